@@ -1,0 +1,40 @@
+# PYTHON picks the interpreter that .venv is made from (3.11 to 3.13); ARGS is passed on, e.g. make test ARGS="-k refit".
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+# One thread is faster than two for models as small as those of the demo and the tests.
+OMP_NUM_THREADS ?= 1
+# The set-up leaves compiling modules to their first import, so Python must be allowed to keep the result.
+unexport PYTHONDONTWRITEBYTECODE
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format types clean
+
+help:  ## show this list
+	@grep -hE '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+setup:  ## create or refresh .venv (quick when nothing changed)
+	@$(PYTHON) tools/setup_env.py
+
+demo test: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
+
+demo: setup  ## run the CPU demo
+	@$(BIN)/nemo-fp8rl demo $(ARGS)
+
+test: setup  ## run the tests
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+lint: setup  ## ruff check and format check
+	@$(BIN)/ruff check $(ARGS) .
+	@$(BIN)/ruff format --check .
+
+format: setup  ## let ruff rewrite the files
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+types: setup  ## mypy
+	@$(BIN)/mypy $(ARGS) nemo_fp8rl
+
+clean:  ## remove .venv and caches
+	@rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

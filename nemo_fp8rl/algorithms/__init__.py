@@ -1,0 +1,1 @@
+"""Advantages, the GRPO loss, rollout correction and mismatch metrics: pure functions of tensors. Needs torch alone."""

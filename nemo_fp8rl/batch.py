@@ -1,0 +1,103 @@
+"""What flows through the loop: prompts, completions, and the batch that the policy trains on.
+
+    Prompt --generation--> Completion --rewards, advantages--> TrainBatch --policy--> optimizer step
+
+Field names are NeMo RL's, so that its loss functions and ours read the same batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypedDict, cast
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question.
+
+    index:      position in the dataset, stable over a run; it seeds the sampling
+    text:       as the dataset has it
+    answer:     what the verifier compares with
+    token_ids:  after the chat template, ready for the engine
+    """
+
+    index: int
+    text: str
+    answer: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled answer.
+
+    token_ids:      generated tokens; the end-of-sequence token is the last one when finish_reason is "stop"
+    logprobs:       log-probability of each token under the distribution it was sampled from; [] when not asked for
+    policy_version: the refit whose weights produced every one of these tokens
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: Literal["stop", "length"]
+    policy_version: int
+
+
+class TrainBatch(TypedDict, total=False):
+    """B sequences (prompt + completion), right-padded to T. Log-probs at position t are of token t; position 0 is 0.
+
+    input_ids:            int64 [B, T]
+    input_lengths:        int64 [B], prompt + completion, without padding
+    token_mask:           float32 [B, T], 1 where the token was generated
+    sample_mask:          float32 [B], 0 drops the whole sample
+    advantages:           float32 [B, T], the sample's advantage on every token
+    generation_logprobs:  float32 [B, T], the engine's
+    prev_logprobs:        float32 [B, T], the trainer's own, before the update
+    """
+
+    input_ids: Tensor
+    input_lengths: Tensor
+    token_mask: Tensor
+    sample_mask: Tensor
+    advantages: Tensor
+    generation_logprobs: Tensor
+    prev_logprobs: Tensor
+
+
+def collate(prompts: Sequence[Prompt], completions: Sequence[Completion], pad_token_id: int) -> TrainBatch:
+    """Row i is prompts[i] followed by completions[i]. All fields but advantages and prev_logprobs are filled."""
+    rows = [(*p.token_ids, *c.token_ids) for p, c in zip(prompts, completions, strict=True)]
+    b, t = len(rows), max(len(row) for row in rows)
+    input_ids = torch.full((b, t), pad_token_id, dtype=torch.int64)
+    token_mask, generation_logprobs = torch.zeros(b, t), torch.zeros(b, t)
+    for i, (row, prompt, completion) in enumerate(zip(rows, prompts, completions, strict=True)):
+        start, end = len(prompt.token_ids), len(row)
+        input_ids[i, :end] = torch.tensor(row)
+        token_mask[i, start:end] = 1.0
+        if completion.logprobs:
+            generation_logprobs[i, start:end] = torch.tensor(completion.logprobs)
+    return TrainBatch(
+        input_ids=input_ids,
+        input_lengths=torch.tensor([len(row) for row in rows]),
+        token_mask=token_mask,
+        sample_mask=torch.ones(b),
+        generation_logprobs=generation_logprobs,
+    )
+
+
+def rows(batch: TrainBatch, start: int, stop: int) -> TrainBatch:
+    """Rows start..stop of every field, cut to the longest of them so that padding is not computed on."""
+    part = {name: cast(Tensor, field)[start:stop] for name, field in batch.items()}
+    longest = int(part["input_lengths"].max())
+    return cast(TrainBatch, {name: f[:, :longest] if f.dim() == 2 else f for name, f in part.items()})
+
+
+def num_rows(batch: TrainBatch) -> int:
+    return batch["input_ids"].size(0)
+
+
+def shards(batch: TrainBatch, count: int) -> list[TrainBatch]:
+    """`count` contiguous parts of the rows, as even as they go, padding kept."""
+    parts = {name: cast(Tensor, field).tensor_split(count) for name, field in batch.items()}
+    return [cast(TrainBatch, {name: part[i] for name, part in parts.items()}) for i in range(count)]

@@ -1,0 +1,105 @@
+"""`nemo-fp8rl`: the command line. Bad input ends in one sentence and exit code 2, Ctrl-C in 130."""
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_fp8rl import __version__
+from nemo_fp8rl.errors import UserError
+
+BAD_INPUT, INTERRUPTED = 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch loads; tiny matmuls lose by more threads
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    _quiet_libraries()
+    try:
+        finished = arguments.run(arguments)
+    except UserError as error:
+        print(f"nemo-fp8rl: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("nemo-fp8rl: interrupted; the last checkpoint is whole, --resume continues from it", file=sys.stderr)
+        return INTERRUPTED
+    return 0 if finished else INTERRUPTED
+
+
+def _quiet_libraries() -> None:
+    """Keep warnings of torch, Megatron and vLLM about themselves off the screen; ours stay."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    warnings.filterwarnings("ignore", module=r"(torch|megatron|vllm|transformers)(\.|$)")
+    logging.getLogger("torch").setLevel(logging.ERROR)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nemo-fp8rl", description="GRPO with FP8 end to end.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="run GRPO from a recipe")
+    _add_recipe(train)
+    train.add_argument("--resume", action="store_true", help="continue the run in logger.log_dir")
+    train.set_defaults(run=_train)
+
+    sft = commands.add_parser("sft", help="warm a model up on the answers of its data")
+    _add_recipe(sft)
+    sft.add_argument("--output", type=Path, required=True, metavar="DIR", help="where the HF checkpoint goes")
+    sft.set_defaults(run=_sft)
+
+    tiny = commands.add_parser("make-tiny", help="write a tiny checkpoint, tokenizer and dataset")
+    tiny.add_argument("folder", type=Path, metavar="DIR")
+    tiny.add_argument("--task", default="add", help="add (two numbers) or chain (running sums); default add")
+    tiny.add_argument("--seed", type=int, default=0)
+    tiny.set_defaults(run=_make_tiny)
+
+    demo = commands.add_parser("demo", help="make-tiny, sft and train in one go, and a table of what came out")
+    demo.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="parent of the demo's folder")
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _add_recipe(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--config", type=Path, required=True, metavar="RECIPE", help="a YAML file, see conf/")
+    command.add_argument("overrides", nargs="*", metavar="key=value", help="such as grpo.max_num_steps=20")
+
+
+def _train(arguments: argparse.Namespace) -> bool:
+    from nemo_fp8rl.recipe import load
+
+    cfg = load(arguments.config, arguments.overrides)
+    from nemo_fp8rl.train import train  # loads vllm and megatron: after the recipe is known to be good
+
+    return train(cfg, arguments.resume)
+
+
+def _sft(arguments: argparse.Namespace) -> bool:
+    from nemo_fp8rl.recipe import load
+
+    cfg = load(arguments.config, arguments.overrides)
+    from nemo_fp8rl.sft import sft
+
+    return sft(cfg, arguments.output)
+
+
+def _make_tiny(arguments: argparse.Namespace) -> bool:
+    from nemo_fp8rl.tiny import make_tiny
+
+    make_tiny(arguments.folder, arguments.task, arguments.seed)
+    print(f"wrote {arguments.folder}/model and {arguments.folder}/data.jsonl")
+    return True
+
+
+def _demo(arguments: argparse.Namespace) -> bool:
+    from nemo_fp8rl.demo import demo
+
+    return demo(arguments.runs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,273 @@
+"""NeMo RL's config dialect, typed: one dataclass a block, a default in one place, all of it frozen.
+
+`load` reads a YAML recipe (with `defaults:` inheritance and `${...}` interpolation), applies dotted overrides, checks
+types against these classes and meaning in `check`. Anything wrong is a UserError that names the key. What NeMo RL
+does not have lives in the one block `nemo_fp8rl:`. OmegaConf and pydantic are imported by `nemo_fp8rl.recipe` only.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from nemo_fp8rl.algorithms.loss import LossConfig
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.fp8.format import ScaleFormat
+
+Flow = Literal["bf16", "fp8_rollout", "fp8_e2e"]
+
+
+class _Block:
+    """A block of the recipe: a key that it does not list is an error."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+
+@dataclass(frozen=True)
+class Fp8RlConfig(_Block):
+    """The block of ours."""
+
+    flow: Flow = "fp8_e2e"
+    """Precision of trainer and engine: bf16 both; fp8_rollout engine only; fp8_e2e both, by one contract."""
+    align: Literal["vllm", "none"] = "vllm"
+    """Where the trainer's RoPE, residual, norm and softmax round: where vLLM's do, or where Megatron's do."""
+    scale_format: ScaleFormat = "pow2"
+    """Scales of the FP8 blocks; pow2 is the one on which every quantizer agrees."""
+
+    @property
+    def trainer_fp8(self) -> bool:
+        return self.flow == "fp8_e2e"
+
+    @property
+    def engine_fp8(self) -> bool:
+        return self.flow in ("fp8_rollout", "fp8_e2e")
+
+
+@dataclass(frozen=True)
+class GrpoConfig(_Block):
+    num_prompts_per_step: int = 32
+    num_generations_per_prompt: int = 16
+    max_num_steps: int = 100
+    normalize_rewards: bool = True
+    use_leave_one_out_baseline: bool = False
+    val_period: int = 10
+    """Validate every so many steps; 0 never."""
+    val_at_start: bool = True
+    val_at_end: bool = True
+    max_val_samples: int = 256
+    seed: int = 42
+
+
+@dataclass(frozen=True)
+class SftConfig(_Block):
+    """The supervised warm-up (`nemo-fp8rl sft`)."""
+
+    max_num_steps: int = 200
+    seed: int = 42
+
+
+@dataclass(frozen=True)
+class CheckpointingConfig(_Block):
+    enabled: bool = True
+    checkpoint_dir: str = "${logger.log_dir}/checkpoints"
+    save_period: int = 10
+    keep_top_k: int = 2
+    """How many are kept, the latest (NeMo RL's meaning under `metric_name: null`)."""
+
+
+@dataclass(frozen=True)
+class TokenizerConfig(_Block):
+    name: str = "${policy.model_name}"
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class OptimizerConfig(_Block):
+    optimizer: Literal["adam"] = "adam"
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+
+
+@dataclass(frozen=True)
+class SchedulerConfig(_Block):
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    lr_decay_iters: int = 1000
+    lr_warmup_iters: int = 0
+    lr_warmup_init: float = 0.0
+
+
+@dataclass(frozen=True)
+class MegatronConfig(_Block):
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+
+@dataclass(frozen=True)
+class VllmConfig(_Block):
+    max_model_len: int = "${policy.max_total_sequence_length}"  # type: ignore[assignment]
+    enforce_eager: bool = True
+    gpu_memory_utilization: float = 0.6
+    kv_cache_memory_gib: float = 1.0
+    """Key-value cache on CPU, GiB; on GPU gpu_memory_utilization decides."""
+    max_num_seqs: int = 256
+
+
+@dataclass(frozen=True)
+class GenerationConfig(_Block):
+    backend: Literal["vllm"] = "vllm"
+    max_new_tokens: int = 512
+    temperature: float = 1.0
+    val_temperature: float = 0.0
+    vllm_cfg: VllmConfig = field(default_factory=VllmConfig)
+
+
+@dataclass(frozen=True)
+class PolicyConfig(_Block):
+    model_name: str
+    """An HF checkpoint folder (config.json and safetensors) of the Qwen3 dense family."""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    train_global_batch_size: int = 512
+    """Samples an optimizer step."""
+    train_micro_batch_size: int = 4
+    """Samples a forward and backward, on each trainer rank."""
+    logprob_batch_size: int = "${policy.train_micro_batch_size}"  # type: ignore[assignment]
+    max_total_sequence_length: int = 512
+    precision: Literal["bfloat16", "float32"] = "bfloat16"
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    megatron_cfg: MegatronConfig = field(default_factory=MegatronConfig)
+
+
+@dataclass(frozen=True)
+class TrainDataConfig(_Block):
+    data_path: str
+    split_validation_size: float = 0.05
+    """Share of the distinct prompts held out for validation when data.validation is null."""
+    seed: int = "${grpo.seed}"  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class ValidationDataConfig(_Block):
+    data_path: str
+
+
+@dataclass(frozen=True)
+class DataDefaultConfig(_Block):
+    env_name: str = "exact_match"
+    """The verifier: exact_match or math."""
+
+
+@dataclass(frozen=True)
+class DataConfig(_Block):
+    train: TrainDataConfig
+    validation: ValidationDataConfig | None = None
+    default: DataDefaultConfig = field(default_factory=DataDefaultConfig)
+
+
+@dataclass(frozen=True)
+class LoggerConfig(_Block):
+    log_dir: str = "runs/default"
+    """The run directory."""
+    tensorboard_enabled: bool = True
+
+
+@dataclass(frozen=True)
+class ClusterConfig(_Block):
+    backend: Literal["in_process", "ray"] = "in_process"
+    """Trainer and engine in this process, or as Ray actors."""
+    train_ranks: int = 1
+    """Data-parallel trainer ranks (Ray)."""
+    generation_engines: int = 1
+    """vLLM engines that share the prompts (Ray)."""
+
+
+@dataclass(frozen=True)
+class Config(_Block):
+    """A whole recipe."""
+
+    policy: PolicyConfig
+    data: DataConfig
+    grpo: GrpoConfig = field(default_factory=GrpoConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    loss_fn: LossConfig = field(default_factory=LossConfig)
+    checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    nemo_fp8rl: Fp8RlConfig = field(default_factory=Fp8RlConfig)
+
+    @property
+    def rollout_batch_size(self) -> int:
+        """Samples a step: prompts times generations."""
+        return self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
+
+
+POSITIVE = (
+    "grpo.num_prompts_per_step",
+    "grpo.num_generations_per_prompt",
+    "grpo.max_num_steps",
+    "grpo.max_val_samples",
+    "sft.max_num_steps",
+    "checkpointing.save_period",
+    "checkpointing.keep_top_k",
+    "policy.train_global_batch_size",
+    "policy.train_micro_batch_size",
+    "policy.logprob_batch_size",
+    "policy.max_total_sequence_length",
+    "policy.generation.max_new_tokens",
+    "policy.generation.temperature",
+    "policy.generation.vllm_cfg.max_model_len",
+    "policy.generation.vllm_cfg.max_num_seqs",
+    "policy.generation.vllm_cfg.kv_cache_memory_gib",
+    "cluster.train_ranks",
+    "cluster.generation_engines",
+)
+
+
+def lookup(cfg: Any, key: str) -> Any:
+    """Value of a dotted key."""
+    for part in key.split("."):
+        cfg = getattr(cfg, part)
+    return cfg
+
+
+def check(cfg: Config) -> None:
+    """Raise UserError when values contradict each other: what types alone cannot say."""
+    for key in POSITIVE:
+        if lookup(cfg, key) <= 0:
+            raise UserError(f"{key} must be above 0, got {lookup(cfg, key)}")
+    if cfg.grpo.num_generations_per_prompt < 2:
+        raise UserError("grpo.num_generations_per_prompt must be 2 or more: one sample has no group to compare with")
+    _check_batch_sizes(cfg)
+    cfg.loss_fn.check()
+    policy, vllm = cfg.policy, cfg.policy.generation.vllm_cfg
+    if vllm.max_model_len > policy.max_total_sequence_length:
+        raise UserError(
+            f"policy.generation.vllm_cfg.max_model_len={vllm.max_model_len} is above "
+            f"policy.max_total_sequence_length={policy.max_total_sequence_length}, the trainer's limit; lower it"
+        )
+    if policy.precision == "float32" and cfg.nemo_fp8rl.flow != "bf16":
+        raise UserError(
+            f"nemo_fp8rl.flow={cfg.nemo_fp8rl.flow} needs policy.precision=bfloat16, got float32: "
+            "FP8 weights are quantized from the bfloat16 parameter"
+        )
+    if cfg.cluster.backend == "in_process" and (cfg.cluster.train_ranks, cfg.cluster.generation_engines) != (1, 1):
+        raise UserError(
+            "cluster.train_ranks and cluster.generation_engines above 1 need processes of their own: set "
+            "cluster.backend=ray"
+        )
+
+
+def _check_batch_sizes(cfg: Config) -> None:
+    policy, ranks = cfg.policy, cfg.cluster.train_ranks
+    if cfg.rollout_batch_size % policy.train_global_batch_size:
+        raise UserError(
+            f"policy.train_global_batch_size={policy.train_global_batch_size} does not divide the "
+            f"{cfg.rollout_batch_size} samples of a step (grpo.num_prompts_per_step * grpo.num_generations_per_prompt)"
+        )
+    if policy.train_global_batch_size % (policy.train_micro_batch_size * ranks):
+        raise UserError(
+            f"policy.train_micro_batch_size={policy.train_micro_batch_size} times cluster.train_ranks={ranks} does not "
+            f"divide policy.train_global_batch_size={policy.train_global_batch_size}"
+        )

@@ -1,0 +1,46 @@
+"""Read `{"prompt": ..., "answer": ...}` lines, and say which line is wrong when one is."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_fp8rl.errors import UserError
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line of a dataset. Other fields of the line are ignored."""
+
+    prompt: str
+    answer: str
+
+
+def read_jsonl(path: str | Path, key: str = "data.train.data_path") -> list[Record]:
+    """All records of the file, in order. `key` is the config key that named it, for the messages.
+
+    Raises UserError for a missing or empty file, a line that is not a JSON object, or a field that is not text.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise UserError(f"{key}: there is no file {path}; give the path of a JSONL dataset") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{key}: {path} cannot be read as UTF-8 text ({error}); give a JSONL dataset") from None
+    records = [_record(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
+    if not records:
+        raise UserError(f'{key}: {path} holds no record; write one {{"prompt": ..., "answer": ...}} object a line')
+    return records
+
+
+def _record(line: str, path: Path, number: int) -> Record:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}, line {number}: not JSON ({error.msg}); write one object a line") from None
+    if not isinstance(row, dict):
+        raise UserError(f'{path}, line {number}: not an object; write {{"prompt": ..., "answer": ...}}')
+    for field in ("prompt", "answer"):
+        if not isinstance(row.get(field), str):
+            raise UserError(f'{path}, line {number}: "{field}" is missing or not text; give it as a string')
+    return Record(row["prompt"], row["answer"])

@@ -1,0 +1,33 @@
+"""Train and validation records that share no prompt."""
+
+import random
+from collections.abc import Sequence
+
+from nemo_fp8rl.data.jsonl import Record
+from nemo_fp8rl.errors import UserError
+
+
+def split_records(
+    train: Sequence[Record], validation: Sequence[Record] | None, split_validation_size: float, seed: int
+) -> tuple[list[Record], list[Record]]:
+    """(train, validation). Without a validation set, `split_validation_size` of the distinct prompts become one.
+
+    Records that repeat a prompt stay on one side. Raises UserError when given sets share a prompt or a side is empty.
+    """
+    if validation is not None:
+        shared = {r.prompt for r in train} & {r.prompt for r in validation}
+        if shared:
+            raise UserError(
+                f"data.validation.data_path: {len(shared)} prompts are also in data.train.data_path "
+                f"(one is {min(shared)!r}); remove them from one of the two"
+            )
+        return list(train), list(validation)
+    prompts = sorted({r.prompt for r in train})
+    random.Random(seed).shuffle(prompts)
+    held_out = set(prompts[: round(len(prompts) * split_validation_size)])
+    if not held_out or len(held_out) == len(prompts):
+        raise UserError(
+            f"data.train.split_validation_size={split_validation_size} of {len(prompts)} prompts leaves a side empty; "
+            "give data.validation.data_path or another size"
+        )
+    return [r for r in train if r.prompt not in held_out], [r for r in train if r.prompt in held_out]

@@ -1,0 +1,64 @@
+"""Text to tokens and back, by the checkpoint's own tokenizer and chat template."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from nemo_fp8rl.batch import Prompt
+from nemo_fp8rl.config import PolicyConfig
+from nemo_fp8rl.data.jsonl import Record
+from nemo_fp8rl.errors import UserError
+
+
+class PromptTokenizer:
+    """An HF tokenizer folder; code that the folder may bring is never run."""
+
+    def __init__(self, policy: PolicyConfig) -> None:
+        from transformers import AutoTokenizer
+
+        name = policy.tokenizer.name
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"policy.tokenizer.name: {name} holds no tokenizer ({str(error).splitlines()[0]}); "
+                "give a folder with tokenizer.json"
+            ) from None
+        if self.tokenizer.eos_token_id is None:
+            raise UserError(f"policy.tokenizer.name: {name} has no eos_token; set it in tokenizer_config.json")
+        self.template_kwargs = policy.tokenizer.chat_template_kwargs or {}
+        self.max_prompt_tokens = policy.generation.vllm_cfg.max_model_len - 1
+
+    @property
+    def eos_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def pad_token_id(self) -> int:
+        return self.eos_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
+
+    def prompts(self, records: Sequence[Record]) -> list[Prompt]:
+        """Tokenize; UserError when a prompt leaves no room for an answer."""
+        prompts = [Prompt(i, r.prompt, r.answer, tuple(self._encode(r.prompt))) for i, r in enumerate(records)]
+        too_long = [p for p in prompts if len(p.token_ids) > self.max_prompt_tokens]
+        if too_long:
+            raise UserError(
+                f"{len(too_long)} prompts are longer than the context: the first has {len(too_long[0].token_ids)} "
+                f"tokens ({too_long[0].text[:40]!r}...) and policy.generation.vllm_cfg.max_model_len is "
+                f"{self.max_prompt_tokens + 1}; raise it or remove them"
+            )
+        return prompts
+
+    def answer_tokens(self, text: str) -> list[int]:
+        """The tokens of an answer, closed by the end of the sequence."""
+        return [*self.tokenizer(text, add_special_tokens=False).input_ids, self.eos_token_id]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def _encode(self, text: str) -> list[int]:
+        if not self.tokenizer.chat_template:
+            return self.tokenizer(text).input_ids
+        message: list[dict[str, Any]] = [{"role": "user", "content": text}]
+        return self.tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, return_dict=False, **self.template_kwargs
+        )

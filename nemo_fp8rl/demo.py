@@ -1,0 +1,57 @@
+"""The main job on the embedded default: make a tiny model, warm it up, run GRPO in FP8 end to end, show the outcome."""
+
+from itertools import count
+from pathlib import Path
+from statistics import fmean
+
+from rich.console import Console
+from rich.table import Table
+
+from nemo_fp8rl.config import Config
+from nemo_fp8rl.recipe import load
+from nemo_fp8rl.rundir import RunDirectory
+from nemo_fp8rl.sft import sft
+from nemo_fp8rl.tiny import make_tiny
+from nemo_fp8rl.train import train
+
+RECIPES = Path(__file__).resolve().parent.parent / "conf"
+PHASES = ("generate", "logprob", "train", "refit")
+
+
+def demo(runs: Path) -> bool:
+    """Each demo has a folder of its own under `runs`. Returns False when it was interrupted."""
+    folder = next(path for i in count(1) if not (path := runs / f"demo-{i}").exists())
+    make_tiny(folder, "add")
+    data = f"data.train.data_path={folder}/data.jsonl"
+    warm_up = load(RECIPES / "tiny_sft.yaml", [data, f"policy.model_name={folder}/model"])
+    if not sft(warm_up, folder / "warm"):
+        return False
+    cfg = load(
+        RECIPES / "tiny_cpu.yaml",
+        [data, f"policy.model_name={folder}/warm", f"logger.log_dir={folder}/grpo"],
+    )
+    if not train(cfg):
+        return False
+    Console().print(summary(cfg))
+    return True
+
+
+def summary(cfg: Config) -> Table:
+    """What a finished run shows: accuracy before and after, mismatch, refit, seconds by phase."""
+    rows = RunDirectory(cfg, resume=True).read_metrics()
+    validated = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
+    steps = [row for row in rows if row["step"] > 0]
+
+    def mean(name: str) -> float:
+        return fmean(row[name] for row in steps)
+
+    table = Table(title=f"{cfg.nemo_fp8rl.flow}, {len(steps)} GRPO steps", show_header=False)
+    table.add_row("validation accuracy, start", f"{validated[0]:.3f}")
+    table.add_row("validation accuracy, end", f"{validated[-1]:.3f}")
+    table.add_row("token_mult_prob_error, mean", f"{mean('train/token_mult_prob_error'):.6f}")
+    table.add_row("tokens bit-equal in trainer and engine", f"{mean('train/exact_logprob_fraction'):.1%}")
+    table.add_row("refit", f"{mean('refit/bytes') / 1e6:.2f} MB in {mean('timing/refit') * 1e3:.0f} ms")
+    for phase in PHASES:
+        table.add_row(f"seconds a step, {phase}", f"{mean(f'timing/{phase}'):.3f}")
+    table.add_row("run directory", cfg.logger.log_dir)
+    return table

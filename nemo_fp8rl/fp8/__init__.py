@@ -1,0 +1,18 @@
+"""The FP8 contract: one quantizer for the trainer, the refit and the engine. Needs torch alone."""
+
+from nemo_fp8rl.fp8.format import BLOCK, BlockScaled, NonFiniteError, ScaleFormat, is_quantized, scale_name
+from nemo_fp8rl.fp8.linear import BlockwiseFp8Linear, fprop
+from nemo_fp8rl.fp8.quantize import fake_quantize, quantize_blockwise
+
+__all__ = [
+    "BLOCK",
+    "BlockScaled",
+    "BlockwiseFp8Linear",
+    "NonFiniteError",
+    "ScaleFormat",
+    "fake_quantize",
+    "fprop",
+    "is_quantized",
+    "quantize_blockwise",
+    "scale_name",
+]

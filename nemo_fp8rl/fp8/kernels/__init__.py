@@ -1,0 +1,1 @@
+"""Implementations of the contract; `reference` is the specification, every other one must equal it to the bit."""

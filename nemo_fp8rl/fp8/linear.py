@@ -1,0 +1,58 @@
+"""A blockwise FP8 linear layer, emulated: its three matmuls quantize their operands as Transformer Engine's do.
+
+    fprop   y  = Q[1x128](x)      @ Q[128x128](w)^T       blocks along K
+    dgrad   dx = Q[1x128](dy)     @ Q[128x128](w)         blocks along N
+    wgrad   dw = Q[128x1](dy)^T   @ Q[128x1](x)           blocks along the tokens, from the high-precision tensors
+
+(TransformerEngine common/recipe/__init__.py, Float8BlockScaling: activations and gradients 1x128, weights 128x128.)
+With pow2 scales an operand is exact in bfloat16, so the matmul is a plain bfloat16 one, the same on both sides of the
+refit; with fp32 scales it runs in float32. Accumulation is the backend's own, in float32.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_fp8rl.fp8.format import BLOCK, ScaleFormat
+from nemo_fp8rl.fp8.quantize import fake_quantize
+
+ALONG_LAST = (1, 128)
+ALONG_TOKENS = (128, 1)
+
+
+def operand_dtype(dtype: torch.dtype, scale_format: ScaleFormat) -> torch.dtype:
+    """The dtype that holds a dequantized operand exactly."""
+    return torch.bfloat16 if dtype is torch.bfloat16 and scale_format == "pow2" else torch.float32
+
+
+def fprop(x: Tensor, w_dequantized: Tensor, scale_format: ScaleFormat) -> Tensor:
+    """y = Q(x) @ w^T for x [..., K] and an already dequantized weight [N, K]; returns [..., N] in x's dtype."""
+    x2 = x.reshape(-1, x.size(-1))
+    xq = fake_quantize(x2, block=ALONG_LAST, scale_format=scale_format, dtype=w_dequantized.dtype)
+    return (xq @ w_dequantized.t()).to(x.dtype).view(*x.shape[:-1], w_dequantized.size(0))
+
+
+class BlockwiseFp8Linear(torch.autograd.Function):
+    """apply(x [..., K], w [N, K], scale_format) -> [..., N] in x's dtype; gradients in the dtypes of x and w."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, scale_format: ScaleFormat) -> Tensor:
+        dtype = operand_dtype(x.dtype, scale_format)
+        wq = fake_quantize(w, block=BLOCK, scale_format=scale_format, dtype=dtype)
+        if any(ctx.needs_input_grad):
+            x2 = x.reshape(-1, x.size(-1))
+            ctx.save_for_backward(fake_quantize(x2, block=ALONG_TOKENS, scale_format=scale_format, dtype=dtype), wq)
+            ctx.scale_format, ctx.dtypes = scale_format, (x.dtype, w.dtype)
+        return fprop(x, wq, scale_format)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        xq, wq = ctx.saved_tensors
+        dy = grads[0]
+        dy2 = dy.reshape(-1, dy.size(-1))
+        dy_rows = fake_quantize(dy2, block=ALONG_LAST, scale_format=ctx.scale_format, dtype=wq.dtype)
+        dy_columns = fake_quantize(dy2, block=ALONG_TOKENS, scale_format=ctx.scale_format, dtype=wq.dtype)
+        dx = (dy_rows @ wq).to(ctx.dtypes[0]).view(*dy.shape[:-1], wq.size(1))
+        dw = (dy_columns.t() @ xq).to(ctx.dtypes[1])
+        return dx, dw, None

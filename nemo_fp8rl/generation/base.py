@@ -1,0 +1,33 @@
+"""What the loop asks of a generation backend."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from nemo_fp8rl.batch import Completion
+from nemo_fp8rl.refit.bridge import Acknowledgement
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample. temperature 0 is greedy. Log-probs are of the distribution sampled from, at this temperature."""
+
+    num_generations: int
+    max_new_tokens: int
+    temperature: float
+    stop_token_ids: tuple[int, ...]
+    logprobs: bool = True
+
+
+class Generation(Protocol):
+    def generate(
+        self, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int], sampling: Sampling
+    ) -> list[list[Completion]]:
+        """For each prompt its completions, in order. Equal seeds, prompts and weights give equal completions."""
+        ...
+
+    def load_update(self, handle: Any) -> list[Acknowledgement]:
+        """One acknowledgement an engine (`refit.bridge.WeightSink`)."""
+        ...
+
+    def shutdown(self) -> None: ...

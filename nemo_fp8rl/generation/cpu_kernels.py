@@ -1,0 +1,85 @@
+"""vLLM's side of the contract: linear layers that hold FP8 bytes and multiply them as the trainer does.
+
+Built on what vLLM offers to out-of-tree quantization: a `QuantizationConfig` subclass, a `LinearMethodBase`, its own
+parameter classes (so that its weight loaders fuse q, k, v and gate, up), and layerwise reload, which calls
+`process_weights_after_loading` again after every refit.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    LinearMethodBase,
+    register_weight_loader_v2_supported_method,
+)
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.parameter import BlockQuantScaleParameter, ModelWeightParameter
+from vllm.platforms import current_platform
+
+from nemo_fp8rl.fp8 import BLOCK, BlockScaled, ScaleFormat, fprop
+from nemo_fp8rl.fp8.format import E4M3
+from nemo_fp8rl.fp8.linear import operand_dtype
+
+
+class NemoFp8RlConfig(Fp8Config):
+    """Blockwise FP8 with the contract's scale format; `quant_method: nemo_fp8rl`."""
+
+    scale_format: ScaleFormat = "pow2"
+
+    @classmethod
+    def get_name(cls) -> Any:
+        return "nemo_fp8rl"
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "NemoFp8RlConfig":
+        own = cast(NemoFp8RlConfig, super().from_config(config))
+        own.scale_format = config["scale_format"]
+        return own
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        if not current_platform.is_cpu():
+            return super().get_quant_method(layer, prefix)
+        return EmulatedFp8LinearMethod(self.scale_format) if isinstance(layer, LinearBase) else None
+
+
+@register_weight_loader_v2_supported_method
+class EmulatedFp8LinearMethod(LinearMethodBase):
+    """Holds `weight` (E4M3) and `weight_scale_inv` (float32) as received; multiplies a dequantized copy of them."""
+
+    def __init__(self, scale_format: ScaleFormat) -> None:
+        self.scale_format = scale_format
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        rows, columns = sum(output_partition_sizes), input_size_per_partition
+        if any(size % BLOCK[0] for size in output_partition_sizes[:-1]):
+            raise ValueError(f"parts of {output_partition_sizes} rows do not start at multiples of {BLOCK[0]}")
+        loader = extra["weight_loader"]
+        layer.weight_block_size = list(BLOCK)  # read by vLLM's loaders when they place the scales of a fused part
+        weight = torch.empty(rows, columns, dtype=E4M3)
+        scale = torch.empty(-(-rows // BLOCK[0]), -(-columns // BLOCK[1]), dtype=torch.float32)
+        layer.register_parameter(
+            "weight", ModelWeightParameter(data=weight, input_dim=1, output_dim=0, weight_loader=loader)
+        )
+        layer.register_parameter(
+            "weight_scale_inv", BlockQuantScaleParameter(data=scale, input_dim=1, output_dim=0, weight_loader=loader)
+        )
+        layer.fp8_operand_dtype = operand_dtype(params_dtype, self.scale_format)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        stored = BlockScaled(layer.weight.data, layer.weight_scale_inv.data, BLOCK)
+        layer.fp8_dequantized = stored.dequantize(layer.fp8_operand_dtype)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = fprop(x, layer.fp8_dequantized, self.scale_format)
+        return y if bias is None else y + bias

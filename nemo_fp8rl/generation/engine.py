@@ -1,0 +1,106 @@
+"""One vLLM engine in this process: generate, and take a refit. The driver's side is `vllm.py`."""
+
+import os
+from collections.abc import Sequence
+
+from nemo_fp8rl.batch import Completion
+from nemo_fp8rl.config import Config
+from nemo_fp8rl.generation.base import Sampling
+from nemo_fp8rl.generation.vllm_plugin import quantization_config
+from nemo_fp8rl.refit.bridge import Acknowledgement
+from nemo_fp8rl.refit.manifest import RefitError, Update
+from nemo_fp8rl.refit.transport import serialized
+
+WORKER_EXTENSION = "nemo_fp8rl.generation.vllm_worker.RefitWorkerExtension"
+ENVIRONMENT = {  # read by vLLM at import; what the user has set wins
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in this process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # leave the process's CPU affinity alone
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TORCH_COMPILE_DISABLE": "1",  # on CPU 14 s of inductor for a rank counter
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+class VllmEngine:
+    """Construct, then `setup`. Starts with dummy weights: it refuses to generate before its first refit."""
+
+    def setup(self, cfg: Config, load_format: str = "dummy") -> None:
+        """`load_format="auto"` reads the weights of policy.model_name from disk instead of waiting for a refit."""
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        vllm_cfg = cfg.policy.generation.vllm_cfg
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", f"{vllm_cfg.kv_cache_memory_gib:g}")
+        from vllm import LLM
+
+        overrides = {}
+        if cfg.nemo_fp8rl.engine_fp8:
+            overrides["quantization_config"] = quantization_config(cfg.nemo_fp8rl.scale_format)
+        self.policy_version = -1 if load_format == "dummy" else 0
+        self.max_model_len = vllm_cfg.max_model_len
+        self.llm = LLM(
+            model=cfg.policy.model_name,
+            dtype=cfg.policy.precision,
+            hf_overrides=overrides,
+            load_format=load_format,
+            skip_tokenizer_init=True,
+            worker_extension_cls=WORKER_EXTENSION,
+            max_model_len=vllm_cfg.max_model_len,
+            max_num_seqs=vllm_cfg.max_num_seqs,
+            enforce_eager=vllm_cfg.enforce_eager,
+            gpu_memory_utilization=vllm_cfg.gpu_memory_utilization,
+            logprobs_mode="processed_logprobs",  # of the distribution really sampled from
+            generation_config="vllm",  # not the checkpoint's sampling defaults
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+            seed=cfg.grpo.seed,
+        )
+
+    def generate(
+        self, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int], sampling: Sampling
+    ) -> list[list[Completion]]:
+        """Completions of each prompt, in order. A prompt and its answer end where the context does."""
+        from vllm import SamplingParams
+
+        if self.policy_version < 0:
+            raise RefitError("this engine has not received weights yet: refit before the first generation")
+        params = [
+            SamplingParams(
+                n=sampling.num_generations,
+                temperature=sampling.temperature,
+                max_tokens=min(sampling.max_new_tokens, self.max_model_len - len(prompt)),
+                logprobs=0 if sampling.logprobs else None,
+                stop_token_ids=list(sampling.stop_token_ids),
+                seed=seed,
+                detokenize=False,
+            )
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        outputs = self.llm.generate(requests, params, use_tqdm=False)
+        return [[self._completion(sample) for sample in output.outputs] for output in outputs]
+
+    def load_update(self, update: Update | bytes) -> Acknowledgement:
+        """Verify and apply a refit, drop the prefix cache, and answer with the version now served."""
+        nbytes = len(update) if isinstance(update, bytes) else update.nbytes
+        if isinstance(update, bytes):
+            update = serialized.unpack(update)
+        self.policy_version = -1  # nothing is generated from mixed weights, whatever fails below
+        (version,) = set(self.llm.collective_rpc("nemo_fp8rl_load", args=(update,)))
+        if not self.llm.reset_prefix_cache():
+            raise RefitError(f"refit {version}: the engine kept its prefix cache, which holds the old weights' keys")
+        self.policy_version = version
+        return Acknowledgement(version, nbytes)
+
+    def shutdown(self) -> None:
+        del self.llm
+
+    def _completion(self, sample: object) -> Completion:
+        token_ids = tuple(sample.token_ids)  # type: ignore[attr-defined]
+        per_token = sample.logprobs or ()  # type: ignore[attr-defined]
+        return Completion(
+            token_ids=token_ids,
+            logprobs=tuple(entry[token].logprob for entry, token in zip(per_token, token_ids, strict=False)),
+            finish_reason="stop" if sample.finish_reason == "stop" else "length",  # type: ignore[attr-defined]
+            policy_version=self.policy_version,
+        )

@@ -1,0 +1,31 @@
+"""vLLM's `vllm.general_plugins` entry point: registers the quantization method `nemo_fp8rl`, and nothing else.
+
+vLLM calls `register` in every process of an engine. A model that does not ask for `nemo_fp8rl` never meets this code.
+On GPUs the method is vLLM's own blockwise FP8; on CPU, where vLLM's FP8 kernels need AMX, it is the emulated linear of
+`fp8.linear`, by the same contract as the trainer's.
+"""
+
+QUANTIZATION = "nemo_fp8rl"
+
+
+def register() -> None:
+    from vllm.model_executor.layers.quantization import (
+        QUANTIZATION_METHODS,
+        register_quantization_config,
+    )
+
+    if QUANTIZATION not in QUANTIZATION_METHODS:
+        from nemo_fp8rl.generation.cpu_kernels import NemoFp8RlConfig
+
+        register_quantization_config(QUANTIZATION)(NemoFp8RlConfig)
+
+
+def quantization_config(scale_format: str) -> dict[str, object]:
+    """The `quantization_config` of a model that this method serves, in HF's form."""
+    return {
+        "quant_method": QUANTIZATION,
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "scale_format": scale_format,
+    }

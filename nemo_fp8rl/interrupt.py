@@ -1,0 +1,29 @@
+"""Ctrl-C (and SIGTERM) end a run at the next step border, with a checkpoint; a second one ends it at once."""
+
+import signal
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+
+class GracefulStop:
+    """Open with `with`; `requested` turns true at the first signal."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in self.SIGNALS:
+            self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True

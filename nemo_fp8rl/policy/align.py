@@ -1,0 +1,100 @@
+"""Rollout alignment: the trainer's RoPE, residual, norm and softmax round where vLLM's do.
+
+Bit-identical quantizers alone leave a mismatch of about 1.01 between trainer and engine, because one bfloat16 rounding
+moves an activation across an FP8 rounding border and the error spreads. These modules replace Megatron's through its
+ModuleSpec; in float32 they equal the standard formulas. Rounding points, vLLM's CPU kernels of 0.32:
+
+    RoPE            cos/sin table in bfloat16, products and sum in float32, one rounding (Megatron rounds each product)
+    add + norm      the norm reads the UNROUNDED float32 sum x + residual; the stored residual is that sum rounded
+    norm            (x32 * rsqrt(mean(x32^2) + eps)) rounded, then times the weight
+    softmax         scores, probabilities and the weighted sum in float32, one rounding of the output
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+class AlignedRMSNorm(torch.nn.Module):
+    """RMSNorm over the last dimension; input float32 (the residual stream) or the parameters' dtype."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x32 = x.float()
+        normalized = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
+        return normalized.to(self.weight.dtype) * self.weight
+
+
+def aligned_residual_add(training: bool, fused: bool) -> Callable[..., Tensor]:
+    """Megatron's bias-dropout-add slot, without bias and dropout.
+
+    The residual stream is float32 (`fp32_residual_connection`) and carries the unrounded sum for the next norm; it is
+    rounded to the layer's dtype only when it is added to again, which is when vLLM reads its stored residual.
+    """
+
+    def add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
+        x, bias = x_with_bias
+        assert bias is None and prob == 0.0
+        return x.float() + residual.to(x.dtype).float()
+
+    return add
+
+
+class AlignedAttention(MegatronModule):
+    """Core attention that also applies RoPE: Megatron is built without position embedding, so this is the only one.
+
+    query [s, b, heads, d]; key, value [s, b, groups, d]; causal, positions 0..s-1; returns [s, b, heads * d].
+    Plain float32 math: on CPU it is several times cheaper than torch's SDPA backward at these lengths. The scores of
+    a block of QUERY_BLOCK queries exist at a time.
+    """
+
+    QUERY_BLOCK = 512
+    rope_theta: float  # set by `aligned_attention`
+
+    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+        super().__init__(config=config)
+        self.scale = 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: Any
+    ) -> Tensor:
+        s, b, heads, d = query.shape
+        groups = key.size(2)
+        cos, sin = self.rope_table(s, d, query.dtype)
+        q = rotate(query, cos, sin).float().permute(1, 2, 0, 3).reshape(b, groups, heads // groups, s, d)
+        k = rotate(key, cos, sin).float().permute(1, 2, 3, 0).unsqueeze(2)  # [b, groups, 1, d, s]
+        v = value.float().permute(1, 2, 0, 3).unsqueeze(2)  # [b, groups, 1, s, d]
+        outputs = []
+        for start in range(0, s, self.QUERY_BLOCK):
+            rows = q[..., start : start + self.QUERY_BLOCK, :]
+            future = torch.ones(rows.size(-2), s, dtype=torch.bool).triu(start + 1)
+            scores = ((rows @ k) * self.scale).masked_fill(future, -math.inf)
+            outputs.append(scores.softmax(-1) @ v)
+        out = torch.cat(outputs, -2).view(b, heads, s, d)
+        return out.permute(2, 0, 1, 3).reshape(s, b, heads * d).to(query.dtype)
+
+    def rope_table(self, s: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin [s, 1, 1, d/2], rounded to `dtype` as the engine's table is, held in float32."""
+        inv_freq = 1.0 / self.rope_theta ** (torch.arange(0, d, 2, dtype=torch.float32) / d)
+        angles = torch.outer(torch.arange(s, dtype=torch.float32), inv_freq)[:, None, None, :]
+        return angles.cos().to(dtype).float(), angles.sin().to(dtype).float()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate halves [s, b, h, d] by the table; float32 math, one rounding to x's dtype."""
+    x1, x2 = x.float().chunk(2, -1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1).to(x.dtype)
+
+
+def aligned_attention(rope_theta: float) -> type[AlignedAttention]:
+    """The attention class for a model with this RoPE base: Megatron builds it from a class, not from an instance."""
+    return type("AlignedAttention", (AlignedAttention,), {"rope_theta": rope_theta})

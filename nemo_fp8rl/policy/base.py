@@ -1,0 +1,36 @@
+"""What the loop asks of a training policy."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from nemo_fp8rl.batch import TrainBatch
+
+Loss = Callable[[Tensor, TrainBatch, Tensor, Tensor], tuple[Tensor, dict[str, float]]]
+"""(next_token_logprobs [B, T-1], batch, global_valid_seqs, global_valid_toks) -> (loss, metrics)."""
+
+
+class Policy(Protocol):
+    def logprobs(self, batch: TrainBatch) -> Tensor:
+        """float32 [B, T]: log-probability of input_ids[:, t] given what is before it, position 0 is 0."""
+        ...
+
+    def train_step(self, batch: TrainBatch, loss: Loss) -> dict[str, float]:
+        """One optimizer step on the whole batch; the loss's metrics, grad_norm and lr."""
+        ...
+
+    def export_update(self, version: int) -> Any:
+        """The weights as the engines need them (`refit.bridge.WeightSource`)."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write `weights/` (an HF checkpoint) and `optimizer/` into an existing folder."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Continue from a folder that `save` wrote: weights, optimizer and schedule, to the bit."""
+        ...
+
+    def shutdown(self) -> None: ...

@@ -1,0 +1,59 @@
+"""Lazy reading of an HF checkpoint: one tensor at a time, from one or many safetensors files."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor
+
+from nemo_fp8rl.errors import UserError
+
+
+class CheckpointReader:
+    """`with CheckpointReader(folder) as reader: reader.get(name, shape)`. No file is read whole."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._stack = ExitStack()
+        self._file_of: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        from safetensors import SafetensorError, safe_open
+
+        paths = sorted(self.folder.glob("*.safetensors"))
+        if not paths:
+            raise UserError(f"policy.model_name: {self.folder} has no .safetensors file; give an HF checkpoint folder")
+        for path in paths:
+            try:
+                opened = self._stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                self._stack.close()
+                raise UserError(f"{path} is not a whole safetensors file ({error}); copy it again") from None
+            for name in opened.keys():  # noqa: SIM118 (not a dict)
+                self._file_of[name] = opened
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._stack.close()
+
+    def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise UserError, with names, unless the checkpoint holds exactly the expected tensors."""
+        missing = sorted(set(expected) - set(self._file_of))
+        extra = sorted(set(self._file_of) - set(expected))
+        if missing:
+            raise UserError(f"{self.folder} lacks {_some(missing)}; the checkpoint is incomplete")
+        if extra:
+            raise UserError(f"{self.folder} holds {_some(extra)}, which config.json does not describe")
+        for name, shape in expected.items():
+            found = tuple(self._file_of[name].get_slice(name).get_shape())
+            if found != tuple(shape):
+                raise UserError(f"{self.folder}: {name} has shape {list(found)}, config.json asks for {list(shape)}")
+
+    def get(self, name: str) -> Tensor:
+        return self._file_of[name].get_tensor(name)
+
+
+def _some(names: list[str]) -> str:
+    return f"{len(names)} tensors, among them {names[0]}" if len(names) > 1 else f"the tensor {names[0]}"

@@ -1,0 +1,98 @@
+"""The architecture, read from an HF checkpoint's config.json, and what FP8 asks of it."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.fp8.format import BLOCK
+
+FAMILIES = ("qwen3",)
+
+
+@dataclass(frozen=True)
+class HfConfig:
+    """Sizes of a Qwen3 dense model, under HF's names."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+
+
+def read_hf_config(model_path: str | Path) -> HfConfig:
+    """Read and check config.json (and generation_config.json for the end-of-sequence tokens).
+
+    Raises UserError for a missing folder or file, another family, scaled RoPE, or an already quantized checkpoint.
+    """
+    folder = Path(model_path)
+    raw = _read_json(folder / "config.json")
+    if raw is None:
+        raise UserError(f"policy.model_name: {folder} has no config.json; give an HF checkpoint folder")
+    if raw.get("model_type") not in FAMILIES:
+        raise UserError(
+            f"{folder}/config.json: model_type {raw.get('model_type')!r} is not supported; "
+            f"supported families: {', '.join(FAMILIES)}"
+        )
+    if "quantization_config" in raw:
+        raise UserError(f"{folder} is already quantized; give the bfloat16 checkpoint, the refit quantizes it")
+    if raw.get("use_sliding_window") or raw.get("attention_bias"):
+        raise UserError(f"{folder}/config.json: sliding windows and attention biases are not supported")
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if rope.get("rope_type", "default") != "default":
+        raise UserError(f"{folder}/config.json: rope_type {rope['rope_type']!r} is not supported, only default")
+    generation = _read_json(folder / "generation_config.json") or {}
+    try:
+        heads = raw["num_attention_heads"]
+        return HfConfig(
+            vocab_size=raw["vocab_size"],
+            hidden_size=raw["hidden_size"],
+            intermediate_size=raw["intermediate_size"],
+            num_hidden_layers=raw["num_hidden_layers"],
+            num_attention_heads=heads,
+            num_key_value_heads=raw.get("num_key_value_heads", heads),
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rope_theta=rope.get("rope_theta") or raw.get("rope_theta", 10000.0),
+            tie_word_embeddings=raw.get("tie_word_embeddings", False),
+            max_position_embeddings=raw["max_position_embeddings"],
+            eos_token_ids=_token_ids(raw.get("eos_token_id")) + _token_ids(generation.get("eos_token_id")),
+        )
+    except KeyError as error:
+        raise UserError(f"{folder}/config.json lacks {error.args[0]}; give a complete HF config") from None
+
+
+def check_fp8_alignment(hf: HfConfig, flow: str) -> None:
+    """Raise UserError when a fused projection would not start at a block border.
+
+    The trainer quantizes the fused QKV, the engine the fused gate-up; unless every part is a multiple of 128 rows,
+    trainer-local blocks and engine-local blocks would be different blocks.
+    """
+    for name, size in (("head_dim", hf.head_dim), ("intermediate_size", hf.intermediate_size)):
+        if size % BLOCK[0]:
+            raise UserError(
+                f"nemo_fp8rl.flow={flow} cannot run this model: its {name}={size} is not a multiple of {BLOCK[0]}, "
+                "so trainer and engine would not quantize the same blocks; use nemo_fp8rl.flow=bf16"
+            )
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}") from None
+
+
+def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    return () if value is None else (value,) if isinstance(value, int) else tuple(value)

@@ -1,0 +1,84 @@
+"""Megatron parameter <-> HF tensors, one table a family.
+
+Megatron fuses what HF keeps apart: `linear_qkv` holds, for each key-value group, its query heads, its key and its
+value; `linear_fc1` holds gate above up. Exported tensors are views wherever the layout allows.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from nemo_fp8rl.policy.hf_config import HfConfig
+
+LAYER_TENSORS = {  # Megatron suffix -> HF suffix, where one is the other
+    "input_layernorm.weight": "input_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+}
+
+
+def expected_tensors(hf: HfConfig) -> dict[str, tuple[int, ...]]:
+    """Every HF name of the model with its shape, in the order of export."""
+    h, q, kv = hf.hidden_size, hf.num_attention_heads * hf.head_dim, hf.num_key_value_heads * hf.head_dim
+    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (hf.vocab_size, h)}
+    for i in range(hf.num_hidden_layers):
+        layer = f"model.layers.{i}."
+        tensors |= {
+            layer + "input_layernorm.weight": (h,),
+            layer + "self_attn.q_proj.weight": (q, h),
+            layer + "self_attn.k_proj.weight": (kv, h),
+            layer + "self_attn.v_proj.weight": (kv, h),
+            layer + "self_attn.q_norm.weight": (hf.head_dim,),
+            layer + "self_attn.k_norm.weight": (hf.head_dim,),
+            layer + "self_attn.o_proj.weight": (h, q),
+            layer + "post_attention_layernorm.weight": (h,),
+            layer + "mlp.gate_proj.weight": (hf.intermediate_size, h),
+            layer + "mlp.up_proj.weight": (hf.intermediate_size, h),
+            layer + "mlp.down_proj.weight": (h, hf.intermediate_size),
+        }
+    tensors["model.norm.weight"] = (h,)
+    if not hf.tie_word_embeddings:
+        tensors["lm_head.weight"] = (hf.vocab_size, h)
+    return tensors
+
+
+def from_hf(hf: HfConfig, get: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """(Megatron name, tensor) of every parameter; `get` reads one HF tensor by name."""
+    yield "embedding.word_embeddings.weight", get("model.embed_tokens.weight")
+    for i in range(hf.num_hidden_layers):
+        megatron, layer = f"decoder.layers.{i}.", f"model.layers.{i}."
+        for ours, theirs in LAYER_TENSORS.items():
+            yield megatron + ours, get(layer + theirs)
+        qkv = [get(f"{layer}self_attn.{x}_proj.weight") for x in "qkv"]
+        grouped = [w.view(hf.num_key_value_heads, -1, hf.hidden_size) for w in qkv]
+        yield megatron + "self_attention.linear_qkv.weight", torch.cat(grouped, 1).reshape(-1, hf.hidden_size)
+        gate_up = [get(f"{layer}mlp.{x}_proj.weight") for x in ("gate", "up")]
+        yield megatron + "mlp.linear_fc1.weight", torch.cat(gate_up)
+    yield "decoder.final_layernorm.weight", get("model.norm.weight")
+    if not hf.tie_word_embeddings:
+        yield "output_layer.weight", get("lm_head.weight")
+
+
+def to_hf(hf: HfConfig, parameters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """(HF name, tensor) of every tensor of `expected_tensors`, in that order; `parameters` by Megatron name."""
+    yield "model.embed_tokens.weight", parameters["embedding.word_embeddings.weight"]
+    for i in range(hf.num_hidden_layers):
+        megatron, layer = f"decoder.layers.{i}.", f"model.layers.{i}."
+        own = {layer + theirs: parameters[megatron + ours] for ours, theirs in LAYER_TENSORS.items()}
+        qkv = parameters[megatron + "self_attention.linear_qkv.weight"]
+        grouped = qkv.view(hf.num_key_value_heads, -1, hf.hidden_size)
+        query_rows = grouped.size(1) - 2 * hf.head_dim
+        for x, part in zip("qkv", grouped.split([query_rows, hf.head_dim, hf.head_dim], 1), strict=True):
+            own[f"{layer}self_attn.{x}_proj.weight"] = part.reshape(-1, hf.hidden_size)
+        gate, up = parameters[megatron + "mlp.linear_fc1.weight"].chunk(2)
+        own |= {layer + "mlp.gate_proj.weight": gate, layer + "mlp.up_proj.weight": up}
+        for name in expected_tensors(hf):
+            if name.startswith(layer):
+                yield name, own[name]
+    yield "model.norm.weight", parameters["decoder.final_layernorm.weight"]
+    if not hf.tie_word_embeddings:
+        yield "lm_head.weight", parameters["output_layer.weight"]

@@ -1,0 +1,69 @@
+"""A Megatron Core GPTModel from an HF checkpoint folder."""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from nemo_fp8rl.config import Fp8RlConfig, PolicyConfig
+from nemo_fp8rl.policy.hf_config import HfConfig
+from nemo_fp8rl.policy.specs import Fp8Forward, block_spec
+from nemo_fp8rl.policy.state import load_hf
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+FP8_LINEARS_PER_LAYER = 4  # qkv, proj, fc1, fc2
+
+
+def transformer_config(hf: HfConfig, policy: PolicyConfig, choice: Fp8RlConfig) -> TransformerConfig:
+    """Megatron's description of the architecture: fusions off, weights initialized on CPU, gradients summed."""
+    dtype = DTYPES[policy.precision]
+    return TransformerConfig(
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        num_attention_heads=hf.num_attention_heads,
+        num_query_groups=hf.num_key_value_heads,
+        kv_channels=hf.head_dim,
+        ffn_hidden_size=hf.intermediate_size,
+        layernorm_epsilon=hf.rms_norm_eps,
+        normalization="RMSNorm",
+        qk_layernorm=True,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        fp32_residual_connection=choice.align == "vllm",
+        calculate_per_token_loss=True,  # data-parallel gradients are summed; the loss divides by the global count
+        use_cpu_initialization=True,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+    )
+
+
+def build_model(config: TransformerConfig, hf: HfConfig, policy: PolicyConfig, choice: Fp8RlConfig) -> GPTModel:
+    """The model of the checkpoint at policy.model_name, weights loaded; refuses to start without its FP8 layers."""
+    model = GPTModel(
+        config,
+        block_spec(hf, choice),
+        vocab_size=hf.vocab_size,
+        max_sequence_length=policy.max_total_sequence_length,
+        position_embedding_type="none" if choice.align == "vllm" else "rope",  # align: the attention applies RoPE
+        rotary_base=int(hf.rope_theta),
+        share_embeddings_and_output_weights=hf.tie_word_embeddings,
+        parallel_output=False,
+    )
+    fp8_linears = sum(isinstance(module, Fp8Forward) for module in model.modules())
+    expected = FP8_LINEARS_PER_LAYER * hf.num_hidden_layers if choice.trainer_fp8 else 0
+    if fp8_linears != expected:
+        raise RuntimeError(f"flow {choice.flow} asks for {expected} FP8 linear layers, the model has {fp8_linears}")
+    load_hf(Path(policy.model_name), model, hf)
+    return model

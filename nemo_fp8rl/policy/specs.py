@@ -1,0 +1,102 @@
+"""Layer specs: which classes Megatron Core builds a transformer layer from.
+
+Two choices meet here. Precision: `ColumnParallelLinear` or its FP8 sibling. Alignment: Megatron's own norm, residual
+and attention, or those of `align`. Nothing in Megatron is patched; a spec is its public way to swap a class.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+from nemo_fp8rl.config import Fp8RlConfig
+from nemo_fp8rl.fp8 import BlockwiseFp8Linear, ScaleFormat
+from nemo_fp8rl.policy.align import AlignedRMSNorm, aligned_attention, aligned_residual_add
+from nemo_fp8rl.policy.hf_config import HfConfig
+
+
+class Fp8Forward:
+    """Replaces the matmul of a Megatron linear layer, and nothing else of it."""
+
+    scale_format: ScaleFormat
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
+        assert bias is None
+        return BlockwiseFp8Linear.apply(input, weight, self.scale_format)
+
+
+def fp8_linear(linear: type, scale_format: ScaleFormat) -> type:
+    """Megatron's parallel linear class with the FP8 matmul: a spec holds classes, so the choice is made here."""
+    return type(f"Fp8{linear.__name__}", (Fp8Forward, linear), {"scale_format": scale_format})
+
+
+class RMSNorm(torch.nn.Module):
+    """torch's RMSNorm in the parameters' dtype (Megatron's WrappedTorchNorm keeps float32 weights)."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class SdpaAttention(MegatronModule):
+    """Core attention on torch's SDPA: [s, b, heads, d] -> [s, b, heads * d], causal, grouped queries."""
+
+    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+        super().__init__(config=config)
+        self.scale = 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: Any
+    ) -> Tensor:
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+        return out.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
+
+
+def block_spec(hf: HfConfig, choice: Fp8RlConfig) -> TransformerBlockSubmodules:
+    """The decoder's layers for this flow and alignment."""
+    column, row = ColumnParallelLinear, RowParallelLinear
+    if choice.trainer_fp8:
+        column, row = (fp8_linear(linear, choice.scale_format) for linear in (column, row))
+    aligned = choice.align == "vllm"
+    norm = AlignedRMSNorm if aligned else RMSNorm
+    attention = aligned_attention(hf.rope_theta) if aligned else SdpaAttention
+    residual_add = aligned_residual_add if aligned else get_bias_dropout_add
+    layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=column,
+                    core_attention=attention,
+                    linear_proj=row,
+                    q_layernorm=norm,
+                    k_layernorm=norm,
+                ),
+            ),
+            self_attn_bda=residual_add,
+            pre_mlp_layernorm=norm,
+            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+            mlp_bda=residual_add,
+        ),
+    )
+    return TransformerBlockSubmodules(layer_specs=[layer] * hf.num_hidden_layers, layer_norm=norm)

@@ -1,0 +1,174 @@
+"""One Megatron rank: forward, backward, optimizer, export. Runs in this process or inside a Ray actor.
+
+Every call into Megatron goes through `megatron_on_cpu`, so an engine in the same process sees an unchanged torch.
+"""
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from nemo_fp8rl.batch import TrainBatch, num_rows, rows
+from nemo_fp8rl.config import Config
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.policy import state
+from nemo_fp8rl.policy.base import Loss
+from nemo_fp8rl.policy.cpu import megatron_on_cpu
+from nemo_fp8rl.policy.hf_config import check_fp8_alignment, read_hf_config
+from nemo_fp8rl.policy.hf_names import to_hf
+from nemo_fp8rl.policy.model import DTYPES, build_model, transformer_config
+from nemo_fp8rl.refit.manifest import Update
+from nemo_fp8rl.refit.quantize import build_update
+from nemo_fp8rl.refit.transport import serialized
+
+
+class MegatronWorker:
+    """One data-parallel rank with the whole model. Construct, then `setup`."""
+
+    def rendezvous(self) -> tuple[str, int]:
+        """(host, free port) of this machine on the cluster's interface, for the ranks to meet at."""
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return host, probe.getsockname()[1]
+
+    def setup(self, cfg: Config, rank: int, world_size: int, rendezvous: tuple[str, int] | None) -> None:
+        """Join the ranks, build the model and its optimizer. `rendezvous` is (host, port) of rank 0's store."""
+        if torch.cuda.is_available():
+            raise UserError("this policy trains on CPU so far: set CUDA_VISIBLE_DEVICES= (empty) to run it here")
+        self.cfg, self.rank = cfg, rank
+        self.hf = read_hf_config(cfg.policy.model_name)
+        if cfg.nemo_fp8rl.engine_fp8:
+            check_fp8_alignment(self.hf, cfg.nemo_fp8rl.flow)
+        _join(rank, world_size, rendezvous)
+        bf16 = cfg.policy.precision == "bfloat16"
+        with megatron_on_cpu():
+            config = transformer_config(self.hf, cfg.policy, cfg.nemo_fp8rl)
+            self.model = build_model(config, self.hf, cfg.policy, cfg.nemo_fp8rl)
+            self.ddp = DistributedDataParallel(
+                config,
+                DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+                Float16Module(config, self.model) if bf16 else self.model,
+            )
+            optimizer = cfg.policy.megatron_cfg.optimizer
+            self.optimizer = get_megatron_optimizer(
+                OptimizerConfig(
+                    optimizer=optimizer.optimizer,
+                    lr=optimizer.lr,
+                    min_lr=optimizer.min_lr,
+                    weight_decay=optimizer.weight_decay,
+                    adam_beta1=optimizer.adam_beta1,
+                    adam_beta2=optimizer.adam_beta2,
+                    adam_eps=optimizer.adam_eps,
+                    clip_grad=optimizer.clip_grad,
+                    bf16=bf16,
+                    params_dtype=DTYPES[cfg.policy.precision],
+                    use_distributed_optimizer=True,
+                ),
+                [self.ddp],
+            )
+        self.scheduler = self._build_scheduler()
+
+    def logprobs(self, batch: TrainBatch) -> Tensor:
+        """float32 [B, T], position 0 is 0, padding is whatever the model says of it."""
+        out = torch.zeros(batch["input_ids"].shape)
+        size = self.cfg.policy.logprob_batch_size
+        with torch.no_grad(), megatron_on_cpu():
+            for start in range(0, num_rows(batch), size):
+                part = rows(batch, start, start + size)
+                out[start : start + size, 1 : part["input_ids"].size(1)] = self._next_token_logprobs(part["input_ids"])
+        return out
+
+    def train_step(self, shard: TrainBatch, loss: Loss, valid_seqs: float, valid_toks: float) -> dict[str, float]:
+        """One optimizer step; `shard` is this rank's part, the counts are those of the whole batch.
+
+        Gradients and metrics are sums over microbatches and ranks, because the loss divides by the global counts.
+        """
+        metrics: dict[str, float] = {}
+        size = self.cfg.policy.train_micro_batch_size
+        with megatron_on_cpu():
+            self.ddp.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            for start in range(0, num_rows(shard), size):
+                part = rows(shard, start, start + size)
+                logprobs = self._next_token_logprobs(part["input_ids"])
+                value, part_metrics = loss(logprobs, part, torch.tensor(valid_seqs), torch.tensor(valid_toks))
+                value.backward()
+                for name, metric in part_metrics.items():
+                    metrics[name] = metrics.get(name, 0.0) + metric
+            finalize_model_grads([self.ddp])
+            self.scheduler.step(increment=1)  # before the update: the first step of a warm-up already moves
+            updated, grad_norm, _ = self.optimizer.step()
+        if not updated:
+            raise RuntimeError("the optimizer skipped the step: a gradient is not finite")
+        return {**metrics, "grad_norm": float(grad_norm), "lr": float(self.optimizer.param_groups[0]["lr"])}
+
+    def export_update(self, version: int, serialize: bool) -> Update | bytes:
+        """This version's weights for the engines, quantized here and nowhere else."""
+        choice = self.cfg.nemo_fp8rl
+        update = build_update(self.export_weights(), version, choice.engine_fp8, choice.scale_format)
+        return serialized.pack(update) if serialize else update
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, tensor) of every weight, in the dtype that the forward reads; views where the layout allows."""
+        return to_hf(self.hf, {name: parameter.detach() for name, parameter in self.model.named_parameters()})
+
+    def save(self, folder: str) -> None:
+        """Rank 0 writes the HF checkpoint, every rank its shard of the optimizer."""
+        if self.rank == 0:
+            state.save_hf(Path(folder) / "weights", self.export_weights(), Path(self.cfg.policy.model_name))
+        state.save_optimizer(Path(folder) / "optimizer", self.rank, self.model, self.optimizer, self.scheduler)
+
+    def load(self, folder: str) -> None:
+        with megatron_on_cpu():
+            state.load_hf(Path(folder) / "weights", self.model, self.hf)
+            state.load_optimizer(Path(folder) / "optimizer", self.rank, self.model, self.optimizer, self.scheduler)
+
+    def shutdown(self) -> None:
+        """Leave the process as `setup` found it, so that another policy can be built in it."""
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+
+    def _next_token_logprobs(self, input_ids: Tensor) -> Tensor:
+        """[B, T] -> float32 [B, T-1], of input_ids[:, 1:], at the temperature that the engine samples with."""
+        inputs = input_ids[:, :-1]
+        positions = torch.arange(inputs.size(1)).expand_as(inputs)
+        logits = self.ddp(inputs, positions, None).float() / self.cfg.policy.generation.temperature
+        return torch.log_softmax(logits, -1).gather(-1, input_ids[:, 1:, None]).squeeze(-1)
+
+    def _build_scheduler(self) -> OptimizerParamScheduler:
+        optimizer, scheduler = self.cfg.policy.megatron_cfg.optimizer, self.cfg.policy.megatron_cfg.scheduler
+        return OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=scheduler.lr_warmup_init,
+            max_lr=optimizer.lr,
+            min_lr=optimizer.min_lr,
+            lr_warmup_steps=scheduler.lr_warmup_iters,
+            lr_decay_steps=scheduler.lr_decay_iters,
+            lr_decay_style=scheduler.lr_decay_style,
+            start_wd=optimizer.weight_decay,
+            end_wd=optimizer.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+
+
+def _join(rank: int, world_size: int, rendezvous: tuple[str, int] | None) -> None:
+    """Start gloo and Megatron's groups. One rank needs no socket; an engine in this process may share its group."""
+    if not dist.is_initialized():
+        store: dist.Store = dist.HashStore()
+        if rendezvous is not None:
+            store = dist.TCPStore(*rendezvous, world_size=world_size, is_master=rank == 0)
+        dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()

@@ -1,0 +1,5 @@
+"""Verifiers, by name: what turns a completion's text into a reward."""
+
+from nemo_fp8rl.rewards.verifiers import VERIFIERS, Verifier
+
+__all__ = ["VERIFIERS", "Verifier"]

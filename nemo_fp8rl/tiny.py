@@ -1,0 +1,110 @@
+"""A tiny model, tokenizer and dataset: everything the loop needs, made from nothing in a second.
+
+add     two numbers of two digits         "37+58="         -> "95"
+chain   running sums, every step written  "3+8+4="         -> "3+8=11;+4=15"
+"""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.policy.hf_config import read_hf_config
+from nemo_fp8rl.policy.hf_names import expected_tensors
+
+SPECIAL = ("<pad>", "<eos>")
+CHARACTERS = "0123456789+-= >;"
+VOCAB_SIZE = 64
+INITIAL_STD = 0.05
+CHAIN_PROMPTS, CHAIN_TERMS = 20_000, 6
+
+
+def make_tiny(folder: Path, task: str, seed: int = 0) -> None:
+    """Write folder/model (random Qwen3 of 0.8M parameters, with tokenizer) and folder/data.jsonl.
+
+    Raises UserError when the folder already holds something.
+    """
+    if task not in TASKS:
+        raise UserError(f"--task {task}: unknown task; choose one of {', '.join(TASKS)}")
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty; give a new folder, nothing is overwritten")
+    write_model(folder / "model", seed)
+    with open(folder / "data.jsonl", "w") as file:
+        for prompt, answer in TASKS[task](random.Random(seed)):
+            file.write(json.dumps({"prompt": prompt, "answer": answer}) + "\n")
+
+
+def write_model(folder: Path, seed: int = 0, **sizes: int | float | bool) -> None:
+    """A randomly initialized Qwen3 checkpoint in bfloat16, with tokenizer; `sizes` overrides Qwen3Config's keys."""
+    from safetensors.torch import save_file
+    from transformers import Qwen3Config
+
+    folder.mkdir(parents=True)
+    config = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "intermediate_size": 512,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 256,
+        **sizes,
+    }
+    Qwen3Config(
+        **config,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        dtype="bfloat16",
+        architectures=["Qwen3ForCausalLM"],
+    ).save_pretrained(folder)
+    _save_tokenizer(folder)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * INITIAL_STD
+        for name, shape in expected_tensors(read_hf_config(folder)).items()
+    }
+    tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _save_tokenizer(folder: Path) -> None:
+    """One token a character."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate((*SPECIAL, *CHARACTERS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=SPECIAL[0], eos_token=SPECIAL[1]).save_pretrained(
+        folder
+    )
+
+
+def _additions(rng: random.Random) -> Iterator[tuple[str, str]]:
+    problems = [(f"{a}+{b}=", str(a + b)) for a in range(10, 100) for b in range(10, 100)]
+    rng.shuffle(problems)
+    yield from problems
+
+
+def _chains(rng: random.Random) -> Iterator[tuple[str, str]]:
+    seen: set[tuple[int, ...]] = set()
+    while len(seen) < CHAIN_PROMPTS:
+        digits = tuple(rng.randrange(10) for _ in range(CHAIN_TERMS))
+        if digits in seen:
+            continue
+        seen.add(digits)
+        total, steps = digits[0], []
+        for digit in digits[1:]:
+            total += digit
+            steps.append(f"+{digit}={total}")
+        yield "+".join(map(str, digits)) + "=", str(digits[0]) + ";".join(steps)
+
+
+TASKS: dict[str, Callable[[random.Random], Iterator[tuple[str, str]]]] = {"add": _additions, "chain": _chains}
