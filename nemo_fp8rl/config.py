@@ -110,8 +110,8 @@ class VllmConfig(_Block):
     max_model_len: int = "${policy.max_total_sequence_length}"  # type: ignore[assignment]
     enforce_eager: bool = True
     gpu_memory_utilization: float = 0.6
-    kv_cache_memory_gib: float = 1.0
-    """Key-value cache on CPU, GiB; on GPU gpu_memory_utilization decides."""
+    kv_cache_memory_gib: float | None = None
+    """Size of the key-value cache, GiB (ours); null leaves it to gpu_memory_utilization."""
     max_num_seqs: int = 256
 
 
@@ -235,8 +235,9 @@ def lookup(cfg: Any, key: str) -> Any:
 def check(cfg: Config) -> None:
     """Raise UserError when values contradict each other: what types alone cannot say."""
     for key in POSITIVE:
-        if lookup(cfg, key) <= 0:
-            raise UserError(f"{key} must be above 0, got {lookup(cfg, key)}")
+        value = lookup(cfg, key)
+        if value is not None and value <= 0:
+            raise UserError(f"{key} must be above 0, got {value}")
     if cfg.grpo.num_generations_per_prompt < 2:
         raise UserError("grpo.num_generations_per_prompt must be 2 or more: one sample has no group to compare with")
     _check_batch_sizes(cfg)

@@ -30,9 +30,9 @@ class VllmEngine:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         vllm_cfg = cfg.policy.generation.vllm_cfg
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", f"{vllm_cfg.kv_cache_memory_gib:g}")
         from vllm import LLM
 
+        cache_gib = vllm_cfg.kv_cache_memory_gib
         overrides = {}
         if cfg.nemo_fp8rl.engine_fp8:
             overrides["quantization_config"] = quantization_config(cfg.nemo_fp8rl.scale_format)
@@ -49,6 +49,7 @@ class VllmEngine:
             max_num_seqs=vllm_cfg.max_num_seqs,
             enforce_eager=vllm_cfg.enforce_eager,
             gpu_memory_utilization=vllm_cfg.gpu_memory_utilization,
+            kv_cache_memory_bytes=None if cache_gib is None else int(cache_gib * 2**30),
             logprobs_mode="processed_logprobs",  # of the distribution really sampled from
             generation_config="vllm",  # not the checkpoint's sampling defaults
             disable_log_stats=True,

@@ -1,0 +1,51 @@
+"""Shared by all tests: a tiny checkpoint with data, and recipes on it. Real Megatron Core, vLLM and Ray, on CPU."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nemo_fp8rl.config import Config
+from nemo_fp8rl.recipe import load
+from nemo_fp8rl.tiny import make_tiny
+
+RECIPES = Path(__file__).parent.parent / "conf"
+SMALL = (
+    "grpo.num_prompts_per_step=16",
+    "grpo.num_generations_per_prompt=4",
+    "grpo.max_val_samples=32",
+    "policy.train_global_batch_size=64",
+    "policy.train_micro_batch_size=64",
+    "logger.tensorboard_enabled=false",
+)
+"""Overrides that make a step take a fraction of a second."""
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with model/ (random Qwen3, tokenizer) and data.jsonl."""
+    folder = tmp_path_factory.mktemp("tiny") / "add"
+    make_tiny(folder, "add")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_overrides(tiny: Path) -> tuple[str, ...]:
+    """conf/tiny_cpu.yaml on the tiny folder, small."""
+    return (f"policy.model_name={tiny}/model", f"data.train.data_path={tiny}/data.jsonl", *SMALL)
+
+
+@pytest.fixture
+def recipe(tiny_overrides: tuple[str, ...], tmp_path: Path) -> Callable[..., Config]:
+    """recipe("key=value", ...) -> a small Config whose run directory is the test's own."""
+
+    def make(*overrides: str) -> Config:
+        return load(RECIPES / "tiny_cpu.yaml", [*tiny_overrides, f"logger.log_dir={tmp_path}/run", *overrides])
+
+    return make

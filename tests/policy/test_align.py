@@ -1,0 +1,75 @@
+"""Each aligned module rounds where vLLM's CPU kernel does: held against vLLM's own layers, bit for bit."""
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from nemo_fp8rl.policy.align import AlignedRMSNorm, aligned_attention, aligned_residual_add, rotate
+
+ROWS, WIDTH, HEADS, HEAD_DIM = 37, 256, 4, 128
+
+
+@pytest.fixture(scope="module")
+def config() -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=1, hidden_size=WIDTH, num_attention_heads=HEADS, kv_channels=HEAD_DIM, params_dtype=torch.bfloat16
+    )
+
+
+@pytest.fixture(scope="module")
+def vllm_context():
+    from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+
+    eager = CompilationConfig(custom_ops=["all"])  # an eager engine's choice: vLLM's own kernels, not torch fallbacks
+    with set_current_vllm_config(VllmConfig(compilation_config=eager)):
+        yield
+
+
+def bf16(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def test_residual_and_norm_equal_vllm_over_a_chain_of_layers(config, vllm_context):
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    theirs = RMSNorm(WIDTH, eps=1e-6, dtype=torch.bfloat16)
+    ours = AlignedRMSNorm(config, WIDTH, eps=1e-6)
+    weight = bf16(WIDTH, seed=0)
+    theirs.weight.data.copy_(weight)
+    ours.weight.data.copy_(weight)
+    add = aligned_residual_add(True, False)
+    with torch.no_grad():
+        hidden = residual = bf16(ROWS, WIDTH, seed=1)
+        stream = residual.float()
+        expected = theirs(hidden.clone())
+        got = ours(stream)
+        assert torch.equal(got, expected)
+        for layer in range(4):
+            output = bf16(ROWS, WIDTH, seed=10 + layer)
+            expected, residual = theirs(output.clone(), residual.clone())
+            stream = add((output, None), stream, 0.0)
+            assert torch.equal(ours(stream), expected)
+            assert torch.equal(stream.bfloat16(), residual)
+
+
+def test_rope_equals_vllm(config, vllm_context):
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    theta = 10_000.0
+    rope = get_rope(
+        HEAD_DIM, max_position=64, rope_parameters={"rope_type": "default", "rope_theta": theta}, dtype=torch.bfloat16
+    )
+    q, k = bf16(ROWS, HEADS * HEAD_DIM, seed=2), bf16(ROWS, HEADS * HEAD_DIM, seed=3)
+    expected_q, expected_k = rope(torch.arange(ROWS), q.clone(), k.clone())
+    cos, sin = aligned_attention(theta)(config).rope_table(ROWS, HEAD_DIM, torch.bfloat16)
+    for x, expected in ((q, expected_q), (k, expected_k)):
+        got = rotate(x.view(ROWS, 1, HEADS, HEAD_DIM), cos, sin)
+        assert torch.equal(got.reshape(ROWS, -1), expected)
+
+
+def test_query_blocks_do_not_change_the_attention(config):
+    whole, blocked = aligned_attention(10_000.0)(config), aligned_attention(10_000.0)(config)
+    blocked.QUERY_BLOCK = 8
+    q, k, v = (bf16(21, 2, HEADS, HEAD_DIM, seed=s) for s in (4, 5, 6))
+    # float32 inside: blocks only regroup the matmul, the rounded output may differ by its last bit
+    torch.testing.assert_close(whole(q, k, v), blocked(q, k, v), rtol=2**-7, atol=2**-8)

@@ -1,0 +1,115 @@
+"""The Megatron model says what the HF model says."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from nemo_fp8rl.fp8 import is_quantized
+from nemo_fp8rl.policy.cpu import megatron_on_cpu
+from nemo_fp8rl.policy.worker import MegatronWorker
+from nemo_fp8rl.tiny import write_model
+
+SIZES = [
+    {"tie_word_embeddings": False},
+    {"tie_word_embeddings": True, "hidden_size": 192, "head_dim": 64, "num_attention_heads": 6, "num_key_value_heads": 3},
+    {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 96, "vocab_size": 97},
+]
+
+
+@pytest.mark.parametrize("align", ["vllm", "none"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_fp32_logits_equal_hf(recipe, tmp_path: Path, sizes, align):
+    write_model(tmp_path / "model", seed=3, **sizes)
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    worker = MegatronWorker()
+    worker.setup(
+        recipe(
+            f"policy.model_name={tmp_path}/model",
+            "policy.precision=float32",
+            "nemo_fp8rl.flow=bf16",
+            f"nemo_fp8rl.align={align}",
+        ),
+        0,
+        1,
+        None,
+    )
+    ids = torch.randint(0, 64, (3, 41), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), megatron_on_cpu():
+        logits = worker.ddp(ids, torch.arange(41).expand_as(ids), None)
+    assert (logits - hf(ids).logits).abs().max() < 1e-5
+
+
+def test_export_returns_the_checkpoint_bit_for_bit(recipe, tiny):
+    worker = MegatronWorker()
+    worker.setup(recipe(), 0, 1, None)
+    hf = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.bfloat16).state_dict()
+    exported = dict(worker.export_weights())
+    assert set(exported) == set(hf)
+    assert all(torch.equal(exported[name], hf[name]) for name in hf)
+
+
+def test_fp8_trainer_multiplies_exactly_the_bytes_it_exports(recipe):
+    """Replacing each weight by the value of its exported bytes changes no log-prob of the FP8 trainer, to the bit."""
+    worker = MegatronWorker()
+    worker.setup(recipe("nemo_fp8rl.flow=fp8_e2e"), 0, 1, None)
+    ids = torch.randint(0, 16, (4, 12), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "input_lengths": torch.full((4,), 12)}
+    before = worker.logprobs(batch)
+    update = worker.export_update(0, serialize=False)
+    changed = 0
+    for name, weight in worker.export_weights():
+        if is_quantized(name):
+            scale = update.tensors[name + "_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+            value = (update.tensors[name].float() * scale).to(weight.dtype)
+            changed += int((value != weight).sum())
+            _parameter_view(worker, name).copy_(value)
+    assert changed > 10_000  # the weights really moved to the FP8 grid
+    assert torch.equal(worker.logprobs(batch), before)
+
+
+@pytest.mark.parametrize(("flow", "linears"), [("bf16", 0), ("fp8_rollout", 0), ("fp8_e2e", 8)])
+def test_flow_decides_which_linears_are_fp8(recipe, flow, linears):
+    from nemo_fp8rl.policy.specs import Fp8Forward
+
+    worker = MegatronWorker()
+    worker.setup(recipe(f"nemo_fp8rl.flow={flow}"), 0, 1, None)
+    assert sum(isinstance(module, Fp8Forward) for module in worker.model.modules()) == linears
+
+
+def test_shims_leave_torch_as_it_was():
+    before = torch.cuda.current_device, torch.cuda.synchronize
+    with megatron_on_cpu():
+        assert torch.cuda.current_device() == torch.device("cpu")
+        assert torch.ones(1, device="cuda").device.type == "cpu"
+    assert (torch.cuda.current_device, torch.cuda.synchronize) == before
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.ones(1, device="cuda")
+
+
+def _parameter_view(worker: MegatronWorker, hf_name: str) -> torch.Tensor:
+    """The part of Megatron's parameter that an HF weight is, as a view that can be written to."""
+    hf, (_, _, layer, *_) = worker.hf, hf_name.split(".")
+    prefix = f"decoder.layers.{layer}."
+    parameters = {name: p.data for name, p in worker.model.named_parameters()}
+    if "self_attn.o_proj" in hf_name:
+        return parameters[prefix + "self_attention.linear_proj.weight"]
+    if "down_proj" in hf_name:
+        return parameters[prefix + "mlp.linear_fc2.weight"]
+    if "gate_proj" in hf_name or "up_proj" in hf_name:
+        return parameters[prefix + "mlp.linear_fc1.weight"].chunk(2)["up_proj" in hf_name]
+    groups = parameters[prefix + "self_attention.linear_qkv.weight"].view(hf.num_key_value_heads, -1, hf.hidden_size)
+    parts = groups.split([groups.size(1) - 2 * hf.head_dim, hf.head_dim, hf.head_dim], 1)
+    part = parts["qkv".index(hf_name.split(".")[-2][0])]
+    return _Reshaped(part)
+
+
+class _Reshaped:
+    """Writes [rows, K] through to a [groups, rows / groups, K] view that cannot be flattened without a copy."""
+
+    def __init__(self, view: torch.Tensor) -> None:
+        self.view = view
+
+    def copy_(self, value: torch.Tensor) -> None:
+        self.view.copy_(value.view(self.view.shape))

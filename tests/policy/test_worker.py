@@ -1,0 +1,106 @@
+"""One Megatron rank: log-probs, the optimizer step, and resume to the bit."""
+
+import pytest
+import torch
+
+from nemo_fp8rl.algorithms.loss import NllLoss
+from nemo_fp8rl.batch import TrainBatch
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.policy.megatron import MegatronPolicy
+from nemo_fp8rl.policy.worker import MegatronWorker
+
+
+def random_batch(seed: int, b: int = 8, t: int = 10) -> TrainBatch:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(2, 16, (b, t), generator=generator)
+    lengths = torch.randint(4, t + 1, (b,), generator=generator)
+    lengths[0] = t
+    positions = torch.arange(t)
+    mask = ((positions >= 3) & (positions < lengths[:, None])).float()
+    return TrainBatch(input_ids=ids, input_lengths=lengths, token_mask=mask, sample_mask=torch.ones(b))
+
+
+def new_worker(cfg) -> MegatronWorker:
+    worker = MegatronWorker()
+    worker.setup(cfg, 0, 1, None)
+    return worker
+
+
+def train(worker: MegatronWorker, batch: TrainBatch) -> dict[str, float]:
+    return worker.train_step(batch, NllLoss(), float(len(batch["input_ids"])), float(batch["token_mask"][:, 1:].sum()))
+
+
+def test_logprobs_do_not_read_padding(recipe):
+    worker, batch = new_worker(recipe()), random_batch(0)
+    inside = batch["token_mask"] > 0
+    expected = worker.logprobs(batch)[inside]
+    padded = batch | {"input_ids": torch.where(torch.arange(10) < batch["input_lengths"][:, None], batch["input_ids"], 1)}
+    assert torch.equal(worker.logprobs(padded)[inside], expected)
+
+
+def test_logprobs_are_a_distribution_and_start_with_zero(recipe):
+    worker = new_worker(recipe())
+    ids = torch.zeros(64, 2, dtype=torch.int64)
+    ids[:, 1] = torch.arange(64)  # every token of the vocabulary after the same prefix
+    logprobs = worker.logprobs({"input_ids": ids, "input_lengths": torch.full((64,), 2)})
+    assert (logprobs[:, 0] == 0).all()
+    assert logprobs[:, 1].exp().sum().item() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_microbatches_accumulate_to_the_whole_batch(recipe):
+    """float32, so that only the order of summation differs."""
+    fp32 = ("policy.precision=float32", "nemo_fp8rl.flow=bf16")
+    batch = random_batch(1)
+    whole = new_worker(recipe(*fp32, "policy.train_micro_batch_size=8", "policy.train_global_batch_size=8"))
+    parts = new_worker(recipe(*fp32, "policy.train_micro_batch_size=2", "policy.train_global_batch_size=8"))
+    a, b = train(whole, batch), train(parts, batch)
+    assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+    assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
+
+
+def test_temperature_divides_the_logits(recipe):
+    cold, hot = new_worker(recipe()), new_worker(recipe("policy.generation.temperature=100.0"))
+    batch = random_batch(2)
+    uniform = -torch.log(torch.tensor(64.0))
+    spread = [(w.logprobs(batch)[:, 1:] - uniform).abs().mean() for w in (cold, hot)]
+    assert spread[1] < spread[0] / 20
+
+
+def test_training_lowers_the_loss(recipe):
+    worker = new_worker(recipe("policy.megatron_cfg.optimizer.lr=0.003", "policy.megatron_cfg.scheduler.lr_warmup_iters=0"))
+    batch = random_batch(3)
+    losses = [train(worker, batch)["loss"] for _ in range(15)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("flow", ["bf16", "fp8_e2e"])
+def test_resume_is_bitwise(recipe, tmp_path, flow):
+    cfg = recipe(f"nemo_fp8rl.flow={flow}")
+    uninterrupted = new_worker(cfg)
+    expected = [train(uninterrupted, random_batch(step)) for step in range(6)]
+
+    first = new_worker(cfg)
+    for step in range(3):
+        train(first, random_batch(step))
+    first.save(str(tmp_path / "checkpoint"))
+    resumed = new_worker(cfg)
+    resumed.load(str(tmp_path / "checkpoint"))
+    assert [train(resumed, random_batch(step)) for step in range(3, 6)] == expected[3:]
+    weights, reference = dict(resumed.export_weights()), dict(uninterrupted.export_weights())
+    assert all(torch.equal(weights[name], reference[name]) for name in reference)
+
+
+def test_checkpoint_of_other_ranks_is_refused(recipe, tmp_path):
+    worker = new_worker(recipe())
+    worker.save(str(tmp_path / "checkpoint"))
+    (tmp_path / "checkpoint/optimizer/rank_0.json").unlink()
+    with pytest.raises(UserError, match=r"rank_0\.json is missing.*train_ranks"):
+        worker.load(str(tmp_path / "checkpoint"))
+
+
+def test_fully_masked_batch_is_refused(recipe):
+    policy = MegatronPolicy(recipe())
+    batch = random_batch(4)
+    with pytest.raises(ValueError, match="no token to train on"):
+        policy.train_step(batch | {"sample_mask": torch.zeros(8)}, NllLoss())
+    policy.shutdown()
