@@ -1,7 +1,6 @@
 """`nemo-fp8rl`: the command line. Bad input ends in one sentence and exit code 2, Ctrl-C in 130."""
 
 import argparse
-import logging
 import os
 import sys
 import warnings
@@ -34,7 +33,6 @@ def _quiet_libraries() -> None:
     """Keep warnings of torch, Megatron and vLLM about themselves off the screen; ours stay."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", module=r"(torch|megatron|vllm|transformers)(\.|$)")
-    logging.getLogger("torch").setLevel(logging.ERROR)
 
 
 def _parser() -> argparse.ArgumentParser:

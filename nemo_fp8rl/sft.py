@@ -8,11 +8,12 @@ from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import Completion, collate
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.data import PromptOrder
+from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.display import Display
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.interrupt import GracefulStop
+from nemo_fp8rl.policy.hf_config import check_context, read_hf_config
 from nemo_fp8rl.policy.megatron import MegatronPolicy
-from nemo_fp8rl.train import load_prompts
 
 
 def sft(cfg: Config, output: Path) -> bool:
@@ -22,6 +23,7 @@ def sft(cfg: Config, output: Path) -> bool:
     """
     if output.exists():
         raise UserError(f"--output {output} exists already; give a new folder, nothing is overwritten")
+    check_context(read_hf_config(cfg.policy.model_name), cfg.policy.max_total_sequence_length)
     tokenizer, prompts, _ = load_prompts(cfg)
     answers = [Completion(tuple(tokenizer.answer_tokens(p.answer)), (), "stop", 0) for p in prompts]
     longest = max(len(p.token_ids) + len(a.token_ids) for p, a in zip(prompts, answers, strict=True))

@@ -6,6 +6,7 @@ exception of a call and not as the death of an actor.
 
 import os
 import secrets
+import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -100,16 +101,22 @@ class RayWorkers:
 def _connect(cluster: ClusterConfig) -> None:
     """Join the Ray cluster of RAY_ADDRESS, or start one here: on loopback, with a token of its own."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    joins = "RAY_ADDRESS" in os.environ
-    if not joins:  # Ray reads both when it is imported
+    if "RAY_ADDRESS" in os.environ:
+        import ray
+
+        ray.init(log_to_driver=False, ignore_reinit_error=True)
+        return
+    if "ray" not in sys.modules:  # Ray reads these when it is imported, and vLLM imports it too
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    elif os.environ.get("RAY_AUTH_MODE") != "token":
+        raise UserError(
+            "cluster.backend=ray: Ray was imported before it could be given a token; start the run by the nemo-fp8rl "
+            "command, or set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN before Python starts"
+        )
     import ray
 
     if ray.is_initialized():
-        return
-    if joins:
-        ray.init(log_to_driver=False)
         return
     ray.init(
         num_cpus=cluster.train_ranks + cluster.generation_engines,
@@ -119,11 +126,3 @@ def _connect(cluster: ClusterConfig) -> None:
         object_store_memory=512 << 20,
         _node_ip_address="127.0.0.1",
     )
-
-
-def disconnect() -> None:
-    """Leave Ray; a cluster that `_connect` started ends with it."""
-    import sys
-
-    if "ray" in sys.modules:
-        sys.modules["ray"].shutdown()

@@ -1,5 +1,6 @@
 """One vLLM engine in this process: generate, and take a refit. The driver's side is `vllm.py`."""
 
+import logging
 import os
 from collections.abc import Sequence
 
@@ -30,6 +31,7 @@ class VllmEngine:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         vllm_cfg = cfg.policy.generation.vllm_cfg
+        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # "Triton not available", on every CPU
         from vllm import LLM
 
         cache_gib = vllm_cfg.kv_cache_memory_gib

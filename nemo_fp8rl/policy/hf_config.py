@@ -71,6 +71,15 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
         raise UserError(f"{folder}/config.json lacks {error.args[0]}; give a complete HF config") from None
 
 
+def check_context(hf: HfConfig, max_total_sequence_length: int) -> None:
+    """Raise UserError when sequences may grow longer than the model was made for."""
+    if max_total_sequence_length > hf.max_position_embeddings:
+        raise UserError(
+            f"policy.max_total_sequence_length={max_total_sequence_length} is above the model's "
+            f"max_position_embeddings={hf.max_position_embeddings}; lower it"
+        )
+
+
 def check_fp8_alignment(hf: HfConfig, flow: str) -> None:
     """Raise UserError when a fused projection would not start at a block border.
 

@@ -1,0 +1,108 @@
+"""Trainer/engine mismatch of every precision flow, side by side: the same warm model, data, seed and number of steps.
+
+    python benchmarks/mismatch.py [--steps 40] [--task add|chain] [--folder runs/mismatch] [--json FILE]
+
+Each run is `nemo-fp8rl train` in a process of its own. The table is what the README shows.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+
+from rich.console import Console
+from rich.table import Table
+
+from nemo_fp8rl.tiny import make_tiny
+
+RECIPES = Path(__file__).resolve().parent.parent / "conf"
+FLOWS = [("bf16", "vllm"), ("fp8_e2e", "vllm"), ("fp8_rollout", "vllm"), ("bf16", "none"), ("fp8_e2e", "none")]
+TASKS = {  # what a task needs beyond conf/tiny_*.yaml
+    "add": [],
+    "chain": ["policy.generation.max_new_tokens=31", "data.train.split_validation_size=0.0256"],
+}
+WARM_UP_STEPS = {"add": 130, "chain": 150}
+
+
+def command(verb: str, recipe: str, *arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "nemo_fp8rl.cli", verb, "--config", str(RECIPES / recipe), *arguments], check=False
+    )
+    if done.returncode:
+        sys.exit(done.returncode)
+
+
+def measure(folder: Path, task: str, flow: str, align: str, steps: int) -> dict[str, float | str]:
+    run = folder / f"{flow}_{align}"
+    command(
+        "train",
+        "tiny_cpu.yaml",
+        f"policy.model_name={folder}/{task}/warm",
+        f"data.train.data_path={folder}/{task}/data.jsonl",
+        f"nemo_fp8rl.flow={flow}",
+        f"nemo_fp8rl.align={align}",
+        f"grpo.max_num_steps={steps}",
+        f"logger.log_dir={run}",
+        "checkpointing.enabled=false",
+        *TASKS[task],
+    )
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    trained = [row for row in rows if row["step"] > 0]
+    mean = {name: fmean(row[name] for row in trained) for name in trained[0] if name in trained[-1]}
+    accuracy = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
+    return {
+        "flow": flow,
+        "align": align,
+        "token_mult_prob_error": mean["train/token_mult_prob_error"],
+        "worst_step": max(row["train/token_mult_prob_error"] for row in trained),
+        "gen_kl_error": mean["train/gen_kl_error"],
+        "exact_logprob_fraction": mean["train/exact_logprob_fraction"],
+        "accuracy_start": accuracy[0],
+        "accuracy_end": accuracy[-1],
+        "refit_bytes": mean["refit/bytes"],
+        **{phase: mean[f"timing/{phase}"] for phase in ("generate", "logprob", "train", "refit")},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--task", choices=TASKS, default="add")
+    parser.add_argument("--folder", type=Path, default=Path("runs/mismatch"))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    task, folder = arguments.task, arguments.folder
+
+    make_tiny(folder / task, task)
+    command(
+        "sft",
+        "tiny_sft.yaml",
+        f"policy.model_name={folder}/{task}/model",
+        f"data.train.data_path={folder}/{task}/data.jsonl",
+        f"sft.max_num_steps={WARM_UP_STEPS[task]}",
+        *TASKS[task],
+        "--output",
+        f"{folder}/{task}/warm",
+    )
+    results = [measure(folder, task, flow, align, arguments.steps) for flow, align in FLOWS]
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+
+    table = Table("flow", "align", "token_mult_prob_error", "worst step", "gen_kl_error", "bit-equal", "accuracy")
+    for r in results:
+        table.add_row(
+            str(r["flow"]),
+            str(r["align"]),
+            f"{r['token_mult_prob_error']:.6f}",
+            f"{r['worst_step']:.6f}",
+            f"{r['gen_kl_error']:.1e}",
+            f"{r['exact_logprob_fraction']:.1%}",
+            f"{r['accuracy_start']:.3f} -> {r['accuracy_end']:.3f}",
+        )
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()

