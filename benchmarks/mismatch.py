@@ -18,7 +18,7 @@ from rich.table import Table
 from nemo_fp8rl.tiny import make_tiny
 
 RECIPES = Path(__file__).resolve().parent.parent / "conf"
-FLOWS = [("bf16", "vllm"), ("fp8_e2e", "vllm"), ("fp8_rollout", "vllm"), ("bf16", "none"), ("fp8_e2e", "none")]
+FLOWS = [(flow, align) for align in ("vllm", "none") for flow in ("bf16", "fp8_e2e", "fp8_rollout")]
 TASKS = {  # what a task needs beyond conf/tiny_*.yaml
     "add": [],
     "chain": ["policy.generation.max_new_tokens=31", "data.train.split_validation_size=0.0256"],

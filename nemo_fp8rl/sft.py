@@ -43,6 +43,7 @@ def sft(cfg: Config, output: Path) -> bool:
                 if step % 10 == 0 or step == cfg.sft.max_num_steps:
                     display.step(step, {"loss": f"{metrics['loss']:.3f}", "grad_norm": f"{metrics['grad_norm']:.2f}"})
                 if stop.requested:
+                    display.say(f"stopped after step {step}; nothing was written")
                     return False
         partial = output.with_name(f".{output.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)

@@ -14,7 +14,6 @@ from nemo_fp8rl.refit.transport import serialized
 
 WORKER_EXTENSION = "nemo_fp8rl.generation.vllm_worker.RefitWorkerExtension"
 ENVIRONMENT = {  # read by vLLM at import; what the user has set wins
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in this process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # leave the process's CPU affinity alone
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -30,6 +29,7 @@ class VllmEngine:
         """`load_format="auto"` reads the weights of policy.model_name from disk instead of waiting for a refit."""
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core in this process: a refit is not pickled
         vllm_cfg = cfg.policy.generation.vllm_cfg
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # "Triton not available", on every CPU
         from vllm import LLM

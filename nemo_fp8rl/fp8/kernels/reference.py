@@ -19,8 +19,10 @@ FLOAT32_EXPONENT_BITS = 0x7F800000
 def to_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
     """x [N, K] -> float32 [N/b0, b0, K/b1, b1], padded with zeros where N or K is ragged."""
     (n, k), (b0, b1) = x.shape, block
-    padded = F.pad(x.float(), (0, -k % b1, 0, -n % b0))
-    return padded.view(padded.size(0) // b0, b0, padded.size(1) // b1, b1)
+    padded = x.float()
+    if n % b0 or k % b1:
+        padded = F.pad(padded, (0, -k % b1, 0, -n % b0))
+    return padded.reshape(padded.size(0) // b0, b0, padded.size(1) // b1, b1)
 
 
 def from_blocks(blocks: Tensor, shape: torch.Size) -> Tensor:
