@@ -1,15 +1,14 @@
 """NeMo RL's config dialect, typed: one dataclass a block, a default in one place, all of it frozen.
 
-`load` reads a YAML recipe (with `defaults:` inheritance and `${...}` interpolation), applies dotted overrides, checks
-types against these classes and meaning in `check`. Anything wrong is a UserError that names the key. What NeMo RL
-does not have lives in the one block `nemo_fp8rl:`. OmegaConf and pydantic are imported by `nemo_fp8rl.recipe` only.
+`recipe.load` reads a YAML recipe (`defaults:` inheritance, `${...}` interpolation, dotted overrides) and checks types
+against these classes; `config_check.check` checks what types cannot say. What NeMo RL does not have lives in the one
+block `nemo_fp8rl:`. This module needs the standard library alone.
 """
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from nemo_fp8rl.algorithms.loss import LossConfig
-from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8.format import ScaleFormat
 
 Flow = Literal["bf16", "fp8_rollout", "fp8_e2e"]
@@ -201,74 +200,3 @@ class Config(_Block):
     def rollout_batch_size(self) -> int:
         """Samples a step: prompts times generations."""
         return self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
-
-
-POSITIVE = (
-    "grpo.num_prompts_per_step",
-    "grpo.num_generations_per_prompt",
-    "grpo.max_num_steps",
-    "grpo.max_val_samples",
-    "sft.max_num_steps",
-    "checkpointing.save_period",
-    "checkpointing.keep_top_k",
-    "policy.train_global_batch_size",
-    "policy.train_micro_batch_size",
-    "policy.logprob_batch_size",
-    "policy.max_total_sequence_length",
-    "policy.generation.max_new_tokens",
-    "policy.generation.temperature",
-    "policy.generation.vllm_cfg.max_model_len",
-    "policy.generation.vllm_cfg.max_num_seqs",
-    "policy.generation.vllm_cfg.kv_cache_memory_gib",
-    "cluster.train_ranks",
-    "cluster.generation_engines",
-)
-
-
-def lookup(cfg: Any, key: str) -> Any:
-    """Value of a dotted key."""
-    for part in key.split("."):
-        cfg = getattr(cfg, part)
-    return cfg
-
-
-def check(cfg: Config) -> None:
-    """Raise UserError when values contradict each other: what types alone cannot say."""
-    for key in POSITIVE:
-        value = lookup(cfg, key)
-        if value is not None and value <= 0:
-            raise UserError(f"{key} must be above 0, got {value}")
-    if cfg.grpo.num_generations_per_prompt < 2:
-        raise UserError("grpo.num_generations_per_prompt must be 2 or more: one sample has no group to compare with")
-    _check_batch_sizes(cfg)
-    cfg.loss_fn.check()
-    policy, vllm = cfg.policy, cfg.policy.generation.vllm_cfg
-    if vllm.max_model_len > policy.max_total_sequence_length:
-        raise UserError(
-            f"policy.generation.vllm_cfg.max_model_len={vllm.max_model_len} is above "
-            f"policy.max_total_sequence_length={policy.max_total_sequence_length}, the trainer's limit; lower it"
-        )
-    if policy.precision == "float32" and cfg.nemo_fp8rl.flow != "bf16":
-        raise UserError(
-            f"nemo_fp8rl.flow={cfg.nemo_fp8rl.flow} needs policy.precision=bfloat16, got float32: "
-            "FP8 weights are quantized from the bfloat16 parameter"
-        )
-    if cfg.cluster.backend == "in_process" and (cfg.cluster.train_ranks, cfg.cluster.generation_engines) != (1, 1):
-        raise UserError(
-            "cluster.train_ranks and cluster.generation_engines above 1 need processes of their own: set "
-            "cluster.backend=ray"
-        )
-
-
-def _check_batch_sizes(cfg: Config) -> None:
-    policy, ranks = cfg.policy, cfg.cluster.train_ranks
-    if cfg.rollout_batch_size % policy.train_global_batch_size:
-        raise UserError(
-            f"policy.train_global_batch_size={policy.train_global_batch_size} does not divide the "
-            f"{cfg.rollout_batch_size} samples of a step (grpo.num_prompts_per_step * grpo.num_generations_per_prompt)"
-        )
-    if policy.train_global_batch_size % (policy.train_micro_batch_size * ranks):
-        raise UserError(
-            f"policy.train_micro_batch_size={policy.train_micro_batch_size} times cluster.train_ranks={ranks} does not "
-            f"divide policy.train_global_batch_size={policy.train_global_batch_size}"
-        )

@@ -7,9 +7,10 @@ import dataclasses
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
-from nemo_fp8rl.config import Config, check
+from nemo_fp8rl.config import Config
+from nemo_fp8rl.config_check import check
 from nemo_fp8rl.errors import UserError
 
 
@@ -20,21 +21,37 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     _register_resolvers()
     tree = _read_with_parents(Path(path), ())
-    for override in overrides:
-        key, equals, _ = override.partition("=")
-        if not equals or not key.strip("+"):
-            raise UserError(f"override {override!r} is not of the form key=value")
-        tree = OmegaConf.merge(tree, OmegaConf.from_dotlist([override.lstrip("+")]))
     try:
+        for override in overrides:
+            tree = OmegaConf.merge(tree, _read_override(override))
         given = OmegaConf.to_container(tree)
-        _refuse_unknown_keys(given, Config, "")
+        _check_keys(given, Config, "")
         tree = OmegaConf.merge(_defaults(Config, given), tree)
         values = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise UserError(f"{path}: {' '.join(str(error).split())}") from None
+        raise UserError(f"{path}: {_one_line(error)}") from None
     cfg = _typed(values)
     check(cfg)
     return cfg
+
+
+def _read_override(override: str) -> Any:
+    """`a.b=value` as a tree; a leading + or ++, which Hydra asks for with new keys, is accepted."""
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    key, equals, _ = override.partition("=")
+    if not equals or not key.strip("+"):
+        raise UserError(f"override {override!r} is not of the form key=value")
+    try:
+        return OmegaConf.from_dotlist([override.lstrip("+")])
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise UserError(f"override {override!r} cannot be read ({_one_line(error)}); quote the value") from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def to_yaml(cfg: Config) -> str:
@@ -54,6 +71,7 @@ def _read_with_parents(path: Path, children: tuple[Path, ...]) -> Any:
     """The file merged over the files that its `defaults:` names (one path or a list, relative to the file)."""
     import yaml
     from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     if path.resolve() in children:
         raise UserError(f"{path}: `defaults:` leads back to the file itself; remove the cycle")
@@ -61,13 +79,18 @@ def _read_with_parents(path: Path, children: tuple[Path, ...]) -> Any:
         own = OmegaConf.load(path)
     except FileNotFoundError:
         raise UserError(f"there is no recipe {path}; give the path of a YAML file") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise UserError(f"{path} cannot be read as YAML: {_one_line(error)}") from None
     if not isinstance(own, DictConfig):
         raise UserError(f"{path} must hold a mapping of blocks (policy:, data:, grpo:, ...)")
-    parents = own.pop("defaults", [])
+    named = own.pop("defaults", None) or []
+    if OmegaConf.is_config(named):
+        named = OmegaConf.to_container(named)
+    parents = [named] if isinstance(named, str) else named
+    if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
+        raise UserError(f"{path}: `defaults:` must be the path of a recipe or a list of paths, got {named!r}")
     merged: Any = OmegaConf.create()
-    for parent in [parents] if isinstance(parents, str) else parents:
+    for parent in parents:
         merged = OmegaConf.merge(merged, _read_with_parents(path.parent / parent, (*children, path.resolve())))
     return OmegaConf.merge(merged, own)
 
@@ -77,25 +100,45 @@ def _block_of(hint: Any) -> Any:
     return next((t for t in (hint, *get_args(hint)) if dataclasses.is_dataclass(t)), None)
 
 
-def _refuse_unknown_keys(given: Any, block: type, prefix: str) -> None:
+def _hints(block: type) -> dict[str, Any]:
+    """Type hint of every key of a block."""
     hints = get_type_hints(block)
+    return {f.name: hints[f.name] for f in dataclasses.fields(block)}
+
+
+def _check_keys(given: Any, block: type, prefix: str) -> None:
+    """Refuse unknown keys, and what pydantic would quietly convert."""
+    hints = _hints(block)
     for key, value in given.items():
         if key not in hints:
-            near = difflib.get_close_matches(str(key), hints, 1)
-            elsewhere = [k for k in _all_keys(Config) if k.split(".")[-1] == key]
-            hint = f"{prefix}{near[0]}" if near else elsewhere[0] if elsewhere else None
-            advice = f"did you mean {hint}?" if hint else f"known here: {', '.join(hints)}"
-            raise UserError(f"unknown config key {prefix}{key}; {advice}")
+            raise UserError(f"unknown config key {prefix}{key}; {_nearest(str(key), hints, prefix)}")
         child = _block_of(hints[key])
         if child and value is not None:
             if not isinstance(value, dict):
                 raise UserError(f"{prefix}{key} must be a block of keys, got {value!r}")
-            _refuse_unknown_keys(value, child, f"{prefix}{key}.")
+            _check_keys(value, child, f"{prefix}{key}.")
+        elif isinstance(value, dict) and not _takes_mapping(hints[key]):
+            raise UserError(f"{prefix}{key} must be one value, got the mapping {value!r}")
+        elif value == "???":
+            raise UserError(f"{prefix}{key} is required; set it in the recipe or as {prefix}{key}=...")
+        elif isinstance(value, bool) and {int, float} & {hints[key], *get_args(hints[key])}:
+            raise UserError(f"{prefix}{key}={value}: input should be a number")
+
+
+def _takes_mapping(hint: Any) -> bool:
+    return any(get_origin(t) is dict for t in (hint, *get_args(hint)))
+
+
+def _nearest(key: str, hints: dict[str, Any], prefix: str) -> str:
+    near = difflib.get_close_matches(key, hints, 1)
+    elsewhere = [known for known in _all_keys(Config) if known.split(".")[-1] == key]
+    hint = f"{prefix}{near[0]}" if near else elsewhere[0] if elsewhere else None
+    return f"did you mean {hint}?" if hint else f"known here: {', '.join(hints)}"
 
 
 def _all_keys(block: type, prefix: str = "") -> list[str]:
     keys = []
-    for name, hint in get_type_hints(block).items():
+    for name, hint in _hints(block).items():
         child = _block_of(hint)
         keys += _all_keys(child, f"{prefix}{name}.") if child else [prefix + name]
     return keys
@@ -104,7 +147,7 @@ def _all_keys(block: type, prefix: str = "") -> list[str]:
 def _defaults(block: Any, given: Any) -> dict[str, Any]:
     """Default values as a tree, so that interpolations in them resolve against the recipe."""
     values: dict[str, Any] = {}
-    hints = get_type_hints(block)
+    hints = _hints(block)
     for f in dataclasses.fields(block):
         child = _block_of(hints[f.name])
         if f.default is not dataclasses.MISSING:

@@ -35,6 +35,9 @@ class RunDirectory:
         self.path = Path(cfg.logger.log_dir)
         self.checkpoints = Path(cfg.checkpointing.checkpoint_dir)
         self.metrics_path = self.path / "metrics.jsonl"
+        for folder in (self.path, *self.path.parents):
+            if folder.exists() and not folder.is_dir():
+                raise UserError(f"logger.log_dir={self.path}: {folder} is a file; give a folder")
         if not resume and self.metrics_path.exists() and self.metrics_path.stat().st_size:
             raise UserError(f"{self.path} holds a run: add --resume to continue it, or set another logger.log_dir")
         self.done = max(self._steps(), default=0) if resume else 0

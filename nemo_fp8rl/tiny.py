@@ -29,6 +29,8 @@ def make_tiny(folder: Path, task: str, seed: int = 0) -> None:
     """
     if task not in TASKS:
         raise UserError(f"--task {task}: unknown task; choose one of {', '.join(TASKS)}")
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; give a new folder")
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty; give a new folder, nothing is overwritten")
     write_model(folder / "model", seed)

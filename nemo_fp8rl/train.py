@@ -47,7 +47,7 @@ def train(cfg: Config, resume: bool = False) -> bool:
     loss = GrpoLoss(cfg.loss_fn)
     hf = read_hf_config(cfg.policy.model_name)
     check_context(hf, cfg.policy.max_total_sequence_length)
-    tokenizer, train_prompts, val_prompts = load_prompts(cfg)
+    tokenizer, train_prompts, val_prompts = load_prompts(cfg, hf.vocab_size)
     order = PromptOrder(len(train_prompts), cfg.grpo.num_prompts_per_step, cfg.grpo.seed)
     sampling = Sampling(
         num_generations=cfg.grpo.num_generations_per_prompt,

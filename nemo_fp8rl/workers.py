@@ -34,7 +34,7 @@ class Workers(Protocol):
 def start_workers(worker_class: type, count: int, cluster: ClusterConfig) -> Workers:
     """`count` workers of the class on the cluster's backend."""
     if cluster.backend == "in_process":
-        assert count == 1  # config.check
+        assert count == 1  # config_check
         return InProcessWorker(worker_class)
     return RayWorkers(worker_class, count, cluster)
 

@@ -19,21 +19,24 @@ def group_advantages(
     """
     if rewards.shape != group_ids.shape or rewards.dim() != 1:
         raise ValueError(f"rewards {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)} must both be [B]")
-    _, group = torch.unique(group_ids, return_inverse=True)
-    rewards = rewards.float()
-    groups = int(group.max()) + 1 if len(group) else 0
-    held_out = rewards if use_leave_one_out_baseline else torch.zeros_like(rewards)
-    count = rewards.new_zeros(groups).index_add_(0, group, torch.ones_like(rewards))[group]
-    total = rewards.new_zeros(groups).index_add_(0, group, rewards)[group]
-    compared = count - 1 if use_leave_one_out_baseline else count
-    baseline = (total - held_out) / compared.clamp(min=1)
-    advantages = torch.where(count > 1, rewards - baseline, torch.zeros_like(rewards))
-    if not normalize_rewards:
+    advantages = torch.zeros(len(rewards), dtype=torch.float64)
+    for group in torch.unique(group_ids):
+        members = (group_ids == group).nonzero()[:, 0]
+        if len(members) > 1:
+            own = rewards[members].double()
+            advantages[members] = _relative(own, normalize_rewards, use_leave_one_out_baseline)
+    return advantages.float()
+
+
+def _relative(rewards: Tensor, normalize: bool, leave_one_out: bool) -> Tensor:
+    """Advantages within one group of two or more, float64 [G]."""
+    g = len(rewards)
+    compared = rewards.expand(g, g)  # row i: what sample i is compared with
+    if leave_one_out:
+        compared = compared[~torch.eye(g, dtype=torch.bool)].view(g, g - 1)
+    equal = compared.amin(1) == compared.amax(1)  # decided exactly: a mean of equal values need not equal them
+    advantages = rewards - torch.where(equal, compared[:, 0], compared.mean(1))
+    if not normalize:
         return advantages
-    # Unbiased deviation of the samples compared with; deviations from the group mean keep the sums small.
-    deviation = rewards - (total / count)
-    squares = rewards.new_zeros(groups).index_add_(0, group, deviation**2)[group]
-    held = deviation if use_leave_one_out_baseline else torch.zeros_like(deviation)
-    sum_squares = squares - held**2 - held**2 / compared.clamp(min=1)
-    std = (sum_squares / (compared - 1).clamp(min=1)).clamp(min=0).sqrt()
-    return torch.where(std > 0, advantages / (std + STD_EPSILON), advantages)
+    std = compared.std(1) if compared.size(1) > 1 else torch.zeros(g, dtype=torch.float64)
+    return torch.where(equal, advantages, advantages / (std + STD_EPSILON))

@@ -5,6 +5,7 @@ sequences; it returns (loss, metrics), both already divided by a global count, s
 ranks gives the value of the whole batch. This is NeMo RL's LossFunction protocol.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
@@ -42,12 +43,20 @@ class LossConfig:
 
     def check(self) -> None:
         """Raise UserError on keys that contradict each other."""
-        if self.truncated_importance_sampling_type and self.truncated_importance_sampling_ratio is None:
+        cap, floor = self.truncated_importance_sampling_ratio, self.truncated_importance_sampling_ratio_min
+        if self.truncated_importance_sampling_type and cap is None:
             raise UserError("loss_fn.truncated_importance_sampling_type is set but ..._ratio is null: give the cap")
-        if self.truncated_importance_sampling_ratio is not None and self.truncated_importance_sampling_ratio <= 0:
+        if cap is not None and not cap > 0:
             raise UserError("loss_fn.truncated_importance_sampling_ratio must be above 0: 2.0 is a common cap")
-        if not 0 <= self.ratio_clip_min <= 1 or self.ratio_clip_max < 0:
-            raise UserError("loss_fn.ratio_clip_min must lie in 0..1 and ratio_clip_max be 0 or more: 0.2 is common")
+        if floor is not None and not 0 <= floor <= (math.inf if cap is None else cap):
+            raise UserError(
+                f"loss_fn.truncated_importance_sampling_ratio_min={floor} must lie between 0 and "
+                f"loss_fn.truncated_importance_sampling_ratio={cap}"
+            )
+        if not 0 <= self.ratio_clip_min <= 1:
+            raise UserError(f"loss_fn.ratio_clip_min={self.ratio_clip_min} must lie in 0..1: 0.2 is common")
+        if not self.ratio_clip_max >= 0:
+            raise UserError(f"loss_fn.ratio_clip_max={self.ratio_clip_max} must be 0 or more: 0.28 is common")
         if not self.token_level_loss:
             raise UserError("loss_fn.token_level_loss: false is not available here; set it to true")
         if self.reference_policy_kl_penalty != 0:
@@ -91,7 +100,7 @@ class GrpoLoss:
             "loss": loss,
             "probs_ratio": (ratio * mask).sum() / global_valid_toks,
             "probs_ratio_clamped": (clipped * mask).sum() / global_valid_toks,
-            "approx_entropy": -(next_token_logprobs.detach() * inside).sum() / global_valid_toks,
+            "approx_entropy": _entropy(next_token_logprobs, gen, inside) / global_valid_toks,
             "is_oob_ratio": (out_of_bounds * mask).sum() / global_valid_toks,
         }
         return loss, {name: float(value.detach()) for name, value in metrics.items()}
@@ -107,6 +116,12 @@ class GrpoLoss:
         minimum = cfg.truncated_importance_sampling_ratio_min or 0.0
         weights = truncated_importance_weights(rho, cfg.truncated_importance_sampling_ratio, minimum)
         return weights, (weights != rho).float()
+
+
+def _entropy(logprobs: Tensor, generation_logprobs: Tensor, inside: Tensor) -> Tensor:
+    """Sum over tokens of -(pi / pi_rollout) log pi: NeMo RL's importance-weighted estimate."""
+    weighted = (logprobs - generation_logprobs).exp() * logprobs
+    return -torch.where(inside, weighted, 0.0).sum()
 
 
 class NllLoss:

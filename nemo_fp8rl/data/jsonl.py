@@ -22,7 +22,7 @@ def read_jsonl(path: str | Path, key: str = "data.train.data_path") -> list[Reco
     """
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:
         raise UserError(f"{key}: there is no file {path}; give the path of a JSONL dataset") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -36,11 +36,14 @@ def read_jsonl(path: str | Path, key: str = "data.train.data_path") -> list[Reco
 def _record(line: str, path: Path, number: int) -> Record:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}, line {number}: not JSON ({error.msg}); write one object a line") from None
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        raise UserError(f"{path}, line {number}: not JSON ({reason}); write one object a line") from None
     if not isinstance(row, dict):
         raise UserError(f'{path}, line {number}: not an object; write {{"prompt": ..., "answer": ...}}')
     for field in ("prompt", "answer"):
         if not isinstance(row.get(field), str):
             raise UserError(f'{path}, line {number}: "{field}" is missing or not text; give it as a string')
+        if any("\ud800" <= character <= "\udfff" for character in row[field]):
+            raise UserError(f'{path}, line {number}: "{field}" holds half a surrogate pair; write the whole character')
     return Record(row["prompt"], row["answer"])

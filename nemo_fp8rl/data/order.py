@@ -1,5 +1,7 @@
 """Which prompts a step sees: a function of (seed, step) alone, so that a resumed run goes on where it stopped."""
 
+import random
+
 import torch
 
 
@@ -19,6 +21,6 @@ class PromptOrder:
 
     def _permutation(self, epoch: int) -> list[int]:
         if self._epoch[0] != epoch:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            generator = torch.Generator().manual_seed(random.Random(f"{self.seed}/{epoch}").getrandbits(63))
             self._epoch = (epoch, torch.randperm(self.num_prompts, generator=generator).tolist())
         return self._epoch[1]

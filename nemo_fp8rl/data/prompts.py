@@ -9,7 +9,7 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.rewards import VERIFIERS
 
 
-def load_prompts(cfg: Config) -> tuple[PromptTokenizer, list[Prompt], list[Prompt]]:
+def load_prompts(cfg: Config, vocab_size: int) -> tuple[PromptTokenizer, list[Prompt], list[Prompt]]:
     """(tokenizer, training prompts, validation prompts). Raises UserError for anything wrong with them."""
     if cfg.data.default.env_name not in VERIFIERS:
         raise UserError(
@@ -28,4 +28,5 @@ def load_prompts(cfg: Config) -> tuple[PromptTokenizer, list[Prompt], list[Promp
             f"grpo.num_prompts_per_step={cfg.grpo.num_prompts_per_step}; lower it or add prompts"
         )
     tokenizer = PromptTokenizer(cfg.policy)
-    return tokenizer, tokenizer.prompts(train_records), tokenizer.prompts(val_records[: cfg.grpo.max_val_samples])
+    held_out = val_records[: cfg.grpo.max_val_samples]
+    return tokenizer, tokenizer.prompts(train_records, vocab_size), tokenizer.prompts(held_out, vocab_size)

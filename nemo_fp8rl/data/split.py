@@ -22,6 +22,8 @@ def split_records(
                 f"(one is {min(shared)!r}); remove them from one of the two"
             )
         return list(train), list(validation)
+    if not 0 < split_validation_size < 1:
+        raise UserError(f"data.train.split_validation_size={split_validation_size} must lie between 0 and 1")
     prompts = sorted({r.prompt for r in train})
     random.Random(seed).shuffle(prompts)
     held_out = set(prompts[: round(len(prompts) * split_validation_size)])

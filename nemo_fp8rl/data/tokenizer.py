@@ -15,7 +15,7 @@ class PromptTokenizer:
     def __init__(self, policy: PolicyConfig) -> None:
         from transformers import AutoTokenizer
 
-        name = policy.tokenizer.name
+        self.name = name = policy.tokenizer.name
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
         except (OSError, ValueError) as error:
@@ -36,8 +36,8 @@ class PromptTokenizer:
     def pad_token_id(self) -> int:
         return self.eos_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
 
-    def prompts(self, records: Sequence[Record]) -> list[Prompt]:
-        """Tokenize; UserError when a prompt leaves no room for an answer."""
+    def prompts(self, records: Sequence[Record], vocab_size: int) -> list[Prompt]:
+        """Tokenize; UserError when a prompt is empty, leaves no room for an answer, or is not of the model's tokens."""
         prompts = [Prompt(i, r.prompt, r.answer, tuple(self._encode(r.prompt))) for i, r in enumerate(records)]
         too_long = [p for p in prompts if len(p.token_ids) > self.max_prompt_tokens]
         if too_long:
@@ -46,6 +46,17 @@ class PromptTokenizer:
                 f"tokens ({too_long[0].text[:40]!r}...) and policy.generation.vllm_cfg.max_model_len is "
                 f"{self.max_prompt_tokens + 1}; raise it or remove them"
             )
+        for prompt in prompts:
+            if not prompt.token_ids:
+                raise UserError(
+                    f"policy.tokenizer.name: {self.name} gives no tokens for prompt {prompt.index} "
+                    f"({prompt.text[:40]!r}); give a folder with a whole tokenizer, or remove the prompt if it is empty"
+                )
+            if max(prompt.token_ids) >= vocab_size:
+                raise UserError(
+                    f"policy.tokenizer.name: {self.name} gives token {max(prompt.token_ids)}, but the model's "
+                    f"vocab_size is {vocab_size}; give the tokenizer that belongs to policy.model_name"
+                )
         return prompts
 
     def answer_tokens(self, text: str) -> list[int]:

@@ -33,16 +33,26 @@ def fprop(x: Tensor, w_dequantized: Tensor, scale_format: ScaleFormat) -> Tensor
     return (xq @ w_dequantized.t()).to(x.dtype).view(*x.shape[:-1], w_dequantized.size(0))
 
 
+def blockwise_fp8_linear(x: Tensor, w: Tensor, scale_format: ScaleFormat) -> Tensor:
+    """x [..., K], w [N, K] in high precision -> [..., N] in x's dtype, with gradients where they are wanted."""
+    if torch.is_grad_enabled():
+        return BlockwiseFp8Linear.apply(x, w, scale_format)
+    return fprop(x, _dequantized(x, w, scale_format), scale_format)
+
+
+def _dequantized(x: Tensor, w: Tensor, scale_format: ScaleFormat) -> Tensor:
+    return fake_quantize(w, block=BLOCK, scale_format=scale_format, dtype=operand_dtype(x.dtype, scale_format))
+
+
 class BlockwiseFp8Linear(torch.autograd.Function):
     """apply(x [..., K], w [N, K], scale_format) -> [..., N] in x's dtype; gradients in the dtypes of x and w."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, scale_format: ScaleFormat) -> Tensor:
-        dtype = operand_dtype(x.dtype, scale_format)
-        wq = fake_quantize(w, block=BLOCK, scale_format=scale_format, dtype=dtype)
+        wq = _dequantized(x, w, scale_format)
         if any(ctx.needs_input_grad):
             x2 = x.reshape(-1, x.size(-1))
-            ctx.save_for_backward(fake_quantize(x2, block=ALONG_TOKENS, scale_format=scale_format, dtype=dtype), wq)
+            ctx.save_for_backward(fake_quantize(x2, block=ALONG_TOKENS, scale_format=scale_format, dtype=wq.dtype), wq)
             ctx.scale_format, ctx.dtypes = scale_format, (x.dtype, w.dtype)
         return fprop(x, wq, scale_format)
 

@@ -32,6 +32,8 @@ class CheckpointReader:
                 self._stack.close()
                 raise UserError(f"{path} is not a whole safetensors file ({error}); copy it again") from None
             for name in opened.keys():  # noqa: SIM118 (not a dict)
+                if name in self._file_of:
+                    raise UserError(f"{self.folder} holds {name} in two files, one is {path.name}; remove one of them")
                 self._file_of[name] = opened
         return self
 

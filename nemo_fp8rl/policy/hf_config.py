@@ -47,28 +47,41 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
         raise UserError(f"{folder} is already quantized; give the bfloat16 checkpoint, the refit quantizes it")
     if raw.get("use_sliding_window") or raw.get("attention_bias"):
         raise UserError(f"{folder}/config.json: sliding windows and attention biases are not supported")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise UserError(f"{folder}/config.json: hidden_act {raw['hidden_act']!r} is not supported, only silu")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if rope.get("rope_type", "default") != "default":
-        raise UserError(f"{folder}/config.json: rope_type {rope['rope_type']!r} is not supported, only default")
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    if rope_type != "default":
+        raise UserError(f"{folder}/config.json: rope_type {rope_type!r} is not supported, only default")
     generation = _read_json(folder / "generation_config.json") or {}
-    try:
-        heads = raw["num_attention_heads"]
-        return HfConfig(
-            vocab_size=raw["vocab_size"],
-            hidden_size=raw["hidden_size"],
-            intermediate_size=raw["intermediate_size"],
-            num_hidden_layers=raw["num_hidden_layers"],
-            num_attention_heads=heads,
-            num_key_value_heads=raw.get("num_key_value_heads", heads),
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-            rope_theta=rope.get("rope_theta") or raw.get("rope_theta", 10000.0),
-            tie_word_embeddings=raw.get("tie_word_embeddings", False),
-            max_position_embeddings=raw["max_position_embeddings"],
-            eos_token_ids=_token_ids(raw.get("eos_token_id")) + _token_ids(generation.get("eos_token_id")),
-        )
-    except KeyError as error:
-        raise UserError(f"{folder}/config.json lacks {error.args[0]}; give a complete HF config") from None
+    heads = _size(raw, folder, "num_attention_heads")
+    hidden_size = _size(raw, folder, "hidden_size")
+    return HfConfig(
+        vocab_size=_size(raw, folder, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_size(raw, folder, "intermediate_size"),
+        num_hidden_layers=_size(raw, folder, "num_hidden_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=_size(raw, folder, "num_key_value_heads", heads),
+        head_dim=_size(raw, folder, "head_dim", hidden_size // heads),
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        rope_theta=rope.get("rope_theta") or raw.get("rope_theta", 10000.0),
+        tie_word_embeddings=raw.get("tie_word_embeddings", False),
+        max_position_embeddings=_size(raw, folder, "max_position_embeddings"),
+        eos_token_ids=_token_ids(raw.get("eos_token_id")) + _token_ids(generation.get("eos_token_id")),
+    )
+
+
+def _size(raw: dict[str, Any], folder: Path, key: str, default: int | None = None) -> int:
+    """A positive whole number of config.json; absent or null is `default`."""
+    value = raw.get(key)
+    if value is None and default is not None:
+        return default
+    if value is None:
+        raise UserError(f"{folder}/config.json lacks {key}; give a complete HF config")
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise UserError(f"{folder}/config.json: {key} must be a whole number above 0, got {value!r}")
+    return value
 
 
 def check_context(hf: HfConfig, max_total_sequence_length: int) -> None:
@@ -96,11 +109,14 @@ def check_fp8_alignment(hf: HfConfig, flow: str) -> None:
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        return json.loads(path.read_text())
+        value = json.loads(path.read_text())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} must hold a JSON object")
+    return value
 
 
 def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:

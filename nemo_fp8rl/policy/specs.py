@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from nemo_fp8rl.config import Fp8RlConfig
-from nemo_fp8rl.fp8 import BlockwiseFp8Linear, ScaleFormat
+from nemo_fp8rl.fp8 import ScaleFormat, blockwise_fp8_linear
 from nemo_fp8rl.policy.align import AlignedRMSNorm, aligned_attention, aligned_residual_add
 from nemo_fp8rl.policy.hf_config import HfConfig
 
@@ -34,7 +34,7 @@ class Fp8Forward:
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
         assert bias is None
-        return BlockwiseFp8Linear.apply(input, weight, self.scale_format)
+        return blockwise_fp8_linear(input, weight, self.scale_format)
 
 
 def fp8_linear(linear: type, scale_format: ScaleFormat) -> type:

@@ -73,8 +73,9 @@ class Update:
             found = TensorSpec(spec.name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
             if found != spec:
                 raise RefitError(f"refit {self.manifest.version}: {found} differs from its manifest, {spec}")
-            if is_quantized(spec.name) and (tensor.dtype == E4M3) != fp8:
-                raise RefitError(f"refit {self.manifest.version}: {spec.name} is {spec.dtype}, fp8 engine: {fp8}")
+            if (tensor.dtype == E4M3) != (fp8 and is_quantized(spec.name)):
+                wanted = "FP8" if fp8 and is_quantized(spec.name) else "in high precision"
+                raise RefitError(f"refit {self.manifest.version}: {spec.name} is {spec.dtype}, must be {wanted}")
             if tensor.dtype == E4M3:
                 self._verify_scale(spec)
 
@@ -82,6 +83,8 @@ class Update:
         scale = self.tensors.get(scale_name(weight.name))
         if scale is None:
             raise RefitError(f"refit {self.manifest.version}: {weight.name} has no {scale_name(weight.name)}")
+        if len(weight.shape) != len(BLOCK):
+            raise RefitError(f"refit {self.manifest.version}: {weight.name} is FP8 but not a matrix: {weight.shape}")
         shape = tuple(-(-size // block) for size, block in zip(weight.shape, BLOCK, strict=True))
         if tuple(scale.shape) != shape or scale.dtype != torch.float32 or not torch.isfinite(scale).all():
             raise RefitError(

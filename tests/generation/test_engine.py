@@ -29,6 +29,11 @@ FREE = Sampling(num_generations=4, max_new_tokens=8, temperature=1.0, stop_token
 TEXTS = [f"{a}+{b}=" for a in range(10, 90, 10) for b in (3, 57)]
 
 
+def outputs(groups):
+    """Tokens and log-probs, without the version."""
+    return [[(c.token_ids, c.logprobs) for c in group] for group in groups]
+
+
 class Pair:
     """A trainer and an engine of one flow, in this process."""
 
@@ -39,9 +44,7 @@ class Pair:
         self.engine = VllmEngine()
         self.engine.setup(cfg)
         tokenizer = PromptTokenizer(cfg.policy)
-        self.prompts = [
-            Prompt(i, text, "", tuple(tokenizer.tokenizer(text).input_ids)) for i, text in enumerate(TEXTS)
-        ]
+        self.prompts = [Prompt(i, text, "", tuple(tokenizer.tokenizer(text).input_ids)) for i, text in enumerate(TEXTS)]
         self.version = -1
         self.others: list[VllmEngine] = []
 
@@ -104,9 +107,8 @@ def test_refitted_engine_equals_one_started_from_the_same_weights(pair, tmp_path
     refitted_greedy, refitted_sampled = pair.generate(GREEDY), pair.generate(FREE)
     assert [c.token_ids for (c,) in refitted_greedy] != [c.token_ids for (c,) in earlier]  # the weights did move
     fresh = pair.fresh_engine(update, tmp_path / "model")
-    for mine, theirs in ((refitted_greedy, pair.generate(GREEDY, fresh)), (refitted_sampled, pair.generate(FREE, fresh))):
-        for group, reference in zip(mine, theirs, strict=True):
-            assert [(c.token_ids, c.logprobs) for c in group] == [(c.token_ids, c.logprobs) for c in reference]
+    assert outputs(refitted_greedy) == outputs(pair.generate(GREEDY, fresh))
+    assert outputs(refitted_sampled) == outputs(pair.generate(FREE, fresh))
 
 
 def test_trainer_and_engine_agree_on_the_engines_samples(pair):
@@ -126,7 +128,8 @@ def test_samples_depend_on_the_prompts_seed_alone(pair):
     everything = pair.generate(FREE)
     assert pair.generate(FREE) == everything
     half = pair.generate(FREE, prompts=pair.prompts[8:])
-    assert [[c.token_ids for c in group] for group in half] == [[c.token_ids for c in group] for group in everything[8:]]
+    for group, expected in zip(half, everything[8:], strict=True):
+        assert [c.token_ids for c in group] == [c.token_ids for c in expected]
 
 
 def test_answers_end_at_the_end_token_or_at_the_limit(pair):
@@ -158,7 +161,7 @@ def test_incomplete_refit_is_refused_and_a_full_one_recovers(pair):
             pair.generate(GREEDY)
     pair.refit()
     again = pair.generate(GREEDY)
-    assert [(c.token_ids, c.logprobs) for (c,) in again] == [(c.token_ids, c.logprobs) for (c,) in before]
+    assert outputs(again) == outputs(before)
 
 
 def test_missing_scale_is_refused(pair):
@@ -179,9 +182,7 @@ def test_serialized_refit_equals_the_one_in_process(pair):
     pair.version += 1
     acknowledgement = pair.engine.load_update(pair.worker.export_update(pair.version, serialize=True))
     assert acknowledgement.version == pair.version
-    assert [(c.token_ids, c.logprobs) for (c,) in pair.generate(GREEDY)] == [
-        (c.token_ids, c.logprobs) for (c,) in expected
-    ]
+    assert outputs(pair.generate(GREEDY)) == outputs(expected)
 
 
 def test_fp8_halves_the_bytes_on_the_wire(pair):

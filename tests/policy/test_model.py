@@ -13,7 +13,13 @@ from nemo_fp8rl.tiny import write_model
 
 SIZES = [
     {"tie_word_embeddings": False},
-    {"tie_word_embeddings": True, "hidden_size": 192, "head_dim": 64, "num_attention_heads": 6, "num_key_value_heads": 3},
+    {
+        "tie_word_embeddings": True,
+        "hidden_size": 192,
+        "head_dim": 64,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+    },
     {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 96, "vocab_size": 97},
 ]
 

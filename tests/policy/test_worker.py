@@ -34,7 +34,8 @@ def test_logprobs_do_not_read_padding(recipe):
     worker, batch = new_worker(recipe()), random_batch(0)
     inside = batch["token_mask"] > 0
     expected = worker.logprobs(batch)[inside]
-    padded = batch | {"input_ids": torch.where(torch.arange(10) < batch["input_lengths"][:, None], batch["input_ids"], 1)}
+    real = torch.arange(10) < batch["input_lengths"][:, None]
+    padded = batch | {"input_ids": torch.where(real, batch["input_ids"], 1)}
     assert torch.equal(worker.logprobs(padded)[inside], expected)
 
 
@@ -67,7 +68,8 @@ def test_temperature_divides_the_logits(recipe):
 
 
 def test_training_lowers_the_loss(recipe):
-    worker = new_worker(recipe("policy.megatron_cfg.optimizer.lr=0.003", "policy.megatron_cfg.scheduler.lr_warmup_iters=0"))
+    fast = ("policy.megatron_cfg.optimizer.lr=0.003", "policy.megatron_cfg.scheduler.lr_warmup_iters=0")
+    worker = new_worker(recipe(*fast))
     batch = random_batch(3)
     losses = [train(worker, batch)["loss"] for _ in range(15)]
     assert losses[-1] < 0.5 * losses[0]

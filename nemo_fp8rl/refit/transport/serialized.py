@@ -3,6 +3,7 @@
 import json
 import struct
 
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from nemo_fp8rl.refit.manifest import Manifest, RefitError, Update
@@ -21,5 +22,5 @@ def unpack(payload: bytes) -> Update:
         (header_size,) = struct.unpack_from("<Q", payload)
         metadata = json.loads(payload[8 : 8 + header_size])["__metadata__"]
         return Update(Manifest.from_json(metadata[MANIFEST_KEY]), load(payload))
-    except (struct.error, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, struct.error, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise RefitError(f"the refit payload of {len(payload)} bytes is damaged ({error})") from None

@@ -1,0 +1,130 @@
+"""Ranges, and values that contradict each other: what the types of a recipe cannot say. Every message names the key."""
+
+import math
+from typing import Any
+
+from nemo_fp8rl.config import Config
+from nemo_fp8rl.errors import UserError
+
+ABOVE_0 = (
+    "grpo.num_prompts_per_step",
+    "grpo.num_generations_per_prompt",
+    "grpo.max_num_steps",
+    "grpo.max_val_samples",
+    "sft.max_num_steps",
+    "checkpointing.save_period",
+    "checkpointing.keep_top_k",
+    "policy.train_global_batch_size",
+    "policy.train_micro_batch_size",
+    "policy.logprob_batch_size",
+    "policy.max_total_sequence_length",
+    "policy.generation.max_new_tokens",
+    "policy.generation.temperature",
+    "policy.generation.vllm_cfg.max_model_len",
+    "policy.generation.vllm_cfg.max_num_seqs",
+    "policy.generation.vllm_cfg.kv_cache_memory_gib",
+    "policy.generation.vllm_cfg.gpu_memory_utilization",
+    "policy.megatron_cfg.optimizer.lr",
+    "policy.megatron_cfg.optimizer.adam_eps",
+    "policy.megatron_cfg.optimizer.clip_grad",
+    "policy.megatron_cfg.scheduler.lr_decay_iters",
+    "cluster.train_ranks",
+    "cluster.generation_engines",
+)
+AT_LEAST_0 = (
+    "grpo.val_period",
+    "grpo.seed",
+    "sft.seed",
+    "policy.generation.val_temperature",
+    "policy.megatron_cfg.optimizer.min_lr",
+    "policy.megatron_cfg.optimizer.weight_decay",
+    "policy.megatron_cfg.optimizer.adam_beta1",
+    "policy.megatron_cfg.optimizer.adam_beta2",
+    "policy.megatron_cfg.scheduler.lr_warmup_iters",
+    "policy.megatron_cfg.scheduler.lr_warmup_init",
+)
+BELOW = {
+    "grpo.seed": 2**32,  # the engine hands it to numpy
+    "policy.megatron_cfg.optimizer.adam_beta1": 1,
+    "policy.megatron_cfg.optimizer.adam_beta2": 1,
+}
+AT_MOST = {"policy.generation.vllm_cfg.gpu_memory_utilization": 1}
+
+
+def lookup(cfg: Any, key: str) -> Any:
+    """Value of a dotted key."""
+    for part in key.split("."):
+        cfg = getattr(cfg, part)
+    return cfg
+
+
+def check(cfg: Config) -> None:
+    """Raise UserError when values are out of range or contradict each other: what types alone cannot say."""
+    _check_ranges(cfg)
+    if cfg.grpo.num_generations_per_prompt < 2:
+        raise UserError("grpo.num_generations_per_prompt must be 2 or more: one sample has no group to compare with")
+    _check_batch_sizes(cfg)
+    _check_schedule(cfg)
+    cfg.loss_fn.check()
+    policy, vllm = cfg.policy, cfg.policy.generation.vllm_cfg
+    if vllm.max_model_len > policy.max_total_sequence_length:
+        raise UserError(
+            f"policy.generation.vllm_cfg.max_model_len={vllm.max_model_len} is above "
+            f"policy.max_total_sequence_length={policy.max_total_sequence_length}, the trainer's limit; lower it"
+        )
+    if policy.precision == "float32" and cfg.nemo_fp8rl.flow != "bf16":
+        raise UserError(
+            f"nemo_fp8rl.flow={cfg.nemo_fp8rl.flow} needs policy.precision=bfloat16, got float32: "
+            "FP8 weights are quantized from the bfloat16 parameter"
+        )
+    if cfg.cluster.backend == "in_process" and (cfg.cluster.train_ranks, cfg.cluster.generation_engines) != (1, 1):
+        raise UserError(
+            "cluster.train_ranks and cluster.generation_engines above 1 need processes of their own: set "
+            "cluster.backend=ray"
+        )
+
+
+def _check_ranges(cfg: Config) -> None:
+    """Comparisons are written so that NaN fails them."""
+    for key in (*ABOVE_0, *AT_LEAST_0):
+        value = lookup(cfg, key)
+        if value is None:
+            continue
+        if key in ABOVE_0 and not 0 < value < math.inf:
+            raise UserError(f"{key} must be a finite number above 0, got {value}")
+        if key in AT_LEAST_0 and not 0 <= value < math.inf:
+            raise UserError(f"{key} must be a finite number, 0 or more, got {value}")
+        if key in BELOW and not value < BELOW[key]:
+            raise UserError(f"{key} must be below {BELOW[key]}, got {value}")
+        if key in AT_MOST and not value <= AT_MOST[key]:
+            raise UserError(f"{key} must be at most {AT_MOST[key]}, got {value}")
+
+
+def _check_schedule(cfg: Config) -> None:
+    optimizer, scheduler = cfg.policy.megatron_cfg.optimizer, cfg.policy.megatron_cfg.scheduler
+    here = "policy.megatron_cfg"
+    if scheduler.lr_warmup_iters >= scheduler.lr_decay_iters:
+        raise UserError(
+            f"{here}.scheduler.lr_warmup_iters={scheduler.lr_warmup_iters} must be below "
+            f"{here}.scheduler.lr_decay_iters={scheduler.lr_decay_iters}"
+        )
+    for key, value in (
+        ("optimizer.min_lr", optimizer.min_lr),
+        ("scheduler.lr_warmup_init", scheduler.lr_warmup_init),
+    ):
+        if value > optimizer.lr:
+            raise UserError(f"{here}.{key}={value} must not be above {here}.optimizer.lr={optimizer.lr}")
+
+
+def _check_batch_sizes(cfg: Config) -> None:
+    policy, ranks = cfg.policy, cfg.cluster.train_ranks
+    if cfg.rollout_batch_size % policy.train_global_batch_size:
+        raise UserError(
+            f"policy.train_global_batch_size={policy.train_global_batch_size} does not divide the "
+            f"{cfg.rollout_batch_size} samples of a step (grpo.num_prompts_per_step * grpo.num_generations_per_prompt)"
+        )
+    if policy.train_global_batch_size % (policy.train_micro_batch_size * ranks):
+        raise UserError(
+            f"policy.train_micro_batch_size={policy.train_micro_batch_size} times cluster.train_ranks={ranks} does not "
+            f"divide policy.train_global_batch_size={policy.train_global_batch_size}"
+        )

@@ -1,0 +1,299 @@
+"""What an HF checkpoint folder says: sizes, names, tensors; and what is refused, by name."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.policy.checkpoint_reader import CheckpointReader
+from nemo_fp8rl.policy.hf_config import HfConfig, check_fp8_alignment, read_hf_config
+from nemo_fp8rl.policy.hf_names import expected_tensors, from_hf, to_hf
+
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 256,
+    "eos_token_id": 1,
+}
+HF = HfConfig(
+    **{key: value for key, value in CONFIG.items() if key not in ("model_type", "eos_token_id")}, eos_token_ids=(1,)
+)
+
+
+@pytest.fixture
+def folder(tmp_path_factory):
+    """Its path holds no word of a test's name, which a message could be taken for."""
+    return tmp_path_factory.mktemp("x")
+
+
+def random_tensors(hf: HfConfig) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in expected_tensors(hf).items()}
+
+
+# config.json
+
+
+def write_config(folder, **changes) -> None:
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+
+
+def refused_config(folder, **changes) -> str:
+    write_config(folder, **changes)
+    with pytest.raises(UserError) as caught:
+        read_hf_config(folder)
+    return str(caught.value)
+
+
+def test_sizes_are_read_from_config_json(folder):
+    write_config(folder)
+    assert read_hf_config(folder) == read_hf_config(str(folder)) == HF
+
+
+def test_values_that_hf_leaves_out_have_hfs_defaults(folder):
+    small = {key: CONFIG[key] for key in list(CONFIG)[:6]} | {"max_position_embeddings": 256, "hidden_size": 64}
+    (folder / "config.json").write_text(json.dumps(small))
+    hf = read_hf_config(folder)
+    assert (hf.num_key_value_heads, hf.head_dim, hf.rms_norm_eps, hf.rope_theta) == (4, 16, 1e-6, 10000.0)
+    assert (hf.tie_word_embeddings, hf.eos_token_ids) == (False, ())
+
+
+def test_rope_theta_is_read_from_both_places_that_hf_writes_it(folder):
+    write_config(folder, rope_theta=5e5)
+    assert read_hf_config(folder).rope_theta == 5e5
+    write_config(folder, rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 3e5})
+    assert read_hf_config(folder).rope_theta == 3e5
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_generation", "expected"),
+    [(1, None, {1}), ([1, 2], None, {1, 2}), (None, 3, {3}), (1, [1, 3], {1, 3}), (None, None, set()), (0, None, {0})],
+)
+def test_every_end_of_sequence_token_is_known(folder, in_config, in_generation, expected):
+    write_config(folder, eos_token_id=in_config)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": in_generation}))
+    assert set(read_hf_config(folder).eos_token_ids) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model_type": "llama"}, "'llama' is not supported"),
+        ({"model_type": "qwen3_moe"}, "'qwen3_moe' is not supported"),
+        ({"model_type": None}, "model_type"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "already quantized"),
+        ({"use_sliding_window": True}, "sliding window"),
+        ({"attention_bias": True}, "attention bias"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, "'llama3'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),  # the key before transformers 4.43
+        ({"hidden_act": "gelu"}, "gelu"),
+    ],
+)
+def test_what_the_policy_does_not_build_is_refused(folder, changes, named):
+    assert named in refused_config(folder, **changes)
+
+
+@pytest.mark.parametrize("rope", [None, {"rope_type": "default"}, {"type": "default"}])
+def test_unscaled_rope_is_accepted(folder, rope):
+    write_config(folder, rope_scaling=rope, hidden_act="silu", use_sliding_window=False, attention_bias=False)
+    assert read_hf_config(folder) == HF
+
+
+@pytest.mark.parametrize(
+    "key", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+)
+def test_a_missing_size_is_named(folder, key):
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in CONFIG.items() if k != key}))
+    with pytest.raises(UserError, match=key):
+        read_hf_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("hidden_size", None), ("hidden_size", "48"), ("num_attention_heads", "4"), ("num_attention_heads", 0)],
+)
+def test_a_size_that_is_no_count_is_named(folder, key, value):
+    assert key in refused_config(folder, head_dim=None, **{key: value})
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"3", b'"text"', b"\xff\xfe"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_files_that_hold_no_json_object_are_named(folder, name, content):
+    write_config(folder)
+    (folder / name).write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        read_hf_config(folder)
+    assert str(folder) in str(caught.value)
+    assert name in str(caught.value)
+
+
+def test_a_folder_without_config_json_is_named(folder):
+    write_config(folder)
+    for path in (folder / "nowhere", folder / "config.json"):
+        with pytest.raises(UserError) as caught:
+            read_hf_config(path)
+        assert str(path) in str(caught.value)
+
+
+# FP8 alignment
+
+
+def test_projections_of_whole_blocks_are_accepted():
+    check_fp8_alignment(dataclasses.replace(HF, head_dim=128, intermediate_size=768), "fp8_e2e")
+    check_fp8_alignment(dataclasses.replace(HF, head_dim=256, intermediate_size=128, hidden_size=200), "fp8_e2e")
+
+
+@pytest.mark.parametrize(
+    ("dimension", "size"), [("head_dim", 64), ("head_dim", 192), ("intermediate_size", 100), ("intermediate_size", 192)]
+)
+def test_a_projection_that_ends_within_a_block_is_refused_by_its_dimension(dimension, size):
+    hf = dataclasses.replace(HF, **{"head_dim": 128, "intermediate_size": 256, dimension: size})
+    with pytest.raises(UserError, match=rf"fp8_rollout .*{dimension}={size} .*flow=bf16"):
+        check_fp8_alignment(hf, "fp8_rollout")
+
+
+# Names
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    groups=st.integers(1, 4),
+    heads_per_group=st.integers(1, 4),
+    head_dim=st.sampled_from([1, 2, 8]),
+    hidden=st.sampled_from([3, 8, 20]),
+    layers=st.integers(1, 3),
+    tied=st.booleans(),
+)
+def test_names_round_trip_through_megatron_to_the_bit(groups, heads_per_group, head_dim, hidden, layers, tied):
+    hf = dataclasses.replace(
+        HF,
+        num_key_value_heads=groups,
+        num_attention_heads=groups * heads_per_group,
+        head_dim=head_dim,
+        hidden_size=hidden,
+        intermediate_size=5,
+        num_hidden_layers=layers,
+        tie_word_embeddings=tied,
+    )
+    tensors = random_tensors(hf)
+    assert ("lm_head.weight" in tensors) is not tied
+    parameters = dict(from_hf(hf, tensors.__getitem__))
+    exported = list(to_hf(hf, parameters))
+    assert [name for name, _ in exported] == list(expected_tensors(hf))
+    for name, tensor in exported:
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, tensors[name]), name
+    assert sum(p.numel() for p in parameters.values()) == sum(t.numel() for t in tensors.values())
+
+
+def test_the_fused_qkv_holds_each_groups_queries_then_its_key_and_value():
+    q, kv, h = 4 * 16, 2 * 16, HF.hidden_size
+    tensors = random_tensors(HF)
+    rows = {"q": torch.arange(q) + 1000, "k": torch.arange(kv) + 2000, "v": torch.arange(kv) + 3000}
+    for x, numbers in rows.items():
+        tensors[f"model.layers.1.self_attn.{x}_proj.weight"] = numbers[:, None].expand(-1, h).float().contiguous()
+    fused = dict(from_hf(HF, tensors.__getitem__))["decoder.layers.1.self_attention.linear_qkv.weight"]
+    expected = [
+        *range(1000, 1032), *range(2000, 2016), *range(3000, 3016),
+        *range(1032, 1064), *range(2016, 2032), *range(3016, 3032),
+    ]  # fmt: skip
+    assert fused[:, 0].tolist() == expected
+    assert torch.equal(fused, fused[:, :1].expand(-1, h))
+
+
+def test_the_fused_fc1_holds_the_gate_above_up():
+    tensors = random_tensors(HF)
+    fused = dict(from_hf(HF, tensors.__getitem__))["decoder.layers.0.mlp.linear_fc1.weight"]
+    gate, up = (tensors[f"model.layers.0.mlp.{x}_proj.weight"] for x in ("gate", "up"))
+    assert torch.equal(fused, torch.cat([gate, up]))
+
+
+# Tensors
+
+
+def refused_check(folder, hf: HfConfig = HF) -> str:
+    with CheckpointReader(folder) as reader, pytest.raises(UserError) as caught:
+        reader.check(expected_tensors(hf))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("shards", [1, 2, 5])
+def test_a_checkpoint_is_read_to_the_bit_from_one_or_many_files(folder, shards, tied):
+    hf = dataclasses.replace(HF, tie_word_embeddings=tied)
+    tensors = random_tensors(hf)
+    names = list(tensors)
+    for i in range(shards):
+        save_file({name: tensors[name] for name in names[i::shards]}, folder / f"model-{i}-of-{shards}.safetensors")
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with CheckpointReader(folder) as reader:
+        reader.check(expected_tensors(hf))
+        assert all(torch.equal(reader.get(name), tensors[name]) for name in names)
+
+
+def test_a_missing_tensor_is_named(folder):
+    tensors = random_tensors(HF)
+    del tensors["model.layers.1.self_attn.k_norm.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    assert "model.layers.1.self_attn.k_norm.weight" in refused_check(folder)
+
+
+def test_a_shard_left_out_is_named_by_its_tensors(folder):
+    tensors = random_tensors(HF)
+    save_file({n: t for n, t in tensors.items() if "layers.1" not in n}, folder / "model-1-of-2.safetensors")
+    assert "11 tensors, among them model.layers.1." in refused_check(folder)
+
+
+def test_an_extra_tensor_is_named(folder):
+    save_file({**random_tensors(HF), "model.layers.0.mlp.gate.weight": torch.ones(2)}, folder / "model.safetensors")
+    assert "model.layers.0.mlp.gate.weight" in refused_check(folder)
+
+
+def test_a_head_beside_tied_embeddings_is_named(folder):
+    save_file(random_tensors(HF), folder / "model.safetensors")
+    assert "lm_head.weight" in refused_check(folder, dataclasses.replace(HF, tie_word_embeddings=True))
+
+
+@pytest.mark.parametrize("shape", [(63, 48), (64, 49), (64 * 48,), (48, 64)])
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(folder, shape):
+    save_file({**random_tensors(HF), "lm_head.weight": torch.zeros(shape).bfloat16()}, folder / "model.safetensors")
+    said = refused_check(folder)
+    assert "lm_head.weight" in said
+    assert str(list(shape)) in said
+    assert "[64, 48]" in said
+
+
+@pytest.mark.parametrize("keep", [0, 4, 8, 100, 0.5, -1])
+def test_a_truncated_file_is_named(folder, keep):
+    tensors = random_tensors(HF)
+    save_file({n: t for n, t in tensors.items() if "layers.0" in n}, folder / "model-1-of-2.safetensors")
+    save_file({n: t for n, t in tensors.items() if "layers.0" not in n}, folder / "model-2-of-2.safetensors")
+    broken = folder / "model-2-of-2.safetensors"
+    whole = broken.read_bytes()
+    broken.write_bytes(whole[: int(len(whole) * keep) if isinstance(keep, float) else keep])
+    with pytest.raises(UserError) as caught, CheckpointReader(folder) as reader:
+        reader.check(expected_tensors(HF))
+    assert str(broken) in str(caught.value)
+
+
+def test_a_folder_without_safetensors_is_named(folder):
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    for path in (folder, folder / "nowhere"):
+        with pytest.raises(UserError, match=r"\.safetensors") as caught, CheckpointReader(path):
+            pass
+        assert str(path) in str(caught.value)

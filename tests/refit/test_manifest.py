@@ -1,0 +1,146 @@
+"""What an engine refuses before a byte is applied."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from nemo_fp8rl.refit.manifest import Manifest, RefitError, TensorSpec, Update
+from nemo_fp8rl.refit.quantize import build_update
+
+PROJECTION, NORM, EMBEDDING = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight", "model.embed_tokens.weight"
+SCALE = PROJECTION + "_scale_inv"
+
+
+def update(fp8: bool = True) -> Update:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {EMBEDDING: (64, 128), PROJECTION: (256, 300), NORM: (128,)}
+    weights = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+    return build_update(weights.items(), 5, fp8, "pow2")
+
+
+def changed(fp8: bool = True, **tensors: torch.Tensor | None) -> Update:
+    """An update whose manifest describes it, with some tensors replaced or (None) left out."""
+    names = {"projection": PROJECTION, "scale": SCALE, "norm": NORM, "embedding": EMBEDDING}
+    held = {**update(fp8).tensors, **{names.get(key, key): tensor for key, tensor in tensors.items()}}
+    held = {name: tensor for name, tensor in held.items() if tensor is not None}
+    return Update(Manifest.of(5, held), held)
+
+
+def expected(fp8: bool = True) -> set[str]:
+    return {EMBEDDING, PROJECTION, NORM} | ({SCALE} if fp8 else set())
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_a_whole_update_is_accepted(fp8):
+    update(fp8).verify(expected(fp8), fp8)
+    update(fp8).verify(sorted(expected(fp8)), fp8)
+
+
+def test_a_manifest_lists_name_dtype_and_shape_in_order():
+    assert update().manifest.tensors == (
+        TensorSpec(EMBEDDING, "bfloat16", (64, 128)),
+        TensorSpec(PROJECTION, "float8_e4m3fn", (256, 300)),
+        TensorSpec(SCALE, "float32", (2, 3)),
+        TensorSpec(NORM, "bfloat16", (128,)),
+    )
+    assert update().manifest.names == expected()
+    assert update().nbytes == 2 * 64 * 128 + 256 * 300 + 4 * 6 + 2 * 128
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_a_manifest_round_trips_through_json(fp8):
+    manifest = update(fp8).manifest
+    assert Manifest.from_json(manifest.to_json()) == manifest
+    scalar = Manifest.of(0, {"a": torch.tensor(1.0), "ü": torch.zeros(0, 3)})
+    assert Manifest.from_json(scalar.to_json()) == scalar
+
+
+@pytest.mark.parametrize("name", [EMBEDDING, PROJECTION, NORM])
+@pytest.mark.parametrize("fp8", [True, False])
+def test_a_missing_tensor_is_named(fp8, name):
+    with pytest.raises(RefitError, match=f"lacks 1 .*{name}$"):
+        changed(fp8, **{name: None}).verify(expected(fp8), fp8)
+
+
+def test_an_unknown_tensor_is_named():
+    with pytest.raises(RefitError, match=r"unknown to the engine, among them model\.extra$"):
+        changed(**{"model.extra": torch.zeros(2)}).verify(expected(), True)
+
+
+def test_a_tensor_that_left_its_manifest_is_named():
+    whole = update()
+    rest = {name: tensor for name, tensor in whole.tensors.items() if name != NORM}
+    with pytest.raises(RefitError, match=NORM):
+        Update(whole.manifest, rest).verify(expected(), True)
+    with pytest.raises(RefitError, match=r"model\.extra"):
+        Update(whole.manifest, {**whole.tensors, "model.extra": torch.zeros(2)}).verify(expected(), True)
+
+
+@pytest.mark.parametrize("other", [torch.zeros(127).bfloat16(), torch.zeros(128), torch.zeros(1, 128).bfloat16()])
+def test_a_tensor_that_differs_from_its_manifest_is_named(other):
+    whole = update()
+    with pytest.raises(RefitError, match=NORM):
+        Update(whole.manifest, {**whole.tensors, NORM: other}).verify(expected(), True)
+
+
+def test_a_tensor_listed_twice_differently_is_refused():
+    whole = update()
+    twice = (*whole.manifest.tensors, TensorSpec(NORM, "bfloat16", (64,)))
+    with pytest.raises(RefitError, match=NORM):
+        Update(dataclasses.replace(whole.manifest, tensors=twice), whole.tensors).verify(expected(), True)
+
+
+def test_a_missing_scale_is_named():
+    with pytest.raises(RefitError, match=SCALE):
+        changed(scale=None).verify(expected(), True)
+    with pytest.raises(RefitError, match=SCALE):  # also when the engine forgot to ask for it
+        changed(scale=None).verify(expected() - {SCALE}, True)
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        torch.ones(2, 2),
+        torch.ones(3, 2),
+        torch.ones(2, 4),
+        torch.ones(6),
+        torch.ones(2, 3, 1),
+        torch.ones(()),
+        torch.ones(2, 3, dtype=torch.float64),
+        torch.ones(2, 3).bfloat16(),
+        torch.ones(2, 3, dtype=torch.int32),
+        torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, math.nan]]),
+        torch.tensor([[math.inf, 1.0, 1.0], [1.0, 1.0, 1.0]]),
+    ],
+    ids=lambda t: f"{t.dtype} {list(t.shape)}",
+)
+def test_a_scale_of_another_shape_or_dtype_or_not_finite_is_named(scale):
+    with pytest.raises(RefitError, match=f"refit 5: {SCALE}"):
+        changed(scale=scale).verify(expected(), True)
+
+
+def test_a_weight_of_the_other_flow_is_named():
+    with pytest.raises(RefitError, match=f"refit 5: {PROJECTION} is bfloat16"):
+        changed(projection=torch.zeros(256, 300).bfloat16()).verify(expected(), True)
+    with pytest.raises(RefitError, match=f"refit 5: {PROJECTION} is float8_e4m3fn"):
+        update(fp8=True).verify(expected(fp8=True), fp8=False)
+
+
+@pytest.mark.parametrize("name", [EMBEDDING, NORM])
+@pytest.mark.parametrize("fp8", [True, False])
+def test_fp8_where_the_contract_has_none_is_refused(fp8, name):
+    as_fp8 = update(fp8).tensors[name].to(torch.float8_e4m3fn)
+    with pytest.raises(RefitError, match=name):
+        changed(fp8, **{name: as_fp8}).verify(expected(fp8), fp8)
+    scale = name + "_scale_inv"
+    blocks = torch.ones(1, 1) if as_fp8.dim() == 2 else torch.ones(1)
+    with pytest.raises(RefitError, match=name):  # also when it brings its scale and the engine lists that
+        changed(fp8, **{name: as_fp8, scale: blocks}).verify({*expected(fp8), scale}, fp8)
+
+
+@pytest.mark.parametrize("shape", [(256,), (2, 128, 300), ()])
+def test_an_fp8_weight_that_is_no_matrix_is_refused(shape):
+    with pytest.raises(RefitError, match=PROJECTION):
+        changed(projection=torch.zeros(shape).to(torch.float8_e4m3fn)).verify(expected(), True)

@@ -1,0 +1,86 @@
+"""Verifiers: 1 for the answer, 0 for anything else, whatever text a policy comes up with."""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_fp8rl.rewards import VERIFIERS
+
+exact_match, math = VERIFIERS["exact_match"], VERIFIERS["math"]
+
+EQUAL = [
+    ("7", "7"),
+    ("The answer is 95.", "95"),
+    ("0.5", "1/2"),
+    ("\\boxed{\\frac{1}{2}}", "0.5"),
+    ("So we get $\\frac{3}{6}$.", "\\frac{1}{2}"),
+    ("\\boxed{0.5}", "$\\frac{1}{2}$"),
+    ("\\boxed{\\{2, 1\\}}", "$\\{1, 2\\}$"),
+    ("\\boxed{x^2 + 2x + 1}", "$(x+1)^2$"),
+    # Datasets such as MATH write the answer as bare LaTeX.
+    ("\\boxed{\\sqrt{2}}", "\\sqrt{2}"),
+    ("\\boxed{2\\sqrt{3}}", "2\\sqrt{3}"),
+    ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+    ("\\boxed{x^2 + 1}", "x^2+1"),
+]
+DIFFERENT = [
+    ("8", "7"),
+    ("", "7"),
+    ("no idea", "7"),
+    ("\\boxed{", "7"),
+    ("\\boxed{\\frac{1}{3}}", "\\frac{1}{2}"),
+    ("\\boxed{\\{1, 2, 3\\}}", "$\\{1, 2\\}$"),
+    ("2", "2\\sqrt{3}"),
+    ("\\boxed{1}", "1+\\sqrt{2}"),
+]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [("95", "95", 1), (" 95\n", "95", 1), ("95", "95 ", 1), ("9 5", "95", 0), ("95.0", "95", 0), ("", "95", 0)],
+)
+def test_exact_match_ignores_surrounding_white_space_alone(completion, answer, reward):
+    assert exact_match(completion, answer) == reward
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.text(), st.text())
+def test_exact_match_is_one_for_equal_texts_alone(completion, answer):
+    assert exact_match(completion, answer) == (1.0 if completion.strip() == answer.strip() else 0.0)
+    assert exact_match(answer, answer) == 1.0
+
+
+@pytest.mark.parametrize(("completion", "answer"), EQUAL)
+def test_math_accepts_the_same_value_in_another_form(completion, answer):
+    assert math(completion, answer) == 1.0
+
+
+@pytest.mark.parametrize(("completion", "answer"), DIFFERENT)
+def test_math_refuses_another_value(completion, answer):
+    assert math(completion, answer) == 0.0
+
+
+def test_math_works_outside_the_main_thread():
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(math, "\\boxed{\\frac{1}{2}}", "0.5").result() == 1.0
+        assert pool.submit(math, "\\boxed{\\frac{1}{2}}", "0.4").result() == 0.0
+
+
+def run(completion: str, answer: str) -> tuple[str, str]:
+    """What a process of its own prints (stdout, stderr); seconds are given where an unguarded power takes for ever."""
+    code = f"from nemo_fp8rl.rewards import VERIFIERS; print(VERIFIERS['math']({completion!r}, {answer!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=15, check=True)
+    return done.stdout.strip(), done.stderr
+
+
+@pytest.mark.parametrize("completion", ["$9^{9^{9^9}}$", "\\boxed{10^{10^{10}}}"])
+def test_math_gives_up_on_a_number_too_large_to_compute(completion):
+    assert run(completion, "3")[0] == "0.0"
+
+
+def test_math_says_nothing_on_the_screen():
+    assert run("\\boxed{7}", "7") == ("1.0", "")

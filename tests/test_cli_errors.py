@@ -1,0 +1,284 @@
+"""Bad input ends in one line on stderr that names what to mend, and in exit code 2, before any model loads."""
+
+import json
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nemo_fp8rl.cli import main
+from nemo_fp8rl.tiny import make_tiny, write_model
+
+CONF = Path(__file__).parent.parent / "conf" / "tiny_cpu.yaml"
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+@pytest.fixture(scope="session")
+def project(tmp_path_factory) -> Path:
+    """A folder with model/ and data.jsonl, read by every test here and changed by none."""
+    with warnings.catch_warnings(action="ignore"):  # of Megatron about itself
+        import nemo_fp8rl.sft  # noqa: F401
+
+    folder = tmp_path_factory.mktemp("x") / "add"
+    make_tiny(folder, "add")
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path_factory) -> Path:
+    """Its path holds no word of a test's name, which a message could be taken for."""
+    return tmp_path_factory.mktemp("x")
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """What `main` would set for the rest of the process."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def refused(capsys) -> Callable[..., str]:
+    """refused(*arguments) -> the one line on stderr of a command that must end with exit code 2."""
+
+    def run(*arguments: str | Path) -> str:
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        assert code == 2
+        assert err.startswith("nemo-fp8rl: ")
+        assert len(err.splitlines()) == 1
+        assert err.endswith("\n")
+        assert "Traceback" not in out + err
+        return err
+
+    return run
+
+
+@pytest.fixture
+def train(refused, project, folder) -> Callable[..., str]:
+    """train(*arguments) -> the refusal of a run of the project whose directory is the test's own."""
+
+    def run(*arguments: str) -> str:
+        return refused(*train_arguments(project, folder), *arguments)
+
+    return run
+
+
+def train_arguments(project: Path, folder: Path) -> list[str]:
+    paths = (f"policy.model_name={project}/model", f"data.train.data_path={project}/data.jsonl")
+    short = ("grpo.max_num_steps=1", "grpo.val_at_start=false", "logger.tensorboard_enabled=false")
+    return ["train", "--config", str(CONF), *paths, *short, f"logger.log_dir={folder}/run"]
+
+
+def changed_model(project: Path, folder: Path, **changes: object) -> Path:
+    """A copy of the project's model with other values in config.json."""
+    shutil.copytree(project / "model", folder / "model")
+    config = json.loads((folder / "model/config.json").read_text())
+    (folder / "model/config.json").write_text(json.dumps(config | changes))
+    return folder / "model"
+
+
+def write(path: Path, *records: object) -> Path:
+    path.write_text("".join(record if isinstance(record, str) else json.dumps(record) + "\n" for record in records))
+    return path
+
+
+# The recipe
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("grpo.max_num_step=3", "unknown config key grpo.max_num_step; did you mean grpo.max_num_steps?"),
+        ("grpo.max_num_steps=many", "grpo.max_num_steps='many'"),
+        ("grpo.max_num_steps", "'grpo.max_num_steps' is not of the form key=value"),
+        ("grpo.max_num_steps=[1", "grpo.max_num_steps"),
+        ("grpo.num_prompts_per_step=0", "grpo.num_prompts_per_step"),
+        ("policy.train_global_batch_size=500", "policy.train_global_batch_size=500 does not divide"),
+        ("policy.train_micro_batch_size=500", "policy.train_micro_batch_size=500"),
+        ("policy.precision=float32", "policy.precision"),
+        ("loss_fn.ratio_clip_min=2", "loss_fn.ratio_clip_min"),
+        ("data.default.env_name=guess", "data.default.env_name='guess'"),
+        ("policy.max_total_sequence_length=512", "max_position_embeddings=256"),
+        ("grpo.num_prompts_per_step=8192", "grpo.num_prompts_per_step=8192"),
+        ("data.train.split_validation_size=0", "data.train.split_validation_size"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(train, override, named):
+    assert named in train(override)
+
+
+def test_a_missing_or_malformed_recipe_is_named(refused, folder):
+    assert f"{folder}/nowhere.yaml" in refused("train", "--config", folder / "nowhere.yaml")
+    assert f"{folder}/bad.yaml" in refused("train", "--config", write(folder / "bad.yaml", "policy: [1"))
+    assert f"{folder}/nowhere.yaml" in refused("sft", "--config", folder / "nowhere.yaml", "--output", folder / "out")
+
+
+# The data
+
+
+def test_a_missing_dataset_is_named(train, folder):
+    said = train(f"data.train.data_path={folder}/nowhere.jsonl")
+    assert f"data.train.data_path: there is no file {folder}/nowhere.jsonl" in said
+    said = train(f"data.validation.data_path={folder}/nowhere.jsonl")
+    assert f"data.validation.data_path: there is no file {folder}/nowhere.jsonl" in said
+
+
+@pytest.mark.parametrize("line", ['{"prompt": "1+1="', '{"prompt": "1+1="}', '{"prompt": 1, "answer": "2"}', "[]"])
+def test_a_malformed_line_of_the_dataset_is_numbered(train, folder, line):
+    good = {"prompt": "10+10=", "answer": "20"}
+    path = write(folder / "data.jsonl", good, good, line + "\n", good)
+    assert f"{path}, line 3:" in train(f"data.train.data_path={path}")
+
+
+def test_an_empty_dataset_is_named(train, folder):
+    path = write(folder / "data.jsonl", "\n\n")
+    assert f"{path} holds no record" in train(f"data.train.data_path={path}")
+
+
+def test_prompts_longer_than_the_context_are_shown(train):
+    said = train("policy.max_total_sequence_length=6")
+    assert "policy.generation.vllm_cfg.max_model_len is 6" in said
+    assert "has 6 tokens" in said
+
+
+def test_validation_prompts_that_are_also_trained_on_are_shown(train, project, folder):
+    shared = json.loads((project / "data.jsonl").read_text().splitlines()[0])
+    path = write(folder / "validation.jsonl", {"prompt": "1+1=", "answer": "2"}, shared)
+    said = train(f"data.validation.data_path={path}")
+    assert "data.validation.data_path: 1 prompts" in said
+    assert repr(shared["prompt"]) in said
+
+
+def test_a_text_that_no_tokenizer_takes_is_refused_by_its_line(train, folder):
+    records = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(100)]
+    path = write(folder / "data.jsonl", *records, '{"prompt": "1\\ud800", "answer": "2"}\n')  # half of a surrogate pair
+    assert f"{path}, line 101:" in train(f"data.train.data_path={path}")
+
+
+def test_a_prompt_without_tokens_is_refused(train, folder):
+    records = [{"prompt": f"{i}+1=" if i else "", "answer": str(i + 1)} for i in range(100)]
+    path = write(folder / "data.jsonl", *records)
+    assert "tokens" in train(f"data.train.data_path={path}")
+
+
+# The checkpoint
+
+
+def test_a_missing_checkpoint_is_named(train, folder):
+    assert f"policy.model_name: {folder}/nowhere has no config.json" in train(f"policy.model_name={folder}/nowhere")
+
+
+def test_an_unsupported_family_is_named(train, project, folder):
+    model = changed_model(project, folder, model_type="llama")
+    assert f"{model}/config.json: model_type 'llama' is not supported" in train(f"policy.model_name={model}")
+
+
+def test_a_quantized_checkpoint_is_refused(train, project, folder):
+    model = changed_model(project, folder, quantization_config={"quant_method": "fp8"})
+    assert f"{model} is already quantized" in train(f"policy.model_name={model}")
+
+
+def test_a_checkpoint_without_tokenizer_is_named(train, project, folder):
+    model = changed_model(project, folder)
+    for path in model.glob("tokenizer*"):
+        path.unlink()
+    assert f"policy.tokenizer.name: {model}" in train(f"policy.model_name={model}")
+
+
+def test_a_model_whose_projections_end_within_a_block_is_refused_in_fp8(train, project, folder):
+    write_model(folder / "model", head_dim=64)
+    assert "head_dim=64" in train(f"policy.model_name={folder}/model")
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(train, project, folder):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(project / "model")
+    tokenizer.add_tokens([chr(ord("A") + i) for i in range(50)])  # the model knows 64, 18 of them used
+    tokenizer.save_pretrained(folder / "tokenizer")
+    records = [{"prompt": f"{i}r=", "answer": str(i + 1)} for i in range(100)]
+    path = write(folder / "data.jsonl", *records)
+    said = train(f"data.train.data_path={path}", f"policy.tokenizer.name={folder}/tokenizer")
+    assert "policy.tokenizer.name" in said
+    assert "64" in said
+
+
+# The run directory
+
+
+def test_a_run_directory_that_holds_a_run_needs_resume(train, folder):
+    (folder / "run").mkdir()
+    (folder / "run/metrics.jsonl").write_text('{"step": 1}\n')
+    said = train()
+    assert f"{folder}/run holds a run" in said
+    assert "--resume" in said
+    assert (folder / "run/metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_a_run_directory_that_is_a_file_is_named(train, folder):
+    (folder / "run").write_text("")
+    assert f"{folder}/run" in train()
+
+
+def test_a_start_that_was_refused_leaves_the_run_directory_free(train, project, folder):
+    write_model(folder / "model", head_dim=64)
+    first = train(f"policy.model_name={folder}/model")
+    assert train(f"policy.model_name={folder}/model") == first
+
+
+# make-tiny and sft
+
+
+def test_make_tiny_overwrites_nothing(refused, folder):
+    (folder / "precious").write_text("text")
+    assert f"{folder} is not empty" in refused("make-tiny", folder)
+    assert [path.name for path in folder.iterdir()] == ["precious"]
+    assert f"{folder}/precious" in refused("make-tiny", folder / "precious")
+    assert (folder / "precious").read_text() == "text"
+
+
+def test_make_tiny_knows_its_tasks(refused, folder):
+    said = refused("make-tiny", folder / "new", "--task", "divide")
+    assert "divide" in said
+    assert "add, chain" in said
+    assert not (folder / "new").exists()
+
+
+def test_sft_overwrites_nothing(refused, project, folder):
+    (folder / "out").mkdir()
+    recipe = ["--config", CONF, f"policy.model_name={project}/model", f"data.train.data_path={project}/data.jsonl"]
+    assert f"--output {folder}/out exists already" in refused("sft", *recipe, "--output", folder / "out")
+
+
+def test_sft_names_a_sequence_longer_than_the_trainer_takes(refused, project, folder):
+    recipe = ["--config", CONF, f"policy.model_name={project}/model", f"data.train.data_path={project}/data.jsonl"]
+    limit = ["policy.max_total_sequence_length=8", "policy.generation.vllm_cfg.max_model_len=8"]
+    said = refused("sft", *recipe, *limit, "--output", folder / "out")
+    assert "policy.max_total_sequence_length=8" in said
+    assert not (folder / "out").exists()
+
+
+# The command as the shell sees it
+
+
+def test_a_process_says_one_line_and_exits_with_2(project, folder):
+    command = [sys.executable, "-m", "nemo_fp8rl.cli", *train_arguments(project, folder)]
+    done = subprocess.run(
+        [*command, f"data.train.data_path={folder}/nowhere.jsonl"],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=CONF.parent.parent,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert done.stderr == f"nemo-fp8rl: data.train.data_path: there is no file {folder}/nowhere.jsonl; " + (
+        "give the path of a JSONL dataset\n"
+    )
+    assert done.stdout == ""

@@ -1,0 +1,149 @@
+"""The light rooms need the standard library and torch; imports between rooms go one way."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import nemo_fp8rl
+
+PACKAGE = Path(nemo_fp8rl.__file__).parent
+
+LIGHT = (
+    "errors",
+    "batch",
+    "config",
+    "config_check",
+    "fp8",
+    "fp8.quantize",
+    "fp8.linear",
+    "fp8.kernels.reference",
+    "fp8.kernels.emulate",
+    "algorithms.advantages",
+    "algorithms.correction",
+    "algorithms.loss",
+    "algorithms.mismatch",
+    "data",
+    "data.jsonl",
+    "data.order",
+    "data.split",
+    "rewards",
+    "rewards.verifiers",
+    "refit.manifest",
+    "refit.quantize",
+    "refit.bridge",
+    "policy.hf_config",
+    "policy.hf_names",
+)
+HEAVY = "nemo_fp8rl.policy.worker"
+
+RECORD = """
+import json, sys
+asked = set()
+class Recorder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        asked.add(name.partition(".")[0])
+sys.meta_path.insert(0, Recorder)
+import torch
+print(json.dumps(sorted(asked | {name.partition(".")[0] for name in sys.modules})))
+"""
+
+IMPORT = """
+import importlib, json, sys
+allowed, names = json.loads(sys.stdin.read())
+class Refuser:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] not in allowed:
+            raise ModuleNotFoundError(f"refused {name}", name=name)
+sys.meta_path.insert(0, Refuser)
+failures = {}
+for name in names:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        failures[name] = str(error)
+print(json.dumps(failures))
+"""
+
+
+def run(code: str, stdin: str = "") -> list[str] | dict[str, str]:
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        check=False,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        cwd=PACKAGE.parent,
+        timeout=120,
+    )
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout)
+
+
+@pytest.fixture(scope="module")
+def failures() -> list[str] | dict[str, str]:
+    """What failed to import where only the standard library, torch and what a bare `import torch` asks for exist."""
+    allowed = {*run(RECORD), *sys.stdlib_module_names, "nemo_fp8rl"}
+    names = [*(f"nemo_fp8rl.{module}" for module in LIGHT), HEAVY]
+    return run(IMPORT, json.dumps([sorted(allowed), names]))
+
+
+def test_light_rooms_import_with_torch_alone(failures):
+    assert {name: why for name, why in failures.items() if name != HEAVY} == {}
+
+
+def test_a_heavy_room_does_not_import_with_torch_alone(failures):
+    assert failures.get(HEAVY, "").startswith("refused "), (
+        "the finder refuses nothing, so the test above proves nothing"
+    )
+
+
+LEFTMOST = {"errors", "batch", "config", "config_check", "recipe", "fp8", "algorithms", "data", "rewards"}
+MAY_IMPORT = {  # room -> the rooms it may import besides itself
+    **{room: LEFTMOST for room in LEFTMOST},
+    "refit": LEFTMOST,
+    "workers": LEFTMOST,
+    "policy": {*LEFTMOST, "refit", "workers"},
+    "generation": {*LEFTMOST, "refit", "workers"},
+}
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Full names that a file of the package imports from the package, also inside functions."""
+    package = ["nemo_fp8rl", *path.relative_to(PACKAGE).parent.parts]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{source}.{alias.name}" for alias in node.names)
+
+
+def room_of(name: str) -> str | None:
+    """The room of an imported name; None for what is not a module or package directly in nemo_fp8rl."""
+    first, _, rest = name.partition(".")
+    room = rest.partition(".")[0]
+    here = first == "nemo_fp8rl" and ((PACKAGE / room / "__init__.py").exists() or (PACKAGE / f"{room}.py").exists())
+    return room if here and room else None
+
+
+def edges() -> set[tuple[str, str]]:
+    """(room, room that it imports) over the whole package."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        room = path.relative_to(PACKAGE).with_suffix("").parts[0]
+        found |= {(room, target) for name in imports_of(path) if (target := room_of(name))}
+    return {(room, target) for room, target in found if room != target}
+
+
+def test_rooms_import_one_way():
+    found = edges()
+    assert {("train", "policy"), ("refit", "fp8"), ("algorithms", "batch")} <= found, "the imports are not being read"
+    assert {(room, target) for room, target in found if room in MAY_IMPORT and target not in MAY_IMPORT[room]} == set()

@@ -1,0 +1,413 @@
+"""Recipes: inheritance, interpolation, overrides; and anything wrong is one sentence that names the key."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from nemo_fp8rl.config import Config, Fp8RlConfig
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.recipe import load, to_yaml
+
+CONF = Path(__file__).parent.parent / "conf"
+MINIMAL = "policy: {model_name: some/model}\ndata: {train: {data_path: some/data.jsonl}}\n"
+
+
+@pytest.fixture
+def folder(tmp_path_factory) -> Path:
+    """Its path holds no word of a test's name, which a message could be taken for."""
+    return tmp_path_factory.mktemp("x")
+
+
+@pytest.fixture
+def recipe(folder):
+    """recipe(text, *overrides) -> the Config of a file with this text."""
+
+    def make(text: str = MINIMAL, *overrides: str) -> Config:
+        (folder / "recipe.yaml").write_text(text)
+        return load(folder / "recipe.yaml", overrides)
+
+    return make
+
+
+@pytest.fixture
+def refusal(recipe):
+    """refusal(text, *overrides) -> what the user is told; one line."""
+
+    def make(text: str = MINIMAL, *overrides: str) -> str:
+        with pytest.raises(UserError) as caught:
+            recipe(text, *overrides)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    return make
+
+
+# What is right
+
+
+@pytest.mark.parametrize("path", sorted(CONF.glob("**/*.yaml")), ids=lambda p: p.name)
+def test_every_shipped_recipe_loads_and_round_trips(path, folder):
+    cfg = load(path)
+    (folder / "config.yaml").write_text(to_yaml(cfg))
+    assert load(folder / "config.yaml") == cfg
+
+
+def test_the_minimal_recipe_gets_every_default(recipe):
+    cfg = recipe()
+    assert cfg.policy.tokenizer.name == "some/model"
+    assert cfg.policy.logprob_batch_size == cfg.policy.train_micro_batch_size == 4
+    assert cfg.policy.generation.vllm_cfg.max_model_len == cfg.policy.max_total_sequence_length == 512
+    assert cfg.checkpointing.checkpoint_dir == "runs/default/checkpoints"
+    assert cfg.data.train.seed == cfg.grpo.seed == 42
+    assert cfg.data.validation is None
+    assert cfg.nemo_fp8rl == Fp8RlConfig(flow="fp8_e2e", align="vllm", scale_format="pow2")
+    assert cfg.rollout_batch_size == 32 * 16
+
+
+def test_the_recipe_is_frozen(recipe):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe().grpo.seed = 3
+
+
+def test_overrides_win_over_the_file_and_later_ones_over_earlier_ones(recipe):
+    text = MINIMAL + "grpo: {max_num_steps: 1, seed: 5}\n"
+    cfg = recipe(text, "grpo.max_num_steps=2", "+grpo.max_num_steps=3", "policy.megatron_cfg.optimizer.lr=3e-4")
+    assert (cfg.grpo.max_num_steps, cfg.grpo.seed, cfg.policy.megatron_cfg.optimizer.lr) == (3, 5, 3e-4)
+
+
+def test_an_override_may_hold_equals_signs_mappings_and_null(recipe):
+    cfg = recipe(
+        MINIMAL,
+        "policy.model_name=a=b",
+        "policy.tokenizer.chat_template_kwargs={enable_thinking: false}",
+        "loss_fn.truncated_importance_sampling_type=null",
+        "loss_fn.truncated_importance_sampling_ratio=null",
+        "data.validation.data_path=held_out.jsonl",
+    )
+    assert cfg.policy.model_name == "a=b"
+    assert cfg.policy.tokenizer.chat_template_kwargs == {"enable_thinking": False}
+    assert cfg.loss_fn.truncated_importance_sampling_ratio is None
+    assert cfg.data.validation.data_path == "held_out.jsonl"
+
+
+def test_interpolations_and_products_are_resolved(recipe):
+    text = MINIMAL + (
+        "grpo: {num_prompts_per_step: 6, num_generations_per_prompt: 4, seed: '${sft.seed}'}\n"
+        "sft: {seed: 9}\nlogger: {log_dir: 'runs/${nemo_fp8rl.flow}-${grpo.seed}'}\n"
+    )
+    product = "policy.train_global_batch_size=${mul:${grpo.num_prompts_per_step},${grpo.num_generations_per_prompt}}"
+    cfg = recipe(text, product)
+    assert cfg.policy.train_global_batch_size == 24
+    assert cfg.logger.log_dir == "runs/fp8_e2e-9"
+    assert cfg.checkpointing.checkpoint_dir == "runs/fp8_e2e-9/checkpoints"
+    assert cfg.data.train.seed == 9
+
+
+def test_defaults_are_merged_depth_first_in_order_and_the_file_itself_last(folder):
+    def write(name: str, text: str) -> Path:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+        return folder / name
+
+    every = ["max_num_steps", "val_period", "max_val_samples", "seed"]
+    write("base.yaml", MINIMAL + "grpo: {" + ", ".join(f"{key}: 1" for key in every) + "}\n")
+    write("sub/left.yaml", "defaults: ../base.yaml\ngrpo: {val_period: 2, max_val_samples: 2, seed: 2}\n")
+    write("sub/right.yaml", "grpo: {max_val_samples: 3, seed: 3}\n")
+    top = write("top.yaml", "defaults: [sub/left.yaml, sub/right.yaml]\ngrpo: {seed: 4}\n")
+    assert [getattr(load(top).grpo, key) for key in every] == [1, 2, 3, 4]
+
+    # A parent's own parents come before its later sisters, and a file named twice is no cycle.
+    write("sub/right.yaml", "defaults: ../base.yaml\ngrpo: {max_val_samples: 3, seed: 3}\n")
+    assert [getattr(load(top).grpo, key) for key in every] == [1, 1, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "yes",
+        "null",
+        "~",
+        "1e3",
+        "012",
+        "0x10",
+        "2020-01-01",
+        "a: b",
+        "#x",
+        " edge ",
+        "a\nb",
+        "'",
+        '"',
+        "ü €",
+        "{}",
+        "%",
+    ],
+)
+def test_any_text_value_round_trips_through_yaml(recipe, folder, text):
+    cfg = recipe()
+    train = dataclasses.replace(cfg.data.train, data_path=text)
+    cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, train=train))
+    (folder / "config.yaml").write_text(to_yaml(cfg))
+    assert load(folder / "config.yaml") == cfg
+
+
+@pytest.mark.parametrize("value", [1e-8, 0.1, 1e300, 123456.789])
+def test_numbers_round_trip_to_the_bit(recipe, folder, value):
+    cfg = recipe(MINIMAL, f"policy.megatron_cfg.optimizer.adam_eps={value!r}")
+    assert cfg.policy.megatron_cfg.optimizer.adam_eps == value
+    (folder / "config.yaml").write_text(to_yaml(cfg))
+    assert load(folder / "config.yaml") == cfg
+
+
+# What is wrong
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "nearest"),
+    [
+        ("grpo.max_num_step=3", "grpo.max_num_step", "grpo.max_num_steps"),
+        ("lr=1e-6", "lr", "policy.megatron_cfg.optimizer.lr"),
+        ("grpo.flow=bf16", "grpo.flow", "nemo_fp8rl.flow"),
+        ("nemo_fp8.flow=bf16", "nemo_fp8", "nemo_fp8rl"),
+        (
+            "policy.generation.vllm_cfg.max_len=3",
+            "policy.generation.vllm_cfg.max_len",
+            "policy.generation.vllm_cfg.max_model_len",
+        ),
+        ("loss_fn.ratio_clip_maximum=3", "loss_fn.ratio_clip_maximum", "loss_fn.ratio_clip_max"),
+        ("data.validation.path=x", "data.validation.path", "data.validation.data_path"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest_known_one(refusal, override, key, nearest):
+    assert refusal(MINIMAL, override) == f"unknown config key {key}; did you mean {nearest}?"
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "known"),
+    [
+        (
+            "policy.megatron_cfg.scheduler.quux=1",
+            "policy.megatron_cfg.scheduler.quux",
+            "lr_decay_style, lr_decay_iters",
+        ),
+        ("quux.seed=1", "quux", "policy, data, grpo"),
+        ("__pydantic_config__=1", "__pydantic_config__", "policy, data, grpo"),
+    ],
+)
+def test_a_key_like_no_other_is_named_with_the_keys_known_there(refusal, override, key, known):
+    assert refusal(MINIMAL, override).startswith(f"unknown config key {key}; known here: {known}")
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("grpo.max_num_steps=abc", "grpo.max_num_steps"),
+        ("grpo.max_num_steps=1.5", "grpo.max_num_steps"),
+        ("grpo.max_num_steps=true", "grpo.max_num_steps"),
+        ("grpo.max_num_steps=[1]", "grpo.max_num_steps"),
+        ("grpo.max_num_steps={a: 1}", "grpo.max_num_steps"),
+        ("grpo.normalize_rewards=maybe", "grpo.normalize_rewards"),
+        ("grpo.normalize_rewards=2", "grpo.normalize_rewards"),
+        ("policy.model_name=[a]", "policy.model_name"),
+        ("policy.model_name=3", "policy.model_name"),
+        ("policy.megatron_cfg.optimizer.lr=fast", "policy.megatron_cfg.optimizer.lr"),
+        ("policy.megatron_cfg.optimizer.lr=true", "policy.megatron_cfg.optimizer.lr"),
+        ("policy.megatron_cfg.optimizer.optimizer=sgd", "policy.megatron_cfg.optimizer.optimizer"),
+        ("policy.precision=fp16", "policy.precision"),
+        ("policy.tokenizer.chat_template_kwargs=3", "policy.tokenizer.chat_template_kwargs"),
+        ("nemo_fp8rl.flow=fp8", "nemo_fp8rl.flow"),
+        ("nemo_fp8rl.scale_format=e8m0", "nemo_fp8rl.scale_format"),
+        ("cluster.backend=slurm", "cluster.backend"),
+        ("loss_fn.truncated_importance_sampling_type=icepop", "loss_fn.truncated_importance_sampling_type"),
+        ("policy=5", "policy"),
+        ("policy.generation=[1]", "policy.generation"),
+        ("data.validation=some/file.jsonl", "data.validation"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_named(refusal, override, key):
+    assert f"{key}=" in refusal(MINIMAL, override) or f"{key} must be" in refusal(MINIMAL, override)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "policy",
+        "policy.model_name",
+        "policy.precision",
+        "data",
+        "data.train",
+        "data.train.data_path",
+        "grpo.val_period",
+    ],
+)
+def test_null_is_refused_where_a_value_is_required(refusal, key):
+    assert key in refusal(MINIMAL, f"{key}=null")
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("", "policy.model_name"),
+        ("data: {train: {data_path: d}}", "policy.model_name"),
+        ("policy: {model_name: m}", "data.train.data_path"),
+        ("policy: {model_name: m}\ndata: {train: {}}", "data.train.data_path"),
+        (MINIMAL + "grpo: {seed: '???'}", "grpo.seed"),
+        ("policy: {model_name: '???'}\ndata: {train: {data_path: d}}", "policy.model_name"),
+        ("policy: {model_name: m}\ndata: {train: {data_path: d}, validation: {}}", "data.validation.data_path"),
+    ],
+)
+def test_a_missing_value_is_named(refusal, text, key):
+    assert key in refusal(text)
+
+
+@pytest.mark.parametrize("override", ["grpo.seed", "3", "=3", "+=3", "", "--seed"])
+def test_an_override_that_is_not_key_value_is_quoted(refusal, override):
+    assert repr(override) in refusal(MINIMAL, override)
+
+
+@pytest.mark.parametrize(
+    "override", ["grpo.seed=[1", "grpo.seed={", "grpo.seed=: :", "grpo.seed=${", "grpo.seed=${mul:", "grpo.seed='"]
+)
+def test_an_override_that_is_not_yaml_is_quoted(refusal, override):
+    assert "grpo.seed" in refusal(MINIMAL, override)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["grpo.seed=${nowhere}", "grpo.seed=${nowhere:1}", "grpo.seed=${grpo.nowhere}", "grpo.seed=${mul:nowhere,2}"],
+)
+def test_an_interpolation_that_leads_nowhere_is_named(refusal, override):
+    assert "nowhere" in refusal(MINIMAL, override)
+
+
+@pytest.mark.parametrize("override", ["grpo.seed=${grpo.seed}", "grpo.seed=${mul:2}"])
+def test_an_interpolation_that_cannot_be_computed_is_refused(refusal, override):
+    assert "seed" in refusal(MINIMAL, override)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "policy: [1",
+        "\tpolicy: 3",
+        MINIMAL + MINIMAL,
+        "policy: !!python/object:os.system x",
+        MINIMAL + "grpo: {seed: '${'}",
+        "- policy\n- data\n",
+        "5",
+        "a\0b",
+    ],
+)
+def test_malformed_yaml_names_the_file(refusal, text):
+    assert "recipe.yaml" in refusal(text)
+
+
+@pytest.mark.parametrize("key", ["3", "null", "2020-01-01", "true", "text"])
+def test_a_key_that_is_no_block_is_refused(refusal, key):
+    refusal(f"{key}: 3\n{MINIMAL}")
+
+
+def test_files_that_cannot_be_read_are_named(folder):
+    (folder / "latin.yaml").write_bytes("policy: ü".encode("latin-1"))
+    for path in (folder / "nowhere.yaml", folder, folder / "latin.yaml"):
+        with pytest.raises(UserError) as caught:
+            load(path)
+        assert str(path) in str(caught.value)
+
+
+def test_a_missing_parent_is_named(refusal):
+    assert "nowhere.yaml" in refusal(f"defaults: nowhere.yaml\n{MINIMAL}")
+    assert "nowhere.yaml" in refusal(f"defaults: [nowhere.yaml]\n{MINIMAL}")
+
+
+@pytest.mark.parametrize("value", ["5", "[5]", "{a: b}", "[[a]]", "[null]"])
+def test_defaults_that_name_no_file_are_refused(refusal, value):
+    assert "defaults" in refusal(f"defaults: {value}\n{MINIMAL}")
+
+
+def test_an_empty_defaults_key_names_no_parent(recipe):
+    assert recipe(f"defaults:\n{MINIMAL}") == recipe()
+
+
+def test_a_cycle_of_defaults_is_refused(folder):
+    (folder / "self.yaml").write_text(f"defaults: self.yaml\n{MINIMAL}")
+    (folder / "one.yaml").write_text(f"defaults: two.yaml\n{MINIMAL}")
+    (folder / "two.yaml").write_text("defaults: [../" + folder.name + "/one.yaml]\n")
+    for name in ("self", "one", "two"):
+        with pytest.raises(UserError, match="cycle"):
+            load(folder / f"{name}.yaml")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        (["policy.train_global_batch_size=7"], ["policy.train_global_batch_size", "grpo.num_prompts_per_step"]),
+        (["policy.train_global_batch_size=1024"], ["policy.train_global_batch_size", "512"]),
+        (["policy.train_micro_batch_size=3"], ["policy.train_micro_batch_size", "policy.train_global_batch_size"]),
+        (
+            ["cluster.backend=ray", "cluster.train_ranks=3", "policy.train_micro_batch_size=512"],
+            ["cluster.train_ranks=3", "policy.train_global_batch_size=512"],
+        ),
+        (["policy.precision=float32"], ["nemo_fp8rl.flow=fp8_e2e", "policy.precision"]),
+        (["policy.precision=float32", "nemo_fp8rl.flow=fp8_rollout"], ["nemo_fp8rl.flow=fp8_rollout"]),
+        (["cluster.train_ranks=2"], ["cluster.train_ranks", "cluster.backend=ray"]),
+        (["cluster.generation_engines=2"], ["cluster.generation_engines", "cluster.backend=ray"]),
+        (["policy.generation.vllm_cfg.max_model_len=513"], ["policy.generation.vllm_cfg.max_model_len=513", "512"]),
+        (["grpo.num_generations_per_prompt=1"], ["grpo.num_generations_per_prompt"]),
+        (["loss_fn.truncated_importance_sampling_ratio=null"], ["loss_fn.truncated_importance_sampling_type"]),
+        (
+            ["loss_fn.truncated_importance_sampling_ratio_min=5"],
+            ["loss_fn.truncated_importance_sampling_ratio_min"],
+        ),
+        (["loss_fn.token_level_loss=false"], ["loss_fn.token_level_loss"]),
+        (["loss_fn.reference_policy_kl_penalty=0.1"], ["loss_fn.reference_policy_kl_penalty"]),
+        # Megatron asserts these three when the optimizer is built.
+        (
+            ["policy.megatron_cfg.scheduler.lr_warmup_iters=1000"],
+            ["policy.megatron_cfg.scheduler.lr_warmup_iters", "policy.megatron_cfg.scheduler.lr_decay_iters"],
+        ),
+        (["policy.megatron_cfg.optimizer.min_lr=1"], ["policy.megatron_cfg.optimizer.min_lr"]),
+        (["policy.megatron_cfg.scheduler.lr_warmup_init=1"], ["policy.megatron_cfg.scheduler.lr_warmup_init"]),
+    ],
+)
+def test_values_that_contradict_each_other_are_named(refusal, overrides, keys):
+    said = refusal(MINIMAL, *overrides)
+    assert [key for key in keys if key not in said] == []
+
+
+def test_float32_is_allowed_in_the_bf16_flow(recipe):
+    assert recipe(MINIMAL, "policy.precision=float32", "nemo_fp8rl.flow=bf16").policy.precision == "float32"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "grpo.num_prompts_per_step=0",
+        "grpo.max_num_steps=-1",
+        "grpo.max_val_samples=0",
+        "sft.max_num_steps=0",
+        "checkpointing.save_period=0",
+        "checkpointing.keep_top_k=0",
+        "policy.train_global_batch_size=0",
+        "policy.train_micro_batch_size=0",
+        "policy.logprob_batch_size=-4",
+        "policy.max_total_sequence_length=0",
+        "policy.generation.max_new_tokens=0",
+        "policy.generation.temperature=0",
+        "policy.generation.temperature=.nan",
+        "policy.generation.temperature=.inf",
+        "policy.generation.val_temperature=-1",
+        "policy.generation.val_temperature=.nan",
+        "policy.generation.vllm_cfg.kv_cache_memory_gib=.nan",
+        "policy.generation.vllm_cfg.gpu_memory_utilization=7",
+        "policy.megatron_cfg.optimizer.lr=-1.0e-6",
+        "policy.megatron_cfg.optimizer.lr=.nan",
+        "policy.megatron_cfg.optimizer.weight_decay=-1",
+        "policy.megatron_cfg.optimizer.adam_beta1=1.5",
+        "policy.megatron_cfg.scheduler.lr_decay_iters=0",
+        "cluster.train_ranks=0",
+        "cluster.generation_engines=-1",
+    ],
+)
+def test_a_value_out_of_its_range_is_named(refusal, override):
+    assert override.partition("=")[0] in refusal(MINIMAL, override)
