@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from nemo_fp8rl.cli import main
 from nemo_fp8rl.tiny import make_tiny, write_model
@@ -182,6 +183,21 @@ def test_an_unsupported_family_is_named(train, project, folder):
 def test_a_quantized_checkpoint_is_refused(train, project, folder):
     model = changed_model(project, folder, quantization_config={"quant_method": "fp8"})
     assert f"{model} is already quantized" in train(f"policy.model_name={model}")
+
+
+@pytest.mark.parametrize("damage", ["missing", "extra", "misshaped"])
+def test_a_tensor_that_does_not_fit_the_config_is_named(train, project, folder, damage):
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(project / "model/model.safetensors")
+    whole = tensors.pop(name)
+    if damage == "extra":
+        tensors |= {name: whole, "model.layers.2.mlp.up_proj.weight": whole.clone()}
+        name = "model.layers.2.mlp.up_proj.weight"
+    if damage == "misshaped":
+        tensors[name] = whole[:-1].contiguous()
+    model = changed_model(project, folder)
+    save_file(tensors, model / "model.safetensors")
+    assert name in train(f"policy.model_name={model}")
 
 
 def test_a_checkpoint_without_tokenizer_is_named(train, project, folder):

@@ -1,6 +1,7 @@
 """The same classes as Ray actors: the same numbers as in one process. Runs the command, as a user does."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,3 +41,15 @@ def test_two_ranks_and_two_engines_agree_within_rounding(tiny_overrides, tmp_pat
     assert first["train/loss"] == pytest.approx(reference["train/loss"], abs=1e-5)
     assert first["train/grad_norm"] == pytest.approx(reference["train/grad_norm"], rel=2e-2)
     assert all(row["train/token_mult_prob_error"] < 1.001 for row in rows[1:])
+
+
+def test_an_actors_refusal_is_one_line_too(tiny, tiny_overrides, tmp_path):
+    """The checkpoint is read inside an actor; what is wrong with it reaches the user as it does in one process."""
+    shutil.copytree(tiny / "model", tmp_path / "model")
+    (tmp_path / "model/model.safetensors").write_bytes(b"not a checkpoint")
+    arguments = [*tiny_overrides, f"policy.model_name={tmp_path}/model", "cluster.backend=ray"]
+    command = [sys.executable, "-m", "nemo_fp8rl.cli", "train", "--config", str(RECIPES / "tiny_cpu.yaml"), *arguments]
+    done = subprocess.run([*command, f"logger.log_dir={tmp_path}/run"], capture_output=True, check=False, timeout=120)
+    assert done.returncode == 2
+    (line,) = done.stderr.decode().splitlines()
+    assert line.startswith(f"nemo-fp8rl: {tmp_path}/model/model.safetensors is not a whole safetensors file")
