@@ -1,8 +1,9 @@
 """Trainer/engine mismatch of every precision flow, side by side: the same warm model, data, seed and number of steps.
 
-    python benchmarks/mismatch.py [--steps 40] [--task add|chain] [--folder runs/mismatch] [--json FILE]
+    python benchmarks/mismatch.py [--steps 40] [--task add|chain] [--folder runs/mismatch]
 
-Each run is `nemo-fp8rl train` in a process of its own. The table is what the README shows.
+Each run is `nemo-fp8rl train` in a process of its own. Prints the table that the README shows, and writes it with
+machine and versions to benchmarks/results/mismatch_TASK.json.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from rich.table import Table
 from nemo_fp8rl.tiny import make_tiny
 
 RECIPES = Path(__file__).resolve().parent.parent / "conf"
+RESULTS = Path(__file__).resolve().parent / "results"
 FLOWS = [(flow, align) for align in ("vllm", "none") for flow in ("bf16", "fp8_e2e", "fp8_rollout")]
 TASKS = {  # what a task needs beyond conf/tiny_*.yaml
     "add": [],
@@ -35,7 +37,7 @@ def command(verb: str, recipe: str, *arguments: str) -> None:
 
 
 def measure(folder: Path, task: str, flow: str, align: str, steps: int) -> dict[str, float | str]:
-    run = folder / f"{flow}_{align}"
+    run = folder / task / f"{flow}_{align}"
     command(
         "train",
         "tiny_cpu.yaml",
@@ -71,7 +73,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--task", choices=TASKS, default="add")
     parser.add_argument("--folder", type=Path, default=Path("runs/mismatch"))
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     task, folder = arguments.task, arguments.folder
 
@@ -87,8 +88,10 @@ def main() -> None:
         f"{folder}/{task}/warm",
     )
     results = [measure(folder, task, flow, align, arguments.steps) for flow, align in FLOWS]
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    machine = json.loads((folder / task / "bf16_vllm/environment.json").read_text())
+    del machine["choices"]
+    record = {"task": task, "steps": arguments.steps, **machine, "results": results}
+    (RESULTS / f"mismatch_{task}.json").write_text(json.dumps(record, indent=1) + "\n")
 
     table = Table("flow", "align", "token_mult_prob_error", "worst step", "gen_kl_error", "bit-equal", "accuracy")
     for r in results:

@@ -15,7 +15,6 @@ BAD_INPUT, INTERRUPTED = 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch loads; tiny matmuls lose by more threads
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     _quiet_libraries()
     try:
@@ -24,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"nemo-fp8rl: {error}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
-        print("nemo-fp8rl: interrupted; the last checkpoint is whole, --resume continues from it", file=sys.stderr)
+        print("nemo-fp8rl: interrupted", file=sys.stderr)
         return INTERRUPTED
     return 0 if finished else INTERRUPTED
 
@@ -94,6 +93,7 @@ def _make_tiny(arguments: argparse.Namespace) -> bool:
 
 
 def _demo(arguments: argparse.Namespace) -> bool:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch loads; so small a model loses by more threads
     from nemo_fp8rl.demo import demo
 
     return demo(arguments.runs)

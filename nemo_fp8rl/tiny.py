@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.policy.hf_config import read_hf_config
-from nemo_fp8rl.policy.hf_names import expected_tensors
+from nemo_fp8rl.hf.config import read_hf_config
+from nemo_fp8rl.hf.tensors import expected_tensors
 
 SPECIAL = ("<pad>", "<eos>")
 CHARACTERS = "0123456789+-= >;"

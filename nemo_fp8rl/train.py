@@ -19,9 +19,9 @@ from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.display import Display
 from nemo_fp8rl.generation.base import Generation, Sampling
 from nemo_fp8rl.generation.vllm import VllmGeneration
+from nemo_fp8rl.hf.config import check_context, read_hf_config
 from nemo_fp8rl.interrupt import GracefulStop
 from nemo_fp8rl.policy.base import Policy
-from nemo_fp8rl.policy.hf_config import check_context, read_hf_config
 from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.rewards import VERIFIERS
@@ -58,9 +58,9 @@ def train(cfg: Config, resume: bool = False) -> bool:
     last = cfg.grpo.max_num_steps
     with (
         RunDirectory(cfg, resume) as run,
-        GracefulStop() as stop,
         Display(cfg.nemo_fp8rl.flow, last, run.done) as display,
         backends(cfg, run) as (policy, generation),
+        GracefulStop(display.say) as stop,  # after Ray, which sets signal handlers of its own
     ):
         parts = Parts(
             cfg, tokenizer, val_prompts, policy, generation, RefitBridge(policy, generation, run.done), sampling
@@ -82,7 +82,8 @@ def train(cfg: Config, resume: bool = False) -> bool:
             if cfg.checkpointing.enabled and (ends or step % cfg.checkpointing.save_period == 0):
                 run.save_checkpoint(step, policy)
             if stop.requested and step < last:
-                display.say(f"stopped after step {step}, checkpoint of step {run.done}: --resume continues it")
+                saved = f"checkpoint of step {run.done}: --resume continues it" if run.done else "no checkpoint"
+                display.say(f"stopped after step {step}, {saved}")
                 return False
     return True
 
@@ -104,9 +105,10 @@ def train_step(parts: Parts, loss: GrpoLoss, step: int, prompts: Sequence[Prompt
     cfg, clock = parts.cfg, Stopwatch()
     begin = time.perf_counter()
     with clock("generate"):
-        seeds = [sample_seed(cfg.grpo.seed, step, prompt) for prompt in prompts]
+        seeds = [sample_seed(cfg.grpo.seed, step, position) for position in range(len(prompts))]
         groups = parts.generation.generate([p.token_ids for p in prompts], seeds, parts.sampling)
     completions = [completion for group in groups for completion in group]
+    assert all(len(c.logprobs) == len(c.token_ids) for c in completions), "a completion lacks log-probs"
     stale = {c.policy_version for c in completions} - {parts.bridge.version}
     assert not stale, f"completions of versions {stale}, the trainer is at {parts.bridge.version}"
 
@@ -159,7 +161,7 @@ def validate(parts: Parts) -> dict[str, float]:
         parts.sampling, num_generations=1, temperature=parts.cfg.policy.generation.val_temperature, logprobs=False
     )
     with clock("validation"):
-        seeds = [sample_seed(parts.cfg.grpo.seed, 0, prompt) for prompt in prompts]
+        seeds = [sample_seed(parts.cfg.grpo.seed, 0, position) for position in range(len(prompts))]
         groups = parts.generation.generate([p.token_ids for p in prompts], seeds, sampling)
         rewards = score(parts, prompts, [group[0] for group in groups])
     return {"validation/accuracy": float(rewards.mean())} | clock.metrics()
@@ -172,9 +174,12 @@ def score(parts: Parts, prompts: Sequence[Prompt], completions: Sequence[Complet
     return torch.tensor([verifier(text, prompt.answer) for text, prompt in zip(texts, prompts, strict=True)])
 
 
-def sample_seed(seed: int, step: int, prompt: Prompt) -> int:
-    """The engine's seed for a prompt at a step: the same in every process, engine and resumed run."""
-    return random.Random(f"{seed}/{step}/{prompt.index}").getrandbits(31)
+def sample_seed(seed: int, step: int, position: int) -> int:
+    """The engine's seed for a prompt of a step: the same in every process and resumed run.
+
+    By position, not by prompt: a step across an epoch's border may hold a prompt twice, with other samples.
+    """
+    return random.Random(f"{seed}/{step}/{position}").getrandbits(31)
 
 
 def _validates(cfg: Config, step: int) -> bool:

@@ -7,7 +7,8 @@ exception of a call and not as the death of an actor.
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from nemo_fp8rl.config import ClusterConfig
@@ -28,6 +29,10 @@ class Workers(Protocol):
         """A handle on the result of one worker's call, to be given to other workers as an argument."""
         ...
 
+    def wait(self, handle: Any) -> None:
+        """Return when the handle's result is there."""
+        ...
+
     def shutdown(self) -> None: ...
 
 
@@ -37,6 +42,16 @@ def start_workers(worker_class: type, count: int, cluster: ClusterConfig) -> Wor
         assert count == 1  # config_check
         return InProcessWorker(worker_class)
     return RayWorkers(worker_class, count, cluster)
+
+
+@contextmanager
+def ended_on_error(workers: Workers) -> Iterator[None]:
+    """Workers whose setup fails do not outlive it."""
+    try:
+        yield
+    except BaseException:
+        workers.shutdown()
+        raise
 
 
 class InProcessWorker:
@@ -53,6 +68,9 @@ class InProcessWorker:
 
     def start(self, index: int, method: str, *arguments: Any) -> Any:
         return getattr(self.worker, method)(*arguments)
+
+    def wait(self, handle: Any) -> None:
+        pass
 
     def shutdown(self) -> None:
         self.worker.shutdown()
@@ -75,6 +93,7 @@ class RayWorkers:
                 "lower cluster.train_ranks or cluster.generation_engines, or start Ray with more"
             )
         self.actors = [ray.remote(num_cpus=1)(worker_class).remote() for _ in range(count)]
+        ray.get([actor.__ray_call__.remote(_enter, os.getcwd()) for actor in self.actors])
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         import ray
@@ -91,11 +110,21 @@ class RayWorkers:
     def start(self, index: int, method: str, *arguments: Any) -> Any:
         return getattr(self.actors[index], method).remote(*arguments)
 
+    def wait(self, handle: Any) -> None:
+        import ray
+
+        ray.wait([handle])
+
     def shutdown(self) -> None:
         import ray
 
         for actor in self.actors:
             ray.kill(actor)
+
+
+def _enter(worker: object, folder: str) -> None:
+    """In the actor: relative paths of a recipe mean what they mean to the driver."""
+    os.chdir(folder)
 
 
 def _connect(cluster: ClusterConfig) -> None:
@@ -123,6 +152,5 @@ def _connect(cluster: ClusterConfig) -> None:
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",
-        object_store_memory=512 << 20,
         _node_ip_address="127.0.0.1",
     )

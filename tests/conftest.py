@@ -13,6 +13,7 @@ import pytest
 
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.recipe import load
+from nemo_fp8rl.sft import sft
 from nemo_fp8rl.tiny import make_tiny
 
 RECIPES = Path(__file__).parent.parent / "conf"
@@ -39,6 +40,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_overrides(tiny: Path) -> tuple[str, ...]:
     """conf/tiny_cpu.yaml on the tiny folder, small."""
     return (f"policy.model_name={tiny}/model", f"data.train.data_path={tiny}/data.jsonl", *SMALL)
+
+
+@pytest.fixture(scope="session")
+def warm_overrides(tiny: Path, tiny_overrides: tuple[str, ...]) -> tuple[str, ...]:
+    """The same after a short warm-up: some answers are right, so that GRPO has a gradient."""
+    paths = (f"policy.model_name={tiny}/model", f"data.train.data_path={tiny}/data.jsonl")
+    assert sft(load(RECIPES / "tiny_sft.yaml", [*paths, "sft.max_num_steps=100"]), tiny / "warm")
+    return (*tiny_overrides, f"policy.model_name={tiny}/warm")
 
 
 @pytest.fixture

@@ -23,18 +23,18 @@ def run(overrides: tuple[str, ...], log_dir: Path) -> list[dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def in_process(tiny_overrides, tmp_path_factory) -> list[dict[str, float]]:
-    return run(tiny_overrides, tmp_path_factory.mktemp("in_process") / "run")
+def in_process(warm_overrides, tmp_path_factory) -> list[dict[str, float]]:
+    return run(warm_overrides, tmp_path_factory.mktemp("in_process") / "run")
 
 
-def test_actors_give_the_numbers_of_one_process(tiny_overrides, tmp_path, in_process):
-    assert run((*tiny_overrides, "cluster.backend=ray"), tmp_path / "run") == in_process
+def test_actors_give_the_numbers_of_one_process(warm_overrides, tmp_path, in_process):
+    assert run((*warm_overrides, "cluster.backend=ray"), tmp_path / "run") == in_process
 
 
-def test_two_ranks_and_two_engines_agree_within_rounding(tiny_overrides, tmp_path, in_process):
+def test_two_ranks_and_two_engines_agree_within_rounding(warm_overrides, tmp_path, in_process):
     """The first step samples from the same weights; gradients are summed in another order, so later ones may drift."""
     split = ("cluster.backend=ray", "cluster.train_ranks=2", "cluster.generation_engines=2")
-    rows = run((*tiny_overrides, *split, "policy.train_micro_batch_size=32"), tmp_path / "run")
+    rows = run((*warm_overrides, *split, "policy.train_micro_batch_size=32"), tmp_path / "run")
     first, reference = rows[1], in_process[1]
     assert first["train/reward"] == reference["train/reward"]
     assert first["train/global_valid_toks"] == reference["train/global_valid_toks"]
@@ -43,11 +43,11 @@ def test_two_ranks_and_two_engines_agree_within_rounding(tiny_overrides, tmp_pat
     assert all(row["train/token_mult_prob_error"] < 1.001 for row in rows[1:])
 
 
-def test_an_actors_refusal_is_one_line_too(tiny, tiny_overrides, tmp_path):
+def test_an_actors_refusal_is_one_line_too(tiny, warm_overrides, tmp_path):
     """The checkpoint is read inside an actor; what is wrong with it reaches the user as it does in one process."""
     shutil.copytree(tiny / "model", tmp_path / "model")
     (tmp_path / "model/model.safetensors").write_bytes(b"not a checkpoint")
-    arguments = [*tiny_overrides, f"policy.model_name={tmp_path}/model", "cluster.backend=ray"]
+    arguments = [*warm_overrides, f"policy.model_name={tmp_path}/model", "cluster.backend=ray"]
     command = [sys.executable, "-m", "nemo_fp8rl.cli", "train", "--config", str(RECIPES / "tiny_cpu.yaml"), *arguments]
     done = subprocess.run([*command, f"logger.log_dir={tmp_path}/run"], capture_output=True, check=False, timeout=120)
     assert done.returncode == 2

@@ -101,7 +101,6 @@ def test_interpolations_and_products_are_resolved(recipe):
     assert cfg.policy.train_global_batch_size == 24
     assert cfg.logger.log_dir == "runs/fp8_e2e-9"
     assert cfg.checkpointing.checkpoint_dir == "runs/fp8_e2e-9/checkpoints"
-    assert cfg.data.train.seed == 9
 
 
 def test_defaults_are_merged_depth_first_in_order_and_the_file_itself_last(folder):

@@ -8,19 +8,21 @@ pi_train is the trainer's own recomputation before the update (`prev_logprobs`),
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.errors import UserError
+
+class RolloutError(RuntimeError):
+    """A rollout that must not be trained on."""
 
 
 def token_importance_ratio(train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
     """rho of every token, float32, shaped as its arguments [B, T]; 0 outside the mask, whatever the padding holds.
 
-    Raises UserError when a masked-in log-probability is not finite: such a batch was not sampled by these weights.
+    Raises RolloutError when a masked-in log-probability is not finite: such a batch was not sampled by these weights.
     """
     inside = mask > 0
     log_ratio = torch.where(inside, train_logprobs - rollout_logprobs, 0.0)
     if not torch.isfinite(log_ratio).all():
         count = int((~torch.isfinite(log_ratio)).sum())
-        raise UserError(
+        raise RolloutError(
             f"{count} of {int(inside.sum())} generated tokens have a log-probability that is not finite in "
             "generation_logprobs or prev_logprobs; check the last refit and the sampling parameters"
         )

@@ -17,7 +17,7 @@ class PromptTokenizer:
 
         self.name = name = policy.tokenizer.name
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
+            self.tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise UserError(
                 f"policy.tokenizer.name: {name} holds no tokenizer ({str(error).splitlines()[0]}); "

@@ -40,7 +40,9 @@ class NemoFp8RlConfig(Fp8Config):
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         if not current_platform.is_cpu():
-            return super().get_quant_method(layer, prefix)
+            raise ValueError(
+                f"quantization {self.get_name()} runs on CPU so far: vLLM's GPU kernels choose their scales"
+            )
         return EmulatedFp8LinearMethod(self.scale_format) if isinstance(layer, LinearBase) else None
 
 

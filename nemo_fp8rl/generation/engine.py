@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from nemo_fp8rl.batch import Completion
 from nemo_fp8rl.config import Config
@@ -81,11 +82,10 @@ class VllmEngine:
         ]
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         outputs = self.llm.generate(requests, params, use_tqdm=False)
-        return [[self._completion(sample) for sample in output.outputs] for output in outputs]
+        return [[self._completion(sample, sampling.logprobs) for sample in output.outputs] for output in outputs]
 
     def load_update(self, update: Update | bytes) -> Acknowledgement:
         """Verify and apply a refit, drop the prefix cache, and answer with the version now served."""
-        nbytes = len(update) if isinstance(update, bytes) else update.nbytes
         if isinstance(update, bytes):
             update = serialized.unpack(update)
         self.policy_version = -1  # nothing is generated from mixed weights, whatever fails below
@@ -93,17 +93,15 @@ class VllmEngine:
         if not self.llm.reset_prefix_cache():
             raise RefitError(f"refit {version}: the engine kept its prefix cache, which holds the old weights' keys")
         self.policy_version = version
-        return Acknowledgement(version, nbytes)
+        return Acknowledgement(version, update.nbytes)
 
     def shutdown(self) -> None:
-        del self.llm
+        self.__dict__.pop("llm", None)  # absent when setup failed
 
-    def _completion(self, sample: object) -> Completion:
-        token_ids = tuple(sample.token_ids)  # type: ignore[attr-defined]
-        per_token = sample.logprobs or ()  # type: ignore[attr-defined]
-        return Completion(
-            token_ids=token_ids,
-            logprobs=tuple(entry[token].logprob for entry, token in zip(per_token, token_ids, strict=False)),
-            finish_reason="stop" if sample.finish_reason == "stop" else "length",  # type: ignore[attr-defined]
-            policy_version=self.policy_version,
-        )
+    def _completion(self, sample: Any, logprobs: bool) -> Completion:
+        token_ids = tuple(sample.token_ids)
+        if sample.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"the engine ended a completion by {sample.finish_reason!r}")
+        entries = zip(sample.logprobs, token_ids, strict=True) if logprobs else ()
+        per_token = [entry[token].logprob for entry, token in entries]
+        return Completion(token_ids, tuple(per_token), sample.finish_reason, self.policy_version)

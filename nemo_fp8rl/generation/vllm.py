@@ -9,7 +9,7 @@ from nemo_fp8rl.config import Config
 from nemo_fp8rl.generation.base import Sampling
 from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.refit.bridge import Acknowledgement
-from nemo_fp8rl.workers import start_workers
+from nemo_fp8rl.workers import ended_on_error, start_workers
 
 
 class VllmGeneration:
@@ -17,7 +17,8 @@ class VllmGeneration:
 
     def __init__(self, cfg: Config) -> None:
         self.engines = start_workers(VllmEngine, cfg.cluster.generation_engines, cfg.cluster)
-        self.engines.call("setup", [(cfg,)] * self.engines.count)
+        with ended_on_error(self.engines):
+            self.engines.call("setup", [(cfg,)] * self.engines.count)
 
     def generate(
         self, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int], sampling: Sampling

@@ -1,8 +1,8 @@
 """vLLM's `vllm.general_plugins` entry point: registers the quantization method `nemo_fp8rl`, and nothing else.
 
 vLLM calls `register` in every process of an engine. A model that does not ask for `nemo_fp8rl` never meets this code.
-On GPUs the method is vLLM's own blockwise FP8; on CPU, where vLLM's FP8 kernels need AMX, it is the emulated linear of
-`fp8.linear`, by the same contract as the trainer's.
+Its linear layers are the emulated ones of `fp8.linear`, by the same contract as the trainer's; they run on CPU, where
+vLLM's own FP8 kernels need AMX.
 """
 
 QUANTIZATION = "nemo_fp8rl"

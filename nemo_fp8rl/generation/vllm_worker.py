@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from nemo_fp8rl.fp8 import is_quantized, scale_name
-from nemo_fp8rl.refit.manifest import Update
+from nemo_fp8rl.hf.config import read_hf_config
+from nemo_fp8rl.hf.tensors import expected_tensors
+from nemo_fp8rl.refit.manifest import RefitError, Update
 
 
 class RefitWorkerExtension:
@@ -14,21 +15,24 @@ class RefitWorkerExtension:
     def nemo_fp8rl_load(self, update: Update) -> int:
         """Apply a verified update and return its version. Raises RefitError before a byte is applied."""
         fp8 = self.model_runner.vllm_config.model_config.quantization is not None
-        update.verify(self.nemo_fp8rl_checkpoint_names(fp8), fp8)
+        update.verify(self.nemo_fp8rl_checkpoint_tensors(), fp8)
         self.model_runner.reload_weights(weights_iterator=iter(update.tensors.items()), is_checkpoint_format=True)
         return update.manifest.version
 
-    def nemo_fp8rl_checkpoint_names(self, fp8: bool) -> set[str]:
-        """HF names of everything this model loads: its parameters, fused ones taken apart by the model's own table.
+    def nemo_fp8rl_checkpoint_tensors(self) -> dict[str, tuple[int, ...]]:
+        """HF name and shape of everything this model loads, scales apart.
 
-        vLLM accepts a load that leaves tensors out, so this list is what completeness is checked against.
+        vLLM accepts a load that leaves tensors out, so completeness is checked here: names are those of the model's
+        own parameters, fused ones taken apart by the model's own table; shapes are what its config.json implies.
         """
         model = self.model_runner.get_model()
-        parts = {fused: names for fused, names in model.packed_modules_mapping.items()}
+        shapes = expected_tensors(read_hf_config(self.model_runner.vllm_config.model_config.model))
         names: set[str] = set()
         for parameter, _ in model.named_parameters():
-            if parameter.endswith("_scale_inv"):
-                continue
-            *path, module, leaf = parameter.split(".")
-            names |= {".".join([*path, part, leaf]) for part in parts.get(module, [module])}
-        return names | {scale_name(name) for name in names if fp8 and is_quantized(name)}
+            if not parameter.endswith("_scale_inv"):
+                *path, module, leaf = parameter.split(".")
+                parts = model.packed_modules_mapping.get(module, [module])
+                names |= {".".join([*path, part, leaf]) for part in parts}
+        if odd := sorted(names ^ set(shapes)):
+            raise RefitError(f"the engine's model and its config.json differ in {len(odd)} tensors, such as {odd[0]}")
+        return shapes

@@ -10,7 +10,7 @@ from nemo_fp8rl.batch import TrainBatch, shards
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.policy.base import Loss
 from nemo_fp8rl.policy.worker import MegatronWorker
-from nemo_fp8rl.workers import start_workers
+from nemo_fp8rl.workers import ended_on_error, start_workers
 
 PER_RANK = ("grad_norm", "lr")
 """Metrics that every rank reports alike; all others are summed over ranks."""
@@ -22,8 +22,9 @@ class MegatronPolicy:
     def __init__(self, cfg: Config) -> None:
         self.ranks = start_workers(MegatronWorker, cfg.cluster.train_ranks, cfg.cluster)
         count = self.ranks.count
-        rendezvous = self.ranks.call("rendezvous", [()] * count)[0] if count > 1 else None
-        self.ranks.call("setup", [(cfg, rank, count, rendezvous) for rank in range(count)])
+        with ended_on_error(self.ranks):
+            rendezvous = self.ranks.call("rendezvous", [()] * count)[0] if count > 1 else None
+            self.ranks.call("setup", [(cfg, rank, count, rendezvous) for rank in range(count)])
 
     def logprobs(self, batch: TrainBatch) -> Tensor:
         return torch.cat(self.ranks.call("logprobs", [(part,) for part in shards(batch, self.ranks.count)]))
@@ -41,7 +42,9 @@ class MegatronPolicy:
 
     def export_update(self, version: int) -> Any:
         """Ranks are replicas, so rank 0 exports; between processes the update travels as bytes."""
-        return self.ranks.start(0, "export_update", version, self.ranks.separate_processes)
+        update = self.ranks.start(0, "export_update", version, self.ranks.separate_processes)
+        self.ranks.wait(update)
+        return update
 
     def save(self, folder: Path) -> None:
         self.ranks.call("save", [(str(folder.resolve()),)] * self.ranks.count)

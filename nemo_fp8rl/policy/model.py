@@ -8,7 +8,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_fp8rl.config import Fp8RlConfig, PolicyConfig
-from nemo_fp8rl.policy.hf_config import HfConfig
+from nemo_fp8rl.hf.config import HfConfig
 from nemo_fp8rl.policy.specs import Fp8Forward, block_spec
 from nemo_fp8rl.policy.state import load_hf
 

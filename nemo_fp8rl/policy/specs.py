@@ -23,8 +23,8 @@ from torch import Tensor
 
 from nemo_fp8rl.config import Fp8RlConfig
 from nemo_fp8rl.fp8 import ScaleFormat, blockwise_fp8_linear
+from nemo_fp8rl.hf.config import HfConfig
 from nemo_fp8rl.policy.align import AlignedRMSNorm, aligned_attention, aligned_residual_add
-from nemo_fp8rl.policy.hf_config import HfConfig
 
 
 class Fp8Forward:
@@ -32,8 +32,17 @@ class Fp8Forward:
 
     scale_format: ScaleFormat
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
-        assert bias is None
+    def _forward_impl(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        allreduce_dgrad: bool = False,
+        sequence_parallel: bool = False,
+        **_: Any,
+    ) -> Tensor:
+        assert bias is None and not allreduce_dgrad and not sequence_parallel  # one tensor-parallel rank
         return blockwise_fp8_linear(input, weight, self.scale_format)
 
 

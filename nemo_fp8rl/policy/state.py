@@ -16,18 +16,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.policy.checkpoint_reader import CheckpointReader
-from nemo_fp8rl.policy.hf_config import HfConfig
-from nemo_fp8rl.policy.hf_names import expected_tensors, from_hf
+from nemo_fp8rl.hf.checkpoint import CheckpointReader
+from nemo_fp8rl.hf.config import HfConfig
+from nemo_fp8rl.hf.tensors import expected_tensors
+from nemo_fp8rl.policy.megatron_names import from_hf
 
+MODEL_FILES = ("config.json", "generation_config.json")
+TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "tokenizer.model", "chat_template*")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def save_hf(folder: Path, weights: Iterable[tuple[str, Tensor]], source: Path) -> None:
-    """Write the weights beside copies of the source checkpoint's config and tokenizer files."""
+def save_hf(folder: Path, weights: Iterable[tuple[str, Tensor]], model: Path, tokenizer: Path) -> None:
+    """Write the weights beside copies of the model's config and the tokenizer's files."""
     folder.mkdir(parents=True)
-    for path in source.iterdir():
-        if path.is_file() and not path.name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".pt")):
+    for source, patterns in ((model, MODEL_FILES), (tokenizer, TOKENIZER_FILES)):
+        for path in (path for pattern in patterns for path in source.glob(pattern)):
             shutil.copy2(path, folder / path.name)
     tensors = {name: tensor.contiguous().clone() for name, tensor in weights}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

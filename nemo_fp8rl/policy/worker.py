@@ -3,6 +3,9 @@
 Every call into Megatron goes through `megatron_on_cpu`, so an engine in the same process sees an unchanged torch.
 """
 
+import ipaddress
+import math
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +22,11 @@ from torch import Tensor
 from nemo_fp8rl.batch import TrainBatch, num_rows, rows
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.hf.config import check_fp8_alignment, read_hf_config
 from nemo_fp8rl.policy import state
 from nemo_fp8rl.policy.base import Loss
 from nemo_fp8rl.policy.cpu import megatron_on_cpu
-from nemo_fp8rl.policy.hf_config import check_fp8_alignment, read_hf_config
-from nemo_fp8rl.policy.hf_names import to_hf
+from nemo_fp8rl.policy.megatron_names import to_hf
 from nemo_fp8rl.policy.model import DTYPES, build_model, transformer_config
 from nemo_fp8rl.refit.manifest import Update
 from nemo_fp8rl.refit.quantize import build_update
@@ -34,13 +37,11 @@ class MegatronWorker:
     """One data-parallel rank with the whole model. Construct, then `setup`."""
 
     def rendezvous(self) -> tuple[str, int]:
-        """(host, free port) of this machine on the cluster's interface, for the ranks to meet at."""
+        """(host, port) for the ranks to meet at: a socket that this rank holds, on the cluster's interface only."""
         import ray
 
-        host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return host, probe.getsockname()[1]
+        self.listener = socket.create_server((ray.util.get_node_ip_address(), 0))
+        return self.listener.getsockname()[:2]
 
     def setup(self, cfg: Config, rank: int, world_size: int, rendezvous: tuple[str, int] | None) -> None:
         """Join the ranks, build the model and its optimizer. `rendezvous` is (host, port) of rank 0's store."""
@@ -50,7 +51,7 @@ class MegatronWorker:
         self.hf = read_hf_config(cfg.policy.model_name)
         if cfg.nemo_fp8rl.engine_fp8:
             check_fp8_alignment(self.hf, cfg.nemo_fp8rl.flow)
-        _join(rank, world_size, rendezvous)
+        _join(rank, world_size, rendezvous, getattr(self, "listener", None) if rank == 0 else None)
         bf16 = cfg.policy.precision == "bfloat16"
         with megatron_on_cpu():
             config = transformer_config(self.hf, cfg.policy, cfg.nemo_fp8rl)
@@ -108,9 +109,8 @@ class MegatronWorker:
                     metrics[name] = metrics.get(name, 0.0) + metric
             finalize_model_grads([self.ddp])
             self.scheduler.step(increment=1)  # before the update: the first step of a warm-up already moves
-            updated, grad_norm, _ = self.optimizer.step()
-        if not updated:
-            raise RuntimeError("the optimizer skipped the step: a gradient is not finite")
+            _check_finite(metrics, self.ddp)
+            _, grad_norm, _ = self.optimizer.step()
         return {**metrics, "grad_norm": float(grad_norm), "lr": float(self.optimizer.param_groups[0]["lr"])}
 
     def export_update(self, version: int, serialize: bool) -> Update | bytes:
@@ -126,7 +126,9 @@ class MegatronWorker:
     def save(self, folder: str) -> None:
         """Rank 0 writes the HF checkpoint, every rank its shard of the optimizer."""
         if self.rank == 0:
-            state.save_hf(Path(folder) / "weights", self.export_weights(), Path(self.cfg.policy.model_name))
+            policy = self.cfg.policy
+            sources = Path(policy.model_name), Path(policy.tokenizer.name)
+            state.save_hf(Path(folder) / "weights", self.export_weights(), *sources)
         state.save_optimizer(Path(folder) / "optimizer", self.rank, self.model, self.optimizer, self.scheduler)
 
     def load(self, folder: str) -> None:
@@ -163,12 +165,25 @@ class MegatronWorker:
         )
 
 
-def _join(rank: int, world_size: int, rendezvous: tuple[str, int] | None) -> None:
+def _check_finite(metrics: dict[str, float], ddp: DistributedDataParallel) -> None:
+    """Raise before the update: Megatron looks for non-finite gradients only when it scales the loss."""
+    gradients = all(torch.isfinite(parameter.main_grad).all() for parameter in ddp.parameters())
+    if not gradients or not all(map(math.isfinite, metrics.values())):
+        raise FloatingPointError(f"a gradient or the loss is not finite, weights are as before the step: {metrics}")
+
+
+def _join(rank: int, world_size: int, rendezvous: tuple[str, int] | None, listener: socket.socket | None) -> None:
     """Start gloo and Megatron's groups. One rank needs no socket; an engine in this process may share its group."""
     if not dist.is_initialized():
         store: dist.Store = dist.HashStore()
         if rendezvous is not None:
-            store = dist.TCPStore(*rendezvous, world_size=world_size, is_master=rank == 0)
+            host, port = rendezvous
+            if ipaddress.ip_address(host).is_loopback:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            descriptor = listener.detach() if listener else None  # the store closes it
+            store = dist.TCPStore(
+                host, port, world_size=world_size, is_master=rank == 0, master_listen_fd=descriptor, use_libuv=False
+            )
         dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()

@@ -1,7 +1,7 @@
 """What a complete refit is: every HF name with shape and dtype, and the version it belongs to."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import torch
@@ -60,19 +60,25 @@ class Update:
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
-    def verify(self, expected_names: Iterable[str], fp8: bool) -> None:
-        """Raise RefitError unless this is exactly what an engine holding `expected_names` must receive.
+    def verify(self, expected: Mapping[str, tuple[int, ...]], fp8: bool) -> None:
+        """Raise RefitError unless this is exactly what an engine that holds `expected` (name: shape) must receive.
 
-        Checked before a byte is applied: no tensor missing or unknown, every one shaped and typed as the manifest
-        says, every FP8 weight with finite scales of the right shape, and FP8 exactly where the contract puts it.
+        Scales need not be listed. Checked before a byte is applied: no tensor missing or unknown, every one shaped
+        as the engine's and typed as the manifest says, FP8 exactly where the contract puts it, with finite scales.
         """
-        _same_names("engine", set(expected_names), self.manifest.names)
+        scales = {scale_name(name) for name in expected if fp8 and is_quantized(name)}
+        _same_names("engine", {*expected, *scales}, self.manifest.names)
         _same_names("manifest", self.manifest.names, set(self.tensors))
         for spec in self.manifest.tensors:
             tensor = self.tensors[spec.name]
             found = TensorSpec(spec.name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
             if found != spec:
                 raise RefitError(f"refit {self.manifest.version}: {found} differs from its manifest, {spec}")
+            if spec.name in expected and tuple(expected[spec.name]) != spec.shape:
+                raise RefitError(
+                    f"refit {self.manifest.version}: {spec.name} is {list(spec.shape)}, the engine's is "
+                    f"{list(expected[spec.name])}"
+                )
             if (tensor.dtype == E4M3) != (fp8 and is_quantized(spec.name)):
                 wanted = "FP8" if fp8 and is_quantized(spec.name) else "in high precision"
                 raise RefitError(f"refit {self.manifest.version}: {spec.name} is {spec.dtype}, must be {wanted}")

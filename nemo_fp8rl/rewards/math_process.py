@@ -5,6 +5,7 @@ arithmetic of a huge integer. So they run in the child's main thread, and the ch
 """
 
 import multiprocessing
+import signal
 import threading
 from multiprocessing.pool import Pool
 
@@ -20,8 +21,8 @@ def agree(gold: str, completion: str) -> bool:
     global _pool  # noqa: PLW0603 (one child a process, shared by every verifier in it)
     with _lock:
         if _pool is None:
-            _pool = multiprocessing.get_context("spawn").Pool(1)
-            _pool.apply(_import)  # sympy takes seconds to load: not on an answer's time
+            _pool = multiprocessing.get_context("spawn").Pool(1, initializer=_start)
+            _pool.apply(_ready)  # sympy takes seconds to load: not on an answer's time
         try:
             return _pool.apply_async(_agree, (gold, completion)).get(timeout=3 * SECONDS)
         except multiprocessing.TimeoutError:
@@ -30,8 +31,14 @@ def agree(gold: str, completion: str) -> bool:
             return False
 
 
-def _import() -> None:
+def _start() -> None:
+    """In the child: leave Ctrl-C, which reaches the whole process group, to the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     import math_verify  # noqa: F401
+
+
+def _ready() -> None:
+    """Returns once `_start` has."""
 
 
 def _agree(gold: str, completion: str) -> bool:

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_fp8rl.algorithms.correction import token_importance_ratio, truncated_importance_weights
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.algorithms.correction import RolloutError, token_importance_ratio, truncated_importance_weights
 
 GARBAGE = [math.nan, math.inf, -math.inf, 1e30]
 logprobs = st.floats(-20, 0, width=32)
@@ -39,7 +38,7 @@ def test_a_token_that_the_trainer_likes_more_weighs_more_than_one():
 def test_non_finite_logprobs_inside_the_mask_are_refused_and_counted(side, bad):
     sides = [row([-1.0, -1.0, -1.0, -1.0, -1.0]), row([-1.0, -1.0, -1.0, -1.0, -1.0])]
     sides[side][0, [1, 3, 4]] = bad
-    with pytest.raises(UserError, match=r"2 of 4 generated tokens .*generation_logprobs or prev_logprobs"):
+    with pytest.raises(RolloutError, match=r"2 of 4 generated tokens .*generation_logprobs or prev_logprobs"):
         token_importance_ratio(*sides, row([1.0, 1.0, 1.0, 1.0, 0.0]))
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from nemo_fp8rl.algorithms.correction import RolloutError
 from nemo_fp8rl.algorithms.loss import GrpoLoss, LossConfig, NllLoss
 from nemo_fp8rl.batch import TrainBatch, rows
 from nemo_fp8rl.errors import UserError
@@ -228,7 +229,7 @@ def test_a_logprob_that_is_not_finite_is_refused(field, bad):
     curr, batch = make_batch(0)
     row, position = (batch["token_mask"] * batch["sample_mask"][:, None]).nonzero()[-1]
     batch[field][row, position] = bad
-    with pytest.raises(UserError, match=f"1 of .*{field}"):
+    with pytest.raises(RolloutError, match=f"1 of .*{field}"):
         GrpoLoss(LossConfig())(curr, batch, *counts(batch))
 
 

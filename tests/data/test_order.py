@@ -39,3 +39,13 @@ def test_seeds_and_epochs_shuffle_differently():
 @pytest.mark.parametrize("seed", [0, -1, 20261120235959, 2**63, -(2**70)])
 def test_any_integer_is_a_seed(seed):
     assert sorted(PromptOrder(5, 5, seed).indices(3)) == [0, 1, 2, 3, 4]
+
+
+def test_a_prompt_drawn_twice_in_a_step_is_sampled_anew():
+    """A step across an epoch's border may hold a prompt twice: then by other seeds."""
+    from nemo_fp8rl.train import sample_seed
+
+    order = PromptOrder(100, 64, 42)
+    step = next(s for s in range(1, 20) if len(set(order.indices(s))) < 64)
+    seeds = [sample_seed(42, step, position) for position in range(64)]
+    assert len(set(seeds)) == 64

@@ -106,3 +106,15 @@ def test_fully_masked_batch_is_refused(recipe):
     with pytest.raises(ValueError, match="no token to train on"):
         policy.train_step(batch | {"sample_mask": torch.zeros(8)}, NllLoss())
     policy.shutdown()
+
+
+def test_a_step_that_diverged_leaves_weights_as_they_were(recipe):
+    worker, batch = new_worker(recipe()), random_batch(5)
+    before = {name: weight.clone() for name, weight in worker.export_weights()}
+
+    def diverging(logprobs, *_):
+        return logprobs.sum() * float("nan"), {"loss": 0.0}
+
+    with pytest.raises(FloatingPointError, match="weights are as before"):
+        worker.train_step(batch, diverging, 8.0, 1.0)
+    assert all(torch.equal(weight, before[name]) for name, weight in worker.export_weights())

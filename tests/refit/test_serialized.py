@@ -20,6 +20,10 @@ def update(fp8: bool = True) -> Update:
     return build_update(weights.items(), 12, fp8, "pow2")
 
 
+SHAPES = {NAME: (5, 7), "model.norm.weight": (3,)}
+"""What the engine holds."""
+
+
 def with_metadata(metadata: object) -> bytes:
     """A well-formed safetensors file without tensors, with this header under __metadata__."""
     header = json.dumps({"__metadata__": metadata}).encode()
@@ -35,7 +39,7 @@ def test_an_update_comes_back_to_the_bit(fp8):
     for name, tensor in sent.tensors.items():
         assert got.tensors[name].dtype == tensor.dtype
         assert torch.equal(got.tensors[name].view(torch.uint8), tensor.view(torch.uint8))
-    got.verify(sent.manifest.names, fp8)
+    got.verify(SHAPES, fp8)
 
 
 def test_every_dtype_that_a_checkpoint_may_hold_travels():
@@ -59,7 +63,7 @@ def applied(payload: bytes) -> Manifest | None:
     """The manifest that an engine would apply these bytes under; None for a RefitError, all else is a defect."""
     try:
         received = unpack(payload)
-        received.verify(update().manifest.names, True)
+        received.verify(SHAPES, True)
     except RefitError:
         return None
     return received.manifest

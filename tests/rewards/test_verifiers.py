@@ -84,3 +84,19 @@ def test_math_gives_up_on_a_number_too_large_to_compute(completion):
 
 def test_math_says_nothing_on_the_screen():
     assert run("\\boxed{7}", "7") == ("1.0", "")
+
+
+def test_ctrl_c_for_the_whole_group_does_not_reach_the_verifier():
+    """A terminal's Ctrl-C goes to every process; the stop is the parent's to decide, the reward stays right."""
+    code = """
+import os, signal
+from nemo_fp8rl.rewards.verifiers import math
+signal.signal(signal.SIGINT, lambda *_: None)
+assert math("1", "1") == 1.0  # the child runs
+os.killpg(os.getpgrp(), signal.SIGINT)
+print(math("\\\\boxed{2/6}", "1/3"))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=False, start_new_session=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == (b"1.0\n", b"")

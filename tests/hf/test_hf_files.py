@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.policy.checkpoint_reader import CheckpointReader
-from nemo_fp8rl.policy.hf_config import HfConfig, check_fp8_alignment, read_hf_config
-from nemo_fp8rl.policy.hf_names import expected_tensors, from_hf, to_hf
+from nemo_fp8rl.hf.checkpoint import CheckpointReader
+from nemo_fp8rl.hf.config import HfConfig, check_fp8_alignment, read_hf_config
+from nemo_fp8rl.hf.tensors import expected_tensors
+from nemo_fp8rl.policy.megatron_names import from_hf, to_hf
 
 CONFIG = {
     "model_type": "qwen3",
@@ -297,3 +298,20 @@ def test_a_folder_without_safetensors_is_named(folder):
         with pytest.raises(UserError, match=r"\.safetensors") as caught, CheckpointReader(path):
             pass
         assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_tied_checkpoint_may_carry_its_head_if_it_is_the_embedding(folder, equal):
+    """As Qwen3-0.6B does."""
+    write_config(folder, tie_word_embeddings=True)
+    hf = read_hf_config(folder)
+    tensors = random_tensors(hf)
+    head = tensors["model.embed_tokens.weight"].clone()
+    tensors["lm_head.weight"] = head if equal else head + 1
+    save_file(tensors, folder / "model.safetensors")
+    with CheckpointReader(folder) as reader:
+        if equal:
+            reader.check(expected_tensors(hf))
+        else:
+            with pytest.raises(UserError, match=r"ties lm_head\.weight"):
+                reader.check(expected_tensors(hf))

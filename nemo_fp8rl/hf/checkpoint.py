@@ -6,9 +6,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from nemo_fp8rl.errors import UserError
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 class CheckpointReader:
@@ -42,6 +45,7 @@ class CheckpointReader:
 
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         """Raise UserError, with names, unless the checkpoint holds exactly the expected tensors."""
+        self._accept_tied_head(expected)
         missing = sorted(set(expected) - set(self._file_of))
         extra = sorted(set(self._file_of) - set(expected))
         if missing:
@@ -52,6 +56,14 @@ class CheckpointReader:
             found = tuple(self._file_of[name].get_slice(name).get_shape())
             if found != tuple(shape):
                 raise UserError(f"{self.folder}: {name} has shape {list(found)}, config.json asks for {list(shape)}")
+
+    def _accept_tied_head(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """Some checkpoints with tied embeddings carry the head as well (Qwen3-0.6B): the same values, or an error."""
+        if HEAD in expected or HEAD not in self._file_of or EMBEDDING not in self._file_of:
+            return
+        if not torch.equal(self.get(HEAD), self.get(EMBEDDING)):
+            raise UserError(f"{self.folder}: config.json ties {HEAD} to {EMBEDDING}, but their values differ")
+        del self._file_of[HEAD]
 
     def get(self, name: str) -> Tensor:
         return self._file_of[name].get_tensor(name)

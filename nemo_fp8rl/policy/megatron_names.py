@@ -1,4 +1,4 @@
-"""Megatron parameter <-> HF tensors, one table a family.
+"""Megatron parameter <-> HF tensors.
 
 Megatron fuses what HF keeps apart: `linear_qkv` holds, for each key-value group, its query heads, its key and its
 value; `linear_fc1` holds gate above up. Exported tensors are views wherever the layout allows.
@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.policy.hf_config import HfConfig
+from nemo_fp8rl.hf.config import HfConfig
+from nemo_fp8rl.hf.tensors import expected_tensors
 
 LAYER_TENSORS = {  # Megatron suffix -> HF suffix, where one is the other
     "input_layernorm.weight": "input_layernorm.weight",
@@ -19,31 +20,6 @@ LAYER_TENSORS = {  # Megatron suffix -> HF suffix, where one is the other
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
 }
-
-
-def expected_tensors(hf: HfConfig) -> dict[str, tuple[int, ...]]:
-    """Every HF name of the model with its shape, in the order of export."""
-    h, q, kv = hf.hidden_size, hf.num_attention_heads * hf.head_dim, hf.num_key_value_heads * hf.head_dim
-    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (hf.vocab_size, h)}
-    for i in range(hf.num_hidden_layers):
-        layer = f"model.layers.{i}."
-        tensors |= {
-            layer + "input_layernorm.weight": (h,),
-            layer + "self_attn.q_proj.weight": (q, h),
-            layer + "self_attn.k_proj.weight": (kv, h),
-            layer + "self_attn.v_proj.weight": (kv, h),
-            layer + "self_attn.q_norm.weight": (hf.head_dim,),
-            layer + "self_attn.k_norm.weight": (hf.head_dim,),
-            layer + "self_attn.o_proj.weight": (h, q),
-            layer + "post_attention_layernorm.weight": (h,),
-            layer + "mlp.gate_proj.weight": (hf.intermediate_size, h),
-            layer + "mlp.up_proj.weight": (hf.intermediate_size, h),
-            layer + "mlp.down_proj.weight": (h, hf.intermediate_size),
-        }
-    tensors["model.norm.weight"] = (h,)
-    if not hf.tie_word_embeddings:
-        tensors["lm_head.weight"] = (hf.vocab_size, h)
-    return tensors
 
 
 def from_hf(hf: HfConfig, get: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,94 @@
+"""What a run directory refuses, so that nothing in it is lost or mixed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.rundir import RunDirectory
+
+
+class FakePolicy:
+    """Writes a file where a policy writes its weights."""
+
+    def save(self, folder: Path) -> None:
+        (folder / "weights").mkdir()
+        (folder / "weights/model.safetensors").write_bytes(b"weights")
+
+
+def leave_run(cfg, steps: int, checkpoint: int | None) -> None:
+    with RunDirectory(cfg, resume=False) as run:
+        for step in range(steps + 1):
+            run.log(step, {"train/reward": step / 10})
+            if step == checkpoint:
+                run.save_checkpoint(step, FakePolicy())
+
+
+def rows(cfg) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (Path(cfg.logger.log_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_resume_keeps_what_came_before_the_checkpoint(recipe):
+    leave_run(recipe(), steps=7, checkpoint=5)
+    with RunDirectory(recipe(), resume=True) as run:
+        assert run.done == 5
+    assert [row["step"] for row in rows(recipe())] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_run_is_not_overwritten(recipe):
+    leave_run(recipe(), steps=1, checkpoint=None)
+    with pytest.raises(UserError, match="holds a run: add --resume"):
+        RunDirectory(recipe(), resume=False)
+
+
+def test_resume_without_a_checkpoint_loses_nothing(recipe):
+    leave_run(recipe(), steps=7, checkpoint=None)
+    with pytest.raises(UserError, match=r"7 steps but .* no checkpoint to continue from"):
+        RunDirectory(recipe(), resume=True)
+    assert len(rows(recipe())) == 8
+
+
+def test_checkpoints_of_another_run_are_not_touched(recipe, tmp_path):
+    elsewhere = f"checkpointing.checkpoint_dir={tmp_path}/kept"
+    leave_run(recipe(elsewhere), steps=3, checkpoint=3)
+    with pytest.raises(UserError, match="holds checkpoints"):
+        RunDirectory(recipe(elsewhere, f"logger.log_dir={tmp_path}/other"), resume=False)
+
+
+@pytest.mark.parametrize("change", ["nemo_fp8rl.flow=bf16", "grpo.seed=7", "policy.megatron_cfg.optimizer.lr=0.5"])
+def test_resume_under_another_recipe_names_the_key(recipe, change):
+    leave_run(recipe(), steps=3, checkpoint=3)
+    before = (Path(recipe().logger.log_dir) / "config.yaml").read_text()
+    with pytest.raises(UserError, match=f"--resume: {change.split('=')[0]} was .* and is now"):
+        RunDirectory(recipe(change), resume=True)
+    assert (Path(recipe().logger.log_dir) / "config.yaml").read_text() == before
+
+
+def test_resume_may_go_on_for_longer(recipe):
+    leave_run(recipe(), steps=3, checkpoint=3)
+    assert RunDirectory(recipe("grpo.max_num_steps=500", "grpo.val_period=3"), resume=True).done == 3
+
+
+def test_two_processes_do_not_share_a_run_directory(recipe):
+    with (
+        RunDirectory(recipe(), resume=False),
+        pytest.raises(UserError, match="another process works in"),
+        RunDirectory(recipe(), resume=False),
+    ):
+        pass
+
+
+def test_oldest_checkpoints_are_dropped_and_leftovers_cleaned(recipe):
+    cfg = recipe("checkpointing.keep_top_k=2")
+    folder = Path(cfg.checkpointing.checkpoint_dir)
+    with RunDirectory(cfg, resume=False) as run:
+        (folder / ".partial_step_1").mkdir(parents=True)
+        for step in (1, 2, 3):
+            run.save_checkpoint(step, FakePolicy())
+    assert sorted(path.name for path in folder.iterdir()) == ["step_2", "step_3"]
+
+
+def test_a_metric_that_is_not_finite_is_not_written(recipe):
+    with RunDirectory(recipe(), resume=False) as run, pytest.raises(ValueError, match="JSON"):
+        run.log(1, {"train/loss": float("nan")})
