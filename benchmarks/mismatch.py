@@ -8,6 +8,7 @@ machine and versions to benchmarks/results/mismatch_TASK.json.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,9 @@ WARM_UP_STEPS = {"add": 130, "chain": 150}
 
 def command(verb: str, recipe: str, *arguments: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "nemo_fp8rl.cli", verb, "--config", str(RECIPES / recipe), *arguments], check=False
+        [sys.executable, "-m", "nemo_fp8rl.cli", verb, "--config", str(RECIPES / recipe), *arguments],
+        env={"OMP_NUM_THREADS": "1", **os.environ},  # so small a model loses by more threads
+        check=False,
     )
     if done.returncode:
         sys.exit(done.returncode)
@@ -91,6 +94,7 @@ def main() -> None:
     machine = json.loads((folder / task / "bf16_vllm/environment.json").read_text())
     del machine["choices"]
     record = {"task": task, "steps": arguments.steps, **machine, "results": results}
+    RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"mismatch_{task}.json").write_text(json.dumps(record, indent=1) + "\n")
 
     table = Table("flow", "align", "token_mult_prob_error", "worst step", "gen_kl_error", "bit-equal", "accuracy")

@@ -36,6 +36,9 @@ from nemo_fp8rl.refit.transport import serialized
 class MegatronWorker:
     """One data-parallel rank with the whole model. Construct, then `setup`."""
 
+    listener: socket.socket | None = None
+    """Where the ranks meet; held by rank 0 from `rendezvous` until `setup`."""
+
     def rendezvous(self) -> tuple[str, int]:
         """(host, port) for the ranks to meet at: a socket that this rank holds, on the cluster's interface only."""
         import ray
@@ -51,7 +54,7 @@ class MegatronWorker:
         self.hf = read_hf_config(cfg.policy.model_name)
         if cfg.nemo_fp8rl.engine_fp8:
             check_fp8_alignment(self.hf, cfg.nemo_fp8rl.flow)
-        _join(rank, world_size, rendezvous, getattr(self, "listener", None) if rank == 0 else None)
+        _join(rank, world_size, rendezvous, self.listener if rank == 0 else None)
         bf16 = cfg.policy.precision == "bfloat16"
         with megatron_on_cpu():
             config = transformer_config(self.hf, cfg.policy, cfg.nemo_fp8rl)
@@ -166,9 +169,11 @@ class MegatronWorker:
 
 
 def _check_finite(metrics: dict[str, float], ddp: DistributedDataParallel) -> None:
-    """Raise before the update: Megatron looks for non-finite gradients only when it scales the loss."""
+    """Raise, on every rank alike, before the update: Megatron looks for such gradients only when it scales the loss."""
     gradients = all(torch.isfinite(parameter.main_grad).all() for parameter in ddp.parameters())
-    if not gradients or not all(map(math.isfinite, metrics.values())):
+    bad = torch.tensor(float(not gradients or not all(map(math.isfinite, metrics.values()))))
+    dist.all_reduce(bad)
+    if bad:
         raise FloatingPointError(f"a gradient or the loss is not finite, weights are as before the step: {metrics}")
 
 
