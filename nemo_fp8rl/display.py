@@ -11,7 +11,7 @@ class Display:
     """Open with `with`; one `step` call a step."""
 
     def __init__(self, title: str, total: int, done: int = 0) -> None:
-        self.console = Console(highlight=False, soft_wrap=True)
+        self.console = Console(highlight=False)
         self.total = total
         self.progress = Progress(
             TextColumn(title),
@@ -32,7 +32,7 @@ class Display:
         self.progress.stop()
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False)
+        self.console.print(text, markup=False, soft_wrap=True)
 
     def step(self, step: int, shown: dict[str, str]) -> None:
         """`shown`: a few named figures of this step, already formatted."""
