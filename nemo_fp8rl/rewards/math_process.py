@@ -4,6 +4,7 @@ Its own time limits are alarms: they need a main thread, which a caller's thread
 arithmetic of a huge integer. So they run in the child's main thread, and the child itself is killed when they fail.
 """
 
+import atexit
 import multiprocessing
 import signal
 import threading
@@ -26,9 +27,20 @@ def agree(gold: str, completion: str) -> bool:
         try:
             return _pool.apply_async(_agree, (gold, completion)).get(timeout=3 * SECONDS)
         except multiprocessing.TimeoutError:
-            _pool.terminate()
-            _pool = None
+            _end()
             return False
+
+
+def _end() -> None:
+    """End the child; also at exit, where a pool that is left to the garbage collector complains."""
+    global _pool  # noqa: PLW0603
+    if _pool is not None:
+        _pool.terminate()
+        _pool.join()
+        _pool = None
+
+
+atexit.register(_end)
 
 
 def _start() -> None:
