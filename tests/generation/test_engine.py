@@ -111,6 +111,25 @@ def test_after_every_refit_the_engine_equals_one_started_from_the_same_weights(p
         earlier = greedy
 
 
+def test_engine_holds_the_trainers_bytes(pair):
+    """Every FP8 weight and scale in the engine's memory, fused or not, is what the trainer exported, to the byte."""
+    if not pair.cfg.nemo_fp8rl.engine_fp8:
+        pytest.skip("bf16 engines repack their weights for the CPU")
+    pair.refit()
+    pair.train(1)
+    sent = pair.refit().tensors
+    (held,) = pair.engine.llm.apply_model(lambda model: {n: p.data.clone() for n, p in model.named_parameters()})
+    fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    compared = 0
+    for name, tensor in held.items():
+        if "_proj." in name:
+            *path, module, leaf = name.split(".")
+            parts = [sent[".".join([*path, part, leaf])] for part in fused.get(module, [module])]
+            assert torch.equal(tensor.view(torch.uint8), torch.cat([p.view(torch.uint8) for p in parts]))
+            compared += len(parts)
+    assert compared == sum("_proj." in name for name in sent)
+
+
 def test_trainer_and_engine_agree_on_the_engines_samples(pair):
     """NVIDIA accepts 1.03 to 1.05; aligned flows here are held to 1.001, and fp8_rollout shows what they avoid."""
     pair.refit()

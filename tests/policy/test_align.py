@@ -1,4 +1,8 @@
-"""Each aligned module rounds where vLLM's CPU kernel does: held against vLLM's own layers, bit for bit."""
+"""Each aligned module rounds where vLLM's CPU kernel does: held against vLLM's own layers.
+
+Bit-equal on the machine this was written on. Another CPU may sum a norm's squares in another order, or fuse a
+multiply-add, which moves a value across a rounding border once in thousands; another rounding point moves a few in a hundred.
+"""
 
 import pytest
 import torch
@@ -29,6 +33,11 @@ def bf16(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
+def rounds_alike(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """At most one value in a thousand differs."""
+    return (ours != theirs).double().mean().item() <= 1e-3
+
+
 def test_residual_and_norm_equal_vllm_over_a_chain_of_layers(config, vllm_context):
     from vllm.model_executor.layers.layernorm import RMSNorm
 
@@ -43,12 +52,12 @@ def test_residual_and_norm_equal_vllm_over_a_chain_of_layers(config, vllm_contex
         stream = residual.float()
         expected = theirs(hidden.clone())
         got = ours(stream)
-        assert torch.equal(got, expected)
+        assert rounds_alike(got, expected)
         for layer in range(4):
             output = bf16(ROWS, WIDTH, seed=10 + layer)
             expected, residual = theirs(output.clone(), residual.clone())
             stream = add((output, None), stream, 0.0)
-            assert torch.equal(ours(stream), expected)
+            assert rounds_alike(ours(stream), expected)
             assert torch.equal(stream.bfloat16(), residual)
 
 
@@ -64,7 +73,7 @@ def test_rope_equals_vllm(config, vllm_context):
     cos, sin = aligned_attention(theta)(config).rope_table(ROWS, HEAD_DIM, torch.bfloat16)
     for x, expected in ((q, expected_q), (k, expected_k)):
         got = rotate(x.view(ROWS, 1, HEADS, HEAD_DIM), cos, sin)
-        assert torch.equal(got.reshape(ROWS, -1), expected)
+        assert rounds_alike(got.reshape(ROWS, -1), expected)
 
 
 def test_query_blocks_do_not_change_the_attention(config):
@@ -73,3 +82,16 @@ def test_query_blocks_do_not_change_the_attention(config):
     q, k, v = (bf16(21, 2, HEADS, HEAD_DIM, seed=s) for s in (4, 5, 6))
     # float32 inside: blocks only regroup the matmul, the rounded output may differ by its last bit
     torch.testing.assert_close(whole(q, k, v), blocked(q, k, v), rtol=2**-7, atol=2**-8)
+
+
+def test_other_rounding_points_are_told_apart(config, vllm_context):
+    """The negative control: the norm of the ROUNDED sum, and RoPE with a rounding after each product."""
+    norm = AlignedRMSNorm(config, WIDTH)
+    x, residual = bf16(ROWS, WIDTH, seed=7), bf16(ROWS, WIDTH, seed=8)
+    stream = aligned_residual_add(True, False)((x, None), residual.float(), 0.0)
+    assert not rounds_alike(norm(stream), norm(stream.bfloat16()))
+    cos, sin = aligned_attention(10_000.0)(config).rope_table(ROWS, HEAD_DIM, torch.bfloat16)
+    q = bf16(ROWS, 1, HEADS, HEAD_DIM, seed=9)
+    x1, x2 = q.chunk(2, -1)
+    c, s = cos.bfloat16(), sin.bfloat16()
+    assert not rounds_alike(rotate(q, cos, sin), torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), -1))
