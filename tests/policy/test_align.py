@@ -1,7 +1,7 @@
 """Each aligned module rounds where vLLM's CPU kernel does: held against vLLM's own layers.
 
-Bit-equal on the machine this was written on. Another CPU may sum a norm's squares in another order, or fuse a
-multiply-add, which moves a value across a rounding border once in thousands; another rounding point moves a few in a hundred.
+Bit-equal where it was measured. Another CPU may sum a norm's squares in another order, or fuse a multiply-add, which
+moves a value across a rounding border once in thousands; another rounding point moves a few in a hundred.
 """
 
 import pytest
