@@ -17,7 +17,7 @@ from torch import Tensor
 class Prompt:
     """One question.
 
-    index:      position in the dataset, stable over a run; it seeds the sampling
+    index:      position in the dataset, stable over a run
     text:       as the dataset has it
     answer:     what the verifier compares with
     token_ids:  after the chat template, ready for the engine

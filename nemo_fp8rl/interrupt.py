@@ -1,9 +1,11 @@
 """Ctrl-C (and SIGTERM) end a run at the next step border, with a checkpoint; a second one ends it at once."""
 
+import os
 import signal
-from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
+
+STDERR = 2
 
 
 class GracefulStop:
@@ -11,8 +13,9 @@ class GracefulStop:
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.say = say
+    NOTICE = b"stopping after this step; once more stops at once\n"
+
+    def __init__(self) -> None:
         self.requested = False
         self._before: dict[signal.Signals, Any] = {}
 
@@ -29,4 +32,4 @@ class GracefulStop:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        self.say("stopping after this step; once more stops at once")
+        os.write(STDERR, self.NOTICE)  # not print: the signal may have come in the midst of one

@@ -36,7 +36,7 @@ def sft(cfg: Config, output: Path) -> bool:
     order = PromptOrder(len(prompts), cfg.policy.train_global_batch_size, cfg.sft.seed)
     policy = MegatronPolicy(cfg)
     try:
-        with Display("warm-up", cfg.sft.max_num_steps) as display, GracefulStop(display.say) as stop:
+        with Display("warm-up", cfg.sft.max_num_steps) as display, GracefulStop() as stop:
             for step in range(1, cfg.sft.max_num_steps + 1):
                 chosen = order.indices(step)
                 batch = collate([prompts[i] for i in chosen], [answers[i] for i in chosen], tokenizer.pad_token_id)

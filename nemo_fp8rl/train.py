@@ -60,7 +60,7 @@ def train(cfg: Config, resume: bool = False) -> bool:
         RunDirectory(cfg, resume) as run,
         Display(cfg.nemo_fp8rl.flow, last, run.done) as display,
         backends(cfg, run) as (policy, generation),
-        GracefulStop(display.say) as stop,  # after Ray, which sets signal handlers of its own
+        GracefulStop() as stop,  # after Ray, which sets signal handlers of its own
     ):
         parts = Parts(
             cfg, tokenizer, val_prompts, policy, generation, RefitBridge(policy, generation, run.done), sampling

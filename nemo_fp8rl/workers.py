@@ -93,19 +93,11 @@ class RayWorkers:
                 "lower cluster.train_ranks or cluster.generation_engines, or start Ray with more"
             )
         self.actors = [ray.remote(num_cpus=1)(worker_class).remote() for _ in range(count)]
-        ray.get([actor.__ray_call__.remote(_enter, os.getcwd()) for actor in self.actors])
+        with ended_on_error(self):
+            _results([actor.__ray_call__.remote(_enter, os.getcwd()) for actor in self.actors])
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        import ray
-        from ray.exceptions import RayTaskError
-
-        references = [self.start(i, method, *args) for i, args in enumerate(arguments)]
-        try:
-            return ray.get(references)
-        except RayTaskError as error:
-            if isinstance(error.cause, UserError):
-                raise error.cause from None
-            raise
+        return _results([self.start(i, method, *args) for i, args in enumerate(arguments)])
 
     def start(self, index: int, method: str, *arguments: Any) -> Any:
         return getattr(self.actors[index], method).remote(*arguments)
@@ -122,9 +114,27 @@ class RayWorkers:
             ray.kill(actor)
 
 
+def _results(references: list[Any]) -> list[Any]:
+    """What the references refer to; a UserError raised in an actor is raised here as itself."""
+    import ray
+    from ray.exceptions import RayTaskError
+
+    try:
+        return ray.get(references)
+    except RayTaskError as error:
+        if isinstance(error.cause, UserError):
+            raise error.cause from None
+        raise
+
+
 def _enter(worker: object, folder: str) -> None:
     """In the actor: relative paths of a recipe mean what they mean to the driver."""
-    os.chdir(folder)
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise UserError(
+            f"a node of the Ray cluster cannot enter {folder} ({error}); start in a shared folder"
+        ) from None
 
 
 def _connect(cluster: ClusterConfig) -> None:

@@ -18,7 +18,7 @@ ENVIRONMENT = {  # read by vLLM at import; what the user has set wins
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # leave the process's CPU affinity alone
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    "TORCH_COMPILE_DISABLE": "1",  # on CPU 14 s of inductor for a rank counter
+    "TORCH_COMPILE_DISABLE": "1",  # else the first generate compiles a helper for seconds
     "HF_HUB_OFFLINE": "1",
 }
 

@@ -1,8 +1,9 @@
 """Rollout alignment: the trainer's RoPE, residual, norm and softmax round where vLLM's do.
 
-Bit-identical quantizers alone leave a mismatch of about 1.01 between trainer and engine, because one bfloat16 rounding
-moves an activation across an FP8 rounding border and the error spreads. These modules replace Megatron's through its
-ModuleSpec; in float32 they equal the standard formulas. Rounding points, vLLM's CPU kernels of 0.32:
+Bit-identical quantizers alone leave a mismatch of 1.007 to 1.017 between trainer and engine (the README's tables): one
+bfloat16 rounding moves an activation across an FP8 rounding border and the error spreads. These modules replace
+Megatron's through its ModuleSpec; in float32 they equal the standard formulas. Rounding points, vLLM's CPU kernels of
+0.32:
 
     RoPE            cos/sin table in bfloat16, products and sum in float32, one rounding (Megatron rounds each product)
     add + norm      the norm reads the UNROUNDED float32 sum x + residual; the stored residual is that sum rounded
@@ -53,7 +54,7 @@ class AlignedAttention(MegatronModule):
     """Core attention that also applies RoPE: Megatron is built without position embedding, so this is the only one.
 
     query [s, b, heads, d]; key, value [s, b, groups, d]; causal, positions 0..s-1; returns [s, b, heads * d].
-    Plain float32 math: on CPU it is several times cheaper than torch's SDPA backward at these lengths. The scores of
+    Plain float32 math, so that probabilities are never rounded; its cost against SDPA is in docs/log.md. The scores of
     a block of QUERY_BLOCK queries exist at a time.
     """
 

@@ -5,6 +5,7 @@ arithmetic of a huge integer. So they run in the child's main thread, and the ch
 """
 
 import atexit
+import logging
 import multiprocessing
 import signal
 import threading
@@ -13,6 +14,7 @@ from multiprocessing.pool import Pool
 SECONDS = 5
 """Time for reading an answer, and again for comparing it; the child is ended after three times as long."""
 
+logger = logging.getLogger(__name__)
 _lock = threading.Lock()
 _pool: Pool | None = None
 
@@ -27,6 +29,7 @@ def agree(gold: str, completion: str) -> bool:
         try:
             return _pool.apply_async(_agree, (gold, completion)).get(timeout=3 * SECONDS)
         except multiprocessing.TimeoutError:
+            logger.warning("math-verify did not decide within %d s, scored 0: %.80r", 3 * SECONDS, completion)
             _end()
             return False
 

@@ -16,7 +16,7 @@ def math(completion: str, answer: str) -> float:
     """1 when both hold the same mathematical value, by math-verify: LaTeX, fractions, sets, boxed answers.
 
     An answer without math delimiters is taken as LaTeX, as NeMo RL takes it. What cannot be decided in
-    `math_process.SECONDS` (a sampled tower of exponents, say) scores 0.
+    time (a sampled tower of exponents, say) scores 0; `math_process` has the limits, and logs it when its child hangs.
     """
     gold = answer if "$" in answer or "\\boxed" in answer else f"\\boxed{{{answer}}}"
     return float(math_process.agree(gold, completion))

@@ -1,7 +1,7 @@
 """Quantize and dequantize in one go, without E4M3 storage: what the emulated matmuls multiply.
 
-torch's CPU cast from E4M3 to float32 is scalar; rounding in float32 arithmetic gives the same value about six times
-faster. Adding and subtracting 1.5 * 2^(e+20) leaves three mantissa bits under round-to-nearest-even, and clamping the
+torch's CPU casts to and from E4M3 are scalar; rounding in float32 arithmetic gives the same value several times faster.
+Adding and subtracting 1.5 * 2^(e+20) leaves three mantissa bits under round-to-nearest-even, and clamping the
 exponent at -6 gives E4M3's subnormals. Rows are taken a few blocks at a time, so that the temporaries stay in cache.
 `tests/fp8` holds the result to `reference`, to the bit.
 """
