@@ -1,13 +1,29 @@
-"""The FP8 contract: one quantizer for the trainer, the refit and the engine. Needs torch alone."""
+"""The FP8 contract: one quantizer for the trainer, the refit and the engine. Needs torch alone; its kernels more."""
 
-from nemo_fp8rl.fp8.format import BLOCK, BlockScaled, NonFiniteError, ScaleFormat, is_quantized, scale_name
+from nemo_fp8rl.fp8.delta import Delta, DeltaError
+from nemo_fp8rl.fp8.format import (
+    BLOCK,
+    Block,
+    BlockScaled,
+    NonFiniteError,
+    ScaleFormat,
+    is_quantized,
+    scale_name,
+    scale_shape,
+)
+from nemo_fp8rl.fp8.kernels import KernelError, KernelName
 from nemo_fp8rl.fp8.linear import BlockwiseFp8Linear, blockwise_fp8_linear, fprop
-from nemo_fp8rl.fp8.quantize import fake_quantize, quantize_blockwise
+from nemo_fp8rl.fp8.quantize import fake_quantize, quantize_blockwise, quantize_delta
 
 __all__ = [
     "BLOCK",
+    "Block",
     "BlockScaled",
     "BlockwiseFp8Linear",
+    "Delta",
+    "DeltaError",
+    "KernelError",
+    "KernelName",
     "NonFiniteError",
     "ScaleFormat",
     "blockwise_fp8_linear",
@@ -15,5 +31,7 @@ __all__ = [
     "fprop",
     "is_quantized",
     "quantize_blockwise",
+    "quantize_delta",
     "scale_name",
+    "scale_shape",
 ]

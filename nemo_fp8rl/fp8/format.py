@@ -12,8 +12,16 @@ from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
-BLOCK = (128, 128)
-"""Rows and columns of a weight block."""
+
+Block = tuple[int, int]
+"""Rows and columns that share a scale."""
+
+BLOCK: Block = (128, 128)
+"""Of a weight."""
+ALONG_LAST: Block = (1, 128)
+"""Of an activation or gradient that is summed over its last dimension."""
+ALONG_TOKENS: Block = (128, 1)
+"""Of an activation or gradient that is summed over its tokens."""
 
 ScaleFormat = Literal["pow2", "fp32"]
 """`pow2`: scales are rounded down to a power of two, so every quantizer agrees. `fp32`: scales keep their mantissa."""
@@ -25,21 +33,26 @@ class NonFiniteError(ValueError):
 
 @dataclass(frozen=True)
 class BlockScaled:
-    """A matrix in FP8 with one scale a block.
+    """A matrix, or a stack of them (experts), in FP8 with one scale a block; no block crosses from one to the next.
 
-    data:       float8_e4m3fn [N, K]
-    scale_inv:  float32 [ceil(N / block[0]), ceil(K / block[1])], contiguous; data * scale_inv is the value
+    data:       float8_e4m3fn [N, K] or [E, N, K], contiguous
+    scale_inv:  float32 [(E,) ceil(N / block[0]), ceil(K / block[1])], contiguous; data * scale_inv is the value
     """
 
     data: Tensor
     scale_inv: Tensor
-    block: tuple[int, int]
+    block: Block
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[N, K] in `dtype`; the product is taken in float32 and rounded once."""
-        n, k = self.data.shape
-        rows = self.scale_inv.repeat_interleave(self.block[0], 0)[:n]
-        return (self.data.float() * rows.repeat_interleave(self.block[1], 1)[:, :k]).to(dtype)
+        """The values, of data's shape, in `dtype`; the product is taken in float32 and rounded once."""
+        n, k = self.data.shape[-2:]
+        rows = self.scale_inv.repeat_interleave(self.block[0], -2)[..., :n, :]
+        return (self.data.float() * rows.repeat_interleave(self.block[1], -1)[..., :k]).to(dtype)
+
+
+def scale_shape(shape: torch.Size | tuple[int, ...], block: Block) -> tuple[int, ...]:
+    """Shape of the scales of a tensor [..., N, K]."""
+    return (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
 
 
 def is_quantized(hf_name: str) -> bool:

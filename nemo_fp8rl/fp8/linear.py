@@ -14,11 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.fp8.format import BLOCK, ScaleFormat
+from nemo_fp8rl.fp8.format import ALONG_LAST, ALONG_TOKENS, BLOCK, ScaleFormat
 from nemo_fp8rl.fp8.quantize import fake_quantize
-
-ALONG_LAST = (1, 128)
-ALONG_TOKENS = (128, 1)
 
 
 def operand_dtype(dtype: torch.dtype, scale_format: ScaleFormat) -> torch.dtype:

@@ -1,29 +1,111 @@
-"""The quantizer that everything calls: checks the input, runs the kernel."""
+"""The quantizer that everything calls: checks the input, runs the kernel, refuses what is not finite."""
 
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.fp8.format import BLOCK, BlockScaled, NonFiniteError, ScaleFormat
-from nemo_fp8rl.fp8.kernels import emulate, reference
+from nemo_fp8rl.fp8 import kernels
+from nemo_fp8rl.fp8.delta import Delta
+from nemo_fp8rl.fp8.format import BLOCK, E4M3, Block, BlockScaled, NonFiniteError, ScaleFormat, scale_shape
+from nemo_fp8rl.fp8.kernels import KernelName, emulate
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def quantize_blockwise(x: Tensor, *, block: tuple[int, int] = BLOCK, scale_format: ScaleFormat = "pow2") -> BlockScaled:
-    """Quantize x [N, K] (bf16, fp16 or fp32; any strides) to E4M3 with one scale a block.
+@torch.no_grad()
+def quantize_blockwise(
+    x: Tensor,
+    *,
+    block: Block = BLOCK,
+    scale_format: ScaleFormat = "pow2",
+    kernel: KernelName = "auto",
+    out: BlockScaled | None = None,
+) -> BlockScaled:
+    """Quantize to E4M3 with one scale a block.
+
+    x: bf16, fp16 or fp32, any strides; [N, K], or [E, N, K] for experts, whose blocks stay within one expert.
+    out: filled and returned if given, instead of new tensors; it must not share memory with x.
 
     Raises NonFiniteError with the count and the place of the first value when x holds NaN or infinity: such a weight
-    must not be shipped (Transformer Engine would drop the NaN silently).
+    must not be shipped (Transformer Engine would drop the NaN silently). `out` is then worthless.
     """
-    if x.dim() != 2:
-        raise ValueError(f"quantize_blockwise takes a matrix, got shape {tuple(x.shape)}; reshape it to [N, K]")
-    if not torch.isfinite(x).all():
-        bad = (~torch.isfinite(x)).nonzero()
-        raise NonFiniteError(f"{len(bad)} of {x.numel()} values are not finite, the first at {bad[0].tolist()}")
-    data, scale_inv = reference.quantize(x, block, scale_format)
-    return BlockScaled(data, scale_inv, block)
+    x3, out = _prepared(x, block, out)
+    data, scale_inv = _stacked(out.data), _stacked(out.scale_inv)
+    kernels.load(kernel, x.device.type).quantize(x3, block, scale_format, data, scale_inv)
+    _refuse_non_finite(x, out)
+    return out
+
+
+@torch.no_grad()
+def quantize_delta(
+    x: Tensor,
+    base: Tensor,
+    *,
+    block: Block = BLOCK,
+    scale_format: ScaleFormat = "pow2",
+    kernel: KernelName = "auto",
+    out: BlockScaled | None = None,
+) -> tuple[BlockScaled, Delta | None]:
+    """`quantize_blockwise`, and what changed since the last version, in one pass.
+
+    base: the last version's E4M3 bytes, of x's shape, contiguous; they are read, never written.
+    The delta turns base into out.data; it is None when more than `delta.MAX_CHANGED` of the bytes differ.
+    """
+    if base.dtype is not E4M3 or base.shape != x.shape or not base.is_contiguous() or base.device != x.device:
+        raise ValueError(
+            f"the base of a delta must be contiguous {E4M3} {list(x.shape)} on {x.device}, "
+            f"got {base.dtype} {list(base.shape)} on {base.device}"
+        )
+    x3, out = _prepared(x, block, out)
+    data, scale_inv = _stacked(out.data), _stacked(out.scale_inv)
+    chosen = kernels.load(kernel, x.device.type)
+    delta = chosen.quantize_delta(x3, block, scale_format, _stacked(base), data, scale_inv)
+    _refuse_non_finite(x, out)
+    return out, delta
 
 
 def fake_quantize(
-    x: Tensor, *, block: tuple[int, int], scale_format: ScaleFormat = "pow2", dtype: torch.dtype | None = None
+    x: Tensor, *, block: Block, scale_format: ScaleFormat = "pow2", dtype: torch.dtype | None = None
 ) -> Tensor:
     """`quantize_blockwise(x).dequantize(dtype)` in one fast pass; dtype defaults to x's. Non-finite values stay so."""
     return emulate.quantize_dequantize(x, block, scale_format, dtype or x.dtype)
+
+
+def _prepared(x: Tensor, block: Block, out: BlockScaled | None) -> tuple[Tensor, BlockScaled]:
+    """x as [E, N, K], and an `out` that fits it."""
+    if x.dim() not in (2, 3):
+        raise ValueError(f"a matrix [N, K] or a stack of them [E, N, K] is quantized, got shape {list(x.shape)}")
+    if x.dtype not in DTYPES:
+        raise ValueError(f"{', '.join(map(str, DTYPES))} is quantized, got {x.dtype}")
+    if min(block) < 1:
+        raise ValueError(f"a block has at least one row and one column, got {block}")
+    shape = scale_shape(x.shape, block)
+    if out is None:
+        data = torch.empty(x.shape, dtype=E4M3, device=x.device)
+        out = BlockScaled(data, torch.empty(shape, dtype=torch.float32, device=x.device), block)
+    for name, got, dtype, size in (
+        ("data", out.data, E4M3, x.shape),
+        ("scale_inv", out.scale_inv, torch.float32, shape),
+    ):
+        if got.dtype is not dtype or got.shape != size or got.device != x.device or not got.is_contiguous():
+            raise ValueError(
+                f"out.{name} must be contiguous {dtype} {list(size)} on {x.device}, "
+                f"got {got.dtype} {list(got.shape)} on {got.device}"
+            )
+    if out.block != block:
+        raise ValueError(f"out is for blocks of {out.block}, not of {block}")
+    return _stacked(x), out
+
+
+def _stacked(x: Tensor) -> Tensor:
+    return x if x.dim() == 3 else x[None]
+
+
+def _refuse_non_finite(x: Tensor, out: BlockScaled) -> None:
+    """Kernels mark a block with a value that is not finite by a scale_inv of NaN; only then the values are searched."""
+    if not out.scale_inv.isnan().any():
+        return
+    bad = ~x.isfinite()
+    first = torch.unravel_index(bad.reshape(-1).byte().argmax(), x.shape)
+    raise NonFiniteError(
+        f"{int(bad.sum())} of {x.numel()} values are not finite, the first at {[int(index) for index in first]}"
+    )

@@ -42,7 +42,8 @@ def formula(x: torch.Tensor, block: tuple[int, int], scale_format: str) -> tuple
         for j, left in enumerate(range(0, k, b1)):
             part = values[top : top + b0, left : left + b1]
             amax = float(np.abs(part).max())
-            scale = min(float(np.float32(448.0 / amax)), LARGEST[x.dtype]) if amax else 1.0
+            scale = float(np.float32(448.0) / np.float32(amax)) if amax else 1.0
+            scale = LARGEST[x.dtype] if math.isinf(scale) else scale
             if scale_format == "pow2":
                 scale = math.ldexp(1.0, math.frexp(scale)[1] - 1)
             product = (part * scale).astype(np.float32).astype(np.float64)
@@ -115,8 +116,10 @@ def test_a_scale_that_overflows_becomes_the_largest_of_the_input_dtype(dtype, sc
     smallest = torch.tensor([[torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps]], dtype=dtype)
     assert smallest.item() > 0
     inverse = quantize_blockwise(smallest, scale_format=scale_format).scale_inv.item()
-    largest = LARGEST[dtype] if scale_format == "fp32" else 2.0 ** math.floor(math.log2(LARGEST[dtype]))
-    expected = min(float(np.float32(448.0)) / smallest.item(), largest)
+    scale = 448.0 / smallest.item()  # 448 / 2^-24 for float16: larger than float16 holds, but no overflow of the scale
+    expected = LARGEST[dtype] if dtype is not torch.float16 else scale
+    if scale_format == "pow2":
+        expected = 2.0 ** math.floor(math.log2(expected))
     assert inverse == float(np.float32(1.0 / expected))
 
 
@@ -285,7 +288,7 @@ def test_fake_quantize_lets_non_finite_values_stay_non_finite():
         assert torch.equal(out[1, :128], x[1, :128])
 
 
-@pytest.mark.parametrize("shape", [(), (4,), (2, 3, 4)])
-def test_only_matrices_are_quantized(shape):
+@pytest.mark.parametrize("shape", [(), (4,), (2, 3, 4, 5)])
+def test_only_matrices_and_stacks_of_them_are_quantized(shape):
     with pytest.raises(ValueError, match="matrix"):
         quantize_blockwise(torch.zeros(shape))

@@ -1,1 +1,99 @@
-"""Implementations of the contract; `reference` is the specification, every other one must equal it to the bit."""
+"""Implementations of the contract; `reference` is the specification, every other one must equal it to the bit.
+
+reference   torch, on any device: the formula, line by line
+cpu         numba, memory speed on a CPU
+triton      one pass over a GPU's memory
+te          Transformer Engine's own quantizer, on a GPU: to hold the contract against the real thing
+auto        triton on CUDA, cpu on a CPU; reference where the library for those is not installed
+
+A kernel module has two functions, both for contiguous outputs and x [E, N, K] of any strides:
+
+quantize(x, block, scale_format, data, scale_inv)                       fills data and scale_inv
+quantize_delta(x, block, scale_format, base, data, scale_inv)           and returns what differs from base
+
+and marks a block that holds a value that is not finite by a scale_inv of NaN. `emulate` is no such kernel: it is what
+the emulated matmuls multiply.
+"""
+
+import functools
+import importlib
+import logging
+from importlib import metadata
+from typing import Literal, Protocol, cast, get_args
+
+from torch import Tensor
+
+from nemo_fp8rl.fp8.delta import Delta
+from nemo_fp8rl.fp8.format import Block, ScaleFormat
+
+logger = logging.getLogger(__name__)
+
+KernelName = Literal["auto", "reference", "cpu", "triton", "te"]
+
+_MODULE = {"reference": "reference", "cpu": "cpu", "triton": "triton_kernels", "te": "te"}
+_LIBRARY = {"cpu": "numba", "triton": "triton", "te": "transformer_engine"}
+_DEVICES = {"reference": ("cpu", "cuda"), "cpu": ("cpu",), "triton": ("cuda",), "te": ("cuda",)}
+
+
+class KernelError(RuntimeError):
+    """The kernel asked for by name cannot run here."""
+
+
+class Kernel(Protocol):
+    def quantize(self, x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, scale_inv: Tensor) -> None: ...
+
+    def quantize_delta(
+        self, x: Tensor, block: Block, scale_format: ScaleFormat, base: Tensor, data: Tensor, scale_inv: Tensor
+    ) -> Delta | None: ...
+
+
+@functools.cache
+def resolve(name: KernelName, device: str) -> str:
+    """The kernel that `name` means on a device type ("cpu", "cuda"); says so once, in the log.
+
+    Raises KernelError if a kernel asked for by name cannot run there. Only `auto` chooses.
+    """
+    if name not in get_args(KernelName):
+        raise KernelError(f"there is no FP8 kernel {name!r}; there are {', '.join(get_args(KernelName))}")
+    if name == "auto":
+        wanted = "triton" if device == "cuda" else "cpu"
+        why_not = _why_not(wanted, device)
+        chosen = "reference" if why_not else wanted
+        logger.info("FP8 quantizer on %s: %s", device, f"{chosen}, as {why_not}" if why_not else describe(chosen))
+        return chosen
+    if why_not := _why_not(name, device):
+        raise KernelError(f"FP8 kernel {name} cannot run: {why_not}; take another, or auto")
+    logger.info("FP8 quantizer on %s: %s, as asked for", device, describe(name))
+    return name
+
+
+def load(name: KernelName, device: str) -> Kernel:
+    """The module of the kernel that `name` means on a device type."""
+    module = importlib.import_module(f"{__name__}.{_MODULE[resolve(name, device)]}")
+    return cast(Kernel, module)
+
+
+def describe(kernel: str) -> str:
+    """A resolved kernel with the version of the library that it comes from."""
+    library = _LIBRARY.get(kernel)
+    return f"{kernel} ({library} {metadata.version(library)})" if library else kernel
+
+
+def _why_not(kernel: str, device: str) -> str:
+    """Why a kernel cannot run on a device type; empty if it can."""
+    if device not in _DEVICES[kernel] and not (kernel == "triton" and _interpreted()):
+        return f"{kernel} runs on {' and '.join(_DEVICES[kernel])}, not on {device}"
+    try:
+        importlib.import_module(f"{__name__}.{_MODULE[kernel]}")
+    except (ImportError, OSError) as error:
+        return f"{_LIBRARY[kernel]} cannot be imported ({error})"
+    except RuntimeError as error:  # numba, where neither the package nor the user's cache folder can be written
+        return f"{_LIBRARY[kernel]} cannot be used ({error})"
+    return ""
+
+
+def _interpreted() -> bool:
+    """Whether Triton runs its kernels on the CPU, value by value (TRITON_INTERPRET=1 when it is imported)."""
+    import os
+
+    return os.environ.get("TRITON_INTERPRET") == "1"

@@ -9,7 +9,7 @@ exponent at -6 gives E4M3's subnormals. Rows are taken a few blocks at a time, s
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.fp8.format import E4M3_MAX, ScaleFormat
+from nemo_fp8rl.fp8.format import E4M3_MAX, Block, ScaleFormat
 from nemo_fp8rl.fp8.kernels.reference import FLOAT32_EXPONENT_BITS, block_scale, from_blocks, to_blocks
 
 MIN_NORMAL_EXPONENT = (127 - 6) << 23
@@ -25,7 +25,7 @@ def round_to_e4m3(v: Tensor) -> Tensor:
     return (v + magic).sub_(magic).copysign_(v)  # a negative that rounds to zero keeps its sign, as in E4M3
 
 
-def quantize_dequantize(x: Tensor, block: tuple[int, int], scale_format: ScaleFormat, dtype: torch.dtype) -> Tensor:
+def quantize_dequantize(x: Tensor, block: Block, scale_format: ScaleFormat, dtype: torch.dtype) -> Tensor:
     """x [N, K] -> the values that `reference.quantize` keeps, [N, K] in `dtype`.
 
     E4M3 times a power of two is exact in bfloat16, so with pow2 scales `dtype` may be bfloat16 without loss.
@@ -33,9 +33,9 @@ def quantize_dequantize(x: Tensor, block: tuple[int, int], scale_format: ScaleFo
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     rows = block[0] * max(1, CHUNK_VALUES // (block[0] * max(1, x.size(1))))
     for start in range(0, x.size(0), rows):
-        part = x[start : start + rows]
+        part = x[None, start : start + rows]
         blocks = to_blocks(part, block)
         scale = block_scale(blocks, x.dtype, scale_format)
         values = round_to_e4m3((blocks * scale).clamp_(-E4M3_MAX, E4M3_MAX)).mul_(1.0 / scale)
-        out[start : start + rows] = from_blocks(values, part.shape)
+        out[start : start + rows] = from_blocks(values, part.shape)[0]
     return out

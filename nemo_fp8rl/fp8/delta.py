@@ -1,0 +1,153 @@
+"""What changed between two versions of FP8 bytes, small enough to send instead of them.
+
+After an optimizer step at an RL learning rate some 0.4 % of a weight's bytes differ, nearly all of them by one E4M3
+step. A delta lists them in the order of the bytes:
+
+    gap         how many bytes are skipped before this one, 0 ... 65535
+    difference  new byte - old byte, modulo 256; a skip of more than 65535 goes through entries of difference 0
+
+so entry i is about byte sum(gap[:i+1] + 1) - 1. On the wire the gaps' low bytes, their high bytes and the differences
+are one zstd frame each, because high bytes and differences repeat and low bytes do not:
+
+    magic "FP8D" | u64 bytes of the tensor | u64 entries | 3 x u64 frame lengths | 3 frames | u32 CRC-32 of all before
+
+all little-endian. A difference means something only on the bytes it was taken from: whoever applies a delta must hold
+exactly those (the refit checks versions and digests). Decoding and applying check every bound before the first write.
+"""
+
+import struct
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ESCAPE = 65535
+"""The largest gap; one with difference 0 only skips."""
+MAX_CHANGED = 1 / 8
+"""Share of changed bytes above which no delta is made: sending all bytes is then as small, and faster."""
+
+HEADER = struct.Struct("<4sQQQQQ")
+CHECKSUM = struct.Struct("<I")
+MAGIC = b"FP8D"
+ZSTD_LEVEL = 1
+APPLIED_AT_ONCE = 1 << 20
+
+
+class DeltaError(ValueError):
+    """A delta that is damaged, or does not belong to the tensor it should be applied to. Nothing was written."""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """numel: bytes of the tensor. gaps: uint16 [entries]; differences: uint8 [entries], on the tensor's device."""
+
+    numel: int
+    gaps: Tensor
+    differences: Tensor
+
+    @classmethod
+    def of_positions(cls, positions: Tensor, differences: Tensor, numel: int) -> "Delta":
+        """positions: int64 [changes], ascending and distinct; differences: uint8 [changes], none of them 0."""
+        skipped = torch.diff(positions, prepend=positions.new_full((1,), -1)) - 1
+        escapes = skipped // (ESCAPE + 1)
+        at = torch.arange(len(positions), device=positions.device) + escapes.cumsum(0)
+        entries = len(positions) + int(escapes.sum())
+        gaps = torch.full((entries,), ESCAPE, dtype=torch.int64, device=positions.device)
+        gaps[at] = skipped - escapes * (ESCAPE + 1)
+        spread = torch.zeros(entries, dtype=torch.uint8, device=positions.device)
+        spread[at] = differences
+        return cls(numel, gaps.to(torch.uint16), spread)
+
+    @classmethod
+    def between(cls, old: Tensor, new: Tensor) -> "Delta | None":
+        """The specification: compare two FP8 tensors of one shape. None when more than MAX_CHANGED differs."""
+        a, b = as_bytes(old), as_bytes(new)
+        positions = (a != b).nonzero()[:, 0]
+        if len(positions) > MAX_CHANGED * len(a):
+            return None
+        return cls.of_positions(positions, b[positions] - a[positions], len(a))
+
+    @property
+    def changed(self) -> int:
+        """How many bytes differ."""
+        return int((self.differences != 0).sum())
+
+    def apply_(self, data: Tensor) -> None:
+        """Turn the old bytes into the new ones in place. Raises DeltaError before writing if they do not fit."""
+        if not data.is_contiguous() or data.element_size() != 1:
+            raise DeltaError(
+                f"a delta is applied to contiguous FP8 bytes, not to {data.dtype} of {tuple(data.stride())}"
+            )
+        if data.numel() != self.numel:
+            raise DeltaError(f"a delta of {self.numel} bytes cannot be applied to a tensor of {data.numel()}")
+        self._check()
+        flat, last = as_bytes(data), -1
+        for gaps, differences in zip(
+            self.gaps.split(APPLIED_AT_ONCE), self.differences.split(APPLIED_AT_ONCE), strict=True
+        ):
+            positions = (gaps.long() + 1).cumsum(0) + last
+            flat[positions] += differences
+            last += int(gaps.long().sum()) + len(gaps)
+
+    def _check(self) -> None:
+        if len(self.gaps) != len(self.differences):
+            raise DeltaError(f"a delta of {len(self.gaps)} gaps has {len(self.differences)} differences")
+        end = int(self.gaps.long().sum()) + len(self.gaps)
+        if end > self.numel:
+            raise DeltaError(f"a delta reaches byte {end - 1} of a tensor of {self.numel}")
+
+    def encode(self) -> bytes:
+        """The wire format described above."""
+        import zstandard
+
+        gaps = self.gaps.cpu().numpy().astype("<u2")
+        streams = (gaps.astype(np.uint8), (gaps >> 8).astype(np.uint8), self.differences.cpu().numpy())
+        compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
+        frames = [compressor.compress(stream.tobytes()) for stream in streams]
+        message = HEADER.pack(MAGIC, self.numel, len(gaps), *map(len, frames)) + b"".join(frames)
+        return message + CHECKSUM.pack(zlib.crc32(message))
+
+    @classmethod
+    def decode(cls, message: bytes) -> "Delta":
+        """Read the wire format. Raises DeltaError on anything that `encode` cannot have written for valid changes."""
+        if len(message) < HEADER.size + CHECKSUM.size:
+            raise DeltaError(f"a delta of {len(message)} bytes is cut off")
+        magic, numel, entries, *lengths = HEADER.unpack_from(message)
+        if magic != MAGIC:
+            raise DeltaError("these bytes are not a delta: they begin with another mark")
+        if HEADER.size + sum(lengths) + CHECKSUM.size != len(message):
+            raise DeltaError(f"a delta announces {sum(lengths)} bytes of content and has {len(message)} in all")
+        if zlib.crc32(message[: -CHECKSUM.size]) != CHECKSUM.unpack(message[-CHECKSUM.size :])[0]:
+            raise DeltaError("a delta was damaged on its way: its checksum differs")
+        if entries > numel:
+            raise DeltaError(f"a delta lists {entries} changes of a tensor of {numel} bytes")
+        streams, start = [], HEADER.size
+        for length in lengths:
+            streams.append(_decompress(message[start : start + length], entries))
+            start += length
+        low, high, differences = streams
+        gaps = low.astype(np.uint16) | (high.astype(np.uint16) << 8)
+        delta = cls(numel, torch.from_numpy(gaps), torch.from_numpy(differences))
+        delta._check()
+        return delta
+
+
+def as_bytes(data: Tensor) -> Tensor:
+    """A contiguous tensor of one-byte elements as uint8 [numel], without a copy."""
+    return data.view(torch.uint8).view(-1)
+
+
+def _decompress(frame: bytes, size: int) -> np.ndarray:
+    """A zstd frame that must hold `size` bytes; what it claims is checked before memory is taken."""
+    import zstandard
+
+    try:
+        announced = zstandard.get_frame_parameters(frame).content_size
+        if announced != size:
+            raise DeltaError(f"a stream of a delta announces {announced} bytes instead of {size}")
+        content = zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise DeltaError(f"a stream of a delta cannot be decompressed: {error}") from None
+    return np.frombuffer(bytearray(content), np.uint8)
