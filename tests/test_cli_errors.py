@@ -103,6 +103,8 @@ def write(path: Path, *records: object) -> Path:
         ("policy.train_global_batch_size=500", "policy.train_global_batch_size=500 does not divide"),
         ("policy.train_micro_batch_size=500", "policy.train_micro_batch_size=500"),
         ("policy.precision=float32", "policy.precision"),
+        ("nemo_fp8rl.kernel=te", "nemo_fp8rl.kernel=te: FP8 kernel te cannot run"),
+        ("policy.generation.vllm_cfg.num_last_layers_in_bf16=2", "num_last_layers_in_bf16=2 leave no FP8 layer"),
         ("loss_fn.ratio_clip_min=2", "loss_fn.ratio_clip_min"),
         ("data.default.env_name=guess", "data.default.env_name='guess'"),
         ("policy.max_total_sequence_length=512", "max_position_embeddings=256"),

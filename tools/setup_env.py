@@ -1,5 +1,8 @@
 """Create .venv beside the Makefile from the pinned requirements; do nothing when it is already up to date.
 
+    setup_env.py           what a run needs
+    setup_env.py dev       and what tests, linter and type checker need
+
 Uses the standard library only. Order: the CPU build of torch, the locks (--no-deps: see requirements/lock.txt), then
 this project in editable mode. A stamp written last makes the next call quick; after an interruption or a failure the
 same command continues. Exit code 2, with one sentence on stderr, when something is missing; details in .venv/setup.log.
@@ -21,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 LOG = VENV / "setup.log"
-STAMP = VENV / "setup.stamp"
+STAMP, DEV_STAMP = VENV / "setup.stamp", VENV / "setup-dev.stamp"
 REQUIREMENTS = ROOT / "requirements"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 VERSION = "{}.{}".format(*sys.version_info)
@@ -45,8 +48,8 @@ def fingerprint():
     return digest.hexdigest()
 
 
-def up_to_date(wanted):
-    return STAMP.is_file() and PYTHON.exists() and STAMP.read_text() == wanted
+def up_to_date(stamp, wanted):
+    return stamp.is_file() and PYTHON.exists() and stamp.read_text() == wanted
 
 
 def run(*command):
@@ -113,6 +116,10 @@ def create_venv():
     return f" with Python {platform.python_version()}"
 
 
+def install(file):
+    return check(pip("--only-binary=:all:", f"-r{REQUIREMENTS / file}"), "the pinned packages")
+
+
 def install_torch():
     file = REQUIREMENTS / "torch.txt"
     outputs = []
@@ -133,24 +140,33 @@ def install_torch():
 def main():
     if not (3, 11) <= sys.version_info[:2] <= (3, 13):
         raise SetupError(f"Python 3.11 to 3.13 is needed, this is {VERSION}: try e.g. make PYTHON=python3.12 test")
-    wanted = fingerprint()
-    if up_to_date(wanted):
+    dev = sys.argv[1:] == ["dev"]
+    if sys.argv[1:] and not dev:
+        raise SetupError(f"set-up knows no {' '.join(sys.argv[1:])}: give nothing, or dev")
+    wanted, stamp = fingerprint(), DEV_STAMP if dev else STAMP
+    if up_to_date(stamp, wanted):
         return
     guard = os.open(ROOT, os.O_RDONLY)
     with contextlib.suppress(OSError):  # some network file systems cannot lock
         fcntl.flock(guard, fcntl.LOCK_EX)  # a second make waits here for the first
-    if up_to_date(wanted):
+    if up_to_date(stamp, wanted):
         return
-    STAMP.unlink(missing_ok=True)
+    runtime_there = up_to_date(STAMP, wanted)
+    stamp.unlink(missing_ok=True)
     log = LOG.relative_to(ROOT)
-    locks = [f"-r{REQUIREMENTS / name}" for name in ("lock.txt", "dev.txt")]
-    print(f"setting up .venv (first time: about 0.6 GB to download; progress in {log})", flush=True)
-    for name, step in {
+    steps = {
         ".venv": create_venv,
         "torch (CPU build)": install_torch,
-        "the pinned packages": lambda: check(pip("--only-binary=:all:", *locks), "the pinned packages"),
+        "the pinned packages": lambda: install("lock.txt"),
         "this project": lambda: check(pip("--no-build-isolation", "-e", "."), "this project"),
-    }.items():
+    }
+    if runtime_there:
+        steps = {".venv": create_venv}
+    if dev:
+        steps["the development tools"] = lambda: install("dev.txt")
+    size = 0.6 * (not runtime_there) + 0.3 * dev
+    print(f"setting up .venv (first time: about {size:.1f} GB to download; progress in {log})", flush=True)
+    for name, step in steps.items():
         start = time.monotonic()
         print(f"  installing {name} ...", end="", flush=True)
         try:
@@ -160,6 +176,7 @@ def main():
             raise SetupError(f"{error} (details: {log})") from None
         print(f"{note} {time.monotonic() - start:.0f} s", flush=True)
     STAMP.write_text(wanted)
+    stamp.write_text(wanted)
 
 
 if __name__ == "__main__":

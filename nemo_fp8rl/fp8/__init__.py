@@ -7,11 +7,10 @@ from nemo_fp8rl.fp8.format import (
     BlockScaled,
     NonFiniteError,
     ScaleFormat,
-    is_quantized,
-    scale_name,
     scale_shape,
 )
 from nemo_fp8rl.fp8.kernels import KernelError, KernelName
+from nemo_fp8rl.fp8.layers import Fp8Layers, scale_name
 from nemo_fp8rl.fp8.linear import BlockwiseFp8Linear, blockwise_fp8_linear, fprop
 from nemo_fp8rl.fp8.quantize import fake_quantize, quantize_blockwise, quantize_delta
 
@@ -22,6 +21,7 @@ __all__ = [
     "BlockwiseFp8Linear",
     "Delta",
     "DeltaError",
+    "Fp8Layers",
     "KernelError",
     "KernelName",
     "NonFiniteError",
@@ -29,7 +29,6 @@ __all__ = [
     "blockwise_fp8_linear",
     "fake_quantize",
     "fprop",
-    "is_quantized",
     "quantize_blockwise",
     "quantize_delta",
     "scale_name",

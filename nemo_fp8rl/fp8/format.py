@@ -1,4 +1,4 @@
-"""What a blockwise FP8 tensor is, and which weights become one.
+"""What a blockwise FP8 tensor is.
 
 The rules are Transformer Engine's `Float8BlockScaling` (common/recipe/__init__.py): E4M3 data, one float32 scale a
 block. `scale_inv` is what multiplies to dequantize, the meaning of `weight_scale_inv` in HF and vLLM checkpoints.
@@ -53,16 +53,3 @@ class BlockScaled:
 def scale_shape(shape: torch.Size | tuple[int, ...], block: Block) -> tuple[int, ...]:
     """Shape of the scales of a tensor [..., N, K]."""
     return (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
-
-
-def is_quantized(hf_name: str) -> bool:
-    """True for the weights that are FP8 on both sides: the decoder's linear projections, by their HF name.
-
-    Embedding, norms and the output head stay in high precision. Trainer, refit and engine all ask here.
-    """
-    return hf_name.endswith("_proj.weight")
-
-
-def scale_name(hf_name: str) -> str:
-    """HF name of the scales that belong to the weight `hf_name`."""
-    return hf_name + "_scale_inv"

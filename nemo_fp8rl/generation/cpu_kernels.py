@@ -12,21 +12,23 @@ from torch import Tensor
 from vllm.model_executor.layers.linear import (
     LinearBase,
     LinearMethodBase,
+    UnquantizedLinearMethod,
     register_weight_loader_v2_supported_method,
 )
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.parameter import BlockQuantScaleParameter, ModelWeightParameter
 from vllm.platforms import current_platform
 
-from nemo_fp8rl.fp8 import BLOCK, BlockScaled, ScaleFormat, fprop
+from nemo_fp8rl.fp8 import BLOCK, BlockScaled, Fp8Layers, ScaleFormat, fprop
 from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.fp8.linear import operand_dtype
 
 
 class NemoFp8RlConfig(Fp8Config):
-    """Blockwise FP8 with the contract's scale format; `quant_method: nemo_fp8rl`."""
+    """Blockwise FP8 with the contract's scale format, in the layers it names; `quant_method: nemo_fp8rl`."""
 
     scale_format: ScaleFormat = "pow2"
+    fp8_layers: Fp8Layers
 
     @classmethod
     def get_name(cls) -> Any:
@@ -36,6 +38,7 @@ class NemoFp8RlConfig(Fp8Config):
     def from_config(cls, config: dict[str, Any]) -> "NemoFp8RlConfig":
         own = cast(NemoFp8RlConfig, super().from_config(config))
         own.scale_format = config["scale_format"]
+        own.fp8_layers = Fp8Layers(*config["fp8_layers"])
         return own
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
@@ -43,7 +46,13 @@ class NemoFp8RlConfig(Fp8Config):
             raise ValueError(
                 f"quantization {self.get_name()} runs on CPU so far: vLLM's GPU kernels choose their scales"
             )
-        return EmulatedFp8LinearMethod(self.scale_format) if isinstance(layer, LinearBase) else None
+        if not isinstance(layer, LinearBase):
+            return None
+        return (
+            EmulatedFp8LinearMethod(self.scale_format)
+            if self.fp8_layers.quantizes(prefix)
+            else UnquantizedLinearMethod()
+        )
 
 
 @register_weight_loader_v2_supported_method

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from nemo_fp8rl.batch import Completion
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.generation.base import Sampling
 from nemo_fp8rl.generation.vllm_plugin import quantization_config
+from nemo_fp8rl.hf.config import engine_fp8_layers, read_hf_config
 from nemo_fp8rl.refit.bridge import Acknowledgement
 from nemo_fp8rl.refit.manifest import RefitError, Update
 from nemo_fp8rl.refit.transport import serialized
@@ -35,10 +37,11 @@ class VllmEngine:
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # "Triton not available", on every CPU
         from vllm import LLM
 
+        _survive_scan_of_llvmlite()
         cache_gib = vllm_cfg.kv_cache_memory_gib
         overrides = {}
-        if cfg.nemo_fp8rl.engine_fp8:
-            overrides["quantization_config"] = quantization_config(cfg.nemo_fp8rl.scale_format)
+        if fp8_layers := engine_fp8_layers(read_hf_config(cfg.policy.model_name), cfg):
+            overrides["quantization_config"] = quantization_config(cfg.nemo_fp8rl.scale_format, fp8_layers)
         self.policy_version = -1 if load_format == "dummy" else 0
         self.max_model_len = vllm_cfg.max_model_len
         self.llm = LLM(
@@ -105,3 +108,12 @@ class VllmEngine:
         entries = zip(sample.logprobs, token_ids, strict=True) if logprobs else ()
         per_token = [entry[token].logprob for entry, token in entries]
         return Completion(token_ids, tuple(per_token), sample.finish_reason, self.policy_version)
+
+
+def _survive_scan_of_llvmlite() -> None:
+    """vLLM 0.32 on CPU asks every object of every loaded module for its `__dict__` (triton_utils/dispatcher.py,
+    _rebind_kernels). llvmlite's library object, there once numba is imported, takes that for a symbol of LLVM and
+    answers with a function, on which vLLM fails; its cache of symbols is the place to give a plain answer.
+    """
+    if ffi := sys.modules.get("llvmlite.binding.ffi"):
+        ffi.lib._fntab["__dict__"] = {}

@@ -5,6 +5,8 @@ Its linear layers are the emulated ones of `fp8.linear`, by the same contract as
 vLLM's own FP8 kernels need AMX.
 """
 
+from nemo_fp8rl.fp8 import BLOCK, Fp8Layers
+
 QUANTIZATION = "nemo_fp8rl"
 
 
@@ -20,12 +22,13 @@ def register() -> None:
         register_quantization_config(QUANTIZATION)(NemoFp8RlConfig)
 
 
-def quantization_config(scale_format: str) -> dict[str, object]:
+def quantization_config(scale_format: str, fp8_layers: Fp8Layers) -> dict[str, object]:
     """The `quantization_config` of a model that this method serves, in HF's form."""
     return {
         "quant_method": QUANTIZATION,
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
+        "weight_block_size": list(BLOCK),
         "scale_format": scale_format,
+        "fp8_layers": [fp8_layers.first, fp8_layers.end],
     }

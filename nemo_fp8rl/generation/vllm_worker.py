@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from nemo_fp8rl.fp8 import Fp8Layers
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.refit.manifest import RefitError, Update
@@ -14,8 +15,9 @@ class RefitWorkerExtension:
 
     def nemo_fp8rl_load(self, update: Update) -> int:
         """Apply a verified update and return its version. Raises RefitError before a byte is applied."""
-        fp8 = self.model_runner.vllm_config.model_config.quantization is not None
-        update.verify(self.nemo_fp8rl_checkpoint_tensors(), fp8)
+        quantization = self.model_runner.vllm_config.quant_config
+        fp8_layers = quantization.fp8_layers if quantization else Fp8Layers.none()
+        update.verify(self.nemo_fp8rl_checkpoint_tensors(), fp8_layers)
         self.model_runner.reload_weights(weights_iterator=iter(update.tensors.items()), is_checkpoint_format=True)
         return update.manifest.version
 

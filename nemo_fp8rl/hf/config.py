@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.fp8.format import BLOCK
+from nemo_fp8rl.fp8 import BLOCK, Fp8Layers
 
 FAMILIES = ("qwen3",)
 
@@ -91,6 +92,29 @@ def check_context(hf: HfConfig, max_total_sequence_length: int) -> None:
             f"policy.max_total_sequence_length={max_total_sequence_length} is above the model's "
             f"max_position_embeddings={hf.max_position_embeddings}; lower it"
         )
+
+
+def engine_fp8_layers(hf: HfConfig, cfg: Config) -> Fp8Layers:
+    """The layers that the engine holds in FP8 and that the refit quantizes for it.
+
+    Raises UserError when the model's sizes do not fit the blocks, or when no layer would be left.
+    """
+    if not cfg.nemo_fp8rl.engine_fp8:
+        return Fp8Layers.none()
+    check_fp8_alignment(hf, cfg.nemo_fp8rl.flow)
+    vllm = cfg.policy.generation.vllm_cfg
+    first, last = vllm.num_first_layers_in_bf16, vllm.num_last_layers_in_bf16
+    if first + last >= hf.num_hidden_layers:
+        raise UserError(
+            f"policy.generation.vllm_cfg.num_first_layers_in_bf16={first} and num_last_layers_in_bf16={last} leave no "
+            f"FP8 layer of the model's {hf.num_hidden_layers}; lower them, or use nemo_fp8rl.flow=bf16"
+        )
+    return Fp8Layers(first, hf.num_hidden_layers - last)
+
+
+def trainer_fp8_layers(hf: HfConfig, cfg: Config) -> Fp8Layers:
+    """The layers whose linears train in FP8: the engine's, or none."""
+    return engine_fp8_layers(hf, cfg) if cfg.nemo_fp8rl.trainer_fp8 else Fp8Layers.none()
 
 
 def check_fp8_alignment(hf: HfConfig, flow: str) -> None:

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from nemo_fp8rl.config import Fp8RlConfig, PolicyConfig
-from nemo_fp8rl.hf.config import HfConfig
+from nemo_fp8rl.config import Config, Fp8RlConfig, PolicyConfig
+from nemo_fp8rl.hf.config import HfConfig, trainer_fp8_layers
 from nemo_fp8rl.policy.specs import Fp8Forward, block_spec
 from nemo_fp8rl.policy.state import load_hf
 
@@ -49,11 +49,12 @@ def transformer_config(hf: HfConfig, policy: PolicyConfig, choice: Fp8RlConfig) 
     )
 
 
-def build_model(config: TransformerConfig, hf: HfConfig, policy: PolicyConfig, choice: Fp8RlConfig) -> GPTModel:
+def build_model(config: TransformerConfig, hf: HfConfig, cfg: Config) -> GPTModel:
     """The model of the checkpoint at policy.model_name, weights loaded; refuses to start without its FP8 layers."""
+    policy, choice, fp8_layers = cfg.policy, cfg.nemo_fp8rl, trainer_fp8_layers(hf, cfg)
     model = GPTModel(
         config,
-        block_spec(hf, choice),
+        block_spec(hf, choice, fp8_layers),
         vocab_size=hf.vocab_size,
         max_sequence_length=policy.max_total_sequence_length,
         position_embedding_type="none" if choice.align == "vllm" else "rope",  # align: the attention applies RoPE
@@ -62,7 +63,7 @@ def build_model(config: TransformerConfig, hf: HfConfig, policy: PolicyConfig, c
         parallel_output=False,
     )
     fp8_linears = sum(isinstance(module, Fp8Forward) for module in model.modules())
-    expected = FP8_LINEARS_PER_LAYER * hf.num_hidden_layers if choice.trainer_fp8 else 0
+    expected = FP8_LINEARS_PER_LAYER * fp8_layers.count
     if fp8_linears != expected:
         raise RuntimeError(f"flow {choice.flow} asks for {expected} FP8 linear layers, the model has {fp8_linears}")
     load_hf(Path(policy.model_name), model, hf)

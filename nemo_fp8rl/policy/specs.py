@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from nemo_fp8rl.config import Fp8RlConfig
-from nemo_fp8rl.fp8 import ScaleFormat, blockwise_fp8_linear
+from nemo_fp8rl.fp8 import Fp8Layers, ScaleFormat, blockwise_fp8_linear
 from nemo_fp8rl.hf.config import HfConfig
 from nemo_fp8rl.policy.align import AlignedRMSNorm, aligned_attention, aligned_residual_add
 
@@ -78,16 +78,21 @@ class SdpaAttention(MegatronModule):
         return out.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 
 
-def block_spec(hf: HfConfig, choice: Fp8RlConfig) -> TransformerBlockSubmodules:
-    """The decoder's layers for this flow and alignment."""
-    column, row = ColumnParallelLinear, RowParallelLinear
-    if choice.trainer_fp8:
-        column, row = (fp8_linear(linear, choice.scale_format) for linear in (column, row))
+def block_spec(hf: HfConfig, choice: Fp8RlConfig, fp8_layers: Fp8Layers) -> TransformerBlockSubmodules:
+    """The decoder's layers for this precision and alignment."""
+    plain = ColumnParallelLinear, RowParallelLinear
+    fp8 = tuple(fp8_linear(linear, choice.scale_format) for linear in plain)
+    layers = [_layer_spec(hf, choice, *(fp8 if i in fp8_layers else plain)) for i in range(hf.num_hidden_layers)]
+    norm = AlignedRMSNorm if choice.align == "vllm" else RMSNorm
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+
+
+def _layer_spec(hf: HfConfig, choice: Fp8RlConfig, column: type, row: type) -> ModuleSpec:
     aligned = choice.align == "vllm"
     norm = AlignedRMSNorm if aligned else RMSNorm
     attention = aligned_attention(hf.rope_theta) if aligned else SdpaAttention
     residual_add = aligned_residual_add if aligned else get_bias_dropout_add
-    layer = ModuleSpec(
+    return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
@@ -108,4 +113,3 @@ def block_spec(hf: HfConfig, choice: Fp8RlConfig) -> TransformerBlockSubmodules:
             mlp_bda=residual_add,
         ),
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * hf.num_hidden_layers, layer_norm=norm)

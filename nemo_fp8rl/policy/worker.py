@@ -22,7 +22,7 @@ from torch import Tensor
 from nemo_fp8rl.batch import TrainBatch, num_rows, rows
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.hf.config import check_fp8_alignment, read_hf_config
+from nemo_fp8rl.hf.config import engine_fp8_layers, read_hf_config
 from nemo_fp8rl.policy import state
 from nemo_fp8rl.policy.base import Loss
 from nemo_fp8rl.policy.cpu import megatron_on_cpu
@@ -52,13 +52,12 @@ class MegatronWorker:
             raise UserError("this policy trains on CPU so far: set CUDA_VISIBLE_DEVICES= (empty) to run it here")
         self.cfg, self.rank = cfg, rank
         self.hf = read_hf_config(cfg.policy.model_name)
-        if cfg.nemo_fp8rl.engine_fp8:
-            check_fp8_alignment(self.hf, cfg.nemo_fp8rl.flow)
+        self.engine_fp8_layers = engine_fp8_layers(self.hf, cfg)
         _join(rank, world_size, rendezvous, self.listener if rank == 0 else None)
         bf16 = cfg.policy.precision == "bfloat16"
         with megatron_on_cpu():
             config = transformer_config(self.hf, cfg.policy, cfg.nemo_fp8rl)
-            self.model = build_model(config, self.hf, cfg.policy, cfg.nemo_fp8rl)
+            self.model = build_model(config, self.hf, cfg)
             self.ddp = DistributedDataParallel(
                 config,
                 DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
@@ -119,7 +118,9 @@ class MegatronWorker:
     def export_update(self, version: int, serialize: bool) -> Update | bytes:
         """This version's weights for the engines, quantized here and nowhere else."""
         choice = self.cfg.nemo_fp8rl
-        update = build_update(self.export_weights(), version, choice.engine_fp8, choice.scale_format)
+        update = build_update(
+            self.export_weights(), version, self.engine_fp8_layers, choice.scale_format, choice.kernel
+        )
         return serialized.pack(update) if serialize else update
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:

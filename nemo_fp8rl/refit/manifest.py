@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.fp8.format import BLOCK, E4M3, is_quantized, scale_name
+from nemo_fp8rl.fp8 import BLOCK, Fp8Layers, scale_name, scale_shape
+from nemo_fp8rl.fp8.format import E4M3
 
 
 class RefitError(RuntimeError):
@@ -60,13 +61,13 @@ class Update:
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
-    def verify(self, expected: Mapping[str, tuple[int, ...]], fp8: bool) -> None:
+    def verify(self, expected: Mapping[str, tuple[int, ...]], fp8_layers: Fp8Layers) -> None:
         """Raise RefitError unless this is exactly what an engine that holds `expected` (name: shape) must receive.
 
         Scales need not be listed. Checked before a byte is applied: no tensor missing or unknown, every one shaped
         as the engine's and typed as the manifest says, FP8 exactly where the contract puts it, with finite scales.
         """
-        scales = {scale_name(name) for name in expected if fp8 and is_quantized(name)}
+        scales = {scale_name(name) for name in expected if fp8_layers.quantizes(name)}
         _same_names("engine", {*expected, *scales}, self.manifest.names)
         _same_names("manifest", self.manifest.names, set(self.tensors))
         for spec in self.manifest.tensors:
@@ -79,8 +80,9 @@ class Update:
                     f"refit {self.manifest.version}: {spec.name} is {list(spec.shape)}, the engine's is "
                     f"{list(expected[spec.name])}"
                 )
-            if (tensor.dtype == E4M3) != (fp8 and is_quantized(spec.name)):
-                wanted = "FP8" if fp8 and is_quantized(spec.name) else "in high precision"
+            quantized = fp8_layers.quantizes(spec.name)
+            if (tensor.dtype == E4M3) != quantized:
+                wanted = "FP8" if quantized else "in high precision"
                 raise RefitError(f"refit {self.manifest.version}: {spec.name} is {spec.dtype}, must be {wanted}")
             if tensor.dtype == E4M3:
                 self._verify_scale(spec)
@@ -91,7 +93,7 @@ class Update:
             raise RefitError(f"refit {self.manifest.version}: {weight.name} has no {scale_name(weight.name)}")
         if len(weight.shape) != len(BLOCK):
             raise RefitError(f"refit {self.manifest.version}: {weight.name} is FP8 but not a matrix: {weight.shape}")
-        shape = tuple(-(-size // block) for size, block in zip(weight.shape, BLOCK, strict=True))
+        shape = scale_shape(weight.shape, BLOCK)
         if tuple(scale.shape) != shape or scale.dtype != torch.float32 or not torch.isfinite(scale).all():
             raise RefitError(
                 f"refit {self.manifest.version}: {scale_name(weight.name)} must be finite float32 {list(shape)}, "

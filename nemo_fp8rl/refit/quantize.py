@@ -5,22 +5,28 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.fp8 import NonFiniteError, ScaleFormat, is_quantized, quantize_blockwise, scale_name
+from nemo_fp8rl.fp8 import Fp8Layers, KernelName, NonFiniteError, ScaleFormat, quantize_blockwise, scale_name
 from nemo_fp8rl.refit.manifest import Manifest, RefitError, Update
 
 
 @torch.no_grad()
-def build_update(weights: Iterable[tuple[str, Tensor]], version: int, fp8: bool, scale_format: ScaleFormat) -> Update:
-    """Quantize the linear projections (when `fp8`) and copy the rest, so that training may go on while this travels.
+def build_update(
+    weights: Iterable[tuple[str, Tensor]],
+    version: int,
+    fp8_layers: Fp8Layers,
+    scale_format: ScaleFormat,
+    kernel: KernelName = "auto",
+) -> Update:
+    """Quantize the projections of `fp8_layers` and copy the rest, so that training may go on while this travels.
 
     weights: (HF name, tensor in the dtype that the trainer's forward reads). Raises RefitError, naming the tensor, on
     a weight that is not finite.
     """
     tensors: dict[str, Tensor] = {}
     for name, weight in weights:
-        if fp8 and is_quantized(name):
+        if fp8_layers.quantizes(name):
             try:
-                quantized = quantize_blockwise(weight, scale_format=scale_format)
+                quantized = quantize_blockwise(weight, scale_format=scale_format, kernel=kernel)
             except NonFiniteError as error:
                 raise RefitError(f"refit {version}: {name}: {error}; the last optimizer step diverged") from None
             tensors[name], tensors[scale_name(name)] = quantized.data, quantized.scale_inv

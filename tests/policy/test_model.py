@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nemo_fp8rl.fp8 import is_quantized
 from nemo_fp8rl.policy.cpu import megatron_on_cpu
 from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.tiny import write_model
@@ -66,7 +65,7 @@ def test_fp8_trainer_multiplies_exactly_the_bytes_it_exports(recipe):
     update = worker.export_update(0, serialize=False)
     changed = 0
     for name, weight in worker.export_weights():
-        if is_quantized(name):
+        if worker.engine_fp8_layers.quantizes(name):
             scale = update.tensors[name + "_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
             value = (update.tensors[name].float() * scale).to(weight.dtype)
             changed += int((value != weight).sum())
@@ -82,6 +81,21 @@ def test_flow_decides_which_linears_are_fp8(recipe, flow, linears):
     worker = MegatronWorker()
     worker.setup(recipe(f"nemo_fp8rl.flow={flow}"), 0, 1, None)
     assert sum(isinstance(module, Fp8Forward) for module in worker.model.modules()) == linears
+
+
+@pytest.mark.parametrize(("end", "fp8_layer"), [("first", 1), ("last", 0)])
+def test_a_layer_kept_in_bf16_trains_and_travels_in_bf16(recipe, end, fp8_layer):
+    from nemo_fp8rl.policy.specs import Fp8Forward
+
+    worker = MegatronWorker()
+    worker.setup(recipe(f"policy.generation.vllm_cfg.num_{end}_layers_in_bf16=1"), 0, 1, None)
+    fp8 = [name for name, module in worker.model.named_modules() if isinstance(module, Fp8Forward)]
+    assert len(fp8) == 4
+    assert all(name.startswith(f"decoder.layers.{fp8_layer}.") for name in fp8)
+    sent = worker.export_update(0, serialize=False).tensors
+    in_fp8 = {name for name, tensor in sent.items() if tensor.dtype == torch.float8_e4m3fn}
+    assert in_fp8 == {name for name in sent if f"layers.{fp8_layer}." in name and name.endswith("_proj.weight")}
+    assert len(in_fp8) == 7
 
 
 def test_shims_leave_torch_as_it_was():

@@ -6,9 +6,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from nemo_fp8rl.fp8 import Fp8Layers
 from nemo_fp8rl.refit.bridge import Acknowledgement, RefitBridge
 from nemo_fp8rl.refit.manifest import Manifest, RefitError, Update
 from nemo_fp8rl.refit.quantize import build_update
+
+LAYERS = {True: Fp8Layers(0, 36), False: Fp8Layers.none()}
 
 PROJECTION, NORM = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
 SCALE = PROJECTION + "_scale_inv"
@@ -23,7 +26,7 @@ class FakeSource:
         self.weights = {PROJECTION: torch.ones(256, 128).bfloat16(), NORM: torch.ones(128).bfloat16()}
 
     def export_update(self, version: int) -> Update:
-        update = build_update(self.weights.items(), version, self.fp8, "pow2")
+        update = build_update(self.weights.items(), version, LAYERS[self.fp8], "pow2")
         if self.damage:
             self.damage(update.tensors)
         return Update(Manifest.of(version, update.tensors), update.tensors)
@@ -37,7 +40,7 @@ class FakeSink:
         self.applied: list[Update] = []
 
     def load_update(self, handle: Update) -> list[Acknowledgement]:
-        handle.verify({PROJECTION: (256, 128), NORM: (128,)}, self.fp8)
+        handle.verify({PROJECTION: (256, 128), NORM: (128,)}, LAYERS[self.fp8])
         self.applied.append(handle)
         version = handle.manifest.version
         return [Acknowledgement(version - (i in self.stuck), handle.nbytes) for i in range(self.engines)]

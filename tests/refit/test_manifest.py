@@ -6,8 +6,11 @@ import math
 import pytest
 import torch
 
+from nemo_fp8rl.fp8 import Fp8Layers
 from nemo_fp8rl.refit.manifest import Manifest, RefitError, TensorSpec, Update
 from nemo_fp8rl.refit.quantize import build_update
+
+LAYERS = {True: Fp8Layers(0, 36), False: Fp8Layers.none()}
 
 PROJECTION, NORM, EMBEDDING = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight", "model.embed_tokens.weight"
 SCALE = PROJECTION + "_scale_inv"
@@ -16,7 +19,7 @@ SCALE = PROJECTION + "_scale_inv"
 def update(fp8: bool = True) -> Update:
     generator = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in SHAPES.items()}
-    return build_update(weights.items(), 5, fp8, "pow2")
+    return build_update(weights.items(), 5, LAYERS[fp8], "pow2")
 
 
 def changed(fp8: bool = True, **tensors: torch.Tensor | None) -> Update:
@@ -33,7 +36,7 @@ SHAPES = {EMBEDDING: (64, 128), PROJECTION: (256, 300), NORM: (128,)}
 
 @pytest.mark.parametrize("fp8", [True, False])
 def test_a_whole_update_is_accepted(fp8):
-    update(fp8).verify(SHAPES, fp8)
+    update(fp8).verify(SHAPES, LAYERS[fp8])
 
 
 def test_a_manifest_lists_name_dtype_and_shape_in_order():
@@ -59,42 +62,42 @@ def test_a_manifest_round_trips_through_json(fp8):
 @pytest.mark.parametrize("fp8", [True, False])
 def test_a_missing_tensor_is_named(fp8, name):
     with pytest.raises(RefitError, match=f"lacks 1 .*{name}$"):
-        changed(fp8, **{name: None}).verify(SHAPES, fp8)
+        changed(fp8, **{name: None}).verify(SHAPES, LAYERS[fp8])
 
 
 def test_an_unknown_tensor_is_named():
     with pytest.raises(RefitError, match=r"unknown to the engine, among them model\.extra$"):
-        changed(**{"model.extra": torch.zeros(2)}).verify(SHAPES, True)
+        changed(**{"model.extra": torch.zeros(2)}).verify(SHAPES, LAYERS[True])
 
 
 def test_a_tensor_that_left_its_manifest_is_named():
     whole = update()
     rest = {name: tensor for name, tensor in whole.tensors.items() if name != NORM}
     with pytest.raises(RefitError, match=NORM):
-        Update(whole.manifest, rest).verify(SHAPES, True)
+        Update(whole.manifest, rest).verify(SHAPES, LAYERS[True])
     with pytest.raises(RefitError, match=r"model\.extra"):
-        Update(whole.manifest, {**whole.tensors, "model.extra": torch.zeros(2)}).verify(SHAPES, True)
+        Update(whole.manifest, {**whole.tensors, "model.extra": torch.zeros(2)}).verify(SHAPES, LAYERS[True])
 
 
 @pytest.mark.parametrize("other", [torch.zeros(127).bfloat16(), torch.zeros(128), torch.zeros(1, 128).bfloat16()])
 def test_a_tensor_that_differs_from_its_manifest_is_named(other):
     whole = update()
     with pytest.raises(RefitError, match=NORM):
-        Update(whole.manifest, {**whole.tensors, NORM: other}).verify(SHAPES, True)
+        Update(whole.manifest, {**whole.tensors, NORM: other}).verify(SHAPES, LAYERS[True])
 
 
 def test_a_tensor_listed_twice_differently_is_refused():
     whole = update()
     twice = (*whole.manifest.tensors, TensorSpec(NORM, "bfloat16", (64,)))
     with pytest.raises(RefitError, match=NORM):
-        Update(dataclasses.replace(whole.manifest, tensors=twice), whole.tensors).verify(SHAPES, True)
+        Update(dataclasses.replace(whole.manifest, tensors=twice), whole.tensors).verify(SHAPES, LAYERS[True])
 
 
 def test_a_missing_scale_is_named():
     with pytest.raises(RefitError, match=SCALE):
-        changed(scale=None).verify(SHAPES, True)
+        changed(scale=None).verify(SHAPES, LAYERS[True])
     with pytest.raises(RefitError, match=SCALE):  # also when the engine forgot to ask for it
-        changed(scale=None).verify(SHAPES, True)
+        changed(scale=None).verify(SHAPES, LAYERS[True])
 
 
 @pytest.mark.parametrize(
@@ -116,14 +119,14 @@ def test_a_missing_scale_is_named():
 )
 def test_a_scale_of_another_shape_or_dtype_or_not_finite_is_named(scale):
     with pytest.raises(RefitError, match=f"refit 5: {SCALE}"):
-        changed(scale=scale).verify(SHAPES, True)
+        changed(scale=scale).verify(SHAPES, LAYERS[True])
 
 
 def test_a_weight_of_the_other_flow_is_named():
     with pytest.raises(RefitError, match=f"refit 5: {PROJECTION} is bfloat16"):
-        changed(projection=torch.zeros(256, 300).bfloat16()).verify(SHAPES, True)
+        changed(projection=torch.zeros(256, 300).bfloat16()).verify(SHAPES, LAYERS[True])
     with pytest.raises(RefitError, match=f"unknown to the engine, among them {SCALE}"):
-        update(fp8=True).verify(SHAPES, fp8=False)
+        update(fp8=True).verify(SHAPES, LAYERS[False])
 
 
 @pytest.mark.parametrize("name", [EMBEDDING, NORM])
@@ -131,20 +134,22 @@ def test_a_weight_of_the_other_flow_is_named():
 def test_fp8_where_the_contract_has_none_is_refused(fp8, name):
     as_fp8 = update(fp8).tensors[name].to(torch.float8_e4m3fn)
     with pytest.raises(RefitError, match=name):
-        changed(fp8, **{name: as_fp8}).verify(SHAPES, fp8)
+        changed(fp8, **{name: as_fp8}).verify(SHAPES, LAYERS[fp8])
     scale = name + "_scale_inv"
     blocks = torch.ones(1, 1) if as_fp8.dim() == 2 else torch.ones(1)
     with pytest.raises(RefitError, match=name):  # also when it brings its scale and the engine lists that
-        changed(fp8, **{name: as_fp8, scale: blocks}).verify(SHAPES | {scale: blocks.shape}, fp8)
+        changed(fp8, **{name: as_fp8, scale: blocks}).verify(SHAPES | {scale: blocks.shape}, LAYERS[fp8])
 
 
 @pytest.mark.parametrize("shape", [(256,), (2, 128, 300), ()])
 def test_an_fp8_weight_that_is_no_matrix_is_refused(shape):
     with pytest.raises(RefitError, match=PROJECTION):
-        changed(projection=torch.zeros(shape).to(torch.float8_e4m3fn)).verify(SHAPES | {PROJECTION: shape}, True)
+        changed(projection=torch.zeros(shape).to(torch.float8_e4m3fn)).verify(
+            SHAPES | {PROJECTION: shape}, LAYERS[True]
+        )
 
 
 @pytest.mark.parametrize("name", [EMBEDDING, PROJECTION, NORM])
 def test_a_tensor_of_another_shape_than_the_engines_is_named(name):
     with pytest.raises(RefitError, match=name):
-        update().verify(SHAPES | {name: (7, 7)}, True)
+        update().verify(SHAPES | {name: (7, 7)}, LAYERS[True])

@@ -7,9 +7,12 @@ import struct
 import pytest
 import torch
 
+from nemo_fp8rl.fp8 import Fp8Layers
 from nemo_fp8rl.refit.manifest import Manifest, RefitError, Update
 from nemo_fp8rl.refit.quantize import build_update
 from nemo_fp8rl.refit.transport.serialized import pack, unpack
+
+LAYERS = {True: Fp8Layers(0, 36), False: Fp8Layers.none()}
 
 NAME = "model.layers.0.mlp.down_proj.weight"
 
@@ -17,7 +20,7 @@ NAME = "model.layers.0.mlp.down_proj.weight"
 def update(fp8: bool = True) -> Update:
     generator = torch.Generator().manual_seed(0)
     weights = {NAME: torch.randn(5, 7, generator=generator).bfloat16(), "model.norm.weight": torch.ones(3).bfloat16()}
-    return build_update(weights.items(), 12, fp8, "pow2")
+    return build_update(weights.items(), 12, LAYERS[fp8], "pow2")
 
 
 SHAPES = {NAME: (5, 7), "model.norm.weight": (3,)}
@@ -39,7 +42,7 @@ def test_an_update_comes_back_to_the_bit(fp8):
     for name, tensor in sent.tensors.items():
         assert got.tensors[name].dtype == tensor.dtype
         assert torch.equal(got.tensors[name].view(torch.uint8), tensor.view(torch.uint8))
-    got.verify(SHAPES, fp8)
+    got.verify(SHAPES, LAYERS[fp8])
 
 
 def test_every_dtype_that_a_checkpoint_may_hold_travels():
@@ -63,7 +66,7 @@ def applied(payload: bytes) -> Manifest | None:
     """The manifest that an engine would apply these bytes under; None for a RefitError, all else is a defect."""
     try:
         received = unpack(payload)
-        received.verify(SHAPES, True)
+        received.verify(SHAPES, LAYERS[True])
     except RefitError:
         return None
     return received.manifest
