@@ -6,7 +6,7 @@ from torch import Tensor
 from nemo_fp8rl.fp8 import kernels
 from nemo_fp8rl.fp8.delta import Delta
 from nemo_fp8rl.fp8.format import BLOCK, E4M3, Block, BlockScaled, NonFiniteError, ScaleFormat, scale_shape
-from nemo_fp8rl.fp8.kernels import KernelName, emulate
+from nemo_fp8rl.fp8.kernels import KernelName
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -66,8 +66,12 @@ def quantize_delta(
 def fake_quantize(
     x: Tensor, *, block: Block, scale_format: ScaleFormat = "pow2", dtype: torch.dtype | None = None
 ) -> Tensor:
-    """`quantize_blockwise(x).dequantize(dtype)` in one fast pass; dtype defaults to x's. Non-finite values stay so."""
-    return emulate.quantize_dequantize(x, block, scale_format, dtype or x.dtype)
+    """`quantize_blockwise(x).dequantize(dtype)` of x [N, K] in one fast pass, without E4M3 storage.
+
+    dtype defaults to x's. A block that holds a value that is not finite becomes NaN.
+    """
+    quantize_dequantize = kernels.load_emulation(x.device.type)
+    return quantize_dequantize(x.detach(), block, scale_format, dtype or x.dtype)
 
 
 def _prepared(x: Tensor, block: Block, out: BlockScaled | None) -> tuple[Tensor, BlockScaled]:

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_fp8rl.fp8 import BLOCK, NonFiniteError, fake_quantize, quantize_blockwise
+from nemo_fp8rl.fp8 import BLOCK, NonFiniteError, fake_quantize, kernels, quantize_blockwise
+from nemo_fp8rl.fp8.kernels import cpu, emulate
 from nemo_fp8rl.fp8.kernels.emulate import round_to_e4m3
 
 BLOCKS = [(128, 128), (1, 128), (128, 1)]
@@ -219,13 +220,25 @@ def test_quantizing_pow2_values_again_keeps_them(seed, block, exponent):
     assert torch.equal(quantize_blockwise(once, block=block).dequantize(), once)
 
 
+@pytest.mark.parametrize("emulation", [cpu.quantize_dequantize, emulate.quantize_dequantize], ids=["cpu", "emulate"])
 @settings(deadline=None, max_examples=100)
-@given(matrices(), st.sampled_from(BLOCKS), st.sampled_from(FORMATS), st.sampled_from([None, *DTYPES]))
-def test_fake_quantize_equals_quantize_and_dequantize_to_the_bit(x, block, scale_format, dtype):
-    fake = fake_quantize(x, block=block, scale_format=scale_format, dtype=dtype)
-    real = quantize_blockwise(x, block=block, scale_format=scale_format).dequantize(dtype or x.dtype)
+@given(matrices(), st.sampled_from([*BLOCKS, (3, 5)]), st.sampled_from(FORMATS), st.sampled_from(DTYPES))
+def test_emulation_equals_quantize_and_dequantize_to_the_bit(emulation, x, block, scale_format, dtype):
+    fake = emulation(x, block, scale_format, dtype)
+    real = quantize_blockwise(x, block=block, scale_format=scale_format, kernel="reference").dequantize(dtype)
     assert fake.dtype == real.dtype
     assert torch.equal(bits(fake), bits(real))
+
+
+def test_fake_quantize_keeps_the_dtype_unless_told():
+    x = torch.randn(3, 130).half()
+    assert fake_quantize(x, block=(1, 128)).dtype == torch.float16
+    assert fake_quantize(x, block=(1, 128), dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_where_the_cpu_kernel_cannot_run_emulation_is_torchs():
+    assert kernels.load_emulation("cpu") is cpu.quantize_dequantize
+    assert kernels.load_emulation("cuda") is emulate.quantize_dequantize
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)

@@ -11,16 +11,18 @@ A kernel module has two functions, both for contiguous outputs and x [E, N, K] o
 quantize(x, block, scale_format, data, scale_inv)                       fills data and scale_inv
 quantize_delta(x, block, scale_format, base, data, scale_inv)           and returns what differs from base
 
-and marks a block that holds a value that is not finite by a scale_inv of NaN. `emulate` is no such kernel: it is what
-the emulated matmuls multiply.
+and marks a block that holds a value that is not finite by a scale_inv of NaN. What the emulated matmuls multiply,
+quantized and dequantized in one go, comes from `cpu`, or from `emulate` where that cannot run.
 """
 
 import functools
 import importlib
 import logging
+from collections.abc import Callable
 from importlib import metadata
 from typing import Literal, Protocol, cast, get_args
 
+import torch
 from torch import Tensor
 
 from nemo_fp8rl.fp8.delta import Delta
@@ -71,6 +73,14 @@ def load(name: KernelName, device: str) -> Kernel:
     """The module of the kernel that `name` means on a device type."""
     module = importlib.import_module(f"{__name__}.{_MODULE[resolve(name, device)]}")
     return cast(Kernel, module)
+
+
+@functools.cache
+def load_emulation(device: str) -> Callable[[Tensor, Block, ScaleFormat, torch.dtype], Tensor]:
+    """quantize_dequantize(x, block, scale_format, dtype): the cpu kernel's where that runs, else `emulate`'s."""
+    if resolve("auto", device) == "cpu":
+        return importlib.import_module(f"{__name__}.cpu").quantize_dequantize
+    return importlib.import_module(f"{__name__}.emulate").quantize_dequantize
 
 
 def describe(kernel: str) -> str:

@@ -62,6 +62,20 @@ def quantize_delta(
     return _joined(recordings, x.numel())
 
 
+def quantize_dequantize(x: Tensor, block: Block, scale_format: ScaleFormat, dtype: torch.dtype) -> Tensor:
+    """x [N, K] -> the values that `quantize` keeps, [N, K] in `dtype`: what the emulated matmuls multiply."""
+    x = x[None]
+    out = torch.empty(x.shape, dtype=torch.bfloat16 if dtype is torch.bfloat16 else torch.float32)
+
+    def work(pieces: list["Piece"]) -> None:
+        rule = _rule(x, block, scale_format)
+        for piece in pieces:
+            loops.quantize_dequantize(piece.values(x), piece.values(out), *rule)
+
+    _in_threads(work, _pieces(x, block), x.numel())
+    return out[0].to(dtype)
+
+
 @dataclass(frozen=True)
 class Piece:
     """Whole strips of one matrix: what one call of the compiled code takes."""

@@ -26,6 +26,10 @@ def float32(h):
     """The value as float32."""
 
 
+def rounded(value, h):
+    """The bits of a float32 value in the width of h, nearest and ties to even."""
+
+
 @overload(magnitude, inline="always")
 def _magnitude(h):
     return (lambda h: i16(h & i16(0x7FFF))) if h == nb.int16 else (lambda h: i32(h & i32(0x7FFFFFFF)))
@@ -36,45 +40,62 @@ def _float32(h):
     return (lambda h: u32(u32(u16(h)) << u32(16)).view(f32)) if h == nb.int16 else (lambda h: u32(h).view(f32))
 
 
+@overload(rounded, inline="always")
+def _rounded(value, h):
+    def to_bfloat16(value, h):
+        bits = f32(value).view(u32)
+        return i16(u16(u32(bits + u32(u32(0x7FFF) + u32(u32(bits >> u32(16)) & u32(1)))) >> u32(16)))
+
+    return to_bfloat16 if h == nb.int16 else (lambda value, h: f32(value).view(i32))
+
+
 @jit
-def column_maxima(x, top, bottom, maxima):
+def column_maxima(x, top, bottom, left, maxima):
     maxima[:] = 0
     columns = len(maxima)
     row = top
     while row + 4 <= bottom:  # four rows at a time keep the maxima in registers four times as long
-        a, b, c, d = x[row], x[row + 1], x[row + 2], x[row + 3]
+        a, b = x[row][left:], x[row + 1][left:]
+        c, d = x[row + 2][left:], x[row + 3][left:]
         for k in range(columns):
             m = max(magnitude(a[k]), magnitude(b[k]), magnitude(c[k]), magnitude(d[k]))
             maxima[k] = max(maxima[k], m)
         row += 4
     while row < bottom:
-        a = x[row]
+        a = x[row][left:]
         for k in range(columns):
             maxima[k] = max(maxima[k], magnitude(a[k]))
         row += 1
 
 
+@nb.njit(error_model="numpy")
+def block_scale(m, pow2, largest):
+    """Bits of amax -> scale; NaN if it is not finite."""
+    amax = float32(m)
+    scale = f32(1)
+    if not np.isfinite(amax):
+        scale = f32(np.nan)
+    elif amax > 0:
+        scale = f32(448) / amax
+        if np.isinf(scale):
+            scale = largest
+        if pow2:
+            scale = u32(f32(scale).view(u32) & u32(0x7F800000)).view(f32)
+    return scale
+
+
 @jit
-def strip_scales(x, top, bottom, width, pow2, largest, maxima, scales, scale_inv):
-    """Scales of the strip's blocks, spread out to one a column in `scales`; their inverses in `scale_inv`."""
-    column_maxima(x, top, bottom, maxima)
+def strip_scales(x, top, bottom, left, width, pow2, largest, maxima, scales, scale_inv):
+    """Scales of the blocks from column `left` on, spread out to one a column in `scales`; inverses in `scale_inv`."""
+    column_maxima(x, top, bottom, left, maxima)
     for j in range(len(scale_inv)):
-        left, right = j * width, min(len(maxima), j * width + width)
-        m = maxima[left]
-        for k in range(left + 1, right):
+        first, end = j * width, min(len(maxima), j * width + width)
+        m = maxima[first]
+        for k in range(first + 1, end):
             m = max(m, maxima[k])
-        amax = float32(m)
-        scale = f32(1)
-        if not np.isfinite(amax):
-            scale = f32(np.nan)
-        elif amax > 0:
-            scale = f32(448) / amax
-            if np.isinf(scale):
-                scale = largest
-            if pow2:
-                scale = u32(f32(scale).view(u32) & u32(0x7F800000)).view(f32)
+        scale = block_scale(m, pow2, largest)
         scale_inv[j] = f32(1) / scale
-        scales[left:right] = scale
+        scales[first:end] = scale
 
 
 @nb.njit(error_model="numpy")
@@ -86,6 +107,16 @@ def e4m3(value):
     # Below 2^-6 the values are 2^-9 apart, as float32 itself is around 2^14: adding that rounds to them.
     tiny = u32(f32(a.view(f32) + f32(16384)).view(u32) - u32(0x46800000))
     return u8(min(tiny if a < u32(0x3C800000) else normal, u32(0x7E)) | u32(u32(signed >> u32(24)) & u32(0x80)))
+
+
+@nb.njit(error_model="numpy")
+def e4m3_value(value):
+    """float32 -> the nearest E4M3 value, as `emulate.round_to_e4m3` gets it."""
+    v = f32(min(max(f32(value), f32(-448)), f32(448)))
+    exponent = max(u32(v.view(u32) & u32(0x7F800000)), u32(121 << 23))
+    magic = f32(u32(exponent + u32(20 << 23)).view(f32) * f32(1.5))
+    magnitude = u32(f32(f32(v + magic) - magic).view(u32) & u32(0x7FFFFFFF))
+    return u32(magnitude | u32(f32(value).view(u32) & u32(0x80000000))).view(f32)
 
 
 @jit
@@ -126,11 +157,73 @@ def changed_words(words, hits):
 
 @jit
 def quantize(x, out, scale_inv, height, width, pow2, largest, maxima, scales):
+    if (height, width) == (1, 128):
+        quantize_rows(x, out, scale_inv, pow2, largest, maxima, scales)
+        return
     for strip in range(len(scale_inv)):
         top, bottom = strip * height, min(len(x), strip * height + height)
-        strip_scales(x, top, bottom, width, pow2, largest, maxima, scales, scale_inv[strip])
+        strip_scales(x, top, bottom, 0, width, pow2, largest, maxima, scales, scale_inv[strip])
         for row in range(top, bottom):
             convert_row(x[row], scales, out[row])
+
+
+@jit
+def quantize_rows(x, out, scale_inv, pow2, largest, maxima, scales):
+    """1x128 blocks: loops of a length known to the compiler, and no scales to spread out."""
+    whole = x.shape[1] // 128
+    for row in range(len(x)):
+        for j in range(whole):
+            values, bytes_ = x[row][j * 128 : j * 128 + 128], out[row][j * 128 : j * 128 + 128]
+            m = magnitude(values[0])
+            for k in range(128):
+                m = max(m, magnitude(values[k]))
+            scale = block_scale(m, pow2, largest)
+            scale_inv[row, j] = f32(1) / scale
+            for k in range(128):
+                bytes_[k] = e4m3(float32(values[k]) * scale)
+        ragged = whole * 128
+        if ragged < x.shape[1]:
+            rest = scales[ragged:]
+            strip_scales(x, row, row + 1, ragged, 128, pow2, largest, maxima[ragged:], rest, scale_inv[row][whole:])
+            convert_row(x[row][ragged:], rest, out[row][ragged:])
+
+
+@jit
+def quantize_dequantize(x, out, height, width, pow2, largest, maxima, scales):
+    """out: bits of the values that `quantize` keeps, int16 for bfloat16 or int32 for float32."""
+    inverses = np.empty(-(-x.shape[1] // width), f32)
+    spread = np.empty(x.shape[1], f32)
+    whole = x.shape[1] // 128 if (height, width) == (1, 128) else 0
+    for top in range(0, len(x), height):
+        bottom = min(len(x), top + height)
+        for j in range(whole):
+            values, kept = x[top][j * 128 : j * 128 + 128], out[top][j * 128 : j * 128 + 128]
+            m = magnitude(values[0])
+            for k in range(128):
+                m = max(m, magnitude(values[k]))
+            scale = block_scale(m, pow2, largest)
+            inverse = f32(1) / scale
+            for k in range(128):
+                kept[k] = rounded(e4m3_value(float32(values[k]) * scale) * inverse, kept[k])
+        left = whole * 128
+        if left < x.shape[1]:
+            rest, back = scales[left:], spread[left:]
+            strip_scales(x, top, bottom, left, width, pow2, largest, maxima[left:], rest, inverses[whole:])
+            spread_out(inverses[whole:], width, back)
+            for row in range(top, bottom):
+                convert_row_back(x[row][left:], rest, back, out[row][left:])
+
+
+@jit
+def spread_out(inverses, width, spread):
+    for first in range(0, len(spread), width):
+        spread[first : first + width] = inverses[first // width]
+
+
+@jit
+def convert_row_back(x, scales, inverses, out):
+    for k in range(len(x)):
+        out[k] = rounded(e4m3_value(float32(x[k]) * scales[k]) * inverses[k], out[k])
 
 
 @jit
@@ -150,7 +243,7 @@ def quantize_delta(
         if r == row or r % height == 0:
             top = r - r % height
             strip_scales(
-                x, top, min(len(x), top + height), width, pow2, largest, maxima, scales, scale_inv[top // height]
+                x, top, min(len(x), top + height), 0, width, pow2, largest, maxima, scales, scale_inv[top // height]
             )
         old, new = base[r], out[r]
         convert_row_and_compare(x[r], scales, old, new, changed[:columns])
