@@ -58,6 +58,12 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="make-tiny, sft and train in one go, and a table of what came out")
     demo.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="parent of the demo's folder")
     demo.set_defaults(run=_demo)
+
+    parity = commands.add_parser("parity", help="compare the FP8 contract with what others publish and install")
+    parity.add_argument("--size", type=int, default=2048, metavar="N", help="side of the matrices; default 2048")
+    parity.add_argument("--seed", type=int, default=0)
+    parity.add_argument("--json", action="store_true", help="print JSON, and nothing else, on stdout")
+    parity.set_defaults(run=_parity)
     return parser
 
 
@@ -97,6 +103,17 @@ def _demo(arguments: argparse.Namespace) -> bool:
     from nemo_fp8rl.demo import demo
 
     return demo(arguments.runs)
+
+
+def _parity(arguments: argparse.Namespace) -> bool:
+    from nemo_fp8rl.parity.table import as_json, report, show
+
+    result = report(arguments.size, arguments.seed)
+    if arguments.json:
+        print(as_json(result))
+    else:
+        show(result)
+    return True
 
 
 if __name__ == "__main__":

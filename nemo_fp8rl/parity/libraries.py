@@ -1,0 +1,230 @@
+"""The libraries themselves, where they are installed: what ships is compared beside the formula that it publishes.
+
+A library that is not there, or cannot be loaded, is reported with the reason. On a machine with a CUDA GPU they run
+there, elsewhere on the CPU, as far as they can.
+"""
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import io
+import logging
+import os
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_fp8rl.fp8 import kernels
+from nemo_fp8rl.fp8.format import ALONG_LAST, BLOCK, Block, BlockScaled, ScaleFormat
+from nemo_fp8rl.fp8.quantize import quantize_blockwise
+from nemo_fp8rl.parity import formulas
+from nemo_fp8rl.parity.implementation import FORMATS, Implementation, NotTaken, Quantize
+
+NEMO_RL_SRC = "NEMO_RL_SRC"
+"""Environment variable that names a checkout of NeMo RL."""
+NEMO_RL_FILE = Path("nemo_rl/models/generation/vllm/quantization/fp8.py")
+NEMO_RL_FUNCTION = "cast_tensor_to_fp8_blockwise"
+
+
+class Absent(RuntimeError):
+    """The library is not installed here, or cannot run."""
+
+
+def installed() -> tuple[list[Implementation], dict[str, str]]:
+    """What can be run here, and by name why the rest cannot."""
+    found: list[Implementation] = []
+    absent: dict[str, str] = {}
+    for name, load in LOADERS.items():
+        try:
+            with quiet():
+                found += load()
+        except Absent as why:
+            absent[name] = str(why)
+    return found, absent
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep what a library prints away from stdout, which carries the table alone."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+
+
+def transformer_engine() -> list[Implementation]:
+    """Transformer Engine's quantizer through our kernel `te`."""
+    try:
+        kernels.resolve("te", "cuda")
+    except kernels.KernelError as error:
+        raise Absent(
+            str(error).removeprefix("FP8 kernel te cannot run: ").removesuffix("; take another, or auto")
+        ) from None
+
+    def quantize(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
+        return quantize_blockwise(x.cuda(), block=block, scale_format=scale_format, kernel="te")
+
+    name, version = "Transformer Engine", _version("transformer_engine")
+    return [Implementation(name, formulas.TE, quantize, version=version, formula=name, device="cuda")]
+
+
+def nemo_rl() -> list[Implementation]:
+    """`cast_tensor_to_fp8_blockwise`, read out of NeMo RL's file alone: importing it patches vLLM and needs Ray."""
+    source, version = _nemo_rl_file()
+    cast = _function(source, NEMO_RL_FUNCTION)
+
+    def quantize(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
+        cast.__globals__["global_fp8_config"] = SimpleNamespace(use_weight_pow2_scale=scale_format == "pow2")
+        data, scale_inv = cast(x.float().to(_device()), list(block))  # its caller casts to float32 first
+        return BlockScaled(data, scale_inv.squeeze(-1), block)
+
+    name = "NeMo RL"
+    return [Implementation(name, formulas.NEMO_RL, quantize, (BLOCK,), version=version, formula=name, device=_device())]
+
+
+def verl() -> list[Implementation]:
+    """Both of verl's paths; the Triton one needs a GPU."""
+    module = _module("verl.utils.kernel.fp8_kernel")
+
+    def through(path: str) -> Quantize:
+        def quantize(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
+            data, scale_inv = getattr(module, path)(x.to(_device()), list(block))
+            return BlockScaled(data, scale_inv.squeeze(-1) if scale_inv.dim() > 2 else scale_inv, block)
+
+        return quantize
+
+    paths = {"verl torch": "_scaled_fp8_blockwise_pytorch"}
+    if torch.cuda.is_available():
+        paths["verl Triton"] = "scaled_fp8_blockwise_triton"
+    only: tuple[ScaleFormat, ...] = ("fp32",)
+    version, device = _version("verl"), _device()
+    return [
+        Implementation(name, formulas.VERL, through(path), (BLOCK,), only, version, name, device)
+        for name, path in paths.items()
+    ]
+
+
+def deepgemm() -> list[Implementation]:
+    """DeepGEMM's casts in torch, which its tests and its users quantize with."""
+    module = _module("deep_gemm.utils.math")
+
+    def quantize(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
+        cast = module.per_block_cast_to_fp8 if block == BLOCK else module.per_token_cast_to_fp8
+        data, scale_inv = cast(x.to(_device()), use_ue8m0=scale_format == "pow2")
+        return BlockScaled(data, scale_inv, block)
+
+    version, formula, device = _version("deep_gemm"), _deepgemm_here(), _device()
+    return [Implementation("DeepGEMM", formulas.DEEPGEMM, quantize, version=version, formula=formula, device=device)]
+
+
+def vllm() -> list[Implementation]:
+    """vLLM's own: the cast of weights, what it makes of ours, its torch quantizer, and on a GPU its CUDA kernel."""
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # it configures its logging only when an engine starts
+    deep_gemm = _module("vllm.utils.deep_gemm")
+    fp8_utils = _module("vllm.model_executor.layers.quantization.utils.fp8_utils")
+    input_quant = _module("vllm.model_executor.layers.quantization.input_quant_fp8")
+
+    def cast(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
+        with _eager():
+            data, scale_inv = deep_gemm.per_block_cast_to_fp8(
+                x.to(_device()), list(block), use_ue8m0=scale_format == "pow2"
+            )
+        return BlockScaled(data, scale_inv, block)
+
+    def requantize(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
+        ours = quantize_blockwise(x.to(_device()), block=block, scale_format=scale_format)
+        with _eager():
+            fp8_utils.requant_weight_ue8m0_inplace(ours.data, ours.scale_inv, block)
+        return ours
+
+    def native(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
+        rule = SimpleNamespace(group_size=block[1], use_ue8m0=scale_format == "pow2", column_major_scales=False)
+        data, scale_inv = input_quant.QuantFP8._quantize_group_native(rule, x.to(_device()))
+        return BlockScaled(data, scale_inv, block)
+
+    def group(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
+        if x.size(1) % block[1]:
+            raise NotTaken(f"a row of {x.size(1)} values is not made of whole groups of {block[1]}")
+        data, scale_inv = fp8_utils.per_token_group_quant_fp8(x.cuda(), block[1], use_ue8m0=scale_format == "pow2")
+        return BlockScaled(data, scale_inv, block)
+
+    def library(name: str, source: str, call: Quantize, block: Block, formula: str = "") -> Implementation:
+        version = _module("vllm").__version__
+        return Implementation(name, source, call, (block,), FORMATS, version, formula or name, _device())
+
+    found = [
+        library("vLLM per_block_cast_to_fp8", "vLLM vllm/utils/deep_gemm.py", cast, BLOCK, _deepgemm_here()),
+        library("vLLM requantizing ours", formulas.FP8_UTILS, requantize, BLOCK),
+        library("vLLM native", formulas.INPUT_QUANT, native, ALONG_LAST),
+    ]
+    if torch.cuda.is_available():
+        found.append(library("vLLM CUDA", formulas.GROUP_QUANT, group, ALONG_LAST))
+    return found
+
+
+LOADERS: dict[str, Callable[[], list[Implementation]]] = {
+    "Transformer Engine": transformer_engine,
+    "NeMo RL": nemo_rl,
+    "verl": verl,
+    "DeepGEMM": deepgemm,
+    "vLLM": vllm,
+}
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "unknown version"
+
+
+def _module(name: str) -> Any:
+    """A module of a library. Raises Absent."""
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
+        raise Absent("not installed")
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # whatever a foreign package does while it loads
+        raise Absent(f"cannot be imported ({type(error).__name__}: {error})") from error
+
+
+def _nemo_rl_file() -> tuple[Path, str]:
+    """NeMo RL's fp8.py and what to call its version."""
+    if root := os.environ.get(NEMO_RL_SRC):
+        path, version = Path(root) / NEMO_RL_FILE, f"in {NEMO_RL_SRC}"
+    else:
+        spec = importlib.util.find_spec("nemo_rl")  # finds a package without running it
+        if spec is None or spec.origin is None:
+            raise Absent(f"not installed, and {NEMO_RL_SRC} names no checkout")
+        path, version = Path(spec.origin).parent.parent / NEMO_RL_FILE, _version("nemo-rl")
+    if not path.is_file():
+        raise Absent(f"there is no {path}")
+    return path, version
+
+
+def _function(path: Path, name: str) -> FunctionType:
+    """One function of a file, with torch as all that it knows of its module. Raises Absent."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            scope: dict[str, Any] = {"torch": torch}
+            exec(compile(ast.Module([node], []), str(path), "exec"), scope)
+            return scope[name]
+    raise Absent(f"{path} has no function {name}")
+
+
+def _eager() -> contextlib.AbstractContextManager[Any]:
+    """vLLM compiles its cast; the same torch operations run without a compiler, which a machine need not have."""
+    return torch.compiler.set_stance("force_eager")
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _deepgemm_here() -> str:
+    """The formula of DeepGEMM's cast for the device that it runs on."""
+    return "DeepGEMM, on CUDA" if torch.cuda.is_available() else "DeepGEMM, on CPU"

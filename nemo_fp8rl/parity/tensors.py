@@ -1,0 +1,65 @@
+"""The matrices that implementations are compared on: each kind is one that some of them treat differently."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+SIGMA_WEIGHT, SIGMA_ACTIVATION, SIGMA_TINY = 0.02, 1.0, 1e-6
+DEGREES = 3
+"""Of freedom of the Student t distribution: its variance is finite, its fourth moment is not."""
+
+OUTLIER = 8.0
+"""The last element of `ragged outlier`, in sigmas."""
+
+KINDS = ("normal", "heavy-tailed", "ragged", "ragged outlier", "zero blocks", "tiny")
+"""
+normal          Gaussian
+heavy-tailed    Student t
+ragged          the last blocks of rows and columns are not full
+ragged outlier  the same, and the very last element is large
+zero blocks     the left half is zero
+tiny            Gaussian of sigma 1e-6
+"""
+
+
+def weights(size: int, seed: int) -> dict[str, Tensor]:
+    """bf16 [size, size] by kind, of sigma 0.02; `ragged` ones are [size - 24, size + 76]."""
+    return _matrices(size, size, SIGMA_WEIGHT, seed)
+
+
+def activations(size: int, seed: int) -> dict[str, Tensor]:
+    """bf16 [size / 4 tokens, size] by kind, of sigma 1; `ragged` ones are [size / 4 - 24, size + 76]."""
+    return _matrices(size // 4, size, SIGMA_ACTIVATION, seed)
+
+
+def _matrices(rows: int, columns: int, sigma: float, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(n: int = rows, k: int = columns) -> Tensor:
+        return torch.randn(n, k, generator=generator)
+
+    def heavy_tailed() -> Tensor:
+        squares = sum(normal().square() for _ in range(DEGREES))
+        return normal() / torch.as_tensor(squares / DEGREES).sqrt()
+
+    def zero_blocks() -> Tensor:
+        x = normal()
+        x[:, : columns // 2] = 0
+        return x
+
+    def ragged(last: float | None = None) -> Tensor:
+        x = normal(rows - 24, columns + 76)
+        if last is not None:
+            x[-1, -1] = last
+        return x
+
+    kinds: dict[str, Callable[[], Tensor]] = {
+        "normal": lambda: sigma * normal(),
+        "heavy-tailed": lambda: sigma * heavy_tailed(),
+        "ragged": lambda: sigma * ragged(),
+        "ragged outlier": lambda: sigma * ragged(OUTLIER),
+        "zero blocks": lambda: sigma * zero_blocks(),
+        "tiny": lambda: SIGMA_TINY * normal(),
+    }
+    return {kind: kinds[kind]().bfloat16() for kind in KINDS}
