@@ -183,7 +183,7 @@ def measure(rows: int, columns: int, rounds: int) -> dict[str, Any]:
             "changed": delta.changed / before.numel(),
             "encoded_over_fp8": len(encoded) / before.numel(),
             "encode_ms": seconds(delta.encode) * 1e3,
-            "decode_ms": seconds(lambda: delta.decode(encoded)) * 1e3,
+            "decode_ms": seconds(lambda: delta.decode(encoded, before.numel())) * 1e3,
             "apply_ms": seconds(lambda: delta.apply_(target)) * 1e3,
             "exact": bool(torch.equal(target.view(torch.uint8), out.data.view(torch.uint8))),
         },

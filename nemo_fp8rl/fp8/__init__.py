@@ -10,6 +10,7 @@ from nemo_fp8rl.fp8.format import (
     scale_shape,
 )
 from nemo_fp8rl.fp8.kernels import KernelError, KernelName
+from nemo_fp8rl.fp8.kv_scales import CalibrationError, KvScales, KvSketches
 from nemo_fp8rl.fp8.layers import Fp8Layers, scale_name
 from nemo_fp8rl.fp8.linear import BlockwiseFp8Linear, blockwise_fp8_linear, fprop
 from nemo_fp8rl.fp8.quantize import fake_quantize, quantize_blockwise, quantize_delta
@@ -19,11 +20,14 @@ __all__ = [
     "Block",
     "BlockScaled",
     "BlockwiseFp8Linear",
+    "CalibrationError",
     "Delta",
     "DeltaError",
     "Fp8Layers",
     "KernelError",
     "KernelName",
+    "KvScales",
+    "KvSketches",
     "NonFiniteError",
     "ScaleFormat",
     "blockwise_fp8_linear",

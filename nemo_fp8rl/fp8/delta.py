@@ -97,6 +97,9 @@ class Delta:
         end = int(self.gaps.long().sum()) + len(self.gaps)
         if end > self.numel:
             raise DeltaError(f"a delta reaches byte {end - 1} of a tensor of {self.numel}")
+        nothing = self.differences == 0
+        if (nothing & (self.gaps.int() != ESCAPE)).any() or nothing[-1:].any():
+            raise DeltaError("a delta lists a change that is none")
 
     def encode(self) -> bytes:
         """The wire format described above."""
@@ -110,18 +113,24 @@ class Delta:
         return message + CHECKSUM.pack(zlib.crc32(message))
 
     @classmethod
-    def decode(cls, message: bytes) -> "Delta":
-        """Read the wire format. Raises DeltaError on anything that `encode` cannot have written for valid changes."""
+    def decode(cls, message: bytes, numel: int) -> "Delta":
+        """Read the wire format of a delta for a tensor of `numel` bytes.
+
+        Raises DeltaError on anything that `encode` cannot have written for one: nothing the message says of itself
+        decides how much memory is taken.
+        """
         if len(message) < HEADER.size + CHECKSUM.size:
             raise DeltaError(f"a delta of {len(message)} bytes is cut off")
-        magic, numel, entries, *lengths = HEADER.unpack_from(message)
+        magic, announced, entries, *lengths = HEADER.unpack_from(message)
         if magic != MAGIC:
             raise DeltaError("these bytes are not a delta: they begin with another mark")
         if HEADER.size + sum(lengths) + CHECKSUM.size != len(message):
             raise DeltaError(f"a delta announces {sum(lengths)} bytes of content and has {len(message)} in all")
         if zlib.crc32(message[: -CHECKSUM.size]) != CHECKSUM.unpack(message[-CHECKSUM.size :])[0]:
             raise DeltaError("a delta was damaged on its way: its checksum differs")
-        if entries > numel:
+        if announced != numel:
+            raise DeltaError(f"a delta of {announced} bytes cannot be applied to a tensor of {numel}")
+        if entries > MAX_CHANGED * numel + numel // (ESCAPE + 1):
             raise DeltaError(f"a delta lists {entries} changes of a tensor of {numel} bytes")
         streams, start = [], HEADER.size
         for length in lengths:

@@ -103,7 +103,9 @@ def _why_not(kernel: str, device: str) -> str:
 
 
 def _interpreted() -> bool:
-    """Whether Triton runs its kernels on the CPU, value by value (TRITON_INTERPRET=1 when it is imported)."""
-    import os
-
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    """Whether Triton runs its kernels on the CPU, value by value (TRITON_INTERPRET=1 when they are imported)."""
+    try:
+        from nemo_fp8rl.fp8.kernels import triton_kernels
+    except ImportError:
+        return False
+    return triton_kernels.INTERPRETED

@@ -139,7 +139,7 @@ class Recording:
     @classmethod
     def of(cls, start: int, x: Tensor) -> "Recording":
         """state: flat index of the last entry; entries in the arrays; changes so far."""
-        capacity = max(CHUNK_ENTRIES, x.size(2) + x.numel() // (ESCAPE + 1) + 1)
+        capacity = max(CHUNK_ENTRIES, x.size(2) + x.numel() // (ESCAPE + 1) + 2)
         state = np.array([start - 1, 0, 0], np.int64)
         row = np.zeros(-(-x.size(2) // 64) * 64, np.uint8)
         return cls(start - 1, (np.empty(capacity, np.uint16), np.empty(capacity, np.uint8), state, row))

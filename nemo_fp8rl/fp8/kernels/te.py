@@ -1,0 +1,74 @@
+"""Transformer Engine's own quantizer: to hold the contract against the real thing, not for speed.
+
+Read from its source (2.3 to 2.18): common/transpose/quantize_transpose_{square,vector}_blockwise.cu for the values and
+tensor/float8_blockwise_tensor.py for the layouts, which are what its GEMMs want. Of a matrix [N, K]:
+
+128x128   data [N, K]                scales [ceil(N/128), ceil(K/128) rounded up to a multiple of 4]
+1x128     data [N, K]                scales [ceil(K/128), N rounded up]: transposed
+128x1     data [K, N]: transposed    scales [ceil(N/128), K rounded up]
+
+What is rounded up is padding, of any value. Any [N, K] of bf16, fp16 or fp32 is taken; experts come one by one.
+NaN and infinity it passes over: fmaxf drops a NaN, and a block with infinity gets scale 1. They are looked for here.
+"""
+
+import torch
+import transformer_engine.pytorch  # noqa: F401  loads the libraries that transformer_engine_torch needs
+import transformer_engine_torch as tex
+from torch import Tensor
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+
+from nemo_fp8rl.fp8.delta import Delta
+from nemo_fp8rl.fp8.format import ALONG_LAST, ALONG_TOKENS, BLOCK, Block, ScaleFormat
+from nemo_fp8rl.fp8.kernels.reference import to_blocks
+
+MOST_ROWS = 128 * 65535
+"""Rows of a matrix: each 128 are a step in the second dimension of Transformer Engine's grid."""
+BLACKWELL = (10, 0)
+
+
+def quantize(x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, scale_inv: Tensor) -> None:
+    """x [E, N, K] -> data, E4M3 [E, N, K], and scale_inv, float32 [E, ceil(N/b0), ceil(K/b1)].
+
+    Raises ValueError for what Transformer Engine cannot do.
+    """
+    _refuse_unsupported(x, block, scale_format)
+    if x.numel() == 0:
+        return
+    quantizer = Float8BlockQuantizer(
+        fp8_dtype=tex.DType.kFloat8E4M3,
+        rowwise=True,  # with 128x1 as well: up to 2.7 the columns alone are refused
+        columnwise=block == ALONG_TOKENS,
+        amax_epsilon=0.0,
+        force_pow_2_scales=scale_format == "pow2",
+        block_scaling_dim=2 if block == BLOCK else 1,
+    )
+    with torch.cuda.device_of(x):
+        for matrix, codes, scales in zip(x, data.view(torch.uint8), scale_inv, strict=True):
+            quantized = quantizer(matrix.contiguous())
+            if block == ALONG_TOKENS:
+                codes.copy_(quantized._columnwise_data.t())
+                scales.copy_(quantized._columnwise_scale_inv[:, : scales.size(1)])
+            elif block == ALONG_LAST:
+                codes.copy_(quantized._rowwise_data)
+                scales.copy_(quantized._rowwise_scale_inv[:, : scales.size(0)].t())
+            else:
+                codes.copy_(quantized._rowwise_data)
+                scales.copy_(quantized._rowwise_scale_inv[:, : scales.size(1)])
+    scale_inv.masked_fill_(~to_blocks(x, block).isfinite().all(4).all(2), torch.nan)
+
+
+def quantize_delta(
+    x: Tensor, block: Block, scale_format: ScaleFormat, base: Tensor, data: Tensor, scale_inv: Tensor
+) -> Delta | None:
+    """`quantize`, then what differs from base, E4M3 [E, N, K]; None if that is too much to list."""
+    quantize(x, block, scale_format, data, scale_inv)
+    return Delta.between(base, data)
+
+
+def _refuse_unsupported(x: Tensor, block: Block, scale_format: ScaleFormat) -> None:
+    if block not in (BLOCK, ALONG_LAST, ALONG_TOKENS):
+        raise ValueError(f"Transformer Engine quantizes in blocks of 128x128, 1x128 and 128x1, not of {block}")
+    if x.size(1) > MOST_ROWS:
+        raise ValueError(f"Transformer Engine quantizes matrices of up to {MOST_ROWS} rows, not of {x.size(1)}")
+    if scale_format == "fp32" and torch.cuda.get_device_capability(x.device) >= BLACKWELL:
+        raise ValueError("Transformer Engine has no fp32 scales on Blackwell, where it emulates blocks with MXFP8's")

@@ -1,0 +1,180 @@
+"""The contract in one pass over a GPU's memory: a program reads its tile once, keeps it in registers, writes it once.
+
+A tile is one block; of blocks that are one row high or one column wide it is many, so that memory is read in whole
+lines. Any strides are read in place, a transposed view through shared memory. Every bit is `reference`'s:
+
+- The maximum is taken over the values' bits, where infinity and NaN stand above every number and none is lost.
+- Both divisions are IEEE's, no product and sum are fused, and denormals are kept.
+- E4M3 rounding is the GPU's own conversion where it has one (compute capability 8.9), else integers, as in `loops`.
+
+The delta comes from the same pass; programs append their changes in any order, so these are sorted afterwards.
+Left out: autotuning (a tile's size changes no bit), and blocks of more than 2^15 values, which registers do not hold.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nemo_fp8rl.fp8.delta import MAX_CHANGED, Delta, as_bytes
+from nemo_fp8rl.fp8.format import Block, ScaleFormat
+
+STRIP_VALUES = 1 << 12
+"""Values handled at a time: 32 rows of 1x128. A tile of 128x128 is four strips, as its delta would not fit at once."""
+TILE_VALUES = 1 << 15
+"""The most that a program can hold."""
+THREAD_VALUES = 64
+"""Half as many with a delta, whose prefix sums take registers."""
+
+INTERPRETED = triton.knobs.runtime.interpret
+"""Whether the kernels below run on the CPU, value by value: TRITON_INTERPRET is read when they are defined."""
+
+
+@triton.jit
+def float32_bits(values):
+    """The bits of fp16, fp32 or, as int16, of bfloat16, which is the upper half of float32. int32."""
+    if values.dtype == tl.int16:
+        return values.to(tl.int32) << 16
+    return values.to(tl.float32).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def e4m3(value):
+    """float32 -> E4M3 bits: nearest, ties to even, saturated at 448."""
+    signed = value.to(tl.int32, bitcast=True)
+    a = signed & 0x7FFFFFFF
+    normal = ((a + 0x7FFFF + ((a >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2^-6 the values are 2^-9 apart, as float32 itself is around 2^14: adding that rounds to them.
+    tiny = (a.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.minimum(tl.where(a < 0x3C800000, tiny, normal), 0x7E)
+    return (code | ((signed >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def quantize_tile(
+    x, data, scale_inv, n, k, stride_e, stride_n, stride_k, largest, base, changes, counter, capacity,
+    B0: tl.constexpr, B1: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, STRIPS: tl.constexpr,
+    POW2: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """A tile of x [E, n, k] with A0 x A1 blocks of B0 x B1, in STRIPS strips of S0 x S1, one below the other.
+
+    largest: of x's dtype. base: bytes of data's shape, or None for no delta.
+    changes: int64 [capacity], position * 256 + difference of each byte that is not base's; counter: how many there are.
+    """
+    A0: tl.constexpr = S0 if B0 == 1 else 1
+    A1: tl.constexpr = S1 if B1 == 1 else 1
+    scales_n, scales_k = (n + B0 - 1) // B0, (k + B1 - 1) // B1
+    tiles_n, tiles_k = (scales_n + A0 - 1) // A0, (scales_k + A1 - 1) // A1
+    tile = tl.program_id(0)  # the grid's first dimension is the only one that may pass 65535
+    expert = (tile // tiles_k // tiles_n).to(tl.int64)  # int64, because a matrix may pass 2^31 values
+    i, j = (tile // tiles_k % tiles_n).to(tl.int64), (tile % tiles_k).to(tl.int64)
+    r, c = tl.arange(0, S0)[:, None], tl.arange(0, S1)[None, :]
+    column = j * (A1 * B1) + c
+    in_row = (column < k) & (c < A1 * B1)
+
+    strips = ()
+    amax = tl.full([A0, A1], 0, tl.int32)
+    for s in tl.static_range(STRIPS):
+        row = i * (A0 * B0) + s * S0 + r
+        inside = in_row & (row < n) & (s * S0 + r < A0 * B0)
+        values = tl.load(x + expert * stride_e + row * stride_n + column * stride_k, mask=inside, other=0)
+        strips += (values,)
+        magnitude = float32_bits(values) & 0x7FFFFFFF  # [S0, S1] -> [A0, A1]
+        if B1 > 1:
+            magnitude = tl.max(magnitude, 1, keep_dims=True)
+        if B0 > 1:
+            magnitude = tl.max(magnitude, 0, keep_dims=True)
+        amax = tl.maximum(amax, magnitude)
+
+    # scale = 448 / amax; amax 0 -> 448 / 448; 0x7F800000 and above are infinity and NaN
+    scale = tl.div_rn(448.0, tl.where(amax == 0, 0x43E00000, amax).to(tl.float32, bitcast=True))
+    scale = tl.where(scale == float("inf"), largest, scale)
+    if POW2:
+        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    scale = tl.where(amax < 0x7F800000, scale, float("nan"))
+    block_row, block_column = i * A0 + tl.arange(0, A0)[:, None], j * A1 + tl.arange(0, A1)[None, :]
+    tl.store(
+        scale_inv + (expert * scales_n + block_row) * scales_k + block_column,
+        tl.div_rn(1.0, scale),
+        mask=(block_row < scales_n) & (block_column < scales_k),
+    )
+
+    differences, count = (), 0
+    for s in tl.static_range(STRIPS):
+        row = i * (A0 * B0) + s * S0 + r
+        inside = in_row & (row < n) & (s * S0 + r < A0 * B0)
+        position = (expert * n + row) * k + column
+        product = float32_bits(strips[s]).to(tl.float32, bitcast=True) * scale
+        # the instruction behind the cast saturates, as e4m3 does
+        code = product.to(tl.float8e4nv).to(tl.uint8, bitcast=True) if NATIVE else e4m3(product)
+        tl.store(data + position, code, mask=inside)
+        if base is not None:
+            difference = tl.where(inside, code - tl.load(base + position, mask=inside, other=0), 0)
+            differences += (difference,)
+            count += tl.sum(tl.sum((difference != 0).to(tl.int32), 1), 0)
+
+    if base is not None:
+        slot = tl.atomic_add(counter, count.to(tl.int64), sem="relaxed")
+        for s in tl.static_range(STRIPS):
+            position = (expert * n + i * (A0 * B0) + s * S0 + r) * k + column
+            changed = (differences[s] != 0).to(tl.int32)
+            per_row = tl.sum(changed, 1)
+            place = (tl.cumsum(per_row, 0) - per_row)[:, None] + tl.cumsum(changed, 1) - 1
+            room = tl.maximum(tl.minimum(capacity - slot, S0 * S1), 0).to(tl.int32)  # int32: fewer registers
+            kept = (changed == 1) & (place < room)
+            tl.store(changes + slot + place, position * 256 + differences[s], mask=kept)
+            slot += tl.sum(per_row, 0)
+
+
+def quantize(x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, scale_inv: Tensor) -> None:
+    """x [E, N, K] -> data, E4M3 [E, N, K], and scale_inv, float32 [E, ceil(N/b0), ceil(K/b1)].
+
+    Raises ValueError for a block that a program cannot hold.
+    """
+    _launch(x, block, scale_format, data, scale_inv, (None, None, None, 0))
+
+
+def quantize_delta(
+    x: Tensor, block: Block, scale_format: ScaleFormat, base: Tensor, data: Tensor, scale_inv: Tensor
+) -> Delta | None:
+    """`quantize`, and in the same pass what differs from base, E4M3 [E, N, K]; None if that is too much to list."""
+    limit = int(MAX_CHANGED * x.numel())
+    changes = torch.empty(limit, dtype=torch.int64, device=x.device)
+    counter = torch.zeros(1, dtype=torch.int64, device=x.device)
+    _launch(x, block, scale_format, data, scale_inv, (as_bytes(base), changes, counter, limit))
+    changed = int(counter)
+    if changed > limit:
+        return None
+    changes = changes[:changed].sort().values
+    return Delta.of_positions(changes >> 8, (changes & 255).to(torch.uint8), x.numel())
+
+
+def strips_of(block: Block) -> tuple[int, int, int]:
+    """Rows and columns of a strip, powers of two, and the number of strips that make a tile."""
+    b0, b1 = map(triton.next_power_of_2, block)
+    columns = b1 if b1 > 1 else max(1, 2 * STRIP_VALUES // b0)
+    rows = max(1, STRIP_VALUES // columns)
+    rows, strips = (rows, 1) if b0 == 1 else (min(rows, b0), triton.cdiv(block[0], min(rows, b0)))
+    if rows * columns * strips > TILE_VALUES:
+        raise ValueError(
+            f"the triton kernel takes 128x128, 1x128, 128x1 and other blocks of up to {TILE_VALUES} values, "
+            f"not {block[0]}x{block[1]}; the reference kernel takes any"
+        )
+    return rows, columns, strips
+
+
+def _launch(x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, scale_inv: Tensor, delta: tuple) -> None:
+    rows, columns, strips = strips_of(block)
+    if x.numel() == 0:
+        return
+    tiles = x.size(0) * triton.cdiv(x.size(1), rows if block[0] == 1 else block[0])
+    tiles *= triton.cdiv(x.size(2), columns if block[1] == 1 else block[1])
+    threads = rows * columns * strips // (THREAD_VALUES if delta[0] is None else THREAD_VALUES // 2)
+    native = not INTERPRETED and torch.cuda.get_device_capability(x.device) >= (8, 9)
+    with torch.cuda.device_of(x):
+        quantize_tile[(tiles,)](
+            x.view(torch.int16) if x.dtype is torch.bfloat16 else x, as_bytes(data), scale_inv,
+            *x.shape[1:], *x.stride(), torch.finfo(x.dtype).max, *delta,
+            *block, rows, columns, strips, scale_format == "pow2", native,
+            num_warps=max(1, min(16, threads // 32)), enable_fp_fusion=False,
+        )  # fmt: skip
