@@ -5,7 +5,7 @@ block. `scale_inv` is what multiplies to dequantize, the meaning of `weight_scal
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -25,6 +25,12 @@ ALONG_TOKENS: Block = (128, 1)
 
 ScaleFormat = Literal["pow2", "fp32"]
 """`pow2`: scales are rounded down to a power of two, so every quantizer agrees. `fp32`: scales keep their mantissa."""
+
+
+def check_scale_format(name: str) -> None:
+    """Raise ValueError on a name that is no ScaleFormat: taken for the other one, it would change every scale."""
+    if name not in get_args(ScaleFormat):
+        raise ValueError(f"there is no scale format {name!r}; there are {', '.join(get_args(ScaleFormat))}")
 
 
 class NonFiniteError(ValueError):

@@ -29,7 +29,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.fp8.format import E4M3_MAX, ScaleFormat
+from nemo_fp8rl.fp8.format import E4M3_MAX, ScaleFormat, check_scale_format
 
 TENSORS = ("q", "k", "v")
 """The order of the second dimension of a sketch."""
@@ -163,6 +163,7 @@ class KvSketches:
         Scales are at least 2^-126; a layer of zeros alone gets scale 1. Raises CalibrationError if a layer saw no
         data, or nothing but zeros up to the percentile.
         """
+        check_scale_format(scale_format)
         if not 0 < margin <= LARGEST_MARGIN:
             raise ValueError(f"the margin of a scale is a positive number up to {LARGEST_MARGIN}, got {margin}")
         clip = self.amax.cpu() if percentile is None else self.percentile(percentile)

@@ -5,7 +5,16 @@ from torch import Tensor
 
 from nemo_fp8rl.fp8 import kernels
 from nemo_fp8rl.fp8.delta import Delta
-from nemo_fp8rl.fp8.format import BLOCK, E4M3, Block, BlockScaled, NonFiniteError, ScaleFormat, scale_shape
+from nemo_fp8rl.fp8.format import (
+    BLOCK,
+    E4M3,
+    Block,
+    BlockScaled,
+    NonFiniteError,
+    ScaleFormat,
+    check_scale_format,
+    scale_shape,
+)
 from nemo_fp8rl.fp8.kernels import KernelName
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -28,7 +37,7 @@ def quantize_blockwise(
     Raises NonFiniteError with the count and the place of the first value when x holds NaN or infinity: such a weight
     must not be shipped (Transformer Engine would drop the NaN silently). `out` is then worthless.
     """
-    x3, out = _prepared(x, block, out)
+    x3, out = _prepared(x, block, scale_format, out)
     data, scale_inv = _stacked(out.data), _stacked(out.scale_inv)
     kernels.load(kernel, x.device.type).quantize(x3, block, scale_format, data, scale_inv)
     _refuse_non_finite(x, out)
@@ -55,7 +64,7 @@ def quantize_delta(
             f"the base of a delta must be contiguous {E4M3} {list(x.shape)} on {x.device}, "
             f"got {base.dtype} {list(base.shape)} on {base.device}"
         )
-    x3, out = _prepared(x, block, out)
+    x3, out = _prepared(x, block, scale_format, out)
     data, scale_inv = _stacked(out.data), _stacked(out.scale_inv)
     chosen = kernels.load(kernel, x.device.type)
     delta = chosen.quantize_delta(x3, block, scale_format, _stacked(base), data, scale_inv)
@@ -74,12 +83,15 @@ def fake_quantize(
     return quantize_dequantize(x.detach(), block, scale_format, dtype or x.dtype)
 
 
-def _prepared(x: Tensor, block: Block, out: BlockScaled | None) -> tuple[Tensor, BlockScaled]:
+def _prepared(
+    x: Tensor, block: Block, scale_format: ScaleFormat, out: BlockScaled | None
+) -> tuple[Tensor, BlockScaled]:
     """x as [E, N, K], and an `out` that fits it."""
     if x.dim() not in (2, 3):
         raise ValueError(f"a matrix [N, K] or a stack of them [E, N, K] is quantized, got shape {list(x.shape)}")
     if x.dtype not in DTYPES:
         raise ValueError(f"{', '.join(map(str, DTYPES))} is quantized, got {x.dtype}")
+    check_scale_format(scale_format)
     if min(block) < 1:
         raise ValueError(f"a block has at least one row and one column, got {block}")
     shape = scale_shape(x.shape, block)

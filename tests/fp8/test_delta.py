@@ -283,6 +283,14 @@ def test_a_delta_comes_back_from_the_wire_as_it_was(steps, rest):
     assert listed(decode(memoryview(message), numel)) == listed(delta)
 
 
+def test_the_longest_delta_comes_back_from_the_wire():
+    numel = 800_000
+    positions = torch.cat([torch.arange(numel // 8 - 1), torch.tensor([numel - 1])])
+    delta = Delta.of_positions(positions, torch.ones(numel // 8).byte(), numel)
+    assert len(delta.gaps) == numel // 8 + 700_000 // 65536
+    assert decode(delta.encode(), numel).changed == numel // 8
+
+
 def test_the_wire_format_is_what_the_module_says():
     delta = Delta(200_000, torch.tensor([1, 65535, 515], dtype=torch.uint16), torch.tensor([7, 0, 255]).byte())
     message = delta.encode()

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_fp8rl.fp8 import BLOCK, NonFiniteError, fake_quantize, kernels, quantize_blockwise
+from nemo_fp8rl.fp8 import BLOCK, NonFiniteError, fake_quantize, kernels, quantize_blockwise, quantize_delta
 from nemo_fp8rl.fp8.kernels import cpu, emulate
 from nemo_fp8rl.fp8.kernels.emulate import round_to_e4m3
 
@@ -299,6 +299,12 @@ def test_fake_quantize_lets_non_finite_values_stay_non_finite():
         assert not torch.isfinite(out[1, 130])
         assert torch.equal(out[0, 128:], x[0, 128:])
         assert torch.equal(out[1, :128], x[1, :128])
+
+
+def test_a_misspelled_scale_format_is_refused():
+    for quantize in (quantize_blockwise, lambda x, **keys: quantize_delta(x, quantize_blockwise(x).data, **keys)):
+        with pytest.raises(ValueError, match="'power2'; there are pow2, fp32"):
+            quantize(torch.ones(4, 4), scale_format="power2")
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3, 4, 5)])
