@@ -1,6 +1,6 @@
 """The contract at memory speed on a CPU: `loops` does the work, here it is cut into pieces and shared out.
 
-A piece is some whole strips of one matrix; torch.get_num_threads() threads take shares of neighbouring pieces.
+A piece is some whole strips of one matrix; neighbouring pieces go to the same one of torch.get_num_threads() threads.
 Only strided and float16 input is copied, a piece at a time.
 """
 
@@ -22,8 +22,6 @@ PIECE_VALUES = 1 << 18
 """Values to a call of the compiled code where strips are low (1x128 blocks), so that the call itself costs nothing."""
 THREAD_VALUES = 1 << 20
 """Values below which a second thread costs more than it brings."""
-SHARES = 4
-"""Shares of the work to a thread: one that finds its core busy leaves the next share to another."""
 CHUNK_ENTRIES = 1 << 17
 """Entries of a delta recorded before they are put aside."""
 
@@ -118,8 +116,7 @@ def _in_threads(work: Callable[[list[Piece]], Any], pieces: list[Piece], values:
     threads = min(torch.get_num_threads(), len(pieces), 1 + values // THREAD_VALUES)
     if threads <= 1:
         return [work(pieces)] if pieces else []
-    shares = min(len(pieces), threads * SHARES)
-    ends = [len(pieces) * i // shares for i in range(shares + 1)]
+    ends = [len(pieces) * i // threads for i in range(threads + 1)]
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(work, [pieces[a:b] for a, b in pairwise(ends)]))
 
