@@ -51,18 +51,30 @@ class TrainBatch(TypedDict, total=False):
     input_lengths:        int64 [B], prompt + completion, without padding
     token_mask:           float32 [B, T], 1 where the token was generated
     sample_mask:          float32 [B], 0 drops the whole sample
+    rewards:              float32 [B]
     advantages:           float32 [B, T], the sample's advantage on every token
     generation_logprobs:  float32 [B, T], the engine's
     prev_logprobs:        float32 [B, T], the trainer's own, before the update
+    reference_policy_logprobs:  float32 [B, T], the reference policy's, where the loss has a KL term
+    importance_weights:   float32 [B, T], the rollout correction's, where it was decided for the whole batch
+    out_of_bounds:        float32 [B, T], 1 where the correction changed or rejected the weight
+    curr_logprobs_unfiltered:   float32 [B, T-1], the current policy without top-k and top-p, for the KL (NeMo RL)
+    positive_valid_toks:  float32 [B], tokens of the optimizer step's samples with a positive reward, on every row
     """
 
     input_ids: Tensor
     input_lengths: Tensor
     token_mask: Tensor
     sample_mask: Tensor
+    rewards: Tensor
     advantages: Tensor
     generation_logprobs: Tensor
     prev_logprobs: Tensor
+    reference_policy_logprobs: Tensor
+    importance_weights: Tensor
+    out_of_bounds: Tensor
+    curr_logprobs_unfiltered: Tensor
+    positive_valid_toks: Tensor
 
 
 def collate(prompts: Sequence[Prompt], completions: Sequence[Completion], pad_token_id: int) -> TrainBatch:

@@ -8,7 +8,9 @@ lives in the block `nemo_fp8rl:`; the few other keys of ours say so.
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from nemo_fp8rl.algorithms.loss import LossConfig
+from nemo_fp8rl.algorithms.correction import CorrectionConfig
+from nemo_fp8rl.algorithms.gates import GateConfig
+from nemo_fp8rl.algorithms.loss_config import LossConfig
 from nemo_fp8rl.fp8 import KernelName, ScaleFormat
 
 Flow = Literal["bf16", "fp8_rollout", "fp8_e2e"]
@@ -33,6 +35,11 @@ class Fp8RlConfig(_Block):
     kernel: KernelName = "auto"
     """Which implementation quantizes for a refit; all give the same bytes, `auto` takes the fastest there is."""
 
+    correction: CorrectionConfig | None = None
+    """Rollout correction beyond loss_fn's keys; null takes what those say."""
+    gates: tuple[GateConfig, ...] = ()
+    """Limits on the mismatch of trainer and engine, and what happens above them."""
+
     @property
     def trainer_fp8(self) -> bool:
         return self.flow == "fp8_e2e"
@@ -43,12 +50,41 @@ class Fp8RlConfig(_Block):
 
 
 @dataclass(frozen=True)
+class AdvEstimatorConfig(_Block):
+    name: Literal["grpo", "reinforce_plus_plus"] = "grpo"
+    """grpo is RLOO with normalize_rewards: false and use_leave_one_out_baseline: true."""
+    normalize_rewards: bool = "${grpo.normalize_rewards}"  # type: ignore[assignment]
+    use_leave_one_out_baseline: bool = "${grpo.use_leave_one_out_baseline}"  # type: ignore[assignment]
+    minus_baseline: bool = True
+    """reinforce_plus_plus: subtract the mean reward of the prompt."""
+
+
+@dataclass(frozen=True)
+class RewardShapingConfig(_Block):
+    enabled: bool = False
+    overlong_buffer_length: int | None = 128
+    """Tokens before max_response_length in which the penalty grows to overlong_buffer_penalty (DAPO)."""
+    overlong_buffer_penalty: float | None = 1.0
+    max_response_length: int | None = "${policy.max_total_sequence_length}"  # type: ignore[assignment]
+    stop_properly_penalty_coef: float | None = None
+    """Rewards of truncated answers are multiplied by it, instead of the above; 0..1."""
+
+
+@dataclass(frozen=True)
 class GrpoConfig(_Block):
     num_prompts_per_step: int = 32
     num_generations_per_prompt: int = 16
     max_num_steps: int = 100
     normalize_rewards: bool = True
     use_leave_one_out_baseline: bool = False
+    adv_estimator: AdvEstimatorConfig = field(default_factory=AdvEstimatorConfig)
+    use_dynamic_sampling: bool = False
+    """Ask further prompts until every group of a step has rewards that differ (DAPO)."""
+    dynamic_sampling_max_gen_batches: int = 10
+    """Generation rounds after which dynamic sampling gives up, with an error."""
+    overlong_filtering: bool = False
+    """Leave answers that were cut off out of the loss."""
+    reward_shaping: RewardShapingConfig = field(default_factory=RewardShapingConfig)
     val_period: int = 10
     """Validate every so many steps; 0 never."""
     val_at_start: bool = True

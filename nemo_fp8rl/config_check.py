@@ -3,6 +3,8 @@
 import math
 from typing import Any
 
+from nemo_fp8rl.algorithms.gates import check_gates
+from nemo_fp8rl.algorithms.loss import GrpoLoss
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 
@@ -11,6 +13,7 @@ ABOVE_0 = (
     "grpo.num_generations_per_prompt",
     "grpo.max_num_steps",
     "grpo.max_val_samples",
+    "grpo.dynamic_sampling_max_gen_batches",
     "sft.max_num_steps",
     "checkpointing.save_period",
     "checkpointing.keep_top_k",
@@ -68,6 +71,7 @@ def check(cfg: Config) -> None:
     _check_batch_sizes(cfg)
     _check_schedule(cfg)
     cfg.loss_fn.check()
+    _check_algorithm(cfg)
     policy, vllm = cfg.policy, cfg.policy.generation.vllm_cfg
     if vllm.max_model_len > policy.max_total_sequence_length:
         raise UserError(
@@ -84,6 +88,31 @@ def check(cfg: Config) -> None:
             "cluster.train_ranks and cluster.generation_engines above 1 need processes of their own: set "
             "cluster.backend=ray"
         )
+
+
+def _check_algorithm(cfg: Config) -> None:
+    GrpoLoss(cfg.loss_fn, cfg.nemo_fp8rl.correction)  # what its two blocks say of each other
+    check_gates(cfg.nemo_fp8rl.gates)
+    grpo, shaping = cfg.grpo, cfg.grpo.reward_shaping
+    if cfg.loss_fn.use_kl_in_reward and grpo.adv_estimator.name != "reinforce_plus_plus":
+        raise UserError(
+            "loss_fn.use_kl_in_reward=true needs grpo.adv_estimator.name=reinforce_plus_plus: other estimators give a "
+            "sample one advantage, not one a token"
+        )
+    coefficient = shaping.stop_properly_penalty_coef
+    if coefficient is not None and not 0 <= coefficient <= 1:
+        raise UserError(f"grpo.reward_shaping.stop_properly_penalty_coef={coefficient} must lie in 0..1")
+    if shaping.enabled and coefficient is None:
+        for name in ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length"):
+            value = getattr(shaping, name)
+            if value is None or not value > 0:
+                raise UserError(f"grpo.reward_shaping.{name} must be a number above 0, got {value}")
+        buffer, longest = shaping.overlong_buffer_length or 0, shaping.max_response_length or 0
+        if buffer > longest:
+            raise UserError(
+                f"grpo.reward_shaping.overlong_buffer_length={buffer} must not be above "
+                f"grpo.reward_shaping.max_response_length={longest}"
+            )
 
 
 def _check_ranges(cfg: Config) -> None:

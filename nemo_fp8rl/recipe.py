@@ -97,7 +97,14 @@ def _read_with_parents(path: Path, children: tuple[Path, ...]) -> Any:
 
 def _block_of(hint: Any) -> Any:
     """The dataclass behind a type hint, also behind `Block | None`; None when there is none."""
+    if get_origin(hint) is tuple:
+        return None
     return next((t for t in (hint, *get_args(hint)) if dataclasses.is_dataclass(t)), None)
+
+
+def _list_of(hint: Any) -> Any:
+    """The dataclass behind `tuple[Block, ...]`, a list of blocks; None for anything else."""
+    return next((t for t in get_args(hint) if dataclasses.is_dataclass(t)), None) if get_origin(hint) is tuple else None
 
 
 def _hints(block: type) -> dict[str, Any]:
@@ -112,8 +119,13 @@ def _check_keys(given: Any, block: type, prefix: str) -> None:
     for key, value in given.items():
         if key not in hints:
             raise UserError(f"unknown config key {prefix}{key}; {_nearest(str(key), hints, prefix)}")
-        child = _block_of(hints[key])
-        if child and value is not None:
+        child, element = _block_of(hints[key]), _list_of(hints[key])
+        if element and value is not None:
+            if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
+                raise UserError(f"{prefix}{key} must be a list of blocks of keys, got {value!r}")
+            for i, part in enumerate(value):
+                _check_keys(part, element, f"{prefix}{key}[{i}].")
+        elif child and value is not None:
             if not isinstance(value, dict):
                 raise UserError(f"{prefix}{key} must be a block of keys, got {value!r}")
             _check_keys(value, child, f"{prefix}{key}.")

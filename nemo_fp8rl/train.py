@@ -1,22 +1,25 @@
 """The loop: prompts -> generation -> rewards -> advantages -> loss -> optimizer step -> refit, one call a stage."""
 
-import random
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
-from nemo_fp8rl.algorithms.advantages import group_advantages
-from nemo_fp8rl.algorithms.loss import GrpoLoss
-from nemo_fp8rl.algorithms.mismatch import mismatch_metrics
-from nemo_fp8rl.batch import Completion, Prompt, TrainBatch, collate, num_rows, rows
+from nemo_fp8rl.algorithms.advantages import group_advantages, reinforce_plus_plus_advantages
+from nemo_fp8rl.algorithms.correction import corrected_batch
+from nemo_fp8rl.algorithms.gates import judge, worst
+from nemo_fp8rl.algorithms.loss import EXTREMA, GrpoLoss, combined, kl_estimate
+from nemo_fp8rl.algorithms.mismatch import MismatchSums
+from nemo_fp8rl.batch import Prompt, TrainBatch, collate, num_rows, rows
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.data import PromptOrder
 from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.display import Display
+from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation.base import Generation, Sampling
 from nemo_fp8rl.generation.vllm import VllmGeneration
 from nemo_fp8rl.hf.config import check_context, read_hf_config
@@ -24,9 +27,16 @@ from nemo_fp8rl.interrupt import GracefulStop
 from nemo_fp8rl.policy.base import Policy
 from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.refit.bridge import RefitBridge
-from nemo_fp8rl.rewards import VERIFIERS
+from nemo_fp8rl.rollout import Rollout, collect, further_prompts, sample_seed, score, shaped
 from nemo_fp8rl.rundir import RunDirectory
 from nemo_fp8rl.timing import Stopwatch
+
+PromptsOfRound = Callable[[int], Sequence[Prompt]]
+"""Prompts of generation round 0, 1, ... of a step; more than one only with dynamic sampling."""
+
+
+class GateStop(UserError):
+    """A gate of the recipe ends the run: trainer and engine disagree too much."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,7 @@ class Parts:
 
 def train(cfg: Config, resume: bool = False) -> bool:
     """Run GRPO to grpo.max_num_steps. Returns False when it was interrupted (and can be resumed)."""
-    loss = GrpoLoss(cfg.loss_fn)
+    loss = GrpoLoss(cfg.loss_fn, cfg.nemo_fp8rl.correction)
     hf = read_hf_config(cfg.policy.model_name)
     check_context(hf, cfg.policy.max_total_sequence_length)
     tokenizer, train_prompts, val_prompts = load_prompts(cfg, hf.vocab_size)
@@ -56,6 +66,13 @@ def train(cfg: Config, resume: bool = False) -> bool:
         stop_token_ids=tuple(sorted({tokenizer.eos_token_id, *hf.eos_token_ids})),
     )
     last = cfg.grpo.max_num_steps
+
+    def prompts_of(step: int) -> PromptsOfRound:
+        first = [train_prompts[i] for i in order.indices(step)]
+        return lambda round_: (
+            first if round_ == 0 else further_prompts(train_prompts, len(first), cfg.grpo.seed, step, round_)
+        )
+
     with (
         RunDirectory(cfg, resume) as run,
         Display(cfg.nemo_fp8rl.flow, last, run.done) as display,
@@ -73,7 +90,14 @@ def train(cfg: Config, resume: bool = False) -> bool:
             run.log(0, start)
             display.say(f"validation accuracy at start {start['validation/accuracy']:.3f}")
         for step in range(run.done + 1, last + 1):
-            metrics = train_step(parts, loss, step, [train_prompts[i] for i in order.indices(step)])
+            try:
+                metrics, notes = train_step(parts, loss, step, prompts_of(step))
+            except GateStop:
+                if cfg.checkpointing.enabled and run.done < step - 1:
+                    run.save_checkpoint(step - 1, policy)
+                raise
+            for note in notes:
+                display.say(note)
             if _validates(cfg, step):
                 metrics |= validate(parts)
             run.log(step, metrics)
@@ -100,58 +124,99 @@ def backends(cfg: Config, run: RunDirectory) -> Iterator[tuple[Policy, Generatio
         yield policy, generation
 
 
-def train_step(parts: Parts, loss: GrpoLoss, step: int, prompts: Sequence[Prompt]) -> dict[str, float]:
-    """One round of the loop; its metrics, under NeMo RL's names."""
+def train_step(
+    parts: Parts, loss: GrpoLoss, step: int, prompts_of_round: PromptsOfRound
+) -> tuple[dict[str, float], list[str]]:
+    """One round of the loop: its metrics, under NeMo RL's names, and what is to be said about it."""
     cfg, clock = parts.cfg, Stopwatch()
     begin = time.perf_counter()
-    with clock("generate"):
-        seeds = [sample_seed(cfg.grpo.seed, step, position) for position in range(len(prompts))]
-        groups = parts.generation.generate([p.token_ids for p in prompts], seeds, parts.sampling)
-    completions = [completion for group in groups for completion in group]
+    rollout = collect(cfg, parts.generation, parts.tokenizer, parts.sampling, clock, step, prompts_of_round)
+    completions = rollout.completions
     assert all(len(c.logprobs) == len(c.token_ids) for c in completions), "a completion lacks log-probs"
     stale = {c.policy_version for c in completions} - {parts.bridge.version}
     assert not stale, f"completions of versions {stale}, the trainer is at {parts.bridge.version}"
 
-    asked = [prompt for prompt, group in zip(prompts, groups, strict=True) for _ in group]
-    with clock("reward"):
-        rewards = score(parts, asked, completions)
-    batch = collate(asked, completions, parts.tokenizer.pad_token_id)
+    batch = collate(rollout.prompts, completions, parts.tokenizer.pad_token_id)
+    if cfg.grpo.overlong_filtering:
+        batch["sample_mask"] = torch.tensor([float(c.finish_reason == "stop") for c in completions])
     with clock("logprob"):
         batch["prev_logprobs"] = parts.policy.logprobs(batch)
-    group_ids = torch.arange(len(prompts)).repeat_interleave(cfg.grpo.num_generations_per_prompt)
-    advantages = group_advantages(
-        rewards,
-        group_ids,
-        normalize_rewards=cfg.grpo.normalize_rewards,
-        use_leave_one_out_baseline=cfg.grpo.use_leave_one_out_baseline,
-    )
-    batch["advantages"] = advantages[:, None] * batch["token_mask"]
-    mismatch = mismatch_metrics(batch["prev_logprobs"], batch["generation_logprobs"], batch["token_mask"])
+        if cfg.loss_fn.reference_policy_kl_penalty:
+            batch["reference_policy_logprobs"] = parts.policy.reference_logprobs(batch)
+    batch["rewards"] = rollout.rewards
+    batch["advantages"] = advantages(cfg, rollout, batch)
+    seen = MismatchSums()
+    seen.observe(batch["prev_logprobs"], batch["generation_logprobs"], batch["token_mask"])
+    mismatch = seen.metrics()
+    verdicts = judge(cfg.nemo_fp8rl.gates, mismatch)
+    if worst(verdicts) == "stop":
+        raise GateStop(f"step {step}: " + "; ".join(verdict.message for verdict in verdicts))
+    batch, corrected = corrected_batch(batch, loss.correction)
 
+    trained: dict[str, float] = {}
+    notes = [f"step {step}: {verdict.message}" for verdict in verdicts]
     with clock("train"):
-        trained = optimize(parts.policy, batch, loss, cfg.policy.train_global_batch_size)
+        if worst(verdicts) == "skip_step":
+            skipped = 1
+        else:
+            trained, skipped = optimize(parts.policy, batch, loss, cfg.policy.train_global_batch_size)
+            if skipped:
+                notes.append(
+                    f"step {step}: {skipped} optimizer steps skipped, the correction rejected all their tokens"
+                )
     refit = parts.bridge.refit()
 
-    tokens = float(batch["token_mask"].sum())
-    train_metrics = trained | mismatch
+    train_metrics = trained | mismatch | seen.by_position() | corrected
     train_metrics |= {
-        "reward": float(rewards.mean()),
-        "mean_gen_tokens_per_sample": tokens / len(completions),
+        "reward": float(rollout.rewards.mean()),
+        "mean_gen_tokens_per_sample": sum(len(c.token_ids) for c in completions) / len(completions),
         "truncation_rate": sum(c.finish_reason == "length" for c in completions) / len(completions),
-        "global_valid_toks": tokens,
+        "global_valid_toks": float((batch["token_mask"] * batch["sample_mask"][:, None]).sum()),
+        "generation_rounds": rollout.rounds,
+        "optimizer_steps_skipped": skipped,
     }
-    metrics = {f"train/{name}": value for name, value in train_metrics.items()}
+    # what no token has (all rejected, none finite) is left out: JSON has no NaN
+    metrics = {f"train/{name}": value for name, value in train_metrics.items() if math.isfinite(value)}
     metrics |= clock.metrics() | refit.metrics()
-    return metrics | {"timing/total_step_time": time.perf_counter() - begin}
+    return metrics | {"timing/total_step_time": time.perf_counter() - begin}, notes
 
 
-def optimize(policy: Policy, batch: TrainBatch, loss: GrpoLoss, global_batch_size: int) -> dict[str, float]:
-    """One optimizer step for every `global_batch_size` samples; metrics are means over the steps."""
-    steps = [
-        policy.train_step(rows(batch, start, start + global_batch_size), loss)
-        for start in range(0, num_rows(batch), global_batch_size)
-    ]
-    return {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+def advantages(cfg: Config, rollout: Rollout, batch: TrainBatch) -> torch.Tensor:
+    """float32 [B, T], 0 where nothing was generated."""
+    choice = cfg.grpo.adv_estimator
+    rewards = shaped(rollout.rewards, rollout.completions, cfg.grpo.reward_shaping)
+    if choice.name == "grpo":
+        own = group_advantages(
+            rewards,
+            rollout.group_ids,
+            normalize_rewards=choice.normalize_rewards,
+            use_leave_one_out_baseline=choice.use_leave_one_out_baseline,
+        )
+        return own[:, None] * batch["token_mask"]
+    mask, kl = batch["token_mask"] * batch["sample_mask"][:, None], None
+    if cfg.loss_fn.use_kl_in_reward:
+        prev, reference = batch["prev_logprobs"], batch["reference_policy_logprobs"]
+        kl = cfg.loss_fn.reference_policy_kl_penalty * kl_estimate(prev, reference, torch.ones(()), cfg.loss_fn)
+    return reinforce_plus_plus_advantages(rewards, rollout.group_ids, mask, minus_baseline=choice.minus_baseline, kl=kl)
+
+
+def optimize(policy: Policy, batch: TrainBatch, loss: GrpoLoss, global_batch_size: int) -> tuple[dict[str, float], int]:
+    """One optimizer step for every `global_batch_size` samples: metrics, means over the steps, and steps skipped.
+
+    A step whose tokens the correction rejected to the last is skipped: its gradient is 0, but Adam would still move.
+    """
+    steps, skipped = [], 0
+    for start in range(0, num_rows(batch), global_batch_size):
+        part = rows(batch, start, start + global_batch_size)
+        mask = part["token_mask"] * part["sample_mask"][:, None]
+        if not (mask * part["importance_weights"]).any():
+            skipped += 1
+            continue
+        positive = (mask * (part["rewards"] > 0)[:, None]).sum()
+        part["positive_valid_toks"] = positive.expand(num_rows(part))
+        steps.append(policy.train_step(part, loss))
+    summed = combined(steps)
+    return {n: value if n.endswith(tuple(EXTREMA)) else value / len(steps) for n, value in summed.items()}, skipped
 
 
 def validate(parts: Parts) -> dict[str, float]:
@@ -163,23 +228,9 @@ def validate(parts: Parts) -> dict[str, float]:
     with clock("validation"):
         seeds = [sample_seed(parts.cfg.grpo.seed, 0, position) for position in range(len(prompts))]
         groups = parts.generation.generate([p.token_ids for p in prompts], seeds, sampling)
-        rewards = score(parts, prompts, [group[0] for group in groups])
-    return {"validation/accuracy": float(rewards.mean())} | clock.metrics()
-
-
-def score(parts: Parts, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> torch.Tensor:
-    """float32 [B] rewards in 0..1."""
-    verifier = VERIFIERS[parts.cfg.data.default.env_name]
-    texts = [parts.tokenizer.decode(completion.token_ids) for completion in completions]
-    return torch.tensor([verifier(text, prompt.answer) for text, prompt in zip(texts, prompts, strict=True)])
-
-
-def sample_seed(seed: int, step: int, position: int) -> int:
-    """The engine's seed for a prompt of a step: the same in every process and resumed run.
-
-    By position, not by prompt: a step across an epoch's border may hold a prompt twice, with other samples.
-    """
-    return random.Random(f"{seed}/{step}/{position}").getrandbits(31)
+        rewards = score(parts.cfg, parts.tokenizer, prompts, [group[0] for group in groups])
+    error = parts.policy.weight_error() if parts.cfg.nemo_fp8rl.engine_fp8 else {}
+    return {"validation/accuracy": float(rewards.mean())} | error | clock.metrics()
 
 
 def _validates(cfg: Config, step: int) -> bool:

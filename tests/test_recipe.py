@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from nemo_fp8rl.algorithms.correction import Rule
+from nemo_fp8rl.algorithms.gates import GateConfig
 from nemo_fp8rl.config import Config, Fp8RlConfig
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.recipe import load, to_yaml
@@ -354,13 +356,29 @@ def test_a_cycle_of_defaults_is_refused(folder):
         (["cluster.generation_engines=2"], ["cluster.generation_engines", "cluster.backend=ray"]),
         (["policy.generation.vllm_cfg.max_model_len=513"], ["policy.generation.vllm_cfg.max_model_len=513", "512"]),
         (["grpo.num_generations_per_prompt=1"], ["grpo.num_generations_per_prompt"]),
-        (["loss_fn.truncated_importance_sampling_ratio=null"], ["loss_fn.truncated_importance_sampling_type"]),
+        (["loss_fn.truncated_importance_sampling_type=tis"], ["loss_fn.use_importance_sampling_correction=true"]),
         (
-            ["loss_fn.truncated_importance_sampling_ratio_min=5"],
-            ["loss_fn.truncated_importance_sampling_ratio_min"],
+            ["loss_fn.use_importance_sampling_correction=true", "loss_fn.truncated_importance_sampling_type=tis"],
+            ["loss_fn.truncated_importance_sampling_ratio"],
         ),
-        (["loss_fn.token_level_loss=false"], ["loss_fn.token_level_loss"]),
-        (["loss_fn.reference_policy_kl_penalty=0.1"], ["loss_fn.reference_policy_kl_penalty"]),
+        (
+            ["loss_fn.use_importance_sampling_correction=true", "nemo_fp8rl.correction.preset=tis"],
+            ["nemo_fp8rl.correction", "loss_fn.use_importance_sampling_correction"],
+        ),
+        (["nemo_fp8rl.correction.preset=best"], ["nemo_fp8rl.correction.preset", "seq-mask-tis"]),
+        (["nemo_fp8rl.correction={preset: icepop, weight: none}"], ["nemo_fp8rl.correction.weight", "preset=icepop"]),
+        (["nemo_fp8rl.correction.reject=[{statistic: token_k3}]"], ["nemo_fp8rl.correction.reject[0]", "max"]),
+        (["nemo_fp8rl.gates=[{metric: reward, max: 1, action: warn}]"], ["nemo_fp8rl.gates[0].metric", "gen_kl_error"]),
+        (["loss_fn.use_kl_in_reward=true"], ["loss_fn.use_kl_in_reward", "grpo.adv_estimator.name"]),
+        (
+            ["grpo.reward_shaping={enabled: true, overlong_buffer_length: 0}"],
+            ["grpo.reward_shaping.overlong_buffer_length"],
+        ),
+        (
+            ["grpo.reward_shaping={enabled: true, overlong_buffer_length: 9, max_response_length: 8}"],
+            ["grpo.reward_shaping.overlong_buffer_length=9", "grpo.reward_shaping.max_response_length=8"],
+        ),
+        (["grpo.reward_shaping.stop_properly_penalty_coef=2"], ["grpo.reward_shaping.stop_properly_penalty_coef=2"]),
         # Megatron asserts these three when the optimizer is built.
         (
             ["policy.megatron_cfg.scheduler.lr_warmup_iters=1000"],
@@ -411,3 +429,17 @@ def test_float32_is_allowed_in_the_bf16_flow(recipe):
 )
 def test_a_value_out_of_its_range_is_named(refusal, override):
     assert override.partition("=")[0] in refusal(MINIMAL, override)
+
+
+def test_lists_of_blocks_are_typed_and_their_keys_checked(recipe):
+    cfg = recipe(
+        MINIMAL,
+        "nemo_fp8rl.correction={weight: sequence, reject: [{statistic: seq_max_k1, min: 1e-4}]}",
+        "nemo_fp8rl.gates=[{metric: gen_kl_error, max: 0.015, action: stop}]",
+    )
+    assert cfg.nemo_fp8rl.correction.reject == (Rule("seq_max_k1", None, 1e-4),)
+    assert cfg.nemo_fp8rl.gates == (GateConfig("gen_kl_error", 0.015, "stop"),)
+    with pytest.raises(UserError, match=r"nemo_fp8rl\.gates\[0\]\.maximum; did you mean nemo_fp8rl\.gates\[0\]\.max\?"):
+        recipe(MINIMAL, "nemo_fp8rl.gates=[{metric: gen_kl_error, maximum: 1}]")
+    with pytest.raises(UserError, match=r"nemo_fp8rl\.gates must be a list of blocks"):
+        recipe(MINIMAL, "nemo_fp8rl.gates={metric: gen_kl_error}")

@@ -80,6 +80,8 @@ def test_run_directory_holds_what_a_reader_needs(uninterrupted):
     assert [row["step"] for row in rows] == list(range(7))
     assert all(set(row) >= NEMO_RL_METRICS for row in rows[1:])
     assert {row["step"] for row in rows if "validation/accuracy" in row} == {0, 2, 4, 6}
+    assert all(0.02 < row["weight_error/fp8"] < 0.03 for row in rows if "validation/accuracy" in row)
+    assert all(row["train/gen_kl_error/position_0"] >= 0 for row in rows[1:])
     assert [row["refit/version"] for row in rows] == list(range(7))
     environment = json.loads((uninterrupted / "environment.json").read_text())
     assert environment["choices"]["flow"] == "fp8_e2e"

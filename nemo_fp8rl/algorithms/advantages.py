@@ -1,9 +1,26 @@
-"""Group-relative advantages (GRPO, arXiv 2402.03300, eq. 3): a sample is judged against the others of its prompt."""
+"""From rewards to advantages, and what DAPO does to rewards before. Names and formulas are NeMo RL's.
+
+    GRPO         A = (r - mean) / (std + 1e-6) within the group of a prompt          arXiv 2402.03300, eq. 3
+    RLOO         A = r - mean of the OTHER samples of the group                      arXiv 2402.14740:
+                 group_advantages(normalize_rewards=False, use_leave_one_out_baseline=True)
+    REINFORCE++  A = (r - group mean - KL penalty of the token), whitened over all   arXiv 2501.03262
+                 tokens of the batch
+    DAPO         groups whose rewards are all equal are asked again, answers close   arXiv 2503.14476, eq. 11 and 13
+                 to the length limit lose reward
+
+All arithmetic is float64: whether rewards of a group are equal is decided exactly, never by a rounded deviation.
+Left out: critics (GAE), several rewards at once (GDPO).
+"""
+
+import math
 
 import torch
 from torch import Tensor
 
+from nemo_fp8rl.errors import UserError
+
 STD_EPSILON = 1e-6
+VARIANCE_FLOOR = 1e-8
 
 
 def group_advantages(
@@ -12,31 +29,167 @@ def group_advantages(
     """Advantage of each sample, float32 [B].
 
     rewards:    float32 [B]
-    group_ids:  int64 [B], samples of one prompt share a value
+    group_ids:  int64 [B], samples of one prompt share a value, in any order
     normalize_rewards divides by the group's standard deviation; use_leave_one_out_baseline compares with the mean of
-    the OTHER samples and their deviation (RLOO, arXiv 2402.14740), as NeMo RL does under the same names. A group whose
-    rewards are all equal gives 0. A group of one sample carries no signal and gives 0.
+    the OTHER samples and their deviation, as NeMo RL does under the same names (GRPOAdvantageEstimator). RLOO is the
+    second without the first. A group whose rewards are all equal gives 0. A group of one sample carries no signal and
+    gives 0.
+
+    Raises ValueError on shapes or dtypes that do not fit and on rewards that are not finite.
     """
-    if rewards.shape != group_ids.shape or rewards.dim() != 1:
-        raise ValueError(f"rewards {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)} must both be [B]")
-    advantages = torch.zeros(len(rewards), dtype=torch.float64)
-    for group in torch.unique(group_ids):
-        members = (group_ids == group).nonzero()[:, 0]
-        if len(members) > 1:
-            own = rewards[members].double()
-            advantages[members] = _relative(own, normalize_rewards, use_leave_one_out_baseline)
+    _check(rewards, group_ids)
+    advantages = torch.zeros_like(rewards, dtype=torch.float64)
+    _, group, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    by_group = group.argsort(stable=True)
+    for size in sizes.unique().tolist():  # groups of one size at once; there is but one, unless samples were dropped
+        members = by_group[(sizes == size)[group[by_group]]].view(-1, size)
+        if size > 1:
+            advantages[members] = _relative(rewards[members].double(), normalize_rewards, use_leave_one_out_baseline)
     return advantages.float()
 
 
+def reinforce_plus_plus_advantages(
+    rewards: Tensor, group_ids: Tensor, mask: Tensor, *, minus_baseline: bool = True, kl: Tensor | None = None
+) -> Tensor:
+    """Advantage of each token, float32 [B, T], 0 outside the mask (NeMo RL's ReinforcePlusPlusAdvantageEstimator).
+
+    rewards:    float32 [B]
+    group_ids:  int64 [B], as in `group_advantages`
+    mask:       float32 or bool [B, T], nonzero where a token takes part
+    minus_baseline subtracts the group's mean reward, the sample's own included and dropped samples too.
+    kl:         float32 [B, T], the penalty of each token times its coefficient, or None; not read outside the mask
+
+        a = r - baseline - kl;  A = (a - mean a) / sqrt(max(var a, 1e-8)), over all tokens of the mask
+
+    so the batch must be whole: a microbatch would be whitened by itself. The variance divides by the count. Raises
+    ValueError on shapes or dtypes that do not fit, an empty mask, a KL that is not finite, and, with minus_baseline,
+    on a group of one sample.
+    """
+    _check(rewards, group_ids)
+    if mask.dim() != 2 or len(mask) != len(rewards):
+        raise ValueError(f"mask {list(mask.shape)} must be [B, T] with B = {len(rewards)}, the number of rewards")
+    inside = mask > 0
+    count = int(inside.sum())
+    if not count:
+        raise ValueError("the mask selects no token, so there is nothing to take an advantage over")
+    values = rewards.double()
+    if minus_baseline:
+        group, sizes = _groups_of_two(group_ids, "a baseline; or set grpo.adv_estimator.minus_baseline=false")
+        values = values - (values.new_zeros(len(sizes)).index_add_(0, group, values) / sizes)[group]
+    tokens = values[:, None].expand(mask.shape)
+    if kl is not None:
+        tokens = tokens - _penalty(kl, inside)
+    mean = torch.where(inside, tokens, 0.0).sum() / count
+    centred = torch.where(inside, tokens - mean, 0.0)
+    variance = centred.square().sum() / count
+    return (centred / variance.clamp(min=VARIANCE_FLOOR).sqrt()).float()
+
+
+def groups_with_signal(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """Samples of groups whose rewards are not all equal, bool [B]: what dynamic sampling keeps (DAPO, eq. 11).
+
+    rewards: float32 [B], as the verifier gave them, not shaped: a penalty on length would make every group differ.
+    group_ids: int64 [B]. Equality is exact; NeMo RL asks for a deviation that is not 0, and in float32 that of ten
+    rewards of 0.1 is 5e-5. Raises ValueError as `group_advantages`, and on a group of one sample.
+    """
+    _check(rewards, group_ids)
+    group, sizes = _groups_of_two(group_ids, "rewards to differ")
+    ends = rewards.new_zeros(2, len(sizes))
+    for end, how in zip(ends, ("amin", "amax"), strict=True):
+        end.scatter_reduce_(0, group, rewards, how, include_self=False)
+    return (ends[0] != ends[1])[group]
+
+
+def overlong_penalty(
+    lengths: Tensor, *, max_response_length: int, overlong_buffer_length: int, overlong_buffer_penalty: float
+) -> Tensor:
+    """What DAPO's soft overlong punishment adds to a reward (eq. 13), float32 [B], 0 or less.
+
+    lengths: int64 [B], generated tokens. With start = max_response_length - overlong_buffer_length:
+
+        0                                                                    up to start
+        -overlong_buffer_penalty (length - start) / overlong_buffer_length   up to max_response_length
+        -overlong_buffer_penalty                                             beyond
+
+    NeMo RL (grpo.reward_shaping, same names) gives the same up to max_response_length and lets the penalty grow beyond
+    it, against the paper and its own comment. Here it stays bounded, so that one runaway answer does not set the
+    deviation by which its whole group is divided. The two differ only where the engine may generate more than
+    max_response_length tokens. Raises UserError on values out of range.
+    """
+    here = "grpo.reward_shaping"
+    if lengths.dim() != 1:
+        raise ValueError(f"lengths {list(lengths.shape)} must be [B]")
+    if not 0 < overlong_buffer_length <= max_response_length:
+        raise UserError(
+            f"{here}.overlong_buffer_length={overlong_buffer_length} must be in 1..{here}.max_response_length="
+            f"{max_response_length}"
+        )
+    if not 0 <= overlong_buffer_penalty < math.inf:
+        raise UserError(f"{here}.overlong_buffer_penalty={overlong_buffer_penalty} must be a finite number, 0 or more")
+    start = max_response_length - overlong_buffer_length
+    share = ((start - lengths).double() / overlong_buffer_length).clamp(-1, 0)
+    return (overlong_buffer_penalty * share).float()
+
+
+def stop_properly_penalty(rewards: Tensor, truncated: Tensor, coefficient: float) -> Tensor:
+    """Rewards, those of truncated answers times `coefficient`, float32 [B] (NeMo RL's stop_properly_penalty_coef).
+
+    rewards: float32 [B]. truncated: bool [B], answers that ran into the length limit. coefficient: 0 takes all of their
+    reward, 1 nothing. It scales, so a negative reward gets less negative: meant for rewards of 0 and more.
+    """
+    if rewards.dim() != 1 or truncated.shape != rewards.shape or truncated.dtype is not torch.bool:
+        raise ValueError(
+            f"truncated, {truncated.dtype} {list(truncated.shape)}, must be bool [B] as the rewards "
+            f"{list(rewards.shape)} are [B]"
+        )
+    if not 0 <= coefficient <= 1:
+        raise UserError(f"grpo.reward_shaping.stop_properly_penalty_coef={coefficient} must lie in 0..1")
+    return torch.where(truncated, rewards * coefficient, rewards).float()
+
+
 def _relative(rewards: Tensor, normalize: bool, leave_one_out: bool) -> Tensor:
-    """Advantages within one group of two or more, float64 [G]."""
-    g = len(rewards)
-    compared = rewards.expand(g, g)  # row i: what sample i is compared with
+    """Advantages within groups of two or more; rewards and result float64 [groups, G]."""
+    n, g = rewards.shape
+    compared = rewards[:, None].expand(n, g, g)  # [group, i]: what sample i is compared with
     if leave_one_out:
-        compared = compared[~torch.eye(g, dtype=torch.bool)].view(g, g - 1)
-    equal = compared.amin(1) == compared.amax(1)  # decided exactly: a mean of equal values need not equal them
-    advantages = rewards - torch.where(equal, compared[:, 0], compared.mean(1))
+        others = ~torch.eye(g, dtype=torch.bool, device=rewards.device)
+        compared = compared[:, others].view(n, g, g - 1)
+    equal = compared.amin(-1) == compared.amax(-1)  # decided exactly: a mean of equal values need not equal them
+    advantages = rewards - torch.where(equal, compared[..., 0], compared.mean(-1))
     if not normalize:
         return advantages
-    std = compared.std(1) if compared.size(1) > 1 else torch.zeros(g, dtype=torch.float64)
+    std = compared.std(-1) if compared.size(-1) > 1 else torch.zeros_like(rewards)
     return torch.where(equal, advantages, advantages / (std + STD_EPSILON))
+
+
+def _penalty(kl: Tensor, inside: Tensor) -> Tensor:
+    """The KL inside the mask and 0 elsewhere, float64 [B, T]."""
+    if kl.shape != inside.shape:
+        raise ValueError(f"kl {list(kl.shape)} must have the mask's shape, {list(inside.shape)}")
+    kl = torch.where(inside, kl.double(), 0.0)
+    if not kl.isfinite().all():
+        raise ValueError(f"kl is not finite at {int((~kl.isfinite()).sum())} tokens of the mask")
+    return kl
+
+
+def _groups_of_two(group_ids: Tensor, purpose: str) -> tuple[Tensor, Tensor]:
+    """(group of each sample as 0, 1, ..., int64 [B]; samples of each group). Raises ValueError on a group of one."""
+    names, group, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    if (sizes == 1).any():
+        raise ValueError(
+            f"group {names[sizes == 1][0].item()} has one sample and nothing to compare it with: set "
+            f"grpo.num_generations_per_prompt to 2 or more for {purpose}"
+        )
+    return group, sizes
+
+
+def _check(rewards: Tensor, group_ids: Tensor) -> None:
+    if rewards.shape != group_ids.shape or rewards.dim() != 1:
+        raise ValueError(f"rewards {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)} must both be [B]")
+    if not rewards.is_floating_point():
+        raise ValueError(f"rewards must be floating point, got {rewards.dtype}")
+    if group_ids.is_floating_point() or group_ids.dtype is torch.bool:
+        raise ValueError(f"group_ids must be integers, got {group_ids.dtype}")
+    if not rewards.isfinite().all():
+        bad = (~rewards.isfinite()).nonzero()[:, 0].tolist()
+        raise ValueError(f"the rewards of {len(bad)} samples are not finite, the first is sample {bad[0]}")

@@ -1,127 +1,267 @@
-"""The losses that a policy minimizes: GRPO with truncated importance sampling, and supervised NLL for the warm-up.
+"""The losses that a policy minimizes: the GRPO family with rollout correction, and supervised NLL for the warm-up.
 
 A loss is called once a microbatch with the log-probs of the current policy and the GLOBAL counts of valid tokens and
 sequences; it returns (loss, metrics), both already divided by a global count, so that summing over microbatches and
-ranks gives the value of the whole batch. This is NeMo RL's LossFunction protocol.
+ranks gives the value of the whole batch (extrema apart: `combined`). This is NeMo RL's LossFunction protocol.
 """
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.algorithms.correction import token_importance_ratio, truncated_importance_weights
+from nemo_fp8rl.algorithms.correction import (
+    LARGEST_LOG,
+    Correction,
+    CorrectionConfig,
+    check_fields,
+    correct,
+    from_mapping,
+)
+from nemo_fp8rl.algorithms.loss_config import Aggregation, LossConfig, loss_config
+from nemo_fp8rl.algorithms.mismatch import disagreement
 from nemo_fp8rl.batch import TrainBatch
 from nemo_fp8rl.errors import UserError
 
-
-@dataclass(frozen=True)
-class LossConfig:
-    """NeMo RL's `loss_fn` block, as far as this loss goes; names and meanings are its own."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
-
-    ratio_clip_min: float = 0.2
-    """The ratio is clipped below at 1 - ratio_clip_min."""
-    ratio_clip_max: float = 0.28
-    """The ratio is clipped above at 1 + ratio_clip_max (clip-higher, DAPO, arXiv 2503.14476)."""
-    use_importance_sampling_correction: bool = True
-    """Weight each token by pi_train / pi_rollout."""
-    truncated_importance_sampling_type: Literal["tis"] | None = "tis"
-    """`tis` clamps the weight; null leaves it as it is."""
-    truncated_importance_sampling_ratio: float | None = 2.0
-    """Upper bound of the weight."""
-    truncated_importance_sampling_ratio_min: float | None = None
-    """Lower bound of the weight; null is 0."""
-    token_level_loss: bool = True
-    """Divide by the global number of valid tokens; the only choice so far."""
-    reference_policy_kl_penalty: float = 0.0
-    """Weight of the KL to a reference policy; 0, the only choice so far, trains without one."""
-
-    def check(self) -> None:
-        """Raise UserError on keys that contradict each other."""
-        cap, floor = self.truncated_importance_sampling_ratio, self.truncated_importance_sampling_ratio_min
-        if self.truncated_importance_sampling_type and cap is None:
-            raise UserError("loss_fn.truncated_importance_sampling_type is set but ..._ratio is null: give the cap")
-        if cap is not None and not cap > 0:
-            raise UserError("loss_fn.truncated_importance_sampling_ratio must be above 0: 2.0 is a common cap")
-        if floor is not None and not 0 <= floor <= (math.inf if cap is None else cap):
-            raise UserError(
-                f"loss_fn.truncated_importance_sampling_ratio_min={floor} must lie between 0 and "
-                f"loss_fn.truncated_importance_sampling_ratio={cap}"
-            )
-        if not 0 <= self.ratio_clip_min <= 1:
-            raise UserError(f"loss_fn.ratio_clip_min={self.ratio_clip_min} must lie in 0..1: 0.2 is common")
-        if not self.ratio_clip_max >= 0:
-            raise UserError(f"loss_fn.ratio_clip_max={self.ratio_clip_max} must be 0 or more: 0.28 is common")
-        if not self.token_level_loss:
-            raise UserError("loss_fn.token_level_loss: false is not available here; set it to true")
-        if self.reference_policy_kl_penalty != 0:
-            raise UserError("loss_fn.reference_policy_kl_penalty must be 0: there is no reference policy here")
+EXTREMA = {"_min": min, "_max": max}
+"""Ends of the names of metrics that are not sums, and how those of parts make that of the whole."""
+DISAGREEMENT = ("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error")
 
 
 class GrpoLoss:
-    """Clipped surrogate with per-token truncated importance weights.
+    """Clipped surrogate, corrected for the rollout, plus KL, entropy and NLL terms.
 
-    r = exp(curr - prev)                                  the update's own ratio
-    w = min(exp(prev - gen), C)                           trainer over rollout, no gradient
-    L = sum(mask * w * max(-A r, -A clip(r, 1 - lo, 1 + hi))) / global_valid_toks
+    With A the advantage, curr, prev, gen, ref the log-probs of the current policy, of the trainer before the update, of
+    the engine and of the reference policy, and w the correction's weight (no gradient):
+
+        r = exp(curr - prev)                    GSPO: of the mean over the sequence; disable_ppo_ratio: curr itself;
+                                                force_on_policy_ratio: exp(curr - sg(curr)) = 1
+        L = max(-A r, -A clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max))
+            CISPO: -A sg(clip r) curr;  dual clip: at most -A ratio_clip_c where A < 0
+        loss = agg(w L) + beta agg(KL) - entropy_coefficient H + mu NLL(positive samples)
+        KL = clamp(v k(clamp(ref - curr))),  v = exp(curr - sg(curr)), or exp(curr - gen)
+
+    agg is named by `LossConfig.aggregation`:
+
+        token-mean                 sum over tokens / global_valid_toks
+        seq-mean-token-mean        sum over sequences of their token means / global_valid_seqs
+        seq-mean-token-sum         sum over tokens / global_valid_seqs
+        seq-mean-token-sum-norm    the same / loss_scale_factor
+
+    A token whose log-prob is not finite in prev or gen takes part in nothing, and is counted
+    (`correction.corrected_batch` refuses a batch with too many of them).
+
+    metric_normalizations says what each metric was divided by: "tokens" or "sequences", the global counts, or "none".
     """
 
-    def __init__(self, cfg: LossConfig | Mapping[str, Any]) -> None:
-        if not isinstance(cfg, LossConfig):
-            unknown = set(cfg) - {f.name for f in fields(LossConfig)}
-            if unknown:
-                raise UserError(f"loss_fn.{min(unknown)} is not a key of this loss; remove it")
-            cfg = LossConfig(**cfg)
-        cfg.check()
-        self.cfg = cfg
+    def __init__(
+        self,
+        cfg: LossConfig | Mapping[str, Any],
+        correction: CorrectionConfig | Mapping[str, Any] | None = None,
+    ) -> None:
+        """cfg: NeMo RL's `loss_fn` keys. correction: `nemo_fp8rl.correction`; None takes what the keys of cfg mean."""
+        self.cfg = loss_config(cfg)
+        if correction is not None and self.cfg.use_importance_sampling_correction:
+            raise UserError(
+                "nemo_fp8rl.correction contradicts loss_fn.use_importance_sampling_correction: give one of the two"
+            )
+        self.correction = self.cfg.correction() if correction is None else from_mapping(correction)
+        if self.correction.bypass and self.cfg.force_on_policy_ratio:
+            raise UserError(
+                "nemo_fp8rl.correction.bypass contradicts loss_fn.force_on_policy_ratio: both set the ratio"
+            )
+        rules = self.correction.reject
+        weight = self.correction.weight
+        gspo = self.cfg.sequence_level_importance_ratios
+        self.weighs_sequences = weight == "sequence" or (weight == "none" and gspo)
+        of_sequences = bool(rules) and all(rule.statistic.startswith("seq_") for rule in rules)
+        self.rejects_sequences = of_sequences and weight != "sequence"
+        self.metric_normalizations = self._normalizations()
 
     def __call__(
         self, next_token_logprobs: Tensor, data: TrainBatch, global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
-        """next_token_logprobs: [B, T-1], of input_ids[:, 1:] under the current policy, with gradient."""
+        """next_token_logprobs: [B, T-1], of input_ids[:, 1:] under the current policy, with gradient.
+
+        Weights are data["importance_weights"] where the batch brings them (they need the whole batch when they are
+        normalized), else those of this microbatch alone.
+        """
+        cfg = self.cfg
+        self._check_shapes(next_token_logprobs, data)
         mask = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)
-        inside = mask > 0
-        advantages = torch.where(inside, data["advantages"][:, 1:], 0.0)
-        prev, gen = data["prev_logprobs"][:, 1:], data["generation_logprobs"][:, 1:]
+        prev, gen = self._old_logprobs(next_token_logprobs, data)
+        correction = self._correct(prev, gen, mask, data)
+        live = (mask > 0) & prev.isfinite() & gen.isfinite()
+        curr, prev, gen, advantages = (
+            torch.where(live, t, 0.0) for t in (next_token_logprobs, prev, gen, data["advantages"][:, 1:])
+        )
+        counts = Counts(mask * live, data["token_mask"][:, 1:], global_valid_seqs, global_valid_toks)
 
-        ratio = torch.where(inside, next_token_logprobs - prev, 0.0).exp()
-        clipped = ratio.clamp(1 - self.cfg.ratio_clip_min, 1 + self.cfg.ratio_clip_max)
-        surrogate = torch.maximum(-advantages * ratio, -advantages * clipped)
-
-        rho = token_importance_ratio(prev, gen, mask)
-        weights, out_of_bounds = self._weights(rho)
-        loss = (surrogate * weights * mask).sum() / global_valid_toks
-        metrics = {
-            "loss": loss,
-            "probs_ratio": (ratio * mask).sum() / global_valid_toks,
-            "probs_ratio_clamped": (clipped * mask).sum() / global_valid_toks,
-            "approx_entropy": _entropy(next_token_logprobs, gen, inside) / global_valid_toks,
-            "is_oob_ratio": (out_of_bounds * mask).sum() / global_valid_toks,
-        }
+        ratio, clipped = self._ratio(curr, prev, counts.mask)
+        surrogate = self._surrogate(advantages, curr, ratio, clipped)
+        loss = self._aggregate(torch.where(correction.kept, correction.weights * surrogate, 0.0), counts)
+        kl = self._kl(curr, gen, live, data, counts)
+        entropy = -(counts.mask * bounded_exp(curr - gen) * curr).sum() / counts.tokens
+        nll = self._positive_nll(curr, counts.mask, data)
+        for coefficient, term in (
+            (cfg.reference_policy_kl_penalty, kl),
+            (-cfg.entropy_coefficient, entropy),
+            (cfg.positive_example_nll_weight, nll),
+        ):
+            if coefficient:
+                loss = loss + coefficient * term
+        with torch.no_grad():
+            metrics = {
+                "loss": loss,
+                "kl_penalty": kl,
+                "positive_nll_loss": nll,
+                "approx_entropy": entropy,
+                "num_valid_samples": data["sample_mask"].sum(),
+                **_ratio_metrics("probs_ratio", ratio, live, counts),
+                **_ratio_metrics("probs_ratio_clamped", clipped, live, counts),
+                **self._correction_metrics(correction, prev - gen, counts),
+                **{name: total / counts.tokens for name, total in disagreement(prev, gen, live).items()},
+            }
         return loss, {name: float(value.detach()) for name, value in metrics.items()}
 
-    def _weights(self, rho: Tensor) -> tuple[Tensor, Tensor]:
-        """Weight of each token, and 1 where the bound changed it; both [B, T-1]."""
+    def _normalizations(self) -> dict[str, str]:
+        of_loss = "tokens" if self.cfg.aggregation == "token-mean" else "sequences"
+        names = ("probs_ratio", "probs_ratio_clamped")
+        return {
+            **dict.fromkeys(("loss", "kl_penalty"), of_loss),
+            **dict.fromkeys((*names, *DISAGREEMENT, "approx_entropy", "nonfinite_logprob_ratio"), "tokens"),
+            "sampling_importance_ratio": "sequences" if self.weighs_sequences else "tokens",
+            "is_oob_ratio": "sequences" if self.rejects_sequences else "tokens",
+            **dict.fromkeys((f"{name}{end}" for name in names for end in EXTREMA), "none"),
+            **dict.fromkeys(("num_valid_samples", "positive_nll_loss"), "none"),
+        }
+
+    def _check_shapes(self, curr: Tensor, data: TrainBatch) -> None:
+        """Raise ValueError, naming the tensor; most wrong shapes would broadcast."""
+        b, t = data["token_mask"].shape
+        names = ["advantages", "generation_logprobs"]
+        names += [] if self.cfg.force_on_policy_ratio else ["prev_logprobs"]
+        names += [name for name in ("importance_weights", "out_of_bounds", "reference_policy_logprobs") if name in data]
+        check_fields(torch.Size([b, t]), {name: data[name] for name in names})  # type: ignore[literal-required]
+        check_fields(torch.Size([b, t - 1]), {"next_token_logprobs": curr})
+        if data["sample_mask"].shape != (b,):
+            raise ValueError(f"sample_mask must be [{b}], got {list(data['sample_mask'].shape)}")
+
+    def _old_logprobs(self, curr: Tensor, data: TrainBatch) -> tuple[Tensor, Tensor]:
+        """(prev, gen), [B, T-1]."""
+        gen = data["generation_logprobs"][:, 1:]
+        if self.cfg.force_on_policy_ratio:
+            return curr.detach(), gen
+        return (gen if self.correction.bypass else data["prev_logprobs"][:, 1:]), gen
+
+    def _correct(self, prev: Tensor, gen: Tensor, mask: Tensor, data: TrainBatch) -> Correction:
+        if "importance_weights" in data:
+            weights = data["importance_weights"][:, 1:]
+            inside = mask > 0
+            lost = inside & ~(prev.isfinite() & gen.isfinite())
+            changed = inside & (data["out_of_bounds"][:, 1:] > 0) if "out_of_bounds" in data else lost & ~lost
+            return Correction(torch.where(inside, weights, 0.0), inside & (weights > 0), lost.sum().float(), changed)
+        if self.correction.normalize or self.correction.denominator == "kept":
+            raise ValueError(
+                "nemo_fp8rl.correction.normalize and denominator=kept need the weights of the whole batch: set "
+                "importance_weights by algorithms.correction.corrected_batch first"
+            )
+        return correct(prev, gen, mask, self.correction)
+
+    def _ratio(self, curr: Tensor, prev: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """The update's own ratio and the clipped one, [B, T-1]."""
         cfg = self.cfg
-        if not cfg.use_importance_sampling_correction:
-            return torch.ones_like(rho), torch.zeros_like(rho)
-        if cfg.truncated_importance_sampling_type is None:
-            return rho.detach(), torch.zeros_like(rho)
-        assert cfg.truncated_importance_sampling_ratio is not None  # LossConfig.check
-        minimum = cfg.truncated_importance_sampling_ratio_min or 0.0
-        weights = truncated_importance_weights(rho, cfg.truncated_importance_sampling_ratio, minimum)
-        return weights, (weights != rho).float()
+        if cfg.force_on_policy_ratio:
+            ratio = (curr - curr.detach()).exp()
+            return ratio, ratio
+        if cfg.disable_ppo_ratio:
+            return curr, curr
+        log_ratio = curr - prev
+        if cfg.sequence_level_importance_ratios:
+            mean = (log_ratio * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+            log_ratio = mean.expand_as(log_ratio)
+        ratio = bounded_exp(log_ratio)
+        return ratio, ratio.clamp(1 - cfg.ratio_clip_min, 1 + cfg.ratio_clip_max)
+
+    def _surrogate(self, advantages: Tensor, curr: Tensor, ratio: Tensor, clipped: Tensor) -> Tensor:
+        if self.cfg.use_cispo:
+            return -advantages * clipped.detach() * curr
+        surrogate = torch.maximum(-advantages * ratio, -advantages * clipped)
+        if self.cfg.ratio_clip_c is not None:
+            bound = -advantages * self.cfg.ratio_clip_c
+            surrogate = torch.where(advantages < 0, torch.minimum(surrogate, bound), surrogate)
+        return surrogate
+
+    def _aggregate(self, values: Tensor, counts: "Counts") -> Tensor:
+        return counts.aggregate(values, self.cfg.aggregation, self.cfg.loss_scale_factor or 1.0)
+
+    def _kl(self, curr: Tensor, gen: Tensor, live: Tensor, data: TrainBatch, counts: "Counts") -> Tensor:
+        cfg = self.cfg
+        if not cfg.kl_in_loss:
+            return curr.new_zeros(())
+        if "reference_policy_logprobs" not in data:
+            raise ValueError(
+                f"loss_fn.reference_policy_kl_penalty={cfg.reference_policy_kl_penalty} needs "
+                "reference_policy_logprobs in the batch; set it to 0 to train without a reference policy"
+            )
+        if "curr_logprobs_unfiltered" in data:  # NeMo RL's, where sampling was restricted to top-k or top-p
+            curr = torch.where(live, data["curr_logprobs_unfiltered"], 0.0)
+        reference = torch.where(live, data["reference_policy_logprobs"][:, 1:], 0.0)
+        # Samples come from the policy that is optimized, so the KL's gradient has a score-function part, which the
+        # weight of value 1 brings (arXiv 2506.09477).
+        weights = bounded_exp(curr - (gen if cfg.use_on_policy_kl_approximation else curr.detach()))
+        return self._aggregate(kl_estimate(curr, reference, weights, cfg) * counts.mask, counts)
+
+    def _positive_nll(self, curr: Tensor, mask: Tensor, data: TrainBatch) -> Tensor:
+        """Mean NLL over the tokens of samples with a positive reward: of the batch where it says how many there are."""
+        if self.cfg.positive_example_nll_weight == 0 or "rewards" not in data:
+            return curr.new_zeros(())
+        positive = mask * (data["rewards"] > 0).float().unsqueeze(-1)
+        tokens = data["positive_valid_toks"][0] if "positive_valid_toks" in data else positive.sum()
+        return -(curr * positive).sum() / tokens.clamp(min=1)
+
+    def _correction_metrics(self, correction: Correction, log_ratio: Tensor, counts: "Counts") -> dict[str, Tensor]:
+        """sampling_importance_ratio is the mean weight; is_oob_ratio the share of tokens whose weight was changed.
+
+        As in NeMo RL both are of sequences where sequences are weighted, or rejected, as a whole, and the first is of
+        the bare ratio where nothing is weighted.
+        """
+        weights = correction.weights
+        if self.correction.weight == "none":
+            total = (log_ratio * counts.mask).sum(-1, keepdim=True).expand_as(log_ratio)
+            weights = bounded_exp(total if self.weighs_sequences else log_ratio)
+        return {
+            "sampling_importance_ratio": counts.mean(weights, self.weighs_sequences),
+            "is_oob_ratio": counts.mean(correction.clamped.float(), self.rejects_sequences),
+            "nonfinite_logprob_ratio": correction.nonfinite / counts.tokens,
+        }
 
 
-def _entropy(logprobs: Tensor, generation_logprobs: Tensor, inside: Tensor) -> Tensor:
-    """Sum over tokens of -(pi / pi_rollout) log pi: NeMo RL's importance-weighted estimate."""
-    weighted = (logprobs - generation_logprobs).exp() * logprobs
-    return -torch.where(inside, weighted, 0.0).sum()
+class Counts:
+    """The masks and the global denominators of a microbatch.
+
+    mask: float32 [B, T-1], 1 for tokens that take part. token_mask: the same before samples and tokens were dropped.
+    """
+
+    def __init__(self, mask: Tensor, token_mask: Tensor, sequences: Tensor, tokens: Tensor) -> None:
+        self.mask, self.lengths = mask, token_mask.sum(-1).clamp(min=1)
+        self.sequences, self.tokens = sequences.clamp(min=1), tokens.clamp(min=1)
+
+    def aggregate(self, values: Tensor, mode: Aggregation, scale_factor: float) -> Tensor:
+        """values: [B, T-1]."""
+        values = values * self.mask
+        if mode == "token-mean":
+            return values.sum() / self.tokens
+        if mode == "seq-mean-token-mean":
+            return (values.sum(-1) / self.lengths).sum() / self.sequences
+        return values.sum() / self.sequences / scale_factor
+
+    def mean(self, values: Tensor, over_sequences: bool) -> Tensor:
+        """Over tokens; or over sequences of values that are the same on all their tokens."""
+        if over_sequences:
+            return (values * self.mask).amax(-1).sum() / self.sequences
+        return (values * self.mask).sum() / self.tokens
 
 
 class NllLoss:
@@ -133,3 +273,45 @@ class NllLoss:
         mask = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)
         loss = -torch.where(mask > 0, next_token_logprobs, 0.0).sum() / global_valid_toks
         return loss, {"loss": float(loss.detach())}
+
+
+def kl_estimate(logprobs: Tensor, reference: Tensor, weights: Tensor, cfg: LossConfig) -> Tensor:
+    """Per-token estimate of KL(policy || reference), [B, T-1] (Schulman; NeMo RL `calculate_kl`).
+
+    x = clamp(reference - logprobs);  k1 = -x, k2 = x^2 / 2, k3 = e^x - 1 - x;  then clamp(weights * k).
+    Where x was clamped the weight has no gradient either, so that the clamp stops all of it.
+    """
+    x = reference - logprobs
+    if cfg.kl_input_clamp_value is not None:
+        clamped = x.clamp(-cfg.kl_input_clamp_value, cfg.kl_input_clamp_value)
+        weights = torch.where(clamped == x, weights, weights.detach())
+        x = clamped
+    k = {"k1": lambda: -x, "k2": lambda: x.square() / 2, "k3": lambda: x.exp() - 1 - x}[cfg.reference_policy_kl_type]()
+    k = weights * k
+    if cfg.kl_output_clamp_value is not None:
+        k = k.clamp(-cfg.kl_output_clamp_value, cfg.kl_output_clamp_value)
+    return k
+
+
+def bounded_exp(x: Tensor) -> Tensor:
+    """e^x, x clamped to +-40: neither it nor a gradient through it overflows, and beyond the clamp there is none."""
+    return x.clamp(-LARGEST_LOG, LARGEST_LOG).exp()
+
+
+def combined(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of microbatches or ranks as those of the whole: sums; for names that end in _min or _max, extrema."""
+    whole: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            merge = EXTREMA.get(name[-4:], lambda a, b: a + b)
+            whole[name] = merge(whole[name], value) if name in whole else value
+    return whole
+
+
+def _ratio_metrics(name: str, ratio: Tensor, live: Tensor, counts: Counts) -> dict[str, Tensor]:
+    inf = torch.tensor(torch.inf)
+    return {
+        name: (ratio * counts.mask).sum() / counts.tokens,
+        f"{name}_min": torch.where(live, ratio, inf).amin() if ratio.numel() else inf,
+        f"{name}_max": torch.where(live, ratio, -inf).amax() if ratio.numel() else -inf,
+    }

@@ -1,40 +1,302 @@
-"""How far the trainer and the engine disagree on the tokens that the engine sampled. Names and formulas are NeMo RL's.
+"""How far the trainer and the engine disagree on the tokens that the engine sampled, under the names users know.
 
-With l = prev_logprobs - generation_logprobs (trainer minus engine):
+With l = prev_logprobs - generation_logprobs (trainer minus engine), rho = e^l, and means over generated tokens:
 
-    token_mult_prob_error        mean exp|l|                   1 is agreement; NVIDIA accepts < 1.03 to 1.05
-    gen_kl_error                 mean e^l - l - 1              k3 estimate of KL(engine || trainer)
-    policy_kl_error              mean e^-l + l - 1             the same with the roles exchanged
-    js_divergence_error          k3 estimates against the mixture, halved
-    sampling_importance_ratio    mean e^l
-    max_logprob_error            max |l|                       ours
-    exact_logprob_fraction       mean [l == 0]                 ours: tokens on which both sides agree to the bit
+    token_mult_prob_error    mean e^|l|                           NeMo RL; 1 is agreement, NVIDIA accepts 1.03 to 1.05
+    gen_kl_error             mean e^l - 1 - l                     NeMo RL; k3 estimate of KL(engine || trainer)
+    policy_kl_error          mean e^-l - 1 + l                    NeMo RL; the same with the roles exchanged
+    js_divergence_error      mean log cosh(l / 2)                 NeMo RL; see `_errors`
+    max_logprob_error        max |l|                              ours
+    exact_logprob_fraction   mean [l == 0]                        ours: tokens on which both sides agree to the bit
+    nonfinite_logprob_ratio  share of tokens without a finite l   ours: they are in none of the other numbers
+    kl                       mean -l                              verl; k1 estimate of KL(engine || trainer)
+    k3_kl                    gen_kl_error                         verl's name for it
+    training_ppl             mean over sequences of exp(-mean prev_logprobs)              verl
+    rollout_ppl              the same of generation_logprobs                              verl
+    ppl_ratio                mean over sequences of exp(-mean l)                          verl
+    log_ppl_diff             mean over sequences of -mean l                               verl
+    chi2_token               mean rho^2 - 1                                               verl
+    chi2_seq                 mean over sequences of exp(2 sum l) - 1                      verl
+    ess                      1 / mean (rho / mean rho)^2, the share of tokens that count  verl, here not truncated
+    ess_seq                  the same of sequences, with exp(sum l)                       verl, here not truncated
+    probs_pearson_corr       correlation of e^prev and e^gen; left out where either has no variance   verl
+
+verl's stand there under rollout_corr/; ess is its rollout_is_eff_sample_size, probs_pearson_corr its
+training/rollout_actor_probs_pearson_corr. NeMo RL's two KLs follow loss_fn.reference_policy_kl_type there, k3 unless
+set; here they are always k3. Its sampling_importance_ratio, is_oob_ratio and approx_entropy belong to the loss.
+
+Exponents are clamped so that nothing overflows: those of weights rho and exp(sum l) to +-20, as verl does, all others
+to +-60. A row without tokens is no sequence.
+
+All numbers come from sums (`MismatchSums`), so microbatches and ranks add up to the whole. Arithmetic is float64, a few
+rows at a time so that intermediate values stay in the cache. float32 would take two thirds of the time, and where l is
+0.001 it gets a token's k3 wrong by 4e-5 and the chi2_seq of answers of 3000 tokens by 4e-3.
 """
 
+import math
+from collections.abc import Iterator
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+METRICS = (
+    "token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error",
+    "max_logprob_error", "exact_logprob_fraction", "nonfinite_logprob_ratio",
+    "kl", "k3_kl", "training_ppl", "rollout_ppl", "ppl_ratio", "log_ppl_diff",
+    "chi2_token", "chi2_seq", "ess", "ess_seq", "probs_pearson_corr",
+)  # fmt: skip
+"""What `MismatchSums.metrics` gives."""
+
+LARGEST_LOG = 60.0
+"""Exponents are clamped to +- this,"""
+LARGEST_LOG_WEIGHT = 20.0
+"""and those of importance weights to +- this, verl's SAFETY_BOUND."""
+
+LAST_BUCKET = 2**20
+EDGES = (0, *(2**i for i in range(21)))
+"""Where buckets of positions begin: 0, 1, 2, 4, ..., 2^20; the last has no end."""
+
+TOKENS_AT_ONCE = {"cpu": 2**16}
+"""Values of a chunk: float64 intermediates of that many stay in a core's cache. Elsewhere 2^22, to bound memory."""
+
+SUMS = (
+    "tokens", "nonfinite", "different", "log_ratio",
+    "mult_prob_excess", "k3", "k3_reversed", "js",
+    "weight", "weight_squared",
+    "train", "rollout", "train_squared", "rollout_squared", "product",
+    "sequences", "training_ppl", "rollout_ppl", "ppl_ratio", "log_ppl_diff", "seq_weight", "seq_weight_squared",
+)  # fmt: skip
 
 
 def mismatch_metrics(prev_logprobs: Tensor, generation_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
-    """Means over the tokens of the mask; all arguments [B, T]. Padding is never read."""
-    inside = mask > 0
-    prev, gen = prev_logprobs[inside].double(), generation_logprobs[inside].double()
-    if not len(prev):
-        raise ValueError("mismatch_metrics: the mask selects no token")
-    log_ratio = prev - gen
-    log_mixture = torch.logaddexp(prev, gen) - torch.log(torch.tensor(2.0, dtype=torch.float64))
-    to_mixture = 0.5 * (_k3(prev - log_mixture) + _k3(gen - log_mixture))
-    means = {
-        "token_mult_prob_error": log_ratio.abs().exp().mean(),
-        "gen_kl_error": _k3(log_ratio).mean(),
-        "policy_kl_error": _k3(-log_ratio).mean(),
-        "js_divergence_error": to_mixture.mean(),
-        "sampling_importance_ratio": log_ratio.exp().mean(),
-        "max_logprob_error": log_ratio.abs().max(),
-        "exact_logprob_fraction": (log_ratio == 0).double().mean(),
+    """METRICS of one batch; arguments as of `MismatchSums.observe`. Raises ValueError when there is no token."""
+    sums = MismatchSums()
+    sums.observe(prev_logprobs, generation_logprobs, mask)
+    return sums.metrics()
+
+
+@torch.no_grad()
+def disagreement(prev_logprobs: Tensor, generation_logprobs: Tensor, inside: Tensor) -> dict[str, Tensor]:
+    """NeMo RL's four errors, SUMMED over the tokens of `inside`, float64 []: divide by the global number of tokens.
+
+    prev_logprobs, generation_logprobs: float32 [B, T]. inside: bool [B, T]; nothing is read outside it, and tokens
+    without a finite log-prob add nothing.
+    """
+    _check_shapes(prev_logprobs, generation_logprobs, inside)
+    totals = prev_logprobs.new_zeros(4, dtype=torch.float64)
+    for rows in _chunks(inside):
+        prev, gen, live = _finite(prev_logprobs[rows], generation_logprobs[rows], inside[rows])
+        excess, *others = (error.sum() for error in _errors(prev - gen))
+        totals += torch.stack([live.sum() + excess, *others])
+    return dict(zip(METRICS[:4], totals, strict=True))
+
+
+class MismatchSums:
+    """Sums from which the metrics of any number of microbatches and ranks follow.
+
+    sums:       float64 [len(SUMS)]
+    largest:    float64 [1], max |l|
+    positions:  float64 [3, len(EDGES)], tokens, sum of k3 and sum of |l| by position in the answer
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        """device: where the state lives; observed tensors may be elsewhere."""
+        self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
+        self.largest = torch.zeros(1, dtype=torch.float64, device=device)
+        self.positions = torch.zeros(3, len(EDGES), dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def observe(self, prev_logprobs: Tensor, generation_logprobs: Tensor, mask: Tensor) -> None:
+        """Add a microbatch.
+
+        prev_logprobs, generation_logprobs: floating point [B, T], the trainer's and the engine's
+        mask: float32 or bool [B, T], nonzero where a token was generated; nothing is read outside it
+        A row is one sequence, so it must not be split between calls. Raises ValueError on shapes that do not fit.
+        """
+        _check_shapes(prev_logprobs, generation_logprobs, mask)
+        if not mask.size(1):
+            return
+        for rows in _chunks(mask):
+            self._observe(prev_logprobs[rows], generation_logprobs[rows], mask[rows] > 0)
+
+    def merge(self, other: "MismatchSums") -> None:
+        """Add what another has seen."""
+        self.sums += other.sums.to(self.sums.device)
+        self.largest = torch.maximum(self.largest, other.largest.to(self.largest.device))
+        self.positions += other.positions.to(self.positions.device)
+
+    def all_reduce(self, group: "dist.ProcessGroup | None" = None) -> None:
+        """Add what all ranks of the group have seen, on each of them; the device must be one of the group's backend."""
+        added = torch.cat([self.sums, self.positions.flatten()])
+        dist.all_reduce(added, group=group)
+        dist.all_reduce(self.largest, op=dist.ReduceOp.MAX, group=group)
+        self.sums, positions = added.tensor_split([len(SUMS)])
+        self.positions = positions.view_as(self.positions)
+
+    def metrics(self) -> dict[str, float]:
+        """METRICS, without probs_pearson_corr where it is undefined.
+
+        When no token has a finite log-prob, every number but nonfinite_logprob_ratio, then 1, is NaN. Raises ValueError
+        when there were no tokens at all.
+        """
+        s = dict(zip(SUMS, self.sums.tolist(), strict=True))
+        n, sequences = s["tokens"], s["sequences"]
+        if n + s["nonfinite"] == 0:
+            raise ValueError("there is no token to compare: the mask selects none")
+
+        def mean(name: str, count: float = n) -> float:
+            return s[name] / count if count else math.nan
+
+        metrics = {
+            "token_mult_prob_error": 1 + mean("mult_prob_excess"),
+            "gen_kl_error": mean("k3"),
+            "policy_kl_error": mean("k3_reversed"),
+            "js_divergence_error": mean("js"),
+            "max_logprob_error": self.largest.item() if n else math.nan,
+            "exact_logprob_fraction": 1 - mean("different"),
+            "nonfinite_logprob_ratio": s["nonfinite"] / (n + s["nonfinite"]),
+            "kl": -mean("log_ratio"),
+            "k3_kl": mean("k3"),
+            "training_ppl": mean("training_ppl", sequences),
+            "rollout_ppl": mean("rollout_ppl", sequences),
+            "ppl_ratio": mean("ppl_ratio", sequences),
+            "log_ppl_diff": mean("log_ppl_diff", sequences),
+            "chi2_token": mean("weight_squared") - 1,
+            "chi2_seq": mean("seq_weight_squared", sequences) - 1,
+            "ess": mean("weight") ** 2 / mean("weight_squared"),
+            "ess_seq": mean("seq_weight", sequences) ** 2 / mean("seq_weight_squared", sequences),
+        }
+        correlation = _pearson(s)
+        return metrics if correlation is None else metrics | {"probs_pearson_corr": correlation}
+
+    def by_position(self) -> dict[str, float]:
+        """Mean k3 and mean |l| by position in the answer, 0 being the row's first generated token.
+
+        Names: gen_kl_error/position_0, .../position_1, .../position_2_3, .../position_4_7 and so on, mean_logprob_error
+        likewise; buckets without tokens are left out. What was not generated between generated tokens counts as well.
+        """
+        means = {}
+        for start, tokens, k3, distance in zip(EDGES, *self.positions.tolist(), strict=True):
+            last = 2 * start - 1
+            name = f"{start}_on" if start == LAST_BUCKET else f"{start}_{last}" if last > start else f"{start}"
+            if tokens:
+                means[f"gen_kl_error/position_{name}"] = k3 / tokens
+                means[f"mean_logprob_error/position_{name}"] = distance / tokens
+        return means
+
+    def _observe(self, prev: Tensor, gen: Tensor, inside: Tensor) -> None:
+        """inside: bool [B, T]."""
+        prev, gen, live = _finite(prev, gen, inside)
+        log_ratio = prev - gen
+        excess, k3, k3_reversed, js = _errors(log_ratio)
+        weight = log_ratio.clamp(-LARGEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT).exp_().mul_(live)
+        train, rollout = prev.exp().mul_(live), gen.exp().mul_(live)
+        tokens = live.sum(-1)
+        total = tokens.sum()
+        sums = {
+            "tokens": total,
+            "nonfinite": inside.sum() - total,
+            "different": torch.count_nonzero(log_ratio),
+            "log_ratio": log_ratio.sum(),
+            "mult_prob_excess": excess.sum(),
+            "k3": k3.sum(),
+            "k3_reversed": k3_reversed.sum(),
+            "js": js.sum(),
+            "weight": weight.sum(),
+            "weight_squared": _dot(weight, weight),
+            "train": train.sum(),
+            "rollout": rollout.sum(),
+            "train_squared": _dot(train, train),
+            "rollout_squared": _dot(rollout, rollout),
+            "product": _dot(train, rollout),
+            **_of_sequences(prev.sum(-1), gen.sum(-1), tokens),
+        }
+        distance = log_ratio.abs()
+        positions = _by_bucket(inside, live, k3, distance)
+        self.sums += torch.stack([sums[name].double() for name in SUMS]).to(self.sums.device)
+        self.largest = torch.maximum(self.largest, distance.max().to(self.largest.device))
+        self.positions += positions.to(self.positions.device)
+
+
+def _finite(prev: Tensor, gen: Tensor, inside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(prev, gen, live), float64 [B, T]; live is 1 for tokens of `inside` with a finite l, all three 0 elsewhere."""
+    live = inside & ((prev - gen).abs() < math.inf)  # NaN compares false
+    return torch.where(live, prev, 0.0).double(), torch.where(live, gen, 0.0).double(), live.double()
+
+
+def _errors(log_ratio: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(e^|l| - 1, k3(l), k3(-l), JS) of float64 [B, T]; all are 0 where l is 0.
+
+    NeMo RL's JS is half the k3 of prev against the mixture m = log((e^prev + e^gen) / 2) plus half that of gen. As
+    (e^(prev - m) + e^(gen - m)) / 2 is 1, what is left is m - (prev + gen) / 2 = log cosh(l / 2): a function of l that
+    does not cancel. With cosh l - 1 = (k3(l) + k3(-l)) / 2 it is log(1 + (cosh l - 1) / 2) / 2.
+    """
+    log_ratio = log_ratio.clamp(-LARGEST_LOG, LARGEST_LOG)
+    up, down = log_ratio.expm1(), (-log_ratio).expm1()
+    return torch.maximum(up, down), up - log_ratio, down + log_ratio, ((up + down) / 4).log1p_() / 2
+
+
+def _of_sequences(prev: Tensor, gen: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+    """Sums over the sequences with tokens; prev and gen are sums of log-probs, all float64 [B]."""
+    some = tokens > 0
+    prev, gen, tokens = prev[some], gen[some], tokens[some]
+    weights = (prev - gen).clamp(-LARGEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT).exp()
+    difference = (gen - prev) / tokens
+
+    def perplexity(log: Tensor) -> Tensor:
+        return log.clamp(-LARGEST_LOG, LARGEST_LOG).exp().sum()
+
+    return {
+        "sequences": some.sum(),
+        "training_ppl": perplexity(-prev / tokens),
+        "rollout_ppl": perplexity(-gen / tokens),
+        "ppl_ratio": perplexity(difference),
+        "log_ppl_diff": difference.sum(),
+        "seq_weight": weights.sum(),
+        "seq_weight_squared": weights.square().sum(),
     }
-    return {name: float(value) for name, value in means.items()}
 
 
-def _k3(log_ratio: Tensor) -> Tensor:
-    return torch.expm1(log_ratio) - log_ratio
+def _by_bucket(inside: Tensor, *values: Tensor) -> Tensor:
+    """Sums by distance from the row's first token of `inside`, float64 [len(values), len(EDGES)]; values [B, T]."""
+    length = inside.size(1)
+    countdown = torch.arange(length, 0, -1, dtype=torch.int32, device=inside.device)
+    first = length - (inside * countdown).amax(-1, keepdim=True)
+    ends = torch.tensor([*EDGES, length], device=inside.device)
+    offsets = (first + ends).clamp(max=length)  # [B, len(EDGES) + 1]
+    sums = [torch.segment_reduce(value, "sum", offsets=offsets, axis=1).sum(0) for value in values]
+    return torch.stack(sums)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return torch.dot(a.flatten(), b.flatten())
+
+
+def _pearson(s: dict[str, float]) -> float | None:
+    """None where the values vary by less than the rounding of float32 log-probs, so that it is undefined."""
+    n = s["tokens"]
+    spreads = []
+    for name in ("train", "rollout"):
+        spread = n * s[f"{name}_squared"] - s[name] ** 2
+        if not spread > 1e-12 * n * s[f"{name}_squared"]:
+            return None
+        spreads.append(spread)
+    return (n * s["product"] - s["train"] * s["rollout"]) / math.sqrt(spreads[0] * spreads[1])
+
+
+def _chunks(mask: Tensor) -> Iterator[slice]:
+    """Slices of rows that hold about TOKENS_AT_ONCE values."""
+    rows = max(1, TOKENS_AT_ONCE.get(mask.device.type, 2**22) // max(1, mask.size(1)))
+    for start in range(0, mask.size(0), rows):
+        yield slice(start, start + rows)
+
+
+def _check_shapes(prev: Tensor, gen: Tensor, mask: Tensor) -> None:
+    if not prev.shape == gen.shape == mask.shape or mask.dim() != 2:
+        raise ValueError(
+            f"prev_logprobs {list(prev.shape)}, generation_logprobs {list(gen.shape)} and mask {list(mask.shape)} "
+            "must all be [B, T]"
+        )
+    if not prev.is_floating_point() or not gen.is_floating_point():
+        raise ValueError(f"log-probs must be floating point, got {prev.dtype} and {gen.dtype}")

@@ -17,8 +17,16 @@ class Policy(Protocol):
         """float32 [B, T]: log-probability of input_ids[:, t] given what is before it, position 0 is 0."""
         ...
 
+    def reference_logprobs(self, batch: TrainBatch) -> Tensor:
+        """The same under the weights that the run began with; only where loss_fn.reference_policy_kl_penalty is set."""
+        ...
+
     def train_step(self, batch: TrainBatch, loss: Loss) -> dict[str, float]:
         """One optimizer step on the whole batch; the loss's metrics, grad_norm and lr."""
+        ...
+
+    def weight_error(self) -> dict[str, float]:
+        """How far the engine's weights are from the trainer's (`algorithms.quantization_error`)."""
         ...
 
     def export_update(self, version: int) -> Any:

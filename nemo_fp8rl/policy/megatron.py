@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_fp8rl.algorithms.loss import combined
 from nemo_fp8rl.batch import TrainBatch, shards
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.policy.base import Loss
@@ -13,7 +14,7 @@ from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.workers import ended_on_error, start_workers
 
 PER_RANK = ("grad_norm", "lr")
-"""Metrics that every rank reports alike; all others are summed over ranks."""
+"""Metrics that every rank reports alike; all others are `combined` over ranks."""
 
 
 class MegatronPolicy:
@@ -29,16 +30,19 @@ class MegatronPolicy:
     def logprobs(self, batch: TrainBatch) -> Tensor:
         return torch.cat(self.ranks.call("logprobs", [(part,) for part in shards(batch, self.ranks.count)]))
 
+    def reference_logprobs(self, batch: TrainBatch) -> Tensor:
+        return torch.cat(self.ranks.call("reference_logprobs", [(part,) for part in shards(batch, self.ranks.count)]))
+
     def train_step(self, batch: TrainBatch, loss: Loss) -> dict[str, float]:
         mask = batch["token_mask"][:, 1:] * batch["sample_mask"].unsqueeze(-1)
         counts = float((mask.sum(-1) > 0).sum()), float(mask.sum())
         if not counts[1]:
             raise ValueError("the batch holds no token to train on: every sample is masked out")
         results = self.ranks.call("train_step", [(part, loss, *counts) for part in shards(batch, self.ranks.count)])
-        return {
-            name: results[0][name] if name in PER_RANK else sum(metrics[name] for metrics in results)
-            for name in results[0]
-        }
+        return combined(results) | {name: results[0][name] for name in PER_RANK}
+
+    def weight_error(self) -> dict[str, float]:
+        return self.ranks.call("weight_error", [()] * self.ranks.count)[0]
 
     def export_update(self, version: int) -> Any:
         """Ranks are replicas, so rank 0 exports; between processes the update travels as bytes."""

@@ -19,6 +19,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from nemo_fp8rl.algorithms.loss import EXTREMA, combined
+from nemo_fp8rl.algorithms.quantization_error import weight_error_by_precision
 from nemo_fp8rl.batch import TrainBatch, num_rows, rows
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
@@ -81,6 +83,18 @@ class MegatronWorker:
                 [self.ddp],
             )
         self.scheduler = self._build_scheduler()
+        if cfg.loss_fn.reference_policy_kl_penalty:
+            self.reference = [parameter.detach().clone() for parameter in self.model.parameters()]
+
+    def reference_logprobs(self, batch: TrainBatch) -> Tensor:
+        """`logprobs` under the weights of policy.model_name, which take the trainer's place meanwhile."""
+        parameters = [parameter.detach() for parameter in self.model.parameters()]
+        own = [parameter.clone() for parameter in parameters]
+        try:
+            torch._foreach_copy_(parameters, self.reference)  # in place: they are views of Megatron's buffers
+            return self.logprobs(batch)
+        finally:
+            torch._foreach_copy_(parameters, own)
 
     def logprobs(self, batch: TrainBatch) -> Tensor:
         """float32 [B, T], position 0 is 0, padding is whatever the model says of it."""
@@ -97,7 +111,7 @@ class MegatronWorker:
 
         Gradients and metrics are sums over microbatches and ranks, because the loss divides by the global counts.
         """
-        metrics: dict[str, float] = {}
+        parts: list[dict[str, float]] = []
         size = self.cfg.policy.train_micro_batch_size
         with megatron_on_cpu():
             self.ddp.zero_grad_buffer()
@@ -107,8 +121,8 @@ class MegatronWorker:
                 logprobs = self._next_token_logprobs(part["input_ids"])
                 value, part_metrics = loss(logprobs, part, torch.tensor(valid_seqs), torch.tensor(valid_toks))
                 value.backward()
-                for name, metric in part_metrics.items():
-                    metrics[name] = metrics.get(name, 0.0) + metric
+                parts.append(part_metrics)
+            metrics = combined(parts)
             finalize_model_grads([self.ddp])
             self.scheduler.step(increment=1)  # before the update: the first step of a warm-up already moves
             _check_finite(metrics, self.ddp)
@@ -122,6 +136,11 @@ class MegatronWorker:
             self.export_weights(), version, self.engine_fp8_layers, choice.scale_format, choice.kernel
         )
         return serialized.pack(update) if serialize else update
+
+    def weight_error(self) -> dict[str, float]:
+        choice = self.cfg.nemo_fp8rl
+        layers = self.engine_fp8_layers
+        return weight_error_by_precision(self.export_weights(), layers, choice.scale_format, choice.kernel)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(HF name, tensor) of every weight, in the dtype that the forward reads; views where the layout allows."""
@@ -172,7 +191,8 @@ class MegatronWorker:
 def _check_finite(metrics: dict[str, float], ddp: DistributedDataParallel) -> None:
     """Raise, on every rank alike, before the update: Megatron looks for such gradients only when it scales the loss."""
     gradients = all(torch.isfinite(parameter.main_grad).all() for parameter in ddp.parameters())
-    bad = torch.tensor(float(not gradients or not all(map(math.isfinite, metrics.values()))))
+    sums = (value for name, value in metrics.items() if not name.endswith(tuple(EXTREMA)))  # of no token: infinite
+    bad = torch.tensor(float(not gradients or not all(map(math.isfinite, sums))))
     dist.all_reduce(bad)
     if bad:
         raise FloatingPointError(f"a gradient or the loss is not finite, weights are as before the step: {metrics}")

@@ -1,285 +1,736 @@
-"""The losses against float64 formulas written token by token, values and gradients.
+"""The losses against double precision, token by token (reference.py): values and gradients of every mode, and edges.
 
-Tolerance: log-probs are below 4 in size, so float32 ratios are good to 1e-6 and sums of some 30 tokens to 1e-5.
+Tolerance: inputs are float64, and the float32 weights of the correction are good to 2e-7 on the log-probs of
+`make_batch`, so 1e-6 relative; of the loss, relative to the sum of what it adds up, since terms cancel.
 """
 
+import ast
 import math
-from dataclasses import replace
+import os
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Optional
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from nemo_fp8rl.algorithms.correction import RolloutError
-from nemo_fp8rl.algorithms.loss import GrpoLoss, LossConfig, NllLoss
-from nemo_fp8rl.batch import TrainBatch, rows
+from nemo_fp8rl.algorithms.correction import CorrectionConfig, Rule, corrected_batch
+from nemo_fp8rl.algorithms.loss import GrpoLoss, NllLoss, combined
+from nemo_fp8rl.algorithms.loss_config import LossConfig
+from nemo_fp8rl.batch import rows, shards
 from nemo_fp8rl.errors import UserError
+from tests.algorithms import reference
+from tests.algorithms.reference import GARBAGE, Totals, inside, make_batch, totals
 
-GARBAGE = [math.nan, math.inf, -math.inf, 1e30, 0.0]
-TOLERANCE = {"rel": 1e-5, "abs": 1e-6}
-CONFIGS = {
-    "default": LossConfig(),
-    "cap below": LossConfig(truncated_importance_sampling_ratio=0.9),
-    "floor": LossConfig(truncated_importance_sampling_ratio_min=0.8),
-    "not truncated": LossConfig(truncated_importance_sampling_type=None),
-    "not corrected": LossConfig(use_importance_sampling_correction=False),
-    "narrow clip": LossConfig(ratio_clip_min=0.01, ratio_clip_max=0.02),
+PLAIN = {"reference_policy_kl_penalty": 0.0}
+GSPO = PLAIN | {"sequence_level_importance_ratios": True, "token_level_loss": False}
+
+
+def truncated(kind: str | None, high: float | None = None, low: float | None = None) -> dict[str, Any]:
+    return {
+        "use_importance_sampling_correction": True,
+        "truncated_importance_sampling_type": kind,
+        "truncated_importance_sampling_ratio": high,
+        "truncated_importance_sampling_ratio_min": low,
+    }
+
+
+AGGREGATIONS = {
+    "token-mean": {},
+    "seq-mean-token-mean": {"token_level_loss": False},
+    "seq-mean-token-sum": {"token_level_loss": False, "loss_agg_mode": "seq-mean-token-sum"},
+    "dr-grpo": {"token_level_loss": False, "loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 7.0},
 }
-EVERY_CONFIG = pytest.mark.parametrize("cfg", CONFIGS.values(), ids=CONFIGS)
+RATIOS = {
+    "clip": PLAIN,
+    "narrow": PLAIN | {"ratio_clip_min": 0.01, "ratio_clip_max": 0.02},
+    "clip-higher": PLAIN | {"ratio_clip_min": 0.1, "ratio_clip_max": 0.28},
+    "dual": PLAIN | {"ratio_clip_c": 1.1},
+    "reinforce": PLAIN | {"disable_ppo_ratio": True},
+    "on-policy": PLAIN | {"force_on_policy_ratio": True},
+    "gspo": PLAIN | {"sequence_level_importance_ratios": True, "ratio_clip_min": 0.05, "ratio_clip_max": 0.05},
+    "gspo dual": PLAIN | {"sequence_level_importance_ratios": True, "ratio_clip_c": 1.02},
+    "cispo": PLAIN | {"use_cispo": True},
+}
+MODES = {
+    f"{ratio} {aggregation}": keys | more
+    for ratio, keys in RATIOS.items()
+    for aggregation, more in AGGREGATIONS.items()
+    if not (ratio == "cispo" and more) and not ("gspo" in ratio and not more)
+}
+KLS = {
+    f"{kind} {low} {high} {'engine' if engine else ''} {aggregation}": {
+        "reference_policy_kl_penalty": 0.7,
+        "reference_policy_kl_type": kind,
+        "kl_input_clamp_value": low,
+        "kl_output_clamp_value": high,
+        "use_on_policy_kl_approximation": engine,
+        **AGGREGATIONS[aggregation],
+    }
+    for kind in ("k1", "k2", "k3")
+    for low, high in ((20.0, 10.0), (1.0, None), (None, 0.5), (0.8, 0.4), (None, None))
+    for engine in (False, True)
+    for aggregation in (("token-mean", "dr-grpo") if low == 0.8 else ("token-mean",))
+}
+TERMS = {
+    "kl in the reward": {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.5},
+    "entropy": PLAIN | {"entropy_coefficient": 0.3},
+    "nll": PLAIN | {"positive_example_nll_weight": 0.4},
+    "all": {"entropy_coefficient": -0.2, "positive_example_nll_weight": 0.4, "reference_policy_kl_penalty": 0.5},
+}
+NEMO_CORRECTIONS = {
+    "is": truncated(None),
+    "tis": truncated("tis", 1.2),
+    "tis both ends": truncated("tis", 1.2, 0.8),
+    "icepop": truncated("icepop", 1.3, 0.7),
+    "seq-mask-tis": truncated("seq-mask-tis", 1.1, 0.9),
+}
+CORRECTED = {
+    f"{name} {mode}": keys | RATIOS[mode] | more
+    for name, keys in NEMO_CORRECTIONS.items()
+    for mode, more in (("clip", {}), ("cispo", {}), ("on-policy", {}), ("gspo", AGGREGATIONS["seq-mean-token-mean"]))
+    if not (name == "seq-mask-tis" and mode == "gspo")
+}
+CONFIGS = {**MODES, **KLS, **TERMS, **CORRECTED}
+A_FEW = [
+    {},
+    MODES["dual seq-mean-token-mean"],
+    MODES["gspo dr-grpo"],
+    MODES["cispo token-mean"],
+    TERMS["all"] | truncated("tis", 1.2) | {"use_on_policy_kl_approximation": True},
+    CORRECTED["icepop gspo"],
+    CORRECTED["seq-mask-tis clip"],
+    CORRECTED["is on-policy"],
+]
+"""Configurations that together go through all branches."""
+A_FEW_LOSSES = [*map(GrpoLoss, A_FEW), NllLoss()]
+CORRECTIONS = {
+    "tis": CorrectionConfig(weight_max=1.2),
+    "geometric": CorrectionConfig(weight="geometric", weight_max=1.1, weight_min=0.9),
+    "sequence, normalized": CorrectionConfig(weight="sequence", weight_max=2.0, normalize=True),
+    "rejection of tokens": CorrectionConfig(weight="none", weight_max=None, reject=(Rule("token_k3", 0.05),)),
+    "chain": CorrectionConfig(
+        weight_max=1.3, reject=(Rule("token_k1", 1.5, 0.6), Rule("seq_mean_k2", 0.2)), normalize=True
+    ),
+    "veto": CorrectionConfig(weight_max=2.0, reject=(Rule("seq_max_k1", 2.5, 0.4),)),
+    "bypass": CorrectionConfig(weight="none", weight_max=None, bypass=True),
+}
 
 
-def make_batch(seed: int, garbage: float = 0.0) -> tuple[torch.Tensor, TrainBatch]:
-    """(current log-probs [B, T-1], batch) with ragged rows, dropped samples, and `garbage` outside the mask."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int, scale: float) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) * scale
-
-    b, t = 5, 8
-    lengths = torch.randint(3, t + 1, (b,), generator=generator)
-    starts = (lengths.float() * torch.rand(b, generator=generator)).long().clamp(min=1)
-    position = torch.arange(t)
-    token_mask = ((position >= starts[:, None]) & (position < lengths[:, None])).float()
-    sample_mask = (torch.rand(b, generator=generator) < 0.8).float()
-    sample_mask[0] = 1.0
-    gen = -normal(b, t, scale=1.0).abs()
-    prev = gen + normal(b, t, scale=0.3)
-    curr = prev + normal(b, t, scale=0.3)
-    advantages = normal(b, 1, scale=1.0).expand(b, t).clone()
-    outside = (token_mask * sample_mask[:, None]) == 0
-    for field in (gen, prev, curr, advantages):
-        field[outside] = garbage
-    batch = TrainBatch(
-        input_ids=torch.zeros(b, t, dtype=torch.int64),
-        input_lengths=lengths,
-        token_mask=token_mask,
-        sample_mask=sample_mask,
-        advantages=advantages,
-        generation_logprobs=gen,
-        prev_logprobs=prev,
-    )
-    return curr[:, 1:].clone(), batch
-
-
-def counts(batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Valid sequences and tokens of the whole batch."""
-    mask = batch["token_mask"][:, 1:] * batch["sample_mask"][:, None]
-    return (mask.sum(-1) > 0).sum().float(), mask.sum()
-
-
-def formula(curr: torch.Tensor, batch: TrainBatch, cfg: LossConfig) -> tuple[dict[str, float], torch.Tensor]:
-    """(metrics, dL/dcurr) of the whole batch in float64, token by token."""
-    total = float(counts(batch)[1])
-    names = ("loss", "probs_ratio", "probs_ratio_clamped", "approx_entropy", "is_oob_ratio")
-    metrics, gradient = dict.fromkeys(names, 0.0), torch.zeros(curr.shape, dtype=torch.float64)
-    for i in range(curr.size(0)):
-        for t in range(curr.size(1)):
-            if not (batch["token_mask"][i, t + 1] and batch["sample_mask"][i]):
-                continue
-            c, p = float(curr[i, t]), float(batch["prev_logprobs"][i, t + 1])
-            g, a = float(batch["generation_logprobs"][i, t + 1]), float(batch["advantages"][i, t + 1])
-            r, w = math.exp(c - p), math.exp(p - g)
-            clipped = min(max(r, 1 - cfg.ratio_clip_min), 1 + cfg.ratio_clip_max)
-            bounded = w
-            if not cfg.use_importance_sampling_correction:
-                w = bounded = 1.0
-            elif cfg.truncated_importance_sampling_type == "tis":
-                floor = cfg.truncated_importance_sampling_ratio_min or 0.0
-                bounded = min(max(w, floor), cfg.truncated_importance_sampling_ratio)
-            metrics["loss"] += bounded * max(-a * r, -a * clipped) / total
-            metrics["probs_ratio"] += r / total
-            metrics["probs_ratio_clamped"] += clipped / total
-            metrics["approx_entropy"] -= math.exp(c - g) * c / total  # NeMo RL: -E_gen[pi_curr / pi_gen log pi_curr]
-            metrics["is_oob_ratio"] += (bounded != w) / total
-            gradient[i, t] = bounded * -a * r / total if clipped == r or -a * r > -a * clipped else 0.0
-    return metrics, gradient
-
-
-def evaluate(loss, curr: torch.Tensor, batch: TrainBatch, totals=None):
+def evaluate(loss, curr: torch.Tensor, batch, counts=None) -> tuple[float, dict[str, float], torch.Tensor]:
     """(loss, metrics, dL/dcurr)."""
     curr = curr.clone().requires_grad_()
-    value, metrics = loss(curr, batch, *(totals or counts(batch)))
+    value, metrics = loss(curr, batch, *(counts or totals(batch)))
     value.backward()
+    assert curr.grad is not None
     return value.item(), metrics, curr.grad
 
 
-@EVERY_CONFIG
-def test_loss_and_gradient_equal_the_formula(cfg):
-    for seed in range(20):
-        curr, batch = make_batch(seed)
-        value, metrics, gradient = evaluate(GrpoLoss(cfg), curr, batch)
-        expected, expected_gradient = formula(curr, batch, cfg)
-        assert value == pytest.approx(expected["loss"], **TOLERANCE)
-        assert metrics["loss"] == value
-        torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-5, atol=1e-7)
+def samples_of(curr, batch, loss: GrpoLoss) -> list[reference.Sample]:
+    """The batch as the reference reads it, with the weights that the loss's correction means."""
+    samples = reference.read(curr, batch, force_on_policy=loss.cfg.force_on_policy_ratio, bypass=loss.correction.bypass)
+    cfg = loss.correction
+    rules = [(rule.statistic, rule.max, rule.min) for rule in cfg.reject]
+    reference.correct(samples, cfg.weight, cfg.weight_min, cfg.weight_max, rules, cfg.normalize)
+    return samples if cfg.denominator == "all" else reference.without_rejected(samples)
 
 
-@EVERY_CONFIG
-@pytest.mark.parametrize("name", ["probs_ratio", "probs_ratio_clamped", "approx_entropy", "is_oob_ratio"])
-def test_metrics_are_nemo_rls(name, cfg):
-    for seed in range(10):
+def dense(shape: torch.Size, derivatives: dict[tuple[int, int], float]) -> torch.Tensor:
+    made = torch.zeros(shape, dtype=torch.float64)
+    for place, value in derivatives.items():
+        made[place] = value
+    return made
+
+
+def assert_equals_reference(loss: GrpoLoss, curr, batch, samples, rel: float = 1e-6) -> dict[str, float]:
+    """Value, gradient, metrics."""
+    counts = Totals.of(samples)
+    value, metrics, gradient = evaluate(loss, curr, batch)
+    wanted = reference.metrics(samples, loss.cfg, counts)
+    assert value == pytest.approx(wanted["loss"], rel=rel, abs=rel * reference.magnitude(samples, loss.cfg, counts))
+    wanted_gradient = dense(gradient.shape, reference.gradient(samples, loss.cfg, counts))
+    smallest = rel * float(wanted_gradient.abs().max())  # sums over a sequence (GSPO) cancel
+    torch.testing.assert_close(gradient.double(), wanted_gradient, rtol=rel, atol=smallest)
+    assert (gradient[~inside(batch)[:, 1:]] == 0).all()
+    del wanted["loss"]
+    assert {name: metrics[name] for name in wanted} == pytest.approx(wanted, rel=rel, abs=rel)
+    return metrics
+
+
+# Values and gradients
+
+
+@pytest.mark.parametrize("keys", CONFIGS.values(), ids=CONFIGS)
+def test_value_gradient_and_metrics_equal_the_formula(keys):
+    loss = GrpoLoss(keys)
+    for seed in range(4):
         curr, batch = make_batch(seed)
-        assert GrpoLoss(cfg)(curr, batch, *counts(batch))[1][name] == pytest.approx(
-            formula(curr, batch, cfg)[0][name], **TOLERANCE
-        )
+        assert_equals_reference(loss, curr, batch, samples_of(curr, batch, loss))
+
+
+@pytest.mark.parametrize("keys", A_FEW)
+def test_float32_logprobs_give_the_same_to_float32_precision(keys):
+    loss = GrpoLoss(keys)
+    for seed in range(4, 8):
+        curr, batch = make_batch(seed, dtype=torch.float32)
+        assert_equals_reference(loss, curr, batch, samples_of(curr, batch, loss), rel=2e-5)
+
+
+@pytest.mark.parametrize("denominator", ["all", "kept"])
+@pytest.mark.parametrize("mode", ["clip token-mean", "gspo seq-mean-token-mean", "cispo token-mean", "all"])
+@pytest.mark.parametrize("correction", CORRECTIONS.values(), ids=CORRECTIONS)
+def test_a_corrected_batch_gives_the_formula_with_its_denominator(correction, mode, denominator):
+    loss = GrpoLoss(CONFIGS[mode], replace(correction, denominator=denominator))
+    for seed in range(4):
+        curr, batch = make_batch(seed)
+        samples = samples_of(curr, batch, loss)
+        batch, _ = corrected_batch(batch, loss.correction)
+        counts = Totals.of(samples)
+        assert totals(batch) == (counts.sequences, counts.tokens)
+        assert_equals_reference(loss, curr, batch, samples)
+
+
+@pytest.mark.parametrize("keys", [{}, TERMS["all"]], ids=["no weights", "all terms"])
+@pytest.mark.parametrize("name", [name for name, cfg in CORRECTIONS.items() if not cfg.normalize])
+def test_weights_that_the_batch_brings_are_those_that_the_loss_makes(name, keys):
+    loss = GrpoLoss(keys, CORRECTIONS[name])
+    for seed in range(4):
+        curr, batch = make_batch(seed)
+        own, brought = evaluate(loss, curr, batch), evaluate(loss, curr, corrected_batch(batch, loss.correction)[0])
+        assert brought[:2] == own[:2]
+        assert torch.equal(brought[2], own[2])
+
+
+def test_weights_of_the_batch_are_taken_as_they_are():
+    loss = GrpoLoss(PLAIN, {"preset": "is"})
+    curr, batch = make_batch(1)
+    samples = samples_of(curr, batch, loss)
+    batch["importance_weights"] = torch.where(inside(batch), 0.0, math.nan).float()
+    for sample in samples:
+        for i, token in enumerate(sample.tokens):
+            token.weight, token.kept = [0.25, 0.0, 3.0][i % 3], i % 3 != 1
+            batch["importance_weights"][sample.row, token.position + 1] = token.weight
+    metrics = assert_equals_reference(loss, curr, batch, samples)
+    weights = [token.weight for sample in samples for token in sample.tokens]
+    assert metrics["sampling_importance_ratio"] == pytest.approx(sum(weights) / len(weights))
+
+
+def test_unfiltered_logprobs_carry_the_kl_and_its_gradient():
+    loss = GrpoLoss({"reference_policy_kl_penalty": 0.5, "positive_example_nll_weight": 0.1})
+    curr, batch = make_batch(2)
+    free = torch.where(inside(batch)[:, 1:], curr - 0.125, math.nan)
+    samples = samples_of(curr, {**batch, "curr_logprobs_unfiltered": free}, loss)
+    batch["curr_logprobs_unfiltered"] = free.requires_grad_()
+    assert_equals_reference(loss, curr, batch, samples)
+    wanted = dense(free.shape, reference.gradient(samples, loss.cfg, Totals.of(samples), "unfiltered"))
+    torch.testing.assert_close(free.grad, wanted, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("field", ["generation_logprobs", "prev_logprobs"])
+@pytest.mark.parametrize("keys", A_FEW)
+def test_a_token_without_a_finite_logprob_takes_part_in_nothing_and_is_counted(keys, field, bad):
+    loss = GrpoLoss(keys)
+    for seed in range(3):
+        curr, batch = make_batch(seed)
+        places = inside(batch).nonzero()[::4]
+        for row, position in places:
+            batch[field][row, position] = bad
+        metrics = assert_equals_reference(loss, curr, batch, samples_of(curr, batch, loss))
+        if field == "generation_logprobs" or not loss.cfg.force_on_policy_ratio:
+            assert metrics["nonfinite_logprob_ratio"] == pytest.approx(len(places) / int(inside(batch).sum()))
 
 
 def test_the_batches_reach_every_branch():
-    reached = set()
-    for seed in range(30):
+    reached: dict[str, set[bool]] = {}
+    for seed in range(4):
         curr, batch = make_batch(seed)
-        metrics, gradient = formula(curr, batch, LossConfig())
-        inside = (batch["token_mask"] * batch["sample_mask"][:, None])[:, 1:] > 0
-        reached |= {("clipped", bool((gradient[inside] == 0).any())), ("truncated", metrics["is_oob_ratio"] > 0)}
-        reached |= {("dropped", bool((batch["sample_mask"] == 0).any()))}
-    assert {("clipped", True), ("truncated", True), ("dropped", True)} <= reached
+        for name in ("clip token-mean", "dual token-mean", "gspo seq-mean-token-mean", "gspo dual seq-mean-token-mean"):
+            loss = GrpoLoss(MODES[name])
+            samples = samples_of(curr, batch, loss)
+            flat = dense(curr.shape, reference.gradient(samples, loss.cfg, Totals.of(samples)))
+            reached.setdefault(name, set()).update((flat[inside(batch)[:, 1:]] == 0).tolist())
+            reached.setdefault("positive", set()).update(sample.positive for sample in samples)
+        for token in (token for sample in samples for token in sample.tokens):
+            x = token.ref - token.curr
+            reached.setdefault("KL input clamped", set()).add(abs(x) > 0.8)
+            reached.setdefault("KL output clamped", set()).add(math.exp(x) - 1 - x > 0.5)
+            reached.setdefault("sign of the advantage", set()).add(token.advantage < 0)
+        reached.setdefault("sample dropped", set()).update((batch["sample_mask"] == 0).tolist())
+        reached.setdefault("row without tokens", set()).update((batch["token_mask"].sum(-1) == 0).tolist())
+    assert reached == {name: {True, False} for name in reached}
 
 
-@pytest.mark.parametrize("garbage", GARBAGE)
-@pytest.mark.parametrize("loss", [GrpoLoss(LossConfig()), GrpoLoss(CONFIGS["not truncated"]), NllLoss()])
-def test_padding_never_reaches_the_loss_or_its_gradient(loss, garbage):
-    for seed in range(5):
-        clean, dirty = (evaluate(loss, *make_batch(seed, junk)) for junk in (0.0, garbage))
-        assert math.isfinite(clean[0])
-        assert dirty[0] == clean[0]
-        assert torch.equal(dirty[2], clean[2])
-        mask = make_batch(seed)[1]
-        outside = (mask["token_mask"] * mask["sample_mask"][:, None])[:, 1:] == 0
-        assert outside.any()
-        assert (dirty[2][outside] == 0).all()
+# By hand
 
 
-@pytest.mark.parametrize("garbage", GARBAGE)
-@pytest.mark.parametrize("loss", [GrpoLoss(LossConfig()), NllLoss()])
-def test_padding_never_reaches_a_metric(loss, garbage):
-    for seed in range(5):
-        assert evaluate(loss, *make_batch(seed, garbage))[1] == evaluate(loss, *make_batch(seed))[1]
+def one_token(curr: float, prev: float, gen: float, advantage: float = 1.0) -> tuple[torch.Tensor, dict]:
+    """A row of a prompt token and a generated one, with probabilities."""
+    batch = {"token_mask": torch.tensor([[0.0, 1.0]]), "sample_mask": torch.ones(1), "rewards": torch.ones(1)}
+    for name, value in (("prev_logprobs", prev), ("generation_logprobs", gen)):
+        batch[name] = torch.tensor([[math.nan, math.log(value)]])
+    batch["advantages"] = torch.tensor([[math.nan, advantage]])
+    return torch.tensor([[math.log(curr)]]), batch
 
 
-@pytest.mark.parametrize("loss", [*map(GrpoLoss, CONFIGS.values()), NllLoss()])
-@pytest.mark.parametrize(("seed", "size"), [(0, 1), (1, 2), (2, 3), (3, 4)])
-def test_microbatches_sum_to_the_whole(loss, seed, size):
+def test_ratio_is_current_over_previous_and_weight_trainer_over_engine():
+    curr, batch = one_token(curr=0.44, prev=0.4, gen=0.2)
+    value, metrics, gradient = evaluate(GrpoLoss(PLAIN | truncated(None)), curr, batch)
+    assert metrics["probs_ratio"] == pytest.approx(1.1)
+    assert metrics["sampling_importance_ratio"] == pytest.approx(2.0)
+    assert (value, gradient.item()) == (pytest.approx(-2.2), pytest.approx(-2.2))
+
+
+@pytest.mark.parametrize("curr", [0.44, 0.36])
+def test_extremes_of_the_ratio_are_of_tokens_in_the_mask(curr):
+    """Padding would add a ratio of 1."""
+    logprobs, batch = one_token(curr=curr, prev=0.4, gen=0.4)
+    batch |= {name: torch.nn.functional.pad(f, (0, 1)) for name, f in batch.items() if f.dim() == 2}
+    metrics = evaluate(GrpoLoss(PLAIN), torch.nn.functional.pad(logprobs, (0, 1)), batch)[1]
+    for name in ("probs_ratio_min", "probs_ratio_max", "probs_ratio_clamped_min", "probs_ratio_clamped_max"):
+        assert metrics[name] == pytest.approx(curr / 0.4)
+
+
+def test_tis_cuts_the_weight_of_a_token_that_the_trainer_likes_more_and_not_of_the_other():
+    loss = GrpoLoss(PLAIN | truncated("tis", 1.5))
+    curr, batch = one_token(curr=0.4, prev=0.4, gen=0.2)
+    assert evaluate(loss, curr, batch)[0] == pytest.approx(-1.5)
+    curr, batch = one_token(curr=0.2, prev=0.2, gen=0.4)
+    assert evaluate(loss, curr, batch)[0] == pytest.approx(-0.5)
+
+
+def test_bypass_takes_the_ratio_to_the_engine():
+    curr, batch = one_token(curr=0.44, prev=math.nan, gen=0.4)
+    value, metrics, _ = evaluate(GrpoLoss(PLAIN, {"preset": "bypass"}), curr, batch)
+    assert (metrics["probs_ratio"], value) == (pytest.approx(1.1), pytest.approx(-1.1))
+
+
+@pytest.mark.parametrize(("advantage", "flat"), [(1.0, True), (-1.0, False)])
+def test_the_clip_stops_a_rise_that_pays_and_not_one_that_costs(advantage, flat):
+    curr, batch = one_token(curr=0.6, prev=0.4, gen=0.4, advantage=advantage)
+    value, _, gradient = evaluate(GrpoLoss(PLAIN), curr, batch)
+    assert (gradient.item() == 0) == flat
+    assert value == pytest.approx(-1.2 if flat else 1.5)
+
+
+def test_the_estimates_of_the_kl_are_of_the_policy_from_its_reference():
+    """x = ref - curr = log 2: k1 = -x, k2 = x^2 / 2, k3 = e^x - 1 - x."""
+    x = math.log(2)
+    for kind, value in (("k1", -x), ("k2", x**2 / 2), ("k3", 1 - x)):
+        curr, batch = one_token(curr=0.2, prev=0.2, gen=0.2)
+        batch["reference_policy_logprobs"] = torch.tensor([[math.nan, math.log(0.4)]])
+        loss = GrpoLoss({"reference_policy_kl_type": kind, "reference_policy_kl_penalty": 0.5})
+        _, metrics, _ = evaluate(loss, curr, batch)
+        assert metrics["kl_penalty"] == pytest.approx(value)
+        assert metrics["loss"] == pytest.approx(-1 + 0.5 * value)
+
+
+# Metrics
+
+
+@pytest.mark.parametrize("keys", [*CORRECTED.values(), PLAIN, GSPO], ids=[*CORRECTED, "plain", "gspo"])
+def test_metrics_of_the_correction_are_nemo_rls(keys):
+    """Means of the weights as they are used (of the bare ratios without a correction), and the share out of bounds.
+
+    Of sequences where NeMo RL counts sequences. Its mean weight of sequences is multiplied by their number, by a
+    broadcast of [B, 1] with [B]; that is not followed.
+    """
+    loss = GrpoLoss(keys)
+    by_sequence, masked = loss.cfg.sequence_level_importance_ratios, "seq-mask" in str(keys)
+    assert loss.metric_normalizations["sampling_importance_ratio"] == ("sequences" if by_sequence else "tokens")
+    assert loss.metric_normalizations["is_oob_ratio"] == ("sequences" if masked else "tokens")
+    for seed in range(4):
+        curr, batch = make_batch(seed)
+        samples = samples_of(curr, batch, loss)
+        if not loss.cfg.use_importance_sampling_correction:
+            reference.correct(samples, "sequence" if by_sequence else "token")
+        metrics = loss(curr, batch, *totals(batch))[1]
+
+        def mean(values, over_sequences: bool, samples=samples) -> float:
+            if over_sequences:
+                return sum(values(sample.tokens[0]) for sample in samples) / len(samples)
+            return sum(values(t) for s in samples for t in s.tokens) / sum(len(s.tokens) for s in samples)
+
+        assert metrics["sampling_importance_ratio"] == pytest.approx(mean(lambda t: t.weight, by_sequence), rel=1e-6)
+        assert metrics["is_oob_ratio"] == pytest.approx(mean(lambda t: t.outside, masked))
+        assert metrics["num_valid_samples"] == batch["sample_mask"].sum()
+
+
+@pytest.mark.parametrize("keys", A_FEW)
+def test_every_metric_says_what_it_was_divided_by(keys):
+    """Counts that are not those of the batch, such as a trainer's placeholder of 1, can be undone by name."""
+    loss = GrpoLoss(keys)
+    curr, batch = make_batch(3)
+    sequences, tokens = totals(batch)
+    metrics = loss(curr, batch, sequences, tokens)[1]
+    bare = loss(curr, batch, torch.ones(()), torch.ones(()))[1]
+    assert set(metrics) == set(loss.metric_normalizations)
+    divisor = {"tokens": tokens, "sequences": sequences, "none": 1.0}
+    compound = {"loss"} if loss.cfg.entropy_coefficient or loss.cfg.positive_example_nll_weight else set()
+    for name in set(metrics) - compound:
+        by = float(divisor[loss.metric_normalizations[name]])
+        assert bare[name] / by == pytest.approx(metrics[name], rel=1e-6, abs=1e-12)
+
+
+# Parts, order, padding
+
+
+def split_metrics(loss, curr, batch, parts) -> tuple[dict[str, float], torch.Tensor]:
+    """Metrics combined over parts [(start, batch)], and their gradients side by side."""
+    counts, made, gradients = totals(batch), [], []
+    for start, part in parts:
+        width, size = part["input_ids"].size(1) - 1, part["input_ids"].size(0)
+        _, metrics, gradient = evaluate(loss, curr[start : start + size, :width], part, counts)
+        made.append(metrics)
+        gradients.append(torch.nn.functional.pad(gradient, (0, curr.size(1) - width)))
+    return combined(made), torch.cat(gradients)
+
+
+def ready(loss, batch):
+    """The batch as a trainer gives it out: with the count of positive tokens, corrected where the loss is."""
+    positive = (inside(batch)[:, 1:] & (batch["rewards"] > 0)[:, None]).sum()
+    batch["positive_valid_toks"] = positive.expand(len(batch["rewards"]))
+    if isinstance(loss, GrpoLoss) and loss.correction.weight != "none":
+        batch, _ = corrected_batch(batch, loss.correction)
+    return batch
+
+
+seeds = st.integers(0, 2**31)
+losses = st.sampled_from(A_FEW_LOSSES)
+quick = settings(deadline=None, max_examples=100)
+
+
+@quick
+@given(seeds, losses, st.lists(st.integers(1, 7), unique=True, max_size=4), st.booleans())
+def test_microbatches_add_up_to_the_whole(seed, loss, cuts, corrected):
+    curr, batch = make_batch(seed)
+    batch = (
+        ready(loss, batch) if corrected else {**batch, "positive_valid_toks": ready(None, batch)["positive_valid_toks"]}
+    )
+    edges = [0, *sorted(cuts), 8]
+    parts = [(a, rows(batch, a, b)) for a, b in pairwise(edges)]
+    value, metrics, gradient = evaluate(loss, curr, batch)
+    made, gradients = split_metrics(loss, curr, batch, parts)
+    assert made == pytest.approx(metrics, rel=1e-6, abs=1e-7)
+    assert made["loss"] == pytest.approx(value, rel=1e-6, abs=1e-7)
+    torch.testing.assert_close(gradients, gradient, rtol=1e-6, atol=1e-12)
+
+
+@quick
+@given(seeds, losses, st.integers(1, 10))
+def test_ranks_add_up_to_the_whole(seed, loss, ranks):
+    curr, batch = make_batch(seed)
+    batch = ready(loss, batch)
+    whole, parts, start = evaluate(loss, curr, batch), [], 0
+    for part in shards(batch, ranks):
+        if len(part["sample_mask"]):
+            parts.append((start, part))
+        start += len(part["sample_mask"])
+    made, gradients = split_metrics(loss, curr, batch, parts)
+    assert made == pytest.approx(whole[1], rel=1e-6, abs=1e-7)
+    torch.testing.assert_close(gradients, whole[2], rtol=1e-6, atol=1e-12)
+
+
+@quick
+@given(seeds, losses, st.permutations(range(8)))
+def test_the_order_of_samples_does_not_matter(seed, loss, order):
     curr, batch = make_batch(seed)
     value, metrics, gradient = evaluate(loss, curr, batch)
-    totals, summed, parts = counts(batch), dict.fromkeys(metrics, 0.0), []
-    for start in range(0, len(curr), size):
-        part = rows(batch, start, start + size)
-        width = part["input_ids"].size(1) - 1
-        _, part_metrics, part_gradient = evaluate(loss, curr[start : start + size, :width], part, totals)
-        summed = {name: summed[name] + part_metrics[name] for name in summed}
-        parts.append(torch.nn.functional.pad(part_gradient, (0, curr.size(1) - width)))
-    assert summed["loss"] == pytest.approx(value, **TOLERANCE)
-    assert summed == pytest.approx(metrics, **TOLERANCE)
-    torch.testing.assert_close(torch.cat(parts), gradient, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("loss", [GrpoLoss(LossConfig()), NllLoss()])
-@pytest.mark.parametrize("order", [[4, 3, 2, 1, 0], [2, 0, 4, 1, 3]])
-def test_order_of_samples_does_not_matter(loss, order):
-    curr, batch = make_batch(8)
-    value, metrics, gradient = evaluate(loss, curr, batch)
     other = evaluate(loss, curr[order], {name: field[order] for name, field in batch.items()})
-    assert other[0] == pytest.approx(value, **TOLERANCE)
-    assert other[1] == pytest.approx(metrics, **TOLERANCE)
-    torch.testing.assert_close(other[2], gradient[order], rtol=1e-6, atol=1e-9)
+    assert other[0] == pytest.approx(value, rel=1e-6, abs=1e-7)
+    assert other[1] == pytest.approx(metrics, rel=1e-6, abs=1e-7)
+    torch.testing.assert_close(other[2], gradient[order], rtol=1e-6, atol=1e-12)
 
 
-@pytest.mark.parametrize("loss", [GrpoLoss(LossConfig()), NllLoss()])
+@quick
+@given(seeds, losses, st.integers(0, 9), st.sampled_from(GARBAGE), st.booleans())
+def test_padding_is_never_read(seed, loss, more, junk, corrected):
+    """Garbage of any kind, and any amount of it, in every tensor: not a bit of loss, metrics or gradient changes."""
+    (curr, clean), (dirty_curr, dirty) = make_batch(seed, garbage=(0.0,)), make_batch(seed, garbage=(junk,))
+    for name in ("rewards", *reference.PER_TOKEN):
+        assert not torch.equal(clean[name], dirty[name])
+    if corrected:
+        clean, dirty = ready(loss, clean), ready(loss, dirty)
+        if "importance_weights" in dirty:
+            dirty["importance_weights"][~inside(dirty)] = junk
+    wider = {n: pad(f, more, 0 if n == "token_mask" else junk) if f.dim() == 2 else f for n, f in dirty.items()}
+    wider["input_ids"] = torch.zeros(wider["token_mask"].shape, dtype=torch.int64)
+    value, metrics, gradient = evaluate(loss, curr, clean)
+    same, same_metrics, same_gradient = evaluate(loss, dirty_curr, dirty)
+    assert (same, same_metrics) == (value, metrics)
+    assert torch.equal(same_gradient, gradient)
+    other, other_metrics, other_gradient = evaluate(loss, pad(dirty_curr, more, junk), wider)
+    assert other == pytest.approx(value, rel=1e-6, abs=1e-7)
+    assert other_metrics == pytest.approx(metrics, rel=1e-6, abs=1e-7)
+    torch.testing.assert_close(other_gradient[:, : gradient.size(1)], gradient, rtol=1e-6, atol=1e-12)
+    assert (other_gradient[:, gradient.size(1) :] == 0).all()
+    assert (gradient[~inside(clean)[:, 1:]] == 0).all()
+
+
+def pad(field: torch.Tensor, more: int, value: float) -> torch.Tensor:
+    return torch.nn.functional.pad(field.double(), (0, more), value=value)
+
+
+@pytest.mark.parametrize("loss", A_FEW_LOSSES)
 def test_a_dropped_sample_counts_as_if_it_were_not_there(loss):
     curr, batch = make_batch(3)
-    batch["sample_mask"] = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0])
-    kept = [0, 2, 3]
-    value, metrics, _ = evaluate(loss, curr, batch)
-    other = evaluate(loss, curr[kept], {name: field[kept] for name, field in batch.items()})
-    assert (value, metrics) == (pytest.approx(other[0], **TOLERANCE), pytest.approx(other[1], **TOLERANCE))
+    left = (batch["sample_mask"] > 0).nonzero()[:, 0]
+    assert len(left) < len(curr)
+    value, metrics, gradient = evaluate(loss, curr, batch)
+    other = evaluate(loss, curr[left], {name: field[left] for name, field in batch.items()})
+    assert (value, metrics) == (pytest.approx(other[0], rel=1e-6), pytest.approx(other[1], rel=1e-6))
+    torch.testing.assert_close(gradient[left], other[2], rtol=1e-6, atol=1e-12)
 
 
-@EVERY_CONFIG
-def test_equal_policies_give_the_plain_policy_gradient(cfg):
-    if cfg.truncated_importance_sampling_ratio < 1:
-        cfg = replace(cfg, truncated_importance_sampling_ratio=1.0)
-    _, batch = make_batch(1)
-    batch["generation_logprobs"] = batch["prev_logprobs"]
-    value, metrics, gradient = evaluate(GrpoLoss(cfg), batch["prev_logprobs"][:, 1:], batch)
-    total = counts(batch)[1]
-    plain = -(batch["advantages"] * batch["token_mask"] * batch["sample_mask"][:, None])[:, 1:] / total
-    torch.testing.assert_close(gradient, plain, rtol=1e-6, atol=0)
-    assert value == pytest.approx(plain.sum().item(), **TOLERANCE)
-    assert (metrics["probs_ratio"], metrics["is_oob_ratio"]) == (pytest.approx(1.0), 0.0)
-
-
-def test_a_large_cap_is_no_truncation():
-    curr, batch = make_batch(2)
-    capped = evaluate(GrpoLoss(LossConfig(truncated_importance_sampling_ratio=1e9)), curr, batch)
-    free = evaluate(GrpoLoss(CONFIGS["not truncated"]), curr, batch)
-    assert capped[:2] == free[:2]
-    assert torch.equal(capped[2], free[2])
-
-
-def test_equal_engine_and_trainer_need_no_correction():
+@pytest.mark.parametrize("loss", A_FEW_LOSSES)
+def test_a_microbatch_without_a_token_adds_nothing(loss):
     curr, batch = make_batch(4)
-    batch["generation_logprobs"] = batch["prev_logprobs"]
-    corrected, uncorrected = (evaluate(GrpoLoss(CONFIGS[name]), curr, batch) for name in ("default", "not corrected"))
-    assert corrected[0] == uncorrected[0]
-    assert torch.equal(corrected[2], uncorrected[2])
+    batch["sample_mask"] = torch.zeros_like(batch["sample_mask"])
+    counts = torch.tensor(3.0), torch.tensor(20.0)
+    value, metrics, gradient = evaluate(loss, curr, batch, counts)
+    assert value == 0 and not gradient.any()
+    whole = evaluate(loss, *make_batch(5))[1]
+    assert combined([whole, metrics]) == whole == combined([metrics, whole])
 
 
-@pytest.mark.parametrize("bad", [math.nan, -math.inf])
-@pytest.mark.parametrize("field", ["generation_logprobs", "prev_logprobs"])
-def test_a_logprob_that_is_not_finite_is_refused(field, bad):
-    curr, batch = make_batch(0)
-    row, position = (batch["token_mask"] * batch["sample_mask"][:, None]).nonzero()[-1]
-    batch[field][row, position] = bad
-    with pytest.raises(RolloutError, match=f"1 of .*{field}"):
-        GrpoLoss(LossConfig())(curr, batch, *counts(batch))
+@pytest.mark.parametrize("keys", [PLAIN, MODES["gspo seq-mean-token-mean"], TERMS["nll"]])
+def test_a_batch_whose_tokens_are_all_rejected_gives_no_gradient_of_the_policy(keys):
+    curr, batch = make_batch(6)
+    for denominator in ("all", "kept"):
+        loss = GrpoLoss(keys, CorrectionConfig(reject=(Rule("token_k1", 1e-9),), denominator=denominator))
+        rejected, metrics = corrected_batch(batch, loss.correction)
+        assert metrics["correction/kept_tokens"] == 0
+        value, metrics, gradient = evaluate(loss, curr, rejected)
+        nll = loss.cfg.positive_example_nll_weight * metrics["positive_nll_loss"]
+        assert value == pytest.approx(nll) and metrics["sampling_importance_ratio"] == 0
+        assert gradient.any() == (nll != 0)  # of rejected tokens only the correction's part goes, if they are counted
+        assert (nll != 0) == (keys is TERMS["nll"] and denominator == "all")
 
 
-def test_the_batch_is_left_as_it_was():
+# Limits
+
+
+@quick
+@given(seeds, st.sampled_from(list(MODES.values())), st.sampled_from(list(CORRECTIONS.values())))
+def test_policies_that_agree_need_no_correction(seed, keys, correction):
+    curr, batch = make_batch(seed)
+    batch["generation_logprobs"] = batch["prev_logprobs"].clone()
+    if keys.get("force_on_policy_ratio"):
+        correction = CorrectionConfig(weight="none", weight_max=None)
+    plain = evaluate(GrpoLoss(keys), curr, batch)
+    loss = GrpoLoss(keys, correction)
+    corrected = evaluate(loss, curr, corrected_batch(batch, loss.correction)[0])
+    assert corrected[0] == plain[0] and torch.equal(corrected[2], plain[2])
+
+
+@quick
+@given(seeds, st.sampled_from(["tis", "icepop", "seq-mask-tis"]))
+def test_bounds_that_nothing_reaches_are_no_truncation(seed, kind):
+    curr, batch = make_batch(seed)
+    bounded = evaluate(GrpoLoss(truncated(kind, 1e9, 0.0)), curr, batch)
+    free = evaluate(GrpoLoss(truncated(None)), curr, batch)
+    assert bounded[:2] == free[:2] and torch.equal(bounded[2], free[2])
+
+
+@quick
+@given(seeds)
+def test_wide_clips_are_no_clips(seed):
+    curr, batch = make_batch(seed)
+    wide = PLAIN | {"ratio_clip_min": 1.0, "ratio_clip_max": 1e9, "ratio_clip_c": 1e9}
+    _, metrics, gradient = evaluate(GrpoLoss(wide), curr, batch)
+    mask, total = inside(batch)[:, 1:], totals(batch)[1]
+    ratio = (curr - batch["prev_logprobs"][:, 1:]).exp()
+    plain = torch.where(mask, -batch["advantages"][:, 1:] * ratio, 0.0) / total  # = -A r, and d(A r) = A r
+    torch.testing.assert_close(gradient, plain, rtol=1e-9, atol=0)
+    assert metrics["probs_ratio"] == metrics["probs_ratio_clamped"]
+
+
+def test_at_the_policy_that_was_sampled_all_ratios_give_the_same_gradient():
+    """curr = prev: clip, dual clip, CISPO, REINFORCE and a forced ratio are all the plain policy gradient."""
+    curr, batch = make_batch(7)
+    curr = batch["prev_logprobs"][:, 1:].clone()
+    plain = torch.where(inside(batch)[:, 1:], -batch["advantages"][:, 1:], 0.0) / totals(batch)[1]
+    for name in ("clip", "dual", "reinforce", "on-policy", "cispo"):
+        torch.testing.assert_close(evaluate(GrpoLoss(RATIOS[name]), curr, batch)[2], plain, rtol=1e-12, atol=0)
+
+
+def test_ratios_beyond_float32_do_not_reach_the_gradient_through_terms_that_are_off():
+    """A trainer that gives e^99 times the engine's probability: the entropy's weight overflows, its factor is 0."""
+    curr, batch = one_token(curr=0.5, prev=0.5, gen=0.5)
+    batch["generation_logprobs"][0, 1] = -100.0
+    value, _, gradient = evaluate(GrpoLoss(PLAIN | truncated("tis", 2.0)), curr.float(), batch)
+    assert (value, gradient.item()) == (pytest.approx(-2.0), pytest.approx(-2.0))
+
+
+def test_a_ratio_beyond_float32_is_clipped_without_a_nan():
+    curr, batch = one_token(curr=0.5, prev=0.5, gen=0.5)
+    batch["prev_logprobs"][0, 1] = batch["generation_logprobs"][0, 1] = -100.0
+    value, _, gradient = evaluate(GrpoLoss(PLAIN | {"entropy_coefficient": 0.0}), curr.float(), batch)
+    assert (value, gradient.item()) == (pytest.approx(-1.2), 0.0)
+
+
+# The object
+
+
+@pytest.mark.parametrize("loss", A_FEW_LOSSES)
+def test_a_loss_is_pure(loss):
     curr, batch = make_batch(5)
-    before = {name: field.clone() for name, field in batch.items()}
-    evaluate(GrpoLoss(LossConfig()), curr, batch)
-    assert all(torch.equal(batch[name], before[name]) for name in before)
+    before, settings_before = {name: field.clone() for name, field in batch.items()}, repr(vars(loss))
+    first, again = evaluate(loss, curr, batch), evaluate(loss, curr, batch)
+    assert first[:2] == again[:2] and torch.equal(first[2], again[2])
+    assert repr(vars(loss)) == settings_before
+    assert all(torch.equal(batch[name].nan_to_num(7.0), before[name].nan_to_num(7.0)) for name in before)
+    assert set(batch) == set(before)
 
 
 def test_a_mapping_configures_the_loss_like_its_dataclass():
-    keys = {"ratio_clip_min": 0.1, "ratio_clip_max": 0.3, "truncated_importance_sampling_ratio": 1.1}
     curr, batch = make_batch(6)
-    from_mapping, from_config = (
-        evaluate(GrpoLoss(keys), curr, batch),
-        evaluate(GrpoLoss(LossConfig(**keys)), curr, batch),
-    )
-    assert from_mapping[:2] == from_config[:2]
+    cfg = LossConfig(**TERMS["all"])
+    by_mapping, by_config = (evaluate(GrpoLoss(keys), curr, batch) for keys in (asdict(cfg), cfg))
+    assert by_mapping[:2] == by_config[:2]
     assert GrpoLoss({}).cfg == LossConfig()
 
 
-def test_an_unknown_key_of_a_mapping_is_named():
-    with pytest.raises(UserError, match=r"loss_fn\.ratio_clip_c "):
-        GrpoLoss({"ratio_clip_min": 0.2, "ratio_clip_c": 3.0})
+def test_a_kl_without_a_reference_policy_is_refused():
+    curr, batch = make_batch(0)
+    del batch["reference_policy_logprobs"]
+    with pytest.raises(ValueError, match=r"reference_policy_kl_penalty=0\.01 needs reference_policy_logprobs .* 0 "):
+        GrpoLoss({})(curr, batch, *totals(batch))
+    for keys in (PLAIN, {"use_kl_in_reward": True}):
+        assert math.isfinite(evaluate(GrpoLoss(keys), curr, batch)[0])
+
+
+@pytest.mark.parametrize("keys", [{"normalize": True}, {"denominator": "kept"}])
+def test_a_correction_that_needs_the_whole_batch_is_not_made_of_a_part(keys):
+    curr, batch = make_batch(0)
+    with pytest.raises(ValueError, match=r"normalize and denominator=kept .*\.corrected_batch"):
+        GrpoLoss(PLAIN, keys)(curr, batch, *totals(batch))
+
+
+def test_without_rewards_there_are_no_positive_examples():
+    curr, batch = make_batch(0)
+    del batch["rewards"]
+    assert GrpoLoss(TERMS["nll"])(curr, batch, *totals(batch))[1]["positive_nll_loss"] == 0
 
 
 @pytest.mark.parametrize(
-    ("keys", "named"),
+    ("field", "wrong"),
     [
-        ({"truncated_importance_sampling_ratio": None}, "truncated_importance_sampling_type"),
-        ({"truncated_importance_sampling_ratio": 0.0}, "truncated_importance_sampling_ratio"),
-        ({"truncated_importance_sampling_ratio": -2.0}, "truncated_importance_sampling_ratio"),
-        ({"truncated_importance_sampling_ratio": math.nan}, "truncated_importance_sampling_ratio"),
-        ({"truncated_importance_sampling_ratio_min": 3.0}, "truncated_importance_sampling_ratio_min"),
-        ({"ratio_clip_min": -0.1}, "ratio_clip_min"),
-        ({"ratio_clip_min": 1.1}, "ratio_clip_min"),
-        ({"ratio_clip_max": -0.1}, "ratio_clip_max"),
-        ({"ratio_clip_max": math.nan}, "ratio_clip_max"),
-        ({"token_level_loss": False}, "token_level_loss"),
-        ({"reference_policy_kl_penalty": 0.1}, "reference_policy_kl_penalty"),
+        ("next_token_logprobs", lambda curr: curr[:, :-1]),
+        ("next_token_logprobs", lambda curr: curr[:, :1]),
+        ("next_token_logprobs", lambda curr: curr[:1]),
+        ("next_token_logprobs", lambda curr: torch.nn.functional.pad(curr, (0, 1))),
+        ("next_token_logprobs", lambda curr: curr[0]),
+        ("advantages", lambda field: field[:, 0]),
+        ("advantages", lambda field: field[:, :2]),
+        ("advantages", lambda field: field[:1]),
+        ("prev_logprobs", lambda field: field[:1]),
+        ("prev_logprobs", lambda field: field[:, :2]),
+        ("generation_logprobs", lambda field: field[:, :2]),
+        ("reference_policy_logprobs", lambda field: field[:1]),
+        ("importance_weights", lambda field: field[:, :2]),
+        ("sample_mask", lambda field: field[:, None]),
+        ("sample_mask", lambda field: field[:1]),
+        ("prev_logprobs", lambda field: field.long()),
+        ("next_token_logprobs", lambda curr: curr.long()),
     ],
 )
-def test_keys_that_contradict_each_other_are_named(keys, named):
-    with pytest.raises(UserError, match=rf"\b{named}\b"):
-        GrpoLoss(keys)
+def test_a_tensor_of_a_wrong_shape_or_dtype_is_named(field, wrong):
+    """Most of these would broadcast in silence."""
+    curr, batch = make_batch(0, garbage=(0.0,))
+    batch["importance_weights"] = inside(batch).float()
+    if field == "next_token_logprobs":
+        curr = wrong(curr)
+    else:
+        batch[field] = wrong(batch[field])
+    counts = torch.tensor(3.0), torch.tensor(20.0)
+    with pytest.raises(ValueError, match=field):
+        GrpoLoss({})(curr, batch, *counts)
+
+
+def test_importance_sampling_keys_and_a_correction_are_not_given_twice():
+    with pytest.raises(UserError, match="give one of the two"):
+        GrpoLoss(truncated("tis", 2.0), {"preset": "tis"})
+
+
+def test_extrema_are_not_summed():
+    parts = [{"a": 1.0, "r_min": 2.0, "r_max": 2.0}, {"a": 2.0, "r_min": 1.0, "r_max": 1.0}, {"b": 5.0}]
+    assert combined(parts) == {"a": 3.0, "r_min": 1.0, "r_max": 2.0, "b": 5.0}
+    assert combined([]) == {}
 
 
 def test_nll_is_the_mean_over_generated_tokens():
     curr, batch = make_batch(7)
-    mask = (batch["token_mask"] * batch["sample_mask"][:, None])[:, 1:]
+    mask = inside(batch)[:, 1:]
     value, metrics, gradient = evaluate(NllLoss(), curr, batch)
-    assert value == metrics["loss"] == pytest.approx(-curr[mask > 0].double().mean().item(), rel=1e-6)
-    assert torch.equal(gradient, -mask / mask.sum())
+    assert value == metrics["loss"] == pytest.approx(-curr[mask].mean().item(), rel=1e-12)
+    torch.testing.assert_close(gradient, -mask.double() / mask.sum(), rtol=1e-12, atol=0)
+
+
+# NeMo RL itself
+
+
+def nemo_rl() -> SimpleNamespace:
+    """Its loss, without its package's other imports: the definitions alone are executed."""
+    root = os.environ.get("NEMO_RL_SRC")
+    if not root or not Path(root, "nemo_rl/algorithms/loss/loss_functions.py").is_file():
+        pytest.skip("NEMO_RL_SRC names no checkout of NeMo RL")
+    from pydantic import BaseModel
+
+    scope: dict[str, Any] = {
+        "torch": torch, "Tensor": torch.Tensor, "BaseModel": BaseModel, "Optional": Optional, "Any": Any,
+        "LossFunction": object, "BatchedDataDict": dict, "ClippedPGLossDataDict": dict,
+        "LossInputType": SimpleNamespace(LOGPROB="logprob"),
+        "LossType": SimpleNamespace(TOKEN_LEVEL="token_level", SEQUENCE_LEVEL="sequence_level"),
+        "MetricNormalizer": SimpleNamespace(TOKENS="tokens", SEQUENCES="sequences", NONE="none"),
+    }  # fmt: skip
+    for path, names in (
+        ("utils.py", {"calculate_kl", "masked_mean"}),
+        ("loss/loss_functions.py", {"ClippedPGLossConfig", "ClippedPGLossFn"}),
+    ):
+        body = ast.parse(Path(root, "nemo_rl/algorithms", path).read_text()).body
+        chosen = [node for node in body if getattr(node, "name", None) in names]
+        exec(compile(ast.Module(chosen, []), path, "exec"), scope)
+    return SimpleNamespace(**scope)
+
+
+KNOWN_DIFFERENCES = {
+    "gen_kl_error": "k3 here whatever reference_policy_kl_type is",
+    "policy_kl_error": "the same",
+    "sampling_importance_ratio": "of sequences: theirs is multiplied by the number of sequences",
+}
+
+
+@pytest.mark.nemo_rl
+def test_nemo_rls_own_defaults_are_ours():
+    defaults = nemo_rl().ClippedPGLossConfig().model_dump()
+    assert {name: value for name, value in asdict(LossConfig()).items() if name in defaults} == defaults
+
+
+OURS_ALONE = ("loss_agg_mode", "loss_scale_factor", "entropy_coefficient")
+
+
+@pytest.mark.nemo_rl
+@pytest.mark.parametrize("name", [name for name, keys in CONFIGS.items() if not set(OURS_ALONE) & set(keys)])
+def test_nemo_rls_own_loss_gives_the_same(name):
+    keys = CONFIGS[name]
+    theirs = nemo_rl()
+    loss, other = GrpoLoss(keys), theirs.ClippedPGLossFn(theirs.ClippedPGLossConfig(**keys))
+    differs = set(KNOWN_DIFFERENCES) - (
+        {"gen_kl_error", "policy_kl_error"} if loss.cfg.reference_policy_kl_type == "k3" else set()
+    )
+    if not loss.cfg.sequence_level_importance_ratios:
+        differs.discard("sampling_importance_ratio")
+    assert {n: loss.metric_normalizations[n] for n in other.metric_normalizations} == other.metric_normalizations
+    for seed in range(4):
+        curr, batch = make_batch(seed, garbage=(0.0,))  # it multiplies padding by 0
+        value, metrics, gradient = evaluate(loss, curr, batch)
+        other_value, other_metrics, other_gradient = evaluate(other, curr, batch)
+        assert value == pytest.approx(other_value, rel=1e-6, abs=1e-7)
+        torch.testing.assert_close(gradient, other_gradient, rtol=1e-6, atol=1e-6 * float(other_gradient.abs().max()))
+        shared = {n: v for n, v in other_metrics.items() if n not in differs}
+        assert {n: metrics[n] for n in shared} == pytest.approx(shared, rel=1e-5, abs=1e-6)

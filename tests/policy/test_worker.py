@@ -118,3 +118,18 @@ def test_a_step_that_diverged_leaves_weights_as_they_were(recipe):
     with pytest.raises(FloatingPointError, match="weights are as before"):
         worker.train_step(batch, diverging, 8.0, 1.0)
     assert all(torch.equal(weight, before[name]) for name, weight in worker.export_weights())
+
+
+def test_reference_logprobs_stay_those_of_the_start_and_change_nothing(recipe):
+    cfg = recipe("loss_fn.reference_policy_kl_penalty=0.1", "policy.megatron_cfg.optimizer.lr=0.01")
+    worker, batch = new_worker(cfg), random_batch(3)
+    start = worker.logprobs(batch)
+    assert torch.equal(worker.reference_logprobs(batch), start)
+    for _ in range(2):
+        train(worker, batch)
+    moved = worker.logprobs(batch)
+    assert not torch.equal(moved, start)
+    assert torch.equal(worker.reference_logprobs(batch), start)
+    assert torch.equal(worker.logprobs(batch), moved)
+    train(worker, batch)  # Megatron's buffers, of which the parameters are views, are in place
+    assert not torch.equal(worker.logprobs(batch), moved)

@@ -1,0 +1,94 @@
+"""Gates: limits on the mismatch of trainer and engine, judged before a batch is trained on.
+
+In a recipe, for instance with what NVIDIA accepts:
+
+    nemo_fp8rl:
+      gates:
+        - {metric: token_mult_prob_error, max: 1.05, action: warn}
+        - {metric: gen_kl_error, max: 0.015, action: stop}
+
+The metrics are those of mismatch.py, of the whole batch. A metric that is NaN trips every gate on it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+from nemo_fp8rl.algorithms.mismatch import METRICS
+from nemo_fp8rl.errors import UserError
+
+Action = Literal["warn", "skip_step", "stop"]
+"""Say it; do not train on this batch; end the run. The later one wins when several gates trip."""
+
+AGREEMENT = ("exact_logprob_fraction", "ess", "ess_seq", "probs_pearson_corr")
+"""Metrics that grow with agreement, for which an upper limit means nothing."""
+GATED = tuple(name for name in METRICS if name not in AGREEMENT)
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    """One entry of `nemo_fp8rl.gates`."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    metric: str
+    """One of GATED: the mismatch metrics but those that grow with agreement."""
+    max: float
+    """The largest value that passes."""
+    action: Action
+    """What happens above it."""
+
+    def check(self, key: str) -> None:
+        """Raise UserError on an unknown metric or action and on a limit that is not a number of 0 or more.
+
+        key: where it stands, such as nemo_fp8rl.gates[0].
+        """
+        if self.metric in AGREEMENT:
+            raise UserError(
+                f"{key}.metric={self.metric} grows with agreement, so that a max says nothing: gate gen_kl_error or "
+                "token_mult_prob_error instead"
+            )
+        if self.metric not in GATED:
+            raise UserError(f"{key}.metric={self.metric!r} is none of {', '.join(GATED)}")
+        if not 0 <= self.max < math.inf:
+            raise UserError(f"{key}.max={self.max} must be a finite number, 0 or more")
+        if self.action not in get_args(Action):
+            raise UserError(f"{key}.action={self.action!r} is none of {', '.join(get_args(Action))}")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A gate that tripped, on which value, and what to tell the user: one sentence."""
+
+    gate: GateConfig
+    value: float
+    message: str
+
+
+def check_gates(gates: Sequence[GateConfig], key: str = "nemo_fp8rl.gates") -> None:
+    """Raise UserError, naming the entry, when one is invalid or repeats an earlier one's metric and action."""
+    first: dict[tuple[str, str], int] = {}
+    for i, gate in enumerate(gates):
+        gate.check(f"{key}[{i}]")
+        earlier = first.setdefault((gate.metric, gate.action), i)
+        if earlier != i:
+            raise UserError(
+                f"{key}[{i}] repeats {key}[{earlier}] ({gate.metric}, {gate.action}): keep the one with the lower max"
+            )
+
+
+def judge(gates: Sequence[GateConfig], metrics: Mapping[str, float]) -> list[Verdict]:
+    """The gates that trip on these metrics, in their order. metrics: of `MismatchSums.metrics`."""
+    verdicts = []
+    for gate in gates:
+        value = metrics[gate.metric]
+        if not value <= gate.max:  # so that NaN trips
+            message = f"{gate.metric} is {value:.6g}, its gate allows at most {gate.max:.6g} ({gate.action})"
+            verdicts.append(Verdict(gate, value, message))
+    return verdicts
+
+
+def worst(verdicts: Sequence[Verdict]) -> Action | None:
+    """The action that wins, stop over skip_step over warn; None when no gate tripped."""
+    return max((verdict.gate.action for verdict in verdicts), key=get_args(Action).index, default=None)

@@ -1,0 +1,89 @@
+"""Gates: what trips, what wins, and which entry of the recipe is named when it is wrong."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from nemo_fp8rl.algorithms.gates import AGREEMENT, GATED, GateConfig, check_gates, judge, worst
+from nemo_fp8rl.algorithms.mismatch import METRICS, mismatch_metrics
+from nemo_fp8rl.errors import UserError
+
+MULT = GateConfig("token_mult_prob_error", 1.05, "warn")
+KL = GateConfig("gen_kl_error", 0.015, "stop")
+
+
+def test_a_gate_trips_above_its_limit_only():
+    above = math.nextafter(1.05, 2)
+    for value, trips in ((1.0, False), (1.05, False), (above, True), (math.inf, True)):
+        assert [v.value for v in judge([MULT], {"token_mult_prob_error": value})] == [value] * trips
+
+
+def test_a_metric_that_is_nan_trips_every_gate_on_it():
+    gates = [MULT, GateConfig("token_mult_prob_error", 2.0, "stop"), KL]
+    verdicts = judge(gates, {"token_mult_prob_error": math.nan, "gen_kl_error": 0.0})
+    assert [verdict.gate for verdict in verdicts] == gates[:2]
+
+
+def test_a_verdict_says_metric_value_limit_and_action():
+    (verdict,) = judge([KL], {"gen_kl_error": 0.0231})
+    assert verdict.message == "gen_kl_error is 0.0231, its gate allows at most 0.015 (stop)"
+    assert verdict.gate is KL
+
+
+@pytest.mark.parametrize("order", itertools.permutations(["warn", "skip_step", "stop"]))
+def test_stop_wins_over_skip_step_over_warn(order):
+    metrics = {"gen_kl_error": 1.0}
+    verdicts = judge([GateConfig("gen_kl_error", 0.1, action) for action in order], metrics)
+    assert worst(verdicts) == "stop"
+    assert worst([v for v in verdicts if v.gate.action != "stop"]) == "skip_step"
+    assert worst([v for v in verdicts if v.gate.action == "warn"]) == "warn"
+
+
+def test_where_nothing_trips_there_is_no_action():
+    assert worst(judge([MULT, KL], {"token_mult_prob_error": 1.0, "gen_kl_error": 0.0})) is None
+
+
+def test_all_metrics_but_those_that_grow_with_agreement_can_be_gated():
+    generator = torch.Generator().manual_seed(0)
+    gen, mask = -torch.rand(4, 9, generator=generator), torch.ones(4, 9)
+    agree = mismatch_metrics(gen, gen, mask)
+    differ = mismatch_metrics(gen + torch.randn(4, 9, generator=generator), gen, mask)
+    assert all(differ[metric] < agree[metric] for metric in AGREEMENT)
+    assert set(GATED) | set(AGREEMENT) == set(METRICS) == set(agree)
+    gates = [GateConfig(metric, 1.0, "warn") for metric in GATED]
+    check_gates(gates)
+    judge(gates, agree)
+
+
+@pytest.mark.parametrize(
+    ("gate", "why"),
+    [
+        (
+            GateConfig("gen_kl", 0.1, "warn"),
+            r"nemo_fp8rl\.gates\[1\]\.metric='gen_kl' is none of token_mult_prob_error,",
+        ),
+        (GateConfig("ess", 0.5, "warn"), r"nemo_fp8rl\.gates\[1\]\.metric=ess grows with agreement"),
+        (GateConfig("k3_kl", -0.1, "warn"), r"nemo_fp8rl\.gates\[1\]\.max=-0.1 must be a finite number, 0 or more"),
+        (GateConfig("k3_kl", math.nan, "warn"), r"nemo_fp8rl\.gates\[1\]\.max=nan"),
+        (GateConfig("k3_kl", math.inf, "warn"), r"nemo_fp8rl\.gates\[1\]\.max=inf"),
+        (GateConfig("k3_kl", 0.1, "halt"), r"nemo_fp8rl\.gates\[1\]\.action='halt' is none of warn, skip_step, stop"),
+        (GateConfig("gen_kl_error", 0.5, "stop"), r"nemo_fp8rl\.gates\[1\] repeats nemo_fp8rl\.gates\[0\]"),
+    ],
+)
+def test_a_wrong_gate_is_refused_by_its_place(gate, why):
+    with pytest.raises(UserError, match=why):
+        check_gates([KL, gate])
+
+
+def test_one_metric_may_have_a_gate_for_each_action():
+    check_gates([GateConfig("gen_kl_error", limit, action) for limit, action in ((0.01, "warn"), (0.1, "stop"))])
+
+
+def test_a_recipe_may_not_give_other_keys():
+    read = TypeAdapter(GateConfig).validate_python
+    assert read({"metric": "gen_kl_error", "max": 0.015, "action": "stop"}) == KL
+    with pytest.raises(ValidationError, match="min"):
+        read({"metric": "gen_kl_error", "max": 0.015, "action": "stop", "min": 0.0})

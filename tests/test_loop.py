@@ -1,0 +1,116 @@
+"""What the loop does around the loss: gates, rejected batches, dynamic sampling, the reference policy."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.recipe import load
+from nemo_fp8rl.train import train
+from tests.conftest import RECIPES
+
+SHORT = ("grpo.max_num_steps=2", "grpo.val_at_start=false", "grpo.val_at_end=false", "checkpointing.save_period=100")
+
+
+@pytest.fixture
+def run(warm_overrides, tmp_path):
+    """run("key=value", ...) -> the rows of metrics.jsonl of two steps."""
+
+    def run(*overrides: str) -> list[dict[str, float]]:
+        given = [*warm_overrides, *SHORT, f"logger.log_dir={tmp_path}/run", *overrides]
+        assert train(load(RECIPES / "tiny_cpu.yaml", given))
+        return rows(tmp_path / "run")
+
+    return run
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def checkpoint_weights(folder: Path, step: int) -> bytes:
+    return (folder / f"checkpoints/step_{step}/policy/weights/model.safetensors").read_bytes()
+
+
+def test_a_batch_whose_tokens_are_all_rejected_moves_no_weight_and_is_announced(run, tmp_path, capsys):
+    reject_all = "nemo_fp8rl.correction={reject: [{statistic: token_k1, min: 1000}]}"
+    one, two = run(reject_all, "checkpointing.save_period=1", "checkpointing.keep_top_k=2")
+    assert "step 1: 1 optimizer steps skipped, the correction rejected all their tokens" in capsys.readouterr().out
+    for row in (one, two):
+        assert row["train/optimizer_steps_skipped"] == 1
+        assert row["train/correction/rejected_token_ratio"] == 1
+        assert "train/grad_norm" not in row
+    assert checkpoint_weights(tmp_path / "run", 1) == checkpoint_weights(tmp_path / "run", 2)
+    assert [row["refit/version"] for row in (one, two)] == [1, 2]
+
+
+def test_a_gate_warns_and_the_step_goes_on(run, capsys):
+    first, _ = run("nemo_fp8rl.gates=[{metric: token_mult_prob_error, max: 0, action: warn}]")
+    out = " ".join(capsys.readouterr().out.split())
+    assert "step 1: token_mult_prob_error is 1" in out
+    assert first["train/optimizer_steps_skipped"] == 0
+    assert first["train/grad_norm"] > 0
+
+
+def test_a_gate_skips_the_step(run):
+    gates = "nemo_fp8rl.gates=[{metric: k3_kl, max: 0, action: skip_step}]"
+    for row in run("nemo_fp8rl.flow=fp8_rollout", gates):
+        assert row["train/optimizer_steps_skipped"] == 1
+        assert "train/loss" not in row
+
+
+def test_a_gate_stops_the_run_and_keeps_what_was_trained(run, tmp_path):
+    limit = "nemo_fp8rl.gates=[{metric: max_logprob_error, max: 0.5, action: stop}]"
+    with pytest.raises(UserError, match=r"step 2: max_logprob_error is .*, its gate allows at most 0\.5"):
+        run(
+            limit,
+            "nemo_fp8rl.flow=fp8_rollout",
+            "policy.megatron_cfg.optimizer.lr=0.02",
+            "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
+        )
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1]
+    assert checkpoint_weights(tmp_path / "run", 1)
+
+
+def test_the_reference_policy_holds_the_trainer_back(run):
+    first, second = run(
+        "loss_fn.reference_policy_kl_penalty=0.1",
+        "policy.megatron_cfg.optimizer.lr=0.003",
+        "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
+    )
+    assert first["train/kl_penalty"] == 0
+    assert second["train/kl_penalty"] > 1e-4
+
+
+def test_dynamic_sampling_asks_until_the_step_is_full(run):
+    (row,) = run("grpo.max_num_steps=1", "grpo.use_dynamic_sampling=true")
+    assert row["train/generation_rounds"] > 1
+    assert 0 < row["train/reward"] < 1
+
+
+def test_dynamic_sampling_gives_up_with_a_sentence(run):
+    with pytest.raises(
+        UserError, match=r"step 1: dynamic sampling found \d+ of 16 .*dynamic_sampling_max_gen_batches=1"
+    ):
+        run("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=1")
+
+
+def test_other_estimators_and_shapings_train(run):
+    first, second = run(
+        "grpo.adv_estimator.name=reinforce_plus_plus",
+        "loss_fn.reference_policy_kl_penalty=0.01",
+        "loss_fn.use_kl_in_reward=true",
+        "grpo.reward_shaping={enabled: true, overlong_buffer_length: 2, max_response_length: 4}",
+        "grpo.overlong_filtering=true",
+        "nemo_fp8rl.correction={weight: sequence, weight_max: 5, normalize: true, denominator: kept, "
+        "reject: [{statistic: seq_mean_k1, min: 0.9, max: 1.1}]}",
+        "loss_fn.token_level_loss=false",
+        "loss_fn.sequence_level_importance_ratios=true",
+    )
+    for row in (first, second):
+        assert row["train/grad_norm"] > 0
+        assert row["train/kl_penalty"] == 0  # it went into the rewards
+        assert row["train/correction/weight_mean"] == pytest.approx(1, abs=0.05)
+    assert all(torch.isfinite(torch.tensor(value)) for row in (first, second) for value in row.values())
