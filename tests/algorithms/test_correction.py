@@ -380,9 +380,27 @@ def test_parts_of_a_batch_are_decided_like_the_whole(seed, cfg, cuts):
     parts = [
         correct(*part, cfg) for part in zip(*(t.tensor_split(sorted(cuts)) for t in arguments(batch)), strict=True)
     ]
-    for name in ("weights", "kept", "clamped"):
+    torch.testing.assert_close(torch.cat([part.weights for part in parts]), whole.weights, rtol=1e-6, atol=0)
+    for name in ("kept", "clamped"):
         assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
     assert sum(part.nonfinite for part in parts) == whole.nonfinite
+
+
+@pytest.mark.parametrize("cfg", CONFIGS[:-1])
+def test_a_batch_that_is_larger_than_a_cache_is_decided_like_its_rows(cfg):
+    generator = torch.Generator().manual_seed(0)
+    gen = -torch.rand(40, 8192, generator=generator)
+    prev = gen + 0.1 * torch.randn(40, 8192, generator=generator)
+    prev[::3, 7], gen[1::7, 11] = math.nan, -math.inf
+    mask = (torch.rand(40, 8192, generator=generator) < 0.9).float()
+    whole, rows = (
+        correct(prev, gen, mask, cfg),
+        [correct(*row, cfg) for row in zip(prev.split(1), gen.split(1), mask.split(1), strict=True)],
+    )
+    torch.testing.assert_close(whole.weights, torch.cat([row.weights for row in rows]), rtol=1e-5, atol=0)
+    for name in ("kept", "clamped"):
+        assert torch.equal(getattr(whole, name), torch.cat([getattr(row, name) for row in rows]))
+    assert whole.nonfinite == sum(row.nonfinite for row in rows) > 1
 
 
 @quick

@@ -455,8 +455,9 @@ def test_padding_is_never_read(seed, loss, more, junk, corrected):
         assert not torch.equal(clean[name], dirty[name])
     if corrected:
         clean, dirty = ready(loss, clean), ready(loss, dirty)
-        if "importance_weights" in dirty:
-            dirty["importance_weights"][~inside(dirty)] = junk
+        for name in ("importance_weights", "out_of_bounds"):
+            if name in dirty:
+                dirty[name][~inside(dirty)] = junk
     wider = {n: pad(f, more, 0 if n == "token_mask" else junk) if f.dim() == 2 else f for n, f in dirty.items()}
     wider["input_ids"] = torch.zeros(wider["token_mask"].shape, dtype=torch.int64)
     value, metrics, gradient = evaluate(loss, curr, clean)
