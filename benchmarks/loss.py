@@ -10,11 +10,9 @@ units of the inputs. Results go to benchmarks/results/loss_cpu.json unless --jso
 """
 
 import argparse
-import ctypes
 import json
 import os
 import platform
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from measure import peak_growth, seconds
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -210,28 +209,6 @@ def memcpy_of(size: int) -> Callable[[], Any]:
     source = torch.zeros(size, dtype=torch.uint8)
     target = torch.zeros_like(source)
     return lambda: target.copy_(source)
-
-
-def seconds(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def peak_growth(call: Callable[[], Any]) -> int:
-    """Bytes by which the process's peak rises above what it holds before the call (Linux: VmHWM, VmRSS)."""
-
-    def status(name: str) -> int:
-        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-        return int(line.split()[1]) * 1024
-
-    ctypes.CDLL(None).malloc_trim(0)  # memory that was freed and not given back would hide growth
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-    before = status("VmRSS")
-    kept = call()
-    grown = status("VmHWM") - before
-    del kept
-    return grown
 
 
 def measure(rows: int, columns: int, rounds: int) -> dict[str, Any]:

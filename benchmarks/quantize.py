@@ -10,7 +10,6 @@ unless --json says otherwise. A compiled entry is listed where a C++ compiler is
 """
 
 import argparse
-import ctypes
 import json
 import os
 import platform
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from measure import peak_growth, seconds
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -97,28 +97,6 @@ def weights(rows: int, columns: int) -> tuple[Tensor, Tensor]:
     return before, after
 
 
-def seconds(call: Callable[[], Any], clock: Callable[[], float] = time.thread_time) -> float:
-    start = clock()
-    call()
-    return clock() - start
-
-
-def peak_growth(call: Callable[[], Any]) -> int:
-    """Bytes by which the process's peak rises above what it holds before the call (Linux: VmHWM, VmRSS)."""
-
-    def status(name: str) -> int:
-        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-        return int(line.split()[1]) * 1024
-
-    ctypes.CDLL(None).malloc_trim(0)  # memory that was freed and not given back would hide growth
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-    before = status("VmRSS")
-    kept = call()
-    grown = status("VmHWM") - before
-    del kept
-    return grown
-
-
 def start_up() -> dict[str, float]:
     """Seconds from an imported torch to the first quantized matrix, in a process that finds the code compiled."""
     code = (
@@ -160,12 +138,12 @@ def measure(rows: int, columns: int, rounds: int) -> dict[str, Any]:
         times, ratios = [], []
         walls: dict[int, list[float]] = {1: [], 2: []}
         for _ in range(rounds if name in ours else SLOW_ROUNDS):
-            memcpy = min(seconds(lambda: copy.copy_(before)) for _ in range(2))
-            times.append(seconds(call))
+            memcpy = min(seconds(lambda: copy.copy_(before), time.thread_time) for _ in range(2))
+            times.append(seconds(call, time.thread_time))
             ratios.append(times[-1] / memcpy)
             for threads, wall in walls.items():
                 torch.set_num_threads(threads)
-                wall.append(seconds(call, time.perf_counter))
+                wall.append(seconds(call))
                 torch.set_num_threads(1)
         results = 0 if name in ours else before.numel()
         table[name] = {
@@ -180,14 +158,14 @@ def measure(rows: int, columns: int, rounds: int) -> dict[str, Any]:
     target = base.clone()
     return {
         "values": before.numel(),
-        "memcpy_ms": median(seconds(lambda: copy.copy_(before)) for _ in range(rounds)) * 1e3,
+        "memcpy_ms": median(seconds(lambda: copy.copy_(before), time.thread_time) for _ in range(rounds)) * 1e3,
         "quantizers": table,
         "delta": {
             "changed": delta.changed / before.numel(),
             "encoded_over_fp8": len(encoded) / before.numel(),
-            "encode_ms": seconds(delta.encode) * 1e3,
-            "decode_ms": seconds(lambda: delta.decode(encoded, before.numel())) * 1e3,
-            "apply_ms": seconds(lambda: delta.apply_(target)) * 1e3,
+            "encode_ms": seconds(delta.encode, time.thread_time) * 1e3,
+            "decode_ms": seconds(lambda: delta.decode(encoded, before.numel()), time.thread_time) * 1e3,
+            "apply_ms": seconds(lambda: delta.apply_(target), time.thread_time) * 1e3,
             "exact": bool(torch.equal(target.view(torch.uint8), out.data.view(torch.uint8))),
         },
         **start_up(),

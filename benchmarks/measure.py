@@ -1,0 +1,30 @@
+"""What the benchmarks measure with: seconds by a clock, and memory."""
+
+import ctypes
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def seconds(call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Of one call: wall time, or with time.thread_time the CPU's for this thread."""
+    start = clock()
+    call()
+    return clock() - start
+
+
+def peak_growth(call: Callable[[], Any]) -> int:
+    """Bytes by which the process's peak rises above what it holds before the call (Linux: VmHWM, VmRSS)."""
+
+    def status(name: str) -> int:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+        return int(line.split()[1]) * 1024
+
+    ctypes.CDLL(None).malloc_trim(0)  # memory that was freed and not given back would hide growth
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    before = status("VmRSS")
+    kept = call()
+    grown = status("VmHWM") - before
+    del kept
+    return grown
