@@ -23,6 +23,7 @@ from typing import Any, Self
 import torch
 import yaml
 
+from nemo_fp8rl.algorithms.loss import GrpoLoss
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import KernelName, kernels
@@ -36,6 +37,7 @@ MAY_CHANGE = (
     "checkpointing.",
     "logger.",
     "cluster.",
+    "nemo_fp8rl.gates",  # so that a run that a gate stopped can go on
     "nemo_fp8rl.kernel",  # all kernels give the same bytes
     "policy.model_name",  # weights come from the checkpoint; the folder may have moved
     "policy.tokenizer.name",
@@ -192,6 +194,7 @@ def _choices(cfg: Config) -> dict[str, str]:
         "engine": fp8 if choice.engine_fp8 else cfg.policy.precision,
         "scales": choice.scale_format,
         "quantizer": _quantizer(choice.kernel) if choice.engine_fp8 else "none",
+        "correction": str(GrpoLoss(cfg.loss_fn, choice.correction).correction),
         "threads": str(torch.get_num_threads()),
         "align": choice.align,
         "backend": cfg.cluster.backend,

@@ -125,6 +125,15 @@ class CorrectionConfig:
         self._check()
         return self
 
+    def __str__(self) -> str:
+        """In one line, as it is logged at the start of a run."""
+        if self.bypass:
+            return "bypass"
+        bounds = [f"{word} {bound}" for word, bound in (("from", self.weight_min), ("to", self.weight_max)) if bound]
+        rules = [f"{r.statistic} within {r.min or 0}..{'' if r.max is None else r.max}" for r in self.reject]
+        weight = " ".join([f"weight {self.weight}", *bounds, *(["normalized"] if self.normalize else [])])
+        return "; ".join([weight, *rules, *([f"denominator {self.denominator}"] if rules else [])])
+
     def _check(self) -> None:
         here = "nemo_fp8rl.correction"
         if self.weight not in get_args(Weight):

@@ -6,7 +6,7 @@ ranks gives the value of the whole batch (extrema apart: `combined`). This is Ne
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from nemo_fp8rl.algorithms.mismatch import disagreement
 from nemo_fp8rl.batch import TrainBatch
 from nemo_fp8rl.errors import UserError
 
+CHUNK_VALUES = {"cpu": 1 << 17, "cuda": 1 << 26}
+FIELDS = tuple(TrainBatch.__annotations__)
 EXTREMA = {"_min": min, "_max": max}
 """Ends of the names of metrics that are not sums, and how those of parts make that of the whole."""
 DISAGREEMENT = ("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error")
@@ -85,10 +87,26 @@ class GrpoLoss:
         """next_token_logprobs: [B, T-1], of input_ids[:, 1:] under the current policy, with gradient.
 
         Weights are data["importance_weights"] where the batch brings them (they need the whole batch when they are
-        normalized), else those of this microbatch alone.
+        normalized), else those of this microbatch alone. Rows are taken a few at a time, so that temporaries stay in
+        the cache.
         """
-        cfg = self.cfg
         self._check_shapes(next_token_logprobs, data)
+        size = max(1, CHUNK_VALUES[next_token_logprobs.device.type] // max(1, next_token_logprobs.size(1)))
+        if self.cfg.positive_example_nll_weight and "positive_valid_toks" not in data:
+            size = len(next_token_logprobs)  # divides by a count of its own
+        losses, parts = [], []
+        for start in range(0, len(next_token_logprobs), size):
+            part = slice(start, start + size)
+            fields = cast(TrainBatch, {name: data[name][part] for name in FIELDS if name in data})  # type: ignore[literal-required]
+            loss, metrics = self._part(next_token_logprobs[part], fields, global_valid_seqs, global_valid_toks)
+            losses.append(loss)
+            parts.append({name: float(value.detach()) for name, value in metrics.items()})
+        return torch.stack(losses).sum(), combined(parts)
+
+    def _part(
+        self, next_token_logprobs: Tensor, data: TrainBatch, global_valid_seqs: Tensor, global_valid_toks: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        cfg = self.cfg
         mask = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)
         prev, gen = self._old_logprobs(next_token_logprobs, data)
         correction = self._correct(prev, gen, mask, data)
@@ -123,7 +141,7 @@ class GrpoLoss:
                 **self._correction_metrics(correction, prev - gen, counts),
                 **{name: total / counts.tokens for name, total in disagreement(prev, gen, live).items()},
             }
-        return loss, {name: float(value.detach()) for name, value in metrics.items()}
+        return loss, metrics
 
     def _normalizations(self) -> dict[str, str]:
         of_loss = "tokens" if self.cfg.aggregation == "token-mean" else "sequences"
@@ -140,6 +158,8 @@ class GrpoLoss:
     def _check_shapes(self, curr: Tensor, data: TrainBatch) -> None:
         """Raise ValueError, naming the tensor; most wrong shapes would broadcast."""
         b, t = data["token_mask"].shape
+        if not b:
+            raise ValueError("there is no sample in this batch")
         names = ["advantages", "generation_logprobs"]
         names += [] if self.cfg.force_on_policy_ratio else ["prev_logprobs"]
         names += [name for name in ("importance_weights", "out_of_bounds", "reference_policy_logprobs") if name in data]

@@ -608,3 +608,17 @@ def test_a_mapping_is_read_like_its_dataclass():
     assert from_mapping({"weight": "geometric", "reject": rules}) == wanted == from_mapping(wanted)
     assert from_mapping({}) == CorrectionConfig() == from_mapping({"reject": None})
     assert from_mapping({f.name: getattr(wanted, f.name) for f in fields(wanted)}) == wanted
+
+
+@pytest.mark.parametrize(
+    ("preset", "line"),
+    [
+        ("none", "weight none"),
+        ("bypass", "bypass"),
+        ("geo-tis", "weight geometric from 0.5 to 2.0"),
+        ("seq-mask-tis", "weight token; seq_mean_k1 within 0.999..1.002; denominator all"),
+        ("veto", "weight token to 2.0; seq_max_k1 within 0.0001..; denominator all"),
+    ],
+)
+def test_a_correction_is_logged_in_one_line(preset, line):
+    assert str(CorrectionConfig(preset=preset).resolved()) == line

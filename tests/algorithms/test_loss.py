@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_fp8rl.algorithms import loss as loss_module
 from nemo_fp8rl.algorithms.correction import CorrectionConfig, Rule, corrected_batch
 from nemo_fp8rl.algorithms.loss import GrpoLoss, NllLoss, combined
 from nemo_fp8rl.algorithms.loss_config import LossConfig
@@ -735,3 +736,21 @@ def test_nemo_rls_own_loss_gives_the_same(name):
         torch.testing.assert_close(gradient, other_gradient, rtol=1e-6, atol=1e-6 * float(other_gradient.abs().max()))
         shared = {n: v for n, v in other_metrics.items() if n not in differs}
         assert {n: metrics[n] for n in shared} == pytest.approx(shared, rel=1e-5, abs=1e-6)
+
+
+def test_a_batch_without_samples_is_refused():
+    curr, batch = make_batch(0)
+    with pytest.raises(ValueError, match="no sample"):
+        GrpoLoss({})(curr[:0], {name: field[:0] for name, field in batch.items()}, *totals(batch))
+
+
+def test_rows_taken_a_few_at_a_time_give_the_whole(monkeypatch):
+    curr, batch = make_batch(1)
+    for keys in ({}, GSPO, TERMS["all"]):
+        whole = evaluate(GrpoLoss(keys), curr, batch)
+        monkeypatch.setitem(loss_module.CHUNK_VALUES, "cpu", 1)
+        parts = evaluate(GrpoLoss(keys), curr, batch)
+        monkeypatch.undo()
+        assert parts[0] == pytest.approx(whole[0], rel=1e-12)
+        assert parts[1] == pytest.approx(whole[1], rel=1e-6)
+        torch.testing.assert_close(parts[2], whole[2], rtol=1e-12, atol=0)
