@@ -79,6 +79,7 @@ def fake_quantize(
 
     dtype defaults to x's. A block that holds a value that is not finite becomes NaN.
     """
+    check_scale_format(scale_format)
     quantize_dequantize = kernels.load_emulation(x.device.type)
     return quantize_dequantize(x.detach(), block, scale_format, dtype or x.dtype)
 

@@ -302,6 +302,8 @@ def test_fake_quantize_lets_non_finite_values_stay_non_finite():
 
 
 def test_a_misspelled_scale_format_is_refused():
+    with pytest.raises(ValueError, match="'power2'"):
+        fake_quantize(torch.ones(4, 4), block=BLOCK, scale_format="power2")
     for quantize in (quantize_blockwise, lambda x, **keys: quantize_delta(x, quantize_blockwise(x).data, **keys)):
         with pytest.raises(ValueError, match="'power2'; there are pow2, fp32"):
             quantize(torch.ones(4, 4), scale_format="power2")
