@@ -120,7 +120,8 @@ class GrpoLoss:
         surrogate = self._surrogate(advantages, curr, ratio, clipped)
         loss = self._aggregate(torch.where(correction.kept, correction.weights * surrogate, 0.0), counts)
         kl = self._kl(curr, gen, live, data, counts)
-        entropy = -(counts.mask * bounded_exp(curr - gen) * curr).sum() / counts.tokens
+        with torch.set_grad_enabled(torch.is_grad_enabled() and cfg.entropy_coefficient != 0):
+            entropy = -(counts.mask * bounded_exp(curr - gen) * curr).sum() / counts.tokens
         nll = self._positive_nll(curr, counts.mask, data)
         for coefficient, term in (
             (cfg.reference_policy_kl_penalty, kl),

@@ -353,8 +353,10 @@ def make_batch(
     }
     rewards = torch.where(torch.rand(size, generator=generator) < 0.5, 1.0, 0.0)
     outside = (token_mask * sample_mask[:, None]) == 0
-    for values in (*fields.values(), curr):
-        values[outside] = torch.tensor(garbage, dtype=torch.float64).repeat(values.numel())[: int(outside.sum())]
+    for i, values in enumerate((*fields.values(), curr)):  # shifted, so that garbage does not cancel
+        values[outside] = (
+            torch.tensor(garbage, dtype=torch.float64).roll(i).repeat(values.numel())[: int(outside.sum())]
+        )
     rewards[sample_mask == 0] = garbage[0]
     batch = {
         "input_ids": torch.zeros(size, width, dtype=torch.int64),

@@ -366,7 +366,7 @@ def test_more_padding_changes_nothing(seed, cfg, more, junk):
     _, batch = make_batch(seed)
     prev, gen, mask = arguments(batch)
     width = mask.size(1)
-    padded = [torch.nn.functional.pad(t, (0, more), value=v) for t, v in ((prev, junk), (gen, junk), (mask, 0.0))]
+    padded = [torch.nn.functional.pad(t, (0, more), value=v) for t, v in ((prev, junk), (gen, -3.0), (mask, 0.0))]
     made, other = correct(prev, gen, mask, cfg), correct(*padded, cfg)
     torch.testing.assert_close(other.weights[:, :width], made.weights, rtol=1e-6, atol=0)
     assert torch.equal(other.kept[:, :width], made.kept) and not other.weights[:, width:].any()
