@@ -19,14 +19,7 @@ from nemo_fp8rl.fp8 import BlockScaled, Delta, NonFiniteError, kernels, quantize
 from nemo_fp8rl.fp8.delta import as_bytes
 from nemo_fp8rl.fp8.format import ALONG_LAST, ALONG_TOKENS, BLOCK, E4M3
 from nemo_fp8rl.fp8.kernels import reference
-
-BLOCKS = [BLOCK, ALONG_LAST, ALONG_TOKENS]
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-FORMATS = ["pow2", "fp32"]
-INTEGER = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
-EACH_BLOCK = pytest.mark.parametrize("block", BLOCKS)
-EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
-EACH_FORMAT = pytest.mark.parametrize("scale_format", FORMATS)
+from tests.fp8.values import BLOCKS, DTYPES, EACH_BLOCK, EACH_DTYPE, EACH_FORMAT, INTEGER
 
 
 def on_gpu(test: Callable) -> Callable:

@@ -25,16 +25,11 @@ from torch import Tensor
 from nemo_fp8rl.fp8 import BlockScaled, KernelError, NonFiniteError, kernels, quantize_blockwise, quantize_delta
 from nemo_fp8rl.fp8.format import scale_shape
 from nemo_fp8rl.fp8.kernels import cpu, loops
+from tests.fp8.values import BLOCKS, DTYPES, EACH_DTYPE, EACH_FORMAT, FORMATS, INTEGER, random_values
 
 ROOT = Path(kernels.__file__).parents[3]
-BLOCKS = [(128, 128), (1, 128), (128, 1)]
 ODD_BLOCKS = [(3, 5), (1, 1), (7, 64), (200, 3), (2, 1000)]
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-FORMATS = ["pow2", "fp32"]
 KERNELS = pytest.mark.parametrize("kernel", ["cpu", "reference"])
-EACH_FORMAT = pytest.mark.parametrize("scale_format", FORMATS)
-EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
-INTEGER = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 LARGEST = {dtype: torch.finfo(dtype).max for dtype in DTYPES}
 
 
@@ -60,21 +55,6 @@ def threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def random_values(shape: tuple[int, ...], dtype: torch.dtype, kind: str, seed: int) -> Tensor:
-    """Finite values: of one magnitude, of every magnitude at once, or denormal."""
-    generator = torch.Generator().manual_seed(seed)
-    if kind == "bits":
-        x = torch.randint(-(2**31), 2**31, shape, generator=generator)
-        x = (x >> (32 - 8 * dtype.itemsize)).to(INTEGER[dtype]).view(dtype)
-    elif kind == "denormal":
-        smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-        x = torch.randint(-128, 128, shape, generator=generator).double() * smallest
-    else:
-        x = torch.randn(shape, generator=generator, dtype=torch.float64) * float(kind)
-    x = x.to(dtype)
-    return torch.where(torch.isfinite(x), x, 0)
 
 
 MAGNITUDES = ["1e-44", "1e-38", "1e-20", "1e-6", "0.02", "1", "30000", "1e20", "3e38"]

@@ -29,17 +29,11 @@ from nemo_fp8rl.fp8 import Delta, NonFiniteError, kernels, quantize_blockwise
 from nemo_fp8rl.fp8.delta import MAX_CHANGED, as_bytes
 from nemo_fp8rl.fp8.format import E4M3, scale_shape
 from nemo_fp8rl.fp8.kernels import reference
+from tests.fp8.values import BLOCKS, DTYPES, EACH_BLOCK, EACH_DTYPE, EACH_FORMAT, FORMATS, random_values
 
 # Not importorskip, because the interpreter's process imports this module first and Triton only then.
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
-BLOCKS = [(128, 128), (1, 128), (128, 1)]
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-FORMATS = ["pow2", "fp32"]
-INTEGER = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
-EACH_BLOCK = pytest.mark.parametrize("block", BLOCKS)
-EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
-EACH_FORMAT = pytest.mark.parametrize("scale_format", FORMATS)
 
 Block = tuple[int, int]
 Result = tuple[Tensor, Tensor, Delta | None]
@@ -105,21 +99,6 @@ def assert_equals_reference(
     assert same_bits(data, expected)
     assert same_delta(delta, expected_delta)
     return delta
-
-
-def random_values(shape: tuple[int, ...], dtype: torch.dtype, kind: str, seed: int = 0) -> Tensor:
-    """Finite values: of one magnitude, of every magnitude at once (denormals too), or denormal only."""
-    generator = torch.Generator().manual_seed(seed)
-    if kind == "bits":
-        x = torch.randint(-(2**31), 2**31, shape, generator=generator)
-        x = (x >> (32 - 8 * dtype.itemsize)).to(INTEGER[dtype]).view(dtype)
-    elif kind == "denormal":
-        smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-        x = torch.randint(-128, 128, shape, generator=generator).double() * smallest
-    else:
-        x = torch.randn(shape, generator=generator, dtype=torch.float64) * float(kind)
-    x = x.to(dtype)
-    return torch.where(torch.isfinite(x), x, 0)
 
 
 @st.composite

@@ -168,16 +168,22 @@ def quantize(x, out, scale_inv, height, width, pow2, largest, maxima, scales):
 
 
 @jit
+def maximum_of_128(values):
+    """Of the magnitudes of exactly 128 values: a length that the compiler knows."""
+    m = magnitude(values[0])
+    for k in range(128):
+        m = max(m, magnitude(values[k]))
+    return m
+
+
+@jit
 def quantize_rows(x, out, scale_inv, pow2, largest, maxima, scales):
     """1x128 blocks: loops of a length known to the compiler, and no scales to spread out."""
     whole = x.shape[1] // 128
     for row in range(len(x)):
         for j in range(whole):
             values, bytes_ = x[row][j * 128 : j * 128 + 128], out[row][j * 128 : j * 128 + 128]
-            m = magnitude(values[0])
-            for k in range(128):
-                m = max(m, magnitude(values[k]))
-            scale = block_scale(m, pow2, largest)
+            scale = block_scale(maximum_of_128(values), pow2, largest)
             scale_inv[row, j] = f32(1) / scale
             for k in range(128):
                 bytes_[k] = e4m3(float32(values[k]) * scale)
@@ -198,10 +204,7 @@ def quantize_dequantize(x, out, height, width, pow2, largest, maxima, scales):
         bottom = min(len(x), top + height)
         for j in range(whole):
             values, kept = x[top][j * 128 : j * 128 + 128], out[top][j * 128 : j * 128 + 128]
-            m = magnitude(values[0])
-            for k in range(128):
-                m = max(m, magnitude(values[k]))
-            scale = block_scale(m, pow2, largest)
+            scale = block_scale(maximum_of_128(values), pow2, largest)
             inverse = f32(1) / scale
             for k in range(128):
                 kept[k] = rounded(e4m3_value(float32(values[k]) * scale) * inverse, kept[k])

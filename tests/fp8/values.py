@@ -1,0 +1,30 @@
+"""What several tests of kernels draw from."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemo_fp8rl.fp8.format import ALONG_LAST, ALONG_TOKENS, BLOCK
+
+BLOCKS = [BLOCK, ALONG_LAST, ALONG_TOKENS]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+FORMATS = ["pow2", "fp32"]
+INTEGER = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+EACH_BLOCK = pytest.mark.parametrize("block", BLOCKS)
+EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
+EACH_FORMAT = pytest.mark.parametrize("scale_format", FORMATS)
+
+
+def random_values(shape: tuple[int, ...], dtype: torch.dtype, kind: str, seed: int = 0) -> Tensor:
+    """Finite values: of one magnitude, of every magnitude at once, or denormal."""
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "bits":
+        x = torch.randint(-(2**31), 2**31, shape, generator=generator)
+        x = (x >> (32 - 8 * dtype.itemsize)).to(INTEGER[dtype]).view(dtype)
+    elif kind == "denormal":
+        smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        x = torch.randint(-128, 128, shape, generator=generator).double() * smallest
+    else:
+        x = torch.randn(shape, generator=generator, dtype=torch.float64) * float(kind)
+    x = x.to(dtype)
+    return torch.where(torch.isfinite(x), x, 0)
