@@ -99,6 +99,8 @@ def _check_algorithm(cfg: Config) -> None:
             "loss_fn.use_kl_in_reward=true needs grpo.adv_estimator.name=reinforce_plus_plus: other estimators give a "
             "sample one advantage, not one a token"
         )
+    if cfg.loss_fn.use_kl_in_reward and not cfg.loss_fn.reference_policy_kl_penalty:
+        raise UserError("loss_fn.use_kl_in_reward=true needs loss_fn.reference_policy_kl_penalty above 0")
     coefficient = shaping.stop_properly_penalty_coef
     if coefficient is not None and not 0 <= coefficient <= 1:
         raise UserError(f"grpo.reward_shaping.stop_properly_penalty_coef={coefficient} must lie in 0..1")

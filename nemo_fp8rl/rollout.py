@@ -54,16 +54,20 @@ def collect(
     scores: list[Tensor] = []
     for round_ in range(cfg.grpo.dynamic_sampling_max_gen_batches if dynamic else 1):
         prompts = prompts_of_round(round_)
+        if not prompts:
+            break
         with clock("generate"):
             seeds = [sample_seed(cfg.grpo.seed, step, round_ * wanted + i) for i in range(len(prompts))]
             groups = generation.generate([p.token_ids for p in prompts], seeds, sampling)
         flat = [completion for group in groups for completion in group]
         with clock("reward"):
             rewards = score(cfg, tokenizer, [p for p in prompts for _ in range(size)], flat)
-        signal = groups_with_signal(rewards, torch.arange(len(prompts)).repeat_interleave(size))
+        signal = torch.ones(len(flat), dtype=torch.bool)
+        if dynamic:
+            signal = groups_with_signal(rewards, torch.arange(len(prompts)).repeat_interleave(size))
         for i, prompt in enumerate(prompts):
             rows = slice(i * size, (i + 1) * size)
-            if (bool(signal[i * size]) or not dynamic) and len(scores) < wanted:
+            if signal[i * size] and len(scores) < wanted:
                 asked += [prompt] * size
                 completions += flat[rows]
                 scores.append(rewards[rows])
@@ -73,13 +77,21 @@ def collect(
     raise UserError(
         f"step {step}: dynamic sampling found {len(scores)} of {wanted} prompts whose answers are not all alike in "
         f"grpo.dynamic_sampling_max_gen_batches={cfg.grpo.dynamic_sampling_max_gen_batches} rounds; raise it, or give "
-        "prompts that are neither too easy nor too hard"
+        "more prompts that are neither too easy nor too hard"
     )
 
 
-def further_prompts(prompts: Sequence[Prompt], count: int, seed: int, step: int, round_: int) -> list[Prompt]:
-    """What dynamic sampling asks in round 1, 2, ... of a step: a function of its arguments, so resumable."""
-    return random.Random(f"{seed}/{step}/round {round_}").sample(list(prompts), min(count, len(prompts)))
+def further_prompts(
+    prompts: Sequence[Prompt], first: Sequence[Prompt], seed: int, step: int, round_: int
+) -> list[Prompt]:
+    """What dynamic sampling asks in round 1, 2, ... of a step: as many as in its first, none twice; [] at the end.
+
+    A function of its arguments, so a resumed run asks the same.
+    """
+    asked = {prompt.index for prompt in first}
+    rest = [prompt for prompt in prompts if prompt.index not in asked]
+    random.Random(f"{seed}/{step}/further prompts").shuffle(rest)
+    return rest[(round_ - 1) * len(first) : round_ * len(first)]
 
 
 def score(

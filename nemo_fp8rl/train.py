@@ -69,9 +69,7 @@ def train(cfg: Config, resume: bool = False) -> bool:
 
     def prompts_of(step: int) -> PromptsOfRound:
         first = [train_prompts[i] for i in order.indices(step)]
-        return lambda round_: (
-            first if round_ == 0 else further_prompts(train_prompts, len(first), cfg.grpo.seed, step, round_)
-        )
+        return lambda round_: further_prompts(train_prompts, first, cfg.grpo.seed, step, round_) if round_ else first
 
     with (
         RunDirectory(cfg, resume) as run,
@@ -161,9 +159,7 @@ def train_step(
         else:
             trained, skipped = optimize(parts.policy, batch, loss, cfg.policy.train_global_batch_size)
             if skipped:
-                notes.append(
-                    f"step {step}: {skipped} optimizer steps skipped, the correction rejected all their tokens"
-                )
+                notes.append(f"step {step}: {skipped} optimizer steps skipped, no token of theirs was left to train on")
     refit = parts.bridge.refit()
 
     train_metrics = trained | mismatch | seen.by_position() | corrected
@@ -203,7 +199,7 @@ def advantages(cfg: Config, rollout: Rollout, batch: TrainBatch) -> torch.Tensor
 def optimize(policy: Policy, batch: TrainBatch, loss: GrpoLoss, global_batch_size: int) -> tuple[dict[str, float], int]:
     """One optimizer step for every `global_batch_size` samples: metrics, means over the steps, and steps skipped.
 
-    A step whose tokens the correction rejected to the last is skipped: its gradient is 0, but Adam would still move.
+    A step with no token left, rejected by the correction or filtered, is skipped: Adam would move on a gradient of 0.
     """
     steps, skipped = [], 0
     for start in range(0, num_rows(batch), global_batch_size):

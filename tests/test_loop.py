@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from nemo_fp8rl.batch import Prompt
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.recipe import load
+from nemo_fp8rl.rollout import further_prompts
 from nemo_fp8rl.train import train
 from tests.conftest import RECIPES
 
@@ -37,7 +39,7 @@ def checkpoint_weights(folder: Path, step: int) -> bytes:
 def test_a_batch_whose_tokens_are_all_rejected_moves_no_weight_and_is_announced(run, tmp_path, capsys):
     reject_all = "nemo_fp8rl.correction={reject: [{statistic: token_k1, min: 1000}]}"
     one, two = run(reject_all, "checkpointing.save_period=1", "checkpointing.keep_top_k=2")
-    assert "step 1: 1 optimizer steps skipped, the correction rejected all their tokens" in capsys.readouterr().out
+    assert "step 1: 1 optimizer steps skipped, no token of theirs was left to train on" in capsys.readouterr().out
     for row in (one, two):
         assert row["train/optimizer_steps_skipped"] == 1
         assert row["train/correction/rejected_token_ratio"] == 1
@@ -114,3 +116,13 @@ def test_other_estimators_and_shapings_train(run):
         assert row["train/kl_penalty"] == 0  # it went into the rewards
         assert row["train/correction/weight_mean"] == pytest.approx(1, abs=0.05)
     assert all(torch.isfinite(torch.tensor(value)) for row in (first, second) for value in row.values())
+
+
+def test_further_rounds_ask_every_other_prompt_once():
+    prompts = [Prompt(i, str(i), "", (i,)) for i in range(10)]
+    first = prompts[2:5]
+    rounds = [further_prompts(prompts, first, 7, 1, round_) for round_ in range(1, 5)]
+    assert [len(asked) for asked in rounds] == [3, 3, 1, 0]
+    assert sorted(p.index for asked in (first, *rounds) for p in asked) == list(range(10))
+    assert rounds[0] == further_prompts(prompts, first, 7, 1, 1)
+    assert rounds[0] != further_prompts(prompts, first, 7, 2, 1)

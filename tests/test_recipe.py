@@ -369,6 +369,14 @@ def test_a_cycle_of_defaults_is_refused(folder):
         (["nemo_fp8rl.correction={preset: icepop, weight: none}"], ["nemo_fp8rl.correction.weight", "preset=icepop"]),
         (["nemo_fp8rl.correction.reject=[{statistic: token_k3}]"], ["nemo_fp8rl.correction.reject[0]", "max"]),
         (["nemo_fp8rl.gates=[{metric: reward, max: 1, action: warn}]"], ["nemo_fp8rl.gates[0].metric", "gen_kl_error"]),
+        (
+            [
+                "loss_fn.use_kl_in_reward=true",
+                "grpo.adv_estimator.name=reinforce_plus_plus",
+                "loss_fn.reference_policy_kl_penalty=0",
+            ],
+            ["loss_fn.use_kl_in_reward", "loss_fn.reference_policy_kl_penalty"],
+        ),
         (["loss_fn.use_kl_in_reward=true"], ["loss_fn.use_kl_in_reward", "grpo.adv_estimator.name"]),
         (
             ["grpo.reward_shaping={enabled: true, overlong_buffer_length: 0}"],

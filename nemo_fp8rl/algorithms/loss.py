@@ -20,15 +20,15 @@ from nemo_fp8rl.algorithms.correction import (
     from_mapping,
 )
 from nemo_fp8rl.algorithms.loss_config import Aggregation, LossConfig, loss_config
-from nemo_fp8rl.algorithms.mismatch import disagreement
+from nemo_fp8rl.algorithms.mismatch import DISAGREEMENT, disagreement
 from nemo_fp8rl.batch import TrainBatch
 from nemo_fp8rl.errors import UserError
 
 CHUNK_VALUES = {"cpu": 1 << 17, "cuda": 1 << 26}
+"""Values handled at a time: the temporaries stay in a CPU's cache, and are bounded beside a GPU's memory."""
 FIELDS = tuple(TrainBatch.__annotations__)
 EXTREMA = {"_min": min, "_max": max}
 """Ends of the names of metrics that are not sums, and how those of parts make that of the whole."""
-DISAGREEMENT = ("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error")
 
 
 class GrpoLoss:
@@ -181,7 +181,7 @@ class GrpoLoss:
             weights = data["importance_weights"][:, 1:]
             inside = mask > 0
             lost = inside & ~(prev.isfinite() & gen.isfinite())
-            changed = inside & (data["out_of_bounds"][:, 1:] > 0) if "out_of_bounds" in data else lost & ~lost
+            changed = inside & (data["out_of_bounds"][:, 1:] > 0) if "out_of_bounds" in data else torch.zeros_like(lost)
             return Correction(torch.where(inside, weights, 0.0), inside & (weights > 0), lost.sum().float(), changed)
         if self.correction.normalize or self.correction.denominator == "kept":
             raise ValueError(

@@ -40,8 +40,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+DISAGREEMENT = ("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error")
+"""NeMo RL's four, which `disagreement` sums."""
 METRICS = (
-    "token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error",
+    *DISAGREEMENT,
     "max_logprob_error", "exact_logprob_fraction", "nonfinite_logprob_ratio",
     "kl", "k3_kl", "training_ppl", "rollout_ppl", "ppl_ratio", "log_ppl_diff",
     "chi2_token", "chi2_seq", "ess", "ess_seq", "probs_pearson_corr",
@@ -89,7 +91,7 @@ def disagreement(prev_logprobs: Tensor, generation_logprobs: Tensor, inside: Ten
         prev, gen, live = _finite(prev_logprobs[rows], generation_logprobs[rows], inside[rows])
         excess, *others = (error.sum() for error in _errors(prev - gen))
         totals += torch.stack([live.sum() + excess, *others])
-    return dict(zip(METRICS[:4], totals, strict=True))
+    return dict(zip(DISAGREEMENT, totals, strict=True))
 
 
 class MismatchSums:
