@@ -37,7 +37,8 @@ from rich.table import Table
 from torch import Tensor
 
 from nemo_fp8rl.algorithms.advantages import group_advantages
-from nemo_fp8rl.algorithms.correction import Rule, corrected_batch
+from nemo_fp8rl.algorithms.correction import corrected_batch
+from nemo_fp8rl.algorithms.correction_config import Rule
 from nemo_fp8rl.algorithms.loss import GrpoLoss
 from nemo_fp8rl.batch import TrainBatch
 

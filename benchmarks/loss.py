@@ -25,7 +25,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from nemo_fp8rl.algorithms.correction import PRESETS, correct, corrected_batch
+from nemo_fp8rl.algorithms.correction import correct, corrected_batch
+from nemo_fp8rl.algorithms.correction_config import PRESETS
 from nemo_fp8rl.algorithms.loss import GrpoLoss
 from nemo_fp8rl.batch import TrainBatch
 

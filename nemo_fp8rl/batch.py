@@ -57,7 +57,7 @@ class TrainBatch(TypedDict, total=False):
     prev_logprobs:        float32 [B, T], the trainer's own, before the update
     reference_policy_logprobs:  float32 [B, T], the reference policy's, where the loss has a KL term
     importance_weights:   float32 [B, T], the rollout correction's, where it was decided for the whole batch
-    out_of_bounds:        float32 [B, T], 1 where the correction changed or rejected the weight
+    out_of_bounds:        bool [B, T], where the correction changed or rejected the weight
     curr_logprobs_unfiltered:   float32 [B, T-1], the current policy without top-k and top-p, for the KL (NeMo RL)
     positive_valid_toks:  float32 [B], tokens of the optimizer step's samples with a positive reward, on every row
     """

@@ -8,7 +8,7 @@ lives in the block `nemo_fp8rl:`; the few other keys of ours say so.
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from nemo_fp8rl.algorithms.correction import CorrectionConfig
+from nemo_fp8rl.algorithms.correction_config import CorrectionConfig
 from nemo_fp8rl.algorithms.gates import GateConfig
 from nemo_fp8rl.algorithms.loss_config import LossConfig
 from nemo_fp8rl.fp8 import KernelName, ScaleFormat

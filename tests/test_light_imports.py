@@ -29,6 +29,7 @@ LIGHT = (
     "fp8.kernels.emulate",
     "algorithms.advantages",
     "algorithms.correction",
+    "algorithms.correction_config",
     "algorithms.gates",
     "algorithms.loss",
     "algorithms.loss_config",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_fp8rl.algorithms.correction import Rule
+from nemo_fp8rl.algorithms.correction_config import Rule
 from nemo_fp8rl.algorithms.gates import GateConfig
 from nemo_fp8rl.config import Config, Fp8RlConfig
 from nemo_fp8rl.errors import UserError

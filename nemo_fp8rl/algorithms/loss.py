@@ -11,14 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.algorithms.correction import (
-    LARGEST_LOG,
-    Correction,
-    CorrectionConfig,
-    check_fields,
-    correct,
-    from_mapping,
-)
+from nemo_fp8rl.algorithms.correction import Correction, check_fields, correct
+from nemo_fp8rl.algorithms.correction_config import LARGEST_LOG, CorrectionConfig, from_mapping
 from nemo_fp8rl.algorithms.loss_config import Aggregation, LossConfig, loss_config
 from nemo_fp8rl.algorithms.mismatch import DISAGREEMENT, disagreement
 from nemo_fp8rl.batch import TrainBatch
@@ -163,9 +157,12 @@ class GrpoLoss:
             raise ValueError("there is no sample in this batch")
         names = ["advantages", "generation_logprobs"]
         names += [] if self.cfg.force_on_policy_ratio else ["prev_logprobs"]
-        names += [name for name in ("importance_weights", "out_of_bounds", "reference_policy_logprobs") if name in data]
+        names += [name for name in ("importance_weights", "reference_policy_logprobs") if name in data]
         check_fields(torch.Size([b, t]), {name: data[name] for name in names})  # type: ignore[literal-required]
         check_fields(torch.Size([b, t - 1]), {"next_token_logprobs": curr})
+        changed = data.get("out_of_bounds")
+        if changed is not None and (changed.dtype is not torch.bool or changed.shape != (b, t)):
+            raise ValueError(f"out_of_bounds must be bool {[b, t]}, got {changed.dtype} {list(changed.shape)}")
         if data["sample_mask"].shape != (b,):
             raise ValueError(f"sample_mask must be [{b}], got {list(data['sample_mask'].shape)}")
 
@@ -181,7 +178,7 @@ class GrpoLoss:
             weights = data["importance_weights"][:, 1:]
             inside = mask > 0
             lost = inside & ~(prev.isfinite() & gen.isfinite())
-            changed = inside & (data["out_of_bounds"][:, 1:] > 0) if "out_of_bounds" in data else torch.zeros_like(lost)
+            changed = inside & data["out_of_bounds"][:, 1:] if "out_of_bounds" in data else torch.zeros_like(lost)
             return Correction(torch.where(inside, weights, 0.0), inside & (weights > 0), lost.sum().float(), changed)
         if self.correction.normalize or self.correction.denominator == "kept":
             raise ValueError(

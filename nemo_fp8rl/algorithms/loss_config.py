@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, get_args
 
-from nemo_fp8rl.algorithms.correction import CorrectionConfig, Rule
+from nemo_fp8rl.algorithms.correction_config import CorrectionConfig, Rule
 from nemo_fp8rl.errors import UserError
 
 TruncationType = Literal["tis", "icepop", "seq-mask-tis"]

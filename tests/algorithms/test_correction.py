@@ -15,17 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_fp8rl.algorithms import correction as module
-from nemo_fp8rl.algorithms.correction import (
-    PRESETS,
-    CorrectionConfig,
-    RolloutError,
-    Rule,
-    Statistic,
-    correct,
-    corrected_batch,
-    from_mapping,
-    refuse_nonfinite,
-)
+from nemo_fp8rl.algorithms import correction_loops as loops
+from nemo_fp8rl.algorithms.correction import RolloutError, correct, corrected_batch, refuse_nonfinite
+from nemo_fp8rl.algorithms.correction_config import PRESETS, CorrectionConfig, Rule, Statistic, from_mapping
 from nemo_fp8rl.errors import UserError
 from tests.algorithms import reference
 from tests.algorithms.reference import GARBAGE, make_batch
@@ -84,12 +76,15 @@ def expected(batch, cfg: CorrectionConfig) -> SimpleNamespace:
 
 def assert_equals_reference(batch, cfg: CorrectionConfig) -> SimpleNamespace:
     cfg, wanted = cfg.resolved(), expected(batch, cfg.resolved())
-    made = correct(*arguments(batch), cfg)
-    assert made.weights.dtype == torch.float32
-    torch.testing.assert_close(made.weights.double(), wanted.weights, rtol=1e-6, atol=0)
-    assert torch.equal(made.kept, wanted.kept)
-    assert torch.equal(made.clamped, wanted.clamped)
-    assert made.nonfinite == wanted.nonfinite
+    for decide in (loops.decide, module.decide_by_torch):  # the CPU's, and the one for accelerators
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loops, "decide", decide)
+            made = correct(*arguments(batch), cfg)
+        assert made.weights.dtype == made.nonfinite.dtype == torch.float32
+        torch.testing.assert_close(made.weights.double(), wanted.weights, rtol=1e-6, atol=0)
+        assert torch.equal(made.kept, wanted.kept)
+        assert torch.equal(made.clamped, wanted.clamped)
+        assert made.nonfinite == wanted.nonfinite
     return wanted
 
 

@@ -19,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_fp8rl.algorithms import loss as loss_module
-from nemo_fp8rl.algorithms.correction import CorrectionConfig, Rule, corrected_batch
+from nemo_fp8rl.algorithms.correction import corrected_batch
+from nemo_fp8rl.algorithms.correction_config import CorrectionConfig, Rule
 from nemo_fp8rl.algorithms.loss import GrpoLoss, NllLoss, combined
 from nemo_fp8rl.algorithms.loss_config import LossConfig
 from nemo_fp8rl.batch import rows, shards
@@ -459,7 +460,7 @@ def test_padding_is_never_read(seed, loss, more, junk, corrected):
         clean, dirty = ready(loss, clean), ready(loss, dirty)
         for name in ("importance_weights", "out_of_bounds"):
             if name in dirty:
-                dirty[name][~inside(dirty)] = junk
+                dirty[name][~inside(dirty)] = junk if dirty[name].is_floating_point() else True
     wider = {n: pad(f, more, 0 if n == "token_mask" else junk) if f.dim() == 2 else f for n, f in dirty.items()}
     wider["input_ids"] = torch.zeros(wider["token_mask"].shape, dtype=torch.int64)
     value, metrics, gradient = evaluate(loss, curr, clean)
@@ -475,6 +476,8 @@ def test_padding_is_never_read(seed, loss, more, junk, corrected):
 
 
 def pad(field: torch.Tensor, more: int, value: float) -> torch.Tensor:
+    if field.dtype is torch.bool:
+        return torch.nn.functional.pad(field, (0, more), value=True)
     return torch.nn.functional.pad(field.double(), (0, more), value=value)
 
 
@@ -636,6 +639,8 @@ def test_without_rewards_there_are_no_positive_examples():
         ("generation_logprobs", lambda field: field[:, :2]),
         ("reference_policy_logprobs", lambda field: field[:1]),
         ("importance_weights", lambda field: field[:, :2]),
+        ("out_of_bounds", lambda field: field[:, :2]),
+        ("out_of_bounds", lambda field: field.float()),
         ("sample_mask", lambda field: field[:, None]),
         ("sample_mask", lambda field: field[:1]),
         ("prev_logprobs", lambda field: field.long()),
@@ -645,7 +650,7 @@ def test_without_rewards_there_are_no_positive_examples():
 def test_a_tensor_of_a_wrong_shape_or_dtype_is_named(field, wrong):
     """Most of these would broadcast in silence."""
     curr, batch = make_batch(0, garbage=(0.0,))
-    batch["importance_weights"] = inside(batch).float()
+    batch["importance_weights"], batch["out_of_bounds"] = inside(batch).float(), inside(batch)
     if field == "next_token_logprobs":
         curr = wrong(curr)
     else:

@@ -5,7 +5,7 @@ from dataclasses import asdict, fields
 
 import pytest
 
-from nemo_fp8rl.algorithms.correction import CorrectionConfig, Rule
+from nemo_fp8rl.algorithms.correction_config import CorrectionConfig, Rule
 from nemo_fp8rl.algorithms.loss import GrpoLoss
 from nemo_fp8rl.algorithms.loss_config import LossConfig, loss_config
 from nemo_fp8rl.errors import UserError
