@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     tiny = commands.add_parser("make-tiny", help="write a tiny checkpoint, tokenizer and dataset")
     tiny.add_argument("folder", type=Path, metavar="DIR")
     tiny.add_argument("--task", default="add", help="add (two numbers) or chain (running sums); default add")
+    tiny.add_argument("--family", default="qwen3", help="llama, qwen2 or qwen3 (the default)")
     tiny.add_argument("--seed", type=int, default=0)
     tiny.set_defaults(run=_make_tiny)
 
@@ -93,7 +94,7 @@ def _sft(arguments: argparse.Namespace) -> bool:
 def _make_tiny(arguments: argparse.Namespace) -> bool:
     from nemo_fp8rl.tiny import make_tiny
 
-    make_tiny(arguments.folder, arguments.task, arguments.seed)
+    make_tiny(arguments.folder, arguments.task, arguments.seed, arguments.family)
     print(f"wrote {arguments.folder}/model and {arguments.folder}/data.jsonl")
     return True
 

@@ -8,6 +8,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,30 +20,38 @@ SPECIAL = ("<pad>", "<eos>")
 CHARACTERS = "0123456789+-= >;"
 VOCAB_SIZE = 64
 INITIAL_STD = 0.05
+FAMILY_SIZES: dict[str, dict[str, int]] = {
+    "llama": {},
+    "qwen2": {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1},  # head_dim is their quotient
+    "qwen3": {},
+}
+"""What a tiny model of a family has otherwise than the rest."""
 CHAIN_PROMPTS, CHAIN_TERMS = 20_000, 6
 
 
-def make_tiny(folder: Path, task: str, seed: int = 0) -> None:
-    """Write folder/model (random Qwen3 of 0.8M parameters, with tokenizer) and folder/data.jsonl.
+def make_tiny(folder: Path, task: str, seed: int = 0, family: str = "qwen3") -> None:
+    """Write folder/model (random, 0.8M parameters or a little more, with tokenizer) and folder/data.jsonl.
 
     Raises UserError when the folder already holds something.
     """
+    if family not in FAMILY_SIZES:
+        raise UserError(f"--family {family}: unknown family; choose one of {', '.join(FAMILY_SIZES)}")
     if task not in TASKS:
         raise UserError(f"--task {task}: unknown task; choose one of {', '.join(TASKS)}")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; give a new folder")
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty; give a new folder, nothing is overwritten")
-    write_model(folder / "model", seed)
+    write_model(folder / "model", seed, family)
     with open(folder / "data.jsonl", "w") as file:
         for prompt, answer in TASKS[task](random.Random(seed)):
             file.write(json.dumps({"prompt": prompt, "answer": answer}) + "\n")
 
 
-def write_model(folder: Path, seed: int = 0, **sizes: int | float | bool) -> None:
-    """A randomly initialized Qwen3 checkpoint in bfloat16, with tokenizer; `sizes` overrides Qwen3Config's keys."""
+def write_model(folder: Path, seed: int = 0, family: str = "qwen3", **sizes: Any) -> None:
+    """A randomly initialized checkpoint in bfloat16, with tokenizer; `sizes` overrides keys of its config.json."""
     from safetensors.torch import save_file
-    from transformers import Qwen3Config
+    from transformers import AutoConfig
 
     folder.mkdir(parents=True)
     config = {
@@ -55,20 +64,24 @@ def write_model(folder: Path, seed: int = 0, **sizes: int | float | bool) -> Non
         "intermediate_size": 512,
         "tie_word_embeddings": False,
         "max_position_embeddings": 256,
+        **FAMILY_SIZES[family],
         **sizes,
     }
-    Qwen3Config(
+    AutoConfig.for_model(
+        family,
         **config,
         bos_token_id=None,
         eos_token_id=1,
         pad_token_id=0,
         dtype="bfloat16",
-        architectures=["Qwen3ForCausalLM"],
+        architectures=[family.capitalize() + "ForCausalLM"],
     ).save_pretrained(folder)
     _save_tokenizer(folder)
     generator = torch.Generator().manual_seed(seed)
     tensors = {
-        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * INITIAL_STD
+        name: torch.ones(shape)
+        if name.endswith("norm.weight")
+        else torch.randn(shape, generator=generator) * INITIAL_STD
         for name, shape in expected_tensors(read_hf_config(folder)).items()
     }
     tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}

@@ -9,13 +9,28 @@ from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import BLOCK, Fp8Layers
 
-FAMILIES = ("qwen3",)
+
+@dataclass(frozen=True)
+class Family:
+    """What sets a family apart from the others; all are pre-norm decoders with grouped queries and a gated MLP."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+
+FAMILIES = {  # by model_type; Llama 3, Qwen2.5 and Qwen3
+    "llama": Family(),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_norm=True),
+}
+ROPE_TYPES = ("default", "linear", "llama3")
 
 
 @dataclass(frozen=True)
 class HfConfig:
-    """Sizes of a Qwen3 dense model, under HF's names."""
+    """Family and sizes of a model, under HF's names."""
 
+    family: Family
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -25,6 +40,7 @@ class HfConfig:
     head_dim: int
     rms_norm_eps: float
     rope_theta: float
+    rope_type: str
     tie_word_embeddings: bool
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
@@ -33,31 +49,34 @@ class HfConfig:
 def read_hf_config(model_path: str | Path) -> HfConfig:
     """Read and check config.json (and generation_config.json for the end-of-sequence tokens).
 
-    Raises UserError for a missing folder or file, another family, scaled RoPE, or an already quantized checkpoint.
+    Raises UserError for a missing folder or file, another family or RoPE, or an already quantized checkpoint.
     """
     folder = Path(model_path)
     raw = _read_json(folder / "config.json")
     if raw is None:
         raise UserError(f"policy.model_name: {folder} has no config.json; give an HF checkpoint folder")
-    if raw.get("model_type") not in FAMILIES:
+    family = FAMILIES.get(str(raw.get("model_type")))
+    if family is None:
         raise UserError(
             f"{folder}/config.json: model_type {raw.get('model_type')!r} is not supported; "
             f"supported families: {', '.join(FAMILIES)}"
         )
     if "quantization_config" in raw:
         raise UserError(f"{folder} is already quantized; give the bfloat16 checkpoint, the refit quantizes it")
-    if raw.get("use_sliding_window") or raw.get("attention_bias"):
-        raise UserError(f"{folder}/config.json: sliding windows and attention biases are not supported")
+    for key in ("use_sliding_window", "attention_bias", "mlp_bias"):
+        if raw.get(key):
+            raise UserError(f"{folder}/config.json: {key}={raw[key]} is not supported")
     if raw.get("hidden_act", "silu") != "silu":
         raise UserError(f"{folder}/config.json: hidden_act {raw['hidden_act']!r} is not supported, only silu")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    if rope_type != "default":
-        raise UserError(f"{folder}/config.json: rope_type {rope_type!r} is not supported, only default")
+    if rope_type not in ROPE_TYPES:
+        raise UserError(f"{folder}/config.json: rope_type {rope_type!r} is not supported, only {', '.join(ROPE_TYPES)}")
     generation = _read_json(folder / "generation_config.json") or {}
     heads = _size(raw, folder, "num_attention_heads")
     hidden_size = _size(raw, folder, "hidden_size")
     return HfConfig(
+        family=family,
         vocab_size=_size(raw, folder, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=_size(raw, folder, "intermediate_size"),
@@ -67,6 +86,7 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
         head_dim=_size(raw, folder, "head_dim", hidden_size // heads),
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
         rope_theta=rope.get("rope_theta") or raw.get("rope_theta", 10000.0),
+        rope_type=rope_type,
         tie_word_embeddings=raw.get("tie_word_embeddings", False),
         max_position_embeddings=_size(raw, folder, "max_position_embeddings"),
         eos_token_ids=_token_ids(raw.get("eos_token_id")) + _token_ids(generation.get("eos_token_id")),

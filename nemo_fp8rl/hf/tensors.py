@@ -1,11 +1,13 @@
-"""Every tensor of a model, by HF name: what a checkpoint must hold and what a refit must bring. One table a family."""
+"""Every tensor of a model, by HF name: what a checkpoint must hold and what a refit must bring."""
 
 from nemo_fp8rl.hf.config import HfConfig
 
 
 def expected_tensors(hf: HfConfig) -> dict[str, tuple[int, ...]]:
     """Every HF name of the model with its shape, in the order of export."""
+    family = hf.family
     h, q, kv = hf.hidden_size, hf.num_attention_heads * hf.head_dim, hf.num_key_value_heads * hf.head_dim
+    biases = (("q", q), ("k", kv), ("v", kv))
     tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (hf.vocab_size, h)}
     for i in range(hf.num_hidden_layers):
         layer = f"model.layers.{i}."
@@ -14,8 +16,8 @@ def expected_tensors(hf: HfConfig) -> dict[str, tuple[int, ...]]:
             layer + "self_attn.q_proj.weight": (q, h),
             layer + "self_attn.k_proj.weight": (kv, h),
             layer + "self_attn.v_proj.weight": (kv, h),
-            layer + "self_attn.q_norm.weight": (hf.head_dim,),
-            layer + "self_attn.k_norm.weight": (hf.head_dim,),
+            **({f"{layer}self_attn.{x}_proj.bias": (size,) for x, size in biases} if family.qkv_bias else {}),
+            **({f"{layer}self_attn.{x}_norm.weight": (hf.head_dim,) for x in "qk"} if family.qk_norm else {}),
             layer + "self_attn.o_proj.weight": (h, q),
             layer + "post_attention_layernorm.weight": (h,),
             layer + "mlp.gate_proj.weight": (hf.intermediate_size, h),

@@ -59,7 +59,7 @@ class AlignedAttention(MegatronModule):
     """
 
     QUERY_BLOCK = 512
-    rope_theta: float  # set by `aligned_attention`
+    inv_freq: Tensor  # float32 [d / 2], set by `aligned_attention`
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
         super().__init__(config=config)
@@ -70,7 +70,7 @@ class AlignedAttention(MegatronModule):
     ) -> Tensor:
         s, b, heads, d = query.shape
         groups = key.size(2)
-        cos, sin = self.rope_table(s, d, query.dtype)
+        cos, sin = self.rope_table(s, query.dtype)
         q = rotate(query, cos, sin).float().permute(1, 2, 0, 3).reshape(b, groups, heads // groups, s, d)
         k = rotate(key, cos, sin).float().permute(1, 2, 3, 0).unsqueeze(2)  # [b, groups, 1, d, s]
         v = value.float().permute(1, 2, 0, 3).unsqueeze(2)  # [b, groups, 1, s, d]
@@ -83,10 +83,9 @@ class AlignedAttention(MegatronModule):
         out = torch.cat(outputs, -2).view(b, heads, s, d)
         return out.permute(2, 0, 1, 3).reshape(s, b, heads * d).to(query.dtype)
 
-    def rope_table(self, s: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def rope_table(self, s: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin [s, 1, 1, d/2], rounded to `dtype` as the engine's table is, held in float32."""
-        inv_freq = 1.0 / self.rope_theta ** (torch.arange(0, d, 2, dtype=torch.float32) / d)
-        angles = torch.outer(torch.arange(s, dtype=torch.float32), inv_freq)[:, None, None, :]
+        angles = torch.outer(torch.arange(s, dtype=torch.float32), self.inv_freq)[:, None, None, :]
         return angles.cos().to(dtype).float(), angles.sin().to(dtype).float()
 
 
@@ -96,6 +95,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1).to(x.dtype)
 
 
-def aligned_attention(rope_theta: float) -> type[AlignedAttention]:
-    """The attention class for a model with this RoPE base: Megatron builds it from a class, not from an instance."""
-    return type("AlignedAttention", (AlignedAttention,), {"rope_theta": rope_theta})
+def aligned_attention(inv_freq: Tensor) -> type[AlignedAttention]:
+    """The attention class for a model with this RoPE: Megatron builds it from a class, not from an instance."""
+    return type("AlignedAttention", (AlignedAttention,), {"inv_freq": inv_freq})

@@ -1,7 +1,8 @@
 """Megatron parameter <-> HF tensors.
 
 Megatron fuses what HF keeps apart: `linear_qkv` holds, for each key-value group, its query heads, its key and its
-value; `linear_fc1` holds gate above up. Exported tensors are views wherever the layout allows.
+value, weights and biases alike; `linear_fc1` holds gate above up. Exported tensors are views wherever the layout
+allows.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,17 +10,24 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.hf.config import HfConfig
+from nemo_fp8rl.hf.config import Family, HfConfig
 from nemo_fp8rl.hf.tensors import expected_tensors
 
 LAYER_TENSORS = {  # Megatron suffix -> HF suffix, where one is the other
     "input_layernorm.weight": "input_layernorm.weight",
-    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
 }
+QK_NORMS = {f"self_attention.{x}_layernorm.weight": f"self_attn.{x}_norm.weight" for x in "qk"}
+
+
+def layer_tensors(family: Family) -> dict[str, str]:
+    return LAYER_TENSORS | (QK_NORMS if family.qk_norm else {})
+
+
+def qkv_leaves(family: Family) -> tuple[str, ...]:
+    return ("weight", "bias") if family.qkv_bias else ("weight",)
 
 
 def from_hf(hf: HfConfig, get: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -27,11 +35,12 @@ def from_hf(hf: HfConfig, get: Callable[[str], Tensor]) -> Iterator[tuple[str, T
     yield "embedding.word_embeddings.weight", get("model.embed_tokens.weight")
     for i in range(hf.num_hidden_layers):
         megatron, layer = f"decoder.layers.{i}.", f"model.layers.{i}."
-        for ours, theirs in LAYER_TENSORS.items():
+        for ours, theirs in layer_tensors(hf.family).items():
             yield megatron + ours, get(layer + theirs)
-        qkv = [get(f"{layer}self_attn.{x}_proj.weight") for x in "qkv"]
-        grouped = [w.view(hf.num_key_value_heads, -1, hf.hidden_size) for w in qkv]
-        yield megatron + "self_attention.linear_qkv.weight", torch.cat(grouped, 1).reshape(-1, hf.hidden_size)
+        for leaf in qkv_leaves(hf.family):
+            qkv = [get(f"{layer}self_attn.{x}_proj.{leaf}") for x in "qkv"]
+            grouped = torch.cat([part.view(hf.num_key_value_heads, -1, *part.shape[1:]) for part in qkv], 1)
+            yield f"{megatron}self_attention.linear_qkv.{leaf}", grouped.flatten(0, 1)
         gate_up = [get(f"{layer}mlp.{x}_proj.weight") for x in ("gate", "up")]
         yield megatron + "mlp.linear_fc1.weight", torch.cat(gate_up)
     yield "decoder.final_layernorm.weight", get("model.norm.weight")
@@ -44,12 +53,13 @@ def to_hf(hf: HfConfig, parameters: dict[str, Tensor]) -> Iterator[tuple[str, Te
     yield "model.embed_tokens.weight", parameters["embedding.word_embeddings.weight"]
     for i in range(hf.num_hidden_layers):
         megatron, layer = f"decoder.layers.{i}.", f"model.layers.{i}."
-        own = {layer + theirs: parameters[megatron + ours] for ours, theirs in LAYER_TENSORS.items()}
-        qkv = parameters[megatron + "self_attention.linear_qkv.weight"]
-        grouped = qkv.view(hf.num_key_value_heads, -1, hf.hidden_size)
-        query_rows = grouped.size(1) - 2 * hf.head_dim
-        for x, part in zip("qkv", grouped.split([query_rows, hf.head_dim, hf.head_dim], 1), strict=True):
-            own[f"{layer}self_attn.{x}_proj.weight"] = part.reshape(-1, hf.hidden_size)
+        own = {layer + theirs: parameters[megatron + ours] for ours, theirs in layer_tensors(hf.family).items()}
+        for leaf in qkv_leaves(hf.family):
+            qkv = parameters[f"{megatron}self_attention.linear_qkv.{leaf}"]
+            grouped = qkv.view(hf.num_key_value_heads, -1, *qkv.shape[1:])
+            query_rows = grouped.size(1) - 2 * hf.head_dim
+            for x, part in zip("qkv", grouped.split([query_rows, hf.head_dim, hf.head_dim], 1), strict=True):
+                own[f"{layer}self_attn.{x}_proj.{leaf}"] = part.flatten(0, 1)
         gate, up = parameters[megatron + "mlp.linear_fc1.weight"].chunk(2)
         own |= {layer + "mlp.gate_proj.weight": gate, layer + "mlp.up_proj.weight": up}
         for name in expected_tensors(hf):

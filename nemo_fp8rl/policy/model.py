@@ -9,6 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_fp8rl.config import Config, Fp8RlConfig, PolicyConfig
 from nemo_fp8rl.hf.config import HfConfig, trainer_fp8_layers
+from nemo_fp8rl.policy.rope import inverse_frequencies
 from nemo_fp8rl.policy.specs import Fp8Forward, block_spec
 from nemo_fp8rl.policy.state import load_hf
 
@@ -28,7 +29,8 @@ def transformer_config(hf: HfConfig, policy: PolicyConfig, choice: Fp8RlConfig) 
         ffn_hidden_size=hf.intermediate_size,
         layernorm_epsilon=hf.rms_norm_eps,
         normalization="RMSNorm",
-        qk_layernorm=True,
+        qk_layernorm=hf.family.qk_norm,
+        add_qkv_bias=hf.family.qkv_bias,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
@@ -52,9 +54,10 @@ def transformer_config(hf: HfConfig, policy: PolicyConfig, choice: Fp8RlConfig) 
 def build_model(config: TransformerConfig, hf: HfConfig, cfg: Config) -> GPTModel:
     """The model of the checkpoint at policy.model_name, weights loaded; refuses to start without its FP8 layers."""
     policy, choice, fp8_layers = cfg.policy, cfg.nemo_fp8rl, trainer_fp8_layers(hf, cfg)
+    inv_freq = inverse_frequencies(policy.model_name, hf)
     model = GPTModel(
         config,
-        block_spec(hf, choice, fp8_layers),
+        block_spec(hf, choice, fp8_layers, inv_freq),
         vocab_size=hf.vocab_size,
         max_sequence_length=policy.max_total_sequence_length,
         position_embedding_type="none" if choice.align == "vllm" else "rope",  # align: the attention applies RoPE
@@ -62,6 +65,8 @@ def build_model(config: TransformerConfig, hf: HfConfig, cfg: Config) -> GPTMode
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
         parallel_output=False,
     )
+    if choice.align == "none":
+        model.rotary_pos_emb.inv_freq = inv_freq  # Megatron's own has only some of the scalings
     fp8_linears = sum(isinstance(module, Fp8Forward) for module in model.modules())
     expected = FP8_LINEARS_PER_LAYER * fp8_layers.count
     if fp8_linears != expected:

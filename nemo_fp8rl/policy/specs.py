@@ -42,8 +42,9 @@ class Fp8Forward:
         sequence_parallel: bool = False,
         **_: Any,
     ) -> Tensor:
-        assert bias is None and not allreduce_dgrad and not sequence_parallel  # one tensor-parallel rank
-        return blockwise_fp8_linear(input, weight, self.scale_format)
+        assert not allreduce_dgrad and not sequence_parallel  # one tensor-parallel rank
+        output = blockwise_fp8_linear(input, weight, self.scale_format)
+        return output if bias is None else output + bias
 
 
 def fp8_linear(linear: type, scale_format: ScaleFormat) -> type:
@@ -78,19 +79,23 @@ class SdpaAttention(MegatronModule):
         return out.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 
 
-def block_spec(hf: HfConfig, choice: Fp8RlConfig, fp8_layers: Fp8Layers) -> TransformerBlockSubmodules:
-    """The decoder's layers for this precision and alignment."""
+def block_spec(
+    hf: HfConfig, choice: Fp8RlConfig, fp8_layers: Fp8Layers, inv_freq: Tensor
+) -> TransformerBlockSubmodules:
+    """The decoder's layers for this precision and alignment. inv_freq: float32 [head_dim / 2], of RoPE."""
     plain = ColumnParallelLinear, RowParallelLinear
     fp8 = tuple(fp8_linear(linear, choice.scale_format) for linear in plain)
-    layers = [_layer_spec(hf, choice, *(fp8 if i in fp8_layers else plain)) for i in range(hf.num_hidden_layers)]
+    layers = [
+        _layer_spec(hf, choice, inv_freq, *(fp8 if i in fp8_layers else plain)) for i in range(hf.num_hidden_layers)
+    ]
     norm = AlignedRMSNorm if choice.align == "vllm" else RMSNorm
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def _layer_spec(hf: HfConfig, choice: Fp8RlConfig, column: type, row: type) -> ModuleSpec:
+def _layer_spec(hf: HfConfig, choice: Fp8RlConfig, inv_freq: Tensor, column: type, row: type) -> ModuleSpec:
     aligned = choice.align == "vllm"
     norm = AlignedRMSNorm if aligned else RMSNorm
-    attention = aligned_attention(hf.rope_theta) if aligned else SdpaAttention
+    attention = aligned_attention(inv_freq) if aligned else SdpaAttention
     residual_add = aligned_residual_add if aligned else get_bias_dropout_add
     return ModuleSpec(
         module=TransformerLayer,
@@ -103,8 +108,8 @@ def _layer_spec(hf: HfConfig, choice: Fp8RlConfig, column: type, row: type) -> M
                     linear_qkv=column,
                     core_attention=attention,
                     linear_proj=row,
-                    q_layernorm=norm,
-                    k_layernorm=norm,
+                    q_layernorm=norm if hf.family.qk_norm else None,
+                    k_layernorm=norm if hf.family.qk_norm else None,
                 ),
             ),
             self_attn_bda=residual_add,

@@ -13,6 +13,7 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import Fp8Layers
 from nemo_fp8rl.hf.checkpoint import CheckpointReader
 from nemo_fp8rl.hf.config import (
+    FAMILIES,
     HfConfig,
     check_fp8_alignment,
     engine_fp8_layers,
@@ -38,7 +39,10 @@ CONFIG = {
     "eos_token_id": 1,
 }
 HF = HfConfig(
-    **{key: value for key, value in CONFIG.items() if key not in ("model_type", "eos_token_id")}, eos_token_ids=(1,)
+    **{key: value for key, value in CONFIG.items() if key not in ("model_type", "eos_token_id")},
+    family=FAMILIES["qwen3"],
+    rope_type="default",
+    eos_token_ids=(1,),
 )
 
 
@@ -100,15 +104,16 @@ def test_every_end_of_sequence_token_is_known(folder, in_config, in_generation, 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model_type": "llama"}, "'llama' is not supported"),
+        ({"model_type": "gpt2"}, "'gpt2' is not supported"),
         ({"model_type": "qwen3_moe"}, "'qwen3_moe' is not supported"),
         ({"model_type": None}, "model_type"),
         ({"quantization_config": {"quant_method": "fp8"}}, "already quantized"),
-        ({"use_sliding_window": True}, "sliding window"),
-        ({"attention_bias": True}, "attention bias"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"attention_bias": True}, "attention_bias"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, "'llama3'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),  # the key before transformers 4.43
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e6}}, "'longrope'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),  # the key before transformers 4.43
+        ({"mlp_bias": True}, "mlp_bias"),
         ({"hidden_act": "gelu"}, "gelu"),
     ],
 )
@@ -214,10 +219,12 @@ def test_borders_that_leave_no_fp8_layer_are_refused(recipe):
     hidden=st.sampled_from([3, 8, 20]),
     layers=st.integers(1, 3),
     tied=st.booleans(),
+    family=st.sampled_from(sorted(FAMILIES)),
 )
-def test_names_round_trip_through_megatron_to_the_bit(groups, heads_per_group, head_dim, hidden, layers, tied):
+def test_names_round_trip_through_megatron_to_the_bit(groups, heads_per_group, head_dim, hidden, layers, tied, family):
     hf = dataclasses.replace(
         HF,
+        family=FAMILIES[family],
         num_key_value_heads=groups,
         num_attention_heads=groups * heads_per_group,
         head_dim=head_dim,

@@ -10,6 +10,14 @@ from nemo_fp8rl.policy.cpu import megatron_on_cpu
 from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.tiny import write_model
 
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 SIZES = [
     {"tie_word_embeddings": False},
     {
@@ -20,6 +28,11 @@ SIZES = [
         "num_key_value_heads": 3,
     },
     {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 96, "vocab_size": 97},
+    {"family": "llama"},
+    {"family": "llama", "tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE},
+    {"family": "llama", "rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}},
+    {"family": "qwen2"},
+    {"family": "qwen2", "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16},
 ]
 
 
