@@ -29,8 +29,10 @@ FAMILY_SIZES: dict[str, dict[str, int]] = {
 CHAIN_PROMPTS, CHAIN_TERMS = 20_000, 6
 
 
-def make_tiny(folder: Path, task: str, seed: int = 0, family: str = "qwen3") -> None:
+def make_tiny(folder: Path, task: str, seed: int = 0, family: str = "qwen3", **sizes: Any) -> None:
     """Write folder/model (random, 0.8M parameters or a little more, with tokenizer) and folder/data.jsonl.
+
+    sizes: keys of config.json that are to differ.
 
     Raises UserError when the folder already holds something.
     """
@@ -42,7 +44,7 @@ def make_tiny(folder: Path, task: str, seed: int = 0, family: str = "qwen3") -> 
         raise UserError(f"{folder} is a file; give a new folder")
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty; give a new folder, nothing is overwritten")
-    write_model(folder / "model", seed, family)
+    write_model(folder / "model", seed, family, **sizes)
     with open(folder / "data.jsonl", "w") as file:
         for prompt, answer in TASKS[task](random.Random(seed)):
             file.write(json.dumps({"prompt": prompt, "answer": answer}) + "\n")

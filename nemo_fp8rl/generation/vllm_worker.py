@@ -19,7 +19,16 @@ class RefitWorkerExtension:
         fp8_layers = quantization.fp8_layers if quantization else Fp8Layers.none()
         update.verify(self.nemo_fp8rl_checkpoint_tensors(), fp8_layers)
         self.model_runner.reload_weights(weights_iterator=iter(update.tensors.items()), is_checkpoint_format=True)
+        self._repack_tied_head()
         return update.manifest.version
+
+    def _repack_tied_head(self) -> None:
+        """A head tied to the embedding receives no weight of its own, so a layerwise reload leaves out what vLLM does
+        after loading: on CPU the head would go on with the packed copy that it made of the first weights.
+        """
+        model = self.model_runner.get_model()
+        if model.config.tie_word_embeddings:
+            model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
     def nemo_fp8rl_checkpoint_tensors(self) -> dict[str, tuple[int, ...]]:
         """HF name and shape of everything this model loads, scales apart.

@@ -24,7 +24,7 @@ from torch import Tensor
 from nemo_fp8rl.config import Fp8RlConfig
 from nemo_fp8rl.fp8 import Fp8Layers, ScaleFormat, blockwise_fp8_linear
 from nemo_fp8rl.hf.config import HfConfig
-from nemo_fp8rl.policy.align import AlignedRMSNorm, aligned_attention, aligned_residual_add
+from nemo_fp8rl.policy.align import AlignedRMSNorm, aligned_attention, aligned_linear, aligned_residual_add
 
 
 class Fp8Forward:
@@ -83,8 +83,9 @@ def block_spec(
     hf: HfConfig, choice: Fp8RlConfig, fp8_layers: Fp8Layers, inv_freq: Tensor
 ) -> TransformerBlockSubmodules:
     """The decoder's layers for this precision and alignment. inv_freq: float32 [head_dim / 2], of RoPE."""
-    plain = ColumnParallelLinear, RowParallelLinear
-    fp8 = tuple(fp8_linear(linear, choice.scale_format) for linear in plain)
+    megatron = ColumnParallelLinear, RowParallelLinear
+    plain = tuple(map(aligned_linear, megatron)) if choice.align == "vllm" else megatron
+    fp8 = tuple(fp8_linear(linear, choice.scale_format) for linear in megatron)
     layers = [
         _layer_spec(hf, choice, inv_freq, *(fp8 if i in fp8_layers else plain)) for i in range(hf.num_hidden_layers)
     ]

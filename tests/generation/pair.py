@@ -1,0 +1,87 @@
+"""A trainer and an engine side by side, and how the tests ask the engine."""
+
+import gc
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from nemo_fp8rl.algorithms.loss import NllLoss
+from nemo_fp8rl.algorithms.mismatch import mismatch_metrics
+from nemo_fp8rl.batch import Prompt, TrainBatch, collate
+from nemo_fp8rl.config import Config
+from nemo_fp8rl.data.tokenizer import PromptTokenizer
+from nemo_fp8rl.generation.base import Sampling
+from nemo_fp8rl.generation.engine import VllmEngine
+from nemo_fp8rl.policy.worker import MegatronWorker
+from nemo_fp8rl.refit.manifest import Update
+
+GREEDY = Sampling(num_generations=1, max_new_tokens=16, temperature=0.0, stop_token_ids=())
+FREE = Sampling(num_generations=4, max_new_tokens=8, temperature=1.0, stop_token_ids=(1,))
+TEXTS = [f"{a}+{b}=" for a in range(10, 90, 10) for b in (3, 57)]
+
+
+def outputs(groups):
+    """Tokens and log-probs, without the version."""
+    return [[(c.token_ids, c.logprobs) for c in group] for group in groups]
+
+
+class Pair:
+    """A trainer and an engine of one flow, in this process."""
+
+    def __init__(self, cfg: Config) -> None:
+        self.cfg = cfg
+        self.worker = MegatronWorker()
+        self.worker.setup(cfg, 0, 1, None)
+        self.engine = VllmEngine()
+        self.engine.setup(cfg)
+        tokenizer = PromptTokenizer(cfg.policy)
+        self.prompts = [Prompt(i, text, "", tuple(tokenizer.tokenizer(text).input_ids)) for i, text in enumerate(TEXTS)]
+        self.version = -1
+        self.others: list[VllmEngine] = []
+
+    def close(self) -> None:
+        """All engines of a process share vLLM's groups, so they end together."""
+        for engine in (*self.others, self.engine):
+            engine.shutdown()
+        self.others.clear()
+        gc.collect()
+        self.worker.shutdown()
+
+    def refit(self) -> Update:
+        self.version += 1
+        update = self.worker.export_update(self.version, serialize=False)
+        assert self.engine.load_update(update).version == self.version
+        return update
+
+    def generate(self, sampling: Sampling, engine: VllmEngine | None = None, prompts: list[Prompt] | None = None):
+        prompts = prompts or self.prompts
+        ids = [p.token_ids for p in prompts]
+        return (engine or self.engine).generate(ids, [100 + p.index for p in prompts], sampling)
+
+    def samples(self) -> TrainBatch:
+        """Four answers to each prompt, as the loop would train on them."""
+        groups = self.generate(FREE)
+        return collate([p for p in self.prompts for _ in range(4)], [c for group in groups for c in group], 0)
+
+    def mismatch(self) -> float:
+        """token_mult_prob_error on the engine's own samples."""
+        batch = self.samples()
+        error = mismatch_metrics(self.worker.logprobs(batch), batch["generation_logprobs"], batch["token_mask"])
+        return error["token_mult_prob_error"]
+
+    def train(self, steps: int) -> None:
+        """Move the weights, on the engine's own samples."""
+        batch = self.samples()
+        for _ in range(steps):
+            self.worker.train_step(batch, NllLoss(), 64.0, float(batch["token_mask"].sum()))
+
+    def fresh_engine(self, update: Update, folder: Path) -> VllmEngine:
+        """An engine started from disk with these very tensors."""
+        shutil.copytree(self.cfg.policy.model_name, folder)
+        save_file(update.tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        engine = VllmEngine()
+        engine.setup(replace(self.cfg, policy=replace(self.cfg.policy, model_name=str(folder))), load_format="auto")
+        self.others.append(engine)
+        return engine
