@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     tiny = commands.add_parser("make-tiny", help="write a tiny checkpoint, tokenizer and dataset")
     tiny.add_argument("folder", type=Path, metavar="DIR")
     tiny.add_argument("--task", default="add", help="add (two numbers) or chain (running sums); default add")
-    tiny.add_argument("--family", default="qwen3", help="llama, qwen2 or qwen3 (the default)")
+    tiny.add_argument("--family", default="qwen3", help="llama, qwen2, qwen3 (the default) or qwen3_moe")
     tiny.add_argument("--seed", type=int, default=0)
     tiny.set_defaults(run=_make_tiny)
 

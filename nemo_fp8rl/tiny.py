@@ -20,12 +20,25 @@ SPECIAL = ("<pad>", "<eos>")
 CHARACTERS = "0123456789+-= >;"
 VOCAB_SIZE = 64
 INITIAL_STD = 0.05
-FAMILY_SIZES: dict[str, dict[str, int]] = {
+FAMILY_SIZES: dict[str, dict[str, int | bool]] = {
     "llama": {},
     "qwen2": {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1},  # head_dim is their quotient
     "qwen3": {},
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "norm_topk_prob": True,
+        "hidden_size": 128,
+    },
 }
 """What a tiny model of a family has otherwise than the rest."""
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 CHAIN_PROMPTS, CHAIN_TERMS = 20_000, 6
 
 
@@ -76,7 +89,7 @@ def write_model(folder: Path, seed: int = 0, family: str = "qwen3", **sizes: Any
         eos_token_id=1,
         pad_token_id=0,
         dtype="bfloat16",
-        architectures=[family.capitalize() + "ForCausalLM"],
+        architectures=[ARCHITECTURES[family]],
     ).save_pretrained(folder)
     _save_tokenizer(folder)
     generator = torch.Generator().manual_seed(seed)

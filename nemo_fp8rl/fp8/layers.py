@@ -33,7 +33,8 @@ class Fp8Layers:
     def quantizes(self, name: str) -> bool:
         """Whether a weight, or the module that holds it, is FP8; by its HF name, or by vLLM's for fused modules."""
         layer = LAYER.search(name)
-        return layer is not None and int(layer[1]) in self and name.removesuffix(".weight").endswith("_proj")
+        projection = name.removesuffix(".weight").endswith(("_proj", ".experts"))
+        return layer is not None and int(layer[1]) in self and projection
 
 
 def scale_name(hf_name: str) -> str:

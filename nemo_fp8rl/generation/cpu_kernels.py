@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
     LinearBase,
     LinearMethodBase,
@@ -22,6 +23,7 @@ from vllm.platforms import current_platform
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled, Fp8Layers, ScaleFormat, fprop
 from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.fp8.linear import operand_dtype
+from nemo_fp8rl.generation.cpu_experts import EmulatedFp8MoEMethod
 
 
 class NemoFp8RlConfig(Fp8Config):
@@ -46,6 +48,8 @@ class NemoFp8RlConfig(Fp8Config):
             raise ValueError(
                 f"quantization {self.get_name()} runs on CPU so far: vLLM's GPU kernels choose their scales"
             )
+        if isinstance(layer, RoutedExperts) and self.fp8_layers.quantizes(prefix):
+            return EmulatedFp8MoEMethod(layer.moe_config, self.scale_format)
         if not isinstance(layer, LinearBase):
             return None
         return (

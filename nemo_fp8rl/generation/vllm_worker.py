@@ -2,10 +2,16 @@
 
 from typing import Any
 
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.platforms import current_platform
+
 from nemo_fp8rl.fp8 import Fp8Layers
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.refit.manifest import RefitError, Update
+
+EXPERT_PROJECTIONS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
+"""What vLLM's stacks of experts hold."""
 
 
 class RefitWorkerExtension:
@@ -18,9 +24,19 @@ class RefitWorkerExtension:
         quantization = self.model_runner.vllm_config.quant_config
         fp8_layers = quantization.fp8_layers if quantization else Fp8Layers.none()
         update.verify(self.nemo_fp8rl_checkpoint_tensors(), fp8_layers)
+        self._forget_packed_experts()
         self.model_runner.reload_weights(weights_iterator=iter(update.tensors.items()), is_checkpoint_format=True)
         self._repack_tied_head()
         return update.manifest.version
+
+    def _forget_packed_experts(self) -> None:
+        """vLLM packs unquantized experts for the CPU only when their method has no kernel yet, which is at the first
+        load: after a reload the model would go on with the first weights.
+        """
+        if current_platform.is_cpu():
+            for module in self.model_runner.get_model().modules():
+                if isinstance(method := getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
+                    method.moe_kernel = None
 
     def _repack_tied_head(self) -> None:
         """A head tied to the embedding receives no weight of its own, so a layerwise reload leaves out what vLLM does
@@ -37,12 +53,16 @@ class RefitWorkerExtension:
         own parameters, fused ones taken apart by the model's own table; shapes are what its config.json implies.
         """
         model = self.model_runner.get_model()
-        shapes = expected_tensors(read_hf_config(self.model_runner.vllm_config.model_config.model))
+        hf = read_hf_config(self.model_runner.vllm_config.model_config.model)
+        shapes = expected_tensors(hf)
         names: set[str] = set()
         for parameter, _ in model.named_parameters():
             if not parameter.endswith("_scale_inv"):
                 *path, module, leaf = parameter.split(".")
                 parts = model.packed_modules_mapping.get(module, [module])
+                if module == "routed_experts":
+                    projections, leaf = EXPERT_PROJECTIONS[leaf], "weight"
+                    parts = [f"{expert}.{x}" for expert in range(hf.num_experts) for x in projections]
                 names |= {".".join([*path, part, leaf]) for part in parts}
         if odd := sorted(names ^ set(shapes)):
             raise RefitError(f"the engine's model and its config.json differ in {len(odd)} tensors, such as {odd[0]}")

@@ -16,19 +16,24 @@ class Family:
 
     qkv_bias: bool = False
     qk_norm: bool = False
+    experts: bool = False
 
 
-FAMILIES = {  # by model_type; Llama 3, Qwen2.5 and Qwen3
+FAMILIES = {  # by model_type; Llama 3, Qwen2.5, Qwen3 and Qwen3-MoE
     "llama": Family(),
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(qk_norm=True),
+    "qwen3_moe": Family(qk_norm=True, experts=True),
 }
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
 @dataclass(frozen=True)
 class HfConfig:
-    """Family and sizes of a model, under HF's names."""
+    """Family and sizes of a model, under HF's names.
+
+    intermediate_size: of the MLP, or of one expert (HF's moe_intermediate_size). num_experts: 0 in a dense model.
+    """
 
     family: Family
     vocab_size: int
@@ -44,6 +49,8 @@ class HfConfig:
     tie_word_embeddings: bool
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
 
 
 def read_hf_config(model_path: str | Path) -> HfConfig:
@@ -72,6 +79,8 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     if rope_type not in ROPE_TYPES:
         raise UserError(f"{folder}/config.json: rope_type {rope_type!r} is not supported, only {', '.join(ROPE_TYPES)}")
+    if family.experts:
+        _check_experts(raw, folder)
     generation = _read_json(folder / "generation_config.json") or {}
     heads = _size(raw, folder, "num_attention_heads")
     hidden_size = _size(raw, folder, "hidden_size")
@@ -79,7 +88,7 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
         family=family,
         vocab_size=_size(raw, folder, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_size(raw, folder, "intermediate_size"),
+        intermediate_size=_size(raw, folder, "moe_intermediate_size" if family.experts else "intermediate_size"),
         num_hidden_layers=_size(raw, folder, "num_hidden_layers"),
         num_attention_heads=heads,
         num_key_value_heads=_size(raw, folder, "num_key_value_heads", heads),
@@ -90,7 +99,28 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
         tie_word_embeddings=raw.get("tie_word_embeddings", False),
         max_position_embeddings=_size(raw, folder, "max_position_embeddings"),
         eos_token_ids=_token_ids(raw.get("eos_token_id")) + _token_ids(generation.get("eos_token_id")),
+        num_experts=_size(raw, folder, _experts_key(raw)) if family.experts else 0,
+        num_experts_per_tok=_size(raw, folder, "num_experts_per_tok") if family.experts else 0,
     )
+
+
+def _experts_key(raw: dict[str, Any]) -> str:
+    """transformers writes num_local_experts since 5.19."""
+    return "num_local_experts" if "num_local_experts" in raw else "num_experts"
+
+
+def _check_experts(raw: dict[str, Any], folder: Path) -> None:
+    """Raise UserError for a mixture that the policy would build otherwise than the checkpoint means it."""
+    if not raw.get("norm_topk_prob", False):  # HF's default
+        raise UserError(f"{folder}/config.json: norm_topk_prob=false is not supported, only true (Qwen3-30B-A3B's)")
+    if raw.get("decoder_sparse_step", 1) != 1 or raw.get("mlp_only_layers"):
+        raise UserError(
+            f"{folder}/config.json: decoder_sparse_step and mlp_only_layers mix in dense layers, which is "
+            "not supported: every layer must have experts"
+        )
+    experts, chosen = _size(raw, folder, _experts_key(raw)), _size(raw, folder, "num_experts_per_tok")
+    if chosen > experts:
+        raise UserError(f"{folder}/config.json: num_experts_per_tok={chosen} is above {_experts_key(raw)}={experts}")
 
 
 def _size(raw: dict[str, Any], folder: Path, key: str, default: int | None = None) -> int:
@@ -143,7 +173,8 @@ def check_fp8_alignment(hf: HfConfig, flow: str) -> None:
     The trainer quantizes the fused QKV, the engine the fused gate-up; unless every part is a multiple of 128 rows,
     trainer-local blocks and engine-local blocks would be different blocks.
     """
-    for name, size in (("head_dim", hf.head_dim), ("intermediate_size", hf.intermediate_size)):
+    mlp = "moe_intermediate_size" if hf.family.experts else "intermediate_size"
+    for name, size in (("head_dim", hf.head_dim), (mlp, hf.intermediate_size)):
         if size % BLOCK[0]:
             raise UserError(
                 f"nemo_fp8rl.flow={flow} cannot run this model: its {name}={size} is not a multiple of {BLOCK[0]}, "

@@ -20,11 +20,20 @@ def expected_tensors(hf: HfConfig) -> dict[str, tuple[int, ...]]:
             **({f"{layer}self_attn.{x}_norm.weight": (hf.head_dim,) for x in "qk"} if family.qk_norm else {}),
             layer + "self_attn.o_proj.weight": (h, q),
             layer + "post_attention_layernorm.weight": (h,),
-            layer + "mlp.gate_proj.weight": (hf.intermediate_size, h),
-            layer + "mlp.up_proj.weight": (hf.intermediate_size, h),
-            layer + "mlp.down_proj.weight": (h, hf.intermediate_size),
+            **({layer + "mlp.gate.weight": (hf.num_experts, h)} if family.experts else {}),
         }
+        for mlp in mlps(hf, layer):
+            tensors |= {
+                mlp + "gate_proj.weight": (hf.intermediate_size, h),
+                mlp + "up_proj.weight": (hf.intermediate_size, h),
+                mlp + "down_proj.weight": (h, hf.intermediate_size),
+            }
     tensors["model.norm.weight"] = (h,)
     if not hf.tie_word_embeddings:
         tensors["lm_head.weight"] = (hf.vocab_size, h)
     return tensors
+
+
+def mlps(hf: HfConfig, layer: str) -> list[str]:
+    """Prefixes of the gated MLPs of a layer: its one, or its experts."""
+    return [f"{layer}mlp.experts.{e}." for e in range(hf.num_experts)] if hf.family.experts else [layer + "mlp."]

@@ -1,6 +1,7 @@
 """A Megatron Core GPTModel from an HF checkpoint folder."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,12 +10,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_fp8rl.config import Config, Fp8RlConfig, PolicyConfig
 from nemo_fp8rl.hf.config import HfConfig, trainer_fp8_layers
+from nemo_fp8rl.policy.fp8_linear import Fp8Forward
 from nemo_fp8rl.policy.rope import inverse_frequencies
-from nemo_fp8rl.policy.specs import Fp8Forward, block_spec
+from nemo_fp8rl.policy.specs import block_spec
 from nemo_fp8rl.policy.state import load_hf
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-FP8_LINEARS_PER_LAYER = 4  # qkv, proj, fc1, fc2
 
 
 def transformer_config(hf: HfConfig, policy: PolicyConfig, choice: Fp8RlConfig) -> TransformerConfig:
@@ -48,7 +49,23 @@ def transformer_config(hf: HfConfig, policy: PolicyConfig, choice: Fp8RlConfig) 
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         apply_rope_fusion=False,
+        **(_mixture(hf, choice) if hf.family.experts else {}),
     )
+
+
+def _mixture(hf: HfConfig, choice: Fp8RlConfig) -> dict[str, Any]:
+    """Qwen3-MoE's routing: top-k of the softmax, renormalized; no balancing loss, which would be another objective."""
+    return {
+        "num_moe_experts": hf.num_experts,
+        "moe_ffn_hidden_size": hf.intermediate_size,
+        "moe_router_topk": hf.num_experts_per_tok,
+        "moe_router_pre_softmax": False,  # softmax of the chosen logits: HF's norm_topk_prob=true
+        "moe_router_dtype": None if choice.align == "vllm" else "fp32",  # None: the activations', as vLLM's on CPU
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "allgather",
+        "moe_grouped_gemm": False,
+    }
 
 
 def build_model(config: TransformerConfig, hf: HfConfig, cfg: Config) -> GPTModel:
@@ -68,7 +85,7 @@ def build_model(config: TransformerConfig, hf: HfConfig, cfg: Config) -> GPTMode
     if choice.align == "none":
         model.rotary_pos_emb.inv_freq = inv_freq  # Megatron's own has only some of the scalings
     fp8_linears = sum(isinstance(module, Fp8Forward) for module in model.modules())
-    expected = FP8_LINEARS_PER_LAYER * fp8_layers.count
+    expected = (2 + 2 * max(1, hf.num_experts)) * fp8_layers.count  # qkv, proj and each MLP's fc1, fc2
     if fp8_linears != expected:
         raise RuntimeError(f"flow {choice.flow} asks for {expected} FP8 linear layers, the model has {fp8_linears}")
     load_hf(Path(policy.model_name), model, hf)

@@ -15,6 +15,8 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -22,34 +24,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from nemo_fp8rl.config import Fp8RlConfig
-from nemo_fp8rl.fp8 import Fp8Layers, ScaleFormat, blockwise_fp8_linear
+from nemo_fp8rl.fp8 import Fp8Layers
 from nemo_fp8rl.hf.config import HfConfig
 from nemo_fp8rl.policy.align import AlignedRMSNorm, aligned_attention, aligned_linear, aligned_residual_add
-
-
-class Fp8Forward:
-    """Replaces the matmul of a Megatron linear layer, and nothing else of it."""
-
-    scale_format: ScaleFormat
-
-    def _forward_impl(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *,
-        allreduce_dgrad: bool = False,
-        sequence_parallel: bool = False,
-        **_: Any,
-    ) -> Tensor:
-        assert not allreduce_dgrad and not sequence_parallel  # one tensor-parallel rank
-        output = blockwise_fp8_linear(input, weight, self.scale_format)
-        return output if bias is None else output + bias
-
-
-def fp8_linear(linear: type, scale_format: ScaleFormat) -> type:
-    """Megatron's parallel linear class with the FP8 matmul: a spec holds classes, so the choice is made here."""
-    return type(f"Fp8{linear.__name__}", (Fp8Forward, linear), {"scale_format": scale_format})
+from nemo_fp8rl.policy.align_moe import AlignedExperts, AlignedMoELayer
+from nemo_fp8rl.policy.fp8_linear import fp8_linear
 
 
 class RMSNorm(torch.nn.Module):
@@ -115,7 +94,14 @@ def _layer_spec(hf: HfConfig, choice: Fp8RlConfig, inv_freq: Tensor, column: typ
             ),
             self_attn_bda=residual_add,
             pre_mlp_layernorm=norm,
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+            mlp=_mlp_spec(hf, aligned, MLPSubmodules(linear_fc1=column, linear_fc2=row)),
             mlp_bda=residual_add,
         ),
     )
+
+
+def _mlp_spec(hf: HfConfig, aligned: bool, linears: MLPSubmodules) -> ModuleSpec:
+    if not hf.family.experts:
+        return ModuleSpec(module=MLP, submodules=linears)
+    experts = ModuleSpec(module=AlignedExperts if aligned else SequentialMLP, submodules=linears)
+    return ModuleSpec(module=AlignedMoELayer if aligned else MoELayer, submodules=MoESubmodules(experts=experts))

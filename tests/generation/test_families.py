@@ -1,6 +1,7 @@
 """Every family through the whole circle: trainer, refit, engine. test_engine.py goes deeper, on Qwen3."""
 
 import pytest
+import torch
 
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.tiny import make_tiny
@@ -21,6 +22,8 @@ CASES = [
     ("qwen3", "fp8_e2e", {"tie_word_embeddings": True}),
     ("qwen2", "fp8_e2e", {}),
     ("qwen2", "bf16", {}),
+    ("qwen3_moe", "fp8_e2e", {}),
+    ("qwen3_moe", "bf16", {}),
 ]
 
 
@@ -51,6 +54,29 @@ def test_a_trained_and_refitted_engine_equals_one_started_from_its_weights(pair,
     fresh = pair.fresh_engine(update, tmp_path / "model")
     assert greedy == outputs(pair.generate(GREEDY, fresh))
     assert sampled == outputs(pair.generate(FREE, fresh))
+
+
+def test_the_engine_holds_the_experts_bytes(pair):
+    """Stacked as vLLM stacks them, [experts, gate above up] and [experts, down], bytes and scales."""
+    sent = pair.refit().tensors
+    gate = ".gate_proj.weight"
+    experts = [name.removesuffix(gate) for name in sent if ".experts." in name and name.endswith(gate)]
+    if not experts or not pair.cfg.nemo_fp8rl.engine_fp8:
+        pytest.skip("no FP8 experts")
+    (held,) = pair.engine.llm.apply_model(lambda model: {n: p.data.clone() for n, p in model.named_parameters()})
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        own = [name for name in experts if name.startswith(prefix)]
+        assert len(own) == 8
+        for leaf in ("weight", "weight_scale_inv"):
+            gate_up = [torch.cat([_bytes(sent[f"{e}.{x}_proj.{leaf}"]) for x in ("gate", "up")]) for e in own]
+            assert torch.equal(_bytes(held[f"{prefix}routed_experts.w13_{leaf}"]), torch.stack(gate_up))
+            down = [_bytes(sent[f"{e}.down_proj.{leaf}"]) for e in own]
+            assert torch.equal(_bytes(held[f"{prefix}routed_experts.w2_{leaf}"]), torch.stack(down))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
 
 
 def test_trainer_and_engine_agree_on_the_engines_samples(pair):

@@ -105,7 +105,7 @@ def test_every_end_of_sequence_token_is_known(folder, in_config, in_generation, 
     ("changes", "named"),
     [
         ({"model_type": "gpt2"}, "'gpt2' is not supported"),
-        ({"model_type": "qwen3_moe"}, "'qwen3_moe' is not supported"),
+        ({"model_type": "qwen2_moe"}, "'qwen2_moe' is not supported"),
         ({"model_type": None}, "model_type"),
         ({"quantization_config": {"quant_method": "fp8"}}, "already quantized"),
         ({"use_sliding_window": True}, "use_sliding_window"),
@@ -119,6 +119,38 @@ def test_every_end_of_sequence_token_is_known(folder, in_config, in_generation, 
 )
 def test_what_the_policy_does_not_build_is_refused(folder, changes, named):
     assert named in refused_config(folder, **changes)
+
+
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
+
+
+def test_a_mixtures_sizes_are_read_under_both_names_of_its_experts(folder):
+    write_config(folder, **MIXTURE)
+    hf = read_hf_config(folder)
+    assert (hf.num_experts, hf.num_experts_per_tok, hf.intermediate_size) == (8, 2, 32)
+    write_config(folder, **{**MIXTURE, "num_experts": 7, "num_local_experts": 8})
+    assert read_hf_config(folder) == hf
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"norm_topk_prob": False}, "norm_topk_prob"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9"),
+        ({"num_experts": None}, "num_experts"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size"),
+    ],
+)
+def test_a_mixture_that_the_policy_would_build_otherwise_is_refused(folder, changes, named):
+    assert named in refused_config(folder, **{**MIXTURE, **changes})
 
 
 @pytest.mark.parametrize("rope", [None, {"rope_type": "default"}, {"type": "default"}])
@@ -225,6 +257,7 @@ def test_names_round_trip_through_megatron_to_the_bit(groups, heads_per_group, h
     hf = dataclasses.replace(
         HF,
         family=FAMILIES[family],
+        num_experts=3 if FAMILIES[family].experts else 0,
         num_key_value_heads=groups,
         num_attention_heads=groups * heads_per_group,
         head_dim=head_dim,

@@ -1,5 +1,6 @@
 """The Megatron model says what the HF model says."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nemo_fp8rl.policy.cpu import megatron_on_cpu
+from nemo_fp8rl.policy.megatron_names import to_hf
 from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.tiny import write_model
 
@@ -31,6 +33,8 @@ SIZES = [
     {"family": "llama"},
     {"family": "llama", "tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE},
     {"family": "llama", "rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}},
+    {"family": "qwen3_moe"},
+    {"family": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 96},
     {"family": "qwen2"},
     {"family": "qwen2", "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16},
 ]
@@ -38,7 +42,7 @@ SIZES = [
 
 @pytest.mark.parametrize("align", ["vllm", "none"])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_fp32_logits_equal_hf(recipe, tmp_path: Path, sizes, align):
+def test_fp32_logits_and_gradients_equal_hf(recipe, tmp_path: Path, sizes, align):
     write_model(tmp_path / "model", seed=3, **sizes)
     hf = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
     worker = MegatronWorker()
@@ -53,10 +57,24 @@ def test_fp32_logits_equal_hf(recipe, tmp_path: Path, sizes, align):
         1,
         None,
     )
-    ids = torch.randint(0, 64, (3, 41), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), megatron_on_cpu():
+    ids = torch.randint(1, 64, (3, 41), generator=torch.Generator().manual_seed(0))  # HF: no gradient for the pad, 0
+    weights = torch.randn(3, 41, 1, generator=torch.Generator().manual_seed(1))
+    with megatron_on_cpu():
+        worker.ddp.zero_grad_buffer()
         logits = worker.ddp(ids, torch.arange(41).expand_as(ids), None)
-    assert (logits - hf(ids).logits).abs().max() < 1e-5
+        (logits.log_softmax(-1) * weights).mean().backward()
+    theirs = hf(ids).logits
+    (theirs.log_softmax(-1) * weights).mean().backward()
+    assert (logits - theirs).abs().max() < 1e-5
+    ours = dict(to_hf(worker.hf, {name: p.main_grad for name, p in worker.model.named_parameters()}))
+    for name, parameter in hf.named_parameters():
+        if name in ours:  # transformers stacks experts
+            torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-6 * _norm([parameter.grad]))
+    assert abs(_norm(ours.values()) / _norm(p.grad for p in hf.parameters()) - 1) < 1e-5
+
+
+def _norm(tensors: Iterable[torch.Tensor]) -> float:
+    return sum(t.double().square().sum() for t in tensors).sqrt().item()
 
 
 def test_export_returns_the_checkpoint_bit_for_bit(recipe, tiny):
@@ -89,7 +107,7 @@ def test_fp8_trainer_multiplies_exactly_the_bytes_it_exports(recipe):
 
 @pytest.mark.parametrize(("flow", "linears"), [("bf16", 0), ("fp8_rollout", 0), ("fp8_e2e", 8)])
 def test_flow_decides_which_linears_are_fp8(recipe, flow, linears):
-    from nemo_fp8rl.policy.specs import Fp8Forward
+    from nemo_fp8rl.policy.fp8_linear import Fp8Forward
 
     worker = MegatronWorker()
     worker.setup(recipe(f"nemo_fp8rl.flow={flow}"), 0, 1, None)
@@ -98,7 +116,7 @@ def test_flow_decides_which_linears_are_fp8(recipe, flow, linears):
 
 @pytest.mark.parametrize(("end", "fp8_layer"), [("first", 1), ("last", 0)])
 def test_a_layer_kept_in_bf16_trains_and_travels_in_bf16(recipe, end, fp8_layer):
-    from nemo_fp8rl.policy.specs import Fp8Forward
+    from nemo_fp8rl.policy.fp8_linear import Fp8Forward
 
     worker = MegatronWorker()
     worker.setup(recipe(f"policy.generation.vllm_cfg.num_{end}_layers_in_bf16=1"), 0, 1, None)

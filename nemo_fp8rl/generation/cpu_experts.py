@@ -1,0 +1,83 @@
+"""vLLM's side of the contract for a mixture of experts: FP8 experts that multiply as the trainer's do.
+
+An out-of-tree `FusedMoEMethodBase`: vLLM's own router chooses the experts, its own loaders place the received bytes.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe import FusedMoeWeightScaleSupported
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.utils import set_weight_attrs
+
+from nemo_fp8rl.fp8 import BLOCK, BlockScaled, ScaleFormat, fprop, scale_shape
+from nemo_fp8rl.fp8.format import E4M3
+from nemo_fp8rl.fp8.linear import operand_dtype
+
+
+class EmulatedFp8MoEMethod(FusedMoEMethodBase):
+    """Holds `w13_weight` [E, 2 * I, H] and `w2_weight` [E, H, I] (E4M3) with their scales, float32, as received."""
+
+    def __init__(self, moe: FusedMoEConfig, scale_format: ScaleFormat) -> None:
+        super().__init__(moe)
+        self.scale_format = scale_format
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        if intermediate_size_per_partition % BLOCK[0]:
+            raise ValueError(f"experts of {intermediate_size_per_partition} rows do not end at multiples of {BLOCK[0]}")
+        layer.weight_block_size = list(BLOCK)  # read by vLLM's loaders when they place the scales
+        layer.fp8_operand_dtype = operand_dtype(params_dtype, self.scale_format)
+        shapes = {
+            "w13": (2 * intermediate_size_per_partition, hidden_size),
+            "w2": (hidden_size, intermediate_size_per_partition),
+        }
+        for name, shape in shapes.items():
+            weight = torch.empty(num_experts, *shape, dtype=E4M3)
+            scale = torch.empty(num_experts, *scale_shape(shape, BLOCK), dtype=torch.float32)
+            for leaf, data, more in (
+                ("weight", weight, {}),
+                ("weight_scale_inv", scale, {"quant_method": FusedMoeWeightScaleSupported.BLOCK.value}),
+            ):
+                parameter = torch.nn.Parameter(data, requires_grad=False)
+                layer.register_parameter(f"{name}_{leaf}", parameter)
+                set_weight_attrs(parameter, extra | more)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        for name in ("w13", "w2"):
+            data, scale = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale_inv").data
+            experts = [
+                BlockScaled(*pair, BLOCK).dequantize(layer.fp8_operand_dtype) for pair in zip(data, scale, strict=True)
+            ]
+            setattr(layer, f"{name}_dequantized", experts)
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        return None
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any,
+        shared_experts_input: Tensor | None,
+    ) -> Tensor:
+        """x [tokens, H], topk_* [tokens, k] -> [tokens, H]; summed over experts in their order, in float32."""
+        out = torch.zeros(x.shape, dtype=torch.float32)
+        for expert in topk_ids.unique().tolist():
+            rows, choice = (topk_ids == expert).nonzero(as_tuple=True)
+            gate, up = fprop(x[rows], layer.w13_dequantized[expert], self.scale_format).chunk(2, -1)
+            y = fprop(F.silu(gate) * up, layer.w2_dequantized[expert], self.scale_format)
+            out.index_add_(0, rows, y.float() * topk_weights[rows, choice].float().unsqueeze(-1))
+        return out.to(x.dtype)
