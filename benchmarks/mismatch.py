@@ -1,9 +1,9 @@
 """Trainer/engine mismatch of every precision flow, side by side: the same warm model, data, seed and number of steps.
 
-    python benchmarks/mismatch.py [--steps 40] [--task add|chain] [--folder runs/mismatch]
+    python benchmarks/mismatch.py [--steps 40] [--task add|chain] [--family qwen3] [--folder runs/mismatch]
 
 Each run is `nemo-fp8rl train` in a process of its own. Prints the table that the README shows, and writes it with
-machine and versions to benchmarks/results/mismatch_TASK.json.
+machine and versions to benchmarks/results/mismatch_TASK[_FAMILY].json.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from statistics import fmean
 from rich.console import Console
 from rich.table import Table
 
+from nemo_fp8rl.hf.config import FAMILIES
 from nemo_fp8rl.tiny import make_tiny
 
 RECIPES = Path(__file__).resolve().parent.parent / "conf"
@@ -27,6 +28,8 @@ TASKS = {  # what a task needs beyond conf/tiny_*.yaml
     "chain": ["policy.generation.max_new_tokens=31", "data.train.split_validation_size=0.0256"],
 }
 WARM_UP_STEPS = {"add": 130, "chain": 150}
+MIXTURES_WARM_UP = 2.0
+"""How much longer a mixture of experts takes to learn as much."""
 
 
 def command(verb: str, recipe: str, *arguments: str) -> None:
@@ -40,12 +43,12 @@ def command(verb: str, recipe: str, *arguments: str) -> None:
 
 
 def measure(folder: Path, task: str, flow: str, align: str, steps: int) -> dict[str, float | str]:
-    run = folder / task / f"{flow}_{align}"
+    run = folder / f"{flow}_{align}"
     command(
         "train",
         "tiny_cpu.yaml",
-        f"policy.model_name={folder}/{task}/warm",
-        f"data.train.data_path={folder}/{task}/data.jsonl",
+        f"policy.model_name={folder}/warm",
+        f"data.train.data_path={folder}/data.jsonl",
         f"nemo_fp8rl.flow={flow}",
         f"nemo_fp8rl.align={align}",
         f"grpo.max_num_steps={steps}",
@@ -75,27 +78,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--task", choices=TASKS, default="add")
+    parser.add_argument("--family", choices=FAMILIES, default="qwen3")
     parser.add_argument("--folder", type=Path, default=Path("runs/mismatch"))
     arguments = parser.parse_args()
-    task, folder = arguments.task, arguments.folder
+    task, family = arguments.task, arguments.family
+    name = task if family == "qwen3" else f"{task}_{family}"
+    folder = arguments.folder / name
+    warm_up = int(WARM_UP_STEPS[task] * (MIXTURES_WARM_UP if FAMILIES[family].experts else 1))
 
-    make_tiny(folder / task, task)
+    make_tiny(folder, task, family=family)
     command(
         "sft",
         "tiny_sft.yaml",
-        f"policy.model_name={folder}/{task}/model",
-        f"data.train.data_path={folder}/{task}/data.jsonl",
-        f"sft.max_num_steps={WARM_UP_STEPS[task]}",
+        f"policy.model_name={folder}/model",
+        f"data.train.data_path={folder}/data.jsonl",
+        f"sft.max_num_steps={warm_up}",
         *TASKS[task],
         "--output",
-        f"{folder}/{task}/warm",
+        f"{folder}/warm",
     )
     results = [measure(folder, task, flow, align, arguments.steps) for flow, align in FLOWS]
-    machine = json.loads((folder / task / "bf16_vllm/environment.json").read_text())
+    machine = json.loads((folder / "bf16_vllm/environment.json").read_text())
     del machine["choices"]
-    record = {"task": task, "steps": arguments.steps, **machine, "results": results}
+    record = {"task": task, "family": family, "steps": arguments.steps, **machine, "results": results}
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"mismatch_{task}.json").write_text(json.dumps(record, indent=1) + "\n")
+    (RESULTS / f"mismatch_{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
     table = Table("flow", "align", "token_mult_prob_error", "worst step", "gen_kl_error", "bit-equal", "accuracy")
     for r in results:

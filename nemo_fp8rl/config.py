@@ -168,13 +168,15 @@ class GenerationConfig(_Block):
 @dataclass(frozen=True)
 class PolicyConfig(_Block):
     model_name: str
-    """An HF checkpoint folder (config.json and safetensors) of the Qwen3 dense family."""
+    """An HF checkpoint folder (config.json and safetensors) of the Llama 3, Qwen2.5, Qwen3 or Qwen3-MoE family."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     train_global_batch_size: int = 512
     """Samples an optimizer step."""
     train_micro_batch_size: int = 4
     """Samples a forward and backward, on each trainer rank."""
     logprob_batch_size: int = "${policy.train_micro_batch_size}"  # type: ignore[assignment]
+    logprob_chunk_size: int = 1024
+    """Tokens whose logits exist at a time."""
     max_total_sequence_length: int = 512
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     generation: GenerationConfig = field(default_factory=GenerationConfig)

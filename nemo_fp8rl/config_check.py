@@ -20,6 +20,7 @@ ABOVE_0 = (
     "policy.train_global_batch_size",
     "policy.train_micro_batch_size",
     "policy.logprob_batch_size",
+    "policy.logprob_chunk_size",
     "policy.max_total_sequence_length",
     "policy.generation.max_new_tokens",
     "policy.generation.temperature",

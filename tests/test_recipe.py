@@ -417,6 +417,7 @@ def test_float32_is_allowed_in_the_bf16_flow(recipe):
         "policy.train_global_batch_size=0",
         "policy.train_micro_batch_size=0",
         "policy.logprob_batch_size=-4",
+        "policy.logprob_chunk_size=0",
         "policy.max_total_sequence_length=0",
         "policy.generation.max_new_tokens=0",
         "policy.generation.temperature=0",

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from nemo_fp8rl.config import Config, Fp8RlConfig, PolicyConfig
 from nemo_fp8rl.hf.config import HfConfig, trainer_fp8_layers
@@ -16,6 +17,19 @@ from nemo_fp8rl.policy.specs import block_spec
 from nemo_fp8rl.policy.state import load_hf
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class PolicyModel(GPTModel):
+    """GPTModel that ends at the final norm, [B, T, H]; `logprobs` multiplies by the head, a chunk at a time."""
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states.transpose(0, 1)
+
+    @property
+    def head(self) -> Tensor:
+        """[V, H]"""
+        tied = self.share_embeddings_and_output_weights
+        return self.embedding.word_embeddings.weight if tied else self.output_layer.weight
 
 
 def transformer_config(hf: HfConfig, policy: PolicyConfig, choice: Fp8RlConfig) -> TransformerConfig:
@@ -68,11 +82,11 @@ def _mixture(hf: HfConfig, choice: Fp8RlConfig) -> dict[str, Any]:
     }
 
 
-def build_model(config: TransformerConfig, hf: HfConfig, cfg: Config) -> GPTModel:
+def build_model(config: TransformerConfig, hf: HfConfig, cfg: Config) -> PolicyModel:
     """The model of the checkpoint at policy.model_name, weights loaded; refuses to start without its FP8 layers."""
     policy, choice, fp8_layers = cfg.policy, cfg.nemo_fp8rl, trainer_fp8_layers(hf, cfg)
     inv_freq = inverse_frequencies(policy.model_name, hf)
-    model = GPTModel(
+    model = PolicyModel(
         config,
         block_spec(hf, choice, fp8_layers, inv_freq),
         vocab_size=hf.vocab_size,

@@ -28,6 +28,7 @@ from nemo_fp8rl.hf.config import engine_fp8_layers, read_hf_config
 from nemo_fp8rl.policy import state
 from nemo_fp8rl.policy.base import Loss
 from nemo_fp8rl.policy.cpu import megatron_on_cpu
+from nemo_fp8rl.policy.logprobs import token_logprobs
 from nemo_fp8rl.policy.megatron_names import to_hf
 from nemo_fp8rl.policy.model import DTYPES, build_model, transformer_config
 from nemo_fp8rl.refit.manifest import Update
@@ -168,8 +169,11 @@ class MegatronWorker:
         """[B, T] -> float32 [B, T-1], of input_ids[:, 1:], at the temperature that the engine samples with."""
         inputs = input_ids[:, :-1]
         positions = torch.arange(inputs.size(1)).expand_as(inputs)
-        logits = self.ddp(inputs, positions, None).float() / self.cfg.policy.generation.temperature
-        return torch.log_softmax(logits, -1).gather(-1, input_ids[:, 1:, None]).squeeze(-1)
+        policy, head = self.cfg.policy, self.model.head
+        hidden = self.ddp(inputs, positions, None).to(head.dtype).flatten(0, 1)  # Megatron hands it out in float32
+        targets = input_ids[:, 1:].flatten()
+        logprobs = token_logprobs(hidden, head, targets, policy.generation.temperature, policy.logprob_chunk_size)
+        return logprobs.view(inputs.shape)
 
     def _build_scheduler(self) -> OptimizerParamScheduler:
         optimizer, scheduler = self.cfg.policy.megatron_cfg.optimizer, self.cfg.policy.megatron_cfg.scheduler

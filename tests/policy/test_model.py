@@ -61,7 +61,7 @@ def test_fp32_logits_and_gradients_equal_hf(recipe, tmp_path: Path, sizes, align
     weights = torch.randn(3, 41, 1, generator=torch.Generator().manual_seed(1))
     with megatron_on_cpu():
         worker.ddp.zero_grad_buffer()
-        logits = worker.ddp(ids, torch.arange(41).expand_as(ids), None)
+        logits = worker.ddp(ids, torch.arange(41).expand_as(ids), None) @ worker.model.head.t()
         (logits.log_softmax(-1) * weights).mean().backward()
     theirs = hf(ids).logits
     (theirs.log_softmax(-1) * weights).mean().backward()

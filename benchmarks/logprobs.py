@@ -1,0 +1,104 @@
+"""Memory and time of the policy's log-probs beside the logits of the whole batch.
+
+    python benchmarks/logprobs.py [--rows 8] [--tokens 2048] [--vocab 151936] [--hidden 128] [--json FILE]
+
+Forward without gradient, and forward and backward, on bfloat16 [rows * tokens, hidden] and a head [vocab, hidden].
+Memory is the growth of the process's peak, beside the float32 logits of one chunk. The whole batch's logits are only
+tried where they fit in --limit-gib; each case runs in a process of its own. Results go to
+benchmarks/results/logprobs_cpu.json unless --json says otherwise.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import peak_growth, seconds
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from nemo_fp8rl.policy.logprobs import token_logprobs
+
+RESULTS = Path(__file__).resolve().parent / "results" / "logprobs_cpu.json"
+CHUNKS = (256, 1024)
+WHOLE_COPIES = 2, 3
+"""Float32 copies of the whole logits at the peak, forward and with backward, as measured with --rows 1."""
+
+
+def whole(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    """As frameworks have it that materialize the logits."""
+    return (hidden @ head.t()).float().log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
+
+
+def one_case(chunk: int, backward: bool, tokens: int, vocab: int, hidden_size: int) -> dict[str, float]:
+    """chunk: 0 is the whole batch."""
+    torch.set_num_threads(os.cpu_count() or 1)
+    random = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, hidden_size, generator=random).bfloat16().requires_grad_(backward)
+    head = (torch.randn(vocab, hidden_size, generator=random) * 0.05).bfloat16().requires_grad_(backward)
+    targets = torch.randint(0, vocab, (tokens,), generator=random)
+
+    def call() -> None:
+        made = whole(hidden, head, targets) if not chunk else token_logprobs(hidden, head, targets, 1.0, chunk)
+        if backward:
+            made.mean().backward()
+
+    took: list[float] = []
+    grown = peak_growth(lambda: took.append(seconds(call)))
+    return {"seconds": took[0], "peak_bytes": grown}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--vocab", type=int, default=151_936)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--limit-gib", type=float, default=16.0)
+    parser.add_argument("--json", type=Path, default=RESULTS, metavar="FILE")
+    parser.add_argument("--case", nargs=2, type=int, metavar=("CHUNK", "BACKWARD"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    tokens = arguments.rows * arguments.tokens
+    if arguments.case:
+        chunk, backward = arguments.case
+        print(json.dumps(one_case(chunk, bool(backward), tokens, arguments.vocab, arguments.hidden)))
+        return
+    logits = tokens * arguments.vocab * 4
+    cases: list[dict[str, Any]] = []
+    for chunk in (*CHUNKS, 0):
+        for backward in (0, 1):
+            case: dict[str, Any] = {"chunk": chunk, "backward": bool(backward)}
+            if chunk or logits * WHOLE_COPIES[backward] < arguments.limit_gib * 2**30:
+                again = [*sys.argv, "--case", str(chunk), str(backward)]
+                case |= json.loads(subprocess.run([sys.executable, *again], check=True, capture_output=True).stdout)
+            cases.append(case)
+    result = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "shape": {name: getattr(arguments, name) for name in ("rows", "tokens", "vocab", "hidden")},
+        "cases": cases,
+    }
+    table = Table("tokens at a time", "", "seconds", "peak MiB", "of a chunk's fp32 logits")
+    for case in cases:
+        one = (case["chunk"] or tokens) * arguments.vocab * 4
+        measured = "peak_bytes" in case
+        table.add_row(
+            str(case["chunk"] or f"all {tokens}"),
+            "forward, backward" if case["backward"] else "forward",
+            f"{case['seconds']:.1f}" if measured else "does not fit",
+            f"{case['peak_bytes'] / 2**20:.0f}" if measured else f"> {one / 2**20:.0f}",
+            f"{case['peak_bytes'] / one:.2f}" if measured else "",
+        )
+    Console().print(table)
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

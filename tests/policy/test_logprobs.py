@@ -1,0 +1,51 @@
+"""Log-probs and their gradients in chunks are those of the whole softmax."""
+
+import pytest
+import torch
+
+from nemo_fp8rl.policy.logprobs import token_logprobs
+
+N, H, V = 75, 24, 101
+
+
+def inputs(dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """hidden, weight, targets, and a gradient with zeros (masked tokens)."""
+    random = torch.Generator().manual_seed(seed)
+    hidden, weight = (torch.randn(n, H, generator=random).to(dtype).requires_grad_() for n in (N, V))
+    targets = torch.randint(0, V, (N,), generator=random)
+    return hidden, weight, targets, torch.randn(N, generator=random) * (torch.rand(N, generator=random) > 0.3)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 16, 40, N, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_chunks_equal_double_precision(chunk_size, temperature):
+    hidden, weight, targets, grad = inputs(torch.float32)
+    token_logprobs(hidden, weight, targets, temperature, chunk_size).backward(grad)
+    hidden64, weight64 = (t.detach().double().requires_grad_() for t in (hidden, weight))
+    whole = (hidden64 @ weight64.t() / temperature).log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
+    whole.backward(grad.double())
+    torch.testing.assert_close(
+        token_logprobs(hidden, weight, targets, temperature, chunk_size).double(), whole, rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(hidden.grad.double(), hidden64.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(weight.grad.double(), weight64.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_size", [32, 1000])
+def test_bfloat16_equals_the_whole_tensors_operations(chunk_size):
+    """Values to the bit (logits are rounded to bfloat16, then everything is float32), gradients to a rounding."""
+    hidden, weight, targets, grad = inputs(torch.bfloat16)
+    made = token_logprobs(hidden, weight, targets, 1.0, chunk_size)
+    made.backward(grad)
+    own = [t.detach().clone().requires_grad_() for t in (hidden, weight)]
+    whole = (own[0] @ own[1].t()).float().log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
+    whole.backward(grad)
+    assert made.dtype == torch.float32
+    torch.testing.assert_close(made, whole, rtol=0, atol=0 if chunk_size > N else 2**-6)
+    for ours, theirs in ((hidden.grad, own[0].grad), (weight.grad, own[1].grad)):
+        assert (ours.float() - theirs.float()).norm() < 2**-8 * theirs.float().norm()
+
+
+def test_a_negative_control_tells_temperatures_apart():
+    hidden, weight, targets, _ = inputs(torch.float32)
+    assert not torch.allclose(*(token_logprobs(hidden, weight, targets, t, 16) for t in (1.0, 0.99)), atol=1e-4)
