@@ -98,11 +98,27 @@ def collate(prompts: Sequence[Prompt], completions: Sequence[Completion], pad_to
     )
 
 
-def rows(batch: TrainBatch, start: int, stop: int) -> TrainBatch:
-    """Rows start..stop of every field, cut to the longest of them so that padding is not computed on."""
-    part = {name: cast(Tensor, field)[start:stop] for name, field in batch.items()}
-    longest = int(part["input_lengths"].max())
+def rows(batch: TrainBatch, which: slice | Tensor, multiple: int = 1) -> TrainBatch:
+    """These rows of every field, cut to the longest of them so that padding is not computed on.
+
+    which: a slice, or int64 [rows]. multiple: the length is rounded up to one, as far as there is padding.
+    """
+    part = {name: cast(Tensor, field)[which] for name, field in batch.items()}
+    longest = -(-int(part["input_lengths"].max()) // multiple) * multiple
     return cast(TrainBatch, {name: f[:, :longest] if f.dim() == 2 else f for name, f in part.items()})
+
+
+def microbatches(lengths: Tensor, tokens: int, multiple: int = 1) -> list[Tensor]:
+    """Rows of microbatches, int64 [rows] each, so that rows * longest <= tokens; shortest first, ties in their order.
+
+    lengths: int64 [B], each rounded up to `multiple`. A row that is longer than `tokens` has a microbatch of its own.
+    """
+    order = torch.argsort(lengths, stable=True)
+    ends: list[int] = []
+    for i, length in enumerate((-(-lengths[order] // multiple) * multiple).tolist()):
+        if i and (i + 1 - (ends[-1] if ends else 0)) * length > tokens:
+            ends.append(i)
+    return list(order.tensor_split(ends))
 
 
 def num_rows(batch: TrainBatch) -> int:

@@ -166,6 +166,17 @@ class GenerationConfig(_Block):
 
 
 @dataclass(frozen=True)
+class DynamicBatchingConfig(_Block):
+    """Microbatches of as many samples, sorted by length, as a budget of tokens holds, padding counted."""
+
+    enabled: bool = False
+    train_mb_tokens: int = "${mul:${policy.max_total_sequence_length},${policy.train_micro_batch_size}}"  # type: ignore[assignment]
+    logprob_mb_tokens: int = "${mul:${policy.max_total_sequence_length},${policy.logprob_batch_size}}"  # type: ignore[assignment]
+    sequence_length_round: int = 64
+    """Lengths of microbatches are rounded up to a multiple, as far as the batch has padding."""
+
+
+@dataclass(frozen=True)
 class PolicyConfig(_Block):
     model_name: str
     """An HF checkpoint folder (config.json and safetensors) of the Llama 3, Qwen2.5, Qwen3 or Qwen3-MoE family."""
@@ -177,6 +188,7 @@ class PolicyConfig(_Block):
     logprob_batch_size: int = "${policy.train_micro_batch_size}"  # type: ignore[assignment]
     logprob_chunk_size: int = 1024
     """Tokens whose logits exist at a time."""
+    dynamic_batching: DynamicBatchingConfig = field(default_factory=DynamicBatchingConfig)
     max_total_sequence_length: int = 512
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     generation: GenerationConfig = field(default_factory=GenerationConfig)

@@ -22,6 +22,9 @@ ABOVE_0 = (
     "policy.logprob_batch_size",
     "policy.logprob_chunk_size",
     "policy.max_total_sequence_length",
+    "policy.dynamic_batching.train_mb_tokens",
+    "policy.dynamic_batching.logprob_mb_tokens",
+    "policy.dynamic_batching.sequence_length_round",
     "policy.generation.max_new_tokens",
     "policy.generation.temperature",
     "policy.generation.vllm_cfg.max_model_len",
@@ -157,7 +160,19 @@ def _check_batch_sizes(cfg: Config) -> None:
             f"policy.train_global_batch_size={policy.train_global_batch_size} does not divide the "
             f"{cfg.rollout_batch_size} samples of a step (grpo.num_prompts_per_step * grpo.num_generations_per_prompt)"
         )
-    if policy.train_global_batch_size % (policy.train_micro_batch_size * ranks):
+    dynamic = policy.dynamic_batching
+    for name in ("train_mb_tokens", "logprob_mb_tokens") if dynamic.enabled else ():
+        if getattr(dynamic, name) < policy.max_total_sequence_length:
+            raise UserError(
+                f"policy.dynamic_batching.{name}={getattr(dynamic, name)} holds no sample of "
+                f"policy.max_total_sequence_length={policy.max_total_sequence_length} tokens; raise it"
+            )
+    if dynamic.enabled and policy.train_global_batch_size % ranks:
+        raise UserError(
+            f"cluster.train_ranks={ranks} does not divide "
+            f"policy.train_global_batch_size={policy.train_global_batch_size}"
+        )
+    if not dynamic.enabled and policy.train_global_batch_size % (policy.train_micro_batch_size * ranks):
         raise UserError(
             f"policy.train_micro_batch_size={policy.train_micro_batch_size} times cluster.train_ranks={ranks} does not "
             f"divide policy.train_global_batch_size={policy.train_global_batch_size}"

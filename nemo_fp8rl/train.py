@@ -203,7 +203,7 @@ def optimize(policy: Policy, batch: TrainBatch, loss: GrpoLoss, global_batch_siz
     """
     steps, skipped = [], 0
     for start in range(0, num_rows(batch), global_batch_size):
-        part = rows(batch, start, start + global_batch_size)
+        part = rows(batch, slice(start, start + global_batch_size))
         mask = part["token_mask"] * part["sample_mask"][:, None]
         if not (mask * part["importance_weights"]).any():
             skipped += 1

@@ -1,11 +1,13 @@
 """What collate fills, and how a batch is cut into rows and shards."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_fp8rl.batch import Completion, Prompt, collate, num_rows, rows, shards
+from nemo_fp8rl.batch import Completion, Prompt, collate, microbatches, num_rows, rows, shards
 
 PAD = 63
 token_lists = st.lists(st.integers(0, 62), min_size=1, max_size=6).map(tuple)
@@ -70,7 +72,7 @@ def test_rows_are_cut_to_the_longest_of_them(pairs, data):
     batch = batch_of(pairs)
     start = data.draw(st.integers(0, len(pairs) - 1))
     stop = data.draw(st.integers(start + 1, len(pairs) + 2))
-    part, alone = rows(batch, start, stop), batch_of(pairs[start:stop])
+    part, alone = rows(batch, slice(start, stop)), batch_of(pairs[start:stop])
     assert set(part) == set(alone)
     assert all(torch.equal(part[name], alone[name]) for name in part)
 
@@ -85,3 +87,15 @@ def test_shards_are_the_rows_in_order_and_as_even_as_they_go(pairs, count):
         assert torch.equal(torch.cat([part[name] for part in parts]), field)
     sizes = [num_rows(part) for part in parts]
     assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 400), st.sampled_from([1, 8, 64]))
+def test_microbatches_hold_every_row_once_within_their_tokens(lengths, tokens, multiple):
+    parts = microbatches(torch.tensor(lengths), tokens, multiple)
+    assert sorted(torch.cat(parts).tolist()) == list(range(len(lengths)))
+    rounded = [-(-length // multiple) * multiple for length in lengths]
+    for part in parts:
+        assert len(part) == 1 or len(part) * max(rounded[i] for i in part) <= tokens
+    for part, following in pairwise(parts):  # and no fewer rows than there is room for
+        assert (len(part) + 1) * rounded[following[0]] > tokens
+        assert max(lengths[i] for i in part) <= lengths[following[0]]

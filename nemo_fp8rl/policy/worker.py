@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nemo_fp8rl.algorithms.loss import EXTREMA, combined
 from nemo_fp8rl.algorithms.quantization_error import weight_error_by_precision
-from nemo_fp8rl.batch import TrainBatch, num_rows, rows
+from nemo_fp8rl.batch import TrainBatch, microbatches, num_rows, rows
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.config import engine_fp8_layers, read_hf_config
@@ -100,11 +100,12 @@ class MegatronWorker:
     def logprobs(self, batch: TrainBatch) -> Tensor:
         """float32 [B, T], position 0 is 0, padding is whatever the model says of it."""
         out = torch.zeros(batch["input_ids"].shape)
-        size = self.cfg.policy.logprob_batch_size
+        policy = self.cfg.policy
         with torch.no_grad(), megatron_on_cpu():
-            for start in range(0, num_rows(batch), size):
-                part = rows(batch, start, start + size)
-                out[start : start + size, 1 : part["input_ids"].size(1)] = self._next_token_logprobs(part["input_ids"])
+            for which, part in self._microbatches(
+                batch, policy.logprob_batch_size, policy.dynamic_batching.logprob_mb_tokens
+            ):
+                out[which, 1 : part["input_ids"].size(1)] = self._next_token_logprobs(part["input_ids"])
         return out
 
     def train_step(self, shard: TrainBatch, loss: Loss, valid_seqs: float, valid_toks: float) -> dict[str, float]:
@@ -113,12 +114,13 @@ class MegatronWorker:
         Gradients and metrics are sums over microbatches and ranks, because the loss divides by the global counts.
         """
         parts: list[dict[str, float]] = []
-        size = self.cfg.policy.train_micro_batch_size
+        policy = self.cfg.policy
         with megatron_on_cpu():
             self.ddp.zero_grad_buffer()
             self.optimizer.zero_grad()
-            for start in range(0, num_rows(shard), size):
-                part = rows(shard, start, start + size)
+            for _, part in self._microbatches(
+                shard, policy.train_micro_batch_size, policy.dynamic_batching.train_mb_tokens
+            ):
                 logprobs = self._next_token_logprobs(part["input_ids"])
                 value, part_metrics = loss(logprobs, part, torch.tensor(valid_seqs), torch.tensor(valid_toks))
                 value.backward()
@@ -164,6 +166,17 @@ class MegatronWorker:
         """Leave the process as `setup` found it, so that another policy can be built in it."""
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
+
+    def _microbatches(self, batch: TrainBatch, size: int, tokens: int) -> Iterator[tuple[Tensor, TrainBatch]]:
+        """(row numbers, rows): `size` rows each, or with dynamic batching as many as have `tokens` with padding."""
+        dynamic = self.cfg.policy.dynamic_batching
+        multiple = dynamic.sequence_length_round if dynamic.enabled else 1
+        if dynamic.enabled:
+            parts = microbatches(batch["input_lengths"], tokens, multiple)
+        else:
+            parts = list(torch.arange(num_rows(batch)).split(size))
+        for which in parts:
+            yield which, rows(batch, which, multiple)
 
     def _next_token_logprobs(self, input_ids: Tensor) -> Tensor:
         """[B, T] -> float32 [B, T-1], of input_ids[:, 1:], at the temperature that the engine samples with."""

@@ -415,7 +415,7 @@ def test_microbatches_add_up_to_the_whole(seed, loss, cuts, corrected):
         ready(loss, batch) if corrected else {**batch, "positive_valid_toks": ready(None, batch)["positive_valid_toks"]}
     )
     edges = [0, *sorted(cuts), 8]
-    parts = [(a, rows(batch, a, b)) for a, b in pairwise(edges)]
+    parts = [(a, rows(batch, slice(a, b))) for a, b in pairwise(edges)]
     value, metrics, gradient = evaluate(loss, curr, batch)
     made, gradients = split_metrics(loss, curr, batch, parts)
     assert made == pytest.approx(metrics, rel=1e-6, abs=1e-7)

@@ -59,6 +59,21 @@ def test_microbatches_accumulate_to_the_whole_batch(recipe):
     assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
 
 
+def test_dynamic_batching_changes_nothing_but_the_order(recipe):
+    """Microbatches by tokens: log-probs of every row where it was, loss and gradient norm of the whole batch."""
+    fp32 = ("policy.precision=float32", "nemo_fp8rl.flow=bf16", "policy.max_total_sequence_length=64")
+    dynamic = ("enabled=true", "train_mb_tokens=64", "logprob_mb_tokens=64", "sequence_length_round=4")
+    batch = random_batch(1, b=24, t=20)
+    whole = new_worker(recipe(*fp32, "policy.train_micro_batch_size=64"))
+    parts = new_worker(recipe(*fp32, *(f"policy.dynamic_batching.{key}" for key in dynamic)))
+    assert len(list(parts._microbatches(batch, 24, 64))) > 3
+    inside = batch["token_mask"] > 0
+    torch.testing.assert_close(parts.logprobs(batch)[inside], whole.logprobs(batch)[inside], rtol=1e-5, atol=1e-5)
+    a, b = train(whole, batch), train(parts, batch)
+    assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+    assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
+
+
 def test_temperature_divides_the_logits(recipe):
     cold, hot = new_worker(recipe()), new_worker(recipe("policy.generation.temperature=100.0"))
     batch = random_batch(2)
