@@ -178,8 +178,8 @@ def test_a_missing_checkpoint_is_named(train, folder):
 
 
 def test_an_unsupported_family_is_named(train, project, folder):
-    model = changed_model(project, folder, model_type="llama")
-    assert f"{model}/config.json: model_type 'llama' is not supported" in train(f"policy.model_name={model}")
+    model = changed_model(project, folder, model_type="gpt2")
+    assert f"{model}/config.json: model_type 'gpt2' is not supported" in train(f"policy.model_name={model}")
 
 
 def test_a_quantized_checkpoint_is_refused(train, project, folder):
