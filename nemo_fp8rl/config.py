@@ -138,6 +138,8 @@ class SchedulerConfig(_Block):
 
 @dataclass(frozen=True)
 class MegatronConfig(_Block):
+    activation_checkpointing: bool = False
+    """Keep each layer's input alone and compute the layer again in the backward."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 

@@ -2,9 +2,9 @@
 
 Megatron names CUDA literally in places that have no setting: `torch.cuda.current_device()` for DDP buffers and
 embeddings, `device="cuda"` and `'torch.cuda.FloatTensor'` in the optimizer, clip_grads.py and the log-prob kernels,
-`torch.cuda.synchronize()` in timers; its router reads a name that exists only beside Transformer Engine. Inside
-`megatron_on_cpu()` those names mean the CPU; outside, nothing is changed, so that an engine in the same process never
-sees it. Everything else goes through Megatron's own extension points.
+`torch.cuda.synchronize()` in timers, CUDA's random state when it recomputes a layer; its router reads a name that
+exists only beside Transformer Engine. Inside `megatron_on_cpu()` those names mean the CPU; outside, nothing is changed,
+so that an engine in the same process never sees it. Everything else goes through Megatron's own extension points.
 """
 
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe import moe_utils
 from torch.overrides import TorchFunctionMode
 
@@ -39,6 +40,8 @@ def megatron_on_cpu() -> Iterator[None]:
     with (
         mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
         mock.patch.object(torch.cuda, "synchronize", lambda *args: None),
+        mock.patch.object(random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
+        mock.patch.object(random, "_set_cuda_rng_state", lambda *args, **kwargs: None),  # the CPU's is set beside it
         mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
         _CudaNamesMeanCpu(),
     ):

@@ -17,6 +17,7 @@ from nemo_fp8rl.policy.specs import block_spec
 from nemo_fp8rl.policy.state import load_hf
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+RECOMPUTE: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 class PolicyModel(GPTModel):
@@ -63,6 +64,7 @@ def transformer_config(hf: HfConfig, policy: PolicyConfig, choice: Fp8RlConfig) 
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         apply_rope_fusion=False,
+        **(RECOMPUTE if policy.megatron_cfg.activation_checkpointing else {}),
         **(_mixture(hf, choice) if hf.family.experts else {}),
     )
 

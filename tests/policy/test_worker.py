@@ -8,6 +8,7 @@ from nemo_fp8rl.batch import TrainBatch
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.policy.worker import MegatronWorker
+from nemo_fp8rl.tiny import write_model
 
 
 def random_batch(seed: int, b: int = 8, t: int = 10) -> TrainBatch:
@@ -72,6 +73,23 @@ def test_dynamic_batching_changes_nothing_but_the_order(recipe):
     a, b = train(whole, batch), train(parts, batch)
     assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
     assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_activation_checkpointing_changes_no_bit(recipe, tmp_path, family):
+    write_model(tmp_path / "model", family=family)
+    weights, layers = [], []
+    for enabled in ("false", "true"):
+        worker = new_worker(
+            recipe(f"policy.model_name={tmp_path}/model", f"policy.megatron_cfg.activation_checkpointing={enabled}")
+        )
+        calls: list[int] = []
+        worker.model.decoder.layers[0].mlp.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        train(worker, random_batch(3))
+        weights.append(dict(worker.export_weights()))
+        layers.append(len(calls))
+    assert layers == [1, 2]  # it was computed again
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def test_temperature_divides_the_logits(recipe):
