@@ -108,9 +108,11 @@ def test_training_lowers_the_loss(recipe):
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "qwen3_moe"])
 @pytest.mark.parametrize("flow", ["bf16", "fp8_e2e"])
-def test_resume_is_bitwise(recipe, tmp_path, flow):
-    cfg = recipe(f"nemo_fp8rl.flow={flow}")
+def test_resume_is_bitwise(recipe, tmp_path, flow, family):
+    write_model(tmp_path / "model", family=family)
+    cfg = recipe(f"nemo_fp8rl.flow={flow}", f"policy.model_name={tmp_path}/model")
     uninterrupted = new_worker(cfg)
     expected = [train(uninterrupted, random_batch(step)) for step in range(6)]
 
