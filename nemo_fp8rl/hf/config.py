@@ -83,7 +83,20 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
         _check_experts(raw, folder)
     generation = _read_json(folder / "generation_config.json") or {}
     heads = _size(raw, folder, "num_attention_heads")
+    groups = _size(raw, folder, "num_key_value_heads", heads)
     hidden_size = _size(raw, folder, "hidden_size")
+    if heads % groups:
+        raise UserError(
+            f"{folder}/config.json: num_key_value_heads={groups} does not divide num_attention_heads={heads}"
+        )
+    if raw.get("head_dim") is None and hidden_size % heads:
+        raise UserError(
+            f"{folder}/config.json: num_attention_heads={heads} does not divide hidden_size={hidden_size}, and "
+            "there is no head_dim"
+        )
+    head_dim = _size(raw, folder, "head_dim", hidden_size // heads)
+    if head_dim % 2:
+        raise UserError(f"{folder}/config.json: head_dim={head_dim} is odd, rotary embedding needs two halves")
     return HfConfig(
         family=family,
         vocab_size=_size(raw, folder, "vocab_size"),
@@ -91,8 +104,8 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
         intermediate_size=_size(raw, folder, "moe_intermediate_size" if family.experts else "intermediate_size"),
         num_hidden_layers=_size(raw, folder, "num_hidden_layers"),
         num_attention_heads=heads,
-        num_key_value_heads=_size(raw, folder, "num_key_value_heads", heads),
-        head_dim=_size(raw, folder, "head_dim", hidden_size // heads),
+        num_key_value_heads=groups,
+        head_dim=head_dim,
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
         rope_theta=rope.get("rope_theta") or raw.get("rope_theta", 10000.0),
         rope_type=rope_type,

@@ -114,6 +114,9 @@ def test_every_end_of_sequence_token_is_known(folder, in_config, in_generation, 
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e6}}, "'longrope'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),  # the key before transformers 4.43
         ({"mlp_bias": True}, "mlp_bias"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=4"),
+        ({"head_dim": None, "hidden_size": 50}, "does not divide hidden_size=50"),
+        ({"head_dim": 15}, "head_dim=15 is odd"),
         ({"hidden_act": "gelu"}, "gelu"),
     ],
 )
