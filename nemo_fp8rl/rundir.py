@@ -154,18 +154,28 @@ class RunDirectory:
             policy.load(self.checkpoints / f"step_{self.done}" / "policy")
 
     def save_checkpoint(self, step: int, policy: Policy) -> None:
-        """Write step_N whole or not at all, then drop the oldest beyond checkpointing.keep_top_k."""
+        """Write step_N whole or not at all, then drop the oldest beyond checkpointing.keep_top_k.
+
+        Raises UserError when it cannot be written; what was there before stays, and what was begun is removed.
+        """
         os.fsync(self._metrics.fileno())
         final, partial = self.checkpoints / f"step_{step}", self.checkpoints / f".partial_step_{step}"
         for leftover in self.checkpoints.glob(".partial_step_*"):
             shutil.rmtree(leftover)
-        (partial / "policy").mkdir(parents=True)
-        policy.save(partial / "policy")
-        (partial / "training_info.json").write_text(json.dumps({"step": step}) + "\n")
-        for path in partial.rglob("*"):
-            _sync(path)
-        os.rename(partial, final)
-        _sync(self.checkpoints)
+        try:
+            (partial / "policy").mkdir(parents=True)
+            policy.save(partial / "policy")
+            (partial / "training_info.json").write_text(json.dumps({"step": step}) + "\n")
+            for path in partial.rglob("*"):
+                _sync(path)
+            os.rename(partial, final)
+            _sync(self.checkpoints)
+        except (OSError, UserError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            kept = f"--resume continues from step {self.done}" if self.done else "there is none before it"
+            raise UserError(
+                f"the checkpoint of step {step} could not be written: {error}; make room in {self.checkpoints}, {kept}"
+            ) from None
         self.done = step
         for old in sorted(self._steps())[: -self.cfg.checkpointing.keep_top_k]:
             shutil.rmtree(self.checkpoints / f"step_{old}")

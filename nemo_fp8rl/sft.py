@@ -49,7 +49,11 @@ def sft(cfg: Config, output: Path) -> bool:
         partial = output.with_name(f".{output.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        policy.save(partial)
+        try:
+            policy.save(partial)
+        except UserError:
+            shutil.rmtree(partial)
+            raise
         os.rename(partial / "weights", output)
         shutil.rmtree(partial)
     finally:

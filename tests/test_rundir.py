@@ -1,11 +1,15 @@
 """What a run directory refuses, so that nothing in it is lost or mixed."""
 
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.rundir import RunDirectory
 
 
@@ -92,3 +96,33 @@ def test_oldest_checkpoints_are_dropped_and_leftovers_cleaned(recipe):
 def test_a_metric_that_is_not_finite_is_not_written(recipe):
     with RunDirectory(recipe(), resume=False) as run, pytest.raises(ValueError, match="JSON"):
         run.log(1, {"train/loss": float("nan")})
+
+
+@contextmanager
+def files_end_at(size: int) -> Iterator[None]:
+    """No file of this process grows beyond `size` bytes: what a full disk looks like to whoever writes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("room", [1 << 16, 3 << 20], ids=["weights", "optimizer"])
+def test_a_checkpoint_that_does_not_fit_loses_nothing(recipe, room):
+    """A real policy: 1.6 MB of weights, then 10 MB of optimizer."""
+    policy = MegatronPolicy(recipe())
+    with RunDirectory(recipe(), resume=False) as run:
+        with files_end_at(room), pytest.raises(UserError, match=r"step 1 could not be written.*none before it"):
+            run.save_checkpoint(1, policy)
+        run.save_checkpoint(2, policy)
+        with files_end_at(room), pytest.raises(UserError, match=r"step 3 could not be written.*from step 2"):
+            run.save_checkpoint(3, policy)
+        run.log(2, {"train/reward": 0.0})
+    checkpoints = Path(recipe().checkpointing.checkpoint_dir)
+    assert [path.name for path in checkpoints.iterdir()] == ["step_2"]
+    with RunDirectory(recipe(), resume=True) as run:
+        run.load_checkpoint(policy)
+        assert run.done == 2
+    policy.shutdown()

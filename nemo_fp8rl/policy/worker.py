@@ -17,6 +17,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
+from safetensors import SafetensorError
 from torch import Tensor
 
 from nemo_fp8rl.algorithms.loss import EXTREMA, combined
@@ -150,12 +151,15 @@ class MegatronWorker:
         return to_hf(self.hf, {name: parameter.detach() for name, parameter in self.model.named_parameters()})
 
     def save(self, folder: str) -> None:
-        """Rank 0 writes the HF checkpoint, every rank its shard of the optimizer."""
-        if self.rank == 0:
-            policy = self.cfg.policy
-            sources = Path(policy.model_name), Path(policy.tokenizer.name)
-            state.save_hf(Path(folder) / "weights", self.export_weights(), *sources)
-        state.save_optimizer(Path(folder) / "optimizer", self.rank, self.model, self.optimizer, self.scheduler)
+        """Rank 0 writes the HF checkpoint, every rank its shard of the optimizer. Raises UserError on a full disk."""
+        policy = self.cfg.policy
+        sources = Path(policy.model_name), Path(policy.tokenizer.name)
+        try:
+            if self.rank == 0:
+                state.save_hf(Path(folder) / "weights", self.export_weights(), *sources)
+            state.save_optimizer(Path(folder) / "optimizer", self.rank, self.model, self.optimizer, self.scheduler)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{folder}: {error}") from None
 
     def load(self, folder: str) -> None:
         with megatron_on_cpu():
