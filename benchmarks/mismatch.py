@@ -27,7 +27,7 @@ TASKS = {  # what a task needs beyond conf/tiny_*.yaml
     "add": [],
     "chain": ["policy.generation.max_new_tokens=31", "data.train.split_validation_size=0.0256"],
 }
-WARM_UP_STEPS = {"add": 130, "chain": 200}
+WARM_UP_STEPS = {"add": 130, "chain": 175}
 MIXTURES_WARM_UP = 2.0
 """How much longer a mixture of experts takes to learn as much."""
 

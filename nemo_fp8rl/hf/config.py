@@ -79,6 +79,8 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     if rope_type not in ROPE_TYPES:
         raise UserError(f"{folder}/config.json: rope_type {rope_type!r} is not supported, only {', '.join(ROPE_TYPES)}")
+    if (rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise UserError(f"{folder}/config.json: partial_rotary_factor is not supported, only 1")
     if family.experts:
         _check_experts(raw, folder)
     generation = _read_json(folder / "generation_config.json") or {}

@@ -117,6 +117,7 @@ def test_every_end_of_sequence_token_is_known(folder, in_config, in_generation, 
         ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=4"),
         ({"head_dim": None, "hidden_size": 50}, "does not divide hidden_size=50"),
         ({"head_dim": 15}, "head_dim=15 is odd"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_act": "gelu"}, "gelu"),
     ],
 )

@@ -1,5 +1,6 @@
 """The Megatron model says what the HF model says."""
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -7,8 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.policy.cpu import megatron_on_cpu
 from nemo_fp8rl.policy.megatron_names import to_hf
+from nemo_fp8rl.policy.rope import inverse_frequencies
 from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.tiny import write_model
 
@@ -75,6 +78,21 @@ def test_fp32_logits_and_gradients_equal_hf(recipe, tmp_path: Path, sizes, align
 
 def _norm(tensors: Iterable[torch.Tensor]) -> float:
     return sum(t.double().square().sum() for t in tensors).sqrt().item()
+
+
+def test_rope_is_read_from_the_keys_of_released_checkpoints(tmp_path: Path):
+    """Llama 3.1's config.json says rope_theta and rope_scaling, transformers 5 writes rope_parameters."""
+    write_model(tmp_path / "new", family="llama", rope_parameters=LLAMA3_ROPE)
+    write_model(tmp_path / "old", family="llama")
+    path = tmp_path / "old/config.json"
+    config = json.loads(path.read_text())
+    del config["rope_parameters"]
+    scaling = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
+    path.write_text(json.dumps({**config, "rope_theta": LLAMA3_ROPE["rope_theta"], "rope_scaling": scaling}))
+    old, new = (inverse_frequencies(str(folder), read_hf_config(folder)) for folder in (path.parent, tmp_path / "new"))
+    assert torch.equal(old, new)
+    plain = 500_000.0 ** -(torch.arange(0, 128, 2) / 128)
+    assert torch.allclose(new[0], plain[0]) and torch.allclose(new[-1], plain[-1] / 8)  # fast, slow
 
 
 def test_export_returns_the_checkpoint_bit_for_bit(recipe, tiny):
