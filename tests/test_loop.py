@@ -64,12 +64,13 @@ def test_a_gate_skips_the_step(run):
 
 
 def test_a_gate_stops_the_run_and_keeps_what_was_trained(run, tmp_path):
-    limit = "nemo_fp8rl.gates=[{metric: max_logprob_error, max: 0.5, action: stop}]"
-    with pytest.raises(UserError, match=r"step 2: max_logprob_error is .*, its gate allows at most 0\.5"):
+    """A step at lr 0.1 throws the weights far off: gen_kl_error was 0.0006 before it and 0.034 after."""
+    limit = "nemo_fp8rl.gates=[{metric: gen_kl_error, max: 0.005, action: stop}]"
+    with pytest.raises(UserError, match=r"step 2: gen_kl_error is .*, its gate allows at most 0\.005"):
         run(
             limit,
             "nemo_fp8rl.flow=fp8_rollout",
-            "policy.megatron_cfg.optimizer.lr=0.02",
+            "policy.megatron_cfg.optimizer.lr=0.1",
             "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
         )
     assert [row["step"] for row in rows(tmp_path / "run")] == [1]
