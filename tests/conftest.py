@@ -26,6 +26,15 @@ SMALL = (
     "logger.tensorboard_enabled=false",
 )
 """Overrides that make a step take a fraction of a second."""
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+"""Llama 3.1's kind of scaling, for a context as short as the tests'."""
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ Megatron's through its ModuleSpec; in float32 they equal the standard formulas. 
     RoPE            cos/sin table in bfloat16, products and sum in float32, one rounding (Megatron rounds each product)
     add + norm      the norm reads the UNROUNDED float32 sum x + residual; the stored residual is that sum rounded
     norm            (x32 * rsqrt(mean(x32^2) + eps)) rounded, then times the weight
-    bias            of a bfloat16 projection: added to the float32 product, one rounding (Megatron rounds both)
+    bias            of a bfloat16 projection: added to the float32 product, one rounding (`linears`; Megatron rounds both)
     softmax         scores, probabilities and the weighted sum in float32, one rounding of the output
 """
 
@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -35,28 +34,6 @@ class AlignedRMSNorm(torch.nn.Module):
         x32 = x.float()
         normalized = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
         return normalized.to(self.weight.dtype) * self.weight
-
-
-class FusedBias:
-    """Replaces the matmul of a Megatron linear layer by torch's own with bias, and nothing else of it."""
-
-    def _forward_impl(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *,
-        allreduce_dgrad: bool = False,
-        sequence_parallel: bool = False,
-        **_: Any,
-    ) -> Tensor:
-        assert not allreduce_dgrad and not sequence_parallel  # one tensor-parallel rank
-        return F.linear(input, weight, bias)
-
-
-def aligned_linear(linear: type) -> type:
-    """Megatron's parallel linear class with the fused bias."""
-    return type(f"Aligned{linear.__name__}", (FusedBias, linear), {})
 
 
 def aligned_residual_add(training: bool, fused: bool) -> Callable[..., Tensor]:

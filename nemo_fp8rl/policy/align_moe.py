@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
-from nemo_fp8rl.policy.fp8_linear import Fp8Forward
+from nemo_fp8rl.policy.linears import Fp8Forward
 
 
 class AlignedExperts(SequentialMLP):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nemo_fp8rl.config import Config, Fp8RlConfig, PolicyConfig
 from nemo_fp8rl.hf.config import HfConfig, trainer_fp8_layers
-from nemo_fp8rl.policy.fp8_linear import Fp8Forward
+from nemo_fp8rl.policy.linears import Fp8Forward
 from nemo_fp8rl.policy.rope import inverse_frequencies
 from nemo_fp8rl.policy.specs import block_spec
 from nemo_fp8rl.policy.state import load_hf

@@ -26,9 +26,9 @@ from torch import Tensor
 from nemo_fp8rl.config import Fp8RlConfig
 from nemo_fp8rl.fp8 import Fp8Layers
 from nemo_fp8rl.hf.config import HfConfig
-from nemo_fp8rl.policy.align import AlignedRMSNorm, aligned_attention, aligned_linear, aligned_residual_add
+from nemo_fp8rl.policy.align import AlignedRMSNorm, aligned_attention, aligned_residual_add
 from nemo_fp8rl.policy.align_moe import AlignedExperts, AlignedMoELayer
-from nemo_fp8rl.policy.fp8_linear import fp8_linear
+from nemo_fp8rl.policy.linears import aligned_linear, fp8_linear
 
 
 class RMSNorm(torch.nn.Module):

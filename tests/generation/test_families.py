@@ -5,17 +5,9 @@ import torch
 
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.tiny import make_tiny
-from tests.conftest import RECIPES, SMALL
+from tests.conftest import LLAMA3_ROPE, RECIPES, SMALL
 from tests.generation.pair import FREE, GREEDY, Pair, outputs
 
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8,
-}
 CASES = [
     ("llama", "fp8_e2e", {"rope_parameters": LLAMA3_ROPE}),
     ("llama", "bf16", {"tie_word_embeddings": True}),

@@ -14,15 +14,8 @@ from nemo_fp8rl.policy.megatron_names import to_hf
 from nemo_fp8rl.policy.rope import inverse_frequencies
 from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.tiny import write_model
+from tests.conftest import LLAMA3_ROPE
 
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 SIZES = [
     {"tie_word_embeddings": False},
     {
@@ -125,7 +118,7 @@ def test_fp8_trainer_multiplies_exactly_the_bytes_it_exports(recipe):
 
 @pytest.mark.parametrize(("flow", "linears"), [("bf16", 0), ("fp8_rollout", 0), ("fp8_e2e", 8)])
 def test_flow_decides_which_linears_are_fp8(recipe, flow, linears):
-    from nemo_fp8rl.policy.fp8_linear import Fp8Forward
+    from nemo_fp8rl.policy.linears import Fp8Forward
 
     worker = MegatronWorker()
     worker.setup(recipe(f"nemo_fp8rl.flow={flow}"), 0, 1, None)
@@ -134,7 +127,7 @@ def test_flow_decides_which_linears_are_fp8(recipe, flow, linears):
 
 @pytest.mark.parametrize(("end", "fp8_layer"), [("first", 1), ("last", 0)])
 def test_a_layer_kept_in_bf16_trains_and_travels_in_bf16(recipe, end, fp8_layer):
-    from nemo_fp8rl.policy.fp8_linear import Fp8Forward
+    from nemo_fp8rl.policy.linears import Fp8Forward
 
     worker = MegatronWorker()
     worker.setup(recipe(f"policy.generation.vllm_cfg.num_{end}_layers_in_bf16=1"), 0, 1, None)
