@@ -8,7 +8,7 @@ Megatron's through its ModuleSpec; in float32 they equal the standard formulas. 
     RoPE            cos/sin table in bfloat16, products and sum in float32, one rounding (Megatron rounds each product)
     add + norm      the norm reads the UNROUNDED float32 sum x + residual; the stored residual is that sum rounded
     norm            (x32 * rsqrt(mean(x32^2) + eps)) rounded, then times the weight
-    bias            of a bfloat16 projection: added to the float32 product, one rounding (`linears`; Megatron rounds both)
+    bias            of a bfloat16 projection: added to the float32 product, one rounding (`linears`; Megatron: two)
     softmax         scores, probabilities and the weighted sum in float32, one rounding of the output
 """
 
