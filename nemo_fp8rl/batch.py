@@ -121,6 +121,15 @@ def microbatches(lengths: Tensor, tokens: int, multiple: int = 1) -> list[Tensor
     return list(order.tensor_split(ends))
 
 
+def split_further(parts: list[Tensor], count: int) -> list[Tensor]:
+    """The microbatches as `count` of them, the largest cut in two until there are as many; order is kept."""
+    parts = list(parts)
+    while len(parts) < count:
+        largest = max(range(len(parts)), key=lambda i: len(parts[i]))
+        parts[largest : largest + 1] = parts[largest].tensor_split(2)
+    return parts
+
+
 def num_rows(batch: TrainBatch) -> int:
     return batch["input_ids"].size(0)
 

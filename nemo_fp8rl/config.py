@@ -138,6 +138,14 @@ class SchedulerConfig(_Block):
 
 @dataclass(frozen=True)
 class MegatronConfig(_Block):
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    """Ranks among which the experts of a layer are spread; they are data-parallel ranks to the rest of the model."""
+    expert_tensor_parallel_size: int = "${policy.megatron_cfg.tensor_model_parallel_size}"  # type: ignore[assignment]
+    """Ranks that share each expert's matrices."""
+    sequence_parallel: bool = False
+    """Between the linears of a tensor-parallel layer, each rank holds its part of the sequence."""
     activation_checkpointing: bool = False
     """Keep each layer's input alone and compute the layer again in the backward."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -236,7 +244,7 @@ class ClusterConfig(_Block):
     backend: Literal["in_process", "ray"] = "in_process"
     """Trainer and engine in this process, or as Ray actors."""
     train_ranks: int = 1
-    """Data-parallel trainer ranks (Ray)."""
+    """All trainer ranks (Ray): tensor x pipeline x data parallel."""
     generation_engines: int = 1
     """vLLM engines that share the prompts (Ray)."""
 
@@ -254,6 +262,13 @@ class Config(_Block):
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     nemo_fp8rl: Fp8RlConfig = field(default_factory=Fp8RlConfig)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Replicas of the model; each trains on its part of a batch."""
+        parallel = self.policy.megatron_cfg
+        model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+        return self.cluster.train_ranks // model_ranks
 
     @property
     def rollout_batch_size(self) -> int:

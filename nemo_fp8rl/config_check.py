@@ -31,6 +31,10 @@ ABOVE_0 = (
     "policy.generation.vllm_cfg.max_num_seqs",
     "policy.generation.vllm_cfg.kv_cache_memory_gib",
     "policy.generation.vllm_cfg.gpu_memory_utilization",
+    "policy.megatron_cfg.tensor_model_parallel_size",
+    "policy.megatron_cfg.pipeline_model_parallel_size",
+    "policy.megatron_cfg.expert_model_parallel_size",
+    "policy.megatron_cfg.expert_tensor_parallel_size",
     "policy.megatron_cfg.optimizer.lr",
     "policy.megatron_cfg.optimizer.adam_eps",
     "policy.megatron_cfg.optimizer.clip_grad",
@@ -72,6 +76,7 @@ def check(cfg: Config) -> None:
     _check_ranges(cfg)
     if cfg.grpo.num_generations_per_prompt < 2:
         raise UserError("grpo.num_generations_per_prompt must be 2 or more: one sample has no group to compare with")
+    _check_parallel_sizes(cfg)
     _check_batch_sizes(cfg)
     _check_schedule(cfg)
     cfg.loss_fn.check()
@@ -153,8 +158,33 @@ def _check_schedule(cfg: Config) -> None:
             raise UserError(f"{here}.{key}={value} must not be above {here}.optimizer.lr={optimizer.lr}")
 
 
+def _check_parallel_sizes(cfg: Config) -> None:
+    """What the model's sizes do not decide; the rest is `policy.layout`'s."""
+    parallel, ranks, here = cfg.policy.megatron_cfg, cfg.cluster.train_ranks, "policy.megatron_cfg"
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    expert, expert_tensor = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    if ranks % (tensor * pipeline):
+        raise UserError(
+            f"cluster.train_ranks={ranks} is not a multiple of {here}.tensor_model_parallel_size={tensor} times "
+            f"{here}.pipeline_model_parallel_size={pipeline}"
+        )
+    if ranks % (expert * expert_tensor * pipeline):
+        raise UserError(
+            f"cluster.train_ranks={ranks} is not a multiple of {here}.expert_model_parallel_size={expert} times "
+            f"{here}.expert_tensor_parallel_size={expert_tensor} times "
+            f"{here}.pipeline_model_parallel_size={pipeline}"
+        )
+    if expert == 1 and expert_tensor != tensor:
+        raise UserError(
+            f"{here}.expert_tensor_parallel_size={expert_tensor} must be {here}.tensor_model_parallel_size={tensor} "
+            f"while {here}.expert_model_parallel_size=1: Megatron would compute a wrong gradient norm, and no error"
+        )
+    if parallel.sequence_parallel and tensor == 1:
+        raise UserError(f"{here}.sequence_parallel=true needs {here}.tensor_model_parallel_size above 1")
+
+
 def _check_batch_sizes(cfg: Config) -> None:
-    policy, ranks = cfg.policy, cfg.cluster.train_ranks
+    policy, ranks = cfg.policy, cfg.data_parallel_size
     if cfg.rollout_batch_size % policy.train_global_batch_size:
         raise UserError(
             f"policy.train_global_batch_size={policy.train_global_batch_size} does not divide the "
@@ -169,11 +199,17 @@ def _check_batch_sizes(cfg: Config) -> None:
             )
     if dynamic.enabled and policy.train_global_batch_size % ranks:
         raise UserError(
-            f"cluster.train_ranks={ranks} does not divide "
-            f"policy.train_global_batch_size={policy.train_global_batch_size}"
+            f"{_replicas(cfg)} does not divide policy.train_global_batch_size={policy.train_global_batch_size}"
         )
     if not dynamic.enabled and policy.train_global_batch_size % (policy.train_micro_batch_size * ranks):
         raise UserError(
-            f"policy.train_micro_batch_size={policy.train_micro_batch_size} times cluster.train_ranks={ranks} does not "
+            f"policy.train_micro_batch_size={policy.train_micro_batch_size} times {_replicas(cfg)} does not "
             f"divide policy.train_global_batch_size={policy.train_global_batch_size}"
         )
+
+
+def _replicas(cfg: Config) -> str:
+    """The number of data-parallel ranks, by the keys that make it."""
+    if cfg.data_parallel_size == cfg.cluster.train_ranks:
+        return f"cluster.train_ranks={cfg.cluster.train_ranks}"
+    return f"the {cfg.data_parallel_size} replicas of the model on cluster.train_ranks={cfg.cluster.train_ranks}"

@@ -17,22 +17,38 @@ ROWS_AT_ONCE = 8 * BLOCK[0]
 """Rows quantized at once, whole blocks: a copy of a whole weight in float32 may be large."""
 
 
+SquaresByGroup = dict[str, tuple[float, float]]
+"""Of a group of weights w that the engine has as w': sum of (w' - w)^2, sum of w^2."""
+
+
+def weight_error(parts: Iterable[SquaresByGroup]) -> dict[str, float]:
+    """Relative error sqrt(sum (w' - w)^2 / sum w^2) of groups of weights, from what each rank says of its own.
+
+    Names: weight_error/fp8 and weight_error/bf16, for the weights that are FP8 in the engine and all others, which
+    travel as they are, so that theirs is 0; weight_error/layer_0, ... for all weights of a decoder layer. A group
+    without weights is left out, and one whose weights are all 0 has no error.
+    """
+    whole: SquaresByGroup = {}
+    for part in parts:
+        for group, (error, norm) in part.items():
+            before = whole.get(group, (0.0, 0.0))
+            whole[group] = (before[0] + error, before[1] + norm)
+    return {f"weight_error/{group}": math.sqrt(e / w) if w else 0.0 for group, (e, w) in whole.items()}
+
+
 @torch.no_grad()
-def weight_error_by_precision(
+def weight_squares(
     weights: Iterable[tuple[str, Tensor]],
     fp8_layers: Fp8Layers,
     scale_format: ScaleFormat = "pow2",
     kernel: KernelName = "auto",
-) -> dict[str, float]:
-    """Relative error sqrt(sum (w' - w)^2 / sum w^2) of groups of weights; w' is what the engine's bytes stand for.
+) -> SquaresByGroup:
+    """One rank's part of `weight_error`; w' is what the engine's bytes stand for.
 
     weights: (HF name, tensor in the dtype that the trainer's forward reads), as `refit.quantize.build_update` takes.
-    Names: weight_error/fp8 and weight_error/bf16, for the weights that are FP8 in the engine and all others, which
-    travel as they are, so that theirs is 0; weight_error/layer_0, ... for all weights of a decoder layer. A group
-    without weights is left out, and one whose weights are all 0 has no error. Raises NonFiniteError on a weight that
-    is to be quantized and not finite.
+    Raises NonFiniteError on a weight that is to be quantized and not finite.
     """
-    squares: dict[str, tuple[float, float]] = {}  # group -> sum of (w' - w)^2, of w^2
+    squares: SquaresByGroup = {}
     for name, weight in weights:
         fp8 = fp8_layers.quantizes(name)
         error = _squared_error(weight, scale_format, kernel) if fp8 else 0.0
@@ -41,7 +57,7 @@ def weight_error_by_precision(
         for group in ("fp8" if fp8 else "bf16", *([f"layer_{layer[1]}"] if layer else [])):
             before = squares.get(group, (0.0, 0.0))
             squares[group] = (before[0] + error, before[1] + norm)
-    return {f"weight_error/{group}": math.sqrt(e / w) if w else 0.0 for group, (e, w) in squares.items()}
+    return squares
 
 
 def _squared_error(weight: Tensor, scale_format: ScaleFormat, kernel: KernelName) -> float:

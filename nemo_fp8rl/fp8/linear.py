@@ -23,18 +23,25 @@ def operand_dtype(dtype: torch.dtype, scale_format: ScaleFormat) -> torch.dtype:
     return torch.bfloat16 if dtype is torch.bfloat16 and scale_format == "pow2" else torch.float32
 
 
-def fprop(x: Tensor, w_dequantized: Tensor, scale_format: ScaleFormat) -> Tensor:
-    """y = Q(x) @ w^T for x [..., K] and an already dequantized weight [N, K]; returns [..., N] in x's dtype."""
+def fprop(x: Tensor, w_dequantized: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype | None = None) -> Tensor:
+    """y = Q(x) @ w^T for x [..., K] and an already dequantized weight [N, K]; returns [..., N] in x's dtype.
+
+    out_dtype: float32 leaves the sums unrounded, for parts of K that are still to be added up.
+    """
     x2 = x.reshape(-1, x.size(-1))
     xq = fake_quantize(x2, block=ALONG_LAST, scale_format=scale_format, dtype=w_dequantized.dtype)
-    return (xq @ w_dequantized.t()).to(x.dtype).view(*x.shape[:-1], w_dequantized.size(0))
+    if out_dtype is torch.float32:
+        xq, w_dequantized = xq.float(), w_dequantized.float()
+    return (xq @ w_dequantized.t()).to(out_dtype or x.dtype).view(*x.shape[:-1], w_dequantized.size(0))
 
 
-def blockwise_fp8_linear(x: Tensor, w: Tensor, scale_format: ScaleFormat) -> Tensor:
-    """x [..., K], w [N, K] in high precision -> [..., N] in x's dtype, with gradients where they are wanted."""
+def blockwise_fp8_linear(
+    x: Tensor, w: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """x [..., K], w [N, K] in high precision -> [..., N] in x's dtype or `fprop`'s out_dtype, with gradients."""
     if torch.is_grad_enabled():
-        return BlockwiseFp8Linear.apply(x, w, scale_format)
-    return fprop(x, _dequantized(x, w, scale_format), scale_format)
+        return BlockwiseFp8Linear.apply(x, w, scale_format, out_dtype)
+    return fprop(x, _dequantized(x, w, scale_format), scale_format, out_dtype)
 
 
 def _dequantized(x: Tensor, w: Tensor, scale_format: ScaleFormat) -> Tensor:
@@ -42,19 +49,21 @@ def _dequantized(x: Tensor, w: Tensor, scale_format: ScaleFormat) -> Tensor:
 
 
 class BlockwiseFp8Linear(torch.autograd.Function):
-    """apply(x [..., K], w [N, K], scale_format) -> [..., N] in x's dtype; gradients in the dtypes of x and w."""
+    """apply(x [..., K], w [N, K], scale_format, out_dtype) -> [..., N]; gradients in the dtypes of x and w."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, scale_format: ScaleFormat) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
         wq = _dequantized(x, w, scale_format)
         if any(ctx.needs_input_grad):
             x2 = x.reshape(-1, x.size(-1))
             ctx.save_for_backward(fake_quantize(x2, block=ALONG_TOKENS, scale_format=scale_format, dtype=wq.dtype), wq)
             ctx.scale_format, ctx.dtypes = scale_format, (x.dtype, w.dtype)
-        return fprop(x, wq, scale_format)
+        return fprop(x, wq, scale_format, out_dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         xq, wq = ctx.saved_tensors
         dy = grads[0]
         dy2 = dy.reshape(-1, dy.size(-1))
@@ -62,4 +71,4 @@ class BlockwiseFp8Linear(torch.autograd.Function):
         dy_columns = fake_quantize(dy2, block=ALONG_TOKENS, scale_format=ctx.scale_format, dtype=wq.dtype)
         dx = (dy_rows @ wq).to(ctx.dtypes[0]).view(*dy.shape[:-1], wq.size(1))
         dw = (dy_columns.t() @ xq).to(ctx.dtypes[1])
-        return dx, dw, None
+        return dx, dw, None, None

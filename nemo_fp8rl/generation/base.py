@@ -26,7 +26,7 @@ class Generation(Protocol):
         """For each prompt its completions, in order. Equal seeds, prompts and weights give equal completions."""
         ...
 
-    def load_update(self, handle: Any) -> list[Acknowledgement]:
+    def load_update(self, handles: Sequence[Any]) -> list[Acknowledgement]:
         """One acknowledgement an engine (`refit.bridge.WeightSink`)."""
         ...
 

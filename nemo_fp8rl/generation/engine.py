@@ -12,7 +12,7 @@ from nemo_fp8rl.generation.base import Sampling
 from nemo_fp8rl.generation.vllm_plugin import quantization_config
 from nemo_fp8rl.hf.config import engine_fp8_layers, read_hf_config
 from nemo_fp8rl.refit.bridge import Acknowledgement
-from nemo_fp8rl.refit.manifest import RefitError, Update
+from nemo_fp8rl.refit.manifest import RefitError, Update, joined
 from nemo_fp8rl.refit.transport import serialized
 
 WORKER_EXTENSION = "nemo_fp8rl.generation.vllm_worker.RefitWorkerExtension"
@@ -87,11 +87,11 @@ class VllmEngine:
         outputs = self.llm.generate(requests, params, use_tqdm=False)
         return [[self._completion(sample, sampling.logprobs) for sample in output.outputs] for output in outputs]
 
-    def load_update(self, update: Update | bytes) -> Acknowledgement:
-        """Verify and apply a refit, drop the prefix cache, and answer with the version now served."""
-        if isinstance(update, bytes):
-            update = serialized.unpack(update)
+    def load_update(self, *parts: Update | bytes) -> Acknowledgement:
+        """Verify and apply a refit, of one part a trainer rank; drop the prefix cache, answer with the version."""
+        received = [serialized.unpack(part) if isinstance(part, bytes) else part for part in parts]
         self.policy_version = -1  # nothing is generated from mixed weights, whatever fails below
+        update = joined(received)
         (version,) = set(self.llm.collective_rpc("nemo_fp8rl_load", args=(update,)))
         if not self.llm.reset_prefix_cache():
             raise RefitError(f"refit {version}: the engine kept its prefix cache, which holds the old weights' keys")

@@ -29,8 +29,8 @@ class VllmGeneration:
         parts = [(prompts[a:b], seeds[a:b], sampling) for a, b in pairwise(borders)]
         return [group for part in self.engines.call("generate", parts) for group in part]
 
-    def load_update(self, handle: Any) -> list[Acknowledgement]:
-        return self.engines.call("load_update", [(handle,)] * self.engines.count)
+    def load_update(self, handles: Sequence[Any]) -> list[Acknowledgement]:
+        return self.engines.call("load_update", [tuple(handles)] * self.engines.count)
 
     def shutdown(self) -> None:
         self.engines.shutdown()

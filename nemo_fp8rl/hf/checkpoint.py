@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.hf.region import Region, index
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -65,8 +66,11 @@ class CheckpointReader:
             raise UserError(f"{self.folder}: config.json ties {HEAD} to {EMBEDDING}, but their values differ")
         del self._file_of[HEAD]
 
-    def get(self, name: str) -> Tensor:
-        return self._file_of[name].get_tensor(name)
+    def get(self, name: str, region: Region | None = None) -> Tensor:
+        """The tensor, or this region of it; nothing else is read."""
+        if region is None:
+            return self._file_of[name].get_tensor(name)
+        return self._file_of[name].get_slice(name)[index(region, (0,) * len(region))]
 
 
 def _some(names: list[str]) -> str:

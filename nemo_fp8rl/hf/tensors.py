@@ -4,7 +4,7 @@ from nemo_fp8rl.hf.config import HfConfig
 
 
 def expected_tensors(hf: HfConfig) -> dict[str, tuple[int, ...]]:
-    """Every HF name of the model with its shape, in the order of export."""
+    """Every HF name of the model with its shape."""
     family = hf.family
     h, q, kv = hf.hidden_size, hf.num_attention_heads * hf.head_dim, hf.num_key_value_heads * hf.head_dim
     biases = (("q", q), ("k", kv), ("v", kv))

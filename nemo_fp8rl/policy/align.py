@@ -9,6 +9,7 @@ Megatron's through its ModuleSpec; in float32 they equal the standard formulas. 
     add + norm      the norm reads the UNROUNDED float32 sum x + residual; the stored residual is that sum rounded
     norm            (x32 * rsqrt(mean(x32^2) + eps)) rounded, then times the weight
     bias            of a bfloat16 projection: added to the float32 product, one rounding (`linears`; Megatron: two)
+    row-parallel    ranks' products are summed in float32, one rounding (`linears`; Megatron rounds each product)
     softmax         scores, probabilities and the weighted sum in float32, one rounding of the output
 """
 
@@ -22,13 +23,20 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 
+def norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
+    """Ones [size]. With sequence parallelism every rank has a gradient of its own tokens, to be summed by Megatron."""
+    weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
+    weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return weight
+
+
 class AlignedRMSNorm(torch.nn.Module):
     """RMSNorm over the last dimension; input float32 (the residual stream) or the parameters' dtype."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight = norm_weight(config, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         x32 = x.float()

@@ -6,6 +6,8 @@ combine     the expert's output times its weight, summed over experts in their o
             (Megatron multiplies the activation before the down projection, and rounds)
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
@@ -37,5 +39,10 @@ def _expert(expert: MLP, x: Tensor) -> Tensor:
 
 
 class AlignedMoELayer(MoELayer):
+    def route(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Weights rounded as the router's, held in float32: Megatron sums experts of several ranks in their dtype."""
+        weights, chosen = super().route(*args, **kwargs)
+        return weights.float(), chosen
+
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
         return super().postprocess(output, shared_expert_output).to(self.config.params_dtype)

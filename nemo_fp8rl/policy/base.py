@@ -1,6 +1,6 @@
 """What the loop asks of a training policy."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,7 +29,7 @@ class Policy(Protocol):
         """How far the engine's weights are from the trainer's (`algorithms.quantization_error`)."""
         ...
 
-    def export_update(self, version: int) -> Any:
+    def export_update(self, version: int) -> Sequence[Any]:
         """The weights as the engines need them (`refit.bridge.WeightSource`)."""
         ...
 

@@ -2,19 +2,25 @@
 
 Megatron names CUDA literally in places that have no setting: `torch.cuda.current_device()` for DDP buffers and
 embeddings, `device="cuda"` and `'torch.cuda.FloatTensor'` in the optimizer, clip_grads.py and the log-prob kernels,
-`torch.cuda.synchronize()` in timers, CUDA's random state when it recomputes a layer; its router reads a name that
-exists only beside Transformer Engine. Inside `megatron_on_cpu()` those names mean the CPU; outside, nothing is changed,
-so that an engine in the same process never sees it. Everything else goes through Megatron's own extension points.
+`torch.cuda.synchronize()` in timers, CUDA's random state when it recomputes a layer or splits a sequence, a CUDA stream
+on which it copies the counts of tokens to each expert; its router reads a name that exists only beside Transformer
+Engine. gloo lacks gathers of parts of unequal size. Inside `megatron_on_cpu()` those names mean the CPU; outside,
+nothing is changed, so that an engine in the same process never sees it. Everything else goes through Megatron's own
+extension points.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
-from megatron.core.tensor_parallel import random
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel import mappings, random
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
@@ -31,6 +37,48 @@ class _CudaNamesMeanCpu(TorchFunctionMode):
         return result
 
 
+class _NoRandomness:
+    """In place of the tracker of CUDA's random states: nothing here drops out."""
+
+    def fork(self, *_: Any) -> nullcontext[None]:
+        return nullcontext()
+
+
+def _counts_are_on_cpu(dispatcher: Any, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
+    """In place of the copies on a stream; later steps expect the counts as numpy arrays."""
+    if point == dispatcher.cuda_dtoh_point:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            if isinstance(counts := getattr(dispatcher, name), Tensor):
+                setattr(dispatcher, name, counts.numpy())
+    return tokens_per_expert
+
+
+_gather, _reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+
+def _gather_uneven(input_: Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+    """Rows of all ranks, padded to the longest on the way."""
+    if output_split_sizes is None or group.size() == 1:
+        return _gather(input_, group, None, use_global_buffer)
+    longest = max(output_split_sizes)
+    padded = input_.new_zeros(longest, *input_.shape[1:])
+    padded[: len(input_)] = input_
+    gathered = [torch.empty_like(padded) for _ in output_split_sizes]
+    dist.all_gather(gathered, padded, group=group)
+    return torch.cat([part[:n] for part, n in zip(gathered, output_split_sizes, strict=True)])
+
+
+def _reduce_scatter_uneven(
+    input_: Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+) -> Any:
+    """This rank's rows of the sum over all ranks."""
+    if input_split_sizes is None or group.size() == 1:
+        return _reduce_scatter(input_, group, None, use_global_buffer)
+    summed = input_.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(summed, group=group)
+    return summed.split(input_split_sizes)[group.rank()].contiguous()
+
+
 @contextmanager
 def megatron_on_cpu() -> Iterator[None]:
     """Calls into Megatron Core go inside; a no-op where CUDA exists."""
@@ -42,7 +90,12 @@ def megatron_on_cpu() -> Iterator[None]:
         mock.patch.object(torch.cuda, "synchronize", lambda *args: None),
         mock.patch.object(random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
         mock.patch.object(random, "_set_cuda_rng_state", lambda *args, **kwargs: None),  # the CPU's is set beside it
+        mock.patch.object(tensor_parallel, "get_cuda_rng_tracker", _NoRandomness),
         mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
+        mock.patch.object(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", object()),
+        mock.patch.object(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", _counts_are_on_cpu),
+        mock.patch.object(mappings, "_gather_along_first_dim", _gather_uneven),
+        mock.patch.object(mappings, "_reduce_scatter_along_first_dim", _reduce_scatter_uneven),
         _CudaNamesMeanCpu(),
     ):
         yield

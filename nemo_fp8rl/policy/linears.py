@@ -2,7 +2,14 @@
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import ScaleFormat, blockwise_fp8_linear
@@ -11,8 +18,11 @@ from nemo_fp8rl.fp8 import ScaleFormat, blockwise_fp8_linear
 class OwnMatmul:
     """Mixed into a Megatron linear layer: replaces its matmul, and nothing else of it."""
 
-    def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         raise NotImplementedError
+
+    def out_dtype(self, x: Tensor) -> torch.dtype:
+        return x.dtype
 
     def _forward_impl(
         self,
@@ -22,10 +32,14 @@ class OwnMatmul:
         *,
         allreduce_dgrad: bool = False,
         sequence_parallel: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
         **_: Any,
     ) -> Tensor:
-        assert not allreduce_dgrad and not sequence_parallel  # one tensor-parallel rank
-        return self.matmul(input, weight, bias)
+        if sequence_parallel:
+            input = gather_from_sequence_parallel_region(input, group=tp_group)
+        elif allreduce_dgrad:
+            input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+        return self.matmul(input, weight, bias, self.out_dtype(input))
 
 
 class Fp8Forward(OwnMatmul):
@@ -33,21 +47,60 @@ class Fp8Forward(OwnMatmul):
 
     scale_format: ScaleFormat
 
-    def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        output = blockwise_fp8_linear(x, weight, self.scale_format)
+    def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        output = blockwise_fp8_linear(x, weight, self.scale_format, out_dtype)
         return output if bias is None else output + bias
 
 
 class FusedBias(OwnMatmul):
     """torch's own linear, which adds the bias before the one rounding, as vLLM's CPU linear does."""
 
-    def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight, bias)
+    def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        return F.linear(x.to(out_dtype), weight.to(out_dtype), bias)
 
 
-def fp8_linear(linear: type, scale_format: ScaleFormat) -> type:
-    return type(f"Fp8{linear.__name__}", (Fp8Forward, linear), {"scale_format": scale_format})
+class RoundedOnce:
+    """Mixed into a row-parallel layer: ranks add up float32 products and round the sum, as one rank would.
+
+    Megatron rounds each rank's product before the sum. Products of one expert's parts stay in float32: they are summed
+    with those of other experts (`align_moe`).
+    """
+
+    input_size: int
+    input_size_per_partition: int
+    explicit_expert_comm: bool
+
+    @property
+    def is_part(self) -> bool:
+        return self.input_size_per_partition < self.input_size
+
+    def out_dtype(self, x: Tensor) -> torch.dtype:
+        return torch.float32 if self.is_part else x.dtype
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_)  # type: ignore[misc]
+        return output if self.explicit_expert_comm else output.to(input_.dtype), bias
 
 
-def aligned_linear(linear: type) -> type:
-    return type(f"Aligned{linear.__name__}", (FusedBias, linear), {})
+def fp8_linears(scale_format: ScaleFormat, aligned: bool) -> tuple[type, type]:
+    """Column- and row-parallel layers that multiply in FP8."""
+    chosen = {"scale_format": scale_format}
+    row = (RoundedOnce,) if aligned else ()
+    return (
+        type("Fp8ColumnParallelLinear", (Fp8Forward, ColumnParallelLinear), chosen),
+        type("Fp8RowParallelLinear", (*row, Fp8Forward, RowParallelLinear), chosen),
+    )
+
+
+class AlignedColumnParallelLinear(FusedBias, ColumnParallelLinear):
+    pass
+
+
+class AlignedRowParallelLinear(RoundedOnce, FusedBias, RowParallelLinear):
+    pass
+
+
+def bf16_linears(aligned: bool) -> tuple[type, type]:
+    """The same in the weights' own precision."""
+    ours = AlignedColumnParallelLinear, AlignedRowParallelLinear
+    return ours if aligned else (ColumnParallelLinear, RowParallelLinear)

@@ -7,6 +7,7 @@ take several times that. Here a chunk's logits are computed, read and dropped, a
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -14,36 +15,67 @@ SOFTMAX_ROWS = 16
 """Rows whose softmax is taken at a time, in float32."""
 
 
-def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk_size: int) -> Tensor:
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    chunk_size: int,
+    first_token: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
     """float32 [N]: log softmax(hidden @ weight^T / temperature) at the targets, with gradients.
 
     hidden: [N, H], in weight's dtype. weight: [V, H]. targets: int64 [N]. Logits have weight's dtype, everything after
     them is float32. chunk_size: tokens whose logits exist at a time.
+
+    group: ranks that share the vocabulary; weight holds the rows from token `first_token` on. Each takes the softmax
+    over its own logits and learns how large a share of the whole that is. The gradient of `hidden` is this rank's part
+    of a sum over the group.
     """
-    return _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk_size)
+    return _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk_size, first_token, group)
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk_size: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        first_token: int,
+        group: dist.ProcessGroup | None,
     ) -> Tensor:
-        ctx.save_for_backward(hidden, weight, targets)
-        ctx.temperature, ctx.chunk_size = temperature, chunk_size
+        shared = group is not None and group.size() > 1
+        targets = targets - first_token
+        mine = (targets >= 0) & (targets < len(weight))
+        targets = targets.clamp(0, len(weight) - 1)
         out = hidden.new_empty(len(hidden), dtype=torch.float32)
+        log_share = torch.zeros_like(out)
         for start in range(0, len(hidden), chunk_size):
-            logits = hidden[start : start + chunk_size] @ weight.t()
+            chunk = slice(start, start + chunk_size)
+            logits = hidden[chunk] @ weight.t()
             for row in range(0, len(logits), SOFTMAX_ROWS):
                 rows = slice(start + row, start + min(row + SOFTMAX_ROWS, len(logits)))
-                logprobs = (logits[row : row + SOFTMAX_ROWS].float() / temperature).log_softmax(-1)
-                out[rows] = logprobs.gather(-1, targets[rows, None]).squeeze(-1)
+                scaled = logits[row : row + SOFTMAX_ROWS].float() / temperature
+                out[rows] = scaled.log_softmax(-1).gather(-1, targets[rows, None]).squeeze(-1)
+                if shared:
+                    log_share[rows] = scaled.logsumexp(-1)
             del logits  # before the next ones are made
+            if shared:
+                log_share[chunk] -= _log_of_sum(log_share[chunk], group)
+                out[chunk] = torch.where(mine[chunk], out[chunk] + log_share[chunk], 0.0)
+                dist.all_reduce(out[chunk], group=group)
+        ctx.save_for_backward(hidden, weight, targets, mine, log_share.exp())
+        ctx.temperature, ctx.chunk_size = temperature, chunk_size
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        hidden, weight, targets = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, mine, share = ctx.saved_tensors
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, len(hidden), ctx.chunk_size):
             part = slice(start, start + ctx.chunk_size)
@@ -51,13 +83,22 @@ class _TokenLogprobs(torch.autograd.Function):
             for row in range(0, len(logits), SOFTMAX_ROWS):
                 rows = slice(start + row, start + min(row + SOFTMAX_ROWS, len(logits)))
                 slope = grad[rows, None] / ctx.temperature
-                grad_logits = (logits[row : row + SOFTMAX_ROWS].float() / ctx.temperature).softmax(-1).mul_(-slope)
-                grad_logits.scatter_add_(-1, targets[rows, None], slope)
+                softmax = (logits[row : row + SOFTMAX_ROWS].float() / ctx.temperature).softmax(-1)
+                grad_logits = softmax.mul_(-slope * share[rows, None])
+                grad_logits.scatter_add_(-1, targets[rows, None], slope * mine[rows, None])
                 logits[row : row + SOFTMAX_ROWS] = grad_logits  # in the logits' place and dtype
             grad_hidden[part] = logits @ weight
             _add_product(grad_weight, logits, hidden[part])
             del logits
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+
+
+def _log_of_sum(logs: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """log of the sum over the group of exp(logs), elementwise; the same bits on every rank."""
+    assert group is not None
+    gathered = [torch.empty_like(logs) for _ in range(group.size())]
+    dist.all_gather(gathered, logs, group=group)
+    return torch.stack(gathered).logsumexp(0)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

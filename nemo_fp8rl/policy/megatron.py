@@ -1,4 +1,4 @@
-"""The driver's side of the policy: data-parallel Megatron ranks, in this process or as Ray actors."""
+"""The driver's side of the policy: Megatron ranks, in this process or as Ray actors."""
 
 from pathlib import Path
 from typing import Any
@@ -7,48 +7,57 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.algorithms.loss import combined
+from nemo_fp8rl.algorithms.quantization_error import weight_error
 from nemo_fp8rl.batch import TrainBatch, shards
 from nemo_fp8rl.config import Config
+from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.policy.base import Loss
-from nemo_fp8rl.policy.worker import MegatronWorker
+from nemo_fp8rl.policy.layout import check_layout
+from nemo_fp8rl.policy.worker import MegatronWorker, Place
 from nemo_fp8rl.workers import ended_on_error, start_workers
 
 PER_RANK = ("grad_norm", "lr")
-"""Metrics that every rank reports alike; all others are `combined` over ranks."""
+"""Metrics that every rank reports alike; all others are `combined` over the ranks that answer."""
 
 
 class MegatronPolicy:
     """`policy.base.Policy` over cluster.train_ranks ranks."""
 
     def __init__(self, cfg: Config) -> None:
+        check_layout(read_hf_config(cfg.policy.model_name), cfg)
         self.ranks = start_workers(MegatronWorker, cfg.cluster.train_ranks, cfg.cluster)
-        count = self.ranks.count
+        self.replicas, count = cfg.data_parallel_size, self.ranks.count
         with ended_on_error(self.ranks):
             rendezvous = self.ranks.call("rendezvous", [()] * count)[0] if count > 1 else None
-            self.ranks.call("setup", [(cfg, rank, count, rendezvous) for rank in range(count)])
+            self.places: list[Place] = self.ranks.call(
+                "setup", [(cfg, rank, count, rendezvous) for rank in range(count)]
+            )
 
     def logprobs(self, batch: TrainBatch) -> Tensor:
-        return torch.cat(self.ranks.call("logprobs", [(part,) for part in shards(batch, self.ranks.count)]))
+        return torch.cat(self._on_shards("logprobs", batch))
 
     def reference_logprobs(self, batch: TrainBatch) -> Tensor:
-        return torch.cat(self.ranks.call("reference_logprobs", [(part,) for part in shards(batch, self.ranks.count)]))
+        return torch.cat(self._on_shards("reference_logprobs", batch))
 
     def train_step(self, batch: TrainBatch, loss: Loss) -> dict[str, float]:
         mask = batch["token_mask"][:, 1:] * batch["sample_mask"].unsqueeze(-1)
         counts = float((mask.sum(-1) > 0).sum()), float(mask.sum())
         if not counts[1]:
             raise ValueError("the batch holds no token to train on: every sample is masked out")
-        results = self.ranks.call("train_step", [(part, loss, *counts) for part in shards(batch, self.ranks.count)])
+        results = self._on_shards("train_step", batch, loss, *counts)
         return combined(results) | {name: results[0][name] for name in PER_RANK}
 
     def weight_error(self) -> dict[str, float]:
-        return self.ranks.call("weight_error", [()] * self.ranks.count)[0]
+        return weight_error(self.ranks.call("weight_squares", [()] * self.ranks.count))
 
-    def export_update(self, version: int) -> Any:
-        """Ranks are replicas, so rank 0 exports; between processes the update travels as bytes."""
-        update = self.ranks.start(0, "export_update", version, self.ranks.separate_processes)
-        self.ranks.wait(update)
-        return update
+    def export_update(self, version: int) -> list[Any]:
+        """A handle on each rank's part; between processes they travel as bytes."""
+        separate = self.ranks.separate_processes
+        exporters = [rank for rank, place in enumerate(self.places) if place.exports]
+        updates = [self.ranks.start(rank, "export_update", version, separate) for rank in exporters]
+        for update in updates:
+            self.ranks.wait(update)
+        return updates
 
     def save(self, folder: Path) -> None:
         self.ranks.call("save", [(str(folder.resolve()),)] * self.ranks.count)
@@ -58,3 +67,10 @@ class MegatronPolicy:
 
     def shutdown(self) -> None:
         self.ranks.shutdown()
+
+    def _on_shards(self, method: str, batch: TrainBatch, *arguments: Any) -> list[Any]:
+        """Call it on every rank with its part of the batch: one answer for each part, in order."""
+        parts = shards(batch, self.replicas)
+        results = self.ranks.call(method, [(parts[place.shard], *arguments) for place in self.places])
+        answers = {place.shard: r for place, r in zip(self.places, results, strict=True) if place.answers}
+        return [answers[shard] for shard in range(self.replicas)]

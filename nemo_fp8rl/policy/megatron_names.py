@@ -1,17 +1,27 @@
 """Megatron parameter <-> HF tensors.
 
 Megatron fuses what HF keeps apart: `linear_qkv` holds, for each key-value group, its query heads, its key and its
-value, weights and biases alike; `linear_fc1` holds gate above up. Exported tensors are views wherever the layout
-allows.
+value, weights and biases alike; `linear_fc1` holds gate above up. A rank maps what its `Layout` gives it: layers and
+experts are numbered from 0 on every rank by Megatron, over the whole model by HF, and each tensor is the rank's part.
+Exported tensors are views wherever the layout allows.
 """
 
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_fp8rl.hf.config import Family, HfConfig
-from nemo_fp8rl.hf.tensors import expected_tensors, mlps
+from nemo_fp8rl.hf.checkpoint import EMBEDDING, HEAD
+from nemo_fp8rl.hf.config import Family
+from nemo_fp8rl.policy.layout import Layout
+
+Get = Callable[[str], Tensor]
+"""One tensor by its name."""
+
+NORM = "model.norm.weight"
+MEGATRON_EMBEDDING, MEGATRON_HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+MEGATRON_NORM = "decoder.final_layernorm.weight"
 
 LAYER_TENSORS = {  # Megatron suffix -> HF suffix, where one is the other
     "input_layernorm.weight": "input_layernorm.weight",
@@ -30,50 +40,73 @@ def qkv_leaves(family: Family) -> tuple[str, ...]:
     return ("weight", "bias") if family.qkv_bias else ("weight",)
 
 
-def megatron_mlps(hf: HfConfig, layer: str) -> list[str]:
-    """What `hf.tensors.mlps` names, under Megatron's names."""
-    experts = [f"{layer}mlp.experts.local_experts.{e}." for e in range(hf.num_experts)]
-    return experts if hf.family.experts else [layer + "mlp."]
-
-
-def from_hf(hf: HfConfig, get: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """(Megatron name, tensor) of every parameter; `get` reads one HF tensor by name."""
-    yield "embedding.word_embeddings.weight", get("model.embed_tokens.weight")
-    for i in range(hf.num_hidden_layers):
-        megatron, layer = f"decoder.layers.{i}.", f"model.layers.{i}."
+def from_hf(layout: Layout, get: Get) -> Iterator[tuple[str, Tensor]]:
+    """(Megatron name, tensor) of every parameter of the rank; `get` reads its part of one HF tensor."""
+    hf = layout.hf
+    if layout.first_stage:
+        yield MEGATRON_EMBEDDING, _padded(layout, get(EMBEDDING))
+    for megatron, layer in _layers(layout):
         for ours, theirs in layer_tensors(hf.family).items():
             yield megatron + ours, get(layer + theirs)
         for leaf in qkv_leaves(hf.family):
             qkv = [get(f"{layer}self_attn.{x}_proj.{leaf}") for x in "qkv"]
-            grouped = torch.cat([part.view(hf.num_key_value_heads, -1, *part.shape[1:]) for part in qkv], 1)
+            groups = hf.num_key_value_heads // layout.tensor.size
+            grouped = torch.cat([part.view(groups, -1, *part.shape[1:]) for part in qkv], 1)
             yield f"{megatron}self_attention.linear_qkv.{leaf}", grouped.flatten(0, 1)
-        for ours, theirs in zip(megatron_mlps(hf, megatron), mlps(hf, layer), strict=True):
+        for ours, theirs in _mlps(layout, megatron, layer):
             yield ours + "linear_fc1.weight", torch.cat([get(f"{theirs}{x}_proj.weight") for x in ("gate", "up")])
             yield ours + "linear_fc2.weight", get(theirs + "down_proj.weight")
-    yield "decoder.final_layernorm.weight", get("model.norm.weight")
-    if not hf.tie_word_embeddings:
-        yield "output_layer.weight", get("lm_head.weight")
+    if layout.last_stage:
+        yield MEGATRON_NORM, get(NORM)
+        if not hf.tie_word_embeddings:
+            yield MEGATRON_HEAD, _padded(layout, get(HEAD))
+        elif not layout.first_stage:  # a copy of the embedding, which Megatron keeps equal to it
+            yield MEGATRON_HEAD, _padded(layout, get(EMBEDDING))
 
 
-def to_hf(hf: HfConfig, parameters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, tensor) of every tensor of `expected_tensors`, in that order; `parameters` by Megatron name."""
-    yield "model.embed_tokens.weight", parameters["embedding.word_embeddings.weight"]
-    for i in range(hf.num_hidden_layers):
-        megatron, layer = f"decoder.layers.{i}.", f"model.layers.{i}."
-        own = {layer + theirs: parameters[megatron + ours] for ours, theirs in layer_tensors(hf.family).items()}
+def to_hf(layout: Layout, get: Get) -> Iterator[tuple[str, Tensor]]:
+    """(HF name, tensor) of the rank's part of every HF tensor; `get` gives one parameter by Megatron's name.
+
+    Every rank of a stage asks for the same parameters in the same order, so that `get` may communicate.
+    """
+    hf = layout.hf
+    tokens = len(layout.vocabulary)
+    if layout.first_stage:
+        yield EMBEDDING, get(MEGATRON_EMBEDDING)[:tokens]
+    for megatron, layer in _layers(layout):
+        for ours, theirs in layer_tensors(hf.family).items():
+            yield layer + theirs, get(megatron + ours)
         for leaf in qkv_leaves(hf.family):
-            qkv = parameters[f"{megatron}self_attention.linear_qkv.{leaf}"]
-            grouped = qkv.view(hf.num_key_value_heads, -1, *qkv.shape[1:])
+            qkv = get(f"{megatron}self_attention.linear_qkv.{leaf}")
+            grouped = qkv.view(hf.num_key_value_heads // layout.tensor.size, -1, *qkv.shape[1:])
             query_rows = grouped.size(1) - 2 * hf.head_dim
             for x, part in zip("qkv", grouped.split([query_rows, hf.head_dim, hf.head_dim], 1), strict=True):
-                own[f"{layer}self_attn.{x}_proj.{leaf}"] = part.flatten(0, 1)
-        for ours, theirs in zip(megatron_mlps(hf, megatron), mlps(hf, layer), strict=True):
-            gate, up = parameters[ours + "linear_fc1.weight"].chunk(2)
-            own |= {theirs + "gate_proj.weight": gate, theirs + "up_proj.weight": up}
-            own[theirs + "down_proj.weight"] = parameters[ours + "linear_fc2.weight"]
-        for name in expected_tensors(hf):
-            if name.startswith(layer):
-                yield name, own[name]
-    yield "model.norm.weight", parameters["decoder.final_layernorm.weight"]
-    if not hf.tie_word_embeddings:
-        yield "lm_head.weight", parameters["output_layer.weight"]
+                yield f"{layer}self_attn.{x}_proj.{leaf}", part.flatten(0, 1)
+        for ours, theirs in _mlps(layout, megatron, layer):
+            gate, up = get(ours + "linear_fc1.weight").chunk(2)
+            yield theirs + "gate_proj.weight", gate
+            yield theirs + "up_proj.weight", up
+            yield theirs + "down_proj.weight", get(ours + "linear_fc2.weight")
+    if layout.last_stage:
+        yield NORM, get(MEGATRON_NORM)
+        if not hf.tie_word_embeddings:
+            yield HEAD, get(MEGATRON_HEAD)[:tokens]
+
+
+def _layers(layout: Layout) -> Iterator[tuple[str, str]]:
+    """Megatron's and HF's prefix of every layer of the rank."""
+    for own, i in enumerate(layout.layers):
+        yield f"decoder.layers.{own}.", f"model.layers.{i}."
+
+
+def _mlps(layout: Layout, megatron: str, layer: str) -> Iterator[tuple[str, str]]:
+    """Megatron's and HF's prefix of every gated MLP of the rank in a layer: its one, or its experts."""
+    if not layout.hf.family.experts:
+        yield megatron + "mlp.", layer + "mlp."
+    for own, expert in enumerate(layout.experts):
+        yield f"{megatron}mlp.experts.local_experts.{own}.", f"{layer}mlp.experts.{expert}."
+
+
+def _padded(layout: Layout, rows: Tensor) -> Tensor:
+    """[tokens, H] with rows of 0 below, so that every rank has as many."""
+    return F.pad(rows, (0, 0, 0, layout.padded_vocab_size // layout.tensor.size - len(rows)))

@@ -6,36 +6,57 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_fp8rl.config import Config, Fp8RlConfig, PolicyConfig
 from nemo_fp8rl.hf.config import HfConfig, trainer_fp8_layers
+from nemo_fp8rl.policy.layout import Layout
 from nemo_fp8rl.policy.linears import Fp8Forward
 from nemo_fp8rl.policy.rope import inverse_frequencies
 from nemo_fp8rl.policy.specs import block_spec
-from nemo_fp8rl.policy.state import load_hf
+from nemo_fp8rl.policy.weights import load_hf
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 RECOMPUTE: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 class PolicyModel(GPTModel):
-    """GPTModel that ends at the final norm, [B, T, H]; `logprobs` multiplies by the head, a chunk at a time."""
+    """GPTModel that ends at the final norm, [B, T, H]; `logprobs` multiplies by the head, a chunk at a time.
+
+    Of a pipeline only the last stage ends so; the others hand on what Megatron hands on, [T, B, H]. Under tensor
+    parallelism every rank has all tokens at the end, and its part of the vocabulary.
+    """
+
+    layout: Layout
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return hidden_states.transpose(0, 1)
+        if not self.post_process:
+            return hidden_states
+        if self.config.sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden_states).transpose(0, 1)
+        # its gradient must be contiguous: Megatron sums a copy of one that is not, and returns the part
+        return copy_to_tensor_model_parallel_region(hidden_states.transpose(0, 1).contiguous())
 
     @property
     def head(self) -> Tensor:
-        """[V, H]"""
-        tied = self.share_embeddings_and_output_weights
-        return self.embedding.word_embeddings.weight if tied else self.output_layer.weight
+        """[V, H], on the last stage: the rows of this rank's `layout.vocabulary`."""
+        tied = self.share_embeddings_and_output_weights and self.pre_process
+        weight = self.embedding.word_embeddings.weight if tied else self.output_layer.weight
+        return weight[: len(self.layout.vocabulary)]
 
 
 def transformer_config(hf: HfConfig, policy: PolicyConfig, choice: Fp8RlConfig) -> TransformerConfig:
     """Megatron's description of the architecture: fusions off, weights initialized on CPU, gradients summed."""
-    dtype = DTYPES[policy.precision]
+    dtype, parallel = DTYPES[policy.precision], policy.megatron_cfg
+    residual = torch.float32 if choice.align == "vllm" else dtype
+    # expert-parallel ranks have microbatches of different lengths, a pipeline has them one after the other
+    pipelined = parallel.pipeline_model_parallel_size > 1
+    uneven = pipelined or parallel.expert_model_parallel_size > 1
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
@@ -52,10 +73,19 @@ def transformer_config(hf: HfConfig, policy: PolicyConfig, choice: Fp8RlConfig) 
         add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        moe_token_dispatcher_type="alltoall" if uneven else "allgather",
+        variable_seq_lengths=pipelined,  # stages tell one another the shape of each microbatch
+        batch_p2p_comm=False,
+        batch_p2p_sync=False,
         params_dtype=dtype,
-        pipeline_dtype=dtype,
+        pipeline_dtype=residual,
         bf16=dtype is torch.bfloat16,
-        fp32_residual_connection=choice.align == "vllm",
+        fp32_residual_connection=residual is torch.float32,
         calculate_per_token_loss=True,  # data-parallel gradients are summed; the loss divides by the global count
         use_cpu_initialization=True,
         bias_activation_fusion=False,
@@ -64,7 +94,7 @@ def transformer_config(hf: HfConfig, policy: PolicyConfig, choice: Fp8RlConfig) 
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         apply_rope_fusion=False,
-        **(RECOMPUTE if policy.megatron_cfg.activation_checkpointing else {}),
+        **(RECOMPUTE if parallel.activation_checkpointing else {}),
         **(_mixture(hf, choice) if hf.family.experts else {}),
     )
 
@@ -79,30 +109,32 @@ def _mixture(hf: HfConfig, choice: Fp8RlConfig) -> dict[str, Any]:
         "moe_router_dtype": None if choice.align == "vllm" else "fp32",  # None: the activations', as vLLM's on CPU
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": "allgather",
         "moe_grouped_gemm": False,
     }
 
 
-def build_model(config: TransformerConfig, hf: HfConfig, cfg: Config) -> PolicyModel:
-    """The model of the checkpoint at policy.model_name, weights loaded; refuses to start without its FP8 layers."""
-    policy, choice, fp8_layers = cfg.policy, cfg.nemo_fp8rl, trainer_fp8_layers(hf, cfg)
+def build_model(config: TransformerConfig, layout: Layout, cfg: Config) -> PolicyModel:
+    """The rank's part of the checkpoint at policy.model_name; refuses to start without its FP8 layers."""
+    hf, policy, choice, fp8_layers = layout.hf, cfg.policy, cfg.nemo_fp8rl, trainer_fp8_layers(layout.hf, cfg)
     inv_freq = inverse_frequencies(policy.model_name, hf)
     model = PolicyModel(
         config,
-        block_spec(hf, choice, fp8_layers, inv_freq),
-        vocab_size=hf.vocab_size,
+        block_spec(layout, choice, fp8_layers, inv_freq),
+        vocab_size=layout.padded_vocab_size,
         max_sequence_length=policy.max_total_sequence_length,
+        pre_process=layout.first_stage,
+        post_process=layout.last_stage,
         position_embedding_type="none" if choice.align == "vllm" else "rope",  # align: the attention applies RoPE
         rotary_base=int(hf.rope_theta),
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
-        parallel_output=False,
     )
+    model.layout = layout
     if choice.align == "none":
         model.rotary_pos_emb.inv_freq = inv_freq  # Megatron's own has only some of the scalings
     fp8_linears = sum(isinstance(module, Fp8Forward) for module in model.modules())
-    expected = (2 + 2 * max(1, hf.num_experts)) * fp8_layers.count  # qkv, proj and each MLP's fc1, fc2
+    linears = 2 + 2 * max(1, len(layout.experts))  # of a layer: qkv, proj and each MLP's fc1, fc2
+    expected = linears * sum(i in fp8_layers for i in layout.layers)
     if fp8_linears != expected:
         raise RuntimeError(f"flow {choice.flow} asks for {expected} FP8 linear layers, the model has {fp8_linears}")
-    load_hf(Path(policy.model_name), model, hf)
+    load_hf(Path(policy.model_name), model, layout)
     return model

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -26,9 +25,10 @@ from torch import Tensor
 from nemo_fp8rl.config import Fp8RlConfig
 from nemo_fp8rl.fp8 import Fp8Layers
 from nemo_fp8rl.hf.config import HfConfig
-from nemo_fp8rl.policy.align import AlignedRMSNorm, aligned_attention, aligned_residual_add
+from nemo_fp8rl.policy.align import AlignedRMSNorm, aligned_attention, aligned_residual_add, norm_weight
 from nemo_fp8rl.policy.align_moe import AlignedExperts, AlignedMoELayer
-from nemo_fp8rl.policy.linears import aligned_linear, fp8_linear
+from nemo_fp8rl.policy.layout import Layout
+from nemo_fp8rl.policy.linears import bf16_linears, fp8_linears
 
 
 class RMSNorm(torch.nn.Module):
@@ -37,7 +37,7 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight = norm_weight(config, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
@@ -59,16 +59,13 @@ class SdpaAttention(MegatronModule):
 
 
 def block_spec(
-    hf: HfConfig, choice: Fp8RlConfig, fp8_layers: Fp8Layers, inv_freq: Tensor
+    layout: Layout, choice: Fp8RlConfig, fp8_layers: Fp8Layers, inv_freq: Tensor
 ) -> TransformerBlockSubmodules:
-    """The decoder's layers for this precision and alignment. inv_freq: float32 [head_dim / 2], of RoPE."""
-    megatron = ColumnParallelLinear, RowParallelLinear
-    plain = tuple(map(aligned_linear, megatron)) if choice.align == "vllm" else megatron
-    fp8 = tuple(fp8_linear(linear, choice.scale_format) for linear in megatron)
-    layers = [
-        _layer_spec(hf, choice, inv_freq, *(fp8 if i in fp8_layers else plain)) for i in range(hf.num_hidden_layers)
-    ]
-    norm = AlignedRMSNorm if choice.align == "vllm" else RMSNorm
+    """The rank's decoder layers for this precision and alignment. inv_freq: float32 [head_dim / 2], of RoPE."""
+    aligned = choice.align == "vllm"
+    plain, fp8 = bf16_linears(aligned), fp8_linears(choice.scale_format, aligned)
+    layers = [_layer_spec(layout.hf, choice, inv_freq, *(fp8 if i in fp8_layers else plain)) for i in layout.layers]
+    norm = AlignedRMSNorm if aligned else RMSNorm
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 

@@ -7,38 +7,61 @@ import ipaddress
 import math
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
-from safetensors import SafetensorError
 from torch import Tensor
 
 from nemo_fp8rl.algorithms.loss import EXTREMA, combined
-from nemo_fp8rl.algorithms.quantization_error import weight_error_by_precision
-from nemo_fp8rl.batch import TrainBatch, microbatches, num_rows, rows
-from nemo_fp8rl.config import Config
+from nemo_fp8rl.algorithms.quantization_error import SquaresByGroup, weight_squares
+from nemo_fp8rl.batch import TrainBatch, microbatches, num_rows, rows, split_further
+from nemo_fp8rl.config import Config, MegatronConfig
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.hf.config import engine_fp8_layers, read_hf_config
-from nemo_fp8rl.policy import state
+from nemo_fp8rl.hf.config import HfConfig, engine_fp8_layers, read_hf_config
+from nemo_fp8rl.hf.region import start_of
+from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.policy.base import Loss
 from nemo_fp8rl.policy.cpu import megatron_on_cpu
+from nemo_fp8rl.policy.layout import Axis, Layout
 from nemo_fp8rl.policy.logprobs import token_logprobs
 from nemo_fp8rl.policy.megatron_names import to_hf
 from nemo_fp8rl.policy.model import DTYPES, build_model, transformer_config
+from nemo_fp8rl.policy.optimizer_state import load_optimizer, save_optimizer
+from nemo_fp8rl.policy.weights import load_hf, save_hf
 from nemo_fp8rl.refit.manifest import Update
 from nemo_fp8rl.refit.quantize import build_update
 from nemo_fp8rl.refit.transport import serialized
 
+Finish = Callable[[Tensor, int, TrainBatch], tuple[Tensor, Any]]
+"""(next-token log-probs [B, T-1], number of the microbatch, its rows) -> (value to go back from, what to keep)."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the driver must know of a rank.
+
+    shard: which part of a batch it gets. answers: whether it is the one, of those with this part, that has its
+    log-probs and metrics. exports: whether a refit needs weights of it.
+    """
+
+    shard: int
+    answers: bool
+    exports: bool
+
 
 class MegatronWorker:
-    """One data-parallel rank with the whole model. Construct, then `setup`."""
+    """One rank, with its part of the model. Construct, then `setup`."""
 
     listener: socket.socket | None = None
     """Where the ranks meet; held by rank 0 from `rendezvous` until `setup`."""
@@ -50,7 +73,7 @@ class MegatronWorker:
         self.listener = socket.create_server((ray.util.get_node_ip_address(), 0))
         return self.listener.getsockname()[:2]
 
-    def setup(self, cfg: Config, rank: int, world_size: int, rendezvous: tuple[str, int] | None) -> None:
+    def setup(self, cfg: Config, rank: int, world_size: int, rendezvous: tuple[str, int] | None) -> Place:
         """Join the ranks, build the model and its optimizer. `rendezvous` is (host, port) of rank 0's store."""
         if torch.cuda.is_available():
             raise UserError("this policy trains on CPU so far: set CUDA_VISIBLE_DEVICES= (empty) to run it here")
@@ -58,10 +81,11 @@ class MegatronWorker:
         self.hf = read_hf_config(cfg.policy.model_name)
         self.engine_fp8_layers = engine_fp8_layers(self.hf, cfg)
         _join(rank, world_size, rendezvous, self.listener if rank == 0 else None)
+        self.layout = _split_model(self.hf, cfg.policy.megatron_cfg)
         bf16 = cfg.policy.precision == "bfloat16"
         with megatron_on_cpu():
             config = transformer_config(self.hf, cfg.policy, cfg.nemo_fp8rl)
-            self.model = build_model(config, self.hf, cfg)
+            self.model = build_model(config, self.layout, cfg)
             self.ddp = DistributedDataParallel(
                 config,
                 DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
@@ -87,6 +111,12 @@ class MegatronWorker:
         self.scheduler = self._build_scheduler()
         if cfg.loss_fn.reference_policy_kl_penalty:
             self.reference = [parameter.detach().clone() for parameter in self.model.parameters()]
+        layout = self.layout
+        return Place(
+            shard=layout.data.rank,
+            answers=layout.last_stage and layout.tensor.rank == 0,
+            exports=layout.data.rank == 0 or (bool(layout.experts) and layout.expert_data.rank == 0),
+        )
 
     def reference_logprobs(self, batch: TrainBatch) -> Tensor:
         """`logprobs` under the weights of policy.model_name, which take the trainer's place meanwhile."""
@@ -99,34 +129,35 @@ class MegatronWorker:
             torch._foreach_copy_(parameters, own)
 
     def logprobs(self, batch: TrainBatch) -> Tensor:
-        """float32 [B, T], position 0 is 0, padding is whatever the model says of it."""
+        """float32 [B, T], position 0 is 0, padding is whatever the model says of it; zeros before the last stage."""
         out = torch.zeros(batch["input_ids"].shape)
         policy = self.cfg.policy
+        which = self._microbatches(batch, policy.logprob_batch_size, policy.dynamic_batching.logprob_mb_tokens)
+
+        def keep(logprobs: Tensor, index: int, part: TrainBatch) -> tuple[Tensor, None]:
+            out[which[index], 1 : part["input_ids"].size(1)] = logprobs
+            return logprobs, None
+
         with torch.no_grad(), megatron_on_cpu():
-            for which, part in self._microbatches(
-                batch, policy.logprob_batch_size, policy.dynamic_batching.logprob_mb_tokens
-            ):
-                out[which, 1 : part["input_ids"].size(1)] = self._next_token_logprobs(part["input_ids"])
+            self._run(batch, which, keep, forward_only=True)
         return out
 
     def train_step(self, shard: TrainBatch, loss: Loss, valid_seqs: float, valid_toks: float) -> dict[str, float]:
         """One optimizer step; `shard` is this rank's part, the counts are those of the whole batch.
 
-        Gradients and metrics are sums over microbatches and ranks, because the loss divides by the global counts.
+        Gradients and metrics are sums over microbatches and ranks, because the loss divides by the global counts. Only
+        ranks of the last stage have the loss's metrics.
         """
-        parts: list[dict[str, float]] = []
         policy = self.cfg.policy
+        which = self._microbatches(shard, policy.train_micro_batch_size, policy.dynamic_batching.train_mb_tokens)
+
+        def lossy(logprobs: Tensor, index: int, part: TrainBatch) -> tuple[Tensor, dict[str, float]]:
+            return loss(logprobs, part, torch.tensor(valid_seqs), torch.tensor(valid_toks))
+
         with megatron_on_cpu():
             self.ddp.zero_grad_buffer()
             self.optimizer.zero_grad()
-            for _, part in self._microbatches(
-                shard, policy.train_micro_batch_size, policy.dynamic_batching.train_mb_tokens
-            ):
-                logprobs = self._next_token_logprobs(part["input_ids"])
-                value, part_metrics = loss(logprobs, part, torch.tensor(valid_seqs), torch.tensor(valid_toks))
-                value.backward()
-                parts.append(part_metrics)
-            metrics = combined(parts)
+            metrics = combined(self._run(shard, which, lossy, forward_only=False))
             finalize_model_grads([self.ddp])
             self.scheduler.step(increment=1)  # before the update: the first step of a warm-up already moves
             _check_finite(metrics, self.ddp)
@@ -134,63 +165,106 @@ class MegatronWorker:
         return {**metrics, "grad_norm": float(grad_norm), "lr": float(self.optimizer.param_groups[0]["lr"])}
 
     def export_update(self, version: int, serialize: bool) -> Update | bytes:
-        """This version's weights for the engines, quantized here and nowhere else."""
+        """This rank's part of a version's weights for the engines, quantized here and nowhere else."""
         choice = self.cfg.nemo_fp8rl
+        weights = [(name, part) for name, part in self.export_weights() if self.layout.exports(name)]
+        shapes = expected_tensors(self.hf)
+        starts = {name: start_of(self.layout.region(name, shapes[name])) for name, _ in weights}
         update = build_update(
-            self.export_weights(), version, self.engine_fp8_layers, choice.scale_format, choice.kernel
+            weights, version, self.engine_fp8_layers, choice.scale_format, choice.kernel, starts=starts
         )
         return serialized.pack(update) if serialize else update
 
-    def weight_error(self) -> dict[str, float]:
-        choice = self.cfg.nemo_fp8rl
-        layers = self.engine_fp8_layers
-        return weight_error_by_precision(self.export_weights(), layers, choice.scale_format, choice.kernel)
+    def weight_squares(self) -> SquaresByGroup:
+        """This rank's part of `weight_error`."""
+        choice, layers = self.cfg.nemo_fp8rl, self.engine_fp8_layers
+        weights = ((name, part) for name, part in self.export_weights() if self.layout.exports(name))
+        return weight_squares(weights, layers, choice.scale_format, choice.kernel)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, tensor) of every weight, in the dtype that the forward reads; views where the layout allows."""
-        return to_hf(self.hf, {name: parameter.detach() for name, parameter in self.model.named_parameters()})
+        """(HF name, this rank's part) of its weights, in the dtype that the forward reads; views where possible."""
+        parameters = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        return to_hf(self.layout, parameters.__getitem__)
 
     def save(self, folder: str) -> None:
-        """Rank 0 writes the HF checkpoint, every rank its shard of the optimizer. Raises UserError on a full disk."""
-        policy = self.cfg.policy
+        """Write an HF checkpoint and the optimizer's state, all ranks together. Raises UserError on a full disk."""
+        policy, path = self.cfg.policy, Path(folder)
         sources = Path(policy.model_name), Path(policy.tokenizer.name)
-        try:
-            if self.rank == 0:
-                state.save_hf(Path(folder) / "weights", self.export_weights(), *sources)
-            state.save_optimizer(Path(folder) / "optimizer", self.rank, self.model, self.optimizer, self.scheduler)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{folder}: {error}") from None
+        error = save_hf(path / "weights", self.export_weights(), self.layout, self.rank, *sources)
+        also = save_optimizer(path / "optimizer", self.rank, self.layout, self.model, self.optimizer, self.scheduler)
+        if error or also:
+            raise UserError(f"{folder}: {error or also}") from None
 
     def load(self, folder: str) -> None:
         with megatron_on_cpu():
-            state.load_hf(Path(folder) / "weights", self.model, self.hf)
-            state.load_optimizer(Path(folder) / "optimizer", self.rank, self.model, self.optimizer, self.scheduler)
+            load_hf(Path(folder) / "weights", self.model, self.layout)
+            load_optimizer(Path(folder) / "optimizer", self.layout, self.model, self.optimizer, self.scheduler)
 
     def shutdown(self) -> None:
         """Leave the process as `setup` found it, so that another policy can be built in it."""
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
 
-    def _microbatches(self, batch: TrainBatch, size: int, tokens: int) -> Iterator[tuple[Tensor, TrainBatch]]:
-        """(row numbers, rows): `size` rows each, or with dynamic batching as many as have `tokens` with padding."""
+    def _microbatches(self, batch: TrainBatch, size: int, tokens: int) -> list[Tensor]:
+        """Row numbers of each: `size` rows, or with dynamic batching as many as have `tokens` with padding.
+
+        Ranks that share experts take each step of each microbatch together, so all ranks have as many.
+        """
+        dynamic = self.cfg.policy.dynamic_batching
+        if not dynamic.enabled:
+            return list(torch.arange(num_rows(batch)).split(size))
+        own = microbatches(batch["input_lengths"], tokens, dynamic.sequence_length_round)
+        if self.layout.expert.size > 1:
+            most = torch.tensor(len(own))
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+            own = split_further(own, int(most))
+        return own
+
+    def _run(self, batch: TrainBatch, which: list[Tensor], finish: Finish, *, forward_only: bool) -> list[Any]:
+        """Megatron's schedule over the microbatches: what `finish` says of each, on the last stage."""
         dynamic = self.cfg.policy.dynamic_batching
         multiple = dynamic.sequence_length_round if dynamic.enabled else 1
-        if dynamic.enabled:
-            parts = microbatches(batch["input_lengths"], tokens, multiple)
-        else:
-            parts = list(torch.arange(num_rows(batch)).split(size))
-        for which in parts:
-            yield which, rows(batch, which, multiple)
+        parts = ((i, rows(batch, index, multiple)) for i, index in enumerate(which))
 
-    def _next_token_logprobs(self, input_ids: Tensor) -> Tensor:
+        def forward_step(parts: Iterator[tuple[int, TrainBatch]], model: torch.nn.Module) -> tuple[Tensor, Any]:
+            i, part = next(parts)
+            hidden = self._hidden(part["input_ids"], model)
+
+            def last(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+                value, result = finish(self._next_token_logprobs(hidden, part["input_ids"]), i, part)
+                return value, torch.tensor(0), result  # the number of tokens is the loss's own business
+
+            return hidden, last
+
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=parts,
+            model=[self.ddp],
+            num_microbatches=len(which),
+            seq_length=1,  # of fixed shapes; ours vary
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _hidden(self, input_ids: Tensor, model: torch.nn.Module) -> Tensor:
+        """What this stage makes of a microbatch; padded so that sequence-parallel ranks have equal parts."""
+        ranks = self.layout.tensor.size if self.cfg.policy.megatron_cfg.sequence_parallel else 1
+        inputs = F.pad(input_ids[:, :-1], (0, -(input_ids.size(1) - 1) % ranks))
+        return model(inputs, torch.arange(inputs.size(1)).expand_as(inputs), None)
+
+    def _next_token_logprobs(self, hidden: Tensor, input_ids: Tensor) -> Tensor:
         """[B, T] -> float32 [B, T-1], of input_ids[:, 1:], at the temperature that the engine samples with."""
-        inputs = input_ids[:, :-1]
-        positions = torch.arange(inputs.size(1)).expand_as(inputs)
-        policy, head = self.cfg.policy, self.model.head
-        hidden = self.ddp(inputs, positions, None).to(head.dtype).flatten(0, 1)  # Megatron hands it out in float32
-        targets = input_ids[:, 1:].flatten()
-        logprobs = token_logprobs(hidden, head, targets, policy.generation.temperature, policy.logprob_chunk_size)
-        return logprobs.view(inputs.shape)
+        policy, head, targets = self.cfg.policy, self.model.head, input_ids[:, 1:]
+        hidden = hidden[:, : targets.size(1)].to(head.dtype).flatten(0, 1)  # Megatron hands it out in float32
+        return token_logprobs(
+            hidden,
+            head,
+            targets.flatten(),
+            policy.generation.temperature,
+            policy.logprob_chunk_size,
+            self.layout.vocabulary.start,
+            parallel_state.get_tensor_model_parallel_group(),
+        ).view(targets.shape)
 
     def _build_scheduler(self) -> OptimizerParamScheduler:
         optimizer, scheduler = self.cfg.policy.megatron_cfg.optimizer, self.cfg.policy.megatron_cfg.scheduler
@@ -232,5 +306,27 @@ def _join(rank: int, world_size: int, rendezvous: tuple[str, int] | None, listen
                 host, port, world_size=world_size, is_master=rank == 0, master_listen_fd=descriptor, use_libuv=False
             )
         dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
+
+
+def _split_model(hf: HfConfig, parallel: MegatronConfig) -> Layout:
+    """Make Megatron's groups and say where in them this rank is."""
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
+        parallel_state.initialize_model_parallel(
+            parallel.tensor_model_parallel_size,
+            parallel.pipeline_model_parallel_size,
+            expert_model_parallel_size=parallel.expert_model_parallel_size,
+            expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        )
+
+    def axis(group: dist.ProcessGroup) -> Axis:
+        return Axis(group.rank(), group.size())
+
+    return Layout(
+        hf,
+        tensor=axis(parallel_state.get_tensor_model_parallel_group()),
+        pipeline=axis(parallel_state.get_pipeline_model_parallel_group()),
+        expert=axis(parallel_state.get_expert_model_parallel_group()),
+        expert_tensor=axis(parallel_state.get_expert_tensor_parallel_group()),
+        data=axis(parallel_state.get_data_parallel_group()),
+        expert_data=axis(parallel_state.get_expert_data_parallel_group()),
+    )

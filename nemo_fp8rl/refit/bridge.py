@@ -7,6 +7,7 @@ ends the run.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,15 +23,17 @@ class Acknowledgement:
 
 
 class WeightSource(Protocol):
-    """The trainer's side. The handle is opaque here: an Update in this process, a reference to its bytes otherwise."""
+    """The trainer's side. A handle is opaque here: an Update in this process, a reference to its bytes otherwise."""
 
-    def export_update(self, version: int) -> Any: ...
+    def export_update(self, version: int) -> Sequence[Any]:
+        """One handle for each rank that has a part of the weights."""
+        ...
 
 
 class WeightSink(Protocol):
     """The engines' side: every engine loads the update, or an exception tells why not."""
 
-    def load_update(self, handle: Any) -> list[Acknowledgement]: ...
+    def load_update(self, handles: Sequence[Any]) -> list[Acknowledgement]: ...
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,9 @@ class RefitBridge:
         """Bring every engine to the trainer's present weights. Raises RefitError unless all of them committed."""
         version = self.version + 1
         start = time.perf_counter()
-        handle = self.source.export_update(version)
+        handles = self.source.export_update(version)
         exported = time.perf_counter()
-        acknowledgements = self.sink.load_update(handle)
+        acknowledgements = self.sink.load_update(handles)
         loaded = time.perf_counter()
         behind = [i for i, ack in enumerate(acknowledgements) if ack.version != version]
         if behind or not acknowledgements:

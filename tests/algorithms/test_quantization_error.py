@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from nemo_fp8rl.algorithms.quantization_error import weight_error_by_precision
+from nemo_fp8rl.algorithms.quantization_error import weight_error, weight_squares
 from nemo_fp8rl.fp8 import Fp8Layers, NonFiniteError, quantize_blockwise
 
 FORMATS = ["pow2", "fp32"]
@@ -52,20 +52,27 @@ def expected(weights, fp8_layers, scale_format) -> dict[str, float]:
 @pytest.mark.parametrize("fp8_layers", [Fp8Layers(0, 3), Fp8Layers(1, 2), Fp8Layers.none()])
 def test_errors_by_precision_and_layer_are_those_of_the_quantizers_bytes(fp8_layers, scale_format):
     weights = checkpoint()
-    errors = weight_error_by_precision(iter(weights), fp8_layers, scale_format)
+    errors = weight_error([weight_squares(iter(weights), fp8_layers, scale_format)])
     assert errors == pytest.approx(expected(weights, fp8_layers, scale_format), rel=1e-6)
 
 
 def test_fp8_weights_are_off_by_two_percent_and_bf16_weights_by_nothing():
-    errors = weight_error_by_precision(checkpoint(), Fp8Layers(1, 3))
+    errors = weight_error([weight_squares(checkpoint(), Fp8Layers(1, 3))])
     assert 0.01 < errors["weight_error/fp8"] < 0.04
     assert errors["weight_error/bf16"] == errors["weight_error/layer_0"] == 0.0
     assert errors["weight_error/layer_1"] > 0.01
 
 
+def test_ranks_that_hold_parts_of_the_weights_give_the_error_of_all():
+    weights = checkpoint()
+    whole = weight_error([weight_squares(weights, Fp8Layers(1, 3))])
+    ranks = [weight_squares(weights[i::3], Fp8Layers(1, 3)) for i in range(3)]
+    assert weight_error(ranks) == pytest.approx(whole, rel=1e-12)
+
+
 def test_weights_that_are_all_zero_have_no_error():
     weights = [("model.layers.0.self_attn.q_proj.weight", torch.zeros(4, 4))]
-    assert weight_error_by_precision(weights, Fp8Layers(0, 1)) == {
+    assert weight_error([weight_squares(weights, Fp8Layers(0, 1))]) == {
         "weight_error/fp8": 0.0,
         "weight_error/layer_0": 0.0,
     }
@@ -74,4 +81,4 @@ def test_weights_that_are_all_zero_have_no_error():
 def test_a_weight_that_is_not_finite_is_refused():
     weights = [("model.layers.0.self_attn.q_proj.weight", torch.full((4, 4), math.nan))]
     with pytest.raises(NonFiniteError):
-        weight_error_by_precision(weights, Fp8Layers(0, 1))
+        weight_squares(weights, Fp8Layers(0, 1))

@@ -62,7 +62,7 @@ def test_fp32_logits_and_gradients_equal_hf(recipe, tmp_path: Path, sizes, align
     theirs = hf(ids).logits
     (theirs.log_softmax(-1) * weights).mean().backward()
     assert (logits - theirs).abs().max() < 1e-5
-    ours = dict(to_hf(worker.hf, {name: p.main_grad for name, p in worker.model.named_parameters()}))
+    ours = dict(to_hf(worker.layout, {name: p.main_grad for name, p in worker.model.named_parameters()}.__getitem__))
     for name, parameter in hf.named_parameters():
         if name in ours:  # transformers stacks experts
             torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-6 * _norm([parameter.grad]))

@@ -1,0 +1,119 @@
+"""The optimizer's state on disk, by HF names: a checkpoint of one layout loads on ranks of any other.
+
+rank_R.safetensors   float32 masters and Adam's moments of the weights, or parts of weights, that this rank wrote
+steps.json           steps of Adam and of the schedule
+
+Megatron's distributed optimizer cuts each parameter, flattened, into the pieces of its data-parallel ranks. They are
+brought together one parameter at a time and go through the same mapping as the weights (`megatron_names`), so tensor,
+pipeline, expert and data parallelism may all be others when the state is read. Nothing is pickled, nothing converted:
+on the same layout the run goes on to the bit.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.hf.parts import PartReader, PartWriter
+from nemo_fp8rl.hf.region import start_of
+from nemo_fp8rl.hf.tensors import expected_tensors
+from nemo_fp8rl.policy.layout import Layout
+from nemo_fp8rl.policy.megatron_names import from_hf, to_hf
+from nemo_fp8rl.policy.weights import assembled
+
+MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
+STEPS = "steps.json"
+
+
+def save_optimizer(
+    folder: Path, rank: int, layout: Layout, model: torch.nn.Module, optimizer: Any, scheduler: Any
+) -> Exception | None:
+    """All ranks call it together; one of those that hold the same writes it. Returns what kept this rank from it."""
+    writer = PartWriter(folder, f"rank_{rank}")
+    pieces = {name: (piece, master, state) for name, piece, master, state in _pieces(model, optimizer)}
+    steps = {float(state["step"]) for _, _, state in pieces.values() if state}
+    assert len(steps) <= 1, f"parameters have taken different numbers of steps: {steps}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if rank == 0:
+            record = {"adam": max(steps, default=0.0), "schedule": scheduler.num_steps}
+            (folder / STEPS).write_text(json.dumps(record) + "\n")
+    except OSError as error:
+        writer.error = error
+    parameters, shapes = dict(model.named_parameters()), expected_tensors(layout.hf)
+    # every rank of a group gathers, so all must agree on whether there are moments: they do, steps are the world's
+    for kind in (MASTER, *(MOMENTS if _any_has_stepped(bool(steps)) else ())):
+
+        def gathered(name: str, kind: str = kind) -> Tensor:
+            parameter = parameters[name]
+            held = pieces.get(name)
+            part = None if held is None else (held[1] if kind == MASTER else held[2][kind]).detach()
+            region = ((0, 0),) if held is None else (held[0],)
+            return assembled(part, region, [parameter.numel()], _copies(parameter)).view(parameter.shape)
+
+        for name, part in to_hf(layout, gathered):
+            if layout.exports(name):
+                writer.add(f"{name}.{kind}", part, start_of(layout.region(name, shapes[name])))
+    writer.close()
+    return writer.error
+
+
+@torch.no_grad()
+def load_optimizer(folder: Path, layout: Layout, model: torch.nn.Module, optimizer: Any, scheduler: Any) -> None:
+    """Restore what `save_optimizer` wrote, on whatever ranks. Raises UserError when it is not complete."""
+    try:
+        record = json.loads((folder / STEPS).read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder / STEPS} cannot be read ({error}); the checkpoint is not complete") from None
+    pieces = {name: (piece, master, state) for name, piece, master, state in _pieces(model, optimizer)}
+    shapes = expected_tensors(layout.hf)
+    with PartReader(folder) as reader:
+        for kind in (MASTER, *(MOMENTS if record["adam"] else ())):
+
+            def part(name: str, kind: str = kind) -> Tensor:
+                return reader.get(f"{name}.{kind}", layout.region(name, shapes[name]))
+
+            for name, whole in from_hf(layout, part):
+                if name in pieces:
+                    piece, master, state = pieces[name]
+                    own = whole.flatten()[slice(*piece)]
+                    if kind == MASTER:
+                        master.copy_(own)
+                    else:
+                        state[kind] = own.clone()
+    if record["adam"]:
+        for _, _, state in pieces.values():
+            # A tensor of its own for each: Megatron's own loader shares one, and Adam then counts wrongly.
+            state["step"] = torch.tensor(record["adam"])
+    scheduler.num_steps = 0
+    scheduler.step(increment=record["schedule"])
+
+
+def _copies(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
+    """The data-parallel ranks that share out this parameter's optimizer state."""
+    if getattr(parameter, "allreduce", True):
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return parallel_state.get_expert_data_parallel_group()
+
+
+def _any_has_stepped(stepped: bool) -> bool:
+    """A rank may hold no piece at all, and so no state."""
+    flag = torch.tensor(float(stepped))
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
+
+
+def _pieces(model: torch.nn.Module, optimizer: Any) -> Iterator[tuple[str, tuple[int, int], Tensor, dict[str, Any]]]:
+    """(Megatron name, (start, stop) of the flattened parameter, float32 master, Adam's state) of what this rank has."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for parameter, (group, order) in part.model_param_group_index_map.items():
+            master = part.optimizer.param_groups[group]["params"][order]
+            piece = part._get_model_param_range_map(parameter)["param"]
+            yield names[parameter], (piece.start, piece.end), master, part.optimizer.state[master]

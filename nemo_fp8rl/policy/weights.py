@@ -1,0 +1,101 @@
+"""A model's weights from and to an HF checkpoint folder: each rank reads its part alone; files hold whole tensors."""
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nemo_fp8rl.hf.checkpoint import CheckpointReader
+from nemo_fp8rl.hf.parts import PartWriter
+from nemo_fp8rl.hf.region import Region, index
+from nemo_fp8rl.hf.tensors import expected_tensors
+from nemo_fp8rl.policy.layout import EXPERT, Layout
+from nemo_fp8rl.policy.megatron_names import from_hf
+
+MODEL_FILES = ("config.json", "generation_config.json")
+TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "tokenizer.model", "chat_template*")
+
+
+@torch.no_grad()
+def load_hf(folder: Path, model: torch.nn.Module, layout: Layout) -> None:
+    """Copy weights that `save_hf` (or anyone) wrote into a rank's parameters."""
+    parameters = dict(model.named_parameters())
+    shapes = expected_tensors(layout.hf)
+    with CheckpointReader(folder) as reader:
+        reader.check(shapes)
+        for name, tensor in from_hf(layout, lambda name: reader.get(name, layout.region(name, shapes[name]))):
+            parameters.pop(name).copy_(tensor)
+    assert not parameters, f"parameters without a checkpoint tensor: {sorted(parameters)}"
+
+
+def save_hf(
+    folder: Path, weights: Iterator[tuple[str, Tensor]], layout: Layout, rank: int, model: Path, tokenizer: Path
+) -> Exception | None:
+    """Write the weights beside copies of the model's config and the tokenizer's files. All ranks call it together.
+
+    Ranks that share a tensor bring it together on the first of them, one tensor at a time. Returns what kept this rank
+    from writing, so that it can still do its part.
+    """
+    writer = PartWriter(folder, "model" if rank == 0 else f"model-rank{rank}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for source, patterns in ((model, MODEL_FILES), (tokenizer, TOKENIZER_FILES)) if rank == 0 else ():
+            for path in (path for pattern in patterns for path in source.glob(pattern)):
+                shutil.copy2(path, folder / path.name)
+    except OSError as error:
+        writer.error = error
+    shapes = expected_tensors(layout.hf)
+    for name, part in weights:
+        if not layout.is_copy(name):
+            tensor = _joined(name, part, shapes[name], layout)
+            if layout.axis(name).rank == 0:
+                writer.add(name, tensor)
+    writer.close()
+    dist.barrier()
+    if rank == 0 and writer.error is None:
+        try:
+            _write_index(folder)
+        except (OSError, SafetensorError) as error:
+            writer.error = error
+    return writer.error
+
+
+def _joined(name: str, part: Tensor, shape: tuple[int, ...], layout: Layout) -> Tensor:
+    """The whole tensor on the first rank of those that share it."""
+    if not layout.is_split(name):
+        return part
+    expert = EXPERT.search(name)
+    groups = parallel_state.get_expert_tensor_parallel_group, parallel_state.get_tensor_model_parallel_group
+    return assembled(part, layout.region(name, shape), shape, groups[0 if expert else 1]())
+
+
+def assembled(part: Tensor | None, region: Region, shape: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """A tensor of which each rank of the group holds a region, whole on the first of them; garbage on the others.
+
+    part: None on a rank that holds nothing. Bytes are added to zeros, so that every bit arrives, also the sign of -0.
+    """
+    if group.size() == 1 and part is not None:
+        return part.view(tuple(shape))
+    out = torch.zeros(tuple(shape), dtype=torch.float32 if part is None else part.dtype)
+    if part is not None:
+        out[index(region, (0,) * len(region))] = part
+    dist.reduce(out.view(torch.uint8), group_dst=0, group=group)
+    return out
+
+
+def _write_index(folder: Path) -> None:
+    """model.safetensors.index.json, which HF's tools ask for when there is more than one file."""
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) > 1:
+        weight_map: dict[str, str] = {}
+        for path in files:
+            with safe_open(path, framework="pt") as opened:
+                weight_map |= dict.fromkeys(opened.keys(), path.name)
+        index_file = {"metadata": {}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index_file, indent=1) + "\n")

@@ -1,0 +1,54 @@
+"""Trainer ranks for tests: processes that meet on loopback, one `MegatronWorker` each."""
+
+import os
+import socket
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+from nemo_fp8rl.config import Config
+from nemo_fp8rl.policy.worker import MegatronWorker
+
+worker = MegatronWorker()
+"""In a rank's process: the rank."""
+
+
+class Ranks:
+    """`run(function, argument of rank 0, argument of rank 1, ...)`; functions find their rank in `ranks.worker`."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.processes = [ProcessPoolExecutor(1, mp_context=get_context("spawn")) for _ in range(count)]
+        self.rendezvous = self.processes[0].submit(_listen).result()
+
+    def run(self, function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> list[Any]:
+        futures = [p.submit(function, *args) for p, args in zip(self.processes, arguments, strict=True)]
+        return [future.result() for future in futures]
+
+    def setup(self, cfg: Config) -> list[Any]:
+        """Build the policy anew on all ranks; their places."""
+        return self.run(_setup, [(cfg, rank, self.count, self.rendezvous) for rank in range(self.count)])
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """The same call on every rank."""
+        return self.run(_call, [(method, *arguments)] * self.count)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.shutdown()
+
+
+def _listen() -> tuple[str, int]:
+    worker.listener = socket.create_server(("127.0.0.1", 0))
+    return worker.listener.getsockname()[:2]
+
+
+def _setup(cfg: Config, rank: int, count: int, rendezvous: tuple[str, int]) -> Any:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    worker.shutdown()
+    return worker.setup(cfg, rank, count, rendezvous)
+
+
+def _call(method: str, *arguments: Any) -> Any:
+    return getattr(worker, method)(*arguments)

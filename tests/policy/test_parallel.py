@@ -1,0 +1,157 @@
+"""Ranks that share a model say what one rank, and HF's model, says. Processes on gloo, float32 unless said."""
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from nemo_fp8rl.batch import TrainBatch, shards
+from nemo_fp8rl.hf.region import index
+from nemo_fp8rl.hf.tensors import expected_tensors
+from nemo_fp8rl.policy.megatron_names import to_hf
+from nemo_fp8rl.tiny import write_model
+from tests.policy import ranks
+from tests.policy.ranks import Ranks
+
+TP = ("tensor_model_parallel_size=2",)
+SP = (*TP, "sequence_parallel=true")
+PP = ("pipeline_model_parallel_size=2",)
+EP = ("expert_model_parallel_size=2",)
+QWEN2 = {"family": "qwen2", "num_key_value_heads": 2}
+DENSE = [{"family": "llama"}, QWEN2, {"family": "qwen3", "tie_word_embeddings": True}]
+MOE = {"family": "qwen3_moe", "vocab_size": 97}  # does not divide: the last rank has fewer
+ON_TWO = [
+    *((sizes, layout) for sizes in DENSE for layout in (TP, SP, PP)),
+    *((MOE, layout) for layout in (SP, PP, EP, (*SP, *EP, "expert_tensor_parallel_size=1"))),
+]
+ON_FOUR = [
+    ({**QWEN2, "tie_word_embeddings": True}, (*SP, *PP)),
+    (MOE, (*SP, *EP)),
+    (MOE, (*PP, *EP)),
+    (MOE, (*SP, *PP)),
+    (MOE, (*SP, *EP, "expert_tensor_parallel_size=1")),
+]
+
+
+@pytest.fixture(scope="module")
+def two():
+    pool = Ranks(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def four():
+    pool = Ranks(4)
+    yield pool
+    pool.close()
+
+
+def name(value: object) -> str:
+    if isinstance(value, dict):
+        return "-".join(str(v) for v in value.values())
+    short = {"tensor_model_parallel_size": "tp", "pipeline_model_parallel_size": "pp", "sequence_parallel": "sp"}
+    short |= {"expert_model_parallel_size": "ep", "expert_tensor_parallel_size": "etp"}
+    keys = (part.split("=") for part in value) if isinstance(value, tuple) else ()
+    return "".join(f"{short[key]}{size}" for key, size in keys) or str(value)
+
+
+@pytest.mark.parametrize("align", ["vllm", "none"])
+@pytest.mark.parametrize(("sizes", "layout"), ON_TWO, ids=name)
+def test_two_ranks_equal_hf(two, recipe, tmp_path, sizes, layout, align):
+    equal_hf(two, recipe, tmp_path, sizes, layout, align)
+
+
+@pytest.mark.parametrize(("sizes", "layout"), ON_FOUR, ids=name)
+def test_four_ranks_equal_hf(four, recipe, tmp_path, sizes, layout):
+    equal_hf(four, recipe, tmp_path, sizes, layout, "vllm")
+
+
+def equal_hf(pool: Ranks, recipe, tmp_path, sizes, layout, align) -> None:
+    write_model(tmp_path / "model", seed=3, **sizes)
+    cfg = recipe(
+        f"policy.model_name={tmp_path}/model",
+        "policy.precision=float32",
+        "nemo_fp8rl.flow=bf16",
+        f"nemo_fp8rl.align={align}",
+        "cluster.backend=ray",
+        f"cluster.train_ranks={pool.count}",
+        "policy.train_micro_batch_size=2",
+        "policy.train_global_batch_size=8",
+        "policy.megatron_cfg.optimizer.clip_grad=1.0e9",
+        *(f"policy.megatron_cfg.{key}" for key in layout),
+    )
+    batch = random_batch()
+    places = pool.setup(cfg)
+    parts = shards(batch, cfg.data_parallel_size)
+    results = pool.run(logits_and_gradients, [(parts[place.shard],) for place in places])
+
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    theirs = hf(batch["input_ids"][:, :-1]).logits
+    weighted_logprobs(theirs.log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1), batch).backward()
+    rows = iter(theirs.split(2))  # microbatches
+    by_shard: dict[int, list] = {}
+    for place, result in zip(places, results, strict=True):
+        if result["logits"]:
+            by_shard.setdefault(place.shard, []).append(result["logits"])
+    for shard in sorted(by_shard):
+        for parts_of_vocabulary in zip(*by_shard[shard], strict=True):
+            expected = next(rows)
+            logits = torch.cat(parts_of_vocabulary, -1)[:, : expected.size(1)]
+            assert (logits - expected[:, : logits.size(1)]).abs().max() < 1e-5
+    assert next(rows, None) is None
+    expected_norm = norm(p.grad for p in hf.parameters())
+    for result in results:
+        assert result["grad_norm"] == pytest.approx(expected_norm, rel=1e-5)
+    if cfg.data_parallel_size == 1:
+        gradients = {n: p.grad for n, p in hf.named_parameters()}
+        seen = set()
+        for result in results:
+            for n, (region, gradient) in result["gradients"].items():
+                if n in gradients:  # transformers stacks experts
+                    own = gradients[n][index(region, (0,) * len(region))]
+                    torch.testing.assert_close(gradient, own, rtol=1e-4, atol=1e-6 * norm([own]))
+                    seen.add(n)
+        assert seen == {n for n in gradients if ".experts." not in n}
+
+
+def random_batch() -> TrainBatch:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 60, (8, 22), generator=generator)  # HF has no gradient for the padding token, 0
+    lengths = torch.tensor([22, 20, 15, 9, 22, 22, 12, 22])
+    mask = (torch.arange(22) < lengths[:, None]).float()
+    return TrainBatch(input_ids=ids, input_lengths=lengths, token_mask=mask, sample_mask=torch.ones(8))
+
+
+def weighted_logprobs(logprobs: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
+    weights = torch.linspace(-1, 1, logprobs.size(1)) * batch["token_mask"][:, 1:]
+    return (logprobs * weights).sum() / 100
+
+
+def weighted_loss(logprobs, batch, *_):
+    full = torch.linspace(-1, 1, 21)[: logprobs.size(1)] * batch["token_mask"][:, 1:]
+    loss = (logprobs * full).sum() / 100
+    return loss, {"loss": float(loss)}
+
+
+def norm(tensors: Iterable[torch.Tensor]) -> float:
+    return sum(t.double().square().sum() for t in tensors).sqrt().item()
+
+
+def logits_and_gradients(part: TrainBatch) -> dict:
+    """On a rank: one step; logits of its part of the vocabulary by microbatch, gradients by HF name, their norm."""
+    worker, layout = ranks.worker, ranks.worker.layout
+    logits = []
+
+    def keep(_module, _inputs, output):
+        if layout.last_stage:
+            logits.append((output.to(worker.model.head.dtype) @ worker.model.head.t()).detach())
+
+    hook = worker.ddp.register_forward_hook(keep)
+    metrics = worker.train_step(part, weighted_loss, 1.0, 1.0)
+    hook.remove()
+    shapes = expected_tensors(layout.hf)
+    grads = {n: p.main_grad for n, p in worker.model.named_parameters()}
+    gradients = {n: (layout.region(n, shapes[n]), g.clone()) for n, g in to_hf(layout, grads.__getitem__)}
+    return {"logits": logits, "gradients": gradients, "grad_norm": metrics["grad_norm"]}
