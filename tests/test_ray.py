@@ -43,6 +43,26 @@ def test_two_ranks_and_two_engines_agree_within_rounding(warm_overrides, tmp_pat
     assert all(row["train/token_mult_prob_error"] < 1.001 for row in rows[1:])
 
 
+TENSOR = ("policy.megatron_cfg.tensor_model_parallel_size=2", "policy.megatron_cfg.sequence_parallel=true")
+PIPELINE = ("policy.megatron_cfg.pipeline_model_parallel_size=2",)
+
+
+@pytest.mark.parametrize(("layout", "rounding"), [(TENSOR, 2e-2), (PIPELINE, 1e-6)], ids=["tensor", "pipeline"])
+def test_two_ranks_that_share_the_model_agree_with_one(warm_overrides, tmp_path, in_process, layout, rounding):
+    """The first step samples from the same weights. Pipeline stages compute what one rank does; of tensor-parallel
+    ranks the gradients are sums of rounded parts, quantized again, so weights and later steps drift.
+    """
+    rows = run((*warm_overrides, "cluster.backend=ray", "cluster.train_ranks=2", *layout), tmp_path / "run")
+    first, reference = rows[1], in_process[1]
+    assert first["train/reward"] == reference["train/reward"]
+    assert first["train/loss"] == pytest.approx(reference["train/loss"], abs=1e-5)
+    assert first["train/grad_norm"] == pytest.approx(reference["train/grad_norm"], rel=rounding)
+    assert all(row["train/token_mult_prob_error"] < 1.001 for row in rows[1:])
+    if layout == PIPELINE:
+        rewards = [[row["train/reward"] for row in side[1:]] for side in (rows, in_process)]
+        assert rewards[0] == rewards[1]
+
+
 def test_an_actors_refusal_is_one_line_too(tiny, warm_overrides, tmp_path):
     """The checkpoint is read inside an actor; what is wrong with it reaches the user as it does in one process."""
     shutil.copytree(tiny / "model", tmp_path / "model")

@@ -35,13 +35,6 @@ ON_FOUR = [
 
 
 @pytest.fixture(scope="module")
-def two():
-    pool = Ranks(2)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
 def four():
     pool = Ranks(4)
     yield pool

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nemo_fp8rl.fp8 import Fp8Layers
-from nemo_fp8rl.refit.manifest import Manifest, RefitError, TensorSpec, Update
+from nemo_fp8rl.refit.manifest import Manifest, RefitError, TensorSpec, Update, joined
 from nemo_fp8rl.refit.quantize import build_update
 
 LAYERS = {True: Fp8Layers(0, 36), False: Fp8Layers.none()}
@@ -16,10 +16,13 @@ PROJECTION, NORM, EMBEDDING = "model.layers.0.self_attn.q_proj.weight", "model.n
 SCALE = PROJECTION + "_scale_inv"
 
 
-def update(fp8: bool = True) -> Update:
+def checkpoint() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    weights = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in SHAPES.items()}
-    return build_update(weights.items(), 5, LAYERS[fp8], "pow2")
+    return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in SHAPES.items()}
+
+
+def update(fp8: bool = True) -> Update:
+    return build_update(checkpoint().items(), 5, LAYERS[fp8], "pow2")
 
 
 def changed(fp8: bool = True, **tensors: torch.Tensor | None) -> Update:
@@ -153,3 +156,73 @@ def test_an_fp8_weight_that_is_no_matrix_is_refused(shape):
 def test_a_tensor_of_another_shape_than_the_engines_is_named(name):
     with pytest.raises(RefitError, match=name):
         update().verify(SHAPES | {name: (7, 7)}, LAYERS[True])
+
+
+# Parts of several ranks
+
+
+def split(at: int = 128) -> list[Update]:
+    """What two ranks send that share the projection's rows: the second has no copy of what is whole."""
+    weights = {
+        n: torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16() for n, shape in SHAPES.items()
+    }
+    top = weights | {PROJECTION: weights[PROJECTION][:at]}
+    first = build_update(top.items(), 5, LAYERS[True], "pow2")
+    rest = {PROJECTION: weights[PROJECTION][at:]}
+    second = build_update(rest.items(), 5, LAYERS[True], "pow2", starts={PROJECTION: (at, 0)})
+    return [first, second]
+
+
+def test_parts_of_ranks_make_the_update_of_one():
+    weights = {
+        n: torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16() for n, shape in SHAPES.items()
+    }
+    expected = build_update(weights.items(), 5, LAYERS[True], "pow2")
+    for parts in (split(), split()[::-1]):
+        whole = joined(parts)
+        whole.verify(SHAPES, LAYERS[True])
+        assert whole.tensors.keys() == expected.tensors.keys()
+        assert all(
+            torch.equal(whole.tensors[n].view(torch.uint8), t.view(torch.uint8)) for n, t in expected.tensors.items()
+        )
+
+
+def test_a_part_says_where_it_begins_and_its_scale_in_blocks():
+    specs = {spec.name: spec for spec in split()[1].manifest.tensors}
+    assert specs[PROJECTION] == TensorSpec(PROJECTION, "float8_e4m3fn", (128, 300), (128, 0))
+    assert specs[SCALE] == TensorSpec(SCALE, "float32", (1, 3), (1, 0))
+    assert Manifest.from_json(split()[1].manifest.to_json()) == split()[1].manifest
+
+
+def test_a_part_must_begin_at_a_block():
+    with pytest.raises(AssertionError):
+        split(at=64)
+
+
+def with_manifest(update: Update, **changes: object) -> Update:
+    """The projection's line of the manifest changed."""
+    specs = (dataclasses.replace(s, **changes) if s.name == PROJECTION else s for s in update.manifest.tensors)
+    return Update(dataclasses.replace(update.manifest, tensors=tuple(specs)), update.tensors)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda a, b: [a, Update(dataclasses.replace(b.manifest, version=6), b.tensors)], r"versions: \[5, 6\]"),
+        (lambda a, b: [a, with_manifest(b, start=(100, 0))], "same part of .*q_proj"),
+        (lambda a, b: [a, with_manifest(b, start=(200, 0))], "parts of .*q_proj.* are missing"),
+        (lambda a, b: [b], "parts of .*q_proj.* are missing"),
+        (lambda a, b: [a, with_manifest(b, dtype="bfloat16")], "differs from its manifest"),
+        (lambda a, b: [a, with_manifest(b, shape=(128, 299))], "differs from its manifest"),
+        (lambda a, b: [a, b, b], "same part of"),
+    ],
+)
+def test_parts_that_do_not_fit_together_are_refused(damage, message):
+    with pytest.raises(RefitError, match=message):
+        joined(damage(*split()))
+
+
+def test_a_rank_that_sent_nothing_leaves_a_tensor_too_short():
+    whole = joined(split()[:1])
+    with pytest.raises(RefitError, match=r"q_proj\.weight is \[128, 300\], the engine's is \[256, 300\]"):
+        whole.verify(SHAPES, LAYERS[True])

@@ -1,0 +1,113 @@
+"""Whatever parts a tensor was written in, any region of it is read back to the bit."""
+
+import json
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.hf import parts
+from nemo_fp8rl.hf.parts import PartReader, PartWriter
+from nemo_fp8rl.hf.region import index, overlap, placed, shape_of, whole
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
+
+
+def random(shape, dtype, seed=0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def cuts(data, size: int) -> list[tuple[int, int]]:
+    """`size` in one to three pieces."""
+    inner = data.draw(st.lists(st.integers(1, max(1, size - 1)), max_size=2, unique=True)) if size > 1 else []
+    borders = [0, *sorted(inner), size]
+    return list(pairwise(borders))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), rows=st.integers(1, 9), columns=st.integers(1, 7), dtype=st.sampled_from(DTYPES))
+def test_any_region_of_any_partition(tmp_path_factory, data, rows, columns, dtype):
+    folder, tensor = tmp_path_factory.mktemp("parts"), random((rows, columns), dtype)
+    boxes = [(r, c) for r in cuts(data, rows) for c in cuts(data, columns)]
+    for i, box in enumerate(boxes):
+        writer = PartWriter(folder, f"rank_{i}")  # a file holds one part of a tensor
+        writer.add("w", tensor[index(box, (0, 0))], tuple(a for a, _ in box))
+        writer.close()
+    first, last = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
+    region = ((first, data.draw(st.integers(first + 1, rows))), (last, data.draw(st.integers(last + 1, columns))))
+    with PartReader(folder) as reader:
+        read = reader.get("w", region)
+        assert "w" in reader
+    assert read.dtype == dtype
+    assert torch.equal(read.view(torch.uint8), tensor[index(region, (0, 0))].contiguous().view(torch.uint8))
+
+
+def test_a_part_that_nobody_wrote_is_refused(tmp_path):
+    writer = PartWriter(tmp_path, "rank_0")
+    writer.add("w", torch.ones(2, 3), (2, 0))
+    writer.close()
+    with PartReader(tmp_path) as reader:
+        assert torch.equal(reader.get("w", ((2, 4), (0, 3))), torch.ones(2, 3))
+        for name, region in (("w", whole((4, 3))), ("other", whole((4, 3)))):
+            with pytest.raises(UserError, match=f"does not hold all of {name}; the checkpoint is not complete"):
+                reader.get(name, region)
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    (tmp_path / "rank_0.safetensors").write_bytes(b"not a checkpoint")
+    with pytest.raises(UserError, match=r"rank_0\.safetensors is not a whole safetensors file"), PartReader(tmp_path):
+        pass
+
+
+def test_files_are_of_bounded_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "FILE_BYTES", 1000)
+    writer = PartWriter(tmp_path, "model")
+    tensors = {f"t{i}": random((30,), torch.float32, i) for i in range(20)}  # 120 bytes each
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    writer.close()
+    files = sorted(tmp_path.iterdir())
+    assert [path.name for path in files] == ["model-2.safetensors", "model-3.safetensors", "model.safetensors"]
+    assert {n: t for path in files for n, t in load_file(path).items()}.keys() == tensors.keys()
+    with PartReader(tmp_path) as reader:
+        assert all(torch.equal(reader.get(n, whole(t.shape)), t) for n, t in tensors.items())
+
+
+def test_a_writer_on_a_full_disk_goes_on_and_says_so_at_the_end(tmp_path):
+    writer = PartWriter(tmp_path / "missing", "model")
+    for i in range(3):
+        writer.add(f"t{i}", torch.ones(2))
+    writer.close()
+    writer.add("later", torch.ones(2))
+    writer.close()
+    assert writer.error is not None
+
+
+def test_what_is_written_is_what_it_was_when_it_was_added(tmp_path):
+    tensor = torch.ones(3)
+    writer = PartWriter(tmp_path, "model")
+    writer.add("t", tensor)
+    tensor.zero_()
+    writer.close()
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["t"], torch.ones(3))
+
+
+def test_starts_are_in_the_header(tmp_path):
+    writer = PartWriter(tmp_path, "model")
+    writer.add("whole", torch.ones(2), (0,))
+    writer.add("part", torch.ones(2, 2), (0, 5))
+    writer.close()
+    header = (tmp_path / "model.safetensors").read_bytes()
+    size = int.from_bytes(header[:8], "little")
+    assert json.loads(json.loads(header[8 : 8 + size])["__metadata__"]["starts"]) == {"part": [0, 5]}
+
+
+def test_regions():
+    assert placed((1, 2), (3, 4)) == ((1, 4), (2, 6))
+    assert shape_of(((1, 4), (2, 6))) == (3, 4)
+    assert overlap(((0, 4),), ((2, 9),)) == ((2, 4),)
+    assert overlap(((0, 4), (0, 2)), ((2, 9), (2, 3))) is None

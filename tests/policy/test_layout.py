@@ -1,0 +1,181 @@
+"""Ranks hold every weight once, whatever the layout, and a layout that cannot be is refused by key and dimension."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.hf.config import FAMILIES, HfConfig
+from nemo_fp8rl.hf.region import index, shape_of
+from nemo_fp8rl.hf.tensors import expected_tensors
+from nemo_fp8rl.policy.layout import Axis, Layout, check_layout
+from nemo_fp8rl.policy.megatron_names import from_hf, to_hf
+
+DENSE = HfConfig(
+    family=FAMILIES["qwen2"],
+    vocab_size=50,
+    hidden_size=6,
+    intermediate_size=8,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=2,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    rope_type="default",
+    tie_word_embeddings=False,
+    max_position_embeddings=64,
+    eos_token_ids=(1,),
+)
+MOE = dataclasses.replace(DENSE, family=FAMILIES["qwen3_moe"], num_experts=8, num_experts_per_tok=2)
+TIED = dataclasses.replace(DENSE, tie_word_embeddings=True)
+
+
+def layouts(hf: HfConfig, tp: int, pp: int, dp: int, ep: int = 1, etp: int | None = None) -> list[Layout]:
+    """All ranks, numbered as Megatron numbers them: tensor fastest, then data, pipeline last."""
+    etp = tp if etp is None else etp
+    ranks = []
+    for stage, rank in itertools.product(range(pp), range(tp * dp)):
+        ranks.append(
+            Layout(
+                hf,
+                tensor=Axis(rank % tp, tp),
+                data=Axis(rank // tp, dp),
+                pipeline=Axis(stage, pp),
+                expert_tensor=Axis(rank % etp, etp),
+                expert=Axis(rank // etp % ep, ep),
+                expert_data=Axis(rank // etp // ep, tp * dp // etp // ep),
+            )
+        )
+    return ranks
+
+
+CASES = [
+    (DENSE, layouts(DENSE, 1, 1, 3)),
+    (DENSE, layouts(DENSE, 4, 1, 1)),
+    (DENSE, layouts(DENSE, 2, 4, 2)),
+    (TIED, layouts(TIED, 2, 2, 2)),
+    (MOE, layouts(MOE, 1, 1, 4, ep=4)),
+    (MOE, layouts(MOE, 2, 2, 2, ep=2)),
+    (MOE, layouts(MOE, 2, 2, 2, ep=4, etp=1)),
+    (MOE, layouts(MOE, 4, 1, 2, ep=4, etp=2)),
+]
+
+
+@pytest.mark.parametrize(("hf", "ranks"), CASES)
+def test_every_weight_is_exported_exactly_once_and_comes_back_through_megatrons_names(hf, ranks):
+    generator = torch.Generator().manual_seed(0)
+    tensors = {n: torch.randn(shape, generator=generator) for n, shape in expected_tensors(hf).items()}
+    seen = {n: torch.zeros(shape) for n, shape in expected_tensors(hf).items()}
+    for layout in ranks:
+
+        def part(name: str, layout: Layout = layout) -> torch.Tensor:
+            region = layout.region(name, tensors[name].shape)
+            return tensors[name][index(region, (0,) * len(region))]
+
+        parameters = dict(from_hf(layout, part))
+        for name, tensor in to_hf(layout, parameters.__getitem__):
+            region = layout.region(name, tensors[name].shape)
+            assert tensor.shape == shape_of(region)
+            assert torch.equal(tensor, part(name))
+            if layout.exports(name):
+                seen[name][index(region, (0,) * len(region))] += 1
+    assert all((count == 1).all() for count in seen.values())
+
+
+def test_the_last_stage_of_a_tied_model_holds_the_embedding_and_does_not_export_it():
+    first, last = layouts(TIED, 1, 2, 1)
+    tensors = {n: torch.randn(shape) for n, shape in expected_tensors(TIED).items()}
+    head = dict(from_hf(last, tensors.__getitem__))["output_layer.weight"]
+    assert torch.equal(head, tensors["model.embed_tokens.weight"])
+    parameters = dict(from_hf(last, tensors.__getitem__))
+    assert "model.embed_tokens.weight" not in dict(to_hf(last, parameters.__getitem__))
+    assert "output_layer.weight" not in dict(from_hf(first, tensors.__getitem__))
+
+
+def test_a_vocabulary_that_does_not_divide_is_padded_with_zeros_and_exported_without_them():
+    hf = dataclasses.replace(DENSE, vocab_size=51)
+    ranks = layouts(hf, 4, 1, 1)
+    assert [len(layout.vocabulary) for layout in ranks] == [13, 13, 13, 12]
+    tensors = {n: torch.ones(shape) for n, shape in expected_tensors(hf).items()}
+
+    def part(name: str) -> torch.Tensor:
+        region = ranks[3].region(name, tensors[name].shape)
+        return tensors[name][index(region, (0,) * len(region))]
+
+    parameters = dict(from_hf(ranks[3], part))
+    for megatron, theirs in (("embedding.word_embeddings", "model.embed_tokens"), ("output_layer", "lm_head")):
+        held = parameters[megatron + ".weight"]
+        assert held.shape == (13, 6)
+        assert (held[:12] == 1).all()
+        assert (held[12] == 0).all()
+        assert dict(to_hf(ranks[3], parameters.__getitem__))[theirs + ".weight"].shape == (12, 6)
+
+
+REFUSED = [
+    (DENSE, ("tensor_model_parallel_size=3",), "tensor_model_parallel_size=3.*num_attention_heads=8.*fit: 1, 2, 4, 8"),
+    (DENSE, ("tensor_model_parallel_size=8",), "tensor_model_parallel_size=8.*num_key_value_heads=4.*fit: 1, 2, 4$"),
+    (DENSE, ("pipeline_model_parallel_size=3",), "pipeline_model_parallel_size=3.*num_hidden_layers=4.*fit: 1, 2, 4$"),
+    (MOE, ("expert_model_parallel_size=3",), "expert_model_parallel_size=3.*num_experts=8.*fit: 1, 2, 4, 8$"),
+    (DENSE, ("expert_model_parallel_size=2",), "expert_model_parallel_size=2.*no experts; set it to 1"),
+    (MOE, ("tensor_model_parallel_size=2",), "needs policy.megatron_cfg.sequence_parallel=true"),
+    (
+        dataclasses.replace(DENSE, intermediate_size=384, head_dim=128),
+        ("tensor_model_parallel_size=2",),
+        "tensor_model_parallel_size=2.*intermediate_size=384 in multiples of 128, the blocks of FP8; .*fit: 1, 3$",
+    ),
+    (
+        dataclasses.replace(MOE, intermediate_size=768, head_dim=128),
+        ("tensor_model_parallel_size=4", "sequence_parallel=true"),
+        "expert_tensor_parallel_size=4.*moe_intermediate_size=768 in multiples of 128.*fit: 1, 2, 3, 6$",
+    ),
+]
+
+
+@pytest.mark.parametrize(("hf", "keys", "message"), REFUSED)
+def test_what_the_model_cannot_be_split_into_is_refused(recipe, hf, keys, message):
+    ranks = 1
+    for key in keys:
+        size = key.split("=")[1]
+        ranks *= int(size) if size.isdigit() else 1
+    cfg = recipe(
+        "cluster.backend=ray",
+        f"cluster.train_ranks={ranks}",
+        "policy.train_global_batch_size=24",
+        "policy.train_micro_batch_size=1",
+        "grpo.num_prompts_per_step=6",
+        *(f"policy.megatron_cfg.{key}" for key in keys),
+    )
+    with pytest.raises(UserError, match=message):
+        check_layout(hf, cfg)
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "message"),
+    [
+        (("tensor_model_parallel_size=2",), 3, "train_ranks=3 is not a multiple of .*tensor_model_parallel_size=2"),
+        (("pipeline_model_parallel_size=2",), 1, "train_ranks=1 is not a multiple of .*pipeline_model_parallel_size=2"),
+        (("expert_model_parallel_size=4",), 2, "train_ranks=2 is not a multiple of .*expert_model_parallel_size=4"),
+        (
+            ("tensor_model_parallel_size=2", "expert_tensor_parallel_size=1", "sequence_parallel=true"),
+            2,
+            "expert_tensor_parallel_size=1 must be .*tensor_model_parallel_size=2 .*wrong gradient norm",
+        ),
+        (("sequence_parallel=true",), 2, "sequence_parallel=true needs .*tensor_model_parallel_size above 1"),
+        (("tensor_model_parallel_size=0",), 2, "tensor_model_parallel_size must be a finite number above 0"),
+    ],
+)
+def test_ranks_that_do_not_factor_are_refused(recipe, keys, ranks, message):
+    overrides = [f"policy.megatron_cfg.{key}" for key in keys]
+    with pytest.raises(UserError, match=message):
+        recipe("cluster.backend=ray", f"cluster.train_ranks={ranks}", *overrides)
+
+
+def test_a_batch_is_divided_among_replicas_not_among_ranks(recipe):
+    sizes = ("policy.train_global_batch_size=4", "policy.train_micro_batch_size=4")
+    tensor = ("cluster.backend=ray", "cluster.train_ranks=2", "policy.megatron_cfg.tensor_model_parallel_size=2")
+    assert recipe(*sizes, *tensor).data_parallel_size == 1
+    with pytest.raises(UserError, match=r"the 2 replicas of the model on cluster\.train_ranks=4"):
+        recipe(*sizes, *tensor, "cluster.train_ranks=4")

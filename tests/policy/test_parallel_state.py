@@ -1,0 +1,183 @@
+"""What ranks write and send does not depend on how they split the model. bfloat16 and FP8, processes on gloo."""
+
+import pytest
+import torch
+
+from nemo_fp8rl.algorithms.loss import NllLoss
+from nemo_fp8rl.batch import shards
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.hf.config import read_hf_config
+from nemo_fp8rl.hf.parts import PartReader
+from nemo_fp8rl.hf.region import whole
+from nemo_fp8rl.hf.tensors import expected_tensors
+from nemo_fp8rl.policy.worker import MegatronWorker
+from nemo_fp8rl.refit.manifest import joined
+from nemo_fp8rl.tiny import write_model
+from tests.policy import ranks
+from tests.policy.ranks import Ranks
+from tests.policy.test_worker import random_batch
+
+DENSE = {"vocab_size": 67}  # no multiple of 2
+TIED = {"tie_word_embeddings": True, "family": "llama"}
+MOE = {"family": "qwen3_moe"}
+DP: tuple[str, ...] = ()
+TP = ("tensor_model_parallel_size=2",)
+SP = (*TP, "sequence_parallel=true")
+PP = ("pipeline_model_parallel_size=2",)
+EP = ("expert_model_parallel_size=2",)
+TP_EP = (*SP, *EP, "expert_tensor_parallel_size=1")
+
+
+class Model:
+    """A checkpoint and the recipes that split it."""
+
+    def __init__(self, recipe, folder, sizes) -> None:
+        self.recipe, self.folder = recipe, folder
+        write_model(folder, **sizes)
+        self.shapes = expected_tensors(read_hf_config(folder))
+
+    def cfg(self, layout, ranks=2):
+        return self.recipe(
+            f"policy.model_name={self.folder}",
+            "cluster.backend=ray",
+            f"cluster.train_ranks={ranks}",
+            "policy.train_micro_batch_size=2",
+            "policy.megatron_cfg.optimizer.lr=0.002",
+            "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
+            *(f"policy.megatron_cfg.{key}" for key in layout),
+        )
+
+
+@pytest.fixture
+def model(recipe, tmp_path):
+    return lambda sizes: Model(recipe, tmp_path / "model", sizes)
+
+
+def alone(cfg) -> MegatronWorker:
+    worker = MegatronWorker()
+    worker.setup(cfg, 0, 1, None)
+    return worker
+
+
+def train(pool: Ranks, places, steps: range) -> list[dict[str, float]]:
+    """Metrics of the rank that answers for the first part of the batch."""
+    rows = []
+    for step in steps:
+        batch = random_batch(step)
+        tokens = float(batch["token_mask"][:, 1:].sum())
+        parts = shards(batch, 1 + max(place.shard for place in places))
+        results = pool.run(_step, [(parts[place.shard], tokens) for place in places])
+        rows.append(next(r for r, place in zip(results, places, strict=True) if place.answers))
+    return rows
+
+
+def _step(part, tokens: float) -> dict[str, float]:
+    return ranks.worker.train_step(part, NllLoss(), 8.0, tokens)
+
+
+def state(folder, shapes) -> dict[str, torch.Tensor]:
+    """The optimizer's state as a whole, whoever wrote it."""
+    with PartReader(folder / "optimizer") as reader:
+        kinds = ("master", "exp_avg", "exp_avg_sq")
+        return {f"{n}.{kind}": reader.get(f"{n}.{kind}", whole(s)) for n, s in shapes.items() for kind in kinds}
+
+
+def weights(folder, shapes) -> dict[str, torch.Tensor]:
+    """The HF checkpoint, read whole."""
+    with PartReader(folder / "weights") as reader:
+        return {n: reader.get(n, whole(s)) for n, s in shapes.items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    assert a.keys() == b.keys()
+    return all(torch.equal(a[n].view(torch.uint8), b[n].view(torch.uint8)) for n in a)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layouts"),
+    [(DENSE, (SP, PP, DP, TP)), (TIED, (PP, DP, TP)), (MOE, (EP, PP, TP_EP, DP))],
+    ids=["dense", "tied", "moe"],
+)
+def test_a_checkpoint_moves_between_layouts_to_the_bit(two, model, tmp_path, sizes, layouts):
+    """One rank trains and saves; each layout loads what the one before saved, and saves the same bits."""
+    model = model(sizes)
+    first = alone(model.cfg((), ranks=1))
+    for step in range(2):
+        batch = random_batch(step)
+        first.train_step(batch, NllLoss(), 8.0, float(batch["token_mask"][:, 1:].sum()))
+    folder = tmp_path / "saved"
+    first.save(str(folder))
+    expected = state(folder, model.shapes), weights(folder, model.shapes)
+    assert any(t.count_nonzero() for n, t in expected[0].items() if n.endswith("exp_avg_sq"))
+    for i, layout in enumerate(layouts):
+        places = two.setup(model.cfg(layout))
+        two.call("load", str(folder))
+        folder = tmp_path / f"saved_{i}"
+        two.call("save", str(folder))
+        assert same(state(folder, model.shapes), expected[0]), layout
+        assert same(weights(folder, model.shapes), expected[1]), layout
+        assert (folder / "weights/model.safetensors.index.json").exists() == (layout in (PP, EP, TP_EP))
+        metrics = train(two, places, range(2, 3))
+        assert metrics[0]["grad_norm"] > 0
+    last = alone(model.cfg((), ranks=1))
+    last.load(str(folder))
+    batch = random_batch(7)
+    assert torch.equal(last.logprobs(batch), first.logprobs(batch))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout"), [(DENSE, SP), (TIED, PP), (MOE, EP)], ids=["dense-tp", "tied-pp", "moe-ep"]
+)
+def test_resume_on_the_same_layout_is_bitwise(two, model, tmp_path, sizes, layout):
+    cfg = (model := model(sizes)).cfg(layout)
+    places = two.setup(cfg)
+    train(two, places, range(3))
+    two.call("save", str(tmp_path / "middle"))
+    expected = train(two, places, range(3, 6))
+    two.call("save", str(tmp_path / "end"))
+    places = two.setup(cfg)
+    two.call("load", str(tmp_path / "middle"))
+    assert train(two, places, range(3, 6)) == expected
+    two.call("save", str(tmp_path / "resumed"))
+    assert same(state(tmp_path / "resumed", model.shapes), state(tmp_path / "end", model.shapes))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout"),
+    [(DENSE, TP), (DENSE, SP), (TIED, PP), (DENSE, DP), (MOE, EP), (MOE, PP), (MOE, TP_EP)],
+    ids=["tp", "sp", "tied-pp", "dp", "moe-ep", "moe-pp", "moe-tp-ep"],
+)
+def test_the_parts_of_a_refit_are_the_bytes_of_one_rank(two, model, sizes, layout):
+    """Quantized where they live, put together: every byte and every scale as one rank makes them of all weights."""
+    model = model(sizes)
+    expected = alone(model.cfg((), ranks=1)).export_update(5, serialize=False)
+    places = two.setup(model.cfg(layout))
+    parts = two.call("export_update", 5, False)
+    sent = [part for part, place in zip(parts, places, strict=True) if place.exports]
+    whole_update = joined(sent)
+    assert whole_update.manifest.version == 5
+    assert same(whole_update.tensors, expected.tensors)
+    assert sum(part.nbytes for part in sent) == expected.nbytes
+    if layout != DP:
+        assert max(part.nbytes for part in sent) < 0.8 * expected.nbytes  # no rank holds all
+
+
+def test_an_fp8_step_on_two_ranks_is_that_of_one_within_rounding(two, model):
+    """Dense, split every way: the loss to 1e-4, the gradient norm to 1 %, as FP8 gradients of parts are rounded."""
+    model = model(DENSE)
+    batch = random_batch(0)
+    tokens = float(batch["token_mask"][:, 1:].sum())
+    expected = alone(model.cfg((), ranks=1)).train_step(batch, NllLoss(), 8.0, tokens)
+    for layout in (TP, SP, PP):
+        (metrics,) = train(two, two.setup(model.cfg(layout)), range(1))
+        assert metrics["loss"] == pytest.approx(expected["loss"], abs=1e-4)
+        assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6 if layout == PP else 0.01)
+
+
+def test_a_checkpoint_without_the_part_of_one_rank_is_refused(two, model, tmp_path):
+    model = model(DENSE)
+    two.setup(model.cfg(TP))
+    two.call("save", str(tmp_path / "saved"))
+    (tmp_path / "saved/optimizer/rank_1.safetensors").unlink()
+    with pytest.raises(UserError, match=r"does not hold all of model\.embed_tokens\.weight\.master"):
+        alone(model.cfg((), ranks=1)).load(str(tmp_path / "saved"))
