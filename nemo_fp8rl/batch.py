@@ -98,6 +98,11 @@ def collate(prompts: Sequence[Prompt], completions: Sequence[Completion], pad_to
     )
 
 
+def prompt_batch(prompts: Sequence[Prompt], pad_token_id: int) -> TrainBatch:
+    """The prompts alone, nothing of which is to be trained on."""
+    return collate(prompts, [Completion((), (), "length", 0)] * len(prompts), pad_token_id)
+
+
 def rows(batch: TrainBatch, which: slice | Tensor, multiple: int = 1) -> TrainBatch:
     """These rows of every field, cut to the longest of them so that padding is not computed on.
 

@@ -32,6 +32,8 @@ class Fp8RlConfig(_Block):
     """Where the trainer's RoPE, residual, norm and softmax round: where vLLM's do, or where Megatron's do."""
     scale_format: ScaleFormat = "pow2"
     """Scales of the FP8 blocks; pow2 is the one on which every quantizer agrees."""
+    kv: Literal["unified", "rollout"] = "unified"
+    """With an FP8 KV cache (vllm_cfg.kv_cache_dtype): the trainer's attention reads what the cache holds, or not."""
     kernel: KernelName = "auto"
     """Which implementation quantizes for a refit; all give the same bytes, `auto` takes the fastest there is."""
 
@@ -159,6 +161,8 @@ class VllmConfig(_Block):
     gpu_memory_utilization: float = 0.6
     kv_cache_memory_gib: float | None = 1.0
     """Size of the key-value cache, GiB (ours); null leaves it to gpu_memory_utilization."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """auto: policy.precision. fp8: E4M3 with a scale a layer for keys and values, calibrated at every refit."""
     max_num_seqs: int = 256
     num_first_layers_in_bf16: int = 0
     """Decoder layers at the start that are not FP8, in the engine and (fp8_e2e) in the trainer."""
@@ -262,6 +266,10 @@ class Config(_Block):
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     nemo_fp8rl: Fp8RlConfig = field(default_factory=Fp8RlConfig)
+
+    @property
+    def fp8_kv_cache(self) -> bool:
+        return self.policy.generation.vllm_cfg.kv_cache_dtype == "fp8"
 
     @property
     def data_parallel_size(self) -> int:

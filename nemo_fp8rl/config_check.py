@@ -92,6 +92,11 @@ def check(cfg: Config) -> None:
             f"nemo_fp8rl.flow={cfg.nemo_fp8rl.flow} needs policy.precision=bfloat16, got float32: "
             "FP8 weights are quantized from the bfloat16 parameter"
         )
+    if policy.precision == "float32" and cfg.fp8_kv_cache:
+        raise UserError(
+            "policy.generation.vllm_cfg.kv_cache_dtype=fp8 needs policy.precision=bfloat16, got float32: "
+            "set kv_cache_dtype=auto"
+        )
     if cfg.cluster.backend == "in_process" and (cfg.cluster.train_ranks, cfg.cluster.generation_engines) != (1, 1):
         raise UserError(
             "cluster.train_ranks and cluster.generation_engines above 1 need processes of their own: set "

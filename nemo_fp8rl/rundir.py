@@ -28,6 +28,7 @@ from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import KernelName, kernels
 from nemo_fp8rl.policy.base import Policy
+from nemo_fp8rl.policy.kv_cache import engine_rounding
 from nemo_fp8rl.recipe import to_yaml
 
 MAY_CHANGE = (
@@ -203,12 +204,20 @@ def _choices(cfg: Config) -> dict[str, str]:
         "trainer": fp8 if choice.trainer_fp8 else cfg.policy.precision,
         "engine": fp8 if choice.engine_fp8 else cfg.policy.precision,
         "scales": choice.scale_format,
+        "kv cache": _kv_cache(cfg),
         "quantizer": _quantizer(choice.kernel) if choice.engine_fp8 else "none",
         "correction": str(GrpoLoss(cfg.loss_fn, choice.correction).correction),
         "threads": str(torch.get_num_threads()),
         "align": choice.align,
         "backend": cfg.cluster.backend,
     }
+
+
+def _kv_cache(cfg: Config) -> str:
+    if not cfg.fp8_kv_cache:
+        return cfg.policy.precision
+    trainer = {"unified": f"read by the trainer, {engine_rounding()}", "rollout": "not read by the trainer"}
+    return f"FP8, calibrated pow2 scales, {trainer[cfg.nemo_fp8rl.kv]}"
 
 
 def _quantizer(name: KernelName) -> str:

@@ -13,7 +13,7 @@ from nemo_fp8rl.algorithms.correction import corrected_batch
 from nemo_fp8rl.algorithms.gates import judge, worst
 from nemo_fp8rl.algorithms.loss import EXTREMA, GrpoLoss, combined, kl_estimate
 from nemo_fp8rl.algorithms.mismatch import MismatchSums
-from nemo_fp8rl.batch import Prompt, TrainBatch, collate, num_rows, rows
+from nemo_fp8rl.batch import Prompt, TrainBatch, collate, num_rows, prompt_batch, rows
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.data import PromptOrder
 from nemo_fp8rl.data.prompts import load_prompts
@@ -80,6 +80,8 @@ def train(cfg: Config, resume: bool = False) -> bool:
         parts = Parts(
             cfg, tokenizer, val_prompts, policy, generation, RefitBridge(policy, generation, run.done), sampling
         )
+        if cfg.fp8_kv_cache and not run.done:
+            policy.calibrate_kv(prompt_batch(prompts_of(1)(0), tokenizer.pad_token_id))
         first_refit = parts.bridge.refit()
         display.say(f"{len(train_prompts)} prompts, {len(val_prompts)} held out, run in {run.path}")
         display.say(", ".join(f"{name} {value}" for name, value in run.choices.items()))
@@ -160,6 +162,9 @@ def train_step(
             trained, skipped = optimize(parts.policy, batch, loss, cfg.policy.train_global_batch_size)
             if skipped:
                 notes.append(f"step {step}: {skipped} optimizer steps skipped, no token of theirs was left to train on")
+    if cfg.fp8_kv_cache:
+        with clock("kv_calibration"):
+            parts.policy.calibrate_kv(batch)
     refit = parts.bridge.refit()
 
     train_metrics = trained | mismatch | seen.by_position() | corrected

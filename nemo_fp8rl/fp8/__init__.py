@@ -10,6 +10,7 @@ from nemo_fp8rl.fp8.format import (
     scale_shape,
 )
 from nemo_fp8rl.fp8.kernels import KernelError, KernelName
+from nemo_fp8rl.fp8.kv_cache import CacheRounding, cached
 from nemo_fp8rl.fp8.kv_scales import CalibrationError, KvScales, KvSketches
 from nemo_fp8rl.fp8.layers import Fp8Layers, scale_name
 from nemo_fp8rl.fp8.linear import BlockwiseFp8Linear, blockwise_fp8_linear, fprop
@@ -20,6 +21,7 @@ __all__ = [
     "Block",
     "BlockScaled",
     "BlockwiseFp8Linear",
+    "CacheRounding",
     "CalibrationError",
     "Delta",
     "DeltaError",
@@ -31,6 +33,7 @@ __all__ = [
     "NonFiniteError",
     "ScaleFormat",
     "blockwise_fp8_linear",
+    "cached",
     "fake_quantize",
     "fprop",
     "quantize_blockwise",

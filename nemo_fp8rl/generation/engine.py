@@ -53,6 +53,7 @@ class VllmEngine:
             worker_extension_cls=WORKER_EXTENSION,
             max_model_len=vllm_cfg.max_model_len,
             max_num_seqs=vllm_cfg.max_num_seqs,
+            kv_cache_dtype=vllm_cfg.kv_cache_dtype,
             enforce_eager=vllm_cfg.enforce_eager,
             gpu_memory_utilization=vllm_cfg.gpu_memory_utilization,
             kv_cache_memory_bytes=None if cache_gib is None else int(cache_gib * 2**30),

@@ -2,8 +2,11 @@
 
 from typing import Any
 
+from torch import Tensor
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from nemo_fp8rl.fp8 import Fp8Layers
 from nemo_fp8rl.hf.config import read_hf_config
@@ -12,6 +15,14 @@ from nemo_fp8rl.refit.manifest import RefitError, Update
 
 EXPERT_PROJECTIONS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 """What vLLM's stacks of experts hold."""
+
+
+def _set_scales(attention: Attention, k_scale: Tensor, v_scale: Tensor) -> None:
+    """In the buffers that GPU kernels read, in place, and in the copies for kernels that take numbers."""
+    for x, scale in (("k", k_scale), ("v", v_scale)):
+        getattr(attention, f"_{x}_scale").copy_(scale)
+        getattr(attention, f"_{x}_scale_cpu").copy_(scale)
+        setattr(attention, f"_{x}_scale_float", float(scale))
 
 
 class RefitWorkerExtension:
@@ -23,11 +34,25 @@ class RefitWorkerExtension:
         """Apply a verified update and return its version. Raises RefitError before a byte is applied."""
         quantization = self.model_runner.vllm_config.quant_config
         fp8_layers = quantization.fp8_layers if quantization else Fp8Layers.none()
-        update.verify(self.nemo_fp8rl_checkpoint_tensors(), fp8_layers)
+        caches = self._fp8_caches()
+        kv_scales: dict[str, tuple[int, ...]] = {name: () for names in caches for name in names}
+        update.verify(self.nemo_fp8rl_checkpoint_tensors() | kv_scales, fp8_layers)
+        weights = {name: tensor for name, tensor in update.tensors.items() if name not in kv_scales}
         self._forget_packed_experts()
-        self.model_runner.reload_weights(weights_iterator=iter(update.tensors.items()), is_checkpoint_format=True)
+        self.model_runner.reload_weights(weights_iterator=iter(weights.items()), is_checkpoint_format=True)
         self._repack_tied_head()
+        for (k_scale, v_scale), attention in caches.items():
+            _set_scales(attention, update.tensors[k_scale], update.tensors[v_scale])
         return update.manifest.version
+
+    def _fp8_caches(self) -> dict[tuple[str, str], Any]:
+        """{names of the scales that a refit must bring: attention layer} of every layer whose cache is FP8."""
+        layers = (
+            (name.removesuffix(".attn"), module)
+            for name, module in self.model_runner.get_model().named_modules()
+            if isinstance(module, Attention) and is_quantized_kv_cache(module.kv_cache_dtype)
+        )
+        return {(f"{name}.k_scale", f"{name}.v_scale"): module for name, module in layers}
 
     def _forget_packed_experts(self) -> None:
         """vLLM packs unquantized experts for the CPU only when their method has no kernel yet, which is at the first

@@ -159,6 +159,15 @@ def check_context(hf: HfConfig, max_total_sequence_length: int) -> None:
         )
 
 
+def check_kv_cache(hf: HfConfig, cfg: Config) -> None:
+    """Raise UserError where vLLM has no FP8 KV cache for the model (its CPU kernels' vectors hold 32 values)."""
+    if cfg.fp8_kv_cache and hf.head_dim % 32:
+        raise UserError(
+            f"policy.generation.vllm_cfg.kv_cache_dtype=fp8 cannot hold this model: its head_dim={hf.head_dim} is not "
+            "a multiple of 32; set kv_cache_dtype=auto"
+        )
+
+
 def engine_fp8_layers(hf: HfConfig, cfg: Config) -> Fp8Layers:
     """The layers that the engine holds in FP8 and that the refit quantizes for it.
 

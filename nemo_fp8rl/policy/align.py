@@ -11,6 +11,7 @@ Megatron's through its ModuleSpec; in float32 they equal the standard formulas. 
     bias            of a bfloat16 projection: added to the float32 product, one rounding (`linears`; Megatron: two)
     row-parallel    ranks' products are summed in float32, one rounding (`linears`; Megatron rounds each product)
     softmax         scores, probabilities and the weighted sum in float32, one rounding of the output
+    FP8 KV cache    keys after RoPE and values as the engine's cache holds them (`fp8.cached`)
 """
 
 import math
@@ -21,6 +22,8 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 
 
 def norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
@@ -68,10 +71,12 @@ class AlignedAttention(MegatronModule):
     """
 
     QUERY_BLOCK = 512
-    inv_freq: Tensor  # float32 [d / 2], set by `aligned_attention`
+    inv_freq: Tensor  # float32 [d / 2], set by `aligned_attention`, as is the next
+    kv_cache: TrainerKvCache | None
 
-    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, layer_number: int, **_: Any) -> None:
         super().__init__(config=config)
+        self.layer = layer_number - 1
         self.scale = 1.0 / math.sqrt(config.kv_channels)
 
     def forward(
@@ -80,8 +85,11 @@ class AlignedAttention(MegatronModule):
         s, b, heads, d = query.shape
         groups = key.size(2)
         cos, sin = self.rope_table(s, query.dtype)
-        q = rotate(query, cos, sin).float().permute(1, 2, 0, 3).reshape(b, groups, heads // groups, s, d)
-        k = rotate(key, cos, sin).float().permute(1, 2, 3, 0).unsqueeze(2)  # [b, groups, 1, d, s]
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        if self.kv_cache is not None:
+            key, value = self.kv_cache.read(self.layer, key, value)
+        q = query.float().permute(1, 2, 0, 3).reshape(b, groups, heads // groups, s, d)
+        k = key.float().permute(1, 2, 3, 0).unsqueeze(2)  # [b, groups, 1, d, s]
         v = value.float().permute(1, 2, 0, 3).unsqueeze(2)  # [b, groups, 1, s, d]
         outputs = []
         for start in range(0, s, self.QUERY_BLOCK):
@@ -104,6 +112,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1).to(x.dtype)
 
 
-def aligned_attention(inv_freq: Tensor) -> type[AlignedAttention]:
-    """The attention class for a model with this RoPE: Megatron builds it from a class, not from an instance."""
-    return type("AlignedAttention", (AlignedAttention,), {"inv_freq": inv_freq})
+def aligned_attention(inv_freq: Tensor, kv_cache: TrainerKvCache | None) -> type[AlignedAttention]:
+    """The attention class of a model with this RoPE and cache: Megatron builds it from a class, not an instance."""
+    return type("AlignedAttention", (AlignedAttention,), {"inv_freq": inv_freq, "kv_cache": kv_cache})

@@ -25,6 +25,10 @@ class Policy(Protocol):
         """One optimizer step on the whole batch; the loss's metrics, grad_norm and lr."""
         ...
 
+    def calibrate_kv(self, batch: TrainBatch) -> None:
+        """Scales of the FP8 KV cache for the next refit, from the present weights on these sequences."""
+        ...
+
     def weight_error(self) -> dict[str, float]:
         """How far the engine's weights are from the trainer's (`algorithms.quantization_error`)."""
         ...

@@ -1,4 +1,4 @@
-"""What Megatron Core 0.16 needs where no CUDA device exists, scoped to the calls into it.
+"""What Megatron Core 0.16 and 0.19 need where no CUDA device exists, scoped to the calls into it.
 
 Megatron names CUDA literally in places that have no setting: `torch.cuda.current_device()` for DDP buffers and
 embeddings, `device="cuda"` and `'torch.cuda.FloatTensor'` in the optimizer, clip_grads.py and the log-prob kernels,
@@ -87,6 +87,7 @@ def megatron_on_cpu() -> Iterator[None]:
         return
     with (
         mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
+        mock.patch.object(torch.cuda, "current_stream", lambda *args: None),  # 0.19: to wait for CUDA graphs
         mock.patch.object(torch.cuda, "synchronize", lambda *args: None),
         mock.patch.object(random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
         mock.patch.object(random, "_set_cuda_rng_state", lambda *args, **kwargs: None),  # the CPU's is set beside it

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from nemo_fp8rl.algorithms.loss import combined
 from nemo_fp8rl.algorithms.quantization_error import weight_error
-from nemo_fp8rl.batch import TrainBatch, shards
+from nemo_fp8rl.batch import TrainBatch, num_rows, rows, shards
 from nemo_fp8rl.config import Config
-from nemo_fp8rl.hf.config import read_hf_config
+from nemo_fp8rl.hf.config import check_kv_cache, read_hf_config
 from nemo_fp8rl.policy.base import Loss
 from nemo_fp8rl.policy.layout import check_layout
 from nemo_fp8rl.policy.worker import MegatronWorker, Place
@@ -19,12 +19,17 @@ from nemo_fp8rl.workers import ended_on_error, start_workers
 PER_RANK = ("grad_norm", "lr")
 """Metrics that every rank reports alike; all others are `combined` over the ranks that answer."""
 
+KV_CALIBRATION_SAMPLES = 64
+"""Sequences of the step's batch, on each replica, from which the scales of an FP8 KV cache are taken."""
+
 
 class MegatronPolicy:
     """`policy.base.Policy` over cluster.train_ranks ranks."""
 
     def __init__(self, cfg: Config) -> None:
-        check_layout(read_hf_config(cfg.policy.model_name), cfg)
+        hf = read_hf_config(cfg.policy.model_name)
+        check_layout(hf, cfg)
+        check_kv_cache(hf, cfg)
         self.ranks = start_workers(MegatronWorker, cfg.cluster.train_ranks, cfg.cluster)
         self.replicas, count = cfg.data_parallel_size, self.ranks.count
         with ended_on_error(self.ranks):
@@ -46,6 +51,12 @@ class MegatronPolicy:
             raise ValueError("the batch holds no token to train on: every sample is masked out")
         results = self._on_shards("train_step", batch, loss, *counts)
         return combined(results) | {name: results[0][name] for name in PER_RANK}
+
+    def calibrate_kv(self, batch: TrainBatch) -> None:
+        share = min(num_rows(batch) // self.replicas, KV_CALIBRATION_SAMPLES)  # as many on each: they may go in step
+        few = rows(batch, slice(0, share * self.replicas)) if share else batch
+        parts = shards(few, self.replicas) if share else [few] * self.replicas
+        self.ranks.call("calibrate_kv", [(parts[place.shard],) for place in self.places])
 
     def weight_error(self) -> dict[str, float]:
         return weight_error(self.ranks.call("weight_squares", [()] * self.ranks.count))

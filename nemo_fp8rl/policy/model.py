@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nemo_fp8rl.config import Config, Fp8RlConfig, PolicyConfig
 from nemo_fp8rl.hf.config import HfConfig, trainer_fp8_layers
+from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.layout import Layout
 from nemo_fp8rl.policy.linears import Fp8Forward
 from nemo_fp8rl.policy.rope import inverse_frequencies
@@ -113,13 +114,13 @@ def _mixture(hf: HfConfig, choice: Fp8RlConfig) -> dict[str, Any]:
     }
 
 
-def build_model(config: TransformerConfig, layout: Layout, cfg: Config) -> PolicyModel:
+def build_model(config: TransformerConfig, layout: Layout, cfg: Config, kv_cache: TrainerKvCache | None) -> PolicyModel:
     """The rank's part of the checkpoint at policy.model_name; refuses to start without its FP8 layers."""
     hf, policy, choice, fp8_layers = layout.hf, cfg.policy, cfg.nemo_fp8rl, trainer_fp8_layers(layout.hf, cfg)
     inv_freq = inverse_frequencies(policy.model_name, hf)
     model = PolicyModel(
         config,
-        block_spec(layout, choice, fp8_layers, inv_freq),
+        block_spec(layout, choice, fp8_layers, inv_freq, kv_cache),
         vocab_size=layout.padded_vocab_size,
         max_sequence_length=policy.max_total_sequence_length,
         pre_process=layout.first_stage,

@@ -27,6 +27,7 @@ from nemo_fp8rl.fp8 import Fp8Layers
 from nemo_fp8rl.hf.config import HfConfig
 from nemo_fp8rl.policy.align import AlignedRMSNorm, aligned_attention, aligned_residual_add, norm_weight
 from nemo_fp8rl.policy.align_moe import AlignedExperts, AlignedMoELayer
+from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.layout import Layout
 from nemo_fp8rl.policy.linears import bf16_linears, fp8_linears
 
@@ -46,33 +47,41 @@ class RMSNorm(torch.nn.Module):
 class SdpaAttention(MegatronModule):
     """Core attention on torch's SDPA: [s, b, heads, d] -> [s, b, heads * d], causal, grouped queries."""
 
-    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+    kv_cache: TrainerKvCache | None  # set by `sdpa_attention`
+
+    def __init__(self, config: TransformerConfig, layer_number: int, **_: Any) -> None:
         super().__init__(config=config)
+        self.layer = layer_number - 1
         self.scale = 1.0 / math.sqrt(config.kv_channels)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: Any
     ) -> Tensor:
+        if self.kv_cache is not None:
+            key, value = self.kv_cache.read(self.layer, key, value)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
         return out.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 
 
+def sdpa_attention(kv_cache: TrainerKvCache | None) -> type[SdpaAttention]:
+    return type("SdpaAttention", (SdpaAttention,), {"kv_cache": kv_cache})
+
+
 def block_spec(
-    layout: Layout, choice: Fp8RlConfig, fp8_layers: Fp8Layers, inv_freq: Tensor
+    layout: Layout, choice: Fp8RlConfig, fp8_layers: Fp8Layers, inv_freq: Tensor, kv_cache: TrainerKvCache | None
 ) -> TransformerBlockSubmodules:
     """The rank's decoder layers for this precision and alignment. inv_freq: float32 [head_dim / 2], of RoPE."""
     aligned = choice.align == "vllm"
     plain, fp8 = bf16_linears(aligned), fp8_linears(choice.scale_format, aligned)
-    layers = [_layer_spec(layout.hf, choice, inv_freq, *(fp8 if i in fp8_layers else plain)) for i in layout.layers]
+    attention = aligned_attention(inv_freq, kv_cache) if aligned else sdpa_attention(kv_cache)
+    layers = [_layer_spec(layout.hf, aligned, attention, *(fp8 if i in fp8_layers else plain)) for i in layout.layers]
     norm = AlignedRMSNorm if aligned else RMSNorm
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def _layer_spec(hf: HfConfig, choice: Fp8RlConfig, inv_freq: Tensor, column: type, row: type) -> ModuleSpec:
-    aligned = choice.align == "vllm"
+def _layer_spec(hf: HfConfig, aligned: bool, attention: type, column: type, row: type) -> ModuleSpec:
     norm = AlignedRMSNorm if aligned else RMSNorm
-    attention = aligned_attention(inv_freq) if aligned else SdpaAttention
     residual_add = aligned_residual_add if aligned else get_bias_dropout_add
     return ModuleSpec(
         module=TransformerLayer,

@@ -33,13 +33,14 @@ from nemo_fp8rl.hf.region import start_of
 from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.policy.base import Loss
 from nemo_fp8rl.policy.cpu import megatron_on_cpu
+from nemo_fp8rl.policy.kv_cache import TrainerKvCache, engine_rounding
 from nemo_fp8rl.policy.layout import Axis, Layout
 from nemo_fp8rl.policy.logprobs import token_logprobs
 from nemo_fp8rl.policy.megatron_names import to_hf
 from nemo_fp8rl.policy.model import DTYPES, build_model, transformer_config
 from nemo_fp8rl.policy.optimizer_state import load_optimizer, save_optimizer
 from nemo_fp8rl.policy.weights import load_hf, save_hf
-from nemo_fp8rl.refit.manifest import Update
+from nemo_fp8rl.refit.manifest import RefitError, Update
 from nemo_fp8rl.refit.quantize import build_update
 from nemo_fp8rl.refit.transport import serialized
 
@@ -83,9 +84,10 @@ class MegatronWorker:
         _join(rank, world_size, rendezvous, self.listener if rank == 0 else None)
         self.layout = _split_model(self.hf, cfg.policy.megatron_cfg)
         bf16 = cfg.policy.precision == "bfloat16"
+        self.kv_cache = self._build_kv_cache()
         with megatron_on_cpu():
             config = transformer_config(self.hf, cfg.policy, cfg.nemo_fp8rl)
-            self.model = build_model(config, self.layout, cfg)
+            self.model = build_model(config, self.layout, cfg, self.kv_cache)
             self.ddp = DistributedDataParallel(
                 config,
                 DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
@@ -164,12 +166,23 @@ class MegatronWorker:
             _, grad_norm, _ = self.optimizer.step()
         return {**metrics, "grad_norm": float(grad_norm), "lr": float(self.optimizer.param_groups[0]["lr"])}
 
+    def calibrate_kv(self, batch: TrainBatch) -> None:
+        """Take the scales of the KV cache from what the present weights make of these sequences, on all ranks."""
+        assert self.kv_cache is not None
+        self.kv_cache.begin_calibration()
+        self.logprobs(batch)
+        self.kv_cache.end_calibration()
+
     def export_update(self, version: int, serialize: bool) -> Update | bytes:
         """This rank's part of a version's weights for the engines, quantized here and nowhere else."""
         choice = self.cfg.nemo_fp8rl
         weights = [(name, part) for name, part in self.export_weights() if self.layout.exports(name)]
         shapes = expected_tensors(self.hf)
         starts = {name: start_of(self.layout.region(name, shapes[name])) for name, _ in weights}
+        if self.kv_cache is not None and self.rank == 0:
+            if self.kv_cache.scales is None:
+                raise RefitError(f"refit {version}: the KV cache is FP8 and has no scales yet: calibrate first")
+            weights += self.kv_cache.scales.named()
         update = build_update(
             weights, version, self.engine_fp8_layers, choice.scale_format, choice.kernel, starts=starts
         )
@@ -190,6 +203,8 @@ class MegatronWorker:
         """Write an HF checkpoint and the optimizer's state, all ranks together. Raises UserError on a full disk."""
         policy, path = self.cfg.policy, Path(folder)
         sources = Path(policy.model_name), Path(policy.tokenizer.name)
+        if self.kv_cache is not None and self.rank == 0:
+            self.kv_cache.save(path)
         error = save_hf(path / "weights", self.export_weights(), self.layout, self.rank, *sources)
         also = save_optimizer(path / "optimizer", self.rank, self.layout, self.model, self.optimizer, self.scheduler)
         if error or also:
@@ -198,6 +213,8 @@ class MegatronWorker:
     def load(self, folder: str) -> None:
         with megatron_on_cpu():
             load_hf(Path(folder) / "weights", self.model, self.layout)
+            if self.kv_cache is not None:
+                self.kv_cache.load(Path(folder))
             load_optimizer(Path(folder) / "optimizer", self.layout, self.model, self.optimizer, self.scheduler)
 
     def shutdown(self) -> None:
@@ -228,7 +245,7 @@ class MegatronWorker:
 
         def forward_step(parts: Iterator[tuple[int, TrainBatch]], model: torch.nn.Module) -> tuple[Tensor, Any]:
             i, part = next(parts)
-            hidden = self._hidden(part["input_ids"], model)
+            hidden = self._hidden(part, model)
 
             def last(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
                 value, result = finish(self._next_token_logprobs(hidden, part["input_ids"]), i, part)
@@ -246,10 +263,13 @@ class MegatronWorker:
             forward_only=forward_only,
         )
 
-    def _hidden(self, input_ids: Tensor, model: torch.nn.Module) -> Tensor:
+    def _hidden(self, part: TrainBatch, model: torch.nn.Module) -> Tensor:
         """What this stage makes of a microbatch; padded so that sequence-parallel ranks have equal parts."""
         ranks = self.layout.tensor.size if self.cfg.policy.megatron_cfg.sequence_parallel else 1
+        input_ids = part["input_ids"]
         inputs = F.pad(input_ids[:, :-1], (0, -(input_ids.size(1) - 1) % ranks))
+        if self.kv_cache is not None:
+            self.kv_cache.next_rows(part["input_lengths"])
         return model(inputs, torch.arange(inputs.size(1)).expand_as(inputs), None)
 
     def _next_token_logprobs(self, hidden: Tensor, input_ids: Tensor) -> Tensor:
@@ -265,6 +285,12 @@ class MegatronWorker:
             self.layout.vocabulary.start,
             parallel_state.get_tensor_model_parallel_group(),
         ).view(targets.shape)
+
+    def _build_kv_cache(self) -> TrainerKvCache | None:
+        if not self.cfg.fp8_kv_cache:
+            return None
+        rounding = engine_rounding() if self.cfg.nemo_fp8rl.kv == "unified" else None
+        return TrainerKvCache(self.hf.num_hidden_layers, rounding)
 
     def _build_scheduler(self) -> OptimizerParamScheduler:
         optimizer, scheduler = self.cfg.policy.megatron_cfg.optimizer, self.cfg.policy.megatron_cfg.scheduler

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.algorithms.mismatch import mismatch_metrics
-from nemo_fp8rl.batch import Prompt, TrainBatch, collate
+from nemo_fp8rl.batch import Prompt, TrainBatch, collate, prompt_batch
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.generation.base import Sampling
@@ -51,6 +51,8 @@ class Pair:
 
     def refit(self) -> Update:
         self.version += 1
+        if self.cfg.fp8_kv_cache:
+            self.worker.calibrate_kv(prompt_batch(self.prompts, 0))
         update = self.worker.export_update(self.version, serialize=False)
         assert self.engine.load_update(update).version == self.version
         return update
@@ -80,7 +82,8 @@ class Pair:
     def fresh_engine(self, update: Update, folder: Path) -> VllmEngine:
         """An engine started from disk with these very tensors."""
         shutil.copytree(self.cfg.policy.model_name, folder)
-        save_file(update.tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        weights = {n: t for n, t in update.tensors.items() if not n.endswith((".k_scale", ".v_scale"))}
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         engine = VllmEngine()
         engine.setup(replace(self.cfg, policy=replace(self.cfg.policy, model_name=str(folder))), load_format="auto")
         self.others.append(engine)

@@ -1,0 +1,45 @@
+"""What an FP8 KV cache holds of a key or a value: x / scale cast to E4M3, times the scale.
+
+The engine stores keys and values so when its cache is FP8; a trainer whose attention reads the same numbers agrees with
+it (`policy.kv_cache`). How the cast rounds is the backend's own: GPUs round to the nearest value (PTX
+cvt.rn.satfinite.e4m3x2), vLLM 0.32's CPU kernel cuts off what does not fit (csrc/cpu/cpu_attn_fp8.hpp; measured over
+every bfloat16 value in tests/fp8/test_kv_cache.py). Values beyond the largest, 448, become the largest.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from nemo_fp8rl.fp8.format import E4M3_MAX
+
+CacheRounding = Literal["nearest", "toward_zero"]
+SMALLEST_NORMAL, SUBNORMAL_STEP = 2.0**-6, 2.0**-9
+DROPPED_BITS = (1 << 20) - 1
+"""Of float32's 23 bits of mantissa E4M3 keeps 3."""
+
+
+def cached(x: Tensor, scale: float, rounding: CacheRounding) -> Tensor:
+    """x as it is read back from the cache, in x's dtype, with the gradient of x itself (straight through).
+
+    scale: multiplies to dequantize; a power of two, so that neither product rounds.
+    """
+    return _Cached.apply(x, scale, rounding)
+
+
+class _Cached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float, rounding: CacheRounding) -> Tensor:
+        scaled = (x.float() * (1.0 / scale)).clamp(-E4M3_MAX, E4M3_MAX)
+        held = _cut_off(scaled) if rounding == "toward_zero" else scaled.to(torch.float8_e4m3fn).float()
+        return (held * scale).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0], None, None
+
+
+def _cut_off(x: Tensor) -> Tensor:
+    """float32 of magnitude up to 448 -> the next E4M3 value toward zero."""
+    normal = (x.contiguous().view(torch.int32) & ~DROPPED_BITS).view(torch.float32)
+    return torch.where(x.abs() < SMALLEST_NORMAL, (x / SUBNORMAL_STEP).trunc() * SUBNORMAL_STEP, normal)

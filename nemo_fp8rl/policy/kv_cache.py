@@ -1,0 +1,71 @@
+"""The trainer's side of an FP8 KV cache: calibrated scales, and attention that reads what the engine's cache holds.
+
+One object is shared by the attention of all layers. Scales belong to a version of the weights: they are calibrated on
+that version, travel with its refit, and stay until the next, so that the trainer's log-probs of a rollout see the
+cache that the rollout saw.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.fp8 import CacheRounding, KvScales, KvSketches, cached
+
+FILE = "kv_scales.json"
+
+
+def engine_rounding() -> CacheRounding:
+    """How the engine's cache rounds: trainer and engine run on the same kind of device."""
+    return "nearest" if torch.cuda.is_available() else "toward_zero"
+
+
+class TrainerKvCache:
+    """rounding: None where the trainer keeps its keys and values as they are (`nemo_fp8rl.kv: rollout`)."""
+
+    def __init__(self, num_layers: int, rounding: CacheRounding | None) -> None:
+        self.num_layers, self.rounding = num_layers, rounding
+        self.scales: KvScales | None = None
+        self._sketches: KvSketches | None = None
+        self._lengths = torch.empty(0)
+
+    def read(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys after RoPE and values of a layer, counted from 0, [s, b, groups, d], as attention is to use them."""
+        if self._sketches is not None:
+            real = torch.arange(key.size(0))[:, None] < self._lengths
+            self._sketches.observe(layer, k=key[real], v=value[real])
+        elif self.scales is not None and self.rounding is not None:
+            key = cached(key, self.scales.k_scale[layer], self.rounding)
+            value = cached(value, self.scales.v_scale[layer], self.rounding)
+        return key, value
+
+    def begin_calibration(self) -> None:
+        """From here on `read` counts, and rounds nothing."""
+        self._sketches = KvSketches.empty(self.num_layers)
+
+    def next_rows(self, lengths: Tensor) -> None:
+        """int64 [b]: how much of the sequences of the next forward is not padding."""
+        self._lengths = lengths
+
+    def end_calibration(self) -> None:
+        """Scales from what all ranks have seen."""
+        assert self._sketches is not None
+        self._sketches.all_reduce()
+        self.scales, self._sketches = self._sketches.scales(with_q=False), None
+
+    def save(self, folder: Path) -> None:
+        if self.scales is not None:
+            scales = {"k_scale": self.scales.k_scale, "v_scale": self.scales.v_scale}
+            (folder / FILE).write_text(json.dumps(scales) + "\n")
+
+    def load(self, folder: Path) -> None:
+        """Raises UserError: a run that goes on needs the scales of its last version."""
+        try:
+            raw = json.loads((folder / FILE).read_text())
+            self.scales = KvScales(tuple(map(float, raw["k_scale"])), tuple(map(float, raw["v_scale"])))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{folder / FILE} cannot be read ({error}); the checkpoint is not complete") from None
+        if {len(self.scales.k_scale), len(self.scales.v_scale)} != {self.num_layers}:
+            raise UserError(f"{folder / FILE} has scales of another number of layers than {self.num_layers}")

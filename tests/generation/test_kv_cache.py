@@ -1,0 +1,108 @@
+"""An FP8 KV cache that the trainer reads too: mismatch as without one, scales that belong to their version."""
+
+import pytest
+import torch
+
+from nemo_fp8rl.fp8 import KvScales
+from nemo_fp8rl.recipe import load
+from nemo_fp8rl.refit.manifest import Manifest, RefitError, Update
+from nemo_fp8rl.tiny import make_tiny
+from tests.conftest import RECIPES, SMALL
+from tests.generation.pair import GREEDY, Pair, outputs
+
+CASES = [("qwen3", "fp8_e2e", "vllm"), ("qwen3", "bf16", "vllm"), ("qwen3_moe", "fp8_e2e", "vllm")]
+
+pytestmark = pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="vLLM's FP8 KV cache on a CPU needs AVX-512"
+)
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def pair(request, tmp_path_factory):
+    family, flow, align = request.param
+    folder = tmp_path_factory.mktemp(family) / "tiny"
+    make_tiny(folder, "add", 0, family)
+    overrides = (
+        f"policy.model_name={folder}/model",
+        f"data.train.data_path={folder}/data.jsonl",
+        f"nemo_fp8rl.flow={flow}",
+        f"nemo_fp8rl.align={align}",
+        "policy.generation.vllm_cfg.kv_cache_dtype=fp8",
+        "policy.megatron_cfg.optimizer.lr=0.002",
+        "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
+    )
+    pair = Pair(load(RECIPES / "tiny_cpu.yaml", [*SMALL, *overrides]))
+    yield pair
+    pair.close()
+
+
+def scales_held(pair: Pair) -> list[tuple[float, ...]]:
+    """(k, v) of every layer in the engine: the buffers, and the numbers that the CPU's kernel takes."""
+
+    def read(model):
+        layers = [m for m in model.modules() if hasattr(m, "_k_scale_float")]
+        return [(m._k_scale_float, m._v_scale_float, float(m._k_scale), float(m._v_scale)) for m in layers]
+
+    (held,) = pair.engine.llm.apply_model(read)
+    return held
+
+
+def test_trainer_and_engine_agree_though_the_cache_is_fp8(pair):
+    pair.refit()
+    pair.train(2)
+    pair.refit()
+    assert pair.mismatch() < 1.002
+    scales = pair.worker.kv_cache.scales
+    assert scales_held(pair) == [(k, v, k, v) for k, v in zip(scales.k_scale, scales.v_scale, strict=True)]
+    rounding, pair.worker.kv_cache.rounding = pair.worker.kv_cache.rounding, None
+    blind = pair.mismatch()
+    pair.worker.kv_cache.rounding = rounding
+    assert blind > 1.002  # what a trainer that does not read the cache is off by
+
+
+def test_scales_follow_the_weights(pair):
+    pair.refit()
+    before = scales_held(pair)
+    with torch.no_grad():
+        for name, parameter in pair.worker.model.named_parameters():
+            if "linear_qkv.weight" in name:
+                parameter.mul_(8.0)
+    pair.refit()
+    after = scales_held(pair)
+    assert all(b[1] == 8 * a[1] for a, b in zip(before, after, strict=True))
+    with torch.no_grad():
+        for name, parameter in pair.worker.model.named_parameters():
+            if "linear_qkv.weight" in name:
+                parameter.div_(8.0)
+
+
+def test_an_update_without_its_scales_is_refused_and_nothing_is_generated(pair):
+    pair.refit()
+    expected = outputs(pair.generate(GREEDY))
+    update = pair.worker.export_update(pair.version + 1, serialize=False)
+    name = "model.layers.1.self_attn.v_scale"
+    tensors = {n: t for n, t in update.tensors.items() if n != name}
+    with pytest.raises(RefitError, match=f"lacks 1 tensors.*{name}"):
+        pair.engine.load_update(Update(Manifest.of(update.manifest.version, tensors), tensors))
+    with pytest.raises(RefitError, match="has not received weights"):
+        pair.generate(GREEDY)
+    pair.refit()
+    assert outputs(pair.generate(GREEDY)) == expected
+
+
+def test_a_saturating_scale_ruins_the_answers_alike_on_both_sides(pair):
+    pair.refit()
+    scales = pair.worker.kv_cache.scales
+    tiny = KvScales(tuple(2.0**-12 for _ in scales.k_scale), tuple(2.0**-12 for _ in scales.v_scale))
+    pair.worker.kv_cache.scales = tiny
+    pair.version += 1
+    pair.engine.load_update(pair.worker.export_update(pair.version, serialize=True))
+    assert pair.mismatch() < 1.002
+    pair.worker.kv_cache.scales = scales
+
+
+def test_a_refit_before_calibration_is_refused(pair):
+    scales, pair.worker.kv_cache.scales = pair.worker.kv_cache.scales, None
+    with pytest.raises(RefitError, match="calibrate first"):
+        pair.worker.export_update(99, serialize=False)
+    pair.worker.kv_cache.scales = scales

@@ -1,0 +1,118 @@
+"""Calibration of an FP8 KV cache's scales on the trainer, and their way into a checkpoint."""
+
+import json
+
+import pytest
+import torch
+
+from nemo_fp8rl.batch import shards
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.hf.config import check_kv_cache, read_hf_config
+from nemo_fp8rl.policy.worker import MegatronWorker
+from nemo_fp8rl.tiny import write_model
+from tests.policy import ranks
+from tests.policy.test_worker import new_worker, random_batch
+
+FP8 = "policy.generation.vllm_cfg.kv_cache_dtype=fp8"
+
+
+def test_padding_is_not_calibrated(recipe):
+    worker, batch = new_worker(recipe(FP8)), random_batch(0)
+    worker.calibrate_kv(batch)
+    scales = worker.kv_cache.scales
+    real = torch.arange(10) < batch["input_lengths"][:, None]
+    others = torch.randint(16, 60, (8, 10), generator=torch.Generator().manual_seed(1))
+    worker.calibrate_kv(batch | {"input_ids": torch.where(real, batch["input_ids"], others)})
+    assert worker.kv_cache.scales == scales
+
+
+def test_scales_fit_what_attention_saw(recipe):
+    """The largest key and value, with the margin, lie in the upper half of E4M3's range."""
+    worker, batch = new_worker(recipe(FP8)), random_batch(0)
+    seen: dict[int, list[float]] = {}
+    read = worker.kv_cache.read
+
+    def spy(layer, key, value):
+        seen.setdefault(layer, []).append((float(key.abs().max()), float(value.abs().max())))
+        return read(layer, key, value)
+
+    worker.kv_cache.read = spy
+    full = batch | {"input_lengths": torch.full((8,), 10)}
+    worker.calibrate_kv(full)
+    for layer, (k_scale, v_scale) in enumerate(zip(*_of(worker), strict=True)):
+        for amax, scale in zip(map(max, zip(*seen[layer], strict=True)), (k_scale, v_scale), strict=True):
+            assert 448 / 2 <= amax * 1.05 / scale <= 448
+
+
+def test_rounding_is_on_only_after_calibration_and_only_when_unified(recipe):
+    batch = random_batch(0)
+    plain = new_worker(recipe()).logprobs(batch)
+    for kv in ("unified", "rollout"):
+        worker = new_worker(recipe(FP8, f"nemo_fp8rl.kv={kv}"))
+        assert torch.equal(worker.logprobs(batch), plain)
+        worker.calibrate_kv(batch)
+        assert torch.equal(worker.logprobs(batch), plain) == (kv == "rollout")
+
+
+def test_scales_come_back_with_the_checkpoint(recipe, tmp_path):
+    worker, batch = new_worker(recipe(FP8)), random_batch(0)
+    worker.calibrate_kv(batch)
+    worker.save(str(tmp_path))
+    resumed = new_worker(recipe(FP8))
+    resumed.load(str(tmp_path))
+    assert resumed.kv_cache.scales == worker.kv_cache.scales
+    assert torch.equal(resumed.logprobs(batch), worker.logprobs(batch))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.unlink(), r"kv_scales\.json cannot be read"),
+        (lambda path: path.write_text("{"), r"kv_scales\.json cannot be read"),
+        (lambda path: path.write_text(json.dumps({"k_scale": [1.0], "v_scale": [1.0]})), "another number of layers"),
+    ],
+)
+def test_a_checkpoint_with_damaged_scales_is_refused(recipe, tmp_path, damage, message):
+    worker = new_worker(recipe(FP8))
+    worker.calibrate_kv(random_batch(0))
+    worker.save(str(tmp_path))
+    damage(tmp_path / "kv_scales.json")
+    with pytest.raises(UserError, match=message):
+        new_worker(recipe(FP8)).load(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "layout", [("tensor_model_parallel_size=2",), ("pipeline_model_parallel_size=2",), ()], ids=["tp", "pp", "dp"]
+)
+def test_ranks_that_share_the_model_or_the_batch_find_the_same_scales(two, recipe, layout):
+    batch = random_batch(0)
+    alone = new_worker(recipe(FP8))
+    alone.calibrate_kv(batch)
+    keys = (f"policy.megatron_cfg.{key}" for key in layout)
+    places = two.setup(
+        recipe(FP8, "cluster.backend=ray", "cluster.train_ranks=2", "policy.train_micro_batch_size=4", *keys)
+    )
+    parts = shards(batch, 1 if layout else 2)
+    found = two.run(_calibrate, [(parts[place.shard],) for place in places])
+    assert found == [_of(alone)] * 2
+
+
+def _calibrate(part):
+    ranks.worker.calibrate_kv(part)
+    return _of(ranks.worker)
+
+
+def _of(worker: MegatronWorker):
+    return worker.kv_cache.scales.k_scale, worker.kv_cache.scales.v_scale
+
+
+def test_a_head_size_that_vllm_cannot_hold_is_refused(recipe, tmp_path):
+    write_model(tmp_path / "model", head_dim=48)
+    cfg = recipe(FP8, f"policy.model_name={tmp_path}/model", "nemo_fp8rl.flow=bf16")
+    with pytest.raises(UserError, match=r"kv_cache_dtype=fp8 .*head_dim=48 is not a multiple of 32"):
+        check_kv_cache(read_hf_config(tmp_path / "model"), cfg)
+
+
+def test_float32_is_refused(recipe):
+    with pytest.raises(UserError, match=r"kv_cache_dtype=fp8 needs policy\.precision=bfloat16"):
+        recipe(FP8, "policy.precision=float32", "nemo_fp8rl.flow=bf16")
