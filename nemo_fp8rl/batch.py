@@ -59,6 +59,7 @@ class TrainBatch(TypedDict, total=False):
     importance_weights:   float32 [B, T], the rollout correction's, where it was decided for the whole batch
     out_of_bounds:        bool [B, T], where the correction changed or rejected the weight
     curr_logprobs_unfiltered:   float32 [B, T-1], the current policy without top-k and top-p, for the KL (NeMo RL)
+    routed_experts:       int [B, T, layers, top k], the experts the engine chose for each token, -1 where not known
     positive_valid_toks:  float32 [B], tokens of the optimizer step's samples with a positive reward, on every row
     """
 
@@ -74,6 +75,7 @@ class TrainBatch(TypedDict, total=False):
     importance_weights: Tensor
     out_of_bounds: Tensor
     curr_logprobs_unfiltered: Tensor
+    routed_experts: Tensor
     positive_valid_toks: Tensor
 
 
@@ -110,7 +112,7 @@ def rows(batch: TrainBatch, which: slice | Tensor, multiple: int = 1) -> TrainBa
     """
     part = {name: cast(Tensor, field)[which] for name, field in batch.items()}
     longest = -(-int(part["input_lengths"].max()) // multiple) * multiple
-    return cast(TrainBatch, {name: f[:, :longest] if f.dim() == 2 else f for name, f in part.items()})
+    return cast(TrainBatch, {name: f[:, :longest] if f.dim() >= 2 else f for name, f in part.items()})
 
 
 def microbatches(lengths: Tensor, tokens: int, multiple: int = 1) -> list[Tensor]:

@@ -39,6 +39,7 @@ from nemo_fp8rl.policy.logprobs import token_logprobs
 from nemo_fp8rl.policy.megatron_names import to_hf
 from nemo_fp8rl.policy.model import DTYPES, build_model, transformer_config
 from nemo_fp8rl.policy.optimizer_state import load_optimizer, save_optimizer
+from nemo_fp8rl.policy.routing_replay import RoutingReplay
 from nemo_fp8rl.policy.weights import load_hf, save_hf
 from nemo_fp8rl.refit.manifest import RefitError, Update
 from nemo_fp8rl.refit.quantize import build_update
@@ -88,6 +89,8 @@ class MegatronWorker:
         with megatron_on_cpu():
             config = transformer_config(self.hf, cfg.policy, cfg.nemo_fp8rl)
             self.model = build_model(config, self.layout, cfg, self.kv_cache)
+            recomputed = cfg.policy.megatron_cfg.activation_checkpointing
+            self.replay = RoutingReplay(self.model, self.layout, recomputed) if self.hf.family.experts else None
             self.ddp = DistributedDataParallel(
                 config,
                 DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
@@ -270,6 +273,8 @@ class MegatronWorker:
         inputs = F.pad(input_ids[:, :-1], (0, -(input_ids.size(1) - 1) % ranks))
         if self.kv_cache is not None:
             self.kv_cache.next_rows(part["input_lengths"])
+        if self.replay is not None:
+            self.replay.begin(part.get("routed_experts"), inputs.size(1), sequence_parallel=ranks > 1)
         return model(inputs, torch.arange(inputs.size(1)).expand_as(inputs), None)
 
     def _next_token_logprobs(self, hidden: Tensor, input_ids: Tensor) -> Tensor:
