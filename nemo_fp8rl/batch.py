@@ -128,6 +128,31 @@ def microbatches(lengths: Tensor, tokens: int, multiple: int = 1) -> list[Tensor
     return list(order.tensor_split(ends))
 
 
+def bins(lengths: Tensor, tokens: int) -> list[Tensor]:
+    """Rows of packed microbatches, int64 [rows] each, whose lengths add up to at most `tokens`.
+
+    lengths: int64 [B]. First fit, longest first; a row that is longer than `tokens` has a microbatch of its own.
+    """
+    held: list[list[int]] = []
+    free: list[int] = []
+    for row in torch.argsort(lengths, descending=True, stable=True).tolist():
+        length = int(lengths[row])
+        place = next((i for i, room in enumerate(free) if room >= length), len(held))
+        if place == len(held):
+            held.append([])
+            free.append(tokens)
+        held[place].append(row)
+        free[place] -= length
+    return [torch.tensor(sorted(rows)) for rows in held]
+
+
+def flat_index(lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """(row, position), int64 [tokens] each, of every token of sequences of these lengths, int64 [rows]."""
+    starts = lengths.cumsum(0) - lengths
+    row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    return row, torch.arange(len(row)) - starts[row]
+
+
 def split_further(parts: list[Tensor], count: int) -> list[Tensor]:
     """The microbatches as `count` of them, the largest cut in two until there are as many; order is kept."""
     parts = list(parts)

@@ -150,6 +150,8 @@ class MegatronConfig(_Block):
     """Between the linears of a tensor-parallel layer, each rank holds its part of the sequence."""
     activation_checkpointing: bool = False
     """Keep each layer's input alone and compute the layer again in the backward."""
+    offload_between_phases: bool = False
+    """Give the gradients' memory back while engines generate; on a GPU move the optimizer's state to the host, too."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
@@ -191,6 +193,15 @@ class DynamicBatchingConfig(_Block):
 
 
 @dataclass(frozen=True)
+class SequencePackingConfig(_Block):
+    """Microbatches of sequences one after the other, without padding, as many as a budget of tokens holds."""
+
+    enabled: bool = False
+    train_mb_tokens: int = "${mul:${policy.max_total_sequence_length},${policy.train_micro_batch_size}}"  # type: ignore[assignment]
+    logprob_mb_tokens: int = "${mul:${policy.max_total_sequence_length},${policy.logprob_batch_size}}"  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
 class PolicyConfig(_Block):
     model_name: str
     """An HF checkpoint folder (config.json and safetensors) of the Llama 3, Qwen2.5, Qwen3 or Qwen3-MoE family."""
@@ -204,6 +215,7 @@ class PolicyConfig(_Block):
     """Tokens whose logits exist at a time."""
     dynamic_batching: DynamicBatchingConfig = field(default_factory=DynamicBatchingConfig)
     max_total_sequence_length: int = 512
+    sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     megatron_cfg: MegatronConfig = field(default_factory=MegatronConfig)

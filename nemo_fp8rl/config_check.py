@@ -25,6 +25,8 @@ ABOVE_0 = (
     "policy.dynamic_batching.train_mb_tokens",
     "policy.dynamic_batching.logprob_mb_tokens",
     "policy.dynamic_batching.sequence_length_round",
+    "policy.sequence_packing.train_mb_tokens",
+    "policy.sequence_packing.logprob_mb_tokens",
     "policy.generation.max_new_tokens",
     "policy.generation.temperature",
     "policy.generation.vllm_cfg.max_model_len",
@@ -195,18 +197,23 @@ def _check_batch_sizes(cfg: Config) -> None:
             f"policy.train_global_batch_size={policy.train_global_batch_size} does not divide the "
             f"{cfg.rollout_batch_size} samples of a step (grpo.num_prompts_per_step * grpo.num_generations_per_prompt)"
         )
-    dynamic = policy.dynamic_batching
-    for name in ("train_mb_tokens", "logprob_mb_tokens") if dynamic.enabled else ():
-        if getattr(dynamic, name) < policy.max_total_sequence_length:
+    dynamic, packing = policy.dynamic_batching, policy.sequence_packing
+    if dynamic.enabled and packing.enabled:
+        raise UserError("policy.dynamic_batching and policy.sequence_packing are both enabled; enable one of them")
+    budgets = [f"dynamic_batching.{name}" for name in ("train_mb_tokens", "logprob_mb_tokens") if dynamic.enabled]
+    budgets += [f"sequence_packing.{name}" for name in ("train_mb_tokens", "logprob_mb_tokens") if packing.enabled]
+    for key in budgets:
+        if lookup(policy, key) < policy.max_total_sequence_length:
             raise UserError(
-                f"policy.dynamic_batching.{name}={getattr(dynamic, name)} holds no sample of "
+                f"policy.{key}={lookup(policy, key)} holds no sample of "
                 f"policy.max_total_sequence_length={policy.max_total_sequence_length} tokens; raise it"
             )
-    if dynamic.enabled and policy.train_global_batch_size % ranks:
+    by_tokens = dynamic.enabled or packing.enabled
+    if by_tokens and policy.train_global_batch_size % ranks:
         raise UserError(
             f"{_replicas(cfg)} does not divide policy.train_global_batch_size={policy.train_global_batch_size}"
         )
-    if not dynamic.enabled and policy.train_global_batch_size % (policy.train_micro_batch_size * ranks):
+    if not by_tokens and policy.train_global_batch_size % (policy.train_micro_batch_size * ranks):
         raise UserError(
             f"policy.train_micro_batch_size={policy.train_micro_batch_size} times {_replicas(cfg)} does not "
             f"divide policy.train_global_batch_size={policy.train_global_batch_size}"

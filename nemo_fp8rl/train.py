@@ -155,7 +155,10 @@ def train_step(
 
     trained: dict[str, float] = {}
     notes = [f"step {step}: {verdict.message}" for verdict in verdicts]
+    offload = cfg.policy.megatron_cfg.offload_between_phases
     with clock("train"):
+        if offload:
+            parts.policy.prepare_for_training()
         if worst(verdicts) == "skip_step":
             skipped = 1
         else:
@@ -166,6 +169,7 @@ def train_step(
         with clock("kv_calibration"):
             parts.policy.calibrate_kv(batch)
     refit = parts.bridge.refit()
+    memory = {"memory/offloaded_bytes": parts.policy.offload_after_refit()} if offload else {}
 
     train_metrics = trained | mismatch | seen.by_position() | corrected
     train_metrics |= {
@@ -178,7 +182,7 @@ def train_step(
     }
     # what no token has (all rejected, none finite) is left out: JSON has no NaN
     metrics = {f"train/{name}": value for name, value in train_metrics.items() if math.isfinite(value)}
-    metrics |= clock.metrics() | refit.metrics()
+    metrics |= clock.metrics() | refit.metrics() | memory
     return metrics | {"timing/total_step_time": time.perf_counter() - begin}, notes
 
 

@@ -19,10 +19,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from nemo_fp8rl.policy.attention import CoreAttention
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 
 
@@ -62,7 +62,7 @@ def aligned_residual_add(training: bool, fused: bool) -> Callable[..., Tensor]:
     return add
 
 
-class AlignedAttention(MegatronModule):
+class AlignedAttention(CoreAttention):
     """Core attention that also applies RoPE: Megatron is built without position embedding, so this is the only one.
 
     query [s, b, heads, d]; key, value [s, b, groups, d]; causal, positions 0..s-1; returns [s, b, heads * d].
@@ -71,17 +71,9 @@ class AlignedAttention(MegatronModule):
     """
 
     QUERY_BLOCK = 512
-    inv_freq: Tensor  # float32 [d / 2], set by `aligned_attention`, as is the next
-    kv_cache: TrainerKvCache | None
+    inv_freq: Tensor  # float32 [d / 2], set by `aligned_attention`
 
-    def __init__(self, config: TransformerConfig, layer_number: int, **_: Any) -> None:
-        super().__init__(config=config)
-        self.layer = layer_number - 1
-        self.scale = 1.0 / math.sqrt(config.kv_channels)
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: Any
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         s, b, heads, d = query.shape
         groups = key.size(2)
         cos, sin = self.rope_table(s, query.dtype)

@@ -25,6 +25,14 @@ class Policy(Protocol):
         """One optimizer step on the whole batch; the loss's metrics, grad_norm and lr."""
         ...
 
+    def prepare_for_training(self) -> None:
+        """Bring back what `offload_after_refit` gave away."""
+        ...
+
+    def offload_after_refit(self) -> int:
+        """Give memory back that only training needs, until `prepare_for_training`; bytes on the rank that gave most."""
+        ...
+
     def calibrate_kv(self, batch: TrainBatch) -> None:
         """Scales of the FP8 KV cache for the next refit, from the present weights on these sequences."""
         ...

@@ -52,6 +52,12 @@ class MegatronPolicy:
         results = self._on_shards("train_step", batch, loss, *counts)
         return combined(results) | {name: results[0][name] for name in PER_RANK}
 
+    def prepare_for_training(self) -> None:
+        self.ranks.call("prepare_for_training", [()] * self.ranks.count)
+
+    def offload_after_refit(self) -> int:
+        return max(self.ranks.call("offload_after_refit", [()] * self.ranks.count))
+
     def calibrate_kv(self, batch: TrainBatch) -> None:
         share = min(num_rows(batch) // self.replicas, KV_CALIBRATION_SAMPLES)  # as many on each: they may go in step
         few = rows(batch, slice(0, share * self.replicas)) if share else batch

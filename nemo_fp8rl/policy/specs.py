@@ -4,7 +4,6 @@ Two choices meet here. Precision: `ColumnParallelLinear` or its FP8 sibling. Ali
 and attention, or those of `align`. Nothing in Megatron is patched; a spec is its public way to swap a class.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -27,6 +25,7 @@ from nemo_fp8rl.fp8 import Fp8Layers
 from nemo_fp8rl.hf.config import HfConfig
 from nemo_fp8rl.policy.align import AlignedRMSNorm, aligned_attention, aligned_residual_add, norm_weight
 from nemo_fp8rl.policy.align_moe import AlignedExperts, AlignedMoELayer
+from nemo_fp8rl.policy.attention import sdpa_attention
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.layout import Layout
 from nemo_fp8rl.policy.linears import bf16_linears, fp8_linears
@@ -42,30 +41,6 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-class SdpaAttention(MegatronModule):
-    """Core attention on torch's SDPA: [s, b, heads, d] -> [s, b, heads * d], causal, grouped queries."""
-
-    kv_cache: TrainerKvCache | None  # set by `sdpa_attention`
-
-    def __init__(self, config: TransformerConfig, layer_number: int, **_: Any) -> None:
-        super().__init__(config=config)
-        self.layer = layer_number - 1
-        self.scale = 1.0 / math.sqrt(config.kv_channels)
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: Any
-    ) -> Tensor:
-        if self.kv_cache is not None:
-            key, value = self.kv_cache.read(self.layer, key, value)
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
-        return out.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
-
-
-def sdpa_attention(kv_cache: TrainerKvCache | None) -> type[SdpaAttention]:
-    return type("SdpaAttention", (SdpaAttention,), {"kv_cache": kv_cache})
 
 
 def block_spec(

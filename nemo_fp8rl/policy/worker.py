@@ -3,50 +3,42 @@
 Every call into Megatron goes through `megatron_on_cpu`, so an engine in the same process sees an unchanged torch.
 """
 
-import ipaddress
 import math
-import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from nemo_fp8rl.algorithms.loss import EXTREMA, combined
 from nemo_fp8rl.algorithms.quantization_error import SquaresByGroup, weight_squares
-from nemo_fp8rl.batch import TrainBatch, microbatches, num_rows, rows, split_further
-from nemo_fp8rl.config import Config, MegatronConfig
+from nemo_fp8rl.batch import TrainBatch
+from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.hf.config import HfConfig, engine_fp8_layers, read_hf_config
+from nemo_fp8rl.hf.config import engine_fp8_layers, read_hf_config
 from nemo_fp8rl.hf.region import start_of
 from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.policy.base import Loss
 from nemo_fp8rl.policy.cpu import megatron_on_cpu
+from nemo_fp8rl.policy.groups import join, split_model
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache, engine_rounding
-from nemo_fp8rl.policy.layout import Axis, Layout
-from nemo_fp8rl.policy.logprobs import token_logprobs
 from nemo_fp8rl.policy.megatron_names import to_hf
 from nemo_fp8rl.policy.model import DTYPES, build_model, transformer_config
 from nemo_fp8rl.policy.optimizer_state import load_optimizer, save_optimizer
+from nemo_fp8rl.policy.pipeline import Pipeline
 from nemo_fp8rl.policy.routing_replay import RoutingReplay
 from nemo_fp8rl.policy.weights import load_hf, save_hf
 from nemo_fp8rl.refit.manifest import RefitError, Update
 from nemo_fp8rl.refit.quantize import build_update
 from nemo_fp8rl.refit.transport import serialized
-
-Finish = Callable[[Tensor, int, TrainBatch], tuple[Tensor, Any]]
-"""(next-token log-probs [B, T-1], number of the microbatch, its rows) -> (value to go back from, what to keep)."""
 
 
 @dataclass(frozen=True)
@@ -82,15 +74,15 @@ class MegatronWorker:
         self.cfg, self.rank = cfg, rank
         self.hf = read_hf_config(cfg.policy.model_name)
         self.engine_fp8_layers = engine_fp8_layers(self.hf, cfg)
-        _join(rank, world_size, rendezvous, self.listener if rank == 0 else None)
-        self.layout = _split_model(self.hf, cfg.policy.megatron_cfg)
+        join(rank, world_size, rendezvous, self.listener if rank == 0 else None)
+        self.layout = split_model(self.hf, cfg.policy.megatron_cfg)
         bf16 = cfg.policy.precision == "bfloat16"
         self.kv_cache = self._build_kv_cache()
         with megatron_on_cpu():
             config = transformer_config(self.hf, cfg.policy, cfg.nemo_fp8rl)
             self.model = build_model(config, self.layout, cfg, self.kv_cache)
             recomputed = cfg.policy.megatron_cfg.activation_checkpointing
-            self.replay = RoutingReplay(self.model, self.layout, recomputed) if self.hf.family.experts else None
+            replay = RoutingReplay(self.model, self.layout, recomputed) if self.hf.family.experts else None
             self.ddp = DistributedDataParallel(
                 config,
                 DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
@@ -113,6 +105,7 @@ class MegatronWorker:
                 ),
                 [self.ddp],
             )
+        self.pipeline = Pipeline(cfg.policy, self.ddp, self.model, self.kv_cache, replay)
         self.scheduler = self._build_scheduler()
         if cfg.loss_fn.reference_policy_kl_penalty:
             self.reference = [parameter.detach().clone() for parameter in self.model.parameters()]
@@ -136,15 +129,13 @@ class MegatronWorker:
     def logprobs(self, batch: TrainBatch) -> Tensor:
         """float32 [B, T], position 0 is 0, padding is whatever the model says of it; zeros before the last stage."""
         out = torch.zeros(batch["input_ids"].shape)
-        policy = self.cfg.policy
-        which = self._microbatches(batch, policy.logprob_batch_size, policy.dynamic_batching.logprob_mb_tokens)
 
-        def keep(logprobs: Tensor, index: int, part: TrainBatch) -> tuple[Tensor, None]:
-            out[which[index], 1 : part["input_ids"].size(1)] = logprobs
+        def keep(logprobs: Tensor, which: Tensor, part: TrainBatch) -> tuple[Tensor, None]:
+            out[which, 1 : part["input_ids"].size(1)] = logprobs
             return logprobs, None
 
         with torch.no_grad(), megatron_on_cpu():
-            self._run(batch, which, keep, forward_only=True)
+            self.pipeline.run(batch, keep, training=False)
         return out
 
     def train_step(self, shard: TrainBatch, loss: Loss, valid_seqs: float, valid_toks: float) -> dict[str, float]:
@@ -153,21 +144,34 @@ class MegatronWorker:
         Gradients and metrics are sums over microbatches and ranks, because the loss divides by the global counts. Only
         ranks of the last stage have the loss's metrics.
         """
-        policy = self.cfg.policy
-        which = self._microbatches(shard, policy.train_micro_batch_size, policy.dynamic_batching.train_mb_tokens)
 
-        def lossy(logprobs: Tensor, index: int, part: TrainBatch) -> tuple[Tensor, dict[str, float]]:
+        def lossy(logprobs: Tensor, which: Tensor, part: TrainBatch) -> tuple[Tensor, dict[str, float]]:
             return loss(logprobs, part, torch.tensor(valid_seqs), torch.tensor(valid_toks))
 
         with megatron_on_cpu():
             self.ddp.zero_grad_buffer()
             self.optimizer.zero_grad()
-            metrics = combined(self._run(shard, which, lossy, forward_only=False))
+            metrics = combined(self.pipeline.run(shard, lossy, training=True))
             finalize_model_grads([self.ddp])
             self.scheduler.step(increment=1)  # before the update: the first step of a warm-up already moves
             _check_finite(metrics, self.ddp)
             _, grad_norm, _ = self.optimizer.step()
         return {**metrics, "grad_norm": float(grad_norm), "lr": float(self.optimizer.param_groups[0]["lr"])}
+
+    def prepare_for_training(self) -> None:
+        """Undo `offload_after_refit`."""
+        with megatron_on_cpu():
+            self.ddp.restore_grad_buffers()
+            self.optimizer.restore_from_cpu()
+
+    def offload_after_refit(self) -> int:
+        """Free what generation and log-probs do without; the bytes. Training needs `prepare_for_training` first."""
+        buffers = [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
+        before = sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers)
+        with megatron_on_cpu():
+            self.ddp.offload_grad_buffers()
+            self.optimizer.offload_to_cpu()
+        return before - sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers)
 
     def calibrate_kv(self, batch: TrainBatch) -> None:
         """Take the scales of the KV cache from what the present weights make of these sequences, on all ranks."""
@@ -225,72 +229,6 @@ class MegatronWorker:
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
 
-    def _microbatches(self, batch: TrainBatch, size: int, tokens: int) -> list[Tensor]:
-        """Row numbers of each: `size` rows, or with dynamic batching as many as have `tokens` with padding.
-
-        Ranks that share experts take each step of each microbatch together, so all ranks have as many.
-        """
-        dynamic = self.cfg.policy.dynamic_batching
-        if not dynamic.enabled:
-            return list(torch.arange(num_rows(batch)).split(size))
-        own = microbatches(batch["input_lengths"], tokens, dynamic.sequence_length_round)
-        if self.layout.expert.size > 1:
-            most = torch.tensor(len(own))
-            dist.all_reduce(most, op=dist.ReduceOp.MAX)
-            own = split_further(own, int(most))
-        return own
-
-    def _run(self, batch: TrainBatch, which: list[Tensor], finish: Finish, *, forward_only: bool) -> list[Any]:
-        """Megatron's schedule over the microbatches: what `finish` says of each, on the last stage."""
-        dynamic = self.cfg.policy.dynamic_batching
-        multiple = dynamic.sequence_length_round if dynamic.enabled else 1
-        parts = ((i, rows(batch, index, multiple)) for i, index in enumerate(which))
-
-        def forward_step(parts: Iterator[tuple[int, TrainBatch]], model: torch.nn.Module) -> tuple[Tensor, Any]:
-            i, part = next(parts)
-            hidden = self._hidden(part, model)
-
-            def last(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
-                value, result = finish(self._next_token_logprobs(hidden, part["input_ids"]), i, part)
-                return value, torch.tensor(0), result  # the number of tokens is the loss's own business
-
-            return hidden, last
-
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=parts,
-            model=[self.ddp],
-            num_microbatches=len(which),
-            seq_length=1,  # of fixed shapes; ours vary
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
-
-    def _hidden(self, part: TrainBatch, model: torch.nn.Module) -> Tensor:
-        """What this stage makes of a microbatch; padded so that sequence-parallel ranks have equal parts."""
-        ranks = self.layout.tensor.size if self.cfg.policy.megatron_cfg.sequence_parallel else 1
-        input_ids = part["input_ids"]
-        inputs = F.pad(input_ids[:, :-1], (0, -(input_ids.size(1) - 1) % ranks))
-        if self.kv_cache is not None:
-            self.kv_cache.next_rows(part["input_lengths"])
-        if self.replay is not None:
-            self.replay.begin(part.get("routed_experts"), inputs.size(1), sequence_parallel=ranks > 1)
-        return model(inputs, torch.arange(inputs.size(1)).expand_as(inputs), None)
-
-    def _next_token_logprobs(self, hidden: Tensor, input_ids: Tensor) -> Tensor:
-        """[B, T] -> float32 [B, T-1], of input_ids[:, 1:], at the temperature that the engine samples with."""
-        policy, head, targets = self.cfg.policy, self.model.head, input_ids[:, 1:]
-        hidden = hidden[:, : targets.size(1)].to(head.dtype).flatten(0, 1)  # Megatron hands it out in float32
-        return token_logprobs(
-            hidden,
-            head,
-            targets.flatten(),
-            policy.generation.temperature,
-            policy.logprob_chunk_size,
-            self.layout.vocabulary.start,
-            parallel_state.get_tensor_model_parallel_group(),
-        ).view(targets.shape)
-
     def _build_kv_cache(self) -> TrainerKvCache | None:
         if not self.cfg.fp8_kv_cache:
             return None
@@ -322,42 +260,3 @@ def _check_finite(metrics: dict[str, float], ddp: DistributedDataParallel) -> No
     dist.all_reduce(bad)
     if bad:
         raise FloatingPointError(f"a gradient or the loss is not finite, weights are as before the step: {metrics}")
-
-
-def _join(rank: int, world_size: int, rendezvous: tuple[str, int] | None, listener: socket.socket | None) -> None:
-    """Start gloo and Megatron's groups. One rank needs no socket; an engine in this process may share its group."""
-    if not dist.is_initialized():
-        store: dist.Store = dist.HashStore()
-        if rendezvous is not None:
-            host, port = rendezvous
-            if ipaddress.ip_address(host).is_loopback:
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            descriptor = listener.detach() if listener else None  # the store closes it
-            store = dist.TCPStore(
-                host, port, world_size=world_size, is_master=rank == 0, master_listen_fd=descriptor, use_libuv=False
-            )
-        dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
-
-
-def _split_model(hf: HfConfig, parallel: MegatronConfig) -> Layout:
-    """Make Megatron's groups and say where in them this rank is."""
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(
-            parallel.tensor_model_parallel_size,
-            parallel.pipeline_model_parallel_size,
-            expert_model_parallel_size=parallel.expert_model_parallel_size,
-            expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-        )
-
-    def axis(group: dist.ProcessGroup) -> Axis:
-        return Axis(group.rank(), group.size())
-
-    return Layout(
-        hf,
-        tensor=axis(parallel_state.get_tensor_model_parallel_group()),
-        pipeline=axis(parallel_state.get_pipeline_model_parallel_group()),
-        expert=axis(parallel_state.get_expert_model_parallel_group()),
-        expert_tensor=axis(parallel_state.get_expert_tensor_parallel_group()),
-        data=axis(parallel_state.get_data_parallel_group()),
-        expert_data=axis(parallel_state.get_expert_data_parallel_group()),
-    )

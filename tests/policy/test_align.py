@@ -71,14 +71,14 @@ def test_rope_equals_vllm(config, vllm_context):
     )
     q, k = bf16(ROWS, HEADS * HEAD_DIM, seed=2), bf16(ROWS, HEADS * HEAD_DIM, seed=3)
     expected_q, expected_k = rope(torch.arange(ROWS), q.clone(), k.clone())
-    cos, sin = aligned_attention(FREQUENCIES)(config).rope_table(ROWS, torch.bfloat16)
+    cos, sin = aligned_attention(FREQUENCIES, None)(config, 1).rope_table(ROWS, torch.bfloat16)
     for x, expected in ((q, expected_q), (k, expected_k)):
         got = rotate(x.view(ROWS, 1, HEADS, HEAD_DIM), cos, sin)
         assert rounds_alike(got.reshape(ROWS, -1), expected)
 
 
 def test_query_blocks_do_not_change_the_attention(config):
-    whole, blocked = aligned_attention(FREQUENCIES)(config), aligned_attention(FREQUENCIES)(config)
+    whole, blocked = aligned_attention(FREQUENCIES, None)(config, 1), aligned_attention(FREQUENCIES, None)(config, 1)
     blocked.QUERY_BLOCK = 8
     q, k, v = (bf16(21, 2, HEADS, HEAD_DIM, seed=s) for s in (4, 5, 6))
     # float32 inside: blocks only regroup the matmul, the rounded output may differ by its last bit
@@ -91,7 +91,7 @@ def test_other_rounding_points_are_told_apart(config, vllm_context):
     x, residual = bf16(ROWS, WIDTH, seed=7), bf16(ROWS, WIDTH, seed=8)
     stream = aligned_residual_add(True, False)((x, None), residual.float(), 0.0)
     assert not rounds_alike(norm(stream), norm(stream.bfloat16()))
-    cos, sin = aligned_attention(FREQUENCIES)(config).rope_table(ROWS, torch.bfloat16)
+    cos, sin = aligned_attention(FREQUENCIES, None)(config, 1).rope_table(ROWS, torch.bfloat16)
     q = bf16(ROWS, 1, HEADS, HEAD_DIM, seed=9)
     x1, x2 = q.chunk(2, -1)
     c, s = cos.bfloat16(), sin.bfloat16()

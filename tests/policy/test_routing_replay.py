@@ -30,7 +30,7 @@ def own_routes(worker: MegatronWorker, batch) -> torch.Tensor:
     """What the routers choose by themselves, as a batch would carry it."""
     taken: list[list[torch.Tensor]] = [[] for _ in range(LAYERS)]
     hooks = []
-    for i, replay in enumerate(worker.replay.routers):
+    for i, replay in enumerate(worker.pipeline.replay.routers):
         ask = replay.get_replay_topk
 
         def spy(*arguments, i=i, ask=ask):

@@ -67,7 +67,7 @@ def test_dynamic_batching_changes_nothing_but_the_order(recipe):
     batch = random_batch(1, b=24, t=20)
     whole = new_worker(recipe(*fp32, "policy.train_micro_batch_size=64"))
     parts = new_worker(recipe(*fp32, *(f"policy.dynamic_batching.{key}" for key in dynamic)))
-    assert len(parts._microbatches(batch, 24, 64)) > 3
+    assert len(parts.pipeline.microbatches(batch, training=True)) > 3
     inside = batch["token_mask"] > 0
     torch.testing.assert_close(parts.logprobs(batch)[inside], whole.logprobs(batch)[inside], rtol=1e-5, atol=1e-5)
     a, b = train(whole, batch), train(parts, batch)
@@ -168,3 +168,20 @@ def test_reference_logprobs_stay_those_of_the_start_and_change_nothing(recipe):
     assert torch.equal(worker.logprobs(batch), moved)
     train(worker, batch)  # Megatron's buffers, of which the parameters are views, are in place
     assert not torch.equal(worker.logprobs(batch), moved)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_offload_gives_the_gradients_memory_back_and_changes_no_bit(recipe, tmp_path, family):
+    write_model(tmp_path / "model", family=family)
+    cfg = recipe(f"policy.model_name={tmp_path}/model")
+    plain, worker = new_worker(cfg), new_worker(cfg)
+    parameters = sum(p.numel() for p in worker.model.parameters())
+    for step in range(3):
+        expected = train(plain, random_batch(step))
+        worker.prepare_for_training()
+        assert train(worker, random_batch(step)) == expected
+        freed = worker.offload_after_refit()
+        assert 4 * parameters <= freed <= 4.1 * parameters  # float32, and what the buffers pad
+        assert worker.ddp.buffers[0].grad_data.untyped_storage().nbytes() == 0
+        assert worker.offload_after_refit() == 0
+        assert torch.equal(worker.logprobs(random_batch(9)), plain.logprobs(random_batch(9)))

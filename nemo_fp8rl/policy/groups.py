@@ -1,0 +1,51 @@
+"""Process groups of a trainer: start gloo, make Megatron's groups, and say where in them this rank is."""
+
+import ipaddress
+import os
+import socket
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from nemo_fp8rl.config import MegatronConfig
+from nemo_fp8rl.hf.config import HfConfig
+from nemo_fp8rl.policy.layout import Axis, Layout
+
+
+def join(rank: int, world_size: int, rendezvous: tuple[str, int] | None, listener: socket.socket | None) -> None:
+    """Start gloo and Megatron's groups. One rank needs no socket; an engine in this process may share its group."""
+    if not dist.is_initialized():
+        store: dist.Store = dist.HashStore()
+        if rendezvous is not None:
+            host, port = rendezvous
+            if ipaddress.ip_address(host).is_loopback:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            descriptor = listener.detach() if listener else None  # the store closes it
+            store = dist.TCPStore(
+                host, port, world_size=world_size, is_master=rank == 0, master_listen_fd=descriptor, use_libuv=False
+            )
+        dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
+
+
+def split_model(hf: HfConfig, parallel: MegatronConfig) -> Layout:
+    """Make Megatron's groups and say where in them this rank is."""
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            parallel.tensor_model_parallel_size,
+            parallel.pipeline_model_parallel_size,
+            expert_model_parallel_size=parallel.expert_model_parallel_size,
+            expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        )
+
+    def axis(group: dist.ProcessGroup) -> Axis:
+        return Axis(group.rank(), group.size())
+
+    return Layout(
+        hf,
+        tensor=axis(parallel_state.get_tensor_model_parallel_group()),
+        pipeline=axis(parallel_state.get_pipeline_model_parallel_group()),
+        expert=axis(parallel_state.get_expert_model_parallel_group()),
+        expert_tensor=axis(parallel_state.get_expert_tensor_parallel_group()),
+        data=axis(parallel_state.get_data_parallel_group()),
+        expert_data=axis(parallel_state.get_expert_data_parallel_group()),
+    )

@@ -1,0 +1,137 @@
+"""A batch through the model, microbatch by microbatch, to the log-probs of its tokens and back.
+
+Megatron's schedule drives it, over one stage or several. Sequences lie in the model's tensors in one of two ways: one a
+row, right-padded to the longest; or packed, one after the other without padding (`policy.sequence_packing`).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from nemo_fp8rl.batch import TrainBatch, bins, flat_index, microbatches, num_rows, rows, split_further
+from nemo_fp8rl.config import PolicyConfig
+from nemo_fp8rl.policy.kv_cache import TrainerKvCache
+from nemo_fp8rl.policy.logprobs import token_logprobs
+from nemo_fp8rl.policy.model import PolicyModel
+from nemo_fp8rl.policy.routing_replay import RoutingReplay
+
+Finish = Callable[[Tensor, Tensor, TrainBatch], tuple[Tensor, Any]]
+"""(next-token log-probs [B, T-1], row numbers, the rows) of a microbatch -> (value to go back from, what to keep)."""
+
+
+@dataclass
+class Pipeline:
+    """The rank's stage. ddp: `model`, wrapped."""
+
+    policy: PolicyConfig
+    ddp: torch.nn.Module
+    model: PolicyModel
+    kv_cache: TrainerKvCache | None
+    replay: RoutingReplay | None
+
+    def run(self, batch: TrainBatch, finish: Finish, *, training: bool) -> list[Any]:
+        """Forward, and backward in training, over all of the batch: what `finish` keeps, on the last stage."""
+        which = self.microbatches(batch, training)
+        dynamic = self.policy.dynamic_batching
+        multiple = dynamic.sequence_length_round if dynamic.enabled else 1
+        parts = ((index, rows(batch, index, multiple)) for index in which)
+
+        def forward_step(parts: Iterator[tuple[Tensor, TrainBatch]], model: torch.nn.Module) -> tuple[Tensor, Any]:
+            index, part = next(parts)
+            tokens = flat_index(part["input_lengths"] - 1) if self.policy.sequence_packing.enabled else None
+
+            def last(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+                value, kept = finish(self._next_token_logprobs(hidden, part["input_ids"], tokens), index, part)
+                return value, torch.tensor(0), kept  # the number of tokens is the loss's own business
+
+            return self._stage(model, part, tokens), last
+
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=parts,
+            model=[self.ddp],
+            num_microbatches=len(which),
+            seq_length=1,  # of fixed shapes; ours vary
+            micro_batch_size=1,
+            forward_only=not training,
+        )
+
+    def microbatches(self, batch: TrainBatch, training: bool) -> list[Tensor]:
+        """Row numbers of each: a fixed number of rows, or as many as a budget of tokens holds.
+
+        Ranks that share experts take each step of each microbatch together, so all ranks have as many.
+        """
+        policy, lengths = self.policy, batch["input_lengths"]
+        packing, dynamic = policy.sequence_packing, policy.dynamic_batching
+        if packing.enabled:
+            own = bins(lengths, packing.train_mb_tokens if training else packing.logprob_mb_tokens)
+        elif dynamic.enabled:
+            tokens = dynamic.train_mb_tokens if training else dynamic.logprob_mb_tokens
+            own = microbatches(lengths, tokens, dynamic.sequence_length_round)
+        else:
+            size = policy.train_micro_batch_size if training else policy.logprob_batch_size
+            return list(torch.arange(num_rows(batch)).split(size))
+        if self.model.layout.expert.size > 1:
+            most = torch.tensor(len(own))
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+            own = split_further(own, int(most))
+        return own
+
+    def _stage(self, model: torch.nn.Module, part: TrainBatch, tokens: tuple[Tensor, Tensor] | None) -> Tensor:
+        """What this stage makes of a microbatch. tokens: (row, position) of each input token when they are packed."""
+        ids, routes, lengths = part["input_ids"], part.get("routed_experts"), part["input_lengths"] - 1
+        ranks = self.model.layout.tensor.size if self.policy.megatron_cfg.sequence_parallel else 1
+        packed: dict[str, Any] = {}
+        if tokens is None:
+            inputs = F.pad(ids[:, :-1], (0, -(ids.size(1) - 1) % ranks))  # equal parts of the sequence for each rank
+            positions = torch.arange(inputs.size(1)).expand_as(inputs)
+        else:
+            extra = -len(tokens[0]) % ranks  # a sequence of its own
+            inputs = F.pad(ids[tokens], (0, extra))[None]
+            positions = F.pad(tokens[1], (0, extra))[None]
+            packed["packed_seq_params"] = _packed(F.pad(lengths, (0, 1), value=extra) if extra else lengths)
+            routes = None if routes is None else routes[tokens][None]
+            lengths = F.pad(lengths, (0, 1)) if extra else lengths
+        if self.kv_cache is not None:
+            self.kv_cache.next_rows(lengths)
+        if self.replay is not None:
+            self.replay.begin(routes, inputs.size(1), sequence_parallel=ranks > 1)
+        return model(inputs, positions, None, **packed)
+
+    def _next_token_logprobs(self, hidden: Tensor, ids: Tensor, tokens: tuple[Tensor, Tensor] | None) -> Tensor:
+        """float32 [B, T-1], of ids[:, 1:] [B, T], at the temperature that the engine samples with.
+
+        Padding is whatever the model says of it, or 0 where it was not computed.
+        """
+        policy, layout, head = self.policy, self.model.layout, self.model.head
+        hidden = hidden.to(head.dtype)  # Megatron hands it out in float32
+        targets = ids[:, 1:] if tokens is None else ids[tokens[0], tokens[1] + 1][None]
+        logprobs = token_logprobs(
+            hidden[:, : targets.size(1)].flatten(0, 1),
+            head,
+            targets.flatten(),
+            policy.generation.temperature,
+            policy.logprob_chunk_size,
+            layout.vocabulary.start,
+            parallel_state.get_tensor_model_parallel_group(),
+        )
+        if tokens is None:
+            return logprobs.view(targets.shape)
+        return logprobs.new_zeros(ids[:, 1:].shape).index_put(tokens, logprobs)
+
+
+def _packed(lengths: Tensor) -> PackedSeqParams:
+    """Megatron's description of sequences of these lengths, int64 [sequences], one after the other."""
+    ends = F.pad(lengths.cumsum(0), (1, 0)).int()
+    longest = int(lengths.max())
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
+    )

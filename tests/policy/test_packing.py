@@ -1,0 +1,114 @@
+"""Packed sequences give what padded ones give: log-probs, loss and gradients. float32, where only the order differs."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_fp8rl.algorithms.loss import NllLoss
+from nemo_fp8rl.batch import bins, flat_index, shards
+from nemo_fp8rl.tiny import write_model
+from tests.policy import ranks
+from tests.policy.test_routing_replay import random_routes
+from tests.policy.test_worker import new_worker, random_batch, train
+
+FP32 = ("policy.precision=float32", "nemo_fp8rl.flow=bf16", "policy.max_total_sequence_length=20")
+PACKED = ("enabled=true", "train_mb_tokens=40", "logprob_mb_tokens=60")
+SIZES = {
+    "qwen3": {},
+    "qwen2": {"num_key_value_heads": 2},
+    "qwen3_moe": {},
+}
+
+
+def overrides(folder, family) -> tuple[str, ...]:
+    if not (folder / "model").exists():
+        write_model(folder / "model", family=family, **SIZES[family])
+    return (f"policy.model_name={folder}/model", *FP32, "policy.train_global_batch_size=16")
+
+
+def packed(*keys: str) -> tuple[str, ...]:
+    return tuple(f"policy.sequence_packing.{key}" for key in (*PACKED, *keys))
+
+
+@pytest.mark.parametrize("align", ["vllm", "none"])
+@pytest.mark.parametrize("family", SIZES)
+def test_packed_sequences_give_what_padded_ones_give(recipe, tmp_path, family, align):
+    base = (*overrides(tmp_path, family), f"nemo_fp8rl.align={align}", "policy.train_micro_batch_size=16")
+    batch = random_batch(1, b=16, t=20)
+    if family == "qwen3_moe":
+        batch["routed_experts"] = random_routes(2, 16, 20)
+    padded, ours = new_worker(recipe(*base)), new_worker(recipe(*base, *packed()))
+    assert 4 < len(ours.pipeline.microbatches(batch, training=True)) < 10
+    assert len(ours.pipeline.microbatches(batch, training=False)) < len(
+        ours.pipeline.microbatches(batch, training=True)
+    )
+    inside = torch.arange(20) < batch["input_lengths"][:, None]
+    found = ours.logprobs(batch)
+    torch.testing.assert_close(found[inside], padded.logprobs(batch)[inside], rtol=1e-5, atol=1e-5)
+    assert (found[~inside] == 0).all()
+    a, b = train(padded, batch), train(ours, batch)
+    assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+    assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
+    theirs = {n: p.main_grad for n, p in padded.model.named_parameters()}
+    for name, parameter in ours.model.named_parameters():
+        scale = float(theirs[name].abs().max())
+        torch.testing.assert_close(parameter.main_grad, theirs[name], rtol=1e-4, atol=1e-5 * scale + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen2", ("tensor_model_parallel_size=2", "sequence_parallel=true")),
+        ("qwen3", ("pipeline_model_parallel_size=2", "activation_checkpointing=true")),
+        ("qwen3_moe", ("expert_model_parallel_size=2",)),
+        (
+            "qwen3_moe",
+            (
+                "tensor_model_parallel_size=2",
+                "sequence_parallel=true",
+                "expert_model_parallel_size=2",
+                "expert_tensor_parallel_size=1",
+            ),
+        ),
+    ],
+    ids=["sp", "pp", "ep", "sp-ep"],
+)
+def test_ranks_that_share_the_model_pack_alike(two, recipe, tmp_path, family, layout):
+    base = overrides(tmp_path, family)
+    batch = random_batch(1, b=16, t=20)
+    batch["input_lengths"][8:] = 4  # expert-parallel ranks: one has long sequences, the other needs fewer microbatches
+    batch["token_mask"] *= torch.arange(20) < batch["input_lengths"][:, None]
+    alone = new_worker(recipe(*base, "policy.train_micro_batch_size=16"))
+    expected, metrics = alone.logprobs(batch), train(alone, batch)
+    keys = (f"policy.megatron_cfg.{key}" for key in layout)
+    places = two.setup(recipe(*base, *packed(), "cluster.backend=ray", "cluster.train_ranks=2", *keys))
+    parts = shards(batch, 1 + max(place.shard for place in places))
+    tokens = float(batch["token_mask"][:, 1:].sum())
+    results = two.run(_logprobs_and_step, [(parts[place.shard], tokens) for place in places])
+    answers = {place.shard: result for place, result in zip(places, results, strict=True) if place.answers}
+    found = torch.cat([answers[shard][0] for shard in sorted(answers)])
+    inside = torch.arange(20) < batch["input_lengths"][:, None]
+    torch.testing.assert_close(found[inside], expected[inside], rtol=1e-5, atol=1e-5)
+    assert results[0][1] == pytest.approx(metrics["grad_norm"], rel=1e-5)
+
+
+def _logprobs_and_step(part, tokens):
+    logprobs = ranks.worker.logprobs(part)
+    return logprobs, ranks.worker.train_step(part, NllLoss(), 16.0, tokens)["grad_norm"]
+
+
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40), tokens=st.integers(1, 60))
+def test_bins_hold_every_row_once_within_the_budget(lengths, tokens):
+    held = bins(torch.tensor(lengths), tokens)
+    assert sorted(row for rows in held for row in rows.tolist()) == list(range(len(lengths)))
+    for rows in held:
+        assert sum(lengths[row] for row in rows) <= tokens or len(rows) == 1
+    fits = [length for length in lengths if length <= tokens]
+    assert len(held) <= 2 * (sum(fits) / tokens) + 1 + len(lengths) - len(fits)
+
+
+def test_flat_index_walks_the_tokens_of_each_row():
+    row, position = flat_index(torch.tensor([2, 0, 3]))
+    assert row.tolist() == [0, 0, 2, 2, 2]
+    assert position.tolist() == [0, 1, 0, 1, 2]
