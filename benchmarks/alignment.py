@@ -71,12 +71,12 @@ class SdpaWithRope(align.AlignedAttention):
     """Probabilities in the activations' dtype, as torch's SDPA on a CPU has them."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        cos, sin = self.rope_table(query.size(0), query.dtype)
+        cos, sin = self.rope.table(query.size(0), query.dtype)
         return sdpa_attention(None).attend(self, align.rotate(query, cos, sin), align.rotate(key, cos, sin), value)  # type: ignore[arg-type]
 
 
-def sdpa(inv_freq: Tensor, kv_cache: Any) -> type:
-    return type("SdpaWithRope", (SdpaWithRope,), {"inv_freq": inv_freq, "kv_cache": kv_cache})
+def sdpa(rope: Any, kv_cache: Any) -> type:
+    return type("SdpaWithRope", (SdpaWithRope,), {"rope": rope, "kv_cache": kv_cache})
 
 
 def bias_after_rounding(self: Any, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

@@ -36,6 +36,9 @@ LLAMA3_ROPE = {
 }
 """Llama 3.1's kind of scaling, for a context as short as the tests'."""
 
+YARN = {"rope_type": "yarn", "rope_theta": 1.0e6, "factor": 4.0, "original_max_position_embeddings": 32}
+"""Qwen's kind."""
+
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -25,7 +25,7 @@ FAMILIES = {  # by model_type; Llama 3, Qwen2.5, Qwen3 and Qwen3-MoE
     "qwen3": Family(qk_norm=True),
     "qwen3_moe": Family(qk_norm=True, experts=True),
 }
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
@@ -112,11 +112,23 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
         rope_theta=rope.get("rope_theta") or raw.get("rope_theta", 10000.0),
         rope_type=rope_type,
         tie_word_embeddings=raw.get("tie_word_embeddings", False),
-        max_position_embeddings=_size(raw, folder, "max_position_embeddings"),
+        max_position_embeddings=_context(raw, folder, rope if rope_type == "yarn" else {}),
         eos_token_ids=_token_ids(raw.get("eos_token_id")) + _token_ids(generation.get("eos_token_id")),
         num_experts=_size(raw, folder, _experts_key(raw)) if family.experts else 0,
         num_experts_per_tok=_size(raw, folder, "num_experts_per_tok") if family.experts else 0,
     )
+
+
+def _context(raw: dict[str, Any], folder: Path, yarn: dict[str, Any]) -> int:
+    """Positions the model is made for; YaRN's are more than max_position_embeddings where that is the original's."""
+    stated = _size(raw, folder, "max_position_embeddings")
+    original, factor = yarn.get("original_max_position_embeddings", stated), yarn.get("factor") or 1.0
+    if not isinstance(original, int) or not isinstance(factor, (int, float)) or factor < 1:
+        raise UserError(
+            f"{folder}/config.json: yarn needs a factor of 1 or more and original_max_position_embeddings as a whole "
+            f"number, got {factor!r} and {original!r}"
+        )
+    return max(stated, int(original * factor))
 
 
 def _experts_key(raw: dict[str, Any]) -> str:

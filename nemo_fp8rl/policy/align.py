@@ -24,6 +24,7 @@ from torch import Tensor
 
 from nemo_fp8rl.policy.attention import CoreAttention
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
+from nemo_fp8rl.policy.rope import Rope
 
 
 def norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
@@ -71,12 +72,12 @@ class AlignedAttention(CoreAttention):
     """
 
     QUERY_BLOCK = 512
-    inv_freq: Tensor  # float32 [d / 2], set by `aligned_attention`
+    rope: Rope  # set by `aligned_attention`
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         s, b, heads, d = query.shape
         groups = key.size(2)
-        cos, sin = self.rope_table(s, query.dtype)
+        cos, sin = self.rope.table(s, query.dtype)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if self.kv_cache is not None:
             key, value = self.kv_cache.read(self.layer, key, value)
@@ -92,11 +93,6 @@ class AlignedAttention(CoreAttention):
         out = torch.cat(outputs, -2).view(b, heads, s, d)
         return out.permute(2, 0, 1, 3).reshape(s, b, heads * d).to(query.dtype)
 
-    def rope_table(self, s: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [s, 1, 1, d/2], rounded to `dtype` as the engine's table is, held in float32."""
-        angles = torch.outer(torch.arange(s, dtype=torch.float32), self.inv_freq)[:, None, None, :]
-        return angles.cos().to(dtype).float(), angles.sin().to(dtype).float()
-
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate halves [s, b, h, d] by the table; float32 math, one rounding to x's dtype."""
@@ -104,6 +100,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1).to(x.dtype)
 
 
-def aligned_attention(inv_freq: Tensor, kv_cache: TrainerKvCache | None) -> type[AlignedAttention]:
+def aligned_attention(rope: Rope, kv_cache: TrainerKvCache | None) -> type[AlignedAttention]:
     """The attention class of a model with this RoPE and cache: Megatron builds it from a class, not an instance."""
-    return type("AlignedAttention", (AlignedAttention,), {"inv_freq": inv_freq, "kv_cache": kv_cache})
+    return type("AlignedAttention", (AlignedAttention,), {"rope": rope, "kv_cache": kv_cache})

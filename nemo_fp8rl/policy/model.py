@@ -14,11 +14,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_fp8rl.config import Config, Fp8RlConfig, PolicyConfig
+from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.config import HfConfig, trainer_fp8_layers
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.layout import Layout
 from nemo_fp8rl.policy.linears import Fp8Forward
-from nemo_fp8rl.policy.rope import inverse_frequencies
+from nemo_fp8rl.policy.rope import read_rope
 from nemo_fp8rl.policy.specs import block_spec
 from nemo_fp8rl.policy.weights import load_hf
 
@@ -117,10 +118,12 @@ def _mixture(hf: HfConfig, choice: Fp8RlConfig) -> dict[str, Any]:
 def build_model(config: TransformerConfig, layout: Layout, cfg: Config, kv_cache: TrainerKvCache | None) -> PolicyModel:
     """The rank's part of the checkpoint at policy.model_name; refuses to start without its FP8 layers."""
     hf, policy, choice, fp8_layers = layout.hf, cfg.policy, cfg.nemo_fp8rl, trainer_fp8_layers(layout.hf, cfg)
-    inv_freq = inverse_frequencies(policy.model_name, hf)
+    rope = read_rope(policy.model_name, hf)
+    if choice.align == "none" and rope.factor != 1.0:
+        raise UserError(f"{policy.model_name}: rope_type {hf.rope_type!r} needs nemo_fp8rl.align=vllm")
     model = PolicyModel(
         config,
-        block_spec(layout, choice, fp8_layers, inv_freq, kv_cache),
+        block_spec(layout, choice, fp8_layers, rope, kv_cache),
         vocab_size=layout.padded_vocab_size,
         max_sequence_length=policy.max_total_sequence_length,
         pre_process=layout.first_stage,
@@ -131,7 +134,7 @@ def build_model(config: TransformerConfig, layout: Layout, cfg: Config, kv_cache
     )
     model.layout = layout
     if choice.align == "none":
-        model.rotary_pos_emb.inv_freq = inv_freq  # Megatron's own has only some of the scalings
+        model.rotary_pos_emb.inv_freq = rope.inv_freq  # Megatron's own has only some of the scalings
     fp8_linears = sum(isinstance(module, Fp8Forward) for module in model.modules())
     linears = 2 + 2 * max(1, len(layout.experts))  # of a layer: qkv, proj and each MLP's fc1, fc2
     expected = linears * sum(i in fp8_layers for i in layout.layers)

@@ -29,6 +29,7 @@ from nemo_fp8rl.policy.attention import sdpa_attention
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.layout import Layout
 from nemo_fp8rl.policy.linears import bf16_linears, fp8_linears
+from nemo_fp8rl.policy.rope import Rope
 
 
 class RMSNorm(torch.nn.Module):
@@ -44,12 +45,12 @@ class RMSNorm(torch.nn.Module):
 
 
 def block_spec(
-    layout: Layout, choice: Fp8RlConfig, fp8_layers: Fp8Layers, inv_freq: Tensor, kv_cache: TrainerKvCache | None
+    layout: Layout, choice: Fp8RlConfig, fp8_layers: Fp8Layers, rope: Rope, kv_cache: TrainerKvCache | None
 ) -> TransformerBlockSubmodules:
-    """The rank's decoder layers for this precision and alignment. inv_freq: float32 [head_dim / 2], of RoPE."""
+    """The rank's decoder layers for this precision and alignment."""
     aligned = choice.align == "vllm"
     plain, fp8 = bf16_linears(aligned), fp8_linears(choice.scale_format, aligned)
-    attention = aligned_attention(inv_freq, kv_cache) if aligned else sdpa_attention(kv_cache)
+    attention = aligned_attention(rope, kv_cache) if aligned else sdpa_attention(kv_cache)
     layers = [_layer_spec(layout.hf, aligned, attention, *(fp8 if i in fp8_layers else plain)) for i in layout.layers]
     norm = AlignedRMSNorm if aligned else RMSNorm
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)

@@ -5,13 +5,13 @@ import torch
 
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.tiny import make_tiny
-from tests.conftest import LLAMA3_ROPE, RECIPES, SMALL
+from tests.conftest import LLAMA3_ROPE, RECIPES, SMALL, YARN
 from tests.generation.pair import FREE, GREEDY, Pair, outputs
 
 CASES = [
     ("llama", "fp8_e2e", {"rope_parameters": LLAMA3_ROPE}),
     ("llama", "bf16", {"tie_word_embeddings": True}),
-    ("qwen3", "fp8_e2e", {"tie_word_embeddings": True}),
+    ("qwen3", "fp8_e2e", {"tie_word_embeddings": True, "rope_parameters": YARN}),
     ("qwen2", "fp8_e2e", {}),
     ("qwen2", "bf16", {}),
     ("qwen3_moe", "fp8_e2e", {}),

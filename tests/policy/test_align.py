@@ -9,6 +9,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_fp8rl.policy.align import AlignedRMSNorm, aligned_attention, aligned_residual_add, rotate
+from nemo_fp8rl.policy.rope import Rope
 
 ROWS, WIDTH, HEADS, HEAD_DIM = 37, 256, 4, 128
 FREQUENCIES = 1.0 / 10_000.0 ** (torch.arange(0, HEAD_DIM, 2, dtype=torch.float32) / HEAD_DIM)
@@ -71,14 +72,17 @@ def test_rope_equals_vllm(config, vllm_context):
     )
     q, k = bf16(ROWS, HEADS * HEAD_DIM, seed=2), bf16(ROWS, HEADS * HEAD_DIM, seed=3)
     expected_q, expected_k = rope(torch.arange(ROWS), q.clone(), k.clone())
-    cos, sin = aligned_attention(FREQUENCIES, None)(config, 1).rope_table(ROWS, torch.bfloat16)
+    cos, sin = Rope(FREQUENCIES).table(ROWS, torch.bfloat16)
     for x, expected in ((q, expected_q), (k, expected_k)):
         got = rotate(x.view(ROWS, 1, HEADS, HEAD_DIM), cos, sin)
         assert rounds_alike(got.reshape(ROWS, -1), expected)
 
 
 def test_query_blocks_do_not_change_the_attention(config):
-    whole, blocked = aligned_attention(FREQUENCIES, None)(config, 1), aligned_attention(FREQUENCIES, None)(config, 1)
+    whole, blocked = (
+        aligned_attention(Rope(FREQUENCIES), None)(config, 1),
+        aligned_attention(Rope(FREQUENCIES), None)(config, 1),
+    )
     blocked.QUERY_BLOCK = 8
     q, k, v = (bf16(21, 2, HEADS, HEAD_DIM, seed=s) for s in (4, 5, 6))
     # float32 inside: blocks only regroup the matmul, the rounded output may differ by its last bit
@@ -91,7 +95,7 @@ def test_other_rounding_points_are_told_apart(config, vllm_context):
     x, residual = bf16(ROWS, WIDTH, seed=7), bf16(ROWS, WIDTH, seed=8)
     stream = aligned_residual_add(True, False)((x, None), residual.float(), 0.0)
     assert not rounds_alike(norm(stream), norm(stream.bfloat16()))
-    cos, sin = aligned_attention(FREQUENCIES, None)(config, 1).rope_table(ROWS, torch.bfloat16)
+    cos, sin = Rope(FREQUENCIES).table(ROWS, torch.bfloat16)
     q = bf16(ROWS, 1, HEADS, HEAD_DIM, seed=9)
     x1, x2 = q.chunk(2, -1)
     c, s = cos.bfloat16(), sin.bfloat16()

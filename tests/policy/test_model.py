@@ -8,13 +8,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.policy.cpu import megatron_on_cpu
 from nemo_fp8rl.policy.megatron_names import to_hf
-from nemo_fp8rl.policy.rope import inverse_frequencies
+from nemo_fp8rl.policy.rope import read_rope
 from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.tiny import write_model
-from tests.conftest import LLAMA3_ROPE
+from tests.conftest import LLAMA3_ROPE, YARN
 
 SIZES = [
     {"tie_word_embeddings": False},
@@ -29,6 +30,7 @@ SIZES = [
     {"family": "llama"},
     {"family": "llama", "tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE},
     {"family": "llama", "rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}},
+    {"family": "qwen3", "rope_parameters": YARN},
     {"family": "qwen3_moe"},
     {"family": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 96},
     {"family": "qwen2"},
@@ -39,6 +41,8 @@ SIZES = [
 @pytest.mark.parametrize("align", ["vllm", "none"])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_fp32_logits_and_gradients_equal_hf(recipe, tmp_path: Path, sizes, align):
+    if sizes.get("rope_parameters") is YARN and align == "none":
+        pytest.skip("refused, see test_yarn_needs_our_attention")
     write_model(tmp_path / "model", seed=3, **sizes)
     hf = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
     worker = MegatronWorker()
@@ -73,6 +77,14 @@ def _norm(tensors: Iterable[torch.Tensor]) -> float:
     return sum(t.double().square().sum() for t in tensors).sqrt().item()
 
 
+def test_yarn_needs_our_attention(recipe, tmp_path: Path):
+    write_model(tmp_path / "model", rope_parameters=YARN)
+    assert read_hf_config(tmp_path / "model").max_position_embeddings == 256
+    cfg = recipe(f"policy.model_name={tmp_path}/model", "nemo_fp8rl.align=none")
+    with pytest.raises(UserError, match=r"rope_type 'yarn' needs nemo_fp8rl\.align=vllm"):
+        MegatronWorker().setup(cfg, 0, 1, None)
+
+
 def test_rope_is_read_from_the_keys_of_released_checkpoints(tmp_path: Path):
     """Llama 3.1's config.json says rope_theta and rope_scaling, transformers 5 writes rope_parameters."""
     write_model(tmp_path / "new", family="llama", rope_parameters=LLAMA3_ROPE)
@@ -82,7 +94,7 @@ def test_rope_is_read_from_the_keys_of_released_checkpoints(tmp_path: Path):
     del config["rope_parameters"]
     scaling = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
     path.write_text(json.dumps({**config, "rope_theta": LLAMA3_ROPE["rope_theta"], "rope_scaling": scaling}))
-    old, new = (inverse_frequencies(str(folder), read_hf_config(folder)) for folder in (path.parent, tmp_path / "new"))
+    old, new = (read_rope(str(folder), read_hf_config(folder)).inv_freq for folder in (path.parent, tmp_path / "new"))
     assert torch.equal(old, new)
     plain = 500_000.0 ** -(torch.arange(0, 128, 2) / 128)
     assert torch.allclose(new[0], plain[0]) and torch.allclose(new[-1], plain[-1] / 8)  # fast, slow
