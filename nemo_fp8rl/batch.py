@@ -6,7 +6,7 @@ Field names are NeMo RL's, so that its loss functions and ours read the same bat
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypedDict, cast
 
 import torch
@@ -36,12 +36,15 @@ class Completion:
     token_ids:      generated tokens; the end-of-sequence token is the last one when finish_reason is "stop"
     logprobs:       log-probability of each token under the distribution it was sampled from; [] when not asked for
     policy_version: the refit whose weights produced every one of these tokens
+    routed_experts: int16 [tokens of prompt and answer that were computed, layers, top k], -1 where not known; None when
+                    not asked for (`policy.router_replay`)
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: Literal["stop", "length"]
     policy_version: int
+    routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
 
 
 class TrainBatch(TypedDict, total=False):
@@ -91,13 +94,27 @@ def collate(prompts: Sequence[Prompt], completions: Sequence[Completion], pad_to
         token_mask[i, start:end] = 1.0
         if completion.logprobs:
             generation_logprobs[i, start:end] = torch.tensor(completion.logprobs)
-    return TrainBatch(
+    batch = TrainBatch(
         input_ids=input_ids,
         input_lengths=torch.tensor([len(row) for row in rows]),
         token_mask=token_mask,
         sample_mask=torch.ones(b),
         generation_logprobs=generation_logprobs,
     )
+    if (routes := _routes(completions, t)) is not None:
+        batch["routed_experts"] = routes
+    return batch
+
+
+def _routes(completions: Sequence[Completion], length: int) -> Tensor | None:
+    """int16 [B, length, layers, top k], -1 where no completion says; None when none says anything."""
+    known = [(i, c.routed_experts) for i, c in enumerate(completions) if c.routed_experts is not None]
+    if not known:
+        return None
+    routes = known[0][1].new_full((len(completions), length, *known[0][1].shape[1:]), -1)
+    for i, route in known:
+        routes[i, : len(route)] = route[:length]
+    return routes
 
 
 def prompt_batch(prompts: Sequence[Prompt], pad_token_id: int) -> TrainBatch:

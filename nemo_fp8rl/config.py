@@ -202,6 +202,13 @@ class SequencePackingConfig(_Block):
 
 
 @dataclass(frozen=True)
+class RouterReplayConfig(_Block):
+    """R3: the trainer's routers take the experts that the engine's chose."""
+
+    enabled: bool = False
+
+
+@dataclass(frozen=True)
 class PolicyConfig(_Block):
     model_name: str
     """An HF checkpoint folder (config.json and safetensors) of the Llama 3, Qwen2.5, Qwen3 or Qwen3-MoE family."""
@@ -216,6 +223,7 @@ class PolicyConfig(_Block):
     dynamic_batching: DynamicBatchingConfig = field(default_factory=DynamicBatchingConfig)
     max_total_sequence_length: int = 512
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
+    router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     megatron_cfg: MegatronConfig = field(default_factory=MegatronConfig)

@@ -209,6 +209,7 @@ def _choices(cfg: Config) -> dict[str, str]:
         "correction": str(GrpoLoss(cfg.loss_fn, choice.correction).correction),
         "threads": str(torch.get_num_threads()),
         "align": choice.align,
+        "routes": "the engine's" if cfg.policy.router_replay.enabled else "the trainer's",
         "backend": cfg.cluster.backend,
     }
 

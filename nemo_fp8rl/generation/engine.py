@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from nemo_fp8rl.batch import Completion
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.generation.base import Sampling
@@ -63,6 +65,9 @@ class VllmEngine:
             use_tqdm_on_load=False,
             seed=cfg.grpo.seed,
         )
+        self.records_routes = cfg.policy.router_replay.enabled
+        if self.records_routes:
+            self.llm.collective_rpc("nemo_fp8rl_record_routes")
 
     def generate(
         self, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int], sampling: Sampling
@@ -86,7 +91,16 @@ class VllmEngine:
         ]
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         outputs = self.llm.generate(requests, params, use_tqdm=False)
-        return [[self._completion(sample, sampling.logprobs) for sample in output.outputs] for output in outputs]
+        routes: dict[str, Tensor] = {}
+        if self.records_routes:
+            (routes,) = self.llm.collective_rpc("nemo_fp8rl_take_routes")
+        return [
+            [
+                self._completion(sample, sampling.logprobs, routes.get(_request_id(output, sample)))
+                for sample in output.outputs
+            ]
+            for output in outputs
+        ]
 
     def load_update(self, *parts: Update | bytes) -> Acknowledgement:
         """Verify and apply a refit, of one part a trainer rank; drop the prefix cache, answer with the version."""
@@ -102,13 +116,18 @@ class VllmEngine:
     def shutdown(self) -> None:
         self.__dict__.pop("llm", None)  # absent when setup failed
 
-    def _completion(self, sample: Any, logprobs: bool) -> Completion:
+    def _completion(self, sample: Any, logprobs: bool, routes: Tensor | None) -> Completion:
         token_ids = tuple(sample.token_ids)
         if sample.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"the engine ended a completion by {sample.finish_reason!r}")
         entries = zip(sample.logprobs, token_ids, strict=True) if logprobs else ()
         per_token = [entry[token].logprob for entry, token in entries]
-        return Completion(token_ids, tuple(per_token), sample.finish_reason, self.policy_version)
+        return Completion(token_ids, tuple(per_token), sample.finish_reason, self.policy_version, routes)
+
+
+def _request_id(output: Any, sample: Any) -> str:
+    """vLLM's, of one of the samples of a prompt (`ParentRequest.get_child_info`)."""
+    return f"{sample.index}_{output.request_id}" if len(output.outputs) > 1 else output.request_id
 
 
 def _survive_scan_of_llvmlite() -> None:

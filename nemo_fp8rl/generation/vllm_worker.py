@@ -4,11 +4,13 @@ from typing import Any
 
 from torch import Tensor
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from nemo_fp8rl.fp8 import Fp8Layers
+from nemo_fp8rl.generation.routes import RouteRecorder
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.refit.manifest import RefitError, Update
@@ -29,6 +31,7 @@ class RefitWorkerExtension:
     """Methods that vLLM mixes into its worker; `self.model_runner` is the worker's own."""
 
     model_runner: Any
+    routes: RouteRecorder
 
     def nemo_fp8rl_load(self, update: Update) -> int:
         """Apply a verified update and return its version. Raises RefitError before a byte is applied."""
@@ -44,6 +47,15 @@ class RefitWorkerExtension:
         for (k_scale, v_scale), attention in caches.items():
             _set_scales(attention, update.tensors[k_scale], update.tensors[v_scale])
         return update.manifest.version
+
+    def nemo_fp8rl_record_routes(self) -> None:
+        """From here on keep the experts of every token until `nemo_fp8rl_take_routes`."""
+        hf = read_hf_config(self.model_runner.vllm_config.model_config.model)
+        self.routes = RouteRecorder(self.model_runner, hf.num_hidden_layers, hf.num_experts_per_tok)
+        bind_routed_experts_capturer(self.model_runner.get_model(), self.routes)  # type: ignore[arg-type]
+
+    def nemo_fp8rl_take_routes(self) -> dict[str, Tensor]:
+        return self.routes.take()
 
     def _fp8_caches(self) -> dict[tuple[str, str], Any]:
         """{names of the scales that a refit must bring: attention layer} of every layer whose cache is FP8."""

@@ -105,6 +105,8 @@ def check_layout(hf: HfConfig, cfg: Config) -> None:
     """Raise UserError, with key, dimension and sizes that fit, when the model cannot be split as the recipe says."""
     parallel, here = cfg.policy.megatron_cfg, "policy.megatron_cfg"
     tensor, expert = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+    if not hf.family.experts and cfg.policy.router_replay.enabled:
+        raise UserError("policy.router_replay.enabled=true: the model has no experts; set it to false")
     if not hf.family.experts and expert > 1:
         raise UserError(f"{here}.expert_model_parallel_size={expert}: the model has no experts; set it to 1")
     if hf.family.experts and tensor > 1 and not parallel.sequence_parallel:

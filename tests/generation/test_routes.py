@@ -1,0 +1,82 @@
+"""The experts that the engine chose come with its answers, and the trainer takes them."""
+
+import pytest
+import torch
+
+from nemo_fp8rl.recipe import load
+from nemo_fp8rl.tiny import make_tiny
+from tests.conftest import RECIPES, SMALL
+from tests.generation.pair import FREE, GREEDY, Pair
+
+
+@pytest.fixture(scope="module", params=["vllm", "none"])
+def pair(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("moe") / "tiny"
+    make_tiny(folder, "add", 0, "qwen3_moe")
+    overrides = (
+        f"policy.model_name={folder}/model",
+        f"data.train.data_path={folder}/data.jsonl",
+        f"nemo_fp8rl.align={request.param}",
+        "policy.router_replay.enabled=true",
+    )
+    pair = Pair(load(RECIPES / "tiny_cpu.yaml", [*SMALL, *overrides]))
+    pair.refit()
+    yield pair
+    pair.close()
+
+
+def trainers_choice(pair: Pair, batch) -> torch.Tensor:
+    """[B, T, layers, 2], sorted: what the trainer's routers choose by themselves."""
+    taken = [[] for _ in pair.worker.pipeline.replay.routers]
+    for i, replay in enumerate(pair.worker.pipeline.replay.routers):
+        ask = type(replay).get_replay_topk
+
+        def spy(*arguments, i=i, replay=replay, ask=ask):
+            scores, experts = ask(replay, *arguments)
+            taken[i].append(experts)
+            return scores, experts
+
+        replay.get_replay_topk = spy
+    pair.worker.logprobs({name: field for name, field in batch.items() if name != "routed_experts"})
+    for replay in pair.worker.pipeline.replay.routers:
+        del replay.get_replay_topk
+    b, t = batch["input_ids"].shape
+    return torch.stack([torch.cat(parts).view(t - 1, b, 2).transpose(0, 1) for parts in taken], 2).sort(-1).values
+
+
+def test_every_token_that_the_engine_read_has_its_experts(pair):
+    for group, prompt in zip(pair.generate(FREE), pair.prompts, strict=True):
+        for completion in group:
+            routes = completion.routed_experts
+            assert routes.shape == (len(prompt.token_ids) + len(completion.token_ids) - 1, 2, 2)
+            assert routes.min() >= 0  # prompts are shorter than a block of the prefix cache
+            assert routes.max() < 8
+            assert (routes[..., 0] != routes[..., 1]).all()
+
+
+def test_a_single_answer_to_a_prompt_has_them_too(pair):
+    groups = pair.generate(GREEDY)
+    assert all(len(c.routed_experts) == len(p.token_ids) + 15 for (c,), p in zip(groups, pair.prompts, strict=True))
+
+
+def test_the_batch_carries_them_and_the_trainer_agrees_with_almost_all(pair):
+    batch = pair.samples()
+    routes = batch["routed_experts"][:, :-1].long().sort(-1).values
+    known = (torch.arange(routes.size(1)) < batch["input_lengths"][:, None] - 1)[..., None, None].expand_as(routes)
+    assert (routes[known] >= 0).all()
+    assert (routes[~known] == -1).all()
+    differ = (trainers_choice(pair, batch) != routes)[known].float().mean()
+    assert differ < (0.001 if pair.cfg.nemo_fp8rl.align == "vllm" else 0.05)
+
+
+def test_replay_does_not_raise_the_mismatch(pair):
+    batch = pair.samples()
+    inside = batch["token_mask"] > 0
+    own = {name: field for name, field in batch.items() if name != "routed_experts"}
+    errors = [(pair.worker.logprobs(part) - batch["generation_logprobs"])[inside].abs().mean() for part in (batch, own)]
+    assert errors[0] <= errors[1] * 1.01
+
+
+def test_routes_of_one_round_are_not_kept_for_the_next(pair):
+    pair.generate(GREEDY)
+    assert not pair.engine.llm.llm_engine.model_executor.driver_worker.worker.routes._parts
