@@ -8,10 +8,10 @@ OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test lint format types clean
+.PHONY: help setup setup-dev demo test test-megatron-0.19 lint format types clean
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9.-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
 
 setup:  ## create or refresh .venv with what a run needs (quick when nothing changed)
 	@$(PYTHON) tools/setup_env.py
@@ -26,6 +26,12 @@ demo: setup  ## run the CPU demo
 
 test: setup-dev  ## run the tests
 	@$(BIN)/python -m pytest -q $(ARGS)
+
+test-megatron-0.19: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
+test-megatron-0.19: setup-dev  ## the policy's tests with Megatron Core 0.19, beside the 0.16 of the lock
+	@$(BIN)/python -m pip install -q --no-deps --upgrade --ignore-requires-python --python-version 3.12 --only-binary :all: \
+	  --target .venv/megatron-0.19 megatron-core==0.19.2
+	@PYTHONPATH=.venv/megatron-0.19 $(BIN)/python -m pytest -q tests/policy $(ARGS)
 
 lint: setup-dev  ## ruff check and format check
 	@$(BIN)/ruff check $(ARGS) .

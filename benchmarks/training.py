@@ -2,8 +2,10 @@
 
     python benchmarks/training.py [--steps 500] [--seeds 5] [--family qwen3] [--folder runs/training]
 
+Needs matplotlib (3.11.2), which neither a run nor the tests do.
+
 The corpus is the standard library's source, more than so small a model can learn by heart. Both flows of a seed start
-from the same weights and read the same batches. Prints the table of docs/numerics.md, and writes losses by step, with
+from the same weights and read the same batches. Prints the table of docs/training.md, and writes losses by step, with
 machine and versions, to benchmarks/results/training_FAMILY.json and the curves to docs/training_FAMILY.svg.
 """
 
@@ -18,7 +20,9 @@ from statistics import fmean, stdev
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+import matplotlib
 import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -95,13 +99,9 @@ def learn(folder: Path, family: str, flow: str, seed: int, steps: int) -> dict[s
 
 def draw(path: Path, results: list[dict[str, Any]], steps: int) -> None:
     """Mean over the seeds of a running mean of 20 steps."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "nemo_fp8rl"
-    from matplotlib import pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    matplotlib.rcParams["svg.hashsalt"] = "nemo_fp8rl"  # the same file from the same figures
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
     curves = {}
     for flow, style in zip(FLOWS, ("-", "--"), strict=True):
         losses = torch.tensor([r["losses"] for r in results if r["flow"] == flow])

@@ -40,6 +40,12 @@ MAY_CHANGE = (
     "cluster.",
     "nemo_fp8rl.gates",  # so that a run that a gate stopped can go on
     "nemo_fp8rl.kernel",  # all kernels give the same bytes
+    "policy.megatron_cfg.tensor_",  # a checkpoint loads on any layout
+    "policy.megatron_cfg.pipeline_",
+    "policy.megatron_cfg.expert_",
+    "policy.megatron_cfg.sequence_parallel",
+    "policy.megatron_cfg.activation_checkpointing",
+    "policy.megatron_cfg.offload_between_phases",
     "policy.model_name",  # weights come from the checkpoint; the folder may have moved
     "policy.tokenizer.name",
     "data.train.data_path",
@@ -211,7 +217,22 @@ def _choices(cfg: Config) -> dict[str, str]:
         "align": choice.align,
         "routes": "the engine's" if cfg.policy.router_replay.enabled else "the trainer's",
         "backend": cfg.cluster.backend,
+        "layout": _layout(cfg),
     }
+
+
+def _layout(cfg: Config) -> str:
+    parallel = cfg.policy.megatron_cfg
+    sizes = {
+        "TP": parallel.tensor_model_parallel_size,
+        "PP": parallel.pipeline_model_parallel_size,
+        "EP": parallel.expert_model_parallel_size,
+        "DP": cfg.data_parallel_size,
+    }
+    split = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    if parallel.sequence_parallel:
+        split.append("SP")
+    return " ".join(split) or "one rank"
 
 
 def _kv_cache(cfg: Config) -> str:
