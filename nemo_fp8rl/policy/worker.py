@@ -210,12 +210,18 @@ class MegatronWorker:
         """Write an HF checkpoint and the optimizer's state, all ranks together. Raises UserError on a full disk."""
         policy, path = self.cfg.policy, Path(folder)
         sources = Path(policy.model_name), Path(policy.tokenizer.name)
-        if self.kv_cache is not None and self.rank == 0:
-            self.kv_cache.save(path)
-        error = save_hf(path / "weights", self.export_weights(), self.layout, self.rank, *sources)
-        also = save_optimizer(path / "optimizer", self.rank, self.layout, self.model, self.optimizer, self.scheduler)
-        if error or also:
-            raise UserError(f"{folder}: {error or also}") from None
+        errors: list[Exception | None] = []  # raised at the end: till then the other ranks wait for this one's part
+        try:
+            if self.kv_cache is not None and self.rank == 0:
+                self.kv_cache.save(path)
+        except OSError as error:
+            errors.append(error)
+        errors.append(save_hf(path / "weights", self.export_weights(), self.layout, self.rank, *sources))
+        errors.append(
+            save_optimizer(path / "optimizer", self.rank, self.layout, self.model, self.optimizer, self.scheduler)
+        )
+        if any(errors):
+            raise UserError(f"{folder}: {next(filter(None, errors))}") from None
 
     def load(self, folder: str) -> None:
         with megatron_on_cpu():
