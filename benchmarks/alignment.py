@@ -70,7 +70,7 @@ class NormRoundedOnce(align.AlignedRMSNorm):
 class SdpaWithRope(align.AlignedAttention):
     """Probabilities in the activations' dtype, as torch's SDPA on a CPU has them."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | None = None) -> Tensor:
         cos, sin = self.rope.table(query.size(0), query.dtype)
         return sdpa_attention(None).attend(self, align.rotate(query, cos, sin), align.rotate(key, cos, sin), value)  # type: ignore[arg-type]
 

@@ -20,7 +20,7 @@ from nemo_fp8rl.hf.config import FAMILIES
 from nemo_fp8rl.tiny import make_tiny
 
 TASK = "chain"
-MIXTURES_WARM_UP = 130
+MIXTURES_WARM_UP = 200
 """Steps after which this mixture, whose experts are twice as wide as the tiny one's, answers part of the questions."""
 TENSOR = ("tensor_model_parallel_size=2",)
 SEQUENCE = (*TENSOR, "sequence_parallel=true")

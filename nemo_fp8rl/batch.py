@@ -184,6 +184,9 @@ def num_rows(batch: TrainBatch) -> int:
 
 
 def shards(batch: TrainBatch, count: int) -> list[TrainBatch]:
-    """`count` contiguous parts of the rows, as even as they go, padding kept."""
+    """`count` contiguous parts of the rows, as even as they go, padding kept.
+
+    Copies: a view that goes to another process takes along all of what it is a view of.
+    """
     parts = {name: cast(Tensor, field).tensor_split(count) for name, field in batch.items()}
-    return [cast(TrainBatch, {name: part[i] for name, part in parts.items()}) for i in range(count)]
+    return [cast(TrainBatch, {name: part[i].clone() for name, part in parts.items()}) for i in range(count)]

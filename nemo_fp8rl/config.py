@@ -216,7 +216,7 @@ class PolicyConfig(_Block):
     train_global_batch_size: int = 512
     """Samples an optimizer step."""
     train_micro_batch_size: int = 4
-    """Samples a forward and backward, on each trainer rank."""
+    """Samples a forward and backward, on each replica of the model."""
     logprob_batch_size: int = "${policy.train_micro_batch_size}"  # type: ignore[assignment]
     logprob_chunk_size: int = 1024
     """Tokens whose logits exist at a time."""

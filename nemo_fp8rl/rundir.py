@@ -4,7 +4,7 @@
     environment.json   versions, and every choice that was resolved at start
     metrics.jsonl      one object a step
     tensorboard/       the same metrics as events
-    checkpoints/       step_N/{policy/weights, policy/optimizer, training_info.json}
+    checkpoints/       step_N/{policy/weights, policy/optimizer, policy/kv_scales.json, training_info.json}
 
 A checkpoint is written under a temporary name and renamed, so the latest one is always whole.
 """
@@ -227,6 +227,7 @@ def _layout(cfg: Config) -> str:
         "TP": parallel.tensor_model_parallel_size,
         "PP": parallel.pipeline_model_parallel_size,
         "EP": parallel.expert_model_parallel_size,
+        **({"ETP": parallel.expert_tensor_parallel_size} if parallel.expert_model_parallel_size > 1 else {}),
         "DP": cfg.data_parallel_size,
     }
     split = [f"{name} {size}" for name, size in sizes.items() if size > 1]

@@ -92,11 +92,12 @@ class VllmEngine:
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         outputs = self.llm.generate(requests, params, use_tqdm=False)
         routes: dict[str, Tensor] = {}
+        wanted = self.records_routes and sampling.logprobs
         if self.records_routes:
-            (routes,) = self.llm.collective_rpc("nemo_fp8rl_take_routes")
+            (routes,) = self.llm.collective_rpc("nemo_fp8rl_take_routes", args=(wanted,))
         return [
             [
-                self._completion(sample, sampling.logprobs, routes.get(_request_id(output, sample)))
+                self._completion(sample, sampling.logprobs, routes[_request_id(output, sample)] if wanted else None)
                 for sample in output.outputs
             ]
             for output in outputs
@@ -107,6 +108,7 @@ class VllmEngine:
         received = [serialized.unpack(part) if isinstance(part, bytes) else part for part in parts]
         self.policy_version = -1  # nothing is generated from mixed weights, whatever fails below
         update = joined(received)
+        del received
         (version,) = set(self.llm.collective_rpc("nemo_fp8rl_load", args=(update,)))
         if not self.llm.reset_prefix_cache():
             raise RefitError(f"refit {version}: the engine kept its prefix cache, which holds the old weights' keys")

@@ -54,8 +54,9 @@ class RefitWorkerExtension:
         self.routes = RouteRecorder(self.model_runner, hf.num_hidden_layers, hf.num_experts_per_tok)
         bind_routed_experts_capturer(self.model_runner.get_model(), self.routes)  # type: ignore[arg-type]
 
-    def nemo_fp8rl_take_routes(self) -> dict[str, Tensor]:
-        return self.routes.take()
+    def nemo_fp8rl_take_routes(self, wanted: bool) -> dict[str, Tensor]:
+        """What was kept since the last call (`RouteRecorder.take`); not wanted: forget it."""
+        return self.routes.take() if wanted else self.routes.forget()
 
     def _fp8_caches(self) -> dict[tuple[str, str], Any]:
         """{names of the scales that a refit must bring: attention layer} of every layer whose cache is FP8."""

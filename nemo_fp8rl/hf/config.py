@@ -79,6 +79,9 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     if rope_type not in ROPE_TYPES:
         raise UserError(f"{folder}/config.json: rope_type {rope_type!r} is not supported, only {', '.join(ROPE_TYPES)}")
+    factor = rope.get("factor")
+    if rope_type != "default" and (not isinstance(factor, (int, float)) or isinstance(factor, bool) or factor < 1):
+        raise UserError(f"{folder}/config.json: rope_type {rope_type!r} needs a factor of 1 or more, got {factor!r}")
     if (rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0) != 1.0:
         raise UserError(f"{folder}/config.json: partial_rotary_factor is not supported, only 1")
     if family.experts:
@@ -112,23 +115,11 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
         rope_theta=rope.get("rope_theta") or raw.get("rope_theta", 10000.0),
         rope_type=rope_type,
         tie_word_embeddings=raw.get("tie_word_embeddings", False),
-        max_position_embeddings=_context(raw, folder, rope if rope_type == "yarn" else {}),
+        max_position_embeddings=_size(raw, folder, "max_position_embeddings"),
         eos_token_ids=_token_ids(raw.get("eos_token_id")) + _token_ids(generation.get("eos_token_id")),
         num_experts=_size(raw, folder, _experts_key(raw)) if family.experts else 0,
         num_experts_per_tok=_size(raw, folder, "num_experts_per_tok") if family.experts else 0,
     )
-
-
-def _context(raw: dict[str, Any], folder: Path, yarn: dict[str, Any]) -> int:
-    """Positions the model is made for; YaRN's are more than max_position_embeddings where that is the original's."""
-    stated = _size(raw, folder, "max_position_embeddings")
-    original, factor = yarn.get("original_max_position_embeddings", stated), yarn.get("factor") or 1.0
-    if not isinstance(original, int) or not isinstance(factor, (int, float)) or factor < 1:
-        raise UserError(
-            f"{folder}/config.json: yarn needs a factor of 1 or more and original_max_position_embeddings as a whole "
-            f"number, got {factor!r} and {original!r}"
-        )
-    return max(stated, int(original * factor))
 
 
 def _experts_key(raw: dict[str, Any]) -> str:

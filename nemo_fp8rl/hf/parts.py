@@ -70,10 +70,10 @@ class PartReader:
         for path in sorted(self.folder.glob("*.safetensors")):
             try:
                 opened = self._stack.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:
+                starts = json.loads((opened.metadata() or {}).get(STARTS, "{}"))
+            except (SafetensorError, OSError, ValueError) as error:
                 self._stack.close()
                 raise UserError(f"{path} is not a whole safetensors file ({error})") from None
-            starts = json.loads((opened.metadata() or {}).get(STARTS, "{}"))
             for name in opened.keys():  # noqa: SIM118 (not a dict)
                 shape = opened.get_slice(name).get_shape()
                 held = placed(starts.get(name, [0] * len(shape)), shape)
@@ -82,9 +82,6 @@ class PartReader:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._parts
 
     def get(self, name: str, region: Region) -> Tensor:
         """The region, put together from the parts. Raises UserError when they do not hold all of it."""

@@ -74,21 +74,21 @@ class AlignedAttention(CoreAttention):
     QUERY_BLOCK = 512
     rope: Rope  # set by `aligned_attention`
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | None = None) -> Tensor:
         s, b, heads, d = query.shape
         groups = key.size(2)
         cos, sin = self.rope.table(s, query.dtype)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if self.kv_cache is not None:
-            key, value = self.kv_cache.read(self.layer, key, value)
+            key, value = self.kv_cache.read(self.layer, key, value, rows)
         q = query.float().permute(1, 2, 0, 3).reshape(b, groups, heads // groups, s, d)
         k = key.float().permute(1, 2, 3, 0).unsqueeze(2)  # [b, groups, 1, d, s]
         v = value.float().permute(1, 2, 0, 3).unsqueeze(2)  # [b, groups, 1, s, d]
         outputs = []
         for start in range(0, s, self.QUERY_BLOCK):
-            rows = q[..., start : start + self.QUERY_BLOCK, :]
-            future = torch.ones(rows.size(-2), s, dtype=torch.bool).triu(start + 1)
-            scores = ((rows @ k) * self.scale).masked_fill(future, -math.inf)
+            block = q[..., start : start + self.QUERY_BLOCK, :]
+            future = torch.ones(block.size(-2), s, dtype=torch.bool).triu(start + 1)
+            scores = ((block @ k) * self.scale).masked_fill(future, -math.inf)
             outputs.append(scores.softmax(-1) @ v)
         out = torch.cat(outputs, -2).view(b, heads, s, d)
         return out.permute(2, 0, 1, 3).reshape(s, b, heads * d).to(query.dtype)

@@ -46,7 +46,7 @@ class Policy(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write `weights/` (an HF checkpoint) and `optimizer/` into an existing folder."""
+        """Write `weights/` (an HF checkpoint), `optimizer/`, and an FP8 cache's scales into an existing folder."""
         ...
 
     def load(self, folder: Path) -> None:

@@ -13,7 +13,7 @@ from nemo_fp8rl.policy.layout import Axis, Layout
 
 
 def join(rank: int, world_size: int, rendezvous: tuple[str, int] | None, listener: socket.socket | None) -> None:
-    """Start gloo and Megatron's groups. One rank needs no socket; an engine in this process may share its group."""
+    """Start gloo. One rank needs no socket; an engine in this process may share its group."""
     if not dist.is_initialized():
         store: dist.Store = dist.HashStore()
         if rendezvous is not None:

@@ -6,6 +6,9 @@ cache that the rollout saw.
 """
 
 import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -31,15 +34,28 @@ class TrainerKvCache:
         self._sketches: KvSketches | None = None
         self._lengths = torch.empty(0)
 
-    def read(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys after RoPE and values of a layer, counted from 0, [s, b, groups, d], as attention is to use them."""
+    def read(self, layer: int, key: Tensor, value: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Keys after RoPE and values of a layer, counted from 0, as attention is to use them, in their own dtype.
+
+        key, value: [s, b, groups, d]. rows: int64 [b], which sequences of the microbatch; None: all of them.
+        """
         if self._sketches is not None:
-            real = torch.arange(key.size(0))[:, None] < self._lengths
+            lengths = self._lengths if rows is None else self._lengths[rows]
+            real = torch.arange(key.size(0))[:, None] < lengths
             self._sketches.observe(layer, k=key[real], v=value[real])
         elif self.scales is not None and self.rounding is not None:
             key = cached(key, self.scales.k_scale[layer], self.rounding)
             value = cached(value, self.scales.v_scale[layer], self.rounding)
         return key, value
+
+    @contextmanager
+    def unread(self) -> Iterator[None]:
+        """Inside, `read` rounds nothing."""
+        scales, self.scales = self.scales, None
+        try:
+            yield
+        finally:
+            self.scales = scales
 
     def begin_calibration(self) -> None:
         """From here on `read` counts, and rounds nothing."""
@@ -56,6 +72,7 @@ class TrainerKvCache:
         self.scales, self._sketches = self._sketches.scales(with_q=False), None
 
     def save(self, folder: Path) -> None:
+        """Write the scales, when there are any. Raises OSError."""
         if self.scales is not None:
             scales = {"k_scale": self.scales.k_scale, "v_scale": self.scales.v_scale}
             (folder / FILE).write_text(json.dumps(scales) + "\n")
@@ -67,5 +84,7 @@ class TrainerKvCache:
             self.scales = KvScales(tuple(map(float, raw["k_scale"])), tuple(map(float, raw["v_scale"])))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{folder / FILE} cannot be read ({error}); the checkpoint is not complete") from None
+        if not all(0 < scale < math.inf for scale in (*self.scales.k_scale, *self.scales.v_scale)):
+            raise UserError(f"{folder / FILE} has a scale that is not a finite number above 0")
         if {len(self.scales.k_scale), len(self.scales.v_scale)} != {self.num_layers}:
             raise UserError(f"{folder / FILE} has scales of another number of layers than {self.num_layers}")

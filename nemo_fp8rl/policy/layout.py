@@ -96,11 +96,6 @@ class Layout:
         return not self.is_copy(name) and (self.is_split(name) or self.axis(name).rank == 0)
 
 
-def tied_head_apart(layout: Layout) -> bool:
-    """Whether this is the last stage of a model with tied embeddings and the embedding is on another."""
-    return layout.hf.tie_word_embeddings and layout.last_stage and not layout.first_stage
-
-
 def check_layout(hf: HfConfig, cfg: Config) -> None:
     """Raise UserError, with key, dimension and sizes that fit, when the model cannot be split as the recipe says."""
     parallel, here = cfg.policy.megatron_cfg, "policy.megatron_cfg"
@@ -132,7 +127,7 @@ def _check_divides(parallel: MegatronConfig, *rules: tuple[str, str, int], block
     """Each rule: (key of policy.megatron_cfg, dimension of config.json, its size, in whole blocks)."""
     for key, dimension, size in rules:
         parts = getattr(parallel, key)
-        if size % (parts * block):
+        if parts > 1 and size % (parts * block):
             fits = ", ".join([str(n) for n in range(1, size // block + 1) if size % (n * block) == 0][:8]) or "none"
             blocks = f" in multiples of {block}, the blocks of FP8" if block > 1 else ""
             raise UserError(

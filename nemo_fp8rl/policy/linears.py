@@ -19,6 +19,7 @@ class OwnMatmul:
     """Mixed into a Megatron linear layer: replaces its matmul, and nothing else of it."""
 
     def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        """x [..., K], weight [N, K], bias [N], all in the activations' dtype -> [..., N] in out_dtype."""
         raise NotImplementedError
 
     def out_dtype(self, x: Tensor) -> torch.dtype:

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from nemo_fp8rl.algorithms.loss import combined
 from nemo_fp8rl.algorithms.quantization_error import weight_error
-from nemo_fp8rl.batch import TrainBatch, num_rows, rows, shards
+from nemo_fp8rl.batch import TrainBatch, rows, shards
 from nemo_fp8rl.config import Config
+from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.config import check_kv_cache, read_hf_config
 from nemo_fp8rl.policy.base import Loss
 from nemo_fp8rl.policy.layout import check_layout
@@ -59,8 +60,11 @@ class MegatronPolicy:
         return max(self.ranks.call("offload_after_refit", [()] * self.ranks.count))
 
     def calibrate_kv(self, batch: TrainBatch) -> None:
-        share = min(num_rows(batch) // self.replicas, KV_CALIBRATION_SAMPLES)  # as many on each: they may go in step
-        few = rows(batch, slice(0, share * self.replicas)) if share else batch
+        long_enough = (batch["input_lengths"] > 1).nonzero().flatten()  # the last token of a sequence is not read
+        if not len(long_enough):
+            raise UserError("the FP8 KV cache cannot be calibrated: every prompt has one token; use longer prompts")
+        share = min(len(long_enough) // self.replicas, KV_CALIBRATION_SAMPLES)  # as many on each: they may go in step
+        few = rows(batch, long_enough[: max(1, share * self.replicas)])
         parts = shards(few, self.replicas) if share else [few] * self.replicas
         self.ranks.call("calibrate_kv", [(parts[place.shard],) for place in self.places])
 

@@ -69,12 +69,13 @@ def load_optimizer(folder: Path, layout: Layout, model: torch.nn.Module, optimiz
     """Restore what `save_optimizer` wrote, on whatever ranks. Raises UserError when it is not complete."""
     try:
         record = json.loads((folder / STEPS).read_text())
-    except (OSError, ValueError) as error:
+        adam_steps, schedule_steps = float(record["adam"]), int(record["schedule"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder / STEPS} cannot be read ({error}); the checkpoint is not complete") from None
     pieces = {name: (piece, master, state) for name, piece, master, state in _pieces(model, optimizer)}
     shapes = expected_tensors(layout.hf)
     with PartReader(folder) as reader:
-        for kind in (MASTER, *(MOMENTS if record["adam"] else ())):
+        for kind in (MASTER, *(MOMENTS if adam_steps else ())):
 
             def part(name: str, kind: str = kind) -> Tensor:
                 return reader.get(f"{name}.{kind}", layout.region(name, shapes[name]))
@@ -87,12 +88,12 @@ def load_optimizer(folder: Path, layout: Layout, model: torch.nn.Module, optimiz
                         master.copy_(own)
                     else:
                         state[kind] = own.clone()
-    if record["adam"]:
+    if adam_steps:
         for _, _, state in pieces.values():
             # A tensor of its own for each: Megatron's own loader shares one, and Adam then counts wrongly.
-            state["step"] = torch.tensor(record["adam"])
+            state["step"] = torch.tensor(adam_steps)
     scheduler.num_steps = 0
-    scheduler.step(increment=record["schedule"])
+    scheduler.step(increment=schedule_steps)
 
 
 def _copies(parameter: torch.nn.Parameter) -> dist.ProcessGroup:

@@ -86,7 +86,10 @@ class Pipeline:
         return own
 
     def _stage(self, model: torch.nn.Module, part: TrainBatch, tokens: tuple[Tensor, Tensor] | None) -> Tensor:
-        """What this stage makes of a microbatch. tokens: (row, position) of each input token when they are packed."""
+        """What this stage makes of a microbatch: [B, T, H] on the last one, [T, B, H] before; packed, B is 1.
+
+        tokens: (row, position) of each input token when they are packed.
+        """
         ids, routes, lengths = part["input_ids"], part.get("routed_experts"), part["input_lengths"] - 1
         ranks = self.model.layout.tensor.size if self.policy.megatron_cfg.sequence_parallel else 1
         packed: dict[str, Any] = {}

@@ -42,7 +42,7 @@ def save_hf(
     Ranks that share a tensor bring it together on the first of them, one tensor at a time. Returns what kept this rank
     from writing, so that it can still do its part.
     """
-    writer = PartWriter(folder, "model" if rank == 0 else f"model-rank{rank}")
+    writer = PartWriter(folder, f"model-rank{rank:05d}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for source, patterns in ((model, MODEL_FILES), (tokenizer, TOKENIZER_FILES)) if rank == 0 else ():
@@ -60,7 +60,7 @@ def save_hf(
     dist.barrier()
     if rank == 0 and writer.error is None:
         try:
-            _write_index(folder)
+            _name_as_hf_does(folder)
         except (OSError, SafetensorError) as error:
             writer.error = error
     return writer.error
@@ -89,10 +89,12 @@ def assembled(part: Tensor | None, region: Region, shape: Sequence[int], group: 
     return out
 
 
-def _write_index(folder: Path) -> None:
-    """model.safetensors.index.json, which HF's tools ask for when there is more than one file."""
+def _name_as_hf_does(folder: Path) -> None:
+    """One file is model.safetensors; of several, none may be: HF's tools would read that one alone, not the index."""
     files = sorted(folder.glob("*.safetensors"))
-    if len(files) > 1:
+    if len(files) == 1:
+        files[0].rename(folder / "model.safetensors")
+    else:
         weight_map: dict[str, str] = {}
         for path in files:
             with safe_open(path, framework="pt") as opened:

@@ -6,7 +6,9 @@ Every call into Megatron goes through `megatron_on_cpu`, so an engine in the sam
 import math
 import socket
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -117,14 +119,19 @@ class MegatronWorker:
         )
 
     def reference_logprobs(self, batch: TrainBatch) -> Tensor:
-        """`logprobs` under the weights of policy.model_name, which take the trainer's place meanwhile."""
+        """`logprobs` under the weights of policy.model_name, which take the trainer's place meanwhile.
+
+        Nothing of the engine's enters them, neither its choice of experts nor its cache: both follow the policy.
+        """
         parameters = [parameter.detach() for parameter in self.model.parameters()]
         own = [parameter.clone() for parameter in parameters]
-        try:
-            torch._foreach_copy_(parameters, self.reference)  # in place: they are views of Megatron's buffers
-            return self.logprobs(batch)
-        finally:
-            torch._foreach_copy_(parameters, own)
+        alone = TrainBatch(input_ids=batch["input_ids"], input_lengths=batch["input_lengths"])
+        with self.kv_cache.unread() if self.kv_cache is not None else nullcontext():
+            try:
+                torch._foreach_copy_(parameters, self.reference)  # in place: they are views of Megatron's buffers
+                return self.logprobs(alone)
+            finally:
+                torch._foreach_copy_(parameters, own)
 
     def logprobs(self, batch: TrainBatch) -> Tensor:
         """float32 [B, T], position 0 is 0, padding is whatever the model says of it; zeros before the last stage."""
@@ -182,14 +189,14 @@ class MegatronWorker:
 
     def export_update(self, version: int, serialize: bool) -> Update | bytes:
         """This rank's part of a version's weights for the engines, quantized here and nowhere else."""
-        choice = self.cfg.nemo_fp8rl
-        weights = [(name, part) for name, part in self.export_weights() if self.layout.exports(name)]
-        shapes = expected_tensors(self.hf)
-        starts = {name: start_of(self.layout.region(name, shapes[name])) for name, _ in weights}
+        choice, layout = self.cfg.nemo_fp8rl, self.layout
+        starts = {name: start_of(layout.region(name, shape)) for name, shape in expected_tensors(self.hf).items()}
+        kv_scales: Iterator[tuple[str, Tensor]] = iter(())
         if self.kv_cache is not None and self.rank == 0:
             if self.kv_cache.scales is None:
                 raise RefitError(f"refit {version}: the KV cache is FP8 and has no scales yet: calibrate first")
-            weights += self.kv_cache.scales.named()
+            kv_scales = self.kv_cache.scales.named()
+        weights = chain(self._own_weights(), kv_scales)
         update = build_update(
             weights, version, self.engine_fp8_layers, choice.scale_format, choice.kernel, starts=starts
         )
@@ -198,13 +205,16 @@ class MegatronWorker:
     def weight_squares(self) -> SquaresByGroup:
         """This rank's part of `weight_error`."""
         choice, layers = self.cfg.nemo_fp8rl, self.engine_fp8_layers
-        weights = ((name, part) for name, part in self.export_weights() if self.layout.exports(name))
-        return weight_squares(weights, layers, choice.scale_format, choice.kernel)
+        return weight_squares(self._own_weights(), layers, choice.scale_format, choice.kernel)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(HF name, this rank's part) of its weights, in the dtype that the forward reads; views where possible."""
         parameters = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         return to_hf(self.layout, parameters.__getitem__)
+
+    def _own_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Those of `export_weights` that no other rank sends."""
+        return ((name, part) for name, part in self.export_weights() if self.layout.exports(name))
 
     def save(self, folder: str) -> None:
         """Write an HF checkpoint and the optimizer's state, all ranks together. Raises UserError on a full disk."""

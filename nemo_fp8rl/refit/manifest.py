@@ -134,7 +134,7 @@ def joined(updates: Sequence[Update]) -> Update:
         _same_names("manifest", update.manifest.names, set(update.tensors))
         for spec in update.manifest.tensors:
             parts.setdefault(spec.name, []).append((spec, update.tensors[spec.name]))
-    tensors = {name: _whole(version, held) for name, held in parts.items()}
+    tensors = {name: _whole(version, parts.pop(name)) for name in list(parts)}  # parts go as their tensor comes
     return Update(Manifest.of(version, tensors), tensors)
 
 

@@ -1,5 +1,7 @@
 """The experts that the engine chose come with its answers, and the trainer takes them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -78,5 +80,9 @@ def test_replay_does_not_raise_the_mismatch(pair):
 
 
 def test_routes_of_one_round_are_not_kept_for_the_next(pair):
+    recorder = pair.engine.llm.llm_engine.model_executor.driver_worker.worker.routes
     pair.generate(GREEDY)
-    assert not pair.engine.llm.llm_engine.model_executor.driver_worker.worker.routes._parts
+    assert not recorder._forwards
+    ((completion,), *_) = pair.generate(replace(GREEDY, logprobs=False))
+    assert completion.routed_experts is None
+    assert not recorder._forwards

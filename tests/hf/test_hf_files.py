@@ -112,7 +112,9 @@ def test_every_end_of_sequence_token_is_known(folder, in_config, in_generation, 
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"attention_bias": True}, "attention_bias"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "'dynamic'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, "yarn needs a factor of 1 or more"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, "'yarn' needs a factor of 1 or more, got 0.5"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn' needs a factor of 1 or more, got None"),
+        ({"rope_scaling": {"type": "linear", "factor": "4"}}, "'linear' needs a factor of 1 or more, got '4'"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e6}}, "'longrope'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),  # the key before transformers 4.43
         ({"mlp_bias": True}, "mlp_bias"),
@@ -157,14 +159,6 @@ def test_a_mixtures_sizes_are_read_under_both_names_of_its_experts(folder):
 )
 def test_a_mixture_that_the_policy_would_build_otherwise_is_refused(folder, changes, named):
     assert named in refused_config(folder, **{**MIXTURE, **changes})
-
-
-def test_yarn_reaches_as_far_as_its_factor(folder):
-    write_config(folder, rope_scaling={"rope_type": "yarn", "factor": 4.0})
-    original = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
-    assert read_hf_config(folder).max_position_embeddings == 4 * original
-    write_config(folder, rope_scaling={"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8})
-    assert read_hf_config(folder).max_position_embeddings == original
 
 
 @pytest.mark.parametrize("rope", [None, {"rope_type": "default"}, {"type": "default"}])

@@ -41,7 +41,6 @@ def test_any_region_of_any_partition(tmp_path_factory, data, rows, columns, dtyp
     region = ((first, data.draw(st.integers(first + 1, rows))), (last, data.draw(st.integers(last + 1, columns))))
     with PartReader(folder) as reader:
         read = reader.get("w", region)
-        assert "w" in reader
     assert read.dtype == dtype
     assert torch.equal(read.view(torch.uint8), tensor[index(region, (0, 0))].contiguous().view(torch.uint8))
 

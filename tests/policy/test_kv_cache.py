@@ -32,9 +32,9 @@ def test_scales_fit_what_attention_saw(recipe):
     seen: dict[int, list[float]] = {}
     read = worker.kv_cache.read
 
-    def spy(layer, key, value):
+    def spy(layer, key, value, rows=None):
         seen.setdefault(layer, []).append((float(key.abs().max()), float(value.abs().max())))
-        return read(layer, key, value)
+        return read(layer, key, value, rows)
 
     worker.kv_cache.read = spy
     full = batch | {"input_lengths": torch.full((8,), 10)}
@@ -70,6 +70,7 @@ def test_scales_come_back_with_the_checkpoint(recipe, tmp_path):
         (lambda path: path.unlink(), r"kv_scales\.json cannot be read"),
         (lambda path: path.write_text("{"), r"kv_scales\.json cannot be read"),
         (lambda path: path.write_text(json.dumps({"k_scale": [1.0], "v_scale": [1.0]})), "another number of layers"),
+        (lambda path: path.write_text(json.dumps({"k_scale": [1, 0], "v_scale": [1, 1]})), "not a finite number above"),
     ],
 )
 def test_a_checkpoint_with_damaged_scales_is_refused(recipe, tmp_path, damage, message):

@@ -152,6 +152,10 @@ def test_what_the_model_cannot_be_split_into_is_refused(recipe, hf, keys, messag
         check_layout(hf, cfg)
 
 
+def test_a_model_that_one_rank_cannot_quantize_is_not_blamed_on_the_layout(recipe):
+    check_layout(dataclasses.replace(DENSE, intermediate_size=352, head_dim=128), recipe())
+
+
 def test_routing_replay_of_a_dense_model_is_refused(recipe):
     with pytest.raises(UserError, match=r"policy\.router_replay\.enabled=true: the model has no experts"):
         check_layout(DENSE, recipe("policy.router_replay.enabled=true", "nemo_fp8rl.flow=bf16"))

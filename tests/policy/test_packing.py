@@ -98,6 +98,23 @@ def _logprobs_and_step(part, tokens):
     return logprobs, ranks.worker.train_step(part, NllLoss(), 16.0, tokens)["grad_norm"]
 
 
+def test_a_long_sequence_among_short_ones_is_not_padded_to(recipe, tmp_path, monkeypatch):
+    """One bin of a sequence of 40 and many of 4: attention sees the 40 and the 4s apart."""
+    from nemo_fp8rl.policy.align import AlignedAttention
+
+    seen: list[tuple[int, int]] = []
+    attend = AlignedAttention.attend
+    monkeypatch.setattr(
+        AlignedAttention, "attend", lambda self, q, *rest: (seen.append(tuple(q.shape[:2])), attend(self, q, *rest))[1]
+    )
+    base = (*overrides(tmp_path, "qwen3"), "policy.max_total_sequence_length=40")
+    worker = new_worker(recipe(*base, *packed("train_mb_tokens=200", "logprob_mb_tokens=200")))
+    batch = random_batch(1, b=16, t=40)
+    batch["input_lengths"] = torch.tensor([40] + [5] * 15)
+    worker.logprobs(batch)
+    assert sorted(set(seen)) == [(4, 15), (39, 1)]
+
+
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40), tokens=st.integers(1, 60))
 def test_bins_hold_every_row_once_within_the_budget(lengths, tokens):
     held = bins(torch.tensor(lengths), tokens)

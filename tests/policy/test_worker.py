@@ -170,6 +170,22 @@ def test_reference_logprobs_stay_those_of_the_start_and_change_nothing(recipe):
     assert not torch.equal(worker.logprobs(batch), moved)
 
 
+def test_reference_logprobs_follow_neither_the_engines_experts_nor_its_cache(recipe, tmp_path):
+    write_model(tmp_path / "model", family="qwen3_moe")
+    cfg = recipe(
+        f"policy.model_name={tmp_path}/model",
+        "loss_fn.reference_policy_kl_penalty=0.1",
+        "policy.generation.vllm_cfg.kv_cache_dtype=fp8",
+    )
+    worker, batch = new_worker(cfg), random_batch(3)
+    start = worker.logprobs(batch)
+    worker.calibrate_kv(batch)
+    routed = batch | {"routed_experts": torch.zeros(8, 10, 2, 2, dtype=torch.int16)}
+    assert not torch.equal(worker.logprobs(routed), start)
+    assert torch.equal(worker.reference_logprobs(routed), start)
+    assert worker.kv_cache.scales is not None
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_offload_gives_the_gradients_memory_back_and_changes_no_bit(recipe, tmp_path, family):
     write_model(tmp_path / "model", family=family)
