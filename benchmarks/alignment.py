@@ -22,7 +22,8 @@ from unittest import mock
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.nn.functional as F
-from mismatch import MIXTURES_WARM_UP, RECIPES, RESULTS, TASKS, WARM_UP_STEPS, command
+from layouts import MIXTURES_WARM_UP
+from mismatch import RECIPES, RESULTS, TASKS, WARM_UP_STEPS, command
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -102,9 +103,8 @@ def patch(where: Any, name: str, what: Any) -> Piece:
     return lambda: mock.patch.object(where, name, what)
 
 
-PIECES: dict[
-    str, tuple[Piece, Callable[[str, str], bool]]
-] = {  # name -> (how to take it out, family and flow that have it)
+# name -> (how to take it out, whether a family has it in a flow)
+PIECES: dict[str, tuple[Piece, Callable[[str, str], bool]]] = {
     "RoPE: one rounding": (patch(align, "rotate", rotate_rounding_products), lambda family, flow: True),
     "norm reads the unrounded sum": (patch(specs, "aligned_residual_add", add_and_round), lambda family, flow: True),
     "norm rounded before its weight": (patch(specs, "AlignedRMSNorm", NormRoundedOnce), lambda family, flow: True),
@@ -161,7 +161,7 @@ def main() -> None:
     paths = (f"policy.model_name={folder}/model", f"data.train.data_path={folder}/data.jsonl")
     if not folder.exists():
         make_tiny(folder, TASK, family=family)
-        steps = int(WARM_UP_STEPS[TASK] * (MIXTURES_WARM_UP if FAMILIES[family].experts else 1))
+        steps = MIXTURES_WARM_UP if FAMILIES[family].experts else WARM_UP_STEPS[TASK]
         warm_up = (*paths, f"sft.max_num_steps={steps}", *TASKS[TASK])
         command("sft", "tiny_sft.yaml", *warm_up, "--output", f"{folder}/warm")
 

@@ -21,7 +21,7 @@ from nemo_fp8rl.tiny import make_tiny
 
 TASK = "chain"
 MIXTURES_WARM_UP = 200
-"""Steps after which this mixture, whose experts are twice as wide as the tiny one's, answers part of the questions."""
+"""Steps after which a mixture answers some of the questions, and is not yet sure of every token."""
 TENSOR = ("tensor_model_parallel_size=2",)
 SEQUENCE = (*TENSOR, "sequence_parallel=true")
 PIPELINE = ("pipeline_model_parallel_size=2",)
