@@ -1,5 +1,6 @@
 """A Megatron Core GPTModel from an HF checkpoint folder."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer import transformer_layer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -121,6 +123,7 @@ def build_model(config: TransformerConfig, layout: Layout, cfg: Config, kv_cache
     rope = read_rope(policy.model_name, hf)
     if choice.align == "none" and rope.factor != 1.0:
         raise UserError(f"{policy.model_name}: rope_type {hf.rope_type!r} needs nemo_fp8rl.align=vllm")
+    logging.getLogger(transformer_layer.__name__).setLevel(logging.ERROR)  # it warns of every class that is not its own
     model = PolicyModel(
         config,
         block_spec(layout, choice, fp8_layers, rope, kv_cache),
