@@ -93,6 +93,23 @@ def write(path: Path, *records: object) -> Path:
 
 
 @pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (("tensor_model_parallel_size=3", 3), "num_attention_heads=4; sizes that fit: 1, 2, 4"),
+        (("pipeline_model_parallel_size=4", 4), "num_hidden_layers=2; sizes that fit: 1, 2"),
+        (("expert_model_parallel_size=2", 2), "the model has no experts; set it to 1"),
+        (("tensor_model_parallel_size=2", 3), "cluster.train_ranks=3 is not a multiple of"),
+    ],
+    ids=["heads", "layers", "experts", "ranks"],
+)
+def test_a_layout_that_the_model_or_the_ranks_do_not_fit(train, keys, message):
+    key, ranks = keys
+    sizes = ("policy.train_global_batch_size=12", "policy.train_micro_batch_size=1", "grpo.num_prompts_per_step=3")
+    refusal = train("cluster.backend=ray", f"cluster.train_ranks={ranks}", f"policy.megatron_cfg.{key}", *sizes)
+    assert message in refusal
+
+
+@pytest.mark.parametrize(
     ("override", "named"),
     [
         ("grpo.max_num_step=3", "unknown config key grpo.max_num_step; did you mean grpo.max_num_steps?"),
