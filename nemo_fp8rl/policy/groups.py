@@ -3,6 +3,7 @@
 import ipaddress
 import os
 import socket
+from contextlib import suppress
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -49,3 +50,17 @@ def split_model(hf: HfConfig, parallel: MegatronConfig) -> Layout:
         data=axis(parallel_state.get_data_parallel_group()),
         expert_data=axis(parallel_state.get_expert_data_parallel_group()),
     )
+
+
+def leave() -> None:
+    """Give up Megatron's groups with their threads and connections, some sixty of them, so that others can be made.
+
+    Megatron forgets its groups and leaves them open, and in a process that splits models again and again they pile up.
+    """
+    if parallel_state.model_parallel_is_initialized():
+        made = parallel_state._global_process_group_list or []
+        parallel_state.destroy_model_parallel()
+        for group in made:
+            if isinstance(group, dist.ProcessGroup):
+                with suppress(ValueError):  # one that went with another of the list
+                    dist.destroy_process_group(group)

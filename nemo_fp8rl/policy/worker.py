@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -30,7 +29,7 @@ from nemo_fp8rl.hf.region import start_of
 from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.policy.base import Loss
 from nemo_fp8rl.policy.cpu import megatron_on_cpu
-from nemo_fp8rl.policy.groups import join, split_model
+from nemo_fp8rl.policy.groups import join, leave, split_model
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache, engine_rounding
 from nemo_fp8rl.policy.megatron_names import to_hf
 from nemo_fp8rl.policy.model import DTYPES, build_model, transformer_config
@@ -242,8 +241,7 @@ class MegatronWorker:
 
     def shutdown(self) -> None:
         """Leave the process as `setup` found it, so that another policy can be built in it."""
-        if parallel_state.model_parallel_is_initialized():
-            parallel_state.destroy_model_parallel()
+        leave()
 
     def _build_kv_cache(self) -> TrainerKvCache | None:
         if not self.cfg.fp8_kv_cache:

@@ -1,5 +1,7 @@
 """One Megatron rank: log-probs, the optimizer step, and resume to the bit."""
 
+import os
+
 import pytest
 import torch
 
@@ -201,3 +203,13 @@ def test_offload_gives_the_gradients_memory_back_and_changes_no_bit(recipe, tmp_
         assert worker.ddp.buffers[0].grad_data.untyped_storage().nbytes() == 0
         assert worker.offload_after_refit() == 0
         assert torch.equal(worker.logprobs(random_batch(9)), plain.logprobs(random_batch(9)))
+
+
+def test_a_worker_that_ends_takes_its_process_groups_along(recipe):
+    """Each has threads; a process that builds one policy after the other would drown in them."""
+    threads = []
+    for _ in range(4):
+        worker = new_worker(recipe())
+        threads.append(len(os.listdir("/proc/self/task")))
+        worker.shutdown()
+    assert threads[-1] <= threads[1] + 5
