@@ -1,7 +1,5 @@
 """One Megatron rank: log-probs, the optimizer step, and resume to the bit."""
 
-import os
-
 import pytest
 import torch
 
@@ -207,9 +205,8 @@ def test_offload_gives_the_gradients_memory_back_and_changes_no_bit(recipe, tmp_
 
 def test_a_worker_that_ends_takes_its_process_groups_along(recipe):
     """Each has threads; a process that builds one policy after the other would drown in them."""
-    threads = []
-    for _ in range(4):
-        worker = new_worker(recipe())
-        threads.append(len(os.listdir("/proc/self/task")))
-        worker.shutdown()
-    assert threads[-1] <= threads[1] + 5
+    groups = []
+    for _ in range(3):
+        new_worker(recipe()).shutdown()
+        groups.append(len(torch.distributed.distributed_c10d._world.pg_map))
+    assert groups[0] == groups[1] == groups[2]
