@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from statistics import fmean
 
-from mismatch import RESULTS, TASKS, WARM_UP_STEPS, command
+from mismatch import RESULTS, TASKS, WARM_UP_STEPS, command, train
 from rich.console import Console
 from rich.table import Table
 
@@ -39,29 +39,16 @@ SMALL = (
     "grpo.num_generations_per_prompt=8",
     "grpo.val_period=0",
     "grpo.val_at_end=false",
+    "policy.train_global_batch_size=128",
+    "policy.train_micro_batch_size=64",
 )
 
 
 def measure(folder: Path, flow: str, name: str, layout: tuple[str, ...], steps: int) -> dict[str, object]:
     run = folder / f"{flow}_{name.replace(', ', '_').replace(' ', '')}"
-    command(
-        "train",
-        "tiny_cpu.yaml",
-        f"policy.model_name={folder}/warm",
-        f"data.train.data_path={folder}/data.jsonl",
-        f"nemo_fp8rl.flow={flow}",
-        f"grpo.max_num_steps={steps}",
-        f"logger.log_dir={run}",
-        "checkpointing.enabled=false",
-        "policy.train_global_batch_size=128",
-        "policy.train_micro_batch_size=64",
-        "cluster.backend=ray",
-        f"cluster.train_ranks={1 if name == 'one rank' else 2}",
-        *(f"policy.megatron_cfg.{key}" for key in layout),
-        *SMALL,
-        *TASKS[TASK],
-    )
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    ranks = f"cluster.train_ranks={1 if name == 'one rank' else 2}"
+    split = (f"policy.megatron_cfg.{key}" for key in layout)
+    rows = train(folder, run, TASK, flow, steps, *SMALL, "cluster.backend=ray", ranks, *split)
     trained = [row for row in rows if row["step"] > 0]
     series = {n: [row[f"train/{n}"] for row in trained] for n in ("reward", "loss", "grad_norm")}
     return {

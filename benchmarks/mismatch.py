@@ -44,22 +44,27 @@ def command(verb: str, recipe: str, *arguments: str) -> None:
         sys.exit(done.returncode)
 
 
-def measure(folder: Path, task: str, flow: str, align: str, kv: str, steps: int) -> dict[str, float | str]:
-    run = folder / "_".join(filter(None, (flow, align, kv)))
+def train(folder: Path, run: Path, task: str, flow: str, steps: int, *arguments: str) -> list[dict[str, float]]:
+    """What a run of the folder's warm model measured, by step."""
     command(
         "train",
         "tiny_cpu.yaml",
         f"policy.model_name={folder}/warm",
         f"data.train.data_path={folder}/data.jsonl",
         f"nemo_fp8rl.flow={flow}",
-        f"nemo_fp8rl.align={align}",
         f"grpo.max_num_steps={steps}",
         f"logger.log_dir={run}",
         "checkpointing.enabled=false",
-        *((f"nemo_fp8rl.kv={kv}", "policy.generation.vllm_cfg.kv_cache_dtype=fp8") if kv else ()),
         *TASKS[task],
+        *arguments,
     )
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def measure(folder: Path, task: str, flow: str, align: str, kv: str, steps: int) -> dict[str, float | str]:
+    cache = (f"nemo_fp8rl.kv={kv}", "policy.generation.vllm_cfg.kv_cache_dtype=fp8") if kv else ()
+    run = folder / "_".join(filter(None, (flow, align, kv)))
+    rows = train(folder, run, task, flow, steps, f"nemo_fp8rl.align={align}", *cache)
     trained = [row for row in rows if row["step"] > 0]
     mean = {name: fmean(row[name] for row in trained) for name in trained[0] if name in trained[-1]}
     accuracy = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]

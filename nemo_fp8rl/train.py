@@ -171,7 +171,7 @@ def train_step(
     refit = parts.bridge.refit()
     memory = {"memory/offloaded_bytes": parts.policy.offload_after_refit()} if offload else {}
 
-    train_metrics = trained | mismatch | seen.by_position() | corrected
+    train_metrics = trained | mismatch | seen.by_position() | corrected | routes_known(batch)
     train_metrics |= {
         "reward": float(rollout.rewards.mean()),
         "mean_gen_tokens_per_sample": sum(len(c.token_ids) for c in completions) / len(completions),
@@ -184,6 +184,14 @@ def train_step(
     metrics = {f"train/{name}": value for name, value in train_metrics.items() if math.isfinite(value)}
     metrics |= clock.metrics() | refit.metrics() | memory
     return metrics | {"timing/total_step_time": time.perf_counter() - begin}, notes
+
+
+def routes_known(batch: TrainBatch) -> dict[str, float]:
+    """Share of the tokens read by the engine whose experts it named; for the rest the trainer's routers decide."""
+    if "routed_experts" not in batch:
+        return {}
+    read = torch.arange(batch["input_ids"].size(1)) < batch["input_lengths"][:, None] - 1  # all but the last token
+    return {"routes_known": float((batch["routed_experts"][..., 0, 0] >= 0)[read].float().mean())}
 
 
 def advantages(cfg: Config, rollout: Rollout, batch: TrainBatch) -> torch.Tensor:

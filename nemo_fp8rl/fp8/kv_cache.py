@@ -1,9 +1,9 @@
 """What an FP8 KV cache holds of a key or a value: x / scale cast to E4M3, times the scale.
 
 The engine stores keys and values so when its cache is FP8; a trainer whose attention reads the same numbers agrees with
-it (`policy.kv_cache`). How the cast rounds is the backend's own: GPUs round to the nearest value (PTX
-cvt.rn.satfinite.e4m3x2), vLLM 0.32's CPU kernel cuts off what does not fit (csrc/cpu/cpu_attn_fp8.hpp; measured over
-every bfloat16 value in tests/fp8/test_kv_cache.py). Values beyond the largest, 448, become the largest.
+it (`policy.kv_cache`). How the cast rounds is the backend's own: vLLM 0.32's CPU kernel cuts off what does not fit
+(tests/fp8/test_kv_cache.py: every bfloat16 value, on AVX-512), GPUs are expected to round to nearest, which has not
+been measured here. Values beyond the largest, 448, become the largest.
 """
 
 from typing import Any, Literal

@@ -6,10 +6,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nemo_fp8rl.batch import Completion
 from nemo_fp8rl.config import Config
+from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation.base import Sampling
 from nemo_fp8rl.generation.vllm_plugin import quantization_config
 from nemo_fp8rl.hf.config import engine_fp8_layers, read_hf_config
@@ -32,6 +34,8 @@ class VllmEngine:
 
     def setup(self, cfg: Config, load_format: str = "dummy") -> None:
         """`load_format="auto"` reads the weights of policy.model_name from disk instead of waiting for a refit."""
+        if cfg.fp8_kv_cache:
+            _check_fp8_kv_kernel()
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core in this process: a refit is not pickled
@@ -125,6 +129,15 @@ class VllmEngine:
         entries = zip(sample.logprobs, token_ids, strict=True) if logprobs else ()
         per_token = [entry[token].logprob for entry, token in entries]
         return Completion(token_ids, tuple(per_token), sample.finish_reason, self.policy_version, routes)
+
+
+def _check_fp8_kv_kernel() -> None:
+    """Raise UserError on a CPU that vLLM's FP8 KV cache does not run on (cpu_attn.py, _get_attn_isa)."""
+    if not (torch.cuda.is_available() or torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
+        raise UserError(
+            "policy.generation.vllm_cfg.kv_cache_dtype=fp8: vLLM's FP8 KV cache needs a CPU with AVX-512 or AMX; set "
+            "kv_cache_dtype=auto"
+        )
 
 
 def _request_id(output: Any, sample: Any) -> str:

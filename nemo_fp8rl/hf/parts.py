@@ -31,15 +31,17 @@ class PartWriter:
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name, self.files = folder, name, 0
         self.waiting: dict[str, Tensor] = {}
+        self.waiting_bytes = 0
         self.starts: dict[str, tuple[int, ...]] = {}
         self.error: Exception | None = None
 
     def add(self, name: str, part: Tensor, start: tuple[int, ...] | None = None) -> None:
         """The part of tensor `name` that begins at `start`; None: all of it."""
         self.waiting[name] = part.detach().clone(memory_format=torch.contiguous_format)
+        self.waiting_bytes += part.numel() * part.element_size()
         if start is not None and any(start):
             self.starts[name] = start
-        if sum(t.numel() * t.element_size() for t in self.waiting.values()) >= FILE_BYTES:
+        if self.waiting_bytes >= FILE_BYTES:
             self._write()
 
     def close(self) -> None:
@@ -55,7 +57,7 @@ class PartWriter:
                 save_file(self.waiting, self.folder / f"{self.name}{suffix}.safetensors", metadata=metadata)
         except (OSError, SafetensorError) as error:
             self.error = error
-        self.waiting, self.starts = {}, {}
+        self.waiting, self.waiting_bytes, self.starts = {}, 0, {}
 
 
 class PartReader:
@@ -88,7 +90,8 @@ class PartReader:
         out: Tensor | None = None
         missing = torch.Size(shape_of(region)).numel()
         for opened, held in self._parts.get(name, []):
-            if common := overlap(held, region):
+            common = overlap(held, region)
+            if common is not None:
                 part = opened.get_slice(name)[index(common, start_of(held))]
                 if out is None:
                     out = part.new_empty(shape_of(region))

@@ -15,7 +15,7 @@ from nemo_fp8rl.hf.config import HfConfig
 from nemo_fp8rl.hf.region import Region, whole
 
 SPLIT = re.compile(r"(?P<rows>(?:embed_tokens|lm_head|(?:[qkv]|gate|up)_proj)\.)|(?P<columns>(?:o|down)_proj\.)")
-EXPERT = re.compile(r"\.experts\.(\d+)\.")
+EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -118,13 +118,12 @@ def check_layout(hf: HfConfig, cfg: Config) -> None:
     )
     key = "expert_tensor_parallel_size" if hf.family.experts else "tensor_model_parallel_size"
     intermediate = "moe_intermediate_size" if hf.family.experts else "intermediate_size"
-    _check_divides(parallel, (key, intermediate, hf.intermediate_size))
-    if cfg.nemo_fp8rl.engine_fp8:
-        _check_divides(parallel, (key, intermediate, hf.intermediate_size), block=BLOCK[0])
+    block = BLOCK[0] if cfg.nemo_fp8rl.engine_fp8 else 1
+    _check_divides(parallel, (key, intermediate, hf.intermediate_size), block=block)
 
 
 def _check_divides(parallel: MegatronConfig, *rules: tuple[str, str, int], block: int = 1) -> None:
-    """Each rule: (key of policy.megatron_cfg, dimension of config.json, its size, in whole blocks)."""
+    """Each rule: (key of policy.megatron_cfg, dimension of config.json, its size); parts must be whole blocks."""
     for key, dimension, size in rules:
         parts = getattr(parallel, key)
         if parts > 1 and size % (parts * block):

@@ -70,9 +70,11 @@ def _joined(name: str, part: Tensor, shape: tuple[int, ...], layout: Layout) -> 
     """The whole tensor on the first rank of those that share it."""
     if not layout.is_split(name):
         return part
-    expert = EXPERT.search(name)
-    groups = parallel_state.get_expert_tensor_parallel_group, parallel_state.get_tensor_model_parallel_group
-    return assembled(part, layout.region(name, shape), shape, groups[0 if expert else 1]())
+    if EXPERT.search(name):
+        group = parallel_state.get_expert_tensor_parallel_group()
+    else:
+        group = parallel_state.get_tensor_model_parallel_group()
+    return assembled(part, layout.region(name, shape), shape, group)
 
 
 def assembled(part: Tensor | None, region: Region, shape: Sequence[int], group: dist.ProcessGroup) -> Tensor:

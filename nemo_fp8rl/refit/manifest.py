@@ -134,7 +134,7 @@ def joined(updates: Sequence[Update]) -> Update:
         _same_names("manifest", update.manifest.names, set(update.tensors))
         for spec in update.manifest.tensors:
             parts.setdefault(spec.name, []).append((spec, update.tensors[spec.name]))
-    tensors = {name: _whole(version, parts.pop(name)) for name in list(parts)}  # parts go as their tensor comes
+    tensors = {name: _whole(version, held) for name, held in parts.items()}
     return Update(Manifest.of(version, tensors), tensors)
 
 
@@ -150,7 +150,7 @@ def _whole(version: int, parts: list[tuple[TensorSpec, Tensor]]) -> Tensor:
     if len(parts) == 1 and not first.start:
         return tensor
     regions = [spec.region for spec, _ in parts]
-    if any(overlap(a, b) for a, b in combinations(regions, 2)):
+    if any(overlap(a, b) is not None for a, b in combinations(regions, 2)):
         raise RefitError(f"refit {version}: two ranks sent the same part of {first.name}")
     shape = tuple(max(region[dim][1] for region in regions) for dim in range(len(first.shape)))
     if sum(held.numel() for _, held in parts) != math.prod(shape):

@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from safetensors.torch import save_file
 
 from nemo_fp8rl.algorithms.loss import NllLoss
@@ -15,7 +16,7 @@ from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.generation.base import Sampling
 from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.policy.worker import MegatronWorker
-from nemo_fp8rl.refit.manifest import Update
+from nemo_fp8rl.refit.manifest import Manifest, RefitError, Update
 
 GREEDY = Sampling(num_generations=1, max_new_tokens=16, temperature=0.0, stop_token_ids=())
 FREE = Sampling(num_generations=4, max_new_tokens=8, temperature=1.0, stop_token_ids=(1,))
@@ -56,6 +57,15 @@ class Pair:
         update = self.worker.export_update(self.version, serialize=False)
         assert self.engine.load_update(update).version == self.version
         return update
+
+    def refit_without(self, name: str) -> None:
+        """Send the next version without one tensor: refused by name, and the engine then waits for a refit."""
+        update = self.worker.export_update(self.version + 1, serialize=False)
+        tensors = {n: t for n, t in update.tensors.items() if n != name}
+        with pytest.raises(RefitError, match=f"lacks 1 tensors.*{name}"):
+            self.engine.load_update(Update(Manifest.of(update.manifest.version, tensors), tensors))
+        with pytest.raises(RefitError, match="has not received weights"):
+            self.generate(GREEDY)
 
     def generate(self, sampling: Sampling, engine: VllmEngine | None = None, prompts: list[Prompt] | None = None):
         prompts = prompts or self.prompts

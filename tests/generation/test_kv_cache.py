@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import KvScales
+from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.recipe import load
-from nemo_fp8rl.refit.manifest import Manifest, RefitError, Update
+from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.tiny import make_tiny
 from tests.conftest import RECIPES, SMALL
 from tests.generation.pair import GREEDY, Pair, outputs
@@ -79,13 +81,7 @@ def test_scales_follow_the_weights(pair):
 def test_an_update_without_its_scales_is_refused_and_nothing_is_generated(pair):
     pair.refit()
     expected = outputs(pair.generate(GREEDY))
-    update = pair.worker.export_update(pair.version + 1, serialize=False)
-    name = "model.layers.1.self_attn.v_scale"
-    tensors = {n: t for n, t in update.tensors.items() if n != name}
-    with pytest.raises(RefitError, match=f"lacks 1 tensors.*{name}"):
-        pair.engine.load_update(Update(Manifest.of(update.manifest.version, tensors), tensors))
-    with pytest.raises(RefitError, match="has not received weights"):
-        pair.generate(GREEDY)
+    pair.refit_without("model.layers.1.self_attn.v_scale")
     pair.refit()
     assert outputs(pair.generate(GREEDY)) == expected
 
@@ -99,6 +95,13 @@ def test_a_saturating_scale_ruins_the_answers_alike_on_both_sides(pair):
     pair.engine.load_update(pair.worker.export_update(pair.version, serialize=True))
     assert pair.mismatch() < 1.002
     pair.worker.kv_cache.scales = scales
+
+
+def test_a_cpu_without_a_kernel_for_it_is_refused_before_anything_loads(pair, monkeypatch):
+    for instructions in ("avx512", "amx_tile"):
+        monkeypatch.setattr(torch.cpu, f"_is_{instructions}_supported", lambda: False)
+    with pytest.raises(UserError, match=r"kv_cache_dtype=fp8: .* AVX-512 or AMX; set kv_cache_dtype=auto"):
+        VllmEngine().setup(pair.cfg)
 
 
 def test_a_refit_before_calibration_is_refused(pair):

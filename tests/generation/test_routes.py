@@ -7,6 +7,7 @@ import torch
 
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.tiny import make_tiny
+from nemo_fp8rl.train import routes_known
 from tests.conftest import RECIPES, SMALL
 from tests.generation.pair import FREE, GREEDY, Pair
 
@@ -67,6 +68,10 @@ def test_the_batch_carries_them_and_the_trainer_agrees_with_almost_all(pair):
     known = (torch.arange(routes.size(1)) < batch["input_lengths"][:, None] - 1)[..., None, None].expand_as(routes)
     assert (routes[known] >= 0).all()
     assert (routes[~known] == -1).all()
+    assert routes_known(batch) == {"routes_known": 1.0}
+    batch["routed_experts"][:, 0] = -1
+    assert routes_known(batch)["routes_known"] == pytest.approx(1 - 64 / float((batch["input_lengths"] - 1).sum()))
+    batch = pair.samples()
     differ = (trainers_choice(pair, batch) != routes)[known].float().mean()
     assert differ < (0.001 if pair.cfg.nemo_fp8rl.align == "vllm" else 0.05)
 

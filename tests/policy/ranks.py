@@ -7,6 +7,11 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from nemo_fp8rl.algorithms.loss import NllLoss
+from nemo_fp8rl.batch import TrainBatch, num_rows, shards
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.policy.worker import MegatronWorker
 
@@ -38,6 +43,20 @@ class Ranks:
         for process in self.processes:
             process.submit(os._exit, 0)  # an orderly end takes seconds
             process.shutdown()
+
+
+def logprobs_and_norm(pool: Ranks, cfg: Config, batch: TrainBatch) -> tuple[Tensor, float]:
+    """Of the policy on the pool's ranks: log-probs of the batch [B, T], and the gradient norm of a step on its NLL."""
+    places = pool.setup(cfg)
+    parts = shards(batch, cfg.data_parallel_size)
+    tokens = float(batch["token_mask"][:, 1:].sum())
+    results = pool.run(_logprobs_and_norm, [(parts[place.shard], float(num_rows(batch)), tokens) for place in places])
+    answers = {place.shard: logprobs for place, (logprobs, _) in zip(places, results, strict=True) if place.answers}
+    return torch.cat([answers[shard] for shard in sorted(answers)]), results[0][1]
+
+
+def _logprobs_and_norm(part: TrainBatch, sequences: float, tokens: float) -> tuple[Tensor, float]:
+    return worker.logprobs(part), worker.train_step(part, NllLoss(), sequences, tokens)["grad_norm"]
 
 
 def _listen() -> tuple[str, int]:

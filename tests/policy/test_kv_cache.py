@@ -114,6 +114,11 @@ def test_a_head_size_that_vllm_cannot_hold_is_refused(recipe, tmp_path):
         check_kv_cache(read_hf_config(tmp_path / "model"), cfg)
 
 
+def test_a_choice_about_a_cache_that_is_not_there_is_refused(recipe):
+    with pytest.raises(UserError, match=r"nemo_fp8rl\.kv=rollout .* set policy\.\S*kv_cache_dtype=fp8"):
+        recipe("nemo_fp8rl.kv=rollout")
+
+
 def test_float32_is_refused(recipe):
     with pytest.raises(UserError, match=r"kv_cache_dtype=fp8 needs policy\.precision=bfloat16"):
         recipe(FP8, "policy.precision=float32", "nemo_fp8rl.flow=bf16")

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_fp8rl.algorithms.loss import NllLoss
-from nemo_fp8rl.batch import bins, flat_index, shards
+from nemo_fp8rl.batch import bins, flat_index
+from nemo_fp8rl.policy.align import AlignedAttention
 from nemo_fp8rl.tiny import write_model
-from tests.policy import ranks
+from tests.policy.ranks import logprobs_and_norm
 from tests.policy.test_routing_replay import random_routes
 from tests.policy.test_worker import new_worker, random_batch, train
 
@@ -82,26 +82,15 @@ def test_ranks_that_share_the_model_pack_alike(two, recipe, tmp_path, family, la
     alone = new_worker(recipe(*base, "policy.train_micro_batch_size=16"))
     expected, metrics = alone.logprobs(batch), train(alone, batch)
     keys = (f"policy.megatron_cfg.{key}" for key in layout)
-    places = two.setup(recipe(*base, *packed(), "cluster.backend=ray", "cluster.train_ranks=2", *keys))
-    parts = shards(batch, 1 + max(place.shard for place in places))
-    tokens = float(batch["token_mask"][:, 1:].sum())
-    results = two.run(_logprobs_and_step, [(parts[place.shard], tokens) for place in places])
-    answers = {place.shard: result for place, result in zip(places, results, strict=True) if place.answers}
-    found = torch.cat([answers[shard][0] for shard in sorted(answers)])
+    cfg = recipe(*base, *packed(), "cluster.backend=ray", "cluster.train_ranks=2", *keys)
+    found, norm = logprobs_and_norm(two, cfg, batch)
     inside = torch.arange(20) < batch["input_lengths"][:, None]
     torch.testing.assert_close(found[inside], expected[inside], rtol=1e-5, atol=1e-5)
-    assert results[0][1] == pytest.approx(metrics["grad_norm"], rel=1e-5)
-
-
-def _logprobs_and_step(part, tokens):
-    logprobs = ranks.worker.logprobs(part)
-    return logprobs, ranks.worker.train_step(part, NllLoss(), 16.0, tokens)["grad_norm"]
+    assert norm == pytest.approx(metrics["grad_norm"], rel=1e-5)
 
 
 def test_a_long_sequence_among_short_ones_is_not_padded_to(recipe, tmp_path, monkeypatch):
     """One bin of a sequence of 40 and many of 4: attention sees the 40 and the 4s apart."""
-    from nemo_fp8rl.policy.align import AlignedAttention
-
     seen: list[tuple[int, int]] = []
     attend = AlignedAttention.attend
     monkeypatch.setattr(

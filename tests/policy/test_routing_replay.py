@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from nemo_fp8rl.algorithms.loss import NllLoss
-from nemo_fp8rl.batch import shards
 from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.tiny import write_model
-from tests.policy import ranks
+from tests.policy.ranks import logprobs_and_norm
 from tests.policy.test_worker import new_worker, random_batch
 
 EXPERTS, TOP, LAYERS = 8, 2, 2
@@ -136,20 +135,10 @@ def test_ranks_that_share_the_model_replay_alike(two, moe, layout):
     assert not torch.allclose(alone.logprobs({k: v for k, v in batch.items() if k != "routed_experts"}), expected)
     metrics, _ = step(alone, batch)
     keys = (f"policy.megatron_cfg.{key}" for key in layout)
-    places = two.setup(moe(*small, "cluster.backend=ray", "cluster.train_ranks=2", *keys))
-    parts = shards(batch, 1 + max(place.shard for place in places))
-    tokens = float(batch["token_mask"][:, 1:].sum())
-    results = two.run(_logprobs_and_step, [(parts[place.shard], tokens) for place in places])
-    answers = {place.shard: result for place, result in zip(places, results, strict=True) if place.answers}
-    found = torch.cat([answers[shard][0] for shard in sorted(answers)])
+    found, norm = logprobs_and_norm(two, moe(*small, "cluster.backend=ray", "cluster.train_ranks=2", *keys), batch)
     inside = torch.arange(10) < batch["input_lengths"][:, None]
     torch.testing.assert_close(found[inside], expected[inside], rtol=1e-5, atol=1e-5)
-    assert results[0][1] == pytest.approx(metrics["grad_norm"], rel=1e-5)
-
-
-def _logprobs_and_step(part, tokens):
-    logprobs = ranks.worker.logprobs(part)
-    return logprobs, ranks.worker.train_step(part, NllLoss(), 8.0, tokens)["grad_norm"]
+    assert norm == pytest.approx(metrics["grad_norm"], rel=1e-5)
 
 
 def test_routes_of_another_model_are_refused(moe):
