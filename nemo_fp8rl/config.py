@@ -166,6 +166,14 @@ class VllmConfig(_Block):
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """auto: policy.precision. fp8: E4M3 with a scale a layer for keys and values, calibrated at every refit."""
     max_num_seqs: int = 256
+    tensor_parallel_size: int = 1
+    """Processes that share one engine's model."""
+    async_engine: bool = False
+    """The engine's core in a process of its own (vLLM's AsyncLLM) rather than in the engine's."""
+    sleep_level: Literal[0, 1, 2] = 0
+    """What an engine gives back while the trainer works (ours): nothing; its KV cache; its weights, too."""
+    quantization_ignored_layer_kws: tuple[str, ...] = ()
+    """Layers whose names hold one of these words are not FP8, such as o_proj or layers.3.mlp; on both sides."""
     num_first_layers_in_bf16: int = 0
     """Decoder layers at the start that are not FP8, in the engine and (fp8_e2e) in the trainer."""
     num_last_layers_in_bf16: int = 0
@@ -178,6 +186,10 @@ class GenerationConfig(_Block):
     max_new_tokens: int = 512
     temperature: float = 1.0
     val_temperature: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end an answer, besides the model's own end of the sequence."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end an answer and stay part of it."""
     vllm_cfg: VllmConfig = field(default_factory=VllmConfig)
 
 
@@ -271,6 +283,10 @@ class ClusterConfig(_Block):
     """All trainer ranks (Ray): tensor x pipeline x data parallel."""
     generation_engines: int = 1
     """vLLM engines that share the prompts (Ray)."""
+    engine_timeout_seconds: float = 1800.0
+    """How long engines may go without finishing a prompt, or take for a refit, before they count as dead (Ray)."""
+    max_engine_restarts: int = 3
+    """How often engines that died are started again in a run; one more ends it."""
 
 
 @dataclass(frozen=True)
@@ -290,6 +306,12 @@ class Config(_Block):
     @property
     def fp8_kv_cache(self) -> bool:
         return self.policy.generation.vllm_cfg.kv_cache_dtype == "fp8"
+
+    @property
+    def num_cpus(self) -> int:
+        """Of all ranks and engines, one a process."""
+        engine = self.policy.generation.vllm_cfg.tensor_parallel_size
+        return self.cluster.train_ranks + self.cluster.generation_engines * engine
 
     @property
     def data_parallel_size(self) -> int:

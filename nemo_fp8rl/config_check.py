@@ -31,6 +31,7 @@ ABOVE_0 = (
     "policy.generation.temperature",
     "policy.generation.vllm_cfg.max_model_len",
     "policy.generation.vllm_cfg.max_num_seqs",
+    "policy.generation.vllm_cfg.tensor_parallel_size",
     "policy.generation.vllm_cfg.kv_cache_memory_gib",
     "policy.generation.vllm_cfg.gpu_memory_utilization",
     "policy.megatron_cfg.tensor_model_parallel_size",
@@ -43,12 +44,14 @@ ABOVE_0 = (
     "policy.megatron_cfg.scheduler.lr_decay_iters",
     "cluster.train_ranks",
     "cluster.generation_engines",
+    "cluster.engine_timeout_seconds",
 )
 AT_LEAST_0 = (
     "grpo.val_period",
     "grpo.seed",
     "sft.seed",
     "policy.generation.val_temperature",
+    "cluster.max_engine_restarts",
     "policy.generation.vllm_cfg.num_first_layers_in_bf16",
     "policy.generation.vllm_cfg.num_last_layers_in_bf16",
     "policy.megatron_cfg.optimizer.min_lr",

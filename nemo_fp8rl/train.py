@@ -63,7 +63,10 @@ def train(cfg: Config, resume: bool = False) -> bool:
         num_generations=cfg.grpo.num_generations_per_prompt,
         max_new_tokens=cfg.policy.generation.max_new_tokens,
         temperature=cfg.policy.generation.temperature,
-        stop_token_ids=tuple(sorted({tokenizer.eos_token_id, *hf.eos_token_ids})),
+        stop_token_ids=tuple(
+            sorted({tokenizer.eos_token_id, *hf.eos_token_ids, *cfg.policy.generation.stop_token_ids})
+        ),
+        stop_strings=cfg.policy.generation.stop_strings,
     )
     last = cfg.grpo.max_num_steps
 

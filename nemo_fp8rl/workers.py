@@ -7,12 +7,16 @@ exception of a call and not as the death of an actor.
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from nemo_fp8rl.config import ClusterConfig
+from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
+
+
+class WorkerDied(RuntimeError):
+    """A worker's process is gone, or did not answer in time; `Workers.restart` puts another in its place."""
 
 
 class Workers(Protocol):
@@ -23,6 +27,26 @@ class Workers(Protocol):
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """`method(*arguments[i])` on worker i, all at once; the results in order, or the first exception."""
+        ...
+
+    def outcomes(
+        self, method: str, arguments: Mapping[int, tuple[Any, ...]], timeout: float | None = None
+    ) -> dict[int, Any]:
+        """As `call`, on these workers; of one that died, or that took longer than `timeout` seconds, a WorkerDied."""
+        ...
+
+    def stream(
+        self, method: str, arguments: Mapping[int, tuple[Any, ...]], timeout: float | None = None
+    ) -> Iterator[tuple[int, Any]]:
+        """(i, item) for whatever the generators `method(*arguments[i])` of these workers yield, as it comes.
+
+        The last item of a worker that died is a WorkerDied. When none has yielded anything for `timeout` seconds, all
+        that still ought to have died.
+        """
+        ...
+
+    def restart(self, index: int) -> None:
+        """A new worker, not set up, in the place of one that died."""
         ...
 
     def start(self, index: int, method: str, *arguments: Any) -> Any:
@@ -36,12 +60,12 @@ class Workers(Protocol):
     def shutdown(self) -> None: ...
 
 
-def start_workers(worker_class: type, count: int, cluster: ClusterConfig) -> Workers:
-    """`count` workers of the class on the cluster's backend."""
-    if cluster.backend == "in_process":
+def start_workers(worker_class: type, count: int, cfg: Config, processes: int = 1) -> Workers:
+    """`count` workers of the class on the cluster's backend, of so many processes each."""
+    if cfg.cluster.backend == "in_process":
         assert count == 1  # config_check
         return InProcessWorker(worker_class)
-    return RayWorkers(worker_class, count, cluster)
+    return RayWorkers(worker_class, count, cfg, processes)
 
 
 @contextmanager
@@ -55,16 +79,37 @@ def ended_on_error(workers: Workers) -> Iterator[None]:
 
 
 class InProcessWorker:
-    """The one worker of its class, here. A handle is the result itself."""
+    """The one worker of its class, here. A handle is the result itself. Nobody watches the time."""
 
     count = 1
     separate_processes = False
 
     def __init__(self, worker_class: type) -> None:
-        self.worker = worker_class()
+        self.worker_class, self.worker = worker_class, worker_class()
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         return [self.start(0, method, *arguments[0])]
+
+    def outcomes(
+        self, method: str, arguments: Mapping[int, tuple[Any, ...]], timeout: float | None = None
+    ) -> dict[int, Any]:
+        try:
+            return {0: self.start(0, method, *arguments[0])}
+        except WorkerDied as death:
+            return {0: death}
+
+    def stream(
+        self, method: str, arguments: Mapping[int, tuple[Any, ...]], timeout: float | None = None
+    ) -> Iterator[tuple[int, Any]]:
+        try:
+            for item in self.start(0, method, *arguments[0]):
+                yield 0, item
+        except WorkerDied as death:
+            yield 0, death
+
+    def restart(self, index: int) -> None:
+        self.worker.shutdown()
+        self.worker = self.worker_class()
 
     def start(self, index: int, method: str, *arguments: Any) -> Any:
         return getattr(self.worker, method)(*arguments)
@@ -81,23 +126,73 @@ class RayWorkers:
 
     separate_processes = True
 
-    def __init__(self, worker_class: type, count: int, cluster: ClusterConfig) -> None:
-        _connect(cluster)
+    def __init__(self, worker_class: type, count: int, cfg: Config, processes: int) -> None:
+        _connect(cfg.num_cpus)
         import ray
 
         self.count = count
         free = ray.available_resources().get("CPU", 0)
-        if free < count:
+        if free < count * processes:
             raise UserError(
-                f"cluster.backend=ray: {count} {worker_class.__name__} actors need a CPU each, Ray has {free:g} free; "
-                "lower cluster.train_ranks or cluster.generation_engines, or start Ray with more"
+                f"cluster.backend=ray: {count} {worker_class.__name__} actors need {count * processes} CPUs, Ray has "
+                f"{free:g} free; lower cluster.train_ranks or cluster.generation_engines, or start Ray with more"
             )
-        self.actors = [ray.remote(num_cpus=1)(worker_class).remote() for _ in range(count)]
+        self.actor_class = ray.remote(num_cpus=processes)(worker_class)
+        self.actors = [self.actor_class.remote() for _ in range(count)]
         with ended_on_error(self):
-            _results([actor.__ray_call__.remote(_enter, os.getcwd()) for actor in self.actors])
+            for i in range(count):
+                self._enter(i)
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return _results([self.start(i, method, *args) for i, args in enumerate(arguments)])
+        import ray
+
+        try:
+            return ray.get([self.start(i, method, *args) for i, args in enumerate(arguments)])
+        except ray.exceptions.RayError as error:
+            raise _cause(error) from None
+
+    def outcomes(
+        self, method: str, arguments: Mapping[int, tuple[Any, ...]], timeout: float | None = None
+    ) -> dict[int, Any]:
+        import ray
+
+        started = {i: self.start(i, method, *args) for i, args in arguments.items()}
+        done, _ = ray.wait(list(started.values()), num_returns=len(started), timeout=timeout)
+        return {
+            i: _item(reference) if reference in done else self._hung(i, method, timeout)
+            for i, reference in started.items()
+        }
+
+    def stream(
+        self, method: str, arguments: Mapping[int, tuple[Any, ...]], timeout: float | None = None
+    ) -> Iterator[tuple[int, Any]]:
+        import ray
+
+        streams = {
+            getattr(self.actors[i], method).options(num_returns="streaming").remote(*args): i
+            for i, args in arguments.items()
+        }
+        while streams:
+            ready, _ = ray.wait(list(streams), num_returns=1, timeout=timeout)
+            for stream in ready:
+                try:
+                    item = _item(next(stream))
+                except StopIteration:
+                    del streams[stream]
+                    continue
+                index = streams.pop(stream) if isinstance(item, WorkerDied) else streams[stream]
+                yield index, item
+            if not ready:
+                for index in streams.values():
+                    yield index, self._hung(index, method, timeout)
+                return
+
+    def restart(self, index: int) -> None:
+        import ray
+
+        ray.kill(self.actors[index])
+        self.actors[index] = self.actor_class.remote()
+        self._enter(index)
 
     def start(self, index: int, method: str, *arguments: Any) -> Any:
         return getattr(self.actors[index], method).remote(*arguments)
@@ -113,22 +208,46 @@ class RayWorkers:
         for actor in self.actors:
             ray.kill(actor)
 
+    def _enter(self, index: int) -> None:
+        """Relative paths of a recipe mean in the actor what they mean to the driver."""
+        import ray
 
-def _results(references: list[Any]) -> list[Any]:
-    """What the references refer to; a UserError raised in an actor is raised here as itself."""
+        try:
+            ray.get(self.actors[index].__ray_call__.remote(_change_folder, os.getcwd()))
+        except ray.exceptions.RayError as error:
+            raise _cause(error) from None
+
+    def _hung(self, index: int, method: str, timeout: float | None) -> WorkerDied:
+        import ray
+
+        ray.kill(self.actors[index])
+        return WorkerDied(f"no answer to {method} in {timeout:g} seconds")
+
+
+def _item(reference: Any) -> Any:
+    """What the reference refers to; a WorkerDied when its worker did."""
     import ray
-    from ray.exceptions import RayTaskError
 
     try:
-        return ray.get(references)
-    except RayTaskError as error:
-        if isinstance(error.cause, UserError):
-            raise error.cause from None
-        raise
+        return ray.get(reference)
+    except ray.exceptions.RayError as error:
+        cause = _cause(error)
+        if isinstance(cause, WorkerDied):
+            return cause
+        raise cause from None
 
 
-def _enter(worker: object, folder: str) -> None:
-    """In the actor: relative paths of a recipe mean what they mean to the driver."""
+def _cause(error: Any) -> Exception:
+    """What happened in the actor, as itself where the driver tells such errors apart."""
+    from ray.exceptions import RayActorError, RayTaskError, WorkerCrashedError
+
+    if isinstance(error, RayActorError | WorkerCrashedError):
+        return WorkerDied("its process ended")
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    return cause if isinstance(cause, UserError | WorkerDied) else error
+
+
+def _change_folder(worker: object, folder: str) -> None:
     try:
         os.chdir(folder)
     except OSError as error:
@@ -137,7 +256,7 @@ def _enter(worker: object, folder: str) -> None:
         ) from None
 
 
-def _connect(cluster: ClusterConfig) -> None:
+def _connect(num_cpus: int) -> None:
     """Join the Ray cluster of RAY_ADDRESS, or start one here: on loopback, with a token of its own."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if "RAY_ADDRESS" in os.environ:
@@ -158,7 +277,7 @@ def _connect(cluster: ClusterConfig) -> None:
     if ray.is_initialized():
         return
     ray.init(
-        num_cpus=cluster.train_ranks + cluster.generation_engines,
+        num_cpus=num_cpus,
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",

@@ -16,6 +16,7 @@ class Sampling:
     max_new_tokens: int
     temperature: float
     stop_token_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...] = ()
     logprobs: bool = True
 
 
@@ -28,6 +29,18 @@ class Generation(Protocol):
 
     def load_update(self, handles: Sequence[Any]) -> list[Acknowledgement]:
         """One acknowledgement an engine (`refit.bridge.WeightSink`)."""
+        ...
+
+    def finish_generation(self) -> None:
+        """Between phases: give memory back, as policy.generation.vllm_cfg.sleep_level says."""
+        ...
+
+    def prepare_for_generation(self) -> None:
+        """Before a refit or a generation: take it again."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """What has gone wrong and was made good since the start."""
         ...
 
     def shutdown(self) -> None: ...

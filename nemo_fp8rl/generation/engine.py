@@ -3,20 +3,23 @@
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
+from safetensors.torch import load
 from torch import Tensor
 
 from nemo_fp8rl.batch import Completion
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation.base import Sampling
+from nemo_fp8rl.generation.core import AsyncCore, Core, Request, SteppedCore
 from nemo_fp8rl.generation.vllm_plugin import quantization_config
 from nemo_fp8rl.hf.config import engine_fp8_layers, read_hf_config
 from nemo_fp8rl.refit.bridge import Acknowledgement
-from nemo_fp8rl.refit.manifest import RefitError, Update, joined
+from nemo_fp8rl.refit.manifest import RefitError, Update
 from nemo_fp8rl.refit.transport import serialized
 
 WORKER_EXTENSION = "nemo_fp8rl.generation.vllm_worker.RefitWorkerExtension"
@@ -26,6 +29,7 @@ ENVIRONMENT = {  # read by vLLM at import; what the user has set wins
     "VLLM_NO_USAGE_STATS": "1",
     "TORCH_COMPILE_DISABLE": "1",  # else the first generate compiles a helper for seconds
     "HF_HUB_OFFLINE": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would copy this process's threads' locks, Megatron and all
 }
 
 
@@ -38,89 +42,117 @@ class VllmEngine:
             _check_fp8_kv_kernel()
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core in this process: a refit is not pickled
-        vllm_cfg = cfg.policy.generation.vllm_cfg
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # "Triton not available", on every CPU
-        from vllm import LLM
+        import vllm  # noqa: F401
 
         _survive_scan_of_llvmlite()
-        cache_gib = vllm_cfg.kv_cache_memory_gib
-        overrides = {}
-        if fp8_layers := engine_fp8_layers(read_hf_config(cfg.policy.model_name), cfg):
-            overrides["quantization_config"] = quantization_config(cfg.nemo_fp8rl.scale_format, fp8_layers)
         self.policy_version = -1 if load_format == "dummy" else 0
+        self.sleep_level = 0
+        vllm_cfg = cfg.policy.generation.vllm_cfg
         self.max_model_len = vllm_cfg.max_model_len
-        self.llm = LLM(
-            model=cfg.policy.model_name,
-            dtype=cfg.policy.precision,
-            hf_overrides=overrides,
-            load_format=load_format,
-            skip_tokenizer_init=True,
-            worker_extension_cls=WORKER_EXTENSION,
-            max_model_len=vllm_cfg.max_model_len,
-            max_num_seqs=vllm_cfg.max_num_seqs,
-            kv_cache_dtype=vllm_cfg.kv_cache_dtype,
-            enforce_eager=vllm_cfg.enforce_eager,
-            gpu_memory_utilization=vllm_cfg.gpu_memory_utilization,
-            kv_cache_memory_bytes=None if cache_gib is None else int(cache_gib * 2**30),
-            logprobs_mode="processed_logprobs",  # of the distribution really sampled from
-            generation_config="vllm",  # not the checkpoint's sampling defaults
-            disable_log_stats=True,
-            use_tqdm_on_load=False,
-            seed=cfg.grpo.seed,
-        )
+        arguments = engine_arguments(cfg, load_format)
+        try:
+            timeout = cfg.cluster.engine_timeout_seconds
+            self.core: Core = AsyncCore(arguments, timeout) if vllm_cfg.async_engine else SteppedCore(arguments)
+        except ValueError as error:  # vLLM's word for a recipe that it cannot serve
+            raise UserError(f"vLLM cannot start an engine for this recipe: {' '.join(str(error).split())}") from None
         self.records_routes = cfg.policy.router_replay.enabled
         if self.records_routes:
-            self.llm.collective_rpc("nemo_fp8rl_record_routes")
+            self.core.rpc("nemo_fp8rl_record_routes")
 
     def generate(
         self, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int], sampling: Sampling
     ) -> list[list[Completion]]:
-        """Completions of each prompt, in order. A prompt and its answer end where the context does."""
-        from vllm import SamplingParams
+        """Completions of each prompt, in order."""
+        return [group for _, group in sorted(self.stream(prompts, seeds, sampling), key=itemgetter(0))]
 
+    def stream(
+        self, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int], sampling: Sampling
+    ) -> Iterator[tuple[int, list[Completion]]]:
+        """(position in `prompts`, its completions) as they end; all at the end when experts are recorded.
+
+        A prompt and its answer end where the context does. A prompt that leaves no room for an answer gets empty ones,
+        cut off at their beginning: `finish_reason` "length".
+        """
         if self.policy_version < 0:
             raise RefitError("this engine has not received weights yet: refit before the first generation")
-        params = [
-            SamplingParams(
-                n=sampling.num_generations,
-                temperature=sampling.temperature,
-                max_tokens=min(sampling.max_new_tokens, self.max_model_len - len(prompt)),
-                logprobs=0 if sampling.logprobs else None,
-                stop_token_ids=list(sampling.stop_token_ids),
-                seed=seed,
-                detokenize=False,
-            )
-            for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
-        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs = self.llm.generate(requests, params, use_tqdm=False)
+        if self.sleep_level:
+            raise RuntimeError("this engine sleeps: prepare_for_generation first")
+        fitting = [i for i, prompt in enumerate(prompts) if len(prompt) < self.max_model_len]
+        requests = [Request(prompts[i], self._sampling_params(sampling, len(prompts[i]), seeds[i])) for i in fitting]
+        outputs: Iterator[tuple[int, Any]] = (
+            (fitting[position], output) for position, output in self.core.stream(requests)
+        )
+        none = Completion((), (), "length", self.policy_version)
+        for i in sorted({*range(len(prompts))} - {*fitting}):
+            yield i, [none] * sampling.num_generations
         routes: dict[str, Tensor] = {}
-        wanted = self.records_routes and sampling.logprobs
         if self.records_routes:
-            (routes,) = self.llm.collective_rpc("nemo_fp8rl_take_routes", args=(wanted,))
-        return [
-            [
-                self._completion(sample, sampling.logprobs, routes[_request_id(output, sample)] if wanted else None)
-                for sample in output.outputs
-            ]
-            for output in outputs
-        ]
+            outputs = iter(list(outputs))
+            packed, *_ = self.core.rpc("nemo_fp8rl_take_routes", sampling.logprobs)
+            routes = load(packed)
+        for i, output in outputs:
+            yield (
+                i,
+                [
+                    self._completion(sample, sampling.logprobs, routes.get(_request_id(output, sample)))
+                    for sample in output.outputs
+                ],
+            )
 
     def load_update(self, *parts: Update | bytes) -> Acknowledgement:
         """Verify and apply a refit, of one part a trainer rank; drop the prefix cache, answer with the version."""
-        received = [serialized.unpack(part) if isinstance(part, bytes) else part for part in parts]
         self.policy_version = -1  # nothing is generated from mixed weights, whatever fails below
-        update = joined(received)
-        del received
-        (version,) = set(self.llm.collective_rpc("nemo_fp8rl_load", args=(update,)))
-        if not self.llm.reset_prefix_cache():
+        if self.core.remote:
+            parts = tuple(part if isinstance(part, bytes) else serialized.pack(part) for part in parts)
+        answers = self.core.rpc("nemo_fp8rl_load", parts)
+        if refusals := [refusal for _, _, refusal in answers if refusal]:
+            raise RefitError(refusals[0])
+        ((version, nbytes),) = {(version, nbytes) for version, nbytes, _ in answers}
+        if not self.core.reset_prefix_cache():
             raise RefitError(f"refit {version}: the engine kept its prefix cache, which holds the old weights' keys")
         self.policy_version = version
-        return Acknowledgement(version, update.nbytes)
+        return Acknowledgement(version, nbytes)
+
+    def finish_generation(self, sleep_level: int) -> int:
+        """Give memory back: 1 the KV cache, 2 the weights too, so that a refit must follow. Returns bytes freed."""
+        if sleep_level and not self.core.reset_prefix_cache():
+            raise RuntimeError("the engine cannot sleep: answers are still being generated")
+        freed = sum(self.core.rpc("nemo_fp8rl_sleep", sleep_level))
+        self.sleep_level = max(self.sleep_level, sleep_level)
+        if self.sleep_level == 2:
+            self.policy_version = -1
+        return freed
+
+    def prepare_for_generation(self) -> None:
+        """Take the memory again; after `finish_generation(2)` its content comes with the next refit."""
+        self.core.rpc("nemo_fp8rl_wake")
+        self.sleep_level = 0
+
+    def check_health(self) -> None:
+        """Raise WorkerDied when a process of this engine is gone."""
+        self.core.check_health()
 
     def shutdown(self) -> None:
-        self.__dict__.pop("llm", None)  # absent when setup failed
+        if core := self.__dict__.pop("core", None):  # absent when setup failed
+            core.shutdown()
+
+    def _sampling_params(self, sampling: Sampling, prompt_length: int, seed: int) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            n=sampling.num_generations,
+            temperature=sampling.temperature,
+            max_tokens=min(sampling.max_new_tokens, self.max_model_len - prompt_length),
+            logprobs=0 if sampling.logprobs else None,
+            stop_token_ids=list(sampling.stop_token_ids),
+            stop=list(sampling.stop_strings),
+            include_stop_str_in_output=True,
+            seed=seed,
+            detokenize=bool(sampling.stop_strings),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
 
     def _completion(self, sample: Any, logprobs: bool, routes: Tensor | None) -> Completion:
         token_ids = tuple(sample.token_ids)
@@ -129,6 +161,36 @@ class VllmEngine:
         entries = zip(sample.logprobs, token_ids, strict=True) if logprobs else ()
         per_token = [entry[token].logprob for entry, token in entries]
         return Completion(token_ids, tuple(per_token), sample.finish_reason, self.policy_version, routes)
+
+
+def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
+    """vLLM's EngineArgs for this recipe."""
+    vllm_cfg = cfg.policy.generation.vllm_cfg
+    cache_gib = vllm_cfg.kv_cache_memory_gib
+    overrides = {}
+    if fp8_layers := engine_fp8_layers(read_hf_config(cfg.policy.model_name), cfg):
+        overrides["quantization_config"] = quantization_config(cfg.nemo_fp8rl.scale_format, fp8_layers)
+    return {
+        "model": cfg.policy.model_name,
+        "tokenizer": cfg.policy.tokenizer.name,
+        "skip_tokenizer_init": not cfg.policy.generation.stop_strings,
+        "dtype": cfg.policy.precision,
+        "hf_overrides": overrides,
+        "load_format": load_format,
+        "worker_extension_cls": WORKER_EXTENSION,
+        "tensor_parallel_size": vllm_cfg.tensor_parallel_size,
+        "max_model_len": vllm_cfg.max_model_len,
+        "max_num_seqs": vllm_cfg.max_num_seqs,
+        "kv_cache_dtype": vllm_cfg.kv_cache_dtype,
+        "enforce_eager": vllm_cfg.enforce_eager,
+        "gpu_memory_utilization": vllm_cfg.gpu_memory_utilization,
+        "kv_cache_memory_bytes": None if cache_gib is None else int(cache_gib * 2**30),
+        "logprobs_mode": "processed_logprobs",  # of the distribution really sampled from
+        "generation_config": "vllm",  # not the checkpoint's sampling defaults
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "seed": cfg.grpo.seed,
+    }
 
 
 def _check_fp8_kv_kernel() -> None:

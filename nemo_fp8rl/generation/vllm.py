@@ -1,36 +1,117 @@
 """The driver's side of generation: vLLM engines that share the prompts, in this process or as Ray actors."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 from nemo_fp8rl.batch import Completion
 from nemo_fp8rl.config import Config
+from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation.base import Sampling
 from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.refit.bridge import Acknowledgement
-from nemo_fp8rl.workers import ended_on_error, start_workers
+from nemo_fp8rl.workers import WorkerDied, ended_on_error, start_workers
 
 
 class VllmGeneration:
-    """`generation.base.Generation` over cluster.generation_engines engines."""
+    """`generation.base.Generation` over cluster.generation_engines engines.
+
+    An engine that dies is started again and given the whole last refit; prompts that it had not answered go to all
+    engines anew. A prompt's seed makes its samples independent of which engine answers, and of when.
+    """
 
     def __init__(self, cfg: Config) -> None:
-        self.engines = start_workers(VllmEngine, cfg.cluster.generation_engines, cfg.cluster)
+        self.cfg = cfg
+        self.timeout = cfg.cluster.engine_timeout_seconds
+        self.engine_restarts = self.prompts_retried = 0
+        self._last_refit: Sequence[Any] = ()
+        processes = cfg.policy.generation.vllm_cfg.tensor_parallel_size
+        self.engines = start_workers(VllmEngine, cfg.cluster.generation_engines, cfg, processes)
         with ended_on_error(self.engines):
             self.engines.call("setup", [(cfg,)] * self.engines.count)
 
     def generate(
         self, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int], sampling: Sampling
     ) -> list[list[Completion]]:
-        """Contiguous parts of the prompts go to the engines; a prompt's seed makes its samples independent of which."""
-        count = self.engines.count
-        borders = [len(prompts) * i // count for i in range(count + 1)]
-        parts = [(prompts[a:b], seeds[a:b], sampling) for a, b in pairwise(borders)]
-        return [group for part in self.engines.call("generate", parts) for group in part]
+        answers = dict(self.stream(prompts, seeds, sampling))
+        return [answers[i] for i in range(len(prompts))]
+
+    def stream(
+        self, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int], sampling: Sampling
+    ) -> Iterator[tuple[int, list[Completion]]]:
+        """(position in `prompts`, its completions) as they end."""
+        waiting = list(range(len(prompts)))
+        while waiting:
+            shares = self._shares(waiting)
+            arguments = {
+                engine: ([prompts[i] for i in share], [seeds[i] for i in share], sampling)
+                for engine, share in shares.items()
+            }
+            answered = set()
+            for engine, item in self.engines.stream("stream", arguments, self.timeout):
+                if isinstance(item, WorkerDied):
+                    self._revive(engine, item)
+                else:
+                    position, completions = item
+                    answered.add(shares[engine][position])
+                    yield shares[engine][position], completions
+            waiting = [i for i in waiting if i not in answered]
+            self.prompts_retried += len(waiting)
 
     def load_update(self, handles: Sequence[Any]) -> list[Acknowledgement]:
-        return self.engines.call("load_update", [tuple(handles)] * self.engines.count)
+        """Every engine's answer. One that dies over it is started again and loads it, too."""
+        self._last_refit = handles
+        arguments = {engine: tuple(handles) for engine in range(self.engines.count)}
+        outcomes = self.engines.outcomes("load_update", arguments, self.timeout)
+        return [
+            self._revive(engine, outcome) if isinstance(outcome, WorkerDied) else outcome
+            for engine, outcome in sorted(outcomes.items())
+        ]
+
+    def finish_generation(self) -> None:
+        if level := self.cfg.policy.generation.vllm_cfg.sleep_level:
+            self._all("finish_generation", level)
+
+    def prepare_for_generation(self) -> None:
+        if self.cfg.policy.generation.vllm_cfg.sleep_level:
+            self._all("prepare_for_generation")
+
+    def check_health(self) -> None:
+        """Start engines again that are found dead."""
+        self._all("check_health")
+
+    def metrics(self) -> dict[str, float]:
+        return {"engine_restarts": self.engine_restarts, "prompts_retried": self.prompts_retried}
 
     def shutdown(self) -> None:
         self.engines.shutdown()
+
+    def _shares(self, positions: Sequence[int]) -> dict[int, Sequence[int]]:
+        """Contiguous parts of the positions by engine, as even as they go; engines without a part are left out."""
+        count = self.engines.count
+        borders = [len(positions) * i // count for i in range(count + 1)]
+        return {engine: positions[a:b] for engine, (a, b) in enumerate(pairwise(borders)) if b > a}
+
+    def _all(self, method: str, *arguments: Any) -> None:
+        """Call it on every engine; one that is dead is started again instead, awake and with the last refit."""
+        outcomes = self.engines.outcomes(method, dict.fromkeys(range(self.engines.count), arguments), self.timeout)
+        for engine, outcome in outcomes.items():
+            if isinstance(outcome, WorkerDied):
+                self._revive(engine, outcome)
+
+    def _revive(self, engine: int, death: WorkerDied) -> Acknowledgement:
+        """A new engine in the place of a dead one, with the whole last refit."""
+        limit = self.cfg.cluster.max_engine_restarts
+        if self.engine_restarts == limit:
+            raise UserError(
+                f"engine {engine} died ({death}) after {limit} restarts of engines in this run "
+                "(cluster.max_engine_restarts); look into its log, then continue with --resume"
+            ) from death
+        self.engine_restarts += 1
+        self.engines.restart(engine)
+        steps: list[tuple[str, tuple[Any, ...]]] = [("setup", (self.cfg,)), ("load_update", tuple(self._last_refit))]
+        for method, arguments in steps if self._last_refit else steps[:1]:
+            outcome = self.engines.outcomes(method, {engine: arguments}, self.timeout)[engine]
+            if isinstance(outcome, WorkerDied):
+                return self._revive(engine, outcome)
+        return outcome

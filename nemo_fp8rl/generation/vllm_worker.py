@@ -1,8 +1,10 @@
 """The receive side of a refit, inside vLLM's worker (`worker_extension_cls`): verify, then layerwise reload."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from safetensors.torch import save
+from torch import Tensor, nn
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -13,10 +15,13 @@ from nemo_fp8rl.fp8 import Fp8Layers
 from nemo_fp8rl.generation.routes import RouteRecorder
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.hf.tensors import expected_tensors
-from nemo_fp8rl.refit.manifest import RefitError, Update
+from nemo_fp8rl.refit.manifest import RefitError, Update, joined
+from nemo_fp8rl.refit.transport import serialized
 
 EXPERT_PROJECTIONS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 """What vLLM's stacks of experts hold."""
+DEQUANTIZED = ("fp8_dequantized", "w13_dequantized", "w2_dequantized")
+"""Attributes of `cpu_kernels` and `cpu_experts`."""
 
 
 def _set_scales(attention: Attention, k_scale: Tensor, v_scale: Tensor) -> None:
@@ -27,14 +32,31 @@ def _set_scales(attention: Attention, k_scale: Tensor, v_scale: Tensor) -> None:
         setattr(attention, f"_{x}_scale_float", float(scale))
 
 
+def _dequantized(model: nn.Module) -> list[Tensor]:
+    """The copies that the emulated FP8 layers multiply with."""
+    layers = [module for module in model.modules() if hasattr(module, "fp8_operand_dtype")]
+    copies = [getattr(layer, name) for layer in layers for name in DEQUANTIZED if hasattr(layer, name)]
+    return [tensor for copy in copies for tensor in (copy if isinstance(copy, list) else [copy])]
+
+
 class RefitWorkerExtension:
     """Methods that vLLM mixes into its worker; `self.model_runner` is the worker's own."""
 
     model_runner: Any
     routes: RouteRecorder
+    asleep: list[tuple[Any, int]] = []  # noqa: RUF012, replaced and never changed
 
-    def nemo_fp8rl_load(self, update: Update) -> int:
-        """Apply a verified update and return its version. Raises RefitError before a byte is applied."""
+    def nemo_fp8rl_load(self, parts: Sequence[Update | bytes]) -> tuple[int, int, str]:
+        """(version, bytes received, "") of the update that is now applied, or (-1, 0, why it was refused)."""
+        try:
+            update = joined([serialized.unpack(part) if isinstance(part, bytes) else part for part in parts])
+            self._apply(update)
+        except RefitError as error:  # as text: classes do not cross vLLM's process borders
+            return -1, 0, str(error)
+        return update.manifest.version, update.nbytes, ""
+
+    def _apply(self, update: Update) -> None:
+        """Verify, then load. Raises RefitError before a byte is applied."""
         quantization = self.model_runner.vllm_config.quant_config
         fp8_layers = quantization.fp8_layers if quantization else Fp8Layers.none()
         caches = self._fp8_caches()
@@ -46,7 +68,26 @@ class RefitWorkerExtension:
         self._repack_tied_head()
         for (k_scale, v_scale), attention in caches.items():
             _set_scales(attention, update.tensors[k_scale], update.tensors[v_scale])
-        return update.manifest.version
+
+    def nemo_fp8rl_sleep(self, level: int) -> int:
+        """Free the KV cache, at level 2 the weights too; returns the bytes. Their tensors stay, without memory."""
+        storages = [cache.untyped_storage() for cache in self.model_runner.kv_caches] if level else []
+        if level == 2:
+            model = self.model_runner.get_model()
+            tensors = [*model.parameters(), *_dequantized(model)]
+            storages += [tensor.untyped_storage() for tensor in tensors]
+        freed = {storage.data_ptr(): (storage, storage.nbytes()) for storage in storages if storage.nbytes()}
+        for storage, _ in freed.values():
+            storage.resize_(0)
+        self.asleep = [*self.asleep, *freed.values()]
+        return sum(nbytes for _, nbytes in freed.values())
+
+    def nemo_fp8rl_wake(self) -> None:
+        """Give what `nemo_fp8rl_sleep` freed its memory again, filled with zeros."""
+        for storage, nbytes in self.asleep:
+            storage.resize_(nbytes)
+            storage.fill_(0)
+        self.asleep = []
 
     def nemo_fp8rl_record_routes(self) -> None:
         """From here on keep the experts of every token until `nemo_fp8rl_take_routes`."""
@@ -54,9 +95,9 @@ class RefitWorkerExtension:
         self.routes = RouteRecorder(self.model_runner, hf.num_hidden_layers, hf.num_experts_per_tok)
         bind_routed_experts_capturer(self.model_runner.get_model(), self.routes)  # type: ignore[arg-type]
 
-    def nemo_fp8rl_take_routes(self, wanted: bool) -> dict[str, Tensor]:
-        """What was kept since the last call (`RouteRecorder.take`); not wanted: forget it."""
-        return self.routes.take() if wanted else self.routes.forget()
+    def nemo_fp8rl_take_routes(self, wanted: bool) -> bytes:
+        """What was kept since the last call (`RouteRecorder.take`) as safetensors; not wanted: forget it."""
+        return save(self.routes.take() if wanted else self.routes.forget())
 
     def _fp8_caches(self) -> dict[tuple[str, str], Any]:
         """{names of the scales that a refit must bring: attention layer} of every layer whose cache is FP8."""

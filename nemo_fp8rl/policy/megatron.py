@@ -31,7 +31,7 @@ class MegatronPolicy:
         hf = read_hf_config(cfg.policy.model_name)
         check_layout(hf, cfg)
         check_kv_cache(hf, cfg)
-        self.ranks = start_workers(MegatronWorker, cfg.cluster.train_ranks, cfg.cluster)
+        self.ranks = start_workers(MegatronWorker, cfg.cluster.train_ranks, cfg)
         self.replicas, count = cfg.data_parallel_size, self.ranks.count
         with ended_on_error(self.ranks):
             rendezvous = self.ranks.call("rendezvous", [()] * count)[0] if count > 1 else None

@@ -57,7 +57,7 @@ def test_engine_holds_the_trainers_bytes(pair):
     pair.refit()
     pair.train(1)
     sent = pair.refit().tensors
-    (held,) = pair.engine.llm.apply_model(lambda model: {n: p.data.clone() for n, p in model.named_parameters()})
+    (held,) = pair.engine.core.llm.apply_model(lambda model: {n: p.data.clone() for n, p in model.named_parameters()})
     fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
     compared = 0
     for name, tensor in held.items():
@@ -148,7 +148,7 @@ def test_plugin_leaves_other_models_alone(pair):
 
     assert get_quantization_config("nemo_fp8rl") is NemoFp8RlConfig
     assert get_quantization_config("fp8") is not NemoFp8RlConfig
-    quantization = pair.engine.llm.llm_engine.vllm_config.model_config.quantization
+    quantization = pair.engine.core.llm.vllm_config.model_config.quantization
     assert quantization == ("nemo_fp8rl" if pair.cfg.nemo_fp8rl.engine_fp8 else None)
     config = NemoFp8RlConfig.from_config(quantization_config("fp32", Fp8Layers(1, 3)))
     assert (config.scale_format, config.fp8_layers) == ("fp32", Fp8Layers(1, 3))

@@ -55,7 +55,7 @@ def test_the_engine_holds_the_experts_bytes(pair):
     experts = [name.removesuffix(gate) for name in sent if ".experts." in name and name.endswith(gate)]
     if not experts or not pair.cfg.nemo_fp8rl.engine_fp8:
         pytest.skip("no FP8 experts")
-    (held,) = pair.engine.llm.apply_model(lambda model: {n: p.data.clone() for n, p in model.named_parameters()})
+    (held,) = pair.engine.core.llm.apply_model(lambda model: {n: p.data.clone() for n, p in model.named_parameters()})
     for layer in range(2):
         prefix = f"model.layers.{layer}.mlp.experts."
         own = [name for name in experts if name.startswith(prefix)]

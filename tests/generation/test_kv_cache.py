@@ -45,7 +45,7 @@ def scales_held(pair: Pair) -> list[tuple[float, ...]]:
         layers = [m for m in model.modules() if hasattr(m, "_k_scale_float")]
         return [(m._k_scale_float, m._v_scale_float, float(m._k_scale), float(m._v_scale)) for m in layers]
 
-    (held,) = pair.engine.llm.apply_model(read)
+    (held,) = pair.engine.core.llm.apply_model(read)
     return held
 
 

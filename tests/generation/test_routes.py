@@ -85,7 +85,7 @@ def test_replay_does_not_raise_the_mismatch(pair):
 
 
 def test_routes_of_one_round_are_not_kept_for_the_next(pair):
-    recorder = pair.engine.llm.llm_engine.model_executor.driver_worker.worker.routes
+    recorder = pair.engine.core.llm.model_executor.driver_worker.worker.routes
     pair.generate(GREEDY)
     assert not recorder._forwards
     ((completion,), *_) = pair.generate(replace(GREEDY, logprobs=False))

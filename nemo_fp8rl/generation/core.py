@@ -1,0 +1,179 @@
+"""How one vLLM engine is driven: stepped in this process, or behind AsyncLLM with its core in a process of its own.
+
+Both take `Request`s and hand out vLLM's own RequestOutput of each as soon as it is complete.
+"""
+
+import asyncio
+import os
+import queue
+import signal
+import threading
+from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, NamedTuple, Protocol
+
+from nemo_fp8rl.workers import WorkerDied
+
+
+class Request(NamedTuple):
+    """params: vLLM's SamplingParams, with output_kind FINAL_ONLY."""
+
+    token_ids: tuple[int, ...]
+    params: Any
+
+
+class Core(Protocol):
+    """remote: whether weights and results cross a process border, which only bytes, numbers and texts do."""
+
+    remote: bool
+
+    def stream(self, requests: Sequence[Request]) -> Iterator[tuple[int, Any]]:
+        """(position in `requests`, its RequestOutput) as they end; what is left when the caller stops is aborted."""
+        ...
+
+    def rpc(self, method: str, *arguments: Any) -> list[Any]:
+        """What the method of the worker extension answers, in each of the engine's worker processes."""
+        ...
+
+    def reset_prefix_cache(self) -> bool: ...
+
+    def check_health(self) -> None:
+        """Raise WorkerDied when the engine cannot go on."""
+        ...
+
+    def shutdown(self) -> None: ...
+
+
+class SteppedCore:
+    """vLLM's LLMEngine in this process; with tensor parallelism its workers are processes of their own."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core in this process: a refit is not copied
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        self.remote = arguments["tensor_parallel_size"] > 1
+        with _interrupts_blocked():
+            self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self._ids = count()
+
+    def stream(self, requests: Sequence[Request]) -> Iterator[tuple[int, Any]]:
+        waiting = {str(next(self._ids)): position for position in range(len(requests))}
+        try:
+            for request_id, request in zip(waiting, requests, strict=True):
+                self.llm.add_request(request_id, _prompt(request), request.params)
+            while waiting:
+                for output in self.llm.step():
+                    if output.finished:
+                        yield waiting.pop(output.request_id), output
+        finally:
+            if waiting:
+                self.llm.abort_request(list(waiting))
+
+    def rpc(self, method: str, *arguments: Any) -> list[Any]:
+        return self.llm.collective_rpc(method, args=arguments)
+
+    def reset_prefix_cache(self) -> bool:
+        return self.llm.reset_prefix_cache()
+
+    def check_health(self) -> None:
+        self.llm.model_executor.check_health()
+
+    def shutdown(self) -> None:
+        if self.remote:
+            self.llm.engine_core.shutdown()
+        del self.llm
+
+
+class AsyncCore:
+    """vLLM's AsyncLLM on an event loop in a thread of its own.
+
+    timeout: seconds that may pass without an answer complete before the engine counts as dead.
+    """
+
+    remote = True
+
+    def __init__(self, arguments: dict[str, Any], timeout: float) -> None:
+        self.timeout = timeout
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True).start()
+        self.llm = self._wait(_start_async_llm(arguments))
+        self._ids = count()
+
+    def stream(self, requests: Sequence[Request]) -> Iterator[tuple[int, Any]]:
+        ended: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        asked = self._submit(self._ask(requests, ended))
+        try:
+            for _ in requests:
+                try:
+                    position, output = ended.get(timeout=self.timeout)
+                except queue.Empty:
+                    raise WorkerDied(f"no answer complete in {self.timeout:g} seconds") from None
+                if isinstance(output, Exception):
+                    raise _death(output)
+                yield position, output
+        finally:
+            asked.cancel()
+
+    def rpc(self, method: str, *arguments: Any) -> list[Any]:
+        return self._wait(self.llm.collective_rpc(method, args=arguments))
+
+    def reset_prefix_cache(self) -> bool:
+        return self._wait(self.llm.reset_prefix_cache())
+
+    def check_health(self) -> None:
+        self._wait(self.llm.check_health())
+
+    def shutdown(self) -> None:
+        self.llm.shutdown()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _ask(self, requests: Sequence[Request], ended: queue.SimpleQueue[tuple[int, Any]]) -> None:
+        async def one(position: int, request: Request) -> None:
+            try:
+                async for output in self.llm.generate(_prompt(request), request.params, str(next(self._ids))):
+                    ended.put((position, output))
+            except Exception as error:
+                ended.put((position, error))
+
+        await asyncio.gather(*(one(position, request) for position, request in enumerate(requests)))
+
+    def _submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return self._submit(coroutine).result()
+        except Exception as error:
+            raise _death(error) from None
+
+
+def _prompt(request: Request) -> Any:
+    return {"prompt_token_ids": list(request.token_ids)}
+
+
+async def _start_async_llm(arguments: dict[str, Any]) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    with _interrupts_blocked():
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Processes started here leave Ctrl-C to the process that asked for them (they inherit this thread's mask)."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _death(error: Exception) -> Exception:
+    """A WorkerDied when vLLM says that its core is gone, else the error itself."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return WorkerDied("the process of its core ended") if isinstance(error, EngineDeadError) else error
