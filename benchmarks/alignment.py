@@ -143,7 +143,7 @@ def answers(cfg: Config, engine: VllmEngine, worker: MegatronWorker, samples: in
     """What the engine says with the trainer's weights: the batch that every trainer scores."""
     engine.setup(cfg)
     engine.load_update(worker.export_update(0, serialize=False))
-    _, prompts, _ = load_prompts(cfg, VOCAB_SIZE)
+    prompts = load_prompts(cfg, VOCAB_SIZE).train
     prompts = prompts[: samples // 4]
     sampling = Sampling(num_generations=4, max_new_tokens=31, temperature=1.0, stop_token_ids=(1,))
     groups = engine.generate([p.token_ids for p in prompts], list(range(len(prompts))), sampling)

@@ -168,6 +168,8 @@ class VllmConfig(_Block):
     max_num_seqs: int = 256
     tensor_parallel_size: int = 1
     """Processes that share one engine's model."""
+    expert_parallel_size: int = 1
+    """Of these, processes among which experts are spread: 1, which shares each expert's matrices instead, or all."""
     async_engine: bool = False
     """The engine's core in a process of its own (vLLM's AsyncLLM) rather than in the engine's."""
     sleep_level: Literal[0, 1, 2] = 0

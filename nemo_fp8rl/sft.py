@@ -25,7 +25,7 @@ def sft(cfg: Config, output: Path) -> bool:
         raise UserError(f"--output {output} exists already; give a new folder, nothing is overwritten")
     hf = read_hf_config(cfg.policy.model_name)
     check_context(hf, cfg.policy.max_total_sequence_length)
-    tokenizer, prompts, _ = load_prompts(cfg, hf.vocab_size)
+    tokenizer, prompts, *_ = load_prompts(cfg, hf.vocab_size)
     answers = [Completion(tuple(tokenizer.answer_tokens(p.answer)), (), "stop", 0) for p in prompts]
     longest = max(len(p.token_ids) + len(a.token_ids) for p, a in zip(prompts, answers, strict=True))
     if longest > cfg.policy.max_total_sequence_length:

@@ -21,6 +21,7 @@ from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.display import Display
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation.base import Generation, Sampling
+from nemo_fp8rl.generation.checks import check_engine
 from nemo_fp8rl.generation.vllm import VllmGeneration
 from nemo_fp8rl.hf.config import check_context, read_hf_config
 from nemo_fp8rl.interrupt import GracefulStop
@@ -57,7 +58,8 @@ def train(cfg: Config, resume: bool = False) -> bool:
     loss = GrpoLoss(cfg.loss_fn, cfg.nemo_fp8rl.correction)
     hf = read_hf_config(cfg.policy.model_name)
     check_context(hf, cfg.policy.max_total_sequence_length)
-    tokenizer, train_prompts, val_prompts = load_prompts(cfg, hf.vocab_size)
+    check_engine(hf, cfg)
+    tokenizer, train_prompts, val_prompts, too_long = load_prompts(cfg, hf.vocab_size)
     order = PromptOrder(len(train_prompts), cfg.grpo.num_prompts_per_step, cfg.grpo.seed)
     sampling = Sampling(
         num_generations=cfg.grpo.num_generations_per_prompt,
@@ -87,6 +89,8 @@ def train(cfg: Config, resume: bool = False) -> bool:
             policy.calibrate_kv(prompt_batch(prompts_of(1)(0), tokenizer.pad_token_id))
         first_refit = parts.bridge.refit()
         display.say(f"{len(train_prompts)} prompts, {len(val_prompts)} held out, run in {run.path}")
+        if too_long:
+            display.say(f"{too_long} prompts dropped: no room for an answer in vllm_cfg.max_model_len")
         display.say(", ".join(f"{name} {value}" for name, value in run.choices.items()))
         if run.done == 0 and cfg.grpo.val_at_start:
             start = first_refit.metrics() | validate(parts)
@@ -134,6 +138,7 @@ def train_step(
     cfg, clock = parts.cfg, Stopwatch()
     begin = time.perf_counter()
     rollout = collect(cfg, parts.generation, parts.tokenizer, parts.sampling, clock, step, prompts_of_round)
+    parts.generation.finish_generation()
     completions = rollout.completions
     assert all(len(c.logprobs) == len(c.token_ids) for c in completions), "a completion lacks log-probs"
     stale = {c.policy_version for c in completions} - {parts.bridge.version}
@@ -171,6 +176,7 @@ def train_step(
     if cfg.fp8_kv_cache:
         with clock("kv_calibration"):
             parts.policy.calibrate_kv(batch)
+    parts.generation.prepare_for_generation()
     refit = parts.bridge.refit()
     memory = {"memory/offloaded_bytes": parts.policy.offload_after_refit()} if offload else {}
 
@@ -185,7 +191,7 @@ def train_step(
     }
     # what no token has (all rejected, none finite) is left out: JSON has no NaN
     metrics = {f"train/{name}": value for name, value in train_metrics.items() if math.isfinite(value)}
-    metrics |= clock.metrics() | refit.metrics() | memory
+    metrics |= clock.metrics() | refit.metrics() | memory | parts.generation.metrics()
     return metrics | {"timing/total_step_time": time.perf_counter() - begin}, notes
 
 

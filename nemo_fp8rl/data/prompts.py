@@ -1,5 +1,7 @@
 """From a recipe to prompts: files, split, verifier's name and tokens, checked before a model loads."""
 
+from typing import NamedTuple
+
 from nemo_fp8rl.batch import Prompt
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.data.jsonl import read_jsonl
@@ -9,8 +11,17 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.rewards import VERIFIERS
 
 
-def load_prompts(cfg: Config, vocab_size: int) -> tuple[PromptTokenizer, list[Prompt], list[Prompt]]:
-    """(tokenizer, training prompts, validation prompts). Raises UserError for anything wrong with them."""
+class Prompts(NamedTuple):
+    """too_long: how many of either kind were dropped, as no token of an answer would fit behind them."""
+
+    tokenizer: PromptTokenizer
+    train: list[Prompt]
+    validation: list[Prompt]
+    too_long: int
+
+
+def load_prompts(cfg: Config, vocab_size: int) -> Prompts:
+    """The recipe's prompts. Raises UserError for anything wrong with them, and when too few are left."""
     if cfg.data.default.env_name not in VERIFIERS:
         raise UserError(
             f"data.default.env_name={cfg.data.default.env_name!r} is no verifier; choose one of {', '.join(VERIFIERS)}"
@@ -22,11 +33,16 @@ def load_prompts(cfg: Config, vocab_size: int) -> tuple[PromptTokenizer, list[Pr
         cfg.data.train.split_validation_size,
         cfg.data.train.seed,
     )
-    if len(train_records) < cfg.grpo.num_prompts_per_step:
-        raise UserError(
-            f"data.train.data_path: {len(train_records)} training prompts are fewer than "
-            f"grpo.num_prompts_per_step={cfg.grpo.num_prompts_per_step}; lower it or add prompts"
-        )
     tokenizer = PromptTokenizer(cfg.policy)
     held_out = val_records[: cfg.grpo.max_val_samples]
-    return tokenizer, tokenizer.prompts(train_records, vocab_size), tokenizer.prompts(held_out, vocab_size)
+    train, val = tokenizer.prompts(train_records, vocab_size), tokenizer.prompts(held_out, vocab_size)
+    too_long = len(train_records) + len(held_out) - len(train) - len(val)
+    dropped = f" after {too_long} were dropped that policy.generation.vllm_cfg.max_model_len has no room for"
+    if len(train) < cfg.grpo.num_prompts_per_step:
+        raise UserError(
+            f"data.train.data_path: {len(train)} training prompts{dropped * (too_long > 0)} are fewer than "
+            f"grpo.num_prompts_per_step={cfg.grpo.num_prompts_per_step}; lower it or add prompts"
+        )
+    if not val:
+        raise UserError(f"no validation prompt is left{dropped}; raise it or add shorter prompts")
+    return Prompts(tokenizer, train, val, too_long)

@@ -37,15 +37,12 @@ class PromptTokenizer:
         return self.eos_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
 
     def prompts(self, records: Sequence[Record], vocab_size: int) -> list[Prompt]:
-        """Tokenize; UserError when a prompt is empty, leaves no room for an answer, or is not of the model's tokens."""
+        """Tokenize. Prompts that leave no room for an answer are dropped; `index` is the record's position.
+
+        Raises UserError when a prompt is empty, or is not of the model's tokens.
+        """
         prompts = [Prompt(i, r.prompt, r.answer, tuple(self._encode(r.prompt))) for i, r in enumerate(records)]
-        too_long = [p for p in prompts if len(p.token_ids) > self.max_prompt_tokens]
-        if too_long:
-            raise UserError(
-                f"{len(too_long)} prompts are longer than the context: the first has {len(too_long[0].token_ids)} "
-                f"tokens ({too_long[0].text[:40]!r}...) and policy.generation.vllm_cfg.max_model_len is "
-                f"{self.max_prompt_tokens + 1}; raise it or remove them"
-            )
+        prompts = [prompt for prompt in prompts if len(prompt.token_ids) <= self.max_prompt_tokens]
         for prompt in prompts:
             if not prompt.token_ids:
                 raise UserError(

@@ -127,8 +127,15 @@ class AsyncCore:
         self._wait(self.llm.check_health())
 
     def shutdown(self) -> None:
-        self.llm.shutdown()
+        self._submit(self._stop()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _stop(self) -> None:
+        self.llm.shutdown()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
     async def _ask(self, requests: Sequence[Request], ended: queue.SimpleQueue[tuple[int, Any]]) -> None:
         async def one(position: int, request: Request) -> None:

@@ -16,6 +16,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled, ScaleFormat, fprop, scale_shape
 from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.fp8.linear import operand_dtype
+from nemo_fp8rl.generation.cpu_parallel import counted_once, summed
 
 
 class EmulatedFp8MoEMethod(FusedMoEMethodBase):
@@ -73,11 +74,24 @@ class EmulatedFp8MoEMethod(FusedMoEMethodBase):
         shared_experts: Any,
         shared_experts_input: Tensor | None,
     ) -> Tensor:
-        """x [tokens, H], topk_* [tokens, k] -> [tokens, H]; summed over experts in their order, in float32."""
+        """x [tokens, H], topk_* [tokens, k] -> [tokens, H]; summed over experts in their order, in float32.
+
+        A rank that shares experts, or the matrices of each, with others computes its part of what each expert says to
+        each token; the sum over experts is then every rank's.
+        """
+        parallel = layer.moe_config.moe_parallel_config
+        shared = parallel.tp_size * parallel.ep_size > 1
+        dtype = torch.float32 if parallel.tp_size > 1 else x.dtype
+        said = x.new_zeros((*topk_ids.shape, x.size(-1)), dtype=dtype)
+        chosen = {expert: (topk_ids == expert).nonzero(as_tuple=True) for expert in topk_ids.unique().tolist()}
+        for expert, (rows, choice) in chosen.items():
+            own = expert if layer.expert_map is None else int(layer.expert_map[expert])
+            if own >= 0:
+                gate, up = fprop(x[rows], layer.w13_dequantized[own], self.scale_format).chunk(2, -1)
+                said[rows, choice] = fprop(F.silu(gate) * up, layer.w2_dequantized[own], self.scale_format, dtype)
+        if shared:
+            said = summed(said.float(), x.dtype)
         out = torch.zeros(x.shape, dtype=torch.float32)
-        for expert in topk_ids.unique().tolist():
-            rows, choice = (topk_ids == expert).nonzero(as_tuple=True)
-            gate, up = fprop(x[rows], layer.w13_dequantized[expert], self.scale_format).chunk(2, -1)
-            y = fprop(F.silu(gate) * up, layer.w2_dequantized[expert], self.scale_format)
-            out.index_add_(0, rows, y.float() * topk_weights[rows, choice].float().unsqueeze(-1))
-        return out.to(x.dtype)
+        for rows, choice in chosen.values():
+            out.index_add_(0, rows, said[rows, choice].float() * topk_weights[rows, choice].float().unsqueeze(-1))
+        return counted_once(out.to(x.dtype)) if shared else out.to(x.dtype)

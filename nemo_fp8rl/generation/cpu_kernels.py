@@ -13,6 +13,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
     LinearBase,
     LinearMethodBase,
+    RowParallelLinear,
     UnquantizedLinearMethod,
     register_weight_loader_v2_supported_method,
 )
@@ -24,6 +25,7 @@ from nemo_fp8rl.fp8 import BLOCK, BlockScaled, Fp8Layers, ScaleFormat, fprop
 from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.fp8.linear import operand_dtype
 from nemo_fp8rl.generation.cpu_experts import EmulatedFp8MoEMethod
+from nemo_fp8rl.generation.cpu_parallel import counted_once, summed
 
 
 class NemoFp8RlConfig(Fp8Config):
@@ -40,7 +42,8 @@ class NemoFp8RlConfig(Fp8Config):
     def from_config(cls, config: dict[str, Any]) -> "NemoFp8RlConfig":
         own = cast(NemoFp8RlConfig, super().from_config(config))
         own.scale_format = config["scale_format"]
-        own.fp8_layers = Fp8Layers(*config["fp8_layers"])
+        first, end, ignored = config["fp8_layers"]
+        own.fp8_layers = Fp8Layers(first, end, tuple(ignored))
         return own
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
@@ -89,12 +92,17 @@ class EmulatedFp8LinearMethod(LinearMethodBase):
         layer.register_parameter(
             "weight_scale_inv", BlockQuantScaleParameter(data=scale, input_dim=1, output_dim=0, weight_loader=loader)
         )
-        layer.fp8_operand_dtype = operand_dtype(params_dtype, self.scale_format)
+        self.sums_parts = isinstance(layer, RowParallelLinear) and layer.tp_size > 1 and layer.reduce_results
+        layer.fp8_operand_dtype = torch.float32 if self.sums_parts else operand_dtype(params_dtype, self.scale_format)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         stored = BlockScaled(layer.weight.data, layer.weight_scale_inv.data, BLOCK)
         layer.fp8_dequantized = stored.dequantize(layer.fp8_operand_dtype)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        y = fprop(x, layer.fp8_dequantized, self.scale_format)
+        if self.sums_parts:
+            y = summed(fprop(x, layer.fp8_dequantized, self.scale_format, torch.float32), x.dtype)
+            y = counted_once(y)
+        else:
+            y = fprop(x, layer.fp8_dequantized, self.scale_format)
         return y if bias is None else y + bias

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
-import torch
 from safetensors.torch import load
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from nemo_fp8rl.batch import Completion
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation.base import Sampling
+from nemo_fp8rl.generation.checks import check_engine
 from nemo_fp8rl.generation.core import AsyncCore, Core, Request, SteppedCore
 from nemo_fp8rl.generation.vllm_plugin import quantization_config
 from nemo_fp8rl.hf.config import engine_fp8_layers, read_hf_config
@@ -38,8 +38,7 @@ class VllmEngine:
 
     def setup(self, cfg: Config, load_format: str = "dummy") -> None:
         """`load_format="auto"` reads the weights of policy.model_name from disk instead of waiting for a refit."""
-        if cfg.fp8_kv_cache:
-            _check_fp8_kv_kernel()
+        check_engine(read_hf_config(cfg.policy.model_name), cfg)
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # "Triton not available", on every CPU
@@ -56,6 +55,8 @@ class VllmEngine:
             self.core: Core = AsyncCore(arguments, timeout) if vllm_cfg.async_engine else SteppedCore(arguments)
         except ValueError as error:  # vLLM's word for a recipe that it cannot serve
             raise UserError(f"vLLM cannot start an engine for this recipe: {' '.join(str(error).split())}") from None
+        if cfg.fp8_kv_cache and load_format == "auto" and any(lacks := self.core.rpc("nemo_fp8rl_read_kv_scales")):
+            raise UserError(f"{next(filter(None, lacks))}; start with a refit, or set kv_cache_dtype=auto")
         self.records_routes = cfg.policy.router_replay.enabled
         if self.records_routes:
             self.core.rpc("nemo_fp8rl_record_routes")
@@ -179,6 +180,7 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
         "load_format": load_format,
         "worker_extension_cls": WORKER_EXTENSION,
         "tensor_parallel_size": vllm_cfg.tensor_parallel_size,
+        "enable_expert_parallel": vllm_cfg.expert_parallel_size > 1,
         "max_model_len": vllm_cfg.max_model_len,
         "max_num_seqs": vllm_cfg.max_num_seqs,
         "kv_cache_dtype": vllm_cfg.kv_cache_dtype,
@@ -191,15 +193,6 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
         "use_tqdm_on_load": False,
         "seed": cfg.grpo.seed,
     }
-
-
-def _check_fp8_kv_kernel() -> None:
-    """Raise UserError on a CPU that vLLM's FP8 KV cache does not run on (cpu_attn.py, _get_attn_isa)."""
-    if not (torch.cuda.is_available() or torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
-        raise UserError(
-            "policy.generation.vllm_cfg.kv_cache_dtype=fp8: vLLM's FP8 KV cache needs a CPU with AVX-512 or AMX; set "
-            "kv_cache_dtype=auto"
-        )
 
 
 def _request_id(output: Any, sample: Any) -> str:

@@ -81,7 +81,10 @@ class VllmGeneration:
         self._all("check_health")
 
     def metrics(self) -> dict[str, float]:
-        return {"engine_restarts": self.engine_restarts, "prompts_retried": self.prompts_retried}
+        return {
+            "generation/engine_restarts": self.engine_restarts,
+            "generation/prompts_retried": self.prompts_retried,
+        }
 
     def shutdown(self) -> None:
         self.engines.shutdown()

@@ -30,5 +30,5 @@ def quantization_config(scale_format: str, fp8_layers: Fp8Layers) -> dict[str, o
         "activation_scheme": "dynamic",
         "weight_block_size": list(BLOCK),
         "scale_format": scale_format,
-        "fp8_layers": [fp8_layers.first, fp8_layers.end],
+        "fp8_layers": [fp8_layers.first, fp8_layers.end, list(fp8_layers.ignored)],
     }

@@ -13,6 +13,7 @@ from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from nemo_fp8rl.fp8 import Fp8Layers
 from nemo_fp8rl.generation.routes import RouteRecorder
+from nemo_fp8rl.hf.checkpoint import CheckpointReader
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.refit.manifest import RefitError, Update, joined
@@ -68,6 +69,15 @@ class RefitWorkerExtension:
         self._repack_tied_head()
         for (k_scale, v_scale), attention in caches.items():
             _set_scales(attention, update.tensors[k_scale], update.tensors[v_scale])
+
+    def nemo_fp8rl_read_kv_scales(self) -> str:
+        """Take the scales of an FP8 cache from the checkpoint, as the weights; answers what is missing, or ""."""
+        with CheckpointReader(self.model_runner.vllm_config.model_config.model) as checkpoint:
+            for names, attention in self._fp8_caches().items():
+                if missing := [name for name in names if name not in checkpoint.names]:
+                    return f"{checkpoint.folder} lacks {missing[0]}, a scale of the FP8 KV cache"
+                _set_scales(attention, *(checkpoint.get(name) for name in names))
+        return ""
 
     def nemo_fp8rl_sleep(self, level: int) -> int:
         """Free the KV cache, at level 2 the weights too; returns the bytes. Their tensors stay, without memory."""

@@ -1,6 +1,6 @@
 """Lazy reading of an HF checkpoint: one tensor at a time, from one or many safetensors files."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +43,10 @@ class CheckpointReader:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._stack.close()
+
+    @property
+    def names(self) -> Set[str]:
+        return self._file_of.keys()
 
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         """Raise UserError, with names, unless the checkpoint holds exactly the expected tensors."""

@@ -1,5 +1,6 @@
 """The architecture, read from an HF checkpoint's config.json, and what FP8 asks of it."""
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,15 +163,6 @@ def check_context(hf: HfConfig, max_total_sequence_length: int) -> None:
         )
 
 
-def check_kv_cache(hf: HfConfig, cfg: Config) -> None:
-    """Raise UserError where vLLM has no FP8 KV cache for the model (its CPU kernels' vectors hold 32 values)."""
-    if cfg.fp8_kv_cache and hf.head_dim % 32:
-        raise UserError(
-            f"policy.generation.vllm_cfg.kv_cache_dtype=fp8 cannot hold this model: its head_dim={hf.head_dim} is not "
-            "a multiple of 32; set kv_cache_dtype=auto"
-        )
-
-
 def engine_fp8_layers(hf: HfConfig, cfg: Config) -> Fp8Layers:
     """The layers that the engine holds in FP8 and that the refit quantizes for it.
 
@@ -186,7 +178,23 @@ def engine_fp8_layers(hf: HfConfig, cfg: Config) -> Fp8Layers:
             f"policy.generation.vllm_cfg.num_first_layers_in_bf16={first} and num_last_layers_in_bf16={last} leave no "
             f"FP8 layer of the model's {hf.num_hidden_layers}; lower them, or use nemo_fp8rl.flow=bf16"
         )
-    return Fp8Layers(first, hf.num_hidden_layers - last)
+    layers = Fp8Layers(first, hf.num_hidden_layers - last, vllm.quantization_ignored_layer_kws)
+    key = "policy.generation.vllm_cfg.quantization_ignored_layer_kws"
+    for word in layers.ignored:
+        everything = dataclasses.replace(layers, ignored=())
+        if projections(hf, everything) == projections(hf, dataclasses.replace(layers, ignored=(word,))):
+            raise UserError(f"{key}: {word!r} is in the name of no FP8 layer of this model; remove or correct it")
+    if not projections(hf, layers):
+        raise UserError(f"{key}={list(layers.ignored)} leaves no FP8 layer; remove words, or use nemo_fp8rl.flow=bf16")
+    return layers
+
+
+def projections(hf: HfConfig, layers: Fp8Layers) -> list[str]:
+    """One HF name for each FP8 matrix of the model, fused as engines and trainers hold them; experts count as one."""
+    mlp = "mlp.experts" if hf.family.experts else "mlp"
+    parts = ("self_attn.q_proj", "self_attn.o_proj", f"{mlp}.gate_proj", f"{mlp}.down_proj")
+    names = (f"model.layers.{layer}.{part}" for layer in range(hf.num_hidden_layers) for part in parts)
+    return [name for name in names if layers.quantizes(name)]
 
 
 def trainer_fp8_layers(hf: HfConfig, cfg: Config) -> Fp8Layers:

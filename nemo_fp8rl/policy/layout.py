@@ -8,10 +8,11 @@ tensor-parallel rank. A pipeline stage holds consecutive layers, an expert-paral
 import re
 from dataclasses import dataclass
 
-from nemo_fp8rl.config import Config, MegatronConfig
+from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import BLOCK
 from nemo_fp8rl.hf.config import HfConfig
+from nemo_fp8rl.hf.divide import check_divides
 from nemo_fp8rl.hf.region import Region, whole
 
 SPLIT = re.compile(r"(?P<rows>(?:embed_tokens|lm_head|(?:[qkv]|gate|up)_proj)\.)|(?P<columns>(?:o|down)_proj\.)")
@@ -109,27 +110,16 @@ def check_layout(hf: HfConfig, cfg: Config) -> None:
             f"{here}.tensor_model_parallel_size={tensor} with experts needs {here}.sequence_parallel=true: Megatron "
             "trains a mixture in no other way"
         )
-    _check_divides(
-        parallel,
+    sizes = [
         ("tensor_model_parallel_size", "num_attention_heads", hf.num_attention_heads),
         ("tensor_model_parallel_size", "num_key_value_heads", hf.num_key_value_heads),
         ("pipeline_model_parallel_size", "num_hidden_layers", hf.num_hidden_layers),
-        *([("expert_model_parallel_size", "num_experts", hf.num_experts)] if hf.family.experts else []),
-    )
+    ]
+    if hf.family.experts:
+        sizes.append(("expert_model_parallel_size", "num_experts", hf.num_experts))
+    for key, dimension, size in sizes:
+        check_divides(f"{here}.{key}", getattr(parallel, key), dimension, size)
     key = "expert_tensor_parallel_size" if hf.family.experts else "tensor_model_parallel_size"
     intermediate = "moe_intermediate_size" if hf.family.experts else "intermediate_size"
     block = BLOCK[0] if cfg.nemo_fp8rl.engine_fp8 else 1
-    _check_divides(parallel, (key, intermediate, hf.intermediate_size), block=block)
-
-
-def _check_divides(parallel: MegatronConfig, *rules: tuple[str, str, int], block: int = 1) -> None:
-    """Each rule: (key of policy.megatron_cfg, dimension of config.json, its size); parts must be whole blocks."""
-    for key, dimension, size in rules:
-        parts = getattr(parallel, key)
-        if parts > 1 and size % (parts * block):
-            fits = ", ".join([str(n) for n in range(1, size // block + 1) if size % (n * block) == 0][:8]) or "none"
-            blocks = f" in multiples of {block}, the blocks of FP8" if block > 1 else ""
-            raise UserError(
-                f"policy.megatron_cfg.{key}={parts} does not divide the model's {dimension}={size}{blocks}; "
-                f"sizes that fit: {fits}"
-            )
+    check_divides(f"{here}.{key}", getattr(parallel, key), intermediate, hf.intermediate_size, block)

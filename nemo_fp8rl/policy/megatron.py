@@ -11,7 +11,7 @@ from nemo_fp8rl.algorithms.quantization_error import weight_error
 from nemo_fp8rl.batch import TrainBatch, rows, shards
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.hf.config import check_kv_cache, read_hf_config
+from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.policy.base import Loss
 from nemo_fp8rl.policy.layout import check_layout
 from nemo_fp8rl.policy.worker import MegatronWorker, Place
@@ -30,7 +30,6 @@ class MegatronPolicy:
     def __init__(self, cfg: Config) -> None:
         hf = read_hf_config(cfg.policy.model_name)
         check_layout(hf, cfg)
-        check_kv_cache(hf, cfg)
         self.ranks = start_workers(MegatronWorker, cfg.cluster.train_ranks, cfg)
         self.replicas, count = cfg.data_parallel_size, self.ranks.count
         with ended_on_error(self.ranks):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nemo_fp8rl.config import Config, Fp8RlConfig, PolicyConfig
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.hf.config import HfConfig, trainer_fp8_layers
+from nemo_fp8rl.hf.config import HfConfig, projections, trainer_fp8_layers
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.layout import Layout
 from nemo_fp8rl.policy.linears import Fp8Forward
@@ -139,8 +139,8 @@ def build_model(config: TransformerConfig, layout: Layout, cfg: Config, kv_cache
     if choice.align == "none":
         model.rotary_pos_emb.inv_freq = rope.inv_freq  # Megatron's own has only some of the scalings
     fp8_linears = sum(isinstance(module, Fp8Forward) for module in model.modules())
-    linears = 2 + 2 * max(1, len(layout.experts))  # of a layer: qkv, proj and each MLP's fc1, fc2
-    expected = linears * sum(i in fp8_layers for i in layout.layers)
+    own = [name for name in projections(hf, fp8_layers) if int(name.split(".")[2]) in layout.layers]
+    expected = sum(len(layout.experts) if ".experts." in name else 1 for name in own)
     if fp8_linears != expected:
         raise RuntimeError(f"flow {choice.flow} asks for {expected} FP8 linear layers, the model has {fp8_linears}")
     load_hf(Path(policy.model_name), model, layout)

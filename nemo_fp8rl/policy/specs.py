@@ -4,6 +4,7 @@ Two choices meet here. Precision: `ColumnParallelLinear` or its FP8 sibling. Ali
 and attention, or those of `align`. Nothing in Megatron is patched; a spec is its public way to swap a class.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,12 +52,22 @@ def block_spec(
     aligned = choice.align == "vllm"
     plain, fp8 = bf16_linears(aligned), fp8_linears(choice.scale_format, aligned)
     attention = aligned_attention(rope, kv_cache) if aligned else sdpa_attention(kv_cache)
-    layers = [_layer_spec(layout.hf, aligned, attention, *(fp8 if i in fp8_layers else plain)) for i in layout.layers]
+
+    def linear(name: str, row: bool) -> type:
+        return (fp8 if fp8_layers.quantizes(name) else plain)[row]
+
+    layers = [_layer_spec(layout.hf, i, aligned, attention, linear) for i in layout.layers]
     norm = AlignedRMSNorm if aligned else RMSNorm
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def _layer_spec(hf: HfConfig, aligned: bool, attention: type, column: type, row: type) -> ModuleSpec:
+def _layer_spec(
+    hf: HfConfig, layer: int, aligned: bool, attention: type, linear: Callable[[str, bool], type]
+) -> ModuleSpec:
+    """linear(HF name, whether it is row-parallel) is its class."""
+    self_attn, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+    mlp += ".experts" if hf.family.experts else ""
+    linears = MLPSubmodules(linear_fc1=linear(f"{mlp}.gate_proj", False), linear_fc2=linear(f"{mlp}.down_proj", True))
     norm = AlignedRMSNorm if aligned else RMSNorm
     residual_add = aligned_residual_add if aligned else get_bias_dropout_add
     return ModuleSpec(
@@ -67,16 +78,16 @@ def _layer_spec(hf: HfConfig, aligned: bool, attention: type, column: type, row:
                 module=SelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
-                    linear_qkv=column,
+                    linear_qkv=linear(f"{self_attn}.q_proj", False),
                     core_attention=attention,
-                    linear_proj=row,
+                    linear_proj=linear(f"{self_attn}.o_proj", True),
                     q_layernorm=norm if hf.family.qk_norm else None,
                     k_layernorm=norm if hf.family.qk_norm else None,
                 ),
             ),
             self_attn_bda=residual_add,
             pre_mlp_layernorm=norm,
-            mlp=_mlp_spec(hf, aligned, MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+            mlp=_mlp_spec(hf, aligned, linears),
             mlp_bda=residual_add,
         ),
     )

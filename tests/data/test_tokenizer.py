@@ -1,5 +1,6 @@
 """Prompts become tokens by the checkpoint's own tokenizer, with its chat template when it has one."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from transformers import AutoTokenizer
 
 from nemo_fp8rl.config import PolicyConfig, TokenizerConfig
 from nemo_fp8rl.data.jsonl import Record
+from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.errors import UserError
 
@@ -49,13 +51,19 @@ def test_answers_end_with_the_end_token(recipe, folder):
     assert tokenizer.decode(tokens) == "95"
 
 
-def test_prompt_that_fills_the_context_is_refused(recipe, folder):
+def test_prompts_that_fill_the_context_are_dropped_and_counted(recipe, folder):
     tokenizer = tokenizer_of(recipe, folder)
-    assert tokenizer.prompts([Record("1" * 63, "1")], 64)
-    with pytest.raises(
-        UserError, match=r"1 prompts are longer than the context: the first has 64 tokens.*max_model_len"
-    ):
-        tokenizer.prompts([Record("1+1=", "2"), Record("1" * 64, "1")], 64)
+    lengths = (3, 64, 63, 200)
+    kept = tokenizer.prompts([Record("1" * n, "1") for n in lengths], 64)
+    assert [(p.index, len(p.token_ids)) for p in kept] == [(0, 3), (2, 63)]
+    lines = [json.dumps({"prompt": f"{i:0{64 if i % 10 == 0 else 5}}", "answer": str(i)}) for i in range(300)]
+    (folder / "data.jsonl").write_text("\n".join(lines))
+    overrides = (f"policy.tokenizer.name={folder}", f"data.train.data_path={folder}/data.jsonl")
+    loaded = load_prompts(recipe(*overrides), 64)
+    assert loaded.too_long == 30
+    assert len(loaded.train) + len(loaded.validation) == 270
+    with pytest.raises(UserError, match=r"30 were dropped .*max_model_len .*grpo\.num_prompts_per_step=288"):
+        load_prompts(recipe(*overrides, "grpo.num_prompts_per_step=288", "policy.train_global_batch_size=64"), 64)
 
 
 def test_folder_without_tokenizer_is_refused(recipe, tmp_path):

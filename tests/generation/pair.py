@@ -92,8 +92,7 @@ class Pair:
     def fresh_engine(self, update: Update, folder: Path) -> VllmEngine:
         """An engine started from disk with these very tensors."""
         shutil.copytree(self.cfg.policy.model_name, folder)
-        weights = {n: t for n, t in update.tensors.items() if not n.endswith((".k_scale", ".v_scale"))}
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(update.tensors, folder / "model.safetensors", metadata={"format": "pt"})
         engine = VllmEngine()
         engine.setup(replace(self.cfg, policy=replace(self.cfg.policy, model_name=str(folder))), load_format="auto")
         self.others.append(engine)

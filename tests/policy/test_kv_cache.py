@@ -7,7 +7,8 @@ import torch
 
 from nemo_fp8rl.batch import shards
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.hf.config import check_kv_cache, read_hf_config
+from nemo_fp8rl.generation.checks import check_engine
+from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.tiny import write_model
 from tests.policy import ranks
@@ -111,7 +112,7 @@ def test_a_head_size_that_vllm_cannot_hold_is_refused(recipe, tmp_path):
     write_model(tmp_path / "model", head_dim=48)
     cfg = recipe(FP8, f"policy.model_name={tmp_path}/model", "nemo_fp8rl.flow=bf16")
     with pytest.raises(UserError, match=r"kv_cache_dtype=fp8 .*head_dim=48 is not a multiple of 32"):
-        check_kv_cache(read_hf_config(tmp_path / "model"), cfg)
+        check_engine(read_hf_config(tmp_path / "model"), cfg)
 
 
 def test_a_choice_about_a_cache_that_is_not_there_is_refused(recipe):

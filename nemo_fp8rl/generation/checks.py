@@ -1,0 +1,79 @@
+"""What a recipe asks of the engine and what the model and this machine allow, compared before anything is loaded."""
+
+import torch
+
+from nemo_fp8rl.config import Config
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.fp8 import BLOCK
+from nemo_fp8rl.hf.config import HfConfig
+from nemo_fp8rl.hf.divide import check_divides
+
+HERE = "policy.generation.vllm_cfg"
+CACHE_BLOCK = 128
+"""Tokens of a block of vLLM's KV cache on CPU; fewer on GPUs."""
+
+
+def check_engine(hf: HfConfig, cfg: Config) -> None:
+    """Raise UserError, naming the key, for a layout, a KV cache or a sleep that cannot be had."""
+    _check_parallel(hf, cfg)
+    _check_fp8_kv_cache(hf, cfg)
+    _check_kv_memory(hf, cfg)
+    if cfg.policy.generation.vllm_cfg.sleep_level and torch.cuda.is_available():
+        raise UserError(f"{HERE}.sleep_level runs on CPU so far; set it to 0")
+
+
+def _check_parallel(hf: HfConfig, cfg: Config) -> None:
+    vllm = cfg.policy.generation.vllm_cfg
+    tensor, expert = vllm.tensor_parallel_size, vllm.expert_parallel_size
+    for dimension in ("num_attention_heads", "num_key_value_heads"):
+        check_divides(f"{HERE}.tensor_parallel_size", tensor, dimension, getattr(hf, dimension))
+    if expert == 1:
+        mlp = "moe_intermediate_size" if hf.family.experts else "intermediate_size"
+        block = BLOCK[0] if cfg.nemo_fp8rl.engine_fp8 else 1
+        check_divides(f"{HERE}.tensor_parallel_size", tensor, mlp, hf.intermediate_size, block)
+        return
+    if not hf.family.experts:
+        raise UserError(f"{HERE}.expert_parallel_size={expert}: the model has no experts; set it to 1")
+    if expert != tensor:
+        raise UserError(
+            f"{HERE}.expert_parallel_size={expert} must be 1 or {HERE}.tensor_parallel_size={tensor}: vLLM spreads the "
+            "experts over all processes of an engine"
+        )
+    if not cfg.nemo_fp8rl.engine_fp8 and not torch.cuda.is_available():
+        raise UserError(
+            f"{HERE}.expert_parallel_size={expert} with nemo_fp8rl.flow=bf16: vLLM cannot spread bfloat16 experts on a "
+            "CPU; set it to 1"
+        )
+    check_divides(f"{HERE}.expert_parallel_size", expert, "num_experts", hf.num_experts)
+
+
+def _check_fp8_kv_cache(hf: HfConfig, cfg: Config) -> None:
+    """vLLM's CPU kernels: vectors of 32 values, AVX-512 or AMX (cpu_attn.py, _get_attn_isa)."""
+    if not cfg.fp8_kv_cache:
+        return
+    if hf.head_dim % 32:
+        raise UserError(
+            f"{HERE}.kv_cache_dtype=fp8 cannot hold this model: its head_dim={hf.head_dim} is not a multiple of 32; "
+            "set kv_cache_dtype=auto"
+        )
+    if not (torch.cuda.is_available() or torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
+        raise UserError(
+            f"{HERE}.kv_cache_dtype=fp8: vLLM's FP8 KV cache needs a CPU with AVX-512 or AMX; set kv_cache_dtype=auto"
+        )
+
+
+def _check_kv_memory(hf: HfConfig, cfg: Config) -> None:
+    """The cache must hold one sequence of the whole context, and a block that vLLM keeps, else vLLM does not start."""
+    vllm = cfg.policy.generation.vllm_cfg
+    if vllm.kv_cache_memory_gib is None:
+        return
+    value_bytes = 1 if cfg.fp8_kv_cache else 4 if cfg.policy.precision == "float32" else 2
+    heads = hf.num_key_value_heads // vllm.tensor_parallel_size
+    tokens = (-(-vllm.max_model_len // CACHE_BLOCK) + 1) * CACHE_BLOCK
+    wanted = tokens * 2 * hf.num_hidden_layers * heads * hf.head_dim * value_bytes / 2**30
+    if wanted > vllm.kv_cache_memory_gib:
+        raise UserError(
+            f"{HERE}.kv_cache_memory_gib={vllm.kv_cache_memory_gib:g} cannot hold one sequence of "
+            f"{HERE}.max_model_len={vllm.max_model_len} tokens, which takes {wanted:.3g} GiB; raise the one or lower "
+            "the other"
+        )

@@ -1,0 +1,71 @@
+"""Engines whose core or ranks are processes of their own are refitted to what a fresh engine is, too."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from nemo_fp8rl.recipe import load
+from nemo_fp8rl.tiny import make_tiny
+from tests.conftest import RECIPES, SMALL
+from tests.generation.pair import FREE, GREEDY, Pair, outputs
+
+CACHE = ("kv_cache_dtype=fp8",) if torch.cpu._is_avx512_supported() else ()
+SPREAD = ("async_engine=true", "tensor_parallel_size=2", "expert_parallel_size=2")
+CASES = {
+    "dense, async": ("qwen3", ("async_engine=true", *CACHE)),
+    "experts, async, spread": ("qwen3_moe", (*SPREAD, *CACHE)),
+    "dense, tensor parallel": ("qwen3", ("tensor_parallel_size=2",)),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request, tmp_path_factory) -> Iterator[Pair]:
+    family, layout = CASES[request.param]
+    folder = tmp_path_factory.mktemp(family) / "tiny"
+    make_tiny(folder, "add", 0, family)
+    overrides = (
+        f"policy.model_name={folder}/model",
+        f"data.train.data_path={folder}/data.jsonl",
+        "policy.megatron_cfg.optimizer.lr=0.002",
+        "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
+        f"policy.router_replay.enabled={'true' if family == 'qwen3_moe' else 'false'}",
+        *(f"policy.generation.vllm_cfg.{key}" for key in layout),
+    )
+    pair = Pair(load(RECIPES / "tiny_cpu.yaml", [*SMALL, *overrides]))
+    yield pair
+    pair.close()
+
+
+def test_after_one_and_after_ten_refits_it_is_a_fresh_engine(pair, tmp_path):
+    pair.refit()
+    earlier = outputs(pair.generate(GREEDY))
+    for refits in (1, 9):
+        for _ in range(refits):
+            pair.train(1)
+            update = pair.refit()
+        greedy, sampled = outputs(pair.generate(GREEDY)), outputs(pair.generate(FREE))
+        assert greedy != earlier  # the weights did move
+        earlier = greedy
+    fresh = pair.fresh_engine(update, tmp_path / "model")
+    assert greedy == outputs(pair.generate(GREEDY, fresh))
+    assert sampled == outputs(pair.generate(FREE, fresh))
+    assert pair.mismatch() < 1.001
+
+
+def test_an_incomplete_refit_is_refused_by_name_and_the_next_one_counts(pair):
+    pair.refit()
+    before = outputs(pair.generate(GREEDY))
+    pair.refit_without("model.layers.1.self_attn.o_proj.weight_scale_inv")
+    pair.refit()
+    assert outputs(pair.generate(GREEDY)) == before
+
+
+def test_experts_come_with_the_answers(pair):
+    if not pair.cfg.policy.router_replay.enabled:
+        pytest.skip("no experts")
+    pair.refit()
+    for group, prompt in zip(pair.generate(FREE), pair.prompts, strict=True):
+        for completion in group:
+            assert completion.routed_experts.shape == (len(prompt.token_ids) + len(completion.token_ids) - 1, 2, 2)
+            assert 0 <= completion.routed_experts.min() <= completion.routed_experts.max() < 8
