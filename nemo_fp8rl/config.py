@@ -187,6 +187,10 @@ class GenerationConfig(_Block):
     backend: Literal["vllm"] = "vllm"
     max_new_tokens: int = 512
     temperature: float = 1.0
+    top_p: float = 1.0
+    """Sample from the likeliest tokens that together have this probability; the trainer's log-probs follow."""
+    top_k: int | None = None
+    """Sample from so many likeliest tokens; null from all."""
     val_temperature: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end an answer, besides the model's own end of the sequence."""

@@ -29,6 +29,8 @@ ABOVE_0 = (
     "policy.sequence_packing.logprob_mb_tokens",
     "policy.generation.max_new_tokens",
     "policy.generation.temperature",
+    "policy.generation.top_p",
+    "policy.generation.top_k",
     "policy.generation.vllm_cfg.max_model_len",
     "policy.generation.vllm_cfg.max_num_seqs",
     "policy.generation.vllm_cfg.tensor_parallel_size",
@@ -66,7 +68,7 @@ BELOW = {
     "policy.megatron_cfg.optimizer.adam_beta1": 1,
     "policy.megatron_cfg.optimizer.adam_beta2": 1,
 }
-AT_MOST = {"policy.generation.vllm_cfg.gpu_memory_utilization": 1}
+AT_MOST = {"policy.generation.vllm_cfg.gpu_memory_utilization": 1, "policy.generation.top_p": 1}
 
 
 def lookup(cfg: Any, key: str) -> Any:

@@ -69,6 +69,8 @@ def train(cfg: Config, resume: bool = False) -> bool:
             sorted({tokenizer.eos_token_id, *hf.eos_token_ids, *cfg.policy.generation.stop_token_ids})
         ),
         stop_strings=cfg.policy.generation.stop_strings,
+        top_p=cfg.policy.generation.top_p,
+        top_k=cfg.policy.generation.top_k,
     )
     last = cfg.grpo.max_num_steps
 

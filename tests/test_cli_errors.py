@@ -161,10 +161,33 @@ def test_an_empty_dataset_is_named(train, folder):
     assert f"{path} holds no record" in train(f"data.train.data_path={path}")
 
 
-def test_prompts_longer_than_the_context_are_shown(train):
+def test_too_few_prompts_that_fit_the_context_are_an_error(train):
     said = train("policy.max_total_sequence_length=6")
-    assert "policy.generation.vllm_cfg.max_model_len is 6" in said
-    assert "has 6 tokens" in said
+    assert "0 training prompts after 8100 were dropped" in said
+    assert "policy.generation.vllm_cfg.max_model_len" in said
+
+
+ENGINE = "policy.generation.vllm_cfg."
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("tensor_parallel_size=3",),
+            "vllm_cfg.tensor_parallel_size=3 does not divide the model's num_attention_heads=4",
+        ),
+        (("expert_parallel_size=2",), "vllm_cfg.expert_parallel_size=2: the model has no experts; set it to 1"),
+        (("kv_cache_memory_gib=0.0001",), "kv_cache_memory_gib=0.0001 cannot hold one sequence of"),
+        (("kv_cache_dtype=int4",), "kv_cache_dtype='int4'"),
+        (("sleep_level=3",), "sleep_level=3"),
+        (("quantization_ignored_layer_kws=[o_prj]",), "'o_prj' is in the name of no FP8 layer of this model"),
+        (("quantization_ignored_layer_kws=[_proj]",), "quantization_ignored_layer_kws=['_proj'] leaves no FP8 layer"),
+    ],
+    ids=["heads", "experts", "memory", "cache", "sleep", "no layer", "all layers"],
+)
+def test_an_engine_that_cannot_be_had(train, overrides, message):
+    assert message in train(*(ENGINE + override for override in overrides))
 
 
 def test_validation_prompts_that_are_also_trained_on_are_shown(train, project, folder):

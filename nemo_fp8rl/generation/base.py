@@ -10,13 +10,17 @@ from nemo_fp8rl.refit.bridge import Acknowledgement
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample. temperature 0 is greedy. Log-probs are of the distribution sampled from, at this temperature."""
+    """How to sample. temperature 0 is greedy. Log-probs are of the distribution sampled from, at this temperature and
+    of the tokens that top_p and top_k leave. Each sample of a prompt has a seed of its own, from the prompt's.
+    """
 
     num_generations: int
     max_new_tokens: int
     temperature: float
     stop_token_ids: tuple[int, ...]
     stop_strings: tuple[str, ...] = ()
+    top_p: float = 1.0
+    top_k: int | None = None
     logprobs: bool = True
 
 

@@ -145,6 +145,8 @@ class VllmEngine:
         return SamplingParams(
             n=sampling.num_generations,
             temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k or 0,  # 0: all
             max_tokens=min(sampling.max_new_tokens, self.max_model_len - prompt_length),
             logprobs=0 if sampling.logprobs else None,
             stop_token_ids=list(sampling.stop_token_ids),

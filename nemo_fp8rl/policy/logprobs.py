@@ -4,12 +4,15 @@ With a vocabulary of 151,936 the float32 logits of one sequence of 2,048 tokens 
 take several times that. Here a chunk's logits are computed, read and dropped, and computed again in the backward.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from nemo_fp8rl.policy.restriction import Restriction, restricted
 
 SOFTMAX_ROWS = 16
 """Rows whose softmax is taken at a time, in float32."""
@@ -23,6 +26,7 @@ def token_logprobs(
     chunk_size: int,
     first_token: int = 0,
     group: dist.ProcessGroup | None = None,
+    restriction: Restriction | None = None,
 ) -> Tensor:
     """float32 [N]: log softmax(hidden @ weight^T / temperature) at the targets, with gradients.
 
@@ -32,7 +36,13 @@ def token_logprobs(
     group: ranks that share the vocabulary; weight holds the rows from token `first_token` on. Each takes the softmax
     over its own logits and learns how large a share of the whole that is. The gradient of `hidden` is this rank's part
     of a sum over the group.
+
+    restriction: the softmax is over the tokens that top-k and top-p leave; every rank then sees all logits of a token.
     """
+    if restriction:
+        return _RestrictedLogprobs.apply(
+            hidden, weight, targets, temperature, chunk_size, first_token, group, restriction
+        )
     return _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk_size, first_token, group)
 
 
@@ -91,6 +101,72 @@ class _TokenLogprobs(torch.autograd.Function):
             _add_product(grad_weight, logits, hidden[part])
             del logits
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+
+
+class _RestrictedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        first_token: int,
+        group: dist.ProcessGroup | None,
+        restriction: Restriction,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.options = temperature, chunk_size, range(first_token, first_token + len(weight)), group, restriction
+        out = hidden.new_empty(len(hidden), dtype=torch.float32)
+        for _, _, rows, logprobs in _restricted_rows(hidden, weight, targets, *ctx.options):
+            out[rows] = logprobs.gather(-1, targets[rows, None]).squeeze(-1)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets = ctx.saved_tensors
+        temperature, _, own, *_ = ctx.options
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        for logits, at, rows, logprobs in _restricted_rows(hidden, weight, targets, *ctx.options):
+            slope = grad[rows, None] / temperature
+            grad_logits = logprobs.exp().mul_(-slope)
+            grad_logits.scatter_add_(-1, targets[rows, None], slope)
+            logits[at : at + len(slope)] = grad_logits[:, own.start : own.stop]  # in the logits' place and dtype
+            if at + len(slope) == len(logits):  # the chunk's last rows
+                chunk = slice(rows.stop - len(logits), rows.stop)
+                grad_hidden[chunk] = logits @ weight
+                _add_product(grad_weight, logits, hidden[chunk])
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
+
+
+def _restricted_rows(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    chunk_size: int,
+    own: range,
+    group: dist.ProcessGroup | None,
+    restriction: Restriction,
+) -> Iterator[tuple[Tensor, int, slice, Tensor]]:
+    """(a chunk's logits [c, own tokens], first of a few rows in it, these rows of `hidden`, their log-probs [r, V])."""
+    shared = group is not None and group.size() > 1
+    vocab_size = torch.tensor(own.stop)
+    if shared:
+        dist.all_reduce(vocab_size, op=dist.ReduceOp.MAX, group=group)
+    for start in range(0, len(hidden), chunk_size):
+        logits = hidden[start : start + chunk_size] @ weight.t()
+        for at in range(0, len(logits), SOFTMAX_ROWS):
+            few = logits[at : at + SOFTMAX_ROWS].float() / temperature
+            rows = slice(start + at, start + at + len(few))
+            if shared:
+                whole = few.new_zeros(len(few), int(vocab_size))
+                whole[:, own.start : own.stop] = few
+                dist.all_reduce(whole, group=group)  # a sum of one number and zeros
+                few = whole
+            yield logits, at, rows, restricted(few, targets[rows], restriction).log_softmax(-1)
 
 
 def _log_of_sum(logs: Tensor, group: dist.ProcessGroup | None) -> Tensor:

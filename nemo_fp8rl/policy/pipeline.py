@@ -21,6 +21,7 @@ from nemo_fp8rl.config import PolicyConfig
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.logprobs import token_logprobs
 from nemo_fp8rl.policy.model import PolicyModel
+from nemo_fp8rl.policy.restriction import Restriction
 from nemo_fp8rl.policy.routing_replay import RoutingReplay
 
 Finish = Callable[[Tensor, Tensor, TrainBatch], tuple[Tensor, Any]]
@@ -37,8 +38,14 @@ class Pipeline:
     kv_cache: TrainerKvCache | None
     replay: RoutingReplay | None
 
-    def run(self, batch: TrainBatch, finish: Finish, *, training: bool) -> list[Any]:
-        """Forward, and backward in training, over all of the batch: what `finish` keeps, on the last stage."""
+    def run(self, batch: TrainBatch, finish: Finish, *, training: bool, restricted: bool = True) -> list[Any]:
+        """Forward, and backward in training, over all of the batch: what `finish` keeps, on the last stage.
+
+        restricted: log-probs are over the tokens that the engine's top-k and top-p leave, if it has any; the unfiltered
+        ones, which a KL term in the loss needs, then come along in the rows.
+        """
+        generation = self.policy.generation
+        restriction = Restriction(generation.top_k, generation.top_p) if restricted else None
         which = self.microbatches(batch, training)
         dynamic = self.policy.dynamic_batching
         multiple = dynamic.sequence_length_round if dynamic.enabled else 1
@@ -49,7 +56,11 @@ class Pipeline:
             tokens = flat_index(part["input_lengths"] - 1) if self.policy.sequence_packing.enabled else None
 
             def last(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
-                value, kept = finish(self._next_token_logprobs(hidden, part["input_ids"], tokens), index, part)
+                logprobs = self._next_token_logprobs(hidden, part["input_ids"], tokens, restriction)
+                if training and restriction and "reference_policy_logprobs" in part:
+                    unfiltered = self._next_token_logprobs(hidden, part["input_ids"], tokens, None)
+                    part["curr_logprobs_unfiltered"] = unfiltered
+                value, kept = finish(logprobs, index, part)
                 return value, torch.tensor(0), kept  # the number of tokens is the loss's own business
 
             return self._stage(model, part, tokens), last
@@ -109,7 +120,9 @@ class Pipeline:
             self.replay.begin(routes, inputs.size(1), sequence_parallel=ranks > 1)
         return model(inputs, positions, None, **packed)
 
-    def _next_token_logprobs(self, hidden: Tensor, ids: Tensor, tokens: tuple[Tensor, Tensor] | None) -> Tensor:
+    def _next_token_logprobs(
+        self, hidden: Tensor, ids: Tensor, tokens: tuple[Tensor, Tensor] | None, restriction: Restriction | None
+    ) -> Tensor:
         """float32 [B, T-1], of ids[:, 1:] [B, T], at the temperature that the engine samples with.
 
         Padding is whatever the model says of it, or 0 where it was not computed.
@@ -125,6 +138,7 @@ class Pipeline:
             policy.logprob_chunk_size,
             layout.vocabulary.start,
             parallel_state.get_tensor_model_parallel_group(),
+            restriction,
         )
         if tokens is None:
             return logprobs.view(targets.shape)

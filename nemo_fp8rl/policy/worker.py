@@ -128,12 +128,15 @@ class MegatronWorker:
         with self.kv_cache.unread() if self.kv_cache is not None else nullcontext():
             try:
                 torch._foreach_copy_(parameters, self.reference)  # in place: they are views of Megatron's buffers
-                return self.logprobs(alone)
+                return self.logprobs(alone, restricted=False)
             finally:
                 torch._foreach_copy_(parameters, own)
 
-    def logprobs(self, batch: TrainBatch) -> Tensor:
-        """float32 [B, T], position 0 is 0, padding is whatever the model says of it; zeros before the last stage."""
+    def logprobs(self, batch: TrainBatch, restricted: bool = True) -> Tensor:
+        """float32 [B, T], position 0 is 0, padding is whatever the model says of it; zeros before the last stage.
+
+        restricted: over the tokens that policy.generation's top_k and top_p leave.
+        """
         out = torch.zeros(batch["input_ids"].shape)
 
         def keep(logprobs: Tensor, which: Tensor, part: TrainBatch) -> tuple[Tensor, None]:
@@ -141,7 +144,7 @@ class MegatronWorker:
             return logprobs, None
 
         with torch.no_grad(), megatron_on_cpu():
-            self.pipeline.run(batch, keep, training=False)
+            self.pipeline.run(batch, keep, training=False, restricted=restricted)
         return out
 
     def train_step(self, shard: TrainBatch, loss: Loss, valid_seqs: float, valid_toks: float) -> dict[str, float]:

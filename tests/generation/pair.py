@@ -89,6 +89,21 @@ class Pair:
         for _ in range(steps):
             self.worker.train_step(batch, NllLoss(), 64.0, float(batch["token_mask"].sum()))
 
+    def is_fresh_after_refits(self, folder: Path) -> None:
+        """Assert that after one and after ten refits the engine answers as one started from disk does."""
+        self.refit()
+        earlier = outputs(self.generate(GREEDY))
+        for refits in (1, 9):
+            for _ in range(refits):
+                self.train(1)
+                update = self.refit()
+            greedy, sampled = outputs(self.generate(GREEDY)), outputs(self.generate(FREE))
+            assert greedy != earlier  # the weights did move
+            fresh = self.fresh_engine(update, folder / f"after_{refits}")
+            assert greedy == outputs(self.generate(GREEDY, fresh))
+            assert sampled == outputs(self.generate(FREE, fresh))
+            earlier = greedy
+
     def fresh_engine(self, update: Update, folder: Path) -> VllmEngine:
         """An engine started from disk with these very tensors."""
         shutil.copytree(self.cfg.policy.model_name, folder)

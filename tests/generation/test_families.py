@@ -6,7 +6,7 @@ import torch
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.tiny import make_tiny
 from tests.conftest import LLAMA3_ROPE, RECIPES, SMALL, YARN
-from tests.generation.pair import FREE, GREEDY, Pair, outputs
+from tests.generation.pair import Pair
 
 CASES = [
     ("llama", "fp8_e2e", {"rope_parameters": LLAMA3_ROPE}),
@@ -36,16 +36,8 @@ def pair(request, tmp_path_factory):
     pair.close()
 
 
-def test_a_trained_and_refitted_engine_equals_one_started_from_its_weights(pair, tmp_path):
-    pair.refit()
-    before = outputs(pair.generate(GREEDY))
-    pair.train(2)
-    update = pair.refit()
-    greedy, sampled = outputs(pair.generate(GREEDY)), outputs(pair.generate(FREE))
-    assert greedy != before
-    fresh = pair.fresh_engine(update, tmp_path / "model")
-    assert greedy == outputs(pair.generate(GREEDY, fresh))
-    assert sampled == outputs(pair.generate(FREE, fresh))
+def test_after_one_and_after_ten_refits_it_is_a_fresh_engine(pair, tmp_path):
+    pair.is_fresh_after_refits(tmp_path)
 
 
 def test_the_engine_holds_the_experts_bytes(pair):

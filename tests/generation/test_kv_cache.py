@@ -62,6 +62,15 @@ def test_trainer_and_engine_agree_though_the_cache_is_fp8(pair):
     assert blind > 1.002  # what a trainer that does not read the cache is off by
 
 
+def test_after_one_and_after_ten_refits_it_is_a_fresh_engine(pair, tmp_path):
+    pair.is_fresh_after_refits(tmp_path)
+
+
+def test_a_checkpoint_without_scales_starts_no_engine(pair):
+    with pytest.raises(UserError, match=r"lacks model\.layers\.0\.self_attn\.k_scale, a scale of the FP8 KV cache"):
+        VllmEngine().setup(pair.cfg, load_format="auto")
+
+
 def test_scales_follow_the_weights(pair):
     pair.refit()
     before = scales_held(pair)

@@ -38,18 +38,7 @@ def pair(request, tmp_path_factory) -> Iterator[Pair]:
 
 
 def test_after_one_and_after_ten_refits_it_is_a_fresh_engine(pair, tmp_path):
-    pair.refit()
-    earlier = outputs(pair.generate(GREEDY))
-    for refits in (1, 9):
-        for _ in range(refits):
-            pair.train(1)
-            update = pair.refit()
-        greedy, sampled = outputs(pair.generate(GREEDY)), outputs(pair.generate(FREE))
-        assert greedy != earlier  # the weights did move
-        earlier = greedy
-    fresh = pair.fresh_engine(update, tmp_path / "model")
-    assert greedy == outputs(pair.generate(GREEDY, fresh))
-    assert sampled == outputs(pair.generate(FREE, fresh))
+    pair.is_fresh_after_refits(tmp_path)
     assert pair.mismatch() < 1.001
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nemo_fp8rl.policy.logprobs import token_logprobs
+from nemo_fp8rl.policy.restriction import Restriction, restricted
 
 N, H, V = 75, 24, 101
 
@@ -49,3 +50,46 @@ def test_bfloat16_equals_the_whole_tensors_operations(chunk_size):
 def test_a_negative_control_tells_temperatures_apart():
     hidden, weight, targets, _ = inputs(torch.float32)
     assert not torch.allclose(*(token_logprobs(hidden, weight, targets, t, 16) for t in (1.0, 0.99)), atol=1e-4)
+
+
+RESTRICTIONS = [Restriction(5, 1.0), Restriction(None, 0.7), Restriction(20, 0.9), Restriction(1, 1.0)]
+
+
+def vllms(logits: torch.Tensor, restriction: Restriction) -> torch.Tensor:
+    """What vLLM's own sampler makes of logits [N, V]."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+    n = len(logits)
+    k = None if restriction.top_k is None else torch.full((n,), restriction.top_k)
+    p = None if restriction.top_p == 1 else torch.full((n,), restriction.top_p)
+    return apply_top_k_top_p_pytorch(logits.clone(), k, p)
+
+
+@pytest.mark.parametrize("restriction", RESTRICTIONS)
+def test_the_tokens_left_are_those_of_vllms_sampler(restriction):
+    hidden, weight, _, _ = inputs(torch.bfloat16)
+    logits = (hidden @ weight.t()).float().detach()  # bfloat16 values: many are equal
+    theirs = vllms(logits, restriction)
+    targets = theirs.argmax(-1)
+    assert torch.equal(restricted(logits, targets, restriction), theirs)
+    least = logits.argmin(-1)
+    ours = restricted(logits, least, restriction)
+    assert torch.equal(ours.gather(1, least[:, None]), logits.gather(1, least[:, None]))
+    ours.scatter_(1, least[:, None], theirs.gather(1, least[:, None]))
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 16, 40, 1000])
+@pytest.mark.parametrize("restriction", RESTRICTIONS)
+def test_restricted_chunks_equal_the_whole_softmax_over_the_tokens_left(chunk_size, restriction):
+    hidden, weight, targets, grad = inputs(torch.float32)
+    made = token_logprobs(hidden, weight, targets, 0.7, chunk_size, restriction=restriction)
+    made.backward(grad)
+    own = [t.detach().clone().requires_grad_() for t in (hidden, weight)]
+    logits = own[0] @ own[1].t() / 0.7
+    left = restricted(logits.detach(), targets, restriction) > -torch.inf
+    whole = logits.masked_fill(~left, -torch.inf).log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
+    whole.backward(grad)
+    torch.testing.assert_close(made, whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(hidden.grad, own[0].grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(weight.grad, own[1].grad, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,134 @@
+"""Engines that die or hang: their prompts are answered all the same, by the same tokens, and it is counted."""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from nemo_fp8rl.data.tokenizer import PromptTokenizer
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.generation.vllm import VllmGeneration
+from nemo_fp8rl.policy.worker import MegatronWorker
+from nemo_fp8rl.recipe import load
+from tests.conftest import RECIPES
+from tests.generation.pair import FREE, TEXTS, outputs
+
+ASYNC = "policy.generation.vllm_cfg.async_engine=true"
+WAVES = "policy.generation.vllm_cfg.max_num_seqs=8"
+"""Two prompts at a time, so that a death finds some answered and others not."""
+LONG = replace(FREE, max_new_tokens=40, stop_token_ids=())
+
+
+class Run:
+    """A trainer that does not move and the driver's side of generation."""
+
+    def __init__(self, overrides: tuple[str, ...]) -> None:
+        self.cfg = load(RECIPES / "tiny_cpu.yaml", overrides)
+        tokenizer = PromptTokenizer(self.cfg.policy)
+        self.prompts = [tuple(tokenizer.tokenizer(text).input_ids) for text in TEXTS]
+        worker = MegatronWorker()
+        worker.setup(self.cfg, 0, 1, None)
+        self.update = worker.export_update(0, serialize=True)
+        worker.shutdown()
+        self.generation = VllmGeneration(self.cfg)
+        self.generation.load_update([self.update])
+
+    def answers(self, disturb=None) -> list:
+        """What the engines answer; `disturb()` is called after the first answer."""
+        answers = {}
+        for i, group in self.generation.stream(self.prompts, range(len(self.prompts)), LONG):
+            answers[i] = group
+            if disturb is not None:
+                disturb()
+                disturb = None
+        return outputs(answers[i] for i in range(len(self.prompts)))
+
+
+def core_process() -> psutil.Process:
+    """Of the async engine that this process started last."""
+    alive = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
+    return [p for p in alive if "spawn_main" in " ".join(p.cmdline())][-1]
+
+
+@pytest.fixture(scope="module")
+def async_run(tiny_overrides):
+    run = Run((*tiny_overrides, ASYNC, WAVES, "cluster.max_engine_restarts=3"))
+    yield run
+    run.generation.shutdown()
+
+
+def test_a_core_killed_while_it_generates_is_replaced(async_run):
+    expected = async_run.answers()
+    assert async_run.generation.metrics() == {"generation/engine_restarts": 0, "generation/prompts_retried": 0}
+    assert async_run.answers(lambda: core_process().kill()) == expected
+    counted = async_run.generation.metrics()
+    assert counted["generation/engine_restarts"] == 1
+    assert 0 < counted["generation/prompts_retried"] < len(async_run.prompts)
+
+
+def test_a_core_found_dead_is_replaced_at_the_next_refit(async_run):
+    expected, before = async_run.answers(), async_run.generation.engine_restarts
+    core = core_process()
+    core.kill()
+    core.wait()
+    async_run.generation.check_health()
+    (acknowledgement,) = async_run.generation.load_update([async_run.update])
+    assert acknowledgement.version == 0
+    assert async_run.answers() == expected
+    assert async_run.generation.engine_restarts == before + 1
+
+
+def test_a_core_that_hangs_counts_as_dead(async_run):
+    expected, before = async_run.answers(), async_run.generation.engine_restarts
+    engine = async_run.generation.engines.worker
+    engine.core.timeout = 2.0
+    hung = core_process()
+    assert async_run.answers(hung.suspend) == expected
+    assert async_run.generation.engine_restarts == before + 1
+    assert not hung.is_running() or hung.status() == psutil.STATUS_ZOMBIE
+
+
+def test_one_death_too_many_ends_the_run(async_run):
+    assert async_run.generation.engine_restarts == 3
+    with pytest.raises(UserError, match=r"after 3 restarts .*cluster\.max_engine_restarts.*--resume"):
+        async_run.answers(lambda: core_process().kill())
+
+
+def kill_one_of_two(overrides: list[str]) -> dict[str, object]:
+    """Two engines under Ray, one of which is killed after the first answer."""
+    import ray
+
+    run = Run((*overrides, "cluster.backend=ray", "cluster.generation_engines=2", ASYNC, WAVES))
+    expected = run.answers()
+    second = run.generation.engines.actors[1]
+    actor = psutil.Process(ray.get(second.__ray_call__.remote(lambda _: os.getpid())))
+    started = actor.children(recursive=True)
+    equal = run.answers(actor.kill) == expected
+    acknowledged = [answer.version for answer in run.generation.load_update([run.update])]
+    _, alive = psutil.wait_procs(started, timeout=20)
+    left = [process.pid for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    counted = run.generation.metrics()
+    run.generation.shutdown()
+    return {"equal": equal, "acknowledged": acknowledged, "started": len(started), "left": left, **counted}
+
+
+def test_of_two_engines_under_ray_one_is_killed(tiny_overrides):
+    """Its prompts are asked again of both; nothing that it started outlives it."""
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # Ray reads them once, so a new process
+    command = [sys.executable, "-m", "tests.generation.test_faults", *tiny_overrides]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=os.environ | token)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen["started"] > 0
+    assert 0 < seen.pop("generation/prompts_retried") <= len(TEXTS) / 2
+    expected = {"equal": True, "acknowledged": [0, 0], "left": [], "generation/engine_restarts": 1}
+    assert seen == expected | {"started": seen["started"]}
+
+
+if __name__ == "__main__":
+    print(json.dumps(kill_one_of_two(sys.argv[1:])))
