@@ -49,6 +49,14 @@ def _parser() -> argparse.ArgumentParser:
     sft.add_argument("--output", type=Path, required=True, metavar="DIR", help="where the HF checkpoint goes")
     sft.set_defaults(run=_sft)
 
+    export = commands.add_parser("export", help="write an FP8 checkpoint that plain vLLM serves")
+    export.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="a bfloat16 HF checkpoint")
+    export.add_argument("--output", type=Path, required=True, metavar="DIR", help="where the FP8 checkpoint goes")
+    export.add_argument("--scale-format", default="pow2", help="pow2 (the default) or fp32, as the run had it")
+    export.add_argument("--num-first-layers-in-bf16", type=int, default=0, metavar="N", help="default 0")
+    export.add_argument("--num-last-layers-in-bf16", type=int, default=0, metavar="N", help="default 0")
+    export.set_defaults(run=_export)
+
     tiny = commands.add_parser("make-tiny", help="write a tiny checkpoint, tokenizer and dataset")
     tiny.add_argument("folder", type=Path, metavar="DIR")
     tiny.add_argument("--task", default="add", help="add (two numbers) or chain (running sums); default add")
@@ -89,6 +97,18 @@ def _sft(arguments: argparse.Namespace) -> bool:
     from nemo_fp8rl.sft import sft
 
     return sft(cfg, arguments.output)
+
+
+def _export(arguments: argparse.Namespace) -> bool:
+    from nemo_fp8rl.export import export
+
+    return export(
+        arguments.checkpoint,
+        arguments.output,
+        arguments.scale_format,
+        arguments.num_first_layers_in_bf16,
+        arguments.num_last_layers_in_bf16,
+    )
 
 
 def _make_tiny(arguments: argparse.Namespace) -> bool:

@@ -23,13 +23,18 @@ from vllm.platforms import current_platform
 
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled, Fp8Layers, ScaleFormat, fprop
 from nemo_fp8rl.fp8.format import E4M3
+from nemo_fp8rl.fp8.kernels import load_emulation
 from nemo_fp8rl.fp8.linear import operand_dtype
+from nemo_fp8rl.generation import compat
 from nemo_fp8rl.generation.cpu_experts import EmulatedFp8MoEMethod
 from nemo_fp8rl.generation.cpu_parallel import counted_once, summed
 
 
 class NemoFp8RlConfig(Fp8Config):
-    """Blockwise FP8 with the contract's scale format, in the layers it names; `quant_method: nemo_fp8rl`."""
+    """Blockwise FP8 with the contract's scale format, in the layers it names.
+
+    Of a `quant_method: nemo_fp8rl`, or of an exported checkpoint. `from_config` raises ValueError on another one's.
+    """
 
     scale_format: ScaleFormat = "pow2"
     fp8_layers: Fp8Layers
@@ -40,10 +45,17 @@ class NemoFp8RlConfig(Fp8Config):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "NemoFp8RlConfig":
+        if missing := sorted({"scale_format", "fp8_layers"} - config.keys()):
+            raise ValueError(
+                f"quantization {cls.get_name()}: the checkpoint's quantization_config lacks {' and '.join(missing)}, "
+                "so it was not written by `nemo-fp8rl export`; leave its quantization to vLLM"
+            )
         own = cast(NemoFp8RlConfig, super().from_config(config))
         own.scale_format = config["scale_format"]
         first, end, ignored = config["fp8_layers"]
         own.fp8_layers = Fp8Layers(first, end, tuple(ignored))
+        load_emulation("cpu")  # here, for numba must be there before the next line, not after it
+        compat.survive_scan_of_llvmlite()
         return own
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 from nemo_fp8rl.batch import Completion
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.generation import compat
 from nemo_fp8rl.generation.base import Sampling
 from nemo_fp8rl.generation.checks import check_engine
 from nemo_fp8rl.generation.core import AsyncCore, Core, Request, SteppedCore
@@ -44,7 +44,7 @@ class VllmEngine:
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # "Triton not available", on every CPU
         import vllm  # noqa: F401
 
-        _survive_scan_of_llvmlite()
+        compat.survive_scan_of_llvmlite()
         self.policy_version = -1 if load_format == "dummy" else 0
         self.sleep_level = 0
         vllm_cfg = cfg.policy.generation.vllm_cfg
@@ -200,12 +200,3 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
 def _request_id(output: Any, sample: Any) -> str:
     """vLLM's, of one of the samples of a prompt (`ParentRequest.get_child_info`)."""
     return f"{sample.index}_{output.request_id}" if len(output.outputs) > 1 else output.request_id
-
-
-def _survive_scan_of_llvmlite() -> None:
-    """vLLM 0.32 on CPU asks every object of every loaded module for its `__dict__` (triton_utils/dispatcher.py,
-    _rebind_kernels). llvmlite's library object, there once numba is imported, takes that for a symbol of LLVM and
-    answers with a function, on which vLLM fails; its cache of symbols is the place to give a plain answer.
-    """
-    if ffi := sys.modules.get("llvmlite.binding.ffi"):
-        ffi.lib._fntab["__dict__"] = {}

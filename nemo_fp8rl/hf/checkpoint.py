@@ -13,6 +13,8 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.region import Region, index
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+MODEL_FILES = ("config.json", "generation_config.json")
+TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "tokenizer.model", "chat_template*")
 
 
 class CheckpointReader:
@@ -28,7 +30,7 @@ class CheckpointReader:
 
         paths = sorted(self.folder.glob("*.safetensors"))
         if not paths:
-            raise UserError(f"policy.model_name: {self.folder} has no .safetensors file; give an HF checkpoint folder")
+            raise UserError(f"{self.folder} has no .safetensors file; give an HF checkpoint folder")
         for path in paths:
             try:
                 opened = self._stack.enter_context(safe_open(path, framework="pt"))
@@ -69,6 +71,10 @@ class CheckpointReader:
         if not torch.equal(self.get(HEAD), self.get(EMBEDDING)):
             raise UserError(f"{self.folder}: config.json ties {HEAD} to {EMBEDDING}, but their values differ")
         del self._file_of[HEAD]
+
+    def dtype(self, name: str) -> str:
+        """As safetensors spells it, such as BF16."""
+        return self._file_of[name].get_slice(name).get_dtype()
 
     def get(self, name: str, region: Region | None = None) -> Tensor:
         """The tensor, or this region of it; nothing else is read."""

@@ -70,7 +70,7 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
             f"supported families: {', '.join(FAMILIES)}"
         )
     if "quantization_config" in raw:
-        raise UserError(f"{folder} is already quantized; give the bfloat16 checkpoint, the refit quantizes it")
+        raise UserError(f"{folder} is already quantized; give the bfloat16 checkpoint that it was made from")
     for key in ("use_sliding_window", "attention_bias", "mlp_bias"):
         if raw.get(key):
             raise UserError(f"{folder}/config.json: {key}={raw[key]} is not supported")

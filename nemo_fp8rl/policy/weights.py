@@ -11,15 +11,12 @@ from megatron.core import parallel_state
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nemo_fp8rl.hf.checkpoint import CheckpointReader
+from nemo_fp8rl.hf.checkpoint import MODEL_FILES, TOKENIZER_FILES, CheckpointReader
 from nemo_fp8rl.hf.parts import PartWriter
 from nemo_fp8rl.hf.region import Region, index
 from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.policy.layout import EXPERT, Layout
 from nemo_fp8rl.policy.megatron_names import from_hf
-
-MODEL_FILES = ("config.json", "generation_config.json")
-TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "tokenizer.model", "chat_template*")
 
 
 @torch.no_grad()

@@ -27,17 +27,27 @@ def build_update(
     tensors: dict[str, Tensor] = {}
     starts = dict(starts or {})
     for name, weight in weights:
-        if fp8_layers.quantizes(name):
-            try:
-                quantized = quantize_blockwise(weight, scale_format=scale_format, kernel=kernel)
-            except NonFiniteError as error:
-                raise RefitError(f"refit {version}: {name}: {error}; the last optimizer step diverged") from None
-            tensors[name], tensors[scale_name(name)] = quantized.data, quantized.scale_inv
-            if start := starts.get(name):
-                assert all(at % size == 0 for at, size in zip(start, BLOCK, strict=True)), (name, start)
-                starts[scale_name(name)] = tuple(at // size for at, size in zip(start, BLOCK, strict=True))
-        else:
-            if not torch.isfinite(weight).all():
-                raise RefitError(f"refit {version}: {name} holds a value that is not finite; training diverged")
-            tensors[name] = weight.detach().clone(memory_format=torch.contiguous_format)
+        try:
+            tensors |= as_sent(name, weight, fp8_layers, scale_format, kernel)
+        except NonFiniteError as error:
+            raise RefitError(f"refit {version}: {name}: {error}; training diverged") from None
+        if (start := starts.get(name)) and fp8_layers.quantizes(name):
+            assert all(at % size == 0 for at, size in zip(start, BLOCK, strict=True)), (name, start)
+            starts[scale_name(name)] = tuple(at // size for at, size in zip(start, BLOCK, strict=True))
     return Update(Manifest.of(version, tensors, starts), tensors)
+
+
+@torch.no_grad()
+def as_sent(
+    name: str, weight: Tensor, fp8_layers: Fp8Layers, scale_format: ScaleFormat, kernel: KernelName = "auto"
+) -> dict[str, Tensor]:
+    """What stands for one weight: its bytes and its scales where `fp8_layers` quantize it, else a copy of it.
+
+    Raises NonFiniteError on a weight that holds NaN or infinity.
+    """
+    if fp8_layers.quantizes(name):
+        quantized = quantize_blockwise(weight, scale_format=scale_format, kernel=kernel)
+        return {name: quantized.data, scale_name(name): quantized.scale_inv}
+    if bad := int((~torch.isfinite(weight)).sum()):
+        raise NonFiniteError(f"{bad} of {weight.numel()} values are not finite")
+    return {name: weight.detach().clone(memory_format=torch.contiguous_format)}

@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from nemo_fp8rl.batch import Prompt
-from nemo_fp8rl.fp8 import Fp8Layers
-from nemo_fp8rl.generation.vllm_plugin import quantization_config
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.refit.transport import serialized
@@ -131,17 +129,9 @@ def test_fp8_halves_the_bytes_on_the_wire(pair):
     assert nbytes == values * 2 if pair.cfg.nemo_fp8rl.flow == "bf16" else nbytes <= 0.505 * values * 2
 
 
-def test_plugin_leaves_other_models_alone(pair):
-    from vllm.model_executor.layers.quantization import get_quantization_config
-
-    from nemo_fp8rl.generation.cpu_kernels import NemoFp8RlConfig
-
-    assert get_quantization_config("nemo_fp8rl") is NemoFp8RlConfig
-    assert get_quantization_config("fp8") is not NemoFp8RlConfig
+def test_the_engine_has_our_method_where_it_is_fp8(pair):
     quantization = pair.engine.core.llm.vllm_config.model_config.quantization
     assert quantization == ("nemo_fp8rl" if pair.cfg.nemo_fp8rl.engine_fp8 else None)
-    config = NemoFp8RlConfig.from_config(quantization_config("fp32", Fp8Layers(1, 3)))
-    assert (config.scale_format, config.fp8_layers) == ("fp32", Fp8Layers(1, 3))
 
 
 def test_exported_tensors_do_not_follow_later_training(pair):

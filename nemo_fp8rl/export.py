@@ -1,0 +1,218 @@
+"""`nemo-fp8rl export`: a bfloat16 HF checkpoint as an HF FP8 checkpoint that plain vLLM serves, without this package.
+
+The bytes are those that a refit sends of the same weights (`refit.quantize.as_sent`). What the form relies on, read in
+vLLM 0.32.0:
+
+- `Fp8Config.from_config` (model_executor/layers/quantization/fp8.py) reads `quant_method: fp8`, `activation_scheme`,
+  `weight_block_size` and, where there is no `ignored_layers`, `modules_to_not_convert`; other keys it ignores. E4M3 is
+  its only format; `fmt` is there as in DeepSeek's and Qwen's checkpoints.
+- With a block size, `Fp8LinearMethod.create_weights` and `Fp8MoEMethod.create_weights` (same file) hold the scales as
+  float32 `weight_scale_inv` of ceil(N / 128) x ceil(K / 128) that multiply; the loaders of fused layers place `q_proj`,
+  `gate_proj`, `experts.3.up_proj` and so on, and their scales, by the names of a bfloat16 checkpoint.
+- Every linear that is not to be FP8 must be listed, or it becomes FP8: also the router `mlp.gate`, whose scale no
+  checkpoint holds. `is_layer_skipped` (layers/quantization/utils/quant_utils.py) compares whole module names; for a
+  fused module (`qkv_proj`, `gate_up_proj`) it wants each part listed or none; the experts of a layer are asked for as
+  one module, `mlp.experts`. Embedding, norms and `lm_head` are no `LinearBase`, so they stay as they are; the head is
+  listed for transformers, which would convert it.
+- Parts of a fused module start at a multiple of 128 rows, and so do an expert's (`validate_fp8_block_shape` and
+  `validate_fp8_block_shape_moe`, layers/quantization/utils/fp8_utils.py).
+
+`scale_format` and `fp8_layers` are for our own method on a CPU: `LLM(folder, quantization="nemo_fp8rl")`. Scales of an
+FP8 KV cache are left out: they belong to a rollout's prompts.
+"""
+
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from rich.filesize import decimal
+
+from nemo_fp8rl.display import Display
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.fp8 import BLOCK, Fp8Layers, NonFiniteError, ScaleFormat, scale_name, scale_shape
+from nemo_fp8rl.fp8.format import E4M3
+from nemo_fp8rl.fp8.layers import LAYER
+from nemo_fp8rl.generation.vllm_plugin import quantization_config
+from nemo_fp8rl.hf.checkpoint import EMBEDDING, TOKENIZER_FILES, CheckpointReader
+from nemo_fp8rl.hf.config import HfConfig, read_hf_config
+from nemo_fp8rl.hf.shards import ShardWriter, Spec
+from nemo_fp8rl.hf.tensors import expected_tensors
+from nemo_fp8rl.refit.quantize import as_sent
+
+COPIED = ("generation_config.json", *TOKENIZER_FILES)
+EXPERT = re.compile(r"(\.mlp\.experts)\.\d+\..*")
+
+
+def export(
+    checkpoint: Path,
+    output: Path,
+    scale_format: str = "pow2",
+    num_first_layers_in_bf16: int = 0,
+    num_last_layers_in_bf16: int = 0,
+) -> bool:
+    """Quantize `checkpoint`, a bfloat16 HF folder of a supported family, into the new folder `output`; returns True.
+
+    One tensor is in memory at a time. `output` appears whole, or not at all: what was begun under another name beside
+    it is removed, at once or, after a kill, by the next export. Raises UserError on a checkpoint that cannot be
+    exported (see `read_hf_config`, `CheckpointReader`), on one that is not bfloat16 or not finite, on sizes that do not
+    fit vLLM's blocks, and when `output` holds something or cannot be written.
+    """
+    output = Path(os.path.abspath(output))
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise UserError(f"--output {output} exists already; give a new folder, nothing is overwritten")
+    if scale_format not in get_args(ScaleFormat):
+        raise UserError(f"--scale-format {scale_format}: choose one of {', '.join(get_args(ScaleFormat))}")
+    if not (checkpoint / "config.json").is_file():
+        raise UserError(f"--checkpoint {checkpoint} has no config.json; give an HF checkpoint folder")
+    hf = read_hf_config(checkpoint)
+    fp8_layers = _fp8_layers(hf, num_first_layers_in_bf16, num_last_layers_in_bf16)
+    shapes = expected_tensors(hf)
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["quantization_config"] = served_config(shapes, scale_format, fp8_layers)
+    with CheckpointReader(checkpoint) as reader:
+        reader.check(shapes)
+        for name in shapes:
+            if reader.dtype(name) != "BF16":
+                raise UserError(
+                    f"{checkpoint}: {name} is {reader.dtype(name)}, only bfloat16 is exported; convert the checkpoint"
+                )
+        with _new_folder(output) as partial:
+            with ShardWriter(partial, _specs(shapes, fp8_layers)) as writer:
+                _check_space(output, writer.nbytes)
+                _quantize(reader, shapes, writer, scale_format, fp8_layers)
+            (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            for path in (path for pattern in COPIED for path in checkpoint.glob(pattern)):
+                shutil.copyfile(path, partial / path.name)
+    files = f"{len(writer.files)} files" if len(writer.files) > 1 else "1 file"
+    layers = f"{fp8_layers.count} of {hf.num_hidden_layers} layers in FP8"
+    print(f"wrote {output}: {layers}, {decimal(writer.nbytes)} in {files}")
+    return True
+
+
+def served_config(shapes: Mapping[str, tuple[int, ...]], scale_format: str, fp8_layers: Fp8Layers) -> dict[str, object]:
+    """The `quantization_config` for a model of these tensors: vLLM's own FP8, and what our method reads."""
+    linears = [name for name, shape in shapes.items() if len(shape) == len(BLOCK) and name != EMBEDDING]
+    modules = (EXPERT.sub(r"\1", name.removesuffix(".weight")) for name in linears if not fp8_layers.quantizes(name))
+    return {
+        **quantization_config(scale_format, fp8_layers),
+        "quant_method": "fp8",
+        "modules_to_not_convert": list(dict.fromkeys(["lm_head", *modules])),  # each once
+    }
+
+
+def _fp8_layers(hf: HfConfig, first: int, last: int) -> Fp8Layers:
+    """The layers to quantize. Raises UserError where there are none, or where vLLM's blocks do not fit them."""
+    if min(first, last) < 0 or first + last >= hf.num_hidden_layers:
+        raise UserError(
+            f"--num-first-layers-in-bf16 {first} and --num-last-layers-in-bf16 {last} must leave an FP8 layer of the "
+            f"model's {hf.num_hidden_layers}, and be 0 or more"
+        )
+    mlp = "moe_intermediate_size" if hf.family.experts else "intermediate_size"
+    sizes = {
+        "num_attention_heads * head_dim": hf.num_attention_heads * hf.head_dim,
+        "num_key_value_heads * head_dim": hf.num_key_value_heads * hf.head_dim,
+        mlp: hf.intermediate_size,
+    }
+    for name, size in sizes.items():
+        if size % BLOCK[0]:
+            raise UserError(
+                f"this model has no blockwise FP8 form: its {name}={size} is not a multiple of {BLOCK[0]}, so the "
+                "fused projections of vLLM would mix blocks; serve its bfloat16 checkpoint"
+            )
+    return Fp8Layers(first, hf.num_hidden_layers - last)
+
+
+def _specs(shapes: Mapping[str, tuple[int, ...]], fp8_layers: Fp8Layers) -> dict[str, Spec]:
+    specs = {}
+    for name, shape in shapes.items():
+        quantized = fp8_layers.quantizes(name)
+        specs[name] = Spec(E4M3 if quantized else torch.bfloat16, shape)
+        if quantized:
+            specs[scale_name(name)] = Spec(torch.float32, scale_shape(shape, BLOCK))
+    return specs
+
+
+def _quantize(
+    reader: CheckpointReader, names: Collection[str], writer: ShardWriter, scale_format: Any, fp8_layers: Fp8Layers
+) -> None:
+    """Tensor by tensor from one folder to the other."""
+    written, layer = 0, None
+    with Display("export", len(names)) as display:
+        for number, name in enumerate(names, 1):
+            try:
+                sent = as_sent(name, reader.get(name), fp8_layers, scale_format)
+            except NonFiniteError as error:
+                raise UserError(
+                    f"{reader.folder}: {name}: {error}; give a checkpoint from before training diverged, or copy this "
+                    "one again if it is damaged"
+                ) from None
+            for key, tensor in sent.items():
+                writer.write(key, tensor)
+                written += tensor.nbytes
+            before, layer = layer, LAYER.search(name)
+            if number == len(names) or (before and layer and before[1] != layer[1]):
+                display.step(number, {"written": decimal(written)})
+
+
+@contextmanager
+def _new_folder(output: Path) -> Iterator[Path]:
+    """A folder beside `output` that takes its name when all in it is on disk, and goes when that fails.
+
+    Raises UserError where the disk does not take it, or while another process works on the same `output`.
+    """
+    partial = output.with_name(f".{output.name}.partial")
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        with _locked(partial):
+            try:
+                for leftover in partial.iterdir():  # of an export that was killed
+                    leftover.unlink()
+                yield partial
+                for path in (*partial.iterdir(), partial):
+                    _sync(path)
+                os.rename(partial, output)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+        _sync(output.parent)
+    except OSError as error:
+        raise UserError(f"--output {output} cannot be written ({error}); make room or give another folder") from None
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """The lock ends with the process, however it ends."""
+    guard = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another export works in {folder}; wait for it or give another --output") from None
+        yield
+    finally:
+        os.close(guard)
+
+
+def _check_space(output: Path, nbytes: int) -> None:
+    """Better now than after an hour."""
+    free = shutil.disk_usage(output.parent).free
+    if free < nbytes:
+        raise UserError(
+            f"--output {output}: {decimal(free)} are free there, the export takes {decimal(nbytes)}; make room or give "
+            "another folder"
+        )
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,143 @@
+"""An exported checkpoint in vLLM: our method and vLLM's own FP8 hold and generate what a refitted engine does."""
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nemo_fp8rl.export import export
+from nemo_fp8rl.fp8 import BLOCK, BlockScaled, fprop
+from nemo_fp8rl.generation.core import SteppedCore
+from nemo_fp8rl.generation.cpu_experts import EmulatedFp8MoEMethod
+from nemo_fp8rl.generation.engine import VllmEngine, engine_arguments
+from nemo_fp8rl.recipe import load
+from nemo_fp8rl.refit.manifest import Update
+from nemo_fp8rl.tiny import make_tiny
+from tests.conftest import RECIPES, SMALL
+from tests.generation.pair import GREEDY, Pair, outputs
+
+FIRST = "policy.generation.vllm_cfg.num_first_layers_in_bf16=1"
+CASES: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {  # sizes, recipe, arguments of export
+    "qwen3": ({"tie_word_embeddings": True}, [FIRST], {"num_first_layers_in_bf16": 1}),
+    "qwen2": ({}, ["nemo_fp8rl.scale_format=fp32"], {"scale_format": "fp32"}),
+    "qwen3_moe": ({}, [FIRST], {"num_first_layers_in_bf16": 1}),
+}
+
+
+class Exported:
+    """A trainer, an engine refitted from it, and the trainer's checkpoint as `nemo-fp8rl export` writes it."""
+
+    def __init__(self, family: str, folder: Path) -> None:
+        sizes, overrides, arguments = CASES[family]
+        make_tiny(folder / "tiny", "add", 0, family, **sizes)
+        paths = (f"policy.model_name={folder}/tiny/model", f"data.train.data_path={folder}/tiny/data.jsonl")
+        self.cfg = load(RECIPES / "tiny_cpu.yaml", [*paths, *SMALL, "nemo_fp8rl.flow=fp8_e2e", *overrides])
+        self.pair = Pair(self.cfg)
+        self.sent: Update = self.pair.refit()
+        self.pair.train(1)
+        self.sent = self.pair.refit()
+        self.expected = outputs(self.pair.generate(GREEDY))
+        self.pair.worker.save(folder / "saved")
+        self.folder = folder / "fp8"
+        assert export(folder / "saved" / "weights", self.folder, **arguments)
+
+    def engine(self, **extra: Any) -> VllmEngine:
+        """vLLM on the exported folder, as a user starts it, in this process."""
+        from vllm import LLM
+
+        own = self.pair.engine
+        arguments = engine_arguments(self.cfg, "auto") | {"model": str(self.folder)} | extra
+        for ours in ("hf_overrides", "worker_extension_cls"):
+            del arguments[ours]
+        engine = VllmEngine()
+        engine.policy_version, engine.sleep_level, engine.records_routes = own.policy_version, 0, False
+        engine.max_model_len = own.max_model_len
+        engine.core = object.__new__(SteppedCore)
+        engine.core.remote, engine.core._ids = False, count()
+        engine.core.llm = LLM(**arguments).llm_engine
+        self.pair.others.append(engine)
+        return engine
+
+
+@pytest.fixture(scope="module", params=CASES)
+def exported(request, tmp_path_factory) -> Iterator[Exported]:
+    exported = Exported(request.param, tmp_path_factory.mktemp(request.param))
+    yield exported
+    exported.pair.close()
+
+
+@pytest.fixture
+def vllm_fp8_on_cpu(exported: Exported, monkeypatch) -> None:
+    """vLLM's own FP8, all of it but the multiplication, which on a CPU needs AMX."""
+    import vllm.model_executor.kernels.linear as kernels
+    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+    from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
+    from vllm.platforms import PlatformEnum
+
+    scale_format = exported.cfg.nemo_fp8rl.scale_format
+    dtype = torch.bfloat16 if scale_format == "pow2" else torch.float32
+
+    class Kernel(Fp8BlockScaledMMLinearKernel):
+        apply_input_quant = False
+
+        @classmethod
+        def is_supported(cls, compute_capability=None):
+            return True, None
+
+        def apply_block_scaled_mm(self, A, B, As, Bs):
+            return fprop(A, BlockScaled(B, Bs, BLOCK).dequantize(dtype), scale_format)
+
+    class Experts(EmulatedFp8MoEMethod):
+        def process_weights_after_loading(self, layer):
+            self.scale_format, layer.fp8_operand_dtype = scale_format, dtype
+            EmulatedFp8MoEMethod.process_weights_after_loading(self, layer)
+
+    monkeypatch.setitem(kernels._POSSIBLE_FP8_BLOCK_KERNELS, PlatformEnum.CPU, [Kernel])
+    monkeypatch.setattr(Fp8MoEMethod, "is_monolithic", False)  # asked of its kernel, which a CPU has none of
+    for name in ("process_weights_after_loading", "apply", "get_fused_moe_quant_config"):
+        monkeypatch.setattr(Fp8MoEMethod, name, getattr(Experts, name))
+
+
+def test_exported_tensors_are_a_refits_to_the_byte(exported):
+    stored = load_file(exported.folder / "model.safetensors")
+    assert stored.keys() == exported.sent.tensors.keys()
+    for name, tensor in exported.sent.tensors.items():
+        assert (stored[name].dtype, stored[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(stored[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    assert any(tensor.dtype == torch.float8_e4m3fn for tensor in stored.values())
+
+
+def test_our_method_serves_it_as_a_refitted_engine(exported):
+    engine = exported.engine(quantization="nemo_fp8rl")
+    assert outputs(exported.pair.generate(GREEDY, engine)) == exported.expected
+    check_methods(engine, exported, "EmulatedFp8")
+
+
+@pytest.mark.usefixtures("vllm_fp8_on_cpu")
+def test_vllms_own_fp8_serves_it_as_a_refitted_engine(exported):
+    engine = exported.engine()
+    assert engine.core.llm.vllm_config.model_config.quantization == "fp8"
+    assert outputs(exported.pair.generate(GREEDY, engine)) == exported.expected
+    check_methods(engine, exported, "Fp8")
+
+
+def check_methods(engine: VllmEngine, exported: Exported, fp8: str) -> None:
+    """Exactly the trainer's FP8 layers have a method called `fp8`..., of all linears and experts of the model."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.layers.linear import LinearBase
+
+    (methods,) = engine.core.llm.apply_model(
+        lambda model: {
+            name.removesuffix(".routed_experts"): type(module.quant_method).__name__
+            for name, module in model.named_modules()
+            if isinstance(module, (LinearBase, RoutedExperts))
+        }
+    )
+    quantized = {name for name, method in methods.items() if method.startswith(fp8)}
+    assert quantized == {name for name in methods if exported.pair.worker.engine_fp8_layers.quantizes(name)}
+    layers = exported.pair.worker.engine_fp8_layers
+    assert len(quantized) == layers.count * (3 if "experts" in "".join(methods) else 4)
