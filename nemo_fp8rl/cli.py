@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--scale-format", default="pow2", help="pow2 (the default) or fp32, as the run had it")
     export.add_argument("--num-first-layers-in-bf16", type=int, default=0, metavar="N", help="default 0")
     export.add_argument("--num-last-layers-in-bf16", type=int, default=0, metavar="N", help="default 0")
+    export.add_argument("--quantization-ignored-layer-kws", nargs="*", default=[], metavar="WORD", help="default none")
     export.set_defaults(run=_export)
 
     tiny = commands.add_parser("make-tiny", help="write a tiny checkpoint, tokenizer and dataset")
@@ -108,6 +109,7 @@ def _export(arguments: argparse.Namespace) -> bool:
         arguments.scale_format,
         arguments.num_first_layers_in_bf16,
         arguments.num_last_layers_in_bf16,
+        arguments.quantization_ignored_layer_kws,
     )
 
 

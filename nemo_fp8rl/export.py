@@ -26,13 +26,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from rich.filesize import decimal
+from safetensors import SafetensorError
 
 from nemo_fp8rl.display import Display
 from nemo_fp8rl.errors import UserError
@@ -41,7 +42,7 @@ from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.fp8.layers import LAYER
 from nemo_fp8rl.generation.vllm_plugin import quantization_config
 from nemo_fp8rl.hf.checkpoint import EMBEDDING, TOKENIZER_FILES, CheckpointReader
-from nemo_fp8rl.hf.config import HfConfig, read_hf_config
+from nemo_fp8rl.hf.config import HfConfig, check_ignored, read_hf_config
 from nemo_fp8rl.hf.shards import ShardWriter, Spec
 from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.refit.quantize import as_sent
@@ -56,13 +57,15 @@ def export(
     scale_format: str = "pow2",
     num_first_layers_in_bf16: int = 0,
     num_last_layers_in_bf16: int = 0,
+    ignored_layer_kws: Sequence[str] = (),
 ) -> bool:
     """Quantize `checkpoint`, a bfloat16 HF folder of a supported family, into the new folder `output`; returns True.
 
-    One tensor is in memory at a time. `output` appears whole, or not at all: what was begun under another name beside
-    it is removed, at once or, after a kill, by the next export. Raises UserError on a checkpoint that cannot be
-    exported (see `read_hf_config`, `CheckpointReader`), on one that is not bfloat16 or not finite, on sizes that do not
-    fit vLLM's blocks, and when `output` holds something or cannot be written.
+    A file's worth of tensors is in memory at a time (`hf.shards.FILE_BYTES`). `output` appears whole, or not at all:
+    what was begun under another name beside it is removed, at once or, after a kill, by the next export. Raises
+    UserError on a checkpoint that cannot be exported (see `read_hf_config`, `CheckpointReader`), on one that is not
+    bfloat16 or not finite, on sizes that do not fit vLLM's blocks, and when `output` holds something or cannot be
+    written.
     """
     output = Path(os.path.abspath(output))
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
@@ -72,7 +75,7 @@ def export(
     if not (checkpoint / "config.json").is_file():
         raise UserError(f"--checkpoint {checkpoint} has no config.json; give an HF checkpoint folder")
     hf = read_hf_config(checkpoint)
-    fp8_layers = _fp8_layers(hf, num_first_layers_in_bf16, num_last_layers_in_bf16)
+    fp8_layers = _fp8_layers(hf, num_first_layers_in_bf16, num_last_layers_in_bf16, tuple(ignored_layer_kws))
     shapes = expected_tensors(hf)
     config = json.loads((checkpoint / "config.json").read_text())
     config["quantization_config"] = served_config(shapes, scale_format, fp8_layers)
@@ -107,7 +110,7 @@ def served_config(shapes: Mapping[str, tuple[int, ...]], scale_format: str, fp8_
     }
 
 
-def _fp8_layers(hf: HfConfig, first: int, last: int) -> Fp8Layers:
+def _fp8_layers(hf: HfConfig, first: int, last: int, ignored: tuple[str, ...]) -> Fp8Layers:
     """The layers to quantize. Raises UserError where there are none, or where vLLM's blocks do not fit them."""
     if min(first, last) < 0 or first + last >= hf.num_hidden_layers:
         raise UserError(
@@ -126,7 +129,9 @@ def _fp8_layers(hf: HfConfig, first: int, last: int) -> Fp8Layers:
                 f"this model has no blockwise FP8 form: its {name}={size} is not a multiple of {BLOCK[0]}, so the "
                 "fused projections of vLLM would mix blocks; serve its bfloat16 checkpoint"
             )
-    return Fp8Layers(first, hf.num_hidden_layers - last)
+    layers = Fp8Layers(first, hf.num_hidden_layers - last, ignored)
+    check_ignored(hf, layers, "--quantization-ignored-layer-kws")
+    return layers
 
 
 def _specs(shapes: Mapping[str, tuple[int, ...]], fp8_layers: Fp8Layers) -> dict[str, Spec]:
@@ -182,7 +187,7 @@ def _new_folder(output: Path) -> Iterator[Path]:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
         _sync(output.parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise UserError(f"--output {output} cannot be written ({error}); make room or give another folder") from None
 
 

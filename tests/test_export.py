@@ -23,7 +23,7 @@ from nemo_fp8rl.export import export, served_config
 from nemo_fp8rl.fp8 import Fp8Layers
 from nemo_fp8rl.hf.checkpoint import CheckpointReader
 from nemo_fp8rl.hf.config import read_hf_config
-from nemo_fp8rl.hf.shards import ShardWriter, Spec
+from nemo_fp8rl.hf.shards import ShardWriter
 from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.refit.quantize import build_update
 from nemo_fp8rl.tiny import make_tiny, write_model
@@ -167,14 +167,6 @@ def test_a_mixture_of_many_files_holds_the_same_tensors(tmp_path, monkeypatch):
         assert reader.dtype("model.norm.weight") == "BF16"
 
 
-def test_tensors_of_any_size_are_aligned(tmp_path):
-    tensors = {"a": torch.rand(3).bfloat16(), "b": torch.rand(5, 1).to(torch.float8_e4m3fn), "c": torch.rand(2, 3)}
-    with ShardWriter(tmp_path, {n: Spec(t.dtype, tuple(t.shape)) for n, t in tensors.items()}) as writer:
-        for name in ("b", "c", "a"):
-            writer.write(name, tensors[name])
-    assert same(load_file(tmp_path / "model.safetensors"), tensors)
-
-
 def test_an_empty_output_folder_is_taken_and_a_full_one_is_not(checkpoint, tmp_path, refused, capsys):
     (tmp_path / "fp8").mkdir()
     assert export(checkpoint, tmp_path / "fp8")
@@ -289,3 +281,13 @@ def test_a_kill_leaves_no_folder_of_that_name_and_the_next_export_clears_up(chec
     assert main(command) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["fp8"]
     assert len(stored(tmp_path / "fp8")) == len(expected_tensors(read_hf_config(checkpoint))) + 14
+
+
+def test_words_keep_layers_in_bfloat16(checkpoint, tmp_path, refused):
+    assert export(checkpoint, tmp_path / "fp8", ignored_layer_kws=["o_proj"])
+    held = stored(tmp_path / "fp8")
+    assert held["model.layers.0.self_attn.o_proj.weight"].dtype == torch.bfloat16
+    assert held["model.layers.0.mlp.down_proj.weight"].dtype == torch.float8_e4m3fn
+    listed = json.loads((tmp_path / "fp8/config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    assert listed == ["lm_head", "model.layers.0.self_attn.o_proj", "model.layers.1.self_attn.o_proj"]
+    assert "'o_prj' is in the name of no FP8 layer" in refused(checkpoint, "--quantization-ignored-layer-kws", "o_prj")

@@ -179,14 +179,18 @@ def engine_fp8_layers(hf: HfConfig, cfg: Config) -> Fp8Layers:
             f"FP8 layer of the model's {hf.num_hidden_layers}; lower them, or use nemo_fp8rl.flow=bf16"
         )
     layers = Fp8Layers(first, hf.num_hidden_layers - last, vllm.quantization_ignored_layer_kws)
-    key = "policy.generation.vllm_cfg.quantization_ignored_layer_kws"
+    check_ignored(hf, layers, "policy.generation.vllm_cfg.quantization_ignored_layer_kws")
+    return layers
+
+
+def check_ignored(hf: HfConfig, layers: Fp8Layers, key: str) -> None:
+    """Raise UserError when a word of `layers.ignored` is in no layer's name, or when the words leave no FP8 layer."""
+    everything = projections(hf, dataclasses.replace(layers, ignored=()))
     for word in layers.ignored:
-        everything = dataclasses.replace(layers, ignored=())
-        if projections(hf, everything) == projections(hf, dataclasses.replace(layers, ignored=(word,))):
+        if projections(hf, dataclasses.replace(layers, ignored=(word,))) == everything:
             raise UserError(f"{key}: {word!r} is in the name of no FP8 layer of this model; remove or correct it")
     if not projections(hf, layers):
-        raise UserError(f"{key}={list(layers.ignored)} leaves no FP8 layer; remove words, or use nemo_fp8rl.flow=bf16")
-    return layers
+        raise UserError(f"{key}={list(layers.ignored)} leaves no FP8 layer; remove words, or stay in bfloat16")
 
 
 def projections(hf: HfConfig, layers: Fp8Layers) -> list[str]:

@@ -43,3 +43,28 @@ def test_none_holds_no_layer():
 
 def test_scales_are_named_after_their_weight():
     assert scale_name("model.layers.0.mlp.up_proj.weight") == "model.layers.0.mlp.up_proj.weight_scale_inv"
+
+
+@pytest.mark.parametrize(
+    ("word", "kept"),
+    [
+        ("o_proj", ["self_attn.o_proj"]),
+        ("q_proj", ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.qkv_proj"]),
+        ("up_proj", ["mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj", "mlp.experts", "mlp.experts.3.down_proj"]),
+        ("mlp.down", ["mlp.down_proj"]),
+        ("experts", ["mlp.experts", "mlp.experts.0.up_proj", "mlp.experts.12.down_proj"]),
+        ("layers.1.", []),
+    ],
+)
+def test_words_keep_whole_matrices_in_high_precision_under_every_name(word, kept):
+    layers = Fp8Layers(0, 2, (word,))
+    names = [
+        *(f"self_attn.{x}_proj" for x in ("q", "k", "v", "o", "qkv")),
+        *(f"mlp.{x}_proj" for x in ("gate", "up", "down", "gate_up")),
+        *("mlp.experts", "mlp.experts.0.up_proj", "mlp.experts.3.down_proj", "mlp.experts.12.down_proj"),
+    ]
+    every_expert = {name for name in names if "experts" in name} if any("experts" in k for k in kept) else set()
+    out = {name for name in names if not layers.quantizes(f"model.layers.0.{name}")}
+    assert out == set(kept) | every_expert
+    assert out == {name for name in names if not layers.quantizes(f"model.layers.0.{name}.weight")}
+    assert layers.quantizes("model.layers.1.self_attn.q_proj") == (word not in ("q_proj", "layers.1."))

@@ -37,8 +37,9 @@ class Pair:
         self.worker.setup(cfg, 0, 1, None)
         self.engine = VllmEngine()
         self.engine.setup(cfg)
-        tokenizer = PromptTokenizer(cfg.policy)
-        self.prompts = [Prompt(i, text, "", tuple(tokenizer.tokenizer(text).input_ids)) for i, text in enumerate(TEXTS)]
+        self.tokenizer = PromptTokenizer(cfg.policy)
+        tokens = [tuple(self.tokenizer.tokenizer(text).input_ids) for text in TEXTS]
+        self.prompts = [Prompt(i, text, "", ids) for i, (text, ids) in enumerate(zip(TEXTS, tokens, strict=True))]
         self.version = -1
         self.others: list[VllmEngine] = []
 
@@ -72,14 +73,14 @@ class Pair:
         ids = [p.token_ids for p in prompts]
         return (engine or self.engine).generate(ids, [100 + p.index for p in prompts], sampling)
 
-    def samples(self) -> TrainBatch:
+    def samples(self, sampling: Sampling = FREE) -> TrainBatch:
         """Four answers to each prompt, as the loop would train on them."""
-        groups = self.generate(FREE)
+        groups = self.generate(sampling)
         return collate([p for p in self.prompts for _ in range(4)], [c for group in groups for c in group], 0)
 
-    def mismatch(self) -> float:
+    def mismatch(self, sampling: Sampling = FREE) -> float:
         """token_mult_prob_error on the engine's own samples."""
-        batch = self.samples()
+        batch = self.samples(sampling)
         error = mismatch_metrics(self.worker.logprobs(batch), batch["generation_logprobs"], batch["token_mask"])
         return error["token_mult_prob_error"]
 

@@ -16,6 +16,7 @@ from tests.generation.pair import FREE, GREEDY, Pair, outputs
 PRECISIONS = {
     "fp8_e2e": ["nemo_fp8rl.flow=fp8_e2e"],
     "first_layer_bf16": ["nemo_fp8rl.flow=fp8_e2e", "policy.generation.vllm_cfg.num_first_layers_in_bf16=1"],
+    "words": ["policy.generation.vllm_cfg.quantization_ignored_layer_kws=[o_proj,layers.1.mlp]"],
     "bf16": ["nemo_fp8rl.flow=bf16"],
     "fp8_rollout": ["nemo_fp8rl.flow=fp8_rollout"],
 }
@@ -85,6 +86,26 @@ def test_answers_end_at_the_end_token_or_at_the_limit(pair):
             assert all(logprob <= 0 for logprob in c.logprobs)
 
 
+def test_sleep_frees_memory_and_leaves_the_answers_as_they_were(pair):
+    pair.refit()
+    expected = outputs(pair.generate(GREEDY))
+    cache = int(pair.cfg.policy.generation.vllm_cfg.kv_cache_memory_gib * 2**30)
+    freed = pair.engine.finish_generation(1)
+    assert 0.9 * cache < freed <= cache
+    with pytest.raises(RuntimeError, match="sleeps"):
+        pair.generate(GREEDY)
+    pair.engine.prepare_for_generation()
+    assert outputs(pair.generate(GREEDY)) == expected
+    weights = pair.engine.finish_generation(2) - freed
+    fp8 = [p for p in pair.worker.export_update(99, serialize=False).tensors.values() if p.dtype == torch.float8_e4m3fn]
+    assert weights > 3 * sum(p.nbytes for p in fp8)  # their bytes, and the copy in bfloat16 that is multiplied
+    pair.engine.prepare_for_generation()
+    with pytest.raises(RefitError, match="has not received weights"):
+        pair.generate(GREEDY)
+    pair.refit()
+    assert outputs(pair.generate(GREEDY)) == expected
+
+
 def test_answers_end_where_the_context_does(pair):
     pair.refit()
     prompt = Prompt(0, "", "", (2,) * 60)
@@ -106,7 +127,7 @@ def test_missing_scale_is_refused(pair):
     if pair.cfg.nemo_fp8rl.flow == "bf16":
         assert not any(n.endswith("_scale_inv") for n in pair.refit().tensors)
         return
-    pair.refit_without("model.layers.1.mlp.down_proj.weight_scale_inv")
+    pair.refit_without("model.layers.1.self_attn.v_proj.weight_scale_inv")
     pair.refit()
 
 
@@ -121,8 +142,9 @@ def test_serialized_refit_equals_the_one_in_process(pair):
 
 def test_fp8_halves_the_bytes_on_the_wire(pair):
     update = serialized.unpack(pair.worker.export_update(pair.version + 1, serialize=True))
-    if pair.worker.engine_fp8_layers.first:
-        pytest.skip("a layer travels in bf16")
+    layers = pair.worker.engine_fp8_layers
+    if layers.first or layers.ignored:
+        pytest.skip("some layers travel in bf16")
     quantized = {n: t for n, t in update.tensors.items() if "_proj.weight" in n}
     nbytes = sum(t.numel() * t.element_size() for t in quantized.values())
     values = sum(t.numel() for n, t in quantized.items() if not n.endswith("_scale_inv"))

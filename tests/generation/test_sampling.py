@@ -1,0 +1,75 @@
+"""What an engine samples: seeds, stop strings, top-p and top-k, prompts that fill the context."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nemo_fp8rl.batch import Prompt
+from nemo_fp8rl.generation.core import Request
+from nemo_fp8rl.recipe import load
+from tests.conftest import RECIPES
+from tests.generation.pair import FREE, GREEDY, Pair, outputs
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_overrides) -> Iterator[Pair]:
+    long = ("policy.max_total_sequence_length=256", "policy.generation.vllm_cfg.max_model_len=200")
+    pair = Pair(load(RECIPES / "tiny_cpu.yaml", [*tiny_overrides, *long, "policy.generation.stop_strings=[zz]"]))
+    pair.refit()
+    yield pair
+    pair.close()
+
+
+def test_a_prompt_without_room_for_an_answer_gets_empty_ones(pair):
+    full, almost = Prompt(0, "", "", (2,) * 200), Prompt(1, "", "", (2,) * 199)
+    groups = pair.generate(FREE, prompts=[pair.prompts[0], full, almost, pair.prompts[1]])
+    assert [(c.token_ids, c.logprobs, c.finish_reason) for c in groups[1]] == [((), (), "length")] * 4
+    assert [len(c.token_ids) for c in groups[2]] == [1] * 4
+    assert outputs([groups[0], groups[3]]) == outputs(pair.generate(FREE, prompts=pair.prompts[:2]))
+
+
+def test_samples_of_a_prompt_have_a_seed_each(pair):
+    for group in pair.generate(replace(FREE, num_generations=8, stop_token_ids=())):
+        assert len({c.token_ids for c in group}) > 4
+
+
+def test_samples_of_a_prompt_share_its_cache(pair):
+    """A prompt of one whole block of the cache, and a bit: the later samples read what the first has computed."""
+    prompt = (*range(2, 12),) * 15
+    params = pair.engine._sampling_params(replace(FREE, num_generations=4), len(prompt), 7)
+    ((_, output),) = pair.engine.core.stream([Request(prompt, params)])
+    assert output.num_cached_tokens == 128
+
+
+def test_a_stop_string_ends_an_answer_and_stays_in_it(pair):
+    decode = pair.tokenizer.decode
+    whole = [c for (c,) in pair.generate(GREEDY)]
+    text = decode(whole[0].token_ids)[2:4]
+    cut = [c for (c,) in pair.generate(replace(GREEDY, stop_strings=(text,)))]
+    assert cut[0].finish_reason == "stop"
+    assert len(cut[0].token_ids) < len(whole[0].token_ids)
+    for short, full in zip(cut, whole, strict=True):
+        assert short.token_ids == full.token_ids[: len(short.token_ids)]
+        assert short.logprobs == full.logprobs[: len(short.logprobs)]
+        held = text in decode(full.token_ids)
+        assert decode(short.token_ids).endswith(text) == held
+        assert short.finish_reason == ("stop" if held else "length")
+
+
+@pytest.mark.parametrize("restriction", [{"top_p": 0.6}, {"top_k": 3}, {"top_k": 10, "top_p": 0.8}], ids=str)
+def test_both_sides_take_the_tokens_that_were_left_to_sample_from(pair, restriction):
+    sampling = replace(FREE, **restriction)
+    generation = pair.cfg.policy.generation
+    blind = pair.mismatch(sampling)
+    pair.worker.pipeline.policy = replace(pair.cfg.policy, generation=replace(generation, **restriction))
+    batch = pair.samples(sampling)
+    seen, both = pair.worker.logprobs(batch), batch["token_mask"] > 0
+    aligned = pair.mismatch(sampling)
+    pair.worker.pipeline.policy = pair.cfg.policy
+    assert aligned < 1.001
+    assert blind > 1.1
+    free = pair.worker.logprobs(batch)
+    assert (seen[both] >= free[both]).all()
+    assert torch.equal(pair.worker.logprobs(batch, restricted=False), free)
