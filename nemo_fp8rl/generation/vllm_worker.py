@@ -6,12 +6,10 @@ from typing import Any
 from safetensors.torch import save
 from torch import Tensor, nn
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.platforms import current_platform
 from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from nemo_fp8rl.fp8 import Fp8Layers
+from nemo_fp8rl.generation import compat
 from nemo_fp8rl.generation.routes import RouteRecorder
 from nemo_fp8rl.hf.checkpoint import CheckpointReader
 from nemo_fp8rl.hf.config import read_hf_config
@@ -23,14 +21,6 @@ EXPERT_PROJECTIONS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("dow
 """What vLLM's stacks of experts hold."""
 DEQUANTIZED = ("fp8_dequantized", "w13_dequantized", "w2_dequantized")
 """Attributes of `cpu_kernels` and `cpu_experts`."""
-
-
-def _set_scales(attention: Attention, k_scale: Tensor, v_scale: Tensor) -> None:
-    """In the buffers that GPU kernels read, in place, and in the copies for kernels that take numbers."""
-    for x, scale in (("k", k_scale), ("v", v_scale)):
-        getattr(attention, f"_{x}_scale").copy_(scale)
-        getattr(attention, f"_{x}_scale_cpu").copy_(scale)
-        setattr(attention, f"_{x}_scale_float", float(scale))
 
 
 def _dequantized(model: nn.Module) -> list[Tensor]:
@@ -64,11 +54,11 @@ class RefitWorkerExtension:
         kv_scales: dict[str, tuple[int, ...]] = {name: () for names in caches for name in names}
         update.verify(self.nemo_fp8rl_checkpoint_tensors() | kv_scales, fp8_layers)
         weights = {name: tensor for name, tensor in update.tensors.items() if name not in kv_scales}
-        self._forget_packed_experts()
-        self.model_runner.reload_weights(weights_iterator=iter(weights.items()), is_checkpoint_format=True)
+        compat.forget_packed_experts(self.model_runner.get_model())
+        compat.reload_weights(self.model_runner, iter(weights.items()))
         self._repack_tied_head()
         for (k_scale, v_scale), attention in caches.items():
-            _set_scales(attention, update.tensors[k_scale], update.tensors[v_scale])
+            compat.set_kv_scales(attention, update.tensors[k_scale], update.tensors[v_scale])
 
     def nemo_fp8rl_read_kv_scales(self) -> str:
         """Take the scales of an FP8 cache from the checkpoint, as the weights; answers what is missing, or ""."""
@@ -76,7 +66,7 @@ class RefitWorkerExtension:
             for names, attention in self._fp8_caches().items():
                 if missing := [name for name in names if name not in checkpoint.names]:
                     return f"{checkpoint.folder} lacks {missing[0]}, a scale of the FP8 KV cache"
-                _set_scales(attention, *(checkpoint.get(name) for name in names))
+                compat.set_kv_scales(attention, *(checkpoint.get(name) for name in names))
         return ""
 
     def nemo_fp8rl_sleep(self, level: int) -> int:
@@ -103,7 +93,7 @@ class RefitWorkerExtension:
         """From here on keep the experts of every token until `nemo_fp8rl_take_routes`."""
         hf = read_hf_config(self.model_runner.vllm_config.model_config.model)
         self.routes = RouteRecorder(self.model_runner, hf.num_hidden_layers, hf.num_experts_per_tok)
-        bind_routed_experts_capturer(self.model_runner.get_model(), self.routes)  # type: ignore[arg-type]
+        compat.record_routes(self.model_runner.get_model(), self.routes)
 
     def nemo_fp8rl_take_routes(self, wanted: bool) -> bytes:
         """What was kept since the last call (`RouteRecorder.take`) as safetensors; not wanted: forget it."""
@@ -117,15 +107,6 @@ class RefitWorkerExtension:
             if isinstance(module, Attention) and is_quantized_kv_cache(module.kv_cache_dtype)
         )
         return {(f"{name}.k_scale", f"{name}.v_scale"): module for name, module in layers}
-
-    def _forget_packed_experts(self) -> None:
-        """vLLM packs unquantized experts for the CPU only when their method has no kernel yet, which is at the first
-        load: after a reload the model would go on with the first weights.
-        """
-        if current_platform.is_cpu():
-            for module in self.model_runner.get_model().modules():
-                if isinstance(method := getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
-                    method.moe_kernel = None
 
     def _repack_tied_head(self) -> None:
         """A head tied to the embedding receives no weight of its own, so a layerwise reload leaves out what vLLM does
