@@ -8,7 +8,7 @@ OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-megatron-0.19 lint format types clean
+.PHONY: help setup setup-dev demo test test-megatron-0.19 test-vllm-matrix lint format types clean
 
 help:  ## show this list
 	@grep -hE '^[a-z0-9.-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -32,6 +32,19 @@ test-megatron-0.19: setup-dev  ## the policy's tests with Megatron Core 0.19, be
 	@$(BIN)/python -m pip install -q --no-deps --upgrade --ignore-requires-python --python-version 3.12 --only-binary :all: \
 	  --target .venv/megatron-0.19 megatron-core==0.19.2
 	@PYTHONPATH=.venv/megatron-0.19 $(BIN)/python -m pytest -q tests/policy $(ARGS)
+
+VLLM_MATRIX := 0.27 0.25
+test-vllm-matrix: $(VLLM_MATRIX:%=test-vllm-%)  ## the generation tests with older versions of vLLM, down to the oldest
+
+test-vllm-%: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
+test-vllm-%: .venv/vllm-%/installed
+	@PYTHONPATH=$(CURDIR)/.venv/vllm-$* $(BIN)/python -m pytest -q tests/generation $(ARGS)
+
+.PRECIOUS: .venv/vllm-%/installed
+.venv/vllm-%/installed: requirements/vllm-%.txt | setup-dev
+	@rm -rf $(@D)
+	@$(BIN)/python -m pip install -q --no-deps --only-binary :all: --target $(@D) -r $<
+	@touch $@
 
 lint: setup-dev  ## ruff check and format check
 	@$(BIN)/ruff check $(ARGS) .
