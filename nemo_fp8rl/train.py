@@ -138,7 +138,7 @@ def train_step(
 ) -> tuple[dict[str, float], list[str]]:
     """One round of the loop: its metrics, under NeMo RL's names, and what is to be said about it."""
     cfg, clock = parts.cfg, Stopwatch()
-    begin = time.perf_counter()
+    begin, faults = time.perf_counter(), parts.generation.metrics()
     rollout = collect(cfg, parts.generation, parts.tokenizer, parts.sampling, clock, step, prompts_of_round)
     parts.generation.finish_generation()
     completions = rollout.completions
@@ -193,7 +193,11 @@ def train_step(
     }
     # what no token has (all rejected, none finite) is left out: JSON has no NaN
     metrics = {f"train/{name}": value for name, value in train_metrics.items() if math.isfinite(value)}
-    metrics |= clock.metrics() | refit.metrics() | memory | parts.generation.metrics()
+    metrics |= clock.metrics() | refit.metrics() | memory
+    for name, count in parts.generation.metrics().items():
+        metrics[name] = count - faults[name]
+        if metrics[name]:
+            notes.append(f"step {step}: {name} {metrics[name]:g}")
     return metrics | {"timing/total_step_time": time.perf_counter() - begin}, notes
 
 

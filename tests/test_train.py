@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from nemo_fp8rl.config import Config
+from nemo_fp8rl.recipe import load
 from nemo_fp8rl.train import train
 from tests.conftest import RECIPES
 
@@ -52,8 +53,6 @@ def results(run: str | Path) -> list[dict[str, float]]:
 @pytest.fixture(scope="module")
 def uninterrupted(warm_overrides, tmp_path_factory) -> Path:
     """The run directory of six steps in one go."""
-    from nemo_fp8rl.recipe import load
-
     run = tmp_path_factory.mktemp("runs") / "whole"
     overrides = [*warm_overrides, *LONGER, f"logger.log_dir={run}", "logger.tensorboard_enabled=true"]
     assert train(load(RECIPES / "tiny_cpu.yaml", overrides))
@@ -138,6 +137,13 @@ def test_kill_9_resumes_to_the_same_numbers(uninterrupted, warm_overrides, tmp_p
     assert not list((run / "checkpoints").glob(".partial*"))
 
 
+@pytest.mark.parametrize("key", ["sleep_level=2", "async_engine=true"])
+def test_where_engines_run_and_whether_they_sleep_changes_no_number(uninterrupted, warm_overrides, tmp_path, key):
+    overrides = (*LONGER, f"logger.log_dir={tmp_path}/run", f"policy.generation.vllm_cfg.{key}")
+    assert train(load(RECIPES / "tiny_cpu.yaml", [*warm_overrides, *overrides]))
+    assert results(tmp_path / "run") == results(uninterrupted)
+
+
 def test_several_optimizer_steps_a_rollout(recipe, warm_overrides):
     smaller = ("policy.train_global_batch_size=16", "policy.train_micro_batch_size=8", "grpo.max_num_steps=2")
     cfg: Config = recipe(*warm_overrides, *smaller)
@@ -150,7 +156,6 @@ def test_several_optimizer_steps_a_rollout(recipe, warm_overrides):
 
 def test_long_answers_in_the_chain_task(tmp_path):
     """Other data, other lengths: 29 tokens an answer, from a folder made by make-tiny --task chain."""
-    from nemo_fp8rl.recipe import load
     from nemo_fp8rl.tiny import make_tiny
     from tests.conftest import SMALL
 

@@ -66,7 +66,9 @@ class SteppedCore:
             for request_id, request in zip(waiting, requests, strict=True):
                 self.llm.add_request(request_id, _prompt(request), request.params)
             while waiting:
-                for output in self.llm.step():
+                with self._ranks_alive():
+                    outputs = self.llm.step()
+                for output in outputs:
                     if output.finished:
                         yield waiting.pop(output.request_id), output
         finally:
@@ -74,13 +76,15 @@ class SteppedCore:
                 self.llm.abort_request(list(waiting))
 
     def rpc(self, method: str, *arguments: Any) -> list[Any]:
-        return self.llm.collective_rpc(method, args=arguments)
+        with self._ranks_alive():
+            return self.llm.collective_rpc(method, args=arguments)
 
     def reset_prefix_cache(self) -> bool:
         return self.llm.reset_prefix_cache()
 
     def check_health(self) -> None:
-        self.llm.model_executor.check_health()
+        with self._ranks_alive():
+            self.llm.model_executor.check_health()
 
     def shutdown(self) -> None:
         if self.remote:
@@ -88,6 +92,16 @@ class SteppedCore:
         else:
             compat.end_engine(self.llm)
         del self.llm
+
+    @contextmanager
+    def _ranks_alive(self) -> Iterator[None]:
+        """What vLLM raises when one of its processes ended is a WorkerDied."""
+        try:
+            yield
+        except Exception as error:
+            if getattr(self.llm.model_executor, "is_failed", False):  # of the executor of several processes
+                raise WorkerDied("a process of its ranks ended") from error
+            raise
 
 
 class AsyncCore:

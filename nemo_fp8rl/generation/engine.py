@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -82,25 +82,19 @@ class VllmEngine:
             raise RuntimeError("this engine sleeps: prepare_for_generation first")
         fitting = [i for i, prompt in enumerate(prompts) if len(prompt) < self.max_model_len]
         requests = [Request(prompts[i], self._sampling_params(sampling, len(prompts[i]), seeds[i])) for i in fitting]
-        outputs: Iterator[tuple[int, Any]] = (
-            (fitting[position], output) for position, output in self.core.stream(requests)
-        )
+        outputs: Iterable[tuple[int, Any]] = ((fitting[at], output) for at, output in self.core.stream(requests))
         none = Completion((), (), "length", self.policy_version)
         for i in sorted({*range(len(prompts))} - {*fitting}):
             yield i, [none] * sampling.num_generations
         routes: dict[str, Tensor] = {}
         if self.records_routes:
-            outputs = iter(list(outputs))
+            outputs = list(outputs)
             packed, *_ = self.core.rpc("nemo_fp8rl_take_routes", sampling.logprobs)
             routes = load(packed)
         for i, output in outputs:
-            yield (
-                i,
-                [
-                    self._completion(sample, sampling.logprobs, routes.get(_request_id(output, sample)))
-                    for sample in output.outputs
-                ],
-            )
+            known = [routes.get(_request_id(output, sample)) for sample in output.outputs]
+            pairs = zip(output.outputs, known, strict=True)
+            yield i, [self._completion(sample, sampling.logprobs, route) for sample, route in pairs]
 
     def load_update(self, *parts: Update | bytes) -> Acknowledgement:
         """Verify and apply a refit, of one part a trainer rank; drop the prefix cache, answer with the version."""

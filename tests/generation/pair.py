@@ -1,6 +1,7 @@
 """A trainer and an engine side by side, and how the tests ask the engine."""
 
 import gc
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -108,7 +109,13 @@ class Pair:
     def fresh_engine(self, update: Update, folder: Path) -> VllmEngine:
         """An engine started from disk with these very tensors."""
         shutil.copytree(self.cfg.policy.model_name, folder)
-        save_file(update.tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        scales = {n: t for n, t in update.tensors.items() if n.endswith((".k_scale", ".v_scale"))}
+        weights = {n: t for n, t in update.tensors.items() if n not in scales}
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        if scales:  # in a file that the index leaves out: some versions of vLLM's loaders do not know these names
+            save_file(scales, folder / "kv_scales.safetensors")
+            index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "model.safetensors")}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         engine = VllmEngine()
         engine.setup(replace(self.cfg, policy=replace(self.cfg.policy, model_name=str(folder))), load_format="auto")
         self.others.append(engine)

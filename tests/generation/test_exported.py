@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from nemo_fp8rl.export import export
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled, fprop
+from nemo_fp8rl.generation import compat
 from nemo_fp8rl.generation.core import SteppedCore
 from nemo_fp8rl.generation.cpu_experts import EmulatedFp8MoEMethod
 from nemo_fp8rl.generation.engine import VllmEngine, engine_arguments
@@ -119,6 +120,8 @@ def test_our_method_serves_it_as_a_refitted_engine(exported):
 
 @pytest.mark.usefixtures("vllm_fp8_on_cpu")
 def test_vllms_own_fp8_serves_it_as_a_refitted_engine(exported):
+    if exported.pair.worker.hf.family.experts and compat.experts_route_themselves():
+        pytest.skip("before 0.30 vLLM's own FP8 experts have no router on a CPU")
     engine = exported.engine()
     assert engine.core.llm.vllm_config.model_config.quantization == "fp8"
     assert outputs(exported.pair.generate(GREEDY, engine)) == exported.expected

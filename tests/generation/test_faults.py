@@ -50,7 +50,7 @@ class Run:
 
 
 def core_process() -> psutil.Process:
-    """Of the async engine that this process started last."""
+    """Of the engine that this process started last: its core, or a rank."""
     alive = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
     return [p for p in alive if "spawn_main" in " ".join(p.cmdline())][-1]
 
@@ -97,6 +97,14 @@ def test_one_death_too_many_ends_the_run(async_run):
     assert async_run.generation.engine_restarts == 3
     with pytest.raises(UserError, match=r"after 3 restarts .*cluster\.max_engine_restarts.*--resume"):
         async_run.answers(lambda: core_process().kill())
+
+
+def test_a_rank_killed_while_its_engine_generates_is_replaced_with_it(tiny_overrides):
+    run = Run((*tiny_overrides, "policy.generation.vllm_cfg.tensor_parallel_size=2", WAVES))
+    expected = run.answers()
+    assert run.answers(lambda: core_process().kill()) == expected
+    assert run.generation.metrics()["generation/engine_restarts"] == 1
+    run.generation.shutdown()
 
 
 def kill_one_of_two(overrides: list[str]) -> dict[str, object]:
