@@ -29,7 +29,7 @@ from rich.table import Table
 from torch import Tensor
 
 from nemo_fp8rl.algorithms.mismatch import mismatch_metrics
-from nemo_fp8rl.batch import TrainBatch, collate
+from nemo_fp8rl.batch import TrainBatch, collate, prompt_batch
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.generation.base import Sampling
@@ -139,12 +139,26 @@ def mismatch(worker: MegatronWorker, batch: TrainBatch, without: Piece = nullcon
     return error["token_mult_prob_error"]
 
 
+def prepared(folder: Path, flow: str) -> tuple[str, ...]:
+    """Overrides of conf/tiny_cpu.yaml for this folder's warm model, which is made where it is not there. Its name is
+    the family's.
+    """
+    paths = (f"policy.model_name={folder}/model", f"data.train.data_path={folder}/data.jsonl")
+    if not folder.exists():
+        make_tiny(folder, TASK, family=folder.name)
+        steps = MIXTURES_WARM_UP if FAMILIES[folder.name].experts else WARM_UP_STEPS[TASK]
+        warm_up = (*paths, f"sft.max_num_steps={steps}", *TASKS[TASK])
+        command("sft", "tiny_sft.yaml", *warm_up, "--output", f"{folder}/warm")
+    return (*paths, f"policy.model_name={folder}/warm", f"nemo_fp8rl.flow={flow}", *TASKS[TASK])
+
+
 def answers(cfg: Config, engine: VllmEngine, worker: MegatronWorker, samples: int) -> TrainBatch:
     """What the engine says with the trainer's weights: the batch that every trainer scores."""
     engine.setup(cfg)
+    prompts = load_prompts(cfg, VOCAB_SIZE).train[: samples // 4]
+    if cfg.fp8_kv_cache:
+        worker.calibrate_kv(prompt_batch(prompts, 0))
     engine.load_update(worker.export_update(0, serialize=False))
-    prompts = load_prompts(cfg, VOCAB_SIZE).train
-    prompts = prompts[: samples // 4]
     sampling = Sampling(num_generations=4, max_new_tokens=31, temperature=1.0, stop_token_ids=(1,))
     groups = engine.generate([p.token_ids for p in prompts], list(range(len(prompts))), sampling)
     return collate([p for p in prompts for _ in range(4)], [c for group in groups for c in group], 0)
@@ -157,17 +171,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/alignment"))
     arguments = parser.parse_args()
     family = arguments.family
-    folder = arguments.folder / family
-    paths = (f"policy.model_name={folder}/model", f"data.train.data_path={folder}/data.jsonl")
-    if not folder.exists():
-        make_tiny(folder, TASK, family=family)
-        steps = MIXTURES_WARM_UP if FAMILIES[family].experts else WARM_UP_STEPS[TASK]
-        warm_up = (*paths, f"sft.max_num_steps={steps}", *TASKS[TASK])
-        command("sft", "tiny_sft.yaml", *warm_up, "--output", f"{folder}/warm")
 
     results: dict[str, dict[str, float]] = {}
     for flow in ("bf16", "fp8_e2e"):
-        overrides = (*paths, f"policy.model_name={folder}/warm", f"nemo_fp8rl.flow={flow}", *TASKS[TASK])
+        overrides = prepared(arguments.folder / family, flow)
         cfg = load(RECIPES / "tiny_cpu.yaml", overrides)
         worker, engine = trainer(cfg), VllmEngine()
         batch = answers(cfg, engine, worker, arguments.samples)

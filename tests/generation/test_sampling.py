@@ -30,6 +30,14 @@ def test_a_prompt_without_room_for_an_answer_gets_empty_ones(pair):
     assert outputs([groups[0], groups[3]]) == outputs(pair.generate(FREE, prompts=pair.prompts[:2]))
 
 
+def test_more_prompts_than_a_forward_holds_are_answered(pair):
+    """vLLM would split one between two forwards, which it cannot do with a seed on a CPU."""
+    prompts = [Prompt(i, "", "", tuple(2 + (i * j + j) % 12 for j in range(1, 151))) for i in range(70)]
+    groups = pair.generate(replace(FREE, num_generations=1), prompts=prompts)
+    assert [len(group) for group in groups] == [1] * 70
+    assert outputs(groups[:3]) == outputs(pair.generate(replace(FREE, num_generations=1), prompts=prompts[:3]))
+
+
 def test_samples_of_a_prompt_have_a_seed_each(pair):
     for group in pair.generate(replace(FREE, num_generations=8, stop_token_ids=())):
         assert len({c.token_ids for c in group}) > 4
