@@ -8,8 +8,9 @@ import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import Coroutine, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, NamedTuple, Protocol
@@ -107,7 +108,7 @@ class SteppedCore:
 class AsyncCore:
     """vLLM's AsyncLLM on an event loop in a thread of its own.
 
-    timeout: seconds that may pass without an answer complete before the engine counts as dead.
+    timeout: seconds that may pass without an answer before the engine counts as dead.
     """
 
     remote = True
@@ -116,6 +117,7 @@ class AsyncCore:
         self.timeout = timeout
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True).start()
+        self.llm: Any = None
         self.llm = self._wait(_start_async_llm(arguments))
         self._ids = count()
 
@@ -168,8 +170,15 @@ class AsyncCore:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Its result. A call to a core that has just ended may never be answered, so vLLM is asked now and then."""
+        asked, deadline = self._submit(coroutine), time.monotonic() + self.timeout
+        while not wait([asked], timeout=1.0).done:
+            if self.llm is not None and self.llm.errored:
+                raise WorkerDied("the process of its core ended")
+            if time.monotonic() > deadline:
+                raise WorkerDied(f"no answer in {self.timeout:g} seconds")
         try:
-            return self._submit(coroutine).result()
+            return asked.result()
         except Exception as error:
             raise _death(error) from None
 
