@@ -118,7 +118,11 @@ class AsyncCore:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True).start()
         self.llm: Any = None
-        self.llm = self._wait(_start_async_llm(arguments))
+        try:
+            self.llm = self._wait(_start_async_llm(arguments))
+        except BaseException:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            raise
         self._ids = count()
 
     def stream(self, requests: Sequence[Request]) -> Iterator[tuple[int, Any]]:

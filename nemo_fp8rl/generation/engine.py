@@ -60,6 +60,7 @@ class VllmEngine:
         except ValueError as error:  # vLLM's word for a recipe that it cannot serve
             raise UserError(f"vLLM cannot start an engine for this recipe: {' '.join(str(error).split())}") from None
         if cfg.fp8_kv_cache and load_format == "auto" and any(lacks := self.core.rpc("nemo_fp8rl_read_kv_scales")):
+            self.shutdown()
             raise UserError(f"{next(filter(None, lacks))}; start with a refit, or set kv_cache_dtype=auto")
         self.records_routes = cfg.policy.router_replay.enabled
         if self.records_routes:

@@ -1,5 +1,7 @@
 """An FP8 KV cache that the trainer reads too: mismatch as without one, scales that belong to their version."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -67,8 +69,12 @@ def test_after_one_and_after_ten_refits_it_is_a_fresh_engine(pair, tmp_path):
 
 
 def test_a_checkpoint_without_scales_starts_no_engine(pair):
+    generation = pair.cfg.policy.generation
+    apart = replace(generation, vllm_cfg=replace(generation.vllm_cfg, async_engine=True))  # its end ends no groups here
+    engine = VllmEngine()
     with pytest.raises(UserError, match=r"lacks model\.layers\.0\.self_attn\.k_scale, a scale of the FP8 KV cache"):
-        VllmEngine().setup(pair.cfg, load_format="auto")
+        engine.setup(replace(pair.cfg, policy=replace(pair.cfg.policy, generation=apart)), load_format="auto")
+    assert not hasattr(engine, "core")
 
 
 def test_scales_follow_the_weights(pair):
