@@ -8,7 +8,7 @@ OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-megatron-0.19 test-vllm-matrix lint format types clean
+.PHONY: help setup setup-dev demo test test-long test-megatron-0.19 test-vllm-matrix lint format types clean
 
 help:  ## show this list
 	@grep -hE '^[a-z0-9.-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -26,6 +26,10 @@ demo: setup  ## run the CPU demo
 
 test: setup-dev  ## run the tests
 	@$(BIN)/python -m pytest -q $(ARGS)
+
+test-long: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
+test-long: setup-dev  ## the tests that `make test` leaves out for their length
+	@$(BIN)/python -m pytest -q -m long $(ARGS)
 
 test-megatron-0.19: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 test-megatron-0.19: setup-dev  ## the policy's tests with Megatron Core 0.19, beside the 0.16 of the lock

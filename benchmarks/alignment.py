@@ -36,6 +36,7 @@ from nemo_fp8rl.generation.base import Sampling
 from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.hf.config import FAMILIES
 from nemo_fp8rl.recipe import load
+from nemo_fp8rl.refit.manifest import from_json, routes, to_json
 from nemo_fp8rl.tiny import VOCAB_SIZE, make_tiny
 
 with warnings.catch_warnings(action="ignore"):  # of Megatron about itself
@@ -152,13 +153,27 @@ def prepared(folder: Path, flow: str) -> tuple[str, ...]:
     return (*paths, f"policy.model_name={folder}/warm", f"nemo_fp8rl.flow={flow}", *TASKS[TASK])
 
 
+def bring(worker: MegatronWorker, engine: VllmEngine) -> None:
+    """The worker's weights to the engine beside it: a refit without the drivers of many."""
+    parts, (stored,) = from_json(worker.open_refit("in_process", "")), engine.stored()
+    ((route,),) = routes([parts], [from_json(stored)], 1 << 28)
+    (end,) = worker.offer(0, [to_json(route)])
+    engine.connect([[(end, to_json(route))]], "", 600.0)
+    worker.start_push(0, (0,), frozenset(), {})
+    loaded = engine.load(0, verify=True)
+    worker.finish_push()
+    if isinstance(loaded, Exception):
+        raise loaded
+    engine.commit(0)
+
+
 def answers(cfg: Config, engine: VllmEngine, worker: MegatronWorker, samples: int) -> TrainBatch:
     """What the engine says with the trainer's weights: the batch that every trainer scores."""
     engine.setup(cfg)
     prompts = load_prompts(cfg, VOCAB_SIZE).train[: samples // 4]
     if cfg.fp8_kv_cache:
         worker.calibrate_kv(prompt_batch(prompts, 0))
-    engine.load_update(worker.export_update(0, serialize=False))
+    bring(worker, engine)
     sampling = Sampling(num_generations=4, max_new_tokens=31, temperature=1.0, stop_token_ids=(1,))
     groups = engine.generate([p.token_ids for p in prompts], list(range(len(prompts))), sampling)
     return collate([p for p in prompts for _ in range(4)], [c for group in groups for c in group], 0)

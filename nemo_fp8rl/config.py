@@ -23,6 +23,21 @@ class _Block:
 
 
 @dataclass(frozen=True)
+class RefitConfig(_Block):
+    """How a version of the weights gets from the trainer's ranks to the engines'."""
+
+    mode: Literal["auto", "full", "delta"] = "auto"
+    """full: all bytes; delta: those that changed; auto: whichever took less time. Engines end with the same bytes."""
+    transport: Literal["auto", "in_process", "shared_memory", "collective"] = "auto"
+    """auto: in_process where trainer and engine share one, else shared_memory on one host, else collective (gloo)."""
+    bucket_bytes: int = 256 * 2**20
+    """What travels at once; trainer and engine ranks hold two of these for each link."""
+    verify: Literal["off", "digest", "full", False] = "digest"
+    """digest: of every tensor in the engine's memory against the trainer's; full: byte by byte, all sent twice; off,
+    which YAML reads as false: neither."""
+
+
+@dataclass(frozen=True)
 class Fp8RlConfig(_Block):
     """The block of ours."""
 
@@ -37,6 +52,7 @@ class Fp8RlConfig(_Block):
     kernel: KernelName = "auto"
     """Which implementation quantizes for a refit; all give the same bytes, `auto` takes the fastest there is."""
 
+    refit: RefitConfig = field(default_factory=RefitConfig)
     correction: CorrectionConfig | None = None
     """Rollout correction beyond loss_fn's keys; null takes what those say."""
     gates: tuple[GateConfig, ...] = ()

@@ -47,6 +47,7 @@ ABOVE_0 = (
     "cluster.train_ranks",
     "cluster.generation_engines",
     "cluster.engine_timeout_seconds",
+    "nemo_fp8rl.refit.bucket_bytes",
 )
 AT_LEAST_0 = (
     "grpo.val_period",

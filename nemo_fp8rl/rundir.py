@@ -82,7 +82,7 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock()
             _write_atomically(self.path / "config.yaml", to_yaml(self.cfg))
-            _write_atomically(self.path / "environment.json", json.dumps(self._environment(), indent=1) + "\n")
+            self._write_environment()
             kept = [row for row in self.read_metrics() if row["step"] <= self.done]
             _write_atomically(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
             self._metrics = open(self.metrics_path, "a")
@@ -194,6 +194,14 @@ class RunDirectory:
             "versions": {name: version for name in PACKAGES if (version := _version(name))},
             "choices": self.choices,
         }
+
+    def add_choice(self, name: str, value: str) -> None:
+        """One that could be resolved only now."""
+        self.choices[name] = value
+        self._write_environment()
+
+    def _write_environment(self) -> None:
+        _write_atomically(self.path / "environment.json", json.dumps(self._environment(), indent=1) + "\n")
 
     def _steps(self) -> list[int]:
         if not self.checkpoints.is_dir():

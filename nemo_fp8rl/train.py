@@ -31,6 +31,7 @@ from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.rollout import Rollout, collect, further_prompts, sample_seed, score, shaped
 from nemo_fp8rl.rundir import RunDirectory
 from nemo_fp8rl.timing import Stopwatch
+from nemo_fp8rl.weights import build_bridge
 
 PromptsOfRound = Callable[[int], Sequence[Prompt]]
 """Prompts of generation round 0, 1, ... of a step; more than one only with dynamic sampling."""
@@ -84,9 +85,9 @@ def train(cfg: Config, resume: bool = False) -> bool:
         backends(cfg, run) as (policy, generation),
         GracefulStop() as stop,  # after Ray, which sets signal handlers of its own
     ):
-        parts = Parts(
-            cfg, tokenizer, val_prompts, policy, generation, RefitBridge(policy, generation, run.done), sampling
-        )
+        bridge = build_bridge(cfg, policy, generation, first_version=run.done)
+        run.add_choice("refit", bridge.described)
+        parts = Parts(cfg, tokenizer, val_prompts, policy, generation, bridge, sampling)
         if cfg.fp8_kv_cache and not run.done:
             policy.calibrate_kv(prompt_batch(prompts_of(1)(0), tokenizer.pad_token_id))
         first_refit = parts.bridge.refit()
@@ -122,7 +123,7 @@ def train(cfg: Config, resume: bool = False) -> bool:
 
 
 @contextmanager
-def backends(cfg: Config, run: RunDirectory) -> Iterator[tuple[Policy, Generation]]:
+def backends(cfg: Config, run: RunDirectory) -> Iterator[tuple[MegatronPolicy, VllmGeneration]]:
     """The policy, at the run's last checkpoint, and the engines; both end with the block."""
     with ExitStack() as stack:
         policy = MegatronPolicy(cfg)

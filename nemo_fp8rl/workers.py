@@ -68,6 +68,15 @@ def start_workers(worker_class: type, count: int, cfg: Config, processes: int = 
     return RayWorkers(worker_class, count, cfg, processes)
 
 
+def on_one_host(cfg: Config) -> bool:
+    """Whether all workers, wherever they may be placed, share a machine; with Ray, once workers were started."""
+    if cfg.cluster.backend == "in_process":
+        return True
+    import ray
+
+    return len({node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}) == 1
+
+
 @contextmanager
 def ended_on_error(workers: Workers) -> Iterator[None]:
     """Workers whose setup fails do not outlive it."""

@@ -25,7 +25,7 @@ from nemo_fp8rl.hf.checkpoint import CheckpointReader
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.hf.shards import ShardWriter
 from nemo_fp8rl.hf.tensors import expected_tensors
-from nemo_fp8rl.refit.quantize import build_update
+from nemo_fp8rl.refit.quantize import as_sent
 from nemo_fp8rl.tiny import make_tiny, write_model
 
 WEIGHT = "model.layers.1.mlp.down_proj.weight"
@@ -91,7 +91,10 @@ def test_the_folder_is_an_hf_checkpoint_with_a_refits_tensors(checkpoint, tmp_pa
     command = ["export", "--checkpoint", str(checkpoint), "--output", str(output), "--scale-format", scale_format]
     assert main([*command, "--num-first-layers-in-bf16", "1"]) == 0
     held = load_file(checkpoint / "model.safetensors")
-    assert same(stored(output), build_update(held.items(), 0, Fp8Layers(1, 2), scale_format).tensors)
+    sent: dict[str, torch.Tensor] = {}
+    for name, tensor in held.items():
+        sent |= as_sent(name, tensor, Fp8Layers(1, 2), scale_format)
+    assert same(stored(output), sent)
     before = {path.name for path in checkpoint.iterdir()}
     assert {path.name for path in output.iterdir()} == before
     for name in before - {"config.json", "model.safetensors"}:

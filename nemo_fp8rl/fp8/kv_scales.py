@@ -60,6 +60,11 @@ class KvScales:
     v_scale: tuple[float, ...]
     q_scale: tuple[float, ...] | None = None
 
+    @staticmethod
+    def names(layers: int) -> list[str]:
+        """Those of `named` for so many layers, without q_scale."""
+        return [f"model.layers.{layer}.self_attn.{x}_scale" for layer in range(layers) for x in "kv"]
+
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """(name, float32 []) for a refit or a checkpoint, by the names of NeMo RL's `get_vllm_qkv_scale_names`.
 

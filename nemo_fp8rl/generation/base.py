@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from nemo_fp8rl.batch import Completion
-from nemo_fp8rl.refit.bridge import Acknowledgement
+from nemo_fp8rl.refit.bridge import WeightSink
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,11 @@ class Sampling:
     logprobs: bool = True
 
 
-class Generation(Protocol):
+class Generation(WeightSink, Protocol):
     def generate(
         self, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int], sampling: Sampling
     ) -> list[list[Completion]]:
         """For each prompt its completions, in order. Equal seeds, prompts and weights give equal completions."""
-        ...
-
-    def load_update(self, handles: Sequence[Any]) -> list[Acknowledgement]:
-        """One acknowledgement an engine (`refit.bridge.WeightSink`)."""
         ...
 
     def finish_generation(self) -> None:

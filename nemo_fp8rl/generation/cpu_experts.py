@@ -69,12 +69,7 @@ class EmulatedFp8MoEMethod(FusedMoEMethodBase):
                 set_weight_attrs(parameter, extra | more)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        for name in ("w13", "w2"):
-            data, scale = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale_inv").data
-            experts = [
-                BlockScaled(*pair, BLOCK).dequantize(layer.fp8_operand_dtype) for pair in zip(data, scale, strict=True)
-            ]
-            setattr(layer, f"{name}_dequantized", experts)
+        layer.fp8_dequantized = None  # made of the new bytes by the first multiplication
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         return None
@@ -93,6 +88,9 @@ class EmulatedFp8MoEMethod(FusedMoEMethodBase):
         A rank that shares experts, or the matrices of each, with others computes its part of what each expert says to
         each token; the sum over experts is then every rank's.
         """
+        if layer.fp8_dequantized is None:
+            layer.fp8_dequantized = [_dequantized(layer, name) for name in ("w13", "w2")]
+        w13, w2 = layer.fp8_dequantized
         parallel = layer.moe_config.moe_parallel_config
         shared = parallel.tp_size * parallel.ep_size > 1
         dtype = torch.float32 if parallel.tp_size > 1 else x.dtype
@@ -101,11 +99,18 @@ class EmulatedFp8MoEMethod(FusedMoEMethodBase):
         for expert, (rows, choice) in chosen.items():
             own = expert if layer.expert_map is None else int(layer.expert_map[expert])
             if own >= 0:
-                gate, up = fprop(x[rows], layer.w13_dequantized[own], self.scale_format).chunk(2, -1)
-                said[rows, choice] = fprop(F.silu(gate) * up, layer.w2_dequantized[own], self.scale_format, dtype)
+                gate, up = fprop(x[rows], w13[own], self.scale_format).chunk(2, -1)
+                said[rows, choice] = fprop(F.silu(gate) * up, w2[own], self.scale_format, dtype)
         if shared:
             said = summed(said.float(), x.dtype)
         out = torch.zeros(x.shape, dtype=torch.float32)
         for rows, choice in chosen.values():
             out.index_add_(0, rows, said[rows, choice].float() * topk_weights[rows, choice].float().unsqueeze(-1))
         return counted_once(out.to(x.dtype)) if shared else out.to(x.dtype)
+
+
+def _dequantized(layer: Any, name: str) -> list[Tensor]:
+    """Of each expert."""
+    data, scale = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale_inv").data
+    pairs = zip(data, scale, strict=True)
+    return [BlockScaled(*pair, BLOCK).dequantize(layer.fp8_operand_dtype) for pair in pairs]

@@ -108,10 +108,12 @@ class EmulatedFp8LinearMethod(LinearMethodBase):
         layer.fp8_operand_dtype = torch.float32 if self.sums_parts else operand_dtype(params_dtype, self.scale_format)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        stored = BlockScaled(layer.weight.data, layer.weight_scale_inv.data, BLOCK)
-        layer.fp8_dequantized = stored.dequantize(layer.fp8_operand_dtype)
+        layer.fp8_dequantized = None  # made of the new bytes by the first multiplication
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if layer.fp8_dequantized is None:
+            stored = BlockScaled(layer.weight.data, layer.weight_scale_inv.data, BLOCK)
+            layer.fp8_dequantized = stored.dequantize(layer.fp8_operand_dtype)
         if self.sums_parts:
             y = summed(fprop(x, layer.fp8_dequantized, self.scale_format, torch.float32), x.dtype)
             y = counted_once(y)

@@ -19,9 +19,8 @@ from nemo_fp8rl.generation.checks import check_engine
 from nemo_fp8rl.generation.core import AsyncCore, Core, Request, SteppedCore
 from nemo_fp8rl.generation.vllm_plugin import quantization_config
 from nemo_fp8rl.hf.config import engine_fp8_layers, read_hf_config
-from nemo_fp8rl.refit.bridge import Acknowledgement
-from nemo_fp8rl.refit.manifest import RefitError, Update
-from nemo_fp8rl.refit.transport import serialized
+from nemo_fp8rl.refit.manifest import RefitError
+from nemo_fp8rl.refit.report import Loaded
 
 WORKER_EXTENSION = "nemo_fp8rl.generation.vllm_worker.RefitWorkerExtension"
 ENVIRONMENT = {  # read by vLLM at import; what the user has set wins
@@ -49,7 +48,7 @@ class VllmEngine:
         import vllm  # noqa: F401
 
         compat.survive_scan_of_llvmlite()
-        self.policy_version = -1 if load_format == "dummy" else 0
+        self.policy_version = self.loaded_version = -1 if load_format == "dummy" else 0
         self.sleep_level = 0
         vllm_cfg = cfg.policy.generation.vllm_cfg
         self.max_model_len = vllm_cfg.max_model_len
@@ -81,7 +80,7 @@ class VllmEngine:
         cut off at their beginning: `finish_reason` "length".
         """
         if self.policy_version < 0:
-            raise RefitError("this engine has not received weights yet: refit before the first generation")
+            raise RefitError("this engine has not received weights that were committed: refit before generating")
         if self.sleep_level:
             raise RuntimeError("this engine sleeps: prepare_for_generation first")
         fitting = [i for i, prompt in enumerate(prompts) if len(prompt) < self.max_model_len]
@@ -100,19 +99,46 @@ class VllmEngine:
             pairs = zip(output.outputs, known, strict=True)
             yield i, [self._completion(sample, sampling.logprobs, route) for sample, route in pairs]
 
-    def load_update(self, *parts: Update | bytes) -> Acknowledgement:
-        """Verify and apply a refit, of one part a trainer rank; drop the prefix cache, answer with the version."""
-        self.policy_version = -1  # nothing is generated from mixed weights, whatever fails below
-        if self.core.remote:
-            parts = tuple(part if isinstance(part, bytes) else serialized.pack(part) for part in parts)
-        answers = self.core.rpc("nemo_fp8rl_load", parts)
-        if refusals := [refusal for _, _, refusal in answers if refusal]:
-            raise RefitError(refusals[0])
-        ((version, nbytes),) = {(version, nbytes) for version, nbytes, _ in answers}
+    def stored(self) -> list[str]:
+        """What each rank stores of the model, `refit.manifest.to_json`. Raises RefitError."""
+        answers = self.core.rpc("nemo_fp8rl_stored")
+        _raise_first(refusal for _, refusal in answers)
+        return [parts for parts, _ in answers]
+
+    def connect(self, links: Sequence[Sequence[tuple[Any, str]]], token: str, timeout: float) -> None:
+        """links: for each rank (address or end, route in JSON) of each source. Raises RefitError."""
+        _raise_first(self.core.rpc("nemo_fp8rl_connect", links, token, timeout))
+
+    def disconnect(self) -> None:
+        self.core.rpc("nemo_fp8rl_disconnect")
+
+    def fence(self) -> int:
+        """Generate no more until a commit. The version in memory, -1 where a delta has nothing to begin from."""
+        self.policy_version = -1
+        return self.loaded_version
+
+    def load(self, version: int, verify: bool, compare: bool = False) -> Loaded | RefitError:
+        """Receive a version over the links, drop the prefix cache. The engine is fenced until `commit`.
+
+        verify: see `WeightStore.load`. compare: the version is in memory already and held against what arrives. A
+        refusal is answered, not raised, so that the other engines' answers are heard.
+        """
+        self.policy_version = self.loaded_version = -1  # of mixed weights, whatever fails below
+        answers = self.core.rpc("nemo_fp8rl_load", version, verify, compare)
+        if refusals := [refusal for *_, refusal in answers if refusal]:
+            return RefitError(refusals[0])
         if not self.core.reset_prefix_cache():
-            raise RefitError(f"refit {version}: the engine kept its prefix cache, which holds the old weights' keys")
+            return RefitError(f"refit {version}: the engine kept its prefix cache, which holds the old weights' keys")
+        self.loaded_version = version
+        received, names, seconds, verifying, _ = zip(*answers, strict=True)
+        direct = frozenset.intersection(*map(frozenset, names))
+        return Loaded(version, sum(received), direct, max(seconds), max(verifying))
+
+    def commit(self, version: int) -> None:
+        """Generate from the version that is loaded."""
+        if self.loaded_version != version:
+            raise RefitError(f"refit {version} cannot be committed: the engine has loaded {self.loaded_version}")
         self.policy_version = version
-        return Acknowledgement(version, nbytes)
 
     def finish_generation(self, sleep_level: int) -> int:
         """Give memory back: 1 the KV cache, 2 the weights too, so that a refit must follow. Returns bytes freed."""
@@ -121,7 +147,7 @@ class VllmEngine:
         freed = sum(self.core.rpc("nemo_fp8rl_sleep", sleep_level))
         self.sleep_level = max(self.sleep_level, sleep_level)
         if self.sleep_level == 2:
-            self.policy_version = -1
+            self.policy_version = self.loaded_version = -1
         return freed
 
     def prepare_for_generation(self) -> None:
@@ -201,6 +227,12 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
         "seed": cfg.grpo.seed,
         **scheduling,
     }
+
+
+def _raise_first(refusals: Iterable[str]) -> None:
+    for refusal in refusals:
+        if refusal:
+            raise RefitError(refusal)
 
 
 def _request_id(output: Any, sample: Any) -> str:

@@ -1,6 +1,7 @@
 """The driver's side of generation: vLLM engines that share the prompts, in this process or as Ray actors."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -9,22 +10,25 @@ from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation.base import Sampling
 from nemo_fp8rl.generation.engine import VllmEngine
-from nemo_fp8rl.refit.bridge import Acknowledgement
+from nemo_fp8rl.refit.manifest import Route, TensorPart, from_json, to_json
+from nemo_fp8rl.refit.report import Loaded
 from nemo_fp8rl.workers import WorkerDied, ended_on_error, start_workers
 
 
 class VllmGeneration:
     """`generation.base.Generation` over cluster.generation_engines engines.
 
-    An engine that dies is started again and given the whole last refit; prompts that it had not answered go to all
-    engines anew. A prompt's seed makes its samples independent of which engine answers, and of when.
+    An engine that dies is started again and caught up by the refit bridge (`on_restart`); prompts that it had not
+    answered go to all engines anew. A prompt's seed makes its samples independent of which engine answers, and of when.
+    token: what the links of a refit are opened with.
     """
 
-    def __init__(self, cfg: Config) -> None:
-        self.cfg = cfg
+    on_restart: Callable[[int], None] | None = None
+
+    def __init__(self, cfg: Config, token: str = "") -> None:
+        self.cfg, self.token = cfg, token
         self.timeout = cfg.cluster.engine_timeout_seconds
         self.engine_restarts = self.prompts_retried = 0
-        self._last_refit: Sequence[Any] = ()
         processes = cfg.policy.generation.vllm_cfg.tensor_parallel_size
         self.engines = start_workers(VllmEngine, cfg.cluster.generation_engines, cfg, processes)
         with ended_on_error(self.engines):
@@ -58,15 +62,54 @@ class VllmGeneration:
             waiting = [i for i in waiting if i not in answered]
             self.prompts_retried += len(waiting)
 
-    def load_update(self, handles: Sequence[Any]) -> list[Acknowledgement]:
-        """Every engine's answer. One that dies over it is started again and loads it, too."""
-        self._last_refit = handles
-        arguments = {engine: tuple(handles) for engine in range(self.engines.count)}
-        outcomes = self.engines.outcomes("load_update", arguments, self.timeout)
-        return [
-            self._revive(engine, outcome) if isinstance(outcome, WorkerDied) else outcome
-            for engine, outcome in sorted(outcomes.items())
+    def engine_count(self) -> int:
+        return self.engines.count
+
+    def stored(self, engine: int) -> list[Sequence[TensorPart]]:
+        return [from_json(parts) for parts in self._one(engine, "stored")]
+
+    def connect(self, engine: int, addresses: Sequence[Sequence[Any]], routes: Sequence[Sequence[Route]]) -> None:
+        links = [
+            [(address, to_json(route)) for address, route in zip(*of_rank, strict=True)]
+            for of_rank in zip(addresses, routes, strict=True)
         ]
+        self._one(engine, "connect", links, self.token, self.timeout)
+
+    def disconnect(self, engine: int) -> None:
+        with suppress(WorkerDied):
+            self._one(engine, "disconnect")
+
+    def fence(self, engines: Collection[int]) -> dict[int, int]:
+        outcomes = self.engines.outcomes("fence", dict.fromkeys(engines, ()), self.timeout)
+        return {engine: -1 if isinstance(held, WorkerDied) else held for engine, held in outcomes.items()}
+
+    def load(
+        self, version: int, engines: Collection[int], verify: bool, compare: bool
+    ) -> Mapping[int, Loaded | Exception]:
+        return self.engines.outcomes("load", dict.fromkeys(engines, (version, verify, compare)), self.timeout)
+
+    def commit(self, version: int, engines: Collection[int]) -> None:
+        for outcome in self.engines.outcomes("commit", dict.fromkeys(engines, (version,)), self.timeout).values():
+            if isinstance(outcome, Exception):
+                raise outcome
+
+    def is_death(self, outcome: Exception) -> bool:
+        return isinstance(outcome, WorkerDied)
+
+    def replace(self, engine: int, death: Exception) -> None:
+        """A new engine in the place of a dead one. Raises UserError after cluster.max_engine_restarts of them."""
+        limit = self.cfg.cluster.max_engine_restarts
+        if self.engine_restarts == limit:
+            raise UserError(
+                f"engine {engine} died ({death}) after {limit} restarts of engines in this run "
+                "(cluster.max_engine_restarts); look into its log, then continue with --resume"
+            ) from death
+        self.engine_restarts += 1
+        self.engines.restart(engine)
+        try:
+            self._one(engine, "setup", self.cfg)
+        except WorkerDied as again:
+            self.replace(engine, again)
 
     def finish_generation(self) -> None:
         if level := self.cfg.policy.generation.vllm_cfg.sleep_level:
@@ -96,25 +139,20 @@ class VllmGeneration:
         return {engine: positions[a:b] for engine, (a, b) in enumerate(pairwise(borders)) if b > a}
 
     def _all(self, method: str, *arguments: Any) -> None:
-        """Call it on every engine; one that is dead is started again instead, awake and with the last refit."""
+        """Call it on every engine; one that is dead is started again instead."""
         outcomes = self.engines.outcomes(method, dict.fromkeys(range(self.engines.count), arguments), self.timeout)
         for engine, outcome in outcomes.items():
             if isinstance(outcome, WorkerDied):
                 self._revive(engine, outcome)
 
-    def _revive(self, engine: int, death: WorkerDied) -> Acknowledgement:
-        """A new engine in the place of a dead one, with the whole last refit."""
-        limit = self.cfg.cluster.max_engine_restarts
-        if self.engine_restarts == limit:
-            raise UserError(
-                f"engine {engine} died ({death}) after {limit} restarts of engines in this run "
-                "(cluster.max_engine_restarts); look into its log, then continue with --resume"
-            ) from death
-        self.engine_restarts += 1
-        self.engines.restart(engine)
-        steps: list[tuple[str, tuple[Any, ...]]] = [("setup", (self.cfg,)), ("load_update", tuple(self._last_refit))]
-        for method, arguments in steps if self._last_refit else steps[:1]:
-            outcome = self.engines.outcomes(method, {engine: arguments}, self.timeout)[engine]
-            if isinstance(outcome, WorkerDied):
-                return self._revive(engine, outcome)
+    def _revive(self, engine: int, death: WorkerDied) -> None:
+        self.replace(engine, death)
+        if self.on_restart is not None:
+            self.on_restart(engine)
+
+    def _one(self, engine: int, method: str, *arguments: Any) -> Any:
+        """What one engine answers; raises what it raised, WorkerDied when it is gone."""
+        outcome = self.engines.outcomes(method, {engine: arguments}, self.timeout)[engine]
+        if isinstance(outcome, Exception):
+            raise outcome
         return outcome

@@ -1,18 +1,19 @@
 """What the loop asks of a training policy."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from nemo_fp8rl.batch import TrainBatch
+from nemo_fp8rl.refit.bridge import WeightSource
 
 Loss = Callable[[Tensor, TrainBatch, Tensor, Tensor], tuple[Tensor, dict[str, float]]]
 """(next_token_logprobs [B, T-1], batch, global_valid_seqs, global_valid_toks) -> (loss, metrics)."""
 
 
-class Policy(Protocol):
+class Policy(WeightSource, Protocol):
     def logprobs(self, batch: TrainBatch) -> Tensor:
         """float32 [B, T]: log-probability of input_ids[:, t] given what is before it, position 0 is 0."""
         ...
@@ -39,10 +40,6 @@ class Policy(Protocol):
 
     def weight_error(self) -> dict[str, float]:
         """How far the engine's weights are from the trainer's (`algorithms.quantization_error`)."""
-        ...
-
-    def export_update(self, version: int) -> Sequence[Any]:
-        """The weights as the engines need them (`refit.bridge.WeightSource`)."""
         ...
 
     def save(self, folder: Path) -> None:

@@ -1,5 +1,6 @@
 """The driver's side of the policy: Megatron ranks, in this process or as Ray actors."""
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.policy.base import Loss
 from nemo_fp8rl.policy.layout import check_layout
 from nemo_fp8rl.policy.worker import MegatronWorker, Place
-from nemo_fp8rl.workers import ended_on_error, start_workers
+from nemo_fp8rl.refit.bridge import Transport
+from nemo_fp8rl.refit.manifest import Route, TensorPart, from_json, to_json
+from nemo_fp8rl.refit.report import SendReport
+from nemo_fp8rl.workers import WorkerDied, ended_on_error, start_workers
 
 PER_RANK = ("grad_norm", "lr")
 """Metrics that every rank reports alike; all others are `combined` over the ranks that answer."""
@@ -31,6 +35,7 @@ class MegatronPolicy:
         hf = read_hf_config(cfg.policy.model_name)
         check_layout(hf, cfg)
         self.ranks = start_workers(MegatronWorker, cfg.cluster.train_ranks, cfg)
+        self.steps_taken = 0
         self.replicas, count = cfg.data_parallel_size, self.ranks.count
         with ended_on_error(self.ranks):
             rendezvous = self.ranks.call("rendezvous", [()] * count)[0] if count > 1 else None
@@ -49,6 +54,7 @@ class MegatronPolicy:
         counts = float((mask.sum(-1) > 0).sum()), float(mask.sum())
         if not counts[1]:
             raise ValueError("the batch holds no token to train on: every sample is masked out")
+        self.steps_taken += 1
         results = self._on_shards("train_step", batch, loss, *counts)
         return combined(results) | {name: results[0][name] for name in PER_RANK}
 
@@ -70,23 +76,57 @@ class MegatronPolicy:
     def weight_error(self) -> dict[str, float]:
         return weight_error(self.ranks.call("weight_squares", [()] * self.ranks.count))
 
-    def export_update(self, version: int) -> list[Any]:
-        """A handle on each rank's part; between processes they travel as bytes."""
-        separate = self.ranks.separate_processes
-        exporters = [rank for rank, place in enumerate(self.places) if place.exports]
-        updates = [self.ranks.start(rank, "export_update", version, separate) for rank in exporters]
-        for update in updates:
-            self.ranks.wait(update)
-        return updates
+    def open_refit(self, transport: Transport, token: str) -> None:
+        """Before any other method of `refit.bridge.WeightSource`. token: what engines must know to link with a rank."""
+        self.exporters = [rank for rank, place in enumerate(self.places) if place.exports]
+        self.parts = [from_json(parts) for parts in self._on_exporters("open_refit", transport, token)]
+
+    def holdings(self) -> list[Sequence[TensorPart]]:
+        return list(self.parts)
+
+    def updates(self) -> int:
+        return self.steps_taken
+
+    def base_version(self) -> int:
+        """Of all ranks, or -1 where they differ."""
+        versions = set(self._on_exporters("base_version"))
+        return versions.pop() if len(versions) == 1 else -1
+
+    def offer(self, engine: int, routes: Sequence[Sequence[Route]]) -> list[list[Any]]:
+        arguments = {
+            rank: (engine, [to_json(route) for route in to_ranks])
+            for rank, to_ranks in zip(self.exporters, routes, strict=True)
+        }
+        return self._answers("offer", arguments)
+
+    def withdraw(self, engine: int) -> None:
+        self._on_exporters("withdraw", engine)
+
+    def start_push(self, version: int, engines: Collection[int], whole: frozenset[str], **how: bool) -> None:
+        self._on_exporters("start_push", version, tuple(engines), whole, how)
+
+    def finish_push(self) -> list[SendReport]:
+        return self._on_exporters("finish_push")
 
     def save(self, folder: Path) -> None:
         self.ranks.call("save", [(str(folder.resolve()),)] * self.ranks.count)
 
     def load(self, folder: Path) -> None:
+        self.steps_taken += 1
         self.ranks.call("load", [(str(folder.resolve()),)] * self.ranks.count)
 
     def shutdown(self) -> None:
         self.ranks.shutdown()
+
+    def _on_exporters(self, method: str, *arguments: Any) -> list[Any]:
+        return self._answers(method, dict.fromkeys(self.exporters, arguments))
+
+    def _answers(self, method: str, arguments: dict[int, tuple[Any, ...]]) -> list[Any]:
+        """Of these ranks, in order; the first exception is raised."""
+        answers = self.ranks.outcomes(method, arguments)
+        if death := next((answer for answer in answers.values() if isinstance(answer, WorkerDied)), None):
+            raise death
+        return [answers[rank] for rank in arguments]
 
     def _on_shards(self, method: str, batch: TrainBatch, *arguments: Any) -> list[Any]:
         """Call it on every rank with its part of the batch: one answer for each part, in order."""

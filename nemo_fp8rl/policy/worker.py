@@ -5,11 +5,12 @@ Every call into Megatron goes through `megatron_on_cpu`, so an engine in the sam
 
 import math
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,9 @@ from nemo_fp8rl.algorithms.quantization_error import SquaresByGroup, weight_squa
 from nemo_fp8rl.batch import TrainBatch
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.fp8 import KvScales
+from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.hf.config import engine_fp8_layers, read_hf_config
-from nemo_fp8rl.hf.region import start_of
 from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.policy.base import Loss
 from nemo_fp8rl.policy.cpu import megatron_on_cpu
@@ -37,9 +39,10 @@ from nemo_fp8rl.policy.optimizer_state import load_optimizer, save_optimizer
 from nemo_fp8rl.policy.pipeline import Pipeline
 from nemo_fp8rl.policy.routing_replay import RoutingReplay
 from nemo_fp8rl.policy.weights import load_hf, save_hf
-from nemo_fp8rl.refit.manifest import RefitError, Update
-from nemo_fp8rl.refit.quantize import build_update
-from nemo_fp8rl.refit.transport import serialized
+from nemo_fp8rl.refit.bridge import Transport
+from nemo_fp8rl.refit.manifest import RefitError, TensorPart, from_json, to_json
+from nemo_fp8rl.refit.rank import SendingRank
+from nemo_fp8rl.refit.report import SendReport
 
 
 @dataclass(frozen=True)
@@ -189,20 +192,53 @@ class MegatronWorker:
         self.logprobs(batch)
         self.kv_cache.end_calibration()
 
-    def export_update(self, version: int, serialize: bool) -> Update | bytes:
-        """This rank's part of a version's weights for the engines, quantized here and nowhere else."""
-        choice, layout = self.cfg.nemo_fp8rl, self.layout
-        starts = {name: start_of(layout.region(name, shape)) for name, shape in expected_tensors(self.hf).items()}
+    def open_refit(self, transport: Transport, token: str) -> str:
+        """Be ready for engines to link with this rank; what it will send them, `refit.manifest.to_json`."""
+        choice, layers, shapes = self.cfg.nemo_fp8rl, self.engine_fp8_layers, expected_tensors(self.hf)
+        parts = [
+            TensorPart.of(
+                name,
+                E4M3 if layers.quantizes(name) else part.dtype,
+                shapes[name],
+                self.layout.region(name, shapes[name]),
+            )
+            for name, part in self._own_weights()
+        ]
+        if self.kv_cache is not None and self.rank == 0:
+            names = KvScales.names(self.hf.num_hidden_layers)
+            parts += [TensorPart.of(name, torch.float32, ()) for name in names]
+        self.refit = SendingRank(
+            parts,
+            choice.scale_format,
+            choice.kernel,
+            transport=transport,
+            bucket_bytes=choice.refit.bucket_bytes,
+            host=_own_host(self.cfg),
+            token=token,
+            timeout=self.cfg.cluster.engine_timeout_seconds,
+        )
+        return to_json(parts)
+
+    def offer(self, engine: int, routes: Sequence[str]) -> list[Any]:
+        return self.refit.offer(engine, [from_json(route) for route in routes])
+
+    def withdraw(self, engine: int) -> None:
+        self.refit.withdraw(engine)
+
+    def base_version(self) -> int:
+        return self.refit.base_version
+
+    def start_push(self, version: int, engines: Collection[int], whole: frozenset[str], how: dict[str, bool]) -> None:
+        """Send this rank's part of a version's weights, quantized here and nowhere else, in a thread."""
         kv_scales: Iterator[tuple[str, Tensor]] = iter(())
         if self.kv_cache is not None and self.rank == 0:
             if self.kv_cache.scales is None:
                 raise RefitError(f"refit {version}: the KV cache is FP8 and has no scales yet: calibrate first")
             kv_scales = self.kv_cache.scales.named()
-        weights = chain(self._own_weights(), kv_scales)
-        update = build_update(
-            weights, version, self.engine_fp8_layers, choice.scale_format, choice.kernel, starts=starts
-        )
-        return serialized.pack(update) if serialize else update
+        self.refit.start(chain(self._own_weights(), kv_scales), version, engines, whole=whole, **how)
+
+    def finish_push(self) -> SendReport:
+        return self.refit.finish()
 
     def weight_squares(self) -> SquaresByGroup:
         """This rank's part of `weight_error`."""
@@ -244,6 +280,8 @@ class MegatronWorker:
 
     def shutdown(self) -> None:
         """Leave the process as `setup` found it, so that another policy can be built in it."""
+        if "refit" in self.__dict__:
+            self.refit.close()
         leave()
 
     def _build_kv_cache(self) -> TrainerKvCache | None:
@@ -267,6 +305,15 @@ class MegatronWorker:
             wd_incr_steps=0,
             wd_incr_style="constant",
         )
+
+
+def _own_host(cfg: Config) -> str:
+    """Address of this node on the cluster's interface; loopback without a cluster."""
+    if cfg.cluster.backend == "in_process":
+        return "127.0.0.1"
+    import ray
+
+    return ray.util.get_node_ip_address()
 
 
 def _check_finite(metrics: dict[str, float], ddp: DistributedDataParallel) -> None:

@@ -1,77 +1,287 @@
-"""One refit: export and quantize, send, load, verify, commit the version.
+"""One refit: routes, links, send and load at once, verify, commit the version.
 
-The state machine is short. A version is *sent* when the source has built it, *loaded* when an engine has verified and
-applied it and dropped its prefix cache, *committed* when every engine acknowledged that version. Generation between
-sent and committed is a defect: the loop does not return to generation before `refit` returns, and an exception here
-ends the run.
+A version is *sent* when the trainer's ranks begin, *loaded* in an engine when every byte of it is in its memory, has
+been verified and the prefix cache is gone, and *committed* when every engine has loaded it. An engine generates only
+from a version that was committed, and from the first byte of the next one on it is fenced: it refuses, until a commit.
+
+    an engine dies, or its link breaks    it is started again, or linked again, and gets the whole version
+    a message lost, damaged, repeated     the same
+    twice in one refit                    RefitError; the engines stay fenced, the version is not committed
+    a weight that is not finite           RefitError that names it; the same
+    the trainer dies                      its links break, the engines stay fenced
 """
 
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Literal, Protocol
 
-from nemo_fp8rl.refit.manifest import RefitError
+from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart, routes
+from nemo_fp8rl.refit.mode import Mode, ModeChoice
+from nemo_fp8rl.refit.report import Loaded, RefitReport, SendReport
 
-
-@dataclass(frozen=True)
-class Acknowledgement:
-    """An engine's answer: it now generates with `version`, for which it received `nbytes` bytes."""
-
-    version: int
-    nbytes: int
+Transport = Literal["in_process", "shared_memory", "collective"]
+Verify = Literal["off", "digest", "full"]
+PIECE_BYTES = 1 << 24
+"""Of what is quantized, sent and verified at once, at most."""
+Addresses = list[Any]
 
 
 class WeightSource(Protocol):
-    """The trainer's side. A handle is opaque here: an Update in this process, a reference to its bytes otherwise."""
+    """The trainer's side."""
 
-    def export_update(self, version: int) -> Sequence[Any]:
-        """One handle for each rank that has a part of the weights."""
+    def holdings(self) -> list[Sequence[TensorPart]]:
+        """What each rank sends; together every tensor once."""
+        ...
+
+    def updates(self) -> int:
+        """A number that changes when the weights do."""
+        ...
+
+    def base_version(self) -> int:
+        """Of the bytes that every rank kept for a delta, or -1."""
+        ...
+
+    def offer(self, engine: int, routes: Sequence[Sequence[Route]]) -> list[Addresses]:
+        """routes, addresses: [source][engine's rank]."""
+        ...
+
+    def withdraw(self, engine: int) -> None: ...
+
+    def start_push(self, version: int, engines: Collection[int], whole: frozenset[str], **how: bool) -> None:
+        """Begin to send; `how` are the keywords of `WeightSender.send`."""
+        ...
+
+    def finish_push(self) -> list[SendReport]:
+        """One a rank. Raises RefitError on weights that must not be sent."""
         ...
 
 
 class WeightSink(Protocol):
-    """The engines' side: every engine loads the update, or an exception tells why not."""
+    """The engines' side. on_restart: called with an engine that was found dead and started again."""
 
-    def load_update(self, handles: Sequence[Any]) -> list[Acknowledgement]: ...
+    on_restart: Callable[[int], None] | None
 
+    def engine_count(self) -> int: ...
 
-@dataclass(frozen=True)
-class RefitReport:
-    """bytes: on the wire to one engine. Seconds by stage."""
+    def stored(self, engine: int) -> list[Sequence[TensorPart]]:
+        """What each rank of an engine stores."""
+        ...
 
-    version: int
-    nbytes: int
-    export_seconds: float
-    load_seconds: float
+    def connect(self, engine: int, addresses: Sequence[Addresses], routes: Sequence[Sequence[Route]]) -> None:
+        """addresses, routes: [engine's rank][source]."""
+        ...
 
-    def metrics(self) -> dict[str, float]:
-        return {
-            "refit/bytes": self.nbytes,
-            "refit/version": self.version,
-            "timing/refit": self.export_seconds + self.load_seconds,
-            "timing/refit_export": self.export_seconds,
-            "timing/refit_load": self.load_seconds,
-        }
+    def disconnect(self, engine: int) -> None: ...
+
+    def fence(self, engines: Collection[int]) -> dict[int, int]:
+        """Have them refuse to generate until a commit; the version in each one's memory, -1 where there is none."""
+        ...
+
+    def load(
+        self, version: int, engines: Collection[int], verify: bool, compare: bool
+    ) -> Mapping[int, Loaded | Exception]:
+        """What became of it in each engine. compare: hold what arrives against the memory, do not write it."""
+        ...
+
+    def replace(self, engine: int, death: Exception) -> None:
+        """Start an engine that died again, without weights. Raises when that has happened too often."""
+        ...
+
+    def is_death(self, outcome: Exception) -> bool: ...
+
+    def commit(self, version: int, engines: Collection[int]) -> None: ...
 
 
 class RefitBridge:
     """Counts versions and moves them. `version` is the last one that every engine committed; -1 before the first."""
 
-    def __init__(self, source: WeightSource, sink: WeightSink, first_version: int = 0) -> None:
-        self.source, self.sink = source, sink
+    def __init__(
+        self,
+        source: WeightSource,
+        sink: WeightSink,
+        *,
+        mode: Mode = "auto",
+        transport: Transport = "in_process",
+        verify: Verify = "digest",
+        bucket_bytes: int = 1 << 28,
+        first_version: int = 0,
+    ) -> None:
+        self.source, self.sink, self.choice = source, sink, ModeChoice(mode)
+        self.transport, self.verify, self.bucket_bytes = transport, verify, bucket_bytes
         self.version = first_version - 1
+        self.sent_updates = -1
+        self.connected: dict[int, frozenset[str]] = {}
+        self._busy = threading.Lock()
+        sink.on_restart = self.catch_up
+
+    @property
+    def described(self) -> str:
+        return f"{self.choice.mode} through {self.transport}, verify {self.verify}"
 
     def refit(self) -> RefitReport:
         """Bring every engine to the trainer's present weights. Raises RefitError unless all of them committed."""
-        version = self.version + 1
-        start = time.perf_counter()
-        handles = self.source.export_update(version)
-        exported = time.perf_counter()
-        acknowledgements = self.sink.load_update(handles)
-        loaded = time.perf_counter()
-        behind = [i for i, ack in enumerate(acknowledgements) if ack.version != version]
-        if behind or not acknowledgements:
-            raise RefitError(f"refit {version}: engines {behind} did not commit it")
-        self.version = version
-        return RefitReport(version, acknowledgements[0].nbytes, exported - start, loaded - exported)
+        with self._alone():
+            version, start = self.version + 1, time.perf_counter()
+            engines = range(self.sink.engine_count())
+            self.sent_updates = -1
+            held = set(self.sink.fence(engines).values())
+            for engine in engines:
+                self._connect(engine)
+            delta = self.choice.delta and held == {self.source.base_version()} != {-1}
+            reports, stages, retries = self._push(version, engines, delta, self.choice.keep)
+            if self.verify == "full":
+                began = time.perf_counter()
+                retries += self._push(version, engines, False, self.choice.keep, compare=True)[2]
+                stages["compare"] = time.perf_counter() - began
+            retries += self._commit(version, engines)
+            self.version, self.sent_updates = version, self.source.updates()
+            seconds = time.perf_counter() - start
+            if not retries:
+                self.choice.took(delta, seconds)
+            bf16 = sum(report.quantized_bf16_nbytes for report in reports)
+            return RefitReport(
+                version=version,
+                nbytes=sum(report.nbytes for report in reports) // len(engines),
+                delta=delta,
+                wire_over_bf16=sum(report.quantized_nbytes for report in reports) / bf16 if bf16 else 1.0,
+                base_nbytes=max(report.base_nbytes for report in reports),
+                retries=retries,
+                seconds=seconds,
+                stages=stages,
+            )
+
+    def catch_up(self, engine: int) -> None:
+        """Bring an engine that was started again to the committed version.
+
+        Where there is none yet, or the trainer's weights have moved on from it, the engine stays fenced until a refit.
+        """
+        with self._alone():
+            self._disconnect(engine)
+            if self.version >= 0 and self.source.updates() == self.sent_updates:
+                self._connect(engine)
+                self._push(self.version, [engine], False, False)
+                self._commit(self.version, [engine])
+
+    def _connect(self, engine: int) -> None:
+        """Link an engine; one that is found dead is started again."""
+        while engine not in self.connected:
+            holdings = self.source.holdings()
+            try:
+                with self._asking_engine():
+                    stored = self.sink.stored(engine)
+                planned = routes(holdings, stored, min(PIECE_BYTES, self.bucket_bytes))
+                addresses = self.source.offer(engine, planned)
+                self.connected[engine] = frozenset()
+                with self._asking_engine():
+                    self.sink.connect(engine, _transposed(addresses), _transposed(planned))
+            except _EngineDied as died:
+                self._disconnect(engine)
+                self.sink.replace(engine, died.death)
+            except BaseException:
+                self._disconnect(engine)
+                raise
+
+    @contextmanager
+    def _asking_engine(self) -> Iterator[None]:
+        """Its death apart from that of a trainer's rank, which `WeightSink.is_death` may not tell."""
+        try:
+            yield
+        except Exception as error:
+            raise (_EngineDied(error) if self.sink.is_death(error) else error) from None
+
+    def _disconnect(self, engine: int) -> None:
+        if self.connected.pop(engine, None) is not None:
+            self.source.withdraw(engine)
+            self.sink.disconnect(engine)
+
+    def _push(
+        self, version: int, engines: Collection[int], delta: bool, keep: bool, compare: bool = False
+    ) -> tuple[list[SendReport], dict[str, float], int]:
+        """Send and load, once more where it failed: what the trainer's ranks say, seconds by stage, engines retried."""
+        reports, outcomes = self._attempt(version, engines, delta, keep, compare)
+        failed = {engine: outcome for engine, outcome in outcomes.items() if isinstance(outcome, Exception)}
+        for engine, failure in failed.items():
+            self._disconnect(engine)
+            if self.sink.is_death(failure):
+                self.sink.replace(engine, failure)
+        if failed:
+            for engine in failed:
+                self._connect(engine)
+            _, again = self._attempt(version, failed.keys(), False, False, False)
+            twice = {engine: outcome for engine, outcome in again.items() if isinstance(outcome, Exception)}
+            for engine in twice:
+                self._disconnect(engine)
+            for engine, outcome in twice.items():
+                raise RefitError(f"refit {version}: engine {engine} failed twice: {outcome}") from failed[engine]
+            outcomes = {**outcomes, **again}
+        loaded = {engine: outcome for engine, outcome in outcomes.items() if isinstance(outcome, Loaded)}
+        self.connected |= {engine: one.direct for engine, one in loaded.items()}
+        behind = [engine for engine in engines if engine not in loaded or loaded[engine].version != version]
+        if behind or not loaded:
+            raise RefitError(f"refit {version}: engines {behind} did not load it")
+        stages = {stage: max(report.seconds[stage] for report in reports) for stage in reports[0].seconds}
+        stages["load"] = max(one.seconds for one in loaded.values())
+        stages["verify"] = max(one.verify_seconds for one in loaded.values())
+        return reports, stages, len(failed)
+
+    def _attempt(
+        self, version: int, engines: Collection[int], delta: bool, keep: bool, compare: bool
+    ) -> tuple[list[SendReport], Mapping[int, Loaded | Exception]]:
+        whole = self._whole(engines) if delta else frozenset()
+        digests, finishing = self.verify != "off", False
+        try:
+            self.source.start_push(version, engines, whole, delta=delta, keep=keep, digests=digests)
+            outcomes = self.sink.load(version, engines, digests, compare)
+            finishing = True
+            return self.source.finish_push(), outcomes
+        except BaseException:
+            for engine in engines:  # their links may hold messages of this version
+                self._disconnect(engine)
+            if not finishing:
+                with suppress(Exception):  # of ranks that have begun, whose links are closed now
+                    self.source.finish_push()
+            raise
+
+    def _commit(self, version: int, engines: Collection[int]) -> int:
+        """Engines that died since they loaded the version get it again; how many."""
+        try:
+            self.sink.commit(version, engines)
+            return 0
+        except Exception as failure:
+            if not self.sink.is_death(failure):
+                raise
+            death = failure
+        lost = [engine for engine, held in self.sink.fence(engines).items() if held != version]
+        for engine in lost:
+            self._disconnect(engine)
+            self.sink.replace(engine, death)
+            self._connect(engine)
+        self._push(version, lost, False, False)
+        self.sink.commit(version, engines)
+        return len(lost)
+
+    def _whole(self, engines: Collection[int]) -> frozenset[str]:
+        """Names of the tensors of which some engine takes no delta."""
+        names = {part.name for parts in self.source.holdings() for part in parts}
+        return frozenset(names - frozenset.intersection(*(self.connected[engine] for engine in engines)))
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise RefitError("a refit is under way already")
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+
+class _EngineDied(Exception):
+    def __init__(self, death: Exception) -> None:
+        super().__init__(str(death))
+        self.death = death
+
+
+def _transposed(rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    return [list(column) for column in zip(*rows, strict=True)]

@@ -1,17 +1,22 @@
-"""What a complete refit is: every HF name with shape and dtype, and the version it belongs to."""
+"""What a complete refit is: who holds which part of which tensor, and which pieces travel from whom to whom.
+
+Sources (trainer ranks) and sinks (engine ranks) say what they hold as `TensorPart`s; `routes` cuts that into pieces, so
+that each sink receives what it stores and nothing else, and refuses, by name, what does not fit together. Both sides
+then speak of a piece by its place in the route's list.
+"""
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 
 import torch
-from torch import Tensor
 
-from nemo_fp8rl.fp8 import BLOCK, Fp8Layers, scale_name, scale_shape
-from nemo_fp8rl.fp8.format import E4M3
-from nemo_fp8rl.hf.region import Region, index, overlap, placed
+from nemo_fp8rl.fp8 import BLOCK, scale_shape
+from nemo_fp8rl.hf.region import Region, overlap, shape_of, start_of, whole
+
+FP8 = "float8_e4m3fn"
 
 
 class RefitError(RuntimeError):
@@ -19,151 +24,149 @@ class RefitError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class TensorSpec:
-    """dtype is torch's name without the prefix, such as float8_e4m3fn.
+class TensorPart:
+    """What a rank holds, or what travels, of one tensor: `region` of the `shape` that it has as a whole.
 
-    start: where this begins in the whole tensor, when it is the part that one rank holds; empty for a whole one.
+    dtype is torch's name without the prefix. A part in float8_e4m3fn has its scales with it, float32, one for each
+    128x128 block that its region holds.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    start: tuple[int, ...] = ()
-
-    @property
-    def region(self) -> Region:
-        return placed(self.start or (0,) * len(self.shape), self.shape)
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """The tensors of one version. Versions grow by one a refit."""
-
-    version: int
-    tensors: tuple[TensorSpec, ...]
+    region: Region
 
     @classmethod
-    def of(
-        cls, version: int, tensors: Mapping[str, Tensor], starts: Mapping[str, tuple[int, ...]] | None = None
-    ) -> "Manifest":
-        """starts: of the parts among the tensors, by name."""
-        starts = starts or {}
-        return cls(version, tuple(_spec(name, tensor, starts.get(name, ())) for name, tensor in tensors.items()))
+    def of(cls, name: str, dtype: torch.dtype, shape: Sequence[int], region: Region | None = None) -> "TensorPart":
+        """region: None for all of it."""
+        return cls(name, str(dtype).removeprefix("torch."), tuple(shape), whole(shape) if region is None else region)
 
     @property
-    def names(self) -> set[str]:
-        return {spec.name for spec in self.tensors}
+    def quantized(self) -> bool:
+        return self.dtype == FP8
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
 
-    @classmethod
-    def from_json(cls, text: str) -> "Manifest":
-        raw = json.loads(text)
-        specs = (TensorSpec(t["name"], t["dtype"], tuple(t["shape"]), tuple(t["start"])) for t in raw["tensors"])
-        return cls(raw["version"], tuple(specs))
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Of the region."""
+        return shape_of(self.region)
 
+    @property
+    def data_bytes(self) -> int:
+        return math.prod(self.size) * self.torch_dtype.itemsize
 
-@dataclass(frozen=True)
-class Update:
-    """One refit on its way: the manifest and the tensors it describes, by HF name."""
-
-    manifest: Manifest
-    tensors: dict[str, Tensor]
+    @property
+    def scale_bytes(self) -> int:
+        return 4 * math.prod(scale_shape(self.size, BLOCK)) if self.quantized else 0
 
     @property
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+        return self.data_bytes + self.scale_bytes
 
-    def verify(self, expected: Mapping[str, tuple[int, ...]], fp8_layers: Fp8Layers) -> None:
-        """Raise RefitError unless this is exactly what an engine that holds `expected` (name: shape) must receive.
+    def cut(self, region: Region) -> "TensorPart":
+        return TensorPart(self.name, self.dtype, self.shape, region)
 
-        Scales need not be listed. Checked before a byte is applied: no tensor missing or unknown, every one shaped
-        as the engine's and typed as the manifest says, FP8 exactly where the contract puts it, with finite scales.
-        """
-        scales = {scale_name(name) for name in expected if fp8_layers.quantizes(name)}
-        _same_names("engine", {*expected, *scales}, self.manifest.names)
-        _same_names("manifest", self.manifest.names, set(self.tensors))
-        for spec in self.manifest.tensors:
-            tensor = self.tensors[spec.name]
-            found = _spec(spec.name, tensor, spec.start)
-            if found != spec:
-                raise RefitError(f"refit {self.manifest.version}: {found} differs from its manifest, {spec}")
-            if spec.name in expected and tuple(expected[spec.name]) != spec.shape:
-                raise RefitError(
-                    f"refit {self.manifest.version}: {spec.name} is {list(spec.shape)}, the engine's is "
-                    f"{list(expected[spec.name])}"
-                )
-            quantized = fp8_layers.quantizes(spec.name)
-            if (tensor.dtype == E4M3) != quantized:
-                wanted = "FP8" if quantized else "in high precision"
-                raise RefitError(f"refit {self.manifest.version}: {spec.name} is {spec.dtype}, must be {wanted}")
-            if tensor.dtype == E4M3:
-                self._verify_scale(spec)
-
-    def _verify_scale(self, weight: TensorSpec) -> None:
-        scale = self.tensors.get(scale_name(weight.name))
-        if scale is None:
-            raise RefitError(f"refit {self.manifest.version}: {weight.name} has no {scale_name(weight.name)}")
-        if len(weight.shape) != len(BLOCK):
-            raise RefitError(f"refit {self.manifest.version}: {weight.name} is FP8 but not a matrix: {weight.shape}")
-        shape = scale_shape(weight.shape, BLOCK)
-        if tuple(scale.shape) != shape or scale.dtype != torch.float32 or not torch.isfinite(scale).all():
-            raise RefitError(
-                f"refit {self.manifest.version}: {scale_name(weight.name)} must be finite float32 {list(shape)}, "
-                f"got {scale.dtype} {list(scale.shape)}"
-            )
+    def local(self, region: Region) -> tuple[slice, ...]:
+        """How to take the region out of a tensor that holds this part."""
+        return tuple(slice(a - at, b - at) for (a, b), at in zip(region, start_of(self.region), strict=True))
 
 
-def _spec(name: str, tensor: Tensor, start: tuple[int, ...] = ()) -> TensorSpec:
-    return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start if any(start) else ())
+def blocks_of(region: Region) -> Region:
+    """The region of the scales that belong to this region of an FP8 matrix."""
+    return tuple((a // size, -(-b // size)) for (a, b), size in zip(region, BLOCK, strict=True))
 
 
-def joined(updates: Sequence[Update]) -> Update:
-    """One update from what the trainer's ranks sent, each its parts. Raises RefitError unless they fit together.
+def to_json(parts: Iterable[TensorPart]) -> str:
+    return json.dumps([asdict(part) for part in parts])
 
-    A tensor in one piece is taken as it is. Others are put together where their parts say; a part that is missing at
-    the end makes the tensor too short, which `Update.verify` finds.
+
+def from_json(text: str) -> tuple[TensorPart, ...]:
+    return tuple(
+        TensorPart(p["name"], p["dtype"], tuple(p["shape"]), tuple((a, b) for a, b in p["region"]))
+        for p in json.loads(text)
+    )
+
+
+Route = tuple[TensorPart, ...]
+"""The pieces that go from one source to one sink."""
+
+
+def routes(
+    sources: Sequence[Sequence[TensorPart]], sinks: Sequence[Sequence[TensorPart]], piece_bytes: int
+) -> list[list[Route]]:
+    """[source][sink] -> the pieces, in the source's order, none larger than `piece_bytes` unless a band of rows is.
+
+    Raises RefitError unless the sources hold, once, all that the sinks store, alike in shape and dtype, in whole blocks
+    where it is FP8; and nothing that no sink stores.
     """
-    versions = {update.manifest.version for update in updates}
-    if len(versions) != 1:
-        raise RefitError(f"the trainer's ranks sent different versions: {sorted(versions)}")
-    (version,) = versions
-    parts: dict[str, list[tuple[TensorSpec, Tensor]]] = {}
-    for update in updates:
-        _same_names("manifest", update.manifest.names, set(update.tensors))
-        for spec in update.manifest.tensors:
-            parts.setdefault(spec.name, []).append((spec, update.tensors[spec.name]))
-    tensors = {name: _whole(version, held) for name, held in parts.items()}
-    return Update(Manifest.of(version, tensors), tensors)
+    held: dict[str, list[tuple[int, TensorPart]]] = {}
+    for source, parts in enumerate(sources):
+        for part in parts:
+            _check_blocks("trainer", part)
+            held.setdefault(part.name, []).append((source, part))
+    for name, holders in held.items():
+        if len({(part.dtype, part.shape) for _, part in holders}) > 1:
+            raise RefitError(f"the trainer's ranks do not agree on the shape and the dtype of {name}")
+        if any(overlap(a.region, b.region) is not None for (_, a), (_, b) in combinations(holders, 2)):
+            raise RefitError(f"two trainer ranks send the same part of {name}")
+    _check_names({part.name for parts in sinks for part in parts}, set(held))
+    wanted: dict[tuple[int, int], dict[str, list[TensorPart]]] = {}
+    for sink, parts in enumerate(sinks):
+        for part in parts:
+            _check_blocks("engine", part)
+            missing = math.prod(part.size)
+            for source, holder in held[part.name]:
+                if (holder.dtype, holder.shape) != (part.dtype, part.shape):
+                    raise RefitError(
+                        f"{part.name} is {holder.dtype} {list(holder.shape)} in the trainer and {part.dtype} "
+                        f"{list(part.shape)} in the engine"
+                    )
+                common = overlap(holder.region, part.region)
+                if common is not None:
+                    missing -= math.prod(shape_of(common))
+                    pieces = _small_enough(part.cut(common), piece_bytes)
+                    wanted.setdefault((source, sink), {}).setdefault(part.name, []).extend(pieces)
+            if missing:
+                raise RefitError(f"the trainer's ranks hold only a part of {part.name}: {missing} values are missing")
+    return [
+        [
+            tuple(piece for part in parts for piece in wanted.get((source, sink), {}).get(part.name, ()))
+            for sink in range(len(sinks))
+        ]
+        for source, parts in enumerate(sources)
+    ]
 
 
-def _whole(version: int, parts: list[tuple[TensorSpec, Tensor]]) -> Tensor:
-    """The tensor that these parts make up, each in its place and no place twice."""
-    first, tensor = parts[0]
-    for spec, held in parts:
-        found = _spec(spec.name, held, spec.start)
-        if found != spec:
-            raise RefitError(f"refit {version}: {found} differs from its manifest, {spec}")
-        if spec.dtype != first.dtype or len(spec.shape) != len(first.shape):
-            raise RefitError(f"refit {version}: {spec} and {first} are not parts of one tensor")
-    if len(parts) == 1 and not first.start:
-        return tensor
-    regions = [spec.region for spec, _ in parts]
-    if any(overlap(a, b) is not None for a, b in combinations(regions, 2)):
-        raise RefitError(f"refit {version}: two ranks sent the same part of {first.name}")
-    shape = tuple(max(region[dim][1] for region in regions) for dim in range(len(first.shape)))
-    if sum(held.numel() for _, held in parts) != math.prod(shape):
-        raise RefitError(f"refit {version}: parts of {first.name} are missing")
-    out = tensor.new_empty(shape)
-    for (_, held), region in zip(parts, regions, strict=True):
-        out[index(region, (0,) * len(region))] = held
-    return out
+def _small_enough(piece: TensorPart, limit: int) -> list[TensorPart]:
+    """The piece in bands of rows."""
+    if piece.nbytes <= limit or not piece.region:
+        return [piece]
+    (top, bottom), *rest = piece.region
+    step = BLOCK[0] if piece.quantized else 1
+    rows = max(1, limit * (bottom - top) // piece.nbytes // step) * step
+    return [piece.cut(((max(top, a), min(bottom, a + rows)), *rest)) for a in range(top - top % rows, bottom, rows)]
 
 
-def _same_names(side: str, wanted: set[str], got: set[str]) -> None:
+def _check_blocks(side: str, part: TensorPart) -> None:
+    """Raise unless an FP8 part is a matrix that begins and ends at block borders, or where the tensor ends."""
+    if not part.quantized:
+        return
+    borders = zip(part.region, part.shape, BLOCK, strict=False)
+    if len(part.shape) != len(BLOCK) or any(a % n or (b % n and b != size) for (a, b), size, n in borders):
+        raise RefitError(
+            f"{part.name}: the {side} holds {[list(side) for side in part.region]} of {list(part.shape)}, and FP8 is "
+            f"shared out in blocks of {BLOCK[0]}x{BLOCK[1]}: take a size of tensor parallelism that keeps blocks whole"
+        )
+
+
+def _check_names(wanted: set[str], got: set[str]) -> None:
     missing, unknown = sorted(wanted - got), sorted(got - wanted)
     if missing:
-        raise RefitError(f"the refit lacks {len(missing)} tensors that the {side} needs, among them {missing[0]}")
+        raise RefitError(f"the refit lacks {len(missing)} tensors that the engine needs, among them {missing[0]}")
     if unknown:
-        raise RefitError(f"the refit holds {len(unknown)} tensors unknown to the {side}, among them {unknown[0]}")
+        raise RefitError(f"the refit holds {len(unknown)} tensors unknown to the engine, among them {unknown[0]}")

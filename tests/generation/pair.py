@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
+from torch import Tensor
 
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.algorithms.mismatch import mismatch_metrics
@@ -16,8 +17,13 @@ from nemo_fp8rl.config import Config
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.generation.base import Sampling
 from nemo_fp8rl.generation.engine import VllmEngine
+from nemo_fp8rl.generation.vllm import VllmGeneration
+from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.policy.worker import MegatronWorker
-from nemo_fp8rl.refit.manifest import Manifest, RefitError, Update
+from nemo_fp8rl.refit.manifest import RefitError
+from nemo_fp8rl.refit.report import RefitReport
+from nemo_fp8rl.weights import build_bridge
+from tests.policy.sent import sent_tensors
 
 GREEDY = Sampling(num_generations=1, max_new_tokens=16, temperature=0.0, stop_token_ids=())
 FREE = Sampling(num_generations=4, max_new_tokens=8, temperature=1.0, stop_token_ids=(1,))
@@ -30,44 +36,44 @@ def outputs(groups):
 
 
 class Pair:
-    """A trainer and an engine of one flow, in this process."""
+    """A trainer and an engine of one flow, in this process, and the bridge between them."""
 
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
-        self.worker = MegatronWorker()
-        self.worker.setup(cfg, 0, 1, None)
-        self.engine = VllmEngine()
-        self.engine.setup(cfg)
+        self.policy = MegatronPolicy(cfg)
+        self.generation = VllmGeneration(cfg)
+        self.worker: MegatronWorker = self.policy.ranks.worker
+        self.engine: VllmEngine = self.generation.engines.worker
+        self.bridge = build_bridge(cfg, self.policy, self.generation)
         self.tokenizer = PromptTokenizer(cfg.policy)
         tokens = [tuple(self.tokenizer.tokenizer(text).input_ids) for text in TEXTS]
         self.prompts = [Prompt(i, text, "", ids) for i, (text, ids) in enumerate(zip(TEXTS, tokens, strict=True))]
-        self.version = -1
         self.others: list[VllmEngine] = []
 
     def close(self) -> None:
         """All engines of a process share vLLM's groups, so they end together."""
-        for engine in (*self.others, self.engine):
+        for engine in self.others:
             engine.shutdown()
+        self.generation.shutdown()
         self.others.clear()
         gc.collect()
-        self.worker.shutdown()
+        self.policy.shutdown()
 
-    def refit(self) -> Update:
-        self.version += 1
+    def refit(self) -> RefitReport:
         if self.cfg.fp8_kv_cache:
-            self.worker.calibrate_kv(prompt_batch(self.prompts, 0))
-        update = self.worker.export_update(self.version, serialize=False)
-        assert self.engine.load_update(update).version == self.version
-        return update
+            self.policy.calibrate_kv(prompt_batch(self.prompts, 0))
+        return self.bridge.refit()
 
     def refit_without(self, name: str) -> None:
-        """Send the next version without one tensor: refused by name, and the engine then waits for a refit."""
-        update = self.worker.export_update(self.version + 1, serialize=False)
-        tensors = {n: t for n, t in update.tensors.items() if n != name}
+        """Try the next version without one tensor: refused by name, and the engine then waits for a refit."""
+        self.bridge._disconnect(0)
+        (parts,) = self.policy.parts
+        self.policy.parts = [[part for part in parts if part.name != name]]
         with pytest.raises(RefitError, match=f"lacks 1 tensors.*{name}"):
-            self.engine.load_update(Update(Manifest.of(update.manifest.version, tensors), tensors))
+            self.bridge.refit()
         with pytest.raises(RefitError, match="has not received weights"):
             self.generate(GREEDY)
+        self.policy.parts = [parts]
 
     def generate(self, sampling: Sampling, engine: VllmEngine | None = None, prompts: list[Prompt] | None = None):
         prompts = prompts or self.prompts
@@ -98,19 +104,19 @@ class Pair:
         for refits in (1, 9):
             for _ in range(refits):
                 self.train(1)
-                update = self.refit()
+                self.refit()
             greedy, sampled = outputs(self.generate(GREEDY)), outputs(self.generate(FREE))
             assert greedy != earlier  # the weights did move
-            fresh = self.fresh_engine(update, folder / f"after_{refits}")
+            fresh = self.fresh_engine(sent_tensors(self.worker), folder / f"after_{refits}")
             assert greedy == outputs(self.generate(GREEDY, fresh))
             assert sampled == outputs(self.generate(FREE, fresh))
             earlier = greedy
 
-    def fresh_engine(self, update: Update, folder: Path) -> VllmEngine:
+    def fresh_engine(self, tensors: dict[str, Tensor], folder: Path) -> VllmEngine:
         """An engine started from disk with these very tensors."""
         shutil.copytree(self.cfg.policy.model_name, folder)
-        scales = {n: t for n, t in update.tensors.items() if n.endswith((".k_scale", ".v_scale"))}
-        weights = {n: t for n, t in update.tensors.items() if n not in scales}
+        scales = {n: t for n, t in tensors.items() if n.endswith((".k_scale", ".v_scale"))}
+        weights = {n: t for n, t in tensors.items() if n not in scales}
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         if scales:  # in a file that the index leaves out: some versions of vLLM's loaders do not know these names
             save_file(scales, folder / "kv_scales.safetensors")

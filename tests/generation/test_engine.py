@@ -9,16 +9,22 @@ import torch
 from nemo_fp8rl.batch import Prompt
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.refit.manifest import RefitError
-from nemo_fp8rl.refit.transport import serialized
 from tests.conftest import RECIPES
 from tests.generation.pair import FREE, GREEDY, Pair, outputs
+from tests.policy.sent import sent_tensors
 
+REFIT = "nemo_fp8rl.refit"
 PRECISIONS = {
-    "fp8_e2e": ["nemo_fp8rl.flow=fp8_e2e"],
-    "first_layer_bf16": ["nemo_fp8rl.flow=fp8_e2e", "policy.generation.vllm_cfg.num_first_layers_in_bf16=1"],
+    "fp8_e2e": ["nemo_fp8rl.flow=fp8_e2e", f"{REFIT}.mode=delta"],
+    "first_layer_bf16": [
+        "nemo_fp8rl.flow=fp8_e2e",
+        "policy.generation.vllm_cfg.num_first_layers_in_bf16=1",
+        f"{REFIT}.transport=shared_memory",
+        f"{REFIT}.verify=full",
+    ],
     "words": ["policy.generation.vllm_cfg.quantization_ignored_layer_kws=[o_proj,layers.1.mlp]"],
     "bf16": ["nemo_fp8rl.flow=bf16"],
-    "fp8_rollout": ["nemo_fp8rl.flow=fp8_rollout"],
+    "fp8_rollout": ["nemo_fp8rl.flow=fp8_rollout", f"{REFIT}.transport=collective", f"{REFIT}.verify=off"],
 }
 
 
@@ -45,7 +51,8 @@ def test_engine_holds_the_trainers_bytes(pair):
         pytest.skip("bf16 engines repack their weights for the CPU")
     pair.refit()
     pair.train(1)
-    sent = pair.refit().tensors
+    pair.refit()
+    sent = sent_tensors(pair.worker)
     (held,) = pair.engine.core.llm.apply_model(lambda model: {n: p.data.clone() for n, p in model.named_parameters()})
     fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
     compared = 0
@@ -82,7 +89,7 @@ def test_answers_end_at_the_end_token_or_at_the_limit(pair):
         for c in group:
             assert (c.finish_reason == "stop") == (c.token_ids[-1] == 1)
             assert len(c.logprobs) == len(c.token_ids) <= 8
-            assert c.policy_version == pair.version
+            assert c.policy_version == pair.bridge.version
             assert all(logprob <= 0 for logprob in c.logprobs)
 
 
@@ -97,7 +104,7 @@ def test_sleep_frees_memory_and_leaves_the_answers_as_they_were(pair):
     pair.engine.prepare_for_generation()
     assert outputs(pair.generate(GREEDY)) == expected
     weights = pair.engine.finish_generation(2) - freed
-    fp8 = [p for p in pair.worker.export_update(99, serialize=False).tensors.values() if p.dtype == torch.float8_e4m3fn]
+    fp8 = [p for p in sent_tensors(pair.worker).values() if p.dtype == torch.float8_e4m3fn]
     assert weights > 3 * sum(p.nbytes for p in fp8)  # their bytes, and the copy in bfloat16 that is multiplied
     pair.engine.prepare_for_generation()
     with pytest.raises(RefitError, match="has not received weights"):
@@ -123,42 +130,16 @@ def test_incomplete_refit_is_refused_and_a_full_one_recovers(pair):
     assert outputs(again) == outputs(before)
 
 
-def test_missing_scale_is_refused(pair):
-    if pair.cfg.nemo_fp8rl.flow == "bf16":
-        assert not any(n.endswith("_scale_inv") for n in pair.refit().tensors)
-        return
-    pair.refit_without("model.layers.1.self_attn.v_proj.weight_scale_inv")
-    pair.refit()
-
-
-def test_serialized_refit_equals_the_one_in_process(pair):
-    pair.refit()
-    expected = pair.generate(GREEDY)
-    pair.version += 1
-    acknowledgement = pair.engine.load_update(pair.worker.export_update(pair.version, serialize=True))
-    assert acknowledgement.version == pair.version
-    assert outputs(pair.generate(GREEDY)) == outputs(expected)
-
-
 def test_fp8_halves_the_bytes_on_the_wire(pair):
-    update = serialized.unpack(pair.worker.export_update(pair.version + 1, serialize=True))
-    layers = pair.worker.engine_fp8_layers
-    if layers.first or layers.ignored:
-        pytest.skip("some layers travel in bf16")
-    quantized = {n: t for n, t in update.tensors.items() if "_proj.weight" in n}
-    nbytes = sum(t.numel() * t.element_size() for t in quantized.values())
-    values = sum(t.numel() for n, t in quantized.items() if not n.endswith("_scale_inv"))
-    assert nbytes == values * 2 if pair.cfg.nemo_fp8rl.flow == "bf16" else nbytes <= 0.505 * values * 2
+    pair.refit()
+    pair.engine.finish_generation(2)  # so that it is a full refit
+    pair.engine.prepare_for_generation()
+    report = pair.refit()
+    assert not report.delta
+    if pair.cfg.nemo_fp8rl.engine_fp8:
+        assert 0.5 < report.wire_over_bf16 <= 0.505
 
 
 def test_the_engine_has_our_method_where_it_is_fp8(pair):
     quantization = pair.engine.core.llm.vllm_config.model_config.quantization
     assert quantization == ("nemo_fp8rl" if pair.cfg.nemo_fp8rl.engine_fp8 else None)
-
-
-def test_exported_tensors_do_not_follow_later_training(pair):
-    update = pair.refit()
-    copies = {name: tensor.clone() for name, tensor in update.tensors.items()}
-    pair.train(1)
-    equal = (torch.equal(update.tensors[n].view(torch.uint8), t.view(torch.uint8)) for n, t in copies.items())
-    assert all(equal)

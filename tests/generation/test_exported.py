@@ -16,10 +16,10 @@ from nemo_fp8rl.generation.core import SteppedCore
 from nemo_fp8rl.generation.cpu_experts import EmulatedFp8MoEMethod
 from nemo_fp8rl.generation.engine import VllmEngine, engine_arguments
 from nemo_fp8rl.recipe import load
-from nemo_fp8rl.refit.manifest import Update
 from nemo_fp8rl.tiny import make_tiny
 from tests.conftest import RECIPES, SMALL
 from tests.generation.pair import GREEDY, Pair, outputs
+from tests.policy.sent import sent_tensors
 
 FIRST = "policy.generation.vllm_cfg.num_first_layers_in_bf16=1"
 CASES: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {  # sizes, recipe, arguments of export
@@ -38,9 +38,10 @@ class Exported:
         paths = (f"policy.model_name={folder}/tiny/model", f"data.train.data_path={folder}/tiny/data.jsonl")
         self.cfg = load(RECIPES / "tiny_cpu.yaml", [*paths, *SMALL, "nemo_fp8rl.flow=fp8_e2e", *overrides])
         self.pair = Pair(self.cfg)
-        self.sent: Update = self.pair.refit()
+        self.pair.refit()
         self.pair.train(1)
-        self.sent = self.pair.refit()
+        self.pair.refit()
+        self.sent = sent_tensors(self.pair.worker)
         self.expected = outputs(self.pair.generate(GREEDY))
         self.pair.worker.save(folder / "saved")
         self.folder = folder / "fp8"
@@ -105,8 +106,8 @@ def vllm_fp8_on_cpu(exported: Exported, monkeypatch) -> None:
 
 def test_exported_tensors_are_a_refits_to_the_byte(exported):
     stored = load_file(exported.folder / "model.safetensors")
-    assert stored.keys() == exported.sent.tensors.keys()
-    for name, tensor in exported.sent.tensors.items():
+    assert stored.keys() == exported.sent.keys()
+    for name, tensor in exported.sent.items():
         assert (stored[name].dtype, stored[name].shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(stored[name].view(torch.uint8), tensor.view(torch.uint8)), name
     assert any(tensor.dtype == torch.float8_e4m3fn for tensor in stored.values())

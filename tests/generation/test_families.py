@@ -7,6 +7,7 @@ from nemo_fp8rl.recipe import load
 from nemo_fp8rl.tiny import make_tiny
 from tests.conftest import LLAMA3_ROPE, RECIPES, SMALL, YARN
 from tests.generation.pair import Pair
+from tests.policy.sent import sent_tensors
 
 CASES = [
     ("llama", "fp8_e2e", {"rope_parameters": LLAMA3_ROPE}),
@@ -42,7 +43,8 @@ def test_after_one_and_after_ten_refits_it_is_a_fresh_engine(pair, tmp_path):
 
 def test_the_engine_holds_the_experts_bytes(pair):
     """Stacked as vLLM stacks them, [experts, gate above up] and [experts, down], bytes and scales."""
-    sent = pair.refit().tensors
+    pair.refit()
+    sent = sent_tensors(pair.worker)
     gate = ".gate_proj.weight"
     experts = [name.removesuffix(gate) for name in sent if ".experts." in name and name.endswith(gate)]
     if not experts or not pair.cfg.nemo_fp8rl.engine_fp8:

@@ -14,8 +14,9 @@ from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation import compat
 from nemo_fp8rl.generation.vllm import VllmGeneration
-from nemo_fp8rl.policy.worker import MegatronWorker
+from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.recipe import load
+from nemo_fp8rl.weights import build_bridge
 from tests.conftest import RECIPES
 from tests.generation.pair import FREE, TEXTS, outputs
 
@@ -32,12 +33,14 @@ class Run:
         self.cfg = load(RECIPES / "tiny_cpu.yaml", overrides)
         tokenizer = PromptTokenizer(self.cfg.policy)
         self.prompts = [tuple(tokenizer.tokenizer(text).input_ids) for text in TEXTS]
-        worker = MegatronWorker()
-        worker.setup(self.cfg, 0, 1, None)
-        self.update = worker.export_update(0, serialize=True)
-        worker.shutdown()
+        self.policy = MegatronPolicy(self.cfg)
         self.generation = VllmGeneration(self.cfg)
-        self.generation.load_update([self.update])
+        self.bridge = build_bridge(self.cfg, self.policy, self.generation)
+        self.bridge.refit()
+
+    def close(self) -> None:
+        self.generation.shutdown()
+        self.policy.shutdown()
 
     def answers(self, disturb=None) -> list:
         """What the engines answer; `disturb()` is called after the first answer."""
@@ -58,9 +61,9 @@ def core_process() -> psutil.Process:
 
 @pytest.fixture(scope="module")
 def async_run(tiny_overrides):
-    run = Run((*tiny_overrides, ASYNC, WAVES, "cluster.max_engine_restarts=3"))
+    run = Run((*tiny_overrides, ASYNC, WAVES, "cluster.max_engine_restarts=4"))
     yield run
-    run.generation.shutdown()
+    run.close()
 
 
 def test_a_core_killed_while_it_generates_is_replaced(async_run):
@@ -78,10 +81,16 @@ def test_a_core_found_dead_is_replaced_at_the_next_refit(async_run):
     core.kill()
     core.wait()
     async_run.generation.check_health()
-    (acknowledgement,) = async_run.generation.load_update([async_run.update])
-    assert acknowledgement.version == 0
     assert async_run.answers() == expected
     assert async_run.generation.engine_restarts == before + 1
+
+
+def test_a_core_that_dies_in_a_refit_is_replaced_and_gets_the_whole_version(async_run):
+    expected, before = async_run.answers(), async_run.generation.engine_restarts
+    core_process().kill()
+    report = async_run.bridge.refit()
+    assert (report.retries, async_run.generation.engine_restarts) == (1, before + 1)
+    assert async_run.answers() == expected
 
 
 def test_a_core_that_hangs_counts_as_dead(async_run):
@@ -95,18 +104,19 @@ def test_a_core_that_hangs_counts_as_dead(async_run):
 
 
 def test_one_death_too_many_ends_the_run(async_run):
-    assert async_run.generation.engine_restarts == 3
-    with pytest.raises(UserError, match=r"after 3 restarts .*cluster\.max_engine_restarts.*--resume"):
+    assert async_run.generation.engine_restarts == 4
+    with pytest.raises(UserError, match=r"after 4 restarts .*cluster\.max_engine_restarts.*--resume"):
         async_run.answers(lambda: core_process().kill())
 
 
+@pytest.mark.long
 @pytest.mark.skipif(compat.vllm_version() < (0, 28), reason="vLLM 0.27 waits for a rank that is gone")
 def test_a_rank_killed_while_its_engine_generates_is_replaced_with_it(tiny_overrides):
     run = Run((*tiny_overrides, "policy.generation.vllm_cfg.tensor_parallel_size=2", WAVES))
     expected = run.answers()
     assert run.answers(lambda: core_process().kill()) == expected
     assert run.generation.metrics()["generation/engine_restarts"] == 1
-    run.generation.shutdown()
+    run.close()
 
 
 def kill_one_of_two(overrides: list[str]) -> dict[str, object]:
@@ -119,14 +129,22 @@ def kill_one_of_two(overrides: list[str]) -> dict[str, object]:
     actor = psutil.Process(ray.get(second.__ray_call__.remote(lambda _: os.getpid())))
     started = actor.children(recursive=True)
     equal = run.answers(actor.kill) == expected
-    acknowledged = [answer.version for answer in run.generation.load_update([run.update])]
+    refit = run.bridge.refit()
     _, alive = psutil.wait_procs(started, timeout=20)
     left = [process.pid for process in alive if process.status() != psutil.STATUS_ZOMBIE]
     counted = run.generation.metrics()
-    run.generation.shutdown()
-    return {"equal": equal, "acknowledged": acknowledged, "started": len(started), "left": left, **counted}
+    run.close()
+    return {
+        "equal": equal,
+        "version": refit.version,
+        "retries": refit.retries,
+        "started": len(started),
+        "left": left,
+        **counted,
+    }
 
 
+@pytest.mark.long
 def test_of_two_engines_under_ray_one_is_killed(tiny_overrides):
     """Its prompts are asked again of both; nothing that it started outlives it."""
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # Ray reads them once, so a new process
@@ -136,7 +154,7 @@ def test_of_two_engines_under_ray_one_is_killed(tiny_overrides):
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["started"] > 0
     assert 0 < seen.pop("generation/prompts_retried") <= len(TEXTS) / 2
-    expected = {"equal": True, "acknowledged": [0, 0], "left": [], "generation/engine_restarts": 1}
+    expected = {"equal": True, "version": 1, "retries": 0, "left": [], "generation/engine_restarts": 1}
     assert seen == expected | {"started": seen["started"]}
 
 

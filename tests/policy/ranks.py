@@ -39,6 +39,11 @@ class Ranks:
         """The same call on every rank."""
         return self.run(_call, [(method, *arguments)] * self.count)
 
+    def on(self, ranks: list[int], method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
+        """Call it on these ranks, each with arguments of its own."""
+        futures = [self.processes[rank].submit(_call, method, *own) for rank, own in zip(ranks, arguments, strict=True)]
+        return [future.result() for future in futures]
+
     def close(self) -> None:
         for process in self.processes:
             process.submit(os._exit, 0)  # an orderly end takes seconds

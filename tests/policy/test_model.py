@@ -16,6 +16,7 @@ from nemo_fp8rl.policy.rope import read_rope
 from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.tiny import write_model
 from tests.conftest import LLAMA3_ROPE, YARN
+from tests.policy.sent import sent_tensors
 
 SIZES = [
     {"tie_word_embeddings": False},
@@ -116,12 +117,12 @@ def test_fp8_trainer_multiplies_exactly_the_bytes_it_exports(recipe):
     ids = torch.randint(0, 16, (4, 12), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "input_lengths": torch.full((4,), 12)}
     before = worker.logprobs(batch)
-    update = worker.export_update(0, serialize=False)
+    sent = sent_tensors(worker)
     changed = 0
     for name, weight in worker.export_weights():
         if worker.engine_fp8_layers.quantizes(name):
-            scale = update.tensors[name + "_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
-            value = (update.tensors[name].float() * scale).to(weight.dtype)
+            scale = sent[name + "_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+            value = (sent[name].float() * scale).to(weight.dtype)
             changed += int((value != weight).sum())
             _parameter_view(worker, name).copy_(value)
     assert changed > 10_000  # the weights really moved to the FP8 grid
@@ -146,7 +147,7 @@ def test_a_layer_kept_in_bf16_trains_and_travels_in_bf16(recipe, end, fp8_layer)
     fp8 = [name for name, module in worker.model.named_modules() if isinstance(module, Fp8Forward)]
     assert len(fp8) == 4
     assert all(name.startswith(f"decoder.layers.{fp8_layer}.") for name in fp8)
-    sent = worker.export_update(0, serialize=False).tensors
+    sent = sent_tensors(worker)
     in_fp8 = {name for name, tensor in sent.items() if tensor.dtype == torch.float8_e4m3fn}
     assert in_fp8 == {name for name in sent if f"layers.{fp8_layer}." in name and name.endswith("_proj.weight")}
     assert len(in_fp8) == 7

@@ -7,17 +7,23 @@ from transformers import AutoModelForCausalLM
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import shards
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.fp8 import scale_name
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.hf.parts import PartReader
 from nemo_fp8rl.hf.region import whole
 from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.policy.worker import MegatronWorker
-from nemo_fp8rl.refit.manifest import joined
+from nemo_fp8rl.refit.manifest import TensorPart, from_json, routes, to_json
+from nemo_fp8rl.refit.message import Content
+from nemo_fp8rl.refit.receive import IncomingLink, received
+from nemo_fp8rl.refit.transport.post import dial
 from nemo_fp8rl.tiny import write_model
 from tests.policy import ranks
 from tests.policy.ranks import Ranks
+from tests.policy.sent import sent_tensors
 from tests.policy.test_worker import random_batch
 
+TOKEN = "of these tests"
 DENSE = {"vocab_size": 67}  # no multiple of 2
 TIED = {"tie_word_embeddings": True, "family": "llama"}
 MOE = {"family": "qwen3_moe"}
@@ -156,16 +162,31 @@ def test_resume_on_the_same_layout_is_bitwise(two, model, tmp_path, sizes, layou
 def test_the_parts_of_a_refit_are_the_bytes_of_one_rank(two, model, sizes, layout):
     """Quantized where they live, put together: every byte and every scale as one rank makes them of all weights."""
     model = model(sizes)
-    expected = alone(model.cfg((), ranks=1)).export_update(5, serialize=False)
+    expected = sent_tensors(alone(model.cfg((), ranks=1)))
     places = two.setup(model.cfg(layout))
-    parts = two.call("export_update", 5, False)
-    sent = [part for part, place in zip(parts, places, strict=True) if place.exports]
-    whole_update = joined(sent)
-    assert whole_update.manifest.version == 5
-    assert same(whole_update.tensors, expected.tensors)
-    assert sum(part.nbytes for part in sent) == expected.nbytes
+    exporters = [rank for rank, place in enumerate(places) if place.exports]
+    held = two.call("open_refit", "shared_memory", TOKEN)
+    sources = [from_json(held[rank]) for rank in exporters]
+    everything = {name: TensorPart.of(name, expected[name].dtype, shape) for name, shape in model.shapes.items()}
+    planned = routes(sources, [list(everything.values())], piece_bytes=1 << 16)
+    addresses = two.on(exporters, "offer", [(0, [to_json(to_sink)]) for (to_sink,) in planned])
+    links = [
+        IncomingLink(dial((host, port), TOKEN, name, 60.0), to_sink)
+        for ((host, port, name),), (to_sink,) in zip(addresses, planned, strict=True)
+    ]
+    two.on(exporters, "start_push", [(5, (0,), frozenset(), {})] * len(exporters))
+    got = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    for item in received(links, 5):
+        names = (item.part.name, scale_name(item.part.name))[: 1 + item.part.quantized]
+        mine = Content(*(got[name] for name in names)).cut(everything[item.part.name], item.part.region)
+        for tensor, content in zip(mine.tensors, item.content.tensors, strict=True):
+            tensor.copy_(content)
+    reports = two.on(exporters, "finish_push", [()] * len(exporters))
+    assert same(got, expected)
+    nbytes = sum(tensor.nbytes for tensor in expected.values())
+    assert sum(report.nbytes for report in reports) == nbytes
     if layout != DP:
-        assert max(part.nbytes for part in sent) < 0.8 * expected.nbytes  # no rank holds all
+        assert max(report.nbytes for report in reports) < 0.8 * nbytes  # no rank holds all
 
 
 def test_an_fp8_step_on_two_ranks_is_that_of_one_within_rounding(two, model):

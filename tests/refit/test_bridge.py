@@ -1,149 +1,701 @@
-"""A refit is committed by every engine or not at all, and whatever is wrong with it is named before it is applied."""
+"""Every engine commits a version or none does; what dies or breaks on the way is made good once, and counted."""
 
+import errno
 import math
-from collections.abc import Callable
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from nemo_fp8rl.fp8 import Fp8Layers
-from nemo_fp8rl.refit.bridge import Acknowledgement, RefitBridge
-from nemo_fp8rl.refit.manifest import Manifest, RefitError, Update
-from nemo_fp8rl.refit.quantize import build_update
+from nemo_fp8rl.refit.bridge import RefitBridge
+from nemo_fp8rl.refit.manifest import RefitError, TensorPart
+from nemo_fp8rl.refit.message import Header
+from nemo_fp8rl.refit.mode import RETRY_AFTER, ModeChoice
+from nemo_fp8rl.refit.send import DELTA_FROM
+from nemo_fp8rl.refit.transport.link import ReceivingEnd
+from nemo_fp8rl.workers import WorkerDied
+from tests.refit.memory_engine import (
+    Hook,
+    MemoryEngine,
+    MemoryEngines,
+    MemoryTrainer,
+    Message,
+    Tampered,
+    as_whole,
+    bf16,
+    fp8,
+    random_weights,
+    split,
+)
 
-LAYERS = {True: Fp8Layers(0, 36), False: Fp8Layers.none()}
-
-PROJECTION, NORM = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
-SCALE = PROJECTION + "_scale_inv"
-Damage = Callable[[dict[str, torch.Tensor]], None]
-
-
-class FakeSource:
-    """A trainer of two weights; `damage` changes the tensors of the next update, its manifest follows."""
-
-    def __init__(self, fp8: bool = True) -> None:
-        self.fp8, self.damage = fp8, None
-        self.weights = {PROJECTION: torch.ones(256, 128).bfloat16(), NORM: torch.ones(128).bfloat16()}
-
-    def export_update(self, version: int) -> Update:
-        update = build_update(self.weights.items(), version, LAYERS[self.fp8], "pow2")
-        if self.damage:
-            self.damage(update.tensors)
-        return Update(Manifest.of(version, update.tensors), update.tensors)
-
-
-class FakeSink:
-    """Engines that verify and keep what they are sent; those in `stuck` answer with the version they had."""
-
-    def __init__(self, fp8: bool = True, engines: int = 2) -> None:
-        self.fp8, self.engines, self.stuck = fp8, engines, set()
-        self.applied: list[Update] = []
-
-    def load_update(self, handle: Update) -> list[Acknowledgement]:
-        handle.verify({PROJECTION: (256, 128), NORM: (128,)}, LAYERS[self.fp8])
-        self.applied.append(handle)
-        version = handle.manifest.version
-        return [Acknowledgement(version - (i in self.stuck), handle.nbytes) for i in range(self.engines)]
+UP, DOWN, NORM = "mlp.up_proj.weight", "mlp.down_proj.weight", "norm.weight"
+PARTS = [fp8(UP, 256, 384), fp8(DOWN, 384, 300), bf16(NORM, 100), TensorPart.of("k_scale", torch.float32, ())]
+NBYTES = sum(part.nbytes for part in PARTS)
+QUANTIZED = [part for part in PARTS if part.quantized]
+AT_ONCE = 5.0
+"""Seconds that a refit may take where links wait for up to 20."""
 
 
-def put(name: str, tensor: torch.Tensor | None) -> Damage:
-    def damage(tensors: dict[str, torch.Tensor]) -> None:
-        tensors.pop(name, None)
-        if tensor is not None:
-            tensors[name] = tensor
+class Run:
+    """A trainer of two ranks, two engines of two ranks, and the bridge."""
 
-    return damage
+    def __init__(
+        self, engines: int = 2, *, mode: Any = "full", verify: Any = "digest", repacked: str = "", **how: Any
+    ) -> None:
+        self.trainer = MemoryTrainer(
+            random_weights(PARTS), split(PARTS, 2, 0, replicate=False), bucket_bytes=30_000, **how
+        )
+        layout = split(PARTS, 2, 1, replicate=True)
+        self.engines = MemoryEngines(layout, engines, repacked=[repacked] if repacked else [])
+        self.mode, self.verify = mode, verify
+        self.bridge = RefitBridge(self.trainer, self.engines, mode=mode, verify=verify, bucket_bytes=30_000)
+
+    def step(self, share: float = 0.01) -> None:
+        """Some of the smaller values are halved: scales stay, a delta is small."""
+        moved = {
+            name: torch.where((torch.rand(weight.shape) < share) & (weight.abs() < 1), weight / 2, weight)
+            for name, weight in self.trainer.weights.items()
+        }
+        self.trainer.step(**moved)
+
+    def holds(self) -> bool:
+        """Whether every engine generates from the trainer's present weights."""
+        expected = as_whole(PARTS, self.trainer.weights, "pow2")
+        return all(
+            content.equals(expected[name]) for engine in self.engines.engines for name, content in engine.read().items()
+        )
+
+    def fenced(self) -> bool:
+        """Whether no engine generates."""
+        return all(refuses(engine) for engine in self.engines.engines)
+
+    def refused(self, match: str = "") -> None:
+        """A refit fails, soon, and everything is as it must be then."""
+        before, start = self.bridge.version, time.monotonic()
+        with pytest.raises(RefitError, match=match):
+            self.bridge.refit()
+        assert time.monotonic() - start < AT_ONCE
+        assert self.bridge.version == before
+        assert self.fenced()
 
 
-def test_versions_grow_by_one_a_refit():
-    source, sink = FakeSource(), FakeSink()
-    bridge = RefitBridge(source, sink)
-    assert bridge.version == -1
-    reports = [bridge.refit() for _ in range(3)]
-    assert [report.version for report in reports] == [0, 1, 2]
-    assert [update.manifest.version for update in sink.applied] == [0, 1, 2]
-    assert bridge.version == 2
+def refuses(engine: MemoryEngine) -> bool:
+    try:
+        engine.read()
+    except (RefitError, WorkerDied):
+        return True
+    return False
 
 
-def test_a_resumed_run_goes_on_with_its_first_version():
-    bridge = RefitBridge(FakeSource(), FakeSink(), first_version=40)
+@pytest.fixture
+def make() -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def one(engines: int = 2, **how: Any) -> Run:
+        torch.manual_seed(0)
+        runs.append(Run(engines, **how))
+        return runs[-1]
+
+    yield one
+    for run in runs:
+        run.trainer.close()
+
+
+def once(when: str, number: int, act: Callable[[MemoryEngine], None]) -> Hook:
+    """A hook that acts the first time."""
+    done = threading.Lock()
+
+    def hook(at: str, engine_number: int, engine: MemoryEngine) -> None:
+        if (at, engine_number) == (when, number) and done.acquire(blocking=False):
+            act(engine)
+
+    return hook
+
+
+def damaging(engines: set[int], times: int, change: Callable[[int, Message], list[Message]]) -> Callable[..., Any]:
+    """A wrap that damages the first `times` links to the first rank of each of these engines."""
+    made = dict.fromkeys(engines, 0)
+
+    def wrap(engine: int, rank: int, end: ReceivingEnd) -> ReceivingEnd:
+        if engine not in engines or rank or made[engine] >= 2 * times:  # a link from each of two trainer ranks
+            return end
+        made[engine] += 1
+        return Tampered(end, change)
+
+    return wrap
+
+
+def flip(at: int, message: Message) -> list[Message]:
+    if Header.decode(message[0]).entries:
+        message[1][0] ^= 1
+    return [message]
+
+
+def flip_a_byte(name: str) -> Callable[[MemoryEngine], None]:
+    """In the memory of the engine's second rank."""
+
+    def act(engine: MemoryEngine) -> None:
+        engine.ranks[1].held[name].data.view(torch.uint8).view(-1)[5] ^= 4
+
+    return act
+
+
+# Versions and reports
+
+
+def test_versions_grow_by_one_a_refit(make):
+    run = make()
+    assert run.bridge.version == -1
+    for version in range(3):
+        run.step()
+        assert run.bridge.refit().version == run.bridge.version == version
+        assert run.holds()
+        assert {engine.policy_version for engine in run.engines.engines} == {version}
+
+
+def test_a_resumed_run_goes_on_with_its_first_version(make):
+    run = make()
+    bridge = RefitBridge(run.trainer, run.engines, mode="full", first_version=40)
     assert bridge.version == 39
     assert bridge.refit().version == bridge.version == 40
 
 
-@pytest.mark.parametrize("fp8", [True, False])
-def test_a_refit_brings_the_present_weights_and_reports_their_bytes(fp8):
-    source, sink = FakeSource(fp8), FakeSink(fp8)
-    bridge = RefitBridge(source, sink)
-    bridge.refit()
-    source.weights[NORM] = torch.full((128,), 3.0).bfloat16()
-    report = bridge.refit()
-    assert torch.equal(sink.applied[1].tensors[NORM], source.weights[NORM])
-    assert report.nbytes == 256 * 128 * (1 if fp8 else 2) + 128 * 2 + (2 * 4 if fp8 else 0)
+@pytest.mark.parametrize("transport", ["in_process", "shared_memory", "collective"])
+@pytest.mark.parametrize("mode", ["full", "delta"])
+def test_every_transport_brings_the_same_bytes(make, transport, mode):
+    run = make(transport=transport, mode=mode)
+    for _ in range(3):
+        run.bridge.refit()
+        assert run.holds()
+        run.step()
+
+
+def test_reported_bytes_are_those_that_the_links_carried(make):
+    run, carried = make(mode="delta"), []
+
+    def count(at: int, message: Message) -> list[Message]:
+        carried.append(sum(entry.nbytes for entry in Header.decode(message[0]).entries))
+        return [message]
+
+    run.engines.wrap = lambda engine, rank, end: Tampered(end, count)
+    full = run.bridge.refit()
+    replicated = sum(part.nbytes for part in PARTS if not part.quantized)  # each of two ranks stores these
+    assert full.nbytes == NBYTES + replicated == sum(carried) / 2
+    assert full.wire_over_bf16 == sum(p.nbytes for p in QUANTIZED) / sum(2 * p.data_bytes for p in QUANTIZED)
+    assert (full.delta, full.retries) == (False, 0)
+    assert full.base_nbytes == max(
+        sum(part.nbytes for part in parts if part.data_bytes >= DELTA_FROM) for parts in run.trainer.layout
+    )
+    carried.clear()
+    run.step()
+    delta = run.bridge.refit()
+    assert delta.nbytes == sum(carried) / 2 < full.nbytes / 4
+    assert (delta.delta, delta.base_nbytes) == (True, full.base_nbytes)
+    assert delta.wire_over_bf16 < full.wire_over_bf16 / 4
+
+
+@pytest.mark.parametrize("verify", ["off", "digest", "full"])
+def test_metrics_are_numbers_that_name_what_they_count(make, verify):
+    run = make(verify=verify)
+    run.bridge.refit()
+    report = run.bridge.refit()
     metrics = report.metrics()
-    assert (metrics["refit/bytes"], metrics["refit/version"]) == (report.nbytes, 1)
-    assert metrics["timing/refit"] == metrics["timing/refit_export"] + metrics["timing/refit_load"]
+    assert (metrics["refit/bytes"], metrics["refit/version"], metrics["refit/delta"]) == (report.nbytes, 1, 0.0)
+    stages = {"quantize", "encode", "send", "load"} | ({"compare"} if verify == "full" else set())
+    assert {f"timing/refit_{stage}" for stage in stages} < set(metrics)
     assert min(metrics.values()) >= 0
+    assert run.holds()
 
 
-DAMAGES = [
-    (put(NORM, None), NORM),
-    (put(PROJECTION, None), PROJECTION),
-    (put("model.extra.weight", torch.zeros(1)), "model.extra.weight"),
-    (put(SCALE, None), SCALE),
-    (put(SCALE, torch.ones(1, 2)), SCALE),
-    (put(SCALE, torch.ones(2, 1, dtype=torch.float64)), SCALE),
-    (put(SCALE, torch.tensor([[1.0], [math.nan]])), SCALE),
-    (put(PROJECTION, torch.ones(256, 128).bfloat16()), PROJECTION),
-]
-
-
-@pytest.mark.parametrize(("damage", "named"), DAMAGES)
-def test_a_damaged_update_is_named_and_not_committed(damage, named):
-    source, sink = FakeSource(), FakeSink()
-    bridge = RefitBridge(source, sink)
-    bridge.refit()
-    source.damage = damage
-    with pytest.raises(RefitError, match=named.replace(".", r"\.")):
-        bridge.refit()
-    assert (bridge.version, len(sink.applied)) == (0, 1)
-    source.damage = None
-    assert bridge.refit().version == 1
-
-
-def test_an_fp8_update_for_a_bf16_engine_is_refused():
-    sink = FakeSink(fp8=False)
-    bridge = RefitBridge(FakeSource(fp8=True), sink)
-    with pytest.raises(RefitError, match="up_proj"):
-        bridge.refit()
-    assert (bridge.version, sink.applied) == (-1, [])
-
-
-@pytest.mark.parametrize("name", [PROJECTION, NORM])
-def test_a_weight_that_is_not_finite_is_named_and_not_sent(name):
-    source, sink = FakeSource(), FakeSink()
-    bridge = RefitBridge(source, sink)
-    source.weights[name].view(-1)[5] = math.nan
-    with pytest.raises(RefitError, match=name.replace(".", r"\.")):
-        bridge.refit()
-    assert (bridge.version, sink.applied) == (-1, [])
-
-
-@pytest.mark.parametrize("stuck", [{0}, {1}, {0, 1}])
-def test_an_engine_that_did_not_commit_is_named_and_the_version_stays(stuck):
-    sink = FakeSink()
-    bridge = RefitBridge(FakeSource(), sink)
-    bridge.refit()
-    sink.stuck = stuck
-    with pytest.raises(RefitError, match=rf"refit 1: engines \[{', '.join(map(str, sorted(stuck)))}\]"):
-        bridge.refit()
-    assert bridge.version == 0
-    sink.stuck = set()
-    assert bridge.refit().version == bridge.version == 1
-
-
-def test_no_acknowledgement_is_no_commit():
-    bridge = RefitBridge(FakeSource(), FakeSink(engines=0))
+def test_no_engine_is_no_commit(make):
+    run = make(engines=0)
     with pytest.raises(RefitError):
-        bridge.refit()
-    assert bridge.version == -1
+        run.bridge.refit()
+    assert run.bridge.version == -1
+
+
+# Fencing
+
+
+def test_an_engine_refuses_from_the_first_byte_until_every_engine_can_commit(make):
+    run, seen = make(), set()
+
+    def check(when: str, number: int, engine: MemoryEngine) -> None:
+        if when in ("load", "piece", "loaded", "compare"):
+            assert refuses(engine)
+            seen.add((when, number))
+        if when == "commit":
+            assert all(engine.loaded_version == run.bridge.version + 1 for engine in run.engines.engines)
+
+    assert run.fenced()
+    run.engines.hook = check
+    for _ in range(2):
+        run.bridge.refit()
+        assert run.holds()
+    assert seen == {(when, number) for when in ("load", "piece", "loaded") for number in (0, 1)}
+
+
+# Engines that die
+
+
+@pytest.mark.parametrize("mode", ["full", "delta"])
+@pytest.mark.parametrize("when", ["load", "piece", "loaded", "commit"])
+@pytest.mark.parametrize("first", [True, False])
+def test_an_engine_killed_in_a_refit_is_replaced_and_gets_the_whole_version(make, mode, when, first):
+    run = make(mode=mode)
+    if not first:
+        run.bridge.refit()
+        run.step()
+    run.engines.hook = once(when, 1, MemoryEngine.kill)
+    report = run.bridge.refit()
+    assert (report.retries, run.engines.restarts) == (1, 1)
+    assert run.trainer.pushes[-1] | {"digests": None, "whole": None} == {
+        "version": report.version,
+        "engines": [1],
+        "whole": None,
+        "delta": False,
+        "keep": False,
+        "digests": None,
+    }
+    assert run.holds()
+    run.step()
+    assert (run.bridge.refit().retries, run.engines.restarts) == (0, 1)
+    assert run.holds()
+
+
+@pytest.mark.parametrize("when", ["stored", "connect"])
+def test_an_engine_killed_while_it_is_linked_is_replaced(make, when):
+    run = make()
+    run.engines.hook = once(when, 1, MemoryEngine.kill)
+    run.bridge.refit()
+    assert run.engines.restarts == 1
+    assert run.holds()
+
+
+@pytest.mark.parametrize("mode", ["full", "delta"])
+def test_an_engine_killed_before_a_refit_is_replaced(make, mode):
+    run = make(mode=mode)
+    run.bridge.refit()
+    run.engines.engines[0].kill()
+    run.step()
+    report = run.bridge.refit()
+    assert (report.retries, report.delta, run.engines.restarts) == (1, False, 1)
+    assert run.holds()
+
+
+def test_all_engines_killed_at_once_are_replaced(make):
+    run = make()
+    run.bridge.refit()
+    for engine in run.engines.engines:
+        engine.kill()
+    assert run.bridge.refit().retries == run.engines.restarts == 2
+    assert run.holds()
+
+
+@pytest.mark.parametrize("when", ["stored", "load", "commit"])
+def test_one_death_too_many_is_raised(make, when):
+    run = make()
+    run.bridge.refit()
+    run.engines.max_restarts = 0
+    run.engines.engines[1].kill()
+    run.engines.hook = once(when, 0, MemoryEngine.kill)
+    with pytest.raises(RuntimeError, match="died after 0 restarts"):
+        run.bridge.refit()
+    assert run.bridge.version == 0
+    assert run.fenced()
+
+
+def test_an_engine_that_dies_twice_in_a_refit_ends_it_and_the_next_works(make):
+    run = make()
+
+    def kill(when: str, number: int, engine: MemoryEngine) -> None:
+        if (when, number) == ("piece", 1):
+            engine.kill()
+
+    run.engines.hook = kill
+    run.refused("refit 0: engine 1 failed twice")
+    run.engines.hook = lambda when, number, engine: None
+    run.bridge.refit()
+    assert run.engines.restarts == 2
+    assert run.holds()
+
+
+# Links and messages
+
+
+@pytest.mark.parametrize("mode", ["full", "delta"])
+@pytest.mark.parametrize("transport", ["in_process", "shared_memory", "collective"])
+def test_a_link_that_breaks_is_made_anew_and_the_whole_version_sent(make, mode, transport):
+    run, end = make(mode=mode, transport=transport), []
+    run.bridge.refit()
+    run.step()
+    end.append(run.trainer.ranks[0].ends[1, 0].result())
+    run.trainer.reading = lambda: end.pop().close() if end else None
+    start = time.monotonic()
+    report = run.bridge.refit()
+    assert time.monotonic() - start < AT_ONCE
+    assert (report.retries, run.engines.restarts, report.version) == (1, 0, 1)
+    assert (run.trainer.pushes[-1]["engines"], run.trainer.pushes[-1]["delta"]) == ([1], False)
+    assert run.holds()
+
+
+def lost(at: int, message: Message) -> list[Message]:
+    return [] if at == 0 else [message]
+
+
+def repeated(at: int, message: Message) -> list[Message]:
+    return [message, message] if at == 0 else [message]
+
+
+def stale(at: int, message: Message) -> list[Message]:
+    header = Header.decode(message[0])
+    return [(replace(header, version=header.version - 1).encode(), message[1])]
+
+
+def swapper() -> Callable[[int, Message], list[Message]]:
+    held: list[Message] = []
+
+    def reordered(at: int, message: Message) -> list[Message]:
+        if at == 0:
+            held[:] = [(message[0], message[1].clone())]
+            return []
+        return [message, *held] if at == 1 else [message]
+
+    return reordered
+
+
+@pytest.mark.parametrize("change", [flip, lost, repeated, stale, swapper()], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("damaged", [{0}, {0, 1}])
+def test_a_damaged_message_is_made_good_once(make, change, damaged):
+    run = make(mode="delta")
+    run.engines.wrap = damaging(damaged, 1, change)
+    start = time.monotonic()
+    report = run.bridge.refit()
+    assert time.monotonic() - start < AT_ONCE
+    assert (report.retries, run.engines.restarts) == (len(damaged), 0)
+    assert run.holds()
+    run.step()
+    assert not run.bridge.refit().retries
+    assert run.holds()
+
+
+@pytest.mark.parametrize("change", [flip, stale])
+@pytest.mark.parametrize("damaged", [{0}, {1}, {0, 1}])
+@pytest.mark.parametrize("mode", ["full", "delta"])
+def test_damage_twice_is_refused_and_the_next_refit_works(make, change, damaged, mode):
+    run = make(mode=mode)
+    run.bridge.refit()
+    run.engines.wrap = damaging(damaged, 2, change)
+    for engine in (0, 1):
+        run.bridge._disconnect(engine)
+    run.step()
+    run.refused(rf"refit 1: engine {min(damaged)} failed twice: refit 1: .")
+    run.step()
+    report = run.bridge.refit()
+    assert (report.version, report.retries) == (1, 0)
+    assert run.holds()
+
+
+def test_a_dev_shm_that_is_full_is_refused_until_there_is_room(make, monkeypatch):
+    run = make(transport="shared_memory")
+    with monkeypatch.context() as patch:
+        full = OSError(errno.ENOSPC, "No space left on device")
+        patch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(full))
+        run.refused(r"/dev/shm.*nemo_fp8rl\.refit\.transport=collective")
+    run.bridge.refit()
+    assert run.holds()
+
+
+# The trainer
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("name", [UP, NORM])
+@pytest.mark.parametrize("mode", ["full", "delta"])
+def test_a_weight_that_is_not_finite_is_named_and_no_engine_generates(make, bad, name, mode):
+    run = make(mode=mode)
+    run.bridge.refit()
+    sound = run.trainer.weights[name].clone()
+    broken = sound.clone()
+    broken.view(-1)[7] = bad
+    run.trainer.step(**{name: broken})
+    run.refused(rf"refit 1: {re.escape(name)}\b.* not finite")
+    run.trainer.step(**{name: sound})
+    report = run.bridge.refit()
+    assert (report.version, report.retries, report.delta) == (1, 0, False)
+    assert run.holds()
+
+
+def test_any_other_failure_of_the_trainer_is_raised_and_the_next_refit_works(make):
+    run = make()
+    run.bridge.refit()
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    run.trainer.reading = fail
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run.bridge.refit()
+    assert time.monotonic() - start < AT_ONCE
+    assert run.fenced()
+    run.trainer.reading = lambda: None
+    assert (run.bridge.refit().version, run.holds()) == (1, True)
+
+
+@pytest.mark.parametrize("transport", ["in_process", "shared_memory", "collective"])
+def test_a_trainer_that_dies_leaves_the_engines_fenced_and_another_brings_them_back(make, transport):
+    run, heard = make(transport=transport), []
+    run.bridge.refit()
+
+    def die_halfway() -> None:
+        if len(heard) == 0:
+            heard.append("reading")
+        else:
+            run.trainer.kill()
+            raise WorkerDied("killed")
+
+    outcomes: dict[int, Any] = {}
+    load = run.engines.load
+    run.engines.load = lambda *how: outcomes.update(load(*how)) or outcomes
+    run.trainer.reading = die_halfway
+    start = time.monotonic()
+    with pytest.raises(WorkerDied):
+        run.bridge.refit()
+    assert time.monotonic() - start < AT_ONCE
+    assert all(isinstance(outcome, RefitError) for outcome in outcomes.values())
+    assert set(outcomes) == {0, 1}
+    assert run.fenced()
+    another = make(transport=transport)
+    run.engines.load = load
+    bridge = RefitBridge(another.trainer, run.engines, mode="full", bucket_bytes=30_000, first_version=1)
+    assert bridge.refit().version == 1
+    assert run.holds()
+
+
+def test_an_interrupt_while_engines_load_leaves_a_trainer_that_can_go_on(make):
+    run = make()
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    load, run.engines.load = run.engines.load, interrupt
+    with pytest.raises(KeyboardInterrupt):
+        run.bridge.refit()
+    assert run.fenced()
+    run.engines.load = load
+    run.bridge.refit()
+    assert run.holds()
+
+
+def test_two_refits_at_once_are_refused(make):
+    run, reading, go_on = make(), threading.Event(), threading.Event()
+
+    def wait() -> None:
+        reading.set()
+        assert go_on.wait(20)
+
+    run.trainer.reading = wait
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(run.bridge.refit)
+        assert reading.wait(20)
+        for call in (run.bridge.refit, lambda: run.bridge.catch_up(0)):
+            with pytest.raises(RefitError, match="a refit is under way"):
+                call()
+        go_on.set()
+        assert first.result(20).version == 0
+    assert run.holds()
+    assert run.bridge.refit().version == 1
+
+
+# An engine that was started again
+
+
+def test_an_engine_started_again_is_caught_up_with_the_committed_version(make):
+    run = make(mode="delta")
+    for _ in range(2):
+        run.bridge.refit()
+    run.engines.kill_and_restart(1)
+    assert run.engines.engines[1].policy_version == run.bridge.version == 1
+    assert run.holds()
+    run.step()
+    assert run.bridge.refit().delta is False
+    run.step()
+    assert run.bridge.refit().delta is True
+    assert run.holds()
+
+
+def test_an_engine_is_not_caught_up_with_weights_that_moved(make):
+    run = make()
+    run.bridge.refit()
+    run.step()
+    run.engines.kill_and_restart(1)
+    assert refuses(run.engines.engines[1])
+    assert not refuses(run.engines.engines[0])
+    run.bridge.refit()
+    assert run.holds()
+
+
+def test_before_the_first_version_and_after_a_failed_one_there_is_nothing_to_catch_up_with(make):
+    run = make()
+    run.engines.kill_and_restart(1)
+    assert run.fenced()
+    run.bridge.refit()
+    run.engines.wrap = damaging({0}, 2, flip)
+    run.bridge._disconnect(0)
+    run.refused("failed twice")
+    run.engines.kill_and_restart(1)
+    assert run.fenced()
+
+
+# Whole versions and deltas
+
+
+def deltas(run: Run, refits: int) -> list[bool]:
+    made = []
+    for _ in range(refits):
+        run.step()
+        made.append(run.bridge.refit().delta)
+        assert run.holds()
+    return made
+
+
+def test_full_never_sends_a_delta_and_keeps_nothing(make):
+    run = make(mode="full")
+    assert deltas(run, 3) == [False] * 3
+    assert not any(push["keep"] for push in run.trainer.pushes)
+    assert run.bridge.refit().base_nbytes == 0
+
+
+def test_delta_sends_one_after_the_first(make):
+    assert deltas(make(mode="delta"), 4) == [False, True, True, True]
+
+
+@pytest.mark.parametrize("faster", ["delta", "full"])
+def test_auto_tries_both_and_takes_the_faster(make, faster):
+    run = make(mode="auto")
+    assert deltas(run, 2) == [False, True]
+    run.bridge.choice.seconds = {"delta": 1e9, "full": 1e9, faster: 0.0}
+    assert deltas(run, 1) == [faster == "delta"]
+    assert run.trainer.pushes[-1]["keep"] == (faster == "delta")
+
+
+def test_the_slower_delta_is_tried_again_later():
+    choice, made, kept = ModeChoice("auto"), [], []
+    base = False
+    for _ in range(RETRY_AFTER + 4):
+        delta, keep = choice.delta and base, choice.keep
+        made.append(delta)
+        kept.append(keep)
+        base = keep
+        choice.took(delta, 2.0 if delta else 1.0)
+    assert [i for i, delta in enumerate(made) if delta] == [1, RETRY_AFTER + 2]
+    assert [i for i, keep in enumerate(kept) if keep] == [0, 1, RETRY_AFTER + 1, RETRY_AFTER + 2]
+
+
+def test_a_delta_that_became_slower_than_all_bytes_is_given_up():
+    choice = ModeChoice("auto")
+    choice.took(False, 2.0)
+    choice.took(True, 1.0)
+    assert choice.delta
+    choice.took(True, 3.0)
+    assert not choice.delta
+
+
+def test_a_refit_with_a_retry_says_nothing_of_speed(make):
+    run = make(mode="auto")
+    run.engines.wrap = damaging({0}, 1, flip)
+    run.bridge.refit()
+    assert run.bridge.choice.seconds == {}
+
+
+def test_an_engine_that_lost_its_memory_gets_all_bytes(make):
+    """As after a sleep that gave the weights back."""
+    run = make(mode="delta")
+    assert deltas(run, 2) == [False, True]
+    run.engines.engines[1].loaded_version = -1
+    assert deltas(run, 2) == [False, True]
+
+
+def test_a_trainer_that_lost_its_base_sends_all_bytes(make):
+    run = make(mode="delta")
+    assert deltas(run, 2) == [False, True]
+    run.trainer.ranks[1].sender.base_version = -1
+    assert deltas(run, 2) == [False, True]
+
+
+def test_a_tensor_that_an_engine_repacks_goes_whole_beside_deltas(make):
+    run, whole = make(mode="delta", repacked=UP), PARTS[0]
+    assert deltas(run, 2) == [False, True]
+    assert run.trainer.pushes[-1]["whole"] == {UP}
+    run.step()
+    assert whole.nbytes < run.bridge.refit().nbytes < whole.nbytes * 1.2
+
+
+# Verification
+
+
+def test_verify_full_finds_a_byte_that_changed_in_an_engine(make):
+    """And sends that engine the whole version again."""
+    run = make(verify="full")
+    run.bridge.refit()
+    run.engines.hook = once("compare", 1, flip_a_byte(DOWN))
+    run.step()
+    assert run.bridge.refit().retries == 1
+    assert run.engines.loads[-1] == (1, 1, False)
+    assert run.holds()
+
+
+def test_verify_full_refuses_an_engine_that_cannot_hold_the_bytes(make):
+    run, compared = make(verify="full"), []
+
+    def spoil(when: str, number: int, engine: MemoryEngine) -> None:
+        compared.extend([when] * (when == "compare"))
+        if number == 1 and when in ("compare", "piece") and compared:
+            engine.ranks[1].held[DOWN].data.view(torch.uint8).view(-1)[5] = 77
+
+    run.engines.hook = spoil
+    run.refused(rf"engine 1 failed twice: .*{re.escape(DOWN)} in the engine is not what the trainer sent")
+    run.engines.hook = lambda when, number, engine: None
+    assert run.bridge.refit().retries == 0
+    assert run.holds()
+
+
+@pytest.mark.parametrize("name", [UP, DOWN])
+def test_verify_digest_finds_a_changed_byte_where_a_delta_meets_it(make, name):
+    run = make(mode="delta", verify="digest")
+    run.bridge.refit()
+    run.engines.hook = once("load", 1, flip_a_byte(name))
+    run.step()
+    report = run.bridge.refit()
+    assert (report.retries, report.version) == (1, 1)
+    assert run.holds()
+
+
+def test_without_verification_no_digest_is_taken(make):
+    run, seen = make(verify="off"), set()
+
+    def look(at: int, message: Message) -> list[Message]:
+        seen.update(entry.digest for entry in Header.decode(message[0]).entries)
+        return [message]
+
+    run.engines.wrap = lambda engine, rank, end: Tampered(end, look)
+    run.bridge.refit()
+    assert seen == {""}
+    assert run.holds()
+
+
+def test_the_weights_are_not_touched(make):
+    run = make(mode="delta")
+    before: dict[str, Tensor] = {name: weight.clone() for name, weight in run.trainer.weights.items()}
+    run.bridge.refit()
+    run.bridge.refit()
+    assert all(torch.equal(weight, before[name]) for name, weight in run.trainer.weights.items())

@@ -1,228 +1,216 @@
-"""What an engine refuses before a byte is applied."""
+"""Routes bring each engine rank what it stores, once, whatever the two layouts; a misfit is refused by its name."""
 
-import dataclasses
-import math
+import re
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from nemo_fp8rl.fp8 import Fp8Layers
-from nemo_fp8rl.refit.manifest import Manifest, RefitError, TensorSpec, Update, joined
-from nemo_fp8rl.refit.quantize import build_update
+from nemo_fp8rl.fp8 import BLOCK, quantize_blockwise
+from nemo_fp8rl.hf.region import Region, overlap
+from nemo_fp8rl.refit.manifest import RefitError, TensorPart, blocks_of, from_json, routes, to_json
+from tests.refit.memory_engine import Layout, bf16, fp8, split
 
-LAYERS = {True: Fp8Layers(0, 36), False: Fp8Layers.none()}
-
-PROJECTION, NORM, EMBEDDING = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight", "model.embed_tokens.weight"
-SCALE = PROJECTION + "_scale_inv"
-
-
-def checkpoint() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in SHAPES.items()}
+UP, NORM = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
+PARTS = [fp8(UP, 300, 200), bf16(NORM, 100)]
+MIB = 1 << 20
 
 
-def update(fp8: bool = True) -> Update:
-    return build_update(checkpoint().items(), 5, LAYERS[fp8], "pow2")
+@st.composite
+def tensors(draw: st.DrawFn) -> list[TensorPart]:
+    """Matrices in FP8 with ragged ends, matrices and vectors in bf16, scalars in float32."""
+    parts = []
+    for i in range(draw(st.integers(1, 5))):
+        kind = draw(st.sampled_from(["fp8", "fp8", "matrix", "vector", "scalar"]))
+        size = st.integers(1, 400 if kind == "fp8" else 40)
+        if kind == "scalar":
+            parts.append(TensorPart.of(f"t{i}", torch.float32, ()))
+        elif kind == "vector":
+            parts.append(bf16(f"t{i}", draw(size)))
+        else:
+            parts.append((fp8 if kind == "fp8" else bf16)(f"t{i}", draw(size), draw(size)))
+    return parts
 
 
-def changed(fp8: bool = True, **tensors: torch.Tensor | None) -> Update:
-    """An update whose manifest describes it, with some tensors replaced or (None) left out."""
-    names = {"projection": PROJECTION, "scale": SCALE, "norm": NORM, "embedding": EMBEDDING}
-    held = {**update(fp8).tensors, **{names.get(key, key): tensor for key, tensor in tensors.items()}}
-    held = {name: tensor for name, tensor in held.items() if tensor is not None}
-    return Update(Manifest.of(5, held), held)
+@st.composite
+def layouts(draw: st.DrawFn, parts: list[TensorPart], replicate: bool) -> Layout:
+    """Each tensor whole on one rank (as experts are), or cut along a dimension, or on every rank where allowed."""
+    ranks = draw(st.integers(1, 3))
+    layout: Layout = [[] for _ in range(ranks)]
+    for part in parts:
+        ways = ["one"] + ["cut"] * (len(part.shape) > 0) + ["every"] * replicate
+        way = draw(st.sampled_from(ways))
+        if way == "one":
+            layout[draw(st.integers(0, ranks - 1))].append(part)
+        elif way == "every":
+            for held in layout:
+                held.append(part)
+        else:
+            dim = draw(st.integers(0, len(part.shape) - 1))
+            step, size = BLOCK[dim] if part.quantized else 1, part.shape[dim]
+            border = st.integers(0, size // step).map(lambda n, step=step: n * step)
+            borders = [0, *sorted(draw(st.lists(border, min_size=ranks - 1, max_size=ranks - 1))), size]
+            order = draw(st.permutations(range(ranks)))
+            for i, rank in enumerate(order):
+                region = list(part.region)
+                region[dim] = (borders[i], borders[i + 1])
+                if borders[i] < borders[i + 1]:
+                    layout[rank].append(part.cut(tuple(region)))
+    return layout
 
 
-SHAPES = {EMBEDDING: (64, 128), PROJECTION: (256, 300), NORM: (128,)}
-"""What the engine holds; scales need not be listed."""
+def covered(part: TensorPart, pieces: list[TensorPart]) -> torch.Tensor:
+    """How often each value of the whole tensor is in a piece."""
+    count = torch.zeros(part.shape, dtype=torch.int32)
+    for piece in pieces:
+        count[tuple(slice(a, b) for a, b in piece.region)] += 1
+    return count
 
 
-@pytest.mark.parametrize("fp8", [True, False])
-def test_a_whole_update_is_accepted(fp8):
-    update(fp8).verify(SHAPES, LAYERS[fp8])
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_each_rank_gets_what_it_stores_once_and_nothing_else(data):
+    parts = data.draw(tensors())
+    sources = data.draw(layouts(parts, replicate=False))
+    sinks = data.draw(layouts(parts, replicate=True))
+    piece_bytes = data.draw(st.sampled_from([1, 100, 20_000, MIB]))
+    planned = routes(sources, sinks, piece_bytes)
+    assert [len(row) for row in planned] == [len(sinks)] * len(sources)
+    for sink, stored in enumerate(sinks):
+        by_name = {part.name: part for part in stored}
+        arriving = [piece for row in planned for piece in row[sink]]
+        assert {piece.name for piece in arriving} == set(by_name)
+        for name, part in by_name.items():
+            expected = covered(part, [part])
+            assert torch.equal(covered(part, [piece for piece in arriving if piece.name == name]), expected)
+    for source, row in zip(sources, planned, strict=True):
+        order = {part.name: place for place, part in enumerate(source)}
+        held = {part.name: part for part in source}
+        for route in row:
+            places = [order[piece.name] for piece in route]
+            assert places == sorted(places)
+            for piece in route:
+                assert (piece.dtype, piece.shape) == (held[piece.name].dtype, held[piece.name].shape)
+                assert overlap(piece.region, held[piece.name].region) == piece.region
+                band = BLOCK[0] if piece.quantized else 1
+                assert piece.nbytes <= piece_bytes or not piece.size or piece.size[0] <= band
+                if piece.quantized:
+                    borders = zip(piece.region, piece.shape, BLOCK, strict=True)
+                    assert all(a % n == 0 and (b % n == 0 or b == size) for (a, b), size, n in borders)
 
 
-def test_a_manifest_lists_name_dtype_and_shape_in_order():
-    assert update().manifest.tensors == (
-        TensorSpec(EMBEDDING, "bfloat16", (64, 128)),
-        TensorSpec(PROJECTION, "float8_e4m3fn", (256, 300)),
-        TensorSpec(SCALE, "float32", (2, 3)),
-        TensorSpec(NORM, "bfloat16", (128,)),
-    )
-    assert update().manifest.names == {*SHAPES, SCALE}
-    assert update().nbytes == 2 * 64 * 128 + 256 * 300 + 4 * 6 + 2 * 128
+@pytest.mark.parametrize("piece_bytes", [1, 40_000, MIB])
+def test_ranks_that_store_the_same_are_sent_the_same_pieces(piece_bytes):
+    """So that a trainer's rank quantizes a piece once for all engines."""
+    planned = routes(split(PARTS, 2, 0, replicate=False), [PARTS, PARTS], piece_bytes)
+    assert all(first == second for first, second in planned)
 
 
-@pytest.mark.parametrize("fp8", [True, False])
-def test_a_manifest_round_trips_through_json(fp8):
-    manifest = update(fp8).manifest
-    assert Manifest.from_json(manifest.to_json()) == manifest
-    scalar = Manifest.of(0, {"a": torch.tensor(1.0), "ü": torch.zeros(0, 3)})
-    assert Manifest.from_json(scalar.to_json()) == scalar
+def test_a_tensor_without_values_needs_no_piece():
+    nothing = bf16("nothing", 0, 3)
+    assert routes([[nothing, *PARTS]], [[nothing, *PARTS]], MIB) == [[tuple(PARTS)]]
 
 
-@pytest.mark.parametrize("name", [EMBEDDING, PROJECTION, NORM])
-@pytest.mark.parametrize("fp8", [True, False])
-def test_a_missing_tensor_is_named(fp8, name):
-    with pytest.raises(RefitError, match=f"lacks 1 .*{name}$"):
-        changed(fp8, **{name: None}).verify(SHAPES, LAYERS[fp8])
+def test_a_large_tensor_goes_in_bands_of_whole_blocks():
+    ((route,),) = routes([[fp8("t", 1000, 256)]], [[fp8("t", 1000, 256)]], 70_000)
+    assert [piece.region for piece in route] == [((a, min(a + 256, 1000)), (0, 256)) for a in (0, 256, 512, 768)]
+    assert [piece.nbytes for piece in route] == [256 * 256 + 4 * 4] * 3 + [232 * 256 + 4 * 4]
 
 
-def test_an_unknown_tensor_is_named():
-    with pytest.raises(RefitError, match=r"unknown to the engine, among them model\.extra$"):
-        changed(**{"model.extra": torch.zeros(2)}).verify(SHAPES, LAYERS[True])
+# What does not fit together
 
 
-def test_a_tensor_that_left_its_manifest_is_named():
-    whole = update()
-    rest = {name: tensor for name, tensor in whole.tensors.items() if name != NORM}
-    with pytest.raises(RefitError, match=NORM):
-        Update(whole.manifest, rest).verify(SHAPES, LAYERS[True])
-    with pytest.raises(RefitError, match=r"model\.extra"):
-        Update(whole.manifest, {**whole.tensors, "model.extra": torch.zeros(2)}).verify(SHAPES, LAYERS[True])
-
-
-@pytest.mark.parametrize("other", [torch.zeros(127).bfloat16(), torch.zeros(128), torch.zeros(1, 128).bfloat16()])
-def test_a_tensor_that_differs_from_its_manifest_is_named(other):
-    whole = update()
-    with pytest.raises(RefitError, match=NORM):
-        Update(whole.manifest, {**whole.tensors, NORM: other}).verify(SHAPES, LAYERS[True])
-
-
-def test_a_tensor_listed_twice_differently_is_refused():
-    whole = update()
-    twice = (*whole.manifest.tensors, TensorSpec(NORM, "bfloat16", (64,)))
-    with pytest.raises(RefitError, match=NORM):
-        Update(dataclasses.replace(whole.manifest, tensors=twice), whole.tensors).verify(SHAPES, LAYERS[True])
-
-
-def test_a_missing_scale_is_named():
-    with pytest.raises(RefitError, match=SCALE):
-        changed(scale=None).verify(SHAPES, LAYERS[True])
-    with pytest.raises(RefitError, match=SCALE):  # also when the engine forgot to ask for it
-        changed(scale=None).verify(SHAPES, LAYERS[True])
-
-
-@pytest.mark.parametrize(
-    "scale",
-    [
-        torch.ones(2, 2),
-        torch.ones(3, 2),
-        torch.ones(2, 4),
-        torch.ones(6),
-        torch.ones(2, 3, 1),
-        torch.ones(()),
-        torch.ones(2, 3, dtype=torch.float64),
-        torch.ones(2, 3).bfloat16(),
-        torch.ones(2, 3, dtype=torch.int32),
-        torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, math.nan]]),
-        torch.tensor([[math.inf, 1.0, 1.0], [1.0, 1.0, 1.0]]),
-    ],
-    ids=lambda t: f"{t.dtype} {list(t.shape)}",
-)
-def test_a_scale_of_another_shape_or_dtype_or_not_finite_is_named(scale):
-    with pytest.raises(RefitError, match=f"refit 5: {SCALE}"):
-        changed(scale=scale).verify(SHAPES, LAYERS[True])
-
-
-def test_a_weight_of_the_other_flow_is_named():
-    with pytest.raises(RefitError, match=f"refit 5: {PROJECTION} is bfloat16"):
-        changed(projection=torch.zeros(256, 300).bfloat16()).verify(SHAPES, LAYERS[True])
-    with pytest.raises(RefitError, match=f"unknown to the engine, among them {SCALE}"):
-        update(fp8=True).verify(SHAPES, LAYERS[False])
-
-
-@pytest.mark.parametrize("name", [EMBEDDING, NORM])
-@pytest.mark.parametrize("fp8", [True, False])
-def test_fp8_where_the_contract_has_none_is_refused(fp8, name):
-    as_fp8 = update(fp8).tensors[name].to(torch.float8_e4m3fn)
-    with pytest.raises(RefitError, match=name):
-        changed(fp8, **{name: as_fp8}).verify(SHAPES, LAYERS[fp8])
-    scale = name + "_scale_inv"
-    blocks = torch.ones(1, 1) if as_fp8.dim() == 2 else torch.ones(1)
-    with pytest.raises(RefitError, match=name):  # also when it brings its scale and the engine lists that
-        changed(fp8, **{name: as_fp8, scale: blocks}).verify(SHAPES | {scale: blocks.shape}, LAYERS[fp8])
-
-
-@pytest.mark.parametrize("shape", [(256,), (2, 128, 300), ()])
-def test_an_fp8_weight_that_is_no_matrix_is_refused(shape):
-    with pytest.raises(RefitError, match=PROJECTION):
-        changed(projection=torch.zeros(shape).to(torch.float8_e4m3fn)).verify(
-            SHAPES | {PROJECTION: shape}, LAYERS[True]
-        )
-
-
-@pytest.mark.parametrize("name", [EMBEDDING, PROJECTION, NORM])
-def test_a_tensor_of_another_shape_than_the_engines_is_named(name):
-    with pytest.raises(RefitError, match=name):
-        update().verify(SHAPES | {name: (7, 7)}, LAYERS[True])
-
-
-# Parts of several ranks
-
-
-def split(at: int = 128) -> list[Update]:
-    """What two ranks send that share the projection's rows: the second has no copy of what is whole."""
-    weights = {
-        n: torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16() for n, shape in SHAPES.items()
-    }
-    top = weights | {PROJECTION: weights[PROJECTION][:at]}
-    first = build_update(top.items(), 5, LAYERS[True], "pow2")
-    rest = {PROJECTION: weights[PROJECTION][at:]}
-    second = build_update(rest.items(), 5, LAYERS[True], "pow2", starts={PROJECTION: (at, 0)})
-    return [first, second]
-
-
-def test_parts_of_ranks_make_the_update_of_one():
-    weights = {
-        n: torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16() for n, shape in SHAPES.items()
-    }
-    expected = build_update(weights.items(), 5, LAYERS[True], "pow2")
-    for parts in (split(), split()[::-1]):
-        whole = joined(parts)
-        whole.verify(SHAPES, LAYERS[True])
-        assert whole.tensors.keys() == expected.tensors.keys()
-        assert all(
-            torch.equal(whole.tensors[n].view(torch.uint8), t.view(torch.uint8)) for n, t in expected.tensors.items()
-        )
-
-
-def test_a_part_says_where_it_begins_and_its_scale_in_blocks():
-    specs = {spec.name: spec for spec in split()[1].manifest.tensors}
-    assert specs[PROJECTION] == TensorSpec(PROJECTION, "float8_e4m3fn", (128, 300), (128, 0))
-    assert specs[SCALE] == TensorSpec(SCALE, "float32", (1, 3), (1, 0))
-    assert Manifest.from_json(split()[1].manifest.to_json()) == split()[1].manifest
-
-
-def test_a_part_must_begin_at_a_block():
-    with pytest.raises(AssertionError):
-        split(at=64)
-
-
-def with_manifest(update: Update, **changes: object) -> Update:
-    """The projection's line of the manifest changed."""
-    specs = (dataclasses.replace(s, **changes) if s.name == PROJECTION else s for s in update.manifest.tensors)
-    return Update(dataclasses.replace(update.manifest, tensors=tuple(specs)), update.tensors)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda a, b: [a, Update(dataclasses.replace(b.manifest, version=6), b.tensors)], r"versions: \[5, 6\]"),
-        (lambda a, b: [a, with_manifest(b, start=(100, 0))], "same part of .*q_proj"),
-        (lambda a, b: [a, with_manifest(b, start=(200, 0))], "parts of .*q_proj.* are missing"),
-        (lambda a, b: [b], "parts of .*q_proj.* are missing"),
-        (lambda a, b: [a, with_manifest(b, dtype="bfloat16")], "differs from its manifest"),
-        (lambda a, b: [a, with_manifest(b, shape=(128, 299))], "differs from its manifest"),
-        (lambda a, b: [a, b, b], "same part of"),
-    ],
-)
-def test_parts_that_do_not_fit_together_are_refused(damage, message):
+def refused(sources: Layout, sinks: Layout, message: str) -> None:
     with pytest.raises(RefitError, match=message):
-        joined(damage(*split()))
+        routes(sources, sinks, MIB)
 
 
-def test_a_rank_that_sent_nothing_leaves_a_tensor_too_short():
-    whole = joined(split()[:1])
-    with pytest.raises(RefitError, match=r"q_proj\.weight is \[128, 300\], the engine's is \[256, 300\]"):
-        whole.verify(SHAPES, LAYERS[True])
+@pytest.mark.parametrize("name", [UP, NORM])
+def test_a_tensor_that_no_rank_sends_is_named(name):
+    rest = [part for part in PARTS if part.name != name]
+    refused([rest], [PARTS], f"lacks 1 tensors that the engine needs, among them {re.escape(name)}$")
+    refused([[], rest], [rest, PARTS], re.escape(name))
+
+
+def test_a_tensor_that_no_engine_stores_is_named():
+    refused([[*PARTS, bf16("model.extra", 2)]], [PARTS], r"1 tensors unknown to the engine, among them model\.extra$")
+
+
+@pytest.mark.parametrize(
+    "other", [fp8(UP, 300, 100), fp8(UP, 200, 300), bf16(UP, 300, 200), bf16(UP, 60_000), bf16(UP, 300, 200, 1)]
+)
+def test_another_shape_or_dtype_is_named_with_both(other):
+    sizes = rf"{re.escape(UP)} is {other.dtype} {re.escape(str(list(other.shape)))} in the trainer and .* \[300, 200\]"
+    refused([[other, PARTS[1]]], [PARTS], sizes)
+    refused([PARTS], [[other, PARTS[1]]], re.escape(UP))
+
+
+@pytest.mark.parametrize(
+    "second", [PARTS[0], PARTS[0].cut(((128, 256), (0, 200))), PARTS[0].cut(((0, 300), (128, 200)))]
+)
+def test_two_ranks_that_send_the_same_part_are_refused(second):
+    refused([PARTS, [second]], [PARTS], f"two trainer ranks send the same part of {re.escape(UP)}")
+
+
+@pytest.mark.parametrize("other", [bf16(NORM, 100, 1), bf16(NORM, 99), TensorPart.of(NORM, torch.float32, (100,))])
+def test_ranks_that_disagree_on_a_tensor_are_refused(other):
+    refused([PARTS, [other.cut(tuple((b, b) for _, b in other.region))]], [PARTS], re.escape(NORM))
+    refused([PARTS, [other]], [PARTS], re.escape(NORM))
+
+
+def test_a_part_that_nobody_sends_is_named_with_its_size():
+    top, bottom = split(PARTS[:1], 2, 0, replicate=False)
+    refused([top], [PARTS[:1]], f"only a part of {re.escape(UP)}: {172 * 200} values are missing")
+    routes([top], [top], MIB)
+    refused([top], [bottom], re.escape(UP))
+
+
+@pytest.mark.parametrize(
+    "region", [((0, 64), (0, 200)), ((64, 300), (0, 200)), ((0, 300), (0, 100)), ((0, 300), (1, 200))]
+)
+def test_a_border_inside_an_fp8_block_is_refused_on_either_side(region):
+    part = PARTS[0].cut(region)
+    refused([[part]], [[PARTS[0]]], f"{re.escape(UP)}: the trainer holds .* blocks of 128x128")
+    refused([[PARTS[0]]], [[part]], f"{re.escape(UP)}: the engine holds .* blocks of 128x128")
+
+
+@pytest.mark.parametrize("shape", [(256,), (2, 128, 128), ()])
+def test_fp8_that_is_no_matrix_is_refused(shape):
+    part = TensorPart.of(UP, torch.float8_e4m3fn, shape)
+    refused([[part]], [[part]], re.escape(UP))
+
+
+# A part by itself
+
+
+def test_parts_round_trip_through_json():
+    parts = (
+        *PARTS,
+        PARTS[0].cut(((128, 300), (0, 128))),
+        TensorPart.of("k_scale", torch.float32, ()),
+        bf16("ü", 0, 3),
+    )
+    assert from_json(to_json(parts)) == parts
+    assert [part.torch_dtype for part in from_json(to_json(parts))] == [part.torch_dtype for part in parts]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 500), st.integers(1, 500), st.data())
+def test_the_scales_of_a_region_are_those_of_quantizing_it_alone(rows, columns, data):
+    """blocks_of, and the bytes that a part announces, where the ends are ragged."""
+
+    def side(size: int) -> tuple[int, int]:
+        first = data.draw(st.integers(0, (size - 1) // 128))
+        last = data.draw(st.integers(first + 1, -(-size // 128)))
+        return first * 128, min(size, last * 128)
+
+    region: Region = (side(rows), side(columns))
+    weight = torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
+    whole = quantize_blockwise(weight, scale_format="fp32")
+    part = fp8("t", rows, columns).cut(region)
+    cut = quantize_blockwise(weight[part.cut(((0, rows), (0, columns))).local(region)], scale_format="fp32")
+    (a, b), (c, d) = blocks_of(region)
+    assert torch.equal(whole.scale_inv[a:b, c:d], cut.scale_inv)
+    assert (part.data_bytes, part.scale_bytes) == (cut.data.nbytes, cut.scale_inv.nbytes)
+    assert part.nbytes == part.data_bytes + part.scale_bytes

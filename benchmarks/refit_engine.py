@@ -1,0 +1,80 @@
+"""The engine's side of refit.py: our worker extension, and the classic way to load, to hold ours against."""
+
+import ctypes
+import resource
+import time
+from pathlib import Path
+
+from torch import Tensor
+
+from nemo_fp8rl.fp8 import BLOCK, scale_name
+from nemo_fp8rl.generation import compat
+from nemo_fp8rl.generation.vllm_worker import RefitWorkerExtension
+from nemo_fp8rl.parity.formulas import nemo_rl
+from nemo_fp8rl.refit.receive import received
+
+
+class BenchmarkExtension(RefitWorkerExtension):
+    def bench_links(self, links: list, token: str) -> None:
+        """Those of the classic way."""
+        ours = self.refit_links
+        self.refit_links = ()
+        refusal = self.nemo_fp8rl_connect(links, token, 600.0)
+        assert not refusal, refusal
+        self.bench_ends = {"ours": ours, "classic": self.refit_links}
+
+    def bench_use(self, name: str) -> None:
+        self.refit_links = self.bench_ends[name]
+
+    def bench_through_loaders(self) -> None:
+        """The next load goes through vLLM's layerwise reload, as if no layout were known."""
+        self.weight_store.direct = frozenset()
+
+    def bench_drain(self, version: int) -> float:
+        """Receive a version and drop it. Seconds."""
+        start = time.perf_counter()
+        for _ in received(self.refit_links, version):
+            pass
+        return time.perf_counter() - start
+
+    def bench_classic(self, version: int, scale_format: str) -> float:
+        """What arrives in bf16 is quantized here, by NeMo RL's formulation, and goes through layerwise reload."""
+        start = time.perf_counter()
+        quantized = {slot.part.name for slot in self.weight_store.slots.values() if slot.part.quantized}
+        pieces: dict[str, Tensor] = {}
+
+        def weights():
+            for item in received(self.refit_links, version):
+                part = item.part
+                whole = pieces.setdefault(part.name, item.content.data.new_empty(part.shape))
+                whole[tuple(slice(a, b) for a, b in part.region)] = item.content.data
+                if part.region[0][1] < part.shape[0]:
+                    continue  # a band of rows of several
+                if part.name not in quantized:
+                    yield part.name, pieces.pop(part.name)
+                    continue
+                fp8 = nemo_rl(pieces.pop(part.name), BLOCK, scale_format)
+                yield part.name, fp8.data
+                yield scale_name(part.name), fp8.scale_inv
+
+        compat.reload_weights(self.model_runner, weights())
+        self.weight_store._derive(set())
+        return time.perf_counter() - start
+
+    def bench_cpu(self) -> float:
+        """User CPU seconds of this process."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_utime
+
+    def bench_memory(self, begin: bool) -> int:
+        """begin: start to watch; then the bytes by which the peak rose above that."""
+        if begin:
+            ctypes.CDLL(None).malloc_trim(0)
+            Path("/proc/self/clear_refs").write_text("5")
+            self.bench_before = _status("VmRSS")
+            return 0
+        return _status("VmHWM") - self.bench_before
+
+
+def _status(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024

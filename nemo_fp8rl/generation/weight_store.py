@@ -1,0 +1,245 @@
+"""One engine rank's memory of weights: what it stores, how a version gets there, and whether it did.
+
+The first version goes through vLLM's own loaders (layerwise reload). Where these left a tensor's bytes as they came, at
+the place where `placement` looks for them, later versions are written there directly, deltas applied in place; what
+vLLM repacks goes through its loaders at every refit. No layout is assumed: it is compared, once, byte by byte.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.utils.torch_utils import is_quantized_kv_cache
+
+from nemo_fp8rl.fp8 import Fp8Layers, scale_name, scale_shape
+from nemo_fp8rl.fp8.delta import DeltaError
+from nemo_fp8rl.fp8.format import BLOCK
+from nemo_fp8rl.generation import compat
+from nemo_fp8rl.generation.cpu_experts import EmulatedFp8MoEMethod
+from nemo_fp8rl.generation.cpu_kernels import EmulatedFp8LinearMethod
+from nemo_fp8rl.generation.placement import Slot, slots
+from nemo_fp8rl.hf.config import read_hf_config
+from nemo_fp8rl.refit.manifest import RefitError, TensorPart, blocks_of
+from nemo_fp8rl.refit.message import Content
+from nemo_fp8rl.refit.receive import IncomingLink, Received, received
+
+DIRECT = (EmulatedFp8LinearMethod, EmulatedFp8MoEMethod, UnquantizedEmbeddingMethod)
+"""Methods that can derive what they need from the parameters anew; a module without a method derives nothing."""
+
+
+class WeightStore:
+    """direct: names of tensors that are written in place; empty until the first version is loaded."""
+
+    def __init__(self, model_runner: Any) -> None:
+        self.runner = model_runner
+        self.model: Any = model_runner.get_model()
+        config = model_runner.vllm_config
+        fp8_layers = config.quant_config.fp8_layers if config.quant_config else Fp8Layers.none()
+        self.slots = slots(self.model, read_hf_config(config.model_config.model), fp8_layers)
+        self.direct: frozenset[str] = frozenset()
+        self.version = -1
+        self.verify_seconds = 0.0
+
+    @property
+    def parts(self) -> list[TensorPart]:
+        """All that a refit must bring to this rank."""
+        scales = [TensorPart.of(name, torch.float32, ()) for names in fp8_caches(self.model) for name in names]
+        return [slot.part for slot in self.slots.values()] + scales
+
+    def load(self, links: Sequence[IncomingLink], version: int, verify: bool) -> int:
+        """Bytes received of a version that is now in memory. Raises RefitError; memory is then a mixture.
+
+        verify: compare the digest of every tensor, as it is in memory, with the trainer's; of one that vLLM repacks, as
+        it arrived.
+        """
+        if version < self.version:
+            raise RefitError(f"refit {version} is stale: this engine has had version {self.version}")
+        loading = _Loading(self, links, version)
+        if len(self.direct) < len(self.slots):
+            compat.forget_packed_experts(self.model)
+            compat.reload_weights(self.runner, loading.for_vllm())
+        else:
+            assert not list(loading.for_vllm())
+        if loading.error is not None:
+            raise loading.error
+        unknown = not self.direct
+        if unknown:
+            self.direct = frozenset(self._kept_as_it_came(loading.arrived))
+        self._derive(loading.written)
+        for names, attention in fp8_caches(self.model).items():
+            compat.set_kv_scales(attention, *(loading.kv_scales[name] for name in names))
+        if verify and not unknown:  # else what is there was just compared
+            start = time.perf_counter()
+            self._verify(loading.arrived, version)
+            self.verify_seconds = time.perf_counter() - start
+        self.version = version
+        return loading.nbytes
+
+    def compare(self, links: Sequence[IncomingLink], version: int) -> int:
+        """Tensors whose bytes in memory are those that arrive; RefitError names the first that is not."""
+        same = set()
+        for item in received(links, version):
+            if item.part.name in self.direct:
+                held = self._held(item.part)
+                assert item.content is not None
+                if not item.content.equals(held):
+                    raise RefitError(f"refit {version}: {item.part.name} in the engine is not what the trainer holds")
+                same.add(item.part.name)
+        return len(same)
+
+    def forget_copies(self) -> int:
+        """Give up what emulated FP8 layers multiply with, until they do so again; the bytes."""
+        nbytes = 0
+        for layer in self.model.modules():
+            if (copies := getattr(layer, "fp8_dequantized", None)) is not None:
+                tensors = [copies] if isinstance(copies, Tensor) else [copy for pair in copies for copy in pair]
+                nbytes += sum(tensor.nbytes for tensor in tensors)
+                layer.quant_method.process_weights_after_loading(layer)
+        return nbytes
+
+    def _held(self, part: TensorPart) -> Content:
+        """Views of what is in memory at the place of a piece."""
+        slot = self.slots[part.name]
+        content = slot.content()
+        assert content is not None
+        return content.cut(slot.part, part.region)
+
+    def _kept_as_it_came(self, arrived: dict[TensorPart, str]) -> Iterator[str]:
+        """Names of tensors that can be written in place: of modules of which vLLM repacks nothing.
+
+        Raises RefitError when its loaders made of one what did not arrive: `placement` is wrong, and nothing else would
+        show it.
+        """
+        modules: dict[nn.Module, list[Slot]] = defaultdict(list)
+        pieces: dict[str, list[TensorPart]] = defaultdict(list)
+        for slot in self.slots.values():
+            modules[slot.module].append(slot)
+        for part in arrived:
+            pieces[part.name].append(part)
+        for module, held in modules.items():
+            method = getattr(module, "quant_method", None)
+            if method is not None and not isinstance(method, DIRECT):
+                continue
+            for slot in held:
+                name = slot.part.name
+                if slot.content() is None or any(self._held(p).digest != arrived[p] for p in pieces[name]):
+                    raise RefitError(f"vLLM's own loaders put something else where {name} is looked for in the engine")
+                yield name
+
+    def _derive(self, names: set[str]) -> None:
+        """What the modules of these tensors compute with, anew. A head tied to the embedding has a packed copy of it:
+        no weight of its own arrives, so that vLLM's reload leaves it, too, with the copy of the first weights.
+        """
+        head = self.model.lm_head
+        modules = {self.slots[name].module for name in names}
+        if getattr(self.model.config, "tie_word_embeddings", False):
+            modules.add(head)
+        for module in modules:
+            method = getattr(module, "quant_method", None)
+            if method is not None and (module is head or not isinstance(method, UnquantizedEmbeddingMethod)):
+                method.process_weights_after_loading(module)
+
+    def _verify(self, arrived: dict[TensorPart, str], version: int) -> None:
+        for part, digest in arrived.items():
+            if part.name in self.direct and self._held(part).digest != digest:
+                raise RefitError(f"refit {version}: {part.name} in the engine is not what the trainer sent")
+
+
+class _Loading:
+    """One version on its way in. written: names of tensors that went into memory directly. arrived: digest by piece."""
+
+    def __init__(self, store: WeightStore, links: Sequence[IncomingLink], version: int) -> None:
+        self.store, self.links, self.version = store, links, version
+        self.targets = {name: store.slots[name].content() for name in store.direct}  # before vLLM takes modules apart
+        self.assembling: dict[str, _Assembly] = {}
+        self.written: set[str] = set()
+        self.arrived: dict[TensorPart, str] = {}
+        self.kv_scales: dict[str, Tensor] = {}
+        self.nbytes = 0
+        self.error: RefitError | None = None
+
+    def for_vllm(self) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, tensor) of what vLLM has to load. An error is kept: vLLM then puts its modules together again."""
+        try:
+            for item in received(self.links, self.version):
+                self.nbytes += item.nbytes
+                name = item.part.name
+                if name in self.targets:
+                    self._write(item)
+                elif name not in self.store.slots:
+                    assert item.content is not None
+                    self.kv_scales[name] = item.content.data.clone()
+                else:
+                    yield from self._assemble(item)
+        except RefitError as error:
+            self.error = error
+
+    def _write(self, item: Received) -> None:
+        whole = self.targets[item.part.name]
+        assert whole is not None
+        held = whole.cut(self.store.slots[item.part.name].part, item.part.region)
+        if item.content is not None:
+            held.data.copy_(item.content.data)
+        else:
+            assert item.delta is not None
+            contiguous = held.data.contiguous()
+            try:
+                item.delta.apply_(contiguous.view(-1).view(torch.uint8))
+            except DeltaError as error:
+                raise RefitError(f"refit {self.version}: {item.part.name}: {error}") from None
+            if not held.data.is_contiguous():
+                held.data.copy_(contiguous)
+        if held.scale_inv is not None and item.scale_inv is not None:
+            held.scale_inv.copy_(item.scale_inv)
+        self.written.add(item.part.name)
+        self.arrived[item.part] = item.digest
+
+    def _assemble(self, item: Received) -> Iterator[tuple[str, Tensor]]:
+        part = item.part
+        if item.content is None:
+            raise RefitError(f"refit {self.version}: a delta of {part.name}, which vLLM keeps in a form of its own")
+        if item.digest and item.content.digest != item.digest:
+            raise RefitError(f"refit {self.version}: {part.name} was damaged on its way")
+        self.arrived[part] = item.digest or item.content.digest
+        assembly = self.assembling.setdefault(part.name, _Assembly(self.store.slots[part.name].part))
+        if assembly.complete_with(part, item.content):
+            del self.assembling[part.name]
+            yield from assembly.tensors()
+
+
+class _Assembly:
+    """A tensor for vLLM's loaders, which take it whole and keep the rank's part; the rest is not to be seen: NaN."""
+
+    def __init__(self, part: TensorPart) -> None:
+        self.part, self.missing = part, part.data_bytes
+        self.data = torch.empty(part.shape, dtype=part.torch_dtype)
+        self.scale_inv = torch.full(scale_shape(part.shape, BLOCK), torch.nan) if part.quantized else None
+        if part.size != part.shape and not part.quantized:
+            self.data.fill_(torch.nan)
+
+    def complete_with(self, piece: TensorPart, content: Content) -> bool:
+        self.data[tuple(slice(a, b) for a, b in piece.region)] = content.data
+        if self.scale_inv is not None and content.scale_inv is not None:
+            self.scale_inv[tuple(slice(a, b) for a, b in blocks_of(piece.region))] = content.scale_inv
+        self.missing -= piece.data_bytes
+        return self.missing == 0
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield self.part.name, self.data
+        if self.scale_inv is not None:
+            yield scale_name(self.part.name), self.scale_inv
+
+
+def fp8_caches(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """{names of the scales that a refit must bring: attention layer} of every layer whose cache is FP8."""
+    layers = (
+        (name.removesuffix(".attn"), module)
+        for name, module in model.named_modules()
+        if isinstance(module, Attention) and is_quantized_kv_cache(module.kv_cache_dtype)
+    )
+    return {(f"{name}.k_scale", f"{name}.v_scale"): module for name, module in layers}

@@ -1,0 +1,138 @@
+"""A trainer rank's end of the refit: its links to the engines, and the thread that sends while they load."""
+
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from torch import Tensor
+
+from nemo_fp8rl.fp8 import KernelName, ScaleFormat
+from nemo_fp8rl.refit.bridge import Transport
+from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
+from nemo_fp8rl.refit.message import aligned
+from nemo_fp8rl.refit.report import SendReport
+from nemo_fp8rl.refit.send import Link, WeightSender
+from nemo_fp8rl.refit.transport.in_process import in_process_link
+from nemo_fp8rl.refit.transport.link import SendingEnd
+from nemo_fp8rl.refit.transport.post import Post
+
+BUCKETS = 16
+"""In which a version travels at least, where pieces are small enough: both sides work at once, and in their caches."""
+ENGINE_RANKS = 1024
+"""That may be waited for at once."""
+Address = Any
+"""What an engine rank dials: numbers and texts, or the end itself where both sides share a process."""
+
+
+class SendingRank:
+    """`offer` links to an engine, `start` sending it a version, `finish`; `withdraw` the links of one that failed.
+
+    host: of this rank, on the interface where engines may call.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[TensorPart],
+        scale_format: ScaleFormat,
+        kernel: KernelName,
+        *,
+        transport: Transport,
+        bucket_bytes: int,
+        host: str,
+        token: str,
+        timeout: float,
+    ) -> None:
+        self.sender = WeightSender(parts, scale_format, kernel)
+        self.bucket_bytes, self.timeout, self.token = bucket_bytes, timeout, token
+        self.post = None if transport == "in_process" else Post(transport, host, token, timeout)
+        self.ends: dict[tuple[int, int], Future[SendingEnd]] = {}
+        self.routes: dict[tuple[int, int], Route] = {}
+        self.accepting = ThreadPoolExecutor(ENGINE_RANKS, "refit-accept")  # one that never calls keeps a thread
+        self.thread = ThreadPoolExecutor(1, "refit-send")
+        self.sending: Future[SendReport] | None = None
+        self.offers = 0
+
+    @property
+    def base_version(self) -> int:
+        return self.sender.base_version
+
+    def offer(self, engine: int, routes: Sequence[Route]) -> list[Address | None]:
+        """Where each rank of the engine finds its link; None for one that needs nothing of this rank."""
+        addresses: list[Address | None] = []
+        for rank, route in enumerate(routes):
+            if not route:
+                addresses.append(None)
+                continue
+            largest, total = max(piece.nbytes for piece in route), sum(aligned(piece.nbytes) for piece in route)
+            capacity = aligned(max(largest, min(self.bucket_bytes, total // BUCKETS)))
+            key = engine, rank
+            self.routes[key] = route
+            if self.post is None:
+                sending, receiving = in_process_link(capacity, self.timeout)
+                self.ends[key] = Future()
+                self.ends[key].set_result(sending)
+                addresses.append(receiving)
+            else:
+                self.offers += 1
+                name = f"{engine}.{rank}.{self.offers}"
+                self.ends[key] = self.accepting.submit(self.post.accept, name, capacity)
+                addresses.append([*self.post.address, name])
+        return addresses
+
+    def withdraw(self, engine: int) -> None:
+        """Close the links to an engine."""
+        for key in [key for key in self.ends if key[0] == engine]:
+            end = self.ends.pop(key)
+            if end.done() and end.exception() is None:
+                end.result().close()
+            del self.routes[key]
+
+    def start(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        version: int,
+        engines: Collection[int],
+        *,
+        whole: frozenset[str] = frozenset(),
+        **how: bool,
+    ) -> None:
+        """Send a version to these engines, in a thread. whole, how: see `Link` and `WeightSender.send`."""
+        assert self.sending is None
+        self.sending = self.thread.submit(self._send, weights, version, engines, whole, how)
+
+    def finish(self) -> SendReport:
+        """Wait for it. Raises RefitError on weights that must not be sent."""
+        assert self.sending is not None
+        try:
+            return self.sending.result()
+        finally:
+            self.sending = None
+
+    def _send(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        version: int,
+        engines: Collection[int],
+        whole: frozenset[str],
+        how: dict[str, bool],
+    ) -> SendReport:
+        links = {}
+        try:
+            for key, route in self.routes.items():
+                if key[0] in engines:
+                    links[key] = Link(self.ends[key].result(), route, whole)
+            return self.sender.send(weights, version, links, **how)
+        except RefitError:
+            raise  # the engines were told
+        except BaseException:
+            for link in links.values():  # or they would wait for what does not come
+                link.end.close()
+            raise
+
+    def close(self) -> None:
+        for engine in {key[0] for key in self.ends}:
+            self.withdraw(engine)
+        if self.post is not None:
+            self.post.close()
+        self.accepting.shutdown(wait=False)
+        self.thread.shutdown(wait=False)

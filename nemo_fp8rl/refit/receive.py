@@ -1,0 +1,121 @@
+"""The engine's side of a refit: the pieces of one version, each exactly once, in the order that links bring them."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from torch import Tensor
+
+from nemo_fp8rl.fp8.delta import Delta, DeltaError
+from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
+from nemo_fp8rl.refit.message import Content, Header, aligned, scales_of
+from nemo_fp8rl.refit.transport.link import ReceivingEnd
+
+
+class Received(NamedTuple):
+    """A piece as it came. content: views that hold until the next piece is asked for; of a delta, None: `delta` and
+    `scale_inv` make it, from the last version's bytes. digest: of the content, empty when none was sent.
+    """
+
+    part: TensorPart
+    content: Content | None
+    delta: Delta | None
+    scale_inv: Tensor | None
+    digest: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class IncomingLink:
+    end: ReceivingEnd
+    route: Route
+
+
+def received(links: Sequence[IncomingLink], version: int) -> Iterator[Received]:
+    """What the links bring of a version.
+
+    Raises RefitError when anything is lost, repeated, out of order, of another version, or not of the route, when a
+    source gave up, and when a link breaks; the links are then closed, as when the caller stops. A thread reads each
+    link, so that none waits for another to be read.
+    """
+    arrived: SimpleQueue[tuple[int, bytes, Tensor] | RefitError] = SimpleQueue()
+    for i, link in enumerate(links):
+        threading.Thread(target=_read, args=(i, link.end, arrived), name=f"refit-link-{i}", daemon=True).start()
+    progress = [_Progress(link.route, version) for link in links]
+    try:
+        while not all(one.ended for one in progress):
+            item = arrived.get()
+            if isinstance(item, RefitError):
+                raise item
+            i, message, payload = item
+            yield from progress[i].entries(Header.decode(message), payload)
+            links[i].end.release()
+    except BaseException:
+        for link in links:  # or the sources would wait for buffers that nobody gives back, and the threads for messages
+            link.end.close()
+        raise
+
+
+def _read(i: int, end: ReceivingEnd, arrived: "SimpleQueue[tuple[int, bytes, Tensor] | RefitError]") -> None:
+    """Until the last message of a refit; one that cannot be read is found and named by who takes it out."""
+    try:
+        while True:
+            message, payload = end.receive()
+            arrived.put((i, message, payload))
+            if Header.decode(message).last:
+                return
+    except RefitError as error:
+        arrived.put(error)
+
+
+class _Progress:
+    """What of a route has arrived."""
+
+    def __init__(self, route: Route, version: int) -> None:
+        self.route, self.version = route, version
+        self.missing = set(range(len(route)))
+        self.sequence = 0
+        self.ended = False
+
+    def entries(self, header: Header, payload: Tensor) -> Iterator[Received]:
+        here = f"refit {self.version}"
+        if header.version != self.version:
+            raise RefitError(f"{here}: a message of version {header.version} arrived")
+        if header.abort:
+            raise RefitError(f"{here}: the trainer gave up: {header.abort}")
+        if header.sequence != self.sequence:
+            raise RefitError(f"{here}: message {header.sequence} arrived where {self.sequence} was due")
+        self.sequence += 1
+        at = 0
+        for entry in header.entries:
+            if entry.piece not in self.missing:
+                known = 0 <= entry.piece < len(self.route)
+                raise RefitError(f"{here}: {self.route[entry.piece].name if known else 'a piece'} arrived unexpectedly")
+            self.missing.remove(entry.piece)
+            at = aligned(at)
+            part, bytes_ = self.route[entry.piece], payload[at : at + entry.nbytes]
+            at += entry.nbytes
+            if len(bytes_) != entry.nbytes or entry.nbytes < part.scale_bytes:
+                raise RefitError(f"{here}: {part.name} was cut off")
+            yield self._read(part, entry.encoding == "delta", bytes_, entry.digest)
+        if header.last:
+            self.ended = True
+            if self.missing:
+                name = self.route[min(self.missing)].name
+                raise RefitError(f"{here}: {len(self.missing)} pieces did not arrive, among them one of {name}")
+
+    def _read(self, part: TensorPart, is_delta: bool, bytes_: Tensor, digest: str) -> Received:
+        scale_inv = scales_of(part, bytes_)
+        if scale_inv is not None and not scale_inv.isfinite().all():
+            raise RefitError(f"refit {self.version}: {part.name} has a scale that is not finite")
+        if not is_delta:
+            if len(bytes_) != part.nbytes:
+                raise RefitError(f"refit {self.version}: {part.name} has {len(bytes_)} bytes, must have {part.nbytes}")
+            return Received(part, Content.of(part, bytes_), None, scale_inv, digest, len(bytes_))
+        try:
+            delta = Delta.decode(bytes_[part.scale_bytes :].numpy().tobytes(), part.data_bytes)
+        except DeltaError as error:
+            raise RefitError(f"refit {self.version}: {part.name}: {error}") from None
+        return Received(part, None, delta, scale_inv, digest, len(bytes_))

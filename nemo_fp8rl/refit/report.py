@@ -1,0 +1,85 @@
+"""What the sides say of a refit: bytes and seconds of a trainer's rank, of an engine, of the whole."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from nemo_fp8rl.refit.manifest import TensorPart
+
+LinkId = tuple[int, int]
+"""Engine, and rank in it."""
+STAGES = ("export", "quantize", "encode", "send")
+"""Of a trainer's rank: parts made of its parameters; bytes and scales; digests, deltas, bytes kept; waiting, copies."""
+
+
+@dataclass
+class SendReport:
+    """What one rank sent of a version, over all its links. bf16_nbytes: the same tensors in bf16. quantized_*: of those
+    that are FP8. base_nbytes: kept for the next delta. seconds: by stage. failed: links that broke, and why.
+    """
+
+    version: int
+    nbytes: int = 0
+    bf16_nbytes: int = 0
+    quantized_nbytes: int = 0
+    quantized_bf16_nbytes: int = 0
+    base_nbytes: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    failed: dict[LinkId, str] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] += time.perf_counter() - start
+
+    def count(self, part: TensorPart, nbytes: int) -> None:
+        bf16 = part.data_bytes * 2 if part.quantized else part.data_bytes
+        self.nbytes += nbytes
+        self.bf16_nbytes += bf16
+        if part.quantized:
+            self.quantized_nbytes += nbytes
+            self.quantized_bf16_nbytes += bf16
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """An engine's answer: the version is in its memory. nbytes: received. direct: names of the tensors that can be
+    written in place, and so take deltas. seconds: it took, of which `verify_seconds` for digests of its memory.
+    """
+
+    version: int
+    nbytes: int
+    direct: frozenset[str]
+    seconds: float
+    verify_seconds: float
+
+
+@dataclass(frozen=True)
+class RefitReport:
+    """bytes: on the wire to one engine. wire_over_bf16: those of the quantized tensors over what they are in bf16.
+    base_nbytes: kept by the trainer for the next delta. seconds: of wall time; stages overlap.
+    """
+
+    version: int
+    nbytes: int
+    delta: bool
+    wire_over_bf16: float
+    base_nbytes: int
+    retries: int
+    seconds: float
+    stages: dict[str, float]
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "refit/bytes": self.nbytes,
+            "refit/version": self.version,
+            "refit/delta": float(self.delta),
+            "refit/wire_over_bf16": self.wire_over_bf16,
+            "refit/kept_bytes": self.base_nbytes,
+            "refit/retries": self.retries,
+            "timing/refit": self.seconds,
+        } | {f"timing/refit_{stage}": seconds for stage, seconds in self.stages.items()}

@@ -1,0 +1,265 @@
+"""The trainer's side of a refit: one rank quantizes what it holds, once, and sends every engine rank what it stores.
+
+Blocks are quantized independently of each other, so a piece has the same bytes whatever part of its tensor is cut out.
+It is quantized straight into one link's bucket and copied from there into those of other engines. For deltas a rank
+keeps the bytes that it sent last.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nemo_fp8rl.fp8 import (
+    BLOCK,
+    BlockScaled,
+    KernelName,
+    NonFiniteError,
+    ScaleFormat,
+    quantize_blockwise,
+    quantize_delta,
+)
+from nemo_fp8rl.fp8.delta import Delta
+from nemo_fp8rl.hf.region import Region
+from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
+from nemo_fp8rl.refit.message import Content, Encoding, Entry, Header, aligned
+from nemo_fp8rl.refit.report import LinkId, SendReport
+from nemo_fp8rl.refit.transport.link import LinkError, SendingEnd
+
+DELTA_FROM = 1 << 14
+"""Bytes below which a piece is sent whole: a delta of it would hardly be smaller."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """To one sink. whole: names of tensors that it cannot take a delta of."""
+
+    end: SendingEnd
+    route: Route
+    whole: frozenset[str] = frozenset()
+
+
+class Outgoing:
+    """A link during one refit: the bucket in the making."""
+
+    def __init__(self, end: SendingEnd, version: int) -> None:
+        self.end, self.version, self.sequence = end, version, 0
+        self.entries: list[Entry] = []
+        self.bucket: Tensor | None = None
+        self.filled = 0
+
+    def room(self, nbytes: int) -> Tensor:
+        """Where the next entry, of up to `nbytes`, goes."""
+        start = aligned(self.filled)
+        if self.bucket is not None and start + nbytes > len(self.bucket):
+            self.send(last=False)
+            start = 0
+        if self.bucket is None:
+            self.bucket = self.end.buffer()
+        return self.bucket[start : start + nbytes]
+
+    def add(self, entry: Entry) -> None:
+        """What `room` gave holds the entry."""
+        self.filled = aligned(self.filled) + entry.nbytes
+        self.entries.append(entry)
+
+    def send(self, last: bool, abort: str = "") -> None:
+        if self.bucket is None:
+            self.bucket = self.end.buffer()
+        header = Header(self.version, self.sequence, tuple(self.entries), last, abort)
+        self.end.send(header.encode(), self.filled)
+        self.bucket, self.filled, self.entries, self.sequence = None, 0, [], self.sequence + 1
+
+
+@dataclass
+class Piece:
+    """A piece with the links that want it, and its place in the route of each."""
+
+    part: TensorPart
+    targets: dict[LinkId, int] = field(default_factory=dict)
+    whole: bool = False
+
+
+class WeightSender:
+    """One rank's. base_version: of the bytes that it kept, -1 without any."""
+
+    def __init__(self, parts: Sequence[TensorPart], scale_format: ScaleFormat, kernel: KernelName = "auto") -> None:
+        self.parts = {part.name: part for part in parts}
+        self.scale_format, self.kernel = scale_format, kernel
+        self.base_version = -1
+        self.base: dict[tuple[str, Region], Tensor] = {}  # scales and data
+        self.spare: dict[int, Tensor] = {}  # by size: becomes the base of a piece whose base becomes spare
+
+    @torch.no_grad()
+    def send(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        version: int,
+        links: Mapping[LinkId, Link],
+        *,
+        delta: bool = False,
+        keep: bool = False,
+        digests: bool = True,
+    ) -> SendReport:
+        """Send every link its pieces of these weights: this rank's parts, by name, in any order.
+
+        delta: every sink holds what this rank kept. keep: keep these bytes for the next one. A link that breaks is left
+        out of the rest and reported. Raises RefitError, naming the tensor, on a weight that is not finite; the sinks
+        are then told that nothing more comes.
+        """
+        assert not delta or self.base_version >= 0
+        self.base_version = -1
+        if not (delta or keep):
+            self._forget()
+        sending = _Sending(version, links)
+        pieces = sending.pieces
+        try:
+            for name, weight in sending.exported(weights):
+                for piece in pieces.pop(name, ()):
+                    values = weight[self.parts[name].local(piece.part.region)]
+                    if delta and not piece.whole and piece.part.data_bytes >= DELTA_FROM:
+                        self._send_delta(sending, piece, values, digests)
+                    else:
+                        self._send_full(sending, piece, values, keep, digests)
+        except NonFiniteError as error:
+            reason = f"refit {version}: {name}: {error}; training diverged"
+            sending.finish(reason)
+            raise RefitError(reason) from None
+        assert not pieces, f"the trainer did not hand out {sorted(pieces)[0]}"
+        sending.finish()
+        if keep and not sending.report.failed:
+            self.base_version = version
+        else:
+            self._forget()
+        sending.report.base_nbytes = sum(kept.nbytes for kept in self.base.values())
+        return sending.report
+
+    def _forget(self) -> None:
+        self.base, self.spare = {}, {}
+
+    def _send_full(self, sending: "_Sending", piece: Piece, values: Tensor, keep: bool, digests: bool) -> None:
+        part = piece.part
+        if (room := sending.room(piece, part.nbytes)) is None:
+            return
+        content = Content.of(part, room)
+        with sending.report.timed("quantize"):
+            self._quantize(values, content)
+        with sending.report.timed("encode"):
+            mark = content.digest if digests else ""
+            if keep and part.data_bytes >= DELTA_FROM:
+                self._kept(part).copy_(room)
+        sending.add(piece, room, "full", mark)
+
+    def _send_delta(self, sending: "_Sending", piece: Piece, values: Tensor, digests: bool) -> None:
+        part, old = piece.part, self._kept(piece.part)
+        new = self.spare.pop(part.nbytes, None)
+        new = torch.empty(part.nbytes, dtype=torch.uint8) if new is None else new
+        content = Content.of(part, new)
+        with sending.report.timed("quantize"):
+            delta = self._compare(values, Content.of(part, old).data, content)
+        self.base[part.name, part.region], self.spare[part.nbytes] = new, old
+        with sending.report.timed("encode"):
+            mark = content.digest if digests else ""
+            message = delta.encode() if delta is not None else b""
+        if delta is None or len(message) >= part.data_bytes // 2:
+            encoding: Encoding = "full"
+            payload = new
+        else:
+            encoding = "delta"
+            payload = torch.cat([new[: part.scale_bytes], torch.frombuffer(bytearray(message), dtype=torch.uint8)])
+        if (room := sending.room(piece, len(payload))) is not None:
+            sending.add(piece, room.copy_(payload), encoding, mark)
+
+    def _quantize(self, values: Tensor, content: Content) -> None:
+        if content.scale_inv is not None:
+            out = BlockScaled(content.data, content.scale_inv, BLOCK)
+            quantize_blockwise(values, scale_format=self.scale_format, kernel=self.kernel, out=out)
+            return
+        content.data.copy_(values)
+        _check_finite(content.data)
+
+    def _compare(self, values: Tensor, old: Tensor, content: Content) -> Delta | None:
+        """Quantize, and say what differs from the data that was sent last."""
+        if content.scale_inv is None:
+            self._quantize(values, content)
+            return Delta.between(_bytes(old), _bytes(content.data))
+        out = BlockScaled(content.data, content.scale_inv, BLOCK)
+        return quantize_delta(values, old, scale_format=self.scale_format, kernel=self.kernel, out=out)[1]
+
+    def _kept(self, part: TensorPart) -> Tensor:
+        """uint8 [nbytes]: what was sent of the piece, or is now to be."""
+        key = part.name, part.region
+        if key not in self.base:
+            self.base[key] = torch.empty(part.nbytes, dtype=torch.uint8)
+        return self.base[key]
+
+
+class _Sending:
+    """The links of one refit, as long as they hold."""
+
+    def __init__(self, version: int, links: Mapping[LinkId, Link]) -> None:
+        self.report = SendReport(version)
+        self.going = {i: Outgoing(link.end, version) for i, link in links.items()}
+        self.pieces: dict[str, list[Piece]] = {}
+        found: dict[tuple[str, Region], Piece] = {}
+        for i, link in links.items():
+            for place, part in enumerate(link.route):
+                key = part.name, part.region
+                if key not in found:
+                    found[key] = Piece(part)
+                    self.pieces.setdefault(part.name, []).append(found[key])
+                found[key].targets[i] = place
+                found[key].whole |= part.name in link.whole
+
+    def exported(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        parts = iter(weights)
+        while True:
+            with self.report.timed("export"):
+                part = next(parts, None)
+            if part is None:
+                return
+            yield part
+
+    def room(self, piece: Piece, nbytes: int) -> Tensor | None:
+        """For an entry, in the bucket of the first link that wants the piece and still holds, if any does."""
+        for i in [i for i in piece.targets if i in self.going]:
+            with self._or_failed(i), self.report.timed("send"):
+                return self.going[i].room(nbytes)
+        return None
+
+    def add(self, piece: Piece, payload: Tensor, encoding: Encoding, mark: str) -> None:
+        """What `room` gave is an entry there, and goes to the other links that want the piece."""
+        first, *others = [i for i in piece.targets if i in self.going]
+        for i in (first, *others):
+            with self._or_failed(i), self.report.timed("send"):
+                if i != first:
+                    self.going[i].room(len(payload)).copy_(payload)
+                self.going[i].add(Entry(piece.targets[i], encoding, len(payload), mark))
+                self.report.count(piece.part, len(payload))
+
+    def finish(self, abort: str = "") -> None:
+        for i in list(self.going):
+            with self._or_failed(i), self.report.timed("send"):
+                self.going[i].send(last=True, abort=abort)
+
+    @contextmanager
+    def _or_failed(self, i: LinkId) -> Iterator[None]:
+        try:
+            yield
+        except LinkError as error:
+            self.report.failed[i] = str(error)
+            self.going.pop(i, None)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Of a contiguous tensor, uint8 [nbytes]."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _check_finite(tensor: Tensor) -> None:
+    """NaN and infinities reach the smallest or the largest value."""
+    if tensor.numel() and not all(torch.isfinite(end) for end in tensor.aminmax()):
+        bad = int((~torch.isfinite(tensor)).sum())
+        raise NonFiniteError(f"{bad} of {tensor.numel()} values are not finite")

@@ -1,0 +1,59 @@
+"""A link carries messages from one source rank to one sink rank through two buffers, so that both ends work at once.
+
+The sender fills one buffer while the receiver applies the other. Whichever transport is below, message k lies in
+buffer k mod 2, at most two messages are not yet released, and buffer() waits for the release of the one before last.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from nemo_fp8rl.refit.manifest import RefitError
+
+BUFFERS = 2
+MAX_HEADER = 16 << 20
+"""Bytes of a header."""
+
+
+class LinkError(RefitError):
+    """The other side is gone, silent, or said something that is not a message."""
+
+
+class SendingEnd(Protocol):
+    """Belongs to one thread, except close()."""
+
+    def buffer(self) -> Tensor:
+        """uint8 [capacity] to fill: the same one until send(). Waits until one of the two is free.
+
+        Raises LinkError where the other side is gone or silent, or the link closed.
+        """
+
+    def send(self, header: bytes, nbytes: int) -> None:
+        """Hand over the first nbytes of the buffer from the last buffer() call. Raises LinkError as buffer() does."""
+
+    def close(self) -> None:
+        """End the link for both sides, whatever waits on either; what is under way may be lost. May be repeated."""
+
+
+class ReceivingEnd(Protocol):
+    """Belongs to one thread, except close()."""
+
+    def receive(self) -> tuple[bytes, Tensor]:
+        """Wait for the next message: its header and uint8 [nbytes], valid until its release().
+
+        Raises LinkError where the other side is gone or silent, or the link closed.
+        """
+
+    def release(self) -> None:
+        """The memory of the oldest message not yet released may be overwritten. A sender that is gone is no error."""
+
+    def close(self) -> None:
+        """End the link for both sides, whatever waits on either. May be repeated."""
+
+
+def check_message(header: bytes, nbytes: int, capacity: int) -> None:
+    """Raise LinkError unless a link of this capacity (bytes) can carry the message."""
+    if len(header) > MAX_HEADER:
+        raise LinkError(f"a header of {len(header)} bytes; a message carries at most {MAX_HEADER}")
+    if not 0 <= nbytes <= capacity:
+        raise LinkError(f"a payload of {nbytes} bytes in a bucket of {capacity}")

@@ -1,0 +1,43 @@
+"""The bridge between a policy and its generation backend: who they are decides how the bytes travel."""
+
+import secrets
+
+from nemo_fp8rl.config import Config
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.generation.vllm import VllmGeneration
+from nemo_fp8rl.policy.megatron import MegatronPolicy
+from nemo_fp8rl.refit.bridge import RefitBridge, Transport
+from nemo_fp8rl.workers import on_one_host
+
+
+def build_bridge(
+    cfg: Config, policy: MegatronPolicy, generation: VllmGeneration, first_version: int = 0
+) -> RefitBridge:
+    """Raises UserError where the transport that the recipe names cannot be had."""
+    choice, transport = cfg.nemo_fp8rl.refit, _transport(cfg)
+    generation.token = secrets.token_hex(32)
+    policy.open_refit(transport, generation.token)
+    return RefitBridge(
+        policy,
+        generation,
+        mode=choice.mode,
+        transport=transport,
+        verify=choice.verify or "off",
+        bucket_bytes=choice.bucket_bytes,
+        first_version=first_version,
+    )
+
+
+def _transport(cfg: Config) -> Transport:
+    asked, vllm_cfg = cfg.nemo_fp8rl.refit.transport, cfg.policy.generation.vllm_cfg
+    here = "nemo_fp8rl.refit.transport"
+    together = cfg.cluster.backend == "in_process"
+    together = together and not vllm_cfg.async_engine and vllm_cfg.tensor_parallel_size == 1
+    one_host = together or on_one_host(cfg)
+    if asked == "auto":
+        return "in_process" if together else "shared_memory" if one_host else "collective"
+    if asked == "in_process" and not together:
+        raise UserError(f"{here}=in_process: trainer and engine run in processes of their own; set it to auto")
+    if asked == "shared_memory" and not one_host:
+        raise UserError(f"{here}=shared_memory: the Ray cluster has several hosts; set it to auto or collective")
+    return asked

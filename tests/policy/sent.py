@@ -1,0 +1,15 @@
+"""What a refit must bring, made of a rank's weights in one go: to hold against what engines have."""
+
+from torch import Tensor
+
+from nemo_fp8rl.policy.worker import MegatronWorker
+from nemo_fp8rl.refit.quantize import as_sent
+
+
+def sent_tensors(worker: MegatronWorker) -> dict[str, Tensor]:
+    """What a refit brings of the weights that this one rank holds now, by HF name."""
+    choice, layers = worker.cfg.nemo_fp8rl, worker.engine_fp8_layers
+    sent: dict[str, Tensor] = {}
+    for name, weight in worker.export_weights():
+        sent |= as_sent(name, weight, layers, choice.scale_format, choice.kernel)
+    return sent | dict(worker.kv_cache.scales.named() if worker.kv_cache is not None else ())

@@ -1,0 +1,101 @@
+"""An end of a link in another process, called from the test as if it were here."""
+
+import multiprocessing
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from nemo_fp8rl.refit.transport.link import LinkError
+from nemo_fp8rl.refit.transport.post import Post, dial
+
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["tests.refit.far"])  # torch is imported once
+
+
+class Far:
+    """A process that holds one end. Its calls are the link's; payloads cross as bytes."""
+
+    def __init__(self) -> None:
+        self._calls, theirs = _processes.Pipe()
+        self.process = _processes.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: self._call(name, *args)
+
+    def start(self, name: str, *args: object) -> None:
+        """Call without waiting; `result` waits."""
+        self._calls.send((name, args))
+
+    def result(self) -> Any:
+        assert self._calls.poll(30), "the far process does not answer"
+        outcome = self._calls.recv()
+        if isinstance(outcome, LinkError):
+            raise outcome
+        return outcome
+
+    def kill(self) -> None:
+        self.process.kill()  # SIGKILL
+        self.process.join(10)
+
+    def _call(self, name: str, *args: object) -> Any:
+        self.start(name, *args)
+        return self.result()
+
+
+class _Ends:
+    """What the far process does for each call."""
+
+    def listen(self, transport: Any, token: str, timeout: float) -> tuple[str, int]:
+        self.post = Post(transport, "127.0.0.1", token, timeout)
+        return self.post.address
+
+    def accept(self, name: str, capacity: int) -> None:
+        self.end: Any = self.post.accept(name, capacity)
+
+    def dial(self, *args: Any) -> None:
+        self.end = dial(*args)
+        self.held: list[torch.Tensor] = []
+
+    def wait_at_most(self, timeout: float) -> None:
+        self.end._control.timeout = timeout
+
+    def fill_and_send(self, header: bytes, payload: bytes) -> None:
+        self.end.buffer()[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[
+            : len(payload)
+        ]
+        self.end.send(header, len(payload))
+
+    def receive(self) -> tuple[bytes, bytes]:
+        header, payload = self.end.receive()
+        self.held.append(payload)
+        return header, payload.numpy().tobytes()
+
+    def oldest_held(self) -> bytes:
+        return self.held[0].numpy().tobytes()
+
+    def release(self) -> None:
+        self.end.release()
+        del self.held[0]
+
+    def close(self) -> None:
+        self.end.close()
+
+
+def _serve(calls: Connection) -> None:
+    ends = _Ends()
+    while True:
+        try:
+            name, args = calls.recv()
+        except EOFError:
+            return
+        if name == "leave":
+            calls.send(None)
+            return
+        try:
+            outcome = getattr(ends, name)(*args)
+        except LinkError as error:
+            outcome = error
+        calls.send(outcome)

@@ -1,0 +1,430 @@
+"""A trainer and engines for the tests of a refit: the real protocol on dicts.
+
+`SendingRank`, `WeightSender`, the transports, `received` and `RefitBridge` are the package's own. Only what lies beyond
+them is replaced: a trainer's model by a dict of weights, vLLM's memory by a dict of tensors that a rank applies what it
+receives to as `generation.weight_store` does, and a process that dies by one that answers WorkerDied from then on.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_fp8rl.fp8 import BLOCK, ScaleFormat, quantize_blockwise, scale_shape
+from nemo_fp8rl.fp8.delta import DeltaError
+from nemo_fp8rl.fp8.format import E4M3
+from nemo_fp8rl.hf.region import whole
+from nemo_fp8rl.refit.bridge import Transport
+from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart, blocks_of
+from nemo_fp8rl.refit.message import Content
+from nemo_fp8rl.refit.rank import SendingRank
+from nemo_fp8rl.refit.receive import IncomingLink, Received, received
+from nemo_fp8rl.refit.report import Loaded, SendReport
+from nemo_fp8rl.refit.transport.link import ReceivingEnd
+from nemo_fp8rl.refit.transport.post import dial
+from nemo_fp8rl.workers import WorkerDied
+
+HOST, TOKEN = "127.0.0.1", "token of the run"
+Layout = list[list[TensorPart]]
+"""What each rank holds."""
+Message = tuple[bytes, Tensor]
+
+
+def fp8(name: str, rows: int, columns: int) -> TensorPart:
+    return TensorPart.of(name, E4M3, (rows, columns))
+
+
+def bf16(name: str, *shape: int) -> TensorPart:
+    return TensorPart.of(name, torch.bfloat16, shape)
+
+
+def split(parts: Sequence[TensorPart], ranks: int, dim: int, replicate: bool) -> Layout:
+    """Matrices along `dim`, in whole blocks where they are FP8; the rest on every rank, or on the first alone."""
+    layout: Layout = [[] for _ in range(ranks)]
+    for part in parts:
+        if len(part.shape) != 2 or not all(part.shape):
+            for held in layout if replicate else layout[:1]:
+                held.append(part)
+            continue
+        step = BLOCK[dim] if part.quantized else 1
+        steps = -(-part.shape[dim] // step)
+        borders = [min(part.shape[dim], steps * rank // ranks * step) for rank in range(ranks + 1)]
+        for held, (a, b) in zip(layout, pairwise(borders), strict=True):
+            region = list(part.region)
+            region[dim] = (a, b)
+            if a < b:
+                held.append(part.cut(tuple(region)))
+    return layout
+
+
+def random_weights(parts: Sequence[TensorPart], seed: int = 0) -> dict[str, Tensor]:
+    """bf16, or float32 where the part is."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        part.name: torch.randn(part.shape, generator=generator).to(
+            torch.float32 if part.dtype == "float32" else torch.bfloat16
+        )
+        for part in parts
+    }
+
+
+def as_whole(parts: Sequence[TensorPart], weights: Mapping[str, Tensor], fmt: ScaleFormat) -> dict[str, Content]:
+    """What engines must hold of these weights: the specification, on whole tensors."""
+    held = {}
+    for part in parts:
+        if part.quantized and all(part.shape):
+            quantized = quantize_blockwise(weights[part.name], scale_format=fmt, kernel="reference")
+            held[part.name] = Content(quantized.data, quantized.scale_inv)
+        else:
+            held[part.name] = Content(weights[part.name].to(part.torch_dtype).contiguous())
+    return held
+
+
+def empty(part: TensorPart) -> Content:
+    """Of a part in memory before anything arrived."""
+    scale_inv = torch.full(scale_shape(part.size, BLOCK), -1.0) if part.quantized else None
+    return Content(torch.zeros(part.size).to(part.torch_dtype), scale_inv)
+
+
+@dataclass
+class Tampered:
+    """A receiving end whose messages `change(k, message)` replaces, k counting from 0, by none, one or several."""
+
+    end: ReceivingEnd
+    change: Callable[[int, Message], Sequence[Message]]
+    seen: int = 0
+    ready: deque[tuple[Message, int]] = field(default_factory=deque)
+    given: deque[int] = field(default_factory=deque)
+    owed: int = 0
+
+    def receive(self) -> Message:
+        while not self.ready:
+            header, payload = self.end.receive()
+            self.owed += 1  # of the link's buffers, given back with the last message made of them
+            changed = list(self.change(self.seen, (header, payload)))
+            self.seen += 1
+            if changed:
+                self.ready.extend((message, 0) for message in changed[:-1])
+                self.ready.append((changed[-1], self.owed))
+                self.owed = 0
+        message, buffers = self.ready.popleft()
+        self.given.append(buffers)
+        return message
+
+    def release(self) -> None:
+        for _ in range(self.given.popleft()):
+            self.end.release()
+
+    def close(self) -> None:
+        self.end.close()
+
+
+class MemoryRank:
+    """One engine rank. repacked: names of tensors that it cannot write in place, as those vLLM keeps otherwise."""
+
+    def __init__(self, parts: Sequence[TensorPart], repacked: frozenset[str]) -> None:
+        self.parts = {part.name: part for part in parts}
+        self.held = {part.name: empty(part) for part in parts}
+        self.repacked, self.direct, self.version = repacked, frozenset[str](), -1
+        self.links: list[IncomingLink] = []
+
+    def load(self, version: int, verify: bool, each: Callable[[], None]) -> int:
+        """`WeightStore.load`; `each` is called after every piece."""
+        if version < self.version:
+            raise RefitError(f"refit {version} is stale: this engine has had version {self.version}")
+        arrived, nbytes = {}, 0
+        for item in received(self.links, version):
+            self._write(item, version)
+            arrived[item.part] = item.digest
+            nbytes += item.nbytes
+            each()
+        for part, digest in arrived.items():
+            if verify and self.at(part).digest != digest:
+                raise RefitError(f"refit {version}: {part.name} in the engine is not what the trainer sent")
+        self.direct = frozenset(self.parts) - self.repacked
+        self.version = version
+        return nbytes
+
+    def compare(self, version: int) -> int:
+        for item in received(self.links, version):
+            assert item.content is not None
+            if not item.content.equals(self.at(item.part)):
+                raise RefitError(f"refit {version}: {item.part.name} in the engine is not what the trainer holds")
+        return 0
+
+    def at(self, part: TensorPart) -> Content:
+        """Views of the place of a piece."""
+        return self.held[part.name].cut(self.parts[part.name], part.region)
+
+    def _write(self, item: Received, version: int) -> None:
+        target = self.at(item.part)
+        if item.content is not None:
+            target.data.copy_(item.content.data)
+        else:
+            assert item.delta is not None
+            if item.part.name not in self.direct:
+                raise RefitError(f"refit {version}: a delta of {item.part.name}, which is kept in a form of its own")
+            contiguous = target.data.contiguous()
+            try:
+                item.delta.apply_(contiguous.view(-1).view(torch.uint8))
+            except DeltaError as error:
+                raise RefitError(f"refit {version}: {item.part.name}: {error}") from None
+            target.data.copy_(contiguous)
+        if target.scale_inv is not None and item.scale_inv is not None:
+            target.scale_inv.copy_(item.scale_inv)
+
+
+class MemoryEngine:
+    """Its ranks work at once, in threads. Between the first byte of a version and its commit it reads nothing."""
+
+    def __init__(self, layout: Layout, repacked: frozenset[str]) -> None:
+        self.ranks = [MemoryRank(parts, repacked) for parts in layout]
+        self.policy_version = self.loaded_version = -1
+        self.died = False
+
+    def kill(self) -> None:
+        """As of a process that ends: no answer, no memory, no links."""
+        self.died = True
+        self.disconnect()
+
+    def disconnect(self) -> None:
+        for rank in self.ranks:
+            for link in rank.links:
+                link.end.close()
+            rank.links = []
+
+    def check(self) -> None:
+        if self.died:
+            raise WorkerDied("the engine was killed")
+
+    def load(self, version: int, verify: bool, compare: bool, each: Callable[[], None]) -> Loaded:
+        self.check()
+        self.policy_version = self.loaded_version = -1
+        with ThreadPoolExecutor(len(self.ranks)) as threads:
+            loads = [
+                threads.submit(rank.compare, version) if compare else threads.submit(rank.load, version, verify, each)
+                for rank in self.ranks
+            ]
+        self.check()
+        nbytes = sum(load.result() for load in loads)
+        self.loaded_version = version
+        return Loaded(version, nbytes, frozenset.intersection(*(rank.direct for rank in self.ranks)), 0.001, 0.0)
+
+    def commit(self, version: int) -> None:
+        self.check()
+        if self.loaded_version != version:
+            raise RefitError(f"refit {version} cannot be committed: the engine has loaded {self.loaded_version}")
+        self.policy_version = version
+
+    def read(self) -> dict[str, Content]:
+        """All tensors, put together of its ranks' parts: what it would generate from. Raises RefitError if fenced."""
+        self.check()
+        if self.policy_version < 0:
+            raise RefitError("this engine has not received weights that were committed: refit before generating")
+        return self.memory()
+
+    def memory(self) -> dict[str, Content]:
+        """The same, committed or not."""
+        wholes: dict[str, Content] = {}
+        for rank in self.ranks:
+            for name, part in rank.parts.items():
+                joined = wholes.setdefault(name, empty(part.cut(whole(part.shape))))
+                joined.data[tuple(slice(a, b) for a, b in part.region)] = rank.held[name].data
+                if joined.scale_inv is not None:
+                    blocks = tuple(slice(a, b) for a, b in blocks_of(part.region))
+                    joined.scale_inv[blocks] = rank.held[name].scale_inv
+        return wholes
+
+
+Hook = Callable[[str, int, MemoryEngine], None]
+"""hook(when, engine's number, engine), when: stored, connect, load, piece, loaded, compare, commit."""
+
+
+class MemoryEngines:
+    """`bridge.WeightSink`. hook, wrap: what a test does at those times, and to the links of (engine, rank)."""
+
+    on_restart: Callable[[int], None] | None = None
+
+    def __init__(
+        self, layout: Layout, count: int = 1, *, repacked: Collection[str] = (), max_restarts: int = 3
+    ) -> None:
+        self.layout, self.repacked, self.max_restarts = layout, frozenset(repacked), max_restarts
+        self.engines = [MemoryEngine(layout, self.repacked) for _ in range(count)]
+        self.restarts = 0
+        self.loads: list[tuple[int, int, bool]] = []  # (engine, version, compare) of every load
+        self.hook: Hook = lambda when, number, engine: None
+        self.wrap: Callable[[int, int, ReceivingEnd], ReceivingEnd] = lambda engine, rank, end: end
+        self.timeout = 20.0
+
+    def engine_count(self) -> int:
+        return len(self.engines)
+
+    def stored(self, engine: int) -> list[Sequence[TensorPart]]:
+        self._alive("stored", engine)
+        return [list(rank.parts.values()) for rank in self.engines[engine].ranks]
+
+    def connect(self, engine: int, addresses: Sequence[Sequence[Any]], routes: Sequence[Sequence[Route]]) -> None:
+        self._alive("connect", engine)
+        for number, rank in enumerate(self.engines[engine].ranks):
+            rank.links = [
+                IncomingLink(self.wrap(engine, number, self._end(address)), route)
+                for address, route in zip(addresses[number], routes[number], strict=True)
+                if address is not None
+            ]
+
+    def disconnect(self, engine: int) -> None:
+        self.engines[engine].disconnect()
+
+    def fence(self, engines: Collection[int]) -> dict[int, int]:
+        for engine in engines:
+            self.engines[engine].policy_version = -1
+        return {engine: -1 if self.engines[engine].died else self.engines[engine].loaded_version for engine in engines}
+
+    def load(
+        self, version: int, engines: Collection[int], verify: bool, compare: bool
+    ) -> Mapping[int, Loaded | Exception]:
+        with ThreadPoolExecutor(len(engines) or 1) as threads:
+            loads = {engine: threads.submit(self._load, engine, version, verify, compare) for engine in engines}
+        return {engine: load.result() for engine, load in loads.items()}
+
+    def replace(self, engine: int, death: Exception) -> None:
+        if self.restarts == self.max_restarts:
+            raise RuntimeError(f"engine {engine} died after {self.restarts} restarts") from death
+        self.restarts += 1
+        self.engines[engine] = MemoryEngine(self.layout, self.repacked)
+
+    def is_death(self, outcome: Exception) -> bool:
+        return isinstance(outcome, WorkerDied)
+
+    def commit(self, version: int, engines: Collection[int]) -> None:
+        for engine in engines:
+            self._alive("commit", engine)
+            self.engines[engine].commit(version)
+
+    def kill_and_restart(self, engine: int) -> None:
+        """As of an engine that dies while it generates."""
+        self.engines[engine].kill()
+        self.replace(engine, WorkerDied("killed"))
+        assert self.on_restart is not None
+        self.on_restart(engine)
+
+    def _load(self, number: int, version: int, verify: bool, compare: bool) -> Loaded | Exception:
+        engine = self.engines[number]
+        self.loads.append((number, version, compare))
+        try:
+            self.hook("compare" if compare else "load", number, engine)
+            loaded = engine.load(version, verify, compare, lambda: self.hook("piece", number, engine))
+            self.hook("loaded", number, engine)
+        except (RefitError, WorkerDied) as outcome:
+            return WorkerDied("the engine was killed") if engine.died else outcome
+        return loaded
+
+    def _alive(self, when: str, engine: int) -> None:
+        self.hook(when, engine, self.engines[engine])
+        self.engines[engine].check()
+
+    def _end(self, address: Any) -> ReceivingEnd:
+        if not isinstance(address, list):
+            return address
+        host, port, name = address
+        return dial((host, port), TOKEN, name, self.timeout)
+
+
+class MemoryTrainer:
+    """`bridge.WeightSource` of real SendingRanks. reading(): called before each weight that a rank hands out."""
+
+    def __init__(
+        self,
+        weights: dict[str, Tensor],
+        layout: Layout,
+        *,
+        scale_format: ScaleFormat = "pow2",
+        transport: Transport = "in_process",
+        bucket_bytes: int = 1 << 20,
+        timeout: float = 20.0,
+    ) -> None:
+        self.weights, self.layout, self.steps = weights, layout, 0
+        self.ranks = [
+            SendingRank(
+                parts,
+                scale_format,
+                "auto",
+                transport=transport,
+                bucket_bytes=bucket_bytes,
+                host=HOST,
+                token=TOKEN,
+                timeout=timeout,
+            )
+            for parts in layout
+        ]
+        self.pushes: list[dict[str, Any]] = []
+        self.reports: list[list[SendReport]] = []
+        self.reading: Callable[[], None] = lambda: None
+        self.died = False
+
+    def step(self, **weights: Tensor) -> None:
+        self.weights |= weights
+        self.steps += 1
+
+    def kill(self) -> None:
+        """As of a process that ends: its links break and nothing answers."""
+        self.died = True
+        self.close()
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+
+    def holdings(self) -> list[Sequence[TensorPart]]:
+        self._check()
+        return list(self.layout)
+
+    def updates(self) -> int:
+        return self.steps
+
+    def base_version(self) -> int:
+        versions = {rank.base_version for rank in self.ranks}
+        return versions.pop() if len(versions) == 1 else -1
+
+    def offer(self, engine: int, routes: Sequence[Sequence[Route]]) -> list[list[Any]]:
+        self._check()
+        return [rank.offer(engine, of_rank) for rank, of_rank in zip(self.ranks, routes, strict=True)]
+
+    def withdraw(self, engine: int) -> None:
+        for rank in self.ranks:
+            rank.withdraw(engine)
+
+    def start_push(self, version: int, engines: Collection[int], whole: frozenset[str], **how: bool) -> None:
+        self._check()
+        self.pushes.append({"version": version, "engines": list(engines), "whole": whole, **how})
+        for rank, parts in zip(self.ranks, self.layout, strict=True):
+            rank.start(self._weights(parts), version, engines, whole=whole, **how)
+
+    def finish_push(self) -> list[SendReport]:
+        answers: list[SendReport | Exception] = []
+        for rank in self.ranks:  # all of them, whatever one of them raises
+            try:
+                answers.append(rank.finish())
+            except Exception as error:
+                answers.append(error)
+        self._check()
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        reports = [answer for answer in answers if isinstance(answer, SendReport)]
+        self.reports.append(reports)
+        return reports
+
+    def _weights(self, parts: Sequence[TensorPart]) -> Iterator[tuple[str, Tensor]]:
+        for part in parts:
+            self.reading()
+            yield part.name, self.weights[part.name][tuple(slice(a, b) for a, b in part.region)]
+
+    def _check(self) -> None:
+        if self.died:
+            raise WorkerDied("the trainer was killed")
