@@ -54,12 +54,13 @@ class WeightStore:
     def load(self, links: Sequence[IncomingLink], version: int, verify: bool) -> int:
         """Bytes received of a version that is now in memory. Raises RefitError; memory is then a mixture.
 
-        verify: compare the digest of every tensor, as it is in memory, with the trainer's; of one that vLLM repacks, as
-        it arrived.
+        verify: compare the digest of every piece, as it is in memory, with the trainer's; of a tensor that vLLM
+        repacks, as it arrived.
         """
         if version < self.version:
             raise RefitError(f"refit {version} is stale: this engine has had version {self.version}")
-        loading = _Loading(self, links, version)
+        self.verify_seconds = 0.0
+        loading = _Loading(self, links, version, verify)
         if len(self.direct) < len(self.slots):
             compat.forget_packed_experts(self.model)
             compat.reload_weights(self.runner, loading.for_vllm())
@@ -67,16 +68,11 @@ class WeightStore:
             assert not list(loading.for_vllm())
         if loading.error is not None:
             raise loading.error
-        unknown = not self.direct
-        if unknown:
+        if not self.direct:
             self.direct = frozenset(self._kept_as_it_came(loading.arrived))
         self._derive(loading.written)
         for names, attention in fp8_caches(self.model).items():
             compat.set_kv_scales(attention, *(loading.kv_scales[name] for name in names))
-        if verify and not unknown:  # else what is there was just compared
-            start = time.perf_counter()
-            self._verify(loading.arrived, version)
-            self.verify_seconds = time.perf_counter() - start
         self.version = version
         return loading.nbytes
 
@@ -144,17 +140,14 @@ class WeightStore:
             if method is not None and (module is head or not isinstance(method, UnquantizedEmbeddingMethod)):
                 method.process_weights_after_loading(module)
 
-    def _verify(self, arrived: dict[TensorPart, str], version: int) -> None:
-        for part, digest in arrived.items():
-            if part.name in self.direct and self._held(part).digest != digest:
-                raise RefitError(f"refit {version}: {part.name} in the engine is not what the trainer sent")
-
 
 class _Loading:
-    """One version on its way in. written: names of tensors that went into memory directly. arrived: digest by piece."""
+    """One version on its way in. written: names of tensors that went into memory directly. arrived: digests of all
+    other pieces.
+    """
 
-    def __init__(self, store: WeightStore, links: Sequence[IncomingLink], version: int) -> None:
-        self.store, self.links, self.version = store, links, version
+    def __init__(self, store: WeightStore, links: Sequence[IncomingLink], version: int, verify: bool) -> None:
+        self.store, self.links, self.version, self.verify = store, links, version, verify
         self.targets = {name: store.slots[name].content() for name in store.direct}  # before vLLM takes modules apart
         self.assembling: dict[str, _Assembly] = {}
         self.written: set[str] = set()
@@ -197,7 +190,11 @@ class _Loading:
         if held.scale_inv is not None and item.scale_inv is not None:
             held.scale_inv.copy_(item.scale_inv)
         self.written.add(item.part.name)
-        self.arrived[item.part] = item.digest
+        if self.verify:  # now, that it is in the cache
+            start = time.perf_counter()
+            if held.digest != item.digest:
+                raise RefitError(f"refit {self.version}: {item.part.name} in the engine is not what the trainer sent")
+            self.store.verify_seconds += time.perf_counter() - start
 
     def _assemble(self, item: Received) -> Iterator[tuple[str, Tensor]]:
         part = item.part

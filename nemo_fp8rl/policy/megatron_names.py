@@ -3,7 +3,7 @@
 Megatron fuses what HF keeps apart: `linear_qkv` holds, for each key-value group, its query heads, its key and its
 value, weights and biases alike; `linear_fc1` holds gate above up. A rank maps what its `Layout` gives it: layers and
 experts are numbered from 0 on every rank by Megatron, over the whole model by HF, and each tensor is the rank's part.
-Exported tensors are views wherever the layout allows.
+What is exported are views wherever the layout allows, in `views_for_hf` everywhere.
 """
 
 from collections.abc import Callable, Iterator
@@ -69,6 +69,12 @@ def to_hf(layout: Layout, get: Get) -> Iterator[tuple[str, Tensor]]:
 
     Every rank of a stage asks for the same parameters in the same order, so that `get` may communicate.
     """
+    for name, part in views_for_hf(layout, get):
+        yield name, part.flatten(0, 1) if part.dim() == 3 else part
+
+
+def views_for_hf(layout: Layout, get: Get) -> Iterator[tuple[str, Tensor]]:
+    """As `to_hf`, but weights of q, k and v are stacks [groups, rows, H] for what is one matrix below the other."""
     hf = layout.hf
     tokens = len(layout.vocabulary)
     if layout.first_stage:
@@ -81,7 +87,7 @@ def to_hf(layout: Layout, get: Get) -> Iterator[tuple[str, Tensor]]:
             grouped = qkv.view(hf.num_key_value_heads // layout.tensor.size, -1, *qkv.shape[1:])
             query_rows = grouped.size(1) - 2 * hf.head_dim
             for x, part in zip("qkv", grouped.split([query_rows, hf.head_dim, hf.head_dim], 1), strict=True):
-                yield f"{layer}self_attn.{x}_proj.{leaf}", part.flatten(0, 1)
+                yield f"{layer}self_attn.{x}_proj.{leaf}", part if leaf == "weight" else part.flatten()
         for ours, theirs in _mlps(layout, megatron, layer):
             gate, up = get(ours + "linear_fc1.weight").chunk(2)
             yield theirs + "gate_proj.weight", gate

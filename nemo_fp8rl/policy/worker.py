@@ -33,7 +33,7 @@ from nemo_fp8rl.policy.base import Loss
 from nemo_fp8rl.policy.cpu import megatron_on_cpu
 from nemo_fp8rl.policy.groups import join, leave, split_model
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache, engine_rounding
-from nemo_fp8rl.policy.megatron_names import to_hf
+from nemo_fp8rl.policy.megatron_names import to_hf, views_for_hf
 from nemo_fp8rl.policy.model import DTYPES, build_model, transformer_config
 from nemo_fp8rl.policy.optimizer_state import load_optimizer, save_optimizer
 from nemo_fp8rl.policy.pipeline import Pipeline
@@ -202,7 +202,7 @@ class MegatronWorker:
                 shapes[name],
                 self.layout.region(name, shapes[name]),
             )
-            for name, part in self._own_weights()
+            for name, part in self._own_views()
         ]
         if self.kv_cache is not None and self.rank == 0:
             names = KvScales.names(self.hf.num_hidden_layers)
@@ -235,7 +235,7 @@ class MegatronWorker:
             if self.kv_cache.scales is None:
                 raise RefitError(f"refit {version}: the KV cache is FP8 and has no scales yet: calibrate first")
             kv_scales = self.kv_cache.scales.named()
-        self.refit.start(chain(self._own_weights(), kv_scales), version, engines, whole=whole, **how)
+        self.refit.start(chain(self._own_views(), kv_scales), version, engines, whole=whole, **how)
 
     def finish_push(self) -> SendReport:
         return self.refit.finish()
@@ -243,16 +243,20 @@ class MegatronWorker:
     def weight_squares(self) -> SquaresByGroup:
         """This rank's part of `weight_error`."""
         choice, layers = self.cfg.nemo_fp8rl, self.engine_fp8_layers
-        return weight_squares(self._own_weights(), layers, choice.scale_format, choice.kernel)
+        own = ((name, part) for name, part in self.export_weights() if self.layout.exports(name))
+        return weight_squares(own, layers, choice.scale_format, choice.kernel)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(HF name, this rank's part) of its weights, in the dtype that the forward reads; views where possible."""
-        parameters = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
-        return to_hf(self.layout, parameters.__getitem__)
+        return to_hf(self.layout, self._parameters().__getitem__)
 
-    def _own_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Those of `export_weights` that no other rank sends."""
-        return ((name, part) for name, part in self.export_weights() if self.layout.exports(name))
+    def _own_views(self) -> Iterator[tuple[str, Tensor]]:
+        """`views_for_hf` of those that no other rank sends."""
+        views = views_for_hf(self.layout, self._parameters().__getitem__)
+        return ((name, part) for name, part in views if self.layout.exports(name))
+
+    def _parameters(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     def save(self, folder: str) -> None:
         """Write an HF checkpoint and the optimizer's state, all ranks together. Raises UserError on a full disk."""

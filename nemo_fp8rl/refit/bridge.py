@@ -4,7 +4,8 @@ A version is *sent* when the trainer's ranks begin, *loaded* in an engine when e
 been verified and the prefix cache is gone, and *committed* when every engine has loaded it. An engine generates only
 from a version that was committed, and from the first byte of the next one on it is fenced: it refuses, until a commit.
 
-    an engine dies, or its link breaks    it is started again, or linked again, and gets the whole version
+    an engine dies, or does not answer    it is started again and gets the whole version
+    its link breaks                       it is linked again; the same
     a message lost, damaged, repeated     the same
     twice in one refit                    RefitError; the engines stay fenced, the version is not committed
     a weight that is not finite           RefitError that names it; the same
@@ -191,10 +192,14 @@ class RefitBridge:
         except Exception as error:
             raise (_EngineDied(error) if self.sink.is_death(error) else error) from None
 
-    def _disconnect(self, engine: int) -> None:
+    def _disconnect(self, engine: int, answers: bool = True) -> None:
+        """answers: whether the engine is there to be told."""
         if self.connected.pop(engine, None) is not None:
-            self.source.withdraw(engine)
-            self.sink.disconnect(engine)
+            try:
+                self.source.withdraw(engine)
+            finally:
+                if answers:
+                    self.sink.disconnect(engine)
 
     def _push(
         self, version: int, engines: Collection[int], delta: bool, keep: bool, compare: bool = False
@@ -203,18 +208,15 @@ class RefitBridge:
         reports, outcomes = self._attempt(version, engines, delta, keep, compare)
         failed = {engine: outcome for engine, outcome in outcomes.items() if isinstance(outcome, Exception)}
         for engine, failure in failed.items():
-            self._disconnect(engine)
             if self.sink.is_death(failure):
                 self.sink.replace(engine, failure)
         if failed:
             for engine in failed:
                 self._connect(engine)
             _, again = self._attempt(version, failed.keys(), False, False, False)
-            twice = {engine: outcome for engine, outcome in again.items() if isinstance(outcome, Exception)}
-            for engine in twice:
-                self._disconnect(engine)
-            for engine, outcome in twice.items():
-                raise RefitError(f"refit {version}: engine {engine} failed twice: {outcome}") from failed[engine]
+            for engine, outcome in again.items():
+                if isinstance(outcome, Exception):
+                    raise RefitError(f"refit {version}: engine {engine} failed twice: {outcome}") from failed[engine]
             outcomes = {**outcomes, **again}
         loaded = {engine: outcome for engine, outcome in outcomes.items() if isinstance(outcome, Loaded)}
         self.connected |= {engine: one.direct for engine, one in loaded.items()}
@@ -234,6 +236,9 @@ class RefitBridge:
         try:
             self.source.start_push(version, engines, whole, delta=delta, keep=keep, digests=digests)
             outcomes = self.sink.load(version, engines, digests, compare)
+            for engine, outcome in outcomes.items():
+                if isinstance(outcome, Exception):  # or the trainer would wait for one that hangs
+                    self._disconnect(engine, answers=not self.sink.is_death(outcome))
             finishing = True
             return self.source.finish_push(), outcomes
         except BaseException:

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import combinations
 
 import torch
@@ -45,22 +46,22 @@ class TensorPart:
     def quantized(self) -> bool:
         return self.dtype == FP8
 
-    @property
+    @cached_property
     def torch_dtype(self) -> torch.dtype:
         dtype = getattr(torch, self.dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype
 
-    @property
+    @cached_property
     def size(self) -> tuple[int, ...]:
         """Of the region."""
         return shape_of(self.region)
 
-    @property
+    @cached_property
     def data_bytes(self) -> int:
         return math.prod(self.size) * self.torch_dtype.itemsize
 
-    @property
+    @cached_property
     def scale_bytes(self) -> int:
         return 4 * math.prod(scale_shape(self.size, BLOCK)) if self.quantized else 0
 

@@ -7,6 +7,7 @@ that of the piece as the engine will hold it, so it also proves that a delta met
 
 import ctypes
 import json
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -72,6 +73,8 @@ class Content:
 
     def cut(self, part: TensorPart, region: Region) -> "Content":
         """Views of the region, where this is the content of `part`."""
+        if region == part.region:
+            return self
         if self.scale_inv is None:
             return Content(self.data[part.local(region)])
         blocks = TensorPart(part.name, part.dtype, part.shape, blocks_of(part.region)).local(blocks_of(region))
@@ -84,12 +87,7 @@ class Content:
     @property
     def digest(self) -> str:
         """xxh3, 64 bits, of the scales and the data."""
-        state = xxhash.xxh3_64()
-        for tensor in self.tensors:
-            held = tensor.contiguous()
-            memory = ctypes.c_char * held.nbytes  # not numpy, which would forbid a sleeping engine to free the memory
-            state.update(memory.from_address(held.data_ptr()) if held.nbytes else b"")
-        return state.hexdigest()
+        return digest_of(*self.tensors)
 
     def equals(self, other: "Content") -> bool:
         """To the bit."""
@@ -97,6 +95,21 @@ class Content:
             torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
             for a, b in zip(self.tensors, other.tensors, strict=True)
         )
+
+
+def digest_of(*tensors: Tensor) -> str:
+    """xxh3, 64 bits, of their bytes one after the other."""
+    state = xxhash.xxh3_64()
+    for tensor in tensors:
+        held = tensor.contiguous()
+        memory = ctypes.c_char * held.nbytes  # not numpy, which would forbid a sleeping engine to free the memory
+        state.update(memory.from_address(held.data_ptr()) if held.nbytes else b"")
+    return state.hexdigest()
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """NaN and infinities reach the smallest or the largest value."""
+    return not tensor.numel() or all(math.isfinite(end) for end in tensor.aminmax())
 
 
 def scales_of(part: TensorPart, payload: Tensor) -> Tensor | None:

@@ -118,7 +118,7 @@ class SendingRank:
     ) -> SendReport:
         links = {}
         try:
-            for key, route in self.routes.items():
+            for key, route in list(self.routes.items()):
                 if key[0] in engines:
                     links[key] = Link(self.ends[key].result(), route, whole)
             return self.sender.send(weights, version, links, **how)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nemo_fp8rl.fp8.delta import Delta, DeltaError
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
-from nemo_fp8rl.refit.message import Content, Header, aligned, scales_of
+from nemo_fp8rl.refit.message import Content, Header, aligned, all_finite, scales_of
 from nemo_fp8rl.refit.transport.link import ReceivingEnd
 
 
@@ -40,7 +40,7 @@ def received(links: Sequence[IncomingLink], version: int) -> Iterator[Received]:
     source gave up, and when a link breaks; the links are then closed, as when the caller stops. A thread reads each
     link, so that none waits for another to be read.
     """
-    arrived: SimpleQueue[tuple[int, bytes, Tensor] | RefitError] = SimpleQueue()
+    arrived: SimpleQueue[tuple[int, Header, Tensor] | RefitError] = SimpleQueue()
     for i, link in enumerate(links):
         threading.Thread(target=_read, args=(i, link.end, arrived), name=f"refit-link-{i}", daemon=True).start()
     progress = [_Progress(link.route, version) for link in links]
@@ -49,8 +49,8 @@ def received(links: Sequence[IncomingLink], version: int) -> Iterator[Received]:
             item = arrived.get()
             if isinstance(item, RefitError):
                 raise item
-            i, message, payload = item
-            yield from progress[i].entries(Header.decode(message), payload)
+            i, header, payload = item
+            yield from progress[i].entries(header, payload)
             links[i].end.release()
     except BaseException:
         for link in links:  # or the sources would wait for buffers that nobody gives back, and the threads for messages
@@ -58,13 +58,14 @@ def received(links: Sequence[IncomingLink], version: int) -> Iterator[Received]:
         raise
 
 
-def _read(i: int, end: ReceivingEnd, arrived: "SimpleQueue[tuple[int, bytes, Tensor] | RefitError]") -> None:
-    """Until the last message of a refit; one that cannot be read is found and named by who takes it out."""
+def _read(i: int, end: ReceivingEnd, arrived: "SimpleQueue[tuple[int, Header, Tensor] | RefitError]") -> None:
+    """Until the last message of a refit, or one that cannot be read."""
     try:
         while True:
             message, payload = end.receive()
-            arrived.put((i, message, payload))
-            if Header.decode(message).last:
+            header = Header.decode(message)
+            arrived.put((i, header, payload))
+            if header.last:
                 return
     except RefitError as error:
         arrived.put(error)
@@ -107,15 +108,20 @@ class _Progress:
                 raise RefitError(f"{here}: {len(self.missing)} pieces did not arrive, among them one of {name}")
 
     def _read(self, part: TensorPart, is_delta: bool, bytes_: Tensor, digest: str) -> Received:
-        scale_inv = scales_of(part, bytes_)
-        if scale_inv is not None and not scale_inv.isfinite().all():
-            raise RefitError(f"refit {self.version}: {part.name} has a scale that is not finite")
         if not is_delta:
             if len(bytes_) != part.nbytes:
                 raise RefitError(f"refit {self.version}: {part.name} has {len(bytes_)} bytes, must have {part.nbytes}")
-            return Received(part, Content.of(part, bytes_), None, scale_inv, digest, len(bytes_))
+            content = Content.of(part, bytes_)
+            self._check(part, content.scale_inv)
+            return Received(part, content, None, content.scale_inv, digest, len(bytes_))
+        scale_inv = scales_of(part, bytes_)
+        self._check(part, scale_inv)
         try:
             delta = Delta.decode(bytes_[part.scale_bytes :].numpy().tobytes(), part.data_bytes)
         except DeltaError as error:
             raise RefitError(f"refit {self.version}: {part.name}: {error}") from None
         return Received(part, None, delta, scale_inv, digest, len(bytes_))
+
+    def _check(self, part: TensorPart, scale_inv: Tensor | None) -> None:
+        if scale_inv is not None and not all_finite(scale_inv):
+            raise RefitError(f"refit {self.version}: {part.name} has a scale that is not finite")

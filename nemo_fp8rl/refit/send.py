@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,11 +21,12 @@ from nemo_fp8rl.fp8 import (
     ScaleFormat,
     quantize_blockwise,
     quantize_delta,
+    scale_shape,
 )
 from nemo_fp8rl.fp8.delta import Delta
 from nemo_fp8rl.hf.region import Region
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
-from nemo_fp8rl.refit.message import Content, Encoding, Entry, Header, aligned
+from nemo_fp8rl.refit.message import Content, Encoding, Entry, Header, aligned, all_finite, digest_of
 from nemo_fp8rl.refit.report import LinkId, SendReport
 from nemo_fp8rl.refit.transport.link import LinkError, SendingEnd
 
@@ -42,13 +44,16 @@ class Link:
 
 
 class Outgoing:
-    """A link during one refit: the bucket in the making."""
+    """A link during one refit: the bucket in the making.
+
+    It is sent when it is full, or when deltas in it stand for as much: the sink is to work meanwhile.
+    """
 
     def __init__(self, end: SendingEnd, version: int) -> None:
         self.end, self.version, self.sequence = end, version, 0
         self.entries: list[Entry] = []
         self.bucket: Tensor | None = None
-        self.filled = 0
+        self.filled = self.stands_for = 0
 
     def room(self, nbytes: int) -> Tensor:
         """Where the next entry, of up to `nbytes`, goes."""
@@ -60,17 +65,22 @@ class Outgoing:
             self.bucket = self.end.buffer()
         return self.bucket[start : start + nbytes]
 
-    def add(self, entry: Entry) -> None:
-        """What `room` gave holds the entry."""
+    def add(self, entry: Entry, part: TensorPart) -> None:
+        """What `room` gave holds the entry, which is of this part."""
+        assert self.bucket is not None
         self.filled = aligned(self.filled) + entry.nbytes
+        self.stands_for += part.nbytes
         self.entries.append(entry)
+        if self.stands_for >= len(self.bucket):
+            self.send(last=False)
 
     def send(self, last: bool, abort: str = "") -> None:
         if self.bucket is None:
             self.bucket = self.end.buffer()
         header = Header(self.version, self.sequence, tuple(self.entries), last, abort)
         self.end.send(header.encode(), self.filled)
-        self.bucket, self.filled, self.entries, self.sequence = None, 0, [], self.sequence + 1
+        self.bucket, self.entries, self.sequence = None, [], self.sequence + 1
+        self.filled = self.stands_for = 0
 
 
 @dataclass
@@ -90,7 +100,6 @@ class WeightSender:
         self.scale_format, self.kernel = scale_format, kernel
         self.base_version = -1
         self.base: dict[tuple[str, Region], Tensor] = {}  # scales and data
-        self.spare: dict[int, Tensor] = {}  # by size: becomes the base of a piece whose base becomes spare
 
     @torch.no_grad()
     def send(
@@ -105,6 +114,8 @@ class WeightSender:
     ) -> SendReport:
         """Send every link its pieces of these weights: this rank's parts, by name, in any order.
 
+        weights: a matrix may be a stack [count, rows, K] of what is one below the other in it.
+
         delta: every sink holds what this rank kept. keep: keep these bytes for the next one. A link that breaks is left
         out of the rest and reported. Raises RefitError, naming the tensor, on a weight that is not finite; the sinks
         are then told that nothing more comes.
@@ -112,13 +123,13 @@ class WeightSender:
         assert not delta or self.base_version >= 0
         self.base_version = -1
         if not (delta or keep):
-            self._forget()
+            self.base = {}
         sending = _Sending(version, links)
         pieces = sending.pieces
         try:
             for name, weight in sending.exported(weights):
                 for piece in pieces.pop(name, ()):
-                    values = weight[self.parts[name].local(piece.part.region)]
+                    values = _cut(weight, self.parts[name], piece.part.region)
                     if delta and not piece.whole and piece.part.data_bytes >= DELTA_FROM:
                         self._send_delta(sending, piece, values, digests)
                     else:
@@ -132,12 +143,9 @@ class WeightSender:
         if keep and not sending.report.failed:
             self.base_version = version
         else:
-            self._forget()
+            self.base = {}
         sending.report.base_nbytes = sum(kept.nbytes for kept in self.base.values())
         return sending.report
-
-    def _forget(self) -> None:
-        self.base, self.spare = {}, {}
 
     def _send_full(self, sending: "_Sending", piece: Piece, values: Tensor, keep: bool, digests: bool) -> None:
         part = piece.part
@@ -147,46 +155,41 @@ class WeightSender:
         with sending.report.timed("quantize"):
             self._quantize(values, content)
         with sending.report.timed("encode"):
-            mark = content.digest if digests else ""
+            mark = digest_of(room) if digests else ""
             if keep and part.data_bytes >= DELTA_FROM:
                 self._kept(part).copy_(room)
         sending.add(piece, room, "full", mark)
 
     def _send_delta(self, sending: "_Sending", piece: Piece, values: Tensor, digests: bool) -> None:
-        part, old = piece.part, self._kept(piece.part)
-        new = self.spare.pop(part.nbytes, None)
-        new = torch.empty(part.nbytes, dtype=torch.uint8) if new is None else new
-        content = Content.of(part, new)
+        part, kept = piece.part, self._kept(piece.part)
         with sending.report.timed("quantize"):
-            delta = self._compare(values, Content.of(part, old).data, content)
-        self.base[part.name, part.region], self.spare[part.nbytes] = new, old
+            delta = self._update(values, Content.of(part, kept))
         with sending.report.timed("encode"):
-            mark = content.digest if digests else ""
+            mark = digest_of(kept) if digests else ""
             message = delta.encode() if delta is not None else b""
         if delta is None or len(message) >= part.data_bytes // 2:
-            encoding: Encoding = "full"
-            payload = new
-        else:
-            encoding = "delta"
-            payload = torch.cat([new[: part.scale_bytes], torch.frombuffer(bytearray(message), dtype=torch.uint8)])
-        if (room := sending.room(piece, len(payload))) is not None:
-            sending.add(piece, room.copy_(payload), encoding, mark)
+            if (room := sending.room(piece, part.nbytes)) is not None:
+                sending.add(piece, room.copy_(kept), "full", mark)
+        elif (room := sending.room(piece, part.scale_bytes + len(message))) is not None:
+            room[: part.scale_bytes] = kept[: part.scale_bytes]
+            room[part.scale_bytes :].numpy()[:] = np.frombuffer(message, np.uint8)
+            sending.add(piece, room, "delta", mark)
 
     def _quantize(self, values: Tensor, content: Content) -> None:
         if content.scale_inv is not None:
-            out = BlockScaled(content.data, content.scale_inv, BLOCK)
-            quantize_blockwise(values, scale_format=self.scale_format, kernel=self.kernel, out=out)
+            quantize_blockwise(values, scale_format=self.scale_format, kernel=self.kernel, out=_like(values, content))
             return
-        content.data.copy_(values)
+        content.data.view(values.shape).copy_(values)
         _check_finite(content.data)
 
-    def _compare(self, values: Tensor, old: Tensor, content: Content) -> Delta | None:
-        """Quantize, and say what differs from the data that was sent last."""
+    def _update(self, values: Tensor, content: Content) -> Delta | None:
+        """Quantize over the content that was sent last, and say what differs from it."""
         if content.scale_inv is None:
+            old = content.data.clone()
             self._quantize(values, content)
             return Delta.between(_bytes(old), _bytes(content.data))
-        out = BlockScaled(content.data, content.scale_inv, BLOCK)
-        return quantize_delta(values, old, scale_format=self.scale_format, kernel=self.kernel, out=out)[1]
+        out = _like(values, content)
+        return quantize_delta(values, out.data, scale_format=self.scale_format, kernel=self.kernel, out=out)[1]
 
     def _kept(self, part: TensorPart) -> Tensor:
         """uint8 [nbytes]: what was sent of the piece, or is now to be."""
@@ -236,7 +239,7 @@ class _Sending:
             with self._or_failed(i), self.report.timed("send"):
                 if i != first:
                     self.going[i].room(len(payload)).copy_(payload)
-                self.going[i].add(Entry(piece.targets[i], encoding, len(payload), mark))
+                self.going[i].add(Entry(piece.targets[i], encoding, len(payload), mark), piece.part)
                 self.report.count(piece.part, len(payload))
 
     def finish(self, abort: str = "") -> None:
@@ -253,13 +256,33 @@ class _Sending:
             self.going.pop(i, None)
 
 
+def _cut(weight: Tensor, part: TensorPart, region: Region) -> Tensor:
+    """The region of the weight that a rank holds as `part`; of a stack a stack, where its matrices stay whole."""
+    index = part.local(region)
+    if weight.dim() == len(part.size):
+        return weight if region == part.region else weight[index]
+    rows, columns = index
+    height = weight.size(1)
+    first, end = rows.start // height, -(-rows.stop // height)
+    matrices = weight[first:end, :, columns]
+    if (rows.start, rows.stop, height % BLOCK[0]) == (first * height, end * height, 0):
+        return matrices
+    return matrices.flatten(0, 1)[rows.start - first * height : rows.stop - first * height]
+
+
+def _like(values: Tensor, content: Content) -> BlockScaled:
+    """The content for values that may be a stack."""
+    assert content.scale_inv is not None
+    shape = scale_shape(values.shape, BLOCK)
+    return BlockScaled(content.data.view(values.shape), content.scale_inv.view(shape), BLOCK)
+
+
 def _bytes(tensor: Tensor) -> Tensor:
     """Of a contiguous tensor, uint8 [nbytes]."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def _check_finite(tensor: Tensor) -> None:
-    """NaN and infinities reach the smallest or the largest value."""
-    if tensor.numel() and not all(torch.isfinite(end) for end in tensor.aminmax()):
+    if not all_finite(tensor):
         bad = int((~torch.isfinite(tensor)).sum())
         raise NonFiniteError(f"{bad} of {tensor.numel()} values are not finite")

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nemo_fp8rl.fp8 import Delta, DeltaError, quantize_blockwise, quantize_delta
+from nemo_fp8rl.fp8 import BlockScaled, Delta, DeltaError, quantize_blockwise, quantize_delta
 from nemo_fp8rl.fp8 import delta as wire
 from nemo_fp8rl.fp8.kernels import cpu
 
@@ -81,12 +81,17 @@ def assert_delta_is(
     before = base.clone()
     with cut(**cutting):
         new, delta = quantize_delta(x, base, block=block, kernel=kernel)
-    assert torch.equal(flat(new.data), flat(expected.data))
-    assert torch.equal(new.scale_inv, expected.scale_inv)
+        out = BlockScaled(base.clone(), torch.empty_like(new.scale_inv), block)
+        in_place, same = quantize_delta(x, out.data, block=block, kernel=kernel, out=out)
+    for made in (new, in_place):
+        assert torch.equal(flat(made.data), flat(expected.data))
+        assert torch.equal(made.scale_inv, expected.scale_inv)
     assert torch.equal(flat(base), flat(before))
     if len(positions) * 8 > x.numel():
-        assert delta is None
+        assert delta is same is None
         return
+    assert torch.equal(same.gaps, delta.gaps)
+    assert torch.equal(same.differences, delta.differences)
     assert delta is not None
     assert delta.numel == x.numel()
     assert delta.changed == len(positions)

@@ -190,6 +190,15 @@ def test_every_bfloat16_times_every_power_of_two_is_rounded_to_the_nearest_e4m3(
         np.testing.assert_array_equal(converted(-BF16_MAGNITUDES, scales), expected | 0x80)
 
 
+def test_every_bfloat16_is_rounded_to_the_nearest_e4m3_under_maxima_of_every_exponent():
+    for maximum in range(1, len(BF16_MAGNITUDES), 61):
+        x = BF16_MAGNITUDES[: maximum + 1]
+        scale = specified_scale(x[-1:].double().numpy(), torch.bfloat16, "pow2")
+        expected = codes(x.double().numpy(), scale)
+        data, _ = quantized(torch.cat([x, -x])[None], (1, 2 * len(x)), "pow2", "cpu")
+        np.testing.assert_array_equal(data[0], np.concatenate([expected, expected | 0x80]))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_products_with_float32_scales_are_rounded_twice_as_ieee_does(dtype):
     generator = torch.Generator().manual_seed(2)

@@ -3,12 +3,16 @@
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import Future
 from dataclasses import replace
 
 import psutil
 import pytest
+import torch
 
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.errors import UserError
@@ -16,8 +20,12 @@ from nemo_fp8rl.generation import compat
 from nemo_fp8rl.generation.vllm import VllmGeneration
 from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.recipe import load
+from nemo_fp8rl.refit.bridge import RefitBridge
+from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.weights import build_bridge
+from nemo_fp8rl.workers import WorkerDied
 from tests.conftest import RECIPES
+from tests.generation.far_trainer import FarTrainer, die_in_the_next_refit, move_weights
 from tests.generation.pair import FREE, TEXTS, outputs
 
 ASYNC = "policy.generation.vllm_cfg.async_engine=true"
@@ -61,7 +69,7 @@ def core_process() -> psutil.Process:
 
 @pytest.fixture(scope="module")
 def async_run(tiny_overrides):
-    run = Run((*tiny_overrides, ASYNC, WAVES, "cluster.max_engine_restarts=4"))
+    run = Run((*tiny_overrides, ASYNC, WAVES, "cluster.max_engine_restarts=5"))
     yield run
     run.close()
 
@@ -103,10 +111,80 @@ def test_a_core_that_hangs_counts_as_dead(async_run):
     assert not hung.is_running() or hung.status() == psutil.STATUS_ZOMBIE
 
 
+class StopsTheCore:
+    """A trainer's end of a link that stops the engine's core when it has sent the first bucket."""
+
+    def __init__(self, end) -> None:
+        self.end = end
+        self.buffer, self.close = end.buffer, end.close
+        self.stopped: psutil.Process | None = None
+
+    def send(self, header: bytes, nbytes: int) -> None:
+        self.end.send(header, nbytes)
+        if self.stopped is None:
+            self.stopped = core_process()
+            self.stopped.suspend()
+
+
+def test_a_core_that_hangs_in_a_refit_is_replaced_after_the_timeout_and_gets_the_whole_version(async_run):
+    expected, before = async_run.answers(), async_run.generation.engine_restarts
+    async_run.generation.engines.worker.core.timeout = 2.0  # cluster.engine_timeout_seconds, once it has started
+    sender = async_run.policy.ranks.worker.refit
+    ((key, link),) = sender.ends.items()
+    stopping = StopsTheCore(link.result())
+    sender.ends[key] = Future()
+    sender.ends[key].set_result(stopping)
+    start = time.monotonic()
+    report = async_run.bridge.refit()
+    assert 2.0 < time.monotonic() - start < 60.0
+    assert (report.retries, async_run.generation.engine_restarts) == (1, before + 1)
+    assert not stopping.stopped.is_running() or stopping.stopped.status() == psutil.STATUS_ZOMBIE
+    assert async_run.answers() == expected
+
+
 def test_one_death_too_many_ends_the_run(async_run):
-    assert async_run.generation.engine_restarts == 4
-    with pytest.raises(UserError, match=r"after 4 restarts .*cluster\.max_engine_restarts.*--resume"):
+    assert async_run.generation.engine_restarts == 5
+    with pytest.raises(UserError, match=r"after 5 restarts .*cluster\.max_engine_restarts.*--resume"):
         async_run.answers(lambda: core_process().kill())
+
+
+def test_a_trainer_killed_in_a_refit_leaves_the_engine_fenced_until_a_whole_version_came(tiny_overrides):
+    cfg = load(RECIPES / "tiny_cpu.yaml", tiny_overrides)
+    prompts = [tuple(PromptTokenizer(cfg.policy).tokenizer(text).input_ids) for text in TEXTS]
+    trainer = FarTrainer(cfg)
+    generation = VllmGeneration(cfg, "token")
+    (model,) = generation.engines.worker.core.rpc("get_model")
+
+    def linked(trainer: FarTrainer, first_version: int) -> RefitBridge:
+        trainer.open_refit("shared_memory", generation.token)
+        return RefitBridge(trainer, generation, mode="delta", transport="shared_memory", first_version=first_version)
+
+    def answers() -> list:
+        return outputs(generation.generate(prompts, range(len(prompts)), FREE))
+
+    def weights() -> list[torch.Tensor]:
+        return [layer.self_attn.o_proj.weight.view(torch.uint8).clone() for layer in model.model.layers]
+
+    bridge = linked(trainer, 0)
+    bridge.refit()
+    expected, (first, last) = answers(), weights()
+    trainer.do(move_weights)
+    trainer.do(die_in_the_next_refit)
+    with pytest.raises(WorkerDied, match="the trainer's process ended"):
+        bridge.refit()
+    trainer.process.join()
+    assert trainer.process.exitcode == -signal.SIGKILL
+    assert [torch.equal(*pair) for pair in zip(weights(), (first, last), strict=True)] == [False, True]
+    with pytest.raises(WorkerDied, match="the trainer's process ended"):
+        bridge.refit()
+    with pytest.raises(RefitError, match="has not received weights that were committed: refit before generating"):
+        answers()
+    another = FarTrainer(cfg)
+    report = linked(another, 2).refit()
+    assert (report.version, report.delta, report.retries) == (2, False, 0)
+    assert answers() == expected
+    generation.shutdown()
+    another.close()
 
 
 @pytest.mark.long

@@ -494,7 +494,7 @@ def test_bytes_are_kept_only_for_a_delta():
     assert (report.base_nbytes, sender.base_version) == (nbytes, 1)
     (report,) = stream.brings(weights, 2)
     assert (report.base_nbytes, sender.base_version) == (0, -1)
-    assert sender.base == sender.spare == {}
+    assert sender.base == {}
 
 
 def test_the_last_delta_leaves_no_base_to_build_on():

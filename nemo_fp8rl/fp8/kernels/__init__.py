@@ -9,7 +9,8 @@ auto        triton on CUDA, cpu on a CPU; reference where the library for those 
 A kernel module has two functions, both for contiguous outputs and x [E, N, K] of any strides:
 
 quantize(x, block, scale_format, data, scale_inv)                       fills data and scale_inv
-quantize_delta(x, block, scale_format, base, data, scale_inv)           and returns what differs from base
+quantize_delta(x, block, scale_format, base, data, scale_inv)           and returns what differs from base,
+                                                                        which may be data
 
 and marks a block that holds a value that is not finite by a scale_inv of NaN. What the emulated matmuls multiply,
 quantized and dequantized in one go, comes from `cpu`, or from `emulate` where that cannot run.

@@ -1,25 +1,24 @@
-"""The contract at memory speed on a CPU: `loops` does the work, here it is cut into pieces and shared out.
+"""The contract at memory speed on a CPU: `loops` does the work, here it is shared out.
 
-A piece is some whole strips of one matrix; neighbouring pieces go to the same one of torch.get_num_threads() threads.
-Only strided and float16 input is copied, a piece at a time.
+Each of torch.get_num_threads() threads gets neighbouring strips (rows of blocks), counted through all matrices of a
+stack. Input is read where it is, but float16 and rows that do not lie in one piece are copied, some strips at a time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.fp8.delta import ESCAPE, MAX_CHANGED, Delta
+from nemo_fp8rl.fp8.delta import ESCAPE, MAX_CHANGED, Delta, as_bytes
 from nemo_fp8rl.fp8.format import Block, ScaleFormat
 from nemo_fp8rl.fp8.kernels import loops
 
 PIECE_VALUES = 1 << 20
-"""Values to a call of the compiled code where strips are low (1x128 blocks), so that the call itself costs nothing."""
+"""Values copied at a time where x cannot be read in place."""
 THREAD_VALUES = 1 << 20
 """Values below which a second thread costs more than it brings."""
 CHUNK_ENTRIES = 1 << 17
@@ -29,34 +28,38 @@ CHUNK_ENTRIES = 1 << 17
 def quantize(x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, scale_inv: Tensor) -> None:
     """x [E, N, K] -> data, E4M3 [E, N, K], and scale_inv, float32 [E, ceil(N/b0), ceil(K/b1)]."""
 
-    def work(pieces: list["Piece"]) -> None:
-        rule = _rule(x, block, scale_format)
-        for piece in pieces:
-            loops.quantize(piece.values(x), piece.bytes(data), piece.scales(scale_inv), *rule)
+    def work(first: int, end: int) -> None:
+        rule, out = _rule(x, block, scale_format), (as_bytes(data).view(x.shape).numpy(), scale_inv.numpy())
+        for readable in _readable(x, block, first, end):
+            loops.quantize(*readable, *out, *rule)
 
-    _in_threads(work, _pieces(x, block), x.numel())
+    _in_threads(work, x, block)
 
 
 def quantize_delta(
     x: Tensor, block: Block, scale_format: ScaleFormat, base: Tensor, data: Tensor, scale_inv: Tensor
 ) -> Delta | None:
-    """`quantize`, and in the same pass what differs from base, E4M3 [E, N, K]; None if that is too much to list."""
+    """`quantize`, and in the same pass what differs from base, E4M3 [E, N, K]; None if that is too much to list.
+
+    Reads what `data` holds and writes where it differs, so base is best `data` itself.
+    """
+    if base.data_ptr() != data.data_ptr():
+        data.copy_(base)
     limit = int(MAX_CHANGED * x.numel())
 
-    def work(pieces: list["Piece"]) -> "Recording":
-        rule, recording = _rule(x, block, scale_format), Recording.of(pieces[0].start(x), x)
-        for piece in pieces:
-            values, new, scales, row = piece.values(x), piece.bytes(data), piece.scales(scale_inv), 0
-            while row < len(values) and recording.changed <= limit:
-                row = loops.quantize_delta(
-                    values, new, scales, *rule, piece.bytes(base), row, piece.start(x), *recording.arrays
-                )
+    def work(first: int, end: int) -> "Recording":
+        rule, out = _rule(x, block, scale_format), (as_bytes(data).view(x.shape).numpy(), scale_inv.numpy())
+        recording = Recording.of(_top(x, block, first) * x.size(2), x)
+        for memory, place, a, b in _readable(x, block, first, end):
+            row, bottom = _top(x, block, a), _top(x, block, b)
+            while row < bottom and recording.changed <= limit:
+                row = loops.quantize_delta(memory, place, row, bottom, *out, *rule, *recording.arrays)
                 recording.put_aside()
-            if row < len(values):  # too much has changed to list it
-                loops.quantize(values, new, scales, *rule)
+            if row < bottom:  # too much has changed to list it
+                loops.quantize(memory, place, a, b, *out, *rule)
         return recording
 
-    recordings = _in_threads(work, _pieces(x, block), x.numel())
+    recordings = _in_threads(work, x, block)
     if sum(recording.changed for recording in recordings) > limit:
         return None
     return _joined(recordings, x.numel())
@@ -67,58 +70,62 @@ def quantize_dequantize(x: Tensor, block: Block, scale_format: ScaleFormat, dtyp
     x = x[None]
     out = torch.empty(x.shape, dtype=torch.bfloat16 if dtype is torch.bfloat16 else torch.float32)
 
-    def work(pieces: list["Piece"]) -> None:
+    def work(first: int, end: int) -> None:
         rule = _rule(x, block, scale_format)
-        for piece in pieces:
-            loops.quantize_dequantize(piece.values(x), piece.values(out), *rule)
+        for readable in _readable(x, block, first, end):
+            loops.quantize_dequantize(*readable, _bits(out), *rule)
 
-    _in_threads(work, _pieces(x, block), x.numel())
+    _in_threads(work, x, block)
     return out[0].to(dtype)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Whole strips of one matrix: what one call of the compiled code takes."""
+Readable = tuple[np.ndarray, tuple[int, int, int], int, int]
+"""Memory, the place in it (origin, stride of matrices, of rows), first and end of the strips to be read there."""
 
-    expert: int
-    rows: slice
-    strips: slice
 
-    def start(self, x: Tensor) -> int:
-        """Flat index of the first value."""
-        return (self.expert * x.size(1) + self.rows.start) * x.size(2)
-
-    def values(self, x: Tensor) -> np.ndarray:
-        """Bits of the values [rows, K]: int16 for bfloat16, int32 for float32 and for float16 made float32."""
-        part = x[self.expert, self.rows]
+def _readable(x: Tensor, block: Block, first: int, end: int) -> Iterator[Readable]:
+    """These strips of x: where they are if each row lies in one piece, else in copies, some strips at a time."""
+    (_, rows, columns), (matrix, row, column) = x.shape, x.stride()
+    if column == 1 and x.dtype is not torch.float16:
+        extent = 1 + (x.size(0) - 1) * matrix + (rows - 1) * row + columns - 1
+        yield _bits(x.as_strided((extent,), (1,))), (0, matrix, row), first, end
+        return
+    while first < end:
+        expert, strip = divmod(first, _strips(x, block))
+        some = min(max(1, PIECE_VALUES // (block[0] * columns)), end - first, _strips(x, block) - strip)
+        top = strip * block[0]
+        part = x[expert, top : top + some * block[0]]
         part = part.contiguous() if x.dtype is not torch.float16 else part.float().contiguous()
-        return part.view(torch.int16 if part.element_size() == 2 else torch.int32).numpy()
-
-    def bytes(self, data: Tensor) -> np.ndarray:
-        return data[self.expert, self.rows].view(torch.uint8).numpy()
-
-    def scales(self, scale_inv: Tensor) -> np.ndarray:
-        return scale_inv[self.expert, self.strips].numpy()
+        origin = -(expert * rows + top) * columns
+        yield _bits(part.view(-1)), (origin, rows * columns, columns), first, first + some
+        first += some
 
 
-def _pieces(x: Tensor, block: Block) -> list[Piece]:
-    experts, n, k = x.shape
-    high = block[0] * max(1, PIECE_VALUES // (block[0] * max(1, k)))
-    return [
-        Piece(expert, slice(top, min(n, top + high)), slice(top // block[0], -(-min(n, top + high) // block[0])))
-        for expert in range(experts if k else 0)
-        for top in range(0, n, high)
-    ]
+def _bits(values: Tensor) -> np.ndarray:
+    """int16 for bfloat16, int32 for float32."""
+    return values.view(torch.int16 if values.element_size() == 2 else torch.int32).numpy()
 
 
-def _in_threads(work: Callable[[list[Piece]], Any], pieces: list[Piece], values: int) -> list[Any]:
-    """Results of `work` on neighbouring shares of the pieces, in their order."""
-    threads = min(torch.get_num_threads(), len(pieces), 1 + values // THREAD_VALUES)
+def _strips(x: Tensor, block: Block) -> int:
+    """Of one matrix."""
+    return -(-x.size(1) // block[0])
+
+
+def _top(x: Tensor, block: Block, strip: int) -> int:
+    """The first row of a strip, both counted through all matrices."""
+    matrix, own = divmod(strip, _strips(x, block))
+    return matrix * x.size(1) + own * block[0]
+
+
+def _in_threads(work: Callable[[int, int], Any], x: Tensor, block: Block) -> list[Any]:
+    """Results of `work(first, end)` on neighbouring shares of the strips, in their order."""
+    strips = x.size(0) * _strips(x, block) if x.size(2) else 0
+    threads = min(torch.get_num_threads(), strips, 1 + x.numel() // THREAD_VALUES)
     if threads <= 1:
-        return [work(pieces)] if pieces else []
-    ends = [len(pieces) * i // threads for i in range(threads + 1)]
+        return [work(0, strips)] if strips else []
+    ends = [strips * i // threads for i in range(threads + 1)]
     with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(work, [pieces[a:b] for a, b in pairwise(ends)]))
+        return list(pool.map(work, ends, ends[1:]))
 
 
 def _rule(x: Tensor, block: Block, scale_format: ScaleFormat) -> tuple[Any, ...]:
@@ -141,7 +148,7 @@ class Recording:
         """state: flat index of the last entry; entries in the arrays; changes so far."""
         capacity = max(CHUNK_ENTRIES, x.size(2) + x.numel() // (ESCAPE + 1) + 2)
         state = np.array([start - 1, 0, 0], np.int64)
-        row = np.zeros(-(-x.size(2) // 64) * 64, np.uint8)
+        row = np.zeros(-(-x.size(2) // 8) * 8, np.uint8)
         return cls(start - 1, (np.empty(capacity, np.uint16), np.empty(capacity, np.uint8), state, row))
 
     @property
@@ -164,7 +171,7 @@ def _joined(recordings: list[Recording], numel: int) -> Delta:
     all_gaps, all_differences, last = [np.empty(0, np.uint16)], [np.empty(0, np.uint8)], -1
     for recording in recordings:
         for i, (gaps, differences) in enumerate(recording.parts):
-            if i == 0:
+            if i == 0 and recording.origin != last:
                 first = int((differences != 0).argmax())  # after entries that only skip
                 at = recording.origin + int(gaps[: first + 1].sum(dtype=np.int64)) + first + 1
                 escapes, gap = divmod(at - last - 1, ESCAPE + 1)

@@ -50,22 +50,25 @@ def _rounded(value, h):
 
 
 @jit
-def column_maxima(x, top, bottom, left, maxima):
+def column_maxima(x, start, stride, rows, maxima):
+    """Over rows of x, flat, that begin at `start`, `start + stride`, ..."""
     maxima[:] = 0
     columns = len(maxima)
-    row = top
-    while row + 4 <= bottom:  # four rows at a time keep the maxima in registers four times as long
-        a, b = x[row][left:], x[row + 1][left:]
-        c, d = x[row + 2][left:], x[row + 3][left:]
+    while rows >= 4:  # four rows at a time keep the maxima in registers four times as long
+        second, third, fourth = start + stride, start + 2 * stride, start + 3 * stride
+        a, b = x[start : start + columns], x[second : second + columns]
+        c, d = x[third : third + columns], x[fourth : fourth + columns]
         for k in range(columns):
             m = max(magnitude(a[k]), magnitude(b[k]), magnitude(c[k]), magnitude(d[k]))
             maxima[k] = max(maxima[k], m)
-        row += 4
-    while row < bottom:
-        a = x[row][left:]
+        start += 4 * stride
+        rows -= 4
+    while rows > 0:
+        a = x[start : start + columns]
         for k in range(columns):
             maxima[k] = max(maxima[k], magnitude(a[k]))
-        row += 1
+        start += stride
+        rows -= 1
 
 
 @nb.njit(error_model="numpy")
@@ -85,9 +88,9 @@ def block_scale(m, pow2, largest):
 
 
 @jit
-def strip_scales(x, top, bottom, left, width, pow2, largest, maxima, scales, scale_inv):
-    """Scales of the blocks from column `left` on, spread out to one a column in `scales`; inverses in `scale_inv`."""
-    column_maxima(x, top, bottom, left, maxima)
+def strip_scales(x, start, stride, rows, width, pow2, largest, maxima, scales, scale_inv):
+    """Scales of the blocks of a strip, spread out to one a column in `scales`; inverses in `scale_inv`."""
+    column_maxima(x, start, stride, rows, maxima)
     for j in range(len(scale_inv)):
         first, end = j * width, min(len(maxima), j * width + width)
         m = maxima[first]
@@ -125,46 +128,69 @@ def convert_row(x, scales, out):
         out[k] = e4m3(float32(x[k]) * scales[k])
 
 
-@jit
-def convert_row_and_compare(x, scales, old, out, changed):
-    for k in range(len(x)):
-        new = e4m3(float32(x[k]) * scales[k])
-        changed[k] = new ^ old[k]
-        out[k] = new
+def shifts_of(scales, shifts):
+    """Whether `shift_row` can stand for `convert_row` here: then `shifts` are what it needs."""
 
 
-@jit
-def changed_words(words, hits):
-    """Indices of the words that are not zero, in `hits`; returns how many. No branch here depends on the data.
+@overload(shifts_of)
+def _shifts_of(scales, shifts):
+    def of_bfloat16(scales, shifts):
+        usual = True
+        for k in range(len(scales)):
+            exponent = i32(i32(f32(scales[k]).view(u32) >> u32(23)) - i32(127))
+            usual &= exponent <= i32(115)  # above, and where the scale is NaN, denormal values count
+            shifts[k] = i16(i32(i32(exponent - i32(120)) << i32(7)))
+        return usual
 
-    words: uint64, a multiple of eight of them. hits: one an word, and as many again as there are groups of eight.
+    return of_bfloat16 if shifts.dtype == nb.int16 else (lambda scales, shifts: False)
+
+
+@nb.njit(error_model="numpy")
+def e4m3_shifted(h, shift):
+    """`e4m3(float32(h) * scale)` of a bfloat16 h and a power of two that keeps it at 448 or below, in 16 bits.
+
+    The product is a sum of exponents. `value` is then E4M3 with four more digits, or, below 2^-6, the digits of h,
+    of which more must go.
     """
-    groups = 0
-    for group in range(0, len(words), 8):
-        hits[len(words) + groups] = group
-        groups += (
-            words[group] | words[group + 1] | words[group + 2] | words[group + 3]
-            | words[group + 4] | words[group + 5] | words[group + 6] | words[group + 7]
-        ) != u64(0)  # fmt: skip
-    found = 0
-    for i in range(groups):
-        group = hits[len(words) + i]
-        for word in range(group, group + 8):
-            hits[found] = word
-            found += words[word] != u64(0)
-    return found
+    value = max(i16(i16(h & i16(0x7FFF)) + shift), i16(i16(h & i16(0x7F)) | i16(0x80)))
+    exponent = i16(i16(i16(h & i16(0x7FFF)) + shift) >> i16(7))
+    excess = u16(min(max(i16(i16(4) - exponent), i16(3)), i16(14)))  # digits that go, but for the last
+    v, half = u16(value), u16(u16(u16(1) << excess) - u16(1))
+    odd = u16(u16(u16(v >> excess) >> u16(1)) & u16(1))
+    code = u16(u16(u16(u16(v + half) + odd) >> excess) >> u16(1))
+    return u8(code | u16(u16(u16(h) >> u16(8)) & u16(0x80)))
 
 
 @jit
-def quantize(x, out, scale_inv, height, width, pow2, largest, maxima, scales):
+def shift_row(x, shifts, out):
+    for k in range(len(x)):
+        out[k] = e4m3_shifted(x[k], shifts[k])
+
+
+@jit
+def quantize(x, place, first, end, out, scale_inv, height, width, pow2, largest, maxima, scales):
+    """Strips `first` to `end`, counted through all matrices.
+
+    x: flat. place: (origin, stride of matrices, of rows); row r of matrix e begins at origin + e * place[1] +
+    r * place[2]. out: [E, N, K]; scale_inv: [E, strips, blocks].
+    """
     if (height, width) == (1, 128):
-        quantize_rows(x, out, scale_inv, pow2, largest, maxima, scales)
+        quantize_rows(x, place, first, end, out, scale_inv, pow2, largest, maxima, scales)
         return
-    for strip in range(len(scale_inv)):
-        top, bottom = strip * height, min(len(x), strip * height + height)
-        strip_scales(x, top, bottom, 0, width, pow2, largest, maxima, scales, scale_inv[strip])
+    origin, matrix_stride, stride = place
+    for strip in range(first, end):
+        matrix, j = divmod(strip, scale_inv.shape[1])
+        top, bottom = j * height, min(out.shape[1], j * height + height)
+        start = origin + matrix * matrix_stride + top * stride
+        strip_scales(x, start, stride, bottom - top, width, pow2, largest, maxima, scales, scale_inv[matrix, j])
+        shifted = pow2 and shifts_of(scales, maxima)
         for row in range(top, bottom):
-            convert_row(x[row], scales, out[row])
+            values = x[start : start + len(scales)]
+            if shifted:
+                shift_row(values, maxima, out[matrix, row])
+            else:
+                convert_row(values, scales, out[matrix, row])
+            start += stride
 
 
 @jit
@@ -177,44 +203,54 @@ def maximum_of_128(values):
 
 
 @jit
-def quantize_rows(x, out, scale_inv, pow2, largest, maxima, scales):
+def quantize_rows(x, place, first, end, out, scale_inv, pow2, largest, maxima, scales):
     """1x128 blocks: loops of a length known to the compiler, and no scales to spread out."""
-    whole = x.shape[1] // 128
-    for row in range(len(x)):
+    origin, matrix_stride, stride = place
+    whole, ragged = len(scales) // 128, len(scales) // 128 * 128
+    for strip in range(first, end):
+        matrix, row = divmod(strip, out.shape[1])
+        start = origin + matrix * matrix_stride + row * stride
+        values, codes, inverses = x[start : start + len(scales)], out[matrix, row], scale_inv[matrix, row]
         for j in range(whole):
-            values, bytes_ = x[row][j * 128 : j * 128 + 128], out[row][j * 128 : j * 128 + 128]
-            scale = block_scale(maximum_of_128(values), pow2, largest)
-            scale_inv[row, j] = f32(1) / scale
+            block, bytes_ = values[j * 128 : j * 128 + 128], codes[j * 128 : j * 128 + 128]
+            scale = block_scale(maximum_of_128(block), pow2, largest)
+            inverses[j] = f32(1) / scale
             for k in range(128):
-                bytes_[k] = e4m3(float32(values[k]) * scale)
-        ragged = whole * 128
-        if ragged < x.shape[1]:
+                bytes_[k] = e4m3(float32(block[k]) * scale)
+        if ragged < len(scales):
             rest = scales[ragged:]
-            strip_scales(x, row, row + 1, ragged, 128, pow2, largest, maxima[ragged:], rest, scale_inv[row][whole:])
-            convert_row(x[row][ragged:], rest, out[row][ragged:])
+            strip_scales(x, start + ragged, 0, 1, 128, pow2, largest, maxima[ragged:], rest, inverses[whole:])
+            convert_row(values[ragged:], rest, codes[ragged:])
 
 
 @jit
-def quantize_dequantize(x, out, height, width, pow2, largest, maxima, scales):
-    """out: bits of the values that `quantize` keeps, int16 for bfloat16 or int32 for float32."""
-    inverses = np.empty(-(-x.shape[1] // width), f32)
-    spread = np.empty(x.shape[1], f32)
-    whole = x.shape[1] // 128 if (height, width) == (1, 128) else 0
-    for top in range(0, len(x), height):
-        bottom = min(len(x), top + height)
+def quantize_dequantize(x, place, first, end, out, height, width, pow2, largest, maxima, scales):
+    """out: bits [E, N, K] of the values that `quantize` keeps, int16 for bfloat16 or int32 for float32."""
+    origin, matrix_stride, stride = place
+    inverses = np.empty(-(-len(scales) // width), f32)
+    spread = np.empty(len(scales), f32)
+    strips = -(-out.shape[1] // height)
+    whole = len(scales) // 128 if (height, width) == (1, 128) else 0
+    left = whole * 128
+    for strip in range(first, end):
+        matrix, i = divmod(strip, strips)
+        top, bottom = i * height, min(out.shape[1], i * height + height)
+        start = origin + matrix * matrix_stride + top * stride
         for j in range(whole):
-            values, kept = x[top][j * 128 : j * 128 + 128], out[top][j * 128 : j * 128 + 128]
+            values = x[start + j * 128 : start + j * 128 + 128]
+            kept = out[matrix, top][j * 128 : j * 128 + 128]
             scale = block_scale(maximum_of_128(values), pow2, largest)
             inverse = f32(1) / scale
             for k in range(128):
                 kept[k] = rounded(e4m3_value(float32(values[k]) * scale) * inverse, kept[k])
-        left = whole * 128
-        if left < x.shape[1]:
+        if left < len(scales):
+            start += left
             rest, back = scales[left:], spread[left:]
-            strip_scales(x, top, bottom, left, width, pow2, largest, maxima[left:], rest, inverses[whole:])
+            strip_scales(x, start, stride, bottom - top, width, pow2, largest, maxima[left:], rest, inverses[whole:])
             spread_out(inverses[whole:], width, back)
             for row in range(top, bottom):
-                convert_row_back(x[row][left:], rest, back, out[row][left:])
+                convert_row_back(x[start : start + len(rest)], rest, back, out[matrix, row][left:])
+                start += stride
 
 
 @jit
@@ -231,41 +267,60 @@ def convert_row_back(x, scales, inverses, out):
 
 @jit
 def quantize_delta(
-    x, out, scale_inv, height, width, pow2, largest, maxima, scales,
-    base, row, start, gaps, differences, state, changed,
+    x, place, row, end, out, scale_inv, height, width, pow2, largest, maxima, scales,
+    gaps, differences, state, changed,
 ):  # fmt: skip
-    """Rows from `row` on, until the entries might not fit; returns the row to go on with."""
-    rows, columns = x.shape
+    """Rows `row` to `end`, counted through all matrices, until the entries might not fit; returns where to go on.
+
+    out: what the rows are compared with, and then what they are.
+    """
+    origin, matrix_stride, stride = place
+    columns = len(scales)
     words = changed.view(u64)
-    hits = np.empty(len(words) + len(words) // 8, np.int32)
     last, entries, changes = state
-    for r in range(row, rows):
-        if entries + columns + (start + r * columns + columns - last) // 65536 + 1 > len(gaps):
-            rows = r
+    shifted, next_strip = False, row
+    matrix, within = divmod(row, out.shape[1])
+    for r in range(row, end):
+        if entries + columns + (r * columns + columns - last) // 65536 + 1 > len(gaps):
+            end = r
             break
-        if r == row or r % height == 0:
-            top = r - r % height
+        start = origin + matrix * matrix_stride + within * stride
+        if r == next_strip:
+            strip = within // height
+            top, bottom = strip * height, min(out.shape[1], strip * height + height)
+            next_strip += bottom - within
             strip_scales(
-                x, top, min(len(x), top + height), 0, width, pow2, largest, maxima, scales, scale_inv[top // height]
-            )
-        old, new = base[r], out[r]
-        convert_row_and_compare(x[r], scales, old, new, changed[:columns])
-        for hit in range(changed_words(words, hits)):
-            word = hits[hit]
+                x, start - (within - top) * stride, stride, bottom - top, width, pow2, largest, maxima, scales,
+                scale_inv[matrix, strip],
+            )  # fmt: skip
+            shifted = pow2 and shifts_of(scales, maxima)
+        values, bytes_ = x[start : start + columns], out[matrix, within]
+        if shifted:
+            shift_row(values, maxima, changed[:columns])
+        else:
+            convert_row(values, scales, changed[:columns])
+        for k in range(columns):
+            changed[k] ^= bytes_[k]
+        for word in range(len(words)):
             mask = words[word]
             while mask != u64(0):
                 byte = np.int64(trailing_zeros(mask)) >> 3
                 mask &= ~u64(u64(0xFF) << u64(8 * byte))
                 column = word * 8 + byte
-                at = start + r * columns + column
+                at = r * columns + column
                 gap = at - last - 1
                 last = at
                 while gap > 65535:
                     gaps[entries], differences[entries] = 65535, 0
                     entries += 1
                     gap -= 65536
-                gaps[entries], differences[entries] = gap, new[column] - old[column]
+                old = bytes_[column]
+                bytes_[column] = old ^ changed[column]
+                gaps[entries], differences[entries] = gap, bytes_[column] - old
                 entries += 1
                 changes += 1
+        within += 1
+        if within == out.shape[1]:
+            matrix, within = matrix + 1, 0
     state[0], state[1], state[2] = last, entries, changes
-    return rows
+    return end

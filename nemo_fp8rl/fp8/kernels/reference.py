@@ -56,5 +56,6 @@ def quantize_delta(
     x: Tensor, block: Block, scale_format: ScaleFormat, base: Tensor, data: Tensor, scale_inv: Tensor
 ) -> Delta | None:
     """`quantize`, then what differs from base, E4M3 [E, N, K]; None if that is too much to list."""
+    base = base.clone()  # it may be `data`
     quantize(x, block, scale_format, data, scale_inv)
     return Delta.between(base, data)

@@ -138,6 +138,8 @@ def quantize_delta(
     x: Tensor, block: Block, scale_format: ScaleFormat, base: Tensor, data: Tensor, scale_inv: Tensor
 ) -> Delta | None:
     """`quantize`, and in the same pass what differs from base, E4M3 [E, N, K]; None if that is too much to list."""
+    if base.data_ptr() == data.data_ptr():
+        base = base.clone()
     limit = int(MAX_CHANGED * x.numel())
     changes = torch.empty(limit, dtype=torch.int64, device=x.device)
     counter = torch.zeros(1, dtype=torch.int64, device=x.device)

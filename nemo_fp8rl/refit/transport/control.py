@@ -4,6 +4,7 @@ Connection.send_bytes and recv_bytes frame the messages; its send and recv would
 """
 
 import json
+import select
 import socket
 import struct
 from collections.abc import Iterator
@@ -35,6 +36,8 @@ class Control:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         self._connection = Connection(taken.detach())
+        self._arriving = select.poll()  # Connection.poll() would make one every time
+        self._arriving.register(self._connection.fileno(), select.POLLIN)
 
     def send(self, message: bytes) -> None:
         with self._explained():
@@ -43,14 +46,14 @@ class Control:
     def receive(self, limit: int, forever: bool = False) -> bytes:
         """The next message, at most `limit` bytes. forever: it may begin at any time."""
         with self._explained():
-            if not self._connection.poll(None if forever else self.timeout):
+            if not self._arriving.poll(None if forever else self.timeout * 1000):
                 raise LinkError(f"{self.other} was silent for {self.timeout:g} s")
             return self._connection.recv_bytes(limit)
 
     def readable(self) -> bool:
         """Whether a message has begun, or the other side is gone: receive() says which."""
         with self._explained():
-            return self._connection.poll(0)
+            return bool(self._arriving.poll(0))
 
     def authenticate(self, token: str, calling: bool) -> None:
         """Both sides prove that they know the run's token, the caller first."""
