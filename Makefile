@@ -8,7 +8,7 @@ OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-long test-megatron-0.19 test-vllm-matrix lint format types clean
+.PHONY: help setup setup-dev demo test test-long test-megatron-0.19 test-vllm-matrix test-nemo-rl lint format types clean
 
 help:  ## show this list
 	@grep -hE '^[a-z0-9.-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -48,6 +48,15 @@ test-vllm-%: .venv/vllm-%/installed
 .venv/vllm-%/installed: requirements/vllm-%.txt | setup-dev
 	@rm -rf $(@D)
 	@$(BIN)/python -m pip install -q --no-deps --only-binary :all: --target $(@D) -r $<
+	@touch $@
+
+test-nemo-rl: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
+test-nemo-rl: .venv/nemo-rl/installed  ## NeMo RL's own loop and loss tests with our parts; NEMO_RL_SRC names its checkout
+	@PYTHONPATH=$(CURDIR)/.venv/nemo-rl $(BIN)/python -m pytest -q -rs -m nemo_rl $(ARGS)
+
+.venv/nemo-rl/installed: requirements/nemo-rl.txt | setup-dev
+	@rm -rf $(@D)
+	@$(BIN)/python -m pip install -q --no-deps --target $(@D) -r $<
 	@touch $@
 
 lint: setup-dev  ## ruff check and format check

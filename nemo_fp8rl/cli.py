@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("nemo-fp8rl: interrupted", file=sys.stderr)
         return INTERRUPTED
-    return 0 if finished else INTERRUPTED
+    return 0 if finished else arguments.unfinished
 
 
 def _quiet_libraries() -> None:
@@ -37,12 +37,18 @@ def _quiet_libraries() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nemo-fp8rl", description="GRPO with FP8 end to end.")
     parser.add_argument("--version", action="version", version=__version__)
+    parser.set_defaults(unfinished=INTERRUPTED)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="run GRPO from a recipe")
     _add_recipe(train)
     train.add_argument("--resume", action="store_true", help="continue the run in logger.log_dir")
     train.set_defaults(run=_train)
+
+    nemo = commands.add_parser("nemo", help="run NeMo RL's own GRPO loop with our policy, engine, refit and loss")
+    nemo.add_argument("--config", type=Path, required=True, metavar="RECIPE", help="NeMo RL's, see conf/nemo_rl/")
+    nemo.add_argument("overrides", nargs="*", metavar="key=value", help="in Hydra's grammar: +key=value adds a key")
+    nemo.set_defaults(run=_nemo)
 
     sft = commands.add_parser("sft", help="warm a model up on the answers of its data")
     _add_recipe(sft)
@@ -69,6 +75,13 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="parent of the demo's folder")
     demo.set_defaults(run=_demo)
 
+    doctor = commands.add_parser("doctor", help="check a recipe for NeMo RL against its GPUs and its model")
+    doctor.add_argument("recipe", type=Path, metavar="RECIPE", help="a YAML file, see conf/nemo_rl/")
+    doctor.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="key=value, +key=value, ++key=value, ~key")
+    doctor.add_argument("--gpu", default="h100", metavar="NAME", help="h100 (the default), h200, b200, ...")
+    doctor.add_argument("--json", action="store_true", help="print JSON, and nothing else, on stdout")
+    doctor.set_defaults(run=_doctor, unfinished=BAD_INPUT)
+
     parity = commands.add_parser("parity", help="compare the FP8 contract with what others publish and install")
     parity.add_argument("--size", type=int, default=2048, metavar="N", help="side of the matrices; default 2048")
     parity.add_argument("--seed", type=int, default=0)
@@ -89,6 +102,12 @@ def _train(arguments: argparse.Namespace) -> bool:
     from nemo_fp8rl.train import train  # loads vllm and megatron: after the recipe is known to be good
 
     return train(cfg, arguments.resume)
+
+
+def _nemo(arguments: argparse.Namespace) -> bool:
+    from nemo_fp8rl.nemo_rl.run import run
+
+    return run(arguments.config, arguments.overrides)
 
 
 def _sft(arguments: argparse.Namespace) -> bool:
@@ -126,6 +145,17 @@ def _demo(arguments: argparse.Namespace) -> bool:
     from nemo_fp8rl.demo import demo
 
     return demo(arguments.runs)
+
+
+def _doctor(arguments: argparse.Namespace) -> bool:
+    from nemo_fp8rl.doctor.report import as_json, examine, show
+
+    report = examine(arguments.recipe, arguments.overrides, arguments.gpu)
+    if arguments.json:
+        print(as_json(report))
+    else:
+        show(report)
+    return report.sound
 
 
 def _parity(arguments: argparse.Namespace) -> bool:

@@ -120,7 +120,7 @@ def shaped(rewards: Tensor, completions: Sequence[Completion], cfg: RewardShapin
     )
 
 
-def sample_seed(seed: int, step: int, position: int) -> int:
+def sample_seed(seed: int, step: int | str, position: int | str) -> int:
     """The engine's seed for a prompt of a step: the same in every process and resumed run.
 
     By position, not by prompt: a step across an epoch's border may hold a prompt twice, with other samples.

@@ -10,7 +10,7 @@ import torch
 
 from nemo_fp8rl.algorithms.advantages import group_advantages, reinforce_plus_plus_advantages
 from nemo_fp8rl.algorithms.correction import corrected_batch
-from nemo_fp8rl.algorithms.gates import judge, worst
+from nemo_fp8rl.algorithms.gates import GateStop, judge, worst
 from nemo_fp8rl.algorithms.loss import EXTREMA, GrpoLoss, combined, kl_estimate
 from nemo_fp8rl.algorithms.mismatch import MismatchSums
 from nemo_fp8rl.batch import Prompt, TrainBatch, collate, num_rows, prompt_batch, rows
@@ -19,7 +19,6 @@ from nemo_fp8rl.data import PromptOrder
 from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.display import Display
-from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation.base import Generation, Sampling
 from nemo_fp8rl.generation.checks import check_engine
 from nemo_fp8rl.generation.vllm import VllmGeneration
@@ -35,10 +34,6 @@ from nemo_fp8rl.weights import build_bridge
 
 PromptsOfRound = Callable[[int], Sequence[Prompt]]
 """Prompts of generation round 0, 1, ... of a step; more than one only with dynamic sampling."""
-
-
-class GateStop(UserError):
-    """A gate of the recipe ends the run: trainer and engine disagree too much."""
 
 
 @dataclass(frozen=True)

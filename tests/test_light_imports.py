@@ -34,6 +34,7 @@ LIGHT = (
     "algorithms.loss",
     "algorithms.loss_config",
     "algorithms.quantization_error",
+    "algorithms.metric_names",
     "algorithms.mismatch",
     "data",
     "data.jsonl",
@@ -55,6 +56,18 @@ LIGHT = (
     "parity.libraries",
     "parity.table",
 )
+WITHOUT_TORCH = (
+    "errors",
+    "config",
+    "yaml_tree",
+    "typed_tree",
+    "fp8.names",
+    "fp8.layers",
+    "algorithms.gates",
+    "algorithms.metric_names",
+    "hf.tensors",
+)
+"""What reads a recipe; these answer before torch would be loaded."""
 HEAVY = "nemo_fp8rl.policy.worker"
 
 RECORD = """
@@ -120,10 +133,19 @@ def test_a_heavy_room_does_not_import_with_torch_alone(failures):
     )
 
 
-LEFTMOST = {"errors", "batch", "config", "config_check", "recipe", "fp8", "algorithms", "data", "rewards", "hf"}
+def test_recipes_are_read_without_torch():
+    names = [f"nemo_fp8rl.{module}" for module in WITHOUT_TORCH]
+    allowed = sorted({*sys.stdlib_module_names, "nemo_fp8rl"})
+    assert run(IMPORT, json.dumps([allowed, names])) == {}
+    assert "nemo_fp8rl.fp8.quantize" in run(IMPORT, json.dumps([allowed, ["nemo_fp8rl.fp8.quantize"]]))
+
+
+LEFTMOST = {"errors", "batch", "config", "config_check", "recipe", "yaml_tree", "typed_tree", "fp8", "algorithms"}
+LEFTMOST |= {"data", "rewards", "hf"}
 MAY_IMPORT = {  # room -> the rooms it may import besides itself
     **{room: LEFTMOST for room in LEFTMOST},
     "parity": {"errors", "fp8"},
+    "doctor": {*LEFTMOST, "nemo_rl"},
     "refit": LEFTMOST,
     "workers": LEFTMOST,
     "policy": {*LEFTMOST, "refit", "workers"},

@@ -47,7 +47,10 @@ TENSOR = ("policy.megatron_cfg.tensor_model_parallel_size=2", "policy.megatron_c
 PIPELINE = ("policy.megatron_cfg.pipeline_model_parallel_size=2",)
 
 
-@pytest.mark.parametrize(("layout", "rounding"), [(TENSOR, 2e-2), (PIPELINE, 1e-6)], ids=["tensor", "pipeline"])
+@pytest.mark.parametrize(
+    ("layout", "rounding"),
+    [pytest.param(TENSOR, 2e-2, id="tensor"), pytest.param(PIPELINE, 1e-6, id="pipeline", marks=pytest.mark.long)],
+)
 def test_two_ranks_that_share_the_model_agree_with_one(warm_overrides, tmp_path, in_process, layout, rounding):
     """The first step samples from the same weights. Pipeline stages compute what one rank does; of tensor-parallel
     ranks the gradients are sums of rounded parts, quantized again, so weights and later steps drift.

@@ -49,7 +49,7 @@ def refusal(recipe):
 # What is right
 
 
-@pytest.mark.parametrize("path", sorted(CONF.glob("**/*.yaml")), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda p: p.name)
 def test_every_shipped_recipe_loads_and_round_trips(path, folder):
     cfg = load(path)
     (folder / "config.yaml").write_text(to_yaml(cfg))

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from nemo_fp8rl.algorithms.mismatch import METRICS
+from nemo_fp8rl.algorithms.metric_names import METRICS
 from nemo_fp8rl.errors import UserError
 
 Action = Literal["warn", "skip_step", "stop"]
@@ -64,6 +64,10 @@ class Verdict:
     gate: GateConfig
     value: float
     message: str
+
+
+class GateStop(UserError):
+    """A gate of the recipe ends the run: trainer and engine disagree too much."""
 
 
 def check_gates(gates: Sequence[GateConfig], key: str = "nemo_fp8rl.gates") -> None:

@@ -40,15 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-DISAGREEMENT = ("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error")
-"""NeMo RL's four, which `disagreement` sums."""
-METRICS = (
-    *DISAGREEMENT,
-    "max_logprob_error", "exact_logprob_fraction", "nonfinite_logprob_ratio",
-    "kl", "k3_kl", "training_ppl", "rollout_ppl", "ppl_ratio", "log_ppl_diff",
-    "chi2_token", "chi2_seq", "ess", "ess_seq", "probs_pearson_corr",
-)  # fmt: skip
-"""What `MismatchSums.metrics` gives."""
+from nemo_fp8rl.algorithms.metric_names import DISAGREEMENT
 
 LARGEST_LOG = 60.0
 """Exponents are clamped to +- this,"""
@@ -72,7 +64,7 @@ SUMS = (
 
 
 def mismatch_metrics(prev_logprobs: Tensor, generation_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
-    """METRICS of one batch; arguments as of `MismatchSums.observe`. Raises ValueError when there is no token."""
+    """The METRICS of one batch; arguments as of `MismatchSums.observe`. Raises ValueError when there is no token."""
     sums = MismatchSums()
     sums.observe(prev_logprobs, generation_logprobs, mask)
     return sums.metrics()
@@ -137,7 +129,7 @@ class MismatchSums:
         self.positions = positions.view_as(self.positions)
 
     def metrics(self) -> dict[str, float]:
-        """METRICS, without probs_pearson_corr where it is undefined.
+        """The METRICS, without probs_pearson_corr where it is undefined.
 
         When no token has a finite log-prob, every number but nonfinite_logprob_ratio, then 1, is NaN. Raises ValueError
         when there were no tokens at all.

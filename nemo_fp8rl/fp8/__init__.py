@@ -1,20 +1,21 @@
-"""The FP8 contract: one quantizer for the trainer, the refit and the engine. Needs torch alone; its kernels more."""
+"""The FP8 contract: one quantizer for the trainer, the refit and the engine. Needs torch alone; its kernels more.
 
-from nemo_fp8rl.fp8.delta import Delta, DeltaError
-from nemo_fp8rl.fp8.format import (
-    BLOCK,
-    Block,
-    BlockScaled,
-    NonFiniteError,
-    ScaleFormat,
-    scale_shape,
-)
-from nemo_fp8rl.fp8.kernels import KernelError, KernelName
-from nemo_fp8rl.fp8.kv_cache import CacheRounding, cached
-from nemo_fp8rl.fp8.kv_scales import CalibrationError, KvScales, KvSketches
-from nemo_fp8rl.fp8.layers import Fp8Layers, scale_name
-from nemo_fp8rl.fp8.linear import BlockwiseFp8Linear, blockwise_fp8_linear, fprop
-from nemo_fp8rl.fp8.quantize import fake_quantize, quantize_blockwise, quantize_delta
+Names load when they are first used: those of `names` and `layers`, which recipes need, without torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nemo_fp8rl.fp8.delta import Delta, DeltaError
+    from nemo_fp8rl.fp8.format import BlockScaled, NonFiniteError, scale_shape
+    from nemo_fp8rl.fp8.kernels import KernelError
+    from nemo_fp8rl.fp8.kv_cache import CacheRounding, cached
+    from nemo_fp8rl.fp8.kv_scales import CalibrationError, KvScales, KvSketches
+    from nemo_fp8rl.fp8.layers import Fp8Layers, scale_name
+    from nemo_fp8rl.fp8.linear import BlockwiseFp8Linear, blockwise_fp8_linear, fprop
+    from nemo_fp8rl.fp8.names import BLOCK, Block, KernelName, ScaleFormat
+    from nemo_fp8rl.fp8.quantize import fake_quantize, quantize_blockwise, quantize_delta
 
 __all__ = [
     "BLOCK",
@@ -41,3 +42,14 @@ __all__ = [
     "scale_name",
     "scale_shape",
 ]
+
+_MODULES = ("names", "layers", "format", "kernels", "delta", "kv_cache", "kv_scales", "quantize", "linear")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    modules = (importlib.import_module(f"{__name__}.{module}") for module in _MODULES)
+    value = next(getattr(module, name) for module in modules if hasattr(module, name))
+    globals()[name] = value
+    return value

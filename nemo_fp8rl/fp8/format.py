@@ -5,26 +5,34 @@ block. `scale_inv` is what multiplies to dequantize, the meaning of `weight_scal
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from nemo_fp8rl.fp8.names import BLOCK, Block, ScaleFormat
+
+__all__ = [
+    "ALONG_LAST",
+    "ALONG_TOKENS",
+    "BLOCK",
+    "E4M3",
+    "E4M3_MAX",
+    "Block",
+    "BlockScaled",
+    "NonFiniteError",
+    "ScaleFormat",
+    "check_scale_format",
+    "scale_shape",
+]
+
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 
-Block = tuple[int, int]
-"""Rows and columns that share a scale."""
-
-BLOCK: Block = (128, 128)
-"""Of a weight."""
 ALONG_LAST: Block = (1, 128)
 """Of an activation or gradient that is summed over its last dimension."""
 ALONG_TOKENS: Block = (128, 1)
 """Of an activation or gradient that is summed over its tokens."""
-
-ScaleFormat = Literal["pow2", "fp32"]
-"""`pow2`: scales are rounded down to a power of two, so every quantizer agrees. `fp32`: scales keep their mantissa."""
 
 
 def check_scale_format(name: str) -> None:

@@ -17,7 +17,7 @@ from nemo_fp8rl.fp8.format import (
     check_scale_format,
     scale_shape,
 )
-from nemo_fp8rl.fp8.kernels import KernelName
+from nemo_fp8rl.fp8.names import KernelName
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

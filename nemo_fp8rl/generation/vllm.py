@@ -20,10 +20,12 @@ class VllmGeneration:
 
     An engine that dies is started again and caught up by the refit bridge (`on_restart`); prompts that it had not
     answered go to all engines anew. A prompt's seed makes its samples independent of which engine answers, and of when.
-    token: what the links of a refit are opened with.
+    token: what the links of a refit are opened with. A copy, pickled to another process, generates with the same
+    engines and raises WorkerDied where one is dead; replacing it, and ending one that hangs, is left to the original.
     """
 
     on_restart: Callable[[int], None] | None = None
+    is_copy = False
 
     def __init__(self, cfg: Config, token: str = "") -> None:
         self.cfg, self.token = cfg, token
@@ -33,6 +35,9 @@ class VllmGeneration:
         self.engines = start_workers(VllmEngine, cfg.cluster.generation_engines, cfg, processes)
         with ended_on_error(self.engines):
             self.engines.call("setup", [(cfg,)] * self.engines.count)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"on_restart": None, "is_copy": True, "timeout": None}
 
     def generate(
         self, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int], sampling: Sampling
@@ -98,6 +103,8 @@ class VllmGeneration:
 
     def replace(self, engine: int, death: Exception) -> None:
         """A new engine in the place of a dead one. Raises UserError after cluster.max_engine_restarts of them."""
+        if self.is_copy:
+            raise death
         limit = self.cfg.cluster.max_engine_restarts
         if self.engine_restarts == limit:
             raise UserError(

@@ -22,8 +22,16 @@ class Policy(WeightSource, Protocol):
         """The same under the weights that the run began with; only where loss_fn.reference_policy_kl_penalty is set."""
         ...
 
-    def train_step(self, batch: TrainBatch, loss: Loss) -> dict[str, float]:
-        """One optimizer step on the whole batch; the loss's metrics, grad_norm and lr."""
+    def train_step(self, batch: TrainBatch, loss: Loss, schedules: bool = True) -> dict[str, float]:
+        """One optimizer step on the whole batch; the loss's metrics, grad_norm and lr.
+
+        schedules: the learning rate's schedule goes on before it, so that it has the rate of its number, from 1; else
+        `step_schedule` says when.
+        """
+        ...
+
+    def step_schedule(self) -> None:
+        """The next learning rate."""
         ...
 
     def prepare_for_training(self) -> None:

@@ -49,14 +49,17 @@ class MegatronPolicy:
     def reference_logprobs(self, batch: TrainBatch) -> Tensor:
         return torch.cat(self._on_shards("reference_logprobs", batch))
 
-    def train_step(self, batch: TrainBatch, loss: Loss) -> dict[str, float]:
+    def train_step(self, batch: TrainBatch, loss: Loss, schedules: bool = True) -> dict[str, float]:
         mask = batch["token_mask"][:, 1:] * batch["sample_mask"].unsqueeze(-1)
         counts = float((mask.sum(-1) > 0).sum()), float(mask.sum())
         if not counts[1]:
             raise ValueError("the batch holds no token to train on: every sample is masked out")
         self.steps_taken += 1
-        results = self._on_shards("train_step", batch, loss, *counts)
+        results = self._on_shards("train_step", batch, loss, *counts, schedules)
         return combined(results) | {name: results[0][name] for name in PER_RANK}
+
+    def step_schedule(self) -> None:
+        self.ranks.call("step_schedule", [()] * self.ranks.count)
 
     def prepare_for_training(self) -> None:
         self.ranks.call("prepare_for_training", [()] * self.ranks.count)

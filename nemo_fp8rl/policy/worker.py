@@ -150,11 +150,13 @@ class MegatronWorker:
             self.pipeline.run(batch, keep, training=False, restricted=restricted)
         return out
 
-    def train_step(self, shard: TrainBatch, loss: Loss, valid_seqs: float, valid_toks: float) -> dict[str, float]:
+    def train_step(
+        self, shard: TrainBatch, loss: Loss, valid_seqs: float, valid_toks: float, schedules: bool = True
+    ) -> dict[str, float]:
         """One optimizer step; `shard` is this rank's part, the counts are those of the whole batch.
 
         Gradients and metrics are sums over microbatches and ranks, because the loss divides by the global counts. Only
-        ranks of the last stage have the loss's metrics.
+        ranks of the last stage have the loss's metrics. schedules: see `policy.base`.
         """
 
         def lossy(logprobs: Tensor, which: Tensor, part: TrainBatch) -> tuple[Tensor, dict[str, float]]:
@@ -165,10 +167,14 @@ class MegatronWorker:
             self.optimizer.zero_grad()
             metrics = combined(self.pipeline.run(shard, lossy, training=True))
             finalize_model_grads([self.ddp])
-            self.scheduler.step(increment=1)  # before the update: the first step of a warm-up already moves
+            if schedules:  # before the update: the first step of a warm-up already moves
+                self.scheduler.step(increment=1)
             _check_finite(metrics, self.ddp)
             _, grad_norm, _ = self.optimizer.step()
         return {**metrics, "grad_norm": float(grad_norm), "lr": float(self.optimizer.param_groups[0]["lr"])}
+
+    def step_schedule(self) -> None:
+        self.scheduler.step(increment=1)
 
     def prepare_for_training(self) -> None:
         """Undo `offload_after_refit`."""

@@ -8,7 +8,8 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from nemo_fp8rl.algorithms.gates import AGREEMENT, GATED, GateConfig, check_gates, judge, worst
-from nemo_fp8rl.algorithms.mismatch import METRICS, mismatch_metrics
+from nemo_fp8rl.algorithms.metric_names import METRICS
+from nemo_fp8rl.algorithms.mismatch import mismatch_metrics
 from nemo_fp8rl.errors import UserError
 
 MULT = GateConfig("token_mult_prob_error", 1.05, "warn")

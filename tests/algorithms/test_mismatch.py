@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 import nemo_fp8rl
 from nemo_fp8rl.algorithms import mismatch
-from nemo_fp8rl.algorithms.mismatch import METRICS, MismatchSums, disagreement, mismatch_metrics
+from nemo_fp8rl.algorithms.metric_names import METRICS
+from nemo_fp8rl.algorithms.mismatch import MismatchSums, disagreement, mismatch_metrics
 
 NEMO_RL = ("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error")
 GARBAGE = [math.nan, math.inf, -math.inf, 5.0]

@@ -21,17 +21,15 @@ import importlib
 import logging
 from collections.abc import Callable
 from importlib import metadata
-from typing import Literal, Protocol, cast, get_args
+from typing import Protocol, cast, get_args
 
 import torch
 from torch import Tensor
 
 from nemo_fp8rl.fp8.delta import Delta
-from nemo_fp8rl.fp8.format import Block, ScaleFormat
+from nemo_fp8rl.fp8.names import Block, KernelName, ScaleFormat
 
 logger = logging.getLogger(__name__)
-
-KernelName = Literal["auto", "reference", "cpu", "triton", "te"]
 
 _MODULE = {"reference": "reference", "cpu": "cpu", "triton": "triton_kernels", "te": "te"}
 _LIBRARY = {"cpu": "numba", "triton": "triton", "te": "transformer_engine"}

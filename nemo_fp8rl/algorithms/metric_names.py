@@ -1,0 +1,11 @@
+"""Names of the mismatch metrics that `mismatch` computes, apart from it: a recipe is read without torch."""
+
+DISAGREEMENT = ("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error")
+"""NeMo RL's four, which `mismatch.disagreement` sums."""
+METRICS = (
+    *DISAGREEMENT,
+    "max_logprob_error", "exact_logprob_fraction", "nonfinite_logprob_ratio",
+    "kl", "k3_kl", "training_ppl", "rollout_ppl", "ppl_ratio", "log_ppl_diff",
+    "chi2_token", "chi2_seq", "ess", "ess_seq", "probs_pearson_corr",
+)  # fmt: skip
+"""What `mismatch.MismatchSums.metrics` gives."""

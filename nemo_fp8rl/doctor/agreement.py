@@ -1,0 +1,94 @@
+"""Whether trainer and engine compute in the same precision, layer by layer, and what catches it where they do not.
+
+Sources: docs/numerics.md for what a disagreement costs; NeMo RL's own conditions on FP8 generation and on an FP8 KV
+cache stand in `setup` of https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/algorithms/grpo.py.
+"""
+
+import re
+from collections.abc import Iterator
+
+from nemo_fp8rl.doctor.finding import Finding
+from nemo_fp8rl.doctor.plan import ENGINE, TRAINER, Plan
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.nemo_rl.precision import read_precision
+
+TOPIC = "precision"
+
+
+def check_agreement(plan: Plan) -> Iterator[Finding]:
+    try:
+        precision = read_precision(plan.policy)
+    except UserError as error:
+        yield Finding("error", TOPIC, str(error))
+    else:
+        scales = f", {precision.scale_format} scales" if plan.engine_fp8 else ""
+        yield Finding("ok", TOPIC, f"{precision.flow}{scales}, {'FP8' if precision.kv_fp8 else 'bfloat16'} KV cache")
+        if precision.flow != "bf16" and precision.scale_format == "fp32":
+            yield Finding(
+                "warn",
+                TOPIC,
+                "float32 scales: quantizers of trainer and engine differ in a third of the activations' scales; "
+                "power-of-two scales agree to the bit",
+            )
+    yield from _layers(plan)
+    yield from _correction(plan)
+    if plan.kv_fp8:
+        yield from _cache(plan)
+
+
+def _layers(plan: Plan) -> Iterator[Finding]:
+    """Linears that are FP8 on one side alone, in an FP8 run."""
+    if not (plan.trainer_fp8 and plan.engine_fp8):
+        return
+    weights = [weight for i in range(plan.shape.layers) for weight in plan.shape.layer(i) if weight.linear]
+    differ = [weight.name for weight in weights if not plan.is_fp8_in_engine(weight)]
+    if differ:
+        kinds = list(dict.fromkeys(re.sub(r".*?\.\d+\.", "", name).removesuffix(".weight") for name in differ))
+        layers = sorted({int(name.split(".")[2]) for name in differ})
+        yield Finding(
+            "warn",
+            TOPIC,
+            f"{', '.join(kinds)} of layers {layers[0]} to {layers[-1]} are bfloat16 in the engine by {ENGINE} "
+            "(ignored words, first and last layers) and FP8 in NeMo RL's trainer, which has no such list",
+        )
+    else:
+        yield Finding("ok", TOPIC, "the same linears are FP8 in trainer and engine")
+
+
+def _correction(plan: Plan) -> Iterator[Finding]:
+    if not plan.engine_fp8:
+        return
+    loss, ours = plan.values["loss_fn"], plan.values["nemo_fp8rl"]
+    if not loss.get("use_importance_sampling_correction"):
+        yield Finding(
+            "error",
+            TOPIC,
+            "loss_fn.use_importance_sampling_correction=false: NeMo RL does not start an FP8 engine without; set it to "
+            "true, with truncated_importance_sampling_type=tis and truncated_importance_sampling_ratio=2",
+        )
+    elif not loss.get("truncated_importance_sampling_type") and not ours["correction"]:
+        yield Finding(
+            "warn",
+            TOPIC,
+            "loss_fn.truncated_importance_sampling_type=null leaves weights without a bound: one unlucky token can "
+            "rule a batch; set it to tis and truncated_importance_sampling_ratio=2",
+        )
+
+
+def _cache(plan: Plan) -> Iterator[Finding]:
+    if plan.pipeline > 1:
+        yield Finding(
+            "error",
+            TOPIC,
+            f"{ENGINE}.kv_cache_dtype={plan.vllm['kv_cache_dtype']} needs {TRAINER}.pipeline_model_parallel_size=1 in "
+            f"NeMo RL, got {plan.pipeline}",
+        )
+    if plan.vllm.get("async_engine"):
+        yield Finding("error", TOPIC, f"{ENGINE}.async_engine=true cannot have an FP8 KV cache in NeMo RL")
+    kv = plan.values["nemo_fp8rl"]["kv"]
+    if not plan.trainer_fp8 or kv == "rollout":
+        yield Finding(
+            "warn",
+            TOPIC,
+            "the trainer's attention reads keys and values in bfloat16, the engine's in FP8; see nemo_fp8rl.kv",
+        )

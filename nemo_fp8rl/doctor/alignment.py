@@ -1,0 +1,80 @@
+"""Whether every FP8 weight is split at borders of its 128 x 128 blocks, in the trainer's layout and in the engine's.
+
+A rank quantizes what it holds. Where its part begins inside a block of the whole, its blocks are other blocks than
+those of a rank elsewhere, and so are the bytes (docs/numerics.md).
+"""
+
+from collections.abc import Iterator
+
+from nemo_fp8rl.doctor.finding import Finding
+from nemo_fp8rl.doctor.plan import ENGINE, TRAINER, Plan
+from nemo_fp8rl.doctor.shapes import Weight
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.fp8.names import BLOCK
+from nemo_fp8rl.hf.divide import check_divides
+
+TOPIC = "alignment"
+
+
+def check_alignment(plan: Plan) -> Iterator[Finding]:
+    if not plan.engine_fp8:
+        return
+    found = [*_side(plan, "trainer"), *_side(plan, "engine")]
+    yield from found
+    if not any(finding.level == "error" for finding in found):
+        layouts = f"trainer TP {plan.tensor}, ETP {plan.expert_tensor}; engine TP {plan.engine_tensor}"
+        yield Finding("ok", TOPIC, f"every FP8 weight is split at borders of its blocks of 128 ({layouts})")
+
+
+def _side(plan: Plan, side: str) -> Iterator[Finding]:
+    said = set()
+    for layer in range(plan.shape.layers):
+        for weight in plan.shape.layer(layer):
+            is_fp8 = plan.is_fp8_in_trainer(weight) if side == "trainer" else plan.is_fp8_in_engine(weight)
+            kind = weight.name.split(".", 3)[3]
+            if is_fp8 and kind not in said:
+                said.add(kind)
+                yield from _weight(plan, side, weight, kind.removesuffix(".weight"))
+
+
+def _weight(plan: Plan, side: str, weight: Weight, kind: str) -> Iterator[Finding]:
+    key, parts = _parts(plan, side, weight)
+    size = weight.rows if weight.split == "rows" else weight.columns
+    dimension = {"rows": "rows", "columns": "columns"}.get(weight.split, "")
+    if side == "engine" and kind.endswith(("k_proj", "v_proj")) and parts > plan.shape.kv_heads:
+        parts = plan.shape.kv_heads  # heads are repeated, not split
+    if weight.split != "none" and (parts > 1 or _is_fused(kind)):
+        try:
+            check_divides(key, parts, f"{dimension} of {kind}", size, BLOCK[0])
+        except UserError as error:
+            yield Finding("error", TOPIC, f"{side}: {error} ({size} / {parts} = {size / parts:g})")
+            return
+        if size % BLOCK[0]:  # of a fused matrix on one rank
+            yield Finding(
+                "error",
+                TOPIC,
+                f"{side}: {kind} has {size} {dimension}, no multiple of 128, and another matrix follows",
+            )
+            return
+    for name, length in (("rows", weight.rows), ("columns", weight.columns)):
+        if length % BLOCK[0]:
+            yield Finding(
+                "warn",
+                TOPIC,
+                f"{side}: {kind} has {length} {name}, no multiple of 128: its last blocks are ragged, which quantizers "
+                "pad in different ways",
+            )
+
+
+def _is_fused(kind: str) -> bool:
+    return kind.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))
+
+
+def _parts(plan: Plan, side: str, weight: Weight) -> tuple[str, int]:
+    """The key that says how many ranks share a weight, and its value."""
+    if side == "engine":
+        parts = plan.engine_expert_tensor if weight.of_expert else plan.engine_tensor
+        return f"{ENGINE}.tensor_parallel_size", parts
+    if weight.of_expert:
+        return f"{TRAINER}.expert_tensor_parallel_size", plan.expert_tensor
+    return f"{TRAINER}.tensor_model_parallel_size", plan.tensor

@@ -1,0 +1,136 @@
+"""Whether ranks, batches and lengths go into one another.
+
+Sources: NeMo RL shards a step by data-parallel rank and global batch (`shard_by_batch_size` in
+https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/distributed/batched_data_dict.py) and says what sequences must be
+multiples of (`_get_pack_sequence_parameters_for_megatron` in
+https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/models/megatron/data.py; packs are padded to 128 tokens for
+blockwise FP8). Transformer Engine's FP8 matmuls need multiples of 16 tokens, 8 in the forward alone
+(`assert_dim_for_fp8_exec` in
+https://github.com/NVIDIA/TransformerEngine/blob/main/transformer_engine/pytorch/utils.py).
+"""
+
+from collections.abc import Iterator
+
+from nemo_fp8rl.doctor.finding import Finding
+from nemo_fp8rl.doctor.plan import ENGINE, TRAINER, Plan
+
+TOPIC = "batches"
+FP8_TOKENS = 16
+
+
+def check_batches(plan: Plan) -> Iterator[Finding]:
+    found = [*_ranks(plan), *_samples(plan), *_lengths(plan)]
+    yield from found
+    if not any(finding.level == "error" for finding in found):
+        steps = plan.rollouts // plan.policy["train_global_batch_size"]
+        yield Finding(
+            "ok",
+            TOPIC,
+            f"{plan.trainer_gpus} trainer GPUs = TP {plan.tensor} x PP {plan.pipeline} x CP {plan.context} x DP "
+            f"{plan.data}; {plan.rollouts} samples = {steps} optimizer step{'s' * (steps > 1)} of "
+            f"{plan.policy['train_global_batch_size']}",
+        )
+
+
+def _error(text: str) -> Finding:
+    return Finding("error", TOPIC, text)
+
+
+def _ranks(plan: Plan) -> Iterator[Finding]:
+    if plan.trainer_gpus <= 0:
+        yield _error(f"policy.generation.colocated.resources takes {plan.engine_gpus} of {plan.gpus} GPUs, so all")
+        return
+    model = plan.tensor * plan.pipeline * plan.context
+    if plan.trainer_gpus % model:
+        yield _error(
+            f"{plan.trainer_gpus} trainer GPUs are no multiple of {model}, {TRAINER}.tensor_model_parallel_size x "
+            "pipeline_model_parallel_size x context_parallel_size"
+        )
+    experts = plan.expert_tensor * plan.expert * plan.pipeline
+    if plan.shape.experts and plan.trainer_gpus % experts:
+        yield _error(
+            f"{plan.trainer_gpus} trainer GPUs are no multiple of {experts}, {TRAINER}.expert_tensor_parallel_size x "
+            "expert_model_parallel_size x pipeline_model_parallel_size"
+        )
+    if plan.shape.experts and plan.shape.experts % plan.expert:
+        yield _error(f"{TRAINER}.expert_model_parallel_size={plan.expert} does not divide {plan.shape.experts} experts")
+    if not plan.shape.experts and plan.expert > 1:
+        yield _error(f"{TRAINER}.expert_model_parallel_size={plan.expert}: the model has no experts; set it to 1")
+    if plan.shape.experts and plan.tensor > 1 and not plan.sequence_parallel:
+        yield _error(f"{TRAINER}.tensor_model_parallel_size={plan.tensor} with experts needs sequence_parallel=true")
+    if sum(len(stage) for stage in plan.stages) != plan.shape.layers:
+        yield _error(
+            f"{TRAINER}.pipeline_model_parallel_size={plan.pipeline} does not share {plan.shape.layers} layers "
+            "equally; set num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage"
+        )
+    engine = plan.engine_tensor * plan.engine_pipeline
+    if plan.engine_gpus % engine:
+        yield _error(
+            f"{plan.engine_gpus} engine GPUs are no multiple of {engine}, {ENGINE}.tensor_parallel_size x "
+            "pipeline_parallel_size"
+        )
+    if plan.engine_expert > 1 and plan.engine_expert % plan.engine_tensor:
+        yield _error(
+            f"{ENGINE}.expert_parallel_size={plan.engine_expert} must be a multiple of tensor_parallel_size="
+            f"{plan.engine_tensor}"
+        )
+
+
+def _samples(plan: Plan) -> Iterator[Finding]:
+    batch, micro = plan.policy["train_global_batch_size"], plan.policy["train_micro_batch_size"]
+    if plan.rollouts % batch:
+        yield _error(
+            f"policy.train_global_batch_size={batch} does not divide the {plan.rollouts} samples of a step "
+            "(grpo.num_prompts_per_step x grpo.num_generations_per_prompt)"
+        )
+    if batch % plan.data:
+        yield _error(f"policy.train_global_batch_size={batch} is no multiple of the {plan.data} data-parallel replicas")
+    elif not plan.packing and not plan.dynamic and batch // plan.data % micro:
+        yield _error(
+            f"policy.train_micro_batch_size={micro} does not divide the {batch // plan.data} samples of a replica "
+            f"(policy.train_global_batch_size={batch} over {plan.data})"
+        )
+
+
+def _lengths(plan: Plan) -> Iterator[Finding]:
+    multiple = plan.policy.get("make_sequence_length_divisible_by") or 1
+    needed = (2 * plan.context if plan.context > 1 else 1) * (plan.tensor if plan.sequence_parallel else 1)
+    if multiple % needed:
+        yield _error(
+            f"policy.make_sequence_length_divisible_by={multiple} must be a multiple of {needed} (twice "
+            "context_parallel_size, times tensor_model_parallel_size under sequence_parallel)"
+        )
+    if plan.trainer_fp8 and not plan.packing:
+        round_to = plan.dynamic["sequence_length_round"] if plan.dynamic else multiple
+        ranks = plan.context * (plan.tensor if plan.sequence_parallel else 1)
+        if round_to % (FP8_TOKENS * ranks):
+            key = "dynamic_batching.sequence_length_round" if plan.dynamic else "make_sequence_length_divisible_by"
+            yield _error(
+                f"policy.{key}={round_to} must be a multiple of {FP8_TOKENS * ranks}: FP8 matmuls need multiples of "
+                f"{FP8_TOKENS} tokens on each rank; or enable policy.sequence_packing, which pads packs to 128"
+            )
+    if plan.packing and plan.packing["train_mb_tokens"] < plan.longest:
+        yield _error(
+            f"policy.sequence_packing.train_mb_tokens={plan.packing['train_mb_tokens']} holds no sequence of "
+            f"policy.max_total_sequence_length={plan.longest} tokens"
+        )
+    model_length = plan.vllm.get("max_model_len") or plan.longest
+    if model_length > plan.longest:
+        yield _error(
+            f"{ENGINE}.max_model_len={model_length} is above policy.max_total_sequence_length={plan.longest}, the "
+            "trainer's limit; lower it"
+        )
+    elif model_length < plan.longest:
+        yield Finding(
+            "warn",
+            TOPIC,
+            f"{ENGINE}.max_model_len={model_length} cuts answers off below policy.max_total_sequence_length="
+            f"{plan.longest}",
+        )
+    if plan.longest > plan.shape.max_positions:
+        yield Finding(
+            "warn",
+            TOPIC,
+            f"policy.max_total_sequence_length={plan.longest} is above the {plan.shape.max_positions} positions of "
+            "the model",
+        )

@@ -1,0 +1,128 @@
+"""GPUs: how much memory they have, and what of FP8 they and the libraries on them can do.
+
+Sources:
+- Memory is what nvidia-smi shows as total.
+- Transformer Engine's blockwise recipe needs compute capability 9.0 and CUDA 12.9; on Blackwell (10.0) it is emulated
+  by MXFP8, which has power-of-two scales alone: `check_fp8_block_scaling_support`, and the recipe's use, in
+  https://github.com/NVIDIA/TransformerEngine/blob/main/transformer_engine/pytorch/quantization.py;
+  NeMo RL says the same: https://github.com/NVIDIA-NeMo/RL/blob/main/docs/fp8.md
+- DeepGEMM runs on Hopper and Blackwell; with E8M0 scales, vLLM's default on both, weights are quantized again:
+  https://github.com/vllm-project/vllm/blob/main/vllm/utils/deep_gemm.py. NeMo RL switches E8M0 off where
+  use_deep_gemm is true: https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/models/generation/vllm/quantization/fp8.py.
+  On Blackwell the kernels themselves take E8M0 scales: https://github.com/deepseek-ai/DeepGEMM#notices
+- An FP8 KV cache in FlashAttention needs version 3 on Hopper or 4 on Blackwell:
+  https://github.com/vllm-project/vllm/blob/main/vllm/v1/attention/backends/fa_utils.py
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nemo_fp8rl.doctor.finding import Finding
+from nemo_fp8rl.doctor.plan import ENGINE, TRAINER, Plan
+from nemo_fp8rl.errors import UserError
+
+TOPIC = "hardware"
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """capability: CUDA's compute capability."""
+
+    name: str
+    memory_mib: int
+    capability: tuple[int, int]
+
+    @property
+    def memory(self) -> int:
+        """Bytes."""
+        return self.memory_mib * 2**20
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("a100", 81920, (8, 0)),
+        Gpu("l40s", 46068, (8, 9)),
+        Gpu("h100", 81559, HOPPER),
+        Gpu("h20", 97871, HOPPER),
+        Gpu("h200", 143771, HOPPER),
+        Gpu("b200", 183359, BLACKWELL),
+        Gpu("gb200", 189471, BLACKWELL),
+    )
+}
+
+
+def gpu_named(name: str) -> Gpu:
+    if name.lower() not in GPUS:
+        raise UserError(f"--gpu {name} is not known; known are {', '.join(GPUS)}")
+    return GPUS[name.lower()]
+
+
+def check_hardware(plan: Plan, gpu: Gpu) -> Iterator[Finding]:
+    if not plan.engine_fp8:
+        yield Finding("ok", TOPIC, f"nothing in this recipe is FP8; it runs on any GPU, {gpu.name} too")
+        return
+    if gpu.capability < (8, 9):
+        yield Finding("error", TOPIC, f"{gpu.name} has no FP8; take a bfloat16 recipe, or Hopper (h100) or newer")
+        return
+    if plan.trainer_fp8 and gpu.capability < HOPPER:
+        yield Finding(
+            "error",
+            TOPIC,
+            f"{TRAINER}.fp8_cfg.fp8_recipe=blockwise needs Hopper or newer, not {gpu.name}: set "
+            f"{TRAINER}.fp8_cfg.enabled=false, which leaves FP8 to the engine",
+        )
+    elif plan.trainer_fp8:
+        yield _trainer(plan, gpu)
+    yield _engine(plan, gpu)
+    if plan.kv_fp8:
+        yield _cache(gpu)
+
+
+def _trainer(plan: Plan, gpu: Gpu) -> Finding:
+    if gpu.capability < BLACKWELL:
+        return Finding("ok", TOPIC, f"{gpu.name} (Hopper) trains by the blockwise recipe, with CUDA 12.9 or newer")
+    if not plan.pow2:
+        return Finding(
+            "error",
+            TOPIC,
+            f"{TRAINER}.env_vars.NVTE_FP8_BLOCK_SCALING_FP32_SCALES='1': Transformer Engine refuses float32 scales on "
+            f"{gpu.name} (Blackwell); set it to '0' and {ENGINE}.pow2_* to true",
+        )
+    return Finding(
+        "warn",
+        TOPIC,
+        f"on {gpu.name} (Blackwell) Transformer Engine emulates the blockwise recipe by MXFP8: scales stay powers of "
+        "two, speed is not Hopper's",
+    )
+
+
+def _engine(plan: Plan, gpu: Gpu) -> Finding:
+    deep_gemm = plan.vllm.get("use_deep_gemm")
+    if gpu.capability < HOPPER:
+        return Finding(
+            "warn", TOPIC, f"{gpu.name} has no DeepGEMM: vLLM's Triton kernels serve, without power-of-two activations"
+        )
+    if plan.pow2 and not deep_gemm:
+        return Finding(
+            "warn",
+            TOPIC,
+            f"{ENGINE}.use_deep_gemm=false: without DeepGEMM vLLM's kernels do not round activations' scales to powers "
+            "of two as pow2_activation_scaling_factors asks; set it to true",
+        )
+    if not plan.pow2 and (gpu.capability >= BLACKWELL or not deep_gemm):
+        return Finding(
+            "warn",
+            TOPIC,
+            f"float32 scales do not reach DeepGEMM on {gpu.name} as they are: rounded up to powers of two (E8M0), "
+            "nearly all weights get other values than the trainer's; set pow2_*_scaling_factors=true on both sides",
+        )
+    return Finding("ok", TOPIC, f"DeepGEMM on {gpu.name} multiplies the values that the refit sends")
+
+
+def _cache(gpu: Gpu) -> Finding:
+    if gpu.capability < HOPPER:
+        return Finding("warn", TOPIC, f"an FP8 KV cache on {gpu.name} has no FlashAttention; another backend serves")
+    version = 3 if gpu.capability < BLACKWELL else 4
+    return Finding("ok", TOPIC, f"an FP8 KV cache on {gpu.name} works with FlashAttention {version} or FlashInfer")

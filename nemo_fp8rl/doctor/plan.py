@@ -1,0 +1,198 @@
+"""A recipe's numbers by name: parallel layout, batches, precision. What is derived from keys is derived here, once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from nemo_fp8rl.doctor.shapes import Shape, Weight
+from nemo_fp8rl.fp8.layers import Fp8Layers
+
+TRAINER = "policy.megatron_cfg"
+ENGINE = "policy.generation.vllm_cfg"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """values: the resolved recipe. shape: its model's."""
+
+    values: Mapping[str, Any]
+    shape: Shape
+
+    @property
+    def policy(self) -> Mapping[str, Any]:
+        return self.values["policy"]
+
+    @property
+    def megatron(self) -> Mapping[str, Any]:
+        return self.policy["megatron_cfg"]
+
+    @property
+    def generation(self) -> Mapping[str, Any]:
+        return self.policy["generation"]
+
+    @property
+    def vllm(self) -> Mapping[str, Any]:
+        return self.generation["vllm_cfg"]
+
+    @property
+    def vllm_kwargs(self) -> Mapping[str, Any]:
+        return self.generation.get("vllm_kwargs") or {}
+
+    # GPUs
+
+    @property
+    def gpus(self) -> int:
+        cluster = self.values["cluster"]
+        return cluster["num_nodes"] * cluster["gpus_per_node"]
+
+    @property
+    def colocated(self) -> bool:
+        return bool((self.generation.get("colocated") or {}).get("enabled", True))
+
+    @property
+    def engine_gpus(self) -> int:
+        """All, or those of `colocated.resources`: whole nodes, or part of the only one."""
+        if self.colocated:
+            return self.gpus
+        resources, cluster = self.generation["colocated"].get("resources") or {}, self.values["cluster"]
+        nodes = resources.get("num_nodes") or 1
+        return nodes * (resources.get("gpus_per_node") or cluster["gpus_per_node"])
+
+    @property
+    def trainer_gpus(self) -> int:
+        return self.gpus if self.colocated else self.gpus - self.engine_gpus
+
+    # The trainer's layout
+
+    @property
+    def tensor(self) -> int:
+        return self.megatron["tensor_model_parallel_size"]
+
+    @property
+    def pipeline(self) -> int:
+        return self.megatron["pipeline_model_parallel_size"]
+
+    @property
+    def context(self) -> int:
+        return self.megatron.get("context_parallel_size") or 1
+
+    @property
+    def expert(self) -> int:
+        return self.megatron.get("expert_model_parallel_size") or 1
+
+    @property
+    def expert_tensor(self) -> int:
+        return self.megatron.get("expert_tensor_parallel_size") or 1
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return bool(self.megatron.get("sequence_parallel")) and self.tensor > 1
+
+    @property
+    def data(self) -> int:
+        """Replicas of the dense part."""
+        return max(1, self.trainer_gpus // (self.tensor * self.pipeline * self.context))
+
+    @property
+    def expert_data(self) -> int:
+        """Replicas of the experts."""
+        return max(1, self.trainer_gpus // (self.expert_tensor * self.expert * self.pipeline))
+
+    @cached_property
+    def stages(self) -> list[range]:
+        """Layers of each pipeline stage; first and last may have numbers of their own, the rest is shared equally."""
+        first = self.megatron.get("num_layers_in_first_pipeline_stage")
+        last = self.megatron.get("num_layers_in_last_pipeline_stage")
+        given = [n for n in (first, last) if n is not None]
+        others = self.pipeline - len(given)
+        each = (self.shape.layers - sum(given)) // others if others > 0 else 0
+        counts = [each] * self.pipeline
+        if first is not None:
+            counts[0] = first
+        if last is not None:
+            counts[-1] = last
+        ends = [sum(counts[: i + 1]) for i in range(self.pipeline)]
+        return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+    # The engine's layout
+
+    @property
+    def engine_tensor(self) -> int:
+        return self.vllm.get("tensor_parallel_size") or 1
+
+    @property
+    def engine_pipeline(self) -> int:
+        return self.vllm.get("pipeline_parallel_size") or 1
+
+    @property
+    def engine_expert(self) -> int:
+        return self.vllm.get("expert_parallel_size") or 1
+
+    @property
+    def engine_expert_tensor(self) -> int:
+        """Ranks that share an expert's matrices: none when experts are spread."""
+        return 1 if self.engine_expert > 1 else self.engine_tensor
+
+    # Precision, as written; `precision` says whether it is sound
+
+    @property
+    def trainer_fp8(self) -> bool:
+        return bool((self.megatron.get("fp8_cfg") or {}).get("enabled"))
+
+    @property
+    def engine_fp8(self) -> bool:
+        return self.vllm.get("precision") == "fp8"
+
+    @property
+    def kv_fp8(self) -> bool:
+        return self.vllm.get("kv_cache_dtype", "auto") != "auto"
+
+    @property
+    def pow2(self) -> bool:
+        return bool(self.vllm.get("pow2_weight_scaling_factors"))
+
+    @cached_property
+    def engine_layers(self) -> Fp8Layers:
+        if not self.engine_fp8:
+            return Fp8Layers.none()
+        first, last = (self.vllm.get(f"num_{end}_layers_in_bf16") or 0 for end in ("first", "last"))
+        words = tuple(self.vllm.get("quantization_ignored_layer_kws") or ())
+        return Fp8Layers(first, self.shape.layers - last, words)
+
+    def is_fp8_in_engine(self, weight: Weight) -> bool:
+        """vLLM's blockwise method takes the projections; kv_a_proj_with_mqa, whose name ends otherwise, is one."""
+        name = weight.name.replace("kv_a_proj_with_mqa", "kv_a_proj")
+        ignored = any(word in weight.name for word in self.engine_layers.ignored)
+        return weight.linear and not ignored and self.engine_layers.quantizes(name)
+
+    def is_fp8_in_trainer(self, weight: Weight) -> bool:
+        """Megatron's FP8 recipe takes every linear of a decoder layer."""
+        return self.trainer_fp8 and weight.linear
+
+    # Batches
+
+    @property
+    def rollouts(self) -> int:
+        grpo = self.values["grpo"]
+        return grpo["num_prompts_per_step"] * grpo["num_generations_per_prompt"]
+
+    @property
+    def longest(self) -> int:
+        return self.policy["max_total_sequence_length"]
+
+    @property
+    def packing(self) -> Mapping[str, Any] | None:
+        block = self.policy.get("sequence_packing") or {}
+        return block if block.get("enabled") else None
+
+    @property
+    def dynamic(self) -> Mapping[str, Any] | None:
+        block = self.policy.get("dynamic_batching") or {}
+        return block if block.get("enabled") else None
+
+    @property
+    def microbatch_tokens(self) -> int:
+        """The most tokens of a forward and backward."""
+        by_tokens = self.packing or self.dynamic
+        return by_tokens["train_mb_tokens"] if by_tokens else self.longest * self.policy["train_micro_batch_size"]

@@ -1,0 +1,84 @@
+"""All findings on one recipe, as a table or as JSON."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from nemo_fp8rl.doctor.agreement import check_agreement
+from nemo_fp8rl.doctor.alignment import check_alignment
+from nemo_fp8rl.doctor.batches import check_batches
+from nemo_fp8rl.doctor.finding import Finding
+from nemo_fp8rl.doctor.hardware import Gpu, check_hardware, gpu_named
+from nemo_fp8rl.doctor.memory import GIB, Memory, check_memory, memory_of
+from nemo_fp8rl.doctor.plan import Plan
+from nemo_fp8rl.doctor.shapes import shape_of
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.nemo_rl.recipe import read
+
+COLOURS = {"ok": "green", "warn": "yellow", "error": "red"}
+
+
+@dataclass(frozen=True)
+class Report:
+    recipe: str
+    model: str
+    parameters: int
+    nemo_rl: str
+    gpu: Gpu
+    memory: Memory
+    findings: list[Finding]
+
+    @property
+    def sound(self) -> bool:
+        return not any(finding.level == "error" for finding in self.findings)
+
+
+def examine(path: Path, overrides: Sequence[str], gpu_name: str) -> Report:
+    """Raises UserError for a recipe that cannot be read, an unknown model, and an unknown GPU."""
+    gpu = gpu_named(gpu_name)
+    recipe = read(path, overrides)
+    model = str(recipe.values["policy"]["model_name"])
+    plan = Plan(recipe.values, shape_of(model))
+    if not plan.megatron.get("enabled") or plan.generation.get("backend") != "vllm":
+        raise UserError(
+            f"{path}: the doctor knows Megatron trainers (policy.megatron_cfg.enabled=true) with vLLM engines "
+            "(policy.generation.backend=vllm) alone"
+        )
+    memory = memory_of(plan, gpu)
+    findings = [
+        *check_agreement(plan),
+        *check_alignment(plan),
+        *check_batches(plan),
+        *check_memory(plan, gpu, memory),
+        *check_hardware(plan, gpu),
+    ]
+    return Report(str(path), model, plan.shape.parameters, recipe.checkout.version, gpu, memory, findings)
+
+
+def as_json(report: Report) -> str:
+    return json.dumps(asdict(report), indent=2)
+
+
+def show(report: Report) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(
+        f"{report.recipe}: {report.model}, {report.parameters / 1e9:.2f} B parameters, NeMo RL {report.nemo_rl}",
+        soft_wrap=True,
+        highlight=False,
+    )
+    phases = Table(title=f"GiB on the fullest {report.gpu.name}", title_justify="left")
+    phases.add_column("phase")
+    phases.add_column("total", justify="right")
+    phases.add_column("of which")
+    for phase in report.memory.phases:
+        parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in phase.parts.items())
+        phases.add_row(phase.name, f"{phase.total / GIB:.1f}", parts)
+    console.print(phases)
+    table = Table(show_header=False)
+    for finding in report.findings:
+        table.add_row(f"[{COLOURS[finding.level]}]{finding.level}", finding.topic, finding.text)
+    console.print(table, highlight=False)

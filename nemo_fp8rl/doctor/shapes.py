@@ -1,0 +1,220 @@
+"""Sizes of a model and its weights, from config.json: of a local folder, or as published for our recipes' models."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from nemo_fp8rl.errors import UserError
+
+LLAMA31_8B = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+}  # fmt: skip
+QWEN3_8B = {
+    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 40960,
+}  # fmt: skip
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "moe_intermediate_size": 768,
+    "num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128, "num_hidden_layers": 48, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "max_position_embeddings": 40960,
+}  # fmt: skip
+MOONLIGHT_16B_A3B = {
+    "model_type": "deepseek_v3", "vocab_size": 163840, "hidden_size": 2048, "intermediate_size": 11264,
+    "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1, "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "num_hidden_layers": 27, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "max_position_embeddings": 8192,
+}  # fmt: skip
+QWEN25_1_5B = {
+    "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960,
+    "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    "max_position_embeddings": 131072,
+}  # fmt: skip
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "meta-llama/Llama-3.1-8B": LLAMA31_8B,
+    "meta-llama/Llama-3.1-8B-Instruct": LLAMA31_8B,
+    "Qwen/Qwen3-8B": QWEN3_8B,
+    "Qwen/Qwen3-8B-Base": QWEN3_8B | {"max_position_embeddings": 32768},
+    "Qwen/Qwen3-30B-A3B": QWEN3_30B_A3B,
+    "moonshotai/Moonlight-16B-A3B": MOONLIGHT_16B_A3B,
+    "moonshotai/Moonlight-16B-A3B-Instruct": MOONLIGHT_16B_A3B,
+    "Qwen/Qwen2.5-1.5B": QWEN25_1_5B,
+}
+"""What huggingface.co/<name>/blob/main/config.json says, as far as it matters here."""
+
+Split = Literal["rows", "columns", "none"]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor [rows, columns] of one layer; columns is 1 for a vector.
+
+    split: which of the two tensor parallelism shares. copies: how many of it the layer has, one for each expert.
+    linear: whether it is one of the projections that FP8 is for.
+    """
+
+    name: str
+    rows: int
+    columns: int
+    split: Split = "none"
+    copies: int = 1
+    linear: bool = False
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.columns * self.copies
+
+    @property
+    def of_expert(self) -> bool:
+        return ".experts." in self.name
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a decoder. kv_lora_rank, rope_dim: of latent attention (MLA), else 0. head_dim: of a query and key."""
+
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    intermediate: int
+    max_positions: int
+    tied: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    shared_experts: int = 0
+    dense_layers: int = 0
+    router_bias: bool = False
+    kv_lora_rank: int = 0
+    rope_dim: int = 0
+
+    def is_mixture(self, layer: int) -> bool:
+        return self.experts > 0 and layer >= self.dense_layers
+
+    @property
+    def parameters(self) -> int:
+        layers = sum(weight.elements for i in range(self.layers) for weight in self.layer(i))
+        return layers + sum(weight.elements for weight in (*self.head(), self.embedding()))
+
+    def embedding(self) -> Weight:
+        return Weight("model.embed_tokens.weight", self.vocab, self.hidden, "rows")
+
+    def head(self) -> list[Weight]:
+        """Final norm and output head; a tied one is the embedding."""
+        norm = Weight("model.norm.weight", self.hidden, 1)
+        return [norm] if self.tied else [norm, Weight("lm_head.weight", self.vocab, self.hidden, "rows")]
+
+    def layer(self, index: int) -> list[Weight]:
+        return [*self._attention(f"model.layers.{index}."), *self._mlps(f"model.layers.{index}.", index)]
+
+    def _attention(self, layer: str) -> Iterator[Weight]:
+        norms = ("input_layernorm", "post_attention_layernorm")
+        yield from (Weight(f"{layer}{norm}.weight", self.hidden, 1) for norm in norms)
+        attention, q = f"{layer}self_attn.", self.heads * self.head_dim
+        yield Weight(attention + "q_proj.weight", q, self.hidden, "rows", linear=True)
+        yield Weight(attention + "o_proj.weight", self.hidden, self.heads * self.value_dim, "columns", linear=True)
+        if self.kv_lora_rank:
+            rank, nope = self.kv_lora_rank, self.head_dim - self.rope_dim
+            yield Weight(attention + "kv_a_proj_with_mqa.weight", rank + self.rope_dim, self.hidden, linear=True)
+            yield Weight(attention + "kv_a_layernorm.weight", rank, 1)
+            yield Weight(
+                attention + "kv_b_proj.weight", self.heads * (nope + self.value_dim), rank, "rows", linear=True
+            )
+            return
+        kv = self.kv_heads * self.head_dim
+        yield Weight(attention + "k_proj.weight", kv, self.hidden, "rows", linear=True)
+        yield Weight(attention + "v_proj.weight", kv, self.hidden, "rows", linear=True)
+        if self.qkv_bias:
+            yield from (Weight(f"{attention}{x}_proj.bias", n, 1, "rows") for x, n in (("q", q), ("k", kv), ("v", kv)))
+        if self.qk_norm:
+            yield from (Weight(f"{attention}{x}_norm.weight", self.head_dim, 1) for x in "qk")
+
+    def _mlps(self, layer: str, index: int) -> Iterator[Weight]:
+        if not self.is_mixture(index):
+            yield from _gated_mlp(layer + "mlp.", self.hidden, self.intermediate)
+            return
+        yield Weight(layer + "mlp.gate.weight", self.experts, self.hidden)
+        if self.router_bias:
+            yield Weight(layer + "mlp.gate.e_score_correction_bias", self.experts, 1)
+        yield from _gated_mlp(layer + "mlp.experts.*.", self.hidden, self.expert_intermediate, self.experts)
+        if self.shared_experts:
+            size = self.shared_experts * self.expert_intermediate
+            yield from _gated_mlp(layer + "mlp.shared_experts.", self.hidden, size)
+
+
+def _gated_mlp(prefix: str, hidden: int, intermediate: int, copies: int = 1) -> list[Weight]:
+    return [
+        Weight(prefix + "gate_proj.weight", intermediate, hidden, "rows", copies, linear=True),
+        Weight(prefix + "up_proj.weight", intermediate, hidden, "rows", copies, linear=True),
+        Weight(prefix + "down_proj.weight", hidden, intermediate, "columns", copies, linear=True),
+    ]
+
+
+def shape_of(model_name: str) -> Shape:
+    """Of a folder with config.json, or of a model in PUBLISHED. Raises UserError for any other."""
+    path = Path(model_name) / "config.json"
+    if path.is_file():
+        try:
+            raw = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read as JSON: {error}") from None
+        return from_config(raw, str(path))
+    if model_name not in PUBLISHED:
+        raise UserError(
+            f"policy.model_name={model_name} is no folder with a config.json and none of the models that the doctor "
+            f"knows ({', '.join(PUBLISHED)}); give it as policy.model_name=<folder>"
+        )
+    return from_config(PUBLISHED[model_name], model_name)
+
+
+def from_config(raw: dict[str, Any], source: str) -> Shape:
+    """The sizes that config.json says under HF's names. Raises UserError for another family, or a key that lacks."""
+    family = raw.get("model_type")
+    if family not in ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"):
+        raise UserError(f"{source}: the doctor does not know model_type {family!r}; it knows Llama, Qwen and DeepSeek")
+    try:
+        return _shape(raw, family)
+    except KeyError as error:
+        raise UserError(f"{source} lacks {error.args[0]}; give a complete HF config") from None
+
+
+def _shape(raw: dict[str, Any], family: str) -> Shape:
+    latent, mixture = family == "deepseek_v3", family in ("qwen3_moe", "deepseek_v3")
+    heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
+    head_dim = raw.get("head_dim") or hidden // heads
+    if latent:
+        if raw.get("q_lora_rank"):
+            raise UserError("the doctor does not know models with q_lora_rank, which DeepSeek-V3 has and Moonlight not")
+        head_dim = raw["qk_nope_head_dim"] + raw["qk_rope_head_dim"]
+    experts = raw.get("n_routed_experts") or raw.get("num_local_experts") or raw.get("num_experts") or 0
+    return Shape(
+        vocab=raw["vocab_size"],
+        hidden=hidden,
+        layers=raw["num_hidden_layers"],
+        heads=heads,
+        kv_heads=raw.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        value_dim=raw["v_head_dim"] if latent else head_dim,
+        intermediate=raw.get("intermediate_size", 0) if mixture else raw["intermediate_size"],
+        max_positions=raw["max_position_embeddings"],
+        tied=raw.get("tie_word_embeddings", False),
+        qkv_bias=family == "qwen2",
+        qk_norm=family.startswith("qwen3"),
+        experts=experts if mixture else 0,
+        experts_per_token=raw["num_experts_per_tok"] if mixture else 0,
+        expert_intermediate=raw["moe_intermediate_size"] if mixture else 0,
+        shared_experts=raw.get("n_shared_experts") or 0,
+        dense_layers=raw.get("first_k_dense_replace", 0),
+        router_bias=latent,
+        kv_lora_rank=raw["kv_lora_rank"] if latent else 0,
+        rope_dim=raw["qk_rope_head_dim"] if latent else 0,
+    )

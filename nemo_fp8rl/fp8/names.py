@@ -1,0 +1,15 @@
+"""What recipes say about FP8, apart from what computes it: a recipe is read without torch."""
+
+from typing import Literal
+
+Block = tuple[int, int]
+"""Rows and columns that share a scale."""
+
+BLOCK: Block = (128, 128)
+"""Of a weight."""
+
+ScaleFormat = Literal["pow2", "fp32"]
+"""`pow2`: scales are rounded down to a power of two, so every quantizer agrees. `fp32`: scales keep their mantissa."""
+
+KernelName = Literal["auto", "reference", "cpu", "triton", "te"]
+"""Implementations of the quantizer, see `kernels`."""

@@ -1,0 +1,52 @@
+"""The checkout of NeMo RL that the environment names: where its recipes and its config classes are.
+
+NeMo RL is on no package index, so its users have its repository; a recipe of ours inherits from one in there.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_fp8rl.errors import UserError
+
+NEMO_RL_SRC = "NEMO_RL_SRC"
+SUPPORTED = "0.7.x and main of August 2026 (which calls itself 0.6.0)"
+VERSION_PARTS = re.compile(r"^(?:MAJOR|MINOR|PATCH) *= *(\d+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Checkout:
+    root: Path
+    version: str
+
+    @property
+    def examples(self) -> Path:
+        return self.root / "examples"
+
+    @property
+    def package(self) -> Path:
+        return self.root / "nemo_rl"
+
+
+def find_checkout() -> Checkout:
+    """What NEMO_RL_SRC names. Raises UserError when it is not set, is no checkout, or of a version not supported."""
+    if not (named := os.environ.get(NEMO_RL_SRC)):
+        raise UserError(
+            f"{NEMO_RL_SRC} is not set: clone https://github.com/NVIDIA-NeMo/RL and set {NEMO_RL_SRC} to that folder"
+        )
+    root = Path(named)
+    try:
+        parts = VERSION_PARTS.findall((root / "nemo_rl/package_info.py").read_text())
+    except (OSError, UnicodeDecodeError):
+        parts = []
+    if len(parts) != 3 or not (root / "examples/configs").is_dir():
+        raise UserError(
+            f"{NEMO_RL_SRC}={named} is no checkout of NeMo RL, it lacks nemo_rl/package_info.py or examples/configs: "
+            f"clone https://github.com/NVIDIA-NeMo/RL and set {NEMO_RL_SRC} to that folder"
+        )
+    version = ".".join(parts)
+    is_main = version == "0.6.0" and (root / "nemo_rl/weight_sync").is_dir()  # which the release 0.6.0 lacks
+    if parts[:2] != ["0", "7"] and not is_main:
+        raise UserError(f"{NEMO_RL_SRC}={named} is NeMo RL {version}; supported are {SUPPORTED}")
+    return Checkout(root, version)

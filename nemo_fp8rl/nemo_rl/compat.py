@@ -1,0 +1,121 @@
+"""What differs between the supported versions of NeMo RL (v0.7.0 and main), and what it expects of its environment.
+
+Nothing else in the package asks which version there is. `prepare` comes before the first import of nemo_rl.
+"""
+
+import os
+import sys
+import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.nemo_rl.checkout import find_checkout
+
+HIGHEST_TRANSFORMERS = "5.11.99"
+PREPARE_PROCESS = f"{__name__}.prepare_process"
+
+
+def prepare() -> ModuleType:
+    """Import nemo_rl.algorithms.grpo from $NEMO_RL_SRC, for this process and the Ray actors that it starts.
+
+    Raises UserError where there is no checkout, and where something that it needs is not installed.
+    """
+    folder = str(find_checkout().root.resolve())
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if folder not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in (folder, *paths) if path)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    prepare_process()
+    try:
+        from nemo_rl.algorithms import grpo
+    except ImportError as error:
+        raise UserError(
+            f"NeMo RL cannot be imported ({error}): install requirements/nemo-rl.txt, as make test-nemo-rl does"
+        ) from None
+    return grpo
+
+
+def prepare_process() -> None:
+    """Whatever lets nemo_rl be imported in this process; quick, for it runs in every worker that Ray starts."""
+    if sys.version_info < (3, 12):  # pydantic reads NeMo RL's TypedDicts only from typing_extensions there
+        import typing_extensions
+
+        typing.TypedDict = typing_extensions.TypedDict  # type: ignore[misc, assignment]
+    if not any(isinstance(finder, _PastAssertion) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _PastAssertion())
+
+
+class _PastAssertion(MetaPathFinder):
+    """Imports nemo_rl.models.policy, which asserts transformers < 5.12, beside the later one that vLLM needs.
+
+    The assertion guards a patch for the tokenizer of a family that we do not have. The version is masked during that
+    one import.
+    """
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != "nemo_rl.models.policy":
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                with _transformers_masked():
+                    load(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+@contextmanager
+def _transformers_masked() -> Iterator[None]:
+    import transformers
+    from packaging.version import Version
+
+    real = transformers.__version__
+    if Version(real) > Version(HIGHEST_TRANSFORMERS):
+        transformers.__version__ = HIGHEST_TRANSFORMERS
+    try:
+        yield
+    finally:
+        transformers.__version__ = real
+
+
+def save_state(grpo: ModuleType, loaded: Any) -> Any:
+    """What its loop continues from: counters of steps and samples, of a checkpoint's training_info or of a new run."""
+    if hasattr(grpo, "_get_grpo_save_state"):
+        return grpo._get_grpo_save_state(loaded)
+    return loaded if loaded is not None else grpo._default_grpo_save_state()
+
+
+def steps_done(state: Any) -> int:
+    """Of the whole run; the asynchronous loop counts current_step alone, the other one starts that anew each epoch."""
+    values = state if isinstance(state, dict) else vars(state)
+    return max(int(values["total_steps"]), int(values["current_step"]))
+
+
+def normalizers(names: dict[str, str]) -> dict[str, Any]:
+    """A loss's `metric_normalizations` as NeMo RL's enumeration; v0.7.0 has none and asks for none."""
+    from nemo_rl.algorithms.loss import interfaces
+
+    kind = getattr(interfaces, "MetricNormalizer", str)
+    return {name: kind(value) for name, value in names.items()}
+
+
+def load_dataloader(dataloader: Any, checkpoint: Path, data_cfg: Any) -> None:
+    """Continue a dataloader from a checkpoint's train_dataloader.pt."""
+    try:
+        from nemo_rl.data.utils import load_dataloader_state
+    except ImportError:
+        import torch
+
+        dataloader.load_state_dict(torch.load(checkpoint / "train_dataloader.pt", weights_only=True))
+    else:
+        load_dataloader_state(dataloader, str(checkpoint), data_cfg)

@@ -1,0 +1,140 @@
+"""A NeMo RL recipe as our `Config`. `keys` has what each of its keys is here, `precision` those that say what is FP8.
+
+The loop's own blocks (grpo, data, env, logger, checkpointing) stay NeMo RL's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from nemo_fp8rl.algorithms.loss_config import LossConfig
+from nemo_fp8rl.config import Config
+from nemo_fp8rl.config_check import check
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.hf.config import check_context, read_hf_config
+from nemo_fp8rl.nemo_rl.keys import COPIED, at, check_keys
+from nemo_fp8rl.nemo_rl.precision import read_precision
+from nemo_fp8rl.typed_tree import defaults, typed
+from nemo_fp8rl.yaml_tree import register_resolvers
+
+
+def from_nemo_rl(master: Mapping[str, Any]) -> Config:
+    """master: NeMo RL's MasterConfig as a mapping, interpolations resolved. Raises UserError, naming the key."""
+    check_keys(master)
+    _check_as_setup_does(master)
+    policy = master["policy"]
+    precision = read_precision(policy)
+    values: dict[str, Any] = {}
+    for block, names in COPIED.items():
+        given = at(master, block, {}) or {}
+        target = values
+        for part in block.split("."):
+            target = target.setdefault(part, {})
+        target.update({name: given[name] for name in names if given.get(name) is not None})
+    _fill_policy(values, policy, precision.kv_fp8)
+    known = {field.name for field in fields(LossConfig)}
+    if (name := at(master, "grpo.adv_estimator.name", "grpo")) == "reinforce_plus_plus":  # for what goes with it
+        values["grpo"]["adv_estimator"] = {"name": name}
+    values["loss_fn"] = {name: value for name, value in master["loss_fn"].items() if name in known}
+    values["cluster"] = _cluster(master)
+    values["data"] = {"train": {"data_path": "NeMo RL's"}}  # which its own loop reads
+    values["nemo_fp8rl"] = {
+        **(master.get("nemo_fp8rl") or {}),
+        "flow": precision.flow,
+        "scale_format": precision.scale_format,
+    }
+    register_resolvers()  # defaults of ours refer to other keys
+    tree = OmegaConf.merge(defaults(Config, values), values)
+    cfg = typed(OmegaConf.to_container(tree, resolve=True), Config)
+    check(cfg)
+    hf = read_hf_config(cfg.policy.model_name)
+    check_context(hf, cfg.policy.max_total_sequence_length)
+    if at(policy, "megatron_cfg.freeze_moe_router", False) and hf.family.experts:
+        raise UserError("policy.megatron_cfg.freeze_moe_router=true: routers are trained here; set it to false")
+    generation = cfg.policy.generation  # vLLM would add what the checkpoint ends with; our engine is told
+    stop = tuple(sorted({*generation.stop_token_ids, *hf.eos_token_ids}))
+    return replace(cfg, policy=replace(cfg.policy, generation=replace(generation, stop_token_ids=stop)))
+
+
+def _check_as_setup_does(master: Mapping[str, Any]) -> None:
+    """What NeMo RL's `setup`, which is not called for our parts, asserts of a recipe."""
+    grpo, loss, generation = master["grpo"], master["loss_fn"], master["policy"]["generation"]
+    samples = grpo["num_prompts_per_step"] * grpo["num_generations_per_prompt"]
+    if loss.get("force_on_policy_ratio") and samples != master["policy"]["train_global_batch_size"]:
+        raise UserError(
+            f"loss_fn.force_on_policy_ratio=true needs policy.train_global_batch_size={samples}, all samples of a step"
+        )
+    if loss.get("force_on_policy_ratio") and at(master, "nemo_fp8rl.gates", None):
+        raise UserError("nemo_fp8rl.gates need the log-probs that loss_fn.force_on_policy_ratio does without; drop one")
+    if not grpo.get("use_dynamic_sampling") and grpo.get("batch_multiplier", 1) != 1:
+        raise UserError("grpo.batch_multiplier needs grpo.use_dynamic_sampling=true; set it to 1")
+    if grpo.get("skip_reference_policy_logprobs_calculation") and loss.get("reference_policy_kl_penalty"):
+        raise UserError(
+            "grpo.skip_reference_policy_logprobs_calculation=true needs loss_fn.reference_policy_kl_penalty=0"
+        )
+    for name in ("temperature", "top_p", "top_k"):
+        if generation.get(f"val_{name}", generation.get(name)) != generation.get(name):
+            raise UserError(
+                f"policy.generation.val_{name} differs from {name}: NeMo RL's loop validates by that; set them alike"
+            )
+
+
+def _fill_policy(values: dict[str, Any], policy: Mapping[str, Any], kv_fp8: bool) -> None:
+    """What NeMo RL says in other words."""
+    ours, generation = values["policy"], policy["generation"]
+    megatron, vllm_cfg = ours["megatron_cfg"], ours["generation"]["vllm_cfg"]
+    scheduler, decay = policy["megatron_cfg"]["scheduler"], megatron["optimizer"].get("weight_decay")
+    for key in ("start_weight_decay", "end_weight_decay"):
+        if scheduler.get(key, decay) != decay:
+            raise UserError(
+                f"policy.megatron_cfg.scheduler.{key} must be optimizer.weight_decay={decay}, got {scheduler[key]}"
+            )
+    if scheduler.get("lr_decay_iters") is None:  # NeMo RL: the run's length
+        steps = policy["megatron_cfg"].get("train_iters", values["grpo"]["max_num_steps"])
+        megatron["scheduler"]["lr_decay_iters"] = steps
+    if (chunk := policy.get("logprob_chunk_size")) is not None:
+        ours["logprob_chunk_size"] = chunk
+    megatron["offload_between_phases"] = bool(at(generation, "colocated.enabled", False))
+    ours["generation"]["stop_token_ids"] = list(generation.get("stop_token_ids") or ())
+    ours["generation"]["stop_strings"] = list(generation.get("stop_strings") or ())
+    vllm_cfg["quantization_ignored_layer_kws"] = list(vllm_cfg.get("quantization_ignored_layer_kws") or ())
+    vllm_cfg["kv_cache_dtype"] = "fp8" if kv_fp8 else "auto"
+    experts, tensor = at(generation, "vllm_cfg.expert_parallel_size", 1), vllm_cfg.get("tensor_parallel_size", 1)
+    if experts not in (1, tensor):
+        raise UserError(
+            f"policy.generation.vllm_cfg.expert_parallel_size={experts}: the experts of an engine are spread over all "
+            f"of its processes or none; set it to 1 or to tensor_parallel_size={tensor}"
+        )
+    vllm_cfg["expert_parallel_size"] = experts
+    if bytes_ := at(generation, "vllm_kwargs.kv_cache_memory_bytes", None):
+        vllm_cfg["kv_cache_memory_gib"] = bytes_ / 2**30
+
+
+def _cluster(master: Mapping[str, Any]) -> dict[str, Any]:
+    """NeMo RL's GPUs are our ranks, and the processes of our engines: on a CPU, processes."""
+    cluster, generation = master["cluster"], master["policy"]["generation"]
+    total = cluster["num_nodes"] * cluster["gpus_per_node"]
+    engines = total
+    if not at(generation, "colocated.enabled", True):
+        resources = generation["colocated"]["resources"]
+        engines = (resources.get("num_nodes") or 1) * (resources.get("gpus_per_node") or cluster["gpus_per_node"])
+        if engines >= total:
+            raise UserError(
+                f"policy.generation.colocated.resources takes {engines} of the cluster's {total} GPUs: none is left to "
+                "train on"
+            )
+        total -= engines
+    share = at(generation, "vllm_cfg.tensor_parallel_size", 1)
+    if engines % share:
+        raise UserError(
+            f"policy.generation.vllm_cfg.tensor_parallel_size={share} does not divide the {engines} GPUs of generation"
+        )
+    asynchronous = at(master["grpo"], "async_grpo.enabled", False)  # its collector is a process of its own
+    alone = total == 1 and engines == 1 and not asynchronous
+    return {
+        "backend": "in_process" if alone else "ray",
+        "train_ranks": total,
+        "generation_engines": engines // share,
+    }

@@ -1,0 +1,56 @@
+"""Our verifiers as environments of NeMo RL: `data.default.env_name: exact_match` and `env.exact_match: {}`."""
+
+from typing import Any
+
+import ray
+import torch
+from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
+from nemo_rl.distributed.virtual_cluster import PY_EXECUTABLES
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.utils import ENV_REGISTRY, register_env
+
+from nemo_fp8rl.rewards import VERIFIERS
+
+NAMES = tuple(name for name in VERIFIERS if name not in ENV_REGISTRY)
+"""NeMo RL has an environment `math` of its own, which stays."""
+COLLECTORS = tuple(f"nemo_rl.algorithms.async_utils.{name}" for name in ("AsyncTrajectoryCollector", "ReplayBuffer"))
+"""Actors of its asynchronous loop that run in vLLM's environment there; here the driver's has vLLM."""
+
+
+class VerifierEnvironment(EnvironmentInterface):
+    """One turn: the reward of the last message, held against `ground_truth` of the metadata."""
+
+    def __init__(self, cfg: dict[str, Any]) -> None:
+        self.verify = VERIFIERS[cfg.get("verifier", "exact_match")]
+
+    def step(self, message_log_batch: list[Any], metadata: list[Any]) -> EnvironmentReturn:
+        pairs = zip(message_log_batch, metadata, strict=True)
+        rewards = [self.verify(log[-1]["content"], known["ground_truth"]) for log, known in pairs]
+        count = len(rewards)
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": ""}] * count,
+            metadata=metadata,
+            next_stop_strings=[None] * count,
+            rewards=torch.tensor(rewards),
+            terminateds=torch.ones(count),
+            answers=None,
+        )
+
+    def shutdown(self) -> None:
+        """Nothing: it holds no worker."""
+
+    def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, float]]:
+        return batch, {"accuracy": float(batch["total_reward"].mean())} if "total_reward" in batch else {}
+
+
+VerifierActor = ray.remote(VerifierEnvironment)
+
+
+def register() -> None:
+    """Make the verifiers known to NeMo RL, and where its collectors run; a second call does nothing."""
+    fqn = f"{__name__}.VerifierActor"
+    for actor in (fqn, *COLLECTORS):
+        ACTOR_ENVIRONMENT_REGISTRY[actor] = PY_EXECUTABLES.SYSTEM
+    for name in NAMES:
+        if name not in ENV_REGISTRY:
+            register_env(name, fqn)

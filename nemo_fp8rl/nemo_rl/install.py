@@ -1,0 +1,54 @@
+"""Our parts in a run of NeMo RL's: made from its config, and put where its loops look for them."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from nemo_fp8rl.config import Config
+from nemo_fp8rl.generation.vllm import VllmGeneration
+from nemo_fp8rl.nemo_rl.config import from_nemo_rl
+from nemo_fp8rl.nemo_rl.generation import VllmFp8Generation
+from nemo_fp8rl.nemo_rl.loss import GrpoLossFn
+from nemo_fp8rl.nemo_rl.policy import MegatronFp8Policy
+from nemo_fp8rl.nemo_rl.weight_sync import Fp8WeightSynchronizer
+from nemo_fp8rl.policy.megatron import MegatronPolicy
+from nemo_fp8rl.weights import build_bridge
+
+
+@contextmanager
+def backends(
+    master_config: Any, tokenizer: Any, weights_path: Path | None = None
+) -> Iterator[tuple[MegatronFp8Policy, VllmFp8Generation]]:
+    """Trainer and engines for `install`; both end with the block.
+
+    master_config: NeMo RL's MasterConfig, its generation block configured. weights_path: of the checkpoint to continue.
+    """
+    cfg = from_nemo_rl(master_config.model_dump())
+    generation_cfg = master_config.policy["generation"]
+    with ExitStack() as stack:
+        policy = MegatronFp8Policy(MegatronPolicy(cfg), cfg, tokenizer)
+        stack.callback(policy.shutdown)
+        if weights_path is not None:
+            policy.load_checkpoint(weights_path)
+        generation = VllmFp8Generation(VllmGeneration(cfg), cfg, generation_cfg, tokenizer.pad_token_id)
+        stack.callback(generation.shutdown)
+        yield policy, generation
+
+
+def install(
+    policy: MegatronFp8Policy, generation: VllmFp8Generation, master_config: Any, steps_done: int = 0
+) -> GrpoLossFn:
+    """Link trainer and engine, for NeMo RL's refits from now on. Returns the loss to hand to its grpo_train.
+
+    steps_done: total_steps of the checkpoint that the policy was loaded from; versions of the weights go on from there.
+    """
+    cfg: Config = policy.cfg
+    bridge = build_bridge(cfg, policy.policy, generation.generation, first_version=steps_done)
+    synchronizer = Fp8WeightSynchronizer(policy, generation, bridge)
+    generation.bridge, generation.weight_synchronizer = bridge, synchronizer
+    policy.refit = synchronizer.sync_weights
+    print(
+        f"nemo-fp8rl: flow {cfg.nemo_fp8rl.flow}, {cfg.nemo_fp8rl.scale_format} scales, {bridge.described}", flush=True
+    )
+    return GrpoLossFn(master_config.loss_fn, correction=cfg.nemo_fp8rl.correction)

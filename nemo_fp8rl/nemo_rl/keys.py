@@ -1,0 +1,140 @@
+"""NeMo RL's keys and what they are here.
+
+    COPIED      keys of the same name and meaning
+    REQUIRED    keys that have one value here, and why
+    READ        keys that say in other words what a key of ours does
+    UNUSED      keys of speed, of memory, or of code that is not ours: whatever they say, no number changes
+    MODEL       keys that would change the model
+
+Any other key under `policy` that is set to something is refused: it might change a number.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nemo_fp8rl.errors import UserError
+
+COPIED = {
+    "policy": (
+        *("model_name", "train_global_batch_size", "train_micro_batch_size", "logprob_batch_size"),
+        *("max_total_sequence_length", "precision"),
+    ),
+    "policy.tokenizer": ("name", "chat_template_kwargs"),
+    "policy.dynamic_batching": ("enabled", "train_mb_tokens", "logprob_mb_tokens", "sequence_length_round"),
+    "policy.sequence_packing": ("enabled", "train_mb_tokens", "logprob_mb_tokens"),
+    "policy.router_replay": ("enabled",),
+    "policy.megatron_cfg": (
+        *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
+        *("expert_tensor_parallel_size", "sequence_parallel", "activation_checkpointing"),
+    ),
+    "policy.megatron_cfg.optimizer": (
+        *("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad"),
+    ),
+    "policy.megatron_cfg.scheduler": ("lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_init"),
+    "policy.generation": ("max_new_tokens", "temperature", "top_p", "top_k"),
+    "policy.generation.vllm_cfg": (
+        *("max_model_len", "enforce_eager", "gpu_memory_utilization", "tensor_parallel_size", "async_engine"),
+        *("quantization_ignored_layer_kws", "num_first_layers_in_bf16", "num_last_layers_in_bf16"),
+    ),
+    "grpo": ("num_prompts_per_step", "num_generations_per_prompt", "max_num_steps", "seed"),
+    "logger": ("log_dir",),
+}
+REQUIRED = {
+    "policy.megatron_cfg.enabled": (True, "the trainer is Megatron Core"),
+    "policy.dtensor_cfg.enabled": (False, "the trainer is Megatron Core"),
+    "policy.megatron_cfg.context_parallel_size": (1, "the trainer has no context parallelism"),
+    "policy.megatron_cfg.num_layers_in_first_pipeline_stage": (None, "stages hold equal numbers of layers"),
+    "policy.megatron_cfg.num_layers_in_last_pipeline_stage": (None, "stages hold equal numbers of layers"),
+    "policy.megatron_cfg.mtp_num_layers": (0, "the trainer has no multi-token prediction"),
+    "policy.megatron_cfg.peft.enabled": (False, "all parameters are trained"),
+    "policy.megatron_cfg.moe_router_bias_update_rate": (0.0, "the trainer's routers have no bias of load balancing"),
+    "policy.megatron_cfg.moe_router_load_balancing_type": ("none", "the trainer adds no load-balancing loss"),
+    "policy.megatron_cfg.optimizer.params_dtype": ("float32", "the optimizer keeps its weights in float32"),
+    "policy.megatron_cfg.optimizer.fp16": (False, "the trainer computes in bfloat16"),
+    "policy.megatron_cfg.scheduler.weight_decay_incr_style": ("constant", "the weight decay is constant"),
+    "policy.draft.enabled": (False, "there is no draft model"),
+    "grpo.async_grpo.in_flight_weight_updates": (False, "engines do not generate while they are refitted"),
+    "policy.generation.backend": ("vllm", "the engine is vLLM"),
+    "policy.generation.vllm_cfg.pipeline_parallel_size": (1, "an engine is not cut into stages"),
+    "policy.generation.vllm_cfg.logprobs_mode": (
+        "processed_logprobs",
+        "log-probs are of the distribution sampled from",
+    ),
+    "checkpointing.pretrained_checkpoint": (None, "weights come from policy.model_name"),
+    "checkpointing.save_optimizer": (True, "a run resumes from its optimizer's state, too"),
+}
+READ = (
+    *("policy.logprob_chunk_size", "policy.generation.colocated.", "policy.generation.stop_"),
+    *("policy.generation.vllm_cfg.expert_parallel_size", "policy.generation.vllm_kwargs.kv_cache_memory_bytes"),
+    *("policy.megatron_cfg.freeze_moe_router", "policy.megatron_cfg.scheduler.start_weight_decay"),
+    *("policy.megatron_cfg.scheduler.end_weight_decay", "policy.megatron_cfg.fp8_cfg.", "policy.max_grad_norm"),
+    *("policy.megatron_cfg.env_vars.", "policy.generation.vllm_cfg.precision", "policy.generation.val_"),
+    *("policy.generation.vllm_cfg.kv_cache_dtype", "policy.generation.vllm_cfg.pow2_"),
+    "policy.megatron_cfg.train_iters",
+)
+UNUSED = (
+    *("policy.dtensor_cfg.", "policy.optimizer", "policy.scheduler", "policy.draft.", "policy.generation_batch_size"),
+    *("policy.make_sequence_length_divisible_by", "policy.offload_optimizer_for_logprob"),
+    *("policy.refit_buffer_size_gb", "policy.sequence_packing.", "policy.tokenizer.use_fastokens"),
+    "policy.tokenizer.chat_template",  # the prompts come from NeMo RL's loop
+    *("policy.megatron_cfg.apply_rope_fusion", "policy.megatron_cfg.attention_backend"),
+    *("policy.megatron_cfg.bias_activation_fusion", "policy.megatron_cfg.checkpoint."),
+    *("policy.megatron_cfg.converter_type", "policy.megatron_cfg.cuda_graph_", "policy.megatron_cfg.defer_fp32_logits"),
+    "policy.megatron_cfg.distributed_data_parallel_config.",  # gradients are reduced in float32 whatever it says
+    *("policy.megatron_cfg.empty_unused_memory_level", "policy.megatron_cfg.fine_grained_activation_offloading"),
+    *("policy.megatron_cfg.force_overwrite_initial_ckpt", "policy.megatron_cfg.force_reconvert_from_hf"),
+    *("policy.megatron_cfg.fused_linear_logprobs_chunk_size", "policy.megatron_cfg.gradient_accumulation_fusion"),
+    *("policy.megatron_cfg.moe_enable_deepep", "policy.megatron_cfg.moe_per_layer_logging"),
+    *("policy.megatron_cfg.moe_permute_fusion", "policy.megatron_cfg.moe_shared_expert_overlap"),
+    "policy.megatron_cfg.moe_router_dtype",  # where the router rounds is nemo_fp8rl.align's
+    *(
+        "policy.megatron_cfg.moe_token_dispatcher_type",
+        "policy.megatron_cfg.mtp_",
+        "policy.megatron_cfg.offload_modules",
+    ),
+    *(f"policy.megatron_cfg.optimizer.{name}" for name in ("bf16", "sgd_momentum", "use_distributed_optimizer")),
+    "policy.megatron_cfg.optimizer.use_precision_aware_optimizer",  # moments are float32 here
+    *("policy.megatron_cfg.optimizer.optimizer_", "policy.megatron_cfg.optimizer.overlap_cpu_"),
+    *("policy.megatron_cfg.peft.", "policy.megatron_cfg.pipeline_dtype", "policy.megatron_cfg.recompute_"),
+    *("policy.megatron_cfg.use_fused_linear_logprobs", "policy.megatron_cfg.use_gloo_process_groups"),
+    *("policy.generation._", "policy.generation.mcore_generation_config.", "policy.generation.port_range_"),
+    *("policy.generation.real_quant_export_cpu_offload", "policy.generation.refit_"),
+    *("policy.generation.vllm_cfg.enable_", "policy.generation.vllm_cfg.env_vars", "policy.generation.vllm_cfg.http_"),
+    *("policy.generation.vllm_cfg.load_format", "policy.generation.vllm_cfg.reset_"),
+    *("policy.generation.vllm_cfg.skip_tokenizer_init", "policy.generation.vllm_cfg.use_deep_gemm"),
+    *("policy.generation.vllm_cfg.use_tqdm", "policy.generation.vllm_cfg.vllm_", "policy.generation.vllm_cfg.zmq_"),
+    *("policy.generation.vllm_kwargs.enable_chunked_prefill", "policy.generation.vllm_kwargs.moe_backend"),
+)
+MODEL = ("policy.hf_config_overrides.", "policy.megatron_cfg.model_overrides.")
+"""Other names for keys of the model's config.json, which is read as it is: whatever they say would change it."""
+
+
+def check_keys(master: Mapping[str, Any]) -> None:
+    """Raise UserError, naming the key, on one that asks for something else than there is."""
+    for key, (value, why) in REQUIRED.items():
+        if (given := at(master, key, value)) != value:
+            raise UserError(f"{key}={given}: {why}; set it to {str(value).lower() if value != 'none' else value}")
+    named = {f"{block}.{name}" for block, names in COPIED.items() for name in names} | REQUIRED.keys()
+    for key, value in _leaves(master["policy"], "policy."):
+        is_set = value not in (None, {}) if key.startswith(MODEL) else bool(value)
+        if is_set and key not in named and not key.startswith((*READ, *UNUSED)):
+            raise UserError(
+                f"{key}={value!r} is not a key that this trainer or engine knows: remove it, or set it to null"
+            )
+
+
+def at(tree: Mapping[str, Any], key: str, default: Any) -> Any:
+    """Value of a dotted key; the default where a part of it is missing."""
+    for part in key.split("."):
+        if not isinstance(tree, Mapping) or part not in tree:
+            return default
+        tree = tree[part]
+    return tree
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

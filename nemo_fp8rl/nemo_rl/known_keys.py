@@ -1,0 +1,134 @@
+"""Which keys NeMo RL knows: those of its example configs and of its config classes, both read as text.
+
+NeMo RL's own top block keeps keys that it does not know, so a misspelled one changes nothing and nobody is told, and
+there is no schema to ask without importing it. A key counts as known where one of its examples has it at the same
+place, or where the annotations of its config classes lead there from MasterConfig; subclasses count, as
+GenerationConfig stands for VllmConfig. Mappings with free keys show themselves: an example leaves them empty, or their
+annotation is a dict.
+"""
+
+import ast
+import difflib
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.nemo_rl.checkout import Checkout
+from nemo_fp8rl.nemo_rl.precision import READ_WITHOUT_DECLARATION
+
+ROOT_CLASS = "MasterConfig"
+MAPPINGS = {"dict", "Dict", "Mapping", "Any"}
+
+
+@dataclass
+class Known:
+    """A key: what may stand below it, or that anything may."""
+
+    free: bool = False
+    keys: dict[str, "Known"] = field(default_factory=dict)
+
+    def at(self, key: str) -> "Known":
+        return self.keys.setdefault(key, Known())
+
+    def paths(self, prefix: str = "") -> Iterator[str]:
+        for key, known in self.keys.items():
+            yield prefix + key
+            yield from known.paths(f"{prefix}{key}.")
+
+
+@functools.cache
+def read_known_keys(checkout: Checkout) -> Known:
+    known = Known()
+    for path in checkout.examples.rglob("*.yaml"):
+        _add_values(known, _read_yaml(path))
+    _add_classes(known, checkout.package.rglob("*.py"))
+    for key in READ_WITHOUT_DECLARATION:
+        place = known
+        for part in key.split("."):
+            place = place.at(part)
+    return known
+
+
+def check_known(values: Mapping[Any, Any], known: Known, version: str) -> None:
+    """Raise UserError for the first key of `values` that is not known, with the nearest one that is."""
+    for place, key, here in _unknown(values, known, ""):
+        near = difflib.get_close_matches(key, here.keys, 1)
+        elsewhere = [path for path in known.paths() if path.rpartition(".")[2] == key]
+        meant = [f"{place}{near[0]}"] if near else elsewhere[:1]
+        hint = f"did you mean {meant[0]}?" if meant else f"no example and no config class of NeMo RL {version} has it"
+        raise UserError(f"unknown config key {place}{key}; {hint}")
+
+
+def _unknown(values: Mapping[Any, Any], known: Known, place: str) -> Iterator[tuple[str, str, Known]]:
+    for key, value in values.items():
+        key = str(key)
+        if key not in known.keys:
+            yield place, key, known
+        elif isinstance(value, Mapping) and not known.keys[key].free:
+            yield from _unknown(value, known.keys[key], f"{place}{key}.")
+
+
+def _read_yaml(path: Path) -> Any:
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster, where libyaml is there
+    try:
+        return yaml.load(path.read_text(), loader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return None  # an example that is no config, such as a template
+
+
+def _add_values(known: Known, values: Any) -> None:
+    if isinstance(values, dict):
+        known.free |= not values
+        for key, value in values.items():
+            _add_values(known.at(str(key)), value)
+
+
+# Config classes: name -> base classes, and the annotation of every field. Classes of one name count as one.
+
+Classes = dict[str, tuple[set[str], dict[str, list[ast.expr]]]]
+
+
+def _add_classes(known: Known, paths: Iterable[Path]) -> None:
+    classes: Classes = {}
+    for path in paths:
+        text = path.read_text()
+        if "TypedDict" in text or "BaseModel" in text or "dataclass" in text:
+            _collect(classes, ast.parse(text))
+    _add_fields(known, ROOT_CLASS, classes, ())
+
+
+def _collect(classes: Classes, module: ast.Module) -> None:
+    for node in module.body:
+        if isinstance(node, ast.ClassDef):
+            bases, fields = classes.setdefault(node.name, (set(), {}))
+            bases |= {name for base in node.bases for name in _names_in(base)}
+            for statement in node.body:
+                if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                    fields.setdefault(statement.target.id, []).append(statement.annotation)
+
+
+def _add_fields(known: Known, name: str, classes: Classes, above: tuple[str, ...]) -> None:
+    if name in above or name not in classes:
+        return
+    bases, fields = classes[name]
+    subclasses = [other for other, (its_bases, _) in classes.items() if name in its_bases] if above else []
+    for relative in {*bases, *subclasses} - {"TypedDict", "BaseModel"}:
+        _add_fields(known, relative, classes, (*above, name))
+    for key, annotations in fields.items():
+        for named in {named for annotation in annotations for named in _names_in(annotation)}:
+            known.at(key).free |= named in MAPPINGS
+            _add_fields(known.at(key), named, classes, (*above, name))
+
+
+def _names_in(annotation: ast.expr) -> Iterator[str]:
+    """Every name in a type hint, also in one that is written as a string."""
+    for node in ast.walk(annotation):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            yield node.value

@@ -1,0 +1,246 @@
+"""Our Megatron policy behind NeMo RL's ColocatablePolicyInterface."""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from nemo_rl.algorithms.loss.interfaces import LossInputType
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.named_sharding import NamedSharding
+from nemo_rl.models.policy.interfaces import ColocatablePolicyInterface
+from torch import Tensor
+
+from nemo_fp8rl.algorithms.correction import corrected_batch
+from nemo_fp8rl.algorithms.gates import GateStop, judge, worst
+from nemo_fp8rl.algorithms.loss import EXTREMA
+from nemo_fp8rl.algorithms.mismatch import DISAGREEMENT, MismatchSums
+from nemo_fp8rl.batch import TrainBatch, num_rows, rows
+from nemo_fp8rl.config import Config
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.nemo_rl.batches import train_batch
+from nemo_fp8rl.nemo_rl.loss import GrpoLossFn
+from nemo_fp8rl.policy.base import Loss
+from nemo_fp8rl.policy.megatron import MegatronPolicy
+
+
+class MegatronFp8Policy(ColocatablePolicyInterface):
+    """refit: called where NeMo RL streams weights to an engine; it raises when that fails.
+
+    sharding_annotations: among how many replicas of the model a batch is divided.
+    """
+
+    refit: Callable[[], Any]
+
+    def __init__(self, policy: MegatronPolicy, cfg: Config, tokenizer: Any) -> None:
+        self.policy, self.cfg, self.tokenizer = policy, cfg, tokenizer
+        self.offloads = cfg.policy.megatron_cfg.offload_between_phases
+        self.offloaded = self.scales_loaded = False
+        self.sharding_annotations = NamedSharding(np.arange(cfg.data_parallel_size), ["data_parallel"])
+
+    def get_logprobs(self, data: Mapping[str, Any], timer: Any = None) -> Any:
+        """{"logprobs": float32 [B, S]}, position 0 is 0."""
+        return BatchedDataDict({"logprobs": self.policy.logprobs(train_batch(data))})
+
+    def get_reference_policy_logprobs(
+        self, data: Mapping[str, Any], micro_batch_size: int | None = None, timer: Any = None
+    ) -> Any:
+        """{"reference_logprobs": float32 [B, S]}; zeros, which nothing reads, where the KL has no weight."""
+        if self.cfg.loss_fn.reference_policy_kl_penalty:
+            return BatchedDataDict({"reference_logprobs": self.policy.reference_logprobs(train_batch(data))})
+        return BatchedDataDict({"reference_logprobs": torch.zeros(data["input_ids"].shape)})
+
+    def train(
+        self,
+        data: Mapping[str, Any],
+        loss_fn: Any,
+        eval_mode: bool = False,
+        *,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        timer: Any = None,
+    ) -> dict[str, Any]:
+        """One optimizer step for each global batch, then one of the learning rate's schedule.
+
+        loss: float32 [steps], grad_norm: float32 [1], the last. all_mb_metrics: lists of one value a step. NeMo RL adds
+        lists and losses up, but for extrema, lr and the like; so they are divided by the number of steps, and their sum
+        is the mean. A global batch with no token left to train on is skipped, and counted; so are all of a batch on
+        which a gate says so. Raises GateStop.
+        """
+        if eval_mode or mbs not in (None, self.cfg.policy.train_micro_batch_size):
+            raise UserError("this policy trains, in microbatches of policy.train_micro_batch_size; nothing else")
+        batch, seen = train_batch(data), dict.fromkeys(DISAGREEMENT, math.nan)
+        skip = False
+        if batch["prev_logprobs"].any():  # zeros where NeMo RL does not ask for them: force_on_policy_ratio
+            seen |= _mismatch(batch)
+            skip = self._gates_skip(seen)
+            if isinstance(loss_fn, GrpoLossFn) and not loss_fn.cfg.force_on_policy_ratio:
+                batch, corrected = corrected_batch(batch, loss_fn.correction)
+                seen |= corrected
+        size = gbs or self.cfg.policy.train_global_batch_size
+        parts = [rows(batch, slice(start, start + size)) for start in range(0, num_rows(batch), size)]
+        trained = [part for part in parts if not skip and _has_tokens(part)]
+        loss = _as_loss(loss_fn)
+        steps = [self.policy.train_step(part, loss, schedules=False) | self._counts(part) for part in trained]
+        self.policy.step_schedule()
+        steps = steps or [{"loss": 0.0, "grad_norm": 0.0} | self._counts(batch)]
+        lists = {name: [value] for name, value in seen.items()} | _lists(steps)
+        return {
+            "loss": torch.tensor([step["loss"] / len(steps) for step in steps]),
+            "grad_norm": torch.tensor([steps[-1]["grad_norm"]]),
+            "all_mb_metrics": lists | {"optimizer_steps_skipped": [len(parts) - len(trained)]},
+        }
+
+    def _gates_skip(self, mismatch: dict[str, float]) -> bool:
+        verdicts = judge(self.cfg.nemo_fp8rl.gates, mismatch)
+        messages = [verdict.message for verdict in verdicts]
+        if worst(verdicts) == "stop":
+            raise GateStop("; ".join(messages))
+        for message in messages:
+            print(f"nemo-fp8rl: {message}", flush=True)
+        return worst(verdicts) == "skip_step"
+
+    def _counts(self, part: TrainBatch) -> dict[str, float]:
+        mask = part["token_mask"][:, 1:] * part["sample_mask"][:, None]
+        return {
+            "global_valid_seqs": float((mask.sum(-1) > 0).sum()),
+            "global_valid_toks": float(mask.sum()),
+            "wd": self.cfg.policy.megatron_cfg.optimizer.weight_decay,
+        }
+
+    def calibrate_qkv_fp8_scales(
+        self,
+        data: Mapping[str, Any],
+        micro_batch_size: int | None = None,
+        percentile: float = 99.9,
+        margin: float = 1.05,
+        include_q: bool = False,
+    ) -> dict[str, Any]:
+        """Take the KV cache's scales from these sequences by our contract (`fp8.kv_scales`): amax, no percentile.
+
+        "layers" is empty: the scales stay with the ranks that found them and travel as part of the next refit. The
+        first call after a checkpoint was loaded keeps the scales that came with it, as the uninterrupted run does.
+        """
+        if not self.scales_loaded:
+            self.policy.calibrate_kv(train_batch(data))
+        self.scales_loaded = False
+        return {"format": "fp8", "percentile": 100.0, "margin": 1.0, "layers": {}}
+
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        if self.offloaded:
+            self.policy.prepare_for_training()
+            self.offloaded = False
+
+    def finish_training(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
+        pass
+
+    def offload_before_refit(self) -> None:
+        """Gradients and optimizer; no refit reads them. `offload_after_refit` then finds nothing left to do."""
+        if self.offloads and not self.offloaded:
+            self.policy.offload_after_refit()
+            self.offloaded = True
+
+    offload_after_refit = offload_before_refit
+
+    def prepare_refit_info(self) -> None:
+        """Nothing: trainer and engine agree on a manifest when they are linked (`refit.bridge`)."""
+
+    def stream_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Where NeMo RL refits through these methods: the whole refit, over our links, before the engine's half."""
+        self.refit()
+        return []
+
+    def broadcast_weights_for_collective(self, *args: Any, **kwargs: Any) -> list[Any]:
+        return self.stream_weights_via_ipc_zmq()
+
+    def init_collective(self, *args: Any, **kwargs: Any) -> list[Any]:
+        return []
+
+    def get_free_memory_bytes(self) -> int:
+        """Asked for the size of NeMo RL's buffers, which are not used; ours is nemo_fp8rl.refit.bucket_bytes."""
+        return self.cfg.nemo_fp8rl.refit.bucket_bytes
+
+    def get_topk_logits(self, *args: Any, **kwargs: Any) -> Any:
+        raise UserError("this policy has no top-k logits, which distillation asks for: use NeMo RL's own policy there")
+
+    def save_checkpoint(
+        self,
+        weights_path: str,
+        optimizer_path: str | None = None,
+        tokenizer_path: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """weights/ (an HF checkpoint), optimizer/ and tokenizer/ side by side: where NeMo RL looks for them."""
+        folder = Path(weights_path).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        self.policy.save(folder)
+        if tokenizer_path is not None:
+            self.tokenizer.save_pretrained(tokenizer_path)
+
+    def finalize_async_save(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: a checkpoint is whole when `save_checkpoint` returns."""
+
+    def load_checkpoint(self, weights_path: Path) -> None:
+        self.policy.load(weights_path.parent)
+        self.scales_loaded = self.cfg.fp8_kv_cache
+
+    def print_node_ip_and_gpu_id(self) -> None:
+        pass
+
+    def shutdown(self) -> bool:
+        self.policy.shutdown()
+        return True
+
+
+class _KeywordLoss:
+    """A loss of NeMo RL's, called as it expects to be."""
+
+    def __init__(self, loss_fn: Any) -> None:
+        self.loss_fn = loss_fn
+
+    def __call__(
+        self, logprobs: Tensor, batch: TrainBatch, global_valid_seqs: Tensor, global_valid_toks: Tensor
+    ) -> tuple[Tensor, dict[str, float]]:
+        return self.loss_fn(
+            next_token_logprobs=logprobs,
+            data=BatchedDataDict(batch),
+            global_valid_seqs=global_valid_seqs,
+            global_valid_toks=global_valid_toks,
+        )
+
+
+def _mismatch(batch: TrainBatch) -> dict[str, float]:
+    """Of the whole batch; without what no token has."""
+    seen = MismatchSums()
+    seen.observe(batch["prev_logprobs"], batch["generation_logprobs"], batch["token_mask"])
+    return {name: value for name, value in seen.metrics().items() if math.isfinite(value)}
+
+
+def _has_tokens(part: TrainBatch) -> bool:
+    """Adam would move on a gradient of 0."""
+    weights = part.get("importance_weights", torch.ones(()))
+    return bool((part["token_mask"] * part["sample_mask"][:, None] * weights).any())
+
+
+def _as_loss(loss_fn: Any) -> Loss:
+    if isinstance(loss_fn, GrpoLossFn):
+        return loss_fn
+    if loss_fn.input_type is not LossInputType.LOGPROB:
+        raise UserError(f"{type(loss_fn).__name__} asks for {loss_fn.input_type.value}; this policy gives log-probs")
+    return _KeywordLoss(loss_fn)
+
+
+MEANS = ("lr", "wd", "global_valid_seqs", "global_valid_toks")
+"""What NeMo RL averages over a list."""
+
+
+def _lists(steps: list[dict[str, float]]) -> dict[str, list[float]]:
+    def share(name: str, value: float) -> float:
+        return value if name in MEANS or name.endswith(tuple(EXTREMA)) else value / len(steps)
+
+    return {name: [share(name, step[name]) for step in steps] for name in steps[0] if name != "grad_norm"}

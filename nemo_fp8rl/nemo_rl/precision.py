@@ -1,0 +1,119 @@
+"""What a NeMo RL recipe says about precision, in its own keys and in several places, as one answer.
+
+The trainer's side stands in policy.megatron_cfg, the engine's in policy.generation.vllm_cfg. They agree or are refused:
+a trainer and an engine in two formats differ more than a bfloat16 trainer and an FP8 engine (docs/numerics.md).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_fp8rl.config import Flow
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.fp8.names import ScaleFormat
+
+TRAINER = "policy.megatron_cfg.fp8_cfg"
+SCALES_VARIABLE = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
+SCALES = f"policy.megatron_cfg.env_vars.{SCALES_VARIABLE}"
+ENGINE = "policy.generation.vllm_cfg"
+POW2 = ("pow2_weight_scaling_factors", "pow2_activation_scaling_factors")
+KV_DTYPES = ("auto", "fp8", "fp8_e4m3")
+
+READ_WITHOUT_DECLARATION = (*(f"{ENGINE}.{key}" for key in POW2), f"{ENGINE}.quantization_ignored_layer_kws")
+"""Keys that NeMo RL reads and that neither its config classes nor, on every version, its examples have."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """flow: of trainer and engine. scale_format: of FP8 blocks (pow2 where nothing is FP8). kv_fp8: the KV cache's."""
+
+    flow: Flow
+    scale_format: ScaleFormat
+    kv_fp8: bool
+
+
+def read_precision(policy: Mapping[str, Any]) -> Precision:
+    """The precision that a recipe's block `policy` asks for.
+
+    Raises UserError, with the key and what to set it to, where trainer and engine would not agree, and for formats
+    outside the contract (docs/numerics.md).
+    """
+    megatron = policy.get("megatron_cfg") or {}
+    vllm = (policy.get("generation") or {}).get("vllm_cfg") or {}
+    trainer_fp8, engine_fp8 = _trainer_fp8(megatron), vllm.get("precision") == "fp8"
+    if trainer_fp8 and not engine_fp8:
+        raise UserError(
+            f"{TRAINER}.enabled=true trains in FP8 and {ENGINE}.precision={vllm.get('precision')} samples in another "
+            f"precision; set {ENGINE}.precision=fp8, or {TRAINER}.enabled=false"
+        )
+    _check_engine(vllm, engine_fp8)
+    kv_fp8 = vllm.get("kv_cache_dtype", "auto") != "auto"
+    if not engine_fp8:
+        return Precision("bf16", "pow2", kv_fp8)
+    engine_scales = _engine_scales(vllm)
+    if trainer_fp8 and (trainer_scales := _trainer_scales(megatron)) != engine_scales:
+        raise UserError(
+            f"{SCALES}={_scales_variable(megatron)!r} gives the trainer {_in_words(trainer_scales)} and {ENGINE}."
+            f"{POW2[0]}={str(engine_scales == 'pow2').lower()} the engine {_in_words(engine_scales)}; "
+            f"set {SCALES}='0', {ENGINE}.{POW2[0]}=true and {ENGINE}.{POW2[1]}=true"
+        )
+    return Precision("fp8_e2e" if trainer_fp8 else "fp8_rollout", engine_scales, kv_fp8)
+
+
+def _trainer_fp8(megatron: Mapping[str, Any]) -> bool:
+    fp8 = megatron.get("fp8_cfg") or {}
+    if not fp8.get("enabled"):
+        return False
+    if not megatron.get("enabled"):
+        raise UserError(f"{TRAINER}.enabled=true needs the Megatron trainer; set policy.megatron_cfg.enabled=true")
+    for key, wanted in (("fp8", "e4m3"), ("fp8_recipe", "blockwise")):
+        if fp8.get(key, wanted) != wanted:
+            raise UserError(f"{TRAINER}.{key}={fp8[key]} is not the format of the engine's weights; set it to {wanted}")
+    if fp8.get("fp8_param"):
+        raise UserError(
+            f"{TRAINER}.fp8_param=true quantizes weights from the float32 master, the refit those of the bfloat16 "
+            "parameter; set it to false"
+        )
+    return True
+
+
+def _check_engine(vllm: Mapping[str, Any], engine_fp8: bool) -> None:
+    if vllm.get("is_mx"):
+        raise UserError(f"{ENGINE}.is_mx=true (MXFP8) has one scale for 32 values, not for 128; set it to false")
+    kv = vllm.get("kv_cache_dtype", "auto")
+    if kv not in KV_DTYPES:
+        raise UserError(f"{ENGINE}.kv_cache_dtype={kv} is not supported; set it to {' or '.join(KV_DTYPES[:2])}")
+    if kv != "auto" and not engine_fp8:
+        raise UserError(f"{ENGINE}.kv_cache_dtype={kv} needs {ENGINE}.precision=fp8 in NeMo RL; set it, or auto here")
+    for key in ("num_first_layers_in_bf16", "num_last_layers_in_bf16"):
+        if not isinstance(vllm.get(key, 0), int) or vllm.get(key, 0) < 0:
+            raise UserError(f"{ENGINE}.{key}={vllm[key]!r} must be a whole number, 0 or more")
+    words = vllm.get("quantization_ignored_layer_kws") or []
+    if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) and word for word in words):
+        raise UserError(f"{ENGINE}.quantization_ignored_layer_kws={words!r} must be a list of words")
+
+
+def _engine_scales(vllm: Mapping[str, Any]) -> ScaleFormat:
+    weight, activation = (bool(vllm.get(key, False)) for key in POW2)
+    if weight != activation:
+        raise UserError(
+            f"{ENGINE}.{POW2[0]}={str(weight).lower()} and {ENGINE}.{POW2[1]}={str(activation).lower()} give weights "
+            "and activations different scales; set both to true"
+        )
+    return "pow2" if weight else "fp32"
+
+
+def _scales_variable(megatron: Mapping[str, Any]) -> str:
+    return str((megatron.get("env_vars") or {}).get(SCALES_VARIABLE, "0"))
+
+
+def _trainer_scales(megatron: Mapping[str, Any]) -> ScaleFormat:
+    """Transformer Engine takes "1" for yes and every other text for no (common/recipe/__init__.py)."""
+    value = _scales_variable(megatron)
+    if value not in ("0", "1"):
+        raise UserError(f"{SCALES}={value!r} must be '0' (powers of two) or '1' (float32)")
+    return "fp32" if value == "1" else "pow2"
+
+
+def _in_words(scales: ScaleFormat) -> str:
+    return "power-of-two scales" if scales == "pow2" else "float32 scales"

@@ -1,0 +1,114 @@
+"""Read a recipe for NeMo RL without importing it; every key is checked, its own against the checkout, ours typed."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_fp8rl.algorithms.gates import check_gates
+from nemo_fp8rl.config import Fp8RlConfig
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.nemo_rl.checkout import NEMO_RL_SRC, Checkout, find_checkout
+from nemo_fp8rl.nemo_rl.known_keys import check_known, read_known_keys
+from nemo_fp8rl.nemo_rl.overrides import apply_override, key_of
+from nemo_fp8rl.nemo_rl.precision import Precision, read_precision
+from nemo_fp8rl.typed_tree import check_keys, defaults, typed
+from nemo_fp8rl.yaml_tree import one_line, read_with_parents, register_resolvers
+
+BLOCK = "nemo_fp8rl"
+SAID_BY_NEMO_RL = {
+    "flow": "policy.megatron_cfg.fp8_cfg.enabled and policy.generation.vllm_cfg.precision",
+    "scale_format": "policy.megatron_cfg.env_vars and policy.generation.vllm_cfg.pow2_weight_scaling_factors",
+}
+"""Keys of ours that a recipe for NeMo RL says in its own."""
+
+
+@dataclass(frozen=True)
+class NemoRlRecipe:
+    """values: the whole recipe, resolved; `???` where it leaves a value to the command line. checkout: NeMo RL's."""
+
+    path: Path
+    values: dict[str, Any]
+    checkout: Checkout
+
+    @property
+    def precision(self) -> Precision:
+        """Raises UserError where trainer and engine would not agree."""
+        return read_precision(self.values.get("policy") or {})
+
+    @property
+    def fp8rl(self) -> Fp8RlConfig:
+        """Our block, with flow and scale_format from NeMo RL's keys. Raises UserError as `precision` does."""
+        precision = self.precision
+        said = {"flow": precision.flow, "scale_format": precision.scale_format}
+        return typed({**self.values[BLOCK], **said}, Fp8RlConfig, f"{BLOCK}.")
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> NemoRlRecipe:
+    """The recipe with overrides in Hydra's grammar, checked: keys, our block, and that both sides' precisions agree.
+
+    Raises UserError for anything wrong.
+    """
+    recipe = read(path, overrides)
+    _ = recipe.precision
+    return recipe
+
+
+def read(path: str | Path, overrides: Sequence[str] = ()) -> NemoRlRecipe:
+    """The same, whatever it says about precision."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    register_resolvers()
+    tree = _read_tree(Path(path))
+    if OmegaConf.select(tree, "cluster.gpus_per_node") is None:
+        raise UserError(
+            f"{path} is no recipe for NeMo RL (it has no cluster.gpus_per_node, nor a parent that has); recipes of "
+            "`nemo-fp8rl train` are checked when they run"
+        )
+    checkout = find_checkout()
+    known = read_known_keys(checkout)
+    for override in overrides:
+        key = key_of(override)
+        if not key.startswith(f"{BLOCK}."):
+            check_known(_nested(key), known, checkout.version)
+        apply_override(tree, override)
+    try:
+        given: Any = OmegaConf.to_container(tree)
+        ours = given.pop(BLOCK, None) or {}
+        check_known(given, known, checkout.version)
+        _check_keys_of_ours(ours)
+        tree = OmegaConf.merge({BLOCK: defaults(Fp8RlConfig, ours)}, tree)
+        values: Any = OmegaConf.to_container(tree, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path}: {one_line(error)}") from None
+    block = typed(values[BLOCK], Fp8RlConfig, f"{BLOCK}.")
+    if block.correction is not None:
+        block.correction.resolved()
+    check_gates(block.gates)
+    return NemoRlRecipe(Path(path), values, checkout)
+
+
+def _read_tree(path: Path) -> Any:
+    try:
+        return read_with_parents(path)
+    except UserError as error:
+        if NEMO_RL_SRC in str(error) or os.environ.get(NEMO_RL_SRC, NEMO_RL_SRC) in str(error):
+            find_checkout()  # a parent in the checkout, and it is the checkout that is missing
+        raise
+
+
+def _nested(key: str) -> dict[str, Any]:
+    """a.b as {a: {b: None}}."""
+    first, _, rest = key.partition(".")
+    return {first: _nested(rest) if rest else None}
+
+
+def _check_keys_of_ours(ours: Any) -> None:
+    if not isinstance(ours, dict):
+        raise UserError(f"{BLOCK} must be a block of keys, got {ours!r}")
+    for key, where in SAID_BY_NEMO_RL.items():
+        if key in ours:
+            raise UserError(f"{BLOCK}.{key} is said by {where} in a recipe for NeMo RL; remove it")
+    check_keys(ours, Fp8RlConfig, f"{BLOCK}.")

@@ -1,0 +1,76 @@
+"""A recipe's FP8 engine as one that takes FP8: the keys that say so, and the policy whose workers stream it."""
+
+from typing import Any
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.fp8 import BLOCK, Fp8Layers
+from nemo_fp8rl.nemo_rl.precision import read_precision
+from nemo_fp8rl.nemo_rl.stock.stream import CHOICE
+
+TRAINER_WORKER = "nemo_fp8rl.nemo_rl.stock.worker.Fp8MegatronPolicyWorker"
+ENGINE_WORKER = "nemo_fp8rl.nemo_rl.stock.engine.Fp8Worker"
+STOCK_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
+PROJECTIONS = (
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+    "mlp.experts",
+)
+
+
+def choose(policy: dict[str, Any], num_hidden_layers: int) -> None:
+    """Change NeMo RL's `policy` block, where it asks for FP8: vLLM's own FP8 in the engine, loaded by our worker class.
+
+    The engine's `precision` becomes bfloat16, so that NeMo RL leaves vLLM as it is; what is FP8 stands in
+    hf_overrides. Scales of activations are then vLLM's kernels' own choice, powers of two by DeepGEMM alone. Raises
+    UserError for an FP8 KV cache, which NeMo RL sets up in the code that this passes by, and for a DTensor trainer.
+    """
+    precision = read_precision(policy)
+    if precision.flow == "bf16":
+        return
+    if precision.kv_fp8:
+        raise UserError(
+            "policy.generation.vllm_cfg.kv_cache_dtype=fp8 is not supported with NeMo RL's own workers and FP8 on the "
+            "wire: set it to auto"
+        )
+    if not policy["megatron_cfg"].get("enabled"):
+        raise UserError("FP8 on the wire needs NeMo RL's Megatron worker: set policy.megatron_cfg.enabled=true")
+    generation = policy["generation"]
+    if (transport := generation.get("refit_transport")) is not None:
+        raise UserError(f"policy.generation.refit_transport={transport} does not carry FP8: set it to null")
+    vllm = generation["vllm_cfg"]
+    first, last = vllm.get("num_first_layers_in_bf16", 0), vllm.get("num_last_layers_in_bf16", 0)
+    layers = Fp8Layers(first, num_hidden_layers - last, tuple(vllm.get("quantization_ignored_layer_kws") or ()))
+    policy[CHOICE] = {
+        "scale_format": precision.scale_format,
+        "fp8_layers": [layers.first, layers.end, list(layers.ignored)],
+    }
+    kwargs = generation["vllm_kwargs"] = dict(generation.get("vllm_kwargs") or {})
+    kwargs["worker_cls"] = ENGINE_WORKER
+    kwargs["hf_overrides"] = {
+        **(kwargs.get("hf_overrides") or {}),
+        "quantization_config": quantization_config(layers, num_hidden_layers),
+    }
+    vllm["precision"] = "bfloat16"
+
+
+def quantization_config(layers: Fp8Layers, num_hidden_layers: int) -> dict[str, Any]:
+    """vLLM's own blockwise FP8, in HF's form."""
+    modules = (f"model.layers.{i}.{name}" for i in range(num_hidden_layers) for name in PROJECTIONS)
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(BLOCK),
+        "modules_to_not_convert": ["lm_head", *(name for name in modules if not layers.quantizes(name))],
+    }
+
+
+def policy_factory(config: Any, **arguments: Any) -> Any:
+    """NeMo RL's policy, with workers that stream FP8 where `choose` said so; for its `setup(policy_factory=...)`."""
+    from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
+    from nemo_rl.models.policy.lm_policy import Policy
+
+    if CHOICE not in config:
+        return Policy(config=config, **arguments)
+    ACTOR_ENVIRONMENT_REGISTRY[TRAINER_WORKER] = ACTOR_ENVIRONMENT_REGISTRY[STOCK_WORKER]
+    return Policy(config=config, **arguments, worker_extension_cls_fqn=TRAINER_WORKER)

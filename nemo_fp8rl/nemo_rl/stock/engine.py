@@ -1,0 +1,60 @@
+"""The engine's half: a vLLM worker that loads FP8 as it comes. Named by `policy.generation.vllm_kwargs.worker_cls`."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+else:
+    from vllm.v1.worker.gpu_worker import Worker  # type: ignore[assignment]
+
+
+class Fp8Worker(Worker):
+    """vLLM's, of this platform. Once the model is there, this object's refits are `_Reload`'s.
+
+    It is on the object because vLLM refuses a worker class that has a name of the extension it mixes in.
+    """
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        reload = _Reload(self)
+        self._load_weights = reload.take
+        self._weight_update_lifecycle = reload.lifecycle
+
+
+class _Reload:
+    """vLLM's layerwise reload, fed by NeMo RL's batches: begins with the first, ends when all that it expects came.
+
+    expected: NeMo RL's `state_dict_info`, by name what the trainer announced.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+        self.missing: set[str] = set()
+
+    def take(self, weights: list[tuple[str, Tensor]]) -> None:
+        """A batch; its memory is the sender's again afterwards, and a layer waits until it is whole: so copies."""
+        model = self.worker.model_runner.get_model()
+        if not self.missing:
+            self.missing = set(self.worker.state_dict_info)
+            initialize_layerwise_reload(model)
+        self.missing -= {name for name, _ in weights}
+        model.load_weights(weights=[(name, tensor.clone()) for name, tensor in weights])
+        if not self.missing:
+            finalize_layerwise_reload(model, self.worker.model_config)
+
+    @contextmanager
+    def lifecycle(self, transport: str) -> Iterator[Callable[[], None]]:
+        """In place of NeMo RL's, which processes all loaded weights once more."""
+
+        def finalize() -> None:
+            if self.missing:
+                raise RuntimeError(f"the refit ended without {min(self.missing)}")
+
+        yield finalize
+        self.worker._maybe_process_fp8_kv_cache()

@@ -1,0 +1,45 @@
+"""The trainer's half: what a NeMo RL worker streams to engines, quantized by the contract on its way out."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from nemo_fp8rl.fp8 import Fp8Layers, NonFiniteError, quantize_blockwise, scale_name
+
+CHOICE = "fp8_stream"
+"""Key of the policy block, set by `choose`: what is FP8 on the wire."""
+
+
+class Fp8Stream:
+    """Mix in before a worker with `_iter_params_with_optional_kv_scales` (nemo_rl's megatron_policy_worker.py).
+
+    It gives whole tensors by HF name, gathered over TP and EP; blocks of 128 do not straddle ranks, so their bytes are
+    those of a quantized shard. `prepare_refit_info` reads shapes and dtypes from the same method.
+    """
+
+    cfg: Mapping[str, Any]
+
+    def _iter_params_with_optional_kv_scales(
+        self, kv_scales: dict[str, float] | None = None, **kwargs: Any
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, tensor): float8_e4m3fn and, as `..._scale_inv`, float32 [rows/128, columns/128] where FP8 is.
+
+        Raises NonFiniteError, with the name, on a weight that holds NaN or infinity.
+        """
+        stream = super()._iter_params_with_optional_kv_scales(kv_scales=kv_scales, **kwargs)  # type: ignore[misc]
+        if (choice := self.cfg.get(CHOICE)) is None:
+            yield from stream
+            return
+        first, end, ignored = choice["fp8_layers"]
+        layers = Fp8Layers(first, end, tuple(ignored))
+        for name, tensor in stream:
+            if not layers.quantizes(name):
+                yield name, tensor
+                continue
+            try:
+                quantized = quantize_blockwise(tensor, scale_format=choice["scale_format"])
+            except NonFiniteError as error:
+                raise NonFiniteError(f"{name}: {error}") from None
+            yield name, quantized.data
+            yield scale_name(name), quantized.scale_inv

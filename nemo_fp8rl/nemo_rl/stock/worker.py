@@ -1,0 +1,12 @@
+"""NeMo RL's Megatron worker, streaming FP8. Only its own GPU environment can import this."""
+
+import ray
+from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
+from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
+
+from nemo_fp8rl.nemo_rl.stock.stream import Fp8Stream
+
+
+@ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))
+class Fp8MegatronPolicyWorker(Fp8Stream, MegatronPolicyWorkerImpl):
+    pass

@@ -1,0 +1,103 @@
+"""A tree of values against the typed blocks of `config`: unknown keys, defaults, and pydantic for the types.
+
+Kept apart from `config` so that the blocks themselves need neither OmegaConf nor pydantic.
+"""
+
+import dataclasses
+import difflib
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from nemo_fp8rl.config import Config
+from nemo_fp8rl.errors import UserError
+
+Block = TypeVar("Block")
+
+
+def _block_of(hint: Any) -> Any:
+    """The dataclass behind a type hint, also behind `Block | None`; None when there is none."""
+    if get_origin(hint) is tuple:
+        return None
+    return next((t for t in (hint, *get_args(hint)) if dataclasses.is_dataclass(t)), None)
+
+
+def _list_of(hint: Any) -> Any:
+    """The dataclass behind `tuple[Block, ...]`, a list of blocks; None for anything else."""
+    return next((t for t in get_args(hint) if dataclasses.is_dataclass(t)), None) if get_origin(hint) is tuple else None
+
+
+def _hints(block: type) -> dict[str, Any]:
+    """Type hint of every key of a block."""
+    hints = get_type_hints(block)
+    return {f.name: hints[f.name] for f in dataclasses.fields(block)}
+
+
+def check_keys(given: Any, block: type, prefix: str = "") -> None:
+    """Raise UserError for unknown keys, and for what pydantic would quietly convert. prefix: where the block stands."""
+    hints = _hints(block)
+    for key, value in given.items():
+        if key not in hints:
+            raise UserError(f"unknown config key {prefix}{key}; {_nearest(str(key), hints, prefix)}")
+        child, element = _block_of(hints[key]), _list_of(hints[key])
+        if element and value is not None:
+            if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
+                raise UserError(f"{prefix}{key} must be a list of blocks of keys, got {value!r}")
+            for i, part in enumerate(value):
+                check_keys(part, element, f"{prefix}{key}[{i}].")
+        elif child and value is not None:
+            if not isinstance(value, dict):
+                raise UserError(f"{prefix}{key} must be a block of keys, got {value!r}")
+            check_keys(value, child, f"{prefix}{key}.")
+        elif isinstance(value, dict) and not _takes_mapping(hints[key]):
+            raise UserError(f"{prefix}{key} must be one value, got the mapping {value!r}")
+        elif value == "???":
+            raise UserError(f"{prefix}{key} is required; set it in the recipe or as {prefix}{key}=...")
+        elif isinstance(value, bool) and {int, float} & {hints[key], *get_args(hints[key])}:
+            raise UserError(f"{prefix}{key}={value}: input should be a number")
+
+
+def _takes_mapping(hint: Any) -> bool:
+    return any(get_origin(t) is dict for t in (hint, *get_args(hint)))
+
+
+def _nearest(key: str, hints: dict[str, Any], prefix: str) -> str:
+    near = difflib.get_close_matches(key, hints, 1)
+    elsewhere = [known for known in _all_keys(Config) if known.split(".")[-1] == key]
+    hint = f"{prefix}{near[0]}" if near else elsewhere[0] if elsewhere else None
+    return f"did you mean {hint}?" if hint else f"known here: {', '.join(hints)}"
+
+
+def _all_keys(block: type, prefix: str = "") -> list[str]:
+    keys = []
+    for name, hint in _hints(block).items():
+        child = _block_of(hint)
+        keys += _all_keys(child, f"{prefix}{name}.") if child else [prefix + name]
+    return keys
+
+
+def defaults(block: Any, given: Any) -> dict[str, Any]:
+    """Default values as a tree, so that interpolations in them resolve against the recipe."""
+    values: dict[str, Any] = {}
+    hints = _hints(block)
+    for f in dataclasses.fields(block):
+        child = _block_of(hints[f.name])
+        if f.default is not dataclasses.MISSING:
+            optional_block_given = child and isinstance(given.get(f.name), dict)
+            values[f.name] = defaults(child, given[f.name]) if optional_block_given else f.default
+        elif child:
+            values[f.name] = defaults(child, given.get(f.name) or {})
+    return values
+
+
+def typed(values: Any, block: type[Block], prefix: str = "") -> Block:
+    """The block with these values. Raises UserError, which names the key, for one of another type."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(block).validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = prefix + ".".join(str(part) for part in first["loc"])
+        if first["type"] in ("missing", "missing_argument"):
+            raise UserError(f"{key} is required; set it in the recipe or as {key}=...") from None
+        message = first["msg"][0].lower() + first["msg"][1:]
+        raise UserError(f"{key}={first['input']!r}: {message}") from None

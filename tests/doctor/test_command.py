@@ -1,0 +1,69 @@
+"""`nemo-fp8rl doctor` as a user sees it: exit codes, JSON, and one sentence where there is nothing to examine."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_fp8rl.cli import main
+from tests.nemo_rl.conftest import checkout, real_checkout, write  # noqa: F401
+
+CONF = Path(__file__).parents[2] / "conf"
+SHIPPED = sorted((CONF / "nemo_rl").glob("*.yaml"))
+
+
+def doctor(capsys, *arguments: object) -> tuple[int, str, str]:
+    code = main(["doctor", *(str(argument) for argument in arguments)])
+    return code, *capsys.readouterr()
+
+
+def test_a_recipe_of_our_own_loop(capsys):
+    code, out, err = doctor(capsys, CONF / "tiny_cpu.yaml")
+    assert (code, out) == (2, "")
+    assert err.endswith("recipes of `nemo-fp8rl train` are checked when they run\n")
+
+
+def test_without_a_checkout(capsys, monkeypatch):
+    monkeypatch.delenv("NEMO_RL_SRC", raising=False)
+    code, _, err = doctor(capsys, SHIPPED[0])
+    assert code == 2
+    assert err.startswith("nemo-fp8rl: NEMO_RL_SRC is not set: clone ")
+
+
+def test_another_trainer(capsys, checkout):  # noqa: F811
+    path = checkout / "examples/configs/grpo.yaml"
+    code, _, err = doctor(capsys, path, "policy.megatron_cfg.enabled=false")
+    assert code == 2
+    assert "the doctor knows Megatron trainers" in err
+
+
+def test_torch_is_not_loaded():
+    code = "import sys, nemo_fp8rl.cli, nemo_fp8rl.doctor.report; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.nemo_rl
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_our_recipes_are_sound_on_hopper(capsys, real_checkout, path):  # noqa: F811
+    code, out, _ = doctor(capsys, path, "--json")
+    report = json.loads(out)
+    assert code == 0, [finding["text"] for finding in report["findings"] if finding["level"] == "error"]
+    assert report["memory"]["phases"][0]["name"] == "train"
+
+
+@pytest.mark.nemo_rl
+def test_an_override_that_breaks_a_recipe(capsys, real_checkout):  # noqa: F811
+    path = CONF / "nemo_rl/qwen3-30b-a3b-fp8-e2e-2n8g.yaml"
+    code, out, _ = doctor(capsys, path, "policy.generation.vllm_cfg.tensor_parallel_size=4")
+    assert code == 2
+    assert "sizes that fit: 1, 2, 3, 6" in " ".join(out.replace("│", " ").split())
+
+
+@pytest.mark.nemo_rl
+@pytest.mark.parametrize("name", ["llama3.1-8b-instruct-2n8g-megatron-fp8-e2e", "qwen3-30ba3b-8n8g-megatron"])
+def test_what_nemo_rl_runs_on_hopper_fits(capsys, real_checkout, name):  # noqa: F811
+    code, out, _ = doctor(capsys, real_checkout / f"examples/configs/recipes/llm/grpo-{name}.yaml", "--json")
+    assert code == 0, out

@@ -1,0 +1,181 @@
+"""What is said of alignment, batches, precision and hardware, and of nothing else than what was changed."""
+
+import pytest
+
+from nemo_fp8rl.doctor.agreement import check_agreement
+from nemo_fp8rl.doctor.alignment import check_alignment
+from nemo_fp8rl.doctor.batches import check_batches
+from nemo_fp8rl.doctor.hardware import GPUS, check_hardware, gpu_named
+from nemo_fp8rl.errors import UserError
+from tests.doctor.conftest import ENGINE, TRAINER
+
+LLAMA, MIXTURE, LATENT = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B", "moonshotai/Moonlight-16B-A3B"
+SPREAD = {
+    TRAINER + "tensor_model_parallel_size": 4,
+    TRAINER + "expert_model_parallel_size": 8,
+    TRAINER + "sequence_parallel": True,
+    "policy.make_sequence_length_divisible_by": 4,
+}
+
+
+def said(findings, level: str) -> list[str]:
+    return [finding.text for finding in findings if finding.level == level]
+
+
+def one(findings, level: str) -> str:
+    texts = said(findings, level)
+    assert len(texts) == 1, texts
+    return texts[0]
+
+
+@pytest.mark.parametrize("check", [check_agreement, check_alignment, check_batches])
+def test_a_sound_recipe_has_no_complaints(plan, check):
+    for model, changes in ((LLAMA, {}), (MIXTURE, SPREAD), (LLAMA, {ENGINE + "kv_cache_dtype": "fp8"})):
+        findings = list(check(plan(model, changes)))
+        assert findings
+        assert {finding.level for finding in findings} == {"ok"}
+
+
+# Alignment
+
+
+def test_experts_split_in_four_are_named_with_the_sizes_that_fit(plan):
+    engine = said(check_alignment(plan(MIXTURE, {ENGINE + "tensor_parallel_size": 4})), "error")
+    assert [text.split(" of ")[1].split("=")[0] for text in engine] == [
+        "mlp.experts.*.gate_proj",
+        "mlp.experts.*.up_proj",
+        "mlp.experts.*.down_proj",
+    ]
+    assert "policy.generation.vllm_cfg.tensor_parallel_size=4 does not divide the model's rows" in engine[0]
+    assert "sizes that fit: 1, 2, 3, 6" in engine[0]
+    assert "(768 / 4 = 192)" in engine[0]
+    trainer = said(check_alignment(plan(MIXTURE, SPREAD | {TRAINER + "expert_tensor_parallel_size": 4})), "error")
+    assert "policy.megatron_cfg.expert_tensor_parallel_size=4" in trainer[0]
+
+
+def test_experts_that_are_spread_are_whole(plan):
+    spread = {ENGINE + "tensor_parallel_size": 4, ENGINE + "expert_parallel_size": 8}
+    assert said(check_alignment(plan(MIXTURE, spread)), "error") == []
+
+
+def test_what_is_bfloat16_need_not_be_aligned(plan):
+    words = {ENGINE + "tensor_parallel_size": 4, ENGINE + "quantization_ignored_layer_kws": ["experts"]}
+    assert said(check_alignment(plan(MIXTURE, words)), "error") == []
+    assert list(check_alignment(plan(MIXTURE, {ENGINE + "precision": "bfloat16"}))) == []
+
+
+def test_repeated_heads_are_not_split(plan):
+    words = {ENGINE + "tensor_parallel_size": 8, ENGINE + "quantization_ignored_layer_kws": ["experts"]}
+    assert said(check_alignment(plan(MIXTURE, words)), "error") == []  # 4 key heads on 8 ranks
+
+
+def test_ragged_blocks_are_a_warning(plan):
+    texts = said(check_alignment(plan(LATENT)), "warn")
+    assert texts
+    assert all("kv_a_proj_with_mqa has 576 rows" in text for text in texts)
+
+
+# Batches
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        (LLAMA, {TRAINER + "tensor_model_parallel_size": 3}, "8 trainer GPUs are no multiple of 3"),
+        (LLAMA, {TRAINER + "expert_model_parallel_size": 2}, "the model has no experts; set it to 1"),
+        (LLAMA, {TRAINER + "pipeline_model_parallel_size": 8, "policy.train_global_batch_size": 511}, "511 does not"),
+        (LLAMA, {"policy.train_global_batch_size": 4}, "4 is no multiple of the 8 data-parallel replicas"),
+        (LLAMA, {ENGINE + "tensor_parallel_size": 3}, "8 engine GPUs are no multiple of 3"),
+        (LLAMA, {ENGINE + "max_model_len": 8192}, "max_model_len=8192 is above policy.max_total_sequence_length=4096"),
+        (LLAMA, {"policy.sequence_packing.train_mb_tokens": 2048}, "train_mb_tokens=2048 holds no sequence"),
+        (LLAMA, {TRAINER + "context_parallel_size": 2}, "must be a multiple of 4"),
+        (MIXTURE, SPREAD | {TRAINER + "sequence_parallel": False}, "with experts needs sequence_parallel=true"),
+        (MIXTURE, SPREAD | {TRAINER + "expert_model_parallel_size": 3}, "3 does not divide 128 experts"),
+        (MIXTURE, SPREAD | {ENGINE + "tensor_parallel_size": 2, ENGINE + "expert_parallel_size": 3}, "multiple of"),
+        (MIXTURE, SPREAD | {"policy.make_sequence_length_divisible_by": 2}, "must be a multiple of 4"),
+        (
+            "Qwen/Qwen3-8B",
+            {TRAINER + "pipeline_model_parallel_size": 8},
+            "pipeline_model_parallel_size=8 does not share 36 layers equally",
+        ),
+    ],
+)
+def test_numbers_that_do_not_go_into_one_another(plan, model, changes, message):
+    assert any(message in text for text in said(check_batches(plan(model, changes)), "error"))
+
+
+def test_microbatches_without_packing(plan):
+    padded = {"policy.sequence_packing": {"enabled": False}, "policy.make_sequence_length_divisible_by": 16}
+    assert said(check_batches(plan(LLAMA, padded)), "error") == []
+    three = padded | {"policy.train_micro_batch_size": 3}
+    assert "train_micro_batch_size=3 does not divide the 64 samples" in one(check_batches(plan(LLAMA, three)), "error")
+
+
+def test_fp8_needs_whole_groups_of_tokens_on_each_rank(plan):
+    padded = {"policy.sequence_packing": {"enabled": False}, "policy.make_sequence_length_divisible_by": 8}
+    assert "must be a multiple of 16" in one(check_batches(plan(LLAMA, padded)), "error")
+    parallel = SPREAD | padded | {"policy.make_sequence_length_divisible_by": 16}
+    assert "must be a multiple of 64" in one(check_batches(plan(MIXTURE, parallel)), "error")
+    bf16 = padded | {TRAINER + "fp8_cfg": {"enabled": False}}
+    assert said(check_batches(plan(LLAMA, bf16)), "error") == []
+
+
+# Precision
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "message"),
+    [
+        ({ENGINE + "precision": "bfloat16"}, "error", "samples in another precision"),
+        (
+            {"loss_fn.use_importance_sampling_correction": False},
+            "error",
+            "NeMo RL does not start an FP8 engine without",
+        ),
+        ({"loss_fn.truncated_importance_sampling_type": None}, "warn", "weights without a bound"),
+        ({ENGINE + "num_last_layers_in_bf16": 2}, "warn", "of layers 30 to 31 are bfloat16 in the engine"),
+        ({ENGINE + "quantization_ignored_layer_kws": ["o_proj"]}, "warn", "self_attn.o_proj of layers 0 to 31"),
+        ({ENGINE + "kv_cache_dtype": "fp8", "nemo_fp8rl.kv": "rollout"}, "warn", "see nemo_fp8rl.kv"),
+        ({ENGINE + "kv_cache_dtype": "fp8", ENGINE + "async_engine": True}, "error", "async_engine=true"),
+        (
+            {ENGINE + "kv_cache_dtype": "fp8", TRAINER + "pipeline_model_parallel_size": 2},
+            "error",
+            "pipeline_model_parallel_size=1 in NeMo RL, got 2",
+        ),
+    ],
+)
+def test_disagreements(plan, changes, level, message):
+    assert message in one(check_agreement(plan(LLAMA, changes)), level)
+
+
+def test_float32_scales_on_both_sides_are_a_warning(plan):
+    scales = {ENGINE + "pow2_weight_scaling_factors": False, ENGINE + "pow2_activation_scaling_factors": False}
+    made = plan(LLAMA, scales | {TRAINER + "env_vars": {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}})
+    assert "float32 scales" in one(check_agreement(made), "warn")
+    assert "Transformer Engine refuses float32 scales" in one(check_hardware(made, GPUS["b200"]), "error")
+
+
+# Hardware
+
+
+@pytest.mark.parametrize(
+    ("gpu", "changes", "level", "message"),
+    [
+        ("a100", {}, "error", "a100 has no FP8"),
+        ("l40s", {}, "error", "needs Hopper or newer"),
+        ("b200", {}, "warn", "emulates the blockwise recipe by MXFP8"),
+        ("h100", {ENGINE + "use_deep_gemm": False}, "warn", "use_deep_gemm=false"),
+    ],
+)
+def test_what_a_gpu_cannot_do(plan, gpu, changes, level, message):
+    assert message in one(check_hardware(plan(LLAMA, changes), GPUS[gpu]), level)
+
+
+def test_a_bfloat16_recipe_runs_anywhere(plan):
+    bf16 = {ENGINE + "precision": "bfloat16", TRAINER + "fp8_cfg": {"enabled": False}}
+    assert {finding.level for finding in check_hardware(plan(LLAMA, bf16), GPUS["a100"])} == {"ok"}
+
+
+def test_an_unknown_gpu_is_named():
+    with pytest.raises(UserError, match="--gpu tpu is not known; known are a100"):
+        gpu_named("tpu")

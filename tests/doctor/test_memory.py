@@ -1,0 +1,171 @@
+"""Bytes, against numbers worked out by hand."""
+
+import pytest
+
+from nemo_fp8rl.doctor.hardware import GPUS
+from nemo_fp8rl.doctor.memory import (
+    ENGINE_WORKSPACE,
+    activations,
+    check_memory,
+    engine_weights,
+    kv_bytes_per_token,
+    logits,
+    memory_of,
+    stage_parameters,
+)
+from tests.doctor.conftest import ENGINE, TRAINER
+
+H100 = GPUS["h100"]
+LLAMA, MIXTURE, LATENT = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B", "moonshotai/Moonlight-16B-A3B"
+LLAMA_PARAMETERS = 8_030_261_248
+LLAMA_LINEARS = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)
+EXPERTS = 48 * 128 * 3 * 2048 * 768
+FP8 = 1 + 4 / 128**2
+
+
+def train(plan) -> dict[str, float]:
+    return memory_of(plan, H100).phases[0].parts
+
+
+def test_a_dense_model_on_eight_replicas(plan):
+    parts = train(plan())
+    assert parts["parameters"] == parts["gradients"] == 2 * LLAMA_PARAMETERS
+    assert parts["optimizer"] == (12 + 4) * LLAMA_PARAMETERS / 8
+    assert parts["FP8 weights"] == pytest.approx(2 * FP8 * LLAMA_LINEARS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "gradient", "optimizer"),
+    [
+        ({"optimizer": {"use_precision_aware_optimizer": True}}, 2, 12 / 8),
+        ({"distributed_data_parallel_config": {"grad_reduce_in_fp32": True}}, 4, 12 / 8),
+        ({"optimizer": {"use_distributed_optimizer": False}}, 2, 16),
+        ({"optimizer": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}}, 2, None),
+    ],
+)
+def test_bytes_a_parameter(plan, changes, gradient, optimizer):
+    parts = train(plan(LLAMA, {TRAINER + key: value for key, value in changes.items()}))
+    assert parts["gradients"] == gradient * LLAMA_PARAMETERS
+    assert parts.get("optimizer") == (optimizer and optimizer * LLAMA_PARAMETERS)
+
+
+def test_a_bfloat16_trainer_has_no_fp8_weights(plan):
+    assert "FP8 weights" not in train(plan(LLAMA, {TRAINER + "fp8_cfg": {"enabled": False}}))
+
+
+def test_tensor_parallelism_splits_all_but_the_norms(plan):
+    dense, experts = stage_parameters(plan(LLAMA, {TRAINER + "tensor_model_parallel_size": 4}), 0)
+    norms = (2 * 32 + 1) * 4096
+    assert (dense, experts) == ((LLAMA_PARAMETERS - norms) / 4 + norms, 0)
+
+
+def test_pipeline_stages_have_their_layers_and_the_ends(plan):
+    halves = [stage_parameters(plan(LLAMA, {TRAINER + "pipeline_model_parallel_size": 2}), i)[0] for i in range(2)]
+    assert sum(halves) == LLAMA_PARAMETERS
+    assert halves[1] - halves[0] == 4096  # the final norm; embedding and head are as large
+    tied = plan("Qwen/Qwen2.5-1.5B", {TRAINER + "pipeline_model_parallel_size": 2})
+    assert sum(stage_parameters(tied, i)[0] for i in range(2)) == 1_543_714_304 + 151936 * 1536
+
+
+def test_experts_are_spread_and_share_their_optimizer_among_fewer(plan):
+    layout = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 8, "sequence_parallel": True}
+    made = plan(MIXTURE, {"cluster.num_nodes": 2} | {TRAINER + key: value for key, value in layout.items()})
+    dense, experts = stage_parameters(made, 0)
+    assert experts == EXPERTS / 8
+    assert train(made)["optimizer"] == 16 * (dense / 8 + experts / 2)  # 16 GPUs: DP 8, but 2 copies of each expert
+
+
+def test_layers_of_uneven_stages(plan):
+    layout = {"pipeline_model_parallel_size": 4, "num_layers_in_first_pipeline_stage": 7}
+    made = plan(
+        LATENT, {TRAINER + key: value for key, value in (layout | {"num_layers_in_last_pipeline_stage": 6}).items()}
+    )
+    assert made.stages == [range(0, 7), range(7, 14), range(14, 21), range(21, 27)]
+
+
+def test_activations_of_a_dense_layer(plan):
+    layer = 2 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14336)  # bytes a token
+    assert activations(plan(), 0) == 4096 * 32 * layer
+    full = plan(LLAMA, {TRAINER + "activation_checkpointing": True})
+    assert activations(full, 0) == 4096 * (32 * 2 * 4096 + layer)
+    two = plan(LLAMA, {TRAINER + "pipeline_model_parallel_size": 2})
+    assert (
+        activations(two, 0) == 2 * activations(two, 1) == 4096 * 32 * layer
+    )  # two microbatches in flight, half the layers
+    split = {TRAINER + "tensor_model_parallel_size": 4, TRAINER + "sequence_parallel": True}
+    assert activations(plan(LLAMA, split), 0) == 4096 * 32 * layer / 4
+
+
+def test_logits_whole_and_in_chunks(plan):
+    assert logits(plan()) == 4096 * 128256 * (2 + 4 + 4)
+    assert logits(plan(LLAMA, {"policy.logprob_chunk_size": 1024})) == 128256 * (4096 * 4 + 1024 * 8)
+
+
+def test_engine_weights_are_a_byte_and_a_scale_in_fp8(plan):
+    rest = LLAMA_PARAMETERS - LLAMA_LINEARS
+    assert engine_weights(plan()) == pytest.approx(FP8 * LLAMA_LINEARS + 2 * rest)
+    bf16 = {ENGINE + "precision": "bfloat16"}
+    assert engine_weights(plan(LLAMA, bf16)) == pytest.approx(2 * LLAMA_PARAMETERS)
+    some = engine_weights(plan(LLAMA, {ENGINE + "num_first_layers_in_bf16": 8}))
+    assert some == pytest.approx(FP8 * LLAMA_LINEARS * 3 / 4 + 2 * (rest + LLAMA_LINEARS / 4))
+
+
+def test_an_engine_splits_experts_or_spreads_them(plan):
+    whole = engine_weights(plan(MIXTURE))
+    split = engine_weights(plan(MIXTURE, {ENGINE + "tensor_parallel_size": 2}))
+    spread = engine_weights(plan(MIXTURE, {ENGINE + "tensor_parallel_size": 2, ENGINE + "expert_parallel_size": 8}))
+    assert whole == pytest.approx(30_532_122_624 * FP8 + (30_532_122_624 - linears_of_mixture()) * (2 - FP8))
+    assert split - spread == pytest.approx(FP8 * EXPERTS * (1 / 2 - 1 / 8))
+
+
+def linears_of_mixture() -> int:
+    return EXPERTS + 48 * (2048 * (4096 + 2 * 512) + 4096 * 2048)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "size"),
+    [
+        (LLAMA, {}, 131072),  # 2 (keys and values) x 32 layers x 8 heads x 128 x 2 bytes
+        (LLAMA, {ENGINE + "kv_cache_dtype": "fp8"}, 65536),
+        (LLAMA, {ENGINE + "tensor_parallel_size": 4}, 32768),
+        (MIXTURE, {ENGINE + "tensor_parallel_size": 8}, 2 * 48 * 128 * 2),  # 4 heads: each on two of eight
+        (LATENT, {}, 27 * (512 + 64) * 2),
+        (LATENT, {ENGINE + "tensor_parallel_size": 4}, 27 * (512 + 64) * 2),
+    ],
+)
+def test_bytes_of_a_token_in_the_cache(plan, model, changes, size):
+    assert kv_bytes_per_token(plan(model, changes)) == size
+
+
+def test_the_cache_takes_what_utilization_leaves(plan):
+    made = plan()
+    room = 81559 * 2**20 * 0.6 - engine_weights(made) - ENGINE_WORKSPACE
+    assert memory_of(made, H100).cache_tokens == int(room // 131072)
+    pinned = plan(LLAMA, {"policy.generation.vllm_kwargs.kv_cache_memory_bytes": 2**30})
+    assert memory_of(pinned, H100).cache_tokens == 8192
+
+
+def test_phases_of_a_colocated_engine_and_of_one_with_gpus_of_its_own(plan):
+    assert [phase.name for phase in memory_of(plan(), H100).phases] == ["train", "refit", "generate"]
+    apart = {"policy.generation.colocated": {"enabled": False, "resources": {"num_nodes": None, "gpus_per_node": 4}}}
+    made = plan(LLAMA, apart)
+    assert [phase.name for phase in memory_of(made, H100).phases] == ["train", "generate"]
+    assert (made.trainer_gpus, made.engine_gpus, made.data) == (4, 4, 4)
+
+
+def levels(plan, gpu="h100") -> list[tuple[str, str]]:
+    memory = memory_of(plan, GPUS[gpu])
+    return [
+        (finding.level, finding.text.split(":")[0].split(" ")[0]) for finding in check_memory(plan, GPUS[gpu], memory)
+    ]
+
+
+def test_what_does_not_fit_is_an_error_and_a_larger_gpu_mends_it(plan):
+    large = plan(LLAMA, {"policy.sequence_packing.train_mb_tokens": 12288})
+    assert ("error", "train") in levels(large)
+    assert ("ok", "train") in levels(large, "b200")
+
+
+def test_a_cache_that_holds_no_sequence_is_an_error(plan):
+    assert ("error", "the") in levels(plan(LLAMA, {ENGINE + "gpu_memory_utilization": 0.135}))
+    assert ("warn", "the") in levels(plan(LLAMA, {ENGINE + "gpu_memory_utilization": 0.14}))

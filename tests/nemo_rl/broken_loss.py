@@ -1,0 +1,12 @@
+"""Our loss with its upper clip removed: what NeMo RL's tests must not let pass."""
+
+from dataclasses import replace
+from typing import Any
+
+from nemo_fp8rl.nemo_rl.loss import GrpoLossFn
+
+
+class BrokenLossFn(GrpoLossFn):
+    def __init__(self, cfg: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(cfg, *args, **kwargs)
+        self.cfg = replace(self.cfg, ratio_clip_max=1e9)

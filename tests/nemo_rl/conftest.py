@@ -1,0 +1,88 @@
+"""A small stand-in for a checkout of NeMo RL, and the real one where NEMO_RL_SRC names it."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = """
+cluster: {gpus_per_node: 8, num_nodes: 1}
+grpo: {num_prompts_per_step: 32, num_generations_per_prompt: 16, seed: 42}
+loss_fn: {use_importance_sampling_correction: false}
+env: {math: {num_workers: 8}}
+policy:
+  model_name: Qwen/Qwen2.5-1.5B
+  max_total_sequence_length: 512
+  train_micro_batch_size: 4
+  train_mb_tokens: ${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}
+  hf_config_overrides: {}
+  megatron_cfg:
+    enabled: true
+    env_vars: null
+    fp8_cfg: {enabled: false, fp8: e4m3, fp8_recipe: blockwise, fp8_param: false}
+  generation:
+    vllm_cfg: {precision: "${policy.precision}", kv_cache_dtype: auto, max_model_len: 512}
+  precision: bfloat16
+"""
+CLASSES = """
+class MasterConfig(BaseModel, extra="allow"):
+    policy: PolicyConfig
+    grpo: "GRPOConfig"
+    env: dict[str, Any]
+
+class PolicyConfig(TypedDict):
+    megatron_cfg: NotRequired[MegatronConfig | MegatronConfigDisabled]
+    generation: NotRequired[GenerationConfig]
+
+class MegatronConfig(TypedDict):
+    env_vars: NotRequired[dict[str, str] | None]
+    recompute_modules: NotRequired[list[str] | None]
+
+class GenerationConfig(TypedDict):
+    top_k: int | None
+
+class VllmConfig(GenerationConfig):
+    vllm_cfg: VllmSpecificArgs
+
+class VllmSpecificArgs(TypedDict):
+    is_mx: NotRequired[bool]
+
+class GRPOConfig(BaseModel):
+    val_at_end: bool = False
+
+class Elsewhere(BaseModel):
+    unreachable: int
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch) -> Path:
+    """A folder that looks like NeMo RL 0.7.0, named by NEMO_RL_SRC."""
+    root = tmp_path / "RL"
+    write(root / "nemo_rl/package_info.py", "MAJOR = 0\nMINOR = 7\nPATCH = 0\n")
+    write(root / "nemo_rl/config.py", CLASSES)
+    write(root / "examples/configs/grpo.yaml", EXAMPLE)
+    monkeypatch.setenv("NEMO_RL_SRC", str(root))
+    return root
+
+
+@pytest.fixture
+def real_checkout(monkeypatch) -> Path:
+    if "NEMO_RL_SRC" not in os.environ:
+        pytest.skip(
+            "NEMO_RL_SRC names no checkout: git clone https://github.com/NVIDIA-NeMo/RL, and set it to that folder"
+        )
+    monkeypatch.setenv("HF_HOME", "/nowhere")  # which some of its recipes read
+    return Path(os.environ["NEMO_RL_SRC"])
+
+
+@pytest.fixture(scope="session")
+def warm(warm_overrides: tuple[str, ...], tiny: Path) -> Path:
+    """The tiny folder, with warm/ in it: a model that is right now and then."""
+    return tiny
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path

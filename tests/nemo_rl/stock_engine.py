@@ -1,0 +1,84 @@
+"""What an engine answers: fresh from an exported model, and fed by the trainer's stream through NeMo RL's extension."""
+
+import gc
+import sys
+from pathlib import Path
+from typing import Any
+
+from nemo_fp8rl.nemo_rl.compat import prepare
+
+prepare()
+
+from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension  # noqa: E402
+
+from nemo_fp8rl.fp8 import Fp8Layers  # noqa: E402
+from nemo_fp8rl.generation.vllm_plugin import QUANTIZATION, quantization_config  # noqa: E402
+from nemo_fp8rl.hf.checkpoint import CheckpointReader  # noqa: E402
+from nemo_fp8rl.nemo_rl.stock.choose import ENGINE_WORKER  # noqa: E402
+from nemo_fp8rl.nemo_rl.stock.stream import CHOICE  # noqa: E402
+from tests.nemo_rl.test_stock import StreamingWorker  # noqa: E402
+
+EXTENSION = "nemo_rl.models.generation.vllm.vllm_backend.VllmInternalWorkerExtension"
+if hasattr(VllmInternalWorkerExtension, "synchronize_device"):  # it is written for vLLM 0.25; the newest has its own
+    del VllmInternalWorkerExtension.synchronize_device
+LAYERS = Fp8Layers(0, 2)
+BATCH = 3
+PROMPTS = [[3, 9, 12, 5], [7, 7, 12, 4, 4]]
+
+
+def engine(model: Path, **arguments: Any) -> Any:
+    from vllm import LLM
+
+    return LLM(
+        model=str(model), skip_tokenizer_init=True, max_model_len=64, enforce_eager=True, disable_log_stats=True,
+        kv_cache_memory_bytes=1 << 26, enable_prefix_caching=False, dtype="bfloat16", max_num_seqs=8,
+        enable_chunked_prefill=False, max_num_batched_tokens=512, **arguments,
+    )  # fmt: skip
+
+
+def answers(llm: Any) -> str:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=0, detokenize=False, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], sampling, use_tqdm=False)
+    samples = [output.outputs[0] for output in outputs]
+    return repr([[(t, e[t].logprob) for t, e in zip(s.token_ids, s.logprobs, strict=True)] for s in samples])
+
+
+def feed(worker: Any, stream: dict[str, Any]) -> None:
+    """As NeMo RL's `update_weights_via_ipc_zmq` does with what comes over its socket."""
+    worker.prepare_refit_info({name: (tensor.shape, tensor.dtype) for name, tensor in stream.items()})
+    with worker._weight_update_lifecycle("ipc") as finalize:
+        names = list(stream)
+        for start in range(0, len(names), BATCH):
+            batch = [(name, stream[name].clone()) for name in names[start : start + BATCH]]
+            worker._load_weights(batch)
+            for _, tensor in batch:
+                tensor.view(-1)[:].zero_()  # the sender's memory is used again
+        finalize()
+
+
+def streamed(folder: Path) -> None:
+    overrides = {"quantization_config": quantization_config("pow2", LAYERS)}
+    llm = engine(
+        folder / "model_0", hf_overrides=overrides, load_format="dummy", worker_cls=ENGINE_WORKER,
+        worker_extension_cls=EXTENSION,
+    )  # fmt: skip
+    cfg = {CHOICE: {"scale_format": "pow2", "fp8_layers": [LAYERS.first, LAYERS.end, []]}}
+    for seed in (1, 0, 1, 0):
+        with CheckpointReader(folder / f"model_{seed}") as checkpoint:
+            weights = {name: checkpoint.get(name) for name in sorted(checkpoint.names)}
+        stream = dict(StreamingWorker(cfg, weights)._iter_params_with_optional_kv_scales())
+        llm.collective_rpc(feed, args=(stream,))
+        print(f"streamed_{seed}\t{answers(llm)}", flush=True)
+
+
+def fresh(folder: Path, seed: int) -> None:
+    print(f"fresh_{seed}\t{answers(engine(folder / f'fp8_{seed}', quantization=QUANTIZATION))}", flush=True)
+
+
+if __name__ == "__main__":
+    streamed(Path(sys.argv[1]))
+    for seed in (0, 1):
+        gc.collect()  # an engine ends its process groups when it is collected: before the next one makes its own
+        fresh(Path(sys.argv[1]), seed)

@@ -1,0 +1,55 @@
+"""NeMo RL's batches and ours."""
+
+import torch
+
+from nemo_fp8rl.batch import Completion
+from nemo_fp8rl.nemo_rl.batches import generation_output, prompts, runs, train_batch
+
+
+def test_rows_of_equal_prompts_are_asked_once_for_n_samples():
+    a, b = (1, 2), (3,)
+    assert runs([a, a, a, b, b, b]) == ([a, b], 3)
+    assert runs([a, b, a, b]) == ([a, b, a, b], 1)
+    assert runs([a, a, b]) == ([a, a, b], 1)  # not in equal numbers
+    assert runs([a]) == ([a], 1)
+
+
+def test_prompts_are_cut_at_their_lengths():
+    ids = torch.tensor([[5, 6, 0], [7, 8, 9]])
+    assert prompts(ids, torch.tensor([2, 3], dtype=torch.int32)) == [(5, 6), (7, 8, 9)]
+
+
+def test_completions_become_right_padded_rows_with_logprobs_where_they_were_generated():
+    answers = [Completion((8, 1), (-0.5, -0.25), "stop", 3), Completion((), (), "length", 3)]
+    out = generation_output([(5, 6), (7, 7, 7)], answers, width=3, pad_token_id=99)
+    assert out["output_ids"].tolist() == [[5, 6, 8, 1], [7, 7, 7, 99]]
+    assert out["logprobs"].tolist() == [[0, 0, -0.5, -0.25], [0, 0, 0, 0]]
+    assert out["generation_lengths"].tolist() == [2, 0]
+    assert out["unpadded_sequence_lengths"].tolist() == [4, 3]
+    assert out["truncated"].tolist() == [False, True]
+    assert "routed_experts" not in out
+
+
+def test_routes_are_minus_one_where_no_engine_said_them():
+    known = torch.arange(12, dtype=torch.int16).view(3, 2, 2)
+    answers = [Completion((8, 1), (0.0, 0.0), "stop", 0, known), Completion((4,), (0.0,), "length", 0)]
+    routes = generation_output([(5, 6), (7,)], answers, width=2, pad_token_id=0)["routed_experts"]
+    assert routes.shape == (2, 4, 2, 2)
+    assert torch.equal(routes[0, :3], known)
+    assert (routes[0, 3:] == -1).all() and (routes[1] == -1).all()
+
+
+def test_a_train_batch_has_float_masks_and_only_what_it_knows():
+    data = {
+        "input_ids": torch.ones(2, 3, dtype=torch.int64),
+        "input_lengths": torch.tensor([3, 2], dtype=torch.int32),
+        "token_mask": torch.ones(2, 3, dtype=torch.int64),
+        "sample_mask": torch.ones(2),
+        "advantages": torch.ones(2, 3, dtype=torch.float64),
+        "content": ["a", "b"],
+        "idx": torch.arange(2),
+    }
+    batch = train_batch(data)
+    assert set(batch) == {"input_ids", "input_lengths", "token_mask", "sample_mask", "advantages"}
+    assert batch["token_mask"].dtype == batch["advantages"].dtype == torch.float32
+    assert batch["input_ids"].dtype == torch.int64

@@ -1,0 +1,126 @@
+"""A NeMo RL recipe as our config: what is copied, what is refused, what has no say."""
+
+import copy
+from typing import Any
+
+import pytest
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.nemo_rl.config import from_nemo_rl
+
+
+def master(tiny: Any, **changes: Any) -> dict[str, Any]:
+    """A MasterConfig as a mapping, as far as it is read; changes by dotted key."""
+    values: dict[str, Any] = {
+        "policy": {
+            "model_name": f"{tiny}/model",
+            "tokenizer": {"name": f"{tiny}/model"},
+            "train_global_batch_size": 64,
+            "train_micro_batch_size": 16,
+            "logprob_batch_size": 32,
+            "logprob_chunk_size": None,
+            "max_total_sequence_length": 64,
+            "precision": "bfloat16",
+            "max_grad_norm": 1.0,
+            "hf_config_overrides": {},
+            "dtensor_cfg": {"enabled": False, "tensor_parallel_size": 4},
+            "megatron_cfg": {
+                "enabled": True,
+                "tensor_model_parallel_size": 1,
+                "fp8_cfg": {"enabled": True},
+                "env_vars": None,
+                "apply_rope_fusion": True,
+                "freeze_moe_router": True,
+                "optimizer": {"optimizer": "adam", "lr": 1e-4, "weight_decay": 0.01, "clip_grad": 1.0},
+                "scheduler": {"lr_decay_style": "cosine", "lr_decay_iters": None, "start_weight_decay": 0.01},
+            },
+            "generation": {
+                "backend": "vllm",
+                "max_new_tokens": 5,
+                "temperature": 1.0,
+                "top_p": 1.0,
+                "top_k": None,
+                "stop_token_ids": [1],
+                "stop_strings": None,
+                "colocated": {"enabled": True, "resources": {"gpus_per_node": None, "num_nodes": None}},
+                "vllm_kwargs": {},
+                "vllm_cfg": {
+                    "precision": "fp8",
+                    "tensor_parallel_size": 1,
+                    "max_model_len": 64,
+                    "pow2_weight_scaling_factors": True,
+                    "pow2_activation_scaling_factors": True,
+                },
+            },
+        },
+        "grpo": {"num_prompts_per_step": 16, "num_generations_per_prompt": 4, "max_num_steps": 70, "seed": 3},
+        "loss_fn": {"ratio_clip_max": 0.28, "use_importance_sampling_correction": True, "of_a_later_version": 1},
+        "cluster": {"num_nodes": 1, "gpus_per_node": 1},
+        "logger": {"log_dir": "logs"},
+        "checkpointing": {"save_optimizer": True},
+        "nemo_fp8rl": {"kernel": "reference"},
+    }
+    for key, value in changes.items():
+        block = values
+        *path, last = key.split("__")
+        for part in path:
+            block = block[part]
+        block[last] = copy.deepcopy(value)
+    return values
+
+
+def test_what_it_says_is_what_we_do(tiny):
+    cfg = from_nemo_rl(master(tiny))
+    assert (cfg.nemo_fp8rl.flow, cfg.nemo_fp8rl.scale_format, cfg.nemo_fp8rl.kernel) == ("fp8_e2e", "pow2", "reference")
+    assert (cfg.policy.train_global_batch_size, cfg.policy.logprob_batch_size, cfg.grpo.seed) == (64, 32, 3)
+    assert cfg.policy.logprob_chunk_size == 1024
+    assert cfg.policy.megatron_cfg.optimizer.lr == 1e-4
+    assert cfg.policy.megatron_cfg.scheduler.lr_decay_iters == 70  # null: the length of the run
+    assert cfg.policy.generation.stop_token_ids == (1,)
+    assert cfg.loss_fn.ratio_clip_max == 0.28 and cfg.loss_fn.use_importance_sampling_correction
+    assert cfg.cluster.backend == "in_process"
+
+
+def test_gpus_are_ranks_and_processes_of_engines(tiny):
+    parallel = {"policy__megatron_cfg__tensor_model_parallel_size": 2, "cluster__gpus_per_node": 4}
+    cfg = from_nemo_rl(master(tiny, **parallel, policy__generation__vllm_cfg__tensor_parallel_size=2))
+    assert (cfg.cluster.backend, cfg.cluster.train_ranks, cfg.cluster.generation_engines) == ("ray", 4, 2)
+    apart = {"enabled": False, "resources": {"gpus_per_node": 1, "num_nodes": None}}
+    cfg = from_nemo_rl(master(tiny, cluster__gpus_per_node=3, policy__generation__colocated=apart))
+    assert (cfg.cluster.backend, cfg.cluster.train_ranks, cfg.cluster.generation_engines) == ("ray", 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("policy__megatron_cfg__context_parallel_size", 2, "no context parallelism"),
+        ("policy__dtensor_cfg__enabled", True, "Megatron Core"),
+        ("policy__megatron_cfg__num_layers_in_first_pipeline_stage", 1, "num_layers_in_first_pipeline_stage=1"),
+        ("policy__hf_config_overrides", {"rope_theta": 1.0}, "hf_config_overrides.rope_theta"),
+        ("policy__megatron_cfg__model_overrides", {"num_layers": 1}, "model_overrides.num_layers"),
+        ("policy__generation__bad_words", ["x"], "bad_words"),
+        ("policy__generation__vllm_cfg__logprobs_mode", "raw_logprobs", "logprobs_mode"),
+        ("policy__megatron_cfg__scheduler__end_weight_decay", 0.5, "end_weight_decay"),
+        ("policy__generation__vllm_cfg__expert_parallel_size", 4, "expert_parallel_size=4"),
+        ("policy__generation__colocated", {"enabled": False, "resources": {"gpus_per_node": 1}}, "none is left"),
+        ("checkpointing__save_optimizer", False, "save_optimizer"),
+        ("nemo_fp8rl", {"kernle": "cpu"}, "kernle"),
+    ],
+)
+def test_what_we_cannot_do_is_refused_by_its_key(tiny, key, value, message):
+    with pytest.raises(UserError, match=message):
+        from_nemo_rl(master(tiny, **{key: value}))
+
+
+def test_frozen_routers_are_refused_where_there_are_routers(tmp_path):
+    from nemo_fp8rl.tiny import write_model
+
+    write_model(tmp_path / "model", family="qwen3_moe")
+    with pytest.raises(UserError, match="freeze_moe_router"):
+        from_nemo_rl(master(tmp_path))
+    assert from_nemo_rl(master(tmp_path, policy__megatron_cfg__freeze_moe_router=False)).nemo_fp8rl.flow == "fp8_e2e"
+
+
+def test_keys_of_speed_and_of_other_backends_have_no_say(tiny):
+    changed = master(tiny, policy__megatron_cfg__apply_rope_fusion=False, policy__dtensor_cfg__tensor_parallel_size=1)
+    assert from_nemo_rl(changed) == from_nemo_rl(master(tiny))

@@ -1,0 +1,297 @@
+"""Recipes for NeMo RL, read without it: inheritance, Hydra's overrides, and no key that it does not know."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from nemo_fp8rl.config import Fp8RlConfig
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.nemo_rl.checkout import find_checkout
+from nemo_fp8rl.nemo_rl.known_keys import check_known, read_known_keys
+from nemo_fp8rl.nemo_rl.precision import Precision
+from nemo_fp8rl.nemo_rl.recipe import NemoRlRecipe, load, read
+from nemo_fp8rl.yaml_tree import read_with_parents, register_resolvers
+from tests.nemo_rl.conftest import write
+
+CHILD = "defaults: ${oc.env:NEMO_RL_SRC}/examples/configs/grpo.yaml\n"
+FP8 = (
+    CHILD
+    + """
+policy:
+  megatron_cfg: {fp8_cfg: {enabled: true}, env_vars: {NVTE_FP8_BLOCK_SCALING_FP32_SCALES: '0'}}
+  generation:
+    vllm_cfg: {precision: fp8, pow2_weight_scaling_factors: true, pow2_activation_scaling_factors: true}
+"""
+)
+
+
+@pytest.fixture
+def recipe(checkout, tmp_path):
+    """recipe(text, *overrides) -> what `load` makes of a file with this text."""
+
+    def make(text: str = CHILD, *overrides: str) -> NemoRlRecipe:
+        return load(write(tmp_path / "recipe.yaml", text), overrides)
+
+    return make
+
+
+@pytest.fixture
+def refusal(recipe):
+    """refusal(text, *overrides) -> the one line that the user is told."""
+
+    def make(text: str = CHILD, *overrides: str) -> str:
+        with pytest.raises(UserError) as caught:
+            recipe(text, *overrides)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    return make
+
+
+# Inheritance and overrides
+
+
+def test_a_child_differs_from_its_parent_in_what_it_says(recipe):
+    values = recipe(CHILD + "policy: {train_micro_batch_size: 2}\n").values
+    assert values["policy"]["train_mb_tokens"] == 1024
+    assert values["policy"]["generation"]["vllm_cfg"]["precision"] == "bfloat16"
+    assert values["grpo"]["num_generations_per_prompt"] == 16
+
+
+def test_the_override_marker_replaces_a_block_instead_of_merging_it(recipe):
+    assert recipe(CHILD + "env: {dapo: {num_workers: 1}}\n").values["env"].keys() == {"math", "dapo"}
+    assert recipe(CHILD + "env: {_override_: true, dapo: {num_workers: 1}}\n").values["env"].keys() == {"dapo"}
+
+
+@pytest.mark.parametrize(
+    ("resolver", "value"), [("mul:6,4", 24), ("add:6,4", 10), ("div:6,4", 1.5), ("max:6,4", 6)], ids=str
+)
+def test_resolvers_of_nemo_rl(recipe, resolver, value):
+    assert recipe(CHILD + f"grpo: {{seed: '${{{resolver}}}'}}\n").values["grpo"]["seed"] == value
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("grpo.seed=7", "grpo.seed", 7),
+        ("policy.megatron_cfg.env_vars=null", "policy.megatron_cfg.env_vars", None),
+        ("+policy.hf_config_overrides.rope=x=y", "policy.hf_config_overrides.rope", "x=y"),
+        ("+policy.hf_config_overrides.rope={type:yarn,factor: 4.0}", "policy.hf_config_overrides.rope.type", "yarn"),
+        ("+policy.hf_config_overrides.rope={a:'b,c:d'}", "policy.hf_config_overrides.rope.a", "b,c:d"),
+        ("+policy.hf_config_overrides.x=[1,2]", "policy.hf_config_overrides.x", [1, 2]),
+        ("++grpo.seed=1e-6", "grpo.seed", 1e-6),
+        ("+grpo.val_at_end=true", "grpo.val_at_end", True),
+        ("grpo.seed=${grpo.num_prompts_per_step}", "grpo.seed", 32),
+    ],
+)
+def test_overrides_in_hydras_grammar(recipe, override, key, value):
+    found = recipe(CHILD, override).values
+    for part in key.split("."):
+        found = found[part]
+    assert found == value
+
+
+def test_a_key_is_removed(recipe):
+    assert "seed" not in recipe(CHILD, "~grpo.seed").values["grpo"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("grpo.val_at_end=true", "grpo.val_at_end is not in the recipe; add it with +grpo.val_at_end=true"),
+        ("+grpo.seed=3", "grpo.seed is already in the recipe; change it with grpo.seed=3"),
+        ("~grpo.val_at_end", "grpo.val_at_end is not in the recipe"),
+        ("grpo.seed", "is not of the form key=value"),
+        ("=3", "is not of the form key=value"),
+        ("grpo.seed=1,2", "sweep"),
+        ("grpo.seed=[1", "cannot be read"),
+        ("grpo.seed=${grpo.nowhere}", "nowhere"),
+    ],
+)
+def test_an_override_that_hydra_would_not_take(refusal, override, message):
+    assert message in refusal(CHILD, override)
+
+
+# Keys
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "+policy.megatron_cfg.env_vars.ANYTHING='1'",
+        "+env.my_environment={a: 1}",
+        "+policy.megatron_cfg.recompute_modules=[moe]",
+        "+policy.generation.top_k=5",
+        "+policy.generation.vllm_cfg.is_mx=false",
+        "+policy.generation.vllm_cfg.pow2_weight_scaling_factors=false",
+        "++policy.generation.vllm_cfg.quantization_ignored_layer_kws=[o_proj]",
+    ],
+)
+def test_keys_of_examples_of_classes_and_of_free_mappings_are_known(recipe, override):
+    recipe(CHILD, override)
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("policy.megatron_cfg.fp8_cfg.enable", "policy.megatron_cfg.fp8_cfg.enabled"),
+        ("policy.generation.vllm_cfg.precison", "policy.generation.vllm_cfg.precision"),
+        (
+            "policy.generation.vllm_cfg.pow2_weights_scaling_factors",
+            "policy.generation.vllm_cfg.pow2_weight_scaling_factors",
+        ),
+        ("policy.fp8_recipe", "policy.megatron_cfg.fp8_cfg.fp8_recipe"),
+        ("nemo_fp8rl.kvs", "nemo_fp8rl.kv"),
+        ("nemo_fp8rl.refit.mod", "nemo_fp8rl.refit.mode"),
+    ],
+)
+def test_a_misspelled_key_is_refused_in_the_file_and_with_every_sign(refusal, key, nearest):
+    wanted = f"unknown config key {key}; did you mean {nearest}?"
+    for sign in ("+", "++"):
+        assert refusal(CHILD, f"{sign}{key}=1") == wanted
+    if not key.startswith("nemo_fp8rl"):
+        assert refusal(CHILD, f"{key}=1") == wanted
+    text = "1"
+    for part in reversed(key.split(".")):
+        text = f"{{{part}: {text}}}"
+    assert refusal(CHILD + text[1:-1] + "\n") == wanted
+
+
+def test_a_class_that_the_configuration_does_not_lead_to_counts_for_nothing(refusal):
+    assert "unknown config key grpo.unreachable" in refusal(CHILD, "+grpo.unreachable=1")
+
+
+def test_a_marker_below_the_top_which_nemo_rl_ignores_is_refused(refusal):
+    assert "policy.generation._override_" in refusal(CHILD + "policy: {generation: {_override_: true}}\n")
+
+
+# Our block
+
+
+def test_our_block_is_typed_and_takes_flow_and_scales_from_nemo_rls_keys(recipe):
+    ours = recipe(FP8 + "nemo_fp8rl: {kv: rollout, gates: [{metric: kl, max: 1, action: warn}]}\n").fp8rl
+    assert (ours.flow, ours.scale_format, ours.kv, ours.gates[0].metric) == ("fp8_e2e", "pow2", "rollout", "kl")
+    assert recipe(CHILD).fp8rl == Fp8RlConfig(flow="bf16")
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ("{flow: fp8_e2e}", "nemo_fp8rl.flow is said by policy.megatron_cfg.fp8_cfg.enabled"),
+        ("{scale_format: pow2}", "nemo_fp8rl.scale_format is said by"),
+        ("{kv: both}", "nemo_fp8rl.kv='both'"),
+        ("{refit: {bucket_bytes: many}}", "nemo_fp8rl.refit.bucket_bytes='many'"),
+        ("{gates: [{metric: ess, max: 1, action: warn}]}", "nemo_fp8rl.gates[0].metric=ess"),
+        ("{correction: {preset: best}}", "nemo_fp8rl.correction.preset='best'"),
+        ("3", "nemo_fp8rl must be a block"),
+    ],
+)
+def test_a_wrong_value_in_our_block_is_named(refusal, block, message):
+    assert message in refusal(FP8 + f"nemo_fp8rl: {block}\n")
+
+
+def test_a_disagreement_of_precisions_is_refused_by_load_alone(checkout, tmp_path):
+    path = write(tmp_path / "recipe.yaml", CHILD + "policy: {megatron_cfg: {fp8_cfg: {enabled: true}}}\n")
+    assert read(path).values["policy"]["megatron_cfg"]["fp8_cfg"]["enabled"]
+    with pytest.raises(UserError, match=r"policy.megatron_cfg.fp8_cfg.enabled=true"):
+        load(path)
+
+
+# The checkout
+
+
+def test_without_a_checkout_one_sentence_says_how_to_get_one(refusal, monkeypatch, tmp_path):
+    monkeypatch.delenv("NEMO_RL_SRC")
+    assert refusal().startswith("NEMO_RL_SRC is not set: clone https://github.com/NVIDIA-NeMo/RL")
+    monkeypatch.setenv("NEMO_RL_SRC", str(tmp_path / "nowhere"))
+    assert "nowhere is no checkout of NeMo RL" in refusal()
+
+
+@pytest.mark.parametrize(("version", "fits"), [((0, 7, 3), True), ((0, 6, 0), False), ((0, 8, 0), False)])
+def test_versions(checkout, recipe, refusal, version, fits):
+    parts = zip(("MAJOR", "MINOR", "PATCH"), version, strict=True)
+    write(checkout / "nemo_rl/package_info.py", "\n".join(f"{name} = {part}" for name, part in parts))
+    if fits:
+        assert recipe().checkout.version == "0.7.3"
+    else:
+        assert f"is NeMo RL {'.'.join(map(str, version))}; supported are 0.7.x and main" in refusal()
+
+
+def test_main_calls_itself_0_6_0(checkout, recipe):
+    write(checkout / "nemo_rl/package_info.py", "MAJOR = 0\nMINOR = 6\nPATCH = 0\n")
+    write(checkout / "nemo_rl/weight_sync/__init__.py", "")
+    assert recipe().checkout.version == "0.6.0"
+
+
+def test_a_recipe_of_our_own_loop_is_told_apart():
+    with pytest.raises(UserError, match="recipes of `nemo-fp8rl train` are checked when they run"):
+        read(Path(__file__).parents[2] / "conf/tiny_cpu.yaml")
+
+
+def test_reading_needs_neither_torch_nor_nemo_rl():
+    code = "import sys, nemo_fp8rl.nemo_rl.recipe; print(sorted({'torch', 'nemo_rl'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n"
+
+
+# The real thing
+
+
+@pytest.mark.nemo_rl
+def test_no_key_of_a_shipped_recipe_is_refused(real_checkout):
+    register_resolvers()
+    known = read_known_keys(find_checkout())
+    recipes = sorted(real_checkout.glob("examples/configs/**/grpo*.yaml"))
+    assert len(recipes) > 50
+    for path in recipes:
+        tree = read_with_parents(path)
+        check_known(OmegaConf.to_container(tree), known, "of the test")
+        OmegaConf.to_container(tree, resolve=True)
+
+
+@pytest.mark.nemo_rl
+def test_a_misspelled_key_is_refused_in_a_shipped_recipe(real_checkout):
+    path = real_checkout / "examples/configs/grpo_math_8B_megatron_fp8.yaml"
+    with pytest.raises(UserError, match=r"did you mean policy.generation.vllm_cfg.use_deep_gemm\?"):
+        read(path, ["+policy.generation.vllm_cfg.use_deepgemm=true"])
+
+
+SHIPPED = sorted((Path(__file__).parents[2] / "conf/nemo_rl").glob("*.yaml"))
+
+
+@pytest.mark.nemo_rl
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_our_recipes_load(real_checkout, path):
+    recipe = load(path)
+    fp8, loss_fn = "-fp8-" in path.name, recipe.values["loss_fn"]
+    assert recipe.precision == Precision("fp8_e2e" if fp8 else "bf16", "pow2", "kv" in path.stem)
+    assert loss_fn["use_importance_sampling_correction"]
+    assert (loss_fn["truncated_importance_sampling_type"], loss_fn["truncated_importance_sampling_ratio"]) == ("tis", 2)
+    assert recipe.values["checkpointing"]["checkpoint_dir"] == f"results/{path.stem}"
+
+
+@pytest.mark.nemo_rl
+def test_a_twin_differs_in_precision_alone(real_checkout):
+    names = ("precision", "kv_cache_dtype", "enabled", "checkpoint_dir", "log_dir", "name")
+    for path in SHIPPED:
+        if "-bf16" not in path.name:
+            continue
+        stem = path.stem.replace("-bf16", "-fp8-e2e")
+        fp8 = next(other for other in SHIPPED if other.stem in (stem, f"{stem}-kv"))
+        changed = {key.rpartition(".")[2] for key in differences(load(path).values, load(fp8).values)}
+        assert {"precision", "enabled"} <= changed <= set(names)
+
+
+def differences(left: dict, right: dict, prefix: str = "") -> list[str]:
+    """Dotted keys at which two trees differ."""
+    found = []
+    for key in left.keys() | right.keys():
+        one, other = left.get(key), right.get(key)
+        if isinstance(one, dict) and isinstance(other, dict):
+            found += differences(one, other, f"{prefix}{key}.")
+        elif one != other:
+            found.append(prefix + key)
+    return found
