@@ -183,6 +183,15 @@ def num_rows(batch: TrainBatch) -> int:
     return batch["input_ids"].size(0)
 
 
+def has_tokens(batch: TrainBatch) -> bool:
+    """Whether any token is to be trained on: none masked out, filtered, or rejected by the correction is.
+
+    A batch without one is to be skipped: Adam would move on a gradient of 0.
+    """
+    mask = batch["token_mask"] * batch["sample_mask"][:, None]
+    return bool((mask * batch["importance_weights"] if "importance_weights" in batch else mask).any())
+
+
 def shards(batch: TrainBatch, count: int) -> list[TrainBatch]:
     """`count` contiguous parts of the rows, as even as they go, padding kept.
 

@@ -40,7 +40,7 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import BLOCK, Fp8Layers, NonFiniteError, ScaleFormat, scale_name, scale_shape
 from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.fp8.layers import LAYER
-from nemo_fp8rl.generation.vllm_plugin import quantization_config
+from nemo_fp8rl.generation.vllm_plugin import served_config
 from nemo_fp8rl.hf.checkpoint import EMBEDDING, TOKENIZER_FILES, CheckpointReader
 from nemo_fp8rl.hf.config import HfConfig, check_ignored, read_hf_config
 from nemo_fp8rl.hf.shards import ShardWriter, Spec
@@ -78,7 +78,7 @@ def export(
     fp8_layers = _fp8_layers(hf, num_first_layers_in_bf16, num_last_layers_in_bf16, tuple(ignored_layer_kws))
     shapes = expected_tensors(hf)
     config = json.loads((checkpoint / "config.json").read_text())
-    config["quantization_config"] = served_config(shapes, scale_format, fp8_layers)
+    config["quantization_config"] = served_config(served_modules(shapes), scale_format, fp8_layers)
     with CheckpointReader(checkpoint) as reader:
         reader.check(shapes)
         for name in shapes:
@@ -99,15 +99,11 @@ def export(
     return True
 
 
-def served_config(shapes: Mapping[str, tuple[int, ...]], scale_format: str, fp8_layers: Fp8Layers) -> dict[str, object]:
-    """The `quantization_config` for a model of these tensors: vLLM's own FP8, and what our method reads."""
-    linears = [name for name, shape in shapes.items() if len(shape) == len(BLOCK) and name != EMBEDDING]
-    modules = (EXPERT.sub(r"\1", name.removesuffix(".weight")) for name in linears if not fp8_layers.quantizes(name))
-    return {
-        **quantization_config(scale_format, fp8_layers),
-        "quant_method": "fp8",
-        "modules_to_not_convert": list(dict.fromkeys(["lm_head", *modules])),  # each once
-    }
+def served_modules(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """vLLM's linear modules of these tensors (name -> shape), repeated for experts, which are one module a layer."""
+    for name, shape in shapes.items():
+        if len(shape) == len(BLOCK) and name != EMBEDDING:
+            yield EXPERT.sub(r"\1", name.removesuffix(".weight"))
 
 
 def _fp8_layers(hf: HfConfig, first: int, last: int, ignored: tuple[str, ...]) -> Fp8Layers:

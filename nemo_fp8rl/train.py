@@ -13,7 +13,7 @@ from nemo_fp8rl.algorithms.correction import corrected_batch
 from nemo_fp8rl.algorithms.gates import GateStop, judge, worst
 from nemo_fp8rl.algorithms.loss import EXTREMA, GrpoLoss, combined, kl_estimate
 from nemo_fp8rl.algorithms.mismatch import MismatchSums
-from nemo_fp8rl.batch import Prompt, TrainBatch, collate, num_rows, prompt_batch, rows
+from nemo_fp8rl.batch import Prompt, TrainBatch, collate, has_tokens, num_rows, prompt_batch, rows
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.data import PromptOrder
 from nemo_fp8rl.data.prompts import load_prompts
@@ -225,18 +225,16 @@ def advantages(cfg: Config, rollout: Rollout, batch: TrainBatch) -> torch.Tensor
 
 
 def optimize(policy: Policy, batch: TrainBatch, loss: GrpoLoss, global_batch_size: int) -> tuple[dict[str, float], int]:
-    """One optimizer step for every `global_batch_size` samples: metrics, means over the steps, and steps skipped.
-
-    A step with no token left, rejected by the correction or filtered, is skipped: Adam would move on a gradient of 0.
+    """One optimizer step for every `global_batch_size` samples that `has_tokens`: metrics, means over the steps, and
+    steps skipped.
     """
     steps, skipped = [], 0
     for start in range(0, num_rows(batch), global_batch_size):
         part = rows(batch, slice(start, start + global_batch_size))
-        mask = part["token_mask"] * part["sample_mask"][:, None]
-        if not (mask * part["importance_weights"]).any():
+        if not has_tokens(part):
             skipped += 1
             continue
-        positive = (mask * (part["rewards"] > 0)[:, None]).sum()
+        positive = (part["token_mask"] * (part["sample_mask"] * (part["rewards"] > 0))[:, None]).sum()
         part["positive_valid_toks"] = positive.expand(num_rows(part))
         steps.append(policy.train_step(part, loss))
     summed = combined(steps)

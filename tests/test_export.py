@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 
 import nemo_fp8rl.export
 from nemo_fp8rl.cli import main
-from nemo_fp8rl.export import export, served_config
+from nemo_fp8rl.export import export, served_modules
 from nemo_fp8rl.fp8 import Fp8Layers
+from nemo_fp8rl.generation.vllm_plugin import served_config
 from nemo_fp8rl.hf.checkpoint import CheckpointReader
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.hf.shards import ShardWriter
@@ -138,7 +139,8 @@ def test_vllms_own_config_finds_exactly_our_fp8_layers(family, tmp_path):
 
     write_model(tmp_path / "model", 0, family, num_hidden_layers=12)
     layers = Fp8Layers(2, 11, ("k_proj", "layers.5.mlp"))
-    config = Fp8Config.from_config(served_config(expected_tensors(read_hf_config(tmp_path / "model")), "pow2", layers))
+    linears = served_modules(expected_tensors(read_hf_config(tmp_path / "model")))
+    config = Fp8Config.from_config(served_config(linears, "pow2", layers))
     assert (config.is_checkpoint_fp8_serialized, config.activation_scheme) == (True, "dynamic")
     assert config.weight_block_size == [128, 128]
     fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}

@@ -38,7 +38,7 @@ def _error(text: str) -> Finding:
 
 def _ranks(plan: Plan) -> Iterator[Finding]:
     if plan.trainer_gpus <= 0:
-        yield _error(f"policy.generation.colocated.resources takes {plan.engine_gpus} of {plan.gpus} GPUs, so all")
+        yield _error(f"policy.generation.colocated.resources takes all {plan.engine_gpus} GPUs")
         return
     model = plan.tensor * plan.pipeline * plan.context
     if plan.trainer_gpus % model:

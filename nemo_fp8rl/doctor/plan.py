@@ -7,6 +7,8 @@ from typing import Any
 
 from nemo_fp8rl.doctor.shapes import Shape, Weight
 from nemo_fp8rl.fp8.layers import Fp8Layers
+from nemo_fp8rl.nemo_rl.gpus import divide, is_colocated
+from nemo_fp8rl.nemo_rl.precision import engine_fp8_layers
 
 TRAINER = "policy.megatron_cfg"
 ENGINE = "policy.generation.vllm_cfg"
@@ -42,26 +44,16 @@ class Plan:
     # GPUs
 
     @property
-    def gpus(self) -> int:
-        cluster = self.values["cluster"]
-        return cluster["num_nodes"] * cluster["gpus_per_node"]
-
-    @property
     def colocated(self) -> bool:
-        return bool((self.generation.get("colocated") or {}).get("enabled", True))
-
-    @property
-    def engine_gpus(self) -> int:
-        """All, or those of `colocated.resources`: whole nodes, or part of the only one."""
-        if self.colocated:
-            return self.gpus
-        resources, cluster = self.generation["colocated"].get("resources") or {}, self.values["cluster"]
-        nodes = resources.get("num_nodes") or 1
-        return nodes * (resources.get("gpus_per_node") or cluster["gpus_per_node"])
+        return is_colocated(self.generation)
 
     @property
     def trainer_gpus(self) -> int:
-        return self.gpus if self.colocated else self.gpus - self.engine_gpus
+        return divide(self.values).trainer
+
+    @property
+    def engine_gpus(self) -> int:
+        return divide(self.values).engines
 
     # The trainer's layout
 
@@ -154,11 +146,7 @@ class Plan:
 
     @cached_property
     def engine_layers(self) -> Fp8Layers:
-        if not self.engine_fp8:
-            return Fp8Layers.none()
-        first, last = (self.vllm.get(f"num_{end}_layers_in_bf16") or 0 for end in ("first", "last"))
-        words = tuple(self.vllm.get("quantization_ignored_layer_kws") or ())
-        return Fp8Layers(first, self.shape.layers - last, words)
+        return engine_fp8_layers(self.vllm, self.shape.layers)
 
     def is_fp8_in_engine(self, weight: Weight) -> bool:
         """vLLM's blockwise method takes the projections; kv_a_proj_with_mqa, whose name ends otherwise, is one."""

@@ -6,7 +6,7 @@ vLLM is imported inside functions: the engine sets vLLM's environment before.
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from importlib import metadata
 from typing import Any
@@ -117,20 +117,19 @@ def forget_packed_experts(model: Any) -> None:
                 method.moe_kernel = None
 
 
-def reload_weights(runner: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
-    """vLLM's layerwise reload.
-
-    Before 0.26 it overwrites buffers that no checkpoint has, such as the table of RoPE, with uninitialized memory
-    (https://github.com/vllm-project/vllm/pull/44371), so they are kept here.
+@contextmanager
+def own_buffers_kept(model: Any) -> Iterator[None]:
+    """Around vLLM's layerwise reload: before 0.26 that overwrites buffers that no checkpoint has, such as the table of
+    RoPE, with uninitialized memory (https://github.com/vllm-project/vllm/pull/44371).
     """
     own: list[tuple[Any, str, Tensor, Tensor]] = []
     if vllm_version() < (0, 26):
-        for module in runner.get_model().modules():
+        for module in model.modules():
             for name in module._non_persistent_buffers_set:
                 buffer = module._buffers[name]
                 if buffer is not None:
                     own.append((module, name, buffer, buffer.clone()))
-    runner.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
+    yield
     for module, name, buffer, content in own:
         module.register_buffer(name, buffer.copy_(content), persistent=False)
 

@@ -6,6 +6,7 @@ method itself (`cpu_kernels.py`) loads when vLLM makes its config. The linear la
 `fp8.linear`, by the same contract as the trainer's; they run on CPU, where vLLM's own FP8 kernels need AMX.
 """
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -65,4 +66,14 @@ def quantization_config(scale_format: str, fp8_layers: "Fp8Layers") -> dict[str,
         "weight_block_size": list(BLOCK),
         "scale_format": scale_format,
         "fp8_layers": [fp8_layers.first, fp8_layers.end, list(fp8_layers.ignored)],
+    }
+
+
+def served_config(linears: Iterable[str], scale_format: str, fp8_layers: "Fp8Layers") -> dict[str, object]:
+    """The same for a model of these linear modules, by vLLM's names, that vLLM's own FP8 serves, too."""
+    modules = ("lm_head", *(name for name in linears if not fp8_layers.quantizes(name)))
+    return {
+        **quantization_config(scale_format, fp8_layers),
+        "quant_method": "fp8",
+        "modules_to_not_convert": list(dict.fromkeys(modules)),  # each once
     }

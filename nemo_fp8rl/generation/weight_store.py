@@ -63,7 +63,8 @@ class WeightStore:
         loading = _Loading(self, links, version, verify)
         if len(self.direct) < len(self.slots):
             compat.forget_packed_experts(self.model)
-            compat.reload_weights(self.runner, loading.for_vllm())
+            with compat.own_buffers_kept(self.model):
+                self.runner.reload_weights(weights_iterator=loading.for_vllm(), is_checkpoint_format=True)
         else:
             assert not list(loading.for_vllm())
         if loading.error is not None:

@@ -13,7 +13,9 @@ from nemo_fp8rl.algorithms.loss_config import LossConfig
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.config_check import check
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.generation.checks import check_engine
 from nemo_fp8rl.hf.config import check_context, read_hf_config
+from nemo_fp8rl.nemo_rl.gpus import divide, is_colocated
 from nemo_fp8rl.nemo_rl.keys import COPIED, at, check_keys
 from nemo_fp8rl.nemo_rl.precision import read_precision
 from nemo_fp8rl.typed_tree import defaults, typed
@@ -51,6 +53,7 @@ def from_nemo_rl(master: Mapping[str, Any]) -> Config:
     check(cfg)
     hf = read_hf_config(cfg.policy.model_name)
     check_context(hf, cfg.policy.max_total_sequence_length)
+    check_engine(hf, cfg)
     if at(policy, "megatron_cfg.freeze_moe_router", False) and hf.family.experts:
         raise UserError("policy.megatron_cfg.freeze_moe_router=true: routers are trained here; set it to false")
     generation = cfg.policy.generation  # vLLM would add what the checkpoint ends with; our engine is told
@@ -96,7 +99,7 @@ def _fill_policy(values: dict[str, Any], policy: Mapping[str, Any], kv_fp8: bool
         megatron["scheduler"]["lr_decay_iters"] = steps
     if (chunk := policy.get("logprob_chunk_size")) is not None:
         ours["logprob_chunk_size"] = chunk
-    megatron["offload_between_phases"] = bool(at(generation, "colocated.enabled", False))
+    megatron["offload_between_phases"] = is_colocated(generation)
     ours["generation"]["stop_token_ids"] = list(generation.get("stop_token_ids") or ())
     ours["generation"]["stop_strings"] = list(generation.get("stop_strings") or ())
     vllm_cfg["quantization_ignored_layer_kws"] = list(vllm_cfg.get("quantization_ignored_layer_kws") or ())
@@ -114,27 +117,21 @@ def _fill_policy(values: dict[str, Any], policy: Mapping[str, Any], kv_fp8: bool
 
 def _cluster(master: Mapping[str, Any]) -> dict[str, Any]:
     """NeMo RL's GPUs are our ranks, and the processes of our engines: on a CPU, processes."""
-    cluster, generation = master["cluster"], master["policy"]["generation"]
-    total = cluster["num_nodes"] * cluster["gpus_per_node"]
-    engines = total
-    if not at(generation, "colocated.enabled", True):
-        resources = generation["colocated"]["resources"]
-        engines = (resources.get("num_nodes") or 1) * (resources.get("gpus_per_node") or cluster["gpus_per_node"])
-        if engines >= total:
-            raise UserError(
-                f"policy.generation.colocated.resources takes {engines} of the cluster's {total} GPUs: none is left to "
-                "train on"
-            )
-        total -= engines
-    share = at(generation, "vllm_cfg.tensor_parallel_size", 1)
+    trainer, engines = divide(master)
+    if trainer <= 0:
+        raise UserError(
+            f"policy.generation.colocated.resources takes {engines} of the cluster's {trainer + engines} GPUs and "
+            "leaves none to train on: lower it, or raise cluster.num_nodes"
+        )
+    share = at(master, "policy.generation.vllm_cfg.tensor_parallel_size", 1)
     if engines % share:
         raise UserError(
             f"policy.generation.vllm_cfg.tensor_parallel_size={share} does not divide the {engines} GPUs of generation"
         )
-    asynchronous = at(master["grpo"], "async_grpo.enabled", False)  # its collector is a process of its own
-    alone = total == 1 and engines == 1 and not asynchronous
+    asynchronous = at(master, "grpo.async_grpo.enabled", False)  # its collector is a process of its own
+    alone = trainer == engines == 1 and not asynchronous
     return {
         "backend": "in_process" if alone else "ray",
-        "train_ranks": total,
+        "train_ranks": trainer,
         "generation_engines": engines // share,
     }

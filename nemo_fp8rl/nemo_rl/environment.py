@@ -1,4 +1,4 @@
-"""Our verifiers as environments of NeMo RL: `data.default.env_name: exact_match` and `env.exact_match: {}`."""
+"""Our `exact_match` as an environment of NeMo RL: `data.default.env_name: exact_match` and `env.exact_match: {}`."""
 
 from typing import Any
 
@@ -11,17 +11,16 @@ from nemo_rl.environments.utils import ENV_REGISTRY, register_env
 
 from nemo_fp8rl.rewards import VERIFIERS
 
-NAMES = tuple(name for name in VERIFIERS if name not in ENV_REGISTRY)
-"""NeMo RL has an environment `math` of its own, which stays."""
+NAME = "exact_match"
 COLLECTORS = tuple(f"nemo_rl.algorithms.async_utils.{name}" for name in ("AsyncTrajectoryCollector", "ReplayBuffer"))
 """Actors of its asynchronous loop that run in vLLM's environment there; here the driver's has vLLM."""
 
 
-class VerifierEnvironment(EnvironmentInterface):
+class ExactMatchEnvironment(EnvironmentInterface):
     """One turn: the reward of the last message, held against `ground_truth` of the metadata."""
 
     def __init__(self, cfg: dict[str, Any]) -> None:
-        self.verify = VERIFIERS[cfg.get("verifier", "exact_match")]
+        self.verify = VERIFIERS[NAME]
 
     def step(self, message_log_batch: list[Any], metadata: list[Any]) -> EnvironmentReturn:
         pairs = zip(message_log_batch, metadata, strict=True)
@@ -43,14 +42,13 @@ class VerifierEnvironment(EnvironmentInterface):
         return batch, {"accuracy": float(batch["total_reward"].mean())} if "total_reward" in batch else {}
 
 
-VerifierActor = ray.remote(VerifierEnvironment)
+ExactMatchActor = ray.remote(ExactMatchEnvironment)
 
 
 def register() -> None:
-    """Make the verifiers known to NeMo RL, and where its collectors run; a second call does nothing."""
-    fqn = f"{__name__}.VerifierActor"
+    """Make it known to NeMo RL, and where its collectors run; a second call does nothing."""
+    fqn = f"{__name__}.ExactMatchActor"
     for actor in (fqn, *COLLECTORS):
         ACTOR_ENVIRONMENT_REGISTRY[actor] = PY_EXECUTABLES.SYSTEM
-    for name in NAMES:
-        if name not in ENV_REGISTRY:
-            register_env(name, fqn)
+    if NAME not in ENV_REGISTRY:
+        register_env(NAME, fqn)

@@ -9,6 +9,7 @@
 Any other key under `policy` that is set to something is refused: it might change a number.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -113,7 +114,7 @@ def check_keys(master: Mapping[str, Any]) -> None:
     """Raise UserError, naming the key, on one that asks for something else than there is."""
     for key, (value, why) in REQUIRED.items():
         if (given := at(master, key, value)) != value:
-            raise UserError(f"{key}={given}: {why}; set it to {str(value).lower() if value != 'none' else value}")
+            raise UserError(f"{key}={given}: {why}; set it to {value if isinstance(value, str) else json.dumps(value)}")
     named = {f"{block}.{name}" for block, names in COPIED.items() for name in names} | REQUIRED.keys()
     for key, value in _leaves(master["policy"], "policy."):
         is_set = value not in (None, {}) if key.startswith(MODEL) else bool(value)

@@ -17,7 +17,7 @@ from nemo_fp8rl.algorithms.correction import corrected_batch
 from nemo_fp8rl.algorithms.gates import GateStop, judge, worst
 from nemo_fp8rl.algorithms.loss import EXTREMA
 from nemo_fp8rl.algorithms.mismatch import DISAGREEMENT, MismatchSums
-from nemo_fp8rl.batch import TrainBatch, num_rows, rows
+from nemo_fp8rl.batch import TrainBatch, has_tokens, num_rows, rows
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.nemo_rl.batches import train_batch
@@ -73,24 +73,27 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
             raise UserError("this policy trains, in microbatches of policy.train_micro_batch_size; nothing else")
         batch, seen = train_batch(data), dict.fromkeys(DISAGREEMENT, math.nan)
         skip = False
-        if batch["prev_logprobs"].any():  # zeros where NeMo RL does not ask for them: force_on_policy_ratio
-            seen |= _mismatch(batch)
-            skip = self._gates_skip(seen)
-            if isinstance(loss_fn, GrpoLossFn) and not loss_fn.cfg.force_on_policy_ratio:
+        if not self.cfg.loss_fn.force_on_policy_ratio:  # else NeMo RL does without prev_logprobs, and has zeros there
+            if batch["token_mask"].any():
+                mismatch = MismatchSums()
+                mismatch.observe(batch["prev_logprobs"], batch["generation_logprobs"], batch["token_mask"])
+                seen |= mismatch.metrics()
+                skip = self._gates_skip(seen)
+            if isinstance(loss_fn, GrpoLossFn):
                 batch, corrected = corrected_batch(batch, loss_fn.correction)
                 seen |= corrected
         size = gbs or self.cfg.policy.train_global_batch_size
         parts = [rows(batch, slice(start, start + size)) for start in range(0, num_rows(batch), size)]
-        trained = [part for part in parts if not skip and _has_tokens(part)]
+        trained = [part for part in parts if not skip and has_tokens(part)]
         loss = _as_loss(loss_fn)
         steps = [self.policy.train_step(part, loss, schedules=False) | self._counts(part) for part in trained]
         self.policy.step_schedule()
         steps = steps or [{"loss": 0.0, "grad_norm": 0.0} | self._counts(batch)]
-        lists = {name: [value] for name, value in seen.items()} | _lists(steps)
+        known = {name: [value] for name, value in seen.items() if name in DISAGREEMENT or math.isfinite(value)}
         return {
             "loss": torch.tensor([step["loss"] / len(steps) for step in steps]),
             "grad_norm": torch.tensor([steps[-1]["grad_norm"]]),
-            "all_mb_metrics": lists | {"optimizer_steps_skipped": [len(parts) - len(trained)]},
+            "all_mb_metrics": known | _lists(steps) | {"optimizer_steps_skipped": [len(parts) - len(trained)]},
         }
 
     def _gates_skip(self, mismatch: dict[str, float]) -> bool:
@@ -134,10 +137,10 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
             self.offloaded = False
 
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        pass
+        """Nothing: a refit or `offload_after_refit` gives memory back."""
 
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
-        pass
+        """Nothing: log-probs need the parameters alone, which stay."""
 
     def offload_before_refit(self) -> None:
         """Gradients and optimizer; no refit reads them. `offload_after_refit` then finds nothing left to do."""
@@ -190,7 +193,7 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
         self.scales_loaded = self.cfg.fp8_kv_cache
 
     def print_node_ip_and_gpu_id(self) -> None:
-        pass
+        """Nothing: there is no GPU to name."""
 
     def shutdown(self) -> bool:
         self.policy.shutdown()
@@ -212,19 +215,6 @@ class _KeywordLoss:
             global_valid_seqs=global_valid_seqs,
             global_valid_toks=global_valid_toks,
         )
-
-
-def _mismatch(batch: TrainBatch) -> dict[str, float]:
-    """Of the whole batch; without what no token has."""
-    seen = MismatchSums()
-    seen.observe(batch["prev_logprobs"], batch["generation_logprobs"], batch["token_mask"])
-    return {name: value for name, value in seen.metrics().items() if math.isfinite(value)}
-
-
-def _has_tokens(part: TrainBatch) -> bool:
-    """Adam would move on a gradient of 0."""
-    weights = part.get("importance_weights", torch.ones(()))
-    return bool((part["token_mask"] * part["sample_mask"][:, None] * weights).any())
 
 
 def _as_loss(loss_fn: Any) -> Loss:

@@ -10,6 +10,7 @@ from typing import Any
 
 from nemo_fp8rl.config import Flow
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.fp8.layers import Fp8Layers
 from nemo_fp8rl.fp8.names import ScaleFormat
 
 TRAINER = "policy.megatron_cfg.fp8_cfg"
@@ -58,6 +59,15 @@ def read_precision(policy: Mapping[str, Any]) -> Precision:
             f"set {SCALES}='0', {ENGINE}.{POW2[0]}=true and {ENGINE}.{POW2[1]}=true"
         )
     return Precision("fp8_e2e" if trainer_fp8 else "fp8_rollout", engine_scales, kv_fp8)
+
+
+def engine_fp8_layers(vllm_cfg: Mapping[str, Any], num_hidden_layers: int) -> Fp8Layers:
+    """What policy.generation.vllm_cfg says is FP8 in the engine."""
+    if vllm_cfg.get("precision") != "fp8":
+        return Fp8Layers.none()
+    first, last = (vllm_cfg.get(f"num_{end}_layers_in_bf16") or 0 for end in ("first", "last"))
+    words = tuple(vllm_cfg.get("quantization_ignored_layer_kws") or ())
+    return Fp8Layers(first, num_hidden_layers - last, words)
 
 
 def _trainer_fp8(megatron: Mapping[str, Any]) -> bool:

@@ -1,7 +1,7 @@
-"""`nemo-fp8rl nemo`: NeMo RL's own loop, from its own config, with our parts.
+"""`nemo-fp8rl nemo`: NeMo RL's own loop, from its own config, with our parts. Which parts is up to the machine:
 
-a machine without GPUs    our policy, engines, refit and loss (`install`)
-a cluster of GPUs         NeMo RL's workers from its own `setup`, FP8 on the wire between them (`stock`), our loss
+without GPUs    our policy, engines, refit and loss (`install`)
+with GPUs       NeMo RL's workers from its own `setup`, FP8 on the wire between them (`stock`), our loss
 """
 
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from nemo_fp8rl.config import Fp8RlConfig
+from nemo_fp8rl.config import Config, Fp8RlConfig
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.nemo_rl.compat import PREPARE_PROCESS, load_dataloader, prepare, save_state, steps_done
 from nemo_fp8rl.nemo_rl.recipe import NemoRlRecipe
@@ -58,7 +58,7 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
 
     tokenizer = get_tokenizer(master.policy["tokenizer"])
     master.policy["generation"] = configure_generation_config(master.policy["generation"], tokenizer)
-    num_cpus = 0 if on_gpus else _num_cpus(master)  # which refuses what our policy or engine cannot do
+    num_cpus = 0 if on_gpus else _checked_config(master).num_cpus + 2  # of ranks, engines, and two for environments
     master.logger["log_dir"] = get_next_experiment_dir(master.logger["log_dir"])
     set_seed(recipe.values["grpo"]["seed"])
     with ExitStack() as stack:
@@ -167,13 +167,13 @@ def _of_nemo_rl(
         generation.shutdown()
 
 
-def _num_cpus(master: Any) -> int:
-    """Of our ranks and engines, and two for environments. Raises UserError on a recipe that they cannot run."""
+def _checked_config(master: Any) -> Config:
+    """What our parts will be made of. Raises UserError on a recipe that they cannot run."""
     from nemo_fp8rl.nemo_rl.config import from_nemo_rl
 
     if master.data["use_multiple_dataloader"]:
         raise UserError("data.use_multiple_dataloader=true is not supported without NeMo RL's setup; set it to false")
-    return from_nemo_rl(master.model_dump()).num_cpus + 2
+    return from_nemo_rl(master.model_dump())
 
 
 @contextmanager

@@ -45,11 +45,11 @@ def answers(llm: Any) -> str:
     return repr([[(t, e[t].logprob) for t, e in zip(s.token_ids, s.logprobs, strict=True)] for s in samples])
 
 
-def feed(worker: Any, stream: dict[str, Any]) -> None:
-    """As NeMo RL's `update_weights_via_ipc_zmq` does with what comes over its socket."""
+def feed(worker: Any, stream: dict[str, Any], names: list[str] | None = None) -> None:
+    """As NeMo RL's `update_weights_via_ipc_zmq` does with what comes over its socket: all it announced, or less."""
     worker.prepare_refit_info({name: (tensor.shape, tensor.dtype) for name, tensor in stream.items()})
     with worker._weight_update_lifecycle("ipc") as finalize:
-        names = list(stream)
+        names = names or list(stream)
         for start in range(0, len(names), BATCH):
             batch = [(name, stream[name].clone()) for name in names[start : start + BATCH]]
             worker._load_weights(batch)
@@ -71,6 +71,11 @@ def streamed(folder: Path) -> None:
         stream = dict(StreamingWorker(cfg, weights)._iter_params_with_optional_kv_scales())
         llm.collective_rpc(feed, args=(stream,))
         print(f"streamed_{seed}\t{answers(llm)}", flush=True)
+    for refit in ("half", "after_half"):
+        try:
+            llm.collective_rpc(feed, args=(stream, list(stream)[: len(stream) // 2]))
+        except RuntimeError as error:
+            print(f"{refit}\t{error}", flush=True)
 
 
 def fresh(folder: Path, seed: int) -> None:

@@ -102,7 +102,7 @@ def test_gpus_are_ranks_and_processes_of_engines(tiny):
         ("policy__generation__vllm_cfg__logprobs_mode", "raw_logprobs", "logprobs_mode"),
         ("policy__megatron_cfg__scheduler__end_weight_decay", 0.5, "end_weight_decay"),
         ("policy__generation__vllm_cfg__expert_parallel_size", 4, "expert_parallel_size=4"),
-        ("policy__generation__colocated", {"enabled": False, "resources": {"gpus_per_node": 1}}, "none is left"),
+        ("policy__generation__colocated", {"enabled": False, "resources": {"gpus_per_node": 1}}, "none to train on"),
         ("checkpointing__save_optimizer", False, "save_optimizer"),
         ("nemo_fp8rl", {"kernle": "cpu"}, "kernle"),
     ],

@@ -107,7 +107,9 @@ def test_an_fp8_kv_cache_is_refused():
 @needs_checkout
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_a_vllm_worker_with_nemo_rls_extension_loads_the_stream_as_a_fresh_engine_does(family, tmp_path):
-    """Twice, in small batches whose memory is overwritten afterwards; tokens and log-probs of the exported model."""
+    """Twice, in small batches whose memory is overwritten afterwards; tokens and log-probs of the exported model. After
+    a refit that ends early there is no other.
+    """
     from nemo_fp8rl.tiny import write_model
 
     for seed in (0, 1):
@@ -118,5 +120,9 @@ def test_a_vllm_worker_with_nemo_rls_extension_loads_the_stream_as_a_fresh_engin
     root = Path(__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=root, env=variables, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    answers = dict(line.split("\t") for line in done.stdout.splitlines() if line.startswith(("fresh", "streamed")))
+    answers = dict(
+        line.split("\t") for line in done.stdout.splitlines() if line.startswith(("fresh", "streamed", "half", "after"))
+    )
     assert answers["streamed_0"] == answers["fresh_0"] != answers["fresh_1"] == answers["streamed_1"]
+    assert answers["half"].startswith("the refit ended without ")
+    assert "start it again" in answers["after_half"]

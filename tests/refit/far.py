@@ -45,28 +45,11 @@ class Far:
         return self.result()
 
 
-class _Ends:
-    """What the far process does for each call."""
+class Near:
+    """A receiving end, and what it has received; payloads are told as bytes."""
 
-    def listen(self, transport: Any, token: str, timeout: float) -> tuple[str, int]:
-        self.post = Post(transport, "127.0.0.1", token, timeout)
-        return self.post.address
-
-    def accept(self, name: str, capacity: int) -> None:
-        self.end: Any = self.post.accept(name, capacity)
-
-    def dial(self, *args: Any) -> None:
-        self.end = dial(*args)
-        self.held: list[torch.Tensor] = []
-
-    def wait_at_most(self, timeout: float) -> None:
-        self.end._control.timeout = timeout
-
-    def fill_and_send(self, header: bytes, payload: bytes) -> None:
-        self.end.buffer()[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[
-            : len(payload)
-        ]
-        self.end.send(header, len(payload))
+    def __init__(self, end: Any) -> None:
+        self.end, self.held = end, []
 
     def receive(self) -> tuple[bytes, bytes]:
         header, payload = self.end.receive()
@@ -82,6 +65,32 @@ class _Ends:
 
     def close(self) -> None:
         self.end.close()
+
+
+class _Ends(Near):
+    """What the far process does for each call."""
+
+    def __init__(self) -> None:
+        """Its end comes with a call."""
+
+    def listen(self, transport: Any, token: str, timeout: float) -> tuple[str, int]:
+        self.post = Post(transport, "127.0.0.1", token, timeout)
+        return self.post.address
+
+    def accept(self, name: str, capacity: int) -> None:
+        self.end = self.post.accept(name, capacity)
+
+    def dial(self, *args: Any) -> None:
+        super().__init__(dial(*args))
+
+    def wait_at_most(self, timeout: float) -> None:
+        self.end._control.timeout = timeout
+
+    def fill_and_send(self, header: bytes, payload: bytes) -> None:
+        self.end.buffer()[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[
+            : len(payload)
+        ]
+        self.end.send(header, len(payload))
 
 
 def _serve(calls: Connection) -> None:

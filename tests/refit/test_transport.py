@@ -23,7 +23,7 @@ from nemo_fp8rl.refit.transport.control import Control
 from nemo_fp8rl.refit.transport.in_process import in_process_link
 from nemo_fp8rl.refit.transport.link import MAX_HEADER, LinkError
 from nemo_fp8rl.refit.transport.post import Post, dial
-from tests.refit.far import Far
+from tests.refit.far import Far, Near
 
 CAPACITY = 100_003
 TOKEN = "token of the run"
@@ -33,25 +33,6 @@ LONG, SHORT = 20.0, 0.5
 """Timeouts that no passing test reaches, and one that a test waits for."""
 AT_ONCE = 3.0
 """Seconds, on a loaded machine."""
-
-
-class Near:
-    """The receiving end in this process, with the calls of a far one."""
-
-    def __init__(self, end: Any) -> None:
-        self.end, self.held, self.close = end, [], end.close
-
-    def receive(self) -> tuple[bytes, bytes]:
-        header, payload = self.end.receive()
-        self.held.append(payload)
-        return header, payload.numpy().tobytes()
-
-    def oldest_held(self) -> bytes:
-        return self.held[0].numpy().tobytes()
-
-    def release(self) -> None:
-        self.end.release()
-        del self.held[0]
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@
 from typing import Any
 
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.fp8 import BLOCK, Fp8Layers
-from nemo_fp8rl.nemo_rl.precision import read_precision
+from nemo_fp8rl.generation.vllm_plugin import served_config
+from nemo_fp8rl.nemo_rl.precision import engine_fp8_layers, read_precision
 from nemo_fp8rl.nemo_rl.stock.stream import CHOICE
 
 TRAINER_WORKER = "nemo_fp8rl.nemo_rl.stock.worker.Fp8MegatronPolicyWorker"
@@ -38,8 +38,8 @@ def choose(policy: dict[str, Any], num_hidden_layers: int) -> None:
     if (transport := generation.get("refit_transport")) is not None:
         raise UserError(f"policy.generation.refit_transport={transport} does not carry FP8: set it to null")
     vllm = generation["vllm_cfg"]
-    first, last = vllm.get("num_first_layers_in_bf16", 0), vllm.get("num_last_layers_in_bf16", 0)
-    layers = Fp8Layers(first, num_hidden_layers - last, tuple(vllm.get("quantization_ignored_layer_kws") or ()))
+    layers = engine_fp8_layers(vllm, num_hidden_layers)
+    linears = (f"model.layers.{i}.{name}" for i in range(num_hidden_layers) for name in PROJECTIONS)
     policy[CHOICE] = {
         "scale_format": precision.scale_format,
         "fp8_layers": [layers.first, layers.end, list(layers.ignored)],
@@ -48,21 +48,9 @@ def choose(policy: dict[str, Any], num_hidden_layers: int) -> None:
     kwargs["worker_cls"] = ENGINE_WORKER
     kwargs["hf_overrides"] = {
         **(kwargs.get("hf_overrides") or {}),
-        "quantization_config": quantization_config(layers, num_hidden_layers),
+        "quantization_config": served_config(linears, precision.scale_format, layers),
     }
     vllm["precision"] = "bfloat16"
-
-
-def quantization_config(layers: Fp8Layers, num_hidden_layers: int) -> dict[str, Any]:
-    """vLLM's own blockwise FP8, in HF's form."""
-    modules = (f"model.layers.{i}.{name}" for i in range(num_hidden_layers) for name in PROJECTIONS)
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": list(BLOCK),
-        "modules_to_not_convert": ["lm_head", *(name for name in modules if not layers.quantizes(name))],
-    }
 
 
 def policy_factory(config: Any, **arguments: Any) -> Any:

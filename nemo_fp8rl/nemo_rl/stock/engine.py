@@ -5,8 +5,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
+
+from nemo_fp8rl.generation.compat import forget_packed_experts, own_buffers_kept
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -28,33 +31,41 @@ class Fp8Worker(Worker):
 
 
 class _Reload:
-    """vLLM's layerwise reload, fed by NeMo RL's batches: begins with the first, ends when all that it expects came.
-
-    expected: NeMo RL's `state_dict_info`, by name what the trainer announced.
-    """
+    """vLLM's layerwise reload, fed by NeMo RL's batches, of all that its `state_dict_info` announced."""
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker
         self.missing: set[str] = set()
-
-    def take(self, weights: list[tuple[str, Tensor]]) -> None:
-        """A batch; its memory is the sender's again afterwards, and a layer waits until it is whole: so copies."""
-        model = self.worker.model_runner.get_model()
-        if not self.missing:
-            self.missing = set(self.worker.state_dict_info)
-            initialize_layerwise_reload(model)
-        self.missing -= {name for name, _ in weights}
-        model.load_weights(weights=[(name, tensor.clone()) for name, tensor in weights])
-        if not self.missing:
-            finalize_layerwise_reload(model, self.worker.model_config)
+        self.half_done = False
 
     @contextmanager
     def lifecycle(self, transport: str) -> Iterator[Callable[[], None]]:
-        """In place of NeMo RL's, which processes all loaded weights once more."""
+        """In place of NeMo RL's, which processes all loaded weights once more.
+
+        Raises RuntimeError for a refit that ends early, and for any after it: the engine then has layers of two
+        versions, which nothing but a new engine mends.
+        """
+        if self.half_done:
+            raise RuntimeError(
+                "the refit before this one failed, and this engine holds a mixture of weights: start it again"
+            )
+        self.half_done = True
+        self.missing = set(self.worker.state_dict_info)
+        model = self.worker.model_runner.get_model()
 
         def finalize() -> None:
             if self.missing:
                 raise RuntimeError(f"the refit ended without {min(self.missing)}")
+            finalize_layerwise_reload(model, self.worker.model_config)
+            self.half_done = False
 
-        yield finalize
+        forget_packed_experts(model)
+        with set_current_vllm_config(self.worker.vllm_config), own_buffers_kept(model):
+            initialize_layerwise_reload(model)
+            yield finalize
         self.worker._maybe_process_fp8_kv_cache()
+
+    def take(self, weights: list[tuple[str, Tensor]]) -> None:
+        """A batch; its memory is the sender's again afterwards, and a layer waits until it is whole: so copies."""
+        self.missing -= {name for name, _ in weights}
+        self.worker.model_runner.get_model().load_weights(weights=[(name, tensor.clone()) for name, tensor in weights])
