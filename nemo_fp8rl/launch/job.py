@@ -1,0 +1,88 @@
+"""What is to run: the driver's command and the nodes it needs, from a recipe and the site's settings."""
+
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.launch.settings import LaunchConfig
+from nemo_fp8rl.yaml_tree import read_with_parents, register_resolvers
+
+NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+"""What both SLURM and Kubernetes take, short enough for KubeRay to add to it."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """command: of the driver, as arguments, the interpreter left out; empty for a cluster that waits for people.
+
+    run_id: the same in every attempt. generation_nodes: of `nodes`, those for engines alone.
+    """
+
+    name: str
+    run_id: str
+    command: tuple[str, ...]
+    nodes: int
+    generation_nodes: int
+    gpus_per_node: int
+
+    @property
+    def train_nodes(self) -> int:
+        return self.nodes - self.generation_nodes
+
+
+def plan(recipe: Path, overrides: Sequence[str], settings: LaunchConfig, idle: bool = False) -> Job:
+    """The job of a recipe: of NeMo RL's loop for a recipe of NeMo RL's, else of ours. Raises UserError.
+
+    The recipe itself is checked where it runs, or by `nemo-fp8rl doctor`; here it says how many nodes there are.
+    """
+    of_nemo_rl, sizes = _read(recipe, overrides)
+    sizes |= {key: given for key in sizes if (given := getattr(settings, key)) is not None}
+    if sizes["generation_nodes"] >= sizes["nodes"]:
+        raise UserError(
+            f"generation_nodes={sizes['generation_nodes']} of nodes={sizes['nodes']} leaves none to train on; raise nodes"
+        )
+    name = settings.name or re.sub(r"[^a-z0-9]+", "-", recipe.stem.lower()).strip("-")[:40].rstrip("-")
+    if not NAME.fullmatch(name):
+        raise UserError(
+            f"name={name!r}: a job's name is of lower-case letters, digits and dashes, begins with a letter, ends with "
+            "none of the dashes and has at most 40; give another with --set name=..."
+        )
+    loop = ("nemo",) if of_nemo_rl else ("train", "--restartable")
+    command = (*loop, "--config", str(recipe), *overrides)
+    for word in command:
+        if "\0" in word:
+            raise UserError(f"{word!r} holds a null character")
+    run_id = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    return Job(name, run_id, () if idle else command, **sizes)
+
+
+def _read(recipe: Path, overrides: Sequence[str]) -> tuple[bool, dict[str, int]]:
+    """Whether it is NeMo RL's, and how many nodes and GPUs it says."""
+    from omegaconf import OmegaConf
+
+    register_resolvers()
+    tree = read_with_parents(recipe)
+    if OmegaConf.select(tree, "cluster.gpus_per_node") is None:
+        from nemo_fp8rl.recipe import load
+
+        load(recipe, overrides)
+        return False, {"nodes": 1, "generation_nodes": 0, "gpus_per_node": 0}
+    from nemo_fp8rl.nemo_rl.recipe import load as load_nemo_rl
+
+    values = load_nemo_rl(recipe, overrides).values
+    return True, _sizes(values)
+
+
+def _sizes(values: dict[str, Any]) -> dict[str, int]:
+    from nemo_fp8rl.nemo_rl.gpus import is_colocated
+
+    cluster, generation = values["cluster"], values["policy"]["generation"]
+    nodes, alone = cluster["num_nodes"], 0
+    if not is_colocated(generation) and nodes > 1:  # on one node both have a part of its GPUs
+        alone = (generation["colocated"].get("resources") or {}).get("num_nodes") or 1
+    return {"nodes": nodes, "generation_nodes": alone, "gpus_per_node": cluster["gpus_per_node"]}

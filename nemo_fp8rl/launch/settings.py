@@ -1,0 +1,144 @@
+"""A site file: what a cluster asks for, whatever the recipe. Read with `--site FILE`, changed by `--set key=value`."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.typed_tree import check_keys, typed
+
+SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY", re.IGNORECASE)
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """A heterogeneous SLURM job's second part: the nodes of the engines. What is null is as for the trainer's."""
+
+    partition: str | None = None
+    constraint: str | None = None
+    gpus_per_node: int | None = None
+    cpus_per_node: int | None = None
+    memory: str | None = None
+
+
+@dataclass(frozen=True)
+class ContainerConfig:
+    """A container of Pyxis and enroot."""
+
+    image: str | None = None
+    """null: the jobs run in the virtual environment of `slurm.venv`."""
+    mounts: tuple[str, ...] = ()
+    """HOST:CONTAINER[:FLAGS]; the run's folder, the folder of the submission and `slurm.node_tmp` are always mounted."""
+    workdir: str | None = None
+    """null: the folder of the submission."""
+
+
+@dataclass(frozen=True)
+class SlurmConfig:
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    exclude: tuple[str, ...] = ()
+    """Nodes that are never asked for."""
+    exclusive: bool = True
+    """Whole nodes. Without it a job shares nodes with others and needs cpus_per_node."""
+    cpus_per_node: int | None = None
+    memory: str | None = None
+    """Of a node, in SLURM's form, such as 512G; null leaves it to the cluster."""
+    time: str = "04:00:00"
+    """Of one attempt, HH:MM:SS or D-HH:MM:SS."""
+    stop_seconds: int = 300
+    """So long before the end of `time` the driver is told to save and stop; the job is then put into the queue again."""
+    max_restarts: int = 20
+    """Attempts after the first, whatever ended the one before."""
+    ready_seconds: int = 600
+    """Within which all nodes must have joined the Ray cluster."""
+    preflight_seconds: int = 300
+    """Within which the nodes must have passed their checks."""
+    min_free_gib: float = 10.0
+    """Free disk that a node must have in node_tmp."""
+    node_tmp: str = "/tmp"
+    """A folder that each node has for itself; Ray's sessions are in a folder of the job's in it."""
+    ports: str = "20000-29999"
+    """Of which the Ray cluster's head takes two that are free."""
+    venv: str | None = None
+    """A virtual environment that all nodes see; null: the one that runs this command."""
+    container: ContainerConfig = field(default_factory=ContainerConfig)
+    secrets_file: str | None = None
+    """A file of NAME=value lines on the shared filesystem that only its owner may read; for tokens and keys."""
+    setup: str = ""
+    """Shell commands that every step runs first, such as module loads."""
+    generation: NodeGroup | None = None
+    """Of another kind than the trainer's nodes: makes the job heterogeneous."""
+    options: tuple[str, ...] = ()
+    """Further options of sbatch, such as --reservation=rl."""
+
+
+@dataclass(frozen=True)
+class KubernetesConfig:
+    pass
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    name: str | None = None
+    """Of the job; null: the recipe's file name."""
+    runs_dir: str = "runs/launch"
+    """Where each run has its folder: script, logs of every attempt, addresses. On SLURM all nodes must see it."""
+    nodes: int | None = None
+    """All nodes; null: as the recipe says, or 1."""
+    generation_nodes: int | None = None
+    """Of these, nodes for engines alone; null: as the recipe says, or 0."""
+    gpus_per_node: int | None = None
+    """null: as the recipe says, or 0."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables of every process. Not for secrets: they would be in the script and in the scheduler's records."""
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
+
+
+def read_settings(site: Path | None, changes: Sequence[str] = ()) -> LaunchConfig:
+    """The site file with `key=value` changes. Raises UserError, naming the key, for what cannot be."""
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    tree: Any = OmegaConf.create()
+    try:
+        if site is not None:
+            tree = OmegaConf.load(site)
+        for change in changes:
+            if "=" not in change:
+                raise UserError(f"--set {change}: it must be of the form key=value")
+            tree = OmegaConf.merge(tree, OmegaConf.from_dotlist([change]))
+        values = OmegaConf.to_container(tree, resolve=True)
+    except FileNotFoundError:
+        raise UserError(f"there is no site file {site}; give the path of a YAML file") from None
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise UserError(f"{site or '--set'} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{site} must hold a mapping of keys (name:, env:, slurm:, kubernetes:, ...)")
+    check_keys(values, LaunchConfig)
+    settings = typed(values, LaunchConfig)
+    _check(settings)
+    return settings
+
+
+def _check(settings: LaunchConfig) -> None:
+    for name, value in settings.env.items():
+        if not VARIABLE.fullmatch(name):
+            raise UserError(f"env.{name} is not the name of an environment variable")
+        if SECRET.search(name):
+            raise UserError(
+                f"env.{name} looks like a secret, and the script would show it: give it in slurm.secrets_file, or in a "
+                "Kubernetes secret named in kubernetes.secrets"
+            )
+        if "\0" in value:
+            raise UserError(f"env.{name} holds a null character")
+    for key in ("nodes", "generation_nodes", "gpus_per_node"):
+        if (number := getattr(settings, key)) is not None and number < (key == "nodes"):
+            raise UserError(f"{key}={number} must be at least {int(key == 'nodes')}")

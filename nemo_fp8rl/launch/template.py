@@ -1,0 +1,27 @@
+"""The templates, filled in. Nothing goes into them unquoted."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def fill(template: str, **values: Any) -> str:
+    """template: its path in templates/. In it `| sh` quotes for a POSIX shell, `| shs` a list, `| yaml` for YAML."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"sh": lambda value: shlex.quote(str(value)), "shs": _shs, "yaml": json.dumps}
+    return environment.get_template(template).render(values)
+
+
+def _shs(values: Any) -> str:
+    return " ".join(shlex.quote(str(value)) for value in values)
