@@ -14,7 +14,7 @@ BAD_INPUT, INTERRUPTED = 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     _quiet_libraries()
     try:
@@ -34,6 +34,17 @@ def _quiet_libraries() -> None:
     warnings.filterwarnings("ignore", module=r"(torch|megatron|vllm|transformers)(\.|$)")
 
 
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """argparse takes the key=value of a command in one place only; here they may stand between options, too."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if unknown := [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest:
+        arguments.overrides += rest
+    return arguments
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nemo-fp8rl", description="GRPO with FP8 end to end.")
     parser.add_argument("--version", action="version", version=__version__)
@@ -43,12 +54,22 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="run GRPO from a recipe")
     _add_recipe(train)
     train.add_argument("--resume", action="store_true", help="continue the run in logger.log_dir")
+    train.add_argument("--restartable", action="store_true", help="the same, or from the start without a checkpoint")
     train.set_defaults(run=_train)
 
     nemo = commands.add_parser("nemo", help="run NeMo RL's own GRPO loop with our policy, engine, refit and loss")
     nemo.add_argument("--config", type=Path, required=True, metavar="RECIPE", help="NeMo RL's, see conf/nemo_rl/")
     nemo.add_argument("overrides", nargs="*", metavar="key=value", help="in Hydra's grammar: +key=value adds a key")
     nemo.set_defaults(run=_nemo)
+
+    launch = commands.add_parser("launch", help="run a recipe on this machine, on SLURM or on Kubernetes")
+    launch.add_argument("place", choices=("local", "slurm", "k8s"), metavar="local|slurm|k8s")
+    _add_recipe(launch)
+    launch.add_argument("--site", type=Path, metavar="FILE", help="what the cluster asks for, a YAML file")
+    launch.add_argument("--set", action="append", default=[], metavar="key=value", help="a key of the site file")
+    launch.add_argument("--idle", action="store_true", help="a cluster that waits for people instead of a run")
+    launch.add_argument("--dry-run", action="store_true", help="print exactly what would be submitted")
+    launch.set_defaults(run=_launch)
 
     sft = commands.add_parser("sft", help="warm a model up on the answers of its data")
     _add_recipe(sft)
@@ -101,13 +122,27 @@ def _train(arguments: argparse.Namespace) -> bool:
     cfg = load(arguments.config, arguments.overrides)
     from nemo_fp8rl.train import train  # loads vllm and megatron: after the recipe is known to be good
 
-    return train(cfg, arguments.resume)
+    return train(cfg, arguments.resume, arguments.restartable)
 
 
 def _nemo(arguments: argparse.Namespace) -> bool:
     from nemo_fp8rl.nemo_rl.run import run
 
     return run(arguments.config, arguments.overrides)
+
+
+def _launch(arguments: argparse.Namespace) -> bool:
+    from nemo_fp8rl.launch.places import launch
+
+    return launch(
+        arguments.place,
+        arguments.config,
+        arguments.overrides,
+        site=arguments.site,
+        changes=arguments.set,
+        idle=arguments.idle,
+        dry_run=arguments.dry_run,
+    )
 
 
 def _sft(arguments: argparse.Namespace) -> bool:

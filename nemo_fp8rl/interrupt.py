@@ -1,4 +1,6 @@
-"""Ctrl-C (and SIGTERM) end a run at the next step border, with a checkpoint; a second one ends it at once."""
+"""Ctrl-C, SIGTERM, and the SIGUSR1 of batch systems end a run at the next step border, with a checkpoint; a second one
+ends it at once.
+"""
 
 import os
 import signal
@@ -11,7 +13,7 @@ STDERR = 2
 class GracefulStop:
     """Open with `with`; `requested` turns true at the first signal."""
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
     NOTICE = b"stopping after this step; once more stops at once\n"
 

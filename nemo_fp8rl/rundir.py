@@ -61,12 +61,14 @@ PACKAGES = (
 class RunDirectory:
     """Open with `with`; `done` is the step of the latest checkpoint, 0 before there is one.
 
+    resume: continue the run that is there. restartable: the same, from the start where it has no checkpoint.
+
     Raises UserError when the directory holds a run that was not asked to go on, or one that cannot: no checkpoint,
     another recipe, another process at work in it.
     """
 
-    def __init__(self, cfg: Config, resume: bool) -> None:
-        self.cfg, self.resume = cfg, resume
+    def __init__(self, cfg: Config, resume: bool, restartable: bool = False) -> None:
+        self.cfg, self.resume, self.restartable = cfg, resume or restartable, restartable
         self.path = Path(cfg.logger.log_dir)
         self.checkpoints = Path(cfg.checkpointing.checkpoint_dir)
         self.metrics_path = self.path / "metrics.jsonl"
@@ -83,7 +85,7 @@ class RunDirectory:
             self._lock()
             _write_atomically(self.path / "config.yaml", to_yaml(self.cfg))
             self._write_environment()
-            kept = [row for row in self.read_metrics() if row["step"] <= self.done]
+            kept = [row for row in self.read_metrics() if row["step"] <= self.done] if self.done else []
             _write_atomically(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
             self._metrics = open(self.metrics_path, "a")
         except OSError as error:
@@ -108,7 +110,7 @@ class RunDirectory:
                 raise UserError(f"{self.path} holds a run: add --resume to continue it, or set another logger.log_dir")
             if self.done:
                 raise UserError(f"{self.checkpoints} holds checkpoints; set another checkpointing.checkpoint_dir")
-        elif steps and not self.done:
+        elif steps and not self.done and not self.restartable:
             raise UserError(
                 f"--resume: {self.path} holds {steps} steps but {self.checkpoints} no checkpoint to continue from; "
                 "set another logger.log_dir to start anew"

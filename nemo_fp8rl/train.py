@@ -49,8 +49,11 @@ class Parts:
     sampling: Sampling
 
 
-def train(cfg: Config, resume: bool = False) -> bool:
-    """Run GRPO to grpo.max_num_steps. Returns False when it was interrupted (and can be resumed)."""
+def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
+    """Run GRPO to grpo.max_num_steps. Returns False when it was interrupted (and can be resumed).
+
+    resume, restartable: see RunDirectory.
+    """
     loss = GrpoLoss(cfg.loss_fn, cfg.nemo_fp8rl.correction)
     hf = read_hf_config(cfg.policy.model_name)
     check_context(hf, cfg.policy.max_total_sequence_length)
@@ -75,7 +78,7 @@ def train(cfg: Config, resume: bool = False) -> bool:
         return lambda round_: further_prompts(train_prompts, first, cfg.grpo.seed, step, round_) if round_ else first
 
     with (
-        RunDirectory(cfg, resume) as run,
+        RunDirectory(cfg, resume, restartable) as run,
         Display(cfg.nemo_fp8rl.flow, last, run.done) as display,
         backends(cfg, run) as (policy, generation),
         GracefulStop() as stop,  # after Ray, which sets signal handlers of its own

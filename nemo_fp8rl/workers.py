@@ -11,10 +11,14 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
+
+Role = Literal["train", "generation"]
+ROLE = "nemo-fp8rl/role"
+"""Ray's label of nodes that are for workers of one role; where no node is for a role, its workers may be anywhere."""
 
 
 class WorkerDied(RuntimeError):
@@ -62,12 +66,12 @@ class Workers(Protocol):
     def shutdown(self) -> None: ...
 
 
-def start_workers(worker_class: type, count: int, cfg: Config, processes: int = 1) -> Workers:
+def start_workers(worker_class: type, role: Role, count: int, cfg: Config, processes: int = 1) -> Workers:
     """`count` workers of the class on the cluster's backend, of so many processes each."""
     if cfg.cluster.backend == "in_process":
         assert count == 1  # config_check
         return InProcessWorker(worker_class)
-    return RayWorkers(worker_class, count, cfg, processes)
+    return RayWorkers(worker_class, role, count, cfg, processes)
 
 
 def on_one_host(cfg: Config) -> bool:
@@ -137,7 +141,7 @@ class RayWorkers:
 
     separate_processes = True
 
-    def __init__(self, worker_class: type, count: int, cfg: Config, processes: int) -> None:
+    def __init__(self, worker_class: type, role: Role, count: int, cfg: Config, processes: int) -> None:
         connect(cfg.num_cpus)
         import ray
 
@@ -148,7 +152,9 @@ class RayWorkers:
                 f"cluster.backend=ray: {count} {worker_class.__name__} actors need {count * processes} CPUs, Ray has "
                 f"{free:g} free; lower cluster.train_ranks or cluster.generation_engines, or start Ray with more"
             )
-        self.actor_class = ray.remote(num_cpus=processes)(worker_class)
+        places = {node["Labels"].get(ROLE) for node in ray.nodes() if node["Alive"]}
+        place = {"label_selector": {ROLE: role}} if role in places else {}
+        self.actor_class = ray.remote(num_cpus=processes, **place)(worker_class)
         self.actors = [self.actor_class.remote() for _ in range(count)]
         with ended_on_error(self):
             for i in range(count):

@@ -32,7 +32,7 @@ class VllmGeneration:
         self.timeout = cfg.cluster.engine_timeout_seconds
         self.engine_restarts = self.prompts_retried = 0
         processes = cfg.policy.generation.vllm_cfg.tensor_parallel_size
-        self.engines = start_workers(VllmEngine, cfg.cluster.generation_engines, cfg, processes)
+        self.engines = start_workers(VllmEngine, "generation", cfg.cluster.generation_engines, cfg, processes)
         with ended_on_error(self.engines):
             self.engines.call("setup", [(cfg,)] * self.engines.count)
 

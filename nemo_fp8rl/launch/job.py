@@ -3,7 +3,7 @@
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 class Job:
     """command: of the driver, as arguments, the interpreter left out; empty for a cluster that waits for people.
 
-    run_id: the same in every attempt. generation_nodes: of `nodes`, those for engines alone.
+    run_id: the same in every attempt. generation_nodes: of `nodes`, those for engines alone. values: the resolved
+    recipe where it is NeMo RL's, else None.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Job:
     nodes: int
     generation_nodes: int
     gpus_per_node: int
+    values: Mapping[str, Any] | None = None
 
     @property
     def train_nodes(self) -> int:
@@ -40,29 +42,29 @@ def plan(recipe: Path, overrides: Sequence[str], settings: LaunchConfig, idle: b
 
     The recipe itself is checked where it runs, or by `nemo-fp8rl doctor`; here it says how many nodes there are.
     """
-    of_nemo_rl, sizes = _read(recipe, overrides)
+    values = _read(recipe, overrides)
+    sizes = {"nodes": 1, "generation_nodes": 0, "gpus_per_node": 0} if values is None else _sizes(values)
     sizes |= {key: given for key in sizes if (given := getattr(settings, key)) is not None}
-    if sizes["generation_nodes"] >= sizes["nodes"]:
-        raise UserError(
-            f"generation_nodes={sizes['generation_nodes']} of nodes={sizes['nodes']} leaves none to train on; raise nodes"
-        )
+    nodes, alone = sizes["nodes"], sizes["generation_nodes"]
+    if alone >= nodes:
+        raise UserError(f"generation_nodes={alone} of nodes={nodes} leaves none to train on: raise nodes")
     name = settings.name or re.sub(r"[^a-z0-9]+", "-", recipe.stem.lower()).strip("-")[:40].rstrip("-")
     if not NAME.fullmatch(name):
         raise UserError(
             f"name={name!r}: a job's name is of lower-case letters, digits and dashes, begins with a letter, ends with "
             "none of the dashes and has at most 40; give another with --set name=..."
         )
-    loop = ("nemo",) if of_nemo_rl else ("train", "--restartable")
+    loop = ("train", "--restartable") if values is None else ("nemo",)
     command = (*loop, "--config", str(recipe), *overrides)
     for word in command:
         if "\0" in word:
             raise UserError(f"{word!r} holds a null character")
     run_id = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    return Job(name, run_id, () if idle else command, **sizes)
+    return Job(name, run_id, () if idle else command, **sizes, values=values)
 
 
-def _read(recipe: Path, overrides: Sequence[str]) -> tuple[bool, dict[str, int]]:
-    """Whether it is NeMo RL's, and how many nodes and GPUs it says."""
+def _read(recipe: Path, overrides: Sequence[str]) -> dict[str, Any] | None:
+    """The values of a recipe of NeMo RL's, None for one of ours. Raises UserError for a wrong one of either."""
     from omegaconf import OmegaConf
 
     register_resolvers()
@@ -71,11 +73,10 @@ def _read(recipe: Path, overrides: Sequence[str]) -> tuple[bool, dict[str, int]]
         from nemo_fp8rl.recipe import load
 
         load(recipe, overrides)
-        return False, {"nodes": 1, "generation_nodes": 0, "gpus_per_node": 0}
+        return None
     from nemo_fp8rl.nemo_rl.recipe import load as load_nemo_rl
 
-    values = load_nemo_rl(recipe, overrides).values
-    return True, _sizes(values)
+    return load_nemo_rl(recipe, overrides).values
 
 
 def _sizes(values: dict[str, Any]) -> dict[str, int]:

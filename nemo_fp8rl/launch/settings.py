@@ -31,7 +31,7 @@ class ContainerConfig:
     image: str | None = None
     """null: the jobs run in the virtual environment of `slurm.venv`."""
     mounts: tuple[str, ...] = ()
-    """HOST:CONTAINER[:FLAGS]; the run's folder, the folder of the submission and `slurm.node_tmp` are always mounted."""
+    """HOST:CONTAINER[:FLAGS], besides the run's folder, the folder of the submission and `slurm.node_tmp`."""
     workdir: str | None = None
     """null: the folder of the submission."""
 
@@ -52,7 +52,7 @@ class SlurmConfig:
     time: str = "04:00:00"
     """Of one attempt, HH:MM:SS or D-HH:MM:SS."""
     stop_seconds: int = 300
-    """So long before the end of `time` the driver is told to save and stop; the job is then put into the queue again."""
+    """So long before the end of `time` the driver is told to save and stop; the job then goes into the queue again."""
     max_restarts: int = 20
     """Attempts after the first, whatever ended the one before."""
     ready_seconds: int = 600

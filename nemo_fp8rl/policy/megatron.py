@@ -34,7 +34,7 @@ class MegatronPolicy:
     def __init__(self, cfg: Config) -> None:
         hf = read_hf_config(cfg.policy.model_name)
         check_layout(hf, cfg)
-        self.ranks = start_workers(MegatronWorker, cfg.cluster.train_ranks, cfg)
+        self.ranks = start_workers(MegatronWorker, "train", cfg.cluster.train_ranks, cfg)
         self.steps_taken = 0
         self.replicas, count = cfg.data_parallel_size, self.ranks.count
         with ended_on_error(self.ranks):

@@ -1,0 +1,119 @@
+"""What the script of a SLURM job tells the programs on its nodes, and the files that they tell each other by.
+
+The script exports RUN_DIR and the variables named here. Files are in the attempt's folder, on the shared filesystem,
+and appear whole: they are renamed into place.
+"""
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.launch.settings import VARIABLE
+from nemo_fp8rl.workers import Role
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """hosts: SLURM's names of the nodes, the head first and those for engines alone last."""
+
+    folder: Path
+    hosts: tuple[str, ...]
+    generation_nodes: int
+    gpus_per_node: tuple[int, int]
+    """Of the trainer's nodes, and of those for engines alone."""
+    node_tmp: Path
+    """This attempt's own folder on each node."""
+    ports: range
+    secrets_file: Path | None
+
+    @classmethod
+    def of_environment(cls) -> "Attempt":
+        env = os.environ
+        first, _, last = env["PORTS"].partition("-")
+        secrets = env.get("SECRETS_FILE")
+        return cls(
+            folder=Path(env["ATTEMPT_DIR"]),
+            hosts=tuple(env["HOSTS"].split()),
+            generation_nodes=int(env["GENERATION_NODES"]),
+            gpus_per_node=(int(env["GPUS_PER_NODE"]), int(env["GENERATION_GPUS_PER_NODE"])),
+            node_tmp=Path(env["RAY_TMPDIR"]),
+            ports=range(int(first), int(last) + 1),
+            secrets_file=Path(secrets) if secrets else None,
+        )
+
+    def role(self, index: int) -> Role:
+        return "generation" if index >= len(self.hosts) - self.generation_nodes else "train"
+
+    def gpus(self, index: int) -> int:
+        return self.gpus_per_node[self.role(index) == "generation"]
+
+    @property
+    def ended(self) -> Path:
+        """The script makes it when the driver has ended: the nodes then end, too."""
+        return self.folder / "ended"
+
+    @property
+    def cluster(self) -> Path:
+        """{"address": "IP:PORT", "dashboard": "IP:PORT"}, of the Ray cluster."""
+        return self.folder / "cluster.json"
+
+
+def write(path: Path, value: Any) -> None:
+    """As JSON, under a name of its own until it is whole."""
+    partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    partial.write_text(json.dumps(value, indent=1) + "\n")
+    partial.rename(path)
+
+
+def read(path: Path) -> Any:
+    """None before it is there."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+
+
+def own_address() -> str:
+    """This node's address, as other nodes resolve its name."""
+    return socket.gethostbyname(socket.gethostname())
+
+
+def free_ports(count: int, ports: range, start: int) -> list[int]:
+    """Ports that nobody listens on here, the range gone through once from `start` on. Raises UserError without any."""
+    found: list[int] = []
+    for offset in range(len(ports)):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port := ports[(start + offset) % len(ports)]))
+            except OSError:
+                continue
+        found.append(port)
+        if len(found) == count:
+            return found
+    raise UserError(f"slurm.ports={ports.start}-{ports.stop - 1}: all are taken on {socket.gethostname()}; give others")
+
+
+def secrets(path: Path | None) -> dict[str, str]:
+    """NAME=value of each line, the value as it is. Raises UserError where others may read the file."""
+    return {} if path is None else dict(_secrets(path))
+
+
+def _secrets(path: Path) -> Iterator[tuple[str, str]]:
+    try:
+        status, lines = path.stat(), path.read_text().splitlines()
+    except OSError as error:
+        raise UserError(f"slurm.secrets_file={path} cannot be read ({error.strerror})") from None
+    if status.st_mode & 0o077:
+        raise UserError(f"slurm.secrets_file={path} can be read by others: chmod 600 it")
+    for number, line in enumerate(lines, 1):
+        name, equals, value = line.partition("=")
+        if not line.strip() or line.startswith("#"):
+            continue
+        if not equals or not VARIABLE.fullmatch(name):
+            raise UserError(f"slurm.secrets_file={path}, line {number}: it is not of the form NAME=value")
+        yield name, value

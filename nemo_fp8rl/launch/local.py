@@ -1,0 +1,68 @@
+"""One machine: the driver in this terminal, on the GPUs that are here."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.launch.job import Job
+from nemo_fp8rl.launch.settings import LaunchConfig
+from nemo_fp8rl.launch.template import fill
+
+
+def render(job: Job, settings: LaunchConfig) -> str:
+    """The script."""
+    if not job.command:
+        raise UserError("--idle is for clusters: here `ray start --head` starts one")
+    gpus = visible_gpus() if settings.gpus_per_node is None else settings.gpus_per_node
+    overrides, layout = choose(job.values, gpus) if job.values else ((), "")
+    driver = [sys.executable, "-m", "nemo_fp8rl.cli", *job.command, *overrides]
+    return fill("local/run.sh.jinja", job=job, layout=layout, env=settings.env, driver=driver)
+
+
+def run(script: str) -> NoReturn:
+    """In place of this process, so that its exit code is the driver's."""
+    os.execvp("bash", ["bash", "-c", script])
+
+
+def visible_gpus() -> int:
+    """How many this machine has, as far as CUDA_VISIBLE_DEVICES shows them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([number for number in visible.split(",") if number.strip()])
+    try:
+        done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return len(done.stdout.splitlines()) if done.returncode == 0 else 0
+
+
+def choose(values: Mapping[str, Any], gpus: int) -> tuple[tuple[str, ...], str]:
+    """Overrides for a recipe of NeMo RL's on one machine, and what they mean.
+
+    Trainer and engines share the GPUs and take turns, as each would be idle for half of a step otherwise; but an
+    asynchronous loop has them work at once, each on GPUs of its own: half of them, as far as both can use that.
+    Without GPUs they are processes. Raises UserError where the recipe fits in no way.
+    """
+    policy, ranks = values["policy"], max(gpus, 1)
+    one = ("cluster.num_nodes=1",)
+    colocated = "++policy.generation.colocated.enabled="
+    if not (values["grpo"].get("async_grpo") or {}).get("enabled"):
+        return (*one, f"cluster.gpus_per_node={ranks}", f"{colocated}true"), f"trainer and engines share {ranks}"
+    ranks = max(gpus, 2) if gpus == 0 else gpus
+    megatron, vllm = policy["megatron_cfg"], policy["generation"]["vllm_cfg"]
+    model = megatron["tensor_model_parallel_size"] * megatron["pipeline_model_parallel_size"]
+    model *= megatron.get("context_parallel_size") or 1
+    engine = vllm["tensor_parallel_size"]
+    fits = [n for n in range(engine, ranks, engine) if (ranks - n) % model == 0]
+    if not fits:
+        raise UserError(
+            f"grpo.async_grpo.enabled=true: of {ranks} GPUs there is no part for engines of {engine} "
+            f"(policy.generation.vllm_cfg.tensor_parallel_size) that leaves a multiple of {model} to the trainer"
+        )
+    alone = min(fits, key=lambda n: (abs(2 * n - ranks), -n))
+    resources = "++policy.generation.colocated.resources"
+    split = (f"{colocated}false", f"{resources}.gpus_per_node={alone}", f"{resources}.num_nodes=null")
+    return (*one, f"cluster.gpus_per_node={ranks}", *split), f"{ranks - alone} to train and {alone} for engines"

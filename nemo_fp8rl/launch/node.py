@@ -1,0 +1,126 @@
+"""A node of a SLURM job's Ray cluster: `python -m nemo_fp8rl.launch.node INDEX`, until the job's script says it ended.
+
+What it starts carries ATTEMPT_DIR in its environment, and what carries that is ended with it: no process of another
+job, though it may be of the same user on the same node.
+"""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.launch.attempt import Attempt, free_ports, own_address, read, secrets, write
+from nemo_fp8rl.workers import ROLE
+
+HEAD_TRIES = 5
+"""A port that was free may be taken a moment later."""
+STARTED_SECONDS = 60
+END_SECONDS = 10
+
+
+def main(index: int) -> int:
+    attempt = Attempt.of_environment()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SLURM sends it to all at once; the driver is to save first
+    attempt.node_tmp.mkdir(mode=0o700, parents=True, exist_ok=True)
+    environment = {**os.environ, **secrets(attempt.secrets_file), "RAY_USAGE_STATS_ENABLED": "0"}
+    try:
+        ray = _head(attempt, index, environment) if index == 0 else _worker(attempt, index, environment)
+        while ray is not None and ray.poll() is None and not attempt.ended.exists():
+            time.sleep(0.5)
+        if attempt.ended.exists():
+            return 0
+        print(f"Ray ended on its own, with exit code {ray.returncode if ray else 'none'}", flush=True)
+        return 1
+    finally:
+        end_all(attempt.folder)
+        shutil.rmtree(attempt.node_tmp, ignore_errors=True)
+
+
+def _head(attempt: Attempt, index: int, environment: dict[str, str]) -> "subprocess.Popen[bytes] | None":
+    address = own_address()
+    for _ in range(HEAD_TRIES):
+        port, dashboard, client = free_ports(3, attempt.ports, random.randrange(len(attempt.ports)))
+        ray = _start(
+            *("--head", f"--node-ip-address={address}", f"--port={port}", f"--ray-client-server-port={client}"),
+            *(f"--dashboard-host={address}", f"--dashboard-port={dashboard}"),
+            *_resources(attempt, index),
+            environment=environment,
+        )
+        if _answers(ray, f"{address}:{port}", environment):
+            write(attempt.cluster, {"address": f"{address}:{port}", "dashboard": f"{address}:{dashboard}"})
+            return ray
+        end_all(attempt.folder)
+    return None
+
+
+def _worker(attempt: Attempt, index: int, environment: dict[str, str]) -> "subprocess.Popen[bytes] | None":
+    while (cluster := read(attempt.cluster)) is None:
+        if attempt.ended.exists():
+            return None
+        time.sleep(0.5)
+    return _start(
+        *(f"--address={cluster['address']}", f"--node-ip-address={own_address()}"),
+        *_resources(attempt, index),
+        environment=environment,
+    )
+
+
+def _resources(attempt: Attempt, index: int) -> tuple[str, ...]:
+    cpus = os.environ.get("SLURM_CPUS_ON_NODE", str(os.cpu_count()))
+    return (
+        *(f"--num-cpus={cpus}", f"--num-gpus={attempt.gpus(index)}", f"--labels={ROLE}={attempt.role(index)}"),
+        *("--min-worker-port=0", "--max-worker-port=0"),  # any that is free: other jobs on this node have theirs
+    )
+
+
+def _start(*options: str, environment: dict[str, str]) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *options]
+    return subprocess.Popen(command, env=environment, start_new_session=True)
+
+
+def _answers(ray: "subprocess.Popen[bytes]", address: str, environment: dict[str, str]) -> bool:
+    """Whether the head's Ray came up."""
+    health = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
+    end = time.monotonic() + STARTED_SECONDS
+    while ray.poll() is None and time.monotonic() < end:
+        if subprocess.run(health, env=environment, capture_output=True, check=False).returncode == 0:
+            return True
+        time.sleep(0.5)
+    return False
+
+
+def end_all(folder: Path) -> None:
+    """End every process of this user on this node whose environment says ATTEMPT_DIR=folder, but for this one's."""
+    own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        end = time.monotonic() + END_SECONDS
+        while (left := _of_attempt(folder, own)) and time.monotonic() < end:
+            for process in left:
+                with suppress(psutil.Error):
+                    process.send_signal(number)
+            time.sleep(0.2)
+
+
+def _of_attempt(folder: Path, but: set[int]) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            is_one = process.pid not in but and process.status() != psutil.STATUS_ZOMBIE
+            if is_one and process.environ().get("ATTEMPT_DIR") == str(folder):
+                found.append(process)
+    return found
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(int(sys.argv[1])))
+    except UserError as error:
+        sys.exit(f"nemo-fp8rl: {error}")

