@@ -8,7 +8,7 @@ OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-long test-megatron-0.19 test-vllm-matrix test-nemo-rl lint format types clean
+.PHONY: help setup setup-dev demo test test-long test-megatron-0.19 test-vllm-matrix test-nemo-rl test-slurm lint format types clean
 
 help:  ## show this list
 	@grep -hE '^[a-z0-9.-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -58,6 +58,10 @@ test-nemo-rl: .venv/nemo-rl/installed  ## NeMo RL's own loop and loss tests with
 	@rm -rf $(@D)
 	@$(BIN)/python -m pip install -q --no-deps --target $(@D) -r $<
 	@touch $@
+
+test-slurm: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
+test-slurm: setup-dev  ## the launcher on a real SLURM in namespaces; root, after apt install slurm-wlm munge
+	@$(BIN)/python -m pytest -q -rs -m slurm $(ARGS)
 
 lint: setup-dev  ## ruff check and format check
 	@$(BIN)/ruff check $(ARGS) .

@@ -32,6 +32,11 @@ class Job:
     gpus_per_node: int
     values: Mapping[str, Any] | None = None
 
+    def command_with(self, *defaults: str) -> tuple[str, ...]:
+        """The command with these overrides before the user's own, which so have the last word."""
+        first = self.command.index("--config") + 2
+        return (*self.command[:first], *defaults, *self.command[first:])
+
     @property
     def train_nodes(self) -> int:
         return self.nodes - self.generation_nodes

@@ -18,7 +18,7 @@ def render(job: Job, settings: LaunchConfig) -> str:
         raise UserError("--idle is for clusters: here `ray start --head` starts one")
     gpus = visible_gpus() if settings.gpus_per_node is None else settings.gpus_per_node
     overrides, layout = choose(job.values, gpus) if job.values else ((), "")
-    driver = [sys.executable, "-m", "nemo_fp8rl.cli", *job.command, *overrides]
+    driver = (sys.executable, "-m", "nemo_fp8rl.cli", *job.command_with(*overrides))
     return fill("local/run.sh.jinja", job=job, layout=layout, env=settings.env, driver=driver)
 
 

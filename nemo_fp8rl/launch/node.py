@@ -1,7 +1,7 @@
 """A node of a SLURM job's Ray cluster: `python -m nemo_fp8rl.launch.node INDEX`, until the job's script says it ended.
 
-What it starts carries ATTEMPT_DIR in its environment, and what carries that is ended with it: no process of another
-job, though it may be of the same user on the same node.
+What it starts carries a mark in its environment, and what carries that is ended with it: no process of another job,
+though it may be of the same user on the same node.
 """
 
 import os
@@ -23,6 +23,7 @@ from nemo_fp8rl.workers import ROLE
 HEAD_TRIES = 5
 """A port that was free may be taken a moment later."""
 STARTED_SECONDS = 60
+MARK = "NEMO_FP8RL_ATTEMPT"
 END_SECONDS = 10
 
 
@@ -30,7 +31,7 @@ def main(index: int) -> int:
     attempt = Attempt.of_environment()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SLURM sends it to all at once; the driver is to save first
     attempt.node_tmp.mkdir(mode=0o700, parents=True, exist_ok=True)
-    environment = {**os.environ, **secrets(attempt.secrets_file), "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = {**os.environ, **secrets(attempt.secrets_file), MARK: str(attempt.folder)}
     try:
         ray = _head(attempt, index, environment) if index == 0 else _worker(attempt, index, environment)
         while ray is not None and ray.poll() is None and not attempt.ended.exists():
@@ -98,23 +99,21 @@ def _answers(ray: "subprocess.Popen[bytes]", address: str, environment: dict[str
 
 
 def end_all(folder: Path) -> None:
-    """End every process of this user on this node whose environment says ATTEMPT_DIR=folder, but for this one's."""
-    own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    """End what Ray started on this node for the attempt of this folder."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         end = time.monotonic() + END_SECONDS
-        while (left := _of_attempt(folder, own)) and time.monotonic() < end:
+        while (left := _of_attempt(folder)) and time.monotonic() < end:
             for process in left:
                 with suppress(psutil.Error):
                     process.send_signal(number)
             time.sleep(0.2)
 
 
-def _of_attempt(folder: Path, but: set[int]) -> list[psutil.Process]:
+def _of_attempt(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            is_one = process.pid not in but and process.status() != psutil.STATUS_ZOMBIE
-            if is_one and process.environ().get("ATTEMPT_DIR") == str(folder):
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == str(folder):
                 found.append(process)
     return found
 

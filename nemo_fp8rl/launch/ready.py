@@ -20,7 +20,6 @@ SAY_SECONDS = 10.0
 def main(seconds: float, command: Sequence[str]) -> None:
     attempt = Attempt.of_environment()
     environment = {**os.environ, **secrets(attempt.secrets_file), "RAY_ADDRESS": wait(attempt, seconds)}
-    environment |= {"RAY_USAGE_STATS_ENABLED": "0"}
     print(f"all {len(attempt.hosts)} nodes are there: {' '.join(command)}", flush=True)
     os.execvpe(command[0], list(command), environment)
 

@@ -140,18 +140,18 @@ def _python(slurm: SlurmConfig) -> str:
     return str(Path(slurm.venv).absolute() / "bin" / "python") if slurm.venv else sys.executable
 
 
-def _driver(job: Job, slurm: SlurmConfig) -> list[str]:
+def _driver(job: Job, slurm: SlurmConfig) -> tuple[str, ...]:
     if not job.command:
-        return ["sleep", "infinity"]
-    driver = [_python(slurm), "-m", "nemo_fp8rl.cli", *job.command]
+        return ("sleep", "infinity")
+    driver = (_python(slurm), "-m", "nemo_fp8rl.cli")
     if job.command[0] == "train":
-        return [*driver, "cluster.backend=ray"]  # where the job's Ray is; NeMo RL's loop always runs on Ray
+        return (*driver, *job.command_with("cluster.backend=ray"))  # NeMo RL's loop always runs on Ray
     saved_by = _seconds(slurm.time) - slurm.stop_seconds
     if saved_by <= 0:
         raise UserError(f"slurm.stop_seconds={slurm.stop_seconds} is not less than slurm.time={slurm.time}")
     days, rest = divmod(saved_by, 86400)
     clock = f"{days:02d}:{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
-    return [*driver, f"++checkpointing.checkpoint_must_save_by={clock}"]
+    return (*driver, *job.command_with(f"++checkpointing.checkpoint_must_save_by={clock}"))
 
 
 def _container(slurm: SlurmConfig, folder: Path) -> list[str]:

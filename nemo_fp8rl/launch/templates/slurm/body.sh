@@ -32,6 +32,7 @@ say() { echo "$(date '+%F %T') $*"; }
 
 export HOSTS="${NODES[*]}" GENERATION_NODES GPUS_PER_NODE GENERATION_GPUS_PER_NODE PORTS MIN_FREE_GIB SECRETS_FILE
 export NEMO_FP8RL_RUN_ID=$RUN_ID WANDB_RUN_ID=$RUN_ID WANDB_RESUME=allow
+export PYTHONUNBUFFERED=1 RAY_USAGE_STATS_ENABLED=0
 export RAY_TMPDIR=$NODE_TMP/nfr-$SLURM_JOB_ID-$attempt   # short: sockets are in it
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$ATTEMPT_DIR/ray_token
 (umask 077 && head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n' >"$RAY_AUTH_TOKEN_PATH")
@@ -44,7 +45,7 @@ on() {
     ((index < ${#NODES[@]} - GENERATION_NODES)) || gpus=$GENERATION_GPUS_PER_NODE
     [[ -z ${SLURM_HET_SIZE:-} ]] || options=("--het-group=$((index >= ${#TRAIN[@]}))")
     ((gpus == 0)) || options+=("--gpus-per-node=$gpus")
-    srun --overlap --nodes=1 --ntasks=1 --nodelist="${NODES[index]}" --cpu-bind=none --unbuffered --input=none \
+    srun --overlap --nodes=1 --ntasks=1 --nodelist="${NODES[index]}" --cpu-bind=none --input=none \
         "${options[@]}" "${STEP_OPTIONS[@]}" --output="$log" --error="$log" --open-mode=append "$@" &
     STEPS+=($!)
 }
@@ -70,6 +71,7 @@ preflight() {
             "$PYTHON" -m nemo_fp8rl.launch.preflight "$index" "$PREFLIGHT_SECONDS"
     done
     await $((PREFLIGHT_SECONDS + 30)) "${STEPS[first]}"
+    await 5 "${STEPS[@]:first}"
     kill "${STEPS[@]:first}" 2>/dev/null
     if [[ ! -f $PREFLIGHT_DIR/bad_nodes ]]; then
         say "preflight: the head node $HEAD came to no end, see $PREFLIGHT_DIR/$HEAD.log"
