@@ -62,8 +62,8 @@ def plan(recipe: Path, overrides: Sequence[str], settings: LaunchConfig, idle: b
     loop = ("train", "--restartable") if values is None else ("nemo",)
     command = (*loop, "--config", str(recipe), *overrides)
     for word in command:
-        if "\0" in word:
-            raise UserError(f"{word!r} holds a null character")
+        if "\0" in word or word.encode(errors="ignore").decode() != word:  # a null character, or bytes that are no text
+            raise UserError(f"{word!r} is not text that a script can hold")
     run_id = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     return Job(name, run_id, () if idle else command, **sizes, values=values)
 

@@ -10,6 +10,8 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.typed_tree import check_keys, typed
 
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY", re.IGNORECASE)
+PORTS = re.compile(r"(\d{1,5})-(\d{1,5})")
+LEAST_PORTS = 10
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -64,7 +66,7 @@ class SlurmConfig:
     node_tmp: str = "/tmp"
     """A folder that each node has for itself; Ray's sessions are in a folder of the job's in it."""
     ports: str = "20000-29999"
-    """Of which the Ray cluster's head takes two that are free."""
+    """Of which the Ray cluster's head takes three that are free."""
     venv: str | None = None
     """A virtual environment that all nodes see; null: the one that runs this command."""
     container: ContainerConfig = field(default_factory=ContainerConfig)
@@ -142,3 +144,15 @@ def _check(settings: LaunchConfig) -> None:
     for key in ("nodes", "generation_nodes", "gpus_per_node"):
         if (number := getattr(settings, key)) is not None and number < (key == "nodes"):
             raise UserError(f"{key}={number} must be at least {int(key == 'nodes')}")
+    _check_slurm(settings.slurm)
+
+
+def _check_slurm(slurm: SlurmConfig) -> None:
+    for key in ("stop_seconds", "ready_seconds", "preflight_seconds", "cpus_per_node"):
+        if (number := getattr(slurm, key)) is not None and number < 1:
+            raise UserError(f"slurm.{key}={number} must be at least 1")
+    ports = PORTS.fullmatch(slurm.ports)
+    if not ports or not 1024 <= int(ports[1]) <= int(ports[2]) - LEAST_PORTS <= 65535 - LEAST_PORTS:
+        raise UserError(
+            f"slurm.ports={slurm.ports} must be a range FIRST-LAST of at least {LEAST_PORTS} ports within 1024-65535"
+        )

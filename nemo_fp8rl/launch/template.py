@@ -19,9 +19,14 @@ def fill(template: str, **values: Any) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"sh": lambda value: shlex.quote(str(value)), "shs": _shs, "yaml": json.dumps}
+    environment.filters |= {
+        "sh": _sh,
+        "shs": lambda values: " ".join(_sh(value) for value in values),
+        "yaml": json.dumps,
+    }
     return environment.get_template(template).render(values)
 
 
-def _shs(values: Any) -> str:
-    return " ".join(shlex.quote(str(value)) for value in values)
+def _sh(value: Any) -> str:
+    quoted = shlex.quote(str(value))
+    return f"'{quoted}'" if "," in quoted and "'" not in quoted else quoted  # shellcheck takes a comma for a mistake

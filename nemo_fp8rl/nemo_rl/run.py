@@ -5,6 +5,7 @@ with GPUs       NeMo RL's workers from its own `setup`, FP8 on the wire between 
 """
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -36,10 +37,15 @@ class Loop:
     checkpointer: Any
     state: Any
     master: Any
+    steps: int
+    """Of the whole run."""
 
 
 def run(path: Path, overrides: Sequence[str] = ()) -> bool:
-    """Run grpo.max_num_steps, from the latest checkpoint in checkpointing.checkpoint_dir where there is one."""
+    """Run grpo.max_num_steps, from the latest checkpoint in checkpointing.checkpoint_dir where there is one.
+
+    Returns False when checkpointing.checkpoint_must_save_by ended it before.
+    """
     import torch
 
     recipe = checked(path, overrides)  # before anything is loaded
@@ -66,17 +72,31 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
         environment.register()
         data, val_data, envs, val_envs = setup_response_data(tokenizer, master.data, master.env)
         parts = _of_nemo_rl(grpo, master, recipe, tokenizer, data, val_data) if on_gpus else None
-        loop = stack.enter_context(parts or _of_ours(grpo, master, tokenizer, data, val_data))
+        loop = stack.enter_context(parts or _of_ours(grpo, master, recipe, tokenizer, data, val_data))
         arguments = (
             *(loop.policy, loop.generation, loop.prompts, loop.val_prompts, tokenizer, loop.loss, envs, val_envs),
             *(loop.logger, loop.checkpointer, loop.state, loop.master),
         )
         asynchronous = recipe.values["grpo"].get("async_grpo") or {}
+        begin, done = time.monotonic(), steps_done(loop.state)
         if asynchronous.get("enabled"):
             grpo.async_grpo_train(*arguments, asynchronous["max_trajectory_age_steps"])
         else:
             grpo.grpo_train(*arguments)
-    return True
+        return not _ran_out_of_time(loop, time.monotonic() - begin, done)
+
+
+def _ran_out_of_time(loop: Loop, seconds: float, steps_before: int) -> bool:
+    """Whether NeMo RL's loop, which does not say, ended since another step would have passed the time it has to save.
+
+    It then saved, and what it saved is what its state says.
+    """
+    limit = loop.master.checkpointing.get("checkpoint_must_save_by")
+    done = steps_done(loop.state)
+    if limit is None or not loop.master.checkpointing["enabled"] or done >= loop.steps:
+        return False
+    days, hours, minutes, rest = (int(part) for part in str(limit).split(":"))
+    return seconds * (1 + 1 / max(done - steps_before, 1)) >= ((days * 24 + hours) * 60 + minutes) * 60 + rest
 
 
 def load(grpo: ModuleType, path: Path, overrides: Sequence[str]) -> Any:
@@ -107,7 +127,9 @@ def load(grpo: ModuleType, path: Path, overrides: Sequence[str]) -> Any:
 
 
 @contextmanager
-def _of_ours(grpo: ModuleType, master: Any, tokenizer: Any, data: Any, val_data: Any) -> Iterator[Loop]:
+def _of_ours(
+    grpo: ModuleType, master: Any, recipe: NemoRlRecipe, tokenizer: Any, data: Any, val_data: Any
+) -> Iterator[Loop]:
     """What `nemo_rl.algorithms.grpo.setup` would make, with our trainer and engines in place of workers on GPUs."""
     from nemo_rl.utils.checkpoint import CheckpointManager
     from nemo_rl.utils.logger import Logger
@@ -125,7 +147,7 @@ def _of_ours(grpo: ModuleType, master: Any, tokenizer: Any, data: Any, val_data:
     prompts = _dataloader(data, int(asked), shuffle=master.data["shuffle"], drop_last=True)
     if latest is not None:
         load_dataloader(prompts, Path(latest), master.data)
-    steps = min(keys["max_num_steps"], keys["max_num_epochs"] * len(prompts))
+    steps = _steps(recipe, prompts)
     master.policy["megatron_cfg"]["train_iters"] = steps  # as NeMo RL's setup says it
     validates = keys["val_period"] > 0 or keys["val_at_start"] or keys["val_at_end"]
     val_prompts = _dataloader(val_data, keys["val_batch_size"]) if validates else None
@@ -134,7 +156,7 @@ def _of_ours(grpo: ModuleType, master: Any, tokenizer: Any, data: Any, val_data:
         if policy.cfg.fp8_kv_cache and latest is None:  # NeMo RL calibrates later than it validates
             first = [data[i] for i in range(keys["num_prompts_per_step"])]
             policy.calibrate_qkv_fp8_scales(_tokens(first, tokenizer.pad_token_id))
-        yield Loop(policy, generation, prompts, val_prompts, loss, logger, checkpointer, state, master)
+        yield Loop(policy, generation, prompts, val_prompts, loss, logger, checkpointer, state, master, steps)
 
 
 @contextmanager
@@ -162,7 +184,10 @@ def _of_nemo_rl(
     )
     loss = GrpoLossFn(master.loss_fn, fused, recipe.fp8rl.correction)
     try:
-        yield Loop(policy, generation, prompts, val_prompts, loss, logger, checkpointer, state, master)
+        yield Loop(
+            *(policy, generation, prompts, val_prompts, loss, logger, checkpointer, state, master),
+            _steps(recipe, prompts),
+        )
     finally:
         generation.shutdown()
 
@@ -196,6 +221,12 @@ def _ray(num_cpus: int, on_gpus: bool) -> Iterator[None]:
         os.environ.pop("RAY_ADDRESS")
         if before is not None:
             os.environ["RAY_ADDRESS"] = before
+
+
+def _steps(recipe: NemoRlRecipe, prompts: Any) -> int:
+    """How many steps the loop takes: as asked for, or as its epochs have."""
+    grpo = recipe.values["grpo"]
+    return int(min(grpo["max_num_steps"], grpo["max_num_epochs"] * len(prompts)))
 
 
 def _dataloader(data: Any, batch_size: int, shuffle: bool = False, drop_last: bool = False) -> Any:

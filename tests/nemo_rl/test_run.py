@@ -66,6 +66,19 @@ def test_killed_and_resumed_it_gives_the_uninterrupted_runs_numbers(e2e, warm, t
     assert measured(resumed) == measured(e2e, slice(2, None))
 
 
+def test_out_of_time_it_saves_says_so_and_goes_on(e2e, warm, tmp_path):
+    logs = tmp_path / "logs"
+    keys = [*runs.overrides(warm, logs), "checkpointing.enabled=true", "checkpointing.save_period=100"]
+    hurried = runs.start(
+        [str(runs.RECIPE), *keys, "checkpointing.checkpoint_must_save_by=00:00:00:01"], tmp_path / "out"
+    )
+    assert hurried.wait(timeout=300) == 130, (tmp_path / "out").read_text()[-3000:]
+    saved = int(next((tmp_path / "checkpoints").glob("step_*")).name.removeprefix("step_"))
+    assert saved < runs.STEPS
+    resumed = runs.run(logs, *keys)
+    assert measured(resumed) == measured(e2e, slice(saved, None))
+
+
 def test_validation_a_reference_policy_and_nemo_rls_own_math_environment(warm, tmp_path):
     logs = tmp_path / "logs"
     keys = [*runs.overrides(warm, logs, env="math"), "loss_fn.reference_policy_kl_penalty=0.05"]

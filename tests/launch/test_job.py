@@ -1,0 +1,52 @@
+"""What is run, on how many nodes: from recipes of both loops."""
+
+import pytest
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.launch.job import plan
+from nemo_fp8rl.launch.settings import read_settings
+from tests.conftest import RECIPES
+from tests.nemo_rl.runs import needs_checkout
+
+TINY = RECIPES / "tiny_cpu.yaml"
+
+
+def test_a_recipe_of_our_loop_is_trained_and_continued_by_it():
+    job = plan(TINY, ["grpo.seed=3"], read_settings(None, ["nodes=3", "generation_nodes=1"]))
+    assert job.command == ("train", "--restartable", "--config", str(TINY), "grpo.seed=3")
+    assert (job.name, job.nodes, job.train_nodes, job.generation_nodes) == ("tiny-cpu", 3, 2, 1)
+    assert job.run_id.startswith("tiny-cpu-")
+
+
+@pytest.mark.nemo_rl
+@needs_checkout
+def test_a_recipe_of_nemo_rls_says_its_nodes():
+    recipe = RECIPES / "nemo_rl" / "qwen3-30b-a3b-fp8-e2e-4n8g.yaml"
+    job = plan(recipe, [], read_settings(None))
+    assert job.command == ("nemo", "--config", str(recipe))
+    assert (job.nodes, job.generation_nodes, job.gpus_per_node) == (4, 0, 8)
+    apart = ("policy.generation.colocated.enabled=false", "++policy.generation.colocated.resources.num_nodes=3")
+    job = plan(recipe, apart, read_settings(None))
+    assert (job.train_nodes, job.generation_nodes) == (1, 3)
+
+
+def test_overrides_may_follow_options_and_defaults_come_before_them():
+    job = plan(TINY, ["grpo.seed=3"], read_settings(None))
+    assert job.command_with("a=1")[-2:] == ("a=1", "grpo.seed=3")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changes", "message"),
+    [
+        (["grpo.sed=3"], [], "grpo.sed"),
+        ([], ["nodes=2", "generation_nodes=2"], "leaves none to train on"),
+        ([], ["name=My Run"], "lower-case letters"),
+        ([], ["name=a;rm -rf"], "lower-case letters"),
+        ([], [f"name={'a' * 41}"], "at most 40"),
+        (["policy.model_name='a\0b'"], [], "not text|cannot be read"),
+        (["policy.model_name=a\udcffb"], [], "not text|cannot be read"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_submitted(overrides, changes, message):
+    with pytest.raises(UserError, match=message):
+        plan(TINY, overrides, read_settings(None, changes))

@@ -1,0 +1,141 @@
+"""What runs on the nodes of a job, here on one machine: preflight, a real Ray, the driver's start, the end of all."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.launch.attempt import Attempt, free_ports, write
+from nemo_fp8rl.launch.preflight import check_node, odd_ones
+from nemo_fp8rl.launch.ready import missing, wait
+from nemo_fp8rl.workers import ROLE
+
+
+def variables(folder: Path, hosts: str, **others: str) -> dict[str, str]:
+    """What the script exports."""
+    (folder / "canary").write_text(str(folder))
+    return {
+        **os.environ,
+        **{"ATTEMPT_DIR": str(folder), "HOSTS": hosts, "GENERATION_NODES": "0", "GPUS_PER_NODE": "0"},
+        **{"GENERATION_GPUS_PER_NODE": "0", "PORTS": "20000-29999", "MIN_FREE_GIB": "0.001", "SECRETS_FILE": ""},
+        **{"RAY_TMPDIR": f"{folder}/tmp", "PREFLIGHT_DIR": str(folder), "RAY_AUTH_MODE": "token"},
+        **{"RAY_AUTH_TOKEN_PATH": str(folder / "token"), "SLURM_CPUS_ON_NODE": "1"},
+        **others,
+    }
+
+
+def attempt(folder: Path, hosts: tuple[str, ...], alone: int = 0, gpus: int = 0) -> Attempt:
+    return Attempt(folder, hosts, alone, (gpus, gpus), folder / "tmp", range(20000, 30000), None)
+
+
+def module(name: str, *arguments: str, env: dict[str, str]) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", f"nemo_fp8rl.launch.{name}", *arguments]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_good_nodes_pass_and_reduce_together(tmp_path):
+    env = variables(tmp_path, "one two")
+    nodes = [module("preflight", str(i), "100", env=env) for i in range(2)]
+    said = [node.communicate(timeout=100)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert (tmp_path / "bad_nodes").read_text() == ""
+    assert "preflight: one: good\npreflight: two: good\n" in said[0]
+
+
+def test_a_node_that_is_not_there_is_bad(tmp_path):
+    node = module("preflight", "0", "62", env=variables(tmp_path, "one two"))
+    said = node.communicate(timeout=100)[0]
+    assert node.returncode == 1
+    assert "preflight: one: good\npreflight: two: it did not answer\n" in said
+    assert (tmp_path / "bad_nodes").read_text() == "two\n"
+
+
+def test_what_is_wrong_with_a_node_is_said(tmp_path, monkeypatch):
+    fake = tmp_path / "fake_nvidia_smi" / "nvidia-smi"
+    fake.parent.mkdir()
+    fake.write_text('#!/bin/sh\nprintf "0, 0\\n1, 7\\n2, 0\\n"\n')
+    fake.chmod(0o755)
+    for name, value in variables(tmp_path, "one", MIN_FREE_GIB="1e9").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", str(fake.parent), prepend=os.pathsep)
+    (tmp_path / "canary").write_text("another's")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    faults = check_node(attempt(tmp_path, ("one",), gpus=3), 0, tmp_path)
+    assert faults[:2] == ["GPU 1 has 7 uncorrected ECC errors", "it has 2 of 3 GPUs"]
+    assert "GiB free of the 1e+09 asked for" in faults[2]
+    assert "is not the folder that the script wrote to" in faults[3]
+
+
+def test_versions_that_are_not_those_of_most_are_said():
+    usual = {"torch": "2.11", "ray": "2.60"}
+    found = {"a": usual, "b": {"torch": "2.10", "ray": "2.60"}, "c": usual, "d": {"torch": "2.11"}}
+    assert odd_ones(found) == {"b": "torch is 2.10, elsewhere 2.11", "d": "ray is None, elsewhere 2.60"}
+
+
+def test_a_real_ray_is_there_when_the_driver_starts_and_gone_after_the_end(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("a")
+    (folder / "token").write_text("0" * 64)
+    env = variables(folder, socket.gethostname())
+    other = subprocess.Popen(["sleep", "100"], env=os.environ | {"NEMO_FP8RL_ATTEMPT": "another's"})
+    node = module("node", "0", env=env)
+    try:
+        code = (
+            "import os, ray; ray.init(log_to_driver=False); print('seen', len(ray.nodes()), os.environ['RAY_ADDRESS'])"
+        )
+        driver = module("ready", "100", sys.executable, "-c", code, env=env)
+        said = driver.communicate(timeout=120)[0]
+        assert f"seen 1 {json.loads((folder / 'cluster.json').read_text())['address']}" in said
+    finally:
+        (folder / "ended").touch()
+        said = node.communicate(timeout=60)[0]
+    assert node.returncode == 0, said
+    assert other.poll() is None  # what is another's goes on
+    other.kill()
+    other.wait()
+    assert not [
+        p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("RAY_TMPDIR") == f"{folder}/tmp"
+    ]
+    assert not (folder / "tmp").exists()
+
+
+def test_nodes_that_do_not_come_are_named_in_time(tmp_path):
+    begin = time.monotonic()
+    with pytest.raises(UserError, match=r"after 2 s these of the 2 nodes .* one, two; see .*node-one.log") as caught:
+        wait(attempt(tmp_path, ("one", "two")), 2)
+    assert time.monotonic() - begin < 10
+    assert "\n" not in str(caught.value)
+
+
+def test_only_nodes_with_their_gpus_and_their_role_count():
+    def node(name: str, gpus: int, role: str, alive: bool = True) -> dict:
+        return {"NodeManagerHostname": name, "Alive": alive, "Resources": {"GPU": gpus}, "Labels": {ROLE: role}}
+
+    wanted = attempt(Path("/x"), ("a", "b", "c"), alone=1, gpus=8)
+    good = [node("a", 8, "train"), node("b.cluster", 8, "train"), node("c", 8, "generation")]
+    assert missing(wanted, good) == []
+    assert missing(wanted, good[:2]) == ["c"]
+    assert missing(wanted, [*good[:2], node("c", 8, "train")]) == ["c"]
+    assert missing(wanted, [good[0], node("b", 8, "train", alive=False), good[2]]) == ["b"]
+    assert missing(wanted, [node("a", 7, "train"), *good[1:]]) == ["a (with 7 of 8 GPUs)"]
+
+
+def test_ports_that_are_taken_are_passed_over():
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert free_ports(1, range(port, port + 3), 0)[0] != port
+        with pytest.raises(UserError, match="all are taken"):
+            free_ports(1, range(port, port + 1), 0)
+
+
+def test_files_between_nodes_appear_whole(tmp_path):
+    write(tmp_path / "a.json", {"b": 1})
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]

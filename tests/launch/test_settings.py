@@ -1,0 +1,56 @@
+"""Site files: typed, every key known, and no secret in them."""
+
+import pytest
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.launch.settings import read_settings
+
+SITE = """
+env: {NCCL_DEBUG: WARN}
+slurm:
+  partition: gpu
+  time: 1-02:00:00
+  container: {image: "nvcr.io#nvidia/nemo:25.11", mounts: ["/lustre:/lustre"]}
+"""
+
+
+def test_a_site_file_and_changes_to_it(tmp_path):
+    (tmp_path / "site.yaml").write_text(SITE)
+    settings = read_settings(tmp_path / "site.yaml", ["slurm.partition=high", "slurm.generation.gpus_per_node=4"])
+    assert (settings.slurm.partition, settings.slurm.time) == ("high", "1-02:00:00")
+    assert settings.slurm.container.mounts == ("/lustre:/lustre",)
+    assert settings.slurm.generation.gpus_per_node == 4
+    assert settings.env == {"NCCL_DEBUG": "WARN"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("slurm.partion=x", "did you mean slurm.partition"),
+        ("slurm.max_restarts=often", "slurm.max_restarts"),
+        ("nodes=0", "nodes=0 must be at least 1"),
+        ("generation_nodes=-1", "must be at least 0"),
+        ("env.WANDB_API_KEY=abc", "looks like a secret"),
+        ("env.HF_TOKEN=abc", "looks like a secret"),
+        ("env.A-B=abc", "env.A-B is not the name"),
+        ("slurm.ready_seconds=0", "slurm.ready_seconds=0"),
+        ("slurm.ports=20000", "slurm.ports"),
+        ("slurm.ports=90000-90010", "slurm.ports"),
+        ("name", "form key=value"),
+    ],
+)
+def test_what_cannot_be_is_named(change, message):
+    with pytest.raises(UserError, match=message) as caught:
+        read_settings(None, [change])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_site_file_that_is_none(tmp_path):
+    with pytest.raises(UserError, match="no site file"):
+        read_settings(tmp_path / "nowhere.yaml")
+    (tmp_path / "list.yaml").write_text("- a\n")
+    with pytest.raises(UserError, match="mapping"):
+        read_settings(tmp_path / "list.yaml")
+    (tmp_path / "broken.yaml").write_text("a: [\n")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_settings(tmp_path / "broken.yaml")

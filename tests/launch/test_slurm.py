@@ -1,0 +1,181 @@
+"""SLURM's script as text: what bash and sbatch read in it is what was meant. The lab runs it (tests/slurm/)."""
+
+import os
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.launch import slurm
+from nemo_fp8rl.launch.attempt import secrets
+from nemo_fp8rl.launch.job import Job
+from tests.launch.conftest import settings
+
+HOSTILE = [
+    "a b",
+    "it's",
+    '"',
+    "$(touch /tmp/x)",
+    "`id`",
+    "a\nb",
+    "\\",
+    "*",
+    "~",
+    "!x",
+    "-n",
+    "",
+    "a'\"$b",
+    "é漢",
+    "#SBATCH",
+]
+words = st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20), max_size=8)
+
+
+def read_by_bash(script: str, expression: str) -> str:
+    """What bash makes of the header's settings."""
+    header = script.split("# A Ray cluster over the nodes", 1)[0]
+    done = subprocess.run(["bash", "-c", f"{header}\n{expression}"], capture_output=True, check=True)
+    return done.stdout.decode()
+
+
+@examples(max_examples=60, deadline=None)
+@given(words)
+def test_any_words_of_a_command_arrive_in_bash_as_they_are(tmp_path_factory, given_words):
+    job = Job("tiny", "tiny-1", ("train", "--config", "r.yaml", *given_words), 1, 0, 0)
+    script = slurm.render(job, settings(tmp_path_factory.getbasetemp()))
+    driver = read_by_bash(script, r'printf "%s\0" "${DRIVER[@]}"').split("\0")[:-1]
+    assert tuple(driver[3:]) == ("train", "--config", "r.yaml", "cluster.backend=ray", *given_words)
+
+
+def test_hostile_values_arrive_as_they_are(job, tmp_path):
+    command = (*job.command, *HOSTILE)
+    environment = {f"V{i}": value for i, value in enumerate(HOSTILE)}
+    config = replace(settings(tmp_path), env=environment)
+    script = slurm.render(replace(job, command=command), config)
+    assert tuple(read_by_bash(script, r'printf "%s\0" "${DRIVER[@]}"').split("\0")[-1 - len(HOSTILE) : -1]) == tuple(
+        HOSTILE
+    )
+    names = " ".join(f'"$V{i}"' for i in range(len(HOSTILE)))
+    assert read_by_bash(script, rf'printf "%s\0" {names}').split("\0")[:-1] == HOSTILE
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+@pytest.mark.parametrize("changes", [(), ("env.A=b c",), ("slurm.container.image=i", "slurm.generation.partition=p")])
+def test_shellcheck_finds_nothing(job, tmp_path, changes):
+    script = slurm.render(replace(job, command=(*job.command, *HOSTILE)), settings(tmp_path, *changes))
+    # those two suspect that what stands in quotes was meant otherwise
+    done = subprocess.run(
+        ["shellcheck", "--exclude=SC2016,SC1003", "-"], input=script, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def directives(script: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+
+
+def test_what_sbatch_is_asked_for(job, tmp_path):
+    changes = (
+        "slurm.partition=gpu",
+        "slurm.account=rl",
+        "slurm.time=08:00:00",
+        "gpus_per_node=8",
+        "slurm.exclude=[n1,n2]",
+    )
+    asked = directives(slurm.render(replace(job, gpus_per_node=8), settings(tmp_path, *changes)))
+    folder = tmp_path / "runs" / job.run_id
+    for option in (
+        *("--job-name=tiny", "--requeue", "--signal=B:USR1@300", "--open-mode=append", "--exclusive"),
+        *(f"--output={folder}/slurm-%j.out", "--partition=gpu", "--account=rl", "--time=08:00:00"),
+        *("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--exclude=n1,n2"),
+    ):
+        assert option in asked
+    assert "hetjob" not in asked
+
+
+def test_engines_of_another_kind_make_the_job_heterogeneous(job, tmp_path):
+    changes = ("slurm.partition=train", "slurm.generation.partition=small", "slurm.generation.gpus_per_node=4")
+    script = slurm.render(replace(job, nodes=5, generation_nodes=2, gpus_per_node=8), settings(tmp_path, *changes))
+    first, second = "\n".join(directives(script)).split("hetjob")
+    assert {"--partition=train", "--nodes=3", "--gpus-per-node=8"} <= set(first.split())
+    assert {"--partition=small", "--nodes=2", "--gpus-per-node=4"} <= set(second.split())
+    assert read_by_bash(script, 'echo "$GPUS_PER_NODE $GENERATION_GPUS_PER_NODE"') == "8 4\n"
+
+
+def test_a_container_sees_the_run_and_its_folder(job, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    changes = ("slurm.container.image=nvcr.io#nvidia/nemo:25.11", "slurm.container.mounts=[/lustre:/data:ro]")
+    script = slurm.render(job, settings(tmp_path, *changes))
+    options = read_by_bash(script, r'printf "%s\n" "${STEP_OPTIONS[@]}"').splitlines()
+    assert options[0] == "--container-image=nvcr.io#nvidia/nemo:25.11"
+    folder = tmp_path / "runs" / job.run_id
+    assert options[1] == f"--container-mounts=/lustre:/data:ro,{tmp_path}:{tmp_path},{folder}:{folder},/tmp:/tmp"
+    assert read_by_bash(script, "echo $PYTHON") == "python3\n"
+
+
+def test_nemo_rls_loop_saves_before_the_time_is_over(job, tmp_path):
+    changes = ("slurm.time=1-02:00:00", "slurm.stop_seconds=600")
+    command = ("nemo", "--config", "r.yaml", "grpo.seed=3")
+    script = slurm.render(replace(job, command=command), settings(tmp_path, *changes))
+    driver = read_by_bash(script, r'printf "%s\n" "${DRIVER[@]}"').splitlines()
+    assert driver[-2:] == ["++checkpointing.checkpoint_must_save_by=01:01:50:00", "grpo.seed=3"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["slurm.partition=a b"], "cannot stand in a #SBATCH line"),
+        (["slurm.partition='a\n#SBATCH --wrap=x'"], "cannot stand in a #SBATCH line"),
+        (["slurm.options=[rm]"], "cannot stand in a #SBATCH line"),
+        (["slurm.time=4h"], "HH:MM:SS"),
+        (["slurm.exclusive=false"], "needs slurm.cpus_per_node"),
+        (["slurm.container.image=i", "slurm.container.mounts=['/a,/b:/c']"], "comma"),
+        (["runs_dir=/tmp/a b"], "runs_dir"),
+        (["runs_dir=/tmp/%j"], "runs_dir"),
+    ],
+)
+def test_what_sbatch_would_read_otherwise_is_refused(job, tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        slurm.render(job, settings(tmp_path, *changes))
+
+
+def test_nodes_of_another_kind_need_nodes(job, tmp_path):
+    with pytest.raises(UserError, match="generation_nodes"):
+        slurm.render(replace(job, generation_nodes=0), settings(tmp_path, "slurm.generation.partition=x"))
+
+
+def test_without_sbatch_nothing_is_written(job, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="no sbatch here"):
+        slurm.submit("#!/bin/bash\n", job, settings(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_secrets_are_read_from_a_file_of_the_owner_alone(tmp_path):
+    path = tmp_path / "secrets"
+    path.write_text("# tokens\nHF_TOKEN=a b=$c'\n\nWANDB_API_KEY=\n")
+    path.chmod(0o644)
+    with pytest.raises(UserError, match="chmod 600"):
+        secrets(path)
+    path.chmod(0o600)
+    assert secrets(path) == {"HF_TOKEN": "a b=$c'", "WANDB_API_KEY": ""}
+    path.write_text("export A=1\n")
+    with pytest.raises(UserError, match="line 1"):
+        secrets(path)
+    with pytest.raises(UserError, match="cannot be read"):
+        secrets(Path(tmp_path / "nowhere"))
+
+
+def test_secrets_are_not_in_the_script(job, tmp_path):
+    path = tmp_path / "secrets"
+    path.write_text("HF_TOKEN=hf_abcdef\n")
+    os.chmod(path, 0o600)
+    script = slurm.render(job, settings(tmp_path, f"slurm.secrets_file={path}"))
+    assert "hf_abcdef" not in script
+    assert read_by_bash(script, "echo $SECRETS_FILE").strip() == str(path)
