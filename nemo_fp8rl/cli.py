@@ -6,9 +6,13 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nemo_fp8rl import __version__
 from nemo_fp8rl.errors import UserError
+
+if TYPE_CHECKING:
+    from nemo_fp8rl.config import Config
 
 BAD_INPUT, INTERRUPTED = 2, 130
 
@@ -65,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     launch = commands.add_parser("launch", help="run a recipe on this machine, on SLURM or on Kubernetes")
     launch.add_argument("place", choices=("local", "slurm", "k8s"), metavar="local|slurm|k8s")
     _add_recipe(launch)
+    launch.add_argument("--loop", choices=("train", "nemo"), help="ours or NeMo RL's; by default the recipe's own")
     launch.add_argument("--site", type=Path, metavar="FILE", help="what the cluster asks for, a YAML file")
     launch.add_argument("--set", action="append", default=[], metavar="key=value", help="a key of the site file")
     launch.add_argument("--idle", action="store_true", help="a cluster that waits for people instead of a run")
@@ -117,12 +122,22 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> bool:
-    from nemo_fp8rl.recipe import load
-
-    cfg = load(arguments.config, arguments.overrides)
+    cfg = _config(arguments)
     from nemo_fp8rl.train import train  # loads vllm and megatron: after the recipe is known to be good
 
     return train(cfg, arguments.resume, arguments.restartable)
+
+
+def _config(arguments: argparse.Namespace) -> "Config":
+    """Of our own loop, from a recipe of its own or of NeMo RL's."""
+    from nemo_fp8rl.nemo_rl.recipe import is_for_nemo_rl
+    from nemo_fp8rl.recipe import load
+
+    if is_for_nemo_rl(arguments.config):
+        from nemo_fp8rl.nemo_rl.own_loop import load_for_own_loop
+
+        return load_for_own_loop(arguments.config, arguments.overrides)
+    return load(arguments.config, arguments.overrides)
 
 
 def _nemo(arguments: argparse.Namespace) -> bool:
@@ -138,6 +153,7 @@ def _launch(arguments: argparse.Namespace) -> bool:
         arguments.place,
         arguments.config,
         arguments.overrides,
+        loop=arguments.loop,
         site=arguments.site,
         changes=arguments.set,
         idle=arguments.idle,

@@ -10,7 +10,9 @@ from typing import Any
 
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.launch.settings import LaunchConfig
-from nemo_fp8rl.yaml_tree import read_with_parents, register_resolvers
+from nemo_fp8rl.nemo_rl import recipe as nemo_rl
+from nemo_fp8rl.nemo_rl.gpus import is_colocated
+from nemo_fp8rl.recipe import load
 
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 """What both SLURM and Kubernetes take, short enough for KubeRay to add to it."""
@@ -42,8 +44,11 @@ class Job:
         return self.nodes - self.generation_nodes
 
 
-def plan(recipe: Path, overrides: Sequence[str], settings: LaunchConfig, idle: bool = False) -> Job:
-    """The job of a recipe: of NeMo RL's loop for a recipe of NeMo RL's, else of ours. Raises UserError.
+def plan(
+    recipe: Path, overrides: Sequence[str], settings: LaunchConfig, loop: str | None = None, idle: bool = False
+) -> Job:
+    """The job of a recipe. loop: train, which is ours, or nemo; by default NeMo RL's for a recipe of its dialect, which
+    ours runs, too. Raises UserError.
 
     The recipe itself is checked where it runs, or by `nemo-fp8rl doctor`; here it says how many nodes there are.
     """
@@ -59,8 +64,11 @@ def plan(recipe: Path, overrides: Sequence[str], settings: LaunchConfig, idle: b
             f"name={name!r}: a job's name is of lower-case letters, digits and dashes, begins with a letter, ends with "
             "none of the dashes and has at most 40; give another with --set name=..."
         )
-    loop = ("train", "--restartable") if values is None else ("nemo",)
-    command = (*loop, "--config", str(recipe), *overrides)
+    loop = loop or ("train" if values is None else "nemo")
+    if loop == "nemo" and values is None:
+        raise UserError(f"--loop nemo: {recipe} is no recipe for NeMo RL; see conf/nemo_rl/")
+    restartable = ("--restartable",) if loop == "train" else ()  # NeMo RL's loop always continues
+    command = (loop, *restartable, "--config", str(recipe), *overrides)
     for word in command:
         if "\0" in word or word.encode(errors="ignore").decode() != word:  # a null character, or bytes that are no text
             raise UserError(f"{word!r} is not text that a script can hold")
@@ -70,23 +78,13 @@ def plan(recipe: Path, overrides: Sequence[str], settings: LaunchConfig, idle: b
 
 def _read(recipe: Path, overrides: Sequence[str]) -> dict[str, Any] | None:
     """The values of a recipe of NeMo RL's, None for one of ours. Raises UserError for a wrong one of either."""
-    from omegaconf import OmegaConf
-
-    register_resolvers()
-    tree = read_with_parents(recipe)
-    if OmegaConf.select(tree, "cluster.gpus_per_node") is None:
-        from nemo_fp8rl.recipe import load
-
-        load(recipe, overrides)
-        return None
-    from nemo_fp8rl.nemo_rl.recipe import load as load_nemo_rl
-
-    return load_nemo_rl(recipe, overrides).values
+    if nemo_rl.is_for_nemo_rl(recipe):
+        return nemo_rl.load(recipe, overrides).values
+    load(recipe, overrides)
+    return None
 
 
 def _sizes(values: dict[str, Any]) -> dict[str, int]:
-    from nemo_fp8rl.nemo_rl.gpus import is_colocated
-
     cluster, generation = values["cluster"], values["policy"]["generation"]
     nodes, alone = cluster["num_nodes"], 0
     if not is_colocated(generation) and nodes > 1:  # on one node both have a part of its GPUs

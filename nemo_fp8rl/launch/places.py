@@ -13,6 +13,7 @@ def launch(
     recipe: Path,
     overrides: Sequence[str],
     *,
+    loop: str | None = None,
     site: Path | None = None,
     changes: Sequence[str] = (),
     idle: bool = False,
@@ -23,7 +24,7 @@ def launch(
     Returns whether what ran here ended well; a job that was submitted did.
     """
     settings = read_settings(site, changes)
-    job = plan(recipe, overrides, settings, idle)
+    job = plan(recipe, overrides, settings, loop, idle)
     if place == "slurm":
         slurm.check_secrets(settings.slurm)
         text = slurm.render(job, settings)

@@ -145,7 +145,8 @@ def _driver(job: Job, slurm: SlurmConfig) -> tuple[str, ...]:
         return ("sleep", "infinity")
     driver = (_python(slurm), "-m", "nemo_fp8rl.cli")
     if job.command[0] == "train":
-        return (*driver, *job.command_with("cluster.backend=ray"))  # NeMo RL's loop always runs on Ray
+        own = ("cluster.backend=ray",) if job.values is None else ()  # a recipe of NeMo RL's always is for Ray
+        return (*driver, *job.command_with(*own))
     saved_by = _seconds(slurm.time) - slurm.stop_seconds
     if saved_by <= 0:
         raise UserError(f"slurm.stop_seconds={slurm.stop_seconds} is not less than slurm.time={slurm.time}")

@@ -129,7 +129,7 @@ def _cluster(master: Mapping[str, Any]) -> dict[str, Any]:
             f"policy.generation.vllm_cfg.tensor_parallel_size={share} does not divide the {engines} GPUs of generation"
         )
     asynchronous = at(master, "grpo.async_grpo.enabled", False)  # its collector is a process of its own
-    alone = trainer == engines == 1 and not asynchronous
+    alone = trainer == engines == 1 and is_colocated(master["policy"]["generation"]) and not asynchronous
     return {
         "backend": "in_process" if alone else "ray",
         "train_ranks": trainer,

@@ -45,6 +45,14 @@ class NemoRlRecipe:
         return typed({**self.values[BLOCK], **said}, Fp8RlConfig, f"{BLOCK}.")
 
 
+def is_for_nemo_rl(path: Path) -> bool:
+    """Whether it is in NeMo RL's dialect, which says how many GPUs a node has. Raises UserError without a recipe."""
+    from omegaconf import OmegaConf
+
+    register_resolvers()
+    return OmegaConf.select(_read_tree(path), "cluster.gpus_per_node") is not None
+
+
 def load(path: str | Path, overrides: Sequence[str] = ()) -> NemoRlRecipe:
     """The recipe with overrides in Hydra's grammar, checked: keys, our block, and that both sides' precisions agree.
 

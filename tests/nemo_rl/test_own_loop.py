@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_fp8rl.config import AdvEstimatorConfig, DataConfig, LoggerConfig, TrainDataConfig
+from nemo_fp8rl.cli import main
+from nemo_fp8rl.config import LoggerConfig
 from nemo_fp8rl.data import PromptOrder
 from nemo_fp8rl.data.prompts import load_prompts
+from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.config import read_hf_config
-from nemo_fp8rl.nemo_rl.config import from_nemo_rl
-from nemo_fp8rl.nemo_rl.recipe import load
+from nemo_fp8rl.nemo_rl.own_loop import load_for_own_loop
 from nemo_fp8rl.train import train
 from tests.nemo_rl import runs
 from tests.test_train import read
@@ -18,18 +19,15 @@ from tests.test_train import read
 pytestmark = [pytest.mark.nemo_rl, runs.needs_checkout]
 
 
+def without_template(keys: list[str]) -> list[str]:
+    """Our loop takes the tokenizer's own template, and the tiny one has none: prompts are as they are."""
+    return [key for key in keys if "chat_template" not in key]
+
+
 def test_both_loops_give_the_same_rewards_and_losses(warm, tmp_path):
     keys = runs.overrides(warm, tmp_path / "logs")
-    values = load(runs.RECIPE, keys).values
-    cfg, grpo = from_nemo_rl(values), values["grpo"]
-    choices = {name: grpo[name] for name in ("normalize_rewards", "use_leave_one_out_baseline")}
-    cfg = replace(
-        cfg,
-        data=DataConfig(TrainDataConfig(f"{warm}/data.jsonl")),
-        grpo=replace(cfg.grpo, **choices, adv_estimator=AdvEstimatorConfig(**choices), val_period=0, val_at_end=False),
-        logger=LoggerConfig(str(tmp_path / "own"), tensorboard_enabled=False),
-        checkpointing=replace(cfg.checkpointing, enabled=False),
-    )
+    cfg = load_for_own_loop(runs.RECIPE, without_template(keys))
+    cfg = replace(cfg, logger=LoggerConfig(str(tmp_path / "own"), tensorboard_enabled=False))
     prompts = load_prompts(cfg, read_hf_config(cfg.policy.model_name).vocab_size).train
     order = PromptOrder(len(prompts), cfg.grpo.num_prompts_per_step, cfg.grpo.seed)
     asked = [prompts[i] for step in range(1, runs.STEPS + 1) for i in order.indices(step)]
@@ -44,3 +42,31 @@ def test_both_loops_give_the_same_rewards_and_losses(warm, tmp_path):
     for name in ("reward", "loss", "grad_norm", "lr", "token_mult_prob_error", "sampling_importance_ratio"):
         ours = [row[f"train/{name}"] for row in own]
         assert theirs[f"train/{name}"] == pytest.approx(ours, rel=1e-4, abs=1e-6), name
+
+
+def test_train_runs_nemo_rls_recipe_and_launch_leaves_the_choice(warm, tmp_path, capsys):
+    logs = tmp_path / "logs"
+    keys = [*without_template(runs.overrides(warm, logs)), "grpo.max_num_steps=1"]
+    assert main(["train", "--config", str(runs.RECIPE), *keys]) == 0
+    assert [row["step"] for row in read(logs)] == [1]
+    capsys.readouterr()
+    for loop in ("train", "nemo"):
+        assert main(["launch", "local", "--loop", loop, "--dry-run", "--config", str(runs.RECIPE), *keys]) == 0
+        assert f"nemo_fp8rl.cli {loop} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("grpo.max_rollout_turns=3", "grpo.max_rollout_turns=3"),
+        ("grpo.advantage_clip_low=-1", "grpo.advantage_clip_low=-1"),
+        ("grpo.async_grpo.enabled=true", "grpo.async_grpo.enabled=True"),
+        ("data.default.input_key=question", "input_key=prompt"),
+        ("data.default.prompt_file=x.txt", "data.default.prompt_file"),
+        ("++data.train.dataset_name=OpenMathInstruct-2", "reads a JSONL file"),
+    ],
+)
+def test_what_our_loop_would_do_otherwise_is_refused(key, message, warm, tmp_path):
+    keys = without_template(runs.overrides(warm, tmp_path))
+    with pytest.raises(UserError, match=message):
+        load_for_own_loop(runs.RECIPE, [*keys, key])
