@@ -72,7 +72,7 @@ def plan(
     for word in command:
         if "\0" in word or word.encode(errors="ignore").decode() != word:  # a null character, or bytes that are no text
             raise UserError(f"{word!r} is not text that a script can hold")
-    run_id = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    run_id = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
     return Job(name, run_id, () if idle else command, **sizes, values=values)
 
 

@@ -30,6 +30,8 @@ END_SECONDS = 10
 def main(index: int) -> int:
     attempt = Attempt.of_environment()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SLURM sends it to all at once; the driver is to save first
+    for older in attempt.node_tmp.parent.glob(f"{attempt.node_tmp.name.rpartition('-')[0]}-*"):  # it was killed
+        shutil.rmtree(older, ignore_errors=True)
     attempt.node_tmp.mkdir(mode=0o700, parents=True, exist_ok=True)
     environment = {**os.environ, **secrets(attempt.secrets_file), MARK: str(attempt.folder)}
     try:

@@ -54,7 +54,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(lab: Lab) -> Iterator[None]:
-    """No process and no file on any node that lives, after every test."""
+    """No process and no file on any node that lives, after every test; a job that is cancelled has SLURM's 30 s."""
     yield
     for job in lab.jobs():
         lab.run("scancel", job, check=False)
@@ -162,7 +162,8 @@ def test_a_node_that_never_comes_up_ends_the_job_in_a_clear_error_in_time(lab, l
 
     def node_of_lab2() -> list[psutil.Process]:
         below = psutil.Process(lab.nodes["lab2"].pid).children(recursive=True)
-        return [process for process in below if "nemo_fp8rl.launch.node" in process.cmdline()]
+        lines = {process: process.info["cmdline"] or () for process in psutil.process_iter(["cmdline"])}
+        return [process for process in below if "nemo_fp8rl.launch.node" in lines.get(process, ())]
 
     until(node_of_lab2, "the program of lab2", run)
     begin = time.monotonic()

@@ -33,7 +33,7 @@ say() { echo "$(date '+%F %T') $*"; }
 export HOSTS="${NODES[*]}" GENERATION_NODES GPUS_PER_NODE GENERATION_GPUS_PER_NODE PORTS MIN_FREE_GIB SECRETS_FILE
 export NEMO_FP8RL_RUN_ID=$RUN_ID WANDB_RUN_ID=$RUN_ID WANDB_RESUME=allow
 export PYTHONUNBUFFERED=1 RAY_USAGE_STATS_ENABLED=0
-export RAY_TMPDIR=$NODE_TMP/nfr-$SLURM_JOB_ID-$attempt   # short: sockets are in it
+export RAY_TMPDIR=$NODE_TMP/nfr-${RUN_ID##*-}-$attempt   # short: sockets are in it
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$ATTEMPT_DIR/ray_token
 (umask 077 && head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n' >"$RAY_AUTH_TOKEN_PATH")
 
@@ -135,8 +135,10 @@ without_bad_nodes() {
     sed "/^#SBATCH --exclude=/d; s/^#SBATCH --nodes=.*/&\n#SBATCH --exclude=$exclude/" "$RUN_DIR/job.sbatch" >"$next"
     scontrol update "JobId=$SLURM_JOB_ID" Requeue=0
     tear_down
-    for name in $(compgen -e SLURM_); do unset "$name"; done
-    say "again without $exclude, as job $(sbatch --parsable "$next")"
+    for name in $(compgen -e SLURM_); do
+        [[ $name == SLURM_CONF ]] || unset "$name"   # of this job, which sbatch would take for the next one's
+    done
+    say "again without $exclude, as job $(sbatch --parsable "$next" || echo "that sbatch refused: $next")"
     exit 1
 }
 
