@@ -1,7 +1,7 @@
 """A real SLURM on one machine: a controller, and three nodes that are namespaces with a real slurmd in each.
 
 A node has its own network, host name, processes, /mnt (what a job's node_tmp is) and /dev/shm; files are shared, as a
-cluster's are. Its GPUs are device files with nothing behind them. Root only.
+cluster's are. Its GPUs are device files with nothing behind them, its Pyxis is a fake. Root only.
 """
 
 import os
@@ -102,6 +102,9 @@ class Lab:
         for path in ETC.iterdir():
             text = path.read_text().replace("@LAB@", str(self.folder)).replace("@HOST@", socket.gethostname())
             (self.folder / "etc" / path.name).write_text(text)
+        if has_spank():
+            plugin = ("-shared", "-fPIC", "-o", f"{self.folder}/fake_pyxis.so", f"{ETC.parent}/fake_pyxis.c")
+            self._on_host("gcc", "-Wall", "-Wextra", "-Werror", *plugin)
         for number in (0, 1):
             os.mknod(self.folder / f"gpu{number}", 0o20666, os.makedev(1, 3))
         munge = self.folder / "munge"
@@ -184,6 +187,11 @@ class Lab:
         while not there():  # type: ignore[operator]
             assert time.monotonic() < end, f"{what}: not there after {seconds:g} s"
             time.sleep(0.1)
+
+
+def has_spank() -> bool:
+    """Whether plugins for srun can be built here."""
+    return shutil.which("gcc") is not None and Path("/usr/include/slurm/spank.h").exists()
 
 
 def missing_tools() -> list[str]:

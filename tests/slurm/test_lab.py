@@ -16,7 +16,7 @@ import pytest
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.train import train
 from tests.conftest import RECIPES
-from tests.slurm.lab import NODE_TMP, NODES, Lab, missing_tools
+from tests.slurm.lab import NODE_TMP, NODES, Lab, has_spank, missing_tools
 from tests.test_train import read, results
 
 pytestmark = [
@@ -196,6 +196,36 @@ def test_engines_on_nodes_of_another_partition_are_a_heterogeneous_job(lab, laun
     run = launch(settings=(*TWO, "slurm.generation.partition=high"))
     assert lab.wait(run.job, SECONDS) == "COMPLETED", run.everything()
     assert results(tmp_path / "log") == results(uninterrupted)
+
+
+def test_restarts_are_bounded(lab, launch, tmp_path):
+    """As above, with none allowed."""
+    fake = tmp_path / "fake_nvidia_smi" / "nvidia-smi"
+    fake.parent.mkdir()
+    fake.write_text("#!/bin/bash\necho broken >&2; exit 9\n")
+    fake.chmod(0o755)
+    path = f"env.PATH={fake.parent}:{os.environ['PATH']}"
+    run = launch(settings=("gpus_per_node=1", path, "slurm.max_restarts=0"))
+    before = lab.jobs()
+    assert lab.wait(run.job, SECONDS) == "FAILED", run.everything()
+    assert "nvidia-smi failed (broken)" in run.log(0)
+    assert "not again: this was attempt 0, and MAX_RESTARTS is 0" in run.log(0)
+    assert lab.jobs() == before
+
+
+@pytest.mark.skipif(not has_spank(), reason="gcc and libslurm-dev build the fake Pyxis")
+def test_every_step_is_in_the_container_with_its_mounts(lab, launch, uninterrupted, tmp_path):
+    """Options as Pyxis has them, taken by a fake that starts none."""
+    path = f"env.PATH={Path(sys.executable).parent}:{os.environ['PATH']}"
+    container = ("slurm.container.image=registry#image:1", "slurm.container.mounts=[/usr/share:/data:ro]")
+    run = launch(settings=(*TWO, path, *container))
+    assert lab.wait(run.job, SECONDS) == "COMPLETED", run.everything()
+    assert results(tmp_path / "log") == results(uninterrupted)
+    steps = (lab.folder / "pyxis.log").read_text().splitlines()
+    assert sorted(step.split()[0] for step in steps) == ["lab1"] * 3 + ["lab2"] * 2  # preflight, Ray; and the driver
+    mounts = f"/usr/share:/data:ro,{ROOT}:{ROOT},{run.folder}:{run.folder},{NODE_TMP}:{NODE_TMP}"
+    for step in steps:
+        assert f" --container-image=registry#image:1 --container-mounts={mounts} --container-workdir={ROOT}" in step
 
 
 def test_an_idle_cluster_waits_and_a_shell_attaches_to_it(lab, launch):

@@ -20,13 +20,19 @@ NODES=("${TRAIN[@]}" "${ALONE[@]}")
 HEAD=${NODES[0]}
 
 attempt=0
-while ! mkdir "$RUN_DIR/attempt-$attempt" 2>/dev/null; do
-    [[ -d $RUN_DIR ]] || { echo "there is no folder $RUN_DIR on $HEAD: is it on a shared filesystem?" >&2; exit 2; }
-    attempt=$((attempt + 1))
-done
+while [[ -e $RUN_DIR/attempt-$attempt ]]; do attempt=$((attempt + 1)); done
 export ATTEMPT_DIR=$RUN_DIR/attempt-$attempt
+if ! mkdir "$ATTEMPT_DIR"; then
+    echo "$HEAD cannot write to the run's folder $RUN_DIR: is it on a shared filesystem?" >&2
+    exit 2
+fi
 echo "attempt $attempt of $RUN_ID, job $SLURM_JOB_ID on ${NODES[*]}: $ATTEMPT_DIR/job.log"
 exec >"$ATTEMPT_DIR/job.log" 2>&1
+
+if ((attempt > MAX_RESTARTS)); then
+    echo "not again: this would be attempt $attempt, and MAX_RESTARTS is $MAX_RESTARTS"
+    exit 1
+fi
 
 say() { echo "$(date '+%F %T') $*"; }
 
@@ -154,6 +160,11 @@ trap 'say "told to end"; cancelled=1' TERM   # the driver was told, too; SLURM k
 
 if ! preflight 0; then
     may_restart && without_bad_nodes
+    exit 1
+fi
+
+if [[ -n $stopping ]]; then
+    may_restart && requeue
     exit 1
 fi
 
