@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from nemo_fp8rl.cli import main
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.launch import kubernetes
 from nemo_fp8rl.launch.job import Job, plan
@@ -442,6 +443,13 @@ def test_a_dry_run_prints_what_would_be_submitted_and_nothing_else(capsys, fake_
     assert kubernetes.launch(job, chosen, dry_run=True)
     assert capsys.readouterr().out == kubernetes.render(job, chosen)
     assert not (folder / "calls").exists()
+
+
+def test_the_command_line_prints_what_check_manifest_takes(capsys, tmp_path):
+    changes = [word for change in (*BASE, "gpus_per_node=8") for word in ("--set", change)]
+    assert main(["launch", "k8s", "--config", str(TINY), "grpo.max_num_steps=3", *changes, "--dry-run"]) == 0
+    printed = write(tmp_path / "job.yaml", capsys.readouterr().out)
+    assert main(["check-manifest", str(printed)]) == 0
 
 
 def test_a_submission_says_the_run_and_how_to_follow_it(capsys, fake_kubectl):
