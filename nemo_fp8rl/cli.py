@@ -113,6 +113,11 @@ def _parser() -> argparse.ArgumentParser:
     parity.add_argument("--seed", type=int, default=0)
     parity.add_argument("--json", action="store_true", help="print JSON, and nothing else, on stdout")
     parity.set_defaults(run=_parity)
+
+    manifest = commands.add_parser("check-manifest", help="check a RayJob or RayCluster of KubeRay without a cluster")
+    manifest.add_argument("file", type=Path, metavar="FILE", help="YAML, of one or more objects")
+    manifest.add_argument("--crds", type=Path, metavar="DIR", help="KubeRay's CRDs, to check against their schema, too")
+    manifest.set_defaults(run=_check_manifest, unfinished=BAD_INPUT)
     return parser
 
 
@@ -218,6 +223,16 @@ def _parity(arguments: argparse.Namespace) -> bool:
     else:
         show(result)
     return True
+
+
+def _check_manifest(arguments: argparse.Namespace) -> bool:
+    from nemo_fp8rl.launch.manifest_check import check_file
+
+    found = check_file(arguments.file, arguments.crds)
+    for name, findings in found.items():
+        for finding in findings:
+            print(f"{name}: {finding}")
+    return not any(found.values())
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_fp8rl.launch import local, slurm
+from nemo_fp8rl.launch import kubernetes, local, slurm
 from nemo_fp8rl.launch.job import plan
 from nemo_fp8rl.launch.settings import read_settings
 
@@ -37,6 +37,8 @@ def launch(
             f"job {number}, run {job.run_id}\n  script and logs: {folder}\n  follow: tail -F {folder}/attempt-0/job.log"
         )
         return True
+    if place == "k8s":
+        return kubernetes.launch(job, settings, dry_run)
     text = local.render(job, settings)
     if dry_run:
         print(text, end="")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.launch.kubernetes_settings import KubernetesConfig
 from nemo_fp8rl.typed_tree import check_keys, typed
 
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY", re.IGNORECASE)
@@ -78,11 +79,6 @@ class SlurmConfig:
     """Of another kind than the trainer's nodes: makes the job heterogeneous."""
     options: tuple[str, ...] = ()
     """Further options of sbatch, such as --reservation=rl."""
-
-
-@dataclass(frozen=True)
-class KubernetesConfig:
-    pass
 
 
 @dataclass(frozen=True)

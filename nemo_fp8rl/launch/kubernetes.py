@@ -1,0 +1,242 @@
+"""A job as a RayJob of KubeRay, or a RayCluster that waits for people; submitted by kubectl.
+
+The recipe travels in a ConfigMap, merged with its parents and overrides (`merged`): a file on the submitter's disk is
+of no use in a pod, and overrides on the entry point would pass through two shells and Kubernetes' own `$(...)`.
+Left out: saving when a pod is told to end. KubeRay does not tell the driver; what is lost is the work since the latest
+checkpoint.
+"""
+
+import posixpath
+import shlex
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.launch.job import Job
+from nemo_fp8rl.launch.kubernetes_settings import KubernetesConfig
+from nemo_fp8rl.launch.manifest_check import LOADER, lint, schema_errors
+from nemo_fp8rl.launch.manifest_lint import MAX_NAME
+from nemo_fp8rl.launch.merged import merge
+from nemo_fp8rl.launch.settings import LaunchConfig
+from nemo_fp8rl.launch.template import fill, quoted
+
+RECIPE_FOLDER = "/etc/nemo-fp8rl"
+RECIPE = f"{RECIPE_FOLDER}/recipe.yaml"
+RUN_ID_LABEL = "nemo-fp8rl/run-id"
+MAX_CONFIG_MAP = 1 << 20
+KUBECTL_SECONDS = 120
+
+
+def launch(job: Job, settings: LaunchConfig, dry_run: bool = False) -> bool:
+    """Submit and say how to follow, or with dry_run print exactly what would be submitted."""
+    text = render(job, settings)
+    if dry_run:
+        print(text, end="")
+        return True
+    submit(text, settings)
+    print("\n  ".join([f"run {job.run_id}", *next_steps(job, settings)]))
+    return True
+
+
+def object_name(job: Job) -> str:
+    """Of the run id, its beginning shortened to what KubeRay takes."""
+    suffix = job.run_id.removeprefix(job.name)
+    return job.name[: MAX_NAME["RayJob"] - len(suffix)].rstrip("-") + suffix
+
+
+def render(job: Job, settings: LaunchConfig) -> str:
+    """What `submit` gives to kubectl. Raises UserError for settings that cannot work, also by `lint`."""
+    k = settings.kubernetes
+    workdir = k.workdir or next((volume.path for volume in k.volumes if not volume.read_only), None)
+    _check(k)
+    recipe, entrypoint = _recipe(job, k, workdir) if job.command else (None, ())
+    values = {
+        "k": k,
+        "name": object_name(job),
+        "labels": _labels(job, k),
+        "env": {name: value.replace("$", "$$") for name, value in _variables(job, settings).items()},
+        "workdir": workdir,
+        "entrypoint": shlex.join(entrypoint),
+        "has_recipe": recipe is not None,
+        "recipe_folder": RECIPE_FOLDER,
+        "groups": _groups(job, k),
+    }
+    text = _without_empty_lines(fill(f"kubernetes/{'rayjob' if job.command else 'raycluster'}.yaml.jinja", **values))
+    if recipe is not None:
+        text = fill("kubernetes/recipe.yaml.jinja", **values, recipe=_block(recipe, 4)) + "---\n" + text
+    _refuse_unsound(text, k)
+    return text
+
+
+def manifests(job: Job, settings: LaunchConfig) -> list[dict[str, Any]]:
+    """The same, read."""
+    return list(yaml.load_all(render(job, settings), LOADER))
+
+
+def submit(text: str, settings: LaunchConfig) -> None:
+    """Have the API server check all of it, then create it. Raises UserError with kubectl's own first line."""
+    namespace = _namespace(settings.kubernetes)
+    for arguments in (("--dry-run=server",), ()):
+        command = ["kubectl", "create", *namespace, *arguments, "-f", "-"]
+        try:
+            done = subprocess.run(
+                command, input=text, capture_output=True, text=True, timeout=KUBECTL_SECONDS, check=False
+            )
+        except FileNotFoundError:
+            raise UserError(
+                "kubectl is not on PATH: install it, or save what --dry-run prints and create it elsewhere"
+            ) from None
+        except subprocess.TimeoutExpired:
+            raise UserError(f"kubectl has not answered in {KUBECTL_SECONDS} seconds; try `kubectl get pods`") from None
+        if done.returncode:
+            said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+            raise UserError(f"kubectl create: {said[0] if said else f'exit code {done.returncode}'}")
+
+
+def next_steps(job: Job, settings: LaunchConfig) -> list[str]:
+    """How to follow what was submitted, a command a line, each with what it is for."""
+    name, k = object_name(job), settings.kubernetes
+    kubectl = shlex.join(["kubectl", *_namespace(k)])
+    kind = "rayjob" if job.command else "raycluster"
+    head = f"{RUN_ID_LABEL}={job.run_id},ray.io/node-type=head"
+    if not job.command:
+        logs = f"{kubectl} exec -it $({kubectl} get pod -l {head} -o name) -- bash  # on the head"
+    elif k.kai:
+        logs = f"{kubectl} logs -f -l {head} -c ray-job-submitter --tail=-1  # the driver's output"
+    else:
+        logs = f"{kubectl} logs -f job/{name}  # the driver's output, once all pods are ready"
+    kinds = "rayjob,configmap" if job.command else kind
+    return [
+        f"{kubectl} get {kind} {name} -w",
+        f"{kubectl} get pods -l {RUN_ID_LABEL}={job.run_id}",
+        logs,
+        f"{kubectl} port-forward $({kubectl} get pod -l {head} -o name) 8265  # the dashboard on localhost:8265",
+        f"{kubectl} delete {kinds} -l {RUN_ID_LABEL}={job.run_id}  # the end of it",
+    ]
+
+
+def _namespace(k: KubernetesConfig) -> list[str]:
+    return ["-n", k.namespace] if k.namespace else []
+
+
+def _check(k: KubernetesConfig) -> None:
+    if not k.image:
+        raise UserError(
+            "kubernetes.image is required: an image with nemo-fp8rl and Ray, --set kubernetes.image=registry/name:tag"
+        )
+    if k.kueue and k.kai:
+        raise UserError("kubernetes.kueue and kubernetes.kai both place pods; remove one of the blocks")
+    if k.kueue and k.kueue.required_topology and k.kueue.preferred_topology:
+        raise UserError("kubernetes.kueue takes required_topology or preferred_topology, not both; remove one")
+
+
+def _recipe(job: Job, k: KubernetesConfig, workdir: str | None) -> tuple[str, Sequence[str]]:
+    """The merged recipe, and the driver's command on it."""
+    of_nemo_rl = job.values is not None  # such a recipe always is for Ray
+    command = job.command if of_nemo_rl else job.command_with("cluster.backend=ray")
+    at = command.index("--config")
+    loop, path, overrides = command[:at], Path(command[at + 1]), command[at + 2 :]
+    merged = merge(path, overrides, of_nemo_rl)
+    if len(merged.text.encode()) > MAX_CONFIG_MAP:
+        raise UserError(f"{path} with its parents is larger than the 1 MiB that a ConfigMap holds")
+    if k.backoff_limit and merged.checkpoint_dir is None:
+        raise UserError(
+            f"kubernetes.backoff_limit={k.backoff_limit}, but the run saves no checkpoints to continue from: set "
+            "checkpointing.enabled=true, or backoff_limit to 0"
+        )
+    if k.backoff_limit and merged.checkpoint_dir is not None:
+        _check_survives(merged.checkpoint_dir, k, workdir)
+    return merged.text, ("nemo-fp8rl", *loop, "--config", RECIPE)
+
+
+def _check_survives(folder: str, k: KubernetesConfig, workdir: str | None) -> None:
+    """Checkpoints must be where the next attempt's pods find them."""
+    where = posixpath.normpath(posixpath.join(workdir or "", folder))
+    writable = [posixpath.normpath(volume.path) for volume in k.volumes if not volume.read_only]
+    if not any(posixpath.commonpath([where, path]) == path for path in writable if where.startswith("/")):
+        raise UserError(
+            f"checkpointing.checkpoint_dir={folder} is on no volume that can be written, so none of the "
+            f"backoff_limit={k.backoff_limit} further attempts could continue from it: name a claim in "
+            "kubernetes.volumes and a folder below its path, or set kubernetes.backoff_limit=0"
+        )
+
+
+def _labels(job: Job, k: KubernetesConfig) -> dict[str, str]:
+    queue = {"kai.scheduler/queue": k.kai.queue} if k.kai else {}
+    return {**k.labels, RUN_ID_LABEL: job.run_id, "nemo-fp8rl/job": job.name, **queue}
+
+
+def _variables(job: Job, settings: LaunchConfig) -> dict[str, str]:
+    run = {"NEMO_FP8RL_RUN_ID": job.run_id, "WANDB_RUN_ID": job.run_id, "WANDB_RESUME": "allow"}
+    given = {variable.name for variable in settings.kubernetes.secret_env}
+    return {name: value for name, value in {**run, **settings.env}.items() if name not in given}
+
+
+def _groups(job: Job, k: KubernetesConfig) -> list[dict[str, Any]]:
+    own = k.generation
+    groups = [_group("train", job.train_nodes, job.gpus_per_node, k.cpus, k.memory, k.node_selector, k)]
+    if job.generation_nodes:
+        gpus = job.gpus_per_node if own is None or own.gpus_per_node is None else own.gpus_per_node
+        cpus, memory = (own.cpus, own.memory) if own else (None, None)
+        selector = k.node_selector if own is None or own.node_selector is None else own.node_selector
+        groups.append(_group("generation", job.generation_nodes, gpus, cpus or k.cpus, memory or k.memory, selector, k))
+    return groups
+
+
+def _group(
+    name: str,
+    nodes: int,
+    gpus: int,
+    cpus: int | None,
+    memory: str | None,
+    node_selector: dict[str, str],
+    k: KubernetesConfig,
+) -> dict[str, Any]:
+    resources = {
+        **({"cpu": str(cpus)} if cpus else {}),
+        **({"memory": memory} if memory else {}),
+        **({k.gpu_resource: str(gpus)} if gpus else {}),
+        **{device: str(count) for device, count in k.rdma.items()},
+    }
+    topology = {}
+    if k.kueue and k.kueue.required_topology:
+        topology["kueue.x-k8s.io/podset-required-topology"] = k.kueue.required_topology
+    if k.kueue and k.kueue.preferred_topology:
+        topology["kueue.x-k8s.io/podset-preferred-topology"] = k.kueue.preferred_topology
+    return {
+        "name": name,
+        "nodes": nodes,
+        "gpus": gpus,
+        "resources": resources,
+        "node_selector": node_selector,
+        "tolerations": k.tolerations if gpus else (),
+        "annotations": {**k.annotations, **topology},
+    }
+
+
+def _without_empty_lines(text: str) -> str:
+    """The parts of a template that a job does not need leave some; no value has a line's end in it."""
+    return "".join(line for line in text.splitlines(keepends=True) if line.strip())
+
+
+def _block(text: str, indent: int) -> str:
+    """As a block of lines, for people; quoted where a character would not survive that."""
+    plain = all(character == "\n" or character.isprintable() for character in text)
+    if not plain or text[:1].isspace() or not text.endswith("\n") or text.endswith("\n\n"):
+        return quoted(text)
+    return "|\n" + "".join(" " * indent + line if line.strip() else line for line in text.splitlines(keepends=True))
+
+
+def _refuse_unsound(text: str, k: KubernetesConfig) -> None:
+    """Settings that make a manifest which the API server or KubeRay would refuse, or pods that could not start."""
+    for manifest in yaml.load_all(text, LOADER):
+        if manifest["kind"] == "ConfigMap":
+            continue
+        findings = lint(manifest) or (schema_errors(manifest, Path(k.crds)) if k.crds else [])
+        if findings:
+            more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
+            raise UserError(f"these settings do not make a sound manifest: {findings[0]}{more}")
