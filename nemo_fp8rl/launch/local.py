@@ -4,12 +4,21 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.launch.job import Job
 from nemo_fp8rl.launch.settings import LaunchConfig
 from nemo_fp8rl.launch.template import fill
+
+
+def launch(job: Job, settings: LaunchConfig, dry_run: bool = False) -> bool:
+    """Become the driver, so that its exit code is this command's; with dry_run print the script that would."""
+    script = render(job, settings)
+    if not dry_run:
+        os.execvp("bash", ["bash", "-c", script])
+    print(script, end="")
+    return True
 
 
 def render(job: Job, settings: LaunchConfig) -> str:
@@ -20,11 +29,6 @@ def render(job: Job, settings: LaunchConfig) -> str:
     overrides, layout = choose(job.values, gpus) if job.values else ((), "")
     driver = (sys.executable, "-m", "nemo_fp8rl.cli", *job.command_with(*overrides))
     return fill("local/run.sh.jinja", job=job, layout=layout, env=settings.env, driver=driver)
-
-
-def run(script: str) -> NoReturn:
-    """In place of this process, so that its exit code is the driver's."""
-    os.execvp("bash", ["bash", "-c", script])
 
 
 def visible_gpus() -> int:

@@ -7,6 +7,8 @@ from nemo_fp8rl.launch import kubernetes, local, slurm
 from nemo_fp8rl.launch.job import plan
 from nemo_fp8rl.launch.settings import read_settings
 
+PLACES = {"local": local.launch, "slurm": slurm.launch, "k8s": kubernetes.launch}
+
 
 def launch(
     place: str,
@@ -19,28 +21,6 @@ def launch(
     idle: bool = False,
     dry_run: bool = False,
 ) -> bool:
-    """Submit, or with dry_run print exactly what would be. Raises UserError before anything is submitted.
-
-    Returns whether what ran here ended well; a job that was submitted did.
-    """
+    """Submit, or with dry_run print exactly what would be. Raises UserError before anything is submitted."""
     settings = read_settings(site, changes)
-    job = plan(recipe, overrides, settings, loop, idle)
-    if place == "slurm":
-        slurm.check_secrets(settings.slurm)
-        text = slurm.render(job, settings)
-        if dry_run:
-            print(text, end="")
-            return True
-        number = slurm.submit(text, job, settings)
-        folder = slurm.run_dir(job, settings)
-        print(
-            f"job {number}, run {job.run_id}\n  script and logs: {folder}\n  follow: tail -F {folder}/attempt-0/job.log"
-        )
-        return True
-    if place == "k8s":
-        return kubernetes.launch(job, settings, dry_run)
-    text = local.render(job, settings)
-    if dry_run:
-        print(text, end="")
-        return True
-    return local.run(text)
+    return PLACES[place](plan(recipe, overrides, settings, loop, idle), settings, dry_run)

@@ -6,9 +6,8 @@ from decimal import Decimal
 from typing import Any
 
 from nemo_fp8rl.launch.manifest_parts import Finding, key_path, mapping, mappings, plain, quantity, repeated, tags
-from nemo_fp8rl.launch.settings import SECRET
+from nemo_fp8rl.launch.settings import looks_secret
 
-NO_SECRET = re.compile(r"/.*|\d*|true|false", re.IGNORECASE)
 """A path, a number or a switch: TOKENIZERS_PARALLELISM=false, RAY_AUTH_TOKEN_PATH=/run/token."""
 OF_KUBERAY = {"ray-token", "ray-logs", "shared-mem"}
 """Volumes that it adds to a pod."""
@@ -90,7 +89,7 @@ def _variable(variable: Mapping[str, Any], path: str) -> Iterator[Finding]:
         yield Finding(f"{path}.value", f"{value!r} is not a string", f'quote it: "{plain(value)}"')
     if value and "valueFrom" in variable:
         yield Finding(f"{path}.valueFrom", "there is a value, too", "remove one of the two")
-    if isinstance(value, str) and SECRET.search(str(name)) and not NO_SECRET.fullmatch(value):
+    if isinstance(value, str) and looks_secret(str(name), value):
         yield Finding(
             f"{path}.value",
             f"{name} looks like a secret, and everybody who may read the object would see it",

@@ -11,6 +11,7 @@ from nemo_fp8rl.launch.kubernetes_settings import KubernetesConfig
 from nemo_fp8rl.typed_tree import check_keys, typed
 
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY", re.IGNORECASE)
+NO_SECRET = re.compile(r"/.*|\d*|true|false", re.IGNORECASE)
 PORTS = re.compile(r"(\d{1,5})-(\d{1,5})")
 LEAST_PORTS = 10
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -126,11 +127,16 @@ def read_settings(site: Path | None, changes: Sequence[str] = ()) -> LaunchConfi
     return settings
 
 
+def looks_secret(name: str, value: str) -> bool:
+    """Of an environment variable; a path, a number or a switch is none, whatever its name."""
+    return bool(SECRET.search(name)) and not NO_SECRET.fullmatch(value)
+
+
 def _check(settings: LaunchConfig) -> None:
     for name, value in settings.env.items():
         if not VARIABLE.fullmatch(name):
             raise UserError(f"env.{name} is not the name of an environment variable")
-        if SECRET.search(name):
+        if looks_secret(name, value):
             raise UserError(
                 f"env.{name} looks like a secret, and the script would show it: give it in slurm.secrets_file, or in a "
                 "Kubernetes secret named in kubernetes.secrets"

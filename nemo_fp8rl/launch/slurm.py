@@ -20,6 +20,18 @@ UNFINISHED = 130
 """Exit code of our commands when there is more to do."""
 
 
+def launch(job: Job, settings: LaunchConfig, dry_run: bool = False) -> bool:
+    """Submit and say how to follow, or with dry_run print exactly what would be submitted."""
+    secrets(Path(settings.slurm.secrets_file) if settings.slurm.secrets_file else None)  # which refuses a bad file
+    script = render(job, settings)
+    if dry_run:
+        print(script, end="")
+        return True
+    number, folder = submit(script, job, settings), run_dir(job, settings)
+    print(f"job {number}, run {job.run_id}\n  script and logs: {folder}\n  follow: tail -F {folder}/attempt-0/job.log")
+    return True
+
+
 def render(job: Job, settings: LaunchConfig) -> str:
     """The script. Raises UserError for what SLURM would read otherwise than it is meant."""
     slurm = settings.slurm
@@ -175,8 +187,3 @@ def _container(slurm: SlurmConfig, folder: Path) -> list[str]:
         f"--container-workdir={container.workdir or here}",
         "--no-container-mount-home",
     ]
-
-
-def check_secrets(slurm: SlurmConfig) -> None:
-    """Raises UserError for a file that cannot be read, or that others can."""
-    secrets(Path(slurm.secrets_file) if slurm.secrets_file else None)

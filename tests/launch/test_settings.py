@@ -23,6 +23,10 @@ def test_a_site_file_and_changes_to_it(tmp_path):
     assert settings.env == {"NCCL_DEBUG": "WARN"}
 
 
+def test_a_switch_and_a_path_are_no_secrets():
+    read_settings(None, ["env.TOKENIZERS_PARALLELISM='false'", "env.MAX_TOKENS='12'", "env.TOKEN_FILE=/run/token"])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
