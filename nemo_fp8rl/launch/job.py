@@ -17,6 +17,13 @@ from nemo_fp8rl.recipe import load
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 """What both SLURM and Kubernetes take, short enough for KubeRay to add to it."""
 
+SAID_BY = {
+    "nodes": "cluster.num_nodes",
+    "generation_nodes": "policy.generation.colocated.resources.num_nodes",
+    "gpus_per_node": "cluster.gpus_per_node",
+}
+"""Where a recipe for NeMo RL says what is a setting for ours."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -45,16 +52,25 @@ class Job:
 
 
 def plan(
-    recipe: Path, overrides: Sequence[str], settings: LaunchConfig, loop: str | None = None, idle: bool = False
+    recipe: Path,
+    overrides: Sequence[str],
+    settings: LaunchConfig,
+    loop: str | None = None,
+    idle: bool = False,
+    on_any_gpus: bool = False,
 ) -> Job:
     """The job of a recipe. loop: train, which is ours, or nemo; by default NeMo RL's for a recipe of its dialect, which
-    ours runs, too. Raises UserError.
+    ours runs, too. on_any_gpus: how many there are is not the recipe's to say. Raises UserError.
 
     The recipe itself is checked where it runs, or by `nemo-fp8rl doctor`; here it says how many nodes there are.
     """
     values = _read(recipe, overrides)
     sizes = {"nodes": 1, "generation_nodes": 0, "gpus_per_node": 0} if values is None else _sizes(values)
-    sizes |= {key: given for key in sizes if (given := getattr(settings, key)) is not None}
+    for key, size in sizes.items():
+        given = getattr(settings, key)
+        if values is not None and given not in (None, size) and not on_any_gpus:
+            raise UserError(f"{key}={given}, but {SAID_BY[key]} says {size}: change that instead, as an override")
+        sizes[key] = size if given is None else given
     nodes, alone = sizes["nodes"], sizes["generation_nodes"]
     if alone >= nodes:
         raise UserError(f"generation_nodes={alone} of nodes={nodes} leaves none to train on: raise nodes")

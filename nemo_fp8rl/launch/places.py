@@ -23,4 +23,5 @@ def launch(
 ) -> bool:
     """Submit, or with dry_run print exactly what would be. Raises UserError before anything is submitted."""
     settings = read_settings(site, changes)
-    return PLACES[place](plan(recipe, overrides, settings, loop, idle), settings, dry_run)
+    job = plan(recipe, overrides, settings, loop, idle, on_any_gpus=place == "local")
+    return PLACES[place](job, settings, dry_run)

@@ -75,7 +75,7 @@ class SlurmConfig:
     secrets_file: str | None = None
     """A file of NAME=value lines on the shared filesystem that only its owner may read; for tokens and keys."""
     setup: str = ""
-    """Shell commands that every step runs first, such as module loads."""
+    """Shell commands that the job's script runs first, outside of any container, such as module loads."""
     generation: NodeGroup | None = None
     """Of another kind than the trainer's nodes: makes the job heterogeneous."""
     options: tuple[str, ...] = ()
@@ -89,11 +89,11 @@ class LaunchConfig:
     runs_dir: str = "runs/launch"
     """Where each run has its folder: script, logs of every attempt, addresses. On SLURM all nodes must see it."""
     nodes: int | None = None
-    """All nodes; null: as the recipe says, or 1."""
+    """All nodes; null: 1. A recipe for NeMo RL says this and the next two itself."""
     generation_nodes: int | None = None
-    """Of these, nodes for engines alone; null: as the recipe says, or 0."""
+    """Of these, nodes for engines alone; null: 0."""
     gpus_per_node: int | None = None
-    """null: as the recipe says, or 0."""
+    """null: 0; by `launch local`, as many as there are, whatever the recipe says."""
     env: dict[str, str] = field(default_factory=dict)
     """Variables of every process. Not for secrets: they would be in the script and in the scheduler's records."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)

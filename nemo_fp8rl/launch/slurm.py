@@ -168,7 +168,7 @@ def _driver(job: Job, slurm: SlurmConfig) -> tuple[str, ...]:
 
 
 def _container(slurm: SlurmConfig, folder: Path) -> list[str]:
-    """Options of srun for Pyxis. One container a node and job, which later steps find again by its name."""
+    """Options of srun for Pyxis: every step in a container of its own, which share the node's node_tmp."""
     container = slurm.container
     if container.image is None:
         return []

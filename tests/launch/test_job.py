@@ -28,6 +28,8 @@ def test_a_recipe_of_nemo_rls_says_its_nodes():
     apart = ("policy.generation.colocated.enabled=false", "++policy.generation.colocated.resources.num_nodes=3")
     job = plan(recipe, apart, read_settings(None))
     assert (job.train_nodes, job.generation_nodes) == (1, 3)
+    with pytest.raises(UserError, match=r"nodes=2, but cluster.num_nodes says 4"):
+        plan(recipe, [], read_settings(None, ["nodes=2"]))
 
 
 def test_overrides_may_follow_options_and_defaults_come_before_them():

@@ -99,7 +99,7 @@ tell_how_to_attach() {
         echo "# A shell on the head node, $HEAD, from which ray and python see the cluster."
         printf '%q ' exec srun --overlap "--jobid=$SLURM_JOB_ID" --nodes=1 --ntasks=1 "--nodelist=$HEAD" --cpu-bind=none \
             "${STEP_OPTIONS[@]}" --pty env "RAY_ADDRESS=$address" RAY_AUTH_MODE=token \
-            "RAY_AUTH_TOKEN_PATH=$RAY_AUTH_TOKEN_PATH" "RAY_TMPDIR=$RAY_TMPDIR" bash
+            "RAY_AUTH_TOKEN_PATH=$RAY_AUTH_TOKEN_PATH" "RAY_TMPDIR=$RAY_TMPDIR" "PATH=$(dirname "$PYTHON"):$PATH" bash
         echo
     } >"$RUN_DIR/attach.sh"
     say "Ray's head is at $address; a shell there: bash $RUN_DIR/attach.sh"
