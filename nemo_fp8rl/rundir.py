@@ -3,10 +3,14 @@
     config.yaml        the resolved recipe
     environment.json   versions, and every choice that was resolved at start
     metrics.jsonl      one object a step
+    histograms.jsonl   one a step: how many tokens have which importance weight (algorithms/weight_histogram.py)
+    samples.jsonl      at the first step and where it validates: answers, with both sides' log-probs (samples.py)
     tensorboard/       the same metrics as events
+    trackers.json      ids of the runs at Weights & Biases and MLflow, whose own files are in wandb/
     checkpoints/       step_N/{policy/weights, policy/optimizer, policy/kv_scales.json, training_info.json}
 
-A checkpoint is written under a temporary name and renamed, so the latest one is always whole.
+A checkpoint is written under a temporary name and renamed, so the latest one is always whole. The three .jsonl are
+appended to, and cut back to the checkpoint that a resumed run begins from.
 """
 
 import fcntl
@@ -24,12 +28,16 @@ import torch
 import yaml
 
 from nemo_fp8rl.algorithms.loss import GrpoLoss
+from nemo_fp8rl.algorithms.weight_histogram import Bin
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import KernelName, kernels
+from nemo_fp8rl.loggers import check_installed, open_loggers
 from nemo_fp8rl.policy.base import Policy
 from nemo_fp8rl.policy.kv_cache import engine_rounding
 from nemo_fp8rl.recipe import to_yaml
+from nemo_fp8rl.samples import Sample
+from nemo_fp8rl.step_log import StepLog, read, sync, write_atomically
 
 MAY_CHANGE = (
     "grpo.max_num_steps",
@@ -73,6 +81,7 @@ class RunDirectory:
         for folder in (self.path, *self.path.parents):
             if folder.exists() and not folder.is_dir():
                 raise UserError(f"logger.log_dir={self.path}: {folder} is a file; give a folder")
+        check_installed(cfg.logger)
         self.done = max(self._steps(), default=0)
         self.choices = _choices(cfg)
         self._check_start()
@@ -81,25 +90,23 @@ class RunDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock()
-            _write_atomically(self.path / "config.yaml", to_yaml(self.cfg))
+            write_atomically(self.path / "config.yaml", to_yaml(self.cfg))
             self._write_environment()
-            kept = [row for row in self.read_metrics() if row["step"] <= self.done]
-            _write_atomically(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
-            self._metrics = open(self.metrics_path, "a")
+            self._metrics = StepLog(self.metrics_path, self.done)
+            self._histograms = StepLog(self.path / "histograms.jsonl", self.done)
+            self._samples = StepLog(self.path / "samples.jsonl", self.done)
         except OSError as error:
             raise UserError(f"logger.log_dir={self.path} cannot be written ({error}); give another folder") from None
-        self._tensorboard: Any = None
-        if self.cfg.logger.tensorboard_enabled:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._tensorboard = SummaryWriter(str(self.path / "tensorboard"), purge_step=self.done + 1)
+        recipe = _flat(yaml.safe_load(to_yaml(self.cfg)))
+        self._loggers = open_loggers(self.cfg.logger, recipe, self.done)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._metrics.close()
+        for log in self._logs:
+            log.close()
         os.close(self._guard)
-        if self._tensorboard:
-            self._tensorboard.close()
+        for logger in self._loggers:
+            logger.close(failed=error is not None)
 
     def _check_start(self) -> None:
         steps = max((int(row["step"]) for row in self.read_metrics()), default=None)
@@ -140,20 +147,29 @@ class RunDirectory:
                 f"another process works in {self.path}; wait for it or set another logger.log_dir"
             ) from None
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Append one step's metrics. They survive a kill at once, a power cut from the next checkpoint on."""
-        self._metrics.write(json.dumps({"step": step, **metrics}, allow_nan=False) + "\n")
-        self._metrics.flush()
-        if self._tensorboard:
-            for name, value in metrics.items():
-                self._tensorboard.add_scalar(name, value, step)
+    @property
+    def _logs(self) -> tuple[StepLog, ...]:
+        return self._metrics, self._histograms, self._samples
+
+    def log(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        log_weights: list[Bin] | None = None,
+        samples: list[Sample] | None = None,
+    ) -> None:
+        """Append one step's. They survive a kill at once, a power cut from the next checkpoint on."""
+        self._metrics.append(step, metrics)
+        if log_weights is not None:
+            self._histograms.append(step, {"log_weights": log_weights})
+        if samples:
+            self._samples.append(step, {"samples": samples})
+        for logger in self._loggers:
+            logger.log(step, metrics)
 
     def read_metrics(self) -> list[dict[str, float]]:
         """Every whole line of metrics.jsonl; a line that a kill cut short is left out."""
-        if not self.metrics_path.exists():
-            return []
-        lines = self.metrics_path.read_text().split("\n")[:-1]
-        return [json.loads(line) for line in lines]
+        return read(self.metrics_path)
 
     def load_checkpoint(self, policy: Policy) -> None:
         """Bring the policy to the state after step `done`."""
@@ -165,7 +181,8 @@ class RunDirectory:
 
         Raises UserError when it cannot be written; what was there before stays, and what was begun is removed.
         """
-        os.fsync(self._metrics.fileno())
+        for log in self._logs:
+            log.sync()
         final, partial = self.checkpoints / f"step_{step}", self.checkpoints / f".partial_step_{step}"
         for leftover in self.checkpoints.glob(".partial_step_*"):
             shutil.rmtree(leftover)
@@ -174,9 +191,9 @@ class RunDirectory:
             policy.save(partial / "policy")
             (partial / "training_info.json").write_text(json.dumps({"step": step}) + "\n")
             for path in partial.rglob("*"):
-                _sync(path)
+                sync(path)
             os.rename(partial, final)
-            _sync(self.checkpoints)
+            sync(self.checkpoints)
         except (OSError, UserError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             kept = f"--resume continues from step {self.done}" if self.done else "there is none before it"
@@ -201,7 +218,7 @@ class RunDirectory:
         self._write_environment()
 
     def _write_environment(self) -> None:
-        _write_atomically(self.path / "environment.json", json.dumps(self._environment(), indent=1) + "\n")
+        write_atomically(self.path / "environment.json", json.dumps(self._environment(), indent=1) + "\n")
 
     def _steps(self) -> list[int]:
         if not self.checkpoints.is_dir():
@@ -272,18 +289,3 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    _sync(partial)
-    os.replace(partial, path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -47,7 +47,7 @@ def read(run: str | Path) -> list[dict[str, float]]:
 
 def results(run: str | Path) -> list[dict[str, float]]:
     """What a run measured, without what depends on the clock, as the bytes of a refit do."""
-    clock = ("timing/", "refit/")
+    clock = ("timing/", "performance/", "refit/")
     return [{name: value for name, value in row.items() if not name.startswith(clock)} for row in read(run)]
 
 
