@@ -18,7 +18,7 @@ class StepLog:
         self._file = path.open("a")
 
     def append(self, step: int, row: Row) -> None:
-        """It survives a kill at once, a power cut after `sync`. Raises ValueError on NaN and infinity, which JSON lacks."""
+        """It survives a kill at once, a power cut after `sync`. ValueError on NaN and infinity."""
         self._file.write(json.dumps({"step": step, **row}, allow_nan=False) + "\n")
         self._file.flush()
 

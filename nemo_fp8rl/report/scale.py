@@ -1,0 +1,74 @@
+"""From values to places on an axis, and the ticks along it."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+MOST_DECADES = 6
+"""On a logarithmic axis: two sides that agree but for one token's last bit have a KL of 1e-18."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """low, high: of the axis, as `project` gives them. log: places follow log10(value - offset)."""
+
+    low: float
+    high: float
+    log: bool = False
+    offset: float = 0.0
+
+    def place(self, value: float) -> float:
+        """0 at the low end, 1 at the high end; what a logarithm cannot show lies at the low end."""
+        if self.log:
+            above = value - self.offset
+            value = math.log10(above) if above > 0 else self.low
+        return min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """(place, label)."""
+        if not self.log:
+            marks = linear_ticks(self.low, self.high)
+            return [(self.place(mark), number(mark)) for mark in marks]
+        first, last = math.ceil(self.low), math.floor(self.high)
+        every = max(1, -(-(last - first + 1) // 6))
+        return [
+            ((power - self.low) / (self.high - self.low), number(self.offset + 10.0**power, digits=8))
+            for power in range(first, last + 1, every)
+        ]
+
+
+def linear(values: Iterable[float], from_zero: bool = False) -> Scale:
+    values = list(values)
+    low, high = min(values), max(values)
+    low = min(low, 0.0) if from_zero else low
+    margin = (high - low) * 0.05 or abs(high) * 0.05 or 0.5
+    return Scale(low if from_zero and low == 0 else low - margin, high + margin)
+
+
+def logarithmic(values: Iterable[float], offset: float = 0.0) -> Scale | None:
+    """Whole decades around the values above `offset`, the highest MOST_DECADES; None where there are none."""
+    above = [value - offset for value in values if value > offset]
+    if not above:
+        return None
+    low, high = math.floor(math.log10(min(above))), math.ceil(math.log10(max(above)))
+    return Scale(max(low, high - MOST_DECADES), max(high, low + 1), log=True, offset=offset)
+
+
+def linear_ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten within the limits."""
+    raw = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(step for m in (1, 2, 5, 10) if (step := m * power) >= raw * 0.999)
+    return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def number(value: float, digits: int = 5) -> str:
+    """Short: 0.00012, 3.1e-07, 12,500, 3.2M."""
+    if value == 0:
+        return "0"
+    for size, unit in ((1e9, "G"), (1e6, "M")):
+        if abs(value) >= size:
+            return f"{value / size:.4g}{unit}"
+    if abs(value) >= 1e4:
+        return f"{value:,.0f}"
+    return f"{value:.1e}" if abs(value) < 1e-4 else f"{value:.{digits}g}"
