@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from nemo_fp8rl.report.read import Run
+from nemo_fp8rl.report.read import Run, Sample
 from nemo_fp8rl.report.scale import number
 
 MOST_STEPS = 4
@@ -38,19 +38,17 @@ class AnswersOfStep:
 
 
 def answers(run: Run) -> list[AnswersOfStep]:
-    rows = run.samples
-    if len(rows) > MOST_STEPS:
-        rows = [rows[round(i * (len(rows) - 1) / (MOST_STEPS - 1))] for i in range(MOST_STEPS)]
-    return [AnswersOfStep(row["step"], [_answer(sample) for sample in row["samples"]]) for row in rows]
+    steps = list(run.samples)
+    if len(steps) > MOST_STEPS:
+        steps = [steps[round(i * (len(steps) - 1) / (MOST_STEPS - 1))] for i in range(MOST_STEPS)]
+    return [AnswersOfStep(step, [_answer(sample) for sample in run.samples[step]]) for step in steps]
 
 
-def _answer(sample: dict) -> Answer:
-    tokens = [
-        _token(*token)
-        for token in zip(sample["tokens"], sample["prev_logprobs"], sample["generation_logprobs"], strict=True)
-    ]
-    left_out = sample["num_tokens"] - len(tokens)
-    return Answer(sample["chosen"], sample["prompt"], number(sample["reward"]), left_out, tokens)
+def _answer(sample: Sample) -> Answer:
+    logprobs = zip(sample.tokens, sample.prev_logprobs, sample.generation_logprobs, strict=True)
+    tokens = [_token(*token) for token in logprobs]
+    left_out = sample.num_tokens - len(tokens)
+    return Answer(sample.chosen, sample.prompt, number(sample.reward), left_out, tokens)
 
 
 def _token(text: str, trainer: float | None, engine: float | None) -> Token:

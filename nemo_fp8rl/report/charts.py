@@ -87,7 +87,7 @@ def line_chart(
     x_scale = Scale(min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1)
     if labels:
         x_scale = Scale(-0.5, len(labels) - 0.5)
-    most = min(MOST_POINTS, 4 * MOST_POINTS // len(lines))
+    most = max(50, min(MOST_POINTS, 4 * MOST_POINTS // len(lines)))
     shapes, series = [], []
     for line in lines:
         shown = extremes(line.points, most)

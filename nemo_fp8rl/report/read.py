@@ -3,10 +3,10 @@
 import fcntl
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -22,18 +22,41 @@ FILES = {
 }
 
 
+Value = TypeVar("Value")
+Bin = tuple[float | None, float | None, int]
+"""Log weights above the first, up to the second, None without end; tokens."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """As `nemo_fp8rl.samples` writes them."""
+
+    chosen: str
+    prompt: str
+    reward: float
+    policy_version: int
+    num_tokens: int
+    tokens: list[str]
+    prev_logprobs: list[float | None]
+    generation_logprobs: list[float | None]
+
+    def __post_init__(self) -> None:
+        if not len(self.tokens) == len(self.prev_logprobs) == len(self.generation_logprobs):
+            raise ValueError("not as many log-probs as tokens")
+
+
 @dataclass(frozen=True)
 class Run:
     """config, environment: flat, {"a.b": value}. metrics: rows of numbers by step, the last one of each step.
-    log_weights: (step, bins). samples: (step, samples). missing: sentences about files that are not there.
+    log_weights, samples: by step. missing: sentences about files that are not there.
     """
 
     name: str
     config: dict[str, Any]
     environment: dict[str, Any]
     metrics: list[dict[str, float]]
-    log_weights: list[Row]
-    samples: list[Row]
+    log_weights: dict[int, list[Bin]]
+    samples: dict[int, list[Sample]]
     missing: list[str]
     state: str
 
@@ -70,8 +93,8 @@ def _read(folder: Path, name: str) -> Run:
         config=config,
         environment=flat(_parsed(folder / "environment.json", json.loads)),
         metrics=metrics,
-        log_weights=_rows(folder / "histograms.jsonl"),
-        samples=_rows(folder / "samples.jsonl"),
+        log_weights=_typed(folder / "histograms.jsonl", lambda row: [(a, b, int(n)) for a, b, n in row["log_weights"]]),
+        samples=_typed(folder / "samples.jsonl", lambda row: [Sample(**sample) for sample in row["samples"]]),
         missing=[f"{name} has no {file} ({what})" for file, what in FILES.items() if file not in there],
         state=_state(folder, metrics, config.get("grpo.max_num_steps")),
     )
@@ -100,6 +123,15 @@ def _rows(path: Path) -> list[Row]:
         raise UserError(f"{path} has a line without a step; is it a run's?")
     by_step = {row["step"]: row for row in rows}
     return [by_step[step] for step in sorted(by_step)]
+
+
+def _typed(path: Path, convert: Callable[[Row], Value]) -> dict[int, Value]:
+    try:
+        return {row["step"]: convert(row) for row in _rows(path)}
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} is not as this version writes it ({error}); leave it out of the folder") from None
 
 
 def _numbers(rows: list[Row]) -> list[dict[str, float]]:

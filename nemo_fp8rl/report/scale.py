@@ -58,7 +58,7 @@ def linear_ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Multiples of 1, 2 or 5 times a power of ten within the limits."""
     raw = (high - low) / about
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next(step for m in (1, 2, 5, 10) if (step := m * power) >= raw * 0.999)
+    step = next(step for m in (1, 2, 5, 10) if (step := m * power) >= 0.9 * raw)
     return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 

@@ -52,8 +52,8 @@ def weight_histogram(runs: Sequence[Run]) -> Chart | None:
 
 def _counts(run: Run) -> Counter[Span]:
     counts: Counter[Span] = Counter()
-    for row in run.log_weights:
-        for low, high, tokens in row["log_weights"]:
+    for bins in run.log_weights.values():
+        for low, high, tokens in bins:
             counts[_span(low, high)] += tokens
     return counts
 

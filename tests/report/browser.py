@@ -67,7 +67,7 @@ class Browser:
         self.profile.cleanup()
 
     def open(self, page: Path, width: int = 1280, height: int = 900, dark: bool = False) -> float:
-        """Seconds until its load event."""
+        """Seconds until it is loaded and has been painted."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
@@ -77,6 +77,7 @@ class Browser:
         self.call("Page.navigate", url=page.resolve().as_uri())
         while not self.loaded:
             self._receive()
+        self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
         return time.perf_counter() - begin
 
     def evaluate(self, expression: str) -> Any:
