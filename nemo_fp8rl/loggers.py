@@ -109,7 +109,7 @@ class MlflowLogger:
         from mlflow import MlflowClient, MlflowException
         from mlflow.entities import Param
 
-        self.error, self.broken = MlflowException, False
+        self.broken = False
         try:
             self.client = MlflowClient(tracking_uri=cfg.tracking_uri)
             if run_id is None:
@@ -141,7 +141,7 @@ class MlflowLogger:
             return
         try:
             call()
-        except self.error as error:
+        except Exception as error:  # whatever its store raises: a run must not end for its tracker
             self.broken = True
             warnings.warn(
                 f"MLflow took nothing from {what} on ({_one_line(error)}); metrics.jsonl has all", stacklevel=3
