@@ -8,6 +8,7 @@ import json
 import secrets
 import time
 import warnings
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,26 +37,23 @@ def check_installed(cfg: LoggerConfig) -> None:
             raise UserError(f"logger.{key}=true needs the package {package}: pip install {package}, or set it to false")
 
 
-def open_loggers(cfg: LoggerConfig, recipe: dict[str, Any], done: int) -> list[Logger]:
-    """Those that `cfg` enables. recipe: flat, for the trackers' own tables. done: the step that a resumed run begins
-    after. Raises UserError where a tracker cannot be reached.
+def open_loggers(cfg: LoggerConfig, recipe: dict[str, Any], done: int) -> Iterator[Logger]:
+    """Those that `cfg` enables, each opened when it is asked for. recipe: flat, for the trackers' own tables. done: the
+    step that a resumed run begins after. Raises UserError where a tracker cannot be reached.
     """
     folder = Path(cfg.log_dir)
-    before = json.loads((folder / IDS).read_text()) if done and (folder / IDS).exists() else {}
-    ids: dict[str, str] = {}
-    opened: list[Logger] = []
+    ids = json.loads((folder / IDS).read_text()) if done and (folder / IDS).exists() else {}
     if cfg.tensorboard_enabled:
-        opened.append(TensorBoardLogger(folder, done))
+        yield TensorBoardLogger(folder, done)
     if cfg.wandb_enabled:
-        ids["wandb"] = before.get("wandb") or secrets.token_hex(4)
-        opened.append(WandbLogger(cfg.wandb, folder, recipe, ids["wandb"]))
+        ids.setdefault("wandb", secrets.token_hex(4))
+        yield WandbLogger(cfg.wandb, folder, recipe, ids["wandb"])
     if cfg.mlflow_enabled:
-        mlflow = MlflowLogger(cfg.mlflow, folder, recipe, before.get("mlflow"))
+        mlflow = MlflowLogger(cfg.mlflow, folder, recipe, ids.get("mlflow"))
         ids["mlflow"] = mlflow.run_id
-        opened.append(mlflow)
+        yield mlflow
     if ids:
-        write_atomically(folder / IDS, json.dumps(before | ids) + "\n")
-    return opened
+        write_atomically(folder / IDS, json.dumps(ids) + "\n")
 
 
 class TensorBoardLogger:
@@ -136,7 +134,7 @@ class MlflowLogger:
     def close(self, failed: bool) -> None:
         self._try("the end", lambda: self.client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED"))
 
-    def _try(self, what: str, call: Any) -> None:
+    def _try(self, what: str, call: Callable[[], object]) -> None:
         if self.broken:
             return
         try:

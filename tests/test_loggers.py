@@ -144,11 +144,12 @@ def test_mlflow_has_the_names_and_goes_on_when_resumed(recipe, mlflow_folder):
 def test_mlflow_that_cannot_be_reached_is_refused(recipe, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     cfg = recipe("logger.mlflow_enabled=true", "logger.mlflow.tracking_uri=http://127.0.0.1:9")
-    with (
-        pytest.raises(UserError, match=r"logger\.mlflow\.tracking_uri=http://127\.0\.0\.1:9: MLflow cannot be reached"),
-        RunDirectory(cfg, resume=False),
-    ):
-        pass
+    for _ in range(2):  # the run directory is free again
+        with (
+            pytest.raises(UserError, match=r"logger\.mlflow\.tracking_uri=http://127\.0\.0\.1:9: MLflow cannot be"),
+            RunDirectory(cfg, resume=False),
+        ):
+            pass
 
 
 @has_mlflow
