@@ -91,7 +91,7 @@ def line_chart(
     shapes, series = [], []
     for line in lines:
         shown = extremes(line.points, most)
-        over = max(2, len(line.points) // 25)
+        over = len(line.points) // 25
         mean = extremes(running_mean(line.points, over), most // 2) if means and len(line.points) >= MEAN_FROM else []
         colour = line.run % COLOURS
         shapes.append(Shape("raw" if mean else "line", path(shown, x_scale, scale), colour, line.run))
@@ -101,8 +101,6 @@ def line_chart(
             shapes.append(Shape("dots", _dots(shown, x_scale, scale), colour, line.run))
         series.append((line.name, colour, line.run, shown))
     longest = max(len(line.points) for line in lines)
-    if means and longest >= MEAN_FROM:
-        notes.append(f"bold: mean over {max(2, longest // 25)} steps")
     if longest > most:
         notes.append(f"lowest and highest of every {-(-2 * longest // most)} steps")
     x_ticks = [(across(x_scale.place(i)), label) for i, label in enumerate(labels)] if labels else x_ticks_of(x_scale)
