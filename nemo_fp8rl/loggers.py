@@ -19,6 +19,8 @@ from nemo_fp8rl.step_log import write_atomically
 
 PACKAGES = ("tensorboard", "wandb", "mlflow")
 IDS = "trackers.json"
+PARAMS_AT_ONCE = 100
+"""MLflow's servers take no more."""
 
 
 class Logger(Protocol):
@@ -114,7 +116,9 @@ class MlflowLogger:
                 experiment = self.client.get_experiment_by_name(cfg.experiment_name)
                 place = experiment.experiment_id if experiment else self.client.create_experiment(cfg.experiment_name)
                 run_id = self.client.create_run(place, run_name=cfg.run_name or str(folder)).info.run_id
-                self.client.log_batch(run_id, params=[Param(key, str(value)) for key, value in recipe.items()])
+                params = [Param(key, str(value)) for key, value in recipe.items()]
+                for start in range(0, len(params), PARAMS_AT_ONCE):
+                    self.client.log_batch(run_id, params=params[start : start + PARAMS_AT_ONCE])
             else:
                 self.client.set_terminated(run_id, "RUNNING")
         except MlflowException as error:

@@ -136,6 +136,7 @@ def test_mlflow_has_the_names_and_goes_on_when_resumed(recipe, mlflow_folder):
     assert (run.info.run_name, run.info.status) == ("one", "FINISHED")
     assert set(run.data.metrics) == set(METRICS)
     assert run.data.params["nemo_fp8rl.flow"] == "fp8_e2e"
+    assert len(run.data.params) > 100
     history = {(point.step, point.value) for point in client.get_metric_history(run.info.run_id, "train/reward")}
     assert history == {(step, step / 10) for step in (1, 2, 3, 4)}
 

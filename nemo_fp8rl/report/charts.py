@@ -94,9 +94,9 @@ def line_chart(
         over = len(line.points) // 25
         mean = extremes(running_mean(line.points, over), most // 2) if means and len(line.points) >= MEAN_FROM else []
         colour = line.run % COLOURS
-        shapes.append(Shape("raw" if mean else "line", path(shown, x_scale, scale), colour, line.run))
+        shapes.append(Shape("raw" if mean else "line", svg_path(shown, x_scale, scale), colour, line.run))
         if mean:
-            shapes.append(Shape("line", path(mean, x_scale, scale), colour, line.run))
+            shapes.append(Shape("line", svg_path(mean, x_scale, scale), colour, line.run))
         if len(shown) <= DOTS_UP_TO:
             shapes.append(Shape("dots", _dots(shown, x_scale, scale), colour, line.run))
         series.append((line.name, colour, line.run, shown))
@@ -131,7 +131,7 @@ def stack_chart(
     for colour, (name, column) in enumerate(columns.items()):
         above = [low + value for low, value in zip(below, column, strict=True)]
         edge = [*zip(xs, above, strict=True), *reversed([*zip(xs, below, strict=True)])]
-        shapes.append(Shape("area", path(edge, x_scale, scale) + "Z", colour % COLOURS, run))
+        shapes.append(Shape("area", svg_path(edge, x_scale, scale) + "Z", colour % COLOURS, run))
         series.append((name, colour % COLOURS, None, [*zip(xs, column, strict=True)]))
         below = above
     notes = [about]
@@ -179,7 +179,7 @@ def heat_map(
     return Chart(title, "; ".join(notes), x_ticks, y_ticks[::every_row], shapes, run=run, height=height)
 
 
-def path(points: Sequence[Point], x: Scale, y: Scale) -> str:
+def svg_path(points: Sequence[Point], x: Scale, y: Scale) -> str:
     places = [f"{across(x.place(a)):.1f} {up(y.place(b)):.1f}" for a, b in points]
     return "M" + "L".join(places)
 

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from nemo_fp8rl.report.charts import COLOURS, Chart, Shape, across, hover_data, path, without_overlap, y_ticks
+from nemo_fp8rl.report.charts import COLOURS, Chart, Shape, across, hover_data, svg_path, without_overlap, y_ticks
 from nemo_fp8rl.report.read import Run
 from nemo_fp8rl.report.scale import Scale, logarithmic, number
 
@@ -12,7 +12,7 @@ SMALLEST, BINS_A_DECADE = -4, 4
 """log10 of the edges between which there is one bin, and what follows outward (algorithms/weight_histogram.py)."""
 
 Span = tuple[float, float]
-"""Places of a bin's edges on the axis, see `_place`."""
+"""Places of a bin's edges on the axis, see `_distance`."""
 
 
 def weight_histogram(runs: Sequence[Run]) -> Chart | None:
@@ -30,7 +30,7 @@ def weight_histogram(runs: Sequence[Run]) -> Chart | None:
     labels: dict[float, str] = {}
     for i, bins in shares.items():
         bars = "".join(
-            path([(low, bottom), (low, share), (high, share), (high, bottom)], x_scale, y_scale) + "Z"
+            svg_path([(low, bottom), (low, share), (high, share), (high, bottom)], x_scale, y_scale) + "Z"
             for (low, high), share in bins.items()
         )
         shapes.append(Shape("bars", bars, i % COLOURS, i))
@@ -60,10 +60,10 @@ def _counts(run: Run) -> Counter[Span]:
 
 def _span(low: float | None, high: float | None) -> Span:
     """Places of a bin's edges; a bin without end is as wide as the others."""
-    left = -math.inf if low is None else math.copysign(_distance(low), low)
-    right = math.inf if high is None else math.copysign(_distance(high), high)
     width = 1 / BINS_A_DECADE
-    return max(left, right - width) if low is None else left, min(right, left + width) if high is None else right
+    left = -math.inf if low is None else math.copysign(_distance(low), low)
+    right = left + width if high is None else math.copysign(_distance(high), high)
+    return (right - width if low is None else left), right
 
 
 def _distance(log_weight: float) -> float:
