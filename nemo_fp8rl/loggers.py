@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from nemo_fp8rl.config import LoggerConfig, MlflowConfig, WandbConfig
 from nemo_fp8rl.errors import UserError
@@ -112,6 +113,7 @@ class MlflowLogger:
         self.broken = False
         try:
             self.client = MlflowClient(tracking_uri=cfg.tracking_uri)
+            _refuse_folders(self.client.tracking_uri)
             if run_id is None:
                 experiment = self.client.get_experiment_by_name(cfg.experiment_name)
                 place = experiment.experiment_id if experiment else self.client.create_experiment(cfg.experiment_name)
@@ -148,6 +150,15 @@ class MlflowLogger:
             warnings.warn(
                 f"MLflow took nothing from {what} on ({_one_line(error)}); metrics.jsonl has all", stacklevel=3
             )
+
+
+def _refuse_folders(tracking_uri: str) -> None:
+    """Raise UserError for MLflow's old store, which has a file for each metric."""
+    if urlsplit(tracking_uri).scheme in ("", "file"):
+        raise UserError(
+            f"logger.mlflow.tracking_uri={tracking_uri}: a folder cannot hold train/gen_kl_error beside "
+            "train/gen_kl_error/position_0; give a server, or sqlite:///mlflow.db"
+        )
 
 
 def _installed(package: str) -> bool:

@@ -1,9 +1,11 @@
-"""Where metrics go: the real TensorBoard, and the real W&B (offline) and MLflow (a folder) where they are installed."""
+"""Where metrics go: the real TensorBoard, and the real W&B (offline) and MLflow (SQLite) where they are installed."""
 
 import json
+import sqlite3
 import struct
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,7 +15,8 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.rundir import RunDirectory
 from tests.test_rundir import FakePolicy
 
-METRICS = {"train/reward": 0.25, "train/gen_kl_error/position_2_3": 1e-7, "refit/bytes": 1000, "timing/refit": 0.5}
+METRICS = {"train/reward": 0.25, "train/gen_kl_error": 1e-6, "train/gen_kl_error/position_2_3": 1e-7, "refit/bytes": 9}
+"""One name begins with another, as a folder's does."""
 has_wandb = pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed: make test-loggers")
 has_mlflow = pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow is not installed: make test-loggers")
 
@@ -118,20 +121,19 @@ def test_wandb_without_an_account_is_refused_in_a_sentence(recipe, end_wandb, mo
 
 
 @pytest.fixture
-def mlflow_folder(tmp_path, monkeypatch) -> str:
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    return f"file:{tmp_path}/mlruns"
+def mlflow_database(tmp_path) -> str:
+    return f"sqlite:///{tmp_path}/mlflow.db"
 
 
 @has_mlflow
-def test_mlflow_has_the_names_and_goes_on_when_resumed(recipe, mlflow_folder):
+def test_mlflow_has_the_names_and_goes_on_when_resumed(recipe, mlflow_database):
     from mlflow import MlflowClient
 
-    keys = ("experiment_name=tiny", "run_name=one", f"tracking_uri={mlflow_folder}")
+    keys = ("experiment_name=tiny", "run_name=one", f"tracking_uri={mlflow_database}")
     cfg = recipe("logger.mlflow_enabled=true", *(f"logger.mlflow.{key}" for key in keys))
     leave_run(cfg, False, 1, 3)
     leave_run(cfg, True, 3, 4)
-    client = MlflowClient(mlflow_folder)
+    client = MlflowClient(mlflow_database)
     (run,) = client.search_runs([client.get_experiment_by_name("tiny").experiment_id])
     assert (run.info.run_name, run.info.status) == ("one", "FINISHED")
     assert set(run.data.metrics) == set(METRICS)
@@ -154,11 +156,21 @@ def test_mlflow_that_cannot_be_reached_is_refused(recipe, monkeypatch):
 
 
 @has_mlflow
-def test_mlflow_that_breaks_in_a_run_is_said_once_and_costs_nothing_else(recipe, mlflow_folder, tmp_path):
-    cfg = recipe("logger.mlflow_enabled=true", f"logger.mlflow.tracking_uri={mlflow_folder}")
+def test_mlflow_in_folders_is_refused(recipe, monkeypatch, tmp_path):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    for uri in (f"file:{tmp_path}/mlruns", f"{tmp_path}/mlruns"):
+        cfg = recipe("logger.mlflow_enabled=true", f"logger.mlflow.tracking_uri={uri}")
+        with pytest.raises(UserError, match="a folder cannot hold"), RunDirectory(cfg, resume=False):
+            pass
+
+
+@has_mlflow
+def test_mlflow_that_breaks_in_a_run_is_said_once_and_costs_nothing_else(recipe, mlflow_database, tmp_path):
+    cfg = recipe("logger.mlflow_enabled=true", f"logger.mlflow.tracking_uri={mlflow_database}")
     with RunDirectory(cfg, resume=False) as run:
         run.log(1, METRICS)
-        (tmp_path / "mlruns").rename(tmp_path / "gone")
+        with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+            database.execute("DROP TABLE metrics")
         with pytest.warns(UserWarning, match=r"MLflow took nothing from step 2 on .*metrics\.jsonl has all") as said:
             run.log(2, METRICS)
             run.log(3, METRICS)
