@@ -27,14 +27,11 @@ class Scale:
     def ticks(self) -> list[tuple[float, str]]:
         """(place, label)."""
         if not self.log:
-            marks = linear_ticks(self.low, self.high)
-            return [(self.place(mark), number(mark)) for mark in marks]
+            return [(self.place(mark), label) for mark, label in distinct(linear_ticks(self.low, self.high))]
         first, last = math.ceil(self.low), math.floor(self.high)
         every = max(1, -(-(last - first + 1) // 6))
-        return [
-            ((power - self.low) / (self.high - self.low), number(self.offset + 10.0**power, digits=8))
-            for power in range(first, last + 1, every)
-        ]
+        marks = distinct([self.offset + 10.0**power for power in range(first, last + 1, every)])
+        return [(self.place(mark), label) for mark, label in marks]
 
 
 def linear(values: Iterable[float], from_zero: bool = False) -> Scale:
@@ -62,6 +59,15 @@ def linear_ticks(low: float, high: float, about: int = 5) -> list[float]:
     return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
+def distinct(values: list[float]) -> list[tuple[float, str]]:
+    """Each with a label, of as many digits as it takes to tell them apart."""
+    for digits in range(5, 16):
+        labels = [number(value, digits) for value in values]
+        if len(set(labels)) == len(labels):
+            break
+    return [*zip(values, labels, strict=True)]
+
+
 def number(value: float, digits: int = 5) -> str:
     """Short: 0.00012, 3.1e-07, 12,500, 3.2M."""
     if value == 0:
@@ -71,4 +77,4 @@ def number(value: float, digits: int = 5) -> str:
             return f"{value / size:.4g}{unit}"
     if abs(value) >= 1e4:
         return f"{value:,.0f}"
-    return f"{value:.1e}" if abs(value) < 1e-4 else f"{value:.{digits}g}"
+    return f"{value:.{digits - 4}e}" if abs(value) < 1e-4 else f"{value:.{digits}g}"

@@ -16,7 +16,9 @@ from nemo_fp8rl.report.page import report
 from nemo_fp8rl.report.read import FILES
 from tests.report.conftest import sample
 
-HOSTILE = "</script></pre></style><script>document.title='owned'</script><img src=x onerror=alert(1)>\"'&<!--"
+HOSTILE = (
+    "</script x></script></pre></style><script>document.title='owned'</script><img src=x onerror=alert(1)>\"'&<!--"
+)
 
 
 class Page(HTMLParser):
