@@ -30,8 +30,8 @@ class Scale:
             return [(self.place(mark), label) for mark, label in distinct(linear_ticks(self.low, self.high))]
         first, last = math.ceil(self.low), math.floor(self.high)
         every = max(1, -(-(last - first + 1) // 6))
-        marks = distinct([self.offset + 10.0**power for power in range(first, last + 1, every)])
-        return [(self.place(mark), label) for mark, label in marks]
+        marks = [self.offset + 10.0**power for power in range(first, last + 1, every)]
+        return [(self.place(mark), label) for mark, label in distinct([self.offset, *marks])[1:]]
 
 
 def linear(values: Iterable[float], from_zero: bool = False) -> Scale:
