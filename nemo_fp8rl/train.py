@@ -13,6 +13,7 @@ from nemo_fp8rl.algorithms.correction import corrected_batch
 from nemo_fp8rl.algorithms.gates import GateStop, judge, worst
 from nemo_fp8rl.algorithms.loss import EXTREMA, GrpoLoss, combined, kl_estimate
 from nemo_fp8rl.algorithms.mismatch import MismatchSums
+from nemo_fp8rl.algorithms.weight_histogram import Bin, log_weight_histogram
 from nemo_fp8rl.batch import Prompt, TrainBatch, collate, has_tokens, num_rows, prompt_batch, rows
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.data import PromptOrder
@@ -29,6 +30,7 @@ from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.rollout import Rollout, collect, further_prompts, sample_seed, score, shaped
 from nemo_fp8rl.rundir import RunDirectory
+from nemo_fp8rl.samples import Sample, pick
 from nemo_fp8rl.timing import Stopwatch
 from nemo_fp8rl.weights import build_bridge
 
@@ -47,6 +49,18 @@ class Parts:
     generation: Generation
     bridge: RefitBridge
     sampling: Sampling
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """metrics: under NeMo RL's names. notes: what is to be said about the step. log_weights: the histogram of its
+    importance weights. samples: some of its answers, from every step.
+    """
+
+    metrics: dict[str, float]
+    notes: list[str]
+    log_weights: list[Bin]
+    samples: list[Sample]
 
 
 def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
@@ -97,19 +111,23 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
             start = first_refit.metrics() | validate(parts)
             run.log(0, start)
             display.say(f"validation accuracy at start {start['validation/accuracy']:.3f}")
+        latest: dict[str, float] = {}
+        for row in run.read_metrics():
+            latest |= row
         for step in range(run.done + 1, last + 1):
             try:
-                metrics, notes = train_step(parts, loss, step, prompts_of(step))
+                outcome = train_step(parts, loss, step, prompts_of(step))
             except GateStop:
                 if cfg.checkpointing.enabled and run.done < step - 1:
                     run.save_checkpoint(step - 1, policy)
                 raise
-            for note in notes:
+            for note in outcome.notes:
                 display.say(note)
-            if _validates(cfg, step):
-                metrics |= validate(parts)
-            run.log(step, metrics)
-            display.step(step, _shown(metrics))
+            validates = _validates(cfg, step)
+            metrics = outcome.metrics | (validate(parts) if validates else {})
+            run.log(step, metrics, outcome.log_weights, outcome.samples if validates or step == 1 else None)
+            latest |= metrics
+            display.step(step, _shown(latest))
             ends = step == last or stop.requested
             if cfg.checkpointing.enabled and (ends or step % cfg.checkpointing.save_period == 0):
                 run.save_checkpoint(step, policy)
@@ -132,10 +150,8 @@ def backends(cfg: Config, run: RunDirectory) -> Iterator[tuple[MegatronPolicy, V
         yield policy, generation
 
 
-def train_step(
-    parts: Parts, loss: GrpoLoss, step: int, prompts_of_round: PromptsOfRound
-) -> tuple[dict[str, float], list[str]]:
-    """One round of the loop: its metrics, under NeMo RL's names, and what is to be said about it."""
+def train_step(parts: Parts, loss: GrpoLoss, step: int, prompts_of_round: PromptsOfRound) -> StepOutcome:
+    """One round of the loop."""
     cfg, clock = parts.cfg, Stopwatch()
     begin, faults = time.perf_counter(), parts.generation.metrics()
     rollout = collect(cfg, parts.generation, parts.tokenizer, parts.sampling, clock, step, prompts_of_round)
@@ -160,6 +176,8 @@ def train_step(
     verdicts = judge(cfg.nemo_fp8rl.gates, mismatch)
     if worst(verdicts) == "stop":
         raise GateStop(f"step {step}: " + "; ".join(verdict.message for verdict in verdicts))
+    log_weights = log_weight_histogram(batch["prev_logprobs"], batch["generation_logprobs"], batch["token_mask"])
+    samples = pick(rollout, batch, parts.tokenizer)
     batch, corrected = corrected_batch(batch, loss.correction)
 
     trained: dict[str, float] = {}
@@ -193,11 +211,13 @@ def train_step(
     # what no token has (all rejected, none finite) is left out: JSON has no NaN
     metrics = {f"train/{name}": value for name, value in train_metrics.items() if math.isfinite(value)}
     metrics |= clock.metrics() | refit.metrics() | memory
+    metrics["performance/generation_tokens_per_sec"] = rollout.generated / clock.seconds["generate"]
     for name, count in parts.generation.metrics().items():
         metrics[name] = count - faults[name]
         if metrics[name]:
             notes.append(f"step {step}: {name} {metrics[name]:g}")
-    return metrics | {"timing/total_step_time": time.perf_counter() - begin}, notes
+    metrics["timing/total_step_time"] = time.perf_counter() - begin
+    return StepOutcome(metrics, notes, log_weights, samples)
 
 
 def routes_known(batch: TrainBatch) -> dict[str, float]:
@@ -263,13 +283,14 @@ def _validates(cfg: Config, step: int) -> bool:
     return periodic or (cfg.grpo.val_at_end and step == cfg.grpo.max_num_steps)
 
 
-def _shown(metrics: dict[str, float]) -> dict[str, str]:
-    shown = {
-        "reward": f"{metrics['train/reward']:.3f}",
-        "mismatch": f"{metrics['train/token_mult_prob_error']:.5f}",
-        "refit": f"{metrics['timing/refit'] * 1e3:.0f} ms",
-        "step": f"{metrics['timing/total_step_time']:.2f} s",
+def _shown(latest: dict[str, float]) -> dict[str, str]:
+    """For the display, from the last value of every metric."""
+    shown = {"reward": f"{latest['train/reward']:.3f}"}
+    if "validation/accuracy" in latest:
+        shown["accuracy"] = f"{latest['validation/accuracy']:.3f}"
+    return shown | {
+        "mismatch": f"{latest['train/token_mult_prob_error']:.5f}",
+        "tokens/s": f"{latest['performance/generation_tokens_per_sec']:,.0f}",
+        "refit": f"{latest['timing/refit']:.3g} s {latest['refit/bytes'] / 1e6:.3g} MB",
+        "step": f"{latest['timing/total_step_time']:.2f} s",
     }
-    if "validation/accuracy" in metrics:
-        shown["accuracy"] = f"{metrics['validation/accuracy']:.3f}"
-    return shown

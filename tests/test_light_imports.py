@@ -36,6 +36,8 @@ LIGHT = (
     "algorithms.quantization_error",
     "algorithms.metric_names",
     "algorithms.mismatch",
+    "algorithms.weight_histogram",
+    "step_log",
     "data",
     "data.jsonl",
     "data.order",
@@ -140,12 +142,21 @@ def test_recipes_are_read_without_torch():
     assert "nemo_fp8rl.fp8.quantize" in run(IMPORT, json.dumps([allowed, ["nemo_fp8rl.fp8.quantize"]]))
 
 
+def test_a_report_is_made_without_torch():
+    names = ["nemo_fp8rl.report.page", "nemo_fp8rl.cli"]
+    others = ("jinja2", "markupsafe", "yaml", "_yaml")
+    assert run(IMPORT, json.dumps([sorted({*sys.stdlib_module_names, "nemo_fp8rl", *others}), names])) == {}
+    assert names[0] in run(IMPORT, json.dumps([sorted({*sys.stdlib_module_names, "nemo_fp8rl"}), names]))
+
+
 LEFTMOST = {"errors", "batch", "config", "config_check", "recipe", "yaml_tree", "typed_tree", "fp8", "algorithms"}
 LEFTMOST |= {"data", "rewards", "hf"}
 MAY_IMPORT = {  # room -> the rooms it may import besides itself
     **{room: LEFTMOST for room in LEFTMOST},
     "parity": {"errors", "fp8"},
     "doctor": {*LEFTMOST, "nemo_rl"},
+    "report": {"errors", "step_log"},
+    "step_log": set(),
     "refit": LEFTMOST,
     "workers": LEFTMOST,
     "policy": {*LEFTMOST, "refit", "workers"},

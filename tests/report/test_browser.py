@@ -1,0 +1,139 @@
+"""The report in a real browser, as a file: a quiet console, nothing asked of the network, readable on a phone."""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nemo_fp8rl.report.page import report
+from tests.report.browser import Browser, executable
+from tests.report.conftest import sample, write_run
+from tests.report.test_page import HOSTILE
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(executable() is None, reason="no Chromium on PATH, nor in BROWSER_PATH"),
+]
+DRAWN = (
+    "[...document.querySelectorAll('.chart svg')]"
+    ".filter(svg => svg.querySelector('path:not(.grid)').getBBox().width > 1)"
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser(executable()) as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> Path:
+    """The report of two runs, of 60 and of 20 steps."""
+    folder = tmp_path_factory.mktemp("two")
+    return report([write_run(folder / "one", 60), write_run(folder / "two", 20)], folder / "out.html")
+
+
+def opened_quietly(browser: Browser, page: Path) -> bool:
+    assert browser.complaints == []
+    assert [url for url in browser.requests if not url.startswith("data:")] == [page.resolve().as_uri()]
+    return True
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_it_renders(browser, two, width, dark):
+    browser.open(two, width, dark=dark)
+    assert opened_quietly(browser, two)
+    assert browser.evaluate("document.documentElement.scrollWidth") == width
+    charts = browser.evaluate("document.querySelectorAll('.chart').length")
+    assert charts > 25
+    assert browser.evaluate(f"{DRAWN}.length") == charts
+    assert browser.evaluate("[...document.querySelectorAll('.chart')].every(c => c.scrollWidth <= c.clientWidth)")
+
+
+def test_letters_are_large_enough_on_a_phone(browser, two):
+    browser.open(two, 390)
+    heights = "[...document.querySelectorAll('.chart svg text')].map(t => t.getBoundingClientRect().height)"
+    assert browser.evaluate(f"Math.min(...{heights})") > 9
+
+
+def test_light_and_dark(browser, two):
+    colours = []
+    for dark in (False, True):
+        browser.open(two, dark=dark)
+        colours.append(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert colours == ["rgb(255, 255, 255)", "rgb(20, 23, 27)"]
+
+
+def test_the_pointer_shows_the_values_there(browser, two):
+    browser.open(two)
+    box = browser.evaluate(
+        "(() => { const box = document.querySelector('.chart svg').getBoundingClientRect();"
+        " return [box.left, box.top, box.width, box.height] })()"
+    )
+    place = 62 + (10 - 1) / (60 - 1) * (440 - 62 - 10)  # of step 10 in a drawing of 440
+    browser.move(box[0] + place / 440 * box[2], box[1] + box[3] / 2)
+    shown = browser.evaluate("[...document.querySelector('.chart output').childNodes].map(n => n.textContent)")
+    assert shown[0] == "step 10"
+    for text, run in zip(shown[1:], ("one", "two"), strict=True):
+        rows = [json.loads(line) for line in (two.parent / run / "metrics.jsonl").read_text().splitlines()]
+        name, value = text.split()
+        assert name == run
+        assert float(value) == pytest.approx(rows[10]["train/reward"], rel=1e-6)
+
+
+def test_a_run_can_be_hidden(browser, two):
+    browser.open(two)
+    parts = "[...document.querySelectorAll('[data-run=\"1\"]')]"
+    drawn = f"{parts}.filter(part => getComputedStyle(part).display != 'none').length"
+    assert browser.evaluate(drawn) > 25
+    browser.evaluate("document.querySelector('[data-toggle=\"1\"]').click()")
+    assert browser.evaluate(drawn) == 0
+    browser.evaluate("document.querySelector('[data-toggle=\"1\"]').click()")
+    assert browser.evaluate(drawn) > 25
+
+
+def test_a_token_says_what_both_sides_gave_it(browser, two):
+    browser.open(two, 390)
+    browser.evaluate("document.querySelector('details[open] .answer .token').click()")
+    said = browser.evaluate("document.querySelector('details[open] .answer output').textContent")
+    assert said.startswith('" 7": trainer 0.')
+
+
+def test_a_hostile_answer_stays_text(browser, tmp_path):
+    run = write_run(tmp_path / "run", 3)
+    answer = sample(random.Random(0), 2, HOSTILE) | {"prompt": HOSTILE}
+    (run / "samples.jsonl").write_text(json.dumps({"step": 1, "samples": [answer]}) + "\n")
+    page = report([run])
+    browser.open(page)
+    assert opened_quietly(browser, page)
+    assert browser.evaluate("document.title") == "run - nemo-fp8rl report"
+    assert browser.evaluate("document.querySelector('.answer .token').textContent") == HOSTILE
+    assert browser.evaluate("document.images.length") == 0
+
+
+def test_a_script_that_got_in_would_not_run(browser, two, tmp_path):
+    """The page's policy, where escaping failed."""
+    page = tmp_path / "page.html"
+    page.write_text(two.read_text().replace("</body>", "<script>document.title = 'owned'</script></body>"))
+    browser.open(page)
+    assert browser.evaluate("document.title") != "owned"
+    assert any("Content Security Policy" in complaint for complaint in browser.complaints)
+
+
+def test_a_thousand_steps_open_in_under_2_seconds(browser, long_run, tmp_path):
+    page = report([long_run], tmp_path / "out.html")
+    seconds = browser.open(page)
+    assert opened_quietly(browser, page)
+    assert seconds < 2
+
+
+def test_a_page_without_a_step_opens(browser, tmp_path):
+    run = write_run(tmp_path / "run", 2)
+    for name in ("metrics", "histograms", "samples"):
+        (run / f"{name}.jsonl").write_text("")
+    page = report([run])
+    browser.open(page)
+    assert opened_quietly(browser, page)

@@ -1,0 +1,85 @@
+"""`nemo-fp8rl report` on the command line: one sentence and exit code 2 for what is no run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_fp8rl.cli import main
+
+
+@pytest.fixture
+def refused(capsys):
+    """refused(*arguments) -> the one line on stderr."""
+
+    def run(*arguments: str | Path) -> str:
+        assert main(["report", *map(str, arguments)]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("nemo-fp8rl: ")
+        assert len(err.splitlines()) == 1
+        return err
+
+    return run
+
+
+def test_it_says_where_the_report_is(make_run, capsys):
+    run = make_run(steps=3)
+    assert main(["report", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"wrote {run}/report.html (0.")
+    assert (run / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_what_is_no_run(refused, make_run, tmp_path):
+    run = make_run(steps=3)
+    (tmp_path / "empty").mkdir()
+    assert f"{tmp_path}/none is not there" in refused(tmp_path / "none")
+    assert "metrics.jsonl is no folder" in refused(run / "metrics.jsonl")
+    assert "empty holds no run: neither config.yaml nor metrics.jsonl" in refused(tmp_path / "empty")
+    assert "is given twice" in refused(run, run.parent / "run")
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("metrics.jsonl", "{torn\n{}\n", "metrics.jsonl has a line that is not JSON"),
+        ("metrics.jsonl", '{"train/reward": 1}\n', "metrics.jsonl has a line without a step"),
+        ("metrics.jsonl", "[1]\n", "metrics.jsonl has a line without a step"),
+        ("config.yaml", "a: [", "config.yaml cannot be read"),
+        ("config.yaml", "a", "config.yaml holds no keys"),
+        ("environment.json", "{", "environment.json cannot be read"),
+        ("samples.jsonl", '{"step": 1}\n', "samples.jsonl is not as this version writes it"),
+        (
+            "samples.jsonl",
+            '{"step": 1, "samples": [{"prompt": 1}]}\n',
+            "samples.jsonl is not as this version writes it",
+        ),
+        ("histograms.jsonl", '{"step": 1, "log_weights": [3]}\n', "histograms.jsonl is not as this version writes it"),
+    ],
+)
+def test_a_file_that_is_not_a_runs(refused, make_run, file, text, message):
+    run = make_run(steps=3)
+    (run / file).write_text(text)
+    assert message in refused(run)
+
+
+def test_a_file_of_bytes(refused, make_run):
+    run = make_run(steps=3)
+    (run / "metrics.jsonl").write_bytes(b"\xff\xfe\n")
+    assert "metrics.jsonl" in refused(run)
+
+
+def test_where_the_report_cannot_go(refused, make_run, tmp_path):
+    run = make_run(steps=3)
+    assert "is a folder; give a file" in refused(run, "--output", tmp_path)
+    assert "cannot be written" in refused(run, "--output", tmp_path / "none/report.html")
+    assert not list(run.glob("*report*"))
+
+
+def test_values_that_are_no_numbers_are_left_out(make_run):
+    run = make_run(steps=3)
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 4, "train/reward": "high", "train/loss": 0.5}) + "\n")
+        file.write('{"step": 5, "train/reward": NaN, "train/loss": Infinity}\n')
+    assert main(["report", str(run)]) == 0

@@ -1,0 +1,219 @@
+"""The report as a file: what it shows, what it says is not there, and that nothing in a run breaks out of it."""
+
+import base64
+import hashlib
+import json
+import random
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.report.page import report
+from nemo_fp8rl.report.read import FILES
+from tests.report.conftest import sample
+
+HOSTILE = (
+    "</script x></script></pre></style><script>document.title='owned'</script><img src=x onerror=alert(1)>\"'&<!--"
+)
+
+
+class Page(HTMLParser):
+    """scripts: (type, text) of each. tags: how often each is opened. text: of everything but style and script."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(convert_charrefs=True)
+        self.scripts: list[tuple[str, str]] = []
+        self.tags: dict[str, int] = {}
+        self.attributes: list[str] = []
+        self.text = ""
+        self.within = ""
+        self.source = path.read_text()
+        self.feed(self.source)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.within = tag
+        self.tags[tag] = self.tags.get(tag, 0) + 1
+        self.attributes += [name for name, _ in attrs]
+        if tag == "script":
+            self.scripts.append((dict(attrs).get("type", ""), ""))
+
+    def handle_endtag(self, tag):
+        self.within = ""
+
+    def handle_data(self, data):
+        if self.within == "script":
+            self.scripts[-1] = (self.scripts[-1][0], self.scripts[-1][1] + data)
+        elif self.within != "style":
+            self.text += data
+
+    @property
+    def charts(self) -> list[dict]:
+        return [json.loads(text) for kind, text in self.scripts if kind == "application/json"]
+
+
+def page(*runs: Path) -> Page:
+    return Page(report(runs, runs[0].parent / "out.html"))
+
+
+def titles(shown: Page) -> list[str]:
+    return re.findall(r'<svg [^>]*aria-label="([^"]*)"', shown.source)
+
+
+def test_every_chart_of_one_run(make_run):
+    shown = page(make_run(steps=20))
+    assert titles(shown) == [
+        *("Reward", "Validation accuracy", "Loss", "Gradient norm", "Entropy", "Tokens an answer"),
+        *("token_mult_prob_error", "k3 KL (engine against trainer)", "Tokens bit-equal in trainer and engine"),
+        *("Largest difference of a token&#39;s log-prob", "k3 KL by position", "Mean |log-ratio| by position"),
+        *("k3 KL by position and step", "Effective sample size, tokens", "Effective sample size, answers"),
+        *("Rejected tokens", "Importance weights", "Refit, bytes", "Refit, seconds", "Refit by stage"),
+        *("Seconds a step", "Generated tokens a second", "Time by phase", "Quantization error, FP8 weights"),
+        "Quantization error by layer",
+    ]
+    assert "no run has" not in shown.text
+    assert "finished, 20 steps" in shown.text
+
+
+def test_a_chart_holds_what_was_logged(make_run):
+    run = make_run(steps=5)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (line,) = page(run).charts[0]["series"]
+    assert line["x"] == [1, 2, 3, 4, 5]
+    assert line["y"] == pytest.approx([row["train/reward"] for row in rows[1:]], rel=1e-6)
+
+
+def test_the_histogram_adds_up_the_steps(make_run):
+    run = make_run(steps=2)
+    (run / "histograms.jsonl").write_text(
+        '{"step": 1, "log_weights": [[null, -10, 1], [-0.0001, 0.0001, 5]]}\n'
+        '{"step": 2, "log_weights": [[-0.0001, 0.0001, 3], [0.001, 0.00177828, 1]]}\n'
+    )
+    chart = next(chart for chart in page(run).charts if "weight about 1" in chart["labels"].values())
+    (line,) = chart["series"]
+    assert line["y"] == [0.1, 0.8, 0.1]
+    assert list(chart["labels"].values())[1:] == ["weight about 1", "weight about 1.0013"]
+    assert line["x"] == sorted(line["x"])
+
+
+def test_several_runs_in_one_chart_and_the_keys_that_differ(make_run):
+    one, two = make_run("one", steps=5), make_run("two", steps=7)
+    config = yaml.safe_load((two / "config.yaml").read_text())
+    config["nemo_fp8rl"]["flow"] = "fp8_rollout"
+    (two / "config.yaml").write_text(yaml.safe_dump(config))
+    shown = page(one, two)
+    assert [line["name"] for line in shown.charts[0]["series"]] == ["one", "two"]
+    assert [len(line["x"]) for line in shown.charts[0]["series"]] == [5, 7]
+    differing = shown.source.split("Keys of the recipe that differ")[1].split("</table>")[0]
+    assert re.findall(r"<td>([^<]*)</td>", differing) == [
+        *("grpo.max_num_steps", "5", "7"),
+        *("nemo_fp8rl.flow", "fp8_e2e", "fp8_rollout"),
+    ]
+    assert "Environment that differs</h3>\n<p>None.</p>" in shown.source
+    assert "Time by phase, one" in titles(shown)
+
+
+def test_runs_of_one_name_are_told_apart(make_run):
+    shown = page(make_run("a/grpo", steps=2), make_run("b/grpo", steps=2))
+    assert [line["name"] for line in shown.charts[0]["series"]] == ["a/grpo", "b/grpo"]
+
+
+def test_a_run_that_was_killed_says_how_far_it_came(make_run):
+    run = make_run(steps=7, last=50)
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 8, "train/rew')
+    assert "stopped after step 7 of 50" in page(run).text
+
+
+def test_a_run_at_work_is_not_called_stopped(recipe, tmp_path):
+    from nemo_fp8rl.rundir import RunDirectory
+
+    with RunDirectory(recipe(), resume=False) as run:
+        run.log(3, {"train/reward": 0.5})
+        assert "running, after step 3 of 100" in page(run.path).text
+    assert "stopped after step 3 of 100" in page(run.path).text
+
+
+def test_before_the_first_step_there_is_a_page(make_run):
+    run = make_run(steps=2)
+    for name in ("metrics", "histograms", "samples"):
+        (run / f"{name}.jsonl").write_text("")
+    shown = page(run)
+    assert "stopped before its first step of 2" in shown.text
+    assert "Reward: no run has train/reward." in shown.text
+    assert titles(shown) == []
+
+
+@pytest.mark.parametrize("missing", FILES)
+def test_a_file_that_is_missing_is_named(make_run, missing):
+    run = make_run(steps=3)
+    (run / missing).unlink()
+    assert f"run has no {missing}" in page(run).text
+
+
+def test_a_metric_that_one_run_lacks_is_named(make_run):
+    one, two = make_run("one", steps=3), make_run("two", steps=3)
+    rows = [json.loads(line) for line in (two / "metrics.jsonl").read_text().splitlines()]
+    lines = (json.dumps({key: v for key, v in row.items() if key != "train/ess"}) for row in rows)
+    (two / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert "Effective sample size, tokens: not in two." in page(one, two).text
+
+
+def test_nothing_in_a_run_breaks_out_of_the_page(make_run, tmp_path):
+    run = make_run(f"{HOSTILE.replace('/', '')}", steps=3)
+    plain = page(make_run("plain", steps=3))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row[f"timing/refit_{HOSTILE}"] = 0.1
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "config.yaml").write_text(yaml.safe_dump({HOSTILE: HOSTILE, "nemo_fp8rl": {"flow": HOSTILE}}))
+    (run / "environment.json").write_text(json.dumps({HOSTILE: HOSTILE}))
+    answer = {"prompt": HOSTILE, "chosen": HOSTILE, "reward": 0.0, "policy_version": 0, "num_tokens": 2}
+    logprobs = {"prev_logprobs": [-1.0, None], "generation_logprobs": [-1.1, -1.0]}
+    samples = [{**answer, "tokens": [HOSTILE, "ok"], **logprobs}]
+    (run / "samples.jsonl").write_text(json.dumps({"step": 1, "samples": samples}) + "\n")
+    shown = page(run)
+    assert len(shown.scripts) == len(plain.scripts)
+    assert "img" not in shown.tags
+    assert not {name for name in shown.attributes if name.startswith("on")}
+    assert shown.text.count(HOSTILE) >= 8  # prompt, token, reason, keys and values: read back as they were
+    assert any(line["name"] == HOSTILE for chart in shown.charts for line in chart["series"])
+
+
+def test_the_page_runs_no_script_but_its_own(make_run):
+    shown = page(make_run(steps=3))
+    (script,) = [text for kind, text in shown.scripts if not kind]
+    allowed = re.search(r"script-src 'sha256-([^']*)'", shown.source)[1]
+    assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() == allowed
+    assert "default-src 'none'" in shown.source
+    assert not re.search(r"https?://", shown.source)
+
+
+def test_tokens_are_coloured_by_how_their_probability_differs(make_run):
+    run = make_run(steps=3)
+    made = sample(random.Random(0), 4)
+    made |= {"tokens": ["a", "b", "c", "d"], "prev_logprobs": [-1.0, -0.5, -2.0, None]}
+    made |= {"generation_logprobs": [-1.0, -0.6, -1.0, -1.0]}
+    (run / "samples.jsonl").write_text(json.dumps({"step": 1, "samples": [made]}) + "\n")
+    token = r'<span class="token (\w*)" style="--depth:([\d.]*)" title="([^"]*)">([a-d])</span>'
+    spans = re.findall(token, page(run).source)
+    assert [(side, text) for side, _, _, text in spans] == [("", "a"), ("up", "b"), ("down", "c"), ("lost", "d")]
+    assert 0 < float(spans[1][1]) < float(spans[2][1]) < 1
+    assert spans[1][2] == "trainer 0.60653, engine 0.54881, difference +0.058"
+
+
+def test_a_thousand_steps_fit_in_5_mb(long_run, tmp_path):
+    assert report([long_run], tmp_path / "out.html").stat().st_size < 5e6
+
+
+def test_a_report_replaces_its_predecessor_and_nothing_else(make_run):
+    run = make_run(steps=2)
+    assert report([run]) == report([run]) == run / "report.html"
+    before = (run / "config.yaml").read_text()
+    with pytest.raises(UserError, match=r"config\.yaml exists and is no report"):
+        report([run], run / "config.yaml")
+    assert (run / "config.yaml").read_text() == before

@@ -1,0 +1,67 @@
+"""What a person sees: one line a step where there is no terminal, a bar and figures on one."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from nemo_fp8rl.display import Display
+from nemo_fp8rl.train import _shown
+
+LATEST = {
+    "train/reward": 0.3125, "validation/accuracy": 0.4, "train/token_mult_prob_error": 1.0000312,
+    "performance/generation_tokens_per_sec": 12345.6, "timing/refit": 0.0193, "refit/bytes": 90_000,
+    "timing/total_step_time": 61.0,
+}  # fmt: skip
+FIGURES = "reward 0.312  accuracy 0.400  mismatch 1.00003  tokens/s 12,346  refit 0.0193 s 0.09 MB  step 61.00 s"
+
+
+@pytest.fixture
+def clock() -> list[float]:
+    """The one element is the time."""
+    return [1000.0]
+
+
+@pytest.fixture
+def display(clock, monkeypatch):
+    """display(terminal) -> a Display of 10 steps, and what it writes to."""
+
+    def make(terminal: bool) -> tuple[Display, io.StringIO]:
+        out = io.StringIO()
+        console = Console(file=out, force_terminal=terminal, width=130, highlight=False)
+        monkeypatch.setattr("nemo_fp8rl.display.Console", lambda **_: console)
+        shown = Display("fp8_e2e", 10, 4)
+        shown.progress.get_time = lambda: clock[0]
+        return shown, out
+
+    return make
+
+
+def test_plain_lines_have_the_figures_and_the_time_left_of_slow_steps(display, clock):
+    shown, out = display(False)
+    with shown:
+        for step in (5, 6, 7):
+            clock[0] += 61.0
+            shown.step(step, _shown(LATEST))
+    lines = out.getvalue().splitlines()
+    assert lines[0] == f"step 5/10  {FIGURES}"
+    assert lines[2] == f"step 7/10  {FIGURES}  eta 0:03:03"
+
+
+def test_a_terminal_has_a_bar_and_the_figures(display, clock):
+    shown, out = display(True)
+    with shown:
+        for step in (5, 6):
+            clock[0] += 61.0
+            shown.step(step, _shown(LATEST))
+        shown.say("a note")
+    text = out.getvalue()
+    assert "6/10" in text
+    assert "0:04:04" in text
+    assert FIGURES in text
+    assert "a note" in text
+
+
+def test_there_is_no_accuracy_before_the_first_validation():
+    latest = {name: value for name, value in LATEST.items() if name != "validation/accuracy"}
+    assert "accuracy" not in _shown(latest)
