@@ -17,7 +17,9 @@ import psutil
 
 NODES = ("lab1", "lab2", "lab3")
 NODE_TMP = "/mnt"
-TOOLS = ("slurmctld", "slurmd", "munged", "sbatch", "ip", "nsenter", "unshare")
+TOOLS = ("slurmctld", "slurmd", "munged", "sbatch", "ip", "nsenter", "unshare", "setpriv")
+ENDS_WITH_US = ("setpriv", "--pdeathsig", "KILL")
+"""Before a command: however this process ends, that does, too."""
 ETC = Path(__file__).parent / "etc"
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"}
 
@@ -97,6 +99,7 @@ class Lab:
     # Up and down
 
     def _up(self) -> None:
+        self._remove_network()  # of a lab that was killed
         for name in ("etc", "munge", "state"):
             (self.folder / name).mkdir(parents=True)
         for path in ETC.iterdir():
@@ -113,7 +116,7 @@ class Lab:
         (munge / "key").chmod(0o400)
         self.daemons.append(
             subprocess.Popen(
-                ["munged", "--foreground", "--force", f"--key-file={munge}/key", f"--socket={munge}/socket",
+                [*ENDS_WITH_US, "munged", "--foreground", "--force", f"--key-file={munge}/key", f"--socket={munge}/socket",
                  f"--pid-file={munge}/pid", f"--log-file={munge}/log", f"--seed-file={munge}/seed"],
                 stderr=subprocess.DEVNULL,
             )
@@ -123,7 +126,7 @@ class Lab:
         self._on_host("ip", "addr", "add", "10.77.0.254/24", "dev", "brlab")
         self._on_host("ip", "link", "set", "brlab", "up")
         self.daemons.append(
-            subprocess.Popen(["slurmctld", "-D", "-c"], env=self.environment, stderr=subprocess.DEVNULL)
+            subprocess.Popen([*ENDS_WITH_US, "slurmctld", "-D", "-c"], env=self.environment, stderr=subprocess.DEVNULL)
         )
         for number, name in enumerate(NODES, 1):
             self._start_node(name, f"10.77.0.{number}/24")
@@ -148,7 +151,7 @@ class Lab:
         isolate = ("unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
         with (self.folder / f"{name}.out").open("wb") as out:
             self.nodes[name] = subprocess.Popen(
-                [*inside, *isolate, "--propagation=private", "bash", "-c", start],
+                [*ENDS_WITH_US, *inside, *isolate, "--propagation=private", "bash", "-c", start],
                 env=self.environment,
                 stdout=out,
                 stderr=out,
@@ -158,6 +161,9 @@ class Lab:
     def _down(self) -> None:
         for process in (*self.nodes.values(), *reversed(self.daemons)):
             self._kill(process)
+        self._remove_network()
+
+    def _remove_network(self) -> None:
         for name in NODES:
             self._on_host("ip", "netns", "del", name, check=False)
             self._on_host("ip", "link", "del", f"v{name}", check=False)
