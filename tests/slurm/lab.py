@@ -116,7 +116,8 @@ class Lab:
         (munge / "key").chmod(0o400)
         self.daemons.append(
             subprocess.Popen(
-                [*ENDS_WITH_US, "munged", "--foreground", "--force", f"--key-file={munge}/key", f"--socket={munge}/socket",
+                [*ENDS_WITH_US, "munged", "--foreground", "--force",
+                 f"--key-file={munge}/key", f"--socket={munge}/socket",
                  f"--pid-file={munge}/pid", f"--log-file={munge}/log", f"--seed-file={munge}/seed"],
                 stderr=subprocess.DEVNULL,
             )
