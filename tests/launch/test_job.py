@@ -32,7 +32,7 @@ def test_a_recipe_of_nemo_rls_says_its_nodes():
         plan(recipe, [], read_settings(None, ["nodes=2"]))
 
 
-def test_overrides_may_follow_options_and_defaults_come_before_them():
+def test_defaults_come_before_the_overrides_of_the_user():
     job = plan(TINY, ["grpo.seed=3"], read_settings(None))
     assert job.command_with("a=1")[-2:] == ("a=1", "grpo.seed=3")
 
