@@ -1,7 +1,8 @@
 """A node of a SLURM job's Ray cluster: `python -m nemo_fp8rl.launch.node INDEX`, until the job's script says it ended.
 
-What it starts carries a mark in its environment, and what carries that is ended with it: no process of another job,
-though it may be of the same user on the same node.
+What it starts is ended with it, and no process of another job, though it may be of the same user on the same node: what
+descends from it, is of a session that it began, or carries its mark in the environment. No sign is enough alone: what
+outlives its parent is nobody's descendant, and a process that Ray gives a title (ray::...) loses its environment.
 """
 
 import os
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Set
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,8 +36,9 @@ def main(index: int) -> int:
         shutil.rmtree(older, ignore_errors=True)
     attempt.node_tmp.mkdir(mode=0o700, parents=True, exist_ok=True)
     environment = {**os.environ, **secrets(attempt.secrets_file), MARK: str(attempt.folder)}
+    sessions: set[int] = set()
     try:
-        ray = _head(attempt, index, environment) if index == 0 else _worker(attempt, index, environment)
+        ray = (_worker if index else _head)(attempt, index, environment, sessions)
         while ray is not None and ray.poll() is None and not attempt.ended.exists():
             time.sleep(0.5)
         if attempt.ended.exists():
@@ -43,11 +46,13 @@ def main(index: int) -> int:
         print(f"Ray ended on its own, with exit code {ray.returncode if ray else 'none'}", flush=True)
         return 1
     finally:
-        end_all(attempt.folder)
+        end_all(attempt.folder, sessions)
         shutil.rmtree(attempt.node_tmp, ignore_errors=True)
 
 
-def _head(attempt: Attempt, index: int, environment: dict[str, str]) -> "subprocess.Popen[bytes] | None":
+def _head(
+    attempt: Attempt, index: int, environment: dict[str, str], sessions: set[int]
+) -> "subprocess.Popen[bytes] | None":
     address = own_address()
     for _ in range(HEAD_TRIES):
         port, dashboard, client = free_ports(3, attempt.ports, random.randrange(len(attempt.ports)))
@@ -57,23 +62,28 @@ def _head(attempt: Attempt, index: int, environment: dict[str, str]) -> "subproc
             *_resources(attempt, index),
             environment=environment,
         )
+        sessions.add(ray.pid)
         if _answers(ray, f"{address}:{port}", environment):
             write(attempt.cluster, {"address": f"{address}:{port}", "dashboard": f"{address}:{dashboard}"})
             return ray
-        end_all(attempt.folder)
+        end_all(attempt.folder, sessions)
     return None
 
 
-def _worker(attempt: Attempt, index: int, environment: dict[str, str]) -> "subprocess.Popen[bytes] | None":
+def _worker(
+    attempt: Attempt, index: int, environment: dict[str, str], sessions: set[int]
+) -> "subprocess.Popen[bytes] | None":
     while (cluster := read(attempt.cluster)) is None:
         if attempt.ended.exists():
             return None
         time.sleep(0.5)
-    return _start(
+    ray = _start(
         *(f"--address={cluster['address']}", f"--node-ip-address={own_address()}"),
         *_resources(attempt, index),
         environment=environment,
     )
+    sessions.add(ray.pid)
+    return ray
 
 
 def _resources(attempt: Attempt, index: int) -> tuple[str, ...]:
@@ -100,22 +110,29 @@ def _answers(ray: "subprocess.Popen[bytes]", address: str, environment: dict[str
     return False
 
 
-def end_all(folder: Path) -> None:
-    """End what Ray started on this node for the attempt of this folder."""
+def end_all(folder: Path, sessions: Set[int]) -> None:
+    """End what was started on this node for the attempt of this folder. sessions: the first process of each."""
+    descendants = set(psutil.Process().children(recursive=True))
     for number in (signal.SIGTERM, signal.SIGKILL):
         end = time.monotonic() + END_SECONDS
-        while (left := _of_attempt(folder)) and time.monotonic() < end:
+        while (left := _left(folder, sessions, descendants)) and time.monotonic() < end:
             for process in left:
                 with suppress(psutil.Error):
                     process.send_signal(number)
             time.sleep(0.2)
 
 
-def _of_attempt(folder: Path) -> list[psutil.Process]:
+def _left(folder: Path, sessions: Set[int], descendants: Set[psutil.Process]) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == str(folder):
+        with suppress(psutil.Error, ProcessLookupError):  # it has ended, or is of another user
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            if (
+                process in descendants
+                or os.getsid(process.pid) in sessions
+                or process.environ().get(MARK) == str(folder)
+            ):
                 found.append(process)
     return found
 

@@ -249,7 +249,7 @@ def test_a_killed_node_is_left_out_and_the_run_ends_on_the_others(lab, launch, u
     run = launch(settings=(*TWO, "slurm.preflight_seconds=90"))
     until(lambda: steps_of(tmp_path / "log") >= 7, "step 7", run)
     lab.kill_node("lab2")
-    until((run.folder / "attempt-1").exists, "another attempt", run, SECONDS)
+    until(lambda: lab.hurry(run.job) or (run.folder / "attempt-1").exists(), "another attempt", run, SECONDS)
     last = lab.jobs()[-1]
     assert lab.wait(last, SECONDS) == "COMPLETED", run.everything()
     assert "lab2" not in (run.folder / f"slurm-{last}.out").read_text().split("on ")[-1].split(":")[0]
