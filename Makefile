@@ -4,6 +4,8 @@ ARGS ?=
 BIN := .venv/bin
 # One thread is faster than two for models as small as those of the demo and the tests.
 OMP_NUM_THREADS ?= 1
+# Each has engines of its own, about 4 GB.
+TEST_PROCESSES ?= 2
 # The set-up leaves compiling modules to their first import, so Python must be allowed to keep the result.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -26,7 +28,7 @@ demo: setup  ## run the CPU demo
 	@$(BIN)/nemo-fp8rl demo $(ARGS)
 
 test: setup-dev  ## run the tests
-	@$(BIN)/python -m pytest -q $(ARGS)
+	@$(BIN)/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --dist=loadfile $(ARGS)
 
 test-long: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 test-long: setup-dev  ## the tests that `make test` leaves out for their length
