@@ -7,8 +7,9 @@ Each is an ordinary run directory. All flows of a seed come before the next seed
 whole seeds, whose flows can be compared.
 """
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import yaml
 from nemo_fp8rl.compare.config import Comparison, as_words, check_overrides
 from nemo_fp8rl.compare.models import MODEL_OF_FLOWS, MODEL_OF_LENGTHS, model_words
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.recipe import load, to_yaml
+from nemo_fp8rl.recipe import load
 from nemo_fp8rl.step_log import Row, read
 
 
@@ -88,7 +89,7 @@ def _planned(
         words += model_words(output / "models" / MODEL_OF_FLOWS)
     words += [*overrides, *as_words(comparison.flows[flow]), f"grpo.seed={seed}", f"logger.log_dir={folder}"]
     try:
-        config = flat(yaml.safe_load(to_yaml(load(comparison.recipe, words))))
+        config = flat(json.loads(json.dumps(asdict(load(comparison.recipe, words)))))  # tuples as lists
     except UserError as error:
         raise UserError(f"flow {flow}: {error}") from None
     return Planned(flow, seed, length, folder, comparison.recipe, tuple(words), config)
