@@ -23,7 +23,6 @@ SECOND = "fp8_rollout+correction/seed_1"
 def comparison(folder: Path, **changes: object) -> Path:
     tree = {
         "recipe": str(RECIPES / "tiny_cpu.yaml"),
-        "model": {"warm_up": str(RECIPES / "tiny_sft.yaml"), "overrides": {"sft.max_num_steps": 3}},
         "overrides": {"grpo.max_num_steps": STEPS, "checkpointing.save_period": 2, "grpo.val_period": 0},
         "seeds": [1],
         "reference": "bf16",
@@ -34,8 +33,8 @@ def comparison(folder: Path, **changes: object) -> Path:
     return path
 
 
-def command(path: Path, out: Path) -> list[str]:
-    return [sys.executable, "-m", "nemo_fp8rl.cli", "compare", str(path), *SMALL, "--output", str(out)]
+def arguments(path: Path, words: tuple[str, ...], out: Path) -> list[str]:
+    return ["compare", str(path), *words, "--output", str(out)]
 
 
 def stat(out: Path) -> dict[str, int]:
@@ -44,11 +43,12 @@ def stat(out: Path) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory) -> SimpleNamespace:
+def story(tiny_overrides, tmp_path_factory) -> SimpleNamespace:
     """One comparison, stopped by Ctrl-C in its second run, then called again until it is done."""
     folder = tmp_path_factory.mktemp("story")
     path, out = comparison(folder), folder / "out"
-    process = subprocess.Popen(command(path, out), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [sys.executable, "-m", "nemo_fp8rl.cli", *arguments(path, tiny_overrides, out)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.monotonic() + 180
     metrics = out / SECOND / "metrics.jsonl"
     while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
@@ -59,9 +59,10 @@ def story(tmp_path_factory) -> SimpleNamespace:
     stopped, _ = process.communicate(timeout=120)
     known, logged = json.loads((out / "results.json").read_text()), len(metrics.read_text().splitlines()) - 1
     first_run = stat(out / "bf16")
-    done = subprocess.run(command(path, out), check=False, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
     return SimpleNamespace(
         path=path,
+        words=tiny_overrides,
         out=out,
         code=process.returncode,
         stopped=stopped,
@@ -119,32 +120,20 @@ def test_every_run_has_its_numbers(story):
 def test_a_third_call_runs_nothing(story):
     before = stat(story.out)
     begin = time.monotonic()
-    assert main(["compare", str(story.path), *SMALL, "--output", str(story.out)]) == 0
+    assert main(arguments(story.path, story.words, story.out)) == 0
     assert time.monotonic() - begin < 5
     assert stat(story.out) == before
 
 
 def test_the_output_may_move(story, tmp_path, capsys):
     shutil.copytree(story.out, tmp_path / "moved", ignore=shutil.ignore_patterns("checkpoints"))
-    assert main(["compare", str(story.path), *SMALL, "--output", str(tmp_path / "moved"), "--table-only"]) == 0
+    assert main([*arguments(story.path, story.words, tmp_path / "moved"), "--table-only"]) == 0
     assert "2 of 2 runs" in capsys.readouterr().out
 
 
-def test_another_model_in_the_output_is_not_taken(story, tmp_path, capsys):
-    """Its runs' recipes name the same folder; what is in it differs."""
-    (tmp_path / "out").mkdir()
-    shutil.copytree(story.out / "models", tmp_path / "out" / "models")
-    path = comparison(
-        tmp_path, model={"warm_up": str(RECIPES / "tiny_sft.yaml"), "overrides": {"sft.max_num_steps": 4}}
-    )
-    assert main(["compare", str(path), *SMALL, "--output", str(tmp_path / "out")]) == 2
-    assert "models/flows was made by another comparison; give another --output" in capsys.readouterr().err
-
-
 def test_a_run_that_fails_is_named_with_its_last_words(tmp_path, capsys):
-    path = comparison(tmp_path, model=None)
-    words = [*SMALL, f"policy.model_name={tmp_path}/none", f"data.train.data_path={tmp_path}/none.jsonl"]
-    assert main(["compare", str(path), *words, "--output", str(tmp_path / "out")]) == 2
+    words = (*SMALL, f"policy.model_name={tmp_path}/none", f"data.train.data_path={tmp_path}/none.jsonl")
+    assert main(arguments(comparison(tmp_path), words, tmp_path / "out")) == 2
     out, err = capsys.readouterr()
     assert "0 of 2 runs have finished, 2 to go" in out
     assert f"train ended with code 2, see {tmp_path}/out/bf16/seed_1/train.log: nemo-fp8rl: " in err
@@ -152,28 +141,34 @@ def test_a_run_that_fails_is_named_with_its_last_words(tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_answers_of_several_lengths(tmp_path):
-    """Two lengths of one flow: tokens an answer differ, the table says so."""
+def test_models_are_made_and_answers_of_several_lengths_measured(tmp_path, capsys):
+    """One flow; tokens an answer differ with the length, the table says so. Another comparison's models are refused."""
+    warm_up = str(RECIPES / "tiny_sft.yaml")
+    model = {"warm_up": warm_up, "overrides": {"sft.max_num_steps": 3}}
     lengths = {
         "terms": {"short": 3, "long": 6},
         "flows": ["bf16"],
-        "warm_up": str(RECIPES / "tiny_sft.yaml"),
-        "warm_up_overrides": {"sft.max_num_steps": 60, "policy.max_total_sequence_length": 64},
-        "overrides": {"grpo.max_num_steps": 2, "policy.generation.max_new_tokens": 40, "grpo.val_at_start": False},
+        "warm_up": warm_up,
+        "warm_up_overrides": {"sft.max_num_steps": 60},
+        "overrides": {
+            "policy.generation.max_new_tokens": 40,
+            "grpo.val_at_start": False,
+            "grpo.val_at_end": False,
+        },
     }
-    path = comparison(tmp_path, lengths=lengths, flows={"bf16": FLOWS["bf16"]}, model=None)
-    # the first part needs a model of its own: the one that the second part makes
-    words = [
-        f"policy.model_name={tmp_path}/out/models/lengths/warm",
-        f"data.train.data_path={tmp_path}/out/models/lengths/short.jsonl",
-    ]
-    tree = json.loads(path.read_text())
-    tree["overrides"] = tree["overrides"] | dict(word.split("=", 1) for word in words)
-    path.write_text(json.dumps(tree))
-    assert main(["compare", str(path), *SMALL, "--output", str(tmp_path / "out")]) == 0
-    results = json.loads((tmp_path / "out/results.json").read_text())
-    tokens = {run["length"]: run["numbers"]["tokens_per_answer"] for run in results["runs"] if run["length"]}
+    parts = {"flows": {"bf16": FLOWS["bf16"]}, "lengths": lengths}
+    path, out = comparison(tmp_path, model=model, **parts), tmp_path / "out"
+    words = (*SMALL, "grpo.max_num_steps=2")
+    assert main(arguments(path, words, out)) == 0
+    results = json.loads((out / "results.json").read_text())
+    assert [run["length"] for run in results["runs"]] == [None, "short", "long"]
+    tokens = {run["length"]: run["numbers"]["tokens_per_answer"] for run in results["runs"]}
     assert tokens["long"] > tokens["short"]
-    page = (tmp_path / "out/results.md").read_text()
+    page = (out / "results.md").read_text()
     assert "| bf16 | long | 1 |" in page
     assert "k3 KL by position in long answers" in page
+
+    shutil.rmtree(out / "bf16")
+    path = comparison(tmp_path, model=model | {"overrides": {"sft.max_num_steps": 4}}, **parts)
+    assert main(arguments(path, words, out)) == 2
+    assert "models/flows was made by another comparison; give another --output" in capsys.readouterr().err
