@@ -78,6 +78,7 @@ def _run_all(
         if not left:
             return True
         if not make_models(comparison, output, stop, say):
+            say("stopped before the first run; the same command goes on")
             return False
         task = progress.add_task("steps", total=sum(run.steps - run.done() for run in left))
         before = 0

@@ -12,6 +12,7 @@ from nemo_fp8rl.compare.config import Comparison, Lengths, TinyModel, as_words
 from nemo_fp8rl.compare.process import run
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.interrupt import GracefulStop
+from nemo_fp8rl.recipe import load
 from nemo_fp8rl.step_log import write_atomically
 
 CHAINS_OF_A_LENGTH = 6_000
@@ -43,15 +44,11 @@ def _make(chosen: TinyModel | Lengths, folder: Path, stop: GracefulStop, say: Ca
     shutil.rmtree(partial, ignore_errors=True)
     from nemo_fp8rl.tiny import make_tiny  # loads torch
 
-    if isinstance(chosen, TinyModel):
-        make_tiny(partial, chosen.task, chosen.seed, chosen.family)
-        overrides = chosen.overrides
-    else:
-        make_tiny(partial, "chain", chosen.seed, chosen.family)
+    task = chosen.task if isinstance(chosen, TinyModel) else "chain"
+    make_tiny(partial, task, chosen.seed, chosen.family)
+    if isinstance(chosen, Lengths):
         _write_chains(chosen, partial)
-        overrides = chosen.warm_up_overrides
-    paths = (f"policy.model_name={partial}/model", f"data.train.data_path={partial}/data.jsonl")
-    words = ["--config", chosen.warm_up, *as_words(overrides), *paths, "--output", f"{partial}/warm"]
+    words = ["--config", chosen.warm_up, *_warm_up_words(chosen, partial), "--output", f"{partial}/warm"]
     if not run(["sft", *words], folder.with_name(f"{folder.name}.log"), stop, lambda: None):
         return False
     write_atomically(partial / "made.json", record)
@@ -60,12 +57,18 @@ def _make(chosen: TinyModel | Lengths, folder: Path, stop: GracefulStop, say: Ca
     return True
 
 
+def _warm_up_words(chosen: TinyModel | Lengths, folder: Path) -> list[str]:
+    overrides = chosen.overrides if isinstance(chosen, TinyModel) else chosen.warm_up_overrides
+    return [*as_words(overrides), f"policy.model_name={folder}/model", f"data.train.data_path={folder}/data.jsonl"]
+
+
 def _recorded(chosen: TinyModel | Lengths) -> dict[str, object]:
-    """What the weights and data depend on."""
-    recipe = Path(chosen.warm_up)
-    kept = {key: value for key, value in asdict(chosen).items() if key not in ("warm_up", "flows")}
-    kept.pop("overrides" if isinstance(chosen, Lengths) else "", None)
-    return {"warm_up": recipe.name, **kept}
+    """What weights and data depend on."""
+    of_the_make = ("task", "family", "seed", "terms")
+    return {
+        "make": {key: value for key, value in asdict(chosen).items() if key in of_the_make},
+        "warm_up": asdict(load(chosen.warm_up, _warm_up_words(chosen, Path("here")))),
+    }
 
 
 def _write_chains(chosen: Lengths, folder: Path) -> None:

@@ -74,8 +74,13 @@ def record(comparison: Comparison, overrides: Sequence[str], runs: Sequence[Plan
             }
             for run, environment in zip(finished, environments, strict=True)
         ],
-        "machines": sorted({f"{e['machine']}, Python {e['python']}, {e['versions']}" for e in environments}),
+        "machines": sorted({_machine(environment) for environment in environments}),
     }
+
+
+def _machine(environment: Mapping[str, Any]) -> str:
+    versions = [f"{name} {version}" for name, version in environment["versions"].items()]
+    return ", ".join([environment["machine"], f"Python {environment['python']}", *versions])
 
 
 def values_of(
