@@ -53,15 +53,18 @@ def _wait(process: "subprocess.Popen[bytes]", stop: GracefulStop, look: Callable
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """After a second Ctrl-C: it gets one, too, and then no choice."""
+    """After a second Ctrl-C: it gets one, too, and then no choice; a third leaves it none at once."""
     if process.poll() is not None:
         return
     process.send_signal(signal.SIGINT)
     try:
         process.wait(SECONDS_TO_END)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        pass
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _last_lines(log: Path) -> str:

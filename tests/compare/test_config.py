@@ -1,12 +1,12 @@
 """A comparison that is wrong ends in one sentence and exit code 2, before anything runs."""
 
-import json
-
 import pytest
+import yaml
 
 from nemo_fp8rl.cli import main
 from nemo_fp8rl.compare.config import load_comparison
 from nemo_fp8rl.compare.plan import plan
+from nemo_fp8rl.errors import UserError
 from tests.compare.conftest import FLOWS
 from tests.conftest import RECIPES
 
@@ -148,9 +148,9 @@ def test_another_recipe_in_the_folder_is_not_taken_for_this_one(write, tmp_path)
     before = next(
         r for r in plan(load_comparison(path), ["policy.megatron_cfg.optimizer.lr=0.5"], out) if r.folder == folder
     )
-    (folder / "config.yaml").write_text(json.dumps(before.config))
+    (folder / "config.yaml").write_text(yaml.safe_dump(before.config))
     assert plan(load_comparison(path), ["policy.megatron_cfg.optimizer.lr=0.5"], out)
     with pytest.raises(
-        Exception, match=r"seed_2 holds a run with another recipe: policy.megatron_cfg.optimizer.lr was 0.5"
+        UserError, match=r"seed_2 holds a run with another recipe: policy.megatron_cfg.optimizer.lr was 0.5"
     ):
         plan(load_comparison(path), [], out)
