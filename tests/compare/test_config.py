@@ -29,9 +29,15 @@ def refused(capsys, tmp_path):
     return run
 
 
-def test_the_shipped_comparison_has_the_six_flows_and_five_seeds(tmp_path):
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory):
+    """The comparison of conf/ and its runs."""
     comparison = load_comparison(RECIPES / "compare" / "tiny.yaml")
-    runs = plan(comparison, [], tmp_path)
+    return comparison, plan(comparison, [], tmp_path_factory.mktemp("shipped"))
+
+
+def test_the_shipped_comparison_has_the_six_flows_and_five_seeds(shipped):
+    comparison, runs = shipped
     assert len(comparison.seeds) >= 5
     of_flows = [run for run in runs if run.length is None]
     assert len(of_flows) == 6 * len(comparison.seeds)
@@ -51,9 +57,9 @@ def test_the_shipped_comparison_has_the_six_flows_and_five_seeds(tmp_path):
     assert all(not c["loss_fn.use_importance_sampling_correction"] for c in made.values())
 
 
-def test_the_runs_of_a_seed_differ_in_their_flow_alone(tmp_path):
+def test_the_runs_of_a_seed_differ_in_their_flow_alone(shipped):
     """And those of a flow in their seed: the data's split stays."""
-    runs = plan(load_comparison(RECIPES / "compare" / "tiny.yaml"), [], tmp_path)
+    _, runs = shipped
     places = {"logger.log_dir", "checkpointing.checkpoint_dir"}
 
     def differing(one, other):
