@@ -27,6 +27,8 @@ from nemo_fp8rl.interrupt import GracefulStop
 from nemo_fp8rl.step_log import write_atomically
 
 SPEED_OVER_SECONDS = 3600
+WIDTH_OF_FILES = 200
+"""Columns where the output is no terminal: the widest table fits."""
 
 
 def compare(path: Path, overrides: Sequence[str], output: Path, table_only: bool = False) -> bool:
@@ -37,6 +39,8 @@ def compare(path: Path, overrides: Sequence[str], output: Path, table_only: bool
     comparison = load_comparison(path)
     runs = plan(comparison, overrides, output)
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH_OF_FILES
     finished = table_only or _run_all(comparison, overrides, runs, path, output, console)
     results = record(comparison, overrides, runs)
     if not results["runs"]:

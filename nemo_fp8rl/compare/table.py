@@ -34,7 +34,9 @@ def sections(results: Mapping[str, Any]) -> list[Section]:
 
 
 def as_rich(section: Section) -> Table:
-    table = Table(*section.headers, title=section.title, title_justify="left")
+    table = Table(title=section.title, title_justify="left")
+    for header in section.headers:
+        table.add_column(header, overflow="fold")
     for row in section.rows:
         table.add_row(*row)
     return table
@@ -122,7 +124,7 @@ def _lengths(results: Mapping[str, Any]) -> Section:
                     _middle(values_of(results, flow, "tokens_per_answer", length), 1, "{:.1f}"),
                     _middle(values_of(results, flow, "reward", length), 1, "{:.2f}"),
                     *_mismatch(results, flow, length),
-                    _plus_minus(difference, _signed_small),
+                    _plus_minus(difference, _signed_power),
                 )
             )
             if length != first:
@@ -180,8 +182,8 @@ def _signed(value: float) -> str:
     return f"{value:+.3f}"
 
 
-def _signed_small(value: float) -> str:
-    return f"{value:+.6f}"
+def _signed_power(value: float) -> str:
+    return f"{value:+.1e}"
 
 
 def _power(value: float) -> str:

@@ -16,7 +16,7 @@ ACCURACY = {
     "worse": (0.40, 0.42, 0.44, 0.46, 0.47),
     "better": (0.60, 0.62, 0.64, 0.66, 0.69),
 }
-ERROR = {"short": 1.001, "long": 1.002}
+ERROR = {"short": 1.0, "long": 2.0}
 
 
 def run(flow: str, seed: int, accuracy: float | None, length: str | None, error: float) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def run(flow: str, seed: int, accuracy: float | None, length: str | None, error:
 @pytest.fixture
 def results() -> dict[str, Any]:
     runs = [run(f, seed, a, None, 1.01) for f, row in ACCURACY.items() for seed, a in enumerate(row, 1)]
-    runs += [run("bf16", s, None, name, e + s * 1e-6) for name, e in ERROR.items() for s in range(1, 6)]
+    runs += [run("bf16", s, None, name, e * (1 + s * 1e-6)) for name, e in ERROR.items() for s in range(1, 6)]
     return {
         "comparison": {
             "reference": "bf16",
@@ -111,7 +111,7 @@ def test_lengths_are_compared_with_the_first(results):
     rows = cells(results, 1)
     assert rows.keys() == {"bf16 short", "bf16 long"}
     assert rows["bf16 short"]["error less short"] == "-"
-    assert rows["bf16 long"]["error less short"] == "+0.001000 ± 0.000000"
+    assert rows["bf16 long"]["error less short"] == "+1.0e+00 ± 2.0e-06"  # 1 + 1e-6 s: 2.776 x 1.581e-6 / sqrt(5)
     assert rows["bf16 long"]["tokens"] == "30.0"
     positions = sections(results)[2]
     assert positions.headers == ("flow", "0", "1", "2 to 3")
