@@ -106,6 +106,15 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--output", type=Path, metavar="FILE", help="default report.html, of one run in its directory")
     report.set_defaults(run=_report)
 
+    compare = commands.add_parser("compare", help="run flows side by side over several seeds, and their table")
+    compare.add_argument("comparison", type=Path, metavar="COMPARISON", help="a YAML file, see conf/compare/")
+    compare.add_argument("overrides", nargs="*", metavar="key=value", help="of every run")
+    compare.add_argument(
+        "--output", type=Path, default=Path("runs/compare"), metavar="DIR", help="default runs/compare"
+    )
+    compare.add_argument("--table-only", action="store_true", help="run nothing, show what has finished")
+    compare.set_defaults(run=_compare)
+
     doctor = commands.add_parser("doctor", help="check a recipe for NeMo RL against its GPUs and its model")
     doctor.add_argument("recipe", type=Path, metavar="RECIPE", help="a YAML file, see conf/nemo_rl/")
     doctor.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="key=value, +key=value, ++key=value, ~key")
@@ -214,6 +223,12 @@ def _report(arguments: argparse.Namespace) -> bool:
     path = report(arguments.runs, arguments.output)
     print(f"wrote {path} ({path.stat().st_size / 1e6:.2f} MB)")
     return True
+
+
+def _compare(arguments: argparse.Namespace) -> bool:
+    from nemo_fp8rl.compare.command import compare
+
+    return compare(arguments.comparison, arguments.overrides, arguments.output, arguments.table_only)
 
 
 def _doctor(arguments: argparse.Namespace) -> bool:

@@ -123,10 +123,11 @@ def _additions(rng: random.Random) -> Iterator[tuple[str, str]]:
     yield from problems
 
 
-def _chains(rng: random.Random) -> Iterator[tuple[str, str]]:
+def chains(rng: random.Random, terms: int = CHAIN_TERMS, count: int = CHAIN_PROMPTS) -> Iterator[tuple[str, str]]:
+    """Running sums of so many digits, `count` distinct ones: about 6 (terms - 1) characters of answer."""
     seen: set[tuple[int, ...]] = set()
-    while len(seen) < CHAIN_PROMPTS:
-        digits = tuple(rng.randrange(10) for _ in range(CHAIN_TERMS))
+    while len(seen) < count:
+        digits = tuple(rng.randrange(10) for _ in range(terms))
         if digits in seen:
             continue
         seen.add(digits)
@@ -137,4 +138,4 @@ def _chains(rng: random.Random) -> Iterator[tuple[str, str]]:
         yield "+".join(map(str, digits)) + "=", str(digits[0]) + ";".join(steps)
 
 
-TASKS: dict[str, Callable[[random.Random], Iterator[tuple[str, str]]]] = {"add": _additions, "chain": _chains}
+TASKS: dict[str, Callable[[random.Random], Iterator[tuple[str, str]]]] = {"add": _additions, "chain": chains}

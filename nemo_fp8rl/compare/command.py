@@ -1,0 +1,129 @@
+"""`nemo-fp8rl compare`: runs what is missing, one after the other, and shows what is known.
+
+    OUTPUT/results.json, results.md       of all finished runs, rewritten after each
+    OUTPUT/models, OUTPUT/FLOW, ...       see `models` and `plan`
+
+Left out: several runs at once, which would spoil the seconds.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from nemo_fp8rl.compare.config import Comparison, load_comparison
+from nemo_fp8rl.compare.models import make_models
+from nemo_fp8rl.compare.plan import Planned, plan
+from nemo_fp8rl.compare.process import run as run_process
+from nemo_fp8rl.compare.results import measure, record
+from nemo_fp8rl.compare.table import as_markdown, as_rich, sections
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.interrupt import GracefulStop
+from nemo_fp8rl.step_log import write_atomically
+
+SPEED_OVER_SECONDS = 3600
+WIDTH_OF_FILES = 200
+"""Columns where the output is no terminal: the widest table fits."""
+
+
+def compare(path: Path, overrides: Sequence[str], output: Path, table_only: bool = False) -> bool:
+    """Returns False when it was interrupted; called again, it goes on. table_only: run nothing.
+
+    Raises UserError for a comparison that is wrong, and when a run fails.
+    """
+    comparison = load_comparison(path)
+    runs = plan(comparison, overrides, output)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH_OF_FILES
+    finished = table_only or _run_all(comparison, overrides, runs, path, output, console)
+    results = record(comparison, overrides, runs)
+    if not results["runs"]:
+        console.print(f"no run in {output} has finished", markup=False, soft_wrap=True)
+        return finished
+    _write(results, path, overrides, output)
+    _show(results, output, console)
+    return finished
+
+
+def _run_all(
+    comparison: Comparison,
+    overrides: Sequence[str],
+    runs: Sequence[Planned],
+    path: Path,
+    output: Path,
+    console: Console,
+) -> bool:
+    left = [run for run in runs if not run.finished]
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+
+    say(f"{len(runs) - len(left)} of {len(runs)} runs have finished, {len(left)} to go, in {output}")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {output} cannot be written: {error}") from None
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        speed_estimate_period=SPEED_OVER_SECONDS,
+        disable=not console.is_terminal,
+    )
+    with GracefulStop() as stop, progress:
+        if not left:
+            return True
+        if not make_models(comparison, output, stop, say):
+            say("stopped before the first run; the same command goes on")
+            return False
+        task = progress.add_task("steps", total=sum(run.steps - run.done() for run in left))
+        before = 0
+        for i, run in enumerate(left, len(runs) - len(left) + 1):
+            begin, already = time.monotonic(), run.done()
+            progress.update(task, description=f"run {i} of {len(runs)}: {run.name}")
+
+            def look(run: Planned = run, offset: int = before - already) -> None:
+                progress.update(task, completed=max(0, run.done() + offset))
+
+            words = ["train", "--config", run.recipe, "--restartable", *run.words]
+            if stop.requested or not run_process(words, run.folder / "train.log", stop, look):
+                say(f"stopped in {run.name} after step {run.done()} of {run.steps}; the same command goes on")
+                return False
+            before += run.steps - already
+            progress.update(task, completed=before)
+            took = timedelta(seconds=round(time.monotonic() - begin))
+            say(f"{i}/{len(runs)}  {run.name}  {_figures(measure(run.rows()))}  {took}")
+            _write(record(comparison, overrides, runs), path, overrides, output)
+    return True
+
+
+def _figures(numbers: dict[str, float]) -> str:
+    accuracy = f"accuracy {numbers['accuracy_end']:.3f}  " if "accuracy_end" in numbers else ""
+    return f"{accuracy}mismatch {numbers['token_mult_prob_error']:.6f}"
+
+
+def _write(results: dict[str, Any], path: Path, overrides: Sequence[str], output: Path) -> None:
+    command = " ".join(["nemo-fp8rl compare", str(path), *overrides])
+    write_atomically(output / "results.json", json.dumps(results, indent=1) + "\n")
+    write_atomically(output / "results.md", as_markdown(results, command))
+
+
+def _show(results: dict[str, Any], output: Path, console: Console) -> None:
+    for section in sections(results):
+        console.print(as_rich(section))
+        for sentence in section.sentences:
+            console.print(f"- {sentence}", markup=False)
+        console.print()
+    console.print(
+        f"{len(results['runs'])} of {results['planned']} runs; wrote {output}/results.json and results.md",
+        markup=False,
+        soft_wrap=True,
+    )

@@ -1,0 +1,140 @@
+"""What a comparison consists of, typed: conf/compare/*.yaml.
+
+Overrides stand as `dotted.key: value` and end in the runs' own recipes, where their keys and types are checked. They
+count in this order, the later one wins: the recipe, `overrides`, those of `lengths`, the command line, the flow's.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.typed_tree import check_keys, typed
+from nemo_fp8rl.yaml_tree import one_line, read_with_parents, register_resolvers
+
+OURS = ("grpo.seed", "logger.log_dir")
+"""Keys that the comparison itself gives to each run."""
+TAKEN = ("models", "lengths")
+"""Folders of the output that are no flow's."""
+
+
+class _Block:
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+
+@dataclass(frozen=True)
+class TinyModel(_Block):
+    """A model of `nemo-fp8rl make-tiny`, warmed up, from which every run of a part begins."""
+
+    task: str = "add"
+    family: str = "qwen3"
+    seed: int = 0
+    """Of the weights, the data and the warm-up's order; the runs' seeds do not change it."""
+    warm_up: str = "conf/tiny_sft.yaml"
+    """The recipe of the warm-up, relative to the comparison's file."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Of that recipe."""
+
+
+@dataclass(frozen=True)
+class Lengths(_Block):
+    """The second part: one model, warmed up on running sums of all lengths, rolled out on those of one length."""
+
+    terms: dict[str, int]
+    """Name of a length -> digits to add up; the first is what the others are compared with."""
+    flows: tuple[str, ...]
+    """Which of the flows."""
+    family: str = "qwen3"
+    seed: int = 0
+    warm_up: str = "conf/tiny_sft.yaml"
+    warm_up_overrides: dict[str, Any] = field(default_factory=dict)
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Of every run of this part, after those of the comparison."""
+
+
+@dataclass(frozen=True)
+class Comparison(_Block):
+    """A whole comparison."""
+
+    recipe: str
+    """Of every run, relative to the comparison's file."""
+    seeds: tuple[int, ...]
+    """grpo.seed of the runs: the order of prompts, and sampling. Which prompts are held out is data.train.seed's."""
+    flows: dict[str, dict[str, Any]]
+    """Name -> overrides."""
+    reference: str
+    """The flow that the others are compared with, seed by seed."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Of every run."""
+    model: TinyModel | None = None
+    """null: policy.model_name and data.train.data_path are the recipe's."""
+    lengths: Lengths | None = None
+
+
+def load_comparison(path: Path) -> Comparison:
+    """Raises UserError for anything wrong in the file; recipes are read and checked when runs are planned."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    register_resolvers()
+    tree = read_with_parents(path)
+    try:
+        given = OmegaConf.to_container(tree)
+        check_keys(given, Comparison)
+        values = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path}: {one_line(error)}") from None
+    comparison = typed(values, Comparison)
+    _check(comparison)
+    return _with_paths(comparison, path.parent)
+
+
+def _check(comparison: Comparison) -> None:
+    flows, lengths = comparison.flows, comparison.lengths
+    if not comparison.seeds or len(set(comparison.seeds)) < len(comparison.seeds):
+        raise UserError(f"seeds={list(comparison.seeds)}: give at least one, each once")
+    if comparison.reference not in flows:
+        raise UserError(f"reference={comparison.reference} is none of the flows {', '.join(flows)}")
+    for name in (*flows, *(lengths.terms if lengths else ())):
+        if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name) or name in TAKEN:
+            raise UserError(f"{name!r} cannot be a folder of runs: take letters, digits, _ . + -, not {TAKEN}")
+    if lengths:
+        if unknown := [flow for flow in lengths.flows if flow not in flows]:
+            raise UserError(f"lengths.flows: {unknown[0]} is none of the flows {', '.join(flows)}")
+        if not lengths.flows or not lengths.terms or min(lengths.terms.values()) < 2:
+            raise UserError("lengths: name at least one flow, and lengths of at least 2 terms")
+    blocks: dict[str, Mapping[str, Any]] = {"overrides": comparison.overrides}
+    blocks |= {f"flows.{name}": overrides for name, overrides in flows.items()}
+    blocks |= {"lengths.overrides": lengths.overrides} if lengths else {}
+    for where, overrides in blocks.items():
+        if taken := [key for key in overrides if key in OURS]:
+            raise UserError(f"{where}: {taken[0]} is set for each run by the comparison; leave it out")
+
+
+def _with_paths(comparison: Comparison, folder: Path) -> Comparison:
+    """Recipes as paths from here."""
+    changes: dict[str, Any] = {"recipe": str(folder / comparison.recipe)}
+    for part in ("model", "lengths"):
+        if block := getattr(comparison, part):
+            changes[part] = dataclasses.replace(block, warm_up=str(folder / block.warm_up))
+    return dataclasses.replace(comparison, **changes)
+
+
+def as_words(overrides: Mapping[str, Any]) -> list[str]:
+    """key=value, as the command line takes them."""
+    return [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
+
+
+def check_overrides(comparison: Comparison, overrides: Sequence[str]) -> None:
+    """Raise UserError for a key of the command line that would change what a flow is, or a run's place."""
+    for word in overrides:
+        key = word.partition("=")[0].lstrip("+")
+        if key in OURS:
+            raise UserError(f"{word}: {key} is set for each run by the comparison; see seeds and --output")
+        for name, own in comparison.flows.items():
+            if any(key == k or k.startswith(f"{key}.") or key.startswith(f"{k}.") for k in own):
+                raise UserError(f"{word}: {key} is what makes the flow {name}; change it in the comparison's file")

@@ -1,0 +1,86 @@
+"""The models that runs begin from, made once in OUTPUT/models: weights, data, warm-up. Whole or not there."""
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from nemo_fp8rl.compare.config import Comparison, Lengths, TinyModel, as_words
+from nemo_fp8rl.compare.process import run
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.interrupt import GracefulStop
+from nemo_fp8rl.recipe import load
+from nemo_fp8rl.step_log import write_atomically
+
+CHAINS_OF_A_LENGTH = 6_000
+"""Prompts of each length, fewer where there are not so many."""
+MODEL_OF_FLOWS, MODEL_OF_LENGTHS = "flows", "lengths"
+
+
+def model_words(folder: Path, data: str = "data.jsonl") -> list[str]:
+    return [f"policy.model_name={folder}/warm", f"data.train.data_path={folder}/{data}"]
+
+
+def make_models(comparison: Comparison, output: Path, stop: GracefulStop, say: Callable[[str], None]) -> bool:
+    """False when it was interrupted. Raises UserError when models of another comparison are there."""
+    parts: dict[str, TinyModel | Lengths | None] = {
+        MODEL_OF_FLOWS: comparison.model,
+        MODEL_OF_LENGTHS: comparison.lengths,
+    }
+    return all(_make(chosen, output / "models" / name, stop, say) for name, chosen in parts.items() if chosen)
+
+
+def _make(chosen: TinyModel | Lengths, folder: Path, stop: GracefulStop, say: Callable[[str], None]) -> bool:
+    record = json.dumps(_recorded(chosen), indent=1) + "\n"
+    if (folder / "made.json").exists():
+        if (folder / "made.json").read_text() != record:
+            raise UserError(f"{folder} was made by another comparison; give another --output")
+        return True
+    say(f"making the model in {folder}")
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    from nemo_fp8rl.tiny import make_tiny  # loads torch
+
+    task = chosen.task if isinstance(chosen, TinyModel) else "chain"
+    make_tiny(partial, task, chosen.seed, chosen.family)
+    if isinstance(chosen, Lengths):
+        _write_chains(chosen, partial)
+    words = ["--config", chosen.warm_up, *_warm_up_words(chosen, partial), "--output", f"{partial}/warm"]
+    if not run(["sft", *words], folder.with_name(f"{folder.name}.log"), stop, lambda: None):
+        return False
+    write_atomically(partial / "made.json", record)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.rename(partial, folder)
+    return True
+
+
+def _warm_up_words(chosen: TinyModel | Lengths, folder: Path) -> list[str]:
+    overrides = chosen.overrides if isinstance(chosen, TinyModel) else chosen.warm_up_overrides
+    return [*as_words(overrides), f"policy.model_name={folder}/model", f"data.train.data_path={folder}/data.jsonl"]
+
+
+def _recorded(chosen: TinyModel | Lengths) -> dict[str, object]:
+    """What weights and data depend on."""
+    of_the_make = ("task", "family", "seed", "terms")
+    return {
+        "make": {key: value for key, value in asdict(chosen).items() if key in of_the_make},
+        "warm_up": asdict(load(chosen.warm_up, _warm_up_words(chosen, Path("here")))),
+    }
+
+
+def _write_chains(chosen: Lengths, folder: Path) -> None:
+    """NAME.jsonl of each length, and all of them mixed as data.jsonl."""
+    from nemo_fp8rl.tiny import chains
+
+    rng = random.Random(chosen.seed)
+    mixed: list[str] = []
+    for name, terms in chosen.terms.items():
+        count = min(CHAINS_OF_A_LENGTH, 10**terms)
+        rows = [json.dumps({"prompt": p, "answer": a}) + "\n" for p, a in chains(rng, terms, count)]
+        (folder / f"{name}.jsonl").write_text("".join(rows))
+        mixed += rows
+    rng.shuffle(mixed)
+    (folder / "data.jsonl").write_text("".join(mixed))

@@ -1,0 +1,210 @@
+"""results.json as tables: on the terminal, and as Markdown. What is said of a flow is what its interval says."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+
+from nemo_fp8rl.compare.results import values_of
+from nemo_fp8rl.compare.statistics import Interval, interval, paired
+
+NOTHING = "-"
+
+Format = Callable[[float], str]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table with the sentences below it."""
+
+    title: str
+    headers: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    sentences: list[str]
+
+
+def sections(results: Mapping[str, Any]) -> list[Section]:
+    """Of all runs that have finished; parts of which there is none are left out."""
+    made = [_flows(results)]
+    if results["comparison"]["lengths"]:
+        made += [_lengths(results), _positions(results)]
+    return [section for section in made if section.rows]
+
+
+def as_rich(section: Section) -> Table:
+    table = Table(title=section.title, title_justify="left")
+    for header in section.headers:
+        table.add_column(header, overflow="fold")
+    for row in section.rows:
+        table.add_row(*row)
+    return table
+
+
+def as_markdown(results: Mapping[str, Any], command: str) -> str:
+    """A page: where it was measured, tables, sentences."""
+    lines = [
+        "# Flows compared",
+        "",
+        f"Written by `{command}`. {len(results['runs'])} of {results['planned']} runs have finished.",
+        "",
+        *(f"- {machine}" for machine in results["machines"]),
+    ]
+    for section in sections(results):
+        lines += ["", f"## {section.title}", "", _line(section.headers), _line(["---"] * len(section.headers))]
+        lines += [_line(row) for row in section.rows]
+        lines += [""] + [f"- {sentence}" for sentence in section.sentences]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _flows(results: Mapping[str, Any]) -> Section:
+    reference = results["comparison"]["reference"]
+    rows: list[tuple[str, ...]] = []
+    sentences = []
+    at_reference = values_of(results, reference, "accuracy_end")
+    for flow in results["comparison"]["flows"]:
+        steps = values_of(results, flow, "step_seconds")
+        if not steps:
+            continue
+        accuracy = values_of(results, flow, "accuracy_end")
+        difference = None if flow == reference else paired(accuracy, at_reference)
+        rows.append(
+            (
+                flow,
+                str(len(steps)),
+                _plus_minus(interval(list(accuracy.values())), _three),
+                _plus_minus(difference, _signed),
+                *_mismatch(results, flow, None),
+                _middle(values_of(results, flow, "generate_seconds"), 1, "{:.3f}"),
+                _middle(values_of(results, flow, "train_seconds"), 1, "{:.3f}"),
+                _middle(values_of(results, flow, "refit_bytes"), 1e-6, "{:.3f}"),
+            )
+        )
+        if flow != reference:
+            sentences.append(_sentence(f"{flow}: accuracy less that of {reference}", difference))
+    return Section(
+        title="Flows",
+        headers=(
+            "flow", "seeds", "accuracy", f"less {reference}", "token_mult_prob_error", "k3 KL",
+            "rollout s", "training s", "refit MB",
+        ),
+        rows=rows,
+        sentences=[
+            "Accuracy of the last validation. Mean of the seeds ± 95 % interval (Student's t); differences are of runs "
+            "of the same seed. Each interval holds by itself: one in twenty misses.",
+            "Mismatch: mean over the steps. Rollout, and training (log-probs and optimizer step): median seconds a "
+            "step, FP8 emulated on a CPU. Refit: bytes on the wire to one engine.",
+            *sentences,
+        ],
+    )  # fmt: skip
+
+
+def _lengths(results: Mapping[str, Any]) -> Section:
+    lengths = results["comparison"]["lengths"]
+    first = next(iter(lengths["terms"]))
+    rows: list[tuple[str, ...]] = []
+    sentences = []
+    for flow in lengths["flows"]:
+        at_first = values_of(results, flow, "token_mult_prob_error", first)
+        for length in lengths["terms"]:
+            errors = values_of(results, flow, "token_mult_prob_error", length)
+            if not errors:
+                continue
+            difference = None if length == first else paired(errors, at_first)
+            rows.append(
+                (
+                    flow,
+                    length,
+                    str(len(errors)),
+                    _middle(values_of(results, flow, "tokens_per_answer", length), 1, "{:.1f}"),
+                    _middle(values_of(results, flow, "reward", length), 1, "{:.2f}"),
+                    *_mismatch(results, flow, length),
+                    _plus_minus(difference, _signed_power),
+                )
+            )
+            if length != first:
+                sentences.append(
+                    _sentence(f"{flow}: token_mult_prob_error of {length} less that of {first} answers", difference)
+                )
+    return Section(
+        title="Length of the answers",
+        headers=(
+            "flow", "answers", "seeds", "tokens", "reward", "token_mult_prob_error", "k3 KL", f"error less {first}",
+        ),
+        rows=rows,
+        sentences=[
+            "One warm model for all lengths. Longer answers are also another task: how sure the model is of a token "
+            "differs, and both numbers are means over tokens.",
+            *sentences,
+        ],
+    )  # fmt: skip
+
+
+def _positions(results: Mapping[str, Any]) -> Section:
+    """k3 by position, in the longest answers: the same task at every column."""
+    lengths = results["comparison"]["lengths"]
+    longest = max(lengths["terms"], key=lambda name: lengths["terms"][name])
+    runs = [run for run in results["runs"] if run["length"] == longest]
+    buckets = sorted({b for run in runs for b in run["k3_by_position"]}, key=lambda b: int(b.partition("_")[0]))
+    rows: list[tuple[str, ...]] = []
+    for flow in lengths["flows"]:
+        by_bucket = [values_of(results, flow, b, longest, "k3_by_position") for b in buckets]
+        if any(by_bucket):
+            rows.append((flow, *(_plus_minus(interval(list(values.values())), _power) for values in by_bucket)))
+    return Section(
+        title=f"k3 KL by position in {longest} answers",
+        headers=("flow", *(b.replace("_", " to ") for b in buckets)),
+        rows=rows,
+        sentences=["Tokens counted from 0; mean of the seeds ± 95 % interval."],
+    )
+
+
+def _mismatch(results: Mapping[str, Any], flow: str, length: str | None) -> tuple[str, str]:
+    error = interval(list(values_of(results, flow, "token_mult_prob_error", length).values()))
+    kl = interval(list(values_of(results, flow, "k3_kl", length).values()))
+    return _plus_minus(error, _six), _plus_minus(kl, _power)
+
+
+def _three(value: float) -> str:
+    return f"{value:.3f}"
+
+
+def _six(value: float) -> str:
+    return f"{value:.6f}"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.3f}"
+
+
+def _signed_power(value: float) -> str:
+    return f"{value:+.1e}"
+
+
+def _power(value: float) -> str:
+    return f"{value:.1e}"
+
+
+def _plus_minus(found: Interval | None, form: Format) -> str:
+    if found is None:
+        return NOTHING
+    return form(found.mean) + ("" if found.half is None else f" ± {form(found.half).lstrip('+')}")
+
+
+def _middle(values: Mapping[int, float], factor: float, form: str) -> str:
+    return form.format(median(values.values()) * factor) if values else NOTHING
+
+
+def _sentence(what: str, difference: Interval | None) -> str:
+    if difference is None or difference.half is None:
+        return f"{what}: too few seeds for an interval."
+    bounds = f"{difference.low:+.3g} to {difference.high:+.3g}, {difference.n} seeds"
+    if difference.contains_zero:
+        return f"{what}: the interval ({bounds}) contains 0, so no difference is shown."
+    side = "above" if difference.mean > 0 else "below"
+    return f"{what}: the interval ({bounds}) lies {side} 0."
