@@ -14,6 +14,8 @@ SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY", re.IGNO
 NO_SECRET = re.compile(r"/.*|\d*|true|false", re.IGNORECASE)
 PORTS = re.compile(r"(\d{1,5})-(\d{1,5})")
 LEAST_PORTS = 10
+LONGEST_NODE_TMP = 23
+"""107 - len("/nfr-01234567-99/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")."""
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -66,7 +68,7 @@ class SlurmConfig:
     min_free_gib: float = 10.0
     """Free disk that a node must have in node_tmp."""
     node_tmp: str = "/tmp"
-    """A folder that each node has for itself; Ray's sessions are in a folder of the job's in it."""
+    """A folder that each node has for itself, with a short path; Ray's sessions are in a folder of the run's in it."""
     ports: str = "20000-29999"
     """Of which the Ray cluster's head takes three that are free."""
     venv: str | None = None
@@ -153,6 +155,11 @@ def _check_slurm(slurm: SlurmConfig) -> None:
     for key in ("stop_seconds", "ready_seconds", "preflight_seconds", "cpus_per_node"):
         if (number := getattr(slurm, key)) is not None and number < 1:
             raise UserError(f"slurm.{key}={number} must be at least 1")
+    if not slurm.node_tmp.startswith("/") or len(slurm.node_tmp) > LONGEST_NODE_TMP:
+        raise UserError(
+            f"slurm.node_tmp={slurm.node_tmp} must be an absolute path of at most {LONGEST_NODE_TMP} characters: Ray's "
+            "sockets are below it, and the path of a socket has at most 107"
+        )
     ports = PORTS.fullmatch(slurm.ports)
     if not ports or not 1024 <= int(ports[1]) <= int(ports[2]) - LEAST_PORTS <= 65535 - LEAST_PORTS:
         raise UserError(

@@ -64,7 +64,7 @@ class Run:
 def core_process() -> psutil.Process:
     """Of the engine that this process started last: its core, or a rank."""
     alive = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
-    return [p for p in alive if "spawn_main" in " ".join(p.cmdline())][-1]
+    return max((p for p in alive if "spawn_main" in " ".join(p.cmdline())), key=psutil.Process.create_time)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,9 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -86,8 +88,15 @@ def test_versions_that_are_not_those_of_most_are_said():
     assert odd_ones(found) == {"b": "torch is 2.10, elsewhere 2.11", "d": "ray is None, elsewhere 2.60"}
 
 
-def test_a_real_ray_is_there_when_the_driver_starts_and_gone_after_the_end(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("a")
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """Ray's sockets are below it, and the path of a socket has at most 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="n", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_a_real_ray_is_there_when_the_driver_starts_and_gone_after_the_end(short_folder):
+    folder = short_folder
     (folder / "token").write_text("0" * 64)
     env = variables(folder, socket.gethostname())
     before = rays()
