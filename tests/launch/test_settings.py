@@ -40,7 +40,7 @@ def test_a_switch_and_a_path_are_no_secrets():
         ("slurm.ready_seconds=0", "slurm.ready_seconds=0"),
         ("slurm.ports=20000", "slurm.ports"),
         ("slurm.ports=90000-90010", "slurm.ports"),
-        ("slurm.node_tmp=/local/scratch/of/a/job", "at most 23 characters"),
+        ("slurm.node_tmp=/local/scratch/of/some/job", "at most 23 characters"),
         ("slurm.node_tmp=tmp", "absolute path"),
         ("name", "form key=value"),
     ],
