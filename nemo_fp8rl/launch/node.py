@@ -26,12 +26,15 @@ HEAD_TRIES = 5
 """A port that was free may be taken a moment later."""
 STARTED_SECONDS = 60
 MARK = "NEMO_FP8RL_ATTEMPT"
-END_SECONDS = 10
+TERM_SECONDS = 12
+"""From SLURM's SIGTERM, which Ray gets, too, so that little is left to wait for, until its SIGKILL after 30."""
+END_SECONDS = 5
 
 
 def main(index: int) -> int:
     attempt = Attempt.of_environment()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SLURM sends it to all at once; the driver is to save first
+    told: list[float] = []
+    signal.signal(signal.SIGTERM, lambda *_: told.append(time.monotonic()))  # the driver got it, too, and may save
     for older in attempt.node_tmp.parent.glob(f"{attempt.node_tmp.name.rpartition('-')[0]}-*"):  # it was killed
         shutil.rmtree(older, ignore_errors=True)
     attempt.node_tmp.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -40,10 +43,12 @@ def main(index: int) -> int:
     try:
         ray = (_worker if index else _head)(attempt, index, environment, sessions)
         while ray is not None and ray.poll() is None and not attempt.ended.exists():
+            if told and time.monotonic() > told[0] + TERM_SECONDS:
+                break
             time.sleep(0.5)
         if attempt.ended.exists():
             return 0
-        print(f"Ray ended on its own, with exit code {ray.returncode if ray else 'none'}", flush=True)
+        print("told to end" if told else f"Ray ended on its own, with exit code {ray and ray.returncode}", flush=True)
         return 1
     finally:
         end_all(attempt.folder, sessions)
