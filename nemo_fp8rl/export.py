@@ -46,6 +46,7 @@ from nemo_fp8rl.hf.config import HfConfig, check_ignored, read_hf_config
 from nemo_fp8rl.hf.shards import ShardWriter, Spec
 from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.refit.quantize import as_sent
+from nemo_fp8rl.step_log import sync
 
 COPIED = ("generation_config.json", *TOKENIZER_FILES)
 EXPERT = re.compile(r"(\.mlp\.experts)\.\d+\..*")
@@ -177,12 +178,12 @@ def _new_folder(output: Path) -> Iterator[Path]:
                     leftover.unlink()
                 yield partial
                 for path in (*partial.iterdir(), partial):
-                    _sync(path)
+                    sync(path)
                 os.rename(partial, output)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
-        _sync(output.parent)
+        sync(output.parent)
     except (OSError, SafetensorError) as error:
         raise UserError(f"--output {output} cannot be written ({error}); make room or give another folder") from None
 
@@ -209,11 +210,3 @@ def _check_space(output: Path, nbytes: int) -> None:
             f"--output {output}: {decimal(free)} are free there, the export takes {decimal(nbytes)}; make room or give "
             "another folder"
         )
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,13 +3,12 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.config_check import check
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.typed_tree import check_keys, defaults, typed
-from nemo_fp8rl.yaml_tree import one_line, read_with_parents, register_resolvers
+from nemo_fp8rl.yaml_tree import one_line, read_override, read_with_parents, register_resolvers
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -21,7 +20,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     tree = read_with_parents(Path(path))
     try:
         for override in overrides:
-            tree = OmegaConf.merge(tree, _read_override(override))
+            tree = OmegaConf.merge(tree, read_override(override))
         given = OmegaConf.to_container(tree)
         check_keys(given, Config)
         tree = OmegaConf.merge(defaults(Config, given), tree)
@@ -31,21 +30,6 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     cfg = typed(values, Config)
     check(cfg)
     return cfg
-
-
-def _read_override(override: str) -> Any:
-    """`a.b=value` as a tree; a leading + or ++, which Hydra asks for with new keys, is accepted."""
-    import yaml
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    key, equals, _ = override.partition("=")
-    if not equals or not key.strip("+"):
-        raise UserError(f"override {override!r} is not of the form key=value")
-    try:
-        return OmegaConf.from_dotlist([override.lstrip("+")])
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise UserError(f"override {override!r} cannot be read ({one_line(error)}); quote the value") from None
 
 
 def to_yaml(cfg: Config) -> str:

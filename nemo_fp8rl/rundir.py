@@ -21,6 +21,7 @@ import platform
 import re
 import shutil
 from contextlib import ExitStack
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +31,7 @@ import torch
 import yaml
 
 from nemo_fp8rl.algorithms.loss import GrpoLoss
-from nemo_fp8rl.algorithms.weight_histogram import Bin
+from nemo_fp8rl.algorithms.weight_bins import Bin
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import KernelName, kernels
@@ -38,8 +39,8 @@ from nemo_fp8rl.loggers import Logger, check_installed, open_loggers
 from nemo_fp8rl.policy.base import Policy
 from nemo_fp8rl.policy.kv_cache import engine_rounding
 from nemo_fp8rl.recipe import to_yaml
-from nemo_fp8rl.samples import Sample
-from nemo_fp8rl.step_log import StepLog, read, sync, write_atomically
+from nemo_fp8rl.step_log import Sample, StepLog, read, sync, write_atomically
+from nemo_fp8rl.yaml_tree import flat
 
 MAY_CHANGE = (
     "grpo.max_num_steps",
@@ -107,7 +108,7 @@ class RunDirectory:
             for log in self._logs:
                 opened.callback(log.close)
             self._loggers: list[Logger] = []
-            for logger in open_loggers(self.cfg.logger, _flat(yaml.safe_load(to_yaml(self.cfg))), self.done):
+            for logger in open_loggers(self.cfg.logger, flat(yaml.safe_load(to_yaml(self.cfg))), self.done):
                 self._loggers.append(logger)
                 opened.push(functools.partial(_close, logger))
             self._opened = opened.pop_all()
@@ -137,7 +138,7 @@ class RunDirectory:
             before = yaml.safe_load((self.path / "config.yaml").read_text())
         except (OSError, yaml.YAMLError) as error:
             raise UserError(f"--resume: {self.path}/config.yaml, the run's recipe, cannot be read: {error}") from None
-        old, new = _flat(before), _flat(yaml.safe_load(to_yaml(self.cfg)))
+        old, new = flat(before), flat(yaml.safe_load(to_yaml(self.cfg)))
         for key in sorted(old.keys() | new.keys()):
             if old.get(key) != new.get(key) and not key.startswith(MAY_CHANGE):
                 raise UserError(
@@ -169,7 +170,7 @@ class RunDirectory:
         if log_weights is not None:
             self._histograms.append(step, {"log_weights": log_weights})
         if samples:
-            self._samples.append(step, {"samples": samples})
+            self._samples.append(step, {"samples": [asdict(sample) for sample in samples]})
         for logger in self._loggers:
             logger.log(step, metrics)
 
@@ -286,14 +287,6 @@ def _quantizer(name: KernelName) -> str:
         return kernels.describe(kernels.resolve(name, "cpu"))
     except kernels.KernelError as error:
         raise UserError(f"nemo_fp8rl.kernel={name}: {error}") from None
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
 
 
 def _version(package: str) -> str | None:

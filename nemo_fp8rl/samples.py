@@ -1,7 +1,6 @@
 """A few answers of a step, to be read by people: each token with the log-probs that both sides gave it."""
 
 import math
-from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -9,24 +8,10 @@ from torch import Tensor
 from nemo_fp8rl.batch import TrainBatch
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.rollout import Rollout
+from nemo_fp8rl.step_log import Sample
 
 LONGEST = 512
 """Tokens of an answer, and letters of a prompt, that are kept."""
-
-
-class Sample(TypedDict):
-    """chosen: why this one. tokens: their texts, the first LONGEST; num_tokens: all. prev_logprobs: the trainer's,
-    generation_logprobs: the engine's, null where not finite.
-    """
-
-    chosen: str
-    prompt: str
-    reward: float
-    policy_version: int
-    num_tokens: int
-    tokens: list[str]
-    prev_logprobs: list[float | None]
-    generation_logprobs: list[float | None]
 
 
 def pick(rollout: Rollout, batch: TrainBatch, tokenizer: PromptTokenizer) -> list[Sample]:

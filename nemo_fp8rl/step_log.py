@@ -2,11 +2,32 @@
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
 """`step`, and what else belongs to it."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An answer. chosen: why this one. tokens: their texts, the first ones; num_tokens: all. prev_logprobs: the
+    trainer's, generation_logprobs: the engine's, null where not finite. ValueError for lists of different lengths.
+    """
+
+    chosen: str
+    prompt: str
+    reward: float
+    policy_version: int
+    num_tokens: int
+    tokens: list[str]
+    prev_logprobs: list[float | None]
+    generation_logprobs: list[float | None]
+
+    def __post_init__(self) -> None:
+        if not len(self.tokens) == len(self.prev_logprobs) == len(self.generation_logprobs):
+            raise ValueError("not as many log-probs as tokens")
 
 
 class StepLog:
@@ -38,7 +59,7 @@ def read(path: Path) -> list[Row]:
 
 def write_atomically(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
+    partial.write_text(text, encoding="utf-8")
     sync(partial)
     os.replace(partial, path)
 

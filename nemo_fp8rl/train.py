@@ -13,7 +13,8 @@ from nemo_fp8rl.algorithms.correction import corrected_batch
 from nemo_fp8rl.algorithms.gates import GateStop, judge, worst
 from nemo_fp8rl.algorithms.loss import EXTREMA, GrpoLoss, combined, kl_estimate
 from nemo_fp8rl.algorithms.mismatch import MismatchSums
-from nemo_fp8rl.algorithms.weight_histogram import Bin, log_weight_histogram
+from nemo_fp8rl.algorithms.weight_bins import Bin
+from nemo_fp8rl.algorithms.weight_histogram import log_weight_histogram
 from nemo_fp8rl.batch import Prompt, TrainBatch, collate, has_tokens, num_rows, prompt_batch, rows
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.data import PromptOrder
@@ -30,7 +31,8 @@ from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.rollout import Rollout, collect, further_prompts, sample_seed, score, shaped
 from nemo_fp8rl.rundir import RunDirectory
-from nemo_fp8rl.samples import Sample, pick
+from nemo_fp8rl.samples import pick
+from nemo_fp8rl.step_log import Sample
 from nemo_fp8rl.timing import Stopwatch
 from nemo_fp8rl.weights import build_bridge
 

@@ -48,6 +48,21 @@ def read_with_parents(path: Path, children: tuple[Path, ...] = ()) -> Any:
     return _merge(path, merged, own)
 
 
+def read_override(override: str) -> Any:
+    """`a.b=value` as a tree; a leading + or ++, which Hydra asks for with new keys, is accepted."""
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    key, equals, _ = override.partition("=")
+    if not equals or not key.strip("+"):
+        raise UserError(f"override {override!r} is not of the form key=value")
+    try:
+        return OmegaConf.from_dotlist([override.lstrip("+")])
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise UserError(f"override {override!r} cannot be read ({one_line(error)}); quote the value") from None
+
+
 def _read(path: Path) -> Any:
     import yaml
     from omegaconf import DictConfig, OmegaConf
@@ -56,7 +71,7 @@ def _read(path: Path) -> Any:
     try:
         own = OmegaConf.load(path)
     except FileNotFoundError:
-        raise UserError(f"there is no recipe {path}; give the path of a YAML file") from None
+        raise UserError(f"there is no file {path}; give the path of a YAML file") from None
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise UserError(f"{path} cannot be read as YAML: {one_line(error)}") from None
     if not isinstance(own, DictConfig):
@@ -94,3 +109,11 @@ def _merge(path: Path, parent: Any, child: Any) -> Any:
         return OmegaConf.merge(parent, child)
     except OmegaConfBaseException as error:
         raise UserError(f"{path} cannot be merged with what it inherits: {one_line(error)}") from None
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return leaves

@@ -4,6 +4,7 @@ import json
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.rundir import RunDirectory
-from nemo_fp8rl.step_log import read
+from nemo_fp8rl.step_log import Sample, read
 
 
 class FakePolicy:
@@ -42,7 +43,7 @@ def test_resume_keeps_what_came_before_the_checkpoint(recipe):
 
 
 def test_resume_cuts_histograms_and_samples_back_too(recipe):
-    sample = {"chosen": "", "prompt": "1+1=", "tokens": ["2"], "prev_logprobs": [None], "generation_logprobs": [-0.5]}
+    sample = Sample("highest reward", "1+1=", 1.0, 3, 1, ["2"], [None], [-0.5])
     with RunDirectory(recipe(), resume=False) as run:
         for step in range(1, 5):
             run.log(step, {"train/reward": 0.5}, [(None, -10.0, 1)], [sample] if step % 2 else None)
@@ -56,7 +57,7 @@ def test_resume_cuts_histograms_and_samples_back_too(recipe):
     kept = {name: [row["step"] for row in read(run.path / f"{name}.jsonl")] for name in ("histograms", "samples")}
     assert kept == {"histograms": [1, 2, 3], "samples": [1, 3]}
     assert read(run.path / "histograms.jsonl")[-1] == {"step": 3, "log_weights": [[-0.0001, 0.0001, 7]]}
-    assert read(run.path / "samples.jsonl")[-1] == {"step": 3, "samples": [sample]}
+    assert read(run.path / "samples.jsonl")[-1] == {"step": 3, "samples": [asdict(sample)]}
 
 
 def test_a_run_is_not_overwritten(recipe):

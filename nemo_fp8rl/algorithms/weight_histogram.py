@@ -1,18 +1,9 @@
-"""How the importance weights rho = e^l of a step's tokens are distributed, l = prev_logprobs - generation_logprobs.
-
-Bins are of l, evenly spaced in log |l| on both sides of 0, four a decade from 1e-4 to 10: sides that agree differ by
-1e-4 and sides that do not by 1, and one histogram has to show both. The bin in the middle holds what agrees better.
-"""
+"""How the importance weights rho = e^l of a step's tokens are distributed, l = prev_logprobs - generation_logprobs."""
 
 import torch
 from torch import Tensor
 
-SMALLEST, DECADES, BINS_A_DECADE = -4, 5, 4
-POSITIVE = tuple(10 ** (SMALLEST + k / BINS_A_DECADE) for k in range(DECADES * BINS_A_DECADE + 1))
-EDGES = (*(-edge for edge in reversed(POSITIVE)), *POSITIVE)
-
-Bin = tuple[float | None, float | None, int]
-"""l above the first, up to the second, None without end; tokens."""
+from nemo_fp8rl.algorithms.weight_bins import EDGES, Bin
 
 
 @torch.no_grad()

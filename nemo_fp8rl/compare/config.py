@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.typed_tree import check_keys, typed
@@ -22,12 +22,8 @@ TAKEN = ("models", "lengths")
 """Folders of the output that are no flow's."""
 
 
-class _Block:
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
-
-
 @dataclass(frozen=True)
-class TinyModel(_Block):
+class TinyModel:
     """A model of `nemo-fp8rl make-tiny`, warmed up, from which every run of a part begins."""
 
     task: str = "add"
@@ -41,7 +37,7 @@ class TinyModel(_Block):
 
 
 @dataclass(frozen=True)
-class Lengths(_Block):
+class Lengths:
     """The second part: one model, warmed up on running sums of all lengths, rolled out on those of one length."""
 
     terms: dict[str, int]
@@ -57,7 +53,7 @@ class Lengths(_Block):
 
 
 @dataclass(frozen=True)
-class Comparison(_Block):
+class Comparison:
     """A whole comparison."""
 
     recipe: str

@@ -20,6 +20,7 @@ from nemo_fp8rl.compare.models import MODEL_OF_FLOWS, MODEL_OF_LENGTHS, model_wo
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.step_log import Row, read
+from nemo_fp8rl.yaml_tree import flat
 
 
 @dataclass(frozen=True)
@@ -118,11 +119,3 @@ def _check_same(run: Planned, output: Path) -> None:
 def _without(config: dict[str, Any], output: str) -> dict[str, Any]:
     """The same with paths below the output as seen from there."""
     return {key: value.removeprefix(f"{output}/") if isinstance(value, str) else value for key, value in config.items()}
-
-
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return leaves

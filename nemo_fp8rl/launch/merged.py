@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.yaml_tree import read_with_parents, register_resolvers
+from nemo_fp8rl.yaml_tree import read_override, read_with_parents, register_resolvers
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def _tree(recipe: Path, overrides: Sequence[str], of_nemo_rl: bool) -> Any:
         if of_nemo_rl:
             apply_override(tree, override)
         else:
-            tree = OmegaConf.merge(tree, OmegaConf.from_dotlist([override.lstrip("+")]))
+            tree = OmegaConf.merge(tree, read_override(override))
     return tree
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.launch.kubernetes_settings import KubernetesConfig
 from nemo_fp8rl.typed_tree import check_keys, typed
+from nemo_fp8rl.yaml_tree import one_line, read_override, read_with_parents, register_resolvers
 
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY", re.IGNORECASE)
 NO_SECRET = re.compile(r"/.*|\d*|true|false", re.IGNORECASE)
@@ -104,25 +105,17 @@ class LaunchConfig:
 
 def read_settings(site: Path | None, changes: Sequence[str] = ()) -> LaunchConfig:
     """The site file with `key=value` changes. Raises UserError, naming the key, for what cannot be."""
-    import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    tree: Any = OmegaConf.create()
+    register_resolvers()
+    tree: Any = OmegaConf.create() if site is None else read_with_parents(site)
     try:
-        if site is not None:
-            tree = OmegaConf.load(site)
         for change in changes:
-            if "=" not in change:
-                raise UserError(f"--set {change}: it must be of the form key=value")
-            tree = OmegaConf.merge(tree, OmegaConf.from_dotlist([change]))
-        values = OmegaConf.to_container(tree, resolve=True)
-    except FileNotFoundError:
-        raise UserError(f"there is no site file {site}; give the path of a YAML file") from None
-    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"{site or '--set'} cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{site} must hold a mapping of keys (name:, env:, slurm:, kubernetes:, ...)")
+            tree = OmegaConf.merge(tree, read_override(change))
+        values: Any = OmegaConf.to_container(tree, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{site or '--set'} cannot be read: {one_line(error)}") from None
     check_keys(values, LaunchConfig)
     settings = typed(values, LaunchConfig)
     _check(settings)

@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from nemo_fp8rl.report.answers import answers
 from nemo_fp8rl.report.charts import COLOURS, WIDTH
 from nemo_fp8rl.report.read import Run, read_runs
 from nemo_fp8rl.report.sections import differing, sections, summary
+from nemo_fp8rl.step_log import write_atomically
 
 GENERATOR = '<meta name="generator" content="nemo-fp8rl report">'
 
@@ -32,9 +32,7 @@ def report(folders: Sequence[Path], output: Path | None = None) -> Path:
     try:
         if path.exists() and GENERATOR not in path.read_text(errors="replace")[:2000]:
             raise UserError(f"--output {path} exists and is no report; give another name, nothing else is overwritten")
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(page(runs), encoding="utf-8")
-        os.replace(partial, path)
+        write_atomically(path, page(runs))
     except OSError as error:
         raise UserError(f"--output {path} cannot be written ({error}); give another file") from None
     return path

@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 
 import yaml
 
+from nemo_fp8rl.algorithms.weight_bins import Bin
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.step_log import Row, read
+from nemo_fp8rl.step_log import Row, Sample, read
+from nemo_fp8rl.yaml_tree import flat
 
 FILES = {
     "config.yaml": "the recipe",
@@ -21,28 +23,7 @@ FILES = {
     "samples.jsonl": "answers",
 }
 
-
 Value = TypeVar("Value")
-Bin = tuple[float | None, float | None, int]
-"""Log weights above the first, up to the second, None without end; tokens."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """As `nemo_fp8rl.samples` writes them."""
-
-    chosen: str
-    prompt: str
-    reward: float
-    policy_version: int
-    num_tokens: int
-    tokens: list[str]
-    prev_logprobs: list[float | None]
-    generation_logprobs: list[float | None]
-
-    def __post_init__(self) -> None:
-        if not len(self.tokens) == len(self.prev_logprobs) == len(self.generation_logprobs):
-            raise ValueError("not as many log-probs as tokens")
 
 
 @dataclass(frozen=True)
@@ -172,11 +153,3 @@ def _names(folders: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             break
     return names
-
-
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return leaves

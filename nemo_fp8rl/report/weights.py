@@ -4,12 +4,10 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+from nemo_fp8rl.algorithms.weight_bins import BINS_A_DECADE, SMALLEST
 from nemo_fp8rl.report.charts import COLOURS, Chart, Shape, across, hover_data, svg_path, without_overlap, y_ticks
 from nemo_fp8rl.report.read import Run
 from nemo_fp8rl.report.scale import Scale, logarithmic, number
-
-SMALLEST, BINS_A_DECADE = -4, 4
-"""log10 of the edges between which there is one bin, and what follows outward (algorithms/weight_histogram.py)."""
 
 Span = tuple[float, float]
 """Places of a bin's edges on the axis, see `_distance`."""

@@ -127,7 +127,7 @@ def test_a_wrong_file(refused, write, changes, message):
 
 
 def test_no_file_and_no_yaml(refused, tmp_path):
-    assert "there is no recipe" in refused(tmp_path / "none.yaml")
+    assert "there is no file" in refused(tmp_path / "none.yaml")
     (tmp_path / "x.yaml").write_text("a: [")
     assert "x.yaml cannot be read as YAML" in refused(tmp_path / "x.yaml")
 

@@ -24,7 +24,10 @@ def test_a_site_file_and_changes_to_it(tmp_path):
 
 
 def test_a_switch_and_a_path_are_no_secrets():
-    read_settings(None, ["env.TOKENIZERS_PARALLELISM='false'", "env.MAX_TOKENS='12'", "env.TOKEN_FILE=/run/token"])
+    env = read_settings(
+        None, ["env.TOKENIZERS_PARALLELISM='false'", "env.MAX_TOKENS='12'", "env.TOKEN_FILE=/run/token"]
+    ).env
+    assert env == {"TOKENIZERS_PARALLELISM": "false", "MAX_TOKENS": "12", "TOKEN_FILE": "/run/token"}
 
 
 @pytest.mark.parametrize(
@@ -52,7 +55,7 @@ def test_what_cannot_be_is_named(change, message):
 
 
 def test_a_site_file_that_is_none(tmp_path):
-    with pytest.raises(UserError, match="no site file"):
+    with pytest.raises(UserError, match="there is no file"):
         read_settings(tmp_path / "nowhere.yaml")
     (tmp_path / "list.yaml").write_text("- a\n")
     with pytest.raises(UserError, match="mapping"):

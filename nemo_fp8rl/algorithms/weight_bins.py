@@ -1,0 +1,13 @@
+"""The bins of a histogram of log importance weights l = log rho: what writes them and what draws them agree on these.
+
+Evenly spaced in log |l| on both sides of 0, four a decade from 1e-4 to 10: sides that agree differ by 1e-4 and sides
+that do not by 1, and one histogram has to show both. The bin in the middle holds what agrees better.
+"""
+
+SMALLEST, DECADES, BINS_A_DECADE = -4, 5, 4
+"""SMALLEST: log10 of the edges of the bin in the middle."""
+POSITIVE = tuple(10 ** (SMALLEST + k / BINS_A_DECADE) for k in range(DECADES * BINS_A_DECADE + 1))
+EDGES = (*(-edge for edge in reversed(POSITIVE)), *POSITIVE)
+
+Bin = tuple[float | None, float | None, int]
+"""l above the first, up to the second, None without end; tokens."""
