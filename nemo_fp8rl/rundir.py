@@ -37,7 +37,7 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import KernelName, kernels
 from nemo_fp8rl.loggers import Logger, check_installed, open_loggers
 from nemo_fp8rl.policy.base import Policy
-from nemo_fp8rl.policy.kv_cache import engine_rounding
+from nemo_fp8rl.policy.rounding import cache_rounding
 from nemo_fp8rl.recipe import to_yaml
 from nemo_fp8rl.step_log import Sample, StepLog, read, sync, write_atomically
 from nemo_fp8rl.yaml_tree import flat
@@ -277,7 +277,7 @@ def _layout(cfg: Config) -> str:
 def _kv_cache(cfg: Config) -> str:
     if not cfg.fp8_kv_cache:
         return cfg.policy.precision
-    trainer = {"unified": f"read by the trainer, {engine_rounding()}", "rollout": "not read by the trainer"}
+    trainer = {"unified": f"read by the trainer, {cache_rounding()}", "rollout": "not read by the trainer"}
     return f"FP8, calibrated pow2 scales, {trainer[cfg.nemo_fp8rl.kv]}"
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -55,16 +56,18 @@ class Slot:
         return held if tuple(held.shape) == size else None
 
 
-def slots(model: nn.Module, hf: HfConfig, fp8_layers: Fp8Layers) -> dict[str, Slot]:
+def slots(model: nn.Module, hf: HfConfig, dtype: torch.dtype, fp8_layers: Fp8Layers) -> dict[str, Slot]:
     """By HF name, of all that this rank stores but KV scales. Raises RefitError where the model is not config.json's.
 
     Names are those of the model's own parameters, fused ones taken apart by the model's own table; shapes are what
     config.json implies. vLLM accepts a load that leaves tensors out, so a refit is held complete by this list.
+
+    dtype: the model's, in which loaders take what is not FP8; what vLLM keeps may be another (a bias on AMX: float32).
     """
     shapes = expected_tensors(hf)
     found: dict[str, Slot] = {}
     known: set[str] = set()
-    for path, parameter in model.named_parameters():
+    for path, _ in model.named_parameters():
         if path.endswith("_scale_inv"):
             continue
         above, _, leaf = path.rpartition(".")
@@ -74,9 +77,9 @@ def slots(model: nn.Module, hf: HfConfig, fp8_layers: Fp8Layers) -> dict[str, Sl
             if name not in shapes:
                 continue
             region, top = _place(name, shapes[name], module, hf)
-            dtype = E4M3 if fp8_layers.quantizes(name) else parameter.dtype
             if expert is None or expert >= 0:
-                part = TensorPart.of(name, dtype, shapes[name], region)
+                arrives = E4M3 if fp8_layers.quantizes(name) else dtype
+                part = TensorPart.of(name, arrives, shapes[name], region)
                 found[name] = Slot(part, module, leaf, top, expert)
     if odd := sorted(known ^ set(shapes)):
         raise RefitError(f"the engine's model and its config.json differ in {len(odd)} tensors, such as {odd[0]}")

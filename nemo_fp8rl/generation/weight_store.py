@@ -40,7 +40,7 @@ class WeightStore:
         self.model: Any = model_runner.get_model()
         config = model_runner.vllm_config
         fp8_layers = config.quant_config.fp8_layers if config.quant_config else Fp8Layers.none()
-        self.slots = slots(self.model, read_hf_config(config.model_config.model), fp8_layers)
+        self.slots = slots(self.model, read_hf_config(config.model_config.model), config.model_config.dtype, fp8_layers)
         self.direct: frozenset[str] = frozenset()
         self.version = -1
         self.verify_seconds = 0.0

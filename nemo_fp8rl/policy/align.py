@@ -10,7 +10,8 @@ Megatron's through its ModuleSpec; in float32 they equal the standard formulas. 
     norm            (x32 * rsqrt(mean(x32^2) + eps)) rounded, then times the weight
     bias            of a bfloat16 projection: added to the float32 product, one rounding (`linears`; Megatron: two)
     row-parallel    ranks' products are summed in float32, one rounding (`linears`; Megatron rounds each product)
-    softmax         scores, probabilities and the weighted sum in float32, one rounding of the output
+    softmax         scores and the weighted sum in float32, one rounding of the output; probabilities in float32 too,
+                    but before matrix units (`rounding.rounds_probabilities`)
     FP8 KV cache    keys after RoPE and values as the engine's cache holds them (`fp8.cached`)
 """
 
@@ -25,6 +26,7 @@ from torch import Tensor
 from nemo_fp8rl.policy.attention import CoreAttention
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.rope import Rope
+from nemo_fp8rl.policy.rounding import rounds_probabilities
 
 
 def norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
@@ -67,8 +69,8 @@ class AlignedAttention(CoreAttention):
     """Core attention that also applies RoPE: Megatron is built without position embedding, so this is the only one.
 
     query [s, b, heads, d]; key, value [s, b, groups, d]; causal, positions 0..s-1; returns [s, b, heads * d].
-    Plain float32 math, so that probabilities are never rounded; its cost against SDPA is in docs/log.md. The scores of
-    a block of QUERY_BLOCK queries exist at a time.
+    Plain float32 math, so that nothing is rounded but what `weighted` rounds; its cost against SDPA is in docs/log.md.
+    The scores of a block of QUERY_BLOCK queries exist at a time.
     """
 
     QUERY_BLOCK = 512
@@ -89,9 +91,20 @@ class AlignedAttention(CoreAttention):
             block = q[..., start : start + self.QUERY_BLOCK, :]
             future = torch.ones(block.size(-2), s, dtype=torch.bool).triu(start + 1)
             scores = ((block @ k) * self.scale).masked_fill(future, -math.inf)
-            outputs.append(scores.softmax(-1) @ v)
+            outputs.append(weighted(scores, v, rounds_probabilities(query.dtype, d)))
         out = torch.cat(outputs, -2).view(b, heads, s, d)
         return out.permute(2, 0, 1, 3).reshape(s, b, heads * d).to(query.dtype)
+
+
+def weighted(scores: Tensor, v: Tensor, rounded: bool) -> Tensor:
+    """softmax(scores) @ v, float32; rounded: see `rounds_probabilities`, with the gradient of what is not (straight
+    through).
+    """
+    if not rounded:
+        return scores.softmax(-1) @ v
+    exps = (scores - scores.detach().amax(-1, keepdim=True)).exp()
+    difference = (exps.bfloat16().float() - exps).detach()
+    return (exps + difference) @ v / exps.sum(-1, keepdim=True)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

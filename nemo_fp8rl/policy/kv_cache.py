@@ -20,11 +20,6 @@ from nemo_fp8rl.fp8 import CacheRounding, KvScales, KvSketches, cached
 FILE = "kv_scales.json"
 
 
-def engine_rounding() -> CacheRounding:
-    """How the engine's cache rounds: trainer and engine run on the same kind of device."""
-    return "nearest" if torch.cuda.is_available() else "toward_zero"
-
-
 class TrainerKvCache:
     """rounding: None where the trainer keeps its keys and values as they are (`nemo_fp8rl.kv: rollout`)."""
 

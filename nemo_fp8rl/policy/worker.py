@@ -32,11 +32,12 @@ from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.policy.base import Loss
 from nemo_fp8rl.policy.cpu import megatron_on_cpu
 from nemo_fp8rl.policy.groups import join, leave, split_model
-from nemo_fp8rl.policy.kv_cache import TrainerKvCache, engine_rounding
+from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.megatron_names import to_hf, views_for_hf
 from nemo_fp8rl.policy.model import DTYPES, build_model, transformer_config
 from nemo_fp8rl.policy.optimizer_state import load_optimizer, save_optimizer
 from nemo_fp8rl.policy.pipeline import Pipeline
+from nemo_fp8rl.policy.rounding import cache_rounding
 from nemo_fp8rl.policy.routing_replay import RoutingReplay
 from nemo_fp8rl.policy.weights import load_hf, save_hf
 from nemo_fp8rl.refit.bridge import Transport
@@ -297,7 +298,7 @@ class MegatronWorker:
     def _build_kv_cache(self) -> TrainerKvCache | None:
         if not self.cfg.fp8_kv_cache:
             return None
-        rounding = engine_rounding() if self.cfg.nemo_fp8rl.kv == "unified" else None
+        rounding = cache_rounding() if self.cfg.nemo_fp8rl.kv == "unified" else None
         return TrainerKvCache(self.hf.num_hidden_layers, rounding)
 
     def _build_scheduler(self) -> OptimizerParamScheduler:

@@ -8,8 +8,10 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from nemo_fp8rl.policy import align
 from nemo_fp8rl.policy.align import AlignedRMSNorm, aligned_attention, aligned_residual_add, rotate
 from nemo_fp8rl.policy.rope import Rope
+from nemo_fp8rl.policy.rounding import rounds_probabilities
 
 ROWS, WIDTH, HEADS, HEAD_DIM = 37, 256, 4, 128
 FREQUENCIES = 1.0 / 10_000.0 ** (torch.arange(0, HEAD_DIM, 2, dtype=torch.float32) / HEAD_DIM)
@@ -76,6 +78,67 @@ def test_rope_equals_vllm(config, vllm_context):
     for x, expected in ((q, expected_q), (k, expected_k)):
         got = rotate(x.view(ROWS, 1, HEADS, HEAD_DIM), cos, sin)
         assert rounds_alike(got.reshape(ROWS, -1), expected)
+
+
+def of_vllms_kernel(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Its causal attention of one sequence; all [tokens, heads, HEAD_DIM] but for what grouped heads share."""
+    import vllm._C  # noqa: F401
+    from vllm import _custom_ops as ops
+
+    tokens, block = len(q), 128
+    blocks = -(-tokens // block)
+    cache = torch.zeros(blocks, k.size(1), block * 2, HEAD_DIM, dtype=q.dtype)
+    keys, values = cache.chunk(2, 2)
+    ops.cpu_attn_reshape_and_cache(k, v, keys, values, torch.arange(tokens), kernel)
+    start, length = torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
+    schedule = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=1, num_heads=q.size(1), num_kv_heads=k.size(1), head_dim=HEAD_DIM, seq_lens=length, dtype=q.dtype,
+        query_start_loc=start, causal=True, sliding_window_size=-1, isa=kernel, enable_kv_split=True,
+    )  # fmt: skip
+    out = torch.empty_like(q)
+    ops.cpu_attention_with_kv_cache(
+        query=q, key_cache=keys, value_cache=values, output=out, query_start_loc=start, seq_lens=length,
+        scale=HEAD_DIM**-0.5, causal=True, alibi_slopes=None, sliding_window=-1,
+        block_table=torch.arange(blocks, dtype=torch.int32)[None], softcap=0.0, scheduler_metadata=schedule, s_aux=None,
+    )  # fmt: skip
+    return out
+
+
+@pytest.mark.parametrize(("kernel", "rounds"), [("vec", False), ("amx", True)])
+@pytest.mark.parametrize("tokens", [7, 200])
+def test_attention_equals_vllms_kernel_and_not_its_other_one(config, monkeypatch, kernel, rounds, tokens):
+    if not (torch.cpu._is_amx_tile_supported() if kernel == "amx" else torch.cpu._is_avx512_supported()):
+        pytest.skip(f"this CPU cannot run vLLM's kernel {kernel}")
+    q, k, v = (
+        bf16(tokens, HEADS, HEAD_DIM, seed=11),
+        bf16(tokens, 2, HEAD_DIM, seed=12),
+        bf16(tokens, 2, HEAD_DIM, seed=13),
+    )
+    attention = aligned_attention(Rope(torch.zeros(HEAD_DIM // 2)), None)(config, 1)  # which turns nothing
+    expected = of_vllms_kernel(kernel, q, k, v).view(tokens, -1)
+    for rounded in (rounds, not rounds):
+        monkeypatch.setattr(align, "rounds_probabilities", lambda *_, rounded=rounded: rounded)
+        got = attention(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)).squeeze(1)
+        assert rounds_alike(got, expected) == (rounded is rounds)
+
+
+def test_the_rounding_is_that_of_the_kernel_that_vllm_takes_here():
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    for dtype in (torch.bfloat16, torch.float32):
+        for head_dim in (64, 80, 128):
+            taken = _get_attn_isa(dtype, 128, head_dim, "auto")
+            assert rounds_probabilities(dtype, head_dim) == (taken == "amx")
+
+
+def test_rounded_probabilities_have_the_gradient_of_those_that_are_not():
+    scores, v = torch.randn(3, 5, 7, requires_grad=True), torch.randn(3, 7, 4, requires_grad=True)
+    exact, rounded = (
+        torch.autograd.grad(align.weighted(scores, v, r).square().sum(), (scores, v)) for r in (False, True)
+    )
+    for a, b in zip(exact, rounded, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
+        assert not torch.equal(a, b)
 
 
 def test_query_blocks_do_not_change_the_attention(config):

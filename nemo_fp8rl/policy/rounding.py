@@ -1,0 +1,23 @@
+"""How the engine's kernels round on this machine: trainer and engine run on the same kind of device.
+
+Read in vLLM 0.32 (v1/attention/backends/cpu_attn.py, `_get_attn_isa`; csrc/cpu/cpu_attn_impl.hpp) and measured; what
+GPUs do is expected, not measured.
+"""
+
+import torch
+
+from nemo_fp8rl.fp8 import CacheRounding
+
+
+def cache_rounding() -> CacheRounding:
+    """Of keys and values in an FP8 cache."""
+    return "nearest" if torch.cuda.is_available() else "toward_zero"
+
+
+def rounds_probabilities(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether attention rounds exp(score - maximum) before it multiplies values; the sum that divides is not rounded.
+
+    Matrix units want their operands in bfloat16: AMX here, as FlashAttention on a GPU. AVX-512 multiplies in float32.
+    """
+    matrix_unit = torch.cuda.is_available() or torch.cpu._is_amx_tile_supported()
+    return matrix_unit and dtype is torch.bfloat16 and head_dim % 32 == 0
