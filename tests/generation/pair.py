@@ -80,14 +80,14 @@ class Pair:
         ids = [p.token_ids for p in prompts]
         return (engine or self.engine).generate(ids, [100 + p.index for p in prompts], sampling)
 
-    def samples(self, sampling: Sampling = FREE) -> TrainBatch:
+    def samples(self, sampling: Sampling = FREE, engine: VllmEngine | None = None) -> TrainBatch:
         """Four answers to each prompt, as the loop would train on them."""
-        groups = self.generate(sampling)
+        groups = self.generate(sampling, engine)
         return collate([p for p in self.prompts for _ in range(4)], [c for group in groups for c in group], 0)
 
-    def mismatch(self, sampling: Sampling = FREE) -> float:
+    def mismatch(self, sampling: Sampling = FREE, engine: VllmEngine | None = None) -> float:
         """token_mult_prob_error on the engine's own samples."""
-        batch = self.samples(sampling)
+        batch = self.samples(sampling, engine)
         error = mismatch_metrics(self.worker.logprobs(batch), batch["generation_logprobs"], batch["token_mask"])
         return error["token_mult_prob_error"]
 

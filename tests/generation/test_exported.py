@@ -145,3 +145,17 @@ def check_methods(engine: VllmEngine, exported: Exported, fp8: str) -> None:
     assert quantized == {name for name in methods if exported.pair.worker.engine_fp8_layers.quantizes(name)}
     layers = exported.pair.worker.engine_fp8_layers
     assert len(quantized) == layers.count * (3 if "experts" in "".join(methods) else 4)
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="vLLM's own FP8 needs AMX on a CPU")
+def test_plain_vllm_serves_it_with_its_own_kernels(exported):
+    """Nothing of ours in it. These kernels leave activations in bfloat16, so the trainer's numbers are not theirs."""
+    if exported.pair.worker.hf.family.qkv_bias:
+        pytest.skip("vLLM 0.32's FP8 kernel for AMX takes no bfloat16 bias")
+    engine = exported.engine()
+    check_methods(engine, exported, "Fp8")
+    got = outputs(exported.pair.generate(GREEDY, engine))
+    for ((tokens, logprobs),), ((our_tokens, our_logprobs),) in zip(got, exported.expected, strict=True):
+        assert tokens[0] == our_tokens[0]
+        assert abs(logprobs[0] - our_logprobs[0]) < 0.1
+    assert exported.pair.mismatch() < 1.001 < 1.005 < exported.pair.mismatch(engine=engine)
