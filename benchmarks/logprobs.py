@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from nemo_fp8rl.machine import machine
 from nemo_fp8rl.policy.logprobs import token_logprobs
 
 RESULTS = Path(__file__).resolve().parent / "results" / "logprobs_cpu.json"
@@ -79,7 +80,7 @@ def main() -> None:
                 case |= json.loads(subprocess.run([sys.executable, *again], check=True, capture_output=True).stdout)
             cases.append(case)
     result = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+        "machine": machine(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "shape": {name: getattr(arguments, name) for name in ("rows", "tokens", "vocab", "hidden")},
         "cases": cases,

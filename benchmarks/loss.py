@@ -11,7 +11,6 @@ units of the inputs. Results go to benchmarks/results/loss_cpu.json unless --jso
 
 import argparse
 import json
-import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from nemo_fp8rl.algorithms.correction import correct, corrected_batch
 from nemo_fp8rl.algorithms.correction_config import PRESETS
 from nemo_fp8rl.algorithms.loss import GrpoLoss
 from nemo_fp8rl.batch import TrainBatch
+from nemo_fp8rl.machine import machine
 
 RESULTS = Path(__file__).resolve().parent / "results" / "loss_cpu.json"
 DEMO = {"rows": 512, "columns": 22, "step_seconds": 0.3}
@@ -265,7 +265,7 @@ def main() -> None:
     if arguments.rows < 1 or arguments.columns < 3:
         parser.error("--rows must be 1 or more and --columns 3 or more: a prompt token and an answer")
     result = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+        "machine": machine(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "rows": arguments.rows,
         "columns": arguments.columns,

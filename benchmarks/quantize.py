@@ -31,6 +31,7 @@ from torch import Tensor
 
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled, quantize_blockwise, quantize_delta, scale_shape
 from nemo_fp8rl.fp8.kernels import describe, resolve
+from nemo_fp8rl.machine import machine
 
 E4M3 = torch.float8_e4m3fn
 RESULTS = Path(__file__).resolve().parent / "results" / "quantize_cpu.json"
@@ -198,7 +199,7 @@ def main() -> None:
     if arguments.rows % 128 or arguments.columns % 128:
         parser.error("--rows and --columns must be multiples of 128: the other frameworks' formulations need that")
     result = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+        "machine": machine(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "kernel": describe(resolve("auto", "cpu")),
         **measure(arguments.rows, arguments.columns, arguments.rounds),

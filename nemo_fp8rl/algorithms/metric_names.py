@@ -9,3 +9,8 @@ METRICS = (
     "chi2_token", "chi2_seq", "ess", "ess_seq", "probs_pearson_corr",
 )  # fmt: skip
 """What `mismatch.MismatchSums.metrics` gives."""
+
+
+def bucket_start(bucket: str) -> int:
+    """Of a bucket of positions, such as the 2_3 of gen_kl_error/position_2_3: what they are sorted by."""
+    return int(bucket.partition("_")[0])

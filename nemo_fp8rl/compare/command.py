@@ -7,8 +7,10 @@ Left out: several runs at once, which would spoil the seconds.
 """
 
 import json
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from nemo_fp8rl.compare.results import measure, record
 from nemo_fp8rl.compare.table import as_markdown, as_rich, sections
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.interrupt import GracefulStop
-from nemo_fp8rl.step_log import write_atomically
+from nemo_fp8rl.step_log import lock, write_atomically
 
 SPEED_OVER_SECONDS = 3600
 WIDTH_OF_FILES = 200
@@ -65,10 +67,6 @@ def _run_all(
         console.print(text, markup=False, soft_wrap=True)
 
     say(f"{len(runs) - len(left)} of {len(runs)} runs have finished, {len(left)} to go, in {output}")
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output {output} cannot be written: {error}") from None
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -78,10 +76,10 @@ def _run_all(
         speed_estimate_period=SPEED_OVER_SECONDS,
         disable=not console.is_terminal,
     )
-    with GracefulStop() as stop, progress:
+    with _alone(output) as guard, GracefulStop() as stop, progress:
         if not left:
             return True
-        if not make_models(comparison, output, stop, say):
+        if not make_models(comparison, output, stop, say, [guard]):
             say("stopped before the first run; the same command goes on")
             return False
         task = progress.add_task("steps", total=sum(run.steps - run.done() for run in left))
@@ -94,7 +92,7 @@ def _run_all(
                 progress.update(task, completed=max(0, run.done() + offset))
 
             words = ["train", "--config", run.recipe, "--restartable", *run.words]
-            if stop.requested or not run_process(words, run.folder / "train.log", stop, look):
+            if stop.requested or not run_process(words, run.folder / "train.log", stop, look, [guard]):
                 say(f"stopped in {run.name} after step {run.done()} of {run.steps}; the same command goes on")
                 return False
             before += run.steps - already
@@ -103,6 +101,25 @@ def _run_all(
             say(f"{i}/{len(runs)}  {run.name}  {_figures(measure(run.rows()))}  {took}")
             _write(record(comparison, overrides, runs), path, overrides, output)
     return True
+
+
+@contextmanager
+def _alone(output: Path) -> Iterator[int]:
+    """The folder's lock, which the commands that we run inherit: it lasts as long as they do, if we are killed, too."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        guard = lock(output)
+    except BlockingIOError:
+        raise UserError(
+            f"another compare works in {output}, or what one that was killed had started; wait for it or give another "
+            "--output"
+        ) from None
+    except OSError as error:
+        raise UserError(f"--output {output} cannot be written: {error}") from None
+    try:
+        yield guard
+    finally:
+        os.close(guard)
 
 
 def _figures(numbers: dict[str, float]) -> str:

@@ -4,7 +4,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,22 +24,36 @@ def model_words(folder: Path, data: str = "data.jsonl") -> list[str]:
     return [f"policy.model_name={folder}/warm", f"data.train.data_path={folder}/{data}"]
 
 
-def make_models(comparison: Comparison, output: Path, stop: GracefulStop, say: Callable[[str], None]) -> bool:
-    """False when it was interrupted. Raises UserError when models of another comparison are there."""
-    parts: dict[str, TinyModel | Lengths | None] = {
-        MODEL_OF_FLOWS: comparison.model,
-        MODEL_OF_LENGTHS: comparison.lengths,
-    }
-    return all(_make(chosen, output / "models" / name, stop, say) for name, chosen in parts.items() if chosen)
-
-
-def _make(chosen: TinyModel | Lengths, folder: Path, stop: GracefulStop, say: Callable[[str], None]) -> bool:
-    record = json.dumps(_recorded(chosen), indent=1) + "\n"
-    if (folder / "made.json").exists():
-        if (folder / "made.json").read_text() != record:
+def check_models(comparison: Comparison, output: Path) -> None:
+    """Raise UserError for a wrong recipe, and when models of another comparison are there: its runs began from them."""
+    for chosen, folder in _parts(comparison, output):
+        made, record = folder / "made.json", _record(chosen)
+        if made.exists() and made.read_text() != record:
             raise UserError(f"{folder} was made by another comparison; give another --output")
-        return True
+
+
+def make_models(
+    comparison: Comparison, output: Path, stop: GracefulStop, say: Callable[[str], None], keep: Sequence[int]
+) -> bool:
+    """Those that are not there. False when it was interrupted. keep: see `process.run`."""
+    return all(
+        _make(chosen, folder, stop, say, keep)
+        for chosen, folder in _parts(comparison, output)
+        if not (folder / "made.json").exists()
+    )
+
+
+def _parts(comparison: Comparison, output: Path) -> list[tuple[TinyModel | Lengths, Path]]:
+    """What is made, and where."""
+    parts = ((comparison.model, MODEL_OF_FLOWS), (comparison.lengths, MODEL_OF_LENGTHS))
+    return [(chosen, output / "models" / name) for chosen, name in parts if chosen]
+
+
+def _make(
+    chosen: TinyModel | Lengths, folder: Path, stop: GracefulStop, say: Callable[[str], None], keep: Sequence[int]
+) -> bool:
     say(f"making the model in {folder}")
+    record = _record(chosen)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     from nemo_fp8rl.tiny import make_tiny  # loads torch
@@ -49,7 +63,7 @@ def _make(chosen: TinyModel | Lengths, folder: Path, stop: GracefulStop, say: Ca
     if isinstance(chosen, Lengths):
         _write_chains(chosen, partial)
     words = ["--config", chosen.warm_up, *_warm_up_words(chosen, partial), "--output", f"{partial}/warm"]
-    if not run(["sft", *words], folder.with_name(f"{folder.name}.log"), stop, lambda: None):
+    if not run(["sft", *words], folder.with_name(f"{folder.name}.log"), stop, lambda: None, keep):
         return False
     write_atomically(partial / "made.json", record)
     shutil.rmtree(folder, ignore_errors=True)
@@ -62,13 +76,14 @@ def _warm_up_words(chosen: TinyModel | Lengths, folder: Path) -> list[str]:
     return [*as_words(overrides), f"policy.model_name={folder}/model", f"data.train.data_path={folder}/data.jsonl"]
 
 
-def _recorded(chosen: TinyModel | Lengths) -> dict[str, object]:
-    """What weights and data depend on."""
+def _record(chosen: TinyModel | Lengths) -> str:
+    """What weights and data depend on, as made.json has it."""
     of_the_make = ("task", "family", "seed", "terms")
-    return {
+    tree = {
         "make": {key: value for key, value in asdict(chosen).items() if key in of_the_make},
         "warm_up": asdict(load(chosen.warm_up, _warm_up_words(chosen, Path("here")))),
     }
+    return json.dumps(tree, indent=1) + "\n"
 
 
 def _write_chains(chosen: Lengths, folder: Path) -> None:

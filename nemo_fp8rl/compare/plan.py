@@ -16,11 +16,11 @@ from typing import Any
 import yaml
 
 from nemo_fp8rl.compare.config import Comparison, as_words, check_overrides
-from nemo_fp8rl.compare.models import MODEL_OF_FLOWS, MODEL_OF_LENGTHS, model_words
+from nemo_fp8rl.compare.models import MODEL_OF_FLOWS, MODEL_OF_LENGTHS, check_models, model_words
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.step_log import Row, read
-from nemo_fp8rl.yaml_tree import flat
+from nemo_fp8rl.yaml_tree import flat, one_line
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,9 @@ class Planned:
 
 
 def plan(comparison: Comparison, overrides: Sequence[str], output: Path) -> list[Planned]:
-    """Every run, in order. Raises UserError for a recipe that is wrong, and where the output holds other runs."""
+    """Every run, in order. Raises UserError for a wrong recipe, and where the output holds other runs or models."""
     check_overrides(comparison, overrides)
+    check_models(comparison, output)
     runs = [
         _planned(comparison, overrides, output, flow, seed, length)
         for seed in comparison.seeds
@@ -104,7 +105,7 @@ def _check_same(run: Planned, output: Path) -> None:
     try:
         before = flat(yaml.safe_load(path.read_text()))
     except (OSError, AttributeError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}; remove {run.folder}") from None
+        raise UserError(f"{path} cannot be read: {one_line(error)}; remove {run.folder}") from None
     was = Path(str(before.get("logger.log_dir", "")))
     old_output = str(Path(*was.parts[: len(was.parts) - len(run.folder.relative_to(output).parts)]))
     old, new = _without(before, old_output), _without(run.config, str(output))

@@ -16,8 +16,9 @@ SECONDS_TO_END = 20
 LAST_LINES = 5
 
 
-def run(arguments: Sequence[str], log: Path, stop: GracefulStop, look: Callable[[], None]) -> bool:
+def run(arguments: Sequence[str], log: Path, stop: GracefulStop, look: Callable[[], None], keep: Sequence[int]) -> bool:
     """`nemo-fp8rl ARGUMENTS`, output appended to `log`; `look` is called while it works. False: it was interrupted.
+    keep: descriptors that it has open, too, such as a lock's.
 
     Raises UserError, with its last lines, when it failed.
     """
@@ -30,6 +31,7 @@ def run(arguments: Sequence[str], log: Path, stop: GracefulStop, look: Callable[
             stderr=subprocess.STDOUT,
             env={"OMP_NUM_THREADS": "1", **os.environ},  # so small a model loses by more threads
             process_group=0,  # a terminal's Ctrl-C would reach it twice
+            pass_fds=keep,
         )
     try:
         code = _wait(process, stop, look)

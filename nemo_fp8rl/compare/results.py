@@ -6,6 +6,7 @@ from dataclasses import asdict
 from statistics import fmean, median
 from typing import Any
 
+from nemo_fp8rl.algorithms.metric_names import bucket_start
 from nemo_fp8rl.compare.config import Comparison
 from nemo_fp8rl.compare.plan import Planned
 from nemo_fp8rl.step_log import Row
@@ -35,7 +36,7 @@ def measure(rows: Sequence[Row]) -> Numbers:
     """Of one run's metrics.jsonl. What no row has is left out."""
     trained = [row for row in rows if row["step"] > 0]
     accuracy = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
-    numbers: Numbers = {"accuracy_start": accuracy[0], "accuracy_end": accuracy[-1]} if accuracy else {}
+    numbers: Numbers = {"accuracy_end": accuracy[-1]} if accuracy else {}
     for name, metric in MEANS.items():
         if values := [row[metric] for row in trained if metric in row]:
             numbers[name] = fmean(values)
@@ -49,7 +50,7 @@ def by_position(rows: Sequence[Row]) -> Numbers:
     """Mean k3 of the steps by position in the answer: "0", "1", "2_3", ..."""
     names = dict.fromkeys(key for row in rows for key in row if key.startswith(POSITION))
     means = {n.removeprefix(POSITION): fmean(row[n] for row in rows if n in row) for n in names}
-    return dict(sorted(means.items(), key=lambda item: int(item[0].partition("_")[0])))
+    return dict(sorted(means.items(), key=lambda item: bucket_start(item[0])))
 
 
 def record(comparison: Comparison, overrides: Sequence[str], runs: Sequence[Planned]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from nemo_fp8rl.algorithms.metric_names import bucket_start
 from nemo_fp8rl.compare.results import values_of
 from nemo_fp8rl.compare.statistics import Interval, interval, paired
 
@@ -82,6 +83,7 @@ def _flows(results: Mapping[str, Any]) -> Section:
                 *_mismatch(results, flow, None),
                 _middle(values_of(results, flow, "generate_seconds"), 1, "{:.3f}"),
                 _middle(values_of(results, flow, "train_seconds"), 1, "{:.3f}"),
+                _middle(steps, 1, "{:.3f}"),
                 _middle(values_of(results, flow, "refit_bytes"), 1e-6, "{:.3f}"),
             )
         )
@@ -91,14 +93,16 @@ def _flows(results: Mapping[str, Any]) -> Section:
         title="Flows",
         headers=(
             "flow", "seeds", "accuracy", f"less {reference}", "token_mult_prob_error", "k3 KL",
-            "rollout s", "training s", "refit MB",
+            "rollout s", "training s", "step s", "refit MB",
         ),
         rows=rows,
         sentences=[
-            "Accuracy of the last validation. Mean of the seeds ± 95 % interval (Student's t); differences are of runs "
-            "of the same seed. Each interval holds by itself: one in twenty misses.",
-            "Mismatch: mean over the steps. Rollout, and training (log-probs and optimizer step): median seconds a "
-            "step, FP8 emulated on a CPU. Refit: bytes on the wire to one engine.",
+            "Accuracy of the last validation, whose answers are those of the flow's own engine in its own precision. "
+            "Mean of the seeds ± 95 % interval (Student's t); differences are of runs of the same seed. Each interval "
+            "holds by itself: one in twenty misses.",
+            "Mismatch: mean over the steps. Median seconds, FP8 emulated on a CPU: rollout, training (log-probs and "
+            "optimizer step), and the whole step, which also holds the refit and the calibration of an FP8 KV cache. "
+            "Refit: bytes on the wire to one engine.",
             *sentences,
         ],
     )  # fmt: skip
@@ -150,7 +154,7 @@ def _positions(results: Mapping[str, Any]) -> Section:
     lengths = results["comparison"]["lengths"]
     longest = max(lengths["terms"], key=lambda name: lengths["terms"][name])
     runs = [run for run in results["runs"] if run["length"] == longest]
-    buckets = sorted({b for run in runs for b in run["k3_by_position"]}, key=lambda b: int(b.partition("_")[0]))
+    buckets = sorted({b for run in runs for b in run["k3_by_position"]}, key=bucket_start)
     rows: list[tuple[str, ...]] = []
     for flow in lengths["flows"]:
         by_bucket = [values_of(results, flow, b, longest, "k3_by_position") for b in buckets]

@@ -22,7 +22,7 @@ Series = tuple[str, int, int | None, Sequence[Point]]
 
 @dataclass(frozen=True)
 class Line:
-    """One run's: colour is the run's number."""
+    """One run's."""
 
     name: str
     run: int
@@ -76,8 +76,11 @@ def line_chart(
     from_zero: bool = False,
     labels: Sequence[str] = (),
     means: bool = True,
+    run: int | None = None,
 ) -> Chart:
-    """One line a run. log: of value - offset. labels: names of the places 0, 1, ... on the x axis, else it is steps."""
+    """One line a run, in the run's colour. log: of value - offset. labels: names of the places 0, 1, ... on the x axis,
+    else it is steps. run: all lines are this run's, in colours of their own, which a legend names.
+    """
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]
     scale = (logarithmic(ys, offset) if log else None) or linear(ys, from_zero)
@@ -89,11 +92,11 @@ def line_chart(
         x_scale = Scale(-0.5, len(labels) - 0.5)
     most = max(50, min(MOST_POINTS, 4 * MOST_POINTS // len(lines)))
     shapes, series = [], []
-    for line in lines:
+    for i, line in enumerate(lines):
         shown = extremes(line.points, most)
         over = len(line.points) // 25
         mean = extremes(running_mean(line.points, over), most // 2) if means and len(line.points) >= MEAN_FROM else []
-        colour = line.run % COLOURS
+        colour = (line.run if run is None else i) % COLOURS
         shapes.append(Shape("raw" if mean else "line", svg_path(shown, x_scale, scale), colour, line.run))
         if mean:
             shapes.append(Shape("line", svg_path(mean, x_scale, scale), colour, line.run))
@@ -110,7 +113,9 @@ def line_chart(
         without_overlap(x_ticks),
         y_ticks(scale),
         shapes,
-        hover=hover_data(x_scale, series, dict(enumerate(labels))),
+        [] if run is None else [(colour, name) for name, colour, *_ in series],
+        hover_data(x_scale, series, dict(enumerate(labels))),
+        run,
     )
 
 
@@ -124,14 +129,13 @@ def stack_chart(
     tops = [sum(column[i] for column in columns.values()) for i in range(len(parts))]
     scale = linear(_without_outliers(tops), from_zero=True)
     x_scale = Scale(min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1)
-    if len(xs) == 1:
-        xs, columns = [xs[0], xs[0] + 1], {name: column * 2 for name, column in columns.items()}
-    below = [0.0] * len(xs)
+    edges = xs if len(xs) > 1 else [xs[0], xs[0] + 1]  # one step is drawn all across
+    below = [0.0] * len(edges)
     shapes, series = [], []
     for colour, (name, column) in enumerate(columns.items()):
-        above = [low + value for low, value in zip(below, column, strict=True)]
-        edge = [*zip(xs, above, strict=True), *reversed([*zip(xs, below, strict=True)])]
-        shapes.append(Shape("area", svg_path(edge, x_scale, scale) + "Z", colour % COLOURS, run))
+        above = [low + value for low, value in zip(below, column if len(xs) > 1 else column * 2, strict=True)]
+        outline = [*zip(edges, above, strict=True), *reversed([*zip(edges, below, strict=True)])]
+        shapes.append(Shape("area", svg_path(outline, x_scale, scale) + "Z", colour % COLOURS, run))
         series.append((name, colour % COLOURS, None, [*zip(xs, column, strict=True)]))
         below = above
     notes = [about]

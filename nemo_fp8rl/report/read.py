@@ -13,7 +13,7 @@ import yaml
 from nemo_fp8rl.algorithms.weight_bins import Bin
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.step_log import Row, Sample, read
-from nemo_fp8rl.yaml_tree import flat
+from nemo_fp8rl.yaml_tree import flat, one_line
 
 FILES = {
     "config.yaml": "the recipe",
@@ -88,7 +88,7 @@ def _parsed(path: Path, parse: Any) -> dict[str, Any]:
     try:
         tree = parse(path.read_text())
     except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+        raise UserError(f"{path} cannot be read: {one_line(error)}") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path} holds no keys with values; is it a run's?")
     return tree

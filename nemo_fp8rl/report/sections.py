@@ -1,10 +1,11 @@
 """What the page shows of the runs, section by section."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from nemo_fp8rl.algorithms.metric_names import bucket_start
 from nemo_fp8rl.report.charts import Chart, Line, heat_map, line_chart, stack_chart
 from nemo_fp8rl.report.read import Run
 from nemo_fp8rl.report.scale import number
@@ -132,44 +133,43 @@ def by_position(runs: Sequence[Run]) -> tuple[list[Chart], list[str]]:
             about = "of a token in its answer, 0 the first; mean over steps, logarithmic"
             labels = [name.rpartition("position_")[2].replace("_on", "+").replace("_", "-") for name in buckets]
             charts.append(line_chart(title, about, lines, log=True, labels=labels, means=False))
-        else:
-            missing.append(f"{title}: no run has train/{metric}/position_0 and on.")
+        missing += _lacking(title, f"train/{metric}/position_0 and on", runs, [line.run for line in lines])
     return charts, missing
 
 
 def position_map(runs: Sequence[Run]) -> tuple[list[Chart], list[str]]:
-    charts = []
+    title, charts = "k3 KL by position and step", []
     for i, run in enumerate(runs):
         buckets = _positions([run], "gen_kl_error")
         rows = [row for row in run.metrics if any(name in row for name in buckets)]
         if len(buckets) > 1:
             cells = {name.rpartition("position_")[2].replace("_", "-"): [r.get(name) for r in rows] for name in buckets}
-            title = _of(run, runs, "k3 KL by position and step")
             steps = [row["step"] for row in rows]
-            charts.append(heat_map(title, "upward: later in the answer; logarithmic", i, cells, steps, log=True))
-    return charts, []
+            about = "upward: later in the answer; logarithmic"
+            charts.append(heat_map(_of(run, runs, title), about, i, cells, steps, log=True))
+    return charts, _lacking(title, "train/gen_kl_error/position_1 and on", runs, _runs_of(charts))
 
 
 def histogram(runs: Sequence[Run]) -> tuple[list[Chart], list[str]]:
     chart = weight_histogram(runs)
-    return ([chart], []) if chart else ([], ["Importance weights: no run has histograms.jsonl."])
+    there = [i for i, run in enumerate(runs) if any(run.log_weights.values())]
+    return [chart] if chart else [], _lacking("Importance weights", "histograms.jsonl", runs, there)
 
 
 def refit_stages(runs: Sequence[Run]) -> tuple[list[Chart], list[str]]:
-    charts = []
+    title, charts = "Refit by stage", []
+    about = "seconds, logarithmic; load overlaps with what the trainer does, and verify is part of it"
     for i, run in enumerate(runs):
-        stages = run.names("timing/refit_")
-        rows = [row for row in run.metrics if row["step"] > 0 and any(f"timing/refit_{name}" in row for name in stages)]
-        if rows:
-            layers = {name: [row.get(f"timing/refit_{name}", 0.0) for row in rows] for name in stages}
-            title = _of(run, runs, "Refit by stage")
-            steps = [row["step"] for row in rows]
-            charts.append(stack_chart(title, "seconds; stages overlap", i, steps, layers, "s"))
-    return charts, [] if charts else ["Refit by stage: no run has timing/refit_*."]
+        stages = {name: run.series(f"timing/refit_{name}") for name in run.names("timing/refit_")}
+        later = {name: [point for point in points if point[0] > 0] for name, points in stages.items()}
+        lines = [Line(name, i, points) for name, points in later.items() if points]
+        if lines:
+            charts.append(line_chart(_of(run, runs, title), about, lines, log=True, run=i))
+    return charts, _lacking(title, "timing/refit_*", runs, _runs_of(charts))
 
 
 def phases(runs: Sequence[Run]) -> tuple[list[Chart], list[str]]:
-    charts = []
+    title, charts = "Time by phase", []
     for i, run in enumerate(runs):
         rows = [row for row in run.metrics if "timing/total_step_time" in row]
         if rows:
@@ -177,21 +177,21 @@ def phases(runs: Sequence[Run]) -> tuple[list[Chart], list[str]]:
             layers = {name: [row.get(f"timing/{name}", 0.0) for row in rows] for name in there}
             known = [sum(column[j] for column in layers.values()) for j in range(len(rows))]
             layers["other"] = [max(row["timing/total_step_time"] - k, 0.0) for row, k in zip(rows, known, strict=True)]
-            title = _of(run, runs, "Time by phase")
-            charts.append(stack_chart(title, "seconds a step", i, [row["step"] for row in rows], layers, "s"))
-    return charts, [] if charts else ["Time by phase: no run has timing/total_step_time."]
+            steps = [row["step"] for row in rows]
+            charts.append(stack_chart(_of(run, runs, title), "seconds a step", i, steps, layers, "s"))
+    return charts, _lacking(title, "timing/total_step_time", runs, _runs_of(charts))
 
 
 def layer_map(runs: Sequence[Run]) -> tuple[list[Chart], list[str]]:
-    charts = []
+    title, charts = "Quantization error by layer", []
     for i, run in enumerate(runs):
         layers = sorted(run.names("weight_error/layer_"), key=int)
         rows = [row for row in run.metrics if any(f"weight_error/layer_{layer}" in row for layer in layers)]
         if rows:
             cells = {f"layer {layer}": [row.get(f"weight_error/layer_{layer}") for row in rows] for layer in layers}
-            title = _of(run, runs, "Quantization error by layer")
-            charts.append(heat_map(title, "all weights of a layer", i, cells, [row["step"] for row in rows]))
-    return charts, [] if charts else ["Quantization error by layer: no run has weight_error/layer_0 and on."]
+            steps = [row["step"] for row in rows]
+            charts.append(heat_map(_of(run, runs, title), "all weights of a layer", i, cells, steps))
+    return charts, _lacking(title, "weight_error/layer_0 and on", runs, _runs_of(charts))
 
 
 def _section(
@@ -204,15 +204,11 @@ def _section(
     charts, missing = [], []
     for plot in plots:
         lines = [Line(run.name, i, points) for i, run in enumerate(runs) if (points := run.series(plot.metric))]
-        if not lines:
-            missing.append(f"{plot.title}: no run has {plot.metric}.")
-            continue
-        lacking = [run.name for run in runs if not run.series(plot.metric)]
-        if lacking:
-            missing.append(f"{plot.title}: not in {', '.join(lacking)}.")
-        charts.append(
-            line_chart(plot.title, plot.about, lines, log=plot.log, offset=plot.offset, from_zero=plot.from_zero)
-        )
+        missing += _lacking(plot.title, plot.metric, runs, [line.run for line in lines])
+        if lines:
+            charts.append(
+                line_chart(plot.title, plot.about, lines, log=plot.log, offset=plot.offset, from_zero=plot.from_zero)
+            )
     for other in others:
         more, lacks = other(runs)
         charts += more
@@ -220,11 +216,23 @@ def _section(
     return Section(title, intro, charts, missing)
 
 
+def _lacking(title: str, source: str, runs: Sequence[Run], there: Collection[int | None]) -> list[str]:
+    """A sentence where a run lacks what its chart is made of. there: numbers of the runs that have it."""
+    lacking = [run.name for i, run in enumerate(runs) if i not in there]
+    if not lacking:
+        return []
+    return [f"{title}: not in {', '.join(lacking)}." if there else f"{title}: no run has {source}."]
+
+
+def _runs_of(charts: Sequence[Chart]) -> list[int | None]:
+    return [chart.run for chart in charts]
+
+
 def _positions(runs: Sequence[Run], metric: str) -> list[str]:
     """Full names of the metric's buckets, by where they begin."""
     prefix = f"train/{metric}/position_"
     ends = {end for run in runs for end in run.names(prefix)}
-    return [prefix + end for end in sorted(ends, key=lambda end: int(end.partition("_")[0]))]
+    return [prefix + end for end in sorted(ends, key=bucket_start)]
 
 
 def _values(run: Run, metric: str) -> list[float]:

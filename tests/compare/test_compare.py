@@ -1,6 +1,7 @@
 """Real runs: a comparison that was interrupted goes on, one that is done stands still."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -140,6 +141,27 @@ def test_a_run_that_fails_is_named_with_its_last_words(tmp_path, capsys):
     assert f"{tmp_path}/none" in err
 
 
+def test_what_a_killed_comparison_had_started_is_left_alone(tmp_path, capsys):
+    """Its warm-up goes on, so that a second call waits for it instead of clearing the folder below it."""
+    model = {"warm_up": str(RECIPES / "tiny_sft.yaml"), "overrides": {"sft.max_num_steps": 50}}
+    path, out = comparison(tmp_path, model=model), tmp_path / "out"
+    process = subprocess.Popen([sys.executable, "-m", "nemo_fp8rl.cli", *arguments(path, SMALL, out)])
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    deadline = time.monotonic() + 120
+    while not (out / "models/flows.log").exists() or not (started := children.read_text().split()):
+        assert process.poll() is None
+        assert time.monotonic() < deadline, "the warm-up did not begin"
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    try:
+        assert main(arguments(path, SMALL, out)) == 2
+        assert f"another compare works in {out}, or what one that was killed had started" in capsys.readouterr().err
+        assert (out / "models/.flows.partial/model").exists()
+    finally:
+        os.kill(int(started[0]), signal.SIGKILL)
+
+
 @pytest.mark.long
 def test_models_are_made_and_answers_of_several_lengths_measured(tmp_path, capsys):
     """One flow; tokens an answer differ with the length, the table says so. Another comparison's models are refused."""
@@ -168,7 +190,6 @@ def test_models_are_made_and_answers_of_several_lengths_measured(tmp_path, capsy
     assert "| bf16 | long | 1 |" in page
     assert "k3 KL by position in long answers" in page
 
-    shutil.rmtree(out / "bf16")
     path = comparison(tmp_path, model=model | {"overrides": {"sft.max_num_steps": 4}}, **parts)
     assert main(arguments(path, words, out)) == 2
     assert "models/flows was made by another comparison; give another --output" in capsys.readouterr().err

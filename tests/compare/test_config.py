@@ -5,8 +5,10 @@ import yaml
 
 from nemo_fp8rl.cli import main
 from nemo_fp8rl.compare.config import load_comparison
+from nemo_fp8rl.compare.models import make_models
 from nemo_fp8rl.compare.plan import plan
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.interrupt import GracefulStop
 from tests.compare.conftest import FLOWS
 from tests.conftest import RECIPES
 
@@ -160,3 +162,15 @@ def test_another_recipe_in_the_folder_is_not_taken_for_this_one(write, tmp_path)
         UserError, match=r"seed_2 holds a run with another recipe: policy.megatron_cfg.optimizer.lr was 0.5"
     ):
         plan(load_comparison(path), [], out)
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"task": "chain"}, {"overrides": {"sft.max_num_steps": 4}}])
+def test_models_of_another_comparison_are_refused_at_every_call(write, tmp_path, monkeypatch, capsys, change):
+    """Also where nothing is left to run: numbers would stand below a model that they are not of."""
+    model, out = {"warm_up": str(RECIPES / "tiny_sft.yaml")}, tmp_path / "out"
+    monkeypatch.setattr("nemo_fp8rl.compare.models.run", lambda *_: True)
+    assert make_models(load_comparison(write(model=model)), out, GracefulStop(), print, [])
+    assert plan(load_comparison(write(model=model)), [], out)
+    assert main(["compare", str(write(model=model | change)), "--output", str(out), "--table-only"]) == 2
+    assert "models/flows was made by another comparison; give another --output" in capsys.readouterr().err
+    assert not (out / "results.json").exists()

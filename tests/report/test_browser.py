@@ -55,8 +55,38 @@ def test_it_renders(browser, two, width, dark):
 
 def test_letters_are_large_enough_on_a_phone(browser, two):
     browser.open(two, 390)
-    heights = "[...document.querySelectorAll('.chart svg text')].map(t => t.getBoundingClientRect().height)"
-    assert browser.evaluate(f"Math.min(...{heights})") > 9
+    sizes = (
+        "[...document.querySelectorAll('.chart svg')].map(svg => parseFloat(getComputedStyle("
+        "svg.querySelector('text')).fontSize) * svg.clientWidth / svg.viewBox.baseVal.width)"
+    )
+    assert browser.evaluate(f"Math.min(...{sizes})") >= 9
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_coloured_tokens_can_be_read(browser, two, dark):
+    """Contrast of 4.5 (WCAG 2, AA), where the colour is deepest."""
+    browser.open(two, dark=dark)
+    style = "getComputedStyle(document.querySelector('.answer .token.{}')).{}"
+    body = "getComputedStyle(document.body).{}"
+    (paper, ink) = (colour(browser.evaluate(body.format(key))) for key in ("backgroundColor", "color"))
+    browser.evaluate("document.querySelectorAll('.token').forEach(token => token.style.setProperty('--depth', 1))")
+    for side in ("up", "down"):
+        *rgb, alpha = colour(browser.evaluate(style.format(side, "backgroundColor")))
+        shown = [alpha * over + (1 - alpha) * under for over, under in zip(rgb, paper, strict=True)]
+        high, low = sorted((luminance(shown), luminance(ink)), reverse=True)
+        assert (high + 0.05) / (low + 0.05) >= 4.5
+        assert alpha >= 0.5
+
+
+def colour(css: str) -> list[float]:
+    """rgb(1, 2, 3) or rgba(1, 2, 3, 0.5)."""
+    return [float(part) for part in css.partition("(")[2].rstrip(")").split(",")]
+
+
+def luminance(rgb: list[float]) -> float:
+    parts = [value / 255 for value in rgb]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def test_light_and_dark(browser, two):
@@ -82,6 +112,22 @@ def test_the_pointer_shows_the_values_there(browser, two):
         name, value = text.split()
         assert name == run
         assert float(value) == pytest.approx(rows[10]["train/reward"], rel=1e-6)
+
+
+def test_a_tap_shows_values_until_the_next_one_elsewhere(browser, two):
+    browser.open(two, 390)
+    for chart in ("", ":not(:has(script))"):  # lines; a heat map
+        svg = f"document.querySelector('.chart{chart} svg')"
+        output = f"document.querySelector('.chart{chart} output.shown')"
+        browser.evaluate(f"{svg}.scrollIntoView({{block: 'center'}})")
+        x, y = browser.evaluate(
+            f"(() => {{ const box = {svg}.getBoundingClientRect();"
+            " return [box.left + box.width / 2, box.top + box.height / 2] })()"
+        )
+        browser.tap(x, y)
+        assert "step" in browser.evaluate(f"{output}.textContent")
+        browser.tap(195, 3)
+        assert browser.evaluate(f"{output} === null")
 
 
 def test_a_run_can_be_hidden(browser, two):

@@ -74,7 +74,7 @@ def test_where_the_report_cannot_go(refused, make_run, tmp_path):
     run = make_run(steps=3)
     assert "is a folder; give a file" in refused(run, "--output", tmp_path)
     assert "cannot be written" in refused(run, "--output", tmp_path / "none/report.html")
-    assert not list(run.glob("*report*"))
+    assert not list(tmp_path.rglob("*report*"))
 
 
 def test_values_that_are_no_numbers_are_left_out(make_run):

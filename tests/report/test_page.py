@@ -14,7 +14,7 @@ import yaml
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.report.page import report
 from nemo_fp8rl.report.read import FILES
-from tests.report.conftest import sample
+from tests.report.conftest import STAGES, sample
 
 HOSTILE = (
     "</script x></script></pre></style><script>document.title='owned'</script><img src=x onerror=alert(1)>\"'&<!--"
@@ -155,12 +155,48 @@ def test_a_file_that_is_missing_is_named(make_run, missing):
     assert f"run has no {missing}" in page(run).text
 
 
-def test_a_metric_that_one_run_lacks_is_named(make_run):
+@pytest.mark.parametrize(
+    ("metric", "title"),
+    [
+        ("train/ess", "Effective sample size, tokens"),
+        ("train/gen_kl_error/position_", "k3 KL by position"),
+        ("train/gen_kl_error/position_", "k3 KL by position and step"),
+        ("timing/refit_", "Refit by stage"),
+        ("timing/total_step_time", "Time by phase"),
+        ("weight_error/layer_", "Quantization error by layer"),
+    ],
+)
+def test_a_metric_that_one_run_lacks_is_named(make_run, metric, title):
     one, two = make_run("one", steps=3), make_run("two", steps=3)
     rows = [json.loads(line) for line in (two / "metrics.jsonl").read_text().splitlines()]
-    lines = (json.dumps({key: v for key, v in row.items() if key != "train/ess"}) for row in rows)
+    lines = (json.dumps({key: v for key, v in row.items() if not key.startswith(metric)}) for row in rows)
     (two / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    assert "Effective sample size, tokens: not in two." in page(one, two).text
+    assert f"{title}: not in two." in page(one, two).text
+
+
+def test_a_run_without_histograms_is_named(make_run):
+    one, two = make_run("one", steps=3), make_run("two", steps=3)
+    (two / "histograms.jsonl").unlink()
+    assert "Importance weights: not in two." in page(one, two).text
+
+
+def test_the_stages_of_a_refit_are_lines(make_run):
+    """They overlap, so nothing is added up."""
+    run = make_run(steps=3)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    shown = page(run)
+    assert 'class="area' not in shown.source.split('aria-label="Refit by stage"')[1].split("</figure>")[0]
+    (chart,) = [chart for chart in shown.charts if [line["name"] for line in chart["series"]] == [*STAGES]]
+    load = next(line for line in chart["series"] if line["name"] == "load")
+    assert load["y"] == pytest.approx([row["timing/refit_load"] for row in rows[1:]], rel=1e-6)
+    assert len({line["colour"] for line in chart["series"]}) == len(STAGES)
+
+
+def test_a_run_of_one_step_has_no_second(make_run):
+    steps = {
+        x for chart in page(make_run(steps=1)).charts if not chart["labels"] for s in chart["series"] for x in s["x"]
+    }
+    assert steps == {0, 1}
 
 
 def test_nothing_in_a_run_breaks_out_of_the_page(make_run, tmp_path):
@@ -189,7 +225,8 @@ def test_the_page_runs_no_script_but_its_own(make_run):
     (script,) = [text for kind, text in shown.scripts if not kind]
     allowed = re.search(r"script-src 'sha256-([^']*)'", shown.source)[1]
     assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() == allowed
-    assert "default-src 'none'" in shown.source
+    for directive in ("default-src", "base-uri", "form-action"):
+        assert f"{directive} 'none'" in shown.source
     assert not re.search(r"https?://", shown.source)
 
 
