@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.recipe import load
@@ -26,6 +27,10 @@ SMALL = (
     "logger.tensorboard_enabled=false",
 )
 """Overrides that make a step take a fraction of a second."""
+BATCH_INVARIANT = not torch.cpu._is_amx_tile_supported()
+"""With AMX a log-prob's last bits depend, once in thousands of tokens, on what is answered beside (docs/generation.md);
+and what that is depends on the clock where the engine's core has a process of its own.
+"""
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500_000.0,

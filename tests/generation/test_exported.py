@@ -158,4 +158,5 @@ def test_plain_vllm_serves_it_with_its_own_kernels(exported):
     for ((tokens, logprobs),), ((our_tokens, our_logprobs),) in zip(got, exported.expected, strict=True):
         assert tokens[0] == our_tokens[0]
         assert abs(logprobs[0] - our_logprobs[0]) < 0.1
-    assert exported.pair.mismatch() < 1.001 < 1.005 < exported.pair.mismatch(engine=engine)
+    assert exported.pair.mismatch() < 1.001
+    assert exported.pair.mismatch(engine=engine) > 1.005

@@ -85,6 +85,7 @@ def of_vllms_kernel(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     import vllm._C  # noqa: F401
     from vllm import _custom_ops as ops
 
+    torch.cpu._init_amx()  # Linux gives a process the tiles when it asks for them
     tokens, block = len(q), 128
     blocks = -(-tokens // block)
     cache = torch.zeros(blocks, k.size(1), block * 2, HEAD_DIM, dtype=q.dtype)
