@@ -78,7 +78,8 @@ class SlurmConfig:
     secrets_file: str | None = None
     """A file of NAME=value lines on the shared filesystem that only its owner may read; for tokens and keys."""
     setup: str = ""
-    """Shell commands that the job's script runs first, outside of any container, such as module loads."""
+    """Shell commands that the job's script runs first, outside of any container, such as module loads; the job ends
+    when the last of them fails."""
     generation: NodeGroup | None = None
     """Of another kind than the trainer's nodes: makes the job heterogeneous."""
     options: tuple[str, ...] = ()

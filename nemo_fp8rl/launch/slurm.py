@@ -59,7 +59,10 @@ def render(job: Job, settings: LaunchConfig) -> str:
 def submit(script: str, job: Job, settings: LaunchConfig) -> str:
     """Write the run's folder and give its script to sbatch; the job's number. Raises UserError where sbatch does."""
     if shutil.which("sbatch") is None:
-        raise UserError("there is no sbatch here: run this on a login node of the cluster, or add --dry-run")
+        raise UserError(
+            "there is no sbatch here: run this on a login node of the cluster; or mkdir -p there the RUN_DIR of what "
+            "--dry-run prints, save that as RUN_DIR/job.sbatch, and give it to sbatch"
+        )
     folder = run_dir(job, settings)
     try:
         folder.mkdir(parents=True)
