@@ -6,6 +6,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -108,8 +109,8 @@ class Script:
 def start(job, tmp_path) -> Iterator[Callable[..., Script]]:
     scripts = []
 
-    def started(*changes: str, **does: str) -> Script:
-        scripts.append(Script(tmp_path, job, changes, **does))
+    def started(*changes: str, loop: str = "train", **does: str) -> Script:
+        scripts.append(Script(tmp_path, replace(job, command=(loop, *job.command[1:])), changes, **does))
         return scripts[-1]
 
     yield started
@@ -146,6 +147,31 @@ def test_when_no_node_is_to_blame_none_is_left_out(start):
     script = start(preflight='[[ $3 != 0 ]] || : >"$PREFLIGHT_DIR/0.joined"', driver="exit 1")
     assert script.end() == "" and script.process.returncode == 1
     assert "preflight: the nodes could not reduce a number together; see" in script.log()
+
+
+@pytest.mark.parametrize("loop", ["train", "nemo"])
+def test_a_driver_is_told_to_stop_if_it_hears(start, loop):
+    stops = f"trap 'exit 130' USR1; trap 'exit 3' TERM; {WAITS}"
+    script = start("slurm.stop_seconds=62", loop=loop, driver=stops)
+    script.begun()
+    script.process.send_signal(signal.SIGUSR1)
+    assert script.end() == "scontrol requeue 7\n"
+    assert f"exit code {130 if loop == 'train' else 3}" in script.log()
+
+
+def test_a_driver_is_told_when_it_must_have_saved(start, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "2000000000")
+    script = start("slurm.stop_seconds=100", driver="echo $NEMO_FP8RL_STOP_AT")
+    script.end()
+    assert script.log("driver") == "1999999900\n"
+
+
+def test_an_older_slurm_does_not_say_when_the_job_ends(start, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    script = start("slurm.stop_seconds=100", "slurm.time=01:00:00", driver="echo $NEMO_FP8RL_STOP_AT")
+    begun = time.time()
+    script.end()
+    assert int(script.log("driver")) == pytest.approx(begun + 3500, abs=3)
 
 
 def test_what_does_not_stop_is_killed_on_its_node(start):

@@ -42,6 +42,8 @@ say() { echo "$(date '+%F %T') $*"; }
 export HOSTS="${NODES[*]}" GENERATION_NODES GPUS_PER_NODE GENERATION_GPUS_PER_NODE PORTS MIN_FREE_GIB SECRETS_FILE
 export NEMO_FP8RL_RUN_ID=$RUN_ID WANDB_RUN_ID=$RUN_ID WANDB_RESUME=allow
 export PYTHONUNBUFFERED=1 RAY_USAGE_STATS_ENABLED=0
+ends=${SLURM_JOB_END_TIME:-$(($(date +%s) - SECONDS + TIME_SECONDS))}   # an older SLURM does not say
+export NEMO_FP8RL_STOP_AT=$((ends - STOP_SECONDS))
 export RAY_TMPDIR=$NODE_TMP/nfr-${RUN_ID##*-}-$attempt   # short: sockets are in it
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$ATTEMPT_DIR/ray_token
 (umask 077 && head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n' >"$RAY_AUTH_TOKEN_PATH")
@@ -169,8 +171,10 @@ stopping='' cancelled='' driver_step=''
 stop() {
     say "told to stop: the driver saves, within $STOP_SECONDS s"
     stopping=$SECONDS
-    [[ -z $driver_step ]] || kill -USR1 "$driver_step"
+    tell_driver
 }
+# NeMo RL's loop hears no signal: it goes by NEMO_FP8RL_STOP_AT.
+tell_driver() { [[ -z $stopping || -z $driver_step || $DRIVER_HEARS == no ]] || kill -USR1 "$driver_step"; }
 trap stop USR1
 trap 'say "told to end"; cancelled=1' TERM   # the driver was told, too; SLURM kills what is left after its own time
 
@@ -191,7 +195,7 @@ RAY_STEPS=("${STEPS[@]: -${#NODES[@]}}")
 on 0 "$ATTEMPT_DIR/driver.log" "$PYTHON" -m nemo_fp8rl.launch.ready "$READY_SECONDS" "${DRIVER[@]}"
 driver_step=${STEPS[-1]}
 say "the driver's output: $ATTEMPT_DIR/driver.log"
-[[ -z $stopping ]] || kill -USR1 "$driver_step"
+tell_driver
 
 # end_driver WHY: SLURM ends the driver when its srun is told to end, but not when that is killed.
 end_driver() {
