@@ -9,7 +9,7 @@ import os
 import secrets
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
@@ -146,14 +146,15 @@ class RayWorkers:
         import ray
 
         self.count = count
-        free = ray.available_resources().get("CPU", 0)
+        nodes = {node["NodeID"]: node["Labels"].get(ROLE) for node in ray.nodes() if node["Alive"]}
+        place = {"label_selector": {ROLE: role}} if role in nodes.values() else {}
+        free = _free_cpus({node for node, label in nodes.items() if not place or label == role})
         if free < count * processes:
             raise UserError(
                 f"cluster.backend=ray: {count} {worker_class.__name__} actors need {count * processes} CPUs, Ray has "
-                f"{free:g} free; lower cluster.train_ranks or cluster.generation_engines, or start Ray with more"
+                f"{free:g} free{f' on nodes with {ROLE}={role}' if place else ''}; lower cluster.train_ranks or "
+                "cluster.generation_engines, or start Ray with more"
             )
-        places = {node["Labels"].get(ROLE) for node in ray.nodes() if node["Alive"]}
-        place = {"label_selector": {ROLE: role}} if role in places else {}
         self.actor_class = ray.remote(num_cpus=processes, **place)(worker_class)
         self.actors = [self.actor_class.remote() for _ in range(count)]
         with ended_on_error(self):
@@ -239,6 +240,14 @@ class RayWorkers:
 
         ray.kill(self.actors[index])
         return WorkerDied(f"no answer to {method} in {timeout:g} seconds")
+
+
+def _free_cpus(nodes: Set[str]) -> float:
+    """On these nodes together. Ray says it node by node only where vLLM asks, too."""
+    from ray._private.state import available_resources_per_node
+
+    free: dict[str, dict[str, float]] = available_resources_per_node()
+    return sum(resources.get("CPU", 0) for node, resources in free.items() if node in nodes)
 
 
 def _item(reference: Any) -> Any:

@@ -66,6 +66,38 @@ def test_two_ranks_that_share_the_model_agree_with_one(warm_overrides, tmp_path,
         assert rewards[0] == rewards[1]
 
 
+ONE_SMALL_NODE = """
+import os, sys
+import ray
+from ray.cluster_utils import Cluster
+from nemo_fp8rl import workers
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.recipe import load
+
+cluster = Cluster()
+cluster.add_node(num_cpus=4, labels={workers.ROLE: "train"}, include_dashboard=False)
+cluster.add_node(num_cpus=1, labels={workers.ROLE: "generation"})
+cluster.wait_for_nodes()
+os.environ["RAY_ADDRESS"] = cluster.address
+cfg = load(sys.argv[1], ["cluster.backend=ray"])
+try:
+    workers.RayWorkers(object, "generation", 2, cfg, 1)
+except UserError as error:
+    print(error)
+one = workers.RayWorkers(object, "generation", 1, cfg, 1)
+one.shutdown()
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+def test_only_cpus_of_the_roles_own_nodes_count():
+    command = [sys.executable, "-c", ONE_SMALL_NODE, str(RECIPES / "tiny_cpu.yaml")]
+    done = subprocess.run(command, capture_output=True, check=False, timeout=120, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "2 object actors need 2 CPUs, Ray has 1 free on nodes with nemo-fp8rl/role=generation;" in done.stdout
+
+
 def test_an_actors_refusal_is_one_line_too(tiny, warm_overrides, tmp_path):
     """The checkpoint is read inside an actor; what is wrong with it reaches the user as it does in one process."""
     shutil.copytree(tiny / "model", tmp_path / "model")

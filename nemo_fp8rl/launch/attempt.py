@@ -7,7 +7,7 @@ and appear whole: they are renamed into place.
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,9 +78,20 @@ def read(path: Path) -> Any:
         return None
 
 
-def own_address() -> str:
-    """This node's address, as other nodes resolve its name."""
-    return socket.gethostbyname(socket.gethostname())
+def own_address(hosts: Sequence[str], index: int) -> str:
+    """The address by which this node, of that index, reaches another of the job's. Raises UserError without one."""
+    if len(hosts) == 1:
+        return socket.gethostbyname(socket.gethostname())
+    other = hosts[0] if index else hosts[1]
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((other, 9))  # sends nothing, but finds the way
+        except OSError as error:
+            raise UserError(f"{hosts[index]} finds no way to {other} ({error}): look at DNS or /etc/hosts") from None
+        address: str = probe.getsockname()[0]
+    if address.startswith("127."):
+        raise UserError(f"{hosts[index]} takes {other} for itself ({address}): give its address in DNS or /etc/hosts")
+    return address
 
 
 def free_ports(count: int, ports: range, start: int) -> list[int]:

@@ -14,8 +14,10 @@ from nemo_fp8rl.nemo_rl import recipe as nemo_rl
 from nemo_fp8rl.nemo_rl.gpus import is_colocated
 from nemo_fp8rl.recipe import load
 
-NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
-"""What both SLURM and Kubernetes take, short enough for KubeRay to add to it."""
+LONGEST_NAME = 38
+"""A label of Kubernetes has at most 63 characters, and the run id, which is one, adds 25."""
+NAME = re.compile(rf"[a-z]([-a-z0-9]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?")
+"""What both SLURM and Kubernetes take."""
 
 SAID_BY = {
     "nodes": "cluster.num_nodes",
@@ -74,11 +76,11 @@ def plan(
     nodes, alone = sizes["nodes"], sizes["generation_nodes"]
     if alone >= nodes:
         raise UserError(f"generation_nodes={alone} of nodes={nodes} leaves none to train on: raise nodes")
-    name = settings.name or re.sub(r"[^a-z0-9]+", "-", recipe.stem.lower()).strip("-")[:40].rstrip("-")
+    name = settings.name or re.sub(r"[^a-z0-9]+", "-", recipe.stem.lower()).strip("-")[:LONGEST_NAME].rstrip("-")
     if not NAME.fullmatch(name):
         raise UserError(
             f"name={name!r}: a job's name is of lower-case letters, digits and dashes, begins with a letter, ends with "
-            "none of the dashes and has at most 40; give another with --set name=..."
+            f"none of the dashes and has at most {LONGEST_NAME}; give another with --set name=..."
         )
     loop = loop or ("train" if values is None else "nemo")
     if loop == "nemo" and values is None:

@@ -132,6 +132,9 @@ def _check(k: KubernetesConfig) -> None:
         raise UserError("kubernetes.kueue and kubernetes.kai both place pods; remove one of the blocks")
     if k.kueue and k.kueue.required_topology and k.kueue.preferred_topology:
         raise UserError("kubernetes.kueue takes required_topology or preferred_topology, not both; remove one")
+    for volume in k.volumes:
+        if not volume.path.startswith("/"):
+            raise UserError(f"kubernetes.volumes: the path {volume.path!r} is not absolute; begin it with a slash")
 
 
 def _recipe(job: Job, k: KubernetesConfig, workdir: str | None) -> tuple[str, Sequence[str]]:
@@ -156,8 +159,9 @@ def _recipe(job: Job, k: KubernetesConfig, workdir: str | None) -> tuple[str, Se
 def _check_survives(folder: str, k: KubernetesConfig, workdir: str | None) -> None:
     """Checkpoints must be where the next attempt's pods find them."""
     where = posixpath.normpath(posixpath.join(workdir or "", folder))
-    writable = [posixpath.normpath(volume.path) for volume in k.volumes if not volume.read_only]
-    if not any(posixpath.commonpath([where, path]) == path for path in writable if where.startswith("/")):
+    volumes = {posixpath.normpath(volume.path): volume for volume in k.volumes if where.startswith("/")}
+    around = [path for path in volumes if posixpath.commonpath([where, path]) == path]
+    if not around or volumes[max(around, key=len)].read_only:  # the innermost one holds it
         raise UserError(
             f"checkpointing.checkpoint_dir={folder} is on no volume that can be written, so none of the "
             f"backoff_limit={k.backoff_limit} further attempts could continue from it: name a claim in "

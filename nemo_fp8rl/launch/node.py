@@ -37,7 +37,12 @@ def main(index: int) -> int:
     signal.signal(signal.SIGTERM, lambda *_: told.append(time.monotonic()))  # the driver got it, too, and may save
     for older in attempt.node_tmp.parent.glob(f"{attempt.node_tmp.name.rpartition('-')[0]}-*"):  # it was killed
         shutil.rmtree(older, ignore_errors=True)
-    attempt.node_tmp.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        attempt.node_tmp.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        raise UserError(
+            f"{attempt.node_tmp} is there, and another user's: remove it, or give another slurm.node_tmp"
+        ) from None
     environment = {**os.environ, **secrets(attempt.secrets_file), MARK: str(attempt.folder)}
     sessions: set[int] = set()
     try:
@@ -58,7 +63,7 @@ def main(index: int) -> int:
 def _head(
     attempt: Attempt, index: int, environment: dict[str, str], sessions: set[int]
 ) -> "subprocess.Popen[bytes] | None":
-    address = own_address()
+    address = own_address(attempt.hosts, index)
     for _ in range(HEAD_TRIES):
         port, dashboard, client = free_ports(3, attempt.ports, random.randrange(len(attempt.ports)))
         ray = _start(
@@ -83,7 +88,7 @@ def _worker(
             return None
         time.sleep(0.5)
     ray = _start(
-        *(f"--address={cluster['address']}", f"--node-ip-address={own_address()}"),
+        *(f"--address={cluster['address']}", f"--node-ip-address={own_address(attempt.hosts, index)}"),
         *_resources(attempt, index),
         environment=environment,
     )

@@ -8,7 +8,6 @@ from typing import Any
 from nemo_fp8rl.launch.manifest_parts import Finding, key_path, mapping, mappings, plain, quantity, repeated, tags
 from nemo_fp8rl.launch.settings import looks_secret
 
-"""A path, a number or a switch: TOKENIZERS_PARALLELISM=false, RAY_AUTH_TOKEN_PATH=/run/token."""
 OF_KUBERAY = {"ray-token", "ray-logs", "shared-mem"}
 """Volumes that it adds to a pod."""
 GPU = re.compile(r"(nvidia|amd|intel)\.com/.*gpu.*|nvidia\.com/mig-.*")

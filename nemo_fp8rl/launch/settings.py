@@ -15,6 +15,8 @@ SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY", re.IGNO
 NO_SECRET = re.compile(r"/.*|\d*|true|false", re.IGNORECASE)
 PORTS = re.compile(r"(\d{1,5})-(\d{1,5})")
 LEAST_PORTS = 10
+LEAST_PREFLIGHT_SECONDS = 90
+"""60 of them are for the all-reduce."""
 LONGEST_NODE_TMP = 23
 """107 - len("/nfr-01234567-99/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")."""
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -65,7 +67,7 @@ class SlurmConfig:
     ready_seconds: int = 600
     """Within which all nodes must have joined the Ray cluster."""
     preflight_seconds: int = 300
-    """Within which the nodes must have passed their checks."""
+    """Within which the nodes must have passed their checks, the import of a container's image included."""
     min_free_gib: float = 10.0
     """Free disk that a node must have in node_tmp."""
     node_tmp: str = "/tmp"
@@ -78,7 +80,8 @@ class SlurmConfig:
     secrets_file: str | None = None
     """A file of NAME=value lines on the shared filesystem that only its owner may read; for tokens and keys."""
     setup: str = ""
-    """Shell commands that the job's script runs first, outside of any container, such as module loads."""
+    """Shell commands that the job's script runs first, outside of any container, such as module loads; the job ends
+    when the last of them fails."""
     generation: NodeGroup | None = None
     """Of another kind than the trainer's nodes: makes the job heterogeneous."""
     options: tuple[str, ...] = ()
@@ -145,9 +148,11 @@ def _check(settings: LaunchConfig) -> None:
 
 
 def _check_slurm(slurm: SlurmConfig) -> None:
-    for key in ("stop_seconds", "ready_seconds", "preflight_seconds", "cpus_per_node"):
+    for key in ("stop_seconds", "ready_seconds", "cpus_per_node"):
         if (number := getattr(slurm, key)) is not None and number < 1:
             raise UserError(f"slurm.{key}={number} must be at least 1")
+    if slurm.preflight_seconds < LEAST_PREFLIGHT_SECONDS:
+        raise UserError(f"slurm.preflight_seconds={slurm.preflight_seconds} must be at least {LEAST_PREFLIGHT_SECONDS}")
     if not slurm.node_tmp.startswith("/") or len(slurm.node_tmp) > LONGEST_NODE_TMP:
         raise UserError(
             f"slurm.node_tmp={slurm.node_tmp} must be an absolute path of at most {LONGEST_NODE_TMP} characters: Ray's "

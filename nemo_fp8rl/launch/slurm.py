@@ -45,8 +45,10 @@ def render(job: Job, settings: LaunchConfig) -> str:
         groups=_groups(job, settings, folder, generation_gpus),
         python=_python(slurm),
         driver=_driver(job, slurm),
+        hears="no" if job.command[:1] == ("nemo",) else "yes",
         generation_gpus=generation_gpus,
         slurm=slurm,
+        time_seconds=_seconds(slurm.time),
         step_options=_container(slurm, folder),
         secrets_file=slurm.secrets_file and Path(slurm.secrets_file).absolute(),
         max_restarts=slurm.max_restarts if job.command else 0,
@@ -59,7 +61,10 @@ def render(job: Job, settings: LaunchConfig) -> str:
 def submit(script: str, job: Job, settings: LaunchConfig) -> str:
     """Write the run's folder and give its script to sbatch; the job's number. Raises UserError where sbatch does."""
     if shutil.which("sbatch") is None:
-        raise UserError("there is no sbatch here: run this on a login node of the cluster, or add --dry-run")
+        raise UserError(
+            "there is no sbatch here: run this on a login node of the cluster; or mkdir -p there the RUN_DIR of what "
+            "--dry-run prints, save that as RUN_DIR/job.sbatch, and give it to sbatch"
+        )
     folder = run_dir(job, settings)
     try:
         folder.mkdir(parents=True)
@@ -86,7 +91,10 @@ def run_dir(job: Job, settings: LaunchConfig) -> Path:
 def _groups(job: Job, settings: LaunchConfig, folder: Path, generation_gpus: int) -> list[list[str]]:
     """sbatch's options, of the job or of both parts of a heterogeneous one."""
     slurm, alone = settings.slurm, settings.slurm.generation
-    _seconds(slurm.time)
+    if _seconds(slurm.time) <= slurm.stop_seconds:
+        raise UserError(
+            f"slurm.stop_seconds={slurm.stop_seconds} must be less than slurm.time={slurm.time}: change one"
+        )
     if alone is not None and not job.generation_nodes:
         raise UserError(
             "slurm.generation is given, but the recipe has no nodes for engines alone: set generation_nodes"
@@ -156,15 +164,8 @@ def _driver(job: Job, slurm: SlurmConfig) -> tuple[str, ...]:
     if not job.command:
         return ("sleep", "infinity")
     driver = (_python(slurm), "-m", "nemo_fp8rl.cli")
-    if job.command[0] == "train":
-        own = ("cluster.backend=ray",) if job.values is None else ()  # a recipe of NeMo RL's always is for Ray
-        return (*driver, *job.command_with(*own))
-    saved_by = _seconds(slurm.time) - slurm.stop_seconds
-    if saved_by <= 0:
-        raise UserError(f"slurm.stop_seconds={slurm.stop_seconds} is not less than slurm.time={slurm.time}")
-    days, rest = divmod(saved_by, 86400)
-    clock = f"{days:02d}:{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
-    return (*driver, *job.command_with(f"++checkpointing.checkpoint_must_save_by={clock}"))
+    own = ("cluster.backend=ray",) if job.values is None else ()  # a recipe of NeMo RL's always is for Ray
+    return (*driver, *job.command_with(*own))
 
 
 def _container(slurm: SlurmConfig, folder: Path) -> list[str]:

@@ -57,10 +57,9 @@ def load_for_own_loop(path: Path, overrides: Sequence[str] = ()) -> Config:
         if given and name not in known:
             raise UserError(f"grpo.{name}={given!r}: our own loop has no such thing; use `nemo-fp8rl nemo`")
     cfg = from_nemo_rl(recipe)
-    values: dict[str, Any] = {block: asdict(getattr(cfg, block)) for block in (*COPIED, "data")}
+    values: dict[str, Any] = {"data": _data(recipe["data"])}
     for block, names in COPIED.items():
         values[block] = {name: recipe[block][name] for name in names if recipe[block].get(name) is not None}
-    values["data"] = _data(recipe["data"])
     register_resolvers()
     tree = OmegaConf.merge(defaults(Config, values), asdict(cfg) | values)
     cfg = typed(OmegaConf.to_container(tree, resolve=True), Config)

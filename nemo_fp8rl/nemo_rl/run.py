@@ -22,6 +22,8 @@ from nemo_fp8rl.workers import connect, require_token
 
 OF_OUR_PARTS = ("align", "kv", "kernel", "refit", "gates")
 """Keys of `nemo_fp8rl` that are not of the loss or the precision."""
+STOP_AT = "NEMO_FP8RL_STOP_AT"
+"""When a run must have saved, in seconds since 1970: `launch slurm` says it to every attempt."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
             *(loop.logger, loop.checkpointer, loop.state, loop.master),
         )
         asynchronous = recipe.values["grpo"].get("async_grpo") or {}
+        save_in_time(loop.master.checkpointing)
         begin, done = time.monotonic(), steps_done(loop.state)
         if asynchronous.get("enabled"):
             grpo.async_grpo_train(*arguments, asynchronous["max_trajectory_age_steps"])
@@ -95,8 +98,30 @@ def _ran_out_of_time(loop: Loop, seconds: float, steps_before: int) -> bool:
     done = steps_done(loop.state)
     if limit is None or not loop.master.checkpointing["enabled"] or done >= loop.steps:
         return False
-    days, hours, minutes, rest = (int(part) for part in str(limit).split(":"))
-    return seconds * (1 + 1 / max(done - steps_before, 1)) >= ((days * 24 + hours) * 60 + minutes) * 60 + rest
+    return seconds * (1 + 1 / max(done - steps_before, 1)) >= seconds_of(limit)
+
+
+def save_in_time(checkpointing: dict[str, Any]) -> None:
+    """Set checkpoint_must_save_by, which counts from the loop's begin, to what is left of a job of `launch slurm`."""
+    if STOP_AT in os.environ:
+        left = int(os.environ[STOP_AT]) - time.time()
+        chosen = shorter(checkpointing.get("checkpoint_must_save_by"), left)
+        checkpointing["checkpoint_must_save_by"] = chosen
+        print(f"nemo-fp8rl: checkpoint_must_save_by={chosen}, the job has {left:.0f} s until it stops", flush=True)
+
+
+def shorter(limit: str | None, left: float) -> str:
+    """Of a limit and of what is left, in seconds, as DD:HH:MM:SS."""
+    rest = max(int(left), 0)
+    if limit is not None:
+        rest = min(rest, seconds_of(limit))
+    return f"{rest // 86400:02d}:{rest // 3600 % 24:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
+
+
+def seconds_of(limit: str) -> int:
+    """Of DD:HH:MM:SS."""
+    days, hours, minutes, seconds = (int(part) for part in limit.split(":"))
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def load(grpo: ModuleType, path: Path, overrides: Sequence[str]) -> Any:

@@ -44,7 +44,7 @@ def test_defaults_come_before_the_overrides_of_the_user():
         ([], ["nodes=2", "generation_nodes=2"], "leaves none to train on"),
         ([], ["name=My Run"], "lower-case letters"),
         ([], ["name=a;rm -rf"], "lower-case letters"),
-        ([], [f"name={'a' * 41}"], "at most 40"),
+        ([], [f"name={'a' * 39}"], "at most 38"),
         (["policy.model_name='a\0b'"], [], "not text|cannot be read"),
         (["policy.model_name=a\udcffb"], [], "not text|cannot be read"),
     ],

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +16,8 @@ import psutil
 import pytest
 
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.launch.attempt import Attempt, free_ports, write
+from nemo_fp8rl.launch import node
+from nemo_fp8rl.launch.attempt import Attempt, free_ports, own_address, write
 from nemo_fp8rl.launch.preflight import check_node, odd_ones
 from nemo_fp8rl.launch.ready import missing, wait
 from nemo_fp8rl.workers import ROLE
@@ -49,19 +52,82 @@ def module(name: str, *arguments: str, env: dict[str, str]) -> "subprocess.Popen
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+def preflight(index: int, env: dict[str, str], reduces: bool = True) -> "subprocess.Popen[str]":
+    """Of a node that this machine plays, with little patience; or one that joins the others, and does nothing more."""
+    code = (
+        "import sys, time; from torch import distributed; from nemo_fp8rl.launch import preflight\n"
+        "preflight.REDUCE_SECONDS = 15; preflight.own_address = lambda *_: '127.0.0.1'\n"
+        f"if not {reduces}: distributed.init_process_group = lambda *_, **__: time.sleep(100)\n"
+        f"sys.exit(preflight.main({index}, 60))"
+    )
+    command = [sys.executable, "-c", code]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
 def test_good_nodes_pass_and_reduce_together(tmp_path):
     env = variables(tmp_path, "one two")
-    nodes = [module("preflight", str(i), "100", env=env) for i in range(2)]
+    nodes = [preflight(i, env) for i in range(2)]
     said = [node.communicate(timeout=100)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
     assert (tmp_path / "bad_nodes").read_text() == ""
     assert "preflight: one: good\npreflight: two: good\n" in said[0]
 
 
+def test_only_the_node_that_does_not_join_the_others_is_bad(tmp_path):
+    env = variables(tmp_path, "one two three")
+    nodes = [preflight(i, env) for i in range(2)]
+    found = tmp_path / "0.json"
+    while not found.exists():
+        assert nodes[0].poll() is None
+        time.sleep(0.1)
+    write(tmp_path / "2.json", json.loads(found.read_text()) | {"host": "three"})
+    said = [node.communicate(timeout=100)[0] for node in nodes]
+    assert (tmp_path / "bad_nodes").read_text() == "three\n", said
+    assert "preflight: three: it did not join an all-reduce" in said[0]
+
+
+def test_when_all_joined_and_none_reduces_no_node_is_bad(tmp_path):
+    env = variables(tmp_path, "one two")
+    head, other = preflight(0, env), preflight(1, env, reduces=False)
+    said = head.communicate(timeout=100)[0]
+    other.kill()
+    other.communicate()
+    assert head.returncode == 1
+    assert "preflight: an all-reduce failed, which 2 of 2 nodes had joined" in said
+    assert (tmp_path / "0.joined").exists() and not (tmp_path / "bad_nodes").exists()
+
+
+def test_an_address_is_that_by_which_another_node_is_reached():
+    assert own_address(["one"], 0) == socket.gethostbyname(socket.gethostname())
+    with pytest.raises(UserError, match=r"two takes 127.0.0.1 for itself \(127"):
+        own_address(["127.0.0.1", "two"], 1)
+    with pytest.raises(UserError, match=r"127.0.0.1 finds no way to no\.such\.host\.invalid"):
+        own_address(["127.0.0.1", "no.such.host.invalid"], 0)
+    every = [
+        one.address for of_card in psutil.net_if_addrs().values() for one in of_card if one.family == socket.AF_INET
+    ]
+    for address in every:
+        if not address.startswith("127."):
+            assert own_address([address, "two"], 1) == address
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
+    for name, value in variables(tmp_path, "one", RAY_TMPDIR=f"{tmp_path}/nfr-1-0").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # what removing another's comes to
+    (tmp_path / "nfr-1-0").mkdir()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(UserError, match="nfr-1-0 is there, and another user's: remove it"):
+            node.main(0)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_a_node_that_is_not_there_is_bad(tmp_path):
-    node = module("preflight", "0", "62", env=variables(tmp_path, "one two"))
-    said = node.communicate(timeout=100)[0]
-    assert node.returncode == 1
+    head = module("preflight", "0", "62", env=variables(tmp_path, "one two"))
+    said = head.communicate(timeout=100)[0]
+    assert head.returncode == 1
     assert "preflight: one: good\npreflight: two: it did not answer\n" in said
     assert (tmp_path / "bad_nodes").read_text() == "two\n"
 
@@ -101,7 +167,7 @@ def test_a_real_ray_is_there_when_the_driver_starts_and_gone_after_the_end(short
     env = variables(folder, socket.gethostname())
     before = rays()
     other = subprocess.Popen(["sleep", "100"], env=os.environ | {"NEMO_FP8RL_ATTEMPT": "another's"})
-    node = module("node", "0", env=env)
+    ray_node = module("node", "0", env=env)
     try:
         code = (
             "import os, ray; ray.init(log_to_driver=False); print('seen', len(ray.nodes()), os.environ['RAY_ADDRESS'])"
@@ -111,8 +177,8 @@ def test_a_real_ray_is_there_when_the_driver_starts_and_gone_after_the_end(short
         assert f"seen 1 {json.loads((folder / 'cluster.json').read_text())['address']}" in said
     finally:
         (folder / "ended").touch()
-        said = node.communicate(timeout=60)[0]
-    assert node.returncode == 0, said
+        said = ray_node.communicate(timeout=60)[0]
+    assert ray_node.returncode == 0, said
     assert other.poll() is None  # what is another's goes on
     other.kill()
     other.wait()
@@ -129,16 +195,16 @@ def test_nodes_that_do_not_come_are_named_in_time(tmp_path):
 
 
 def test_only_nodes_with_their_gpus_and_their_role_count():
-    def node(name: str, gpus: int, role: str, alive: bool = True) -> dict:
+    def one(name: str, gpus: int, role: str, alive: bool = True) -> dict:
         return {"NodeManagerHostname": name, "Alive": alive, "Resources": {"GPU": gpus}, "Labels": {ROLE: role}}
 
     wanted = attempt(Path("/x"), ("a", "b", "c"), alone=1, gpus=8)
-    good = [node("a", 8, "train"), node("b.cluster", 8, "train"), node("c", 8, "generation")]
+    good = [one("a", 8, "train"), one("b.cluster", 8, "train"), one("c", 8, "generation")]
     assert missing(wanted, good) == []
     assert missing(wanted, good[:2]) == ["c"]
-    assert missing(wanted, [*good[:2], node("c", 8, "train")]) == ["c"]
-    assert missing(wanted, [good[0], node("b", 8, "train", alive=False), good[2]]) == ["b"]
-    assert missing(wanted, [node("a", 7, "train"), *good[1:]]) == ["a (with 7 of 8 GPUs)"]
+    assert missing(wanted, [*good[:2], one("c", 8, "train")]) == ["c"]
+    assert missing(wanted, [good[0], one("b", 8, "train", alive=False), good[2]]) == ["b"]
+    assert missing(wanted, [one("a", 7, "train"), *good[1:]]) == ["a (with 7 of 8 GPUs)"]
 
 
 def test_ports_that_are_taken_are_passed_over():

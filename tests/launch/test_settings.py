@@ -41,6 +41,7 @@ def test_a_switch_and_a_path_are_no_secrets():
         ("env.HF_TOKEN=abc", "looks like a secret"),
         ("env.A-B=abc", "env.A-B is not the name"),
         ("slurm.ready_seconds=0", "slurm.ready_seconds=0"),
+        ("slurm.preflight_seconds=89", "slurm.preflight_seconds=89 must be at least 90"),
         ("slurm.ports=20000", "slurm.ports"),
         ("slurm.ports=90000-90010", "slurm.ports"),
         ("slurm.node_tmp=/local/scratch/of/some/job", "at most 23 characters"),

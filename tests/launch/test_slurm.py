@@ -119,12 +119,12 @@ def test_a_container_sees_the_run_and_its_folder(job, tmp_path, monkeypatch):
     assert read_by_bash(script, "echo $PYTHON") == "python3\n"
 
 
-def test_nemo_rls_loop_saves_before_the_time_is_over(job, tmp_path):
-    changes = ("slurm.time=1-02:00:00", "slurm.stop_seconds=600")
-    command = ("nemo", "--config", "r.yaml", "grpo.seed=3")
-    script = slurm.render(replace(job, command=command), settings(tmp_path, *changes))
-    driver = read_by_bash(script, r'printf "%s\n" "${DRIVER[@]}"').splitlines()
-    assert driver[-2:] == ["++checkpointing.checkpoint_must_save_by=01:01:50:00", "grpo.seed=3"]
+@pytest.mark.parametrize("command", [("train", "--config", "r.yaml"), ("nemo", "--config", "r.yaml"), ()])
+def test_every_kind_of_job_needs_time_before_it_stops(job, tmp_path, command):
+    job = replace(job, command=command)
+    assert slurm.render(job, settings(tmp_path, "slurm.time=00:05:01"))
+    with pytest.raises(UserError, match=r"slurm\.stop_seconds=300 must be less than slurm.time=00:05:00"):
+        slurm.render(job, settings(tmp_path, "slurm.time=00:05:00"))
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,20 @@ def test_restarts_are_bounded(lab, launch, tmp_path):
     assert lab.jobs() == before
 
 
+def test_a_job_cancelled_in_its_preflight_stays_cancelled(lab, launch, tmp_path):
+    fake = tmp_path / "fake_nvidia_smi" / "nvidia-smi"
+    fake.parent.mkdir()
+    fake.write_text("#!/bin/bash\nsleep 60\n")
+    fake.chmod(0o755)
+    run = launch(settings=(*TWO, "gpus_per_node=1", f"env.PATH={fake.parent}:{os.environ['PATH']}"))
+    before = lab.jobs()
+    until(lambda: all("nvidia-smi" in " ".join(lab.processes(name)) for name in NODES[:2]), "the preflight", run)
+    lab.run("scancel", run.job)
+    until(lambda: not lab.processes("lab1"), "the end", run)
+    assert lab.wait(run.job, SECONDS) == "CANCELLED" and lab.jobs() == before
+    assert "told to end" in run.log(0) and "again" not in run.log(0)
+
+
 @pytest.mark.skipif(not has_spank(), reason="gcc and libslurm-dev build the fake Pyxis")
 def test_every_step_is_in_the_container_with_its_mounts(lab, launch, uninterrupted, tmp_path):
     """Options as Pyxis has them, taken by a fake that starts none."""

@@ -6,8 +6,11 @@
 #     told to stop (USR1: time is nearly over, or preempted)    saves, and the job is put into the queue again
 #     failed, and a node is bad now                             another job like this one, without that node
 
+if ! setup; then
+    echo "slurm.setup failed: its last command has another exit code than 0" >&2
+    exit 2
+fi
 set -uo pipefail
-setup
 
 if [[ -n ${SLURM_HET_SIZE:-} ]]; then
     mapfile -t TRAIN < <(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_0")
@@ -39,6 +42,8 @@ say() { echo "$(date '+%F %T') $*"; }
 export HOSTS="${NODES[*]}" GENERATION_NODES GPUS_PER_NODE GENERATION_GPUS_PER_NODE PORTS MIN_FREE_GIB SECRETS_FILE
 export NEMO_FP8RL_RUN_ID=$RUN_ID WANDB_RUN_ID=$RUN_ID WANDB_RESUME=allow
 export PYTHONUNBUFFERED=1 RAY_USAGE_STATS_ENABLED=0
+ends=${SLURM_JOB_END_TIME:-$(($(date +%s) - SECONDS + TIME_SECONDS))}   # an older SLURM does not say
+export NEMO_FP8RL_STOP_AT=$((ends - STOP_SECONDS))
 export RAY_TMPDIR=$NODE_TMP/nfr-${RUN_ID##*-}-$attempt   # short: sockets are in it
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$ATTEMPT_DIR/ray_token
 (umask 077 && head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n' >"$RAY_AUTH_TOKEN_PATH")
@@ -65,7 +70,8 @@ await() {
     done
 }
 
-# preflight NUMBER: 1 when there are bad nodes, which it leaves in bad_nodes, separated by commas.
+# preflight NUMBER: 1 when the nodes are not good. The bad ones are then in bad_nodes, separated by commas; it is empty
+# when none is known to be worse than the others.
 bad_nodes=''
 preflight() {
     local index first=${#STEPS[@]}
@@ -79,19 +85,25 @@ preflight() {
     await $((PREFLIGHT_SECONDS + 30)) "${STEPS[first]}"
     await 5 "${STEPS[@]:first}"
     kill "${STEPS[@]:first}" 2>/dev/null
-    if [[ ! -f $PREFLIGHT_DIR/bad_nodes ]]; then
+    [[ -z $cancelled ]] || return 1
+    grep -hs '^preflight: ' "$PREFLIGHT_DIR/$HEAD.log"
+    if [[ -f $PREFLIGHT_DIR/bad_nodes ]]; then
+        bad_nodes=$(paste -sd, "$PREFLIGHT_DIR/bad_nodes")
+        [[ -z $bad_nodes ]]
+    elif [[ -f $PREFLIGHT_DIR/0.joined ]]; then
+        say "preflight: the nodes could not reduce a number together; see $PREFLIGHT_DIR"
+        return 1
+    else
         say "preflight: the head node $HEAD came to no end, see $PREFLIGHT_DIR/$HEAD.log"
         bad_nodes=$HEAD
         return 1
     fi
-    grep -h '^preflight: ' "$PREFLIGHT_DIR/$HEAD.log"
-    bad_nodes=$(paste -sd, "$PREFLIGHT_DIR/bad_nodes")
-    [[ -z $bad_nodes ]]
 }
 
 # How to look inside, from a login node.
 tell_how_to_attach() {
-    local address dashboard
+    local address dashboard path=$PATH
+    [[ $PYTHON != /* ]] || path=$(dirname "$PYTHON"):$PATH
     address=$(sed -n 's/.*"address": "\(.*\)".*/\1/p' "$ATTEMPT_DIR/cluster.json")
     dashboard=$(sed -n 's/.*"dashboard": "\(.*\)".*/\1/p' "$ATTEMPT_DIR/cluster.json")
     {
@@ -99,7 +111,7 @@ tell_how_to_attach() {
         echo "# A shell on the head node, $HEAD, from which ray and python see the cluster."
         printf '%q ' exec srun --overlap "--jobid=$SLURM_JOB_ID" --nodes=1 --ntasks=1 "--nodelist=$HEAD" --cpu-bind=none \
             "${STEP_OPTIONS[@]}" --pty env "RAY_ADDRESS=$address" RAY_AUTH_MODE=token \
-            "RAY_AUTH_TOKEN_PATH=$RAY_AUTH_TOKEN_PATH" "RAY_TMPDIR=$RAY_TMPDIR" "PATH=$(dirname "$PYTHON"):$PATH" bash
+            "RAY_AUTH_TOKEN_PATH=$RAY_AUTH_TOKEN_PATH" "RAY_TMPDIR=$RAY_TMPDIR" "PATH=$path" bash
         echo
     } >"$RUN_DIR/attach.sh"
     say "Ray's head is at $address; a shell there: bash $RUN_DIR/attach.sh"
@@ -109,7 +121,7 @@ tell_how_to_attach() {
 
 # Ends all that this attempt started, in bounded time, and nothing else.
 tear_down() {
-    trap '' USR1 TERM
+    trap '' USR1
     : >"$ATTEMPT_DIR/ended"
     await 45 "${STEPS[@]}"
     kill -TERM "${STEPS[@]}" 2>/dev/null
@@ -121,13 +133,16 @@ tear_down() {
 trap tear_down EXIT
 
 may_restart() {
+    [[ -z $cancelled ]] || return 1
     ((attempt < MAX_RESTARTS)) && return
     say "not again: this was attempt $attempt, and MAX_RESTARTS is $MAX_RESTARTS; to go on: sbatch $RUN_DIR/job.sbatch"
     return 1
 }
 
 requeue() {
+    may_restart || return
     tear_down
+    [[ -z $cancelled ]] || exit 1
     say "back into the queue"
     scontrol requeue "$SLURM_JOB_ID" && sleep 600   # until SLURM ends this script
     exit 1
@@ -136,11 +151,14 @@ requeue() {
 # The same script as another job, without the nodes that were bad in this run.
 without_bad_nodes() {
     local next=$RUN_DIR/job-$((attempt + 1)).sbatch exclude name
+    [[ -n $bad_nodes ]] || return
+    may_restart || return
     tr ',' '\n' <<<"$bad_nodes" >>"$RUN_DIR/excluded_nodes"
     exclude=$(sort -u "$RUN_DIR/excluded_nodes" | paste -sd,)
     sed "/^#SBATCH --exclude=/d; s/^#SBATCH --nodes=.*/&\n#SBATCH --exclude=$exclude/" "$RUN_DIR/job.sbatch" >"$next"
     scontrol update "JobId=$SLURM_JOB_ID" Requeue=0
     tear_down
+    [[ -z $cancelled ]] || exit 1
     for name in $(compgen -e SLURM_); do
         [[ $name == SLURM_CONF ]] || unset "$name"   # of this job, which sbatch would take for the next one's
     done
@@ -153,18 +171,20 @@ stopping='' cancelled='' driver_step=''
 stop() {
     say "told to stop: the driver saves, within $STOP_SECONDS s"
     stopping=$SECONDS
-    [[ -z $driver_step ]] || kill -USR1 "$driver_step"
+    tell_driver
 }
+# NeMo RL's loop hears no signal: it goes by NEMO_FP8RL_STOP_AT.
+tell_driver() { [[ -z $stopping || -z $driver_step || $DRIVER_HEARS == no ]] || kill -USR1 "$driver_step"; }
 trap stop USR1
 trap 'say "told to end"; cancelled=1' TERM   # the driver was told, too; SLURM kills what is left after its own time
 
 if ! preflight 0; then
-    may_restart && without_bad_nodes
+    without_bad_nodes
     exit 1
-fi
-
-if [[ -n $stopping ]]; then
-    may_restart && requeue
+elif [[ -n $stopping ]]; then
+    requeue
+    exit 1
+elif [[ -n $cancelled ]]; then
     exit 1
 fi
 
@@ -175,9 +195,20 @@ RAY_STEPS=("${STEPS[@]: -${#NODES[@]}}")
 on 0 "$ATTEMPT_DIR/driver.log" "$PYTHON" -m nemo_fp8rl.launch.ready "$READY_SECONDS" "${DRIVER[@]}"
 driver_step=${STEPS[-1]}
 say "the driver's output: $ATTEMPT_DIR/driver.log"
-[[ -z $stopping ]] || kill -USR1 "$driver_step"
+tell_driver
 
-told='' lost=''
+# end_driver WHY: SLURM ends the driver when its srun is told to end, but not when that is killed.
+end_driver() {
+    if [[ -z $ending ]]; then
+        say "$1: killed"
+        ending=$SECONDS
+        kill -TERM "$driver_step"
+    elif ((SECONDS > ending + 10)); then
+        kill -KILL "$driver_step"
+    fi
+}
+
+told='' lost='' ending=''
 while kill -0 "$driver_step" 2>/dev/null; do
     sleep 1 &
     wait $!
@@ -189,11 +220,9 @@ while kill -0 "$driver_step" 2>/dev/null; do
         [[ -n $lost ]] || kill -0 "$pid" 2>/dev/null || { lost=$SECONDS; say "Ray ended on a node"; }
     done
     if [[ -n $lost ]] && ((SECONDS > lost + LOST_SECONDS)); then
-        say "the driver goes on without it: killed"
-        kill -KILL "$driver_step"
+        end_driver "the driver goes on without it"
     elif [[ -n $stopping ]] && ((SECONDS > stopping + STOP_SECONDS - 60)) && ((STOP_SECONDS > 60)); then
-        say "the driver has not stopped: killed"
-        kill -KILL "$driver_step"
+        end_driver "the driver has not stopped"
     fi
 done
 wait "$driver_step"
@@ -203,8 +232,8 @@ say "the driver ended with exit code $code"
 if ((code == 0)) || [[ -n $cancelled ]]; then
     exit "$code"
 elif [[ -n $stopping ]] || ((code == UNFINISHED)); then
-    may_restart && requeue
-elif ! preflight 1 && may_restart; then
+    requeue
+elif ! preflight 1; then
     without_bad_nodes
 fi
 exit "$code"

@@ -1,0 +1,201 @@
+"""The script of a SLURM job, run by bash: srun, scontrol, sbatch and Python are fakes. The lab has the real ones."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nemo_fp8rl.launch import slurm
+from nemo_fp8rl.launch.job import Job
+from tests.launch.conftest import settings
+
+FAKES = {
+    "srun": """\
+while [[ $1 == --* ]]; do
+    [[ $1 != --output=* ]] || exec >>"${1#*=}" 2>&1
+    shift
+done
+"$@" &
+for name in USR1 TERM; do trap "kill -$name $!" "$name"; done
+while kill -0 $! 2>/dev/null; do wait $!; done
+wait $!
+""",
+    "scontrol": """\
+[[ $1 == show ]] || { echo "scontrol $*" >>"$FAKES/calls"; exit 1; }
+printf '%s\\n' one two
+""",
+    "sbatch": 'echo "sbatch $*" >>"$FAKES/calls"; echo 8\n',
+    "python3": """\
+good() { [[ $3 != 0 ]] || : >"$PREFLIGHT_DIR/bad_nodes"; }
+bad() { [[ $3 != 0 ]] || echo two >"$PREFLIGHT_DIR/bad_nodes"; }
+till() { while [[ ! -e $1 ]]; do sleep 0.1; done; }
+case $2 in
+*.preflight) @preflight@ ;;
+*.node) @node@ ;;
+*.ready)
+    printf '{\\n "address": "a:1",\\n "dashboard": "a:2"\\n}\\n' >"$ATTEMPT_DIR/cluster.json"
+    @driver@
+    ;;
+esac
+""",
+}
+NODE = 'till "$ATTEMPT_DIR/ended"'
+WAITS = "echo begun; while :; do sleep 0.1; done"
+
+
+class Script:
+    """A job that runs."""
+
+    def __init__(self, folder: Path, job: Job, changes: tuple[str, ...], **does: str) -> None:
+        """does: commands of preflight, node and driver, of which there are fakes."""
+        fakes = folder / "fakes"
+        fakes.mkdir()
+        for name, text in FAKES.items():
+            for part, command in {"preflight": 'good "$@"', "node": NODE, **does}.items():
+                text = text.replace(f"@{part}@", command)
+            (fakes / name).write_text(f"#!/bin/bash\n{text}")
+            (fakes / name).chmod(0o755)
+        config = settings(folder, "slurm.container.image=i", f"env.FAKES={fakes}", *changes)
+        self.folder = slurm.run_dir(job, config)
+        self.folder.mkdir(parents=True)
+        (self.folder / "job.sbatch").write_text(slurm.render(job, config))
+        self.calls = fakes / "calls"
+        variables = {"PATH": f"{fakes}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x"}
+        self.process = subprocess.Popen(
+            ["bash", str(self.folder / "job.sbatch")],
+            env={**os.environ, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def log(self, name: str = "job") -> str:
+        path = self.folder / "attempt-0" / f"{name}.log"
+        return path.read_text() if path.exists() else ""
+
+    def until(self, seen: Callable[[], object]) -> None:
+        end = time.monotonic() + 30
+        while not seen():
+            assert time.monotonic() < end and self.process.poll() is None, self.log()
+            time.sleep(0.05)
+
+    def begun(self) -> None:
+        self.until(lambda: "begun" in self.log("driver"))
+
+    def end(self) -> str:
+        """What it asked of SLURM; the driver and all others are gone."""
+        self.process.communicate(timeout=60)
+        assert not self.left(), self.log()
+        return self.calls.read_text() if self.calls.exists() else ""
+
+    def left(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, ProcessLookupError):
+                if os.getsid(process.pid) == self.process.pid and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+
+@pytest.fixture
+def start(job, tmp_path) -> Iterator[Callable[..., Script]]:
+    scripts = []
+
+    def started(*changes: str, loop: str = "train", **does: str) -> Script:
+        scripts.append(Script(tmp_path, replace(job, command=(loop, *job.command[1:])), changes, **does))
+        return scripts[-1]
+
+    yield started
+    for script in scripts:
+        for process in script.left():
+            process.kill()
+        script.process.wait()
+
+
+def test_a_job_cancelled_in_its_preflight_stays_cancelled(start):
+    script = start(preflight="sleep 60", driver="exit 1")
+    script.until(lambda: len(script.left()) > 6)  # the script, and a step with a sleep on each node
+    os.killpg(script.process.pid, signal.SIGTERM)
+    assert script.end() == ""
+    assert "told to end" in script.log() and "came to no end" not in script.log()
+
+
+def test_a_job_cancelled_while_it_ends_stays_cancelled(start):
+    script = start(
+        preflight='[[ $PREFLIGHT_DIR == *0 ]] && good "$@" || bad "$@"', node=f"{NODE}; sleep 3", driver="exit 1"
+    )
+    script.until((script.folder / "attempt-0" / "ended").exists)
+    script.process.send_signal(signal.SIGTERM)
+    assert script.end() == "scontrol update JobId=7 Requeue=0\n"
+
+
+def test_a_bad_node_is_left_out(start):
+    script = start(preflight='bad "$@"', driver="exit 1")
+    assert script.end() == f"scontrol update JobId=7 Requeue=0\nsbatch --parsable {script.folder}/job-1.sbatch\n"
+    assert "#SBATCH --exclude=two\n" in (script.folder / "job-1.sbatch").read_text()
+
+
+def test_when_no_node_is_to_blame_none_is_left_out(start):
+    script = start(preflight='[[ $3 != 0 ]] || : >"$PREFLIGHT_DIR/0.joined"', driver="exit 1")
+    assert script.end() == "" and script.process.returncode == 1
+    assert "preflight: the nodes could not reduce a number together; see" in script.log()
+
+
+@pytest.mark.parametrize("loop", ["train", "nemo"])
+def test_a_driver_is_told_to_stop_if_it_hears(start, loop):
+    stops = f"trap 'exit 130' USR1; trap 'exit 3' TERM; {WAITS}"
+    script = start("slurm.stop_seconds=62", loop=loop, driver=stops)
+    script.begun()
+    script.process.send_signal(signal.SIGUSR1)
+    assert script.end() == "scontrol requeue 7\n"
+    assert f"exit code {130 if loop == 'train' else 3}" in script.log()
+
+
+def test_a_driver_is_told_when_it_must_have_saved(start, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "2000000000")
+    script = start("slurm.stop_seconds=100", driver="echo $NEMO_FP8RL_STOP_AT")
+    script.end()
+    assert script.log("driver") == "1999999900\n"
+
+
+def test_an_older_slurm_does_not_say_when_the_job_ends(start, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    script = start("slurm.stop_seconds=100", "slurm.time=01:00:00", driver="echo $NEMO_FP8RL_STOP_AT")
+    begun = time.time()
+    script.end()
+    assert int(script.log("driver")) == pytest.approx(begun + 3500, abs=3)
+
+
+def test_what_does_not_stop_is_killed_on_its_node(start):
+    script = start("slurm.stop_seconds=61", driver=f"trap '' USR1; {WAITS}")
+    script.begun()
+    script.process.send_signal(signal.SIGUSR1)
+    assert script.end() == "scontrol requeue 7\n"
+    assert "the driver has not stopped: killed" in script.log()
+
+
+def test_a_setup_that_fails_ends_the_job(start):
+    script = start("slurm.setup='module load nothing'", driver="exit 0")
+    said, _ = script.process.communicate(timeout=20)
+    assert script.process.returncode == 2
+    assert said.splitlines()[-1] == "slurm.setup failed: its last command has another exit code than 0"
+
+
+def test_a_setup_may_use_variables_that_are_not_set(start):
+    script = start("slurm.setup='[[ -z $LMOD ]] && export FOUND=1'", driver="echo $FOUND")
+    assert script.end() == ""
+    assert script.log("driver") == "1\n"
+
+
+def test_in_a_container_a_shell_keeps_its_path(start):
+    script = start(driver='till "$ATTEMPT_DIR/../attach.sh"; sleep 0.5; cat "$ATTEMPT_DIR/../attach.sh"')
+    script.end()
+    assert "--pty env" in script.log("driver") and "PATH=.:" not in script.log("driver")
