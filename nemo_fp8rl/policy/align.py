@@ -27,6 +27,7 @@ from nemo_fp8rl.policy.attention import CoreAttention
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.rope import Rope
 from nemo_fp8rl.policy.rounding import rounds_probabilities
+from nemo_fp8rl.policy.tiles import tile_product
 
 
 def norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
@@ -81,8 +82,10 @@ class AlignedAttention(CoreAttention):
         groups = key.size(2)
         cos, sin = self.rope.table(s, query.dtype)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        rounded, smallest = rounds_probabilities(query.dtype, d), None
         if self.kv_cache is not None:
             key, value = self.kv_cache.read(self.layer, key, value, rows)
+            smallest = self.kv_cache.smallest_sum(self.layer)
         q = query.float().permute(1, 2, 0, 3).reshape(b, groups, heads // groups, s, d)
         k = key.float().permute(1, 2, 3, 0).unsqueeze(2)  # [b, groups, 1, d, s]
         v = value.float().permute(1, 2, 0, 3).unsqueeze(2)  # [b, groups, 1, s, d]
@@ -91,20 +94,23 @@ class AlignedAttention(CoreAttention):
             block = q[..., start : start + self.QUERY_BLOCK, :]
             future = torch.ones(block.size(-2), s, dtype=torch.bool).triu(start + 1)
             scores = ((block @ k) * self.scale).masked_fill(future, -math.inf)
-            outputs.append(weighted(scores, v, rounds_probabilities(query.dtype, d)))
+            outputs.append(weighted(scores, v, rounded, smallest))
         out = torch.cat(outputs, -2).view(b, heads, s, d)
         return out.permute(2, 0, 1, 3).reshape(s, b, heads * d).to(query.dtype)
 
 
-def weighted(scores: Tensor, v: Tensor, rounded: bool) -> Tensor:
-    """softmax(scores) @ v, float32; rounded: see `rounds_probabilities`, with the gradient of what is not (straight
-    through).
+def weighted(scores: Tensor, v: Tensor, rounded: bool, smallest: float | None = None) -> Tensor:
+    """softmax(scores) @ v, float32. rounded: see `rounds_probabilities`; smallest: then, see `tile_product`. Both with
+    the gradient of the plain product (straight through).
     """
     if not rounded:
         return scores.softmax(-1) @ v
     exps = (scores - scores.detach().amax(-1, keepdim=True)).exp()
-    difference = (exps.bfloat16().float() - exps).detach()
-    return (exps + difference) @ v / exps.sum(-1, keepdim=True)
+    multiplied = exps + (exps.bfloat16().float() - exps).detach()
+    product = multiplied @ v
+    if smallest is not None:
+        product = product + (tile_product(multiplied.detach(), v.detach(), smallest) - product).detach()
+    return product / exps.sum(-1, keepdim=True)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -16,15 +16,19 @@ from torch import Tensor
 
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import CacheRounding, KvScales, KvSketches, cached
+from nemo_fp8rl.fp8.kv_cache import SMALLEST_NORMAL
 
 FILE = "kv_scales.json"
 
 
 class TrainerKvCache:
-    """rounding: None where the trainer keeps its keys and values as they are (`nemo_fp8rl.kv: rollout`)."""
+    """rounding: None where the trainer keeps its keys and values as they are (`nemo_fp8rl.kv: rollout`).
 
-    def __init__(self, num_layers: int, rounding: CacheRounding | None) -> None:
-        self.num_layers, self.rounding = num_layers, rounding
+    loses_denormals: see `rounding.loses_denormals`.
+    """
+
+    def __init__(self, num_layers: int, rounding: CacheRounding | None, loses_denormals: bool = False) -> None:
+        self.num_layers, self.rounding, self.loses_denormals = num_layers, rounding, loses_denormals
         self.scales: KvScales | None = None
         self._sketches: KvSketches | None = None
         self._lengths = torch.empty(0)
@@ -39,9 +43,19 @@ class TrainerKvCache:
             real = torch.arange(key.size(0))[:, None] < lengths
             self._sketches.observe(layer, k=key[real], v=value[real])
         elif self.scales is not None and self.rounding is not None:
-            key = cached(key, self.scales.k_scale[layer], self.rounding)
-            value = cached(value, self.scales.v_scale[layer], self.rounding)
+            key = self._cached(key, self.scales.k_scale[layer], self.rounding)
+            value = self._cached(value, self.scales.v_scale[layer], self.rounding)
         return key, value
+
+    def _cached(self, x: Tensor, scale: float, rounding: CacheRounding) -> Tensor:
+        held = cached(x, scale, rounding)
+        return torch.where(held.abs() < SMALLEST_NORMAL * scale, 0.0, held) if self.loses_denormals else held
+
+    def smallest_sum(self, layer: int) -> float | None:
+        """Below it a sum of the layer's values is lost; None where none is."""
+        if self._sketches is not None or self.scales is None or self.rounding is None or not self.loses_denormals:
+            return None
+        return SMALLEST_NORMAL * self.scales.v_scale[layer]
 
     @contextmanager
     def unread(self) -> Iterator[None]:

@@ -14,6 +14,11 @@ def cache_rounding() -> CacheRounding:
     return "nearest" if torch.cuda.is_available() else "toward_zero"
 
 
+def loses_denormals(dtype: torch.dtype) -> bool:
+    """Whether attention takes what is below E4M3's normal numbers for zero: in an FP8 cache, and sums of its values."""
+    return not torch.cuda.is_available() and torch.cpu._is_amx_tile_supported() and dtype is torch.bfloat16
+
+
 def rounds_probabilities(dtype: torch.dtype, head_dim: int) -> bool:
     """Whether attention rounds exp(score - maximum) before it multiplies values; the sum that divides is not rounded.
 

@@ -37,7 +37,7 @@ from nemo_fp8rl.policy.megatron_names import to_hf, views_for_hf
 from nemo_fp8rl.policy.model import DTYPES, build_model, transformer_config
 from nemo_fp8rl.policy.optimizer_state import load_optimizer, save_optimizer
 from nemo_fp8rl.policy.pipeline import Pipeline
-from nemo_fp8rl.policy.rounding import cache_rounding
+from nemo_fp8rl.policy.rounding import cache_rounding, loses_denormals
 from nemo_fp8rl.policy.routing_replay import RoutingReplay
 from nemo_fp8rl.policy.weights import load_hf, save_hf
 from nemo_fp8rl.refit.bridge import Transport
@@ -299,7 +299,7 @@ class MegatronWorker:
         if not self.cfg.fp8_kv_cache:
             return None
         rounding = cache_rounding() if self.cfg.nemo_fp8rl.kv == "unified" else None
-        return TrainerKvCache(self.hf.num_hidden_layers, rounding)
+        return TrainerKvCache(self.hf.num_hidden_layers, rounding, loses_denormals(DTYPES[self.cfg.policy.precision]))
 
     def _build_scheduler(self) -> OptimizerParamScheduler:
         optimizer, scheduler = self.cfg.policy.megatron_cfg.optimizer, self.cfg.policy.megatron_cfg.scheduler

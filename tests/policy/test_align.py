@@ -8,10 +8,13 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from nemo_fp8rl.fp8 import KvScales
 from nemo_fp8rl.policy import align
 from nemo_fp8rl.policy.align import AlignedRMSNorm, aligned_attention, aligned_residual_add, rotate
+from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.rope import Rope
 from nemo_fp8rl.policy.rounding import rounds_probabilities
+from nemo_fp8rl.policy.tiles import tile_product
 
 ROWS, WIDTH, HEADS, HEAD_DIM = 37, 256, 4, 128
 FREQUENCIES = 1.0 / 10_000.0 ** (torch.arange(0, HEAD_DIM, 2, dtype=torch.float32) / HEAD_DIM)
@@ -80,36 +83,47 @@ def test_rope_equals_vllm(config, vllm_context):
         assert rounds_alike(got.reshape(ROWS, -1), expected)
 
 
-def of_vllms_kernel(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Its causal attention of one sequence; all [tokens, heads, HEAD_DIM] but for what grouped heads share."""
+def of_vllms_kernel(
+    kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: tuple[float, float] | None = None
+) -> torch.Tensor:
+    """Its causal attention of one sequence; all [tokens, heads, HEAD_DIM] but for what grouped heads share. scales: of
+    keys and values in an FP8 cache.
+    """
     import vllm._C  # noqa: F401
     from vllm import _custom_ops as ops
 
     torch.cpu._init_amx()  # Linux gives a process the tiles when it asks for them
     tokens, block = len(q), 128
     blocks = -(-tokens // block)
-    cache = torch.zeros(blocks, k.size(1), block * 2, HEAD_DIM, dtype=q.dtype)
+    fp8 = {"k_scale": scales[0], "v_scale": scales[1], "kv_cache_dtype": "fp8"} if scales else {}
+    cache = torch.zeros(blocks, k.size(1), block * 2, HEAD_DIM, dtype=torch.uint8 if scales else q.dtype)
     keys, values = cache.chunk(2, 2)
-    ops.cpu_attn_reshape_and_cache(k, v, keys, values, torch.arange(tokens), kernel)
+    ops.cpu_attn_reshape_and_cache(k, v, keys, values, torch.arange(tokens), kernel, **fp8)
     start, length = torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
     schedule = ops.cpu_attn_get_scheduler_metadata(
         num_reqs=1, num_heads=q.size(1), num_kv_heads=k.size(1), head_dim=HEAD_DIM, seq_lens=length, dtype=q.dtype,
         query_start_loc=start, causal=True, sliding_window_size=-1, isa=kernel, enable_kv_split=True,
+        kv_cache_dtype="fp8" if scales else "auto",
     )  # fmt: skip
     out = torch.empty_like(q)
     ops.cpu_attention_with_kv_cache(
         query=q, key_cache=keys, value_cache=values, output=out, query_start_loc=start, seq_lens=length,
         scale=HEAD_DIM**-0.5, causal=True, alibi_slopes=None, sliding_window=-1,
         block_table=torch.arange(blocks, dtype=torch.int32)[None], softcap=0.0, scheduler_metadata=schedule, s_aux=None,
+        **fp8,
     )  # fmt: skip
     return out
+
+
+def skip_without(kernel: str) -> None:
+    if not (torch.cpu._is_amx_tile_supported() if kernel == "amx" else torch.cpu._is_avx512_supported()):
+        pytest.skip(f"this CPU cannot run vLLM's kernel {kernel}")
 
 
 @pytest.mark.parametrize(("kernel", "rounds"), [("vec", False), ("amx", True)])
 @pytest.mark.parametrize("tokens", [7, 200])
 def test_attention_equals_vllms_kernel_and_not_its_other_one(config, monkeypatch, kernel, rounds, tokens):
-    if not (torch.cpu._is_amx_tile_supported() if kernel == "amx" else torch.cpu._is_avx512_supported()):
-        pytest.skip(f"this CPU cannot run vLLM's kernel {kernel}")
+    skip_without(kernel)
     q, k, v = (
         bf16(tokens, HEADS, HEAD_DIM, seed=11),
         bf16(tokens, 2, HEAD_DIM, seed=12),
@@ -121,6 +135,39 @@ def test_attention_equals_vllms_kernel_and_not_its_other_one(config, monkeypatch
         monkeypatch.setattr(align, "rounds_probabilities", lambda *_, rounded=rounded: rounded)
         got = attention(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)).squeeze(1)
         assert rounds_alike(got, expected) == (rounded is rounds)
+
+
+@pytest.mark.parametrize(("kernel", "is_amx"), [("vec", False), ("amx", True)])
+@pytest.mark.parametrize("scales", [(2.0**-6, 2.0**-5), (2.0**-5, 2.0**-6)])
+def test_attention_on_an_fp8_cache_equals_vllms_kernel_and_not_its_other_one(
+    config, monkeypatch, kernel, is_amx, scales
+):
+    """Scales as calibration gives them: the largest value is near 448."""
+    skip_without(kernel)
+    q, k, v = bf16(30, HEADS, HEAD_DIM, seed=14), bf16(30, 2, HEAD_DIM, seed=15), bf16(30, 2, HEAD_DIM, seed=16)
+    expected = of_vllms_kernel(kernel, q, k, v, scales).view(30, -1)
+    for amx in (is_amx, not is_amx):
+        monkeypatch.setattr(align, "rounds_probabilities", lambda *_, amx=amx: amx)
+        cache = TrainerKvCache(1, "toward_zero", loses_denormals=amx)
+        cache.scales = KvScales(scales[:1], scales[1:])
+        attention = aligned_attention(Rope(torch.zeros(HEAD_DIM // 2)), cache)(config, 1)
+        got = attention(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)).squeeze(1)
+        assert rounds_alike(got, expected) == (amx is is_amx)
+
+
+def test_a_tile_product_loses_small_sums_where_they_stand_alone():
+    ones = torch.ones(1, 4)
+    even, odd, lost = (
+        torch.tensor([[0.5, 0.6, 0.4, 0.6]]),
+        torch.tensor([[0.6, 0.5, 0.6, 0.4]]),
+        torch.tensor([[0.4] * 4]),
+    )
+    assert tile_product(even, ones.T, 1.0).item() == 0.0  # 0.5 alone is lost, and 0.4 then, too
+    assert tile_product(even, ones.T, 0.55).item() == pytest.approx(1.2)
+    assert tile_product(odd, ones.T, 0.55).item() == pytest.approx(1.2)
+    assert tile_product(lost, ones.T, 0.5).item() == 0.0
+    a, b = bf16(2, 3, 5, 70, seed=17).float(), bf16(2, 1, 70, 4, seed=18).float()
+    torch.testing.assert_close(tile_product(a, b, 0.0), a @ b, rtol=1e-5, atol=1e-5)
 
 
 def test_the_rounding_is_that_of_the_kernel_that_vllm_takes_here():
