@@ -49,7 +49,9 @@ class TrainerKvCache:
 
     def _cached(self, x: Tensor, scale: float, rounding: CacheRounding) -> Tensor:
         held = cached(x, scale, rounding)
-        return torch.where(held.abs() < SMALLEST_NORMAL * scale, 0.0, held) if self.loses_denormals else held
+        if not self.loses_denormals:
+            return held
+        return held - torch.where(held.abs() < SMALLEST_NORMAL * scale, held, 0.0).detach()
 
     def smallest_sum(self, layer: int) -> float | None:
         """Below it a sum of the layer's values is lost; None where none is."""

@@ -7,8 +7,10 @@ import torch
 
 from nemo_fp8rl.batch import shards
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.fp8 import KvScales
 from nemo_fp8rl.generation.checks import check_engine
 from nemo_fp8rl.hf.config import read_hf_config
+from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.tiny import write_model
 from tests.policy import ranks
@@ -53,6 +55,18 @@ def test_rounding_is_on_only_after_calibration_and_only_when_unified(recipe):
         assert torch.equal(worker.logprobs(batch), plain)
         worker.calibrate_kv(batch)
         assert torch.equal(worker.logprobs(batch), plain) == (kv == "rollout")
+
+
+def test_what_amx_loses_is_lost_but_for_its_gradient():
+    cache = TrainerKvCache(1, "toward_zero", loses_denormals=True)
+    cache.scales = KvScales((0.5,), (2.0,))
+    x = torch.tensor([1.0, 2.0**-6, 2.0**-7, 2.0**-8, -(2.0**-4)], requires_grad=True)
+    key, value = cache.read(0, x, x)
+    assert key.tolist() == [1.0, 2.0**-6, 2.0**-7, 0.0, -(2.0**-4)]
+    assert value.tolist() == [1.0, 0.0, 0.0, 0.0, -(2.0**-4)]
+    assert cache.smallest_sum(0) == 2.0**-5
+    (key + value).sum().backward()
+    assert x.grad.tolist() == [2.0] * 5
 
 
 def test_scales_come_back_with_the_checkpoint(recipe, tmp_path):
