@@ -93,6 +93,9 @@ class Script:
     def end(self) -> str:
         """What it asked of SLURM; the driver and all others are gone."""
         self.process.communicate(timeout=60)
+        end = time.monotonic() + 5  # by then a `sleep 1` is over, too
+        while self.left() and time.monotonic() < end:
+            time.sleep(0.05)
         assert not self.left(), self.log()
         return self.calls.read_text() if self.calls.exists() else ""
 
