@@ -58,7 +58,7 @@ class Run:
             if disturb is not None:
                 disturb()
                 disturb = None
-        return outputs(answers[i] for i in range(len(self.prompts)))
+        return outputs((answers[i] for i in range(len(self.prompts))), same_batches=False)
 
 
 def core_process() -> psutil.Process:
