@@ -57,7 +57,8 @@ class BenchmarkExtension(RefitWorkerExtension):
                 yield part.name, fp8.data
                 yield scale_name(part.name), fp8.scale_inv
 
-        compat.reload_weights(self.model_runner, weights())
+        with compat.own_buffers_kept(self.model_runner.get_model()):
+            self.model_runner.reload_weights(weights_iterator=weights(), is_checkpoint_format=True)
         self.weight_store._derive(set())
         return time.perf_counter() - start
 
