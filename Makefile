@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev demo test test-long test-megatron-0.19 test-vllm-matrix test-nemo-rl test-slurm
-.PHONY: test-browser test-loggers lint format types clean
+.PHONY: test-browser test-loggers test-transformer-engine lint format types clean
 
 help:  ## show this list
 	@grep -hE '^[a-z0-9.-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -39,6 +39,16 @@ test-megatron-0.19: setup-dev  ## the policy's tests with Megatron Core 0.19, be
 	@$(BIN)/python -m pip install -q --no-deps --upgrade --ignore-requires-python --python-version 3.12 --only-binary :all: \
 	  --target .venv/megatron-0.19 megatron-core==0.19.2
 	@PYTHONPATH=.venv/megatron-0.19 $(BIN)/python -m pytest -q tests/policy $(ARGS)
+
+test-transformer-engine: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
+test-transformer-engine: .venv/transformer-engine/installed  ## its own Python, on fake kernels, against our emulation
+	@PYTHONPATH=$(CURDIR)/.venv/transformer-engine $(BIN)/python -m pytest -q -p tests.transformer_engine.plugin \
+	  -m transformer_engine tests/transformer_engine $(ARGS)
+
+.venv/transformer-engine/installed: requirements/transformer-engine.txt | setup-dev
+	@rm -rf $(@D)
+	@$(BIN)/python -m pip install -q --no-deps --only-binary :all: --target $(@D) -r $<
+	@touch $@
 
 VLLM_MATRIX := 0.27 0.25
 test-vllm-matrix: $(VLLM_MATRIX:%=test-vllm-%)  ## the generation tests with older versions of vLLM, down to the oldest

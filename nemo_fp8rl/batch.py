@@ -166,8 +166,8 @@ def bins(lengths: Tensor, tokens: int) -> list[Tensor]:
 def flat_index(lengths: Tensor) -> tuple[Tensor, Tensor]:
     """(row, position), int64 [tokens] each, of every token of sequences of these lengths, int64 [rows]."""
     starts = lengths.cumsum(0) - lengths
-    row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    return row, torch.arange(len(row)) - starts[row]
+    row = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    return row, torch.arange(len(row), device=lengths.device) - starts[row]
 
 
 def split_further(parts: list[Tensor], count: int) -> list[Tensor]:
@@ -177,6 +177,10 @@ def split_further(parts: list[Tensor], count: int) -> list[Tensor]:
         largest = max(range(len(parts)), key=lambda i: len(parts[i]))
         parts[largest : largest + 1] = parts[largest].tensor_split(2)
     return parts
+
+
+def on_device(batch: TrainBatch, device: torch.device) -> TrainBatch:
+    return cast(TrainBatch, {name: cast(Tensor, field).to(device) for name, field in batch.items()})
 
 
 def num_rows(batch: TrainBatch) -> int:

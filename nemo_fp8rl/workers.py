@@ -144,6 +144,7 @@ class RayWorkers:
     def __init__(self, worker_class: type, role: Role, count: int, cfg: Config, processes: int) -> None:
         connect(cfg.num_cpus)
         import ray
+        import torch
 
         self.count = count
         nodes = {node["NodeID"]: node["Labels"].get(ROLE) for node in ray.nodes() if node["Alive"]}
@@ -155,7 +156,8 @@ class RayWorkers:
                 f"{free:g} free{f' on nodes with {ROLE}={role}' if place else ''}; lower cluster.train_ranks or "
                 "cluster.generation_engines, or start Ray with more"
             )
-        self.actor_class = ray.remote(num_cpus=processes, **place)(worker_class)
+        gpus = processes if torch.cuda.is_available() else 0  # from actors that ask for none Ray hides them
+        self.actor_class = ray.remote(num_cpus=processes, num_gpus=gpus, **place)(worker_class)
         self.actors = [self.actor_class.remote() for _ in range(count)]
         with ended_on_error(self):
             for i in range(count):

@@ -14,12 +14,20 @@ CACHE_BLOCK = 128
 
 
 def check_engine(hf: HfConfig, cfg: Config) -> None:
-    """Raise UserError, naming the key, for a layout, a KV cache or a sleep that cannot be had."""
+    """Raise UserError, naming the key, for a layout, a KV cache, a sleep or an FP8 that cannot be had."""
     _check_parallel(hf, cfg)
     _check_fp8_kv_cache(hf, cfg)
     _check_kv_memory(hf, cfg)
-    if cfg.policy.generation.vllm_cfg.sleep_level and torch.cuda.is_available():
+    if not torch.cuda.is_available():
+        return
+    if cfg.policy.generation.vllm_cfg.sleep_level:
         raise UserError(f"{HERE}.sleep_level runs on CPU so far; set it to 0")
+    if cfg.nemo_fp8rl.engine_fp8:
+        raise UserError(
+            f"nemo_fp8rl.flow={cfg.nemo_fp8rl.flow}: this FP8 engine runs on CPU so far, as vLLM's GPU kernels choose "
+            "the scales of activations themselves: use `nemo-fp8rl nemo`, set CUDA_VISIBLE_DEVICES= (empty), or take "
+            "nemo_fp8rl.flow=bf16"
+        )
 
 
 def _check_parallel(hf: HfConfig, cfg: Config) -> None:

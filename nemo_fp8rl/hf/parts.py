@@ -37,7 +37,7 @@ class PartWriter:
 
     def add(self, name: str, part: Tensor, start: tuple[int, ...] | None = None) -> None:
         """The part of tensor `name` that begins at `start`; None: all of it."""
-        self.waiting[name] = part.detach().clone(memory_format=torch.contiguous_format)
+        self.waiting[name] = part.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         self.waiting_bytes += part.numel() * part.element_size()
         if start is not None and any(start):
             self.starts[name] = start

@@ -1,10 +1,11 @@
-"""Process groups of a trainer: start gloo, make Megatron's groups, and say where in them this rank is."""
+"""Process groups of a trainer: start gloo, on GPUs with NCCL, make Megatron's, and say where in them this rank is."""
 
 import ipaddress
 import os
 import socket
 from contextlib import suppress
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -14,7 +15,7 @@ from nemo_fp8rl.policy.layout import Axis, Layout
 
 
 def join(rank: int, world_size: int, rendezvous: tuple[str, int] | None, listener: socket.socket | None) -> None:
-    """Start gloo. One rank needs no socket; an engine in this process may share its group."""
+    """Start them. One rank needs no socket; an engine in this process may share its group."""
     if not dist.is_initialized():
         store: dist.Store = dist.HashStore()
         if rendezvous is not None:
@@ -25,7 +26,8 @@ def join(rank: int, world_size: int, rendezvous: tuple[str, int] | None, listene
             store = dist.TCPStore(
                 host, port, world_size=world_size, is_master=rank == 0, master_listen_fd=descriptor, use_libuv=False
             )
-        dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, rank=rank, world_size=world_size, store=store)
 
 
 def split_model(hf: HfConfig, parallel: MegatronConfig) -> Layout:
@@ -49,6 +51,7 @@ def split_model(hf: HfConfig, parallel: MegatronConfig) -> Layout:
         expert_tensor=axis(parallel_state.get_expert_tensor_parallel_group()),
         data=axis(parallel_state.get_data_parallel_group()),
         expert_data=axis(parallel_state.get_expert_data_parallel_group()),
+        grouped_experts=hf.family.experts and torch.cuda.is_available(),
     )
 
 

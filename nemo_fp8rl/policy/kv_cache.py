@@ -40,7 +40,7 @@ class TrainerKvCache:
         """
         if self._sketches is not None:
             lengths = self._lengths if rows is None else self._lengths[rows]
-            real = torch.arange(key.size(0))[:, None] < lengths
+            real = torch.arange(key.size(0), device=key.device)[:, None] < lengths
             self._sketches.observe(layer, k=key[real], v=value[real])
         elif self.scales is not None and self.rounding is not None:
             key = self._cached(key, self.scales.k_scale[layer], self.rounding)

@@ -37,7 +37,8 @@ class Layout:
     """One rank of a parallel trainer.
 
     tensor, expert_tensor: share each matrix, of experts the second. pipeline, expert: share the layers, and the
-    experts of a layer. data, expert_data: hold the same, of experts the second.
+    experts of a layer. data, expert_data: hold the same, of experts the second. grouped_experts: Megatron has a rank's
+    experts in one layer, as it does with Transformer Engine's.
     """
 
     hf: HfConfig
@@ -47,6 +48,7 @@ class Layout:
     expert_tensor: Axis = Axis()
     data: Axis = Axis()
     expert_data: Axis = Axis()
+    grouped_experts: bool = False
 
     @property
     def layers(self) -> range:

@@ -1,5 +1,6 @@
 """Megatron's parallel linear layers with another matmul. A spec holds classes, so the choice is made in a class."""
 
+import functools
 from typing import Any
 
 import torch
@@ -13,6 +14,13 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import ScaleFormat, blockwise_fp8_linear
+
+FP8_TOKENS = 16
+"""FP8 GEMMs on a GPU take a multiple of these (megatron/core/fp8_utils.py, get_fp8_align_size)."""
+
+
+class MultipliesInFp8:
+    """Marks such a layer: `build_model` counts them. One whose experts are together counts once."""
 
 
 class OwnMatmul:
@@ -43,7 +51,7 @@ class OwnMatmul:
         return self.matmul(input, weight, bias, self.out_dtype(input))
 
 
-class Fp8Forward(OwnMatmul):
+class Fp8Forward(MultipliesInFp8, OwnMatmul):
     """The contract's FP8 matmul; a bias is added to the rounded product, as the engine's linear does."""
 
     scale_format: ScaleFormat
@@ -83,6 +91,7 @@ class RoundedOnce:
         return output if self.explicit_expert_comm else output.to(input_.dtype), bias
 
 
+@functools.cache
 def fp8_linears(scale_format: ScaleFormat, aligned: bool) -> tuple[type, type]:
     """Column- and row-parallel layers that multiply in FP8."""
     chosen = {"scale_format": scale_format}

@@ -54,8 +54,8 @@ def from_hf(layout: Layout, get: Get) -> Iterator[tuple[str, Tensor]]:
             grouped = torch.cat([part.view(groups, -1, *part.shape[1:]) for part in qkv], 1)
             yield f"{megatron}self_attention.linear_qkv.{leaf}", grouped.flatten(0, 1)
         for ours, theirs in _mlps(layout, megatron, layer):
-            yield ours + "linear_fc1.weight", torch.cat([get(f"{theirs}{x}_proj.weight") for x in ("gate", "up")])
-            yield ours + "linear_fc2.weight", get(theirs + "down_proj.weight")
+            yield ours.format("fc1"), torch.cat([get(f"{theirs}{x}_proj.weight") for x in ("gate", "up")])
+            yield ours.format("fc2"), get(theirs + "down_proj.weight")
     if layout.last_stage:
         yield MEGATRON_NORM, get(NORM)
         if not hf.tie_word_embeddings:
@@ -89,10 +89,10 @@ def views_for_hf(layout: Layout, get: Get) -> Iterator[tuple[str, Tensor]]:
             for x, part in zip("qkv", grouped.split([query_rows, hf.head_dim, hf.head_dim], 1), strict=True):
                 yield f"{layer}self_attn.{x}_proj.{leaf}", part if leaf == "weight" else part.flatten()
         for ours, theirs in _mlps(layout, megatron, layer):
-            gate, up = get(ours + "linear_fc1.weight").chunk(2)
+            gate, up = get(ours.format("fc1")).chunk(2)
             yield theirs + "gate_proj.weight", gate
             yield theirs + "up_proj.weight", up
-            yield theirs + "down_proj.weight", get(ours + "linear_fc2.weight")
+            yield theirs + "down_proj.weight", get(ours.format("fc2"))
     if layout.last_stage:
         yield NORM, get(MEGATRON_NORM)
         if not hf.tie_word_embeddings:
@@ -106,11 +106,13 @@ def _layers(layout: Layout) -> Iterator[tuple[str, str]]:
 
 
 def _mlps(layout: Layout, megatron: str, layer: str) -> Iterator[tuple[str, str]]:
-    """Megatron's and HF's prefix of every gated MLP of the rank in a layer: its one, or its experts."""
+    """Megatron's name, `{}` for fc1 or fc2, and HF's prefix of a layer's gated MLPs: one, or the rank's experts."""
     if not layout.hf.family.experts:
-        yield megatron + "mlp.", layer + "mlp."
+        yield megatron + "mlp.linear_{}.weight", layer + "mlp."
+    experts = megatron + "mlp.experts."
     for own, expert in enumerate(layout.experts):
-        yield f"{megatron}mlp.experts.local_experts.{own}.", f"{layer}mlp.experts.{expert}."
+        name = f"linear_{{}}.weight{own}" if layout.grouped_experts else f"local_experts.{own}.linear_{{}}.weight"
+        yield experts + name, f"{layer}mlp.experts.{expert}."
 
 
 def _padded(layout: Layout, rows: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.config import HfConfig, projections, trainer_fp8_layers
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.layout import Layout
-from nemo_fp8rl.policy.linears import Fp8Forward
+from nemo_fp8rl.policy.linears import MultipliesInFp8
 from nemo_fp8rl.policy.rope import read_rope
 from nemo_fp8rl.policy.specs import block_spec
 from nemo_fp8rl.policy.weights import load_hf
@@ -98,6 +98,7 @@ def transformer_config(hf: HfConfig, policy: PolicyConfig, choice: Fp8RlConfig) 
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         apply_rope_fusion=False,
+        disable_parameter_transpose_cache=True,  # Transformer Engine would go on with the FP8 weights of the first step
         **(RECOMPUTE if parallel.activation_checkpointing else {}),
         **(_mixture(hf, choice) if hf.family.experts else {}),
     )
@@ -113,7 +114,7 @@ def _mixture(hf: HfConfig, choice: Fp8RlConfig) -> dict[str, Any]:
         "moe_router_dtype": None if choice.align == "vllm" else "fp32",  # None: the activations', as vLLM's on CPU
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": False,
+        "moe_grouped_gemm": torch.cuda.is_available(),
     }
 
 
@@ -138,9 +139,10 @@ def build_model(config: TransformerConfig, layout: Layout, cfg: Config, kv_cache
     model.layout = layout
     if choice.align == "none":
         model.rotary_pos_emb.inv_freq = rope.inv_freq  # Megatron's own has only some of the scalings
-    fp8_linears = sum(isinstance(module, Fp8Forward) for module in model.modules())
+    fp8_linears = sum(isinstance(module, MultipliesInFp8) for module in model.modules())
     own = [name for name in projections(hf, fp8_layers) if int(name.split(".")[2]) in layout.layers]
-    expected = sum(len(layout.experts) if ".experts." in name else 1 for name in own)
+    together = 1 if layout.grouped_experts else len(layout.experts)
+    expected = sum(together if ".experts." in name else 1 for name in own)
     if fp8_linears != expected:
         raise RuntimeError(f"flow {choice.flow} asks for {expected} FP8 linear layers, the model has {fp8_linears}")
     load_hf(Path(policy.model_name), model, layout)

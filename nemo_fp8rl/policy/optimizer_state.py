@@ -37,7 +37,7 @@ def save_optimizer(
     """All ranks call it together; one of those that hold the same writes it. Returns what kept this rank from it."""
     writer = PartWriter(folder, f"rank_{rank}")
     pieces = {name: (piece, master, state) for name, piece, master, state in _pieces(model, optimizer)}
-    steps = {float(state["step"]) for _, _, state in pieces.values() if state}
+    steps = set(_steps_taken(optimizer))
     assert len(steps) <= 1, f"parameters have taken different numbers of steps: {steps}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -87,13 +87,37 @@ def load_optimizer(folder: Path, layout: Layout, model: torch.nn.Module, optimiz
                     if kind == MASTER:
                         master.copy_(own)
                     else:
-                        state[kind] = own.clone()
+                        state[kind] = own.to(master.device, copy=True)
     if adam_steps:
-        for _, _, state in pieces.values():
-            # A tensor of its own for each: Megatron's own loader shares one, and Adam then counts wrongly.
-            state["step"] = torch.tensor(adam_steps)
+        _set_steps(optimizer, adam_steps)
     scheduler.num_steps = 0
     scheduler.step(increment=schedule_steps)
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """Megatron's optimizers of this rank's parameters: one, or with experts two."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _steps_taken(optimizer: Any) -> Iterator[float]:
+    """Of Adam: torch's counts for each parameter, Transformer Engine's for each group of them."""
+    for adam in (part.optimizer for part in _parts(optimizer)):
+        for group in adam.param_groups:
+            if isinstance(adam, torch.optim.Adam):
+                yield from (float(adam.state[master]["step"]) for master in group["params"] if adam.state[master])
+            elif "step" in group:
+                yield float(group["step"])
+
+
+def _set_steps(optimizer: Any, steps: float) -> None:
+    for adam in (part.optimizer for part in _parts(optimizer)):
+        for group in adam.param_groups:
+            if isinstance(adam, torch.optim.Adam):
+                for master in group["params"]:
+                    # A tensor of its own for each: Megatron's own loader shares one, and Adam then counts wrongly.
+                    adam.state[master]["step"] = torch.tensor(steps)
+            else:
+                group["step"] = int(steps)
 
 
 def _copies(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
@@ -113,7 +137,7 @@ def _any_has_stepped(stepped: bool) -> bool:
 def _pieces(model: torch.nn.Module, optimizer: Any) -> Iterator[tuple[str, tuple[int, int], Tensor, dict[str, Any]]]:
     """(Megatron name, (start, stop) of the flattened parameter, float32 master, Adam's state) of what this rank has."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in _parts(optimizer):
         for parameter, (group, order) in part.model_param_group_index_map.items():
             master = part.optimizer.param_groups[group]["params"][order]
             piece = part._get_model_param_range_map(parameter)["param"]

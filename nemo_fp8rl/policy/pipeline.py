@@ -16,7 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from nemo_fp8rl.batch import TrainBatch, bins, flat_index, microbatches, num_rows, rows, split_further
+from nemo_fp8rl.batch import TrainBatch, bins, flat_index, microbatches, num_rows, on_device, rows, split_further
 from nemo_fp8rl.config import PolicyConfig
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.logprobs import token_logprobs
@@ -30,13 +30,15 @@ Finish = Callable[[Tensor, Tensor, TrainBatch], tuple[Tensor, Any]]
 
 @dataclass
 class Pipeline:
-    """The rank's stage. ddp: `model`, wrapped."""
+    """The rank's stage. ddp: `model`, wrapped. multiple: tokens of a microbatch are padded to one of these."""
 
     policy: PolicyConfig
     ddp: torch.nn.Module
     model: PolicyModel
     kv_cache: TrainerKvCache | None
     replay: RoutingReplay | None
+    device: torch.device
+    multiple: int
 
     def run(self, batch: TrainBatch, finish: Finish, *, training: bool, restricted: bool = True) -> list[Any]:
         """Forward, and backward in training, over all of the batch: what `finish` keeps, on the last stage.
@@ -49,7 +51,7 @@ class Pipeline:
         which = self.microbatches(batch, training)
         dynamic = self.policy.dynamic_batching
         multiple = dynamic.sequence_length_round if dynamic.enabled else 1
-        parts = ((index, rows(batch, index, multiple)) for index in which)
+        parts = ((index, on_device(rows(batch, index, multiple), self.device)) for index in which)
 
         def forward_step(parts: Iterator[tuple[Tensor, TrainBatch]], model: torch.nn.Module) -> tuple[Tensor, Any]:
             index, part = next(parts)
@@ -102,13 +104,12 @@ class Pipeline:
         tokens: (row, position) of each input token when they are packed.
         """
         ids, routes, lengths = part["input_ids"], part.get("routed_experts"), part["input_lengths"] - 1
-        ranks = self.model.layout.tensor.size if self.policy.megatron_cfg.sequence_parallel else 1
         packed: dict[str, Any] = {}
         if tokens is None:
-            inputs = F.pad(ids[:, :-1], (0, -(ids.size(1) - 1) % ranks))  # equal parts of the sequence for each rank
-            positions = torch.arange(inputs.size(1)).expand_as(inputs)
+            inputs = F.pad(ids[:, :-1], (0, -(ids.size(1) - 1) % self.multiple))
+            positions = torch.arange(inputs.size(1), device=ids.device).expand_as(inputs)
         else:
-            extra = -len(tokens[0]) % ranks  # a sequence of its own
+            extra = -len(tokens[0]) % self.multiple  # a sequence of its own
             inputs = F.pad(ids[tokens], (0, extra))[None]
             positions = F.pad(tokens[1], (0, extra))[None]
             packed["packed_seq_params"] = _packed(F.pad(lengths, (0, 1), value=extra) if extra else lengths)
@@ -117,7 +118,7 @@ class Pipeline:
         if self.kv_cache is not None:
             self.kv_cache.next_rows(lengths)
         if self.replay is not None:
-            self.replay.begin(routes, inputs.size(1), sequence_parallel=ranks > 1)
+            self.replay.begin(routes, inputs.size(1), self.policy.megatron_cfg.sequence_parallel)
         return model(inputs, positions, None, **packed)
 
     def _next_token_logprobs(

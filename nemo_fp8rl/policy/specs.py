@@ -4,7 +4,9 @@ Two choices meet here. Precision: `ColumnParallelLinear` or its FP8 sibling. Ali
 and attention, or those of `align`. Nothing in Megatron is patched; a spec is its public way to swap a class.
 """
 
+import importlib
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -22,6 +24,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from nemo_fp8rl.config import Fp8RlConfig
+from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import Fp8Layers
 from nemo_fp8rl.hf.config import HfConfig
 from nemo_fp8rl.policy.align import AlignedRMSNorm, aligned_attention, aligned_residual_add, norm_weight
@@ -45,26 +48,41 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+def transformer_engine_linears() -> ModuleType:
+    """`te_linears`. Raises UserError where Transformer Engine cannot be imported."""
+    try:
+        return importlib.import_module("nemo_fp8rl.policy.te_linears")
+    except (ImportError, OSError, RuntimeError) as error:
+        raise UserError(
+            f"FP8 layers and experts on a GPU are Transformer Engine's, which cannot be imported ({error}): "
+            "pip install --no-build-isolation 'transformer_engine[pytorch]'"
+        ) from None
+
+
 def block_spec(
     layout: Layout, choice: Fp8RlConfig, fp8_layers: Fp8Layers, rope: Rope, kv_cache: TrainerKvCache | None
 ) -> TransformerBlockSubmodules:
     """The rank's decoder layers for this precision and alignment."""
-    aligned = choice.align == "vllm"
-    plain, fp8 = bf16_linears(aligned), fp8_linears(choice.scale_format, aligned)
+    aligned, scale_format = choice.align == "vllm", choice.scale_format
     attention = aligned_attention(rope, kv_cache) if aligned else sdpa_attention(kv_cache)
 
     def linear(name: str, row: bool) -> type:
-        return (fp8 if fp8_layers.quantizes(name) else plain)[row]
+        in_fp8, of_experts = fp8_layers.quantizes(name), ".experts." in name
+        if not (torch.cuda.is_available() and (in_fp8 or of_experts)):
+            return (fp8_linears(scale_format, aligned) if in_fp8 else bf16_linears(aligned))[row]
+        te = transformer_engine_linears()
+        return (te.te_experts(scale_format if in_fp8 else None) if of_experts else te.te_linears(scale_format))[row]
 
-    layers = [_layer_spec(layout.hf, i, aligned, attention, linear) for i in layout.layers]
+    layers = [_layer_spec(layout, i, aligned, attention, linear) for i in layout.layers]
     norm = AlignedRMSNorm if aligned else RMSNorm
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def _layer_spec(
-    hf: HfConfig, layer: int, aligned: bool, attention: type, linear: Callable[[str, bool], type]
+    layout: Layout, layer: int, aligned: bool, attention: type, linear: Callable[[str, bool], type]
 ) -> ModuleSpec:
     """linear(HF name, whether it is row-parallel) is its class."""
+    hf = layout.hf
     self_attn, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
     mlp += ".experts" if hf.family.experts else ""
     linears = MLPSubmodules(linear_fc1=linear(f"{mlp}.gate_proj", False), linear_fc2=linear(f"{mlp}.down_proj", True))
@@ -87,14 +105,15 @@ def _layer_spec(
             ),
             self_attn_bda=residual_add,
             pre_mlp_layernorm=norm,
-            mlp=_mlp_spec(hf, aligned, linears),
+            mlp=_mlp_spec(hf, aligned, linears, layout.grouped_experts),
             mlp_bda=residual_add,
         ),
     )
 
 
-def _mlp_spec(hf: HfConfig, aligned: bool, linears: MLPSubmodules) -> ModuleSpec:
+def _mlp_spec(hf: HfConfig, aligned: bool, linears: MLPSubmodules, grouped: bool) -> ModuleSpec:
     if not hf.family.experts:
         return ModuleSpec(module=MLP, submodules=linears)
-    experts = ModuleSpec(module=AlignedExperts if aligned else SequentialMLP, submodules=linears)
+    one_by_one = AlignedExperts if aligned else SequentialMLP
+    experts = ModuleSpec(module=TEGroupedMLP if grouped else one_by_one, submodules=linears)
     return ModuleSpec(module=AlignedMoELayer if aligned else MoELayer, submodules=MoESubmodules(experts=experts))

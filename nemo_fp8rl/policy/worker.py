@@ -33,6 +33,7 @@ from nemo_fp8rl.policy.base import Loss
 from nemo_fp8rl.policy.cpu import megatron_on_cpu
 from nemo_fp8rl.policy.groups import join, leave, split_model
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
+from nemo_fp8rl.policy.linears import FP8_TOKENS
 from nemo_fp8rl.policy.megatron_names import to_hf, views_for_hf
 from nemo_fp8rl.policy.model import DTYPES, build_model, transformer_config
 from nemo_fp8rl.policy.optimizer_state import load_optimizer, save_optimizer
@@ -74,9 +75,13 @@ class MegatronWorker:
 
     def setup(self, cfg: Config, rank: int, world_size: int, rendezvous: tuple[str, int] | None) -> Place:
         """Join the ranks, build the model and its optimizer. `rendezvous` is (host, port) of rank 0's store."""
-        if torch.cuda.is_available():
-            raise UserError("this policy trains on CPU so far: set CUDA_VISIBLE_DEVICES= (empty) to run it here")
         self.cfg, self.rank = cfg, rank
+        on_gpu = torch.cuda.is_available()
+        if on_gpu and cfg.nemo_fp8rl.align == "vllm":
+            raise UserError(
+                "nemo_fp8rl.align=vllm rounds as vLLM's CPU kernels do: set nemo_fp8rl.align=none to train on a GPU"
+            )
+        device = torch.device("cuda" if on_gpu else "cpu")
         self.hf = read_hf_config(cfg.policy.model_name)
         self.engine_fp8_layers = engine_fp8_layers(self.hf, cfg)
         join(rank, world_size, rendezvous, self.listener if rank == 0 else None)
@@ -85,7 +90,7 @@ class MegatronWorker:
         self.kv_cache = self._build_kv_cache()
         with megatron_on_cpu():
             config = transformer_config(self.hf, cfg.policy, cfg.nemo_fp8rl)
-            self.model = build_model(config, self.layout, cfg, self.kv_cache)
+            self.model = build_model(config, self.layout, cfg, self.kv_cache).to(device)
             recomputed = cfg.policy.megatron_cfg.activation_checkpointing
             replay = RoutingReplay(self.model, self.layout, recomputed) if self.hf.family.experts else None
             self.ddp = DistributedDataParallel(
@@ -110,7 +115,9 @@ class MegatronWorker:
                 ),
                 [self.ddp],
             )
-        self.pipeline = Pipeline(cfg.policy, self.ddp, self.model, self.kv_cache, replay)
+        split = self.layout.tensor.size if cfg.policy.megatron_cfg.sequence_parallel else 1  # of every sequence
+        multiple = split * FP8_TOKENS if on_gpu and split > 1 else split
+        self.pipeline = Pipeline(cfg.policy, self.ddp, self.model, self.kv_cache, replay, device, multiple)
         self.scheduler = self._build_scheduler()
         if cfg.loss_fn.reference_policy_kl_penalty:
             self.reference = [parameter.detach().clone() for parameter in self.model.parameters()]
@@ -144,7 +151,7 @@ class MegatronWorker:
         out = torch.zeros(batch["input_ids"].shape)
 
         def keep(logprobs: Tensor, which: Tensor, part: TrainBatch) -> tuple[Tensor, None]:
-            out[which, 1 : part["input_ids"].size(1)] = logprobs
+            out[which, 1 : part["input_ids"].size(1)] = logprobs.cpu()
             return logprobs, None
 
         with torch.no_grad(), megatron_on_cpu():

@@ -734,7 +734,8 @@ def compare(loss: GrpoLoss, other: Any, name: str) -> None:
     differs = set() if loss.cfg.reference_policy_kl_type == "k3" else {"gen_kl_error", "policy_kl_error"}
     differs |= {"sampling_importance_ratio"} if loss.cfg.sequence_level_importance_ratios else set()
     assert differs <= set(KNOWN_DIFFERENCES)
-    assert {n: loss.metric_normalizations[n] for n in other.metric_normalizations} == other.metric_normalizations, name
+    normalizations = getattr(other, "metric_normalizations", {})  # v0.7.0 has none
+    assert {n: loss.metric_normalizations[n] for n in normalizations} == normalizations, name
     for seed in range(4):
         curr, batch = make_batch(seed, garbage=(0.0,))  # it multiplies padding by 0
         value, metrics, gradient = evaluate(loss, curr, batch)

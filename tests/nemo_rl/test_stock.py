@@ -12,6 +12,7 @@ from torch import Tensor
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.export import export
 from nemo_fp8rl.fp8 import NonFiniteError, quantize_blockwise
+from nemo_fp8rl.nemo_rl.checkout import find_checkout
 from nemo_fp8rl.nemo_rl.stock.choose import ENGINE_WORKER, choose
 from nemo_fp8rl.nemo_rl.stock.stream import CHOICE, Fp8Stream
 from tests.nemo_rl.runs import environment, needs_checkout
@@ -112,6 +113,8 @@ def test_a_vllm_worker_with_nemo_rls_extension_loads_the_stream_as_a_fresh_engin
     """
     from nemo_fp8rl.tiny import write_model
 
+    if find_checkout().version.startswith("0.7"):
+        pytest.skip("`nemo-fp8rl nemo` refuses FP8 between v0.7.0's own workers")
     for seed in (0, 1):
         write_model(tmp_path / f"model_{seed}", seed, family)
         export(tmp_path / f"model_{seed}", tmp_path / f"fp8_{seed}", "pow2", 0, 0, [])

@@ -1,0 +1,90 @@
+"""Linear layers of Transformer Engine, which a policy on CUDA multiplies with.
+
+Megatron's own wrappers, but for three things. A layer enters the FP8 context itself, so `fp8.layers` alone says which
+do, as it does for the engine. Tokens are padded with zeros to as many as FP8 GEMMs take: a scale of activations or
+gradients is that of 128 values of one token, or of one column of 128 tokens, and zeros raise no maximum. And a bias is
+added to the rounded product, as the engine's FP8 linear adds it.
+
+`fp8.linear` emulates what these compute on a CPU; `tests/transformer_engine` holds one against the other, with
+Transformer Engine's kernels replaced by the contract's.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformer_engine.pytorch as te
+from megatron.core.extensions.transformer_engine import (
+    TEColumnParallelGroupedLinear,
+    TEColumnParallelLinear,
+    TERowParallelGroupedLinear,
+    TERowParallelLinear,
+)
+from torch import Tensor
+from transformer_engine.common.recipe import Float8BlockScaling, Format, QParams
+
+from nemo_fp8rl.fp8 import ScaleFormat
+from nemo_fp8rl.policy.linears import FP8_TOKENS, MultipliesInFp8
+
+
+def block_scaling(scale_format: ScaleFormat) -> Float8BlockScaling:
+    """E4M3 for activations, weights and gradients, 1x128 and 128x128, without a floor under the maxima."""
+    rule = QParams(power_2_scale=scale_format == "pow2", amax_epsilon=0.0)
+    recipe = Float8BlockScaling(fp8_format=Format.E4M3)
+    recipe.fp8_quant_fwd_inp = recipe.fp8_quant_fwd_weight = recipe.fp8_quant_bwd_grad = rule
+    return recipe
+
+
+class TransformerEngineFp8(MultipliesInFp8):
+    """Mixed into a column- or row-parallel layer. x [..., K] -> ([..., N], None), or what `skip_bias_add` gives."""
+
+    recipe: Float8BlockScaling
+    sequence_parallel: bool
+
+    def __init__(self, *sizes: Any, skip_bias_add: bool, **options: Any) -> None:
+        super().__init__(*sizes, skip_bias_add=True, **options)  # type: ignore[call-arg]
+        self.adds_bias = not skip_bias_add
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        tokens = x.flatten(0, -2)
+        missing = -len(tokens) % FP8_TOKENS
+        assert not (missing and self.sequence_parallel), "ranks would gather one another's padding"
+        with te.fp8_autocast(enabled=True, fp8_recipe=self.recipe):
+            output, bias = super().forward(F.pad(tokens, (0, 0, 0, missing)))  # type: ignore[misc]
+        output = output[: len(output) - missing].view(-1, *x.shape[1:-1], output.size(-1))
+        return (output, bias) if bias is None or not self.adds_bias else (output + bias, None)
+
+
+class TransformerEngineFp8Experts(MultipliesInFp8):
+    """Mixed into a grouped layer. x [tokens, K], each expert's `m_splits` after those before -> ([tokens, N], None)."""
+
+    recipe: Float8BlockScaling
+
+    def forward(self, x: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        padded = [-(-n // FP8_TOKENS) * FP8_TOKENS for n in m_splits]
+        parts = zip(x.split(list(m_splits)), padded, strict=True)
+        tokens = torch.cat([F.pad(part, (0, 0, 0, size - len(part))) for part, size in parts])
+        with te.fp8_autocast(enabled=True, fp8_recipe=self.recipe):
+            output, bias = super().forward(tokens, padded)  # type: ignore[misc]
+        kept = zip(output.split(padded), m_splits, strict=True)
+        return torch.cat([part[:n] for part, n in kept]), bias
+
+
+@functools.cache
+def te_linears(scale_format: ScaleFormat) -> tuple[type, type]:
+    """Column- and row-parallel layers that multiply in FP8."""
+    return _mixed(TransformerEngineFp8, scale_format, TEColumnParallelLinear, TERowParallelLinear)
+
+
+@functools.cache
+def te_experts(scale_format: ScaleFormat | None) -> tuple[type, type]:
+    """The same for all experts of a rank in one; scale_format None: in the weights' own precision."""
+    layers = TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
+    return layers if scale_format is None else _mixed(TransformerEngineFp8Experts, scale_format, *layers)
+
+
+def _mixed(mixin: type, scale_format: ScaleFormat, column: type, row: type) -> tuple[type, type]:
+    chosen = {"recipe": block_scaling(scale_format)}
+    return type(f"Fp8{column.__name__}", (mixin, column), chosen), type(f"Fp8{row.__name__}", (mixin, row), chosen)

@@ -1,0 +1,79 @@
+"""The policy on a real GPU, of Transformer Engine's layers; `tests/transformer_engine` has it on fake kernels."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_fp8rl.algorithms.loss import NllLoss
+from nemo_fp8rl.batch import TrainBatch
+from nemo_fp8rl.fp8 import quantize_blockwise
+from nemo_fp8rl.policy.linears import MultipliesInFp8
+from nemo_fp8rl.policy.worker import MegatronWorker
+from nemo_fp8rl.tiny import write_model
+from tests.policy.sent import sent_tensors
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+@pytest.fixture(params=["qwen3", "qwen3_moe"])
+def family(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def train(recipe, tmp_path: Path, family):
+    """Losses of some steps on one batch, and what the last weights are sent as."""
+    write_model(tmp_path / "model", seed=3, family=family)
+    ids = torch.randint(2, 60, (4, 33), generator=torch.Generator().manual_seed(0))
+    batch = TrainBatch(
+        input_ids=ids,
+        input_lengths=torch.full((4,), 33),
+        token_mask=torch.ones(4, 33),
+        sample_mask=torch.ones(4),
+    )
+
+    def run(flow: str, steps: int, load: Path | None = None, save: Path | None = None):
+        cfg = recipe(f"policy.model_name={tmp_path}/model", f"nemo_fp8rl.flow={flow}", "nemo_fp8rl.align=none")
+        worker = MegatronWorker()
+        worker.setup(cfg, 0, 1, None)
+        try:
+            assert any(isinstance(m, MultipliesInFp8) for m in worker.model.modules()) == (flow == "fp8_e2e")
+            if load is not None:
+                worker.load(str(load))
+            losses = [worker.train_step(batch, NllLoss(), 4.0, 128.0)["loss"] for _ in range(steps)]
+            if save is not None:
+                worker.save(str(save))
+            return losses, sent_tensors(worker), worker.logprobs(batch)
+        finally:
+            worker.shutdown()
+
+    return run
+
+
+def test_fp8_training_follows_bf16(train):
+    fp8, bf16 = train("fp8_e2e", 30)[0], train("bf16", 30)[0]
+    assert fp8[-1] < 0.7 * fp8[0]
+    assert fp8[-1] == pytest.approx(bf16[-1], rel=0.1)
+
+
+def test_it_goes_on_from_a_checkpoint(train, tmp_path):
+    train("fp8_e2e", 3, save=tmp_path / "saved")
+    whole, *_ = train("fp8_e2e", 5)
+    rest, *_ = train("fp8_e2e", 2, load=tmp_path / "saved")
+    assert rest == pytest.approx(whole[3:], rel=1e-3)  # cuBLAS may sum in another order
+
+
+def test_what_is_sent_is_what_a_cpu_makes_of_the_same_weights(train, tmp_path):
+    _, sent, _ = train("fp8_e2e", 2, save=tmp_path / "saved")
+    from nemo_fp8rl.hf.checkpoint import CheckpointReader
+
+    with CheckpointReader(tmp_path / "saved" / "weights") as reader:
+        names = [name for name, tensor in sent.items() if tensor.dtype is torch.float8_e4m3fn]
+        assert names
+        for name in names:
+            expected = quantize_blockwise(reader.get(name), scale_format="pow2", kernel="reference")
+            assert torch.equal(sent[name].cpu().view(torch.uint8), expected.data.view(torch.uint8)), name

@@ -1,0 +1,209 @@
+"""Transformer Engine's Python on a CPU: its compiled half is replaced by the contract's quantizer and torch's matmul.
+
+`install` must run before anything imports Megatron. What is real: modules, autograd functions, recipes, quantizers'
+layouts, and so which operand of which GEMM is quantized how, from what. What is not: every kernel.
+"""
+
+import enum
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from nemo_fp8rl.fp8 import BLOCK, BlockScaled, quantize_blockwise
+from nemo_fp8rl.fp8.format import ALONG_LAST, ALONG_TOKENS, E4M3
+from nemo_fp8rl.fp8.linear import operand_dtype
+
+NAME = "transformer_engine_torch"
+
+
+class DType(enum.IntEnum):
+    """transformer_engine/pytorch/csrc/extensions/pybind.cpp"""
+
+    kByte, kInt16, kInt32, kInt64, kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2 = range(9)
+    kFloat8E8M0, kFloat4E2M1 = 9, 10
+
+
+TORCH_DTYPES = {DType.kBFloat16: torch.bfloat16, DType.kFloat32: torch.float32}
+
+
+class FakeKernels(ModuleType):
+    """What is not defined below is a name that can be imported, and fails when it is called."""
+
+    DType = DType
+    FP8FwdTensors = enum.IntEnum(
+        "FP8FwdTensors", [f"GEMM{i}_{kind}" for i in (1, 2, 3) for kind in ("INPUT", "WEIGHT", "OUTPUT")], start=0
+    )
+    FP8BwdTensors = enum.IntEnum(
+        "FP8BwdTensors", [f"GRAD_{kind}{i}" for i in (1, 2, 3) for kind in ("OUTPUT", "INPUT")], start=0
+    )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return mock.MagicMock(name=f"{NAME}.{name}", side_effect=NotImplementedError(f"no fake of {NAME}.{name}"))
+
+    @staticmethod
+    def quantize(src: Tensor, quantizer: Any, dst: Any = None, noop: Tensor | None = None) -> Any:
+        """By the contract, in Transformer Engine's layouts (see fp8/kernels/te.py)."""
+        assert noop is None
+        assert quantizer.dtype is DType.kFloat8E4M3
+        out = quantizer.make_empty(src.shape, dtype=src.dtype, device=src.device) if dst is None else dst
+        square = quantizer.block_scaling_dim == 2
+        x, scale_format = src.detach().flatten(0, -2), "pow2" if quantizer.force_pow_2_scales else "fp32"
+
+        def quantized(block: tuple[int, int]) -> BlockScaled:
+            return quantize_blockwise(x, block=block, scale_format=scale_format)
+
+        if quantizer.rowwise_usage:
+            rows = quantized(BLOCK if square else ALONG_LAST)
+            out._rowwise_data.copy_(rows.data.view(torch.uint8).view(out._rowwise_data.shape))
+            _pad_into(out._rowwise_scale_inv, rows.scale_inv if square else rows.scale_inv.t())
+        if quantizer.columnwise_usage:
+            columns = quantized(BLOCK if square else ALONG_TOKENS)
+            out._columnwise_data.copy_(columns.data.view(torch.uint8).t().reshape(out._columnwise_data.shape))
+            _pad_into(out._columnwise_scale_inv, columns.scale_inv.t() if square else columns.scale_inv)
+        return out
+
+    @classmethod
+    def split_quantize(cls, src: Tensor, sizes: Sequence[int], quantizers: Sequence[Any], **_: Any) -> list[Any]:
+        return [cls.quantize(part, one) for part, one in zip(src.split(list(sizes)), quantizers, strict=True)]
+
+    @staticmethod
+    def generic_gemm(
+        a: Any, transa: bool, b: Any, transb: bool, out: Tensor | None, quantizer: Any, out_dtype: Any,
+        bias: Tensor | None, bias_dtype: Any, gelu: bool, gelu_in: Any, grad: bool, workspace: Any, size: int,
+        accumulate: bool, split: bool, **_: Any,
+    ) -> tuple[Tensor, None, None, None]:  # fmt: skip
+        """Row by row: op(b) @ op(a), from the half of each operand that its GEMM reads."""
+        assert quantizer is None
+        assert not gelu
+        assert not (grad and bias is not None)
+        left, right = _operand(b, not transb), _operand(a, transa)
+        product = (left.t() if transb else left) @ (right.t() if transa else right)
+        product = product.to(TORCH_DTYPES[out_dtype])
+        if not transb:
+            product = product.view(*b.shape[:-1], -1)
+        if bias is not None:
+            product = product + bias
+        if out is not None:
+            product = out.copy_(out + product if accumulate else product)
+        return product, None, None, None
+
+    @classmethod
+    def te_general_grouped_gemm(
+        cls, a: Sequence[Any], transa: bool, b: Sequence[Any], transb: bool, out: list[Tensor], out_dtype: Any,
+        m_splits: Sequence[int], bias: Any, bias_dtype: Any, single_output: bool, gelu_in: Any, grad: bool,
+        workspaces: Any, size: int, accumulate: bool, split: bool, sms: int,
+    ) -> Any:  # fmt: skip
+        outs = out[0].split(list(m_splits)) if single_output else out
+        for one_a, one_b, one_out in zip(a, b, outs, strict=True):
+            cls.generic_gemm(
+                one_a, transa, one_b, transb, one_out, None, out_dtype, None, None, False, None, grad, None, 0,
+                accumulate, split,
+            )  # fmt: skip
+        return bias
+
+    @staticmethod
+    def get_num_cublas_streams() -> int:
+        return 1
+
+    @staticmethod
+    def multi_tensor_l2norm(chunk: int, overflow: Tensor, lists: list[list[Tensor]], per_tensor: bool) -> Any:
+        norms = [tensor.float().norm() for tensor in lists[0]]
+        return torch.stack(norms).norm()[None] if norms else torch.zeros(1), None
+
+    @staticmethod
+    def multi_tensor_scale(chunk: int, overflow: Tensor, lists: list[list[Tensor]], scale: float) -> None:
+        for source, target in zip(*lists, strict=True):
+            target.copy_(source * scale)
+
+    @staticmethod
+    def multi_tensor_adam(
+        chunk: int, overflow: Tensor, lists: list[list[Tensor]], lr: float, beta1: float, beta2: float, eps: float,
+        step: int, decoupled: bool, bias_correction: bool, weight_decay: float,
+    ) -> None:  # fmt: skip
+        """lists: gradients, float32 parameters, first and second moments."""
+        assert decoupled
+        assert bias_correction
+        for grad, parameter, mean, square in zip(*lists, strict=True):
+            mean.lerp_(grad.float(), 1 - beta1)
+            square.mul_(beta2).addcmul_(grad.float(), grad.float(), value=1 - beta2)
+            update = mean / (1 - beta1**step) / ((square / (1 - beta2**step)).sqrt() + eps)
+            parameter.sub_(lr * (update + weight_decay * parameter))
+
+
+def _pad_into(place: Tensor, values: Tensor) -> None:
+    place.fill_(torch.nan)
+    place[: values.size(0), : values.size(1)] = values
+
+
+def _operand(held: Any, rowwise: bool) -> Tensor:
+    """As a matrix with the tokens, or a weight's rows, first; exact in the dtype that `fp8.linear` multiplies in."""
+    if not hasattr(held, "_is_2D_scaled"):
+        return held.flatten(0, -2)
+    half = "_rowwise" if rowwise else "_columnwise"
+    data, scales = getattr(held, f"{half}_data"), getattr(held, f"{half}_scale_inv")
+    data = data.flatten(0, -2) if rowwise else data.flatten(1)  # of columns: transposed
+    rows, columns = data.shape
+    if held._is_2D_scaled:
+        spread = scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    else:
+        spread = scales[:, :rows].t().repeat_interleave(128, 1)[:, :columns]
+    scale_format = "pow2" if held._quantizer.force_pow_2_scales else "fp32"
+    values = (data.view(E4M3).float() * spread).to(operand_dtype(torch.bfloat16, scale_format))
+    return values if rowwise else values.t().contiguous()  # as `fp8.linear` has it, or sums would differ
+
+
+def install() -> bool:
+    """Put the fake in place; False where Transformer Engine's Python is not on the path."""
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its package then neither looks for nor loads its compiled half
+    sys.modules[NAME] = FakeKernels(NAME)
+    try:
+        with mock.patch("warnings.warn"):  # that there is no compiled half
+            from transformer_engine import common
+    except ImportError:
+        del sys.modules[NAME]
+        return False
+    common.load_framework_extension = lambda framework: None
+    return True
+
+
+class _CpuIsCuda(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs = {**kwargs, "device": "cpu"}
+        if func is torch.Tensor.to:
+            args = tuple(torch.device("cpu") if isinstance(a, torch.device) and a.type == "cuda" else a for a in args)
+        return True if func == torch.Tensor.is_cuda.__get__ else func(*args, **kwargs)
+
+
+@contextmanager
+def fake_hopper() -> Iterator[None]:
+    """The CPU says that it is a GPU of compute capability 9.0."""
+    device = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    answers = {
+        "is_available": True,
+        "current_device": torch.device("cpu"),
+        "get_device_properties": device,
+        "get_device_capability": (9, 0),
+        "is_current_stream_capturing": False,
+        "synchronize": None,
+    }
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, answer=answer, **__: answer))
+        for name in ("range_push", "range_pop"):
+            stack.enter_context(mock.patch.object(torch.cuda.nvtx, name, lambda *_: None))
+        stack.enter_context(mock.patch.object(torch.version, "cuda", "13.0"))
+        stack.enter_context(mock.patch.object(torch.Tensor, "cuda", lambda self, *_, **__: self))
+        stack.enter_context(_CpuIsCuda())
+        yield

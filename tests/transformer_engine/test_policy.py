@@ -1,0 +1,60 @@
+"""A policy built as on a GPU, of Transformer Engine's layers, against the one of emulated layers, to the bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_fp8rl.policy.cpu import megatron_on_cpu
+from nemo_fp8rl.policy.groups import split_model
+from nemo_fp8rl.policy.linears import MultipliesInFp8
+from nemo_fp8rl.policy.megatron_names import to_hf
+from nemo_fp8rl.policy.model import PolicyModel, build_model, transformer_config
+from nemo_fp8rl.policy.worker import MegatronWorker
+from nemo_fp8rl.tiny import write_model
+from tests.transformer_engine.fake_kernels import fake_hopper
+
+pytestmark = pytest.mark.transformer_engine
+
+
+@pytest.fixture
+def worker():
+    made = MegatronWorker()
+    yield made
+    made.shutdown()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2", "qwen3_moe"])
+def test_losses_and_gradients_are_those_of_the_emulated_policy(recipe, worker, tmp_path: Path, family):
+    write_model(tmp_path / "model", seed=3, family=family)
+    cfg = recipe(f"policy.model_name={tmp_path}/model", "nemo_fp8rl.flow=fp8_e2e", "nemo_fp8rl.align=none")
+    worker.setup(cfg, 0, 1, None)
+
+    def build() -> PolicyModel:
+        layout = split_model(worker.hf, cfg.policy.megatron_cfg)
+        return build_model(transformer_config(worker.hf, cfg.policy, cfg.nemo_fp8rl), layout, cfg, None)
+
+    with megatron_on_cpu():
+        emulated = build()
+        with fake_hopper():
+            model = build()
+    fp8 = [type(module).__name__ for module in model.modules() if isinstance(module, MultipliesInFp8)]
+    assert len(fp8) == 4 * worker.hf.num_hidden_layers
+    assert all(name.startswith("Fp8TE") for name in fp8)
+    ids = torch.randint(1, 64, (3, 41), generator=torch.Generator().manual_seed(0))
+    weights = torch.randn(3, 41, worker.hf.vocab_size, generator=torch.Generator().manual_seed(1))
+
+    def gradients(one: PolicyModel) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        logits = one(ids, torch.arange(41).expand_as(ids), None).to(one.head.dtype) @ one.head.t()
+        (logits.float().log_softmax(-1) * weights).mean().backward()
+        grads = {name: parameter.grad for name, parameter in one.named_parameters()}
+        return logits, dict(to_hf(one.layout, grads.__getitem__))
+
+    with megatron_on_cpu():
+        expected, expected_gradients = gradients(emulated)
+        with fake_hopper():
+            logits, found = gradients(model)
+    assert torch.equal(logits, expected)
+    assert found.keys() == expected_gradients.keys()
+    different = [name for name, gradient in found.items() if not torch.equal(gradient, expected_gradients[name])]
+    assert not different

@@ -1,0 +1,32 @@
+"""Transformer Engine's own layers compute what `fp8.linear` emulates, to the bit, given the contract's kernels."""
+
+import pytest
+import torch
+
+from nemo_fp8rl.fp8 import blockwise_fp8_linear
+from tests.transformer_engine.fake_kernels import fake_hopper
+
+pytestmark = pytest.mark.transformer_engine
+
+
+@pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
+@pytest.mark.parametrize("tokens", [8, 128, 200])
+def test_the_emulated_linear_is_transformer_engines(tokens, scale_format):
+    import transformer_engine.pytorch as te
+
+    from nemo_fp8rl.policy.te_linears import block_scaling
+
+    torch.manual_seed(0)
+    x, dy = torch.randn(tokens, 256, dtype=torch.bfloat16), torch.randn(tokens, 384, dtype=torch.bfloat16)
+    theirs = x.clone().requires_grad_()
+    with fake_hopper():
+        layer = te.Linear(256, 384, bias=False, params_dtype=torch.bfloat16, device="cpu")
+        with te.fp8_autocast(enabled=True, fp8_recipe=block_scaling(scale_format)):
+            y = layer(theirs)
+        y.backward(dy)
+    ours, weight = x.clone().requires_grad_(), layer.weight.detach().clone().requires_grad_()
+    expected = blockwise_fp8_linear(ours, weight, scale_format)
+    expected.backward(dy)
+    assert torch.equal(y, expected)
+    assert torch.equal(theirs.grad, ours.grad)
+    assert torch.equal(layer.weight.grad, weight.grad)

@@ -1,0 +1,106 @@
+"""A rank that trains as on a GPU: Transformer Engine's layers and Adam, in the place of emulation and torch's."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import transformer_engine.pytorch.optimizers as te_optimizers
+
+from nemo_fp8rl.algorithms.loss import NllLoss
+from nemo_fp8rl.batch import TrainBatch
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.policy.cpu import megatron_on_cpu
+from nemo_fp8rl.policy.groups import join
+from nemo_fp8rl.policy.worker import MegatronWorker
+from nemo_fp8rl.tiny import write_model
+from tests.policy.sent import sent_tensors
+from tests.transformer_engine.fake_kernels import fake_hopper
+
+pytestmark = pytest.mark.transformer_engine
+
+
+@contextmanager
+def rank(cfg, gpu: bool) -> Iterator[MegatronWorker]:
+    worker = MegatronWorker()
+    join(0, 1, None, None)  # gloo alone: there is no NCCL
+    with ExitStack() as stack:
+        if gpu:
+            stack.enter_context(megatron_on_cpu())
+            stack.enter_context(fake_hopper())
+        worker.setup(cfg, 0, 1, None)
+        yield worker
+        worker.shutdown()
+
+
+def batch(seed: int) -> TrainBatch:
+    ids = torch.randint(2, 60, (4, 33), generator=torch.Generator().manual_seed(seed))
+    return TrainBatch(
+        input_ids=ids,
+        input_lengths=torch.tensor([33, 12, 33, 20]),
+        token_mask=(torch.arange(33) < torch.tensor([33, 12, 33, 20])[:, None]).float(),
+        sample_mask=torch.ones(4),
+    )
+
+
+def step(worker: MegatronWorker, seed: int) -> dict[str, float]:
+    return worker.train_step(batch(seed), NllLoss(), 4.0, float(batch(seed)["token_mask"][:, 1:].sum()))
+
+
+@pytest.fixture(params=["qwen3", "qwen3_moe"])
+def cfg(recipe, tmp_path, request):
+    write_model(tmp_path / "model", seed=3, family=request.param)
+    return recipe(
+        f"policy.model_name={tmp_path}/model",
+        "nemo_fp8rl.flow=fp8_e2e",
+        "nemo_fp8rl.align=none",
+        "policy.sequence_packing.enabled=true",
+    )
+
+
+def test_a_step_is_that_of_the_emulation(cfg):
+    with rank(cfg, gpu=False) as worker:
+        expected_logprobs, expected, bytes_ = worker.logprobs(batch(0)), step(worker, 0), sent_tensors(worker)
+    with rank(cfg, gpu=True) as worker:
+        assert {type(part.optimizer) for part in _optimizers(worker)} == {te_optimizers.FusedAdam}
+        logprobs, found, sent = worker.logprobs(batch(0)), step(worker, 0), sent_tensors(worker)
+    assert torch.equal(logprobs, expected_logprobs)
+    assert found["loss"] == expected["loss"]
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    assert sent.keys() == bytes_.keys()
+    same = sum((sent[name].view(torch.uint8) == bytes_[name].view(torch.uint8)).sum().item() for name in sent)
+    assert same > 0.99 * sum(tensor.nbytes for tensor in sent.values())  # the two Adams round differently
+
+
+def test_it_goes_on_from_a_checkpoint_to_the_bit(cfg, tmp_path: Path):
+    with rank(cfg, gpu=True) as worker:
+        for seed in range(3):
+            step(worker, seed)
+        worker.save(str(tmp_path / "saved"))
+        expected = [step(worker, seed) for seed in (3, 4)]
+    with rank(cfg, gpu=True) as worker:
+        worker.load(str(tmp_path / "saved"))
+        assert [step(worker, seed) for seed in (3, 4)] == expected
+
+
+def test_a_checkpoint_of_the_emulation_goes_on_here(cfg, tmp_path: Path):
+    with rank(cfg, gpu=False) as worker:
+        step(worker, 0)
+        worker.save(str(tmp_path / "saved"))
+        expected = step(worker, 1)
+    with rank(cfg, gpu=True) as worker:
+        worker.load(str(tmp_path / "saved"))
+        assert step(worker, 1)["loss"] == expected["loss"]
+        assert step(worker, 2)["loss"] < expected["loss"] + 1  # the second step's moments were read
+
+
+def test_alignment_to_the_cpus_kernels_is_refused(recipe, tmp_path: Path):
+    write_model(tmp_path / "model", seed=3)
+    cfg = recipe(f"policy.model_name={tmp_path}/model", "nemo_fp8rl.align=vllm")
+    with pytest.raises(UserError, match=r"set nemo_fp8rl\.align=none"), rank(cfg, gpu=True):
+        pass
+
+
+def _optimizers(worker: MegatronWorker) -> list:
+    return getattr(worker.optimizer, "chained_optimizers", [worker.optimizer])
