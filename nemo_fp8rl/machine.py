@@ -1,7 +1,8 @@
-"""The machine in a line: what seconds, and a matmul's last bits, depend on."""
+"""The machine in a line: what seconds, and the roundings of kernels, depend on."""
 
 import os
 import platform
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 def machine() -> str:
     """Such as `x86_64, 2 CPUs, Intel(R) Xeon(R) Processor, AMX`; without what is not known."""
-    return ", ".join(filter(None, (platform.machine(), f"{os.cpu_count()} CPUs", _model(), _instructions())))
+    return ", ".join(filter(None, (platform.machine(), f"{os.cpu_count()} CPUs", _model(), instructions())))
 
 
 def _model() -> str:
@@ -20,10 +21,21 @@ def _model() -> str:
     return " ".join(next(names, platform.processor()).split())
 
 
-def _instructions() -> str:
+def instructions() -> str:
     """The first that there is of those by which libraries choose how to add up a matmul."""
     if torch.cpu._is_amx_tile_supported():
         return "AMX"
     if torch.cpu._is_avx512_bf16_supported():
         return "AVX-512 BF16"
     return "AVX-512" if torch.cpu._is_avx512_supported() else ""
+
+
+def processors(trainer: Collection[str], engines: Collection[str]) -> str:
+    """The instructions of both sides' machines in a line: kernels round otherwise with AMX, and the trainer's rounding
+    points are those of its own machine.
+    """
+    sides = {"trainer": trainer, "engines": engines}
+    described = {side: " or ".join(sorted({name or "no AVX-512" for name in names})) for side, names in sides.items()}
+    if len({name == "AMX" for names in sides.values() for name in names}) > 1:
+        return ", ".join(f"{side} {names}" for side, names in described.items()) + ", whose kernels round differently"
+    return " and ".join(dict.fromkeys(described.values()))

@@ -26,6 +26,7 @@ from nemo_fp8rl.generation.checks import check_engine
 from nemo_fp8rl.generation.vllm import VllmGeneration
 from nemo_fp8rl.hf.config import check_context, read_hf_config
 from nemo_fp8rl.interrupt import GracefulStop
+from nemo_fp8rl.machine import processors
 from nemo_fp8rl.policy.base import Policy
 from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.refit.bridge import RefitBridge
@@ -101,6 +102,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
     ):
         bridge = build_bridge(cfg, policy, generation, first_version=run.done)
         run.add_choice("refit", bridge.described)
+        run.add_choice("processors", processors(policy.instructions(), generation.instructions()))
         parts = Parts(cfg, tokenizer, val_prompts, policy, generation, bridge, sampling)
         if cfg.fp8_kv_cache and not run.done:
             policy.calibrate_kv(prompt_batch(prompts_of(1)(0), tokenizer.pad_token_id))

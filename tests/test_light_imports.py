@@ -152,7 +152,7 @@ def test_a_report_is_made_without_torch():
 
 
 LEFTMOST = {"errors", "batch", "config", "config_check", "recipe", "yaml_tree", "typed_tree", "fp8", "algorithms"}
-LEFTMOST |= {"data", "rewards", "hf"}
+LEFTMOST |= {"data", "rewards", "hf", "machine"}
 MAY_IMPORT = {  # room -> the rooms it may import besides itself
     **{room: LEFTMOST for room in LEFTMOST},
     "parity": {"errors", "fp8"},

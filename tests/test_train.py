@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from nemo_fp8rl.config import Config
+from nemo_fp8rl.machine import instructions
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.report.page import report
 from nemo_fp8rl.train import train
@@ -87,6 +88,7 @@ def test_run_directory_holds_what_a_reader_needs(uninterrupted):
     assert [row["refit/version"] for row in rows] == list(range(7))
     environment = json.loads((uninterrupted / "environment.json").read_text())
     assert environment["choices"]["flow"] == "fp8_e2e"
+    assert environment["choices"]["processors"] == (instructions() or "no AVX-512")
     assert environment["choices"]["refit"] == "auto through in_process, verify digest"
     assert environment["choices"]["quantizer"].startswith("cpu (numba ")
     assert environment["choices"]["correction"] == "weight token to 2.0"

@@ -14,19 +14,14 @@ CACHE_BLOCK = 128
 
 
 def check_engine(hf: HfConfig, cfg: Config) -> None:
-    """Raise UserError, naming the key, for a layout, a KV cache, a sleep or an FP8 that cannot be had."""
+    """Raise UserError, naming the key, for a layout or a KV cache that cannot be had, and on a GPU."""
     _check_parallel(hf, cfg)
     _check_fp8_kv_cache(hf, cfg)
     _check_kv_memory(hf, cfg)
-    if not torch.cuda.is_available():
-        return
-    if cfg.policy.generation.vllm_cfg.sleep_level:
-        raise UserError(f"{HERE}.sleep_level runs on CPU so far; set it to 0")
-    if cfg.nemo_fp8rl.engine_fp8:
+    if torch.cuda.is_available():
         raise UserError(
-            f"nemo_fp8rl.flow={cfg.nemo_fp8rl.flow}: this FP8 engine runs on CPU so far, as vLLM's GPU kernels choose "
-            "the scales of activations themselves: use `nemo-fp8rl nemo`, set CUDA_VISIBLE_DEVICES= (empty), or take "
-            "nemo_fp8rl.flow=bf16"
+            "the engines of this loop run on CPU so far: use `nemo-fp8rl nemo` on GPUs, or set CUDA_VISIBLE_DEVICES= "
+            "(empty) to run it here"
         )
 
 
@@ -47,7 +42,7 @@ def _check_parallel(hf: HfConfig, cfg: Config) -> None:
             f"{HERE}.expert_parallel_size={expert} must be 1 or {HERE}.tensor_parallel_size={tensor}: vLLM spreads the "
             "experts over all processes of an engine"
         )
-    if not cfg.nemo_fp8rl.engine_fp8 and not torch.cuda.is_available():
+    if not cfg.nemo_fp8rl.engine_fp8:
         raise UserError(
             f"{HERE}.expert_parallel_size={expert} with nemo_fp8rl.flow=bf16: vLLM cannot spread bfloat16 experts on a "
             "CPU; set it to 1"
@@ -64,7 +59,7 @@ def _check_fp8_kv_cache(hf: HfConfig, cfg: Config) -> None:
             f"{HERE}.kv_cache_dtype=fp8 cannot hold this model: its head_dim={hf.head_dim} is not a multiple of 32; "
             "set kv_cache_dtype=auto"
         )
-    if not (torch.cuda.is_available() or torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
+    if not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
         raise UserError(
             f"{HERE}.kv_cache_dtype=fp8: vLLM's FP8 KV cache needs a CPU with AVX-512 or AMX; set kv_cache_dtype=auto"
         )

@@ -19,6 +19,7 @@ from nemo_fp8rl.generation.checks import check_engine
 from nemo_fp8rl.generation.core import AsyncCore, Core, Request, SteppedCore
 from nemo_fp8rl.generation.vllm_plugin import quantization_config
 from nemo_fp8rl.hf.config import engine_fp8_layers, read_hf_config
+from nemo_fp8rl.machine import instructions
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.refit.report import Loaded
 
@@ -154,6 +155,9 @@ class VllmEngine:
         """Take the memory again; after `finish_generation(2)` its content comes with the next refit."""
         self.core.rpc("nemo_fp8rl_wake")
         self.sleep_level = 0
+
+    def instructions(self) -> str:
+        return instructions()
 
     def check_health(self) -> None:
         """Raise WorkerDied when a process of this engine is gone."""

@@ -130,6 +130,10 @@ class VllmGeneration:
         """Start engines again that are found dead."""
         self._all("check_health")
 
+    def instructions(self) -> set[str]:
+        """Of the machines of its engines, `machine.instructions`."""
+        return set(self.engines.call("instructions", [()] * self.engines.count))
+
     def metrics(self) -> dict[str, float]:
         return {
             "generation/engine_restarts": self.engine_restarts,

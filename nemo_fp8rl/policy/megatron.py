@@ -58,6 +58,10 @@ class MegatronPolicy:
         results = self._on_shards("train_step", batch, loss, *counts, schedules)
         return combined(results) | {name: results[0][name] for name in PER_RANK}
 
+    def instructions(self) -> set[str]:
+        """Of the machines of its ranks, `machine.instructions`."""
+        return set(self.ranks.call("instructions", [()] * self.ranks.count))
+
     def step_schedule(self) -> None:
         self.ranks.call("step_schedule", [()] * self.ranks.count)
 

@@ -29,6 +29,7 @@ from nemo_fp8rl.fp8 import KvScales
 from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.hf.config import engine_fp8_layers, read_hf_config
 from nemo_fp8rl.hf.tensors import expected_tensors
+from nemo_fp8rl.machine import instructions
 from nemo_fp8rl.policy.base import Loss
 from nemo_fp8rl.policy.cpu import megatron_on_cpu
 from nemo_fp8rl.policy.groups import join, leave, split_model
@@ -180,6 +181,9 @@ class MegatronWorker:
             _check_finite(metrics, self.ddp)
             _, grad_norm, _ = self.optimizer.step()
         return {**metrics, "grad_norm": float(grad_norm), "lr": float(self.optimizer.param_groups[0]["lr"])}
+
+    def instructions(self) -> str:
+        return instructions()
 
     def step_schedule(self) -> None:
         self.scheduler.step(increment=1)

@@ -1,0 +1,44 @@
+"""Every benchmark runs, at its smallest: what a figure in the docs comes from must not break unseen."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+ARGUMENTS = {
+    "alignment": ["--samples", "8", "--folder", "{}"],
+    "bandit": ["--seeds", "1", "--steps", "20", "--json", "{}/figures.json"],
+    "layouts": ["--steps", "1", "--folder", "{}"],
+    "logprobs": ["--rows", "2", "--tokens", "64", "--vocab", "4096", "--json", "{}/figures.json"],
+    "loss": ["--rows", "32", "--columns", "256", "--rounds", "1", "--json", "{}/figures.json"],
+    "mismatch": ["--steps", "1", "--folder", "{}"],
+    "quantize": ["--rows", "512", "--columns", "1024", "--rounds", "2", "--json", "{}/figures.json"],
+    "refit": ["--small", "--rounds", "1", "--json", "{}/figures.json"],
+    "residual": ["--samples", "8", "--folder", "{}"],
+    "rollout": ["--batch-sizes", "1", "4", "--rounds", "1", "--layers", "1", "--json", "{}/figures.json"],
+    "training": ["--steps", "5", "--seeds", "2", "--folder", "{}"],
+}
+
+
+def test_none_is_left_out():
+    scripts = {path.stem for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text()}
+    assert scripts == ARGUMENTS.keys()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_it_runs(name, tmp_path):
+    """In a copy: some write their results beside themselves."""
+    copy = tmp_path / "benchmarks"
+    shutil.copytree(BENCHMARKS, copy, ignore=shutil.ignore_patterns("results", "__pycache__"))
+    (copy / "results").mkdir()
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "conf").symlink_to(BENCHMARKS.parent / "conf")
+    arguments = [argument.format(tmp_path) for argument in ARGUMENTS[name]]
+    command = [sys.executable, str(copy / f"{name}.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert list(tmp_path.glob("*.json")) or list(copy.glob("results/*.json"))

@@ -1,0 +1,19 @@
+"""What is said of the two sides' machines."""
+
+import pytest
+
+from nemo_fp8rl.machine import processors
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engines", "said"),
+    [
+        (["AMX"], ["AMX"], "AMX"),
+        (["AVX-512"], ["AVX-512 BF16", "AVX-512"], "AVX-512 and AVX-512 or AVX-512 BF16"),
+        ([""], [""], "no AVX-512"),
+        (["AVX-512"], ["AMX"], "trainer AVX-512, engines AMX, whose kernels round differently"),
+        (["AMX"], ["AMX", "AVX-512"], "trainer AMX, engines AMX or AVX-512, whose kernels round differently"),
+    ],
+)
+def test_processors_that_round_differently_are_named(trainer, engines, said):
+    assert processors(trainer, engines) == said
