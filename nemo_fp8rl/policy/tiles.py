@@ -6,24 +6,17 @@ Developer's Manual) takes 32 products at a time: even and odd ones are added up 
 together, then to what there is.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
-
-DEPTH = 32
-"""Products that one instruction adds up."""
 
 
 def tile_product(a: Tensor, b: Tensor, smallest: float) -> Tensor:
     """a [..., M, K] @ b [..., K, N], float32 of which every product is exact; any sum below `smallest` becomes 0."""
-    total = torch.zeros((*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.size(-2), b.size(-1)))
-    for start in range(0, a.size(-1), DEPTH):
-        sums = [torch.zeros_like(total), torch.zeros_like(total)]
-        for k in range(start, min(start + DEPTH, a.size(-1))):
-            _flush(sums[k % 2].addcmul_(a[..., k : k + 1], b[..., k : k + 1, :]), smallest)
-        _flush(total.add_(_flush(sums[0].add_(sums[1]), smallest)), smallest)
-    return total
+    from nemo_fp8rl.policy.tile_loops import add_up  # compiled at its first call on a machine
 
-
-def _flush(sums: Tensor, smallest: float) -> Tensor:
-    """In place."""
-    return sums.mul_(sums.abs() >= smallest)
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    product = torch.zeros((*batch, a.size(-2), b.size(-1)))
+    left, right, out = (x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:]).numpy() for x in (a, b, product))
+    add_up(left, right, np.float32(smallest), out)
+    return product

@@ -1,0 +1,29 @@
+"""The compiled inner loop of `tiles`; see fp8/kernels/loops.py for how numba is used."""
+
+import numba as nb
+import numpy as np
+
+DEPTH = 32
+"""Products that one instruction adds up."""
+f32 = np.float32
+
+
+@nb.njit(nogil=True, cache=True, error_model="numpy")
+def add_up(a, b, smallest, out):
+    """a [batch, M, K], b [batch, K, N] -> out [batch, M, N], zeros before; float32."""
+    sums = np.empty((2, out.shape[2]), f32)  # of even and of odd products
+    for i in range(out.shape[0]):
+        for m in range(out.shape[1]):
+            row, total = a[i, m], out[i, m]
+            for start in range(0, len(row), DEPTH):
+                sums[:] = f32(0)
+                for k in range(start, min(start + DEPTH, len(row))):
+                    if row[k] != f32(0):  # of keys that are masked
+                        factor, own, values = row[k], sums[k % 2], b[i, k]
+                        for n in range(len(own)):
+                            added = f32(own[n] + f32(factor * values[n]))
+                            own[n] = added if abs(added) >= smallest else f32(0)
+                for n in range(len(total)):
+                    both = f32(sums[0, n] + sums[1, n])
+                    added = f32(total[n] + (both if abs(both) >= smallest else f32(0)))
+                    total[n] = added if abs(added) >= smallest else f32(0)
