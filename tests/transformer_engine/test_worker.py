@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformer_engine.pytorch.optimizers as te_optimizers
 
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import TrainBatch
@@ -60,10 +59,13 @@ def cfg(recipe, tmp_path, request):
 
 
 def test_a_step_is_that_of_the_emulation(cfg):
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
     with rank(cfg, gpu=False) as worker:
         expected_logprobs, expected, bytes_ = worker.logprobs(batch(0)), step(worker, 0), sent_tensors(worker)
     with rank(cfg, gpu=True) as worker:
-        assert {type(part.optimizer) for part in _optimizers(worker)} == {te_optimizers.FusedAdam}
+        optimizers = getattr(worker.optimizer, "chained_optimizers", [worker.optimizer])
+        assert {type(part.optimizer) for part in optimizers} == {FusedAdam}
         logprobs, found, sent = worker.logprobs(batch(0)), step(worker, 0), sent_tensors(worker)
     assert torch.equal(logprobs, expected_logprobs)
     assert found["loss"] == expected["loss"]
@@ -100,7 +102,3 @@ def test_alignment_to_the_cpus_kernels_is_refused(recipe, tmp_path: Path):
     cfg = recipe(f"policy.model_name={tmp_path}/model", "nemo_fp8rl.align=vllm")
     with pytest.raises(UserError, match=r"set nemo_fp8rl\.align=none"), rank(cfg, gpu=True):
         pass
-
-
-def _optimizers(worker: MegatronWorker) -> list:
-    return getattr(worker.optimizer, "chained_optimizers", [worker.optimizer])
