@@ -57,8 +57,21 @@ class TransformerEngineFp8(MultipliesInFp8):
         return (output, bias) if bias is None or not self.adds_bias else (output + bias, None)
 
 
-class TransformerEngineFp8Experts(MultipliesInFp8):
-    """Mixed into a grouped layer. x [tokens, K], each expert's `m_splits` after those before -> ([tokens, N], None)."""
+class CountedExperts:
+    """Mixed into a grouped layer: each rank's parts of the weights count in the gradient norm.
+
+    Megatron counts a parameter on the first tensor-parallel rank alone unless it is marked, and does not mark these
+    (it sends Transformer Engine's experts no more of the layout than their sizes).
+    """
+
+    def __init__(self, *sizes: Any, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        for weight in self.parameters() if self._tp_group.size() > 1 else ():  # type: ignore[attr-defined]
+            weight.tensor_model_parallel = True
+
+
+class TransformerEngineFp8Experts(MultipliesInFp8, CountedExperts):
+    """As well. x [tokens, K], each expert's `m_splits` after those before -> ([tokens, N], None)."""
 
     recipe: Float8BlockScaling
 
@@ -81,10 +94,11 @@ def te_linears(scale_format: ScaleFormat) -> tuple[type, type]:
 @functools.cache
 def te_experts(scale_format: ScaleFormat | None) -> tuple[type, type]:
     """The same for all experts of a rank in one; scale_format None: in the weights' own precision."""
-    layers = TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
-    return layers if scale_format is None else _mixed(TransformerEngineFp8Experts, scale_format, *layers)
+    mixin = CountedExperts if scale_format is None else TransformerEngineFp8Experts
+    return _mixed(mixin, scale_format, TEColumnParallelGroupedLinear, TERowParallelGroupedLinear)
 
 
-def _mixed(mixin: type, scale_format: ScaleFormat, column: type, row: type) -> tuple[type, type]:
-    chosen = {"recipe": block_scaling(scale_format)}
-    return type(f"Fp8{column.__name__}", (mixin, column), chosen), type(f"Fp8{row.__name__}", (mixin, row), chosen)
+def _mixed(mixin: type, scale_format: ScaleFormat | None, column: type, row: type) -> tuple[type, type]:
+    chosen = {} if scale_format is None else {"recipe": block_scaling(scale_format)}
+    name = "" if scale_format is None else "Fp8"
+    return type(name + column.__name__, (mixin, column), chosen), type(name + row.__name__, (mixin, row), chosen)

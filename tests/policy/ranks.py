@@ -20,11 +20,16 @@ worker = MegatronWorker()
 
 
 class Ranks:
-    """`run(function, argument of rank 0, argument of rank 1, ...)`; functions find their rank in `ranks.worker`."""
+    """`run(function, argument of rank 0, argument of rank 1, ...)`; functions find their rank in `ranks.worker`.
 
-    def __init__(self, count: int) -> None:
+    initializer: called first in each process.
+    """
+
+    def __init__(self, count: int, initializer: Callable[[], Any] | None = None) -> None:
         self.count = count
-        self.processes = [ProcessPoolExecutor(1, mp_context=get_context("spawn")) for _ in range(count)]
+        self.processes = [
+            ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=initializer) for _ in range(count)
+        ]
         self.rendezvous = self.processes[0].submit(_listen).result()
 
     def run(self, function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> list[Any]:

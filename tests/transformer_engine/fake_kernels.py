@@ -165,6 +165,7 @@ def _operand(held: Any, rowwise: bool) -> Tensor:
 def install() -> bool:
     """Put the fake in place; False where Transformer Engine's Python is not on the path."""
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its package then neither looks for nor loads its compiled half
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # it would look for the GPU
     sys.modules[NAME] = FakeKernels(NAME)
     try:
         with mock.patch("warnings.warn"):  # that there is no compiled half

@@ -24,10 +24,25 @@ def worker():
     made.shutdown()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2", "qwen3_moe"])
-def test_losses_and_gradients_are_those_of_the_emulated_policy(recipe, worker, tmp_path: Path, family):
+FIRST_IN_BF16 = "policy.generation.vllm_cfg.num_first_layers_in_bf16=1"
+
+
+@pytest.mark.parametrize(
+    ("family", "override", "fp8_layers"),
+    [
+        ("qwen3", "nemo_fp8rl.flow=fp8_e2e", 2),
+        ("llama", "nemo_fp8rl.scale_format=fp32", 2),
+        ("qwen2", "nemo_fp8rl.flow=fp8_e2e", 2),
+        ("qwen3_moe", "nemo_fp8rl.flow=fp8_e2e", 2),
+        ("qwen3_moe", FIRST_IN_BF16, 1),
+        ("qwen3_moe", "nemo_fp8rl.flow=bf16", 0),
+    ],
+)
+def test_logits_and_gradients_are_those_of_the_emulated_policy(
+    recipe, worker, tmp_path: Path, family, override, fp8_layers
+):
     write_model(tmp_path / "model", seed=3, family=family)
-    cfg = recipe(f"policy.model_name={tmp_path}/model", "nemo_fp8rl.flow=fp8_e2e", "nemo_fp8rl.align=none")
+    cfg = recipe(f"policy.model_name={tmp_path}/model", "nemo_fp8rl.align=none", override)
     worker.setup(cfg, 0, 1, None)
 
     def build() -> PolicyModel:
@@ -39,7 +54,7 @@ def test_losses_and_gradients_are_those_of_the_emulated_policy(recipe, worker, t
         with fake_hopper():
             model = build()
     fp8 = [type(module).__name__ for module in model.modules() if isinstance(module, MultipliesInFp8)]
-    assert len(fp8) == 4 * worker.hf.num_hidden_layers
+    assert len(fp8) == 4 * fp8_layers
     assert all(name.startswith("Fp8TE") for name in fp8)
     ids = torch.randint(1, 64, (3, 41), generator=torch.Generator().manual_seed(0))
     weights = torch.randn(3, 41, worker.hf.vocab_size, generator=torch.Generator().manual_seed(1))
