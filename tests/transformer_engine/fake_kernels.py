@@ -121,9 +121,11 @@ class FakeKernels(ModuleType):
         return torch.stack(norms).norm()[None] if norms else torch.zeros(1), None
 
     @staticmethod
-    def multi_tensor_scale(chunk: int, overflow: Tensor, lists: list[list[Tensor]], scale: float) -> None:
+    def multi_tensor_scale(chunk: int, overflow: Tensor, lists: list[list[Tensor]], scale: Any) -> None:
         for source, target in zip(*lists, strict=True):
             target.copy_(source * scale)
+
+    multi_tensor_scale_tensor = multi_tensor_scale
 
     @staticmethod
     def multi_tensor_adam(
