@@ -177,20 +177,14 @@ class WeightSender:
 
     def _quantize(self, values: Tensor, content: Content) -> None:
         if content.scale_inv is not None:
-            out = _like(values, content)
-            if values.device == out.data.device:
-                quantize_blockwise(values, scale_format=self.scale_format, kernel=self.kernel, out=out)
-            else:  # on the GPU that has them; what is kept and sent lies in the host's memory
-                fp8 = quantize_blockwise(values, scale_format=self.scale_format, kernel=self.kernel)
-                out.data.copy_(fp8.data)
-                out.scale_inv.copy_(fp8.scale_inv)
+            quantize_blockwise(values, scale_format=self.scale_format, kernel=self.kernel, out=_like(values, content))
             return
         content.data.view(values.shape).copy_(values)
         _check_finite(content.data)
 
     def _update(self, values: Tensor, content: Content) -> Delta | None:
         """Quantize over the content that was sent last, and say what differs from it."""
-        if content.scale_inv is None or values.device != content.data.device:
+        if content.scale_inv is None:
             old = content.data.clone()
             self._quantize(values, content)
             return Delta.between(_bytes(old), _bytes(content.data))
