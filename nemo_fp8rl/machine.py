@@ -31,11 +31,13 @@ def instructions() -> str:
 
 
 def processors(trainer: Collection[str], engines: Collection[str]) -> str:
-    """The instructions of both sides' machines in a line: kernels round otherwise with AMX, and the trainer's rounding
-    points are those of its own machine.
+    """The instructions of both sides' machines in a line: with AMX vLLM's kernels round otherwise than without, and the
+    trainer's rounding points are those of its own machine.
     """
+    if len({*trainer, *engines}) == 1:
+        return next(iter(trainer)) or "no AVX-512"
     sides = {"trainer": trainer, "engines": engines}
-    described = {side: " or ".join(sorted({name or "no AVX-512" for name in names})) for side, names in sides.items()}
-    if len({name == "AMX" for names in sides.values() for name in names}) > 1:
-        return ", ".join(f"{side} {names}" for side, names in described.items()) + ", whose kernels round differently"
-    return " and ".join(dict.fromkeys(described.values()))
+    described = (
+        f"{side} {' or '.join(sorted(name or 'no AVX-512' for name in set(own)))}" for side, own in sides.items()
+    )
+    return ", ".join(described) + ", whose kernels may round differently"

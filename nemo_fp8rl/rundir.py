@@ -233,12 +233,11 @@ class RunDirectory:
 def _choices(cfg: Config) -> dict[str, str]:
     """Every choice that decides the numbers, as resolved."""
     choice = cfg.nemo_fp8rl
-    emulated = "emulated blockwise FP8"
-    trainer = "Transformer Engine's blockwise FP8" if torch.cuda.is_available() else emulated
+    fp8 = "emulated blockwise FP8"
     return {
         "flow": choice.flow,
-        "trainer": trainer if choice.trainer_fp8 else cfg.policy.precision,
-        "engine": emulated if choice.engine_fp8 else cfg.policy.precision,
+        "trainer": fp8 if choice.trainer_fp8 else cfg.policy.precision,
+        "engine": fp8 if choice.engine_fp8 else cfg.policy.precision,
         "scales": choice.scale_format,
         "kv cache": _kv_cache(cfg),
         "quantizer": _quantizer(choice.kernel) if choice.engine_fp8 else "none",
@@ -280,9 +279,9 @@ def _kv_cache(cfg: Config) -> str:
 
 
 def _quantizer(name: KernelName) -> str:
-    """The kernel that quantizes for a refit, where the trainer has its weights."""
+    """The kernel that quantizes for a refit; the loop runs on CPU so far."""
     try:
-        return kernels.describe(kernels.resolve(name, "cuda" if torch.cuda.is_available() else "cpu"))
+        return kernels.describe(kernels.resolve(name, "cpu"))
     except kernels.KernelError as error:
         raise UserError(f"nemo_fp8rl.kernel={name}: {error}") from None
 

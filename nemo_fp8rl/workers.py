@@ -149,14 +149,15 @@ class RayWorkers:
         self.count = count
         nodes = {node["NodeID"]: node["Labels"].get(ROLE) for node in ray.nodes() if node["Alive"]}
         place = {"label_selector": {ROLE: role}} if role in nodes.values() else {}
-        free = _free_cpus({node for node, label in nodes.items() if not place or label == role})
-        if free < count * processes:
-            raise UserError(
-                f"cluster.backend=ray: {count} {worker_class.__name__} actors need {count * processes} CPUs, Ray has "
-                f"{free:g} free{f' on nodes with {ROLE}={role}' if place else ''}; lower cluster.train_ranks or "
-                "cluster.generation_engines, or start Ray with more"
-            )
+        own = {node for node, label in nodes.items() if not place or label == role}
         gpus = processes if torch.cuda.is_available() else 0  # from actors that ask for none Ray hides them
+        for kind, wanted in (("CPU", count * processes), ("GPU", count * gpus)):
+            if (free := _free(kind, own)) < wanted:
+                raise UserError(
+                    f"cluster.backend=ray: {count} {worker_class.__name__} actors need {wanted} {kind}s, Ray has "
+                    f"{free:g} free{f' on nodes with {ROLE}={role}' if place else ''}; lower cluster.train_ranks or "
+                    "cluster.generation_engines, or start Ray with more"
+                )
         self.actor_class = ray.remote(num_cpus=processes, num_gpus=gpus, **place)(worker_class)
         self.actors = [self.actor_class.remote() for _ in range(count)]
         with ended_on_error(self):
@@ -244,12 +245,12 @@ class RayWorkers:
         return WorkerDied(f"no answer to {method} in {timeout:g} seconds")
 
 
-def _free_cpus(nodes: Set[str]) -> float:
+def _free(kind: str, nodes: Set[str]) -> float:
     """On these nodes together. Ray says it node by node only where vLLM asks, too."""
     from ray._private.state import available_resources_per_node
 
     free: dict[str, dict[str, float]] = available_resources_per_node()
-    return sum(resources.get("CPU", 0) for node, resources in free.items() if node in nodes)
+    return sum(resources.get(kind, 0) for node, resources in free.items() if node in nodes)
 
 
 def _item(reference: Any) -> Any:

@@ -15,14 +15,14 @@ CACHE_BLOCK = 128
 
 def check_engine(hf: HfConfig, cfg: Config) -> None:
     """Raise UserError, naming the key, for a layout or a KV cache that cannot be had, and on a GPU."""
-    _check_parallel(hf, cfg)
-    _check_fp8_kv_cache(hf, cfg)
-    _check_kv_memory(hf, cfg)
     if torch.cuda.is_available():
         raise UserError(
             "the engines of this loop run on CPU so far: use `nemo-fp8rl nemo` on GPUs, or set CUDA_VISIBLE_DEVICES= "
             "(empty) to run it here"
         )
+    _check_parallel(hf, cfg)
+    _check_fp8_kv_cache(hf, cfg)
+    _check_kv_memory(hf, cfg)
 
 
 def _check_parallel(hf: HfConfig, cfg: Config) -> None:

@@ -105,7 +105,7 @@ def _steps_taken(optimizer: Any) -> Iterator[float]:
         for group in adam.param_groups:
             if isinstance(adam, torch.optim.Adam):
                 yield from (float(adam.state[master]["step"]) for master in group["params"] if adam.state[master])
-            elif "step" in group:
+            elif group["params"] and "step" in group:  # an empty one is passed over by every step
                 yield float(group["step"])
 
 
@@ -116,7 +116,7 @@ def _set_steps(optimizer: Any, steps: float) -> None:
                 for master in group["params"]:
                     # A tensor of its own for each: Megatron's own loader shares one, and Adam then counts wrongly.
                     adam.state[master]["step"] = torch.tensor(steps)
-            else:
+            elif group["params"]:
                 group["step"] = int(steps)
 
 

@@ -48,15 +48,18 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-def transformer_engine_linears() -> ModuleType:
-    """`te_linears`. Raises UserError where Transformer Engine cannot be imported."""
+def transformer_engine_linears(in_fp8: bool) -> ModuleType:
+    """`te_linears`. Raises UserError where Transformer Engine cannot be imported, or cannot multiply in FP8."""
     try:
-        return importlib.import_module("nemo_fp8rl.policy.te_linears")
+        te_linears = importlib.import_module("nemo_fp8rl.policy.te_linears")
     except (ImportError, OSError, RuntimeError) as error:
         raise UserError(
             f"FP8 layers and experts on a GPU are Transformer Engine's, which cannot be imported ({error}): "
             "pip install --no-build-isolation 'transformer_engine[pytorch]'"
         ) from None
+    if in_fp8 and (why_not := te_linears.why_no_fp8()):
+        raise UserError(f"Transformer Engine has no blockwise FP8 here ({why_not}): take nemo_fp8rl.flow=bf16")
+    return te_linears
 
 
 def block_spec(
@@ -70,7 +73,7 @@ def block_spec(
         in_fp8, of_experts = fp8_layers.quantizes(name), ".experts." in name
         if not (torch.cuda.is_available() and (in_fp8 or of_experts)):
             return (fp8_linears(scale_format, aligned) if in_fp8 else bf16_linears(aligned))[row]
-        te = transformer_engine_linears()
+        te = transformer_engine_linears(in_fp8)
         return (te.te_experts(scale_format if in_fp8 else None) if of_experts else te.te_linears(scale_format))[row]
 
     layers = [_layer_spec(layout, i, aligned, attention, linear) for i in layout.layers]

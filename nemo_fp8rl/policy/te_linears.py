@@ -2,7 +2,8 @@
 
 Megatron's own wrappers, but for three things. A layer enters the FP8 context itself, so `fp8.layers` alone says which
 do, as it does for the engine. Tokens are padded with zeros to as many as FP8 GEMMs take: a scale of activations or
-gradients is that of 128 values of one token, or of one column of 128 tokens, and zeros raise no maximum. And a bias is
+gradients is that of 128 values of one token, or of one column of 128 tokens, and zeros raise no maximum. (Under
+sequence parallelism the pipeline pads, with tokens that are computed: they enter the scales of columns.) And a bias is
 added to the rounded product, as the engine's FP8 linear adds it.
 
 `fp8.linear` emulates what these compute on a CPU; `tests/transformer_engine` holds one against the other, with
@@ -35,6 +36,12 @@ def block_scaling(scale_format: ScaleFormat) -> Float8BlockScaling:
     recipe = Float8BlockScaling(fp8_format=Format.E4M3)
     recipe.fp8_quant_fwd_inp = recipe.fp8_quant_fwd_weight = recipe.fp8_quant_bwd_grad = rule
     return recipe
+
+
+def why_no_fp8() -> str:
+    """Of this GPU and CUDA; empty where there is."""
+    available, reason = te.is_fp8_block_scaling_available(return_reason=True)
+    return "" if available else reason
 
 
 class TransformerEngineFp8(MultipliesInFp8):

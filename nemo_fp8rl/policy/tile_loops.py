@@ -22,8 +22,8 @@ def add_up(a, b, smallest, out):
                         factor, own, values = row[k], sums[k % 2], b[i, k]
                         for n in range(len(own)):
                             added = f32(own[n] + f32(factor * values[n]))
-                            own[n] = added if abs(added) >= smallest else f32(0)
+                            own[n] = f32(0) if abs(added) < smallest else added
                 for n in range(len(total)):
                     both = f32(sums[0, n] + sums[1, n])
-                    added = f32(total[n] + (both if abs(both) >= smallest else f32(0)))
-                    total[n] = added if abs(added) >= smallest else f32(0)
+                    added = f32(total[n] + (f32(0) if abs(both) < smallest else both))
+                    total[n] = f32(0) if abs(added) < smallest else added

@@ -6,6 +6,8 @@ Developer's Manual) takes 32 products at a time: even and odd ones are added up 
 together, then to what there is.
 """
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ def tile_product(a: Tensor, b: Tensor, smallest: float) -> Tensor:
 
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     product = torch.zeros((*batch, a.size(-2), b.size(-1)))
-    left, right, out = (x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:]).numpy() for x in (a, b, product))
+    left, right, out = (
+        x.expand(*batch, *x.shape[-2:]).reshape(math.prod(batch), *x.shape[-2:]).numpy() for x in (a, b, product)
+    )
     add_up(left, right, np.float32(smallest), out)
     return product

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
@@ -87,6 +88,8 @@ class MegatronWorker:
         self.engine_fp8_layers = engine_fp8_layers(self.hf, cfg)
         join(rank, world_size, rendezvous, self.listener if rank == 0 else None)
         self.layout = split_model(self.hf, cfg.policy.megatron_cfg)
+        if on_gpu:
+            model_parallel_cuda_manual_seed(cfg.grpo.seed)  # Megatron asks for it, though nothing here drops out
         bf16 = cfg.policy.precision == "bfloat16"
         self.kv_cache = self._build_kv_cache()
         with megatron_on_cpu():

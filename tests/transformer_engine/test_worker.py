@@ -3,15 +3,18 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import TrainBatch
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.policy.cpu import megatron_on_cpu
 from nemo_fp8rl.policy.groups import join
+from nemo_fp8rl.policy.optimizer_state import _set_steps, _steps_taken
 from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.tiny import write_model
 from tests.policy.sent import sent_tensors
@@ -90,11 +93,18 @@ def test_a_checkpoint_of_the_emulation_goes_on_here(cfg, tmp_path: Path):
     with rank(cfg, gpu=False) as worker:
         step(worker, 0)
         worker.save(str(tmp_path / "saved"))
-        expected = step(worker, 1)
+        expected = step(worker, 1)["loss"]
     with rank(cfg, gpu=True) as worker:
         worker.load(str(tmp_path / "saved"))
-        assert step(worker, 1)["loss"] == expected["loss"]
-        assert step(worker, 2)["loss"] < expected["loss"] + 1  # the second step's moments were read
+        worker.save(str(tmp_path / "again"))
+        assert step(worker, 1)["loss"] == expected
+    saved, again = (tmp_path / name / "optimizer" for name in ("saved", "again"))
+    assert (saved / "steps.json").read_text() == (again / "steps.json").read_text()
+    tensors = load_file(saved / "rank_0.safetensors")
+    assert any(name.endswith("exp_avg_sq") for name in tensors)
+    for name, tensor in load_file(again / "rank_0.safetensors").items():
+        assert torch.equal(tensor, tensors.pop(name)), name
+    assert not tensors
 
 
 def test_alignment_to_the_cpus_kernels_is_refused(recipe, tmp_path: Path):
@@ -102,3 +112,16 @@ def test_alignment_to_the_cpus_kernels_is_refused(recipe, tmp_path: Path):
     cfg = recipe(f"policy.model_name={tmp_path}/model", "nemo_fp8rl.align=vllm")
     with pytest.raises(UserError, match=r"set nemo_fp8rl\.align=none"), rank(cfg, gpu=True):
         pass
+
+
+def test_a_group_without_parameters_counts_no_steps():
+    """A rank of many may hold no piece of one of Megatron's groups; Adam passes over it."""
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    with fake_hopper():
+        parameter = torch.nn.Parameter(torch.ones(4))
+        parameter.grad = torch.ones(4)
+        optimizer = SimpleNamespace(optimizer=FusedAdam([{"params": [parameter]}, {"params": []}]))
+        _set_steps(optimizer, 3.0)
+        optimizer.optimizer.step()
+    assert list(_steps_taken(optimizer)) == [4.0]
