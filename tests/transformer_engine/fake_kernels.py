@@ -188,7 +188,7 @@ class _CpuIsCuda(TorchFunctionMode):
             kwargs = {**kwargs, "device": "cpu"}
         if func is torch.Tensor.to:
             args = tuple(torch.device("cpu") if isinstance(a, torch.device) and a.type == "cuda" else a for a in args)
-        return True if func == torch.Tensor.is_cuda.__get__ else func(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 @contextmanager
@@ -220,5 +220,6 @@ def fake_hopper() -> Iterator[None]:
             stack.enter_context(mock.patch.object(torch.cuda.nvtx, name, lambda *_: None))
         stack.enter_context(mock.patch.object(torch.version, "cuda", "13.0"))
         stack.enter_context(mock.patch.object(torch.Tensor, "cuda", lambda self, *_, **__: self))
+        stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", property(lambda self: True), create=True))
         stack.enter_context(_CpuIsCuda())
         yield

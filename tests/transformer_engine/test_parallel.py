@@ -51,8 +51,8 @@ QWEN3, MOE = {"family": "qwen3"}, {"family": "qwen3_moe"}
 @pytest.mark.parametrize("packed", ["true", "false"])
 @pytest.mark.parametrize(
     ("sizes", "layout"),
-    [(QWEN2, TP), (QWEN3, SP), (QWEN3, PP), (MOE, SP), (MOE, EP), (MOE, PP)],
-    ids=["qwen2-tp", "qwen3-sp", "qwen3-pp", "moe-sp", "moe-ep", "moe-pp"],
+    [(QWEN3, ()), (QWEN2, TP), (QWEN3, SP), (QWEN3, PP), (MOE, SP), (MOE, EP), (MOE, PP)],
+    ids=["qwen3-dp", "qwen2-tp", "qwen3-sp", "qwen3-pp", "moe-sp", "moe-ep", "moe-pp"],
 )
 def test_two_ranks_say_what_two_emulated_ones_say(recipe, tmp_path, emulated, gpus, sizes, layout, packed):
     write_model(tmp_path / "model", seed=3, **sizes)

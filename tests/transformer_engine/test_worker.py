@@ -78,6 +78,29 @@ def test_a_step_is_that_of_the_emulation(cfg):
     assert same > 0.99 * sum(tensor.nbytes for tensor in sent.values())  # the two Adams round differently
 
 
+def test_recomputed_offloaded_and_with_a_reference_policy(recipe, cfg):
+    cfg = recipe(
+        f"policy.model_name={cfg.policy.model_name}",
+        "nemo_fp8rl.align=none",
+        "policy.megatron_cfg.activation_checkpointing=true",
+        "loss_fn.reference_policy_kl_penalty=0.1",
+    )
+    found = []
+    for gpu in (False, True):
+        with rank(cfg, gpu) as worker:
+            start, first = worker.reference_logprobs(batch(0)), step(worker, 0)["loss"]
+            worker.offload_after_refit()
+            worker.prepare_for_training()
+            second = step(worker, 0)["loss"]
+            assert torch.equal(worker.reference_logprobs(batch(0)), start)
+            assert second < first
+            found.append((start, first, second))
+    (expected_start, *expected), (start, *losses) = found
+    assert torch.equal(start, expected_start)
+    assert losses[0] == expected[0]
+    assert losses[1] == pytest.approx(expected[1], rel=1e-3)  # the two Adams round differently
+
+
 def test_it_goes_on_from_a_checkpoint_to_the_bit(cfg, tmp_path: Path):
     with rank(cfg, gpu=True) as worker:
         for seed in range(3):
