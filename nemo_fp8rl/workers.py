@@ -148,17 +148,20 @@ class RayWorkers:
 
         self.count = count
         nodes = {node["NodeID"]: node["Labels"].get(ROLE) for node in ray.nodes() if node["Alive"]}
-        place = {"label_selector": {ROLE: role}} if role in nodes.values() else {}
-        own = {node for node, label in nodes.items() if not place or label == role}
-        gpus = processes if torch.cuda.is_available() else 0  # from actors that ask for none Ray hides them
+        placed = role in nodes.values()
+        options: dict[str, Any] = {"label_selector": {ROLE: role}} if placed else {}
+        own = {node for node, label in nodes.items() if not placed or label == role}
+        gpus = processes if torch.cuda.is_available() else 0  # what this process sees decides for all
+        if not gpus and ray.cluster_resources().get("GPU"):  # from an actor that asks for none Ray does not hide them
+            options["runtime_env"] = {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}}
         for kind, wanted in (("CPU", count * processes), ("GPU", count * gpus)):
             if (free := _free(kind, own)) < wanted:
                 raise UserError(
                     f"cluster.backend=ray: {count} {worker_class.__name__} actors need {wanted} {kind}s, Ray has "
-                    f"{free:g} free{f' on nodes with {ROLE}={role}' if place else ''}; lower cluster.train_ranks or "
+                    f"{free:g} free{f' on nodes with {ROLE}={role}' if placed else ''}; lower cluster.train_ranks or "
                     "cluster.generation_engines, or start Ray with more"
                 )
-        self.actor_class = ray.remote(num_cpus=processes, num_gpus=gpus, **place)(worker_class)
+        self.actor_class = ray.remote(num_cpus=processes, num_gpus=gpus, **options)(worker_class)
         self.actors = [self.actor_class.remote() for _ in range(count)]
         with ended_on_error(self):
             for i in range(count):

@@ -108,3 +108,46 @@ def test_an_actors_refusal_is_one_line_too(tiny, warm_overrides, tmp_path):
     assert done.returncode == 2
     (line,) = done.stderr.decode().splitlines()
     assert line.startswith(f"nemo-fp8rl: {tmp_path}/model/model.safetensors is not a whole safetensors file")
+
+
+TWO_PRETENDED_GPUS = """
+import os, sys
+import ray, torch
+from ray.cluster_utils import Cluster
+from nemo_fp8rl import workers
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.recipe import load
+
+class Probe:
+    def devices(self):
+        return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+cluster = Cluster()
+cluster.add_node(num_cpus=4, num_gpus=2, include_dashboard=False)
+cluster.wait_for_nodes()
+os.environ["RAY_ADDRESS"] = cluster.address
+cfg = load(sys.argv[1], ["cluster.backend=ray"])
+without = workers.RayWorkers(Probe, "train", 1, cfg, 1)
+print("without", without.call("devices", [()]))
+without.shutdown()
+torch.cuda.is_available = lambda: True
+try:
+    workers.RayWorkers(Probe, "train", 3, cfg, 1)
+except UserError as error:
+    print(error)
+ranks = workers.RayWorkers(Probe, "train", 2, cfg, 1)
+print("ranks", sorted(ranks.call("devices", [(), ()])))
+ranks.shutdown()
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+def test_each_rank_has_a_gpu_of_its_own_where_the_driver_sees_cuda():
+    """Ray's own accounting of GPUs that are not there."""
+    command = [sys.executable, "-c", TWO_PRETENDED_GPUS, str(RECIPES / "tiny_cpu.yaml")]
+    done = subprocess.run(command, capture_output=True, check=False, timeout=120, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "without ['']" in done.stdout
+    assert "3 Probe actors need 3 GPUs, Ray has 2 free;" in done.stdout
+    assert "ranks ['0', '1']" in done.stdout

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
-import torch
 from safetensors.torch import load
 from torch import Tensor
 
@@ -200,12 +199,6 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
     vllm_cfg = cfg.policy.generation.vllm_cfg
     cache_gib = vllm_cfg.kv_cache_memory_gib
     overrides = {}
-    scheduling: dict[str, Any] = {}
-    if not torch.cuda.is_available():  # vLLM cannot split a prompt with a seed on a CPU (no offset in its generators)
-        scheduling = {
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, vllm_cfg.max_model_len),
-        }
     if fp8_layers := engine_fp8_layers(read_hf_config(cfg.policy.model_name), cfg):
         overrides["quantization_config"] = quantization_config(cfg.nemo_fp8rl.scale_format, fp8_layers)
     return {
@@ -229,7 +222,8 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "seed": cfg.grpo.seed,
-        **scheduling,
+        "enable_chunked_prefill": False,  # on a CPU a prompt with a seed cannot be split (no offset in its generators)
+        "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, vllm_cfg.max_model_len),
     }
 
 

@@ -8,6 +8,7 @@ import torch
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import TrainBatch
 from nemo_fp8rl.fp8 import quantize_blockwise, scale_name
+from nemo_fp8rl.hf.checkpoint import CheckpointReader
 from nemo_fp8rl.policy.linears import MultipliesInFp8
 from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.tiny import write_model
@@ -69,8 +70,6 @@ def test_it_goes_on_from_a_checkpoint(train, tmp_path):
 
 def test_what_is_sent_is_what_a_cpu_makes_of_the_same_weights(train, tmp_path):
     _, sent, _ = train("fp8_e2e", 2, save=tmp_path / "saved")
-    from nemo_fp8rl.hf.checkpoint import CheckpointReader
-
     with CheckpointReader(tmp_path / "saved" / "weights") as reader:
         names = [name for name, tensor in sent.items() if tensor.dtype is torch.float8_e4m3fn]
         assert names

@@ -31,9 +31,9 @@ def rank(cfg, gpu: bool) -> Iterator[MegatronWorker]:
         if gpu:
             stack.enter_context(megatron_on_cpu())
             stack.enter_context(fake_hopper())
+        stack.callback(worker.shutdown)
         worker.setup(cfg, 0, 1, None)
         yield worker
-        worker.shutdown()
 
 
 def batch(seed: int) -> TrainBatch:
