@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev demo test test-long test-megatron-0.19 test-vllm-matrix test-nemo-rl test-slurm
-.PHONY: test-browser test-loggers test-transformer-engine lint format types clean
+.PHONY: test-browser test-gpu-engine test-loggers test-transformer-engine lint format types clean
 
 help:  ## show this list
 	@grep -hE '^[a-z0-9.-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -29,6 +29,11 @@ demo: setup  ## run the CPU demo
 
 test: setup-dev  ## run the tests
 	@$(BIN)/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --dist=loadfile $(ARGS)
+	@$(if $(ARGS),,$(MAKE) --no-print-directory test-gpu-engine)
+
+test-gpu-engine: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
+test-gpu-engine: setup-dev  ## the engine's methods for GPUs, on Triton's interpreter; `make test` runs it, too
+	@$(BIN)/python -m pytest -q -p tests.gpu_engine.plugin tests/gpu_engine $(ARGS)
 
 test-long: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 test-long: setup-dev  ## the tests that `make test` leaves out for their length

@@ -3,9 +3,9 @@
     python benchmarks/rollout.py [--batch-sizes 1 8 32 128] [--rounds 3] [--family qwen3] [--json FILE]
 
 A random model of `--layers` layers is exported by `nemo-fp8rl export`; every engine then answers the same prompts of 64
-tokens with 64 tokens each. On a GPU vLLM multiplies the exported checkpoint with its own FP8 kernels and the figures
-are those of FP8 rollouts. On a CPU the FP8 linear layers are emulated by this package's method, operands quantized and
-multiplied in bfloat16: the figures say what the emulation costs, not what FP8 saves.
+tokens with 64 tokens each. On a GPU the figures are those of FP8 rollouts, with vLLM's own FP8 method beside ours. On a
+CPU the FP8 linear layers are emulated, operands quantized and multiplied in bfloat16: the figures say what the
+emulation costs, not what FP8 saves.
 """
 
 import argparse
@@ -22,7 +22,6 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 import torch
 from measure import seconds
@@ -36,19 +35,29 @@ from nemo_fp8rl.hf.config import FAMILIES
 from nemo_fp8rl.tiny import write_model
 
 PROMPT, ANSWER = 64, 64
-ENGINES = {"bf16": ("bf16", "auto"), "FP8": ("fp8", "auto"), "FP8, FP8 KV cache": ("fp8", "fp8")}
-"""(checkpoint, kv_cache_dtype)"""
+ENGINES = {
+    "bf16": ("bf16", None, "auto"),
+    "FP8": ("fp8", "nemo_fp8rl", "auto"),
+    "FP8, FP8 KV cache": ("fp8", "nemo_fp8rl", "fp8"),
+}
+"""(checkpoint, quantization, kv_cache_dtype)"""
 SIZES = {"hidden_size": 512, "vocab_size": 8192, "max_position_embeddings": 512}
 DENSE = {"intermediate_size": 1536}
+if torch.cuda.is_available():
+    ENGINES["vLLM's own FP8"] = ("fp8", None, "auto")
+    SIZES |= {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    DENSE = {"intermediate_size": 12288}
+else:
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 
-def start(folder: Path, kv_cache_dtype: str, most: int) -> Any:
+def start(folder: Path, quantization: str | None, kv_cache_dtype: str, most: int) -> Any:
     from vllm import LLM
 
     cuda = torch.cuda.is_available()
     return LLM(
         str(folder),
-        quantization="nemo_fp8rl" if folder.name == "fp8" and not cuda else None,
+        quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
         skip_tokenizer_init=True,
         max_model_len=PROMPT + ANSWER,
@@ -88,7 +97,7 @@ def main() -> None:
         export(bf16, fp8)
         survive_scan_of_llvmlite()
         most = max(arguments.batch_sizes)
-        engines = {name: start(Path(folder) / which, kv, most) for name, (which, kv) in ENGINES.items()}
+        engines = {name: start(Path(folder) / which, *how, most) for name, (which, *how) in ENGINES.items()}
     taken: dict[tuple[str, int], list[float]] = {(name, n): [] for name in engines for n in arguments.batch_sizes}
     with Progress() as progress:
         task = progress.add_task("generate", total=len(taken) * arguments.rounds)

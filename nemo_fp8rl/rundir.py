@@ -279,9 +279,9 @@ def _kv_cache(cfg: Config) -> str:
 
 
 def _quantizer(name: KernelName) -> str:
-    """The kernel that quantizes for a refit; the loop runs on CPU so far."""
+    """The kernel that quantizes for a refit."""
     try:
-        return kernels.describe(kernels.resolve(name, "cpu"))
+        return kernels.describe(kernels.resolve(name, "cuda" if torch.cuda.is_available() else "cpu"))
     except kernels.KernelError as error:
         raise UserError(f"nemo_fp8rl.kernel={name}: {error}") from None
 

@@ -1,6 +1,7 @@
 """Shared by all tests: a tiny checkpoint with data, and recipes on it. Real Megatron Core, vLLM and Ray, on CPU."""
 
 import os
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -17,6 +18,7 @@ from nemo_fp8rl.recipe import load
 from nemo_fp8rl.sft import sft
 from nemo_fp8rl.tiny import make_tiny
 
+collect_ignore = [] if "tests.gpu_engine.plugin" in sys.modules else ["gpu_engine"]  # in processes of its own
 RECIPES = Path(__file__).parent.parent / "conf"
 SMALL = (
     "grpo.num_prompts_per_step=16",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from nemo_fp8rl.fp8.layers import Fp8Layers, scale_name
     from nemo_fp8rl.fp8.linear import BlockwiseFp8Linear, blockwise_fp8_linear, fprop
     from nemo_fp8rl.fp8.names import BLOCK, Block, KernelName, ScaleFormat
-    from nemo_fp8rl.fp8.quantize import fake_quantize, quantize_blockwise, quantize_delta
+    from nemo_fp8rl.fp8.quantize import fake_quantize, quantize_activations, quantize_blockwise, quantize_delta
 
 __all__ = [
     "BLOCK",
@@ -37,6 +37,7 @@ __all__ = [
     "cached",
     "fake_quantize",
     "fprop",
+    "quantize_activations",
     "quantize_blockwise",
     "quantize_delta",
     "scale_name",

@@ -8,6 +8,7 @@ from torch import Tensor
 from nemo_fp8rl.fp8 import kernels
 from nemo_fp8rl.fp8.delta import Delta
 from nemo_fp8rl.fp8.format import (
+    ALONG_LAST,
     BLOCK,
     E4M3,
     Block,
@@ -72,6 +73,16 @@ def quantize_delta(
     delta = chosen.quantize_delta(x3, block, scale_format, _stacked(base), data, scale_inv)
     _refuse_non_finite(x, out)
     return out, delta
+
+
+@torch.no_grad()
+def quantize_activations(x: Tensor, scale_format: ScaleFormat = "pow2") -> BlockScaled:
+    """`quantize_blockwise` of x [M, K] in blocks of 1x128, without its check, which would wait for a GPU: a block that
+    holds a value that is not finite gets a scale_inv of NaN.
+    """
+    x3, out = _prepared(x, ALONG_LAST, scale_format, None)
+    kernels.load("auto", x.device.type).quantize(x3, ALONG_LAST, scale_format, out.data[None], out.scale_inv[None])
+    return out
 
 
 def fake_quantize(

@@ -11,18 +11,29 @@ from nemo_fp8rl.hf.divide import check_divides
 HERE = "policy.generation.vllm_cfg"
 CACHE_BLOCK = 128
 """Tokens of a block of vLLM's KV cache on CPU; fewer on GPUs."""
+FP8_CAPABILITY = (8, 9)
+"""Of a GPU whose tensor cores multiply FP8: Ada, Hopper and later."""
 
 
 def check_engine(hf: HfConfig, cfg: Config) -> None:
-    """Raise UserError, naming the key, for a layout or a KV cache that cannot be had, and on a GPU."""
+    """Raise UserError, naming the key, for a layout, a precision or a KV cache that cannot be had."""
     if torch.cuda.is_available():
-        raise UserError(
-            "the engines of this loop run on CPU so far: use `nemo-fp8rl nemo` on GPUs, or set CUDA_VISIBLE_DEVICES= "
-            "(empty) to run it here"
-        )
+        _check_gpu(cfg)
     _check_parallel(hf, cfg)
     _check_fp8_kv_cache(hf, cfg)
     _check_kv_memory(hf, cfg)
+
+
+def _check_gpu(cfg: Config) -> None:
+    if not cfg.nemo_fp8rl.engine_fp8:
+        return
+    capability = torch.cuda.get_device_capability()
+    if capability < FP8_CAPABILITY:
+        name, needs = torch.cuda.get_device_name(), "{}.{}".format(*FP8_CAPABILITY)
+        raise UserError(
+            f"nemo_fp8rl.flow={cfg.nemo_fp8rl.flow}: FP8 engines need a GPU of compute capability {needs} or higher, "
+            f"and {name} has {capability[0]}.{capability[1]}; set nemo_fp8rl.flow=bf16"
+        )
 
 
 def _check_parallel(hf: HfConfig, cfg: Config) -> None:
@@ -42,7 +53,7 @@ def _check_parallel(hf: HfConfig, cfg: Config) -> None:
             f"{HERE}.expert_parallel_size={expert} must be 1 or {HERE}.tensor_parallel_size={tensor}: vLLM spreads the "
             "experts over all processes of an engine"
         )
-    if not cfg.nemo_fp8rl.engine_fp8:
+    if not cfg.nemo_fp8rl.engine_fp8 and not torch.cuda.is_available():
         raise UserError(
             f"{HERE}.expert_parallel_size={expert} with nemo_fp8rl.flow=bf16: vLLM cannot spread bfloat16 experts on a "
             "CPU; set it to 1"
@@ -51,8 +62,10 @@ def _check_parallel(hf: HfConfig, cfg: Config) -> None:
 
 
 def _check_fp8_kv_cache(hf: HfConfig, cfg: Config) -> None:
-    """vLLM's CPU kernels: vectors of 32 values, AVX-512 or AMX (cpu_attn.py, _get_attn_isa)."""
-    if not cfg.fp8_kv_cache:
+    """vLLM's CPU kernels: vectors of 32 values, AVX-512 or AMX (cpu_attn.py, _get_attn_isa). On a GPU vLLM says itself
+    what it has no kernel for.
+    """
+    if not cfg.fp8_kv_cache or torch.cuda.is_available():
         return
     if hf.head_dim % 32:
         raise UserError(

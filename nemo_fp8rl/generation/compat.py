@@ -80,6 +80,15 @@ def choose_experts(layer: Any, x: Tensor, router_logits: Tensor) -> tuple[Tensor
     )
 
 
+def returns_routes() -> bool:
+    """Whether vLLM itself hands out the experts that it chose (EngineArgs' enable_return_routed_experts): where it has
+    Triton, so not on a CPU.
+    """
+    from vllm.triton_utils import HAS_TRITON
+
+    return HAS_TRITON
+
+
 def record_routes(model: Any, recorder: Any) -> None:
     """Have every layer of experts call `recorder.capture(layer, chosen experts)`.
 

@@ -1,6 +1,6 @@
-"""vLLM's side of the contract for a mixture of experts: FP8 experts that multiply as the trainer's do.
+"""FP8 experts of an engine on a CPU: emulated, so that they multiply as the trainer's do.
 
-An out-of-tree `FusedMoEMethodBase`: vLLM's own router chooses the experts, its own loaders place the received bytes.
+vLLM's own router chooses the experts, its own loaders place the received bytes.
 """
 
 from collections.abc import Callable
@@ -9,24 +9,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from vllm.model_executor.layers.fused_moe import FusedMoeWeightScaleSupported
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
-from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-from vllm.model_executor.utils import set_weight_attrs
 
-from nemo_fp8rl.fp8 import BLOCK, BlockScaled, ScaleFormat, fprop, scale_shape
-from nemo_fp8rl.fp8.format import E4M3
+from nemo_fp8rl.fp8 import BLOCK, BlockScaled, ScaleFormat, fprop
 from nemo_fp8rl.fp8.linear import operand_dtype
 from nemo_fp8rl.generation import compat
 from nemo_fp8rl.generation.cpu_parallel import counted_once, summed
+from nemo_fp8rl.generation.held import HeldMoEMethod
 
 
-class EmulatedFp8MoEMethod(FusedMoEMethodBase):
-    """Holds `w13_weight` [E, 2 * I, H] and `w2_weight` [E, H, I] (E4M3) with their scales, float32, as received."""
+class EmulatedFp8MoEMethod(HeldMoEMethod):
+    """Multiplies dequantized copies of what it holds."""
+
+    kernel_name = "fp8.fprop (emulated)"
 
     def __init__(self, moe: FusedMoEConfig, scale_format: ScaleFormat) -> None:
-        super().__init__(moe)
-        self.scale_format = scale_format
+        super().__init__(moe, scale_format)
         self.capture: Callable[[Tensor], None] | None = None
 
     @property
@@ -49,30 +47,11 @@ class EmulatedFp8MoEMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra: Any,
     ) -> None:
-        if intermediate_size_per_partition % BLOCK[0]:
-            raise ValueError(f"experts of {intermediate_size_per_partition} rows do not end at multiples of {BLOCK[0]}")
-        layer.weight_block_size = list(BLOCK)  # read by vLLM's loaders when they place the scales
+        super().create_weights(layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **extra)
         layer.fp8_operand_dtype = operand_dtype(params_dtype, self.scale_format)
-        shapes = {
-            "w13": (2 * intermediate_size_per_partition, hidden_size),
-            "w2": (hidden_size, intermediate_size_per_partition),
-        }
-        for name, shape in shapes.items():
-            weight = torch.empty(num_experts, *shape, dtype=E4M3)
-            scale = torch.empty(num_experts, *scale_shape(shape, BLOCK), dtype=torch.float32)
-            for leaf, data, more in (
-                ("weight", weight, {}),
-                ("weight_scale_inv", scale, {"quant_method": FusedMoeWeightScaleSupported.BLOCK.value}),
-            ):
-                parameter = torch.nn.Parameter(data, requires_grad=False)
-                layer.register_parameter(f"{name}_{leaf}", parameter)
-                set_weight_attrs(parameter, extra | more)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         layer.fp8_dequantized = None  # made of the new bytes by the first multiplication
-
-    def get_fused_moe_quant_config(self, layer: Any) -> None:
-        return None
 
     def apply(
         self,

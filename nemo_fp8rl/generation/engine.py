@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
+import torch
 from safetensors.torch import load
 from torch import Tensor
 
@@ -24,12 +26,14 @@ from nemo_fp8rl.refit.report import Loaded
 
 WORKER_EXTENSION = "nemo_fp8rl.generation.vllm_worker.RefitWorkerExtension"
 ENVIRONMENT = {  # read by vLLM at import; what the user has set wins
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # leave the process's CPU affinity alone
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    "TORCH_COMPILE_DISABLE": "1",  # else the first generate compiles a helper for seconds
     "HF_HUB_OFFLINE": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would copy this process's threads' locks, Megatron and all
+}
+CPU_ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # leave the process's CPU affinity alone
+    "TORCH_COMPILE_DISABLE": "1",  # else the first generate compiles a helper for seconds
 }
 CPU_BATCHED_TOKENS = 8192
 """Of a forward on a CPU, at most: vLLM's own default for offline generation."""
@@ -42,7 +46,7 @@ class VllmEngine:
         """`load_format="auto"` reads the weights of policy.model_name from disk instead of waiting for a refit."""
         compat.vllm_version()
         check_engine(read_hf_config(cfg.policy.model_name), cfg)
-        for name, value in ENVIRONMENT.items():
+        for name, value in (ENVIRONMENT if torch.cuda.is_available() else ENVIRONMENT | CPU_ENVIRONMENT).items():
             os.environ.setdefault(name, value)
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # "Triton not available", on every CPU
         import vllm  # noqa: F401
@@ -61,7 +65,7 @@ class VllmEngine:
         if cfg.fp8_kv_cache and load_format == "auto" and any(lacks := self.core.rpc("nemo_fp8rl_read_kv_scales")):
             self.shutdown()
             raise UserError(f"{next(filter(None, lacks))}; start with a refit, or set kv_cache_dtype=auto")
-        self.records_routes = cfg.policy.router_replay.enabled
+        self.records_routes = cfg.policy.router_replay.enabled and not compat.returns_routes()
         if self.records_routes:
             self.core.rpc("nemo_fp8rl_record_routes")
 
@@ -95,7 +99,7 @@ class VllmEngine:
             packed, *_ = self.core.rpc("nemo_fp8rl_take_routes", sampling.logprobs)
             routes = load(packed)
         for i, output in outputs:
-            known = [routes.get(_request_id(output, sample)) for sample in output.outputs]
+            known = [_returned(sample, routes.get(_request_id(output, sample))) for sample in output.outputs]
             pairs = zip(output.outputs, known, strict=True)
             yield i, [self._completion(sample, sampling.logprobs, route) for sample, route in pairs]
 
@@ -155,6 +159,10 @@ class VllmEngine:
         self.core.rpc("nemo_fp8rl_wake")
         self.sleep_level = 0
 
+    def kernels(self) -> set[str]:
+        """What multiplies its FP8 layers."""
+        return set().union(*self.core.rpc("nemo_fp8rl_kernels"))
+
     def instructions(self) -> str:
         return instructions()
 
@@ -201,6 +209,13 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
     overrides = {}
     if fp8_layers := engine_fp8_layers(read_hf_config(cfg.policy.model_name), cfg):
         overrides["quantization_config"] = quantization_config(cfg.nemo_fp8rl.scale_format, fp8_layers)
+    if torch.cuda.is_available():
+        of_machine: dict[str, Any] = {"enable_sleep_mode": vllm_cfg.sleep_level > 0}
+    else:
+        of_machine = {
+            "enable_chunked_prefill": False,  # a prompt with a seed cannot be split (no offset in its generators)
+            "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, vllm_cfg.max_model_len),
+        }
     return {
         "model": cfg.policy.model_name,
         "tokenizer": cfg.policy.tokenizer.name,
@@ -219,12 +234,18 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
         "kv_cache_memory_bytes": None if cache_gib is None else int(cache_gib * 2**30),
         "logprobs_mode": "processed_logprobs",  # of the distribution really sampled from
         "generation_config": "vllm",  # not the checkpoint's sampling defaults
+        "enable_return_routed_experts": cfg.policy.router_replay.enabled and compat.returns_routes(),
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "seed": cfg.grpo.seed,
-        "enable_chunked_prefill": False,  # on a CPU a prompt with a seed cannot be split (no offset in its generators)
-        "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, vllm_cfg.max_model_len),
+        **of_machine,
     }
+
+
+def _returned(sample: Any, recorded: Tensor | None) -> Tensor | None:
+    """int16 [tokens, layers, top k] of a sample: those that were recorded, or that vLLM returned itself."""
+    chosen = getattr(sample, "routed_experts", None)
+    return recorded if chosen is None else torch.from_numpy(chosen.astype(np.int16))
 
 
 def _raise_first(refusals: Iterable[str]) -> None:

@@ -130,6 +130,10 @@ class VllmGeneration:
         """Start engines again that are found dead."""
         self._all("check_health")
 
+    def kernels(self) -> list[str]:
+        """What multiplies the FP8 layers of its engines; empty without any."""
+        return sorted(set().union(*self.engines.call("kernels", [()] * self.engines.count)))
+
     def instructions(self) -> set[str]:
         """Of the machines of its engines, `machine.instructions`."""
         return set(self.engines.call("instructions", [()] * self.engines.count))

@@ -2,7 +2,7 @@
 
 vLLM calls `register` in every process of an engine, whatever the model. So until a model asks for `nemo_fp8rl` nothing
 is imported here but what vLLM's engine has loaded by then: what is registered is a name with a few answers, and the
-method itself (`cpu_kernels.py`) loads when vLLM makes its config. The linear layers are the emulated ones of
+method itself (`quantization.py`) loads when vLLM makes its config. The linear layers are the emulated ones of
 `fp8.linear`, by the same contract as the trainer's; they run on CPU, where vLLM's own FP8 kernels need AMX and leave
 activations in bfloat16.
 """
@@ -39,7 +39,7 @@ def register() -> None:
 
         @classmethod
         def from_config(cls, config: dict[str, Any]) -> Any:
-            from nemo_fp8rl.generation.cpu_kernels import NemoFp8RlConfig
+            from nemo_fp8rl.generation.quantization import NemoFp8RlConfig
 
             return NemoFp8RlConfig.from_config(config)
 

@@ -8,9 +8,13 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
 from safetensors.torch import save
+from torch import Tensor
+from vllm.platforms import current_platform
 
 from nemo_fp8rl.generation import compat
+from nemo_fp8rl.generation.held import HeldLinearMethod, HeldMoEMethod
 from nemo_fp8rl.generation.routes import RouteRecorder
 from nemo_fp8rl.generation.weight_store import WeightStore, fp8_caches
 from nemo_fp8rl.hf.checkpoint import CheckpointReader
@@ -21,13 +25,17 @@ from nemo_fp8rl.refit.transport.post import dial
 
 
 class RefitWorkerExtension:
-    """Methods that vLLM mixes into its worker; `self.model_runner` and `self.rank` are the worker's own."""
+    """Methods that vLLM mixes into its worker; its own are `model_runner`, `rank`, `sleep` and `wake_up`."""
 
     model_runner: Any
     rank: int
     routes: RouteRecorder
     refit_links: Sequence[IncomingLink] = ()
     asleep: list[tuple[Any, int]] = []  # noqa: RUF012, replaced and never changed
+    kv_scales: list[tuple[Any, tuple[Tensor, Tensor]]] | None = None
+    """Of a sleep on a GPU: attention layers with the scales of their FP8 caches."""
+    sleep: Callable[[int], None]
+    wake_up: Callable[[], None]
 
     @cached_property
     def weight_store(self) -> WeightStore:
@@ -79,8 +87,19 @@ class RefitWorkerExtension:
                 compat.set_kv_scales(attention, *(checkpoint.get(name) for name in names))
         return ""
 
+    def nemo_fp8rl_kernels(self) -> list[str]:
+        """What multiplies the FP8 layers."""
+        methods = (getattr(module, "quant_method", None) for module in self.model_runner.get_model().modules())
+        return sorted({m.kernel_name for m in methods if isinstance(m, HeldLinearMethod | HeldMoEMethod)})
+
     def nemo_fp8rl_sleep(self, level: int) -> int:
-        """Free the KV cache, at level 2 the weights too; returns the bytes. Their tensors stay, without memory."""
+        """Free the KV cache, at level 2 the weights too; returns the bytes. Their tensors stay, without memory.
+
+        On a GPU vLLM's own sleep mode does it, after which tensors are where they were, as CUDA graphs need it; at
+        level 1 it moves the weights to the host.
+        """
+        if current_platform.is_cuda():
+            return self._sleep_on_gpu(level)
         storages = [cache.untyped_storage() for cache in self.model_runner.kv_caches] if level else []
         copies = 0
         if level == 2:
@@ -93,11 +112,25 @@ class RefitWorkerExtension:
         return copies + sum(nbytes for _, nbytes in freed.values())
 
     def nemo_fp8rl_wake(self) -> None:
-        """Give what `nemo_fp8rl_sleep` freed its memory again, filled with zeros."""
+        """Give what `nemo_fp8rl_sleep` freed its memory again, on a CPU filled with zeros."""
+        if self.kv_scales is not None:
+            self.wake_up()
+            for attention, (k_scale, v_scale) in self.kv_scales:  # for which vLLM may have put 1
+                compat.set_kv_scales(attention, k_scale, v_scale)
+            self.kv_scales = None
         for storage, nbytes in self.asleep:
             storage.resize_(nbytes)
             storage.fill_(0)
         self.asleep = []
+
+    def _sleep_on_gpu(self, level: int) -> int:
+        if self.kv_scales is not None:
+            return 0
+        caches = fp8_caches(self.model_runner.get_model()).values()
+        self.kv_scales = [(cache, (cache._k_scale.cpu().clone(), cache._v_scale.cpu().clone())) for cache in caches]
+        before = torch.cuda.mem_get_info()[0]
+        self.sleep(level)
+        return max(0, torch.cuda.mem_get_info()[0] - before)
 
     def nemo_fp8rl_record_routes(self) -> None:
         """From here on keep the experts of every token until `nemo_fp8rl_take_routes`."""

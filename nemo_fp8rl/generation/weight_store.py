@@ -20,15 +20,14 @@ from nemo_fp8rl.fp8 import Fp8Layers, scale_name, scale_shape
 from nemo_fp8rl.fp8.delta import DeltaError
 from nemo_fp8rl.fp8.format import BLOCK
 from nemo_fp8rl.generation import compat
-from nemo_fp8rl.generation.cpu_experts import EmulatedFp8MoEMethod
-from nemo_fp8rl.generation.cpu_kernels import EmulatedFp8LinearMethod
+from nemo_fp8rl.generation.held import HeldLinearMethod, HeldMoEMethod
 from nemo_fp8rl.generation.placement import Slot, slots
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart, blocks_of
 from nemo_fp8rl.refit.message import Content
 from nemo_fp8rl.refit.receive import IncomingLink, Received, received
 
-DIRECT = (EmulatedFp8LinearMethod, EmulatedFp8MoEMethod, UnquantizedEmbeddingMethod)
+DIRECT = (HeldLinearMethod, HeldMoEMethod, UnquantizedEmbeddingMethod)
 """Methods that can derive what they need from the parameters anew; a module without a method derives nothing."""
 
 

@@ -90,18 +90,20 @@ class Content:
         return digest_of(*self.tensors)
 
     def equals(self, other: "Content") -> bool:
-        """To the bit."""
-        return all(
-            torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
-            for a, b in zip(self.tensors, other.tensors, strict=True)
-        )
+        """To the bit, on any devices."""
+        pairs = zip(self.tensors, other.tensors, strict=True)
+        return all(torch.equal(_bytes(a), _bytes(b.to(a.device))) for a, b in pairs)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def digest_of(*tensors: Tensor) -> str:
     """xxh3, 64 bits, of their bytes one after the other."""
     state = xxhash.xxh3_64()
     for tensor in tensors:
-        held = tensor.contiguous()
+        held = tensor.contiguous().cpu()
         memory = ctypes.c_char * held.nbytes  # not numpy, which would forbid a sleeping engine to free the memory
         state.update(memory.from_address(held.data_ptr()) if held.nbytes else b"")
     return state.hexdigest()

@@ -151,17 +151,19 @@ class WeightSender:
         part = piece.part
         if (room := sending.room(piece, part.nbytes)) is None:
             return
-        content = Content.of(part, room)
+        payload = room if values.device == room.device else torch.empty_like(room, device=values.device)
         with sending.report.timed("quantize"):
-            self._quantize(values, content)
+            self._quantize(values, Content.of(part, payload))
+            if payload is not room:
+                room.copy_(payload)
         with sending.report.timed("encode"):
             mark = digest_of(room) if digests else ""
             if keep and part.data_bytes >= DELTA_FROM:
-                self._kept(part).copy_(room)
+                self._kept(part, values.device).copy_(payload)
         sending.add(piece, room, "full", mark)
 
     def _send_delta(self, sending: "_Sending", piece: Piece, values: Tensor, digests: bool) -> None:
-        part, kept = piece.part, self._kept(piece.part)
+        part, kept = piece.part, self._kept(piece.part, values.device)
         with sending.report.timed("quantize"):
             delta = self._update(values, Content.of(part, kept))
         with sending.report.timed("encode"):
@@ -191,11 +193,11 @@ class WeightSender:
         out = _like(values, content)
         return quantize_delta(values, out.data, scale_format=self.scale_format, kernel=self.kernel, out=out)[1]
 
-    def _kept(self, part: TensorPart) -> Tensor:
-        """uint8 [nbytes]: what was sent of the piece, or is now to be."""
+    def _kept(self, part: TensorPart, device: torch.device) -> Tensor:
+        """uint8 [nbytes]: what was sent of the piece, or is now to be; where the weights are."""
         key = part.name, part.region
         if key not in self.base:
-            self.base[key] = torch.empty(part.nbytes, dtype=torch.uint8)
+            self.base[key] = torch.empty(part.nbytes, dtype=torch.uint8, device=device)
         return self.base[key]
 
 

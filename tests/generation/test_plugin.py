@@ -7,6 +7,7 @@ import subprocess
 import sys
 from difflib import unified_diff
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,12 +133,20 @@ def test_an_fp8_checkpoint_is_ours_only_where_the_user_says_so(method):
 def test_the_method_loads_when_vllm_makes_its_config(method):
     from vllm.model_executor.layers.quantization import get_quantization_config
 
-    from nemo_fp8rl.generation.cpu_kernels import NemoFp8RlConfig
+    from nemo_fp8rl.generation.quantization import NemoFp8RlConfig
 
     config = method.from_config(quantization_config("fp32", Fp8Layers(1, 3)))
     assert isinstance(config, NemoFp8RlConfig)
     assert (config.scale_format, config.fp8_layers) == ("fp32", Fp8Layers(1, 3))
     assert get_quantization_config("fp8") is not method
+
+
+def test_a_machine_without_fp8_kernels_is_refused(monkeypatch):
+    from nemo_fp8rl.generation import quantization
+
+    monkeypatch.setattr(quantization, "current_platform", SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False))
+    with pytest.raises(ValueError, match="runs on CPUs and on NVIDIA's GPUs"):
+        quantization.methods()
 
 
 def test_a_checkpoint_of_somebody_else_is_refused(method):

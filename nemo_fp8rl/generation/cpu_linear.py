@@ -1,0 +1,49 @@
+"""FP8 linear layers of an engine on a CPU: emulated, so that they multiply as the trainer's do."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.linear import RowParallelLinear, register_weight_loader_v2_supported_method
+
+from nemo_fp8rl.fp8 import BLOCK, BlockScaled, fprop
+from nemo_fp8rl.fp8.linear import operand_dtype
+from nemo_fp8rl.generation.cpu_parallel import counted_once, summed
+from nemo_fp8rl.generation.held import HeldLinearMethod
+
+
+@register_weight_loader_v2_supported_method
+class EmulatedFp8LinearMethod(HeldLinearMethod):
+    """Multiplies a dequantized copy of what it holds."""
+
+    kernel_name = "fp8.fprop (emulated)"
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        super().create_weights(
+            layer, input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype, **extra
+        )
+        self.sums_parts = isinstance(layer, RowParallelLinear) and layer.tp_size > 1 and layer.reduce_results
+        layer.fp8_operand_dtype = torch.float32 if self.sums_parts else operand_dtype(params_dtype, self.scale_format)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.fp8_dequantized = None  # made of the new bytes by the first multiplication
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if layer.fp8_dequantized is None:
+            stored = BlockScaled(layer.weight.data, layer.weight_scale_inv.data, BLOCK)
+            layer.fp8_dequantized = stored.dequantize(layer.fp8_operand_dtype)
+        if self.sums_parts:
+            y = summed(fprop(x, layer.fp8_dequantized, self.scale_format, torch.float32), x.dtype)
+            y = counted_once(y)
+        else:
+            y = fprop(x, layer.fp8_dequantized, self.scale_format)
+        return y if bias is None else y + bias

@@ -1,0 +1,91 @@
+"""FP8 experts of an engine on a GPU: activations quantized by the contract, then vLLM's Triton kernel for experts."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation, apply_moe_activation
+from vllm.model_executor.layers.fused_moe.fused_moe import invoke_fused_moe_triton_kernel, try_get_optimal_moe_config
+from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
+from vllm.model_executor.layers.fused_moe.moe_fused_mul_sum import moe_fused_mul_sum
+from vllm.triton_utils import tl
+
+from nemo_fp8rl.fp8 import BLOCK, quantize_activations
+from nemo_fp8rl.generation.held import HeldMoEMethod
+
+COMPUTE_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class NativeFp8MoEMethod(HeldMoEMethod):
+    """Multiplies what it holds, as it came."""
+
+    kernel_name = "fused_moe_kernel (Triton)"
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Nothing is made of the weights."""
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any,
+        shared_experts_input: Tensor | None,
+    ) -> Tensor:
+        """x [tokens, H], topk_* [tokens, k] -> [tokens, H], the rank's part of the sum over experts.
+
+        The steps of vLLM's own `fused_experts_impl` (fused_moe.py) with our quantizer in the place of its, and with
+        what experts say weighted in the sum, in float32, as on a CPU; vLLM rounds it to bfloat16 before.
+        """
+        w13, w2 = layer.w13_weight, layer.w2_weight
+        tokens, k = topk_ids.shape
+        config = try_get_optimal_moe_config(w13.shape, w2.shape, k, "fp8_w8a8", tokens, block_shape=list(BLOCK))
+        order = moe_align_block_size(
+            topk_ids,
+            config["BLOCK_SIZE_M"],
+            layer.global_num_experts,
+            layer.expert_map,
+            ignore_invalid_experts=True,
+        )
+        gate_up = self._multiply(x, w13, layer.w13_weight_scale_inv, k, order, config)
+        said = x.new_empty((tokens * k, w2.size(2)))
+        apply_moe_activation(MoEActivation.SILU, said, gate_up.view(tokens * k, -1))
+        parts = self._multiply(said, w2, layer.w2_weight_scale_inv, 1, order, config).view(tokens, k, -1)
+        return moe_fused_mul_sum(parts, topk_weights, topk_ids=topk_ids, expert_map=layer.expert_map)
+
+    def _multiply(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        scale_inv: Tensor,
+        k: int,
+        order: tuple[Tensor, Tensor, Tensor],
+        config: dict[str, Any],
+    ) -> Tensor:
+        """Each row of x [M, K] with the weights [E, N, K] of its k experts: [M, k, N], unwritten for another rank's.
+
+        order: of `moe_align_block_size`.
+        """
+        out = x.new_empty((x.size(0), k, weight.size(1)))
+        quantized = quantize_activations(x, self.scale_format)
+        invoke_fused_moe_triton_kernel(
+            quantized.data,
+            weight,
+            out,
+            quantized.scale_inv,
+            scale_inv,
+            None,
+            *order,
+            mul_routed_weight=False,
+            top_k=k,
+            config=config,
+            compute_type=COMPUTE_TYPES[x.dtype],
+            use_fp8_w8a8=True,
+            use_int8_w8a8=False,
+            use_int8_w8a16=False,
+            use_int4_w4a16=False,
+            per_channel_quant=False,
+            block_shape=list(BLOCK),
+        )
+        return out

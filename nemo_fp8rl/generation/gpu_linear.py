@@ -1,0 +1,116 @@
+"""FP8 linear layers of an engine on a GPU: activations quantized by the contract, then one of vLLM's block kernels.
+
+vLLM chooses among more kernels than are taken here. Left out is what would multiply something else than the trainer's
+numbers: FlashInfer's quantizes small batches by itself, Marlin and Humming leave activations in bfloat16. DeepGEMM is
+for Hopper alone: on Blackwell it needs scales in a byte, for which vLLM quantizes the weights again.
+"""
+
+import importlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from vllm.model_executor.kernels.linear import is_supported_and_can_implement_kernel
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearLayerConfig
+from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
+from vllm.platforms import current_platform
+
+from nemo_fp8rl.fp8 import quantize_activations
+from nemo_fp8rl.generation.held import HeldLinearMethod
+
+HOPPER = 90
+
+
+class BlockKernel(NamedTuple):
+    """rows: 0 where it takes the scales of activations [M, K/128] row by row; else column by column, each of a multiple
+    of so many rows.
+    """
+
+    module: str
+    name: str
+    rows: int
+
+
+KERNELS = (
+    BlockKernel("deep_gemm", "DeepGemmFp8BlockScaledMMKernel", 4),
+    BlockKernel("cutlass", "CutlassFp8BlockScaledMMKernel", 1),
+    BlockKernel("triton", "TritonFp8BlockScaledMMKernel", 0),
+)
+"""vLLM's, the fastest first (model_executor/kernels/linear/scaled_mm/)."""
+
+
+@register_weight_loader_v2_supported_method
+class NativeFp8LinearMethod(HeldLinearMethod):
+    """Multiplies what it holds, as it came."""
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        super().create_weights(
+            layer, input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype, **extra
+        )
+        self.kernel, self.rows = _kernel(tuple(layer.weight.shape), params_dtype)
+        self.kernel_name = type(self.kernel).__name__
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Nothing is made of the weights."""
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        x2 = x.reshape(-1, x.size(-1))
+        data, scale_inv = torch.ops.nemo_fp8rl.quantize_activations(x2, self.scale_format == "pow2", self.rows)
+        y = self.kernel.apply_block_scaled_mm(A=data, B=layer.weight, As=scale_inv, Bs=layer.weight_scale_inv)
+        return (y if bias is None else y + bias).view(*x.shape[:-1], -1)
+
+
+def _kernel(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Any, int]:
+    """For weights [N, K], with the `rows` of its kind. Raises ValueError with the reasons where none can be had."""
+    config = FP8ScaledMMLinearLayerConfig(
+        weight_quant_key=kFp8Static128BlockSym,
+        activation_quant_key=kFp8Dynamic128Sym,
+        weight_shape=shape,
+        input_dtype=dtype,
+        out_dtype=dtype,
+    )
+    reasons = []
+    for kind in KERNELS:
+        module = importlib.import_module(f"vllm.model_executor.kernels.linear.scaled_mm.{kind.module}")
+        kernel_class = getattr(module, kind.name)
+        can, reason = is_supported_and_can_implement_kernel(kernel_class, config, None)
+        if kind.module == "deep_gemm" and not current_platform.is_device_capability(HOPPER):
+            can, reason = False, f"{kind.name} is for Hopper here."
+        if can:
+            kernel = kernel_class(config)
+            kernel.use_deep_gemm_e8m0 = False  # the scales are float32, whatever their values
+            return kernel, kind.rows
+        reasons.append(reason)
+    raise ValueError(f"no FP8 kernel for a linear layer {list(shape)}: {' '.join(reasons)}")
+
+
+@torch.library.custom_op("nemo_fp8rl::quantize_activations", mutates_args=())
+def _quantize_activations(x: Tensor, pow2: bool, rows: int) -> tuple[Tensor, Tensor]:
+    """x [M, K] -> E4M3 [M, K] and its scales [M, ceil(K/128)]; an operation of its own for torch.compile's sake."""
+    quantized = quantize_activations(x, "pow2" if pow2 else "fp32")
+    return quantized.data, _laid_out(quantized.scale_inv, rows)
+
+
+@_quantize_activations.register_fake
+def _(x: Tensor, pow2: bool, rows: int) -> tuple[Tensor, Tensor]:
+    scale_inv = x.new_empty((x.size(0), -(-x.size(1) // 128)), dtype=torch.float32)
+    return torch.empty_like(x, dtype=torch.float8_e4m3fn), _laid_out(scale_inv, rows)
+
+
+def _laid_out(scale_inv: Tensor, rows: int) -> Tensor:
+    """See `BlockKernel`."""
+    if not rows:
+        return scale_inv
+    m, k = scale_inv.shape
+    columns = scale_inv.new_empty((k, -(-m // rows) * rows))
+    return columns.t()[:m].copy_(scale_inv)

@@ -1,0 +1,96 @@
+"""vLLM modules that hold FP8 weights as they come over the wire, so that `weight_store` can write them in place.
+
+Built on what vLLM offers to out-of-tree quantization: a `LinearMethodBase`, a `FusedMoEMethodBase`, its own parameter
+classes (so that its weight loaders fuse q, k, v and gate, up), and layerwise reload, which calls
+`process_weights_after_loading` again after every refit. How they multiply is said by `cpu_linear` and `cpu_experts`, or
+by `gpu_linear` and `gpu_experts`: the same weights by the same contract.
+"""
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import FusedMoeWeightScaleSupported
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.parameter import BlockQuantScaleParameter, ModelWeightParameter
+from vllm.model_executor.utils import set_weight_attrs
+
+from nemo_fp8rl.fp8 import BLOCK, ScaleFormat, scale_shape
+from nemo_fp8rl.fp8.format import E4M3
+
+
+class HeldLinearMethod(LinearMethodBase):
+    """Holds `weight` [N, K] (E4M3) and `weight_scale_inv` [ceil(N/128), ceil(K/128)] (float32).
+
+    kernel_name: of what multiplies them.
+    """
+
+    kernel_name: str
+
+    def __init__(self, scale_format: ScaleFormat) -> None:
+        self.scale_format = scale_format
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        shape = sum(output_partition_sizes), input_size_per_partition
+        if any(size % BLOCK[0] for size in output_partition_sizes[:-1]):
+            raise ValueError(f"parts of {output_partition_sizes} rows do not start at multiples of {BLOCK[0]}")
+        loader = extra["weight_loader"]
+        layer.weight_block_size = list(BLOCK)  # read by vLLM's loaders when they place the scales of a fused part
+        weight = torch.empty(shape, dtype=E4M3)
+        scale = torch.empty(scale_shape(shape, BLOCK), dtype=torch.float32)
+        layer.register_parameter(
+            "weight", ModelWeightParameter(data=weight, input_dim=1, output_dim=0, weight_loader=loader)
+        )
+        layer.register_parameter(
+            "weight_scale_inv", BlockQuantScaleParameter(data=scale, input_dim=1, output_dim=0, weight_loader=loader)
+        )
+
+
+class HeldMoEMethod(FusedMoEMethodBase):
+    """Holds `w13_weight` [E, 2 * I, H] and `w2_weight` [E, H, I] (E4M3) with their scales, float32."""
+
+    kernel_name: str
+
+    def __init__(self, moe: FusedMoEConfig, scale_format: ScaleFormat) -> None:
+        super().__init__(moe)
+        self.scale_format = scale_format
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        if intermediate_size_per_partition % BLOCK[0]:
+            raise ValueError(f"experts of {intermediate_size_per_partition} rows do not end at multiples of {BLOCK[0]}")
+        layer.weight_block_size = list(BLOCK)  # read by vLLM's loaders when they place the scales
+        shapes = {
+            "w13": (2 * intermediate_size_per_partition, hidden_size),
+            "w2": (hidden_size, intermediate_size_per_partition),
+        }
+        for name, shape in shapes.items():
+            weight = torch.empty(num_experts, *shape, dtype=E4M3)
+            scale = torch.empty(num_experts, *scale_shape(shape, BLOCK), dtype=torch.float32)
+            for leaf, data, more in (
+                ("weight", weight, {}),
+                ("weight_scale_inv", scale, {"quant_method": FusedMoeWeightScaleSupported.BLOCK.value}),
+            ):
+                parameter = torch.nn.Parameter(data, requires_grad=False)
+                layer.register_parameter(f"{name}_{leaf}", parameter)
+                set_weight_attrs(parameter, extra | more)
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        return None

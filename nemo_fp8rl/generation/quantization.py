@@ -1,0 +1,70 @@
+"""The quantization method `nemo_fp8rl` of vLLM: which of a model's modules hold FP8, and what multiplies it where."""
+
+from typing import Any, cast
+
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.platforms import current_platform
+
+from nemo_fp8rl.fp8 import Fp8Layers, ScaleFormat
+from nemo_fp8rl.fp8.kernels import load_emulation
+from nemo_fp8rl.generation import compat
+from nemo_fp8rl.generation.held import HeldLinearMethod, HeldMoEMethod
+
+
+class NemoFp8RlConfig(Fp8Config):
+    """Blockwise FP8 with the contract's scale format, in the layers it names.
+
+    Of a `quant_method: nemo_fp8rl`, or of an exported checkpoint. `from_config` raises ValueError on another one's.
+    """
+
+    scale_format: ScaleFormat = "pow2"
+    fp8_layers: Fp8Layers
+
+    @classmethod
+    def get_name(cls) -> Any:
+        return "nemo_fp8rl"
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 89  # FP8 tensor cores
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "NemoFp8RlConfig":
+        if missing := sorted({"scale_format", "fp8_layers"} - config.keys()):
+            raise ValueError(
+                f"quantization {cls.get_name()}: the checkpoint's quantization_config lacks {' and '.join(missing)}, "
+                "so it was not written by `nemo-fp8rl export`; leave its quantization to vLLM"
+            )
+        own = cast(NemoFp8RlConfig, super().from_config(config))
+        own.scale_format = config["scale_format"]
+        first, end, ignored = config["fp8_layers"]
+        own.fp8_layers = Fp8Layers(first, end, tuple(ignored))
+        if current_platform.is_cpu():
+            load_emulation("cpu")  # here, for numba must be there before the next line, not after it
+            compat.survive_scan_of_llvmlite()
+        return own
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        linear, experts = methods()
+        if isinstance(layer, RoutedExperts) and self.fp8_layers.quantizes(prefix):
+            return experts(layer.moe_config, self.scale_format)
+        if not isinstance(layer, LinearBase):
+            return None
+        return linear(self.scale_format) if self.fp8_layers.quantizes(prefix) else UnquantizedLinearMethod()
+
+
+def methods() -> tuple[type[HeldLinearMethod], type[HeldMoEMethod]]:
+    """Of linear layers and of experts, for the machine that vLLM runs on. Raises ValueError where there are none."""
+    if current_platform.is_cpu():
+        from nemo_fp8rl.generation.cpu_experts import EmulatedFp8MoEMethod
+        from nemo_fp8rl.generation.cpu_linear import EmulatedFp8LinearMethod
+
+        return EmulatedFp8LinearMethod, EmulatedFp8MoEMethod
+    if not current_platform.is_cuda():
+        raise ValueError(f"quantization {NemoFp8RlConfig.get_name()} runs on CPUs and on NVIDIA's GPUs")
+    from nemo_fp8rl.generation.gpu_experts import NativeFp8MoEMethod
+    from nemo_fp8rl.generation.gpu_linear import NativeFp8LinearMethod
+
+    return NativeFp8LinearMethod, NativeFp8MoEMethod

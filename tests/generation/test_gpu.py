@@ -1,0 +1,59 @@
+"""An engine on a real GPU, with CUDA graphs; `tests/gpu_engine` has its methods on Triton's interpreter."""
+
+import pytest
+import torch
+
+from nemo_fp8rl.recipe import load
+from nemo_fp8rl.tiny import make_tiny
+from tests.conftest import RECIPES, SMALL
+from tests.generation.pair import GREEDY, Pair, outputs
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+VLLM = "policy.generation.vllm_cfg"
+CASES = {
+    "dense": ("qwen3", "nemo_fp8rl.flow=fp8_e2e"),
+    "eager": ("qwen3", "nemo_fp8rl.flow=fp8_e2e", f"{VLLM}.enforce_eager=true"),
+    "deltas": ("qwen3", "nemo_fp8rl.flow=fp8_e2e", "nemo_fp8rl.refit.mode=delta"),
+    "experts": ("qwen3_moe", "nemo_fp8rl.flow=fp8_e2e"),
+    "FP8 KV cache": ("qwen3", "nemo_fp8rl.flow=fp8_e2e", f"{VLLM}.kv_cache_dtype=fp8"),
+    "bf16": ("qwen3", "nemo_fp8rl.flow=bf16"),
+}
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+def pair(request, tmp_path_factory):
+    family, *overrides = request.param
+    folder = tmp_path_factory.mktemp(family) / "tiny"
+    sizes = {} if family == "qwen3_moe" else {"hidden_size": 1024, "intermediate_size": 3072}
+    make_tiny(folder, "add", 0, family, num_attention_heads=8, num_key_value_heads=4, head_dim=128, **sizes)
+    paths = (f"policy.model_name={folder}/model", f"data.train.data_path={folder}/data.jsonl")
+    ours = ("nemo_fp8rl.align=none", f"{VLLM}.enforce_eager=false", f"{VLLM}.gpu_memory_utilization=0.3")
+    pair = Pair(load(RECIPES / "tiny_cpu.yaml", [*SMALL, *paths, *ours, f"{VLLM}.sleep_level=1", *overrides]))
+    yield pair
+    pair.close()
+
+
+def test_after_one_and_after_ten_refits_it_is_a_fresh_engine(pair, tmp_path):
+    pair.is_fresh_after_refits(tmp_path)
+
+
+def test_the_trainer_and_the_engine_agree(pair, record_property):
+    pair.refit()
+    record_property("token_mult_prob_error", error := pair.mismatch())
+    record_property("kernels", pair.generation.kernels())
+    assert 1 <= error < 1.05
+
+
+def test_it_sleeps_and_wakes(pair):
+    pair.refit()
+    before = outputs(pair.generate(GREEDY))
+    assert pair.engine.finish_generation(1) > 0
+    pair.engine.prepare_for_generation()
+    assert outputs(pair.generate(GREEDY)) == before
+    assert pair.engine.finish_generation(2) > 0
+    pair.engine.prepare_for_generation()
+    pair.refit()
+    assert outputs(pair.generate(GREEDY)) == before

@@ -1,0 +1,90 @@
+"""`pytest -p tests.gpu_engine.plugin`: the engine's methods for GPUs on a CPU, before any test imports vLLM.
+
+Real: our methods, vLLM's engine, loaders, router and Triton kernels, which Triton's interpreter runs value by value.
+Fake: that this machine has a backend for Triton, and the two compiled functions that vLLM's CPU build lacks.
+"""
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
+
+import torch
+import torch.nn.functional as F
+import triton.backends
+import triton.language as tl
+from torch import Tensor
+from triton.runtime import interpreter
+
+FAKE_DRIVER = SimpleNamespace(is_active=lambda: True)
+triton.backends.backends["cpu"] = SimpleNamespace(driver=FAKE_DRIVER, compiler=None)  # vLLM's CPU build asks for it
+
+
+def _round_to_nearest(builder, source, dtype):
+    """The interpreter's cast, which cuts float32 off where bfloat16 ends; a GPU rounds."""
+    if (source.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
+        return _cast(builder, source, dtype)
+    rounded = torch.from_numpy(source.data.copy()).bfloat16().view(torch.int16).numpy()
+    return interpreter.TensorHandle(rounded.view("uint16"), dtype.scalar)
+
+
+def _convert_e4m3_quickly(values, source, target, rounding):
+    """The interpreter's conversion of what it multiplies, which is the same number and takes most of its time."""
+    if (source, target) != (tl.float8e4nv, tl.float16):
+        return _convert(values, source, target, rounding)
+    return torch.from_numpy(values.copy()).view(torch.float8_e4m3fn).half().numpy()
+
+
+_cast, _convert = interpreter.InterpreterBuilder.cast_impl, interpreter._convert_float
+interpreter.InterpreterBuilder.cast_impl = _round_to_nearest
+interpreter.InterpreterBuilder.create_fp_trunc = _round_to_nearest
+interpreter._convert_float = _convert_e4m3_quickly
+
+
+def fake_silu_and_mul(activation: Any, out: Tensor, gate_up: Tensor) -> None:
+    """As CUDA's kernel rounds, twice; that of the CPU build rounds once."""
+    gate, up = gate_up.chunk(2, -1)
+    out.copy_(F.silu(gate) * up)
+
+
+def fake_moe_align_block_size(
+    topk_ids: Tensor,
+    num_experts: int,
+    block_size: int,
+    sorted_token_ids: Tensor,
+    expert_ids: Tensor,
+    num_tokens_post_pad: Tensor,
+    expert_map: Tensor | None = None,
+    *further: None,
+) -> None:
+    """Rows of `topk_ids` by expert, each expert's filled up to whole blocks with a number that is no row's."""
+    flat = topk_ids.view(-1)
+    sorted_token_ids.fill_(flat.numel())
+    at = 0
+    for expert in range(num_experts):
+        own = expert if expert_map is None else int(expert_map[expert])
+        rows = (flat == expert).nonzero()[:, 0]
+        if own < 0 or not len(rows):
+            continue
+        sorted_token_ids[at : at + len(rows)] = rows
+        end = at + -(-len(rows) // block_size) * block_size
+        expert_ids[at // block_size : end // block_size] = own
+        at = end
+    num_tokens_post_pad.fill_(at)
+
+
+def pytest_sessionstart() -> None:
+    """Into vLLM, which is imported here."""
+    from vllm import _custom_ops
+    from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
+
+    from nemo_fp8rl.generation import gpu_experts, quantization
+    from nemo_fp8rl.generation.gpu_experts import NativeFp8MoEMethod
+    from nemo_fp8rl.generation.gpu_linear import NativeFp8LinearMethod
+
+    torch.cpu._init_amx()  # vLLM's attention for AMX leaves it to the linear layers before it
+    gpu_experts.apply_moe_activation = fake_silu_and_mul
+    _custom_ops.moe_align_block_size = fake_moe_align_block_size
+    TritonFp8BlockScaledMMKernel.is_supported = classmethod(lambda cls, capability=None: (True, None))
+    quantization.methods = lambda: (NativeFp8LinearMethod, NativeFp8MoEMethod)

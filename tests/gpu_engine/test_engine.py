@@ -1,0 +1,82 @@
+"""An engine of the methods for GPUs, as far as a CPU has it: every refit, and what it answers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nemo_fp8rl.algorithms.loss import NllLoss
+from nemo_fp8rl.algorithms.mismatch import mismatch_metrics
+from nemo_fp8rl.recipe import load
+from nemo_fp8rl.tiny import make_tiny
+from nemo_fp8rl.train import routes_known
+from tests.conftest import RECIPES, SMALL
+from tests.generation.pair import GREEDY, Pair, outputs
+from tests.policy.sent import sent_tensors
+
+CASES = [("qwen3", "pow2"), ("qwen2", "fp32"), ("qwen3_moe", "pow2")]
+SHORT = replace(GREEDY, max_new_tokens=3)
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def pair(request, tmp_path_factory):
+    family, scale_format = request.param
+    folder = tmp_path_factory.mktemp(family) / "tiny"
+    make_tiny(folder, "add", 0, family)
+    paths = (f"policy.model_name={folder}/model", f"data.train.data_path={folder}/data.jsonl")
+    flow = ("nemo_fp8rl.flow=fp8_e2e", f"nemo_fp8rl.scale_format={scale_format}", "nemo_fp8rl.refit.mode=delta")
+    replay = [f"policy.router_replay.enabled={str(family == 'qwen3_moe').lower()}"]
+    pair = Pair(load(RECIPES / "tiny_cpu.yaml", [*SMALL, *paths, *flow, *replay]))
+    pair.prompts = pair.prompts[:3]
+    yield pair
+    pair.close()
+
+
+@pytest.fixture(scope="module")
+def batch(pair):
+    """The engine's own samples, of the first weights."""
+    pair.refit()
+    return pair.samples()
+
+
+def test_its_layers_are_vllms_triton_kernels(pair):
+    experts = {"fused_moe_kernel (Triton)"} if pair.worker.hf.family.experts else set()
+    assert set(pair.generation.kernels()) == {"TritonFp8BlockScaledMMKernel", *experts}
+
+
+def test_it_samples_by_the_trainers_log_probs(pair, batch):
+    logprobs = pair.worker.logprobs(batch)
+    error = mismatch_metrics(logprobs, batch["generation_logprobs"], batch["token_mask"])["token_mult_prob_error"]
+    assert 1 <= error < 1.001
+
+
+def test_its_experts_come_along_as_vllm_returns_them(pair, batch):
+    if not pair.worker.hf.family.experts:
+        pytest.skip("no experts")
+    assert routes_known(batch) == {"routes_known": 1.0}
+    routes = batch["routed_experts"]
+    assert routes.shape == (*batch["input_ids"].shape, 2, 2)
+    assert routes.dtype == torch.int16
+    assert (routes[..., 0] != routes[..., 1])[routes[..., 0] >= 0].all()
+
+
+def test_it_is_a_fresh_engine_after_deltas_in_place(pair, batch, tmp_path):
+    """To the bit, and every FP8 tensor stays where it is, for CUDA graphs hold addresses."""
+    pair.refit()
+    before, held = outputs(pair.generate(SHORT)), addresses(pair)
+    for _ in range(2):
+        pair.worker.train_step(batch, NllLoss(), 12.0, float(batch["token_mask"].sum()))
+        report = pair.refit()
+    assert report.delta
+    assert addresses(pair) == held
+    got = outputs(pair.generate(SHORT))
+    assert got != before
+    fresh = pair.fresh_engine(sent_tensors(pair.worker), tmp_path / "fresh")
+    assert got == outputs(pair.generate(SHORT, fresh))
+
+
+def addresses(pair) -> dict[str, int]:
+    (found,) = pair.engine.core.llm.apply_model(lambda model: list(model.named_parameters()))
+    fp8 = {n: p.data_ptr() for n, p in found if p.dtype is torch.float8_e4m3fn or n.endswith("_scale_inv")}
+    assert fp8
+    return fp8

@@ -1,0 +1,125 @@
+"""The methods for GPUs by themselves."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemo_fp8rl.fp8 import fprop, quantize_activations, quantize_blockwise
+from nemo_fp8rl.fp8.format import ALONG_LAST
+from nemo_fp8rl.generation import gpu_linear
+from nemo_fp8rl.generation.gpu_experts import NativeFp8MoEMethod
+from nemo_fp8rl.generation.gpu_linear import KERNELS, NativeFp8LinearMethod
+
+EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 4, 256, 128, 2
+QUANTIZE = torch.ops.nemo_fp8rl.quantize_activations
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
+@pytest.mark.parametrize(
+    ("tokens", "rows", "strides"), [(5, 0, (2, 1)), (5, 1, (1, 5)), (5, 4, (1, 8)), (8, 4, (1, 8))]
+)
+def test_activations_are_the_contracts_in_the_layout_of_the_kernel(tokens, rows, strides, scale_format):
+    x = randn(tokens, 256)
+    data, scale_inv = QUANTIZE(x, scale_format == "pow2", rows)
+    expected = quantize_blockwise(x, block=ALONG_LAST, scale_format=scale_format, kernel="reference")
+    assert torch.equal(data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(scale_inv, expected.scale_inv)
+    assert scale_inv.stride() == strides
+    torch.library.opcheck(QUANTIZE, (x, scale_format == "pow2", rows))
+
+
+@pytest.fixture
+def in_vllm():
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    with set_current_vllm_config(VllmConfig()):
+        yield
+
+
+def test_a_value_that_is_not_finite_stays_visible():
+    x = randn(3, 256)
+    x[1, 200] = torch.inf
+    assert quantize_activations(x).scale_inv.isnan().nonzero().tolist() == [[1, 1]]
+
+
+@pytest.mark.usefixtures("in_vllm")
+def test_the_fastest_kernel_that_can_is_taken(monkeypatch):
+    asked = []
+
+    def can(kernel_class, config, capability):
+        asked.append(kernel_class.__name__)
+        return kernel_class.__name__.startswith(able), f"{kernel_class.__name__} cannot."
+
+    monkeypatch.setattr(gpu_linear, "is_supported_and_can_implement_kernel", can)
+    able = "Triton"
+    kernel, rows = gpu_linear._kernel((384, 256), torch.bfloat16)
+    assert (type(kernel).__name__, rows) == (KERNELS[-1].name, 0)
+    assert asked == [kind.name for kind in KERNELS]
+    able = "DeepGemm"  # whose scales are float32 only on Hopper
+    with pytest.raises(ValueError, match=r"no FP8 kernel for .* \[384, 256\].*is for Hopper.*Triton.*cannot"):
+        gpu_linear._kernel((384, 256), torch.bfloat16)
+
+
+@pytest.mark.usefixtures("in_vllm")
+@pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
+def test_a_linear_layer_is_the_emulated_one(scale_format):
+    x, weight, bias = randn(2, 3, 256), quantize_blockwise(randn(384, 256, seed=1)), randn(384, seed=2)
+    method = NativeFp8LinearMethod(scale_format)
+    method.kernel, method.rows = gpu_linear._kernel((384, 256), torch.bfloat16)
+    y = method.apply(SimpleNamespace(weight=weight.data, weight_scale_inv=weight.scale_inv), x, bias)
+    expected = fprop(x, weight.dequantize(torch.float32), scale_format) + bias
+    assert y.shape == (2, 3, 384)
+    assert (y == expected).float().mean() > 0.99
+    torch.testing.assert_close(y, expected)
+
+
+@pytest.mark.usefixtures("in_vllm")
+def test_torch_compile_sees_a_linear_layer_whole():
+    method = NativeFp8LinearMethod("pow2")
+    method.kernel, method.rows = gpu_linear._kernel((384, 256), torch.bfloat16)
+    x, weight = randn(3, 256), quantize_blockwise(randn(384, 256, seed=1))
+    layer = SimpleNamespace(weight=weight.data, weight_scale_inv=weight.scale_inv)
+    with torch._dynamo.config.patch(disable=False):
+        compiled = torch.compile(lambda x: method.apply(layer, x), backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x), method.apply(layer, x))
+
+
+@pytest.fixture
+def experts():
+    """(layer, the same cut into two ranks' experts)"""
+    w13 = quantize_blockwise(randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN, seed=3))
+    w2 = quantize_blockwise(randn(EXPERTS, HIDDEN, INTERMEDIATE, seed=4))
+
+    def layer(own: list[int], expert_map: Tensor | None):
+        return SimpleNamespace(
+            w13_weight=w13.data[own],
+            w13_weight_scale_inv=w13.scale_inv[own],
+            w2_weight=w2.data[own],
+            w2_weight_scale_inv=w2.scale_inv[own],
+            global_num_experts=EXPERTS,
+            expert_map=expert_map,
+        )
+
+    ranks = [layer([0, 2], torch.tensor([0, -1, 1, -1])), layer([1, 3], torch.tensor([-1, 0, -1, 1]))]
+    return layer([0, 1, 2, 3], None), ranks
+
+
+def test_two_ranks_of_experts_say_together_what_one_does(experts):
+    whole, ranks = experts
+    method = object.__new__(NativeFp8MoEMethod)
+    method.scale_format = "pow2"
+    x = randn(7, HIDDEN, seed=5)
+    chosen = torch.rand((7, EXPERTS), generator=torch.Generator().manual_seed(7)).topk(TOP_K).indices.int()
+    chosen[0] = torch.tensor([0, 2])  # of which the second rank has none
+    weights = torch.rand((7, TOP_K), generator=torch.Generator().manual_seed(6))
+    together = method.apply(whole, x, weights, chosen, None, None)
+    parts = [method.apply(rank, x, weights, chosen, None, None) for rank in ranks]
+    assert not parts[1][0].any()
+    difference = sum(part.float() for part in parts) - together.float()
+    assert difference.abs().max() < 0.01 * together.abs().max()
