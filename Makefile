@@ -61,7 +61,8 @@ test-vllm-matrix: $(VLLM_MATRIX:%=test-vllm-%)  ## the generation tests with old
 test-vllm-%: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 test-vllm-%: .venv/vllm-%/installed
 	@PYTHONPATH=$(CURDIR)/.venv/vllm-$* $(BIN)/python -m pytest -q tests/generation $(ARGS)
-	@$(if $(ARGS),,PYTHONPATH=$(CURDIR)/.venv/vllm-$* $(BIN)/python -m pytest -q -p tests.gpu_engine.plugin tests/gpu_engine)
+	@$(if $(ARGS),,PYTHONPATH=$(CURDIR)/.venv/vllm-$* $(BIN)/python -m pytest -q \
+	  -p tests.gpu_engine.plugin tests/gpu_engine/test_methods.py)
 
 .PRECIOUS: .venv/vllm-%/installed
 .venv/vllm-%/installed: requirements/vllm-%.txt | setup-dev

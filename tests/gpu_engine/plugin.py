@@ -5,11 +5,14 @@ Fake: that this machine has a backend for Triton, and the two compiled functions
 """
 
 import os
+import sys
+from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
 
+import pytest
 import torch
 import torch.nn.functional as F
 import triton.backends
@@ -76,6 +79,12 @@ def fake_moe_align_block_size(
 
 def pytest_sessionstart() -> None:
     """Into vLLM, which is imported here."""
+    with pytest.MonkeyPatch.context() as patch:  # 0.27 asks for a distribution `vllm`, which the CPU build is not
+        version = metadata.version
+        patch.setattr(metadata, "version", lambda name: "0+cpu" if name == "vllm" else version(name))
+        import vllm.triton_utils
+    assert vllm.triton_utils.HAS_TRITON
+    sys.modules["vllm.platforms.rocm"] = SimpleNamespace(on_gfx1250=lambda: False)  # 0.27 asks it wherever it runs
     from vllm import _custom_ops
     from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
 
