@@ -189,7 +189,9 @@ class VllmConfig(_Block):
     async_engine: bool = False
     """The engine's core in a process of its own (vLLM's AsyncLLM) rather than in the engine's."""
     sleep_level: Literal[0, 1, 2] = 0
-    """What an engine gives back while the trainer works (ours): nothing; its KV cache; its weights, too."""
+    """What an engine gives back while the trainer works (ours): nothing; its KV cache; its weights, too. On a GPU 1
+    moves the weights to the host.
+    """
     quantization_ignored_layer_kws: tuple[str, ...] = ()
     """Layers whose names hold one of these words are not FP8, such as o_proj or layers.3.mlp; on both sides."""
     num_first_layers_in_bf16: int = 0

@@ -2,9 +2,7 @@
 
 vLLM calls `register` in every process of an engine, whatever the model. So until a model asks for `nemo_fp8rl` nothing
 is imported here but what vLLM's engine has loaded by then: what is registered is a name with a few answers, and the
-method itself (`quantization.py`) loads when vLLM makes its config. The linear layers are the emulated ones of
-`fp8.linear`, by the same contract as the trainer's; they run on CPU, where vLLM's own FP8 kernels need AMX and leave
-activations in bfloat16.
+method itself (`quantization.py`) loads when vLLM makes its config.
 """
 
 from collections.abc import Iterable
