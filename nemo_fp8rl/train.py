@@ -102,8 +102,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
     ):
         bridge = build_bridge(cfg, policy, generation, first_version=run.done)
         run.add_choice("refit", bridge.described)
-        if engine_kernels := generation.kernels():
-            run.add_choice("engine", ", ".join(engine_kernels))
+        run.add_choice("engine_kernels", ", ".join(generation.kernels()))
         run.add_choice("processors", processors(policy.instructions(), generation.instructions()))
         parts = Parts(cfg, tokenizer, val_prompts, policy, generation, bridge, sampling)
         if cfg.fp8_kv_cache and not run.done:

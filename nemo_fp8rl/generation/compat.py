@@ -160,3 +160,6 @@ def set_kv_scales(attention: Any, k_scale: Tensor, v_scale: Tensor) -> None:
         setattr(attention, f"_{x}_scale_float", float(scale))
         if vllm_version() >= (0, 26):
             getattr(attention, f"_{x}_scale_cpu").copy_(scale)
+    for product in ("bmm1_scale", "bmm2_scale"):  # FlashInfer's, which it makes of the first scales once
+        if hasattr(attention.impl, product):
+            setattr(attention.impl, product, None)

@@ -75,6 +75,15 @@ class SteppedCore:
         finally:
             if waiting:
                 self.llm.abort_request(list(waiting))
+            self._drain()
+
+    def _drain(self) -> None:
+        """Take in the batch that vLLM's asynchronous scheduling, which it has on GPUs, ran ahead of the last answer's
+        end. Left under way it would be read after what comes next, such as a refit.
+        """
+        while getattr(self.llm.engine_core.engine_core, "batch_queue", None):
+            with self._ranks_alive():
+                self.llm.step()
 
     def rpc(self, method: str, *arguments: Any) -> list[Any]:
         with self._ranks_alive():

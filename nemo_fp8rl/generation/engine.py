@@ -62,6 +62,12 @@ class VllmEngine:
             self.core: Core = AsyncCore(arguments, timeout) if vllm_cfg.async_engine else SteppedCore(arguments)
         except ValueError as error:  # vLLM's word for a recipe that it cannot serve
             raise UserError(f"vLLM cannot start an engine for this recipe: {' '.join(str(error).split())}") from None
+        if cfg.fp8_kv_cache and not vllm_cfg.enforce_eager and "attention: FLASHINFER" in self.kernels():
+            self.shutdown()
+            raise UserError(
+                "policy.generation.vllm_cfg.kv_cache_dtype=fp8: vLLM takes FlashInfer's attention here, whose CUDA "
+                "graphs keep the scales of the first version; set policy.generation.vllm_cfg.enforce_eager=true"
+            )
         if cfg.fp8_kv_cache and load_format == "auto" and any(lacks := self.core.rpc("nemo_fp8rl_read_kv_scales")):
             self.shutdown()
             raise UserError(f"{next(filter(None, lacks))}; start with a refit, or set kv_cache_dtype=auto")
@@ -160,7 +166,7 @@ class VllmEngine:
         self.sleep_level = 0
 
     def kernels(self) -> set[str]:
-        """What multiplies its FP8 layers."""
+        """What multiplies its FP8 layers, and vLLM's attention backend."""
         return set().union(*self.core.rpc("nemo_fp8rl_kernels"))
 
     def instructions(self) -> str:

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynami
 from vllm.platforms import current_platform
 
 from nemo_fp8rl.fp8 import quantize_activations
+from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.generation.held import HeldLinearMethod
 
 HOPPER = 90
@@ -61,13 +62,14 @@ class NativeFp8LinearMethod(HeldLinearMethod):
         self.kernel_name = type(self.kernel).__name__
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Nothing is made of the weights."""
+        """Nothing is made of the weights; vLLM compiles DeepGEMM's kernels for them at start."""
+        layer.deep_gemm_warmup_provider = self.kernel
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         x2 = x.reshape(-1, x.size(-1))
         data, scale_inv = torch.ops.nemo_fp8rl.quantize_activations(x2, self.scale_format == "pow2", self.rows)
         y = self.kernel.apply_block_scaled_mm(A=data, B=layer.weight, As=scale_inv, Bs=layer.weight_scale_inv)
-        return (y if bias is None else y + bias).view(*x.shape[:-1], -1)
+        return (y if bias is None else y + bias).view(*x.shape[:-1], y.size(-1))
 
 
 def _kernel(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Any, int]:
@@ -104,7 +106,7 @@ def _quantize_activations(x: Tensor, pow2: bool, rows: int) -> tuple[Tensor, Ten
 @_quantize_activations.register_fake
 def _(x: Tensor, pow2: bool, rows: int) -> tuple[Tensor, Tensor]:
     scale_inv = x.new_empty((x.size(0), -(-x.size(1) // 128)), dtype=torch.float32)
-    return torch.empty_like(x, dtype=torch.float8_e4m3fn), _laid_out(scale_inv, rows)
+    return x.new_empty(x.shape, dtype=E4M3), _laid_out(scale_inv, rows)
 
 
 def _laid_out(scale_inv: Tensor, rows: int) -> Tensor:

@@ -131,7 +131,7 @@ class VllmGeneration:
         self._all("check_health")
 
     def kernels(self) -> list[str]:
-        """What multiplies the FP8 layers of its engines; empty without any."""
+        """What multiplies the FP8 layers of its engines, and vLLM's attention backend."""
         return sorted(set().union(*self.engines.call("kernels", [()] * self.engines.count)))
 
     def instructions(self) -> set[str]:

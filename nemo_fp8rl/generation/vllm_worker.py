@@ -3,6 +3,7 @@
 What crosses vLLM's process borders is bytes, numbers and texts: errors come back as texts, parts as JSON.
 """
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 from safetensors.torch import save
 from torch import Tensor
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 
 from nemo_fp8rl.generation import compat
@@ -25,17 +28,18 @@ from nemo_fp8rl.refit.transport.post import dial
 
 
 class RefitWorkerExtension:
-    """Methods that vLLM mixes into its worker; its own are `model_runner`, `rank`, `sleep` and `wake_up`."""
+    """Methods that vLLM mixes into its worker, whose own are declared here: `model_runner` to `wake_up`."""
 
     model_runner: Any
+    vllm_config: Any
     rank: int
+    sleep: Callable[[int], None]
+    wake_up: Callable[[], None]
     routes: RouteRecorder
     refit_links: Sequence[IncomingLink] = ()
     asleep: list[tuple[Any, int]] = []  # noqa: RUF012, replaced and never changed
     kv_scales: list[tuple[Any, tuple[Tensor, Tensor]]] | None = None
     """Of a sleep on a GPU: attention layers with the scales of their FP8 caches."""
-    sleep: Callable[[int], None]
-    wake_up: Callable[[], None]
 
     @cached_property
     def weight_store(self) -> WeightStore:
@@ -70,7 +74,8 @@ class RefitWorkerExtension:
         def load() -> int:
             if compare:
                 return self.weight_store.compare(self.refit_links, version)
-            return self.weight_store.load(self.refit_links, version, verify)
+            with set_current_vllm_config(self.vllm_config):  # as vLLM's own worker reloads
+                return self.weight_store.load(self.refit_links, version, verify)
 
         nbytes, refusal = _answered(load, 0)
         if refusal:
@@ -88,9 +93,11 @@ class RefitWorkerExtension:
         return ""
 
     def nemo_fp8rl_kernels(self) -> list[str]:
-        """What multiplies the FP8 layers."""
-        methods = (getattr(module, "quant_method", None) for module in self.model_runner.get_model().modules())
-        return sorted({m.kernel_name for m in methods if isinstance(m, HeldLinearMethod | HeldMoEMethod)})
+        """What multiplies the FP8 layers, and `attention: ` with the name of vLLM's backend."""
+        modules = list(self.model_runner.get_model().modules())
+        methods = (getattr(module, "quant_method", None) for module in modules)
+        fp8 = {m.kernel_name for m in methods if isinstance(m, HeldLinearMethod | HeldMoEMethod)}
+        return sorted(fp8 | {f"attention: {m.attn_backend.get_name()}" for m in modules if isinstance(m, Attention)})
 
     def nemo_fp8rl_sleep(self, level: int) -> int:
         """Free the KV cache, at level 2 the weights too; returns the bytes. Their tensors stay, without memory.
@@ -114,6 +121,8 @@ class RefitWorkerExtension:
     def nemo_fp8rl_wake(self) -> None:
         """Give what `nemo_fp8rl_sleep` freed its memory again, on a CPU filled with zeros."""
         if self.kv_scales is not None:
+            gc.collect()
+            torch.cuda.empty_cache()  # or a trainer in this process would keep what it no longer uses
             self.wake_up()
             for attention, (k_scale, v_scale) in self.kv_scales:  # for which vLLM may have put 1
                 compat.set_kv_scales(attention, k_scale, v_scale)

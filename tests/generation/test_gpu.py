@@ -20,6 +20,8 @@ CASES = {
     "experts": ("qwen3_moe", "nemo_fp8rl.flow=fp8_e2e"),
     "FP8 KV cache": ("qwen3", "nemo_fp8rl.flow=fp8_e2e", f"{VLLM}.kv_cache_dtype=fp8"),
     "bf16": ("qwen3", "nemo_fp8rl.flow=bf16"),
+    "routes": ("qwen3_moe", "nemo_fp8rl.flow=fp8_e2e", "policy.router_replay.enabled=true"),
+    "sleep": ("qwen3", "nemo_fp8rl.flow=fp8_e2e", f"{VLLM}.kv_cache_dtype=fp8", f"{VLLM}.sleep_level=1"),
 }
 
 
@@ -31,12 +33,14 @@ def pair(request, tmp_path_factory):
     make_tiny(folder, "add", 0, family, num_attention_heads=8, num_key_value_heads=4, head_dim=128, **sizes)
     paths = (f"policy.model_name={folder}/model", f"data.train.data_path={folder}/data.jsonl")
     ours = ("nemo_fp8rl.align=none", f"{VLLM}.enforce_eager=false", f"{VLLM}.gpu_memory_utilization=0.3")
-    pair = Pair(load(RECIPES / "tiny_cpu.yaml", [*SMALL, *paths, *ours, f"{VLLM}.sleep_level=1", *overrides]))
+    pair = Pair(load(RECIPES / "tiny_cpu.yaml", [*SMALL, *paths, *ours, *overrides]))
     yield pair
     pair.close()
 
 
 def test_after_one_and_after_ten_refits_it_is_a_fresh_engine(pair, tmp_path):
+    if pair.cfg.policy.generation.vllm_cfg.sleep_level:
+        pytest.skip("vLLM's sleep mode is for one engine a process")
     pair.is_fresh_after_refits(tmp_path)
 
 
@@ -48,6 +52,8 @@ def test_the_trainer_and_the_engine_agree(pair, record_property):
 
 
 def test_it_sleeps_and_wakes(pair):
+    if not pair.cfg.policy.generation.vllm_cfg.sleep_level:
+        pytest.skip("not asked to")
     pair.refit()
     before = outputs(pair.generate(GREEDY))
     assert pair.engine.finish_generation(1) > 0

@@ -1,0 +1,70 @@
+"""What an engine does on a GPU alone, with stand-ins for the parts of vLLM that a CPU lacks."""
+
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nemo_fp8rl.generation.core import SteppedCore
+
+
+def test_a_batch_that_vllm_ran_ahead_is_taken_in_before_anything_else():
+    """Asynchronous scheduling is off on a CPU; `batch_queue` is vLLM's, then None (v1/engine/core.py)."""
+    stepped = []
+
+    def step():
+        stepped.append(ahead.popleft())
+        return []
+
+    ahead = deque(["after the last answer"])
+    core = object.__new__(SteppedCore)
+    core.llm = SimpleNamespace(step=step, engine_core=SimpleNamespace(engine_core=SimpleNamespace(batch_queue=ahead)))
+    assert list(core.stream([])) == []
+    assert stepped == ["after the last answer"]
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    """One on a GPU, with vLLM's sleep mode, which puts 1 for the scales of an FP8 cache when it wakes (0.25)."""
+    from nemo_fp8rl.generation import vllm_worker
+    from nemo_fp8rl.generation.vllm_worker import RefitWorkerExtension
+
+    scales = {f"_{x}_scale": torch.tensor(0.0) for x in "kv"} | {f"_{x}_scale_cpu": torch.tensor(0.0) for x in "kv"}
+    attention = SimpleNamespace(**scales, impl=SimpleNamespace(bmm1_scale=3.0))
+    free = [10]
+
+    class FakeGpuWorker(RefitWorkerExtension):
+        model_runner = SimpleNamespace(get_model=lambda: None)
+        slept = 0
+
+        def sleep(self, level):
+            self.slept += 1
+            free[0] += 5
+
+        def wake_up(self):
+            free[0] -= 5
+            attention._k_scale.fill_(1.0)
+            attention._v_scale.fill_(1.0)
+
+    monkeypatch.setattr(vllm_worker, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    monkeypatch.setattr(vllm_worker, "fp8_caches", lambda model: {("k", "v"): attention})
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[0], 100))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    worker = FakeGpuWorker()
+    worker.attention = attention
+    return worker
+
+
+def test_scales_of_a_cache_outlast_a_sleep_on_a_gpu(worker):
+    from nemo_fp8rl.generation import compat
+
+    compat.set_kv_scales(worker.attention, torch.tensor(0.5), torch.tensor(0.25))
+    assert worker.attention.impl.bmm1_scale is None  # which FlashInfer makes of the scales, once
+    assert worker.nemo_fp8rl_sleep(1) == 5
+    assert worker.nemo_fp8rl_sleep(2) == 0  # asleep already
+    assert worker.slept == 1
+    worker.nemo_fp8rl_wake()
+    assert (float(worker.attention._k_scale), float(worker.attention._v_scale)) == (0.5, 0.25)
+    assert worker.attention._k_scale_float == 0.5
+    worker.nemo_fp8rl_wake()  # awake: nothing to do
