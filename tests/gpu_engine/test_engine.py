@@ -41,7 +41,7 @@ def batch(pair):
 
 def test_its_layers_are_vllms_triton_kernels(pair):
     experts = {"fused_moe_kernel (Triton)"} if pair.worker.hf.family.experts else set()
-    assert set(pair.generation.kernels()) == {"TritonFp8BlockScaledMMKernel", *experts}
+    assert set(pair.generation.kernels()) == {"TritonFp8BlockScaledMMKernel", "attention: CPU_ATTN", *experts}
 
 
 def test_it_samples_by_the_trainers_log_probs(pair, batch):

@@ -12,6 +12,7 @@ from tests.conftest import RECIPES
 VLLM = "policy.generation.vllm_cfg"
 TINY = (
     "nemo_fp8rl.flow=fp8_e2e",
+    "nemo_fp8rl.refit.mode=delta",
     "grpo.max_num_steps=2",
     "grpo.num_prompts_per_step=2",
     "grpo.num_generations_per_prompt=4",
