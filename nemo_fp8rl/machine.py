@@ -22,7 +22,9 @@ def _model() -> str:
 
 
 def instructions() -> str:
-    """The first that there is of those by which libraries choose how to add up a matmul."""
+    """The GPU; without one, the first that there is of those by which libraries choose how to add up a matmul."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
     if torch.cpu._is_amx_tile_supported():
         return "AMX"
     if torch.cpu._is_avx512_bf16_supported():

@@ -151,8 +151,9 @@ class RayWorkers:
         placed = role in nodes.values()
         options: dict[str, Any] = {"label_selector": {ROLE: role}} if placed else {}
         own = {node for node, label in nodes.items() if not placed or label == role}
-        gpus = processes if torch.cuda.is_available() else 0  # what this process sees decides for all
-        if not gpus and ray.cluster_resources().get("GPU"):  # from an actor that asks for none Ray does not hide them
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""  # by the user, who then has them hidden everywhere
+        gpus = processes if ray.cluster_resources().get("GPU") and not hidden else 0
+        if not gpus and (hidden or torch.cuda.is_available()):  # from an actor that asks for none Ray hides none
             options["runtime_env"] = {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}}
         for kind, wanted in (("CPU", count * processes), ("GPU", count * gpus)):
             if (free := _free(kind, own)) < wanted:

@@ -1,6 +1,7 @@
 """The same classes as Ray actors: the same numbers as in one process. Runs the command, as a user does."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -112,7 +113,7 @@ def test_an_actors_refusal_is_one_line_too(tiny, warm_overrides, tmp_path):
 
 TWO_PRETENDED_GPUS = """
 import os, sys
-import ray, torch
+import ray
 from ray.cluster_utils import Cluster
 from nemo_fp8rl import workers
 from nemo_fp8rl.errors import UserError
@@ -127,10 +128,11 @@ cluster.add_node(num_cpus=4, num_gpus=2, include_dashboard=False)
 cluster.wait_for_nodes()
 os.environ["RAY_ADDRESS"] = cluster.address
 cfg = load(sys.argv[1], ["cluster.backend=ray"])
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 without = workers.RayWorkers(Probe, "train", 1, cfg, 1)
 print("without", without.call("devices", [()]))
 without.shutdown()
-torch.cuda.is_available = lambda: True
+del os.environ["CUDA_VISIBLE_DEVICES"]
 try:
     workers.RayWorkers(Probe, "train", 3, cfg, 1)
 except UserError as error:
@@ -143,10 +145,11 @@ cluster.shutdown()
 """
 
 
-def test_each_rank_has_a_gpu_of_its_own_where_the_driver_sees_cuda():
-    """Ray's own accounting of GPUs that are not there."""
+def test_each_rank_has_a_gpu_of_its_own_where_ray_has_some():
+    """Ray's own accounting of GPUs that are not there; the driver, as on a head without GPUs, sees none."""
     command = [sys.executable, "-c", TWO_PRETENDED_GPUS, str(RECIPES / "tiny_cpu.yaml")]
-    done = subprocess.run(command, capture_output=True, check=False, timeout=120, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    done = subprocess.run(command, capture_output=True, check=False, timeout=120, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert "without ['']" in done.stdout
     assert "3 Probe actors need 3 GPUs, Ray has 2 free;" in done.stdout

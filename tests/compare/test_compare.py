@@ -111,7 +111,7 @@ def test_every_run_has_its_numbers(story):
     flows = {run["flow"]: run for run in story.results["runs"]}
     fp8 = flows["fp8_rollout+correction"]
     assert fp8["numbers"]["token_mult_prob_error"] > flows["bf16"]["numbers"]["token_mult_prob_error"]
-    assert fp8["choices"]["engine"] == "emulated blockwise FP8"
+    assert fp8["choices"]["engine"] == "blockwise FP8"
     assert "torch" in story.results["versions"]
     page = (story.out / "results.md").read_text()
     assert "| fp8_rollout+correction | 1 |" in page
