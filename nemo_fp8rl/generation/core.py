@@ -81,7 +81,7 @@ class SteppedCore:
         """Take in the batch that vLLM's asynchronous scheduling, which it has on GPUs, ran ahead of the last answer's
         end. Left under way it would be read after what comes next, such as a refit.
         """
-        while getattr(self.llm.engine_core.engine_core, "batch_queue", None):
+        while self.llm.engine_core.engine_core.batch_queue:
             with self._ranks_alive():
                 self.llm.step()
 

@@ -32,43 +32,24 @@ class EmulatedFp8MoEMethod(HeldMoEMethod):
         return compat.experts_route_themselves()
 
     def apply_monolithic(self, layer: Any, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None) -> Tensor:
-        """`apply` for vLLM's versions that leave routing to the experts."""
+        """`multiply` for vLLM's versions that leave routing to the experts."""
         topk_weights, topk_ids = compat.choose_experts(layer, x, router_logits)
         if self.capture:
             self.capture(topk_ids)
-        return self.apply(layer, x, topk_weights, topk_ids, None, None)
-
-    def create_weights(
-        self,
-        layer: Any,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size_per_partition: int,
-        params_dtype: torch.dtype,
-        **extra: Any,
-    ) -> None:
-        super().create_weights(layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **extra)
-        layer.fp8_operand_dtype = operand_dtype(params_dtype, self.scale_format)
+        return self.multiply(layer, x, topk_weights, topk_ids)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         layer.fp8_dequantized = None  # made of the new bytes by the first multiplication
 
-    def apply(
-        self,
-        layer: Any,
-        x: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        shared_experts: Any,
-        shared_experts_input: Tensor | None,
-    ) -> Tensor:
+    def multiply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """x [tokens, H], topk_* [tokens, k] -> [tokens, H]; summed over experts in their order, in float32.
 
         A rank that shares experts, or the matrices of each, with others computes its part of what each expert says to
         each token; the sum over experts is then every rank's.
         """
         if layer.fp8_dequantized is None:
-            layer.fp8_dequantized = [_dequantized(layer, name) for name in ("w13", "w2")]
+            operand = operand_dtype(layer.activations_dtype, self.scale_format)
+            layer.fp8_dequantized = [_dequantized(layer, name, operand) for name in ("w13", "w2")]
         w13, w2 = layer.fp8_dequantized
         parallel = layer.moe_config.moe_parallel_config
         shared = parallel.tp_size * parallel.ep_size > 1
@@ -88,8 +69,8 @@ class EmulatedFp8MoEMethod(HeldMoEMethod):
         return counted_once(out.to(x.dtype)) if shared else out.to(x.dtype)
 
 
-def _dequantized(layer: Any, name: str) -> list[Tensor]:
+def _dequantized(layer: Any, name: str, dtype: torch.dtype) -> list[Tensor]:
     """Of each expert."""
     data, scale = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale_inv").data
     pairs = zip(data, scale, strict=True)
-    return [BlockScaled(*pair, BLOCK).dequantize(layer.fp8_operand_dtype) for pair in pairs]
+    return [BlockScaled(*pair, BLOCK).dequantize(dtype) for pair in pairs]

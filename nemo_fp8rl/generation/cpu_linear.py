@@ -18,21 +18,9 @@ class EmulatedFp8LinearMethod(HeldLinearMethod):
 
     kernel_name = "fp8.fprop (emulated)"
 
-    def create_weights(
-        self,
-        layer: Any,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra: Any,
-    ) -> None:
-        super().create_weights(
-            layer, input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype, **extra
-        )
+    def prepare(self, layer: Any, dtype: torch.dtype) -> None:
         self.sums_parts = isinstance(layer, RowParallelLinear) and layer.tp_size > 1 and layer.reduce_results
-        layer.fp8_operand_dtype = torch.float32 if self.sums_parts else operand_dtype(params_dtype, self.scale_format)
+        layer.fp8_operand_dtype = torch.float32 if self.sums_parts else operand_dtype(dtype, self.scale_format)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         layer.fp8_dequantized = None  # made of the new bytes by the first multiplication

@@ -250,7 +250,7 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
 
 def _returned(sample: Any, recorded: Tensor | None) -> Tensor | None:
     """int16 [tokens, layers, top k] of a sample: those that were recorded, or that vLLM returned itself."""
-    chosen = getattr(sample, "routed_experts", None)
+    chosen = sample.routed_experts
     return recorded if chosen is None else torch.from_numpy(chosen.astype(np.int16))
 
 

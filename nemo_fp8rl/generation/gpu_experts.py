@@ -24,15 +24,7 @@ class NativeFp8MoEMethod(HeldMoEMethod):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Nothing is made of the weights."""
 
-    def apply(
-        self,
-        layer: Any,
-        x: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        shared_experts: Any,
-        shared_experts_input: Tensor | None,
-    ) -> Tensor:
+    def multiply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """x [tokens, H], topk_* [tokens, k] -> [tokens, H], the rank's part of the sum over experts.
 
         The steps of vLLM's own `fused_experts_impl` (fused_moe.py) with our quantizer in the place of its, and with
@@ -48,13 +40,13 @@ class NativeFp8MoEMethod(HeldMoEMethod):
             layer.expert_map,
             ignore_invalid_experts=True,
         )
-        gate_up = self._multiply(x, w13, layer.w13_weight_scale_inv, k, order, config)
+        gate_up = self._by_experts(x, w13, layer.w13_weight_scale_inv, k, order, config)
         said = x.new_empty((tokens * k, w2.size(2)))
         apply_moe_activation(MoEActivation.SILU, said, gate_up.view(tokens * k, -1))
-        parts = self._multiply(said, w2, layer.w2_weight_scale_inv, 1, order, config).view(tokens, k, -1)
+        parts = self._by_experts(said, w2, layer.w2_weight_scale_inv, 1, order, config).view(tokens, k, -1)
         return moe_fused_mul_sum(parts, topk_weights, topk_ids=topk_ids, expert_map=layer.expert_map)
 
-    def _multiply(
+    def _by_experts(
         self,
         x: Tensor,
         weight: Tensor,

@@ -45,20 +45,8 @@ KERNELS = (
 class NativeFp8LinearMethod(HeldLinearMethod):
     """Multiplies what it holds, as it came."""
 
-    def create_weights(
-        self,
-        layer: Any,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra: Any,
-    ) -> None:
-        super().create_weights(
-            layer, input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype, **extra
-        )
-        self.kernel, self.rows = _kernel(tuple(layer.weight.shape), params_dtype)
+    def prepare(self, layer: Any, dtype: torch.dtype) -> None:
+        self.kernel, self.rows = _kernel(tuple(layer.weight.shape), dtype)
         self.kernel_name = type(self.kernel).__name__
 
     def process_weights_after_loading(self, layer: Any) -> None:

@@ -9,6 +9,7 @@ by `gpu_linear` and `gpu_experts`: the same weights by the same contract.
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.model_executor.layers.fused_moe import FusedMoeWeightScaleSupported
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
@@ -54,6 +55,11 @@ class HeldLinearMethod(LinearMethodBase):
         layer.register_parameter(
             "weight_scale_inv", BlockQuantScaleParameter(data=scale, input_dim=1, output_dim=0, weight_loader=loader)
         )
+        self.prepare(layer, params_dtype)
+
+    def prepare(self, layer: Any, dtype: torch.dtype) -> None:
+        """What multiplying needs to know of a layer, which has its parameters now. dtype: the activations'."""
+        raise NotImplementedError
 
 
 class HeldMoEMethod(FusedMoEMethodBase):
@@ -91,6 +97,23 @@ class HeldMoEMethod(FusedMoEMethodBase):
                 parameter = torch.nn.Parameter(data, requires_grad=False)
                 layer.register_parameter(f"{name}_{leaf}", parameter)
                 set_weight_attrs(parameter, extra | more)
+        layer.activations_dtype = params_dtype
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any,
+        shared_experts_input: Tensor | None,
+    ) -> Tensor:
+        """vLLM's name for `multiply`; experts that all tokens share are none of a supported family's."""
+        return self.multiply(layer, x, topk_weights, topk_ids)
+
+    def multiply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        """x [tokens, H], topk_* [tokens, k] -> [tokens, H], to be summed over the ranks by vLLM."""
+        raise NotImplementedError
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         return None

@@ -39,7 +39,7 @@ class RefitWorkerExtension:
     refit_links: Sequence[IncomingLink] = ()
     asleep: list[tuple[Any, int]] = []  # noqa: RUF012, replaced and never changed
     kv_scales: list[tuple[Any, tuple[Tensor, Tensor]]] | None = None
-    """Of a sleep on a GPU: attention layers with the scales of their FP8 caches."""
+    """Of a sleep on a GPU, None while awake: attention layers with the scales of their FP8 caches, if they have any."""
 
     @cached_property
     def weight_store(self) -> WeightStore:

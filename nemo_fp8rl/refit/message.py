@@ -92,10 +92,11 @@ class Content:
     def equals(self, other: "Content") -> bool:
         """To the bit, on any devices."""
         pairs = zip(self.tensors, other.tensors, strict=True)
-        return all(torch.equal(_bytes(a), _bytes(b.to(a.device))) for a, b in pairs)
+        return all(torch.equal(bytes_of(a), bytes_of(b.to(a.device))) for a, b in pairs)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def bytes_of(tensor: Tensor) -> Tensor:
+    """uint8 [nbytes]; a view of a contiguous tensor."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 

@@ -26,7 +26,7 @@ from nemo_fp8rl.fp8 import (
 from nemo_fp8rl.fp8.delta import Delta
 from nemo_fp8rl.hf.region import Region
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
-from nemo_fp8rl.refit.message import Content, Encoding, Entry, Header, aligned, all_finite, digest_of
+from nemo_fp8rl.refit.message import Content, Encoding, Entry, Header, aligned, all_finite, bytes_of, digest_of
 from nemo_fp8rl.refit.report import LinkId, SendReport
 from nemo_fp8rl.refit.transport.link import LinkError, SendingEnd
 
@@ -189,7 +189,7 @@ class WeightSender:
         if content.scale_inv is None:
             old = content.data.clone()
             self._quantize(values, content)
-            return Delta.between(_bytes(old), _bytes(content.data))
+            return Delta.between(bytes_of(old), bytes_of(content.data))
         out = _like(values, content)
         return quantize_delta(values, out.data, scale_format=self.scale_format, kernel=self.kernel, out=out)[1]
 
@@ -277,11 +277,6 @@ def _like(values: Tensor, content: Content) -> BlockScaled:
     assert content.scale_inv is not None
     shape = scale_shape(values.shape, BLOCK)
     return BlockScaled(content.data.view(values.shape), content.scale_inv.view(shape), BLOCK)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """Of a contiguous tensor, uint8 [nbytes]."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _check_finite(tensor: Tensor) -> None:

@@ -95,13 +95,13 @@ def vllm_fp8_on_cpu(exported: Exported, monkeypatch) -> None:
 
     class Experts(EmulatedFp8MoEMethod):
         def process_weights_after_loading(self, layer):
-            self.scale_format, layer.fp8_operand_dtype = scale_format, dtype
+            self.scale_format, layer.activations_dtype = scale_format, torch.bfloat16
             EmulatedFp8MoEMethod.process_weights_after_loading(self, layer)
 
     monkeypatch.setitem(kernels._POSSIBLE_FP8_BLOCK_KERNELS, PlatformEnum.CPU, [Kernel])
     monkeypatch.setattr(Fp8MoEMethod, "is_monolithic", False)  # asked of its kernel, which a CPU has none of
-    for name in ("process_weights_after_loading", "apply", "get_fused_moe_quant_config"):
-        monkeypatch.setattr(Fp8MoEMethod, name, getattr(Experts, name))
+    for name in ("process_weights_after_loading", "apply", "multiply", "get_fused_moe_quant_config"):
+        monkeypatch.setattr(Fp8MoEMethod, name, getattr(Experts, name), raising=False)
 
 
 def test_exported_tensors_are_a_refits_to_the_byte(exported):

@@ -118,8 +118,8 @@ def test_two_ranks_of_experts_say_together_what_one_does(experts):
     chosen = torch.rand((7, EXPERTS), generator=torch.Generator().manual_seed(7)).topk(TOP_K).indices.int()
     chosen[0] = torch.tensor([0, 2])  # of which the second rank has none
     weights = torch.rand((7, TOP_K), generator=torch.Generator().manual_seed(6))
-    together = method.apply(whole, x, weights, chosen, None, None)
-    parts = [method.apply(rank, x, weights, chosen, None, None) for rank in ranks]
+    together = method.multiply(whole, x, weights, chosen)
+    parts = [method.multiply(rank, x, weights, chosen) for rank in ranks]
     assert not parts[1][0].any()
     difference = sum(part.float() for part in parts) - together.float()
     assert difference.abs().max() < 0.01 * together.abs().max()
