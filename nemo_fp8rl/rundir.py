@@ -233,7 +233,7 @@ class RunDirectory:
 def _choices(cfg: Config) -> dict[str, str]:
     """Every choice that decides the numbers, as resolved."""
     choice = cfg.nemo_fp8rl
-    fp8 = "blockwise FP8"  # what multiplies it is told by the engines, and by the processors
+    fp8 = "blockwise FP8"  # the workers say what multiplies it: trainer_kernels, engine_kernels
     return {
         "flow": choice.flow,
         "trainer": fp8 if choice.trainer_fp8 else cfg.policy.precision,

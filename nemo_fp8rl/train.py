@@ -102,6 +102,9 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
     ):
         bridge = build_bridge(cfg, policy, generation, first_version=run.done)
         run.add_choice("refit", bridge.described)
+        if cfg.nemo_fp8rl.engine_fp8:
+            run.add_choice("quantizer", ", ".join(policy.quantizers()))  # where the weights are
+        run.add_choice("trainer_kernels", ", ".join(policy.kernels()) or "none in FP8")
         run.add_choice("engine_kernels", ", ".join(generation.kernels()))
         run.add_choice("processors", processors(policy.instructions(), generation.instructions()))
         parts = Parts(cfg, tokenizer, val_prompts, policy, generation, bridge, sampling)

@@ -20,7 +20,12 @@ FP8_TOKENS = 16
 
 
 class MultipliesInFp8:
-    """Marks such a layer: `build_model` counts them. One whose experts are together counts once."""
+    """Marks such a layer: `build_model` counts them. One whose experts are together counts once.
+
+    kernel_name: of what multiplies.
+    """
+
+    kernel_name: str
 
 
 class OwnMatmul:
@@ -54,6 +59,7 @@ class OwnMatmul:
 class Fp8Forward(MultipliesInFp8, OwnMatmul):
     """The contract's FP8 matmul; a bias is added to the rounded product, as the engine's linear does."""
 
+    kernel_name = "fp8.linear (emulated)"
     scale_format: ScaleFormat
 
     def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

@@ -58,6 +58,14 @@ class MegatronPolicy:
         results = self._on_shards("train_step", batch, loss, *counts, schedules)
         return combined(results) | {name: results[0][name] for name in PER_RANK}
 
+    def kernels(self) -> list[str]:
+        """What multiplies the FP8 layers of its ranks; empty without any."""
+        return sorted(set().union(*self.ranks.call("kernels", [()] * self.ranks.count)))
+
+    def quantizers(self) -> list[str]:
+        """What quantizes the weights of its ranks for a refit."""
+        return sorted(set(self.ranks.call("quantizer", [()] * self.ranks.count)))
+
     def instructions(self) -> set[str]:
         """Of the machines of its ranks, `machine.instructions`."""
         return set(self.ranks.call("instructions", [()] * self.ranks.count))

@@ -47,6 +47,7 @@ def why_no_fp8() -> str:
 class TransformerEngineFp8(MultipliesInFp8):
     """Mixed into a column- or row-parallel layer. x [..., K] -> ([..., N], None), or what `skip_bias_add` gives."""
 
+    kernel_name = "Transformer Engine"
     recipe: Float8BlockScaling
     sequence_parallel: bool
 
@@ -80,6 +81,7 @@ class CountedExperts:
 class TransformerEngineFp8Experts(MultipliesInFp8, CountedExperts):
     """As well. x [tokens, K], each expert's `m_splits` after those before -> ([tokens, N], None)."""
 
+    kernel_name = "Transformer Engine"
     recipe: Float8BlockScaling
 
     def forward(self, x: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, Tensor | None]:

@@ -26,7 +26,7 @@ from nemo_fp8rl.algorithms.quantization_error import SquaresByGroup, weight_squa
 from nemo_fp8rl.batch import TrainBatch
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.fp8 import KvScales
+from nemo_fp8rl.fp8 import KvScales, kernels
 from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.hf.config import engine_fp8_layers, read_hf_config
 from nemo_fp8rl.hf.tensors import expected_tensors
@@ -35,7 +35,7 @@ from nemo_fp8rl.policy.base import Loss
 from nemo_fp8rl.policy.cpu import megatron_on_cpu
 from nemo_fp8rl.policy.groups import join, leave, split_model
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
-from nemo_fp8rl.policy.linears import FP8_TOKENS
+from nemo_fp8rl.policy.linears import FP8_TOKENS, MultipliesInFp8
 from nemo_fp8rl.policy.megatron_names import to_hf, views_for_hf
 from nemo_fp8rl.policy.model import DTYPES, build_model, transformer_config
 from nemo_fp8rl.policy.optimizer_state import load_optimizer, save_optimizer
@@ -184,6 +184,14 @@ class MegatronWorker:
             _check_finite(metrics, self.ddp)
             _, grad_norm, _ = self.optimizer.step()
         return {**metrics, "grad_norm": float(grad_norm), "lr": float(self.optimizer.param_groups[0]["lr"])}
+
+    def kernels(self) -> set[str]:
+        """What multiplies its FP8 layers; empty without any."""
+        return {module.kernel_name for module in self.model.modules() if isinstance(module, MultipliesInFp8)}
+
+    def quantizer(self) -> str:
+        """What quantizes its weights for a refit."""
+        return kernels.describe(kernels.resolve(self.cfg.nemo_fp8rl.kernel, self.pipeline.device.type))
 
     def instructions(self) -> str:
         return instructions()

@@ -112,6 +112,8 @@ def test_every_run_has_its_numbers(story):
     fp8 = flows["fp8_rollout+correction"]
     assert fp8["numbers"]["token_mult_prob_error"] > flows["bf16"]["numbers"]["token_mult_prob_error"]
     assert fp8["choices"]["engine"] == "blockwise FP8"
+    assert fp8["choices"]["engine_kernels"].endswith("fp8.fprop (emulated)")
+    assert fp8["choices"]["trainer_kernels"] == "none in FP8"
     assert "torch" in story.results["versions"]
     page = (story.out / "results.md").read_text()
     assert "| fp8_rollout+correction | 1 |" in page

@@ -43,3 +43,5 @@ def test_it_trains_on_what_the_engine_samples(family, tmp_path):
     assert all(step["train/token_mult_prob_error"] < 1.001 for step in steps)
     choices = json.loads((tmp_path / "run" / "environment.json").read_text())["choices"]
     assert "TritonFp8BlockScaledMMKernel" in choices["engine_kernels"]
+    assert choices["trainer_kernels"] == "fp8.linear (emulated)"
+    assert choices["quantizer"].startswith("cpu (numba")

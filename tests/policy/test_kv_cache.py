@@ -136,6 +136,20 @@ def test_on_a_gpu_what_a_cache_holds_is_left_to_vllm(recipe, tmp_path, monkeypat
     check_engine(read_hf_config(tmp_path / "model"), cfg)
 
 
+def test_a_gpu_without_fp8_is_refused_where_fp8_is_asked_for(recipe, tmp_path, monkeypatch):
+    write_model(tmp_path / "model")
+    hf, model = read_hf_config(tmp_path / "model"), f"policy.model_name={tmp_path}/model"
+    fp8, bf16 = (recipe(model, f"nemo_fp8rl.flow={flow}") for flow in ("fp8_e2e", "bf16"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Fake A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    check_engine(hf, fp8)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    check_engine(hf, bf16)
+    with pytest.raises(UserError, match=r"8\.9 or higher, and Fake A100 has 8\.0; set nemo_fp8rl\.flow=bf16"):
+        check_engine(hf, fp8)
+
+
 def test_a_choice_about_a_cache_that_is_not_there_is_refused(recipe):
     with pytest.raises(UserError, match=r"nemo_fp8rl\.kv=rollout .* set policy\.\S*kv_cache_dtype=fp8"):
         recipe("nemo_fp8rl.kv=rollout")
