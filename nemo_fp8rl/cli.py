@@ -132,6 +132,12 @@ def _parser() -> argparse.ArgumentParser:
     manifest.add_argument("file", type=Path, metavar="FILE", help="YAML, of one or more objects")
     manifest.add_argument("--crds", type=Path, metavar="DIR", help="KubeRay's CRDs, to check against their schema, too")
     manifest.set_defaults(run=_check_manifest, unfinished=BAD_INPUT)
+
+    stop = commands.add_parser("request-stop", help="a pod's preStop hook: have the run save before the pod ends")
+    stop.add_argument(
+        "--linger", type=float, default=0.0, metavar="SECONDS", help="after that, of the driver's own pod"
+    )
+    stop.set_defaults(run=_request_stop)
     return parser
 
 
@@ -261,6 +267,13 @@ def _check_manifest(arguments: argparse.Namespace) -> bool:
         for finding in findings:
             print(f"{name}: {finding}")
     return not any(found.values())
+
+
+def _request_stop(arguments: argparse.Namespace) -> bool:
+    from nemo_fp8rl.stop_request import request_stop
+
+    request_stop(arguments.linger)
+    return True
 
 
 if __name__ == "__main__":

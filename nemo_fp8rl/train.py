@@ -98,7 +98,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
         RunDirectory(cfg, resume, restartable) as run,
         Display(cfg.nemo_fp8rl.flow, last, run.done) as display,
         backends(cfg, run) as (policy, generation),
-        GracefulStop() as stop,  # after Ray, which sets signal handlers of its own
+        GracefulStop(of_pods=True) as stop,  # after Ray, which sets signal handlers of its own
     ):
         bridge = build_bridge(cfg, policy, generation, first_version=run.done)
         run.add_choice("refit", bridge.described)
@@ -136,10 +136,11 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
             run.log(step, metrics, outcome.log_weights, outcome.samples if validates or step == 1 else None)
             latest |= metrics
             display.step(step, _shown(latest))
-            ends = step == last or stop.requested
+            stops = stop.requested
+            ends = step == last or stops
             if cfg.checkpointing.enabled and (ends or step % cfg.checkpointing.save_period == 0):
                 run.save_checkpoint(step, policy)
-            if stop.requested and step < last:
+            if stops and step < last:
                 saved = f"checkpoint of step {run.done}: --resume continues it" if run.done else "no checkpoint"
                 display.say(f"stopped after step {step}, {saved}")
                 return False

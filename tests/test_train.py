@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -151,6 +152,31 @@ def test_ctrl_c_ends_cleanly_and_resumes_to_the_same_numbers(uninterrupted, warm
     assert (run / f"checkpoints/step_{stopped}").is_dir()
     assert f"stopped after step {stopped} of 6" in report([run]).read_text()
     done = subprocess.run(command(warm_overrides, run, "--resume"), capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert results(run) == results(uninterrupted)
+
+
+def test_a_pod_that_is_told_to_end_waits_until_the_run_has_saved(uninterrupted, warm_overrides, tmp_path):
+    run, folder = tmp_path / "run", tmp_path / "stop"
+    pod = {**os.environ, "NEMO_FP8RL_STOP_FOLDER": str(folder), "RAY_CLUSTER_NAME": "attempt-1"}
+    hook = [str(Path(sys.executable).with_name("nemo-fp8rl")), "request-stop"]
+    with subprocess.Popen(
+        command(warm_overrides, run, "--restartable"), env=pod, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        while not (folder / "attempt-1.running").exists():
+            assert process.poll() is None, process.stdout.read().decode()
+            time.sleep(0.02)
+        (folder / "attempt-0.stop").write_text("a pod of another cluster")
+        subprocess.run(hook, env=pod, check=True, timeout=120)
+        saved = (run / f"checkpoints/step_{read(run)[-1]['step']}").is_dir()
+        output = process.stdout.read().decode()
+    assert saved, output
+    assert process.returncode == 130, output
+    assert f"pod {socket.gethostname()} is to end: stopping after this step" in output
+    assert [file.name for file in folder.iterdir()] == ["attempt-0.stop"]
+    subprocess.run(hook, env=pod, check=True, timeout=20)  # of a pod that ends with its cluster
+    again = {**pod, "RAY_CLUSTER_NAME": "attempt-2"}
+    done = subprocess.run(command(warm_overrides, run, "--restartable"), env=again, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
     assert results(run) == results(uninterrupted)
 

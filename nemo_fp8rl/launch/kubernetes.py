@@ -2,8 +2,7 @@
 
 The recipe travels in a ConfigMap, merged with its parents and overrides (`merged`): a file on the submitter's disk is
 of no use in a pod, and overrides on the entry point would pass through two shells and Kubernetes' own `$(...)`.
-Left out: saving when a pod is told to end. KubeRay does not tell the driver; what is lost is the work since the latest
-checkpoint.
+When a pod is told to end, the run saves first (`stop_request`): KubeRay does not tell the driver.
 """
 
 import posixpath
@@ -15,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from nemo_fp8rl import stop_request
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.launch.job import Job
 from nemo_fp8rl.launch.kubernetes_settings import KubernetesConfig
@@ -29,6 +29,10 @@ RECIPE = f"{RECIPE_FOLDER}/recipe.yaml"
 RUN_ID_LABEL = "nemo-fp8rl/run-id"
 MAX_CONFIG_MAP = 1 << 20
 KUBECTL_SECONDS = 120
+SAVE_SECONDS = 600
+"""In which a run that is to end takes a step and saves, where the settings do not say."""
+LINGER_SECONDS = 30
+"""That the head's pod stays after the driver, so that KubeRay sees what became of it."""
 
 
 def launch(job: Job, settings: LaunchConfig, dry_run: bool = False) -> bool:
@@ -53,12 +57,18 @@ def render(job: Job, settings: LaunchConfig) -> str:
     k = settings.kubernetes
     workdir = k.workdir or next((volume.path for volume in k.volumes if not volume.read_only), None)
     _check(k)
-    recipe, entrypoint = _recipe(job, k, workdir) if job.command else (None, ())
+    recipe, entrypoint, saves_on = _recipe(job, k, workdir) if job.command else (None, (), None)
+    grace = k.termination_grace_seconds
+    if grace is None and saves_on is not None:
+        grace = SAVE_SECONDS
     values = {
         "k": k,
+        "grace": grace,
+        "linger": LINGER_SECONDS,
         "name": object_name(job),
         "labels": _labels(job, k),
-        "env": {name: value.replace("$", "$$") for name, value in _variables(job, settings).items()},
+        "env": {name: value.replace("$", "$$") for name, value in _variables(job, settings, saves_on, grace).items()},
+        "saves": saves_on is not None,
         "workdir": workdir,
         "entrypoint": shlex.join(entrypoint),
         "has_recipe": recipe is not None,
@@ -137,8 +147,10 @@ def _check(k: KubernetesConfig) -> None:
             raise UserError(f"kubernetes.volumes: the path {volume.path!r} is not absolute; begin it with a slash")
 
 
-def _recipe(job: Job, k: KubernetesConfig, workdir: str | None) -> tuple[str, Sequence[str]]:
-    """The merged recipe, and the driver's command on it."""
+def _recipe(job: Job, k: KubernetesConfig, workdir: str | None) -> tuple[str, Sequence[str], str | None]:
+    """The merged recipe, the driver's command on it, and the path of the volume that it saves on when a pod is told to
+    end, if it does.
+    """
     of_nemo_rl = job.values is not None  # such a recipe always is for Ray
     command = job.command if of_nemo_rl else job.command_with("cluster.backend=ray")
     at = command.index("--config")
@@ -151,22 +163,24 @@ def _recipe(job: Job, k: KubernetesConfig, workdir: str | None) -> tuple[str, Se
             f"kubernetes.backoff_limit={k.backoff_limit}, but the run saves no checkpoints to continue from: set "
             "checkpointing.enabled=true, or backoff_limit to 0"
         )
-    if k.backoff_limit and merged.checkpoint_dir is not None:
-        _check_survives(merged.checkpoint_dir, k, workdir)
-    return merged.text, ("nemo-fp8rl", *loop, "--config", RECIPE)
-
-
-def _check_survives(folder: str, k: KubernetesConfig, workdir: str | None) -> None:
-    """Checkpoints must be where the next attempt's pods find them."""
-    where = posixpath.normpath(posixpath.join(workdir or "", folder))
-    volumes = {posixpath.normpath(volume.path): volume for volume in k.volumes if where.startswith("/")}
-    around = [path for path in volumes if posixpath.commonpath([where, path]) == path]
-    if not around or volumes[max(around, key=len)].read_only:  # the innermost one holds it
+    volume = _volume(merged.checkpoint_dir, k, workdir) if merged.checkpoint_dir is not None else None
+    if k.backoff_limit and volume is None:
         raise UserError(
-            f"checkpointing.checkpoint_dir={folder} is on no volume that can be written, so none of the "
+            f"checkpointing.checkpoint_dir={merged.checkpoint_dir} is on no volume that can be written, so none of the "
             f"backoff_limit={k.backoff_limit} further attempts could continue from it: name a claim in "
             "kubernetes.volumes and a folder below its path, or set kubernetes.backoff_limit=0"
         )
+    goes_on = k.backoff_limit or k.kueue
+    return merged.text, ("nemo-fp8rl", *loop, "--config", RECIPE), volume if goes_on else None
+
+
+def _volume(folder: str, k: KubernetesConfig, workdir: str | None) -> str | None:
+    """The path of the volume where the next attempt's pods find the checkpoints, if there is one."""
+    where = posixpath.normpath(posixpath.join(workdir or "", folder))
+    volumes = {posixpath.normpath(volume.path): volume for volume in k.volumes if where.startswith("/")}
+    around = [path for path in volumes if posixpath.commonpath([where, path]) == path]
+    inner = volumes[max(around, key=len)] if around else None  # which holds it
+    return inner.path if inner is not None and not inner.read_only else None
 
 
 def _labels(job: Job, k: KubernetesConfig) -> dict[str, str]:
@@ -174,8 +188,12 @@ def _labels(job: Job, k: KubernetesConfig) -> dict[str, str]:
     return {**k.labels, RUN_ID_LABEL: job.run_id, "nemo-fp8rl/job": job.name, **queue}
 
 
-def _variables(job: Job, settings: LaunchConfig) -> dict[str, str]:
+def _variables(job: Job, settings: LaunchConfig, saves_on: str | None, grace: int | None) -> dict[str, str]:
     run = {"NEMO_FP8RL_RUN_ID": job.run_id, "WANDB_RUN_ID": job.run_id, "WANDB_RESUME": "allow"}
+    if saves_on is not None:
+        run[stop_request.FOLDER] = posixpath.join(saves_on, ".nemo-fp8rl")
+        if grace is not None and grace > LINGER_SECONDS:  # from SIGTERM to SIGKILL, where KubeRay has Ray stop the job
+            run["RAY_JOB_STOP_WAIT_TIME_S"] = str(grace - LINGER_SECONDS)
     given = {variable.name for variable in settings.kubernetes.secret_env}
     return {name: value for name, value in {**run, **settings.env}.items() if name not in given}
 

@@ -110,7 +110,8 @@ class KubernetesConfig:
     """Of GPU nodes' pods, such as k8s.v1.cni.cncf.io/networks."""
     priority_class: str | None = None
     termination_grace_seconds: int | None = None
-    """From a pod's SIGTERM to its SIGKILL; null: the cluster's 30."""
+    """In which a pod that is told to end must have ended. null: 600 where it waits for the run to save, a step and a
+    checkpoint; else the cluster's 30."""
     backoff_limit: int = 3
     """Attempts after the first, each with a new cluster; a run continues from its latest checkpoint."""
     start_seconds: int | None = None

@@ -45,7 +45,6 @@ def render(job: Job, settings: LaunchConfig) -> str:
         groups=_groups(job, settings, folder, generation_gpus),
         python=_python(slurm),
         driver=_driver(job, slurm),
-        hears="no" if job.command[:1] == ("nemo",) else "yes",
         generation_gpus=generation_gpus,
         slurm=slurm,
         time_seconds=_seconds(slurm.time),

@@ -101,6 +101,25 @@ def steps_done(state: Any) -> int:
     return max(int(values["total_steps"]), int(values["current_step"]))
 
 
+def save_at_every_step(master: Any) -> None:
+    """From the step under way on, of a loop that runs."""
+    master.checkpointing["save_period"] = 1
+
+
+def end_asynchronous_loop(master: Any, steps: int) -> None:
+    """After so many; the other loop has read the number that this changes."""
+    if isinstance(master.grpo, dict):
+        master.grpo["max_num_steps"] = steps
+    else:
+        master.grpo.max_num_steps = steps
+
+
+def finish_checkpoints(checkpointer: Any) -> None:
+    """Wait for what it writes in the background, which v0.7.0 does not."""
+    if hasattr(checkpointer, "shutdown"):
+        checkpointer.shutdown()
+
+
 def normalizers(names: dict[str, str]) -> dict[str, Any]:
     """A loss's `metric_normalizations` as NeMo RL's enumeration; v0.7.0 has none and asks for none."""
     from nemo_rl.algorithms.loss import interfaces

@@ -15,9 +15,17 @@ from typing import Any
 
 from nemo_fp8rl.config import Config, Fp8RlConfig
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.nemo_rl.compat import PREPARE_PROCESS, load_dataloader, prepare, save_state, steps_done
+from nemo_fp8rl.nemo_rl.compat import (
+    PREPARE_PROCESS,
+    finish_checkpoints,
+    load_dataloader,
+    prepare,
+    save_state,
+    steps_done,
+)
 from nemo_fp8rl.nemo_rl.recipe import NemoRlRecipe
 from nemo_fp8rl.nemo_rl.recipe import load as checked
+from nemo_fp8rl.nemo_rl.stop import LoopStop, Prompts
 from nemo_fp8rl.workers import connect, require_token
 
 OF_OUR_PARTS = ("align", "kv", "kernel", "refit", "gates")
@@ -46,7 +54,7 @@ class Loop:
 def run(path: Path, overrides: Sequence[str] = ()) -> bool:
     """Run grpo.max_num_steps, from the latest checkpoint in checkpointing.checkpoint_dir where there is one.
 
-    Returns False when checkpointing.checkpoint_must_save_by ended it before.
+    Returns False when a signal, a pod that is to end, or checkpointing.checkpoint_must_save_by ended it before.
     """
     import torch
 
@@ -75,17 +83,28 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
         data, val_data, envs, val_envs = setup_response_data(tokenizer, master.data, master.env)
         parts = _of_nemo_rl(grpo, master, recipe, tokenizer, data, val_data) if on_gpus else None
         loop = stack.enter_context(parts or _of_ours(grpo, master, recipe, tokenizer, data, val_data))
+        asynchronous = recipe.values["grpo"].get("async_grpo") or {}
+        off_policy = bool(asynchronous.get("enabled"))
+        stop = LoopStop(
+            loop.master,
+            steps=lambda: steps_done(loop.state),
+            finish=lambda: finish_checkpoints(loop.checkpointer),
+            asynchronous=off_policy,
+        )
+        prompts = loop.prompts if off_policy else Prompts(loop.prompts, stop)
         arguments = (
-            *(loop.policy, loop.generation, loop.prompts, loop.val_prompts, tokenizer, loop.loss, envs, val_envs),
+            *(loop.policy, loop.generation, prompts, loop.val_prompts, tokenizer, loop.loss, envs, val_envs),
             *(loop.logger, loop.checkpointer, loop.state, loop.master),
         )
-        asynchronous = recipe.values["grpo"].get("async_grpo") or {}
         save_in_time(loop.master.checkpointing)
         begin, done = time.monotonic(), steps_done(loop.state)
-        if asynchronous.get("enabled"):
-            grpo.async_grpo_train(*arguments, asynchronous["max_trajectory_age_steps"])
-        else:
-            grpo.grpo_train(*arguments)
+        with stop.listening():
+            if off_policy:
+                grpo.async_grpo_train(*arguments, asynchronous["max_trajectory_age_steps"])
+            else:
+                grpo.grpo_train(*arguments)
+        if stop.cut_short:
+            return steps_done(loop.state) >= loop.steps
         return not _ran_out_of_time(loop, time.monotonic() - begin, done)
 
 
@@ -251,6 +270,8 @@ def _ray(num_cpus: int, on_gpus: bool) -> Iterator[None]:
 def _steps(recipe: NemoRlRecipe, prompts: Any) -> int:
     """How many steps the loop takes: as asked for, or as its epochs have."""
     grpo = recipe.values["grpo"]
+    if recipe.values["data"].get("use_multiple_dataloader"):  # which has no length
+        return int(grpo["max_num_steps"])
     return int(min(grpo["max_num_steps"], grpo["max_num_epochs"] * len(prompts)))
 
 

@@ -271,6 +271,49 @@ def test_every_name_of_a_job_makes_one_of_an_object(name):
     assert ray["metadata"]["name"].endswith(job.run_id.removeprefix(name))
 
 
+def test_a_pod_that_is_told_to_end_asks_our_loop_to_save_where_the_checkpoints_are():
+    volumes = "kubernetes.volumes=[{claim: a, path: /home/me}, {claim: b, path: /runs}]"
+    made = rayjob(volumes, overrides=("checkpointing.checkpoint_dir=/runs/x",))
+    head = made["spec"]["rayClusterSpec"]["headGroupSpec"]
+    for pod in (head, *workers(made)):
+        lingers = ["--linger", "30"] if pod is head else []
+        assert container(pod)["lifecycle"] == {
+            "preStop": {"exec": {"command": ["nemo-fp8rl", "request-stop", *lingers]}}
+        }
+        assert {"name": "NEMO_FP8RL_STOP_FOLDER", "value": "/runs/.nemo-fp8rl"} in container(pod)["env"]
+        assert {"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": "570"} in container(pod)["env"]
+        assert pod["template"]["spec"]["terminationGracePeriodSeconds"] == 600
+
+
+def test_it_has_the_time_that_the_settings_say():
+    made = rayjob("kubernetes.termination_grace_seconds=100")
+    assert {"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": "70"} in container(workers(made)[0])["env"]
+    assert workers(made)[0]["template"]["spec"]["terminationGracePeriodSeconds"] == 100
+
+
+def test_a_job_that_kueue_suspends_goes_on_later_and_saves_though_it_is_not_retried():
+    kueue = ("kubernetes.backoff_limit=0", "kubernetes.kueue={queue: rl}")
+    assert "lifecycle" in kubernetes.render(*tiny_job("checkpointing.checkpoint_dir=/runs/x", changes=kueue))
+
+
+@pytest.mark.parametrize("idle", [False, True], ids=["no retries", "idle"])
+def test_where_nothing_would_continue_nobody_is_asked(idle):
+    chosen = () if idle else ("kubernetes.backoff_limit=0",)
+    text = kubernetes.render(*tiny_job(changes=chosen, idle=idle))
+    assert not any(word in text for word in ("lifecycle", "STOP_FOLDER", "RAY_JOB_STOP", "terminationGrace"))
+
+
+@needs_checkout
+@pytest.mark.nemo_rl
+@pytest.mark.parametrize("loop", ["train", "nemo"])
+def test_a_recipe_for_nemo_rl_saves_then_too_whoever_runs_it(loop):
+    chosen = read_settings(None, BASE)
+    saves = ("checkpointing.enabled=true", "checkpointing.checkpoint_dir=/runs/x")
+    assert "lifecycle" in kubernetes.render(
+        plan(RECIPES / "nemo_rl/qwen3-8b-fp8-e2e-kv.yaml", saves, chosen, loop=loop), chosen
+    )
+
+
 def test_the_driver_resumes_by_itself():
     assert rayjob()["spec"]["entrypoint"] == "nemo-fp8rl train --restartable --config /etc/nemo-fp8rl/recipe.yaml"
 

@@ -29,6 +29,8 @@ CLUSTER = "spec.rayClusterSpec"
 TRAIN = f"{CLUSTER}.workerGroupSpecs[0]"
 POD = f"{TRAIN}.template.spec"
 BOX = f"{POD}.containers[0]"
+VARIABLES = 5
+"""Of a pod, that the launcher sets."""
 Tree = Any
 Mistake = tuple[Callable[[Tree], object], str, str]
 
@@ -112,7 +114,7 @@ OF_SCHEMA: dict[str, Mistake] = {  # what is done to the manifest, where it is f
         f"{TRAIN}.rayStartParams.num-gpus",
         'quote it: "8"',
     ),
-    "number for a variable": (env({"name": "X", "value": 1}), f"{BOX}.env[3].value", 'quote it: "1"'),
+    "number for a variable": (env({"name": "X", "value": 1}), f"{BOX}.env[{VARIABLES}].value", 'quote it: "1"'),
     "no group name": (lambda j: train(j).pop("groupName"), f"{TRAIN}.groupName", "add groupName"),
     "no head": (lambda j: cluster(j).pop("headGroupSpec"), f"{CLUSTER}.headGroupSpec", "add headGroupSpec"),
     "no container name": (lambda j: box(j).pop("name"), f"{BOX}.name", "add name"),
@@ -291,15 +293,19 @@ OF_LINT: dict[str, Mistake] = {
         f"{BOX}.volumeMounts[2].mountPath",
         "elsewhere",
     ),
-    "variable set twice": (env({"name": "WANDB_RUN_ID", "value": "x"}), f"{BOX}.env[3].name", "remove one of the two"),
+    "variable set twice": (
+        env({"name": "WANDB_RUN_ID", "value": "x"}),
+        f"{BOX}.env[{VARIABLES}].name",
+        "remove one of the two",
+    ),
     "variable from two places": (
         env({"name": "X", "value": "x", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}}),
-        f"{BOX}.env[3].valueFrom",
+        f"{BOX}.env[{VARIABLES}].valueFrom",
         "remove one of the two",
     ),
     "secret for all to read": (
         env({"name": "HF_TOKEN", "value": "hf_abc"}),
-        f"{BOX}.env[3].value",
+        f"{BOX}.env[{VARIABLES}].value",
         "valueFrom.secretKeyRef",
     ),
     "limit without a request's number": (
@@ -474,7 +480,7 @@ def test_a_line_a_finding_and_2(file, capsys):
 @needs_crds
 def test_what_both_find_is_said_once(file):
     (findings,) = check_file(file(env({"name": "X", "value": 1})), CRDS).values()
-    assert [finding.path for finding in findings] == [f"{BOX}.env[3].value"]
+    assert [finding.path for finding in findings] == [f"{BOX}.env[{VARIABLES}].value"]
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,36 @@ def test_out_of_time_it_saves_says_so_and_goes_on(e2e, warm, tmp_path):
     assert measured(resumed) == measured(e2e, slice(saved, None))
 
 
+@pytest.mark.parametrize("how", ["signal", "pod"])
+def test_told_to_stop_it_saves_the_step_under_way_and_goes_on(e2e, warm, tmp_path, monkeypatch, how):
+    monkeypatch.setenv("NEMO_FP8RL_STOP_FOLDER", str(tmp_path / "stop"))
+    monkeypatch.setenv("RAY_CLUSTER_NAME", "attempt")
+    logs = tmp_path / "logs"
+    keys = [*runs.overrides(warm, logs), "checkpointing.enabled=true", "checkpointing.save_period=100"]
+    stopped = runs.start([str(runs.RECIPE), *keys], tmp_path / "out")
+    wait_for(tmp_path / "out", "Step 2/" if how == "signal" else "Step 1/", stopped)  # it looks once a second
+    if how == "signal":
+        stopped.send_signal(signal.SIGUSR1)
+    else:
+        hook = [sys.executable, "-m", "nemo_fp8rl.cli", "request-stop"]
+        subprocess.run(hook, check=True, timeout=120)
+        assert list((tmp_path / "checkpoints").glob("step_*"))
+    assert stopped.wait(timeout=300) == 130, (tmp_path / "out").read_text()[-3000:]
+    assert "Traceback" not in (tmp_path / "out").read_text()
+    saved = int(next((tmp_path / "checkpoints").glob("step_*")).name.removeprefix("step_"))
+    assert saved < runs.STEPS
+    resumed = runs.run(logs, *keys)
+    assert measured(resumed) == measured(e2e, slice(saved, None))
+
+
+def wait_for(log: Path, words: str, process: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + 300
+    while words not in log.read_text(errors="replace"):
+        assert process.poll() is None, log.read_text()[-3000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_validation_a_reference_policy_and_nemo_rls_own_math_environment(warm, tmp_path):
     logs = tmp_path / "logs"
     keys = [*runs.overrides(warm, logs, env="math"), "loss_fn.reference_policy_kl_penalty=0.05"]
@@ -94,6 +124,19 @@ def test_the_asynchronous_loop_one_step_off(warm, tmp_path):
     assert first < 1.001
     assert second > 1.01  # the second batch was sampled by the weights of one step before
     assert len(values["validation/accuracy"]) == 1
+
+
+def test_the_asynchronous_loop_told_to_stop_saves_the_step_under_way(warm, tmp_path):
+    logs = tmp_path / "logs"
+    keys = [*runs.overrides(warm, logs), *runs.ASYNC, "checkpointing.enabled=true", "checkpointing.save_period=100"]
+    stopped = runs.start([str(runs.RECIPE), *keys, "grpo.max_num_steps=50"], tmp_path / "out")
+    wait_for(tmp_path / "out", "Step 2/50", stopped)
+    stopped.send_signal(signal.SIGTERM)
+    assert stopped.wait(timeout=300) == 130, (tmp_path / "out").read_text()[-3000:]
+    saved = int(next((tmp_path / "checkpoints").glob("step_*")).name.removeprefix("step_"))
+    assert 2 <= saved < 10
+    values = runs.run(logs, *keys, f"grpo.max_num_steps={saved + 1}")
+    assert len(values["train/reward"]) == 1
 
 
 def test_an_fp8_kv_cache_is_calibrated_by_nemo_rls_loop(warm, tmp_path):

@@ -173,8 +173,7 @@ stop() {
     stopping=$SECONDS
     tell_driver
 }
-# NeMo RL's loop hears no signal: it goes by NEMO_FP8RL_STOP_AT.
-tell_driver() { [[ -z $stopping || -z $driver_step || $DRIVER_HEARS == no ]] || kill -USR1 "$driver_step"; }
+tell_driver() { [[ -z $stopping || -z $driver_step ]] || kill -USR1 "$driver_step"; }
 trap stop USR1
 trap 'say "told to end"; cancelled=1' TERM   # the driver was told, too; SLURM kills what is left after its own time
 
