@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev demo test test-long test-megatron-0.19 test-vllm-matrix test-nemo-rl test-slurm
-.PHONY: test-browser test-gpu-engine test-loggers test-transformer-engine lint format types clean
+.PHONY: test-browser test-gpu-engine test-loggers test-nixl test-transformer-engine lint format types clean
 
 help:  ## show this list
 	@grep -hE '^[a-z0-9.-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -44,6 +44,17 @@ test-megatron-0.19: setup-dev  ## the policy's tests with Megatron Core 0.19, be
 	@$(BIN)/python -m pip install -q --no-deps --upgrade --ignore-requires-python --python-version 3.12 --only-binary :all: \
 	  --target .venv/megatron-0.19 megatron-core==0.19.2
 	@PYTHONPATH=.venv/megatron-0.19 $(BIN)/python -m pytest -q tests/policy $(ARGS)
+
+test-nixl: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
+test-nixl: .venv/nixl/installed  ## refits by NIXL, which is optional and not in the lock: links, faults, an engine
+	@PYTHONPATH=$(CURDIR)/.venv/nixl $(BIN)/python -m pytest -q -k nixl \
+	  tests/refit tests/generation/test_processes.py $(ARGS)
+	@$(if $(ARGS),,PYTHONPATH=$(CURDIR)/.venv/nixl UCX_TLS=tcp $(BIN)/python -m pytest -q -k nixl tests/refit)
+
+.venv/nixl/installed: requirements/nixl.txt | setup-dev
+	@rm -rf $(@D)
+	@$(BIN)/python -m pip install -q --no-deps --only-binary :all: --target $(@D) -r $<
+	@touch $@
 
 test-transformer-engine: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 test-transformer-engine: .venv/transformer-engine/installed  ## its own Python, on fake kernels, against our emulation

@@ -1,12 +1,14 @@
 """The bridge between a policy and its generation backend: who they are decides how the bytes travel."""
 
 import secrets
+from importlib.util import find_spec
 
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation.vllm import VllmGeneration
 from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.refit.bridge import RefitBridge, Transport
+from nemo_fp8rl.refit.transport.nixl import INSTALL
 from nemo_fp8rl.workers import on_one_host
 
 
@@ -14,7 +16,7 @@ def build_bridge(
     cfg: Config, policy: MegatronPolicy, generation: VllmGeneration, first_version: int = 0
 ) -> RefitBridge:
     """Raises UserError where the transport that the recipe names cannot be had."""
-    choice, transport = cfg.nemo_fp8rl.refit, _transport(cfg)
+    choice, transport = cfg.nemo_fp8rl.refit, chosen_transport(cfg, policy.on_gpu())
     generation.token = secrets.token_hex(32)
     policy.open_refit(transport, generation.token)
     return RefitBridge(
@@ -28,16 +30,26 @@ def build_bridge(
     )
 
 
-def _transport(cfg: Config) -> Transport:
+def chosen_transport(cfg: Config, on_gpu: bool) -> Transport:
+    """What the recipe asks for, or what suits it. on_gpu: where the trainer's weights are."""
     asked, vllm_cfg = cfg.nemo_fp8rl.refit.transport, cfg.policy.generation.vllm_cfg
     here = "nemo_fp8rl.refit.transport"
     together = cfg.cluster.backend == "in_process"
     together = together and not vllm_cfg.async_engine and vllm_cfg.tensor_parallel_size == 1
     one_host = together or on_one_host(cfg)
     if asked == "auto":
-        return "in_process" if together else "shared_memory" if one_host else "collective"
+        if together:
+            return "in_process"
+        nearest: Transport = "cuda_ipc" if on_gpu else "shared_memory"
+        return nearest if one_host else "collective"
     if asked == "in_process" and not together:
         raise UserError(f"{here}=in_process: trainer and engine run in processes of their own; set it to auto")
-    if asked == "shared_memory" and not one_host:
-        raise UserError(f"{here}=shared_memory: the Ray cluster has several hosts; set it to auto or collective")
+    if asked in ("shared_memory", "cuda_ipc") and not one_host:
+        raise UserError(f"{here}={asked}: the Ray cluster has several hosts; set it to auto or collective")
+    if asked == "cuda_ipc" and not on_gpu:
+        raise UserError(f"{here}=cuda_ipc: the trainer's weights are not on GPUs; set it to auto or shared_memory")
+    if asked == "cuda_ipc" and together:
+        raise UserError(f"{here}=cuda_ipc: trainer and engine share a process; set it to auto")
+    if asked == "nixl" and find_spec("nixl") is None:
+        raise UserError(f"{here}=nixl: {INSTALL}, or set it to auto")
     return asked

@@ -55,7 +55,10 @@ class RefitWorkerExtension:
         def connect() -> str:
             self.nemo_fp8rl_disconnect()
             own = [(address, route) for address, route in links[self.rank] if address is not None]
-            self.refit_links = [IncomingLink(_end(address, token, timeout), from_json(route)) for address, route in own]
+            device = self.model_runner.device
+            self.refit_links = [
+                IncomingLink(_end(address, token, timeout, device), from_json(route)) for address, route in own
+            ]
             return ""
 
         return _answered(connect, "")[1]
@@ -152,11 +155,11 @@ class RefitWorkerExtension:
         return save(self.routes.take() if wanted else self.routes.forget())
 
 
-def _end(address: Any, token: str, timeout: float) -> Any:
+def _end(address: Any, token: str, timeout: float, device: torch.device) -> Any:
     if not isinstance(address, list | tuple):
         return address  # the end itself, of a trainer in this process
     host, port, name = address
-    return dial((host, port), token, name, timeout)
+    return dial((host, port), token, name, timeout, device)
 
 
 def _answered(method: Callable[[], Any], nothing: Any) -> tuple[Any, str]:

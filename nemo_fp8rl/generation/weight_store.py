@@ -23,6 +23,7 @@ from nemo_fp8rl.generation import compat
 from nemo_fp8rl.generation.held import HeldLinearMethod, HeldMoEMethod
 from nemo_fp8rl.generation.placement import Slot, slots
 from nemo_fp8rl.hf.config import read_hf_config
+from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart, blocks_of
 from nemo_fp8rl.refit.message import Content
 from nemo_fp8rl.refit.receive import IncomingLink, Received, received
@@ -123,7 +124,7 @@ class WeightStore:
                 continue
             for slot in held:
                 name = slot.part.name
-                if slot.content() is None or any(self._held(p).digest != arrived[p] for p in pieces[name]):
+                if slot.content() is None or not all(self._held(p).has(arrived[p]) for p in pieces[name]):
                     raise RefitError(f"vLLM's own loaders put something else where {name} is looked for in the engine")
                 yield name
 
@@ -182,7 +183,7 @@ class _Loading:
             assert item.delta is not None
             contiguous = held.data.contiguous()
             try:
-                item.delta.apply_(contiguous.view(-1).view(torch.uint8))
+                item.delta.apply_(bytes_of(contiguous))
             except DeltaError as error:
                 raise RefitError(f"refit {self.version}: {item.part.name}: {error}") from None
             if not held.data.is_contiguous():
@@ -192,7 +193,7 @@ class _Loading:
         self.written.add(item.part.name)
         if self.verify:  # now, that it is in the cache
             start = time.perf_counter()
-            if held.digest != item.digest:
+            if not held.has(item.digest):
                 raise RefitError(f"refit {self.version}: {item.part.name} in the engine is not what the trainer sent")
             self.store.verify_seconds += time.perf_counter() - start
 
@@ -200,7 +201,7 @@ class _Loading:
         part = item.part
         if item.content is None:
             raise RefitError(f"refit {self.version}: a delta of {part.name}, which vLLM keeps in a form of its own")
-        if item.digest and item.content.digest != item.digest:
+        if item.digest and not item.content.has(item.digest):
             raise RefitError(f"refit {self.version}: {part.name} was damaged on its way")
         self.arrived[part] = item.digest or item.content.digest
         assembly = self.assembling.setdefault(part.name, _Assembly(self.store.slots[part.name].part))

@@ -66,6 +66,10 @@ class MegatronPolicy:
         """What quantizes the weights of its ranks for a refit."""
         return sorted(set(self.ranks.call("quantizer", [()] * self.ranks.count)))
 
+    def on_gpu(self) -> bool:
+        """Whether the weights of all its ranks are on GPUs."""
+        return all(self.ranks.call("on_gpu", [()] * self.ranks.count))
+
     def instructions(self) -> set[str]:
         """Of the machines of its ranks, `machine.instructions`."""
         return set(self.ranks.call("instructions", [()] * self.ranks.count))

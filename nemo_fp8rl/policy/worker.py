@@ -193,6 +193,9 @@ class MegatronWorker:
         """What quantizes its weights for a refit."""
         return kernels.describe(kernels.resolve(self.cfg.nemo_fp8rl.kernel, self.pipeline.device.type))
 
+    def on_gpu(self) -> bool:
+        return self.pipeline.device.type == "cuda"
+
     def instructions(self) -> str:
         return instructions()
 
@@ -245,6 +248,7 @@ class MegatronWorker:
             host=_own_host(self.cfg),
             token=token,
             timeout=self.cfg.cluster.engine_timeout_seconds,
+            device=next(self.model.parameters()).device,  # with its number
         )
         return to_json(parts)
 

@@ -21,8 +21,9 @@ from typing import Any, Literal, Protocol
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart, routes
 from nemo_fp8rl.refit.mode import Mode, ModeChoice
 from nemo_fp8rl.refit.report import Loaded, RefitReport, SendReport
+from nemo_fp8rl.refit.transport.link import Between
 
-Transport = Literal["in_process", "shared_memory", "collective"]
+Transport = Literal["in_process"] | Between
 Verify = Literal["off", "digest", "full"]
 PIECE_BYTES = 1 << 24
 """Of what is quantized, sent and verified at once, at most."""

@@ -5,18 +5,17 @@ entry is the scales of an FP8 piece and its bytes; a delta entry is the scales a
 that of the piece as the engine will hold it, so it also proves that a delta met the bytes it was made of.
 """
 
-import ctypes
 import json
 import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
-import xxhash
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import BLOCK, scale_shape
 from nemo_fp8rl.hf.region import Region
+from nemo_fp8rl.refit.digest import bytes_of, digest_of, has_digest
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart, blocks_of
 
 ALIGNMENT = 64
@@ -86,28 +85,17 @@ class Content:
 
     @property
     def digest(self) -> str:
-        """xxh3, 64 bits, of the scales and the data."""
+        """Of the scales and the data, of the kind for where they are."""
         return digest_of(*self.tensors)
+
+    def has(self, digest: str) -> bool:
+        """Whether the digest, of either kind, is that of the scales and the data."""
+        return has_digest(digest, *self.tensors)
 
     def equals(self, other: "Content") -> bool:
         """To the bit, on any devices."""
         pairs = zip(self.tensors, other.tensors, strict=True)
         return all(torch.equal(bytes_of(a), bytes_of(b.to(a.device))) for a, b in pairs)
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """uint8 [nbytes]; a view of a contiguous tensor."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def digest_of(*tensors: Tensor) -> str:
-    """xxh3, 64 bits, of their bytes one after the other."""
-    state = xxhash.xxh3_64()
-    for tensor in tensors:
-        held = tensor.contiguous().cpu()
-        memory = ctypes.c_char * held.nbytes  # not numpy, which would forbid a sleeping engine to free the memory
-        state.update(memory.from_address(held.data_ptr()) if held.nbytes else b"")
-    return state.hexdigest()
 
 
 def all_finite(tensor: Tensor) -> bool:

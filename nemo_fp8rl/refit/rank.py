@@ -4,16 +4,17 @@ from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import KernelName, ScaleFormat
 from nemo_fp8rl.refit.bridge import Transport
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
 from nemo_fp8rl.refit.message import aligned
-from nemo_fp8rl.refit.report import SendReport
+from nemo_fp8rl.refit.report import LinkId, SendReport
 from nemo_fp8rl.refit.send import Link, WeightSender
 from nemo_fp8rl.refit.transport.in_process import in_process_link
-from nemo_fp8rl.refit.transport.link import SendingEnd
+from nemo_fp8rl.refit.transport.link import HOST, SendingEnd
 from nemo_fp8rl.refit.transport.post import Post
 
 BUCKETS = 16
@@ -27,7 +28,7 @@ Address = Any
 class SendingRank:
     """`offer` links to an engine, `start` sending it a version, `finish`; `withdraw` the links of one that failed.
 
-    host: of this rank, on the interface where engines may call.
+    host: of this rank, on the interface where engines may call. device: of its weights.
     """
 
     def __init__(
@@ -41,10 +42,11 @@ class SendingRank:
         host: str,
         token: str,
         timeout: float,
+        device: torch.device = HOST,
     ) -> None:
         self.sender = WeightSender(parts, scale_format, kernel)
-        self.bucket_bytes, self.timeout, self.token = bucket_bytes, timeout, token
-        self.post = None if transport == "in_process" else Post(transport, host, token, timeout)
+        self.bucket_bytes, self.timeout, self.device = bucket_bytes, timeout, device
+        self.post = None if transport == "in_process" else Post(transport, host, token, timeout, device)
         self.ends: dict[tuple[int, int], Future[SendingEnd]] = {}
         self.routes: dict[tuple[int, int], Route] = {}
         self.accepting = ThreadPoolExecutor(ENGINE_RANKS, "refit-accept")  # one that never calls keeps a thread
@@ -68,7 +70,7 @@ class SendingRank:
             key = engine, rank
             self.routes[key] = route
             if self.post is None:
-                sending, receiving = in_process_link(capacity, self.timeout)
+                sending, receiving = in_process_link(capacity, self.timeout, self.device)
                 self.ends[key] = Future()
                 self.ends[key].set_result(sending)
                 addresses.append(receiving)
@@ -82,9 +84,7 @@ class SendingRank:
     def withdraw(self, engine: int) -> None:
         """Close the links to an engine."""
         for key in [key for key in self.ends if key[0] == engine]:
-            end = self.ends.pop(key)
-            if end.done() and end.exception() is None:
-                end.result().close()
+            self.ends.pop(key).add_done_callback(_close)
             del self.routes[key]
 
     def start(
@@ -98,7 +98,8 @@ class SendingRank:
     ) -> None:
         """Send a version to these engines, in a thread. whole, how: see `Link` and `WeightSender.send`."""
         assert self.sending is None
-        self.sending = self.thread.submit(self._send, weights, version, engines, whole, how)
+        ends = {key: (self.ends[key], route) for key, route in self.routes.items() if key[0] in engines}
+        self.sending = self.thread.submit(self._send, weights, version, ends, whole, how)
 
     def finish(self) -> SendReport:
         """Wait for it. Raises RefitError on weights that must not be sent."""
@@ -112,15 +113,16 @@ class SendingRank:
         self,
         weights: Iterable[tuple[str, Tensor]],
         version: int,
-        engines: Collection[int],
+        ends: dict[LinkId, tuple[Future[SendingEnd], Route]],
         whole: frozenset[str],
         how: dict[str, bool],
     ) -> SendReport:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of this thread, for kernels that do not ask where their tensors are
         links = {}
         try:
-            for key, route in list(self.routes.items()):
-                if key[0] in engines:
-                    links[key] = Link(self.ends[key].result(), route, whole)
+            for key, (end, route) in ends.items():
+                links[key] = Link(end.result(), route, whole)
             return self.sender.send(weights, version, links, **how)
         except RefitError:
             raise  # the engines were told
@@ -136,3 +138,8 @@ class SendingRank:
             self.post.close()
         self.accepting.shutdown(wait=False)
         self.thread.shutdown(wait=False)
+
+
+def _close(end: Future[SendingEnd]) -> None:
+    if end.exception() is None:
+        end.result().close()

@@ -11,7 +11,7 @@ from torch import Tensor
 from nemo_fp8rl.fp8.delta import Delta, DeltaError
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
 from nemo_fp8rl.refit.message import Content, Header, aligned, all_finite, scales_of
-from nemo_fp8rl.refit.transport.link import ReceivingEnd
+from nemo_fp8rl.refit.transport.link import ReceivingEnd, settle
 
 
 class Received(NamedTuple):
@@ -51,6 +51,7 @@ def received(links: Sequence[IncomingLink], version: int) -> Iterator[Received]:
                 raise item
             i, header, payload = item
             yield from progress[i].entries(header, payload)
+            settle(payload)
             links[i].end.release()
     except BaseException:
         for link in links:  # or the sources would wait for buffers that nobody gives back, and the threads for messages
@@ -117,7 +118,7 @@ class _Progress:
         scale_inv = scales_of(part, bytes_)
         self._check(part, scale_inv)
         try:
-            delta = Delta.decode(bytes_[part.scale_bytes :].numpy().tobytes(), part.data_bytes)
+            delta = Delta.decode(bytes_[part.scale_bytes :].cpu().numpy().tobytes(), part.data_bytes)
         except DeltaError as error:
             raise RefitError(f"refit {self.version}: {part.name}: {error}") from None
         return Received(part, None, delta, scale_inv, digest, len(bytes_))

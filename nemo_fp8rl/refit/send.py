@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,10 +24,11 @@ from nemo_fp8rl.fp8 import (
 )
 from nemo_fp8rl.fp8.delta import Delta
 from nemo_fp8rl.hf.region import Region
+from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
-from nemo_fp8rl.refit.message import Content, Encoding, Entry, Header, aligned, all_finite, bytes_of, digest_of
+from nemo_fp8rl.refit.message import Content, Encoding, Entry, Header, aligned, all_finite
 from nemo_fp8rl.refit.report import LinkId, SendReport
-from nemo_fp8rl.refit.transport.link import LinkError, SendingEnd
+from nemo_fp8rl.refit.transport.link import LinkError, SendingEnd, settle
 
 DELTA_FROM = 1 << 14
 """Bytes below which a piece is sent whole: a delta of it would hardly be smaller."""
@@ -77,6 +77,7 @@ class Outgoing:
     def send(self, last: bool, abort: str = "") -> None:
         if self.bucket is None:
             self.bucket = self.end.buffer()
+        settle(self.bucket)
         header = Header(self.version, self.sequence, tuple(self.entries), last, abort)
         self.end.send(header.encode(), self.filled)
         self.bucket, self.entries, self.sequence = None, [], self.sequence + 1
@@ -152,29 +153,31 @@ class WeightSender:
         if (room := sending.room(piece, part.nbytes)) is None:
             return
         payload = room if values.device == room.device else torch.empty_like(room, device=values.device)
+        content = Content.of(part, payload)
         with sending.report.timed("quantize"):
-            self._quantize(values, Content.of(part, payload))
+            self._quantize(values, content)
             if payload is not room:
                 room.copy_(payload)
         with sending.report.timed("encode"):
-            mark = digest_of(room) if digests else ""
+            mark = content.digest if digests else ""
             if keep and part.data_bytes >= DELTA_FROM:
                 self._kept(part, values.device).copy_(payload)
         sending.add(piece, room, "full", mark)
 
     def _send_delta(self, sending: "_Sending", piece: Piece, values: Tensor, digests: bool) -> None:
         part, kept = piece.part, self._kept(piece.part, values.device)
+        content = Content.of(part, kept)
         with sending.report.timed("quantize"):
-            delta = self._update(values, Content.of(part, kept))
+            delta = self._update(values, content)
         with sending.report.timed("encode"):
-            mark = digest_of(kept) if digests else ""
+            mark = content.digest if digests else ""
             message = delta.encode() if delta is not None else b""
         if delta is None or len(message) >= part.data_bytes // 2:
             if (room := sending.room(piece, part.nbytes)) is not None:
                 sending.add(piece, room.copy_(kept), "full", mark)
         elif (room := sending.room(piece, part.scale_bytes + len(message))) is not None:
             room[: part.scale_bytes] = kept[: part.scale_bytes]
-            room[part.scale_bytes :].numpy()[:] = np.frombuffer(message, np.uint8)
+            room[part.scale_bytes :] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
             sending.add(piece, room, "delta", mark)
 
     def _quantize(self, values: Tensor, content: Content) -> None:

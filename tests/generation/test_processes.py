@@ -1,6 +1,7 @@
 """Engines whose core or ranks are processes of their own are refitted to what a fresh engine is, too."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from tests.generation.pair import FREE, GREEDY, Pair, outputs
 CACHE = ("kv_cache_dtype=fp8",) if torch.cpu._is_avx512_supported() else ()
 SPREAD = ("async_engine=true", "tensor_parallel_size=2", "expert_parallel_size=2")
 CASES = {
-    "dense, async": ("qwen3", ("async_engine=true", *CACHE)),
-    "experts, async, spread": ("qwen3_moe", (*SPREAD, *CACHE)),
-    "dense, tensor parallel": ("qwen3", ("tensor_parallel_size=2", "collective")),
+    "dense, async": ("qwen3", "auto", ("async_engine=true", *CACHE)),
+    "experts, async, spread": ("qwen3_moe", "auto", (*SPREAD, *CACHE)),
+    "dense, tensor parallel": ("qwen3", "collective", ("tensor_parallel_size=2",)),
+    "dense, NIXL": ("qwen3", "nixl", ("async_engine=true",)),
 }
-
+if find_spec("nixl") is None:  # make test-nixl
+    del CASES["dense, NIXL"]
 
 LONG = {"experts, async, spread"}
 
@@ -26,8 +29,7 @@ LONG = {"experts, async, spread"}
     scope="module", params=[pytest.param(case, marks=[pytest.mark.long] * (case in LONG)) for case in CASES]
 )
 def pair(request, tmp_path_factory) -> Iterator[Pair]:
-    family, layout = CASES[request.param]
-    transport = "collective" if "collective" in layout else "auto"
+    family, transport, layout = CASES[request.param]
     folder = tmp_path_factory.mktemp(family) / "tiny"
     make_tiny(folder, "add", 0, family)
     overrides = (
@@ -38,7 +40,7 @@ def pair(request, tmp_path_factory) -> Iterator[Pair]:
         f"policy.router_replay.enabled={'true' if family == 'qwen3_moe' else 'false'}",
         f"nemo_fp8rl.refit.transport={transport}",
         "nemo_fp8rl.refit.mode=delta",
-        *(f"policy.generation.vllm_cfg.{key}" for key in layout if key != "collective"),
+        *(f"policy.generation.vllm_cfg.{key}" for key in layout),
     )
     pair = Pair(load(RECIPES / "tiny_cpu.yaml", [*SMALL, *overrides]))
     yield pair

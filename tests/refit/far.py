@@ -8,6 +8,7 @@ import torch
 
 from nemo_fp8rl.refit.transport.link import LinkError
 from nemo_fp8rl.refit.transport.post import Post, dial
+from tests.refit import fake_cuda_runtime
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["tests.refit.far"])  # torch is imported once
@@ -16,9 +17,10 @@ _processes.set_forkserver_preload(["tests.refit.far"])  # torch is imported once
 class Far:
     """A process that holds one end. Its calls are the link's; payloads cross as bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: bool = False) -> None:
+        """gpu: it uses the machine's, and no fake."""
         self._calls, theirs = _processes.Pipe()
-        self.process = _processes.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process = _processes.Process(target=_serve, args=(theirs, gpu), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -54,10 +56,10 @@ class Near:
     def receive(self) -> tuple[bytes, bytes]:
         header, payload = self.end.receive()
         self.held.append(payload)
-        return header, payload.numpy().tobytes()
+        return header, payload.cpu().numpy().tobytes()
 
     def oldest_held(self) -> bytes:
-        return self.held[0].numpy().tobytes()
+        return self.held[0].cpu().numpy().tobytes()
 
     def release(self) -> None:
         self.end.release()
@@ -93,7 +95,9 @@ class _Ends(Near):
         self.end.send(header, len(payload))
 
 
-def _serve(calls: Connection) -> None:
+def _serve(calls: Connection, gpu: bool) -> None:
+    if not gpu:
+        fake_cuda_runtime.install()
     ends = _Ends()
     while True:
         try:

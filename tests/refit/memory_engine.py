@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -20,16 +21,20 @@ from nemo_fp8rl.fp8.delta import DeltaError
 from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.hf.region import whole
 from nemo_fp8rl.refit.bridge import Transport
+from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart, blocks_of
 from nemo_fp8rl.refit.message import Content
 from nemo_fp8rl.refit.rank import SendingRank
 from nemo_fp8rl.refit.receive import IncomingLink, Received, received
 from nemo_fp8rl.refit.report import Loaded, SendReport
+from nemo_fp8rl.refit.transport.link import HOST as HOST_MEMORY
 from nemo_fp8rl.refit.transport.link import ReceivingEnd
 from nemo_fp8rl.refit.transport.post import dial
 from nemo_fp8rl.workers import WorkerDied
 
 HOST, TOKEN = "127.0.0.1", "token of the run"
+TRANSPORTS = ["in_process", "shared_memory", "cuda_ipc", "collective", *(["nixl"] if find_spec("nixl") else [])]
+"""That can be had here: nixl with `make test-nixl`."""
 Layout = list[list[TensorPart]]
 """What each rank holds."""
 Message = tuple[bytes, Tensor]
@@ -85,10 +90,10 @@ def as_whole(parts: Sequence[TensorPart], weights: Mapping[str, Tensor], fmt: Sc
     return held
 
 
-def empty(part: TensorPart) -> Content:
+def empty(part: TensorPart, device: torch.device = HOST_MEMORY) -> Content:
     """Of a part in memory before anything arrived."""
-    scale_inv = torch.full(scale_shape(part.size, BLOCK), -1.0) if part.quantized else None
-    return Content(torch.zeros(part.size).to(part.torch_dtype), scale_inv)
+    scale_inv = torch.full(scale_shape(part.size, BLOCK), -1.0, device=device) if part.quantized else None
+    return Content(torch.zeros(part.size, device=device).to(part.torch_dtype), scale_inv)
 
 
 @dataclass
@@ -127,9 +132,11 @@ class Tampered:
 class MemoryRank:
     """One engine rank. repacked: names of tensors that it cannot write in place, as those vLLM keeps otherwise."""
 
-    def __init__(self, parts: Sequence[TensorPart], repacked: frozenset[str]) -> None:
+    def __init__(
+        self, parts: Sequence[TensorPart], repacked: frozenset[str], device: torch.device = HOST_MEMORY
+    ) -> None:
         self.parts = {part.name: part for part in parts}
-        self.held = {part.name: empty(part) for part in parts}
+        self.held = {part.name: empty(part, device) for part in parts}
         self.repacked, self.direct, self.version = repacked, frozenset[str](), -1
         self.links: list[IncomingLink] = []
 
@@ -144,7 +151,7 @@ class MemoryRank:
             nbytes += item.nbytes
             each()
         for part, digest in arrived.items():
-            if verify and self.at(part).digest != digest:
+            if verify and not self.at(part).has(digest):
                 raise RefitError(f"refit {version}: {part.name} in the engine is not what the trainer sent")
         self.direct = frozenset(self.parts) - self.repacked
         self.version = version
@@ -171,7 +178,7 @@ class MemoryRank:
                 raise RefitError(f"refit {version}: a delta of {item.part.name}, which is kept in a form of its own")
             contiguous = target.data.contiguous()
             try:
-                item.delta.apply_(contiguous.view(-1).view(torch.uint8))
+                item.delta.apply_(bytes_of(contiguous))
             except DeltaError as error:
                 raise RefitError(f"refit {version}: {item.part.name}: {error}") from None
             target.data.copy_(contiguous)
@@ -182,8 +189,8 @@ class MemoryRank:
 class MemoryEngine:
     """Its ranks work at once, in threads. Between the first byte of a version and its commit it reads nothing."""
 
-    def __init__(self, layout: Layout, repacked: frozenset[str]) -> None:
-        self.ranks = [MemoryRank(parts, repacked) for parts in layout]
+    def __init__(self, layout: Layout, repacked: frozenset[str], device: torch.device = HOST_MEMORY) -> None:
+        self.ranks = [MemoryRank(parts, repacked, device) for parts in layout]
         self.policy_version = self.loaded_version = -1
         self.died = False
 
@@ -251,10 +258,16 @@ class MemoryEngines:
     on_restart: Callable[[int], None] | None = None
 
     def __init__(
-        self, layout: Layout, count: int = 1, *, repacked: Collection[str] = (), max_restarts: int = 3
+        self,
+        layout: Layout,
+        count: int = 1,
+        *,
+        repacked: Collection[str] = (),
+        max_restarts: int = 3,
+        device: torch.device = HOST_MEMORY,
     ) -> None:
-        self.layout, self.repacked, self.max_restarts = layout, frozenset(repacked), max_restarts
-        self.engines = [MemoryEngine(layout, self.repacked) for _ in range(count)]
+        self.layout, self.repacked, self.max_restarts, self.device = layout, frozenset(repacked), max_restarts, device
+        self.engines = [MemoryEngine(layout, self.repacked, device) for _ in range(count)]
         self.restarts = 0
         self.loads: list[tuple[int, int, bool]] = []  # (engine, version, compare) of every load
         self.hook: Hook = lambda when, number, engine: None
@@ -296,7 +309,7 @@ class MemoryEngines:
         if self.restarts == self.max_restarts:
             raise RuntimeError(f"engine {engine} died after {self.restarts} restarts") from death
         self.restarts += 1
-        self.engines[engine] = MemoryEngine(self.layout, self.repacked)
+        self.engines[engine] = MemoryEngine(self.layout, self.repacked, self.device)
 
     def is_death(self, outcome: Exception) -> bool:
         return isinstance(outcome, WorkerDied)
@@ -332,7 +345,7 @@ class MemoryEngines:
         if not isinstance(address, list):
             return address
         host, port, name = address
-        return dial((host, port), TOKEN, name, self.timeout)
+        return dial((host, port), TOKEN, name, self.timeout, self.device)
 
 
 class MemoryTrainer:
@@ -347,8 +360,10 @@ class MemoryTrainer:
         transport: Transport = "in_process",
         bucket_bytes: int = 1 << 20,
         timeout: float = 20.0,
+        device: torch.device = HOST_MEMORY,
     ) -> None:
-        self.weights, self.layout, self.steps = weights, layout, 0
+        self.weights = {name: weight.to(device) for name, weight in weights.items()}
+        self.layout, self.steps = layout, 0
         self.ranks = [
             SendingRank(
                 parts,
@@ -359,6 +374,7 @@ class MemoryTrainer:
                 host=HOST,
                 token=TOKEN,
                 timeout=timeout,
+                device=device,
             )
             for parts in layout
         ]

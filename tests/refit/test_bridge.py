@@ -15,14 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from nemo_fp8rl.refit import message
 from nemo_fp8rl.refit.bridge import RefitBridge
+from nemo_fp8rl.refit.digest import WORDS, words
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart
 from nemo_fp8rl.refit.message import Header
 from nemo_fp8rl.refit.mode import RETRY_AFTER, ModeChoice
 from nemo_fp8rl.refit.send import DELTA_FROM
-from nemo_fp8rl.refit.transport.link import ReceivingEnd
+from nemo_fp8rl.refit.transport.link import HOST, ReceivingEnd
 from nemo_fp8rl.workers import WorkerDied
 from tests.refit.memory_engine import (
+    TRANSPORTS,
     Hook,
     MemoryEngine,
     MemoryEngines,
@@ -48,20 +51,29 @@ class Run:
     """A trainer of two ranks, two engines of two ranks, and the bridge."""
 
     def __init__(
-        self, engines: int = 2, *, mode: Any = "full", verify: Any = "digest", repacked: str = "", **how: Any
+        self,
+        engines: int = 2,
+        *,
+        mode: Any = "full",
+        verify: Any = "digest",
+        repacked: str = "",
+        to: torch.device = HOST,
+        **how: Any,
     ) -> None:
         self.trainer = MemoryTrainer(
             random_weights(PARTS), split(PARTS, 2, 0, replicate=False), bucket_bytes=30_000, **how
         )
         layout = split(PARTS, 2, 1, replicate=True)
-        self.engines = MemoryEngines(layout, engines, repacked=[repacked] if repacked else [])
+        self.engines = MemoryEngines(layout, engines, repacked=[repacked] if repacked else [], device=to)
         self.mode, self.verify = mode, verify
         self.bridge = RefitBridge(self.trainer, self.engines, mode=mode, verify=verify, bucket_bytes=30_000)
 
     def step(self, share: float = 0.01) -> None:
         """Some of the smaller values are halved: scales stay, a delta is small."""
         moved = {
-            name: torch.where((torch.rand(weight.shape) < share) & (weight.abs() < 1), weight / 2, weight)
+            name: torch.where(
+                (torch.rand(weight.shape).to(weight.device) < share) & (weight.abs() < 1), weight / 2, weight
+            )
             for name, weight in self.trainer.weights.items()
         }
         self.trainer.step(**moved)
@@ -168,7 +180,7 @@ def test_a_resumed_run_goes_on_with_its_first_version(make):
     assert bridge.refit().version == bridge.version == 40
 
 
-@pytest.mark.parametrize("transport", ["in_process", "shared_memory", "collective"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("mode", ["full", "delta"])
 def test_every_transport_brings_the_same_bytes(make, transport, mode):
     run = make(transport=transport, mode=mode)
@@ -313,6 +325,22 @@ def test_one_death_too_many_is_raised(make, when):
     assert run.fenced()
 
 
+def test_an_engine_that_is_given_up_before_the_trainer_has_begun_to_send_is_left_out(make):
+    run, begin = make(), threading.Event()
+    run.bridge.refit()
+    for rank in run.trainer.ranks:
+        rank.thread.submit(begin.wait)  # which keeps what it is asked next waiting
+    run.trainer.start_push(1, [0, 1], frozenset(), delta=False, keep=False, digests=True)
+    run.trainer.withdraw(1)
+    loads = run.engines.engines[0].ranks
+    with ThreadPoolExecutor() as threads:
+        loading = [threads.submit(rank.load, 1, True, lambda: None) for rank in loads]
+        begin.set()
+        reports = run.trainer.finish_push()
+        assert all(load.result() > 0 for load in loading)
+    assert {engine for report in reports for engine, _ in report.failed} == {1}
+
+
 def test_an_engine_that_dies_twice_in_a_refit_ends_it_and_the_next_works(make):
     run = make()
 
@@ -332,7 +360,7 @@ def test_an_engine_that_dies_twice_in_a_refit_ends_it_and_the_next_works(make):
 
 
 @pytest.mark.parametrize("mode", ["full", "delta"])
-@pytest.mark.parametrize("transport", ["in_process", "shared_memory", "collective"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_link_that_breaks_is_made_anew_and_the_whole_version_sent(make, mode, transport):
     run, end = make(mode=mode, transport=transport), []
     run.bridge.refit()
@@ -451,7 +479,7 @@ def test_any_other_failure_of_the_trainer_is_raised_and_the_next_refit_works(mak
     assert (run.bridge.refit().version, run.holds()) == (1, True)
 
 
-@pytest.mark.parametrize("transport", ["in_process", "shared_memory", "collective"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_trainer_that_dies_leaves_the_engines_fenced_and_another_brings_them_back(make, transport):
     run, heard = make(transport=transport), []
     run.bridge.refit()
@@ -678,6 +706,25 @@ def test_verify_digest_finds_a_changed_byte_where_a_delta_meets_it(make, name):
     report = run.bridge.refit()
     assert (report.retries, report.version) == (1, 1)
     assert run.holds()
+
+
+@pytest.mark.parametrize("mode", ["full", "delta"])
+def test_digests_of_weights_on_a_gpu_are_checked_as_such(make, monkeypatch, mode):
+    monkeypatch.setattr(message, "digest_of", words)
+    run, seen = make(mode=mode), set()
+
+    def look(at: int, message: Message) -> list[Message]:
+        seen.update(entry.digest[: len(WORDS)] for entry in Header.decode(message[0]).entries)
+        return [message]
+
+    run.engines.wrap = lambda engine, rank, end: Tampered(end, look)
+    assert run.bridge.refit().retries == 0
+    if mode == "delta":
+        run.engines.hook = once("load", 1, flip_a_byte(UP))
+    run.step()
+    assert run.bridge.refit().retries == (mode == "delta")
+    assert run.holds()
+    assert seen == {WORDS}
 
 
 def test_without_verification_no_digest_is_taken(make):

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nemo_fp8rl.refit import receive, send
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart, routes
 from nemo_fp8rl.refit.message import Entry, Header, aligned
 from nemo_fp8rl.refit.receive import IncomingLink
@@ -502,3 +503,21 @@ def test_the_last_delta_leaves_no_base_to_build_on():
     stream.brings(weights, 0, keep=True)
     stream.brings(weights, 1, delta=True)
     assert stream.senders[0].base_version == -1
+
+
+@pytest.mark.parametrize(("module", "name"), [(send, "send"), (receive, "release")], ids=["sender", "receiver"])
+def test_a_gpu_has_done_its_work_on_a_bucket_before_the_bucket_changes_hands(monkeypatch, module, name):
+    """Links know nothing of streams: what is queued on one is waited for by `settle`."""
+    weights, stream, happened = random_weights(PARTS), Stream([PARTS], [PARTS], bucket=20_000), []
+    end: Any = stream.links[0][0, 0].end if name == "send" else stream.tampered[0]
+    changes_hands = getattr(end, name)
+
+    def told(*args: Any) -> None:
+        happened.append(name)
+        changes_hands(*args)
+
+    monkeypatch.setattr(module, "settle", lambda bucket: happened.append("settle"))
+    monkeypatch.setattr(end, name, told)
+    stream.brings(weights, 0)
+    assert len(happened) > 4
+    assert happened == ["settle", name] * (len(happened) // 2)

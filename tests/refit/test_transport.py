@@ -1,14 +1,19 @@
 """Links: every message whole and in order, two buffers, and an end to every wait."""
 
 import errno
+import gc
+import json
 import os
 import random
 import socket
 import struct
+import subprocess
+import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +23,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_fp8rl.refit.manifest import RefitError
-from nemo_fp8rl.refit.transport import shared_memory
+from nemo_fp8rl.refit.transport import cuda_ipc, nixl, shared_memory
 from nemo_fp8rl.refit.transport.control import Control
 from nemo_fp8rl.refit.transport.in_process import in_process_link
 from nemo_fp8rl.refit.transport.link import MAX_HEADER, LinkError
 from nemo_fp8rl.refit.transport.post import Post, dial
+from tests.refit import fake_cuda_runtime
 from tests.refit.far import Far, Near
+from tests.refit.memory_engine import TRANSPORTS
 
 CAPACITY = 100_003
 TOKEN = "token of the run"
-BETWEEN = ["shared_memory", "collective"]
-EVERY = ["in_process", *BETWEEN]
+BETWEEN = TRANSPORTS[1:]
 LONG, SHORT = 20.0, 0.5
 """Timeouts that no passing test reaches, and one that a test waits for."""
 AT_ONCE = 3.0
@@ -110,10 +116,17 @@ def fails(match: str = ".", within: float = AT_ONCE) -> Iterator[None]:
     assert time.monotonic() - start < within
 
 
+def until(what: Callable[[], object], within: float = AT_ONCE) -> None:
+    deadline = time.monotonic() + within
+    while not what() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert what()
+
+
 # What a link carries
 
 
-@pytest.mark.parametrize("transport", EVERY)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_messages_arrive_to_the_bit_and_in_order(linked, transport):
     rng = random.Random(0)
     sizes = [0, 1, 4097, CAPACITY, 0, *(rng.randrange(CAPACITY + 1) for _ in range(50))]
@@ -127,7 +140,7 @@ def test_messages_arrive_to_the_bit_and_in_order(linked, transport):
     sending.result(LONG)
 
 
-@pytest.mark.parametrize("transport", EVERY)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_the_sender_runs_one_message_ahead_and_no_further(linked, transport):
     sender, receiver = linked(transport)
     fill_and_send(sender, b"a", b"A" * CAPACITY)
@@ -146,7 +159,7 @@ def test_the_sender_runs_one_message_ahead_and_no_further(linked, transport):
     assert receiver.receive() == (b"c", b"C" * CAPACITY)
 
 
-@pytest.mark.parametrize("transport", EVERY)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_message_may_wait_unreleased_for_longer_than_the_timeout(linked, transport):
     sender, receiver = linked(transport, SHORT)
     fill_and_send(sender, b"a", b"A")
@@ -182,7 +195,7 @@ def test_any_messages_come_out_as_they_went_in(one_link, messages):
     assert got == messages
 
 
-@pytest.mark.parametrize("transport", EVERY)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_what_no_message_can_be_is_not_sent(linked, transport):
     sender, receiver = linked(transport)
     sender.buffer()
@@ -206,7 +219,7 @@ def test_buffers_are_aligned_for_every_dtype(both_here, transport):
 # The end of a wait
 
 
-@pytest.mark.parametrize("transport", EVERY)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_silence_ends_in_a_link_error_that_names_the_seconds(linked, transport):
     sender, receiver = linked(transport, SHORT)
     with fails("0.5 s"):
@@ -217,7 +230,7 @@ def test_silence_ends_in_a_link_error_that_names_the_seconds(linked, transport):
         sender.buffer()
 
 
-@pytest.mark.parametrize("transport", EVERY)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_closing_the_sender_wakes_a_receiver_that_waits(linked, transport):
     sender, receiver = linked(transport)
     waiting = later(receiver.receive)
@@ -232,7 +245,7 @@ def test_closing_the_sender_wakes_a_receiver_that_waits(linked, transport):
         receiver.receive()
 
 
-@pytest.mark.parametrize("transport", EVERY)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("closer", ["sender", "receiver"])
 def test_close_wakes_both_sides_when_the_sender_waits(linked, transport, closer):
     sender, receiver = linked(transport)
@@ -251,7 +264,7 @@ def test_close_wakes_both_sides_when_the_sender_waits(linked, transport, closer)
             receiver.receive()
 
 
-@pytest.mark.parametrize("transport", EVERY)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_receiver_can_be_closed_while_it_waits(both_here, transport):
     sender, receiver = both_here(transport)
     waiting = later(receiver.receive)
@@ -581,6 +594,37 @@ def test_a_sink_that_cannot_says_why(closing, transport):
             accepting.result(LONG)
 
 
+LEAVES = """
+import atexit, threading
+atexit.register(lambda: print(*(thread.name for thread in threading.enumerate()), sep=","))  # the last of its kind
+from concurrent.futures import ThreadPoolExecutor
+from nemo_fp8rl.refit.transport.post import Post, dial
+from tests.refit import fake_cuda_runtime
+fake_cuda_runtime.install()
+post = Post("{transport}", "127.0.0.1", "token", 20)
+with ThreadPoolExecutor(1) as threads:
+    dialing = threads.submit(dial, post.address, "token", "sink", 20)
+    sender, receiver = post.accept("sink", 4096), dialing.result()
+sender.buffer()
+sender.send(b"a", 4096)
+receiver.receive()
+assert any(thread.name == "refit link" for thread in threading.enumerate())
+"""
+
+
+@pytest.mark.parametrize("transport", BETWEEN)
+def test_a_process_that_ends_has_its_threads_let_go_of_the_buffers_first(transport):
+    script = LEAVES.format(transport=transport)
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert not {"refit link", "refit nixl"} & set(done.stdout.strip().split(","))
+
+
+def nixl_offer(**changed: Any) -> bytes:
+    offer = {"metadata": "", "addresses": [4096, 8192], "memory": "DRAM", "device": 0}
+    return json.dumps(offer | changed).encode()
+
+
 @pytest.mark.parametrize(
     "said",
     [
@@ -593,6 +637,15 @@ def test_a_sink_that_cannot_says_why(closing, transport):
         [b'{"transport": "shared_memory", "capacity": 5}', b'{"file": "../../etc/passwd"}'],
         [b'{"transport": "shared_memory", "capacity": 5}', b'{"file": "nemo_fp8rl-\\u0000"}'],
         [b'{"transport": "shared_memory", "capacity": 5}', b'{"file": 5}'],
+        [b'{"transport": "cuda_ipc", "capacity": 5}', b'{"handle": 5}'],
+        [b'{"transport": "cuda_ipc", "capacity": 5}', b'{"handle": "not hexadecimal"}'],
+        [b'{"transport": "cuda_ipc", "capacity": 5}', b'{"handle": "00ff"}'],
+        [b'{"transport": "nixl", "capacity": 5}', b'{"metadata": "x"}'],
+        [b'{"transport": "nixl", "capacity": 5}', nixl_offer(metadata="no base64")],
+        [b'{"transport": "nixl", "capacity": 5}', nixl_offer(metadata="bm9uc2Vuc2U=")],
+        [b'{"transport": "nixl", "capacity": 5}', nixl_offer(addresses=[4096])],
+        [b'{"transport": "nixl", "capacity": 5}', nixl_offer(addresses=[4096, "4096"])],
+        [b'{"transport": "nixl", "capacity": 5}', nixl_offer(memory="FILE")],
         [b'{"transport": "collective", "capacity": 5}', b'{"port": 1, "prefix": "x"}'],
         [b'{"transport": "collective", "capacity": 5}', b'{"port": 1000000, "prefix": "x"}'],
         [b'{"transport": "collective", "capacity": 5}', b'{"port": -1}'],
@@ -620,6 +673,154 @@ def test_a_file_that_is_not_two_buckets_is_not_mapped(monkeypatch, tmp_path):
         source.say(file="nemo_fp8rl-short")
         with fails("not two buckets"):
             shared_memory.take(sink, 4096)
+
+
+# Memory of a GPU
+
+
+@pytest.fixture
+def refused(closing: list[Any]) -> Callable[[Any, str, str], None]:
+    """refused(transport, source, sink): no link is made, and what either side says of it matches."""
+
+    def check(transport: Any, source: str, sink: str) -> None:
+        post = Post(transport, "127.0.0.1", TOKEN, LONG)
+        closing.append(post)
+        dialing = later(dial, post.address, TOKEN, "sink", LONG)
+        with pytest.raises(RefitError, match=source):
+            post.accept("sink", CAPACITY)
+        with fails(sink):
+            dialing.result(LONG)
+
+    return check
+
+
+def test_a_gpu_without_room_says_what_to_set_on_both_sides(refused, monkeypatch, cuda_runtime):
+    monkeypatch.setattr(cuda_runtime, "capacity", 1000)
+    said = r"0\.1 MiB .*out of memory.*transport=shared_memory.*refit\.bucket_bytes"
+    refused("cuda_ipc", said, said)
+
+
+def test_memory_that_cannot_be_mapped_says_what_to_set(closing):
+    with connected(LONG) as (source, sink):
+        source.say(handle=bytes(64).hex())
+        with fails("cannot map GPU memory of .*mapping of buffer.*transport=shared_memory"):
+            cuda_ipc.take(sink, CAPACITY, torch.device("cpu"))
+
+
+def test_weights_that_are_not_on_a_gpu_are_refused(monkeypatch):
+    monkeypatch.setattr(cuda_ipc, "DEVICE_TYPE", "cuda")
+    with connected(LONG) as (source, sink):
+        with pytest.raises(RefitError, match=r"weights are on the cpu.*transport=shared_memory"):
+            cuda_ipc.offer(source, CAPACITY, torch.device("cpu"))
+        source.say(handle=bytes(64).hex())
+        with fails("weights are on the cpu.*transport=shared_memory"):
+            cuda_ipc.take(sink, CAPACITY, torch.device("cpu"))
+
+
+def test_without_cudas_package_it_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, fake_cuda_runtime.NAME, None)
+    missing = pytest.raises(RefitError, match=r"pip install cuda-bindings.*transport=shared_memory")
+    with connected(LONG) as (source, _), missing:
+        cuda_ipc.offer(source, CAPACITY, torch.device("cpu"))
+
+
+def test_the_sink_lets_go_of_the_memory_at_once_and_the_source_later(both_here, closing, cuda_runtime, monkeypatch):
+    monkeypatch.setattr(cuda_ipc._freeing, "seconds", 1.0)
+    sender, receiver = both_here("cuda_ipc")
+    theirs, ours = sender._buffers.address, receiver._buffers.address
+    assert theirs in cuda_runtime.allocated and ours in cuda_runtime.opened
+    fill_and_send(sender, b"a", b"A" * CAPACITY)
+    assert receiver.receive()[1].numpy().tobytes() == b"A" * CAPACITY
+    sender.close()
+    receiver.close()
+    closing.clear()
+    gc.disable()  # nothing waits for it
+    try:
+        del receiver
+        until(lambda: ours not in cuda_runtime.opened)
+        start = time.monotonic()
+        del sender
+        until(lambda: theirs not in cuda_runtime.allocated, LONG)
+        assert time.monotonic() - start >= 1.0
+    finally:
+        gc.enable()
+
+
+# NIXL
+
+needs_nixl = pytest.mark.skipif("nixl" not in TRANSPORTS, reason="nixl is not installed: make test-nixl")
+
+
+def test_without_nixl_its_package_is_named(refused, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nixl._api", None)
+    monkeypatch.setattr(nixl, "_agents", {})
+    said = r"pip install 'nemo-fp8rl\[nixl\]'.*set nemo_fp8rl\.refit\.transport=auto"
+    refused("nixl", said, said)
+
+
+@needs_nixl
+@pytest.mark.parametrize("ends", ["sender", "receiver", "connection", "nobody"])
+def test_nixl_keeps_nothing_of_a_link_that_ended(both_here, closing, monkeypatch, ends):
+    monkeypatch.setattr(nixl, "GRACE", 0.1)
+    other, _ = both_here("nixl")  # which stands
+    sender, receiver = both_here("nixl")
+    source, sink = sender._agent, receiver._held.agent
+    fill_and_send(sender, b"a", b"A" * CAPACITY)
+    assert receiver.receive()[1].numpy().tobytes() == b"A" * CAPACITY
+    remote, links = receiver._remote, sink._remotes[receiver._remote]
+    buckets = [weakref.ref(bucket) for bucket in (*sender._buffers, *receiver._buffers)]
+    if ends != "nobody":
+        {"sender": sender, "receiver": receiver, "connection": sender._control}[ends].close()
+    closing[:] = [thing for thing in closing if thing is not sender and thing is not receiver]
+    del sender, receiver
+    until(lambda: all(bucket() is None for bucket in buckets) and sink._remotes[remote] < links)
+    assert source._thread is not None
+    other.buffer()
+
+
+@needs_nixl
+def test_a_sink_that_gives_up_within_a_transfer_lets_go_of_it_once_it_has_ended(both_here, monkeypatch):
+    sender, receiver = both_here("nixl", LONG)
+    agent, states = receiver._held.agent, ["PROC"]
+    monkeypatch.setattr(agent._nixl, "check_xfer_state", lambda handle: states[0])
+    fill_and_send(sender, b"a", b"A" * CAPACITY)
+    until(lambda: receiver._moving is not None)
+    receiver.close()
+    time.sleep(0.3)
+    assert receiver._moving is not None and agent._remotes[receiver._remote] >= 1
+    before, states[0] = agent._remotes[receiver._remote], "DONE"
+    until(lambda: receiver._moving is None and agent._remotes[receiver._remote] < before)
+    assert not nixl._stuck
+
+
+@needs_nixl
+@pytest.mark.parametrize("leaves", ["source", "sink"])
+def test_a_process_that_leaves_right_after_a_link_ended_is_not_aborted(leaves):
+    """Ten at once: Python would end threads that are within NIXL in a way that aborts it."""
+    script = """
+import sys, threading
+from nemo_fp8rl.refit.transport.post import Post, dial
+post = Post("nixl", "127.0.0.1", "token", 20.0)
+ends = {}
+taking = threading.Thread(target=lambda: ends.update(sink=dial(post.address, "token", "sink", 20.0)))
+taking.start()
+ends["source"] = post.accept("sink", 1 << 20)
+taking.join()
+for _ in range(20):
+    ends["source"].buffer()
+    ends["source"].send(b"", 1 << 20)
+    ends["sink"].receive()
+    ends["sink"].release()
+ends[sys.argv[1]].close()
+"""
+    command = [sys.executable, "-c", script, leaves]
+    with ExitStack() as stack:
+        leaving = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(10)]
+        for process in leaving:
+            stack.callback(process.kill)
+        for process in leaving:
+            _, said = process.communicate(timeout=120)
+            assert process.returncode == 0, said[-2000:]
 
 
 # Shared memory

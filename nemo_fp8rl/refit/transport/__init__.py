@@ -1,1 +1,1 @@
-"""How an update travels: as it is within a process, as safetensors bytes between processes."""
+"""How a bucket travels from a trainer rank to an engine rank: `link` says what all ways have in common."""

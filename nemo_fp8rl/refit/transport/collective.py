@@ -1,8 +1,8 @@
 """A link between processes of any hosts: torch.distributed point-to-point in a process group of just the two ends.
 
-The group is built directly, because both processes already have the default group of Megatron or vLLM. gloo on CPU
-only; NCCL is left out until a sink can take its weights on the device. gloo authenticates nobody: who reaches `host`
-can disturb a group, so `host` is loopback or an address of a network that only the run's machines share.
+The group is built directly, because both processes already have the default group of Megatron or vLLM. gloo, through
+memory of the hosts; from GPU to GPU is `nixl`'s. gloo authenticates nobody: who reaches `host` can disturb a group, so
+`host` is loopback or an address of a network that only the run's machines share.
 """
 
 import secrets

@@ -15,7 +15,7 @@ from typing import Any
 
 from nemo_fp8rl.refit.transport.link import LinkError
 
-MAX_GREETING = 16 << 10
+MAX_GREETING = 64 << 10
 """Bytes of a greeting."""
 
 
@@ -67,7 +67,7 @@ class Control:
             except (AssertionError, ValueError):  # what Python 3.11 makes of bytes that are no challenge
                 raise LinkError(f"{self.other} does not authenticate itself") from None
 
-    def say(self, **greeting: str | int) -> None:
+    def say(self, **greeting: str | int | list[int]) -> None:
         self.send(json.dumps(greeting).encode())
 
     def hear(self, **expected: type) -> dict[str, Any]:

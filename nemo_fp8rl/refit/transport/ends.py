@@ -6,11 +6,13 @@
 The buffers are the same memory on both sides, or the payload moves between them in `_give` and `_take`.
 """
 
+import atexit
 import struct
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -19,6 +21,10 @@ from nemo_fp8rl.refit.transport.link import BUFFERS, MAX_HEADER, LinkError, chec
 
 _MESSAGE = struct.Struct("<cQ")
 _RELEASE = b"R"
+EXIT = 2.0
+"""Seconds that a process that ends waits for each thread that holds buffers. A tensor that is let go of while Python
+ends has torch ask for Python's lock, which ends that thread within C++, and that aborts the process.
+"""
 
 
 class Sender:
@@ -69,7 +75,9 @@ class Receiver:
         self._arrived: SimpleQueue[tuple[bytes, Tensor] | LinkError] = SimpleQueue()  # an error is the last
         self._received = self._released = 0
         self._closed = False
-        threading.Thread(target=self._read, name="refit link", daemon=True).start()
+        self._thread = threading.Thread(target=self._read, name="refit link", daemon=True)
+        self._thread.start()
+        _receivers.add(self)
 
     def receive(self) -> tuple[bytes, Tensor]:
         if self._closed:
@@ -110,7 +118,7 @@ class Receiver:
                 count += 1
         except LinkError as error:
             self._control.close()
-            self._arrived.put(error)
+            self._arrived.put(LinkError(str(error)))  # without the traceback, which keeps this end
 
     def _parsed(self, message: bytes) -> tuple[bytes, int]:
         if len(message) < _MESSAGE.size or not message.startswith(b"M"):
@@ -120,3 +128,15 @@ class Receiver:
 
     def _take(self, slot: int, payload: Tensor) -> None:
         """Fill the payload, in the reading thread."""
+
+
+_receivers: WeakSet[Receiver] = WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    receivers = list(_receivers)
+    for receiver in receivers:
+        receiver.close()
+    for receiver in receivers:
+        receiver._thread.join(EXIT)

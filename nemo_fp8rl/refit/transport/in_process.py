@@ -7,20 +7,20 @@ from threading import Condition
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.refit.transport.link import BUFFERS, LinkError, ReceivingEnd, SendingEnd, check_message
+from nemo_fp8rl.refit.transport.link import BUFFERS, HOST, LinkError, ReceivingEnd, SendingEnd, check_message
 
 
-def in_process_link(capacity: int, timeout: float) -> tuple[SendingEnd, ReceivingEnd]:
+def in_process_link(capacity: int, timeout: float, device: torch.device = HOST) -> tuple[SendingEnd, ReceivingEnd]:
     """The two ends. capacity: bytes of each buffer, allocated at first use. timeout: seconds that a wait lasts."""
-    exchange = _Exchange(capacity, timeout)
+    exchange = _Exchange(capacity, timeout, device)
     return _Sending(exchange), _Receiving(exchange)
 
 
 class _Exchange:
     """What both ends share. Every change notifies `changed`."""
 
-    def __init__(self, capacity: int, timeout: float) -> None:
-        self.capacity, self.timeout = capacity, timeout
+    def __init__(self, capacity: int, timeout: float, device: torch.device) -> None:
+        self.capacity, self.timeout, self.device = capacity, timeout, device
         self.changed = Condition()
         self.waiting: deque[tuple[bytes, Tensor]] = deque()  # sent, not yet received
         self.sent = self.released = 0
@@ -51,7 +51,7 @@ class _Sending:
         with link.changed:
             link.wait_for(lambda: link.sent - link.released < BUFFERS, "free buffer")
             if len(self._buffers) == link.sent < BUFFERS:
-                self._buffers.append(torch.empty(link.capacity, dtype=torch.uint8))
+                self._buffers.append(torch.empty(link.capacity, dtype=torch.uint8, device=link.device))
             self._filling = self._buffers[link.sent % BUFFERS]
         return self._filling
 

@@ -4,15 +4,21 @@ The sender fills one buffer while the receiver applies the other. Whichever tran
 buffer k mod 2, at most two messages are not yet released, and buffer() waits for the release of the one before last.
 """
 
-from typing import Protocol
+from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from nemo_fp8rl.refit.manifest import RefitError
 
+Between = Literal["shared_memory", "cuda_ipc", "nixl", "collective"]
+"""Processes: how messages travel."""
 BUFFERS = 2
+HOST = torch.device("cpu")
 MAX_HEADER = 16 << 20
 """Bytes of a header."""
+GRACE = 10.0
+"""Seconds that memory is kept after its link has ended: the other side, which uses it, too, may hear of that late."""
 
 
 class LinkError(RefitError):
@@ -29,7 +35,10 @@ class SendingEnd(Protocol):
         """
 
     def send(self, header: bytes, nbytes: int) -> None:
-        """Hand over the first nbytes of the buffer from the last buffer() call. Raises LinkError as buffer() does."""
+        """Hand over the first nbytes of the buffer from the last buffer() call, which are there: see `settle`.
+
+        Raises LinkError as buffer() does.
+        """
 
     def close(self) -> None:
         """End the link for both sides, whatever waits on either; what is under way may be lost. May be repeated."""
@@ -45,10 +54,19 @@ class ReceivingEnd(Protocol):
         """
 
     def release(self) -> None:
-        """The memory of the oldest message not yet released may be overwritten. A sender that is gone is no error."""
+        """The memory of the oldest message not yet released may be overwritten: see `settle`.
+
+        A sender that is gone is no error.
+        """
 
     def close(self) -> None:
         """End the link for both sides, whatever waits on either. May be repeated."""
+
+
+def settle(buffer: Tensor) -> None:
+    """Return when a GPU has done what this thread asked of it with a buffer there: links know nothing of streams."""
+    if buffer.is_cuda:
+        torch.cuda.current_stream(buffer.device).synchronize()
 
 
 def check_message(header: bytes, nbytes: int, capacity: int) -> None:

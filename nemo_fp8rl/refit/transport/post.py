@@ -13,25 +13,25 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from typing import Literal
 
-from nemo_fp8rl.refit.transport import collective, shared_memory
+import torch
+
+from nemo_fp8rl.refit.transport import collective, cuda_ipc, nixl, shared_memory
 from nemo_fp8rl.refit.transport.control import Control
-from nemo_fp8rl.refit.transport.link import LinkError, ReceivingEnd, SendingEnd
+from nemo_fp8rl.refit.transport.link import HOST, Between, LinkError, ReceivingEnd, SendingEnd
 
 
 class Post:
     """Listens on `host` alone, at `address`. timeout: seconds of every wait here and on the links made here.
+    device: of the weights.
 
     A caller without the token, or one that says nothing, is dropped and keeps nobody else waiting.
     """
 
-    def __init__(
-        self, transport: Literal["shared_memory", "collective"], host: str, token: str, timeout: float
-    ) -> None:
+    def __init__(self, transport: Between, host: str, token: str, timeout: float, device: torch.device = HOST) -> None:
         if not token:
             raise ValueError("the run's token is empty: anyone could send weights")
-        self._transport, self._token, self._timeout = transport, token, timeout
+        self._transport, self._token, self._timeout, self._device = transport, token, timeout, device
         self._store = collective.listen(host, timeout) if transport == "collective" else None
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
@@ -51,9 +51,16 @@ class Post:
         control = self._caller(name)
         try:
             control.say(transport=self._transport, capacity=capacity)
-            if self._store is None:
-                return shared_memory.offer(control, capacity)
-            return collective.offer(control, capacity, self._store, self._store.port)
+            match self._transport:
+                case "shared_memory":
+                    return shared_memory.offer(control, capacity)
+                case "cuda_ipc":
+                    return cuda_ipc.offer(control, capacity, self._device)
+                case "nixl":
+                    return nixl.offer(control, capacity, self._device)
+                case "collective":
+                    assert self._store is not None
+                    return collective.offer(control, capacity, self._store, self._store.port)
         except Exception as error:
             control.refuse(error)
             raise
@@ -123,8 +130,9 @@ class Post:
             replaced.close()
 
 
-def dial(address: tuple[str, int], token: str, name: str, timeout: float) -> ReceivingEnd:
+def dial(address: tuple[str, int], token: str, name: str, timeout: float, device: torch.device = HOST) -> ReceivingEnd:
     """The link from the source whose post is at `address`; waits until it accepts `name`. timeout: seconds of a wait.
+    device: where the weights go.
 
     Raises LinkError where the source is not there, has another token, or does not accept in time.
     """
@@ -137,10 +145,19 @@ def dial(address: tuple[str, int], token: str, name: str, timeout: float) -> Rec
         control.authenticate(token, calling=True)
         control.say(name=name)
         offered = control.hear(transport=str, capacity=int)
-        if offered["transport"] not in ("shared_memory", "collective") or offered["capacity"] < 1:
+        transport, capacity = offered["transport"], offered["capacity"]
+        if capacity < 1:
             raise LinkError(f"{source} offers {offered}, which is no link")
-        take = shared_memory.take if offered["transport"] == "shared_memory" else collective.take
-        return take(control, offered["capacity"])
+        match transport:
+            case "shared_memory":
+                return shared_memory.take(control, capacity)
+            case "cuda_ipc":
+                return cuda_ipc.take(control, capacity, device)
+            case "nixl":
+                return nixl.take(control, capacity, device)
+            case "collective":
+                return collective.take(control, capacity)
+        raise LinkError(f"{source} offers {offered}, which is no link that is known here")
     except Exception as error:
         control.refuse(error)
         raise

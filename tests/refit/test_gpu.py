@@ -1,0 +1,91 @@
+"""Weights on a real GPU: buckets there, digests there, and memory of one process mapped by another."""
+
+import time
+
+import pytest
+import torch
+
+from nemo_fp8rl.refit.digest import digest_of, has_digest, words
+from nemo_fp8rl.refit.transport.link import GRACE, HOST, settle
+from nemo_fp8rl.refit.transport.post import Post
+from tests.refit.far import Far
+from tests.refit.memory_engine import TRANSPORTS
+from tests.refit.test_bridge import Run
+from tests.refit.test_transport import CAPACITY, LONG, TOKEN
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def far():
+    """Another process, with the same GPU."""
+    process = Far(gpu=True)
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def post():
+    post = Post("cuda_ipc", "127.0.0.1", TOKEN, LONG, GPU)
+    yield post
+    post.close()
+
+
+def test_another_process_reads_what_this_one_wrote_in_its_memory(post, far):
+    far.start("dial", post.address, TOKEN, "sink", LONG, GPU)
+    sender = post.accept("sink", CAPACITY)
+    far.result()
+    for seed, size in enumerate([0, 1, 4097, CAPACITY, CAPACITY, 7]):
+        content = torch.randint(
+            256, (size,), dtype=torch.uint8, device=GPU, generator=torch.Generator(GPU).manual_seed(seed)
+        )
+        bucket = sender.buffer()
+        assert bucket.device == GPU
+        bucket[:size] = content
+        settle(bucket)
+        sender.send(b"header", size)
+        assert far.receive() == (b"header", content.cpu().numpy().tobytes())
+        far.release()
+    sender.close()
+
+
+def test_memory_comes_back_from_a_process_that_was_killed(post, far):
+    nbytes = 1 << 28
+    torch.zeros(1, device=GPU)
+    before = torch.cuda.mem_get_info(GPU)[0]
+    far.start("dial", post.address, TOKEN, "sink", LONG, GPU)
+    sender = post.accept("sink", nbytes)
+    far.result()
+    assert torch.cuda.mem_get_info(GPU)[0] < before - 2 * nbytes
+    far.kill()
+    sender.close()
+    del sender
+    deadline = time.monotonic() + GRACE + 10
+    while torch.cuda.mem_get_info(GPU)[0] < before - nbytes and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert torch.cuda.mem_get_info(GPU)[0] > before - nbytes
+
+
+def test_digests_are_those_of_the_host():
+    values = torch.randn(1000, 333)
+    assert digest_of(values.to(GPU)) == words(values) != digest_of(values)
+    assert has_digest(words(values), values.to(GPU))
+    assert has_digest(digest_of(values), values.to(GPU))
+
+
+@pytest.mark.parametrize("to", [GPU, HOST], ids=["GPU", "host"])
+@pytest.mark.parametrize("mode", ["full", "delta"])
+@pytest.mark.parametrize("transport", [transport for transport in TRANSPORTS if transport != "cuda_ipc"])
+def test_weights_there_reach_engines_by_every_other_transport(transport, mode, to):
+    run = Run(transport=transport, mode=mode, device=GPU, to=to)
+    try:
+        for _ in range(3):
+            assert run.bridge.refit().retries == 0
+            assert run.holds()
+            run.step()
+    finally:
+        run.trainer.close()

@@ -1,0 +1,63 @@
+"""How the bytes travel, by who the trainer and the engines are."""
+
+import pytest
+
+from nemo_fp8rl import weights
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.recipe import load
+from tests.conftest import RECIPES
+
+RAY = "cluster.backend=ray"
+ASYNC = "policy.generation.vllm_cfg.async_engine=true"
+
+
+def chosen(monkeypatch, overrides=(), hosts=1, on_gpu=False, asked="auto"):
+    monkeypatch.setattr(weights, "on_one_host", lambda cfg: hosts == 1)
+    cfg = load(RECIPES / "tiny_cpu.yaml", [*overrides, f"nemo_fp8rl.refit.transport={asked}"])
+    return weights.chosen_transport(cfg, on_gpu)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "hosts", "on_gpu", "expected"),
+    [
+        ([], 1, False, "in_process"),
+        ([], 1, True, "in_process"),
+        ([ASYNC], 1, False, "shared_memory"),
+        ([RAY], 1, False, "shared_memory"),
+        ([RAY], 1, True, "cuda_ipc"),
+        ([RAY], 2, False, "collective"),
+        ([RAY], 2, True, "collective"),
+    ],
+)
+def test_auto_takes_the_nearest(monkeypatch, overrides, hosts, on_gpu, expected):
+    assert chosen(monkeypatch, overrides, hosts, on_gpu) == expected
+
+
+@pytest.mark.parametrize("asked", ["shared_memory", "cuda_ipc", "collective"])
+def test_what_is_asked_for_is_taken(monkeypatch, asked):
+    assert chosen(monkeypatch, [RAY], on_gpu=True, asked=asked) == asked
+
+
+@pytest.mark.parametrize(
+    ("asked", "hosts", "on_gpu", "why"),
+    [
+        ("in_process", 1, True, "in processes of their own"),
+        ("shared_memory", 2, False, "several hosts"),
+        ("cuda_ipc", 2, True, "several hosts"),
+        ("cuda_ipc", 1, False, "not on GPUs"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_its_key(monkeypatch, asked, hosts, on_gpu, why):
+    with pytest.raises(UserError, match=rf"^nemo_fp8rl\.refit\.transport={asked}: .*{why}.*; set it to auto"):
+        chosen(monkeypatch, [RAY], hosts, on_gpu, asked)
+
+
+def test_one_process_does_not_map_its_own_memory(monkeypatch):
+    with pytest.raises(UserError, match="cuda_ipc: trainer and engine share a process; set it to auto"):
+        chosen(monkeypatch, on_gpu=True, asked="cuda_ipc")
+
+
+def test_a_package_that_is_missing_is_named_before_anything_is_sent(monkeypatch):
+    monkeypatch.setattr(weights, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"nixl: pip install 'nemo-fp8rl\[nixl\]', or set it to auto"):
+        chosen(monkeypatch, [RAY], asked="nixl")
