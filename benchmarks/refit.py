@@ -46,7 +46,7 @@ from nemo_fp8rl.generation import engine as engine_module
 from nemo_fp8rl.generation.vllm import VllmGeneration
 from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.recipe import load
-from nemo_fp8rl.refit.manifest import TensorPart, routes, to_json
+from nemo_fp8rl.refit.manifest import Sources, TensorPart, to_json
 from nemo_fp8rl.refit.mode import ModeChoice
 from nemo_fp8rl.refit.rank import SendingRank
 from nemo_fp8rl.refit.report import RefitReport
@@ -118,7 +118,7 @@ class Bench:
 
     def _bf16_source(self) -> SendingRank:
         """Of the classic way: the same links, on which nothing is quantized."""
-        (parts,) = self.policy.holdings()
+        (parts,) = self.policy.sources().holdings
         plain = [TensorPart.of(part.name, torch.bfloat16, part.shape) for part in parts]
         bucket = self.cfg.nemo_fp8rl.refit.bucket_bytes
         source = SendingRank(
@@ -131,7 +131,7 @@ class Bench:
             token=self.generation.token,
             timeout=600.0,
         )
-        ((self.bf16_route,),) = routes([plain], [plain], bucket)
+        ((self.bf16_route,),) = Sources([plain]).routes([plain], bucket)
         self.bf16_addresses = source.offer(0, [self.bf16_route])
         return source
 
@@ -151,13 +151,13 @@ class Bench:
             self.core.rpc("bench_links", [[(self.bf16_addresses[0], to_json(self.bf16_route))]], self.generation.token)
             self.bf16_addresses = []
         self.core.rpc("bench_use", "classic")
-        self.bf16.start(self.worker._own_views(), 10**6, [0], digests=False)
+        self.bf16.start(self.worker._views(), 10**6, [0], digests=False)
         self.core.rpc("bench_classic", 10**6, self.cfg.nemo_fp8rl.scale_format)
         self.bf16.finish()
         self.core.rpc("bench_use", "ours")
 
     def wire(self) -> None:
-        self.worker.refit.start(self.worker._own_views(), 10**6, [0], digests=True)
+        self.worker.refit.start(self.worker._views(), 10**6, [0], digests=True)
         self.core.rpc("bench_drain", 10**6)
         self.worker.refit.finish()
 
@@ -248,7 +248,7 @@ def main() -> None:
         for name, rate in SLOW_LINKS.items():
             slow[name] = bench.slowed(rate, arguments.rounds)
             progress.advance(task)
-        values = sum(torch.Size(part.shape).numel() for part in bench.policy.holdings()[0])
+        values = sum(torch.Size(part.shape).numel() for part in bench.policy.sources().holdings[0])
         bf16_bytes = 2 * values
         bench.close()
 

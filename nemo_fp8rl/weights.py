@@ -38,10 +38,7 @@ def chosen_transport(cfg: Config, on_gpu: bool) -> Transport:
     together = together and not vllm_cfg.async_engine and vllm_cfg.tensor_parallel_size == 1
     one_host = together or on_one_host(cfg)
     if asked == "auto":
-        if together:
-            return "in_process"
-        nearest: Transport = "cuda_ipc" if on_gpu else "shared_memory"
-        return nearest if one_host else "collective"
+        return "in_process" if together else "nearest"
     if asked == "in_process" and not together:
         raise UserError(f"{here}=in_process: trainer and engine run in processes of their own; set it to auto")
     if asked in ("shared_memory", "cuda_ipc") and not one_host:

@@ -22,11 +22,9 @@ def chosen(monkeypatch, overrides=(), hosts=1, on_gpu=False, asked="auto"):
     [
         ([], 1, False, "in_process"),
         ([], 1, True, "in_process"),
-        ([ASYNC], 1, False, "shared_memory"),
-        ([RAY], 1, False, "shared_memory"),
-        ([RAY], 1, True, "cuda_ipc"),
-        ([RAY], 2, False, "collective"),
-        ([RAY], 2, True, "collective"),
+        ([ASYNC], 1, False, "nearest"),
+        ([RAY], 1, True, "nearest"),
+        ([RAY], 2, False, "nearest"),
     ],
 )
 def test_auto_takes_the_nearest(monkeypatch, overrides, hosts, on_gpu, expected):

@@ -115,6 +115,10 @@ class VllmEngine:
         _raise_first(refusal for _, refusal in answers)
         return [parts for parts, _ in answers]
 
+    def domains(self) -> list[str]:
+        """Of each rank, `refit.transport.shared_memory.domain`."""
+        return self.core.rpc("nemo_fp8rl_domain")
+
     def connect(self, links: Sequence[Sequence[tuple[Any, str]]], token: str, timeout: float) -> None:
         """links: for each rank (address or end, route in JSON) of each source. Raises RefitError."""
         _raise_first(self.core.rpc("nemo_fp8rl_connect", links, token, timeout))

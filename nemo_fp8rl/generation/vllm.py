@@ -73,6 +73,9 @@ class VllmGeneration:
     def stored(self, engine: int) -> list[Sequence[TensorPart]]:
         return [from_json(parts) for parts in self._one(engine, "stored")]
 
+    def domains(self, engine: int) -> list[str]:
+        return list(self._one(engine, "domains"))
+
     def connect(self, engine: int, addresses: Sequence[Sequence[Any]], routes: Sequence[Sequence[Route]]) -> None:
         links = [
             [(address, to_json(route)) for address, route in zip(*of_rank, strict=True)]

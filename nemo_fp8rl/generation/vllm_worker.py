@@ -25,6 +25,7 @@ from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.refit.manifest import RefitError, from_json, to_json
 from nemo_fp8rl.refit.receive import IncomingLink
 from nemo_fp8rl.refit.transport.post import dial
+from nemo_fp8rl.refit.transport.shared_memory import domain
 
 
 class RefitWorkerExtension:
@@ -48,6 +49,9 @@ class RefitWorkerExtension:
     def nemo_fp8rl_stored(self) -> tuple[str, str]:
         """(parts that this rank stores, why it cannot say)."""
         return _answered(lambda: to_json(self.weight_store.parts), "")
+
+    def nemo_fp8rl_domain(self) -> str:
+        return domain()
 
     def nemo_fp8rl_connect(self, links: Sequence[Sequence[Sequence[Any]]], token: str, timeout: float) -> str:
         """links: for each rank of the engine (address or end, route) of each source. Returns "" or what went wrong."""

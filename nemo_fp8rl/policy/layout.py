@@ -95,7 +95,7 @@ class Layout:
         return (self.expert_data if EXPERT.search(name) else self.data).rank > 0
 
     def exports(self, name: str) -> bool:
-        """Whether it is this rank that sends its part of `name`: one of those that hold the same does."""
+        """Whether it is this rank that speaks for its part of `name`: one of those that hold the same does."""
         return not self.is_copy(name) and (self.is_split(name) or self.axis(name).rank == 0)
 
 

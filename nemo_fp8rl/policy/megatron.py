@@ -17,7 +17,7 @@ from nemo_fp8rl.policy.base import Loss
 from nemo_fp8rl.policy.layout import check_layout
 from nemo_fp8rl.policy.worker import MegatronWorker, Place
 from nemo_fp8rl.refit.bridge import Transport
-from nemo_fp8rl.refit.manifest import Route, TensorPart, from_json, to_json
+from nemo_fp8rl.refit.manifest import Route, Sources, from_json, to_json
 from nemo_fp8rl.refit.report import SendReport
 from nemo_fp8rl.workers import WorkerDied, ended_on_error, start_workers
 
@@ -97,35 +97,32 @@ class MegatronPolicy:
 
     def open_refit(self, transport: Transport, token: str) -> None:
         """Before any other method of `refit.bridge.WeightSource`. token: what engines must know to link with a rank."""
-        self.exporters = [rank for rank, place in enumerate(self.places) if place.exports]
-        self.parts = [from_json(parts) for parts in self._on_exporters("open_refit", transport, token)]
+        holdings, domains = zip(*self._on_all("open_refit", transport, token), strict=True)
+        self._sources = Sources([from_json(parts) for parts in holdings], domains)
 
-    def holdings(self) -> list[Sequence[TensorPart]]:
-        return list(self.parts)
+    def sources(self) -> Sources:
+        return self._sources
 
     def updates(self) -> int:
         return self.steps_taken
 
     def base_version(self) -> int:
         """Of all ranks, or -1 where they differ."""
-        versions = set(self._on_exporters("base_version"))
+        versions = set(self._on_all("base_version"))
         return versions.pop() if len(versions) == 1 else -1
 
     def offer(self, engine: int, routes: Sequence[Sequence[Route]]) -> list[list[Any]]:
-        arguments = {
-            rank: (engine, [to_json(route) for route in to_ranks])
-            for rank, to_ranks in zip(self.exporters, routes, strict=True)
-        }
-        return self._answers("offer", arguments)
+        arguments = [(engine, [to_json(route) for route in to_ranks]) for to_ranks in routes]
+        return self._answers("offer", dict(enumerate(arguments)))
 
     def withdraw(self, engine: int) -> None:
-        self._on_exporters("withdraw", engine)
+        self._on_all("withdraw", engine)
 
     def start_push(self, version: int, engines: Collection[int], whole: frozenset[str], **how: bool) -> None:
-        self._on_exporters("start_push", version, tuple(engines), whole, how)
+        self._on_all("start_push", version, tuple(engines), whole, how)
 
     def finish_push(self) -> list[SendReport]:
-        return self._on_exporters("finish_push")
+        return self._on_all("finish_push")
 
     def save(self, folder: Path) -> None:
         self.ranks.call("save", [(str(folder.resolve()),)] * self.ranks.count)
@@ -137,8 +134,8 @@ class MegatronPolicy:
     def shutdown(self) -> None:
         self.ranks.shutdown()
 
-    def _on_exporters(self, method: str, *arguments: Any) -> list[Any]:
-        return self._answers(method, dict.fromkeys(self.exporters, arguments))
+    def _on_all(self, method: str, *arguments: Any) -> list[Any]:
+        return self._answers(method, dict.fromkeys(range(self.ranks.count), arguments))
 
     def _answers(self, method: str, arguments: dict[int, tuple[Any, ...]]) -> list[Any]:
         """Of these ranks, in order; the first exception is raised."""

@@ -47,6 +47,7 @@ from nemo_fp8rl.refit.bridge import Transport
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart, from_json, to_json
 from nemo_fp8rl.refit.rank import SendingRank
 from nemo_fp8rl.refit.report import SendReport
+from nemo_fp8rl.refit.transport.shared_memory import domain
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,11 @@ class Place:
     """What the driver must know of a rank.
 
     shard: which part of a batch it gets. answers: whether it is the one, of those with this part, that has its
-    log-probs and metrics. exports: whether a refit needs weights of it.
+    log-probs and metrics.
     """
 
     shard: int
     answers: bool
-    exports: bool
 
 
 class MegatronWorker:
@@ -126,11 +126,7 @@ class MegatronWorker:
         if cfg.loss_fn.reference_policy_kl_penalty:
             self.reference = [parameter.detach().clone() for parameter in self.model.parameters()]
         layout = self.layout
-        return Place(
-            shard=layout.data.rank,
-            answers=layout.last_stage and layout.tensor.rank == 0,
-            exports=layout.data.rank == 0 or (bool(layout.experts) and layout.expert_data.rank == 0),
-        )
+        return Place(shard=layout.data.rank, answers=layout.last_stage and layout.tensor.rank == 0)
 
     def reference_logprobs(self, batch: TrainBatch) -> Tensor:
         """`logprobs` under the weights of policy.model_name, which take the trainer's place meanwhile.
@@ -224,8 +220,8 @@ class MegatronWorker:
         self.logprobs(batch)
         self.kv_cache.end_calibration()
 
-    def open_refit(self, transport: Transport, token: str) -> str:
-        """Be ready for engines to link with this rank; what it will send them, `refit.manifest.to_json`."""
+    def open_refit(self, transport: Transport, token: str) -> tuple[str, str]:
+        """Be ready for engines to link with this rank; what it holds, `refit.manifest.to_json`, and its domain."""
         choice, layers, shapes = self.cfg.nemo_fp8rl, self.engine_fp8_layers, expected_tensors(self.hf)
         parts = [
             TensorPart.of(
@@ -234,9 +230,9 @@ class MegatronWorker:
                 shapes[name],
                 self.layout.region(name, shapes[name]),
             )
-            for name, part in self._own_views()
+            for name, part in self._views()
         ]
-        if self.kv_cache is not None and self.rank == 0:
+        if self.kv_cache is not None:
             names = KvScales.names(self.hf.num_hidden_layers)
             parts += [TensorPart.of(name, torch.float32, ()) for name in names]
         self.refit = SendingRank(
@@ -250,7 +246,7 @@ class MegatronWorker:
             timeout=self.cfg.cluster.engine_timeout_seconds,
             device=next(self.model.parameters()).device,  # with its number
         )
-        return to_json(parts)
+        return to_json(parts), domain()
 
     def offer(self, engine: int, routes: Sequence[str]) -> list[Any]:
         return self.refit.offer(engine, [from_json(route) for route in routes])
@@ -262,13 +258,13 @@ class MegatronWorker:
         return self.refit.base_version
 
     def start_push(self, version: int, engines: Collection[int], whole: frozenset[str], how: dict[str, bool]) -> None:
-        """Send this rank's part of a version's weights, quantized here and nowhere else, in a thread."""
+        """Send what these engines take of this rank, quantized here, in a thread."""
         kv_scales: Iterator[tuple[str, Tensor]] = iter(())
-        if self.kv_cache is not None and self.rank == 0:
+        if self.kv_cache is not None:
             if self.kv_cache.scales is None:
                 raise RefitError(f"refit {version}: the KV cache is FP8 and has no scales yet: calibrate first")
             kv_scales = self.kv_cache.scales.named()
-        self.refit.start(chain(self._own_views(), kv_scales), version, engines, whole=whole, **how)
+        self.refit.start(chain(self._views(), kv_scales), version, engines, whole=whole, **how)
 
     def finish_push(self) -> SendReport:
         return self.refit.finish()
@@ -283,10 +279,8 @@ class MegatronWorker:
         """(HF name, this rank's part) of its weights, in the dtype that the forward reads; views where possible."""
         return to_hf(self.layout, self._parameters().__getitem__)
 
-    def _own_views(self) -> Iterator[tuple[str, Tensor]]:
-        """`views_for_hf` of those that no other rank sends."""
-        views = views_for_hf(self.layout, self._parameters().__getitem__)
-        return ((name, part) for name, part in views if self.layout.exports(name))
+    def _views(self) -> Iterator[tuple[str, Tensor]]:
+        return views_for_hf(self.layout, self._parameters().__getitem__)
 
     def _parameters(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}

@@ -18,12 +18,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal, Protocol
 
-from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart, routes
+from nemo_fp8rl.refit.manifest import RefitError, Route, Sources, TensorPart
 from nemo_fp8rl.refit.mode import Mode, ModeChoice
 from nemo_fp8rl.refit.report import Loaded, RefitReport, SendReport
-from nemo_fp8rl.refit.transport.link import Between
+from nemo_fp8rl.refit.transport.link import Chosen
 
-Transport = Literal["in_process"] | Between
+Transport = Literal["in_process"] | Chosen
 Verify = Literal["off", "digest", "full"]
 PIECE_BYTES = 1 << 24
 """Of what is quantized, sent and verified at once, at most."""
@@ -33,8 +33,8 @@ Addresses = list[Any]
 class WeightSource(Protocol):
     """The trainer's side."""
 
-    def holdings(self) -> list[Sequence[TensorPart]]:
-        """What each rank sends; together every tensor once."""
+    def sources(self) -> Sources:
+        """What its ranks hold; the same in every call."""
         ...
 
     def updates(self) -> int:
@@ -69,6 +69,10 @@ class WeightSink(Protocol):
 
     def stored(self, engine: int) -> list[Sequence[TensorPart]]:
         """What each rank of an engine stores."""
+        ...
+
+    def domains(self, engine: int) -> list[str]:
+        """Where each rank of an engine is: see `Sources`."""
         ...
 
     def connect(self, engine: int, addresses: Sequence[Addresses], routes: Sequence[Sequence[Route]]) -> None:
@@ -120,7 +124,15 @@ class RefitBridge:
 
     @property
     def described(self) -> str:
-        return f"{self.choice.mode} through {self.transport}, verify {self.verify}"
+        return f"{self.choice.mode} through {self._through()}, verify {self.verify}"
+
+    def _through(self) -> str:
+        if self.transport != "nearest":
+            return self.transport
+        engines = (self.sink.domains(engine) for engine in range(self.sink.engine_count()))
+        machines = len({*self.source.sources().domains}.union(*engines))
+        within = "mapped memory"
+        return within if machines == 1 else f"{within} within each of {machines} machines, gloo between them"
 
     def refit(self) -> RefitReport:
         """Bring every engine to the trainer's present weights. Raises RefitError unless all of them committed."""
@@ -169,11 +181,12 @@ class RefitBridge:
     def _connect(self, engine: int) -> None:
         """Link an engine; one that is found dead is started again."""
         while engine not in self.connected:
-            holdings = self.source.holdings()
+            sources, engines = self.source.sources(), self.sink.engine_count()
+            piece_bytes = min(PIECE_BYTES, self.bucket_bytes)
             try:
                 with self._asking_engine():
-                    stored = self.sink.stored(engine)
-                planned = routes(holdings, stored, min(PIECE_BYTES, self.bucket_bytes))
+                    stored, domains = self.sink.stored(engine), self.sink.domains(engine)
+                planned = sources.routes(stored, piece_bytes, domains=domains, turn=engine, turns=engines)
                 addresses = self.source.offer(engine, planned)
                 self.connected[engine] = frozenset()
                 with self._asking_engine():
@@ -270,8 +283,8 @@ class RefitBridge:
 
     def _whole(self, engines: Collection[int]) -> frozenset[str]:
         """Names of the tensors of which some engine takes no delta."""
-        names = {part.name for parts in self.source.holdings() for part in parts}
-        return frozenset(names - frozenset.intersection(*(self.connected[engine] for engine in engines)))
+        taken = frozenset.intersection(*(self.connected[engine] for engine in engines))
+        return self.source.sources().names - taken
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """What a complete refit is: who holds which part of which tensor, and which pieces travel from whom to whom.
 
-Sources (trainer ranks) and sinks (engine ranks) say what they hold as `TensorPart`s; `routes` cuts that into pieces, so
-that each sink receives what it stores and nothing else, and refuses, by name, what does not fit together. Both sides
-then speak of a piece by its place in the route's list.
+Sources (trainer ranks) and sinks (engine ranks) say what they hold as `TensorPart`s; `Sources.routes` cuts that into
+pieces, so that each sink receives what it stores and nothing else, once, and refuses, by name, what does not fit
+together. Both sides then speak of a piece by its place in the route's list.
 """
 
 import json
@@ -97,50 +97,80 @@ Route = tuple[TensorPart, ...]
 """The pieces that go from one source to one sink."""
 
 
-def routes(
-    sources: Sequence[Sequence[TensorPart]], sinks: Sequence[Sequence[TensorPart]], piece_bytes: int
-) -> list[list[Route]]:
-    """[source][sink] -> the pieces, in the source's order, none larger than `piece_bytes` unless a band of rows is.
+class Sources:
+    """What the trainer's ranks hold: copies of the same part are each other's substitutes.
 
-    Raises RefitError unless the sources hold, once, all that the sinks store, alike in shape and dtype, in whole blocks
-    where it is FP8; and nothing that no sink stores.
+    domains: of each rank; what goes from a rank to another one of its domain stays within the machine. Raises
+    RefitError where ranks do not agree on a tensor, or their parts of one overlap.
     """
-    held: dict[str, list[tuple[int, TensorPart]]] = {}
-    for source, parts in enumerate(sources):
-        for part in parts:
-            _check_blocks("trainer", part)
-            held.setdefault(part.name, []).append((source, part))
-    for name, holders in held.items():
-        if len({(part.dtype, part.shape) for _, part in holders}) > 1:
-            raise RefitError(f"the trainer's ranks do not agree on the shape and the dtype of {name}")
-        if any(overlap(a.region, b.region) is not None for (_, a), (_, b) in combinations(holders, 2)):
-            raise RefitError(f"two trainer ranks send the same part of {name}")
-    _check_names({part.name for parts in sinks for part in parts}, set(held))
-    wanted: dict[tuple[int, int], dict[str, list[TensorPart]]] = {}
-    for sink, parts in enumerate(sinks):
-        for part in parts:
-            _check_blocks("engine", part)
-            missing = math.prod(part.size)
-            for source, holder in held[part.name]:
-                if (holder.dtype, holder.shape) != (part.dtype, part.shape):
+
+    def __init__(self, holdings: Sequence[Sequence[TensorPart]], domains: Sequence[str] | None = None) -> None:
+        self.holdings, self.domains = holdings, domains or [""] * len(holdings)
+        self._order = [{part.name: place for place, part in enumerate(parts)} for parts in holdings]
+        self._held: dict[str, dict[TensorPart, list[int]]] = {}
+        for source, parts in enumerate(holdings):
+            for part in parts:
+                self._held.setdefault(part.name, {}).setdefault(part, []).append(source)
+        for name, parts_held in self._held.items():
+            for part in parts_held:
+                _check_blocks("trainer", part)
+            if len({(part.dtype, part.shape) for part in parts_held}) > 1:
+                raise RefitError(f"the trainer's ranks do not agree on the shape and the dtype of {name}")
+            if any(overlap(a.region, b.region) is not None for a, b in combinations(parts_held, 2)):
+                raise RefitError(f"two trainer ranks hold parts of {name} that overlap")
+        self.names = frozenset(self._held)
+
+    def routes(
+        self,
+        sinks: Sequence[Sequence[TensorPart]],
+        piece_bytes: int,
+        *,
+        domains: Sequence[str] | None = None,
+        turn: int = 0,
+        turns: int = 1,
+    ) -> list[list[Route]]:
+        """[source][sink] -> the pieces, in the source's order, none larger than `piece_bytes` unless a band of rows is.
+
+        sinks, domains: what each rank of an engine stores, and its domain. turn, turns: the engine's number, and how
+        many there are. Of ranks with the same part those of the sink's domain send it; there engines share them out.
+
+        Raises RefitError unless the sources hold all that the sinks store, alike in shape and dtype, in whole blocks
+        where it is FP8; and nothing that no sink stores.
+        """
+        _check_names({part.name for parts in sinks for part in parts}, set(self.names))
+        wanted: dict[tuple[int, int], dict[str, list[TensorPart]]] = {}
+        chosen: dict[tuple[TensorPart, tuple[int, ...]], int] = {}
+        to_send = [0] * len(self.domains)
+        for sink, parts in enumerate(sinks):
+            here = domains[sink] if domains else ""
+            for part in parts:
+                _check_blocks("engine", part)
+                missing = math.prod(part.size)
+                for held, holders in self._held[part.name].items():
+                    if (held.dtype, held.shape) != (part.dtype, part.shape):
+                        raise RefitError(
+                            f"{part.name} is {held.dtype} {list(held.shape)} in the trainer and {part.dtype} "
+                            f"{list(part.shape)} in the engine"
+                        )
+                    common = overlap(held.region, part.region)
+                    if common is not None:
+                        missing -= math.prod(shape_of(common))
+                        near = [source for source in holders if self.domains[source] == here] or holders
+                        shared = tuple(near[turn % len(near) :: turns])
+                        if (held, shared) not in chosen:
+                            source = chosen[held, shared] = min(shared, key=to_send.__getitem__)
+                            to_send[source] += held.nbytes
+                        pieces = _small_enough(part.cut(common), piece_bytes)
+                        wanted.setdefault((chosen[held, shared], sink), {}).setdefault(part.name, []).extend(pieces)
+                if missing:
                     raise RefitError(
-                        f"{part.name} is {holder.dtype} {list(holder.shape)} in the trainer and {part.dtype} "
-                        f"{list(part.shape)} in the engine"
+                        f"the trainer's ranks hold only a part of {part.name}: {missing} values are missing"
                     )
-                common = overlap(holder.region, part.region)
-                if common is not None:
-                    missing -= math.prod(shape_of(common))
-                    pieces = _small_enough(part.cut(common), piece_bytes)
-                    wanted.setdefault((source, sink), {}).setdefault(part.name, []).extend(pieces)
-            if missing:
-                raise RefitError(f"the trainer's ranks hold only a part of {part.name}: {missing} values are missing")
-    return [
-        [
-            tuple(piece for part in parts for piece in wanted.get((source, sink), {}).get(part.name, ()))
-            for sink in range(len(sinks))
-        ]
-        for source, parts in enumerate(sources)
-    ]
+        routes: list[list[Route]] = [[()] * len(sinks) for _ in self.domains]
+        for (source, sink), by_name in wanted.items():
+            names = sorted(by_name, key=self._order[source].__getitem__)
+            routes[source][sink] = tuple(piece for name in names for piece in by_name[name])
+        return routes
 
 
 def _small_enough(piece: TensorPart, limit: int) -> list[TensorPart]:

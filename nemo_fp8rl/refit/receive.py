@@ -11,7 +11,7 @@ from torch import Tensor
 from nemo_fp8rl.fp8.delta import Delta, DeltaError
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
 from nemo_fp8rl.refit.message import Content, Header, aligned, all_finite, scales_of
-from nemo_fp8rl.refit.transport.link import ReceivingEnd, settle
+from nemo_fp8rl.refit.transport.link import EXIT, ReceivingEnd, settle
 
 
 class Received(NamedTuple):
@@ -41,8 +41,12 @@ def received(links: Sequence[IncomingLink], version: int) -> Iterator[Received]:
     link, so that none waits for another to be read.
     """
     arrived: SimpleQueue[tuple[int, Header, Tensor] | RefitError] = SimpleQueue()
-    for i, link in enumerate(links):
-        threading.Thread(target=_read, args=(i, link.end, arrived), name=f"refit-link-{i}", daemon=True).start()
+    threads = [
+        threading.Thread(target=_read, args=(i, link.end, arrived), name=f"refit-link-{i}", daemon=True)
+        for i, link in enumerate(links)
+    ]
+    for thread in threads:
+        thread.start()
     progress = [_Progress(link.route, version) for link in links]
     try:
         while not all(one.ended for one in progress):
@@ -57,6 +61,9 @@ def received(links: Sequence[IncomingLink], version: int) -> Iterator[Received]:
         for link in links:  # or the sources would wait for buffers that nobody gives back, and the threads for messages
             link.end.close()
         raise
+    finally:
+        for thread in threads:
+            thread.join(EXIT)
 
 
 def _read(i: int, end: ReceivingEnd, arrived: "SimpleQueue[tuple[int, Header, Tensor] | RefitError]") -> None:

@@ -131,7 +131,7 @@ class WeightSender:
             for name, weight in sending.exported(weights):
                 for piece in pieces.pop(name, ()):
                     values = _cut(weight, self.parts[name], piece.part.region)
-                    if delta and not piece.whole and piece.part.data_bytes >= DELTA_FROM:
+                    if delta and not piece.whole and (piece.part.name, piece.part.region) in self.base:
                         self._send_delta(sending, piece, values, digests)
                     else:
                         self._send_full(sending, piece, values, keep, digests)
@@ -197,7 +197,7 @@ class WeightSender:
         return quantize_delta(values, out.data, scale_format=self.scale_format, kernel=self.kernel, out=out)[1]
 
     def _kept(self, part: TensorPart, device: torch.device) -> Tensor:
-        """uint8 [nbytes]: what was sent of the piece, or is now to be; where the weights are."""
+        """uint8 [nbytes]: what was sent of the piece, or is now to be; where the weights are. Of large pieces."""
         key = part.name, part.region
         if key not in self.base:
             self.base[key] = torch.empty(part.nbytes, dtype=torch.uint8, device=device)

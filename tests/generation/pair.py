@@ -20,7 +20,7 @@ from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.generation.vllm import VllmGeneration
 from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.policy.worker import MegatronWorker
-from nemo_fp8rl.refit.manifest import RefitError
+from nemo_fp8rl.refit.manifest import RefitError, Sources
 from nemo_fp8rl.refit.report import RefitReport
 from nemo_fp8rl.weights import build_bridge
 from tests.conftest import BATCH_INVARIANT
@@ -78,13 +78,14 @@ class Pair:
     def refit_without(self, name: str) -> None:
         """Try the next version without one tensor: refused by name, and the engine then waits for a refit."""
         self.bridge._disconnect(0)
-        (parts,) = self.policy.parts
-        self.policy.parts = [[part for part in parts if part.name != name]]
+        sources = self.policy.sources()
+        (parts,) = sources.holdings
+        self.policy._sources = Sources([[part for part in parts if part.name != name]])
         with pytest.raises(RefitError, match=f"lacks 1 tensors.*{name}"):
             self.bridge.refit()
         with pytest.raises(RefitError, match="has not received weights"):
             self.generate(GREEDY)
-        self.policy.parts = [parts]
+        self.policy._sources = sources
 
     def generate(self, sampling: Sampling, engine: VllmEngine | None = None, prompts: list[Prompt] | None = None):
         prompts = prompts or self.prompts

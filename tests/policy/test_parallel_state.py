@@ -10,13 +10,15 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import scale_name
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.hf.parts import PartReader
-from nemo_fp8rl.hf.region import whole
+from nemo_fp8rl.hf.region import Region, whole
 from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.policy.worker import MegatronWorker
-from nemo_fp8rl.refit.manifest import TensorPart, from_json, routes, to_json
+from nemo_fp8rl.refit.digest import digest_of
+from nemo_fp8rl.refit.manifest import Sources, TensorPart, from_json, to_json
 from nemo_fp8rl.refit.message import Content
 from nemo_fp8rl.refit.receive import IncomingLink, received
 from nemo_fp8rl.refit.transport.post import dial
+from nemo_fp8rl.refit.transport.shared_memory import domain
 from nemo_fp8rl.tiny import write_model
 from tests.policy import ranks
 from tests.policy.ranks import Ranks
@@ -163,30 +165,57 @@ def test_the_parts_of_a_refit_are_the_bytes_of_one_rank(two, model, sizes, layou
     """Quantized where they live, put together: every byte and every scale as one rank makes them of all weights."""
     model = model(sizes)
     expected = sent_tensors(alone(model.cfg((), ranks=1)))
-    places = two.setup(model.cfg(layout))
-    exporters = [rank for rank, place in enumerate(places) if place.exports]
-    held = two.call("open_refit", "shared_memory", TOKEN)
-    sources = [from_json(held[rank]) for rank in exporters]
+    two.setup(model.cfg(layout))
+    held, domains = zip(*two.call("open_refit", "nearest", TOKEN), strict=True)
+    sources = Sources([from_json(parts) for parts in held], domains)
     everything = {name: TensorPart.of(name, expected[name].dtype, shape) for name, shape in model.shapes.items()}
-    planned = routes(sources, [list(everything.values())], piece_bytes=1 << 16)
-    addresses = two.on(exporters, "offer", [(0, [to_json(to_sink)]) for (to_sink,) in planned])
+    planned = sources.routes([list(everything.values())], 1 << 16, domains=[domain()])
+    addresses = two.on((0, 1), "offer", [(0, [to_json(to_sink)]) for (to_sink,) in planned])
     links = [
         IncomingLink(dial((host, port), TOKEN, name, 60.0), to_sink)
         for ((host, port, name),), (to_sink,) in zip(addresses, planned, strict=True)
     ]
-    two.on(exporters, "start_push", [(5, (0,), frozenset(), {})] * len(exporters))
+    two.call("start_push", 5, (0,), frozenset(), {})
     got = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     for item in received(links, 5):
         names = (item.part.name, scale_name(item.part.name))[: 1 + item.part.quantized]
         mine = Content(*(got[name] for name in names)).cut(everything[item.part.name], item.part.region)
         for tensor, content in zip(mine.tensors, item.content.tensors, strict=True):
             tensor.copy_(content)
-    reports = two.on(exporters, "finish_push", [()] * len(exporters))
+    reports = two.call("finish_push")
     assert same(got, expected)
     nbytes = sum(tensor.nbytes for tensor in expected.values())
     assert sum(report.nbytes for report in reports) == nbytes
-    if layout != DP:
-        assert max(report.nbytes for report in reports) < 0.8 * nbytes  # no rank holds all
+    assert max(report.nbytes for report in reports) < 0.8 * nbytes  # no rank sends all
+
+
+def digests() -> dict[tuple[str, Region], str]:
+    """In a rank's process: of each of its parts."""
+    layout, shapes = ranks.worker.layout, expected_tensors(ranks.worker.hf)
+    return {(name, layout.region(name, shapes[name])): digest_of(part) for name, part in ranks.worker._views()}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout"),
+    [(DENSE, DP), (DENSE, TP), (DENSE, SP), (MOE, DP), (MOE, EP), (MOE, TP_EP)],
+    ids=["dp", "tp", "sp", "moe-dp", "moe-ep", "moe-tp-ep"],
+)
+def test_copies_of_a_part_stay_the_same_to_the_bit(two, model, sizes, layout):
+    """So that an engine may have it of any rank that holds one."""
+    places = two.setup(model(sizes).cfg(layout))
+    before = digests_of(two)
+    train(two, places, range(3))
+    after = digests_of(two)
+    assert any(after[part] != before[part] for part in after)
+
+
+def digests_of(two: Ranks) -> dict[tuple[str, Region], str]:
+    """Of what both ranks hold."""
+    first, second = two.run(digests, [()] * 2)
+    both = first.keys() & second.keys()
+    assert both
+    assert {part: first[part] for part in both} == {part: second[part] for part in both}
+    return {part: first[part] for part in both}
 
 
 def test_an_fp8_step_on_two_ranks_is_that_of_one_within_rounding(two, model):

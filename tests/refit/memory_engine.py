@@ -22,7 +22,7 @@ from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.hf.region import whole
 from nemo_fp8rl.refit.bridge import Transport
 from nemo_fp8rl.refit.digest import bytes_of
-from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart, blocks_of
+from nemo_fp8rl.refit.manifest import RefitError, Route, Sources, TensorPart, blocks_of
 from nemo_fp8rl.refit.message import Content
 from nemo_fp8rl.refit.rank import SendingRank
 from nemo_fp8rl.refit.receive import IncomingLink, Received, received
@@ -30,6 +30,7 @@ from nemo_fp8rl.refit.report import Loaded, SendReport
 from nemo_fp8rl.refit.transport.link import HOST as HOST_MEMORY
 from nemo_fp8rl.refit.transport.link import ReceivingEnd
 from nemo_fp8rl.refit.transport.post import dial
+from nemo_fp8rl.refit.transport.shared_memory import domain
 from nemo_fp8rl.workers import WorkerDied
 
 HOST, TOKEN = "127.0.0.1", "token of the run"
@@ -273,6 +274,8 @@ class MemoryEngines:
         self.hook: Hook = lambda when, number, engine: None
         self.wrap: Callable[[int, int, ReceivingEnd], ReceivingEnd] = lambda engine, rank, end: end
         self.timeout = 20.0
+        self.hosts: Sequence[str] = ()
+        """The domain of each engine, where that is to be another than this machine's."""
 
     def engine_count(self) -> int:
         return len(self.engines)
@@ -280,6 +283,9 @@ class MemoryEngines:
     def stored(self, engine: int) -> list[Sequence[TensorPart]]:
         self._alive("stored", engine)
         return [list(rank.parts.values()) for rank in self.engines[engine].ranks]
+
+    def domains(self, engine: int) -> list[str]:
+        return [self.hosts[engine] if self.hosts else domain()] * len(self.layout)
 
     def connect(self, engine: int, addresses: Sequence[Sequence[Any]], routes: Sequence[Sequence[Route]]) -> None:
         self._alive("connect", engine)
@@ -378,6 +384,7 @@ class MemoryTrainer:
             )
             for parts in layout
         ]
+        self.domains: Sequence[str] = [domain()] * len(layout)
         self.pushes: list[dict[str, Any]] = []
         self.reports: list[list[SendReport]] = []
         self.reading: Callable[[], None] = lambda: None
@@ -396,9 +403,9 @@ class MemoryTrainer:
         for rank in self.ranks:
             rank.close()
 
-    def holdings(self) -> list[Sequence[TensorPart]]:
+    def sources(self) -> Sources:
         self._check()
-        return list(self.layout)
+        return Sources(self.layout, self.domains)
 
     def updates(self) -> int:
         return self.steps

@@ -48,7 +48,7 @@ AT_ONCE = 5.0
 
 
 class Run:
-    """A trainer of two ranks, two engines of two ranks, and the bridge."""
+    """A trainer of two ranks, or of so many copies of two, two engines of two ranks, and the bridge."""
 
     def __init__(
         self,
@@ -58,15 +58,17 @@ class Run:
         verify: Any = "digest",
         repacked: str = "",
         to: torch.device = HOST,
+        copies: int = 1,
         **how: Any,
     ) -> None:
         self.trainer = MemoryTrainer(
-            random_weights(PARTS), split(PARTS, 2, 0, replicate=False), bucket_bytes=30_000, **how
+            random_weights(PARTS), split(PARTS, 2, 0, replicate=False) * copies, bucket_bytes=30_000, **how
         )
         layout = split(PARTS, 2, 1, replicate=True)
         self.engines = MemoryEngines(layout, engines, repacked=[repacked] if repacked else [], device=to)
         self.mode, self.verify = mode, verify
-        self.bridge = RefitBridge(self.trainer, self.engines, mode=mode, verify=verify, bucket_bytes=30_000)
+        named = {"transport": how["transport"]} if "transport" in how else {}
+        self.bridge = RefitBridge(self.trainer, self.engines, mode=mode, verify=verify, bucket_bytes=30_000, **named)
 
     def step(self, share: float = 0.01) -> None:
         """Some of the smaller values are halved: scales stay, a delta is small."""
@@ -188,6 +190,54 @@ def test_every_transport_brings_the_same_bytes(make, transport, mode):
         run.bridge.refit()
         assert run.holds()
         run.step()
+
+
+def senders(run: Run, engine: int) -> list[int]:
+    """The trainer's ranks that send to an engine."""
+    return [i for i, rank in enumerate(run.trainer.ranks) if any(to == engine for to, _ in rank.routes)]
+
+
+@pytest.mark.parametrize("mode", ["full", "delta"])
+def test_an_engine_is_sent_to_by_the_copies_on_its_machine(make, mode):
+    run = make(3, copies=2, transport="nearest", mode=mode)
+    run.trainer.domains = ["a", "a", "b", "b"]
+    run.engines.hosts = ["b", "a", "c"]
+    for _ in range(3):
+        run.bridge.refit()
+        assert run.holds()
+        run.step()
+    assert [senders(run, engine) for engine in range(3)] == [[2, 3], [0, 1], [0, 1]]
+    assert (
+        run.bridge.described
+        == f"{mode} through mapped memory within each of 3 machines, gloo between them, verify digest"
+    )
+
+
+def test_an_engine_that_starts_again_on_another_machine_is_sent_to_from_there(make):
+    run = make(copies=2, transport="nearest", mode="delta")
+    run.trainer.domains = ["a", "a", "b", "b"]
+    run.engines.hosts = ["a", "a"]
+    run.bridge.refit()
+    assert senders(run, 1) == [0, 1]
+    run.engines.hosts = ["a", "b"]
+    run.engines.engines[1].kill()
+    for delta in (False, False, True, True):  # the second has all bytes again, to keep them
+        run.step()
+        assert run.bridge.refit().delta == delta
+        assert run.holds()
+    assert (senders(run, 0), senders(run, 1)) == ([0, 1], [2, 3])
+
+
+def test_copies_share_the_work_for_one_engine(make):
+    run = make(1, copies=2, transport="nearest", mode="delta")
+    for _ in range(3):
+        run.bridge.refit()
+        assert run.holds()
+        run.step()
+    assert run.bridge.described == "delta through mapped memory, verify digest"
+    sent = [report.nbytes for report in run.trainer.reports[0]]
+    assert len([nbytes for nbytes in sent if nbytes]) > 2
+    assert sum(sent) == sum(part.nbytes if part.quantized else 2 * part.nbytes for part in PARTS)
 
 
 def test_reported_bytes_are_those_that_the_links_carried(make):

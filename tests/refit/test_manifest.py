@@ -1,6 +1,7 @@
 """Routes bring each engine rank what it stores, once, whatever the two layouts; a misfit is refused by its name."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from nemo_fp8rl.fp8 import BLOCK, quantize_blockwise
 from nemo_fp8rl.hf.region import Region, overlap
-from nemo_fp8rl.refit.manifest import RefitError, TensorPart, blocks_of, from_json, routes, to_json
+from nemo_fp8rl.refit.manifest import RefitError, Sources, TensorPart, blocks_of, from_json, to_json
 from tests.refit.memory_engine import Layout, bf16, fp8, split
 
 UP, NORM = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
@@ -72,10 +73,13 @@ def covered(part: TensorPart, pieces: list[TensorPart]) -> torch.Tensor:
 @given(st.data())
 def test_each_rank_gets_what_it_stores_once_and_nothing_else(data):
     parts = data.draw(tensors())
-    sources = data.draw(layouts(parts, replicate=False))
+    sources = data.draw(layouts(parts, replicate=True))
     sinks = data.draw(layouts(parts, replicate=True))
     piece_bytes = data.draw(st.sampled_from([1, 100, 20_000, MIB]))
-    planned = routes(sources, sinks, piece_bytes)
+    near, here = ([data.draw(st.sampled_from("ab")) for _ in layout] for layout in (sources, sinks))
+    turns = data.draw(st.integers(1, 3))
+    turn = data.draw(st.integers(0, turns - 1))
+    planned = Sources(sources, near).routes(sinks, piece_bytes, domains=here, turn=turn, turns=turns)
     assert [len(row) for row in planned] == [len(sinks)] * len(sources)
     for sink, stored in enumerate(sinks):
         by_name = {part.name: part for part in stored}
@@ -84,15 +88,17 @@ def test_each_rank_gets_what_it_stores_once_and_nothing_else(data):
         for name, part in by_name.items():
             expected = covered(part, [part])
             assert torch.equal(covered(part, [piece for piece in arriving if piece.name == name]), expected)
-    for source, row in zip(sources, planned, strict=True):
-        order = {part.name: place for place, part in enumerate(source)}
-        held = {part.name: part for part in source}
-        for route in row:
+    for source, row in enumerate(planned):
+        order = {part.name: place for place, part in enumerate(sources[source])}
+        held = {part.name: part for part in sources[source]}
+        for sink, route in enumerate(row):
             places = [order[piece.name] for piece in route]
             assert places == sorted(places)
             for piece in route:
                 assert (piece.dtype, piece.shape) == (held[piece.name].dtype, held[piece.name].shape)
                 assert overlap(piece.region, held[piece.name].region) == piece.region
+                holders = [domain for parts, domain in zip(sources, near, strict=True) if held[piece.name] in parts]
+                assert near[source] == here[sink] or here[sink] not in holders
                 band = BLOCK[0] if piece.quantized else 1
                 assert piece.nbytes <= piece_bytes or not piece.size or piece.size[0] <= band
                 if piece.quantized:
@@ -103,17 +109,41 @@ def test_each_rank_gets_what_it_stores_once_and_nothing_else(data):
 @pytest.mark.parametrize("piece_bytes", [1, 40_000, MIB])
 def test_ranks_that_store_the_same_are_sent_the_same_pieces(piece_bytes):
     """So that a trainer's rank quantizes a piece once for all engines."""
-    planned = routes(split(PARTS, 2, 0, replicate=False), [PARTS, PARTS], piece_bytes)
+    planned = Sources(split(PARTS, 2, 0, replicate=False)).routes([PARTS, PARTS], piece_bytes)
     assert all(first == second for first, second in planned)
+
+
+MANY = [bf16(f"t{i}", 100) for i in range(12)]
+
+
+def sent(turn: int, turns: int, replicas: int, **how: Any) -> list[int]:
+    """Tensors that each replica sends to this engine."""
+    planned = Sources([MANY] * replicas, how.pop("near", None)).routes([MANY], MIB, turn=turn, turns=turns, **how)
+    return [len(route) for (route,) in planned]
+
+
+def test_copies_share_out_the_tensors_of_one_engine_and_of_several_the_engines():
+    assert sent(0, 1, replicas=3) == [4, 4, 4]
+    assert [sent(turn, 2, replicas=4) for turn in range(2)] == [[6, 0, 6, 0], [0, 6, 0, 6]]
+    assert [sent(turn, 3, replicas=2) for turn in range(3)] == [[12, 0], [0, 12], [12, 0]]
+
+
+def test_an_engine_takes_the_copies_of_its_own_machine():
+    hosts = ["a", "a", "b", "b"]
+    assert [sent(turn, 4, 4, near=hosts, domains=[host]) for turn, host in enumerate("aabb")] == [
+        [12, 0, 0, 0], [0, 12, 0, 0], [0, 0, 12, 0], [0, 0, 0, 12],
+    ]  # fmt: skip
+    assert sent(0, 1, 4, near=hosts, domains=["b"]) == [0, 0, 6, 6]
+    assert sent(0, 1, 4, near=hosts, domains=["c"]) == [3, 3, 3, 3]
 
 
 def test_a_tensor_without_values_needs_no_piece():
     nothing = bf16("nothing", 0, 3)
-    assert routes([[nothing, *PARTS]], [[nothing, *PARTS]], MIB) == [[tuple(PARTS)]]
+    assert Sources([[nothing, *PARTS]]).routes([[nothing, *PARTS]], MIB) == [[tuple(PARTS)]]
 
 
 def test_a_large_tensor_goes_in_bands_of_whole_blocks():
-    ((route,),) = routes([[fp8("t", 1000, 256)]], [[fp8("t", 1000, 256)]], 70_000)
+    ((route,),) = Sources([[fp8("t", 1000, 256)]]).routes([[fp8("t", 1000, 256)]], 70_000)
     assert [piece.region for piece in route] == [((a, min(a + 256, 1000)), (0, 256)) for a in (0, 256, 512, 768)]
     assert [piece.nbytes for piece in route] == [256 * 256 + 4 * 4] * 3 + [232 * 256 + 4 * 4]
 
@@ -123,7 +153,7 @@ def test_a_large_tensor_goes_in_bands_of_whole_blocks():
 
 def refused(sources: Layout, sinks: Layout, message: str) -> None:
     with pytest.raises(RefitError, match=message):
-        routes(sources, sinks, MIB)
+        Sources(sources).routes(sinks, MIB)
 
 
 @pytest.mark.parametrize("name", [UP, NORM])
@@ -146,11 +176,9 @@ def test_another_shape_or_dtype_is_named_with_both(other):
     refused([PARTS], [[other, PARTS[1]]], re.escape(UP))
 
 
-@pytest.mark.parametrize(
-    "second", [PARTS[0], PARTS[0].cut(((128, 256), (0, 200))), PARTS[0].cut(((0, 300), (128, 200)))]
-)
-def test_two_ranks_that_send_the_same_part_are_refused(second):
-    refused([PARTS, [second]], [PARTS], f"two trainer ranks send the same part of {re.escape(UP)}")
+@pytest.mark.parametrize("second", [PARTS[0].cut(((128, 256), (0, 200))), PARTS[0].cut(((0, 300), (128, 200)))])
+def test_parts_that_overlap_without_being_the_same_are_refused(second):
+    refused([PARTS, [second]], [PARTS], f"two trainer ranks hold parts of {re.escape(UP)} that overlap")
 
 
 @pytest.mark.parametrize("other", [bf16(NORM, 100, 1), bf16(NORM, 99), TensorPart.of(NORM, torch.float32, (100,))])
@@ -162,7 +190,7 @@ def test_ranks_that_disagree_on_a_tensor_are_refused(other):
 def test_a_part_that_nobody_sends_is_named_with_its_size():
     top, bottom = split(PARTS[:1], 2, 0, replicate=False)
     refused([top], [PARTS[:1]], f"only a part of {re.escape(UP)}: {172 * 200} values are missing")
-    routes([top], [top], MIB)
+    Sources([top]).routes([top], MIB)
     refused([top], [bottom], re.escape(UP))
 
 

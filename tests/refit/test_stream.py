@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nemo_fp8rl.refit import receive, send
-from nemo_fp8rl.refit.manifest import RefitError, TensorPart, routes
+from nemo_fp8rl.refit.manifest import RefitError, Sources, TensorPart
 from nemo_fp8rl.refit.message import Entry, Header, aligned
 from nemo_fp8rl.refit.receive import IncomingLink
 from nemo_fp8rl.refit.report import SendReport
@@ -68,7 +68,7 @@ class Stream:
         self.engine = MemoryEngine(sinks, frozenset())
         self.links: list[dict[tuple[int, int], Link]] = [{} for _ in sources]
         self.tampered: list[Tampered] = []
-        for i, row in enumerate(routes(sources, sinks, bucket)):
+        for i, row in enumerate(Sources(sources).routes(sinks, bucket)):
             for j, route in enumerate(row):
                 if route:
                     sending, receiving = in_process_link(max(bucket, *(aligned(p.nbytes) for p in route)), timeout)

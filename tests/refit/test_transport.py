@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.refit.transport import cuda_ipc, nixl, shared_memory
 from nemo_fp8rl.refit.transport.control import Control
+from nemo_fp8rl.refit.transport.ends import Sender
 from nemo_fp8rl.refit.transport.in_process import in_process_link
 from nemo_fp8rl.refit.transport.link import MAX_HEADER, LinkError
 from nemo_fp8rl.refit.transport.post import Post, dial
@@ -480,7 +481,7 @@ def caller(post: Post, **greeting: Any) -> Iterator[Control]:
     """A sink that knows the token and then says what it likes."""
     control = Control(socket.create_connection(post.address), LONG, "the source")
     control.authenticate(TOKEN, calling=True)
-    control.say(**greeting)
+    control.say(**{"domain": shared_memory.domain()} | greeting)
     yield control
     control.close()
 
@@ -521,6 +522,54 @@ def test_a_caller_that_left_is_passed_over(closing):
     time.sleep(0.1)
     dialing = later(dial, post.address, TOKEN, "sink", LONG)
     closing.extend([accepting.result(AT_ONCE), dialing.result(AT_ONCE)])
+
+
+@pytest.mark.parametrize(
+    ("device", "where", "transport"),
+    [
+        ("cpu", "here", "shared_memory"),
+        ("cuda", "here", "cuda_ipc"),
+        ("cpu", "elsewhere", "collective"),
+        ("cuda", "elsewhere", "collective"),
+    ],
+)
+def test_the_nearest_is_chosen_for_each_sink(closing, device, where, transport):
+    post = Post("nearest", "127.0.0.1", TOKEN, LONG, torch.device(device))
+    closing.append(post)
+    with caller(post, name="sink", domain=shared_memory.domain() if where == "here" else "elsewhere") as control:
+        accepting = later(post.accept, "sink", CAPACITY)
+        assert control.hear(transport=str)["transport"] == transport
+    with pytest.raises(RefitError):
+        accepting.result(LONG)
+
+
+def test_near_and_far_sinks_of_one_post_get_the_same_messages(closing, monkeypatch):
+    post = Post("nearest", "127.0.0.1", TOKEN, LONG)
+    closing.append(post)
+    dialing = {"near": later(dial, post.address, TOKEN, "near", LONG)}
+    until(lambda: "near" in post._callers)
+    here = shared_memory.domain()
+    monkeypatch.setattr(shared_memory, "domain", lambda: "elsewhere")
+    dialing["far"] = later(dial, post.address, TOKEN, "far", LONG)
+    until(lambda: "far" in post._callers)
+    monkeypatch.setattr(shared_memory, "domain", lambda: here)
+    for name, result in dialing.items():
+        sender, receiver = post.accept(name, CAPACITY), result.result(LONG)
+        closing.extend([sender, receiver])
+        assert (type(sender) is Sender) == (name == "near")  # the collective's has a class of its own
+        fill_and_send(sender, name.encode(), b"A" * CAPACITY)
+        assert receiver.receive()[1].numpy().tobytes() == b"A" * CAPACITY
+
+
+def test_a_domain_is_that_of_the_machine_and_its_dev_shm(monkeypatch, tmp_path):
+    mine = shared_memory.domain()
+    script = "from nemo_fp8rl.refit.transport.shared_memory import domain; print(domain())"
+    other = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert other.stdout.strip() == mine
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
+    assert shared_memory.domain() != mine
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path / "missing")
+    assert shared_memory.domain().endswith(f"/{os.getpid()}")
 
 
 def test_sinks_are_told_apart_by_name(closing):
@@ -657,7 +706,7 @@ def test_a_sink_takes_no_nonsense_for_an_offer(said):
         dialing = later(dial, listener.getsockname(), TOKEN, "sink", 1.0)
         control = Control(listener.accept()[0], LONG, "the sink")
         control.authenticate(TOKEN, calling=False)
-        assert control.hear(name=str) == {"name": "sink"}
+        assert control.hear(name=str) == {"name": "sink", "domain": shared_memory.domain()}
         for message in said:
             control.send(message)
         with fails():

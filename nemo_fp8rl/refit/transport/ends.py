@@ -17,14 +17,10 @@ from weakref import WeakSet
 from torch import Tensor
 
 from nemo_fp8rl.refit.transport.control import Control
-from nemo_fp8rl.refit.transport.link import BUFFERS, MAX_HEADER, LinkError, check_message
+from nemo_fp8rl.refit.transport.link import BUFFERS, EXIT, MAX_HEADER, LinkError, check_message
 
 _MESSAGE = struct.Struct("<cQ")
 _RELEASE = b"R"
-EXIT = 2.0
-"""Seconds that a process that ends waits for each thread that holds buffers. A tensor that is let go of while Python
-ends has torch ask for Python's lock, which ends that thread within C++, and that aborts the process.
-"""
 
 
 class Sender:

@@ -13,12 +13,18 @@ from nemo_fp8rl.refit.manifest import RefitError
 
 Between = Literal["shared_memory", "cuda_ipc", "nixl", "collective"]
 """Processes: how messages travel."""
+Chosen = Between | Literal["nearest"]
+"""nearest: memory that both ends have, of a GPU where the weights are on one; collective where they have none."""
 BUFFERS = 2
 HOST = torch.device("cpu")
 MAX_HEADER = 16 << 20
 """Bytes of a header."""
 GRACE = 10.0
 """Seconds that memory is kept after its link has ended: the other side, which uses it, too, may hear of that late."""
+EXIT = 2.0
+"""Seconds to wait for the end of a thread that holds buffers, before its process may end. A tensor that is let go of
+while Python ends has torch ask for Python's lock, which ends that thread within C++, and that aborts the process.
+"""
 
 
 class LinkError(RefitError):

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.refit.transport.control import Control
-from nemo_fp8rl.refit.transport.ends import EXIT, Receiver, Sender
-from nemo_fp8rl.refit.transport.link import BUFFERS, GRACE, LinkError, ReceivingEnd, SendingEnd, settle
+from nemo_fp8rl.refit.transport.ends import Receiver, Sender
+from nemo_fp8rl.refit.transport.link import BUFFERS, EXIT, GRACE, LinkError, ReceivingEnd, SendingEnd, settle
 
 POLL, IDLE, BUSY = 0.0005, 0.02, 30.0
 """Seconds: between looks at what others ask of this process, and while they ask for nothing; the latter begins so long

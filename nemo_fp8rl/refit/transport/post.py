@@ -3,7 +3,7 @@
 sink                                source
 connect                             accept, one thread a caller
         <- both prove the token ->
-{name}                           -> waits under this name, the last caller of a name counts
+{name, domain}                   -> waits under this name, the last caller of a name counts
                                     accept(name, capacity)
                                  <- {transport, capacity}
         <- what the transport needs ->
@@ -13,12 +13,14 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from nemo_fp8rl.refit.transport import collective, cuda_ipc, nixl, shared_memory
 from nemo_fp8rl.refit.transport.control import Control
-from nemo_fp8rl.refit.transport.link import HOST, Between, LinkError, ReceivingEnd, SendingEnd
+from nemo_fp8rl.refit.transport.link import HOST, Between, Chosen, LinkError, ReceivingEnd, SendingEnd
 
 
 class Post:
@@ -28,15 +30,16 @@ class Post:
     A caller without the token, or one that says nothing, is dropped and keeps nobody else waiting.
     """
 
-    def __init__(self, transport: Between, host: str, token: str, timeout: float, device: torch.device = HOST) -> None:
+    def __init__(self, transport: Chosen, host: str, token: str, timeout: float, device: torch.device = HOST) -> None:
         if not token:
             raise ValueError("the run's token is empty: anyone could send weights")
         self._transport, self._token, self._timeout, self._device = transport, token, timeout, device
-        self._store = collective.listen(host, timeout) if transport == "collective" else None
+        self._host, self._listening = host, threading.Lock()
+        self._store: dist.TCPStore | None = None
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        self._callers: dict[str, Control] = {}
+        self._callers: dict[str, _Caller] = {}
         self._called = threading.Condition()
         self._closed = False
         threading.Thread(target=self._listen, name="refit post", daemon=True).start()
@@ -48,10 +51,11 @@ class Post:
         """
         if capacity < 1:
             raise ValueError(f"a bucket of {capacity} bytes")
-        control = self._caller(name)
+        control, domain = self._caller(name)
         try:
-            control.say(transport=self._transport, capacity=capacity)
-            match self._transport:
+            transport = self._suited(domain)
+            control.say(transport=transport, capacity=capacity)
+            match transport:
                 case "shared_memory":
                     return shared_memory.offer(control, capacity)
                 case "cuda_ipc":
@@ -59,8 +63,8 @@ class Post:
                 case "nixl":
                     return nixl.offer(control, capacity, self._device)
                 case "collective":
-                    assert self._store is not None
-                    return collective.offer(control, capacity, self._store, self._store.port)
+                    store = self._meeting()
+                    return collective.offer(control, capacity, store, store.port)
         except Exception as error:
             control.refuse(error)
             raise
@@ -75,10 +79,23 @@ class Post:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
         self._listener.close()
-        for control in callers:
-            control.close()
+        for caller in callers:
+            caller.control.close()
 
-    def _caller(self, name: str) -> Control:
+    def _suited(self, domain: str) -> Between:
+        if self._transport != "nearest":
+            return self._transport
+        if domain != shared_memory.domain():
+            return "collective"
+        return "cuda_ipc" if self._device.type == "cuda" else "shared_memory"
+
+    def _meeting(self) -> dist.TCPStore:
+        with self._listening:
+            if self._store is None:
+                self._store = collective.listen(self._host, self._timeout)
+            return self._store
+
+    def _caller(self, name: str) -> "_Caller":
         deadline = time.monotonic() + self._timeout
         with self._called:
             while True:
@@ -89,10 +106,10 @@ class Post:
                     raise LinkError("the post is closed")
                 if not in_time:
                     raise LinkError(f"{name} did not call within {self._timeout:g} s")
-                control = self._callers.pop(name)
+                caller = self._callers.pop(name)
                 with suppress(LinkError):
-                    if not control.readable():  # else its process died while it waited, and may call again
-                        return control
+                    if not caller.control.readable():  # else its process died while it waited, and may call again
+                        return caller
 
     def _listen(self) -> None:
         while not self._closed:
@@ -103,31 +120,37 @@ class Post:
                 continue
             threading.Thread(target=self._greet, args=(caller,), name="refit caller", daemon=True).start()
 
-    def _greet(self, caller: socket.socket) -> None:
+    def _greet(self, taken: socket.socket) -> None:
         try:
-            control = Control(caller, self._timeout, "the caller")
+            control = Control(taken, self._timeout, "the caller")
         except OSError:  # left already
-            caller.close()
+            taken.close()
             return
         deadline = threading.Timer(self._timeout, control.close)  # for one that says a byte now and then
         deadline.daemon = True
         deadline.start()
         try:
             control.authenticate(self._token, calling=False)
-            name = control.hear(name=str)["name"]
+            said = control.hear(name=str, domain=str)
         except LinkError:
             control.close()
             return
         finally:
             deadline.cancel()
+        name, caller = said["name"], _Caller(control, said["domain"])
         control.other = name
         with self._called:
-            replaced = control if self._closed else self._callers.get(name)
+            replaced = caller if self._closed else self._callers.get(name)
             if not self._closed:
-                self._callers[name] = control
+                self._callers[name] = caller
                 self._called.notify_all()
         if replaced is not None:
-            replaced.close()
+            replaced.control.close()
+
+
+class _Caller(NamedTuple):
+    control: Control
+    domain: str
 
 
 def dial(address: tuple[str, int], token: str, name: str, timeout: float, device: torch.device = HOST) -> ReceivingEnd:
@@ -143,7 +166,7 @@ def dial(address: tuple[str, int], token: str, name: str, timeout: float, device
         raise LinkError(f"cannot reach {source} ({error})") from None
     try:
         control.authenticate(token, calling=True)
-        control.say(name=name)
+        control.say(name=name, domain=shared_memory.domain())
         offered = control.hear(transport=str, capacity=int)
         transport, capacity = offered["transport"], offered["capacity"]
         if capacity < 1:

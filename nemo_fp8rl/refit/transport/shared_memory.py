@@ -10,6 +10,7 @@ import mmap
 import os
 import re
 import secrets
+import socket
 from pathlib import Path
 
 import torch
@@ -22,6 +23,15 @@ from nemo_fp8rl.refit.transport.link import BUFFERS, LinkError, ReceivingEnd, Se
 
 FOLDER = Path("/dev/shm")
 PREFIX = "nemo_fp8rl-"
+KERNEL = Path("/proc/sys/kernel/random/boot_id")
+
+
+def domain() -> str:
+    """Processes with the same one have one /dev/shm: those of a machine, apart from its containers."""
+    try:
+        return f"{KERNEL.read_text().strip()}/{FOLDER.stat().st_dev}"
+    except OSError:
+        return f"{socket.gethostname()}/{os.getpid()}"  # nobody else's
 
 
 def offer(control: Control, capacity: int) -> SendingEnd:
