@@ -137,7 +137,9 @@ class InProcessWorker:
 
 
 class RayWorkers:
-    """One Ray actor a worker. A handle is an object reference: what it refers to never visits the driver."""
+    """One Ray actor a worker, numbered node by node, so that those that split a matrix share one where it has room. A
+    handle is an object reference: what it refers to never visits the driver.
+    """
 
     separate_processes = True
 
@@ -165,8 +167,8 @@ class RayWorkers:
         self.actor_class = ray.remote(num_cpus=processes, num_gpus=gpus, **options)(worker_class)
         self.actors = [self.actor_class.remote() for _ in range(count)]
         with ended_on_error(self):
-            for i in range(count):
-                self._enter(i)
+            places = [self._enter(i) for i in range(count)]
+        self.actors = [self.actors[i] for i in sorted(range(count), key=places.__getitem__)]
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         import ray
@@ -233,12 +235,13 @@ class RayWorkers:
         for actor in self.actors:
             ray.kill(actor)
 
-    def _enter(self, index: int) -> None:
-        """Relative paths of a recipe mean in the actor what they mean to the driver."""
+    def _enter(self, index: int) -> tuple[str, list[str]]:
+        """Relative paths of a recipe mean in the actor what they mean to the driver. Its node, and its GPUs there."""
         import ray
 
         try:
-            ray.get(self.actors[index].__ray_call__.remote(_change_folder, os.getcwd()))
+            place: tuple[str, list[str]] = ray.get(self.actors[index].__ray_call__.remote(_enter_folder, os.getcwd()))
+            return place
         except ray.exceptions.RayError as error:
             raise _cause(error) from None
 
@@ -280,13 +283,16 @@ def _cause(error: Any) -> Exception:
     return cause if isinstance(cause, UserError | WorkerDied) else error
 
 
-def _change_folder(worker: object, folder: str) -> None:
+def _enter_folder(worker: object, folder: str) -> tuple[str, list[str]]:
+    import ray
+
     try:
         os.chdir(folder)
     except OSError as error:
         raise UserError(
             f"a node of the Ray cluster cannot enter {folder} ({error}); start in a shared folder"
         ) from None
+    return ray.get_runtime_context().get_node_id(), sorted(map(str, ray.get_gpu_ids()))
 
 
 def require_token() -> None:

@@ -67,7 +67,7 @@ def test_two_ranks_that_share_the_model_agree_with_one(warm_overrides, tmp_path,
         assert rewards[0] == rewards[1]
 
 
-ONE_SMALL_NODE = """
+THREE_NODES = """
 import os, sys
 import ray
 from ray.cluster_utils import Cluster
@@ -75,8 +75,13 @@ from nemo_fp8rl import workers
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.recipe import load
 
+class Probe:
+    def node(self):
+        return ray.get_runtime_context().get_node_id()
+
 cluster = Cluster()
-cluster.add_node(num_cpus=4, labels={workers.ROLE: "train"}, include_dashboard=False)
+cluster.add_node(num_cpus=2, labels={workers.ROLE: "train"}, include_dashboard=False)
+cluster.add_node(num_cpus=2, labels={workers.ROLE: "train"})
 cluster.add_node(num_cpus=1, labels={workers.ROLE: "generation"})
 cluster.wait_for_nodes()
 os.environ["RAY_ADDRESS"] = cluster.address
@@ -87,16 +92,28 @@ except UserError as error:
     print(error)
 one = workers.RayWorkers(object, "generation", 1, cfg, 1)
 one.shutdown()
+ranks = workers.RayWorkers(Probe, "train", 4, cfg, 1)
+print("nodes", *ranks.call("node", [()] * 4))
 ray.shutdown()
 cluster.shutdown()
 """
 
 
-def test_only_cpus_of_the_roles_own_nodes_count():
-    command = [sys.executable, "-c", ONE_SMALL_NODE, str(RECIPES / "tiny_cpu.yaml")]
+@pytest.fixture(scope="module")
+def on_three_nodes() -> str:
+    command = [sys.executable, "-c", THREE_NODES, str(RECIPES / "tiny_cpu.yaml")]
     done = subprocess.run(command, capture_output=True, check=False, timeout=120, text=True)
     assert done.returncode == 0, done.stderr
-    assert "2 object actors need 2 CPUs, Ray has 1 free on nodes with nemo-fp8rl/role=generation;" in done.stdout
+    return done.stdout
+
+
+def test_only_cpus_of_the_roles_own_nodes_count(on_three_nodes):
+    assert "2 object actors need 2 CPUs, Ray has 1 free on nodes with nemo-fp8rl/role=generation;" in on_three_nodes
+
+
+def test_ranks_are_numbered_node_by_node(on_three_nodes):
+    first, second, third, fourth = on_three_nodes.split("nodes ")[-1].split()
+    assert first == second != third == fourth
 
 
 def test_an_actors_refusal_is_one_line_too(tiny, warm_overrides, tmp_path):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal, Protocol
 
-from nemo_fp8rl.refit.manifest import RefitError, Route, Sources, TensorPart
+from nemo_fp8rl.refit.manifest import RefitError, Route, Sources, TensorPart, share_between
 from nemo_fp8rl.refit.mode import Mode, ModeChoice
 from nemo_fp8rl.refit.report import Loaded, RefitReport, SendReport
 from nemo_fp8rl.refit.transport.link import Chosen
@@ -119,6 +119,7 @@ class RefitBridge:
         self.version = first_version - 1
         self.sent_updates = -1
         self.connected: dict[int, frozenset[str]] = {}
+        self.between: dict[int, float] = {}
         self._busy = threading.Lock()
         sink.on_restart = self.catch_up
 
@@ -161,6 +162,7 @@ class RefitBridge:
                 delta=delta,
                 wire_over_bf16=sum(report.quantized_nbytes for report in reports) / bf16 if bf16 else 1.0,
                 base_nbytes=max(report.base_nbytes for report in reports),
+                between_machines=sum(self.between.values()) / len(engines),
                 retries=retries,
                 seconds=seconds,
                 stages=stages,
@@ -187,6 +189,7 @@ class RefitBridge:
                 with self._asking_engine():
                     stored, domains = self.sink.stored(engine), self.sink.domains(engine)
                 planned = sources.routes(stored, piece_bytes, domains=domains, turn=engine, turns=engines)
+                self.between[engine] = share_between(planned, sources.domains, domains)
                 addresses = self.source.offer(engine, planned)
                 self.connected[engine] = frozenset()
                 with self._asking_engine():

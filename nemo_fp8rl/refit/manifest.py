@@ -173,6 +173,15 @@ class Sources:
         return routes
 
 
+def share_between(planned: Sequence[Sequence[Route]], sources: Sequence[str], sinks: Sequence[str]) -> float:
+    """Of the bytes of these routes [source][sink] those that leave the source's domain."""
+    nbytes = {True: 0, False: 0}
+    for source, row in zip(sources, planned, strict=True):
+        for sink, route in zip(sinks, row, strict=True):
+            nbytes[source != sink] += sum(piece.nbytes for piece in route)
+    return nbytes[True] / (sum(nbytes.values()) or 1)
+
+
 def _small_enough(piece: TensorPart, limit: int) -> list[TensorPart]:
     """The piece in bands of rows."""
     if piece.nbytes <= limit or not piece.region:

@@ -61,7 +61,8 @@ class Loaded:
 @dataclass(frozen=True)
 class RefitReport:
     """bytes: on the wire to one engine. wire_over_bf16: those of the quantized tensors over what they are in bf16.
-    base_nbytes: kept by the trainer for the next delta. seconds: of wall time; stages overlap.
+    base_nbytes: kept by a rank for the next delta, at most. between_machines: share of a whole version that leaves one.
+    seconds: of wall time; stages overlap.
     """
 
     version: int
@@ -69,6 +70,7 @@ class RefitReport:
     delta: bool
     wire_over_bf16: float
     base_nbytes: int
+    between_machines: float
     retries: int
     seconds: float
     stages: dict[str, float]
@@ -80,6 +82,7 @@ class RefitReport:
             "refit/delta": float(self.delta),
             "refit/wire_over_bf16": self.wire_over_bf16,
             "refit/kept_bytes": self.base_nbytes,
+            "refit/between_machines": self.between_machines,
             "refit/retries": self.retries,
             "timing/refit": self.seconds,
         } | {f"timing/refit_{stage}": seconds for stage, seconds in self.stages.items()}

@@ -207,6 +207,7 @@ def test_an_engine_is_sent_to_by_the_copies_on_its_machine(make, mode):
         assert run.holds()
         run.step()
     assert [senders(run, engine) for engine in range(3)] == [[2, 3], [0, 1], [0, 1]]
+    assert run.bridge.refit().between_machines == pytest.approx(1 / 3)
     assert (
         run.bridge.described
         == f"{mode} through mapped memory within each of 3 machines, gloo between them, verify digest"
