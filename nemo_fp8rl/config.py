@@ -202,6 +202,13 @@ class VllmConfig(_Block):
 
 
 @dataclass(frozen=True)
+class ColocatedConfig(_Block):
+    """With Ray: engines on the nodes and GPUs of the ranks, in turns with them."""
+
+    enabled: bool = False
+
+
+@dataclass(frozen=True)
 class GenerationConfig(_Block):
     backend: Literal["vllm"] = "vllm"
     max_new_tokens: int = 512
@@ -216,6 +223,7 @@ class GenerationConfig(_Block):
     stop_strings: tuple[str, ...] = ()
     """Texts that end an answer and stay part of it."""
     vllm_cfg: VllmConfig = field(default_factory=VllmConfig)
+    colocated: ColocatedConfig = field(default_factory=ColocatedConfig)
 
 
 @dataclass(frozen=True)

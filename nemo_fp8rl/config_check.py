@@ -115,6 +115,23 @@ def check(cfg: Config) -> None:
             "cluster.train_ranks and cluster.generation_engines above 1 need processes of their own: set "
             "cluster.backend=ray"
         )
+    if cfg.policy.generation.colocated.enabled:
+        _check_colocated(cfg)
+
+
+def _check_colocated(cfg: Config) -> None:
+    here, vllm_cfg = "policy.generation.colocated.enabled=true", cfg.policy.generation.vllm_cfg
+    engines, share, ranks = cfg.cluster.generation_engines, vllm_cfg.tensor_parallel_size, cfg.cluster.train_ranks
+    if engines * share != ranks:
+        raise UserError(
+            f"{here}: cluster.generation_engines={engines} of policy.generation.vllm_cfg.tensor_parallel_size={share} "
+            f"have {engines * share} processes, and each shares the GPU of one of cluster.train_ranks={ranks}"
+        )
+    if not (vllm_cfg.sleep_level and cfg.policy.megatron_cfg.offload_between_phases):
+        raise UserError(
+            f"{here}: trainer and engines have one memory in turns: set policy.generation.vllm_cfg.sleep_level to 1 or "
+            "2 and policy.megatron_cfg.offload_between_phases=true"
+        )
 
 
 def _check_algorithm(cfg: Config) -> None:

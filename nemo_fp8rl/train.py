@@ -154,7 +154,9 @@ def backends(cfg: Config, run: RunDirectory) -> Iterator[tuple[MegatronPolicy, V
         policy = MegatronPolicy(cfg)
         stack.callback(policy.shutdown)
         run.load_checkpoint(policy)
-        generation = VllmGeneration(cfg)
+        if cfg.policy.megatron_cfg.offload_between_phases:
+            policy.offload_after_refit()
+        generation = VllmGeneration(cfg, beside=policy.ranks if cfg.policy.generation.colocated.enabled else None)
         stack.callback(generation.shutdown)
         yield policy, generation
 

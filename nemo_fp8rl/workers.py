@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
@@ -66,12 +66,18 @@ class Workers(Protocol):
     def shutdown(self) -> None: ...
 
 
-def start_workers(worker_class: type, role: Role, count: int, cfg: Config, processes: int = 1) -> Workers:
-    """`count` workers of the class on the cluster's backend, of so many processes each."""
+def start_workers(
+    worker_class: type, role: Role, count: int, cfg: Config, processes: int = 1, beside: Workers | None = None
+) -> Workers:
+    """`count` workers of the class on the cluster's backend, of so many processes each.
+
+    beside: they have the nodes and GPUs of these, the first those of as many as it has processes, and so on.
+    """
     if cfg.cluster.backend == "in_process":
         assert count == 1  # config_check
         return InProcessWorker(worker_class)
-    return RayWorkers(worker_class, role, count, cfg, processes)
+    places = beside.places if isinstance(beside, RayWorkers) else None
+    return RayWorkers(worker_class, role, count, cfg, processes, places)
 
 
 def on_one_host(cfg: Config) -> bool:
@@ -143,32 +149,30 @@ class RayWorkers:
 
     separate_processes = True
 
-    def __init__(self, worker_class: type, role: Role, count: int, cfg: Config, processes: int) -> None:
+    def __init__(
+        self,
+        worker_class: type,
+        role: Role,
+        count: int,
+        cfg: Config,
+        processes: int,
+        shared: "Sequence[Place] | None" = None,
+    ) -> None:
         connect(cfg.num_cpus)
         import ray
-        import torch
 
         self.count = count
-        nodes = {node["NodeID"]: node["Labels"].get(ROLE) for node in ray.nodes() if node["Alive"]}
-        placed = role in nodes.values()
-        options: dict[str, Any] = {"label_selector": {ROLE: role}} if placed else {}
-        own = {node for node, label in nodes.items() if not placed or label == role}
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""  # by the user, who then has them hidden everywhere
-        gpus = processes if ray.cluster_resources().get("GPU") and not hidden else 0
-        if not gpus and (hidden or torch.cuda.is_available()):  # from an actor that asks for none Ray hides none
-            options["runtime_env"] = {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}}
-        for kind, wanted in (("CPU", count * processes), ("GPU", count * gpus)):
-            if (free := _free(kind, own)) < wanted:
-                raise UserError(
-                    f"cluster.backend=ray: {count} {worker_class.__name__} actors need {wanted} {kind}s, Ray has "
-                    f"{free:g} free{f' on nodes with {ROLE}={role}' if placed else ''}; lower cluster.train_ranks or "
-                    "cluster.generation_engines, or start Ray with more"
-                )
-        self.actor_class = ray.remote(num_cpus=processes, num_gpus=gpus, **options)(worker_class)
-        self.actors = [self.actor_class.remote() for _ in range(count)]
+        if shared is None:
+            self.options = [_own_place(worker_class, role, count, processes)] * count
+        else:
+            self.options = [_shared_place(shared[i * processes : (i + 1) * processes]) for i in range(count)]
+        self.actor_class = ray.remote(worker_class)
+        self.actors = [self.actor_class.options(**options).remote() for options in self.options]
         with ended_on_error(self):
             places = [self._enter(i) for i in range(count)]
-        self.actors = [self.actors[i] for i in sorted(range(count), key=places.__getitem__)]
+        order = sorted(range(count), key=places.__getitem__)
+        self.places: list[Place] = [places[i] for i in order]
+        self.actors = [self.actors[i] for i in order]
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         import ray
@@ -218,7 +222,7 @@ class RayWorkers:
         import ray
 
         ray.kill(self.actors[index])
-        self.actors[index] = self.actor_class.remote()
+        self.actors[index] = self.actor_class.options(**self.options[index]).remote()
         self._enter(index)
 
     def start(self, index: int, method: str, *arguments: Any) -> Any:
@@ -235,12 +239,12 @@ class RayWorkers:
         for actor in self.actors:
             ray.kill(actor)
 
-    def _enter(self, index: int) -> tuple[str, list[str]]:
-        """Relative paths of a recipe mean in the actor what they mean to the driver. Its node, and its GPUs there."""
+    def _enter(self, index: int) -> "Place":
+        """Relative paths of a recipe mean in the actor what they mean to the driver."""
         import ray
 
         try:
-            place: tuple[str, list[str]] = ray.get(self.actors[index].__ray_call__.remote(_enter_folder, os.getcwd()))
+            place: Place = ray.get(self.actors[index].__ray_call__.remote(_enter_folder, os.getcwd()))
             return place
         except ray.exceptions.RayError as error:
             raise _cause(error) from None
@@ -250,6 +254,54 @@ class RayWorkers:
 
         ray.kill(self.actors[index])
         return WorkerDied(f"no answer to {method} in {timeout:g} seconds")
+
+
+class Place(NamedTuple):
+    """A node's ID, and the GPUs there that the actor was given."""
+
+    node: str
+    gpus: list[str]
+
+
+def _own_place(worker_class: type, role: Role, count: int, processes: int) -> dict[str, Any]:
+    """Ray's options for each of so many actors. Raises UserError where it has not enough for all of them."""
+    import ray
+    import torch
+
+    nodes = {node["NodeID"]: node["Labels"].get(ROLE) for node in ray.nodes() if node["Alive"]}
+    placed = role in nodes.values()
+    options: dict[str, Any] = {"label_selector": {ROLE: role}} if placed else {}
+    own = {node for node, label in nodes.items() if not placed or label == role}
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""  # by the user, who then has them hidden everywhere
+    gpus = processes if ray.cluster_resources().get("GPU") and not hidden else 0
+    if not gpus and (hidden or torch.cuda.is_available()):  # from an actor that asks for none Ray hides none
+        options |= _sees("")
+    for kind, wanted in (("CPU", count * processes), ("GPU", count * gpus)):
+        if (free := _free(kind, own)) < wanted:
+            raise UserError(
+                f"cluster.backend=ray: {count} {worker_class.__name__} actors need {wanted} {kind}s, Ray has "
+                f"{free:g} free{f' on nodes with {ROLE}={role}' if placed else ''}; lower cluster.train_ranks or "
+                "cluster.generation_engines, or start Ray with more"
+            )
+    return options | {"num_cpus": processes, "num_gpus": gpus}
+
+
+def _shared_place(places: Sequence[Place]) -> dict[str, Any]:
+    """Ray's options for an actor that works where these do, while they do not. Raises UserError for two nodes."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    first, *others = {place.node for place in places}
+    if others:
+        raise UserError(
+            f"policy.generation.colocated.enabled=true: an engine of tensor_parallel_size={len(places)} would be on "
+            f"{1 + len(others)} nodes; take a size that divides the ranks of a node"
+        )
+    options = _sees(",".join(gpu for place in places for gpu in place.gpus))
+    return options | {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(first, False)}
+
+
+def _sees(gpus: str) -> dict[str, Any]:
+    return {"runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": gpus}}}
 
 
 def _free(kind: str, nodes: Set[str]) -> float:
@@ -283,7 +335,7 @@ def _cause(error: Any) -> Exception:
     return cause if isinstance(cause, UserError | WorkerDied) else error
 
 
-def _enter_folder(worker: object, folder: str) -> tuple[str, list[str]]:
+def _enter_folder(worker: object, folder: str) -> Place:
     import ray
 
     try:
@@ -292,7 +344,7 @@ def _enter_folder(worker: object, folder: str) -> tuple[str, list[str]]:
         raise UserError(
             f"a node of the Ray cluster cannot enter {folder} ({error}); start in a shared folder"
         ) from None
-    return ray.get_runtime_context().get_node_id(), sorted(map(str, ray.get_gpu_ids()))
+    return Place(ray.get_runtime_context().get_node_id(), sorted(map(str, ray.get_gpu_ids())))
 
 
 def require_token() -> None:

@@ -20,6 +20,11 @@ from nemo_fp8rl.tiny import make_tiny
 
 collect_ignore = [] if "tests.gpu_engine.plugin" in sys.modules else ["gpu_engine"]  # in processes of its own
 RECIPES = Path(__file__).parent.parent / "conf"
+COLOCATED = (
+    "policy.generation.colocated.enabled=true",
+    "policy.generation.vllm_cfg.sleep_level=2",
+    "policy.megatron_cfg.offload_between_phases=true",
+)
 SMALL = (
     "grpo.num_prompts_per_step=16",
     "grpo.num_generations_per_prompt=4",

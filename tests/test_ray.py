@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import RECIPES
+from tests.conftest import COLOCATED, RECIPES
 
 
 def run(overrides: tuple[str, ...], log_dir: Path) -> list[dict[str, float]]:
@@ -19,7 +19,7 @@ def run(overrides: tuple[str, ...], log_dir: Path) -> list[dict[str, float]]:
     done = subprocess.run(command, capture_output=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr.decode()
     rows = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
-    other = ("timing/", "performance/", "refit/")
+    other = ("timing/", "performance/", "refit/", "memory/")
     return [{name: v for name, v in row.items() if not name.startswith(other)} for row in rows]
 
 
@@ -28,8 +28,9 @@ def in_process(warm_overrides, tmp_path_factory) -> list[dict[str, float]]:
     return run(warm_overrides, tmp_path_factory.mktemp("in_process") / "run")
 
 
-def test_actors_give_the_numbers_of_one_process(warm_overrides, tmp_path, in_process):
-    assert run((*warm_overrides, "cluster.backend=ray"), tmp_path / "run") == in_process
+@pytest.mark.parametrize("places", [(), COLOCATED], ids=["own", "colocated"])
+def test_actors_give_the_numbers_of_one_process(warm_overrides, tmp_path, in_process, places):
+    assert run((*warm_overrides, "cluster.backend=ray", *places), tmp_path / "run") == in_process
 
 
 def test_two_ranks_and_two_engines_agree_within_rounding(warm_overrides, tmp_path, in_process):
@@ -93,7 +94,12 @@ except UserError as error:
 one = workers.RayWorkers(object, "generation", 1, cfg, 1)
 one.shutdown()
 ranks = workers.RayWorkers(Probe, "train", 4, cfg, 1)
-print("nodes", *ranks.call("node", [()] * 4))
+try:
+    workers.start_workers(Probe, "generation", 1, cfg, 4, ranks)
+except UserError as error:
+    print(error)
+engines = workers.start_workers(Probe, "generation", 2, cfg, 2, ranks)
+print("nodes", *ranks.call("node", [()] * 4), *engines.call("node", [()] * 2))
 ray.shutdown()
 cluster.shutdown()
 """
@@ -112,8 +118,14 @@ def test_only_cpus_of_the_roles_own_nodes_count(on_three_nodes):
 
 
 def test_ranks_are_numbered_node_by_node(on_three_nodes):
-    first, second, third, fourth = on_three_nodes.split("nodes ")[-1].split()
+    first, second, third, fourth, *_ = on_three_nodes.split("nodes ")[-1].split()
     assert first == second != third == fourth
+
+
+def test_colocated_engines_are_on_the_nodes_of_the_ranks(on_three_nodes):
+    *ranks, first, second = on_three_nodes.split("nodes ")[-1].split()
+    assert [first, first, second, second] == ranks
+    assert "enabled=true: an engine of tensor_parallel_size=4 would be on 2 nodes; take a size" in on_three_nodes
 
 
 def test_an_actors_refusal_is_one_line_too(tiny, warm_overrides, tmp_path):
@@ -156,18 +168,32 @@ except UserError as error:
     print(error)
 ranks = workers.RayWorkers(Probe, "train", 2, cfg, 1)
 print("ranks", sorted(ranks.call("devices", [(), ()])))
-ranks.shutdown()
+beside = workers.start_workers(Probe, "generation", 2, cfg, 1, ranks)
+print("beside", beside.call("devices", [(), ()]) == ranks.call("devices", [(), ()]))
+both = workers.start_workers(Probe, "generation", 1, cfg, 2, ranks)
+both.restart(0)
+print("both", both.call("devices", [()]))
 ray.shutdown()
 cluster.shutdown()
 """
 
 
-def test_each_rank_has_a_gpu_of_its_own_where_ray_has_some():
+@pytest.fixture(scope="module")
+def pretended_gpus() -> str:
     """Ray's own accounting of GPUs that are not there; the driver, as on a head without GPUs, sees none."""
     command = [sys.executable, "-c", TWO_PRETENDED_GPUS, str(RECIPES / "tiny_cpu.yaml")]
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     done = subprocess.run(command, capture_output=True, check=False, timeout=120, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    assert "without ['']" in done.stdout
-    assert "3 Probe actors need 3 GPUs, Ray has 2 free;" in done.stdout
-    assert "ranks ['0', '1']" in done.stdout
+    return done.stdout
+
+
+def test_each_rank_has_a_gpu_of_its_own_where_ray_has_some(pretended_gpus):
+    assert "without ['']" in pretended_gpus
+    assert "3 Probe actors need 3 GPUs, Ray has 2 free;" in pretended_gpus
+    assert "ranks ['0', '1']" in pretended_gpus
+
+
+def test_colocated_engines_have_the_gpus_of_the_ranks(pretended_gpus):
+    assert "beside True" in pretended_gpus
+    assert "both ['0,1']" in pretended_gpus

@@ -354,6 +354,14 @@ def test_a_cycle_of_defaults_is_refused(folder):
         (["policy.precision=float32", "nemo_fp8rl.flow=fp8_rollout"], ["nemo_fp8rl.flow=fp8_rollout"]),
         (["cluster.train_ranks=2"], ["cluster.train_ranks", "cluster.backend=ray"]),
         (["cluster.generation_engines=2"], ["cluster.generation_engines", "cluster.backend=ray"]),
+        (
+            ["policy.generation.colocated.enabled=true", "cluster.backend=ray", "cluster.generation_engines=2"],
+            ["policy.generation.colocated.enabled=true", "have 2 processes", "cluster.train_ranks=1"],
+        ),
+        (
+            ["policy.generation.colocated.enabled=true", "policy.generation.vllm_cfg.sleep_level=1"],
+            ["policy.generation.vllm_cfg.sleep_level", "policy.megatron_cfg.offload_between_phases=true"],
+        ),
         (["policy.generation.vllm_cfg.max_model_len=513"], ["policy.generation.vllm_cfg.max_model_len=513", "512"]),
         (["grpo.num_generations_per_prompt=1"], ["grpo.num_generations_per_prompt"]),
         (["loss_fn.truncated_importance_sampling_type=tis"], ["loss_fn.use_importance_sampling_correction=true"]),

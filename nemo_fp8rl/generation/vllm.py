@@ -12,7 +12,7 @@ from nemo_fp8rl.generation.base import Sampling
 from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.refit.manifest import Route, TensorPart, from_json, to_json
 from nemo_fp8rl.refit.report import Loaded
-from nemo_fp8rl.workers import WorkerDied, ended_on_error, start_workers
+from nemo_fp8rl.workers import WorkerDied, Workers, ended_on_error, start_workers
 
 
 class VllmGeneration:
@@ -20,19 +20,21 @@ class VllmGeneration:
 
     An engine that dies is started again and caught up by the refit bridge (`on_restart`); prompts that it had not
     answered go to all engines anew. A prompt's seed makes its samples independent of which engine answers, and of when.
-    token: what the links of a refit are opened with. A copy, pickled to another process, generates with the same
-    engines and raises WorkerDied where one is dead; replacing it, and ending one that hangs, is left to the original.
+    token: what the links of a refit are opened with. beside: the ranks whose GPUs they share.
+
+    A copy, pickled to another process, generates with the same engines and raises WorkerDied where one is dead;
+    replacing it, and ending one that hangs, is left to the original.
     """
 
     on_restart: Callable[[int], None] | None = None
     is_copy = False
 
-    def __init__(self, cfg: Config, token: str = "") -> None:
+    def __init__(self, cfg: Config, token: str = "", beside: Workers | None = None) -> None:
         self.cfg, self.token = cfg, token
         self.timeout = cfg.cluster.engine_timeout_seconds
         self.engine_restarts = self.prompts_retried = 0
         processes = cfg.policy.generation.vllm_cfg.tensor_parallel_size
-        self.engines = start_workers(VllmEngine, "generation", cfg.cluster.generation_engines, cfg, processes)
+        self.engines = start_workers(VllmEngine, "generation", cfg.cluster.generation_engines, cfg, processes, beside)
         with ended_on_error(self.engines):
             self.engines.call("setup", [(cfg,)] * self.engines.count)
 

@@ -66,7 +66,7 @@ def plan(
 
     The recipe itself is checked where it runs, or by `nemo-fp8rl doctor`; here it says how many nodes there are.
     """
-    values = _read(recipe, overrides)
+    values, colocated = _read(recipe, overrides)
     sizes = {"nodes": 1, "generation_nodes": 0, "gpus_per_node": 0} if values is None else _sizes(values)
     for key, size in sizes.items():
         given = getattr(settings, key)
@@ -76,6 +76,11 @@ def plan(
     nodes, alone = sizes["nodes"], sizes["generation_nodes"]
     if alone >= nodes:
         raise UserError(f"generation_nodes={alone} of nodes={nodes} leaves none to train on: raise nodes")
+    if alone and colocated:
+        raise UserError(
+            f"generation_nodes={alone}, but policy.generation.colocated.enabled=true puts engines beside ranks: "
+            "set one of them otherwise"
+        )
     name = settings.name or re.sub(r"[^a-z0-9]+", "-", recipe.stem.lower()).strip("-")[:LONGEST_NAME].rstrip("-")
     if not NAME.fullmatch(name):
         raise UserError(
@@ -94,12 +99,14 @@ def plan(
     return Job(name, run_id, () if idle else command, **sizes, values=values)
 
 
-def _read(recipe: Path, overrides: Sequence[str]) -> dict[str, Any] | None:
-    """The values of a recipe of NeMo RL's, None for one of ours. Raises UserError for a wrong one of either."""
+def _read(recipe: Path, overrides: Sequence[str]) -> tuple[dict[str, Any] | None, bool]:
+    """The values of a recipe of NeMo RL's, None for one of ours; whether engines share the trainer's GPUs. Raises
+    UserError for a wrong one of either.
+    """
     if nemo_rl.is_for_nemo_rl(recipe):
-        return nemo_rl.load(recipe, overrides).values
-    load(recipe, overrides)
-    return None
+        values = nemo_rl.load(recipe, overrides).values
+        return values, is_colocated(values["policy"]["generation"])
+    return None, load(recipe, overrides).policy.generation.colocated.enabled
 
 
 def _sizes(values: dict[str, Any]) -> dict[str, int]:

@@ -5,7 +5,7 @@ import pytest
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.launch.job import plan
 from nemo_fp8rl.launch.settings import read_settings
-from tests.conftest import RECIPES
+from tests.conftest import COLOCATED, RECIPES
 from tests.nemo_rl.runs import needs_checkout
 
 TINY = RECIPES / "tiny_cpu.yaml"
@@ -42,6 +42,7 @@ def test_defaults_come_before_the_overrides_of_the_user():
     [
         (["grpo.sed=3"], [], "grpo.sed"),
         ([], ["nodes=2", "generation_nodes=2"], "leaves none to train on"),
+        (COLOCATED, ["nodes=2", "generation_nodes=1"], "generation_nodes=1, but .*colocated.enabled=true puts engines"),
         ([], ["name=My Run"], "lower-case letters"),
         ([], ["name=a;rm -rf"], "lower-case letters"),
         ([], [f"name={'a' * 39}"], "at most 38"),

@@ -16,7 +16,7 @@ import pytest
 
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.train import train
-from tests.conftest import RECIPES
+from tests.conftest import COLOCATED, RECIPES
 from tests.slurm.lab import NODE_TMP, NODES, Lab, has_spank, missing_tools
 from tests.test_train import read, results
 
@@ -121,18 +121,18 @@ def test_trainer_and_engine_on_nodes_of_their_own_give_the_numbers_of_one_proces
     assert not list(run.folder.glob("attempt-*/ray_token"))
 
 
-def test_an_engine_takes_what_the_ranks_on_its_node_have(lab, launch, tmp_path):
-    """The share of a refit that leaves a node is that of the engines which Ray put where no rank is."""
-    two = ("cluster.backend=ray", "cluster.train_ranks=2", "cluster.generation_engines=2")
+def test_an_engine_beside_a_rank_takes_its_weights_from_there(lab, launch, tmp_path):
+    """Colocated: nothing of a refit leaves a node."""
+    two = ("cluster.backend=ray", "cluster.train_ranks=2", "cluster.generation_engines=2", *COLOCATED)
     sizes = ("policy.train_micro_batch_size=32", "grpo.max_num_steps=4")
-    run = launch(*two, *sizes, settings=("nodes=2", "slurm.exclusive=false", "slurm.cpus_per_node=2"))
+    run = launch(*two, *sizes, settings=("nodes=2", "slurm.exclusive=false", "slurm.cpus_per_node=1"))
     until(lambda: steps_of(tmp_path / "log") >= 1, "step 1", run)
     where = {name: " ".join(lab.processes(name)) for name in NODES}
-    engines = [name for name in NODES for _ in range(where[name].count("VllmEngine"))]
-    away = sum("MegatronWorker" not in where[name] for name in engines) / len(engines)
+    for kind in ("MegatronWorker", "VllmEngine"):
+        assert [where[name].count(kind) for name in NODES] == [1, 1, 0], where
     assert lab.wait(run.job, SECONDS) == "COMPLETED", run.everything()
     rows = [row for row in read(tmp_path / "log") if "refit/version" in row]
-    assert {row["refit/between_machines"] for row in rows} == {away}, where
+    assert {row["refit/between_machines"] for row in rows} == {0.0}
     assert all(row["train/token_mult_prob_error"] < 1.001 for row in rows if "train/loss" in row)
 
 
