@@ -29,8 +29,8 @@ class RefitConfig(_Block):
     mode: Literal["auto", "full", "delta"] = "auto"
     """full: all bytes; delta: those that changed; auto: whichever took less time. Engines end with the same bytes."""
     transport: Literal["auto", "in_process", "shared_memory", "cuda_ipc", "nixl", "collective"] = "auto"
-    """auto: in_process where trainer and engine share one, else, on one host, cuda_ipc for weights on GPUs and
-    shared_memory for others, else collective (gloo). nixl (RDMA between hosts) is asked for by name."""
+    """auto: in_process where trainer and engine share one; else, link by link, within a machine cuda_ipc for weights on
+    GPUs and shared_memory for others, between machines collective (gloo). nixl (RDMA) is asked for by name."""
     bucket_bytes: int = 256 * 2**20
     """What travels at once; trainer and engine ranks hold two of these for each link."""
     verify: Literal["off", "digest", "full", False] = "digest"

@@ -16,7 +16,7 @@ def build_bridge(
     cfg: Config, policy: MegatronPolicy, generation: VllmGeneration, first_version: int = 0
 ) -> RefitBridge:
     """Raises UserError where the transport that the recipe names cannot be had."""
-    choice, transport = cfg.nemo_fp8rl.refit, chosen_transport(cfg, policy.on_gpu())
+    choice, transport = cfg.nemo_fp8rl.refit, checked_transport(cfg, policy)
     generation.token = secrets.token_hex(32)
     policy.open_refit(transport, generation.token)
     return RefitBridge(
@@ -30,20 +30,19 @@ def build_bridge(
     )
 
 
-def chosen_transport(cfg: Config, on_gpu: bool) -> Transport:
-    """What the recipe asks for, or what suits it. on_gpu: where the trainer's weights are."""
+def checked_transport(cfg: Config, policy: MegatronPolicy) -> Transport:
+    """What the recipe asks for, where that can be had; for auto what suits it."""
     asked, vllm_cfg = cfg.nemo_fp8rl.refit.transport, cfg.policy.generation.vllm_cfg
     here = "nemo_fp8rl.refit.transport"
     together = cfg.cluster.backend == "in_process"
     together = together and not vllm_cfg.async_engine and vllm_cfg.tensor_parallel_size == 1
-    one_host = together or on_one_host(cfg)
     if asked == "auto":
         return "in_process" if together else "nearest"
     if asked == "in_process" and not together:
         raise UserError(f"{here}=in_process: trainer and engine run in processes of their own; set it to auto")
-    if asked in ("shared_memory", "cuda_ipc") and not one_host:
+    if asked in ("shared_memory", "cuda_ipc") and not on_one_host(cfg):
         raise UserError(f"{here}={asked}: the Ray cluster has several hosts; set it to auto or collective")
-    if asked == "cuda_ipc" and not on_gpu:
+    if asked == "cuda_ipc" and not policy.on_gpu():
         raise UserError(f"{here}=cuda_ipc: the trainer's weights are not on GPUs; set it to auto or shared_memory")
     if asked == "cuda_ipc" and together:
         raise UserError(f"{here}=cuda_ipc: trainer and engine share a process; set it to auto")

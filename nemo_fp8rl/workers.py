@@ -143,8 +143,8 @@ class InProcessWorker:
 
 
 class RayWorkers:
-    """One Ray actor a worker, numbered node by node, so that those that split a matrix share one where it has room. A
-    handle is an object reference: what it refers to never visits the driver.
+    """One Ray actor a worker, numbered node by node at first, so that those that split a matrix share one where it has
+    room. A handle is an object reference: what it refers to never visits the driver.
     """
 
     separate_processes = True
@@ -304,6 +304,11 @@ def _sees(gpus: str) -> dict[str, Any]:
     return {"runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": gpus}}}
 
 
+def _in_order(gpu: str) -> tuple[int, str]:
+    """Numbers by size; a GPU may have a name instead."""
+    return len(gpu), gpu
+
+
 def _free(kind: str, nodes: Set[str]) -> float:
     """On these nodes together. Ray says it node by node only where vLLM asks, too."""
     from ray._private.state import available_resources_per_node
@@ -344,7 +349,7 @@ def _enter_folder(worker: object, folder: str) -> Place:
         raise UserError(
             f"a node of the Ray cluster cannot enter {folder} ({error}); start in a shared folder"
         ) from None
-    return Place(ray.get_runtime_context().get_node_id(), sorted(map(str, ray.get_gpu_ids())))
+    return Place(ray.get_runtime_context().get_node_id(), sorted(map(str, ray.get_gpu_ids()), key=_in_order))
 
 
 def require_token() -> None:

@@ -75,8 +75,9 @@ class VllmGeneration:
     def stored(self, engine: int) -> list[Sequence[TensorPart]]:
         return [from_json(parts) for parts in self._one(engine, "stored")]
 
-    def domains(self, engine: int) -> list[str]:
-        return list(self._one(engine, "domains"))
+    def domains(self) -> list[list[str]]:
+        answers = self.engines.outcomes("domains", dict.fromkeys(range(self.engines.count), ()), self.timeout)
+        return [[] if isinstance(answers[i], WorkerDied) else answers[i] for i in range(self.engines.count)]
 
     def connect(self, engine: int, addresses: Sequence[Sequence[Any]], routes: Sequence[Sequence[Route]]) -> None:
         links = [

@@ -91,12 +91,18 @@ class Layout:
         return tuple(region)
 
     def is_copy(self, name: str) -> bool:
-        """Whether another rank holds the same data-parallel copy of `name` and is to send or write it instead."""
+        """Whether another rank has the first of the data-parallel copies of `name`."""
         return (self.expert_data if EXPERT.search(name) else self.data).rank > 0
 
-    def exports(self, name: str) -> bool:
-        """Whether it is this rank that speaks for its part of `name`: one of those that hold the same does."""
-        return not self.is_copy(name) and (self.is_split(name) or self.axis(name).rank == 0)
+    def sends(self, name: str) -> bool:
+        """Whether this rank may send its part of `name`. Of what tensor-parallel ranks have alike, each by its own
+        arithmetic, the first alone; data-parallel copies are Megatron's all-gathered bits.
+        """
+        return self.is_split(name) or self.axis(name).rank == 0
+
+    def writes(self, name: str) -> bool:
+        """Whether it is this rank, of all that hold the same part of `name`, that counts and keeps it."""
+        return self.sends(name) and not self.is_copy(name)
 
 
 def check_layout(hf: HfConfig, cfg: Config) -> None:

@@ -97,8 +97,10 @@ class MegatronPolicy:
 
     def open_refit(self, transport: Transport, token: str) -> None:
         """Before any other method of `refit.bridge.WeightSource`. token: what engines must know to link with a rank."""
-        holdings, domains = zip(*self._on_all("open_refit", transport, token), strict=True)
-        self._sources = Sources([from_json(parts) for parts in holdings], domains)
+        everyone = dict.fromkeys(range(self.ranks.count), (transport, token))
+        holdings, domains = zip(*self._answers("open_refit", everyone), strict=True)
+        parsed = {parts: from_json(parts) for parts in set(holdings)}  # copies say the same
+        self._sources, self.senders = Sources([parsed[parts] for parts in holdings], domains), set[int]()
 
     def sources(self) -> Sources:
         return self._sources
@@ -107,22 +109,28 @@ class MegatronPolicy:
         return self.steps_taken
 
     def base_version(self) -> int:
-        """Of all ranks, or -1 where they differ."""
-        versions = set(self._on_all("base_version"))
+        """Of all ranks that send, or -1 where they differ."""
+        versions = set(self._on_senders("base_version"))
         return versions.pop() if len(versions) == 1 else -1
 
     def offer(self, engine: int, routes: Sequence[Sequence[Route]]) -> list[list[Any]]:
-        arguments = [(engine, [to_json(route) for route in to_ranks]) for to_ranks in routes]
-        return self._answers("offer", dict(enumerate(arguments)))
+        arguments = {
+            rank: (engine, [to_json(route) for route in to_ranks])
+            for rank, to_ranks in enumerate(routes)
+            if any(to_ranks)
+        }
+        self.senders |= arguments.keys()
+        answers = dict(zip(arguments, self._answers("offer", arguments), strict=True))
+        return [answers.get(rank, [None] * len(to_ranks)) for rank, to_ranks in enumerate(routes)]
 
     def withdraw(self, engine: int) -> None:
-        self._on_all("withdraw", engine)
+        self._on_senders("withdraw", engine)
 
     def start_push(self, version: int, engines: Collection[int], whole: frozenset[str], **how: bool) -> None:
-        self._on_all("start_push", version, tuple(engines), whole, how)
+        self._on_senders("start_push", version, tuple(engines), whole, how)
 
     def finish_push(self) -> list[SendReport]:
-        return self._on_all("finish_push")
+        return self._on_senders("finish_push")
 
     def save(self, folder: Path) -> None:
         self.ranks.call("save", [(str(folder.resolve()),)] * self.ranks.count)
@@ -134,8 +142,8 @@ class MegatronPolicy:
     def shutdown(self) -> None:
         self.ranks.shutdown()
 
-    def _on_all(self, method: str, *arguments: Any) -> list[Any]:
-        return self._answers(method, dict.fromkeys(range(self.ranks.count), arguments))
+    def _on_senders(self, method: str, *arguments: Any) -> list[Any]:
+        return self._answers(method, dict.fromkeys(sorted(self.senders), arguments))
 
     def _answers(self, method: str, arguments: dict[int, tuple[Any, ...]]) -> list[Any]:
         """Of these ranks, in order; the first exception is raised."""

@@ -58,7 +58,7 @@ def save_optimizer(
             return assembled(part, region, [parameter.numel()], _copies(parameter)).view(parameter.shape)
 
         for name, part in to_hf(layout, gathered):
-            if layout.exports(name):
+            if layout.writes(name):
                 writer.add(f"{name}.{kind}", part, start_of(layout.region(name, shapes[name])))
     writer.close()
     return writer.error

@@ -272,7 +272,7 @@ class MegatronWorker:
     def weight_squares(self) -> SquaresByGroup:
         """This rank's part of `weight_error`."""
         choice, layers = self.cfg.nemo_fp8rl, self.engine_fp8_layers
-        own = ((name, part) for name, part in self.export_weights() if self.layout.exports(name))
+        own = ((name, part) for name, part in self.export_weights() if self.layout.writes(name))
         return weight_squares(own, layers, choice.scale_format, choice.kernel)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -280,7 +280,9 @@ class MegatronWorker:
         return to_hf(self.layout, self._parameters().__getitem__)
 
     def _views(self) -> Iterator[tuple[str, Tensor]]:
-        return views_for_hf(self.layout, self._parameters().__getitem__)
+        """`views_for_hf` of those that this rank may send."""
+        views = views_for_hf(self.layout, self._parameters().__getitem__)
+        return ((name, part) for name, part in views if self.layout.sends(name))
 
     def _parameters(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}

@@ -21,9 +21,9 @@ from typing import Any, Literal, Protocol
 from nemo_fp8rl.refit.manifest import RefitError, Route, Sources, TensorPart, share_between
 from nemo_fp8rl.refit.mode import Mode, ModeChoice
 from nemo_fp8rl.refit.report import Loaded, RefitReport, SendReport
-from nemo_fp8rl.refit.transport.link import Chosen
+from nemo_fp8rl.refit.transport.link import Asked
 
-Transport = Literal["in_process"] | Chosen
+Transport = Literal["in_process"] | Asked
 Verify = Literal["off", "digest", "full"]
 PIECE_BYTES = 1 << 24
 """Of what is quantized, sent and verified at once, at most."""
@@ -71,8 +71,8 @@ class WeightSink(Protocol):
         """What each rank of an engine stores."""
         ...
 
-    def domains(self, engine: int) -> list[str]:
-        """Where each rank of an engine is: see `Sources`."""
+    def domains(self) -> list[list[str]]:
+        """Where each rank of each engine is: see `Sources`. Nothing of an engine that is dead."""
         ...
 
     def connect(self, engine: int, addresses: Sequence[Addresses], routes: Sequence[Sequence[Route]]) -> None:
@@ -119,7 +119,8 @@ class RefitBridge:
         self.version = first_version - 1
         self.sent_updates = -1
         self.connected: dict[int, frozenset[str]] = {}
-        self.between: dict[int, float] = {}
+        self.leaving: dict[int, float] = {}
+        """What share of an engine's bytes leaves the machine they come from."""
         self._busy = threading.Lock()
         sink.on_restart = self.catch_up
 
@@ -130,10 +131,8 @@ class RefitBridge:
     def _through(self) -> str:
         if self.transport != "nearest":
             return self.transport
-        engines = (self.sink.domains(engine) for engine in range(self.sink.engine_count()))
-        machines = len({*self.source.sources().domains}.union(*engines))
-        within = "mapped memory"
-        return within if machines == 1 else f"{within} within each of {machines} machines, gloo between them"
+        machines = len({*self.source.sources().domains}.union(*self.sink.domains()))
+        return "mapped memory" if machines == 1 else f"mapped memory within a machine, gloo between the {machines}"
 
     def refit(self) -> RefitReport:
         """Bring every engine to the trainer's present weights. Raises RefitError unless all of them committed."""
@@ -162,7 +161,7 @@ class RefitBridge:
                 delta=delta,
                 wire_over_bf16=sum(report.quantized_nbytes for report in reports) / bf16 if bf16 else 1.0,
                 base_nbytes=max(report.base_nbytes for report in reports),
-                between_machines=sum(self.between.values()) / len(engines),
+                between_machines=sum(self.leaving.values()) / len(engines),
                 retries=retries,
                 seconds=seconds,
                 stages=stages,
@@ -183,13 +182,13 @@ class RefitBridge:
     def _connect(self, engine: int) -> None:
         """Link an engine; one that is found dead is started again."""
         while engine not in self.connected:
-            sources, engines = self.source.sources(), self.sink.engine_count()
-            piece_bytes = min(PIECE_BYTES, self.bucket_bytes)
+            sources, piece_bytes = self.source.sources(), min(PIECE_BYTES, self.bucket_bytes)
             try:
                 with self._asking_engine():
-                    stored, domains = self.sink.stored(engine), self.sink.domains(engine)
-                planned = sources.routes(stored, piece_bytes, domains=domains, turn=engine, turns=engines)
-                self.between[engine] = share_between(planned, sources.domains, domains)
+                    stored = self.sink.stored(engine)
+                domains = self.sink.domains()
+                planned = sources.routes(stored, piece_bytes, engine=engine, domains=domains)
+                self.leaving[engine] = share_between(planned, sources.domains, domains[engine])
                 addresses = self.source.offer(engine, planned)
                 self.connected[engine] = frozenset()
                 with self._asking_engine():

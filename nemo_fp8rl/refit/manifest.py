@@ -18,6 +18,8 @@ from nemo_fp8rl.fp8 import BLOCK, scale_shape
 from nemo_fp8rl.hf.region import Region, overlap, shape_of, start_of, whole
 
 FP8 = "float8_e4m3fn"
+COPIES = 4
+"""Of a part, from which one engine takes its share of the tensors, at most: each is more links."""
 
 
 class RefitError(RuntimeError):
@@ -101,7 +103,7 @@ class Sources:
     """What the trainer's ranks hold: copies of the same part are each other's substitutes.
 
     domains: of each rank; what goes from a rank to another one of its domain stays within the machine. Raises
-    RefitError where ranks do not agree on a tensor, or their parts of one overlap.
+    RefitError where ranks do not agree on a tensor, their parts of one overlap, or one in FP8 is not of whole blocks.
     """
 
     def __init__(self, holdings: Sequence[Sequence[TensorPart]], domains: Sequence[str] | None = None) -> None:
@@ -109,6 +111,8 @@ class Sources:
         self._order = [{part.name: place for place, part in enumerate(parts)} for parts in holdings]
         self._held: dict[str, dict[TensorPart, list[int]]] = {}
         for source, parts in enumerate(holdings):
+            if len(self._order[source]) < len(parts):
+                raise RefitError(f"trainer rank {source} holds a tensor twice")
             for part in parts:
                 self._held.setdefault(part.name, {}).setdefault(part, []).append(source)
         for name, parts_held in self._held.items():
@@ -125,14 +129,13 @@ class Sources:
         sinks: Sequence[Sequence[TensorPart]],
         piece_bytes: int,
         *,
-        domains: Sequence[str] | None = None,
-        turn: int = 0,
-        turns: int = 1,
+        engine: int = 0,
+        domains: Sequence[Sequence[str]] | None = None,
     ) -> list[list[Route]]:
         """[source][sink] -> the pieces, in the source's order, none larger than `piece_bytes` unless a band of rows is.
 
-        sinks, domains: what each rank of an engine stores, and its domain. turn, turns: the engine's number, and how
-        many there are. Of ranks with the same part those of the sink's domain send it; there engines share them out.
+        sinks: what each rank of this engine stores. domains: of each engine, of each of its ranks. Of ranks with the
+        same part those of the sink's domain send it; the engines that could have it of the same ones share them out.
 
         Raises RefitError unless the sources hold all that the sinks store, alike in shape and dtype, in whole blocks
         where it is FP8; and nothing that no sink stores.
@@ -141,8 +144,10 @@ class Sources:
         wanted: dict[tuple[int, int], dict[str, list[TensorPart]]] = {}
         chosen: dict[tuple[TensorPart, tuple[int, ...]], int] = {}
         to_send = [0] * len(self.domains)
+        domains = domains or [[""] * len(sinks)]
         for sink, parts in enumerate(sinks):
-            here = domains[sink] if domains else ""
+            here = domains[engine][sink]
+            peers = [other for other, its in enumerate(domains) if here in its]
             for part in parts:
                 _check_blocks("engine", part)
                 missing = math.prod(part.size)
@@ -155,13 +160,15 @@ class Sources:
                     common = overlap(held.region, part.region)
                     if common is not None:
                         missing -= math.prod(shape_of(common))
-                        near = [source for source in holders if self.domains[source] == here] or holders
-                        shared = tuple(near[turn % len(near) :: turns])
-                        if (held, shared) not in chosen:
-                            source = chosen[held, shared] = min(shared, key=to_send.__getitem__)
+                        if near := [source for source in holders if self.domains[source] == here]:
+                            own = _share(near, peers.index(engine), len(peers))
+                        else:
+                            own = _share(holders, engine, len(domains))
+                        if (held, own) not in chosen:
+                            source = chosen[held, own] = min(own, key=to_send.__getitem__)
                             to_send[source] += held.nbytes
                         pieces = _small_enough(part.cut(common), piece_bytes)
-                        wanted.setdefault((chosen[held, shared], sink), {}).setdefault(part.name, []).extend(pieces)
+                        wanted.setdefault((chosen[held, own], sink), {}).setdefault(part.name, []).extend(pieces)
                 if missing:
                     raise RefitError(
                         f"the trainer's ranks hold only a part of {part.name}: {missing} values are missing"
@@ -171,6 +178,11 @@ class Sources:
             names = sorted(by_name, key=self._order[source].__getitem__)
             routes[source][sink] = tuple(piece for name in names for piece in by_name[name])
         return routes
+
+
+def _share(copies: Sequence[int], turn: int, turns: int) -> tuple[int, ...]:
+    """Of so many who share these out."""
+    return tuple(copies[turn % len(copies) :: turns][:COPIES])
 
 
 def share_between(planned: Sequence[Sequence[Route]], sources: Sequence[str], sinks: Sequence[str]) -> float:

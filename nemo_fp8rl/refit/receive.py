@@ -11,7 +11,7 @@ from torch import Tensor
 from nemo_fp8rl.fp8.delta import Delta, DeltaError
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
 from nemo_fp8rl.refit.message import Content, Header, aligned, all_finite, scales_of
-from nemo_fp8rl.refit.transport.link import EXIT, ReceivingEnd, settle
+from nemo_fp8rl.refit.transport.link import ReceivingEnd, join, settle
 
 
 class Received(NamedTuple):
@@ -62,8 +62,7 @@ def received(links: Sequence[IncomingLink], version: int) -> Iterator[Received]:
             link.end.close()
         raise
     finally:
-        for thread in threads:
-            thread.join(EXIT)
+        join(threads)
 
 
 def _read(i: int, end: ReceivingEnd, arrived: "SimpleQueue[tuple[int, Header, Tensor] | RefitError]") -> None:

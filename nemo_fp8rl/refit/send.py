@@ -123,10 +123,10 @@ class WeightSender:
         """
         assert not delta or self.base_version >= 0
         self.base_version = -1
-        if not (delta or keep):
-            self.base = {}
         sending = _Sending(version, links)
         pieces = sending.pieces
+        going = {(name, piece.part.region) for name, own in pieces.items() for piece in own} if delta or keep else set()
+        self.base = {key: kept for key, kept in self.base.items() if key in going}
         try:
             for name, weight in sending.exported(weights):
                 for piece in pieces.pop(name, ()):

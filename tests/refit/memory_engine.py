@@ -274,7 +274,7 @@ class MemoryEngines:
         self.hook: Hook = lambda when, number, engine: None
         self.wrap: Callable[[int, int, ReceivingEnd], ReceivingEnd] = lambda engine, rank, end: end
         self.timeout = 20.0
-        self.hosts: Sequence[str] = ()
+        self.machines: Sequence[str] = ()
         """The domain of each engine, where that is to be another than this machine's."""
 
     def engine_count(self) -> int:
@@ -284,8 +284,9 @@ class MemoryEngines:
         self._alive("stored", engine)
         return [list(rank.parts.values()) for rank in self.engines[engine].ranks]
 
-    def domains(self, engine: int) -> list[str]:
-        return [self.hosts[engine] if self.hosts else domain()] * len(self.layout)
+    def domains(self) -> list[list[str]]:
+        domains = self.machines or [domain()] * len(self.engines)
+        return [[own] * len(self.layout) for own in domains]
 
     def connect(self, engine: int, addresses: Sequence[Sequence[Any]], routes: Sequence[Sequence[Route]]) -> None:
         self._alive("connect", engine)

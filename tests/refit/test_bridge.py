@@ -22,6 +22,8 @@ from nemo_fp8rl.refit.manifest import RefitError, TensorPart
 from nemo_fp8rl.refit.message import Header
 from nemo_fp8rl.refit.mode import RETRY_AFTER, ModeChoice
 from nemo_fp8rl.refit.send import DELTA_FROM
+from nemo_fp8rl.refit.transport import shared_memory
+from nemo_fp8rl.refit.transport.ends import Sender
 from nemo_fp8rl.refit.transport.link import HOST, ReceivingEnd
 from nemo_fp8rl.workers import WorkerDied
 from tests.refit.memory_engine import (
@@ -201,32 +203,64 @@ def senders(run: Run, engine: int) -> list[int]:
 def test_an_engine_is_sent_to_by_the_copies_on_its_machine(make, mode):
     run = make(3, copies=2, transport="nearest", mode=mode)
     run.trainer.domains = ["a", "a", "b", "b"]
-    run.engines.hosts = ["b", "a", "c"]
+    run.engines.machines = ["b", "a", "c"]
     for _ in range(3):
         run.bridge.refit()
         assert run.holds()
         run.step()
     assert [senders(run, engine) for engine in range(3)] == [[2, 3], [0, 1], [0, 1]]
     assert run.bridge.refit().between_machines == pytest.approx(1 / 3)
-    assert (
-        run.bridge.described
-        == f"{mode} through mapped memory within each of 3 machines, gloo between them, verify digest"
-    )
+    assert run.bridge.described == f"{mode} through mapped memory within a machine, gloo between the 3, verify digest"
+
+
+def test_near_and_far_engines_hold_the_same_bytes(make, monkeypatch):
+    """Over links of both kinds, also when a far one breaks."""
+    run = make(transport="nearest", mode="delta")
+    run.trainer.domains, run.engines.machines, at = ["a", "a"], ["a", "b"], ["a"]
+
+    def domain() -> str:
+        return "a" if threading.current_thread().name.startswith("refit-accept") else at[0]
+
+    def move(when: str, number: int, engine: MemoryEngine) -> None:
+        at[0] = run.engines.machines[number]
+
+    monkeypatch.setattr(shared_memory, "domain", domain)
+    run.engines.hook = move
+    retries = []
+    for breaks in (False, False, True, False, False):
+        if breaks:
+            run.trainer.ranks[1].ends[1, 0].result().close()
+        report = run.bridge.refit()
+        retries.append((report.retries, report.delta))
+        assert run.holds()
+        assert report.between_machines == 0.5
+        kinds = {engine: {type(rank.ends[engine, 0].result()) for rank in run.trainer.ranks} for engine in range(2)}
+        assert kinds[0] == {Sender} != kinds[1]
+        run.step()
+    assert retries == [(0, False), (0, True), (1, True), (0, False), (0, True)]
 
 
 def test_an_engine_that_starts_again_on_another_machine_is_sent_to_from_there(make):
     run = make(copies=2, transport="nearest", mode="delta")
     run.trainer.domains = ["a", "a", "b", "b"]
-    run.engines.hosts = ["a", "a"]
+    run.engines.machines = ["a", "a"]
     run.bridge.refit()
     assert senders(run, 1) == [0, 1]
-    run.engines.hosts = ["a", "b"]
+    run.engines.machines = ["a", "b"]
     run.engines.engines[1].kill()
     for delta in (False, False, True, True):  # the second has all bytes again, to keep them
         run.step()
         assert run.bridge.refit().delta == delta
         assert run.holds()
     assert (senders(run, 0), senders(run, 1)) == ([0, 1], [2, 3])
+    kept = {sum(base.nbytes for base in rank.sender.base.values()) for rank in run.trainer.ranks[:2]}
+    run.engines.machines = ["b", "b"]
+    run.engines.engines[0].kill()
+    for _ in range(2):
+        run.step()
+        run.bridge.refit()
+    assert min(kept) > 0
+    assert not any(rank.sender.base for rank in run.trainer.ranks[:2])  # what nobody takes is not kept
 
 
 def test_copies_share_the_work_for_one_engine(make):

@@ -1,7 +1,6 @@
 """Routes bring each engine rank what it stores, once, whatever the two layouts; a misfit is refused by its name."""
 
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -77,9 +76,10 @@ def test_each_rank_gets_what_it_stores_once_and_nothing_else(data):
     sinks = data.draw(layouts(parts, replicate=True))
     piece_bytes = data.draw(st.sampled_from([1, 100, 20_000, MIB]))
     near, here = ([data.draw(st.sampled_from("ab")) for _ in layout] for layout in (sources, sinks))
-    turns = data.draw(st.integers(1, 3))
-    turn = data.draw(st.integers(0, turns - 1))
-    planned = Sources(sources, near).routes(sinks, piece_bytes, domains=here, turn=turn, turns=turns)
+    others = data.draw(st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=2), max_size=2))
+    engine = data.draw(st.integers(0, len(others)))
+    domains = [*others[:engine], here, *others[engine:]]
+    planned = Sources(sources, near).routes(sinks, piece_bytes, engine=engine, domains=domains)
     assert [len(row) for row in planned] == [len(sinks)] * len(sources)
     for sink, stored in enumerate(sinks):
         by_name = {part.name: part for part in stored}
@@ -116,25 +116,33 @@ def test_ranks_that_store_the_same_are_sent_the_same_pieces(piece_bytes):
 MANY = [bf16(f"t{i}", 100) for i in range(12)]
 
 
-def sent(turn: int, turns: int, replicas: int, **how: Any) -> list[int]:
-    """Tensors that each replica sends to this engine."""
-    planned = Sources([MANY] * replicas, how.pop("near", None)).routes([MANY], MIB, turn=turn, turns=turns, **how)
-    return [len(route) for (route,) in planned]
+def sent(copies: str, engines: str) -> list[list[int]]:
+    """[engine][copy] -> tensors; a letter for each copy's machine, and for each engine's."""
+    sources, domains = Sources([MANY] * len(copies), list(copies)), [[machine] for machine in engines]
+    planned = [sources.routes([MANY], MIB, engine=engine, domains=domains) for engine in range(len(engines))]
+    return [[len(route) for (route,) in of_engine] for of_engine in planned]
 
 
-def test_copies_share_out_the_tensors_of_one_engine_and_of_several_the_engines():
-    assert sent(0, 1, replicas=3) == [4, 4, 4]
-    assert [sent(turn, 2, replicas=4) for turn in range(2)] == [[6, 0, 6, 0], [0, 6, 0, 6]]
-    assert [sent(turn, 3, replicas=2) for turn in range(3)] == [[12, 0], [0, 12], [12, 0]]
+@pytest.mark.parametrize(
+    ("copies", "engines", "tensors"),
+    [
+        ("aaa", "a", [[4, 4, 4]]),
+        ("aaaa", "aa", [[6, 0, 6, 0], [0, 6, 0, 6]]),
+        ("aa", "aaa", [[12, 0], [0, 12], [12, 0]]),
+        ("aabb", "aabb", [[12, 0, 0, 0], [0, 12, 0, 0], [0, 0, 12, 0], [0, 0, 0, 12]]),
+        ("aabb", "abab", [[12, 0, 0, 0], [0, 0, 12, 0], [0, 12, 0, 0], [0, 0, 0, 12]]),
+        ("aabb", "ab", [[6, 6, 0, 0], [0, 0, 6, 6]]),
+        ("aabb", "c", [[3, 3, 3, 3]]),
+        ("aabb", "cc", [[6, 0, 6, 0], [0, 6, 0, 6]]),
+        ("aaaaaa", "c", [[3, 3, 3, 3, 0, 0]]),
+    ],
+)
+def test_copies_send_to_their_machine_and_engines_share_them_out(copies, engines, tensors):
+    assert sent(copies, engines) == tensors
 
 
-def test_an_engine_takes_the_copies_of_its_own_machine():
-    hosts = ["a", "a", "b", "b"]
-    assert [sent(turn, 4, 4, near=hosts, domains=[host]) for turn, host in enumerate("aabb")] == [
-        [12, 0, 0, 0], [0, 12, 0, 0], [0, 0, 12, 0], [0, 0, 0, 12],
-    ]  # fmt: skip
-    assert sent(0, 1, 4, near=hosts, domains=["b"]) == [0, 0, 6, 6]
-    assert sent(0, 1, 4, near=hosts, domains=["c"]) == [3, 3, 3, 3]
+def test_a_rank_that_holds_a_tensor_twice_is_refused():
+    refused([PARTS * 2], [PARTS], "trainer rank 0 holds a tensor twice")
 
 
 def test_a_tensor_without_values_needs_no_piece():

@@ -498,6 +498,23 @@ def test_bytes_are_kept_only_for_a_delta():
     assert sender.base == {}
 
 
+def test_a_delta_is_of_what_was_kept_and_only_what_is_sent_is_kept():
+    up, down = (part for part in PARTS if part.data_bytes >= DELTA_FROM)
+    sender, weights = WeightSender([up, down], "pow2"), random_weights(PARTS)
+
+    def encodings(version: int, *route: TensorPart, delta: bool) -> dict[str, str]:
+        sending, receiving = in_process_link(1 << 20, 20.0)
+        own = [(part.name, weights[part.name]) for part in (up, down)]
+        sender.send(own, version, {(0, version): Link(sending, route)}, delta=delta, keep=True)
+        entries = Header.decode(receiving.receive()[0]).entries
+        return {route[entry.piece].name: entry.encoding for entry in entries}
+
+    assert encodings(0, up, delta=False) == {UP: "full"}
+    assert encodings(1, up, down, delta=True) == {UP: "delta", DOWN: "full"}
+    assert encodings(2, down, delta=True) == {DOWN: "delta"}
+    assert {name for name, _ in sender.base} == {DOWN}
+
+
 def test_the_last_delta_leaves_no_base_to_build_on():
     weights, stream = random_weights(LARGE), Stream([LARGE], [LARGE])
     stream.brings(weights, 0, keep=True)

@@ -17,7 +17,7 @@ from weakref import WeakSet
 from torch import Tensor
 
 from nemo_fp8rl.refit.transport.control import Control
-from nemo_fp8rl.refit.transport.link import BUFFERS, EXIT, MAX_HEADER, LinkError, check_message
+from nemo_fp8rl.refit.transport.link import BUFFERS, MAX_HEADER, LinkError, check_message, join
 
 _MESSAGE = struct.Struct("<cQ")
 _RELEASE = b"R"
@@ -134,5 +134,4 @@ def _end_threads() -> None:
     receivers = list(_receivers)
     for receiver in receivers:
         receiver.close()
-    for receiver in receivers:
-        receiver._thread.join(EXIT)
+    join([receiver._thread for receiver in receivers])

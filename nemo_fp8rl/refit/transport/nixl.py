@@ -27,7 +27,7 @@ from torch import Tensor
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.refit.transport.control import Control
 from nemo_fp8rl.refit.transport.ends import Receiver, Sender
-from nemo_fp8rl.refit.transport.link import BUFFERS, EXIT, GRACE, LinkError, ReceivingEnd, SendingEnd, settle
+from nemo_fp8rl.refit.transport.link import BUFFERS, GRACE, LinkError, ReceivingEnd, SendingEnd, join, settle
 
 POLL, IDLE, BUSY = 0.0005, 0.02, 30.0
 """Seconds: between looks at what others ask of this process, and while they ask for nothing; the latter begins so long
@@ -92,7 +92,6 @@ class _Agent:
             raise RuntimeError(f"{INSTALL}: {error}") from None
         logging.getLogger("nixl").setLevel(logging.WARNING)
         self._lock = threading.RLock()
-        atexit.register(self._stop)
         with self._lock:
             config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
             self._nixl = api.nixl_agent(f"nemo_fp8rl-{role}-{secrets.token_hex(16)}", config)
@@ -104,6 +103,7 @@ class _Agent:
         self._busy_until = 0.0
         self.left: SimpleQueue[_Held] = SimpleQueue()
         """Of links that have ended, by finalizers, too, which must take no lock."""
+        atexit.register(self._stop)
 
     @contextmanager
     def calls(self) -> Iterator[Any]:
@@ -144,10 +144,8 @@ class _Agent:
 
     def _stop(self) -> None:
         self._stopped.set()
-        with self._lock:
-            thread = self._thread
-        if thread is not None:
-            thread.join(EXIT)
+        if (thread := self._thread) is not None:
+            join([thread])
 
     def _served(self) -> bool:
         """Whether there is anything left to serve."""

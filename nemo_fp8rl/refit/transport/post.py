@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from nemo_fp8rl.refit.transport import collective, cuda_ipc, nixl, shared_memory
 from nemo_fp8rl.refit.transport.control import Control
-from nemo_fp8rl.refit.transport.link import HOST, Between, Chosen, LinkError, ReceivingEnd, SendingEnd
+from nemo_fp8rl.refit.transport.link import HOST, Asked, Between, LinkError, ReceivingEnd, SendingEnd
 
 
 class Post:
@@ -30,7 +30,7 @@ class Post:
     A caller without the token, or one that says nothing, is dropped and keeps nobody else waiting.
     """
 
-    def __init__(self, transport: Chosen, host: str, token: str, timeout: float, device: torch.device = HOST) -> None:
+    def __init__(self, transport: Asked, host: str, token: str, timeout: float, device: torch.device = HOST) -> None:
         if not token:
             raise ValueError("the run's token is empty: anyone could send weights")
         self._transport, self._token, self._timeout, self._device = transport, token, timeout, device
