@@ -75,9 +75,9 @@ class VllmGeneration:
     def stored(self, engine: int) -> list[Sequence[TensorPart]]:
         return [from_json(parts) for parts in self._one(engine, "stored")]
 
-    def domains(self) -> list[list[str]]:
-        answers = self.engines.outcomes("domains", dict.fromkeys(range(self.engines.count), ()), self.timeout)
-        return [[] if isinstance(answers[i], WorkerDied) else answers[i] for i in range(self.engines.count)]
+    def domains(self, engines: Collection[int]) -> dict[int, list[str]]:
+        answers = self.engines.outcomes("domains", dict.fromkeys(engines, ()), self.timeout)
+        return {engine: answer for engine, answer in answers.items() if not isinstance(answer, WorkerDied)}
 
     def connect(self, engine: int, addresses: Sequence[Sequence[Any]], routes: Sequence[Sequence[Route]]) -> None:
         links = [

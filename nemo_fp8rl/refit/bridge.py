@@ -71,8 +71,8 @@ class WeightSink(Protocol):
         """What each rank of an engine stores."""
         ...
 
-    def domains(self) -> list[list[str]]:
-        """Where each rank of each engine is: see `Sources`. Nothing of an engine that is dead."""
+    def domains(self, engines: Collection[int]) -> dict[int, list[str]]:
+        """Where each rank of these engines is: see `Sources`. Without those that are dead."""
         ...
 
     def connect(self, engine: int, addresses: Sequence[Addresses], routes: Sequence[Sequence[Route]]) -> None:
@@ -119,6 +119,7 @@ class RefitBridge:
         self.version = first_version - 1
         self.sent_updates = -1
         self.connected: dict[int, frozenset[str]] = {}
+        self.domains: dict[int, list[str]] = {}
         self.leaving: dict[int, float] = {}
         """What share of an engine's bytes leaves the machine they come from."""
         self._busy = threading.Lock()
@@ -131,7 +132,8 @@ class RefitBridge:
     def _through(self) -> str:
         if self.transport != "nearest":
             return self.transport
-        machines = len({*self.source.sources().domains}.union(*self.sink.domains()))
+        self.domains |= self.sink.domains(range(self.sink.engine_count()))
+        machines = len({*self.source.sources().domains}.union(*self.domains.values()))
         return "mapped memory" if machines == 1 else f"mapped memory within a machine, gloo between the {machines}"
 
     def refit(self) -> RefitReport:
@@ -186,7 +188,9 @@ class RefitBridge:
             try:
                 with self._asking_engine():
                     stored = self.sink.stored(engine)
-                domains = self.sink.domains()
+                domains = self._located(engine)
+                if not domains[engine]:
+                    continue
                 planned = sources.routes(stored, piece_bytes, engine=engine, domains=domains)
                 self.leaving[engine] = share_between(planned, sources.domains, domains[engine])
                 addresses = self.source.offer(engine, planned)
@@ -199,6 +203,13 @@ class RefitBridge:
             except BaseException:
                 self._disconnect(engine)
                 raise
+
+    def _located(self, engine: int) -> list[list[str]]:
+        """The domains of all engines. Others, which may be busy, are asked only where they have not answered yet."""
+        engines = range(self.sink.engine_count())
+        self.domains.pop(engine, None)
+        self.domains |= self.sink.domains([one for one in engines if one not in self.domains])
+        return [self.domains.get(one, []) for one in engines]
 
     @contextmanager
     def _asking_engine(self) -> Iterator[None]:

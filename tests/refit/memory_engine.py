@@ -274,6 +274,7 @@ class MemoryEngines:
         self.hook: Hook = lambda when, number, engine: None
         self.wrap: Callable[[int, int, ReceivingEnd], ReceivingEnd] = lambda engine, rank, end: end
         self.timeout = 20.0
+        self.located: list[list[int]] = []
         self.machines: Sequence[str] = ()
         """The domain of each engine, where that is to be another than this machine's."""
 
@@ -284,9 +285,10 @@ class MemoryEngines:
         self._alive("stored", engine)
         return [list(rank.parts.values()) for rank in self.engines[engine].ranks]
 
-    def domains(self) -> list[list[str]]:
-        domains = self.machines or [domain()] * len(self.engines)
-        return [[own] * len(self.layout) for own in domains]
+    def domains(self, engines: Collection[int]) -> dict[int, list[str]]:
+        self.located.append(sorted(engines))
+        alive = [engine for engine in engines if not self.engines[engine].died]
+        return {i: [self.machines[i] if self.machines else domain()] * len(self.layout) for i in alive}
 
     def connect(self, engine: int, addresses: Sequence[Sequence[Any]], routes: Sequence[Sequence[Route]]) -> None:
         self._alive("connect", engine)

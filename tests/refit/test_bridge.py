@@ -646,6 +646,14 @@ def test_an_engine_started_again_is_caught_up_with_the_committed_version(make):
     assert run.holds()
 
 
+def test_to_catch_up_no_engine_that_generates_is_asked_where_it_is(make):
+    run = make(3)
+    run.bridge.refit()
+    assert run.engines.located == [[0, 1, 2], [1], [2]]
+    run.engines.kill_and_restart(1)
+    assert run.engines.located[3:] == [[1]]
+
+
 def test_an_engine_is_not_caught_up_with_weights_that_moved(make):
     run = make()
     run.bridge.refit()
