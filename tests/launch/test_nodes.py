@@ -40,11 +40,11 @@ def attempt(folder: Path, hosts: tuple[str, ...], alone: int = 0, gpus: int = 0)
     return Attempt(folder, hosts, alone, (gpus, gpus), folder / "tmp", range(20000, 30000), None)
 
 
-def rays() -> set[psutil.Process]:
-    """Ray's processes on this machine: some have its name, some a title, which costs them their environment."""
-    found = psutil.process_iter(["cmdline", "status"])
+def rays(folder: Path) -> set[psutil.Process]:
+    """Processes that write to this folder, or were told of it: of Ray, which other tests start, too."""
+    found = psutil.process_iter(["cmdline", "status", "open_files"])
     alive = (p for p in found if p.info["status"] != psutil.STATUS_ZOMBIE)
-    return {p for p in alive if "ray" in " ".join(p.info["cmdline"] or ()).split(" ", 1)[0] or "ray::" in str(p.info)}
+    return {p for p in alive if str(folder) in f"{p.info['cmdline']} {p.info['open_files']}"}
 
 
 def module(name: str, *arguments: str, env: dict[str, str]) -> "subprocess.Popen[str]":
@@ -165,7 +165,6 @@ def test_a_real_ray_is_there_when_the_driver_starts_and_gone_after_the_end(short
     folder = short_folder
     (folder / "token").write_text("0" * 64)
     env = variables(folder, socket.gethostname())
-    before = rays()
     other = subprocess.Popen(["sleep", "100"], env=os.environ | {"NEMO_FP8RL_ATTEMPT": "another's"})
     ray_node = module("node", "0", env=env)
     try:
@@ -175,6 +174,7 @@ def test_a_real_ray_is_there_when_the_driver_starts_and_gone_after_the_end(short
         driver = module("ready", "100", sys.executable, "-c", code, env=env)
         said = driver.communicate(timeout=120)[0]
         assert f"seen 1 {json.loads((folder / 'cluster.json').read_text())['address']}" in said
+        assert len(rays(folder / "tmp")) > 2
     finally:
         (folder / "ended").touch()
         said = ray_node.communicate(timeout=60)[0]
@@ -182,7 +182,7 @@ def test_a_real_ray_is_there_when_the_driver_starts_and_gone_after_the_end(short
     assert other.poll() is None  # what is another's goes on
     other.kill()
     other.wait()
-    assert not rays() - before
+    assert not rays(folder / "tmp")
     assert not (folder / "tmp").exists()
 
 
