@@ -58,6 +58,7 @@ MAY_CHANGE = (
     "policy.megatron_cfg.activation_checkpointing",
     "policy.megatron_cfg.offload_between_phases",
     "policy.generation.colocated.",
+    "policy.generation.vllm_cfg.sleep_level",
     "policy.model_name",  # weights come from the checkpoint; the folder may have moved
     "policy.tokenizer.name",
     "data.train.data_path",

@@ -142,12 +142,9 @@ class Sources:
         """
         _check_names({part.name for parts in sinks for part in parts}, set(self.names))
         wanted: dict[tuple[int, int], dict[str, list[TensorPart]]] = {}
-        chosen: dict[tuple[TensorPart, tuple[int, ...]], int] = {}
-        to_send = [0] * len(self.domains)
         domains = domains or [[""] * len(sinks)]
+        choice = _Choice(self.domains, engine, domains)
         for sink, parts in enumerate(sinks):
-            here = domains[engine][sink]
-            peers = [other for other, its in enumerate(domains) if here in its]
             for part in parts:
                 _check_blocks("engine", part)
                 missing = math.prod(part.size)
@@ -160,15 +157,9 @@ class Sources:
                     common = overlap(held.region, part.region)
                     if common is not None:
                         missing -= math.prod(shape_of(common))
-                        if near := [source for source in holders if self.domains[source] == here]:
-                            own = _share(near, peers.index(engine), len(peers))
-                        else:
-                            own = _share(holders, engine, len(domains))
-                        if (held, own) not in chosen:
-                            source = chosen[held, own] = min(own, key=to_send.__getitem__)
-                            to_send[source] += held.nbytes
+                        source = choice.among(holders, held, domains[engine][sink])
                         pieces = _small_enough(part.cut(common), piece_bytes)
-                        wanted.setdefault((chosen[held, own], sink), {}).setdefault(part.name, []).extend(pieces)
+                        wanted.setdefault((source, sink), {}).setdefault(part.name, []).extend(pieces)
                 if missing:
                     raise RefitError(
                         f"the trainer's ranks hold only a part of {part.name}: {missing} values are missing"
@@ -180,18 +171,37 @@ class Sources:
         return routes
 
 
-def _share(copies: Sequence[int], turn: int, turns: int) -> tuple[int, ...]:
-    """Of so many who share these out."""
-    return tuple(copies[turn % len(copies) :: turns][:COPIES])
+class _Choice:
+    """Which of the ranks that hold the same part sends it to an engine; domains as `Sources.routes` has them."""
+
+    def __init__(self, sources: Sequence[str], engine: int, domains: Sequence[Sequence[str]]) -> None:
+        self._sources, self._engine, self._everyone = sources, engine, range(len(domains))
+        self._peers = {here: [i for i in self._everyone if here in domains[i]] for here in domains[engine]}
+        self._to_send = [0] * len(sources)
+        self._chosen: dict[tuple[TensorPart, tuple[int, ...]], int] = {}
+
+    def among(self, holders: Sequence[int], part: TensorPart, here: str) -> int:
+        """One on the machine where there is any, of those that are this engine's when its peers share them out; of
+        these the one with the least to send. The same one for all ranks of the engine there.
+        """
+        near = [source for source in holders if self._sources[source] == here]
+        copies, peers = (near, self._peers[here]) if near else (holders, self._everyone)
+        own = tuple(copies[peers.index(self._engine) % len(copies) :: len(peers)][:COPIES])
+        if (part, own) not in self._chosen:
+            source = self._chosen[part, own] = min(own, key=self._to_send.__getitem__)
+            self._to_send[source] += part.nbytes
+        return self._chosen[part, own]
 
 
 def share_between(planned: Sequence[Sequence[Route]], sources: Sequence[str], sinks: Sequence[str]) -> float:
     """Of the bytes of these routes [source][sink] those that leave the source's domain."""
-    nbytes = {True: 0, False: 0}
+    total = leaving = 0
     for source, row in zip(sources, planned, strict=True):
         for sink, route in zip(sinks, row, strict=True):
-            nbytes[source != sink] += sum(piece.nbytes for piece in route)
-    return nbytes[True] / (sum(nbytes.values()) or 1)
+            nbytes = sum(piece.nbytes for piece in route)
+            total += nbytes
+            leaving += nbytes if source != sink else 0
+    return leaving / total if total else 0.0
 
 
 def _small_enough(piece: TensorPart, limit: int) -> list[TensorPart]:

@@ -265,7 +265,7 @@ class _NixlReceiver(Receiver):
 
     def _let_go(self, nixl: Any) -> None:
         moving, self._moving = self._moving, None
-        with suppress(Exception):
+        with _told("forgetting a transfer"):
             nixl.release_xfer_handle(moving)
 
     def _read(self) -> None:
@@ -277,7 +277,7 @@ class _NixlReceiver(Receiver):
     def _end(self) -> None:
         """Wait for a transfer that nobody else waits for. One that does not end keeps its memory."""
         deadline = time.monotonic() + GRACE
-        with suppress(Exception):
+        with suppress(Exception):  # of NIXL: then, too, it has ended
             while self._moving is not None and self._goes_on():
                 if time.monotonic() > deadline:
                     _stuck.append(self)

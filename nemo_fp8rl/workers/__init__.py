@@ -1,0 +1,39 @@
+"""Where a rank or an engine runs: in this process, or as a Ray actor. The class that runs is the same.
+
+A worker class is built without arguments and then told to `setup`, so that a failure comes back as an ordinary
+exception of a call and not as the death of an actor.
+"""
+
+from nemo_fp8rl.config import Config
+from nemo_fp8rl.workers.actors import RayWorkers
+from nemo_fp8rl.workers.base import Role, WorkerDied, Workers, ended_on_error
+from nemo_fp8rl.workers.cluster import connect, on_one_host, require_token
+from nemo_fp8rl.workers.in_process import InProcessWorker
+from nemo_fp8rl.workers.places import ROLE
+
+__all__ = [
+    "ROLE",
+    "RayWorkers",
+    "Role",
+    "WorkerDied",
+    "Workers",
+    "connect",
+    "ended_on_error",
+    "on_one_host",
+    "require_token",
+    "start_workers",
+]
+
+
+def start_workers(
+    worker_class: type, role: Role, count: int, cfg: Config, processes: int = 1, beside: Workers | None = None
+) -> Workers:
+    """`count` workers of the class on the cluster's backend, of so many processes each.
+
+    beside: they have the nodes and GPUs of these, the first those of as many as it has processes, and so on.
+    """
+    if cfg.cluster.backend == "in_process":
+        assert count == 1  # config_check
+        return InProcessWorker(worker_class)
+    places = beside.places if isinstance(beside, RayWorkers) else None
+    return RayWorkers(worker_class, role, count, cfg, processes, places)

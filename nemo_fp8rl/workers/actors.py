@@ -1,0 +1,160 @@
+"""Workers as Ray actors."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from nemo_fp8rl.config import Config
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.workers.base import Role, WorkerDied, ended_on_error
+from nemo_fp8rl.workers.cluster import connect
+from nemo_fp8rl.workers.places import Location, in_order, own_place, shared_place
+
+
+class RayWorkers:
+    """One Ray actor a worker, numbered node by node at first, so that those that split a matrix share one where it has
+    room. A handle is an object reference: what it refers to never visits the driver.
+    """
+
+    separate_processes = True
+
+    def __init__(
+        self,
+        worker_class: type,
+        role: Role,
+        count: int,
+        cfg: Config,
+        processes: int,
+        shared: "Sequence[Location] | None" = None,
+    ) -> None:
+        connect(cfg.num_cpus)
+        import ray
+
+        self.count = count
+        if shared is None:
+            self.options = [own_place(worker_class, role, count, processes)] * count
+        else:
+            self.options = [shared_place(shared[i * processes : (i + 1) * processes]) for i in range(count)]
+        self.actor_class = ray.remote(worker_class)
+        self.actors = [self.actor_class.options(**options).remote() for options in self.options]
+        with ended_on_error(self):
+            places = [self._enter(i) for i in range(count)]
+        order = sorted(range(count), key=places.__getitem__)
+        self.places: list[Location] = [places[i] for i in order]
+        self.actors = [self.actors[i] for i in order]
+
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        import ray
+
+        try:
+            return ray.get([self.start(i, method, *args) for i, args in enumerate(arguments)])
+        except ray.exceptions.RayError as error:
+            raise _cause(error) from None
+
+    def outcomes(
+        self, method: str, arguments: Mapping[int, tuple[Any, ...]], timeout: float | None = None
+    ) -> dict[int, Any]:
+        import ray
+
+        started = {i: self.start(i, method, *args) for i, args in arguments.items()}
+        done, _ = ray.wait(list(started.values()), num_returns=len(started), timeout=timeout)
+        return {
+            i: _item(reference) if reference in done else self._hung(i, method, timeout)
+            for i, reference in started.items()
+        }
+
+    def stream(
+        self, method: str, arguments: Mapping[int, tuple[Any, ...]], timeout: float | None = None
+    ) -> Iterator[tuple[int, Any]]:
+        import ray
+
+        streams = {
+            getattr(self.actors[i], method).options(num_returns="streaming").remote(*args): i
+            for i, args in arguments.items()
+        }
+        while streams:
+            ready, _ = ray.wait(list(streams), num_returns=1, timeout=timeout)
+            for stream in ready:
+                try:
+                    item = _item(next(stream))
+                except StopIteration:
+                    del streams[stream]
+                    continue
+                index = streams.pop(stream) if isinstance(item, WorkerDied) else streams[stream]
+                yield index, item
+            if not ready:
+                for index in streams.values():
+                    yield index, self._hung(index, method, timeout)
+                return
+
+    def restart(self, index: int) -> None:
+        import ray
+
+        ray.kill(self.actors[index])
+        self.actors[index] = self.actor_class.options(**self.options[index]).remote()
+        self._enter(index)
+
+    def start(self, index: int, method: str, *arguments: Any) -> Any:
+        return getattr(self.actors[index], method).remote(*arguments)
+
+    def wait(self, handle: Any) -> None:
+        import ray
+
+        ray.wait([handle])
+
+    def shutdown(self) -> None:
+        import ray
+
+        for actor in self.actors:
+            ray.kill(actor)
+
+    def _enter(self, index: int) -> "Location":
+        """Relative paths of a recipe mean in the actor what they mean to the driver."""
+        import ray
+
+        try:
+            place: Location = ray.get(self.actors[index].__ray_call__.remote(_enter_folder, os.getcwd()))
+            return place
+        except ray.exceptions.RayError as error:
+            raise _cause(error) from None
+
+    def _hung(self, index: int, method: str, timeout: float | None) -> WorkerDied:
+        import ray
+
+        ray.kill(self.actors[index])
+        return WorkerDied(f"no answer to {method} in {timeout:g} seconds")
+
+
+def _item(reference: Any) -> Any:
+    """What the reference refers to; a WorkerDied when its worker did."""
+    import ray
+
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayError as error:
+        cause = _cause(error)
+        if isinstance(cause, WorkerDied):
+            return cause
+        raise cause from None
+
+
+def _cause(error: Any) -> Exception:
+    """What happened in the actor, as itself where the driver tells such errors apart."""
+    from ray.exceptions import RayActorError, RayTaskError, WorkerCrashedError
+
+    if isinstance(error, RayActorError | WorkerCrashedError):
+        return WorkerDied("its process ended")
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    return cause if isinstance(cause, UserError | WorkerDied) else error
+
+
+def _enter_folder(worker: object, folder: str) -> Location:
+    import ray
+
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise UserError(
+            f"a node of the Ray cluster cannot enter {folder} ({error}); start in a shared folder"
+        ) from None
+    return Location(ray.get_runtime_context().get_node_id(), sorted(map(str, ray.get_gpu_ids()), key=in_order))

@@ -1,0 +1,69 @@
+"""The Ray cluster of a run: joined, or started here with a token."""
+
+import atexit
+import os
+import secrets
+import sys
+import tempfile
+
+from nemo_fp8rl.config import Config
+from nemo_fp8rl.errors import UserError
+
+
+def on_one_host(cfg: Config) -> bool:
+    """Whether all workers, wherever they may be placed, share a machine; with Ray, once workers were started."""
+    if cfg.cluster.backend == "in_process":
+        return True
+    import ray
+
+    return len({node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}) == 1
+
+
+def require_token() -> None:
+    """A Ray that is started here asks for a token; it reads that when it is imported, and vLLM imports it too."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if "RAY_ADDRESS" in os.environ:
+        return
+    if "ray" not in sys.modules:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        if "RAY_AUTH_TOKEN" not in os.environ and "RAY_AUTH_TOKEN_PATH" not in os.environ:
+            os.environ["RAY_AUTH_TOKEN_PATH"] = _token_file()
+    elif os.environ.get("RAY_AUTH_MODE") != "token":
+        raise UserError(
+            "cluster.backend=ray: Ray was imported before it could be given a token; start the run by the nemo-fp8rl "
+            "command, or set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN before Python starts"
+        )
+
+
+def _token_file() -> str:
+    """A new token, in a file that only this user reads: Ray writes environments to logs that everybody can."""
+    folder = tempfile.TemporaryDirectory(prefix="nemo_fp8rl_")
+    atexit.register(folder.cleanup)
+    path = os.path.join(folder.name, "ray_token")
+    with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(secrets.token_hex(32))
+    return path
+
+
+def connect(num_cpus: int, setup_hook: str | None = None) -> None:
+    """Join the Ray cluster of RAY_ADDRESS, or start one here: on loopback, with a token of its own.
+
+    setup_hook: name of a function that every worker process calls first.
+    """
+    require_token()
+    import ray
+
+    environment = {} if setup_hook is None else {"worker_process_setup_hook": setup_hook}
+    if "RAY_ADDRESS" in os.environ:
+        ray.init(log_to_driver=False, ignore_reinit_error=True, runtime_env=environment)
+        return
+    if ray.is_initialized():
+        return
+    ray.init(
+        num_cpus=num_cpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        _node_ip_address="127.0.0.1",
+        runtime_env=environment,
+    )
