@@ -25,6 +25,7 @@ from nemo_fp8rl.generation.base import Generation, Sampling
 from nemo_fp8rl.generation.checks import check_engine
 from nemo_fp8rl.generation.vllm import VllmGeneration
 from nemo_fp8rl.hf.config import check_context, read_hf_config
+from nemo_fp8rl.hf.hub import revision
 from nemo_fp8rl.interrupt import GracefulStop
 from nemo_fp8rl.machine import processors
 from nemo_fp8rl.policy.base import Policy
@@ -100,6 +101,8 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
         backends(cfg, run) as (policy, generation),
         GracefulStop(of_pods=True) as stop,  # after Ray, which sets signal handlers of its own
     ):
+        if commit := revision(cfg.policy.model_name):
+            run.add_choice("model", f"{cfg.policy.model_name} at {commit}")
         bridge = build_bridge(cfg, policy, generation, first_version=run.done)
         run.add_choice("refit", bridge.described)
         if cfg.nemo_fp8rl.engine_fp8:

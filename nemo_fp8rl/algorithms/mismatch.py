@@ -28,18 +28,21 @@ set; here they are always k3. Its sampling_importance_ratio, is_oob_ratio and ap
 Exponents are clamped so that nothing overflows: those of weights rho and exp(sum l) to +-20, as verl does, all others
 to +-60. A row without tokens is no sequence.
 
-All numbers come from sums (`MismatchSums`), so microbatches and ranks add up to the whole. Arithmetic is float64, a few
-rows at a time so that intermediate values stay in the cache. float32 would take two thirds of the time, and where l is
-0.001 it gets a token's k3 wrong by 4e-5 and the chi2_seq of answers of 3000 tokens by 4e-3.
+All numbers come from sums (`MismatchSums`; the correlation from those of `pairs`), so microbatches and ranks add up to
+the whole. Arithmetic is float64, a few rows at a time so that intermediate values stay in the cache. float32 would take
+two thirds of the time, and where l is 0.001 it gets a token's k3 wrong by 4e-5 and the chi2_seq of answers of 3000
+tokens by 4e-3.
 """
 
 import math
 from collections.abc import Iterator
+from functools import reduce
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_fp8rl.algorithms import pairs
 from nemo_fp8rl.algorithms.metric_names import DISAGREEMENT
 
 LARGEST_LOG = 60.0
@@ -58,7 +61,6 @@ SUMS = (
     "tokens", "nonfinite", "different", "log_ratio",
     "mult_prob_excess", "k3", "k3_reversed", "js",
     "weight", "weight_squared",
-    "train", "rollout", "train_squared", "rollout_squared", "product",
     "sequences", "training_ppl", "rollout_ppl", "ppl_ratio", "log_ppl_diff", "seq_weight", "seq_weight_squared",
 )  # fmt: skip
 
@@ -92,6 +94,7 @@ class MismatchSums:
     sums:       float64 [len(SUMS)]
     largest:    float64 [1], max |l|
     positions:  float64 [3, len(EDGES)], tokens, sum of k3 and sum of |l| by position in the answer
+    pairs:      float64 [6], e^prev and e^gen, a part of `pairs`
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -99,6 +102,7 @@ class MismatchSums:
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
         self.largest = torch.zeros(1, dtype=torch.float64, device=device)
         self.positions = torch.zeros(3, len(EDGES), dtype=torch.float64, device=device)
+        self.pairs = torch.tensor(pairs.EMPTY, dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def observe(self, prev_logprobs: Tensor, generation_logprobs: Tensor, mask: Tensor) -> None:
@@ -119,6 +123,7 @@ class MismatchSums:
         self.sums += other.sums.to(self.sums.device)
         self.largest = torch.maximum(self.largest, other.largest.to(self.largest.device))
         self.positions += other.positions.to(self.positions.device)
+        self.pairs = pairs.joined(self.pairs, other.pairs.to(self.pairs.device))
 
     def all_reduce(self, group: "dist.ProcessGroup | None" = None) -> None:
         """Add what all ranks of the group have seen, on each of them; the device must be one of the group's backend."""
@@ -127,6 +132,9 @@ class MismatchSums:
         dist.all_reduce(self.largest, op=dist.ReduceOp.MAX, group=group)
         self.sums, positions = added.tensor_split([len(SUMS)])
         self.positions = positions.view_as(self.positions)
+        of_ranks = [torch.empty_like(self.pairs) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(of_ranks, self.pairs, group=group)
+        self.pairs = reduce(pairs.joined, of_ranks)
 
     def metrics(self) -> dict[str, float]:
         """The METRICS, without probs_pearson_corr where it is undefined.
@@ -161,7 +169,7 @@ class MismatchSums:
             "ess": mean("weight") ** 2 / mean("weight_squared"),
             "ess_seq": mean("seq_weight", sequences) ** 2 / mean("seq_weight_squared", sequences),
         }
-        correlation = _pearson(s)
+        correlation = pairs.correlation(self.pairs)
         return metrics if correlation is None else metrics | {"probs_pearson_corr": correlation}
 
     def by_position(self) -> dict[str, float]:
@@ -185,7 +193,6 @@ class MismatchSums:
         log_ratio = prev - gen
         excess, k3, k3_reversed, js = _errors(log_ratio)
         weight = log_ratio.clamp(-LARGEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT).exp_().mul_(live)
-        train, rollout = prev.exp().mul_(live), gen.exp().mul_(live)
         tokens = live.sum(-1)
         total = tokens.sum()
         sums = {
@@ -198,12 +205,7 @@ class MismatchSums:
             "k3_reversed": k3_reversed.sum(),
             "js": js.sum(),
             "weight": weight.sum(),
-            "weight_squared": _dot(weight, weight),
-            "train": train.sum(),
-            "rollout": rollout.sum(),
-            "train_squared": _dot(train, train),
-            "rollout_squared": _dot(rollout, rollout),
-            "product": _dot(train, rollout),
+            "weight_squared": torch.dot(weight.flatten(), weight.flatten()),
             **_of_sequences(prev.sum(-1), gen.sum(-1), tokens),
         }
         distance = log_ratio.abs()
@@ -211,6 +213,8 @@ class MismatchSums:
         self.sums += torch.stack([sums[name].double() for name in SUMS]).to(self.sums.device)
         self.largest = torch.maximum(self.largest, distance.max().to(self.largest.device))
         self.positions += positions.to(self.positions.device)
+        probabilities = pairs.part(prev.exp().mul_(live), gen.exp().mul_(live), live)
+        self.pairs = pairs.joined(self.pairs, probabilities.to(self.pairs.device))
 
 
 def _finite(prev: Tensor, gen: Tensor, inside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -261,22 +265,6 @@ def _by_bucket(inside: Tensor, *values: Tensor) -> Tensor:
     offsets = (first + ends).clamp(max=length)  # [B, len(EDGES) + 1]
     sums = [torch.segment_reduce(value, "sum", offsets=offsets, axis=1).sum(0) for value in values]
     return torch.stack(sums)
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return torch.dot(a.flatten(), b.flatten())
-
-
-def _pearson(s: dict[str, float]) -> float | None:
-    """None where the values vary by less than the rounding of float32 log-probs, so that it is undefined."""
-    n = s["tokens"]
-    spreads = []
-    for name in ("train", "rollout"):
-        spread = n * s[f"{name}_squared"] - s[name] ** 2
-        if not spread > 1e-12 * n * s[f"{name}_squared"]:
-            return None
-        spreads.append(spread)
-    return (n * s["product"] - s["train"] * s["rollout"]) / math.sqrt(spreads[0] * spreads[1])
 
 
 def _chunks(mask: Tensor) -> Iterator[slice]:

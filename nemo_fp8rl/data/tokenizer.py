@@ -7,21 +7,23 @@ from nemo_fp8rl.batch import Prompt
 from nemo_fp8rl.config import PolicyConfig
 from nemo_fp8rl.data.jsonl import Record
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.hf.hub import checkpoint_folder
 
 
 class PromptTokenizer:
-    """An HF tokenizer folder; code that the folder may bring is never run."""
+    """That of an HF checkpoint, by its folder or its name on the hub; code that the folder may bring is never run."""
 
     def __init__(self, policy: PolicyConfig) -> None:
         from transformers import AutoTokenizer
 
         self.name = name = policy.tokenizer.name
+        folder = checkpoint_folder(name, "policy.tokenizer.name")
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+            self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise UserError(
                 f"policy.tokenizer.name: {name} holds no tokenizer ({str(error).splitlines()[0]}); "
-                "give a folder with tokenizer.json"
+                "give a folder with tokenizer.json, or a name on the hub"
             ) from None
         if self.tokenizer.eos_token_id is None:
             raise UserError(f"policy.tokenizer.name: {name} has no eos_token; set it in tokenizer_config.json")

@@ -20,6 +20,7 @@ from nemo_fp8rl.generation.checks import check_engine
 from nemo_fp8rl.generation.core import AsyncCore, Core, Request, SteppedCore
 from nemo_fp8rl.generation.vllm_plugin import quantization_config
 from nemo_fp8rl.hf.config import engine_fp8_layers, read_hf_config
+from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.machine import instructions
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.refit.report import Loaded
@@ -227,8 +228,8 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
             "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, vllm_cfg.max_model_len),
         }
     return {
-        "model": cfg.policy.model_name,
-        "tokenizer": cfg.policy.tokenizer.name,
+        "model": str(checkpoint_folder(cfg.policy.model_name)),
+        "tokenizer": str(checkpoint_folder(cfg.policy.tokenizer.name, "policy.tokenizer.name")),
         "skip_tokenizer_init": not cfg.policy.generation.stop_strings,
         "dtype": cfg.policy.precision,
         "hf_overrides": overrides,

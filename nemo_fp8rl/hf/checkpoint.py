@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.hf.hub import WEIGHTS
 from nemo_fp8rl.hf.region import Region, index
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-MODEL_FILES = ("config.json", "generation_config.json")
-TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "tokenizer.model", "chat_template*")
 
 
 class CheckpointReader:
@@ -28,7 +27,7 @@ class CheckpointReader:
     def __enter__(self) -> Self:
         from safetensors import SafetensorError, safe_open
 
-        paths = sorted(self.folder.glob("*.safetensors"))
+        paths = sorted(self.folder.glob(WEIGHTS))
         if not paths:
             raise UserError(f"{self.folder} has no .safetensors file; give an HF checkpoint folder")
         for path in paths:

@@ -9,6 +9,7 @@ from typing import Any
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import BLOCK, Fp8Layers
+from nemo_fp8rl.hf.hub import checkpoint_folder
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,15 @@ class HfConfig:
 def read_hf_config(model_path: str | Path) -> HfConfig:
     """Read and check config.json (and generation_config.json for the end-of-sequence tokens).
 
-    Raises UserError for a missing folder or file, another family or RoPE, or an already quantized checkpoint.
+    model_path: a folder, or a name on the Hugging Face hub. Raises UserError for a missing folder or file, another
+    family or RoPE, or an already quantized checkpoint.
     """
-    folder = Path(model_path)
+    folder = checkpoint_folder(model_path)
     raw = _read_json(folder / "config.json")
     if raw is None:
-        raise UserError(f"policy.model_name: {folder} has no config.json; give an HF checkpoint folder")
+        raise UserError(
+            f"policy.model_name: {folder} has no config.json; give an HF checkpoint folder, or a name on the hub"
+        )
     family = FAMILIES.get(str(raw.get("model_type")))
     if family is None:
         raise UserError(

@@ -1,7 +1,6 @@
 """A Megatron Core GPTModel from an HF checkpoint folder."""
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from nemo_fp8rl.config import Config, Fp8RlConfig, PolicyConfig
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.config import HfConfig, projections, trainer_fp8_layers
+from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.layout import Layout
 from nemo_fp8rl.policy.linears import MultipliesInFp8
@@ -121,7 +121,8 @@ def _mixture(hf: HfConfig, choice: Fp8RlConfig) -> dict[str, Any]:
 def build_model(config: TransformerConfig, layout: Layout, cfg: Config, kv_cache: TrainerKvCache | None) -> PolicyModel:
     """The rank's part of the checkpoint at policy.model_name; refuses to start without its FP8 layers."""
     hf, policy, choice, fp8_layers = layout.hf, cfg.policy, cfg.nemo_fp8rl, trainer_fp8_layers(layout.hf, cfg)
-    rope = read_rope(policy.model_name, hf)
+    checkpoint = checkpoint_folder(policy.model_name)
+    rope = read_rope(checkpoint, hf)
     if choice.align == "none" and rope.factor != 1.0:
         raise UserError(f"{policy.model_name}: rope_type {hf.rope_type!r} needs nemo_fp8rl.align=vllm")
     logging.getLogger(transformer_layer.__name__).setLevel(logging.ERROR)  # it warns of every class that is not its own
@@ -145,5 +146,5 @@ def build_model(config: TransformerConfig, layout: Layout, cfg: Config, kv_cache
     expected = sum(together if ".experts." in name else 1 for name in own)
     if fp8_linears != expected:
         raise RuntimeError(f"flow {choice.flow} asks for {expected} FP8 linear layers, the model has {fp8_linears}")
-    load_hf(Path(policy.model_name), model, layout)
+    load_hf(checkpoint, model, layout)
     return model

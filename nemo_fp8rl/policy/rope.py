@@ -1,6 +1,7 @@
 """Rotary position embedding as the checkpoint's config.json scales it."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,12 +22,12 @@ class Rope:
         return tuple((f(angles) * self.factor).to(dtype).float() for f in (torch.cos, torch.sin))  # type: ignore[return-value]
 
 
-def read_rope(model_path: str, hf: HfConfig) -> Rope:
+def read_rope(folder: Path, hf: HfConfig) -> Rope:
     """The checkpoint's; scaled frequencies are those of HF's own function for the rope_type."""
     if hf.rope_type == "default":
         return Rope(1.0 / hf.rope_theta ** (torch.arange(0, hf.head_dim, 2, dtype=torch.float32) / hf.head_dim))
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    inv_freq, factor = ROPE_INIT_FUNCTIONS[hf.rope_type](AutoConfig.from_pretrained(model_path), None)
+    inv_freq, factor = ROPE_INIT_FUNCTIONS[hf.rope_type](AutoConfig.from_pretrained(folder), None)
     return Rope(inv_freq.float(), float(factor))

@@ -11,7 +11,8 @@ from megatron.core import parallel_state
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nemo_fp8rl.hf.checkpoint import MODEL_FILES, TOKENIZER_FILES, CheckpointReader
+from nemo_fp8rl.hf.checkpoint import CheckpointReader
+from nemo_fp8rl.hf.hub import MODEL_FILES, TOKENIZER_FILES
 from nemo_fp8rl.hf.parts import PartWriter
 from nemo_fp8rl.hf.region import Region, index
 from nemo_fp8rl.hf.tensors import expected_tensors

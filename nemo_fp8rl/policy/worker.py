@@ -29,6 +29,7 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import KvScales, kernels
 from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.hf.config import engine_fp8_layers, read_hf_config
+from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.machine import instructions
 from nemo_fp8rl.policy.base import Loss
@@ -290,7 +291,8 @@ class MegatronWorker:
     def save(self, folder: str) -> None:
         """Write an HF checkpoint and the optimizer's state, all ranks together. Raises UserError on a full disk."""
         policy, path = self.cfg.policy, Path(folder)
-        sources = Path(policy.model_name), Path(policy.tokenizer.name)
+        tokenizer = checkpoint_folder(policy.tokenizer.name, "policy.tokenizer.name")
+        sources = checkpoint_folder(policy.model_name), tokenizer
         errors: list[Exception | None] = []  # raised at the end: till then the other ranks wait for this one's part
         try:
             if self.kv_cache is not None and self.rank == 0:

@@ -77,7 +77,7 @@ def verl_formula(sequences: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, fl
         "ess_seq": 1 / ((seq_weights / seq_weights.mean()) ** 2).mean(),
     }
     probabilities = np.exp(prev), np.exp(gen)
-    if all(p.std() > 1e-3 * p.mean() for p in probabilities):
+    if all(p.std() > 1e-5 * p.mean() for p in probabilities):
         metrics["probs_pearson_corr"] = np.corrcoef(*probabilities)[0, 1]
     return {name: float(value) for name, value in metrics.items()}
 
@@ -276,6 +276,20 @@ def test_exponents_are_clamped_so_that_nothing_overflows(distance, sign):
 @pytest.mark.parametrize("values", [[-1.0], [-1.0, -1.0, -1.0]])
 def test_a_correlation_without_variance_is_left_out(values):
     assert "probs_pearson_corr" not in measure(values, [-1.5 - 0.1 * i for i in range(len(values))])
+
+
+@pytest.mark.parametrize("apart", [6.2e-5, 1e-5])
+@pytest.mark.parametrize("common", [0.0, -1.0, -4.0])
+def test_probabilities_that_are_almost_the_same_correlate_as_they_do(common, apart):
+    prev, gen = [common] * 3 + [common - apart], [common, common - 1e-4, common, common - 2 * apart]
+    prev, gen = (torch.tensor([row]) for row in (prev, gen))
+    expected = np.corrcoef(*(np.exp(side[0].double().numpy()) for side in (prev, gen)))[0, 1]
+    alone, together = MismatchSums(), MismatchSums()
+    alone.observe(prev, gen, torch.ones(1, 4))
+    for cut in (slice(1), slice(1, 4)):
+        together.observe(prev[:, cut], gen[:, cut], torch.ones(1, 4)[:, cut])
+    for sums in (alone, together):
+        assert sums.metrics()["probs_pearson_corr"] == pytest.approx(expected, rel=1e-9)
 
 
 def test_probabilities_that_rise_together_correlate():

@@ -95,7 +95,7 @@ def test_rope_is_read_from_the_keys_of_released_checkpoints(tmp_path: Path):
     del config["rope_parameters"]
     scaling = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
     path.write_text(json.dumps({**config, "rope_theta": LLAMA3_ROPE["rope_theta"], "rope_scaling": scaling}))
-    old, new = (read_rope(str(folder), read_hf_config(folder)).inv_freq for folder in (path.parent, tmp_path / "new"))
+    old, new = (read_rope(folder, read_hf_config(folder)).inv_freq for folder in (path.parent, tmp_path / "new"))
     assert torch.equal(old, new)
     plain = 500_000.0 ** -(torch.arange(0, 128, 2) / 128)
     assert torch.allclose(new[0], plain[0]) and torch.allclose(new[-1], plain[-1] / 8)  # fast, slow
