@@ -50,6 +50,9 @@ class Fp8RlConfig(_Block):
     """Scales of the FP8 blocks; pow2 is the one on which every quantizer agrees."""
     kv: Literal["unified", "rollout"] = "unified"
     """With an FP8 KV cache (vllm_cfg.kv_cache_dtype): the trainer's attention reads what the cache holds, or not."""
+    workers: Literal["auto", "ours", "nemo_rl"] = "auto"
+    """Trainer and engines of NeMo RL's loops (`nemo-fp8rl nemo`): ours, or NeMo RL's own, which need GPUs. auto: NeMo
+    RL's where there are GPUs."""
     kernel: KernelName = "auto"
     """Which implementation quantizes for a refit; all give the same bytes, `auto` takes the fastest there is."""
 
@@ -162,7 +165,9 @@ class MegatronConfig(_Block):
     expert_model_parallel_size: int = 1
     """Ranks among which the experts of a layer are spread; they are data-parallel ranks to the rest of the model."""
     expert_tensor_parallel_size: int = "${policy.megatron_cfg.tensor_model_parallel_size}"  # type: ignore[assignment]
-    """Ranks that share each expert's matrices."""
+    """Ranks that share each expert's matrices; of no meaning to a dense model."""
+    freeze_moe_router: bool = False
+    """Routers stay as the checkpoint has them, and out of the gradient norm."""
     sequence_parallel: bool = False
     """Between the linears of a tensor-parallel layer, each rank holds its part of the sequence."""
     activation_checkpointing: bool = False
@@ -178,8 +183,9 @@ class VllmConfig(_Block):
     max_model_len: int = "${policy.max_total_sequence_length}"  # type: ignore[assignment]
     enforce_eager: bool = True
     gpu_memory_utilization: float = 0.6
-    kv_cache_memory_gib: float | None = 1.0
-    """Size of the key-value cache, GiB (ours); null leaves it to gpu_memory_utilization."""
+    kv_cache_memory_gib: float | None = None
+    """Size of the key-value cache, GiB (ours); null: what gpu_memory_utilization leaves of a GPU; on a CPU
+    1, or what one sequence takes."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """auto: policy.precision. fp8: E4M3 with a scale a layer for keys and values, calibrated at every refit."""
     max_num_seqs: int = 256

@@ -115,6 +115,10 @@ def check(cfg: Config) -> None:
             "cluster.train_ranks and cluster.generation_engines above 1 need processes of their own: set "
             "cluster.backend=ray"
         )
+    if cfg.nemo_fp8rl.workers == "nemo_rl":
+        raise UserError(
+            "nemo_fp8rl.workers=nemo_rl: NeMo RL's workers are for its loops (nemo-fp8rl nemo); set it to ours"
+        )
     if cfg.policy.generation.colocated.enabled:
         _check_colocated(cfg)
 
@@ -208,11 +212,6 @@ def _check_parallel_sizes(cfg: Config) -> None:
             f"cluster.train_ranks={ranks} is not a multiple of {here}.expert_model_parallel_size={expert} times "
             f"{here}.expert_tensor_parallel_size={expert_tensor} times "
             f"{here}.pipeline_model_parallel_size={pipeline}"
-        )
-    if expert == 1 and expert_tensor != tensor:
-        raise UserError(
-            f"{here}.expert_tensor_parallel_size={expert_tensor} must be {here}.tensor_model_parallel_size={tensor} "
-            f"while {here}.expert_model_parallel_size=1: Megatron would compute a wrong gradient norm, and no error"
         )
     if parallel.sequence_parallel and tensor == 1:
         raise UserError(f"{here}.sequence_parallel=true needs {here}.tensor_model_parallel_size above 1")

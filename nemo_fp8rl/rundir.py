@@ -51,6 +51,8 @@ MAY_CHANGE = (
     "cluster.",
     "nemo_fp8rl.gates",  # so that a run that a gate stopped can go on
     "nemo_fp8rl.kernel",  # all kernels give the same bytes
+    "nemo_fp8rl.workers",
+    "policy.generation.vllm_cfg.kv_cache_memory_gib",
     "policy.megatron_cfg.tensor_",  # a checkpoint loads on any layout
     "policy.megatron_cfg.pipeline_",
     "policy.megatron_cfg.expert_",

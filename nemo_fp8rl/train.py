@@ -2,8 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,20 +22,18 @@ from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.display import Display
 from nemo_fp8rl.generation.base import Generation, Sampling
 from nemo_fp8rl.generation.checks import check_engine
-from nemo_fp8rl.generation.vllm import VllmGeneration
 from nemo_fp8rl.hf.config import check_context, read_hf_config
 from nemo_fp8rl.hf.hub import revision
 from nemo_fp8rl.interrupt import GracefulStop
 from nemo_fp8rl.machine import processors
 from nemo_fp8rl.policy.base import Policy
-from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.rollout import Rollout, collect, further_prompts, sample_seed, score, shaped
 from nemo_fp8rl.rundir import RunDirectory
 from nemo_fp8rl.samples import pick
 from nemo_fp8rl.step_log import Sample
 from nemo_fp8rl.timing import Stopwatch
-from nemo_fp8rl.weights import build_bridge
+from nemo_fp8rl.weights import backends, build_bridge
 
 PromptsOfRound = Callable[[int], Sequence[Prompt]]
 """Prompts of generation round 0, 1, ... of a step; more than one only with dynamic sampling."""
@@ -98,7 +95,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
     with (
         RunDirectory(cfg, resume, restartable) as run,
         Display(cfg.nemo_fp8rl.flow, last, run.done) as display,
-        backends(cfg, run) as (policy, generation),
+        backends(cfg, run.load_checkpoint) as (policy, generation),
         GracefulStop(of_pods=True) as stop,  # after Ray, which sets signal handlers of its own
     ):
         if commit := revision(cfg.policy.model_name):
@@ -148,20 +145,6 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
                 display.say(f"stopped after step {step}, {saved}")
                 return False
     return True
-
-
-@contextmanager
-def backends(cfg: Config, run: RunDirectory) -> Iterator[tuple[MegatronPolicy, VllmGeneration]]:
-    """The policy, at the run's last checkpoint, and the engines; both end with the block."""
-    with ExitStack() as stack:
-        policy = MegatronPolicy(cfg)
-        stack.callback(policy.shutdown)
-        run.load_checkpoint(policy)
-        if cfg.policy.megatron_cfg.offload_between_phases:
-            policy.offload_after_refit()
-        generation = VllmGeneration(cfg, beside=policy.ranks if cfg.policy.generation.colocated.enabled else None)
-        stack.callback(generation.shutdown)
-        yield policy, generation
 
 
 def train_step(parts: Parts, loss: GrpoLoss, step: int, prompts_of_round: PromptsOfRound) -> StepOutcome:

@@ -1,6 +1,8 @@
-"""The bridge between a policy and its generation backend: who they are decides how the bytes travel."""
+"""A policy, its generation backend, and the bridge between them: who they are decides how the bytes travel."""
 
 import secrets
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 
 from nemo_fp8rl.config import Config
@@ -10,6 +12,23 @@ from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.refit.bridge import RefitBridge, Transport
 from nemo_fp8rl.refit.transport.nixl import INSTALL
 from nemo_fp8rl.workers import on_one_host
+
+
+@contextmanager
+def backends(cfg: Config, load: Callable[[MegatronPolicy], None]) -> Iterator[tuple[MegatronPolicy, VllmGeneration]]:
+    """The policy, at the checkpoint that `load` gives it, and the engines; both end with the block.
+
+    Between phases, as they are now, a policy that gives memory back (offload_between_phases) has done so.
+    """
+    with ExitStack() as stack:
+        policy = MegatronPolicy(cfg)
+        stack.callback(policy.shutdown)
+        load(policy)
+        if cfg.policy.megatron_cfg.offload_between_phases:
+            policy.offload_after_refit()
+        generation = VllmGeneration(cfg, beside=policy.ranks if cfg.policy.generation.colocated.enabled else None)
+        stack.callback(generation.shutdown)
+        yield policy, generation
 
 
 def build_bridge(

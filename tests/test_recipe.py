@@ -358,6 +358,7 @@ def test_a_cycle_of_defaults_is_refused(folder):
             ["policy.generation.colocated.enabled=true", "cluster.backend=ray", "cluster.generation_engines=2"],
             ["policy.generation.colocated.enabled=true", "have 2 processes", "cluster.train_ranks=1"],
         ),
+        (["nemo_fp8rl.workers=nemo_rl"], ["nemo_fp8rl.workers=nemo_rl", "nemo-fp8rl nemo"]),
         (
             ["policy.generation.colocated.enabled=true", "policy.generation.vllm_cfg.sleep_level=1"],
             ["policy.generation.vllm_cfg.sleep_level", "policy.megatron_cfg.offload_between_phases=true"],

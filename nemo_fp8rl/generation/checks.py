@@ -80,16 +80,19 @@ def _check_fp8_kv_cache(hf: HfConfig, cfg: Config) -> None:
 
 def _check_kv_memory(hf: HfConfig, cfg: Config) -> None:
     """The cache must hold one sequence of the whole context, and a block that vLLM keeps, else vLLM does not start."""
-    vllm = cfg.policy.generation.vllm_cfg
-    if vllm.kv_cache_memory_gib is None:
-        return
-    value_bytes = 1 if cfg.fp8_kv_cache else 4 if cfg.policy.precision == "float32" else 2
-    heads = hf.num_key_value_heads // vllm.tensor_parallel_size
-    tokens = (-(-vllm.max_model_len // CACHE_BLOCK) + 1) * CACHE_BLOCK
-    wanted = tokens * 2 * hf.num_hidden_layers * heads * hf.head_dim * value_bytes / 2**30
-    if wanted > vllm.kv_cache_memory_gib:
+    vllm, wanted = cfg.policy.generation.vllm_cfg, one_sequence_gib(hf, cfg)
+    if vllm.kv_cache_memory_gib is not None and wanted > vllm.kv_cache_memory_gib:
         raise UserError(
             f"{HERE}.kv_cache_memory_gib={vllm.kv_cache_memory_gib:g} cannot hold one sequence of "
             f"{HERE}.max_model_len={vllm.max_model_len} tokens, which takes {wanted:.3g} GiB; raise the one or lower "
             "the other"
         )
+
+
+def one_sequence_gib(hf: HfConfig, cfg: Config) -> float:
+    """What the cache of a process of an engine must have at least."""
+    vllm = cfg.policy.generation.vllm_cfg
+    value_bytes = 1 if cfg.fp8_kv_cache else 4 if cfg.policy.precision == "float32" else 2
+    heads = hf.num_key_value_heads // vllm.tensor_parallel_size
+    tokens = (-(-vllm.max_model_len // CACHE_BLOCK) + 1) * CACHE_BLOCK
+    return tokens * 2 * hf.num_hidden_layers * heads * hf.head_dim * value_bytes / 2**30

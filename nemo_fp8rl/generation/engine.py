@@ -16,7 +16,7 @@ from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation import compat
 from nemo_fp8rl.generation.base import Sampling
-from nemo_fp8rl.generation.checks import check_engine
+from nemo_fp8rl.generation.checks import check_engine, one_sequence_gib
 from nemo_fp8rl.generation.core import AsyncCore, Core, Request, SteppedCore
 from nemo_fp8rl.generation.vllm_plugin import quantization_config
 from nemo_fp8rl.hf.config import engine_fp8_layers, read_hf_config
@@ -215,14 +215,15 @@ class VllmEngine:
 
 def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
     """vLLM's EngineArgs for this recipe."""
-    vllm_cfg = cfg.policy.generation.vllm_cfg
+    vllm_cfg, hf = cfg.policy.generation.vllm_cfg, read_hf_config(cfg.policy.model_name)
     cache_gib = vllm_cfg.kv_cache_memory_gib
     overrides = {}
-    if fp8_layers := engine_fp8_layers(read_hf_config(cfg.policy.model_name), cfg):
+    if fp8_layers := engine_fp8_layers(hf, cfg):
         overrides["quantization_config"] = quantization_config(cfg.nemo_fp8rl.scale_format, fp8_layers)
     if torch.cuda.is_available():
         of_machine: dict[str, Any] = {"enable_sleep_mode": vllm_cfg.sleep_level > 0}
     else:
+        cache_gib = cache_gib or max(1.0, one_sequence_gib(hf, cfg))
         of_machine = {
             "enable_chunked_prefill": False,  # a prompt with a seed cannot be split (no offset in its generators)
             "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, vllm_cfg.max_model_len),

@@ -41,6 +41,8 @@ def from_nemo_rl(master: Mapping[str, Any]) -> Config:
         values["grpo"]["adv_estimator"] = {"name": name}
     values["loss_fn"] = {name: value for name, value in master["loss_fn"].items() if name in known}
     values["cluster"] = _cluster(master)
+    shared = is_colocated(policy["generation"]) and values["cluster"]["backend"] == "ray"
+    values["policy"]["generation"]["colocated"] = {"enabled": shared}
     values["data"] = {"train": {"data_path": "NeMo RL's"}}  # which its own loop reads
     values["nemo_fp8rl"] = {
         **(master.get("nemo_fp8rl") or {}),
@@ -54,8 +56,6 @@ def from_nemo_rl(master: Mapping[str, Any]) -> Config:
     hf = read_hf_config(cfg.policy.model_name)
     check_context(hf, cfg.policy.max_total_sequence_length)
     check_engine(hf, cfg)
-    if at(policy, "megatron_cfg.freeze_moe_router", False) and hf.family.experts:
-        raise UserError("policy.megatron_cfg.freeze_moe_router=true: routers are trained here; set it to false")
     generation = cfg.policy.generation  # vLLM would add what the checkpoint ends with; our engine is told
     stop = tuple(sorted({*generation.stop_token_ids, *hf.eos_token_ids}))
     return replace(cfg, policy=replace(cfg.policy, generation=replace(generation, stop_token_ids=stop)))
@@ -100,6 +100,7 @@ def _fill_policy(values: dict[str, Any], policy: Mapping[str, Any], kv_fp8: bool
     if (chunk := policy.get("logprob_chunk_size")) is not None:
         ours["logprob_chunk_size"] = chunk
     megatron["offload_between_phases"] = is_colocated(generation)
+    vllm_cfg["sleep_level"] = int(is_colocated(generation))  # as NeMo RL's own engines sleep
     ours["generation"]["stop_token_ids"] = list(generation.get("stop_token_ids") or ())
     ours["generation"]["stop_strings"] = list(generation.get("stop_strings") or ())
     vllm_cfg["quantization_ignored_layer_kws"] = list(vllm_cfg.get("quantization_ignored_layer_kws") or ())

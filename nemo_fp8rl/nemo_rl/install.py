@@ -1,19 +1,18 @@
 """Our parts in a run of NeMo RL's: made from its config, and put where its loops look for them."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from nemo_fp8rl import weights
 from nemo_fp8rl.config import Config
-from nemo_fp8rl.generation.vllm import VllmGeneration
 from nemo_fp8rl.nemo_rl.config import from_nemo_rl
 from nemo_fp8rl.nemo_rl.generation import VllmFp8Generation
 from nemo_fp8rl.nemo_rl.loss import GrpoLossFn
 from nemo_fp8rl.nemo_rl.policy import MegatronFp8Policy
 from nemo_fp8rl.nemo_rl.weight_sync import Fp8WeightSynchronizer
 from nemo_fp8rl.policy.megatron import MegatronPolicy
-from nemo_fp8rl.weights import build_bridge
 
 
 @contextmanager
@@ -26,14 +25,16 @@ def backends(
     """
     cfg = from_nemo_rl(master_config.model_dump())
     generation_cfg = master_config.policy["generation"]
-    with ExitStack() as stack:
-        policy = MegatronFp8Policy(MegatronPolicy(cfg), cfg, tokenizer)
-        stack.callback(policy.shutdown)
+
+    def load(policy: MegatronPolicy) -> None:
         if weights_path is not None:
-            policy.load_checkpoint(weights_path)
-        generation = VllmFp8Generation(VllmGeneration(cfg), cfg, generation_cfg, tokenizer.pad_token_id)
-        stack.callback(generation.shutdown)
-        yield policy, generation
+            policy.load(weights_path.parent)
+
+    with weights.backends(cfg, load) as (policy, generation):
+        yield (
+            MegatronFp8Policy(policy, cfg, tokenizer, loaded=weights_path is not None),
+            VllmFp8Generation(generation, cfg, generation_cfg, tokenizer.pad_token_id),
+        )
 
 
 def install(
@@ -44,7 +45,7 @@ def install(
     steps_done: total_steps of the checkpoint that the policy was loaded from; versions of the weights go on from there.
     """
     cfg: Config = policy.cfg
-    bridge = build_bridge(cfg, policy.policy, generation.generation, first_version=steps_done)
+    bridge = weights.build_bridge(cfg, policy.policy, generation.generation, first_version=steps_done)
     synchronizer = Fp8WeightSynchronizer(policy, generation, bridge)
     generation.bridge, generation.weight_synchronizer = bridge, synchronizer
     policy.refit = synchronizer.sync_weights

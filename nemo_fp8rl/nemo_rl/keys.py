@@ -27,6 +27,7 @@ COPIED = {
     "policy.megatron_cfg": (
         *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
         *("expert_tensor_parallel_size", "sequence_parallel", "activation_checkpointing"),
+        "freeze_moe_router",
     ),
     "policy.megatron_cfg.optimizer": (
         *("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad"),
@@ -67,8 +68,8 @@ REQUIRED = {
 READ = (
     *("policy.logprob_chunk_size", "policy.generation.colocated.", "policy.generation.stop_"),
     *("policy.generation.vllm_cfg.expert_parallel_size", "policy.generation.vllm_kwargs.kv_cache_memory_bytes"),
-    *("policy.megatron_cfg.freeze_moe_router", "policy.megatron_cfg.scheduler.start_weight_decay"),
-    *("policy.megatron_cfg.scheduler.end_weight_decay", "policy.megatron_cfg.fp8_cfg.", "policy.max_grad_norm"),
+    *("policy.megatron_cfg.scheduler.start_weight_decay", "policy.megatron_cfg.scheduler.end_weight_decay"),
+    *("policy.megatron_cfg.fp8_cfg.", "policy.max_grad_norm"),
     *("policy.megatron_cfg.env_vars.", "policy.generation.vllm_cfg.precision", "policy.generation.val_"),
     *("policy.generation.vllm_cfg.kv_cache_dtype", "policy.generation.vllm_cfg.pow2_"),
     "policy.megatron_cfg.train_iters",
@@ -86,6 +87,7 @@ UNUSED = (
     *("policy.megatron_cfg.force_overwrite_initial_ckpt", "policy.megatron_cfg.force_reconvert_from_hf"),
     *("policy.megatron_cfg.fused_linear_logprobs_chunk_size", "policy.megatron_cfg.gradient_accumulation_fusion"),
     *("policy.megatron_cfg.moe_enable_deepep", "policy.megatron_cfg.moe_per_layer_logging"),
+    "policy.megatron_cfg.moe_grouped_gemm",  # one product for all experts, or one each: the same blocks
     *("policy.megatron_cfg.moe_permute_fusion", "policy.megatron_cfg.moe_shared_expert_overlap"),
     "policy.megatron_cfg.moe_router_dtype",  # where the router rounds is nemo_fp8rl.align's
     *(

@@ -34,10 +34,11 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
 
     refit: Callable[[], Any]
 
-    def __init__(self, policy: MegatronPolicy, cfg: Config, tokenizer: Any) -> None:
+    def __init__(self, policy: MegatronPolicy, cfg: Config, tokenizer: Any, loaded: bool) -> None:
+        """policy: as `weights.backends` gives it. loaded: from a checkpoint."""
         self.policy, self.cfg, self.tokenizer = policy, cfg, tokenizer
-        self.offloads = cfg.policy.megatron_cfg.offload_between_phases
-        self.offloaded = self.scales_loaded = False
+        self.offloads = self.offloaded = cfg.policy.megatron_cfg.offload_between_phases
+        self.scales_loaded = loaded and cfg.fp8_kv_cache
         self.sharding_annotations = NamedSharding(np.arange(cfg.data_parallel_size), ["data_parallel"])
 
     def get_logprobs(self, data: Mapping[str, Any], timer: Any = None) -> Any:
@@ -187,10 +188,6 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
 
     def finalize_async_save(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: a checkpoint is whole when `save_checkpoint` returns."""
-
-    def load_checkpoint(self, weights_path: Path) -> None:
-        self.policy.load(weights_path.parent)
-        self.scales_loaded = self.cfg.fp8_kv_cache
 
     def print_node_ip_and_gpu_id(self) -> None:
         """Nothing: there is no GPU to name."""

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 
 from nemo_fp8rl.config import MegatronConfig
 from nemo_fp8rl.hf.config import HfConfig
-from nemo_fp8rl.policy.layout import Axis, Layout
+from nemo_fp8rl.policy.layout import Axis, Layout, expert_tensor_size
 
 
 def join(rank: int, world_size: int, rendezvous: tuple[str, int] | None, listener: socket.socket | None) -> None:
@@ -37,7 +37,7 @@ def split_model(hf: HfConfig, parallel: MegatronConfig) -> Layout:
             parallel.tensor_model_parallel_size,
             parallel.pipeline_model_parallel_size,
             expert_model_parallel_size=parallel.expert_model_parallel_size,
-            expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+            expert_tensor_parallel_size=expert_tensor_size(hf, parallel),
         )
 
     def axis(group: dist.ProcessGroup) -> Axis:

@@ -8,7 +8,7 @@ tensor-parallel rank. A pipeline stage holds consecutive layers, an expert-paral
 import re
 from dataclasses import dataclass
 
-from nemo_fp8rl.config import Config
+from nemo_fp8rl.config import Config, MegatronConfig
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import BLOCK
 from nemo_fp8rl.hf.config import HfConfig
@@ -105,6 +105,11 @@ class Layout:
         return self.sends(name) and not self.is_copy(name)
 
 
+def expert_tensor_size(hf: HfConfig, parallel: MegatronConfig) -> int:
+    """policy.megatron_cfg.expert_tensor_parallel_size; a dense model does not read it."""
+    return parallel.expert_tensor_parallel_size if hf.family.experts else parallel.tensor_model_parallel_size
+
+
 def check_layout(hf: HfConfig, cfg: Config) -> None:
     """Raise UserError, with key, dimension and sizes that fit, when the model cannot be split as the recipe says."""
     parallel, here = cfg.policy.megatron_cfg, "policy.megatron_cfg"
@@ -113,6 +118,12 @@ def check_layout(hf: HfConfig, cfg: Config) -> None:
         raise UserError("policy.router_replay.enabled=true: the model has no experts; set it to false")
     if not hf.family.experts and expert > 1:
         raise UserError(f"{here}.expert_model_parallel_size={expert}: the model has no experts; set it to 1")
+    expert_tensor = expert_tensor_size(hf, parallel)
+    if expert == 1 and expert_tensor != tensor:
+        raise UserError(
+            f"{here}.expert_tensor_parallel_size={expert_tensor} must be {here}.tensor_model_parallel_size={tensor} "
+            f"while {here}.expert_model_parallel_size=1: Megatron would compute a wrong gradient norm, and no error"
+        )
     if hf.family.experts and tensor > 1 and not parallel.sequence_parallel:
         raise UserError(
             f"{here}.tensor_model_parallel_size={tensor} with experts needs {here}.sequence_parallel=true: Megatron "

@@ -19,8 +19,9 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.config import HfConfig, projections, trainer_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
-from nemo_fp8rl.policy.layout import Layout
+from nemo_fp8rl.policy.layout import Layout, expert_tensor_size
 from nemo_fp8rl.policy.linears import MultipliesInFp8
+from nemo_fp8rl.policy.megatron_names import ROUTER
 from nemo_fp8rl.policy.rope import read_rope
 from nemo_fp8rl.policy.specs import block_spec
 from nemo_fp8rl.policy.weights import load_hf
@@ -80,7 +81,7 @@ def transformer_config(hf: HfConfig, policy: PolicyConfig, choice: Fp8RlConfig) 
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
-        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        expert_tensor_parallel_size=expert_tensor_size(hf, parallel),
         sequence_parallel=parallel.sequence_parallel,
         moe_token_dispatcher_type="alltoall" if uneven else "allgather",
         variable_seq_lengths=pipelined,  # stages tell one another the shape of each microbatch
@@ -147,4 +148,7 @@ def build_model(config: TransformerConfig, layout: Layout, cfg: Config, kv_cache
     if fp8_linears != expected:
         raise RuntimeError(f"flow {choice.flow} asks for {expected} FP8 linear layers, the model has {fp8_linears}")
     load_hf(checkpoint, model, layout)
+    if policy.megatron_cfg.freeze_moe_router:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad = not name.endswith(tuple(ROUTER))
     return model

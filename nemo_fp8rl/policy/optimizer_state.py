@@ -52,6 +52,8 @@ def save_optimizer(
 
         def gathered(name: str, kind: str = kind) -> Tensor:
             parameter = parameters[name]
+            if not parameter.requires_grad:  # a frozen one has no state; it is as if it had never been updated
+                return parameter.detach().float() if kind == MASTER else torch.zeros(parameter.shape)
             held = pieces.get(name)
             part = None if held is None else (held[1] if kind == MASTER else held[2][kind]).detach()
             region = ((0, 0),) if held is None else (held[0],)

@@ -353,7 +353,8 @@ def _own_host(cfg: Config) -> str:
 
 def _check_finite(metrics: dict[str, float], ddp: DistributedDataParallel) -> None:
     """Raise, on every rank alike, before the update: Megatron looks for such gradients only when it scales the loss."""
-    gradients = all(torch.isfinite(parameter.main_grad).all() for parameter in ddp.parameters())
+    trained = (parameter for parameter in ddp.parameters() if parameter.requires_grad)
+    gradients = all(torch.isfinite(parameter.main_grad).all() for parameter in trained)
     sums = (value for name, value in metrics.items() if not name.endswith(tuple(EXTREMA)))  # of no token: infinite
     bad = torch.tensor(float(not gradients or not all(map(math.isfinite, sums))))
     dist.all_reduce(bad)

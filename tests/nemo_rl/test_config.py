@@ -1,12 +1,18 @@
 """A NeMo RL recipe as our config: what is copied, what is refused, what has no say."""
 
 import copy
+import json
 from typing import Any
 
 import pytest
 
+from nemo_fp8rl.doctor.shapes import PUBLISHED
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.nemo_rl.config import from_nemo_rl
+from nemo_fp8rl.nemo_rl.recipe import load
+from nemo_fp8rl.policy.layout import check_layout
+from tests.conftest import RECIPES
 
 
 def master(tiny: Any, **changes: Any) -> dict[str, Any]:
@@ -85,9 +91,11 @@ def test_gpus_are_ranks_and_processes_of_engines(tiny):
     parallel = {"policy__megatron_cfg__tensor_model_parallel_size": 2, "cluster__gpus_per_node": 4}
     cfg = from_nemo_rl(master(tiny, **parallel, policy__generation__vllm_cfg__tensor_parallel_size=2))
     assert (cfg.cluster.backend, cfg.cluster.train_ranks, cfg.cluster.generation_engines) == ("ray", 4, 2)
+    assert cfg.policy.generation.colocated.enabled and cfg.policy.megatron_cfg.offload_between_phases
     apart = {"enabled": False, "resources": {"gpus_per_node": 1, "num_nodes": None}}
     cfg = from_nemo_rl(master(tiny, cluster__gpus_per_node=3, policy__generation__colocated=apart))
     assert (cfg.cluster.backend, cfg.cluster.train_ranks, cfg.cluster.generation_engines) == ("ray", 2, 1)
+    assert not cfg.policy.generation.colocated.enabled and cfg.policy.generation.vllm_cfg.sleep_level == 0
 
 
 @pytest.mark.parametrize(
@@ -112,13 +120,20 @@ def test_what_we_cannot_do_is_refused_by_its_key(tiny, key, value, message):
         from_nemo_rl(master(tiny, **{key: value}))
 
 
-def test_frozen_routers_are_refused_where_there_are_routers(tmp_path):
-    from nemo_fp8rl.tiny import write_model
+OURS = (path for path in sorted((RECIPES / "nemo_rl").glob("*.yaml")) if not path.name.startswith("moonlight"))
 
-    write_model(tmp_path / "model", family="qwen3_moe")
-    with pytest.raises(UserError, match="freeze_moe_router"):
-        from_nemo_rl(master(tmp_path))
-    assert from_nemo_rl(master(tmp_path, policy__megatron_cfg__freeze_moe_router=False)).nemo_fp8rl.flow == "fp8_e2e"
+
+@pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
+def test_our_own_trainer_and_engine_take_our_recipes(real_checkout, tmp_path, path):
+    values = load(path).values
+    config = PUBLISHED[values["policy"]["model_name"]] | {"norm_topk_prob": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    values["policy"] |= {"model_name": str(tmp_path)}
+    cfg = from_nemo_rl(values)
+    check_layout(read_hf_config(tmp_path), cfg)
+    assert cfg.nemo_fp8rl.flow == ("bf16" if "-bf16" in path.stem else "fp8_e2e")
+    assert cfg.policy.generation.colocated.enabled and cfg.policy.generation.vllm_cfg.sleep_level == 1
+    assert cfg.policy.generation.vllm_cfg.kv_cache_memory_gib is None, "gpu_memory_utilization says it"
 
 
 def test_keys_of_speed_and_of_other_backends_have_no_say(tiny):

@@ -167,11 +167,6 @@ def test_routing_replay_of_a_dense_model_is_refused(recipe):
         (("tensor_model_parallel_size=2",), 3, "train_ranks=3 is not a multiple of .*tensor_model_parallel_size=2"),
         (("pipeline_model_parallel_size=2",), 1, "train_ranks=1 is not a multiple of .*pipeline_model_parallel_size=2"),
         (("expert_model_parallel_size=4",), 2, "train_ranks=2 is not a multiple of .*expert_model_parallel_size=4"),
-        (
-            ("tensor_model_parallel_size=2", "expert_tensor_parallel_size=1", "sequence_parallel=true"),
-            2,
-            "expert_tensor_parallel_size=1 must be .*tensor_model_parallel_size=2 .*wrong gradient norm",
-        ),
         (("sequence_parallel=true",), 2, "sequence_parallel=true needs .*tensor_model_parallel_size above 1"),
         (("tensor_model_parallel_size=0",), 2, "tensor_model_parallel_size must be a finite number above 0"),
     ],
@@ -180,6 +175,15 @@ def test_ranks_that_do_not_factor_are_refused(recipe, keys, ranks, message):
     overrides = [f"policy.megatron_cfg.{key}" for key in keys]
     with pytest.raises(UserError, match=message):
         recipe("cluster.backend=ray", f"cluster.train_ranks={ranks}", *overrides)
+
+
+def test_experts_are_split_as_the_rest_where_they_are_not_spread_and_a_dense_model_has_none(recipe):
+    keys = ("tensor_model_parallel_size=2", "expert_tensor_parallel_size=1", "sequence_parallel=true")
+    overrides = [f"policy.megatron_cfg.{key}" for key in keys]
+    cfg = recipe("cluster.backend=ray", "cluster.train_ranks=2", "nemo_fp8rl.flow=bf16", *overrides)
+    with pytest.raises(UserError, match=r"expert_tensor_parallel_size=1 must be .*_parallel_size=2 .*gradient norm"):
+        check_layout(MOE, cfg)
+    check_layout(DENSE, cfg)
 
 
 def test_a_batch_is_divided_among_replicas_not_among_ranks(recipe):

@@ -18,12 +18,15 @@ TP = ("tensor_model_parallel_size=2",)
 SP = (*TP, "sequence_parallel=true")
 PP = ("pipeline_model_parallel_size=2",)
 EP = ("expert_model_parallel_size=2",)
+FROZEN = "freeze_moe_router=true"
 QWEN2 = {"family": "qwen2", "num_key_value_heads": 2}
 DENSE = [{"family": "llama"}, QWEN2, {"family": "qwen3", "tie_word_embeddings": True}]
 MOE = {"family": "qwen3_moe", "vocab_size": 97}  # does not divide: the last rank has fewer
 ON_TWO = [
     *((sizes, layout) for sizes in DENSE for layout in (TP, SP, PP)),
     *((MOE, layout) for layout in (SP, PP, EP, (*SP, *EP, "expert_tensor_parallel_size=1"))),
+    (MOE, (*SP, FROZEN)),
+    (DENSE[1], (*TP, "expert_tensor_parallel_size=1")),  # which a dense model does not read
 ]
 ON_FOUR = [
     ({**QWEN2, "tie_word_embeddings": True}, (*SP, *PP)),
@@ -46,6 +49,7 @@ def name(value: object) -> str:
         return "-".join(str(v) for v in value.values())
     short = {"tensor_model_parallel_size": "tp", "pipeline_model_parallel_size": "pp", "sequence_parallel": "sp"}
     short |= {"expert_model_parallel_size": "ep", "expert_tensor_parallel_size": "etp"}
+    short |= {"freeze_moe_router": "frozen"}
     keys = (part.split("=") for part in value) if isinstance(value, tuple) else ()
     return "".join(f"{short[key]}{size}" for key, size in keys) or str(value)
 
@@ -81,6 +85,9 @@ def equal_hf(pool: Ranks, recipe, tmp_path, sizes, layout, align) -> None:
     results = pool.run(logits_and_gradients, [(parts[place.shard],) for place in places])
 
     hf = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    for n, p in hf.named_parameters():
+        p.requires_grad = FROZEN not in layout or not n.endswith("mlp.gate.weight")
+    trained = {n: p for n, p in hf.named_parameters() if p.requires_grad}
     theirs = hf(batch["input_ids"][:, :-1]).logits
     weighted_logprobs(theirs.log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1), batch).backward()
     rows = iter(theirs.split(2))  # microbatches
@@ -94,11 +101,11 @@ def equal_hf(pool: Ranks, recipe, tmp_path, sizes, layout, align) -> None:
             logits = torch.cat(parts_of_vocabulary, -1)[:, : expected.size(1)]
             assert (logits - expected[:, : logits.size(1)]).abs().max() < 1e-5
     assert next(rows, None) is None
-    expected_norm = norm(p.grad for p in hf.parameters())
+    expected_norm = norm(p.grad for p in trained.values())
     for result in results:
         assert result["grad_norm"] == pytest.approx(expected_norm, rel=1e-5)
     if cfg.data_parallel_size == 1:
-        gradients = {n: p.grad for n, p in hf.named_parameters()}
+        gradients = {n: p.grad for n, p in trained.items()}
         seen = set()
         for result in results:
             for n, (region, gradient) in result["gradients"].items():
@@ -145,6 +152,6 @@ def logits_and_gradients(part: TrainBatch) -> dict:
     metrics = worker.train_step(part, weighted_loss, 1.0, 1.0)
     hook.remove()
     shapes = expected_tensors(layout.hf)
-    grads = {n: p.main_grad for n, p in worker.model.named_parameters()}
+    grads = {n: p.main_grad if p.requires_grad else p for n, p in worker.model.named_parameters()}
     gradients = {n: (layout.region(n, shapes[n]), g.clone()) for n, g in to_hf(layout, grads.__getitem__)}
     return {"logits": logits, "gradients": gradients, "grad_norm": metrics["grad_norm"]}

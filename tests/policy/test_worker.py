@@ -127,6 +127,42 @@ def test_resume_is_bitwise(recipe, tmp_path, flow, family):
     assert all(torch.equal(weights[name], reference[name]) for name in reference)
 
 
+def test_frozen_routers_stay_and_count_in_no_norm(recipe, tmp_path):
+    write_model(tmp_path / "model", family="qwen3_moe")
+    keys = (f"policy.model_name={tmp_path}/model", "policy.megatron_cfg.optimizer.clip_grad=1000.0")
+    frozen, free = (new_worker(recipe(*keys, f"policy.megatron_cfg.freeze_moe_router={f}")) for f in ("true", "false"))
+    before = {name: part.clone() for name, part in frozen.export_weights()}
+    norm, whole = (train(worker, random_batch(0))["grad_norm"] for worker in (frozen, free))
+    routers = [p.main_grad.norm() for name, p in free.model.named_parameters() if ".router." in name]
+    assert len(routers) == 2 and norm < whole
+    assert norm**2 + sum(float(r) ** 2 for r in routers) == pytest.approx(whole**2, rel=1e-5)
+    moved = {name for name, now in frozen.export_weights() if not torch.equal(now, before[name])}
+    assert "model.layers.1.self_attn.o_proj.weight" in moved
+    assert not any(name.endswith("mlp.gate.weight") for name in moved)
+
+
+def test_frozen_routers_resume_and_may_be_freed(recipe, tmp_path):
+    write_model(tmp_path / "model", family="qwen3_moe")
+    keys = (f"policy.model_name={tmp_path}/model", "policy.megatron_cfg.freeze_moe_router=true")
+    first = new_worker(recipe(*keys))
+    train(first, random_batch(0))
+    first.save(str(tmp_path / "saved"))
+    train(first, random_batch(1))
+    second = new_worker(recipe(*keys))
+    second.load(str(tmp_path / "saved"))
+    train(second, random_batch(1))
+    resumed = dict(second.export_weights())
+    assert all(torch.equal(part, resumed[name]) for name, part in first.export_weights())
+    freed = new_worker(recipe(keys[0]))
+    freed.load(str(tmp_path / "saved"))
+    before = {name: part.clone() for name, part in freed.export_weights()}
+    train(freed, random_batch(1))
+    for name, now in freed.export_weights():
+        if name.endswith("mlp.gate.weight"):
+            assert not torch.equal(now, before[name])
+            torch.testing.assert_close(now, before[name], rtol=0.1, atol=0.01)
+
+
 def test_an_incomplete_checkpoint_is_refused(recipe, tmp_path):
     worker = new_worker(recipe())
     worker.save(str(tmp_path / "checkpoint"))

@@ -1,0 +1,169 @@
+"""Who trains and who generates in a run of NeMo RL's loop, `nemo_fp8rl.workers`:
+
+ours        our policy, engines, refit and loss (`install`)
+nemo_rl     NeMo RL's workers from its own `setup`, FP8 on the wire between them (`stock`), our loss
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from nemo_fp8rl.config import Config, Fp8RlConfig
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.nemo_rl.compat import load_dataloader, save_state, steps_done
+from nemo_fp8rl.nemo_rl.recipe import NemoRlRecipe
+from nemo_fp8rl.workers import require_token
+
+OF_OURS = ("align", "kv", "kernel", "refit", "gates")
+"""Keys of `nemo_fp8rl` that are not of the loss or the precision."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What NeMo RL's grpo_train is called with, but for the environments and tokenizer."""
+
+    policy: Any
+    generation: Any
+    prompts: Any
+    val_prompts: Any
+    loss: Any
+    logger: Any
+    checkpointer: Any
+    state: Any
+    master: Any
+    steps: int
+    """Of the whole run."""
+
+
+def takes_ours(asked: Literal["auto", "ours", "nemo_rl"]) -> bool:
+    """Whether they are ours. Raises UserError where NeMo RL's are asked for and there is no GPU."""
+    if asked == "ours":
+        return True
+    on_gpus = _are_there_gpus()
+    if asked == "nemo_rl" and not on_gpus:
+        raise UserError("nemo_fp8rl.workers=nemo_rl: NeMo RL's workers need GPUs, and there are none; set it to ours")
+    return not on_gpus
+
+
+def _are_there_gpus() -> bool:
+    """Here, or in the Ray cluster of RAY_ADDRESS; to a user who hides them, nowhere."""
+    import torch
+
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or torch.cuda.is_available() or "RAY_ADDRESS" not in os.environ:
+        return torch.cuda.is_available()
+    require_token()
+    import ray
+
+    joins = not ray.is_initialized()
+    if joins:
+        ray.init(log_to_driver=False)
+    try:
+        return bool(ray.cluster_resources().get("GPU"))
+    finally:
+        if joins:  # whose workers it will have decides how it is joined
+            ray.shutdown()
+
+
+@contextmanager
+def of_ours(
+    grpo: ModuleType, master: Any, recipe: NemoRlRecipe, tokenizer: Any, data: Any, val_data: Any
+) -> Iterator[Loop]:
+    """What `nemo_rl.algorithms.grpo.setup` would make, with our trainer and engines in place of workers on GPUs."""
+    from nemo_rl.utils.checkpoint import CheckpointManager
+    from nemo_rl.utils.logger import Logger
+
+    from nemo_fp8rl.nemo_rl.install import backends, install
+
+    values = master.model_dump()  # its blocks are mappings in one version, objects in the other
+    keys = values["grpo"]
+    logger, checkpointer = Logger(master.logger), CheckpointManager(master.checkpointing)
+    logger.log_hyperparams(values)
+    latest = checkpointer.get_latest_checkpoint_path()
+    state = save_state(grpo, checkpointer.load_training_info(latest))
+    weights_path, _ = checkpointer.get_resume_paths(latest)
+    asked = keys["num_prompts_per_step"] * (keys["batch_multiplier"] if keys["use_dynamic_sampling"] else 1)
+    prompts = _dataloader(data, int(asked), shuffle=master.data["shuffle"], drop_last=True)
+    if latest is not None:
+        load_dataloader(prompts, Path(latest), master.data)
+    steps = _steps(recipe, prompts)
+    master.policy["megatron_cfg"]["train_iters"] = steps  # as NeMo RL's setup says it
+    validates = keys["val_period"] > 0 or keys["val_at_start"] or keys["val_at_end"]
+    val_prompts = _dataloader(val_data, keys["val_batch_size"]) if validates else None
+    with backends(master, tokenizer, weights_path) as (policy, generation):
+        loss = install(policy, generation, master, steps_done(state))
+        if policy.cfg.fp8_kv_cache and latest is None:  # NeMo RL calibrates later than it validates
+            first = [data[i] for i in range(keys["num_prompts_per_step"])]
+            policy.calibrate_qkv_fp8_scales(_tokens(first, tokenizer.pad_token_id))
+        yield Loop(policy, generation, prompts, val_prompts, loss, logger, checkpointer, state, master, steps)
+
+
+@contextmanager
+def of_nemo_rl(
+    grpo: ModuleType, master: Any, recipe: NemoRlRecipe, tokenizer: Any, data: Any, val_data: Any
+) -> Iterator[Loop]:
+    """NeMo RL's own setup of its own workers, FP8 on the wire between them where the recipe says FP8."""
+    from transformers import AutoConfig
+
+    from nemo_fp8rl.nemo_rl.loss import GrpoLossFn
+    from nemo_fp8rl.nemo_rl.stock.choose import choose, policy_factory
+
+    if recipe.checkout.version.startswith("0.7") and recipe.precision.flow != "bf16":
+        raise UserError(
+            f"NeMo RL {recipe.checkout.version} processes an engine's weights once more after a refit, which FP8 "
+            "ones do not survive: use its main"
+        )
+    told = (name for name in OF_OURS if getattr(recipe.fp8rl, name) != getattr(Fp8RlConfig(), name))
+    for name in told:
+        print(f"nemo-fp8rl: nemo_fp8rl.{name} is of our own trainer and refit, NeMo RL's do without it", flush=True)
+    fused = bool(master.policy["megatron_cfg"].get("use_fused_linear_logprobs"))
+    choose(master.policy, AutoConfig.from_pretrained(master.policy["model_name"]).num_hidden_layers)
+    policy, generation, _, _, prompts, val_prompts, _, logger, checkpointer, state, master, *_ = grpo.setup(
+        master, tokenizer, data, val_data, policy_factory=policy_factory
+    )
+    loss = GrpoLossFn(master.loss_fn, fused, recipe.fp8rl.correction)
+    try:
+        yield Loop(
+            *(policy, generation, prompts, val_prompts, loss, logger, checkpointer, state, master),
+            _steps(recipe, prompts),
+        )
+    finally:
+        generation.shutdown()
+
+
+def checked_config(master: Any) -> Config:
+    """What our parts will be made of. Raises UserError on a recipe that they cannot run."""
+    from nemo_fp8rl.nemo_rl.config import from_nemo_rl
+
+    if master.data["use_multiple_dataloader"]:
+        raise UserError("data.use_multiple_dataloader=true is not supported without NeMo RL's setup; set it to false")
+    return from_nemo_rl(master.model_dump())
+
+
+def _steps(recipe: NemoRlRecipe, prompts: Any) -> int:
+    """How many steps the loop takes: as asked for, or as its epochs have."""
+    grpo = recipe.values["grpo"]
+    if recipe.values["data"].get("use_multiple_dataloader"):  # which has no length
+        return int(grpo["max_num_steps"])
+    return int(min(grpo["max_num_steps"], grpo["max_num_epochs"] * len(prompts)))
+
+
+def _dataloader(data: Any, batch_size: int, shuffle: bool = False, drop_last: bool = False) -> Any:
+    from nemo_rl.data.collate_fn import rl_collate_fn
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    if data is None:
+        raise UserError("there is no validation data: give data.validation or data.train.split_validation_size")
+    return StatefulDataLoader(data, batch_size, shuffle=shuffle, collate_fn=rl_collate_fn, drop_last=drop_last)
+
+
+def _tokens(data: list[Any], pad_token_id: int) -> dict[str, Any]:
+    """The prompts alone, padded, as NeMo RL's loop passes them to a calibration."""
+    from nemo_rl.data.llm_message_utils import batched_message_log_to_flat_message
+
+    logs = [datum["message_log"] for datum in data]
+    flat, lengths = batched_message_log_to_flat_message(logs, pad_value_dict={"token_ids": pad_token_id})
+    return {"input_ids": flat["token_ids"], "input_lengths": lengths}

@@ -1,0 +1,69 @@
+"""Whose workers a run of NeMo RL's loop has: as asked, or as there are GPUs. Ray's GPUs here are its own accounting."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.nemo_rl.parts import takes_ours
+from tests.conftest import RECIPES
+from tests.nemo_rl import runs
+
+PRETENDED = """
+import os, subprocess, sys
+import ray
+from ray.cluster_utils import Cluster
+
+cluster = Cluster()
+cluster.add_node(num_cpus=8, num_gpus=2, include_dashboard=False)
+cluster.wait_for_nodes()
+code = subprocess.run([sys.executable, *sys.argv[1:]], env=os.environ | {"RAY_ADDRESS": cluster.address}).returncode
+cluster.shutdown()
+sys.exit(code)
+"""
+ASK = """
+import os
+import ray
+from nemo_fp8rl.nemo_rl.parts import takes_ours
+
+print([takes_ours(workers) for workers in ("auto", "ours", "nemo_rl")], ray.is_initialized())
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+print(takes_ours("auto"))
+"""
+
+
+def with_pretended_gpus(*arguments: str, **environment: str) -> str:
+    """What a script says that joins a cluster with two."""
+    shown = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"} | environment
+    command = [sys.executable, "-c", PRETENDED, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=shown, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_without_gpus_they_are_ours(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert takes_ours("auto") and takes_ours("ours")
+    with pytest.raises(UserError, match=r"nemo_fp8rl\.workers=nemo_rl: .* set it to ours"):
+        takes_ours("nemo_rl")
+
+
+def test_where_the_cluster_has_gpus_they_are_nemo_rls_unless_ours_are_asked_for():
+    assert with_pretended_gpus("-c", ASK).splitlines() == ["[False, True, False] False", "True"]
+
+
+@pytest.mark.nemo_rl
+@runs.needs_checkout
+def test_ours_run_nemo_rls_loop_where_there_are_gpus(warm, tmp_path):
+    """Two ranks and two engines beside them, which a cluster of two GPUs has no room for otherwise."""
+    logs = tmp_path / "logs"
+    keys = [*runs.overrides(warm, logs), "cluster.gpus_per_node=2", "policy.train_micro_batch_size=32"]
+    keys += ["policy.logprob_batch_size=32", "grpo.max_num_steps=2", "++nemo_fp8rl.workers=ours"]
+    command = ["-m", "nemo_fp8rl.cli", "nemo", "--config", str(RECIPES / "nemo_rl" / runs.RECIPE.name), *keys]
+    said = with_pretended_gpus(*command, **runs.environment(tmp_path))
+    assert "flow fp8_e2e" in said
+    values = runs.logged(logs)
+    assert len(values["train/reward"]) == 2
+    assert max(values["train/token_mult_prob_error"]) < 1.001
