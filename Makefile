@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev demo test test-long test-megatron-0.19 test-vllm-matrix test-nemo-rl test-slurm
-.PHONY: test-browser test-gpu-engine test-loggers test-nixl test-transformer-engine lint format types clean
+.PHONY: test-browser test-gpu test-gpu-engine test-loggers test-nixl test-transformer-engine lint format types clean
 
 help:  ## show this list
 	@grep -hE '^[a-z0-9.-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -35,6 +35,9 @@ test-gpu-engine: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 test-gpu-engine: setup-dev  ## the engine's methods for GPUs, on Triton's interpreter; `make test` runs it, too
 	@$(BIN)/python -m pytest -q -p tests.gpu_engine.plugin tests/gpu_engine $(ARGS)
 
+test-gpu:  ## the tests that need a GPU, in the environment of PYTHON, which has the packages for one
+	@$(PYTHON) -m pytest -q -rs -m gpu $(ARGS)
+
 test-long: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 test-long: setup-dev  ## the tests that `make test` leaves out for their length
 	@$(BIN)/python -m pytest -q -m long $(ARGS)
@@ -56,12 +59,16 @@ test-nixl: .venv/nixl/installed  ## refits by NIXL, which is optional and not in
 	@$(BIN)/python -m pip install -q --no-deps --only-binary :all: --target $(@D) -r $<
 	@touch $@
 
-test-transformer-engine: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
-test-transformer-engine: .venv/transformer-engine/installed  ## its own Python, on fake kernels, against our emulation
-	@PYTHONPATH=$(CURDIR)/.venv/transformer-engine $(BIN)/python -m pytest -q -p tests.transformer_engine.plugin \
+TRANSFORMER_ENGINES := 2.20 2.14
+test-transformer-engine: $(TRANSFORMER_ENGINES:%=test-transformer-engine-%)  ## its own Python, on fake kernels, against our emulation
+
+test-transformer-engine-%: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
+test-transformer-engine-%: .venv/transformer-engine-%/installed
+	@PYTHONPATH=$(CURDIR)/.venv/transformer-engine-$* $(BIN)/python -m pytest -q -p tests.transformer_engine.plugin \
 	  -m transformer_engine tests/transformer_engine $(ARGS)
 
-.venv/transformer-engine/installed: requirements/transformer-engine.txt | setup-dev
+.PRECIOUS: .venv/transformer-engine-%/installed
+.venv/transformer-engine-%/installed: requirements/transformer-engine-%.txt | setup-dev
 	@rm -rf $(@D)
 	@$(BIN)/python -m pip install -q --no-deps --only-binary :all: --target $(@D) -r $<
 	@touch $@

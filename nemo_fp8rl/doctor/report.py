@@ -13,6 +13,7 @@ from nemo_fp8rl.doctor.hardware import Gpu, check_hardware, gpu_named
 from nemo_fp8rl.doctor.memory import GIB, Memory, check_memory, memory_of
 from nemo_fp8rl.doctor.plan import Plan
 from nemo_fp8rl.doctor.shapes import shape_of
+from nemo_fp8rl.doctor.workers import check_workers
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.nemo_rl.recipe import read
 
@@ -52,6 +53,7 @@ def examine(path: Path, overrides: Sequence[str], gpu_name: str) -> Report:
         *check_batches(plan),
         *check_memory(plan, gpu, memory),
         *check_hardware(plan, gpu),
+        *check_workers(plan),
     ]
     return Report(str(path), model, plan.shape.parameters, recipe.checkout.version, gpu, memory, findings)
 

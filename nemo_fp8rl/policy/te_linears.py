@@ -59,7 +59,7 @@ class TransformerEngineFp8(MultipliesInFp8):
         tokens = x.flatten(0, -2)
         missing = -len(tokens) % FP8_TOKENS
         assert not (missing and self.sequence_parallel), "ranks would gather one another's padding"
-        with te.fp8_autocast(enabled=True, fp8_recipe=self.recipe):
+        with te.autocast(recipe=self.recipe):
             output, bias = super().forward(F.pad(tokens, (0, 0, 0, missing)))  # type: ignore[misc]
         output = output[: len(output) - missing].view(-1, *x.shape[1:-1], output.size(-1))
         return (output, bias) if bias is None or not self.adds_bias else (output + bias, None)
@@ -88,7 +88,7 @@ class TransformerEngineFp8Experts(MultipliesInFp8, CountedExperts):
         padded = [-(-n // FP8_TOKENS) * FP8_TOKENS for n in m_splits]
         parts = zip(x.split(list(m_splits)), padded, strict=True)
         tokens = torch.cat([F.pad(part, (0, 0, 0, size - len(part))) for part, size in parts])
-        with te.fp8_autocast(enabled=True, fp8_recipe=self.recipe):
+        with te.autocast(recipe=self.recipe):
             output, bias = super().forward(tokens, padded)  # type: ignore[misc]
         kept = zip(output.split(padded), m_splits, strict=True)
         return torch.cat([part[:n] for part, n in kept]), bias

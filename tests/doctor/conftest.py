@@ -17,7 +17,13 @@ VALUES: dict[str, Any] = {
         "truncated_importance_sampling_type": "tis",
         "truncated_importance_sampling_ratio": 2.0,
     },
-    "nemo_fp8rl": {"kv": "unified", "correction": None, "refit": {"bucket_bytes": 2**28}},
+    "nemo_fp8rl": {
+        "workers": "auto",
+        "align": "vllm",
+        "kv": "unified",
+        "correction": None,
+        "refit": {"bucket_bytes": 2**28},
+    },
     "policy": {
         "train_global_batch_size": 512,
         "train_micro_batch_size": 1,

@@ -25,10 +25,9 @@ NAME = "transformer_engine_torch"
 
 
 class DType(enum.IntEnum):
-    """transformer_engine/pytorch/csrc/extensions/pybind.cpp"""
+    """transformer_engine/pytorch/csrc/extensions/pybind.cpp; newer Python asks for these and no others."""
 
-    kByte, kInt16, kInt32, kInt64, kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2 = range(9)
-    kFloat8E8M0, kFloat4E2M1 = 9, 10
+    kByte, kInt32, kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2, kFloat4E2M1 = 0, 2, 4, 5, 6, 7, 8, 10
 
 
 TORCH_DTYPES = {DType.kBFloat16: torch.bfloat16, DType.kFloat32: torch.float32}
@@ -45,16 +44,36 @@ class FakeKernels(ModuleType):
         "FP8BwdTensors", [f"GRAD_{kind}{i}" for i in (1, 2, 3) for kind in ("OUTPUT", "INPUT")], start=0
     )
 
+    NVTE_Fused_Attn_Backend = enum.IntEnum(  # asked for on import; nothing here attends by it
+        "NVTE_Fused_Attn_Backend", {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}
+    )
+    NVTE_Fused_Attn_Backend.NVTE_F16_max512_seqlen = 0  # 2.14's; 2.20 counts the members
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return mock.MagicMock(name=f"{NAME}.{name}", side_effect=NotImplementedError(f"no fake of {NAME}.{name}"))
 
     @staticmethod
+    def create_empty_quantized_tensor(
+        quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool
+    ) -> Any:
+        """Since 2.20 a part of the compiled half; what there is to allocate Python still says."""
+        specs, metadata = quantizer.inner_tensor_specs(tuple(shape)), quantizer.storage_metadata(dtype)
+        names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+        parts = {
+            name: torch.empty(*part[:1], dtype=part[1]) if (part := specs.get(f"_{name}")) else None for name in names
+        }
+        further = metadata["nontensor_kwargs"]
+        if not quantizer.internal:
+            further = {"shape": shape, "dtype": further.pop("fake_dtype"), **further}
+        return metadata["cls"](**parts, **further)
+
+    @staticmethod
     def quantize(src: Tensor, quantizer: Any, dst: Any = None, noop: Tensor | None = None) -> Any:
         """By the contract, in Transformer Engine's layouts (see fp8/kernels/te.py)."""
         assert noop is None
-        assert quantizer.dtype is DType.kFloat8E4M3
+        assert quantizer.dtype == DType.kFloat8E4M3
         out = quantizer.make_empty(src.shape, dtype=src.dtype, device=src.device) if dst is None else dst
         square = quantizer.block_scaling_dim == 2
         x, scale_format = src.detach().flatten(0, -2), "pow2" if quantizer.force_pow_2_scales else "fp32"
@@ -87,7 +106,7 @@ class FakeKernels(ModuleType):
         assert not gelu
         assert not (grad and bias is not None)
         left, right = _operand(b, not transb), _operand(a, transa)
-        if out_dtype is DType.kFloat32:
+        if out_dtype == DType.kFloat32:
             left, right = left.float(), right.float()
         product = (left.t() if transb else left) @ (right.t() if transa else right)
         product = product.to(TORCH_DTYPES[out_dtype])
