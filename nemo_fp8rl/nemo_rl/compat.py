@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.nemo_rl.checkout import find_checkout
+from nemo_fp8rl.nemo_rl.checkout import NEMO_RL_SRC, find_checkout
 
 HIGHEST_TRANSFORMERS = "5.11.99"
 PREPARE_PROCESS = f"{__name__}.prepare_process"
@@ -30,8 +30,7 @@ def prepare() -> ModuleType:
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if folder not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in (folder, *paths) if path)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    os.environ[NEMO_RL_SRC] = folder
     prepare_process()
     try:
         from nemo_rl.algorithms import grpo
@@ -43,7 +42,12 @@ def prepare() -> ModuleType:
 
 
 def prepare_process() -> None:
-    """Whatever lets nemo_rl be imported in this process; quick, for it runs in every worker that Ray starts."""
+    """Whatever lets nemo_rl be imported in this process; quick, for it runs in every worker that Ray starts.
+
+    Where Ray was started by others, its workers know of the checkout by NEMO_RL_SRC alone.
+    """
+    if (folder := os.environ.get(NEMO_RL_SRC)) and folder not in sys.path:
+        sys.path.insert(0, folder)
     if sys.version_info < (3, 12):  # pydantic reads NeMo RL's TypedDicts only from typing_extensions there
         import typing_extensions
 

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.nemo_rl.checkout import NEMO_RL_SRC
 from nemo_fp8rl.nemo_rl.compat import PREPARE_PROCESS, finish_checkpoints, prepare, steps_done
 from nemo_fp8rl.nemo_rl.parts import Loop, checked_config, of_nemo_rl, of_ours, takes_ours
 from nemo_fp8rl.nemo_rl.recipe import load as checked
@@ -147,7 +148,7 @@ def _ray(num_cpus: int, ours: bool) -> Iterator[None]:
         return
     import ray
 
-    connect(num_cpus, PREPARE_PROCESS)
+    connect(num_cpus, PREPARE_PROCESS, {NEMO_RL_SRC: os.environ[NEMO_RL_SRC]})
     before = os.environ.get("RAY_ADDRESS")
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     try:

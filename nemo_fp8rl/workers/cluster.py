@@ -5,6 +5,8 @@ import os
 import secrets
 import sys
 import tempfile
+from collections.abc import Mapping
+from typing import Any
 
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
@@ -45,15 +47,17 @@ def _token_file() -> str:
     return path
 
 
-def connect(num_cpus: int, setup_hook: str | None = None) -> None:
+def connect(num_cpus: int, setup_hook: str | None = None, variables: Mapping[str, str] | None = None) -> None:
     """Join the Ray cluster of RAY_ADDRESS, or start one here: on loopback, with a token of its own.
 
-    setup_hook: name of a function that every worker process calls first.
+    setup_hook: name of a function that every worker process calls first. variables: of its environment.
     """
     require_token()
     import ray
 
-    environment = {} if setup_hook is None else {"worker_process_setup_hook": setup_hook}
+    environment: dict[str, Any] = {"env_vars": dict(variables or {})}
+    if setup_hook is not None:
+        environment["worker_process_setup_hook"] = setup_hook
     if "RAY_ADDRESS" in os.environ:
         ray.init(log_to_driver=False, ignore_reinit_error=True, runtime_env=environment)
         return
