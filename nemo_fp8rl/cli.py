@@ -19,7 +19,6 @@ BAD_INPUT, INTERRUPTED = 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     _quiet_libraries()
     try:
         finished = arguments.run(arguments)
@@ -61,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--restartable", action="store_true", help="the same, or from the start without a checkpoint")
     train.set_defaults(run=_train)
 
-    nemo = commands.add_parser("nemo", help="run NeMo RL's own GRPO loop with our policy, engine, refit and loss")
+    nemo = commands.add_parser("nemo", help="run NeMo RL's own GRPO loop, with our trainer and engines or with its own")
     nemo.add_argument("--config", type=Path, required=True, metavar="RECIPE", help="NeMo RL's, see conf/nemo_rl/")
     nemo.add_argument("overrides", nargs="*", metavar="key=value", help="in Hydra's grammar: +key=value adds a key")
     nemo.set_defaults(run=_nemo)

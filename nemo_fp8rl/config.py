@@ -262,8 +262,8 @@ class RouterReplayConfig(_Block):
 @dataclass(frozen=True)
 class PolicyConfig(_Block):
     model_name: str
-    """Of the Llama 3, Qwen2.5, Qwen3 or Qwen3-MoE family: an HF checkpoint folder (config.json and safetensors), or a
-    name on the Hugging Face hub.
+    """Of the Llama 3, Qwen2.5, Qwen3 or Qwen3-MoE family: an HF checkpoint folder (config.json and safetensors), or
+    owner/model[@revision] on the Hugging Face hub.
     """
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     train_global_batch_size: int = 512

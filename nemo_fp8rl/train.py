@@ -23,13 +23,13 @@ from nemo_fp8rl.display import Display
 from nemo_fp8rl.generation.base import Generation, Sampling
 from nemo_fp8rl.generation.checks import check_engine
 from nemo_fp8rl.hf.config import check_context, read_hf_config
-from nemo_fp8rl.hf.hub import revision
+from nemo_fp8rl.hf.hub import with_commits
 from nemo_fp8rl.interrupt import GracefulStop
 from nemo_fp8rl.machine import processors
 from nemo_fp8rl.policy.base import Policy
 from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.rollout import Rollout, collect, further_prompts, sample_seed, score, shaped
-from nemo_fp8rl.rundir import RunDirectory
+from nemo_fp8rl.rundir import RunDirectory, begun
 from nemo_fp8rl.samples import pick
 from nemo_fp8rl.step_log import Sample
 from nemo_fp8rl.timing import Stopwatch
@@ -70,6 +70,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
     resume, restartable: see RunDirectory.
     """
     loss = GrpoLoss(cfg.loss_fn, cfg.nemo_fp8rl.correction)
+    cfg = with_commits(cfg, begun(cfg) if resume or restartable else {})
     hf = read_hf_config(cfg.policy.model_name)
     check_context(hf, cfg.policy.max_total_sequence_length)
     check_engine(hf, cfg)
@@ -98,8 +99,6 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
         backends(cfg, run.load_checkpoint) as (policy, generation),
         GracefulStop(of_pods=True) as stop,  # after Ray, which sets signal handlers of its own
     ):
-        if commit := revision(cfg.policy.model_name):
-            run.add_choice("model", f"{cfg.policy.model_name} at {commit}")
         bridge = build_bridge(cfg, policy, generation, first_version=run.done)
         run.add_choice("refit", bridge.described)
         if cfg.nemo_fp8rl.engine_fp8:
@@ -110,6 +109,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
         parts = Parts(cfg, tokenizer, val_prompts, policy, generation, bridge, sampling)
         if cfg.fp8_kv_cache and not run.done:
             policy.calibrate_kv(prompt_batch(prompts_of(1)(0), tokenizer.pad_token_id))
+        generation.prepare_for_generation()
         first_refit = parts.bridge.refit()
         display.say(f"{len(train_prompts)} prompts, {len(val_prompts)} held out, run in {run.path}")
         if too_long:

@@ -18,7 +18,8 @@ from nemo_fp8rl.workers import on_one_host
 def backends(cfg: Config, load: Callable[[MegatronPolicy], None]) -> Iterator[tuple[MegatronPolicy, VllmGeneration]]:
     """The policy, at the checkpoint that `load` gives it, and the engines; both end with the block.
 
-    Between phases, as they are now, a policy that gives memory back (offload_between_phases) has done so.
+    What gives memory back between phases (offload_between_phases, sleep_level) has done so: a policy needs
+    `prepare_for_training` first, engines `prepare_for_generation`.
     """
     with ExitStack() as stack:
         policy = MegatronPolicy(cfg)
@@ -28,6 +29,7 @@ def backends(cfg: Config, load: Callable[[MegatronPolicy], None]) -> Iterator[tu
             policy.offload_after_refit()
         generation = VllmGeneration(cfg, beside=policy.ranks if cfg.policy.generation.colocated.enabled else None)
         stack.callback(generation.shutdown)
+        generation.finish_generation()
         yield policy, generation
 
 

@@ -96,6 +96,17 @@ def test_resume_may_go_on_for_longer(recipe):
     assert RunDirectory(recipe("grpo.max_num_steps=500", "grpo.val_period=3"), resume=True).done == 3
 
 
+def test_a_run_of_before_there_was_a_key_goes_on_as_it_was(recipe):
+    leave_run(recipe(), steps=3, checkpoint=3)
+    stored = Path(recipe().logger.log_dir) / "config.yaml"
+    text = "".join(line for line in stored.read_text().splitlines(True) if "freeze_moe_router" not in line)
+    assert text != stored.read_text()
+    stored.write_text(text)
+    assert RunDirectory(recipe(), resume=True).done == 3
+    with pytest.raises(UserError, match="freeze_moe_router was False and is now True"):
+        RunDirectory(recipe("policy.megatron_cfg.freeze_moe_router=true"), resume=True)
+
+
 def test_two_processes_do_not_share_a_run_directory(recipe):
     with (
         RunDirectory(recipe(), resume=False),

@@ -19,7 +19,7 @@ QWEN3_8B = {
 QWEN3_30B_A3B = {
     "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "moe_intermediate_size": 768,
     "num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128, "num_hidden_layers": 48, "num_attention_heads": 32,
-    "num_key_value_heads": 4, "max_position_embeddings": 40960,
+    "num_key_value_heads": 4, "max_position_embeddings": 40960, "norm_topk_prob": True,
 }  # fmt: skip
 MOONLIGHT_16B_A3B = {
     "model_type": "deepseek_v3", "vocab_size": 163840, "hidden_size": 2048, "intermediate_size": 11264,
@@ -161,19 +161,24 @@ def _gated_mlp(prefix: str, hidden: int, intermediate: int, copies: int = 1) -> 
 
 def shape_of(model_name: str) -> Shape:
     """Of a folder with config.json, or of a model in PUBLISHED. Raises UserError for any other."""
+    return from_config(config_of(model_name), model_name)
+
+
+def config_of(model_name: str) -> dict[str, Any]:
+    """What config.json of a folder says, or PUBLISHED of a model. Raises UserError for any other."""
     path = Path(model_name) / "config.json"
     if path.is_file():
         try:
-            raw = json.loads(path.read_text())
+            raw: dict[str, Any] = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read as JSON: {error}") from None
-        return from_config(raw, str(path))
+        return raw
     if model_name not in PUBLISHED:
         raise UserError(
             f"policy.model_name={model_name} is no folder with a config.json and none of the models that the doctor "
             f"knows ({', '.join(PUBLISHED)}); give it as policy.model_name=<folder>"
         )
-    return from_config(PUBLISHED[model_name], model_name)
+    return PUBLISHED[model_name]
 
 
 def from_config(raw: dict[str, Any], source: str) -> Shape:

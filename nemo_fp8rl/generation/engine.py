@@ -47,6 +47,7 @@ class VllmEngine:
         """`load_format="auto"` reads the weights of policy.model_name from disk instead of waiting for a refit."""
         compat.vllm_version()
         check_engine(read_hf_config(cfg.policy.model_name), cfg)
+        checkpoint_folder(cfg.policy.tokenizer.name, "policy.tokenizer.name")  # before vLLM is told to stay offline
         for name, value in (ENVIRONMENT if torch.cuda.is_available() else ENVIRONMENT | CPU_ENVIRONMENT).items():
             os.environ.setdefault(name, value)
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # "Triton not available", on every CPU
@@ -229,7 +230,7 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
             "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, vllm_cfg.max_model_len),
         }
     return {
-        "model": str(checkpoint_folder(cfg.policy.model_name)),
+        "model": str(checkpoint_folder(cfg.policy.model_name, weights=load_format != "dummy")),
         "tokenizer": str(checkpoint_folder(cfg.policy.tokenizer.name, "policy.tokenizer.name")),
         "skip_tokenizer_init": not cfg.policy.generation.stop_strings,
         "dtype": cfg.policy.precision,

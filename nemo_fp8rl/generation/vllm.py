@@ -126,7 +126,8 @@ class VllmGeneration:
 
     def finish_generation(self) -> None:
         if level := self.cfg.policy.generation.vllm_cfg.sleep_level:
-            self._all("finish_generation", level)
+            for engine in self._all("finish_generation", level):
+                self._one(engine, "finish_generation", level)
 
     def prepare_for_generation(self) -> None:
         if self.cfg.policy.generation.vllm_cfg.sleep_level:
@@ -159,12 +160,13 @@ class VllmGeneration:
         borders = [len(positions) * i // count for i in range(count + 1)]
         return {engine: positions[a:b] for engine, (a, b) in enumerate(pairwise(borders)) if b > a}
 
-    def _all(self, method: str, *arguments: Any) -> None:
-        """Call it on every engine; one that is dead is started again instead."""
+    def _all(self, method: str, *arguments: Any) -> list[int]:
+        """Call it on every engine; one that is dead is started again instead, and named."""
         outcomes = self.engines.outcomes(method, dict.fromkeys(range(self.engines.count), arguments), self.timeout)
         for engine, outcome in outcomes.items():
             if isinstance(outcome, WorkerDied):
                 self._revive(engine, outcome)
+        return [engine for engine, outcome in outcomes.items() if isinstance(outcome, WorkerDied)]
 
     def _revive(self, engine: int, death: WorkerDied) -> None:
         self.replace(engine, death)

@@ -1,44 +1,61 @@
 """What files a model is, in a folder or under a name of the Hugging Face hub."""
 
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 
 MODEL_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "tokenizer.model", "chat_template*")
 WEIGHTS = "*.safetensors"
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+HUB_NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*?)(?:@(?P<revision>[\w.-]+))?")
 
 
-def checkpoint_folder(name: str | Path, key: str = "policy.model_name") -> Path:
-    """`name` itself where it is a folder, or can be nothing else; of a name on the hub its folder in the hub's cache
-    (HF_HOME), downloaded first unless it is whole there.
+def checkpoint_folder(name: str | Path, key: str = "policy.model_name", weights: bool = False) -> Path:
+    """`name` itself where it is a folder, or can be nothing else. Of a name on the hub, `owner/model` or
+    `owner/model@revision`, its folder in the hub's cache (HF_HOME), where what is missing is downloaded first.
 
-    A whole one is taken as it is, so that a run goes on with the revision that it began with. Raises UserError, with
-    the key of the recipe, when the model cannot be had.
+    weights: with them; else what is small. Raises UserError, with the key of the recipe, when it cannot be had.
     """
-    folder = Path(name)
-    if folder.exists() or not HUB_NAME.fullmatch(str(name)):
-        return folder
+    match = _on_hub(name)
+    if match is None:
+        return Path(name)
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HTTPError
 
-    files = [*MODEL_FILES, *TOKENIZER_FILES, WEIGHTS]
+    files = [*MODEL_FILES, *TOKENIZER_FILES, *([WEIGHTS] if weights else [])]
     try:
-        try:
-            return Path(snapshot_download(str(name), allow_patterns=files, local_files_only=True))
-        except OSError:  # not there, or not whole
-            return Path(snapshot_download(str(name), allow_patterns=files))
-    except (OSError, ValueError, HTTPError) as error:
-        why = " ".join(str(error).split())
+        return Path(snapshot_download(match["repository"], revision=match["revision"], allow_patterns=files))
+    except Exception as error:  # the client's have no class in common
         raise UserError(
-            f"{key}: {name} is no folder here, and the Hugging Face hub does not give a model of that name "
-            f"({why[:300]}); give a checkpoint folder, or what the hub asks for: HF_TOKEN, network, a filled HF_HOME"
+            f"{key}: there is no folder {name} here, and the Hugging Face hub gives no model of that name "
+            f"({' '.join(str(error).split())[:300]}); give a checkpoint folder, or what the hub asks for: HF_TOKEN, "
+            "network (and HF_HUB_OFFLINE not set), or an HF_HOME that has it"
         ) from None
 
 
-def revision(name: str | Path) -> str:
-    """The commit of a model of the hub that `checkpoint_folder` gives; empty for a folder of one's own."""
-    folder = checkpoint_folder(name)
-    return "" if folder == Path(name) else folder.name
+def with_commits(cfg: Config, begun: Mapping[str, Any] | None = None) -> Config:
+    """The recipe with the commits that its models on the hub have now, so that all nodes take the same.
+
+    begun: by dotted key, what a run that goes on has had them as; a name that is still the same keeps its commit.
+    """
+    policy, begun = cfg.policy, begun or {}
+    model = _with_commit("policy.model_name", policy.model_name, begun)
+    tokenizer = _with_commit("policy.tokenizer.name", policy.tokenizer.name, begun)
+    return replace(cfg, policy=replace(policy, model_name=model, tokenizer=replace(policy.tokenizer, name=tokenizer)))
+
+
+def _with_commit(key: str, name: str, begun: Mapping[str, Any]) -> str:
+    match = _on_hub(name)
+    if match is None or str(begun.get(key)).startswith(f"{name}@"):
+        return name if match is None else str(begun[key])
+    return f"{match['repository']}@{checkpoint_folder(name, key).name}"
+
+
+def _on_hub(name: str | Path) -> re.Match[str] | None:
+    """None for what can only be a folder: one that is here, or would be in one that is."""
+    match = HUB_NAME.fullmatch(str(name))
+    return None if match is None or Path(name).parent.is_dir() else match

@@ -15,9 +15,11 @@ from nemo_fp8rl.config_check import check
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation.checks import check_engine
 from nemo_fp8rl.hf.config import check_context, read_hf_config
+from nemo_fp8rl.hf.hub import with_commits
 from nemo_fp8rl.nemo_rl.gpus import divide, is_colocated
 from nemo_fp8rl.nemo_rl.keys import COPIED, at, check_keys
 from nemo_fp8rl.nemo_rl.precision import read_precision
+from nemo_fp8rl.policy.layout import check_layout
 from nemo_fp8rl.typed_tree import defaults, typed
 from nemo_fp8rl.yaml_tree import register_resolvers
 
@@ -56,14 +58,17 @@ def from_nemo_rl(master: Mapping[str, Any]) -> Config:
     hf = read_hf_config(cfg.policy.model_name)
     check_context(hf, cfg.policy.max_total_sequence_length)
     check_engine(hf, cfg)
+    check_layout(hf, cfg)
     generation = cfg.policy.generation  # vLLM would add what the checkpoint ends with; our engine is told
     stop = tuple(sorted({*generation.stop_token_ids, *hf.eos_token_ids}))
-    return replace(cfg, policy=replace(cfg.policy, generation=replace(generation, stop_token_ids=stop)))
+    return with_commits(replace(cfg, policy=replace(cfg.policy, generation=replace(generation, stop_token_ids=stop))))
 
 
 def _check_as_setup_does(master: Mapping[str, Any]) -> None:
     """What NeMo RL's `setup`, which is not called for our parts, asserts of a recipe."""
     grpo, loss, generation = master["grpo"], master["loss_fn"], master["policy"]["generation"]
+    if at(master, "data.use_multiple_dataloader", False):
+        raise UserError("data.use_multiple_dataloader=true is not supported without NeMo RL's setup; set it to false")
     samples = grpo["num_prompts_per_step"] * grpo["num_generations_per_prompt"]
     if loss.get("force_on_policy_ratio") and samples != master["policy"]["train_global_batch_size"]:
         raise UserError(

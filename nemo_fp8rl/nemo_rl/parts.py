@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from nemo_fp8rl.config import Config, Fp8RlConfig
+from nemo_fp8rl.config import Fp8RlConfig
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.nemo_rl.compat import load_dataloader, save_state, steps_done
 from nemo_fp8rl.nemo_rl.recipe import NemoRlRecipe
@@ -132,15 +132,6 @@ def of_nemo_rl(
         )
     finally:
         generation.shutdown()
-
-
-def checked_config(master: Any) -> Config:
-    """What our parts will be made of. Raises UserError on a recipe that they cannot run."""
-    from nemo_fp8rl.nemo_rl.config import from_nemo_rl
-
-    if master.data["use_multiple_dataloader"]:
-        raise UserError("data.use_multiple_dataloader=true is not supported without NeMo RL's setup; set it to false")
-    return from_nemo_rl(master.model_dump())
 
 
 def _steps(recipe: NemoRlRecipe, prompts: Any) -> int:

@@ -190,7 +190,7 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
         """Nothing: a checkpoint is whole when `save_checkpoint` returns."""
 
     def print_node_ip_and_gpu_id(self) -> None:
-        """Nothing: there is no GPU to name."""
+        """Nothing: Ray's own log says where its actors are."""
 
     def shutdown(self) -> bool:
         self.policy.shutdown()

@@ -9,9 +9,11 @@ from types import ModuleType
 from typing import Any
 
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.nemo_rl.checkout import NEMO_RL_SRC
 from nemo_fp8rl.nemo_rl.compat import PREPARE_PROCESS, finish_checkpoints, prepare, steps_done
-from nemo_fp8rl.nemo_rl.parts import Loop, checked_config, of_nemo_rl, of_ours, takes_ours
+from nemo_fp8rl.nemo_rl.config import from_nemo_rl
+from nemo_fp8rl.nemo_rl.parts import Loop, of_nemo_rl, of_ours, takes_ours
 from nemo_fp8rl.nemo_rl.recipe import load as checked
 from nemo_fp8rl.nemo_rl.stop import LoopStop, Prompts
 from nemo_fp8rl.workers import connect, require_token
@@ -27,6 +29,9 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
     """
     recipe = checked(path, overrides)  # before anything is loaded
     ours = takes_ours(recipe.fp8rl.workers)
+    print(
+        f"nemo-fp8rl: nemo_fp8rl.workers={recipe.fp8rl.workers}, {'ours' if ours else 'those of NeMo RL'}", flush=True
+    )
     if ours:
         require_token()
     grpo = prepare()
@@ -39,9 +44,11 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
 
     from nemo_fp8rl.nemo_rl import environment
 
-    tokenizer = get_tokenizer(master.policy["tokenizer"])
+    tokenizer = get_tokenizer(_here(master.policy["tokenizer"]) if ours else master.policy["tokenizer"])
     master.policy["generation"] = configure_generation_config(master.policy["generation"], tokenizer)
-    num_cpus = checked_config(master).num_cpus + 2 if ours else 0  # of ranks, engines, and two for environments
+    num_cpus = (
+        from_nemo_rl(master.model_dump()).num_cpus + 2 if ours else 0
+    )  # of ranks, engines, and two for environments
     master.logger["log_dir"] = get_next_experiment_dir(master.logger["log_dir"])
     set_seed(recipe.values["grpo"]["seed"])
     with ExitStack() as stack:
@@ -85,6 +92,11 @@ def _ran_out_of_time(loop: Loop, seconds: float, steps_before: int) -> bool:
     if limit is None or not loop.master.checkpointing["enabled"] or done >= loop.steps:
         return False
     return seconds * (1 + 1 / max(done - steps_before, 1)) >= seconds_of(limit)
+
+
+def _here(tokenizer: dict[str, Any]) -> dict[str, Any]:
+    """The block policy.tokenizer with the folder of what it names."""
+    return {**tokenizer, "name": str(checkpoint_folder(tokenizer["name"], "policy.tokenizer.name"))}
 
 
 def save_in_time(checkpointing: dict[str, Any]) -> None:

@@ -118,7 +118,13 @@ def check_layout(hf: HfConfig, cfg: Config) -> None:
         raise UserError("policy.router_replay.enabled=true: the model has no experts; set it to false")
     if not hf.family.experts and expert > 1:
         raise UserError(f"{here}.expert_model_parallel_size={expert}: the model has no experts; set it to 1")
-    expert_tensor = expert_tensor_size(hf, parallel)
+    expert_tensor, ranks = expert_tensor_size(hf, parallel), cfg.cluster.train_ranks
+    if ranks % (expert * expert_tensor * parallel.pipeline_model_parallel_size):
+        raise UserError(
+            f"cluster.train_ranks={ranks} is not a multiple of {here}.expert_model_parallel_size={expert} times "
+            f"{here}.expert_tensor_parallel_size={expert_tensor} times "
+            f"{here}.pipeline_model_parallel_size={parallel.pipeline_model_parallel_size}"
+        )
     if expert == 1 and expert_tensor != tensor:
         raise UserError(
             f"{here}.expert_tensor_parallel_size={expert_tensor} must be {here}.tensor_model_parallel_size={tensor} "

@@ -122,7 +122,7 @@ def _mixture(hf: HfConfig, choice: Fp8RlConfig) -> dict[str, Any]:
 def build_model(config: TransformerConfig, layout: Layout, cfg: Config, kv_cache: TrainerKvCache | None) -> PolicyModel:
     """The rank's part of the checkpoint at policy.model_name; refuses to start without its FP8 layers."""
     hf, policy, choice, fp8_layers = layout.hf, cfg.policy, cfg.nemo_fp8rl, trainer_fp8_layers(layout.hf, cfg)
-    checkpoint = checkpoint_folder(policy.model_name)
+    checkpoint = checkpoint_folder(policy.model_name, weights=True)
     rope = read_rope(checkpoint, hf)
     if choice.align == "none" and rope.factor != 1.0:
         raise UserError(f"{policy.model_name}: rope_type {hf.rope_type!r} needs nemo_fp8rl.align=vllm")

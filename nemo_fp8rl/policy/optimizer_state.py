@@ -52,7 +52,7 @@ def save_optimizer(
 
         def gathered(name: str, kind: str = kind) -> Tensor:
             parameter = parameters[name]
-            if not parameter.requires_grad:  # a frozen one has no state; it is as if it had never been updated
+            if not parameter.requires_grad:  # it has no state: freed, it begins with moments of 0
                 return parameter.detach().float() if kind == MASTER else torch.zeros(parameter.shape)
             held = pieces.get(name)
             part = None if held is None else (held[1] if kind == MASTER else held[2][kind]).detach()

@@ -86,6 +86,8 @@ class MegatronWorker:
             )
         device = torch.device("cuda" if on_gpu else "cpu")
         self.hf = read_hf_config(cfg.policy.model_name)
+        tokenizer = checkpoint_folder(cfg.policy.tokenizer.name, "policy.tokenizer.name")
+        self.sources = checkpoint_folder(cfg.policy.model_name), tokenizer
         self.engine_fp8_layers = engine_fp8_layers(self.hf, cfg)
         join(rank, world_size, rendezvous, self.listener if rank == 0 else None)
         self.layout = split_model(self.hf, cfg.policy.megatron_cfg)
@@ -290,16 +292,14 @@ class MegatronWorker:
 
     def save(self, folder: str) -> None:
         """Write an HF checkpoint and the optimizer's state, all ranks together. Raises UserError on a full disk."""
-        policy, path = self.cfg.policy, Path(folder)
-        tokenizer = checkpoint_folder(policy.tokenizer.name, "policy.tokenizer.name")
-        sources = checkpoint_folder(policy.model_name), tokenizer
+        path = Path(folder)
         errors: list[Exception | None] = []  # raised at the end: till then the other ranks wait for this one's part
         try:
             if self.kv_cache is not None and self.rank == 0:
                 self.kv_cache.save(path)
         except OSError as error:
             errors.append(error)
-        errors.append(save_hf(path / "weights", self.export_weights(), self.layout, self.rank, *sources))
+        errors.append(save_hf(path / "weights", self.export_weights(), self.layout, self.rank, *self.sources))
         errors.append(
             save_optimizer(path / "optimizer", self.rank, self.layout, self.model, self.optimizer, self.scheduler)
         )

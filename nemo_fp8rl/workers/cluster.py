@@ -24,6 +24,7 @@ def on_one_host(cfg: Config) -> bool:
 def require_token() -> None:
     """A Ray that is started here asks for a token; it reads that when it is imported, and vLLM imports it too."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # as NeMo RL has it, which is imported later
     if "RAY_ADDRESS" in os.environ:
         return
     if "ray" not in sys.modules:

@@ -6,7 +6,6 @@ from nemo_fp8rl.doctor.agreement import check_agreement
 from nemo_fp8rl.doctor.alignment import check_alignment
 from nemo_fp8rl.doctor.batches import check_batches
 from nemo_fp8rl.doctor.hardware import GPUS, check_hardware, gpu_named
-from nemo_fp8rl.doctor.workers import check_workers
 from nemo_fp8rl.errors import UserError
 from tests.doctor.conftest import ENGINE, TRAINER
 
@@ -180,22 +179,3 @@ def test_a_bfloat16_recipe_runs_anywhere(plan):
 def test_an_unknown_gpu_is_named():
     with pytest.raises(UserError, match="--gpu tpu is not known; known are a100"):
         gpu_named("tpu")
-
-
-# Workers
-
-
-OURS = {"nemo_fp8rl.workers": "ours", "nemo_fp8rl.align": "none"}
-
-
-def test_what_our_own_workers_take_is_said_where_they_are_asked_for(plan):
-    assert list(check_workers(plan())) == []
-    for model, changes in ((LLAMA, {}), (MIXTURE, SPREAD)):
-        assert one(check_workers(plan(model, changes | OURS)), "ok") == "our own trainer and engines take this recipe"
-
-
-def test_what_they_do_not_take_is_named(plan):
-    assert "nemo_fp8rl.align=none" in one(check_workers(plan(LLAMA, OURS | {"nemo_fp8rl.align": "vllm"})), "error")
-    split = OURS | {TRAINER + "context_parallel_size": 2}
-    assert "no context parallelism" in one(check_workers(plan(LLAMA, split)), "error")
-    assert "none of Llama 3, Qwen2.5" in one(check_workers(plan(LATENT, OURS)), "error")

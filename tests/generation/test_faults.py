@@ -29,6 +29,7 @@ from tests.generation.far_trainer import FarTrainer, die_in_the_next_refit, move
 from tests.generation.pair import FREE, TEXTS, outputs
 
 ASYNC = "policy.generation.vllm_cfg.async_engine=true"
+SLEEPS = "policy.generation.vllm_cfg.sleep_level=1"
 WAVES = "policy.generation.vllm_cfg.max_num_seqs=8"
 """Two prompts at a time, so that a death finds some answered and others not."""
 LONG = replace(FREE, max_new_tokens=40, stop_token_ids=())
@@ -38,7 +39,7 @@ class Run:
     """A trainer that does not move and the driver's side of generation."""
 
     def __init__(self, overrides: tuple[str, ...]) -> None:
-        self.cfg = load(RECIPES / "tiny_cpu.yaml", overrides)
+        self.overrides, self.cfg = overrides, load(RECIPES / "tiny_cpu.yaml", overrides)
         tokenizer = PromptTokenizer(self.cfg.policy)
         self.prompts = [tuple(tokenizer.tokenizer(text).input_ids) for text in TEXTS]
         self.policy = MegatronPolicy(self.cfg)
@@ -69,7 +70,7 @@ def core_process() -> psutil.Process:
 
 @pytest.fixture(scope="module")
 def async_run(tiny_overrides):
-    run = Run((*tiny_overrides, ASYNC, WAVES, "cluster.max_engine_restarts=5"))
+    run = Run((*tiny_overrides, ASYNC, WAVES, "cluster.max_engine_restarts=6"))
     yield run
     run.close()
 
@@ -91,6 +92,19 @@ def test_a_core_found_dead_is_replaced_at_the_next_refit(async_run):
     async_run.generation.check_health()
     assert async_run.answers() == expected
     assert async_run.generation.engine_restarts == before + 1
+
+
+def test_a_core_found_dead_when_engines_go_to_sleep_is_replaced_by_one_that_sleeps(async_run, monkeypatch):
+    expected, generation = async_run.answers(), async_run.generation
+    monkeypatch.setattr(generation, "cfg", load(RECIPES / "tiny_cpu.yaml", (*async_run.overrides, SLEEPS)))
+    core = core_process()
+    core.kill()
+    core.wait()
+    generation.finish_generation()
+    with pytest.raises(RuntimeError, match="this engine sleeps"):
+        async_run.answers()
+    generation.prepare_for_generation()
+    assert async_run.answers() == expected
 
 
 def test_a_core_that_dies_in_a_refit_is_replaced_and_gets_the_whole_version(async_run):
@@ -143,8 +157,8 @@ def test_a_core_that_hangs_in_a_refit_is_replaced_after_the_timeout_and_gets_the
 
 
 def test_one_death_too_many_ends_the_run(async_run):
-    assert async_run.generation.engine_restarts == 5
-    with pytest.raises(UserError, match=r"after 5 restarts .*cluster\.max_engine_restarts.*--resume"):
+    assert async_run.generation.engine_restarts == 6
+    with pytest.raises(UserError, match=r"after 6 restarts .*cluster\.max_engine_restarts.*--resume"):
         async_run.answers(lambda: core_process().kill())
 
 

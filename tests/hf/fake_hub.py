@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,16 +28,16 @@ def fake_hub(name: str, folder: Path) -> Iterator[tuple[str, list[str]]]:
         def answer(self, with_body: bool) -> None:
             path = self.path.split("?")[0]
             headers = {"X-Repo-Commit": COMMIT}
-            if path == f"/api/models/{name}/revision/main":
+            if path in (f"/api/models/{name}", f"/api/models/{name}/revision/main"):
                 body = json.dumps({"id": name, "sha": COMMIT, "siblings": []}).encode()
             elif path == f"/api/models/{name}/tree/{COMMIT}":
                 tree = [{"type": "file", "path": file, "size": len(b), "oid": digest(b)} for file, b in files.items()]
                 body = json.dumps(tree).encode()
-            elif path.startswith(start := f"/{name}/resolve/{COMMIT}/") and path.removeprefix(start) in files:
-                body = files[path.removeprefix(start)]
+            elif (found := re.fullmatch(f"/{name}/resolve/(?:main|{COMMIT})/(.+)", path)) and found[1] in files:
+                body = files[found[1]]
                 headers["ETag"] = f'"{digest(body)}"'
                 if with_body:
-                    downloads.append(path.removeprefix(start))
+                    downloads.append(found[1])
             else:
                 self.send_response(404)
                 self.send_header("X-Error-Code", "RepoNotFound")

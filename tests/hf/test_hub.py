@@ -10,7 +10,7 @@ from huggingface_hub.constants import HF_HUB_OFFLINE
 
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.config import read_hf_config
-from nemo_fp8rl.hf.hub import checkpoint_folder, revision
+from nemo_fp8rl.hf.hub import checkpoint_folder, with_commits
 from tests.conftest import RECIPES, SMALL
 from tests.hf.fake_hub import COMMIT, fake_hub
 
@@ -38,35 +38,46 @@ def hub(folder, tmp_path, monkeypatch):
         yield downloads
 
 
-def test_a_model_comes_from_the_hub_once(hub, folder):
+def test_a_model_comes_from_the_hub_once_and_weights_only_where_they_are_read(hub, folder):
     there = checkpoint_folder(NAME)
-    needed = {path.name for path in folder.iterdir()} - {"README.md"}
-    assert set(hub) == {path.name for path in there.iterdir()} == needed
+    small = {path.name for path in folder.iterdir()} - {"README.md", "model.safetensors"}
+    assert set(hub) == {path.name for path in there.iterdir()} == small
+    assert checkpoint_folder(NAME, weights=True) == there
     assert (there / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
     hub.clear()
-    assert (checkpoint_folder(NAME), revision(NAME)) == (there, COMMIT)
+    assert checkpoint_folder(f"{NAME}@{COMMIT}", weights=True) == there
     assert not hub
     assert read_hf_config(NAME) == read_hf_config(folder)
 
 
-def test_what_a_download_left_out_is_fetched(hub, folder):
-    (checkpoint_folder(NAME) / "model.safetensors").unlink()
-    hub.clear()
-    assert (checkpoint_folder(NAME) / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
-    assert hub in ([], ["model.safetensors"])  # its content may still be in the cache
+def test_what_others_have_put_into_the_cache_is_not_taken_for_the_model(hub, folder):
+    huggingface_hub.hf_hub_download(NAME, "config.json")
+    there = checkpoint_folder(NAME, weights=True)
+    assert (there / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
 def test_a_whole_cache_needs_no_hub(hub, monkeypatch):
-    there = checkpoint_folder(NAME)
+    there = checkpoint_folder(NAME, weights=True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert checkpoint_folder(NAME) == there
+    assert checkpoint_folder(NAME, weights=True) == checkpoint_folder(f"{NAME}@{COMMIT}") == there
+
+
+def test_all_take_the_commit_that_one_has_seen_and_a_run_that_goes_on_keeps_its_own(hub, recipe):
+    cfg = recipe(f"policy.model_name={NAME}")
+    pinned = with_commits(cfg).policy
+    assert pinned.model_name == pinned.tokenizer.name == f"{NAME}@{COMMIT}"
+    begun = {"policy.model_name": f"{NAME}@{'9' * 40}", "policy.tokenizer.name": f"{NAME}-2@{'9' * 40}"}
+    assert with_commits(cfg, begun).policy.model_name == f"{NAME}@{'9' * 40}"
+    assert with_commits(cfg, begun).policy.tokenizer.name == f"{NAME}@{COMMIT}"
+    assert with_commits(recipe()) == recipe()
 
 
 def test_a_folder_comes_before_a_model_of_its_name(hub, folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.mkdir("some-org")
     os.symlink(folder, NAME)
-    assert (str(checkpoint_folder(NAME)), revision(NAME)) == (NAME, "")
+    assert str(checkpoint_folder(NAME)) == NAME
+    assert str(checkpoint_folder(f"{NAME[:-1]}")) == NAME[:-1], "a slip in the name of a folder is not for the hub"
     assert not hub
 
 
@@ -78,7 +89,7 @@ def test_only_names_that_the_hub_may_have_are_asked_for(name):
 @pytest.mark.parametrize("online", [True, False])
 def test_a_model_that_is_not_to_be_had_is_named(hub, monkeypatch, online):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", not online)
-    with pytest.raises(UserError, match=r"policy\.tokenizer\.name: some-org/other is no folder here.*HF_TOKEN"):
+    with pytest.raises(UserError, match=r"policy\.tokenizer\.name: there is no folder some-org/other here.*HF_TOKEN"):
         checkpoint_folder("some-org/other", "policy.tokenizer.name")
 
 
@@ -86,13 +97,14 @@ def test_a_run_on_a_model_of_the_hub(folder, tmp_path):
     run = tmp_path / "run"
     overrides = (f"policy.model_name={NAME}", f"data.train.data_path={folder.parent}/data.jsonl", *SMALL)
     with fake_hub(NAME, folder) as (address, downloads):
-        env = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home")}
+        online = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+        env = online | {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home")}
         recipe = ("--config", RECIPES / "tiny_cpu.yaml", *overrides, f"logger.log_dir={run}", "grpo.max_num_steps=1")
-        words = map(str, (sys.executable, "-m", "nemo_fp8rl.cli", "train", *recipe))
-        done = subprocess.run(list(words), env=os.environ | env, capture_output=True, text=True, check=False)
+        words = list(map(str, (sys.executable, "-m", "nemo_fp8rl.cli", "train", *recipe)))
+        done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert downloads
-    assert f'"model": "{NAME} at {COMMIT}"' in (run / "environment.json").read_text()
+    assert downloads.count("model.safetensors") == 1
+    assert f"model_name: {NAME}@{COMMIT}" in (run / "config.yaml").read_text()
     saved = run / "checkpoints" / "step_1" / "policy" / "weights"
     assert (saved / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     assert not (saved / "tokenizer.json").is_symlink()

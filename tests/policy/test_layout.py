@@ -166,7 +166,6 @@ def test_routing_replay_of_a_dense_model_is_refused(recipe):
     [
         (("tensor_model_parallel_size=2",), 3, "train_ranks=3 is not a multiple of .*tensor_model_parallel_size=2"),
         (("pipeline_model_parallel_size=2",), 1, "train_ranks=1 is not a multiple of .*pipeline_model_parallel_size=2"),
-        (("expert_model_parallel_size=4",), 2, "train_ranks=2 is not a multiple of .*expert_model_parallel_size=4"),
         (("sequence_parallel=true",), 2, "sequence_parallel=true needs .*tensor_model_parallel_size above 1"),
         (("tensor_model_parallel_size=0",), 2, "tensor_model_parallel_size must be a finite number above 0"),
     ],
@@ -184,6 +183,10 @@ def test_experts_are_split_as_the_rest_where_they_are_not_spread_and_a_dense_mod
     with pytest.raises(UserError, match=r"expert_tensor_parallel_size=1 must be .*_parallel_size=2 .*gradient norm"):
         check_layout(MOE, cfg)
     check_layout(DENSE, cfg)
+    two = ("cluster.backend=ray", "cluster.train_ranks=2", "policy.train_micro_batch_size=32")
+    cfg = recipe(*two, "policy.megatron_cfg.expert_model_parallel_size=4")
+    with pytest.raises(UserError, match=r"train_ranks=2 is not a multiple of .*expert_model_parallel_size=4"):
+        check_layout(MOE, cfg)
 
 
 def test_a_batch_is_divided_among_replicas_not_among_ranks(recipe):

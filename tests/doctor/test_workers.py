@@ -1,0 +1,44 @@
+"""Whether our own workers take a recipe: by what makes them, and only where they are asked for."""
+
+import pytest
+
+from nemo_fp8rl.doctor.plan import Plan
+from nemo_fp8rl.doctor.shapes import shape_of
+from nemo_fp8rl.doctor.workers import check_workers
+from tests.nemo_rl.test_config import master
+
+
+def said(model: str, **changes: object) -> list[tuple[str, str]]:
+    values = master(None, **{"policy__model_name": model, **changes})
+    values["nemo_fp8rl"] = {"workers": "ours", "align": "none"} | values["nemo_fp8rl"]
+    return [(finding.level, finding.text) for finding in check_workers(Plan(values, shape_of(model)))]
+
+
+@pytest.mark.parametrize("model", ["meta-llama/Llama-3.1-8B", "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B"])
+def test_ours_take_it(model):
+    assert said(model) == [("ok", "our own trainer and engines take this recipe")]
+
+
+def test_where_they_are_not_asked_for_nothing_is_said():
+    assert said("Qwen/Qwen3-8B", nemo_fp8rl={"workers": "auto"}) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        ("Qwen/Qwen3-8B", {"nemo_fp8rl": {"align": "vllm"}}, "nemo_fp8rl.align=none"),
+        ("Qwen/Qwen3-8B", {"policy__megatron_cfg__context_parallel_size": 2}, "no context parallelism"),
+        ("Qwen/Qwen3-8B", {"policy__generation__val_temperature": 0.5}, "val_temperature"),
+        ("Qwen/Qwen3-8B", {"grpo__batch_multiplier": 2}, "grpo.batch_multiplier"),
+        ("moonshotai/Moonlight-16B-A3B", {}, "moonshotai/Moonlight-16B-A3B/config.json: model_type 'deepseek_v3'"),
+        ("Qwen/Qwen3-8B", {"cluster__gpus_per_node": 64, "policy__generation__vllm_cfg__tensor_parallel_size": 64}, ""),
+        (
+            "Qwen/Qwen3-30B-A3B",
+            {"cluster__gpus_per_node": 2, "policy__megatron_cfg__tensor_model_parallel_size": 2},
+            "sequence_parallel=true",
+        ),
+    ],
+)
+def test_what_they_do_not_take_is_named(model, changes, message):
+    (finding,) = said(model, **changes)
+    assert finding[0] == "error" and message in finding[1]
