@@ -46,13 +46,11 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
 
     tokenizer = get_tokenizer(_here(master.policy["tokenizer"]) if ours else master.policy["tokenizer"])
     master.policy["generation"] = configure_generation_config(master.policy["generation"], tokenizer)
-    num_cpus = (
-        from_nemo_rl(master.model_dump()).num_cpus + 2 if ours else 0
-    )  # of ranks, engines, and two for environments
+    processes = from_nemo_rl(master.model_dump()).num_cpus if ours else 0
     master.logger["log_dir"] = get_next_experiment_dir(master.logger["log_dir"])
     set_seed(recipe.values["grpo"]["seed"])
     with ExitStack() as stack:
-        stack.enter_context(_ray(num_cpus, ours))
+        stack.enter_context(_ray(processes + 2, ours))  # two for environments
         environment.register()
         data, val_data, envs, val_envs = setup_response_data(tokenizer, master.data, master.env)
         parts = of_ours if ours else of_nemo_rl
