@@ -80,7 +80,7 @@ def begun(cfg: Config) -> dict[str, Any]:
     """The recipe of the run in logger.log_dir, by dotted key; empty where there is none. Raises UserError."""
     path = Path(cfg.logger.log_dir) / "config.yaml"
     try:
-        return flat(yaml.safe_load(path.read_text()))
+        return flat(yaml.safe_load(path.read_text()) or {})
     except FileNotFoundError:
         return {}
     except (OSError, yaml.YAMLError) as error:
@@ -155,7 +155,7 @@ class RunDirectory:
         if not old:
             raise UserError(f"--resume: {self.path} has no config.yaml, the recipe of the run; give it back")
         for key in sorted(old.keys() | new.keys()):
-            was = old[key] if key in old or key not in LATER else LATER[key]
+            was = old.get(key, LATER.get(key))
             if was != new.get(key) and not key.startswith(MAY_CHANGE):
                 raise UserError(
                     f"--resume: {key} was {was} and is now {new.get(key)}; give the old value, or set another "

@@ -30,10 +30,11 @@ def checkpoint_folder(name: str | Path, key: str = "policy.model_name", weights:
     try:
         return Path(snapshot_download(match["repository"], revision=match["revision"], allow_patterns=files))
     except Exception as error:  # the client's have no class in common
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise UserError(
-            f"{key}: there is no folder {name} here, and the Hugging Face hub gives no model of that name "
-            f"({' '.join(str(error).split())[:300]}); give a checkpoint folder, or what the hub asks for: HF_TOKEN, "
-            "network (and HF_HUB_OFFLINE not set), or an HF_HOME that has it"
+            f"{key}: there is no folder {name} here, and the Hugging Face hub gives no model of that name ({why}); "
+            "give a checkpoint folder, or what the hub asks for: HF_TOKEN, network (and HF_HUB_OFFLINE not set), or an "
+            "HF_HOME that has it"
         ) from None
 
 

@@ -150,5 +150,6 @@ def build_model(config: TransformerConfig, layout: Layout, cfg: Config, kv_cache
     load_hf(checkpoint, model, layout)
     if policy.megatron_cfg.freeze_moe_router:
         for name, parameter in model.named_parameters():
-            parameter.requires_grad = not name.endswith(tuple(ROUTER))
+            if name.endswith(tuple(ROUTER)):
+                parameter.requires_grad = False
     return model

@@ -8,7 +8,6 @@ import pytest
 
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.nemo_rl.parts import takes_ours
-from tests.conftest import RECIPES
 from tests.nemo_rl import runs
 
 PRETENDED = """
@@ -61,7 +60,7 @@ def test_ours_run_nemo_rls_loop_where_there_are_gpus(warm, tmp_path):
     logs = tmp_path / "logs"
     keys = [*runs.overrides(warm, logs), "cluster.gpus_per_node=2", "policy.train_micro_batch_size=32"]
     keys += ["policy.logprob_batch_size=32", "grpo.max_num_steps=2", "++nemo_fp8rl.workers=ours"]
-    command = ["-m", "nemo_fp8rl.cli", "nemo", "--config", str(RECIPES / "nemo_rl" / runs.RECIPE.name), *keys]
+    command = ["-m", "nemo_fp8rl.cli", "nemo", "--config", str(runs.RECIPE), *keys]
     said = with_pretended_gpus(*command, **runs.environment(tmp_path))
     assert "flow fp8_e2e" in said
     values = runs.logged(logs)
