@@ -11,10 +11,14 @@ Values come as their bits: int16 for bfloat16, int32 for float32.
 
 import numba as nb
 import numpy as np
+from llvmlite import ir
+from numba.core.cgutils import get_or_insert_function
 from numba.cpython.unsafe.numbers import trailing_zeros
-from numba.extending import overload
+from numba.extending import intrinsic, overload
 
 u8, u16, u32, u64, i16, i32, f32 = np.uint8, np.uint16, np.uint32, np.uint64, np.int16, np.int32, np.float32
+AHEAD = 4096
+"""Bytes that are asked for before they are compared: the processor's own prefetching is late for them."""
 jit = nb.njit(nogil=True, cache=True, error_model="numpy")  # fastmath stays off: it changes bits
 
 
@@ -266,22 +270,73 @@ def convert_row_back(x, scales, inverses, out):
 
 
 @jit
+def equal_of_16(a, b):
+    """Whether 16 words are those of b: a length that the compiler knows."""
+    flipped = u64(0)
+    for k in range(16):
+        flipped |= a[k] ^ b[k]
+    return flipped == u64(0)
+
+
+@intrinsic
+def fetch_line(typing, address):
+    """Have the cache line at an address on its way; no harm if nothing is there."""
+
+    def code(context, builder, signature, arguments):
+        pointer, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
+        function = get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        to_read, close, data = flag(0), flag(3), flag(1)
+        builder.call(function, [builder.inttoptr(arguments[0], pointer), to_read, close, data])
+        return context.get_dummy_value()
+
+    return nb.void(nb.intp), code
+
+
+@jit
+def fetch(address, nbytes):
+    for line in range(address, address + nbytes, 64):
+        fetch_line(line)
+
+
+@jit
+def record(flipped, row_start, bytes_, column, gaps, differences, state):
+    """Of the eight bytes of a row from `column` on: change those whose bits are `flipped`, and list them."""
+    while flipped != u64(0):
+        byte = np.int64(trailing_zeros(flipped)) >> 3
+        old, new = bytes_[column + byte], u8(bytes_[column + byte] ^ u8(flipped >> u64(8 * byte)))
+        flipped &= ~u64(u64(0xFF) << u64(8 * byte))
+        at = row_start + column + byte
+        gap = at - state[0] - 1
+        while gap > 65535:
+            gaps[state[1]], differences[state[1]] = 65535, 0
+            state[1] += 1
+            gap -= 65536
+        gaps[state[1]], differences[state[1]] = gap, new - old
+        bytes_[column + byte] = new
+        state[0] = at
+        state[1] += 1
+        state[2] += 1
+
+
+@jit
 def quantize_delta(
     x, place, row, end, out, scale_inv, height, width, pow2, largest, maxima, scales,
-    gaps, differences, state, changed,
+    gaps, differences, state, codes,
 ):  # fmt: skip
     """Rows `row` to `end`, counted through all matrices, until the entries might not fit; returns where to go on.
 
-    out: what the rows are compared with, and then what they are.
+    out: what the rows are compared with, and then what they are. state: see `Recording`. codes: scratch for a row, as
+    long as whole groups of 16 words, zero beyond the row.
     """
     origin, matrix_stride, stride = place
     columns = len(scales)
-    words = changed.view(u64)
-    last, entries, changes = state
+    words = codes.view(u64)
+    zeros = np.zeros_like(words)
     shifted, next_strip = False, row
     matrix, within = divmod(row, out.shape[1])
     for r in range(row, end):
-        if entries + columns + (r * columns + columns - last) // 65536 + 1 > len(gaps):
+        if state[1] + columns + (r * columns + columns - state[0]) // 65536 + 1 > len(gaps):
             end = r
             break
         start = origin + matrix * matrix_stride + within * stride
@@ -295,32 +350,25 @@ def quantize_delta(
             )  # fmt: skip
             shifted = pow2 and shifts_of(scales, maxima)
         values, bytes_ = x[start : start + columns], out[matrix, within]
+        fetch(bytes_.ctypes.data + AHEAD, columns)
         if shifted:
-            shift_row(values, maxima, changed[:columns])
+            shift_row(values, maxima, codes[:columns])
         else:
-            convert_row(values, scales, changed[:columns])
-        for k in range(columns):
-            changed[k] ^= bytes_[k]
-        for word in range(len(words)):
-            mask = words[word]
-            while mask != u64(0):
-                byte = np.int64(trailing_zeros(mask)) >> 3
-                mask &= ~u64(u64(0xFF) << u64(8 * byte))
-                column = word * 8 + byte
-                at = r * columns + column
-                gap = at - last - 1
-                last = at
-                while gap > 65535:
-                    gaps[entries], differences[entries] = 65535, 0
-                    entries += 1
-                    gap -= 65536
-                old = bytes_[column]
-                bytes_[column] = old ^ changed[column]
-                gaps[entries], differences[entries] = gap, bytes_[column] - old
-                entries += 1
-                changes += 1
+            convert_row(values, scales, codes[:columns])
+        if columns == len(codes):
+            held = bytes_.view(u64)
+        else:
+            held = zeros
+            for k in range(columns):
+                codes[k] ^= bytes_[k]
+        for group in range(len(words) // 16):
+            if equal_of_16(words[group * 16 : group * 16 + 16], held[group * 16 : group * 16 + 16]):
+                continue
+            for word in range(group * 16, group * 16 + 16):
+                flipped = words[word] ^ held[word]
+                if flipped != u64(0):
+                    record(flipped, r * columns, bytes_, word * 8, gaps, differences, state)
         within += 1
         if within == out.shape[1]:
             matrix, within = matrix + 1, 0
-    state[0], state[1], state[2] = last, entries, changes
     return end
