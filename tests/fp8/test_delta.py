@@ -105,7 +105,7 @@ def assert_delta_is(
 def changes(draw: st.DrawFn) -> tuple[Tensor, list[int]]:
     """A matrix or a stack of them, and the places that change: none, few, or around and above the limit."""
     experts = draw(st.sampled_from([(), (), (1,), (3,)]))
-    widths = st.one_of(st.integers(0, 9), st.sampled_from([63, 64, 65, 130, 200, 513]))
+    widths = st.one_of(st.integers(0, 9), st.sampled_from([63, 64, 65, 128, 130, 200, 256, 513]))
     x = matrix((*experts, draw(widths), draw(widths)), seed=draw(st.integers(0, 100)))
     if draw(st.booleans()):
         x = x.transpose(-1, -2)
@@ -219,6 +219,20 @@ def test_large_tensors_give_the_same_delta_for_any_number_of_threads():
     positions = sorted(random.Random(0).sample(range(x.numel()), 150_000))  # more than CHUNK_ENTRIES
     for threads in (1, 2, 3):
         assert_delta_is(x, positions, "cpu", threads=threads)
+
+
+@pytest.mark.parametrize("offset", [1, 4])
+@pytest.mark.parametrize("width", [384, 200])
+def test_bytes_that_begin_anywhere_in_memory_are_compared_as_they_are(offset, width):
+    x = matrix((256, width))
+    positions = sorted(random.Random(offset).sample(range(x.numel()), 1000))
+    expected = quantize_blockwise(x, kernel="reference")
+    held = torch.empty(x.numel() + offset, dtype=torch.uint8)[offset:].view(x.shape).view(expected.data.dtype)
+    held.copy_(changed_base(expected.data, positions, [3] * len(positions)))
+    out = BlockScaled(held, torch.empty_like(expected.scale_inv), (128, 128))
+    delta = quantize_delta(x, held, kernel="cpu", out=out)[1]
+    assert listed(delta) == entries(positions, [3] * len(positions))
+    assert torch.equal(flat(held), flat(expected.data))
 
 
 def test_rows_wider_than_the_buffer_of_entries_are_listed_too():
