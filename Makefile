@@ -98,7 +98,7 @@ test-nemo-rl: .venv/nemo-rl/installed  ## NeMo RL's own loop and loss tests with
 	@touch $@
 
 test-slurm: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
-test-slurm: setup-dev  ## the launcher on a real SLURM in namespaces; root, after apt install slurm-wlm munge
+test-slurm: setup-dev  ## the launcher on a real SLURM in namespaces; root, and what docs/launch.md names
 	@$(BIN)/python -m pytest -q -rs -m slurm $(ARGS)
 
 test-browser: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)

@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="run GRPO from a recipe")
     _add_recipe(train)
     train.add_argument("--resume", action="store_true", help="continue the run in logger.log_dir")
-    train.add_argument("--restartable", action="store_true", help="the same, or from the start without a checkpoint")
+    train.add_argument("--restartable", action="store_true", help="like --resume; begins where none was saved")
     train.set_defaults(run=_train)
 
     nemo = commands.add_parser("nemo", help="run NeMo RL's own GRPO loop, with our trainer and engines or with its own")
@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
 
     stop = commands.add_parser("request-stop", help="a pod's preStop hook: have the run save before the pod ends")
     stop.add_argument(
-        "--linger", type=float, default=0.0, metavar="SECONDS", help="after that, of the driver's own pod"
+        "--linger", type=float, default=0.0, metavar="SECONDS", help="then the driver's own pod stays for so long"
     )
     stop.set_defaults(run=_request_stop)
     return parser

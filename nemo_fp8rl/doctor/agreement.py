@@ -58,15 +58,23 @@ def _layers(plan: Plan) -> Iterator[Finding]:
 def _correction(plan: Plan) -> Iterator[Finding]:
     if not plan.engine_fp8:
         return
-    loss, ours = plan.values["loss_fn"], plan.values["nemo_fp8rl"]
-    if not loss.get("use_importance_sampling_correction"):
+    loss, ours = plan.values["loss_fn"], plan.values["nemo_fp8rl"]["correction"]
+    if ours is not None:
+        if loss.get("use_importance_sampling_correction"):
+            yield Finding(
+                "error",
+                TOPIC,
+                "nemo_fp8rl.correction contradicts loss_fn.use_importance_sampling_correction: set that to false, and "
+                "loss_fn.truncated_importance_sampling_type to null",
+            )
+    elif not loss.get("use_importance_sampling_correction"):
         yield Finding(
             "error",
             TOPIC,
             "loss_fn.use_importance_sampling_correction=false: NeMo RL does not start an FP8 engine without; set it to "
             "true, with truncated_importance_sampling_type=tis and truncated_importance_sampling_ratio=2",
         )
-    elif not loss.get("truncated_importance_sampling_type") and not ours["correction"]:
+    elif not loss.get("truncated_importance_sampling_type"):
         yield Finding(
             "warn",
             TOPIC,

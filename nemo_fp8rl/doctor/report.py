@@ -53,7 +53,7 @@ def examine(path: Path, overrides: Sequence[str], gpu_name: str) -> Report:
         *check_batches(plan),
         *check_memory(plan, gpu, memory),
         *check_hardware(plan, gpu),
-        *check_workers(plan),
+        *check_workers(plan, recipe.checkout.version),
     ]
     return Report(str(path), model, plan.shape.parameters, recipe.checkout.version, gpu, memory, findings)
 

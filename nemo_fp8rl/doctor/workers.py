@@ -1,4 +1,4 @@
-"""Whether our own trainer and engines take a recipe that asks for them (nemo_fp8rl.workers=ours)."""
+"""Whether the workers that a recipe asks for, our own or NeMo RL's (nemo_fp8rl.workers), take it."""
 
 import json
 from collections.abc import Iterator
@@ -9,19 +9,38 @@ from nemo_fp8rl.doctor.finding import Finding
 from nemo_fp8rl.doctor.plan import Plan
 from nemo_fp8rl.doctor.shapes import config_of
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.nemo_rl.stock.refusal import why_not
 
 TOPIC = "workers"
 
 
-def check_workers(plan: Plan) -> Iterator[Finding]:
-    """By the functions that they are made by; these need torch."""
-    ours = plan.values["nemo_fp8rl"]
-    if ours["workers"] != "ours":
-        return
+def check_workers(plan: Plan, version: str) -> Iterator[Finding]:
+    """By the functions that they are made by, of which ours need torch. version: of NeMo RL.
+
+    Under auto a recipe may be for NeMo RL without this package, too.
+    """
+    workers = plan.values["nemo_fp8rl"]["workers"]
+    if workers == "ours":
+        yield from _ours(plan)
+    elif refusal := _stock(plan, version):
+        if workers == "auto":
+            yield Finding("warn", TOPIC, f"nemo_fp8rl.workers=auto takes NeMo RL's own on GPUs and ends: {refusal}")
+        else:
+            yield Finding("error", TOPIC, refusal)
+
+
+def _stock(plan: Plan, version: str) -> str:
+    try:
+        return why_not(plan.policy, version)
+    except UserError:
+        return ""  # said of the precision
+
+
+def _ours(plan: Plan) -> Iterator[Finding]:
     refusal = _refusal(plan)
     if refusal:
         yield Finding("error", TOPIC, refusal)
-    if ours["align"] == "vllm":
+    if plan.values["nemo_fp8rl"]["align"] == "vllm":
         why = "nemo_fp8rl.align=vllm rounds as vLLM's CPU kernels do; on GPUs set nemo_fp8rl.align=none"
         yield Finding("error", TOPIC, why)
     elif not refusal:

@@ -111,16 +111,12 @@ def of_nemo_rl(
     from nemo_fp8rl.nemo_rl.loss import GrpoLossFn
     from nemo_fp8rl.nemo_rl.stock.choose import choose, policy_factory
 
-    if recipe.checkout.version.startswith("0.7") and recipe.precision.flow != "bf16":
-        raise UserError(
-            f"NeMo RL {recipe.checkout.version} processes an engine's weights once more after a refit, which FP8 "
-            "ones do not survive: use its main"
-        )
     told = (name for name in OF_OURS if getattr(recipe.fp8rl, name) != getattr(Fp8RlConfig(), name))
     for name in told:
         print(f"nemo-fp8rl: nemo_fp8rl.{name} is of our own trainer and refit, NeMo RL's do without it", flush=True)
     fused = bool(master.policy["megatron_cfg"].get("use_fused_linear_logprobs"))
-    choose(master.policy, AutoConfig.from_pretrained(master.policy["model_name"]).num_hidden_layers)
+    layers = AutoConfig.from_pretrained(master.policy["model_name"]).num_hidden_layers
+    choose(master.policy, layers, recipe.checkout.version)
     policy, generation, _, _, prompts, val_prompts, _, logger, checkpointer, state, master, *_ = grpo.setup(
         master, tokenizer, data, val_data, policy_factory=policy_factory
     )

@@ -133,6 +133,7 @@ def test_fp8_needs_whole_groups_of_tokens_on_each_rank(plan):
             "NeMo RL does not start an FP8 engine without",
         ),
         ({"loss_fn.truncated_importance_sampling_type": None}, "warn", "weights without a bound"),
+        ({"nemo_fp8rl.correction": {"preset": "icepop"}}, "error", "set that to false"),
         ({ENGINE + "num_last_layers_in_bf16": 2}, "warn", "of layers 30 to 31 are bfloat16 in the engine"),
         ({ENGINE + "quantization_ignored_layer_kws": ["o_proj"]}, "warn", "self_attn.o_proj of layers 0 to 31"),
         ({ENGINE + "kv_cache_dtype": "fp8", "nemo_fp8rl.kv": "rollout"}, "warn", "see nemo_fp8rl.kv"),
@@ -146,6 +147,15 @@ def test_fp8_needs_whole_groups_of_tokens_on_each_rank(plan):
 )
 def test_disagreements(plan, changes, level, message):
     assert message in one(check_agreement(plan(LLAMA, changes)), level)
+
+
+def test_our_own_correction_stands_for_nemo_rls(plan):
+    instead = {
+        "nemo_fp8rl.correction": {"preset": "icepop"},
+        "loss_fn.use_importance_sampling_correction": False,
+        "loss_fn.truncated_importance_sampling_type": None,
+    }
+    assert {finding.level for finding in check_agreement(plan(LLAMA, instead))} == {"ok"}
 
 
 def test_float32_scales_on_both_sides_are_a_warning(plan):

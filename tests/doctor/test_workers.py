@@ -1,17 +1,18 @@
-"""Whether our own workers take a recipe: by what makes them, and only where they are asked for."""
+"""Whether the workers that a recipe asks for take it: by what makes them."""
 
 import pytest
 
 from nemo_fp8rl.doctor.plan import Plan
 from nemo_fp8rl.doctor.shapes import shape_of
 from nemo_fp8rl.doctor.workers import check_workers
+from tests.doctor.conftest import ENGINE, TRAINER
 from tests.nemo_rl.test_config import master
 
 
 def said(model: str, **changes: object) -> list[tuple[str, str]]:
     values = master(None, **{"policy__model_name": model, **changes})
     values["nemo_fp8rl"] = {"workers": "ours", "align": "none"} | values["nemo_fp8rl"]
-    return [(finding.level, finding.text) for finding in check_workers(Plan(values, shape_of(model)))]
+    return [(finding.level, finding.text) for finding in check_workers(Plan(values, shape_of(model)), "0.6.0")]
 
 
 @pytest.mark.parametrize("model", ["meta-llama/Llama-3.1-8B", "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B"])
@@ -21,6 +22,26 @@ def test_ours_take_it(model):
 
 def test_where_they_are_not_asked_for_nothing_is_said():
     assert said("Qwen/Qwen3-8B", nemo_fp8rl={"workers": "auto"}) == []
+
+
+@pytest.mark.parametrize(("workers", "level"), [("auto", "warn"), ("nemo_rl", "error")])
+@pytest.mark.parametrize(
+    ("change", "version", "message"),
+    [
+        ({ENGINE + "kv_cache_dtype": "fp8"}, "0.6.0", "kv_cache_dtype=fp8 is not supported with NeMo RL's own"),
+        ({}, "0.7.0", "NeMo RL 0.7.0 processes an engine's weights once more"),
+        ({"policy.generation.refit_transport": "nccl"}, "0.6.0", "refit_transport=nccl"),
+    ],
+)
+def test_what_nemo_rls_own_do_not_take_is_named(plan, workers, level, change, version, message):
+    (finding,) = check_workers(plan(changes={"nemo_fp8rl.workers": workers} | change), version)
+    assert finding.level == level and message in finding.text
+
+
+def test_nemo_rls_own_take_an_fp8_recipe_on_main_and_bf16_on_every_version(plan):
+    bf16 = {ENGINE + "precision": "bfloat16", TRAINER + "fp8_cfg.enabled": False}
+    assert list(check_workers(plan(changes={"nemo_fp8rl.workers": "nemo_rl"}), "0.6.0")) == []
+    assert list(check_workers(plan(changes={"nemo_fp8rl.workers": "nemo_rl"} | bf16), "0.7.0")) == []
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ import pytest
 from tests.conftest import RECIPES
 
 needs_checkout = pytest.mark.skipif(
-    "NEMO_RL_SRC" not in os.environ,
-    reason="NEMO_RL_SRC names no checkout: git clone https://github.com/NVIDIA-NeMo/RL, and set it to that folder",
+    "NEMO_RL_SRC" not in os.environ or find_spec("hydra") is None,
+    reason="needs a checkout and what it imports: git clone https://github.com/NVIDIA-NeMo/RL, set NEMO_RL_SRC to that "
+    "folder, make test-nemo-rl",
 )
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """The prompt's text and nothing else, as our own loop has it for a tokenizer without a template."""

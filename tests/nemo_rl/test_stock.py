@@ -57,7 +57,7 @@ def weights() -> dict[str, Tensor]:
 
 def test_the_trainer_streams_the_contracts_bytes_of_what_is_fp8_and_the_rest_as_it_is():
     cfg = policy()
-    choose(cfg, num_hidden_layers=2)
+    choose(cfg, num_hidden_layers=2, version="0.6.0")
     held = weights()
     streamed = dict(StreamingWorker(cfg, held)._iter_params_with_optional_kv_scales(conversion_tasks=None))
     expected = quantize_blockwise(held[WEIGHT], scale_format="pow2")
@@ -70,7 +70,7 @@ def test_the_trainer_streams_the_contracts_bytes_of_what_is_fp8_and_the_rest_as_
 def test_without_fp8_in_the_recipe_nothing_changes():
     cfg = policy(precision="bfloat16") | {"megatron_cfg": {"enabled": True}}
     before = repr(cfg)
-    choose(cfg, num_hidden_layers=2)
+    choose(cfg, num_hidden_layers=2, version="0.6.0")
     held = weights()
     assert repr(cfg) == before
     assert dict(StreamingWorker(cfg, held)._iter_params_with_optional_kv_scales()) == held
@@ -78,7 +78,7 @@ def test_without_fp8_in_the_recipe_nothing_changes():
 
 def test_a_weight_that_is_not_finite_is_named():
     cfg = policy()
-    choose(cfg, num_hidden_layers=2)
+    choose(cfg, num_hidden_layers=2, version="0.6.0")
     held = weights()
     held[WEIGHT][3, 5] = torch.nan
     with pytest.raises(NonFiniteError, match=WEIGHT):
@@ -87,7 +87,7 @@ def test_a_weight_that_is_not_finite_is_named():
 
 def test_the_engine_is_vllms_own_fp8_with_our_worker():
     cfg = policy()
-    choose(cfg, num_hidden_layers=2)
+    choose(cfg, num_hidden_layers=2, version="0.6.0")
     generation = cfg["generation"]
     assert cfg[CHOICE] == {"scale_format": "pow2", "fp8_layers": [1, 2, []]}
     assert generation["vllm_cfg"]["precision"] == "bfloat16"  # so that NeMo RL patches nothing
@@ -101,7 +101,7 @@ def test_the_engine_is_vllms_own_fp8_with_our_worker():
 
 def test_an_fp8_kv_cache_is_refused():
     with pytest.raises(UserError, match="kv_cache_dtype"):
-        choose(policy(kv_cache_dtype="fp8"), num_hidden_layers=2)
+        choose(policy(kv_cache_dtype="fp8"), num_hidden_layers=2, version="0.6.0")
 
 
 @pytest.mark.nemo_rl

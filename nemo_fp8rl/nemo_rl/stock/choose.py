@@ -5,6 +5,7 @@ from typing import Any
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation.vllm_plugin import served_config
 from nemo_fp8rl.nemo_rl.precision import engine_fp8_layers, read_precision
+from nemo_fp8rl.nemo_rl.stock.refusal import why_not
 from nemo_fp8rl.nemo_rl.stock.stream import CHOICE
 
 TRAINER_WORKER = "nemo_fp8rl.nemo_rl.stock.worker.Fp8MegatronPolicyWorker"
@@ -17,26 +18,19 @@ PROJECTIONS = (
 )
 
 
-def choose(policy: dict[str, Any], num_hidden_layers: int) -> None:
+def choose(policy: dict[str, Any], num_hidden_layers: int, version: str) -> None:
     """Change NeMo RL's `policy` block, where it asks for FP8: vLLM's own FP8 in the engine, loaded by our worker class.
 
     The engine's `precision` becomes bfloat16, so that NeMo RL leaves vLLM as it is; what is FP8 stands in
     hf_overrides. Scales of activations are then vLLM's kernels' own choice, powers of two by DeepGEMM alone. Raises
-    UserError for an FP8 KV cache, which NeMo RL sets up in the code that this passes by, and for a DTensor trainer.
+    UserError for what this version's workers cannot have.
     """
     precision = read_precision(policy)
+    if refusal := why_not(policy, version):
+        raise UserError(refusal)
     if precision.flow == "bf16":
         return
-    if precision.kv_fp8:
-        raise UserError(
-            "policy.generation.vllm_cfg.kv_cache_dtype=fp8 is not supported with NeMo RL's own workers and FP8 on the "
-            "wire: set it to auto"
-        )
-    if not policy["megatron_cfg"].get("enabled"):
-        raise UserError("FP8 on the wire needs NeMo RL's Megatron worker: set policy.megatron_cfg.enabled=true")
     generation = policy["generation"]
-    if (transport := generation.get("refit_transport")) is not None:
-        raise UserError(f"policy.generation.refit_transport={transport} does not carry FP8: set it to null")
     vllm = generation["vllm_cfg"]
     layers = engine_fp8_layers(vllm, num_hidden_layers)
     linears = (f"model.layers.{i}.{name}" for i in range(num_hidden_layers) for name in PROJECTIONS)

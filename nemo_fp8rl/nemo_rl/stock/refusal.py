@@ -1,0 +1,34 @@
+"""What NeMo RL's own workers cannot have with FP8 on the wire; no torch, so that `doctor` may ask."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_fp8rl.nemo_rl.precision import read_precision
+
+OURS = "or nemo_fp8rl.workers=ours"
+
+
+def why_not(policy: Mapping[str, Any], version: str) -> str:
+    """Why NeMo RL of this version cannot run the recipe's block `policy`, in a sentence; empty if it can.
+
+    An FP8 KV cache is set up by NeMo RL in the code that FP8 on the wire passes by. Raises UserError where trainer and
+    engine would not agree.
+    """
+    precision = read_precision(policy)
+    if precision.flow == "bf16":
+        return ""
+    if version.startswith("0.7"):
+        return (
+            f"NeMo RL {version} processes an engine's weights once more after a refit, which FP8 ones do not survive: "
+            f"use its main, {OURS}"
+        )
+    if precision.kv_fp8:
+        return (
+            "policy.generation.vllm_cfg.kv_cache_dtype=fp8 is not supported with NeMo RL's own workers and FP8 on the "
+            f"wire: set it to auto, {OURS}"
+        )
+    if not policy["megatron_cfg"].get("enabled"):
+        return "FP8 on the wire needs NeMo RL's Megatron worker: set policy.megatron_cfg.enabled=true"
+    if (transport := policy["generation"].get("refit_transport")) is not None:
+        return f"policy.generation.refit_transport={transport} does not carry FP8: set it to null"
+    return ""
