@@ -26,12 +26,12 @@ TAKEN = ("models", "lengths")
 class TinyModel:
     """A model of `nemo-fp8rl make-tiny`, warmed up, from which every run of a part begins."""
 
+    warm_up: str
+    """The recipe of the warm-up, relative to the comparison's file."""
     task: str = "add"
     family: str = "qwen3"
     seed: int = 0
     """Of the weights, the data and the warm-up's order; the runs' seeds do not change it."""
-    warm_up: str = "conf/tiny_sft.yaml"
-    """The recipe of the warm-up, relative to the comparison's file."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Of that recipe."""
 
@@ -44,9 +44,9 @@ class Lengths:
     """Name of a length -> digits to add up; the first is what the others are compared with."""
     flows: tuple[str, ...]
     """Which of the flows."""
+    warm_up: str
     family: str = "qwen3"
     seed: int = 0
-    warm_up: str = "conf/tiny_sft.yaml"
     warm_up_overrides: dict[str, Any] = field(default_factory=dict)
     overrides: dict[str, Any] = field(default_factory=dict)
     """Of every run of this part, after those of the comparison."""
