@@ -71,6 +71,8 @@ WITHOUT_TORCH = (
     "algorithms.gates",
     "algorithms.metric_names",
     "hf.tensors",
+    "nemo_rl.precision",
+    "nemo_rl.stock.refusal",
 )
 """What reads a recipe; these answer before torch would be loaded."""
 HEAVY = "nemo_fp8rl.policy.worker"
@@ -166,6 +168,7 @@ MAY_IMPORT = {  # room -> the rooms it may import besides itself
     "workers": LEFTMOST,
     "policy": {*LEFTMOST, "refit", "workers"},
     "generation": {*LEFTMOST, "refit", "workers"},
+    "nemo_rl": {*LEFTMOST, "refit", "workers", "policy", "generation", "weights", "rollout", "interrupt"},
 }
 
 
