@@ -23,8 +23,6 @@ THREAD_VALUES = 1 << 20
 """Values below which a second thread costs more than it brings."""
 CHUNK_ENTRIES = 1 << 17
 """Entries of a delta recorded before they are put aside."""
-GROUP_BYTES = 128
-"""Compared at once."""
 
 
 def quantize(x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, scale_inv: Tensor) -> None:
@@ -150,7 +148,7 @@ class Recording:
         """state: flat index of the last entry; entries in the arrays; changes so far."""
         capacity = max(CHUNK_ENTRIES, x.size(2) + x.numel() // (ESCAPE + 1) + 2)
         state = np.array([start - 1, 0, 0], np.int64)
-        row = np.zeros(-(-x.size(2) // GROUP_BYTES) * GROUP_BYTES, np.uint8)
+        row = np.zeros(-(-x.size(2) // (8 * loops.GROUP)) * 8 * loops.GROUP, np.uint8)
         return cls(start - 1, (np.empty(capacity, np.uint16), np.empty(capacity, np.uint8), state, row))
 
     @property

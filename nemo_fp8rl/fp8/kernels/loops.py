@@ -17,6 +17,8 @@ from numba.cpython.unsafe.numbers import trailing_zeros
 from numba.extending import intrinsic, overload
 
 u8, u16, u32, u64, i16, i32, f32 = np.uint8, np.uint16, np.uint32, np.uint64, np.int16, np.int32, np.float32
+GROUP = 16
+"""Words of a row that are compared with what was sent last before any is looked at by itself."""
 AHEAD = 4096
 """Bytes that are asked for before they are compared: the processor's own prefetching is late for them."""
 jit = nb.njit(nogil=True, cache=True, error_model="numpy")  # fastmath stays off: it changes bits
@@ -270,10 +272,10 @@ def convert_row_back(x, scales, inverses, out):
 
 
 @jit
-def equal_of_16(a, b):
-    """Whether 16 words are those of b: a length that the compiler knows."""
+def equal_groups(a, b):
+    """Whether GROUP words are those of b: a length that the compiler knows."""
     flipped = u64(0)
-    for k in range(16):
+    for k in range(GROUP):
         flipped |= a[k] ^ b[k]
     return flipped == u64(0)
 
@@ -327,7 +329,7 @@ def quantize_delta(
     """Rows `row` to `end`, counted through all matrices, until the entries might not fit; returns where to go on.
 
     out: what the rows are compared with, and then what they are. state: see `Recording`. codes: scratch for a row, as
-    long as whole groups of 16 words, zero beyond the row.
+    long as whole groups, zero beyond the row.
     """
     origin, matrix_stride, stride = place
     columns = len(scales)
@@ -361,10 +363,10 @@ def quantize_delta(
             held = zeros
             for k in range(columns):
                 codes[k] ^= bytes_[k]
-        for group in range(len(words) // 16):
-            if equal_of_16(words[group * 16 : group * 16 + 16], held[group * 16 : group * 16 + 16]):
+        for first in range(0, len(words), GROUP):
+            if equal_groups(words[first : first + GROUP], held[first : first + GROUP]):
                 continue
-            for word in range(group * 16, group * 16 + 16):
+            for word in range(first, first + GROUP):
                 flipped = words[word] ^ held[word]
                 if flipped != u64(0):
                     record(flipped, r * columns, bytes_, word * 8, gaps, differences, state)
