@@ -162,6 +162,11 @@ class SchedulerConfig(_Block):
 class MegatronConfig(_Block):
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
+    """Layers of these stages where not all stages have as many; null: an equal share of what is left."""
+    context_parallel_size: int = 1
+    """Ranks that share the tokens of each sequence, and in attention its heads instead."""
     expert_model_parallel_size: int = 1
     """Ranks among which the experts of a layer are spread; they are data-parallel ranks to the rest of the model."""
     expert_tensor_parallel_size: int = "${policy.megatron_cfg.tensor_model_parallel_size}"  # type: ignore[assignment]
@@ -383,7 +388,7 @@ class Config(_Block):
         """Replicas of the model; each trains on its part of a batch."""
         parallel = self.policy.megatron_cfg
         model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-        return self.cluster.train_ranks // model_ranks
+        return self.cluster.train_ranks // (model_ranks * parallel.context_parallel_size)
 
     @property
     def rollout_batch_size(self) -> int:

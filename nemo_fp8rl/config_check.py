@@ -38,6 +38,9 @@ ABOVE_0 = (
     "policy.generation.vllm_cfg.gpu_memory_utilization",
     "policy.megatron_cfg.tensor_model_parallel_size",
     "policy.megatron_cfg.pipeline_model_parallel_size",
+    "policy.megatron_cfg.num_layers_in_first_pipeline_stage",
+    "policy.megatron_cfg.num_layers_in_last_pipeline_stage",
+    "policy.megatron_cfg.context_parallel_size",
     "policy.megatron_cfg.expert_model_parallel_size",
     "policy.megatron_cfg.expert_tensor_parallel_size",
     "policy.megatron_cfg.optimizer.lr",
@@ -201,10 +204,11 @@ def _check_parallel_sizes(cfg: Config) -> None:
     """What the model's sizes do not decide; the rest is `policy.layout`'s."""
     parallel, ranks, here = cfg.policy.megatron_cfg, cfg.cluster.train_ranks, "policy.megatron_cfg"
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if ranks % (tensor * pipeline):
+    context = parallel.context_parallel_size
+    if ranks % (tensor * pipeline * context):
         raise UserError(
             f"cluster.train_ranks={ranks} is not a multiple of {here}.tensor_model_parallel_size={tensor} times "
-            f"{here}.pipeline_model_parallel_size={pipeline}"
+            f"{here}.pipeline_model_parallel_size={pipeline} times {here}.context_parallel_size={context}"
         )
     if parallel.sequence_parallel and tensor == 1:
         raise UserError(f"{here}.sequence_parallel=true needs {here}.tensor_model_parallel_size above 1")

@@ -277,6 +277,7 @@ def _layout(cfg: Config) -> str:
     sizes = {
         "TP": parallel.tensor_model_parallel_size,
         "PP": parallel.pipeline_model_parallel_size,
+        "CP": parallel.context_parallel_size,
         "EP": parallel.expert_model_parallel_size,
         **({"ETP": parallel.expert_tensor_parallel_size} if parallel.expert_model_parallel_size > 1 else {}),
         "DP": cfg.data_parallel_size,

@@ -7,6 +7,7 @@ from typing import Any
 
 from nemo_fp8rl.doctor.shapes import Shape, Weight
 from nemo_fp8rl.fp8.layers import Fp8Layers
+from nemo_fp8rl.hf.divide import stages
 from nemo_fp8rl.nemo_rl.gpus import divide, is_colocated
 from nemo_fp8rl.nemo_rl.precision import engine_fp8_layers
 
@@ -93,19 +94,9 @@ class Plan:
 
     @cached_property
     def stages(self) -> list[range]:
-        """Layers of each pipeline stage; first and last may have numbers of their own, the rest is shared equally."""
-        first = self.megatron.get("num_layers_in_first_pipeline_stage")
-        last = self.megatron.get("num_layers_in_last_pipeline_stage")
-        given = [n for n in (first, last) if n is not None]
-        others = self.pipeline - len(given)
-        each = (self.shape.layers - sum(given)) // others if others > 0 else 0
-        counts = [each] * self.pipeline
-        if first is not None:
-            counts[0] = first
-        if last is not None:
-            counts[-1] = last
-        ends = [sum(counts[: i + 1]) for i in range(self.pipeline)]
-        return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        """Layers of each pipeline stage."""
+        ends = (self.megatron.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
+        return stages(self.shape.layers, self.pipeline, *ends)
 
     # The engine's layout
 

@@ -1,4 +1,6 @@
-"""Whether a dimension of the model can be split over ranks: asked by the trainer's layout and by the engine's."""
+"""How a dimension of the model is split over ranks, and whether it can be."""
+
+from itertools import accumulate
 
 from nemo_fp8rl.errors import UserError
 
@@ -12,3 +14,18 @@ def check_divides(key: str, parts: int, dimension: str, size: int, block: int = 
         fits = ", ".join([str(n) for n in range(1, size // block + 1) if size % (n * block) == 0][:8]) or "none"
         blocks = f" in multiples of {block}, the blocks of FP8" if block > 1 else ""
         raise UserError(f"{key}={parts} does not divide the model's {dimension}={size}{blocks}; sizes that fit: {fits}")
+
+
+def stages(layers: int, size: int, first: int | None = None, last: int | None = None) -> list[range]:
+    """Layers of each of `size` pipeline stages: first and last may have numbers of their own, the others have equal
+    ones. Where that does not come out, the last range ends elsewhere than at `layers`.
+    """
+    given = [n for n in (first, last) if n is not None]
+    others = size - len(given)
+    counts = [(layers - sum(given)) // others if others > 0 else 0] * size
+    if first is not None:
+        counts[0] = first
+    if last is not None:
+        counts[-1] = last
+    ends = list(accumulate(counts))
+    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]

@@ -26,8 +26,8 @@ COPIED = {
     "policy.router_replay": ("enabled",),
     "policy.megatron_cfg": (
         *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
-        *("expert_tensor_parallel_size", "sequence_parallel", "activation_checkpointing"),
-        "freeze_moe_router",
+        *("expert_tensor_parallel_size", "sequence_parallel", "activation_checkpointing", "freeze_moe_router"),
+        *("context_parallel_size", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
     ),
     "policy.megatron_cfg.optimizer": (
         *("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad"),
@@ -44,9 +44,6 @@ COPIED = {
 REQUIRED = {
     "policy.megatron_cfg.enabled": (True, "the trainer is Megatron Core"),
     "policy.dtensor_cfg.enabled": (False, "the trainer is Megatron Core"),
-    "policy.megatron_cfg.context_parallel_size": (1, "the trainer has no context parallelism"),
-    "policy.megatron_cfg.num_layers_in_first_pipeline_stage": (None, "stages hold equal numbers of layers"),
-    "policy.megatron_cfg.num_layers_in_last_pipeline_stage": (None, "stages hold equal numbers of layers"),
     "policy.megatron_cfg.mtp_num_layers": (0, "the trainer has no multi-token prediction"),
     "policy.megatron_cfg.peft.enabled": (False, "all parameters are trained"),
     "policy.megatron_cfg.moe_router_bias_update_rate": (0.0, "the trainer's routers have no bias of load balancing"),

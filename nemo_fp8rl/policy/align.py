@@ -24,8 +24,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_fp8rl.policy.attention import CoreAttention
-from nemo_fp8rl.policy.kv_cache import TrainerKvCache
-from nemo_fp8rl.policy.rope import Rope
 from nemo_fp8rl.policy.rounding import rounds_probabilities
 from nemo_fp8rl.policy.tiles import tile_product
 
@@ -67,20 +65,17 @@ def aligned_residual_add(training: bool, fused: bool) -> Callable[..., Tensor]:
 
 
 class AlignedAttention(CoreAttention):
-    """Core attention that also applies RoPE: Megatron is built without position embedding, so this is the only one.
+    """Plain float32 math, so that nothing is rounded but what `weighted` rounds; its cost against SDPA: docs/log.md.
 
-    query [s, b, heads, d]; key, value [s, b, groups, d]; causal, positions 0..s-1; returns [s, b, heads * d].
-    Plain float32 math, so that nothing is rounded but what `weighted` rounds; its cost against SDPA is in docs/log.md.
     The scores of a block of QUERY_BLOCK queries exist at a time.
     """
 
     QUERY_BLOCK = 512
-    rope: Rope  # set by `aligned_attention`
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | None = None) -> Tensor:
         s, b, heads, d = query.shape
         groups = key.size(2)
-        cos, sin = self.rope.table(s, query.dtype)
+        cos, sin = (part.float() for part in self.rope.table(s, query.dtype, query.device))
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         rounded, smallest = rounds_probabilities(query.dtype, d), None
         if self.kv_cache is not None:
@@ -117,8 +112,3 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate halves [s, b, h, d] by the table; float32 math, one rounding to x's dtype."""
     x1, x2 = x.float().chunk(2, -1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1).to(x.dtype)
-
-
-def aligned_attention(rope: Rope, kv_cache: TrainerKvCache | None) -> type[AlignedAttention]:
-    """The attention class of a model with this RoPE and cache: Megatron builds it from a class, not an instance."""
-    return type("AlignedAttention", (AlignedAttention,), {"rope": rope, "kv_cache": kv_cache})

@@ -5,24 +5,29 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_fp8rl.batch import flat_index
+from nemo_fp8rl.policy.context import to_heads, to_tokens
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
+from nemo_fp8rl.policy.rope import Rope
 
 
 class CoreAttention(MegatronModule):
     """Causal, with grouped queries. query [s, b, heads, d], key, value [s, b, groups, d] -> [s, b, heads * d].
 
-    All in the activations' dtype. Packed sequences have [tokens, heads, d] instead and give [tokens, heads * d]; they
-    are padded here and nowhere else, since all of a layer but its attention treats every token alike: those of like
-    length together, so that padding at most doubles them.
+    All in the activations' dtype. It also applies RoPE: Megatron is built without position embedding, so this is the
+    only one. Packed sequences have [tokens, heads, d] instead and give [tokens, heads * d]; they are padded here and
+    nowhere else, since all of a layer but its attention treats every token alike: those of like length together, so
+    that padding at most doubles them. Under context parallelism s and tokens are those of the rank.
     """
 
-    kv_cache: TrainerKvCache | None  # set by the function that makes a class for the spec
+    rope: Rope  # both set by `attention_of`
+    kv_cache: TrainerKvCache | None
 
     def __init__(self, config: TransformerConfig, layer_number: int, **_: Any) -> None:
         super().__init__(config=config)
@@ -30,7 +35,7 @@ class CoreAttention(MegatronModule):
         self.scale = 1.0 / math.sqrt(config.kv_channels)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | None = None) -> Tensor:
-        """[s, b, ...] -> [s, b, heads * d]. rows: int64 [b], which of the packed sequences these are."""
+        """[s, b, ...] -> [s, b, heads * d], positions 0..s-1. rows: int64 [b], which packed sequences these are."""
         raise NotImplementedError
 
     def forward(
@@ -43,9 +48,16 @@ class CoreAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> Tensor:
-        if packed_seq_params is None:
+        group = parallel_state.get_context_parallel_group(check_initialized=False)
+        if group is None or group.size() == 1:
+            return self._whole(query, key, value, packed_seq_params)
+        return to_tokens(self._whole(*to_heads(query, key, value, group), packed_seq_params), group)
+
+    def _whole(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams | None) -> Tensor:
+        """Of whole sequences, packed or not."""
+        if packed is None:
             return self.attend(query, key, value)
-        ends = packed_seq_params.cu_seqlens_q.long()
+        ends = packed.cu_seqlens_q.long()
         lengths = ends.diff()
         powers = lengths.log2().ceil()
         outputs, places = [], []
@@ -66,6 +78,7 @@ class SdpaAttention(CoreAttention):
     """On torch's SDPA."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | None = None) -> Tensor:
+        query, key = self.rope.turned(query), self.rope.turned(key)
         if self.kv_cache is not None:
             key, value = self.kv_cache.read(self.layer, key, value, rows)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
@@ -73,6 +86,6 @@ class SdpaAttention(CoreAttention):
         return out.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 
 
-def sdpa_attention(kv_cache: TrainerKvCache | None) -> type[SdpaAttention]:
-    """The class for a model with this cache: Megatron builds its attention from a class, not an instance."""
-    return type("SdpaAttention", (SdpaAttention,), {"kv_cache": kv_cache})
+def attention_of(kind: type[CoreAttention], rope: Rope, kv_cache: TrainerKvCache | None) -> type[CoreAttention]:
+    """`kind` for a model with this RoPE and cache: Megatron builds its attention from a class, not an instance."""
+    return type(kind.__name__, (kind,), {"rope": rope, "kv_cache": kv_cache})

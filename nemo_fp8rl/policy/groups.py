@@ -36,6 +36,7 @@ def split_model(hf: HfConfig, parallel: MegatronConfig) -> Layout:
         parallel_state.initialize_model_parallel(
             parallel.tensor_model_parallel_size,
             parallel.pipeline_model_parallel_size,
+            context_parallel_size=parallel.context_parallel_size,
             expert_model_parallel_size=parallel.expert_model_parallel_size,
             expert_tensor_parallel_size=expert_tensor_size(hf, parallel),
         )
@@ -49,8 +50,11 @@ def split_model(hf: HfConfig, parallel: MegatronConfig) -> Layout:
         pipeline=axis(parallel_state.get_pipeline_model_parallel_group()),
         expert=axis(parallel_state.get_expert_model_parallel_group()),
         expert_tensor=axis(parallel_state.get_expert_tensor_parallel_group()),
+        context=axis(parallel_state.get_context_parallel_group()),
         data=axis(parallel_state.get_data_parallel_group()),
         expert_data=axis(parallel_state.get_expert_data_parallel_group()),
+        first_stage_layers=parallel.num_layers_in_first_pipeline_stage,
+        last_stage_layers=parallel.num_layers_in_last_pipeline_stage,
         grouped_experts=hf.family.experts and torch.cuda.is_available(),
     )
 

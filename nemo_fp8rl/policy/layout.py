@@ -2,7 +2,8 @@
 
 A projection whose outputs are split (q, k, v, gate, up) has its rows split, one whose inputs are (o, down) its columns;
 embedding and head have their rows split, over a vocabulary padded to a multiple. Norms and routers are whole on every
-tensor-parallel rank. A pipeline stage holds consecutive layers, an expert-parallel rank consecutive experts.
+tensor-parallel rank. A pipeline stage holds consecutive layers, an expert-parallel rank consecutive experts. Context
+parallelism splits no weight: its ranks have parts of the tokens.
 """
 
 import re
@@ -12,7 +13,7 @@ from nemo_fp8rl.config import Config, MegatronConfig
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import BLOCK
 from nemo_fp8rl.hf.config import HfConfig
-from nemo_fp8rl.hf.divide import check_divides
+from nemo_fp8rl.hf.divide import check_divides, stages
 from nemo_fp8rl.hf.region import Region, whole
 
 SPLIT = re.compile(r"(?P<rows>(?:embed_tokens|lm_head|(?:[qkv]|gate|up)_proj)\.)|(?P<columns>(?:o|down)_proj\.)")
@@ -37,8 +38,9 @@ class Layout:
     """One rank of a parallel trainer.
 
     tensor, expert_tensor: share each matrix, of experts the second. pipeline, expert: share the layers, and the
-    experts of a layer. data, expert_data: hold the same, of experts the second. grouped_experts: Megatron has a rank's
-    experts in one layer, as it does with Transformer Engine's.
+    experts of a layer. context: share the tokens of each sequence, and hold the same. data, expert_data: hold the same,
+    of experts the second. first_stage_layers, last_stage_layers: where they are not as many as in other stages.
+    grouped_experts: Megatron has a rank's experts in one layer, as it does with Transformer Engine's.
     """
 
     hf: HfConfig
@@ -46,13 +48,17 @@ class Layout:
     pipeline: Axis = Axis()
     expert: Axis = Axis()
     expert_tensor: Axis = Axis()
+    context: Axis = Axis()
     data: Axis = Axis()
     expert_data: Axis = Axis()
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
     grouped_experts: bool = False
 
     @property
     def layers(self) -> range:
-        return range(*self.pipeline.part(self.hf.num_hidden_layers))
+        ends = self.first_stage_layers, self.last_stage_layers
+        return stages(self.hf.num_hidden_layers, self.pipeline.size, *ends)[self.pipeline.rank]
 
     @property
     def experts(self) -> range:
@@ -91,12 +97,12 @@ class Layout:
         return tuple(region)
 
     def is_copy(self, name: str) -> bool:
-        """Whether another rank has the first of the data-parallel copies of `name`."""
-        return (self.expert_data if EXPERT.search(name) else self.data).rank > 0
+        """Whether another rank has the first of the copies of `name` that data and context parallelism make."""
+        return any(axis.rank for axis in ((self.expert_data,) if EXPERT.search(name) else (self.data, self.context)))
 
     def sends(self, name: str) -> bool:
         """Whether this rank may send its part of `name`. Of what tensor-parallel ranks have alike, each by its own
-        arithmetic, the first alone; data-parallel copies are Megatron's all-gathered bits.
+        arithmetic, the first alone; other copies are Megatron's all-gathered bits.
         """
         return self.is_split(name) or self.axis(name).rank == 0
 
@@ -138,13 +144,45 @@ def check_layout(hf: HfConfig, cfg: Config) -> None:
     sizes = [
         ("tensor_model_parallel_size", "num_attention_heads", hf.num_attention_heads),
         ("tensor_model_parallel_size", "num_key_value_heads", hf.num_key_value_heads),
-        ("pipeline_model_parallel_size", "num_hidden_layers", hf.num_hidden_layers),
     ]
     if hf.family.experts:
         sizes.append(("expert_model_parallel_size", "num_experts", hf.num_experts))
     for key, dimension, size in sizes:
         check_divides(f"{here}.{key}", getattr(parallel, key), dimension, size)
+    _check_context(hf, parallel)
+    _check_stages(hf, parallel)
     key = "expert_tensor_parallel_size" if hf.family.experts else "tensor_model_parallel_size"
     intermediate = "moe_intermediate_size" if hf.family.experts else "intermediate_size"
     block = BLOCK[0] if cfg.nemo_fp8rl.engine_fp8 else 1
     check_divides(f"{here}.{key}", getattr(parallel, key), intermediate, hf.intermediate_size, block)
+
+
+def _check_context(hf: HfConfig, parallel: MegatronConfig) -> None:
+    """Attention has the heads of a tensor-parallel rank shared out once more."""
+    tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    heads, groups = hf.num_attention_heads // tensor, hf.num_key_value_heads // tensor
+    if heads % context or (groups % context and context % groups):
+        fits = [n for n in range(1, heads + 1) if not heads % n and not (groups % n and n % groups)]
+        raise UserError(
+            f"policy.megatron_cfg.context_parallel_size={context} does not share out the {heads} attention heads and "
+            f"{groups} key-value heads of a tensor-parallel rank; sizes that fit: {', '.join(map(str, fits))}"
+        )
+
+
+def _check_stages(hf: HfConfig, parallel: MegatronConfig) -> None:
+    here, size, layers = "policy.megatron_cfg", parallel.pipeline_model_parallel_size, hf.num_hidden_layers
+    ends = {
+        "num_layers_in_first_pipeline_stage": parallel.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": parallel.num_layers_in_last_pipeline_stage,
+    }
+    given = {key: n for key, n in ends.items() if n is not None}
+    if not given:
+        check_divides(f"{here}.pipeline_model_parallel_size", size, "num_hidden_layers", layers)
+        return
+    shared = stages(layers, size, *ends.values())
+    if size == 1 or shared[-1].stop != layers or not all(shared):
+        said = " and ".join(f"{here}.{key}={n}" for key, n in given.items())
+        raise UserError(
+            f"{said} leave {layers - sum(given.values())} of the model's num_hidden_layers={layers} to {here}."
+            f"pipeline_model_parallel_size={size} less {len(given)} stages, which must have equal numbers"
+        )

@@ -15,7 +15,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_fp8rl.config import Config, Fp8RlConfig, PolicyConfig
-from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.config import HfConfig, projections, trainer_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
@@ -82,6 +81,9 @@ def transformer_config(hf: HfConfig, policy: PolicyConfig, choice: Fp8RlConfig) 
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=expert_tensor_size(hf, parallel),
+        context_parallel_size=parallel.context_parallel_size,
+        num_layers_in_first_pipeline_stage=parallel.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=parallel.num_layers_in_last_pipeline_stage,
         sequence_parallel=parallel.sequence_parallel,
         moe_token_dispatcher_type="alltoall" if uneven else "allgather",
         variable_seq_lengths=pipelined,  # stages tell one another the shape of each microbatch
@@ -98,7 +100,6 @@ def transformer_config(hf: HfConfig, policy: PolicyConfig, choice: Fp8RlConfig) 
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        apply_rope_fusion=False,
         disable_parameter_transpose_cache=True,  # Transformer Engine would go on with the FP8 weights of the first step
         **(RECOMPUTE if parallel.activation_checkpointing else {}),
         **(_mixture(hf, choice) if hf.family.experts else {}),
@@ -124,8 +125,6 @@ def build_model(config: TransformerConfig, layout: Layout, cfg: Config, kv_cache
     hf, policy, choice, fp8_layers = layout.hf, cfg.policy, cfg.nemo_fp8rl, trainer_fp8_layers(layout.hf, cfg)
     checkpoint = checkpoint_folder(policy.model_name, weights=True)
     rope = read_rope(checkpoint, hf)
-    if choice.align == "none" and rope.factor != 1.0:
-        raise UserError(f"{policy.model_name}: rope_type {hf.rope_type!r} needs nemo_fp8rl.align=vllm")
     logging.getLogger(transformer_layer.__name__).setLevel(logging.ERROR)  # it warns of every class that is not its own
     model = PolicyModel(
         config,
@@ -134,13 +133,10 @@ def build_model(config: TransformerConfig, layout: Layout, cfg: Config, kv_cache
         max_sequence_length=policy.max_total_sequence_length,
         pre_process=layout.first_stage,
         post_process=layout.last_stage,
-        position_embedding_type="none" if choice.align == "vllm" else "rope",  # align: the attention applies RoPE
-        rotary_base=int(hf.rope_theta),
+        position_embedding_type="none",  # the attention applies RoPE
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
     )
     model.layout = layout
-    if choice.align == "none":
-        model.rotary_pos_emb.inv_freq = rope.inv_freq  # Megatron's own has only some of the scalings
     fp8_linears = sum(isinstance(module, MultipliesInFp8) for module in model.modules())
     own = [name for name in projections(hf, fp8_layers) if int(name.split(".")[2]) in layout.layers]
     together = 1 if layout.grouped_experts else len(layout.experts)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nemo_fp8rl.batch import TrainBatch, bins, flat_index, microbatches, num_rows, on_device, rows, split_further
 from nemo_fp8rl.config import PolicyConfig
+from nemo_fp8rl.policy.context import of_all_tokens
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.logprobs import token_logprobs
 from nemo_fp8rl.policy.model import PolicyModel
@@ -119,7 +120,8 @@ class Pipeline:
             self.kv_cache.next_rows(lengths)
         if self.replay is not None:
             self.replay.begin(routes, inputs.size(1), self.policy.megatron_cfg.sequence_parallel)
-        return model(inputs, positions, None, **packed)
+        own = slice(*self.model.layout.context.part(inputs.size(1)))
+        return model(inputs[:, own], positions[:, own], None, **packed)
 
     def _next_token_logprobs(
         self, hidden: Tensor, ids: Tensor, tokens: tuple[Tensor, Tensor] | None, restriction: Restriction | None
@@ -131,8 +133,11 @@ class Pipeline:
         policy, layout, head = self.policy, self.model.layout, self.model.head
         hidden = hidden.to(head.dtype)  # Megatron hands it out in float32
         targets = ids[:, 1:] if tokens is None else ids[tokens[0], tokens[1] + 1][None]
+        context, length = layout.context, targets.size(1)
+        targets = F.pad(targets, (0, hidden.size(1) * context.size - length))
+        targets = targets[:, slice(*context.part(targets.size(1)))]
         logprobs = token_logprobs(
-            hidden[:, : targets.size(1)].flatten(0, 1),
+            hidden.flatten(0, 1),
             head,
             targets.flatten(),
             policy.generation.temperature,
@@ -141,9 +146,10 @@ class Pipeline:
             parallel_state.get_tensor_model_parallel_group(),
             restriction,
         )
+        logprobs = of_all_tokens(logprobs.view(targets.shape), parallel_state.get_context_parallel_group())[:, :length]
         if tokens is None:
-            return logprobs.view(targets.shape)
-        return logprobs.new_zeros(ids[:, 1:].shape).index_put(tokens, logprobs)
+            return logprobs
+        return logprobs.new_zeros(ids[:, 1:].shape).index_put(tokens, logprobs[0])
 
 
 def _packed(lengths: Tensor) -> PackedSeqParams:

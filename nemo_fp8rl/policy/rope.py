@@ -1,6 +1,6 @@
 """Rotary position embedding as the checkpoint's config.json scales it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -9,17 +9,28 @@ from torch import Tensor
 from nemo_fp8rl.hf.config import HfConfig
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rope:
     """inv_freq: float32 [head_dim / 2], radians a position. factor: on cosine and sine (YaRN's attention factor)."""
 
     inv_freq: Tensor
     factor: float = 1.0
+    _tables: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def table(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [length, 1, 1, d / 2], rounded to `dtype` as the engine's table is, held in float32."""
-        angles = torch.outer(torch.arange(length, dtype=torch.float32), self.inv_freq)[:, None, None, :]
-        return tuple((f(angles) * self.factor).to(dtype).float() for f in (torch.cos, torch.sin))  # type: ignore[return-value]
+    def table(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and sin [length, 1, 1, d / 2] in `dtype`, made once for all layers."""
+        kept = self._tables.get((dtype, device))
+        if kept is None or len(kept[0]) < length:
+            angles = torch.outer(torch.arange(length, dtype=torch.float32), self.inv_freq)[:, None, None, :].to(device)
+            kept = (angles.cos() * self.factor).to(dtype), (angles.sin() * self.factor).to(dtype)
+            self._tables[dtype, device] = kept
+        return kept[0][:length], kept[1][:length]
+
+    def turned(self, x: Tensor) -> Tensor:
+        """Halves of x [s, b, h, d] rotated by positions 0..s-1, each product and the sum rounded to x's dtype."""
+        cos, sin = (torch.cat((part, part), -1) for part in self.table(len(x), x.dtype, x.device))
+        x1, x2 = x.chunk(2, -1)
+        return x * cos + torch.cat((-x2, x1), -1) * sin
 
 
 def read_rope(folder: Path, hf: HfConfig) -> Rope:

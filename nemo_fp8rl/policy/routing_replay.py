@@ -42,11 +42,11 @@ class RoutingReplay:
         """
         self.training = torch.is_grad_enabled()
         routes = [None] * len(self.routers) if routed_experts is None else self._own(routed_experts, padded_length)
-        tensor = self.layout.tensor
+        own, tensor = slice(*self.layout.context.part(padded_length)), self.layout.tensor
         for router, route in zip(self.routers, routes, strict=True):
-            part = route
-            if route is not None and sequence_parallel:
-                part = route.chunk(tensor.size)[tensor.rank]
+            part = None if route is None else route[own]
+            if part is not None and sequence_parallel:
+                part = part.chunk(tensor.size)[tensor.rank]
             router.wanted = None if part is None else part.flatten(0, 1)
 
     def _own(self, routed_experts: Tensor, length: int) -> list[Tensor]:

@@ -27,9 +27,9 @@ from nemo_fp8rl.config import Fp8RlConfig
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import Fp8Layers
 from nemo_fp8rl.hf.config import HfConfig
-from nemo_fp8rl.policy.align import AlignedRMSNorm, aligned_attention, aligned_residual_add, norm_weight
+from nemo_fp8rl.policy.align import AlignedAttention, AlignedRMSNorm, aligned_residual_add, norm_weight
 from nemo_fp8rl.policy.align_moe import AlignedExperts, AlignedMoELayer
-from nemo_fp8rl.policy.attention import sdpa_attention
+from nemo_fp8rl.policy.attention import SdpaAttention, attention_of
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.layout import Layout
 from nemo_fp8rl.policy.linears import bf16_linears, fp8_linears
@@ -67,7 +67,7 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """The rank's decoder layers for this precision and alignment."""
     aligned, scale_format = choice.align == "vllm", choice.scale_format
-    attention = aligned_attention(rope, kv_cache) if aligned else sdpa_attention(kv_cache)
+    attention = attention_of(AlignedAttention if aligned else SdpaAttention, rope, kv_cache)
 
     def linear(name: str, row: bool) -> type:
         in_fp8, of_experts = fp8_layers.quantizes(name), ".experts." in name

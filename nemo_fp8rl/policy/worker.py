@@ -122,14 +122,16 @@ class MegatronWorker:
                 ),
                 [self.ddp],
             )
-        split = self.layout.tensor.size if cfg.policy.megatron_cfg.sequence_parallel else 1  # of every sequence
+        layout = self.layout
+        split = layout.tensor.size if cfg.policy.megatron_cfg.sequence_parallel else 1  # of a rank's tokens
         multiple = split * FP8_TOKENS if on_gpu and split > 1 else split
+        multiple *= layout.context.size
         self.pipeline = Pipeline(cfg.policy, self.ddp, self.model, self.kv_cache, replay, device, multiple)
         self.scheduler = self._build_scheduler()
         if cfg.loss_fn.reference_policy_kl_penalty:
             self.reference = [parameter.detach().clone() for parameter in self.model.parameters()]
-        layout = self.layout
-        return Place(shard=layout.data.rank, answers=layout.last_stage and layout.tensor.rank == 0)
+        first = layout.tensor.rank == layout.context.rank == 0
+        return Place(shard=layout.data.rank, answers=layout.last_stage and first)
 
     def reference_logprobs(self, batch: TrainBatch) -> Tensor:
         """`logprobs` under the weights of policy.model_name, which take the trainer's place meanwhile.

@@ -10,7 +10,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_fp8rl.fp8 import KvScales
 from nemo_fp8rl.policy import align
-from nemo_fp8rl.policy.align import AlignedRMSNorm, aligned_attention, aligned_residual_add, rotate
+from nemo_fp8rl.policy.align import AlignedAttention, AlignedRMSNorm, aligned_residual_add, rotate
+from nemo_fp8rl.policy.attention import attention_of
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.rope import Rope
 from nemo_fp8rl.policy.rounding import rounds_probabilities
@@ -129,7 +130,7 @@ def test_attention_equals_vllms_kernel_and_not_its_other_one(config, monkeypatch
         bf16(tokens, 2, HEAD_DIM, seed=12),
         bf16(tokens, 2, HEAD_DIM, seed=13),
     )
-    attention = aligned_attention(Rope(torch.zeros(HEAD_DIM // 2)), None)(config, 1)  # which turns nothing
+    attention = attention_of(AlignedAttention, Rope(torch.zeros(HEAD_DIM // 2)), None)(config, 1)  # which turns nothing
     expected = of_vllms_kernel(kernel, q, k, v).view(tokens, -1)
     for rounded in (rounds, not rounds):
         monkeypatch.setattr(align, "rounds_probabilities", lambda *_, rounded=rounded: rounded)
@@ -150,7 +151,7 @@ def test_attention_on_an_fp8_cache_equals_vllms_kernel_and_not_its_other_one(
         monkeypatch.setattr(align, "rounds_probabilities", lambda *_, amx=amx: amx)
         cache = TrainerKvCache(1, "toward_zero", loses_denormals=amx)
         cache.scales = KvScales(scales[:1], scales[1:])
-        attention = aligned_attention(Rope(torch.zeros(HEAD_DIM // 2)), cache)(config, 1)
+        attention = attention_of(AlignedAttention, Rope(torch.zeros(HEAD_DIM // 2)), cache)(config, 1)
         got = attention(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)).squeeze(1)
         assert rounds_alike(got, expected) == (amx is is_amx)
 
@@ -191,8 +192,8 @@ def test_rounded_probabilities_have_the_gradient_of_those_that_are_not():
 
 def test_query_blocks_do_not_change_the_attention(config):
     whole, blocked = (
-        aligned_attention(Rope(FREQUENCIES), None)(config, 1),
-        aligned_attention(Rope(FREQUENCIES), None)(config, 1),
+        attention_of(AlignedAttention, Rope(FREQUENCIES), None)(config, 1),
+        attention_of(AlignedAttention, Rope(FREQUENCIES), None)(config, 1),
     )
     blocked.QUERY_BLOCK = 8
     q, k, v = (bf16(21, 2, HEADS, HEAD_DIM, seed=s) for s in (4, 5, 6))

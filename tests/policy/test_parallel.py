@@ -17,14 +17,17 @@ from tests.policy.ranks import Ranks
 TP = ("tensor_model_parallel_size=2",)
 SP = (*TP, "sequence_parallel=true")
 PP = ("pipeline_model_parallel_size=2",)
+CP = ("context_parallel_size=2",)
 EP = ("expert_model_parallel_size=2",)
+UNEVEN = (*PP, "num_layers_in_first_pipeline_stage=1")
 FROZEN = "freeze_moe_router=true"
 QWEN2 = {"family": "qwen2", "num_key_value_heads": 2}
 DENSE = [{"family": "llama"}, QWEN2, {"family": "qwen3", "tie_word_embeddings": True}]
 MOE = {"family": "qwen3_moe", "vocab_size": 97}  # does not divide: the last rank has fewer
 ON_TWO = [
-    *((sizes, layout) for sizes in DENSE for layout in (TP, SP, PP)),
-    *((MOE, layout) for layout in (SP, PP, EP, (*SP, *EP, "expert_tensor_parallel_size=1"))),
+    *((sizes, layout) for sizes in DENSE for layout in (TP, SP, PP, CP)),
+    *((MOE, layout) for layout in (SP, PP, CP, EP, (*SP, *EP, "expert_tensor_parallel_size=1"), (*CP, *EP))),
+    ({**DENSE[2], "num_hidden_layers": 3}, UNEVEN),
     (MOE, (*SP, FROZEN)),
     (DENSE[1], (*TP, "expert_tensor_parallel_size=1")),  # which a dense model does not read
 ]
@@ -34,6 +37,11 @@ ON_FOUR = [
     (MOE, (*PP, *EP)),
     (MOE, (*SP, *PP)),
     (MOE, (*SP, *EP, "expert_tensor_parallel_size=1")),
+    ({**DENSE[2], "num_attention_heads": 4}, (*SP, *CP)),  # one key-value head for two ranks
+    (DENSE[2], (*PP, *CP)),
+    (MOE, (*CP, *EP)),
+    (MOE, (*SP, *CP, "activation_checkpointing=true")),
+    ({**MOE, "num_hidden_layers": 3}, (*UNEVEN, *EP)),
 ]
 
 
@@ -49,7 +57,8 @@ def name(value: object) -> str:
         return "-".join(str(v) for v in value.values())
     short = {"tensor_model_parallel_size": "tp", "pipeline_model_parallel_size": "pp", "sequence_parallel": "sp"}
     short |= {"expert_model_parallel_size": "ep", "expert_tensor_parallel_size": "etp"}
-    short |= {"freeze_moe_router": "frozen"}
+    short |= {"freeze_moe_router": "frozen", "context_parallel_size": "cp", "activation_checkpointing": "again"}
+    short |= {"num_layers_in_first_pipeline_stage": "first"}
     keys = (part.split("=") for part in value) if isinstance(value, tuple) else ()
     return "".join(f"{short[key]}{size}" for key, size in keys) or str(value)
 
@@ -90,21 +99,23 @@ def equal_hf(pool: Ranks, recipe, tmp_path, sizes, layout, align) -> None:
     trained = {n: p for n, p in hf.named_parameters() if p.requires_grad}
     theirs = hf(batch["input_ids"][:, :-1]).logits
     weighted_logprobs(theirs.log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1), batch).backward()
-    rows = iter(theirs.split(2))  # microbatches
-    by_shard: dict[int, list] = {}
+    longest = [int(lengths.max()) - 1 for lengths in batch["input_lengths"].split(2)]
+    rows = iter(zip(longest, theirs.split(2), strict=True))  # microbatches
+    by_shard: dict[int, dict[int, list]] = {}
     for place, result in zip(places, results, strict=True):
         if result["logits"]:
-            by_shard.setdefault(place.shard, []).append(result["logits"])
-    for shard in sorted(by_shard):
-        for parts_of_vocabulary in zip(*by_shard[shard], strict=True):
-            expected = next(rows)
-            logits = torch.cat(parts_of_vocabulary, -1)[:, : expected.size(1)]
-            assert (logits - expected[:, : logits.size(1)]).abs().max() < 1e-5
+            by_shard.setdefault(place.shard, {}).setdefault(result["tokens"], []).append(result["logits"])
+    for _, of_tokens in sorted(by_shard.items()):
+        whole = [[torch.cat(parts, -1) for parts in zip(*of_tokens[part], strict=True)] for part in sorted(of_tokens)]
+        for parts in zip(*whole, strict=True):
+            length, expected = next(rows)
+            logits = torch.cat(parts, 1)
+            assert (logits[:, :length] - expected[:, :length]).abs().max() < 1e-5
     assert next(rows, None) is None
     expected_norm = norm(p.grad for p in trained.values())
     for result in results:
         assert result["grad_norm"] == pytest.approx(expected_norm, rel=1e-5)
-    if cfg.data_parallel_size == 1:
+    if cfg.data_parallel_size == cfg.policy.megatron_cfg.context_parallel_size == 1:  # else cut among copies
         gradients = {n: p.grad for n, p in trained.items()}
         seen = set()
         for result in results:
@@ -154,4 +165,4 @@ def logits_and_gradients(part: TrainBatch) -> dict:
     shapes = expected_tensors(layout.hf)
     grads = {n: p.main_grad if p.requires_grad else p for n, p in worker.model.named_parameters()}
     gradients = {n: (layout.region(n, shapes[n]), g.clone()) for n, g in to_hf(layout, grads.__getitem__)}
-    return {"logits": logits, "gradients": gradients, "grad_norm": metrics["grad_norm"]}
+    return {"logits": logits, "tokens": layout.context.rank, "gradients": gradients, "grad_norm": metrics["grad_norm"]}
