@@ -33,11 +33,9 @@ from nemo_fp8rl.algorithms.loss import GrpoLoss
 from nemo_fp8rl.algorithms.weight_bins import Bin
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.fp8 import KernelName, kernels
 from nemo_fp8rl.loggers import Logger, check_installed, open_loggers
 from nemo_fp8rl.machine import machine
 from nemo_fp8rl.policy.base import Policy
-from nemo_fp8rl.policy.rounding import cache_rounding
 from nemo_fp8rl.recipe import to_yaml
 from nemo_fp8rl.step_log import Sample, StepLog, lock, read, sync, write_atomically
 from nemo_fp8rl.yaml_tree import flat
@@ -256,7 +254,6 @@ def _choices(cfg: Config) -> dict[str, str]:
         "engine": fp8 if choice.engine_fp8 else cfg.policy.precision,
         "scales": choice.scale_format,
         "kv cache": _kv_cache(cfg),
-        "quantizer": _quantizer(choice.kernel) if choice.engine_fp8 else "none",
         "correction": str(GrpoLoss(cfg.loss_fn, choice.correction).correction),
         "threads": str(torch.get_num_threads()),
         "align": choice.align,
@@ -291,16 +288,8 @@ def _layout(cfg: Config) -> str:
 def _kv_cache(cfg: Config) -> str:
     if not cfg.fp8_kv_cache:
         return cfg.policy.precision
-    trainer = {"unified": f"read by the trainer, {cache_rounding()}", "rollout": "not read by the trainer"}
+    trainer = {"unified": "read by the trainer", "rollout": "not read by the trainer"}
     return f"FP8, calibrated pow2 scales, {trainer[cfg.nemo_fp8rl.kv]}"
-
-
-def _quantizer(name: KernelName) -> str:
-    """The kernel that quantizes for a refit."""
-    try:
-        return kernels.describe(kernels.resolve(name, "cuda" if torch.cuda.is_available() else "cpu"))
-    except kernels.KernelError as error:
-        raise UserError(f"nemo_fp8rl.kernel={name}: {error}") from None
 
 
 def _version(package: str) -> str | None:

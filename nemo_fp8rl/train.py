@@ -21,7 +21,7 @@ from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.display import Display
 from nemo_fp8rl.generation.base import Generation, Sampling
-from nemo_fp8rl.generation.checks import check_engine
+from nemo_fp8rl.generation.checks import check_for_driver
 from nemo_fp8rl.hf.config import check_context, read_hf_config
 from nemo_fp8rl.hf.hub import with_commits
 from nemo_fp8rl.interrupt import GracefulStop
@@ -73,7 +73,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
     cfg = with_commits(cfg, begun(cfg) if resume or restartable else {})
     hf = read_hf_config(cfg.policy.model_name)
     check_context(hf, cfg.policy.max_total_sequence_length)
-    check_engine(hf, cfg)
+    check_for_driver(hf, cfg)
     tokenizer, train_prompts, val_prompts, too_long = load_prompts(cfg, hf.vocab_size)
     order = PromptOrder(len(train_prompts), cfg.grpo.num_prompts_per_step, cfg.grpo.seed)
     sampling = Sampling(
@@ -101,8 +101,9 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
     ):
         bridge = build_bridge(cfg, policy, generation, first_version=run.done)
         run.add_choice("refit", bridge.described)
-        if cfg.nemo_fp8rl.engine_fp8:
-            run.add_choice("quantizer", ", ".join(policy.quantizers()))  # where the weights are
+        run.add_choice("quantizer", ", ".join(policy.quantizers()) or "none")
+        if policy.cache_roundings():
+            run.add_choice("kv rounding", ", ".join(policy.cache_roundings()))
         run.add_choice("trainer_kernels", ", ".join(policy.kernels()) or "none in FP8")
         run.add_choice("engine_kernels", ", ".join(generation.kernels()))
         run.add_choice("processors", processors(policy.instructions(), generation.instructions()))

@@ -47,15 +47,20 @@ def test_two_ranks_and_two_engines_agree_within_rounding(warm_overrides, tmp_pat
 
 TENSOR = ("policy.megatron_cfg.tensor_model_parallel_size=2", "policy.megatron_cfg.sequence_parallel=true")
 PIPELINE = ("policy.megatron_cfg.pipeline_model_parallel_size=2",)
+CONTEXT = ("policy.megatron_cfg.context_parallel_size=2",)
 
 
 @pytest.mark.parametrize(
     ("layout", "rounding"),
-    [pytest.param(TENSOR, 2e-2, id="tensor"), pytest.param(PIPELINE, 1e-6, id="pipeline", marks=pytest.mark.long)],
+    [
+        pytest.param(TENSOR, 2e-2, id="tensor"),
+        pytest.param(CONTEXT, 2e-2, id="context"),
+        pytest.param(PIPELINE, 1e-6, id="pipeline", marks=pytest.mark.long),
+    ],
 )
 def test_two_ranks_that_share_the_model_agree_with_one(warm_overrides, tmp_path, in_process, layout, rounding):
-    """The first step samples from the same weights. Pipeline stages compute what one rank does; of tensor-parallel
-    ranks the gradients are sums of rounded parts, quantized again, so weights and later steps drift.
+    """The first step samples from the same weights. Pipeline stages compute what one rank does; of other ranks the
+    gradients are sums of rounded parts, of tokens or of features, so weights and later steps drift.
     """
     rows = run((*warm_overrides, "cluster.backend=ray", "cluster.train_ranks=2", *layout), tmp_path / "run")
     first, reference = rows[1], in_process[1]

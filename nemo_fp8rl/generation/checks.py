@@ -1,4 +1,4 @@
-"""What a recipe asks of the engine and what the model and this machine allow, compared before anything is loaded."""
+"""What a recipe asks of the engine and what the model and the machine allow, compared before anything is loaded."""
 
 import torch
 
@@ -7,6 +7,7 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import BLOCK
 from nemo_fp8rl.hf.config import HfConfig
 from nemo_fp8rl.hf.divide import check_divides
+from nemo_fp8rl.workers import joins_cluster
 
 HERE = "policy.generation.vllm_cfg"
 CACHE_BLOCK = 128
@@ -15,13 +16,25 @@ FP8_CAPABILITY = (8, 9)
 """Of a GPU whose tensor cores multiply FP8: Ada, Hopper and later."""
 
 
+def check_for_driver(hf: HfConfig, cfg: Config) -> None:
+    """`check_engine`, and `check_machine` too, unless engines will be in a Ray cluster that is there already."""
+    check_engine(hf, cfg)
+    if cfg.cluster.backend == "in_process" or not joins_cluster():
+        check_machine(hf, cfg)
+
+
 def check_engine(hf: HfConfig, cfg: Config) -> None:
-    """Raise UserError, naming the key, for a layout, a precision or a KV cache that cannot be had."""
+    """Raise UserError, naming the key, for a layout or a KV cache that this model cannot have on any machine."""
+    _check_parallel(hf, cfg)
+    _check_kv_memory(hf, cfg)
+
+
+def check_machine(hf: HfConfig, cfg: Config) -> None:
+    """Raise UserError, naming the key, for what vLLM cannot do on this machine, which is to be the engine's."""
     if torch.cuda.is_available():
         _check_gpu(cfg)
-    _check_parallel(hf, cfg)
-    _check_fp8_kv_cache(hf, cfg)
-    _check_kv_memory(hf, cfg)
+    else:
+        _check_cpu(hf, cfg)
 
 
 def _check_gpu(cfg: Config) -> None:
@@ -53,19 +66,20 @@ def _check_parallel(hf: HfConfig, cfg: Config) -> None:
             f"{HERE}.expert_parallel_size={expert} must be 1 or {HERE}.tensor_parallel_size={tensor}: vLLM spreads the "
             "experts over all processes of an engine"
         )
-    if not cfg.nemo_fp8rl.engine_fp8 and not torch.cuda.is_available():
+    check_divides(f"{HERE}.expert_parallel_size", expert, "num_experts", hf.num_experts)
+
+
+def _check_cpu(hf: HfConfig, cfg: Config) -> None:
+    """An FP8 cache needs vectors of 32 values, and AVX-512 or AMX (vLLM's cpu_attn.py, _get_attn_isa). On a GPU vLLM
+    says itself what it has no kernel for.
+    """
+    expert = cfg.policy.generation.vllm_cfg.expert_parallel_size
+    if expert > 1 and not cfg.nemo_fp8rl.engine_fp8:
         raise UserError(
             f"{HERE}.expert_parallel_size={expert} with nemo_fp8rl.flow=bf16: vLLM cannot spread bfloat16 experts on a "
             "CPU; set it to 1"
         )
-    check_divides(f"{HERE}.expert_parallel_size", expert, "num_experts", hf.num_experts)
-
-
-def _check_fp8_kv_cache(hf: HfConfig, cfg: Config) -> None:
-    """vLLM's CPU kernels: vectors of 32 values, AVX-512 or AMX (cpu_attn.py, _get_attn_isa). On a GPU vLLM says itself
-    what it has no kernel for.
-    """
-    if not cfg.fp8_kv_cache or torch.cuda.is_available():
+    if not cfg.fp8_kv_cache:
         return
     if hf.head_dim % 32:
         raise UserError(

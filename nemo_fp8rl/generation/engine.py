@@ -16,7 +16,7 @@ from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation import compat
 from nemo_fp8rl.generation.base import Sampling
-from nemo_fp8rl.generation.checks import check_engine, one_sequence_gib
+from nemo_fp8rl.generation.checks import check_engine, check_machine, one_sequence_gib
 from nemo_fp8rl.generation.core import AsyncCore, Core, Request, SteppedCore
 from nemo_fp8rl.generation.vllm_plugin import quantization_config
 from nemo_fp8rl.hf.config import engine_fp8_layers, read_hf_config
@@ -46,7 +46,9 @@ class VllmEngine:
     def setup(self, cfg: Config, load_format: str = "dummy") -> None:
         """`load_format="auto"` reads the weights of policy.model_name from disk instead of waiting for a refit."""
         compat.vllm_version()
-        check_engine(read_hf_config(cfg.policy.model_name), cfg)
+        hf = read_hf_config(cfg.policy.model_name)
+        check_engine(hf, cfg)
+        check_machine(hf, cfg)
         checkpoint_folder(cfg.policy.tokenizer.name, "policy.tokenizer.name")  # before vLLM is told to stay offline
         for name, value in (ENVIRONMENT if torch.cuda.is_available() else ENVIRONMENT | CPU_ENVIRONMENT).items():
             os.environ.setdefault(name, value)

@@ -16,7 +16,7 @@ from nemo_fp8rl.config import Fp8RlConfig
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.nemo_rl.compat import load_dataloader, save_state, steps_done
 from nemo_fp8rl.nemo_rl.recipe import NemoRlRecipe
-from nemo_fp8rl.workers import require_token
+from nemo_fp8rl.workers import joins_cluster, require_token
 
 OF_OURS = ("align", "kv", "kernel", "refit", "gates")
 """Keys of `nemo_fp8rl` that are not of the loss or the precision."""
@@ -53,7 +53,7 @@ def _are_there_gpus() -> bool:
     """Here, or in the Ray cluster of RAY_ADDRESS; to a user who hides them, nowhere."""
     import torch
 
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or torch.cuda.is_available() or "RAY_ADDRESS" not in os.environ:
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or torch.cuda.is_available() or not joins_cluster():
         return torch.cuda.is_available()
     require_token()
     import ray

@@ -9,6 +9,8 @@ from types import ModuleType
 from typing import Any
 
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.generation.checks import check_for_driver
+from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.nemo_rl.checkout import NEMO_RL_SRC
 from nemo_fp8rl.nemo_rl.compat import PREPARE_PROCESS, finish_checkpoints, prepare, steps_done
@@ -46,7 +48,11 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
 
     tokenizer = get_tokenizer(_here(master.policy["tokenizer"]) if ours else master.policy["tokenizer"])
     master.policy["generation"] = configure_generation_config(master.policy["generation"], tokenizer)
-    processes = from_nemo_rl(master.model_dump()).num_cpus if ours else 0
+    processes = 0
+    if ours:
+        cfg = from_nemo_rl(master.model_dump())
+        check_for_driver(read_hf_config(cfg.policy.model_name), cfg)
+        processes = cfg.num_cpus
     master.logger["log_dir"] = get_next_experiment_dir(master.logger["log_dir"])
     set_seed(recipe.values["grpo"]["seed"])
     with ExitStack() as stack:

@@ -75,7 +75,7 @@ class AlignedAttention(CoreAttention):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | None = None) -> Tensor:
         s, b, heads, d = query.shape
         groups = key.size(2)
-        cos, sin = (part.float() for part in self.rope.table(s, query.dtype, query.device))
+        cos, sin = self.rope.table(s, query.dtype, query.device)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         rounded, smallest = rounds_probabilities(query.dtype, d), None
         if self.kv_cache is not None:

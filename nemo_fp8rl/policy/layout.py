@@ -179,10 +179,13 @@ def _check_stages(hf: HfConfig, parallel: MegatronConfig) -> None:
     if not given:
         check_divides(f"{here}.pipeline_model_parallel_size", size, "num_hidden_layers", layers)
         return
+    said = " and ".join(f"{here}.{key}={n}" for key, n in given.items())
+    if size == 1:
+        raise UserError(f"{said} needs {here}.pipeline_model_parallel_size above 1")
     shared = stages(layers, size, *ends.values())
-    if size == 1 or shared[-1].stop != layers or not all(shared):
-        said = " and ".join(f"{here}.{key}={n}" for key, n in given.items())
+    if shared[-1].stop != layers or not all(shared):
         raise UserError(
-            f"{said} leave {layers - sum(given.values())} of the model's num_hidden_layers={layers} to {here}."
-            f"pipeline_model_parallel_size={size} less {len(given)} stages, which must have equal numbers"
+            f"{said} {'leaves' if len(given) == 1 else 'leave'} {layers - sum(given.values())} of the model's "
+            f"num_hidden_layers={layers} to the other {size - len(given)} of {here}.pipeline_model_parallel_size={size}"
+            " stages, which must have equal numbers of them"
         )

@@ -63,8 +63,12 @@ class MegatronPolicy:
         return sorted(set().union(*self.ranks.call("kernels", [()] * self.ranks.count)))
 
     def quantizers(self) -> list[str]:
-        """What quantizes the weights of its ranks for a refit."""
-        return sorted(set(self.ranks.call("quantizer", [()] * self.ranks.count)))
+        """What quantizes the weights of its ranks for a refit; empty without FP8 engines."""
+        return sorted(set(self.ranks.call("quantizer", [()] * self.ranks.count)) - {""})
+
+    def cache_roundings(self) -> list[str]:
+        """How its ranks round what an FP8 KV cache holds; empty where they do not."""
+        return sorted(set(self.ranks.call("cache_rounding", [()] * self.ranks.count)) - {""})
 
     def on_gpu(self) -> bool:
         """Whether the weights of all its ranks are on GPUs."""

@@ -78,8 +78,8 @@ class MegatronWorker:
 
     def setup(self, cfg: Config, rank: int, world_size: int, rendezvous: tuple[str, int] | None) -> Place:
         """Join the ranks, build the model and its optimizer. `rendezvous` is (host, port) of rank 0's store."""
-        self.cfg, self.rank = cfg, rank
-        on_gpu = torch.cuda.is_available()
+        self.cfg, self.rank, on_gpu = cfg, rank, self.on_gpu()
+        self.quantizer()  # which refuses what cannot be had here
         if on_gpu and cfg.nemo_fp8rl.align == "vllm":
             raise UserError(
                 "nemo_fp8rl.align=vllm rounds as vLLM's CPU kernels do: set nemo_fp8rl.align=none to train on a GPU"
@@ -191,11 +191,21 @@ class MegatronWorker:
         return {module.kernel_name for module in self.model.modules() if isinstance(module, MultipliesInFp8)}
 
     def quantizer(self) -> str:
-        """What quantizes its weights for a refit."""
-        return kernels.describe(kernels.resolve(self.cfg.nemo_fp8rl.kernel, self.pipeline.device.type))
+        """What quantizes its weights for a refit; empty where engines are not FP8."""
+        name = self.cfg.nemo_fp8rl.kernel
+        if not self.cfg.nemo_fp8rl.engine_fp8:
+            return ""
+        try:
+            return kernels.describe(kernels.resolve(name, "cuda" if self.on_gpu() else "cpu"))
+        except kernels.KernelError as error:
+            raise UserError(f"nemo_fp8rl.kernel={name}: {error}") from None
+
+    def cache_rounding(self) -> str:
+        """Of what an FP8 KV cache holds, as its attention reads it; empty where it does not."""
+        return (self.kv_cache.rounding or "") if self.kv_cache is not None else ""
 
     def on_gpu(self) -> bool:
-        return self.pipeline.device.type == "cuda"
+        return torch.cuda.is_available()
 
     def instructions(self) -> str:
         return instructions()

@@ -7,7 +7,7 @@ exception of a call and not as the death of an actor.
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.workers.actors import RayWorkers
 from nemo_fp8rl.workers.base import Role, WorkerDied, Workers, ended_on_error
-from nemo_fp8rl.workers.cluster import connect, on_one_host, require_token
+from nemo_fp8rl.workers.cluster import connect, joins_cluster, on_one_host, require_token
 from nemo_fp8rl.workers.in_process import InProcessWorker
 from nemo_fp8rl.workers.places import ROLE
 
@@ -19,6 +19,7 @@ __all__ = [
     "Workers",
     "connect",
     "ended_on_error",
+    "joins_cluster",
     "on_one_host",
     "require_token",
     "start_workers",

@@ -21,11 +21,16 @@ def on_one_host(cfg: Config) -> bool:
     return len({node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}) == 1
 
 
+def joins_cluster() -> bool:
+    """Whether workers go to a Ray cluster that is there already, on machines that need not be like this one."""
+    return "RAY_ADDRESS" in os.environ
+
+
 def require_token() -> None:
     """A Ray that is started here asks for a token; it reads that when it is imported, and vLLM imports it too."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # as NeMo RL has it, which is imported later
-    if "RAY_ADDRESS" in os.environ:
+    if joins_cluster():
         return
     if "ray" not in sys.modules:
         os.environ["RAY_AUTH_MODE"] = "token"
@@ -59,7 +64,7 @@ def connect(num_cpus: int, setup_hook: str | None = None, variables: Mapping[str
     environment: dict[str, Any] = {"env_vars": dict(variables or {})}
     if setup_hook is not None:
         environment["worker_process_setup_hook"] = setup_hook
-    if "RAY_ADDRESS" in os.environ:
+    if joins_cluster():
         ray.init(log_to_driver=False, ignore_reinit_error=True, runtime_env=environment)
         return
     if ray.is_initialized():

@@ -8,7 +8,7 @@ import torch
 from nemo_fp8rl.batch import shards
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import KvScales
-from nemo_fp8rl.generation.checks import check_engine
+from nemo_fp8rl.generation.checks import check_for_driver, check_machine
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.worker import MegatronWorker
@@ -98,7 +98,9 @@ def test_a_checkpoint_with_damaged_scales_is_refused(recipe, tmp_path, damage, m
 
 
 @pytest.mark.parametrize(
-    "layout", [("tensor_model_parallel_size=2",), ("pipeline_model_parallel_size=2",), ()], ids=["tp", "pp", "dp"]
+    "layout",
+    [("tensor_model_parallel_size=2",), ("pipeline_model_parallel_size=2",), ("context_parallel_size=2",), ()],
+    ids=["tp", "pp", "cp", "dp"],
 )
 def test_ranks_that_share_the_model_or_the_batch_find_the_same_scales(two, recipe, layout):
     batch = random_batch(0)
@@ -125,15 +127,27 @@ def _of(worker: MegatronWorker):
 def test_a_head_size_that_vllm_cannot_hold_is_refused(recipe, tmp_path):
     write_model(tmp_path / "model", head_dim=48)
     cfg = recipe(FP8, f"policy.model_name={tmp_path}/model", "nemo_fp8rl.flow=bf16")
+    hf = read_hf_config(tmp_path / "model")
     with pytest.raises(UserError, match=r"kv_cache_dtype=fp8 .*head_dim=48 is not a multiple of 32"):
-        check_engine(read_hf_config(tmp_path / "model"), cfg)
+        check_for_driver(hf, cfg)
 
 
 def test_on_a_gpu_what_a_cache_holds_is_left_to_vllm(recipe, tmp_path, monkeypatch):
     write_model(tmp_path / "model", head_dim=48)
     cfg = recipe(FP8, f"policy.model_name={tmp_path}/model", "nemo_fp8rl.flow=bf16")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    check_engine(read_hf_config(tmp_path / "model"), cfg)
+    check_machine(read_hf_config(tmp_path / "model"), cfg)
+
+
+def test_a_driver_does_not_ask_its_own_machine_for_engines_of_a_cluster(recipe, tmp_path, monkeypatch):
+    """As on the head of a KubeRay cluster, which has no GPU."""
+    write_model(tmp_path / "model", head_dim=48)
+    hf = read_hf_config(tmp_path / "model")
+    here = (FP8, f"policy.model_name={tmp_path}/model", "nemo_fp8rl.flow=bf16")
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
+    check_for_driver(hf, recipe(*here, "cluster.backend=ray"))
+    with pytest.raises(UserError, match="head_dim=48"):
+        check_for_driver(hf, recipe(*here))
 
 
 def test_a_gpu_without_fp8_is_refused_where_fp8_is_asked_for(recipe, tmp_path, monkeypatch):
@@ -143,11 +157,11 @@ def test_a_gpu_without_fp8_is_refused_where_fp8_is_asked_for(recipe, tmp_path, m
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Fake A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    check_engine(hf, fp8)
+    check_machine(hf, fp8)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    check_engine(hf, bf16)
+    check_machine(hf, bf16)
     with pytest.raises(UserError, match=r"8\.9 or higher, and Fake A100 has 8\.0; set nemo_fp8rl\.flow=bf16"):
-        check_engine(hf, fp8)
+        check_machine(hf, fp8)
 
 
 def test_a_choice_about_a_cache_that_is_not_there_is_refused(recipe):

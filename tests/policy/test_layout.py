@@ -33,20 +33,24 @@ MOE = dataclasses.replace(DENSE, family=FAMILIES["qwen3_moe"], num_experts=8, nu
 TIED = dataclasses.replace(DENSE, tie_word_embeddings=True)
 
 
-def layouts(hf: HfConfig, tp: int, pp: int, dp: int, ep: int = 1, etp: int | None = None) -> list[Layout]:
-    """All ranks, numbered as Megatron numbers them: tensor fastest, then data, pipeline last."""
+def layouts(
+    hf: HfConfig, tp: int, pp: int, dp: int, ep: int = 1, etp: int | None = None, cp: int = 1, first: int | None = None
+) -> list[Layout]:
+    """All ranks, numbered as Megatron numbers them: tensor fastest, then context, data, pipeline last."""
     etp = tp if etp is None else etp
     ranks = []
-    for stage, rank in itertools.product(range(pp), range(tp * dp)):
+    for stage, rank in itertools.product(range(pp), range(tp * cp * dp)):
         ranks.append(
             Layout(
                 hf,
                 tensor=Axis(rank % tp, tp),
-                data=Axis(rank // tp, dp),
+                context=Axis(rank // tp % cp, cp),
+                data=Axis(rank // tp // cp, dp),
                 pipeline=Axis(stage, pp),
                 expert_tensor=Axis(rank % etp, etp),
                 expert=Axis(rank // etp % ep, ep),
-                expert_data=Axis(rank // etp // ep, tp * dp // etp // ep),
+                expert_data=Axis(rank // etp // ep, tp * cp * dp // etp // ep),
+                first_stage_layers=first,
             )
         )
     return ranks
@@ -61,6 +65,9 @@ CASES = [
     (MOE, layouts(MOE, 2, 2, 2, ep=2)),
     (MOE, layouts(MOE, 2, 2, 2, ep=4, etp=1)),
     (MOE, layouts(MOE, 4, 1, 2, ep=4, etp=2)),
+    (DENSE, layouts(DENSE, 2, 1, 2, cp=2)),
+    (MOE, layouts(MOE, 1, 2, 2, ep=4, cp=2)),
+    (MOE, layouts(MOE, 1, 3, 1, first=2)),
 ]
 
 
@@ -118,6 +125,27 @@ REFUSED = [
     (DENSE, ("tensor_model_parallel_size=3",), "tensor_model_parallel_size=3.*num_attention_heads=8.*fit: 1, 2, 4, 8"),
     (DENSE, ("tensor_model_parallel_size=8",), "tensor_model_parallel_size=8.*num_key_value_heads=4.*fit: 1, 2, 4$"),
     (DENSE, ("pipeline_model_parallel_size=3",), "pipeline_model_parallel_size=3.*num_hidden_layers=4.*fit: 1, 2, 4$"),
+    (DENSE, ("context_parallel_size=3",), "context_parallel_size=3.* 8 attention heads.* 4 .*fit: 1, 2, 4, 8$"),
+    (
+        DENSE,
+        ("tensor_model_parallel_size=4", "context_parallel_size=4"),
+        "context_parallel_size=4.* 2 attention heads and 1 key-value heads of a tensor-parallel rank; .*fit: 1, 2$",
+    ),
+    (
+        DENSE,
+        ("pipeline_model_parallel_size=3", "num_layers_in_last_pipeline_stage=1"),
+        r"num_layers_in_last_pipeline_stage=1 leaves 3 of .*num_hidden_layers=4 to the other 2 of .*_parallel_size=3",
+    ),
+    (
+        DENSE,
+        (
+            "pipeline_model_parallel_size=2",
+            "num_layers_in_first_pipeline_stage=1",
+            "num_layers_in_last_pipeline_stage=2",
+        ),
+        r"first_pipeline_stage=1 and .*last_pipeline_stage=2 leave 1 of .*num_hidden_layers=4 to the other 0 of ",
+    ),
+    (DENSE, ("num_layers_in_first_pipeline_stage=4",), "num_layers_in_first_pipeline_stage=4 needs .*size above 1"),
     (MOE, ("expert_model_parallel_size=3",), "expert_model_parallel_size=3.*num_experts=8.*fit: 1, 2, 4, 8$"),
     (DENSE, ("expert_model_parallel_size=2",), "expert_model_parallel_size=2.*no experts; set it to 1"),
     (MOE, ("tensor_model_parallel_size=2",), "needs policy.megatron_cfg.sequence_parallel=true"),
@@ -137,9 +165,8 @@ REFUSED = [
 @pytest.mark.parametrize(("hf", "keys", "message"), REFUSED)
 def test_what_the_model_cannot_be_split_into_is_refused(recipe, hf, keys, message):
     ranks = 1
-    for key in keys:
-        size = key.split("=")[1]
-        ranks *= int(size) if size.isdigit() else 1
+    for name, size in (key.split("=") for key in keys):
+        ranks *= int(size) if name.endswith("parallel_size") else 1
     cfg = recipe(
         "cluster.backend=ray",
         f"cluster.train_ranks={ranks}",
@@ -166,6 +193,7 @@ def test_routing_replay_of_a_dense_model_is_refused(recipe):
     [
         (("tensor_model_parallel_size=2",), 3, "train_ranks=3 is not a multiple of .*tensor_model_parallel_size=2"),
         (("pipeline_model_parallel_size=2",), 1, "train_ranks=1 is not a multiple of .*pipeline_model_parallel_size=2"),
+        (("context_parallel_size=2",), 3, "train_ranks=3 is not a multiple of .*context_parallel_size=2"),
         (("sequence_parallel=true",), 2, "sequence_parallel=true needs .*tensor_model_parallel_size above 1"),
         (("tensor_model_parallel_size=0",), 2, "tensor_model_parallel_size must be a finite number above 0"),
     ],

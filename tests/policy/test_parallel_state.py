@@ -33,6 +33,7 @@ DP: tuple[str, ...] = ()
 TP = ("tensor_model_parallel_size=2",)
 SP = (*TP, "sequence_parallel=true")
 PP = ("pipeline_model_parallel_size=2",)
+CP = ("context_parallel_size=2",)
 EP = ("expert_model_parallel_size=2",)
 TP_EP = (*SP, *EP, "expert_tensor_parallel_size=1")
 
@@ -104,7 +105,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize(
     ("sizes", "layouts"),
-    [(DENSE, (SP, PP, DP, TP)), (TIED, (PP, DP, TP)), (MOE, (EP, PP, TP_EP, DP))],
+    [(DENSE, (SP, PP, CP, DP, TP)), (TIED, (PP, DP, TP)), (MOE, (EP, PP, TP_EP, (*CP, *EP), DP))],
     ids=["dense", "tied", "moe"],
 )
 def test_a_checkpoint_moves_between_layouts_to_the_bit(two, model, tmp_path, sizes, layouts):

@@ -124,8 +124,9 @@ PP_AGAIN = ("pipeline_model_parallel_size=2", "activation_checkpointing=true")
         PP_AGAIN,
         ("tensor_model_parallel_size=2", "sequence_parallel=true"),
         ("expert_model_parallel_size=2",),
+        ("context_parallel_size=2",),
     ],
-    ids=["pp", "pp-recomputed", "sp", "ep"],
+    ids=["pp", "pp-recomputed", "sp", "ep", "cp"],
 )
 def test_ranks_that_share_the_model_replay_alike(two, moe, layout):
     batch = random_batch(0) | {"routed_experts": random_routes(4)}

@@ -43,6 +43,7 @@ def _pose_as_gpu(rank: int, rendezvous: tuple[str, int]) -> None:
 TP = ("tensor_model_parallel_size=2",)
 SP = (*TP, "sequence_parallel=true")
 PP = ("pipeline_model_parallel_size=2",)
+CP = ("context_parallel_size=2",)
 EP = ("expert_model_parallel_size=2",)
 QWEN2 = {"family": "qwen2", "num_key_value_heads": 2}
 QWEN3, MOE = {"family": "qwen3"}, {"family": "qwen3_moe"}
@@ -51,8 +52,8 @@ QWEN3, MOE = {"family": "qwen3"}, {"family": "qwen3_moe"}
 @pytest.mark.parametrize("packed", ["true", "false"])
 @pytest.mark.parametrize(
     ("sizes", "layout"),
-    [(QWEN3, ()), (QWEN2, TP), (QWEN3, SP), (QWEN3, PP), (MOE, SP), (MOE, EP), (MOE, PP)],
-    ids=["qwen3-dp", "qwen2-tp", "qwen3-sp", "qwen3-pp", "moe-sp", "moe-ep", "moe-pp"],
+    [(QWEN3, ()), (QWEN2, TP), (QWEN3, SP), (QWEN3, PP), (QWEN3, CP), (MOE, SP), (MOE, EP), (MOE, PP), (MOE, CP)],
+    ids=["qwen3-dp", "qwen2-tp", "qwen3-sp", "qwen3-pp", "qwen3-cp", "moe-sp", "moe-ep", "moe-pp", "moe-cp"],
 )
 def test_two_ranks_say_what_two_emulated_ones_say(recipe, tmp_path, emulated, gpus, sizes, layout, packed):
     write_model(tmp_path / "model", seed=3, **sizes)
