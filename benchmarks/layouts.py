@@ -25,12 +25,14 @@ MIXTURES_WARM_UP = 350
 TENSOR = ("tensor_model_parallel_size=2",)
 SEQUENCE = (*TENSOR, "sequence_parallel=true")
 PIPELINE = ("pipeline_model_parallel_size=2",)
+CONTEXT = ("context_parallel_size=2",)
 EXPERT = ("expert_model_parallel_size=2",)
-DENSE = {"one rank": (), "TP 2": TENSOR, "TP 2, SP": SEQUENCE, "PP 2": PIPELINE, "DP 2": ()}
+DENSE = {"one rank": (), "TP 2": TENSOR, "TP 2, SP": SEQUENCE, "PP 2": PIPELINE, "CP 2": CONTEXT, "DP 2": ()}
 MIXTURE = {
     "one rank": (),
     "TP 2, SP, ETP 2": SEQUENCE,
     "PP 2": PIPELINE,
+    "CP 2": CONTEXT,
     "EP 2": EXPERT,
     "TP 2, SP, EP 2": (*SEQUENCE, *EXPERT, "expert_tensor_parallel_size=1"),
 }

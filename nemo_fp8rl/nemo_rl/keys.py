@@ -83,7 +83,8 @@ UNUSED = (
     *("policy.megatron_cfg.empty_unused_memory_level", "policy.megatron_cfg.fine_grained_activation_offloading"),
     *("policy.megatron_cfg.force_overwrite_initial_ckpt", "policy.megatron_cfg.force_reconvert_from_hf"),
     *("policy.megatron_cfg.fused_linear_logprobs_chunk_size", "policy.megatron_cfg.gradient_accumulation_fusion"),
-    *("policy.megatron_cfg.moe_enable_deepep", "policy.megatron_cfg.moe_per_layer_logging"),
+    *("policy.megatron_cfg.moe_enable_deepep", "policy.megatron_cfg.moe_flex_dispatcher_backend"),
+    "policy.megatron_cfg.moe_per_layer_logging",
     "policy.megatron_cfg.moe_grouped_gemm",  # one product for all experts, or one each: the same blocks
     *("policy.megatron_cfg.moe_permute_fusion", "policy.megatron_cfg.moe_shared_expert_overlap"),
     "policy.megatron_cfg.moe_router_dtype",  # where the router rounds is nemo_fp8rl.align's
