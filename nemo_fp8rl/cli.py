@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_fp8rl import __version__
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.errors import BAD_INPUT, INTERRUPTED, UserError
 
 if TYPE_CHECKING:
     from nemo_fp8rl.config import Config
-
-BAD_INPUT, INTERRUPTED = 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from nemo_fp8rl.algorithms.gates import check_gates
-from nemo_fp8rl.algorithms.loss import GrpoLoss
+from nemo_fp8rl.algorithms.loss_config import resolved_correction
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 
@@ -142,7 +142,7 @@ def _check_colocated(cfg: Config) -> None:
 
 
 def _check_algorithm(cfg: Config) -> None:
-    GrpoLoss(cfg.loss_fn, cfg.nemo_fp8rl.correction)  # what its two blocks say of each other
+    resolved_correction(cfg.loss_fn, cfg.nemo_fp8rl.correction)  # what the two say of each other
     check_gates(cfg.nemo_fp8rl.gates)
     grpo, shaping = cfg.grpo, cfg.grpo.reward_shaping
     if cfg.loss_fn.use_kl_in_reward and grpo.adv_estimator.name != "reinforce_plus_plus":
@@ -158,8 +158,8 @@ def _check_algorithm(cfg: Config) -> None:
     if shaping.enabled and coefficient is None:
         for name in ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length"):
             value = getattr(shaping, name)
-            if value is None or not value > 0:
-                raise UserError(f"grpo.reward_shaping.{name} must be a number above 0, got {value}")
+            if value is None or not 0 < value < math.inf:
+                raise UserError(f"grpo.reward_shaping.{name} must be a finite number above 0, got {value}")
         buffer, longest = shaping.overlong_buffer_length or 0, shaping.max_response_length or 0
         if buffer > longest:
             raise UserError(

@@ -21,13 +21,11 @@ vLLM 0.32.0:
 FP8 KV cache are left out: they belong to a rollout's prompts.
 """
 
-import fcntl
 import json
 import os
 import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -35,6 +33,7 @@ import torch
 from rich.filesize import decimal
 from safetensors import SafetensorError
 
+from nemo_fp8rl.disk import check_output, new_folder
 from nemo_fp8rl.display import Display
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import BLOCK, Fp8Layers, NonFiniteError, ScaleFormat, scale_name, scale_shape
@@ -47,7 +46,6 @@ from nemo_fp8rl.hf.hub import TOKENIZER_FILES
 from nemo_fp8rl.hf.shards import ShardWriter, Spec
 from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.refit.quantize import as_sent
-from nemo_fp8rl.step_log import sync
 
 COPIED = ("generation_config.json", *TOKENIZER_FILES)
 EXPERT = re.compile(r"(\.mlp\.experts)\.\d+\..*")
@@ -70,8 +68,7 @@ def export(
     written.
     """
     output = Path(os.path.abspath(output))
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise UserError(f"--output {output} exists already; give a new folder, nothing is overwritten")
+    check_output(output)
     if scale_format not in get_args(ScaleFormat):
         raise UserError(f"--scale-format {scale_format}: choose one of {', '.join(get_args(ScaleFormat))}")
     if not (checkpoint / "config.json").is_file():
@@ -88,7 +85,7 @@ def export(
                 raise UserError(
                     f"{checkpoint}: {name} is {reader.dtype(name)}, only bfloat16 is exported; convert the checkpoint"
                 )
-        with _new_folder(output) as partial:
+        with new_folder(output, (OSError, SafetensorError)) as partial:
             with ShardWriter(partial, _specs(shapes, fp8_layers)) as writer:
                 _check_space(output, writer.nbytes)
                 _quantize(reader, shapes, writer, scale_format, fp8_layers)
@@ -115,7 +112,7 @@ def _fp8_layers(hf: HfConfig, first: int, last: int, ignored: tuple[str, ...]) -
             f"--num-first-layers-in-bf16 {first} and --num-last-layers-in-bf16 {last} must leave an FP8 layer of the "
             f"model's {hf.num_hidden_layers}, and be 0 or more"
         )
-    mlp = "moe_intermediate_size" if hf.family.experts else "intermediate_size"
+    mlp = hf.family.intermediate_size
     sizes = {
         "num_attention_heads * head_dim": hf.num_attention_heads * hf.head_dim,
         "num_key_value_heads * head_dim": hf.num_key_value_heads * hf.head_dim,
@@ -162,45 +159,6 @@ def _quantize(
             before, layer = layer, LAYER.search(name)
             if number == len(names) or (before and layer and before[1] != layer[1]):
                 display.step(number, {"written": decimal(written)})
-
-
-@contextmanager
-def _new_folder(output: Path) -> Iterator[Path]:
-    """A folder beside `output` that takes its name when all in it is on disk, and goes when that fails.
-
-    Raises UserError where the disk does not take it, or while another process works on the same `output`.
-    """
-    partial = output.with_name(f".{output.name}.partial")
-    try:
-        partial.mkdir(parents=True, exist_ok=True)
-        with _locked(partial):
-            try:
-                for leftover in partial.iterdir():  # of an export that was killed
-                    leftover.unlink()
-                yield partial
-                for path in (*partial.iterdir(), partial):
-                    sync(path)
-                os.rename(partial, output)
-            except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
-                raise
-        sync(output.parent)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"--output {output} cannot be written ({error}); make room or give another folder") from None
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """The lock ends with the process, however it ends."""
-    guard = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another export works in {folder}; wait for it or give another --output") from None
-        yield
-    finally:
-        os.close(guard)
 
 
 def _check_space(output: Path, nbytes: int) -> None:

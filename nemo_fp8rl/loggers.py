@@ -15,9 +15,8 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from nemo_fp8rl.config import LoggerConfig, MlflowConfig, WandbConfig
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.step_log import write_atomically
-from nemo_fp8rl.yaml_tree import one_line
+from nemo_fp8rl.disk import write_atomically
+from nemo_fp8rl.errors import UserError, one_line
 
 PACKAGES = ("tensorboard", "wandb", "mlflow")
 IDS = "trackers.json"

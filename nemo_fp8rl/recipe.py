@@ -6,9 +6,9 @@ from pathlib import Path
 
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.config_check import check
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.errors import UserError, one_line
 from nemo_fp8rl.typed_tree import check_keys, defaults, typed
-from nemo_fp8rl.yaml_tree import one_line, read_override, read_with_parents, register_resolvers
+from nemo_fp8rl.yaml_tree import read_override, read_with_parents, register_resolvers
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -29,15 +29,16 @@ from typing import Any, Self
 import torch
 import yaml
 
-from nemo_fp8rl.algorithms.loss import GrpoLoss
+from nemo_fp8rl.algorithms.loss_config import resolved_correction
 from nemo_fp8rl.algorithms.weight_bins import Bin
 from nemo_fp8rl.config import Config
+from nemo_fp8rl.disk import lock, sync, write_atomically
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.loggers import Logger, check_installed, open_loggers
 from nemo_fp8rl.machine import machine
 from nemo_fp8rl.policy.base import Policy
 from nemo_fp8rl.recipe import to_yaml
-from nemo_fp8rl.step_log import Sample, StepLog, lock, read, sync, write_atomically
+from nemo_fp8rl.step_log import Sample, StepLog, read
 from nemo_fp8rl.yaml_tree import flat
 
 MAY_CHANGE = (
@@ -254,7 +255,7 @@ def _choices(cfg: Config) -> dict[str, str]:
         "engine": fp8 if choice.engine_fp8 else cfg.policy.precision,
         "scales": choice.scale_format,
         "kv cache": _kv_cache(cfg),
-        "correction": str(GrpoLoss(cfg.loss_fn, choice.correction).correction),
+        "correction": str(resolved_correction(cfg.loss_fn, choice.correction)),
         "threads": str(torch.get_num_threads()),
         "align": choice.align,
         "routes": "the engine's" if cfg.policy.router_replay.enabled else "the trainer's",

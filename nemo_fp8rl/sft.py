@@ -1,6 +1,5 @@
 """The supervised warm-up: a policy that already answers sometimes, so that GRPO has something to tell apart."""
 
-import os
 import shutil
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from nemo_fp8rl.batch import Completion, collate
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.data import PromptOrder
 from nemo_fp8rl.data.prompts import load_prompts
+from nemo_fp8rl.disk import check_output, new_folder
 from nemo_fp8rl.display import Display
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.config import check_context, read_hf_config
@@ -22,8 +22,7 @@ def sft(cfg: Config, output: Path) -> bool:
 
     Returns False, and writes nothing, when it was interrupted. Raises UserError when `output` exists.
     """
-    if output.exists():
-        raise UserError(f"--output {output} exists already; give a new folder, nothing is overwritten")
+    check_output(output)
     cfg = with_commits(cfg)
     hf = read_hf_config(cfg.policy.model_name)
     check_context(hf, cfg.policy.max_total_sequence_length)
@@ -48,16 +47,12 @@ def sft(cfg: Config, output: Path) -> bool:
                 if stop.requested:
                     display.say(f"stopped after step {step}; nothing was written")
                     return False
-        partial = output.with_name(f".{output.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        try:
-            policy.save(partial)
-        except UserError:
-            shutil.rmtree(partial)
-            raise
-        os.rename(partial / "weights", output)
-        shutil.rmtree(partial)
+        with new_folder(output) as folder:
+            policy.save(folder)
+            shutil.rmtree(folder / "optimizer")
+            for path in (folder / "weights").iterdir():
+                path.rename(folder / path.name)
+            (folder / "weights").rmdir()
     finally:
         policy.shutdown()
     return True

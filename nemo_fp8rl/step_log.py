@@ -1,11 +1,12 @@
 """A file of one JSON object a step, appended and flushed, so that it survives a kill; a resumed run cuts it back."""
 
-import fcntl
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from nemo_fp8rl.disk import write_atomically
 
 Row = dict[str, Any]
 """`step`, and what else belongs to it."""
@@ -56,29 +57,3 @@ def read(path: Path) -> list[Row]:
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
-
-
-def write_atomically(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    sync(partial)
-    os.replace(partial, path)
-
-
-def lock(folder: Path) -> int:
-    """A descriptor; the lock lasts until every process that has it has closed it. BlockingIOError when it is taken."""
-    guard = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(guard)
-        raise
-    return guard
-
-
-def sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

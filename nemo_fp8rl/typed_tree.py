@@ -5,9 +5,9 @@ Kept apart from `config` so that the blocks themselves need neither OmegaConf no
 
 import dataclasses
 import difflib
+from collections.abc import Sequence
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 
 Block = TypeVar("Block")
@@ -31,22 +31,24 @@ def _hints(block: type) -> dict[str, Any]:
     return {f.name: hints[f.name] for f in dataclasses.fields(block)}
 
 
-def check_keys(given: Any, block: type, prefix: str = "") -> None:
-    """Raise UserError for unknown keys, and for what pydantic would quietly convert. prefix: where the block stands."""
-    hints = _hints(block)
+def check_keys(given: Any, block: type, prefix: str = "", known: Sequence[str] = ()) -> None:
+    """Raise UserError for unknown keys, and for what pydantic would quietly convert. prefix: where the block stands;
+    known: all keys of what it stands in.
+    """
+    hints, known = _hints(block), known or _all_keys(block, prefix)
     for key, value in given.items():
         if key not in hints:
-            raise UserError(f"unknown config key {prefix}{key}; {_nearest(str(key), hints, prefix)}")
+            raise UserError(f"unknown config key {prefix}{key}; {_nearest(str(key), hints, prefix, known)}")
         child, element = _block_of(hints[key]), _list_of(hints[key])
         if element and value is not None:
             if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
                 raise UserError(f"{prefix}{key} must be a list of blocks of keys, got {value!r}")
             for i, part in enumerate(value):
-                check_keys(part, element, f"{prefix}{key}[{i}].")
+                check_keys(part, element, f"{prefix}{key}[{i}].", known)
         elif child and value is not None:
             if not isinstance(value, dict):
                 raise UserError(f"{prefix}{key} must be a block of keys, got {value!r}")
-            check_keys(value, child, f"{prefix}{key}.")
+            check_keys(value, child, f"{prefix}{key}.", known)
         elif isinstance(value, dict) and not _takes_mapping(hints[key]):
             raise UserError(f"{prefix}{key} must be one value, got the mapping {value!r}")
         elif value == "???":
@@ -59,9 +61,9 @@ def _takes_mapping(hint: Any) -> bool:
     return any(get_origin(t) is dict for t in (hint, *get_args(hint)))
 
 
-def _nearest(key: str, hints: dict[str, Any], prefix: str) -> str:
+def _nearest(key: str, hints: dict[str, Any], prefix: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(key, hints, 1)
-    elsewhere = [known for known in _all_keys(Config) if known.split(".")[-1] == key]
+    elsewhere = [name for name in known if name.split(".")[-1] == key]
     hint = f"{prefix}{near[0]}" if near else elsewhere[0] if elsewhere else None
     return f"did you mean {hint}?" if hint else f"known here: {', '.join(hints)}"
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.errors import UserError, one_line
 
 RESOLVERS: dict[str, Callable[..., Any]] = {
     "mul": lambda a, b: a * b,
@@ -29,10 +29,6 @@ def register_resolvers() -> None:
     register = omegaconf.OmegaConf.register_new_resolver if is_old else omegaconf.OmegaConf.register_resolver
     for name, resolver in RESOLVERS.items():
         register(name, resolver, replace=True)
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def read_with_parents(path: Path, children: tuple[Path, ...] = ()) -> Any:

@@ -310,8 +310,11 @@ def test_make_tiny_knows_its_tasks(refused, folder):
 
 def test_sft_overwrites_nothing(refused, project, folder):
     (folder / "out").mkdir()
+    (folder / "out/precious").touch()
     recipe = ["--config", CONF, f"policy.model_name={project}/model", f"data.train.data_path={project}/data.jsonl"]
     assert f"--output {folder}/out exists already" in refused("sft", *recipe, "--output", folder / "out")
+    inside_a_file = folder / "out/precious/new"  # said before the training
+    assert f"--output {inside_a_file} cannot be made" in refused("sft", *recipe, "--output", inside_a_file)
 
 
 def test_sft_names_a_sequence_longer_than_the_trainer_takes(refused, project, folder):

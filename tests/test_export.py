@@ -248,7 +248,7 @@ def test_another_export_at_work_is_left_alone(checkpoint, tmp_path, capsys):
     guard = os.open(partial_folder, os.O_RDONLY)
     fcntl.flock(guard, fcntl.LOCK_EX)
     assert main(["export", "--checkpoint", str(checkpoint), "--output", str(tmp_path / "fp8")]) == 2
-    assert "another export works in" in capsys.readouterr().err
+    assert "another process works in" in capsys.readouterr().err
     assert (partial_folder / "begun").exists()
     os.close(guard)
     assert main(["export", "--checkpoint", str(checkpoint), "--output", str(tmp_path / "fp8")]) == 0

@@ -62,6 +62,7 @@ LIGHT = (
 )
 WITHOUT_TORCH = (
     "errors",
+    "disk",
     "config",
     "yaml_tree",
     "typed_tree",
@@ -147,6 +148,12 @@ def test_recipes_are_read_without_torch():
     assert "nemo_fp8rl.fp8.quantize" in run(IMPORT, json.dumps([allowed, ["nemo_fp8rl.fp8.quantize"]]))
 
 
+def test_a_recipe_is_loaded_without_torch():
+    recipe = str(PACKAGE.parent / "conf/tiny_cpu.yaml")
+    code = "import json, sys; sys.modules['torch'] = None; from nemo_fp8rl.recipe import load"
+    assert run(f"{code}; print(json.dumps(load({recipe!r}).nemo_fp8rl.flow))") == "fp8_e2e"
+
+
 def test_a_report_is_made_without_torch():
     names = ["nemo_fp8rl.report.page", "nemo_fp8rl.cli"]
     others = ("jinja2", "markupsafe", "yaml", "_yaml")
@@ -155,14 +162,14 @@ def test_a_report_is_made_without_torch():
 
 
 LEFTMOST = {"errors", "batch", "config", "config_check", "recipe", "yaml_tree", "typed_tree", "fp8", "algorithms"}
-LEFTMOST |= {"data", "rewards", "hf", "machine"}
+LEFTMOST |= {"data", "rewards", "hf", "machine", "disk"}
 MAY_IMPORT = {  # room -> the rooms it may import besides itself
     **{room: LEFTMOST for room in LEFTMOST},
     "parity": {"errors", "fp8"},
     "doctor": {*LEFTMOST, "nemo_rl"},
-    "report": {"errors", "step_log", "algorithms", "yaml_tree"},
+    "report": {"errors", "disk", "step_log", "algorithms", "yaml_tree"},
     "compare": {*LEFTMOST, "step_log", "interrupt", "tiny"},
-    "step_log": set(),
+    "step_log": {"disk"},
     "launch": {*LEFTMOST, "nemo_rl", "stop_request", "workers"},
     "refit": LEFTMOST,
     "workers": LEFTMOST,

@@ -392,6 +392,10 @@ def test_a_cycle_of_defaults_is_refused(folder):
             ["grpo.reward_shaping.overlong_buffer_length"],
         ),
         (
+            ["grpo.reward_shaping={enabled: true, overlong_buffer_penalty: .inf}"],
+            ["grpo.reward_shaping.overlong_buffer_penalty must be a finite number above 0, got inf"],
+        ),
+        (
             ["grpo.reward_shaping={enabled: true, overlong_buffer_length: 9, max_response_length: 8}"],
             ["grpo.reward_shaping.overlong_buffer_length=9", "grpo.reward_shaping.max_response_length=8"],
         ),

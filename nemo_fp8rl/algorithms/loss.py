@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.algorithms.correction import Correction, check_fields, correct
-from nemo_fp8rl.algorithms.correction_config import LARGEST_LOG, CorrectionConfig, from_mapping
-from nemo_fp8rl.algorithms.loss_config import Aggregation, LossConfig, loss_config
+from nemo_fp8rl.algorithms.correction_config import LARGEST_LOG, CorrectionConfig
+from nemo_fp8rl.algorithms.loss_config import Aggregation, LossConfig, loss_config, resolved_correction
 from nemo_fp8rl.algorithms.mismatch import DISAGREEMENT, disagreement
 from nemo_fp8rl.batch import TrainBatch
-from nemo_fp8rl.errors import UserError
 
 CHUNK_VALUES = {"cpu": 1 << 17, "cuda": 1 << 26}
 """Values handled at a time: the temporaries stay in a CPU's cache, and are bounded beside a GPU's memory."""
@@ -58,15 +57,7 @@ class GrpoLoss:
     ) -> None:
         """cfg: NeMo RL's `loss_fn` keys. correction: `nemo_fp8rl.correction`; None takes what the keys of cfg mean."""
         self.cfg = loss_config(cfg)
-        if correction is not None and self.cfg.use_importance_sampling_correction:
-            raise UserError(
-                "nemo_fp8rl.correction contradicts loss_fn.use_importance_sampling_correction: give one of the two"
-            )
-        self.correction = self.cfg.correction() if correction is None else from_mapping(correction)
-        if self.correction.bypass and self.cfg.force_on_policy_ratio:
-            raise UserError(
-                "nemo_fp8rl.correction.bypass contradicts loss_fn.force_on_policy_ratio: both set the ratio"
-            )
+        self.correction = resolved_correction(self.cfg, correction)
         rules = self.correction.reject
         weight = self.correction.weight
         gspo = self.cfg.sequence_level_importance_ratios

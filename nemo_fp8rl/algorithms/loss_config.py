@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, get_args
 
-from nemo_fp8rl.algorithms.correction_config import CorrectionConfig, Rule
+from nemo_fp8rl.algorithms.correction_config import CorrectionConfig, Rule, from_mapping
 from nemo_fp8rl.errors import UserError
 
 TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
@@ -177,3 +177,17 @@ def loss_config(cfg: LossConfig | Mapping[str, Any]) -> LossConfig:
         cfg = LossConfig(**cfg)
     cfg.check()
     return cfg
+
+
+def resolved_correction(
+    cfg: LossConfig, correction: CorrectionConfig | Mapping[str, Any] | None = None
+) -> CorrectionConfig:
+    """What `nemo_fp8rl.correction` says; None takes what the keys of cfg mean. Raises UserError where they disagree."""
+    if correction is not None and cfg.use_importance_sampling_correction:
+        raise UserError(
+            "nemo_fp8rl.correction contradicts loss_fn.use_importance_sampling_correction: give one of the two"
+        )
+    resolved = cfg.correction() if correction is None else from_mapping(correction)
+    if resolved.bypass and cfg.force_on_policy_ratio:
+        raise UserError("nemo_fp8rl.correction.bypass contradicts loss_fn.force_on_policy_ratio: both set the ratio")
+    return resolved

@@ -45,7 +45,7 @@ def weight_squares(
 ) -> SquaresByGroup:
     """One rank's part of `weight_error`; w' is what the engine's bytes stand for.
 
-    weights: (HF name, tensor in the dtype that the trainer's forward reads), as `refit.quantize.build_update` takes.
+    weights: (HF name, tensor in the dtype that the trainer's forward reads), as `refit.quantize` takes.
     Raises NonFiniteError on a weight that is to be quantized and not finite.
     """
     squares: SquaresByGroup = {}

@@ -24,9 +24,9 @@ from nemo_fp8rl.compare.plan import Planned, plan
 from nemo_fp8rl.compare.process import run as run_process
 from nemo_fp8rl.compare.results import measure, record
 from nemo_fp8rl.compare.table import as_markdown, as_rich, sections
+from nemo_fp8rl.disk import lock, write_atomically
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.interrupt import GracefulStop
-from nemo_fp8rl.step_log import lock, write_atomically
 
 SPEED_OVER_SECONDS = 3600
 WIDTH_OF_FILES = 200

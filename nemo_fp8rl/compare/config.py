@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.errors import UserError, one_line
 from nemo_fp8rl.typed_tree import check_keys, typed
-from nemo_fp8rl.yaml_tree import one_line, read_with_parents, register_resolvers
+from nemo_fp8rl.yaml_tree import read_with_parents, register_resolvers
 
 OURS = ("grpo.seed", "logger.log_dir")
 """Keys that the comparison itself gives to each run."""

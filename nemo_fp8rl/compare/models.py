@@ -10,10 +10,10 @@ from pathlib import Path
 
 from nemo_fp8rl.compare.config import Comparison, Lengths, TinyModel, as_words
 from nemo_fp8rl.compare.process import run
+from nemo_fp8rl.disk import write_atomically
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.interrupt import GracefulStop
 from nemo_fp8rl.recipe import load
-from nemo_fp8rl.step_log import write_atomically
 
 CHAINS_OF_A_LENGTH = 6_000
 """Prompts of each length, fewer where there are not so many."""

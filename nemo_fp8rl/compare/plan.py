@@ -17,10 +17,10 @@ import yaml
 
 from nemo_fp8rl.compare.config import Comparison, as_words, check_overrides
 from nemo_fp8rl.compare.models import MODEL_OF_FLOWS, MODEL_OF_LENGTHS, check_models, model_words
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.errors import UserError, one_line
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.step_log import Row, read
-from nemo_fp8rl.yaml_tree import flat, one_line
+from nemo_fp8rl.yaml_tree import flat
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.errors import INTERRUPTED, UserError
 from nemo_fp8rl.interrupt import GracefulStop
 
-INTERRUPTED = 130
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_TO_END = 20
 LAST_LINES = 5

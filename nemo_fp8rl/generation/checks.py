@@ -55,9 +55,8 @@ def _check_parallel(hf: HfConfig, cfg: Config) -> None:
     for dimension in ("num_attention_heads", "num_key_value_heads"):
         check_divides(f"{HERE}.tensor_parallel_size", tensor, dimension, getattr(hf, dimension))
     if expert == 1:
-        mlp = "moe_intermediate_size" if hf.family.experts else "intermediate_size"
         block = BLOCK[0] if cfg.nemo_fp8rl.engine_fp8 else 1
-        check_divides(f"{HERE}.tensor_parallel_size", tensor, mlp, hf.intermediate_size, block)
+        check_divides(f"{HERE}.tensor_parallel_size", tensor, hf.family.intermediate_size, hf.intermediate_size, block)
         return
     if not hf.family.experts:
         raise UserError(f"{HERE}.expert_parallel_size={expert}: the model has no experts; set it to 1")

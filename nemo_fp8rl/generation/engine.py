@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nemo_fp8rl.batch import Completion
 from nemo_fp8rl.config import Config
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.errors import UserError, one_line
 from nemo_fp8rl.generation import compat
 from nemo_fp8rl.generation.base import Sampling
 from nemo_fp8rl.generation.checks import check_engine, check_machine, one_sequence_gib
@@ -65,7 +65,7 @@ class VllmEngine:
             timeout = cfg.cluster.engine_timeout_seconds
             self.core: Core = AsyncCore(arguments, timeout) if vllm_cfg.async_engine else SteppedCore(arguments)
         except ValueError as error:  # vLLM's word for a recipe that it cannot serve
-            raise UserError(f"vLLM cannot start an engine for this recipe: {' '.join(str(error).split())}") from None
+            raise UserError(f"vLLM cannot start an engine for this recipe: {one_line(error)}") from None
         if cfg.fp8_kv_cache and not vllm_cfg.enforce_eager and "attention: FLASHINFER" in self.kernels():
             self.shutdown()
             raise UserError(

@@ -139,11 +139,11 @@ class VllmGeneration:
 
     def kernels(self) -> list[str]:
         """What multiplies the FP8 layers of its engines, and vLLM's attention backend."""
-        return sorted(set().union(*self.engines.call("kernels", [()] * self.engines.count)))
+        return sorted(set().union(*self.engines.everyone("kernels")))
 
     def instructions(self) -> set[str]:
         """Of the machines of its engines, `machine.instructions`."""
-        return set(self.engines.call("instructions", [()] * self.engines.count))
+        return set(self.engines.everyone("instructions"))
 
     def metrics(self) -> dict[str, float]:
         return {

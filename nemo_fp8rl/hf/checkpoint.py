@@ -17,7 +17,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 class CheckpointReader:
-    """`with CheckpointReader(folder) as reader: reader.get(name, shape)`. No file is read whole."""
+    """`with CheckpointReader(folder) as reader: reader.get(name, region)`. No file is read whole."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)

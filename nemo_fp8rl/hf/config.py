@@ -20,6 +20,11 @@ class Family:
     qk_norm: bool = False
     experts: bool = False
 
+    @property
+    def intermediate_size(self) -> str:
+        """HF's key for the width of the MLP, or of one expert."""
+        return "moe_intermediate_size" if self.experts else "intermediate_size"
+
 
 FAMILIES = {  # by model_type; Llama 3, Qwen2.5, Qwen3 and Qwen3-MoE
     "llama": Family(),
@@ -111,7 +116,7 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
         family=family,
         vocab_size=_size(raw, folder, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_size(raw, folder, "moe_intermediate_size" if family.experts else "intermediate_size"),
+        intermediate_size=_size(raw, folder, family.intermediate_size),
         num_hidden_layers=_size(raw, folder, "num_hidden_layers"),
         num_attention_heads=heads,
         num_key_value_heads=groups,
@@ -216,7 +221,7 @@ def check_fp8_alignment(hf: HfConfig, flow: str) -> None:
     The trainer quantizes the fused QKV, the engine the fused gate-up; unless every part is a multiple of 128 rows,
     trainer-local blocks and engine-local blocks would be different blocks.
     """
-    mlp = "moe_intermediate_size" if hf.family.experts else "intermediate_size"
+    mlp = hf.family.intermediate_size
     for name, size in (("head_dim", hf.head_dim), (mlp, hf.intermediate_size)):
         if size % BLOCK[0]:
             raise UserError(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_fp8rl.config import Config
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.errors import UserError, one_line
 
 MODEL_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "tokenizer.model", "chat_template*")
@@ -30,7 +30,7 @@ def checkpoint_folder(name: str | Path, key: str = "policy.model_name", weights:
     try:
         return Path(snapshot_download(match["repository"], revision=match["revision"], allow_patterns=files))
     except Exception as error:  # the client's have no class in common
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        why = f"{type(error).__name__}: {one_line(error)[:300]}"
         raise UserError(
             f"{key}: there is no folder {name} here, and the Hugging Face hub gives no model of that name ({why}); "
             "give a checkpoint folder, or what the hub asks for: HF_TOKEN, network (and HF_HUB_OFFLINE not set), or an "

@@ -82,11 +82,6 @@ def render(job: Job, settings: LaunchConfig) -> str:
     return text
 
 
-def manifests(job: Job, settings: LaunchConfig) -> list[dict[str, Any]]:
-    """The same, read."""
-    return list(yaml.load_all(render(job, settings), LOADER))
-
-
 def submit(text: str, settings: LaunchConfig) -> None:
     """Have the API server check all of it, then create it. Raises UserError with kubectl's own first line."""
     namespace = _namespace(settings.kubernetes)

@@ -11,6 +11,8 @@ from nemo_fp8rl.launch.job import Job
 from nemo_fp8rl.launch.settings import LaunchConfig
 from nemo_fp8rl.launch.template import fill
 
+SAY_HOW_MANY = "mend the driver, or say how many GPUs to use: --set gpus_per_node=N, 0 for a run on the CPU"
+
 
 def launch(job: Job, settings: LaunchConfig, dry_run: bool = False) -> bool:
     """Become the driver, so that its exit code is this command's; with dry_run print the script that would."""
@@ -32,15 +34,23 @@ def render(job: Job, settings: LaunchConfig) -> str:
 
 
 def visible_gpus() -> int:
-    """How many this machine has, as far as CUDA_VISIBLE_DEVICES shows them."""
+    """How many this machine has, as far as CUDA_VISIBLE_DEVICES shows them; none without nvidia-smi.
+
+    Raises UserError where nvidia-smi fails: GPUs that it cannot see are not none.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([number for number in visible.split(",") if number.strip()])
     try:
         done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+    except FileNotFoundError:
         return 0
-    return len(done.stdout.splitlines()) if done.returncode == 0 else 0
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"nvidia-smi --list-gpus failed ({error}); {SAY_HOW_MANY}") from None
+    if done.returncode:
+        said = " ".join((done.stderr or done.stdout).split())[:200]
+        raise UserError(f"nvidia-smi --list-gpus failed ({said}); {SAY_HOW_MANY}")
+    return len(done.stdout.splitlines())
 
 
 def choose(values: Mapping[str, Any], gpus: int) -> tuple[tuple[str, ...], str]:
@@ -55,7 +65,7 @@ def choose(values: Mapping[str, Any], gpus: int) -> tuple[tuple[str, ...], str]:
     colocated = "++policy.generation.colocated.enabled="
     if not (values["grpo"].get("async_grpo") or {}).get("enabled"):
         return (*one, f"cluster.gpus_per_node={ranks}", f"{colocated}true"), f"trainer and engines share {ranks}"
-    ranks = max(gpus, 2) if gpus == 0 else gpus
+    ranks = gpus or 2
     megatron, vllm = policy["megatron_cfg"], policy["generation"]["vllm_cfg"]
     model = megatron["tensor_model_parallel_size"] * megatron["pipeline_model_parallel_size"]
     model *= megatron.get("context_parallel_size") or 1

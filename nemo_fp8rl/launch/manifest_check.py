@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.errors import UserError, one_line
 from nemo_fp8rl.launch.manifest_lint import lint
 from nemo_fp8rl.launch.manifest_parts import QUANTITY, Finding, key_path
 
@@ -29,7 +29,7 @@ def check_file(path: Path, crds: Path | None = None) -> dict[str, list[Finding]]
     except FileNotFoundError:
         raise UserError(f"there is no file {path}") from None
     except (OSError, UnicodeError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
+        raise UserError(f"{path} cannot be read as YAML: {one_line(error)}") from None
     found = {}
     for i, manifest in enumerate(documents):
         if not isinstance(manifest, dict) or manifest.get("kind") not in ("RayJob", "RayCluster"):

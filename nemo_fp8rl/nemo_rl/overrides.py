@@ -11,8 +11,7 @@ Values are YAML's, mappings also without a space after the colon: {a:1}. Left ou
 import re
 from typing import Any, cast
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.yaml_tree import one_line
+from nemo_fp8rl.errors import UserError, one_line
 
 FORM = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_$][\w$]*(?:\.[\w$]+)*)(?P<equals>=(?P<value>.*))?", re.DOTALL)
 QUOTED_OR_KEY = re.compile(r"""("[^"]*"|'[^']*')|(?<=[{,])(\s*[\w.\-]+):(?=\S)""")

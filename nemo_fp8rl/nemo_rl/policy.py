@@ -20,6 +20,7 @@ from nemo_fp8rl.algorithms.mismatch import DISAGREEMENT, MismatchSums
 from nemo_fp8rl.batch import TrainBatch, has_tokens, num_rows, rows
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.fp8.kv_scales import MARGIN
 from nemo_fp8rl.nemo_rl.batches import train_batch
 from nemo_fp8rl.nemo_rl.loss import GrpoLossFn
 from nemo_fp8rl.policy.base import Loss
@@ -130,7 +131,7 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
         if not self.scales_loaded:
             self.policy.calibrate_kv(train_batch(data))
         self.scales_loaded = False
-        return {"format": "fp8", "percentile": 100.0, "margin": 1.0, "layers": {}}
+        return {"format": "fp8", "percentile": 100.0, "margin": MARGIN, "layers": {}}
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
         if self.offloaded:

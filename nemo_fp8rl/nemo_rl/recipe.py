@@ -8,13 +8,13 @@ from typing import Any
 
 from nemo_fp8rl.algorithms.gates import check_gates
 from nemo_fp8rl.config import Fp8RlConfig
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.errors import UserError, one_line
 from nemo_fp8rl.nemo_rl.checkout import NEMO_RL_SRC, Checkout, find_checkout
 from nemo_fp8rl.nemo_rl.known_keys import check_known, read_known_keys
 from nemo_fp8rl.nemo_rl.overrides import apply_override, key_of
 from nemo_fp8rl.nemo_rl.precision import Precision, read_precision
 from nemo_fp8rl.typed_tree import check_keys, defaults, typed
-from nemo_fp8rl.yaml_tree import one_line, read_with_parents, register_resolvers
+from nemo_fp8rl.yaml_tree import read_with_parents, register_resolvers
 
 BLOCK = "nemo_fp8rl"
 SAID_BY_NEMO_RL = {

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.errors import UserError, one_line
 from nemo_fp8rl.generation.checks import check_for_driver
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.hf.hub import checkpoint_folder
@@ -146,7 +146,7 @@ def load(grpo: ModuleType, path: Path, overrides: Sequence[str]) -> Any:
         values: Any = OmegaConf.to_container(config, resolve=True)
         return grpo.MasterConfig(**values)
     except (OverridesError, OmegaConfBaseException) as error:
-        raise UserError(f"{path}: {' '.join(str(error).split())}") from None
+        raise UserError(f"{path}: {one_line(error)}") from None
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])

@@ -152,9 +152,8 @@ def check_layout(hf: HfConfig, cfg: Config) -> None:
     _check_context(hf, parallel)
     _check_stages(hf, parallel)
     key = "expert_tensor_parallel_size" if hf.family.experts else "tensor_model_parallel_size"
-    intermediate = "moe_intermediate_size" if hf.family.experts else "intermediate_size"
     block = BLOCK[0] if cfg.nemo_fp8rl.engine_fp8 else 1
-    check_divides(f"{here}.{key}", getattr(parallel, key), intermediate, hf.intermediate_size, block)
+    check_divides(f"{here}.{key}", getattr(parallel, key), hf.family.intermediate_size, hf.intermediate_size, block)
 
 
 def _check_context(hf: HfConfig, parallel: MegatronConfig) -> None:

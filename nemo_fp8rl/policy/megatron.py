@@ -38,7 +38,7 @@ class MegatronPolicy:
         self.steps_taken = 0
         self.replicas, count = cfg.data_parallel_size, self.ranks.count
         with ended_on_error(self.ranks):
-            rendezvous = self.ranks.call("rendezvous", [()] * count)[0] if count > 1 else None
+            rendezvous = self.ranks.everyone("rendezvous")[0] if count > 1 else None
             self.places: list[Place] = self.ranks.call(
                 "setup", [(cfg, rank, count, rendezvous) for rank in range(count)]
             )
@@ -60,32 +60,32 @@ class MegatronPolicy:
 
     def kernels(self) -> list[str]:
         """What multiplies the FP8 layers of its ranks; empty without any."""
-        return sorted(set().union(*self.ranks.call("kernels", [()] * self.ranks.count)))
+        return sorted(set().union(*self.ranks.everyone("kernels")))
 
     def quantizers(self) -> list[str]:
         """What quantizes the weights of its ranks for a refit; empty without FP8 engines."""
-        return sorted(set(self.ranks.call("quantizer", [()] * self.ranks.count)) - {""})
+        return sorted(set(self.ranks.everyone("quantizer")) - {""})
 
     def cache_roundings(self) -> list[str]:
         """How its ranks round what an FP8 KV cache holds; empty where they do not."""
-        return sorted(set(self.ranks.call("cache_rounding", [()] * self.ranks.count)) - {""})
+        return sorted(set(self.ranks.everyone("cache_rounding")) - {""})
 
     def on_gpu(self) -> bool:
         """Whether the weights of all its ranks are on GPUs."""
-        return all(self.ranks.call("on_gpu", [()] * self.ranks.count))
+        return all(self.ranks.everyone("on_gpu"))
 
     def instructions(self) -> set[str]:
         """Of the machines of its ranks, `machine.instructions`."""
-        return set(self.ranks.call("instructions", [()] * self.ranks.count))
+        return set(self.ranks.everyone("instructions"))
 
     def step_schedule(self) -> None:
-        self.ranks.call("step_schedule", [()] * self.ranks.count)
+        self.ranks.everyone("step_schedule")
 
     def prepare_for_training(self) -> None:
-        self.ranks.call("prepare_for_training", [()] * self.ranks.count)
+        self.ranks.everyone("prepare_for_training")
 
     def offload_after_refit(self) -> int:
-        return max(self.ranks.call("offload_after_refit", [()] * self.ranks.count))
+        return max(self.ranks.everyone("offload_after_refit"))
 
     def calibrate_kv(self, batch: TrainBatch) -> None:
         long_enough = (batch["input_lengths"] > 1).nonzero().flatten()  # the last token of a sequence is not read
@@ -97,7 +97,7 @@ class MegatronPolicy:
         self.ranks.call("calibrate_kv", [(parts[place.shard],) for place in self.places])
 
     def weight_error(self) -> dict[str, float]:
-        return weight_error(self.ranks.call("weight_squares", [()] * self.ranks.count))
+        return weight_error(self.ranks.everyone("weight_squares"))
 
     def open_refit(self, transport: Transport, token: str) -> None:
         """Before any other method of `refit.bridge.WeightSource`. token: what engines must know to link with a rank."""
@@ -137,11 +137,11 @@ class MegatronPolicy:
         return self._on_senders("finish_push")
 
     def save(self, folder: Path) -> None:
-        self.ranks.call("save", [(str(folder.resolve()),)] * self.ranks.count)
+        self.ranks.everyone("save", str(folder.resolve()))
 
     def load(self, folder: Path) -> None:
         self.steps_taken += 1
-        self.ranks.call("load", [(str(folder.resolve()),)] * self.ranks.count)
+        self.ranks.everyone("load", str(folder.resolve()))
 
     def shutdown(self) -> None:
         self.ranks.shutdown()

@@ -1,6 +1,7 @@
 """One Megatron rank: forward, backward, optimizer, export. Runs in this process or inside a Ray actor.
 
-Every call into Megatron goes through `megatron_on_cpu`, so an engine in the same process sees an unchanged torch.
+Calls into Megatron that name CUDA go through `megatron_on_cpu`, so an engine in the same process sees an unchanged
+torch.
 """
 
 import math

@@ -60,7 +60,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class RefitReport:
-    """bytes: on the wire to one engine. wire_over_bf16: those of the quantized tensors over what they are in bf16.
+    """nbytes: on the wire to one engine. wire_over_bf16: those of the quantized tensors over what they are in bf16.
     base_nbytes: kept by a rank for the next delta, at most. between_machines: share of a whole version that leaves one.
     seconds: of wall time; stages overlap.
     """

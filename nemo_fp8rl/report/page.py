@@ -11,12 +11,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from nemo_fp8rl import __version__
+from nemo_fp8rl.disk import write_atomically
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.report.answers import answers
 from nemo_fp8rl.report.charts import COLOURS, WIDTH
 from nemo_fp8rl.report.read import Run, read_runs
 from nemo_fp8rl.report.sections import differing, sections, summary
-from nemo_fp8rl.step_log import write_atomically
 
 GENERATOR = '<meta name="generator" content="nemo-fp8rl report">'
 

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import yaml
 
 from nemo_fp8rl.algorithms.weight_bins import Bin
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.errors import UserError, one_line
 from nemo_fp8rl.step_log import Row, Sample, read
-from nemo_fp8rl.yaml_tree import flat, one_line
+from nemo_fp8rl.yaml_tree import flat
 
 FILES = {
     "config.yaml": "the recipe",

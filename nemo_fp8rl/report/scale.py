@@ -10,7 +10,7 @@ MOST_DECADES = 6
 
 @dataclass(frozen=True)
 class Scale:
-    """low, high: of the axis, as `project` gives them. log: places follow log10(value - offset)."""
+    """low, high: of the axis, places of its ends. log: places follow log10(value - offset)."""
 
     low: float
     high: float

@@ -6,17 +6,15 @@ from typing import Any
 
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.workers.base import Role, WorkerDied, ended_on_error
+from nemo_fp8rl.workers.base import Role, WorkerDied, Workers, ended_on_error
 from nemo_fp8rl.workers.cluster import connect
 from nemo_fp8rl.workers.places import Location, in_order, own_place, shared_place
 
 
-class RayWorkers:
+class RayWorkers(Workers):
     """One Ray actor a worker, numbered node by node at first, so that those that split a matrix share one where it has
-    room. A handle is an object reference: what it refers to never visits the driver.
+    room.
     """
-
-    separate_processes = True
 
     def __init__(
         self,
@@ -47,7 +45,7 @@ class RayWorkers:
         import ray
 
         try:
-            return ray.get([self.start(i, method, *args) for i, args in enumerate(arguments)])
+            return ray.get([self._start(i, method, *args) for i, args in enumerate(arguments)])
         except ray.exceptions.RayError as error:
             raise _cause(error) from None
 
@@ -56,7 +54,7 @@ class RayWorkers:
     ) -> dict[int, Any]:
         import ray
 
-        started = {i: self.start(i, method, *args) for i, args in arguments.items()}
+        started = {i: self._start(i, method, *args) for i, args in arguments.items()}
         done, _ = ray.wait(list(started.values()), num_returns=len(started), timeout=timeout)
         return {
             i: _item(reference) if reference in done else self._hung(i, method, timeout)
@@ -94,19 +92,14 @@ class RayWorkers:
         self.actors[index] = self.actor_class.options(**self.options[index]).remote()
         self._enter(index)
 
-    def start(self, index: int, method: str, *arguments: Any) -> Any:
-        return getattr(self.actors[index], method).remote(*arguments)
-
-    def wait(self, handle: Any) -> None:
-        import ray
-
-        ray.wait([handle])
-
     def shutdown(self) -> None:
         import ray
 
         for actor in self.actors:
             ray.kill(actor)
+
+    def _start(self, index: int, method: str, *arguments: Any) -> Any:
+        return getattr(self.actors[index], method).remote(*arguments)
 
     def _enter(self, index: int) -> "Location":
         """Relative paths of a recipe mean in the actor what they mean to the driver."""

@@ -15,11 +15,14 @@ class Workers(Protocol):
     """A fixed number of workers of one class."""
 
     count: int
-    separate_processes: bool
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """`method(*arguments[i])` on worker i, all at once; the results in order, or the first exception."""
         ...
+
+    def everyone(self, method: str, *arguments: Any) -> list[Any]:
+        """`call`, with the same arguments for each."""
+        return self.call(method, [arguments] * self.count)
 
     def outcomes(
         self, method: str, arguments: Mapping[int, tuple[Any, ...]], timeout: float | None = None
@@ -39,14 +42,6 @@ class Workers(Protocol):
 
     def restart(self, index: int) -> None:
         """A new worker, not set up, in the place of one that died."""
-        ...
-
-    def start(self, index: int, method: str, *arguments: Any) -> Any:
-        """A handle on the result of one worker's call, to be given to other workers as an argument."""
-        ...
-
-    def wait(self, handle: Any) -> None:
-        """Return when the handle's result is there."""
         ...
 
     def shutdown(self) -> None: ...

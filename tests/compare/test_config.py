@@ -107,6 +107,7 @@ def test_later_overrides_win(write, tmp_path):
         ({"sedes": [1]}, "unknown config key sedes; did you mean seeds?"),
         ({"model": {"tsak": "add"}}, "unknown config key model.tsak; did you mean model.task?"),
         ({"lengths": LENGTHS | {"term": 1}}, "unknown config key lengths.term; did you mean lengths.terms?"),
+        ({"log_dir": "x"}, "unknown config key log_dir; known here: "),
         ({"flows": None}, "flows is required"),
         ({"recipe": None}, "recipe is required"),
         ({"seeds": ["one"]}, "seeds.0='one': input should be a valid integer"),

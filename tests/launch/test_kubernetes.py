@@ -78,9 +78,13 @@ def tiny_job(*overrides: str, changes: tuple[str, ...] = (), idle: bool = False)
     return plan(TINY, overrides, chosen, idle=idle), chosen
 
 
+def manifests(job: Job, chosen: LaunchConfig) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(kubernetes.render(job, chosen)))
+
+
 @cache
 def rayjob(*changes: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
-    return kubernetes.manifests(*tiny_job(*overrides, changes=changes))[1]
+    return manifests(*tiny_job(*overrides, changes=changes))[1]
 
 
 def workers(manifest: dict[str, Any]) -> list[dict[str, Any]]:
@@ -105,7 +109,7 @@ def refusal(*changes: str, overrides: tuple[str, ...] = ()) -> str:
 @pytest.mark.parametrize("idle", [False, True], ids=["job", "idle cluster"])
 @pytest.mark.parametrize("changes", MATRIX.values(), ids=MATRIX)
 def test_what_is_rendered_keeps_the_schema_and_the_lint(changes, idle):
-    documents = kubernetes.manifests(*tiny_job(changes=changes, idle=idle))
+    documents = manifests(*tiny_job(changes=changes, idle=idle))
     ray = documents[-1]
     assert [document["kind"] for document in documents] == (["RayCluster"] if idle else ["ConfigMap", "RayJob"])
     assert schema_errors(ray, CRDS) == []
@@ -122,7 +126,7 @@ def test_every_recipe_for_nemo_rl_makes_a_sound_job_that_reads_the_same(recipe, 
     overrides = ("checkpointing.enabled=true", "grpo.max_num_steps=7")
     chosen = read_settings(None, BASE)
     job = plan(recipe, overrides, chosen)
-    config_map, ray = kubernetes.manifests(job, chosen)
+    config_map, ray = manifests(job, chosen)
     assert schema_errors(ray, CRDS) == [] and lint(ray) == []
     assert len(kubernetes.object_name(job)) <= 47
     carried = tmp_path / "recipe.yaml"
@@ -137,7 +141,7 @@ def test_every_recipe_for_nemo_rl_makes_a_sound_job_that_reads_the_same(recipe, 
 def test_our_own_loop_takes_a_recipe_for_nemo_rl(tmp_path):
     chosen = read_settings(None, [*BASE, "kubernetes.backoff_limit=0"])
     job = plan(RECIPES / "nemo_rl/qwen3-8b-fp8-e2e-kv.yaml", ("++grpo.max_num_steps=7",), chosen, loop="train")
-    config_map, ray = kubernetes.manifests(job, chosen)
+    config_map, ray = manifests(job, chosen)
     assert ray["spec"]["entrypoint"].startswith("nemo-fp8rl train --restartable --config ")
     assert yaml.safe_load(config_map["data"]["recipe.yaml"])["grpo"]["max_num_steps"] == 7
 
@@ -178,7 +182,7 @@ def test_workers_find_their_nodes_by_the_label():
 
 def test_our_own_loop_runs_on_the_cluster_unless_it_is_told_otherwise():
     def backend(*overrides: str) -> str:
-        config_map, _ = kubernetes.manifests(*tiny_job(*overrides))
+        config_map, _ = manifests(*tiny_job(*overrides))
         return yaml.safe_load(config_map["data"]["recipe.yaml"])["cluster"]["backend"]
 
     assert (backend(), backend("cluster.backend=in_process")) == ("ray", "in_process")
@@ -247,7 +251,7 @@ def test_relative_paths_are_on_the_first_volume_that_can_be_written():
 
 def test_a_run_keeps_its_id_over_all_attempts():
     job, chosen = tiny_job()
-    ray = kubernetes.manifests(job, chosen)[1]
+    ray = manifests(job, chosen)[1]
     variables = {one["name"]: one.get("value") for one in container(workers(ray)[0])["env"]}
     assert variables["NEMO_FP8RL_RUN_ID"] == variables["WANDB_RUN_ID"] == job.run_id
     assert variables["WANDB_RESUME"] == "allow"
@@ -265,7 +269,7 @@ def test_a_users_variable_stands_once_and_wins():
 def test_every_name_of_a_job_makes_one_of_an_object(name):
     chosen = dataclasses.replace(site(), name=name)
     job = plan(TINY, (), chosen)
-    ray = kubernetes.manifests(job, chosen)[1]
+    ray = manifests(job, chosen)[1]
     assert ray["metadata"]["labels"]["nemo-fp8rl/run-id"] == job.run_id
     assert ray["metadata"]["name"] == kubernetes.object_name(job)
     assert ray["metadata"]["name"].endswith(job.run_id.removeprefix(name))
@@ -392,7 +396,7 @@ HOSTILE = (
 @pytest.mark.parametrize("value", HOSTILE)
 def test_an_override_arrives_as_it_was_given(value, tmp_path):
     override = f"checkpointing.checkpoint_dir={quoted('/runs/' + value.replace('${', '{'))}"
-    config_map, ray = kubernetes.manifests(*tiny_job(override))
+    config_map, ray = manifests(*tiny_job(override))
     carried = tmp_path / "recipe.yaml"
     carried.write_text(config_map["data"]["recipe.yaml"], encoding="utf-8")
     assert OmegaConf.load(carried).checkpointing.checkpoint_dir == "/runs/" + value.replace("${", "{")
@@ -406,7 +410,7 @@ def test_an_override_arrives_as_it_was_given(value, tmp_path):
 def test_a_variable_arrives_as_it_was_given(value):
     chosen = dataclasses.replace(site(), env={"GIVEN": value})
     job = Job("run", "run-20260819-101112-ab12", (), 1, 0, 8)
-    (cluster,) = kubernetes.manifests(job, chosen)
+    (cluster,) = manifests(job, chosen)
     variables = {one["name"]: one["value"] for one in container(workers(cluster)[0])["env"]}
     assert expand(variables["GIVEN"], variables) == value
 

@@ -52,6 +52,17 @@ def test_gpus_are_those_that_are_shown(monkeypatch):
     assert visible_gpus() == 0
 
 
+def test_gpus_that_nvidia_smi_cannot_see_are_not_none(monkeypatch, tmp_path):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert visible_gpus() == 0
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text("#!/bin/sh\necho 'Failed to initialize NVML:\n  Driver/library version mismatch'\nexit 18\n")
+    fake.chmod(0o700)
+    with pytest.raises(UserError, match=r"Failed to initialize NVML: Driver/library .*; mend .* --set gpus_per_node=N"):
+        visible_gpus()
+
+
 def launch(*arguments: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "nemo_fp8rl.cli", "launch", "local", "--config", str(RECIPES / "tiny_cpu.yaml")]
     return subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)

@@ -1,0 +1,82 @@
+"""Files and folders that are there whole or not at all, whatever kills their writer."""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from nemo_fp8rl.errors import UserError
+
+
+def write_atomically(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    sync(partial)
+    os.replace(partial, path)
+
+
+def sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def lock(folder: Path) -> int:
+    """A descriptor; the lock lasts until every process that has it has closed it. BlockingIOError when it is taken."""
+    guard = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(guard)
+        raise
+    return guard
+
+
+def check_output(output: Path) -> None:
+    """Make the folder that `output` is to be in. Raises UserError where `output` holds something, or cannot be made."""
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise UserError(f"--output {output} exists already; give a new folder, nothing is overwritten")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {output} cannot be made ({error}); give another folder") from None
+    if not os.access(output.parent, os.W_OK | os.X_OK):
+        raise UserError(f"--output {output}: {output.parent} cannot be written to; give another folder")
+
+
+@contextmanager
+def new_folder(output: Path, errors: tuple[type[Exception], ...] = (OSError,)) -> Iterator[Path]:
+    """A folder beside `output` that takes its name when all in it is on disk, and goes when that fails.
+
+    errors: what a disk that does not take it raises. Raises UserError for one of these, and while another process works
+    on the same `output`.
+    """
+    partial = output.with_name(f".{output.name}.partial")
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        guard = lock(partial)
+    except BlockingIOError:
+        raise UserError(f"another process works in {partial}; wait for it or give another --output") from None
+    except OSError as error:
+        raise UserError(f"--output {output} cannot be written ({error}); give another folder") from None
+    try:
+        for leftover in partial.iterdir():  # of one that was killed
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        yield partial
+        for path in (*partial.iterdir(), partial):
+            sync(path)
+        os.rename(partial, output)
+        sync(output.parent)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, errors):
+            raise UserError(
+                f"--output {output} cannot be written ({error}); make room or give another folder"
+            ) from None
+        raise
+    finally:
+        os.close(guard)
