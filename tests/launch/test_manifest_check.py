@@ -10,11 +10,10 @@ import yaml
 
 from nemo_fp8rl.cli import main
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.launch.kubernetes import manifests
 from nemo_fp8rl.launch.manifest_check import check_file, lint, schema_errors
 from nemo_fp8rl.launch.manifest_parts import quantity
 from tests.launch.kuberay import CRDS, needs_crds
-from tests.launch.test_kubernetes import tiny_job
+from tests.launch.test_kubernetes import manifests, tiny_job
 
 SOUND = (
     "nodes=3",
