@@ -20,6 +20,12 @@ def test_ours_take_it(model):
     assert said(model) == [("ok", "our own trainer and engines take this recipe")]
 
 
+def test_ours_take_context_parallelism_and_unequal_stages():
+    split = {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 16, "context_parallel_size": 2}
+    changes = {f"policy__megatron_cfg__{key}": value for key, value in split.items()} | {"cluster__gpus_per_node": 4}
+    assert said("Qwen/Qwen3-8B", **changes) == [("ok", "our own trainer and engines take this recipe")]
+
+
 def test_where_they_are_not_asked_for_nothing_is_said():
     assert said("Qwen/Qwen3-8B", nemo_fp8rl={"workers": "auto"}) == []
 
@@ -48,7 +54,12 @@ def test_nemo_rls_own_take_an_fp8_recipe_on_main_and_bf16_on_every_version(plan)
     ("model", "changes", "message"),
     [
         ("Qwen/Qwen3-8B", {"nemo_fp8rl": {"align": "vllm"}}, "nemo_fp8rl.align=none"),
-        ("Qwen/Qwen3-8B", {"policy__megatron_cfg__context_parallel_size": 2}, "no context parallelism"),
+        ("Qwen/Qwen3-8B", {"policy__megatron_cfg__mtp_num_layers": 1}, "no multi-token prediction"),
+        (
+            "Qwen/Qwen3-8B",
+            {"cluster__gpus_per_node": 3, "policy__megatron_cfg__context_parallel_size": 3},
+            "context_parallel_size=3 does not share out the 32 attention heads",
+        ),
         ("Qwen/Qwen3-8B", {"policy__generation__val_temperature": 0.5}, "val_temperature"),
         ("Qwen/Qwen3-8B", {"grpo__batch_multiplier": 2}, "grpo.batch_multiplier"),
         ("moonshotai/Moonlight-16B-A3B", {}, "moonshotai/Moonlight-16B-A3B/config.json: model_type 'deepseek_v3'"),

@@ -35,6 +35,7 @@ SP = (*TP, "sequence_parallel=true")
 PP = ("pipeline_model_parallel_size=2",)
 CP = ("context_parallel_size=2",)
 EP = ("expert_model_parallel_size=2",)
+CP_EP = (*CP, *EP)
 TP_EP = (*SP, *EP, "expert_tensor_parallel_size=1")
 
 
@@ -105,7 +106,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize(
     ("sizes", "layouts"),
-    [(DENSE, (SP, PP, CP, DP, TP)), (TIED, (PP, DP, TP)), (MOE, (EP, PP, TP_EP, (*CP, *EP), DP))],
+    [(DENSE, (SP, PP, CP, DP, TP)), (TIED, (PP, DP, TP)), (MOE, (EP, PP, TP_EP, CP_EP, DP))],
     ids=["dense", "tied", "moe"],
 )
 def test_a_checkpoint_moves_between_layouts_to_the_bit(two, model, tmp_path, sizes, layouts):
@@ -126,7 +127,7 @@ def test_a_checkpoint_moves_between_layouts_to_the_bit(two, model, tmp_path, siz
         two.call("save", str(folder))
         assert same(state(folder, model.shapes), expected[0]), layout
         assert same(weights(folder, model.shapes), expected[1]), layout
-        several = layout in (PP, EP, TP_EP)
+        several = layout in (PP, EP, TP_EP, CP_EP)
         assert (folder / "weights/model.safetensors.index.json").exists() == several
         assert (folder / "weights/model.safetensors").exists() != several
         hf = AutoModelForCausalLM.from_pretrained(folder / "weights", dtype=torch.bfloat16).state_dict()
