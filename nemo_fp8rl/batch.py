@@ -101,20 +101,22 @@ def collate(prompts: Sequence[Prompt], completions: Sequence[Completion], pad_to
         sample_mask=torch.ones(b),
         generation_logprobs=generation_logprobs,
     )
-    if (routes := _routes(completions, t)) is not None:
+    if (routes := padded_routes([completion.routed_experts for completion in completions], t)) is not None:
         batch["routed_experts"] = routes
     return batch
 
 
-def _routes(completions: Sequence[Completion], length: int) -> Tensor | None:
-    """int16 [B, length, layers, top k], -1 where no completion says; None when none says anything."""
-    known = [(i, c.routed_experts) for i, c in enumerate(completions) if c.routed_experts is not None]
+def padded_routes(routes: Sequence[Tensor | None], length: int) -> Tensor | None:
+    """int16 [B, length, layers, top k] of each sample's [tokens, layers, top k], -1 where none is known; None when all
+    are unknown.
+    """
+    known = [(i, route) for i, route in enumerate(routes) if route is not None]
     if not known:
         return None
-    routes = known[0][1].new_full((len(completions), length, *known[0][1].shape[1:]), -1)
+    padded = known[0][1].new_full((len(routes), length, *known[0][1].shape[1:]), -1)
     for i, route in known:
-        routes[i, : len(route)] = route[:length]
-    return routes
+        padded[i, : len(route)] = route[:length]
+    return padded
 
 
 def prompt_batch(prompts: Sequence[Prompt], pad_token_id: int) -> TrainBatch:

@@ -23,6 +23,7 @@ __all__ = [
     "NonFiniteError",
     "ScaleFormat",
     "check_scale_format",
+    "non_finite",
     "scale_shape",
 ]
 
@@ -43,6 +44,13 @@ def check_scale_format(name: str) -> None:
 
 class NonFiniteError(ValueError):
     """A tensor to quantize holds NaN or infinity."""
+
+
+def non_finite(x: Tensor) -> str:
+    """How many of its values are not finite, and where the first is."""
+    bad = ~x.isfinite()
+    first = torch.unravel_index(bad.reshape(-1).byte().argmax(), x.shape)
+    return f"{int(bad.sum())} of {x.numel()} values are not finite, the first at {[int(index) for index in first]}"
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.fp8.format import E4M3_MAX, ScaleFormat, check_scale_format
+from nemo_fp8rl.fp8.format import E4M3_MAX, ScaleFormat, check_scale_format, non_finite
 
 TENSORS = ("q", "k", "v")
 """The order of the second dimension of a sketch."""
@@ -201,7 +201,7 @@ def _sketch(x: Tensor, what: str) -> tuple[Tensor, Tensor]:
         magnitudes = _magnitude_bits(piece.reshape(-1))
         maxima.append(magnitudes.max().int() << (16 if x.dtype is torch.bfloat16 else 0))
         if maxima[-1] >= INFINITY_BITS:
-            raise CalibrationError(_not_finite(x, what))
+            raise CalibrationError(f"{what}: {non_finite(x)}")
         if x.dtype is not torch.bfloat16:
             magnitudes = (magnitudes + 0xFFFF) >> 16
         counts += torch.bincount(magnitudes, minlength=BINS)
@@ -221,14 +221,6 @@ def _magnitude_bits(x: Tensor) -> Tensor:
     if x.dtype is torch.bfloat16:
         return x.view(torch.int16) & 0x7FFF
     return x.float().view(torch.int32) & 0x7FFFFFFF
-
-
-def _not_finite(x: Tensor, what: str) -> str:
-    bad = ~x.isfinite()
-    first = torch.unravel_index(bad.reshape(-1).byte().argmax(), x.shape)
-    return (
-        f"{what}: {int(bad.sum())} of {x.numel()} values are not finite, the first at {[int(index) for index in first]}"
-    )
 
 
 def _scale(amax: float, margin: float, scale_format: ScaleFormat) -> float:

@@ -16,6 +16,7 @@ from nemo_fp8rl.fp8.format import (
     NonFiniteError,
     ScaleFormat,
     check_scale_format,
+    non_finite,
     scale_shape,
 )
 from nemo_fp8rl.fp8.names import KernelName
@@ -134,8 +135,4 @@ def _refuse_non_finite(x: Tensor, out: BlockScaled) -> None:
     """Kernels mark a block with a value that is not finite by a scale_inv of NaN; only then the values are searched."""
     if not math.isnan(float(out.scale_inv.sum())):  # of numbers that are not negative
         return
-    bad = ~x.isfinite()
-    first = torch.unravel_index(bad.reshape(-1).byte().argmax(), x.shape)
-    raise NonFiniteError(
-        f"{int(bad.sum())} of {x.numel()} values are not finite, the first at {[int(index) for index in first]}"
-    )
+    raise NonFiniteError(non_finite(x))

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from nemo_fp8rl.fp8 import Fp8Layers
-from nemo_fp8rl.fp8.format import E4M3
+from nemo_fp8rl.fp8.format import BLOCK, E4M3
 from nemo_fp8rl.hf.config import HfConfig
-from nemo_fp8rl.hf.region import Region, whole
+from nemo_fp8rl.hf.region import Region, shape_of, whole
 from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart, blocks_of
 from nemo_fp8rl.refit.message import Content
@@ -44,11 +44,11 @@ class Slot:
         if not self.part.quantized:
             return Content(data)
         scale_inv = getattr(self.module, f"{self.parameter}_scale_inv").data
-        held = self._part_of(scale_inv, blocks_of(self.part.region), self.top // 128)
+        held = self._part_of(scale_inv, blocks_of(self.part.region), self.top // BLOCK[0])
         return Content(data, held) if held is not None else None
 
     def _part_of(self, parameter: Tensor, region: Region, top: int) -> Tensor | None:
-        size = tuple(stop - start for start, stop in region)
+        size = shape_of(region)
         if parameter.dim() != len(size) + (self.expert is not None):
             return None
         tensor = parameter if self.expert is None else parameter[self.expert]

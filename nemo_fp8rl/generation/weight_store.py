@@ -23,6 +23,7 @@ from nemo_fp8rl.generation import compat
 from nemo_fp8rl.generation.held import HeldLinearMethod, HeldMoEMethod
 from nemo_fp8rl.generation.placement import Slot, slots
 from nemo_fp8rl.hf.config import read_hf_config
+from nemo_fp8rl.hf.region import index
 from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart, blocks_of
 from nemo_fp8rl.refit.message import Content
@@ -221,9 +222,9 @@ class _Assembly:
             self.data.fill_(torch.nan)
 
     def complete_with(self, piece: TensorPart, content: Content) -> bool:
-        self.data[tuple(slice(a, b) for a, b in piece.region)] = content.data
+        self.data[index(piece.region)] = content.data
         if self.scale_inv is not None and content.scale_inv is not None:
-            self.scale_inv[tuple(slice(a, b) for a, b in blocks_of(piece.region))] = content.scale_inv
+            self.scale_inv[index(blocks_of(piece.region))] = content.scale_inv
         self.missing -= piece.data_bytes
         return self.missing == 0
 

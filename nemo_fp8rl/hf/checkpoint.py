@@ -79,7 +79,7 @@ class CheckpointReader:
         """The tensor, or this region of it; nothing else is read."""
         if region is None:
             return self._file_of[name].get_tensor(name)
-        return self._file_of[name].get_slice(name)[index(region, (0,) * len(region))]
+        return self._file_of[name].get_slice(name)[index(region)]
 
 
 def _some(names: list[str]) -> str:

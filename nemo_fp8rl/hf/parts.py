@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.hf.region import Region, index, overlap, placed, shape_of, start_of
+from nemo_fp8rl.hf.region import Region, index, overlap, placed, shape_of
 
 FILE_BYTES = 4 << 30
 """A file is written when this much is waiting for it."""
@@ -92,10 +92,10 @@ class PartReader:
         for opened, held in self._parts.get(name, []):
             common = overlap(held, region)
             if common is not None:
-                part = opened.get_slice(name)[index(common, start_of(held))]
+                part = opened.get_slice(name)[index(common, held)]
                 if out is None:
                     out = part.new_empty(shape_of(region))
-                out[index(common, start_of(region))] = part
+                out[index(common, region)] = part
                 missing -= part.numel()
         if out is None or missing:
             raise UserError(f"{self.folder} does not hold all of {name}; the checkpoint is not complete")

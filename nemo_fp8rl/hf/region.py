@@ -29,6 +29,7 @@ def overlap(a: Region, b: Region) -> Region | None:
     return common if all(start < stop for start, stop in common) else None
 
 
-def index(region: Region, start: Sequence[int]) -> tuple[slice, ...]:
-    """How to take the region from a tensor that begins at `start`."""
+def index(region: Region, within: Region | None = None) -> tuple[slice, ...]:
+    """How to take the region from a tensor that holds the region `within`; None: all of it."""
+    start = start_of(within) if within is not None else (0,) * len(region)
     return tuple(slice(a - origin, b - origin) for (a, b), origin in zip(region, start, strict=True))

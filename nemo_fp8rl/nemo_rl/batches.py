@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.batch import Completion, TrainBatch
+from nemo_fp8rl.batch import Completion, TrainBatch, padded_routes
 
 INTEGERS = ("input_ids", "input_lengths", "routed_experts")
 
@@ -60,10 +60,6 @@ def generation_output(
         "unpadded_sequence_lengths": prompt_lengths + generated,
         "truncated": torch.tensor([completion.finish_reason == "length" for completion in completions]),
     }
-    known = [(i, completion.routed_experts) for i, completion in enumerate(completions)]
-    if routed := [(i, routes) for i, routes in known if routes is not None]:
-        experts = routed[0][1].new_full((len(asked), width, *routed[0][1].shape[1:]), -1)
-        for i, routes in routed:
-            experts[i, : len(routes)] = routes
-        output["routed_experts"] = experts
+    if (routes := padded_routes([completion.routed_experts for completion in completions], width)) is not None:
+        output["routed_experts"] = routes
     return output

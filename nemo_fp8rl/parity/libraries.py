@@ -58,12 +58,8 @@ def quiet() -> Iterator[None]:
 
 def transformer_engine() -> list[Implementation]:
     """Transformer Engine's quantizer through our kernel `te`."""
-    try:
-        kernels.resolve("te", "cuda")
-    except kernels.KernelError as error:
-        raise Absent(
-            str(error).removeprefix("FP8 kernel te cannot run: ").removesuffix("; take another, or auto")
-        ) from None
+    if why_not := kernels.why_not("te", "cuda"):
+        raise Absent(why_not)
 
     def quantize(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
         return quantize_blockwise(x.cuda(), block=block, scale_format=scale_format, kernel="te")

@@ -84,7 +84,7 @@ def assembled(part: Tensor | None, region: Region, shape: Sequence[int], group: 
         return part.view(tuple(shape))
     out = torch.zeros(tuple(shape), dtype=torch.float32 if part is None else part.dtype)
     if part is not None:
-        out[index(region, (0,) * len(region))] = part
+        out[index(region)] = part
     dist.reduce(out.view(torch.uint8), group_dst=0, group=group)
     return out
 

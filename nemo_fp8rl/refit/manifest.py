@@ -15,7 +15,7 @@ from itertools import combinations
 import torch
 
 from nemo_fp8rl.fp8 import BLOCK, scale_shape
-from nemo_fp8rl.hf.region import Region, overlap, shape_of, start_of, whole
+from nemo_fp8rl.hf.region import Region, index, overlap, shape_of, whole
 
 FP8 = "float8_e4m3fn"
 COPIES = 4
@@ -76,7 +76,7 @@ class TensorPart:
 
     def local(self, region: Region) -> tuple[slice, ...]:
         """How to take the region out of a tensor that holds this part."""
-        return tuple(slice(a - at, b - at) for (a, b), at in zip(region, start_of(self.region), strict=True))
+        return index(region, self.region)
 
 
 def blocks_of(region: Region) -> Region:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import BLOCK, scale_shape
-from nemo_fp8rl.hf.region import Region
+from nemo_fp8rl.hf.region import Region, index
 from nemo_fp8rl.refit.digest import bytes_of, digest_of, has_digest
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart, blocks_of
 
@@ -76,7 +76,7 @@ class Content:
             return self
         if self.scale_inv is None:
             return Content(self.data[part.local(region)])
-        blocks = TensorPart(part.name, part.dtype, part.shape, blocks_of(part.region)).local(blocks_of(region))
+        blocks = index(blocks_of(region), blocks_of(part.region))
         return Content(self.data[part.local(region)], self.scale_inv[blocks])
 
     @property

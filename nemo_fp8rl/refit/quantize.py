@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import Fp8Layers, KernelName, NonFiniteError, ScaleFormat, quantize_blockwise, scale_name
+from nemo_fp8rl.fp8.format import non_finite
 
 
 @torch.no_grad()
@@ -17,6 +18,6 @@ def as_sent(
     if fp8_layers.quantizes(name):
         quantized = quantize_blockwise(weight, scale_format=scale_format, kernel=kernel)
         return {name: quantized.data, scale_name(name): quantized.scale_inv}
-    if bad := int((~torch.isfinite(weight)).sum()):
-        raise NonFiniteError(f"{bad} of {weight.numel()} values are not finite")
+    if not torch.isfinite(weight).all():
+        raise NonFiniteError(non_finite(weight))
     return {name: weight.detach().clone(memory_format=torch.contiguous_format)}

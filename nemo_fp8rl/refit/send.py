@@ -23,6 +23,7 @@ from nemo_fp8rl.fp8 import (
     scale_shape,
 )
 from nemo_fp8rl.fp8.delta import Delta
+from nemo_fp8rl.fp8.format import non_finite
 from nemo_fp8rl.hf.region import Region
 from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
@@ -284,5 +285,4 @@ def _like(values: Tensor, content: Content) -> BlockScaled:
 
 def _check_finite(tensor: Tensor) -> None:
     if not all_finite(tensor):
-        bad = int((~torch.isfinite(tensor)).sum())
-        raise NonFiniteError(f"{bad} of {tensor.numel()} values are not finite")
+        raise NonFiniteError(non_finite(tensor))

@@ -80,7 +80,7 @@ def test_every_weight_is_exported_exactly_once_and_comes_back_through_megatrons_
 
         def part(name: str, layout: Layout = layout) -> torch.Tensor:
             region = layout.region(name, tensors[name].shape)
-            return tensors[name][index(region, (0,) * len(region))]
+            return tensors[name][index(region)]
 
         parameters = dict(from_hf(layout, part))
         for name, tensor in to_hf(layout, parameters.__getitem__):
@@ -88,7 +88,7 @@ def test_every_weight_is_exported_exactly_once_and_comes_back_through_megatrons_
             assert tensor.shape == shape_of(region)
             assert torch.equal(tensor, part(name))
             if layout.writes(name):
-                seen[name][index(region, (0,) * len(region))] += 1
+                seen[name][index(region)] += 1
     assert all((count == 1).all() for count in seen.values())
 
 
@@ -110,7 +110,7 @@ def test_a_vocabulary_that_does_not_divide_is_padded_with_zeros_and_exported_wit
 
     def part(name: str) -> torch.Tensor:
         region = ranks[3].region(name, tensors[name].shape)
-        return tensors[name][index(region, (0,) * len(region))]
+        return tensors[name][index(region)]
 
     parameters = dict(from_hf(ranks[3], part))
     for megatron, theirs in (("embedding.word_embeddings", "model.embed_tokens"), ("output_layer", "lm_head")):

@@ -58,12 +58,12 @@ def resolve(name: KernelName, device: str) -> str:
         raise KernelError(f"there is no FP8 kernel {name!r}; there are {', '.join(get_args(KernelName))}")
     if name == "auto":
         wanted = "triton" if device == "cuda" else "cpu"
-        why_not = _why_not(wanted, device)
-        chosen = "reference" if why_not else wanted
-        logger.info("FP8 quantizer on %s: %s", device, f"{chosen}, as {why_not}" if why_not else describe(chosen))
+        reason = why_not(wanted, device)
+        chosen = "reference" if reason else wanted
+        logger.info("FP8 quantizer on %s: %s", device, f"{chosen}, as {reason}" if reason else describe(chosen))
         return chosen
-    if why_not := _why_not(name, device):
-        raise KernelError(f"FP8 kernel {name} cannot run: {why_not}; take another, or auto")
+    if reason := why_not(name, device):
+        raise KernelError(f"FP8 kernel {name} cannot run: {reason}; take another, or auto")
     logger.info("FP8 quantizer on %s: %s, as asked for", device, describe(name))
     return name
 
@@ -88,7 +88,7 @@ def describe(kernel: str) -> str:
     return f"{kernel} ({library} {metadata.version(library)})" if library else kernel
 
 
-def _why_not(kernel: str, device: str) -> str:
+def why_not(kernel: str, device: str) -> str:
     """Why a kernel cannot run on a device type; empty if it can."""
     if device not in _DEVICES[kernel] and not (kernel == "triton" and _interpreted()):
         return f"{kernel} runs on {' and '.join(_DEVICES[kernel])}, not on {device}"
