@@ -35,14 +35,14 @@ def test_any_region_of_any_partition(tmp_path_factory, data, rows, columns, dtyp
     boxes = [(r, c) for r in cuts(data, rows) for c in cuts(data, columns)]
     for i, box in enumerate(boxes):
         writer = PartWriter(folder, f"rank_{i}")  # a file holds one part of a tensor
-        writer.add("w", tensor[index(box, (0, 0))], tuple(a for a, _ in box))
+        writer.add("w", tensor[index(box)], tuple(a for a, _ in box))
         writer.close()
     first, last = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
     region = ((first, data.draw(st.integers(first + 1, rows))), (last, data.draw(st.integers(last + 1, columns))))
     with PartReader(folder) as reader:
         read = reader.get("w", region)
     assert read.dtype == dtype
-    assert torch.equal(read.view(torch.uint8), tensor[index(region, (0, 0))].contiguous().view(torch.uint8))
+    assert torch.equal(read.view(torch.uint8), tensor[index(region)].contiguous().view(torch.uint8))
 
 
 def test_a_part_that_nobody_wrote_is_refused(tmp_path):
