@@ -99,7 +99,7 @@ def test_gpus_are_ranks_and_processes_of_engines(tiny):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("policy__megatron_cfg__context_parallel_size", 2, "no context parallelism"),
+        ("policy__megatron_cfg__mtp_num_layers", 1, "no multi-token prediction"),
         ("policy__dtensor_cfg__enabled", True, "Megatron Core"),
         ("policy__megatron_cfg__num_layers_in_first_pipeline_stage", 1, "num_layers_in_first_pipeline_stage=1"),
         ("policy__hf_config_overrides", {"rope_theta": 1.0}, "hf_config_overrides.rope_theta"),

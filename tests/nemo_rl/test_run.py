@@ -195,7 +195,7 @@ def test_conversations_of_several_turns_in_a_registered_environment(warm, tmp_pa
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (["policy.megatron_cfg.context_parallel_size=2"], "context_parallel_size=2: the trainer has no context"),
+        (["policy.megatron_cfg.context_parallel_size=2"], "is not a multiple of policy.megatron_cfg"),
         (["+grpo.max_num_stepz=2"], "did you mean"),
         (["policy.generation.vllm_cfg.precision=bfloat16"], "set policy.generation.vllm_cfg.precision=fp8"),
         (["policy.model_name=nowhere"], "policy.model_name"),
