@@ -37,6 +37,7 @@ from nemo_fp8rl.hf.config import FAMILIES
 from nemo_fp8rl.machine import machine
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.refit.manifest import Sources, from_json, to_json
+from nemo_fp8rl.refit.plan import plan
 from nemo_fp8rl.tiny import VOCAB_SIZE, make_tiny
 
 with warnings.catch_warnings(action="ignore"):  # of Megatron about itself
@@ -156,8 +157,8 @@ def prepared(folder: Path, flow: str) -> tuple[str, ...]:
 def bring(worker: MegatronWorker, engine: VllmEngine) -> None:
     """The worker's weights to the engine beside it: a refit without the drivers of many."""
     (parts, _), (stored,) = worker.open_refit("in_process", ""), engine.stored()
-    ((route,),) = Sources([from_json(parts)]).routes([from_json(stored)], 1 << 28)
-    (end,) = worker.offer(0, [to_json(route)])
+    ((route,),), ((capacity,),) = plan(Sources([from_json(parts)]), [from_json(stored)], 1 << 28)
+    (end,) = worker.offer(0, [to_json(route)], [capacity])
     engine.connect([[(end, to_json(route))]], "", 600.0)
     worker.start_push(0, (0,), frozenset(), {})
     loaded = engine.load(0, verify=True)

@@ -48,6 +48,7 @@ from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.refit.manifest import Sources, TensorPart, to_json
 from nemo_fp8rl.refit.mode import ModeChoice
+from nemo_fp8rl.refit.plan import plan
 from nemo_fp8rl.refit.rank import SendingRank
 from nemo_fp8rl.refit.report import RefitReport
 from nemo_fp8rl.tiny import make_tiny, write_model
@@ -120,19 +121,18 @@ class Bench:
         """Of the classic way: the same links, on which nothing is quantized."""
         (parts,) = self.policy.sources().holdings
         plain = [TensorPart.of(part.name, torch.bfloat16, part.shape) for part in parts]
-        bucket = self.cfg.nemo_fp8rl.refit.bucket_bytes
         source = SendingRank(
             plain,
             "pow2",
             "auto",
             transport="shared_memory",
-            bucket_bytes=bucket,
             host="127.0.0.1",
             token=self.generation.token,
             timeout=600.0,
         )
-        ((self.bf16_route,),) = Sources([plain]).routes([plain], bucket)
-        self.bf16_addresses = source.offer(0, [self.bf16_route])
+        routes, capacities = plan(Sources([plain]), [plain], self.cfg.nemo_fp8rl.refit.bucket_bytes)
+        self.bf16_route = routes[0][0]
+        self.bf16_addresses = source.offer(0, routes[0], capacities[0])
         return source
 
     def step(self) -> None:

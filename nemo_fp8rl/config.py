@@ -32,7 +32,7 @@ class RefitConfig(_Block):
     """auto: in_process where trainer and engine share one; else, link by link, within a machine cuda_ipc for weights on
     GPUs and shared_memory for others, between machines collective (gloo). nixl (RDMA) is asked for by name."""
     bucket_bytes: int = 256 * 2**20
-    """What travels at once; trainer and engine ranks hold two of these for each link."""
+    """What travels at once, at most; trainer and engine ranks hold two of these, shared by all their links."""
     verify: Literal["off", "digest", "full", False] = "digest"
     """digest: of every tensor in the engine's memory against the trainer's; full: byte by byte, all sent twice; off,
     which YAML reads as false: neither."""

@@ -1,6 +1,6 @@
 """The driver's side of the policy: Megatron ranks, in this process or as Ray actors."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from nemo_fp8rl.policy.base import Loss
 from nemo_fp8rl.policy.layout import check_layout
 from nemo_fp8rl.policy.worker import MegatronWorker, Place
 from nemo_fp8rl.refit.bridge import Transport
-from nemo_fp8rl.refit.manifest import Route, Sources, from_json, to_json
+from nemo_fp8rl.refit.manifest import Sources, from_json, to_json
+from nemo_fp8rl.refit.plan import Capacities, Routes
 from nemo_fp8rl.refit.report import SendReport
 from nemo_fp8rl.workers import WorkerDied, ended_on_error, start_workers
 
@@ -117,9 +118,9 @@ class MegatronPolicy:
         versions = set(self._on_senders("base_version"))
         return versions.pop() if len(versions) == 1 else -1
 
-    def offer(self, engine: int, routes: Sequence[Sequence[Route]]) -> list[list[Any]]:
+    def offer(self, engine: int, routes: Routes, capacities: Capacities) -> list[list[Any]]:
         arguments = {
-            rank: (engine, [to_json(route) for route in to_ranks])
+            rank: (engine, [to_json(route) for route in to_ranks], capacities[rank])
             for rank, to_ranks in enumerate(routes)
             if any(to_ranks)
         }

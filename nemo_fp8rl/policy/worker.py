@@ -256,7 +256,6 @@ class MegatronWorker:
             choice.scale_format,
             choice.kernel,
             transport=transport,
-            bucket_bytes=choice.refit.bucket_bytes,
             host=_own_host(self.cfg),
             token=token,
             timeout=self.cfg.cluster.engine_timeout_seconds,
@@ -264,8 +263,8 @@ class MegatronWorker:
         )
         return to_json(parts), domain()
 
-    def offer(self, engine: int, routes: Sequence[str]) -> list[Any]:
-        return self.refit.offer(engine, [from_json(route) for route in routes])
+    def offer(self, engine: int, routes: Sequence[str], capacities: Sequence[int]) -> list[Any]:
+        return self.refit.offer(engine, [from_json(route) for route in routes], capacities)
 
     def withdraw(self, engine: int) -> None:
         self.refit.withdraw(engine)

@@ -20,13 +20,12 @@ from typing import Any, Literal, Protocol
 
 from nemo_fp8rl.refit.manifest import RefitError, Route, Sources, TensorPart, share_between
 from nemo_fp8rl.refit.mode import Mode, ModeChoice
+from nemo_fp8rl.refit.plan import Capacities, Routes, plan
 from nemo_fp8rl.refit.report import Loaded, RefitReport, SendReport
 from nemo_fp8rl.refit.transport.link import Asked
 
 Transport = Literal["in_process"] | Asked
 Verify = Literal["off", "digest", "full"]
-PIECE_BYTES = 1 << 24
-"""Of what is quantized, sent and verified at once, at most."""
 Addresses = list[Any]
 
 
@@ -45,8 +44,8 @@ class WeightSource(Protocol):
         """Of the bytes that every rank kept for a delta, or -1."""
         ...
 
-    def offer(self, engine: int, routes: Sequence[Sequence[Route]]) -> list[Addresses]:
-        """routes, addresses: [source][engine's rank]."""
+    def offer(self, engine: int, routes: Routes, capacities: Capacities) -> list[Addresses]:
+        """All [source][engine's rank], as `plan` makes them."""
         ...
 
     def withdraw(self, engine: int) -> None: ...
@@ -184,19 +183,19 @@ class RefitBridge:
     def _connect(self, engine: int) -> None:
         """Link an engine; one that is found dead is started again."""
         while engine not in self.connected:
-            sources, piece_bytes = self.source.sources(), min(PIECE_BYTES, self.bucket_bytes)
+            sources = self.source.sources()
             try:
                 with self._asking_engine():
                     stored = self.sink.stored(engine)
                 domains = self._located(engine)
                 if not domains[engine]:
                     continue
-                planned = sources.routes(stored, piece_bytes, engine=engine, domains=domains)
-                self.leaving[engine] = share_between(planned, sources.domains, domains[engine])
-                addresses = self.source.offer(engine, planned)
+                routes, capacities = plan(sources, stored, self.bucket_bytes, engine, domains)
+                self.leaving[engine] = share_between(routes, sources.domains, domains[engine])
+                addresses = self.source.offer(engine, routes, capacities)
                 self.connected[engine] = frozenset()
                 with self._asking_engine():
-                    self.sink.connect(engine, _transposed(addresses), _transposed(planned))
+                    self.sink.connect(engine, _transposed(addresses), _transposed(routes))
             except _EngineDied as died:
                 self._disconnect(engine)
                 self.sink.replace(engine, died.death)

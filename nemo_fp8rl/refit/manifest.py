@@ -170,6 +170,18 @@ class Sources:
             routes[source][sink] = tuple(piece for name in names for piece in by_name[name])
         return routes
 
+    def engines_served(self, domains: Sequence[Sequence[str]]) -> list[int]:
+        """How many engines each source sends something to, at most. domains: as in `routes`."""
+        copies = {tuple(holders) for held in self._held.values() for holders in held.values()}
+        served = [0] * len(self.domains)
+        for engine, of_ranks in enumerate(domains):
+            choice = _Choice(self.domains, engine, domains)
+            for source in {
+                one for holders in copies for here in set(of_ranks) for one in choice.candidates(holders, here)
+            }:
+                served[source] += 1
+        return served
+
 
 class _Choice:
     """Which of the ranks that hold the same part sends it to an engine; domains as `Sources.routes` has them."""
@@ -180,13 +192,15 @@ class _Choice:
         self._to_send = [0] * len(sources)
         self._chosen: dict[tuple[TensorPart, tuple[int, ...]], int] = {}
 
-    def among(self, holders: Sequence[int], part: TensorPart, here: str) -> int:
-        """One on the machine where there is any, of those that are this engine's when its peers share them out; of
-        these the one with the least to send. The same one for all ranks of the engine there.
-        """
+    def candidates(self, holders: Sequence[int], here: str) -> tuple[int, ...]:
+        """Those on the machine where there are any; of these the engine's own when its peers share them out."""
         near = [source for source in holders if self._sources[source] == here]
         copies, peers = (near, self._peers[here]) if near else (holders, self._everyone)
-        own = tuple(copies[peers.index(self._engine) % len(copies) :: len(peers)][:COPIES])
+        return tuple(copies[peers.index(self._engine) % len(copies) :: len(peers)][:COPIES])
+
+    def among(self, holders: Sequence[int], part: TensorPart, here: str) -> int:
+        """Of the candidates the one with the least to send. The same one for all ranks of the engine there."""
+        own = self.candidates(holders, here)
         if (part, own) not in self._chosen:
             source = self._chosen[part, own] = min(own, key=self._to_send.__getitem__)
             self._to_send[source] += part.nbytes

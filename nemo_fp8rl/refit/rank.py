@@ -10,15 +10,12 @@ from torch import Tensor
 from nemo_fp8rl.fp8 import KernelName, ScaleFormat
 from nemo_fp8rl.refit.bridge import Transport
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
-from nemo_fp8rl.refit.message import aligned
 from nemo_fp8rl.refit.report import LinkId, SendReport
 from nemo_fp8rl.refit.send import Link, WeightSender
 from nemo_fp8rl.refit.transport.in_process import in_process_link
 from nemo_fp8rl.refit.transport.link import HOST, SendingEnd
 from nemo_fp8rl.refit.transport.post import Post
 
-BUCKETS = 16
-"""In which a version travels at least, where pieces are small enough: both sides work at once, and in their caches."""
 ENGINE_RANKS = 1024
 """That may be waited for at once."""
 Address = Any
@@ -38,14 +35,13 @@ class SendingRank:
         kernel: KernelName,
         *,
         transport: Transport,
-        bucket_bytes: int,
         host: str,
         token: str,
         timeout: float,
         device: torch.device = HOST,
     ) -> None:
         self.sender = WeightSender(parts, scale_format, kernel)
-        self.bucket_bytes, self.timeout, self.device = bucket_bytes, timeout, device
+        self.timeout, self.device = timeout, device
         self.post = None if transport == "in_process" else Post(transport, host, token, timeout, device)
         self.ends: dict[tuple[int, int], Future[SendingEnd]] = {}
         self.routes: dict[tuple[int, int], Route] = {}
@@ -58,15 +54,15 @@ class SendingRank:
     def base_version(self) -> int:
         return self.sender.base_version
 
-    def offer(self, engine: int, routes: Sequence[Route]) -> list[Address | None]:
-        """Where each rank of the engine finds its link; None for one that needs nothing of this rank."""
+    def offer(self, engine: int, routes: Sequence[Route], capacities: Sequence[int]) -> list[Address | None]:
+        """Where each rank of the engine finds its link; None for one that needs nothing of this rank. capacities: bytes
+        of each of a link's two buckets.
+        """
         addresses: list[Address | None] = []
-        for rank, route in enumerate(routes):
+        for rank, (route, capacity) in enumerate(zip(routes, capacities, strict=True)):
             if not route:
                 addresses.append(None)
                 continue
-            largest, total = max(piece.nbytes for piece in route), sum(aligned(piece.nbytes) for piece in route)
-            capacity = aligned(max(largest, min(self.bucket_bytes, total // BUCKETS)))
             key = engine, rank
             self.routes[key] = route
             if self.post is None:

@@ -24,6 +24,7 @@ from nemo_fp8rl.refit.bridge import Transport
 from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.manifest import RefitError, Route, Sources, TensorPart, blocks_of
 from nemo_fp8rl.refit.message import Content
+from nemo_fp8rl.refit.plan import Capacities, Routes
 from nemo_fp8rl.refit.rank import SendingRank
 from nemo_fp8rl.refit.receive import IncomingLink, Received, received
 from nemo_fp8rl.refit.report import Loaded, SendReport
@@ -367,7 +368,6 @@ class MemoryTrainer:
         *,
         scale_format: ScaleFormat = "pow2",
         transport: Transport = "in_process",
-        bucket_bytes: int = 1 << 20,
         timeout: float = 20.0,
         device: torch.device = HOST_MEMORY,
     ) -> None:
@@ -379,7 +379,6 @@ class MemoryTrainer:
                 scale_format,
                 "auto",
                 transport=transport,
-                bucket_bytes=bucket_bytes,
                 host=HOST,
                 token=TOKEN,
                 timeout=timeout,
@@ -417,9 +416,9 @@ class MemoryTrainer:
         versions = {rank.base_version for rank in self.ranks}
         return versions.pop() if len(versions) == 1 else -1
 
-    def offer(self, engine: int, routes: Sequence[Sequence[Route]]) -> list[list[Any]]:
+    def offer(self, engine: int, routes: Routes, capacities: Capacities) -> list[list[Any]]:
         self._check()
-        return [rank.offer(engine, of_rank) for rank, of_rank in zip(self.ranks, routes, strict=True)]
+        return [rank.offer(engine, *row) for rank, *row in zip(self.ranks, routes, capacities, strict=True)]
 
     def withdraw(self, engine: int) -> None:
         for rank in self.ranks:

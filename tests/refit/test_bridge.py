@@ -63,9 +63,7 @@ class Run:
         copies: int = 1,
         **how: Any,
     ) -> None:
-        self.trainer = MemoryTrainer(
-            random_weights(PARTS), split(PARTS, 2, 0, replicate=False) * copies, bucket_bytes=30_000, **how
-        )
+        self.trainer = MemoryTrainer(random_weights(PARTS), split(PARTS, 2, 0, replicate=False) * copies, **how)
         layout = split(PARTS, 2, 1, replicate=True)
         self.engines = MemoryEngines(layout, engines, repacked=[repacked] if repacked else [], device=to)
         self.mode, self.verify = mode, verify

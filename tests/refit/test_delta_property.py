@@ -25,9 +25,7 @@ FACTORS = [1.001, 0.5, -1.0, 1.0, 3.0]
 
 def pair(weights: dict[str, Tensor], mode: Any, scale_format: Any, dims: tuple[int, int]) -> RefitBridge:
     """A trainer of two ranks and two engines of two, whose matrices are split along these dimensions."""
-    trainer = MemoryTrainer(
-        weights, split(PARTS, 2, dims[0], replicate=False), scale_format=scale_format, bucket_bytes=40_000
-    )
+    trainer = MemoryTrainer(weights, split(PARTS, 2, dims[0], replicate=False), scale_format=scale_format)
     engines = MemoryEngines(split(PARTS, 2, dims[1], replicate=True), 2, max_restarts=100)
     return RefitBridge(trainer, engines, mode=mode, bucket_bytes=40_000)
 

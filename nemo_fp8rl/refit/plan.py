@@ -1,0 +1,53 @@
+"""What goes from every trainer rank to every rank of an engine, and in buckets of what size.
+
+A link has two buckets; those of all links of a process together are at most `bucket_bytes` large, twice.
+"""
+
+from collections.abc import Sequence
+
+from nemo_fp8rl.refit.manifest import Route, Sources, TensorPart
+from nemo_fp8rl.refit.message import ALIGNMENT, aligned
+
+PIECE_BYTES = 1 << 24
+"""Of what is quantized, sent and verified at once, at most."""
+BUCKETS = 16
+"""In which a version travels at least, where pieces are small enough: both sides work at once, and in their caches."""
+
+Routes = list[list[Route]]
+Capacities = list[list[int]]
+"""Both [source][sink]. Bytes of each of a link's two buckets, 0 where there is no link."""
+
+
+def plan(
+    sources: Sources,
+    stored: Sequence[Sequence[TensorPart]],
+    bucket_bytes: int,
+    engine: int = 0,
+    domains: Sequence[Sequence[str]] | None = None,
+) -> tuple[Routes, Capacities]:
+    """stored, engine, domains: see `Sources.routes`. Other engines are taken to store what this one does.
+
+    A piece that cannot be cut smaller, a band of 128 rows, may make a bucket larger than its share.
+    """
+    piece_bytes = min(PIECE_BYTES, bucket_bytes)
+    routes = sources.routes(stored, piece_bytes, engine=engine, domains=domains)
+    shares = _shares(routes, sources.engines_served(domains or [[""] * len(stored)]), bucket_bytes)
+    if (smallest := min((share for row in shares for share in row if share), default=piece_bytes)) < piece_bytes:
+        routes = sources.routes(stored, smallest, engine=engine, domains=domains)
+    return routes, [[_capacity(*link) for link in zip(*rows, strict=True)] for rows in zip(routes, shares, strict=True)]
+
+
+def _shares(routes: Routes, engines_served: Sequence[int], bucket_bytes: int) -> list[list[int]]:
+    """Of `bucket_bytes`, for each link: its source has links to other engines, too, its sink to other sources."""
+    into = [sum(map(bool, column)) for column in zip(*routes, strict=True)]
+    out = [sum(map(bool, row)) * engines for row, engines in zip(routes, engines_served, strict=True)]
+    return [
+        [bucket_bytes // max(out[source], into[sink]) if route else 0 for sink, route in enumerate(row)]
+        for source, row in enumerate(routes)
+    ]
+
+
+def _capacity(route: Route, share: int) -> int:
+    sizes = [aligned(piece.nbytes) for piece in route]
+    wanted = min(share, sum(sizes) // BUCKETS)
+    return max(*sizes, wanted - wanted % ALIGNMENT) if sizes else 0

@@ -1,0 +1,77 @@
+"""Buckets: those of all links of a process are at most `bucket_bytes` together; a small version has small ones."""
+
+from collections import Counter
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from nemo_fp8rl.fp8.format import E4M3
+from nemo_fp8rl.refit.manifest import Sources, TensorPart
+from nemo_fp8rl.refit.message import ALIGNMENT, aligned
+from nemo_fp8rl.refit.plan import BUCKETS, PIECE_BYTES, plan
+
+SHAPE = (1024, 128)
+BAND = 128 * 128 + 4
+"""Bytes of a piece that cannot be cut further."""
+MATRICES = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(12)]
+
+
+def rows(ranks: int) -> list[list[TensorPart]]:
+    """What each of so many ranks holds, all matrices cut into bands of rows."""
+    step = SHAPE[0] // ranks
+    return [
+        [TensorPart.of(name, E4M3, SHAPE, ((i * step, (i + 1) * step), (0, SHAPE[1]))) for name in MATRICES]
+        for i in range(ranks)
+    ]
+
+
+@given(
+    trainer=st.sampled_from([1, 2, 4, 8]),
+    copies=st.integers(1, 4),
+    engine=st.sampled_from([1, 2, 4]),
+    engines=st.integers(1, 6),
+    bucket_bytes=st.integers(200, 10_000).map(lambda kib: kib << 10),
+    machines=st.lists(st.sampled_from("ab"), min_size=64, max_size=64),
+)
+@example(trainer=8, copies=1, engine=4, engines=6, bucket_bytes=200 << 10, machines=["a"] * 64)
+@example(trainer=1, copies=4, engine=1, engines=4, bucket_bytes=10_000 << 10, machines=["a"] * 64)
+def test_all_links_of_a_process_have_one_bound(trainer, copies, engine, engines, bucket_bytes, machines):
+    sources = Sources(rows(trainer) * copies, machines[: trainer * copies])
+    domains = [machines[32 + i * engine : 32 + (i + 1) * engine] for i in range(engines)]
+    of_sources: Counter[int] = Counter()
+    links: Counter[int] = Counter()
+    for number in range(engines):
+        routes, capacities = plan(sources, rows(engine), bucket_bytes, number, domains)
+        of_sinks: Counter[int] = Counter()
+        for source, row in enumerate(capacities):
+            for sink, capacity in enumerate(row):
+                sizes = [aligned(piece.nbytes) for piece in routes[source][sink]]
+                assert bool(capacity) == bool(sizes)
+                assert capacity % ALIGNMENT == 0 and capacity >= max(sizes, default=0)
+                assert capacity <= max(*sizes, sum(sizes) // BUCKETS) if sizes else True
+                of_sources[source] += capacity
+                of_sinks[sink] += capacity
+                links[source] += bool(capacity)
+        incoming = [sum(bool(row[sink]) for row in capacities) for sink in range(engine)]
+        for sink, total in of_sinks.items():
+            assert total <= max(bucket_bytes, incoming[sink] * aligned(BAND))
+    for source, total in of_sources.items():
+        assert total <= max(bucket_bytes, links[source] * aligned(BAND))
+
+
+def test_one_link_has_the_whole_bound_and_a_version_at_least_sixteen_buckets():
+    large = [TensorPart.of("model.layers.0.mlp.up_proj.weight", E4M3, (1 << 17, 1 << 14))]
+    assert plan(Sources([large]), [large], 64 << 20)[1] == [[64 << 20]]
+    ((route,),), ((capacity,),) = plan(Sources([large]), [large], 256 << 20)
+    total = sum(aligned(piece.nbytes) for piece in route)
+    assert total // BUCKETS - ALIGNMENT < capacity <= total // BUCKETS < 256 << 20
+    assert max(piece.nbytes for piece in route) <= PIECE_BYTES
+
+
+def test_copies_of_a_rank_share_the_engines_out_and_so_have_larger_buckets():
+    large = [TensorPart.of("model.layers.0.mlp.up_proj.weight", E4M3, (1 << 17, 1 << 14))]
+    domains = [["here"]] * 4
+    alone, shared = (
+        plan(Sources([large] * copies, ["here"] * copies), [large], 64 << 20, 0, domains)[1][0] for copies in (1, 4)
+    )
+    assert (alone, shared) == ([16 << 20], [64 << 20])
