@@ -50,6 +50,7 @@ LIGHT = (
     "refit.quantize",
     "refit.bridge",
     "refit.mode",
+    "refit.plan",
     "refit.report",
     "refit.transport.in_process",
     "refit.transport.post",

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, product
 
 import torch
 
@@ -176,9 +176,8 @@ class Sources:
         served = [0] * len(self.domains)
         for engine, of_ranks in enumerate(domains):
             choice = _Choice(self.domains, engine, domains)
-            for source in {
-                one for holders in copies for here in set(of_ranks) for one in choice.candidates(holders, here)
-            }:
+            asked = product(copies, set(of_ranks))
+            for source in {source for holders, here in asked for source in choice.candidates(holders, here)}:
                 served[source] += 1
         return served
 

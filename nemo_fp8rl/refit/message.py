@@ -1,6 +1,6 @@
 """What one bucket says of its content, on every transport alike.
 
-A bucket is a header in JSON and a payload: entries one after the other, each at a multiple of ALIGNMENT bytes. A full
+A bucket is a header in JSON and a payload: entries one after the other, each at a multiple of `plan.ALIGNMENT` bytes. A full
 entry is the scales of an FP8 piece and its bytes; a delta entry is the scales and `fp8.delta`'s message. The digest is
 that of the piece as the engine will hold it, so it also proves that a delta met the bytes it was made of.
 """
@@ -18,7 +18,6 @@ from nemo_fp8rl.hf.region import Region, index
 from nemo_fp8rl.refit.digest import bytes_of, digest_of, has_digest
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart, blocks_of
 
-ALIGNMENT = 64
 Encoding = Literal["full", "delta"]
 
 
@@ -107,7 +106,3 @@ def scales_of(part: TensorPart, payload: Tensor) -> Tensor | None:
     if not part.quantized:
         return None
     return payload[: part.scale_bytes].view(torch.float32).view(scale_shape(part.size, BLOCK))
-
-
-def aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT

@@ -6,8 +6,9 @@ A link has two buckets; those of all links of a process together are at most `bu
 from collections.abc import Sequence
 
 from nemo_fp8rl.refit.manifest import Route, Sources, TensorPart
-from nemo_fp8rl.refit.message import ALIGNMENT, aligned
 
+ALIGNMENT = 64
+"""Of what is in a bucket."""
 PIECE_BYTES = 1 << 24
 """Of what is quantized, sent and verified at once, at most."""
 BUCKETS = 16
@@ -51,3 +52,7 @@ def _capacity(route: Route, share: int) -> int:
     sizes = [aligned(piece.nbytes) for piece in route]
     wanted = min(share, sum(sizes) // BUCKETS)
     return max(*sizes, wanted - wanted % ALIGNMENT) if sizes else 0
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

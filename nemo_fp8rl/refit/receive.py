@@ -10,7 +10,8 @@ from torch import Tensor
 
 from nemo_fp8rl.fp8.delta import Delta, DeltaError
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
-from nemo_fp8rl.refit.message import Content, Header, aligned, all_finite, scales_of
+from nemo_fp8rl.refit.message import Content, Header, all_finite, scales_of
+from nemo_fp8rl.refit.plan import aligned
 from nemo_fp8rl.refit.transport.link import ReceivingEnd, join, settle
 
 

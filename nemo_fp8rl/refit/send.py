@@ -27,7 +27,8 @@ from nemo_fp8rl.fp8.format import non_finite
 from nemo_fp8rl.hf.region import Region
 from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
-from nemo_fp8rl.refit.message import Content, Encoding, Entry, Header, aligned, all_finite
+from nemo_fp8rl.refit.message import Content, Encoding, Entry, Header, all_finite
+from nemo_fp8rl.refit.plan import aligned
 from nemo_fp8rl.refit.report import LinkId, SendReport
 from nemo_fp8rl.refit.transport.link import LinkError, SendingEnd, settle
 

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.refit.manifest import Sources, TensorPart
-from nemo_fp8rl.refit.message import ALIGNMENT, aligned
-from nemo_fp8rl.refit.plan import BUCKETS, PIECE_BYTES, plan
+from nemo_fp8rl.refit.plan import ALIGNMENT, BUCKETS, PIECE_BYTES, aligned, plan
 
 SHAPE = (1024, 128)
 BAND = 128 * 128 + 4
