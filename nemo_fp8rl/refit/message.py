@@ -1,8 +1,8 @@
 """What one bucket says of its content, on every transport alike.
 
-A bucket is a header in JSON and a payload: entries one after the other, each at a multiple of `plan.ALIGNMENT` bytes. A full
-entry is the scales of an FP8 piece and its bytes; a delta entry is the scales and `fp8.delta`'s message. The digest is
-that of the piece as the engine will hold it, so it also proves that a delta met the bytes it was made of.
+A bucket is a header in JSON and a payload: entries one after the other, each at a multiple of `plan.ALIGNMENT` bytes.
+A full entry is the scales of an FP8 piece and its bytes; a delta entry is the scales and `fp8.delta`'s message. The
+digest is that of the piece as the engine will hold it, so it also proves that a delta met the bytes it was made of.
 """
 
 import json

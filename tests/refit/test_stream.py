@@ -17,7 +17,8 @@ from torch import Tensor
 
 from nemo_fp8rl.refit import receive, send
 from nemo_fp8rl.refit.manifest import RefitError, Sources, TensorPart
-from nemo_fp8rl.refit.message import Entry, Header, aligned
+from nemo_fp8rl.refit.message import Entry, Header
+from nemo_fp8rl.refit.plan import aligned
 from nemo_fp8rl.refit.receive import IncomingLink
 from nemo_fp8rl.refit.report import SendReport
 from nemo_fp8rl.refit.send import DELTA_FROM, Link, WeightSender
