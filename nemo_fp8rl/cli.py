@@ -1,6 +1,7 @@
 """`nemo-fp8rl`: the command line. Bad input ends in one sentence and exit code 2, Ctrl-C in 130."""
 
 import argparse
+import errno
 import os
 import sys
 import warnings
@@ -14,14 +15,27 @@ from nemo_fp8rl.errors import BAD_INPUT, INTERRUPTED, UserError
 if TYPE_CHECKING:
     from nemo_fp8rl.config import Config
 
+OF_THE_DISK = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENAMETOOLONG),
+    *(errno.ENOTDIR, errno.EISDIR, errno.ELOOP),
+}
+"""What a user mends whatever we were doing: rights, room, names."""
+A_DAY = 86_400.0
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     _quiet_libraries()
     try:
         finished = arguments.run(arguments)
+        sys.stdout.flush()
     except UserError as error:
         print(f"nemo-fp8rl: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except OSError as error:
+        if error.errno not in OF_THE_DISK:
+            raise
+        print(f"nemo-fp8rl: {error.filename or 'the output'}: {error.strerror}; give another path", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         print("nemo-fp8rl: interrupted", file=sys.stderr)
@@ -132,10 +146,17 @@ def _parser() -> argparse.ArgumentParser:
 
     stop = commands.add_parser("request-stop", help="a pod's preStop hook: have the run save before the pod ends")
     stop.add_argument(
-        "--linger", type=float, default=0.0, metavar="SECONDS", help="then the driver's own pod stays for so long"
+        "--linger", type=seconds, default=0.0, metavar="SECONDS", help="then the driver's own pod stays for so long"
     )
     stop.set_defaults(run=_request_stop)
     return parser
+
+
+def seconds(text: str) -> float:
+    """Of a day at most; argparse makes a sentence of the ValueError and of this function's name."""
+    if not 0 <= (value := float(text)) <= A_DAY:
+        raise ValueError
+    return value
 
 
 def _add_recipe(command: argparse.ArgumentParser) -> None:

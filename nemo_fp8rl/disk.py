@@ -3,11 +3,15 @@
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from nemo_fp8rl.errors import UserError
+
+A_LOOK = 0.5
+"""Seconds."""
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -26,14 +30,19 @@ def sync(path: Path) -> None:
 
 
 def lock(folder: Path) -> int:
-    """A descriptor; the lock lasts until every process that has it has closed it. BlockingIOError when it is taken."""
-    guard = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(guard)
-        raise
-    return guard
+    """A descriptor; the lock lasts until every process that has it has closed it. BlockingIOError when it is taken, for
+    longer than a report takes to see whether it is.
+    """
+    guard, last = os.open(folder, os.O_RDONLY), time.monotonic() + A_LOOK
+    while True:
+        try:
+            fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return guard
+        except OSError:
+            if time.monotonic() > last:
+                os.close(guard)
+                raise
+            time.sleep(A_LOOK / 10)
 
 
 def check_output(output: Path) -> None:

@@ -32,12 +32,17 @@ class Logger(Protocol):
         ...
 
 
-def check_installed(cfg: LoggerConfig) -> None:
-    """Raise UserError for a logger whose package is not there."""
+def check_loggers(cfg: LoggerConfig) -> None:
+    """Raise UserError for a logger whose package is not there, and for a password that would be kept with the run."""
     for package in PACKAGES:
         key = f"{package}_enabled"
         if getattr(cfg, key) and not _installed(package):
             raise UserError(f"logger.{key}=true needs the package {package}: pip install {package}, or set it to false")
+    if cfg.mlflow.tracking_uri and urlsplit(cfg.mlflow.tracking_uri).password:
+        raise UserError(
+            "logger.mlflow.tracking_uri holds a password, and the run keeps its recipe: set MLFLOW_TRACKING_USERNAME "
+            "and MLFLOW_TRACKING_PASSWORD instead"
+        )
 
 
 def open_loggers(cfg: LoggerConfig, recipe: dict[str, Any], done: int) -> Iterator[Logger]:
@@ -45,7 +50,7 @@ def open_loggers(cfg: LoggerConfig, recipe: dict[str, Any], done: int) -> Iterat
     step that a resumed run begins after. Raises UserError where a tracker cannot be reached.
     """
     folder = Path(cfg.log_dir)
-    ids = json.loads((folder / IDS).read_text()) if done and (folder / IDS).exists() else {}
+    ids = _ids(folder / IDS) if done else {}
     if cfg.tensorboard_enabled:
         yield TensorBoardLogger(folder, done)
     if cfg.wandb_enabled:
@@ -57,6 +62,19 @@ def open_loggers(cfg: LoggerConfig, recipe: dict[str, Any], done: int) -> Iterat
         yield mlflow
     if ids:
         write_atomically(folder / IDS, json.dumps(ids) + "\n")
+
+
+def _ids(path: Path) -> dict[str, str]:
+    """Of the run at the trackers, as it was opened there."""
+    try:
+        ids = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({_short(error)}); remove it, and the trackers begin anew") from None
+    if not isinstance(ids, dict) or not all(isinstance(number, str) for number in ids.values()):
+        raise UserError(f"{path} holds no names of runs; remove it, and the trackers begin anew")
+    return ids
 
 
 class TensorBoardLogger:

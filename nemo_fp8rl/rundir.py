@@ -19,7 +19,7 @@ import os
 import platform
 import re
 import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -33,8 +33,8 @@ from nemo_fp8rl.algorithms.loss_config import resolved_correction
 from nemo_fp8rl.algorithms.weight_bins import Bin
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.disk import lock, sync, write_atomically
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.loggers import Logger, check_installed, open_loggers
+from nemo_fp8rl.errors import UserError, one_line
+from nemo_fp8rl.loggers import Logger, check_loggers, open_loggers
 from nemo_fp8rl.machine import machine
 from nemo_fp8rl.policy.base import Policy
 from nemo_fp8rl.recipe import to_yaml
@@ -54,6 +54,8 @@ MAY_CHANGE = (
     "policy.generation.vllm_cfg.kv_cache_memory_gib",
     "policy.megatron_cfg.tensor_",  # a checkpoint loads on any layout
     "policy.megatron_cfg.pipeline_",
+    "policy.megatron_cfg.num_layers_in_",
+    "policy.megatron_cfg.context_",
     "policy.megatron_cfg.expert_",
     "policy.megatron_cfg.sequence_parallel",
     "policy.megatron_cfg.activation_checkpointing",
@@ -79,11 +81,14 @@ def begun(cfg: Config) -> dict[str, Any]:
     """The recipe of the run in logger.log_dir, by dotted key; empty where there is none. Raises UserError."""
     path = Path(cfg.logger.log_dir) / "config.yaml"
     try:
-        return flat(yaml.safe_load(path.read_text()) or {})
+        tree = yaml.safe_load(path.read_text())
+        if not isinstance(tree, dict):
+            raise ValueError("it is no block of keys")
+        return flat(tree)
     except FileNotFoundError:
         return {}
-    except (OSError, yaml.YAMLError) as error:
-        raise UserError(f"--resume: {path}, the run's recipe, cannot be read: {error}") from None
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"--resume: {path}, the run's recipe, cannot be read: {one_line(error)}") from None
 
 
 class RunDirectory:
@@ -103,23 +108,26 @@ class RunDirectory:
         for folder in (self.path, *self.path.parents):
             if folder.exists() and not folder.is_dir():
                 raise UserError(f"logger.log_dir={self.path}: {folder} is a file; give a folder")
-        check_installed(cfg.logger)
-        self.done = max(self._steps(), default=0)
+        check_loggers(cfg.logger)
         self.choices = _choices(cfg)
         self._check_start()
 
     def __enter__(self) -> Self:
         with ExitStack() as opened:
             try:
-                self.path.mkdir(parents=True, exist_ok=True)
-                opened.callback(os.close, self._lock())
+                folders = {self.checkpoints: "checkpointing.checkpoint_dir", self.path: "logger.log_dir"}
+                for folder, key in folders.items():
+                    folder.mkdir(parents=True, exist_ok=True)
+                    opened.callback(os.close, _locked(key, folder))
+                self._check_start()  # again: another run may have worked here till now
                 write_atomically(self.path / "config.yaml", to_yaml(self.cfg))
                 self._write_environment()
                 self._logs = [StepLog(self.path / name, self.done) for name in LOGS]
                 self._metrics, self._histograms, self._samples = self._logs
             except OSError as error:
                 raise UserError(
-                    f"logger.log_dir={self.path} cannot be written ({error}); give another folder"
+                    f"{error.filename or self.path} cannot be written ({error.strerror}): make room, or set another "
+                    "logger.log_dir and checkpointing.checkpoint_dir"
                 ) from None
             for log in self._logs:
                 opened.callback(log.close)
@@ -134,6 +142,7 @@ class RunDirectory:
         self._opened.__exit__(kind, error, tb)
 
     def _check_start(self) -> None:
+        self.done = max(self._steps(), default=0)
         steps = max((int(row["step"]) for row in self.read_metrics()), default=None)
         if not self.resume:
             if steps is not None:
@@ -161,15 +170,6 @@ class RunDirectory:
                     "logger.log_dir to start a run of its own"
                 )
 
-    def _lock(self) -> int:
-        """One process a run directory; the lock ends with the process, however it ends, or with this descriptor."""
-        try:
-            return lock(self.path)
-        except BlockingIOError:
-            raise UserError(
-                f"another process works in {self.path}; wait for it or set another logger.log_dir"
-            ) from None
-
     def log(
         self,
         step: int,
@@ -177,12 +177,20 @@ class RunDirectory:
         log_weights: list[Bin] | None = None,
         samples: list[Sample] | None = None,
     ) -> None:
-        """Append one step's. They survive a kill at once, a power cut from the next checkpoint on."""
-        self._metrics.append(step, metrics)
-        if log_weights is not None:
-            self._histograms.append(step, {"log_weights": log_weights})
-        if samples:
-            self._samples.append(step, {"samples": [asdict(sample) for sample in samples]})
+        """Append one step's. They survive a kill at once, a power cut from the next checkpoint on.
+
+        Raises UserError on a full disk.
+        """
+        try:
+            self._metrics.append(step, metrics)
+            if log_weights is not None:
+                self._histograms.append(step, {"log_weights": log_weights})
+            if samples:
+                self._samples.append(step, {"samples": [asdict(sample) for sample in samples]})
+        except OSError as error:
+            raise UserError(
+                f"step {step} could not be written to {self.path} ({error.strerror}); make room, {self._goes_on()}"
+            ) from None
         for logger in self._loggers:
             logger.log(step, metrics)
 
@@ -204,7 +212,7 @@ class RunDirectory:
             log.sync()
         final, partial = self.checkpoints / f"step_{step}", self.checkpoints / f".partial_step_{step}"
         for leftover in self.checkpoints.glob(".partial_step_*"):
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)
         try:
             (partial / "policy").mkdir(parents=True)
             policy.save(partial / "policy")
@@ -215,13 +223,19 @@ class RunDirectory:
             sync(self.checkpoints)
         except (OSError, UserError) as error:
             shutil.rmtree(partial, ignore_errors=True)
-            kept = f"--resume continues from step {self.done}" if self.done else "there is none before it"
             raise UserError(
-                f"the checkpoint of step {step} could not be written: {error}; make room in {self.checkpoints}, {kept}"
+                f"the checkpoint of step {step} could not be written: {error}; make room in {self.checkpoints}, "
+                f"{self._goes_on()}"
             ) from None
         self.done = step
         for old in sorted(self._steps())[: -self.cfg.checkpointing.keep_top_k]:
-            shutil.rmtree(self.checkpoints / f"step_{old}")
+            leaving = self.checkpoints / f".partial_step_{old}"  # no half of one stays under a checkpoint's name
+            with suppress(OSError):
+                os.rename(self.checkpoints / f"step_{old}", leaving)
+                shutil.rmtree(leaving, ignore_errors=True)
+
+    def _goes_on(self) -> str:
+        return f"--resume continues from step {self.done}" if self.done else "there is no checkpoint yet"
 
     def _environment(self) -> dict[str, Any]:
         return {
@@ -243,6 +257,14 @@ class RunDirectory:
         if not self.checkpoints.is_dir():
             return []
         return [int(m[1]) for p in self.checkpoints.iterdir() if (m := re.fullmatch(r"step_(\d+)", p.name))]
+
+
+def _locked(key: str, folder: Path) -> int:
+    """One process a folder; the lock ends with the process, however it ends, or with this descriptor."""
+    try:
+        return lock(folder)
+    except BlockingIOError:
+        raise UserError(f"another process works in {folder}; wait for it or set another {key}") from None
 
 
 def _choices(cfg: Config) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """A file of one JSON object a step, appended and flushed, so that it survives a kill; a resumed run cuts it back."""
 
+import errno
 import json
 import os
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_fp8rl.disk import write_atomically
+from nemo_fp8rl.errors import UserError, one_line
 
 Row = dict[str, Any]
 """`step`, and what else belongs to it."""
@@ -38,12 +40,13 @@ class StepLog:
     def __init__(self, path: Path, done: int) -> None:
         kept = [row for row in read(path) if row["step"] <= done] if done else []
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self._file = path.open("a")
+        self._file = path.open("ab", buffering=0)  # a buffer would try again at the end what a full disk refused
 
     def append(self, step: int, row: Row) -> None:
-        """It survives a kill at once, a power cut after `sync`. ValueError on NaN and infinity."""
-        self._file.write(json.dumps({"step": step, **row}, allow_nan=False) + "\n")
-        self._file.flush()
+        """It survives a kill at once, a power cut after `sync`. Raises ValueError on NaN and infinity, OSError."""
+        line = (json.dumps({"step": step, **row}, allow_nan=False) + "\n").encode()
+        if self._file.write(line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def sync(self) -> None:
         os.fsync(self._file.fileno())
@@ -53,7 +56,23 @@ class StepLog:
 
 
 def read(path: Path) -> list[Row]:
-    """Every whole line, [] where there is no file; a last line that a kill cut short is left out."""
-    if not path.exists():
+    """Every whole line, [] where there is no file; a last line that a kill cut short is left out.
+
+    Raises UserError, naming the line, on one that is no step's.
+    """
+    try:
+        lines = path.read_text().split("\n")[:-1]
+    except FileNotFoundError:
         return []
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {one_line(error)}") from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict) or type(row.get("step")) is not int:
+            raise UserError(f"{path}: line {number} is no step of a run: {line[:80]!r}; mend it, or cut the file there")
+        rows.append(row)
+    return rows

@@ -343,3 +343,36 @@ def test_a_process_says_one_line_and_exits_with_2(project, folder):
         "give the path of a JSONL dataset\n"
     )
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["report", "{folder}/" + "x" * 300], "x" * 300 + ": File name too long"),
+        (["make-tiny", "/proc/version/model"], "/proc/version/model"),
+        (["request-stop", "--linger", "nan"], "--linger: invalid seconds value: 'nan'"),
+        (["request-stop", "--linger", "1e300"], "--linger"),
+    ],
+)
+def test_what_a_disk_or_a_clock_cannot_is_one_sentence(folder, words, named):
+    command = [sys.executable, "-m", "nemo_fp8rl.cli", *(word.format(folder=folder) for word in words)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=CONF.parent.parent, timeout=120)
+    assert done.returncode == 2
+    assert named in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_an_output_that_is_full_is_one_sentence(project):
+    command = [sys.executable, "-m", "nemo_fp8rl.cli", "launch", "slurm", "--config", str(CONF), "--dry-run"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, check=False, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, "No space left on device" in done.stderr, "Traceback" in done.stderr) == (2, True, False)
+
+
+@pytest.mark.parametrize("address", ["bogus", "auto"])
+def test_a_ray_cluster_that_is_not_there_is_named(address, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    code = "from nemo_fp8rl.errors import UserError\nfrom nemo_fp8rl.workers import connect\ntry: connect(1)\n"
+    code += "except UserError as error: print(error)"
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
+    assert f"RAY_ADDRESS={address}: that Ray cluster cannot be joined" in done.stdout, done.stderr[-2000:]

@@ -118,6 +118,15 @@ def test_the_folder_is_an_hf_checkpoint_with_a_refits_tensors(checkpoint, tmp_pa
     assert [path.name for path in output.parent.iterdir()] == ["fp8"]
 
 
+def test_files_that_are_not_of_a_tokenizer_stay_behind(checkpoint, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint, copy)
+    (copy / "my_access_token.json").write_text("secret")
+    (copy / "vocab.pickle").write_text("")
+    assert main(["export", "--checkpoint", str(copy), "--output", str(tmp_path / "fp8")]) == 0
+    assert not {"my_access_token.json", "vocab.pickle"} & {path.name for path in (tmp_path / "fp8").iterdir()}
+
+
 def test_transformers_reads_the_config(checkpoint, tmp_path):
     from transformers import AutoConfig, AutoTokenizer
     from transformers.quantizers.auto import AutoQuantizationConfig

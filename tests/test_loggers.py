@@ -46,6 +46,22 @@ def test_a_logger_whose_package_is_missing_is_refused(recipe, monkeypatch, packa
     assert not Path(cfg.logger.log_dir).exists()
 
 
+def test_a_password_in_the_trackers_address_is_not_kept(recipe):
+    cfg = recipe("logger.mlflow.tracking_uri=https://bob:S3cr3t@mlflow.example")
+    with pytest.raises(UserError, match="MLFLOW_TRACKING_PASSWORD instead") as refused:
+        RunDirectory(cfg, resume=False)
+    assert "S3cr3t" not in str(refused.value)
+    assert not Path(cfg.logger.log_dir).exists()
+
+
+@pytest.mark.parametrize("text", [b"{", b"[1]", b'{"wandb": 3}', b"\xff"])
+def test_names_of_a_run_that_cannot_be_read_are_named(recipe, text):
+    leave_run(recipe(), False, 1, 2)
+    (Path(recipe().logger.log_dir) / "trackers.json").write_bytes(text)
+    with pytest.raises(UserError, match=r"trackers\.json .*; remove it, and the trackers begin anew"):
+        leave_run(recipe(), True, 3, 3)
+
+
 def test_tensorboard_has_the_names_of_metrics_jsonl(recipe):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -173,7 +173,7 @@ def test_a_checkpoint_that_does_not_fit_loses_nothing(recipe, room):
     """A real policy: 1.6 MB of weights, then 10 MB of optimizer."""
     policy = MegatronPolicy(recipe())
     with RunDirectory(recipe(), resume=False) as run:
-        with files_end_at(room), pytest.raises(UserError, match=r"step 1 could not be written.*none before it"):
+        with files_end_at(room), pytest.raises(UserError, match=r"step 1 could not be written.*no checkpoint yet"):
             run.save_checkpoint(1, policy)
         run.save_checkpoint(2, policy)
         with files_end_at(room), pytest.raises(UserError, match=r"step 3 could not be written.*from step 2"):
@@ -185,3 +185,57 @@ def test_a_checkpoint_that_does_not_fit_loses_nothing(recipe, room):
         run.load_checkpoint(policy)
         assert run.done == 2
     policy.shutdown()
+
+
+def test_two_runs_do_not_share_a_folder_of_checkpoints(recipe, tmp_path):
+    shared = f"checkpointing.checkpoint_dir={tmp_path}/kept"
+    other = RunDirectory(recipe(shared, f"logger.log_dir={tmp_path}/other"), resume=False)
+    with RunDirectory(recipe(shared), resume=False) as run:
+        with (
+            pytest.raises(UserError, match=r"another process works in .*/kept; .*checkpointing\.checkpoint_dir"),
+            other,
+        ):
+            pass
+        run.save_checkpoint(1, FakePolicy())
+    with pytest.raises(UserError, match="holds checkpoints"), other:  # it looked before there were any
+        pass
+
+
+@pytest.mark.parametrize("line", ["", "[1]", "null", "{}", '{"step": null}', '{"step": true}', "\0\0", "[" * 100_000])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
+def test_a_line_that_is_no_step_is_named(recipe, name, line):
+    leave_run(recipe(), steps=3, checkpoint=3)
+    path = Path(recipe().logger.log_dir) / name
+    path.write_text('{"step": 1}\n' + line + "\n")
+    with pytest.raises(UserError, match=rf"{name}: line 2 is no step"), RunDirectory(recipe(), resume=True):
+        pass
+    path.write_bytes(b"\xff\xfe\n")
+    with pytest.raises(UserError, match=f"{name} cannot be read"), RunDirectory(recipe(), resume=True):
+        pass
+
+
+@pytest.mark.parametrize("text", [b"[1]", b"5", b"\xff\xfe", b"a: 2020-13-45", b"[" * 5000, b"a: &x {b: *x}"])
+def test_a_recipe_of_a_run_that_cannot_be_read_is_named(recipe, text):
+    leave_run(recipe(), steps=3, checkpoint=3)
+    (Path(recipe().logger.log_dir) / "config.yaml").write_bytes(text)
+    with pytest.raises(UserError, match=r"--resume: .*config\.yaml, the run's recipe, cannot be read"):
+        RunDirectory(recipe(), resume=True)
+
+
+def test_a_full_disk_ends_a_run_in_a_sentence_with_whole_lines(recipe):
+    with RunDirectory(recipe(), resume=False) as run, Path("/dev/full").open("ab", buffering=0) as full:
+        run.log(0, {"train/reward": 0.0})
+        whole, run._metrics._file = run._metrics._file, full
+        with pytest.raises(UserError, match=r"step 1 could not be written .*No space left .*; make room, there is no"):
+            run.log(1, {"train/reward": 1.0})
+        whole.close()
+    assert [row["step"] for row in rows(recipe())] == [0]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_costs_nothing(recipe, monkeypatch):
+    with RunDirectory(recipe("checkpointing.keep_top_k=1"), resume=False) as run:
+        run.save_checkpoint(1, FakePolicy())
+        monkeypatch.setattr("nemo_fp8rl.rundir.shutil.rmtree", lambda *_, **__: None)
+        run.save_checkpoint(2, FakePolicy())
+        assert run._steps() == [2]
+    assert run.done == 2

@@ -10,7 +10,10 @@ from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError, one_line
 
 MODEL_FILES = ("config.json", "generation_config.json")
-TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "tokenizer.model", "chat_template*")
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
+    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json"),
+)
 WEIGHTS = "*.safetensors"
 HUB_NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*?)(?:@(?P<revision>[\w.-]+))?")
 

@@ -65,7 +65,13 @@ def connect(num_cpus: int, setup_hook: str | None = None, variables: Mapping[str
     if setup_hook is not None:
         environment["worker_process_setup_hook"] = setup_hook
     if joins_cluster():
-        ray.init(log_to_driver=False, ignore_reinit_error=True, runtime_env=environment)
+        try:
+            ray.init(log_to_driver=False, ignore_reinit_error=True, runtime_env=environment)
+        except (ConnectionError, ValueError, SystemExit) as error:  # SystemExit: nobody answered
+            raise UserError(
+                f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: that Ray cluster cannot be joined ({str(error)[:200]}); "
+                "start it, or unset RAY_ADDRESS to have one started here"
+            ) from None
         return
     if ray.is_initialized():
         return

@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from nemo_fp8rl.refit.transport.control import Control
 from nemo_fp8rl.refit.transport.ends import Sender
 from nemo_fp8rl.refit.transport.in_process import in_process_link
 from nemo_fp8rl.refit.transport.link import MAX_HEADER, LinkError
-from nemo_fp8rl.refit.transport.post import Post, dial
+from nemo_fp8rl.refit.transport.post import GREETINGS, Post, dial
 from tests.refit import fake_cuda_runtime
 from tests.refit.far import Far, Near
 from tests.refit.memory_engine import TRANSPORTS
@@ -497,6 +498,39 @@ def test_a_greeting_that_is_none_is_dropped(closing, said):
         control.receive(1)
 
 
+def test_strangers_that_say_nothing_take_little_and_keep_nobody_out(closing, monkeypatch):
+    monkeypatch.setattr("nemo_fp8rl.refit.transport.post.GREETING_SECONDS", 0.3)
+    post = Post("shared_memory", "127.0.0.1", TOKEN, LONG)
+    closing.append(post)
+    before = threading.active_count()
+    strangers = [socket.create_connection(post.address) for _ in range(150)]
+    time.sleep(0.1)
+    assert threading.active_count() - before <= 2 * GREETINGS
+    sink = later(dial, post.address, TOKEN, "sink", LONG)
+    closing.extend([post.accept("sink", CAPACITY), sink.result(LONG)])
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_post_without_a_thread_for_a_caller_goes_on(closing, monkeypatch):
+    post = Post("shared_memory", "127.0.0.1", TOKEN, LONG)
+    closing.append(post)
+    start, refused = threading.Thread.start, []
+
+    def none_left(thread):
+        if thread.name == "refit caller" and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    with fails("gone"):
+        dial(post.address, TOKEN, "first", LONG)
+    second = later(dial, post.address, TOKEN, "second", LONG)
+    closing.extend([post.accept("second", CAPACITY), second.result(LONG)])
+    assert refused
+
+
 def test_the_last_caller_of_a_name_counts(closing):
     post = Post("shared_memory", "127.0.0.1", TOKEN, LONG)
     closing.append(post)
@@ -647,7 +681,7 @@ LEAVES = """
 import atexit, threading
 atexit.register(lambda: print(*(thread.name for thread in threading.enumerate()), sep=","))  # the last of its kind
 from concurrent.futures import ThreadPoolExecutor
-from nemo_fp8rl.refit.transport.post import Post, dial
+from nemo_fp8rl.refit.transport.post import GREETINGS, Post, dial
 from tests.refit import fake_cuda_runtime
 fake_cuda_runtime.install()
 post = Post("{transport}", "127.0.0.1", "token", 20)
@@ -848,7 +882,7 @@ def test_a_process_that_leaves_right_after_a_link_ended_is_not_aborted(leaves):
     """Ten at once: Python would end threads that are within NIXL in a way that aborts it."""
     script = """
 import sys, threading
-from nemo_fp8rl.refit.transport.post import Post, dial
+from nemo_fp8rl.refit.transport.post import GREETINGS, Post, dial
 post = Post("nixl", "127.0.0.1", "token", 20.0)
 ends = {}
 taking = threading.Thread(target=lambda: ends.update(sink=dial(post.address, "token", "sink", 20.0)))

@@ -22,6 +22,9 @@ from nemo_fp8rl.refit.transport import collective, cuda_ipc, nixl, shared_memory
 from nemo_fp8rl.refit.transport.control import Control
 from nemo_fp8rl.refit.transport.link import HOST, Asked, Between, LinkError, ReceivingEnd, SendingEnd
 
+GREETINGS, GREETING_SECONDS = 64, 10.0
+"""Callers that may be greeting at once, and for how long: who does not know the token gets no more of this process."""
+
 
 class Post:
     """Listens on `host` alone, at `address`. timeout: seconds of every wait here and on the links made here.
@@ -39,6 +42,7 @@ class Post:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._greeting = threading.BoundedSemaphore(GREETINGS)
         self._callers: dict[str, _Caller] = {}
         self._called = threading.Condition()
         self._closed = False
@@ -113,26 +117,36 @@ class Post:
 
     def _listen(self) -> None:
         while not self._closed:
+            self._greeting.acquire()  # others wait in the listener's backlog
+            caller = None
             try:
                 caller, _ = self._listener.accept()
-            except OSError:  # closed, or out of descriptors for the moment
+                threading.Thread(target=self._greet, args=(caller,), name="refit caller", daemon=True).start()
+            except (OSError, RuntimeError):  # closed, or out of descriptors or threads for the moment
+                self._greeting.release()
+                if caller is not None:
+                    caller.close()
                 time.sleep(0.05)
-                continue
-            threading.Thread(target=self._greet, args=(caller,), name="refit caller", daemon=True).start()
 
     def _greet(self, taken: socket.socket) -> None:
+        try:
+            self._hear(taken)
+        finally:
+            self._greeting.release()
+
+    def _hear(self, taken: socket.socket) -> None:
         try:
             control = Control(taken, self._timeout, "the caller")
         except OSError:  # left already
             taken.close()
             return
-        deadline = threading.Timer(self._timeout, control.close)  # for one that says a byte now and then
+        deadline = threading.Timer(min(self._timeout, GREETING_SECONDS), control.close)
         deadline.daemon = True
-        deadline.start()
         try:
+            deadline.start()
             control.authenticate(self._token, calling=False)
             said = control.hear(name=str, domain=str)
-        except LinkError:
+        except (LinkError, RuntimeError):  # RuntimeError: out of threads
             control.close()
             return
         finally:
