@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import io
 import os
 import sys
 import warnings
@@ -26,6 +27,8 @@ A_DAY = 86_400.0
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     _quiet_libraries()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding has no letters for
     try:
         finished = arguments.run(arguments)
         sys.stdout.flush()

@@ -6,7 +6,9 @@ from statistics import fmean
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from nemo_fp8rl.compare.config import as_words
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.recipe import load
@@ -25,14 +27,12 @@ def demo(runs: Path) -> bool:
         raise UserError("the demo's recipes are in conf/ of a clone of the repository; run it from there")
     folder = next(path for i in count(1) if not (path := runs / f"demo-{i}").exists())
     make_tiny(folder, "add")
-    data = f"data.train.data_path={folder}/data.jsonl"
-    warm_up = load(RECIPES / "tiny_sft.yaml", [data, f"policy.model_name={folder}/model"])
+    made = {"data.train.data_path": f"{folder}/data.jsonl", "policy.model_name": f"{folder}/model"}
+    warm_up = load(RECIPES / "tiny_sft.yaml", as_words(made))
     if not sft(warm_up, folder / "warm"):
         return False
-    cfg = load(
-        RECIPES / "tiny_cpu.yaml",
-        [data, f"policy.model_name={folder}/warm", f"logger.log_dir={folder}/grpo"],
-    )
+    made |= {"policy.model_name": f"{folder}/warm", "logger.log_dir": f"{folder}/grpo"}
+    cfg = load(RECIPES / "tiny_cpu.yaml", as_words(made))
     if not train(cfg):
         return False
     Console().print(summary(cfg))
@@ -56,5 +56,5 @@ def summary(cfg: Config) -> Table:
     table.add_row("refit", f"{mean('refit/bytes') / 1e6:.2f} MB in {mean('timing/refit') * 1e3:.0f} ms")
     for phase in PHASES:
         table.add_row(f"seconds a step, {phase}", f"{mean(f'timing/{phase}'):.3f}")
-    table.add_row("run directory", cfg.logger.log_dir)
+    table.add_row("run directory", Text(cfg.logger.log_dir))
     return table

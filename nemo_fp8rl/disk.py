@@ -69,9 +69,9 @@ def new_folder(output: Path, errors: tuple[type[Exception], ...] = (OSError,)) -
         partial.mkdir(parents=True, exist_ok=True)
         guard = lock(partial)
     except BlockingIOError:
-        raise UserError(f"another process works in {partial}; wait for it or give another --output") from None
+        raise UserError(f"another process works in {partial}; wait for it or give another folder") from None
     except OSError as error:
-        raise UserError(f"--output {output} cannot be written ({error}); give another folder") from None
+        raise UserError(f"{output} cannot be written ({error}); give another folder") from None
     try:
         for leftover in partial.iterdir():  # of one that was killed
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
@@ -83,9 +83,7 @@ def new_folder(output: Path, errors: tuple[type[Exception], ...] = (OSError,)) -
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, errors):
-            raise UserError(
-                f"--output {output} cannot be written ({error}); make room or give another folder"
-            ) from None
+            raise UserError(f"{output} cannot be written ({error}); make room or give another folder") from None
         raise
     finally:
         os.close(guard)

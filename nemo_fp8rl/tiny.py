@@ -5,6 +5,7 @@ chain   running sums, every step written  "3+8+4="         -> "3+8=11;+4=15"
 """
 
 import json
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from nemo_fp8rl.disk import new_folder, sync
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.hf.tensors import expected_tensors
@@ -39,6 +41,7 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+MOST_SEED = 2**63 - 1
 CHAIN_PROMPTS, CHAIN_TERMS = 20_000, 6
 
 
@@ -47,20 +50,40 @@ def make_tiny(folder: Path, task: str, seed: int = 0, family: str = "qwen3", **s
 
     sizes: keys of config.json that are to differ.
 
-    Raises UserError when the folder already holds something.
+    The folder appears whole, or not at all. Raises UserError when it already holds something, or cannot be written.
     """
     if family not in FAMILY_SIZES:
         raise UserError(f"--family {family}: unknown family; choose one of {', '.join(FAMILY_SIZES)}")
     if task not in TASKS:
         raise UserError(f"--task {task}: unknown task; choose one of {', '.join(TASKS)}")
+    if not 0 <= seed <= MOST_SEED:
+        raise UserError(f"seed {seed} is out of range; give one from 0 to {MOST_SEED}")
+    output = _new_place(folder)
+    from safetensors import SafetensorError
+
+    with new_folder(output, (OSError, SafetensorError)) as partial:
+        write_model(partial / "model", seed, family, **sizes)
+        with open(partial / "data.jsonl", "w") as file:
+            for prompt, answer in TASKS[task](random.Random(seed)):
+                file.write(json.dumps({"prompt": prompt, "answer": answer}) + "\n")
+        for path in (partial / "model").iterdir():
+            sync(path)
+
+
+def _new_place(folder: Path) -> Path:
+    """Where it really is. Raises UserError where nothing new can be."""
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{str(folder)!r} holds bytes that are not UTF-8; give a folder with another name") from None
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; give a new folder")
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty; give a new folder, nothing is overwritten")
-    write_model(folder / "model", seed, family, **sizes)
-    with open(folder / "data.jsonl", "w") as file:
-        for prompt, answer in TASKS[task](random.Random(seed)):
-            file.write(json.dumps({"prompt": prompt, "answer": answer}) + "\n")
+    place = Path(os.path.realpath(folder))
+    if place == Path(os.path.realpath(".")):
+        raise UserError(f"{folder} is the folder that you are in; give a new one")
+    return place
 
 
 def write_model(folder: Path, seed: int = 0, family: str = "qwen3", **sizes: Any) -> None:
@@ -112,9 +135,13 @@ def _save_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=SPECIAL[0], eos_token=SPECIAL[1]).save_pretrained(
-        folder
-    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=SPECIAL[0], eos_token=SPECIAL[1])
+    try:
+        fast.save_pretrained(folder)
+    except Exception as error:  # tokenizers raises no other kind when a disk does not take it
+        if type(error) is not Exception:
+            raise
+        raise OSError(str(error)) from None
 
 
 def _additions(rng: random.Random) -> Iterator[tuple[str, str]]:

@@ -170,7 +170,7 @@ MAY_IMPORT = {  # room -> the rooms it may import besides itself
     "doctor": {*LEFTMOST, "nemo_rl"},
     "report": {"errors", "disk", "step_log", "algorithms", "yaml_tree"},
     "compare": {*LEFTMOST, "step_log", "interrupt", "tiny"},
-    "step_log": {"disk"},
+    "step_log": {"disk", "errors"},
     "launch": {*LEFTMOST, "nemo_rl", "stop_request", "workers"},
     "refit": LEFTMOST,
     "workers": LEFTMOST,

@@ -1,4 +1,11 @@
-"""Names of the mismatch metrics that `mismatch` computes, apart from it: a recipe is read without torch."""
+"""Names of the mismatch metrics that `mismatch` computes, apart from it: a recipe is read without torch.
+
+And what those who read metrics.jsonl back hold names and values against.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Any
 
 DISAGREEMENT = ("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error")
 """NeMo RL's four, which `mismatch.disagreement` sums."""
@@ -9,8 +16,19 @@ METRICS = (
     "chi2_token", "chi2_seq", "ess", "ess_seq", "probs_pearson_corr",
 )  # fmt: skip
 """What `mismatch.MismatchSums.metrics` gives."""
+LARGEST = 1e100
+"""Sums, squares and ranges of such values are finite, too."""
+NUMBERED = re.compile(r"\d{1,15}(?=_|\Z)", re.ASCII)
 
 
-def bucket_start(bucket: str) -> int:
-    """Of a bucket of positions, such as the 2_3 of gen_kl_error/position_2_3: what they are sorted by."""
-    return int(bucket.partition("_")[0])
+def is_measured(value: Any) -> bool:
+    """A finite number of at most LARGEST; text, true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
+
+
+def in_order(ends: Iterable[str]) -> list[str]:
+    """Ends of metrics' names by the number that they begin with, such as the 2_3 of gen_kl_error/position_2_3 and the 7
+    of weight_error/layer_7. Those that begin with none are left out.
+    """
+    starts = {end: int(found[0]) for end in ends if (found := NUMBERED.match(end))}
+    return sorted(starts, key=lambda end: starts[end])

@@ -124,13 +124,15 @@ def _alone(output: Path) -> Iterator[int]:
 
 def _figures(numbers: dict[str, float]) -> str:
     accuracy = f"accuracy {numbers['accuracy_end']:.3f}  " if "accuracy_end" in numbers else ""
-    return f"{accuracy}mismatch {numbers['token_mult_prob_error']:.6f}"
+    mismatch = f"mismatch {numbers['token_mult_prob_error']:.6f}" if "token_mult_prob_error" in numbers else ""
+    return accuracy + mismatch
 
 
 def _write(results: dict[str, Any], path: Path, overrides: Sequence[str], output: Path) -> None:
     command = " ".join(["nemo-fp8rl compare", str(path), *overrides])
     write_atomically(output / "results.json", json.dumps(results, indent=1) + "\n")
-    write_atomically(output / "results.md", as_markdown(results, command))
+    page = as_markdown(results, command)
+    write_atomically(output / "results.md", page.encode(errors="backslashreplace").decode())
 
 
 def _show(results: dict[str, Any], output: Path, console: Console) -> None:

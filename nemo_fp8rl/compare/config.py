@@ -18,8 +18,8 @@ from nemo_fp8rl.yaml_tree import read_with_parents, register_resolvers
 
 OURS = ("grpo.seed", "logger.log_dir")
 """Keys that the comparison itself gives to each run."""
-TAKEN = ("models", "lengths")
-"""Folders of the output that are no flow's."""
+TAKEN = ("models", "lengths", "results.json", "results.md")
+"""What else is in the output."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,8 @@ def _check(comparison: Comparison) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name) or name in TAKEN:
             raise UserError(f"{name!r} cannot be a folder of runs: take letters, digits, _ . + -, not {TAKEN}")
     if lengths:
+        if "data" in lengths.terms:
+            raise UserError("lengths.terms: data is the mix of all lengths; give that one another name")
         if unknown := [flow for flow in lengths.flows if flow not in flows]:
             raise UserError(f"lengths.flows: {unknown[0]} is none of the flows {', '.join(flows)}")
         if not lengths.flows or not lengths.terms or min(lengths.terms.values()) < 2:
@@ -122,7 +124,18 @@ def _with_paths(comparison: Comparison, folder: Path) -> Comparison:
 
 def as_words(overrides: Mapping[str, Any]) -> list[str]:
     """key=value, as the command line takes them."""
-    return [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
+    return [f"{key}={quoted(value)}" for key, value in overrides.items()]
+
+
+def quoted(value: Any) -> str:
+    """JSON in the part of it that YAML reads alike: ASCII, other characters as \\u or \\U and not in two halves; and
+    each ${ so that OmegaConf takes it for text.
+    """
+    text = json.dumps(value, ensure_ascii=False)
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise UserError(f"{value!r} holds bytes that are not text; give it another name")
+    text = re.sub(r"((?:\\\\)*)\$\{", r"\1\1\\\\${", text)  # `\${` is `${`, and a backslash before it counts double
+    return "".join(c if " " <= c <= "~" else f"\\u{ord(c):04x}" if c <= "\uffff" else f"\\U{ord(c):08x}" for c in text)
 
 
 def check_overrides(comparison: Comparison, overrides: Sequence[str]) -> None:

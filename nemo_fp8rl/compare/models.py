@@ -21,14 +21,14 @@ MODEL_OF_FLOWS, MODEL_OF_LENGTHS = "flows", "lengths"
 
 
 def model_words(folder: Path, data: str = "data.jsonl") -> list[str]:
-    return [f"policy.model_name={folder}/warm", f"data.train.data_path={folder}/{data}"]
+    return as_words({"policy.model_name": f"{folder}/warm", "data.train.data_path": f"{folder}/{data}"})
 
 
 def check_models(comparison: Comparison, output: Path) -> None:
     """Raise UserError for a wrong recipe, and when models of another comparison are there: its runs began from them."""
     for chosen, folder in _parts(comparison, output):
         made, record = folder / "made.json", _record(chosen)
-        if made.exists() and made.read_text() != record:
+        if made.exists() and made.read_bytes() != record.encode():
             raise UserError(f"{folder} was made by another comparison; give another --output")
 
 
@@ -73,7 +73,8 @@ def _make(
 
 def _warm_up_words(chosen: TinyModel | Lengths, folder: Path) -> list[str]:
     overrides = chosen.overrides if isinstance(chosen, TinyModel) else chosen.warm_up_overrides
-    return [*as_words(overrides), f"policy.model_name={folder}/model", f"data.train.data_path={folder}/data.jsonl"]
+    made = {"policy.model_name": f"{folder}/model", "data.train.data_path": f"{folder}/data.jsonl"}
+    return [*as_words(overrides), *as_words(made)]
 
 
 def _record(chosen: TinyModel | Lengths) -> str:

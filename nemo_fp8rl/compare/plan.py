@@ -13,13 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nemo_fp8rl.compare.config import Comparison, as_words, check_overrides
 from nemo_fp8rl.compare.models import MODEL_OF_FLOWS, MODEL_OF_LENGTHS, check_models, model_words
-from nemo_fp8rl.errors import UserError, one_line
+from nemo_fp8rl.compare.read import read_metrics, read_recipe
+from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.recipe import load
-from nemo_fp8rl.step_log import Row, read
+from nemo_fp8rl.step_log import Row
 from nemo_fp8rl.yaml_tree import flat
 
 
@@ -47,7 +46,7 @@ class Planned:
 
     def rows(self) -> list[Row]:
         """Of its metrics.jsonl so far."""
-        return read(self.folder / "metrics.jsonl")
+        return read_metrics(self.folder)
 
     def done(self) -> int:
         return max((int(row["step"]) for row in self.rows()), default=0)
@@ -89,7 +88,8 @@ def _planned(
         words += model_words(output / "models" / MODEL_OF_LENGTHS, f"{length}.jsonl")
     elif comparison.model:
         words += model_words(output / "models" / MODEL_OF_FLOWS)
-    words += [*overrides, *as_words(comparison.flows[flow]), f"grpo.seed={seed}", f"logger.log_dir={folder}"]
+    own = {"grpo.seed": seed, "logger.log_dir": str(folder)}
+    words += [*overrides, *as_words(comparison.flows[flow]), *as_words(own)]
     try:
         config = flat(json.loads(json.dumps(asdict(load(comparison.recipe, words)))))  # tuples as lists
     except UserError as error:
@@ -99,13 +99,9 @@ def _planned(
 
 def _check_same(run: Planned, output: Path) -> None:
     """What is in its folder, finished or begun, must be a run of the same recipe. The output may have moved."""
-    path = run.folder / "config.yaml"
-    if not path.exists():
+    before = read_recipe(run.folder)
+    if before is None:
         return
-    try:
-        before = flat(yaml.safe_load(path.read_text()))
-    except (OSError, AttributeError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read: {one_line(error)}; remove {run.folder}") from None
     was = Path(str(before.get("logger.log_dir", "")))
     old_output = str(Path(*was.parts[: len(was.parts) - len(run.folder.relative_to(output).parts)]))
     old, new = _without(before, old_output), _without(run.config, str(output))

@@ -1,14 +1,14 @@
 """What the runs measured, as one record: results.json, from which every table is made."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean, median
 from typing import Any
 
-from nemo_fp8rl.algorithms.metric_names import bucket_start
+from nemo_fp8rl.algorithms.metric_names import in_order
 from nemo_fp8rl.compare.config import Comparison
 from nemo_fp8rl.compare.plan import Planned
+from nemo_fp8rl.compare.read import read_environment
 from nemo_fp8rl.step_log import Row
 
 MEANS = {
@@ -50,13 +50,13 @@ def by_position(rows: Sequence[Row]) -> Numbers:
     """Mean k3 of the steps by position in the answer: "0", "1", "2_3", ..."""
     names = dict.fromkeys(key for row in rows for key in row if key.startswith(POSITION))
     means = {n.removeprefix(POSITION): fmean(row[n] for row in rows if n in row) for n in names}
-    return dict(sorted(means.items(), key=lambda item: bucket_start(item[0])))
+    return {bucket: means[bucket] for bucket in in_order(means)}
 
 
 def record(comparison: Comparison, overrides: Sequence[str], runs: Sequence[Planned]) -> dict[str, Any]:
     """Finished runs only: one that is under way would be compared at another step."""
     finished = [run for run in runs if run.finished]
-    environments = [json.loads((run.folder / "environment.json").read_text()) for run in finished]
+    environments = [read_environment(run.folder) for run in finished]
     shown = {key: value for key, value in environments[0].items() if key != "choices"} if environments else {}
     return {
         **shown,

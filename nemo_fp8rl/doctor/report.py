@@ -15,7 +15,9 @@ from nemo_fp8rl.doctor.plan import Plan
 from nemo_fp8rl.doctor.shapes import shape_of
 from nemo_fp8rl.doctor.workers import check_workers
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.nemo_rl.keys import at
 from nemo_fp8rl.nemo_rl.recipe import read
+from nemo_fp8rl.nemo_rl.values import require
 
 COLOURS = {"ok": "green", "warn": "yellow", "error": "red"}
 
@@ -39,13 +41,16 @@ def examine(path: Path, overrides: Sequence[str], gpu_name: str) -> Report:
     """Raises UserError for a recipe that cannot be read, an unknown model, and an unknown GPU."""
     gpu = gpu_named(gpu_name)
     recipe = read(path, overrides)
-    model = str(recipe.values["policy"]["model_name"])
-    plan = Plan(recipe.values, shape_of(model))
-    if not plan.megatron.get("enabled") or plan.generation.get("backend") != "vllm":
+    policy = recipe.values["policy"]
+    model = str(policy["model_name"])
+    shape = shape_of(model)
+    if not at(policy, "megatron_cfg.enabled", False) or policy["generation"].get("backend") != "vllm":
         raise UserError(
             f"{path}: the doctor knows Megatron trainers (policy.megatron_cfg.enabled=true) with vLLM engines "
             "(policy.generation.backend=vllm) alone"
         )
+    require(recipe.values, "policy.generation.vllm_cfg")
+    plan = Plan(recipe.values, shape)
     memory = memory_of(plan, gpu)
     findings = [
         *check_agreement(plan),
@@ -65,12 +70,14 @@ def as_json(report: Report) -> str:
 def show(report: Report) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = Console()
     console.print(
         f"{report.recipe}: {report.model}, {report.parameters / 1e9:.2f} B parameters, NeMo RL {report.nemo_rl}",
         soft_wrap=True,
         highlight=False,
+        markup=False,
     )
     phases = Table(title=f"GiB on the fullest {report.gpu.name}", title_justify="left")
     phases.add_column("phase")
@@ -82,5 +89,5 @@ def show(report: Report) -> None:
     console.print(phases)
     table = Table(show_header=False)
     for finding in report.findings:
-        table.add_row(f"[{COLOURS[finding.level]}]{finding.level}", finding.topic, finding.text)
+        table.add_row(Text(finding.level, COLOURS[finding.level]), Text(finding.topic), Text(finding.text))
     console.print(table, highlight=False)

@@ -54,7 +54,7 @@ def _answer(sample: Sample) -> Answer:
 def _token(text: str, trainer: float | None, engine: float | None) -> Token:
     shown = text.replace("\n", "\u23ce\n").replace("\t", "\u21e5")
     if trainer is None or engine is None:
-        return Token(shown, "lost", 1.0, "no finite log-prob on one of the sides")
+        return Token(shown, "lost", 1.0, "no log-prob on one of the sides")
     difference = math.exp(trainer) - math.exp(engine)
     depth = 1 - math.log10(abs(difference)) / PALEST if difference else 0.0
     side = "" if depth <= 0 else "up" if difference > 0 else "down"

@@ -1,5 +1,6 @@
 """Charts as shapes for chart.jinja: places are computed here, and colours are the stylesheet's."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -162,7 +163,8 @@ def heat_map(
     steps = steps[::every]
     rows = {name: values[::every] for name, values in rows.items()}
     values = [value for row in rows.values() for value in row if value is not None]
-    shade = (logarithmic(values) if log else None) or Scale(min(values), max(values) if len(set(values)) > 1 else 1e9)
+    highest = max(values) if len(set(values)) > 1 else math.inf  # alike, all are pale
+    shade = (logarithmic(values) if log else None) or Scale(min(values), highest)
     height = TOP + BOTTOM + max(14 * len(rows), 60)
     tall, wide = (height - TOP - BOTTOM) / len(rows), (WIDTH - LEFT - RIGHT) / len(steps)
     shapes, y_ticks = [], []

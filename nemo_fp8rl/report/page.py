@@ -19,6 +19,8 @@ from nemo_fp8rl.report.read import Run, read_runs
 from nemo_fp8rl.report.sections import differing, sections, summary
 
 GENERATOR = '<meta name="generator" content="nemo-fp8rl report">'
+BEGINNING = 2000
+"""Characters of a report in which GENERATOR stands."""
 
 
 def report(folders: Sequence[Path], output: Path | None = None) -> Path:
@@ -30,12 +32,21 @@ def report(folders: Sequence[Path], output: Path | None = None) -> Path:
     if path.is_dir():
         raise UserError(f"--output {path} is a folder; give a file, such as {path}/report.html")
     try:
-        if path.exists() and GENERATOR not in path.read_text(errors="replace")[:2000]:
+        if path.exists() and not _is_report(path):
             raise UserError(f"--output {path} exists and is no report; give another name, nothing else is overwritten")
-        write_atomically(path, page(runs))
+        text = page(runs).encode(errors="backslashreplace").decode()  # half a surrogate pair cannot be written
+        write_atomically(path, text)
     except OSError as error:
         raise UserError(f"--output {path} cannot be written ({error}); give another file") from None
     return path
+
+
+def _is_report(path: Path) -> bool:
+    """Its beginning tells; a device or a pipe is none, and could be without end."""
+    if not path.is_file():
+        return False
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return GENERATOR in file.read(BEGINNING)
 
 
 def page(runs: Sequence[Run]) -> str:

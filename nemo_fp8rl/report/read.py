@@ -2,15 +2,17 @@
 
 import fcntl
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
-from nemo_fp8rl.algorithms.weight_bins import Bin
+from nemo_fp8rl.algorithms.metric_names import is_measured
+from nemo_fp8rl.algorithms.weight_bins import Bin, is_bin
 from nemo_fp8rl.errors import UserError, one_line
 from nemo_fp8rl.step_log import Row, Sample, read
 from nemo_fp8rl.yaml_tree import flat
@@ -22,6 +24,12 @@ FILES = {
     "histograms.jsonl": "importance weights",
     "samples.jsonl": "answers",
 }
+UNREADABLE = (OSError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, yaml.YAMLError)
+"""PyYAML raises most of them, for a date that is none, a number without digits, or too many brackets."""
+MOST = 2**53
+"""Steps or tokens: a float holds as many exactly."""
+HIGHEST_LOGPROB = 0.1
+"""Rounding brings a log-prob above 0, but not above this."""
 
 Value = TypeVar("Value")
 
@@ -29,7 +37,7 @@ Value = TypeVar("Value")
 @dataclass(frozen=True)
 class Run:
     """config, environment: flat, {"a.b": value}. metrics: rows of numbers by step, the last one of each step.
-    log_weights, samples: by step. missing: sentences about files that are not there.
+    log_weights, samples: by step. missing: sentences about files that are not there, and values that are no numbers.
     """
 
     name: str
@@ -67,43 +75,50 @@ def _read(folder: Path, name: str) -> Run:
     there = [file for file in FILES if (folder / file).exists()]
     if not {"config.yaml", "metrics.jsonl"} & set(there):
         raise UserError(f"{folder} holds no run: neither config.yaml nor metrics.jsonl is in it; give logger.log_dir")
-    config = flat(_parsed(folder / "config.yaml", yaml.safe_load))
-    metrics = _numbers(_rows(folder / "metrics.jsonl"))
+    config = _parsed(folder / "config.yaml", yaml.safe_load)
+    rows = _rows(folder / "metrics.jsonl")
+    metrics = _numbers(rows)
+    missing = [f"{name} has no {file} ({what})" for file, what in FILES.items() if file not in there]
+    if left_out := sum(map(len, rows)) - sum(map(len, metrics)):
+        missing.append(f"{name}: values in metrics.jsonl that are no finite numbers are left out, {left_out} of them")
     return Run(
         name=name,
         config=config,
-        environment=flat(_parsed(folder / "environment.json", json.loads)),
+        environment=_parsed(folder / "environment.json", json.loads),
         metrics=metrics,
-        log_weights=_typed(folder / "histograms.jsonl", lambda row: [(a, b, int(n)) for a, b, n in row["log_weights"]]),
-        samples=_typed(folder / "samples.jsonl", lambda row: [Sample(**sample) for sample in row["samples"]]),
-        missing=[f"{name} has no {file} ({what})" for file, what in FILES.items() if file not in there],
+        log_weights=_typed(folder / "histograms.jsonl", _bins),
+        samples=_typed(folder / "samples.jsonl", lambda row: [_sample(given) for given in row["samples"]]),
+        missing=missing,
         state=_state(folder, metrics, config.get("grpo.max_num_steps")),
     )
 
 
 def _parsed(path: Path, parse: Any) -> dict[str, Any]:
-    """{} where there is no file."""
+    """Flat; {} where there is no file."""
     if not path.exists():
         return {}
     try:
         tree = parse(path.read_text())
-    except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as error:
+        leaves = flat(tree) if isinstance(tree, dict) else None
+        str(leaves)  # what is nested too deeply ends here, and not in the page
+    except UNREADABLE as error:
         raise UserError(f"{path} cannot be read: {one_line(error)}") from None
-    if not isinstance(tree, dict):
+    if leaves is None:
         raise UserError(f"{path} holds no keys with values; is it a run's?")
-    return tree
+    return leaves
 
 
 def _rows(path: Path) -> list[Row]:
     """By step; of a step that was logged twice the later one."""
-    try:
-        rows = read(path)
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise UserError(f"{path} has a line that is not JSON ({error}); is it a run's?") from None
-    if not all(isinstance(row, dict) and isinstance(row.get("step"), int) for row in rows):
-        raise UserError(f"{path} has a line without a step; is it a run's?")
+    rows = read(path)
+    if wrong := [str(row["step"]) for row in rows if not _is_count(row["step"])]:
+        raise UserError(f"{path} has a line of step {wrong[0][:20]}; is it a run's?")
     by_step = {row["step"]: row for row in rows}
     return [by_step[step] for step in sorted(by_step)]
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MOST
 
 
 def _typed(path: Path, convert: Callable[[Row], Value]) -> dict[int, Value]:
@@ -116,10 +131,36 @@ def _typed(path: Path, convert: Callable[[Row], Value]) -> dict[int, Value]:
 
 
 def _numbers(rows: list[Row]) -> list[dict[str, float]]:
-    return [
-        {key: value for key, value in row.items() if isinstance(value, int | float) and abs(value) < float("inf")}
-        for row in rows
-    ]
+    return [{key: value for key, value in row.items() if is_measured(value)} for row in rows]
+
+
+def _bins(row: Row) -> list[Bin]:
+    """Those that hold a token."""
+    bins: list[Bin] = []
+    for given in map(tuple, row["log_weights"]):
+        if not is_bin(given):
+            raise ValueError("a bin is not [from, to, tokens]")
+        bins += [given] if given[2] else []
+    return bins
+
+
+def _sample(given: Any) -> Sample:
+    """A log-prob that cannot be one is null, a reward NaN."""
+    sample = Sample(**given)
+    if not all(isinstance(text, str) for text in (sample.chosen, sample.prompt, *sample.tokens)):
+        raise TypeError("chosen, prompt and tokens are not all text")
+    if not _is_count(sample.num_tokens):
+        raise TypeError("num_tokens is no count")
+    return replace(
+        sample,
+        reward=sample.reward if is_measured(sample.reward) else math.nan,
+        prev_logprobs=[_logprob(value) for value in sample.prev_logprobs],
+        generation_logprobs=[_logprob(value) for value in sample.generation_logprobs],
+    )
+
+
+def _logprob(value: Any) -> float | None:
+    return value if is_measured(value) and value <= HIGHEST_LOGPROB else None
 
 
 def _state(folder: Path, metrics: list[dict[str, float]], last: Any) -> str:

@@ -117,6 +117,7 @@ def test_later_overrides_win(write, tmp_path):
         ({"flows": FLOWS | {"a/b": {}}}, "'a/b' cannot be a folder of runs"),
         ({"flows": FLOWS | {"models": {}}}, "'models' cannot be a folder of runs"),
         ({"lengths": LENGTHS | {"flows": ["fp16"]}}, "lengths.flows: fp16 is none of the flows"),
+        ({"lengths": LENGTHS | {"terms": {"data": 4}}}, "lengths.terms: data is the mix of all lengths"),
         ({"lengths": LENGTHS | {"terms": {"short": 1}}}, "lengths of at least 2 terms"),
         ({"overrides": {"grpo.seed": 3}}, "overrides: grpo.seed is set for each run by the comparison"),
         ({"flows": {"bf16": {"logger.log_dir": "x"}}}, "flows.bf16: logger.log_dir is set for each run"),

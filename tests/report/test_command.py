@@ -43,9 +43,9 @@ def test_what_is_no_run(refused, make_run, tmp_path):
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("metrics.jsonl", "{torn\n{}\n", "metrics.jsonl has a line that is not JSON"),
-        ("metrics.jsonl", '{"train/reward": 1}\n', "metrics.jsonl has a line without a step"),
-        ("metrics.jsonl", "[1]\n", "metrics.jsonl has a line without a step"),
+        ("metrics.jsonl", "{torn\n{}\n", "metrics.jsonl: line 1 is no step of a run"),
+        ("metrics.jsonl", '{"train/reward": 1}\n', "metrics.jsonl: line 1 is no step of a run"),
+        ("metrics.jsonl", "[1]\n", "metrics.jsonl: line 1 is no step of a run"),
         ("config.yaml", "a: [", "config.yaml cannot be read"),
         ("config.yaml", "a", "config.yaml holds no keys"),
         ("environment.json", "{", "environment.json cannot be read"),

@@ -1,0 +1,57 @@
+"""What is read of a run's directory: each file as a run leaves it, or UserError that says which to remove."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_fp8rl.algorithms.metric_names import is_measured
+from nemo_fp8rl.errors import UserError, one_line
+from nemo_fp8rl.step_log import Row, read
+from nemo_fp8rl.yaml_tree import flat
+
+OF_ENVIRONMENT = {"machine": str, "python": str, "versions": dict, "choices": dict}
+"""Keys of environment.json that a comparison shows."""
+DAMAGED = (OSError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, yaml.YAMLError)
+"""PyYAML raises most of them, for a date that is none, a number without digits, or too many brackets."""
+
+
+def read_metrics(folder: Path) -> list[Row]:
+    """So far; [] where there is no file."""
+    with _of_a_run(folder, "metrics.jsonl") as path:
+        rows = read(path)
+        for row in rows:
+            if wrong := [name for name, value in row.items() if not is_measured(value)]:
+                raise ValueError(f"{wrong[0]} of step {row['step']} is no finite number")
+        return rows
+
+
+def read_recipe(folder: Path) -> dict[str, Any] | None:
+    """Flat; None where there is no file."""
+    with _of_a_run(folder, "config.yaml") as path:
+        return flat(yaml.safe_load(path.read_text())) if path.exists() else None
+
+
+def read_environment(folder: Path) -> dict[str, Any]:
+    with _of_a_run(folder, "environment.json") as path:
+        tree = json.loads(path.read_text())
+        for key, kind in OF_ENVIRONMENT.items():
+            if not (isinstance(tree, dict) and isinstance(tree.get(key), kind)):
+                raise ValueError(f"it has no {key}")
+        return dict(tree)
+
+
+@contextmanager
+def _of_a_run(folder: Path, name: str) -> Iterator[Path]:
+    path = folder / name
+    try:
+        yield path
+    except UserError as error:
+        raise UserError(f"{error}; or remove {folder}, and compare runs it anew") from None
+    except DAMAGED as error:
+        raise UserError(
+            f"{path} is not as a run leaves it ({one_line(error)}); remove {folder}, and compare runs it anew"
+        ) from None

@@ -1,0 +1,14 @@
+"""Names of files and models in the doctor's output are text, whatever brackets they hold."""
+
+from nemo_fp8rl.doctor.finding import Finding
+from nemo_fp8rl.doctor.hardware import gpu_named
+from nemo_fp8rl.doctor.memory import Memory
+from nemo_fp8rl.doctor.report import Report, show
+
+
+def test_brackets_in_names_are_shown(capsys):
+    findings = [Finding("error", "kv", "mm[/b] and [red]mm")]
+    show(Report("r[/x].yaml", "[bold]m[/c]", 1, "v1", gpu_named("h100"), Memory([]), findings))
+    out = capsys.readouterr().out
+    assert out.startswith("r[/x].yaml: [bold]m[/c], ")
+    assert "mm[/b] and [red]mm" in out

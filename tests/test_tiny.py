@@ -1,0 +1,108 @@
+"""make-tiny and demo where a folder has an odd name or cannot be written; whole ones are in nearly every other test."""
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from nemo_fp8rl import demo
+from nemo_fp8rl.cli import main
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.tiny import make_tiny
+
+ODD = ("x #1", "a: b", "[x]", "{a", "${y}", "mm[/b]")
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """What is longer cannot be written: Python ignores the signal, and the write fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("size", [10, 1_000, 2_000, 100_000])  # config.json, tokenizer, weights
+def test_a_disk_that_does_not_take_it_leaves_nothing(tmp_path, size):
+    with files_of_at_most(size), pytest.raises(UserError, match=rf"{tmp_path}/new cannot be written \("):
+        make_tiny(tmp_path / "new", "add")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be(tmp_path, capsys):
+    for folder in ("/dev/null/x", "/dev/null/x/y"):
+        assert main(["make-tiny", folder]) == 2
+        assert capsys.readouterr().err.startswith(f"nemo-fp8rl: {folder} cannot be written (")
+    with pytest.raises(UserError, match=r"'new.udcff' holds bytes that are not UTF-8; give a folder with another name"):
+        make_tiny(Path(os.fsdecode(b"new\xff")), "add")
+
+
+def test_the_folder_that_one_is_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in (".", str(tmp_path)):
+        with pytest.raises(UserError, match="is the folder that you are in; give a new one"):
+            make_tiny(Path(folder), "add")
+
+
+@pytest.mark.parametrize("seed", [10**30, -1, 2**63])
+def test_a_seed_out_of_range(tmp_path, seed, capsys):
+    assert main(["make-tiny", str(tmp_path / "new"), "--seed", str(seed)]) == 2
+    assert f"seed {seed} is out of range; give one from 0 to {2**63 - 1}\n" in capsys.readouterr().err
+    make_tiny(tmp_path / "new", "add", 2**63 - 1)
+
+
+def test_what_was_killed_midway_is_made_by_the_next_call(tmp_path):
+    code = f"""
+import os, signal
+from pathlib import Path
+from nemo_fp8rl import tiny
+tiny._save_tokenizer = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
+tiny.make_tiny(Path({str(tmp_path / "new")!r}), "add")
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    assert not (tmp_path / "new").exists()
+    make_tiny(tmp_path / "new", "add")
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {"model", "data.jsonl"}
+
+
+def test_an_empty_folder_is_taken_and_a_link_to_one_followed(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    make_tiny(tmp_path / "link", "add")
+    assert (tmp_path / "empty/model/config.json").exists()
+    assert (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_the_demo_looks_where_it_writes(tmp_path, monkeypatch, name):
+    seen = []
+    monkeypatch.setattr(demo, "make_tiny", lambda folder, task: folder.mkdir(parents=True))
+    monkeypatch.setattr(demo, "sft", lambda cfg, output: seen.append((cfg, output)) or True)
+    monkeypatch.setattr(demo, "train", lambda cfg: seen.append((cfg, None)))
+    assert not demo.demo(tmp_path / name)
+    folder = tmp_path / name / "demo-1"
+    (warm_up, output), (run, _) = seen
+    assert output == folder / "warm"
+    assert warm_up.policy.model_name == f"{folder}/model"
+    assert run.policy.model_name == f"{folder}/warm"
+    assert run.logger.log_dir == f"{folder}/grpo"
+    assert {cfg.data.train.data_path for cfg in (warm_up, run)} == {f"{folder}/data.jsonl"}
+
+
+def test_the_demos_table_shows_a_path_as_it_is(monkeypatch, capsys):
+    names = ("validation/accuracy", "train/token_mult_prob_error", "train/exact_logprob_fraction", "refit/bytes")
+    row = {"step": 1, **dict.fromkeys((*names, "timing/refit", *(f"timing/{name}" for name in demo.PHASES)), 0.5)}
+    monkeypatch.setattr(demo, "RunDirectory", lambda *_, **__: SimpleNamespace(read_metrics=lambda: [row]))
+    cfg = SimpleNamespace(nemo_fp8rl=SimpleNamespace(flow="fp8_e2e"), logger=SimpleNamespace(log_dir="mm[/b]/[x]/grpo"))
+    Console().print(demo.summary(cfg))
+    assert "mm[/b]/[x]/grpo" in capsys.readouterr().out
