@@ -116,15 +116,17 @@ def secrets(path: Path | None) -> dict[str, str]:
 
 def _secrets(path: Path) -> Iterator[tuple[str, str]]:
     try:
-        status, lines = path.stat(), path.read_text().splitlines()
+        status, lines = path.stat(), path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise UserError(f"slurm.secrets_file={path} cannot be read ({error.strerror})") from None
+    except ValueError:
+        raise UserError(f"slurm.secrets_file={path} is not text: write NAME=value lines, in UTF-8") from None
     if status.st_mode & 0o077:
         raise UserError(f"slurm.secrets_file={path} can be read by others: chmod 600 it")
     for number, line in enumerate(lines, 1):
         name, equals, value = line.partition("=")
         if not line.strip() or line.startswith("#"):
             continue
-        if not equals or not VARIABLE.fullmatch(name):
+        if not equals or not VARIABLE.fullmatch(name) or "\0" in value:
             raise UserError(f"slurm.secrets_file={path}, line {number}: it is not of the form NAME=value")
         yield name, value

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.launch.limits import SIZES, whole
 from nemo_fp8rl.launch.settings import LaunchConfig
 from nemo_fp8rl.nemo_rl import recipe as nemo_rl
 from nemo_fp8rl.nemo_rl.gpus import is_colocated
@@ -67,10 +68,11 @@ def plan(
     The recipe itself is checked where it runs, or by `nemo-fp8rl doctor`; here it says how many nodes there are.
     """
     values, colocated = _read(recipe, overrides)
-    sizes = {"nodes": 1, "generation_nodes": 0, "gpus_per_node": 0} if values is None else _sizes(values)
+    of_recipe = None if values is None or on_any_gpus else _sizes(values)
+    sizes = of_recipe or {"nodes": 1, "generation_nodes": 0, "gpus_per_node": 0}
     for key, size in sizes.items():
         given = getattr(settings, key)
-        if values is not None and given not in (None, size) and not on_any_gpus:
+        if of_recipe and given not in (None, size):
             raise UserError(f"{key}={given}, but {SAID_BY[key]} says {size}: change that instead, as an override")
         sizes[key] = size if given is None else given
     nodes, alone = sizes["nodes"], sizes["generation_nodes"]
@@ -105,13 +107,30 @@ def _read(recipe: Path, overrides: Sequence[str]) -> tuple[dict[str, Any] | None
     """
     if nemo_rl.is_for_nemo_rl(recipe):
         values = nemo_rl.load(recipe, overrides).values
-        return values, is_colocated(values["policy"]["generation"])
+        block(values, "policy.generation.colocated")
+        return values, is_colocated(block(values, "policy.generation"))
     return None, load(recipe, overrides).policy.generation.colocated.enabled
 
 
-def _sizes(values: dict[str, Any]) -> dict[str, int]:
-    cluster, generation = values["cluster"], values["policy"]["generation"]
-    nodes, alone = cluster["num_nodes"], 0
-    if not is_colocated(generation) and nodes > 1:  # on one node both have a part of its GPUs
-        alone = (generation["colocated"].get("resources") or {}).get("num_nodes") or 1
-    return {"nodes": nodes, "generation_nodes": alone, "gpus_per_node": cluster["gpus_per_node"]}
+def _sizes(values: Mapping[str, Any]) -> dict[str, int]:
+    """Scripts and manifests are made of these, so they are numbers indeed. Raises UserError."""
+    sizes = {"nodes": _size(values, "nodes"), "generation_nodes": 0, "gpus_per_node": _size(values, "gpus_per_node")}
+    if not is_colocated(block(values, "policy.generation")) and sizes["nodes"] > 1:  # on one both have a part of it
+        resources = block(values, "policy.generation.colocated.resources")
+        sizes["generation_nodes"] = _size(values, "generation_nodes") if resources.get("num_nodes") else 1
+    return sizes
+
+
+def _size(values: Mapping[str, Any], key: str) -> int:
+    where, _, name = SAID_BY[key].rpartition(".")
+    return whole(block(values, where).get(name), SAID_BY[key], *SIZES[key])
+
+
+def block(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The block of a dotted key, empty where there is none. Raises UserError where something else stands there."""
+    found: Any = values
+    for part in key.split("."):
+        found = found.get(part) or {}
+        if not isinstance(found, Mapping):
+            raise UserError(f"{key} must be a block of keys, but its {part} is one value")
+    return found

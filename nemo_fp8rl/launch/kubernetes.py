@@ -18,7 +18,8 @@ from nemo_fp8rl import stop_request
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.launch.job import Job
 from nemo_fp8rl.launch.kubernetes_settings import KubernetesConfig
-from nemo_fp8rl.launch.manifest_check import LOADER, lint, schema_errors
+from nemo_fp8rl.launch.manifest_check import lint, schema_errors
+from nemo_fp8rl.launch.manifest_file import LOADER
 from nemo_fp8rl.launch.manifest_lint import MAX_NAME
 from nemo_fp8rl.launch.merged import merge
 from nemo_fp8rl.launch.settings import LaunchConfig

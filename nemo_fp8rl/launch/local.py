@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.launch.job import Job
+from nemo_fp8rl.launch.job import Job, block
+from nemo_fp8rl.launch.limits import MOST, whole
 from nemo_fp8rl.launch.settings import LaunchConfig
 from nemo_fp8rl.launch.template import fill
 
@@ -60,16 +61,18 @@ def choose(values: Mapping[str, Any], gpus: int) -> tuple[tuple[str, ...], str]:
     asynchronous loop has them work at once, each on GPUs of its own: half of them, as far as both can use that.
     Without GPUs they are processes. Raises UserError where the recipe fits in no way.
     """
-    policy, ranks = values["policy"], max(gpus, 1)
+    ranks = max(gpus, 1)
     one = ("cluster.num_nodes=1",)
     colocated = "++policy.generation.colocated.enabled="
-    if not (values["grpo"].get("async_grpo") or {}).get("enabled"):
+    if not block(values, "grpo.async_grpo").get("enabled"):
         return (*one, f"cluster.gpus_per_node={ranks}", f"{colocated}true"), f"trainer and engines share {ranks}"
     ranks = gpus or 2
-    megatron, vllm = policy["megatron_cfg"], policy["generation"]["vllm_cfg"]
-    model = megatron["tensor_model_parallel_size"] * megatron["pipeline_model_parallel_size"]
-    model *= megatron.get("context_parallel_size") or 1
-    engine = vllm["tensor_parallel_size"]
+    trainer = "policy.megatron_cfg"
+    model = _parallel(values, trainer, "tensor_model_parallel_size")
+    model *= _parallel(values, trainer, "pipeline_model_parallel_size")
+    if block(values, trainer).get("context_parallel_size") is not None:
+        model *= _parallel(values, trainer, "context_parallel_size")
+    engine = _parallel(values, "policy.generation.vllm_cfg", "tensor_parallel_size")
     fits = [n for n in range(engine, ranks, engine) if (ranks - n) % model == 0]
     if not fits:
         raise UserError(
@@ -80,3 +83,7 @@ def choose(values: Mapping[str, Any], gpus: int) -> tuple[tuple[str, ...], str]:
     resources = "++policy.generation.colocated.resources"
     split = (f"{colocated}false", f"{resources}.gpus_per_node={alone}", f"{resources}.num_nodes=null")
     return (*one, f"cluster.gpus_per_node={ranks}", *split), f"{ranks - alone} to train and {alone} for engines"
+
+
+def _parallel(values: Mapping[str, Any], where: str, key: str) -> int:
+    return whole(block(values, where).get(key), f"{where}.{key}", 1, MOST)

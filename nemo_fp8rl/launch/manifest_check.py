@@ -11,13 +11,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nemo_fp8rl.errors import UserError, one_line
+from nemo_fp8rl.launch.manifest_file import ERRORS, LOADER, documents
 from nemo_fp8rl.launch.manifest_lint import lint
 from nemo_fp8rl.launch.manifest_parts import QUANTITY, Finding, key_path
 
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 PLURAL = {"RayJob": "rayjobs", "RayCluster": "rayclusters", "RayService": "rayservices"}
 __all__ = ["Finding", "check_file", "lint", "schema_errors"]
 
@@ -25,13 +23,11 @@ __all__ = ["Finding", "check_file", "lint", "schema_errors"]
 def check_file(path: Path, crds: Path | None = None) -> dict[str, list[Finding]]:
     """By "kind name", the findings for every RayJob and RayCluster of a file. Raises UserError when it has none."""
     try:
-        documents = list(yaml.load_all(path.read_text(encoding="utf-8"), _Strict))
+        manifests = documents(path)
     except FileNotFoundError:
         raise UserError(f"there is no file {path}") from None
-    except (OSError, UnicodeError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read as YAML: {one_line(error)}") from None
     found = {}
-    for i, manifest in enumerate(documents):
+    for i, manifest in enumerate(manifests):
         if not isinstance(manifest, dict) or manifest.get("kind") not in ("RayJob", "RayCluster"):
             continue
         metadata = manifest.get("metadata")
@@ -48,32 +44,44 @@ def check_file(path: Path, crds: Path | None = None) -> dict[str, list[Finding]]
 def schema_errors(manifest: dict[str, Any], crds: Path) -> list[Finding]:
     """crds: a folder with ray.io_rayjobs.yaml and ray.io_rayclusters.yaml, of config/crd/bases in KubeRay's repository.
 
-    Raises UserError when it has no schema for the manifest's kind and version.
+    Raises UserError when it has no schema for the manifest's kind and version, or one that cannot be used.
     """
     kind, version = manifest.get("kind"), str(manifest.get("apiVersion")).rpartition("/")[2]
     if kind not in PLURAL:
         raise UserError(f"kind {kind!r}: there is a schema for {', '.join(PLURAL)}")
-    errors = _validator(crds, PLURAL[kind], version).iter_errors(manifest)
+    validator = _validator(crds, PLURAL[kind], version)
+    try:
+        errors = list(validator.iter_errors(manifest))
+    except Exception as error:  # whatever becomes of words that mean nothing; what raises them has no base in common
+        path, why = _file(crds, PLURAL[kind]), one_line(error)[:200]
+        raise UserError(f"{path} has a schema that cannot be used ({why}); copy it from KubeRay again") from None
     return [finding for error in errors for finding in _findings(error)]
+
+
+def _file(crds: Path, plural: str) -> Path:
+    return crds / f"ray.io_{plural}.yaml"
 
 
 @cache
 def _validator(crds: Path, plural: str, version: str) -> Any:
     from jsonschema import Draft202012Validator
+    from referencing import Registry
 
-    path = crds / f"ray.io_{plural}.yaml"
+    path = _file(crds, plural)
     try:
-        definition = yaml.load(path.read_text(encoding="utf-8"), LOADER)
-        schemas = {one["name"]: one["schema"]["openAPIV3Schema"] for one in definition["spec"]["versions"]}
+        (definition,) = documents(path, LOADER)
+        schemas = {str(one["name"]): one["schema"]["openAPIV3Schema"] for one in definition["spec"]["versions"]}
+        if version not in schemas:
+            raise UserError(f"{path} has no version {version!r}; it has {', '.join(schemas)}")
+        schema = _strict(schemas[version])
+        schema["properties"]["metadata"] = {"type": "object"}
     except FileNotFoundError:
         raise UserError(f"there is no {path}; copy it from ray-operator/config/crd/bases of KubeRay") from None
-    except (OSError, UnicodeError, yaml.YAMLError, KeyError, TypeError):
-        raise UserError(f"{path} is no custom resource definition of KubeRay") from None
-    if version not in schemas:
-        raise UserError(f"{path} has no version {version!r}; it has {', '.join(schemas)}")
-    schema = _strict(schemas[version])
-    schema["properties"]["metadata"] = {"type": "object"}
-    return Draft202012Validator(schema)
+    except UserError:
+        raise
+    except ERRORS:
+        raise UserError(f"{path} is no custom resource definition of KubeRay; copy it from there again") from None
+    return Draft202012Validator(schema, registry=Registry())  # which fetches nothing that a schema names
 
 
 def _strict(schema: Any) -> Any:
@@ -101,9 +109,9 @@ def _findings(error: Any) -> Iterator[Finding]:
     path = ""
     for key in error.absolute_path:
         path = key_path(path, key)
-    value, given = error.instance, json.dumps(error.instance, default=str)[:60]
+    value, given = error.instance, _shown(error.instance)
     if error.validator == "additionalProperties" and error.validator_value is False:
-        known = error.schema["properties"]
+        known = error.schema.get("properties", {})
         for key in (key for key in value if key not in known):
             near = difflib.get_close_matches(str(key), known, 1)
             fix = f"did you mean {near[0]}?" if near else f"remove it, known here are {', '.join(sorted(known))}"
@@ -128,13 +136,8 @@ def _findings(error: Any) -> Iterator[Finding]:
         yield Finding(path, error.message[:120], f"keep to {error.validator}: {error.validator_value}")
 
 
-class _Strict(yaml.SafeLoader):
-    """Refuses a key that is there twice, as kubectl does; YAML's own reader takes the last."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is there twice", key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
+def _shown(value: Any) -> str:
+    try:
+        return json.dumps(value, default=str)[:60]
+    except (TypeError, ValueError, RecursionError):  # a key that JSON has not, or an alias of what it stands in
+        return repr(value)[:60]

@@ -27,7 +27,7 @@ SHUT_DOWN = "set spec.shutdownAfterJobFinishes: true"
 def lint(manifest: Any) -> list[Finding]:
     """Of one object; values of a wrong type are the schema's business and passed over."""
     kind = mapping(manifest).get("kind")
-    if kind not in MAX_NAME:
+    if not isinstance(kind, str) or kind not in MAX_NAME:
         return [Finding("kind", f"{kind!r} is not checked here", "give a RayJob or a RayCluster")]
     if manifest.get("apiVersion") != "ray.io/v1":
         return [Finding("apiVersion", f"is {manifest.get('apiVersion')!r}", "write ray.io/v1")]
@@ -146,7 +146,7 @@ def _version(spec: Mapping[str, Any], path: str) -> Iterator[Finding]:
     version = spec.get("rayVersion")
     if mapping(spec.get("authOptions")).get("mode") != "token":
         return
-    parts = re.match(r"(\d+)\.(\d+)", str(version))
+    parts = re.match(r"(\d{1,9})\.(\d{1,9})", str(version))
     if version is None:
         yield Finding(f"{path}.rayVersion", "is missing, tokens need it", "write the version of the image's Ray")
     elif not parts or (int(parts[1]), int(parts[2])) < (2, 52):

@@ -11,7 +11,9 @@ LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 LABEL_KEY = re.compile(
     r"([a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 )
-QUANTITY = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+))([KMGTPE]i|[numkMGTPE]|[eE][+-]?\d+)?")
+QUANTITY = re.compile(r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,3})?")
+"""Longer exponents are mistakes, too, and more than decimals take."""
+LONGEST_QUANTITY = 100
 SUFFIXES = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
 BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50, "Ei": 60}
 
@@ -28,17 +30,18 @@ class Finding:
         return f"{self.path}: {self.problem}; {self.fix}"
 
 
-def key_path(path: str, key: str | int) -> str:
+def key_path(path: str, key: Any) -> str:
     """spec.groups[0].limits["nvidia.com/gpu"]"""
-    if isinstance(key, int):
+    if isinstance(key, int) and not isinstance(key, bool):
         return f"{path}[{key}]"
-    return f"{path}.{key}".lstrip(".") if re.fullmatch(r"[\w-]+", key) else f'{path}["{key}"]'
+    return f"{path}.{key}".lstrip(".") if re.fullmatch(r"[\w-]+", str(key)) else f'{path}["{key}"]'
 
 
 def quantity(value: Any) -> Decimal | None:
     """The number that 500m, 16Gi or 2 stand for; None for anything else."""
-    form = QUANTITY.fullmatch(str(value)) if isinstance(value, str | int | float) else None
-    if isinstance(value, bool) or not form:
+    text = str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
+    form = QUANTITY.fullmatch(text) if len(text) <= LONGEST_QUANTITY else None
+    if not form:
         return None
     number, suffix = Decimal(form[1]), form[2] or ""
     if suffix in BINARY:

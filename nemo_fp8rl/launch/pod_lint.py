@@ -6,7 +6,7 @@ from decimal import Decimal
 from typing import Any
 
 from nemo_fp8rl.launch.manifest_parts import Finding, key_path, mapping, mappings, plain, quantity, repeated, tags
-from nemo_fp8rl.launch.settings import looks_secret
+from nemo_fp8rl.launch.secret_variables import looks_secret
 
 OF_KUBERAY = {"ray-token", "ray-logs", "shared-mem"}
 """Volumes that it adds to a pod."""
@@ -49,9 +49,9 @@ def pod_findings(template: Mapping[str, Any], path: str, start: Mapping[str, Any
     every += [(f"{path}.initContainers[{i}]", one) for i, one in mappings(spec.get("initContainers"))]
     names = [container.get("name") for _, container in every]
     for name, _ in repeated(names, path, "name"):
-        where = f"{every[len(names) - 1 - names[::-1].index(name)][0]}.name"
-        yield Finding(where, f"{name!r} is the name of another container, too", "give each container its own")
-    by_name = {volume.get("name"): (i, volume) for i, volume in volumes}
+        where = [place for (place, _), other in zip(every, names, strict=True) if str(other) == name][-1]
+        yield Finding(f"{where}.name", f"{name!r} is the name of another container, too", "give each container its own")
+    by_name = {str(volume.get("name")): (i, volume) for i, volume in volumes}
     for where, container in every:
         yield from _container(container, where, by_name)
     if every:
@@ -65,7 +65,7 @@ def _container(container: Mapping[str, Any], path: str, volumes: Mapping[Any, An
     yield from _one_of(container, path, ("imagePullPolicy",))
     mounts = mappings(container.get("volumeMounts"))
     for i, mount in mounts:
-        if mount.get("name") not in {*volumes, *OF_KUBERAY}:
+        if str(mount.get("name")) not in {*volumes, *OF_KUBERAY}:
             where = f"{path}.volumeMounts[{i}].name"
             yield Finding(where, f"there is no volume {mount.get('name')!r}", "add it to the pod's volumes")
         if not str(mount.get("mountPath")).startswith("/"):
@@ -144,7 +144,7 @@ def _shared_memory(
                 "mount an emptyDir of medium Memory there",
             )
         return
-    i, volume = volumes.get(mount.get("name"), (0, {}))
+    i, volume = volumes.get(str(mount.get("name")), (0, {}))
     directory = volume.get("emptyDir")
     where = f"{pod}.volumes[{i}].emptyDir"
     if directory is not None and mapping(directory).get("medium") != "Memory":

@@ -4,10 +4,14 @@ Each node checks itself and writes what it found into ATTEMPT_DIR/preflight-N/; 
 node 0 compares their versions and writes `bad_nodes` for the script, one name a line. A node that writes nothing in
 time is bad, and so is one that does not join the others. When all joined and the reduction failed, or most did not
 join, nobody knows whose fault that is: there is no `bad_nodes` then.
+
+What they meet by is on the network by which the nodes reach each other, and on no other. It authenticates nobody: who
+reaches that network can disturb the check, which then fails, or names a good node as bad.
 """
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +21,8 @@ from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from nemo_fp8rl.errors import UserError, one_line
 from nemo_fp8rl.launch.attempt import Attempt, free_ports, own_address, read, write
@@ -39,9 +45,9 @@ def main(index: int, seconds: float) -> int:
     for host, fault in odd_ones({host: node["versions"] for host, node in found.items()}).items():
         faults_of[host].append(fault)
     if not any(faults_of.values()):
-        address, (port,) = own_address(attempt.hosts, index), free_ports(1, attempt.ports, os.getpid())
-        write(folder / "store.json", {"address": address, "port": port})
-        if not _reduce(attempt, index, folder, end):
+        store = listen(own_address(attempt.hosts, index), attempt)
+        write(folder / "store.json", {"address": store.host, "port": store.port})
+        if not _reduce(attempt, index, folder, end, store):
             absent = [host for i, host in enumerate(attempt.hosts) if not (folder / f"{i}.joined").exists()]
             if not 0 < len(absent) <= len(attempt.hosts) / 2:
                 of_all = f"{len(attempt.hosts) - len(absent)} of {len(attempt.hosts)}"
@@ -130,21 +136,56 @@ def _all(attempt: Attempt, folder: Path, end: float) -> dict[str, Any]:
     return {node["host"]: node for node in found if node is not None}
 
 
-def _reduce(attempt: Attempt, index: int, folder: Path, end: float) -> bool:
-    """All nodes together, over NCCL on one GPU of each where there is one, else over gloo."""
-    while (store := read(folder / "store.json")) is None:
+def listen(address: str, attempt: Attempt) -> Any:
+    """The store by which the nodes meet, on this address alone: given no socket, it would be on every interface.
+
+    Raises UserError where this node cannot listen there.
+    """
+    from torch import distributed
+
+    (port,) = free_ports(1, attempt.ports, os.getpid())
+    try:
+        listener = socket.create_server((address, port))
+    except OSError as error:
+        raise UserError(f"this node cannot listen on {address}:{port} ({error}): look at DNS or /etc/hosts") from None
+    return distributed.TCPStore(
+        address,
+        port,
+        len(attempt.hosts),
+        is_master=True,
+        timeout=timedelta(seconds=REDUCE_SECONDS),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # the store closes it
+        use_libuv=False,
+    )
+
+
+def _interface(address: str) -> str | None:
+    """The name of the interface that has this address."""
+    every = ((name, one.address) for name, of_card in psutil.net_if_addrs().items() for one in of_card)
+    return next((name for name, known in every if known == address), None)
+
+
+def _reduce(attempt: Attempt, index: int, folder: Path, end: float, store: Any = None) -> bool:
+    """All nodes together, over NCCL on one GPU of each where there is one, else over gloo. store: of node 0."""
+    while (place := read(folder / "store.json")) is None:
         if time.monotonic() > end:
             return False
         time.sleep(0.2)
-    if not store:
+    if not place:
         return False
     import torch
     from torch import distributed
 
     count, limit = len(attempt.hosts), timedelta(seconds=REDUCE_SECONDS)
     on_gpu = all(attempt.gpus_per_node) and torch.cuda.is_available()
+    if interface := _interface(own_address(attempt.hosts, index)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else gloo asks DNS for this host's own name
     try:
-        store = distributed.TCPStore(store["address"], store["port"], count, index == 0, limit, wait_for_workers=False)
+        if store is None:
+            store = distributed.TCPStore(
+                place["address"], place["port"], count, timeout=limit, wait_for_workers=False, use_libuv=False
+            )
         (folder / f"{index}.joined").write_text("")
         distributed.init_process_group(
             "nccl" if on_gpu else "gloo", store=store, rank=index, world_size=count, timeout=limit

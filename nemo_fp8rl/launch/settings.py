@@ -8,18 +8,25 @@ from typing import Any
 
 from nemo_fp8rl.errors import UserError, one_line
 from nemo_fp8rl.launch.kubernetes_settings import KubernetesConfig
+from nemo_fp8rl.launch.limits import (
+    OF_KUBERNETES,
+    OF_KUBERNETES_GENERATION,
+    OF_SLURM,
+    OF_SLURM_GENERATION,
+    SIZES,
+    check_limits,
+)
+from nemo_fp8rl.launch.secret_variables import looks_secret
 from nemo_fp8rl.typed_tree import check_keys, typed
 from nemo_fp8rl.yaml_tree import read_override, read_with_parents, register_resolvers
 
-SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY", re.IGNORECASE)
-NO_SECRET = re.compile(r"/.*|\d*|true|false", re.IGNORECASE)
-PORTS = re.compile(r"(\d{1,5})-(\d{1,5})")
+PORTS = re.compile(r"(\d{1,5})-(\d{1,5})", re.ASCII)
 LEAST_PORTS = 10
-LEAST_PREFLIGHT_SECONDS = 90
-"""60 of them are for the all-reduce."""
 LONGEST_NODE_TMP = 23
 """107 - len("/nfr-01234567-99/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")."""
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+NODE = re.compile(r"[\w.,\[\]-]+", re.ASCII)
+"""Or a list of them, as SLURM writes it. The script puts such names into an expression of sed."""
 
 
 @dataclass(frozen=True)
@@ -117,17 +124,12 @@ def read_settings(site: Path | None, changes: Sequence[str] = ()) -> LaunchConfi
         for change in changes:
             tree = OmegaConf.merge(tree, read_override(change))
         values: Any = OmegaConf.to_container(tree, resolve=True)
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, TypeError, ValueError) as error:  # the last two where containers differ in kind
         raise UserError(f"{site or '--set'} cannot be read: {one_line(error)}") from None
     check_keys(values, LaunchConfig)
     settings = typed(values, LaunchConfig)
     _check(settings)
     return settings
-
-
-def looks_secret(name: str, value: str) -> bool:
-    """Of an environment variable; a path, a number or a switch is none, whatever its name."""
-    return bool(SECRET.search(name)) and not NO_SECRET.fullmatch(value)
 
 
 def _check(settings: LaunchConfig) -> None:
@@ -141,18 +143,20 @@ def _check(settings: LaunchConfig) -> None:
             )
         if "\0" in value:
             raise UserError(f"env.{name} holds a null character")
-    for key in ("nodes", "generation_nodes", "gpus_per_node"):
-        if (number := getattr(settings, key)) is not None and number < (key == "nodes"):
-            raise UserError(f"{key}={number} must be at least {int(key == 'nodes')}")
+    check_limits(settings, SIZES)
     _check_slurm(settings.slurm)
+    check_limits(settings.kubernetes, OF_KUBERNETES, "kubernetes.")
+    if settings.kubernetes.generation is not None:
+        check_limits(settings.kubernetes.generation, OF_KUBERNETES_GENERATION, "kubernetes.generation.")
 
 
 def _check_slurm(slurm: SlurmConfig) -> None:
-    for key in ("stop_seconds", "ready_seconds", "cpus_per_node"):
-        if (number := getattr(slurm, key)) is not None and number < 1:
-            raise UserError(f"slurm.{key}={number} must be at least 1")
-    if slurm.preflight_seconds < LEAST_PREFLIGHT_SECONDS:
-        raise UserError(f"slurm.preflight_seconds={slurm.preflight_seconds} must be at least {LEAST_PREFLIGHT_SECONDS}")
+    check_limits(slurm, OF_SLURM, "slurm.")
+    if slurm.generation is not None:
+        check_limits(slurm.generation, OF_SLURM_GENERATION, "slurm.generation.")
+    for name in slurm.exclude:
+        if not NODE.fullmatch(name):
+            raise UserError(f"slurm.exclude: {name!r} is not the name of a node, such as n1 or n[1-4]")
     if not slurm.node_tmp.startswith("/") or len(slurm.node_tmp) > LONGEST_NODE_TMP:
         raise UserError(
             f"slurm.node_tmp={slurm.node_tmp} must be an absolute path of at most {LONGEST_NODE_TMP} characters: Ray's "

@@ -10,12 +10,15 @@ from typing import Any
 from nemo_fp8rl.errors import INTERRUPTED, UserError
 from nemo_fp8rl.launch.attempt import secrets
 from nemo_fp8rl.launch.job import Job
+from nemo_fp8rl.launch.limits import YEAR
 from nemo_fp8rl.launch.settings import LaunchConfig, NodeGroup, SlurmConfig
 from nemo_fp8rl.launch.template import TEMPLATES, fill
 
-DIRECTIVE = re.compile(r"[\w./:,=+@%\[\]*&|()-]+", re.ASCII)
+DIRECTIVE = re.compile(r"[\w./:,=+@%\[\]*-]+", re.ASCII)
 """What an option in a #SBATCH line may hold: sbatch reads quotes there by rules of its own."""
-TIME = re.compile(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)")
+CONSTRAINT = re.compile(r"--constraint=[\w./:,=+@%\[\]*&|()-]+", re.ASCII)
+"""Features of nodes are joined by & and |."""
+TIME = re.compile(r"(?:(\d{1,3})-)?(\d{1,4}):(\d\d):(\d\d)", re.ASCII)
 
 
 def launch(job: Job, settings: LaunchConfig, dry_run: bool = False) -> bool:
@@ -139,7 +142,7 @@ def _given(**options: Any) -> list[str]:
 
 def _checked(groups: list[list[str]]) -> list[list[str]]:
     for option in (option for group in groups for option in group):
-        if not option.startswith("-") or not DIRECTIVE.fullmatch(option):
+        if not option.startswith("-") or not (DIRECTIVE.fullmatch(option) or CONSTRAINT.fullmatch(option)):
             raise UserError(f"slurm: {option!r} cannot stand in a #SBATCH line: it has characters that SLURM reads")
     return groups
 
@@ -148,7 +151,10 @@ def _seconds(limit: str) -> int:
     if not (match := TIME.fullmatch(limit)):
         raise UserError(f"slurm.time={limit!r} must be of the form HH:MM:SS or D-HH:MM:SS")
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    if total > YEAR:
+        raise UserError(f"slurm.time={limit} must be at most a year")
+    return total
 
 
 def _python(slurm: SlurmConfig) -> str:

@@ -486,6 +486,17 @@ def test_what_both_find_is_said_once(file):
     ("text", "says"),
     [
         ("kind: RayJob\nkind: RayJob\n", "kind is there twice"),
+        ("kind: RayJob\n? [a]\n: b\n", "a key must be one word .* line 2"),
+        ("kind: RayJob\n? {a: b}\n: b\n", "a key must be one word"),
+        ("kind: RayJob\nx: !!map foo\n", "expected a mapping node"),
+        ("kind: RayJob\nx: 2020-13-45\n", "'2020-13-45' cannot be read as timestamp .* line 2"),
+        ("kind: RayJob\nx: !!bool maybe\n", "'maybe' cannot be read as bool"),
+        ("kind: RayJob\nx: !!timestamp noon\n", "'noon' cannot be read as timestamp"),
+        ("kind: RayJob\nx: !!int ''\n", "'' cannot be read as int"),
+        (f"kind: RayJob\nx: {'1' * 5000}\n", "'1{40}' cannot be read as int"),
+        (f"kind: RayJob\nx: 0x{'f' * 5000}\n", "an integer has more than 64 bits"),
+        (f"kind: RayJob\nx: {'[' * 100_000}{']' * 100_000}\n", "nested more than 100 deep"),
+        (f"kind: RayJob\nx: {'[' * 500}\n", "nested more than 100 deep"),
         ("a: [", "cannot be read as YAML"),
         ("kind: Pod\n", "holds no RayJob"),
         ("", "holds no RayJob"),
@@ -494,10 +505,90 @@ def test_what_both_find_is_said_once(file):
 def test_a_file_that_cannot_be_checked_is_refused(text, says, tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text(text)
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=says) as caught:
         check_file(path)
+    assert "\n" not in str(caught.value) and (str(path) in str(caught.value))
+
+
+ODD = (["a"], {"a": "b"}, 3, None, True)
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+def test_names_of_any_type_are_passed_over(odd, sound):
+    def change(job: Tree) -> None:
+        for inner in (pod(job), cluster(job)["headGroupSpec"]["template"]["spec"]):
+            inner["volumes"] += [{"name": odd, "emptyDir": {}}, {"name": odd, "emptyDir": {}}]
+            inner["containers"][0]["volumeMounts"] += [{"name": odd, "mountPath": odd}, {"name": odd, "mountPath": odd}]
+            inner["containers"][0]["env"] += [{"name": odd, "value": odd}]
+            inner["containers"] += [{"name": odd, "image": odd}, {"name": odd, "image": odd}]
+        train(job)["groupName"] = cluster(job)["workerGroupSpecs"][1]["groupName"] = odd
+
+    wrong = copy.deepcopy(sound)
+    change(wrong)
+    assert lint(wrong)
+    wrong["kind"] = odd
+    assert lint(wrong)[0].path == "kind"
+
+
+def test_a_mount_finds_a_volume_whatever_its_name(sound):
+    wrong = copy.deepcopy(sound)
+    volume(name=3, emptyDir={})(wrong)
+    box(wrong)["volumeMounts"].append({"name": 3, "mountPath": "/three"})
+    assert lint(wrong) == []
+
+
+@pytest.mark.parametrize("amount", ["1e99999999999", f"1e{'9' * 5000}", "9" * 5000, "1" * 101])
+def test_numbers_beyond_all_measure_are_no_quantities(amount, sound):
+    assert quantity(amount) is None
+    wrong = copy.deepcopy(sound)
+    train(wrong)["rayStartParams"]["num-gpus"] = amount
+    limits(memory=amount)(wrong)
+    cluster(wrong)["rayVersion"] = f"{'9' * 5000}.1"
+    assert any(finding.path == f"{BOX}.resources.limits.memory" for finding in lint(wrong))
 
 
 def test_a_folder_without_crds_is_refused(file, tmp_path):
     with pytest.raises(UserError, match="copy it from"):
         check_file(file(), tmp_path)
+
+
+def crd(folder: Path, schema: str) -> Path:
+    """A folder with a definition of RayJobs that has this schema."""
+    version = f"{{name: v1, schema: {{openAPIV3Schema: {schema}}}}}"
+    (folder / "ray.io_rayjobs.yaml").write_text(f"spec: {{versions: [{version}]}}\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        "{type: object}",
+        "text",
+        "[a]",
+        "{type: object, properties: text}",
+        "{type: object, properties: {a: 2020-13-45}}",
+        "{type: object, properties: {spec: {type: strnig}}}",
+        "{type: object, properties: {kind: {type: string, pattern: '['}}}",
+        "{type: object, properties: {kind: {$ref: 'http://127.0.0.1:9/x'}}}",
+        "{type: object, properties: {kind: {enum: 3}}}",
+        "{type: object, properties: {kind: text}}",
+        f"{{properties: {'[' * 100_000}{']' * 100_000}}}",
+    ],
+    ids=lambda schema: schema[:60],
+)
+def test_a_definition_that_cannot_be_used_is_named(schema, file, tmp_path, capsys):
+    crds = crd(tmp_path, schema)
+    assert main(["check-manifest", str(file()), "--crds", str(crds)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(crds / "ray.io_rayjobs.yaml") in line
+
+
+@needs_crds
+def test_what_json_has_not_is_found_in_a_manifest_and_not_raised(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "kind: RayJob\napiVersion: ray.io/v1\n2020-01-01: x\n1.5: x\ntrue: x\nnull: x\n"
+        "spec: &a {rayClusterSpec: *a, entrypoint: &b [*b], suspend: {2020-01-01: 1}}\n"
+    )
+    (findings,) = check_file(path, CRDS).values()
+    assert {"2020-01-01", "spec.entrypoint", "spec.suspend"} <= {finding.path for finding in findings}

@@ -18,7 +18,7 @@ import pytest
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.launch import node
 from nemo_fp8rl.launch.attempt import Attempt, free_ports, own_address, write
-from nemo_fp8rl.launch.preflight import check_node, odd_ones
+from nemo_fp8rl.launch.preflight import check_node, listen, odd_ones
 from nemo_fp8rl.launch.ready import missing, wait
 from nemo_fp8rl.workers import ROLE
 
@@ -52,11 +52,13 @@ def module(name: str, *arguments: str, env: dict[str, str]) -> "subprocess.Popen
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def preflight(index: int, env: dict[str, str], reduces: bool = True) -> "subprocess.Popen[str]":
+def preflight(
+    index: int, env: dict[str, str], reduces: bool = True, address: str = "127.0.0.1"
+) -> "subprocess.Popen[str]":
     """Of a node that this machine plays, with little patience; or one that joins the others, and does nothing more."""
     code = (
         "import sys, time; from torch import distributed; from nemo_fp8rl.launch import preflight\n"
-        "preflight.REDUCE_SECONDS = 15; preflight.own_address = lambda *_: '127.0.0.1'\n"
+        f"preflight.REDUCE_SECONDS = 15; preflight.own_address = lambda *_: '{address}'\n"
         f"if not {reduces}: distributed.init_process_group = lambda *_, **__: time.sleep(100)\n"
         f"sys.exit(preflight.main({index}, 60))"
     )
@@ -71,6 +73,43 @@ def test_good_nodes_pass_and_reduce_together(tmp_path):
     assert [node.returncode for node in nodes] == [0, 0], said
     assert (tmp_path / "bad_nodes").read_text() == ""
     assert "preflight: one: good\npreflight: two: good\n" in said[0]
+
+
+def own_addresses() -> list[str]:
+    every = (one for of_card in psutil.net_if_addrs().values() for one in of_card)
+    return [one.address for one in every if one.family == socket.AF_INET]
+
+
+def listeners(process: int) -> set[tuple[str, int]]:
+    """Addresses and ports on which it listens, as the kernel has them."""
+    found = psutil.Process(process).net_connections("tcp")
+    return {(one.laddr.ip, one.laddr.port) for one in found if one.status == psutil.CONN_LISTEN}
+
+
+def test_the_nodes_meet_on_the_address_of_the_first_alone(tmp_path):
+    env = variables(tmp_path, "one two")
+    address = next((one for one in own_addresses() if not one.startswith("127.")), "127.0.0.1")
+    nodes = [preflight(0, env, address=address), preflight(1, env, reduces=False, address=address)]
+    try:
+        while not (tmp_path / "1.joined").exists():
+            assert nodes[0].poll() is None
+            time.sleep(0.05)
+        place = json.loads((tmp_path / "store.json").read_text())
+        assert place["address"] == address
+        while len(found := listeners(nodes[0].pid)) < 2:  # the store, and gloo's own
+            assert nodes[0].poll() is None
+            time.sleep(0.05)
+        assert place["port"] in {port for _, port in found}
+        assert {where for where, _ in found} == {address}
+    finally:
+        for node in nodes:
+            node.kill()
+            node.communicate()
+
+
+def test_an_address_of_another_machine_is_said(tmp_path):
+    with pytest.raises(UserError, match=r"cannot listen on 203\.0\.113\.1:\d+ \(.*look at DNS"):
+        listen("203.0.113.1", attempt(tmp_path, ("one",)))
 
 
 def test_only_the_node_that_does_not_join_the_others_is_bad(tmp_path):
@@ -103,10 +142,7 @@ def test_an_address_is_that_by_which_another_node_is_reached():
         own_address(["127.0.0.1", "two"], 1)
     with pytest.raises(UserError, match=r"127.0.0.1 finds no way to no\.such\.host\.invalid"):
         own_address(["127.0.0.1", "no.such.host.invalid"], 0)
-    every = [
-        one.address for of_card in psutil.net_if_addrs().values() for one in of_card if one.family == socket.AF_INET
-    ]
-    for address in every:
+    for address in own_addresses():
         if not address.startswith("127."):
             assert own_address([address, "two"], 1) == address
 

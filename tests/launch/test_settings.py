@@ -44,6 +44,22 @@ def test_a_switch_and_a_path_are_no_secrets():
         ("slurm.preflight_seconds=89", "slurm.preflight_seconds=89 must be at least 90"),
         ("slurm.ports=20000", "slurm.ports"),
         ("slurm.ports=90000-90010", "slurm.ports"),
+        ("slurm.ports='٢٠٠٠٠-٢٩٩٩٩'", "slurm.ports"),
+        ("slurm.min_free_gib=nan", "slurm.min_free_gib=nan must be at least 0"),
+        ("slurm.min_free_gib=inf", "slurm.min_free_gib=inf must be at least 0 and at most"),
+        ("slurm.min_free_gib=-1", "slurm.min_free_gib=-1.0 must be at least 0"),
+        ("slurm.max_restarts=-1", "slurm.max_restarts=-1 must be at least 0"),
+        ("slurm.preflight_seconds=999999999999999999999", "slurm.preflight_seconds"),
+        ("slurm.preflight_seconds=31622401", "slurm.preflight_seconds=31622401 must be .* at most 31622400"),
+        ("slurm.stop_seconds=31622401", "slurm.stop_seconds"),
+        ("slurm.cpus_per_node=0", "slurm.cpus_per_node=0 must be at least 1"),
+        ("slurm.generation.gpus_per_node=-1", "slurm.generation.gpus_per_node=-1 must be at least 0"),
+        (f"nodes=0x{'f' * 5000}", "^nodes"),
+        ("kubernetes.backoff_limit=-1", "kubernetes.backoff_limit=-1 must be at least 0"),
+        ("kubernetes.termination_grace_seconds=-1", "kubernetes.termination_grace_seconds=-1"),
+        ("kubernetes.generation.cpus=0", "kubernetes.generation.cpus=0 must be at least 1"),
+        ("slurm.exclude=[n1/w]", "slurm.exclude: 'n1/w' is not the name of a node"),
+        ("kubernetes=[1]", "--set cannot be read|kubernetes must be a block"),
         ("slurm.node_tmp=/local/scratch/of/some/job", "at most 23 characters"),
         ("slurm.node_tmp=tmp", "absolute path"),
         ("name", "form key=value"),
@@ -52,6 +68,14 @@ def test_a_switch_and_a_path_are_no_secrets():
 def test_what_cannot_be_is_named(change, message):
     with pytest.raises(UserError, match=message) as caught:
         read_settings(None, [change])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("change", ["kubernetes=[1]", "slurm=[]", "env=[a]", "slurm.exclude={a: b}"])
+def test_a_change_of_another_kind_than_the_site_file_has_is_refused(change, tmp_path):
+    (tmp_path / "site.yaml").write_text("env: {A: b}\nslurm: {exclude: [n1]}\nkubernetes: {image: i}\n")
+    with pytest.raises(UserError, match=r"site.yaml cannot be read|must be a") as caught:
+        read_settings(tmp_path / "site.yaml", [change])
     assert "\n" not in str(caught.value)
 
 

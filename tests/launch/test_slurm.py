@@ -1,6 +1,7 @@
 """SLURM's script as text: what bash and sbatch read in it is what was meant. The lab runs it (tests/slurm/)."""
 
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -15,6 +16,7 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.launch import slurm
 from nemo_fp8rl.launch.attempt import secrets
 from nemo_fp8rl.launch.job import Job
+from nemo_fp8rl.launch.template import TEMPLATES
 from tests.launch.conftest import settings
 
 HOSTILE = [
@@ -63,6 +65,22 @@ def test_hostile_values_arrive_as_they_are(job, tmp_path):
     )
     names = " ".join(f'"$V{i}"' for i in range(len(HOSTILE)))
     assert read_by_bash(script, rf'printf "%s\0" {names}').split("\0")[:-1] == HOSTILE
+
+
+def test_every_value_of_the_header_is_quoted(job, tmp_path):
+    """Numbers are numbers by then (test_job.py, test_settings.py); the script does not rely on it."""
+    evil, config = "8|touch evil", settings(tmp_path)
+    wrong = replace(config, slurm=replace(config.slurm, max_restarts=evil, min_free_gib=evil))  # type: ignore[arg-type]
+    script = slurm.render(job, wrong)
+    assert read_by_bash(script, 'printf %s "$MAX_RESTARTS$MIN_FREE_GIB"') == evil * 2
+    template = (TEMPLATES / "slurm" / "header.sh.jinja").read_text()
+    values = re.findall(r"^[A-Z_]+=.*\{\{(.*)\}\}", template, re.MULTILINE)
+    assert len(values) > 15 and all(re.search(r"\| shs? $", value) for value in values)
+
+
+def test_features_of_nodes_may_be_joined(job, tmp_path):
+    script = slurm.render(job, settings(tmp_path, "slurm.constraint='[(a&b)|c*2]'"))
+    assert "--constraint=[(a&b)|c*2]" in directives(script)
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
@@ -133,6 +151,14 @@ def test_every_kind_of_job_needs_time_before_it_stops(job, tmp_path, command):
         (["slurm.partition=a b"], "cannot stand in a #SBATCH line"),
         (["slurm.partition='a\n#SBATCH --wrap=x'"], "cannot stand in a #SBATCH line"),
         (["slurm.options=[rm]"], "cannot stand in a #SBATCH line"),
+        (["slurm.partition=a|b"], "cannot stand in a #SBATCH line"),
+        (["slurm.options=['--comment=a&b']"], "cannot stand in a #SBATCH line"),
+        (["slurm.account=(a)"], "cannot stand in a #SBATCH line"),
+        (["slurm.constraint='a;b'"], "cannot stand in a #SBATCH line"),
+        (["slurm.time=400-00:00:00"], "at most a year"),
+        (["slurm.time='99999:00:00'"], "HH:MM:SS"),
+        (["slurm.time=२४:११:११"], "HH:MM:SS"),
+        (["runs_dir=/tmp/a|b"], "runs_dir"),
         (["slurm.time=4h"], "HH:MM:SS"),
         (["slurm.exclusive=false"], "needs slurm.cpus_per_node"),
         (["slurm.container.image=i", "slurm.container.mounts=['/a,/b:/c']"], "comma"),
@@ -170,6 +196,16 @@ def test_secrets_are_read_from_a_file_of_the_owner_alone(tmp_path):
         secrets(path)
     with pytest.raises(UserError, match="cannot be read"):
         secrets(Path(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("content", [b"\x80\x81\xff", b"A=\xff\n", b"A=b\0c\n"])
+def test_a_file_of_secrets_that_is_not_text_is_named(content, tmp_path):
+    path = tmp_path / "secrets"
+    path.touch(mode=0o600)
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=f"slurm.secrets_file={path}") as caught:
+        secrets(path)
+    assert "\n" not in str(caught.value) and "\0" not in str(caught.value)
 
 
 def test_secrets_are_not_in_the_script(job, tmp_path):

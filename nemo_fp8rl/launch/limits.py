@@ -1,0 +1,54 @@
+"""What numbers of a site file may be: a wrong one would switch a check off, or end a job only once it has begun."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_fp8rl.errors import UserError
+
+YEAR = 366 * 24 * 3600
+"""Seconds."""
+LEAST_PREFLIGHT_SECONDS = 90
+"""60 of them are for the all-reduce."""
+MOST = 100_000
+"""Of nodes, CPUs or attempts: more than there are anywhere."""
+MOST_GPUS = 1024
+SIZES = {"nodes": (1, MOST), "generation_nodes": (0, MOST), "gpus_per_node": (0, MOST_GPUS)}
+OF_SLURM = {
+    "cpus_per_node": (1, MOST),
+    "stop_seconds": (1, YEAR),
+    "max_restarts": (0, MOST),
+    "ready_seconds": (1, YEAR),
+    "preflight_seconds": (LEAST_PREFLIGHT_SECONDS, YEAR),
+    "min_free_gib": (0, 2**30),
+}
+OF_SLURM_GENERATION = {"gpus_per_node": (0, MOST_GPUS), "cpus_per_node": (1, MOST)}
+OF_KUBERNETES = {
+    "cpus": (1, MOST),
+    "termination_grace_seconds": (0, YEAR),
+    "backoff_limit": (0, MOST),
+    "start_seconds": (1, YEAR),
+    "deadline_seconds": (1, YEAR),
+    "ttl_seconds": (0, YEAR),
+}
+OF_KUBERNETES_GENERATION = {"gpus_per_node": (0, MOST_GPUS), "cpus": (1, MOST)}
+
+
+def check_limits(block: Any, limits: Mapping[str, tuple[int, int]], prefix: str = "") -> None:
+    """Raise UserError, naming the key, for a number of the block that is not within its limits, which NaN never is."""
+    for key, (least, most) in limits.items():
+        if (number := getattr(block, key)) is not None and not least <= number <= most:
+            raise UserError(f"{prefix}{key}={_shown(number)} must be at least {least} and at most {most}")
+
+
+def whole(value: Any, key: str, least: int, most: int) -> int:
+    """A number of a recipe, as it stands there. Raises UserError, naming the key, for anything but such a number."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise UserError(f"{key}={_shown(value)} must be a whole number, at least {least} and at most {most}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    """On one line. Python writes no integer of more than 4300 digits."""
+    if isinstance(value, int) and value.bit_length() > 200:
+        return "a number of more than 60 digits"
+    return repr(value)[:100]
