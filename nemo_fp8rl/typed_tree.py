@@ -11,6 +11,19 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from nemo_fp8rl.errors import UserError
 
 Block = TypeVar("Block")
+LONGEST = 200
+"""Characters of a value in a message."""
+BITS = 63
+"""Of a whole number in a recipe: what takes more is too large to compute with, and perhaps to be written."""
+
+
+def shown(value: Any) -> str:
+    """It as Python writes it, cut off where it is long: for messages."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of more than 4300 digits
+        text = f"a {type(value).__name__} with a number of more than 4300 digits"
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def _block_of(hint: Any) -> Any:
@@ -42,15 +55,15 @@ def check_keys(given: Any, block: type, prefix: str = "", known: Sequence[str] =
         child, element = _block_of(hints[key]), _list_of(hints[key])
         if element and value is not None:
             if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
-                raise UserError(f"{prefix}{key} must be a list of blocks of keys, got {value!r}")
+                raise UserError(f"{prefix}{key} must be a list of blocks of keys, got {shown(value)}")
             for i, part in enumerate(value):
                 check_keys(part, element, f"{prefix}{key}[{i}].", known)
         elif child and value is not None:
             if not isinstance(value, dict):
-                raise UserError(f"{prefix}{key} must be a block of keys, got {value!r}")
+                raise UserError(f"{prefix}{key} must be a block of keys, got {shown(value)}")
             check_keys(value, child, f"{prefix}{key}.", known)
         elif isinstance(value, dict) and not _takes_mapping(hints[key]):
-            raise UserError(f"{prefix}{key} must be one value, got the mapping {value!r}")
+            raise UserError(f"{prefix}{key} must be one value, got the mapping {shown(value)}")
         elif value == "???":
             raise UserError(f"{prefix}{key} is required; set it in the recipe or as {prefix}{key}=...")
         elif isinstance(value, bool) and {int, float} & {hints[key], *get_args(hints[key])}:
@@ -94,12 +107,22 @@ def typed(values: Any, block: type[Block], prefix: str = "") -> Block:
     """The block with these values. Raises UserError, which names the key, for one of another type."""
     from pydantic import TypeAdapter, ValidationError
 
+    check_numbers(values, prefix)
     try:
         return TypeAdapter(block).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
-        key = prefix + ".".join(str(part) for part in first["loc"])
+        key = (prefix + ".".join(str(part) for part in first["loc"])).rstrip(".")
         if first["type"] in ("missing", "missing_argument"):
             raise UserError(f"{key} is required; set it in the recipe or as {key}=...") from None
         message = first["msg"][0].lower() + first["msg"][1:]
-        raise UserError(f"{key}={first['input']!r}: {message}") from None
+        raise UserError(f"{key}={shown(first['input'])}: {message}") from None
+
+
+def check_numbers(values: Any, prefix: str = "") -> None:
+    """Raise UserError for a whole number that takes more than BITS bits, anywhere below `prefix`."""
+    if isinstance(values, int) and values.bit_length() > BITS:
+        raise UserError(f"{prefix.rstrip('.')} is a whole number of more than {BITS} bits; lower it")
+    below = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    for key, value in below:
+        check_numbers(value, f"{prefix}{key}.")

@@ -5,11 +5,13 @@ last. A top-level block that says `_override_: true` replaces its parents' inste
 OmegaConf 2.3, which NeMo RL has, and 2.4.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from nemo_fp8rl.errors import UserError, one_line
+from nemo_fp8rl.typed_tree import shown
 
 RESOLVERS: dict[str, Callable[..., Any]] = {
     "mul": lambda a, b: a * b,
@@ -31,6 +33,22 @@ def register_resolvers() -> None:
         register(name, resolver, replace=True)
 
 
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Turn what YAML and OmegaConf raise on a user's tree into a UserError that begins with `what`."""
+    import yaml
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        yield
+    except UserError:
+        raise
+    except RecursionError:
+        raise UserError(f"{what}: blocks are nested too deeply, or in themselves") from None
+    except (OSError, TypeError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise UserError(f"{what}: {one_line(error)}") from None
+
+
 def read_with_parents(path: Path, children: tuple[Path, ...] = ()) -> Any:
     """The file merged over its parents. Raises UserError for what cannot be read, and for a cycle."""
     from omegaconf import OmegaConf
@@ -46,30 +64,32 @@ def read_with_parents(path: Path, children: tuple[Path, ...] = ()) -> Any:
 
 def read_override(override: str) -> Any:
     """`a.b=value` as a tree; a leading + or ++, which Hydra asks for with new keys, is accepted."""
-    import yaml
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
     key, equals, _ = override.partition("=")
     if not equals or not key.strip("+"):
-        raise UserError(f"override {override!r} is not of the form key=value")
-    try:
+        raise UserError(f"override {shown(override)} is not of the form key=value")
+    with refusing(f"override {shown(override)} cannot be read, quote the value"):
         return OmegaConf.from_dotlist([override.lstrip("+")])
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise UserError(f"override {override!r} cannot be read ({one_line(error)}); quote the value") from None
+
+
+def with_override(tree: Any, override: str) -> Any:
+    """The tree with `a.b=value` merged over it. Raises UserError for one that does not fit."""
+    from omegaconf import OmegaConf
+
+    own = read_override(override)
+    with refusing(f"override {shown(override)} does not fit what the file says"):
+        return OmegaConf.merge(tree, own)
 
 
 def _read(path: Path) -> Any:
-    import yaml
     from omegaconf import DictConfig, OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
-    try:
-        own = OmegaConf.load(path)
-    except FileNotFoundError:
-        raise UserError(f"there is no file {path}; give the path of a YAML file") from None
-    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"{path} cannot be read as YAML: {one_line(error)}") from None
+    with refusing(f"{path} cannot be read as YAML"):
+        try:
+            own = OmegaConf.load(path)
+        except FileNotFoundError:
+            raise UserError(f"there is no file {path}; give the path of a YAML file") from None
     if not isinstance(own, DictConfig):
         raise UserError(f"{path} must hold a mapping of blocks (policy:, data:, grpo:, ...)")
     return own
@@ -78,33 +98,27 @@ def _read(path: Path) -> Any:
 def _take_parents(path: Path, own: Any) -> list[Path]:
     """Remove `defaults:` and say which files it names."""
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
-    try:
+    with refusing(f"{path}: `defaults:`"):
         named = own.pop("defaults", None) or []
         named = OmegaConf.to_container(named, resolve=True) if OmegaConf.is_config(named) else named
-    except OmegaConfBaseException as error:
-        raise UserError(f"{path}: `defaults:` {one_line(error)}") from None
     parents = [named] if isinstance(named, str) else named
     if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
-        raise UserError(f"{path}: `defaults:` must be the path of a recipe or a list of paths, got {named!r}")
+        raise UserError(f"{path}: `defaults:` must be the path of a recipe or a list of paths, got {shown(named)}")
     return [path.parent / parent for parent in parents]
 
 
 def _merge(path: Path, parent: Any, child: Any) -> Any:
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
-    for key in list(child):
-        if OmegaConf.is_missing(child, key) or OmegaConf.is_interpolation(child, key):
-            continue
-        if OmegaConf.is_dict(child[key]) and child[key].get(OVERRIDE):
-            child[key].pop(OVERRIDE)
-            parent.pop(key, None)
-    try:
+    with refusing(f"{path} cannot be merged with what it inherits"):
+        for key in list(child):
+            if OmegaConf.is_missing(child, key) or OmegaConf.is_interpolation(child, key):
+                continue
+            if OmegaConf.is_dict(child[key]) and child[key].get(OVERRIDE):
+                child[key].pop(OVERRIDE)
+                parent.pop(key, None)
         return OmegaConf.merge(parent, child)
-    except OmegaConfBaseException as error:
-        raise UserError(f"{path} cannot be merged with what it inherits: {one_line(error)}") from None
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

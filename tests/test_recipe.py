@@ -465,3 +465,17 @@ def test_lists_of_blocks_are_typed_and_their_keys_checked(recipe):
         recipe(MINIMAL, "nemo_fp8rl.gates=[{metric: gen_kl_error, maximum: 1}]")
     with pytest.raises(UserError, match=r"nemo_fp8rl\.gates must be a list of blocks"):
         recipe(MINIMAL, "nemo_fp8rl.gates={metric: gen_kl_error}")
+
+
+@pytest.mark.parametrize("override", ["data=[1]", "policy=[1]", f"grpo.seed=0x{'f' * 5000}", f"policy={'[' * 3000}"])
+def test_an_override_that_does_not_fit_is_named_and_cut_off(refusal, override):
+    said = refusal(MINIMAL, override)
+    assert override.partition("=")[0] in said
+    assert len(said) < 500
+
+
+@pytest.mark.parametrize(
+    "text", ["policy: {_override_: '${nope}'}", f"policy: {'{a: ' * 3000}1{'}' * 3000}", "a: &a {b: *a}"]
+)
+def test_a_file_that_cannot_be_resolved_is_named(refusal, text):
+    assert "recipe.yaml" in refusal(text)

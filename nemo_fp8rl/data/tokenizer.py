@@ -1,12 +1,13 @@
 """Text to tokens and back, by the checkpoint's own tokenizer and chat template."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from nemo_fp8rl.batch import Prompt
 from nemo_fp8rl.config import PolicyConfig
 from nemo_fp8rl.data.jsonl import Record
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.errors import UserError, one_line
 from nemo_fp8rl.hf.hub import checkpoint_folder
 
 
@@ -18,14 +19,10 @@ class PromptTokenizer:
 
         self.name = name = policy.tokenizer.name
         folder = checkpoint_folder(name, "policy.tokenizer.name")
-        try:
+        with reading_tokenizer(name):
             self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"policy.tokenizer.name: {name} holds no tokenizer ({str(error).splitlines()[0]}); "
-                "give a folder with tokenizer.json, or a name on the hub"
-            ) from None
-        if self.tokenizer.eos_token_id is None:
+            eos_token_id = self.tokenizer.eos_token_id
+        if eos_token_id is None:
             raise UserError(f"policy.tokenizer.name: {name} has no eos_token; set it in tokenizer_config.json")
         self.template_kwargs = policy.tokenizer.chat_template_kwargs or {}
         self.max_prompt_tokens = policy.generation.vllm_cfg.max_model_len - 1
@@ -73,6 +70,29 @@ class PromptTokenizer:
         if not self.tokenizer.chat_template:
             return self.tokenizer(text).input_ids
         message: list[dict[str, Any]] = [{"role": "user", "content": text}]
-        return self.tokenizer.apply_chat_template(
-            message, add_generation_prompt=True, return_dict=False, **self.template_kwargs
-        )
+        try:
+            return self.tokenizer.apply_chat_template(
+                message, add_generation_prompt=True, return_dict=False, **self.template_kwargs
+            )
+        except Exception as error:  # whatever the template's code raises
+            raise UserError(
+                f"policy.tokenizer.name: the chat template of {self.name} (chat_template.jinja, or in "
+                f"tokenizer_config.json) fails on a prompt ({_said(error)}); mend it, or "
+                "policy.tokenizer.chat_template_kwargs"
+            ) from None
+
+
+@contextmanager
+def reading_tokenizer(name: str) -> Iterator[None]:
+    """Turn what transformers raises on a tokenizer's files into a UserError: its errors have no class in common."""
+    try:
+        yield
+    except Exception as error:
+        raise UserError(
+            f"policy.tokenizer.name: {name} holds no tokenizer that can be read ({_said(error)}); give a folder with "
+            "sound tokenizer.json, tokenizer_config.json and config.json, or a name on the hub"
+        ) from None
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {one_line(error)[:200]}"

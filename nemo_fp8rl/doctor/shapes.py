@@ -1,12 +1,13 @@
 """Sizes of a model and its weights, from config.json: of a local folder, or as published for our recipes' models."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.hf.config import boolean, read_json, size
+from nemo_fp8rl.typed_tree import shown
 
 LLAMA31_8B = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
@@ -166,12 +167,9 @@ def shape_of(model_name: str) -> Shape:
 
 def config_of(model_name: str) -> dict[str, Any]:
     """What config.json of a folder says, or PUBLISHED of a model. Raises UserError for any other."""
-    path = Path(model_name) / "config.json"
-    if path.is_file():
-        try:
-            raw: dict[str, Any] = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} cannot be read as JSON: {error}") from None
+    folder = Path(model_name)
+    raw = read_json(folder / "config.json") if folder.is_dir() else None
+    if raw is not None:
         return raw
     if model_name not in PUBLISHED:
         raise UserError(
@@ -185,41 +183,40 @@ def from_config(raw: dict[str, Any], source: str) -> Shape:
     """The sizes that config.json says under HF's names. Raises UserError for another family, or a key that lacks."""
     family = raw.get("model_type")
     if family not in ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"):
-        raise UserError(f"{source}: the doctor does not know model_type {family!r}; it knows Llama, Qwen and DeepSeek")
-    try:
-        return _shape(raw, family)
-    except KeyError as error:
-        raise UserError(f"{source} lacks {error.args[0]}; give a complete HF config") from None
-
-
-def _shape(raw: dict[str, Any], family: str) -> Shape:
+        raise UserError(
+            f"{source}: the doctor does not know model_type {shown(family)}; it knows Llama, Qwen and DeepSeek"
+        )
     latent, mixture = family == "deepseek_v3", family in ("qwen3_moe", "deepseek_v3")
-    heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
-    head_dim = raw.get("head_dim") or hidden // heads
-    if latent:
-        if raw.get("q_lora_rank"):
-            raise UserError("the doctor does not know models with q_lora_rank, which DeepSeek-V3 has and Moonlight not")
-        head_dim = raw["qk_nope_head_dim"] + raw["qk_rope_head_dim"]
-    experts = raw.get("n_routed_experts") or raw.get("num_local_experts") or raw.get("num_experts") or 0
+    if latent and raw.get("q_lora_rank"):
+        raise UserError("the doctor does not know models with q_lora_rank, which DeepSeek-V3 has and Moonlight not")
+
+    def of(key: str, default: int | None = None, smallest: int = 1) -> int:
+        return size(raw, source, key, default, smallest)
+
+    heads, hidden = of("num_attention_heads"), of("hidden_size")
+    head_dim = of("qk_nope_head_dim") + of("qk_rope_head_dim") if latent else of("head_dim", hidden // heads)
+    if head_dim < 1:
+        raise UserError(f"{source}: num_attention_heads={heads} is above hidden_size={hidden}; give a head_dim")
+    experts = next((key for key in ("n_routed_experts", "num_local_experts") if raw.get(key)), "num_experts")
     return Shape(
-        vocab=raw["vocab_size"],
+        vocab=of("vocab_size"),
         hidden=hidden,
-        layers=raw["num_hidden_layers"],
+        layers=of("num_hidden_layers"),
         heads=heads,
-        kv_heads=raw.get("num_key_value_heads") or heads,
+        kv_heads=of("num_key_value_heads", heads),
         head_dim=head_dim,
-        value_dim=raw["v_head_dim"] if latent else head_dim,
-        intermediate=raw.get("intermediate_size", 0) if mixture else raw["intermediate_size"],
-        max_positions=raw["max_position_embeddings"],
-        tied=raw.get("tie_word_embeddings", False),
+        value_dim=of("v_head_dim") if latent else head_dim,
+        intermediate=of("intermediate_size", 0 if mixture else None),
+        max_positions=of("max_position_embeddings"),
+        tied=boolean(raw, source, "tie_word_embeddings"),
         qkv_bias=family == "qwen2",
         qk_norm=family.startswith("qwen3"),
-        experts=experts if mixture else 0,
-        experts_per_token=raw["num_experts_per_tok"] if mixture else 0,
-        expert_intermediate=raw["moe_intermediate_size"] if mixture else 0,
-        shared_experts=raw.get("n_shared_experts") or 0,
-        dense_layers=raw.get("first_k_dense_replace", 0),
+        experts=of(experts, 0, smallest=0) if mixture else 0,
+        experts_per_token=of("num_experts_per_tok") if mixture else 0,
+        expert_intermediate=of("moe_intermediate_size") if mixture else 0,
+        shared_experts=of("n_shared_experts", 0, smallest=0),
+        dense_layers=of("first_k_dense_replace", 0, smallest=0),
         router_bias=latent,
-        kv_lora_rank=raw["kv_lora_rank"] if latent else 0,
-        rope_dim=raw["qk_rope_head_dim"] if latent else 0,
+        kv_lora_rank=of("kv_lora_rank") if latent else 0,
+        rope_dim=of("qk_rope_head_dim") if latent else 0,
     )

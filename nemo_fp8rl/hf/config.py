@@ -2,14 +2,16 @@
 
 import dataclasses
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import BLOCK, Fp8Layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
+from nemo_fp8rl.typed_tree import shown
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,13 @@ FAMILIES = {  # by model_type; Llama 3, Qwen2.5, Qwen3 and Qwen3-MoE
     "qwen3": Family(qk_norm=True),
     "qwen3_moe": Family(qk_norm=True, experts=True),
 }
+LARGEST_SIZE = 10**8
+LARGEST_COUNT = 10_000
+"""Of layers, heads and experts, over which there are loops."""
+COUNTS = (
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
+)
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -67,7 +76,8 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
     family or RoPE, or an already quantized checkpoint.
     """
     folder = checkpoint_folder(model_path)
-    raw = _read_json(folder / "config.json")
+    path = folder / "config.json"
+    raw = read_json(path)
     if raw is None:
         raise UserError(
             f"policy.model_name: {folder} has no config.json; give an HF checkpoint folder, or a name on the hub"
@@ -75,60 +85,61 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
     family = FAMILIES.get(str(raw.get("model_type")))
     if family is None:
         raise UserError(
-            f"{folder}/config.json: model_type {raw.get('model_type')!r} is not supported; "
+            f"{path}: model_type {shown(raw.get('model_type'))} is not supported; "
             f"supported families: {', '.join(FAMILIES)}"
         )
     if "quantization_config" in raw:
         raise UserError(f"{folder} is already quantized; give the bfloat16 checkpoint that it was made from")
     for key in ("use_sliding_window", "attention_bias", "mlp_bias"):
         if raw.get(key):
-            raise UserError(f"{folder}/config.json: {key}={raw[key]} is not supported")
+            raise UserError(f"{path}: {key}={shown(raw[key])} is not supported")
     if raw.get("hidden_act", "silu") != "silu":
-        raise UserError(f"{folder}/config.json: hidden_act {raw['hidden_act']!r} is not supported, only silu")
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        raise UserError(f"{path}: hidden_act {shown(raw['hidden_act'])} is not supported, only silu")
+    rope_key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    rope = raw.get(rope_key) or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"{path}: {rope_key} must be an object or null, got {shown(rope)}")
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     if rope_type not in ROPE_TYPES:
-        raise UserError(f"{folder}/config.json: rope_type {rope_type!r} is not supported, only {', '.join(ROPE_TYPES)}")
+        raise UserError(f"{path}: rope_type {shown(rope_type)} is not supported, only {', '.join(ROPE_TYPES)}")
     factor = rope.get("factor")
-    if rope_type != "default" and (not isinstance(factor, (int, float)) or isinstance(factor, bool) or factor < 1):
-        raise UserError(f"{folder}/config.json: rope_type {rope_type!r} needs a factor of 1 or more, got {factor!r}")
+    if rope_type != "default" and (not _is_number(factor) or factor < 1):
+        raise UserError(f"{path}: rope_type {rope_type!r} needs a factor of 1 or more, got {shown(factor)}")
     if (rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise UserError(f"{folder}/config.json: partial_rotary_factor is not supported, only 1")
+        raise UserError(f"{path}: partial_rotary_factor is not supported, only 1")
     if family.experts:
-        _check_experts(raw, folder)
-    generation = _read_json(folder / "generation_config.json") or {}
-    heads = _size(raw, folder, "num_attention_heads")
-    groups = _size(raw, folder, "num_key_value_heads", heads)
-    hidden_size = _size(raw, folder, "hidden_size")
+        _check_experts(raw, path)
+    ends_in = folder / "generation_config.json"
+    generation = read_json(ends_in) or {}
+    heads = size(raw, path, "num_attention_heads")
+    groups = size(raw, path, "num_key_value_heads", heads)
+    hidden_size = size(raw, path, "hidden_size")
     if heads % groups:
-        raise UserError(
-            f"{folder}/config.json: num_key_value_heads={groups} does not divide num_attention_heads={heads}"
-        )
+        raise UserError(f"{path}: num_key_value_heads={groups} does not divide num_attention_heads={heads}")
     if raw.get("head_dim") is None and hidden_size % heads:
         raise UserError(
-            f"{folder}/config.json: num_attention_heads={heads} does not divide hidden_size={hidden_size}, and "
-            "there is no head_dim"
+            f"{path}: num_attention_heads={heads} does not divide hidden_size={hidden_size}, and there is no head_dim"
         )
-    head_dim = _size(raw, folder, "head_dim", hidden_size // heads)
+    head_dim = size(raw, path, "head_dim", hidden_size // heads)
     if head_dim % 2:
-        raise UserError(f"{folder}/config.json: head_dim={head_dim} is odd, rotary embedding needs two halves")
+        raise UserError(f"{path}: head_dim={head_dim} is odd, rotary embedding needs two halves")
     return HfConfig(
         family=family,
-        vocab_size=_size(raw, folder, "vocab_size"),
+        vocab_size=size(raw, path, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_size(raw, folder, family.intermediate_size),
-        num_hidden_layers=_size(raw, folder, "num_hidden_layers"),
+        intermediate_size=size(raw, path, family.intermediate_size),
+        num_hidden_layers=size(raw, path, "num_hidden_layers"),
         num_attention_heads=heads,
         num_key_value_heads=groups,
         head_dim=head_dim,
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-        rope_theta=rope.get("rope_theta") or raw.get("rope_theta", 10000.0),
+        rms_norm_eps=_positive(raw, path, "rms_norm_eps", 1e-6),
+        rope_theta=_positive(rope if rope.get("rope_theta") else raw, path, "rope_theta", 10000.0),
         rope_type=rope_type,
-        tie_word_embeddings=raw.get("tie_word_embeddings", False),
-        max_position_embeddings=_size(raw, folder, "max_position_embeddings"),
-        eos_token_ids=_token_ids(raw.get("eos_token_id")) + _token_ids(generation.get("eos_token_id")),
-        num_experts=_size(raw, folder, _experts_key(raw)) if family.experts else 0,
-        num_experts_per_tok=_size(raw, folder, "num_experts_per_tok") if family.experts else 0,
+        tie_word_embeddings=boolean(raw, path, "tie_word_embeddings"),
+        max_position_embeddings=size(raw, path, "max_position_embeddings"),
+        eos_token_ids=_token_ids(raw, path, "eos_token_id") + _token_ids(generation, ends_in, "eos_token_id"),
+        num_experts=size(raw, path, _experts_key(raw)) if family.experts else 0,
+        num_experts_per_tok=size(raw, path, "num_experts_per_tok") if family.experts else 0,
     )
 
 
@@ -137,30 +148,50 @@ def _experts_key(raw: dict[str, Any]) -> str:
     return "num_local_experts" if "num_local_experts" in raw else "num_experts"
 
 
-def _check_experts(raw: dict[str, Any], folder: Path) -> None:
+def _check_experts(raw: dict[str, Any], path: Path) -> None:
     """Raise UserError for a mixture that the policy would build otherwise than the checkpoint means it."""
     if not raw.get("norm_topk_prob", False):  # HF's default
-        raise UserError(f"{folder}/config.json: norm_topk_prob=false is not supported, only true (Qwen3-30B-A3B's)")
+        raise UserError(f"{path}: norm_topk_prob=false is not supported, only true (Qwen3-30B-A3B's)")
     if raw.get("decoder_sparse_step", 1) != 1 or raw.get("mlp_only_layers"):
         raise UserError(
-            f"{folder}/config.json: decoder_sparse_step and mlp_only_layers mix in dense layers, which is "
+            f"{path}: decoder_sparse_step and mlp_only_layers mix in dense layers, which is "
             "not supported: every layer must have experts"
         )
-    experts, chosen = _size(raw, folder, _experts_key(raw)), _size(raw, folder, "num_experts_per_tok")
+    experts, chosen = size(raw, path, _experts_key(raw)), size(raw, path, "num_experts_per_tok")
     if chosen > experts:
-        raise UserError(f"{folder}/config.json: num_experts_per_tok={chosen} is above {_experts_key(raw)}={experts}")
+        raise UserError(f"{path}: num_experts_per_tok={chosen} is above {_experts_key(raw)}={experts}")
 
 
-def _size(raw: dict[str, Any], folder: Path, key: str, default: int | None = None) -> int:
-    """A positive whole number of config.json; absent or null is `default`."""
-    value = raw.get(key)
+def size(raw: dict[str, Any], source: str | Path, key: str, default: int | None = None, smallest: int = 1) -> int:
+    """A whole number of config.json, which `source` is; absent or null is `default`. Raises UserError."""
+    value, largest = raw.get(key), LARGEST_COUNT if key in COUNTS else LARGEST_SIZE
     if value is None and default is not None:
         return default
     if value is None:
-        raise UserError(f"{folder}/config.json lacks {key}; give a complete HF config")
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise UserError(f"{folder}/config.json: {key} must be a whole number above 0, got {value!r}")
+        raise UserError(f"{source} lacks {key}; give a complete HF config")
+    if not isinstance(value, int) or isinstance(value, bool) or not smallest <= value <= largest:
+        raise UserError(f"{source}: {key} must be a whole number in {smallest}..{largest}, got {shown(value)}")
     return value
+
+
+def boolean(raw: dict[str, Any], source: str | Path, key: str) -> bool:
+    """Of config.json, which `source` is; absent is false. Raises UserError."""
+    value = raw.get(key, False)
+    if not isinstance(value, bool):
+        raise UserError(f"{source}: {key} must be true or false, got {shown(value)}")
+    return value
+
+
+def _positive(raw: dict[str, Any], path: Path, key: str, default: float) -> float:
+    value = raw.get(key, default)
+    if not _is_number(value) or value <= 0:
+        raise UserError(f"{path}: {key} must be a finite number above 0, got {shown(value)}")
+    return value
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    """One that a float can hold; true and false are none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def check_context(hf: HfConfig, max_total_sequence_length: int) -> None:
@@ -230,7 +261,8 @@ def check_fp8_alignment(hf: HfConfig, flow: str) -> None:
             )
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a file, None where there is no file. Raises UserError for anything else in it."""
     try:
         value = json.loads(path.read_text())
     except FileNotFoundError:
@@ -242,5 +274,9 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return value
 
 
-def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
+def _token_ids(raw: dict[str, Any], path: Path, key: str) -> tuple[int, ...]:
+    value = raw.get(key)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(one, int) and not isinstance(one, bool) and 0 <= one < LARGEST_SIZE for one in ids):
+        raise UserError(f"{path}: {key} must be a token's number, or a list of them, got {shown(value)}")
+    return tuple(ids)

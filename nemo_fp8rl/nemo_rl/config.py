@@ -7,11 +7,8 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from nemo_fp8rl.algorithms.loss_config import LossConfig
 from nemo_fp8rl.config import Config
-from nemo_fp8rl.config_check import check
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation.checks import check_engine
 from nemo_fp8rl.hf.config import check_context, read_hf_config
@@ -19,14 +16,16 @@ from nemo_fp8rl.hf.hub import with_commits
 from nemo_fp8rl.nemo_rl.gpus import divide, is_colocated
 from nemo_fp8rl.nemo_rl.keys import COPIED, at, check_keys
 from nemo_fp8rl.nemo_rl.precision import read_precision
+from nemo_fp8rl.nemo_rl.values import require
 from nemo_fp8rl.policy.layout import check_layout
-from nemo_fp8rl.typed_tree import defaults, typed
+from nemo_fp8rl.recipe import completed
 from nemo_fp8rl.yaml_tree import register_resolvers
 
 
 def from_nemo_rl(master: Mapping[str, Any]) -> Config:
     """master: NeMo RL's MasterConfig as a mapping, interpolations resolved. Raises UserError, naming the key."""
     check_keys(master)
+    require(master, "policy.model_name")
     _check_as_setup_does(master)
     policy = master["policy"]
     precision = read_precision(policy)
@@ -52,9 +51,7 @@ def from_nemo_rl(master: Mapping[str, Any]) -> Config:
         "scale_format": precision.scale_format,
     }
     register_resolvers()  # defaults of ours refer to other keys
-    tree = OmegaConf.merge(defaults(Config, values), values)
-    cfg = typed(OmegaConf.to_container(tree, resolve=True), Config)
-    check(cfg)
+    cfg = completed("the recipe for NeMo RL", values, values)
     hf = read_hf_config(cfg.policy.model_name)
     check_context(hf, cfg.policy.max_total_sequence_length)
     check_engine(hf, cfg)
@@ -93,7 +90,7 @@ def _fill_policy(values: dict[str, Any], policy: Mapping[str, Any], kv_fp8: bool
     """What NeMo RL says in other words."""
     ours, generation = values["policy"], policy["generation"]
     megatron, vllm_cfg = ours["megatron_cfg"], ours["generation"]["vllm_cfg"]
-    scheduler, decay = policy["megatron_cfg"]["scheduler"], megatron["optimizer"].get("weight_decay")
+    scheduler, decay = policy["megatron_cfg"].get("scheduler") or {}, megatron["optimizer"].get("weight_decay")
     for key in ("start_weight_decay", "end_weight_decay"):
         if scheduler.get(key, decay) != decay:
             raise UserError(
@@ -129,7 +126,7 @@ def _cluster(master: Mapping[str, Any]) -> dict[str, Any]:
             f"policy.generation.colocated.resources takes {engines} of the cluster's {trainer + engines} GPUs and "
             "leaves none to train on: lower it, or raise cluster.num_nodes"
         )
-    share = at(master, "policy.generation.vllm_cfg.tensor_parallel_size", 1)
+    share = at(master, "policy.generation.vllm_cfg.tensor_parallel_size", None) or 1
     if engines % share:
         raise UserError(
             f"policy.generation.vllm_cfg.tensor_parallel_size={share} does not divide the {engines} GPUs of generation"

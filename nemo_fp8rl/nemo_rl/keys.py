@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.typed_tree import shown
 
 COPIED = {
     "policy": (
@@ -62,6 +63,8 @@ REQUIRED = {
     "checkpointing.pretrained_checkpoint": (None, "weights come from policy.model_name"),
     "checkpointing.save_optimizer": (True, "a run resumes from its optimizer's state, too"),
 }
+ABSENT = {"policy.megatron_cfg.enabled": False}
+"""What REQUIRED keys mean to NeMo RL where they are not there, if that is something else than required."""
 READ = (
     *("policy.logprob_chunk_size", "policy.generation.colocated.", "policy.generation.stop_"),
     *("policy.generation.vllm_cfg.expert_parallel_size", "policy.generation.vllm_kwargs.kv_cache_memory_bytes"),
@@ -114,14 +117,14 @@ MODEL = ("policy.hf_config_overrides.", "policy.megatron_cfg.model_overrides.")
 def check_keys(master: Mapping[str, Any]) -> None:
     """Raise UserError, naming the key, on one that asks for something else than there is."""
     for key, (value, why) in REQUIRED.items():
-        if (given := at(master, key, value)) != value:
+        if (given := at(master, key, ABSENT.get(key, value))) != value:
             raise UserError(f"{key}={given}: {why}; set it to {value if isinstance(value, str) else json.dumps(value)}")
     named = {f"{block}.{name}" for block, names in COPIED.items() for name in names} | REQUIRED.keys()
     for key, value in _leaves(master["policy"], "policy."):
         is_set = value not in (None, {}) if key.startswith(MODEL) else bool(value)
         if is_set and key not in named and not key.startswith((*READ, *UNUSED)):
             raise UserError(
-                f"{key}={value!r} is not a key that this trainer or engine knows: remove it, or set it to null"
+                f"{key}={shown(value)} is not a key that this trainer or engine knows: remove it, or set it to null"
             )
 
 

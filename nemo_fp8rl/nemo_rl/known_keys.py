@@ -77,8 +77,8 @@ def _read_yaml(path: Path) -> Any:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster, where libyaml is there
     try:
         return yaml.load(path.read_text(), loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return None  # an example that is no config, such as a template
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return None  # an example that is no config, such as a template, or that is being edited
 
 
 def _add_values(known: Known, values: Any) -> None:
@@ -96,9 +96,12 @@ Classes = dict[str, tuple[set[str], dict[str, list[ast.expr]]]]
 def _add_classes(known: Known, paths: Iterable[Path]) -> None:
     classes: Classes = {}
     for path in paths:
-        text = path.read_text()
-        if "TypedDict" in text or "BaseModel" in text or "dataclass" in text:
-            _collect(classes, ast.parse(text))
+        try:
+            text = path.read_text()
+            if "TypedDict" in text or "BaseModel" in text or "dataclass" in text:
+                _collect(classes, ast.parse(text))
+        except (OSError, ValueError, SyntaxError, RecursionError):
+            continue  # no module, or one that is being edited
     _add_fields(known, ROOT_CLASS, classes, ())
 
 

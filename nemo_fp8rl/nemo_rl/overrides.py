@@ -11,7 +11,9 @@ Values are YAML's, mappings also without a space after the colon: {a:1}. Left ou
 import re
 from typing import Any, cast
 
-from nemo_fp8rl.errors import UserError, one_line
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.typed_tree import shown
+from nemo_fp8rl.yaml_tree import refusing
 
 FORM = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_$][\w$]*(?:\.[\w$]+)*)(?P<equals>=(?P<value>.*))?", re.DOTALL)
 QUOTED_OR_KEY = re.compile(r"""("[^"]*"|'[^']*')|(?<=[{,])(\s*[\w.\-]+):(?=\S)""")
@@ -21,18 +23,17 @@ def key_of(override: str) -> str:
     """The dotted key that it is about. Raises UserError when it has another form than the above."""
     form = FORM.fullmatch(override)
     if not form or not (form["equals"] or form["sign"] == "~"):
-        raise UserError(f"override {override!r} is not of the form key=value, +key=value, ++key=value or ~key")
+        raise UserError(f"override {shown(override)} is not of the form key=value, +key=value, ++key=value or ~key")
     return form["key"]
 
 
 def apply_override(tree: Any, override: str) -> None:
     """Change the tree as one override says. Raises UserError for one that Hydra would not take here."""
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
     key, form = key_of(override), cast(re.Match[str], FORM.fullmatch(override))
     sign = form["sign"]
-    try:
+    with refusing(f"override {shown(override)}"):
         exists = _has(tree, key)
         if sign == "~":
             _remove(tree, key, exists)
@@ -43,8 +44,6 @@ def apply_override(tree: Any, override: str) -> None:
         if sign == "+" and exists and OmegaConf.select(tree, key) is not None and not isinstance(value, (dict, list)):
             raise UserError(f"{key} is already in the recipe; change it with {override[1:]}")
         OmegaConf.update(tree, key, value, merge=True, force_add=True)
-    except OmegaConfBaseException as error:
-        raise UserError(f"override {override!r}: {one_line(error)}") from None
 
 
 def _has(tree: Any, key: str) -> bool:
@@ -71,14 +70,10 @@ def _remove(tree: Any, key: str, exists: bool) -> None:
 
 
 def _read_value(override: str, text: str) -> Any:
-    import yaml
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
     if "," in text and text[:1] not in "[{'\"$":
-        raise UserError(f"override {override!r} has a comma, which Hydra takes for a sweep; quote the value")
+        raise UserError(f"override {shown(override)} has a comma, which Hydra takes for a sweep; quote the value")
     spaced = QUOTED_OR_KEY.sub(lambda found: found[1] or f"{found[2]}: ", text)
-    try:
+    with refusing(f"override {shown(override)} cannot be read, quote the value"):
         return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={spaced}"]))["value"]  # type: ignore[index, call-overload]
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise UserError(f"override {override!r} cannot be read ({one_line(error)}); quote the value") from None

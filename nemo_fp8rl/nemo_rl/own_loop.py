@@ -7,17 +7,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from nemo_fp8rl.config import Config
-from nemo_fp8rl.config_check import check
 from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.nemo_rl.config import from_nemo_rl
 from nemo_fp8rl.nemo_rl.keys import at
 from nemo_fp8rl.nemo_rl.recipe import load
-from nemo_fp8rl.typed_tree import defaults, typed
+from nemo_fp8rl.recipe import completed
 from nemo_fp8rl.yaml_tree import register_resolvers
 
 COPIED = {
@@ -61,9 +58,7 @@ def load_for_own_loop(path: Path, overrides: Sequence[str] = ()) -> Config:
     for block, names in COPIED.items():
         values[block] = {name: recipe[block][name] for name in names if recipe[block].get(name) is not None}
     register_resolvers()
-    tree = OmegaConf.merge(defaults(Config, values), asdict(cfg) | values)
-    cfg = typed(OmegaConf.to_container(tree, resolve=True), Config)
-    check(cfg)
+    cfg = completed(str(path), asdict(cfg) | values, values)
     prompts = load_prompts(cfg, read_hf_config(cfg.policy.model_name).vocab_size).train
     epochs = recipe["grpo"]["max_num_epochs"] * (len(prompts) // cfg.grpo.num_prompts_per_step)
     return replace(cfg, grpo=replace(cfg.grpo, max_num_steps=min(cfg.grpo.max_num_steps, epochs)))

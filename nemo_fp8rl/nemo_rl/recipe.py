@@ -8,13 +8,14 @@ from typing import Any
 
 from nemo_fp8rl.algorithms.gates import check_gates
 from nemo_fp8rl.config import Fp8RlConfig
-from nemo_fp8rl.errors import UserError, one_line
+from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.nemo_rl.checkout import NEMO_RL_SRC, Checkout, find_checkout
 from nemo_fp8rl.nemo_rl.known_keys import check_known, read_known_keys
 from nemo_fp8rl.nemo_rl.overrides import apply_override, key_of
 from nemo_fp8rl.nemo_rl.precision import Precision, read_precision
-from nemo_fp8rl.typed_tree import check_keys, defaults, typed
-from nemo_fp8rl.yaml_tree import read_with_parents, register_resolvers
+from nemo_fp8rl.nemo_rl.values import check_values
+from nemo_fp8rl.typed_tree import check_keys, check_numbers, defaults, shown, typed
+from nemo_fp8rl.yaml_tree import read_with_parents, refusing, register_resolvers
 
 BLOCK = "nemo_fp8rl"
 SAID_BY_NEMO_RL = {
@@ -47,10 +48,8 @@ class NemoRlRecipe:
 
 def is_for_nemo_rl(path: Path) -> bool:
     """Whether it is in NeMo RL's dialect, which says how many GPUs a node has. Raises UserError without a recipe."""
-    from omegaconf import OmegaConf
-
     register_resolvers()
-    return OmegaConf.select(_read_tree(path), "cluster.gpus_per_node") is not None
+    return _is_for_nemo_rl(path, _read_tree(path))
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> NemoRlRecipe:
@@ -66,11 +65,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> NemoRlRecipe:
 def read(path: str | Path, overrides: Sequence[str] = ()) -> NemoRlRecipe:
     """The same, whatever it says about precision."""
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
     register_resolvers()
     tree = _read_tree(Path(path))
-    if OmegaConf.select(tree, "cluster.gpus_per_node") is None:
+    if not _is_for_nemo_rl(Path(path), tree):
         raise UserError(
             f"{path} is no recipe for NeMo RL (it has no cluster.gpus_per_node, nor a parent that has); recipes of "
             "`nemo-fp8rl train` are checked when they run"
@@ -82,15 +80,16 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> NemoRlRecipe:
         if not key.startswith(f"{BLOCK}."):
             check_known(_nested(key), known, checkout.version)
         apply_override(tree, override)
-    try:
+    with refusing(str(path)):
         given: Any = OmegaConf.to_container(tree)
-        ours = given.pop(BLOCK, None) or {}
-        check_known(given, known, checkout.version)
-        _check_keys_of_ours(ours)
+    ours = given.pop(BLOCK, None) or {}
+    check_known(given, known, checkout.version)
+    _check_keys_of_ours(ours)
+    with refusing(str(path)):
         tree = OmegaConf.merge({BLOCK: defaults(Fp8RlConfig, ours)}, tree)
         values: Any = OmegaConf.to_container(tree, resolve=True)
-    except OmegaConfBaseException as error:
-        raise UserError(f"{path}: {one_line(error)}") from None
+    check_numbers(values)
+    check_values(values)
     block = typed(values[BLOCK], Fp8RlConfig, f"{BLOCK}.")
     if block.correction is not None:
         block.correction.resolved()
@@ -107,6 +106,14 @@ def _read_tree(path: Path) -> Any:
         raise
 
 
+def _is_for_nemo_rl(path: Path, tree: Any) -> bool:
+    """Removed or null on the command line, or of another type, is `check_values`'s."""
+    from omegaconf import OmegaConf
+
+    with refusing(f"{path}: cluster"):
+        return OmegaConf.select(tree, "cluster.gpus_per_node") is not None
+
+
 def _nested(key: str) -> dict[str, Any]:
     """a.b as {a: {b: None}}."""
     first, _, rest = key.partition(".")
@@ -115,7 +122,7 @@ def _nested(key: str) -> dict[str, Any]:
 
 def _check_keys_of_ours(ours: Any) -> None:
     if not isinstance(ours, dict):
-        raise UserError(f"{BLOCK} must be a block of keys, got {ours!r}")
+        raise UserError(f"{BLOCK} must be a block of keys, got {shown(ours)}")
     for key, where in SAID_BY_NEMO_RL.items():
         if key in ours:
             raise UserError(f"{BLOCK}.{key} is said by {where} in a recipe for NeMo RL; remove it")

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from nemo_fp8rl.data.tokenizer import reading_tokenizer
 from nemo_fp8rl.errors import UserError, one_line
 from nemo_fp8rl.generation.checks import check_for_driver
 from nemo_fp8rl.hf.config import read_hf_config
@@ -46,7 +47,9 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
 
     from nemo_fp8rl.nemo_rl import environment
 
-    tokenizer = get_tokenizer(_here(master.policy["tokenizer"]) if ours else master.policy["tokenizer"])
+    asked = _here(master.policy["tokenizer"]) if ours else master.policy["tokenizer"]
+    with reading_tokenizer(asked["name"]):
+        tokenizer = get_tokenizer(asked)
     master.policy["generation"] = configure_generation_config(master.policy["generation"], tokenizer)
     processes = 0
     if ours:

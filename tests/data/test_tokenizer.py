@@ -77,3 +77,46 @@ def test_tokenizer_without_end_token_is_refused(recipe, folder):
     saved.save_pretrained(folder)
     with pytest.raises(UserError, match="eos_token"):
         tokenizer_of(recipe, folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("tokenizer.json", "[]"),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", "null"),
+        ("tokenizer.json", "\0"),
+    ],
+)
+def test_a_file_that_transformers_cannot_read_is_one_line(recipe, folder, file, text):
+    (folder / file).write_text(text)
+    with pytest.raises(
+        UserError, match=f"policy.tokenizer.name: {folder} holds no tokenizer that can be read"
+    ) as caught:
+        tokenizer_of(recipe, folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change", [{"rms_norm_eps": None}, {"rms_norm_eps": "x"}, {"tie_word_embeddings": None}, {"eos_token_id": "x"}]
+)
+def test_the_models_config_beside_a_tokenizer_may_be_wrong(recipe, folder, tiny, change):
+    """transformers may read it to find the tokenizer's class; then it is named."""
+    config = json.loads((tiny / "model/config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(UserError, match=r"policy\.tokenizer\.name"):
+        tokenizer_of(recipe, folder)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{% for %}", "{{ raise_exception('no') }}", "{{ 1 / 0 }}", "{{ messages.__class__.__mro__ }}{{ ''.__class__() }}"],
+    ids=["syntax", "raised", "division", "security"],
+)
+def test_a_chat_template_that_fails_is_named(recipe, folder, template):
+    (folder / "chat_template.jinja").write_text(template)
+    tokenizer = tokenizer_of(recipe, folder)
+    with pytest.raises(UserError, match=r"policy\.tokenizer\.name: the chat template of") as caught:
+        tokenizer.prompts([Record("1+2", "3")], 64)
+    assert "\n" not in str(caught.value)

@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 
-from nemo_fp8rl.doctor.shapes import from_config, shape_of
+from nemo_fp8rl.doctor.shapes import PUBLISHED, from_config, shape_of
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.hf.tensors import expected_tensors
@@ -60,6 +60,34 @@ def test_a_config_that_does_not_say_enough(tmp_path, config, message):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=message):
         shape_of(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "null", "{", "[" * 100_000, '{"model_type": []}'], ids=["list", "null", "cut", "deep", "type"]
+)
+def test_a_config_that_is_no_object_is_named(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=str(tmp_path)):
+        shape_of(str(tmp_path))
+
+
+MAY_LACK = ("head_dim", "num_key_value_heads", "n_routed_experts", "num_experts", "n_shared_experts")
+MAY_BE_0 = ("n_routed_experts", "num_experts", "n_shared_experts", "first_k_dense_replace")
+
+
+@pytest.mark.parametrize("value", ["12", None, [1], 0, -1, 1.5, True, 10**30], ids=str)
+@pytest.mark.parametrize("model", ["meta-llama/Llama-3.1-8B", "moonshotai/Moonlight-16B-A3B", "Qwen/Qwen3-30B-A3B"])
+def test_a_size_that_is_no_number_of_its_range_is_named(model, value):
+    config = PUBLISHED[model]
+    sizes = [key for key, size in config.items() if type(size) is int]
+    if value is None:
+        sizes = [key for key in sizes if key not in (*MAY_LACK, "first_k_dense_replace", "intermediate_size")]
+    if value == 0:
+        sizes = [key for key in sizes if key not in MAY_BE_0]
+    assert sizes
+    for key in sizes:
+        with pytest.raises(UserError, match=key):
+            from_config({**config, key: value}, "x")
 
 
 def test_the_first_layers_of_a_mixture_may_be_dense():

@@ -7,21 +7,37 @@ import pytest
 
 EXAMPLE = """
 cluster: {gpus_per_node: 8, num_nodes: 1}
-grpo: {num_prompts_per_step: 32, num_generations_per_prompt: 16, seed: 42}
+grpo: {num_prompts_per_step: 32, num_generations_per_prompt: 16, max_num_steps: 10, max_num_epochs: 1, seed: 42}
+data: {train: null}
+logger: {log_dir: logs}
+checkpointing: {enabled: false, checkpoint_dir: results}
 loss_fn: {use_importance_sampling_correction: false}
 env: {math: {num_workers: 8}}
 policy:
   model_name: Qwen/Qwen2.5-1.5B
   max_total_sequence_length: 512
+  train_global_batch_size: 512
   train_micro_batch_size: 4
   train_mb_tokens: ${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}
+  tokenizer: {name: "${policy.model_name}"}
   hf_config_overrides: {}
   megatron_cfg:
     enabled: true
     env_vars: null
+    tensor_model_parallel_size: 1
+    pipeline_model_parallel_size: 1
+    optimizer: {lr: 1.0e-6}
+    scheduler: {lr_decay_style: constant}
     fp8_cfg: {enabled: false, fp8: e4m3, fp8_recipe: blockwise, fp8_param: false}
   generation:
-    vllm_cfg: {precision: "${policy.precision}", kv_cache_dtype: auto, max_model_len: 512}
+    backend: vllm
+    colocated: {enabled: true, resources: {num_nodes: null, gpus_per_node: null}}
+    vllm_cfg:
+      precision: ${policy.precision}
+      kv_cache_dtype: auto
+      max_model_len: 512
+      tensor_parallel_size: 1
+      gpu_memory_utilization: 0.6
   precision: bfloat16
 """
 CLASSES = """

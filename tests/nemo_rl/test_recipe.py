@@ -167,6 +167,23 @@ def test_a_marker_below_the_top_which_nemo_rl_ignores_is_refused(refusal):
     assert "policy.generation._override_" in refusal(CHILD + "policy: {generation: {_override_: true}}\n")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cluster: ${nope}",
+        "cluster: {gpus_per_node: '${nope}'}",
+        "cluster: [1]",
+        "policy: {_override_: '${nope}'}",
+        "policy: [1]",
+        f"policy: {'{a: ' * 3000}1{'}' * 3000}",
+        "policy: &policy {generation: *policy}",
+    ],
+    ids=lambda text: text[:40],
+)
+def test_a_tree_that_cannot_be_read_or_merged_is_one_line(refusal, text):
+    assert "recipe.yaml" in refusal(CHILD + text + "\n")
+
+
 # Our block
 
 
@@ -234,6 +251,18 @@ def test_reading_needs_neither_torch_nor_nemo_rl():
     code = "import sys, nemo_fp8rl.nemo_rl.recipe; print(sorted({'torch', 'nemo_rl'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
     assert done.stdout == "[]\n"
+
+
+def test_what_cannot_be_read_in_a_checkout_is_passed_over(checkout, recipe):
+    package, examples = checkout / "nemo_rl", checkout / "examples/configs"
+    (package / ".#config.py").symlink_to(checkout / "nowhere")
+    (package / "folder.py").mkdir()
+    write(package / "merged.py", "from typing import TypedDict\n<<<<<<< HEAD\n=======\n>>>>>>> other\n")
+    (package / "latin.py").write_bytes(b"# TypedDict \xe9")
+    (package / "null.py").write_bytes(b"# TypedDict \0")
+    write(examples / "date.yaml", "policy: {since: 2025-13-45}\n")
+    write(examples / "deep.yaml", "[" * 3000 + "]" * 3000)
+    assert recipe(CHILD, "+grpo.val_at_end=true").values["grpo"]["val_at_end"]
 
 
 # The real thing

@@ -1,0 +1,116 @@
+"""Types and ranges of the keys that are read here from a recipe for NeMo RL; its other keys are its own to check.
+
+A key without `| None` must be there, and not null, wherever its block is, unless that says `enabled: false`.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.nemo_rl.keys import COPIED, at
+from nemo_fp8rl.typed_tree import typed
+
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticCustomError("no_number", "Input should be a number")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=1, lt=2**31)]
+Ranks = Annotated[int, BeforeValidator(_no_bool), Field(ge=1, le=10_000)]
+Layers = Annotated[int, BeforeValidator(_no_bool), Field(ge=0, le=10_000)]
+Share = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, le=1)]
+Fraction = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, le=1)]
+Bytes = Annotated[int, BeforeValidator(_no_bool), Field(ge=1, lt=2**63)]
+Duration = Annotated[str, Field(pattern=r"^\d+:\d+:\d+:\d+$")]
+
+TYPES: dict[str, Any] = {
+    "cluster": dict,
+    "cluster.num_nodes": Ranks,
+    "cluster.gpus_per_node": Ranks,
+    "grpo": dict,
+    "grpo.num_prompts_per_step": Count,
+    "grpo.num_generations_per_prompt": Count,
+    "grpo.max_num_steps": Count,
+    "grpo.max_num_epochs": Count,
+    "grpo.async_grpo": dict | None,
+    "grpo.async_grpo.enabled": bool | None,
+    "loss_fn": dict,
+    "data": dict,
+    "data.default": dict | None,
+    "logger": dict,
+    "checkpointing": dict,
+    "checkpointing.checkpoint_must_save_by": Duration | None,
+    "policy": dict,
+    **{block: dict | None for block in COPIED if "." in block},
+    "policy.model_name": str | None,
+    "policy.tokenizer": dict,
+    "policy.generation": dict,
+    "policy.train_global_batch_size": Count,
+    "policy.train_micro_batch_size": Count,
+    "policy.max_total_sequence_length": Count,
+    "policy.logprob_chunk_size": Count | None,
+    "policy.sequence_packing.enabled": bool | None,
+    "policy.sequence_packing.train_mb_tokens": Count,
+    "policy.dynamic_batching.enabled": bool | None,
+    "policy.dynamic_batching.train_mb_tokens": Count,
+    "policy.dynamic_batching.sequence_length_round": Count,
+    "policy.megatron_cfg.enabled": bool | None,
+    "policy.megatron_cfg.tensor_model_parallel_size": Ranks,
+    "policy.megatron_cfg.pipeline_model_parallel_size": Ranks,
+    "policy.megatron_cfg.context_parallel_size": Ranks | None,
+    "policy.megatron_cfg.expert_model_parallel_size": Ranks | None,
+    "policy.megatron_cfg.expert_tensor_parallel_size": Ranks | None,
+    "policy.megatron_cfg.num_layers_in_first_pipeline_stage": Layers | None,
+    "policy.megatron_cfg.num_layers_in_last_pipeline_stage": Layers | None,
+    "policy.megatron_cfg.sequence_parallel": bool | None,
+    "policy.megatron_cfg.activation_checkpointing": bool | None,
+    "policy.megatron_cfg.use_fused_linear_logprobs": bool | None,
+    "policy.megatron_cfg.fused_linear_logprobs_chunk_size": Count | None,
+    "policy.megatron_cfg.env_vars": dict | None,
+    "policy.megatron_cfg.fp8_cfg": dict | None,
+    "policy.megatron_cfg.fp8_cfg.enabled": bool | None,
+    "policy.megatron_cfg.distributed_data_parallel_config": dict | None,
+    "policy.megatron_cfg.optimizer": dict,
+    "policy.megatron_cfg.optimizer.optimizer_cpu_offload": bool | None,
+    "policy.megatron_cfg.optimizer.optimizer_offload_fraction": Fraction | None,
+    "policy.megatron_cfg.scheduler": dict,
+    "policy.generation.stop_token_ids": list[int] | None,
+    "policy.generation.stop_strings": list[str] | None,
+    "policy.generation.colocated": dict | None,
+    "policy.generation.colocated.enabled": bool | None,
+    "policy.generation.colocated.resources": dict | None,
+    "policy.generation.colocated.resources.num_nodes": Ranks | None,
+    "policy.generation.colocated.resources.gpus_per_node": Ranks | None,
+    "policy.generation.vllm_cfg": dict | None,
+    "policy.generation.vllm_cfg.tensor_parallel_size": Ranks,
+    "policy.generation.vllm_cfg.pipeline_parallel_size": Ranks | None,
+    "policy.generation.vllm_cfg.expert_parallel_size": Ranks | None,
+    "policy.generation.vllm_cfg.gpu_memory_utilization": Share,
+    "policy.generation.vllm_cfg.max_model_len": Count | None,
+    "policy.generation.vllm_kwargs": dict | None,
+    "policy.generation.vllm_kwargs.kv_cache_memory_bytes": Bytes | None,
+    "policy.make_sequence_length_divisible_by": Count | None,  # mostly made of those above
+}
+
+
+def check_values(values: dict[str, Any]) -> None:
+    """Raise UserError, naming the key, for the first value of another type; a number in quotes becomes a number."""
+    for key, hint in TYPES.items():
+        path, _, name = key.rpartition(".")
+        block = at(values, path, None) if path else values
+        if not isinstance(block, dict):
+            continue
+        if block.get(name) is not None:
+            block[name] = typed(block[name], hint, f"{key}.")
+        elif type(None) not in getattr(hint, "__args__", ()) and block.get("enabled") is not False:
+            require(values, key)
+
+
+def require(values: Mapping[str, Any], key: str) -> None:
+    if at(values, key, None) is None:
+        raise UserError(f"{key} is missing or null; set it in the recipe")
