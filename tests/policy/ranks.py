@@ -3,7 +3,7 @@
 import os
 import socket
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from typing import Any
 
@@ -34,6 +34,9 @@ class Ranks:
 
     def run(self, function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> list[Any]:
         futures = [p.submit(function, *args) for p, args in zip(self.processes, arguments, strict=True)]
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)  # the others may wait for the one that raised
+        for future in done:
+            future.result()
         return [future.result() for future in futures]
 
     def setup(self, cfg: Config) -> list[Any]:
@@ -51,7 +54,8 @@ class Ranks:
 
     def close(self) -> None:
         for process in self.processes:
-            process.submit(os._exit, 0)  # an orderly end takes seconds
+            for worker in list(process._processes.values()):  # an orderly end takes seconds, or waits for another rank
+                worker.kill()
             process.shutdown()
 
 

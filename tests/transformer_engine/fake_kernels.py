@@ -111,7 +111,7 @@ class FakeKernels(ModuleType):
         product = (left.t() if transb else left) @ (right.t() if transa else right)
         product = product.to(TORCH_DTYPES[out_dtype])
         if not transb:
-            product = product.view(*b.shape[:-1], -1)
+            product = product.view(*b.shape[:-1], product.size(-1))
         if bias is not None:
             product = product + bias
         if out is not None:
