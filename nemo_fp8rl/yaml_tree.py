@@ -5,6 +5,7 @@ last. A top-level block that says `_override_: true` replaces its parents' inste
 OmegaConf 2.3, which NeMo RL has, and 2.4.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,6 +61,14 @@ def read_with_parents(path: Path, children: tuple[Path, ...] = ()) -> Any:
     for parent in _take_parents(path, own):
         merged = _merge(path, merged, read_with_parents(parent, (*children, path.resolve())))
     return _merge(path, merged, own)
+
+
+def quoted(value: Any) -> str:
+    """JSON in the part of it that YAML reads alike: ASCII, other characters as \\u or \\U and not in two halves."""
+    text = json.dumps(value, ensure_ascii=False)
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise UserError(f"{value!r} holds bytes that are not text; give it another name")
+    return "".join(c if " " <= c <= "~" else f"\\u{ord(c):04x}" if c <= "\uffff" else f"\\U{ord(c):08x}" for c in text)
 
 
 def read_override(override: str) -> Any:

@@ -5,16 +5,15 @@ count in this order, the later one wins: the recipe, `overrides`, those of `leng
 """
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.errors import UserError, one_line
+from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.typed_tree import check_keys, typed
-from nemo_fp8rl.yaml_tree import read_with_parents, register_resolvers
+from nemo_fp8rl.yaml_tree import quoted, read_with_parents, refusing, register_resolvers
 
 OURS = ("grpo.seed", "logger.log_dir")
 """Keys that the comparison itself gives to each run."""
@@ -74,16 +73,13 @@ class Comparison:
 def load_comparison(path: Path) -> Comparison:
     """Raises UserError for anything wrong in the file; recipes are read and checked when runs are planned."""
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
     register_resolvers()
     tree = read_with_parents(path)
-    try:
+    with refusing(str(path)):
         given = OmegaConf.to_container(tree)
         check_keys(given, Comparison)
         values = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        raise UserError(f"{path}: {one_line(error)}") from None
     comparison = typed(values, Comparison)
     _check(comparison)
     return _with_paths(comparison, path.parent)
@@ -124,18 +120,12 @@ def _with_paths(comparison: Comparison, folder: Path) -> Comparison:
 
 def as_words(overrides: Mapping[str, Any]) -> list[str]:
     """key=value, as the command line takes them."""
-    return [f"{key}={quoted(value)}" for key, value in overrides.items()]
+    return [f"{key}={_literal(value)}" for key, value in overrides.items()]
 
 
-def quoted(value: Any) -> str:
-    """JSON in the part of it that YAML reads alike: ASCII, other characters as \\u or \\U and not in two halves; and
-    each ${ so that OmegaConf takes it for text.
-    """
-    text = json.dumps(value, ensure_ascii=False)
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise UserError(f"{value!r} holds bytes that are not text; give it another name")
-    text = re.sub(r"((?:\\\\)*)\$\{", r"\1\1\\\\${", text)  # `\${` is `${`, and a backslash before it counts double
-    return "".join(c if " " <= c <= "~" else f"\\u{ord(c):04x}" if c <= "\uffff" else f"\\U{ord(c):08x}" for c in text)
+def _literal(value: Any) -> str:
+    """As YAML and then OmegaConf read it back: `\\${` is `${`, and a backslash before it counts double."""
+    return re.sub(r"((?:\\\\)*)\$\{", r"\1\1\\\\${", quoted(value))
 
 
 def check_overrides(comparison: Comparison, overrides: Sequence[str]) -> None:

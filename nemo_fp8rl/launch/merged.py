@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.yaml_tree import read_override, read_with_parents, register_resolvers
+from nemo_fp8rl.yaml_tree import read_with_parents, register_resolvers, with_override
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ def merge(recipe: Path, overrides: Sequence[str], of_nemo_rl: bool) -> Merged:
 
 
 def _tree(recipe: Path, overrides: Sequence[str], of_nemo_rl: bool) -> Any:
-    from omegaconf import OmegaConf
 
     from nemo_fp8rl.nemo_rl.overrides import apply_override
 
@@ -54,7 +53,7 @@ def _tree(recipe: Path, overrides: Sequence[str], of_nemo_rl: bool) -> Any:
         if of_nemo_rl:
             apply_override(tree, override)
         else:
-            tree = OmegaConf.merge(tree, read_override(override))
+            tree = with_override(tree, override)
     return tree
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.errors import UserError, one_line
+from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.launch.kubernetes_settings import KubernetesConfig
 from nemo_fp8rl.launch.limits import (
     OF_KUBERNETES,
@@ -18,7 +18,7 @@ from nemo_fp8rl.launch.limits import (
 )
 from nemo_fp8rl.launch.secret_variables import looks_secret
 from nemo_fp8rl.typed_tree import check_keys, typed
-from nemo_fp8rl.yaml_tree import read_override, read_with_parents, register_resolvers
+from nemo_fp8rl.yaml_tree import read_with_parents, refusing, register_resolvers, with_override
 
 PORTS = re.compile(r"(\d{1,5})-(\d{1,5})", re.ASCII)
 LEAST_PORTS = 10
@@ -116,16 +116,13 @@ class LaunchConfig:
 def read_settings(site: Path | None, changes: Sequence[str] = ()) -> LaunchConfig:
     """The site file with `key=value` changes. Raises UserError, naming the key, for what cannot be."""
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
     register_resolvers()
     tree: Any = OmegaConf.create() if site is None else read_with_parents(site)
-    try:
-        for change in changes:
-            tree = OmegaConf.merge(tree, read_override(change))
+    for change in changes:
+        tree = with_override(tree, change)
+    with refusing(str(site or "--set")):
         values: Any = OmegaConf.to_container(tree, resolve=True)
-    except (OmegaConfBaseException, TypeError, ValueError) as error:  # the last two where containers differ in kind
-        raise UserError(f"{site or '--set'} cannot be read: {one_line(error)}") from None
     check_keys(values, LaunchConfig)
     settings = typed(values, LaunchConfig)
     _check(settings)

@@ -1,6 +1,5 @@
 """The templates, filled in. Nothing goes into them unquoted."""
 
-import json
 import shlex
 from functools import cache
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import jinja2
 
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.yaml_tree import quoted
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -38,11 +37,3 @@ def _environment() -> jinja2.Environment:
 def _sh(value: Any) -> str:
     quoted = shlex.quote(str(value))
     return f"'{quoted}'" if "," in quoted and "'" not in quoted else quoted  # shellcheck takes a comma for a mistake
-
-
-def quoted(value: Any) -> str:
-    """JSON in the part of it that YAML reads alike: ASCII, other characters as \\u or \\U and not in two halves."""
-    text = json.dumps(value, ensure_ascii=False)
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise UserError(f"{value!r} holds bytes that are not text")
-    return "".join(c if " " <= c <= "~" else f"\\u{ord(c):04x}" if c <= "\uffff" else f"\\U{ord(c):08x}" for c in text)
