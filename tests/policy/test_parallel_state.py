@@ -16,6 +16,7 @@ from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.refit.digest import digest_of
 from nemo_fp8rl.refit.manifest import Sources, TensorPart, from_json, to_json
 from nemo_fp8rl.refit.message import Content
+from nemo_fp8rl.refit.plan import plan
 from nemo_fp8rl.refit.receive import IncomingLink, received
 from nemo_fp8rl.refit.transport.post import dial
 from nemo_fp8rl.refit.transport.shared_memory import domain
@@ -160,8 +161,8 @@ def test_resume_on_the_same_layout_is_bitwise(two, model, tmp_path, sizes, layou
 
 @pytest.mark.parametrize(
     ("sizes", "layout"),
-    [(DENSE, TP), (DENSE, SP), (TIED, PP), (DENSE, DP), (MOE, EP), (MOE, PP), (MOE, TP_EP)],
-    ids=["tp", "sp", "tied-pp", "dp", "moe-ep", "moe-pp", "moe-tp-ep"],
+    [(DENSE, TP), (DENSE, SP), (TIED, PP), (DENSE, DP), (DENSE, CP), (MOE, EP), (MOE, PP), (MOE, TP_EP), (MOE, CP_EP)],
+    ids=["tp", "sp", "tied-pp", "dp", "cp", "moe-ep", "moe-pp", "moe-tp-ep", "moe-cp-ep"],
 )
 def test_the_parts_of_a_refit_are_the_bytes_of_one_rank(two, model, sizes, layout):
     """Quantized where they live, put together: every byte and every scale as one rank makes them of all weights."""
@@ -171,8 +172,9 @@ def test_the_parts_of_a_refit_are_the_bytes_of_one_rank(two, model, sizes, layou
     held, domains = zip(*two.call("open_refit", "nearest", TOKEN), strict=True)
     sources = Sources([from_json(parts) for parts in held], domains)
     everything = {name: TensorPart.of(name, expected[name].dtype, shape) for name, shape in model.shapes.items()}
-    planned = sources.routes([list(everything.values())], 1 << 16, domains=[domain()])
-    addresses = two.on((0, 1), "offer", [(0, [to_json(to_sink)]) for (to_sink,) in planned])
+    planned, capacities = plan(sources, [list(everything.values())], 1 << 16, domains=[[domain()]])
+    offers = [(0, [to_json(to_sink)], sizes) for (to_sink,), sizes in zip(planned, capacities, strict=True)]
+    addresses = two.on((0, 1), "offer", offers)
     links = [
         IncomingLink(dial((host, port), TOKEN, name, 60.0), to_sink)
         for ((host, port, name),), (to_sink,) in zip(addresses, planned, strict=True)
