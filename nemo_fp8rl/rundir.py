@@ -39,7 +39,7 @@ from nemo_fp8rl.machine import machine
 from nemo_fp8rl.policy.base import Policy
 from nemo_fp8rl.recipe import to_yaml
 from nemo_fp8rl.step_log import Sample, StepLog, read
-from nemo_fp8rl.yaml_tree import flat
+from nemo_fp8rl.yaml_tree import flat, unreadable
 
 MAY_CHANGE = (
     "grpo.max_num_steps",
@@ -87,7 +87,7 @@ def begun(cfg: Config) -> dict[str, Any]:
         return flat(tree)
     except FileNotFoundError:
         return {}
-    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+    except unreadable() as error:
         raise UserError(f"--resume: {path}, the run's recipe, cannot be read: {one_line(error)}") from None
 
 

@@ -34,6 +34,14 @@ def register_resolvers() -> None:
         register(name, resolver, replace=True)
 
 
+def unreadable() -> tuple[type[Exception], ...]:
+    """What reading a damaged file may raise: PyYAML most of it, for a date that is none or too many brackets."""
+    import yaml
+
+    python = (OSError, ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError)
+    return (*python, yaml.YAMLError)
+
+
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
     """Turn what YAML and OmegaConf raise on a user's tree into a UserError that begins with `what`."""

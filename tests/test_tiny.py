@@ -1,11 +1,8 @@
 """make-tiny and demo where a folder has an odd name or cannot be written; whole ones are in nearly every other test."""
 
 import os
-import resource
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,24 +13,14 @@ from nemo_fp8rl import demo
 from nemo_fp8rl.cli import main
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.tiny import make_tiny
+from tests.test_rundir import files_end_at
 
 ODD = ("x #1", "a: b", "[x]", "{a", "${y}", "mm[/b]")
 
 
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """What is longer cannot be written: Python ignores the signal, and the write fails."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.mark.parametrize("size", [10, 1_000, 2_000, 100_000])  # config.json, tokenizer, weights
 def test_a_disk_that_does_not_take_it_leaves_nothing(tmp_path, size):
-    with files_of_at_most(size), pytest.raises(UserError, match=rf"{tmp_path}/new cannot be written \("):
+    with files_end_at(size), pytest.raises(UserError, match=rf"{tmp_path}/new cannot be written \("):
         make_tiny(tmp_path / "new", "add")
     assert list(tmp_path.iterdir()) == []
 

@@ -11,12 +11,10 @@ import yaml
 from nemo_fp8rl.algorithms.metric_names import is_measured
 from nemo_fp8rl.errors import UserError, one_line
 from nemo_fp8rl.step_log import Row, read
-from nemo_fp8rl.yaml_tree import flat
+from nemo_fp8rl.yaml_tree import flat, unreadable
 
 OF_ENVIRONMENT = {"machine": str, "python": str, "versions": dict, "choices": dict}
 """Keys of environment.json that a comparison shows."""
-DAMAGED = (OSError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, yaml.YAMLError)
-"""PyYAML raises most of them, for a date that is none, a number without digits, or too many brackets."""
 
 
 def read_metrics(folder: Path) -> list[Row]:
@@ -51,7 +49,7 @@ def _of_a_run(folder: Path, name: str) -> Iterator[Path]:
         yield path
     except UserError as error:
         raise UserError(f"{error}; or remove {folder}, and compare runs it anew") from None
-    except DAMAGED as error:
+    except unreadable() as error:
         raise UserError(
             f"{path} is not as a run leaves it ({one_line(error)}); remove {folder}, and compare runs it anew"
         ) from None

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from nemo_fp8rl.errors import UserError, one_line
-from nemo_fp8rl.launch.manifest_file import ERRORS, LOADER, documents
+from nemo_fp8rl.launch.manifest_file import LOADER, documents
 from nemo_fp8rl.launch.manifest_lint import lint
 from nemo_fp8rl.launch.manifest_parts import QUANTITY, Finding, key_path
+from nemo_fp8rl.yaml_tree import unreadable
 
 PLURAL = {"RayJob": "rayjobs", "RayCluster": "rayclusters", "RayService": "rayservices"}
 __all__ = ["Finding", "check_file", "lint", "schema_errors"]
@@ -79,7 +80,7 @@ def _validator(crds: Path, plural: str, version: str) -> Any:
         raise UserError(f"there is no {path}; copy it from ray-operator/config/crd/bases of KubeRay") from None
     except UserError:
         raise
-    except ERRORS:
+    except unreadable():
         raise UserError(f"{path} is no custom resource definition of KubeRay; copy it from there again") from None
     return Draft202012Validator(schema, registry=Registry())  # which fetches nothing that a schema names
 

@@ -10,13 +10,13 @@ from typing import Any
 import yaml
 
 from nemo_fp8rl.errors import UserError, one_line
+from nemo_fp8rl.yaml_tree import unreadable
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 DEEPEST = 100
 """KubeRay's schema goes 36 deep."""
 LARGEST = 2**63 - 1
 """Of Kubernetes' integers."""
-ERRORS = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 class Strict(yaml.SafeLoader):
@@ -37,7 +37,7 @@ class Strict(yaml.SafeLoader):
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except ERRORS as error:
+        except unreadable() as error:
             if not isinstance(node, yaml.ScalarNode) or isinstance(error, yaml.YAMLError):
                 raise
             problem = f"{node.value[:40]!r} cannot be read as {node.tag.rpartition(':')[2]}"
@@ -61,7 +61,7 @@ def documents(path: Path, loader: Any = Strict) -> list[Any]:
         return list(yaml.load_all(text, loader))
     except FileNotFoundError:
         raise
-    except (OSError, *ERRORS) as error:
+    except unreadable() as error:
         raise UserError(f"{path} cannot be read as YAML: {one_line(error)[:300]}") from None
 
 

@@ -15,7 +15,7 @@ from nemo_fp8rl.algorithms.metric_names import is_measured
 from nemo_fp8rl.algorithms.weight_bins import Bin, is_bin
 from nemo_fp8rl.errors import UserError, one_line
 from nemo_fp8rl.step_log import Row, Sample, read
-from nemo_fp8rl.yaml_tree import flat
+from nemo_fp8rl.yaml_tree import flat, unreadable
 
 FILES = {
     "config.yaml": "the recipe",
@@ -24,8 +24,6 @@ FILES = {
     "histograms.jsonl": "importance weights",
     "samples.jsonl": "answers",
 }
-UNREADABLE = (OSError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, yaml.YAMLError)
-"""PyYAML raises most of them, for a date that is none, a number without digits, or too many brackets."""
 MOST = 2**53
 """Steps or tokens: a float holds as many exactly."""
 HIGHEST_LOGPROB = 0.1
@@ -101,7 +99,7 @@ def _parsed(path: Path, parse: Any) -> dict[str, Any]:
         tree = parse(path.read_text())
         leaves = flat(tree) if isinstance(tree, dict) else None
         str(leaves)  # what is nested too deeply ends here, and not in the page
-    except UNREADABLE as error:
+    except unreadable() as error:
         raise UserError(f"{path} cannot be read: {one_line(error)}") from None
     if leaves is None:
         raise UserError(f"{path} holds no keys with values; is it a run's?")
