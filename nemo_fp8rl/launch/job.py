@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.launch.limits import SIZES, whole
 from nemo_fp8rl.launch.settings import LaunchConfig
 from nemo_fp8rl.nemo_rl import recipe as nemo_rl
 from nemo_fp8rl.nemo_rl.gpus import is_colocated
+from nemo_fp8rl.nemo_rl.keys import at
 from nemo_fp8rl.recipe import load
 
 LONGEST_NAME = 38
@@ -107,30 +107,12 @@ def _read(recipe: Path, overrides: Sequence[str]) -> tuple[dict[str, Any] | None
     """
     if nemo_rl.is_for_nemo_rl(recipe):
         values = nemo_rl.load(recipe, overrides).values
-        block(values, "policy.generation.colocated")
-        return values, is_colocated(block(values, "policy.generation"))
+        return values, is_colocated(values["policy"]["generation"])
     return None, load(recipe, overrides).policy.generation.colocated.enabled
 
 
 def _sizes(values: Mapping[str, Any]) -> dict[str, int]:
-    """Scripts and manifests are made of these, so they are numbers indeed. Raises UserError."""
-    sizes = {"nodes": _size(values, "nodes"), "generation_nodes": 0, "gpus_per_node": _size(values, "gpus_per_node")}
-    if not is_colocated(block(values, "policy.generation")) and sizes["nodes"] > 1:  # on one both have a part of it
-        resources = block(values, "policy.generation.colocated.resources")
-        sizes["generation_nodes"] = _size(values, "generation_nodes") if resources.get("num_nodes") else 1
+    sizes = {"generation_nodes": 0} | {key: at(values, SAID_BY[key], None) for key in ("nodes", "gpus_per_node")}
+    if not is_colocated(values["policy"]["generation"]) and sizes["nodes"] > 1:  # on one both have a part of it
+        sizes["generation_nodes"] = at(values, SAID_BY["generation_nodes"], None) or 1
     return sizes
-
-
-def _size(values: Mapping[str, Any], key: str) -> int:
-    where, _, name = SAID_BY[key].rpartition(".")
-    return whole(block(values, where).get(name), SAID_BY[key], *SIZES[key])
-
-
-def block(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The block of a dotted key, empty where there is none. Raises UserError where something else stands there."""
-    found: Any = values
-    for part in key.split("."):
-        found = found.get(part) or {}
-        if not isinstance(found, Mapping):
-            raise UserError(f"{key} must be a block of keys, but its {part} is one value")
-    return found

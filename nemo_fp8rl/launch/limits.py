@@ -40,13 +40,6 @@ def check_limits(block: Any, limits: Mapping[str, tuple[int, int]], prefix: str 
             raise UserError(f"{prefix}{key}={_shown(number)} must be at least {least} and at most {most}")
 
 
-def whole(value: Any, key: str, least: int, most: int) -> int:
-    """A number of a recipe, as it stands there. Raises UserError, naming the key, for anything but such a number."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise UserError(f"{key}={_shown(value)} must be a whole number, at least {least} and at most {most}")
-    return value
-
-
 def _shown(value: Any) -> str:
     """On one line. Python writes no integer of more than 4300 digits."""
     if isinstance(value, int) and value.bit_length() > 200:

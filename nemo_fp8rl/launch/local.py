@@ -1,5 +1,6 @@
 """One machine: the driver in this terminal, on the GPUs that are here."""
 
+import math
 import os
 import subprocess
 import sys
@@ -7,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.launch.job import Job, block
-from nemo_fp8rl.launch.limits import MOST, whole
+from nemo_fp8rl.launch.job import Job
 from nemo_fp8rl.launch.settings import LaunchConfig
 from nemo_fp8rl.launch.template import fill
+from nemo_fp8rl.nemo_rl.keys import at
 
 SAY_HOW_MANY = "mend the driver, or say how many GPUs to use: --set gpus_per_node=N, 0 for a run on the CPU"
 
@@ -64,15 +65,12 @@ def choose(values: Mapping[str, Any], gpus: int) -> tuple[tuple[str, ...], str]:
     ranks = max(gpus, 1)
     one = ("cluster.num_nodes=1",)
     colocated = "++policy.generation.colocated.enabled="
-    if not block(values, "grpo.async_grpo").get("enabled"):
+    if not at(values, "grpo.async_grpo.enabled", False):
         return (*one, f"cluster.gpus_per_node={ranks}", f"{colocated}true"), f"trainer and engines share {ranks}"
     ranks = gpus or 2
-    trainer = "policy.megatron_cfg"
-    model = _parallel(values, trainer, "tensor_model_parallel_size")
-    model *= _parallel(values, trainer, "pipeline_model_parallel_size")
-    if block(values, trainer).get("context_parallel_size") is not None:
-        model *= _parallel(values, trainer, "context_parallel_size")
-    engine = _parallel(values, "policy.generation.vllm_cfg", "tensor_parallel_size")
+    axes = (f"policy.megatron_cfg.{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context"))
+    model = math.prod(at(values, key, None) or 1 for key in axes)
+    engine = at(values, "policy.generation.vllm_cfg.tensor_parallel_size", 1)
     fits = [n for n in range(engine, ranks, engine) if (ranks - n) % model == 0]
     if not fits:
         raise UserError(
@@ -83,7 +81,3 @@ def choose(values: Mapping[str, Any], gpus: int) -> tuple[tuple[str, ...], str]:
     resources = "++policy.generation.colocated.resources"
     split = (f"{colocated}false", f"{resources}.gpus_per_node={alone}", f"{resources}.num_nodes=null")
     return (*one, f"cluster.gpus_per_node={ranks}", *split), f"{ranks - alone} to train and {alone} for engines"
-
-
-def _parallel(values: Mapping[str, Any], where: str, key: str) -> int:
-    return whole(block(values, where).get(key), f"{where}.{key}", 1, MOST)

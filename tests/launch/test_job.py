@@ -3,8 +3,6 @@
 import pytest
 
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.launch import job as of_recipe
-from nemo_fp8rl.launch import slurm
 from nemo_fp8rl.launch.job import plan
 from nemo_fp8rl.launch.settings import read_settings
 from tests.conftest import COLOCATED, RECIPES
@@ -55,44 +53,3 @@ def test_defaults_come_before_the_overrides_of_the_user():
 def test_what_cannot_be_is_said_before_anything_is_submitted(overrides, changes, message):
     with pytest.raises(UserError, match=message):
         plan(TINY, overrides, read_settings(None, changes))
-
-
-def sizes(cluster, colocated=None):
-    """Of a recipe of NeMo RL's."""
-    return {"cluster": cluster, "policy": {"generation": {"colocated": colocated}}}
-
-
-APART = {"enabled": False}
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            sizes({"num_nodes": 1, "gpus_per_node": "8|/tmp/evil"}),
-            r"cluster.gpus_per_node='8\|/tmp/evil' must be a whole",
-        ),
-        (sizes({"num_nodes": 1, "gpus_per_node": "8"}), "cluster.gpus_per_node='8' must be a whole number"),
-        (sizes({"num_nodes": 1, "gpus_per_node": -1}), "cluster.gpus_per_node=-1 must be .* at least 0"),
-        (sizes({"num_nodes": 1, "gpus_per_node": True}), "cluster.gpus_per_node=True"),
-        (sizes({"num_nodes": 1, "gpus_per_node": 1 << 20000}), "cluster.gpus_per_node=a number of more than 60 digits"),
-        (sizes({"num_nodes": 0, "gpus_per_node": 8}), "cluster.num_nodes=0 must be .* at least 1"),
-        (sizes({"num_nodes": "2\n#SBATCH --wrap=x", "gpus_per_node": 8}), r"cluster.num_nodes='2\\n#SBATCH"),
-        (sizes({"gpus_per_node": 8}), "cluster.num_nodes=None must be"),
-        (sizes("x"), "cluster must be a block of keys, but its cluster is one value"),
-        (sizes({"num_nodes": 2, "gpus_per_node": 8}, {**APART, "resources": {"num_nodes": "1|x"}}), r"='1\|x' must be"),
-        (sizes({"num_nodes": 2, "gpus_per_node": 8}, {**APART, "resources": "x"}), "resources must be a block of keys"),
-        (
-            sizes({"num_nodes": 2, "gpus_per_node": 8}, "x"),
-            "colocated must be a block of keys|its colocated is one value",
-        ),
-    ],
-)
-def test_sizes_of_a_recipe_that_are_no_numbers_are_refused(values, message, monkeypatch):
-    """What a script was made of: bash ran what stood behind the first |."""
-    loaded = type("Recipe", (), {"values": values})
-    monkeypatch.setattr(of_recipe.nemo_rl, "is_for_nemo_rl", lambda _: True)
-    monkeypatch.setattr(of_recipe.nemo_rl, "load", lambda *_: loaded)
-    with pytest.raises(UserError, match=message) as caught:
-        slurm.render(plan(TINY, [], read_settings(None)), read_settings(None))
-    assert "\n" not in str(caught.value)

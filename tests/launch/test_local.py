@@ -45,14 +45,6 @@ def test_where_they_cannot_be_divided_it_says_so(gpus, trainer, engine):
         choose(values(True, trainer, engine), gpus)
 
 
-@pytest.mark.parametrize("size", ["2|x", None, 0, True])
-def test_a_parallel_size_that_is_no_number_is_named(size):
-    with pytest.raises(
-        UserError, match=r"policy\.generation\.vllm_cfg\.tensor_parallel_size=.* must be a whole number"
-    ):
-        choose(values(True, 1, size), 8)
-
-
 def test_gpus_are_those_that_are_shown(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,5")
     assert visible_gpus() == 3

@@ -31,6 +31,7 @@ def path(checkout, tmp_path) -> Path:
         ("~cluster", "cluster"),
         ("~policy.generation", "policy.generation"),
         ("policy.train_global_batch_size=0", "policy.train_global_batch_size"),
+        ("cluster.gpus_per_node='8|/tmp/evil'", "cluster.gpus_per_node"),  # bash ran what stood behind the |
     ],
 )
 def test_every_command_says_it_in_one_line(path, capsys, command, override, key):
@@ -45,6 +46,10 @@ def test_every_command_says_it_in_one_line(path, capsys, command, override, key)
         "~loss_fn",
         "policy.tokenizer=null",
         "cluster.num_nodes=null",
+        "cluster.num_nodes='2\n#SBATCH --wrap=x'",
+        "cluster.gpus_per_node=-1",
+        "++policy.generation.colocated.resources.num_nodes='1|x'",
+        "policy.generation.vllm_cfg.tensor_parallel_size='2|x'",
         "grpo.num_prompts_per_step=null",
         "++grpo.max_num_steps=null",
         "policy.megatron_cfg.tensor_model_parallel_size=0",

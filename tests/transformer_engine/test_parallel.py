@@ -2,14 +2,18 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
+import torch
 
+from nemo_fp8rl.batch import TrainBatch
 from nemo_fp8rl.policy.cpu import megatron_on_cpu
 from nemo_fp8rl.policy.groups import join
 from nemo_fp8rl.tiny import write_model
 from tests.policy.ranks import Ranks, logprobs_and_norm
-from tests.transformer_engine.fake_kernels import fake_hopper, install
+from tests.policy.test_routing_replay import random_routes
+from tests.transformer_engine.fake_kernels import FakeKernels, fake_hopper, install
 from tests.transformer_engine.test_worker import batch
 
 pytestmark = pytest.mark.transformer_engine
@@ -40,6 +44,10 @@ def _pose_as_gpu(rank: int, rendezvous: tuple[str, int]) -> None:
     fakes.enter_context(fake_hopper())
 
 
+def _fp8_gathers() -> int:
+    return FakeKernels.fp8_gathers
+
+
 TP = ("tensor_model_parallel_size=2",)
 SP = (*TP, "sequence_parallel=true")
 PP = ("pipeline_model_parallel_size=2",)
@@ -49,27 +57,61 @@ QWEN2 = {"family": "qwen2", "num_key_value_heads": 2}
 QWEN3, MOE = {"family": "qwen3"}, {"family": "qwen3_moe"}
 
 
+@pytest.fixture
+def assert_alike(recipe, tmp_path, emulated, gpus):
+    """Two ranks of each kind, with a model of these sizes and these keys, say the same of a batch."""
+
+    def check(batch: TrainBatch, sizes: dict[str, Any], layout: tuple[str, ...], packed: str = "false") -> None:
+        write_model(tmp_path / "model", seed=3, **sizes)
+        cfg = recipe(
+            f"policy.model_name={tmp_path}/model",
+            "nemo_fp8rl.flow=fp8_e2e",
+            "nemo_fp8rl.align=none",
+            f"policy.sequence_packing.enabled={packed}",
+            "policy.train_micro_batch_size=2",
+            "policy.logprob_batch_size=2",
+            "policy.max_total_sequence_length=160",
+            "cluster.backend=ray",
+            "cluster.train_ranks=2",
+            *(f"policy.megatron_cfg.{key}" for key in layout),
+        )
+        expected, expected_norm = logprobs_and_norm(emulated, cfg, batch)
+        logprobs, norm = logprobs_and_norm(gpus, cfg, batch)
+        assert (logprobs - expected)[batch["token_mask"].bool()].abs().max() == 0
+        assert norm == pytest.approx(expected_norm, rel=1e-5)
+
+    return check
+
+
 @pytest.mark.parametrize("packed", ["true", "false"])
 @pytest.mark.parametrize(
     ("sizes", "layout"),
     [(QWEN3, ()), (QWEN2, TP), (QWEN3, SP), (QWEN3, PP), (QWEN3, CP), (MOE, SP), (MOE, EP), (MOE, PP), (MOE, CP)],
     ids=["qwen3-dp", "qwen2-tp", "qwen3-sp", "qwen3-pp", "qwen3-cp", "moe-sp", "moe-ep", "moe-pp", "moe-cp"],
 )
-def test_two_ranks_say_what_two_emulated_ones_say(recipe, tmp_path, emulated, gpus, sizes, layout, packed):
-    write_model(tmp_path / "model", seed=3, **sizes)
-    cfg = recipe(
-        f"policy.model_name={tmp_path}/model",
-        "nemo_fp8rl.flow=fp8_e2e",
-        "nemo_fp8rl.align=none",
-        f"policy.sequence_packing.enabled={packed}",
-        "policy.train_micro_batch_size=2",
-        "policy.logprob_batch_size=2",
-        "cluster.backend=ray",
-        "cluster.train_ranks=2",
-        *(f"policy.megatron_cfg.{key}" for key in layout),
+def test_two_ranks_say_what_two_emulated_ones_say(assert_alike, sizes, layout, packed):
+    assert_alike(batch(0), sizes, layout, packed)
+
+
+@pytest.mark.parametrize("sizes", [QWEN3, QWEN2, MOE], ids=["qwen3", "qwen2", "moe"])
+def test_ranks_with_whole_blocks_of_tokens_gather_them_in_fp8(assert_alike, gpus, sizes):
+    """Where a rank has a multiple of 128 tokens, Transformer Engine quantizes before it gathers, and not after."""
+    tokens = 129  # of which the model gets 128, two sequences a microbatch
+    ids = torch.randint(2, 60, (4, tokens), generator=torch.Generator().manual_seed(5))
+    lengths = torch.tensor([tokens, 90, 128, tokens])
+    whole = TrainBatch(
+        input_ids=ids,
+        input_lengths=lengths,
+        token_mask=(torch.arange(tokens) < lengths[:, None]).float(),
+        sample_mask=torch.ones(4),
     )
-    expected, expected_norm = logprobs_and_norm(emulated, cfg, batch(0))
-    logprobs, norm = logprobs_and_norm(gpus, cfg, batch(0))
-    real = batch(0)["token_mask"].bool()
-    assert (logprobs - expected)[real].abs().max() == 0
-    assert norm == pytest.approx(expected_norm, rel=1e-5)
+    before = gpus.run(_fp8_gathers, [()] * 2)
+    assert_alike(whole, sizes, SP)
+    assert all(now > then for now, then in zip(gpus.run(_fp8_gathers, [()] * 2), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    "layout", [EP, SP, CP, (*PP, "activation_checkpointing=true")], ids=["ep", "sp", "cp", "pp-recomputed"]
+)
+def test_routers_of_two_ranks_replay_alike(assert_alike, layout):
+    assert_alike(batch(0) | {"routed_experts": random_routes(4, 4, 33)}, MOE, layout)
