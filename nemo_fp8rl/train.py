@@ -152,6 +152,8 @@ def train_step(parts: Parts, loss: GrpoLoss, step: int, prompts_of_round: Prompt
     """One round of the loop."""
     cfg, clock = parts.cfg, Stopwatch()
     begin, faults = time.perf_counter(), parts.generation.metrics()
+    offload = cfg.policy.megatron_cfg.offload_between_phases
+    memory = {"memory/offloaded_bytes": parts.policy.offload_after_refit()} if offload else {}
     rollout = collect(cfg, parts.generation, parts.tokenizer, parts.sampling, clock, step, prompts_of_round)
     parts.generation.finish_generation()
     completions = rollout.completions
@@ -180,7 +182,6 @@ def train_step(parts: Parts, loss: GrpoLoss, step: int, prompts_of_round: Prompt
 
     trained: dict[str, float] = {}
     notes = [f"step {step}: {verdict.message}" for verdict in verdicts]
-    offload = cfg.policy.megatron_cfg.offload_between_phases
     with clock("train"):
         if offload:
             parts.policy.prepare_for_training()
@@ -193,9 +194,10 @@ def train_step(parts: Parts, loss: GrpoLoss, step: int, prompts_of_round: Prompt
     if cfg.fp8_kv_cache:
         with clock("kv_calibration"):
             parts.policy.calibrate_kv(batch)
+    if offload:
+        parts.policy.offload_before_refit()
     parts.generation.prepare_for_generation()
     refit = parts.bridge.refit()
-    memory = {"memory/offloaded_bytes": parts.policy.offload_after_refit()} if offload else {}
 
     train_metrics = trained | mismatch | seen.by_position() | corrected | routes_known(batch)
     train_metrics |= {
@@ -268,11 +270,13 @@ def validate(parts: Parts) -> dict[str, float]:
     sampling = replace(
         parts.sampling, num_generations=1, temperature=parts.cfg.policy.generation.val_temperature, logprobs=False
     )
+    error = parts.policy.weight_error() if parts.cfg.nemo_fp8rl.engine_fp8 else {}
+    if parts.cfg.policy.megatron_cfg.offload_between_phases:
+        parts.policy.offload_after_refit()
     with clock("validation"):
         seeds = [sample_seed(parts.cfg.grpo.seed, 0, position) for position in range(len(prompts))]
         groups = parts.generation.generate([p.token_ids for p in prompts], seeds, sampling)
         rewards = score(parts.cfg, parts.tokenizer, prompts, [group[0] for group in groups])
-    error = parts.policy.weight_error() if parts.cfg.nemo_fp8rl.engine_fp8 else {}
     return {"validation/accuracy": float(rewards.mean())} | error | clock.metrics()
 
 

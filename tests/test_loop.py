@@ -8,6 +8,8 @@ import torch
 
 from nemo_fp8rl.batch import Prompt
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.generation.vllm import VllmGeneration
+from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.rollout import further_prompts
 from nemo_fp8rl.train import train
@@ -85,6 +87,34 @@ def test_the_reference_policy_holds_the_trainer_back(run):
     )
     assert first["train/kl_penalty"] == 0
     assert second["train/kl_penalty"] > 1e-4
+
+
+def test_each_side_has_given_its_memory_back_before_the_other_takes_its_own(run, monkeypatch):
+    calls = []
+
+    def spy(of: type, method: str) -> None:
+        real = getattr(of, method)
+
+        def called(self, *arguments, **options):
+            calls.append(method)
+            return real(self, *arguments, **options)
+
+        monkeypatch.setattr(of, method, called)
+
+    for method in ("prepare_for_training", "offload_before_refit", "offload_after_refit"):
+        spy(MegatronPolicy, method)
+    for method in ("generate", "finish_generation", "prepare_for_generation"):
+        spy(VllmGeneration, method)
+    one, two = run(
+        "policy.generation.vllm_cfg.sleep_level=1",
+        "policy.megatron_cfg.offload_between_phases=true",
+        "grpo.val_period=2",
+    )
+    generates, steps = ["offload_after_refit", "generate"], ["prepare_for_training", "offload_before_refit"]
+    step = [*generates, "finish_generation", *steps, "prepare_for_generation"]
+    begins = ["offload_after_refit", "finish_generation", "prepare_for_generation"]  # before and after engines start
+    assert calls == [*begins, *step, *step, *generates]  # which validates
+    assert one["memory/offloaded_bytes"] == two["memory/offloaded_bytes"] > 0
 
 
 def test_dynamic_sampling_asks_until_the_step_is_full(run):

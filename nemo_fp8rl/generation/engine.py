@@ -57,7 +57,7 @@ class VllmEngine:
 
         compat.survive_scan_of_llvmlite()
         self.policy_version = self.loaded_version = -1 if load_format == "dummy" else 0
-        self.sleep_level = 0
+        self.sleep_level, self.cache_sleeps = 0, False
         vllm_cfg = cfg.policy.generation.vllm_cfg
         self.max_model_len = vllm_cfg.max_model_len
         arguments = engine_arguments(cfg, load_format)
@@ -97,6 +97,7 @@ class VllmEngine:
             raise RefitError("this engine has not received weights that were committed: refit before generating")
         if self.sleep_level:
             raise RuntimeError("this engine sleeps: prepare_for_generation first")
+        self._wake_cache()
         fitting = [i for i, prompt in enumerate(prompts) if len(prompt) < self.max_model_len]
         requests = [Request(prompts[i], self._sampling_params(sampling, len(prompts[i]), seeds[i])) for i in fitting]
         outputs: Iterable[tuple[int, Any]] = ((fitting[at], output) for at, output in self.core.stream(requests))
@@ -162,6 +163,7 @@ class VllmEngine:
         """Give memory back: 1 the KV cache, 2 the weights too, so that a refit must follow. Returns bytes freed."""
         if sleep_level and not self.core.reset_prefix_cache():
             raise RuntimeError("the engine cannot sleep: answers are still being generated")
+        self._wake_cache()  # all falls asleep together
         freed = sum(self.core.rpc("nemo_fp8rl_sleep", sleep_level))
         self.sleep_level = max(self.sleep_level, sleep_level)
         if self.sleep_level == 2:
@@ -169,9 +171,16 @@ class VllmEngine:
         return freed
 
     def prepare_for_generation(self) -> None:
-        """Take the memory again; after `finish_generation(2)` its content comes with the next refit."""
-        self.core.rpc("nemo_fp8rl_wake")
-        self.sleep_level = 0
+        """Take the weights' memory again; after `finish_generation(2)` its content comes with the next refit. The KV
+        cache's is taken when an answer is asked for, so that a refit has the room.
+        """
+        self.core.rpc("nemo_fp8rl_wake", "weights")
+        self.cache_sleeps, self.sleep_level = self.cache_sleeps or self.sleep_level > 0, 0
+
+    def _wake_cache(self) -> None:
+        if self.cache_sleeps:
+            self.core.rpc("nemo_fp8rl_wake", "kv_cache")
+            self.cache_sleeps = False
 
     def kernels(self) -> set[str]:
         """What multiplies its FP8 layers, and vLLM's attention backend."""

@@ -5,9 +5,9 @@ What crosses vLLM's process borders is bytes, numbers and texts: errors come bac
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save
@@ -27,6 +27,9 @@ from nemo_fp8rl.refit.receive import IncomingLink
 from nemo_fp8rl.refit.transport.post import dial
 from nemo_fp8rl.refit.transport.shared_memory import domain
 
+Tag = Literal["weights", "kv_cache"]
+"""vLLM's names of what sleeps."""
+
 
 class RefitWorkerExtension:
     """Methods that vLLM mixes into its worker, whose own are declared here: `model_runner` to `wake_up`."""
@@ -35,12 +38,16 @@ class RefitWorkerExtension:
     vllm_config: Any
     rank: int
     sleep: Callable[[int], None]
-    wake_up: Callable[[], None]
+    wake_up: Callable[[list[str]], None]
     routes: RouteRecorder
     refit_links: Sequence[IncomingLink] = ()
-    asleep: list[tuple[Any, int]] = []  # noqa: RUF012, replaced and never changed
-    kv_scales: list[tuple[Any, tuple[Tensor, Tensor]]] | None = None
-    """Of a sleep on a GPU, None while awake: attention layers with the scales of their FP8 caches, if they have any."""
+    kv_scales: list[tuple[Any, tuple[Tensor, Tensor]]] = []  # noqa: RUF012, replaced and never changed
+    """Of an engine asleep on a GPU: attention layers with the scales of their FP8 caches, if they have any."""
+
+    @cached_property
+    def asleep(self) -> dict[Tag, list[tuple[Any, int]]]:
+        """On a CPU storages with their sizes; on a GPU the tags alone, of which vLLM knows what they are."""
+        return {}
 
     @cached_property
     def weight_store(self) -> WeightStore:
@@ -114,39 +121,47 @@ class RefitWorkerExtension:
         """
         if current_platform.is_cuda():
             return self._sleep_on_gpu(level)
-        storages = [cache.untyped_storage() for cache in self.model_runner.kv_caches] if level else []
-        copies = 0
+        freed = self._free("kv_cache", self.model_runner.kv_caches) if level else 0
         if level == 2:
-            storages += [parameter.untyped_storage() for parameter in self.model_runner.get_model().parameters()]
-            copies = self.weight_store.forget_copies()
-        freed = {storage.data_ptr(): (storage, storage.nbytes()) for storage in storages if storage.nbytes()}
-        for storage, _ in freed.values():
-            storage.resize_(0)
-        self.asleep = [*self.asleep, *freed.values()]
-        return copies + sum(nbytes for _, nbytes in freed.values())
+            freed += self._free("weights", self.model_runner.get_model().parameters())
+            freed += self.weight_store.forget_copies()
+        return freed
 
-    def nemo_fp8rl_wake(self) -> None:
-        """Give what `nemo_fp8rl_sleep` freed its memory again, on a CPU filled with zeros."""
-        if self.kv_scales is not None:
+    def _free(self, tag: Tag, tensors: Iterable[Tensor]) -> int:
+        storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+        freed = [(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
+        for storage, _ in freed:
+            storage.resize_(0)
+        self.asleep[tag] = self.asleep.get(tag, []) + freed
+        return sum(nbytes for _, nbytes in freed)
+
+    def nemo_fp8rl_wake(self, tag: Tag) -> None:
+        """Give what `nemo_fp8rl_sleep` freed its memory again, on a CPU filled with zeros; first the weights."""
+        freed = self.asleep.pop(tag, None)
+        if freed is not None and current_platform.is_cuda():
             gc.collect()
             torch.cuda.empty_cache()  # or a trainer in this process would keep what it no longer uses
-            self.wake_up()
+            if tag == "kv_cache":
+                self.kv_scales = self._kv_scales()  # of a refit since
+            self.wake_up([tag])
             for attention, (k_scale, v_scale) in self.kv_scales:  # for which vLLM may have put 1
                 compat.set_kv_scales(attention, k_scale, v_scale)
-            self.kv_scales = None
-        for storage, nbytes in self.asleep:
+        for storage, nbytes in freed or ():
             storage.resize_(nbytes)
             storage.fill_(0)
-        self.asleep = []
 
     def _sleep_on_gpu(self, level: int) -> int:
-        if self.kv_scales is not None:
+        if self.asleep:
             return 0
-        caches = fp8_caches(self.model_runner.get_model()).values()
-        self.kv_scales = [(cache, (cache._k_scale.cpu().clone(), cache._v_scale.cpu().clone())) for cache in caches]
+        self.kv_scales = self._kv_scales()
+        self.asleep["weights"] = self.asleep["kv_cache"] = []
         before = torch.cuda.mem_get_info()[0]
         self.sleep(level)
         return max(0, torch.cuda.mem_get_info()[0] - before)
+
+    def _kv_scales(self) -> list[tuple[Any, tuple[Tensor, Tensor]]]:
+        caches = fp8_caches(self.model_runner.get_model()).values()
+        return [(cache, (cache._k_scale.cpu().clone(), cache._v_scale.cpu().clone())) for cache in caches]
 
     def nemo_fp8rl_record_routes(self) -> None:
         """From here on keep the experts of every token until `nemo_fp8rl_take_routes`."""

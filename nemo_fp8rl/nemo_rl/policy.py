@@ -38,7 +38,7 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
     def __init__(self, policy: MegatronPolicy, cfg: Config, tokenizer: Any, loaded: bool) -> None:
         """policy: as `weights.backends` gives it. loaded: from a checkpoint."""
         self.policy, self.cfg, self.tokenizer = policy, cfg, tokenizer
-        self.offloads = self.offloaded = cfg.policy.megatron_cfg.offload_between_phases
+        self.offloads = cfg.policy.megatron_cfg.offload_between_phases
         self.scales_loaded = loaded and cfg.fp8_kv_cache
         self.sharding_annotations = NamedSharding(np.arange(cfg.data_parallel_size), ["data_parallel"])
 
@@ -134,23 +134,22 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
         return {"format": "fp8", "percentile": 100.0, "margin": MARGIN, "layers": {}}
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        if self.offloaded:
+        if self.offloads:
             self.policy.prepare_for_training()
-            self.offloaded = False
 
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: a refit or `offload_after_refit` gives memory back."""
 
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
-        """Nothing: log-probs need the parameters alone, which stay."""
+        """Nothing: log-probs need the parameters alone, which come by themselves."""
 
     def offload_before_refit(self) -> None:
-        """Gradients and optimizer; no refit reads them. `offload_after_refit` then finds nothing left to do."""
-        if self.offloads and not self.offloaded:
-            self.policy.offload_after_refit()
-            self.offloaded = True
+        if self.offloads:
+            self.policy.offload_before_refit()
 
-    offload_after_refit = offload_before_refit
+    def offload_after_refit(self) -> None:
+        if self.offloads:
+            self.policy.offload_after_refit()
 
     def prepare_refit_info(self) -> None:
         """Nothing: trainer and engine agree on a manifest when they are linked (`refit.bridge`)."""

@@ -24,6 +24,7 @@ class Fp8WeightSynchronizer(WeightSynchronizer):
         timed = timer.time("prepare_for_generation/transfer_and_update_weights") if timer else nullcontext()
         with timed:
             report = self.bridge.refit()
+        self.policy.offload_after_refit()
         self.stale = False
         return {name.removeprefix("refit/"): value for name, value in report.metrics().items()}
 

@@ -35,11 +35,15 @@ class Policy(WeightSource, Protocol):
         ...
 
     def prepare_for_training(self) -> None:
-        """Bring back what `offload_after_refit` gave away."""
+        """Bring back what the two below gave away."""
+        ...
+
+    def offload_before_refit(self) -> None:
+        """Give memory back that only training needs, gradients and the optimizer's state, until it is prepared."""
         ...
 
     def offload_after_refit(self) -> int:
-        """Give memory back that only training needs, until `prepare_for_training`; bytes on the rank that gave most."""
+        """The parameters' as well, until something reads them; bytes on the rank that has given most."""
         ...
 
     def calibrate_kv(self, batch: TrainBatch) -> None:

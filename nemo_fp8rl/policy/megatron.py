@@ -85,6 +85,9 @@ class MegatronPolicy:
     def prepare_for_training(self) -> None:
         self.ranks.everyone("prepare_for_training")
 
+    def offload_before_refit(self) -> None:
+        self.ranks.everyone("offload_before_refit")
+
     def offload_after_refit(self) -> int:
         return max(self.ranks.everyone("offload_after_refit"))
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from nemo_fp8rl.config import Fp8RlConfig
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.fp8 import Fp8Layers
+from nemo_fp8rl.fp8 import Fp8Layers, ScaleFormat
 from nemo_fp8rl.hf.config import HfConfig
 from nemo_fp8rl.policy.align import AlignedAttention, AlignedRMSNorm, aligned_residual_add, norm_weight
 from nemo_fp8rl.policy.align_moe import AlignedExperts, AlignedMoELayer
@@ -48,8 +48,10 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-def transformer_engine_linears(in_fp8: bool) -> ModuleType:
-    """`te_linears`. Raises UserError where Transformer Engine cannot be imported, or cannot multiply in FP8."""
+def transformer_engine_linears(scale_format: ScaleFormat | None) -> ModuleType:
+    """`te_linears`. Raises UserError where Transformer Engine cannot be imported, or cannot multiply in FP8 by this
+    format; None: not asked to.
+    """
     try:
         te_linears = importlib.import_module("nemo_fp8rl.policy.te_linears")
     except (ImportError, OSError, RuntimeError) as error:
@@ -57,8 +59,11 @@ def transformer_engine_linears(in_fp8: bool) -> ModuleType:
             f"FP8 layers and experts on a GPU are Transformer Engine's, which cannot be imported ({error}): "
             "pip install --no-build-isolation 'transformer_engine[pytorch]'"
         ) from None
-    if in_fp8 and (why_not := te_linears.why_no_fp8()):
-        raise UserError(f"Transformer Engine has no blockwise FP8 here ({why_not}): take nemo_fp8rl.flow=bf16")
+    if scale_format is not None and (why_not := te_linears.why_no_fp8(scale_format)):
+        other = "nemo_fp8rl.scale_format=pow2" if scale_format == "fp32" else "nemo_fp8rl.flow=bf16"
+        raise UserError(
+            f"Transformer Engine has no blockwise FP8 with {scale_format} scales here ({why_not}): take {other}"
+        )
     return te_linears
 
 
@@ -73,8 +78,9 @@ def block_spec(
         in_fp8, of_experts = fp8_layers.quantizes(name), ".experts." in name
         if not (torch.cuda.is_available() and (in_fp8 or of_experts)):
             return (fp8_linears(scale_format, aligned) if in_fp8 else bf16_linears(aligned))[row]
-        te = transformer_engine_linears(in_fp8)
-        return (te.te_experts(scale_format if in_fp8 else None) if of_experts else te.te_linears(scale_format))[row]
+        own = scale_format if in_fp8 else None
+        te = transformer_engine_linears(own)
+        return (te.te_experts(own) if of_experts else te.te_linears(scale_format))[row]
 
     layers = [_layer_spec(layout, i, aligned, attention, linear) for i in layout.layers]
     norm = AlignedRMSNorm if aligned else RMSNorm

@@ -27,6 +27,7 @@ from torch import Tensor
 from transformer_engine.common.recipe import Float8BlockScaling, Format, QParams
 
 from nemo_fp8rl.fp8 import ScaleFormat
+from nemo_fp8rl.fp8.kernels.te import BLACKWELL
 from nemo_fp8rl.policy.linears import FP8_TOKENS, MultipliesInFp8
 
 
@@ -38,9 +39,11 @@ def block_scaling(scale_format: ScaleFormat) -> Float8BlockScaling:
     return recipe
 
 
-def why_no_fp8() -> str:
+def why_no_fp8(scale_format: ScaleFormat) -> str:
     """Of this GPU and CUDA; empty where there is."""
     available, reason = te.is_fp8_block_scaling_available(return_reason=True)
+    if available and scale_format == "fp32" and torch.cuda.get_device_capability() >= BLACKWELL:
+        return "it emulates blocks with MXFP8's on Blackwell, whose scales are powers of two"
     return "" if available else reason
 
 

@@ -40,6 +40,7 @@ from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.linears import FP8_TOKENS, MultipliesInFp8
 from nemo_fp8rl.policy.megatron_names import to_hf, views_for_hf
 from nemo_fp8rl.policy.model import DTYPES, build_model, transformer_config
+from nemo_fp8rl.policy.offload import Offload
 from nemo_fp8rl.policy.optimizer_state import load_optimizer, save_optimizer
 from nemo_fp8rl.policy.pipeline import Pipeline
 from nemo_fp8rl.policy.rounding import cache_rounding, loses_denormals
@@ -87,6 +88,11 @@ class MegatronWorker:
             )
         device = torch.device("cuda" if on_gpu else "cpu")
         self.hf = read_hf_config(cfg.policy.model_name)
+        if on_gpu and self.hf.family.experts and cfg.policy.precision == "float32":
+            raise UserError(
+                "policy.precision=float32: on a GPU experts and router are Transformer Engine's, which multiplies "
+                "float32 in TF32; set policy.precision=bfloat16"
+            )
         tokenizer = checkpoint_folder(cfg.policy.tokenizer.name, "policy.tokenizer.name")
         self.sources = checkpoint_folder(cfg.policy.model_name), tokenizer
         self.engine_fp8_layers = engine_fp8_layers(self.hf, cfg)
@@ -129,8 +135,9 @@ class MegatronWorker:
         multiple *= layout.context.size
         self.pipeline = Pipeline(cfg.policy, self.ddp, self.model, self.kv_cache, replay, device, multiple)
         self.scheduler = self._build_scheduler()
-        if cfg.loss_fn.reference_policy_kl_penalty:
-            self.reference = [parameter.detach().clone() for parameter in self.model.parameters()]
+        self.offload = Offload(self.ddp, self.optimizer, on_gpu)
+        if cfg.loss_fn.reference_policy_kl_penalty:  # on the host: it is read once a step
+            self.reference = [parameter.detach().to("cpu", copy=True) for parameter in self.model.parameters()]
         first = layout.tensor.rank == layout.context.rank == 0
         return Place(shard=layout.data.rank, answers=layout.last_stage and first)
 
@@ -139,7 +146,7 @@ class MegatronWorker:
 
         Nothing of the engine's enters them, neither its choice of experts nor its cache: both follow the policy.
         """
-        parameters = [parameter.detach() for parameter in self.model.parameters()]
+        parameters = list(self._parameters().values())
         own = [parameter.clone() for parameter in parameters]
         alone = TrainBatch(input_ids=batch["input_ids"], input_lengths=batch["input_lengths"])
         with self.kv_cache.unread() if self.kv_cache is not None else nullcontext():
@@ -155,6 +162,7 @@ class MegatronWorker:
         restricted: over the tokens that policy.generation's top_k and top_p leave.
         """
         out = torch.zeros(batch["input_ids"].shape)
+        self.offload.take_parameters()
 
         def keep(logprobs: Tensor, which: Tensor, part: TrainBatch) -> tuple[Tensor, None]:
             out[which, 1 : part["input_ids"].size(1)] = logprobs.cpu()
@@ -215,19 +223,17 @@ class MegatronWorker:
         self.scheduler.step(increment=1)
 
     def prepare_for_training(self) -> None:
-        """Undo `offload_after_refit`."""
-        with megatron_on_cpu():
-            self.ddp.restore_grad_buffers()
-            self.optimizer.restore_from_cpu()
+        self.offload.take_parameters()
+        self.offload.take_training()
+
+    def offload_before_refit(self) -> None:
+        self.offload.give_training()
 
     def offload_after_refit(self) -> int:
-        """Free what generation and log-probs do without; the bytes. Training needs `prepare_for_training` first."""
-        buffers = [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
-        before = sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers)
-        with megatron_on_cpu():
-            self.ddp.offload_grad_buffers()
-            self.optimizer.offload_to_cpu()
-        return before - sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers)
+        """Bytes that are away now. Training needs `prepare_for_training` first; all else takes what it reads itself."""
+        self.offload.give_training()
+        self.offload.give_parameters()
+        return self.offload.nbytes
 
     def calibrate_kv(self, batch: TrainBatch) -> None:
         """Take the scales of the KV cache from what the present weights make of these sequences, on all ranks."""
@@ -300,6 +306,7 @@ class MegatronWorker:
         return ((name, part) for name, part in views if self.layout.sends(name))
 
     def _parameters(self) -> dict[str, Tensor]:
+        self.offload.take_parameters()
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     def save(self, folder: str) -> None:
@@ -319,6 +326,7 @@ class MegatronWorker:
             raise UserError(f"{folder}: {next(filter(None, errors))}") from None
 
     def load(self, folder: str) -> None:
+        self.offload.take_parameters()
         with megatron_on_cpu():
             load_hf(Path(folder) / "weights", self.model, self.layout)
             if self.kv_cache is not None:

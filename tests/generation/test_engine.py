@@ -93,6 +93,12 @@ def test_answers_end_at_the_end_token_or_at_the_limit(pair):
             assert all(logprob <= 0 for logprob in c.logprobs)
 
 
+def cache_bytes(pair) -> int:
+    executor = pair.engine.core.llm.model_executor
+    caches = executor.driver_worker.worker.model_runner.kv_caches
+    return sum({cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes() for cache in caches}.values())
+
+
 def test_sleep_frees_memory_and_leaves_the_answers_as_they_were(pair):
     pair.refit()
     expected = outputs(pair.generate(GREEDY))
@@ -102,7 +108,11 @@ def test_sleep_frees_memory_and_leaves_the_answers_as_they_were(pair):
     with pytest.raises(RuntimeError, match="sleeps"):
         pair.generate(GREEDY)
     pair.engine.prepare_for_generation()
+    assert cache_bytes(pair) == 0  # till an answer is asked for: a refit has the room
     assert outputs(pair.generate(GREEDY)) == expected
+    assert cache_bytes(pair) == freed
+    pair.engine.finish_generation(1)
+    pair.engine.prepare_for_generation()
     weights = pair.engine.finish_generation(2) - freed
     fp8 = [p for p in sent_tensors(pair.worker).values() if p.dtype == torch.float8_e4m3fn]
     assert weights > 3 * sum(p.nbytes for p in fp8)  # their bytes, and the copy in bfloat16 that is multiplied

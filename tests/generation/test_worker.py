@@ -32,7 +32,8 @@ def worker(monkeypatch):
 
     scales = {f"_{x}_scale": torch.tensor(0.0) for x in "kv"} | {f"_{x}_scale_cpu": torch.tensor(0.0) for x in "kv"}
     attention = SimpleNamespace(**scales, impl=SimpleNamespace(bmm1_scale=3.0))
-    free = [10]
+    free = [100]
+    sizes = {"weights": 5, "kv_cache": 20}
 
     class FakeGpuWorker(RefitWorkerExtension):
         model_runner = SimpleNamespace(get_model=lambda: None)
@@ -40,19 +41,19 @@ def worker(monkeypatch):
 
         def sleep(self, level):
             self.slept += 1
-            free[0] += 5
+            free[0] += sum(sizes.values())
 
-        def wake_up(self):
-            free[0] -= 5
+        def wake_up(self, tags):
+            free[0] -= sum(sizes[tag] for tag in tags)
             attention._k_scale.fill_(1.0)
             attention._v_scale.fill_(1.0)
 
     monkeypatch.setattr(vllm_worker, "current_platform", SimpleNamespace(is_cuda=lambda: True))
     monkeypatch.setattr(vllm_worker, "fp8_caches", lambda model: {("k", "v"): attention})
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[0], 100))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[0], 200))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     worker = FakeGpuWorker()
-    worker.attention = attention
+    worker.attention, worker.free = attention, free
     return worker
 
 
@@ -61,10 +62,16 @@ def test_scales_of_a_cache_outlast_a_sleep_on_a_gpu(worker):
 
     compat.set_kv_scales(worker.attention, torch.tensor(0.5), torch.tensor(0.25))
     assert worker.attention.impl.bmm1_scale is None  # which FlashInfer makes of the scales, once
-    assert worker.nemo_fp8rl_sleep(1) == 5
+    assert worker.nemo_fp8rl_sleep(1) == 25
     assert worker.nemo_fp8rl_sleep(2) == 0  # asleep already
     assert worker.slept == 1
-    worker.nemo_fp8rl_wake()
+    worker.nemo_fp8rl_wake("weights")
+    assert worker.free == [120]
     assert (float(worker.attention._k_scale), float(worker.attention._v_scale)) == (0.5, 0.25)
     assert worker.attention._k_scale_float == 0.5
-    worker.nemo_fp8rl_wake()  # awake: nothing to do
+    compat.set_kv_scales(worker.attention, torch.tensor(2.0), torch.tensor(4.0))  # a refit's
+    worker.nemo_fp8rl_wake("kv_cache")
+    assert worker.free == [100]
+    assert (float(worker.attention._k_scale), float(worker.attention._v_scale)) == (2.0, 4.0)
+    for tag in ("weights", "kv_cache"):
+        worker.nemo_fp8rl_wake(tag)  # awake: nothing to do

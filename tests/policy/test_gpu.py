@@ -25,17 +25,20 @@ def family(request) -> str:
     return request.param
 
 
-@pytest.fixture
-def train(recipe, tmp_path: Path, family):
-    """Losses of some steps on one batch, and what the last weights are sent as."""
-    write_model(tmp_path / "model", seed=3, family=family)
-    ids = torch.randint(2, 60, (4, 33), generator=torch.Generator().manual_seed(0))
-    batch = TrainBatch(
-        input_ids=ids,
+def random_batch() -> TrainBatch:
+    return TrainBatch(
+        input_ids=torch.randint(2, 60, (4, 33), generator=torch.Generator().manual_seed(0)),
         input_lengths=torch.full((4,), 33),
         token_mask=torch.ones(4, 33),
         sample_mask=torch.ones(4),
     )
+
+
+@pytest.fixture
+def train(recipe, tmp_path: Path, family):
+    """Losses of some steps on one batch, and what the last weights are sent as."""
+    write_model(tmp_path / "model", seed=3, family=family)
+    batch = random_batch()
 
     def run(flow: str, steps: int, load: Path | None = None, save: Path | None = None):
         cfg = recipe(f"policy.model_name={tmp_path}/model", f"nemo_fp8rl.flow={flow}", "nemo_fp8rl.align=none")
@@ -66,6 +69,38 @@ def test_it_goes_on_from_a_checkpoint(train, tmp_path):
     whole, *_ = train("fp8_e2e", 5)
     rest, *_ = train("fp8_e2e", 2, load=tmp_path / "saved")
     assert rest == pytest.approx(whole[3:], rel=1e-3)  # cuBLAS may sum in another order
+
+
+@pytest.mark.parametrize("packed", ["false", "true"])
+def test_memory_given_back_is_taken_again_and_changes_nothing(recipe, tmp_path, family, packed):
+    """Gradients, optimizer and parameters go, and come to the same loss; packed and recomputed, too."""
+    write_model(tmp_path / "model", seed=3, family=family)
+    cfg = recipe(
+        f"policy.model_name={tmp_path}/model",
+        "nemo_fp8rl.flow=fp8_e2e",
+        "nemo_fp8rl.align=none",
+        f"policy.sequence_packing.enabled={packed}",
+        f"policy.megatron_cfg.activation_checkpointing={packed}",
+    )
+    losses = []
+    for offloads in (False, True):
+        worker = MegatronWorker()
+        worker.setup(cfg, 0, 1, None)
+        try:
+            parameters = sum(p.numel() for p in worker.model.parameters())
+            for _ in range(2):
+                losses.append(worker.train_step(random_batch(), NllLoss(), 4.0, 128.0)["loss"])
+                if offloads:
+                    held = torch.cuda.memory_allocated()
+                    worker.offload_before_refit()
+                    given = worker.offload_after_refit()
+                    assert given >= 18 * parameters  # 2 of the parameters, 4 of gradients, 12 of the optimizer
+                    assert held - torch.cuda.memory_allocated() >= given
+                    worker.prepare_for_training()
+            losses.append(worker.logprobs(random_batch()).sum().item())
+        finally:
+            worker.shutdown()
+    assert losses[3:] == pytest.approx(losses[:3], rel=1e-3)  # cuBLAS may sum in another order
 
 
 def test_what_is_sent_is_what_a_cpu_makes_of_the_same_weights(train, tmp_path):

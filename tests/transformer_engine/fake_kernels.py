@@ -76,7 +76,8 @@ class FakeKernels(ModuleType):
         assert quantizer.dtype == DType.kFloat8E4M3
         out = quantizer.make_empty(src.shape, dtype=src.dtype, device=src.device) if dst is None else dst
         square = quantizer.block_scaling_dim == 2
-        x, scale_format = src.detach().flatten(0, -2), "pow2" if quantizer.force_pow_2_scales else "fp32"
+        x = src.detach().flatten(0, -2).clone()  # what numpy has seen can give no memory back
+        scale_format = "pow2" if quantizer.force_pow_2_scales else "fp32"
 
         def quantized(block: tuple[int, int]) -> BlockScaled:
             return quantize_blockwise(x, block=block, scale_format=scale_format)
@@ -219,6 +220,12 @@ class _CpuIsCuda(TorchFunctionMode):
 
 
 @contextmanager
+def _one_by_one(**_: Any) -> Iterator[Any]:
+    """Collectives, which gloo cannot send together."""
+    yield SimpleNamespace(wait=lambda: None)
+
+
+@contextmanager
 def fake_hopper() -> Iterator[None]:
     """The CPU says that it is a GPU of compute capability 9.0."""
     device = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
@@ -246,7 +253,9 @@ def fake_hopper() -> Iterator[None]:
         for name in ("range_push", "range_pop"):
             stack.enter_context(mock.patch.object(torch.cuda.nvtx, name, lambda *_: None))
         stack.enter_context(mock.patch.object(torch.version, "cuda", "13.0"))
+        stack.enter_context(mock.patch.object(torch.distributed, "_coalescing_manager", _one_by_one))
         stack.enter_context(mock.patch.object(torch.Tensor, "cuda", lambda self, *_, **__: self))
+        stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", torch.Tensor.clone))
         stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", property(lambda self: True), create=True))
         stack.enter_context(_CpuIsCuda())
         yield

@@ -89,6 +89,11 @@ def test_recomputed_offloaded_and_with_a_reference_policy(recipe, cfg):
     for gpu in (False, True):
         with rank(cfg, gpu) as worker:
             start, first = worker.reference_logprobs(batch(0)), step(worker, 0)["loss"]
+            worker.offload_before_refit()
+            assert (worker.offload_after_refit() > worker.offload.away["training"]) == gpu
+            for buffer in worker.offload.buffers if gpu else ():
+                assert buffer.param_data.untyped_storage().nbytes() == buffer.grad_data.untyped_storage().nbytes() == 0
+            assert torch.equal(worker.reference_logprobs(batch(0)), start)
             worker.offload_after_refit()
             worker.prepare_for_training()
             second = step(worker, 0)["loss"]
@@ -134,6 +139,28 @@ def test_alignment_to_the_cpus_kernels_is_refused(recipe, tmp_path: Path):
     write_model(tmp_path / "model", seed=3)
     cfg = recipe(f"policy.model_name={tmp_path}/model", "nemo_fp8rl.align=vllm")
     with pytest.raises(UserError, match=r"set nemo_fp8rl\.align=none"), rank(cfg, gpu=True):
+        pass
+
+
+def test_float32_experts_are_refused(recipe, tmp_path: Path):
+    write_model(tmp_path / "model", seed=3, family="qwen3_moe")
+    float32 = ("policy.precision=float32", "nemo_fp8rl.flow=bf16", "nemo_fp8rl.align=none")
+    cfg = recipe(f"policy.model_name={tmp_path}/model", *float32)
+    with pytest.raises(UserError, match=r"in TF32; set policy\.precision=bfloat16"), rank(cfg, gpu=True):
+        pass
+
+
+def test_float32_scales_are_refused_on_blackwell(recipe, tmp_path: Path, monkeypatch):
+    from nemo_fp8rl.policy import te_linears
+
+    write_model(tmp_path / "model", seed=3)
+    cfg = recipe(f"policy.model_name={tmp_path}/model", "nemo_fp8rl.align=none", "nemo_fp8rl.scale_format=fp32")
+    monkeypatch.setattr(te_linears.te, "is_fp8_block_scaling_available", lambda return_reason: (True, ""))
+    with monkeypatch.context() as context:
+        context.setattr(te_linears, "BLACKWELL", (9, 0))  # what the fake is
+        with pytest.raises(UserError, match=r"take nemo_fp8rl\.scale_format=pow2"), rank(cfg, gpu=True):
+            pass
+    with rank(cfg, gpu=True):
         pass
 
 
