@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from nemo_fp8rl.fp8 import Fp8Layers, scale_name, scale_shape
@@ -29,8 +31,10 @@ from nemo_fp8rl.refit.manifest import RefitError, TensorPart, blocks_of
 from nemo_fp8rl.refit.message import Content
 from nemo_fp8rl.refit.receive import IncomingLink, Received, received
 
-DIRECT = (HeldLinearMethod, HeldMoEMethod, UnquantizedEmbeddingMethod)
+DIRECT: tuple[type, ...] = (HeldLinearMethod, HeldMoEMethod, UnquantizedEmbeddingMethod)
 """Methods that can derive what they need from the parameters anew; a module without a method derives nothing."""
+if current_platform.is_cuda():
+    DIRECT += (UnquantizedLinearMethod,)  # which packs its weights on a CPU
 
 
 class WeightStore:
@@ -205,7 +209,9 @@ class _Loading:
         if item.digest and not item.content.has(item.digest):
             raise RefitError(f"refit {self.version}: {part.name} was damaged on its way")
         self.arrived[part] = item.digest or item.content.digest
-        assembly = self.assembling.setdefault(part.name, _Assembly(self.store.slots[part.name].part))
+        if (assembly := self.assembling.get(part.name)) is None:
+            assembly = _Assembly(self.store.slots[part.name].part, item.content.data.device)
+            self.assembling[part.name] = assembly
         if assembly.complete_with(part, item.content):
             del self.assembling[part.name]
             yield from assembly.tensors()
@@ -214,10 +220,11 @@ class _Loading:
 class _Assembly:
     """A tensor for vLLM's loaders, which take it whole and keep the rank's part; the rest is not to be seen: NaN."""
 
-    def __init__(self, part: TensorPart) -> None:
+    def __init__(self, part: TensorPart, device: torch.device) -> None:
         self.part, self.missing = part, part.data_bytes
-        self.data = torch.empty(part.shape, dtype=part.torch_dtype)
-        self.scale_inv = torch.full(scale_shape(part.shape, BLOCK), torch.nan) if part.quantized else None
+        self.data = torch.empty(part.shape, dtype=part.torch_dtype, device=device)
+        scales = scale_shape(part.shape, BLOCK) if part.quantized else ()
+        self.scale_inv = torch.full(scales, torch.nan, device=device) if part.quantized else None
         if part.size != part.shape and not part.quantized:
             self.data.fill_(torch.nan)
 

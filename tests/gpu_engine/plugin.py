@@ -45,6 +45,11 @@ interpreter.InterpreterBuilder.create_fp_trunc = _round_to_nearest
 interpreter._convert_float = _convert_e4m3_quickly
 
 
+def _leave_as_it_came(method: Any, layer: Any) -> None:
+    """A bfloat16 linear, which vLLM packs on a CPU alone."""
+    layer.cpu_linear = F.linear
+
+
 def fake_silu_and_mul(activation: Any, out: Tensor, gate_up: Tensor) -> None:
     """As CUDA's kernel rounds, twice; that of the CPU build rounds once."""
     gate, up = gate_up.chunk(2, -1)
@@ -87,11 +92,14 @@ def pytest_sessionstart() -> None:
     sys.modules["vllm.platforms.rocm"] = SimpleNamespace(on_gfx1250=lambda: False)  # 0.27 asks it wherever it runs
     from vllm import _custom_ops
     from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-    from nemo_fp8rl.generation import gpu_experts, quantization
+    from nemo_fp8rl.generation import gpu_experts, quantization, weight_store
     from nemo_fp8rl.generation.gpu_experts import NativeFp8MoEMethod
     from nemo_fp8rl.generation.gpu_linear import NativeFp8LinearMethod
 
+    weight_store.DIRECT += (UnquantizedLinearMethod,)
+    UnquantizedLinearMethod.process_weights_after_loading = _leave_as_it_came
     torch.cpu._init_amx()  # vLLM's attention for AMX leaves it to the linear layers before it
     gpu_experts.apply_moe_activation = fake_silu_and_mul
     _custom_ops.moe_align_block_size = fake_moe_align_block_size
