@@ -1,5 +1,6 @@
 """Trainer ranks for tests: processes that meet on loopback, one `MegatronWorker` each."""
 
+import gc
 import os
 import socket
 from collections.abc import Callable
@@ -74,6 +75,7 @@ def _logprobs_and_norm(part: TrainBatch, sequences: float, tokens: float) -> tup
 
 
 def _listen() -> tuple[str, int]:
+    gc.freeze()  # what was imported, which no collection then looks through
     worker.listener = socket.create_server(("127.0.0.1", 0))
     return worker.listener.getsockname()[:2]
 
@@ -81,7 +83,9 @@ def _listen() -> tuple[str, int]:
 def _setup(cfg: Config, rank: int, count: int, rendezvous: tuple[str, int]) -> Any:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     worker.shutdown()
-    return worker.setup(cfg, rank, count, rendezvous)
+    place = worker.setup(cfg, rank, count, rendezvous)
+    gc.collect()  # the policy before it, whose process groups have some fifty threads
+    return place
 
 
 def _call(method: str, *arguments: Any) -> Any:
