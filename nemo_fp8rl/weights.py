@@ -62,7 +62,9 @@ def checked_transport(cfg: Config, policy: MegatronPolicy) -> Transport:
     if asked == "in_process" and not together:
         raise UserError(f"{here}=in_process: trainer and engine run in processes of their own; set it to auto")
     if asked in ("shared_memory", "cuda_ipc") and not on_one_host(cfg):
-        raise UserError(f"{here}={asked}: the Ray cluster has several hosts; set it to auto or collective")
+        raise UserError(
+            f"{here}={asked}: the Ray cluster has several hosts for ranks and engines; set it to auto or collective"
+        )
     if asked == "cuda_ipc" and not policy.on_gpu():
         raise UserError(f"{here}=cuda_ipc: the trainer's weights are not on GPUs; set it to auto or shared_memory")
     if asked == "cuda_ipc" and together:

@@ -15,6 +15,7 @@ from typing import Any
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.launch.settings import VARIABLE
 from nemo_fp8rl.workers import Role
+from nemo_fp8rl.workers.network import address_towards
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,10 @@ def own_address(hosts: Sequence[str], index: int) -> str:
     if len(hosts) == 1:
         return socket.gethostbyname(socket.gethostname())
     other = hosts[0] if index else hosts[1]
-    with socket.socket(type=socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((other, 9))  # sends nothing, but finds the way
-        except OSError as error:
-            raise UserError(f"{hosts[index]} finds no way to {other} ({error}): look at DNS or /etc/hosts") from None
-        address: str = probe.getsockname()[0]
+    try:
+        address = address_towards(other)
+    except OSError as error:
+        raise UserError(f"{hosts[index]} finds no way to {other} ({error}): look at DNS or /etc/hosts") from None
     if address.startswith("127."):
         raise UserError(f"{hosts[index]} takes {other} for itself ({address}): give its address in DNS or /etc/hosts")
     return address

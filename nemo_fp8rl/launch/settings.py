@@ -65,6 +65,9 @@ class SlurmConfig:
     cpus_per_node: int | None = None
     memory: str | None = None
     """Of a node, in SLURM's form, such as 512G; null leaves it to the cluster."""
+    gres: bool = True
+    """Whether SLURM is asked for GPUs (--gpus-per-node). false where it knows of none (GRES) and would refuse: the job
+    has those of its nodes, which it shares with no other."""
     time: str = "04:00:00"
     """Of one attempt, HH:MM:SS or D-HH:MM:SS."""
     stop_seconds: int = 300

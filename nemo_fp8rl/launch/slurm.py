@@ -123,6 +123,8 @@ def _nodes(count: int, gpus: int, slurm: SlurmConfig, group: NodeGroup) -> list[
     cpus = group.cpus_per_node or slurm.cpus_per_node
     if not slurm.exclusive and cpus is None:
         raise UserError("slurm.exclusive=false needs slurm.cpus_per_node: how many CPUs of each node are the job's")
+    if gpus and not slurm.gres and not slurm.exclusive:
+        raise UserError("slurm.gres=false needs slurm.exclusive=true: SLURM would give other jobs the same GPUs")
     return [
         f"--nodes={count}",
         "--ntasks-per-node=1",
@@ -131,7 +133,7 @@ def _nodes(count: int, gpus: int, slurm: SlurmConfig, group: NodeGroup) -> list[
             constraint=group.constraint or slurm.constraint,
             cpus_per_task=cpus,
             mem=group.memory or slurm.memory,
-            gpus_per_node=gpus or None,
+            gpus_per_node=(slurm.gres and gpus) or None,
         ),
     ]
 

@@ -1,7 +1,5 @@
 """Process groups of a trainer: start gloo, on GPUs with NCCL, make Megatron's, and say where in them this rank is."""
 
-import ipaddress
-import os
 import socket
 from contextlib import suppress
 
@@ -12,6 +10,7 @@ from megatron.core import parallel_state
 from nemo_fp8rl.config import MegatronConfig
 from nemo_fp8rl.hf.config import HfConfig
 from nemo_fp8rl.policy.layout import Axis, Layout, expert_tensor_size
+from nemo_fp8rl.workers.network import address_towards, gloo_listens_on
 
 
 def join(rank: int, world_size: int, rendezvous: tuple[str, int] | None, listener: socket.socket | None) -> None:
@@ -20,8 +19,7 @@ def join(rank: int, world_size: int, rendezvous: tuple[str, int] | None, listene
         store: dist.Store = dist.HashStore()
         if rendezvous is not None:
             host, port = rendezvous
-            if ipaddress.ip_address(host).is_loopback:
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            gloo_listens_on(address_towards(host))
             descriptor = listener.detach() if listener else None  # the store closes it
             store = dist.TCPStore(
                 host, port, world_size=world_size, is_master=rank == 0, master_listen_fd=descriptor, use_libuv=False

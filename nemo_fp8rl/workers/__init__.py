@@ -7,9 +7,9 @@ exception of a call and not as the death of an actor.
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.workers.actors import RayWorkers
 from nemo_fp8rl.workers.base import Role, WorkerDied, Workers, ended_on_error
-from nemo_fp8rl.workers.cluster import connect, joins_cluster, on_one_host, require_token
+from nemo_fp8rl.workers.cluster import connect, joins_cluster, require_token
 from nemo_fp8rl.workers.in_process import InProcessWorker
-from nemo_fp8rl.workers.places import ROLE
+from nemo_fp8rl.workers.places import ROLE, on_one_host
 
 __all__ = [
     "ROLE",

@@ -8,17 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
-
-
-def on_one_host(cfg: Config) -> bool:
-    """Whether all workers, wherever they may be placed, share a machine; with Ray, once workers were started."""
-    if cfg.cluster.backend == "in_process":
-        return True
-    import ray
-
-    return len({node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}) == 1
 
 
 def joins_cluster() -> bool:

@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
+from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.workers.base import Role
 
@@ -20,17 +21,14 @@ class Location(NamedTuple):
 
 def own_place(worker_class: type, role: Role, count: int, processes: int) -> dict[str, Any]:
     """Ray's options for each of so many actors. Raises UserError where it has not enough for all of them."""
-    import ray
     import torch
 
-    nodes = {node["NodeID"]: node["Labels"].get(ROLE) for node in ray.nodes() if node["Alive"]}
-    placed = role in nodes.values()
+    nodes, placed = _nodes_for(role)
     options: dict[str, Any] = {"label_selector": {ROLE: role}} if placed else {}
-    own = {node for node, label in nodes.items() if not placed or label == role}
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""  # by the user, who then has them hidden everywhere
-    gpus = processes if ray.cluster_resources().get("GPU") and not hidden else 0
-    if not gpus and (hidden or torch.cuda.is_available()):  # from an actor that asks for none Ray hides none
+    gpus = processes if _take_gpus() else 0
+    if not gpus and (_hidden() or torch.cuda.is_available()):  # from an actor that asks for none Ray hides none
         options |= _sees("")
+    own = {node["NodeID"] for node in nodes}
     for kind, wanted in (("CPU", count * processes), ("GPU", count * gpus)):
         if (free := _free(kind, own)) < wanted:
             raise UserError(
@@ -39,6 +37,17 @@ def own_place(worker_class: type, role: Role, count: int, processes: int) -> dic
                 "cluster.generation_engines, or start Ray with more"
             )
     return options | {"num_cpus": processes, "num_gpus": gpus}
+
+
+def on_one_host(cfg: Config) -> bool:
+    """Whether all workers share a machine, wherever they may be placed; with Ray, once workers were started."""
+    if cfg.cluster.backend == "in_process":
+        return True
+    kinds = ("CPU", "GPU") if _take_gpus() else ("CPU",)
+    roles: tuple[Role, ...] = ("train",) if cfg.policy.generation.colocated.enabled else get_args(Role)
+    nodes = [node for role in roles for node in _nodes_for(role)[0]]
+    able = (node for node in nodes if all(node["Resources"].get(kind) for kind in kinds))
+    return len({node["NodeManagerHostname"] for node in able}) == 1
 
 
 def shared_place(places: Sequence[Location]) -> dict[str, Any]:
@@ -56,12 +65,34 @@ def shared_place(places: Sequence[Location]) -> dict[str, Any]:
 
 
 def _sees(gpus: str) -> dict[str, Any]:
-    return {"runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": gpus}}}
+    # Ray before 2.56 hides all GPUs from an actor that asks for none: https://github.com/ray-project/ray/pull/62492
+    return {"runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": gpus, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}}}
 
 
 def in_order(gpu: str) -> tuple[int, str]:
     """Numbers by size; a GPU may have a name instead."""
     return len(gpu), gpu
+
+
+def _nodes_for(role: Role) -> tuple[list[dict[str, Any]], bool]:
+    """Ray's nodes where workers of the role may be, and whether their label says so."""
+    import ray
+
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    own = [node for node in alive if node["Labels"].get(ROLE) == role]
+    return own or alive, bool(own)
+
+
+def _take_gpus() -> bool:
+    """Whether each process of a worker has a GPU of its own."""
+    import ray
+
+    return bool(ray.cluster_resources().get("GPU")) and not _hidden()
+
+
+def _hidden() -> bool:
+    """GPUs, by the user, who then has them hidden everywhere."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") == ""
 
 
 def _free(kind: str, nodes: Set[str]) -> float:

@@ -18,6 +18,7 @@ from tests.launch.conftest import settings
 
 FAKES = {
     "srun": """\
+echo "$*" >>"$FAKES/steps"
 while [[ $1 == --* ]]; do
     [[ $1 != --output=* ]] || exec >>"${1#*=}" 2>&1
     shift
@@ -66,7 +67,7 @@ class Script:
         self.folder = slurm.run_dir(job, config)
         self.folder.mkdir(parents=True)
         (self.folder / "job.sbatch").write_text(slurm.render(job, config))
-        self.calls = fakes / "calls"
+        self.calls, self.steps = fakes / "calls", fakes / "steps"
         variables = {"PATH": f"{fakes}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x"}
         self.process = subprocess.Popen(
             ["bash", str(self.folder / "job.sbatch")],
@@ -112,8 +113,9 @@ class Script:
 def start(job, tmp_path) -> Iterator[Callable[..., Script]]:
     scripts = []
 
-    def started(*changes: str, loop: str = "train", **does: str) -> Script:
-        scripts.append(Script(tmp_path, replace(job, command=(loop, *job.command[1:])), changes, **does))
+    def started(*changes: str, loop: str = "train", gpus: int = 0, **does: str) -> Script:
+        own = replace(job, command=(loop, *job.command[1:]), gpus_per_node=gpus)
+        scripts.append(Script(tmp_path, own, changes, **does))
         return scripts[-1]
 
     yield started
@@ -196,6 +198,16 @@ def test_a_setup_may_use_variables_that_are_not_set(start):
     script = start("slurm.setup='[[ -z $LMOD ]] && export FOUND=1'", driver="echo $FOUND")
     assert script.end() == ""
     assert script.log("driver") == "1\n"
+
+
+@pytest.mark.parametrize("gres", [True, False])
+def test_steps_ask_for_gpus_where_slurm_knows_them_and_ray_has_them_anyway(start, gres):
+    script = start(f"slurm.gres={gres}", gpus=8, driver="echo $GPUS_PER_NODE")
+    assert script.end() == ""
+    steps = script.steps.read_text().splitlines()
+    assert len(steps) == 5  # two of the preflight, Ray's two, the driver
+    assert all(("--gpus-per-node=8" in step) == gres for step in steps)
+    assert script.log("driver") == "8\n"
 
 
 def test_in_a_container_a_shell_keeps_its_path(start):

@@ -117,6 +117,21 @@ def test_what_sbatch_is_asked_for(job, tmp_path):
     assert "hetjob" not in asked
 
 
+def test_a_cluster_without_gres_is_not_asked_for_gpus(job, tmp_path):
+    job, others = replace(job, gpus_per_node=8), ("slurm.generation.gpus_per_node=4",)
+    assert "--gpus-per-node" in "".join(directives(slurm.render(job, settings(tmp_path, *others))))
+    script = slurm.render(job, settings(tmp_path, *others, "slurm.gres=false"))
+    assert "--gpus-per-node" not in "".join(directives(script))
+    assert read_by_bash(script, 'echo "$GPUS_PER_NODE $GENERATION_GPUS_PER_NODE"') == "8 4\n"
+
+
+def test_nodes_whose_gpus_slurm_does_not_divide_are_not_shared(job, tmp_path):
+    changes = ("slurm.gres=false", "slurm.exclusive=false", "slurm.cpus_per_node=4")
+    assert slurm.render(job, settings(tmp_path, *changes))
+    with pytest.raises(UserError, match=r"slurm\.gres=false needs slurm\.exclusive=true"):
+        slurm.render(replace(job, gpus_per_node=8), settings(tmp_path, *changes))
+
+
 def test_engines_of_another_kind_make_the_job_heterogeneous(job, tmp_path):
     changes = ("slurm.partition=train", "slurm.generation.partition=small", "slurm.generation.gpus_per_node=4")
     script = slurm.render(replace(job, nodes=5, generation_nodes=2, gpus_per_node=8), settings(tmp_path, *changes))

@@ -783,11 +783,38 @@ def test_a_gpu_without_room_says_what_to_set_on_both_sides(refused, monkeypatch,
     refused("cuda_ipc", said, said)
 
 
-def test_memory_that_cannot_be_mapped_says_what_to_set(closing):
-    with connected(LONG) as (source, sink):
-        source.say(handle=bytes(64).hex())
-        with fails("cannot map GPU memory of .*mapping of buffer.*transport=shared_memory"):
-            cuda_ipc.take(sink, CAPACITY, torch.device("cpu"))
+@pytest.fixture
+def maps_nothing(monkeypatch, cuda_runtime) -> None:
+    """As between GPUs that do not reach each other's memory."""
+    failed = cuda_runtime.cudaError_t.cudaErrorMapBufferObjectFailed
+    monkeypatch.setattr(cuda_runtime, "cudaIpcOpenMemHandle", lambda handle, flags: (failed, None))
+
+
+def test_memory_that_cannot_be_mapped_says_what_to_set_on_both_sides(refused, maps_nothing):
+    said = r"sink cannot map .*on cpu: mapping of buffer.*transport=shared_memory, or collective where .* several"
+    refused("cuda_ipc", said, said)
+
+
+def test_the_nearest_is_shared_memory_where_a_gpus_cannot_be_mapped(
+    closing, maps_nothing, monkeypatch, caplog, cuda_runtime
+):
+    monkeypatch.setattr(cuda_ipc, "_freeing", cuda_ipc._Collector("test free", 0.0))
+    post, before = Post("nearest", "127.0.0.1", TOKEN, LONG), set(cuda_runtime.allocated)
+    monkeypatch.setattr(post, "_suited", lambda domain: "cuda_ipc")  # as for weights on a GPU
+    closing.append(post)
+    files = set(link_files())
+    dialing = later(dial, post.address, TOKEN, "sink", LONG)
+    sender, receiver = post.accept("sink", CAPACITY), dialing.result(LONG)
+    closing.extend([sender, receiver])
+    assert len(set(link_files()) - files) == 1  # that both ends map
+    until(lambda: set(cuda_runtime.allocated) <= before)
+    fill_and_send(sender, b"a", b"A" * CAPACITY)
+    assert receiver.receive()[1].numpy().tobytes() == b"A" * CAPACITY
+    (said,) = [record for record in caplog.records if record.name == Post.__module__]
+    assert said.getMessage() == (
+        "sink cannot map this rank's GPU memory (on cpu: mapping of buffer object failed): "
+        "what it takes goes through the host's shared memory"
+    )
 
 
 def test_weights_that_are_not_on_a_gpu_are_refused(monkeypatch):
@@ -796,8 +823,8 @@ def test_weights_that_are_not_on_a_gpu_are_refused(monkeypatch):
         with pytest.raises(RefitError, match=r"weights are on the cpu.*transport=shared_memory"):
             cuda_ipc.offer(source, CAPACITY, torch.device("cpu"))
         source.say(handle=bytes(64).hex())
-        with fails("weights are on the cpu.*transport=shared_memory"):
-            cuda_ipc.take(sink, CAPACITY, torch.device("cpu"))
+        assert cuda_ipc.take(sink, CAPACITY, torch.device("cpu")) is None
+        assert source.hear(mapped=bool, why=str) == {"mapped": False, "why": "on cpu: weights are on the cpu"}
 
 
 def test_without_cudas_package_it_is_named(monkeypatch):

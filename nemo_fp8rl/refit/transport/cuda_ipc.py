@@ -29,11 +29,15 @@ ALIGNMENT, GRANULE = 512, 2 << 20
 """Bytes: a bucket begins at a multiple of the one; an allocation below the other would share its page with others'."""
 HANDLE = 64
 """Bytes of a handle, CUDA_IPC_HANDLE_SIZE."""
-ELSE = "set nemo_fp8rl.refit.transport=shared_memory"
+ELSE = "set nemo_fp8rl.refit.transport=shared_memory, or collective where the run has several machines"
+
+
+class Unmapped(LinkError):
+    """The sink said that it cannot map the source's memory. The connection stands: both may try another way."""
 
 
 def offer(control: Control, capacity: int, device: torch.device) -> SendingEnd:
-    """The source's end; the buckets are on its device. Raises RefitError where CUDA cannot share such memory, LinkError
+    """The source's end; the buckets are on its device. Raises RefitError where CUDA cannot share such memory, Unmapped
     where the sink cannot map it.
     """
     try:
@@ -46,12 +50,16 @@ def offer(control: Control, capacity: int, device: torch.device) -> SendingEnd:
             "or a smaller nemo_fp8rl.refit.bucket_bytes where memory is short"
         ) from None
     control.say(handle=handle.hex())
-    control.hear(mapped=bool)
+    answer = control.hear(mapped=bool, why=str)
+    if not answer["mapped"]:
+        raise Unmapped(f"{control.other} cannot map this rank's GPU memory ({answer['why']})")
     return Sender(control, buckets)
 
 
-def take(control: Control, capacity: int, device: torch.device) -> ReceivingEnd:
-    """The sink's end. device: where its weights are. Raises LinkError where that cannot map the source's memory."""
+def take(control: Control, capacity: int, device: torch.device) -> ReceivingEnd | None:
+    """The sink's end. device: where its weights are. None where that cannot map the source's memory: the source has
+    heard why, and offers another way or ends the link.
+    """
     said = control.hear(handle=str)["handle"]
     try:
         handle = bytes.fromhex(said)
@@ -62,8 +70,9 @@ def take(control: Control, capacity: int, device: torch.device) -> ReceivingEnd:
     try:
         buckets = _Cuda(device).mapped(handle, capacity)
     except RuntimeError as error:
-        raise LinkError(f"cannot map GPU memory of {control.other} on {device} ({error}): {ELSE}") from None
-    control.say(mapped=True)
+        control.say(mapped=False, why=f"on {device}: {error}")
+        return None
+    control.say(mapped=True, why="")
     return Receiver(control, buckets)
 
 

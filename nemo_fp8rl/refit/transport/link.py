@@ -17,7 +17,8 @@ from nemo_fp8rl.refit.manifest import RefitError
 Between = Literal["shared_memory", "cuda_ipc", "nixl", "collective"]
 """Processes: how messages travel."""
 Asked = Between | Literal["nearest"]
-"""nearest: memory that both ends have, of a GPU where the weights are on one; collective where they have none."""
+"""nearest: memory that both ends have, of a GPU where the weights are on one and the sink can map it; collective where
+they have none."""
 BUFFERS = 2
 HOST = torch.device("cpu")
 MAX_HEADER = 16 << 20

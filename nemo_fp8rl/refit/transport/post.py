@@ -7,8 +7,10 @@ connect                             accept, one thread a caller
                                     accept(name, capacity)
                                  <- {transport, capacity}
         <- what the transport needs ->
+                                 <- {transport, capacity}, once more where the sink cannot map a GPU's memory
 """
 
+import logging
 import socket
 import threading
 import time
@@ -51,24 +53,14 @@ class Post:
     def accept(self, name: str, capacity: int) -> SendingEnd:
         """The link to the sink of this name, with two buffers of `capacity` bytes; waits for its call.
 
-        Raises LinkError where it does not call or leaves, RefitError where there is no memory for the buffers.
+        Raises LinkError where it does not call or leaves, RefitError where there is no memory for the buffers. The
+        nearest is shared memory where the sink cannot map that of this rank's GPU, as the log then says.
         """
         if capacity < 1:
             raise ValueError(f"a bucket of {capacity} bytes")
         control, domain = self._caller(name)
         try:
-            transport = self._suited(domain)
-            control.say(transport=transport, capacity=capacity)
-            match transport:
-                case "shared_memory":
-                    return shared_memory.offer(control, capacity)
-                case "cuda_ipc":
-                    return cuda_ipc.offer(control, capacity, self._device)
-                case "nixl":
-                    return nixl.offer(control, capacity, self._device)
-                case "collective":
-                    store = self._meeting()
-                    return collective.offer(control, capacity, store, store.port)
+            return self._linked(control, domain, capacity)
         except Exception as error:
             control.refuse(error)
             raise
@@ -85,6 +77,29 @@ class Post:
         self._listener.close()
         for caller in callers:
             caller.control.close()
+
+    def _linked(self, control: Control, domain: str, capacity: int) -> SendingEnd:
+        try:
+            return self._offer(self._suited(domain), control, capacity)
+        except cuda_ipc.Unmapped as error:
+            if self._transport != "nearest":
+                raise LinkError(f"{error}: {cuda_ipc.ELSE}") from None
+            why = str(error)
+        logging.getLogger(__name__).warning("%s: what it takes goes through the host's shared memory", why)
+        return self._offer("shared_memory", control, capacity)
+
+    def _offer(self, transport: Between, control: Control, capacity: int) -> SendingEnd:
+        control.say(transport=transport, capacity=capacity)
+        match transport:
+            case "shared_memory":
+                return shared_memory.offer(control, capacity)
+            case "cuda_ipc":
+                return cuda_ipc.offer(control, capacity, self._device)
+            case "nixl":
+                return nixl.offer(control, capacity, self._device)
+            case "collective":
+                store = self._meeting()
+                return collective.offer(control, capacity, store, store.port)
 
     def _suited(self, domain: str) -> Between:
         if self._transport != "nearest":
@@ -181,20 +196,27 @@ def dial(address: tuple[str, int], token: str, name: str, timeout: float, device
     try:
         control.authenticate(token, calling=True)
         control.say(name=name, domain=shared_memory.domain())
-        offered = control.hear(transport=str, capacity=int)
-        transport, capacity = offered["transport"], offered["capacity"]
-        if capacity < 1:
-            raise LinkError(f"{source} offers {offered}, which is no link")
-        match transport:
-            case "shared_memory":
-                return shared_memory.take(control, capacity)
-            case "cuda_ipc":
-                return cuda_ipc.take(control, capacity, device)
-            case "nixl":
-                return nixl.take(control, capacity, device)
-            case "collective":
-                return collective.take(control, capacity)
-        raise LinkError(f"{source} offers {offered}, which is no link that is known here")
+        while True:
+            if (end := _taken(control, device)) is not None:
+                return end
     except Exception as error:
         control.refuse(error)
         raise
+
+
+def _taken(control: Control, device: torch.device) -> ReceivingEnd | None:
+    """What the source offers next; None where it will offer something else."""
+    offered = control.hear(transport=str, capacity=int)
+    transport, capacity = offered["transport"], offered["capacity"]
+    if capacity < 1:
+        raise LinkError(f"{control.other} offers {offered}, which is no link")
+    match transport:
+        case "shared_memory":
+            return shared_memory.take(control, capacity)
+        case "cuda_ipc":
+            return cuda_ipc.take(control, capacity, device)
+        case "nixl":
+            return nixl.take(control, capacity, device)
+        case "collective":
+            return collective.take(control, capacity)
+    raise LinkError(f"{control.other} offers {offered}, which is no link that is known here")

@@ -55,7 +55,7 @@ on() {
     shift 2
     ((index < ${#NODES[@]} - GENERATION_NODES)) || gpus=$GENERATION_GPUS_PER_NODE
     [[ -z ${SLURM_HET_SIZE:-} ]] || options=("--het-group=$((index >= ${#TRAIN[@]}))")
-    ((gpus == 0)) || options+=("--gpus-per-node=$gpus")
+    ((gpus == 0 || GRES == 0)) || options+=("--gpus-per-node=$gpus")
     srun --overlap --nodes=1 --ntasks=1 --nodelist="${NODES[index]}" --cpu-bind=none --input=none \
         "${options[@]}" "${STEP_OPTIONS[@]}" --output="$log" --error="$log" --open-mode=append "$@" &
     STEPS+=($!)

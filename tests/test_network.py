@@ -1,0 +1,50 @@
+"""Which of this machine's addresses and interfaces others reach it by."""
+
+import os
+import socket
+
+import psutil
+import pytest
+
+from nemo_fp8rl.workers.network import address_towards, gloo_listens_on
+
+
+def interfaces() -> list[tuple[str, str]]:
+    """(name, IPv4 address)"""
+    cards = psutil.net_if_addrs().items()
+    return [(name, one.address) for name, card in cards for one in card if one.family == socket.AF_INET]
+
+
+def test_the_way_to_itself_begins_at_the_address_itself():
+    for _, address in interfaces():
+        assert address_towards(address) == address
+
+
+def test_where_there_is_no_way_it_is_an_error():
+    with pytest.raises(OSError):
+        address_towards("no.such.host.invalid")
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch) -> None:
+    """Nobody has chosen, and what a test sets ends with it."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+
+
+def test_gloo_has_the_interface_of_the_address():
+    for name, address in interfaces():
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        gloo_listens_on(address)
+        assert os.environ["GLOO_SOCKET_IFNAME"] == name
+
+
+def test_an_interface_that_the_user_chose_stays():
+    os.environ["GLOO_SOCKET_IFNAME"] = "chosen"
+    gloo_listens_on("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "chosen"
+
+
+def test_an_address_of_another_machine_chooses_none():
+    gloo_listens_on("203.0.113.1")
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
