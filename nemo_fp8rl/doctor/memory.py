@@ -14,7 +14,8 @@ Sources:
 - Cache: keys and values of each layer; with latent attention its latent and rotary part on every rank (DeepSeek-V2,
   https://arxiv.org/abs/2405.04434, section 2.1).
 - Colocated, NeMo RL moves the trainer's memory to the host while engines generate, and all but its parameters during a
-  refit (`refit_policy_generation` in https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/algorithms/grpo.py).
+  refit (`refit_policy_generation` in https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/algorithms/grpo.py); so do our
+  workers (`policy/offload.py`).
 """
 
 from collections.abc import Iterator
