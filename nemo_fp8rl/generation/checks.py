@@ -1,5 +1,6 @@
 """What a recipe asks of the engine and what the model and the machine allow, compared before anything is loaded."""
 
+import psutil
 import torch
 
 from nemo_fp8rl.config import Config
@@ -78,6 +79,7 @@ def _check_cpu(hf: HfConfig, cfg: Config) -> None:
             f"{HERE}.expert_parallel_size={expert} with nemo_fp8rl.flow=bf16: vLLM cannot spread bfloat16 experts on a "
             "CPU; set it to 1"
         )
+    _check_free_memory(cfg)
     if not cfg.fp8_kv_cache:
         return
     if hf.head_dim % 32:
@@ -99,6 +101,17 @@ def _check_kv_memory(hf: HfConfig, cfg: Config) -> None:
             f"{HERE}.kv_cache_memory_gib={vllm.kv_cache_memory_gib:g} cannot hold one sequence of "
             f"{HERE}.max_model_len={vllm.max_model_len} tokens, which takes {wanted:.3g} GiB; raise the one or lower "
             "the other"
+        )
+
+
+def _check_free_memory(cfg: Config) -> None:
+    """vLLM asks, too, but where the engine's core is another process only that one hears it."""
+    vllm = cfg.policy.generation.vllm_cfg
+    free, wanted = psutil.virtual_memory().available / 2**30, vllm.kv_cache_memory_gib or 0
+    if wanted * vllm.tensor_parallel_size > free:
+        raise UserError(
+            f"{HERE}.kv_cache_memory_gib={wanted:g} for each of an engine's {vllm.tensor_parallel_size} processes is "
+            f"more than this machine has free ({free:.1f} GiB); lower it"
         )
 
 

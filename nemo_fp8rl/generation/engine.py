@@ -36,6 +36,8 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # leave the process's CPU affinity alone
     "TORCH_COMPILE_DISABLE": "1",  # else the first generate compiles a helper for seconds
 }
+OF_ITS_PROCESSES = (RuntimeError, Exception)
+"""What vLLM raises, these and no subclass, where a process that it started ended on an error of any kind."""
 CPU_BATCHED_TOKENS = 8192
 """Of a forward on a CPU, at most: vLLM's own default for offline generation."""
 
@@ -66,6 +68,14 @@ class VllmEngine:
             self.core: Core = AsyncCore(arguments, timeout) if vllm_cfg.async_engine else SteppedCore(arguments)
         except ValueError as error:  # vLLM's word for a recipe that it cannot serve
             raise UserError(f"vLLM cannot start an engine for this recipe: {one_line(error)}") from None
+        except Exception as error:
+            has_processes = vllm_cfg.async_engine or vllm_cfg.tensor_parallel_size > 1
+            if not has_processes or type(error) not in OF_ITS_PROCESSES:
+                raise
+            raise UserError(  # a refusal like the one above, or a fault
+                f"vLLM cannot start the processes of an engine for this recipe: {one_line(error)[:300]}; what they "
+                "wrote says why (of a Ray actor: in its worker's log)"
+            ) from None
         if cfg.fp8_kv_cache and not vllm_cfg.enforce_eager and "attention: FLASHINFER" in self.kernels():
             self.shutdown()
             raise UserError(

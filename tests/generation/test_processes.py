@@ -2,10 +2,14 @@
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.generation import checks
+from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.tiny import make_tiny
 from tests.conftest import RECIPES, SMALL
@@ -59,6 +63,18 @@ def test_an_incomplete_refit_is_refused_by_name_and_the_next_one_counts(pair):
     pair.refit_without("model.layers.1.self_attn.o_proj.weight")
     pair.refit()
     assert outputs(pair.generate(GREEDY), same_batches) == before
+
+
+@pytest.mark.parametrize("layout", ["async_engine=true", "tensor_parallel_size=2"])
+def test_what_a_process_of_its_own_refuses_is_said_in_one_sentence(recipe, monkeypatch, layout):
+    """By vLLM, where this machine seems to have the memory."""
+    here = "policy.generation.vllm_cfg"
+    cfg = recipe(f"{here}.{layout}", f"{here}.kv_cache_memory_gib=100000")
+    with pytest.raises(UserError, match=rf"{here}.kv_cache_memory_gib=100000 .* is more than this machine has free"):
+        VllmEngine().setup(cfg)
+    monkeypatch.setattr(checks, "psutil", SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=1 << 60)))
+    with pytest.raises(UserError, match=r"cannot start the processes of an engine .*; what they wrote says why"):
+        VllmEngine().setup(cfg)
 
 
 def test_experts_come_with_the_answers(pair):
