@@ -8,7 +8,8 @@ Sources:
   NeMo RL says the same: https://github.com/NVIDIA-NeMo/RL/blob/main/docs/fp8.md
 - DeepGEMM runs on Hopper and Blackwell; with E8M0 scales, vLLM's default on both, weights are quantized again:
   https://github.com/vllm-project/vllm/blob/main/vllm/utils/deep_gemm.py. NeMo RL switches E8M0 off where
-  use_deep_gemm is true: https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/models/generation/vllm/quantization/fp8.py.
+  use_deep_gemm is true: https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/models/generation/vllm/quantization/fp8.py;
+  with nemo_fp8rl.workers=nemo_rl it is off for float32 scales (`nemo_rl/stock/choose.py`).
   On Blackwell the kernels themselves take E8M0 scales: https://github.com/deepseek-ai/DeepGEMM#notices
 - An FP8 KV cache in FlashAttention needs version 3 on Hopper or 4 on Blackwell:
   https://github.com/vllm-project/vllm/blob/main/vllm/v1/attention/backends/fa_utils.py
@@ -111,7 +112,15 @@ def _engine(plan: Plan, gpu: Gpu) -> Finding:
             f"{ENGINE}.use_deep_gemm=false: without DeepGEMM vLLM's kernels do not round activations' scales to powers "
             "of two as pow2_activation_scaling_factors asks; set it to true",
         )
-    if not plan.pow2 and (gpu.capability >= BLACKWELL or not deep_gemm):
+    on_wire = plan.values["nemo_fp8rl"]["workers"] == "nemo_rl"
+    if not plan.pow2 and on_wire and gpu.capability >= BLACKWELL:
+        return Finding(
+            "error",
+            TOPIC,
+            f"DeepGEMM on {gpu.name} takes no float32 scales, and nemo_fp8rl.workers=nemo_rl gives it the trainer's as "
+            "they are; set pow2_*_scaling_factors=true on both sides",
+        )
+    if not plan.pow2 and (gpu.capability >= BLACKWELL or not (deep_gemm or on_wire)):
         return Finding(
             "warn",
             TOPIC,

@@ -13,7 +13,7 @@ from nemo_fp8rl.rewards import VERIFIERS
 
 NAME = "exact_match"
 COLLECTORS = tuple(f"nemo_rl.algorithms.async_utils.{name}" for name in ("AsyncTrajectoryCollector", "ReplayBuffer"))
-"""Actors of its asynchronous loop that run in vLLM's environment there; here the driver's has vLLM."""
+"""Actors of its asynchronous loop that run in the environment of its vLLM workers."""
 
 
 class ExactMatchEnvironment(EnvironmentInterface):
@@ -45,10 +45,12 @@ class ExactMatchEnvironment(EnvironmentInterface):
 ExactMatchActor = ray.remote(ExactMatchEnvironment)
 
 
-def register() -> None:
-    """Make it known to NeMo RL, and where its collectors run; a second call does nothing."""
+def register(ours: bool) -> None:
+    """Make it known to NeMo RL; a second call does nothing. ours: with our workers, which have no environment but the
+    driver's, the collectors run there, too.
+    """
     fqn = f"{__name__}.ExactMatchActor"
-    for actor in (fqn, *COLLECTORS):
+    for actor in (fqn, *(COLLECTORS if ours else ())):
         ACTOR_ENVIRONMENT_REGISTRY[actor] = PY_EXECUTABLES.SYSTEM
     if NAME not in ENV_REGISTRY:
         register_env(NAME, fqn)

@@ -18,6 +18,7 @@ from nemo_fp8rl.nemo_rl.compat import PREPARE_PROCESS, finish_checkpoints, prepa
 from nemo_fp8rl.nemo_rl.config import from_nemo_rl
 from nemo_fp8rl.nemo_rl.parts import Loop, of_nemo_rl, of_ours, takes_ours
 from nemo_fp8rl.nemo_rl.recipe import load as checked
+from nemo_fp8rl.nemo_rl.stock.pythonpath import package_on_pythonpath
 from nemo_fp8rl.nemo_rl.stop import LoopStop, Prompts
 from nemo_fp8rl.workers import connect, require_token
 
@@ -60,7 +61,7 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
     set_seed(recipe.values["grpo"]["seed"])
     with ExitStack() as stack:
         stack.enter_context(_ray(processes + 2, ours))  # two for environments
-        environment.register()
+        environment.register(ours)
         data, val_data, envs, val_envs = setup_response_data(tokenizer, master.data, master.env)
         parts = of_ours if ours else of_nemo_rl
         loop = stack.enter_context(parts(grpo, master, recipe, tokenizer, data, val_data))
@@ -162,8 +163,9 @@ def _ray(num_cpus: int, ours: bool) -> Iterator[None]:
     if not ours:
         from nemo_rl.distributed.virtual_cluster import init_ray
 
-        init_ray()
-        yield
+        with package_on_pythonpath():
+            init_ray()
+            yield
         return
     import ray
 

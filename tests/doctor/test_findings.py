@@ -181,6 +181,21 @@ def test_what_a_gpu_cannot_do(plan, gpu, changes, level, message):
     assert message in one(check_hardware(plan(LLAMA, changes), GPUS[gpu]), level)
 
 
+@pytest.mark.parametrize(
+    ("workers", "gpu", "level", "message"),
+    [
+        ("auto", "h100", "warn", "rounded up to powers of two"),
+        ("nemo_rl", "h100", "ok", "multiplies the values that the refit sends"),
+        ("auto", "b200", "warn", "rounded up to powers of two"),
+        ("nemo_rl", "b200", "error", "DeepGEMM on b200 takes no float32 scales"),
+    ],
+)
+def test_float32_scales_reach_the_kernels_of_nemo_rls_own_workers_as_they_are(plan, workers, gpu, level, message):
+    scales = {ENGINE + "pow2_weight_scaling_factors": False, ENGINE + "pow2_activation_scaling_factors": False}
+    changes = scales | {ENGINE + "use_deep_gemm": False, TRAINER + "fp8_cfg.enabled": False}
+    assert message in one(check_hardware(plan(LLAMA, changes | {"nemo_fp8rl.workers": workers}), GPUS[gpu]), level)
+
+
 def test_a_bfloat16_recipe_runs_anywhere(plan):
     bf16 = {ENGINE + "precision": "bfloat16", TRAINER + "fp8_cfg": {"enabled": False}}
     assert {finding.level for finding in check_hardware(plan(LLAMA, bf16), GPUS["a100"])} == {"ok"}

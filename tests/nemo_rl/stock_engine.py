@@ -11,17 +11,17 @@ prepare()
 
 from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension  # noqa: E402
 
-from nemo_fp8rl.fp8 import Fp8Layers  # noqa: E402
-from nemo_fp8rl.generation.vllm_plugin import QUANTIZATION, quantization_config  # noqa: E402
+from nemo_fp8rl.fp8.kernels import load_emulation  # noqa: E402
+from nemo_fp8rl.generation import compat  # noqa: E402
+from nemo_fp8rl.generation.vllm_plugin import QUANTIZATION  # noqa: E402
 from nemo_fp8rl.hf.checkpoint import CheckpointReader  # noqa: E402
-from nemo_fp8rl.nemo_rl.stock.choose import ENGINE_WORKER  # noqa: E402
-from nemo_fp8rl.nemo_rl.stock.stream import CHOICE  # noqa: E402
-from tests.nemo_rl.test_stock import StreamingWorker  # noqa: E402
+from nemo_fp8rl.nemo_rl.stock.choose import choose  # noqa: E402
+from tests.nemo_rl.built_models import use_emulated_fp8  # noqa: E402
+from tests.nemo_rl.test_stock import StreamingWorker, policy  # noqa: E402
 
 EXTENSION = "nemo_rl.models.generation.vllm.vllm_backend.VllmInternalWorkerExtension"
 if hasattr(VllmInternalWorkerExtension, "synchronize_device"):  # it is written for vLLM 0.25; the newest has its own
     del VllmInternalWorkerExtension.synchronize_device
-LAYERS = Fp8Layers(0, 2)
 BATCH = 3
 PROMPTS = [[3, 9, 12, 5], [7, 7, 12, 4, 4]]
 
@@ -46,7 +46,7 @@ def answers(llm: Any) -> str:
 
 
 def feed(worker: Any, stream: dict[str, Any], names: list[str] | None = None) -> None:
-    """As NeMo RL's `update_weights_via_ipc_zmq` does with what comes over its socket: all it announced, or less."""
+    """As NeMo RL's `update_weights_via_ipc_zmq` does with what comes over its socket: all it announced, or `names`."""
     worker.prepare_refit_info({name: (tensor.shape, tensor.dtype) for name, tensor in stream.items()})
     with worker._weight_update_lifecycle("ipc") as finalize:
         names = names or list(stream)
@@ -59,21 +59,28 @@ def feed(worker: Any, stream: dict[str, Any], names: list[str] | None = None) ->
 
 
 def streamed(folder: Path) -> None:
-    overrides = {"quantization_config": quantization_config("pow2", LAYERS)}
+    """vLLM's own FP8 config, as `choose` has it, decides what is FP8; the emulated layers multiply."""
+    cfg = policy()
+    choose(cfg, 2, "0.6.0")
+    kwargs = cfg["generation"]["vllm_kwargs"]
+    load_emulation("cpu")
+    compat.survive_scan_of_llvmlite()
+    use_emulated_fp8()
     llm = engine(
-        folder / "model_0", hf_overrides=overrides, load_format="dummy", worker_cls=ENGINE_WORKER,
+        folder / "model_0", hf_overrides=kwargs["hf_overrides"], load_format="dummy", worker_cls=kwargs["worker_cls"],
         worker_extension_cls=EXTENSION,
     )  # fmt: skip
-    cfg = {CHOICE: {"scale_format": "pow2", "fp8_layers": [LAYERS.first, LAYERS.end, []]}}
     for seed in (1, 0, 1, 0):
         with CheckpointReader(folder / f"model_{seed}") as checkpoint:
             weights = {name: checkpoint.get(name) for name in sorted(checkpoint.names)}
         stream = dict(StreamingWorker(cfg, weights)._iter_params_with_optional_kv_scales())
         llm.collective_rpc(feed, args=(stream,))
         print(f"streamed_{seed}\t{answers(llm)}", flush=True)
-    for refit in ("half", "after_half"):
+    without = {name: tensor for name, tensor in stream.items() if not name.endswith("o_proj.weight_scale_inv")}
+    half = list(stream)[: len(stream) // 2]
+    for refit, arguments in {"without": (without,), "half": (stream, half), "after_half": (stream,)}.items():
         try:
-            llm.collective_rpc(feed, args=(stream, list(stream)[: len(stream) // 2]))
+            llm.collective_rpc(feed, args=arguments)
         except RuntimeError as error:
             print(f"{refit}\t{error}", flush=True)
 

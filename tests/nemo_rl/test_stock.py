@@ -1,9 +1,12 @@
 """FP8 on the wire between NeMo RL's own workers: each half alone. Its transports need GPUs."""
 
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +16,13 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.export import export
 from nemo_fp8rl.fp8 import NonFiniteError, quantize_blockwise
 from nemo_fp8rl.nemo_rl.checkout import find_checkout
-from nemo_fp8rl.nemo_rl.stock.choose import ENGINE_WORKER, choose
+from nemo_fp8rl.nemo_rl.run import _ray
+from nemo_fp8rl.nemo_rl.stock import pythonpath
+from nemo_fp8rl.nemo_rl.stock.choose import E8M0, ENGINE_WORKER, STOCK_WORKER, TRAINER_WORKER, choose
 from nemo_fp8rl.nemo_rl.stock.stream import CHOICE, Fp8Stream
 from tests.nemo_rl.runs import environment, needs_checkout
 
+ROOT = Path(__file__).parents[2]
 WEIGHT = "model.layers.1.mlp.down_proj.weight"
 POLICY = {
     "megatron_cfg": {"enabled": True, "fp8_cfg": {"enabled": True}, "env_vars": None},
@@ -99,6 +105,69 @@ def test_the_engine_is_vllms_own_fp8_with_our_worker():
     assert "model.layers.1.mlp.down_proj" not in quantization["modules_to_not_convert"]
 
 
+def test_float32_scales_are_not_rounded_in_the_engine():
+    from vllm import envs
+
+    words = {"pow2_weight_scaling_factors": False, "pow2_activation_scaling_factors": False}
+    cfg = policy(**words, env_vars={"OTHER": "1"})
+    cfg["megatron_cfg"] = cfg["megatron_cfg"] | {"env_vars": {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}}
+    choose(cfg, num_hidden_layers=2, version="0.6.0")
+    assert cfg["generation"]["vllm_cfg"]["env_vars"] == {"OTHER": "1", "VLLM_USE_DEEP_GEMM_E8M0": "0"}
+    assert E8M0 in envs.environment_variables
+    cfg = policy()
+    choose(cfg, num_hidden_layers=2, version="0.6.0")
+    assert "env_vars" not in cfg["generation"]["vllm_cfg"]  # powers of two stay what they are
+
+
+@pytest.mark.parametrize(("cuda", "calls"), [(True, ["load", "wait"]), (False, ["load"])])
+def test_copies_of_a_batch_are_there_before_another_stream_reads_them(cuda, calls, monkeypatch):
+    from nemo_fp8rl.nemo_rl.stock import engine
+
+    done = []
+    model = SimpleNamespace(load_weights=lambda weights: done.append("load"))
+    worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
+    stream = SimpleNamespace(synchronize=lambda: done.append("wait"))
+    monkeypatch.setattr(engine, "current_platform", SimpleNamespace(is_cuda=lambda: cuda))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    engine._Reload(worker).take([(WEIGHT, torch.ones(2))])
+    assert done == calls
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_ray_starts_with_this_package_and_none_beside_it_on_pythonpath(installed, tmp_path, monkeypatch):
+    if installed:
+        (tmp_path / "site-packages/torch").mkdir(parents=True)
+        (tmp_path / "site-packages/nemo_fp8rl").symlink_to(ROOT / "nemo_fp8rl")
+        monkeypatch.setattr(pythonpath, "PACKAGE", tmp_path / "site-packages/nemo_fp8rl")
+    started = []
+    for name in ("nemo_rl", "nemo_rl.distributed", "nemo_rl.distributed.virtual_cluster"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules[name].init_ray = lambda: started.append(os.environ["PYTHONPATH"])
+    monkeypatch.setenv("PYTHONPATH", "/theirs")
+    with _ray(2, ours=False):
+        theirs, folder = started.pop().split(os.pathsep)
+        found = subprocess.run(
+            [sys.executable, "-c", "import nemo_fp8rl; print(nemo_fp8rl.__file__)"],
+            capture_output=True, text=True, timeout=60, cwd=tmp_path, check=True,
+        )  # fmt: skip
+        assert (theirs, found.stdout.strip()) == ("/theirs", f"{folder}/nemo_fp8rl/__init__.py")
+        assert os.listdir(folder) == ["nemo_fp8rl"] if installed else folder == str(ROOT)
+    assert os.environ["PYTHONPATH"] == "/theirs"
+    assert Path(folder).is_dir() != installed
+
+
+def test_what_nemo_rls_workers_import_of_this_package_needs_torch_and_numpy_alone():
+    """Their own libraries apart: `worker` and `engine` import Megatron's and vLLM's."""
+    code = """
+import sys
+sys.modules.update(dict.fromkeys(("numba", "vllm", "megatron", "omegaconf", "pydantic", "xxhash", "zstandard")))
+from nemo_fp8rl.fp8 import quantize_blockwise
+from nemo_fp8rl.generation import compat
+from nemo_fp8rl.nemo_rl.stock import agreement, stream
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+
+
 def test_an_fp8_kv_cache_is_refused():
     with pytest.raises(UserError, match="kv_cache_dtype"):
         choose(policy(kv_cache_dtype="fp8"), num_hidden_layers=2, version="0.6.0")
@@ -108,8 +177,8 @@ def test_an_fp8_kv_cache_is_refused():
 @needs_checkout
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_a_vllm_worker_with_nemo_rls_extension_loads_the_stream_as_a_fresh_engine_does(family, tmp_path):
-    """Twice, in small batches whose memory is overwritten afterwards; tokens and log-probs of the exported model. After
-    a refit that ends early there is no other.
+    """Twice, in small batches whose memory is overwritten afterwards; tokens and log-probs of the exported model. One
+    without scales is refused before it begins, and after one that ends early there is no other.
     """
     from nemo_fp8rl.tiny import write_model
 
@@ -117,15 +186,57 @@ def test_a_vllm_worker_with_nemo_rls_extension_loads_the_stream_as_a_fresh_engin
         pytest.skip("`nemo-fp8rl nemo` refuses FP8 between v0.7.0's own workers")
     for seed in (0, 1):
         write_model(tmp_path / f"model_{seed}", seed, family)
-        export(tmp_path / f"model_{seed}", tmp_path / f"fp8_{seed}", "pow2", 0, 0, [])
+        export(tmp_path / f"model_{seed}", tmp_path / f"fp8_{seed}", "pow2", 1, 0, [])
     command = [sys.executable, "-m", "tests.nemo_rl.stock_engine", str(tmp_path)]
     variables = environment(tmp_path) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=root, env=variables, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=variables, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     answers = dict(
-        line.split("\t") for line in done.stdout.splitlines() if line.startswith(("fresh", "streamed", "half", "after"))
+        line.split("\t") for line in done.stdout.splitlines() if "\t" in line and not line.startswith((" ", "\t"))
     )
     assert answers["streamed_0"] == answers["fresh_0"] != answers["fresh_1"] == answers["streamed_1"]
+    assert "the engine holds model.layers.1.self_attn.o_proj in FP8" in answers["without"]
     assert answers["half"].startswith("the refit ended without ")
     assert "start it again" in answers["after_half"]
+
+
+REGISTRY = f"""
+import json, sys
+sys.modules.update(dict.fromkeys(("numba", "vllm", "megatron")))  # which the driver's environment does not have
+
+import nemo_fp8rl.cli, nemo_fp8rl.nemo_rl.parts
+from nemo_fp8rl.nemo_rl.compat import prepare
+
+prepare()
+import nemo_fp8rl.nemo_rl.loss
+from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
+from nemo_rl.models.policy import lm_policy
+from nemo_rl.utils import venvs
+from nemo_fp8rl.nemo_rl import environment
+from nemo_fp8rl.nemo_rl.stock.choose import policy_factory
+
+lm_policy.Policy = lambda **arguments: arguments
+venvs.create_local_venv_on_each_node = lambda command, name: f"/venvs/{{name}}/bin/python"
+before = dict(ACTOR_ENVIRONMENT_REGISTRY)
+made = policy_factory(config={{"{CHOICE}": {{}}}})
+print(json.dumps([made["worker_extension_cls_fqn"], ACTOR_ENVIRONMENT_REGISTRY["{TRAINER_WORKER}"]]))
+for ours in (False, True):
+    environment.register(ours)
+    print(json.dumps([ACTOR_ENVIRONMENT_REGISTRY[name] for name in environment.COLLECTORS]))
+print(json.dumps([[before[name] for name in environment.COLLECTORS], sys.executable]))
+"""
+
+
+@pytest.mark.nemo_rl
+@needs_checkout
+@pytest.mark.parametrize("system", [False, True])
+def test_actors_run_where_nemo_rl_has_what_they_need(system, tmp_path):
+    """Ours of its trainer in the environment of its own; its collectors where they are, and with our workers here."""
+    variables = environment(tmp_path) | {"NEMO_RL_PY_EXECUTABLES_SYSTEM": str(int(system))}
+    command = [sys.executable, "-c", REGISTRY]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=variables, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    trainer, stays, ours, (before, here) = (json.loads(line) for line in done.stdout.splitlines() if line[0] == "[")
+    assert trainer == [TRAINER_WORKER, here if system else f"/venvs/{STOCK_WORKER}/bin/python"]
+    assert stays == before and all(command.startswith("uv ") for command in before)
+    assert ours == [here, here]

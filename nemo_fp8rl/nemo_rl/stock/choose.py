@@ -11,11 +11,19 @@ from nemo_fp8rl.nemo_rl.stock.stream import CHOICE
 TRAINER_WORKER = "nemo_fp8rl.nemo_rl.stock.worker.Fp8MegatronPolicyWorker"
 ENGINE_WORKER = "nemo_fp8rl.nemo_rl.stock.engine.Fp8Worker"
 STOCK_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
-PROJECTIONS = (
-    *(f"self_attn.{name}_proj" for name in "qkvo"),
-    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
-    "mlp.experts",
+MLP = ("gate_proj", "up_proj", "down_proj")
+LINEARS = (
+    *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
+    *(f"self_attn.{name}" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")),
+    *(f"{mlp}.{name}" for mlp in ("mlp", "mlp.shared_expert", "mlp.shared_experts") for name in MLP),
+    *("mlp.gate", "mlp.experts"),
 )
+"""Modules of a decoder layer that vLLM makes by the model's quantization, in Llama, Qwen, its mixtures and DeepSeek V3.
+
+A name that a model lacks does no harm, and a module that is not here is refused by `agreement`.
+"""
+E8M0 = "VLLM_USE_DEEP_GEMM_E8M0"
+"""By default, with DeepGEMM, vLLM quantizes weights once more so that their scales are powers of two."""
 
 
 def choose(policy: dict[str, Any], num_hidden_layers: int, version: str) -> None:
@@ -33,7 +41,7 @@ def choose(policy: dict[str, Any], num_hidden_layers: int, version: str) -> None
     generation = policy["generation"]
     vllm = generation["vllm_cfg"]
     layers = engine_fp8_layers(vllm, num_hidden_layers)
-    linears = (f"model.layers.{i}.{name}" for i in range(num_hidden_layers) for name in PROJECTIONS)
+    linears = (f"model.layers.{i}.{name}" for i in range(num_hidden_layers) for name in LINEARS)
     policy[CHOICE] = {
         "scale_format": precision.scale_format,
         "fp8_layers": [layers.first, layers.end, list(layers.ignored)],
@@ -45,6 +53,8 @@ def choose(policy: dict[str, Any], num_hidden_layers: int, version: str) -> None
         "quantization_config": served_config(linears, precision.scale_format, layers),
     }
     vllm["precision"] = "bfloat16"
+    if precision.scale_format == "fp32":
+        vllm["env_vars"] = {**(vllm.get("env_vars") or {}), E8M0: "0"}
 
 
 def policy_factory(config: Any, **arguments: Any) -> Any:
@@ -54,5 +64,10 @@ def policy_factory(config: Any, **arguments: Any) -> Any:
 
     if CHOICE not in config:
         return Policy(config=config, **arguments)
-    ACTOR_ENVIRONMENT_REGISTRY[TRAINER_WORKER] = ACTOR_ENVIRONMENT_REGISTRY[STOCK_WORKER]
+    from nemo_rl.utils.venvs import create_local_venv_on_each_node
+
+    python = ACTOR_ENVIRONMENT_REGISTRY[STOCK_WORKER]
+    if python.startswith("uv"):  # a command to make an environment with, which NeMo RL would name after our class
+        python = create_local_venv_on_each_node(python, STOCK_WORKER)
+    ACTOR_ENVIRONMENT_REGISTRY[TRAINER_WORKER] = python
     return Policy(config=config, **arguments, worker_extension_cls_fqn=TRAINER_WORKER)

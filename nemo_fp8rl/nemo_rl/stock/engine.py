@@ -4,12 +4,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
 from vllm.platforms import current_platform
 
 from nemo_fp8rl.generation.compat import forget_packed_experts, own_buffers_kept
+from nemo_fp8rl.nemo_rl.stock.agreement import disagreement
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -42,16 +48,19 @@ class _Reload:
     def lifecycle(self, transport: str) -> Iterator[Callable[[], None]]:
         """In place of NeMo RL's, which processes all loaded weights once more.
 
-        Raises RuntimeError for a refit that ends early, and for any after it: the engine then has layers of two
-        versions, which nothing but a new engine mends.
+        Raises RuntimeError where trainer and engine do not hold the same matrices in FP8; for a refit that ends early,
+        and for any after it: the engine then has layers of two versions, which nothing but a new engine mends.
         """
         if self.half_done:
             raise RuntimeError(
                 "the refit before this one failed, and this engine holds a mixture of weights: start it again"
             )
+        model = self.worker.model_runner.get_model()
+        fused = self.worker.vllm_config.quant_config.packed_modules_mapping
+        if refusal := disagreement(parameters(model), self.worker.state_dict_info, fused):
+            raise RuntimeError(refusal)
         self.half_done = True
         self.missing = set(self.worker.state_dict_info)
-        model = self.worker.model_runner.get_model()
 
         def finalize() -> None:
             if self.missing:
@@ -66,6 +75,17 @@ class _Reload:
         self.worker._maybe_process_fp8_kv_cache()
 
     def take(self, weights: list[tuple[str, Tensor]]) -> None:
-        """A batch; its memory is the sender's again afterwards, and a layer waits until it is whole: so copies."""
+        """A batch; its memory is the sender's again afterwards, and a layer waits until it is whole: so copies.
+
+        NeMo RL calls this on two CUDA streams in turn, so the copies are there when it returns.
+        """
         self.missing -= {name for name, _ in weights}
         self.worker.model_runner.get_model().load_weights(weights=[(name, tensor.clone()) for name, tensor in weights])
+        if current_platform.is_cuda():
+            torch.cuda.current_stream().synchronize()
+
+
+def parameters(model: torch.nn.Module) -> Iterator[str]:
+    """A model's, by vLLM's names, as they are before vLLM processes what was loaded."""
+    for path, layer in model.named_modules():
+        yield from (f"{path}.{name}" for name in get_layerwise_info(layer).restore_metadata[0])

@@ -1,0 +1,76 @@
+"""Parameters of models as vLLM builds them from `choose`'s keys: its own FP8 config decides, on no memory.
+
+Which kernels there are for FP8 depends on the machine; what our method holds has the same names and dtypes.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+from vllm.config import set_current_vllm_config
+from vllm.distributed import (
+    destroy_model_parallel,
+    ensure_model_parallel_initialized,
+    init_distributed_environment,
+)
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.quantization import fp8
+from vllm.model_executor.model_loader.utils import initialize_model
+
+from nemo_fp8rl.generation.cpu_experts import EmulatedFp8MoEMethod
+from nemo_fp8rl.generation.cpu_linear import EmulatedFp8LinearMethod
+from nemo_fp8rl.nemo_rl.stock.choose import choose
+from tests.nemo_rl.test_agreement import LAYERS, MODELS, WORDS
+from tests.nemo_rl.test_stock import policy
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 512,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "dtype": "bfloat16",
+}
+
+
+def use_emulated_fp8() -> None:
+    """In place of vLLM's own methods, behind its own choice of what is FP8."""
+    fp8.Fp8LinearMethod = lambda config: EmulatedFp8LinearMethod("pow2")
+    fp8.Fp8MoEMethod = lambda config, layer: EmulatedFp8MoEMethod(layer.moe_config, "pow2")
+
+
+def build(name: str, folder: Path) -> dict[str, Any]:
+    """Its parameters (name -> dtype) and packed_modules_mapping."""
+    family, architecture, sizes = MODELS[name]
+    AutoConfig.for_model(family, **COMMON | sizes, architectures=[architecture]).save_pretrained(folder / name)
+    cfg = policy(quantization_ignored_layer_kws=WORDS)
+    choose(cfg, LAYERS, "0.6.0")
+    arguments = EngineArgs(
+        model=str(folder / name), skip_tokenizer_init=True, max_model_len=64, enforce_eager=True, load_format="dummy",
+        hf_overrides=cfg["generation"]["vllm_kwargs"]["hf_overrides"],
+    )  # fmt: skip
+    config = arguments.create_engine_config()
+    with set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"file://{folder}/init", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+        with torch.device("meta"):
+            model = initialize_model(vllm_config=config)
+        destroy_model_parallel()  # a mixture's has a group more
+    parameters = {name: str(parameter.dtype) for name, parameter in model.named_parameters()}
+    return {"parameters": parameters, "fused": config.quant_config.packed_modules_mapping}
+
+
+if __name__ == "__main__":
+    use_emulated_fp8()
+    torch.set_default_dtype(torch.bfloat16)
+    print(json.dumps({name: build(name, Path(sys.argv[1])) for name in MODELS}))
