@@ -1,5 +1,7 @@
 """An engine on a real GPU, with CUDA graphs; `tests/gpu_engine` has its methods on Triton's interpreter."""
 
+import os
+
 import pytest
 import torch
 
@@ -17,12 +19,16 @@ CASES = {
     "dense": ("qwen3", "nemo_fp8rl.flow=fp8_e2e"),
     "eager": ("qwen3", "nemo_fp8rl.flow=fp8_e2e", f"{VLLM}.enforce_eager=true"),
     "deltas": ("qwen3", "nemo_fp8rl.flow=fp8_e2e", "nemo_fp8rl.refit.mode=delta"),
+    "biases, fp32 scales": ("qwen2", "nemo_fp8rl.flow=fp8_e2e", "nemo_fp8rl.scale_format=fp32"),
     "experts": ("qwen3_moe", "nemo_fp8rl.flow=fp8_e2e"),
     "FP8 KV cache": ("qwen3", "nemo_fp8rl.flow=fp8_e2e", f"{VLLM}.kv_cache_dtype=fp8"),
-    "bf16": ("qwen3", "nemo_fp8rl.flow=bf16"),
+    "bf16": ("qwen3", "nemo_fp8rl.flow=bf16", "nemo_fp8rl.refit.mode=delta"),
+    "bf16 experts": ("qwen3_moe", "nemo_fp8rl.flow=bf16"),
     "routes": ("qwen3_moe", "nemo_fp8rl.flow=fp8_e2e", "policy.router_replay.enabled=true"),
     "sleep": ("qwen3", "nemo_fp8rl.flow=fp8_e2e", f"{VLLM}.kv_cache_dtype=fp8", f"{VLLM}.sleep_level=1"),
+    "experts asleep": ("qwen3_moe", "nemo_fp8rl.flow=fp8_e2e", f"{VLLM}.sleep_level=1"),
 }
+os.environ.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")  # kernels are compiled when they are first used
 
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
@@ -32,7 +38,8 @@ def pair(request, tmp_path_factory):
     sizes = {} if family == "qwen3_moe" else {"hidden_size": 1024, "intermediate_size": 3072}
     make_tiny(folder, "add", 0, family, num_attention_heads=8, num_key_value_heads=4, head_dim=128, **sizes)
     paths = (f"policy.model_name={folder}/model", f"data.train.data_path={folder}/data.jsonl")
-    ours = ("nemo_fp8rl.align=none", f"{VLLM}.enforce_eager=false", f"{VLLM}.gpu_memory_utilization=0.3")
+    few = (f"{VLLM}.max_num_seqs=32", f"{VLLM}.gpu_memory_utilization=0.3")  # graphs are captured for so many
+    ours = ("nemo_fp8rl.align=none", f"{VLLM}.enforce_eager=false", *few)
     pair = Pair(load(RECIPES / "tiny_cpu.yaml", [*SMALL, *paths, *ours, *overrides]))
     yield pair
     pair.close()
@@ -58,7 +65,10 @@ def test_it_sleeps_and_wakes(pair):
     before = outputs(pair.generate(GREEDY))
     assert pair.engine.finish_generation(1) > 0
     pair.engine.prepare_for_generation()
+    without_cache = torch.cuda.mem_get_info()[0]
     assert outputs(pair.generate(GREEDY)) == before
+    cache = int(pair.cfg.policy.generation.vllm_cfg.kv_cache_memory_gib * 2**30)
+    assert without_cache - torch.cuda.mem_get_info()[0] > 0.9 * cache
     assert pair.engine.finish_generation(2) > 0
     pair.engine.prepare_for_generation()
     pair.refit()
