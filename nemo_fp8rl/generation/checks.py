@@ -105,13 +105,11 @@ def _check_kv_memory(hf: HfConfig, cfg: Config) -> None:
 
 
 def _check_free_memory(cfg: Config) -> None:
-    """vLLM asks, too, but where the engine's core is another process only that one hears it."""
-    vllm = cfg.policy.generation.vllm_cfg
-    free, wanted = psutil.virtual_memory().available / 2**30, vllm.kv_cache_memory_gib or 0
-    if wanted * vllm.tensor_parallel_size > free:
+    """As vLLM asks, each process for itself; but what a process of its own says no one hears."""
+    free, wanted = psutil.virtual_memory().available / 2**30, cfg.policy.generation.vllm_cfg.kv_cache_memory_gib or 0
+    if wanted > free:
         raise UserError(
-            f"{HERE}.kv_cache_memory_gib={wanted:g} for each of an engine's {vllm.tensor_parallel_size} processes is "
-            f"more than this machine has free ({free:.1f} GiB); lower it"
+            f"{HERE}.kv_cache_memory_gib={wanted:g} is more than this machine has free ({free:.1f} GiB); lower it"
         )
 
 

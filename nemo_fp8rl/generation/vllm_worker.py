@@ -137,7 +137,7 @@ class RefitWorkerExtension:
 
     def nemo_fp8rl_wake(self, tag: Tag) -> None:
         """Give what `nemo_fp8rl_sleep` freed its memory again, on a CPU filled with zeros; first the weights."""
-        freed = self.asleep.pop(tag, None)
+        freed = self.asleep.get(tag)
         if freed is not None and current_platform.is_cuda():
             gc.collect()
             torch.cuda.empty_cache()  # or a trainer in this process would keep what it no longer uses
@@ -149,6 +149,7 @@ class RefitWorkerExtension:
         for storage, nbytes in freed or ():
             storage.resize_(nbytes)
             storage.fill_(0)
+        self.asleep.pop(tag, None)  # now that it has its memory
 
     def _sleep_on_gpu(self, level: int) -> int:
         if self.asleep:

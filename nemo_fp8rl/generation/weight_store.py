@@ -222,6 +222,8 @@ class _Assembly:
 
     def __init__(self, part: TensorPart, device: torch.device) -> None:
         self.part, self.missing = part, part.data_bytes
+        if part.size != part.shape:
+            device = torch.device("cpu")  # where there is room for what other ranks keep
         self.data = torch.empty(part.shape, dtype=part.torch_dtype, device=device)
         scales = scale_shape(part.shape, BLOCK) if part.quantized else ()
         self.scale_inv = torch.full(scales, torch.nan, device=device) if part.quantized else None

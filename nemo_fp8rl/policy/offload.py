@@ -30,9 +30,9 @@ class Offload:
     def give_training(self) -> None:
         if "training" in self.away:
             return
-        gradients = (buffer.grad_data for buffer in self.buffers)
-        moved = self._optimizer_tensors() if self.on_gpu else ()
-        self.away["training"] = sum(tensor.untyped_storage().nbytes() for tensor in (*gradients, *moved))
+        gradients = sum(buffer.grad_data.untyped_storage().nbytes() for buffer in self.buffers)
+        moved = sum(tensor.nbytes for tensor in self._optimizer_tensors()) if self.on_gpu else 0
+        self.away["training"] = gradients + moved
         with megatron_on_cpu():
             self.ddp.offload_grad_buffers()
             self.optimizer.offload_to_cpu()

@@ -32,6 +32,7 @@ class Fp8Worker(Worker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         reload = _Reload(self)
+        self.prepare_refit_info = reload.announced
         self._load_weights = reload.take
         self._weight_update_lifecycle = reload.lifecycle
 
@@ -44,21 +45,27 @@ class _Reload:
         self.missing: set[str] = set()
         self.half_done = False
 
+    def announced(self, state_dict_info: dict[str, Any]) -> None:
+        """In place of NeMo RL's, which keeps it. Raises RuntimeError where trainer and engine do not hold the same
+        matrices in FP8: here, as the driver hears of it; what is raised in a refit NeMo RL logs, and the trainer waits.
+        """
+        self.worker.state_dict_info = state_dict_info
+        model, fused = self.worker.model_runner.get_model(), self.worker.vllm_config.quant_config.packed_modules_mapping
+        if refusal := disagreement(parameters(model), state_dict_info, fused):
+            raise RuntimeError(refusal)
+
     @contextmanager
     def lifecycle(self, transport: str) -> Iterator[Callable[[], None]]:
         """In place of NeMo RL's, which processes all loaded weights once more.
 
-        Raises RuntimeError where trainer and engine do not hold the same matrices in FP8; for a refit that ends early,
-        and for any after it: the engine then has layers of two versions, which nothing but a new engine mends.
+        Raises RuntimeError for a refit that ends early, and for any after it: the engine then has layers of two
+        versions, which nothing but a new engine mends.
         """
         if self.half_done:
             raise RuntimeError(
                 "the refit before this one failed, and this engine holds a mixture of weights: start it again"
             )
         model = self.worker.model_runner.get_model()
-        fused = self.worker.vllm_config.quant_config.packed_modules_mapping
-        if refusal := disagreement(parameters(model), self.worker.state_dict_info, fused):
-            raise RuntimeError(refusal)
         self.half_done = True
         self.missing = set(self.worker.state_dict_info)
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest import mock
 
 import nemo_fp8rl
 
@@ -23,9 +24,7 @@ def package_on_pythonpath() -> Iterator[None]:
         if not (folder / "pyproject.toml").is_file():
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="nemo_fp8rl_")))
             (folder / PACKAGE.name).symlink_to(PACKAGE)
-        before = os.environ.get("PYTHONPATH", "")
-        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in (*before.split(os.pathsep), str(folder)) if path)
-        try:
+        before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        path = os.pathsep.join(filter(None, (*before, str(folder))))
+        with mock.patch.dict(os.environ, PYTHONPATH=path):
             yield
-        finally:
-            os.environ["PYTHONPATH"] = before
