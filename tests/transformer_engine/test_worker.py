@@ -78,6 +78,14 @@ def test_a_step_is_that_of_the_emulation(cfg):
     assert same > 0.99 * sum(tensor.nbytes for tensor in sent.values())  # the two Adams round differently
 
 
+def give(worker: MegatronWorker, gpu: bool) -> None:
+    """All memory that can go; on a GPU the parameters', too."""
+    worker.offload_before_refit()
+    assert (worker.offload_after_refit() > worker.offload.away["training"]) == gpu
+    for buffer in worker.offload.buffers if gpu else ():
+        assert buffer.param_data.untyped_storage().nbytes() == buffer.grad_data.untyped_storage().nbytes() == 0
+
+
 def test_recomputed_offloaded_and_with_a_reference_policy(recipe, cfg):
     cfg = recipe(
         f"policy.model_name={cfg.policy.model_name}",
@@ -86,21 +94,20 @@ def test_recomputed_offloaded_and_with_a_reference_policy(recipe, cfg):
         "loss_fn.reference_policy_kl_penalty=0.1",
     )
     found = []
-    for gpu in (False, True):
+    for gpu, offloads in ((False, True), (True, True), (True, False)):
         with rank(cfg, gpu) as worker:
             start, first = worker.reference_logprobs(batch(0)), step(worker, 0)["loss"]
-            worker.offload_before_refit()
-            assert (worker.offload_after_refit() > worker.offload.away["training"]) == gpu
-            for buffer in worker.offload.buffers if gpu else ():
-                assert buffer.param_data.untyped_storage().nbytes() == buffer.grad_data.untyped_storage().nbytes() == 0
-            assert torch.equal(worker.reference_logprobs(batch(0)), start)
-            worker.offload_after_refit()
-            worker.prepare_for_training()
+            if offloads:
+                give(worker, gpu)
+                assert torch.equal(worker.reference_logprobs(batch(0)), start)  # it takes what it reads
+                give(worker, gpu)
+                worker.prepare_for_training()
             second = step(worker, 0)["loss"]
             assert torch.equal(worker.reference_logprobs(batch(0)), start)
             assert second < first
             found.append((start, first, second))
-    (expected_start, *expected), (start, *losses) = found
+    (expected_start, *expected), (start, *losses), (_, *undisturbed) = found
+    assert losses == undisturbed
     assert torch.equal(start, expected_start)
     assert losses[0] == expected[0]
     assert losses[1] == pytest.approx(expected[1], rel=1e-3)  # the two Adams round differently
