@@ -117,6 +117,7 @@ def _mixture(hf: HfConfig, choice: Fp8RlConfig) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": torch.cuda.is_available(),
+        "moe_permute_fusion": torch.cuda.is_available(),  # Transformer Engine's; a GPU runs Megatron's own in any order
     }
 
 

@@ -4,45 +4,19 @@ Real: our methods, vLLM's engine, loaders, router and Triton kernels, which Trit
 Fake: that this machine has a backend for Triton, and the two compiled functions that vLLM's CPU build lacks.
 """
 
-import os
 import sys
 from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
-
 import pytest
 import torch
 import torch.nn.functional as F
-import triton.backends
-import triton.language as tl
 from torch import Tensor
-from triton.runtime import interpreter
 
-FAKE_DRIVER = SimpleNamespace(is_active=lambda: True)
-triton.backends.backends["cpu"] = SimpleNamespace(driver=FAKE_DRIVER, compiler=None)  # vLLM's CPU build asks for it
+from tests.interpreted_triton import interpret
 
-
-def _round_to_nearest(builder, source, dtype):
-    """The interpreter's cast, which cuts float32 off where bfloat16 ends; a GPU rounds."""
-    if (source.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
-        return _cast(builder, source, dtype)
-    rounded = torch.from_numpy(source.data.copy()).bfloat16().view(torch.int16).numpy()
-    return interpreter.TensorHandle(rounded.view("uint16"), dtype.scalar)
-
-
-def _convert_e4m3_quickly(values, source, target, rounding):
-    """The interpreter's conversion of what it multiplies, which is the same number and takes most of its time."""
-    if (source, target) != (tl.float8e4nv, tl.float16):
-        return _convert(values, source, target, rounding)
-    return torch.from_numpy(values.copy()).view(torch.float8_e4m3fn).half().numpy()
-
-
-_cast, _convert = interpreter.InterpreterBuilder.cast_impl, interpreter._convert_float
-interpreter.InterpreterBuilder.cast_impl = _round_to_nearest
-interpreter.InterpreterBuilder.create_fp_trunc = _round_to_nearest
-interpreter._convert_float = _convert_e4m3_quickly
+interpret()
 
 
 def _leave_as_it_came(method: Any, layer: Any) -> None:

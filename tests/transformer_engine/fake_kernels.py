@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled, quantize_blockwise
 from nemo_fp8rl.fp8.format import ALONG_LAST, ALONG_TOKENS, E4M3
 from nemo_fp8rl.fp8.linear import operand_dtype
+from tests.interpreted_triton import interpret
 
 NAME = "transformer_engine_torch"
 
@@ -199,6 +200,7 @@ def install() -> bool:
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its package then neither looks for nor loads its compiled half
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # it would look for the GPU
     sys.modules[NAME] = FakeKernels(NAME)
+    interpret()
     try:
         with mock.patch("warnings.warn"):  # that there is no compiled half
             from transformer_engine import common
@@ -243,11 +245,15 @@ def fake_hopper() -> Iterator[None]:
     from megatron.core.extensions.transformer_engine import te_general_gemm
     from megatron.core.transformer.moe import moe_utils
 
+    from tests.transformer_engine.fake_permutation import FAKES
+
     with ExitStack() as stack:
         # `megatron_on_cpu`, which goes round the rest, replaces these two
         tracker = tensor_parallel.random.get_cuda_rng_tracker
         stack.enter_context(mock.patch.object(tensor_parallel, "get_cuda_rng_tracker", tracker))
         stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", te_general_gemm))
+        for name, fake in FAKES.items():
+            stack.enter_context(mock.patch.object(moe_utils, name, fake))
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, answer=answer, **__: answer))
         for name in ("range_push", "range_pop"):

@@ -56,6 +56,7 @@ def test_logits_and_gradients_are_those_of_the_emulated_policy(
     fp8 = [type(module).__name__ for module in model.modules() if isinstance(module, MultipliesInFp8)]
     assert len(fp8) == 4 * fp8_layers
     assert all(name.startswith("Fp8TE") for name in fp8)
+    assert model.config.moe_permute_fusion is (family == "qwen3_moe")
     ids = torch.randint(1, 64, (3, 41), generator=torch.Generator().manual_seed(0))
     weights = torch.randn(3, 41, worker.hf.vocab_size, generator=torch.Generator().manual_seed(1))
 

@@ -1,0 +1,47 @@
+"""Triton's kernels on a CPU, value by value, rounding as a GPU does."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class FakeDriver:
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+    def get_benchmarker(self) -> Callable[..., list[float]]:
+        """Of kernels that Triton tunes, the first choice is the quickest: each would be interpreted otherwise."""
+        return lambda call, quantiles: [0.0 for _ in quantiles]
+
+
+def interpret() -> None:
+    """Before anything defines kernels. What is fake: that this machine has a backend for Triton."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton.backends
+    import triton.language as tl
+    from triton.backends.compiler import BaseBackend
+    from triton.runtime import driver, interpreter
+
+    cast, convert = interpreter.InterpreterBuilder.cast_impl, interpreter._convert_float
+
+    def round_to_nearest(builder: Any, source: Any, dtype: Any) -> Any:
+        """The interpreter's cast, which cuts float32 off where bfloat16 ends."""
+        if (source.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
+            return cast(builder, source, dtype)
+        rounded = torch.from_numpy(source.data.copy()).bfloat16().view(torch.int16).numpy()
+        return interpreter.TensorHandle(rounded.view("uint16"), dtype.scalar)
+
+    def convert_e4m3_quickly(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        """The interpreter's conversion of what it multiplies, which is the same number and takes most of its time."""
+        if (source, target) != (tl.float8e4nv, tl.float16):
+            return convert(values, source, target, rounding)
+        return torch.from_numpy(values.copy()).view(torch.float8_e4m3fn).half().numpy()
+
+    interpreter.InterpreterBuilder.cast_impl = round_to_nearest
+    interpreter.InterpreterBuilder.create_fp_trunc = round_to_nearest
+    interpreter._convert_float = convert_e4m3_quickly
+    triton.backends.backends["cpu"] = triton.backends.Backend(driver=FakeDriver, compiler=BaseBackend)
+    driver.set_active(FakeDriver())
