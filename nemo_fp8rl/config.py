@@ -53,6 +53,9 @@ class Fp8RlConfig(_Block):
     workers: Literal["auto", "ours", "nemo_rl"] = "auto"
     """Trainer and engines of NeMo RL's loops (`nemo-fp8rl nemo`): ours, or NeMo RL's own, which need GPUs. auto: NeMo
     RL's where there are GPUs."""
+    fp8_param: bool = False
+    """On a GPU: FP8 layers hold FP8 bytes alone, which a refit sends as they are, and the optimizer the float32 master.
+    The bytes, and so the numbers, are the same; without a GPU it changes nothing."""
     kernel: KernelName = "auto"
     """Which implementation quantizes for a refit; all give the same bytes, `auto` takes the fastest there is."""
 

@@ -103,6 +103,11 @@ def check(cfg: Config) -> None:
             f"nemo_fp8rl.flow={cfg.nemo_fp8rl.flow} needs policy.precision=bfloat16, got float32: "
             "FP8 weights are quantized from the bfloat16 parameter"
         )
+    if cfg.nemo_fp8rl.fp8_param and not cfg.nemo_fp8rl.trainer_fp8:
+        raise UserError(
+            f"nemo_fp8rl.fp8_param=true is of the trainer's FP8 layers, and nemo_fp8rl.flow={cfg.nemo_fp8rl.flow} has "
+            "none: set it to false, or flow=fp8_e2e"
+        )
     if policy.precision == "float32" and cfg.fp8_kv_cache:
         raise UserError(
             "policy.generation.vllm_cfg.kv_cache_dtype=fp8 needs policy.precision=bfloat16, got float32: "

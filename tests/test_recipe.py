@@ -406,6 +406,7 @@ def test_a_cycle_of_defaults_is_refused(folder):
             ["policy.megatron_cfg.scheduler.lr_warmup_iters", "policy.megatron_cfg.scheduler.lr_decay_iters"],
         ),
         (["policy.megatron_cfg.optimizer.min_lr=1"], ["policy.megatron_cfg.optimizer.min_lr"]),
+        (["nemo_fp8rl.fp8_param=true", "nemo_fp8rl.flow=bf16"], ["nemo_fp8rl.fp8_param", "nemo_fp8rl.flow=bf16"]),
         (["policy.megatron_cfg.scheduler.lr_warmup_init=1"], ["policy.megatron_cfg.scheduler.lr_warmup_init"]),
     ],
 )

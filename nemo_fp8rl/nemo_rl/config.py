@@ -49,6 +49,7 @@ def from_nemo_rl(master: Mapping[str, Any]) -> Config:
         **(master.get("nemo_fp8rl") or {}),
         "flow": precision.flow,
         "scale_format": precision.scale_format,
+        "fp8_param": precision.fp8_param,
     }
     register_resolvers()  # defaults of ours refer to other keys
     cfg = completed("the recipe for NeMo RL", values, values)

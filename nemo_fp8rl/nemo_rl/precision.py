@@ -26,11 +26,14 @@ READ_WITHOUT_DECLARATION = (*(f"{ENGINE}.{key}" for key in POW2), f"{ENGINE}.qua
 
 @dataclass(frozen=True)
 class Precision:
-    """flow: of trainer and engine. scale_format: of FP8 blocks (pow2 where nothing is FP8). kv_fp8: the KV cache's."""
+    """flow: of trainer and engine. scale_format: of FP8 blocks (pow2 where nothing is FP8). kv_fp8: the KV cache's.
+    fp8_param: whether the trainer holds FP8 weights in FP8 alone.
+    """
 
     flow: Flow
     scale_format: ScaleFormat
     kv_fp8: bool
+    fp8_param: bool = False
 
 
 def read_precision(policy: Mapping[str, Any]) -> Precision:
@@ -58,7 +61,8 @@ def read_precision(policy: Mapping[str, Any]) -> Precision:
             f"{POW2[0]}={str(engine_scales == 'pow2').lower()} the engine {_in_words(engine_scales)}; "
             f"set {SCALES}='0', {ENGINE}.{POW2[0]}=true and {ENGINE}.{POW2[1]}=true"
         )
-    return Precision("fp8_e2e" if trainer_fp8 else "fp8_rollout", engine_scales, kv_fp8)
+    fp8_param = trainer_fp8 and bool(megatron["fp8_cfg"].get("fp8_param"))
+    return Precision("fp8_e2e" if trainer_fp8 else "fp8_rollout", engine_scales, kv_fp8, fp8_param)
 
 
 def engine_fp8_layers(vllm_cfg: Mapping[str, Any], num_hidden_layers: int) -> Fp8Layers:
@@ -79,11 +83,6 @@ def _trainer_fp8(megatron: Mapping[str, Any]) -> bool:
     for key, wanted in (("fp8", "e4m3"), ("fp8_recipe", "blockwise")):
         if fp8.get(key, wanted) != wanted:
             raise UserError(f"{TRAINER}.{key}={fp8[key]} is not the format of the engine's weights; set it to {wanted}")
-    if fp8.get("fp8_param"):
-        raise UserError(
-            f"{TRAINER}.fp8_param=true quantizes weights from the float32 master, the refit those of the bfloat16 "
-            "parameter; set it to false"
-        )
     return True
 
 

@@ -21,6 +21,7 @@ BLOCK = "nemo_fp8rl"
 SAID_BY_NEMO_RL = {
     "flow": "policy.megatron_cfg.fp8_cfg.enabled and policy.generation.vllm_cfg.precision",
     "scale_format": "policy.megatron_cfg.env_vars and policy.generation.vllm_cfg.pow2_weight_scaling_factors",
+    "fp8_param": "policy.megatron_cfg.fp8_cfg.fp8_param",
 }
 """Keys of ours that a recipe for NeMo RL says in its own."""
 
@@ -40,9 +41,13 @@ class NemoRlRecipe:
 
     @property
     def fp8rl(self) -> Fp8RlConfig:
-        """Our block, with flow and scale_format from NeMo RL's keys. Raises UserError as `precision` does."""
+        """Our block, with what NeMo RL's keys say. Raises UserError as `precision` does."""
         precision = self.precision
-        said = {"flow": precision.flow, "scale_format": precision.scale_format}
+        said = {
+            "flow": precision.flow,
+            "scale_format": precision.scale_format,
+            "fp8_param": precision.fp8_param,
+        }
         return typed({**self.values[BLOCK], **said}, Fp8RlConfig, f"{BLOCK}.")
 
 

@@ -1,7 +1,8 @@
 """What of a rank's memory is given back while an engine has the GPU, and taken again where it was.
 
 training     gradients, which are not kept, and on a GPU the optimizer's state, which goes to the host
-parameters   on a GPU, to the host; their tensors stay and have no memory meanwhile
+parameters   on a GPU, to the host; their tensors stay and have no memory meanwhile. Of those in FP8 the columns are
+             dropped, which are the rows, transposed
 """
 
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from nemo_fp8rl.policy.cpu import megatron_on_cpu
+from nemo_fp8rl.policy.primary_weights import drop_columns, make_columns
 
 
 class Offload:
@@ -41,7 +43,8 @@ class Offload:
         """All but frozen ones, of which Megatron makes no buffer."""
         if "parameters" in self.away or not self.on_gpu:
             return
-        self.away["parameters"] = sum(buffer.param_data.untyped_storage().nbytes() for buffer in self.buffers)
+        columns = sum(drop_columns(parameter) for parameter in self.ddp.parameters())
+        self.away["parameters"] = columns + sum(buffer.param_data.untyped_storage().nbytes() for buffer in self.buffers)
         for buffer in self.buffers:
             buffer.offload_to_cpu(move_params=True, move_grads=False)
         torch.cuda.synchronize()
@@ -58,6 +61,8 @@ class Offload:
         if self.away.pop("parameters", None) is not None:
             for buffer in self.buffers:
                 buffer.reload_from_cpu(move_params=True, move_grads=False)
+            for parameter in self.ddp.parameters():
+                make_columns(parameter)
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
         for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):

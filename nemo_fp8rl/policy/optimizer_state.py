@@ -10,9 +10,9 @@ on the same layout the run goes on to the bit.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ def save_optimizer(
 ) -> Exception | None:
     """All ranks call it together; one of those that hold the same writes it. Returns what kept this rank from it."""
     writer = PartWriter(folder, f"rank_{rank}")
-    pieces = {name: (piece, master, state) for name, piece, master, state in _pieces(model, optimizer)}
+    pieces = _pieces(model, optimizer)
     steps = set(_steps_taken(optimizer))
     assert len(steps) <= 1, f"parameters have taken different numbers of steps: {steps}"
     try:
@@ -51,13 +51,7 @@ def save_optimizer(
     for kind in (MASTER, *(MOMENTS if _any_has_stepped(bool(steps)) else ())):
 
         def gathered(name: str, kind: str = kind) -> Tensor:
-            parameter = parameters[name]
-            if not parameter.requires_grad:  # it has no state: freed, it begins with moments of 0
-                return parameter.detach().float() if kind == MASTER else torch.zeros(parameter.shape)
-            held = pieces.get(name)
-            part = None if held is None else (held[1] if kind == MASTER else held[2][kind]).detach()
-            region = ((0, 0),) if held is None else (held[0],)
-            return assembled(part, region, [parameter.numel()], _copies(parameter)).view(parameter.shape)
+            return _gathered(parameters[name], pieces.get(name), kind)
 
         for name, part in to_hf(layout, gathered):
             if layout.writes(name):
@@ -74,8 +68,7 @@ def load_optimizer(folder: Path, layout: Layout, model: torch.nn.Module, optimiz
         adam_steps, schedule_steps = float(record["adam"]), int(record["schedule"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder / STEPS} cannot be read ({error}); the checkpoint is not complete") from None
-    pieces = {name: (piece, master, state) for name, piece, master, state in _pieces(model, optimizer)}
-    shapes = expected_tensors(layout.hf)
+    pieces, shapes = _pieces(model, optimizer), expected_tensors(layout.hf)
     with PartReader(folder) as reader:
         for kind in (MASTER, *(MOMENTS if adam_steps else ())):
 
@@ -84,16 +77,34 @@ def load_optimizer(folder: Path, layout: Layout, model: torch.nn.Module, optimiz
 
             for name, whole in from_hf(layout, part):
                 if name in pieces:
-                    piece, master, state = pieces[name]
-                    own = whole.flatten()[slice(*piece)]
+                    piece = pieces[name]
+                    own = whole.flatten()[slice(*piece.place)]
                     if kind == MASTER:
-                        master.copy_(own)
+                        piece.master.copy_(own)
                     else:
-                        state[kind] = own.to(master.device, copy=True)
+                        piece.adam[kind] = own.to(piece.master.device, copy=True)
     if adam_steps:
         _set_steps(optimizer, adam_steps)
     scheduler.num_steps = 0
     scheduler.step(increment=schedule_steps)
+
+
+def gathered_masters(model: torch.nn.Module, optimizer: Any) -> Callable[[str], Tensor]:
+    """The float32 master of a parameter, by Megatron's name; whole on the first data-parallel rank, garbage on others.
+
+    All ranks that have the parameter ask together.
+    """
+    parameters, pieces = dict(model.named_parameters()), _pieces(model, optimizer)
+    return lambda name: _gathered(parameters[name], pieces.get(name), MASTER)
+
+
+def _gathered(parameter: torch.nn.Parameter, piece: "Piece | None", kind: str) -> Tensor:
+    """float32, the parameter's shape: its master or one of Adam's moments, on the first rank that shares it."""
+    if not parameter.requires_grad:  # it has no state: freed, it begins with moments of 0
+        return parameter.detach().float() if kind == MASTER else torch.zeros(parameter.shape)
+    part = None if piece is None else (piece.master if kind == MASTER else piece.adam[kind]).detach()
+    region = ((0, 0) if piece is None else piece.place,)
+    return assembled(part, region, [parameter.numel()], _copies(parameter)).view(parameter.shape)
 
 
 def _parts(optimizer: Any) -> list[Any]:
@@ -136,11 +147,21 @@ def _any_has_stepped(stepped: bool) -> bool:
     return bool(flag)
 
 
-def _pieces(model: torch.nn.Module, optimizer: Any) -> Iterator[tuple[str, tuple[int, int], Tensor, dict[str, Any]]]:
-    """(Megatron name, (start, stop) of the flattened parameter, float32 master, Adam's state) of what this rank has."""
+class Piece(NamedTuple):
+    """What a rank has of a parameter's state. place: start and end in the parameter, flattened."""
+
+    place: tuple[int, int]
+    master: Tensor
+    adam: dict[str, Any]
+
+
+def _pieces(model: torch.nn.Module, optimizer: Any) -> dict[str, Piece]:
+    """By Megatron's names."""
     names = {parameter: name for name, parameter in model.named_parameters()}
+    pieces = {}
     for part in _parts(optimizer):
         for parameter, (group, order) in part.model_param_group_index_map.items():
             master = part.optimizer.param_groups[group]["params"][order]
-            piece = part._get_model_param_range_map(parameter)["param"]
-            yield names[parameter], (piece.start, piece.end), master, part.optimizer.state[master]
+            place = part._get_model_param_range_map(parameter)["param"]
+            pieces[names[parameter]] = Piece((place.start, place.end), master, part.optimizer.state[master])
+    return pieces

@@ -80,7 +80,8 @@ def block_spec(
             return (fp8_linears(scale_format, aligned) if in_fp8 else bf16_linears(aligned))[row]
         own = scale_format if in_fp8 else None
         te = transformer_engine_linears(own)
-        return (te.te_experts(own) if of_experts else te.te_linears(scale_format))[row]
+        fp8_param = in_fp8 and choice.fp8_param
+        return (te.te_experts(own, fp8_param) if of_experts else te.te_linears(scale_format, fp8_param))[row]
 
     layers = [_layer_spec(layout, i, aligned, attention, linear) for i in layout.layers]
     norm = AlignedRMSNorm if aligned else RMSNorm

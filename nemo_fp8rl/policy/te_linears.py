@@ -10,8 +10,10 @@ added to the rounded product, as the engine's FP8 linear adds it.
 Transformer Engine's kernels replaced by the contract's.
 """
 
+import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +31,18 @@ from transformer_engine.common.recipe import Float8BlockScaling, Format, QParams
 from nemo_fp8rl.fp8 import ScaleFormat
 from nemo_fp8rl.fp8.kernels.te import BLACKWELL
 from nemo_fp8rl.policy.linears import FP8_TOKENS, MultipliesInFp8
+
+
+@contextmanager
+def _weights(layer: Any, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """While a layer is built: its options, so that it holds its weights as it says."""
+    if not layer.fp8_param:
+        yield options
+        return
+    on_gpu = copy.copy(options["config"])
+    on_gpu.use_cpu_initialization = False  # only there can they be quantized; their values come with `load_hf`
+    with te.quantized_model_init(recipe=layer.recipe, preserve_high_precision_init_val=True):
+        yield {**options, "config": on_gpu, "init_method": torch.nn.init.zeros_}
 
 
 def block_scaling(scale_format: ScaleFormat) -> Float8BlockScaling:
@@ -50,12 +64,13 @@ def why_no_fp8(scale_format: ScaleFormat) -> str:
 class TransformerEngineFp8(MultipliesInFp8):
     """Mixed into a column- or row-parallel layer. x [..., K] -> ([..., N], None), or what `skip_bias_add` gives."""
 
-    kernel_name = "Transformer Engine"
     recipe: Float8BlockScaling
+    fp8_param: bool
     sequence_parallel: bool
 
     def __init__(self, *sizes: Any, skip_bias_add: bool, **options: Any) -> None:
-        super().__init__(*sizes, skip_bias_add=True, **options)  # type: ignore[call-arg]
+        with _weights(self, options) as own:
+            super().__init__(*sizes, skip_bias_add=True, **own)  # type: ignore[call-arg]
         self.adds_bias = not skip_bias_add
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -84,8 +99,12 @@ class CountedExperts:
 class TransformerEngineFp8Experts(MultipliesInFp8, CountedExperts):
     """As well. x [tokens, K], each expert's `m_splits` after those before -> ([tokens, N], None)."""
 
-    kernel_name = "Transformer Engine"
     recipe: Float8BlockScaling
+    fp8_param: bool
+
+    def __init__(self, *sizes: Any, **options: Any) -> None:
+        with _weights(self, options) as own:
+            super().__init__(*sizes, **own)
 
     def forward(self, x: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         padded = [-(-n // FP8_TOKENS) * FP8_TOKENS for n in m_splits]
@@ -98,19 +117,24 @@ class TransformerEngineFp8Experts(MultipliesInFp8, CountedExperts):
 
 
 @functools.cache
-def te_linears(scale_format: ScaleFormat) -> tuple[type, type]:
-    """Column- and row-parallel layers that multiply in FP8."""
-    return _mixed(TransformerEngineFp8, scale_format, TEColumnParallelLinear, TERowParallelLinear)
+def te_linears(scale_format: ScaleFormat, fp8_param: bool = False) -> tuple[type, type]:
+    """Column- and row-parallel layers that multiply in FP8. fp8_param: and hold their weights in it alone."""
+    return _mixed(TransformerEngineFp8, scale_format, fp8_param, TEColumnParallelLinear, TERowParallelLinear)
 
 
 @functools.cache
-def te_experts(scale_format: ScaleFormat | None) -> tuple[type, type]:
+def te_experts(scale_format: ScaleFormat | None, fp8_param: bool = False) -> tuple[type, type]:
     """The same for all experts of a rank in one; scale_format None: in the weights' own precision."""
     mixin = CountedExperts if scale_format is None else TransformerEngineFp8Experts
-    return _mixed(mixin, scale_format, TEColumnParallelGroupedLinear, TERowParallelGroupedLinear)
+    return _mixed(mixin, scale_format, fp8_param, TEColumnParallelGroupedLinear, TERowParallelGroupedLinear)
 
 
-def _mixed(mixin: type, scale_format: ScaleFormat | None, column: type, row: type) -> tuple[type, type]:
-    chosen = {} if scale_format is None else {"recipe": block_scaling(scale_format)}
+def _mixed(
+    mixin: type, scale_format: ScaleFormat | None, fp8_param: bool, column: type, row: type
+) -> tuple[type, type]:
+    chosen: dict[str, Any] = {}
+    if scale_format is not None:
+        kernel = "Transformer Engine" + (", weights held in FP8" if fp8_param else "")
+        chosen = {"recipe": block_scaling(scale_format), "fp8_param": fp8_param, "kernel_name": kernel}
     name = "" if scale_format is None else "Fp8"
     return type(name + column.__name__, (mixin, column), chosen), type(name + row.__name__, (mixin, row), chosen)

@@ -18,6 +18,7 @@ from nemo_fp8rl.hf.region import Region, index
 from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.policy.layout import EXPERT, Layout
 from nemo_fp8rl.policy.megatron_names import from_hf
+from nemo_fp8rl.policy.primary_weights import assign
 
 
 @torch.no_grad()
@@ -28,7 +29,7 @@ def load_hf(folder: Path, model: torch.nn.Module, layout: Layout) -> None:
     with CheckpointReader(folder) as reader:
         reader.check(shapes)
         for name, tensor in from_hf(layout, lambda name: reader.get(name, layout.region(name, shapes[name]))):
-            parameters.pop(name).copy_(tensor)
+            assign(parameters.pop(name), tensor)
     assert not parameters, f"parameters without a checkpoint tensor: {sorted(parameters)}"
 
 

@@ -27,7 +27,7 @@ from nemo_fp8rl.algorithms.quantization_error import SquaresByGroup, weight_squa
 from nemo_fp8rl.batch import TrainBatch
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.fp8 import KvScales, kernels
+from nemo_fp8rl.fp8 import BlockScaled, KvScales, kernels
 from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.hf.config import engine_fp8_layers, read_hf_config
 from nemo_fp8rl.hf.hub import checkpoint_folder
@@ -38,11 +38,12 @@ from nemo_fp8rl.policy.cpu import megatron_on_cpu
 from nemo_fp8rl.policy.groups import join, leave, split_model
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.linears import FP8_TOKENS, MultipliesInFp8
-from nemo_fp8rl.policy.megatron_names import to_hf, views_for_hf
+from nemo_fp8rl.policy.megatron_names import to_hf
 from nemo_fp8rl.policy.model import DTYPES, build_model, transformer_config
 from nemo_fp8rl.policy.offload import Offload
-from nemo_fp8rl.policy.optimizer_state import load_optimizer, save_optimizer
+from nemo_fp8rl.policy.optimizer_state import gathered_masters, load_optimizer, save_optimizer
 from nemo_fp8rl.policy.pipeline import Pipeline
+from nemo_fp8rl.policy.primary_weights import is_fp8, storage, views_for_refit
 from nemo_fp8rl.policy.rounding import cache_rounding, loses_denormals
 from nemo_fp8rl.policy.routing_replay import RoutingReplay
 from nemo_fp8rl.policy.weights import load_hf, save_hf
@@ -109,7 +110,11 @@ class MegatronWorker:
             replay = RoutingReplay(self.model, self.layout, recomputed) if self.hf.family.experts else None
             self.ddp = DistributedDataParallel(
                 config,
-                DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+                DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=True,
+                    use_distributed_optimizer=True,
+                    fp8_param_gather=on_gpu and cfg.nemo_fp8rl.fp8_param,
+                ),
                 Float16Module(config, self.model) if bf16 else self.model,
             )
             optimizer = cfg.policy.megatron_cfg.optimizer
@@ -126,6 +131,7 @@ class MegatronWorker:
                     bf16=bf16,
                     params_dtype=DTYPES[cfg.policy.precision],
                     use_distributed_optimizer=True,
+                    fp8_recipe="blockwise" if on_gpu and cfg.nemo_fp8rl.fp8_param else None,
                 ),
                 [self.ddp],
             )
@@ -137,7 +143,7 @@ class MegatronWorker:
         self.scheduler = self._build_scheduler()
         self.offload = Offload(self.ddp, self.optimizer, on_gpu)
         if cfg.loss_fn.reference_policy_kl_penalty:  # on the host: it is read once a step
-            self.reference = [parameter.detach().to("cpu", copy=True) for parameter in self.model.parameters()]
+            self.reference = [tensor.to("cpu", copy=True) for tensor in self._storage()]
         first = layout.tensor.rank == layout.context.rank == 0
         return Place(shard=layout.data.rank, answers=layout.last_stage and first)
 
@@ -146,15 +152,16 @@ class MegatronWorker:
 
         Nothing of the engine's enters them, neither its choice of experts nor its cache: both follow the policy.
         """
-        parameters = list(self._parameters().values())
-        own = [parameter.clone() for parameter in parameters]
+        self.offload.take_parameters()
+        present = self._storage()
+        own = [tensor.clone() for tensor in present]
         alone = TrainBatch(input_ids=batch["input_ids"], input_lengths=batch["input_lengths"])
         with self.kv_cache.unread() if self.kv_cache is not None else nullcontext():
             try:
-                torch._foreach_copy_(parameters, self.reference)  # in place: they are views of Megatron's buffers
+                torch._foreach_copy_(present, self.reference)  # in place: they are views of Megatron's buffers
                 return self.logprobs(alone, restricted=False)
             finally:
-                torch._foreach_copy_(parameters, own)
+                torch._foreach_copy_(present, own)
 
     def logprobs(self, batch: TrainBatch, restricted: bool = True) -> Tensor:
         """float32 [B, T], position 0 is 0, padding is whatever the model says of it; zeros before the last stage.
@@ -204,6 +211,8 @@ class MegatronWorker:
         name = self.cfg.nemo_fp8rl.kernel
         if not self.cfg.nemo_fp8rl.engine_fp8:
             return ""
+        if self.on_gpu() and self.cfg.nemo_fp8rl.fp8_param:
+            return "none: weights are sent as they are held"
         try:
             return kernels.describe(kernels.resolve(name, "cuda" if self.on_gpu() else "cpu"))
         except kernels.KernelError as error:
@@ -248,7 +257,7 @@ class MegatronWorker:
         parts = [
             TensorPart.of(
                 name,
-                E4M3 if layers.quantizes(name) else part.dtype,
+                E4M3 if layers.quantizes(name) else part.data.dtype,
                 shapes[name],
                 self.layout.region(name, shapes[name]),
             )
@@ -297,17 +306,24 @@ class MegatronWorker:
         return weight_squares(own, layers, choice.scale_format, choice.kernel)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, this rank's part) of its weights, in the dtype that the forward reads; views where possible."""
-        return to_hf(self.layout, self._parameters().__getitem__)
+        """(HF name, this rank's part) of its weights in policy.precision; views where possible. All ranks together.
 
-    def _views(self) -> Iterator[tuple[str, Tensor]]:
-        """`views_for_hf` of those that this rank may send."""
-        views = views_for_hf(self.layout, self._parameters().__getitem__)
+        Of those held in FP8 alone: what their bytes were quantized from, on the ranks that write.
+        """
+        self.offload.take_parameters()
+        parameters = dict(self.model.named_parameters())
+        masters = gathered_masters(self.model, self.optimizer)
+        dtype = DTYPES[self.cfg.policy.precision]
+        return to_hf(self.layout, lambda name: masters(name).to(dtype) if is_fp8(p := parameters[name]) else p.detach())
+
+    def _views(self) -> Iterator[tuple[str, Tensor | BlockScaled]]:
+        """`views_for_refit` of those that this rank may send."""
+        self.offload.take_parameters()
+        views = views_for_refit(self.layout, dict(self.model.named_parameters()))
         return ((name, part) for name, part in views if self.layout.sends(name))
 
-    def _parameters(self) -> dict[str, Tensor]:
-        self.offload.take_parameters()
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+    def _storage(self) -> list[Tensor]:
+        return [tensor for parameter in self.model.parameters() for tensor in storage(parameter)]
 
     def save(self, folder: str) -> None:
         """Write an HF checkpoint and the optimizer's state, all ranks together. Raises UserError on a full disk."""

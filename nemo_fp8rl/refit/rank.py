@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.fp8 import KernelName, ScaleFormat
+from nemo_fp8rl.fp8 import BlockScaled, KernelName, ScaleFormat
 from nemo_fp8rl.refit.bridge import Transport
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
 from nemo_fp8rl.refit.report import LinkId, SendReport
@@ -85,7 +85,7 @@ class SendingRank:
 
     def start(
         self,
-        weights: Iterable[tuple[str, Tensor]],
+        weights: Iterable[tuple[str, Tensor | BlockScaled]],
         version: int,
         engines: Collection[int],
         *,
@@ -107,7 +107,7 @@ class SendingRank:
 
     def _send(
         self,
-        weights: Iterable[tuple[str, Tensor]],
+        weights: Iterable[tuple[str, Tensor | BlockScaled]],
         version: int,
         ends: dict[LinkId, tuple[Future[SendingEnd], Route]],
         whole: frozenset[str],

@@ -26,7 +26,7 @@ from nemo_fp8rl.fp8.delta import Delta
 from nemo_fp8rl.fp8.format import non_finite
 from nemo_fp8rl.hf.region import Region
 from nemo_fp8rl.refit.digest import bytes_of
-from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
+from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart, blocks_of
 from nemo_fp8rl.refit.message import Content, Encoding, Entry, Header, all_finite
 from nemo_fp8rl.refit.plan import aligned
 from nemo_fp8rl.refit.report import LinkId, SendReport
@@ -107,7 +107,7 @@ class WeightSender:
     @torch.no_grad()
     def send(
         self,
-        weights: Iterable[tuple[str, Tensor]],
+        weights: Iterable[tuple[str, Tensor | BlockScaled]],
         version: int,
         links: Mapping[LinkId, Link],
         *,
@@ -117,7 +117,8 @@ class WeightSender:
     ) -> SendReport:
         """Send every link its pieces of these weights: this rank's parts, by name, in any order.
 
-        weights: a matrix may be a stack [count, rows, K] of what is one below the other in it.
+        weights: a matrix may be a stack [count, rows, K] of what is one below the other in it; what is FP8 already
+        goes as it is.
 
         delta: every sink holds what this rank kept. keep: keep these bytes for the next one. A link that breaks is left
         out of the rest and reported. Raises RefitError, naming the tensor, on a weight that is not finite; the sinks
@@ -150,11 +151,13 @@ class WeightSender:
         sending.report.base_nbytes = sum(kept.nbytes for kept in self.base.values())
         return sending.report
 
-    def _send_full(self, sending: "_Sending", piece: Piece, values: Tensor, keep: bool, digests: bool) -> None:
+    def _send_full(
+        self, sending: "_Sending", piece: Piece, values: Tensor | BlockScaled, keep: bool, digests: bool
+    ) -> None:
         part = piece.part
         if (room := sending.room(piece, part.nbytes)) is None:
             return
-        payload = room if values.device == room.device else torch.empty_like(room, device=values.device)
+        payload = room if values.data.device == room.device else torch.empty_like(room, device=values.data.device)
         content = Content.of(part, payload)
         with sending.report.timed("quantize"):
             self._quantize(values, content)
@@ -163,11 +166,11 @@ class WeightSender:
         with sending.report.timed("encode"):
             mark = content.digest if digests else ""
             if keep and part.data_bytes >= DELTA_FROM:
-                self._kept(part, values.device).copy_(payload)
+                self._kept(part, values.data.device).copy_(payload)
         sending.add(piece, room, "full", mark)
 
-    def _send_delta(self, sending: "_Sending", piece: Piece, values: Tensor, digests: bool) -> None:
-        part, kept = piece.part, self._kept(piece.part, values.device)
+    def _send_delta(self, sending: "_Sending", piece: Piece, values: Tensor | BlockScaled, digests: bool) -> None:
+        part, kept = piece.part, self._kept(piece.part, values.data.device)
         content = Content.of(part, kept)
         with sending.report.timed("quantize"):
             delta = self._update(values, content)
@@ -182,16 +185,22 @@ class WeightSender:
             room[part.scale_bytes :] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
             sending.add(piece, room, "delta", mark)
 
-    def _quantize(self, values: Tensor, content: Content) -> None:
+    def _quantize(self, values: Tensor | BlockScaled, content: Content) -> None:
+        if isinstance(values, BlockScaled):
+            out = _like(values.data, content)
+            out.data.view(torch.uint8).copy_(values.data.view(torch.uint8))
+            out.scale_inv.copy_(values.scale_inv)
+            _check_codes(out)
+            return
         if content.scale_inv is not None:
             quantize_blockwise(values, scale_format=self.scale_format, kernel=self.kernel, out=_like(values, content))
             return
         content.data.view(values.shape).copy_(values)
         _check_finite(content.data)
 
-    def _update(self, values: Tensor, content: Content) -> Delta | None:
+    def _update(self, values: Tensor | BlockScaled, content: Content) -> Delta | None:
         """Quantize over the content that was sent last, and say what differs from it."""
-        if content.scale_inv is None:
+        if content.scale_inv is None or isinstance(values, BlockScaled):
             old = content.data.clone()
             self._quantize(values, content)
             return Delta.between(bytes_of(old), bytes_of(content.data))
@@ -223,7 +232,9 @@ class _Sending:
                 found[key].targets[i] = place
                 found[key].whole |= part.name in link.whole
 
-    def exported(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def exported(
+        self, weights: Iterable[tuple[str, Tensor | BlockScaled]]
+    ) -> Iterator[tuple[str, Tensor | BlockScaled]]:
         parts = iter(weights)
         while True:
             with self.report.timed("export"):
@@ -263,8 +274,18 @@ class _Sending:
             self.going.pop(i, None)
 
 
-def _cut(weight: Tensor, part: TensorPart, region: Region) -> Tensor:
+def _cut(weight: Tensor | BlockScaled, part: TensorPart, region: Region) -> Tensor | BlockScaled:
     """The region of the weight that a rank holds as `part`; of a stack a stack, where its matrices stay whole."""
+    if isinstance(weight, BlockScaled):
+        scales = TensorPart.of(part.name, torch.float32, scale_shape(part.shape, BLOCK), blocks_of(part.region))
+        return BlockScaled(
+            _cut_tensor(weight.data, part, region), _cut_tensor(weight.scale_inv, scales, blocks_of(region), 1), BLOCK
+        )
+    return _cut_tensor(weight, part, region)
+
+
+def _cut_tensor(weight: Tensor, part: TensorPart, region: Region, block: int = BLOCK[0]) -> Tensor:
+    """block: rows of one, which no matrix of a stack may cut."""
     index = part.local(region)
     if weight.dim() == len(part.size):
         return weight if region == part.region else weight[index]
@@ -272,7 +293,7 @@ def _cut(weight: Tensor, part: TensorPart, region: Region) -> Tensor:
     height = weight.size(1)
     first, end = rows.start // height, -(-rows.stop // height)
     matrices = weight[first:end, :, columns]
-    if (rows.start, rows.stop, height % BLOCK[0]) == (first * height, end * height, 0):
+    if (rows.start, rows.stop, height % block) == (first * height, end * height, 0):
         return matrices
     return matrices.flatten(0, 1)[rows.start - first * height : rows.stop - first * height]
 
@@ -282,6 +303,13 @@ def _like(values: Tensor, content: Content) -> BlockScaled:
     assert content.scale_inv is not None
     shape = scale_shape(values.shape, BLOCK)
     return BlockScaled(content.data.view(values.shape), content.scale_inv.view(shape), BLOCK)
+
+
+def _check_codes(quantized: BlockScaled) -> None:
+    """E4M3 has two NaN, 7 bits of 1 after either sign, and no infinity."""
+    not_numbers = bytes_of(quantized.data).bitwise_and(0x7F) == 0x7F
+    if not_numbers.any() or not all_finite(quantized.scale_inv):
+        raise NonFiniteError(f"{int(not_numbers.sum())} of {not_numbers.numel()} FP8 values, or their scales, are NaN")
 
 
 def _check_finite(tensor: Tensor) -> None:

@@ -58,6 +58,8 @@ FP32 = {VARIABLE: "1", ENGINE + "pow2_weight_scaling_factors": None, ENGINE + "p
         ({"megatron_cfg": None}, Precision("fp8_rollout", "pow2", False)),  # the DTensor trainer
         ({TRAINER + "enabled": False, ENGINE + "precision": "bfloat16"}, Precision("bf16", "pow2", False)),
         ({TRAINER + "enabled": False, TRAINER + "fp8": "hybrid"}, Precision("fp8_rollout", "pow2", False)),
+        ({TRAINER + "fp8_param": True}, Precision("fp8_e2e", "pow2", False, fp8_param=True)),
+        ({TRAINER + "enabled": False, TRAINER + "fp8_param": True}, Precision("fp8_rollout", "pow2", False)),
     ],
 )
 def test_flow_scales_and_cache(changes, precision):
@@ -75,7 +77,6 @@ def test_a_policy_that_says_nothing_is_bfloat16():
         ({ENGINE + "precision": "bfloat16"}, "policy.megatron_cfg.fp8_cfg.enabled=true", "precision=fp8"),
         ({TRAINER + "fp8": "hybrid"}, "fp8_cfg.fp8=hybrid", "set it to e4m3"),
         ({TRAINER + "fp8_recipe": "tensorwise"}, "fp8_cfg.fp8_recipe=tensorwise", "set it to blockwise"),
-        ({TRAINER + "fp8_param": True}, "fp8_cfg.fp8_param=true", "set it to false"),
         ({"megatron_cfg.enabled": False}, "fp8_cfg.enabled=true", "policy.megatron_cfg.enabled=true"),
         ({VARIABLE: "1"}, "NVTE_FP8_BLOCK_SCALING_FP32_SCALES='1'", "FP32_SCALES='0'"),
         ({VARIABLE: "true"}, "NVTE_FP8_BLOCK_SCALING_FP32_SCALES='true'", "must be '0'"),

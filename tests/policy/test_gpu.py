@@ -40,8 +40,13 @@ def train(recipe, tmp_path: Path, family):
     write_model(tmp_path / "model", seed=3, family=family)
     batch = random_batch()
 
-    def run(flow: str, steps: int, load: Path | None = None, save: Path | None = None):
-        cfg = recipe(f"policy.model_name={tmp_path}/model", f"nemo_fp8rl.flow={flow}", "nemo_fp8rl.align=none")
+    def run(flow: str, steps: int, load: Path | None = None, save: Path | None = None, fp8_param: bool = False):
+        cfg = recipe(
+            f"policy.model_name={tmp_path}/model",
+            f"nemo_fp8rl.flow={flow}",
+            "nemo_fp8rl.align=none",
+            f"nemo_fp8rl.fp8_param={fp8_param}",
+        )
         worker = MegatronWorker()
         worker.setup(cfg, 0, 1, None)
         try:
@@ -69,6 +74,16 @@ def test_it_goes_on_from_a_checkpoint(train, tmp_path):
     whole, *_ = train("fp8_e2e", 5)
     rest, *_ = train("fp8_e2e", 2, load=tmp_path / "saved")
     assert rest == pytest.approx(whole[3:], rel=1e-3)  # cuBLAS may sum in another order
+
+
+def test_weights_held_in_fp8_alone_train_as_others_do(train, tmp_path):
+    plain, *_ = train("fp8_e2e", 5, save=tmp_path / "plain")
+    held, *_ = train("fp8_e2e", 5, save=tmp_path / "held", fp8_param=True)
+    assert held[0] == pytest.approx(plain[0], rel=1e-6)  # cuBLAS may sum in another order
+    assert held == pytest.approx(plain, rel=1e-3)
+    again, *_ = train("fp8_e2e", 1, load=tmp_path / "plain", fp8_param=True)
+    further, *_ = train("fp8_e2e", 1, load=tmp_path / "plain")
+    assert again == pytest.approx(further, rel=1e-6)
 
 
 @pytest.mark.parametrize("packed", ["false", "true"])

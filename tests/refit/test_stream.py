@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nemo_fp8rl.fp8 import BlockScaled, quantize_blockwise
 from nemo_fp8rl.refit import receive, send
 from nemo_fp8rl.refit.manifest import RefitError, Sources, TensorPart
 from nemo_fp8rl.refit.message import Entry, Header
@@ -48,10 +49,14 @@ PARTS = [
 ]
 Change = Callable[[int, Message], Sequence[Message]]
 EACH_FORMAT = pytest.mark.parametrize("fmt", ["pow2", "fp32"])
+HELD_OR_NOT = pytest.mark.parametrize("held", [False, True], ids=["quantized", "held"])
 
 
 class Stream:
-    """Real senders and links to the ranks of an engine in memory. change: what happens to messages on every link."""
+    """Real senders and links to the ranks of an engine in memory. change: what happens to messages on every link.
+
+    held: sources have the FP8 parts in FP8 already.
+    """
 
     def __init__(
         self,
@@ -63,8 +68,9 @@ class Stream:
         change: Change = lambda k, message: [message],
         timeout: float = 20.0,
         whole: frozenset[str] = frozenset(),
+        held: bool = False,
     ) -> None:
-        self.sources = sources
+        self.sources, self.fmt, self.held = sources, fmt, held
         self.senders = [WeightSender(parts, fmt) for parts in sources]
         self.engine = MemoryEngine(sinks, frozenset())
         self.links: list[dict[tuple[int, int], Link]] = [{} for _ in sources]
@@ -82,8 +88,12 @@ class Stream:
     ) -> tuple[list[SendReport | Exception], list[int | Exception]]:
         """What each sender and each receiver says of a version."""
 
+        def own_values(part: TensorPart) -> Tensor | BlockScaled:
+            values = weights[part.name][tuple(slice(a, b) for a, b in part.region)]
+            return quantize_blockwise(values, scale_format=self.fmt) if self.held and part.quantized else values
+
         def send(i: int) -> SendReport:
-            own = ((p.name, weights[p.name][tuple(slice(a, b) for a, b in p.region)]) for p in self.sources[i])
+            own = ((part.name, own_values(part)) for part in self.sources[i])
             return self.senders[i].send(own, version, self.links[i], **how)
 
         with ThreadPoolExecutor() as threads:
@@ -121,9 +131,10 @@ def _said(future: Any) -> Any:
 
 
 @EACH_FORMAT
+@HELD_OR_NOT
 @pytest.mark.parametrize("bucket", [1, 20_000, 1 << 20])
-def test_every_kind_of_tensor_arrives_to_the_bit(fmt, bucket):
-    weights, stream = random_weights(PARTS), Stream([PARTS], [PARTS], fmt=fmt, bucket=bucket)
+def test_every_kind_of_tensor_arrives_to_the_bit(fmt, held, bucket):
+    weights, stream = random_weights(PARTS), Stream([PARTS], [PARTS], fmt=fmt, bucket=bucket, held=held)
     (report,) = stream.brings(weights, 0)
     assert stream.holds(weights, fmt)
     assert (report.nbytes, report.failed) == (sum(piece.nbytes for piece in stream.links[0][0, 0].route), {})
@@ -138,12 +149,13 @@ def test_weights_of_any_dtype_arrive_in_that_of_the_engine(dtype):
 
 
 @EACH_FORMAT
+@HELD_OR_NOT
 @pytest.mark.parametrize("bucket", [5_000, 1 << 20])
 @pytest.mark.parametrize(("m", "source_dim"), [(1, 0), (2, 0), (2, 1), (3, 0)])
 @pytest.mark.parametrize(("n", "sink_dim"), [(1, 0), (2, 0), (2, 1), (3, 1)])
-def test_resharded_bytes_are_those_of_the_whole_tensor_quantized(fmt, bucket, m, source_dim, n, sink_dim):
+def test_resharded_bytes_are_those_of_the_whole_tensor_quantized(fmt, held, bucket, m, source_dim, n, sink_dim):
     sources, sinks = split(PARTS, m, source_dim, replicate=False), split(PARTS, n, sink_dim, replicate=True)
-    stream, weights = Stream(sources, sinks, fmt=fmt, bucket=bucket), random_weights(PARTS)
+    stream, weights = Stream(sources, sinks, fmt=fmt, bucket=bucket, held=held), random_weights(PARTS)
     stream.brings(weights, 0)
     assert stream.holds(weights, fmt)
 
@@ -363,6 +375,19 @@ def test_a_weight_that_is_not_finite_is_named_on_both_sides(name, bad, delta):
     assert stream.senders[0].base_version == -1
 
 
+@pytest.mark.parametrize(("row", "code"), [(0, 0x7F), (299, 0xFF)])
+@pytest.mark.parametrize("delta", [False, True])
+def test_fp8_values_that_are_not_numbers_are_named(row, code, delta):
+    part = fp8(UP, 300, 200)
+    held = quantize_blockwise(random_weights([part])[UP])
+    sender, (sending, _) = WeightSender([part], "pow2"), in_process_link(1 << 20, 20.0)
+    if delta:
+        sender.send([(UP, held)], 0, {(0, 0): Link(in_process_link(1 << 20, 20.0)[0], (part,))}, keep=True)
+    held.data.view(torch.uint8)[row, 7] = code
+    with pytest.raises(RefitError, match=rf"refit 1: {re.escape(UP)}: 1 of 60000 FP8 values.* are NaN; training div"):
+        sender.send([(UP, held)], 1, {(0, 0): Link(sending, (part,))}, delta=delta, keep=True)
+
+
 def test_a_value_that_overflows_the_engines_dtype_is_refused():
     weights, parts = {NORM: torch.full((100,), 1e38)}, [TensorPart.of(NORM, torch.float16, (100,))]
     (answer,), _ = Stream([parts], [parts]).run(weights, 0)
@@ -409,9 +434,10 @@ def test_a_step_at_a_learning_rate_of_rl_is_a_hundredth_of_bf16():
 
 
 @EACH_FORMAT
-def test_deltas_bring_what_a_full_version_brings(fmt):
+@HELD_OR_NOT
+def test_deltas_bring_what_a_full_version_brings(fmt, held):
     sources, sinks = split(LARGE, 2, 0, replicate=False), split(LARGE, 2, 1, replicate=True)
-    weights, stream = random_weights(LARGE), Stream(sources, sinks, fmt=fmt)
+    weights, stream = random_weights(LARGE), Stream(sources, sinks, fmt=fmt, held=held)
     stream.brings(weights, 0, keep=True)
     for version in range(1, 4):
         weights = moved(weights, 0.01, seed=version)

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled, quantize_blockwise
 from nemo_fp8rl.fp8.format import ALONG_LAST, ALONG_TOKENS, E4M3
+from nemo_fp8rl.fp8.kernels.reference import block_scale, to_blocks
 from nemo_fp8rl.fp8.linear import operand_dtype
 from tests.interpreted_triton import interpret
 
@@ -134,6 +135,37 @@ class FakeKernels(ModuleType):
             )  # fmt: skip
         return bias
 
+    @staticmethod
+    def fp8_transpose(data: Tensor, dtype: Any, out: Tensor | None = None) -> Tensor:
+        return data.t().contiguous() if out is None else out.copy_(data.t())
+
+    @staticmethod
+    def fp8_block_scaling_compute_partial_amax(
+        part: Tensor, amax: Tensor, rows: int, columns: int, start: int, block: int
+    ) -> None:
+        whole = torch.zeros(1, rows, columns)
+        whole.view(-1)[start : start + part.numel()] = part
+        found = to_blocks(whole, (block, block)).abs().amax((2, 4))[0]
+        amax[: found.size(0), : found.size(1)] = found
+
+    @staticmethod
+    def multi_tensor_compute_scale_and_scale_inv(
+        chunk: int, overflow: Tensor, lists: list[list[Tensor]], most: float, pow2: bool, epsilon: float
+    ) -> None:
+        assert (most, epsilon) == (448.0, 0.0)
+        for amax, scale, scale_inv in zip(*lists, strict=True):
+            multiplier = block_scale(amax[None, :, None, :, None], torch.float32, "pow2" if pow2 else "fp32")
+            scale.copy_(multiplier[0, :, 0, :, 0])
+            scale_inv.copy_(1 / scale)
+
+    @staticmethod
+    def fp8_block_scaling_partial_cast(
+        part: Tensor, out: Tensor, scale: Tensor, rows: int, columns: int, start: int, block: int, dtype: Any
+    ) -> None:
+        scales = scale.repeat_interleave(block, 0)[:rows].repeat_interleave(block, 1)[:, :columns]
+        values = part.float() * scales.reshape(-1)[start : start + part.numel()]
+        out.copy_(values.clamp(-448, 448).to(E4M3).view(torch.uint8))
+
     fp8_gathers = 0
     """Of rows or of columns, as one of them ends in the next."""
 
@@ -222,8 +254,8 @@ class _CpuIsCuda(TorchFunctionMode):
 
 
 @contextmanager
-def _one_by_one(**_: Any) -> Iterator[Any]:
-    """Collectives, which gloo cannot send together."""
+def _one_by_one(*groups: Any, **_: Any) -> Iterator[Any]:
+    """Collectives, which gloo cannot send together, or not of several dtypes."""
     yield SimpleNamespace(wait=lambda: None)
 
 
@@ -242,6 +274,7 @@ def fake_hopper() -> Iterator[None]:
         "get_rng_state": torch.get_rng_state(),
     }
     from megatron.core import tensor_parallel
+    from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.extensions.transformer_engine import te_general_gemm
     from megatron.core.transformer.moe import moe_utils
 
@@ -259,7 +292,8 @@ def fake_hopper() -> Iterator[None]:
         for name in ("range_push", "range_pop"):
             stack.enter_context(mock.patch.object(torch.cuda.nvtx, name, lambda *_: None))
         stack.enter_context(mock.patch.object(torch.version, "cuda", "13.0"))
-        stack.enter_context(mock.patch.object(torch.distributed, "_coalescing_manager", _one_by_one))
+        for collective_module in (torch.distributed, param_and_grad_buffer):
+            stack.enter_context(mock.patch.object(collective_module, "_coalescing_manager", _one_by_one))
         stack.enter_context(mock.patch.object(torch.Tensor, "cuda", lambda self, *_, **__: self))
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", torch.Tensor.clone))
         stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", property(lambda self: True), create=True))

@@ -2,15 +2,21 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from nemo_fp8rl.batch import TrainBatch
+from nemo_fp8rl.algorithms.loss import NllLoss
+from nemo_fp8rl.batch import TrainBatch, shards
+from nemo_fp8rl.fp8 import BlockScaled, quantize_blockwise
 from nemo_fp8rl.policy.cpu import megatron_on_cpu
 from nemo_fp8rl.policy.groups import join
+from nemo_fp8rl.refit.digest import digest_of
 from nemo_fp8rl.tiny import write_model
+from tests.policy import ranks
 from tests.policy.ranks import Ranks, logprobs_and_norm
 from tests.policy.test_routing_replay import random_routes
 from tests.transformer_engine.fake_kernels import FakeKernels, fake_hopper, install
@@ -108,6 +114,64 @@ def test_ranks_with_whole_blocks_of_tokens_gather_them_in_fp8(assert_alike, gpus
     before = gpus.run(_fp8_gathers, [()] * 2)
     assert_alike(whole, sizes, SP)
     assert all(now > then for now, then in zip(gpus.run(_fp8_gathers, [()] * 2), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout"),
+    [(QWEN3, ()), (QWEN2, TP), (QWEN3, SP), (QWEN3, PP), (QWEN3, CP), (MOE, ()), (MOE, SP), (MOE, EP), (MOE, PP)],
+    ids=["qwen3-dp", "qwen2-tp", "qwen3-sp", "qwen3-pp", "qwen3-cp", "moe-dp", "moe-sp", "moe-ep", "moe-pp"],
+)
+def test_weights_held_in_fp8_alone_are_the_bytes_of_others_step_by_step(recipe, tmp_path, gpus, sizes, layout):
+    wide = {"moe_intermediate_size": 256} if sizes is MOE else {}  # whole blocks on each of two ranks
+    write_model(tmp_path / "model", seed=3, **sizes, **wide)
+
+    def trained(fp8_param: bool, folder: Path) -> list[Any]:
+        """What ranks send before and after two steps, what they say then, and what they save."""
+        cfg = recipe(
+            f"policy.model_name={tmp_path}/model",
+            "nemo_fp8rl.flow=fp8_e2e",
+            "nemo_fp8rl.align=none",
+            f"nemo_fp8rl.fp8_param={fp8_param}",
+            "policy.sequence_packing.enabled=true",
+            "policy.megatron_cfg.optimizer.lr=1e-3",
+            "policy.megatron_cfg.optimizer.clip_grad=1e6",  # parameters' order decides the last bit of the norm
+            "cluster.backend=ray",
+            "cluster.train_ranks=2",
+            *(f"policy.megatron_cfg.{key}" for key in layout),
+        )
+        parts = shards(batch(0), cfg.data_parallel_size)
+        own = [(parts[place.shard],) for place in gpus.setup(cfg)]
+        held = {"Transformer Engine, weights held in FP8" if fp8_param else "Transformer Engine"}
+        assert gpus.call("kernels") == [held, held]
+        before = gpus.run(_sent, [()] * 2)
+        losses = [gpus.run(_loss_of_step, own) for _ in range(2)]
+        assert losses[1] != losses[0]
+        gpus.call("save", str(folder))
+        saved = {path.name: load_file(path) for path in sorted(folder.rglob("*.safetensors"))}
+        return [losses, before, gpus.run(_sent, [()] * 2), saved]
+
+    plain, held = trained(False, tmp_path / "plain"), trained(True, tmp_path / "held")
+    assert held[:3] == plain[:3]
+    assert plain[1] != plain[2]
+    for file, tensors in plain[3].items():
+        assert all(torch.equal(tensor, held[3][file].pop(name)) for name, tensor in tensors.items())
+        assert not held[3].pop(file)
+    assert not held[3]
+
+
+def _sent() -> dict[str, str]:
+    """In a rank's process: a digest of what it sends of each weight, quantized now where it is not held so."""
+    worker, digests = ranks.worker, {}
+    for name, part in worker._views():
+        sent = part
+        if worker.engine_fp8_layers.quantizes(name) and not isinstance(part, BlockScaled):
+            sent = quantize_blockwise(part)
+        digests[name] = digest_of(*((sent.data, sent.scale_inv) if isinstance(sent, BlockScaled) else (sent,)))
+    return digests
+
+
+def _loss_of_step(part: TrainBatch) -> float | None:
+    return ranks.worker.train_step(part, NllLoss(), 4.0, 90.0).get("loss")
 
 
 @pytest.mark.parametrize(

@@ -50,12 +50,14 @@ def step(worker: MegatronWorker, seed: int) -> dict[str, float]:
     return worker.train_step(batch(seed), NllLoss(), 4.0, float(batch(seed)["token_mask"][:, 1:].sum()))
 
 
-@pytest.fixture(params=["qwen3", "qwen3_moe"])
+@pytest.fixture(params=["qwen3", "qwen3_moe", "qwen3-fp8_param", "qwen3_moe-fp8_param"])
 def cfg(recipe, tmp_path, request):
-    write_model(tmp_path / "model", seed=3, family=request.param)
+    family, _, fp8_param = request.param.partition("-")
+    write_model(tmp_path / "model", seed=3, family=family)
     return recipe(
         f"policy.model_name={tmp_path}/model",
         "nemo_fp8rl.flow=fp8_e2e",
+        f"nemo_fp8rl.fp8_param={bool(fp8_param)}",
         "nemo_fp8rl.align=none",
         "policy.sequence_packing.enabled=true",
     )

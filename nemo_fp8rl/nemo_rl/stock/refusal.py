@@ -27,6 +27,11 @@ def why_not(policy: Mapping[str, Any], version: str) -> str:
             "policy.generation.vllm_cfg.kv_cache_dtype=fp8 is not supported with NeMo RL's own workers and FP8 on the "
             f"wire: set it to auto, {OURS}"
         )
+    if precision.fp8_param:
+        return (
+            "policy.megatron_cfg.fp8_cfg.fp8_param=true leaves NeMo RL's own workers no bfloat16 weights, of which FP8 "
+            f"on the wire is made: set it to false, {OURS}"
+        )
     if not policy["megatron_cfg"].get("enabled"):
         return "FP8 on the wire needs NeMo RL's Megatron worker: set policy.megatron_cfg.enabled=true"
     if (transport := policy["generation"].get("refit_transport")) is not None:
