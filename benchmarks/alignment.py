@@ -3,7 +3,7 @@
     python benchmarks/alignment.py [--family qwen3] [--samples 256] [--folder runs/alignment]
 
 A warm model answers questions of up to 31 tokens once; then trainers that differ in one rounding point score the very
-same answers under the very same weights. Flows bf16 and fp8_e2e. Prints the table that docs/architecture.md shows, and
+same answers under the very same weights. Flows bf16 and fp8_e2e. Prints the table that docs/training.md shows, and
 writes it with machine and versions to benchmarks/results/alignment_FAMILY.json.
 """
 
@@ -21,7 +21,6 @@ from unittest import mock
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.nn.functional as F
-from layouts import MIXTURES_WARM_UP
 from mismatch import RECIPES, RESULTS, TASKS, WARM_UP_STEPS, command
 from rich.console import Console
 from rich.table import Table
@@ -44,7 +43,6 @@ with warnings.catch_warnings(action="ignore"):  # of Megatron about itself
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     from nemo_fp8rl.policy import align, align_moe, linears, model, specs
-    from nemo_fp8rl.policy.attention import sdpa_attention
     from nemo_fp8rl.policy.worker import MegatronWorker
 
 TASK = "chain"
@@ -70,16 +68,15 @@ class NormRoundedOnce(align.AlignedRMSNorm):
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(self.weight.dtype)
 
 
-class SdpaWithRope(align.AlignedAttention):
+class SdpaWithAlignedRope(align.AlignedAttention):
     """Probabilities in the activations' dtype, as torch's SDPA on a CPU has them."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | None = None) -> Tensor:
-        cos, sin = self.rope.table(query.size(0), query.dtype)
-        return sdpa_attention(None).attend(self, align.rotate(query, cos, sin), align.rotate(key, cos, sin), value)  # type: ignore[arg-type]
-
-
-def sdpa(rope: Any, kv_cache: Any) -> type:
-    return type("SdpaWithRope", (SdpaWithRope,), {"rope": rope, "kv_cache": kv_cache})
+        cos, sin = self.rope.table(query.size(0), query.dtype, query.device)
+        turned = align.rotate(query, cos, sin), align.rotate(key, cos, sin), value
+        q, k, v = (t.permute(1, 2, 0, 3) for t in turned)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+        return out.permute(2, 0, 1, 3).flatten(2)
 
 
 def bias_after_rounding(self: Any, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -110,7 +107,7 @@ PIECES: dict[str, tuple[Piece, Callable[[str, str], bool]]] = {
     "RoPE: one rounding": (patch(align, "rotate", rotate_rounding_products), lambda family, flow: True),
     "norm reads the unrounded sum": (patch(specs, "aligned_residual_add", add_and_round), lambda family, flow: True),
     "norm rounded before its weight": (patch(specs, "AlignedRMSNorm", NormRoundedOnce), lambda family, flow: True),
-    "softmax in float32": (patch(specs, "aligned_attention", sdpa), lambda family, flow: True),
+    "softmax in float32": (patch(specs, "AlignedAttention", SdpaWithAlignedRope), lambda family, flow: True),
     "bias before the rounding": (
         patch(linears.FusedBias, "matmul", bias_after_rounding),
         lambda family, flow: family == "qwen2" and flow == "bf16",
@@ -148,8 +145,7 @@ def prepared(folder: Path, flow: str) -> tuple[str, ...]:
     paths = (f"policy.model_name={folder}/model", f"data.train.data_path={folder}/data.jsonl")
     if not folder.exists():
         make_tiny(folder, TASK, family=folder.name)
-        steps = MIXTURES_WARM_UP if FAMILIES[folder.name].experts else WARM_UP_STEPS[TASK]
-        warm_up = (*paths, f"sft.max_num_steps={steps}", *TASKS[TASK])
+        warm_up = (*paths, f"sft.max_num_steps={WARM_UP_STEPS[TASK]}", *TASKS[TASK])
         command("sft", "tiny_sft.yaml", *warm_up, "--output", f"{folder}/warm")
     return (*paths, f"policy.model_name={folder}/warm", f"nemo_fp8rl.flow={flow}", *TASKS[TASK])
 

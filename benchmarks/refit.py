@@ -255,7 +255,8 @@ def main() -> None:
     def middle(way: str, key: str) -> float:
         return median(found[key] for found in seen[way])
 
-    cost = {way: middle(way, "cpu") / middle("classic", "cpu") for way in WAYS}
+    cpu = {way: middle(way, "cpu") for way in WAYS}
+    cost = {way: cpu[way] / cpu["classic"] for way in WAYS}
     ratios = {
         "wire_full": middle("full", "wire"),
         "wire_delta": middle("delta", "wire"),
@@ -265,6 +266,7 @@ def main() -> None:
         "cost_delta": cost["delta"],
         "cost_wire": cost["wire"],
         "verify_share": middle("full", "stage verify") / middle("full", "wall"),
+        "digests_of_cpu": (middle("full", "stage verify") + middle("full", "stage encode")) / cpu["full"],
         "delta_over_full_shared_memory": middle("delta", "wall") / middle("full", "wall"),
         **{f"full_over_delta {name}": taken["full"] / taken["delta"] for name, taken in slow.items()},
     }

@@ -357,7 +357,7 @@ class ClusterConfig(_Block):
     generation_engines: int = 1
     """vLLM engines that share the prompts (Ray)."""
     engine_timeout_seconds: float = 1800.0
-    """How long engines may go without finishing a prompt, or take for a refit, before they count as dead (Ray)."""
+    """How long engines may go without finishing a prompt, or take for a refit, before they count as dead."""
     max_engine_restarts: int = 3
     """How often engines that died are started again in a run; one more ends it."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from nemo_fp8rl.algorithms.advantages import group_advantages, reinforce_plus_plus_advantages
-from nemo_fp8rl.algorithms.correction import corrected_batch
+from nemo_fp8rl.algorithms.correction import RolloutError, corrected_batch
 from nemo_fp8rl.algorithms.gates import GateStop, judge, worst
 from nemo_fp8rl.algorithms.loss import EXTREMA, GrpoLoss, combined, kl_estimate
 from nemo_fp8rl.algorithms.mismatch import MismatchSums
@@ -126,10 +126,10 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
         for step in range(run.done + 1, last + 1):
             try:
                 outcome = train_step(parts, loss, step, prompts_of(step))
-            except GateStop:
+            except (GateStop, RolloutError) as refused:
                 if cfg.checkpointing.enabled and run.done < step - 1:
                     run.save_checkpoint(step - 1, policy)
-                raise
+                raise type(refused)(f"step {step}: {refused}") from None
             for note in outcome.notes:
                 display.say(note)
             validates = _validates(cfg, step)
@@ -149,7 +149,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
 
 
 def train_step(parts: Parts, loss: GrpoLoss, step: int, prompts_of_round: PromptsOfRound) -> StepOutcome:
-    """One round of the loop."""
+    """One round of the loop. Raises GateStop and RolloutError before any weight has moved."""
     cfg, clock = parts.cfg, Stopwatch()
     begin, faults = time.perf_counter(), parts.generation.metrics()
     offload = cfg.policy.megatron_cfg.offload_between_phases
@@ -175,7 +175,7 @@ def train_step(parts: Parts, loss: GrpoLoss, step: int, prompts_of_round: Prompt
     mismatch = seen.metrics()
     verdicts = judge(cfg.nemo_fp8rl.gates, mismatch)
     if worst(verdicts) == "stop":
-        raise GateStop(f"step {step}: " + "; ".join(verdict.message for verdict in verdicts))
+        raise GateStop("; ".join(verdict.message for verdict in verdicts))
     log_weights = log_weight_histogram(batch["prev_logprobs"], batch["generation_logprobs"], batch["token_mask"])
     samples = pick(rollout, batch, parts.tokenizer)
     batch, corrected = corrected_batch(batch, loss.correction)

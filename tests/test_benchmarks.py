@@ -1,5 +1,6 @@
 """Every benchmark runs, at its smallest: what a figure in the docs comes from must not break unseen."""
 
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,19 @@ ARGUMENTS = {
 def test_none_is_left_out():
     scripts = {path.stem for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text()}
     assert scripts == ARGUMENTS.keys()
+
+
+def test_what_they_take_from_the_package_is_there():
+    """Also what `alignment` replaces in it."""
+    drawing = importlib.util.find_spec("matplotlib") is not None  # not in the lock
+    script = f"""
+import {", ".join(name for name in ARGUMENTS if name != "training" or drawing)}
+for piece, _ in alignment.PIECES.values():
+    with piece():
+        pass
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=BENCHMARKS, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.long

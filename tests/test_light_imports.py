@@ -68,6 +68,7 @@ WITHOUT_TORCH = (
     "yaml_tree",
     "typed_tree",
     "stop_request",
+    "fp8.gpus",
     "fp8.names",
     "fp8.layers",
     "algorithms.gates",

@@ -1,13 +1,15 @@
 """What the loop does around the loss: gates, rejected batches, dynamic sampling, the reference policy."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from nemo_fp8rl.batch import Prompt
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.cli import main
+from nemo_fp8rl.errors import BAD_INPUT, UserError
 from nemo_fp8rl.generation.vllm import VllmGeneration
 from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.recipe import load
@@ -39,7 +41,7 @@ def checkpoint_weights(folder: Path, step: int) -> bytes:
 
 
 def test_a_batch_whose_tokens_are_all_rejected_moves_no_weight_and_is_announced(run, tmp_path, capsys):
-    reject_all = "nemo_fp8rl.correction={reject: [{statistic: token_k1, min: 1000}]}"
+    reject_all = "nemo_fp8rl.correction={preset: null, reject: [{statistic: token_k1, min: 1000}]}"
     one, two = run(reject_all, "checkpointing.save_period=1", "checkpointing.keep_top_k=2")
     assert "step 1: 1 optimizer steps skipped, no token of theirs was left to train on" in capsys.readouterr().out
     for row in (one, two):
@@ -75,6 +77,17 @@ def test_a_gate_stops_the_run_and_keeps_what_was_trained(run, tmp_path):
             "policy.megatron_cfg.optimizer.lr=0.1",
             "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
         )
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1]
+    assert checkpoint_weights(tmp_path / "run", 1)
+
+
+def test_too_many_logprobs_that_are_not_finite_end_the_run_in_a_sentence(warm_overrides, tmp_path, capsys):
+    """A step at lr 1e36 leaves weights whose products overflow: every log-prob of the next step is NaN."""
+    given = [*warm_overrides, *SHORT, f"logger.log_dir={tmp_path}/run", "nemo_fp8rl.flow=bf16"]
+    given += ["policy.megatron_cfg.optimizer.lr=1e36", "policy.megatron_cfg.scheduler.lr_warmup_iters=0"]
+    assert main(["train", "--config", str(RECIPES / "tiny_cpu.yaml"), *given]) == BAD_INPUT
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"nemo-fp8rl: step 2: (\d+) of \1 .*correction\.max_nonfinite_fraction=0\.01 allows.*\n", said)
     assert [row["step"] for row in rows(tmp_path / "run")] == [1]
     assert checkpoint_weights(tmp_path / "run", 1)
 
@@ -137,7 +150,7 @@ def test_other_estimators_and_shapings_train(run):
         "loss_fn.use_kl_in_reward=true",
         "grpo.reward_shaping={enabled: true, overlong_buffer_length: 2, max_response_length: 4}",
         "grpo.overlong_filtering=true",
-        "nemo_fp8rl.correction={weight: sequence, weight_max: 5, normalize: true, denominator: kept, "
+        "nemo_fp8rl.correction={preset: null, weight: sequence, weight_max: 5, normalize: true, denominator: kept, "
         "reject: [{statistic: seq_mean_k1, min: 0.9, max: 1.1}]}",
         "loss_fn.token_level_loss=false",
         "loss_fn.sequence_level_importance_ratios=true",

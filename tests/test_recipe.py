@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_fp8rl.algorithms.correction_config import Rule
+from nemo_fp8rl.algorithms.correction_config import PRESETS, Rule
 from nemo_fp8rl.algorithms.gates import GateConfig
 from nemo_fp8rl.config import Config, Fp8RlConfig
 from nemo_fp8rl.errors import UserError
@@ -52,6 +52,14 @@ def refusal(recipe):
 @pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda p: p.name)
 def test_every_shipped_recipe_loads_and_round_trips(path, folder):
     cfg = load(path)
+    (folder / "config.yaml").write_text(to_yaml(cfg))
+    assert load(folder / "config.yaml") == cfg
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_on_the_command_line_is_written_out_and_round_trips(preset, folder):
+    cfg = load(CONF / "tiny_cpu.yaml", [f"nemo_fp8rl.correction.preset={preset}"])
+    assert cfg.nemo_fp8rl.correction == dataclasses.replace(PRESETS[preset], preset=preset)
     (folder / "config.yaml").write_text(to_yaml(cfg))
     assert load(folder / "config.yaml") == cfg
 
@@ -376,6 +384,7 @@ def test_a_cycle_of_defaults_is_refused(folder):
         ),
         (["nemo_fp8rl.correction.preset=best"], ["nemo_fp8rl.correction.preset", "seq-mask-tis"]),
         (["nemo_fp8rl.correction={preset: icepop, weight: none}"], ["nemo_fp8rl.correction.weight", "preset=icepop"]),
+        (["nemo_fp8rl.correction={preset: icepop, weight_max: 2.0}"], ["correction.weight_max", "preset=icepop"]),
         (["nemo_fp8rl.correction.reject=[{statistic: token_k3}]"], ["nemo_fp8rl.correction.reject[0]", "max"]),
         (["nemo_fp8rl.gates=[{metric: reward, max: 1, action: warn}]"], ["nemo_fp8rl.gates[0].metric", "gen_kl_error"]),
         (

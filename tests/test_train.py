@@ -194,6 +194,10 @@ def test_kill_9_resumes_to_the_same_numbers(uninterrupted, warm_overrides, tmp_p
     done = subprocess.run(command(warm_overrides, run, "--resume"), capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
     assert results(run) == results(uninterrupted)
+    whole, resumed = (folder / "checkpoints/step_6/policy" for folder in (uninterrupted, run))
+    files = {path.relative_to(whole) for path in whole.rglob("*") if path.is_file()}
+    assert files >= {Path("weights/model.safetensors"), Path("optimizer/rank_0.safetensors")}
+    assert [str(file) for file in files if (resumed / file).read_bytes() != (whole / file).read_bytes()] == []
     assert not list((run / "checkpoints").glob(".partial*"))
 
 

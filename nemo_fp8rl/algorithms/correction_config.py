@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, get_args
 
 from nemo_fp8rl.errors import UserError
@@ -61,46 +61,59 @@ class Rule:
             raise UserError(f"{key}: {self.statistic} is a distance, 0 where both policies agree: give max")
 
 
+_LEFT_OUT: Any = object()
+
+
+def _preset_or(default: Any) -> Any:
+    """A key that, where it is left out, is what the preset sets, and `default` without a preset."""
+    return field(default_factory=lambda: _LEFT_OUT, metadata={"without_preset": default})
+
+
 @dataclass(frozen=True)
 class CorrectionConfig:
-    """The block `nemo_fp8rl.correction`; `preset` fills the other keys by a name that users know."""
+    """The block `nemo_fp8rl.correction`; `preset` fills the keys that are left out, by a name that users know."""
 
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     preset: str | None = None
-    """One of PRESETS, instead of the keys below."""
-    weight: Weight = "token"
+    """One of PRESETS, instead of the keys below up to `bypass`: one that says something else is refused."""
+    weight: Weight = _preset_or("token")  # noqa: RUF009, a field as those below
     """What a token is weighted with."""
-    weight_max: float | None = 2.0
+    weight_max: float | None = _preset_or(2.0)
     """Upper bound of the weight; null leaves it unbounded."""
-    weight_min: float | None = None
+    weight_min: float | None = _preset_or(None)
     """Lower bound of the weight; null is 0."""
-    reject: tuple[Rule, ...] = ()
+    reject: tuple[Rule, ...] = _preset_or(())
     """Rules that all must hold."""
-    normalize: bool = False
+    normalize: bool = _preset_or(False)
     """Divide weights by their mean over the batch."""
-    bypass: bool = False
+    bypass: bool = _preset_or(False)
     """Take the engine's log-probs for the trainer's: the PPO ratio is then against the rollout and needs no weight."""
     denominator: Literal["all", "kept"] = "all"
     """Whether the loss divides by all generated tokens, rejected ones too, or by those that are kept."""
     max_nonfinite_fraction: float = 0.01
     """Share of tokens without a finite log-probability above which a step is refused."""
 
+    def __post_init__(self) -> None:
+        preset = None if self.preset is None else PRESETS.get(self.preset)
+        for key in fields(self):
+            if getattr(self, key.name) is _LEFT_OUT:
+                value = getattr(preset, key.name) if preset else key.metadata["without_preset"]
+                object.__setattr__(self, key.name, value)
+
     def resolved(self) -> "CorrectionConfig":
         """Itself, or its preset. Raises UserError on contradictions."""
         if self.preset is not None:
             if self.preset not in PRESETS:
                 raise UserError(f"nemo_fp8rl.correction.preset={self.preset!r} is none of {', '.join(PRESETS)}")
-            changed = [f.name for f in fields(self) if f.name in PRESET_SETS and getattr(self, f.name) != f.default]
-            if changed:
-                raise UserError(
-                    f"nemo_fp8rl.correction.{changed[0]} contradicts nemo_fp8rl.correction.preset={self.preset}: "
-                    "give the keys with preset=null, or the preset alone"
-                )
-            chosen = {name: getattr(PRESETS[self.preset], name) for name in PRESET_SETS}
-            return CorrectionConfig(
-                **chosen, denominator=self.denominator, max_nonfinite_fraction=self.max_nonfinite_fraction
-            )
+            preset = PRESETS[self.preset]
+            for key in (f.name for f in fields(self) if f.metadata):
+                if getattr(self, key) != getattr(preset, key):
+                    raise UserError(
+                        f"nemo_fp8rl.correction.{key} contradicts nemo_fp8rl.correction.preset={self.preset}: "
+                        "give the keys with preset=null, or the preset alone"
+                    )
+            return replace(self, preset=None).resolved()
         self._check()
         return self
 
@@ -135,9 +148,6 @@ class CorrectionConfig:
             rule.check(f"{here}.reject[{i}]")
 
 
-PRESET_SETS = ("weight", "weight_max", "weight_min", "reject", "normalize", "bypass")
-
-
 def _preset(weight: Weight, maximum: float | None, *rules: Rule, minimum: float | None = None, **more: Any) -> Any:
     return CorrectionConfig(weight=weight, weight_max=maximum, weight_min=minimum, reject=rules, **more)
 
@@ -169,11 +179,15 @@ def from_mapping(cfg: CorrectionConfig | Mapping[str, Any]) -> CorrectionConfig:
     known = {f.name for f in fields(CorrectionConfig)}
     if unknown := sorted(set(cfg) - known):
         raise UserError(f"nemo_fp8rl.correction.{unknown[0]} is not a key; there are {', '.join(sorted(known))}")
-    rules = cfg.get("reject") or ()
+    if "reject" in cfg:
+        cfg = {**cfg, "reject": _rules(cfg["reject"] or ())}
+    return CorrectionConfig(**cfg).resolved()
+
+
+def _rules(rules: Any) -> tuple[Rule, ...]:
     if isinstance(rules, Mapping | str):
         raise UserError(f"nemo_fp8rl.correction.reject must be a list of rules, got {rules!r}")
-    made = tuple(_rule(rule, f"nemo_fp8rl.correction.reject[{i}]") for i, rule in enumerate(rules))
-    return CorrectionConfig(**{**cfg, "reject": made}).resolved()
+    return tuple(_rule(rule, f"nemo_fp8rl.correction.reject[{i}]") for i, rule in enumerate(rules))
 
 
 def _rule(rule: Rule | Mapping[str, Any], key: str) -> Rule:

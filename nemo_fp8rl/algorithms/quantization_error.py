@@ -28,12 +28,17 @@ def weight_error(parts: Iterable[SquaresByGroup]) -> dict[str, float]:
     travel as they are, so that theirs is 0; weight_error/layer_0, ... for all weights of a decoder layer. A group
     without weights is left out, and one whose weights are all 0 has no error.
     """
+    whole = summed(parts)
+    return {f"weight_error/{group}": math.sqrt(e / w) if w else 0.0 for group, (e, w) in whole.items()}
+
+
+def summed(parts: Iterable[SquaresByGroup]) -> SquaresByGroup:
     whole: SquaresByGroup = {}
     for part in parts:
         for group, (error, norm) in part.items():
             before = whole.get(group, (0.0, 0.0))
             whole[group] = (before[0] + error, before[1] + norm)
-    return {f"weight_error/{group}": math.sqrt(e / w) if w else 0.0 for group, (e, w) in whole.items()}
+    return whole
 
 
 @torch.no_grad()
@@ -48,27 +53,25 @@ def weight_squares(
     weights: (HF name, tensor in the dtype that the trainer's forward reads), as `refit.quantize` takes.
     Raises NonFiniteError on a weight that is to be quantized and not finite.
     """
-    squares: SquaresByGroup = {}
-    for name, weight in weights:
-        fp8 = fp8_layers.quantizes(name)
+
+    def of(name: str, weight: Tensor) -> SquaresByGroup:
+        fp8, layer = fp8_layers.quantizes(name), LAYER.search(name)
         error = _squared_error(weight, scale_format, kernel) if fp8 else 0.0
-        norm = _squares(weight)
-        layer = LAYER.search(name)
-        for group in ("fp8" if fp8 else "bf16", *([f"layer_{layer[1]}"] if layer else [])):
-            before = squares.get(group, (0.0, 0.0))
-            squares[group] = (before[0] + error, before[1] + norm)
-    return squares
+        groups = ("fp8" if fp8 else "bf16", *([f"layer_{layer[1]}"] if layer else []))
+        return dict.fromkeys(groups, (error, squares(weight)))
+
+    return summed(of(name, weight) for name, weight in weights)
 
 
 def _squared_error(weight: Tensor, scale_format: ScaleFormat, kernel: KernelName) -> float:
     """weight: [N, K], or [E, N, K] whose experts have blocks of their own."""
     matrices = weight if weight.dim() == 3 else weight[None]
     return sum(
-        _squares(quantize_blockwise(rows, scale_format=scale_format, kernel=kernel).dequantize() - rows)
+        squares(quantize_blockwise(rows, scale_format=scale_format, kernel=kernel).dequantize() - rows)
         for matrix in matrices
         for rows in matrix.split(ROWS_AT_ONCE)
     )
 
 
-def _squares(x: Tensor) -> float:
+def squares(x: Tensor) -> float:
     return float(torch.linalg.vector_norm(x, dtype=torch.float64).square())

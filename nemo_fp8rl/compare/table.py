@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 from rich.table import Table
@@ -78,13 +77,13 @@ def _flows(results: Mapping[str, Any]) -> Section:
             (
                 flow,
                 str(len(steps)),
-                _plus_minus(interval(list(accuracy.values())), _three),
+                _of_seeds(accuracy, _three),
                 _plus_minus(difference, _signed),
                 *_mismatch(results, flow, None),
-                _middle(values_of(results, flow, "generate_seconds"), 1, "{:.3f}"),
-                _middle(values_of(results, flow, "train_seconds"), 1, "{:.3f}"),
-                _middle(steps, 1, "{:.3f}"),
-                _middle(values_of(results, flow, "refit_bytes"), 1e-6, "{:.3f}"),
+                _of_seeds(values_of(results, flow, "generate_seconds"), _three),
+                _of_seeds(values_of(results, flow, "train_seconds"), _three),
+                _of_seeds(steps, _three),
+                _of_seeds(values_of(results, flow, "refit_bytes"), _megabytes),
             )
         )
         if flow != reference:
@@ -98,11 +97,11 @@ def _flows(results: Mapping[str, Any]) -> Section:
         rows=rows,
         sentences=[
             "Accuracy of the last validation, whose answers are those of the flow's own engine in its own precision. "
-            "Mean of the seeds ± 95 % interval (Student's t); differences are of runs of the same seed. Each interval "
-            "holds by itself: one in twenty misses.",
-            "Mismatch: mean over the steps. Median seconds, FP8 emulated on a CPU: rollout, training (log-probs and "
-            "optimizer step), and the whole step, which also holds the refit and the calibration of an FP8 KV cache. "
-            "Refit: bytes on the wire to one engine.",
+            "All columns: mean of the seeds ± 95 % interval (Student's t); differences are of runs of the same seed. "
+            "Each interval holds by itself: one in twenty misses.",
+            "Of a run: mismatch, the mean over its steps. Seconds, the median, with FP8 emulated on a CPU: rollout, "
+            "training (log-probs and optimizer step), and the whole step, which also holds the refit and the "
+            "calibration of an FP8 KV cache. Refit, the mean bytes on the wire to one engine.",
             *sentences,
         ],
     )  # fmt: skip
@@ -125,8 +124,8 @@ def _lengths(results: Mapping[str, Any]) -> Section:
                     flow,
                     length,
                     str(len(errors)),
-                    _middle(values_of(results, flow, "tokens_per_answer", length), 1, "{:.1f}"),
-                    _middle(values_of(results, flow, "reward", length), 1, "{:.2f}"),
+                    _of_seeds(values_of(results, flow, "tokens_per_answer", length), _one),
+                    _of_seeds(values_of(results, flow, "reward", length), _two),
                     *_mismatch(results, flow, length),
                     _plus_minus(difference, _signed_power),
                 )
@@ -159,7 +158,7 @@ def _positions(results: Mapping[str, Any]) -> Section:
     for flow in lengths["flows"]:
         by_bucket = [values_of(results, flow, b, longest, "k3_by_position") for b in buckets]
         if any(by_bucket):
-            rows.append((flow, *(_plus_minus(interval(list(values.values())), _power) for values in by_bucket)))
+            rows.append((flow, *(_of_seeds(values, _power) for values in by_bucket)))
     return Section(
         title=f"k3 KL by position in {longest} answers",
         headers=("flow", *(b.replace("_", " to ") for b in buckets)),
@@ -169,9 +168,16 @@ def _positions(results: Mapping[str, Any]) -> Section:
 
 
 def _mismatch(results: Mapping[str, Any], flow: str, length: str | None) -> tuple[str, str]:
-    error = interval(list(values_of(results, flow, "token_mult_prob_error", length).values()))
-    kl = interval(list(values_of(results, flow, "k3_kl", length).values()))
-    return _plus_minus(error, _six), _plus_minus(kl, _power)
+    error = values_of(results, flow, "token_mult_prob_error", length)
+    return _of_seeds(error, _six), _of_seeds(values_of(results, flow, "k3_kl", length), _power)
+
+
+def _one(value: float) -> str:
+    return f"{value:.1f}"
+
+
+def _two(value: float) -> str:
+    return f"{value:.2f}"
 
 
 def _three(value: float) -> str:
@@ -180,6 +186,10 @@ def _three(value: float) -> str:
 
 def _six(value: float) -> str:
     return f"{value:.6f}"
+
+
+def _megabytes(value: float) -> str:
+    return f"{value / 1e6:.3f}"
 
 
 def _signed(value: float) -> str:
@@ -194,14 +204,14 @@ def _power(value: float) -> str:
     return f"{value:.1e}"
 
 
+def _of_seeds(values: Mapping[int, float], form: Format) -> str:
+    return _plus_minus(interval(list(values.values())), form)
+
+
 def _plus_minus(found: Interval | None, form: Format) -> str:
     if found is None:
         return NOTHING
     return form(found.mean) + ("" if found.half is None else f" ± {form(found.half).lstrip('+')}")
-
-
-def _middle(values: Mapping[int, float], factor: float, form: str) -> str:
-    return form.format(median(values.values()) * factor) if values else NOTHING
 
 
 def _sentence(what: str, difference: Interval | None) -> str:

@@ -2,8 +2,9 @@
 
 Sources:
 - Memory is what nvidia-smi shows as total.
-- Transformer Engine's blockwise recipe needs compute capability 9.0 and CUDA 12.9; on Blackwell (10.0) it is emulated
-  by MXFP8, which has power-of-two scales alone: `check_fp8_block_scaling_support`, and the recipe's use, in
+- What a compute capability is needed for, and which GPU has which: `fp8/gpus.py`.
+- Transformer Engine's blockwise recipe needs CUDA 12.9, too; on Blackwell it is emulated by MXFP8, which has
+  power-of-two scales alone: `check_fp8_block_scaling_support`, and the recipe's use, in
   https://github.com/NVIDIA/TransformerEngine/blob/main/transformer_engine/pytorch/quantization.py;
   NeMo RL says the same: https://github.com/NVIDIA-NeMo/RL/blob/main/docs/fp8.md
 - DeepGEMM runs on Hopper and Blackwell; with E8M0 scales, vLLM's default on both, weights are quantized again:
@@ -21,18 +22,21 @@ from dataclasses import dataclass
 from nemo_fp8rl.doctor.finding import Finding
 from nemo_fp8rl.doctor.plan import ENGINE, TRAINER, Plan
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.fp8.gpus import ADA, BLACKWELL, CAPABILITIES, HOPPER, Capability
+from nemo_fp8rl.nemo_rl.gpus import why_not
 
 TOPIC = "hardware"
-HOPPER, BLACKWELL = (9, 0), (10, 0)
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """capability: CUDA's compute capability."""
-
     name: str
     memory_mib: int
-    capability: tuple[int, int]
+
+    @property
+    def capability(self) -> Capability:
+        """CUDA's compute capability."""
+        return CAPABILITIES[self.name]
 
     @property
     def memory(self) -> int:
@@ -43,13 +47,13 @@ class Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a100", 81920, (8, 0)),
-        Gpu("l40s", 46068, (8, 9)),
-        Gpu("h100", 81559, HOPPER),
-        Gpu("h20", 97871, HOPPER),
-        Gpu("h200", 143771, HOPPER),
-        Gpu("b200", 183359, BLACKWELL),
-        Gpu("gb200", 189471, BLACKWELL),
+        Gpu("a100", 81920),
+        Gpu("l40s", 46068),
+        Gpu("h100", 81559),
+        Gpu("h20", 97871),
+        Gpu("h200", 143771),
+        Gpu("b200", 183359),
+        Gpu("gb200", 189471),
     )
 }
 
@@ -64,16 +68,10 @@ def check_hardware(plan: Plan, gpu: Gpu) -> Iterator[Finding]:
     if not plan.engine_fp8:
         yield Finding("ok", TOPIC, f"nothing in this recipe is FP8; it runs on any GPU, {gpu.name} too")
         return
-    if gpu.capability < (8, 9):
-        yield Finding("error", TOPIC, f"{gpu.name} has no FP8; take a bfloat16 recipe, or Hopper (h100) or newer")
-        return
-    if plan.trainer_fp8 and gpu.capability < HOPPER:
-        yield Finding(
-            "error",
-            TOPIC,
-            f"{TRAINER}.fp8_cfg.fp8_recipe=blockwise needs Hopper or newer, not {gpu.name}: set "
-            f"{TRAINER}.fp8_cfg.enabled=false, which leaves FP8 to the engine",
-        )
+    if refusal := why_not("fp8_e2e" if plan.trainer_fp8 else "fp8_rollout", gpu.name, gpu.capability):
+        yield Finding("error", TOPIC, refusal)
+        if gpu.capability < ADA:
+            return
     elif plan.trainer_fp8:
         yield _trainer(plan, gpu)
     yield _engine(plan, gpu)

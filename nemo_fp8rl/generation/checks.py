@@ -6,6 +6,7 @@ import torch
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import BLOCK
+from nemo_fp8rl.fp8.gpus import ADA, why_no_fp8
 from nemo_fp8rl.hf.config import HfConfig
 from nemo_fp8rl.hf.divide import check_divides
 from nemo_fp8rl.workers import joins_cluster
@@ -13,15 +14,13 @@ from nemo_fp8rl.workers import joins_cluster
 HERE = "policy.generation.vllm_cfg"
 CACHE_BLOCK = 128
 """Tokens of a block of vLLM's KV cache on CPU; fewer on GPUs."""
-FP8_CAPABILITY = (8, 9)
-"""Of a GPU whose tensor cores multiply FP8: Ada, Hopper and later."""
 
 
 def check_for_driver(hf: HfConfig, cfg: Config) -> None:
-    """`check_engine`, and `check_machine` too, unless engines will be in a Ray cluster that is there already."""
+    """`check_engine`, and `check_machine` too, unless workers will be in a Ray cluster that is there already."""
     check_engine(hf, cfg)
     if cfg.cluster.backend == "in_process" or not joins_cluster():
-        check_machine(hf, cfg)
+        check_machine(hf, cfg, trains=True)
 
 
 def check_engine(hf: HfConfig, cfg: Config) -> None:
@@ -30,24 +29,24 @@ def check_engine(hf: HfConfig, cfg: Config) -> None:
     _check_kv_memory(hf, cfg)
 
 
-def check_machine(hf: HfConfig, cfg: Config) -> None:
-    """Raise UserError, naming the key, for what vLLM cannot do on this machine, which is to be the engine's."""
+def check_machine(hf: HfConfig, cfg: Config, trains: bool = False) -> None:
+    """Raise UserError, naming the key, for what vLLM cannot do on this machine, which is to be the engine's.
+
+    trains: it is to be the trainer's, too, whose FP8 asks more of a GPU.
+    """
     if torch.cuda.is_available():
-        _check_gpu(cfg)
+        _check_gpu(cfg, trains and cfg.nemo_fp8rl.flow == "fp8_e2e")
     else:
         _check_cpu(hf, cfg)
 
 
-def _check_gpu(cfg: Config) -> None:
+def _check_gpu(cfg: Config, training: bool) -> None:
     if not cfg.nemo_fp8rl.engine_fp8:
         return
     capability = torch.cuda.get_device_capability()
-    if capability < FP8_CAPABILITY:
-        name, needs = torch.cuda.get_device_name(), "{}.{}".format(*FP8_CAPABILITY)
-        raise UserError(
-            f"nemo_fp8rl.flow={cfg.nemo_fp8rl.flow}: FP8 engines need a GPU of compute capability {needs} or higher, "
-            f"and {name} has {capability[0]}.{capability[1]}; set nemo_fp8rl.flow=bf16"
-        )
+    if refusal := why_no_fp8(torch.cuda.get_device_name(), capability, training):
+        possible = "bf16" if capability < ADA else "fp8_rollout"
+        raise UserError(f"nemo_fp8rl.flow={cfg.nemo_fp8rl.flow}: {refusal}; set nemo_fp8rl.flow={possible}")
 
 
 def _check_parallel(hf: HfConfig, cfg: Config) -> None:

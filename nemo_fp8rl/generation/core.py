@@ -49,14 +49,18 @@ class Core(Protocol):
 
 
 class SteppedCore:
-    """vLLM's LLMEngine in this process; with tensor parallelism its workers are processes of their own."""
+    """vLLM's LLMEngine in this process; with tensor parallelism its workers are processes of their own.
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
+    timeout: seconds that such a worker may take to answer a call; for a forward vLLM has a limit of its own,
+    VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS. Past either the engine counts as dead.
+    """
+
+    def __init__(self, arguments: dict[str, Any], timeout: float) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core in this process: a refit is not copied
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        self.remote = arguments["tensor_parallel_size"] > 1
+        self.remote, self.timeout = arguments["tensor_parallel_size"] > 1, timeout
         with _interrupts_blocked():
             self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._ids = count()
@@ -87,7 +91,7 @@ class SteppedCore:
 
     def rpc(self, method: str, *arguments: Any) -> list[Any]:
         with self._ranks_alive():
-            return self.llm.collective_rpc(method, args=arguments)
+            return self.llm.collective_rpc(method, self.timeout, arguments)
 
     def reset_prefix_cache(self) -> bool:
         return self.llm.reset_prefix_cache()
@@ -105,12 +109,14 @@ class SteppedCore:
 
     @contextmanager
     def _ranks_alive(self) -> Iterator[None]:
-        """What vLLM raises when one of its processes ended is a WorkerDied."""
+        """What vLLM raises when one of its processes ended, or did not answer in time, is a WorkerDied."""
         try:
             yield
         except Exception as error:
             if getattr(self.llm.model_executor, "is_failed", False):  # of the executor of several processes
                 raise WorkerDied("a process of its ranks ended") from error
+            if self.remote and isinstance(error, TimeoutError):  # what a rank itself raises is a RuntimeError here
+                raise WorkerDied(f"its ranks hang: {error}") from error
             raise
 
 

@@ -65,7 +65,7 @@ class VllmEngine:
         arguments = engine_arguments(cfg, load_format)
         try:
             timeout = cfg.cluster.engine_timeout_seconds
-            self.core: Core = AsyncCore(arguments, timeout) if vllm_cfg.async_engine else SteppedCore(arguments)
+            self.core: Core = (AsyncCore if vllm_cfg.async_engine else SteppedCore)(arguments, timeout)
         except ValueError as error:  # vLLM's word for a recipe that it cannot serve
             raise UserError(f"vLLM cannot start an engine for this recipe: {one_line(error)}") from None
         except Exception as error:

@@ -5,6 +5,7 @@ the place where `placement` looks for them, later versions are written there dir
 vLLM repacks goes through its loaders at every refit. No layout is assumed: it is compared, once, byte by byte.
 """
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -60,7 +61,7 @@ class WeightStore:
         """Bytes received of a version that is now in memory. Raises RefitError; memory is then a mixture.
 
         verify: compare the digest of every piece, as it is in memory, with the trainer's; of a tensor that vLLM
-        repacks, as it arrived.
+        repacks, as it arrived. KV scales must be positive numbers with or without it.
         """
         if version < self.version:
             raise RefitError(f"refit {version} is stale: this engine has had version {self.version}")
@@ -77,21 +78,22 @@ class WeightStore:
         if not self.direct:
             self.direct = frozenset(self._kept_as_it_came(loading.arrived))
         self._derive(loading.written)
-        for names, attention in fp8_caches(self.model).items():
-            compat.set_kv_scales(attention, *(loading.kv_scales[name] for name in names))
+        loading.set_kv_scales()
         self.version = version
         return loading.nbytes
 
     def compare(self, links: Sequence[IncomingLink], version: int) -> int:
         """Tensors whose bytes in memory are those that arrive; RefitError names the first that is not."""
         same = set()
+        kv_scales = kv_scales_held(self.model)
         for item in received(links, version):
-            if item.part.name in self.direct:
-                held = self._held(item.part)
+            name = item.part.name
+            if name in self.direct or name in kv_scales:
+                held = [self._held(item.part)] if name in self.direct else kv_scales[name]
                 assert item.content is not None
-                if not item.content.equals(held):
-                    raise RefitError(f"refit {version}: {item.part.name} in the engine is not what the trainer holds")
-                same.add(item.part.name)
+                if not all(item.content.equals(one) for one in held):
+                    raise RefitError(f"refit {version}: {name} in the engine is not what the trainer holds")
+                same.add(name)
         return len(same)
 
     def forget_copies(self) -> int:
@@ -148,8 +150,8 @@ class WeightStore:
 
 
 class _Loading:
-    """One version on its way in. written: names of tensors that went into memory directly. arrived: digests of all
-    other pieces.
+    """One version on its way in. written: names of tensors that went into memory directly. arrived: digests of the
+    pieces of those for vLLM's loaders. kv_scales: by name, each with the trainer's digest.
     """
 
     def __init__(self, store: WeightStore, links: Sequence[IncomingLink], version: int, verify: bool) -> None:
@@ -158,7 +160,7 @@ class _Loading:
         self.assembling: dict[str, _Assembly] = {}
         self.written: set[str] = set()
         self.arrived: dict[TensorPart, str] = {}
-        self.kv_scales: dict[str, Tensor] = {}
+        self.kv_scales: dict[str, tuple[Tensor, str]] = {}
         self.nbytes = 0
         self.error: RefitError | None = None
 
@@ -171,8 +173,7 @@ class _Loading:
                 if name in self.targets:
                     self._write(item)
                 elif name not in self.store.slots:
-                    assert item.content is not None
-                    self.kv_scales[name] = item.content.data.clone()
+                    self._keep_kv_scale(item)
                 else:
                     yield from self._assemble(item)
         except RefitError as error:
@@ -197,24 +198,52 @@ class _Loading:
             held.scale_inv.copy_(item.scale_inv)
         self.written.add(item.part.name)
         if self.verify:  # now, that it is in the cache
-            start = time.perf_counter()
-            if not held.has(item.digest):
-                raise RefitError(f"refit {self.version}: {item.part.name} in the engine is not what the trainer sent")
-            self.store.verify_seconds += time.perf_counter() - start
+            self._verify_held(item.part.name, held, item.digest)
 
     def _assemble(self, item: Received) -> Iterator[tuple[str, Tensor]]:
-        part = item.part
-        if item.content is None:
-            raise RefitError(f"refit {self.version}: a delta of {part.name}, which vLLM keeps in a form of its own")
-        if item.digest and not item.content.has(item.digest):
-            raise RefitError(f"refit {self.version}: {part.name} was damaged on its way")
-        self.arrived[part] = item.digest or item.content.digest
+        part, content = item.part, self._arrived_whole(item)
+        self.arrived[part] = item.digest or content.digest
         if (assembly := self.assembling.get(part.name)) is None:
-            assembly = _Assembly(self.store.slots[part.name].part, item.content.data.device)
+            assembly = _Assembly(self.store.slots[part.name].part, content.data.device)
             self.assembling[part.name] = assembly
-        if assembly.complete_with(part, item.content):
+        if assembly.complete_with(part, content):
             del self.assembling[part.name]
             yield from assembly.tensors()
+
+    def _keep_kv_scale(self, item: Received) -> None:
+        name, scale = item.part.name, self._arrived_whole(item).data.clone()
+        if not (math.isfinite(scale) and scale > 0):
+            raise RefitError(f"refit {self.version}: {name} is {float(scale)}; a KV scale is finite and above 0")
+        self.kv_scales[name] = scale, item.digest
+
+    def set_kv_scales(self) -> None:
+        """After the weights, because vLLM's reload puts its attention layers' own back."""
+        for names, attention in fp8_caches(self.store.model).items():
+            compat.set_kv_scales(attention, *(self.kv_scales[name][0] for name in names))
+        if self.verify:
+            for name, held in kv_scales_held(self.store.model).items():
+                for one in held:
+                    self._verify_held(name, one, self.kv_scales[name][1])
+
+    def _arrived_whole(self, item: Received) -> Content:
+        """Of a tensor that takes no delta."""
+        name = item.part.name
+        if item.content is None:
+            raise RefitError(f"refit {self.version}: a delta of {name}, which must come whole")
+        if item.digest and not self._has(item.content, item.digest):
+            raise RefitError(f"refit {self.version}: {name} was damaged on its way")
+        return item.content
+
+    def _verify_held(self, name: str, held: Content, digest: str) -> None:
+        if not self._has(held, digest):
+            raise RefitError(f"refit {self.version}: {name} in the engine is not what the trainer sent")
+
+    def _has(self, content: Content, digest: str) -> bool:
+        start = time.perf_counter()
+        try:
+            return content.has(digest)
+        finally:
+            self.store.verify_seconds += time.perf_counter() - start
 
 
 class _Assembly:
@@ -251,3 +280,13 @@ def fp8_caches(model: nn.Module) -> dict[tuple[str, str], Any]:
         if isinstance(module, Attention) and is_quantized_kv_cache(module.kv_cache_dtype)
     )
     return {(f"{name}.k_scale", f"{name}.v_scale"): module for name, module in layers}
+
+
+def kv_scales_held(model: nn.Module) -> dict[str, list[Content]]:
+    """{name: a KV scale as kernels read it}: the buffer of those on GPUs, and the number that those on a CPU take."""
+    held = {}
+    for names, attention in fp8_caches(model).items():
+        for name, x in zip(names, "kv", strict=True):
+            number = torch.tensor(getattr(attention, f"_{x}_scale_float"), dtype=torch.float32)
+            held[name] = [Content(getattr(attention, f"_{x}_scale")), Content(number)]
+    return held

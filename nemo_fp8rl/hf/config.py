@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import BLOCK, Fp8Layers
+from nemo_fp8rl.hf.divide import of_layer
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.typed_tree import shown
 
@@ -255,9 +256,12 @@ def check_fp8_alignment(hf: HfConfig, flow: str) -> None:
     mlp = hf.family.intermediate_size
     for name, size in (("head_dim", hf.head_dim), (mlp, hf.intermediate_size)):
         if size % BLOCK[0]:
+            below = size // BLOCK[0] * BLOCK[0]
+            fits = " and ".join(str(near) for near in (below, below + BLOCK[0]) if near)
             raise UserError(
-                f"nemo_fp8rl.flow={flow} cannot run this model: its {name}={size} is not a multiple of {BLOCK[0]}, "
-                "so trainer and engine would not quantize the same blocks; use nemo_fp8rl.flow=bf16"
+                f"nemo_fp8rl.flow={flow} cannot run this model: its {name}={size}{of_layer(name)} is not a multiple of "
+                f"{BLOCK[0]} (nearest sizes that fit: {fits}), so trainer and engine would not quantize the same "
+                "blocks; use nemo_fp8rl.flow=bf16"
             )
 
 

@@ -4,16 +4,31 @@ from itertools import accumulate
 
 from nemo_fp8rl.errors import UserError
 
+LAYERS = {
+    "num_attention_heads": "self_attn.q_proj",
+    "num_key_value_heads": "self_attn.k_proj",
+    "head_dim": "self_attn.q_proj",
+    "intermediate_size": "mlp.gate_proj",
+    "moe_intermediate_size": "mlp.experts.*.gate_proj",
+    "num_experts": "mlp.experts",
+}
+"""By config.json's dimension, the first layer that has it."""
+
+
+def of_layer(dimension: str) -> str:
+    return f" of {LAYERS[dimension]}" if dimension in LAYERS else ""
+
 
 def check_divides(key: str, parts: int, dimension: str, size: int, block: int = 1) -> None:
-    """Raise UserError, with the sizes that fit, unless `parts` ranks can hold equal parts of `size` in whole blocks.
+    """Raise UserError, by layer and sizes that fit, unless `parts` ranks can have equal parts of it in whole blocks.
 
     key: the recipe's, which says `parts`. dimension: config.json's.
     """
     if parts > 1 and size % (parts * block):
         fits = ", ".join([str(n) for n in range(1, size // block + 1) if size % (n * block) == 0][:8]) or "none"
         blocks = f" in multiples of {block}, the blocks of FP8" if block > 1 else ""
-        raise UserError(f"{key}={parts} does not divide the model's {dimension}={size}{blocks}; sizes that fit: {fits}")
+        what = f"{dimension}={size}{of_layer(dimension)}{blocks}"
+        raise UserError(f"{key}={parts} does not divide the model's {what}; sizes that fit: {fits}")
 
 
 def stages(layers: int, size: int, first: int | None = None, last: int | None = None) -> list[range]:

@@ -63,9 +63,10 @@ def plan(
     on_any_gpus: bool = False,
 ) -> Job:
     """The job of a recipe. loop: train, which is ours, or nemo; by default NeMo RL's for a recipe of its dialect, which
-    ours runs, too. on_any_gpus: how many there are is not the recipe's to say. Raises UserError.
+    ours runs, too, if its data are JSONL. on_any_gpus: how many there are is not the recipe's to say. Raises UserError.
 
-    The recipe itself is checked where it runs, or by `nemo-fp8rl doctor`; here it says how many nodes there are.
+    The recipe itself is checked where it runs, or by `nemo-fp8rl doctor`; here it says how many nodes there are, and
+    with loop=train what our loop would refuse in it whatever the model and the data are.
     """
     values, colocated = _read(recipe, overrides)
     of_recipe = None if values is None or on_any_gpus else _sizes(values)
@@ -92,6 +93,10 @@ def plan(
     loop = loop or ("train" if values is None else "nemo")
     if loop == "nemo" and values is None:
         raise UserError(f"--loop nemo: {recipe} is no recipe for NeMo RL; see conf/nemo_rl/")
+    if loop == "train" and values is not None and not (idle or on_any_gpus):
+        from nemo_fp8rl.nemo_rl.own_loop import of_keys_for_own_loop  # loads torch
+
+        of_keys_for_own_loop(recipe, values)
     restartable = ("--restartable",) if loop == "train" else ()  # NeMo RL's loop always continues
     command = (loop, *restartable, "--config", str(recipe), *overrides)
     for word in command:

@@ -4,7 +4,8 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from nemo_fp8rl.errors import UserError
@@ -12,7 +13,14 @@ from nemo_fp8rl.launch.job import Job
 from nemo_fp8rl.launch.settings import LaunchConfig
 from nemo_fp8rl.launch.template import fill
 from nemo_fp8rl.nemo_rl.keys import at
+from nemo_fp8rl.recipe import load
+from nemo_fp8rl.yaml_tree import read_with_parents, with_override
 
+LAYOUT = ("cluster.backend", "cluster.train_ranks", "cluster.generation_engines")
+"""By these a recipe of ours says itself who has which GPUs."""
+COLOCATED = "policy.generation.colocated.enabled"
+IN_TURNS = {"policy.generation.vllm_cfg.sleep_level": 1, "policy.megatron_cfg.offload_between_phases": "true"}
+"""What sharing GPUs takes; a recipe of NeMo RL's gets the same (`nemo_rl.config`)."""
 SAY_HOW_MANY = "mend the driver, or say how many GPUs to use: --set gpus_per_node=N, 0 for a run on the CPU"
 
 
@@ -30,7 +38,12 @@ def render(job: Job, settings: LaunchConfig) -> str:
     if not job.command:
         raise UserError("--idle is for clusters: here `ray start --head` starts one")
     gpus = visible_gpus() if settings.gpus_per_node is None else settings.gpus_per_node
-    overrides, layout = choose(job.values, gpus) if job.values else ((), "")
+    if job.values:
+        overrides, layout = choose(job.values, gpus)
+    else:
+        here = job.command.index("--config") + 1
+        recipe, given = Path(job.command[here]), job.command[here + 1 :]
+        overrides, layout = choose_for_ours(recipe, given, gpus, asked=settings.gpus_per_node is not None)
     driver = (sys.executable, "-m", "nemo_fp8rl.cli", *job.command_with(*overrides))
     return fill("local/run.sh.jinja", job=job, layout=layout, env=settings.env, driver=driver)
 
@@ -66,18 +79,72 @@ def choose(values: Mapping[str, Any], gpus: int) -> tuple[tuple[str, ...], str]:
     one = ("cluster.num_nodes=1",)
     colocated = "++policy.generation.colocated.enabled="
     if not at(values, "grpo.async_grpo.enabled", False):
-        return (*one, f"cluster.gpus_per_node={ranks}", f"{colocated}true"), f"trainer and engines share {ranks}"
+        return (*one, f"cluster.gpus_per_node={ranks}", f"{colocated}true"), _layout(ranks, 0)
     ranks = gpus or 2
     axes = (f"policy.megatron_cfg.{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context"))
     model = math.prod(at(values, key, None) or 1 for key in axes)
     engine = at(values, "policy.generation.vllm_cfg.tensor_parallel_size", 1)
-    fits = [n for n in range(engine, ranks, engine) if (ranks - n) % model == 0]
-    if not fits:
-        raise UserError(
-            f"grpo.async_grpo.enabled=true: of {ranks} GPUs there is no part for engines of {engine} "
-            f"(policy.generation.vllm_cfg.tensor_parallel_size) that leaves a multiple of {model} to the trainer"
-        )
-    alone = min(fits, key=lambda n: (abs(2 * n - ranks), -n))
+    alone = _for_engines(ranks, engine, model, "grpo.async_grpo.enabled=true")
     resources = "++policy.generation.colocated.resources"
     split = (f"{colocated}false", f"{resources}.gpus_per_node={alone}", f"{resources}.num_nodes=null")
-    return (*one, f"cluster.gpus_per_node={ranks}", *split), f"{ranks - alone} to train and {alone} for engines"
+    return (*one, f"cluster.gpus_per_node={ranks}", *split), _layout(ranks, alone)
+
+
+def choose_for_ours(
+    recipe: Path, overrides: Sequence[str], gpus: int, asked: bool = False
+) -> tuple[tuple[str, ...], str]:
+    """The same for a recipe of ours: on several GPUs Ray, all of them shared unless the recipe says that they are not
+    (policy.generation.colocated.enabled=false); on one or none nothing. A recipe that says its layout keeps it.
+
+    asked: the number is a setting, not what is visible. Raises UserError where the recipe does not fit.
+    """
+    given = _given(recipe, overrides) if gpus > 1 else {}
+    said = [f"{key}={value}" for key in LAYOUT if (value := at(given, key, None)) is not None]
+    if said and asked:
+        raise UserError(f"gpus_per_node={gpus}, but the recipe says {', '.join(said)}: leave one of the two out")
+    if said or gpus < 2:
+        return (), ""
+    generation = load(recipe, overrides).policy.generation
+    engine, alone, turns = generation.vllm_cfg.tensor_parallel_size, 0, []
+    if at(given, COLOCATED, None) is not None and not generation.colocated.enabled:
+        alone = _for_engines(gpus, engine, 1, f"{COLOCATED}=false")  # a model on several ranks says train_ranks
+    elif gpus % engine:
+        raise UserError(
+            f"policy.generation.vllm_cfg.tensor_parallel_size={engine} does not divide the {gpus} GPUs that engines "
+            f"share with the trainer: use others, --set gpus_per_node=N, or set {COLOCATED}=false"
+        )
+    else:
+        turns = [f"{key}={value}" for key, value in IN_TURNS.items() if at(given, key, None) is None]
+    sizes = (f"cluster.train_ranks={gpus - alone}", f"cluster.generation_engines={(alone or gpus) // engine}")
+    chosen = ("cluster.backend=ray", *sizes, f"{COLOCATED}={'false' if alone else 'true'}", *turns)
+    try:
+        load(recipe, (*chosen, *overrides))
+    except UserError as error:
+        raise UserError(f"on {gpus} GPUs {error}; mend that, or use others: --set gpus_per_node=N") from None
+    return chosen, _layout(gpus, alone)
+
+
+def _layout(gpus: int, alone: int) -> str:
+    return f"{gpus - alone} to train and {alone} for engines" if alone else f"trainer and engines share {gpus}"
+
+
+def _for_engines(gpus: int, engine: int, model: int, why: str) -> int:
+    """How many GPUs are for engines alone: about half. why: these do not share them."""
+    fits = [n for n in range(engine, gpus, engine) if (gpus - n) % model == 0]
+    if not fits:
+        raise UserError(
+            f"{why}: of {gpus} GPUs there is no part for engines of {engine} "
+            f"(policy.generation.vllm_cfg.tensor_parallel_size) that leaves a multiple of {model} to the trainer"
+        )
+    return min(fits, key=lambda n: (abs(2 * n - gpus), -n))
+
+
+def _given(recipe: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """What the recipe, its parents and the overrides say, without defaults."""
+    from omegaconf import OmegaConf
+
+    tree = read_with_parents(recipe)
+    for override in overrides:
+        tree = with_override(tree, override)
+    values: Any = OmegaConf.to_container(tree)
+    return values

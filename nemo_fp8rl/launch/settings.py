@@ -109,7 +109,7 @@ class LaunchConfig:
     generation_nodes: int | None = None
     """Of these, nodes for engines alone; null: 0."""
     gpus_per_node: int | None = None
-    """null: 0; by `launch local`, as many as there are, whatever the recipe says."""
+    """null: 0; by `launch local`, as many as there are, whatever a recipe for NeMo RL says."""
     env: dict[str, str] = field(default_factory=dict)
     """Variables of every process. Not for secrets: they would be in the script and in the scheduler's records."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)

@@ -1,6 +1,7 @@
 """What differs between the supported versions of NeMo RL (v0.7.0 and main), and what it expects of its environment.
 
-Nothing else in the package asks which version there is. `prepare` comes before the first import of nemo_rl.
+Nothing else in the package asks which version there is, but for `checkout`, which refuses those not supported.
+`prepare` comes before the first import of nemo_rl; to import this needs neither NeMo RL nor torch.
 """
 
 import os
@@ -90,6 +91,11 @@ def _transformers_masked() -> Iterator[None]:
         yield
     finally:
         transformers.__version__ = real
+
+
+def engines_survive_fp8_refit(version: str) -> bool:
+    """Whether its own engines still hold FP8 weights after one: v0.7.0 processes them once more, as if just loaded."""
+    return not version.startswith("0.7")
 
 
 def save_state(grpo: ModuleType, loaded: Any) -> Any:

@@ -24,6 +24,11 @@ from nemo_fp8rl.yaml_tree import register_resolvers
 
 def from_nemo_rl(master: Mapping[str, Any]) -> Config:
     """master: NeMo RL's MasterConfig as a mapping, interpolations resolved. Raises UserError, naming the key."""
+    return for_model(of_keys(master))
+
+
+def of_keys(master: Mapping[str, Any]) -> Config:
+    """What the keys alone say, without the model's files."""
     check_keys(master)
     require(master, "policy.model_name")
     _check_as_setup_does(master)
@@ -52,7 +57,11 @@ def from_nemo_rl(master: Mapping[str, Any]) -> Config:
         "fp8_param": precision.fp8_param,
     }
     register_resolvers()  # defaults of ours refer to other keys
-    cfg = completed("the recipe for NeMo RL", values, values)
+    return completed("the recipe for NeMo RL", values, values)
+
+
+def for_model(cfg: Config) -> Config:
+    """It checked against the model, with the tokens that end the model's answers."""
     hf = read_hf_config(cfg.policy.model_name)
     check_context(hf, cfg.policy.max_total_sequence_length)
     check_engine(hf, cfg)

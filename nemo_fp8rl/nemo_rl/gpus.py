@@ -1,7 +1,11 @@
-"""How a recipe for NeMo RL divides its GPUs."""
+"""How a recipe for NeMo RL divides its GPUs, and which ones can run its flow. No torch, so that `doctor` may ask."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+from nemo_fp8rl.config import Flow
+from nemo_fp8rl.fp8.gpus import ADA, Capability, why_no_fp8
+from nemo_fp8rl.nemo_rl.precision import ENGINE, TRAINER
 
 
 class Gpus(NamedTuple):
@@ -24,3 +28,13 @@ def divide(values: Mapping[str, Any]) -> Gpus:
 
 def is_colocated(generation: Mapping[str, Any]) -> bool:
     return bool((generation.get("colocated") or {}).get("enabled", True))
+
+
+def why_not(flow: Flow, gpu: str, capability: Capability) -> str:
+    """Why a GPU of this name and compute capability cannot run the flow, in a sentence; empty if it can."""
+    refusal = "" if flow == "bf16" else why_no_fp8(gpu, capability, training=flow == "fp8_e2e")
+    if not refusal:
+        return ""
+    if capability < ADA:
+        return f"{refusal}: take a bfloat16 recipe, or set {ENGINE}.precision=bfloat16 and {TRAINER}.enabled=false"
+    return f"{refusal}: set {TRAINER}.enabled=false, which leaves FP8 to the engine"

@@ -11,7 +11,7 @@ from nemo_fp8rl.config import Config
 from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.config import read_hf_config
-from nemo_fp8rl.nemo_rl.config import from_nemo_rl
+from nemo_fp8rl.nemo_rl.config import for_model, of_keys
 from nemo_fp8rl.nemo_rl.keys import at
 from nemo_fp8rl.nemo_rl.recipe import load
 from nemo_fp8rl.recipe import completed
@@ -46,6 +46,14 @@ REQUIRED = {
 def load_for_own_loop(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The recipe as `nemo-fp8rl train` runs it. Raises UserError, naming the key, where our loop would do otherwise."""
     recipe = load(path, overrides).values
+    cfg = for_model(of_keys_for_own_loop(path, recipe))
+    prompts = load_prompts(cfg, read_hf_config(cfg.policy.model_name).vocab_size).train
+    epochs = recipe["grpo"]["max_num_epochs"] * (len(prompts) // cfg.grpo.num_prompts_per_step)
+    return replace(cfg, grpo=replace(cfg.grpo, max_num_steps=min(cfg.grpo.max_num_steps, epochs)))
+
+
+def of_keys_for_own_loop(path: Path, recipe: Mapping[str, Any]) -> Config:
+    """What the keys alone say, without the model's files and the data. recipe: the values of the one at `path`."""
     for key, (value, why) in REQUIRED.items():
         if (given := at(recipe, key, value)) != value:
             raise UserError(f"{key}={given}: {why} in our own loop; use `nemo-fp8rl nemo`, or set it otherwise")
@@ -53,15 +61,12 @@ def load_for_own_loop(path: Path, overrides: Sequence[str] = ()) -> Config:
     for name, given in recipe["grpo"].items():
         if given and name not in known:
             raise UserError(f"grpo.{name}={given!r}: our own loop has no such thing; use `nemo-fp8rl nemo`")
-    cfg = from_nemo_rl(recipe)
+    cfg = of_keys(recipe)
     values: dict[str, Any] = {"data": _data(recipe["data"])}
     for block, names in COPIED.items():
         values[block] = {name: recipe[block][name] for name in names if recipe[block].get(name) is not None}
     register_resolvers()
-    cfg = completed(str(path), asdict(cfg) | values, values)
-    prompts = load_prompts(cfg, read_hf_config(cfg.policy.model_name).vocab_size).train
-    epochs = recipe["grpo"]["max_num_epochs"] * (len(prompts) // cfg.grpo.num_prompts_per_step)
-    return replace(cfg, grpo=replace(cfg.grpo, max_num_steps=min(cfg.grpo.max_num_steps, epochs)))
+    return completed(str(path), asdict(cfg) | values, values)
 
 
 def _data(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,12 +12,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from nemo_fp8rl.config import Fp8RlConfig
+from nemo_fp8rl.config import Flow, Fp8RlConfig
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.fp8.gpus import CAPABILITIES, Capability
 from nemo_fp8rl.nemo_rl.compat import load_dataloader, save_state, steps_done
+from nemo_fp8rl.nemo_rl.gpus import why_not
 from nemo_fp8rl.nemo_rl.recipe import NemoRlRecipe
 from nemo_fp8rl.workers import joins_cluster, require_token
 
+RAY_GPU = "accelerator_type:"
+"""Before a GPU's name, among the resources of a Ray cluster that has one."""
 OF_OURS = ("align", "kv", "kernel", "refit", "gates")
 """Keys of `nemo_fp8rl` that are not of the loss or the precision."""
 
@@ -49,11 +53,45 @@ def takes_ours(asked: Literal["auto", "ours", "nemo_rl"]) -> bool:
     return not on_gpus
 
 
+def check_own_gpu(flow: Flow) -> None:
+    """Raise UserError where this process sees a GPU that cannot run the flow; workers of a cluster have others."""
+    import torch
+
+    if torch.cuda.is_available() and not joins_cluster():
+        _check_gpu(flow, torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+
+
+def check_cluster(flow: Flow) -> None:
+    """Raise UserError where no GPU of the Ray cluster that this process is in can run the flow.
+
+    Ray knows one of each node, by name. Where it names one that is not in CAPABILITIES, the workers say it.
+    """
+    import ray
+
+    if _hidden():
+        return
+    names = [name.removeprefix(RAY_GPU) for name in ray.cluster_resources() if name.startswith(RAY_GPU)]
+    known = {name: CAPABILITIES[name.lower()] for name in names if name.lower() in CAPABILITIES}
+    if known and len(known) == len(names):
+        newest = max(known, key=known.__getitem__)
+        _check_gpu(flow, newest, known[newest])
+
+
+def _check_gpu(flow: Flow, name: str, capability: Capability) -> None:
+    if refusal := why_not(flow, name, capability):
+        raise UserError(refusal)
+
+
+def _hidden() -> bool:
+    """GPUs, by the user."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+
+
 def _are_there_gpus() -> bool:
     """Here, or in the Ray cluster of RAY_ADDRESS; to a user who hides them, nowhere."""
     import torch
 
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or torch.cuda.is_available() or not joins_cluster():
+    if _hidden() or torch.cuda.is_available() or not joins_cluster():
         return torch.cuda.is_available()
     require_token()
     import ray

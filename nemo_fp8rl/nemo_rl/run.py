@@ -16,7 +16,7 @@ from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.nemo_rl.checkout import NEMO_RL_SRC
 from nemo_fp8rl.nemo_rl.compat import PREPARE_PROCESS, finish_checkpoints, prepare, steps_done
 from nemo_fp8rl.nemo_rl.config import from_nemo_rl
-from nemo_fp8rl.nemo_rl.parts import Loop, of_nemo_rl, of_ours, takes_ours
+from nemo_fp8rl.nemo_rl.parts import Loop, check_cluster, check_own_gpu, of_nemo_rl, of_ours, takes_ours
 from nemo_fp8rl.nemo_rl.recipe import load as checked
 from nemo_fp8rl.nemo_rl.stock.pythonpath import package_on_pythonpath
 from nemo_fp8rl.nemo_rl.stop import LoopStop, Prompts
@@ -36,6 +36,7 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
     print(
         f"nemo-fp8rl: nemo_fp8rl.workers={recipe.fp8rl.workers}, {'ours' if ours else 'those of NeMo RL'}", flush=True
     )
+    check_own_gpu(recipe.precision.flow)
     if ours:
         require_token()
     grpo = prepare()
@@ -61,6 +62,7 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
     set_seed(recipe.values["grpo"]["seed"])
     with ExitStack() as stack:
         stack.enter_context(_ray(processes + 2, ours))  # two for environments
+        check_cluster(recipe.precision.flow)
         environment.register(ours)
         data, val_data, envs, val_envs = setup_response_data(tokenizer, master.data, master.env)
         parts = of_ours if ours else of_nemo_rl

@@ -117,7 +117,7 @@ def expert_tensor_size(hf: HfConfig, parallel: MegatronConfig) -> int:
 
 
 def check_layout(hf: HfConfig, cfg: Config) -> None:
-    """Raise UserError, with key, dimension and sizes that fit, when the model cannot be split as the recipe says."""
+    """Raise UserError, by key, layer, dimension and sizes that fit, where the model cannot be split as told."""
     parallel, here = cfg.policy.megatron_cfg, "policy.megatron_cfg"
     tensor, expert = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
     if not hf.family.experts and cfg.policy.router_replay.enabled:
@@ -164,7 +164,8 @@ def _check_context(hf: HfConfig, parallel: MegatronConfig) -> None:
         fits = [n for n in range(1, heads + 1) if not heads % n and not (groups % n and n % groups)]
         raise UserError(
             f"policy.megatron_cfg.context_parallel_size={context} does not share out the {heads} attention heads and "
-            f"{groups} key-value heads of a tensor-parallel rank; sizes that fit: {', '.join(map(str, fits))}"
+            f"{groups} key-value heads of self_attn on a tensor-parallel rank; sizes that fit: "
+            f"{', '.join(map(str, fits))}"
         )
 
 

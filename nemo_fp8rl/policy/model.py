@@ -142,7 +142,7 @@ def build_model(config: TransformerConfig, layout: Layout, cfg: Config, kv_cache
     own = [name for name in projections(hf, fp8_layers) if int(name.split(".")[2]) in layout.layers]
     together = 1 if layout.grouped_experts else len(layout.experts)
     expected = sum(together if ".experts." in name else 1 for name in own)
-    if fp8_linears != expected:
+    if fp8_linears != expected:  # a defect of ours: `specs` chose these layers, and refuses what a user can mend
         raise RuntimeError(f"flow {choice.flow} asks for {expected} FP8 linear layers, the model has {fp8_linears}")
     load_hf(checkpoint, model, layout)
     if policy.megatron_cfg.freeze_moe_router:

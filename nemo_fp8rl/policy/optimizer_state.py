@@ -36,7 +36,7 @@ def save_optimizer(
 ) -> Exception | None:
     """All ranks call it together; one of those that hold the same writes it. Returns what kept this rank from it."""
     writer = PartWriter(folder, f"rank_{rank}")
-    pieces = _pieces(model, optimizer)
+    held = pieces(model, optimizer)
     steps = set(_steps_taken(optimizer))
     assert len(steps) <= 1, f"parameters have taken different numbers of steps: {steps}"
     try:
@@ -51,7 +51,7 @@ def save_optimizer(
     for kind in (MASTER, *(MOMENTS if _any_has_stepped(bool(steps)) else ())):
 
         def gathered(name: str, kind: str = kind) -> Tensor:
-            return _gathered(parameters[name], pieces.get(name), kind)
+            return _gathered(parameters[name], held.get(name), kind)
 
         for name, part in to_hf(layout, gathered):
             if layout.writes(name):
@@ -68,7 +68,7 @@ def load_optimizer(folder: Path, layout: Layout, model: torch.nn.Module, optimiz
         adam_steps, schedule_steps = float(record["adam"]), int(record["schedule"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder / STEPS} cannot be read ({error}); the checkpoint is not complete") from None
-    pieces, shapes = _pieces(model, optimizer), expected_tensors(layout.hf)
+    held, shapes = pieces(model, optimizer), expected_tensors(layout.hf)
     with PartReader(folder) as reader:
         for kind in (MASTER, *(MOMENTS if adam_steps else ())):
 
@@ -76,8 +76,8 @@ def load_optimizer(folder: Path, layout: Layout, model: torch.nn.Module, optimiz
                 return reader.get(f"{name}.{kind}", layout.region(name, shapes[name]))
 
             for name, whole in from_hf(layout, part):
-                if name in pieces:
-                    piece = pieces[name]
+                if name in held:
+                    piece = held[name]
                     own = whole.flatten()[slice(*piece.place)]
                     if kind == MASTER:
                         piece.master.copy_(own)
@@ -94,8 +94,8 @@ def gathered_masters(model: torch.nn.Module, optimizer: Any) -> Callable[[str], 
 
     All ranks that have the parameter ask together.
     """
-    parameters, pieces = dict(model.named_parameters()), _pieces(model, optimizer)
-    return lambda name: _gathered(parameters[name], pieces.get(name), MASTER)
+    parameters, held = dict(model.named_parameters()), pieces(model, optimizer)
+    return lambda name: _gathered(parameters[name], held.get(name), MASTER)
 
 
 def _gathered(parameter: torch.nn.Parameter, piece: "Piece | None", kind: str) -> Tensor:
@@ -155,13 +155,13 @@ class Piece(NamedTuple):
     adam: dict[str, Any]
 
 
-def _pieces(model: torch.nn.Module, optimizer: Any) -> dict[str, Piece]:
+def pieces(model: torch.nn.Module, optimizer: Any) -> dict[str, Piece]:
     """By Megatron's names."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    pieces = {}
+    found = {}
     for part in _parts(optimizer):
         for parameter, (group, order) in part.model_param_group_index_map.items():
             master = part.optimizer.param_groups[group]["params"][order]
             place = part._get_model_param_range_map(parameter)["param"]
-            pieces[names[parameter]] = Piece((place.start, place.end), master, part.optimizer.state[master])
-    return pieces
+            found[names[parameter]] = Piece((place.start, place.end), master, part.optimizer.state[master])
+    return found

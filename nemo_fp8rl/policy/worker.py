@@ -23,7 +23,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from nemo_fp8rl.algorithms.loss import EXTREMA, combined
-from nemo_fp8rl.algorithms.quantization_error import SquaresByGroup, weight_squares
+from nemo_fp8rl.algorithms.quantization_error import SquaresByGroup, summed, weight_squares
 from nemo_fp8rl.batch import TrainBatch
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
@@ -36,6 +36,7 @@ from nemo_fp8rl.machine import instructions
 from nemo_fp8rl.policy.base import Loss
 from nemo_fp8rl.policy.cpu import megatron_on_cpu
 from nemo_fp8rl.policy.groups import join, leave, split_model
+from nemo_fp8rl.policy.held_error import held_squares
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.linears import FP8_TOKENS, MultipliesInFp8
 from nemo_fp8rl.policy.megatron_names import to_hf
@@ -46,6 +47,7 @@ from nemo_fp8rl.policy.pipeline import Pipeline
 from nemo_fp8rl.policy.primary_weights import is_fp8, storage, views_for_refit
 from nemo_fp8rl.policy.rounding import cache_rounding, loses_denormals
 from nemo_fp8rl.policy.routing_replay import RoutingReplay
+from nemo_fp8rl.policy.specs import transformer_engine_linears
 from nemo_fp8rl.policy.weights import load_hf, save_hf
 from nemo_fp8rl.refit.bridge import Transport
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart, from_json, to_json
@@ -89,6 +91,8 @@ class MegatronWorker:
             )
         device = torch.device("cuda" if on_gpu else "cpu")
         self.hf = read_hf_config(cfg.policy.model_name)
+        if on_gpu and (self.hf.family.experts or cfg.nemo_fp8rl.trainer_fp8):
+            transformer_engine_linears(cfg.nemo_fp8rl.scale_format if cfg.nemo_fp8rl.trainer_fp8 else None)
         if on_gpu and self.hf.family.experts and cfg.policy.precision == "float32":
             raise UserError(
                 "policy.precision=float32: on a GPU experts and router are Transformer Engine's, which multiplies "
@@ -288,7 +292,7 @@ class MegatronWorker:
         return self.refit.base_version
 
     def start_push(self, version: int, engines: Collection[int], whole: frozenset[str], how: dict[str, bool]) -> None:
-        """Send what these engines take of this rank, quantized here, in a thread."""
+        """Send what these engines take of this rank, in a thread; quantized here, but for what is held in FP8."""
         kv_scales: Iterator[tuple[str, Tensor]] = iter(())
         if self.kv_cache is not None:
             if self.kv_cache.scales is None:
@@ -302,8 +306,9 @@ class MegatronWorker:
     def weight_squares(self) -> SquaresByGroup:
         """This rank's part of `weight_error`."""
         choice, layers = self.cfg.nemo_fp8rl, self.engine_fp8_layers
-        own = ((name, part) for name, part in self.export_weights() if self.layout.writes(name))
-        return weight_squares(own, layers, choice.scale_format, choice.kernel)
+        own = ((n, w) for n, w in self._views() if self.layout.writes(n) and not isinstance(w, BlockScaled))
+        others = weight_squares(own, layers, choice.scale_format, choice.kernel)
+        return summed([others, held_squares(self.layout, self.model, self.optimizer)])
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(HF name, this rank's part) of its weights in policy.precision; views where possible. All ranks together.

@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 
 from nemo_fp8rl.refit.manifest import RefitError, Route, Sources, TensorPart, share_between
 from nemo_fp8rl.refit.mode import Mode, ModeChoice
-from nemo_fp8rl.refit.plan import Capacities, Routes, plan
+from nemo_fp8rl.refit.plan import Capacities, Routes, bucket_memory, plan
 from nemo_fp8rl.refit.report import Loaded, RefitReport, SendReport
 from nemo_fp8rl.refit.transport.link import Asked
 
@@ -121,6 +121,7 @@ class RefitBridge:
         self.domains: dict[int, list[str]] = {}
         self.leaving: dict[int, float] = {}
         """What share of an engine's bytes leaves the machine they come from."""
+        self.capacities: dict[int, Capacities] = {}
         self._busy = threading.Lock()
         sink.on_restart = self.catch_up
 
@@ -162,6 +163,7 @@ class RefitBridge:
                 delta=delta,
                 wire_over_bf16=sum(report.quantized_nbytes for report in reports) / bf16 if bf16 else 1.0,
                 base_nbytes=max(report.base_nbytes for report in reports),
+                bucket_nbytes=bucket_memory(self.capacities.values()),
                 between_machines=sum(self.leaving.values()) / len(engines),
                 retries=retries,
                 seconds=seconds,
@@ -192,6 +194,7 @@ class RefitBridge:
                     continue
                 routes, capacities = plan(sources, stored, self.bucket_bytes, engine, domains)
                 self.leaving[engine] = share_between(routes, sources.domains, domains[engine])
+                self.capacities[engine] = capacities
                 addresses = self.source.offer(engine, routes, capacities)
                 self.connected[engine] = frozenset()
                 with self._asking_engine():

@@ -3,9 +3,10 @@
 A link has two buckets; those of all links of a process together are at most `bucket_bytes` large, twice.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from nemo_fp8rl.refit.manifest import Route, Sources, TensorPart
+from nemo_fp8rl.refit.transport.link import BUFFERS
 
 ALIGNMENT = 64
 """Of what is in a bucket."""
@@ -52,6 +53,13 @@ def _capacity(route: Route, share: int) -> int:
     sizes = [aligned(piece.nbytes) for piece in route]
     wanted = min(share, sum(sizes) // BUCKETS)
     return max(*sizes, wanted - wanted % ALIGNMENT) if sizes else 0
+
+
+def bucket_memory(engines: Collection[Capacities]) -> int:
+    """Bytes of the buckets of all links of a process, of that which has most. engines: the capacities of each one."""
+    sources = [sum(map(sum, rows)) for rows in zip(*engines, strict=True)]
+    sinks = [sum(column) for capacities in engines for column in zip(*capacities, strict=True)]
+    return BUFFERS * max(sources + sinks)
 
 
 def aligned(nbytes: int) -> int:

@@ -48,7 +48,7 @@ class SendReport:
 @dataclass(frozen=True)
 class Loaded:
     """An engine's answer: the version is in its memory. nbytes: received. direct: names of the tensors that can be
-    written in place, and so take deltas. seconds: it took, of which `verify_seconds` for digests of its memory.
+    written in place, and so take deltas. seconds: it took, of which `verify_seconds` for digests.
     """
 
     version: int
@@ -61,8 +61,8 @@ class Loaded:
 @dataclass(frozen=True)
 class RefitReport:
     """nbytes: on the wire to one engine. wire_over_bf16: those of the quantized tensors over what they are in bf16.
-    base_nbytes: kept by a rank for the next delta, at most. between_machines: share of a whole version that leaves one.
-    seconds: of wall time; stages overlap.
+    base_nbytes: kept by a rank for the next delta, at most. bucket_nbytes: of the links of a process, at most.
+    between_machines: share of a whole version that leaves one. seconds: of wall time; stages overlap.
     """
 
     version: int
@@ -70,6 +70,7 @@ class RefitReport:
     delta: bool
     wire_over_bf16: float
     base_nbytes: int
+    bucket_nbytes: int
     between_machines: float
     retries: int
     seconds: float
@@ -82,6 +83,7 @@ class RefitReport:
             "refit/delta": float(self.delta),
             "refit/wire_over_bf16": self.wire_over_bf16,
             "refit/kept_bytes": self.base_nbytes,
+            "refit/bucket_bytes": self.bucket_nbytes,
             "refit/between_machines": self.between_machines,
             "refit/retries": self.retries,
             "timing/refit": self.seconds,

@@ -1,8 +1,8 @@
 """The trainer's side of a refit: one rank quantizes what it holds, once, and sends every engine rank what it stores.
 
 Blocks are quantized independently of each other, so a piece has the same bytes whatever part of its tensor is cut out.
-It is quantized straight into one link's bucket and copied from there into those of other engines. For deltas a rank
-keeps the bytes that it sent last.
+It is quantized, or copied where the rank holds FP8, straight into one link's bucket, and copied from there into those
+of other engines. For deltas a rank keeps the bytes that it sent last.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

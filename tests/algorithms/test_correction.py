@@ -547,6 +547,10 @@ def test_bypass_reads_the_engines_logprobs_alone():
         ({"preset": "tiss"}, ["preset='tiss'", "icepop", "seq-mask-tis"]),
         ({"preset": "tis", "weight_max": 3.0}, ["weight_max", "preset=tis", "with preset=null"]),
         ({"preset": "tis", "weight": "sequence"}, ["weight ", "preset=tis"]),
+        ({"preset": "icepop", "weight_max": 2.0}, ["weight_max ", "preset=icepop"]),  # as without a preset
+        ({"preset": "none", "weight": "token"}, ["weight ", "preset=none"]),
+        ({"preset": "veto", "reject": []}, ["reject ", "preset=veto"]),
+        ({"preset": "tis", "denominator": "keep"}, ["denominator='keep'", "all, kept"]),
         ({"preset": "none", "weight_min": 0.1}, ["weight_min", "preset=none"]),
         ({"preset": "tis", "normalize": True}, ["normalize", "preset=tis"]),
         ({"preset": "tis", "bypass": True}, ["bypass", "preset=tis"]),
@@ -595,6 +599,12 @@ def test_a_preset_leaves_the_denominator_and_the_limit_to_the_user():
     assert (cfg.reject, cfg.denominator, cfg.max_nonfinite_fraction) == ((Rule("token_k1", 5.0, 0.5),), "kept", 0.0)
     assert cfg.preset is None  # resolved: resolving it again changes nothing
     assert cfg.resolved() == cfg
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_may_be_spelled_out_beside_its_name(name):
+    spelled = {f.name: getattr(PRESETS[name], f.name) for f in fields(CorrectionConfig)} | {"preset": name}
+    assert from_mapping(spelled) == from_mapping({"preset": name}) == CorrectionConfig(name).resolved() == PRESETS[name]
 
 
 def test_a_mapping_is_read_like_its_dataclass():

@@ -70,10 +70,10 @@ def test_means_intervals_and_differences_of_the_same_seed(results):
         "less bf16": "-",
         "token_mult_prob_error": "1.010000 ± 0.000000",
         "k3 KL": "2.0e-04 ± 0.0e+00",
-        "rollout s": "0.280",
-        "training s": "0.500",
-        "step s": "1.000",
-        "refit MB": "0.822",
+        "rollout s": "0.280 ± 0.020",  # 0.26 to 0.30: 2.776 x 0.01581 / sqrt(5)
+        "training s": "0.500 ± 0.000",
+        "step s": "1.000 ± 0.000",
+        "refit MB": "0.822 ± 0.000",
     }
     assert rows["worse"]["less bf16"] == "-0.102 ± 0.006"  # of -0.10 four times and -0.11: the pairs, not the spreads
     assert rows["better"]["less bf16"] == "+0.102 ± 0.006"
@@ -95,7 +95,8 @@ def test_sentences_claim_what_the_interval_says(results):
 
 def test_one_seed_claims_nothing(results):
     results["runs"] = [r for r in results["runs"] if r["seed"] == 1]
-    assert cells(results, 0)["worse"]["accuracy"] == "0.400"
+    worse = cells(results, 0)["worse"]
+    assert (worse["accuracy"], worse["rollout s"], worse["refit MB"]) == ("0.400", "0.260", "0.822")
     said = [sentence for section in sections(results) for sentence in section.sentences]
     assert "worse: accuracy less that of bf16: too few seeds for an interval." in said
     assert not any("lies" in sentence or "contains" in sentence for sentence in said)
@@ -113,7 +114,7 @@ def test_lengths_are_compared_with_the_first(results):
     assert rows.keys() == {"bf16 short", "bf16 long"}
     assert rows["bf16 short"]["error less short"] == "-"
     assert rows["bf16 long"]["error less short"] == "+1.0e+00 ± 2.0e-06"  # 1 + 1e-6 s: 2.776 x 1.581e-6 / sqrt(5)
-    assert rows["bf16 long"]["tokens"] == "30.0"
+    assert (rows["bf16 long"]["tokens"], rows["bf16 long"]["reward"]) == ("30.0 ± 0.0", "0.50 ± 0.00")
     positions = sections(results)[2]
     assert positions.headers == ("flow", "0", "1", "2 to 3")
     assert positions.rows == [("bf16", "1.0e-04 ± 0.0e+00", "2.0e-04 ± 0.0e+00", "3.0e-04 ± 0.0e+00")]

@@ -171,8 +171,8 @@ def test_float32_scales_on_both_sides_are_a_warning(plan):
 @pytest.mark.parametrize(
     ("gpu", "changes", "level", "message"),
     [
-        ("a100", {}, "error", "a100 has no FP8"),
-        ("l40s", {}, "error", "needs Hopper or newer"),
+        ("a100", {}, "error", "FP8 needs a GPU of compute capability 8.9 or higher, and a100 has 8.0"),
+        ("l40s", {}, "error", "9.0 or higher, and l40s has 8.9: set policy.megatron_cfg.fp8_cfg.enabled=false"),
         ("b200", {}, "warn", "emulates the blockwise recipe by MXFP8"),
         ("h100", {ENGINE + "use_deep_gemm": False}, "warn", "use_deep_gemm=false"),
     ],

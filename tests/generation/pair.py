@@ -5,6 +5,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import save_file
@@ -129,8 +130,8 @@ class Pair:
             assert sampled == answers(FREE, fresh)
             earlier = greedy
 
-    def fresh_engine(self, tensors: dict[str, Tensor], folder: Path) -> VllmEngine:
-        """An engine started from disk with these very tensors."""
+    def fresh_engine(self, tensors: dict[str, Tensor], folder: Path, **vllm_cfg: Any) -> VllmEngine:
+        """An engine started from disk with these very tensors. vllm_cfg: keys of it that are to differ."""
         shutil.copytree(self.cfg.policy.model_name, folder)
         scales = {n: t for n, t in tensors.items() if n.endswith((".k_scale", ".v_scale"))}
         weights = {n: t for n, t in tensors.items() if n not in scales}
@@ -139,7 +140,10 @@ class Pair:
             save_file(scales, folder / "kv_scales.safetensors")
             index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "model.safetensors")}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        generation = self.cfg.policy.generation
+        generation = replace(generation, vllm_cfg=replace(generation.vllm_cfg, **vllm_cfg))
+        policy = replace(self.cfg.policy, model_name=str(folder), generation=generation)
         engine = VllmEngine()
-        engine.setup(replace(self.cfg, policy=replace(self.cfg.policy, model_name=str(folder))), load_format="auto")
+        engine.setup(replace(self.cfg, policy=policy), load_format="auto")
         self.others.append(engine)
         return engine

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -201,14 +202,51 @@ def test_a_trainer_killed_in_a_refit_leaves_the_engine_fenced_until_a_whole_vers
     another.close()
 
 
+@pytest.fixture(scope="module")
+def parallel_run(tiny_overrides):
+    run = Run((*tiny_overrides, "policy.generation.vllm_cfg.tensor_parallel_size=2", WAVES))
+    yield run
+    run.close()
+
+
 @pytest.mark.long
 @pytest.mark.skipif(compat.vllm_version() < (0, 28), reason="vLLM 0.27 waits for a rank that is gone")
-def test_a_rank_killed_while_its_engine_generates_is_replaced_with_it(tiny_overrides):
-    run = Run((*tiny_overrides, "policy.generation.vllm_cfg.tensor_parallel_size=2", WAVES))
-    expected = run.answers()
-    assert run.answers(lambda: core_process().kill()) == expected
-    assert run.generation.metrics()["generation/engine_restarts"] == 1
-    run.close()
+def test_a_rank_killed_while_its_engine_generates_is_replaced_with_it(parallel_run):
+    expected, before = parallel_run.answers(), parallel_run.generation.engine_restarts
+    assert parallel_run.answers(lambda: core_process().kill()) == expected
+    assert parallel_run.generation.engine_restarts == before + 1
+
+
+@pytest.fixture
+def hung_rank(monkeypatch) -> Iterator[psutil.Process]:
+    """One of the engine's ranks, to be suspended; vLLM waits for it for seconds, not minutes."""
+    from vllm import envs
+
+    monkeypatch.setitem(vars(envs), "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 3)
+    monkeypatch.setitem(vars(envs), "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", 1)
+    rank = core_process()
+    yield rank
+    if rank.is_running():
+        rank.kill()
+
+
+@pytest.mark.long
+def test_a_rank_that_hangs_while_its_engine_generates_is_replaced_with_it(parallel_run, hung_rank):
+    expected, before = parallel_run.answers(), parallel_run.generation.engine_restarts
+    assert parallel_run.answers(hung_rank.suspend) == expected
+    assert parallel_run.generation.engine_restarts == before + 1
+    assert not hung_rank.is_running() or hung_rank.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.long
+def test_a_rank_that_hangs_in_a_refit_is_replaced_with_its_engine_after_the_timeout(parallel_run, hung_rank):
+    expected, before = parallel_run.answers(), parallel_run.generation.engine_restarts
+    parallel_run.generation.engines.worker.core.timeout = 3.0  # cluster.engine_timeout_seconds
+    hung_rank.suspend()
+    report = parallel_run.bridge.refit()
+    assert (report.retries, parallel_run.generation.engine_restarts) == (1, before + 1)
+    assert not hung_rank.is_running() or hung_rank.status() == psutil.STATUS_ZOMBIE
+    assert parallel_run.answers() == expected
 
 
 def kill_one_of_two(overrides: list[str]) -> dict[str, object]:

@@ -14,7 +14,12 @@ from nemo_fp8rl.tiny import make_tiny
 from tests.conftest import RECIPES, SMALL
 from tests.generation.pair import GREEDY, Pair, outputs
 
-CASES = [("qwen3", "fp8_e2e", "vllm"), ("qwen3", "bf16", "vllm"), ("qwen3_moe", "fp8_e2e", "vllm")]
+CASES = [
+    ("qwen3", "fp8_e2e", "vllm"),
+    ("qwen3", "bf16", "vllm"),
+    ("qwen3_moe", "fp8_e2e", "vllm"),
+    ("qwen3_moe", "bf16", "vllm"),
+]
 
 pytestmark = pytest.mark.skipif(
     not torch.cpu._is_avx512_supported(), reason="vLLM's FP8 KV cache on a CPU needs AVX-512"

@@ -18,22 +18,24 @@ from tests.generation.pair import FREE, GREEDY, Pair, outputs
 CACHE = ("kv_cache_dtype=fp8",) if torch.cpu._is_avx512_supported() else ()
 SPREAD = ("async_engine=true", "tensor_parallel_size=2", "expert_parallel_size=2")
 CASES = {
-    "dense, async": ("qwen3", "auto", ("async_engine=true", *CACHE)),
-    "experts, async, spread": ("qwen3_moe", "auto", (*SPREAD, *CACHE)),
-    "dense, tensor parallel": ("qwen3", "collective", ("tensor_parallel_size=2",)),
-    "dense, NIXL": ("qwen3", "nixl", ("async_engine=true",)),
+    "dense, async": ("qwen3", "fp8_e2e", "auto", ("async_engine=true", *CACHE)),
+    "dense, bfloat16, async": ("qwen3", "bf16", "auto", ("async_engine=true",)),
+    "experts, async, spread": ("qwen3_moe", "fp8_e2e", "auto", (*SPREAD, *CACHE)),
+    "experts, bfloat16, async": ("qwen3_moe", "bf16", "auto", ("async_engine=true", *CACHE)),
+    "dense, tensor parallel": ("qwen3", "fp8_e2e", "collective", ("tensor_parallel_size=2",)),
+    "dense, NIXL": ("qwen3", "fp8_e2e", "nixl", ("async_engine=true",)),
 }
 if find_spec("nixl") is None:  # make test-nixl
     del CASES["dense, NIXL"]
 
-LONG = {"experts, async, spread"}
+LONG = {"dense, bfloat16, async", "experts, async, spread", "experts, bfloat16, async"}
 
 
 @pytest.fixture(
     scope="module", params=[pytest.param(case, marks=[pytest.mark.long] * (case in LONG)) for case in CASES]
 )
 def pair(request, tmp_path_factory) -> Iterator[Pair]:
-    family, transport, layout = CASES[request.param]
+    family, flow, transport, layout = CASES[request.param]
     folder = tmp_path_factory.mktemp(family) / "tiny"
     make_tiny(folder, "add", 0, family)
     overrides = (
@@ -41,7 +43,8 @@ def pair(request, tmp_path_factory) -> Iterator[Pair]:
         f"data.train.data_path={folder}/data.jsonl",
         "policy.megatron_cfg.optimizer.lr=0.002",
         "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
-        f"policy.router_replay.enabled={'true' if family == 'qwen3_moe' else 'false'}",
+        f"policy.router_replay.enabled={str((family, flow) == ('qwen3_moe', 'fp8_e2e')).lower()}",
+        f"nemo_fp8rl.flow={flow}",
         f"nemo_fp8rl.refit.transport={transport}",
         "nemo_fp8rl.refit.mode=delta",
         *(f"policy.generation.vllm_cfg.{key}" for key in layout),

@@ -5,11 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from nemo_fp8rl.batch import Prompt
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.tiny import make_tiny
 from nemo_fp8rl.train import routes_known
-from tests.conftest import RECIPES, SMALL
-from tests.generation.pair import FREE, GREEDY, Pair
+from tests.conftest import BATCH_INVARIANT, RECIPES, SMALL
+from tests.generation.pair import FREE, GREEDY, Pair, outputs
+from tests.policy.sent import sent_tensors
 
 
 @pytest.fixture(scope="module", params=["vllm", "none"])
@@ -21,6 +23,8 @@ def pair(request, tmp_path_factory):
         f"data.train.data_path={folder}/data.jsonl",
         f"nemo_fp8rl.align={request.param}",
         "policy.router_replay.enabled=true",
+        "policy.max_total_sequence_length=256",
+        "policy.generation.vllm_cfg.max_model_len=200",
     )
     pair = Pair(load(RECIPES / "tiny_cpu.yaml", [*SMALL, *overrides]))
     pair.refit()
@@ -91,3 +95,29 @@ def test_routes_of_one_round_are_not_kept_for_the_next(pair):
     ((completion,), *_) = pair.generate(replace(GREEDY, logprobs=False))
     assert completion.routed_experts is None
     assert not recorder._forwards
+
+
+def test_samples_and_experts_outlast_a_cache_that_fills_while_they_are_generated(pair, tmp_path, monkeypatch):
+    """vLLM then puts a sequence off, drops its keys, and computes them again when there is room."""
+    if pair.cfg.nemo_fp8rl.align == "none":
+        pytest.skip("one engine will do")
+    five_blocks = 6 * 128 * 2 * 2 * 2 * 128 * 2 / 2**30  # and one that vLLM keeps; a sequence here comes to need two
+    tight = pair.fresh_engine(sent_tensors(pair.worker), tmp_path / "tight", kv_cache_memory_gib=five_blocks)
+    scheduler, put_off = tight.core.llm.engine_core.engine_core.scheduler, []
+    preempt = scheduler._preempt_request
+
+    def counted(request, *arguments, **keywords):
+        put_off.append(request.request_id)
+        return preempt(request, *arguments, **keywords)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", counted)
+    prompts = [Prompt(i, "", "", tuple(2 + (i * j + j) % 12 for j in range(1, 121))) for i in range(4)]
+    sampling = replace(FREE, num_generations=2, max_new_tokens=20, stop_token_ids=())
+    with_room, without = pair.generate(sampling, prompts=prompts), pair.generate(sampling, tight, prompts)
+    assert put_off
+    assert outputs(without, same_batches=False) == outputs(with_room, same_batches=False)
+    for group, expected in zip(without, with_room, strict=True):
+        for completion, other in zip(group, expected, strict=True):
+            differ = (completion.routed_experts != other.routed_experts).float().mean()
+            assert differ <= (0 if BATCH_INVARIANT else 0.01)
+            assert completion.routed_experts.min() >= 0

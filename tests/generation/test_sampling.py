@@ -7,16 +7,21 @@ import pytest
 import torch
 
 from nemo_fp8rl.batch import Prompt
+from nemo_fp8rl.generation.base import Sampling
 from nemo_fp8rl.generation.core import Request
 from nemo_fp8rl.recipe import load
+from nemo_fp8rl.refit.manifest import RefitError
 from tests.conftest import RECIPES
 from tests.generation.pair import FREE, GREEDY, Pair, outputs
+from tests.policy.sent import sent_tensors
 
 
 @pytest.fixture(scope="module")
 def pair(tiny_overrides) -> Iterator[Pair]:
     long = ("policy.max_total_sequence_length=256", "policy.generation.vllm_cfg.max_model_len=200")
-    pair = Pair(load(RECIPES / "tiny_cpu.yaml", [*tiny_overrides, *long, "policy.generation.stop_strings=[zz]"]))
+    learning = ("policy.megatron_cfg.optimizer.lr=0.002", "policy.megatron_cfg.scheduler.lr_warmup_iters=0")
+    overrides = [*tiny_overrides, *long, *learning, "policy.generation.stop_strings=[zz]"]
+    pair = Pair(load(RECIPES / "tiny_cpu.yaml", overrides))
     pair.refit()
     yield pair
     pair.close()
@@ -43,12 +48,50 @@ def test_samples_of_a_prompt_have_a_seed_each(pair):
         assert len({c.token_ids for c in group}) > 4
 
 
+def request(pair: Pair, prompt: tuple[int, ...], sampling: Sampling) -> Request:
+    return Request(prompt, pair.engine._sampling_params(sampling, len(prompt), 7))
+
+
+WHOLE_BLOCK = (*range(2, 12),) * 15
+"""A prompt of one whole block of the cache, and a bit."""
+
+
 def test_samples_of_a_prompt_share_its_cache(pair):
-    """A prompt of one whole block of the cache, and a bit: the later samples read what the first has computed."""
-    prompt = (*range(2, 12),) * 15
-    params = pair.engine._sampling_params(replace(FREE, num_generations=4), len(prompt), 7)
-    ((_, output),) = pair.engine.core.stream([Request(prompt, params)])
+    """The later samples read what the first has computed."""
+    ((_, output),) = pair.engine.core.stream([request(pair, WHOLE_BLOCK, replace(FREE, num_generations=4))])
     assert output.num_cached_tokens == 128
+
+
+def test_a_refit_drops_the_keys_of_the_old_weights(pair, tmp_path):
+    prompts = [Prompt(i, "", "", (2 + i, *WHOLE_BLOCK)) for i in range(2)]
+    stale = outputs(pair.generate(GREEDY, prompts=prompts))
+    first = request(pair, prompts[0].token_ids, GREEDY)
+    ((_, output),) = pair.engine.core.stream([first])
+    assert output.num_cached_tokens == 128
+    pair.train(1)
+    pair.refit()
+    ((_, output),) = pair.engine.core.stream([first])
+    assert output.num_cached_tokens == 0
+    answers = outputs(pair.generate(GREEDY, prompts=prompts))
+    assert answers != stale
+    fresh = pair.fresh_engine(sent_tensors(pair.worker), tmp_path / "fresh")
+    assert answers == outputs(pair.generate(GREEDY, fresh, prompts))
+
+
+def test_a_refit_amid_answers_is_refused_for_their_keys_stay(pair):
+    short, long = (
+        request(pair, prompt.token_ids, replace(GREEDY, max_new_tokens=new))
+        for prompt, new in zip(pair.prompts, (1, 50), strict=False)
+    )
+    under_way = pair.engine.core.stream([short, long])
+    next(under_way)
+    with pytest.raises(RefitError, match="the engine kept its prefix cache, which holds the old weights' keys"):
+        pair.refit()
+    under_way.close()
+    with pytest.raises(RefitError, match="has not received weights"):
+        pair.generate(GREEDY)
+    pair.refit()
+    pair.generate(GREEDY)
 
 
 def test_a_stop_string_ends_an_answer_and_stays_in_it(pair):

@@ -7,6 +7,7 @@ import torch
 
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.algorithms.mismatch import mismatch_metrics
+from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.tiny import make_tiny
 from nemo_fp8rl.train import routes_known
@@ -53,6 +54,17 @@ def test_it_samples_by_the_trainers_log_probs(pair, batch):
     # products with fp32 scales are not exact, so their order counts; in a prompt's first tokens for all that follow
     exact = pair.cfg.nemo_fp8rl.scale_format == "pow2" and pair.cfg.nemo_fp8rl.engine_fp8
     assert 1 <= error < (1.001 if exact else 1.01)
+
+
+def test_a_trainer_as_on_a_gpu_is_further_from_its_log_probs(pair, batch):
+    """Without alignment, which follows vLLM's kernels for CPUs and is refused there."""
+    cfg = replace(pair.cfg, nemo_fp8rl=replace(pair.cfg.nemo_fp8rl, align="none"))
+    worker = MegatronWorker()
+    worker.setup(cfg, 0, 1, None)
+    logprobs = worker.logprobs(batch)
+    error = mismatch_metrics(logprobs, batch["generation_logprobs"], batch["token_mask"])["token_mult_prob_error"]
+    print(f"without alignment: token_mult_prob_error {error:.4f}")
+    assert 1.001 < error < 1.05
 
 
 def test_its_experts_come_along_as_vllm_returns_them(pair, batch):

@@ -223,11 +223,17 @@ def test_projections_of_whole_blocks_are_accepted():
 
 
 @pytest.mark.parametrize(
-    ("dimension", "size"), [("head_dim", 64), ("head_dim", 192), ("intermediate_size", 100), ("intermediate_size", 192)]
+    ("dimension", "size", "layer", "fits"),
+    [
+        ("head_dim", 64, "self_attn.q_proj", "128"),
+        ("head_dim", 192, "self_attn.q_proj", "128 and 256"),
+        ("intermediate_size", 100, "mlp.gate_proj", "128"),
+        ("intermediate_size", 352, "mlp.gate_proj", "256 and 384"),
+    ],
 )
-def test_a_projection_that_ends_within_a_block_is_refused_by_its_dimension(dimension, size):
+def test_a_projection_that_ends_within_a_block_is_refused_by_layer_and_dimension(dimension, size, layer, fits):
     hf = dataclasses.replace(HF, **{"head_dim": 128, "intermediate_size": 256, dimension: size})
-    with pytest.raises(UserError, match=rf"fp8_rollout .*{dimension}={size} .*flow=bf16"):
+    with pytest.raises(UserError, match=rf"fp8_rollout .*{dimension}={size} of {layer} .*fit: {fits}\).*flow=bf16"):
         check_fp8_alignment(hf, "fp8_rollout")
 
 

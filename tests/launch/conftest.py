@@ -1,9 +1,18 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from nemo_fp8rl.launch.job import Job
 from nemo_fp8rl.launch.settings import LaunchConfig, read_settings
+
+ON_JSONL = (
+    "++data.train={dataset_name: ResponseDataset, data_path: data.jsonl, input_key: prompt, output_key: answer}",
+    "data.validation=null",
+    "data.default.prompt_file=null",
+)
+"""With these our own loop takes a recipe of NeMo RL's: docs/launch.md."""
 
 
 @pytest.fixture
@@ -14,3 +23,9 @@ def job() -> Job:
 
 def settings(folder: Path, *changes: str) -> LaunchConfig:
     return read_settings(None, [f"runs_dir={folder}/runs", *changes])
+
+
+def shellcheck(script: str) -> str:
+    """What shellcheck finds in it; without its two guesses that what stands in quotes was meant otherwise."""
+    command = [str(Path(sys.executable).with_name("shellcheck")), "--exclude=SC2016,SC1003", "-"]
+    return subprocess.run(command, input=script, capture_output=True, text=True, check=False).stdout

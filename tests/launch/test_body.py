@@ -14,7 +14,7 @@ import pytest
 
 from nemo_fp8rl.launch import slurm
 from nemo_fp8rl.launch.job import Job
-from tests.launch.conftest import settings
+from tests.launch.conftest import settings, shellcheck
 
 FAKES = {
     "srun": """\
@@ -210,7 +210,11 @@ def test_steps_ask_for_gpus_where_slurm_knows_them_and_ray_has_them_anyway(start
     assert script.log("driver") == "8\n"
 
 
-def test_in_a_container_a_shell_keeps_its_path(start):
+def test_the_log_says_how_to_look_inside(start):
     script = start(driver='till "$ATTEMPT_DIR/../attach.sh"; sleep 0.5; cat "$ATTEMPT_DIR/../attach.sh"')
     script.end()
-    assert "--pty env" in script.log("driver") and "PATH=.:" not in script.log("driver")
+    attach = script.log("driver")
+    assert "--pty env" in attach and "PATH=.:" not in attach  # in a container a shell keeps its path
+    assert shellcheck(attach) == ""
+    assert "a shell there: bash " in script.log()
+    assert "its dashboard: ssh -L 8265:a:2 LOGIN_NODE, then http://localhost:8265 with the token of /" in script.log()

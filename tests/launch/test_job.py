@@ -2,10 +2,12 @@
 
 import pytest
 
+from nemo_fp8rl.cli import main
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.launch.job import plan
 from nemo_fp8rl.launch.settings import read_settings
 from tests.conftest import COLOCATED, RECIPES
+from tests.launch.conftest import ON_JSONL
 from tests.nemo_rl.runs import needs_checkout
 
 TINY = RECIPES / "tiny_cpu.yaml"
@@ -30,6 +32,30 @@ def test_a_recipe_of_nemo_rls_says_its_nodes():
     assert (job.train_nodes, job.generation_nodes) == (1, 3)
     with pytest.raises(UserError, match=r"nodes=2, but cluster.num_nodes says 4"):
         plan(recipe, [], read_settings(None, ["nodes=2"]))
+
+
+@pytest.mark.nemo_rl
+@needs_checkout
+@pytest.mark.parametrize(
+    ("recipe", "says"),
+    [("qwen3-8b-bf16", "data.train: our own loop reads"), ("llama3.1-8b-instruct-bf16", "data.default.prompt_file=")],
+)
+def test_what_our_loop_would_refuse_is_not_queued(recipe, says, capsys):
+    path = RECIPES / "nemo_rl" / f"{recipe}.yaml"
+    for place in ("slurm", "k8s"):
+        site = ("--set", "kubernetes.image=i", "--set", "kubernetes.volumes=[{claim: c, path: /runs}]")
+        assert main(["launch", place, "--loop", "train", "--config", str(path), "--dry-run", *site]) == 2
+        said = capsys.readouterr()
+        assert says in said.err and not said.out
+    assert plan(path, [], read_settings(None)).command[0] == "nemo"
+
+
+@pytest.mark.nemo_rl
+@needs_checkout
+@pytest.mark.parametrize("recipe", ["qwen3-8b-fp8-e2e-kv", "llama3.1-8b-instruct-fp8-e2e", "qwen3-30b-a3b-bf16-4n8g"])
+def test_on_jsonl_data_our_loop_takes_recipes_of_nemo_rls(recipe):
+    job = plan(RECIPES / "nemo_rl" / f"{recipe}.yaml", ON_JSONL, read_settings(None), loop="train")
+    assert job.command[:2] == ("train", "--restartable")
 
 
 def test_defaults_come_before_the_overrides_of_the_user():

@@ -24,6 +24,7 @@ from nemo_fp8rl.launch.settings import LaunchConfig, read_settings
 from nemo_fp8rl.launch.template import quoted
 from nemo_fp8rl.workers import ROLE, Role
 from tests.conftest import RECIPES
+from tests.launch.conftest import ON_JSONL
 from tests.launch.kuberay import CRDS, expand, needs_crds
 from tests.nemo_rl.runs import needs_checkout
 
@@ -105,15 +106,29 @@ def refusal(*changes: str, overrides: tuple[str, ...] = ()) -> str:
 # Soundness
 
 
+over_the_matrix = pytest.mark.parametrize(
+    ("changes", "idle"),
+    [(changes, idle) for changes in MATRIX.values() for idle in (False, True)],
+    ids=[f"{name}, {what}" for name in MATRIX for what in ("job", "idle cluster")],
+)
+
+
+@cache
+def of_the_matrix(changes: tuple[str, ...], idle: bool) -> list[dict[str, Any]]:
+    return manifests(*tiny_job(changes=changes, idle=idle))
+
+
+@over_the_matrix
+def test_what_is_rendered_keeps_the_lint(changes, idle):
+    made = of_the_matrix(changes, idle)
+    assert [document["kind"] for document in made] == (["RayCluster"] if idle else ["ConfigMap", "RayJob"])
+    assert lint(made[-1]) == []
+
+
 @needs_crds
-@pytest.mark.parametrize("idle", [False, True], ids=["job", "idle cluster"])
-@pytest.mark.parametrize("changes", MATRIX.values(), ids=MATRIX)
-def test_what_is_rendered_keeps_the_schema_and_the_lint(changes, idle):
-    documents = manifests(*tiny_job(changes=changes, idle=idle))
-    ray = documents[-1]
-    assert [document["kind"] for document in documents] == (["RayCluster"] if idle else ["ConfigMap", "RayJob"])
-    assert schema_errors(ray, CRDS) == []
-    assert lint(ray) == []
+@over_the_matrix
+def test_what_is_rendered_keeps_the_schema(changes, idle):
+    assert schema_errors(of_the_matrix(changes, idle)[-1], CRDS) == []
 
 
 @needs_checkout
@@ -140,10 +155,11 @@ def test_every_recipe_for_nemo_rl_makes_a_sound_job_that_reads_the_same(recipe, 
 @pytest.mark.nemo_rl
 def test_our_own_loop_takes_a_recipe_for_nemo_rl(tmp_path):
     chosen = read_settings(None, [*BASE, "kubernetes.backoff_limit=0"])
-    job = plan(RECIPES / "nemo_rl/qwen3-8b-fp8-e2e-kv.yaml", ("++grpo.max_num_steps=7",), chosen, loop="train")
+    overrides = (*ON_JSONL, "++grpo.max_num_steps=70")
+    job = plan(RECIPES / "nemo_rl/qwen3-8b-fp8-e2e-kv.yaml", overrides, chosen, loop="train")
     config_map, ray = manifests(job, chosen)
     assert ray["spec"]["entrypoint"].startswith("nemo-fp8rl train --restartable --config ")
-    assert yaml.safe_load(config_map["data"]["recipe.yaml"])["grpo"]["max_num_steps"] == 7
+    assert yaml.safe_load(config_map["data"]["recipe.yaml"])["grpo"]["max_num_steps"] == 70
 
 
 @needs_crds
@@ -219,7 +235,29 @@ def test_rdma_pods_may_lock_memory():
     (train,) = workers(rayjob(*MATRIX["network of the node and RDMA"]))
     assert container(train)["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
     assert container(train)["resources"]["limits"]["rdma/ib"] == "1"
-    assert train["template"]["spec"]["dnsPolicy"] == "ClusterFirstWithHostNet"
+
+
+def test_pods_on_gpu_nodes_may_have_the_nodes_network():
+    made = rayjob(*MATRIX["network of the node and RDMA"], "nodes=2", "generation_nodes=1")
+    pods = [group["template"]["spec"] for group in workers(made)]
+    assert [(pod["hostNetwork"], pod["dnsPolicy"]) for pod in pods] == [(True, "ClusterFirstWithHostNet")] * 2
+    head = made["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    others = [head, *(group["template"]["spec"] for group in workers(rayjob()))]
+    assert not any("hostNetwork" in pod or "dnsPolicy" in pod for pod in others)
+
+
+def test_shared_memory_is_as_large_as_the_settings_say():
+    for pod in workers(rayjob("kubernetes.shared_memory=48Gi", "nodes=2", "generation_nodes=1")):
+        spec = pod["template"]["spec"]
+        (volume,) = [volume for volume in spec["volumes"] if volume["name"] == "dshm"]
+        assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": "48Gi"}
+        assert {"name": "dshm", "mountPath": "/dev/shm"} in container(pod)["volumeMounts"]
+
+
+def test_times_are_those_of_the_settings():
+    limited, usual = rayjob(*MATRIX["limits"])["spec"], rayjob()["spec"]
+    assert (limited["activeDeadlineSeconds"], limited["preRunningDeadlineSeconds"]) == (86400, 900)
+    assert not {"activeDeadlineSeconds", "preRunningDeadlineSeconds"} & usual.keys()
 
 
 def test_a_private_image_is_pulled_in_every_pod():
@@ -312,7 +350,7 @@ def test_where_nothing_would_continue_nobody_is_asked(idle):
 @pytest.mark.parametrize("loop", ["train", "nemo"])
 def test_a_recipe_for_nemo_rl_saves_then_too_whoever_runs_it(loop):
     chosen = read_settings(None, BASE)
-    saves = ("checkpointing.enabled=true", "checkpointing.checkpoint_dir=/runs/x")
+    saves = (*ON_JSONL, "checkpointing.enabled=true", "checkpointing.checkpoint_dir=/runs/x")
     assert "lifecycle" in kubernetes.render(
         plan(RECIPES / "nemo_rl/qwen3-8b-fp8-e2e-kv.yaml", saves, chosen, loop=loop), chosen
     )

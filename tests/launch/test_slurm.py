@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from nemo_fp8rl.launch import slurm
 from nemo_fp8rl.launch.attempt import secrets
 from nemo_fp8rl.launch.job import Job
 from nemo_fp8rl.launch.template import TEMPLATES
-from tests.launch.conftest import settings
+from tests.launch.conftest import settings, shellcheck
 
 HOSTILE = [
     "a b",
@@ -83,15 +82,14 @@ def test_features_of_nodes_may_be_joined(job, tmp_path):
     assert "--constraint=[(a&b)|c*2]" in directives(script)
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 @pytest.mark.parametrize("changes", [(), ("env.A=b c",), ("slurm.container.image=i", "slurm.generation.partition=p")])
 def test_shellcheck_finds_nothing(job, tmp_path, changes):
-    script = slurm.render(replace(job, command=(*job.command, *HOSTILE)), settings(tmp_path, *changes))
-    # those two suspect that what stands in quotes was meant otherwise
-    done = subprocess.run(
-        ["shellcheck", "--exclude=SC2016,SC1003", "-"], input=script, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout
+    config = settings(tmp_path, *changes)
+    assert shellcheck(slurm.render(replace(job, command=(*job.command, *HOSTILE)), config)) == ""
+
+
+def test_shellcheck_finds_nothing_in_the_script_of_an_idle_cluster(job, tmp_path):
+    assert shellcheck(slurm.render(replace(job, command=()), settings(tmp_path))) == ""
 
 
 def directives(script: str) -> list[str]:

@@ -16,27 +16,35 @@ import ray
 from ray.cluster_utils import Cluster
 
 cluster = Cluster()
-cluster.add_node(num_cpus=8, num_gpus=2, include_dashboard=False)
+for gpu in sys.argv[1].split(","):
+    cluster.add_node(num_cpus=8, num_gpus=2, include_dashboard=False, resources={f"accelerator_type:{gpu}": 1})
 cluster.wait_for_nodes()
-code = subprocess.run([sys.executable, *sys.argv[1:]], env=os.environ | {"RAY_ADDRESS": cluster.address}).returncode
+code = subprocess.run([sys.executable, *sys.argv[2:]], env=os.environ | {"RAY_ADDRESS": cluster.address}).returncode
 cluster.shutdown()
 sys.exit(code)
 """
 ASK = """
 import os
 import ray
-from nemo_fp8rl.nemo_rl.parts import takes_ours
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.nemo_rl.parts import check_cluster, takes_ours
 
 print([takes_ours(workers) for workers in ("auto", "ours", "nemo_rl")], ray.is_initialized())
+ray.init(log_to_driver=False)
+for flow in ("fp8_rollout", "fp8_e2e"):
+    try:
+        print(check_cluster(flow))
+    except UserError as error:
+        print(error)
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
-print(takes_ours("auto"))
+print(takes_ours("auto"), check_cluster("fp8_e2e"))
 """
 
 
-def with_pretended_gpus(*arguments: str, **environment: str) -> str:
-    """What a script says that joins a cluster with two."""
+def with_pretended_gpus(*arguments: str, gpus: str = "H100", **environment: str) -> str:
+    """What a script says that joins a cluster with nodes of these, each with two."""
     shown = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"} | environment
-    command = [sys.executable, "-c", PRETENDED, *arguments]
+    command = [sys.executable, "-c", PRETENDED, gpus, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=shown, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -49,8 +57,11 @@ def test_without_gpus_they_are_ours(monkeypatch):
         takes_ours("nemo_rl")
 
 
-def test_where_the_cluster_has_gpus_they_are_nemo_rls_unless_ours_are_asked_for():
-    assert with_pretended_gpus("-c", ASK).splitlines() == ["[False, True, False] False", "True"]
+def test_gpus_of_a_cluster_make_them_nemo_rls_unless_ours_are_asked_for_and_are_held_to_the_flow():
+    whose, *able, hidden = with_pretended_gpus("-c", ASK, gpus="A100,L40S").splitlines()
+    assert (whose, hidden) == ("[False, True, False] False", "True None")
+    assert able[0] == "None"  # an L40S can
+    assert "blockwise FP8 training needs a GPU of compute capability 9.0 or higher, and L40S has 8.9: set" in able[1]
 
 
 @pytest.mark.nemo_rl

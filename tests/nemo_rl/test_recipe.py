@@ -1,5 +1,6 @@
 """Recipes for NeMo RL, read without it: inheritance, Hydra's overrides, and no key that it does not know."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from nemo_fp8rl.nemo_rl.precision import Precision
 from nemo_fp8rl.nemo_rl.recipe import NemoRlRecipe, load, read
 from nemo_fp8rl.yaml_tree import read_with_parents, register_resolvers
 from tests.nemo_rl.conftest import write
+from tests.nemo_rl.runs import environment, needs_checkout
 
 CHILD = "defaults: ${oc.env:NEMO_RL_SRC}/examples/configs/grpo.yaml\n"
 FP8 = (
@@ -288,6 +290,13 @@ def test_a_misspelled_key_is_refused_in_a_shipped_recipe(real_checkout):
 
 
 SHIPPED = sorted((Path(__file__).parents[2] / "conf/nemo_rl").glob("*.yaml"))
+OF_FP8 = re.compile(r"\s*\w*(fp8|precision|deep_gemm|pow2|kv_cache_dtype|FP32_SCALES)\w*: *[^#\s]", re.IGNORECASE)
+
+
+def test_every_fp8_key_of_our_recipes_has_a_comment():
+    lines = [(path.name, line) for path in SHIPPED for line in path.read_text().splitlines() if OF_FP8.match(line)]
+    assert len(lines) > 20
+    assert [line for line in lines if " # " not in line[1]] == []
 
 
 @pytest.mark.nemo_rl
@@ -299,6 +308,38 @@ def test_our_recipes_load(real_checkout, path):
     assert loss_fn["use_importance_sampling_correction"]
     assert (loss_fn["truncated_importance_sampling_type"], loss_fn["truncated_importance_sampling_ratio"]) == ("tis", 2)
     assert recipe.values["checkpointing"]["checkpoint_dir"] == f"results/{path.stem}"
+
+
+@pytest.mark.nemo_rl
+@needs_checkout
+def test_nemo_rls_own_config_classes_take_our_recipes(tmp_path):
+    """By its own loader, all in one process, as the import takes a while; and they do refuse something."""
+    command = [sys.executable, "-c", VALIDATE, *map(str, SHIPPED)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=environment(tmp_path) | {"HF_HOME": "/nowhere"},
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    *taken, refused = (line for line in done.stdout.splitlines() if line.startswith("RECIPE "))
+    assert taken == [f"RECIPE {path.stem} True" for path in SHIPPED]
+    assert "policy.train_global_batch_size: input should be a valid integer" in refused
+
+
+VALIDATE = """
+import sys
+from pathlib import Path
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.nemo_rl.compat import prepare
+from nemo_fp8rl.nemo_rl.run import load
+
+grpo = prepare()
+for path in map(Path, sys.argv[1:]):
+    print("RECIPE", path.stem, isinstance(load(grpo, path, []), grpo.MasterConfig))
+try:
+    load(grpo, path, ["policy.train_global_batch_size=many"])
+except UserError as error:
+    print("RECIPE", error)
+"""
 
 
 @pytest.mark.nemo_rl

@@ -162,6 +162,10 @@ def test_a_gpu_without_fp8_is_refused_where_fp8_is_asked_for(recipe, tmp_path, m
     check_machine(hf, bf16)
     with pytest.raises(UserError, match=r"8\.9 or higher, and Fake A100 has 8\.0; set nemo_fp8rl\.flow=bf16"):
         check_machine(hf, fp8)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    check_machine(hf, fp8)
+    with pytest.raises(UserError, match=r"training needs .* 9\.0 or higher, .* set nemo_fp8rl\.flow=fp8_rollout"):
+        check_for_driver(hf, fp8)  # where the trainer is, too
 
 
 def test_a_choice_about_a_cache_that_is_not_there_is_refused(recipe):

@@ -122,14 +122,14 @@ def test_a_vocabulary_that_does_not_divide_is_padded_with_zeros_and_exported_wit
 
 
 REFUSED = [
-    (DENSE, ("tensor_model_parallel_size=3",), "tensor_model_parallel_size=3.*num_attention_heads=8.*fit: 1, 2, 4, 8"),
-    (DENSE, ("tensor_model_parallel_size=8",), "tensor_model_parallel_size=8.*num_key_value_heads=4.*fit: 1, 2, 4$"),
+    (DENSE, ("tensor_model_parallel_size=3",), "size=3 .*num_attention_heads=8 of self_attn.q_proj;.*fit: 1, 2, 4, 8$"),
+    (DENSE, ("tensor_model_parallel_size=8",), "size=8 .*num_key_value_heads=4 of self_attn.k_proj;.*fit: 1, 2, 4$"),
     (DENSE, ("pipeline_model_parallel_size=3",), "pipeline_model_parallel_size=3.*num_hidden_layers=4.*fit: 1, 2, 4$"),
-    (DENSE, ("context_parallel_size=3",), "context_parallel_size=3.* 8 attention heads.* 4 .*fit: 1, 2, 4, 8$"),
+    (DENSE, ("context_parallel_size=3",), "context_parallel_size=3.* 8 .* 4 .*self_attn.*fit: 1, 2, 4, 8$"),
     (
         DENSE,
         ("tensor_model_parallel_size=4", "context_parallel_size=4"),
-        "context_parallel_size=4.* 2 attention heads and 1 key-value heads of a tensor-parallel rank; .*fit: 1, 2$",
+        "context_parallel_size=4.* 2 attention heads and 1 key-value heads of self_attn on a .*rank; .*fit: 1, 2$",
     ),
     (
         DENSE,
@@ -146,18 +146,18 @@ REFUSED = [
         r"first_pipeline_stage=1 and .*last_pipeline_stage=2 leave 1 of .*num_hidden_layers=4 to the other 0 of ",
     ),
     (DENSE, ("num_layers_in_first_pipeline_stage=4",), "num_layers_in_first_pipeline_stage=4 needs .*size above 1"),
-    (MOE, ("expert_model_parallel_size=3",), "expert_model_parallel_size=3.*num_experts=8.*fit: 1, 2, 4, 8$"),
+    (MOE, ("expert_model_parallel_size=3",), "expert_.*_size=3.*num_experts=8 of mlp.experts; .*fit: 1, 2, 4, 8$"),
     (DENSE, ("expert_model_parallel_size=2",), "expert_model_parallel_size=2.*no experts; set it to 1"),
     (MOE, ("tensor_model_parallel_size=2",), "needs policy.megatron_cfg.sequence_parallel=true"),
     (
         dataclasses.replace(DENSE, intermediate_size=384, head_dim=128),
         ("tensor_model_parallel_size=2",),
-        "tensor_model_parallel_size=2.*intermediate_size=384 in multiples of 128, the blocks of FP8; .*fit: 1, 3$",
+        "size=2 does .*intermediate_size=384 of mlp.gate_proj in multiples of 128, the blocks of FP8; .*fit: 1, 3$",
     ),
     (
         dataclasses.replace(MOE, intermediate_size=768, head_dim=128),
         ("tensor_model_parallel_size=4", "sequence_parallel=true"),
-        "expert_tensor_parallel_size=4.*moe_intermediate_size=768 in multiples of 128.*fit: 1, 2, 3, 6$",
+        r"expert_tensor.*=4.*moe_intermediate_size=768 of mlp\.experts\.\*\.gate_proj in .* 128.*fit: 1, 2, 3, 6$",
     ),
 ]
 

@@ -9,7 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nemo_fp8rl.hf.config import read_hf_config
+from nemo_fp8rl.policy import specs
 from nemo_fp8rl.policy.cpu import megatron_on_cpu
+from nemo_fp8rl.policy.linears import bf16_linears
 from nemo_fp8rl.policy.megatron_names import to_hf
 from nemo_fp8rl.policy.rope import read_rope
 from nemo_fp8rl.policy.worker import MegatronWorker
@@ -130,6 +132,15 @@ def test_flow_decides_which_linears_are_fp8(recipe, flow, linears):
     worker = MegatronWorker()
     worker.setup(recipe(f"nemo_fp8rl.flow={flow}"), 0, 1, None)
     assert sum(isinstance(module, Fp8Forward) for module in worker.model.modules()) == linears
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_flow_in_fp8_does_not_start_without_its_fp8_linears(recipe, tmp_path, monkeypatch, family):
+    write_model(tmp_path / "model", family=family)
+    monkeypatch.setattr(specs, "fp8_linears", lambda scale_format, aligned: bf16_linears(aligned))
+    linears = {"qwen3": 8, "qwen3_moe": 36}[family]  # of two layers, with 8 experts
+    with pytest.raises(RuntimeError, match=f"flow fp8_e2e asks for {linears} FP8 linear layers, the model has 0"):
+        MegatronWorker().setup(recipe(f"policy.model_name={tmp_path}/model"), 0, 1, None)
 
 
 @pytest.mark.parametrize(("end", "fp8_layer"), [("first", 1), ("last", 0)])

@@ -12,7 +12,8 @@ from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.policy.megatron_names import to_hf
 from nemo_fp8rl.tiny import write_model
 from tests.policy import ranks
-from tests.policy.ranks import Ranks
+from tests.policy.ranks import Ranks, logprobs_and_norm
+from tests.policy.test_worker import new_worker, train
 
 TP = ("tensor_model_parallel_size=2",)
 SP = (*TP, "sequence_parallel=true")
@@ -72,6 +73,23 @@ def test_two_ranks_equal_hf(two, recipe, tmp_path, sizes, layout, align):
 @pytest.mark.parametrize(("sizes", "layout"), ON_FOUR, ids=name)
 def test_four_ranks_equal_hf(four, recipe, tmp_path, sizes, layout):
     equal_hf(four, recipe, tmp_path, sizes, layout, "vllm")
+
+
+@pytest.mark.parametrize("keys", [("top_k=5",), ("top_k=40", "top_p=0.7")], ids=["k", "k-p"])
+def test_the_tokens_left_to_sample_from_are_those_of_one_rank(two, recipe, tmp_path, keys):
+    """Each rank has half of the vocabulary, which does not divide; which tokens are left is decided over all of it."""
+    write_model(tmp_path / "model", seed=3, vocab_size=97)
+    base = (f"policy.model_name={tmp_path}/model", "policy.precision=float32", "nemo_fp8rl.flow=bf16")
+    base = (*base, "policy.train_micro_batch_size=8", "policy.train_global_batch_size=8")
+    left = [f"policy.generation.{key}" for key in keys]
+    batch, whole, alone = random_batch(), new_worker(recipe(*base)), new_worker(recipe(*base, *left))
+    expected, metrics = alone.logprobs(batch), train(alone, batch)
+    assert (expected - whole.logprobs(batch)).abs().max() > 0.1  # the restriction says something
+    split = ("cluster.backend=ray", "cluster.train_ranks=2", *(f"policy.megatron_cfg.{key}" for key in TP))
+    found, norm_of_two = logprobs_and_norm(two, recipe(*base, *left, *split), batch)
+    inside = torch.arange(22) < batch["input_lengths"][:, None]
+    torch.testing.assert_close(found[inside], expected[inside], rtol=1e-5, atol=1e-5)
+    assert norm_of_two == pytest.approx(metrics["grad_norm"], rel=1e-5)
 
 
 def equal_hf(pool: Ranks, recipe, tmp_path, sizes, layout, align) -> None:

@@ -1,12 +1,16 @@
 """One Megatron rank: log-probs, the optimizer step, and resume to the bit."""
 
+import math
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import TrainBatch
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.policy.megatron import MegatronPolicy
+from nemo_fp8rl.policy.megatron_names import to_hf
 from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.tiny import write_model
 
@@ -73,6 +77,42 @@ def test_dynamic_batching_changes_nothing_but_the_order(recipe):
     a, b = train(whole, batch), train(parts, batch)
     assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
     assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
+
+
+def test_a_clipped_step_is_that_of_the_gradient_scaled_down_and_reports_the_norm_before(recipe, tmp_path):
+    """Adam's first moment after one step is (1 - beta1) times the gradient that it was given."""
+    clips, key, batch = (0.01, 1e9), "policy.megatron_cfg.optimizer.clip_grad", random_batch(3)
+    clipped, free = (new_worker(recipe(f"{key}={clip}")) for clip in clips)
+    norm, whole = (train(worker, batch)["grad_norm"] for worker in (clipped, free))
+    gradients = dict(to_hf(free.layout, {n: p.main_grad for n, p in free.model.named_parameters()}.__getitem__))
+    own = sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5
+    assert norm == whole == pytest.approx(own, rel=1e-5)
+    assert norm > 100 * clips[0]
+    clipped.save(str(tmp_path / "saved"))
+    state = load_file(tmp_path / "saved/optimizer/rank_0.safetensors")
+    taken = 1 - clipped.cfg.policy.megatron_cfg.optimizer.adam_beta1
+    for name, gradient in gradients.items():
+        expected = taken * clips[0] / norm * gradient
+        torch.testing.assert_close(state[f"{name}.exp_avg"], expected, rtol=1e-4, atol=1e-6 * float(expected.norm()))
+
+
+@pytest.mark.parametrize(
+    ("style", "left"),
+    [
+        ("constant", lambda done: 1.0),
+        ("linear", lambda done: 1 - done),
+        ("cosine", lambda done: (1 + math.cos(math.pi * done)) / 2),
+    ],
+    ids=["constant", "linear", "cosine"],
+)
+def test_the_learning_rate_warms_up_and_decays_as_the_recipe_says(recipe, style, left):
+    """Megatron's closed form: linear from lr_warmup_init to lr, then min_lr and what is `left` of lr - min_lr."""
+    scheduler = (f"lr_decay_style={style}", "lr_warmup_init=0.0001", "lr_warmup_iters=2", "lr_decay_iters=6")
+    keys = ("optimizer.lr=0.001", "optimizer.min_lr=0.0002", *(f"scheduler.{key}" for key in scheduler))
+    worker, batch = new_worker(recipe(*(f"policy.megatron_cfg.{key}" for key in keys))), random_batch(3, b=1, t=4)
+    rates = [train(worker, batch)["lr"] for _ in range(8)]
+    decay = [2e-4 + left(min(step / 4, 1)) * 8e-4 for step in range(1, 7)]
+    assert rates == pytest.approx([5.5e-4, 1e-3, *decay])
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])

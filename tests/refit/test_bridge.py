@@ -286,6 +286,8 @@ def test_reported_bytes_are_those_that_the_links_carried(make):
     assert full.nbytes == NBYTES + replicated == sum(carried) / 2
     assert full.wire_over_bf16 == sum(p.nbytes for p in QUANTIZED) / sum(2 * p.data_bytes for p in QUANTIZED)
     assert (full.delta, full.retries) == (False, 0)
+    links = [[end.result()._exchange.capacity for end in rank.ends.values()] for rank in run.trainer.ranks]
+    assert full.metrics()["refit/bucket_bytes"] == full.bucket_nbytes == 2 * max(map(sum, links))  # of four links
     assert full.base_nbytes == max(
         sum(part.nbytes for part in parts if part.data_bytes >= DELTA_FROM) for parts in run.trainer.layout
     )

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from nemo_fp8rl.algorithms.loss import NllLoss
+from nemo_fp8rl.algorithms.quantization_error import weight_error
 from nemo_fp8rl.batch import TrainBatch, shards
 from nemo_fp8rl.fp8 import BlockScaled, quantize_blockwise
 from nemo_fp8rl.policy.cpu import megatron_on_cpu
@@ -144,14 +145,20 @@ def test_weights_held_in_fp8_alone_are_the_bytes_of_others_step_by_step(recipe, 
         held = {"Transformer Engine, weights held in FP8" if fp8_param else "Transformer Engine"}
         assert gpus.call("kernels") == [held, held]
         before = gpus.run(_sent, [()] * 2)
-        losses = [gpus.run(_loss_of_step, own) for _ in range(2)]
+        steps = [gpus.run(_step, own) for _ in range(2)]
+        norms = [norm for answers in steps for _, norm in answers]
+        losses = [[loss for loss, _ in answers] for answers in steps]
         assert losses[1] != losses[0]
         gpus.call("save", str(folder))
         saved = {path.name: load_file(path) for path in sorted(folder.rglob("*.safetensors"))}
-        return [losses, before, gpus.run(_sent, [()] * 2), saved]
+        error = weight_error(gpus.call("weight_squares"))
+        return [losses, before, gpus.run(_sent, [()] * 2), saved, norms, error]
 
     plain, held = trained(False, tmp_path / "plain"), trained(True, tmp_path / "held")
     assert held[:3] == plain[:3]
+    assert held[4] == pytest.approx(plain[4], rel=1e-6)
+    assert held[5] == pytest.approx(plain[5], rel=1e-6)
+    assert {"weight_error/fp8", "weight_error/bf16", "weight_error/layer_1"} <= held[5].keys()
     assert plain[1] != plain[2]
     for file, tensors in plain[3].items():
         assert all(torch.equal(tensor, held[3][file].pop(name)) for name, tensor in tensors.items())
@@ -170,8 +177,10 @@ def _sent() -> dict[str, str]:
     return digests
 
 
-def _loss_of_step(part: TrainBatch) -> float | None:
-    return ranks.worker.train_step(part, NllLoss(), 4.0, 90.0).get("loss")
+def _step(part: TrainBatch) -> tuple[float | None, float]:
+    """Loss, of the last stage's ranks, and gradient norm."""
+    metrics = ranks.worker.train_step(part, NllLoss(), 4.0, 90.0)
+    return metrics.get("loss"), metrics["grad_norm"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import TrainBatch
@@ -142,6 +142,20 @@ def test_a_checkpoint_of_the_emulation_goes_on_here(cfg, tmp_path: Path):
     for name, tensor in load_file(again / "rank_0.safetensors").items():
         assert torch.equal(tensor, tensors.pop(name)), name
     assert not tensors
+
+
+def test_a_checkpoint_in_float32_is_rounded_before_it_is_quantized(recipe, tmp_path: Path):
+    write_model(tmp_path / "model", seed=3)
+    file = tmp_path / "model" / "model.safetensors"
+    save_file({name: tensor.float() * 1.001 for name, tensor in load_file(file).items()}, file)
+    said = []
+    for fp8_param in ("false", "true"):
+        cfg = recipe(
+            f"policy.model_name={tmp_path}/model", "nemo_fp8rl.align=none", f"nemo_fp8rl.fp8_param={fp8_param}"
+        )
+        with rank(cfg, gpu=True) as worker:
+            said.append(worker.logprobs(batch(0)))
+    assert torch.equal(*said)
 
 
 def test_alignment_to_the_cpus_kernels_is_refused(recipe, tmp_path: Path):

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from nemo_fp8rl.nemo_rl.compat import engines_survive_fp8_refit
 from nemo_fp8rl.nemo_rl.precision import read_precision
 
 OURS = "or nemo_fp8rl.workers=ours"
@@ -17,7 +18,7 @@ def why_not(policy: Mapping[str, Any], version: str) -> str:
     precision = read_precision(policy)
     if precision.flow == "bf16":
         return ""
-    if version.startswith("0.7"):
+    if not engines_survive_fp8_refit(version):
         return (
             f"NeMo RL {version} processes an engine's weights once more after a refit, which FP8 ones do not survive: "
             f"use its main, {OURS}"

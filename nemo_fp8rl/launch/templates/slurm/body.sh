@@ -167,7 +167,7 @@ without_bad_nodes() {
 }
 
 stopping='' cancelled='' driver_step=''
-# shellcheck disable=SC2317  # a trap calls it
+# shellcheck disable=SC2317,SC2329  # a trap calls it
 stop() {
     say "told to stop: the driver saves, within $STOP_SECONDS s"
     stopping=$SECONDS

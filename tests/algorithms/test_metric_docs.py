@@ -1,0 +1,33 @@
+"""docs/correction.md says what every metric of training means, and names none that there is not."""
+
+import re
+from pathlib import Path
+
+from nemo_fp8rl.algorithms.correction import corrected_batch
+from nemo_fp8rl.algorithms.loss import GrpoLoss
+from nemo_fp8rl.algorithms.mismatch import MismatchSums
+from tests.algorithms.reference import make_batch
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "correction.md"
+
+
+def described() -> set[str]:
+    """The names in the first cells of the tables of its section on metrics; positions without their numbers."""
+    section = PAGE.read_text().partition("\n## Metrics\n")[2].partition("\n## ")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| ")]
+    return {without_numbers(name) for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+
+def without_numbers(name: str) -> str:
+    return re.sub(r"(?<=/position_)\w+", "N", name)
+
+
+def test_every_metric_of_training_is_described_and_no_other():
+    curr, batch = make_batch(0)
+    seen = MismatchSums()
+    seen.observe(batch["prev_logprobs"], batch["generation_logprobs"], batch["token_mask"])
+    loss = GrpoLoss({"reference_policy_kl_penalty": 0.0}, {"preset": "tis"})
+    batch, corrected = corrected_batch(batch, loss.correction)
+    _, trained = loss(curr, batch, batch["sample_mask"].sum(), batch["token_mask"].sum())
+    emitted = {*seen.metrics(), *seen.by_position(), *corrected, *trained}
+    assert described() == {without_numbers(name) for name in emitted}

@@ -1,0 +1,134 @@
+"""What a real engine refuses to take for the trainer's version, and finds in its memory that is not."""
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemo_fp8rl.generation import compat
+from nemo_fp8rl.recipe import load
+from nemo_fp8rl.refit.digest import xxh3
+from nemo_fp8rl.refit.message import Header
+from nemo_fp8rl.refit.plan import aligned
+from nemo_fp8rl.refit.receive import IncomingLink
+from tests.conftest import RECIPES
+from tests.generation.pair import Pair
+from tests.refit.memory_engine import Message, Tampered
+
+K_SCALE, UP_PROJ = "model.layers.1.self_attn.k_scale", "model.layers.1.mlp.up_proj.weight"
+
+pytestmark = pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="vLLM's FP8 KV cache on a CPU needs AVX-512"
+)
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_overrides) -> Iterator[Pair]:
+    overrides = ("nemo_fp8rl.flow=fp8_e2e", "policy.generation.vllm_cfg.kv_cache_dtype=fp8")
+    pair = Pair(load(RECIPES / "tiny_cpu.yaml", [*tiny_overrides, *overrides]))
+    yield pair
+    pair.close()
+
+
+@pytest.fixture(autouse=True)
+def refitted(pair) -> None:
+    """Whatever the test before left in the engine."""
+    pair.refit()
+
+
+def answer(pair: Pair, change: Callable[[Tensor], str] | None = None, *, later: int = 0, compare: bool = False) -> str:
+    """What the engine says to a version, so much later than its own, in "" where it took it. change: of the bytes of
+    one layer's k_scale on their way; returns the digest that goes with them, "" for the trainer's.
+    """
+    worker = worker_of(pair)
+    if change is not None:
+        worker.refit_links = [
+            replace(link, end=Tampered(link.end, at_k_scale(link, change))) for link in worker.refit_links
+        ]
+    version = pair.bridge.version + later
+    pair.worker.start_push(version, [0], frozenset(), {"digests": True})
+    *_, refusal = worker.nemo_fp8rl_load(version, True, compare)
+    pair.worker.finish_push()
+    pair.bridge._disconnect(0)
+    return refusal
+
+
+def worker_of(pair: Pair) -> Any:
+    return pair.engine.core.llm.model_executor.driver_worker.worker
+
+
+def at_k_scale(link: IncomingLink, change: Callable[[Tensor], str]) -> Callable[[int, Message], list[Message]]:
+    def changed(_: int, message: Message) -> list[Message]:
+        header, payload = Header.decode(message[0]), message[1]
+        entries, at = list(header.entries), 0
+        for i, entry in enumerate(entries):
+            at = aligned(at)
+            if link.route[entry.piece].name == K_SCALE:
+                entries[i] = entry._replace(digest=change(payload[at : at + 4]) or entry.digest)
+            at += entry.nbytes
+        return [(replace(header, entries=tuple(entries)).encode(), payload)]
+
+    return changed
+
+
+def attention_of(pair: Pair) -> Any:
+    return worker_of(pair).model_runner.get_model().get_submodule(K_SCALE.replace(".k_scale", ".attn"))
+
+
+def test_a_kv_scale_with_a_flipped_bit_is_refused(pair):
+    def flip(scale: Tensor) -> str:
+        scale[0] ^= 1
+        return ""
+
+    version = pair.bridge.version + 1
+    assert answer(pair, flip, later=1) == f"refit {version}: {K_SCALE} was damaged on its way"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -0.5])
+def test_a_kv_scale_that_no_cache_can_have_is_refused(pair, value):
+    """Though it is what the trainer sent."""
+
+    def put(scale: Tensor) -> str:
+        scale.copy_(torch.frombuffer(bytearray(struct.pack("<f", value)), dtype=torch.uint8))
+        return xxh3(scale)
+
+    refusal = answer(pair, put, later=1)
+    assert refusal == f"refit {pair.bridge.version + 1}: {K_SCALE} is {value}; a KV scale is finite and above 0"
+
+
+def test_a_kv_scale_that_arrived_and_is_not_in_the_engine_is_refused(pair, monkeypatch):
+    original = compat.set_kv_scales
+    monkeypatch.setattr(compat, "set_kv_scales", lambda attention, k, v: original(attention, k * 2, v))
+    assert answer(pair, later=1).endswith("k_scale in the engine is not what the trainer sent")
+
+
+@pytest.mark.parametrize("form", ["the buffer", "the number"])
+def test_verify_full_finds_a_kv_scale_that_is_another(pair, form):
+    if form == "the buffer":
+        attention_of(pair)._k_scale.mul_(2)
+    else:
+        attention_of(pair)._k_scale_float *= 2
+    refusal = answer(pair, compare=True)
+    assert refusal == f"refit {pair.bridge.version}: {K_SCALE} in the engine is not what the trainer holds"
+
+
+def test_verify_full_finds_a_weight_that_is_another(pair):
+    slot = worker_of(pair).weight_store.slots[UP_PROJ]
+    slot.content().data.view(torch.uint8)[-1, -1] ^= 1
+    refusal = answer(pair, compare=True)
+    assert refusal == f"refit {pair.bridge.version}: {UP_PROJ} in the engine is not what the trainer holds"
+
+
+def test_verify_full_finds_nothing_where_all_is_as_sent(pair):
+    assert answer(pair, compare=True) == ""
+
+
+def test_a_version_before_the_engines_own_is_stale(pair):
+    version = worker_of(pair).weight_store.version
+    refusal = answer(pair, later=-1)
+    assert refusal == f"refit {pair.bridge.version - 1} is stale: this engine has had version {version}"
+    assert worker_of(pair).weight_store.version == version

@@ -1,0 +1,79 @@
+"""Whether the GPU can run the recipe's flow, asked before NeMo RL, a model or Ray is there; it is a pretended one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.nemo_rl import run
+from tests.nemo_rl.conftest import write
+
+RECIPE = """
+defaults: ${oc.env:NEMO_RL_SRC}/examples/configs/grpo.yaml
+policy:
+  megatron_cfg: {fp8_cfg: {enabled: true}, env_vars: {NVTE_FP8_BLOCK_SCALING_FP32_SCALES: '0'}}
+  generation:
+    vllm_cfg: {precision: fp8, pow2_weight_scaling_factors: true, pow2_activation_scaling_factors: true}
+"""
+FLOWS = {
+    "fp8_e2e": (),
+    "fp8_rollout": ("policy.megatron_cfg.fp8_cfg.enabled=false",),
+    "bf16": ("policy.megatron_cfg.fp8_cfg.enabled=false", "policy.generation.vllm_cfg.precision=bfloat16"),
+}
+
+
+class Loads(Exception):
+    """In place of what comes after the checks."""
+
+
+@pytest.fixture
+def start(checkout: Path, tmp_path: Path, monkeypatch):
+    """start(workers, flow, capability): run the recipe as on such a GPU, until NeMo RL would be imported."""
+
+    def loads() -> None:
+        raise Loads
+
+    monkeypatch.setattr(run, "prepare", loads)
+    monkeypatch.setattr(run, "require_token", lambda: None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Pretended GPU")
+    path = write(tmp_path / "recipe.yaml", RECIPE)
+
+    def make(workers: str, flow: str, capability: tuple[int, int]) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        run.run(path, [f"+nemo_fp8rl.workers={workers}", *FLOWS[flow]])
+
+    return make
+
+
+@pytest.mark.parametrize("workers", ["auto", "ours", "nemo_rl"])
+@pytest.mark.parametrize(
+    ("flow", "capability", "message"),
+    [
+        ("fp8_e2e", (8, 0), r"FP8 needs .* 8\.9 or higher, and Pretended GPU has 8\.0.*vllm_cfg\.precision=bfloat16"),
+        ("fp8_rollout", (8, 0), r"FP8 needs .* 8\.9 or higher, and Pretended GPU has 8\.0"),
+        ("fp8_e2e", (8, 9), r"training needs .* 9\.0 or higher, and Pretended GPU has 8\.9: set policy\.\S*=false"),
+    ],
+)
+def test_a_gpu_that_cannot_run_the_flow_is_named_before_anything_is_loaded(start, workers, flow, capability, message):
+    with pytest.raises(UserError, match=message) as caught:
+        start(workers, flow, capability)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("workers", ["auto", "ours"])
+@pytest.mark.parametrize(
+    ("flow", "capability"), [("fp8_e2e", (9, 0)), ("fp8_e2e", (12, 0)), ("fp8_rollout", (8, 9)), ("bf16", (7, 0))]
+)
+def test_a_gpu_that_can_is_not_refused(start, workers, flow, capability):
+    with pytest.raises(Loads):
+        start(workers, flow, capability)
+
+
+def test_the_driver_of_a_cluster_is_not_held_to_its_own_gpu(start, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
+    with pytest.raises(Loads):
+        start("auto", "fp8_e2e", (8, 0))
