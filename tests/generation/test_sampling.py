@@ -62,38 +62,6 @@ def test_samples_of_a_prompt_share_its_cache(pair):
     assert output.num_cached_tokens == 128
 
 
-def test_a_refit_drops_the_keys_of_the_old_weights(pair, tmp_path):
-    prompts = [Prompt(i, "", "", (2 + i, *WHOLE_BLOCK)) for i in range(2)]
-    stale = outputs(pair.generate(GREEDY, prompts=prompts))
-    first = request(pair, prompts[0].token_ids, GREEDY)
-    ((_, output),) = pair.engine.core.stream([first])
-    assert output.num_cached_tokens == 128
-    pair.train(1)
-    pair.refit()
-    ((_, output),) = pair.engine.core.stream([first])
-    assert output.num_cached_tokens == 0
-    answers = outputs(pair.generate(GREEDY, prompts=prompts))
-    assert answers != stale
-    fresh = pair.fresh_engine(sent_tensors(pair.worker), tmp_path / "fresh")
-    assert answers == outputs(pair.generate(GREEDY, fresh, prompts))
-
-
-def test_a_refit_amid_answers_is_refused_for_their_keys_stay(pair):
-    short, long = (
-        request(pair, prompt.token_ids, replace(GREEDY, max_new_tokens=new))
-        for prompt, new in zip(pair.prompts, (1, 50), strict=False)
-    )
-    under_way = pair.engine.core.stream([short, long])
-    next(under_way)
-    with pytest.raises(RefitError, match="the engine kept its prefix cache, which holds the old weights' keys"):
-        pair.refit()
-    under_way.close()
-    with pytest.raises(RefitError, match="has not received weights"):
-        pair.generate(GREEDY)
-    pair.refit()
-    pair.generate(GREEDY)
-
-
 def test_a_stop_string_ends_an_answer_and_stays_in_it(pair):
     decode = pair.tokenizer.decode
     whole = [c for (c,) in pair.generate(GREEDY)]
@@ -124,3 +92,38 @@ def test_both_sides_take_the_tokens_that_were_left_to_sample_from(pair, restrict
     free = pair.worker.logprobs(batch)
     assert (seen[both] >= free[both]).all()
     assert torch.equal(pair.worker.logprobs(batch, restricted=False), free)
+
+
+# At the end: these move the weights that the tests above share
+
+
+def test_a_refit_drops_the_keys_of_the_old_weights(pair, tmp_path):
+    prompts = [Prompt(i, "", "", (2 + i, *WHOLE_BLOCK)) for i in range(2)]
+    stale = outputs(pair.generate(GREEDY, prompts=prompts))
+    first = request(pair, prompts[0].token_ids, GREEDY)
+    ((_, output),) = pair.engine.core.stream([first])
+    assert output.num_cached_tokens == 128
+    pair.train(1)
+    pair.refit()
+    ((_, output),) = pair.engine.core.stream([first])
+    assert output.num_cached_tokens == 0
+    answers = outputs(pair.generate(GREEDY, prompts=prompts))
+    assert answers != stale
+    fresh = pair.fresh_engine(sent_tensors(pair.worker), tmp_path / "fresh")
+    assert answers == outputs(pair.generate(GREEDY, fresh, prompts))
+
+
+def test_a_refit_amid_answers_is_refused_for_their_keys_stay(pair):
+    short, long = (
+        request(pair, prompt.token_ids, replace(GREEDY, max_new_tokens=new))
+        for prompt, new in zip(pair.prompts, (1, 50), strict=False)
+    )
+    under_way = pair.engine.core.stream([short, long])
+    next(under_way)
+    with pytest.raises(RefitError, match="the engine kept its prefix cache, which holds the old weights' keys"):
+        pair.refit()
+    under_way.close()
+    with pytest.raises(RefitError, match="has not received weights"):
+        pair.generate(GREEDY)
+    pair.refit()
+    pair.generate(GREEDY)
