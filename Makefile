@@ -33,7 +33,8 @@ test: setup-dev  ## run the tests
 
 test-gpu-engine: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 test-gpu-engine: setup-dev  ## the engine's methods for GPUs, on Triton's interpreter; `make test` runs it, too
-	@$(BIN)/python -m pytest -q -p tests.gpu_engine.plugin tests/gpu_engine $(ARGS)
+	@$(BIN)/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --dist=loadfile -p tests.gpu_engine.plugin \
+	  tests/gpu_engine $(ARGS)
 
 test-gpu:  ## the tests that need a GPU, in the environment of PYTHON, which has the packages for one
 	@$(PYTHON) -m pytest -q -rs -m gpu $(ARGS)

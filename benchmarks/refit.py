@@ -151,13 +151,13 @@ class Bench:
             self.core.rpc("bench_links", [[(self.bf16_addresses[0], to_json(self.bf16_route))]], self.generation.token)
             self.bf16_addresses = []
         self.core.rpc("bench_use", "classic")
-        self.bf16.start(self.worker._views(), 10**6, [0], digests=False)
+        self.bf16.start(self.worker.weights().for_refit(), 10**6, [0], digests=False)
         self.core.rpc("bench_classic", 10**6, self.cfg.nemo_fp8rl.scale_format)
         self.bf16.finish()
         self.core.rpc("bench_use", "ours")
 
     def wire(self) -> None:
-        self.worker.refit.start(self.worker._views(), 10**6, [0], digests=True)
+        self.worker.refit.start(self.worker.weights().for_refit(), 10**6, [0], digests=True)
         self.core.rpc("bench_drain", 10**6)
         self.worker.refit.finish()
 

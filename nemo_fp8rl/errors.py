@@ -12,5 +12,9 @@ class UserError(ValueError):
     """Bad input: the message is one sentence that says what is wrong, where, and how to mend it."""
 
 
+class StepRefused(UserError):
+    """An optimizer step that must not be taken. It ends the run; nothing has moved since the last one."""
+
+
 def one_line(error: Exception) -> str:
     return " ".join(str(error).split())

@@ -13,6 +13,14 @@ from nemo_fp8rl.yaml_tree import read_with_parents, refusing, register_resolvers
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The recipe at `path` with `key=value` overrides, checked. Raises UserError for anything wrong in either."""
+    return completed(str(path), *read(path, overrides))
+
+
+def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Any, Any]:
+    """What recipe, parents and overrides say, without defaults: the tree, and its values with ${...} left as it is.
+
+    Raises UserError on what cannot be read and on an unknown key.
+    """
     from omegaconf import OmegaConf
 
     register_resolvers()
@@ -20,9 +28,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         tree = with_override(tree, override)
     with refusing(str(path)):
-        given: Any = OmegaConf.to_container(tree)
+        given = OmegaConf.to_container(tree)
     check_keys(given, Config)
-    return completed(str(path), tree, given)
+    return tree, given
 
 
 def completed(source: str, tree: Any, given: Any) -> Config:

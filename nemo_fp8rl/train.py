@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from nemo_fp8rl.algorithms.advantages import group_advantages, reinforce_plus_plus_advantages
-from nemo_fp8rl.algorithms.correction import RolloutError, corrected_batch
+from nemo_fp8rl.algorithms.correction import corrected_batch
 from nemo_fp8rl.algorithms.gates import GateStop, judge, worst
 from nemo_fp8rl.algorithms.loss import EXTREMA, GrpoLoss, combined, kl_estimate
 from nemo_fp8rl.algorithms.mismatch import MismatchSums
@@ -20,6 +20,7 @@ from nemo_fp8rl.data import PromptOrder
 from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.display import Display
+from nemo_fp8rl.errors import StepRefused
 from nemo_fp8rl.generation.base import Generation, Sampling
 from nemo_fp8rl.generation.checks import check_for_driver
 from nemo_fp8rl.hf.config import check_context, read_hf_config
@@ -124,10 +125,11 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
         for row in run.read_metrics():
             latest |= row
         for step in range(run.done + 1, last + 1):
+            updates = policy.updates()
             try:
                 outcome = train_step(parts, loss, step, prompts_of(step))
-            except (GateStop, RolloutError) as refused:
-                if cfg.checkpointing.enabled and run.done < step - 1:
+            except StepRefused as refused:
+                if cfg.checkpointing.enabled and run.done < step - 1 and policy.updates() == updates:
                     run.save_checkpoint(step - 1, policy)
                 raise type(refused)(f"step {step}: {refused}") from None
             for note in outcome.notes:
@@ -149,7 +151,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
 
 
 def train_step(parts: Parts, loss: GrpoLoss, step: int, prompts_of_round: PromptsOfRound) -> StepOutcome:
-    """One round of the loop. Raises GateStop and RolloutError before any weight has moved."""
+    """One round of the loop. Raises StepRefused, at any of its optimizer steps."""
     cfg, clock = parts.cfg, Stopwatch()
     begin, faults = time.perf_counter(), parts.generation.metrics()
     offload = cfg.policy.megatron_cfg.offload_between_phases

@@ -1,6 +1,7 @@
 """What the loop does around the loss: gates, rejected batches, dynamic sampling, the reference policy."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -90,6 +91,27 @@ def test_too_many_logprobs_that_are_not_finite_end_the_run_in_a_sentence(warm_ov
     assert re.fullmatch(r"nemo-fp8rl: step 2: (\d+) of \1 .*correction\.max_nonfinite_fraction=0\.01 allows.*\n", said)
     assert [row["step"] for row in rows(tmp_path / "run")] == [1]
     assert checkpoint_weights(tmp_path / "run", 1)
+
+
+@pytest.mark.parametrize(("nth", "kept"), [(3, ["step_1"]), (4, [])])
+def test_an_optimizer_step_that_diverges_ends_the_run_in_a_sentence(
+    warm_overrides, tmp_path, capsys, monkeypatch, nth, kept
+):
+    """Of two a step; after the first of step 2 the weights are those of no step, and are not kept as such."""
+    step, taken = MegatronPolicy.train_step, []
+
+    def train_step(policy, batch, loss):
+        taken.append(batch)
+        return step(policy, batch, (lambda *_: (_[0].sum() * math.inf, {"loss": 0.0})) if len(taken) == nth else loss)
+
+    monkeypatch.setattr(MegatronPolicy, "train_step", train_step)
+    given = [*warm_overrides, *SHORT, f"logger.log_dir={tmp_path}/run"]
+    given += [f"policy.train_{size}_batch_size=32" for size in ("global", "micro")]
+    assert main(["train", "--config", str(RECIPES / "tiny_cpu.yaml"), *given]) == BAD_INPUT
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"nemo-fp8rl: step 2: a gradient or the loss is not finite, .*\.lr or its clip_grad\n", said)
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1]
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("step_*")] == kept
 
 
 def test_the_reference_policy_holds_the_trainer_back(run):

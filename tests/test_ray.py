@@ -57,7 +57,7 @@ CONTEXT = ("policy.megatron_cfg.context_parallel_size=2",)
     ("layout", "rounding"),
     [
         pytest.param(TENSOR, 2e-2, id="tensor"),
-        pytest.param(CONTEXT, 2e-2, id="context"),
+        pytest.param(CONTEXT, 2e-2, id="context", marks=pytest.mark.long),
         pytest.param(PIPELINE, 1e-6, id="pipeline", marks=pytest.mark.long),
     ],
 )
@@ -71,6 +71,16 @@ def test_two_ranks_that_share_the_model_agree_with_one(warm_overrides, tmp_path,
     if layout == PIPELINE:
         rewards = [[row["train/reward"] for row in side[1:]] for side in (rows, in_process)]
         assert rewards[0] == rewards[1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
+def test_two_ranks_refit_an_engine_of_two(warm_overrides, tmp_path, in_process, layout):
+    """Each rank of the engine takes its parts from those that hold them; after every refit all bytes are compared."""
+    engine = ("policy.generation.vllm_cfg.tensor_parallel_size=2", "nemo_fp8rl.refit.verify=full")
+    rows = run((*warm_overrides, "cluster.backend=ray", "cluster.train_ranks=2", *layout, *engine), tmp_path / "run")
+    assert rows[1]["train/global_valid_toks"] == in_process[1]["train/global_valid_toks"]
+    assert all(row["train/token_mult_prob_error"] < 1.02 for row in rows[1:])
 
 
 def assert_first_step_agrees(rows: list[dict[str, float]], with_one: list[dict[str, float]], rounding: float) -> None:

@@ -29,14 +29,14 @@ from torch import Tensor
 
 from nemo_fp8rl.algorithms.correction_config import LARGEST_LOG, CorrectionConfig, Rule, Weight
 from nemo_fp8rl.batch import TrainBatch
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.errors import StepRefused
 
 CHUNK_VALUES = 1 << 24
 """Values decided at a time on an accelerator, which bounds the temporaries."""
 
 
-class RolloutError(UserError):
-    """A rollout that must not be trained on: it ends the run, as a gate's stop does."""
+class RolloutError(StepRefused):
+    """A rollout that must not be trained on."""
 
 
 @dataclass(frozen=True)

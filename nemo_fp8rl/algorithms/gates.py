@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 from nemo_fp8rl.algorithms.metric_names import METRICS
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.errors import StepRefused, UserError
 
 Action = Literal["warn", "skip_step", "stop"]
 """Say it; do not train on this batch; end the run. The later one wins when several gates trip."""
@@ -66,7 +66,7 @@ class Verdict:
     message: str
 
 
-class GateStop(UserError):
+class GateStop(StepRefused):
     """A gate of the recipe ends the run: trainer and engine disagree too much."""
 
 

@@ -32,6 +32,12 @@ def weight_error(parts: Iterable[SquaresByGroup]) -> dict[str, float]:
     return {f"weight_error/{group}": math.sqrt(e / w) if w else 0.0 for group, (e, w) in whole.items()}
 
 
+def in_groups(fp8: bool, layer: int | None, error: float, norm: float) -> SquaresByGroup:
+    """What one weight adds to the groups that it is in."""
+    groups = ("fp8" if fp8 else "bf16", *([] if layer is None else [f"layer_{layer}"]))
+    return dict.fromkeys(groups, (error, norm))
+
+
 def summed(parts: Iterable[SquaresByGroup]) -> SquaresByGroup:
     whole: SquaresByGroup = {}
     for part in parts:
@@ -57,8 +63,7 @@ def weight_squares(
     def of(name: str, weight: Tensor) -> SquaresByGroup:
         fp8, layer = fp8_layers.quantizes(name), LAYER.search(name)
         error = _squared_error(weight, scale_format, kernel) if fp8 else 0.0
-        groups = ("fp8" if fp8 else "bf16", *([f"layer_{layer[1]}"] if layer else []))
-        return dict.fromkeys(groups, (error, squares(weight)))
+        return in_groups(fp8, int(layer[1]) if layer else None, error, squares(weight))
 
     return summed(of(name, weight) for name, weight in weights)
 

@@ -65,6 +65,14 @@ class BlockScaled:
     scale_inv: Tensor
     block: Block
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values, of data's shape, in `dtype`; the product is taken in float32 and rounded once."""
         n, k = self.data.shape[-2:]

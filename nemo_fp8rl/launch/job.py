@@ -30,7 +30,8 @@ SAID_BY = {
 
 @dataclass(frozen=True)
 class Job:
-    """command: of the driver, as arguments, the interpreter left out; empty for a cluster that waits for people.
+    """command: of the driver, as arguments, the interpreter left out: ..., --config, recipe, overrides; empty for a
+    cluster that waits for people.
 
     run_id: the same in every attempt. generation_nodes: of `nodes`, those for engines alone. values: the resolved
     recipe where it is NeMo RL's, else None.
@@ -46,8 +47,17 @@ class Job:
 
     def command_with(self, *defaults: str) -> tuple[str, ...]:
         """The command with these overrides before the user's own, which so have the last word."""
-        first = self.command.index("--config") + 2
-        return (*self.command[:first], *defaults, *self.command[first:])
+        first = len(self.command) - len(self.overrides)
+        return (*self.command[:first], *defaults, *self.overrides)
+
+    @property
+    def recipe(self) -> Path:
+        return Path(self.command[self.command.index("--config") + 1])
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """The user's own."""
+        return self.command[self.command.index("--config") + 2 :]
 
     @property
     def train_nodes(self) -> int:

@@ -13,8 +13,7 @@ from nemo_fp8rl.launch.job import Job
 from nemo_fp8rl.launch.settings import LaunchConfig
 from nemo_fp8rl.launch.template import fill
 from nemo_fp8rl.nemo_rl.keys import at
-from nemo_fp8rl.recipe import load
-from nemo_fp8rl.yaml_tree import read_with_parents, with_override
+from nemo_fp8rl.recipe import load, read
 
 LAYOUT = ("cluster.backend", "cluster.train_ranks", "cluster.generation_engines")
 """By these a recipe of ours says itself who has which GPUs."""
@@ -41,9 +40,8 @@ def render(job: Job, settings: LaunchConfig) -> str:
     if job.values:
         overrides, layout = choose(job.values, gpus)
     else:
-        here = job.command.index("--config") + 1
-        recipe, given = Path(job.command[here]), job.command[here + 1 :]
-        overrides, layout = choose_for_ours(recipe, given, gpus, asked=settings.gpus_per_node is not None)
+        asked = settings.gpus_per_node is not None
+        overrides, layout = choose_for_ours(job.recipe, job.overrides, gpus, asked)
     driver = (sys.executable, "-m", "nemo_fp8rl.cli", *job.command_with(*overrides))
     return fill("local/run.sh.jinja", job=job, layout=layout, env=settings.env, driver=driver)
 
@@ -98,7 +96,7 @@ def choose_for_ours(
 
     asked: the number is a setting, not what is visible. Raises UserError where the recipe does not fit.
     """
-    given = _given(recipe, overrides) if gpus > 1 else {}
+    given = read(recipe, overrides)[1] if gpus > 1 else {}
     said = [f"{key}={value}" for key in LAYOUT if (value := at(given, key, None)) is not None]
     if said and asked:
         raise UserError(f"gpus_per_node={gpus}, but the recipe says {', '.join(said)}: leave one of the two out")
@@ -137,14 +135,3 @@ def _for_engines(gpus: int, engine: int, model: int, why: str) -> int:
             f"(policy.generation.vllm_cfg.tensor_parallel_size) that leaves a multiple of {model} to the trainer"
         )
     return min(fits, key=lambda n: (abs(2 * n - gpus), -n))
-
-
-def _given(recipe: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """What the recipe, its parents and the overrides say, without defaults."""
-    from omegaconf import OmegaConf
-
-    tree = read_with_parents(recipe)
-    for override in overrides:
-        tree = with_override(tree, override)
-    values: Any = OmegaConf.to_container(tree)
-    return values

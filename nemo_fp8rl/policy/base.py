@@ -7,10 +7,15 @@ from typing import Protocol
 from torch import Tensor
 
 from nemo_fp8rl.batch import TrainBatch
+from nemo_fp8rl.errors import StepRefused
 from nemo_fp8rl.refit.bridge import WeightSource
 
 Loss = Callable[[Tensor, TrainBatch, Tensor, Tensor], tuple[Tensor, dict[str, float]]]
 """(next_token_logprobs [B, T-1], batch, global_valid_seqs, global_valid_toks) -> (loss, metrics)."""
+
+
+class Diverged(StepRefused):
+    """An optimizer step's gradient or loss is not finite."""
 
 
 class Policy(WeightSource, Protocol):
@@ -26,7 +31,7 @@ class Policy(WeightSource, Protocol):
         """One optimizer step on the whole batch; the loss's metrics, grad_norm and lr.
 
         schedules: the learning rate's schedule goes on before it, so that it has the rate of its number, from 1; else
-        `step_schedule` says when.
+        `step_schedule` says when. Raises Diverged, with weights, optimizer and schedule as before.
         """
         ...
 

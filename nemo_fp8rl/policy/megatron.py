@@ -55,8 +55,8 @@ class MegatronPolicy:
         counts = float((mask.sum(-1) > 0).sum()), float(mask.sum())
         if not counts[1]:
             raise ValueError("the batch holds no token to train on: every sample is masked out")
-        self.steps_taken += 1
         results = self._on_shards("train_step", batch, loss, *counts, schedules)
+        self.steps_taken += 1
         return combined(results) | {name: results[0][name] for name in PER_RANK}
 
     def kernels(self) -> list[str]:

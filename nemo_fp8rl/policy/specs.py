@@ -60,9 +60,9 @@ def transformer_engine_linears(scale_format: ScaleFormat | None) -> ModuleType:
             "pip install --no-build-isolation 'transformer_engine[pytorch]'"
         ) from None
     if scale_format is not None and (why_not := te_linears.why_no_fp8(scale_format)):
-        other = "nemo_fp8rl.flow=bf16" if te_linears.why_no_fp8("pow2") else "nemo_fp8rl.scale_format=pow2"
+        other = "flow=fp8_rollout" if te_linears.why_no_fp8("pow2") else "scale_format=pow2"
         raise UserError(
-            f"Transformer Engine has no blockwise FP8 with {scale_format} scales here ({why_not}): take {other}"
+            f"Transformer Engine has no blockwise FP8 of {scale_format} scales here ({why_not}); set nemo_fp8rl.{other}"
         )
     return te_linears
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformer_engine.common.recipe import Float8BlockScaling, Format, QParams
 
 from nemo_fp8rl.fp8 import ScaleFormat
-from nemo_fp8rl.fp8.kernels.te import BLACKWELL
+from nemo_fp8rl.fp8.gpus import BLACKWELL
 from nemo_fp8rl.policy.linears import FP8_TOKENS, MultipliesInFp8
 
 

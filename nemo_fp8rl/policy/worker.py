@@ -4,7 +4,6 @@ Calls into Megatron that name CUDA go through `megatron_on_cpu`, so an engine in
 torch.
 """
 
-import math
 import socket
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
@@ -14,37 +13,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from nemo_fp8rl.algorithms.loss import EXTREMA, combined
-from nemo_fp8rl.algorithms.quantization_error import SquaresByGroup, summed, weight_squares
+from nemo_fp8rl.algorithms.loss import combined
+from nemo_fp8rl.algorithms.quantization_error import SquaresByGroup
 from nemo_fp8rl.batch import TrainBatch
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.fp8 import BlockScaled, KvScales, kernels
+from nemo_fp8rl.fp8 import KvScales, kernels
 from nemo_fp8rl.fp8.format import E4M3
-from nemo_fp8rl.hf.config import engine_fp8_layers, read_hf_config
+from nemo_fp8rl.hf.config import HfConfig, engine_fp8_layers, read_hf_config
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.machine import instructions
 from nemo_fp8rl.policy.base import Loss
 from nemo_fp8rl.policy.cpu import megatron_on_cpu
 from nemo_fp8rl.policy.groups import join, leave, split_model
-from nemo_fp8rl.policy.held_error import held_squares
+from nemo_fp8rl.policy.held_weights import HeldWeights
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.linears import FP8_TOKENS, MultipliesInFp8
-from nemo_fp8rl.policy.megatron_names import to_hf
 from nemo_fp8rl.policy.model import DTYPES, build_model, transformer_config
 from nemo_fp8rl.policy.offload import Offload
-from nemo_fp8rl.policy.optimizer_state import gathered_masters, load_optimizer, save_optimizer
+from nemo_fp8rl.policy.optimizer import build_ddp, build_optimizer, build_scheduler, check_finite
+from nemo_fp8rl.policy.optimizer_state import load_optimizer, save_optimizer
 from nemo_fp8rl.policy.pipeline import Pipeline
-from nemo_fp8rl.policy.primary_weights import is_fp8, storage, views_for_refit
 from nemo_fp8rl.policy.rounding import cache_rounding, loses_denormals
 from nemo_fp8rl.policy.routing_replay import RoutingReplay
 from nemo_fp8rl.policy.specs import transformer_engine_linears
@@ -85,19 +79,10 @@ class MegatronWorker:
         """Join the ranks, build the model and its optimizer. `rendezvous` is (host, port) of rank 0's store."""
         self.cfg, self.rank, on_gpu = cfg, rank, self.on_gpu()
         self.quantizer()  # which refuses what cannot be had here
-        if on_gpu and cfg.nemo_fp8rl.align == "vllm":
-            raise UserError(
-                "nemo_fp8rl.align=vllm rounds as vLLM's CPU kernels do: set nemo_fp8rl.align=none to train on a GPU"
-            )
         device = torch.device("cuda" if on_gpu else "cpu")
         self.hf = read_hf_config(cfg.policy.model_name)
-        if on_gpu and (self.hf.family.experts or cfg.nemo_fp8rl.trainer_fp8):
-            transformer_engine_linears(cfg.nemo_fp8rl.scale_format if cfg.nemo_fp8rl.trainer_fp8 else None)
-        if on_gpu and self.hf.family.experts and cfg.policy.precision == "float32":
-            raise UserError(
-                "policy.precision=float32: on a GPU experts and router are Transformer Engine's, which multiplies "
-                "float32 in TF32; set policy.precision=bfloat16"
-            )
+        if on_gpu:
+            _check_for_gpu(cfg, self.hf)
         tokenizer = checkpoint_folder(cfg.policy.tokenizer.name, "policy.tokenizer.name")
         self.sources = checkpoint_folder(cfg.policy.model_name), tokenizer
         self.engine_fp8_layers = engine_fp8_layers(self.hf, cfg)
@@ -105,49 +90,25 @@ class MegatronWorker:
         self.layout = split_model(self.hf, cfg.policy.megatron_cfg)
         if on_gpu:
             model_parallel_cuda_manual_seed(cfg.grpo.seed)  # Megatron asks for it, though nothing here drops out
-        bf16 = cfg.policy.precision == "bfloat16"
         self.kv_cache = self._build_kv_cache()
         with megatron_on_cpu():
             config = transformer_config(self.hf, cfg.policy, cfg.nemo_fp8rl)
             self.model = build_model(config, self.layout, cfg, self.kv_cache).to(device)
             recomputed = cfg.policy.megatron_cfg.activation_checkpointing
             replay = RoutingReplay(self.model, self.layout, recomputed) if self.hf.family.experts else None
-            self.ddp = DistributedDataParallel(
-                config,
-                DistributedDataParallelConfig(
-                    grad_reduce_in_fp32=True,
-                    use_distributed_optimizer=True,
-                    fp8_param_gather=on_gpu and cfg.nemo_fp8rl.fp8_param,
-                ),
-                Float16Module(config, self.model) if bf16 else self.model,
-            )
-            optimizer = cfg.policy.megatron_cfg.optimizer
-            self.optimizer = get_megatron_optimizer(
-                OptimizerConfig(
-                    optimizer=optimizer.optimizer,
-                    lr=optimizer.lr,
-                    min_lr=optimizer.min_lr,
-                    weight_decay=optimizer.weight_decay,
-                    adam_beta1=optimizer.adam_beta1,
-                    adam_beta2=optimizer.adam_beta2,
-                    adam_eps=optimizer.adam_eps,
-                    clip_grad=optimizer.clip_grad,
-                    bf16=bf16,
-                    params_dtype=DTYPES[cfg.policy.precision],
-                    use_distributed_optimizer=True,
-                    fp8_recipe="blockwise" if on_gpu and cfg.nemo_fp8rl.fp8_param else None,
-                ),
-                [self.ddp],
-            )
+            fp8_param = on_gpu and cfg.nemo_fp8rl.fp8_param
+            self.ddp = build_ddp(config, self.model, cfg.policy.precision, fp8_param)
+            self.optimizer = build_optimizer(cfg.policy, self.ddp, fp8_param)
+        self.scheduler = build_scheduler(cfg.policy, self.optimizer)
+        self.offload = Offload(self.ddp, self.optimizer, on_gpu)
+        self.held = HeldWeights(self.layout, self.model, self.optimizer, DTYPES[cfg.policy.precision])
         layout = self.layout
         split = layout.tensor.size if cfg.policy.megatron_cfg.sequence_parallel else 1  # of a rank's tokens
         multiple = split * FP8_TOKENS if on_gpu and split > 1 else split
         multiple *= layout.context.size
         self.pipeline = Pipeline(cfg.policy, self.ddp, self.model, self.kv_cache, replay, device, multiple)
-        self.scheduler = self._build_scheduler()
-        self.offload = Offload(self.ddp, self.optimizer, on_gpu)
         if cfg.loss_fn.reference_policy_kl_penalty:  # on the host: it is read once a step
-            self.reference = [tensor.to("cpu", copy=True) for tensor in self._storage()]
+            self.reference = [tensor.to("cpu", copy=True) for tensor in self.held.storage()]
         first = layout.tensor.rank == layout.context.rank == 0
         return Place(shard=layout.data.rank, answers=layout.last_stage and first)
 
@@ -156,8 +117,7 @@ class MegatronWorker:
 
         Nothing of the engine's enters them, neither its choice of experts nor its cache: both follow the policy.
         """
-        self.offload.take_parameters()
-        present = self._storage()
+        present = self.weights().storage()
         own = [tensor.clone() for tensor in present]
         alone = TrainBatch(input_ids=batch["input_ids"], input_lengths=batch["input_lengths"])
         with self.kv_cache.unread() if self.kv_cache is not None else nullcontext():
@@ -189,7 +149,7 @@ class MegatronWorker:
         """One optimizer step; `shard` is this rank's part, the counts are those of the whole batch.
 
         Gradients and metrics are sums over microbatches and ranks, because the loss divides by the global counts. Only
-        ranks of the last stage have the loss's metrics. schedules: see `policy.base`.
+        ranks of the last stage have the loss's metrics. schedules, raises: see `policy.base`.
         """
 
         def lossy(logprobs: Tensor, which: Tensor, part: TrainBatch) -> tuple[Tensor, dict[str, float]]:
@@ -200,11 +160,16 @@ class MegatronWorker:
             self.optimizer.zero_grad()
             metrics = combined(self.pipeline.run(shard, lossy, training=True))
             finalize_model_grads([self.ddp])
+            check_finite(metrics, self.ddp)
             if schedules:  # before the update: the first step of a warm-up already moves
                 self.scheduler.step(increment=1)
-            _check_finite(metrics, self.ddp)
             _, grad_norm, _ = self.optimizer.step()
         return {**metrics, "grad_norm": float(grad_norm), "lr": float(self.optimizer.param_groups[0]["lr"])}
+
+    def weights(self) -> HeldWeights:
+        """What this rank has of the model, brought back from where it was offloaded to."""
+        self.offload.take_parameters()
+        return self.held
 
     def kernels(self) -> set[str]:
         """What multiplies its FP8 layers; empty without any."""
@@ -261,11 +226,11 @@ class MegatronWorker:
         parts = [
             TensorPart.of(
                 name,
-                E4M3 if layers.quantizes(name) else part.data.dtype,
+                E4M3 if layers.quantizes(name) else part.dtype,
                 shapes[name],
                 self.layout.region(name, shapes[name]),
             )
-            for name, part in self._views()
+            for name, part in self.weights().for_refit()
         ]
         if self.kv_cache is not None:
             names = KvScales.names(self.hf.num_hidden_layers)
@@ -298,37 +263,15 @@ class MegatronWorker:
             if self.kv_cache.scales is None:
                 raise RefitError(f"refit {version}: the KV cache is FP8 and has no scales yet: calibrate first")
             kv_scales = self.kv_cache.scales.named()
-        self.refit.start(chain(self._views(), kv_scales), version, engines, whole=whole, **how)
+        self.refit.start(chain(self.weights().for_refit(), kv_scales), version, engines, whole=whole, **how)
 
     def finish_push(self) -> SendReport:
         return self.refit.finish()
 
     def weight_squares(self) -> SquaresByGroup:
         """This rank's part of `weight_error`."""
-        choice, layers = self.cfg.nemo_fp8rl, self.engine_fp8_layers
-        own = ((n, w) for n, w in self._views() if self.layout.writes(n) and not isinstance(w, BlockScaled))
-        others = weight_squares(own, layers, choice.scale_format, choice.kernel)
-        return summed([others, held_squares(self.layout, self.model, self.optimizer)])
-
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, this rank's part) of its weights in policy.precision; views where possible. All ranks together.
-
-        Of those held in FP8 alone: what their bytes were quantized from, on the ranks that write.
-        """
-        self.offload.take_parameters()
-        parameters = dict(self.model.named_parameters())
-        masters = gathered_masters(self.model, self.optimizer)
-        dtype = DTYPES[self.cfg.policy.precision]
-        return to_hf(self.layout, lambda name: masters(name).to(dtype) if is_fp8(p := parameters[name]) else p.detach())
-
-    def _views(self) -> Iterator[tuple[str, Tensor | BlockScaled]]:
-        """`views_for_refit` of those that this rank may send."""
-        self.offload.take_parameters()
-        views = views_for_refit(self.layout, dict(self.model.named_parameters()))
-        return ((name, part) for name, part in views if self.layout.sends(name))
-
-    def _storage(self) -> list[Tensor]:
-        return [tensor for parameter in self.model.parameters() for tensor in storage(parameter)]
+        choice = self.cfg.nemo_fp8rl
+        return self.weights().squares(self.engine_fp8_layers, choice.scale_format, choice.kernel)
 
     def save(self, folder: str) -> None:
         """Write an HF checkpoint and the optimizer's state, all ranks together. Raises UserError on a full disk."""
@@ -339,7 +282,7 @@ class MegatronWorker:
                 self.kv_cache.save(path)
         except OSError as error:
             errors.append(error)
-        errors.append(save_hf(path / "weights", self.export_weights(), self.layout, self.rank, *self.sources))
+        errors.append(save_hf(path / "weights", self.weights().for_checkpoint(), self.layout, self.rank, *self.sources))
         errors.append(
             save_optimizer(path / "optimizer", self.rank, self.layout, self.model, self.optimizer, self.scheduler)
         )
@@ -366,20 +309,19 @@ class MegatronWorker:
         rounding = cache_rounding() if self.cfg.nemo_fp8rl.kv == "unified" else None
         return TrainerKvCache(self.hf.num_hidden_layers, rounding, loses_denormals(DTYPES[self.cfg.policy.precision]))
 
-    def _build_scheduler(self) -> OptimizerParamScheduler:
-        optimizer, scheduler = self.cfg.policy.megatron_cfg.optimizer, self.cfg.policy.megatron_cfg.scheduler
-        return OptimizerParamScheduler(
-            self.optimizer,
-            init_lr=scheduler.lr_warmup_init,
-            max_lr=optimizer.lr,
-            min_lr=optimizer.min_lr,
-            lr_warmup_steps=scheduler.lr_warmup_iters,
-            lr_decay_steps=scheduler.lr_decay_iters,
-            lr_decay_style=scheduler.lr_decay_style,
-            start_wd=optimizer.weight_decay,
-            end_wd=optimizer.weight_decay,
-            wd_incr_steps=0,
-            wd_incr_style="constant",
+
+def _check_for_gpu(cfg: Config, hf: HfConfig) -> None:
+    """Raise UserError for what a policy on a GPU cannot do as it is said, before anything is built."""
+    if cfg.nemo_fp8rl.align == "vllm":
+        raise UserError(
+            "nemo_fp8rl.align=vllm rounds as vLLM's CPU kernels do: set nemo_fp8rl.align=none to train on a GPU"
+        )
+    if hf.family.experts or cfg.nemo_fp8rl.trainer_fp8:
+        transformer_engine_linears(cfg.nemo_fp8rl.scale_format if cfg.nemo_fp8rl.trainer_fp8 else None)
+    if hf.family.experts and cfg.policy.precision == "float32":
+        raise UserError(
+            "policy.precision=float32: on a GPU experts and router are Transformer Engine's, which multiplies "
+            "float32 in TF32; set policy.precision=bfloat16"
         )
 
 
@@ -390,14 +332,3 @@ def _own_host(cfg: Config) -> str:
     import ray
 
     return ray.util.get_node_ip_address()
-
-
-def _check_finite(metrics: dict[str, float], ddp: DistributedDataParallel) -> None:
-    """Raise, on every rank alike, before the update: Megatron looks for such gradients only when it scales the loss."""
-    trained = (parameter for parameter in ddp.parameters() if parameter.requires_grad)
-    gradients = all(torch.isfinite(parameter.main_grad).all() for parameter in trained)
-    sums = (value for name, value in metrics.items() if not name.endswith(tuple(EXTREMA)))  # of no token: infinite
-    bad = torch.tensor(float(not gradients or not all(map(math.isfinite, sums))))
-    dist.all_reduce(bad)
-    if bad:
-        raise FloatingPointError(f"a gradient or the loss is not finite, weights are as before the step: {metrics}")

@@ -157,7 +157,7 @@ class WeightSender:
         part = piece.part
         if (room := sending.room(piece, part.nbytes)) is None:
             return
-        payload = room if values.data.device == room.device else torch.empty_like(room, device=values.data.device)
+        payload = room if values.device == room.device else torch.empty_like(room, device=values.device)
         content = Content.of(part, payload)
         with sending.report.timed("quantize"):
             self._quantize(values, content)
@@ -166,11 +166,11 @@ class WeightSender:
         with sending.report.timed("encode"):
             mark = content.digest if digests else ""
             if keep and part.data_bytes >= DELTA_FROM:
-                self._kept(part, values.data.device).copy_(payload)
+                self._kept(part, values.device).copy_(payload)
         sending.add(piece, room, "full", mark)
 
     def _send_delta(self, sending: "_Sending", piece: Piece, values: Tensor | BlockScaled, digests: bool) -> None:
-        part, kept = piece.part, self._kept(piece.part, values.data.device)
+        part, kept = piece.part, self._kept(piece.part, values.device)
         content = Content.of(part, kept)
         with sending.report.timed("quantize"):
             delta = self._update(values, content)

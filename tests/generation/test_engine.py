@@ -16,13 +16,12 @@ from tests.policy.sent import sent_tensors
 REFIT = "nemo_fp8rl.refit"
 PRECISIONS = {
     "fp8_e2e": ["nemo_fp8rl.flow=fp8_e2e", f"{REFIT}.mode=delta"],
-    "first_layer_bf16": [
-        "nemo_fp8rl.flow=fp8_e2e",
+    "some_layers": [
         "policy.generation.vllm_cfg.num_first_layers_in_bf16=1",
+        "policy.generation.vllm_cfg.quantization_ignored_layer_kws=[o_proj,layers.1.mlp]",
         f"{REFIT}.transport=shared_memory",
         f"{REFIT}.verify=full",
     ],
-    "words": ["policy.generation.vllm_cfg.quantization_ignored_layer_kws=[o_proj,layers.1.mlp]"],
     "bf16": ["nemo_fp8rl.flow=bf16"],
     "fp8_rollout": ["nemo_fp8rl.flow=fp8_rollout", f"{REFIT}.transport=collective", f"{REFIT}.verify=off"],
 }

@@ -18,7 +18,7 @@ CASES = [
     ("qwen3", "fp8_e2e", "vllm"),
     ("qwen3", "bf16", "vllm"),
     ("qwen3_moe", "fp8_e2e", "vllm"),
-    ("qwen3_moe", "bf16", "vllm"),
+    pytest.param(("qwen3_moe", "bf16", "vllm"), marks=pytest.mark.long),
 ]
 
 pytestmark = pytest.mark.skipif(

@@ -101,7 +101,7 @@ def test_export_returns_the_checkpoint_bit_for_bit(recipe, tiny):
     worker = MegatronWorker()
     worker.setup(recipe(), 0, 1, None)
     hf = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.bfloat16).state_dict()
-    exported = dict(worker.export_weights())
+    exported = dict(worker.weights().for_checkpoint())
     assert set(exported) == set(hf)
     assert all(torch.equal(exported[name], hf[name]) for name in hf)
 
@@ -115,7 +115,7 @@ def test_fp8_trainer_multiplies_exactly_the_bytes_it_exports(recipe):
     before = worker.logprobs(batch)
     sent = sent_tensors(worker)
     changed = 0
-    for name, weight in worker.export_weights():
+    for name, weight in worker.weights().for_checkpoint():
         if worker.engine_fp8_layers.quantizes(name):
             scale = sent[name + "_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
             value = (sent[name].float() * scale).to(weight.dtype)

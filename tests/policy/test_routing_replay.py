@@ -49,7 +49,7 @@ def own_routes(worker: MegatronWorker, batch) -> torch.Tensor:
 
 def step(worker, batch) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     metrics = worker.train_step(batch, NllLoss(), 8.0, float(batch["token_mask"][:, 1:].sum()))
-    return metrics, dict(worker.export_weights())
+    return metrics, dict(worker.weights().for_checkpoint())
 
 
 @pytest.mark.parametrize("flow", ["bf16", "fp8_e2e"])

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import TrainBatch
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.policy.base import Diverged
 from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.policy.megatron_names import to_hf
 from nemo_fp8rl.policy.worker import MegatronWorker
@@ -126,7 +127,7 @@ def test_activation_checkpointing_changes_no_bit(recipe, tmp_path, family):
         calls: list[int] = []
         worker.model.decoder.layers[0].mlp.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         train(worker, random_batch(3))
-        weights.append(dict(worker.export_weights()))
+        weights.append(dict(worker.weights().for_checkpoint()))
         layers.append(len(calls))
     assert layers == [1, 2]  # it was computed again
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
@@ -163,7 +164,7 @@ def test_resume_is_bitwise(recipe, tmp_path, flow, family):
     resumed = new_worker(cfg)
     resumed.load(str(tmp_path / "checkpoint"))
     assert [train(resumed, random_batch(step)) for step in range(3, 6)] == expected[3:]
-    weights, reference = dict(resumed.export_weights()), dict(uninterrupted.export_weights())
+    weights, reference = dict(resumed.weights().for_checkpoint()), dict(uninterrupted.weights().for_checkpoint())
     assert all(torch.equal(weights[name], reference[name]) for name in reference)
 
 
@@ -171,12 +172,12 @@ def test_frozen_routers_stay_and_count_in_no_norm(recipe, tmp_path):
     write_model(tmp_path / "model", family="qwen3_moe")
     keys = (f"policy.model_name={tmp_path}/model", "policy.megatron_cfg.optimizer.clip_grad=1000.0")
     frozen, free = (new_worker(recipe(*keys, f"policy.megatron_cfg.freeze_moe_router={f}")) for f in ("true", "false"))
-    before = {name: part.clone() for name, part in frozen.export_weights()}
+    before = {name: part.clone() for name, part in frozen.weights().for_checkpoint()}
     norm, whole = (train(worker, random_batch(0))["grad_norm"] for worker in (frozen, free))
     routers = [p.main_grad.norm() for name, p in free.model.named_parameters() if ".router." in name]
     assert len(routers) == 2 and norm < whole
     assert norm**2 + sum(float(r) ** 2 for r in routers) == pytest.approx(whole**2, rel=1e-5)
-    moved = {name for name, now in frozen.export_weights() if not torch.equal(now, before[name])}
+    moved = {name for name, now in frozen.weights().for_checkpoint() if not torch.equal(now, before[name])}
     assert "model.layers.1.self_attn.o_proj.weight" in moved
     assert not any(name.endswith("mlp.gate.weight") for name in moved)
 
@@ -191,13 +192,13 @@ def test_frozen_routers_resume_and_may_be_freed(recipe, tmp_path):
     second = new_worker(recipe(*keys))
     second.load(str(tmp_path / "saved"))
     train(second, random_batch(1))
-    resumed = dict(second.export_weights())
-    assert all(torch.equal(part, resumed[name]) for name, part in first.export_weights())
+    resumed = dict(second.weights().for_checkpoint())
+    assert all(torch.equal(part, resumed[name]) for name, part in first.weights().for_checkpoint())
     freed = new_worker(recipe(keys[0]))
     freed.load(str(tmp_path / "saved"))
-    before = {name: part.clone() for name, part in freed.export_weights()}
+    before = {name: part.clone() for name, part in freed.weights().for_checkpoint()}
     train(freed, random_batch(1))
-    for name, now in freed.export_weights():
+    for name, now in freed.weights().for_checkpoint():
         if name.endswith("mlp.gate.weight"):
             assert not torch.equal(now, before[name])
             torch.testing.assert_close(now, before[name], rtol=0.1, atol=0.01)
@@ -219,16 +220,18 @@ def test_fully_masked_batch_is_refused(recipe):
     policy.shutdown()
 
 
-def test_a_step_that_diverged_leaves_weights_as_they_were(recipe):
-    worker, batch = new_worker(recipe()), random_batch(5)
-    before = {name: weight.clone() for name, weight in worker.export_weights()}
+def test_a_step_that_diverged_leaves_weights_and_schedule_as_they_were(recipe):
+    worker, batch = new_worker(recipe("policy.megatron_cfg.scheduler.lr_warmup_iters=10")), random_batch(5)
+    first = train(worker, batch)["lr"]
+    before = {name: weight.clone() for name, weight in worker.weights().for_checkpoint()}
 
     def diverging(logprobs, *_):
         return logprobs.sum() * float("nan"), {"loss": 0.0}
 
-    with pytest.raises(FloatingPointError, match="weights are as before"):
+    with pytest.raises(Diverged, match="no weight was moved"):
         worker.train_step(batch, diverging, 8.0, 1.0)
-    assert all(torch.equal(weight, before[name]) for name, weight in worker.export_weights())
+    assert all(torch.equal(weight, before[name]) for name, weight in worker.weights().for_checkpoint())
+    assert train(worker, batch)["lr"] == pytest.approx(2 * first)
 
 
 def test_reference_logprobs_stay_those_of_the_start_and_change_nothing(recipe):

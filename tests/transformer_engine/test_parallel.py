@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -117,6 +117,17 @@ def test_ranks_with_whole_blocks_of_tokens_gather_them_in_fp8(assert_alike, gpus
     assert all(now > then for now, then in zip(gpus.run(_fp8_gathers, [()] * 2), before, strict=True))
 
 
+class Trained(NamedTuple):
+    """What two ranks say in two steps, what they send before and after them, and the tensors of the files they save."""
+
+    losses: list[list[float | None]]
+    norms: list[float]
+    sent_before: list[dict[str, str]]
+    sent_after: list[dict[str, str]]
+    saved: dict[str, dict[str, torch.Tensor]]
+    weight_error: dict[str, float]
+
+
 @pytest.mark.parametrize(
     ("sizes", "layout"),
     [(QWEN3, ()), (QWEN2, TP), (QWEN3, SP), (QWEN3, PP), (QWEN3, CP), (MOE, ()), (MOE, SP), (MOE, EP), (MOE, PP)],
@@ -126,8 +137,7 @@ def test_weights_held_in_fp8_alone_are_the_bytes_of_others_step_by_step(recipe, 
     wide = {"moe_intermediate_size": 256} if sizes is MOE else {}  # whole blocks on each of two ranks
     write_model(tmp_path / "model", seed=3, **sizes, **wide)
 
-    def trained(fp8_param: bool, folder: Path) -> list[Any]:
-        """What ranks send before and after two steps, what they say then, and what they save."""
+    def trained(fp8_param: bool, folder: Path) -> Trained:
         cfg = recipe(
             f"policy.model_name={tmp_path}/model",
             "nemo_fp8rl.flow=fp8_e2e",
@@ -152,24 +162,24 @@ def test_weights_held_in_fp8_alone_are_the_bytes_of_others_step_by_step(recipe, 
         gpus.call("save", str(folder))
         saved = {path.name: load_file(path) for path in sorted(folder.rglob("*.safetensors"))}
         error = weight_error(gpus.call("weight_squares"))
-        return [losses, before, gpus.run(_sent, [()] * 2), saved, norms, error]
+        return Trained(losses, norms, before, gpus.run(_sent, [()] * 2), saved, error)
 
     plain, held = trained(False, tmp_path / "plain"), trained(True, tmp_path / "held")
-    assert held[:3] == plain[:3]
-    assert held[4] == pytest.approx(plain[4], rel=1e-6)
-    assert held[5] == pytest.approx(plain[5], rel=1e-6)
-    assert {"weight_error/fp8", "weight_error/bf16", "weight_error/layer_1"} <= held[5].keys()
-    assert plain[1] != plain[2]
-    for file, tensors in plain[3].items():
-        assert all(torch.equal(tensor, held[3][file].pop(name)) for name, tensor in tensors.items())
-        assert not held[3].pop(file)
-    assert not held[3]
+    assert (held.losses, held.sent_before, held.sent_after) == (plain.losses, plain.sent_before, plain.sent_after)
+    assert plain.sent_before != plain.sent_after
+    assert held.norms == pytest.approx(plain.norms, rel=1e-6)
+    assert held.weight_error == pytest.approx(plain.weight_error, rel=1e-6)
+    assert {"weight_error/fp8", "weight_error/bf16", "weight_error/layer_1"} <= held.weight_error.keys()
+    assert held.saved.keys() == plain.saved.keys()
+    for file, tensors in plain.saved.items():
+        assert held.saved[file].keys() == tensors.keys()
+        assert all(torch.equal(tensor, held.saved[file][name]) for name, tensor in tensors.items())
 
 
 def _sent() -> dict[str, str]:
     """In a rank's process: a digest of what it sends of each weight, quantized now where it is not held so."""
     worker, digests = ranks.worker, {}
-    for name, part in worker._views():
+    for name, part in worker.weights().for_refit():
         sent = part
         if worker.engine_fp8_layers.quantizes(name) and not isinstance(part, BlockScaled):
             sent = quantize_blockwise(part)

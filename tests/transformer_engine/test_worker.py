@@ -181,7 +181,7 @@ def test_float32_scales_are_refused_on_blackwell(recipe, tmp_path: Path, monkeyp
     monkeypatch.setattr(te_linears.te, "is_fp8_block_scaling_available", lambda return_reason: (True, ""))
     with monkeypatch.context() as context:
         context.setattr(te_linears, "BLACKWELL", (9, 0))  # what the fake is
-        with pytest.raises(UserError, match=r"take nemo_fp8rl\.scale_format=pow2"), rank(cfg, gpu=True):
+        with pytest.raises(UserError, match=r"set nemo_fp8rl\.scale_format=pow2"), rank(cfg, gpu=True):
             pass
     with rank(cfg, gpu=True):
         pass

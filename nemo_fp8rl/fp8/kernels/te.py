@@ -19,11 +19,11 @@ from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8Bloc
 
 from nemo_fp8rl.fp8.delta import Delta
 from nemo_fp8rl.fp8.format import ALONG_LAST, ALONG_TOKENS, BLOCK, Block, ScaleFormat
+from nemo_fp8rl.fp8.gpus import BLACKWELL
 from nemo_fp8rl.fp8.kernels.reference import to_blocks
 
 MOST_ROWS = 128 * 65535
 """Rows of a matrix: each 128 are a step in the second dimension of Transformer Engine's grid."""
-BLACKWELL = (10, 0)
 
 
 def quantize(x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, scale_inv: Tensor) -> None:

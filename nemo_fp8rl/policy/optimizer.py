@@ -1,0 +1,87 @@
+"""What moves a rank's weights: Megatron's gradient buffers, its distributed optimizer and the learning rate's schedule.
+
+Called inside `megatron_on_cpu`.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from nemo_fp8rl.algorithms.loss import EXTREMA
+from nemo_fp8rl.config import PolicyConfig
+from nemo_fp8rl.policy.base import Diverged
+from nemo_fp8rl.policy.model import DTYPES
+
+
+def build_ddp(
+    config: TransformerConfig, model: torch.nn.Module, precision: str, fp8_param: bool
+) -> DistributedDataParallel:
+    """The model with its gradients in float32. fp8_param: data-parallel ranks gather FP8 weights as they are held."""
+    return DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True, fp8_param_gather=fp8_param
+        ),
+        Float16Module(config, model) if precision == "bfloat16" else model,
+    )
+
+
+def build_optimizer(policy: PolicyConfig, ddp: DistributedDataParallel, fp8_param: bool) -> Any:
+    optimizer = policy.megatron_cfg.optimizer
+    return get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer=optimizer.optimizer,
+            lr=optimizer.lr,
+            min_lr=optimizer.min_lr,
+            weight_decay=optimizer.weight_decay,
+            adam_beta1=optimizer.adam_beta1,
+            adam_beta2=optimizer.adam_beta2,
+            adam_eps=optimizer.adam_eps,
+            clip_grad=optimizer.clip_grad,
+            bf16=policy.precision == "bfloat16",
+            params_dtype=DTYPES[policy.precision],
+            use_distributed_optimizer=True,
+            fp8_recipe="blockwise" if fp8_param else None,
+        ),
+        [ddp],
+    )
+
+
+def build_scheduler(policy: PolicyConfig, optimizer: Any) -> OptimizerParamScheduler:
+    chosen, schedule = policy.megatron_cfg.optimizer, policy.megatron_cfg.scheduler
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=schedule.lr_warmup_init,
+        max_lr=chosen.lr,
+        min_lr=chosen.min_lr,
+        lr_warmup_steps=schedule.lr_warmup_iters,
+        lr_decay_steps=schedule.lr_decay_iters,
+        lr_decay_style=schedule.lr_decay_style,
+        start_wd=chosen.weight_decay,
+        end_wd=chosen.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+
+
+def check_finite(metrics: dict[str, float], ddp: DistributedDataParallel) -> None:
+    """Raise Diverged, on every rank alike, unless gradients and loss are finite: Megatron looks at gradients only when
+    it scales the loss.
+    """
+    trained = (parameter for parameter in ddp.parameters() if parameter.requires_grad)
+    gradients = all(torch.isfinite(parameter.main_grad).all() for parameter in trained)
+    sums = (value for name, value in metrics.items() if not name.endswith(tuple(EXTREMA)))  # of no token: infinite
+    bad = torch.tensor(float(not gradients or not all(map(math.isfinite, sums))))
+    dist.all_reduce(bad)
+    if bad:
+        raise Diverged(
+            "a gradient or the loss is not finite, so no weight was moved: training diverged, lower "
+            "policy.megatron_cfg.optimizer.lr or its clip_grad"
+        )
