@@ -72,14 +72,17 @@ class RateLimited:
     """A sending end over a link of so many bytes a second."""
 
     def __init__(self, end: Any, rate: float) -> None:
-        self.end, self.rate, self.free = end, rate, 0.0
+        self.end, self.rate, self.idle_from = end, rate, 0.0
+
+    def free(self, within: float) -> bool:
+        return self.end.free(within)
 
     def buffer(self) -> Tensor:
         return self.end.buffer()
 
     def send(self, header: bytes, nbytes: int) -> None:
-        self.free = max(self.free, time.perf_counter()) + (len(header) + nbytes) / self.rate
-        time.sleep(max(0.0, self.free - time.perf_counter()))
+        self.idle_from = max(self.idle_from, time.perf_counter()) + (len(header) + nbytes) / self.rate
+        time.sleep(max(0.0, self.idle_from - time.perf_counter()))
         self.end.send(header, nbytes)
 
     def close(self) -> None:

@@ -167,7 +167,8 @@ class _Loading:
     def for_vllm(self) -> Iterator[tuple[str, Tensor]]:
         """(HF name, tensor) of what vLLM has to load. An error is kept: vLLM then puts its modules together again."""
         try:
-            for item in received(self.links, self.version):
+            modules = {name: slot.module for name, slot in self.store.slots.items() if name not in self.targets}
+            for item in received(self.links, self.version, modules):
                 self.nbytes += item.nbytes
                 name = item.part.name
                 if name in self.targets:

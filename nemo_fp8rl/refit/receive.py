@@ -1,9 +1,11 @@
 """The engine's side of a refit: the pieces of one version, each exactly once, in the order that links bring them."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch import Tensor
 from nemo_fp8rl.fp8.delta import Delta, DeltaError
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
 from nemo_fp8rl.refit.message import Content, Header, all_finite, scales_of
+from nemo_fp8rl.refit.pace import Pace
 from nemo_fp8rl.refit.plan import aligned
 from nemo_fp8rl.refit.transport.link import ReceivingEnd, join, settle
 
@@ -34,12 +37,14 @@ class IncomingLink:
     route: Route
 
 
-def received(links: Sequence[IncomingLink], version: int) -> Iterator[Received]:
-    """What the links bring of a version.
+def received(
+    links: Sequence[IncomingLink], version: int, modules: Mapping[str, Hashable] = MappingProxyType({})
+) -> Iterator[Received]:
+    """What the links bring of a version. modules: see `Pace`.
 
     Raises RefitError when anything is lost, repeated, out of order, of another version, or not of the route, when a
     source gave up, and when a link breaks; the links are then closed, as when the caller stops. A thread reads each
-    link, so that none waits for another to be read.
+    link, so that none waits for another to be read, unless `Pace` holds it back.
     """
     arrived: SimpleQueue[tuple[int, Header, Tensor] | RefitError] = SimpleQueue()
     threads = [
@@ -49,13 +54,20 @@ def received(links: Sequence[IncomingLink], version: int) -> Iterator[Received]:
     for thread in threads:
         thread.start()
     progress = [_Progress(link.route, version) for link in links]
+    pace, waiting = Pace([link.route for link in links], modules), [deque[tuple[Header, Tensor]]() for _ in links]
     try:
         while not all(one.ended for one in progress):
-            item = arrived.get()
-            if isinstance(item, RefitError):
-                raise item
-            i, header, payload = item
-            yield from progress[i].entries(header, payload)
+            i = next((i for i, messages in enumerate(waiting) if messages and pace.may_go_on(i)), None)
+            if i is None:
+                item = arrived.get()
+                if isinstance(item, RefitError):
+                    raise item
+                waiting[item[0]].append(item[1:])
+                continue
+            header, payload = waiting[i].popleft()
+            for piece in progress[i].entries(header, payload):
+                pace.arrived(i, piece.part)
+                yield piece
             settle(payload)
             links[i].end.release()
     except BaseException:

@@ -5,7 +5,7 @@ It is quantized, or copied where the rank holds FP8, straight into one link's bu
 of other engines. For deltas a rank keeps the bytes that it sent last.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -34,6 +34,8 @@ from nemo_fp8rl.refit.transport.link import LinkError, SendingEnd, settle
 
 DELTA_FROM = 1 << 14
 """Bytes below which a piece is sent whole: a delta of it would hardly be smaller."""
+PATIENCE = 0.05
+"""Seconds to wait for a bucket before the others go out as full as they are."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,8 @@ class Outgoing:
     It is sent when it is full, or when deltas in it stand for as much: the sink is to work meanwhile.
     """
 
-    def __init__(self, end: SendingEnd, version: int) -> None:
-        self.end, self.version, self.sequence = end, version, 0
+    def __init__(self, end: SendingEnd, version: int, before_waiting: Callable[[], None]) -> None:
+        self.end, self.version, self.before_waiting, self.sequence = end, version, before_waiting, 0
         self.entries: list[Entry] = []
         self.bucket: Tensor | None = None
         self.filled = self.stands_for = 0
@@ -63,9 +65,7 @@ class Outgoing:
         if self.bucket is not None and start + nbytes > len(self.bucket):
             self.send(last=False)
             start = 0
-        if self.bucket is None:
-            self.bucket = self.end.buffer()
-        return self.bucket[start : start + nbytes]
+        return self._held()[start : start + nbytes]
 
     def add(self, entry: Entry, part: TensorPart) -> None:
         """What `room` gave holds the entry, which is of this part."""
@@ -76,14 +76,23 @@ class Outgoing:
         if self.stands_for >= len(self.bucket):
             self.send(last=False)
 
+    def flush(self) -> None:
+        if self.entries:
+            self.send(last=False)
+
     def send(self, last: bool, abort: str = "") -> None:
-        if self.bucket is None:
-            self.bucket = self.end.buffer()
-        settle(self.bucket)
+        settle(self._held())
         header = Header(self.version, self.sequence, tuple(self.entries), last, abort)
         self.end.send(header.encode(), self.filled)
         self.bucket, self.entries, self.sequence = None, [], self.sequence + 1
         self.filled = self.stands_for = 0
+
+    def _held(self) -> Tensor:
+        if self.bucket is None:
+            if not self.end.free(PATIENCE):
+                self.before_waiting()
+            self.bucket = self.end.buffer()
+        return self.bucket
 
 
 @dataclass
@@ -220,7 +229,7 @@ class _Sending:
 
     def __init__(self, version: int, links: Mapping[LinkId, Link]) -> None:
         self.report = SendReport(version)
-        self.going = {i: Outgoing(link.end, version) for i, link in links.items()}
+        self.going = {i: Outgoing(link.end, version, self._flush) for i, link in links.items()}
         self.pieces: dict[str, list[Piece]] = {}
         found: dict[tuple[str, Region], Piece] = {}
         for i, link in links.items():
@@ -245,15 +254,15 @@ class _Sending:
 
     def room(self, piece: Piece, nbytes: int) -> Tensor | None:
         """For an entry, in the bucket of the first link that wants the piece and still holds, if any does."""
-        for i in [i for i in piece.targets if i in self.going]:
+        for i in self._still(piece.targets):
             with self._or_failed(i), self.report.timed("send"):
                 return self.going[i].room(nbytes)
         return None
 
     def add(self, piece: Piece, payload: Tensor, encoding: Encoding, mark: str) -> None:
         """What `room` gave is an entry there, and goes to the other links that want the piece."""
-        first, *others = [i for i in piece.targets if i in self.going]
-        for i in (first, *others):
+        first = next(self._still(piece.targets))
+        for i in self._still(piece.targets):
             with self._or_failed(i), self.report.timed("send"):
                 if i != first:
                     self.going[i].room(len(payload)).copy_(payload)
@@ -261,9 +270,19 @@ class _Sending:
                 self.report.count(piece.part, len(payload))
 
     def finish(self, abort: str = "") -> None:
-        for i in list(self.going):
+        for i in self._still(list(self.going)):
             with self._or_failed(i), self.report.timed("send"):
                 self.going[i].send(last=True, abort=abort)
+
+    def _still(self, links: Iterable[LinkId]) -> Iterator[LinkId]:
+        """Those that hold when it is their turn."""
+        return (i for i in links if i in self.going)
+
+    def _flush(self) -> None:
+        """What waits here for more keeps no sink waiting that another one waits for (`pace`)."""
+        for i in self._still(list(self.going)):
+            with self._or_failed(i):
+                self.going[i].flush()
 
     @contextmanager
     def _or_failed(self, i: LinkId) -> Iterator[None]:

@@ -131,7 +131,7 @@ class StopsTheCore:
 
     def __init__(self, end) -> None:
         self.end = end
-        self.buffer, self.close = end.buffer, end.close
+        self.free, self.buffer, self.close = end.free, end.buffer, end.close
         self.stopped: psutil.Process | None = None
 
     def send(self, header: bytes, nbytes: int) -> None:

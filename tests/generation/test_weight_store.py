@@ -1,7 +1,9 @@
 """What a real engine refuses to take for the trainer's version, and finds in its memory that is not."""
 
 import struct
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -10,14 +12,19 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.generation import compat
+from nemo_fp8rl.generation.weight_store import WeightStore
+from nemo_fp8rl.hf.region import index
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.refit.digest import xxh3
+from nemo_fp8rl.refit.manifest import Sources
 from nemo_fp8rl.refit.message import Header
 from nemo_fp8rl.refit.plan import aligned
 from nemo_fp8rl.refit.receive import IncomingLink
+from nemo_fp8rl.refit.send import Link, WeightSender
+from nemo_fp8rl.refit.transport.in_process import in_process_link
 from tests.conftest import RECIPES
 from tests.generation.pair import Pair
-from tests.refit.memory_engine import Message, Tampered
+from tests.refit.memory_engine import Message, Tampered, split
 
 K_SCALE, UP_PROJ = "model.layers.1.self_attn.k_scale", "model.layers.1.mlp.up_proj.weight"
 
@@ -132,3 +139,35 @@ def test_a_version_before_the_engines_own_is_stale(pair):
     refusal = answer(pair, later=-1)
     assert refusal == f"refit {pair.bridge.version - 1} is stale: this engine has had version {version}"
     assert worker_of(pair).weight_store.version == version
+
+
+def test_a_trainer_rank_that_is_ahead_waits_for_the_others(pair):
+    """While vLLM's loaders work, which keep what they have of a module; two ranks hold half of each tensor."""
+    store, version = WeightStore(worker_of(pair).model_runner), pair.bridge.version
+    sources = split(store.parts, 2, 0, replicate=False)
+    weights = {**dict(pair.worker.weights().for_checkpoint()), **dict(pair.worker.kv_cache.scales.named())}
+    early: list[int] = []
+    read: list[int] = []
+
+    def counted(_: int, message: Message) -> list[Message]:
+        read.append(message[1].nbytes)
+        return [message]
+
+    def own(rank: int) -> Iterator[tuple[str, Tensor]]:
+        if rank == 1:
+            time.sleep(1)
+            early.append(sum(read))
+        for part in sources[rank]:
+            yield part.name, weights[part.name][index(part.region)]
+
+    links: list[Link] = []
+    incoming = []
+    for (route,) in Sources(sources).routes([store.parts], 1 << 20):
+        sending, receiving = in_process_link(max(aligned(piece.nbytes) for piece in route), 60.0)
+        links.append(Link(sending, route))
+        incoming.append(IncomingLink(Tampered(receiving, counted), route))
+    with ThreadPoolExecutor() as threads:
+        for rank, link in enumerate(links):
+            threads.submit(WeightSender(sources[rank], "pow2").send, own(rank), version, {(0, 0): link})
+        store.load(incoming, version, True)
+    assert 0 < early[0] < sum(part.nbytes for part in sources[0]) * 2 / 3  # of two layers; else all of it

@@ -50,10 +50,10 @@ class Control:
                 raise LinkError(f"{self.other} was silent for {self.timeout:g} s")
             return self._connection.recv_bytes(limit)
 
-    def readable(self) -> bool:
-        """Whether a message has begun, or the other side is gone: receive() says which."""
+    def readable(self, within: float = 0.0) -> bool:
+        """Whether within so many seconds a message begins, or the other side is gone: receive() says which."""
         with self._explained():
-            return bool(self._arriving.poll(0))
+            return bool(self._arriving.poll(1000 * within))
 
     def authenticate(self, token: str, calling: bool) -> None:
         """Both sides prove that they know the run's token, the caller first."""

@@ -31,13 +31,14 @@ class Sender:
         self._sent = self._released = 0
         self._filling = False
 
+    def free(self, within: float) -> bool:
+        while self._sent - self._released == BUFFERS and self._control.readable(within):
+            self._hear_release()
+        return self._sent - self._released < BUFFERS
+
     def buffer(self) -> Tensor:
         while self._sent - self._released == BUFFERS or self._control.readable():
-            message = self._control.receive(len(_RELEASE))
-            if message != _RELEASE or self._released == self._sent:
-                self.close()
-                raise LinkError(f"{self._control.other} said {message!r}, which releases nothing")
-            self._released += 1
+            self._hear_release()
         slot = self._sent % BUFFERS
         if not self._filling:
             self._reuse(slot)
@@ -55,6 +56,13 @@ class Sender:
 
     def close(self) -> None:
         self._control.close()
+
+    def _hear_release(self) -> None:
+        message = self._control.receive(len(_RELEASE))
+        if message != _RELEASE or self._released == self._sent:
+            self.close()
+            raise LinkError(f"{self._control.other} said {message!r}, which releases nothing")
+        self._released += 1
 
     def _reuse(self, slot: int) -> None:
         """Called when the receiver has released what `slot` held."""

@@ -46,6 +46,11 @@ class _Sending:
         self._buffers: list[Tensor] = []
         self._filling: Tensor | None = None
 
+    def free(self, within: float) -> bool:
+        link = self._exchange
+        with link.changed:
+            return link.changed.wait_for(lambda: link.closed or link.sent - link.released < BUFFERS, within)
+
     def buffer(self) -> Tensor:
         link = self._exchange
         with link.changed:

@@ -42,6 +42,9 @@ class SendingEnd(Protocol):
         Raises LinkError where the other side is gone or silent, or the link closed.
         """
 
+    def free(self, within: float) -> bool:
+        """Whether buffer() would not wait, or will not any more within so many seconds. Raises LinkError as it does."""
+
     def send(self, header: bytes, nbytes: int) -> None:
         """Hand over the first nbytes of the buffer from the last buffer() call, which are there: see `settle`.
 

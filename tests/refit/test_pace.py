@@ -1,0 +1,102 @@
+"""Trainer ranks that share modules: one that is ahead waits for the others, and none waits for ever."""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemo_fp8rl.refit.manifest import Sources, TensorPart
+from nemo_fp8rl.refit.pace import WAITING
+from nemo_fp8rl.refit.receive import IncomingLink, received
+from nemo_fp8rl.refit.send import Link, WeightSender
+from nemo_fp8rl.refit.transport.in_process import in_process_link
+from tests.refit.memory_engine import Layout, bf16, split
+
+LAYERS = [f"model.layers.{i}" for i in range(12)]
+PARTS = [bf16(f"{layer}.{x}.weight", 8, 64) for layer in LAYERS for x in ("gate", "up", "down")]
+MODULES = {f"{layer}.{x}.weight": (layer, x == "down") for layer in LAYERS for x in ("gate", "up", "down")}
+HALF = 4 * 64 * 2
+"""Bytes of half a tensor."""
+
+
+class Linked:
+    """Senders and, of each engine, what it reads. buckets: bytes of those of one link after the other."""
+
+    def __init__(self, sources: Layout, engines: int, buckets: Iterator[int], timeout: float = 20.0) -> None:
+        self.sources = sources
+        self.senders = [WeightSender(parts, "pow2") for parts in sources]
+        self.links: list[dict[tuple[int, int], Link]] = [{} for _ in sources]
+        self.incoming: list[list[IncomingLink]] = [[] for _ in range(engines)]
+        for engine in range(engines):
+            for i, (route,) in enumerate(Sources(sources).routes([PARTS], HALF)):
+                sending, receiving = in_process_link(next(buckets), timeout)
+                self.links[i][engine, 0] = Link(sending, route)
+                self.incoming[engine].append(IncomingLink(receiving, route))
+
+    def send(self, i: int, delays: Iterator[float]) -> None:
+        def weights(parts: Sequence[TensorPart]) -> Iterator[tuple[str, Tensor]]:
+            for part, delay in zip(parts, delays, strict=False):
+                time.sleep(delay)
+                yield part.name, torch.ones(part.size, dtype=torch.bfloat16)
+
+        assert not self.senders[i].send(weights(self.sources[i]), 0, self.links[i]).failed
+
+    def read(self, engine: int, modules: dict[str, tuple[str, bool]], delays: Iterator[float]) -> int:
+        """Bytes that lay in modules without all of theirs, at most, as a loader keeps them."""
+        missing = Counter(MODULES[part.name] for link in self.incoming[engine] for part in link.route)
+        kept, most = Counter[tuple[str, bool]](), 0
+        for item in received(self.incoming[engine], 0, modules):
+            time.sleep(next(delays))
+            module = MODULES[item.part.name]
+            kept[module] += item.nbytes
+            missing[module] -= 1
+            if not missing[module]:
+                del kept[module], missing[module]
+            most = max(most, kept.total())
+        assert not missing
+        return most
+
+
+def never() -> Iterator[float]:
+    return iter(lambda: 0.0, None)
+
+
+@pytest.mark.parametrize("modules", [MODULES, {}], ids=["paced", "not"])
+def test_what_a_rank_brings_that_is_ahead_stays_in_its_buckets(modules):
+    linked = Linked(split(PARTS, 2, 0, replicate=False), 1, repeat(HALF))
+
+    def late() -> Iterator[float]:
+        yield 0.5
+        yield from never()
+
+    with ThreadPoolExecutor() as threads:
+        sending = [threads.submit(linked.send, i, delays) for i, delays in enumerate((never(), late()))]
+        most = linked.read(0, modules, never())
+        assert [one.result() for one in sending] == [None, None]
+    largest = 3 * HALF  # gate above up, one half of both and a part of the other
+    assert (most <= WAITING * largest) == bool(modules)
+    assert modules or most >= len(PARTS) * HALF
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ranks_never_wait_for_each_other_by_way_of_engines(seed):
+    """A bucket may hold what an engine lacks while its rank waits for another engine; everybody pauses at random."""
+    chance = random.Random(seed)
+    buckets = iter(lambda: HALF * chance.choice((1, 20)), None)
+    linked = Linked(split(PARTS, 2, 0, replicate=False), 3, buckets, timeout=8.0)
+
+    def pauses(most: float) -> Iterator[float]:
+        own = random.Random(chance.random())
+        return iter(lambda: own.choice((0, 0, 0, own.uniform(0, most))), None)
+
+    with ThreadPoolExecutor() as threads:
+        sending = [threads.submit(linked.send, i, pauses(0.1)) for i in range(2)]
+        reading = [threads.submit(linked.read, engine, MODULES, pauses(0.02)) for engine in range(3)]
+        for one in (*sending, *reading):
+            one.result()
