@@ -33,6 +33,7 @@ CHECKSUM = struct.Struct("<I")
 MAGIC = b"FP8D"
 ZSTD_LEVEL = 1
 APPLIED_AT_ONCE = 1 << 20
+WORD = 8
 
 
 class DeltaError(ValueError):
@@ -64,7 +65,7 @@ class Delta:
     def between(cls, old: Tensor, new: Tensor) -> "Delta | None":
         """The specification: compare two FP8 tensors of one shape. None when more than MAX_CHANGED differs."""
         a, b = as_bytes(old), as_bytes(new)
-        positions = (a != b).nonzero()[:, 0]
+        positions = _differing(a, b)
         if len(positions) > MAX_CHANGED * len(a):
             return None
         return cls.of_positions(positions, b[positions] - a[positions], len(a))
@@ -147,6 +148,15 @@ class Delta:
 def as_bytes(data: Tensor) -> Tensor:
     """A contiguous tensor of one-byte elements as uint8 [numel], without a copy."""
     return data.view(torch.uint8).view(-1)
+
+
+def _differing(a: Tensor, b: Tensor) -> Tensor:
+    """int64 [changes], ascending: places of bytes. Eight at a time, as nearly all are alike."""
+    whole = 0 if a.storage_offset() % WORD or b.storage_offset() % WORD else len(a) // WORD * WORD
+    words = (a[:whole].view(torch.int64) != b[:whole].view(torch.int64)).nonzero()[:, 0]
+    inside = (a[:whole].view(-1, WORD)[words] != b[:whole].view(-1, WORD)[words]).nonzero()
+    rest = (a[whole:] != b[whole:]).nonzero()[:, 0] + whole
+    return torch.cat([words[inside[:, 0]] * WORD + inside[:, 1], rest])
 
 
 def _decompress(frame: bytes, size: int) -> np.ndarray:

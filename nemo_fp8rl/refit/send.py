@@ -209,12 +209,13 @@ class WeightSender:
 
     def _update(self, values: Tensor | BlockScaled, content: Content) -> Delta | None:
         """Quantize over the content that was sent last, and say what differs from it."""
-        if content.scale_inv is None or isinstance(values, BlockScaled):
-            old = content.data.clone()
-            self._quantize(values, content)
-            return Delta.between(bytes_of(old), bytes_of(content.data))
-        out = _like(values, content)
-        return quantize_delta(values, out.data, scale_format=self.scale_format, kernel=self.kernel, out=out)[1]
+        if content.scale_inv is not None and not isinstance(values, BlockScaled):
+            out = _like(values, content)
+            return quantize_delta(values, out.data, scale_format=self.scale_format, kernel=self.kernel, out=out)[1]
+        new = values.data if isinstance(values, BlockScaled) else values.to(content.data.dtype)
+        delta = Delta.between(bytes_of(content.data), bytes_of(new))
+        self._quantize(values, content)
+        return delta
 
     def _kept(self, part: TensorPart, device: torch.device) -> Tensor:
         """uint8 [nbytes]: what was sent of the piece, or is now to be; where the weights are. Of large pieces."""

@@ -225,10 +225,11 @@ def test_vllms_own_cast_takes_the_exponent_by_logarithm_where_deepgemm_takes_the
     assert formulas.deepgemm(x, BLOCK, "pow2").scale_inv.item() == 2.0**-7
 
 
-@pytest.mark.nemo_rl
-def test_nemo_rls_function_equals_its_formula_bit_for_bit():
+@pytest.mark.parametrize("name", [pytest.param("NeMo RL", marks=pytest.mark.nemo_rl), "verl", "DeepGEMM"])
+def test_others_equal_their_formulas_bit_for_bit(name):
     try:
-        (library,) = libraries.nemo_rl()
+        found = libraries.LOADERS[name]()
     except libraries.Absent as why:
-        pytest.skip(f"NeMo RL: {why}")
-    assert_library_equals_formula(library)
+        pytest.skip(f"{name}: {why}")
+    for library in found:
+        assert_library_equals_formula(library)
