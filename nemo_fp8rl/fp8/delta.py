@@ -152,7 +152,8 @@ def as_bytes(data: Tensor) -> Tensor:
 
 def _differing(a: Tensor, b: Tensor) -> Tensor:
     """int64 [changes], ascending: places of bytes. Eight at a time, as nearly all are alike."""
-    whole = 0 if a.storage_offset() % WORD or b.storage_offset() % WORD else len(a) // WORD * WORD
+    a, b = (x.clone() if x.storage_offset() % WORD else x for x in (a, b))
+    whole = len(a) // WORD * WORD
     words = (a[:whole].view(torch.int64) != b[:whole].view(torch.int64)).nonzero()[:, 0]
     inside = (a[:whole].view(-1, WORD)[words] != b[:whole].view(-1, WORD)[words]).nonzero()
     rest = (a[whole:] != b[whole:]).nonzero()[:, 0] + whole

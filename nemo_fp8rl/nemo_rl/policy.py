@@ -69,7 +69,7 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
         loss: float32 [steps], grad_norm: float32 [1], the last. all_mb_metrics: lists of one value a step. NeMo RL adds
         lists and losses up, but for extrema, lr and the like; so they are divided by the number of steps, and their sum
         is the mean. A global batch with no token left to train on is skipped, and counted; so are all of a batch on
-        which a gate says so. Raises GateStop.
+        which a gate says so. Raises StepRefused.
         """
         if eval_mode or mbs not in (None, self.cfg.policy.train_micro_batch_size):
             raise UserError("this policy trains, in microbatches of policy.train_micro_batch_size; nothing else")

@@ -13,7 +13,7 @@ from nemo_fp8rl.batch import TrainBatch, rows, shards
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.config import read_hf_config
-from nemo_fp8rl.policy.base import Loss
+from nemo_fp8rl.policy.base import Diverged, Loss
 from nemo_fp8rl.policy.layout import check_layout
 from nemo_fp8rl.policy.worker import MegatronWorker, Place
 from nemo_fp8rl.refit.bridge import Transport
@@ -55,8 +55,12 @@ class MegatronPolicy:
         counts = float((mask.sum(-1) > 0).sum()), float(mask.sum())
         if not counts[1]:
             raise ValueError("the batch holds no token to train on: every sample is masked out")
-        results = self._on_shards("train_step", batch, loss, *counts, schedules)
         self.steps_taken += 1
+        try:
+            results = self._on_shards("train_step", batch, loss, *counts, schedules)
+        except Diverged:
+            self.steps_taken -= 1
+            raise
         return combined(results) | {name: results[0][name] for name in PER_RANK}
 
     def kernels(self) -> list[str]:

@@ -1,6 +1,6 @@
 """What moves a rank's weights: Megatron's gradient buffers, its distributed optimizer and the learning rate's schedule.
 
-Called inside `megatron_on_cpu`.
+Built and stepped inside `megatron_on_cpu`.
 """
 
 import math

@@ -1,21 +1,19 @@
 """Which link an engine rank reads next where a module of it comes from several trainer ranks.
 
 vLLM's loaders keep the tensors of a module until they have the last, so what a rank that is ahead brings has to wait
-for the others, in memory. A link is held back while two modules wait that it has given all of its own to: what it
-brings then waits in its two buckets, and in the end the trainer's rank waits.
+for the others, in memory. A link is held back while a module waits that it has given all of its own to: what it brings
+next then waits in its two buckets, and in the end the trainer's rank waits.
 
-None waits for ever: trainer ranks send the modules that they share in one order, and one that waits has sent all that
-it has (`send`). Of those that wait the one that is least far is at some module m. It would be held back for two modules
-up to m, the first of which lacks something of a rank that is at m or further, and so has sent it.
+None waits for ever, as long as trainer ranks send what they share module by module, in one order, and one that waits
+has sent all that it has (`send`). Of those that wait take the one that is least far, at a module m. The sink that holds
+it back lacks a part of a module before m, for what fills its buckets comes after that module. The rank that has the
+part is at m or further, so it has sent it; and if its link is held back as well, then for a module before this one.
 """
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 
 from nemo_fp8rl.refit.manifest import Route, TensorPart
-
-WAITING = 2
-"""Modules: with 1, two ranks within the same module could wait for each other by way of two engines."""
 
 
 class Pace:
@@ -40,4 +38,4 @@ class Pace:
                     waiting.discard(module)
 
     def may_go_on(self, link: int) -> bool:
-        return len(self.waiting[link]) < WAITING
+        return not self.waiting[link]

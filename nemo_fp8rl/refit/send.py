@@ -50,7 +50,8 @@ class Link:
 class Outgoing:
     """A link during one refit: the bucket in the making.
 
-    It is sent when it is full, or when deltas in it stand for as much: the sink is to work meanwhile.
+    It is sent when it is full, or when deltas in it stand for as much: the sink is to work meanwhile. And before the
+    rank waits for a bucket of another link.
     """
 
     def __init__(self, end: SendingEnd, version: int, before_waiting: Callable[[], None]) -> None:
@@ -124,7 +125,7 @@ class WeightSender:
         keep: bool = False,
         digests: bool = True,
     ) -> SendReport:
-        """Send every link its pieces of these weights: this rank's parts, by name, in any order.
+        """Send every link its pieces of these weights: this rank's parts, by name, in the order of all ranks (`pace`).
 
         weights: a matrix may be a stack [count, rows, K] of what is one below the other in it; what is FP8 already
         goes as it is.

@@ -221,18 +221,33 @@ def test_large_tensors_give_the_same_delta_for_any_number_of_threads():
         assert_delta_is(x, positions, "cpu", threads=threads)
 
 
+@pytest.mark.parametrize("kernel", ["cpu", "reference"])
 @pytest.mark.parametrize("offset", [1, 4])
 @pytest.mark.parametrize("width", [384, 200])
-def test_bytes_that_begin_anywhere_in_memory_are_compared_as_they_are(offset, width):
+def test_bytes_that_begin_anywhere_in_memory_are_compared_as_they_are(offset, width, kernel):
     x = matrix((256, width))
     positions = sorted(random.Random(offset).sample(range(x.numel()), 1000))
     expected = quantize_blockwise(x, kernel="reference")
     held = torch.empty(x.numel() + offset, dtype=torch.uint8)[offset:].view(x.shape).view(expected.data.dtype)
     held.copy_(changed_base(expected.data, positions, [3] * len(positions)))
     out = BlockScaled(held, torch.empty_like(expected.scale_inv), (128, 128))
-    delta = quantize_delta(x, held, kernel="cpu", out=out)[1]
+    delta = quantize_delta(x, held, kernel=kernel, out=out)[1]
     assert listed(delta) == entries(positions, [3] * len(positions))
     assert torch.equal(flat(held), flat(expected.data))
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200), st.sets(st.integers(0, 199), max_size=20), st.integers(0, 9), st.integers(0, 9))
+def test_the_comparison_finds_each_byte_wherever_the_two_begin(content, places, a, b):
+    old = torch.tensor([0] * a + list(content), dtype=torch.uint8)[a:]
+    new = torch.tensor([0] * b + list(content), dtype=torch.uint8)[b:]
+    positions = sorted(place for place in places if place < len(content))
+    new[positions] += 7
+    delta = Delta.between(old, new)
+    if len(positions) > len(content) / 8:
+        assert delta is None
+    else:
+        assert listed(delta) == entries(positions, [7] * len(positions))
 
 
 def test_rows_wider_than_the_buffer_of_entries_are_listed_too():

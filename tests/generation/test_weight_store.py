@@ -1,7 +1,6 @@
 """What a real engine refuses to take for the trainer's version, and finds in its memory that is not."""
 
 import struct
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -24,7 +23,7 @@ from nemo_fp8rl.refit.send import Link, WeightSender
 from nemo_fp8rl.refit.transport.in_process import in_process_link
 from tests.conftest import RECIPES
 from tests.generation.pair import Pair
-from tests.refit.memory_engine import Message, Tampered, split
+from tests.refit.memory_engine import Message, Tampered, at_rest, split
 
 K_SCALE, UP_PROJ = "model.layers.1.self_attn.k_scale", "model.layers.1.mlp.up_proj.weight"
 
@@ -155,7 +154,7 @@ def test_a_trainer_rank_that_is_ahead_waits_for_the_others(pair):
 
     def own(rank: int) -> Iterator[tuple[str, Tensor]]:
         if rank == 1:
-            time.sleep(1)
+            at_rest(lambda: len(read))
             early.append(sum(read))
         for part in sources[rank]:
             yield part.name, weights[part.name][index(part.region)]
@@ -167,7 +166,10 @@ def test_a_trainer_rank_that_is_ahead_waits_for_the_others(pair):
         links.append(Link(sending, route))
         incoming.append(IncomingLink(Tampered(receiving, counted), route))
     with ThreadPoolExecutor() as threads:
-        for rank, link in enumerate(links):
+        sending = [
             threads.submit(WeightSender(sources[rank], "pow2").send, own(rank), version, {(0, 0): link})
+            for rank, link in enumerate(links)
+        ]
         store.load(incoming, version, True)
+        assert not any(one.result().failed for one in sending)
     assert 0 < early[0] < sum(part.nbytes for part in sources[0]) * 2 / 3  # of two layers; else all of it

@@ -5,6 +5,7 @@ them is replaced: a trainer's model by a dict of weights, vLLM's memory by a dic
 receives to as `generation.weight_store` does, and a process that dies by one that answers WorkerDied from then on.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -67,6 +68,14 @@ def split(parts: Sequence[TensorPart], ranks: int, dim: int, replicate: bool) ->
             if a < b:
                 held.append(part.cut(tuple(region)))
     return layout
+
+
+def at_rest(count: Callable[[], int]) -> None:
+    """Wait until it counts something, and then no further."""
+    before = 0
+    while (now := count()) == 0 or now != before:
+        before = now
+        time.sleep(0.3)
 
 
 def random_weights(parts: Sequence[TensorPart], seed: int = 0) -> dict[str, Tensor]:

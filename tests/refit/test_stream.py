@@ -436,8 +436,9 @@ def test_a_step_at_a_learning_rate_of_rl_is_a_hundredth_of_bf16():
 @EACH_FORMAT
 @HELD_OR_NOT
 def test_deltas_bring_what_a_full_version_brings(fmt, held):
-    sources, sinks = split(LARGE, 2, 0, replicate=False), split(LARGE, 2, 1, replicate=True)
-    weights, stream = random_weights(LARGE), Stream(sources, sinks, fmt=fmt, held=held)
+    parts = [*LARGE, fp8(DOWN, 128, 384)]  # of three scales, so that data do not begin at a multiple of eight bytes
+    sources, sinks = split(parts, 2, 0, replicate=False), split(parts, 2, 1, replicate=True)
+    weights, stream = random_weights(parts), Stream(sources, sinks, fmt=fmt, held=held)
     stream.brings(weights, 0, keep=True)
     for version in range(1, 4):
         weights = moved(weights, 0.01, seed=version)
