@@ -259,6 +259,8 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
         "load_format": load_format,
         "worker_extension_cls": WORKER_EXTENSION,
         "tensor_parallel_size": vllm_cfg.tensor_parallel_size,
+        # else Ray's within a placement group
+        "distributed_executor_backend": "mp" if vllm_cfg.tensor_parallel_size > 1 else None,
         "enable_expert_parallel": vllm_cfg.expert_parallel_size > 1,
         "max_model_len": vllm_cfg.max_model_len,
         "max_num_seqs": vllm_cfg.max_num_seqs,

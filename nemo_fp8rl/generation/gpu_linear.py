@@ -74,6 +74,8 @@ def _kernel(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Any, int]:
         module = importlib.import_module(f"vllm.model_executor.kernels.linear.scaled_mm.{kind.module}")
         kernel_class = getattr(module, kind.name)
         can, reason = is_supported_and_can_implement_kernel(kernel_class, config, None)
+        if kind.module == "cutlass" and any(size % 128 for size in shape):  # which on some GPUs it refuses when it runs
+            can, reason = False, f"{kind.name} takes whole blocks here."
         if kind.module == "deep_gemm" and not current_platform.is_device_capability(HOPPER):
             can, reason = False, f"{kind.name} is for Hopper here."
         if can:
@@ -93,14 +95,16 @@ def _quantize_activations(x: Tensor, pow2: bool, rows: int) -> tuple[Tensor, Ten
 
 @_quantize_activations.register_fake
 def _(x: Tensor, pow2: bool, rows: int) -> tuple[Tensor, Tensor]:
-    scale_inv = x.new_empty((x.size(0), -(-x.size(1) // 128)), dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=E4M3), _laid_out(scale_inv, rows)
+    return x.new_empty(x.shape, dtype=E4M3), _scales_like(x, x.size(0), -(-x.size(1) // 128), rows)
 
 
 def _laid_out(scale_inv: Tensor, rows: int) -> Tensor:
-    """See `BlockKernel`."""
-    if not rows:
-        return scale_inv
     m, k = scale_inv.shape
-    columns = scale_inv.new_empty((k, -(-m // rows) * rows))
-    return columns.t()[:m].copy_(scale_inv)
+    return _scales_like(scale_inv, m, k, rows).copy_(scale_inv) if rows else scale_inv
+
+
+def _scales_like(x: Tensor, m: int, k: int, rows: int) -> Tensor:
+    """float32 [m, k] to be filled, where x is. See `BlockKernel`."""
+    if not rows:
+        return x.new_empty((m, k), dtype=torch.float32)
+    return x.new_empty((k, -(-m // rows) * rows), dtype=torch.float32).t()[:m]

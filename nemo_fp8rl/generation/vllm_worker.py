@@ -155,9 +155,9 @@ class RefitWorkerExtension:
         if self.asleep:
             return 0
         self.kv_scales = self._kv_scales()
-        self.asleep["weights"] = self.asleep["kv_cache"] = []
         before = torch.cuda.mem_get_info()[0]
         self.sleep(level)
+        self.asleep["weights"] = self.asleep["kv_cache"] = []
         return max(0, torch.cuda.mem_get_info()[0] - before)
 
     def _kv_scales(self) -> list[tuple[Any, tuple[Tensor, Tensor]]]:

@@ -320,8 +320,8 @@ def _check_for_gpu(cfg: Config, hf: HfConfig) -> None:
         transformer_engine_linears(cfg.nemo_fp8rl.scale_format if cfg.nemo_fp8rl.trainer_fp8 else None)
     if hf.family.experts and cfg.policy.precision == "float32":
         raise UserError(
-            "policy.precision=float32: on a GPU experts and router are Transformer Engine's, which multiplies "
-            "float32 in TF32; set policy.precision=bfloat16"
+            "policy.precision=float32: on a GPU experts are Transformer Engine's, which multiplies float32 in TF32; "
+            "set policy.precision=bfloat16"
         )
 
 

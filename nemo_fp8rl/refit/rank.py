@@ -94,6 +94,8 @@ class SendingRank:
     ) -> None:
         """Send a version to these engines, in a thread. whole, how: see `Link` and `WeightSender.send`."""
         assert self.sending is None
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # the thread's own stream waits for no other
         ends = {key: (self.ends[key], route) for key, route in self.routes.items() if key[0] in engines}
         self.sending = self.thread.submit(self._send, weights, version, ends, whole, how)
 

@@ -42,6 +42,7 @@ def offer(control: Control, capacity: int, device: torch.device) -> SendingEnd:
     LinkError where the sink cannot reach them.
     """
     try:
+        _make_current(device)
         held = _Held(_agent("source", control.local_host), capacity, device)
     except Exception as error:
         raise RefitError(
@@ -64,6 +65,7 @@ def take(control: Control, capacity: int, device: torch.device) -> ReceivingEnd:
     if said["memory"] not in MEMORY.values() or [type(a) for a in addresses] != [int] * BUFFERS:
         raise LinkError(f"{control.other} offers {addresses} in {said['memory']}, which are no buckets")
     try:
+        _make_current(device)
         held = _Held(_agent("sink", control.local_host), capacity, device)
         try:
             remote = held.agent.add(b64decode(said["metadata"], validate=True))
@@ -131,14 +133,16 @@ class _Agent:
         with self._lock:
             self._serving[held] = float("inf")
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="refit nixl", daemon=True)
+                device = held.buckets[0].device
+                self._thread = threading.Thread(target=self._serve, args=(device,), name="refit nixl", daemon=True)
                 self._thread.start()
 
     def hurry(self) -> None:
         """A sink is about to read."""
         self._busy_until = time.monotonic() + BUSY
 
-    def _serve(self) -> None:
+    def _serve(self, device: torch.device) -> None:
+        _make_current(device)
         while self._served() and not self._stopped.is_set():
             time.sleep(POLL if time.monotonic() < self._busy_until else IDLE)
 
@@ -270,6 +274,7 @@ class _NixlReceiver(Receiver):
 
     def _read(self) -> None:
         try:
+            _make_current(self._held.buckets[0].device)
             super()._read()
         finally:
             self._end()
@@ -304,6 +309,13 @@ def _told(what: str) -> Iterator[None]:
 
 
 _logged: set[str] = set()
+
+
+def _make_current(device: torch.device) -> None:
+    """NIXL works in the CUDA context of the thread that calls it, and UCX without one does not use NVLink."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)
 
 
 def _place(device: torch.device) -> dict[str, Any]:
