@@ -63,7 +63,7 @@ class Delta:
 
     @classmethod
     def between(cls, old: Tensor, new: Tensor) -> "Delta | None":
-        """The specification: compare two FP8 tensors of one shape. None when more than MAX_CHANGED differs."""
+        """The specification: compare two tensors of one shape, a byte a value. None above MAX_CHANGED."""
         a, b = as_bytes(old), as_bytes(new)
         positions = _differing(a, b)
         if len(positions) > MAX_CHANGED * len(a):

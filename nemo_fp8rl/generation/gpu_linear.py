@@ -74,16 +74,21 @@ def _kernel(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Any, int]:
         module = importlib.import_module(f"vllm.model_executor.kernels.linear.scaled_mm.{kind.module}")
         kernel_class = getattr(module, kind.name)
         can, reason = is_supported_and_can_implement_kernel(kernel_class, config, None)
-        if kind.module == "cutlass" and any(size % 128 for size in shape):  # which on some GPUs it refuses when it runs
-            can, reason = False, f"{kind.name} takes whole blocks here."
-        if kind.module == "deep_gemm" and not current_platform.is_device_capability(HOPPER):
-            can, reason = False, f"{kind.name} is for Hopper here."
-        if can:
+        if can and not (reason := _why_not_here(kind, shape)):
             kernel = kernel_class(config)
             kernel.use_deep_gemm_e8m0 = False  # the scales are float32, whatever their values
             return kernel, kind.rows
         reasons.append(reason)
     raise ValueError(f"no FP8 kernel for a linear layer {list(shape)}: {' '.join(reasons)}")
+
+
+def _why_not_here(kind: BlockKernel, shape: tuple[int, int]) -> str:
+    """What vLLM does not say of it; empty where it can be taken."""
+    if kind.module == "deep_gemm" and not current_platform.is_device_capability(HOPPER):
+        return f"{kind.name} is for Hopper here."
+    if kind.module == "cutlass" and any(size % 128 for size in shape):  # refused on some GPUs, when it runs
+        return f"{kind.name} takes whole blocks here."
+    return ""
 
 
 @torch.library.custom_op("nemo_fp8rl::quantize_activations", mutates_args=())

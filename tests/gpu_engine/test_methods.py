@@ -61,6 +61,10 @@ def test_the_fastest_kernel_that_can_is_taken(monkeypatch):
     kernel, rows = gpu_linear._kernel((384, 256), torch.bfloat16)
     assert (type(kernel).__name__, rows) == (KERNELS[-1].name, 0)
     assert asked == [kind.name for kind in KERNELS]
+    able = "Cutlass"
+    assert gpu_linear._kernel((384, 256), torch.bfloat16)[1] == 1
+    with pytest.raises(ValueError, match=r"no FP8 kernel for .* \[384, 200\].*takes whole blocks.*Triton.*cannot"):
+        gpu_linear._kernel((384, 200), torch.bfloat16)
     able = "DeepGemm"  # whose scales are float32 only on Hopper
     with pytest.raises(ValueError, match=r"no FP8 kernel for .* \[384, 256\].*is for Hopper.*Triton.*cannot"):
         gpu_linear._kernel((384, 256), torch.bfloat16)
@@ -88,6 +92,22 @@ def test_torch_compile_sees_a_linear_layer_whole():
     with torch._dynamo.config.patch(disable=False):
         compiled = torch.compile(lambda x: method.apply(layer, x), backend="aot_eager", fullgraph=True)
         assert torch.equal(compiled(x), method.apply(layer, x))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 4])
+def test_a_compiled_quantizer_takes_any_number_of_tokens(rows):
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(disable=False, error_on_recompile=True):
+        compiled = torch.compile(
+            lambda x: torch.ops.nemo_fp8rl.quantize_activations(x, True, rows), backend="aot_eager", fullgraph=True
+        )
+        for tokens in (8, 5, 16):
+            x = randn(tokens, 256)
+            torch._dynamo.mark_dynamic(x, 0)
+            expected = quantize_activations(x)
+            data, scale_inv = compiled(x)
+            assert torch.equal(data.view(torch.uint8), expected.data.view(torch.uint8))
+            assert torch.equal(scale_inv, expected.scale_inv)
 
 
 @pytest.fixture
