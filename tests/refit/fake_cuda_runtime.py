@@ -1,9 +1,9 @@
 """`cuda.bindings.runtime` for a machine without a GPU: memory is files without names, which processes map.
 
-It has what `cuda_ipc` calls, by the signatures of cuda-bindings 13, and complains of what CUDA leaves undefined: memory
-let go of in another way than it was had, with another device current, or while that may have work to do. An allocation
-of more than `capacity` bytes fails. Unlike CUDA it lets a process map its own memory, so that both ends of a link may
-be in a test.
+It has what `cuda_memory` calls, by the signatures of cuda-bindings 13, and complains of what CUDA leaves undefined:
+memory let go of in another way than it was had, with another device current, or while that may have work to do. An
+allocation of more than `capacity` bytes fails. Unlike CUDA it lets a process map its own memory, so that both ends of a
+link may be in a test.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import threading
 from enum import IntEnum
 from typing import Any
 
-from nemo_fp8rl.refit.transport import cuda_ipc
+from nemo_fp8rl.refit.transport import cuda_memory
 
 NAME = "cuda.bindings.runtime"
 cudaIpcMemLazyEnablePeerAccess = 1
@@ -110,4 +110,4 @@ def _gone(address: int, kind: dict[int, mmap.mmap]) -> cudaError_t:
 def install() -> None:
     this: Any = sys.modules[__name__]
     sys.modules[NAME] = this
-    cuda_ipc.DEVICE_TYPE = "cpu"
+    cuda_memory.DEVICE_TYPE = "cpu"

@@ -77,6 +77,22 @@ def test_digests_are_those_of_the_host():
     assert has_digest(digest_of(values), values.to(GPU))
 
 
+def test_what_the_trainers_stream_has_yet_to_compute_is_waited_for():
+    """Weights leave by a thread with a stream of its own."""
+    run = Run(transport="in_process", device=GPU)
+    try:
+        for _ in range(2):
+            with torch.cuda.stream(torch.cuda.Stream(GPU)):
+                torch.cuda._sleep(1_000_000_000)  # cycles: half a second or more
+                for weight in run.trainer.weights.values():
+                    weight.neg_()
+                run.bridge.refit()
+            torch.cuda.synchronize(GPU)
+            assert run.holds()
+    finally:
+        run.trainer.close()
+
+
 @pytest.mark.parametrize("to", [GPU, HOST], ids=["GPU", "host"])
 @pytest.mark.parametrize("mode", ["full", "delta"])
 @pytest.mark.parametrize("transport", [transport for transport in TRANSPORTS if transport != "cuda_ipc"])

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -24,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_fp8rl.refit.manifest import RefitError
-from nemo_fp8rl.refit.transport import cuda_ipc, nixl, shared_memory
+from nemo_fp8rl.refit.transport import cuda_ipc, cuda_memory, nixl, shared_memory
 from nemo_fp8rl.refit.transport.control import Control
 from nemo_fp8rl.refit.transport.ends import Sender
 from nemo_fp8rl.refit.transport.in_process import in_process_link
@@ -798,7 +797,7 @@ def test_memory_that_cannot_be_mapped_says_what_to_set_on_both_sides(refused, ma
 def test_the_nearest_is_shared_memory_where_a_gpus_cannot_be_mapped(
     closing, maps_nothing, monkeypatch, caplog, cuda_runtime
 ):
-    monkeypatch.setattr(cuda_ipc, "_freeing", cuda_ipc._Collector("test free", 0.0))
+    monkeypatch.setattr(cuda_ipc, "LATER", cuda_memory.Collector("test free", 0.0))  # waits for no other
     post, before = Post("nearest", "127.0.0.1", TOKEN, LONG), set(cuda_runtime.allocated)
     monkeypatch.setattr(post, "_suited", lambda domain: "cuda_ipc")  # as for weights on a GPU
     closing.append(post)
@@ -818,7 +817,7 @@ def test_the_nearest_is_shared_memory_where_a_gpus_cannot_be_mapped(
 
 
 def test_weights_that_are_not_on_a_gpu_are_refused(monkeypatch):
-    monkeypatch.setattr(cuda_ipc, "DEVICE_TYPE", "cuda")
+    monkeypatch.setattr(cuda_memory, "DEVICE_TYPE", "cuda")
     with connected(LONG) as (source, sink):
         with pytest.raises(RefitError, match=r"weights are on the cpu.*transport=shared_memory"):
             cuda_ipc.offer(source, CAPACITY, torch.device("cpu"))
@@ -835,7 +834,7 @@ def test_without_cudas_package_it_is_named(monkeypatch):
 
 
 def test_the_sink_lets_go_of_the_memory_at_once_and_the_source_later(both_here, closing, cuda_runtime, monkeypatch):
-    monkeypatch.setattr(cuda_ipc._freeing, "seconds", 1.0)
+    monkeypatch.setattr(cuda_ipc, "LATER", cuda_memory.Collector("test free", 1.0))
     sender, receiver = both_here("cuda_ipc")
     theirs, ours = sender._buffers.address, receiver._buffers.address
     assert theirs in cuda_runtime.allocated and ours in cuda_runtime.opened
@@ -850,7 +849,7 @@ def test_the_sink_lets_go_of_the_memory_at_once_and_the_source_later(both_here, 
         until(lambda: ours not in cuda_runtime.opened)
         start = time.monotonic()
         del sender
-        until(lambda: theirs not in cuda_runtime.allocated, LONG)
+        until(lambda: theirs not in cuda_runtime.allocated)
         assert time.monotonic() - start >= 1.0
     finally:
         gc.enable()
@@ -869,8 +868,15 @@ def test_without_nixl_its_package_is_named(refused, monkeypatch):
 
 
 @needs_nixl
+def test_a_gpu_without_room_for_nixls_buckets_says_what_to_set_on_both_sides(refused, monkeypatch, cuda_runtime):
+    monkeypatch.setattr(cuda_runtime, "capacity", 1000)
+    said = r"0\.1 MiB .*out of memory.*transport=auto, or a smaller nemo_fp8rl\.refit\.bucket_bytes"
+    refused("nixl", said, said)
+
+
+@needs_nixl
 @pytest.mark.parametrize("ends", ["sender", "receiver", "connection", "nobody"])
-def test_nixl_keeps_nothing_of_a_link_that_ended(both_here, closing, monkeypatch, ends):
+def test_nixl_keeps_nothing_of_a_link_that_ended(both_here, closing, monkeypatch, cuda_runtime, ends):
     monkeypatch.setattr(nixl, "GRACE", 0.1)
     other, _ = both_here("nixl")  # which stands
     sender, receiver = both_here("nixl")
@@ -878,12 +884,13 @@ def test_nixl_keeps_nothing_of_a_link_that_ended(both_here, closing, monkeypatch
     fill_and_send(sender, b"a", b"A" * CAPACITY)
     assert receiver.receive()[1].numpy().tobytes() == b"A" * CAPACITY
     remote, links = receiver._remote, sink._remotes[receiver._remote]
-    buckets = [weakref.ref(bucket) for bucket in (*sender._buffers, *receiver._buffers)]
+    buckets = {sender._buffers.address, receiver._buffers.address}  # as on a GPU: of no allocator of torch's
+    assert buckets <= cuda_runtime.allocated.keys()
     if ends != "nobody":
         {"sender": sender, "receiver": receiver, "connection": sender._control}[ends].close()
     closing[:] = [thing for thing in closing if thing is not sender and thing is not receiver]
     del sender, receiver
-    until(lambda: all(bucket() is None for bucket in buckets) and sink._remotes[remote] < links)
+    until(lambda: not buckets & cuda_runtime.allocated.keys() and sink._remotes[remote] < links)
     assert source._thread is not None
     other.buffer()
 

@@ -16,7 +16,7 @@ import time
 import weakref
 from base64 import b64decode, b64encode
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import Any, Literal
@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.refit.manifest import RefitError
+from nemo_fp8rl.refit.transport import cuda_memory
 from nemo_fp8rl.refit.transport.control import Control
 from nemo_fp8rl.refit.transport.ends import Receiver, Sender
-from nemo_fp8rl.refit.transport.link import BUFFERS, GRACE, LinkError, ReceivingEnd, SendingEnd, join, settle
+from nemo_fp8rl.refit.transport.link import BUFFERS, GRACE, LinkError, ReceivingEnd, SendingEnd, join
 
 POLL, IDLE, BUSY = 0.0005, 0.02, 30.0
 """Seconds: between looks at what others ask of this process, and while they ask for nothing; the latter begins so long
@@ -184,10 +185,9 @@ class _Held:
 
     def __init__(self, agent: _Agent, capacity: int, device: torch.device) -> None:
         self.agent = agent
-        self.buckets = [torch.empty(capacity, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
-        settle(self.buckets[0])  # whoever had that memory is done with it
+        self.buckets = _buckets(capacity, device)
         with agent.calls() as nixl:
-            self._registered = nixl.register_memory(self.buckets)
+            self._registered = nixl.register_memory(list(self.buckets))
             self.metadata: bytes = nixl.get_partial_agent_metadata(self._registered, True, ["UCX"])
 
     @property
@@ -197,6 +197,12 @@ class _Held:
     def free(self) -> None:
         with self.agent.calls() as nixl, _told("letting go of a link's buckets"):
             nixl.deregister_memory(self._registered)
+
+
+def _buckets(capacity: int, device: torch.device) -> Sequence[Tensor]:
+    if device.type == cuda_memory.DEVICE_TYPE:
+        return cuda_memory.CudaMemory(device).allocated(capacity, cuda_memory.AT_ONCE)
+    return [torch.empty(capacity, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
 
 
 class _NixlSender(Sender):
