@@ -40,8 +40,8 @@ def _layers(plan: Plan) -> Iterator[Finding]:
     """Linears that are FP8 on one side alone, in an FP8 run."""
     if not (plan.trainer_fp8 and plan.engine_fp8):
         return
-    weights = [weight for i in range(plan.shape.layers) for weight in plan.shape.layer(i) if weight.linear]
-    differ = [weight.name for weight in weights if not plan.is_fp8_in_engine(weight)]
+    weights = [weight for i in range(plan.shape.layers) for weight in plan.shape.layer(i)]
+    differ = [one.name for one in weights if plan.is_fp8_in_trainer(one) and not plan.is_fp8_in_engine(one)]
     if differ:
         kinds = list(dict.fromkeys(re.sub(r".*?\.\d+\.", "", name).removesuffix(".weight") for name in differ))
         layers = sorted({int(name.split(".")[2]) for name in differ})
@@ -67,6 +67,13 @@ def _correction(plan: Plan) -> Iterator[Finding]:
                 "nemo_fp8rl.correction contradicts loss_fn.use_importance_sampling_correction: set that to false, and "
                 "loss_fn.truncated_importance_sampling_type to null",
             )
+    elif not loss.get("use_importance_sampling_correction") and plan.ours:
+        yield Finding(
+            "warn",
+            TOPIC,
+            "loss_fn.use_importance_sampling_correction=false: nothing weighs a token by how far trainer and engine "
+            "disagree about it; set it to true",
+        )
     elif not loss.get("use_importance_sampling_correction"):
         yield Finding(
             "error",
@@ -84,6 +91,18 @@ def _correction(plan: Plan) -> Iterator[Finding]:
 
 
 def _cache(plan: Plan) -> Iterator[Finding]:
+    if not plan.ours:
+        yield from _cache_of_nemo_rl(plan)
+    kv = plan.values["nemo_fp8rl"]["kv"]
+    if not plan.trainer_fp8 or kv == "rollout":
+        yield Finding(
+            "warn",
+            TOPIC,
+            "the trainer's attention reads keys and values in bfloat16, the engine's in FP8; see nemo_fp8rl.kv",
+        )
+
+
+def _cache_of_nemo_rl(plan: Plan) -> Iterator[Finding]:
     if plan.pipeline > 1:
         yield Finding(
             "error",
@@ -93,10 +112,3 @@ def _cache(plan: Plan) -> Iterator[Finding]:
         )
     if plan.vllm.get("async_engine"):
         yield Finding("error", TOPIC, f"{ENGINE}.async_engine=true cannot have an FP8 KV cache in NeMo RL")
-    kv = plan.values["nemo_fp8rl"]["kv"]
-    if not plan.trainer_fp8 or kv == "rollout":
-        yield Finding(
-            "warn",
-            TOPIC,
-            "the trainer's attention reads keys and values in bfloat16, the engine's in FP8; see nemo_fp8rl.kv",
-        )

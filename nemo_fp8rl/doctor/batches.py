@@ -19,7 +19,7 @@ FP8_TOKENS = 16
 
 
 def check_batches(plan: Plan) -> Iterator[Finding]:
-    found = [*_ranks(plan), *_samples(plan), *_lengths(plan)]
+    found = [*_ranks(plan), *_samples(plan), *([] if plan.ours else _multiples(plan)), *_lengths(plan)]
     yield from found
     if not any(finding.level == "error" for finding in found):
         steps = plan.rollouts // plan.policy["train_global_batch_size"]
@@ -92,7 +92,8 @@ def _samples(plan: Plan) -> Iterator[Finding]:
         )
 
 
-def _lengths(plan: Plan) -> Iterator[Finding]:
+def _multiples(plan: Plan) -> Iterator[Finding]:
+    """Of tokens that NeMo RL's trainer pads sequences to; ours pads to what it needs."""
     multiple = plan.policy.get("make_sequence_length_divisible_by") or 1
     needed = (2 * plan.context if plan.context > 1 else 1) * (plan.tensor if plan.sequence_parallel else 1)
     if multiple % needed:
@@ -109,6 +110,9 @@ def _lengths(plan: Plan) -> Iterator[Finding]:
                 f"policy.{key}={round_to} must be a multiple of {FP8_TOKENS * ranks}: FP8 matmuls need multiples of "
                 f"{FP8_TOKENS} tokens on each rank; or enable policy.sequence_packing, which pads packs to 128"
             )
+
+
+def _lengths(plan: Plan) -> Iterator[Finding]:
     if plan.packing and plan.packing["train_mb_tokens"] < plan.longest:
         yield _error(
             f"policy.sequence_packing.train_mb_tokens={plan.packing['train_mb_tokens']} holds no sequence of "

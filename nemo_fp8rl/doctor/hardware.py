@@ -74,9 +74,9 @@ def check_hardware(plan: Plan, gpu: Gpu) -> Iterator[Finding]:
             return
     elif plan.trainer_fp8:
         yield _trainer(plan, gpu)
-    yield _engine(plan, gpu)
+    yield _own_engine(gpu) if plan.ours else _engine(plan, gpu)
     if plan.kv_fp8:
-        yield _cache(gpu)
+        yield _cache(plan, gpu)
 
 
 def _trainer(plan: Plan, gpu: Gpu) -> Finding:
@@ -128,7 +128,20 @@ def _engine(plan: Plan, gpu: Gpu) -> Finding:
     return Finding("ok", TOPIC, f"DeepGEMM on {gpu.name} multiplies the values that the refit sends")
 
 
-def _cache(gpu: Gpu) -> Finding:
+def _own_engine(gpu: Gpu) -> Finding:
+    hopper = HOPPER <= gpu.capability < BLACKWELL  # elsewhere generation/gpu_linear.py passes DeepGEMM over
+    kernels = "DeepGEMM, CUTLASS or Triton" if hopper else "CUTLASS or Triton"
+    return Finding("ok", TOPIC, f"our engines on {gpu.name} multiply what the refit sends, by {kernels}")
+
+
+def _cache(plan: Plan, gpu: Gpu) -> Finding:
+    if plan.ours and gpu.capability >= BLACKWELL and not plan.vllm.get("enforce_eager"):
+        return Finding(
+            "warn",
+            TOPIC,
+            f"an FP8 KV cache on {gpu.name}: where vLLM takes FlashInfer for it, {ENGINE}.enforce_eager must be true, "
+            "as a CUDA graph would keep the scales of the first version",
+        )
     if gpu.capability < HOPPER:
         return Finding("warn", TOPIC, f"an FP8 KV cache on {gpu.name} has no FlashAttention; another backend serves")
     version = 3 if gpu.capability < BLACKWELL else 4

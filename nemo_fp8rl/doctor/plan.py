@@ -117,11 +117,21 @@ class Plan:
         """Ranks that share an expert's matrices: none when experts are spread."""
         return 1 if self.engine_expert > 1 else self.engine_tensor
 
+    @property
+    def ours(self) -> bool:
+        """Whether trainer and engines are ours; auto takes NeMo RL's where there are GPUs."""
+        return bool(self.values["nemo_fp8rl"]["workers"] == "ours")
+
     # Precision, as written; `precision` says whether it is sound
 
     @property
     def trainer_fp8(self) -> bool:
         return bool((self.megatron.get("fp8_cfg") or {}).get("enabled"))
+
+    @property
+    def fp8_param(self) -> bool:
+        """Whether FP8 weights are the trainer's only ones."""
+        return self.trainer_fp8 and bool(self.megatron["fp8_cfg"].get("fp8_param"))
 
     @property
     def engine_fp8(self) -> bool:
@@ -146,8 +156,8 @@ class Plan:
         return weight.linear and not ignored and self.engine_layers.quantizes(name)
 
     def is_fp8_in_trainer(self, weight: Weight) -> bool:
-        """Megatron's FP8 recipe takes every linear of a decoder layer."""
-        return self.trainer_fp8 and weight.linear
+        """Megatron's FP8 recipe takes every linear of a decoder layer, our trainer those of the engine."""
+        return self.trainer_fp8 and (self.is_fp8_in_engine(weight) if self.ours else weight.linear)
 
     # Batches
 

@@ -9,6 +9,7 @@ from nemo_fp8rl.doctor.finding import Finding
 from nemo_fp8rl.doctor.plan import Plan
 from nemo_fp8rl.doctor.shapes import config_of
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.nemo_rl.keys import OF_MEMORY, at
 from nemo_fp8rl.nemo_rl.stock.refusal import why_not
 
 TOPIC = "workers"
@@ -37,6 +38,8 @@ def _stock(plan: Plan, version: str) -> str:
 
 
 def _ours(plan: Plan) -> Iterator[Finding]:
+    for key in (key for key in OF_MEMORY if at(plan.values, key, None)):
+        yield Finding("warn", TOPIC, f"{key} is of NeMo RL's own workers; ours keep that on the GPU while they train")
     refusal = _refusal(plan)
     if refusal:
         yield Finding("error", TOPIC, refusal)

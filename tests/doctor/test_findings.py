@@ -204,3 +204,53 @@ def test_a_bfloat16_recipe_runs_anywhere(plan):
 def test_an_unknown_gpu_is_named():
     with pytest.raises(UserError, match="--gpu tpu is not known; known are a100"):
         gpu_named("tpu")
+
+
+# Our own trainer and engines
+
+OURS = {"nemo_fp8rl.workers": "ours"}
+NOT_OURS = {
+    TRAINER + "sequence_parallel": True,  # with a length that is no multiple of the ranks
+    TRAINER + "tensor_model_parallel_size": 2,
+    TRAINER + "pipeline_model_parallel_size": 2,
+    "policy.sequence_packing": {"enabled": False},
+    ENGINE + "kv_cache_dtype": "fp8",
+    ENGINE + "async_engine": True,
+    ENGINE + "use_deep_gemm": False,
+    ENGINE + "num_last_layers_in_bf16": 2,
+}
+
+
+def test_what_nemo_rls_workers_alone_do_not_take_is_no_complaint(plan):
+    def complaints(changes) -> list[tuple[str, str]]:
+        made = plan(LLAMA, NOT_OURS | changes)
+        checks = (*check_agreement(made), *check_batches(made), *check_hardware(made, GPUS["h100"]))
+        return [(finding.level, finding.topic) for finding in checks if finding.level != "ok"]
+
+    assert complaints(OURS) == []
+    assert sorted(complaints({})) == [
+        *[("error", "batches")] * 2,
+        *[("error", "precision")] * 2,
+        ("warn", "hardware"),
+        ("warn", "precision"),
+    ]
+
+
+@pytest.mark.parametrize(("gpu", "kernels"), [("l40s", "CUTLASS"), ("h100", "DeepGEMM, CUTLASS"), ("b200", "CUTLASS")])
+def test_ours_multiply_by_what_the_engine_takes_there(plan, gpu, kernels):
+    rollout = OURS | {TRAINER + "fp8_cfg.enabled": False}
+    assert f"our engines on {gpu} multiply what the refit sends, by {kernels} or Triton" in said(
+        check_hardware(plan(LLAMA, rollout), GPUS[gpu]), "ok"
+    )
+
+
+def test_ours_run_without_a_correction_and_say_so(plan):
+    text = one(check_agreement(plan(LLAMA, OURS | {"loss_fn.use_importance_sampling_correction": False})), "warn")
+    assert "nothing weighs a token" in text
+
+
+def test_flashinfer_keeps_our_caches_scales_out_of_a_cuda_graph(plan):
+    cache = OURS | {ENGINE + "kv_cache_dtype": "fp8"}
+    assert "enforce_eager must be true" in said(check_hardware(plan(LLAMA, cache), GPUS["b200"]), "warn")[-1]
+    eager = plan(LLAMA, cache | {ENGINE + "enforce_eager": True})
+    assert not any("enforce_eager" in text for text in said(check_hardware(eager, GPUS["b200"]), "warn"))

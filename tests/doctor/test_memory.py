@@ -2,17 +2,10 @@
 
 import pytest
 
+from nemo_fp8rl.doctor.engine_memory import WORKSPACE, engine_weights, kv_bytes_per_token
 from nemo_fp8rl.doctor.hardware import GPUS
-from nemo_fp8rl.doctor.memory import (
-    ENGINE_WORKSPACE,
-    activations,
-    check_memory,
-    engine_weights,
-    kv_bytes_per_token,
-    logits,
-    memory_of,
-    stage_parameters,
-)
+from nemo_fp8rl.doctor.memory import check_memory, memory_of
+from nemo_fp8rl.doctor.trainer_memory import activations, logits, stage_parameters
 from tests.doctor.conftest import ENGINE, TRAINER
 
 H100 = GPUS["h100"]
@@ -47,6 +40,38 @@ def test_bytes_a_parameter(plan, changes, gradient, optimizer):
     parts = train(plan(LLAMA, {TRAINER + key: value for key, value in changes.items()}))
     assert parts["gradients"] == gradient * LLAMA_PARAMETERS
     assert parts.get("optimizer") == (optimizer and optimizer * LLAMA_PARAMETERS)
+
+
+OURS = {"nemo_fp8rl.workers": "ours"}
+
+
+def test_our_own_trainer_keeps_them_in_one_way(plan):
+    unused = {
+        TRAINER + "optimizer": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0},
+        TRAINER + "distributed_data_parallel_config": {"grad_reduce_in_fp32": False},
+        TRAINER + "activation_checkpointing": True,
+        TRAINER + "recompute_granularity": "selective",
+    }
+    made = plan(LLAMA, OURS | unused)
+    parts = train(made)
+    assert (parts["gradients"], parts["optimizer"]) == (4 * LLAMA_PARAMETERS, 12 * LLAMA_PARAMETERS / 8)
+    assert parts["FP8 weights"] == pytest.approx(2 * FP8 * LLAMA_LINEARS / 32)
+    assert parts["logits"] == 128256 * 1024 * 8
+    assert activations(made, 0) == activations(plan(LLAMA, {TRAINER + "activation_checkpointing": True}), 0)
+
+
+def test_weights_in_fp8_alone_stand_in_the_place_of_parameters(plan):
+    phases = memory_of(plan(LLAMA, OURS | {TRAINER + "fp8_cfg.fp8_param": True}), H100).phases
+    rest = 2 * (LLAMA_PARAMETERS - LLAMA_LINEARS)
+    assert phases[0].parts["parameters"] == rest
+    assert phases[0].parts["FP8 weights"] == pytest.approx(2 * FP8 * LLAMA_LINEARS)
+    assert phases[1].parts["parameters"] == pytest.approx(rest + 2 * FP8 * LLAMA_LINEARS)
+
+
+def test_layers_that_are_bfloat16_in_the_engine_are_so_in_our_trainer(plan):
+    some = {ENGINE + "num_first_layers_in_bf16": 8}
+    assert train(plan(LLAMA, OURS | some))["FP8 weights"] == pytest.approx(2 * FP8 * LLAMA_LINEARS * 3 / 4)
+    assert train(plan(LLAMA, some))["FP8 weights"] == pytest.approx(2 * FP8 * LLAMA_LINEARS)
 
 
 def test_a_bfloat16_trainer_has_no_fp8_weights(plan):
@@ -139,7 +164,7 @@ def test_bytes_of_a_token_in_the_cache(plan, model, changes, size):
 
 def test_the_cache_takes_what_utilization_leaves(plan):
     made = plan()
-    room = 81559 * 2**20 * 0.6 - engine_weights(made) - ENGINE_WORKSPACE
+    room = 81559 * 2**20 * 0.6 - engine_weights(made) - WORKSPACE
     assert memory_of(made, H100).cache_tokens == int(room // 131072)
     pinned = plan(LLAMA, {"policy.generation.vllm_kwargs.kv_cache_memory_bytes": 2**30})
     assert memory_of(pinned, H100).cache_tokens == 8192

@@ -1,0 +1,48 @@
+"""Memory of a GPU of an engine, to the byte, but for what a forward needs.
+
+Cache: keys and values of each layer; with latent attention its latent and rotary part on every rank (DeepSeek-V2,
+https://arxiv.org/abs/2405.04434, section 2.1).
+"""
+
+from nemo_fp8rl.doctor.plan import Plan
+from nemo_fp8rl.doctor.shapes import Weight
+from nemo_fp8rl.doctor.widths import BF16, GIB, SCALE
+
+WORKSPACE = 2 * GIB
+"""An assumption: what vLLM's profiling run leaves for a forward of its longest batch, CUDA graphs included."""
+
+
+def engine_weights(plan: Plan) -> float:
+    """Bytes of weights on the fullest GPU of an engine, FP8 with their scales, all else bfloat16."""
+    shape = plan.shape
+    layers = -(-shape.layers // plan.engine_pipeline)
+    each = sum(_engine_bytes(plan, weight) for i in range(shape.layers) for weight in shape.layer(i)) / shape.layers
+    ends = sum(_engine_bytes(plan, weight) for weight in (shape.embedding(), *shape.head()))
+    return each * layers + ends
+
+
+def _engine_bytes(plan: Plan, weight: Weight) -> float:
+    size = 1 + SCALE if plan.is_fp8_in_engine(weight) else BF16
+    if weight.of_expert:
+        return size * weight.elements / (plan.engine_expert if plan.engine_expert > 1 else plan.engine_tensor)
+    parts = plan.engine_tensor if weight.split != "none" else 1
+    if weight.name.endswith(("k_proj.weight", "v_proj.weight")):
+        parts = min(parts, plan.shape.kv_heads)
+    return size * weight.elements / parts
+
+
+def kv_bytes_per_token(plan: Plan) -> float:
+    """Bytes a token takes on each GPU of an engine."""
+    shape, size = plan.shape, 1 if plan.kv_fp8 else BF16
+    layers = -(-shape.layers // plan.engine_pipeline)
+    if shape.kv_lora_rank:
+        return size * layers * (shape.kv_lora_rank + shape.rope_dim)
+    heads = max(1, shape.kv_heads / plan.engine_tensor)
+    return size * layers * heads * (shape.head_dim + shape.value_dim)
+
+
+def cache_bytes(plan: Plan, gpu_memory: float, weights: float) -> float:
+    """What is pinned by vllm_kwargs, or what gpu_memory_utilization leaves beside weights and workspace."""
+    if pinned := plan.vllm_kwargs.get("kv_cache_memory_bytes"):
+        return pinned
+    return gpu_memory * plan.vllm["gpu_memory_utilization"] - weights - WORKSPACE
