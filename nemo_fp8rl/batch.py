@@ -198,10 +198,24 @@ def has_tokens(batch: TrainBatch) -> bool:
     return bool((mask * batch["importance_weights"] if "importance_weights" in batch else mask).any())
 
 
-def shards(batch: TrainBatch, count: int) -> list[TrainBatch]:
-    """`count` contiguous parts of the rows, as even as they go, padding kept.
+def shards(batch: TrainBatch, count: int, order: Tensor | None = None) -> list[TrainBatch]:
+    """`count` contiguous parts of the rows, as even as they go, padding kept. order: int64 [rows], theirs without one.
 
     Copies: a view that goes to another process takes along all of what it is a view of.
     """
-    parts = {name: cast(Tensor, field).tensor_split(count) for name, field in batch.items()}
-    return [cast(TrainBatch, {name: part[i].clone() for name, part in parts.items()}) for i in range(count)]
+    order = torch.arange(num_rows(batch)) if order is None else order
+    parts = order.tensor_split(count)
+    return [cast(TrainBatch, {name: cast(Tensor, field)[part] for name, field in batch.items()}) for part in parts]
+
+
+def dealt(lengths: Tensor, count: int) -> Tensor:
+    """int64 [rows]: the order in which each of so many `shards` has about as many tokens, and its rows in their order.
+
+    The longest go to one part each, the next longest the other way round, and so on.
+    """
+    place = torch.arange(len(lengths))
+    turn, part = place // count, place % count
+    back = (turn % 2 == 1) & (turn < len(lengths) // count)
+    of_row = torch.empty_like(place)
+    of_row[lengths.argsort(descending=True, stable=True)] = torch.where(back, count - 1 - part, part)
+    return of_row.argsort(stable=True)

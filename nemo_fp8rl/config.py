@@ -182,6 +182,9 @@ class MegatronConfig(_Block):
     """Keep each layer's input alone and compute the layer again in the backward."""
     offload_between_phases: bool = False
     """Give the gradients' memory back while engines generate; on a GPU move the optimizer's state to the host, too."""
+    env_vars: dict[str, str] | None = None
+    """Added to the environment of the ranks; with cluster.backend=in_process to that of the run, after torch has read
+    it."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
@@ -190,13 +193,18 @@ class MegatronConfig(_Block):
 class VllmConfig(_Block):
     max_model_len: int = "${policy.max_total_sequence_length}"  # type: ignore[assignment]
     enforce_eager: bool = True
+    skip_tokenizer_init: bool = True
+    """Engines have no tokenizer where policy.generation has no stop_strings; false where prompts bring some."""
     gpu_memory_utilization: float = 0.6
     kv_cache_memory_gib: float | None = None
     """Size of the key-value cache, GiB (ours); null: what gpu_memory_utilization leaves of a GPU; on a CPU
     1, or what one sequence takes."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """auto: policy.precision. fp8: E4M3 with a scale a layer for keys and values, calibrated at every refit."""
-    max_num_seqs: int = 256
+    max_num_seqs: int | None = None
+    """Sequences that an engine works on at a time (ours); null: vLLM's default for its GPU, on a CPU 256 a process."""
+    max_num_batched_tokens: int | None = None
+    """Tokens of a forward, at most (ours); null: vLLM's default for its GPU, on a CPU 8192 or max_model_len."""
     tensor_parallel_size: int = 1
     """Processes that share one engine's model."""
     expert_parallel_size: int = 1
@@ -213,6 +221,8 @@ class VllmConfig(_Block):
     """Decoder layers at the start that are not FP8, in the engine and (fp8_e2e) in the trainer."""
     num_last_layers_in_bf16: int = 0
     """The same at the end."""
+    env_vars: dict[str, str] | None = None
+    """The same for the engines."""
 
 
 @dataclass(frozen=True)
@@ -357,7 +367,9 @@ class ClusterConfig(_Block):
     generation_engines: int = 1
     """vLLM engines that share the prompts (Ray)."""
     engine_timeout_seconds: float = 1800.0
-    """How long engines may go without finishing a prompt, or take for a refit, before they count as dead."""
+    """How long engines may take for a refit, or go without finishing a prompt, for which they have 0.1 s more for each
+    token of max_new_tokens, before they count as dead.
+    """
     max_engine_restarts: int = 3
     """How often engines that died are started again in a run; one more ends it."""
 

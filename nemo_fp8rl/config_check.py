@@ -33,6 +33,7 @@ ABOVE_0 = (
     "policy.generation.top_k",
     "policy.generation.vllm_cfg.max_model_len",
     "policy.generation.vllm_cfg.max_num_seqs",
+    "policy.generation.vllm_cfg.max_num_batched_tokens",
     "policy.generation.vllm_cfg.tensor_parallel_size",
     "policy.generation.vllm_cfg.kv_cache_memory_gib",
     "policy.generation.vllm_cfg.gpu_memory_utilization",
@@ -129,6 +130,23 @@ def check(cfg: Config) -> None:
         )
     if cfg.policy.generation.colocated.enabled:
         _check_colocated(cfg)
+    _check_environment(cfg)
+
+
+def _check_environment(cfg: Config) -> None:
+    trainer, engine = cfg.policy.megatron_cfg.env_vars or {}, cfg.policy.generation.vllm_cfg.env_vars or {}
+    for block, variables in (("megatron_cfg", trainer), ("generation.vllm_cfg", engine)):
+        if "CUDA_VISIBLE_DEVICES" in variables:
+            raise UserError(
+                f"policy.{block}.env_vars.CUDA_VISIBLE_DEVICES: which GPUs a process has is said by Ray; remove it, or "
+                "set it in the environment of the whole run"
+            )
+    differ = (name for name in trainer.keys() & engine.keys() if trainer[name] != engine[name])
+    if cfg.cluster.backend == "in_process" and (name := next(differ, None)):
+        raise UserError(
+            f"policy.megatron_cfg.env_vars.{name}={trainer[name]} and policy.generation.vllm_cfg.env_vars.{name}="
+            f"{engine[name]}: trainer and engine are one process; set them alike, or cluster.backend=ray"
+        )
 
 
 def _check_colocated(cfg: Config) -> None:

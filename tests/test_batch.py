@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_fp8rl.batch import Completion, Prompt, collate, microbatches, num_rows, rows, shards
+from nemo_fp8rl.batch import Completion, Prompt, collate, dealt, microbatches, num_rows, rows, shards
 
 PAD = 63
 token_lists = st.lists(st.integers(0, 62), min_size=1, max_size=6).map(tuple)
@@ -87,6 +87,18 @@ def test_shards_are_the_rows_in_order_and_as_even_as_they_go(pairs, count):
         assert torch.equal(torch.cat([part[name] for part in parts]), field)
     sizes = [num_rows(part) for part in parts]
     assert max(sizes) - min(sizes) <= 1
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 8))
+def test_shards_of_dealt_rows_have_about_as_many_tokens(lengths, count):
+    order = dealt(torch.tensor(lengths), count)
+    assert sorted(order.tolist()) == list(range(len(lengths)))
+    parts = [part.tolist() for part in order.tensor_split(count)]
+    assert all(part == sorted(part) for part in parts)
+    tokens = [sum(lengths[i] for i in part) for part in parts]
+    if len(lengths) % count == 0:
+        assert max(tokens) - min(tokens) <= max(lengths)  # no further than one row can set them apart
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 400), st.sampled_from([1, 8, 64]))

@@ -1,12 +1,14 @@
-"""Where Ray may put workers, by what it says of its nodes."""
+"""Where Ray may put workers, by what it says of its nodes; the environment of one that needs no Ray."""
 
+import os
+import socket
 from typing import Any
 
 import pytest
 import ray
 
 from nemo_fp8rl.recipe import load
-from nemo_fp8rl.workers import ROLE, on_one_host
+from nemo_fp8rl.workers import ROLE, cluster, find_cluster, on_one_host, start_workers
 from tests.conftest import COLOCATED, RECIPES
 
 TRAIN, GENERATION = {ROLE: "train"}, {ROLE: "generation"}
@@ -48,3 +50,54 @@ def test_gpus_that_are_hidden_decide_nothing(monkeypatch):
     monkeypatch.setattr(ray, "nodes", lambda: [LOGIN, A])
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 8})
     assert not on_one_host(load(RECIPES / "tiny_cpu.yaml", ["cluster.backend=ray"]))
+
+
+def test_a_worker_in_this_process_has_the_environment_of_its_role(monkeypatch):
+    for name in ("OF_RANKS", "OF_ENGINES"):
+        monkeypatch.setenv(name, "before")
+    given = ("policy.megatron_cfg.env_vars.OF_RANKS=r", "policy.generation.vllm_cfg.env_vars.OF_ENGINES=e")
+    start_workers(object, "train", 1, load(RECIPES / "tiny_cpu.yaml", given))
+    assert (os.environ["OF_RANKS"], os.environ["OF_ENGINES"]) == ("r", "before")
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """A socket in the place of a cluster that `ray start` has left, and the file in which it says where."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        (tmp_path / "ray").mkdir()
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        (tmp_path / "ray/ray_current_cluster").write_text(address)
+        yield listening, address
+
+
+def test_a_cluster_that_was_started_here_is_found_while_it_answers(monkeypatch, started, tmp_path):
+    listening, address = started
+    assert find_cluster()
+    assert os.environ.pop("RAY_ADDRESS") == address
+    monkeypatch.setenv("RAY_ADDRESS", "elsewhere:1")
+    assert not find_cluster()
+    assert os.environ["RAY_ADDRESS"] == "elsewhere:1"
+    monkeypatch.delenv("RAY_ADDRESS")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: 4321)
+        assert find_cluster() == (tmp_path.stat().st_uid == 0)  # root's
+        os.environ.pop("RAY_ADDRESS", None)
+    listening.close()
+    assert not find_cluster()
+    assert "RAY_ADDRESS" not in os.environ
+
+
+@pytest.mark.parametrize("content", ["", "no address", "host:port"])
+def test_a_file_of_rays_that_says_nothing_is_passed_over(started, tmp_path, content):
+    (tmp_path / "ray/ray_current_cluster").write_text(content)
+    assert not find_cluster()
+
+
+def test_a_cluster_that_is_joined_hears_the_runs_settings_and_none_of_its_secrets(monkeypatch):
+    given = {"NCCL_DEBUG": "INFO", "HF_HOME": "/models", "HF_TOKEN": "x", "CUDA_VISIBLE_DEVICES": "1", "OTHER": "1"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    seen = {name: value for name, value in cluster._forwarded().items() if name in given}
+    assert seen == {"NCCL_DEBUG": "INFO", "HF_HOME": "/models"}

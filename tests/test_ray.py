@@ -128,6 +128,10 @@ try:
     workers.RayWorkers(object, "generation", 2, cfg, 1)
 except UserError as error:
     print(error)
+try:
+    workers.RayWorkers(object, "train", 1, cfg, 3)
+except UserError as error:
+    print(error)
 one = workers.RayWorkers(object, "generation", 1, cfg, 1)
 one.shutdown()
 ranks = workers.RayWorkers(Probe, "train", 4, cfg, 1)
@@ -152,6 +156,10 @@ def on_three_nodes() -> str:
 
 def test_only_cpus_of_the_roles_own_nodes_count(on_three_nodes):
     assert "2 object actors need 2 CPUs, Ray has 1 free on nodes with nemo-fp8rl/role=generation;" in on_three_nodes
+
+
+def test_an_actor_that_fits_on_no_node_is_refused(on_three_nodes):
+    assert "each of 1 object actors needs 3 CPUs of one node, and Ray has that free for 0 on nodes" in on_three_nodes
 
 
 def test_ranks_are_numbered_node_by_node(on_three_nodes):
@@ -189,11 +197,15 @@ class Probe:
     def devices(self):
         return os.environ.get("CUDA_VISIBLE_DEVICES")
 
+    def given(self):
+        return [os.environ.get(name) for name in ("OF_RANKS", "OF_ENGINES")]
+
 cluster = Cluster()
 cluster.add_node(num_cpus=4, num_gpus=2, include_dashboard=False)
 cluster.wait_for_nodes()
 os.environ["RAY_ADDRESS"] = cluster.address
-cfg = load(sys.argv[1], ["cluster.backend=ray"])
+of_ranks, of_engines = "policy.megatron_cfg.env_vars.OF_RANKS=r", "policy.generation.vllm_cfg.env_vars.OF_ENGINES='1'"
+cfg = load(sys.argv[1], ["cluster.backend=ray", of_ranks, of_engines])
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 without = workers.RayWorkers(Probe, "train", 1, cfg, 1)
 print("without", without.call("devices", [()]))
@@ -210,6 +222,7 @@ print("beside", beside.call("devices", [(), ()]) == ranks.call("devices", [(), (
 both = workers.start_workers(Probe, "generation", 1, cfg, 2, ranks)
 both.restart(0)
 print("both", both.call("devices", [()]))
+print("given", ranks.call("given", [()] * 2), both.call("given", [()]))
 ray.shutdown()
 cluster.shutdown()
 """
@@ -232,6 +245,10 @@ def test_each_rank_has_a_gpu_of_its_own_where_ray_has_some(pretended_gpus):
     assert "without ['']" in pretended_gpus
     assert "3 Probe actors need 3 GPUs, Ray has 2 free;" in pretended_gpus
     assert "ranks ['0', '1']" in pretended_gpus
+
+
+def test_the_environment_of_each_role_is_its_own(pretended_gpus):
+    assert "given [['r', None], ['r', None]] [[None, '1']]" in pretended_gpus
 
 
 def test_colocated_engines_have_the_gpus_of_the_ranks(pretended_gpus):

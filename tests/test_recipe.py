@@ -225,6 +225,7 @@ def test_a_key_like_no_other_is_named_with_the_keys_known_there(refusal, overrid
         ("policy.megatron_cfg.optimizer.optimizer=sgd", "policy.megatron_cfg.optimizer.optimizer"),
         ("policy.precision=fp16", "policy.precision"),
         ("policy.tokenizer.chat_template_kwargs=3", "policy.tokenizer.chat_template_kwargs"),
+        ("policy.megatron_cfg.env_vars.OMP_NUM_THREADS=1", "policy.megatron_cfg.env_vars.OMP_NUM_THREADS"),
         ("nemo_fp8rl.flow=fp8", "nemo_fp8rl.flow"),
         ("nemo_fp8rl.scale_format=e8m0", "nemo_fp8rl.scale_format"),
         ("cluster.backend=slurm", "cluster.backend"),
@@ -367,6 +368,14 @@ def test_a_cycle_of_defaults_is_refused(folder):
             ["policy.generation.colocated.enabled=true", "have 2 processes", "cluster.train_ranks=1"],
         ),
         (["nemo_fp8rl.workers=nemo_rl"], ["nemo_fp8rl.workers=nemo_rl", "nemo-fp8rl nemo"]),
+        (
+            ["policy.generation.vllm_cfg.env_vars.CUDA_VISIBLE_DEVICES='1'"],
+            ["policy.generation.vllm_cfg.env_vars.CUDA_VISIBLE_DEVICES", "environment of the whole run"],
+        ),
+        (
+            ["policy.megatron_cfg.env_vars={A: x, B: x}", "policy.generation.vllm_cfg.env_vars={A: x, B: y}"],
+            ["megatron_cfg.env_vars.B=x", "vllm_cfg.env_vars.B=y", "cluster.backend=ray"],
+        ),
         (
             ["policy.generation.colocated.enabled=true", "policy.generation.vllm_cfg.sleep_level=1"],
             ["policy.generation.vllm_cfg.sleep_level", "policy.megatron_cfg.offload_between_phases=true"],

@@ -7,6 +7,9 @@ from typing import Protocol
 from nemo_fp8rl.batch import Completion
 from nemo_fp8rl.refit.bridge import WeightSink
 
+SECONDS_A_TOKEN = 0.1
+"""That an engine may take in a full batch, beyond cluster.engine_timeout_seconds, before it counts as hung."""
+
 
 @dataclass(frozen=True)
 class Sampling:

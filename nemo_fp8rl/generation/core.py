@@ -16,6 +16,7 @@ from itertools import count
 from typing import Any, NamedTuple, Protocol
 
 from nemo_fp8rl.generation import compat
+from nemo_fp8rl.generation.base import SECONDS_A_TOKEN
 from nemo_fp8rl.workers import WorkerDied
 
 
@@ -58,11 +59,13 @@ class SteppedCore:
     def __init__(self, arguments: dict[str, Any], timeout: float) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core in this process: a refit is not copied
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self.remote, self.timeout = arguments["tensor_parallel_size"] > 1, timeout
         with _interrupts_blocked():
-            self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
+            # as vLLM's own LLM: a bare engine's default batches are an eighth as large
+            self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
         self._ids = count()
 
     def stream(self, requests: Sequence[Request]) -> Iterator[tuple[int, Any]]:
@@ -123,7 +126,7 @@ class SteppedCore:
 class AsyncCore:
     """vLLM's AsyncLLM on an event loop in a thread of its own.
 
-    timeout: seconds that may pass without an answer before the engine counts as dead.
+    timeout: seconds that may pass without an answer before the engine counts as dead; longer where answers are long.
     """
 
     remote = True
@@ -143,12 +146,14 @@ class AsyncCore:
     def stream(self, requests: Sequence[Request]) -> Iterator[tuple[int, Any]]:
         ended: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         asked = self._submit(self._ask(requests, ended))
+        longest = max((request.params.max_tokens for request in requests), default=0)
+        timeout = self.timeout + SECONDS_A_TOKEN * longest
         try:
             for _ in requests:
                 try:
-                    position, output = ended.get(timeout=self.timeout)
+                    position, output = ended.get(timeout=timeout)
                 except queue.Empty:
-                    raise WorkerDied(f"no answer complete in {self.timeout:g} seconds") from None
+                    raise WorkerDied(f"no answer complete in {timeout:g} seconds") from None
                 if isinstance(output, Exception):
                     raise _death(output)
                 yield position, output
@@ -180,6 +185,9 @@ class AsyncCore:
             try:
                 async for output in self.llm.generate(_prompt(request), request.params, str(next(self._ids))):
                     ended.put((position, output))
+            except asyncio.CancelledError:  # by `shutdown`, or nobody reads it
+                ended.put((position, WorkerDied("the engine was shut down")))
+                raise
             except Exception as error:
                 ended.put((position, error))
 
@@ -208,10 +216,11 @@ def _prompt(request: Request) -> Any:
 
 async def _start_async_llm(arguments: dict[str, Any]) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
     with _interrupts_blocked():
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
 
 
 @contextmanager

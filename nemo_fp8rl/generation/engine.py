@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from nemo_fp8rl.generation import compat
 from nemo_fp8rl.generation.base import Sampling
 from nemo_fp8rl.generation.checks import check_engine, check_machine, one_sequence_gib
 from nemo_fp8rl.generation.core import AsyncCore, Core, Request, SteppedCore
+from nemo_fp8rl.generation.readers import Readers
 from nemo_fp8rl.generation.vllm_plugin import quantization_config
 from nemo_fp8rl.hf.config import engine_fp8_layers, read_hf_config
 from nemo_fp8rl.hf.hub import checkpoint_folder
@@ -45,6 +47,11 @@ CPU_BATCHED_TOKENS = 8192
 class VllmEngine:
     """Construct, then `setup`. Starts with dummy weights: it refuses to generate before its first refit."""
 
+    def __init__(self) -> None:
+        self.policy_version = self.loaded_version = -1
+        self.sleep_level, self.cache_sleeps = 0, False
+        self.readers, self.recording = Readers(), Lock()
+
     def setup(self, cfg: Config, load_format: str = "dummy") -> None:
         """`load_format="auto"` reads the weights of policy.model_name from disk instead of waiting for a refit."""
         compat.vllm_version()
@@ -59,10 +66,10 @@ class VllmEngine:
 
         compat.survive_scan_of_llvmlite()
         self.policy_version = self.loaded_version = -1 if load_format == "dummy" else 0
-        self.sleep_level, self.cache_sleeps = 0, False
         vllm_cfg = cfg.policy.generation.vllm_cfg
         self.max_model_len = vllm_cfg.max_model_len
         arguments = engine_arguments(cfg, load_format)
+        self.has_no_tokenizer = arguments["skip_tokenizer_init"]
         try:
             timeout = cfg.cluster.engine_timeout_seconds
             self.core: Core = (AsyncCore if vllm_cfg.async_engine else SteppedCore)(arguments, timeout)
@@ -98,31 +105,43 @@ class VllmEngine:
     def stream(
         self, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int], sampling: Sampling
     ) -> Iterator[tuple[int, list[Completion]]]:
-        """(position in `prompts`, its completions) as they end; all at the end when experts are recorded.
+        """(position in `prompts`, its completions) as they end; all at the end when experts are recorded. Several
+        threads may ask at once where the core is a process of its own (`async_engine`).
 
         A prompt and its answer end where the context does. A prompt that leaves no room for an answer gets empty ones,
         cut off at their beginning: `finish_reason` "length".
         """
-        if self.policy_version < 0:
+        with self.readers.one(self._begin) as version:
+            yield from self._answers(version, prompts, seeds, sampling)
+
+    def _begin(self) -> int:
+        """The version that answers are of."""
+        if (version := self.policy_version) < 0:
             raise RefitError("this engine has not received weights that were committed: refit before generating")
         if self.sleep_level:
             raise RuntimeError("this engine sleeps: prepare_for_generation first")
         self._wake_cache()
+        return version
+
+    def _answers(
+        self, version: int, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int], sampling: Sampling
+    ) -> Iterator[tuple[int, list[Completion]]]:
         fitting = [i for i, prompt in enumerate(prompts) if len(prompt) < self.max_model_len]
         requests = [Request(prompts[i], self._sampling_params(sampling, len(prompts[i]), seeds[i])) for i in fitting]
         outputs: Iterable[tuple[int, Any]] = ((fitting[at], output) for at, output in self.core.stream(requests))
-        none = Completion((), (), "length", self.policy_version)
+        none = Completion((), (), "length", version)
         for i in sorted({*range(len(prompts))} - {*fitting}):
             yield i, [none] * sampling.num_generations
         routes: dict[str, Tensor] = {}
         if self.records_routes:
-            outputs = list(outputs)
-            packed, *_ = self.core.rpc("nemo_fp8rl_take_routes", sampling.logprobs)
-            routes = load(packed)
+            with self.recording:  # what is taken is of all answers
+                outputs = list(outputs)
+                packed, *_ = self.core.rpc("nemo_fp8rl_take_routes", sampling.logprobs)
+                routes = load(packed)
         for i, output in outputs:
             known = [_returned(sample, routes.get(_request_id(output, sample))) for sample in output.outputs]
             pairs = zip(output.outputs, known, strict=True)
-            yield i, [self._completion(sample, sampling.logprobs, route) for sample, route in pairs]
+            yield i, [self._completion(sample, sampling.logprobs, route, version) for sample, route in pairs]
 
     def stored(self) -> list[str]:
         """What each rank stores of the model, `refit.manifest.to_json`. Raises RefitError."""
@@ -142,8 +161,11 @@ class VllmEngine:
         self.core.rpc("nemo_fp8rl_disconnect")
 
     def fence(self) -> int:
-        """Generate no more until a commit. The version in memory, -1 where a delta has nothing to begin from."""
+        """Generate no more until a commit, once what is asked is answered. The version in memory, -1 where a delta has
+        nothing to begin from.
+        """
         self.policy_version = -1
+        self.readers.wait_for_others()
         return self.loaded_version
 
     def load(self, version: int, verify: bool, compare: bool = False) -> Loaded | RefitError:
@@ -171,6 +193,7 @@ class VllmEngine:
 
     def finish_generation(self, sleep_level: int) -> int:
         """Give memory back: 1 the KV cache, 2 the weights too, so that a refit must follow. Returns bytes freed."""
+        self.readers.wait_for_others()
         if sleep_level and not self.core.reset_prefix_cache():
             raise RuntimeError("the engine cannot sleep: answers are still being generated")
         self._wake_cache()  # all falls asleep together
@@ -199,6 +222,10 @@ class VllmEngine:
     def instructions(self) -> str:
         return instructions()
 
+    def answers_as(self) -> int:
+        """The version that it generates from; -1 while it does not."""
+        return self.policy_version
+
     def check_health(self) -> None:
         """Raise WorkerDied when a process of this engine is gone."""
         self.core.check_health()
@@ -208,6 +235,11 @@ class VllmEngine:
             core.shutdown()
 
     def _sampling_params(self, sampling: Sampling, prompt_length: int, seed: int) -> Any:
+        if sampling.stop_strings and self.has_no_tokenizer:
+            raise UserError(
+                f"prompts bring the stop strings {list(sampling.stop_strings)}, which an engine without a tokenizer "
+                "does not see: set policy.generation.vllm_cfg.skip_tokenizer_init=false"
+            )
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -226,19 +258,19 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def _completion(self, sample: Any, logprobs: bool, routes: Tensor | None) -> Completion:
+    def _completion(self, sample: Any, logprobs: bool, routes: Tensor | None, version: int) -> Completion:
         token_ids = tuple(sample.token_ids)
         if sample.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"the engine ended a completion by {sample.finish_reason!r}")
         entries = zip(sample.logprobs, token_ids, strict=True) if logprobs else ()
         per_token = [entry[token].logprob for entry, token in entries]
-        return Completion(token_ids, tuple(per_token), sample.finish_reason, self.policy_version, routes)
+        return Completion(token_ids, tuple(per_token), sample.finish_reason, version, routes)
 
 
 def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
     """vLLM's EngineArgs for this recipe."""
     vllm_cfg, hf = cfg.policy.generation.vllm_cfg, read_hf_config(cfg.policy.model_name)
-    cache_gib = vllm_cfg.kv_cache_memory_gib
+    cache_gib, batched_tokens = vllm_cfg.kv_cache_memory_gib, vllm_cfg.max_num_batched_tokens
     overrides = {}
     if fp8_layers := engine_fp8_layers(hf, cfg):
         overrides["quantization_config"] = quantization_config(cfg.nemo_fp8rl.scale_format, fp8_layers)
@@ -246,14 +278,13 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
         of_machine: dict[str, Any] = {"enable_sleep_mode": vllm_cfg.sleep_level > 0}
     else:
         cache_gib = cache_gib or max(1.0, one_sequence_gib(hf, cfg))
-        of_machine = {
-            "enable_chunked_prefill": False,  # a prompt with a seed cannot be split (no offset in its generators)
-            "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, vllm_cfg.max_model_len),
-        }
+        batched_tokens = batched_tokens or max(CPU_BATCHED_TOKENS, vllm_cfg.max_model_len)
+        # a prompt with a seed cannot be split there (no offset in its generators)
+        of_machine = {"enable_chunked_prefill": False}
     return {
         "model": str(checkpoint_folder(cfg.policy.model_name, weights=load_format != "dummy")),
         "tokenizer": str(checkpoint_folder(cfg.policy.tokenizer.name, "policy.tokenizer.name")),
-        "skip_tokenizer_init": not cfg.policy.generation.stop_strings,
+        "skip_tokenizer_init": vllm_cfg.skip_tokenizer_init and not cfg.policy.generation.stop_strings,
         "dtype": cfg.policy.precision,
         "hf_overrides": overrides,
         "load_format": load_format,
@@ -264,6 +295,7 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
         "enable_expert_parallel": vllm_cfg.expert_parallel_size > 1,
         "max_model_len": vllm_cfg.max_model_len,
         "max_num_seqs": vllm_cfg.max_num_seqs,
+        "max_num_batched_tokens": batched_tokens,
         "kv_cache_dtype": vllm_cfg.kv_cache_dtype,
         "enforce_eager": vllm_cfg.enforce_eager,
         "gpu_memory_utilization": vllm_cfg.gpu_memory_utilization,

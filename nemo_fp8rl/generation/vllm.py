@@ -2,17 +2,25 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from threading import Lock, RLock
 from typing import Any
 
 from nemo_fp8rl.batch import Completion
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.generation.base import Sampling
+from nemo_fp8rl.generation.base import SECONDS_A_TOKEN, Sampling
 from nemo_fp8rl.generation.engine import VllmEngine
-from nemo_fp8rl.refit.manifest import Route, TensorPart, from_json, to_json
+from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart, from_json, to_json
 from nemo_fp8rl.refit.report import Loaded
 from nemo_fp8rl.workers import WorkerDied, Workers, ended_on_error, start_workers
+
+CALLS_AT_ONCE = 128
+"""Calls, each for many prompts, that an engine with a core in a process of its own (`async_engine`) answers at once."""
+SOON = 0.2
+"""Seconds in which an engine says whether it generates, or is done without."""
+OF_A_PROCESS = ("asked", "lives", "counting", "reviving", "gone")
+"""Attributes that a copy has of its own."""
 
 
 class VllmGeneration:
@@ -22,24 +30,41 @@ class VllmGeneration:
     answered go to all engines anew. A prompt's seed makes its samples independent of which engine answers, and of when.
     token: what the links of a refit are opened with. beside: the ranks whose GPUs they share.
 
-    A copy, pickled to another process, generates with the same engines and raises WorkerDied where one is dead;
-    replacing it, and ending one that hangs, is left to the original.
+    Several threads may ask at once where engines have `async_engine`: what each asks joins what is being answered.
+
+    A copy, pickled to another process, generates with the same engines. Replacing one that is dead, and ending one that
+    hangs, is left to the original: a copy asks the others meanwhile, and raises WorkerDied where there is none.
     """
 
     on_restart: Callable[[int], None] | None = None
-    is_copy = False
+    is_copy = is_closed = False
 
     def __init__(self, cfg: Config, token: str = "", beside: Workers | None = None) -> None:
         self.cfg, self.token = cfg, token
         self.timeout = cfg.cluster.engine_timeout_seconds
         self.engine_restarts = self.prompts_retried = 0
-        processes = cfg.policy.generation.vllm_cfg.tensor_parallel_size
-        self.engines = start_workers(VllmEngine, "generation", cfg.cluster.generation_engines, cfg, processes, beside)
+        self._begin()
+        vllm_cfg, count = cfg.policy.generation.vllm_cfg, cfg.cluster.generation_engines
+        calls = CALLS_AT_ONCE if vllm_cfg.async_engine else 1
+        self.engines = start_workers(
+            VllmEngine, "generation", count, cfg, vllm_cfg.tensor_parallel_size, beside, calls_at_once=calls
+        )
         with ended_on_error(self.engines):
             self.engines.call("setup", [(cfg,)] * self.engines.count)
 
+    def _begin(self) -> None:
+        count = self.cfg.cluster.generation_engines
+        self.asked, self.lives = [0] * count, [0] * count  # prompts under way, and restarts, of each engine
+        self.counting, self.reviving = Lock(), RLock()
+        self.gone = set[int]()  # engines that are being replaced; those that a copy does without
+
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"on_restart": None, "is_copy": True, "timeout": None}
+        state = {name: value for name, value in self.__dict__.items() if name not in OF_A_PROCESS}
+        return state | {"on_restart": None, "is_copy": True, "timeout": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
 
     def generate(
         self, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int], sampling: Sampling
@@ -52,20 +77,34 @@ class VllmGeneration:
     ) -> Iterator[tuple[int, list[Completion]]]:
         """(position in `prompts`, its completions) as they end."""
         waiting = list(range(len(prompts)))
+        timeout = None if self.timeout is None else self.timeout + SECONDS_A_TOKEN * sampling.max_new_tokens
         while waiting:
+            if self.is_copy:
+                self._take_replacements()
+            lives = list(self.lives)
             shares = self._shares(waiting)
             arguments = {
                 engine: ([prompts[i] for i in share], [seeds[i] for i in share], sampling)
                 for engine, share in shares.items()
             }
             answered = set()
-            for engine, item in self.engines.stream("stream", arguments, self.timeout):
-                if isinstance(item, WorkerDied):
-                    self._revive(engine, item)
-                else:
-                    position, completions = item
-                    answered.add(shares[engine][position])
-                    yield shares[engine][position], completions
+            left = {engine: len(share) for engine, share in shares.items()}
+            try:
+                for engine, item in self.engines.stream("stream", arguments, timeout):
+                    if isinstance(item, WorkerDied):
+                        self._revive(engine, item, lives[engine])
+                    else:
+                        position, completions = item
+                        answered.add(shares[engine][position])
+                        left[engine] -= 1
+                        self._count(engine, -1)
+                        yield shares[engine][position], completions
+            except RefitError:  # of an engine that another thread has begun to replace since it was chosen
+                if lives == self.lives:
+                    raise
+            finally:
+                for engine, unanswered in left.items():
+                    self._count(engine, -unanswered)
             waiting = [i for i in waiting if i not in answered]
             self.prompts_retried += len(waiting)
 
@@ -118,6 +157,7 @@ class VllmGeneration:
                 "(cluster.max_engine_restarts); look into its log, then continue with --resume"
             ) from death
         self.engine_restarts += 1
+        self.lives[engine] += 1
         self.engines.restart(engine)
         try:
             self._one(engine, "setup", self.cfg)
@@ -152,26 +192,69 @@ class VllmGeneration:
         }
 
     def shutdown(self) -> None:
+        self.is_closed = True  # threads that still wait for answers start no engine again
         self.engines.shutdown()
 
     def _shares(self, positions: Sequence[int]) -> dict[int, Sequence[int]]:
-        """Contiguous parts of the positions by engine, as even as they go; engines without a part are left out."""
-        count = self.engines.count
-        borders = [len(positions) * i // count for i in range(count + 1)]
-        return {engine: positions[a:b] for engine, (a, b) in enumerate(pairwise(borders)) if b > a}
+        """Contiguous parts of the positions by engine, so that all have as many prompts under way as they go; engines
+        without a part are left out.
+        """
+        sizes, alive = [0] * self.engines.count, self._alive()
+        with self.counting:
+            for _ in positions:
+                engine = min(alive, key=self.asked.__getitem__)
+                sizes[engine] += 1
+                self.asked[engine] += 1
+        borders = pairwise(accumulate(sizes, initial=0))
+        return {engine: positions[a:b] for engine, (a, b) in enumerate(borders) if b > a}
+
+    def _count(self, engine: int, prompts: int) -> None:
+        with self.counting:
+            self.asked[engine] += prompts
+
+    def _alive(self) -> list[int]:
+        """Engines that can be asked. Raises WorkerDied in a copy that has none; the original waits for one."""
+        while not (alive := [engine for engine in range(self.engines.count) if engine not in self.gone]):
+            if self.is_copy:
+                raise WorkerDied("no engine is there: the run replaces them at its next refit")
+            with self.reviving:  # which another thread does
+                pass
+        return alive
+
+    def _take_replacements(self) -> None:
+        """Engines that the original has started in the place of others, once they generate."""
+        for engine in tuple(self.gone):
+            self.engines.renew(engine)
+            version = self.engines.ask(engine, "answers_as", SOON)
+            if version is not None and version >= 0:
+                self.gone.discard(engine)
 
     def _all(self, method: str, *arguments: Any) -> list[int]:
         """Call it on every engine; one that is dead is started again instead, and named."""
+        lives = list(self.lives)
         outcomes = self.engines.outcomes(method, dict.fromkeys(range(self.engines.count), arguments), self.timeout)
         for engine, outcome in outcomes.items():
             if isinstance(outcome, WorkerDied):
-                self._revive(engine, outcome)
+                self._revive(engine, outcome, lives[engine])
         return [engine for engine, outcome in outcomes.items() if isinstance(outcome, WorkerDied)]
 
-    def _revive(self, engine: int, death: WorkerDied) -> None:
-        self.replace(engine, death)
-        if self.on_restart is not None:
-            self.on_restart(engine)
+    def _revive(self, engine: int, death: WorkerDied, life: int) -> None:
+        """Replace it and catch it up; nothing where another thread has done so since the life that it died in."""
+        if self.is_closed:
+            raise death
+        if self.is_copy:
+            self.gone.add(engine)
+            return
+        with self.reviving:
+            if self.lives[engine] != life:
+                return
+            self.gone.add(engine)
+            try:
+                self.replace(engine, death)
+                if self.on_restart is not None:
+                    self.on_restart(engine)
+            finally:
+                self.gone.discard(engine)
 
     def _one(self, engine: int, method: str, *arguments: Any) -> Any:
         """What one engine answers; raises what it raised, WorkerDied when it is gone."""

@@ -124,8 +124,10 @@ def _fill_policy(values: dict[str, Any], policy: Mapping[str, Any], kv_fp8: bool
             f"of its processes or none; set it to 1 or to tensor_parallel_size={tensor}"
         )
     vllm_cfg["expert_parallel_size"] = experts
-    if bytes_ := at(generation, "vllm_kwargs.kv_cache_memory_bytes", None):
+    kwargs = generation.get("vllm_kwargs") or {}
+    if bytes_ := kwargs.get("kv_cache_memory_bytes"):
         vllm_cfg["kv_cache_memory_gib"] = bytes_ / 2**30
+    vllm_cfg |= {key: kwargs[key] for key in ("max_num_seqs", "max_num_batched_tokens") if kwargs.get(key)}
 
 
 def _cluster(master: Mapping[str, Any]) -> dict[str, Any]:

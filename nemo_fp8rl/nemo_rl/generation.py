@@ -1,8 +1,8 @@
 """Our vLLM engines behind NeMo RL's GenerationInterface."""
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from threading import Lock
 from typing import Any
 
@@ -12,11 +12,14 @@ from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_fp8rl.batch import Completion
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.generation.base import Sampling
-from nemo_fp8rl.generation.vllm import VllmGeneration
+from nemo_fp8rl.generation.vllm import CALLS_AT_ONCE, VllmGeneration
 from nemo_fp8rl.nemo_rl.batches import generation_output, prompts, runs
 from nemo_fp8rl.nemo_rl.coalesce import Coalescer
 from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.rollout import sample_seed
+
+REMEMBERED = 1 << 18
+"""Prompts, of which it is known how often they were asked."""
 
 
 class VllmFp8Generation(GenerationInterface):
@@ -41,10 +44,10 @@ class VllmFp8Generation(GenerationInterface):
         self._begin()
 
     def _begin(self) -> None:
-        self.asked_before = Counter[tuple[int, ...]]()
+        self.asked_before = OrderedDict[int, int]()  # by the row's hash
         self.counted = ""  # the step that these are of
         self.lock = Lock()
-        self.ask = Coalescer(self._answer)
+        self.ask = Coalescer(self._answer, CALLS_AT_ONCE)
 
     @property
     def step(self) -> str:
@@ -71,20 +74,22 @@ class VllmFp8Generation(GenerationInterface):
         return self._output(rows, completions, data["input_ids"].size(1))
 
     async def generate_async(self, data: Mapping[str, Any], greedy: bool = False) -> AsyncIterator[tuple[int, Any]]:
-        """(row, its GenerationOutputSpec), of one or many rows; rows asked for by other calls meanwhile join in."""
+        """(row, its GenerationOutputSpec), of one or many rows; rows of other calls at the same time join in."""
         stop, width = self._stop_strings(data), data["input_ids"].size(1)
         rows = prompts(data["input_ids"], data["input_lengths"])
         answers = await asyncio.gather(*(self.ask((row, stop, greedy)) for row in rows))
         for i, completion in enumerate(answers):
             yield i, self._output(rows[i : i + 1], [completion], width)
 
-    def _answer(self, asked: list[tuple[tuple[int, ...], frozenset[str], bool]]) -> list[Completion]:
-        answers: dict[int, Completion] = {}
+    def _answer(
+        self, asked: Sequence[tuple[tuple[int, ...], frozenset[str], bool]]
+    ) -> Iterator[tuple[int, Completion]]:
         for stop, greedy in {(stop, greedy) for _, stop, greedy in asked}:
             alike = [i for i, (_, *how) in enumerate(asked) if how == [stop, greedy]]
             rows = [asked[i][0] for i in alike]
-            answers |= zip(alike, self._complete(rows, self._occurrences(rows), 1, stop, greedy), strict=True)
-        return [answers[i] for i in range(len(asked))]
+            seeds = self._seeds(self._occurrences(rows))
+            for at, (completion,) in self.generation.stream(rows, seeds, self._sampling(1, stop, greedy)):
+                yield alike[at], completion
 
     def _occurrences(self, rows: list[tuple[int, ...]]) -> list[str]:
         places = []
@@ -93,8 +98,11 @@ class VllmFp8Generation(GenerationInterface):
                 self.asked_before.clear()
                 self.counted = self.step
             for row in rows:
-                places.append(f"{self.asked_before[row]} of {row}")
-                self.asked_before[row] += 1
+                before = self.asked_before.pop(hash(row), 0)
+                places.append(f"{before} of {row}")
+                self.asked_before[hash(row)] = before + 1
+            while len(self.asked_before) > REMEMBERED:  # a copy's step lasts as long as it does
+                self.asked_before.popitem(last=False)
         return places
 
     def _complete(
@@ -106,9 +114,11 @@ class VllmFp8Generation(GenerationInterface):
         greedy: bool,
     ) -> list[Completion]:
         """`samples` of each prompt, side by side. places: what tells the prompts of a step apart."""
-        seeds = [sample_seed(self.config.grpo.seed, self.step, place) for place in places]
-        groups = self.generation.generate(asked, seeds, self._sampling(samples, stop, greedy))
+        groups = self.generation.generate(asked, self._seeds(places), self._sampling(samples, stop, greedy))
         return [completion for group in groups for completion in group]
+
+    def _seeds(self, places: Sequence[int | str]) -> list[int]:
+        return [sample_seed(self.config.grpo.seed, self.step, place) for place in places]
 
     def _output(self, rows: list[tuple[int, ...]], completions: list[Completion], width: int) -> Any:
         return BatchedDataDict(generation_output(rows, completions, width, self.pad_token_id))

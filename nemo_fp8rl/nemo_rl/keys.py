@@ -29,6 +29,7 @@ COPIED = {
         *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
         *("expert_tensor_parallel_size", "sequence_parallel", "activation_checkpointing", "freeze_moe_router"),
         *("context_parallel_size", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
+        "env_vars",
     ),
     "policy.megatron_cfg.optimizer": (
         *("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad"),
@@ -37,7 +38,8 @@ COPIED = {
     "policy.generation": ("max_new_tokens", "temperature", "top_p", "top_k"),
     "policy.generation.vllm_cfg": (
         *("max_model_len", "enforce_eager", "gpu_memory_utilization", "tensor_parallel_size", "async_engine"),
-        *("quantization_ignored_layer_kws", "num_first_layers_in_bf16", "num_last_layers_in_bf16"),
+        *("quantization_ignored_layer_kws", "num_first_layers_in_bf16", "num_last_layers_in_bf16", "env_vars"),
+        "skip_tokenizer_init",
     ),
     "grpo": ("num_prompts_per_step", "num_generations_per_prompt", "max_num_steps", "seed"),
     "logger": ("log_dir",),
@@ -68,9 +70,11 @@ ABSENT = {"policy.megatron_cfg.enabled": False}
 READ = (
     *("policy.logprob_chunk_size", "policy.generation.colocated.", "policy.generation.stop_"),
     *("policy.generation.vllm_cfg.expert_parallel_size", "policy.generation.vllm_kwargs.kv_cache_memory_bytes"),
+    *("policy.generation.vllm_kwargs.max_num_seqs", "policy.generation.vllm_kwargs.max_num_batched_tokens"),
     *("policy.megatron_cfg.scheduler.start_weight_decay", "policy.megatron_cfg.scheduler.end_weight_decay"),
     "policy.megatron_cfg.fp8_cfg.",
-    *("policy.megatron_cfg.env_vars.", "policy.generation.vllm_cfg.precision", "policy.generation.val_"),
+    *("policy.megatron_cfg.env_vars.", "policy.generation.vllm_cfg.env_vars."),
+    *("policy.generation.vllm_cfg.precision", "policy.generation.val_"),
     *("policy.generation.vllm_cfg.kv_cache_dtype", "policy.generation.vllm_cfg.pow2_"),
     "policy.megatron_cfg.train_iters",
 )
@@ -88,6 +92,7 @@ UNUSED = (
     *("policy.megatron_cfg.force_overwrite_initial_ckpt", "policy.megatron_cfg.force_reconvert_from_hf"),
     *("policy.megatron_cfg.fused_linear_logprobs_chunk_size", "policy.megatron_cfg.gradient_accumulation_fusion"),
     *("policy.megatron_cfg.moe_enable_deepep", "policy.megatron_cfg.moe_flex_dispatcher_backend"),
+    "policy.megatron_cfg.moe_hybridep_num_sms",
     "policy.megatron_cfg.moe_per_layer_logging",
     "policy.megatron_cfg.moe_grouped_gemm",  # one product for all experts, or one each: the same blocks
     *("policy.megatron_cfg.moe_permute_fusion", "policy.megatron_cfg.moe_shared_expert_overlap"),
@@ -104,12 +109,17 @@ UNUSED = (
     *("policy.megatron_cfg.use_fused_linear_logprobs", "policy.megatron_cfg.use_gloo_process_groups"),
     *("policy.generation._", "policy.generation.mcore_generation_config.", "policy.generation.port_range_"),
     *("policy.generation.real_quant_export_cpu_offload", "policy.generation.refit_"),
-    *("policy.generation.vllm_cfg.enable_", "policy.generation.vllm_cfg.env_vars", "policy.generation.vllm_cfg.http_"),
+    *("policy.generation.vllm_cfg.enable_", "policy.generation.vllm_cfg.http_"),
     *("policy.generation.vllm_cfg.load_format", "policy.generation.vllm_cfg.reset_"),
-    *("policy.generation.vllm_cfg.skip_tokenizer_init", "policy.generation.vllm_cfg.use_deep_gemm"),
+    "policy.generation.vllm_cfg.use_deep_gemm",
     *("policy.generation.vllm_cfg.use_tqdm", "policy.generation.vllm_cfg.vllm_", "policy.generation.vllm_cfg.zmq_"),
     *("policy.generation.vllm_kwargs.enable_chunked_prefill", "policy.generation.vllm_kwargs.moe_backend"),
 )
+OF_MEMORY = (
+    "policy.megatron_cfg.optimizer.optimizer_cpu_offload",
+    "policy.megatron_cfg.fine_grained_activation_offloading",
+)
+"""Of UNUSED, those that ask for memory of the host in training."""
 MODEL = ("policy.hf_config_overrides.", "policy.megatron_cfg.model_overrides.")
 """Other names for keys of the model's config.json, which is read as it is: whatever they say would change it."""
 

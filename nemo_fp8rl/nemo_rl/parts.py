@@ -17,6 +17,7 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8.gpus import CAPABILITIES, Capability
 from nemo_fp8rl.nemo_rl.compat import load_dataloader, save_state, steps_done
 from nemo_fp8rl.nemo_rl.gpus import why_not
+from nemo_fp8rl.nemo_rl.keys import OF_MEMORY, at
 from nemo_fp8rl.nemo_rl.recipe import NemoRlRecipe
 from nemo_fp8rl.workers import joins_cluster, require_token
 
@@ -117,6 +118,8 @@ def of_ours(
     from nemo_fp8rl.nemo_rl.install import backends, install
 
     values = master.model_dump()  # its blocks are mappings in one version, objects in the other
+    for key in (key for key in OF_MEMORY if at(values, key, None)):
+        print(f"nemo-fp8rl: {key} is of NeMo RL's own workers, ours keep that on the GPU while they train", flush=True)
     keys = values["grpo"]
     logger, checkpointer = Logger(master.logger), CheckpointManager(master.checkpointing)
     logger.log_hyperparams(values)

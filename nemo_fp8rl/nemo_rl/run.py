@@ -20,7 +20,7 @@ from nemo_fp8rl.nemo_rl.parts import Loop, check_cluster, check_own_gpu, of_nemo
 from nemo_fp8rl.nemo_rl.recipe import load as checked
 from nemo_fp8rl.nemo_rl.stock.pythonpath import package_on_pythonpath
 from nemo_fp8rl.nemo_rl.stop import LoopStop, Prompts
-from nemo_fp8rl.workers import connect, require_token
+from nemo_fp8rl.workers import connect, find_cluster, require_token
 
 STOP_AT = "NEMO_FP8RL_STOP_AT"
 """When a run must have saved, in seconds since 1970: `launch slurm` says it to every attempt."""
@@ -32,6 +32,10 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
     Returns False when a signal, a pod that is to end, or checkpointing.checkpoint_must_save_by ended it before.
     """
     recipe = checked(path, overrides)  # before anything is loaded
+    if find_cluster():
+        print(f"nemo-fp8rl: joins the Ray cluster of this machine, RAY_ADDRESS={os.environ['RAY_ADDRESS']}", flush=True)
+    asynchronous = recipe.values["grpo"].get("async_grpo") or {}
+    off_policy = bool(asynchronous.get("enabled"))
     ours = takes_ours(recipe.fp8rl.workers)
     print(
         f"nemo-fp8rl: nemo_fp8rl.workers={recipe.fp8rl.workers}, {'ours' if ours else 'those of NeMo RL'}", flush=True
@@ -61,14 +65,13 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
     master.logger["log_dir"] = get_next_experiment_dir(master.logger["log_dir"])
     set_seed(recipe.values["grpo"]["seed"])
     with ExitStack() as stack:
-        stack.enter_context(_ray(processes + 2, ours))  # two for environments
+        # two for environments; what a collector, which passes over errors, says of them is shown
+        stack.enter_context(_ray(processes + 2, ours, log_to_driver=off_policy))
         check_cluster(recipe.precision.flow)
         environment.register(ours)
         data, val_data, envs, val_envs = setup_response_data(tokenizer, master.data, master.env)
         parts = of_ours if ours else of_nemo_rl
         loop = stack.enter_context(parts(grpo, master, recipe, tokenizer, data, val_data))
-        asynchronous = recipe.values["grpo"].get("async_grpo") or {}
-        off_policy = bool(asynchronous.get("enabled"))
         stop = LoopStop(
             loop.master,
             steps=lambda: steps_done(loop.state),
@@ -160,7 +163,7 @@ def load(grpo: ModuleType, path: Path, overrides: Sequence[str]) -> Any:
 
 
 @contextmanager
-def _ray(num_cpus: int, ours: bool) -> Iterator[None]:
+def _ray(num_cpus: int, ours: bool, log_to_driver: bool = False) -> Iterator[None]:
     """A cluster to work in: by NeMo RL's way for its workers; else ours, which it then finds where others run, too."""
     if not ours:
         from nemo_rl.distributed.virtual_cluster import init_ray
@@ -171,7 +174,7 @@ def _ray(num_cpus: int, ours: bool) -> Iterator[None]:
         return
     import ray
 
-    connect(num_cpus, PREPARE_PROCESS, {NEMO_RL_SRC: os.environ[NEMO_RL_SRC]})
+    connect(num_cpus, PREPARE_PROCESS, {NEMO_RL_SRC: os.environ[NEMO_RL_SRC]}, log_to_driver)
     before = os.environ.get("RAY_ADDRESS")
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     try:

@@ -72,6 +72,7 @@ TYPES: dict[str, Any] = {
     "policy.megatron_cfg.use_fused_linear_logprobs": bool | None,
     "policy.megatron_cfg.fused_linear_logprobs_chunk_size": Count | None,
     "policy.megatron_cfg.env_vars": dict | None,
+    "policy.generation.vllm_cfg.env_vars": dict | None,
     "policy.megatron_cfg.fp8_cfg": dict | None,
     "policy.megatron_cfg.fp8_cfg.enabled": bool | None,
     "policy.megatron_cfg.distributed_data_parallel_config": dict | None,
@@ -94,6 +95,8 @@ TYPES: dict[str, Any] = {
     "policy.generation.vllm_cfg.max_model_len": Count | None,
     "policy.generation.vllm_kwargs": dict | None,
     "policy.generation.vllm_kwargs.kv_cache_memory_bytes": Bytes | None,
+    "policy.generation.vllm_kwargs.max_num_seqs": Count | None,
+    "policy.generation.vllm_kwargs.max_num_batched_tokens": Count | None,
     "policy.make_sequence_length_divisible_by": Count | None,  # mostly made of those above
 }
 

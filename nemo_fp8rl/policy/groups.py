@@ -2,6 +2,7 @@
 
 import socket
 from contextlib import suppress
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,9 @@ from nemo_fp8rl.config import MegatronConfig
 from nemo_fp8rl.hf.config import HfConfig
 from nemo_fp8rl.policy.layout import Axis, Layout, expert_tensor_size
 from nemo_fp8rl.workers.network import address_towards, gloo_listens_on
+
+PATIENCE = timedelta(minutes=30)
+"""For the slowest rank, to start and before the first collective of each group; as torch has it for all others."""
 
 
 def join(rank: int, world_size: int, rendezvous: tuple[str, int] | None, listener: socket.socket | None) -> None:
@@ -22,7 +26,12 @@ def join(rank: int, world_size: int, rendezvous: tuple[str, int] | None, listene
             gloo_listens_on(address_towards(host))
             descriptor = listener.detach() if listener else None  # the store closes it
             store = dist.TCPStore(
-                host, port, world_size=world_size, is_master=rank == 0, master_listen_fd=descriptor, use_libuv=False
+                *(host, port),
+                world_size=world_size,
+                is_master=rank == 0,
+                master_listen_fd=descriptor,
+                use_libuv=False,
+                timeout=PATIENCE,
             )
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, rank=rank, world_size=world_size, store=store)

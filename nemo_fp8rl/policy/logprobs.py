@@ -15,7 +15,9 @@ from torch.autograd.function import once_differentiable
 from nemo_fp8rl.policy.restriction import Restriction, restricted
 
 SOFTMAX_ROWS = 16
-"""Rows whose softmax is taken at a time, in float32."""
+"""Rows whose softmax is taken at a time, in float32, at least; a GPU takes as many as VALUES have room for."""
+VALUES = {"cpu": 1 << 20, "cuda": 1 << 25}
+"""Of a temporary in float32: little enough for a CPU's cache, enough for a GPU to be worth a kernel."""
 
 
 def token_logprobs(
@@ -67,9 +69,10 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, len(hidden), chunk_size):
             chunk = slice(start, start + chunk_size)
             logits = hidden[chunk] @ weight.t()
-            for row in range(0, len(logits), SOFTMAX_ROWS):
-                rows = slice(start + row, start + min(row + SOFTMAX_ROWS, len(logits)))
-                scaled = logits[row : row + SOFTMAX_ROWS].float() / temperature
+            few = _rows_at_a_time(logits)
+            for row in range(0, len(logits), few):
+                rows = slice(start + row, start + min(row + few, len(logits)))
+                scaled = logits[row : row + few].float() / temperature
                 out[rows] = scaled.log_softmax(-1).gather(-1, targets[rows, None]).squeeze(-1)
                 if shared:
                     log_share[rows] = scaled.logsumexp(-1)
@@ -90,13 +93,14 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, len(hidden), ctx.chunk_size):
             part = slice(start, start + ctx.chunk_size)
             logits = hidden[part] @ weight.t()
-            for row in range(0, len(logits), SOFTMAX_ROWS):
-                rows = slice(start + row, start + min(row + SOFTMAX_ROWS, len(logits)))
+            few = _rows_at_a_time(logits)
+            for row in range(0, len(logits), few):
+                rows = slice(start + row, start + min(row + few, len(logits)))
                 slope = grad[rows, None] / ctx.temperature
-                softmax = (logits[row : row + SOFTMAX_ROWS].float() / ctx.temperature).softmax(-1)
+                softmax = (logits[row : row + few].float() / ctx.temperature).softmax(-1)
                 grad_logits = softmax.mul_(-slope * share[rows, None])
                 grad_logits.scatter_add_(-1, targets[rows, None], slope * mine[rows, None])
-                logits[row : row + SOFTMAX_ROWS] = grad_logits  # in the logits' place and dtype
+                logits[row : row + few] = grad_logits  # in the logits' place and dtype
             grad_hidden[part] = logits @ weight
             _add_product(grad_weight, logits, hidden[part])
             del logits
@@ -169,6 +173,10 @@ def _restricted_rows(
             yield logits, at, rows, restricted(few, targets[rows], restriction).log_softmax(-1)
 
 
+def _rows_at_a_time(logits: Tensor) -> int:
+    return SOFTMAX_ROWS if logits.is_cpu else max(SOFTMAX_ROWS, VALUES["cuda"] // logits.size(1))
+
+
 def _log_of_sum(logs: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """log of the sum over the group of exp(logs), elementwise; the same bits on every rank."""
     assert group is not None
@@ -178,7 +186,9 @@ def _log_of_sum(logs: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total [V, H] += left^T @ right, in float32, a slice of rows at a time so that no second [V, H] is needed."""
-    step = max(1, (1 << 20) // total.size(1))
+    """total [V, H] += left^T @ right, each product rounded to its dtype, a slice of rows at a time so that no second
+    [V, H] is needed.
+    """
+    step = max(1, VALUES[total.device.type] // total.size(1))
     for start in range(0, len(total), step):
         total[start : start + step] += left[:, start : start + step].t() @ right

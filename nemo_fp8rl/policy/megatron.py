@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nemo_fp8rl.algorithms.loss import combined
 from nemo_fp8rl.algorithms.quantization_error import weight_error
-from nemo_fp8rl.batch import TrainBatch, rows, shards
+from nemo_fp8rl.batch import TrainBatch, dealt, num_rows, rows, shards
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.config import read_hf_config
@@ -37,6 +37,8 @@ class MegatronPolicy:
         check_layout(hf, cfg)
         self.ranks = start_workers(MegatronWorker, "train", cfg.cluster.train_ranks, cfg)
         self.steps_taken = 0
+        # else a row costs what the longest does, wherever it is
+        self.deals = cfg.policy.sequence_packing.enabled or cfg.policy.dynamic_batching.enabled
         self.replicas, count = cfg.data_parallel_size, self.ranks.count
         with ended_on_error(self.ranks):
             rendezvous = self.ranks.everyone("rendezvous")[0] if count > 1 else None
@@ -45,10 +47,10 @@ class MegatronPolicy:
             )
 
     def logprobs(self, batch: TrainBatch) -> Tensor:
-        return torch.cat(self._on_shards("logprobs", batch))
+        return self._by_row("logprobs", batch)
 
     def reference_logprobs(self, batch: TrainBatch) -> Tensor:
-        return torch.cat(self._on_shards("reference_logprobs", batch))
+        return self._by_row("reference_logprobs", batch)
 
     def train_step(self, batch: TrainBatch, loss: Loss, schedules: bool = True) -> dict[str, float]:
         mask = batch["token_mask"][:, 1:] * batch["sample_mask"].unsqueeze(-1)
@@ -57,7 +59,7 @@ class MegatronPolicy:
             raise ValueError("the batch holds no token to train on: every sample is masked out")
         self.steps_taken += 1
         try:
-            results = self._on_shards("train_step", batch, loss, *counts, schedules)
+            results = self._on_shards("train_step", batch, self._order(batch), loss, *counts, schedules)
         except Diverged:
             self.steps_taken -= 1
             raise
@@ -164,9 +166,18 @@ class MegatronPolicy:
             raise death
         return [answers[rank] for rank in arguments]
 
-    def _on_shards(self, method: str, batch: TrainBatch, *arguments: Any) -> list[Any]:
+    def _order(self, batch: TrainBatch) -> Tensor:
+        """Of the rows, for `shards`: replicas then have about as much to do."""
+        return dealt(batch["input_lengths"], self.replicas) if self.deals else torch.arange(num_rows(batch))
+
+    def _by_row(self, method: str, batch: TrainBatch) -> Tensor:
+        """What it answers for each row, in the batch's order."""
+        order = self._order(batch)
+        return torch.cat(self._on_shards(method, batch, order))[order.argsort()]
+
+    def _on_shards(self, method: str, batch: TrainBatch, order: Tensor, *arguments: Any) -> list[Any]:
         """Call it on every rank with its part of the batch: one answer for each part, in order."""
-        parts = shards(batch, self.replicas)
+        parts = shards(batch, self.replicas, order)
         results = self.ranks.call(method, [(parts[place.shard], *arguments) for place in self.places])
         answers = {place.shard: r for place, r in zip(self.places, results, strict=True) if place.answers}
         return [answers[shard] for shard in range(self.replicas)]

@@ -1,7 +1,7 @@
 """A Megatron Core GPTModel from an HF checkpoint folder."""
 
 import logging
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from megatron.core.transformer import transformer_layer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemo_fp8rl.config import Config, Fp8RlConfig, PolicyConfig
+from nemo_fp8rl.config import Config, Fp8RlConfig, MegatronConfig, PolicyConfig
 from nemo_fp8rl.hf.config import HfConfig, projections, trainer_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
@@ -54,13 +54,19 @@ class PolicyModel(GPTModel):
         return weight[: len(self.layout.vocabulary)]
 
 
+def moe_dispatcher(parallel: MegatronConfig) -> Literal["alltoall", "allgather"]:
+    """How tokens get to their experts. Only the first takes microbatches of different lengths, as expert-parallel ranks
+    have them, and a pipeline one after the other.
+    """
+    uneven = parallel.expert_model_parallel_size > 1 or parallel.pipeline_model_parallel_size > 1
+    return "alltoall" if uneven else "allgather"
+
+
 def transformer_config(hf: HfConfig, policy: PolicyConfig, choice: Fp8RlConfig) -> TransformerConfig:
     """Megatron's description of the architecture: fusions off, weights initialized on CPU, gradients summed."""
     dtype, parallel = DTYPES[policy.precision], policy.megatron_cfg
     residual = torch.float32 if choice.align == "vllm" else dtype
-    # expert-parallel ranks have microbatches of different lengths, a pipeline has them one after the other
     pipelined = parallel.pipeline_model_parallel_size > 1
-    uneven = pipelined or parallel.expert_model_parallel_size > 1
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
@@ -85,7 +91,7 @@ def transformer_config(hf: HfConfig, policy: PolicyConfig, choice: Fp8RlConfig) 
         num_layers_in_first_pipeline_stage=parallel.num_layers_in_first_pipeline_stage,
         num_layers_in_last_pipeline_stage=parallel.num_layers_in_last_pipeline_stage,
         sequence_parallel=parallel.sequence_parallel,
-        moe_token_dispatcher_type="alltoall" if uneven else "allgather",
+        moe_token_dispatcher_type=moe_dispatcher(parallel),
         variable_seq_lengths=pipelined,  # stages tell one another the shape of each microbatch
         batch_p2p_comm=False,
         batch_p2p_sync=False,

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformer_engine
 import transformer_engine.pytorch as te
 from megatron.core.extensions.transformer_engine import (
     TEColumnParallelGroupedLinear,
@@ -25,12 +26,15 @@ from megatron.core.extensions.transformer_engine import (
     TERowParallelGroupedLinear,
     TERowParallelLinear,
 )
+from packaging.version import Version
 from torch import Tensor
 from transformer_engine.common.recipe import Float8BlockScaling, Format, QParams
 
 from nemo_fp8rl.fp8 import ScaleFormat
 from nemo_fp8rl.fp8.gpus import BLACKWELL
 from nemo_fp8rl.policy.linears import FP8_TOKENS, MultipliesInFp8
+
+TAKES_COUNTS_OF_HOST = Version("2.15")
 
 
 @contextmanager
@@ -59,6 +63,16 @@ def why_no_fp8(scale_format: ScaleFormat) -> str:
     if available and scale_format == "fp32" and torch.cuda.get_device_capability() >= BLACKWELL:
         return "it emulates blocks with MXFP8's on Blackwell, whose scales are powers of two"
     return "" if available else reason
+
+
+def why_no_allgather() -> str:
+    """Why Megatron's dispatcher of that name, which has the count of tokens on the host, cannot hand it to Transformer
+    Engine's permutation; empty where it can. (Triton refuses a tensor of the host: token_dispatcher.py, and
+    pytorch/triton/permutation.py, which makes a number of it from 2.15 on.)
+    """
+    if Version(transformer_engine.__version__) >= TAKES_COUNTS_OF_HOST:
+        return ""
+    return f"Transformer Engine {transformer_engine.__version__} cannot permute its tokens"
 
 
 class TransformerEngineFp8(MultipliesInFp8):

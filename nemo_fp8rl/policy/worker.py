@@ -34,7 +34,7 @@ from nemo_fp8rl.policy.groups import join, leave, split_model
 from nemo_fp8rl.policy.held_weights import HeldWeights
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.linears import FP8_TOKENS, MultipliesInFp8
-from nemo_fp8rl.policy.model import DTYPES, build_model, transformer_config
+from nemo_fp8rl.policy.model import DTYPES, build_model, moe_dispatcher, transformer_config
 from nemo_fp8rl.policy.offload import Offload
 from nemo_fp8rl.policy.optimizer import build_ddp, build_optimizer, build_scheduler, check_finite
 from nemo_fp8rl.policy.optimizer_state import load_optimizer, save_optimizer
@@ -118,7 +118,9 @@ class MegatronWorker:
         Nothing of the engine's enters them, neither its choice of experts nor its cache: both follow the policy.
         """
         present = self.weights().storage()
-        own = [tensor.clone() for tensor in present]
+        # beside gradients and the optimizer, where these stay, there may be no room for a second copy
+        aside = None if self.cfg.policy.megatron_cfg.offload_between_phases else "cpu"
+        own = [tensor.to(aside, copy=True) for tensor in present]
         alone = TrainBatch(input_ids=batch["input_ids"], input_lengths=batch["input_lengths"])
         with self.kv_cache.unread() if self.kv_cache is not None else nullcontext():
             try:
@@ -317,7 +319,13 @@ def _check_for_gpu(cfg: Config, hf: HfConfig) -> None:
             "nemo_fp8rl.align=vllm rounds as vLLM's CPU kernels do: set nemo_fp8rl.align=none to train on a GPU"
         )
     if hf.family.experts or cfg.nemo_fp8rl.trainer_fp8:
-        transformer_engine_linears(cfg.nemo_fp8rl.scale_format if cfg.nemo_fp8rl.trainer_fp8 else None)
+        te = transformer_engine_linears(cfg.nemo_fp8rl.scale_format if cfg.nemo_fp8rl.trainer_fp8 else None)
+        allgather = hf.family.experts and moe_dispatcher(cfg.policy.megatron_cfg) == "allgather"
+        if allgather and (why_not := te.why_no_allgather()):
+            raise UserError(
+                f"{why_not} where experts are on one rank: install 2.15 or later, or set "
+                "policy.megatron_cfg.expert_model_parallel_size=2 or more"
+            )
     if hf.family.experts and cfg.policy.precision == "float32":
         raise UserError(
             "policy.precision=float32: on a GPU experts are Transformer Engine's, which multiplies float32 in TF32; "

@@ -7,7 +7,7 @@ exception of a call and not as the death of an actor.
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.workers.actors import RayWorkers
 from nemo_fp8rl.workers.base import Role, WorkerDied, Workers, ended_on_error
-from nemo_fp8rl.workers.cluster import connect, joins_cluster, require_token
+from nemo_fp8rl.workers.cluster import connect, find_cluster, joins_cluster, require_token
 from nemo_fp8rl.workers.in_process import InProcessWorker
 from nemo_fp8rl.workers.places import ROLE, on_one_host
 
@@ -19,6 +19,7 @@ __all__ = [
     "Workers",
     "connect",
     "ended_on_error",
+    "find_cluster",
     "joins_cluster",
     "on_one_host",
     "require_token",
@@ -27,14 +28,22 @@ __all__ = [
 
 
 def start_workers(
-    worker_class: type, role: Role, count: int, cfg: Config, processes: int = 1, beside: Workers | None = None
+    worker_class: type,
+    role: Role,
+    count: int,
+    cfg: Config,
+    processes: int = 1,
+    beside: Workers | None = None,
+    calls_at_once: int = 1,
 ) -> Workers:
-    """`count` workers of the class on the cluster's backend, of so many processes each.
+    """`count` workers of the class on the cluster's backend, of so many processes each, with the role's `env_vars` in
+    their environment.
 
     beside: they have the nodes and GPUs of these, the first those of as many as it has processes, and so on.
+    calls_at_once: that a worker with a process of its own takes, each in a thread.
     """
     if cfg.cluster.backend == "in_process":
         assert count == 1  # config_check
-        return InProcessWorker(worker_class)
+        return InProcessWorker(worker_class, role, cfg)
     places = beside.places if isinstance(beside, RayWorkers) else None
-    return RayWorkers(worker_class, role, count, cfg, processes, places)
+    return RayWorkers(worker_class, role, count, cfg, processes, places, calls_at_once)

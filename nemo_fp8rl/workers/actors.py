@@ -1,14 +1,16 @@
 """Workers as Ray actors."""
 
 import os
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.workers.base import Role, WorkerDied, Workers, ended_on_error
+from nemo_fp8rl.workers.base import Role, WorkerDied, Workers, ended_on_error, env_vars
 from nemo_fp8rl.workers.cluster import connect
-from nemo_fp8rl.workers.places import Location, in_order, own_place, shared_place
+from nemo_fp8rl.workers.places import Location, in_order, own_place, shared_place, with_variables
 
 
 class RayWorkers(Workers):
@@ -24,28 +26,36 @@ class RayWorkers(Workers):
         cfg: Config,
         processes: int,
         shared: "Sequence[Location] | None" = None,
+        calls_at_once: int = 1,
     ) -> None:
         connect(cfg.num_cpus)
         import ray
 
-        self.count = count
+        self.count, self.most_lives = count, cfg.cluster.max_engine_restarts
         if shared is None:
-            self.options = [own_place(worker_class, role, count, processes)] * count
+            options = [own_place(worker_class, role, count, processes)] * count
         else:
-            self.options = [shared_place(shared[i * processes : (i + 1) * processes]) for i in range(count)]
-        self.actor_class = ray.remote(worker_class)
-        self.actors = [self.actor_class.options(**options).remote() for options in self.options]
+            options = [shared_place(shared[i * processes : (i + 1) * processes]) for i in range(count)]
+        self.options = [with_variables(one, env_vars(role, cfg)) for one in options]
+        self.actor_class = ray.remote(max_concurrency=calls_at_once)(worker_class)
+        run = secrets.token_hex(4)
+        self.names, self.lives = [f"{role}-{run}-{i}" for i in range(count)], [0] * count
+        self.actors = [self._started(i) for i in range(count)]
         with ended_on_error(self):
             places = [self._enter(i) for i in range(count)]
         order = sorted(range(count), key=places.__getitem__)
         self.places: list[Location] = [places[i] for i in order]
-        self.actors = [self.actors[i] for i in order]
+        self.actors, self.names = [self.actors[i] for i in order], [self.names[i] for i in order]
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         import ray
 
+        batches = {id(one): one for args in arguments for one in args if isinstance(one, dict)}
+        sent = {key: ray.put(batch) for key, batch in batches.items()}  # once, whoever shares it
         try:
-            return ray.get([self._start(i, method, *args) for i, args in enumerate(arguments)])
+            return ray.get(
+                [self._start(i, method, *(sent.get(id(one), one) for one in args)) for i, args in enumerate(arguments)]
+            )
         except ray.exceptions.RayError as error:
             raise _cause(error) from None
 
@@ -89,14 +99,37 @@ class RayWorkers(Workers):
         import ray
 
         ray.kill(self.actors[index])
-        self.actors[index] = self.actor_class.options(**self.options[index]).remote()
+        self.lives[index] += 1
+        self.actors[index] = self._started(index)
         self._enter(index)
+
+    def ask(self, index: int, method: str, within: float) -> Any:
+        import ray
+
+        started = self._start(index, method)
+        done, _ = ray.wait([started], timeout=within)
+        item = _item(started) if done else None
+        return None if isinstance(item, WorkerDied) else item
+
+    def renew(self, index: int) -> None:
+        import ray
+
+        for life in range(self.lives[index] + 1, self.most_lives + 1):
+            with suppress(ValueError):  # not there, or not any more
+                self.actors[index], self.lives[index] = ray.get_actor(self._name(index, life)), life
 
     def shutdown(self) -> None:
         import ray
 
         for actor in self.actors:
             ray.kill(actor)
+
+    def _name(self, index: int, life: int) -> str:
+        return f"{self.names[index]}-{life}"
+
+    def _started(self, index: int) -> Any:
+        name = self._name(index, self.lives[index])
+        return self.actor_class.options(**self.options[index], name=name).remote()
 
     def _start(self, index: int, method: str, *arguments: Any) -> Any:
         return getattr(self.actors[index], method).remote(*arguments)

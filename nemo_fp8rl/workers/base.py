@@ -4,7 +4,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
+from nemo_fp8rl.config import Config
+
 Role = Literal["train", "generation"]
+
+
+def env_vars(role: Role, cfg: Config) -> dict[str, str]:
+    """What the recipe adds to the environment of the role's processes."""
+    policy = cfg.policy
+    return (policy.megatron_cfg if role == "train" else policy.generation.vllm_cfg).env_vars or {}
 
 
 class WorkerDied(RuntimeError):
@@ -42,6 +50,16 @@ class Workers(Protocol):
 
     def restart(self, index: int) -> None:
         """A new worker, not set up, in the place of one that died."""
+        ...
+
+    def ask(self, index: int, method: str, within: float) -> Any:
+        """What a worker answers within so many seconds; None where it does not, or died. It goes on undisturbed."""
+        ...
+
+    def renew(self, index: int) -> None:
+        """In a copy, of another process: take the worker that the original has started in the place of this one, if
+        there is one.
+        """
         ...
 
     def shutdown(self) -> None: ...

@@ -3,12 +3,40 @@
 import atexit
 import os
 import secrets
+import socket
+import stat
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from nemo_fp8rl.errors import UserError
+
+FORWARDED = ("HF_", "NCCL_", "VLLM_", "NVTE_", "TORCH", "PYTORCH_", "CUDA_", "TRITON_", "UCX_", "GLOO_", "PYTHONPATH")
+"""Beginnings of the names of variables that workers of a cluster joined take from the run's environment."""
+SECRET = ("TOKEN", "SECRET", "PASSWORD", "KEY")
+"""Not those with one of these in their names: Ray writes environments to logs that everybody can read."""
+
+
+def find_cluster() -> bool:
+    """Set RAY_ADDRESS, where it is not, to the cluster that `ray start` began on this machine, if that answers: as NeMo
+    RL's runs join it. Not to one of another user, who could write the file in which Ray says where it is, but root.
+    """
+    if joins_cluster():
+        return False
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # where Ray looks
+    current = Path(folder) / "ray/ray_current_cluster"
+    with suppress(OSError, ValueError):
+        status = current.lstat()
+        if stat.S_ISREG(status.st_mode) and status.st_uid in (os.getuid(), 0):
+            address = current.read_text().strip()
+            host, port = address.rsplit(":", 1)
+            socket.create_connection((host, int(port)), timeout=2).close()
+            os.environ["RAY_ADDRESS"] = address
+            return True
+    return False
 
 
 def joins_cluster() -> bool:
@@ -43,33 +71,49 @@ def _token_file() -> str:
     return path
 
 
-def connect(num_cpus: int, setup_hook: str | None = None, variables: Mapping[str, str] | None = None) -> None:
+def connect(
+    num_cpus: int,
+    setup_hook: str | None = None,
+    variables: Mapping[str, str] | None = None,
+    log_to_driver: bool = False,
+) -> None:
     """Join the Ray cluster of RAY_ADDRESS, or start one here: on loopback, with a token of its own.
 
-    setup_hook: name of a function that every worker process calls first. variables: of its environment.
+    setup_hook: name of a function that every worker process calls first. variables: of its environment. log_to_driver:
+    what workers write is shown here.
     """
     require_token()
     import ray
 
-    environment: dict[str, Any] = {"env_vars": dict(variables or {})}
+    environment: dict[str, Any] = {"env_vars": {**(_forwarded() if joins_cluster() else {}), **(variables or {})}}
     if setup_hook is not None:
         environment["worker_process_setup_hook"] = setup_hook
     if joins_cluster():
         try:
-            ray.init(log_to_driver=False, ignore_reinit_error=True, runtime_env=environment)
+            ray.init(log_to_driver=log_to_driver, ignore_reinit_error=True, runtime_env=environment)
         except (ConnectionError, ValueError, SystemExit) as error:  # SystemExit: nobody answered
             raise UserError(
                 f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: that Ray cluster cannot be joined ({str(error)[:200]}); "
-                "start it, or unset RAY_ADDRESS to have one started here"
+                "start it, or unset RAY_ADDRESS, and `ray stop` what runs here, to have one started"
             ) from None
         return
     if ray.is_initialized():
         return
     ray.init(
+        "local",  # whatever else runs on this machine
         num_cpus=num_cpus,
         include_dashboard=False,
-        log_to_driver=False,
+        log_to_driver=log_to_driver,
         logging_level="ERROR",
         _node_ip_address="127.0.0.1",
         runtime_env=environment,
     )
+
+
+def _forwarded() -> dict[str, str]:
+    given = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
+    return {
+        name: value
+        for name, value in given.items()
+        if name != "CUDA_VISIBLE_DEVICES" and not any(part in name for part in SECRET)
+    }

@@ -1,9 +1,11 @@
 """The one worker of a run in a single process."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nemo_fp8rl.workers.base import WorkerDied, Workers
+from nemo_fp8rl.config import Config
+from nemo_fp8rl.workers.base import Role, WorkerDied, Workers, env_vars
 
 
 class InProcessWorker(Workers):
@@ -11,7 +13,8 @@ class InProcessWorker(Workers):
 
     count = 1
 
-    def __init__(self, worker_class: type) -> None:
+    def __init__(self, worker_class: type, role: Role, cfg: Config) -> None:
+        os.environ.update(env_vars(role, cfg))  # too late for what libraries read when they are imported
         self.worker_class, self.worker = worker_class, worker_class()
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -37,6 +40,12 @@ class InProcessWorker(Workers):
     def restart(self, index: int) -> None:
         self.worker.shutdown()
         self.worker = self.worker_class()
+
+    def ask(self, index: int, method: str, within: float) -> Any:
+        return self._answer(method)
+
+    def renew(self, index: int) -> None:
+        """It has no copies."""
 
     def shutdown(self) -> None:
         self.worker.shutdown()

@@ -1,7 +1,7 @@
 """Where Ray puts an actor: on nodes of its role, with CPUs and GPUs of its own, or where others are."""
 
 import os
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple, get_args
 
 from nemo_fp8rl.config import Config
@@ -28,14 +28,23 @@ def own_place(worker_class: type, role: Role, count: int, processes: int) -> dic
     gpus = processes if _take_gpus() else 0
     if not gpus and (_hidden() or torch.cuda.is_available()):  # from an actor that asks for none Ray hides none
         options |= _sees("")
-    own = {node["NodeID"] for node in nodes}
-    for kind, wanted in (("CPU", count * processes), ("GPU", count * gpus)):
-        if (free := _free(kind, own)) < wanted:
+    each = {"CPU": processes, "GPU": gpus}
+    free = _free({node["NodeID"] for node in nodes})
+    here = f" on nodes with {ROLE}={role}" if placed else ""
+    for kind, size in each.items():
+        if (all_free := sum(of_node.get(kind, 0) for of_node in free)) < count * size:
             raise UserError(
-                f"cluster.backend=ray: {count} {worker_class.__name__} actors need {wanted} {kind}s, Ray has "
-                f"{free:g} free{f' on nodes with {ROLE}={role}' if placed else ''}; lower cluster.train_ranks or "
-                "cluster.generation_engines, or start Ray with more"
+                f"cluster.backend=ray: {count} {worker_class.__name__} actors need {count * size} {kind}s, Ray has "
+                f"{all_free:g} free{here}; lower cluster.train_ranks or cluster.generation_engines, or start Ray with "
+                "more"
             )
+    room = sum(min(int(of_node.get(kind, 0) // size) for kind, size in each.items() if size) for of_node in free)
+    if room < count:
+        raise UserError(
+            f"cluster.backend=ray: each of {count} {worker_class.__name__} actors needs {processes} CPUs"
+            f"{f' and {gpus} GPUs' if gpus else ''} of one node, and Ray has that free for {room}{here}; lower "
+            "policy.generation.vllm_cfg.tensor_parallel_size, or start larger nodes"
+        )
     return options | {"num_cpus": processes, "num_gpus": gpus}
 
 
@@ -64,9 +73,15 @@ def shared_place(places: Sequence[Location]) -> dict[str, Any]:
     return options | {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(first, False)}
 
 
+def with_variables(options: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
+    """Ray's options for an actor, with these in its environment as well."""
+    own = options.get("runtime_env", {}).get("env_vars", {})
+    return {**options, "runtime_env": {"env_vars": {**variables, **own}}}
+
+
 def _sees(gpus: str) -> dict[str, Any]:
     # Ray before 2.56 hides all GPUs from an actor that asks for none: https://github.com/ray-project/ray/pull/62492
-    return {"runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": gpus, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}}}
+    return with_variables({}, {"CUDA_VISIBLE_DEVICES": gpus, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"})
 
 
 def in_order(gpu: str) -> tuple[int, str]:
@@ -95,9 +110,9 @@ def _hidden() -> bool:
     return os.environ.get("CUDA_VISIBLE_DEVICES") == ""
 
 
-def _free(kind: str, nodes: Set[str]) -> float:
-    """On these nodes together. Ray says it node by node only where vLLM asks, too."""
+def _free(nodes: Set[str]) -> list[dict[str, float]]:
+    """Of each of these nodes. Ray says it node by node only where vLLM asks, too."""
     from ray._private.state import available_resources_per_node
 
     free: dict[str, dict[str, float]] = available_resources_per_node()
-    return sum(resources.get(kind, 0) for node, resources in free.items() if node in nodes)
+    return [resources for node, resources in free.items() if node in nodes]

@@ -44,6 +44,11 @@ def test_after_one_and_after_ten_refits_it_is_a_fresh_engine(pair, tmp_path):
     pair.is_fresh_after_refits(tmp_path)
 
 
+def test_its_batches_are_as_large_as_those_of_vllms_own_llm(pair):
+    scheduler = pair.engine.core.llm.vllm_config.scheduler_config
+    assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (256, 8192)
+
+
 def test_engine_holds_the_trainers_bytes(pair):
     """Every FP8 weight and scale in the engine's memory, fused or not, is what the trainer exported, to the byte."""
     if not pair.cfg.nemo_fp8rl.engine_fp8:

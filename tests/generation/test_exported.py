@@ -57,7 +57,6 @@ class Exported:
             del arguments[ours]
         engine = VllmEngine()
         engine.policy_version, engine.records_routes = own.policy_version, False
-        engine.sleep_level, engine.cache_sleeps = 0, False
         engine.max_model_len = own.max_model_len
         engine.core = object.__new__(SteppedCore)
         engine.core.remote, engine.core._ids = False, count()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import secrets
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from threading import Thread
 
 import psutil
 import pytest
@@ -18,6 +20,7 @@ import torch
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation import compat
+from nemo_fp8rl.generation.base import Sampling
 from nemo_fp8rl.generation.vllm import VllmGeneration
 from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.recipe import load
@@ -52,15 +55,26 @@ class Run:
         self.generation.shutdown()
         self.policy.shutdown()
 
-    def answers(self, disturb=None) -> list:
+    def answers(self, disturb=None, of: VllmGeneration | None = None) -> list:
         """What the engines answer; `disturb()` is called after the first answer."""
         answers = {}
-        for i, group in self.generation.stream(self.prompts, range(len(self.prompts)), LONG):
+        for i, group in (of or self.generation).stream(self.prompts, range(len(self.prompts)), LONG):
             answers[i] = group
             if disturb is not None:
                 disturb()
                 disturb = None
         return outputs((answers[i] for i in range(len(self.prompts))), same_batches=False)
+
+    def begin(self, name: str, ended: list[str], sampling: Sampling = LONG) -> Thread:
+        """A thread that asks for answers to one prompt, and says when it has them."""
+
+        def ask() -> None:
+            self.generation.generate(self.prompts[:1], [0], sampling)
+            ended.append(name)
+
+        thread = Thread(target=ask)
+        thread.start()
+        return thread
 
 
 def core_process() -> psutil.Process:
@@ -71,7 +85,7 @@ def core_process() -> psutil.Process:
 
 @pytest.fixture(scope="module")
 def async_run(tiny_overrides):
-    run = Run((*tiny_overrides, ASYNC, WAVES, "cluster.max_engine_restarts=6"))
+    run = Run((*tiny_overrides, ASYNC, WAVES, "cluster.max_engine_restarts=7"))
     yield run
     run.close()
 
@@ -126,6 +140,40 @@ def test_a_core_that_hangs_counts_as_dead(async_run):
     assert not hung.is_running() or hung.status() == psutil.STATUS_ZOMBIE
 
 
+def test_a_call_that_comes_while_an_engine_is_replaced_waits_for_it(async_run):
+    expected, ended = async_run.answers(), list[str]()
+    core = core_process()
+    core.kill()
+    core.wait()
+    finds_it_dead = async_run.begin("finds it dead", ended)
+    while not async_run.generation.gone:
+        time.sleep(0.001)
+    assert async_run.answers() == expected
+    finds_it_dead.join()
+    assert ended == ["finds it dead"] and not async_run.generation.gone
+
+
+def test_a_refit_waits_for_what_other_threads_were_promised(async_run):
+    ended: list[str] = []
+    long = async_run.begin("long", ended)
+    readers = async_run.generation.engines.worker.readers
+    while not any(readers._counts.values()):
+        time.sleep(0.001)
+    async_run.begin("short", ended, replace(LONG, max_new_tokens=1)).join()
+    assert ended == ["short"]  # it did not wait for the long one's end
+    assert async_run.bridge.refit().retries == 0
+    assert ended == ["short", "long"]
+    long.join()
+
+
+def test_long_answers_have_longer_to_come(async_run, monkeypatch):
+    engines, waits = async_run.generation.engines, []
+    stream = engines.stream
+    monkeypatch.setattr(engines, "stream", lambda *arguments: waits.append(arguments[-1]) or stream(*arguments))
+    async_run.answers()
+    assert waits == [1800 + 0.1 * LONG.max_new_tokens]
+
+
 class StopsTheCore:
     """A trainer's end of a link that stops the engine's core when it has sent the first bucket."""
 
@@ -158,8 +206,8 @@ def test_a_core_that_hangs_in_a_refit_is_replaced_after_the_timeout_and_gets_the
 
 
 def test_one_death_too_many_ends_the_run(async_run):
-    assert async_run.generation.engine_restarts == 6
-    with pytest.raises(UserError, match=r"after 6 restarts .*cluster\.max_engine_restarts.*--resume"):
+    assert async_run.generation.engine_restarts == 7
+    with pytest.raises(UserError, match=r"after 7 restarts .*cluster\.max_engine_restarts.*--resume"):
         async_run.answers(lambda: core_process().kill())
 
 
@@ -258,14 +306,30 @@ def kill_one_of_two(overrides: list[str]) -> dict[str, object]:
     second = run.generation.engines.actors[1]
     actor = psutil.Process(ray.get(second.__ray_call__.remote(lambda _: os.getpid())))
     started = actor.children(recursive=True)
+    ended: list[str] = []
+    long = [run.begin("long", ended) for _ in run.generation.engines.actors]  # one for each
+    time.sleep(0.1)
+    run.begin("short", ended, replace(LONG, max_new_tokens=1)).join()
+    for thread in long:
+        thread.join()
     equal = run.answers(actor.kill) == expected
     refit = run.bridge.refit()
+    copy = pickle.loads(ray.cloudpickle.dumps(run.generation))  # as in the process of NeMo RL's collector
+    third = psutil.Process(
+        ray.get(run.generation.engines.actors[0].__ray_call__.remote(lambda _: os.getpid()))
+    )  # whose prompts the other one answers, till it is replaced
+    third.kill()
+    copied = [run.answers(of=copy) == expected and sorted(copy.gone)]
+    run.bridge.refit()
+    copied.append(run.answers(of=copy) == expected and sorted(copy.gone))
     _, alive = psutil.wait_procs(started, timeout=20)
     left = [process.pid for process in alive if process.status() != psutil.STATUS_ZOMBIE]
     counted = run.generation.metrics()
     run.close()
     return {
+        "ended": ended,
         "equal": equal,
+        "copied": copied,
         "version": refit.version,
         "retries": refit.retries,
         "started": len(started),
@@ -276,7 +340,9 @@ def kill_one_of_two(overrides: list[str]) -> dict[str, object]:
 
 @pytest.mark.long
 def test_of_two_engines_under_ray_one_is_killed(tiny_overrides):
-    """Its prompts are asked again of both; nothing that it started outlives it."""
+    """Its prompts are asked again of both; nothing that it started outlives it. Before, what three threads ask is
+    answered side by side; after, a copy does without another one that is killed, until that is replaced.
+    """
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # Ray reads them once, so a new process
     command = [sys.executable, "-m", "tests.generation.test_faults", *tiny_overrides]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=os.environ | token)
@@ -284,7 +350,9 @@ def test_of_two_engines_under_ray_one_is_killed(tiny_overrides):
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["started"] > 0
     assert 0 < seen.pop("generation/prompts_retried") <= len(TEXTS) / 2
-    expected = {"equal": True, "version": 1, "retries": 0, "left": [], "generation/engine_restarts": 1}
+    assert seen.pop("ended") == ["short", "long", "long"]
+    assert seen.pop("copied") == [[0], []]
+    expected = {"equal": True, "version": 1, "retries": 0, "left": [], "generation/engine_restarts": 2}
     assert seen == expected | {"started": seen["started"]}
 
 

@@ -59,6 +59,11 @@ def test_after_one_and_after_ten_refits_it_is_a_fresh_engine(pair, tmp_path):
     assert pair.mismatch() < 1.001
 
 
+def test_its_batches_are_as_large_as_those_of_vllms_own_llm(pair):
+    processes = pair.cfg.policy.generation.vllm_cfg.tensor_parallel_size
+    assert pair.engine.core.llm.vllm_config.scheduler_config.max_num_seqs == 256 * processes
+
+
 def test_an_incomplete_refit_is_refused_by_name_and_the_next_one_counts(pair):
     same_batches = not pair.cfg.policy.generation.vllm_cfg.async_engine
     pair.refit()

@@ -1,12 +1,21 @@
 """What an engine does on a GPU alone, with stand-ins for the parts of vLLM that a CPU lacks."""
 
+import asyncio
+import threading
+import time
 from collections import deque
+from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from nemo_fp8rl.generation.core import SteppedCore
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.generation.core import AsyncCore, Request, SteppedCore
+from nemo_fp8rl.generation.engine import VllmEngine
+from nemo_fp8rl.workers import WorkerDied
+from tests.generation.pair import GREEDY
 
 
 def test_a_batch_that_vllm_ran_ahead_is_taken_in_before_anything_else():
@@ -22,6 +31,42 @@ def test_a_batch_that_vllm_ran_ahead_is_taken_in_before_anything_else():
     core.llm = SimpleNamespace(step=step, engine_core=SimpleNamespace(engine_core=SimpleNamespace(batch_queue=ahead)))
     assert list(core.stream([])) == []
     assert stepped == ["after the last answer"]
+
+
+def test_a_thread_that_waits_for_an_answer_hears_of_a_shutdown():
+    """With an engine in the place of vLLM's that never answers."""
+
+    class Silent:
+        async def generate(self, *request):
+            await asyncio.sleep(3600)
+            yield
+
+        def shutdown(self):
+            pass
+
+    core, heard = object.__new__(AsyncCore), []
+    core.llm, core.timeout, core._ids, core._loop = Silent(), 3600.0, count(), asyncio.new_event_loop()
+
+    def ask() -> None:
+        try:
+            list(core.stream([Request((1,), SimpleNamespace(max_tokens=1))]))
+        except WorkerDied as death:
+            heard.append(str(death))
+
+    threads = [threading.Thread(target=core._loop.run_forever, daemon=True), threading.Thread(target=ask, daemon=True)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    core.shutdown()
+    threads[1].join(timeout=10)
+    assert heard == ["the engine was shut down"]
+
+
+def test_stop_strings_that_nobody_would_see_are_refused():
+    engine = VllmEngine()
+    engine.has_no_tokenizer = True
+    with pytest.raises(UserError, match=r"\['</a>'\].*policy.generation.vllm_cfg.skip_tokenizer_init=false"):
+        engine._sampling_params(replace(GREEDY, stop_strings=("</a>",)), 1, 0)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import pytest
 
 from nemo_fp8rl.doctor.shapes import PUBLISHED
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.generation.engine import engine_arguments
 from nemo_fp8rl.nemo_rl.config import from_nemo_rl
 from nemo_fp8rl.nemo_rl.recipe import load
 from tests.conftest import RECIPES
@@ -83,6 +84,27 @@ def test_what_it_says_is_what_we_do(tiny):
     assert cfg.policy.generation.stop_token_ids == (1,)
     assert cfg.loss_fn.ratio_clip_max == 0.28 and cfg.loss_fn.use_importance_sampling_correction
     assert cfg.cluster.backend == "in_process"
+
+
+def test_variables_of_workers_reach_ours(tiny):
+    cfg = from_nemo_rl(
+        master(
+            tiny,
+            policy__megatron_cfg__env_vars={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+            policy__generation__vllm_cfg__env_vars={"VLLM_USE_FLASHINFER_MOE_FP8": "0"},
+        )
+    )
+    assert cfg.policy.megatron_cfg.env_vars == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert cfg.policy.generation.vllm_cfg.env_vars == {"VLLM_USE_FLASHINFER_MOE_FP8": "0"}
+
+
+def test_what_vllm_is_told_reaches_our_engines(tiny):
+    kwargs = {"kv_cache_memory_bytes": 2**29, "max_num_seqs": 512, "max_num_batched_tokens": 16384}
+    cfg = from_nemo_rl(master(tiny, policy__generation__vllm_kwargs=kwargs))
+    assert cfg.policy.generation.vllm_cfg.kv_cache_memory_gib == 0.5
+    arguments = engine_arguments(cfg, "dummy")
+    assert {key: arguments[key] for key in kwargs} == kwargs
+    assert from_nemo_rl(master(tiny)).policy.generation.vllm_cfg.max_num_seqs is None
 
 
 def test_gpus_are_ranks_and_processes_of_engines(tiny):

@@ -1,5 +1,7 @@
 """Packed sequences give what padded ones give: log-probs, loss and gradients. float32, where only the order differs."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,6 +9,8 @@ from hypothesis import strategies as st
 
 from nemo_fp8rl.batch import bins, flat_index
 from nemo_fp8rl.policy.align import AlignedAttention
+from nemo_fp8rl.policy.megatron import MegatronPolicy
+from nemo_fp8rl.policy.worker import Place
 from nemo_fp8rl.tiny import write_model
 from tests.policy.ranks import logprobs_and_norm
 from tests.policy.test_routing_replay import random_routes
@@ -120,3 +124,14 @@ def test_flat_index_walks_the_tokens_of_each_row():
     row, position = flat_index(torch.tensor([2, 0, 3]))
     assert row.tolist() == [0, 0, 2, 2, 2]
     assert position.tolist() == [0, 1, 0, 1, 2]
+
+
+def test_replicas_are_dealt_rows_by_length_and_answers_come_back_in_order():
+    """With ranks that answer with what they were given."""
+    policy, batch, given = object.__new__(MegatronPolicy), random_batch(1, b=16, t=20), []
+    policy.replicas, policy.deals, policy.places = 2, True, [Place(0, True), Place(1, True)]
+    policy.ranks = SimpleNamespace(call=lambda method, arguments: given.extend(arguments) or [a["x"] for (a,) in given])
+    batch["input_lengths"] = torch.tensor([20] * 8 + [2] * 8)
+    batch["x"] = torch.arange(16)
+    assert policy.logprobs(batch).tolist() == list(range(16))
+    assert [part["input_lengths"].sum() for (part,) in given] == [88, 88]

@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -278,9 +279,12 @@ def fake_hopper() -> Iterator[None]:
     from megatron.core.extensions.transformer_engine import te_general_gemm
     from megatron.core.transformer.moe import moe_utils
 
+    from nemo_fp8rl.policy import te_linears
     from tests.transformer_engine.fake_permutation import FAKES
 
     with ExitStack() as stack:
+        # the fake permutation takes a count on the host, whatever the version
+        stack.enter_context(mock.patch.object(te_linears, "TAKES_COUNTS_OF_HOST", Version("0")))
         # `megatron_on_cpu`, which goes round the rest, replaces these two
         tracker = tensor_parallel.random.get_cuda_rng_tracker
         stack.enter_context(mock.patch.object(tensor_parallel, "get_cuda_rng_tracker", tracker))

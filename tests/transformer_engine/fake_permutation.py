@@ -39,6 +39,7 @@ def _sum(permuted: Tensor, rows: Tensor, count: int) -> Tensor:
 
 def permute(tokens: Tensor, routing_map: Tensor, num_out_tokens: Any) -> tuple[Tensor, Tensor]:
     rows = routing_map.t().nonzero()[:, 1]
+    assert len(rows) == int(num_out_tokens)  # what the kernel makes room for
     return _Gather.apply(tokens, rows), rows
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 
 from nemo_fp8rl.algorithms.loss import NllLoss
@@ -185,6 +186,22 @@ def test_float32_scales_are_refused_on_blackwell(recipe, tmp_path: Path, monkeyp
             pass
     with rank(cfg, gpu=True):
         pass
+
+
+def test_a_mixture_on_one_rank_needs_a_permutation_that_takes_counts_of_the_host(recipe, tmp_path: Path, monkeypatch):
+    import transformer_engine
+
+    from nemo_fp8rl.policy import te_linears
+
+    write_model(tmp_path / "model", seed=3, family="qwen3_moe")
+    cfg = recipe(f"policy.model_name={tmp_path}/model", "nemo_fp8rl.align=none")
+    real = te_linears.TAKES_COUNTS_OF_HOST
+    with fake_hopper():
+        monkeypatch.setattr(te_linears, "TAKES_COUNTS_OF_HOST", real)
+        assert bool(te_linears.why_no_allgather()) == transformer_engine.__version__.startswith("2.14")
+        monkeypatch.setattr(te_linears, "TAKES_COUNTS_OF_HOST", Version("99"))
+        with pytest.raises(UserError, match=r"Transformer Engine 2\..* cannot permute.*expert_model_parallel_size=2"):
+            MegatronWorker().setup(cfg, 0, 1, None)
 
 
 def test_a_group_without_parameters_counts_no_steps():
