@@ -9,12 +9,14 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+SILENCE = 60.0
+"""Seconds after which a line says what a step is doing, where there is no terminal."""
 SPEED_OVER_SECONDS = 3600
 """The time left follows the speed of the last hour: over rich's 30 seconds there is none where a step takes longer."""
 
 
 class Display:
-    """Open with `with`; one `step` call a step."""
+    """Open with `with`; one `step` call a step, `doing` at any time in between."""
 
     def __init__(self, title: str, total: int, done: int = 0) -> None:
         self.console = Console(highlight=False)
@@ -24,11 +26,13 @@ class Display:
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
+            TextColumn("{task.fields[doing]}", style="dim"),
             speed_estimate_period=SPEED_OVER_SECONDS,
         )
-        self.task = self.progress.add_task(title, total=total, completed=done)
+        self.task = self.progress.add_task(title, total=total, completed=done, doing="starting")
         self.figures = Text()
         self.live = Live(Group(self.progress, self.figures), console=self.console)
+        self.said = self.progress.get_time()
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
@@ -40,10 +44,18 @@ class Display:
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
+        self.said = self.progress.get_time()
+
+    def doing(self, what: str) -> None:
+        """What the step after the last is at."""
+        self.progress.update(self.task, doing=what)
+        if not self.console.is_terminal and self.progress.get_time() - self.said >= SILENCE:
+            done = self.progress.tasks[0].completed
+            self.say(f"step {min(done + 1, self.total):.0f}/{self.total}  {what}")
 
     def step(self, step: int, shown: dict[str, str]) -> None:
         """`shown`: a few named figures of this step, already formatted."""
-        self.progress.update(self.task, completed=step)
+        self.progress.update(self.task, completed=step, doing="")
         text = "  ".join(f"{name} {value}" for name, value in shown.items())
         self.figures.plain = text
         if not self.console.is_terminal:

@@ -59,9 +59,9 @@ def collect(
         prompts = prompts_of_round(round_)
         if not prompts:
             break
-        with clock("generate"):
+        with clock("generate", len(prompts)) as answered:
             seeds = [sample_seed(cfg.grpo.seed, step, round_ * wanted + i) for i in range(len(prompts))]
-            groups = generation.generate([p.token_ids for p in prompts], seeds, sampling)
+            groups = generation.generate([p.token_ids for p in prompts], seeds, sampling, answered)
         flat = [completion for group in groups for completion in group]
         generated += sum(len(completion.token_ids) for completion in flat)
         with clock("reward"):

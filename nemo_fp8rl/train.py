@@ -51,6 +51,8 @@ class Parts:
     generation: Generation
     bridge: RefitBridge
     sampling: Sampling
+    doing: Callable[[str], None]
+    """Told what a step is at."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,10 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
         run.add_choice("trainer_kernels", ", ".join(policy.kernels()) or "none in FP8")
         run.add_choice("engine_kernels", ", ".join(generation.kernels()))
         run.add_choice("processors", processors(policy.instructions(), generation.instructions()))
-        parts = Parts(cfg, tokenizer, val_prompts, policy, generation, bridge, sampling)
+        parts = Parts(cfg, tokenizer, val_prompts, policy, generation, bridge, sampling, display.doing)
         if cfg.fp8_kv_cache and not run.done:
             policy.calibrate_kv(prompt_batch(prompts_of(1)(0), tokenizer.pad_token_id))
+        display.doing("refit")
         generation.prepare_for_generation()
         first_refit = parts.bridge.refit()
         display.say(f"{len(train_prompts)} prompts, {len(val_prompts)} held out, run in {run.path}")
@@ -142,7 +145,9 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
             stops = stop.requested
             ends = step == last or stops
             if cfg.checkpointing.enabled and (ends or step % cfg.checkpointing.save_period == 0):
+                display.doing("checkpoint")
                 run.save_checkpoint(step, policy)
+                display.doing("")
             if stops and step < last:
                 saved = f"checkpoint of step {run.done}: --resume continues it" if run.done else "no checkpoint"
                 display.say(f"stopped after step {step}, {saved}")
@@ -152,7 +157,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
 
 def train_step(parts: Parts, loss: GrpoLoss, step: int, prompts_of_round: PromptsOfRound) -> StepOutcome:
     """One round of the loop. Raises StepRefused, at any of its optimizer steps."""
-    cfg, clock = parts.cfg, Stopwatch()
+    cfg, clock = parts.cfg, Stopwatch(parts.doing)
     begin, faults = time.perf_counter(), parts.generation.metrics()
     offload = cfg.policy.megatron_cfg.offload_between_phases
     memory = {"memory/offloaded_bytes": parts.policy.offload_after_refit()} if offload else {}
@@ -198,6 +203,7 @@ def train_step(parts: Parts, loss: GrpoLoss, step: int, prompts_of_round: Prompt
             parts.policy.calibrate_kv(batch)
     if offload:
         parts.policy.offload_before_refit()
+    parts.doing("refit")
     parts.generation.prepare_for_generation()
     refit = parts.bridge.refit()
 
@@ -268,16 +274,16 @@ def optimize(policy: Policy, batch: TrainBatch, loss: GrpoLoss, global_batch_siz
 
 def validate(parts: Parts) -> dict[str, float]:
     """Accuracy on the held-out prompts, one answer each at policy.generation.val_temperature."""
-    clock, prompts = Stopwatch(), parts.val_prompts
+    clock, prompts = Stopwatch(parts.doing), parts.val_prompts
     sampling = replace(
         parts.sampling, num_generations=1, temperature=parts.cfg.policy.generation.val_temperature, logprobs=False
     )
     error = parts.policy.weight_error() if parts.cfg.nemo_fp8rl.engine_fp8 else {}
     if parts.cfg.policy.megatron_cfg.offload_between_phases:
         parts.policy.offload_after_refit()
-    with clock("validation"):
+    with clock("validation", len(prompts)) as answered:
         seeds = [sample_seed(parts.cfg.grpo.seed, 0, position) for position in range(len(prompts))]
-        groups = parts.generation.generate([p.token_ids for p in prompts], seeds, sampling)
+        groups = parts.generation.generate([p.token_ids for p in prompts], seeds, sampling, answered)
         rewards = score(parts.cfg, parts.tokenizer, prompts, [group[0] for group in groups])
     return {"validation/accuracy": float(rewards.mean())} | error | clock.metrics()
 

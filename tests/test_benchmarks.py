@@ -12,6 +12,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 ARGUMENTS = {
     "alignment": ["--samples", "8", "--folder", "{}"],
     "bandit": ["--seeds", "1", "--steps", "20", "--json", "{}/figures.json"],
+    "checkpoint": ["--layers", "1", "--rounds", "1", "--json", "{}/figures.json"],
     "links": ["--bucket-mib", "1", "--buckets", "3", "--json", "{}/figures.json"],
     "layouts": ["--steps", "1", "--folder", "{}"],
     "logprobs": ["--rows", "2", "--tokens", "64", "--vocab", "4096", "--json", "{}/figures.json"],

@@ -32,6 +32,7 @@ def display(clock, monkeypatch):
         monkeypatch.setattr("nemo_fp8rl.display.Console", lambda **_: console)
         shown = Display("fp8_e2e", 10, 4)
         shown.progress.get_time = lambda: clock[0]
+        shown.said = clock[0]
         return shown, out
 
     return make
@@ -46,6 +47,32 @@ def test_plain_lines_have_the_figures_and_the_time_left_of_slow_steps(display, c
     lines = out.getvalue().splitlines()
     assert lines[0] == f"step 5/10  {FIGURES}"
     assert lines[2] == f"step 7/10  {FIGURES}  eta 0:03:03"
+
+
+def test_a_step_that_takes_long_says_what_it_is_at_once_a_minute(display, clock):
+    shown, out = display(False)
+    with shown:
+        for answered in range(10):
+            clock[0] += 20.0
+            shown.doing(f"generate {answered}/64")
+        shown.step(5, _shown(LATEST))
+        shown.doing("generate 0/64")
+    said = ["step 5/10  generate 2/64", "step 5/10  generate 5/64", "step 5/10  generate 8/64", f"step 5/10  {FIGURES}"]
+    assert out.getvalue().splitlines() == said
+
+
+def test_a_terminal_shows_what_a_step_is_at(display):
+    shown, out = display(True)
+    with shown:
+        shown.live.refresh()
+        assert "starting" in out.getvalue()
+        shown.doing("generate 12/64")
+        shown.live.refresh()
+        assert "generate 12/64" in out.getvalue()
+        shown.step(5, {})
+        out.truncate(0)
+        shown.live.refresh()
+        assert "generate" not in out.getvalue()
 
 
 def test_a_terminal_has_a_bar_and_the_figures(display, clock):

@@ -1,6 +1,6 @@
 """What the loop asks of a generation backend."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,9 +29,16 @@ class Sampling:
 
 class Generation(WeightSink, Protocol):
     def generate(
-        self, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int], sampling: Sampling
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        answered: Callable[[int], None] = ...,
     ) -> list[list[Completion]]:
-        """For each prompt its completions, in order. Equal seeds, prompts and weights give equal completions."""
+        """For each prompt its completions, in order. Equal seeds, prompts and weights give equal completions.
+
+        answered: told after each prompt how many are answered.
+        """
         ...
 
     def finish_generation(self) -> None:

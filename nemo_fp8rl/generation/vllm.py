@@ -67,9 +67,16 @@ class VllmGeneration:
         self._begin()
 
     def generate(
-        self, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int], sampling: Sampling
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        answered: Callable[[int], None] = lambda _: None,
     ) -> list[list[Completion]]:
-        answers = dict(self.stream(prompts, seeds, sampling))
+        answers = {}
+        for position, completions in self.stream(prompts, seeds, sampling):
+            answers[position] = completions
+            answered(len(answers))
         return [answers[i] for i in range(len(prompts))]
 
     def stream(

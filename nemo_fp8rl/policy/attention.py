@@ -6,14 +6,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemo_fp8rl.batch import flat_index
 from nemo_fp8rl.policy.context import to_heads, to_tokens
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
+from nemo_fp8rl.policy.packed import PackedSequences
 from nemo_fp8rl.policy.rope import Rope
 
 
@@ -22,8 +21,8 @@ class CoreAttention(MegatronModule):
 
     All in the activations' dtype. It also applies RoPE: Megatron is built without position embedding, so this is the
     only one. Packed sequences have [tokens, heads, d] instead and give [tokens, heads * d]; they are padded here and
-    nowhere else, since all of a layer but its attention treats every token alike: those of like length together, so
-    that padding at most doubles them. Under context parallelism s and tokens are those of the rank.
+    nowhere else, since all of a layer but its attention treats every token alike. Under context parallelism s and
+    tokens are those of the rank.
     """
 
     rope: Rope  # both set by `attention_of`
@@ -45,7 +44,7 @@ class CoreAttention(MegatronModule):
         value: Tensor,
         attention_mask: Tensor | None = None,
         *,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: PackedSequences | None = None,
         **_: Any,
     ) -> Tensor:
         group = parallel_state.get_context_parallel_group(check_initialized=False)
@@ -53,25 +52,15 @@ class CoreAttention(MegatronModule):
             return self._whole(query, key, value, packed_seq_params)
         return to_tokens(self._whole(*to_heads(query, key, value, group), packed_seq_params), group)
 
-    def _whole(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams | None) -> Tensor:
+    def _whole(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences | None) -> Tensor:
         """Of whole sequences, packed or not."""
         if packed is None:
             return self.attend(query, key, value)
-        ends = packed.cu_seqlens_q.long()
-        lengths = ends.diff()
-        powers = lengths.log2().ceil()
-        outputs, places = [], []
-        for power in powers[lengths > 0].unique():
-            rows = (powers == power).nonzero().flatten()
-            row, position = flat_index(lengths[rows])
-            place = ends[rows][row] + position
-            shape = int(lengths[rows].max()), len(rows)
-            q, k, v = (
-                t.new_zeros(*shape, *t.shape[1:]).index_put((position, row), t[place]) for t in (query, key, value)
-            )
-            outputs.append(self.attend(q, k, v, rows)[position, row])
-            places.append(place)
-        return torch.cat(outputs)[torch.cat(places).argsort()]
+        outputs = []
+        for some in packed.alike:
+            q, k, v = (some.padded(t) for t in (query, key, value))
+            outputs.append(self.attend(q, k, v, some.rows)[some.places])
+        return torch.cat(outputs)[packed.order]
 
 
 class SdpaAttention(CoreAttention):

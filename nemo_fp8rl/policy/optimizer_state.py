@@ -1,16 +1,17 @@
 """The optimizer's state on disk, by HF names: a checkpoint of one layout loads on ranks of any other.
 
-rank_R.safetensors   float32 masters and Adam's moments of the weights, or parts of weights, that this rank wrote
+rank_R.safetensors   float32 masters and Adam's moments of the parts of weights that this rank has
 steps.json           steps of Adam and of the schedule
 
-Megatron's distributed optimizer cuts each parameter, flattened, into the pieces of its data-parallel ranks. They are
-brought together one parameter at a time and go through the same mapping as the weights (`megatron_names`), so tensor,
+Megatron's distributed optimizer cuts each parameter, flattened, into the pieces of its data-parallel ranks. Each rank
+writes its own and reads its own, by their places in HF tensors (`flat_pieces`), so nothing is gathered, and tensor,
 pipeline, expert and data parallelism may all be others when the state is read. Nothing is pickled, nothing converted:
 on the same layout the run goes on to the bit.
 """
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +22,11 @@ from torch import Tensor
 
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.parts import PartReader, PartWriter
-from nemo_fp8rl.hf.region import start_of
+from nemo_fp8rl.hf.region import shape_of, start_of
 from nemo_fp8rl.hf.tensors import expected_tensors
+from nemo_fp8rl.policy.flat_pieces import boxes, rows_of
 from nemo_fp8rl.policy.layout import Layout
-from nemo_fp8rl.policy.megatron_names import from_hf, to_hf
+from nemo_fp8rl.policy.megatron_names import MEGATRON_HEAD
 from nemo_fp8rl.policy.weights import assembled
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
@@ -34,28 +36,29 @@ STEPS = "steps.json"
 def save_optimizer(
     folder: Path, rank: int, layout: Layout, model: torch.nn.Module, optimizer: Any, scheduler: Any
 ) -> Exception | None:
-    """All ranks call it together; one of those that hold the same writes it. Returns what kept this rank from it."""
-    writer = PartWriter(folder, f"rank_{rank}")
-    held = pieces(model, optimizer)
-    steps = set(_steps_taken(optimizer))
-    assert len(steps) <= 1, f"parameters have taken different numbers of steps: {steps}"
+    """All ranks call it together. Returns what kept this one from writing."""
+    writer, adam_steps = PartWriter(folder, f"rank_{rank}"), _steps_of_all(optimizer)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if rank == 0:
-            record = {"adam": max(steps, default=0.0), "schedule": scheduler.num_steps}
+            record = {"adam": adam_steps, "schedule": scheduler.num_steps}
             (folder / STEPS).write_text(json.dumps(record) + "\n")
     except OSError as error:
         writer.error = error
-    parameters, shapes = dict(model.named_parameters()), expected_tensors(layout.hf)
-    # every rank of a group gathers, so all must agree on whether there are moments: they do, steps are the world's
-    for kind in (MASTER, *(MOMENTS if _any_has_stepped(bool(steps)) else ())):
-
-        def gathered(name: str, kind: str = kind) -> Tensor:
-            return _gathered(parameters[name], held.get(name), kind)
-
-        for name, part in to_hf(layout, gathered):
-            if layout.writes(name):
-                writer.add(f"{name}.{kind}", part, start_of(layout.region(name, shapes[name])))
+    parameters, held = dict(model.named_parameters()), pieces(model, optimizer)
+    for parameter, where in rows_of(layout, expected_tensors(layout.hf)):
+        if parameter == MEGATRON_HEAD and layout.hf.tie_word_embeddings:
+            continue  # the first stage has the same
+        if parameters[parameter].requires_grad:
+            piece, mine = held.get(parameter), layout.sends
+        else:
+            piece, mine = _of_frozen(parameters[parameter]), layout.writes
+        if piece is None:
+            continue
+        for rows, kind in product(filter(lambda rows: mine(rows.name), where), _kinds(adam_steps)):
+            for elements, region in boxes(rows, piece.place):
+                part = piece.state(kind)[elements].view(shape_of(region))
+                writer.add(f"{rows.name}.{kind}", part, start_of(region))
     writer.close()
     return writer.error
 
@@ -70,19 +73,17 @@ def load_optimizer(folder: Path, layout: Layout, model: torch.nn.Module, optimiz
         raise UserError(f"{folder / STEPS} cannot be read ({error}); the checkpoint is not complete") from None
     held, shapes = pieces(model, optimizer), expected_tensors(layout.hf)
     with PartReader(folder) as reader:
-        for kind in (MASTER, *(MOMENTS if adam_steps else ())):
-
-            def part(name: str, kind: str = kind) -> Tensor:
-                return reader.get(f"{name}.{kind}", layout.region(name, shapes[name]))
-
-            for name, whole in from_hf(layout, part):
-                if name in held:
-                    piece = held[name]
-                    own = whole.flatten()[slice(*piece.place)]
-                    if kind == MASTER:
-                        piece.master.copy_(own)
-                    else:
-                        piece.adam[kind] = own.to(piece.master.device, copy=True)
+        for (parameter, where), kind in product(rows_of(layout, shapes), _kinds(adam_steps)):
+            if (piece := held.get(parameter)) is None:
+                continue
+            values = torch.zeros(piece.master.numel())  # of padding
+            for rows in where:
+                for elements, region in boxes(rows, piece.place):
+                    values[elements] = reader.get(f"{rows.name}.{kind}", region).flatten()
+            if kind == MASTER:
+                piece.master.copy_(values)
+            else:
+                piece.adam[kind] = values.to(piece.master.device)
     if adam_steps:
         _set_steps(optimizer, adam_steps)
     scheduler.num_steps = 0
@@ -95,16 +96,20 @@ def gathered_masters(model: torch.nn.Module, optimizer: Any) -> Callable[[str], 
     All ranks that have the parameter ask together.
     """
     parameters, held = dict(model.named_parameters()), pieces(model, optimizer)
-    return lambda name: _gathered(parameters[name], held.get(name), MASTER)
+
+    def gathered(name: str) -> Tensor:
+        parameter, piece = parameters[name], held.get(name)
+        if not parameter.requires_grad:
+            return parameter.detach().float()
+        part, place = (None, (0, 0)) if piece is None else (piece.master.detach(), piece.place)
+        return assembled(part, (place,), [parameter.numel()], _copies(parameter)).view(parameter.shape)
+
+    return gathered
 
 
-def _gathered(parameter: torch.nn.Parameter, piece: "Piece | None", kind: str) -> Tensor:
-    """float32, the parameter's shape: its master or one of Adam's moments, on the first rank that shares it."""
-    if not parameter.requires_grad:  # it has no state: freed, it begins with moments of 0
-        return parameter.detach().float() if kind == MASTER else torch.zeros(parameter.shape)
-    part = None if piece is None else (piece.master if kind == MASTER else piece.adam[kind]).detach()
-    region = ((0, 0) if piece is None else piece.place,)
-    return assembled(part, region, [parameter.numel()], _copies(parameter)).view(parameter.shape)
+def _kinds(adam_steps: float) -> tuple[str, ...]:
+    """What there is of a weight after so many."""
+    return (MASTER, *MOMENTS) if adam_steps else (MASTER,)
 
 
 def _parts(optimizer: Any) -> list[Any]:
@@ -140,11 +145,13 @@ def _copies(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
     return parallel_state.get_expert_data_parallel_group()
 
 
-def _any_has_stepped(stepped: bool) -> bool:
-    """A rank may hold no piece at all, and so no state."""
-    flag = torch.tensor(float(stepped))
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag)
+def _steps_of_all(optimizer: Any) -> float:
+    """Of Adam; a rank may hold no piece at all, and so have no count."""
+    own = set(_steps_taken(optimizer))
+    assert len(own) <= 1, f"parameters have taken different numbers of steps: {own}"
+    steps = torch.tensor(max(own, default=0.0))
+    dist.all_reduce(steps, op=dist.ReduceOp.MAX)
+    return float(steps)
 
 
 class Piece(NamedTuple):
@@ -153,6 +160,9 @@ class Piece(NamedTuple):
     place: tuple[int, int]
     master: Tensor
     adam: dict[str, Any]
+
+    def state(self, kind: str) -> Tensor:
+        return (self.master if kind == MASTER else self.adam[kind]).detach()
 
 
 def pieces(model: torch.nn.Module, optimizer: Any) -> dict[str, Piece]:
@@ -165,3 +175,9 @@ def pieces(model: torch.nn.Module, optimizer: Any) -> dict[str, Piece]:
             place = part._get_model_param_range_map(parameter)["param"]
             found[names[parameter]] = Piece((place.start, place.end), master, part.optimizer.state[master])
     return found
+
+
+def _of_frozen(parameter: torch.nn.Parameter) -> Piece:
+    """All of it, which has no state: freed, it begins with moments of 0."""
+    values = parameter.detach().float().flatten()
+    return Piece((0, values.numel()), values, dict.fromkeys(MOMENTS, torch.zeros_like(values)))

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from nemo_fp8rl.policy.context import of_all_tokens
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.logprobs import token_logprobs
 from nemo_fp8rl.policy.model import PolicyModel
+from nemo_fp8rl.policy.packed import PackedSequences
 from nemo_fp8rl.policy.restriction import Restriction
 from nemo_fp8rl.policy.routing_replay import RoutingReplay
 
@@ -113,7 +113,7 @@ class Pipeline:
             extra = -len(tokens[0]) % self.multiple  # a sequence of its own
             inputs = F.pad(ids[tokens], (0, extra))[None]
             positions = F.pad(tokens[1], (0, extra))[None]
-            packed["packed_seq_params"] = _packed(F.pad(lengths, (0, 1), value=extra) if extra else lengths)
+            packed["packed_seq_params"] = PackedSequences.of(F.pad(lengths, (0, 1), value=extra) if extra else lengths)
             routes = None if routes is None else routes[tokens][None]
             lengths = F.pad(lengths, (0, 1)) if extra else lengths
         if self.kv_cache is not None:
@@ -150,12 +150,3 @@ class Pipeline:
         if tokens is None:
             return logprobs
         return logprobs.new_zeros(ids[:, 1:].shape).index_put(tokens, logprobs[0])
-
-
-def _packed(lengths: Tensor) -> PackedSeqParams:
-    """Megatron's description of sequences of these lengths, int64 [sequences], one after the other."""
-    ends = F.pad(lengths.cumsum(0), (1, 0)).int()
-    longest = int(lengths.max())
-    return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
-    )

@@ -1,18 +1,17 @@
 """Whatever parts a tensor was written in, any region of it is read back to the bit."""
 
-import json
 from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf import parts
 from nemo_fp8rl.hf.parts import PartReader, PartWriter
-from nemo_fp8rl.hf.region import index, overlap, placed, shape_of, whole
+from nemo_fp8rl.hf.region import index, overlap, placed, shape_of, start_of, whole
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
 
@@ -33,9 +32,10 @@ def cuts(data, size: int) -> list[tuple[int, int]]:
 def test_any_region_of_any_partition(tmp_path_factory, data, rows, columns, dtype):
     folder, tensor = tmp_path_factory.mktemp("parts"), random((rows, columns), dtype)
     boxes = [(r, c) for r in cuts(data, rows) for c in cuts(data, columns)]
-    for i, box in enumerate(boxes):
-        writer = PartWriter(folder, f"rank_{i}")  # a file holds one part of a tensor
-        writer.add("w", tensor[index(box)], tuple(a for a, _ in box))
+    writers = [PartWriter(folder, f"rank_{i}") for i in range(2)]
+    for box in boxes:
+        data.draw(st.sampled_from(writers)).add("w", tensor[index(box)], start_of(box))
+    for writer in writers:
         writer.close()
     first, last = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
     region = ((first, data.draw(st.integers(first + 1, rows))), (last, data.draw(st.integers(last + 1, columns))))
@@ -95,14 +95,19 @@ def test_what_is_written_is_what_it_was_when_it_was_added(tmp_path):
     assert torch.equal(load_file(tmp_path / "model.safetensors")["t"], torch.ones(3))
 
 
-def test_starts_are_in_the_header(tmp_path):
+def test_a_part_says_in_its_name_where_it_begins(tmp_path):
     writer = PartWriter(tmp_path, "model")
-    writer.add("whole", torch.ones(2), (0,))
-    writer.add("part", torch.ones(2, 2), (0, 5))
+    for start in ((0, 0), (0, 5), (3, 0)):
+        writer.add("w", torch.ones(2, 2), start)
     writer.close()
-    header = (tmp_path / "model.safetensors").read_bytes()
-    size = int.from_bytes(header[:8], "little")
-    assert json.loads(json.loads(header[8 : 8 + size])["__metadata__"]["starts"]) == {"part": [0, 5]}
+    assert set(load_file(tmp_path / "model.safetensors")) == {"w", "w@0,5", "w@3,0"}
+
+
+@pytest.mark.parametrize("key", ["w@1", "w@a,b"])
+def test_a_part_at_no_place_is_refused(tmp_path, key):
+    save_file({key: torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="not a whole safetensors file of parts"), PartReader(tmp_path):
+        pass
 
 
 def test_regions():

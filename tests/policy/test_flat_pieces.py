@@ -1,0 +1,65 @@
+"""Pieces of flattened parameters, cut anywhere, are every element of the HF tensors once, at its place."""
+
+import dataclasses
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_fp8rl.hf.region import index, shape_of
+from nemo_fp8rl.hf.tensors import expected_tensors
+from nemo_fp8rl.policy.flat_pieces import boxes, rows_of
+from nemo_fp8rl.policy.megatron_names import MEGATRON_HEAD, from_hf
+from tests.policy.test_layout import DENSE, MOE, TIED, layouts
+
+PADDED = dataclasses.replace(DENSE, vocab_size=51)
+CASES = [
+    (DENSE, layouts(DENSE, 2, 2, 1)),
+    (PADDED, layouts(PADDED, 4, 1, 1)),
+    (TIED, layouts(TIED, 1, 2, 1)),
+    (MOE, layouts(MOE, 4, 1, 2, ep=4, etp=2)),
+]
+
+
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize(("hf", "ranks"), CASES)
+def test_pieces_cut_anywhere_are_the_ranks_part_of_every_tensor_once(hf, ranks, data):
+    layout, shapes = data.draw(st.sampled_from(ranks)), expected_tensors(hf)
+    sizes = [torch.Size(shape).numel() for shape in shapes.values()]
+    numbers = torch.arange(1, 1 + sum(sizes)).split(sizes)  # every element has its own
+    tensors = {name: part.view(shapes[name]) for name, part in zip(shapes, numbers, strict=True)}
+    parameters = dict(from_hf(layout, lambda name: tensors[name][index(layout.region(name, shapes[name]))]))
+    seen = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    for parameter, where in rows_of(layout, shapes):
+        flat = parameters.pop(parameter).flatten()
+        cuts = data.draw(st.lists(st.integers(0, len(flat)), max_size=4))
+        for place in pairwise([0, *sorted(cuts), len(flat)]):
+            piece, covered = flat[slice(*place)], 0
+            for rows in where:
+                for elements, region in boxes(rows, place):
+                    part = piece[elements].view(shape_of(region))
+                    assert torch.equal(part, tensors[rows.name][index(region)])
+                    seen[rows.name][index(region)] += parameter != MEGATRON_HEAD or not hf.tie_word_embeddings
+                    covered += part.numel()
+            assert covered == piece.count_nonzero()  # all but padding
+    assert not parameters
+    for name, count in seen.items():
+        mine = torch.zeros_like(count)
+        if name in {rows.name for parameter, where in rows_of(layout, shapes) for rows in where}:
+            mine[index(layout.region(name, shapes[name]))] = 1
+        if hf is TIED and name == "model.embed_tokens.weight" and not layout.first_stage:
+            mine.zero_()
+        assert torch.equal(count, mine), name
+
+
+def test_what_is_whole_in_a_piece_is_one_box():
+    """So that a rank that holds all of a matrix keeps it as one part."""
+    (layout,) = layouts(DENSE, 1, 1, 1)
+    for parameter, where in rows_of(layout, expected_tensors(DENSE)):
+        if "linear_proj" in parameter:
+            (rows,) = where
+            ((elements, region),) = boxes(rows, (0, rows.length * 16))
+            assert (elements, region) == (slice(0, rows.length * 16), ((0, 6), (0, 16)))
