@@ -83,7 +83,7 @@ class VllmEngine:
                 f"vLLM cannot start the processes of an engine for this recipe: {one_line(error)[:300]}; what they "
                 "wrote says why (of a Ray actor: in its worker's log)"
             ) from None
-        if cfg.fp8_kv_cache and not vllm_cfg.enforce_eager and "attention: FLASHINFER" in self.kernels():
+        if cfg.fp8_kv_cache and not arguments["enforce_eager"] and "attention: FLASHINFER" in self.kernels():
             self.shutdown()
             raise UserError(
                 "policy.generation.vllm_cfg.kv_cache_dtype=fp8: vLLM takes FlashInfer's attention here, whose CUDA "
@@ -271,6 +271,7 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
     """vLLM's EngineArgs for this recipe."""
     vllm_cfg, hf = cfg.policy.generation.vllm_cfg, read_hf_config(cfg.policy.model_name)
     cache_gib, batched_tokens = vllm_cfg.kv_cache_memory_gib, vllm_cfg.max_num_batched_tokens
+    eager = vllm_cfg.enforce_eager
     overrides = {}
     if fp8_layers := engine_fp8_layers(hf, cfg):
         overrides["quantization_config"] = quantization_config(cfg.nemo_fp8rl.scale_format, fp8_layers)
@@ -297,7 +298,7 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
         "max_num_seqs": vllm_cfg.max_num_seqs,
         "max_num_batched_tokens": batched_tokens,
         "kv_cache_dtype": vllm_cfg.kv_cache_dtype,
-        "enforce_eager": vllm_cfg.enforce_eager,
+        "enforce_eager": not torch.cuda.is_available() if eager is None else eager,
         "gpu_memory_utilization": vllm_cfg.gpu_memory_utilization,
         "kv_cache_memory_bytes": None if cache_gib is None else int(cache_gib * 2**30),
         "logprobs_mode": "processed_logprobs",  # of the distribution really sampled from

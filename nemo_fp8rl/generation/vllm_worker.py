@@ -107,11 +107,13 @@ class RefitWorkerExtension:
         return ""
 
     def nemo_fp8rl_kernels(self) -> list[str]:
-        """What multiplies the FP8 layers, and `attention: ` with the name of vLLM's backend."""
+        """What multiplies the FP8 layers, `attention: ` with the name of vLLM's backend, and its `CUDA graphs: `."""
         modules = list(self.model_runner.get_model().modules())
         methods = (getattr(module, "quant_method", None) for module in modules)
         fp8 = {m.kernel_name for m in methods if isinstance(m, HeldLinearMethod | HeldMoEMethod)}
-        return sorted(fp8 | {f"attention: {m.attn_backend.get_name()}" for m in modules if isinstance(m, Attention)})
+        attention = {f"attention: {m.attn_backend.get_name()}" for m in modules if isinstance(m, Attention)}
+        graphs = f"CUDA graphs: {self.vllm_config.compilation_config.cudagraph_mode.name.lower()}"
+        return sorted(fp8 | attention | {graphs})
 
     def nemo_fp8rl_sleep(self, level: int) -> int:
         """Free the KV cache, at level 2 the weights too; returns the bytes. Their tensors stay, without memory.
