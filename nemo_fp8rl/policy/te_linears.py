@@ -91,9 +91,13 @@ class TransformerEngineFp8(MultipliesInFp8):
         tokens = x.flatten(0, -2)
         missing = -len(tokens) % FP8_TOKENS
         assert not (missing and self.sequence_parallel), "ranks would gather one another's padding"
+        if missing:  # else it would be a copy
+            tokens = F.pad(tokens, (0, 0, 0, missing))
         with te.autocast(recipe=self.recipe):
-            output, bias = super().forward(F.pad(tokens, (0, 0, 0, missing)))  # type: ignore[misc]
-        output = output[: len(output) - missing].view(-1, *x.shape[1:-1], output.size(-1))
+            output, bias = super().forward(tokens)  # type: ignore[misc]
+        if missing:
+            output = output[:-missing]
+        output = output.view(-1, *x.shape[1:-1], output.size(-1))
         return (output, bias) if bias is None or not self.adds_bias else (output + bias, None)
 
 
@@ -121,13 +125,14 @@ class TransformerEngineFp8Experts(MultipliesInFp8, CountedExperts):
             super().__init__(*sizes, **own)
 
     def forward(self, x: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        padded = [-(-n // FP8_TOKENS) * FP8_TOKENS for n in m_splits]
-        parts = zip(x.split(list(m_splits)), padded, strict=True)
-        tokens = torch.cat([F.pad(part, (0, 0, 0, size - len(part))) for part, size in parts])
+        missing, nothing = [-n % FP8_TOKENS for n in m_splits], x.new_zeros(FP8_TOKENS, x.size(1))
+        parts = zip(x.split(list(m_splits)), missing, strict=True)
+        tokens = torch.cat([piece for part, n in parts for piece in (part, nothing[:n])])
+        padded = [n + more for n, more in zip(m_splits, missing, strict=True)]
         with te.autocast(recipe=self.recipe):
             output, bias = super().forward(tokens, padded)  # type: ignore[misc]
-        kept = zip(output.split(padded), m_splits, strict=True)
-        return torch.cat([part[:n] for part, n in kept]), bias
+        both = [n for pair in zip(m_splits, missing, strict=True) for n in pair]
+        return torch.cat(output.split(both)[::2]), bias
 
 
 @functools.cache

@@ -178,5 +178,5 @@ def _launch(x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, sc
             x.view(torch.int16) if x.dtype is torch.bfloat16 else x, as_bytes(data), scale_inv,
             *x.shape[1:], *x.stride(), torch.finfo(x.dtype).max, *delta,
             *block, rows, columns, strips, scale_format == "pow2", native,
-            num_warps=max(1, min(16, threads // 32)), enable_fp_fusion=False,
+            num_warps=triton.next_power_of_2(max(1, min(16, threads // 32))), enable_fp_fusion=False,
         )  # fmt: skip
