@@ -10,13 +10,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 SILENCE = 60.0
-"""Seconds after which a line says what a step is doing, where there is no terminal."""
+"""Seconds without a line after which one says what a step has come to, where there is no terminal."""
 SPEED_OVER_SECONDS = 3600
 """The time left follows the speed of the last hour: over rich's 30 seconds there is none where a step takes longer."""
 
 
 class Display:
-    """Open with `with`; one `step` call a step, `doing` at any time in between."""
+    """Open with `with`; one `step` call a step, `doing` at any time before it."""
 
     def __init__(self, title: str, total: int, done: int = 0) -> None:
         self.console = Console(highlight=False)
@@ -29,7 +29,7 @@ class Display:
             TextColumn("{task.fields[doing]}", style="dim"),
             speed_estimate_period=SPEED_OVER_SECONDS,
         )
-        self.task = self.progress.add_task(title, total=total, completed=done, doing="starting")
+        self.task = self.progress.add_task(title, total=total, completed=done, doing="")
         self.figures = Text()
         self.live = Live(Group(self.progress, self.figures), console=self.console)
         self.said = self.progress.get_time()
@@ -47,7 +47,7 @@ class Display:
         self.said = self.progress.get_time()
 
     def doing(self, what: str) -> None:
-        """What the step after the last is at."""
+        """What the step after the last is at. Without a terminal it is said if nothing was for a while."""
         self.progress.update(self.task, doing=what)
         if not self.console.is_terminal and self.progress.get_time() - self.said >= SILENCE:
             done = self.progress.tasks[0].completed

@@ -51,6 +51,7 @@ MAY_CHANGE = (
     "nemo_fp8rl.gates",  # so that a run that a gate stopped can go on
     "nemo_fp8rl.kernel",  # all kernels give the same bytes
     "nemo_fp8rl.workers",
+    "policy.generation.vllm_cfg.enforce_eager",  # so that a run that CUDA graphs stopped can go on
     "policy.generation.vllm_cfg.kv_cache_memory_gib",
     "policy.megatron_cfg.tensor_",  # a checkpoint loads on any layout
     "policy.megatron_cfg.pipeline_",

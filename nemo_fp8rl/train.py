@@ -111,9 +111,9 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
         run.add_choice("engine_kernels", ", ".join(generation.kernels()))
         run.add_choice("processors", processors(policy.instructions(), generation.instructions()))
         parts = Parts(cfg, tokenizer, val_prompts, policy, generation, bridge, sampling, display.doing)
+        display.doing("first refit")
         if cfg.fp8_kv_cache and not run.done:
             policy.calibrate_kv(prompt_batch(prompts_of(1)(0), tokenizer.pad_token_id))
-        display.doing("refit")
         generation.prepare_for_generation()
         first_refit = parts.bridge.refit()
         display.say(f"{len(train_prompts)} prompts, {len(val_prompts)} held out, run in {run.path}")
@@ -141,13 +141,12 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
             metrics = outcome.metrics | (validate(parts) if validates else {})
             run.log(step, metrics, outcome.log_weights, outcome.samples if validates or step == 1 else None)
             latest |= metrics
-            display.step(step, _shown(latest))
             stops = stop.requested
             ends = step == last or stops
             if cfg.checkpointing.enabled and (ends or step % cfg.checkpointing.save_period == 0):
                 display.doing("checkpoint")
                 run.save_checkpoint(step, policy)
-                display.doing("")
+            display.step(step, _shown(latest))
             if stops and step < last:
                 saved = f"checkpoint of step {run.done}: --resume continues it" if run.done else "no checkpoint"
                 display.say(f"stopped after step {step}, {saved}")

@@ -135,12 +135,12 @@ def _own_engine(gpu: Gpu) -> Finding:
 
 
 def _cache(plan: Plan, gpu: Gpu) -> Finding:
-    if plan.ours and gpu.capability >= BLACKWELL and not plan.vllm.get("enforce_eager"):
+    if plan.ours and gpu.capability >= BLACKWELL and plan.vllm.get("enforce_eager") is False:
         return Finding(
             "warn",
             TOPIC,
-            f"an FP8 KV cache on {gpu.name}: where vLLM takes FlashInfer for it, {ENGINE}.enforce_eager must be true, "
-            "as a CUDA graph would keep the scales of the first version",
+            f"an FP8 KV cache on {gpu.name}: where vLLM takes FlashInfer for it, {ENGINE}.enforce_eager must not be "
+            "false, as a CUDA graph would keep the scales of the first version",
         )
     if gpu.capability < HOPPER:
         return Finding("warn", TOPIC, f"an FP8 KV cache on {gpu.name} has no FlashAttention; another backend serves")

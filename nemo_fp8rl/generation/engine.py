@@ -15,6 +15,7 @@ from torch import Tensor
 from nemo_fp8rl.batch import Completion
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError, one_line
+from nemo_fp8rl.fp8.gpus import BLACKWELL
 from nemo_fp8rl.generation import compat
 from nemo_fp8rl.generation.base import Sampling
 from nemo_fp8rl.generation.checks import check_engine, check_machine, one_sequence_gib
@@ -216,7 +217,7 @@ class VllmEngine:
             self.cache_sleeps = False
 
     def kernels(self) -> set[str]:
-        """What multiplies its FP8 layers, and vLLM's attention backend."""
+        """What multiplies its FP8 layers, vLLM's attention backend and the mode of its CUDA graphs."""
         return set().union(*self.core.rpc("nemo_fp8rl_kernels"))
 
     def instructions(self) -> str:
@@ -272,6 +273,8 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
     vllm_cfg, hf = cfg.policy.generation.vllm_cfg, read_hf_config(cfg.policy.model_name)
     cache_gib, batched_tokens = vllm_cfg.kv_cache_memory_gib, vllm_cfg.max_num_batched_tokens
     eager = vllm_cfg.enforce_eager
+    if eager is None:
+        eager = not torch.cuda.is_available() or (cfg.fp8_kv_cache and torch.cuda.get_device_capability() >= BLACKWELL)
     overrides = {}
     if fp8_layers := engine_fp8_layers(hf, cfg):
         overrides["quantization_config"] = quantization_config(cfg.nemo_fp8rl.scale_format, fp8_layers)
@@ -298,7 +301,7 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
         "max_num_seqs": vllm_cfg.max_num_seqs,
         "max_num_batched_tokens": batched_tokens,
         "kv_cache_dtype": vllm_cfg.kv_cache_dtype,
-        "enforce_eager": not torch.cuda.is_available() if eager is None else eager,
+        "enforce_eager": eager,
         "gpu_memory_utilization": vllm_cfg.gpu_memory_utilization,
         "kv_cache_memory_bytes": None if cache_gib is None else int(cache_gib * 2**30),
         "logprobs_mode": "processed_logprobs",  # of the distribution really sampled from

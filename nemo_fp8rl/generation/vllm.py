@@ -185,7 +185,7 @@ class VllmGeneration:
         self._all("check_health")
 
     def kernels(self) -> list[str]:
-        """What multiplies the FP8 layers of its engines, and vLLM's attention backend."""
+        """What multiplies the FP8 layers of its engines, vLLM's attention backend and the mode of its CUDA graphs."""
         return sorted(set().union(*self.engines.everyone("kernels")))
 
     def instructions(self) -> set[str]:

@@ -5,6 +5,7 @@ tensor's first element (`NAME@ROW,COLUMN`): several of one tensor may be in a fi
 """
 
 from contextlib import ExitStack
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,7 +18,7 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.region import Region, index, overlap, placed, shape_of
 
 FILE_BYTES = 4 << 30
-"""A file is written when this much is waiting for it."""
+"""A file is written when this much is waiting for it, on the host."""
 AT = "@"
 
 
@@ -28,18 +29,20 @@ class PartWriter:
     the ranks do together.
     """
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name, self.files = folder, name, 0
+    def __init__(self, folder: Path, name: str, file_bytes: int = FILE_BYTES) -> None:
+        self.folder, self.name, self.file_bytes, self.files = folder, name, file_bytes, 0
         self.waiting: dict[str, Tensor] = {}
         self.waiting_bytes = 0
         self.error: Exception | None = None
 
     def add(self, name: str, part: Tensor, start: tuple[int, ...] | None = None) -> None:
         """The part of tensor `name` that begins at `start`; None: all of it."""
+        if self.error is not None:
+            return
         key = f"{name}{AT}{','.join(map(str, start))}" if start is not None and any(start) else name
         self.waiting[key] = part.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         self.waiting_bytes += part.numel() * part.element_size()
-        if self.waiting_bytes >= FILE_BYTES:
+        if self.waiting_bytes >= self.file_bytes:
             self._write()
 
     def close(self) -> None:
@@ -50,8 +53,7 @@ class PartWriter:
         self.files += 1
         suffix = f"-{self.files}" if self.files > 1 else ""
         try:
-            if self.error is None:
-                save_file(self.waiting, self.folder / f"{self.name}{suffix}.safetensors", metadata={"format": "pt"})
+            save_file(self.waiting, self.folder / f"{self.name}{suffix}.safetensors", metadata={"format": "pt"})
         except (OSError, SafetensorError) as error:
             self.error = error
         self.waiting, self.waiting_bytes = {}, 0
@@ -83,17 +85,19 @@ class PartReader:
         self._stack.close()
 
     def get(self, name: str, region: Region) -> Tensor:
-        """The region, put together from the parts. Raises UserError when they do not hold all of it."""
+        """The region, put together from the parts. Raises UserError unless they hold each element of it once."""
+        parts = [(part, key, held, overlap(held, region)) for part, key, held in self._parts.get(name, [])]
+        found = [(part, key, held, common) for part, key, held, common in parts if common is not None]
+        if any(overlap(a, b) for (*_, a), (*_, b) in combinations(found, 2)):
+            raise UserError(f"{self.folder} holds some of {name} twice; it is no checkpoint of one save")
         out: Tensor | None = None
         missing = torch.Size(shape_of(region)).numel()
-        for opened, key, held in self._parts.get(name, []):
-            common = overlap(held, region)
-            if common is not None:
-                part = opened.get_slice(key)[index(common, held)]
-                if out is None:
-                    out = part.new_empty(shape_of(region))
-                out[index(common, region)] = part
-                missing -= part.numel()
+        for opened, key, held, common in found:
+            part = opened.get_slice(key)[index(common, held)]
+            if out is None:
+                out = part.new_empty(shape_of(region))
+            out[index(common, region)] = part
+            missing -= part.numel()
         if out is None or missing:
             raise UserError(f"{self.folder} does not hold all of {name}; the checkpoint is not complete")
         return out

@@ -1,7 +1,7 @@
 """The optimizer's state on disk, by HF names: a checkpoint of one layout loads on ranks of any other.
 
-rank_R.safetensors   float32 masters and Adam's moments of the parts of weights that this rank has
-steps.json           steps of Adam and of the schedule
+rank_R*.safetensors   float32 masters and Adam's moments of the parts of weights that this rank has
+steps.json            steps of Adam and of the schedule
 
 Megatron's distributed optimizer cuts each parameter, flattened, into the pieces of its data-parallel ranks. Each rank
 writes its own and reads its own, by their places in HF tensors (`flat_pieces`), so nothing is gathered, and tensor,
@@ -31,13 +31,16 @@ from nemo_fp8rl.policy.weights import assembled
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 STEPS = "steps.json"
+FILE_BYTES = 1 << 30
+"""Of a file, about: every rank of a host has as much waiting."""
 
 
 def save_optimizer(
     folder: Path, rank: int, layout: Layout, model: torch.nn.Module, optimizer: Any, scheduler: Any
 ) -> Exception | None:
     """All ranks call it together. Returns what kept this one from writing."""
-    writer, adam_steps = PartWriter(folder, f"rank_{rank}"), _steps_of_all(optimizer)
+    writer = PartWriter(folder, f"rank_{rank}", FILE_BYTES)
+    adam_steps = _steps_of_all(optimizer)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if rank == 0:
@@ -49,13 +52,12 @@ def save_optimizer(
     for parameter, where in rows_of(layout, expected_tensors(layout.hf)):
         if parameter == MEGATRON_HEAD and layout.hf.tie_word_embeddings:
             continue  # the first stage has the same
-        if parameters[parameter].requires_grad:
-            piece, mine = held.get(parameter), layout.sends
-        else:
-            piece, mine = _of_frozen(parameters[parameter]), layout.writes
+        frozen = not parameters[parameter].requires_grad
+        mine = [rows for rows in where if (layout.writes if frozen else layout.sends)(rows.name)]
+        piece = _of_frozen(parameters[parameter]) if frozen and mine else held.get(parameter)
         if piece is None:
             continue
-        for rows, kind in product(filter(lambda rows: mine(rows.name), where), _kinds(adam_steps)):
+        for rows, kind in product(mine, _kinds(adam_steps)):
             for elements, region in boxes(rows, piece.place):
                 part = piece.state(kind)[elements].view(shape_of(region))
                 writer.add(f"{rows.name}.{kind}", part, start_of(region))

@@ -45,9 +45,8 @@ class PackedSequences(PackedSeqParams):
     order: Tensor | None = None
 
     @classmethod
-    def of(cls, lengths: Tensor) -> Self:
-        """int64 [sequences], on the device that the tokens are on."""
-        device, lengths = lengths.device, lengths.cpu()
+    def of(cls, lengths: Tensor, device: torch.device) -> Self:
+        """lengths: int64 [sequences], on the host. device: where the tokens are."""
         ends = F.pad(lengths.cumsum(0), (1, 0))
         powers = lengths.log2().ceil()
         alike = []

@@ -56,7 +56,10 @@ class Pipeline:
 
         def forward_step(parts: Iterator[tuple[Tensor, TrainBatch]], model: torch.nn.Module) -> tuple[Tensor, Any]:
             index, part = next(parts)
-            tokens = flat_index(part["input_lengths"] - 1) if self.policy.sequence_packing.enabled else None
+            lengths, tokens = batch["input_lengths"][index] - 1, None  # on the host
+            if self.policy.sequence_packing.enabled:
+                row, position = flat_index(lengths)
+                tokens = row.to(self.device), position.to(self.device)
 
             def last(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
                 logprobs = self._next_token_logprobs(hidden, part["input_ids"], tokens, restriction)
@@ -66,7 +69,7 @@ class Pipeline:
                 value, kept = finish(logprobs, index, part)
                 return value, torch.tensor(0), kept  # the number of tokens is the loss's own business
 
-            return self._stage(model, part, tokens), last
+            return self._stage(model, part, lengths, tokens), last
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -99,12 +102,14 @@ class Pipeline:
             own = split_further(own, int(most))
         return own
 
-    def _stage(self, model: torch.nn.Module, part: TrainBatch, tokens: tuple[Tensor, Tensor] | None) -> Tensor:
+    def _stage(
+        self, model: torch.nn.Module, part: TrainBatch, lengths: Tensor, tokens: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
         """What this stage makes of a microbatch: [B, T, H] on the last one, [T, B, H] before; packed, B is 1.
 
-        tokens: (row, position) of each input token when they are packed.
+        lengths: of the rows as inputs, on the host. tokens: (row, position) of each input token when they are packed.
         """
-        ids, routes, lengths = part["input_ids"], part.get("routed_experts"), part["input_lengths"] - 1
+        ids, routes = part["input_ids"], part.get("routed_experts")
         packed: dict[str, Any] = {}
         if tokens is None:
             inputs = F.pad(ids[:, :-1], (0, -(ids.size(1) - 1) % self.multiple))
@@ -113,11 +118,13 @@ class Pipeline:
             extra = -len(tokens[0]) % self.multiple  # a sequence of its own
             inputs = F.pad(ids[tokens], (0, extra))[None]
             positions = F.pad(tokens[1], (0, extra))[None]
-            packed["packed_seq_params"] = PackedSequences.of(F.pad(lengths, (0, 1), value=extra) if extra else lengths)
+            packed["packed_seq_params"] = PackedSequences.of(
+                F.pad(lengths, (0, 1), value=extra) if extra else lengths, self.device
+            )
             routes = None if routes is None else routes[tokens][None]
             lengths = F.pad(lengths, (0, 1)) if extra else lengths
         if self.kv_cache is not None:
-            self.kv_cache.next_rows(lengths)
+            self.kv_cache.next_rows(lengths.to(self.device))
         if self.replay is not None:
             self.replay.begin(routes, inputs.size(1), self.policy.megatron_cfg.sequence_parallel)
         own = slice(*self.model.layout.context.part(inputs.size(1)))

@@ -4,6 +4,7 @@ Calls into Megatron that name CUDA go through `megatron_on_cpu`, so an engine in
 torch.
 """
 
+import shutil
 import socket
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
@@ -276,18 +278,27 @@ class MegatronWorker:
         return self.weights().squares(self.engine_fp8_layers, choice.scale_format, choice.kernel)
 
     def save(self, folder: str) -> None:
-        """Write an HF checkpoint and the optimizer's state, all ranks together. Raises UserError on a full disk."""
+        """Write an HF checkpoint and the optimizer's state, all ranks together. Raises UserError on a full disk.
+
+        What the folder had of either is removed: a save that was killed may have been of more ranks.
+        """
         path = Path(folder)
         errors: list[Exception | None] = []  # raised at the end: till then the other ranks wait for this one's part
         try:
-            if self.kv_cache is not None and self.rank == 0:
-                self.kv_cache.save(path)
+            if self.rank == 0:
+                for part in (path / "weights", path / "optimizer"):
+                    if part.exists():
+                        shutil.rmtree(part)
+                if self.kv_cache is not None:
+                    self.kv_cache.save(path)
         except OSError as error:
             errors.append(error)
+        dist.barrier()
         errors.append(save_hf(path / "weights", self.weights().for_checkpoint(), self.layout, self.rank, *self.sources))
         errors.append(
             save_optimizer(path / "optimizer", self.rank, self.layout, self.model, self.optimizer, self.scheduler)
         )
+        dist.barrier()  # nobody writes any more, so that a caller may remove what there is
         if any(errors):
             raise UserError(f"{folder}: {next(filter(None, errors))}") from None
 

@@ -93,8 +93,8 @@ def test_called_again_it_goes_on_from_the_checkpoint(story):
     assert "1 of 2 runs have finished, 1 to go" in story.done.stdout
     assert story.first_run_untouched
     log = (story.out / SECOND / "train.log").read_text()
-    assert log.count("step 1/12") == 1
-    assert log.count("step 12/12") == 1
+    assert log.count("step 1/12  reward") == 1
+    assert log.count("step 12/12  reward") == 1
 
 
 def test_every_run_has_its_numbers(story):

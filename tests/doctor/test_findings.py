@@ -251,6 +251,8 @@ def test_ours_run_without_a_correction_and_say_so(plan):
 
 def test_flashinfer_keeps_our_caches_scales_out_of_a_cuda_graph(plan):
     cache = OURS | {ENGINE + "kv_cache_dtype": "fp8"}
-    assert "enforce_eager must be true" in said(check_hardware(plan(LLAMA, cache), GPUS["b200"]), "warn")[-1]
-    eager = plan(LLAMA, cache | {ENGINE + "enforce_eager": True})
-    assert not any("enforce_eager" in text for text in said(check_hardware(eager, GPUS["b200"]), "warn"))
+    graphs = plan(LLAMA, cache | {ENGINE + "enforce_eager": False})
+    assert "enforce_eager must not be" in said(check_hardware(graphs, GPUS["b200"]), "warn")[-1]
+    for eager in (True, None):
+        plan_ = plan(LLAMA, cache | {ENGINE + "enforce_eager": eager})
+        assert not any("enforce_eager" in text for text in said(check_hardware(plan_, GPUS["b200"]), "warn"))

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.hf import parts
 from nemo_fp8rl.hf.parts import PartReader, PartWriter
 from nemo_fp8rl.hf.region import index, overlap, placed, shape_of, start_of, whole
 
@@ -62,9 +61,8 @@ def test_a_damaged_file_is_named(tmp_path):
         pass
 
 
-def test_files_are_of_bounded_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(parts, "FILE_BYTES", 1000)
-    writer = PartWriter(tmp_path, "model")
+def test_files_are_of_bounded_size(tmp_path):
+    writer = PartWriter(tmp_path, "model", file_bytes=1000)
     tensors = {f"t{i}": random((30,), torch.float32, i) for i in range(20)}  # 120 bytes each
     for name, tensor in tensors.items():
         writer.add(name, tensor)
@@ -101,6 +99,18 @@ def test_a_part_says_in_its_name_where_it_begins(tmp_path):
         writer.add("w", torch.ones(2, 2), start)
     writer.close()
     assert set(load_file(tmp_path / "model.safetensors")) == {"w", "w@0,5", "w@3,0"}
+
+
+def test_parts_that_overlap_are_refused(tmp_path):
+    """As of two saves into one folder; what one has twice must not make up for what none has."""
+    for rank, start in ((0, 0), (1, 1)):
+        writer = PartWriter(tmp_path, f"rank_{rank}")
+        writer.add("w", torch.ones(2, 3), (start, 0))
+        writer.close()
+    with PartReader(tmp_path) as reader:
+        assert torch.equal(reader.get("w", ((0, 1), (0, 3))), torch.ones(1, 3))
+        with pytest.raises(UserError, match="holds some of w twice"):
+            reader.get("w", whole((4, 3)))
 
 
 @pytest.mark.parametrize("key", ["w@1", "w@a,b"])

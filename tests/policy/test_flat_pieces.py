@@ -20,6 +20,7 @@ CASES = [
     (PADDED, layouts(PADDED, 4, 1, 1)),
     (TIED, layouts(TIED, 1, 2, 1)),
     (MOE, layouts(MOE, 4, 1, 2, ep=4, etp=2)),
+    (MOE, [dataclasses.replace(layout, grouped_experts=True) for layout in layouts(MOE, 1, 1, 2, ep=2)]),
 ]
 
 
@@ -58,8 +59,7 @@ def test_pieces_cut_anywhere_are_the_ranks_part_of_every_tensor_once(hf, ranks, 
 def test_what_is_whole_in_a_piece_is_one_box():
     """So that a rank that holds all of a matrix keeps it as one part."""
     (layout,) = layouts(DENSE, 1, 1, 1)
-    for parameter, where in rows_of(layout, expected_tensors(DENSE)):
-        if "linear_proj" in parameter:
-            (rows,) = where
-            ((elements, region),) = boxes(rows, (0, rows.length * 16))
-            assert (elements, region) == (slice(0, rows.length * 16), ((0, 6), (0, 16)))
+    where = dict(rows_of(layout, expected_tensors(DENSE)))["decoder.layers.0.self_attention.linear_proj.weight"]
+    (rows,) = where
+    assert rows.name == "model.layers.0.self_attn.o_proj.weight"
+    assert list(boxes(rows, (0, 96))) == [(slice(0, 96), ((0, 6), (0, 16)))]

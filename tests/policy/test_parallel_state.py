@@ -235,6 +235,29 @@ def test_an_fp8_step_on_two_ranks_is_that_of_one_within_rounding(two, model):
         assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6 if layout == PP else 0.01)
 
 
+@pytest.mark.parametrize("layout", [DP, TP_EP, CP_EP], ids=["dp", "tp-ep", "cp-ep"])
+def test_routers_that_are_frozen_are_saved_once(two, model, tmp_path, layout):
+    model = model(MOE)
+    places = two.setup(model.cfg((*layout, "freeze_moe_router=true")))
+    train(two, places, range(1))
+    two.call("save", str(tmp_path / "saved"))
+    held, kept = state(tmp_path / "saved", model.shapes), weights(tmp_path / "saved", model.shapes)
+    for name in (name for name in model.shapes if name.endswith("mlp.gate.weight")):
+        assert torch.equal(held[f"{name}.master"], kept[name].float())
+        assert not held[f"{name}.exp_avg"].any()
+
+
+def test_a_save_leaves_nothing_of_one_before_it_in_its_folder(two, model, tmp_path):
+    """One that was killed may have been of more ranks, whose files nobody would write over."""
+    model = model(DENSE)
+    two.setup(model.cfg(TP))
+    two.call("save", str(tmp_path / "saved"))
+    one = alone(model.cfg((), ranks=1))
+    one.save(str(tmp_path / "saved"))
+    assert {path.name for path in (tmp_path / "saved/optimizer").iterdir()} == {"rank_0.safetensors", "steps.json"}
+    one.load(str(tmp_path / "saved"))
+
+
 def test_a_checkpoint_without_the_part_of_one_rank_is_refused(two, model, tmp_path):
     model = model(DENSE)
     two.setup(model.cfg(TP))
