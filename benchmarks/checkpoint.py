@@ -19,7 +19,7 @@ from statistics import median
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
-from measure import seconds
+from measure import QWEN3_06B, seconds
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -33,19 +33,11 @@ from nemo_fp8rl.recipe import load
 from nemo_fp8rl.tiny import make_tiny, write_model
 
 RECIPE = Path(__file__).parent.parent / "conf" / "tiny_cpu.yaml"
-LAYER = {
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": True,
-}
 
 
 def policy(folder: Path, ranks: int, layers: int) -> MegatronPolicy:
     make_tiny(folder, "add")
-    write_model(folder / "big", 0, "qwen3", **LAYER, num_hidden_layers=layers)
+    write_model(folder / "big", 0, "qwen3", **QWEN3_06B | {"num_hidden_layers": layers})
     options = [
         f"policy.model_name={folder}/big",
         f"data.train.data_path={folder}/data.jsonl",

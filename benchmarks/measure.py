@@ -1,10 +1,20 @@
-"""What the benchmarks measure with: seconds by a clock, and memory."""
+"""What the benchmarks measure with: seconds by a clock, memory, and a model of real size."""
 
 import ctypes
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+QWEN3_06B = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
 
 
 def seconds(call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:

@@ -34,7 +34,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 import torch
-from measure import peak_growth
+from measure import QWEN3_06B, peak_growth
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -55,15 +55,6 @@ from nemo_fp8rl.tiny import make_tiny, write_model
 from nemo_fp8rl.weights import build_bridge
 
 RECIPE = Path(__file__).parent.parent / "conf" / "tiny_cpu.yaml"
-QWEN3_06B = {
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": True,
-}
 SLOW_LINKS = {"1 GB/s": 1e9, "100 MB/s": 1e8}
 WAYS = ("classic", "full, loaders", "full", "delta", "wire")
 
