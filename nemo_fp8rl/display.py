@@ -1,5 +1,6 @@
 """What a person sees while it works: a bar and a line of figures on a terminal, plain lines elsewhere."""
 
+import threading
 from datetime import timedelta
 from types import TracebackType
 from typing import Self
@@ -10,13 +11,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 SILENCE = 60.0
-"""Seconds without a line after which one says what a step has come to, where there is no terminal."""
+"""Seconds without a line after which one says what is going on, where there is no terminal."""
 SPEED_OVER_SECONDS = 3600
 """The time left follows the speed of the last hour: over rich's 30 seconds there is none where a step takes longer."""
 
 
 class Display:
-    """Open with `with`; one `step` call a step, `doing` at any time before it."""
+    """Open with `with`; one `step` call a step, `doing` at any time before it.
+
+    Without a terminal a thread says every minute what is being done and for how long the step has been, so that the log
+    of a job that works can be told from that of one that hangs.
+    """
 
     def __init__(self, title: str, total: int, done: int = 0) -> None:
         self.console = Console(highlight=False)
@@ -29,36 +34,49 @@ class Display:
             TextColumn("{task.fields[doing]}", style="dim"),
             speed_estimate_period=SPEED_OVER_SECONDS,
         )
-        self.task = self.progress.add_task(title, total=total, completed=done, doing="")
+        self.task = self.progress.add_task(title, total=total, completed=done, doing="start")
         self.figures = Text()
         self.live = Live(Group(self.progress, self.figures), console=self.console)
-        self.said = self.progress.get_time()
+        self.began = self.said = self.progress.get_time()
+        self.closed = threading.Event()
+        self.reminder = threading.Thread(target=self._remind, name="display", daemon=True)
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
             self.live.start()
+        else:
+            self.reminder.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.live.stop()
+        self.closed.set()
+        if self.reminder.is_alive():
+            self.reminder.join()
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
         self.said = self.progress.get_time()
 
     def doing(self, what: str) -> None:
-        """What the step after the last is at. Without a terminal it is said if nothing was for a while."""
+        """What the step after the last is at."""
         self.progress.update(self.task, doing=what)
-        if not self.console.is_terminal and self.progress.get_time() - self.said >= SILENCE:
-            done = self.progress.tasks[0].completed
-            self.say(f"step {min(done + 1, self.total):.0f}/{self.total}  {what}")
 
     def step(self, step: int, shown: dict[str, str]) -> None:
         """`shown`: a few named figures of this step, already formatted."""
         self.progress.update(self.task, completed=step, doing="")
+        self.began = self.progress.get_time()
         text = "  ".join(f"{name} {value}" for name, value in shown.items())
         self.figures.plain = text
         if not self.console.is_terminal:
             left = self.progress.tasks[0].time_remaining
             eta = "" if left is None else f"  eta {timedelta(seconds=int(left))}"
             self.say(f"step {step}/{self.total}  {text}{eta}")
+
+    def _remind(self) -> None:
+        while not self.closed.wait(self.said + SILENCE - self.progress.get_time()):
+            now, (task,) = self.progress.get_time(), self.progress.tasks
+            if now - self.said >= SILENCE:
+                step = min(task.completed + 1, self.total)
+                took = timedelta(seconds=int(now - self.began))
+                self.say("  ".join(filter(None, (f"step {step:.0f}/{self.total}", task.fields["doing"], str(took)))))

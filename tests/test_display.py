@@ -1,6 +1,7 @@
 """What a person sees: one line a step where there is no terminal, a bar and figures on one."""
 
 import io
+import time
 
 import pytest
 from rich.console import Console
@@ -49,16 +50,30 @@ def test_plain_lines_have_the_figures_and_the_time_left_of_slow_steps(display, c
     assert lines[2] == f"step 7/10  {FIGURES}  eta 0:03:03"
 
 
-def test_a_step_that_takes_long_says_what_it_is_at_once_a_minute(display, clock):
+def test_a_log_says_what_is_going_on_though_no_step_ends(display, monkeypatch):
+    """A minute is a twentieth of a second here."""
+    monkeypatch.setattr("nemo_fp8rl.display.SILENCE", 0.05)
     shown, out = display(False)
+    shown.progress.get_time = time.monotonic
+    shown.began = shown.said = time.monotonic()
+
+    def next_lines() -> set[str]:
+        """Of what is said from now on; the first may have been under way."""
+        before = len(out.getvalue().splitlines())
+        deadline = time.monotonic() + 10
+        while len(said := out.getvalue().splitlines()[before:]) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return set(said[1:])
+
     with shown:
-        for answered in range(10):
-            clock[0] += 20.0
-            shown.doing(f"generate {answered}/64")
+        assert next_lines() == {"step 5/10  start  0:00:00"}
+        shown.doing("generate 12/64")
+        assert next_lines() == {"step 5/10  generate 12/64  0:00:00"}
+        shown.began -= 75
+        assert next_lines() == {"step 5/10  generate 12/64  0:01:15"}
         shown.step(5, _shown(LATEST))
-        shown.doing("generate 0/64")
-    said = ["step 5/10  generate 2/64", "step 5/10  generate 5/64", "step 5/10  generate 8/64", f"step 5/10  {FIGURES}"]
-    assert out.getvalue().splitlines() == said
+        assert next_lines() == {"step 6/10  0:00:00"}
+    assert not shown.reminder.is_alive()
 
 
 def test_a_terminal_shows_what_a_step_is_at(display):
