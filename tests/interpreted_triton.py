@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -40,6 +41,21 @@ def interpret() -> None:
             return convert(values, source, target, rounding)
         return torch.from_numpy(values.copy()).view(torch.float8_e4m3fn).half().numpy()
 
+    call, thread = interpreter.GridExecutor.__call__, ThreadPoolExecutor(1)
+
+    def call_on_a_short_stack(executor: Any, *args: Any, **kwargs: Any) -> None:
+        """Deep in vLLM's calls the frames of Python 3.11 may be at the end of a 16 KiB chunk, and each of the millions
+        of calls that a kernel is here then maps another one and gives it back: half of the time.
+        """
+        inference = torch.is_inference_mode_enabled()
+
+        def run() -> None:
+            with torch.inference_mode(inference):
+                call(executor, *args, **kwargs)
+
+        thread.submit(run).result()
+
+    interpreter.GridExecutor.__call__ = call_on_a_short_stack
     interpreter.InterpreterBuilder.cast_impl = round_to_nearest
     interpreter.InterpreterBuilder.create_fp_trunc = round_to_nearest
     interpreter._convert_float = convert_e4m3_quickly
