@@ -66,8 +66,18 @@ def check_keys(given: Any, block: type, prefix: str = "", known: Sequence[str] =
             raise UserError(f"{prefix}{key} must be one value, got the mapping {shown(value)}")
         elif value == "???":
             raise UserError(f"{prefix}{key} is required; set it in the recipe or as {prefix}{key}=...")
-        elif isinstance(value, bool) and {int, float} & {hints[key], *get_args(hints[key])}:
-            raise UserError(f"{prefix}{key}={value}: input should be a number")
+        elif _is_no_number(hints[key], value):
+            raise UserError(f"{prefix}{key}={shown(value)}: input should be a number")
+
+
+def _is_no_number(hint: Any, value: Any) -> bool:
+    """Whether the hint is of numbers and the value cannot be read as one. Text, which may stand for one, is left to
+    pydantic; what else is no number must not reach the ${mul:...} of a default.
+    """
+    kinds = set(get_args(hint)) or {hint}
+    if not kinds <= {int, float, type(None)}:
+        return False
+    return type(value) not in kinds and isinstance(value, bool | list | None)
 
 
 def _takes_mapping(hint: Any) -> bool:

@@ -222,6 +222,8 @@ def test_a_key_like_no_other_is_named_with_the_keys_known_there(refusal, overrid
         ("policy.model_name=3", "policy.model_name"),
         ("policy.megatron_cfg.optimizer.lr=fast", "policy.megatron_cfg.optimizer.lr"),
         ("policy.megatron_cfg.optimizer.lr=true", "policy.megatron_cfg.optimizer.lr"),
+        ("policy.train_micro_batch_size=null", "policy.train_micro_batch_size"),
+        ("policy.max_total_sequence_length=[64]", "policy.max_total_sequence_length"),
         ("policy.megatron_cfg.optimizer.optimizer=sgd", "policy.megatron_cfg.optimizer.optimizer"),
         ("policy.precision=fp16", "policy.precision"),
         ("policy.tokenizer.chat_template_kwargs=3", "policy.tokenizer.chat_template_kwargs"),
