@@ -66,9 +66,13 @@ def uninterrupted(warm_overrides, tmp_path_factory) -> Path:
     return run
 
 
-def command(cfg_overrides: tuple[str, ...], run: Path, *extra: str) -> list[str]:
+def arguments(cfg_overrides: tuple[str, ...], run: Path, *extra: str) -> list[str]:
     recipe = ["--config", str(RECIPES / "tiny_cpu.yaml"), *cfg_overrides, *LONGER, f"logger.log_dir={run}"]
-    return [sys.executable, "-m", "nemo_fp8rl.cli", "train", *recipe, *extra]
+    return ["train", *recipe, *extra]
+
+
+def command(cfg_overrides: tuple[str, ...], run: Path, *extra: str) -> list[str]:
+    return [sys.executable, "-m", "nemo_fp8rl.cli", *arguments(cfg_overrides, run, *extra)]
 
 
 def wait_for_step(process: subprocess.Popen, run: Path, step: int) -> None:
@@ -153,12 +157,11 @@ def test_ctrl_c_ends_cleanly_and_resumes_to_the_same_numbers(uninterrupted, warm
     stopped = read(run)[-1]["step"]
     assert (run / f"checkpoints/step_{stopped}").is_dir()
     assert f"stopped after step {stopped} of 6" in report([run]).read_text()
-    done = subprocess.run(command(warm_overrides, run, "--resume"), capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr.decode()
+    assert main(arguments(warm_overrides, run, "--resume")) == 0
     assert results(run) == results(uninterrupted)
 
 
-def test_a_pod_that_is_told_to_end_waits_until_the_run_has_saved(uninterrupted, warm_overrides, tmp_path):
+def test_a_pod_that_is_told_to_end_waits_until_the_run_has_saved(uninterrupted, warm_overrides, tmp_path, monkeypatch):
     run, folder = tmp_path / "run", tmp_path / "stop"
     pod = {**os.environ, "NEMO_FP8RL_STOP_FOLDER": str(folder), "RAY_CLUSTER_NAME": "attempt-1"}
     hook = [str(Path(sys.executable).with_name("nemo-fp8rl")), "request-stop"]
@@ -177,10 +180,10 @@ def test_a_pod_that_is_told_to_end_waits_until_the_run_has_saved(uninterrupted, 
     assert f"pod {socket.gethostname()} is to end: stopping after this step" in output
     assert [file.name for file in folder.iterdir()] == ["attempt-0.stop"]
     subprocess.run(hook, env=pod, check=True, timeout=20)  # of a pod that ends with its cluster
-    again = {**pod, "RAY_CLUSTER_NAME": "attempt-2"}
-    rest = command(warm_overrides, run, "--restartable", f"grpo.max_num_steps={max(steps + 1, 6)}")
-    done = subprocess.run(rest, env=again, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr.decode()
+    for name, value in ("NEMO_FP8RL_STOP_FOLDER", str(folder)), ("RAY_CLUSTER_NAME", "attempt-2"):
+        monkeypatch.setenv(name, value)
+    rest = arguments(warm_overrides, run, "--restartable", f"grpo.max_num_steps={max(steps + 1, 6)}")
+    assert main(rest) == 0
     assert results(run)[:7] == results(uninterrupted)
 
 
@@ -256,8 +259,7 @@ def test_restartable_starts_anew_where_there_is_no_checkpoint_and_continues_wher
     with subprocess.Popen(command(warm_overrides, run, late), stdout=subprocess.DEVNULL) as process:
         wait_for_step(process, run, 2)
         process.kill()
-    assert main(command(warm_overrides, run, "--resume")[3:]) == BAD_INPUT
+    assert main(arguments(warm_overrides, run, "--resume")) == BAD_INPUT
     for _ in range(2):  # the second time there is nothing left to do
-        done = subprocess.run(command(warm_overrides, run, "--restartable"), capture_output=True, check=False)
-        assert done.returncode == 0, done.stderr.decode()
+        assert main(arguments(warm_overrides, run, "--restartable")) == 0
         assert results(run) == results(uninterrupted)
