@@ -19,8 +19,8 @@ SPEED_OVER_SECONDS = 3600
 class Display:
     """Open with `with`; one `step` call a step, `doing` at any time before it.
 
-    Without a terminal a thread says every minute what is being done and for how long the step has been, so that the log
-    of a job that works can be told from that of one that hangs.
+    Without a terminal a thread says every minute, if nothing else was said, what is being done and for how long the
+    step has gone on: of a job that hangs the log shows where.
     """
 
     def __init__(self, title: str, total: int, done: int = 0) -> None:
