@@ -61,17 +61,15 @@ def reinforce_plus_plus_advantages(
 
         a = r - baseline - kl;  A = (a - mean a) / sqrt(max(var a, 1e-8)), over all tokens of the mask
 
-    so the batch must be whole: a microbatch would be whitened by itself. The variance divides by the count. Raises
-    ValueError on shapes or dtypes that do not fit, an empty mask, a KL that is not finite, and, with minus_baseline,
-    on a group of one sample.
+    so the batch must be whole: a microbatch would be whitened by itself. The variance divides by the count. An empty
+    mask, as of a step whose answers were all cut off and filtered, gives zeros. Raises ValueError on shapes or dtypes
+    that do not fit, a KL that is not finite, and, with minus_baseline, on a group of one sample.
     """
     _check(rewards, group_ids)
     if mask.dim() != 2 or len(mask) != len(rewards):
         raise ValueError(f"mask {list(mask.shape)} must be [B, T] with B = {len(rewards)}, the number of rewards")
     inside = mask > 0
-    count = int(inside.sum())
-    if not count:
-        raise ValueError("the mask selects no token, so there is nothing to take an advantage over")
+    count = max(1, int(inside.sum()))
     values = rewards.double()
     if minus_baseline:
         group, sizes = _groups_of_two(group_ids, "a baseline; or set grpo.adv_estimator.minus_baseline=false")

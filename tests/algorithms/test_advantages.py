@@ -261,7 +261,6 @@ def test_a_group_of_one_is_refused_where_groups_are_compared():
     [
         (torch.ones(3, 4), None, r"must be \[B, T\] with B = 2"),
         (torch.ones(2), None, r"must be \[B, T\] with B = 2"),
-        (torch.zeros(2, 4), None, "selects no token"),
         (torch.ones(2, 4), torch.zeros(2, 3), r"must have the mask's shape, \[2, 4\]"),
         (torch.ones(2, 4), torch.full((2, 4), math.nan), "kl is not finite at 8 tokens"),
     ],
@@ -295,3 +294,8 @@ def test_a_stop_properly_coefficient_out_of_range_is_refused_by_its_key(coeffici
 def test_truncated_of_the_wrong_kind_is_refused(truncated):
     with pytest.raises(ValueError, match=r"must be bool \[B\]"):
         stop_properly_penalty(torch.ones(2), truncated, 0.5)
+
+
+def test_a_batch_without_a_token_has_no_advantage():
+    found = reinforce_plus_plus_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.zeros(2, 4))
+    assert torch.equal(found, torch.zeros(2, 4))
