@@ -65,7 +65,8 @@ class FakeKernels(ModuleType):
         specs, metadata = quantizer.inner_tensor_specs(tuple(shape)), quantizer.storage_metadata(dtype)
         names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
         parts = {
-            name: torch.empty(*part[:1], dtype=part[1]) if (part := specs.get(f"_{name}")) else None for name in names
+            name: torch.empty(*part[:1], dtype=part[1], device=device) if (part := specs.get(f"_{name}")) else None
+            for name in names
         }
         further = metadata["nontensor_kwargs"]
         if not quantizer.internal:
@@ -79,7 +80,7 @@ class FakeKernels(ModuleType):
         assert quantizer.dtype == DType.kFloat8E4M3
         out = quantizer.make_empty(src.shape, dtype=src.dtype, device=src.device) if dst is None else dst
         square = quantizer.block_scaling_dim == 2
-        x = src.detach().flatten(0, -2).clone()  # what numpy has seen can give no memory back
+        x = src.detach().flatten(0, -2).to("cpu", copy=True)  # what numpy has seen can give no memory back
         scale_format = "pow2" if quantizer.force_pow_2_scales else "fp32"
 
         def quantized(block: tuple[int, int]) -> BlockScaled:
@@ -144,7 +145,7 @@ class FakeKernels(ModuleType):
     def fp8_block_scaling_compute_partial_amax(
         part: Tensor, amax: Tensor, rows: int, columns: int, start: int, block: int
     ) -> None:
-        whole = torch.zeros(1, rows, columns)
+        whole = torch.zeros(1, rows, columns, device=part.device)
         whole.view(-1)[start : start + part.numel()] = part
         found = to_blocks(whole, (block, block)).abs().amax((2, 4))[0]
         amax[: found.size(0), : found.size(1)] = found
@@ -182,7 +183,7 @@ class FakeKernels(ModuleType):
     @staticmethod
     def multi_tensor_l2norm(chunk: int, overflow: Tensor, lists: list[list[Tensor]], per_tensor: bool) -> Any:
         norms = [tensor.float().norm() for tensor in lists[0]]
-        return torch.stack(norms).norm()[None] if norms else torch.zeros(1), None
+        return torch.stack(norms).norm()[None] if norms else torch.zeros(1, device=overflow.device), None
 
     @staticmethod
     def multi_tensor_scale(chunk: int, overflow: Tensor, lists: list[list[Tensor]], scale: Any) -> None:
