@@ -11,7 +11,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev demo test test-long test-megatron-0.19 test-vllm-matrix test-nemo-rl test-slurm
-.PHONY: test-browser test-fake-gpu test-gpu test-gpu-engine test-loggers test-nixl test-transformer-engine lint format types clean
+.PHONY: test-browser test-fake-gpu test-gpu test-gpu-engine test-loggers test-nixl test-transformer-engine
+.PHONY: lint format types clean
 
 help:  ## show this list
 	@grep -hE '^[a-z0-9.-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -40,7 +41,7 @@ test-gpu:  ## the tests that need a GPU, in the environment of PYTHON, which has
 	@$(PYTHON) -m pytest -q -rs -m gpu $(ARGS)
 
 test-fake-gpu: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
-test-fake-gpu: .venv/transformer-engine-2.20/installed  ## tests for a GPU of policy and refit, on a device that CPU torch takes for CUDA
+test-fake-gpu: .venv/transformer-engine-2.20/installed  ## policy and refit of `make test-gpu`, on a fake device
 	@PYTHONPATH=$(CURDIR)/.venv/transformer-engine-2.20 $(BIN)/python -m pytest -q -rs --numprocesses=$(TEST_PROCESSES) \
 	  -p tests.fake_cuda.plugin -p tests.transformer_engine.plugin -m gpu tests/policy tests/refit $(ARGS)
 

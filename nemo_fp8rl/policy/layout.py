@@ -131,11 +131,6 @@ def check_layout(hf: HfConfig, cfg: Config) -> None:
             f"{here}.expert_tensor_parallel_size={expert_tensor} times "
             f"{here}.pipeline_model_parallel_size={parallel.pipeline_model_parallel_size}"
         )
-    if expert == 1 and expert_tensor != tensor:
-        raise UserError(
-            f"{here}.expert_tensor_parallel_size={expert_tensor} must be {here}.tensor_model_parallel_size={tensor} "
-            f"while {here}.expert_model_parallel_size=1: Megatron would compute a wrong gradient norm, and no error"
-        )
     if hf.family.experts and tensor > 1 and not parallel.sequence_parallel:
         raise UserError(
             f"{here}.tensor_model_parallel_size={tensor} with experts needs {here}.sequence_parallel=true: Megatron "

@@ -55,10 +55,11 @@ class PolicyModel(GPTModel):
 
 
 def moe_dispatcher(parallel: MegatronConfig) -> Literal["alltoall", "allgather"]:
-    """How tokens get to their experts. Only the first takes microbatches of different lengths, as expert-parallel ranks
-    have them, and a pipeline one after the other.
+    """How tokens get to their experts. Only the first takes microbatches of different lengths, as ranks have them that
+    share experts and not the rest of the model, and a pipeline one after the other.
     """
-    uneven = parallel.expert_model_parallel_size > 1 or parallel.pipeline_model_parallel_size > 1
+    apart = parallel.expert_tensor_parallel_size != parallel.tensor_model_parallel_size
+    uneven = apart or parallel.expert_model_parallel_size > 1 or parallel.pipeline_model_parallel_size > 1
     return "alltoall" if uneven else "allgather"
 
 
@@ -150,9 +151,23 @@ def build_model(config: TransformerConfig, layout: Layout, cfg: Config, kv_cache
     expected = sum(together if ".experts." in name else 1 for name in own)
     if fp8_linears != expected:  # a defect of ours: `specs` chose these layers, and refuses what a user can mend
         raise RuntimeError(f"flow {choice.flow} asks for {expected} FP8 linear layers, the model has {fp8_linears}")
+    mark_experts(model, layout)
     load_hf(checkpoint, model, layout)
     if policy.megatron_cfg.freeze_moe_router:
         for name, parameter in model.named_parameters():
             if name.endswith(tuple(ROUTER)):
                 parameter.requires_grad = False
     return model
+
+
+def mark_experts(model: PolicyModel, layout: Layout) -> None:
+    """Say of experts' weights which ranks add up their gradients, and that each rank's count in the gradient norm.
+
+    Megatron Core says the first where experts are spread, not where they are split otherwise than the rest of the
+    model, and the second not of Transformer Engine's (NVIDIA/Megatron-LM pull request 5916).
+    """
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.tensor_model_parallel = True
+            if layout.expert_tensor.size != layout.tensor.size:
+                parameter.allreduce = False  # over data-parallel ranks; over those that have the same of the experts

@@ -101,20 +101,7 @@ class TransformerEngineFp8(MultipliesInFp8):
         return (output, bias) if bias is None or not self.adds_bias else (output + bias, None)
 
 
-class CountedExperts:
-    """Mixed into a grouped layer: each rank's parts of the weights count in the gradient norm.
-
-    Megatron counts a parameter on the first tensor-parallel rank alone unless it is marked, and does not mark these
-    (it sends Transformer Engine's experts no more of the layout than their sizes).
-    """
-
-    def __init__(self, *sizes: Any, **options: Any) -> None:
-        super().__init__(*sizes, **options)
-        for weight in self.parameters() if self._tp_group.size() > 1 else ():  # type: ignore[attr-defined]
-            weight.tensor_model_parallel = True
-
-
-class TransformerEngineFp8Experts(MultipliesInFp8, CountedExperts):
+class TransformerEngineFp8Experts(MultipliesInFp8):
     """As well. x [tokens, K], each expert's `m_splits` after those before -> ([tokens, N], None)."""
 
     recipe: Float8BlockScaling
@@ -122,7 +109,7 @@ class TransformerEngineFp8Experts(MultipliesInFp8, CountedExperts):
 
     def __init__(self, *sizes: Any, **options: Any) -> None:
         with _weights(self, options) as own:
-            super().__init__(*sizes, **own)
+            super().__init__(*sizes, **own)  # type: ignore[call-arg]
 
     def forward(self, x: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         missing, nothing = [-n % FP8_TOKENS for n in m_splits], x.new_zeros(FP8_TOKENS, x.size(1))
@@ -144,16 +131,13 @@ def te_linears(scale_format: ScaleFormat, fp8_param: bool = False) -> tuple[type
 @functools.cache
 def te_experts(scale_format: ScaleFormat | None, fp8_param: bool = False) -> tuple[type, type]:
     """The same for all experts of a rank in one; scale_format None: in the weights' own precision."""
-    mixin = CountedExperts if scale_format is None else TransformerEngineFp8Experts
-    return _mixed(mixin, scale_format, fp8_param, TEColumnParallelGroupedLinear, TERowParallelGroupedLinear)
+    column, row = TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
+    if scale_format is None:
+        return column, row
+    return _mixed(TransformerEngineFp8Experts, scale_format, fp8_param, column, row)
 
 
-def _mixed(
-    mixin: type, scale_format: ScaleFormat | None, fp8_param: bool, column: type, row: type
-) -> tuple[type, type]:
-    chosen: dict[str, Any] = {}
-    if scale_format is not None:
-        kernel = "Transformer Engine" + (", weights held in FP8" if fp8_param else "")
-        chosen = {"recipe": block_scaling(scale_format), "fp8_param": fp8_param, "kernel_name": kernel}
-    name = "" if scale_format is None else "Fp8"
-    return type(name + column.__name__, (mixin, column), chosen), type(name + row.__name__, (mixin, row), chosen)
+def _mixed(mixin: type, scale_format: ScaleFormat, fp8_param: bool, column: type, row: type) -> tuple[type, type]:
+    kernel = "Transformer Engine" + (", weights held in FP8" if fp8_param else "")
+    chosen = {"recipe": block_scaling(scale_format), "fp8_param": fp8_param, "kernel_name": kernel}
+    return type(f"Fp8{column.__name__}", (mixin, column), chosen), type(f"Fp8{row.__name__}", (mixin, row), chosen)

@@ -7,15 +7,18 @@
 
 namespace {
 
+using namespace c10d;
 using at::Tensor;
 using c10::intrusive_ptr;
+using Works = std::vector<intrusive_ptr<Work>>;
 using Tensors = std::vector<Tensor>;
 using Lists = std::vector<Tensors>;
 using Timeout = std::chrono::milliseconds;
 
 Tensor host(const Tensor& tensor) {
   TORCH_CHECK(tensor.is_cuda(), "NCCL takes tensors on GPUs");
-  static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fake_cuda::on_host", "").typed<Tensor(const Tensor&)>();
+  static auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("fake_cuda::on_host", "").typed<Tensor(const Tensor&)>();
   return op.call(tensor);
 }
 
@@ -25,10 +28,10 @@ Tensor moved(const Tensor& tensor) {
   return c10::isFloat8Type(same.scalar_type()) || same.scalar_type() == at::kBool ? same.view(at::kByte) : same;
 }
 
-struct AllOf final : c10d::Work {
-  std::vector<intrusive_ptr<c10d::Work>> parts;
+struct AllOf final : Work {
+  Works parts;
   Tensors results;
-  explicit AllOf(std::vector<intrusive_ptr<c10d::Work>> given, Tensors made = {}) : parts(std::move(given)), results(std::move(made)) {}
+  explicit AllOf(Works given, Tensors made = {}) : parts(std::move(given)), results(std::move(made)) {}
   bool isCompleted() override {
     for (auto& part : parts)
       if (!part->isCompleted()) return false;
@@ -49,38 +52,40 @@ struct AllOf final : c10d::Work {
   }
 };
 
-struct FakeNccl final : c10d::Backend {
-  intrusive_ptr<c10d::Backend> gloo;
+struct FakeNccl final : Backend {
+  intrusive_ptr<Backend> gloo;
   bool coalescing = false;
-  std::vector<intrusive_ptr<c10d::Work>> collected;
+  Works collected;
 
-  explicit FakeNccl(intrusive_ptr<c10d::Backend> inner)
-      : c10d::Backend(inner->getRank(), inner->getSize()), gloo(std::move(inner)) {}
+  explicit FakeNccl(intrusive_ptr<Backend> inner)
+      : Backend(inner->getRank(), inner->getSize()), gloo(std::move(inner)) {}
 
   const std::string getBackendName() const override { return "nccl"; }
   bool supportsCoalescing() const override { return true; }
   void startCoalescing() override { coalescing = true; }
-  intrusive_ptr<c10d::Work> endCoalescing() override {
+  intrusive_ptr<Work> endCoalescing() override {
     coalescing = false;
     return c10::make_intrusive<AllOf>(std::exchange(collected, {}));
   }
 
-  intrusive_ptr<c10d::Work> done(Tensors results = {}) { return c10::make_intrusive<AllOf>(std::vector<intrusive_ptr<c10d::Work>>{}, std::move(results)); }
-  intrusive_ptr<c10d::Work> begun(intrusive_ptr<c10d::Work> work) {
+  intrusive_ptr<Work> done(Tensors results = {}) {
+    return c10::make_intrusive<AllOf>(Works{}, std::move(results));
+  }
+  intrusive_ptr<Work> begun(intrusive_ptr<Work> work) {
     if (coalescing) collected.push_back(work);
     return work;
   }
 
-  void add(const Tensor& tensor, const c10d::ReduceOp& op) {
-    c10d::AllreduceOptions opts;
-    const bool mean = op == c10d::ReduceOp::AVG;
-    opts.reduceOp = mean ? c10d::ReduceOp(c10d::ReduceOp::SUM) : op;
+  void add(const Tensor& tensor, const ReduceOp& op) {
+    AllreduceOptions opts;
+    const bool mean = op == ReduceOp::AVG;
+    opts.reduceOp = mean ? ReduceOp(ReduceOp::SUM) : op;
     Tensors one{tensor};
     gloo->allreduce(one, opts)->wait();
     if (mean) tensor.div_(getSize());
   }
   void spread(const Tensor& tensor, int64_t root) {
-    c10d::BroadcastOptions opts;
+    BroadcastOptions opts;
     opts.rootRank = root;
     Tensors one{tensor};
     gloo->broadcast(one, opts)->wait();
@@ -92,19 +97,19 @@ struct FakeNccl final : c10d::Backend {
     }
   }
 
-  intrusive_ptr<c10d::Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
+  intrusive_ptr<Work> broadcast(Tensors& tensors, const BroadcastOptions& opts) override {
     for (auto& one : tensors) spread(moved(one), opts.rootRank);
     return done(tensors);
   }
-  intrusive_ptr<c10d::Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
+  intrusive_ptr<Work> allreduce(Tensors& tensors, const AllreduceOptions& opts) override {
     for (auto& one : tensors) add(host(one), opts.reduceOp);
     return done(tensors);
   }
-  intrusive_ptr<c10d::Work> allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override {
+  intrusive_ptr<Work> allreduce_coalesced(Tensors& tensors, const AllreduceCoalescedOptions& opts) override {
     for (auto& one : tensors) add(host(one), opts.reduceOp);
     return done(tensors);
   }
-  intrusive_ptr<c10d::Work> reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
+  intrusive_ptr<Work> reduce(Tensors& tensors, const ReduceOptions& opts) override {
     for (auto& one : tensors) {
       Tensor sum = host(one).clone();
       add(sum, opts.reduceOp);
@@ -112,7 +117,7 @@ struct FakeNccl final : c10d::Backend {
     }
     return done(tensors);
   }
-  intrusive_ptr<c10d::Work> allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions&) override {
+  intrusive_ptr<Work> allgather(Lists& outputs, Tensors& inputs, const AllgatherOptions&) override {
     for (size_t i = 0; i < inputs.size(); ++i) {
       Tensors out;
       for (auto& one : outputs[i]) out.push_back(moved(one));
@@ -120,16 +125,17 @@ struct FakeNccl final : c10d::Backend {
     }
     return done(outputs[0]);
   }
-  intrusive_ptr<c10d::Work> _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions&) override {
+  intrusive_ptr<Work> _allgather_base(Tensor& output, Tensor& input, const AllgatherOptions&) override {
     TORCH_CHECK(output.is_contiguous() && input.is_contiguous(), "NCCL takes contiguous tensors");
     gather_all(moved(output).view(-1).chunk(getSize()), moved(input).view(-1));
     return done({output});
   }
-  intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
+  intrusive_ptr<Work> allgather_into_tensor_coalesced(
+      Tensors& outputs, Tensors& inputs, const AllgatherOptions& opts) override {
     for (size_t i = 0; i < inputs.size(); ++i) _allgather_base(outputs[i], inputs[i], opts);
     return done(outputs);
   }
-  intrusive_ptr<c10d::Work> reduce_scatter(Tensors& outputs, Lists& inputs, const c10d::ReduceScatterOptions& opts) override {
+  intrusive_ptr<Work> reduce_scatter(Tensors& outputs, Lists& inputs, const ReduceScatterOptions& opts) override {
     for (size_t i = 0; i < outputs.size(); ++i)
       for (int64_t rank = 0; rank < getSize(); ++rank) {
         Tensor sum = host(inputs[i][rank]).clone();
@@ -138,35 +144,37 @@ struct FakeNccl final : c10d::Backend {
       }
     return done(outputs);
   }
-  intrusive_ptr<c10d::Work> _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& opts) override {
+  intrusive_ptr<Work> _reduce_scatter_base(Tensor& output, Tensor& input, const ReduceScatterOptions& opts) override {
     TORCH_CHECK(output.is_contiguous() && input.is_contiguous(), "NCCL takes contiguous tensors");
     Tensor sum = host(input).clone();
     add(sum, opts.reduceOp);
     host(output).view(-1).copy_(sum.view(-1).chunk(getSize())[getRank()]);
     return done({output});
   }
-  intrusive_ptr<c10d::Work> reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) override {
+  intrusive_ptr<Work> reduce_scatter_tensor_coalesced(
+      Tensors& outputs, Tensors& inputs, const ReduceScatterOptions& opts) override {
     for (size_t i = 0; i < inputs.size(); ++i) _reduce_scatter_base(outputs[i], inputs[i], opts);
     return done(outputs);
   }
-  intrusive_ptr<c10d::Work> alltoall_base(
-      Tensor& output, Tensor& input, std::vector<int64_t>& to, std::vector<int64_t>& from, const c10d::AllToAllOptions& opts) override {
+  intrusive_ptr<Work> alltoall_base(
+      Tensor& output, Tensor& input, std::vector<int64_t>& to, std::vector<int64_t>& from,
+      const AllToAllOptions& opts) override {
     TORCH_CHECK(output.is_contiguous() && input.is_contiguous(), "NCCL takes contiguous tensors");
     Tensor out = moved(output), in = moved(input);
     gloo->alltoall_base(out, in, to, from, opts)->wait();
     return done({output});
   }
-  intrusive_ptr<c10d::Work> send(Tensors& tensors, int to, int tag) override {
+  intrusive_ptr<Work> send(Tensors& tensors, int to, int tag) override {
     Tensors one{moved(tensors.at(0))};
     return begun(gloo->send(one, to, tag));
   }
-  intrusive_ptr<c10d::Work> recv(Tensors& tensors, int from, int tag) override {
+  intrusive_ptr<Work> recv(Tensors& tensors, int from, int tag) override {
     Tensors one{moved(tensors.at(0))};
     return begun(gloo->recv(one, from, tag));
   }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return 0; }
-  intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& opts) override {
+  intrusive_ptr<Work> barrier(const BarrierOptions& opts) override {
     gloo->barrier(opts)->wait();
     return done();
   }

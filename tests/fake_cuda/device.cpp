@@ -1,5 +1,5 @@
-// A CUDA device whose memory is the host's and whose kernels are the CPU's, so that torch of a CPU build keeps apart what
-// is on the one and what is on the other. Operators that CUDA refuses for operands on two devices are refused here.
+// A CUDA device whose memory is the host's and whose kernels are the CPU's, so that torch of a CPU build keeps apart
+// what is on the one and what on the other. Operators that CUDA refuses for operands on two devices are refused here.
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -27,6 +27,8 @@ const Device kDevice(DeviceType::CUDA, 0);
 const c10::DispatchKeySet kKeys(c10::DispatchKey::CUDA);
 std::atomic<int64_t> allocated{0};
 
+int64_t rounded(size_t nbytes) { return (nbytes + 511) / 512 * 512; }
+
 struct Guard final : c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
   Device getDevice() const override { return kDevice; }
   Device exchangeDevice(Device) const override { return kDevice; }
@@ -49,8 +51,7 @@ struct Memory final : c10::Allocator {
   }
   c10::DataPtr allocate(size_t nbytes) override {
     if (!nbytes) return c10::DataPtr(nullptr, kDevice);
-    size_t whole = (nbytes + 511) / 512 * 512;
-    auto* block = new Block{std::aligned_alloc(512, whole), static_cast<int64_t>(whole)};
+    auto* block = new Block{std::aligned_alloc(512, rounded(nbytes)), rounded(nbytes)};
     TORCH_CHECK(block->data, "no memory for ", nbytes, " bytes");
     allocated += block->nbytes;
     return c10::DataPtr(block->data, block, &give, kDevice);
@@ -88,14 +89,26 @@ using at::CUDAHooksRegistry;
 using at::RegistererCUDAHooksRegistry;
 REGISTER_CUDA_HOOKS(CUDAHooks)
 
-void let_go(void* context) { delete static_cast<c10::Storage*>(context); }
+// A storage's memory under another device's name. What a CPU kernel made counts as the device's while it lives.
+struct Kept {
+  c10::Storage storage;
+  int64_t counted;
+  static void give(void* context) {
+    auto* kept = static_cast<Kept*>(context);
+    allocated -= kept->counted;
+    delete kept;
+  }
+};
 
-// The same memory under another device's name.
-c10::Storage renamed(const c10::Storage& storage, Device device, c10::Allocator* allocator) {
-  auto* kept = new c10::Storage(storage);
+c10::DataPtr renamed(const c10::Storage& storage, Device device) {
+  auto* kept = new Kept{storage, device.is_cuda() ? rounded(storage.nbytes()) : 0};
+  allocated += kept->counted;
+  return c10::DataPtr(const_cast<void*>(storage.data()), kept, &Kept::give, device);
+}
+
+c10::Storage as(Device device, c10::Allocator* allocator, const c10::Storage& storage) {
   return c10::Storage(
-      c10::Storage::use_byte_size_t(), storage.nbytes(),
-      c10::DataPtr(const_cast<void*>(storage.data()), kept, &let_go, device), allocator, /*resizable=*/true);
+      c10::Storage::use_byte_size_t(), storage.nbytes(), renamed(storage, device), allocator, /*resizable=*/true);
 }
 
 Tensor over(c10::Storage storage, c10::DispatchKeySet keys, const Tensor& like) {
@@ -121,7 +134,7 @@ struct Seen {
     const auto& storage = tensor.storage();
     auto* under = storage.unsafeGetStorageImpl();
     if (!storages.count(under)) {
-      storages[under] = renamed(storage, Device(DeviceType::CPU), c10::GetAllocator(DeviceType::CPU));
+      storages[under] = as(Device(DeviceType::CPU), c10::GetAllocator(DeviceType::CPU), storage);
       origins[storages[under].unsafeGetStorageImpl()] = storage;
     }
     Tensor made = over(storages[under], c10::DispatchKeySet(c10::DispatchKey::CPU), tensor);
@@ -130,16 +143,13 @@ struct Seen {
     return made;
   }
 
-  // After the call: outputs that the CPU gave another size are so here.
+  // After the call: what the CPU gave another size or other memory has it here.
   void settle() {
     for (auto& [impl, made] : cpu_of) {
-      if (impl->sizes() == made.sizes() && impl->strides() == made.strides() && impl->storage_offset() == made.storage_offset())
-        continue;
       auto* own = impl->unsafe_storage().unsafeGetStorageImpl();
       const auto& theirs = made.storage();
       if (own->data() != theirs.data()) {
-        auto* kept = new c10::Storage(theirs);
-        own->set_data_ptr_noswap(c10::DataPtr(const_cast<void*>(theirs.data()), kept, &let_go, kDevice));
+        own->set_data_ptr_noswap(renamed(theirs, kDevice));
         own->set_nbytes(theirs.nbytes());
       }
       impl->set_sizes_and_strides(made.sizes(), made.strides(), made.storage_offset());
@@ -152,13 +162,15 @@ struct Seen {
     const auto& storage = tensor.storage();
     if (auto found = origins.find(storage.unsafeGetStorageImpl()); found != origins.end())
       return over(found->second, kKeys, tensor);
-    return over(renamed(storage, kDevice, &memory), kKeys, tensor);
+    return over(as(kDevice, &memory, storage), kKeys, tensor);
   }
 };
 
+// Operators whose indices CUDA takes from the CPU.
 const std::unordered_set<std::string> kIndexing{
     "aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put", "aten::_unsafe_index",
     "aten::_unsafe_index_put"};
+// Operators for which CUDA refuses even one number on the CPU; others take it for a scalar.
 const std::unordered_set<std::string> kNeverScalars{
     "aten::cat", "aten::index_select", "aten::gather", "aten::scatter", "aten::scatter_", "aten::scatter_add",
     "aten::scatter_add_", "aten::index_add", "aten::index_add_", "aten::index_copy_", "aten::embedding", "aten::mm",
@@ -191,18 +203,17 @@ void boxed(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack
     auto& value = (*stack)[begin + i];
     const auto* alias = schema.arguments()[i].alias_info();
     const bool written = alias && alias->isWrite();
-    auto look = [&](const Tensor& one, bool list, bool index) {
+    auto look = [&](const Tensor& one, bool list) {
       if (!any || !one.defined() || one.is_cuda() || one.is_meta()) return;
-      if (index) return;
       if (one.dim() || written || strict || list) refuse(name, one);
     };
     if (value.isTensor()) {
-      look(value.toTensor(), false, false);
+      look(value.toTensor(), false);
       value = IValue(seen.cpu(value.toTensor()));
     } else if (value.isTensorList()) {
       c10::List<Tensor> list;
       for (const Tensor& one : value.toTensorVector()) {
-        look(one, true, false);
+        look(one, true);
         list.push_back(seen.cpu(one));
       }
       value = IValue(list);
@@ -210,8 +221,7 @@ void boxed(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack
       c10::List<std::optional<Tensor>> list;
       for (std::optional<Tensor> one : value.toOptionalTensorVector()) {
         if (one) {
-          if (one->is_cuda() && indexing && !(*stack)[begin].toTensor().defined()) continue;
-          look(*one, false, indexing);
+          if (!indexing) look(*one, false);
           list.push_back(seen.cpu(*one));
         } else {
           list.push_back(std::nullopt);
@@ -326,15 +336,6 @@ Tensor on_host(const Tensor& tensor) {
   return seen.cpu(tensor);
 }
 
-Tensor at_address(int64_t address, int64_t nbytes) {
-  auto storage = c10::Storage(
-      c10::Storage::use_byte_size_t(), nbytes,
-      c10::DataPtr(reinterpret_cast<void*>(address), kDevice), &memory, false);
-  auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), kKeys, caffe2::TypeMeta::Make<uint8_t>());
-  made.unsafeGetTensorImpl()->set_sizes_contiguous({nbytes});
-  return made;
-}
-
 void resize_storage(const Tensor& tensor, int64_t nbytes) {
   auto* storage = tensor.storage().unsafeGetStorageImpl();
   auto data = memory.allocate(nbytes);
@@ -348,7 +349,6 @@ int64_t memory_allocated() { return allocated; }
 
 TORCH_LIBRARY(fake_cuda, m) {
   m.def("on_host(Tensor tensor) -> Tensor", on_host);
-  m.def("at_address(int address, int nbytes) -> Tensor", at_address);
   m.def("resize_storage(Tensor tensor, int nbytes) -> ()", resize_storage);
   m.def("memory_allocated() -> int", memory_allocated);
 }

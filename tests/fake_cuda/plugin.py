@@ -1,7 +1,11 @@
 """`pytest -p tests.fake_cuda.plugin`: the fake device, and Triton's interpreter, before any test imports torch."""
 
-from tests.fake_cuda.device import install
+import os
 
+from tests.fake_cuda.device import install
+from tests.fake_cuda.rank import FAKE
+
+os.environ[FAKE] = "1"
 install()
 
 import pytest  # noqa: E402

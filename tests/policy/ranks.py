@@ -3,7 +3,7 @@
 import gc
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from typing import Any
@@ -23,19 +23,26 @@ worker = MegatronWorker()
 class Ranks:
     """`run(function, argument of rank 0, argument of rank 1, ...)`; functions find their rank in `ranks.worker`.
 
-    initializer: called first in each process.
+    initializers: of each rank, called first in its process.
     """
 
-    def __init__(self, count: int, initializer: Callable[[], Any] | None = None) -> None:
-        self.count = count
+    def __init__(self, count: int, initializers: Sequence[Callable[[], Any]] | None = None) -> None:
+        self.count, self.initializers = count, initializers or [None] * count
+        self._start()
+
+    def _start(self) -> None:
         self.processes = [
-            ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=initializer) for _ in range(count)
+            ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=initializer)
+            for initializer in self.initializers
         ]
         self.rendezvous = self.processes[0].submit(_listen).result()
 
     def run(self, function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> list[Any]:
         futures = [p.submit(function, *args) for p, args in zip(self.processes, arguments, strict=True)]
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)  # the others may wait for the one that raised
+        done, others = wait(futures, return_when=FIRST_EXCEPTION)
+        if others:  # they may wait for the one that raised, and would keep the next test waiting
+            self.close()
+            self._start()
         for future in done:
             future.result()
         return [future.result() for future in futures]

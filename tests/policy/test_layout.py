@@ -204,17 +204,15 @@ def test_ranks_that_do_not_factor_are_refused(recipe, keys, ranks, message):
         recipe("cluster.backend=ray", f"cluster.train_ranks={ranks}", *overrides)
 
 
-def test_experts_are_split_as_the_rest_where_they_are_not_spread_and_a_dense_model_has_none(recipe):
-    keys = ("tensor_model_parallel_size=2", "expert_tensor_parallel_size=1", "sequence_parallel=true")
-    overrides = [f"policy.megatron_cfg.{key}" for key in keys]
-    cfg = recipe("cluster.backend=ray", "cluster.train_ranks=2", "nemo_fp8rl.flow=bf16", *overrides)
-    with pytest.raises(UserError, match=r"expert_tensor_parallel_size=1 must be .*_parallel_size=2 .*gradient norm"):
-        check_layout(MOE, cfg)
-    check_layout(DENSE, cfg)
+def test_ranks_that_share_experts_must_be_there(recipe):
     two = ("cluster.backend=ray", "cluster.train_ranks=2", "policy.train_micro_batch_size=32")
     cfg = recipe(*two, "policy.megatron_cfg.expert_model_parallel_size=4")
     with pytest.raises(UserError, match=r"train_ranks=2 is not a multiple of .*expert_model_parallel_size=4"):
         check_layout(MOE, cfg)
+    cfg = recipe(*two, "nemo_fp8rl.flow=bf16", "policy.megatron_cfg.expert_tensor_parallel_size=4")
+    with pytest.raises(UserError, match=r"train_ranks=2 is not a multiple of .*expert_tensor_parallel_size=4"):
+        check_layout(MOE, cfg)
+    check_layout(DENSE, cfg)
 
 
 def test_a_batch_is_divided_among_replicas_not_among_ranks(recipe):

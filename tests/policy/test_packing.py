@@ -68,6 +68,7 @@ def test_packed_sequences_give_what_padded_ones_give(recipe, tmp_path, family, a
         ("qwen3_moe", ("expert_model_parallel_size=2",)),
         ("qwen3", ("context_parallel_size=2",)),
         ("qwen3_moe", ("context_parallel_size=2", "expert_model_parallel_size=2")),
+        ("qwen3_moe", ("expert_tensor_parallel_size=2",)),
         (
             "qwen3_moe",
             (
@@ -78,7 +79,7 @@ def test_packed_sequences_give_what_padded_ones_give(recipe, tmp_path, family, a
             ),
         ),
     ],
-    ids=["sp", "pp", "ep", "cp", "cp-ep", "sp-ep"],
+    ids=["sp", "pp", "ep", "cp", "cp-ep", "etp", "sp-ep"],
 )
 def test_ranks_that_share_the_model_pack_alike(two, recipe, tmp_path, family, layout):
     base = overrides(tmp_path, family)

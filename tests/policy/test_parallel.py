@@ -20,6 +20,8 @@ SP = (*TP, "sequence_parallel=true")
 PP = ("pipeline_model_parallel_size=2",)
 CP = ("context_parallel_size=2",)
 EP = ("expert_model_parallel_size=2",)
+ETP2 = ("expert_tensor_parallel_size=2",)
+ETP1 = ("expert_tensor_parallel_size=1",)
 UNEVEN = (*PP, "num_layers_in_first_pipeline_stage=1")
 FROZEN = "freeze_moe_router=true"
 QWEN2 = {"family": "qwen2", "num_key_value_heads": 2}
@@ -27,19 +29,22 @@ DENSE = [{"family": "llama"}, QWEN2, {"family": "qwen3", "tie_word_embeddings": 
 MOE = {"family": "qwen3_moe", "vocab_size": 97}  # does not divide: the last rank has fewer
 ON_TWO = [
     *((sizes, layout) for sizes in DENSE for layout in (TP, SP, PP, CP)),
-    *((MOE, layout) for layout in (SP, PP, CP, EP, (*SP, *EP, "expert_tensor_parallel_size=1"), (*CP, *EP))),
+    *((MOE, layout) for layout in (SP, PP, CP, EP, (*SP, *ETP1), (*SP, *EP, *ETP1), (*CP, *EP))),
     ({**DENSE[2], "num_hidden_layers": 3}, UNEVEN),
+    (MOE, ETP2),
     (MOE, (*SP, FROZEN)),
-    (DENSE[1], (*TP, "expert_tensor_parallel_size=1")),  # which a dense model does not read
+    (DENSE[1], (*TP, *ETP1)),  # which a dense model does not read
 ]
 ON_FOUR = [
     ({**QWEN2, "tie_word_embeddings": True}, (*SP, *PP)),
     (MOE, (*SP, *EP)),
     (MOE, (*PP, *EP)),
     (MOE, (*SP, *PP)),
-    (MOE, (*SP, *EP, "expert_tensor_parallel_size=1")),
+    (MOE, (*SP, *EP, *ETP1)),
     ({**DENSE[2], "num_attention_heads": 4}, (*SP, *CP)),  # one key-value head for two ranks
     (DENSE[2], (*PP, *CP)),
+    (MOE, (*SP, *ETP1)),
+    (MOE, (*EP, *ETP2)),
     (MOE, (*CP, *EP)),
     (MOE, (*SP, *CP, "activation_checkpointing=true")),
     ({**MOE, "num_hidden_layers": 3}, (*UNEVEN, *EP)),
@@ -159,7 +164,7 @@ def weighted_logprobs(logprobs: torch.Tensor, batch: TrainBatch) -> torch.Tensor
 
 
 def weighted_loss(logprobs, batch, *_):
-    full = torch.linspace(-1, 1, 21)[: logprobs.size(1)] * batch["token_mask"][:, 1:]
+    full = torch.linspace(-1, 1, 21, device=logprobs.device)[: logprobs.size(1)] * batch["token_mask"][:, 1:]
     loss = (logprobs * full).sum() / 100
     return loss, {"loss": float(loss)}
 
@@ -175,12 +180,12 @@ def logits_and_gradients(part: TrainBatch) -> dict:
 
     def keep(_module, _inputs, output):
         if layout.last_stage:
-            logits.append((output.to(worker.model.head.dtype) @ worker.model.head.t()).detach())
+            logits.append((output.to(worker.model.head.dtype) @ worker.model.head.t()).detach().cpu())
 
     hook = worker.ddp.register_forward_hook(keep)
     metrics = worker.train_step(part, weighted_loss, 1.0, 1.0)
     hook.remove()
     shapes = expected_tensors(layout.hf)
     grads = {n: p.main_grad if p.requires_grad else p for n, p in worker.model.named_parameters()}
-    gradients = {n: (layout.region(n, shapes[n]), g.clone()) for n, g in to_hf(layout, grads.__getitem__)}
+    gradients = {n: (layout.region(n, shapes[n]), g.clone().cpu()) for n, g in to_hf(layout, grads.__getitem__)}
     return {"logits": logits, "tokens": layout.context.rank, "gradients": gradients, "grad_norm": metrics["grad_norm"]}

@@ -30,6 +30,7 @@ TOKEN = "of these tests"
 DENSE = {"vocab_size": 67}  # no multiple of 2
 TIED = {"tie_word_embeddings": True, "family": "llama"}
 MOE = {"family": "qwen3_moe"}
+WIDE_MOE = {**MOE, "moe_intermediate_size": 256}  # whole blocks on each of two ranks
 DP: tuple[str, ...] = ()
 TP = ("tensor_model_parallel_size=2",)
 SP = (*TP, "sequence_parallel=true")
@@ -38,6 +39,7 @@ CP = ("context_parallel_size=2",)
 EP = ("expert_model_parallel_size=2",)
 CP_EP = (*CP, *EP)
 TP_EP = (*SP, *EP, "expert_tensor_parallel_size=1")
+ETP1, ETP2 = (*SP, "expert_tensor_parallel_size=1"), ("expert_tensor_parallel_size=2",)
 
 
 class Model:
@@ -107,7 +109,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize(
     ("sizes", "layouts"),
-    [(DENSE, (SP, PP, CP, DP, TP)), (TIED, (PP, DP, TP)), (MOE, (EP, PP, TP_EP, CP_EP, DP))],
+    [(DENSE, (SP, PP, CP, DP, TP)), (TIED, (PP, DP, TP)), (MOE, (EP, PP, TP_EP, ETP1, CP_EP, ETP2, DP))],
     ids=["dense", "tied", "moe"],
 )
 def test_a_checkpoint_moves_between_layouts_to_the_bit(two, model, tmp_path, sizes, layouts):
@@ -161,8 +163,14 @@ def test_resume_on_the_same_layout_is_bitwise(two, model, tmp_path, sizes, layou
 
 @pytest.mark.parametrize(
     ("sizes", "layout"),
-    [(DENSE, TP), (DENSE, SP), (TIED, PP), (DENSE, DP), (DENSE, CP), (MOE, EP), (MOE, PP), (MOE, TP_EP), (MOE, CP_EP)],
-    ids=["tp", "sp", "tied-pp", "dp", "cp", "moe-ep", "moe-pp", "moe-tp-ep", "moe-cp-ep"],
+    [
+        *((DENSE, TP), (DENSE, SP), (TIED, PP), (DENSE, DP), (DENSE, CP)),
+        *((MOE, EP), (MOE, PP), (MOE, TP_EP), (MOE, CP_EP), (MOE, ETP1), (WIDE_MOE, ETP2)),
+    ],
+    ids=[
+        *("tp", "sp", "tied-pp", "dp", "cp"),
+        *("moe-ep", "moe-pp", "moe-tp-ep", "moe-cp-ep", "moe-tp-etp1", "moe-dp-etp2"),
+    ],
 )
 def test_the_parts_of_a_refit_are_the_bytes_of_one_rank(two, model, sizes, layout):
     """Quantized where they live, put together: every byte and every scale as one rank makes them of all weights."""
@@ -202,8 +210,8 @@ def digests() -> dict[tuple[str, Region], str]:
 
 @pytest.mark.parametrize(
     ("sizes", "layout"),
-    [(DENSE, DP), (MOE, DP), (MOE, EP)],
-    ids=["dp", "moe-dp", "moe-ep"],
+    [(DENSE, DP), (MOE, DP), (MOE, EP), (MOE, ETP1), (MOE, ETP2)],
+    ids=["dp", "moe-dp", "moe-ep", "moe-tp-etp1", "moe-dp-etp2"],
 )
 def test_copies_of_a_part_stay_the_same_to_the_bit(two, model, sizes, layout):
     """So that an engine may have it of any rank that holds one."""

@@ -245,6 +245,18 @@ def install() -> bool:
     return True
 
 
+def permute_by_torch() -> None:
+    """From now on, instead of Transformer Engine's kernels in Triton, whose interpreter takes minutes."""
+    from megatron.core.transformer.moe import moe_utils
+
+    from nemo_fp8rl.policy import te_linears
+    from tests.transformer_engine.fake_permutation import FAKES
+
+    te_linears.TAKES_COUNTS_OF_HOST = Version("0")  # as the fake does, whatever the version
+    for name, fake in FAKES.items():
+        setattr(moe_utils, name, fake)
+
+
 class _CpuIsCuda(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

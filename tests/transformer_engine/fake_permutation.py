@@ -33,7 +33,7 @@ class _Combine(torch.autograd.Function):
 
 def _sum(permuted: Tensor, rows: Tensor, count: int) -> Tensor:
     """[count, hidden]: in float32, from the last expert to the first, rounded once."""
-    total = torch.zeros(count, permuted.size(1), dtype=torch.float32)
+    total = torch.zeros(count, permuted.size(1), dtype=torch.float32, device=permuted.device)
     return total.index_add_(0, rows.flip(0), permuted.flip(0).float()).to(permuted.dtype)
 
 

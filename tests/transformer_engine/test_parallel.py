@@ -30,14 +30,14 @@ fakes = ExitStack()
 
 @pytest.fixture(scope="module")
 def emulated() -> Iterator[Ranks]:
-    pool = Ranks(2, initializer=install)
+    pool = Ranks(2, [install] * 2)
     yield pool
     pool.close()
 
 
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[Ranks]:
-    pool = Ranks(2, initializer=install)
+    pool = Ranks(2, [install] * 2)
     pool.run(_pose_as_gpu, [(rank, pool.rendezvous) for rank in range(2)])
     yield pool
     pool.close()
@@ -60,6 +60,7 @@ SP = (*TP, "sequence_parallel=true")
 PP = ("pipeline_model_parallel_size=2",)
 CP = ("context_parallel_size=2",)
 EP = ("expert_model_parallel_size=2",)
+ETP1 = (*SP, *EP, "expert_tensor_parallel_size=1")
 QWEN2 = {"family": "qwen2", "num_key_value_heads": 2}
 QWEN3, MOE = {"family": "qwen3"}, {"family": "qwen3_moe"}
 
@@ -93,8 +94,14 @@ def assert_alike(recipe, tmp_path, emulated, gpus):
 @pytest.mark.parametrize("packed", ["true", "false"])
 @pytest.mark.parametrize(
     ("sizes", "layout"),
-    [(QWEN3, ()), (QWEN2, TP), (QWEN3, SP), (QWEN3, PP), (QWEN3, CP), (MOE, SP), (MOE, EP), (MOE, PP), (MOE, CP)],
-    ids=["qwen3-dp", "qwen2-tp", "qwen3-sp", "qwen3-pp", "qwen3-cp", "moe-sp", "moe-ep", "moe-pp", "moe-cp"],
+    [
+        *((QWEN3, ()), (QWEN2, TP), (QWEN3, SP), (QWEN3, PP), (QWEN3, CP)),
+        *((MOE, SP), (MOE, EP), (MOE, ETP1), (MOE, PP), (MOE, CP)),
+    ],
+    ids=[
+        *("qwen3-dp", "qwen2-tp", "qwen3-sp", "qwen3-pp", "qwen3-cp"),
+        *("moe-sp", "moe-ep", "moe-sp-ep-etp1", "moe-pp", "moe-cp"),
+    ],
 )
 def test_two_ranks_say_what_two_emulated_ones_say(assert_alike, sizes, layout, packed):
     assert_alike(batch(0), sizes, layout, packed)
