@@ -1,18 +1,13 @@
-"""`pytest -p tests.fake_cuda.plugin`: the fake device, and Triton's interpreter, before any test imports torch."""
+"""`pytest -p tests.fake_cuda.plugin`: the fake device, and Transformer Engine on it, before any test imports torch."""
 
 import os
 
-from tests.fake_cuda.device import install
-from tests.fake_cuda.rank import FAKE
+from tests.fake_cuda.rank import FAKE, own_gpu
 
 os.environ[FAKE] = "1"
-install()
+own_gpu(0)
 
 import pytest  # noqa: E402
-
-from tests.interpreted_triton import interpret  # noqa: E402
-
-interpret()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
