@@ -163,8 +163,8 @@ def build_model(config: TransformerConfig, layout: Layout, cfg: Config, kv_cache
 def mark_experts(model: PolicyModel, layout: Layout) -> None:
     """Say of experts' weights which ranks add up their gradients, and that each rank's count in the gradient norm.
 
-    Megatron Core says the first where experts are spread, not where they are split otherwise than the rest of the
-    model, and the second not of Transformer Engine's (NVIDIA/Megatron-LM pull request 5916).
+    Megatron Core 0.16 says the first where experts are spread, not where they are split otherwise than the rest of the
+    model, and the second not of Transformer Engine's; 0.19 says both (NVIDIA/Megatron-LM pull request 5916).
     """
     for name, parameter in model.named_parameters():
         if ".experts." in name:
