@@ -31,14 +31,16 @@ def in_process(warm_overrides, tmp_path_factory) -> list[dict[str, float]]:
     return run(warm_overrides, tmp_path_factory.mktemp("in_process") / "run")
 
 
-@pytest.mark.parametrize("places", [(), COLOCATED], ids=["own", "colocated"])
+@pytest.mark.parametrize(
+    "places", [pytest.param((), id="own"), pytest.param(COLOCATED, id="colocated", marks=pytest.mark.long)]
+)
 def test_actors_give_the_numbers_of_one_process(warm_overrides, tmp_path, in_process, places):
     assert run((*warm_overrides, "cluster.backend=ray", *places), tmp_path / "run") == in_process
 
 
-def test_two_ranks_and_two_engines_agree_within_rounding(warm_overrides, tmp_path, in_process):
+def test_two_ranks_and_two_engines_that_share_their_places_agree_with_one(warm_overrides, tmp_path, in_process):
     """The first step samples from the same weights; gradients are summed in another order, so later ones may drift."""
-    split = ("cluster.backend=ray", "cluster.train_ranks=2", "cluster.generation_engines=2")
+    split = ("cluster.backend=ray", "cluster.train_ranks=2", "cluster.generation_engines=2", *COLOCATED)
     rows = run((*warm_overrides, *split, "policy.train_micro_batch_size=32"), tmp_path / "run")
     first, reference = rows[1], in_process[1]
     assert first["train/reward"] == reference["train/reward"]
