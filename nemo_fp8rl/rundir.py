@@ -300,10 +300,11 @@ def _layout(cfg: Config) -> str:
         "PP": parallel.pipeline_model_parallel_size,
         "CP": parallel.context_parallel_size,
         "EP": parallel.expert_model_parallel_size,
-        **({"ETP": parallel.expert_tensor_parallel_size} if parallel.expert_model_parallel_size > 1 else {}),
+        "ETP": parallel.expert_tensor_parallel_size,
         "DP": cfg.data_parallel_size,
     }
-    split = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    usual = dict.fromkeys(sizes, 1) | {"ETP": sizes["TP"]}
+    split = [f"{name} {size}" for name, size in sizes.items() if size != usual[name]]
     if parallel.sequence_parallel:
         split.append("SP")
     return " ".join(split) or "one rank"

@@ -239,3 +239,20 @@ def test_an_old_checkpoint_that_cannot_be_removed_costs_nothing(recipe, monkeypa
         run.save_checkpoint(2, FakePolicy())
         assert run._steps() == [2]
     assert run.done == 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ((), "one rank"),
+        (("tensor_model_parallel_size=2", "sequence_parallel=true"), "TP 2 SP"),
+        (("tensor_model_parallel_size=2", "expert_tensor_parallel_size=1"), "TP 2 ETP 1"),
+        (("expert_model_parallel_size=2", "expert_tensor_parallel_size=2"), "EP 2 ETP 2 DP 4"),
+    ],
+)
+def test_a_run_keeps_how_its_model_is_split(recipe, keys, said):
+    ranks = 4 if said.endswith("DP 4") else 2 if keys else 1
+    split = (f"cluster.train_ranks={ranks}", "cluster.backend=ray", "policy.train_micro_batch_size=2")
+    cfg = recipe(*split, *(f"policy.megatron_cfg.{key}" for key in keys))
+    with RunDirectory(cfg, resume=False) as run:
+        assert json.loads((run.path / "environment.json").read_text())["choices"]["layout"] == said

@@ -88,6 +88,14 @@ class Layout:
     def is_split(self, name: str) -> bool:
         return self.axis(name).size > 1 and SPLIT.search(name) is not None
 
+    @property
+    def experts_span_replicas(self) -> bool:
+        """Whether ranks with other rows of the batch have parts of the experts that this rank's tokens go to.
+
+        Megatron numbers the ranks of a replica, and those that share experts, one after the other.
+        """
+        return self.tensor.size * self.context.size % (self.expert.size * self.expert_tensor.size) != 0
+
     def region(self, name: str, shape: tuple[int, ...]) -> Region:
         """The rank's part of the HF tensor `name`, which has this shape as a whole."""
         region, kind = list(whole(shape)), SPLIT.search(name)

@@ -55,8 +55,9 @@ class PolicyModel(GPTModel):
 
 
 def moe_dispatcher(parallel: MegatronConfig) -> Literal["alltoall", "allgather"]:
-    """How tokens get to their experts. Only the first takes microbatches of different lengths, as ranks have them that
-    share experts and not the rest of the model, and a pipeline one after the other.
+    """How tokens get to their experts: as Megatron recommends where experts are split otherwise than the rest of the
+    model. Only the first takes microbatches of different lengths, as replicas that share experts have them
+    (`Layout.experts_span_replicas`), and a pipeline one after the other.
     """
     apart = parallel.expert_tensor_parallel_size != parallel.tensor_model_parallel_size
     uneven = apart or parallel.expert_model_parallel_size > 1 or parallel.pipeline_model_parallel_size > 1
@@ -170,4 +171,4 @@ def mark_experts(model: PolicyModel, layout: Layout) -> None:
         if ".experts." in name:
             parameter.tensor_model_parallel = True
             if layout.expert_tensor.size != layout.tensor.size:
-                parameter.allreduce = False  # over data-parallel ranks; over those that have the same of the experts
+                parameter.allreduce = False  # not over `data`: over `expert_data`

@@ -96,8 +96,7 @@ class Pipeline:
         else:
             size = policy.train_micro_batch_size if training else policy.logprob_batch_size
             return list(torch.arange(num_rows(batch)).split(size))
-        layout = self.model.layout
-        if layout.expert.size > 1 or layout.expert_tensor.size > layout.tensor.size:
+        if self.model.layout.experts_span_replicas:
             most = torch.tensor(len(own))
             dist.all_reduce(most, op=dist.ReduceOp.MAX)
             own = split_further(own, int(most))

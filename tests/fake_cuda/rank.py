@@ -9,7 +9,8 @@ FAKE = "NEMO_FP8RL_TESTS_FAKE_CUDA"
 def own_gpu(rank: int) -> None:
     """One of this machine's, or a fake one with Transformer Engine's Python on fake kernels."""
     if FAKE not in os.environ:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[rank] if visible else str(rank)
         return
     from tests.fake_cuda.device import install
 

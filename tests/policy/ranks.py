@@ -23,11 +23,17 @@ worker = MegatronWorker()
 class Ranks:
     """`run(function, argument of rank 0, argument of rank 1, ...)`; functions find their rank in `ranks.worker`.
 
-    initializers: of each rank, called first in its process.
+    initializers: of each rank, called first in its process. prepare: called there with its rank and where ranks meet,
+    also in the processes that take the place of others after a failure.
     """
 
-    def __init__(self, count: int, initializers: Sequence[Callable[[], Any]] | None = None) -> None:
-        self.count, self.initializers = count, initializers or [None] * count
+    def __init__(
+        self,
+        count: int,
+        initializers: Sequence[Callable[[], Any]] | None = None,
+        prepare: Callable[[int, tuple[str, int]], None] | None = None,
+    ) -> None:
+        self.count, self.initializers, self.prepare = count, initializers or [None] * count, prepare
         self._start()
 
     def _start(self) -> None:
@@ -36,6 +42,10 @@ class Ranks:
             for initializer in self.initializers
         ]
         self.rendezvous = self.processes[0].submit(_listen).result()
+        if self.prepare:
+            ready = [process.submit(self.prepare, rank, self.rendezvous) for rank, process in enumerate(self.processes)]
+            for future in ready:
+                future.result()
 
     def run(self, function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> list[Any]:
         futures = [p.submit(function, *args) for p, args in zip(self.processes, arguments, strict=True)]

@@ -121,6 +121,21 @@ def test_a_vocabulary_that_does_not_divide_is_padded_with_zeros_and_exported_wit
         assert dict(to_hf(ranks[3], parameters.__getitem__))[theirs + ".weight"].shape == (12, 6)
 
 
+def test_ranks_with_other_rows_share_experts_where_megatron_numbers_them_into_one_group():
+    """As with four ranks to a replica and three to an expert: 3, 4 and 5 share experts, with rows of two replicas."""
+    sizes = [(tp, cp, ep, etp) for tp in (1, 2, 4) for cp in (1, 2) for ep in (1, 2, 4) for etp in (1, 2, 3, 4)]
+    found = set()
+    for tp, cp, ep, etp in sizes:
+        ranks = layouts(MOE, tp, 1, ep * etp, ep=ep, etp=etp, cp=cp)
+        replicas: dict[int, set[int]] = {}
+        for layout in ranks:
+            replicas.setdefault(layout.expert_data.rank, set()).add(layout.data.rank)
+        spans = any(len(of_group) > 1 for of_group in replicas.values())
+        assert {layout.experts_span_replicas for layout in ranks} == {spans}
+        found.add((spans, etp > tp, ep > 1))
+    assert found >= {(True, False, False), (False, False, True), (True, True, False), (False, False, False)}
+
+
 REFUSED = [
     (DENSE, ("tensor_model_parallel_size=3",), "size=3 .*num_attention_heads=8 of self_attn.q_proj;.*fit: 1, 2, 4, 8$"),
     (DENSE, ("tensor_model_parallel_size=8",), "size=8 .*num_key_value_heads=4 of self_attn.k_proj;.*fit: 1, 2, 4$"),

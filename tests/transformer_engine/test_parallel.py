@@ -37,8 +37,7 @@ def emulated() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[Ranks]:
-    pool = Ranks(2, [install] * 2)
-    pool.run(_pose_as_gpu, [(rank, pool.rendezvous) for rank in range(2)])
+    pool = Ranks(2, [install] * 2, _pose_as_gpu)
     yield pool
     pool.close()
 
@@ -137,8 +136,14 @@ class Trained(NamedTuple):
 
 @pytest.mark.parametrize(
     ("sizes", "layout"),
-    [(QWEN3, ()), (QWEN2, TP), (QWEN3, SP), (QWEN3, PP), (QWEN3, CP), (MOE, ()), (MOE, SP), (MOE, EP), (MOE, PP)],
-    ids=["qwen3-dp", "qwen2-tp", "qwen3-sp", "qwen3-pp", "qwen3-cp", "moe-dp", "moe-sp", "moe-ep", "moe-pp"],
+    [
+        *((QWEN3, ()), (QWEN2, TP), (QWEN3, SP), (QWEN3, PP), (QWEN3, CP)),
+        *((MOE, ()), (MOE, SP), (MOE, EP), (MOE, (*SP, "expert_tensor_parallel_size=1")), (MOE, PP)),
+    ],
+    ids=[
+        *("qwen3-dp", "qwen2-tp", "qwen3-sp", "qwen3-pp", "qwen3-cp"),
+        *("moe-dp", "moe-sp", "moe-ep", "moe-sp-etp1", "moe-pp"),
+    ],
 )
 def test_weights_held_in_fp8_alone_are_the_bytes_of_others_step_by_step(recipe, tmp_path, gpus, sizes, layout):
     wide = {"moe_intermediate_size": 256} if sizes is MOE else {}  # whole blocks on each of two ranks
