@@ -1,10 +1,11 @@
 """Trainer/engine mismatch of every precision flow, side by side: the same warm model, data, seed and number of steps.
 
-    python benchmarks/mismatch.py [--steps 40] [--task add|chain] [--family qwen3] [--kv] [--folder runs/mismatch]
+    python benchmarks/mismatch.py [--steps 40] [--task add|chain] [--family qwen3] [--kv | --half-heads] [--folder F]
 
 Each run is `nemo-fp8rl train` in a process of its own. Prints the table that the README shows, and writes it with
-machine and versions to benchmarks/results/mismatch_TASK[_FAMILY][_kv].json. With --kv the flows that are aligned run
-with an FP8 KV cache, which the trainer reads too (unified) or does not (rollout).
+machine and versions to benchmarks/results/mismatch_TASK[_FAMILY][_VARIANT].json. With --kv the flows that are aligned
+run with an FP8 KV cache, which the trainer reads too (unified) or does not (rollout). With --half-heads the model has
+twice as many heads of 64, half of an FP8 block, as Llama-3.2-1B has; trained in FP8 it keeps q, k and v in bfloat16.
 """
 
 import argparse
@@ -30,6 +31,7 @@ TASKS = {  # what a task needs beyond conf/tiny_*.yaml
     "chain": ["policy.generation.max_new_tokens=31", "data.train.split_validation_size=0.0256"],
 }
 WARM_UP_STEPS = {"add": 130, "chain": 175}
+HALF_HEADS = {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
 MIXTURES_WARM_UP = 2.0
 """How much longer a mixture of experts takes to learn as much."""
 
@@ -61,10 +63,16 @@ def train(folder: Path, run: Path, task: str, flow: str, steps: int, *arguments:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def measure(folder: Path, task: str, flow: str, align: str, kv: str, steps: int) -> dict[str, float | str]:
-    cache = (f"nemo_fp8rl.kv={kv}", "policy.generation.vllm_cfg.kv_cache_dtype=fp8") if kv else ()
+def measure(
+    folder: Path, task: str, flow: str, align: str, kv: str, steps: int, half_heads: bool
+) -> dict[str, float | str]:
+    more = [f"nemo_fp8rl.align={align}"]
+    if kv:
+        more += [f"nemo_fp8rl.kv={kv}", "policy.generation.vllm_cfg.kv_cache_dtype=fp8"]
+    if half_heads and flow == "fp8_e2e":
+        more += ["policy.generation.vllm_cfg.quantization_ignored_layer_kws=[q_proj]"]
     run = folder / "_".join(filter(None, (flow, align, kv)))
-    rows = train(folder, run, task, flow, steps, f"nemo_fp8rl.align={align}", *cache)
+    rows = train(folder, run, task, flow, steps, *more)
     trained = [row for row in rows if row["step"] > 0]
     mean = {name: fmean(row[name] for row in trained) for name in trained[0] if name in trained[-1]}
     accuracy = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
@@ -88,15 +96,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--task", choices=TASKS, default="add")
     parser.add_argument("--family", choices=FAMILIES, default="qwen3")
-    parser.add_argument("--kv", action="store_true")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--kv", action="store_true")
+    only.add_argument("--half-heads", action="store_true")
     parser.add_argument("--folder", type=Path, default=Path("runs/mismatch"))
     arguments = parser.parse_args()
     task, family = arguments.task, arguments.family
-    name = "_".join([task, *([family] if family != "qwen3" else []), *(["kv"] if arguments.kv else [])])
+    variant = "kv" if arguments.kv else "half_heads" if arguments.half_heads else ""
+    name = "_".join(filter(None, (task, family if family != "qwen3" else "", variant)))
     folder = arguments.folder / name
     warm_up = int(WARM_UP_STEPS[task] * (MIXTURES_WARM_UP if FAMILIES[family].experts else 1))
 
-    make_tiny(folder, task, family=family)
+    make_tiny(folder, task, family=family, **(HALF_HEADS if arguments.half_heads else {}))
     command(
         "sft",
         "tiny_sft.yaml",
@@ -108,7 +119,7 @@ def main() -> None:
         f"{folder}/warm",
     )
     flows = KV_FLOWS if arguments.kv else FLOWS
-    results = [measure(folder, task, *flow, arguments.steps) for flow in flows]
+    results = [measure(folder, task, *flow, arguments.steps, arguments.half_heads) for flow in flows]
     machine = json.loads((folder / "bf16_vllm/environment.json").read_text())
     del machine["choices"]
     record = {"task": task, "family": family, "steps": arguments.steps, **machine, "results": results}

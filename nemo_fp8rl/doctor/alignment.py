@@ -19,11 +19,26 @@ TOPIC = "alignment"
 def check_alignment(plan: Plan) -> Iterator[Finding]:
     if not plan.engine_fp8:
         return
-    found = [*_side(plan, "trainer"), *_side(plan, "engine")]
+    found = [*_side(plan, "trainer"), *_side(plan, "engine"), *_heads(plan)]
     yield from found
     if not any(finding.level == "error" for finding in found):
         layouts = f"trainer TP {plan.tensor}, ETP {plan.expert_tensor}; engine TP {plan.engine_tensor}"
         yield Finding("ok", TOPIC, f"every FP8 weight is split at borders of its blocks of 128 ({layouts})")
+
+
+def _heads(plan: Plan) -> Iterator[Finding]:
+    """Megatron's QKV has a key-value group's queries, key and value below one another, then the next group's."""
+    shape = plan.shape
+    queries = [w for i in range(shape.layers) for w in shape.layer(i) if w.name.endswith("self_attn.q_proj.weight")]
+    if shape.kv_lora_rank or shape.head_dim % BLOCK[0] == 0 or not any(map(plan.is_fp8_in_trainer, queries)):
+        return
+    yield Finding(
+        "error" if plan.ours else "warn",
+        TOPIC,
+        f"trainer: linear_qkv holds heads of {shape.head_dim} rows group by group, so its blocks of 128 are others "
+        f"than the engine's of q_proj, k_proj and v_proj; with nemo_fp8rl.workers=ours they stay in bfloat16 by "
+        f"{ENGINE}.quantization_ignored_layer_kws=[q_proj]",
+    )
 
 
 def _side(plan: Plan, side: str) -> Iterator[Finding]:

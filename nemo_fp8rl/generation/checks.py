@@ -9,6 +9,7 @@ from nemo_fp8rl.fp8 import BLOCK
 from nemo_fp8rl.fp8.gpus import ADA, why_no_fp8
 from nemo_fp8rl.hf.config import HfConfig
 from nemo_fp8rl.hf.divide import check_divides
+from nemo_fp8rl.hf.fp8_layers import asked_fp8_layers, check_attention_divides, is_fp8
 from nemo_fp8rl.workers import joins_cluster
 
 HERE = "policy.generation.vllm_cfg"
@@ -54,8 +55,10 @@ def _check_parallel(hf: HfConfig, cfg: Config) -> None:
     tensor, expert = vllm.tensor_parallel_size, vllm.expert_parallel_size
     for dimension in ("num_attention_heads", "num_key_value_heads"):
         check_divides(f"{HERE}.tensor_parallel_size", tensor, dimension, getattr(hf, dimension))
+    fp8 = asked_fp8_layers(hf, cfg)
+    check_attention_divides(f"{HERE}.tensor_parallel_size", tensor, hf, fp8)
     if expert == 1:
-        block = BLOCK[0] if cfg.nemo_fp8rl.engine_fp8 else 1
+        block = BLOCK[0] if is_fp8(hf, fp8, "mlp") else 1
         check_divides(f"{HERE}.tensor_parallel_size", tensor, hf.family.intermediate_size, hf.intermediate_size, block)
         return
     if not hf.family.experts:

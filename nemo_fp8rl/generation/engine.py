@@ -22,7 +22,8 @@ from nemo_fp8rl.generation.checks import check_engine, check_machine, one_sequen
 from nemo_fp8rl.generation.core import AsyncCore, Core, Request, SteppedCore
 from nemo_fp8rl.generation.readers import Readers
 from nemo_fp8rl.generation.vllm_plugin import quantization_config
-from nemo_fp8rl.hf.config import engine_fp8_layers, read_hf_config
+from nemo_fp8rl.hf.config import read_hf_config
+from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.machine import instructions
 from nemo_fp8rl.refit.manifest import RefitError

@@ -1,16 +1,12 @@
 """The architecture, read from an HF checkpoint's config.json, and what FP8 asks of it."""
 
-import dataclasses
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.fp8 import BLOCK, Fp8Layers
-from nemo_fp8rl.hf.divide import of_layer
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.typed_tree import shown
 
@@ -202,67 +198,6 @@ def check_context(hf: HfConfig, max_total_sequence_length: int) -> None:
             f"policy.max_total_sequence_length={max_total_sequence_length} is above the model's "
             f"max_position_embeddings={hf.max_position_embeddings}; lower it"
         )
-
-
-def engine_fp8_layers(hf: HfConfig, cfg: Config) -> Fp8Layers:
-    """The layers that the engine holds in FP8 and that the refit quantizes for it.
-
-    Raises UserError when the model's sizes do not fit the blocks, or when no layer would be left.
-    """
-    if not cfg.nemo_fp8rl.engine_fp8:
-        return Fp8Layers.none()
-    check_fp8_alignment(hf, cfg.nemo_fp8rl.flow)
-    vllm = cfg.policy.generation.vllm_cfg
-    first, last = vllm.num_first_layers_in_bf16, vllm.num_last_layers_in_bf16
-    if first + last >= hf.num_hidden_layers:
-        raise UserError(
-            f"policy.generation.vllm_cfg.num_first_layers_in_bf16={first} and num_last_layers_in_bf16={last} leave no "
-            f"FP8 layer of the model's {hf.num_hidden_layers}; lower them, or use nemo_fp8rl.flow=bf16"
-        )
-    layers = Fp8Layers(first, hf.num_hidden_layers - last, vllm.quantization_ignored_layer_kws)
-    check_ignored(hf, layers, "policy.generation.vllm_cfg.quantization_ignored_layer_kws")
-    return layers
-
-
-def check_ignored(hf: HfConfig, layers: Fp8Layers, key: str) -> None:
-    """Raise UserError when a word of `layers.ignored` is in no layer's name, or when the words leave no FP8 layer."""
-    everything = projections(hf, dataclasses.replace(layers, ignored=()))
-    for word in layers.ignored:
-        if projections(hf, dataclasses.replace(layers, ignored=(word,))) == everything:
-            raise UserError(f"{key}: {word!r} is in the name of no FP8 layer of this model; remove or correct it")
-    if not projections(hf, layers):
-        raise UserError(f"{key}={list(layers.ignored)} leaves no FP8 layer; remove words, or stay in bfloat16")
-
-
-def projections(hf: HfConfig, layers: Fp8Layers) -> list[str]:
-    """One HF name for each FP8 matrix of the model, fused as engines and trainers hold them; experts count as one."""
-    mlp = "mlp.experts" if hf.family.experts else "mlp"
-    parts = ("self_attn.q_proj", "self_attn.o_proj", f"{mlp}.gate_proj", f"{mlp}.down_proj")
-    names = (f"model.layers.{layer}.{part}" for layer in range(hf.num_hidden_layers) for part in parts)
-    return [name for name in names if layers.quantizes(name)]
-
-
-def trainer_fp8_layers(hf: HfConfig, cfg: Config) -> Fp8Layers:
-    """The layers whose linears train in FP8: the engine's, or none."""
-    return engine_fp8_layers(hf, cfg) if cfg.nemo_fp8rl.trainer_fp8 else Fp8Layers.none()
-
-
-def check_fp8_alignment(hf: HfConfig, flow: str) -> None:
-    """Raise UserError when a fused projection would not start at a block border.
-
-    The trainer quantizes the fused QKV, the engine the fused gate-up; unless every part is a multiple of 128 rows,
-    trainer-local blocks and engine-local blocks would be different blocks.
-    """
-    mlp = hf.family.intermediate_size
-    for name, size in (("head_dim", hf.head_dim), (mlp, hf.intermediate_size)):
-        if size % BLOCK[0]:
-            below = size // BLOCK[0] * BLOCK[0]
-            fits = " and ".join(str(near) for near in (below, below + BLOCK[0]) if near)
-            raise UserError(
-                f"nemo_fp8rl.flow={flow} cannot run this model: its {name}={size}{of_layer(name)} is not a multiple of "
-                f"{BLOCK[0]} (nearest sizes that fit: {fits}), so trainer and engine would not quantize the same "
-                "blocks; use nemo_fp8rl.flow=bf16"
-            )
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import BLOCK
 from nemo_fp8rl.hf.config import HfConfig
 from nemo_fp8rl.hf.divide import check_divides, stages
+from nemo_fp8rl.hf.fp8_layers import asked_fp8_layers, check_attention_divides, is_fp8
 from nemo_fp8rl.hf.region import Region, whole
 
 SPLIT = re.compile(r"(?P<rows>(?:embed_tokens|lm_head|(?:[qkv]|gate|up)_proj)\.)|(?P<columns>(?:o|down)_proj\.)")
@@ -154,8 +155,10 @@ def check_layout(hf: HfConfig, cfg: Config) -> None:
         check_divides(f"{here}.{key}", getattr(parallel, key), dimension, size)
     _check_context(hf, parallel)
     _check_stages(hf, parallel)
+    fp8 = asked_fp8_layers(hf, cfg)
+    check_attention_divides(f"{here}.tensor_model_parallel_size", tensor, hf, fp8)
     key = "expert_tensor_parallel_size" if hf.family.experts else "tensor_model_parallel_size"
-    block = BLOCK[0] if cfg.nemo_fp8rl.engine_fp8 else 1
+    block = BLOCK[0] if is_fp8(hf, fp8, "mlp") else 1
     check_divides(f"{here}.{key}", getattr(parallel, key), hf.family.intermediate_size, hf.intermediate_size, block)
 
 

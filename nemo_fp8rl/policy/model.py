@@ -15,7 +15,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_fp8rl.config import Config, Fp8RlConfig, MegatronConfig, PolicyConfig
-from nemo_fp8rl.hf.config import HfConfig, projections, trainer_fp8_layers
+from nemo_fp8rl.hf.config import HfConfig
+from nemo_fp8rl.hf.fp8_layers import projections, trainer_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.layout import Layout, expert_tensor_size

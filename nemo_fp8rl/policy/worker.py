@@ -26,7 +26,8 @@ from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import KvScales, kernels
 from nemo_fp8rl.fp8.format import E4M3
-from nemo_fp8rl.hf.config import HfConfig, engine_fp8_layers, read_hf_config
+from nemo_fp8rl.hf.config import HfConfig, read_hf_config
+from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.machine import instructions

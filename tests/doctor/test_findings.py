@@ -1,11 +1,14 @@
 """What is said of alignment, batches, precision and hardware, and of nothing else than what was changed."""
 
+import json
+
 import pytest
 
 from nemo_fp8rl.doctor.agreement import check_agreement
 from nemo_fp8rl.doctor.alignment import check_alignment
 from nemo_fp8rl.doctor.batches import check_batches
 from nemo_fp8rl.doctor.hardware import GPUS, check_hardware, gpu_named
+from nemo_fp8rl.doctor.shapes import LLAMA31_8B
 from nemo_fp8rl.errors import UserError
 from tests.doctor.conftest import ENGINE, TRAINER
 
@@ -62,6 +65,19 @@ def test_what_is_bfloat16_need_not_be_aligned(plan):
     words = {ENGINE + "tensor_parallel_size": 4, ENGINE + "quantization_ignored_layer_kws": ["experts"]}
     assert said(check_alignment(plan(MIXTURE, words)), "error") == []
     assert list(check_alignment(plan(MIXTURE, {ENGINE + "precision": "bfloat16"}))) == []
+
+
+@pytest.mark.parametrize(("workers", "level"), [("ours", "error"), ("nemo_rl", "warn")])
+def test_heads_smaller_than_a_block_are_named_unless_they_are_bfloat16(plan, tmp_path, workers, level):
+    """As Llama-3.2-1B's."""
+    sizes = LLAMA31_8B | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    changes = {"nemo_fp8rl.workers": workers}
+    assert "heads of 64 rows" in one(check_alignment(plan(str(tmp_path), changes)), level)
+    words = {ENGINE + "quantization_ignored_layer_kws": ["q_proj"]}
+    findings = list(check_alignment(plan(str(tmp_path), changes | words)))
+    assert bool(said(findings, level)) == (workers == "nemo_rl")  # whose trainer takes every linear
+    assert list(check_alignment(plan(str(tmp_path), {ENGINE + "precision": "bfloat16"}))) == []
 
 
 def test_repeated_heads_are_not_split(plan):

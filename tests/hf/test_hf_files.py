@@ -10,16 +10,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.fp8 import Fp8Layers
 from nemo_fp8rl.hf.checkpoint import CheckpointReader
-from nemo_fp8rl.hf.config import (
-    FAMILIES,
-    HfConfig,
-    check_fp8_alignment,
-    engine_fp8_layers,
-    read_hf_config,
-    trainer_fp8_layers,
-)
+from nemo_fp8rl.hf.config import FAMILIES, HfConfig, read_hf_config
 from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.policy.layout import Layout
 from nemo_fp8rl.policy.megatron_names import from_hf, to_hf
@@ -212,57 +204,6 @@ def test_a_folder_without_config_json_is_named(folder):
         with pytest.raises(UserError) as caught:
             read_hf_config(path)
         assert str(path) in str(caught.value)
-
-
-# FP8 alignment
-
-
-def test_projections_of_whole_blocks_are_accepted():
-    check_fp8_alignment(dataclasses.replace(HF, head_dim=128, intermediate_size=768), "fp8_e2e")
-    check_fp8_alignment(dataclasses.replace(HF, head_dim=256, intermediate_size=128, hidden_size=200), "fp8_e2e")
-
-
-@pytest.mark.parametrize(
-    ("dimension", "size", "layer", "fits"),
-    [
-        ("head_dim", 64, "self_attn.q_proj", "128"),
-        ("head_dim", 192, "self_attn.q_proj", "128 and 256"),
-        ("intermediate_size", 100, "mlp.gate_proj", "128"),
-        ("intermediate_size", 352, "mlp.gate_proj", "256 and 384"),
-    ],
-)
-def test_a_projection_that_ends_within_a_block_is_refused_by_layer_and_dimension(dimension, size, layer, fits):
-    hf = dataclasses.replace(HF, **{"head_dim": 128, "intermediate_size": 256, dimension: size})
-    with pytest.raises(UserError, match=rf"fp8_rollout .*{dimension}={size} of {layer} .*fit: {fits}\).*flow=bf16"):
-        check_fp8_alignment(hf, "fp8_rollout")
-
-
-@pytest.mark.parametrize(
-    ("flow", "first", "last", "trainer", "engine"),
-    [
-        ("bf16", 0, 0, (0, 0), (0, 0)),
-        ("fp8_rollout", 1, 0, (0, 0), (1, 4)),
-        ("fp8_e2e", 0, 0, (0, 4), (0, 4)),
-        ("fp8_e2e", 1, 2, (1, 2), (1, 2)),
-    ],
-)
-def test_flow_and_borders_say_which_layers_are_fp8(recipe, flow, first, last, trainer, engine):
-    hf = dataclasses.replace(HF, head_dim=128, intermediate_size=256, num_hidden_layers=4)
-    vllm = "policy.generation.vllm_cfg"
-    cfg = recipe(
-        f"nemo_fp8rl.flow={flow}", f"{vllm}.num_first_layers_in_bf16={first}", f"{vllm}.num_last_layers_in_bf16={last}"
-    )
-    assert trainer_fp8_layers(hf, cfg) == Fp8Layers(*trainer)
-    assert engine_fp8_layers(hf, cfg) == Fp8Layers(*engine)
-
-
-def test_borders_that_leave_no_fp8_layer_are_refused(recipe):
-    hf = dataclasses.replace(HF, head_dim=128, intermediate_size=256, num_hidden_layers=4)
-    with pytest.raises(UserError, match=r"num_first_layers_in_bf16=3 and num_last_layers_in_bf16=1 .* 4; .*flow=bf16"):
-        engine_fp8_layers(
-            hf,
-            recipe(*(f"policy.generation.vllm_cfg.num_{n}_layers_in_bf16={i}" for n, i in (("first", 3), ("last", 1)))),
-        )
 
 
 # Names

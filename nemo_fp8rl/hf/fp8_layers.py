@@ -1,0 +1,98 @@
+"""Which matrices of a model are FP8 under a recipe, and whether its sizes give trainer and engine the same blocks."""
+
+import dataclasses
+
+from nemo_fp8rl.config import Config, Fp8RlConfig
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.fp8 import BLOCK, Fp8Layers
+from nemo_fp8rl.hf.config import HfConfig
+from nemo_fp8rl.hf.divide import check_divides, of_layer
+
+IGNORED = "policy.generation.vllm_cfg.quantization_ignored_layer_kws"
+QUERIES, KEYS = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"
+
+
+def asked_fp8_layers(hf: HfConfig, cfg: Config) -> Fp8Layers:
+    """What the recipe says of the engine, whether the model allows it or not."""
+    if not cfg.nemo_fp8rl.engine_fp8:
+        return Fp8Layers.none()
+    vllm = cfg.policy.generation.vllm_cfg
+    end = hf.num_hidden_layers - vllm.num_last_layers_in_bf16
+    return Fp8Layers(vllm.num_first_layers_in_bf16, end, vllm.quantization_ignored_layer_kws)
+
+
+def engine_fp8_layers(hf: HfConfig, cfg: Config) -> Fp8Layers:
+    """The layers that the engine holds in FP8 and that the refit quantizes for it.
+
+    Raises UserError when the model's sizes do not fit the blocks, or when no layer would be left.
+    """
+    layers = asked_fp8_layers(hf, cfg)
+    if not cfg.nemo_fp8rl.engine_fp8:
+        return layers
+    if layers.count <= 0:
+        vllm = cfg.policy.generation.vllm_cfg
+        first, last = vllm.num_first_layers_in_bf16, vllm.num_last_layers_in_bf16
+        raise UserError(
+            f"policy.generation.vllm_cfg.num_first_layers_in_bf16={first} and num_last_layers_in_bf16={last} leave no "
+            f"FP8 layer of the model's {hf.num_hidden_layers}; lower them, or use nemo_fp8rl.flow=bf16"
+        )
+    check_ignored(hf, layers, IGNORED)
+    check_fp8_alignment(hf, layers, cfg.nemo_fp8rl)
+    return layers
+
+
+def check_ignored(hf: HfConfig, layers: Fp8Layers, key: str) -> None:
+    """Raise UserError when a word of `layers.ignored` is in no layer's name, or when the words leave no FP8 layer."""
+    everything = projections(hf, dataclasses.replace(layers, ignored=()))
+    for word in layers.ignored:
+        if projections(hf, dataclasses.replace(layers, ignored=(word,))) == everything:
+            raise UserError(f"{key}: {word!r} is in the name of no FP8 layer of this model; remove or correct it")
+    if not projections(hf, layers):
+        raise UserError(f"{key}={list(layers.ignored)} leaves no FP8 layer; remove words, or stay in bfloat16")
+
+
+def projections(hf: HfConfig, layers: Fp8Layers) -> list[str]:
+    """One HF name for each FP8 matrix of the model, fused as engines and trainers hold them; experts count as one."""
+    mlp = "mlp.experts" if hf.family.experts else "mlp"
+    parts = ("self_attn.q_proj", "self_attn.o_proj", f"{mlp}.gate_proj", f"{mlp}.down_proj")
+    names = (f"model.layers.{layer}.{part}" for layer in range(hf.num_hidden_layers) for part in parts)
+    return [name for name in names if layers.quantizes(name)]
+
+
+def trainer_fp8_layers(hf: HfConfig, cfg: Config) -> Fp8Layers:
+    """The layers whose linears train in FP8: the engine's, or none."""
+    return engine_fp8_layers(hf, cfg) if cfg.nemo_fp8rl.trainer_fp8 else Fp8Layers.none()
+
+
+def check_fp8_alignment(hf: HfConfig, layers: Fp8Layers, ours: Fp8RlConfig) -> None:
+    """Raise UserError when an FP8 projection would not start at a block border of the matrix it is fused into.
+
+    The engine fuses q, k, v one below the other, and gate, up. The trainer's QKV holds one key-value group after the
+    other, so that training it in FP8 takes whole blocks a head; q, k, v trained in bfloat16 are quantized each.
+    """
+    head = ("head_dim", hf.head_dim) if ours.trainer_fp8 else (KEYS, hf.num_key_value_heads * hf.head_dim)
+    mlp = hf.family.intermediate_size
+    for word, (name, size) in {"q_proj": head, "mlp": (mlp, hf.intermediate_size)}.items():
+        if size % BLOCK[0] and is_fp8(hf, layers, word):
+            below = size // BLOCK[0] * BLOCK[0]
+            fits = " and ".join(str(near) for near in (below, below + BLOCK[0]) if near)
+            raise UserError(
+                f"nemo_fp8rl.flow={ours.flow} cannot run this model: its {name}={size}{of_layer(name)} is not a "
+                f"multiple of {BLOCK[0]} (nearest sizes that fit: {fits}), so trainer and engine would not quantize "
+                f"the same blocks; keep that in bfloat16 by {IGNORED}=[{word}], or use nemo_fp8rl.flow=bf16"
+            )
+
+
+def is_fp8(hf: HfConfig, layers: Fp8Layers, word: str) -> bool:
+    """Whether any FP8 matrix has the word in its name."""
+    return any(word in name for name in projections(hf, layers))
+
+
+def check_attention_divides(key: str, parts: int, hf: HfConfig, layers: Fp8Layers) -> None:
+    """Raise UserError where tensor parallelism would cut FP8 projections of attention within a block."""
+    for word, dimension, heads in (
+        ("q_proj", KEYS, hf.num_key_value_heads),
+        ("o_proj", QUERIES, hf.num_attention_heads),
+    ):
+        if is_fp8(hf, layers, word):
+            check_divides(key, parts, dimension, heads * hf.head_dim, BLOCK[0])

@@ -1,0 +1,114 @@
+"""Which matrices a recipe makes FP8, and which models' sizes allow it."""
+
+import dataclasses
+
+import pytest
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.fp8 import Fp8Layers
+from nemo_fp8rl.hf.fp8_layers import check_attention_divides, engine_fp8_layers, trainer_fp8_layers
+from tests.hf.test_hf_files import HF
+
+IGNORED = "policy.generation.vllm_cfg.quantization_ignored_layer_kws"
+WHOLE = {"head_dim": 128, "intermediate_size": 256}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"intermediate_size": 768},
+        {"head_dim": 256, "intermediate_size": 128, "hidden_size": 200},
+        {"head_dim": 384},
+    ],
+)
+def test_projections_of_whole_blocks_are_accepted(recipe, sizes):
+    engine_fp8_layers(dataclasses.replace(HF, **{**WHOLE, **sizes}), recipe("nemo_fp8rl.flow=fp8_e2e"))
+
+
+@pytest.mark.parametrize(
+    ("flow", "dimension", "size", "layer", "fits"),
+    [
+        ("fp8_e2e", "head_dim", 64, "self_attn.q_proj", "128"),
+        ("fp8_e2e", "head_dim", 192, "self_attn.q_proj", "128 and 256"),
+        ("fp8_e2e", "intermediate_size", 100, "mlp.gate_proj", "128"),
+        ("fp8_rollout", "intermediate_size", 352, "mlp.gate_proj", "256 and 384"),
+    ],
+)
+def test_a_projection_that_ends_within_a_block_is_refused_by_layer_and_dimension(
+    recipe, flow, dimension, size, layer, fits
+):
+    hf = dataclasses.replace(HF, **{**WHOLE, dimension: size})
+    with pytest.raises(UserError, match=rf"{flow} .*{dimension}={size} of {layer} .*fit: {fits}\).*flow=bf16"):
+        engine_fp8_layers(hf, recipe(f"nemo_fp8rl.flow={flow}"))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "word", "left"),
+    [({"head_dim": 64}, "q_proj", "o_proj"), ({"intermediate_size": 352}, "mlp", "q_proj")],
+)
+def test_what_the_message_says_to_keep_in_bfloat16_makes_the_rest_fp8(recipe, sizes, word, left):
+    """As of models with heads of 64, such as Llama-3.2-1B."""
+    hf = dataclasses.replace(HF, **{**WHOLE, **sizes})
+    with pytest.raises(UserError, match=rf"keep that in bfloat16 by {IGNORED}=\[{word}\]"):
+        engine_fp8_layers(hf, recipe("nemo_fp8rl.flow=fp8_e2e"))
+    layers = trainer_fp8_layers(hf, recipe("nemo_fp8rl.flow=fp8_e2e", f"{IGNORED}=[{word}]"))
+    names = {"q_proj": "self_attn.q_proj", "o_proj": "self_attn.o_proj", "mlp": "mlp.up_proj"}
+    assert layers.quantizes(f"model.layers.1.{names[left]}.weight")
+    assert not layers.quantizes(f"model.layers.1.{names[word]}.weight")
+
+
+def test_what_is_trained_in_bfloat16_needs_whole_blocks_of_keys_alone(recipe):
+    """Queries, keys and values are then quantized each by itself, as an engine holds them."""
+    two_keys = dataclasses.replace(HF, **{**WHOLE, "head_dim": 64})
+    assert engine_fp8_layers(two_keys, recipe("nemo_fp8rl.flow=fp8_rollout"))
+    one_key = dataclasses.replace(two_keys, num_key_value_heads=1)
+    with pytest.raises(UserError, match=r"num_key_value_heads \* head_dim=64 of self_attn.k_proj .*q_proj\]"):
+        engine_fp8_layers(one_key, recipe("nemo_fp8rl.flow=fp8_rollout"))
+
+
+@pytest.mark.parametrize(
+    ("ignored", "parts", "refused"),
+    [
+        ((), 2, ""),
+        ((), 4, r"=4 does not divide the model's num_key_value_heads \* head_dim=256 of self_attn.k_proj .*: 1, 2$"),
+        (("q_proj",), 4, ""),
+        (("q_proj",), 8, r"num_attention_heads \* head_dim=512 of self_attn.o_proj .*: 1, 2, 4$"),
+        (("q_proj", "o_proj"), 8, ""),
+    ],
+)
+def test_ranks_have_whole_blocks_of_attentions_projections(ignored, parts, refused):
+    hf = dataclasses.replace(HF, head_dim=64, num_attention_heads=8, num_key_value_heads=4)
+    layers = Fp8Layers(0, hf.num_hidden_layers, ignored)
+    if not refused:
+        check_attention_divides("tensor_parallel_size", parts, hf, layers)
+        return
+    with pytest.raises(UserError, match=refused):
+        check_attention_divides("tensor_parallel_size", parts, hf, layers)
+
+
+@pytest.mark.parametrize(
+    ("flow", "first", "last", "trainer", "engine"),
+    [
+        ("bf16", 0, 0, (0, 0), (0, 0)),
+        ("fp8_rollout", 1, 0, (0, 0), (1, 4)),
+        ("fp8_e2e", 0, 0, (0, 4), (0, 4)),
+        ("fp8_e2e", 1, 2, (1, 2), (1, 2)),
+    ],
+)
+def test_flow_and_borders_say_which_layers_are_fp8(recipe, flow, first, last, trainer, engine):
+    hf = dataclasses.replace(HF, head_dim=128, intermediate_size=256, num_hidden_layers=4)
+    vllm = "policy.generation.vllm_cfg"
+    cfg = recipe(
+        f"nemo_fp8rl.flow={flow}", f"{vllm}.num_first_layers_in_bf16={first}", f"{vllm}.num_last_layers_in_bf16={last}"
+    )
+    assert trainer_fp8_layers(hf, cfg) == Fp8Layers(*trainer)
+    assert engine_fp8_layers(hf, cfg) == Fp8Layers(*engine)
+
+
+def test_borders_that_leave_no_fp8_layer_are_refused(recipe):
+    hf = dataclasses.replace(HF, head_dim=128, intermediate_size=256, num_hidden_layers=4)
+    with pytest.raises(UserError, match=r"num_first_layers_in_bf16=3 and num_last_layers_in_bf16=1 .* 4; .*flow=bf16"):
+        engine_fp8_layers(
+            hf,
+            recipe(*(f"policy.generation.vllm_cfg.num_{n}_layers_in_bf16={i}" for n, i in (("first", 3), ("last", 1)))),
+        )
