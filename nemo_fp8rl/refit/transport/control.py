@@ -7,8 +7,7 @@ import json
 import select
 import socket
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
@@ -40,25 +39,25 @@ class Control:
         self._arriving.register(self._connection.fileno(), select.POLLIN)
 
     def send(self, message: bytes) -> None:
-        with self._explained():
+        with _Explained(self):
             self._connection.send_bytes(message)
 
     def receive(self, limit: int, forever: bool = False) -> bytes:
         """The next message, at most `limit` bytes. forever: it may begin at any time."""
-        with self._explained():
+        with _Explained(self):
             if not self._arriving.poll(None if forever else self.timeout * 1000):
                 raise LinkError(f"{self.other} was silent for {self.timeout:g} s")
             return self._connection.recv_bytes(limit)
 
     def readable(self, within: float = 0.0) -> bool:
         """Whether within so many seconds a message begins, or the other side is gone: receive() says which."""
-        with self._explained():
+        with _Explained(self):
             return bool(self._arriving.poll(1000 * within))
 
     def authenticate(self, token: str, calling: bool) -> None:
         """Both sides prove that they know the run's token, the caller first."""
         steps = (deliver_challenge, answer_challenge)
-        with self._explained():
+        with _Explained(self):
             try:
                 for step in reversed(steps) if calling else steps:
                     step(self._connection, token.encode())
@@ -99,20 +98,30 @@ class Control:
             opened.shutdown(socket.SHUT_RDWR)
         opened.detach()
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Any failure of the connection as a LinkError."""
-        if self.closed:
-            raise LinkError(f"the link with {self.other} is closed")
-        try:
-            yield
-        except BlockingIOError:  # SO_RCVTIMEO, SO_SNDTIMEO
-            self.close()  # where the next message begins is lost
-            raise LinkError(f"{self.other} stopped within a message for {self.timeout:g} s") from None
-        except (EOFError, OSError) as error:
-            if self.closed:
-                raise LinkError(f"the link with {self.other} is closed") from None
+
+class _Explained:
+    """Any failure of the connection as a LinkError.
+
+    No `contextmanager`: since Python 3.12 the frames of one that raised refer to each other in a circle, and the end of
+    the link, with a GPU's memory, would be kept until Python's collector comes by.
+    """
+
+    def __init__(self, control: Control) -> None:
+        self.control = control
+
+    def __enter__(self) -> None:
+        if self.control.closed:
+            raise LinkError(f"the link with {self.control.other} is closed")
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        control = self.control
+        if isinstance(error, BlockingIOError):  # SO_RCVTIMEO, SO_SNDTIMEO
+            control.close()  # where the next message begins is lost
+            raise LinkError(f"{control.other} stopped within a message for {control.timeout:g} s") from None
+        if isinstance(error, (EOFError, OSError)):
+            if control.closed:
+                raise LinkError(f"the link with {control.other} is closed") from None
             if isinstance(error, OSError) and error.errno is None:  # raised by Connection, not by the system
-                self.close()
-                raise LinkError(f"{self.other} said something that is not a message ({error})") from None
-            raise LinkError(f"{self.other} is gone" + (f" ({error})" if str(error) else "")) from None
+                control.close()
+                raise LinkError(f"{control.other} said something that is not a message ({error})") from None
+            raise LinkError(f"{control.other} is gone" + (f" ({error})" if str(error) else "")) from None
