@@ -3,6 +3,7 @@
 import argparse
 import errno
 import io
+import logging
 import os
 import sys
 import warnings
@@ -50,6 +51,7 @@ def _quiet_libraries() -> None:
     """Keep warnings of torch, Megatron and vLLM about themselves off the screen; ours stay."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", module=r"(torch|megatron|vllm|transformers)(\.|$)")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # of a CUDA build where no GPU is
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_fp8rl.refit.manifest import RefitError
-from nemo_fp8rl.refit.transport import cuda_ipc, cuda_memory, nixl, shared_memory
+from nemo_fp8rl.refit.transport import collective, cuda_ipc, cuda_memory, nixl, shared_memory
 from nemo_fp8rl.refit.transport.control import Control
 from nemo_fp8rl.refit.transport.ends import Sender
 from nemo_fp8rl.refit.transport.in_process import in_process_link
@@ -329,6 +329,62 @@ def test_a_process_leaves_while_its_link_waits(linked, transport):
     receiver.leave()
     receiver.process.join(AT_ONCE)
     assert receiver.process.exitcode == 0
+
+
+WAITS_AND_LEAVES = """
+import contextlib, socket, threading, time
+from nemo_fp8rl.refit.transport import collective
+from nemo_fp8rl.refit.transport.control import Control
+
+class SlowToEnd:
+    def __del__(self, sleep=time.sleep):
+        sleep(2)  # as modules are taken down, by when the wait is over
+
+def offer(control):
+    with contextlib.suppress(collective.LinkError):
+        collective.offer(control, 100, store, store.port)
+
+listener = socket.create_server(("127.0.0.1", 0))
+caller = socket.create_connection(listener.getsockname())
+here, there = Control(caller, 1.0, "sink"), Control(listener.accept()[0], 1.0, "source")
+store = collective.listen("127.0.0.1", 1.0)
+slow = SlowToEnd()
+threading.Thread(target=offer, args=(here,), daemon=True).start()
+there.hear(port=int, prefix=str)
+while not any(thread.name == "refit group" for thread in threading.enumerate()):
+    time.sleep(0.01)
+print("leaves", flush=True)
+"""
+
+
+def test_a_process_may_leave_while_it_waits_for_the_other_end_of_a_group():
+    done = subprocess.run(
+        [sys.executable, "-c", WAITS_AND_LEAVES], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "leaves\n", "")
+
+
+@pytest.mark.parametrize("waits", ["source", "sink"])
+def test_who_waits_for_an_end_that_is_gone_gives_up_at_once(waits, closing):
+    listener = socket.create_server(("127.0.0.1", 0))
+    closing.append(listener)
+    here = Control(socket.create_connection(listener.getsockname()), LONG, "the other")
+    there = Control(listener.accept()[0], LONG, "this one")
+    nowhere = socket.create_server(("127.0.0.1", 0))
+    port = nowhere.getsockname()[1]
+    nowhere.close()  # where a source was
+    if waits == "source":
+        store = collective.listen("127.0.0.1", LONG)
+        joining = later(collective.offer, here, CAPACITY, store, store.port)
+        there.hear(port=int, prefix=str)
+    else:
+        joining = later(collective.take, here, CAPACITY)
+        there.say(port=port, prefix="x")
+    until(lambda: collective._making)
+    there.close()
+    with fails("the other is gone"):
+        joining.result(AT_ONCE)
+    until(lambda: not collective._making)
 
 
 def test_a_payload_that_never_comes_ends_the_wait(both_here):

@@ -5,9 +5,11 @@ memory of the hosts; from GPU to GPU is `nixl`'s. gloo authenticates nobody: who
 `host` is loopback or an address of a network that only the run's machines share.
 """
 
+import atexit
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
@@ -19,10 +21,12 @@ from torch import Tensor
 
 from nemo_fp8rl.refit.transport.control import Control
 from nemo_fp8rl.refit.transport.ends import Receiver, Sender
-from nemo_fp8rl.refit.transport.link import BUFFERS, LinkError, ReceivingEnd, SendingEnd
+from nemo_fp8rl.refit.transport.link import BUFFERS, LinkError, ReceivingEnd, SendingEnd, join
 
 SOURCE, SINK = 0, 1
 """Ranks in the group."""
+PATIENCE = 0.5
+"""Seconds to wait for the source's store to answer before it is called again."""
 _Gloo: Any = dist.ProcessGroupGloo  # torch's type stubs lack its options, send and recv
 
 
@@ -45,18 +49,23 @@ def offer(control: Control, capacity: int, store: dist.Store, port: int) -> Send
     """The source's end. store: from `listen`, on this port. Raises LinkError where the group cannot be made."""
     prefix = secrets.token_hex(16)
     control.say(port=port, prefix=prefix)
-    return _CollectiveSender(control, _buffers(capacity), _group(control, lambda: store, prefix, SOURCE))
+    return _CollectiveSender(control, _buffers(capacity), _group(control, lambda _: store, prefix, SOURCE))
 
 
 def take(control: Control, capacity: int) -> ReceivingEnd:
     """The sink's end. Raises LinkError where the group cannot be made."""
     greeting = control.hear(port=int, prefix=str)
 
-    def store() -> dist.Store:
-        limit = timedelta(seconds=control.timeout)
-        return dist.TCPStore(
-            control.other_host, greeting["port"], timeout=limit, wait_for_workers=False, use_libuv=False
-        )
+    def store(given_up: threading.Event) -> dist.Store:
+        end, limit = time.monotonic() + control.timeout, timedelta(seconds=min(PATIENCE, control.timeout))
+        while True:
+            try:
+                return dist.TCPStore(
+                    control.other_host, greeting["port"], timeout=limit, wait_for_workers=False, use_libuv=False
+                )
+            except dist.DistNetworkError:
+                if given_up.is_set() or time.monotonic() >= end:
+                    raise
 
     return _CollectiveReceiver(control, _buffers(capacity), _group(control, store, greeting["prefix"], SINK))
 
@@ -65,34 +74,74 @@ def _buffers(capacity: int) -> list[Tensor]:
     return [torch.empty(capacity, dtype=torch.uint8) for _ in range(BUFFERS)]
 
 
-def _group(control: Control, store: Callable[[], dist.Store], prefix: str, rank: int) -> Any:
+class _Meeting(dist.Store):
+    """Where the two ends of a group find each other: a store whose waits end when one of them has given up."""
+
+    def __init__(self, store: dist.Store, timeout: float, given_up: threading.Event) -> None:
+        super().__init__()
+        self.store, self.default, self.given_up = store, timedelta(seconds=timeout), given_up
+
+    def set(self, key: str, value: str) -> None:
+        self.store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self.store.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        end = time.monotonic() + (timeout or self.default).total_seconds()
+        while not self.store.check(keys):
+            if self.given_up.wait(0.01) or time.monotonic() >= end:
+                raise RuntimeError("nobody came")
+
+
+def _group(control: Control, store: Callable[[threading.Event], dist.Store], prefix: str, rank: int) -> Any:
     """Made in a thread of its own: gloo would wait the whole timeout for a peer that has died meanwhile."""
+    made: Future[Any] = Future()
+    given_up = threading.Event()
 
     def build() -> Any:
         options = _Gloo._Options()
         options._devices = [_Gloo.create_device(hostname=control.local_host)]
         options._threads = 1
         options._timeout = timedelta(seconds=control.timeout)
-        return _Gloo(dist.PrefixStore(prefix, store()), rank, 2, options)
-
-    made: Future[Any] = Future()
+        meeting = _Meeting(dist.PrefixStore(prefix, store(given_up)), control.timeout, given_up)
+        return _Gloo(meeting, rank, 2, options)
 
     def run() -> None:
         try:
             made.set_result(build())
         except Exception as error:
             made.set_exception(error)
+        finally:
+            _making.pop(thread)
 
-    threading.Thread(target=run, name="refit group", daemon=True).start()
+    thread = threading.Thread(target=run, name="refit group", daemon=True)
+    _making[thread] = given_up
+    thread.start()
     heard = False
-    while not wait([made], 0.05).done:
-        heard = heard or (control.readable() and bool(control.hear(joined=bool)))
+    try:
+        while not wait([made], 0.05).done:
+            heard = heard or (control.readable() and bool(control.hear(joined=bool)))
+    finally:
+        given_up.set()
     if (error := made.exception()) is not None:
         raise LinkError(f"no process group with {control.other} within {control.timeout:g} s ({error})") from None
     control.say(joined=True)
     if not heard:
         control.hear(joined=bool)
     return made.result()
+
+
+_making: dict[threading.Thread, threading.Event] = {}
+
+
+@atexit.register
+def _give_up() -> None:
+    """Before Python ends: a thread that comes back to it from gloo after that aborts the process."""
+    for given_up in list(_making.values()):
+        given_up.set()
+    join(list(_making))
 
 
 class _CollectiveSender(Sender):
