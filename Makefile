@@ -41,9 +41,9 @@ test-gpu:  ## the tests that need a GPU, in the environment of PYTHON, which has
 	@$(PYTHON) -m pytest -q -rs -m gpu $(ARGS)
 
 test-fake-gpu: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
-test-fake-gpu: .venv/transformer-engine-2.20/installed  ## policy and refit of `make test-gpu`, on a fake device
+test-fake-gpu: .venv/transformer-engine-2.20/installed  ## policy and refit of `make test-gpu`, and runs, on a fake device
 	@PYTHONPATH=$(CURDIR)/.venv/transformer-engine-2.20 $(BIN)/python -m pytest -q -rs --numprocesses=$(TEST_PROCESSES) \
-	  --dist=loadfile -p tests.fake_cuda.plugin -m gpu tests/policy tests/refit $(ARGS)
+	  --dist=loadfile -p tests.fake_cuda.plugin -m gpu tests/policy tests/refit tests/fake_cuda $(ARGS)
 
 test-long: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 test-long: setup-dev  ## the tests that `make test` leaves out for their length

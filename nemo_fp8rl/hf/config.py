@@ -1,4 +1,4 @@
-"""The architecture, read from an HF checkpoint's config.json, and what FP8 asks of it."""
+"""The architecture, read from an HF checkpoint's config.json."""
 
 import json
 import sys
