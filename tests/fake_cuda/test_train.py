@@ -76,4 +76,4 @@ def test_a_run_trains_and_goes_on_from_its_checkpoint(family, tmp_path: Path):
     assert 1 < whole["train/token_mult_prob_error"] < 1.1
     choices = json.loads((tmp_path / "whole" / "environment.json").read_text())["choices"]
     assert choices["trainer_kernels"].startswith("Transformer Engine") == (family != "llama")
-    assert choices["quantizer"].startswith("triton")
+    assert choices["quantizer"].startswith("none" if family == "qwen2" else "triton")
