@@ -26,7 +26,7 @@ from nemo_fp8rl.refit.transport.link import BUFFERS, LinkError, ReceivingEnd, Se
 SOURCE, SINK = 0, 1
 """Ranks in the group."""
 PATIENCE = 0.5
-"""Seconds to wait for the source's store to answer before it is called again."""
+"""Seconds to wait for the source's store to answer before it is called again: as long as giving up may take."""
 _Gloo: Any = dist.ProcessGroupGloo  # torch's type stubs lack its options, send and recv
 
 
@@ -60,12 +60,15 @@ def take(control: Control, capacity: int) -> ReceivingEnd:
         end, limit = time.monotonic() + control.timeout, timedelta(seconds=min(PATIENCE, control.timeout))
         while True:
             try:
-                return dist.TCPStore(
+                found = dist.TCPStore(
                     control.other_host, greeting["port"], timeout=limit, wait_for_workers=False, use_libuv=False
                 )
             except dist.DistNetworkError:
                 if given_up.is_set() or time.monotonic() >= end:
                     raise
+                continue
+            found.set_timeout(timedelta(seconds=control.timeout))
+            return found
 
     return _CollectiveReceiver(control, _buffers(capacity), _group(control, store, greeting["prefix"], SINK))
 

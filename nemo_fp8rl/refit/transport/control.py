@@ -102,7 +102,7 @@ class Control:
 class _Explained:
     """Any failure of the connection as a LinkError.
 
-    No `contextmanager`: since Python 3.12 the frames of one that raised refer to each other in a circle, and the end of
+    No `contextmanager`: with Python 3.12 the frames of one that raised refer to each other in a circle, and the end of
     the link, with a GPU's memory, would be kept until Python's collector comes by.
     """
 
