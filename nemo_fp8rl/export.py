@@ -42,7 +42,7 @@ from nemo_fp8rl.fp8.layers import LAYER
 from nemo_fp8rl.generation.vllm_plugin import served_config
 from nemo_fp8rl.hf.checkpoint import EMBEDDING, CheckpointReader
 from nemo_fp8rl.hf.config import HfConfig, read_hf_config
-from nemo_fp8rl.hf.fp8_layers import KEYS, QUERIES, check_ignored, is_fp8
+from nemo_fp8rl.hf.fp8_layers import QUERIES, check_ignored, fused_sizes, ragged
 from nemo_fp8rl.hf.hub import TOKENIZER_FILES
 from nemo_fp8rl.hf.shards import ShardWriter, Spec
 from nemo_fp8rl.hf.tensors import expected_tensors
@@ -115,17 +115,12 @@ def _fp8_layers(hf: HfConfig, first: int, last: int, ignored: tuple[str, ...]) -
         )
     layers, key = Fp8Layers(first, hf.num_hidden_layers - last, ignored), "--quantization-ignored-layer-kws"
     check_ignored(hf, layers, key)
-    sizes = {
-        "q_proj": (KEYS, hf.num_key_value_heads * hf.head_dim),
-        "o_proj": (QUERIES, hf.num_attention_heads * hf.head_dim),
-        "mlp": (hf.family.intermediate_size, hf.intermediate_size),
-    }
-    for word, (name, size) in sizes.items():
-        if size % BLOCK[0] and is_fp8(hf, layers, word):
-            raise UserError(
-                f"this model has no blockwise FP8 form: its {name}={size} is not a multiple of {BLOCK[0]}, so vLLM's "
-                f"blocks do not fit; keep that in bfloat16 by {key} {word}, or serve its bfloat16 checkpoint"
-            )
+    sizes = fused_sizes(hf) | {"o_proj": (QUERIES, hf.num_attention_heads * hf.head_dim)}
+    for word, name, size in ragged(hf, layers, sizes):
+        raise UserError(
+            f"this model has no blockwise FP8 form: its {name}={size} is not a multiple of {BLOCK[0]}, so vLLM's "
+            f"blocks do not fit; keep that in bfloat16 by {key} {word}, or serve its bfloat16 checkpoint"
+        )
     return layers
 
 

@@ -1,6 +1,7 @@
 """Which matrices of a model are FP8 under a recipe, and whether its sizes give trainer and engine the same blocks."""
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 
 from nemo_fp8rl.config import Config, Fp8RlConfig
 from nemo_fp8rl.errors import UserError
@@ -70,17 +71,32 @@ def check_fp8_alignment(hf: HfConfig, layers: Fp8Layers, ours: Fp8RlConfig) -> N
     The engine fuses q, k, v one below the other, and gate, up. The trainer's QKV holds one key-value group after the
     other, so that training it in FP8 takes whole blocks a head; q, k, v trained in bfloat16 are quantized each.
     """
-    head = ("head_dim", hf.head_dim) if ours.trainer_fp8 else (KEYS, hf.num_key_value_heads * hf.head_dim)
+    sizes = fused_sizes(hf)
+    if ours.trainer_fp8:
+        sizes["q_proj"] = "head_dim", hf.head_dim
+    for word, name, size in ragged(hf, layers, sizes):
+        below = size // BLOCK[0] * BLOCK[0]
+        fits = " and ".join(str(near) for near in (below, below + BLOCK[0]) if near)
+        raise UserError(
+            f"nemo_fp8rl.flow={ours.flow} cannot run this model: its {name}={size}{of_layer(name)} is not a multiple "
+            f"of {BLOCK[0]} (nearest sizes that fit: {fits}), so trainer and engine would not quantize the same blocks; "
+            f"keep that in bfloat16 by {IGNORED}=[{word}], or use nemo_fp8rl.flow=bf16"
+        )
+
+
+def fused_sizes(hf: HfConfig) -> dict[str, tuple[str, int]]:
+    """By a word of their names, projections that an engine fuses: a dimension that each must have in whole blocks, and
+    its size. Queries are as many rows as keys, or several times as many.
+    """
     mlp = hf.family.intermediate_size
-    for word, (name, size) in {"q_proj": head, "mlp": (mlp, hf.intermediate_size)}.items():
+    return {"q_proj": (KEYS, hf.num_key_value_heads * hf.head_dim), "mlp": (mlp, hf.intermediate_size)}
+
+
+def ragged(hf: HfConfig, layers: Fp8Layers, sizes: Mapping[str, tuple[str, int]]) -> Iterator[tuple[str, str, int]]:
+    """(word, dimension, size) of these FP8 projections that are not whole blocks."""
+    for word, (name, size) in sizes.items():
         if size % BLOCK[0] and is_fp8(hf, layers, word):
-            below = size // BLOCK[0] * BLOCK[0]
-            fits = " and ".join(str(near) for near in (below, below + BLOCK[0]) if near)
-            raise UserError(
-                f"nemo_fp8rl.flow={ours.flow} cannot run this model: its {name}={size}{of_layer(name)} is not a "
-                f"multiple of {BLOCK[0]} (nearest sizes that fit: {fits}), so trainer and engine would not quantize "
-                f"the same blocks; keep that in bfloat16 by {IGNORED}=[{word}], or use nemo_fp8rl.flow=bf16"
-            )
+            yield word, name, size
 
 
 def is_fp8(hf: HfConfig, layers: Fp8Layers, word: str) -> bool:
