@@ -79,8 +79,8 @@ def check_fp8_alignment(hf: HfConfig, layers: Fp8Layers, ours: Fp8RlConfig) -> N
         fits = " and ".join(str(near) for near in (below, below + BLOCK[0]) if near)
         raise UserError(
             f"nemo_fp8rl.flow={ours.flow} cannot run this model: its {name}={size}{of_layer(name)} is not a multiple "
-            f"of {BLOCK[0]} (nearest sizes that fit: {fits}), so trainer and engine would not quantize the same blocks; "
-            f"keep that in bfloat16 by {IGNORED}=[{word}], or use nemo_fp8rl.flow=bf16"
+            f"of {BLOCK[0]} (nearest sizes that fit: {fits}), so trainer and engine would not quantize the same "
+            f"blocks; keep that in bfloat16 by {IGNORED}=[{word}], or use nemo_fp8rl.flow=bf16"
         )
 
 
