@@ -1,9 +1,9 @@
 """The engine's side of a refit: the pieces of one version, each exactly once, in the order that links bring them."""
 
-import threading
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from types import MappingProxyType
 from typing import NamedTuple
@@ -15,7 +15,8 @@ from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
 from nemo_fp8rl.refit.message import Content, Header, all_finite, scales_of
 from nemo_fp8rl.refit.pace import Pace
 from nemo_fp8rl.refit.plan import aligned
-from nemo_fp8rl.refit.transport.link import ReceivingEnd, join, settle
+from nemo_fp8rl.refit.transport import threads
+from nemo_fp8rl.refit.transport.link import ReceivingEnd, settle
 
 
 class Received(NamedTuple):
@@ -47,12 +48,10 @@ def received(
     link, so that none waits for another to be read, unless `Pace` holds it back.
     """
     arrived: SimpleQueue[tuple[int, Header, Tensor] | RefitError] = SimpleQueue()
-    threads = [
-        threading.Thread(target=_read, args=(i, link.end, arrived), name=f"refit-link-{i}", daemon=True)
+    reading = [
+        threads.start(f"refit-link-{i}", partial(_read, i, link.end, arrived), link.end.close)
         for i, link in enumerate(links)
     ]
-    for thread in threads:
-        thread.start()
     progress = [_Progress(link.route, version) for link in links]
     pace, waiting = Pace([link.route for link in links], modules), [deque[tuple[Header, Tensor]]() for _ in links]
     try:
@@ -75,7 +74,7 @@ def received(
             link.end.close()
         raise
     finally:
-        join(threads)
+        threads.join(reading)
 
 
 def _read(i: int, end: ReceivingEnd, arrived: "SimpleQueue[tuple[int, Header, Tensor] | RefitError]") -> None:

@@ -332,7 +332,7 @@ def test_a_process_leaves_while_its_link_waits(linked, transport):
 
 
 WAITS_AND_LEAVES = """
-import contextlib, socket, threading, time
+import contextlib, socket, sys, threading, time
 from nemo_fp8rl.refit.transport import collective
 from nemo_fp8rl.refit.transport.control import Control
 
@@ -344,6 +344,16 @@ def offer(control):
     with contextlib.suppress(collective.LinkError):
         collective.offer(control, 100, store, store.port)
 
+def start(thread, start=threading.Thread.start):
+    if thread.name == "refit group":
+        begun["starting"].set()
+        time.sleep(0.5)
+    start(thread)
+    if thread.name == "refit group":
+        begun["waiting"].set()
+
+begun = {"starting": threading.Event(), "waiting": threading.Event()}
+threading.Thread.start = start
 listener = socket.create_server(("127.0.0.1", 0))
 caller = socket.create_connection(listener.getsockname())
 here, there = Control(caller, 1.0, "sink"), Control(listener.accept()[0], 1.0, "source")
@@ -351,17 +361,21 @@ store = collective.listen("127.0.0.1", 1.0)
 slow = SlowToEnd()
 threading.Thread(target=offer, args=(here,), daemon=True).start()
 there.hear(port=int, prefix=str)
-while not any(thread.name == "refit group" for thread in threading.enumerate()):
-    time.sleep(0.01)
+begun[sys.argv[1]].wait()
 print("leaves", flush=True)
 """
 
 
-def test_a_process_may_leave_while_it_waits_for_the_other_end_of_a_group():
+@pytest.mark.parametrize("when", ["starting", "waiting"])
+def test_a_process_may_leave_while_it_waits_for_the_other_end_of_a_group(when):
     done = subprocess.run(
-        [sys.executable, "-c", WAITS_AND_LEAVES], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", WAITS_AND_LEAVES, when], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "leaves\n", "")
+
+
+def making() -> bool:
+    return any(thread.name == "refit group" for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("waits", ["source", "sink"])
@@ -380,11 +394,11 @@ def test_who_waits_for_an_end_that_is_gone_gives_up_at_once(waits, closing):
     else:
         joining = later(collective.take, here, CAPACITY)
         there.say(port=port, prefix="x")
-    until(lambda: collective._making)
+    until(making)
     there.close()
     with fails("the other is gone"):
         joining.result(AT_ONCE)
-    until(lambda: not collective._making)
+    until(lambda: not making())
 
 
 def test_a_payload_that_never_comes_ends_the_wait(both_here):

@@ -5,7 +5,6 @@ memory of the hosts; from GPU to GPU is `nixl`'s. gloo authenticates nobody: who
 `host` is loopback or an address of a network that only the run's machines share.
 """
 
-import atexit
 import secrets
 import socket
 import threading
@@ -19,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_fp8rl.refit.transport import threads
 from nemo_fp8rl.refit.transport.control import Control
 from nemo_fp8rl.refit.transport.ends import Receiver, Sender
-from nemo_fp8rl.refit.transport.link import BUFFERS, LinkError, ReceivingEnd, SendingEnd, join
+from nemo_fp8rl.refit.transport.link import BUFFERS, LinkError, ReceivingEnd, SendingEnd
 
 SOURCE, SINK = 0, 1
 """Ranks in the group."""
@@ -116,12 +116,8 @@ def _group(control: Control, store: Callable[[threading.Event], dist.Store], pre
             made.set_result(build())
         except Exception as error:
             made.set_exception(error)
-        finally:
-            _making.pop(thread)
 
-    thread = threading.Thread(target=run, name="refit group", daemon=True)
-    _making[thread] = given_up
-    thread.start()
+    threads.start("refit group", run, given_up.set)
     heard = False
     try:
         while not wait([made], 0.05).done:
@@ -134,17 +130,6 @@ def _group(control: Control, store: Callable[[threading.Event], dist.Store], pre
     if not heard:
         control.hear(joined=bool)
     return made.result()
-
-
-_making: dict[threading.Thread, threading.Event] = {}
-
-
-@atexit.register
-def _give_up() -> None:
-    """Before Python ends: a thread that comes back to it from gloo after that aborts the process."""
-    for given_up in list(_making.values()):
-        given_up.set()
-    join(list(_making))
 
 
 class _CollectiveSender(Sender):

@@ -6,18 +6,16 @@
 The buffers are the same memory on both sides, or the payload moves between them in `_give` and `_take`.
 """
 
-import atexit
 import struct
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from weakref import WeakSet
 
 from torch import Tensor
 
+from nemo_fp8rl.refit.transport import threads
 from nemo_fp8rl.refit.transport.control import Control
-from nemo_fp8rl.refit.transport.link import BUFFERS, MAX_HEADER, LinkError, check_message, join
+from nemo_fp8rl.refit.transport.link import BUFFERS, MAX_HEADER, LinkError, check_message
 
 _MESSAGE = struct.Struct("<cQ")
 _RELEASE = b"R"
@@ -79,9 +77,7 @@ class Receiver:
         self._arrived: SimpleQueue[tuple[bytes, Tensor] | LinkError] = SimpleQueue()  # an error is the last
         self._received = self._released = 0
         self._closed = False
-        self._thread = threading.Thread(target=self._read, name="refit link", daemon=True)
-        self._thread.start()
-        _receivers.add(self)
+        threads.start("refit link", self._read, self.close)
 
     def receive(self) -> tuple[bytes, Tensor]:
         if self._closed:
@@ -132,14 +128,3 @@ class Receiver:
 
     def _take(self, slot: int, payload: Tensor) -> None:
         """Fill the payload, in the reading thread."""
-
-
-_receivers: WeakSet[Receiver] = WeakSet()
-
-
-@atexit.register
-def _end_threads() -> None:
-    receivers = list(_receivers)
-    for receiver in receivers:
-        receiver.close()
-    join([receiver._thread for receiver in receivers])

@@ -4,9 +4,6 @@ The sender fills one buffer while the receiver applies the other. Whichever tran
 buffer k mod 2, at most two messages are not yet released, and buffer() waits for the release of the one before last.
 """
 
-import threading
-import time
-from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -25,8 +22,6 @@ MAX_HEADER = 16 << 20
 """Bytes of a header."""
 GRACE = 10.0
 """Seconds that memory is kept after its link has ended: the other side, which uses it, too, may hear of that late."""
-EXIT = 2.0
-"""Seconds: see `join`."""
 
 
 class LinkError(RefitError):
@@ -78,17 +73,6 @@ def settle(buffer: Tensor) -> None:
     """Return when a GPU has done what this thread asked of it with a buffer there: links know nothing of streams."""
     if buffer.is_cuda:
         torch.cuda.current_stream(buffer.device).synchronize()
-
-
-def join(threads: Sequence[threading.Thread]) -> None:
-    """Wait, for EXIT in all, for the end of threads that have buffers and are about to end, before their process may.
-
-    A tensor that is let go of while Python ends has torch ask for Python's lock, which ends that thread within C++, and
-    that aborts the process.
-    """
-    end = time.monotonic() + EXIT
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
 
 
 def check_message(header: bytes, nbytes: int, capacity: int) -> None:

@@ -6,7 +6,6 @@ process' memory: a network of the run's machines alone, as for its RDMA devices 
 alone; otherwise UCX_NET_DEVICES and UCX_TLS say what it uses.
 """
 
-import atexit
 import importlib
 import ipaddress
 import logging
@@ -25,10 +24,10 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.refit.manifest import RefitError
-from nemo_fp8rl.refit.transport import cuda_memory
+from nemo_fp8rl.refit.transport import cuda_memory, threads
 from nemo_fp8rl.refit.transport.control import Control
 from nemo_fp8rl.refit.transport.ends import Receiver, Sender
-from nemo_fp8rl.refit.transport.link import BUFFERS, GRACE, LinkError, ReceivingEnd, SendingEnd, join
+from nemo_fp8rl.refit.transport.link import BUFFERS, GRACE, LinkError, ReceivingEnd, SendingEnd
 
 POLL, IDLE, BUSY = 0.0005, 0.02, 30.0
 """Seconds: between looks at what others ask of this process, and while they ask for nothing; the latter begins so long
@@ -106,7 +105,6 @@ class _Agent:
         self._busy_until = 0.0
         self.left: SimpleQueue[_Held] = SimpleQueue()
         """Of links that have ended, by finalizers, too, which must take no lock."""
-        atexit.register(self._stop)
 
     @contextmanager
     def calls(self) -> Iterator[Any]:
@@ -135,8 +133,7 @@ class _Agent:
             self._serving[held] = float("inf")
             if self._thread is None:
                 device = held.buckets[0].device
-                self._thread = threading.Thread(target=self._serve, args=(device,), name="refit nixl", daemon=True)
-                self._thread.start()
+                self._thread = threads.start("refit nixl", lambda: self._serve(device), self._stopped.set)
 
     def hurry(self) -> None:
         """A sink is about to read."""
@@ -146,11 +143,6 @@ class _Agent:
         _make_current(device)
         while self._served() and not self._stopped.is_set():
             time.sleep(POLL if time.monotonic() < self._busy_until else IDLE)
-
-    def _stop(self) -> None:
-        self._stopped.set()
-        if (thread := self._thread) is not None:
-            join([thread])
 
     def _served(self) -> bool:
         """Whether there is anything left to serve."""
