@@ -49,7 +49,8 @@ def offer(control: Control, capacity: int, store: dist.Store, port: int) -> Send
     """The source's end. store: from `listen`, on this port. Raises LinkError where the group cannot be made."""
     prefix = secrets.token_hex(16)
     control.say(port=port, prefix=prefix)
-    return _CollectiveSender(control, _buffers(capacity), _group(control, lambda _: store, prefix, SOURCE))
+    group = _group(control, lambda _: store, prefix, SOURCE)
+    return _CollectiveSender(control, _buffers(capacity), group)
 
 
 def take(control: Control, capacity: int) -> ReceivingEnd:
@@ -70,7 +71,8 @@ def take(control: Control, capacity: int) -> ReceivingEnd:
             found.set_timeout(timedelta(seconds=control.timeout))
             return found
 
-    return _CollectiveReceiver(control, _buffers(capacity), _group(control, store, greeting["prefix"], SINK))
+    group = _group(control, store, greeting["prefix"], SINK)
+    return _CollectiveReceiver(control, _buffers(capacity), group)
 
 
 def _buffers(capacity: int) -> list[Tensor]:
@@ -99,7 +101,10 @@ class _Meeting(dist.Store):
 
 
 def _group(control: Control, store: Callable[[threading.Event], dist.Store], prefix: str, rank: int) -> Any:
-    """Made in a thread of its own: gloo would wait the whole timeout for a peer that has died meanwhile."""
+    """Made in a thread of its own: gloo would wait the whole timeout for a peer that has died meanwhile.
+
+    Who calls holds nothing of torch's while it waits, for its process may end then: see `threads`.
+    """
     made: Future[Any] = Future()
     given_up = threading.Event()
 
@@ -115,7 +120,7 @@ def _group(control: Control, store: Callable[[threading.Event], dist.Store], pre
         try:
             made.set_result(build())
         except Exception as error:
-            made.set_exception(error)
+            made.set_exception(LinkError(str(error)))  # without the traceback, which keeps what gloo was given
 
     threads.start("refit group", run, given_up.set)
     heard = False
