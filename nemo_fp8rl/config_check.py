@@ -167,6 +167,11 @@ def _check_colocated(cfg: Config) -> None:
 def _check_algorithm(cfg: Config) -> None:
     resolved_correction(cfg.loss_fn, cfg.nemo_fp8rl.correction)  # what the two say of each other
     check_gates(cfg.nemo_fp8rl.gates)
+    if cfg.loss_fn.force_on_policy_ratio and cfg.policy.train_global_batch_size != cfg.rollout_batch_size:
+        raise UserError(
+            f"loss_fn.force_on_policy_ratio=true is for one update a rollout: set policy.train_global_batch_size="
+            f"{cfg.rollout_batch_size}, all samples of a step"
+        )
     grpo, shaping = cfg.grpo, cfg.grpo.reward_shaping
     if cfg.loss_fn.use_kl_in_reward and grpo.adv_estimator.name != "reinforce_plus_plus":
         raise UserError(

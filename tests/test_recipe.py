@@ -408,6 +408,10 @@ def test_a_cycle_of_defaults_is_refused(folder):
         ),
         (["loss_fn.use_kl_in_reward=true"], ["loss_fn.use_kl_in_reward", "grpo.adv_estimator.name"]),
         (
+            ["loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=256"],
+            ["loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=512"],
+        ),
+        (
             ["grpo.reward_shaping={enabled: true, overlong_buffer_length: 0}"],
             ["grpo.reward_shaping.overlong_buffer_length"],
         ),

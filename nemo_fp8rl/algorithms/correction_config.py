@@ -117,6 +117,13 @@ class CorrectionConfig:
         self._check()
         return self
 
+    @property
+    def of_whole_batch(self) -> str:
+        """The key and value that need the weights of a whole batch at once, if any does."""
+        if self.normalize:
+            return "normalize=true"
+        return "denominator=kept" if self.denominator == "kept" else ""
+
     def __str__(self) -> str:
         """In one line, as it is logged at the start of a run."""
         if self.bypass:

@@ -171,10 +171,10 @@ class GrpoLoss:
             lost = inside & ~(prev.isfinite() & gen.isfinite())
             changed = inside & data["out_of_bounds"][:, 1:] if "out_of_bounds" in data else torch.zeros_like(lost)
             return Correction(torch.where(inside, weights, 0.0), inside & (weights > 0), lost.sum().float(), changed)
-        if self.correction.normalize or self.correction.denominator == "kept":
+        if key := self.correction.of_whole_batch:
             raise ValueError(
-                "nemo_fp8rl.correction.normalize and denominator=kept need the weights of the whole batch: set "
-                "importance_weights by algorithms.correction.corrected_batch first"
+                f"nemo_fp8rl.correction.{key} needs the weights of the whole batch: set importance_weights by "
+                "algorithms.correction.corrected_batch first"
             )
         return correct(prev, gen, mask, self.correction)
 

@@ -13,8 +13,14 @@ INTEGERS = ("input_ids", "input_lengths", "routed_experts")
 
 
 def train_batch(data: Mapping[str, Any]) -> TrainBatch:
-    """NeMo RL's fields that a TrainBatch has: integers as they are, masks and log-probs in float32."""
+    """NeMo RL's fields that a TrainBatch has: integers as they are, masks and log-probs in float32.
+
+    NeMo RL pads routed_experts with zeros, which are experts; beyond a sequence they are -1, not known, here.
+    """
     known = {name: data[name] for name in TrainBatch.__annotations__ if isinstance(data.get(name), Tensor)}
+    if (routes := known.get("routed_experts")) is not None:
+        beyond = torch.arange(routes.shape[1]) >= known["input_lengths"][:, None]
+        known["routed_experts"] = routes.masked_fill(beyond[:, :, None, None], -1)
     return cast(
         TrainBatch, {name: field if name in INTEGERS else field.to(torch.float32) for name, field in known.items()}
     )

@@ -13,7 +13,8 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation.checks import check_engine
 from nemo_fp8rl.hf.config import check_context, read_hf_config
 from nemo_fp8rl.hf.hub import with_commits
-from nemo_fp8rl.nemo_rl.gpus import divide, is_colocated
+from nemo_fp8rl.nemo_rl.checks import check_as_nemo_rl_does
+from nemo_fp8rl.nemo_rl.gpus import divide, is_asynchronous, is_colocated
 from nemo_fp8rl.nemo_rl.keys import COPIED, at, check_keys
 from nemo_fp8rl.nemo_rl.precision import read_precision
 from nemo_fp8rl.nemo_rl.values import require
@@ -31,7 +32,7 @@ def of_keys(master: Mapping[str, Any]) -> Config:
     """What the keys alone say, without the model's files."""
     check_keys(master)
     require(master, "policy.model_name")
-    _check_as_setup_does(master)
+    check_as_nemo_rl_does(master)
     policy = master["policy"]
     precision = read_precision(policy)
     values: dict[str, Any] = {}
@@ -45,7 +46,7 @@ def of_keys(master: Mapping[str, Any]) -> Config:
     known = {field.name for field in fields(LossConfig)}
     if (name := at(master, "grpo.adv_estimator.name", "grpo")) == "reinforce_plus_plus":  # for what goes with it
         values["grpo"]["adv_estimator"] = {"name": name}
-    values["loss_fn"] = {name: value for name, value in master["loss_fn"].items() if name in known}
+    values["loss_fn"] = {name: value for name, value in loss_keys(master).items() if name in known}
     values["cluster"] = _cluster(master)
     shared = is_colocated(policy["generation"]) and values["cluster"]["backend"] == "ray"
     values["policy"]["generation"]["colocated"] = {"enabled": shared}
@@ -60,6 +61,17 @@ def of_keys(master: Mapping[str, Any]) -> Config:
     return completed("the recipe for NeMo RL", values, values)
 
 
+def loss_keys(master: Mapping[str, Any]) -> dict[str, Any]:
+    """The block loss_fn. The asynchronous loop asks for use_importance_sampling_correction; beside that alone
+    `nemo_fp8rl.correction` says how.
+    """
+    keys = dict(master["loss_fn"])
+    says_how = keys.get("truncated_importance_sampling_type") is not None
+    if is_asynchronous(master) and at(master, "nemo_fp8rl.correction", None) is not None and not says_how:
+        keys["use_importance_sampling_correction"] = False
+    return keys
+
+
 def for_model(cfg: Config) -> Config:
     """It checked against the model, with the tokens that end the model's answers."""
     hf = read_hf_config(cfg.policy.model_name)
@@ -69,31 +81,6 @@ def for_model(cfg: Config) -> Config:
     generation = cfg.policy.generation  # vLLM would add what the checkpoint ends with; our engine is told
     stop = tuple(sorted({*generation.stop_token_ids, *hf.eos_token_ids}))
     return with_commits(replace(cfg, policy=replace(cfg.policy, generation=replace(generation, stop_token_ids=stop))))
-
-
-def _check_as_setup_does(master: Mapping[str, Any]) -> None:
-    """What NeMo RL's `setup`, which is not called for our parts, asserts of a recipe."""
-    grpo, loss, generation = master["grpo"], master["loss_fn"], master["policy"]["generation"]
-    if at(master, "data.use_multiple_dataloader", False):
-        raise UserError("data.use_multiple_dataloader=true is not supported without NeMo RL's setup; set it to false")
-    samples = grpo["num_prompts_per_step"] * grpo["num_generations_per_prompt"]
-    if loss.get("force_on_policy_ratio") and samples != master["policy"]["train_global_batch_size"]:
-        raise UserError(
-            f"loss_fn.force_on_policy_ratio=true needs policy.train_global_batch_size={samples}, all samples of a step"
-        )
-    if loss.get("force_on_policy_ratio") and at(master, "nemo_fp8rl.gates", None):
-        raise UserError("nemo_fp8rl.gates need the log-probs that loss_fn.force_on_policy_ratio does without; drop one")
-    if not grpo.get("use_dynamic_sampling") and grpo.get("batch_multiplier", 1) != 1:
-        raise UserError("grpo.batch_multiplier needs grpo.use_dynamic_sampling=true; set it to 1")
-    if grpo.get("skip_reference_policy_logprobs_calculation") and loss.get("reference_policy_kl_penalty"):
-        raise UserError(
-            "grpo.skip_reference_policy_logprobs_calculation=true needs loss_fn.reference_policy_kl_penalty=0"
-        )
-    for name in ("temperature", "top_p", "top_k"):
-        if generation.get(f"val_{name}", generation.get(name)) != generation.get(name):
-            raise UserError(
-                f"policy.generation.val_{name} differs from {name}: NeMo RL's loop validates by that; set them alike"
-            )
 
 
 def _fill_policy(values: dict[str, Any], policy: Mapping[str, Any], kv_fp8: bool) -> None:
@@ -143,8 +130,8 @@ def _cluster(master: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(
             f"policy.generation.vllm_cfg.tensor_parallel_size={share} does not divide the {engines} GPUs of generation"
         )
-    asynchronous = at(master, "grpo.async_grpo.enabled", False)  # its collector is a process of its own
-    alone = trainer == engines == 1 and is_colocated(master["policy"]["generation"]) and not asynchronous
+    shared = is_colocated(master["policy"]["generation"])  # never where a collector, a process of its own, asks
+    alone = trainer == engines == 1 and shared
     return {
         "backend": "in_process" if alone else "ray",
         "train_ranks": trainer,

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from nemo_fp8rl.config import Flow
 from nemo_fp8rl.fp8.gpus import ADA, Capability, why_no_fp8
+from nemo_fp8rl.nemo_rl.keys import at
 from nemo_fp8rl.nemo_rl.precision import ENGINE, TRAINER
 
 
@@ -24,6 +25,11 @@ def divide(values: Mapping[str, Any]) -> Gpus:
     resources = generation["colocated"].get("resources") or {}
     engines = (resources.get("num_nodes") or 1) * (resources.get("gpus_per_node") or cluster["gpus_per_node"])
     return Gpus(total - engines, engines)
+
+
+def is_asynchronous(master: Mapping[str, Any]) -> bool:
+    """Whether it generates while it trains."""
+    return bool(at(master, "grpo.async_grpo.enabled", False))
 
 
 def is_colocated(generation: Mapping[str, Any]) -> bool:

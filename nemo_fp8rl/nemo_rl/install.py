@@ -7,8 +7,9 @@ from typing import Any
 
 from nemo_fp8rl import weights
 from nemo_fp8rl.config import Config
-from nemo_fp8rl.nemo_rl.config import from_nemo_rl
+from nemo_fp8rl.nemo_rl.config import from_nemo_rl, loss_keys
 from nemo_fp8rl.nemo_rl.generation import VllmFp8Generation
+from nemo_fp8rl.nemo_rl.gpus import is_asynchronous
 from nemo_fp8rl.nemo_rl.loss import GrpoLossFn
 from nemo_fp8rl.nemo_rl.policy import MegatronFp8Policy
 from nemo_fp8rl.nemo_rl.weight_sync import Fp8WeightSynchronizer
@@ -23,7 +24,8 @@ def backends(
 
     master_config: NeMo RL's MasterConfig, its generation block configured. weights_path: of the checkpoint to continue.
     """
-    cfg = from_nemo_rl(master_config.model_dump())
+    values = master_config.model_dump()
+    cfg = from_nemo_rl(values)
     generation_cfg = master_config.policy["generation"]
 
     def load(policy: MegatronPolicy) -> None:
@@ -32,7 +34,7 @@ def backends(
 
     with weights.backends(cfg, load) as (policy, generation):
         yield (
-            MegatronFp8Policy(policy, cfg, tokenizer, loaded=weights_path is not None),
+            MegatronFp8Policy(policy, cfg, tokenizer, weights_path is not None, is_asynchronous(values)),
             VllmFp8Generation(generation, cfg, generation_cfg, tokenizer.pad_token_id),
         )
 
@@ -52,4 +54,4 @@ def install(
     print(
         f"nemo-fp8rl: flow {cfg.nemo_fp8rl.flow}, {cfg.nemo_fp8rl.scale_format} scales, {bridge.described}", flush=True
     )
-    return GrpoLossFn(master_config.loss_fn, correction=cfg.nemo_fp8rl.correction)
+    return GrpoLossFn(loss_keys(master_config.model_dump()), correction=cfg.nemo_fp8rl.correction)

@@ -18,7 +18,9 @@ class LossRefused(UserError, AssertionError):
 
 
 class GrpoLossFn(GrpoLoss):
-    """`GrpoLoss` with the attributes that NeMo RL's trainers read: loss_type, input_type, metric_normalizations."""
+    """`GrpoLoss` with the attributes that NeMo RL's trainers read: loss_type, input_type, metric_normalizations, and
+    reference_policy_kl_penalty, without which they give no unfiltered log-probs to a KL beside top-k or top-p.
+    """
 
     def __init__(
         self,
@@ -26,7 +28,7 @@ class GrpoLossFn(GrpoLoss):
         use_fused_linear_logprobs: bool = False,
         correction: CorrectionConfig | Mapping[str, Any] | None = None,
     ) -> None:
-        """cfg: NeMo RL's ClippedPGLossConfig or a mapping. Raises LossRefused."""
+        """cfg: NeMo RL's ClippedPGLossConfig, or `config.loss_keys`. Raises LossRefused."""
         keys = cfg if isinstance(cfg, Mapping) else cfg.model_dump()
         known = {field.name for field in fields(LossConfig)}
         try:
@@ -34,6 +36,7 @@ class GrpoLossFn(GrpoLoss):
         except UserError as error:
             raise LossRefused(str(error)) from None
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
+        self.reference_policy_kl_penalty = self.cfg.reference_policy_kl_penalty if self.cfg.kl_in_loss else 0
         self.loss_type = LossType.TOKEN_LEVEL if self.cfg.token_level_loss else LossType.SEQUENCE_LEVEL
         self.input_type = LossInputType.LOGPROB
 

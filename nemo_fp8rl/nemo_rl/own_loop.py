@@ -3,7 +3,7 @@ does for the rest. A key that our loop has no like of is refused where it would 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,9 @@ def load_for_own_loop(path: Path, overrides: Sequence[str] = ()) -> Config:
     cfg = for_model(of_keys_for_own_loop(path, recipe))
     prompts = load_prompts(cfg, read_hf_config(cfg.policy.model_name).vocab_size).train
     epochs = recipe["grpo"]["max_num_epochs"] * (len(prompts) // cfg.grpo.num_prompts_per_step)
-    return replace(cfg, grpo=replace(cfg.grpo, max_num_steps=min(cfg.grpo.max_num_steps, epochs)))
+    steps = min(cfg.grpo.max_num_steps, epochs)
+    recipe["grpo"]["max_num_steps"] = recipe["policy"]["megatron_cfg"]["train_iters"] = steps  # as NeMo RL's setup does
+    return for_model(of_keys_for_own_loop(path, recipe))
 
 
 def of_keys_for_own_loop(path: Path, recipe: Mapping[str, Any]) -> Config:

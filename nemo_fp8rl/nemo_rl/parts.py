@@ -16,6 +16,7 @@ from nemo_fp8rl.config import Flow, Fp8RlConfig
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8.gpus import CAPABILITIES, Capability
 from nemo_fp8rl.nemo_rl.compat import load_dataloader, save_state, steps_done
+from nemo_fp8rl.nemo_rl.config import loss_keys
 from nemo_fp8rl.nemo_rl.gpus import why_not
 from nemo_fp8rl.nemo_rl.keys import OF_MEMORY, at
 from nemo_fp8rl.nemo_rl.recipe import NemoRlRecipe
@@ -156,12 +157,17 @@ def of_nemo_rl(
     for name in told:
         print(f"nemo-fp8rl: nemo_fp8rl.{name} is of our own trainer and refit, NeMo RL's do without it", flush=True)
     fused = bool(master.policy["megatron_cfg"].get("use_fused_linear_logprobs"))
+    loss = GrpoLossFn(loss_keys(master.model_dump()), fused, recipe.fp8rl.correction)
+    if key := loss.correction.of_whole_batch:
+        raise UserError(
+            f"nemo_fp8rl.correction.{key} needs the whole batch, and NeMo RL's workers give a loss one microbatch at a "
+            "time: leave it out, or set nemo_fp8rl.workers=ours"
+        )
     layers = AutoConfig.from_pretrained(master.policy["model_name"]).num_hidden_layers
     choose(master.policy, layers, recipe.checkout.version)
     policy, generation, _, _, prompts, val_prompts, _, logger, checkpointer, state, master, *_ = grpo.setup(
         master, tokenizer, data, val_data, policy_factory=policy_factory
     )
-    loss = GrpoLossFn(master.loss_fn, fused, recipe.fp8rl.correction)
     try:
         yield Loop(
             *(policy, generation, prompts, val_prompts, loss, logger, checkpointer, state, master),

@@ -30,16 +30,20 @@ from nemo_fp8rl.policy.megatron import MegatronPolicy
 class MegatronFp8Policy(ColocatablePolicyInterface):
     """refit: called where NeMo RL streams weights to an engine; it raises when that fails.
 
-    sharding_annotations: among how many replicas of the model a batch is divided.
+    sharding_annotations: among how many replicas of the model a batch is divided. asynchronous: NeMo RL's loop, which
+    never asks for scales of an FP8 KV cache; they are then taken from what was trained on, after each step.
     """
 
     refit: Callable[[], Any]
 
-    def __init__(self, policy: MegatronPolicy, cfg: Config, tokenizer: Any, loaded: bool) -> None:
+    def __init__(
+        self, policy: MegatronPolicy, cfg: Config, tokenizer: Any, loaded: bool, asynchronous: bool = False
+    ) -> None:
         """policy: as `weights.backends` gives it. loaded: from a checkpoint."""
         self.policy, self.cfg, self.tokenizer = policy, cfg, tokenizer
         self.offloads = cfg.policy.megatron_cfg.offload_between_phases
-        self.scales_loaded = loaded and cfg.fp8_kv_cache
+        self.scales_loaded = loaded and cfg.fp8_kv_cache and not asynchronous
+        self.calibrates = asynchronous and cfg.fp8_kv_cache
         self.sharding_annotations = NamedSharding(np.arange(cfg.data_parallel_size), ["data_parallel"])
 
     def get_logprobs(self, data: Mapping[str, Any], timer: Any = None) -> Any:
@@ -90,6 +94,8 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
         loss = _as_loss(loss_fn)
         steps = [self.policy.train_step(part, loss, schedules=False) | self._counts(part) for part in trained]
         self.policy.step_schedule()
+        if self.calibrates:
+            self.policy.calibrate_kv(batch)
         steps = steps or [{"loss": 0.0, "grad_norm": 0.0} | self._counts(batch)]
         known = {name: [value] for name, value in seen.items() if name in DISAGREEMENT or math.isfinite(value)}
         return {

@@ -610,10 +610,12 @@ def test_a_kl_without_a_reference_policy_is_refused():
         assert math.isfinite(evaluate(GrpoLoss(keys), curr, batch)[0])
 
 
-@pytest.mark.parametrize("keys", [{"normalize": True}, {"denominator": "kept"}])
-def test_a_correction_that_needs_the_whole_batch_is_not_made_of_a_part(keys):
+@pytest.mark.parametrize(
+    ("keys", "key"), [({"normalize": True}, "normalize=true"), ({"denominator": "kept"}, "denominator=kept")]
+)
+def test_a_correction_that_needs_the_whole_batch_is_not_made_of_a_part(keys, key):
     curr, batch = make_batch(0)
-    with pytest.raises(ValueError, match=r"normalize and denominator=kept .*\.corrected_batch"):
+    with pytest.raises(ValueError, match=rf"{key} needs .*\.corrected_batch"):
         GrpoLoss(PLAIN, keys)(curr, batch, *totals(batch))
 
 

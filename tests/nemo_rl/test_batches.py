@@ -39,6 +39,15 @@ def test_routes_are_minus_one_where_no_engine_said_them():
     assert (routes[0, 3:] == -1).all() and (routes[1] == -1).all()
 
 
+def test_routes_beyond_a_sequence_are_not_known_whatever_nemo_rl_pads_with():
+    routes = torch.ones(2, 3, 2, 2, dtype=torch.int16)
+    data = {"input_ids": torch.ones(2, 3), "input_lengths": torch.tensor([3, 1]), "routed_experts": routes}
+    taken = train_batch(data)["routed_experts"]
+    assert taken.dtype == torch.int16
+    assert taken[:, :, 0, 0].tolist() == [[1, 1, 1], [1, -1, -1]]
+    assert (routes == 1).all()  # NeMo RL's own
+
+
 def test_a_train_batch_has_float_masks_and_only_what_it_knows():
     data = {
         "input_ids": torch.ones(2, 3, dtype=torch.int64),

@@ -140,6 +140,45 @@ def test_what_we_cannot_do_is_refused_by_its_key(tiny, key, value, message):
         from_nemo_rl(master(tiny, **{key: value}))
 
 
+ASYNC = {
+    "grpo__async_grpo": {"enabled": True},
+    "policy__generation__vllm_cfg__async_engine": True,
+    "policy__generation__colocated": {"enabled": False, "resources": {"gpus_per_node": 1, "num_nodes": None}},
+    "cluster__gpus_per_node": 2,
+}
+FORCED = {"loss_fn__force_on_policy_ratio": True, "loss_fn__use_importance_sampling_correction": False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (ASYNC | {"policy__generation__vllm_cfg__async_engine": False}, "needs .*vllm_cfg.async_engine=true"),
+        (ASYNC | {"policy__generation__colocated": {"enabled": True}}, "set policy.generation.colocated.enabled=false"),
+        (ASYNC | {"loss_fn__use_importance_sampling_correction": False}, "needs loss_fn.use_importance_sampling_corr"),
+        (FORCED | {"policy__train_global_batch_size": 32}, "needs policy.train_global_batch_size=64"),
+        (FORCED | {"nemo_fp8rl__gates": [{"metric": "gen_kl_error", "max": 1, "action": "warn"}]}, "nemo_fp8rl.gates"),
+        (FORCED | {"nemo_fp8rl__correction": {"preset": "tis", "denominator": "kept"}}, "correction.denominator=kept"),
+        (FORCED | {"nemo_fp8rl__correction": {"normalize": True}}, "correction.normalize=true needs the log-probs"),
+        (FORCED | {"loss_fn__use_kl_in_reward": True}, "use_kl_in_reward needs the log-probs"),
+    ],
+)
+def test_what_nemo_rl_would_assert_later_is_refused_now(tiny, changes, message):
+    with pytest.raises(UserError, match=message):
+        from_nemo_rl(master(tiny, **changes))
+
+
+def test_the_asynchronous_loop_takes_a_correction_of_ours(tiny):
+    cfg = from_nemo_rl(master(tiny, **ASYNC, nemo_fp8rl__correction={"preset": "icepop"}))
+    assert cfg.nemo_fp8rl.correction.resolved().reject and not cfg.loss_fn.use_importance_sampling_correction
+    assert from_nemo_rl(master(tiny, **ASYNC)).loss_fn.use_importance_sampling_correction
+    with pytest.raises(UserError, match=r"nemo_fp8rl\.correction contradicts"):
+        from_nemo_rl(master(tiny, nemo_fp8rl__correction={"preset": "icepop"}))
+    of_theirs = {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2.0}
+    of_theirs["use_importance_sampling_correction"] = True
+    with pytest.raises(UserError, match=r"nemo_fp8rl\.correction contradicts"):
+        from_nemo_rl(master(tiny, **ASYNC, loss_fn=of_theirs, nemo_fp8rl__correction={"preset": "icepop"}))
+
+
 OURS = (path for path in sorted((RECIPES / "nemo_rl").glob("*.yaml")) if not path.name.startswith("moonlight"))
 
 

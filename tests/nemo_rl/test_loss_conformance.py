@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.nemo_rl
 EXPECTED = {True: 32, False: 31}
@@ -39,3 +40,35 @@ def test_a_broken_one_does_not(real_checkout):
     _, failed, calls = run_their_tests(real_checkout, "broken_loss:BrokenLossFn")
     assert failed >= 3
     assert calls
+
+
+def test_nemo_rls_workers_give_ours_unfiltered_logprobs_for_the_kl(real_checkout):
+    """Sampling was restricted to the five likeliest tokens; the policy is its own reference."""
+    from nemo_fp8rl.nemo_rl.compat import prepare
+
+    prepare()
+    from nemo_rl.algorithms.logits_sampling_utils import TrainingSamplingParams
+    from nemo_rl.algorithms.loss.utils import prepare_loss_input
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+    from nemo_fp8rl.nemo_rl.loss import GrpoLossFn
+
+    torch.manual_seed(0)
+    logits = torch.randn(2, 6, 32)
+    chosen = logits[:, :-1].argmax(-1)
+    data = BatchedDataDict(
+        input_ids=torch.cat([torch.zeros(2, 1, dtype=torch.int64), chosen], 1),
+        input_lengths=torch.tensor([6, 6]),
+        token_mask=torch.ones(2, 6),
+        sample_mask=torch.ones(2),
+        advantages=torch.zeros(2, 6),
+    )
+    whole = logits[:, :-1].log_softmax(-1).gather(-1, chosen[..., None]).squeeze(-1)
+    data["reference_policy_logprobs"] = torch.cat([torch.zeros(2, 1), whole], 1)
+    loss = GrpoLossFn({"reference_policy_kl_penalty": 0.1})
+    inputs, data = prepare_loss_input(logits, data, loss, sampling_params=TrainingSamplingParams(top_k=5))
+    filtered = inputs["next_token_logprobs"]
+    assert (filtered > whole + 0.1).all()
+    data["prev_logprobs"] = data["generation_logprobs"] = torch.cat([torch.zeros(2, 1), filtered], 1)
+    _, metrics = loss(filtered, data, torch.tensor(2.0), torch.tensor(10.0))
+    assert metrics["kl_penalty"] == pytest.approx(0, abs=1e-6)

@@ -44,6 +44,13 @@ def test_both_loops_give_the_same_rewards_and_losses(warm, tmp_path):
         assert theirs[f"train/{name}"] == pytest.approx(ours, rel=1e-4, abs=1e-6), name
 
 
+def test_a_schedule_without_a_length_has_that_of_the_run(warm, tmp_path):
+    keys = without_template(runs.overrides(warm, tmp_path))
+    keys += ["grpo.max_num_steps=1000000", "grpo.max_num_epochs=2", "policy.megatron_cfg.scheduler.lr_decay_iters=null"]
+    cfg = load_for_own_loop(runs.RECIPE, keys)
+    assert cfg.policy.megatron_cfg.scheduler.lr_decay_iters == cfg.grpo.max_num_steps < 1000
+
+
 def test_train_runs_nemo_rls_recipe_and_launch_leaves_the_choice(warm, tmp_path, capsys):
     logs = tmp_path / "logs"
     keys = [*without_template(runs.overrides(warm, logs)), "grpo.max_num_steps=1"]

@@ -154,6 +154,17 @@ def test_an_fp8_kv_cache_is_calibrated_by_nemo_rls_loop(warm, tmp_path):
     assert (tmp_path / "output.txt").read_text().count("Recomputing KV cache scales") == 2
 
 
+def test_an_fp8_kv_cache_is_calibrated_in_the_asynchronous_loop_which_never_asks_for_it(warm, tmp_path):
+    logs = tmp_path / "logs"
+    keys = [*runs.overrides(warm, logs), *runs.ASYNC, "policy.generation.vllm_cfg.kv_cache_dtype=fp8"]
+    keys += ["checkpointing.enabled=true", "checkpointing.save_period=1", "++nemo_fp8rl.correction.preset=icepop"]
+    values = runs.run(logs, *keys, "grpo.max_num_steps=3", "policy.megatron_cfg.optimizer.lr=1e-3")
+    assert len(values["train/reward"]) == 3
+    assert values["train/token_mult_prob_error"][0] < 1.01
+    saved = sorted((tmp_path / "checkpoints").glob("step_*/**/kv_scales.json"))
+    assert len({path.read_text() for path in saved}) == len(saved) >= 2
+
+
 def test_several_optimizer_steps_dynamic_sampling_and_a_warm_up(warm, tmp_path):
     """The learning rate moves once a step of the loop, and starts at lr_warmup_init: NeMo RL's schedule."""
     logs = tmp_path / "logs"

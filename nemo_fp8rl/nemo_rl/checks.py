@@ -1,0 +1,67 @@
+"""What NeMo RL's loops and its `setup`, which our parts do without, assert of a recipe; here before anything starts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_fp8rl.algorithms.correction_config import from_mapping
+from nemo_fp8rl.algorithms.loss_config import LossConfig
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.nemo_rl.gpus import is_asynchronous, is_colocated
+from nemo_fp8rl.nemo_rl.keys import at
+
+
+def check_as_nemo_rl_does(master: Mapping[str, Any]) -> None:
+    """Raise UserError, naming the key."""
+    grpo, loss, generation = master["grpo"], master["loss_fn"], master["policy"]["generation"]
+    if at(master, "data.use_multiple_dataloader", False):
+        raise UserError("data.use_multiple_dataloader=true is not supported without NeMo RL's setup; set it to false")
+    samples = grpo["num_prompts_per_step"] * grpo["num_generations_per_prompt"]
+    if loss.get("force_on_policy_ratio") and samples != master["policy"]["train_global_batch_size"]:
+        raise UserError(
+            f"loss_fn.force_on_policy_ratio=true needs policy.train_global_batch_size={samples}, all samples of a step"
+        )
+    if loss.get("force_on_policy_ratio"):
+        _check_without_prev_logprobs(master)
+    if is_asynchronous(master):
+        _check_asynchronous(master)
+    if not grpo.get("use_dynamic_sampling") and grpo.get("batch_multiplier", 1) != 1:
+        raise UserError("grpo.batch_multiplier needs grpo.use_dynamic_sampling=true; set it to 1")
+    if grpo.get("skip_reference_policy_logprobs_calculation") and loss.get("reference_policy_kl_penalty"):
+        raise UserError(
+            "grpo.skip_reference_policy_logprobs_calculation=true needs loss_fn.reference_policy_kl_penalty=0"
+        )
+    for name in ("temperature", "top_p", "top_k"):
+        if generation.get(f"val_{name}", generation.get(name)) != generation.get(name):
+            raise UserError(
+                f"policy.generation.val_{name} differs from {name}: NeMo RL's loop validates by that; set them alike"
+            )
+
+
+def _check_without_prev_logprobs(master: Mapping[str, Any]) -> None:
+    """NeMo RL's loop has zeros in their place under force_on_policy_ratio, unless another key asks for them."""
+    loss, correction = master["loss_fn"], at(master, "nemo_fp8rl.correction", None)
+    if at(master, "nemo_fp8rl.gates", None):
+        raise UserError("nemo_fp8rl.gates need the log-probs that loss_fn.force_on_policy_ratio does without; drop one")
+    if correction is not None and (why := from_mapping(correction).of_whole_batch):
+        raise UserError(
+            f"nemo_fp8rl.correction.{why} needs the log-probs that loss_fn.force_on_policy_ratio does without; drop one"
+        )
+    penalty = loss.get("reference_policy_kl_penalty", LossConfig.reference_policy_kl_penalty)
+    if loss.get("use_kl_in_reward") and penalty and at(master, "grpo.seq_logprob_error_threshold", None) is None:
+        raise UserError(
+            "loss_fn.use_kl_in_reward needs the log-probs that loss_fn.force_on_policy_ratio does without; drop one"
+        )
+
+
+def _check_asynchronous(master: Mapping[str, Any]) -> None:
+    """What its asynchronous loop asserts when workers and engines are there already."""
+    here = "grpo.async_grpo.enabled=true"
+    if not at(master, "policy.generation.vllm_cfg.async_engine", False):
+        raise UserError(f"{here} needs policy.generation.vllm_cfg.async_engine=true")
+    if is_colocated(master["policy"]["generation"]):
+        raise UserError(
+            f"{here} generates while it trains: set policy.generation.colocated.enabled=false and say in "
+            "policy.generation.colocated.resources how many GPUs generate"
+        )
+    if not master["loss_fn"].get("use_importance_sampling_correction"):
+        raise UserError(f"{here} needs loss_fn.use_importance_sampling_correction=true, for samples are off-policy")
