@@ -94,6 +94,7 @@ class RefitWorkerExtension:
         nbytes, refusal = _answered(load, 0)
         if refusal:
             self.nemo_fp8rl_disconnect()  # or the trainer would wait for someone to read the rest
+            gc.collect()  # errors keep their frames, and so the links, whose memory the source is about to free
         store = self.weight_store
         return nbytes, sorted(store.direct), time.perf_counter() - start, store.verify_seconds, refusal
 

@@ -1,6 +1,8 @@
 """What a real engine refuses to take for the trainer's version, and finds in its memory that is not."""
 
+import gc
 import struct
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -92,6 +94,24 @@ def test_a_kv_scale_with_a_flipped_bit_is_refused(pair):
 
     version = pair.bridge.version + 1
     assert answer(pair, flip, later=1) == f"refit {version}: {K_SCALE} was damaged on its way"
+
+
+def test_a_refused_version_keeps_no_link(pair, monkeypatch):
+    """Nor memory of the trainer's that it maps."""
+    ends = list[weakref.ref[Tampered]]()
+
+    class Watched(Tampered):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            ends.append(weakref.ref(self))
+
+    monkeypatch.setattr(f"{__name__}.Tampered", Watched)
+    gc.disable()  # nothing waits for it
+    try:
+        assert answer(pair, lambda scale: "0" * 16, later=1).endswith("was damaged on its way")
+        assert ends and not any(end() for end in ends)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -0.5])

@@ -53,6 +53,11 @@ SIZES = (
     "cluster.num_nodes=1",
     "cluster.gpus_per_node=1",
 )
+NO_TRUNCATION = (
+    "loss_fn.truncated_importance_sampling_type=null",
+    "loss_fn.truncated_importance_sampling_ratio=null",
+)
+"""So that a recipe's own correction may be another's."""
 ASYNC = (
     "grpo.async_grpo.enabled=true",
     "policy.generation.vllm_cfg.async_engine=true",

@@ -42,7 +42,7 @@ def test_a_broken_one_does_not(real_checkout):
     assert calls
 
 
-def test_nemo_rls_workers_give_ours_unfiltered_logprobs_for_the_kl(real_checkout):
+def test_nemo_rls_workers_give_ours_unfiltered_logprobs_for_the_kl(real_checkout, monkeypatch):
     """Sampling was restricted to the five likeliest tokens; the policy is its own reference."""
     from nemo_fp8rl.nemo_rl.compat import prepare
 
@@ -53,6 +53,7 @@ def test_nemo_rls_workers_give_ours_unfiltered_logprobs_for_the_kl(real_checkout
 
     from nemo_fp8rl.nemo_rl.loss import GrpoLossFn
 
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)  # where NeMo RL takes the tokens
     torch.manual_seed(0)
     logits = torch.randn(2, 6, 32)
     chosen = logits[:, :-1].argmax(-1)

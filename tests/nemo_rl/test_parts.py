@@ -71,7 +71,7 @@ def test_gpus_of_a_cluster_make_them_nemo_rls_unless_ours_are_asked_for_and_are_
 @runs.needs_checkout
 def test_a_correction_of_a_whole_batch_is_refused_before_nemo_rls_workers_start(warm, tmp_path):
     keys = [*runs.overrides(warm, tmp_path), "loss_fn.use_importance_sampling_correction=false"]
-    keys += ["++nemo_fp8rl.correction={preset: icepop, denominator: kept}"]
+    keys += [*runs.NO_TRUNCATION, "++nemo_fp8rl.correction={preset: icepop, denominator: kept}"]
     recipe, grpo = load(runs.RECIPE, keys), prepare()
     master = run.load(grpo, runs.RECIPE, keys)
     parts = of_nemo_rl(grpo, master, recipe, None, None, None)

@@ -157,7 +157,8 @@ def test_an_fp8_kv_cache_is_calibrated_by_nemo_rls_loop(warm, tmp_path):
 def test_an_fp8_kv_cache_is_calibrated_in_the_asynchronous_loop_which_never_asks_for_it(warm, tmp_path):
     logs = tmp_path / "logs"
     keys = [*runs.overrides(warm, logs), *runs.ASYNC, "policy.generation.vllm_cfg.kv_cache_dtype=fp8"]
-    keys += ["checkpointing.enabled=true", "checkpointing.save_period=1", "++nemo_fp8rl.correction.preset=icepop"]
+    keys += ["checkpointing.enabled=true", "checkpointing.save_period=1"]
+    keys += [*runs.NO_TRUNCATION, "++nemo_fp8rl.correction.preset=icepop"]
     values = runs.run(logs, *keys, "grpo.max_num_steps=3", "policy.megatron_cfg.optimizer.lr=1e-3")
     assert len(values["train/reward"]) == 3
     assert values["train/token_mult_prob_error"][0] < 1.01
