@@ -82,7 +82,7 @@ def begun(cfg: Config) -> dict[str, Any]:
     """The recipe of the run in logger.log_dir, by dotted key; empty where there is none. Raises UserError."""
     path = Path(cfg.logger.log_dir) / "config.yaml"
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
         if not isinstance(tree, dict):
             raise ValueError("it is no block of keys")
         return flat(tree)

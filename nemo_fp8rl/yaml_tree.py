@@ -45,16 +45,16 @@ def unreadable() -> tuple[type[Exception], ...]:
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
     """Turn what YAML and OmegaConf raise on a user's tree into a UserError that begins with `what`."""
-    import yaml
     from omegaconf.errors import OmegaConfBaseException
 
+    refused: tuple[type[Exception], ...] = (*unreadable(), OmegaConfBaseException)
     try:
         yield
     except UserError:
         raise
     except RecursionError:
         raise UserError(f"{what}: blocks are nested too deeply, or in themselves") from None
-    except (OSError, TypeError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+    except refused as error:
         raise UserError(f"{what}: {one_line(error)}") from None
 
 

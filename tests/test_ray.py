@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -122,7 +123,7 @@ class Probe:
 cluster = Cluster()
 cluster.add_node(num_cpus=2, labels={workers.ROLE: "train"}, include_dashboard=False)
 cluster.add_node(num_cpus=2, labels={workers.ROLE: "train"})
-cluster.add_node(num_cpus=1, labels={workers.ROLE: "generation"})
+lost = cluster.add_node(num_cpus=1, labels={workers.ROLE: "generation"})
 cluster.wait_for_nodes()
 os.environ["RAY_ADDRESS"] = cluster.address
 cfg = load(sys.argv[1], ["cluster.backend=ray"])
@@ -135,6 +136,12 @@ try:
 except UserError as error:
     print(error)
 one = workers.RayWorkers(object, "generation", 1, cfg, 1)
+cluster.remove_node(lost)
+one.timeout = 5.0
+try:
+    one.restart(0)
+except UserError as error:
+    print(error)
 one.shutdown()
 ranks = workers.RayWorkers(Probe, "train", 4, cfg, 1)
 try:
@@ -154,6 +161,10 @@ def on_three_nodes() -> str:
     done = subprocess.run(command, capture_output=True, check=False, timeout=120, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_a_worker_whose_node_is_gone_is_not_waited_for_without_end(on_three_nodes):
+    assert re.search(r"Ray has had no place for generation-\w+-0 for 5 s: .* --resume", on_three_nodes)
 
 
 def test_only_cpus_of_the_roles_own_nodes_count(on_three_nodes):

@@ -305,6 +305,8 @@ def test_an_interpolation_that_cannot_be_computed_is_refused(refusal, override):
         "\tpolicy: 3",
         MINIMAL + MINIMAL,
         "policy: !!python/object:os.system x",
+        "grpo: {seed: !!int ''}",
+        "grpo: {val_at_start: !!bool maybe}",
         MINIMAL + "grpo: {seed: '${'}",
         "- policy\n- data\n",
         "5",

@@ -17,9 +17,13 @@ from nemo_fp8rl.compare.config import Comparison, as_words, check_overrides
 from nemo_fp8rl.compare.models import MODEL_OF_FLOWS, MODEL_OF_LENGTHS, check_models, model_words
 from nemo_fp8rl.compare.read import read_metrics, read_recipe
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.hf.hub import is_commit_of
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.step_log import Row
 from nemo_fp8rl.yaml_tree import flat
+
+ON_HUB = ("policy.model_name", "policy.tokenizer.name")
+"""What a run has with the commit that it began with."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,8 @@ def _check_same(run: Planned, output: Path) -> None:
     old_output = str(Path(*was.parts[: len(was.parts) - len(run.folder.relative_to(output).parts)]))
     old, new = _without(before, old_output), _without(run.config, str(output))
     for key in sorted(old.keys() | new.keys()):
-        if old.get(key) != new.get(key):
+        is_pinned = key in ON_HUB and is_commit_of(str(old.get(key)), str(new.get(key)))
+        if old.get(key) != new.get(key) and not is_pinned:
             raise UserError(
                 f"{run.folder} holds a run with another recipe: {key} was {old.get(key)} and is now {new.get(key)}; "
                 "give another --output"

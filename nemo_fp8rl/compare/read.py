@@ -30,7 +30,7 @@ def read_metrics(folder: Path) -> list[Row]:
 def read_recipe(folder: Path) -> dict[str, Any] | None:
     """Flat; None where there is no file."""
     with _of_a_run(folder, "config.yaml") as path:
-        return flat(yaml.safe_load(path.read_text())) if path.exists() else None
+        return flat(yaml.safe_load(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
 def read_environment(folder: Path) -> dict[str, Any]:

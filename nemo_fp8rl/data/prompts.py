@@ -1,5 +1,6 @@
 """From a recipe to prompts: files, split, verifier's name and tokens, checked before a model loads."""
 
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from nemo_fp8rl.batch import Prompt
@@ -26,6 +27,8 @@ def load_prompts(cfg: Config, vocab_size: int) -> Prompts:
         raise UserError(
             f"data.default.env_name={cfg.data.default.env_name!r} is no verifier; choose one of {', '.join(VERIFIERS)}"
         )
+    if cfg.data.default.env_name == "math" and find_spec("math_verify") is None:
+        raise UserError("data.default.env_name=math needs the package math-verify: pip install math-verify")
     validation = cfg.data.validation
     train_records, val_records = split_records(
         read_jsonl(cfg.data.train.data_path),

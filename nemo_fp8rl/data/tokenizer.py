@@ -71,7 +71,7 @@ class PromptTokenizer:
             return self.tokenizer(text).input_ids
         message: list[dict[str, Any]] = [{"role": "user", "content": text}]
         try:
-            return self.tokenizer.apply_chat_template(
+            tokens = self.tokenizer.apply_chat_template(
                 message, add_generation_prompt=True, return_dict=False, **self.template_kwargs
             )
         except Exception as error:  # whatever the template's code raises
@@ -80,6 +80,12 @@ class PromptTokenizer:
                 f"tokenizer_config.json) fails on a prompt ({_said(error)}); mend it, or "
                 "policy.tokenizer.chat_template_kwargs"
             ) from None
+        if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
+            raise UserError(
+                "policy.tokenizer.chat_template_kwargs are for the template's own variables: with "
+                f"{sorted(self.template_kwargs)} a prompt is no list of tokens"
+            )
+        return tokens
 
 
 @contextmanager

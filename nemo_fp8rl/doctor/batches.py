@@ -74,6 +74,28 @@ def _ranks(plan: Plan) -> Iterator[Finding]:
             f"{ENGINE}.expert_parallel_size={plan.engine_expert} must be a multiple of tensor_parallel_size="
             f"{plan.engine_tensor}"
         )
+    if not plan.ours:
+        yield from _engines_of_nemo_rl(plan)
+
+
+def _engines_of_nemo_rl(plan: Plan) -> Iterator[Finding]:
+    """What its VllmGeneration asserts, and what it takes for granted."""
+    asynchronous = plan.vllm.get("async_engine")
+    if plan.engine_pipeline > 1 and not asynchronous:
+        yield _error(f"{ENGINE}.pipeline_parallel_size={plan.engine_pipeline} needs {ENGINE}.async_engine=true")
+    if plan.engine_expert in (1, plan.engine_tensor):
+        return
+    if asynchronous:
+        yield _error(
+            f"{ENGINE}.expert_parallel_size={plan.engine_expert} with async_engine=true must be tensor_parallel_size="
+            f"{plan.engine_tensor}"
+        )
+    together = plan.engine_expert * plan.engine_pipeline
+    if plan.engine_gpus % together:
+        yield _error(
+            f"{plan.engine_gpus} engine GPUs are no multiple of {together}, among which {ENGINE}.expert_parallel_size="
+            f"{plan.engine_expert} spreads the experts"
+        )
 
 
 def _samples(plan: Plan) -> Iterator[Finding]:

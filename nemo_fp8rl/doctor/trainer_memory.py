@@ -82,7 +82,7 @@ def _optimizer(plan: Plan) -> tuple[int, float, bool]:
     ddp, optimizer = plan.megatron.get("distributed_data_parallel_config") or {}, plan.megatron["optimizer"]
     gradient = FP32 if ddp.get("grad_reduce_in_fp32") else BF16
     state = 3 * FP32 + (FP32 if gradient == BF16 and not optimizer.get("use_precision_aware_optimizer") else 0)
-    on_gpu = 1 - (optimizer.get("optimizer_offload_fraction", 0) if optimizer.get("optimizer_cpu_offload") else 0)
+    on_gpu = 1 - (optimizer.get("optimizer_offload_fraction") or 0) * bool(optimizer.get("optimizer_cpu_offload"))
     return gradient, state * on_gpu, optimizer.get("use_distributed_optimizer", True)
 
 

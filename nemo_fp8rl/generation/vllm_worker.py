@@ -86,6 +86,8 @@ class RefitWorkerExtension:
         start = time.perf_counter()
 
         def load() -> int:
+            if not self.refit_links:
+                raise RefitError("this engine has no link to a trainer")
             if compare:
                 return self.weight_store.compare(self.refit_links, version)
             with set_current_vllm_config(self.vllm_config):  # as vLLM's own worker reloads

@@ -203,7 +203,7 @@ def check_context(hf: HfConfig, max_total_sequence_length: int) -> None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a file, None where there is no file. Raises UserError for anything else in it."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:

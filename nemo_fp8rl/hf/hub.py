@@ -1,5 +1,6 @@
 """What files a model is, in a folder or under a name of the Hugging Face hub."""
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,6 +16,7 @@ TOKENIZER_FILES = (
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
 WEIGHTS = "*.safetensors"
+COMMIT = re.compile("[0-9a-f]{40}")
 HUB_NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*?)(?:@(?P<revision>[\w.-]+))?")
 
 
@@ -44,7 +46,8 @@ def checkpoint_folder(name: str | Path, key: str = "policy.model_name", weights:
 def with_commits(cfg: Config, begun: Mapping[str, Any] | None = None) -> Config:
     """The recipe with the commits that its models on the hub have now, so that all nodes take the same.
 
-    begun: by dotted key, what a run that goes on has had them as; a name that is still the same keeps its commit.
+    begun: by dotted key, what a run that goes on has had them as; a model that is still the same keeps its commit,
+    whatever branch is named.
     """
     policy, begun = cfg.policy, begun or {}
     model = _with_commit("policy.model_name", policy.model_name, begun)
@@ -53,10 +56,24 @@ def with_commits(cfg: Config, begun: Mapping[str, Any] | None = None) -> Config:
 
 
 def _with_commit(key: str, name: str, begun: Mapping[str, Any]) -> str:
-    match = _on_hub(name)
-    if match is None or str(begun.get(key)).startswith(f"{name}@"):
-        return name if match is None else str(begun[key])
+    match, before = _on_hub(name), str(begun.get(key))
+    if match is None:
+        return name
+    if is_commit_of(before, name):
+        if match["revision"] not in (None, before.rpartition("@")[2]):
+            logging.getLogger(__name__).warning("%s=%s: the run goes on with %s, as it began", key, name, before)
+        return before
     return f"{match['repository']}@{checkpoint_folder(name, key).name}"
+
+
+def is_commit_of(pinned: str, name: str) -> bool:
+    """Whether `pinned`, owner/model@commit, can be what a run made of this name: of that model, and where the name says
+    a commit, that one.
+    """
+    match = _on_hub(name)
+    if match is None or not pinned.startswith(f"{match['repository']}@"):
+        return False
+    return COMMIT.fullmatch(match["revision"] or "") is None or pinned == name
 
 
 def _on_hub(name: str | Path) -> re.Match[str] | None:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ def visible_gpus() -> int:
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([number for number in visible.split(",") if number.strip()])
+        shown = takewhile(lambda name: name != "-1", (name.strip() for name in visible.split(",")))  # as CUDA reads it
+        return len([name for name in shown if name])
     try:
         done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False)
     except FileNotFoundError:
@@ -63,7 +65,7 @@ def visible_gpus() -> int:
     if done.returncode:
         said = " ".join((done.stderr or done.stdout).split())[:200]
         raise UserError(f"nvidia-smi --list-gpus failed ({said}); {SAY_HOW_MANY}")
-    return len(done.stdout.splitlines())
+    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())  # and, indented, parts of them
 
 
 def choose(values: Mapping[str, Any], gpus: int) -> tuple[tuple[str, ...], str]:

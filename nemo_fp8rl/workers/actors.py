@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from nemo_fp8rl.config import Config
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.errors import UserError, one_line
 from nemo_fp8rl.workers.base import Role, WorkerDied, Workers, ended_on_error, env_vars
 from nemo_fp8rl.workers.cluster import connect
 from nemo_fp8rl.workers.places import Location, in_order, own_place, shared_place, with_variables
@@ -32,6 +32,7 @@ class RayWorkers(Workers):
         import ray
 
         self.count, self.most_lives = count, cfg.cluster.max_engine_restarts
+        self.timeout = cfg.cluster.engine_timeout_seconds
         if shared is None:
             options = [own_place(worker_class, role, count, processes)] * count
         else:
@@ -101,7 +102,7 @@ class RayWorkers(Workers):
         ray.kill(self.actors[index])
         self.lives[index] += 1
         self.actors[index] = self._started(index)
-        self._enter(index)
+        self._enter(index, self.timeout)
 
     def ask(self, index: int, method: str, within: float) -> Any:
         import ray
@@ -134,12 +135,19 @@ class RayWorkers(Workers):
     def _start(self, index: int, method: str, *arguments: Any) -> Any:
         return getattr(self.actors[index], method).remote(*arguments)
 
-    def _enter(self, index: int) -> "Location":
+    def _enter(self, index: int, timeout: float | None = None) -> "Location":
         """Relative paths of a recipe mean in the actor what they mean to the driver."""
         import ray
 
+        entered = self.actors[index].__ray_call__.remote(_enter_folder, os.getcwd())
+        if not ray.wait([entered], timeout=timeout)[0]:
+            ray.kill(self.actors[index])
+            raise UserError(
+                f"Ray has had no place for {self.names[index]} for {timeout:g} s: its node may be gone; bring it up, "
+                "then continue with --resume"
+            )
         try:
-            place: Location = ray.get(self.actors[index].__ray_call__.remote(_enter_folder, os.getcwd()))
+            place: Location = ray.get(entered)
             return place
         except ray.exceptions.RayError as error:
             raise _cause(error) from None
@@ -166,8 +174,10 @@ def _item(reference: Any) -> Any:
 
 def _cause(error: Any) -> Exception:
     """What happened in the actor, as itself where the driver tells such errors apart."""
-    from ray.exceptions import RayActorError, RayTaskError, WorkerCrashedError
+    from ray.exceptions import ActorUnschedulableError, RayActorError, RayTaskError, WorkerCrashedError
 
+    if isinstance(error, ActorUnschedulableError):
+        return UserError(f"Ray has no place for an actor ({one_line(error)}); continue with --resume when it has")
     if isinstance(error, RayActorError | WorkerCrashedError):
         return WorkerDied("its process ended")
     cause = error.cause if isinstance(error, RayTaskError) else None

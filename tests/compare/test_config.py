@@ -1,5 +1,7 @@
 """A comparison that is wrong ends in one sentence and exit code 2, before anything runs."""
 
+from contextlib import nullcontext
+
 import pytest
 import yaml
 
@@ -164,6 +166,18 @@ def test_another_recipe_in_the_folder_is_not_taken_for_this_one(write, tmp_path)
         UserError, match=r"seed_2 holds a run with another recipe: policy.megatron_cfg.optimizer.lr was 0.5"
     ):
         plan(load_comparison(path), [], out)
+
+
+def test_a_run_on_a_model_of_the_hub_has_the_commit_that_it_began_with(write, tmp_path):
+    words, out = ["policy.model_name=some-org/some-model@main"], tmp_path / "out"
+    comparison = load_comparison(write(model=None))
+    first = plan(comparison, words, out)[0]
+    first.folder.mkdir(parents=True)
+    for repository, fails in (("some-org/some-model", False), ("some-org/another", True)):
+        pinned = dict.fromkeys(("policy.model_name", "policy.tokenizer.name"), f"{repository}@{'9' * 40}")
+        (first.folder / "config.yaml").write_text(yaml.safe_dump(first.config | pinned))
+        with pytest.raises(UserError, match=r"policy\.model_name was some-org/another@9") if fails else nullcontext():
+            plan(comparison, words, out)
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"task": "chain"}, {"overrides": {"sft.max_num_steps": 4}}])

@@ -120,3 +120,11 @@ def test_a_chat_template_that_fails_is_named(recipe, folder, template):
     with pytest.raises(UserError, match=r"policy\.tokenizer\.name: the chat template of") as caught:
         tokenizer.prompts([Record("1+2", "3")], 64)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("arguments", [{"tokenize": False}, {"return_tensors": "pt"}])
+def test_arguments_of_the_template_that_make_no_tokens_are_refused(recipe, folder, arguments):
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    tokenizer = tokenizer_of(recipe, folder, **arguments)
+    with pytest.raises(UserError, match=r"chat_template_kwargs are for .* a prompt is no list of tokens"):
+        tokenizer.prompts([Record("1+2", "3")], 64)

@@ -114,6 +114,14 @@ def test_a_refused_version_keeps_no_link(pair, monkeypatch):
         gc.enable()
 
 
+def test_without_a_link_there_is_no_version(pair):
+    worker = worker_of(pair)
+    worker.nemo_fp8rl_disconnect()
+    *_, refusal = worker.nemo_fp8rl_load(pair.bridge.version + 1, True, False)
+    assert refusal == "this engine has no link to a trainer"
+    pair.bridge._disconnect(0)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -0.5])
 def test_a_kv_scale_that_no_cache_can_have_is_refused(pair, value):
     """Though it is what the trainer sent."""

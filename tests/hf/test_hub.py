@@ -70,6 +70,10 @@ def test_all_take_the_commit_that_one_has_seen_and_a_run_that_goes_on_keeps_its_
     assert with_commits(cfg, begun).policy.model_name == f"{NAME}@{'9' * 40}"
     assert with_commits(cfg, begun).policy.tokenizer.name == f"{NAME}@{COMMIT}"
     assert with_commits(recipe()) == recipe()
+    branch = with_commits(recipe(f"policy.model_name={NAME}@main"), begun).policy.model_name
+    assert branch == f"{NAME}@{'9' * 40}"
+    asked = with_commits(recipe(f"policy.model_name={NAME}@{COMMIT}"), begun).policy.model_name
+    assert asked == f"{NAME}@{COMMIT}"
 
 
 def test_a_folder_comes_before_a_model_of_its_name(hub, folder, tmp_path, monkeypatch):

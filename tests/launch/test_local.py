@@ -1,5 +1,6 @@
 """One machine: who has which of its GPUs, and an exit code that is the driver's."""
 
+import os
 import shlex
 import subprocess
 import sys
@@ -112,8 +113,20 @@ def test_a_recipe_of_ours_that_does_not_fit_is_refused(gpus, overrides, message)
 def test_gpus_are_those_that_are_shown(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,5")
     assert visible_gpus() == 3
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert visible_gpus() == 0
+    for none in ("", "-1", "-1,0"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
+        assert visible_gpus() == 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,-1,0")
+    assert visible_gpus() == 1
+
+
+def test_parts_of_a_gpu_are_none(monkeypatch, tmp_path):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-a)\n  MIG 3g.40gb Device 0: (UUID: MIG-b)'\n")
+    fake.chmod(0o700)
+    assert visible_gpus() == 1
 
 
 def test_gpus_that_nvidia_smi_cannot_see_are_not_none(monkeypatch, tmp_path):

@@ -171,7 +171,7 @@ def test_a_node_that_is_not_there_is_bad(tmp_path):
 def test_what_is_wrong_with_a_node_is_said(tmp_path, monkeypatch):
     fake = tmp_path / "fake_nvidia_smi" / "nvidia-smi"
     fake.parent.mkdir()
-    fake.write_text('#!/bin/sh\nprintf "0, 0\\n1, 7\\n2, 0\\n"\n')
+    fake.write_text('#!/bin/sh\nprintf "0, GPU-a1, 0\\n1, GPU-b1, 7\\n2, GPU-b2, 0\\n"\n')
     fake.chmod(0o755)
     for name, value in variables(tmp_path, "one", MIN_FREE_GIB="1e9").items():
         monkeypatch.setenv(name, value)
@@ -182,6 +182,15 @@ def test_what_is_wrong_with_a_node_is_said(tmp_path, monkeypatch):
     assert faults[:2] == ["GPU 1 has 7 uncorrected ECC errors", "it has 2 of 3 GPUs"]
     assert "GiB free of the 1e+09 asked for" in faults[2]
     assert "is not the folder that the script wrote to" in faults[3]
+    for shown, fault in {
+        "": "it has 0 of 3 GPUs",
+        "-1": "it has 0 of 3 GPUs",
+        "GPU-b": "GPU 1 has 7 uncorrected ECC errors",
+        "GPU-a1,GPU-b2": "it has 2 of 3 GPUs",
+        "MIG-x,MIG-y": "it has 2 of 3 GPUs",
+    }.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+        assert check_node(attempt(tmp_path, ("one",), gpus=3), 0, tmp_path)[0] == fault
 
 
 def test_versions_that_are_not_those_of_most_are_said():

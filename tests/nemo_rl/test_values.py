@@ -48,6 +48,8 @@ def test_every_command_says_it_in_one_line(path, capsys, command, override, key)
         "cluster.num_nodes=null",
         "cluster.num_nodes='2\n#SBATCH --wrap=x'",
         "cluster.gpus_per_node=-1",
+        "policy.generation.vllm_cfg.num_last_layers_in_bf16=two",
+        "policy.generation.vllm_cfg.quantization_ignored_layer_kws=[1]",
         "++policy.generation.colocated.resources.num_nodes='1|x'",
         "policy.generation.vllm_cfg.tensor_parallel_size='2|x'",
         "grpo.num_prompts_per_step=null",

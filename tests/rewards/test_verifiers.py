@@ -1,5 +1,6 @@
 """Verifiers: 1 for the answer, 0 for anything else, whatever text a policy comes up with."""
 
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_fp8rl.rewards import VERIFIERS
+from nemo_fp8rl.rewards import VERIFIERS, math_process
 
 exact_match, math = VERIFIERS["exact_match"], VERIFIERS["math"]
 
@@ -86,17 +87,39 @@ def test_math_says_nothing_on_the_screen():
     assert run("\\boxed{7}", "7") == ("1.0", "")
 
 
-def test_ctrl_c_for_the_whole_group_does_not_reach_the_verifier():
-    """A terminal's Ctrl-C goes to every process; the stop is the parent's to decide, the reward stays right."""
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
+def test_a_signal_for_the_whole_group_does_not_reach_the_verifier(name):
+    """A terminal's Ctrl-C, or a batch system's; the stop is the parent's to decide, the reward stays right."""
     code = """
-import os, signal
+import os, signal, sys
 from nemo_fp8rl.rewards.verifiers import math
-signal.signal(signal.SIGINT, lambda *_: None)
+number = signal.Signals[sys.argv[1]]
+signal.signal(number, lambda *_: None)
 assert math("1", "1") == 1.0  # the child runs
-os.killpg(os.getpgrp(), signal.SIGINT)
+os.killpg(os.getpgrp(), number)
 print(math("\\\\boxed{2/6}", "1/3"))
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, check=False, start_new_session=True, timeout=60
+        [sys.executable, "-c", code, name], capture_output=True, check=False, start_new_session=True, timeout=60
     )
     assert (done.stdout, done.stderr) == (b"1.0\n", b"")
+
+
+def test_a_verifier_that_was_killed_is_started_again_and_asked_again():
+    assert math("1", "1") == 1.0
+    for _ in range(2):
+        child = math_process._child.process
+        child.kill()
+        child.join()
+        assert math("\\boxed{2/6}", "1/3") == 1.0
+        assert math_process._child.process.pid != child.pid
+
+
+def test_without_math_verify_the_run_ends_in_a_sentence(tmp_path):
+    (tmp_path / "math_verify.py").write_text("raise ImportError('no such library')")
+    code = "from nemo_fp8rl.rewards.verifiers import math; math('1', '1')"
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env, timeout=60
+    )
+    assert "UserError: data.default.env_name=math: math-verify cannot be loaded (no such library)" in done.stderr

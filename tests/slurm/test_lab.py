@@ -199,7 +199,7 @@ def test_a_node_that_never_comes_up_ends_the_job_in_a_clear_error_in_time(lab, l
 def test_a_node_with_a_bad_gpu_is_left_out_before_the_run_starts(lab, launch, uninterrupted, tmp_path):
     fake = tmp_path / "fake_nvidia_smi" / "nvidia-smi"
     fake.parent.mkdir()
-    fake.write_text('#!/bin/bash\necho "0, 0"\n[[ $(hostname) == lab1 ]] && echo "1, 3" || echo "1, 0"\n')
+    fake.write_text('#!/bin/bash\necho "0, GPU-a, 0"\n[[ $(hostname) == lab1 ]]; echo "1, GPU-b, $((3 - 3 * $?))"\n')
     fake.chmod(0o755)
     path = f"env.PATH={fake.parent}:{os.environ['PATH']}"
     run = launch(settings=(*TWO, "gpus_per_node=2", path))
