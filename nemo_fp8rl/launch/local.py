@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from nemo_fp8rl.launch.settings import LaunchConfig
 from nemo_fp8rl.launch.template import fill
 from nemo_fp8rl.nemo_rl.keys import at
 from nemo_fp8rl.recipe import load, read
+from nemo_fp8rl.shown_gpus import shown_gpus
 
 LAYOUT = ("cluster.backend", "cluster.train_ranks", "cluster.generation_engines")
 """By these a recipe of ours says itself who has which GPUs."""
@@ -52,10 +52,8 @@ def visible_gpus() -> int:
 
     Raises UserError where nvidia-smi fails: GPUs that it cannot see are not none.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        shown = takewhile(lambda name: name != "-1", (name.strip() for name in visible.split(",")))  # as CUDA reads it
-        return len([name for name in shown if name])
+    if (shown := shown_gpus()) is not None:
+        return len(shown)
     try:
         done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False)
     except FileNotFoundError:

