@@ -1,6 +1,5 @@
 """From a recipe to prompts: files, split, verifier's name and tokens, checked before a model loads."""
 
-from importlib.util import find_spec
 from typing import NamedTuple
 
 from nemo_fp8rl.batch import Prompt
@@ -9,7 +8,7 @@ from nemo_fp8rl.data.jsonl import read_jsonl
 from nemo_fp8rl.data.split import split_records
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.rewards import VERIFIERS
+from nemo_fp8rl.rewards import check_verifier
 
 
 class Prompts(NamedTuple):
@@ -23,12 +22,7 @@ class Prompts(NamedTuple):
 
 def load_prompts(cfg: Config, vocab_size: int) -> Prompts:
     """The recipe's prompts. Raises UserError for anything wrong with them, and when too few are left."""
-    if cfg.data.default.env_name not in VERIFIERS:
-        raise UserError(
-            f"data.default.env_name={cfg.data.default.env_name!r} is no verifier; choose one of {', '.join(VERIFIERS)}"
-        )
-    if cfg.data.default.env_name == "math" and find_spec("math_verify") is None:
-        raise UserError("data.default.env_name=math needs the package math-verify: pip install math-verify")
+    check_verifier(cfg.data.default.env_name)
     validation = cfg.data.validation
     train_records, val_records = split_records(
         read_jsonl(cfg.data.train.data_path),

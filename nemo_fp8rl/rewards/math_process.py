@@ -31,7 +31,7 @@ _child: "_Child | None" = None
 def agree(gold: str, completion: str) -> bool:
     """Whether the two texts hold the same value; False when that takes too long. Starts the child when first called.
 
-    Raises UserError where math-verify cannot be loaded.
+    Raises UserError where math-verify does not start.
     """
     global _child  # noqa: PLW0603 (one child a process, shared by every verifier in it)
     with _lock:
@@ -64,7 +64,7 @@ def _started() -> "_Child":
                 atexit.register(_end)  # before what multiprocessing does at exit: it asks, and a child ignores that
                 return child
         child.end()
-    raise UserError(f"data.default.env_name=math: math-verify cannot be loaded ({refusal}); install it")
+    raise UserError(f"data.default.env_name=math: math-verify does not start ({refusal}); mend `import math_verify`")
 
 
 class _Child:

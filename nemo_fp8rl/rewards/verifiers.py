@@ -1,7 +1,9 @@
 """A verifier takes (completion text, expected answer), returns a reward in 0..1. `data.default.env_name` picks one."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 
+from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.rewards import math_process
 
 Verifier = Callable[[str, str], float]
@@ -23,3 +25,11 @@ def math(completion: str, answer: str) -> float:
 
 
 VERIFIERS: dict[str, Verifier] = {"exact_match": exact_match, "math": math}
+
+
+def check_verifier(name: str) -> None:
+    """Raise UserError where there is none of this name, or what it needs is not installed."""
+    if name not in VERIFIERS:
+        raise UserError(f"data.default.env_name={name!r} is no verifier; choose one of {', '.join(VERIFIERS)}")
+    if name == "math" and find_spec("math_verify") is None:
+        raise UserError("data.default.env_name=math needs math-verify: pip install math-verify")

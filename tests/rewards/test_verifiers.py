@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_fp8rl.rewards import VERIFIERS, math_process
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.rewards import VERIFIERS, check_verifier, math_process, verifiers
 
 exact_match, math = VERIFIERS["exact_match"], VERIFIERS["math"]
 
@@ -115,6 +116,15 @@ def test_a_verifier_that_was_killed_is_started_again_and_asked_again():
         assert math_process._child.process.pid != child.pid
 
 
+def test_a_verifier_that_is_not_there_is_named_before_a_run(monkeypatch):
+    with pytest.raises(UserError, match="'maths' is no verifier; choose one of exact_match, math"):
+        check_verifier("maths")
+    check_verifier("math")
+    monkeypatch.setattr(verifiers, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install math-verify"):
+        check_verifier("math")
+
+
 def test_without_math_verify_the_run_ends_in_a_sentence(tmp_path):
     (tmp_path / "math_verify.py").write_text("raise ImportError('no such library')")
     code = "from nemo_fp8rl.rewards.verifiers import math; math('1', '1')"
@@ -122,4 +132,4 @@ def test_without_math_verify_the_run_ends_in_a_sentence(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env, timeout=60
     )
-    assert "UserError: data.default.env_name=math: math-verify cannot be loaded (no such library)" in done.stderr
+    assert "UserError: data.default.env_name=math: math-verify does not start (no such library); mend" in done.stderr
