@@ -15,11 +15,6 @@ def check_as_nemo_rl_does(master: Mapping[str, Any]) -> None:
     grpo, loss, generation = master["grpo"], master["loss_fn"], master["policy"]["generation"]
     if at(master, "data.use_multiple_dataloader", False):
         raise UserError("data.use_multiple_dataloader=true is not supported without NeMo RL's setup; set it to false")
-    samples = grpo["num_prompts_per_step"] * grpo["num_generations_per_prompt"]
-    if loss.get("force_on_policy_ratio") and samples != master["policy"]["train_global_batch_size"]:
-        raise UserError(
-            f"loss_fn.force_on_policy_ratio=true needs policy.train_global_batch_size={samples}, all samples of a step"
-        )
     if loss.get("force_on_policy_ratio"):
         _check_without_prev_logprobs(master)
     if is_asynchronous(master):

@@ -25,7 +25,7 @@ from nemo_fp8rl.yaml_tree import register_resolvers
 
 def from_nemo_rl(master: Mapping[str, Any]) -> Config:
     """master: NeMo RL's MasterConfig as a mapping, interpolations resolved. Raises UserError, naming the key."""
-    return for_model(of_keys(master))
+    return with_commits(for_model(of_keys(master)))
 
 
 def of_keys(master: Mapping[str, Any]) -> Config:
@@ -62,12 +62,16 @@ def of_keys(master: Mapping[str, Any]) -> Config:
 
 
 def loss_keys(master: Mapping[str, Any]) -> dict[str, Any]:
-    """The block loss_fn. The asynchronous loop asks for use_importance_sampling_correction; beside that alone
-    `nemo_fp8rl.correction` says how.
+    """The block loss_fn. The asynchronous loop asks for use_importance_sampling_correction; beside that
+    `nemo_fp8rl.correction` says how. Raises UserError where a key of loss_fn does, too.
     """
     keys = dict(master["loss_fn"])
-    says_how = keys.get("truncated_importance_sampling_type") is not None
-    if is_asynchronous(master) and at(master, "nemo_fp8rl.correction", None) is not None and not says_how:
+    if is_asynchronous(master) and at(master, "nemo_fp8rl.correction", None) is not None:
+        if keys.get("truncated_importance_sampling_type") is not None:
+            raise UserError(
+                "nemo_fp8rl.correction contradicts loss_fn.truncated_importance_sampling_type: set that and its "
+                "ratios to null"
+            )
         keys["use_importance_sampling_correction"] = False
     return keys
 
@@ -80,7 +84,7 @@ def for_model(cfg: Config) -> Config:
     check_layout(hf, cfg)
     generation = cfg.policy.generation  # vLLM would add what the checkpoint ends with; our engine is told
     stop = tuple(sorted({*generation.stop_token_ids, *hf.eos_token_ids}))
-    return with_commits(replace(cfg, policy=replace(cfg.policy, generation=replace(generation, stop_token_ids=stop))))
+    return replace(cfg, policy=replace(cfg.policy, generation=replace(generation, stop_token_ids=stop)))
 
 
 def _fill_policy(values: dict[str, Any], policy: Mapping[str, Any], kv_fp8: bool) -> None:
@@ -130,8 +134,7 @@ def _cluster(master: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(
             f"policy.generation.vllm_cfg.tensor_parallel_size={share} does not divide the {engines} GPUs of generation"
         )
-    shared = is_colocated(master["policy"]["generation"])  # never where a collector, a process of its own, asks
-    alone = trainer == engines == 1 and shared
+    alone = trainer == engines == 1 and is_colocated(master["policy"]["generation"])
     return {
         "backend": "in_process" if alone else "ray",
         "train_ranks": trainer,

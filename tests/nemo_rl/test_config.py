@@ -155,7 +155,7 @@ FORCED = {"loss_fn__force_on_policy_ratio": True, "loss_fn__use_importance_sampl
         (ASYNC | {"policy__generation__vllm_cfg__async_engine": False}, "needs .*vllm_cfg.async_engine=true"),
         (ASYNC | {"policy__generation__colocated": {"enabled": True}}, "set policy.generation.colocated.enabled=false"),
         (ASYNC | {"loss_fn__use_importance_sampling_correction": False}, "needs loss_fn.use_importance_sampling_corr"),
-        (FORCED | {"policy__train_global_batch_size": 32}, "needs policy.train_global_batch_size=64"),
+        (FORCED | {"policy__train_global_batch_size": 32}, "set policy.train_global_batch_size=64"),
         (FORCED | {"nemo_fp8rl__gates": [{"metric": "gen_kl_error", "max": 1, "action": "warn"}]}, "nemo_fp8rl.gates"),
         (FORCED | {"nemo_fp8rl__correction": {"preset": "tis", "denominator": "kept"}}, "correction.denominator=kept"),
         (FORCED | {"nemo_fp8rl__correction": {"normalize": True}}, "correction.normalize=true needs the log-probs"),
@@ -175,7 +175,7 @@ def test_the_asynchronous_loop_takes_a_correction_of_ours(tiny):
         from_nemo_rl(master(tiny, nemo_fp8rl__correction={"preset": "icepop"}))
     of_theirs = {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2.0}
     of_theirs["use_importance_sampling_correction"] = True
-    with pytest.raises(UserError, match=r"nemo_fp8rl\.correction contradicts"):
+    with pytest.raises(UserError, match=r"contradicts loss_fn\.truncated_importance_sampling_type: set that"):
         from_nemo_rl(master(tiny, **ASYNC, loss_fn=of_theirs, nemo_fp8rl__correction={"preset": "icepop"}))
 
 
