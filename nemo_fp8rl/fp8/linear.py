@@ -6,9 +6,11 @@
 
 (TransformerEngine common/recipe/__init__.py, Float8BlockScaling: activations and gradients 1x128, weights 128x128.)
 With pow2 scales an operand is exact in bfloat16, so the matmul is a plain bfloat16 one, the same on both sides of the
-refit; with fp32 scales it runs in float32. Accumulation is the backend's own, in float32.
+refit; with fp32 scales, and on a CPU that is slow at bfloat16, it runs in float32. Accumulation is the backend's own,
+in float32.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -19,8 +21,15 @@ from nemo_fp8rl.fp8.quantize import fake_quantize
 
 
 def operand_dtype(dtype: torch.dtype, scale_format: ScaleFormat) -> torch.dtype:
-    """The dtype that holds a dequantized operand exactly."""
-    return torch.bfloat16 if dtype is torch.bfloat16 and scale_format == "pow2" else torch.float32
+    """A dtype that holds a dequantized operand exactly, and in which this machine multiplies fast."""
+    exact = dtype is torch.bfloat16 and scale_format == "pow2"
+    return torch.bfloat16 if exact and multiplies_bf16() else torch.float32
+
+
+@functools.cache
+def multiplies_bf16() -> bool:
+    """Whether bfloat16 matmuls are fast: without AVX-512 torch's on a CPU take ten times as long as in float32."""
+    return torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def fprop(x: Tensor, w_dequantized: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype | None = None) -> Tensor:

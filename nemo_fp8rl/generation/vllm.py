@@ -19,7 +19,7 @@ CALLS_AT_ONCE = 128
 """Calls, each for many prompts, that an engine with a core in a process of its own (`async_engine`) answers at once."""
 SOON = 0.2
 """Seconds in which an engine says whether it generates, or is done without."""
-OF_A_PROCESS = ("asked", "lives", "counting", "reviving", "gone")
+OF_A_PROCESS = ("asked", "lives", "fenced", "counting", "reviving", "gone")
 """Attributes that a copy has of its own."""
 
 
@@ -55,6 +55,7 @@ class VllmGeneration:
     def _begin(self) -> None:
         count = self.cfg.cluster.generation_engines
         self.asked, self.lives = [0] * count, [0] * count  # prompts under way, and restarts, of each engine
+        self.fenced = [0] * count  # restarts of the engine that a refit knows
         self.counting, self.reviving = Lock(), RLock()
         self.gone = set[int]()  # engines that are being replaced; those that a copy does without
 
@@ -137,6 +138,8 @@ class VllmGeneration:
             self._one(engine, "disconnect")
 
     def fence(self, engines: Collection[int]) -> dict[int, int]:
+        with self.reviving:
+            self.fenced = list(self.lives)
         outcomes = self.engines.outcomes("fence", dict.fromkeys(engines, ()), self.timeout)
         return {engine: -1 if isinstance(held, WorkerDied) else held for engine, held in outcomes.items()}
 
@@ -154,9 +157,18 @@ class VllmGeneration:
         return isinstance(outcome, WorkerDied)
 
     def replace(self, engine: int, death: Exception) -> None:
-        """A new engine in the place of a dead one. Raises UserError after cluster.max_engine_restarts of them."""
+        """A new engine in the place of one that a refit found dead, unless another thread was there first.
+
+        Raises UserError after cluster.max_engine_restarts of them.
+        """
         if self.is_copy:
             raise death
+        with self.reviving:
+            if self.fenced[engine] == self.lives[engine]:
+                self._replace(engine, death)
+            self.fenced[engine] = self.lives[engine]
+
+    def _replace(self, engine: int, death: Exception) -> None:
         limit = self.cfg.cluster.max_engine_restarts
         if self.engine_restarts == limit:
             raise UserError(
@@ -169,7 +181,7 @@ class VllmGeneration:
         try:
             self._one(engine, "setup", self.cfg)
         except WorkerDied as again:
-            self.replace(engine, again)
+            self._replace(engine, again)
 
     def finish_generation(self) -> None:
         if level := self.cfg.policy.generation.vllm_cfg.sleep_level:
@@ -257,7 +269,7 @@ class VllmGeneration:
                 return
             self.gone.add(engine)
             try:
-                self.replace(engine, death)
+                self._replace(engine, death)
                 if self.on_restart is not None:
                     self.on_restart(engine)
             finally:

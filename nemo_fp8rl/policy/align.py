@@ -12,6 +12,7 @@ Megatron's through its ModuleSpec; in float32 they equal the standard formulas. 
     row-parallel    ranks' products are summed in float32, one rounding (`linears`; Megatron rounds each product)
     softmax         scores and the weighted sum in float32, one rounding of the output; probabilities in float32 too,
                     but before matrix units (`rounding.rounds_probabilities`)
+                    RoPE and softmax cut off instead of rounding on a CPU without AVX-512 BF16 (`rounding.truncates`)
     FP8 KV cache    keys after RoPE and values as the engine's cache holds them (`fp8.cached`)
 """
 
@@ -24,7 +25,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_fp8rl.policy.attention import CoreAttention
-from nemo_fp8rl.policy.rounding import rounds_probabilities
+from nemo_fp8rl.policy.ordered import ordered_attention
+from nemo_fp8rl.policy.rounding import as_kernels_round, rounds_probabilities, truncates
 from nemo_fp8rl.policy.tiles import tile_product
 
 
@@ -84,14 +86,22 @@ class AlignedAttention(CoreAttention):
         q = query.float().permute(1, 2, 0, 3).reshape(b, groups, heads // groups, s, d)
         k = key.float().permute(1, 2, 3, 0).unsqueeze(2)  # [b, groups, 1, d, s]
         v = value.float().permute(1, 2, 0, 3).unsqueeze(2)  # [b, groups, 1, s, d]
-        outputs = []
+        ordered = truncates(query.dtype) and not rounded
+        out = ordered_attention(q, k, v, self.scale) if ordered else None
+        if out is None or torch.is_grad_enabled():
+            plain = self._plain(q, k, v, rounded, smallest)
+            out = plain if out is None else out + (plain - plain.detach())  # its gradient
+        return as_kernels_round(out.permute(3, 0, 1, 2, 4).reshape(s, b, heads * d), query.dtype)
+
+    def _plain(self, q: Tensor, k: Tensor, v: Tensor, rounded: bool, smallest: float | None) -> Tensor:
+        """q [b, groups, heads a group, s, d] -> the same."""
+        outputs, s = [], q.size(-2)
         for start in range(0, s, self.QUERY_BLOCK):
             block = q[..., start : start + self.QUERY_BLOCK, :]
             future = torch.ones(block.size(-2), s, dtype=torch.bool).triu(start + 1)
             scores = ((block @ k) * self.scale).masked_fill(future, -math.inf)
             outputs.append(weighted(scores, v, rounded, smallest))
-        out = torch.cat(outputs, -2).view(b, heads, s, d)
-        return out.permute(2, 0, 1, 3).reshape(s, b, heads * d).to(query.dtype)
+        return torch.cat(outputs, -2)
 
 
 def weighted(scores: Tensor, v: Tensor, rounded: bool, smallest: float | None = None) -> Tensor:
@@ -111,4 +121,4 @@ def weighted(scores: Tensor, v: Tensor, rounded: bool, smallest: float | None = 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate halves [s, b, h, d] by the table; float32 math, one rounding to x's dtype."""
     x1, x2 = x.float().chunk(2, -1)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1).to(x.dtype)
+    return as_kernels_round(torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1), x.dtype)

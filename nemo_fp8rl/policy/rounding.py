@@ -1,10 +1,11 @@
 """How the engine's kernels round on this machine: trainer and engine run on the same kind of device.
 
-Read in vLLM 0.32 (v1/attention/backends/cpu_attn.py, `_get_attn_isa`; csrc/cpu/cpu_attn_impl.hpp) and measured; what
-GPUs do is expected, not measured.
+Read in vLLM 0.32 (v1/attention/backends/cpu_attn.py, `_get_attn_isa`; csrc/cpu/cpu_attn_impl.hpp, cpu_types_x86.hpp)
+and measured, but for AVX-512 without its BF16 extension; what GPUs do is expected, not measured.
 """
 
 import torch
+from torch import Tensor
 
 from nemo_fp8rl.fp8 import CacheRounding
 
@@ -26,3 +27,16 @@ def rounds_probabilities(dtype: torch.dtype, head_dim: int) -> bool:
     """
     matrix_unit = torch.cuda.is_available() or torch.cpu._is_amx_tile_supported()
     return matrix_unit and dtype is torch.bfloat16 and head_dim % 32 == 0
+
+
+def truncates(dtype: torch.dtype) -> bool:
+    """Whether vLLM's own kernels, RoPE and attention, cut float32 off to bfloat16: where no instruction rounds it."""
+    return dtype is torch.bfloat16 and not torch.cuda.is_available() and not torch.cpu._is_avx512_bf16_supported()
+
+
+def as_kernels_round(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x, float32, in `dtype`, with the gradient of a plain cast."""
+    if truncates(dtype):
+        cut = (x.detach().view(torch.int32) & -(1 << 16)).view(torch.float32)
+        x = cut + (x - x.detach())
+    return x.to(dtype)

@@ -85,7 +85,7 @@ def core_process() -> psutil.Process:
 
 @pytest.fixture(scope="module")
 def async_run(tiny_overrides):
-    run = Run((*tiny_overrides, ASYNC, WAVES, "cluster.max_engine_restarts=7"))
+    run = Run((*tiny_overrides, ASYNC, WAVES, "cluster.max_engine_restarts=8"))
     yield run
     run.close()
 
@@ -127,6 +127,20 @@ def test_a_core_that_dies_in_a_refit_is_replaced_and_gets_the_whole_version(asyn
     core_process().kill()
     report = async_run.bridge.refit()
     assert (report.retries, async_run.generation.engine_restarts) == (1, before + 1)
+    assert async_run.answers() == expected
+
+
+def test_what_a_refit_found_dead_and_another_thread_has_replaced_is_not_replaced_again(async_run):
+    expected, before = async_run.answers(), async_run.generation.engine_restarts
+    async_run.generation.fence([0])
+    core = core_process()
+    core.kill()
+    core.wait()
+    another = Thread(target=async_run.generation.check_health)
+    another.start()
+    another.join()
+    async_run.generation.replace(0, WorkerDied("the process of its core ended"))
+    assert async_run.generation.engine_restarts == before + 1
     assert async_run.answers() == expected
 
 
@@ -206,8 +220,8 @@ def test_a_core_that_hangs_in_a_refit_is_replaced_after_the_timeout_and_gets_the
 
 
 def test_one_death_too_many_ends_the_run(async_run):
-    assert async_run.generation.engine_restarts == 7
-    with pytest.raises(UserError, match=r"after 7 restarts .*cluster\.max_engine_restarts.*--resume"):
+    assert async_run.generation.engine_restarts == 8
+    with pytest.raises(UserError, match=r"after 8 restarts .*cluster\.max_engine_restarts.*--resume"):
         async_run.answers(lambda: core_process().kill())
 
 

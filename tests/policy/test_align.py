@@ -9,7 +9,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_fp8rl.fp8 import KvScales
-from nemo_fp8rl.policy import align
+from nemo_fp8rl.policy import align, rounding
 from nemo_fp8rl.policy.align import AlignedAttention, AlignedRMSNorm, aligned_residual_add, rotate
 from nemo_fp8rl.policy.attention import attention_of
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
@@ -90,9 +90,10 @@ def of_vllms_kernel(
     """Its causal attention of one sequence; all [tokens, heads, HEAD_DIM] but for what grouped heads share. scales: of
     keys and values in an FP8 cache.
     """
-    import vllm._C  # noqa: F401
     from vllm import _custom_ops as ops
+    from vllm.platforms import current_platform
 
+    current_platform.import_kernels()
     torch.cpu._init_amx()  # Linux gives a process the tiles when it asks for them
     tokens, block = len(q), 128
     blocks = -(-tokens // block)
@@ -116,8 +117,11 @@ def of_vllms_kernel(
     return out
 
 
-def skip_without(kernel: str) -> None:
-    if not (torch.cpu._is_amx_tile_supported() if kernel == "amx" else torch.cpu._is_avx512_supported()):
+def skip_without(kernel: str, needs_avx512: bool = False) -> None:
+    has = (
+        torch.cpu._is_amx_tile_supported() if kernel == "amx" else torch.cpu._is_avx512_supported() or not needs_avx512
+    )
+    if not has:
         pytest.skip(f"this CPU cannot run vLLM's kernel {kernel}")
 
 
@@ -144,7 +148,7 @@ def test_attention_on_an_fp8_cache_equals_vllms_kernel_and_not_its_other_one(
     config, monkeypatch, kernel, is_amx, scales
 ):
     """Scales as calibration gives them: the largest value is near 448."""
-    skip_without(kernel)
+    skip_without(kernel, needs_avx512=True)
     q, k, v = bf16(30, HEADS, HEAD_DIM, seed=14), bf16(30, 2, HEAD_DIM, seed=15), bf16(30, 2, HEAD_DIM, seed=16)
     expected = of_vllms_kernel(kernel, q, k, v, scales).view(30, -1)
     for amx in (is_amx, not is_amx):
@@ -188,6 +192,31 @@ def test_rounded_probabilities_have_the_gradient_of_those_that_are_not():
     for a, b in zip(exact, rounded, strict=True):
         torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
         assert not torch.equal(a, b)
+
+
+@pytest.mark.skipif(torch.cpu._is_avx512_supported(), reason="vLLM's kernel for AVX-512 adds up otherwise")
+@pytest.mark.parametrize("tokens", [1, 7, 40, 100])
+def test_ordered_attention_equals_vllms_kernel_to_the_bit(config, tokens):
+    """Of equal values, too: their mean is cut off, and which way it falls is the sums' order."""
+    attention = attention_of(AlignedAttention, Rope(torch.zeros(HEAD_DIM // 2)), None)(config, 1)
+    q, k, v = bf16(tokens, HEADS, HEAD_DIM, seed=21), bf16(tokens, 2, HEAD_DIM, seed=22), bf16(4, 2, HEAD_DIM, seed=23)
+    for values in (bf16(tokens, 2, HEAD_DIM, seed=24), v[torch.arange(tokens) % 4]):
+        got = attention(q.unsqueeze(1), k.unsqueeze(1), values.unsqueeze(1)).squeeze(1)
+        assert torch.equal(got, of_vllms_kernel("vec", q, k, values).view(tokens, -1))
+
+
+def test_what_kernels_cut_off_has_the_gradient_of_what_they_round(config, monkeypatch):
+    attention = attention_of(AlignedAttention, Rope(FREQUENCIES), None)(config, 1)
+    q, k, v = (bf16(21, 2, HEADS, HEAD_DIM, seed=s).requires_grad_() for s in (25, 26, 27))
+    gradients = {}
+    for cuts in (True, False):
+        monkeypatch.setattr(rounding, "truncates", lambda dtype, cuts=cuts: cuts)
+        monkeypatch.setattr(align, "truncates", lambda dtype, cuts=cuts: cuts)
+        out = attention(q, k, v)
+        gradients[cuts] = out, torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert not rounds_alike(gradients[True][0], gradients[False][0])
+    for cut, plain in zip(gradients[True][1], gradients[False][1], strict=True):
+        torch.testing.assert_close(cut, plain, rtol=0.05, atol=0.05)
 
 
 def test_query_blocks_do_not_change_the_attention(config):
