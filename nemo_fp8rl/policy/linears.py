@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import ScaleFormat, blockwise_fp8_linear
+from nemo_fp8rl.fp8.linear import multiplies_bf16
 
 FP8_TOKENS = 16
 """FP8 GEMMs on a GPU take a multiple of these (megatron/core/fp8_utils.py, get_fp8_align_size)."""
@@ -71,7 +72,31 @@ class FusedBias(OwnMatmul):
     """torch's own linear, which adds the bias before the one rounding, as vLLM's CPU linear does."""
 
     def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-        return F.linear(x.to(out_dtype), weight.to(out_dtype), bias)
+        x, weight = x.to(out_dtype), weight.to(out_dtype)
+        if out_dtype is torch.float32 or multiplies_bf16():
+            return F.linear(x, weight, bias)
+        return Float32Backward.apply(x, weight, bias)
+
+
+class Float32Backward(torch.autograd.Function):
+    """apply(x [..., K], weight [N, K], bias [N] or None) -> [..., N]: torch's linear in bfloat16, as the engine's, with
+    gradients multiplied in float32 and then rounded, for a CPU on which they would take longer than all the rest.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        dy = grads[0].float()
+        rows = dy.reshape(-1, dy.size(-1))
+        dw = rows.t() @ x.reshape(-1, x.size(-1)).float()
+        db = rows.sum(0).to(x.dtype) if ctx.has_bias else None
+        return (dy @ weight.float()).to(x.dtype), dw.to(weight.dtype), db
 
 
 class RoundedOnce:
