@@ -10,7 +10,6 @@ refit; with fp32 scales, and on a CPU that is slow at bfloat16, it runs in float
 in float32.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ def operand_dtype(dtype: torch.dtype, scale_format: ScaleFormat) -> torch.dtype:
     return torch.bfloat16 if exact and multiplies_bf16() else torch.float32
 
 
-@functools.cache
 def multiplies_bf16() -> bool:
     """Whether bfloat16 matmuls are fast: without AVX-512 torch's on a CPU take ten times as long as in float32."""
     return torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
