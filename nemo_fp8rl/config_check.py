@@ -72,6 +72,7 @@ BELOW = {
     "grpo.seed": 2**32,  # the engine hands it to numpy
     "policy.megatron_cfg.optimizer.adam_beta1": 1,
     "policy.megatron_cfg.optimizer.adam_beta2": 1,
+    "cluster.engine_timeout_seconds": 2e6,  # poll(2) counts milliseconds in 32 bits
 }
 AT_MOST = {"policy.generation.vllm_cfg.gpu_memory_utilization": 1, "policy.generation.top_p": 1}
 
@@ -180,6 +181,16 @@ def _check_algorithm(cfg: Config) -> None:
         )
     if cfg.loss_fn.use_kl_in_reward and not cfg.loss_fn.reference_policy_kl_penalty:
         raise UserError("loss_fn.use_kl_in_reward=true needs loss_fn.reference_policy_kl_penalty above 0")
+    if cfg.loss_fn.use_kl_in_reward and (cfg.policy.generation.top_p < 1 or cfg.policy.generation.top_k):
+        raise UserError(
+            "loss_fn.use_kl_in_reward=true takes its KL of all tokens' probabilities, not of those that "
+            "policy.generation.top_p and top_k leave: set top_p=1 and top_k=null, or use_kl_in_reward=false"
+        )
+    if cfg.nemo_fp8rl.refit.mode == "delta" and cfg.policy.generation.vllm_cfg.sleep_level == 2:
+        raise UserError(
+            "nemo_fp8rl.refit.mode=delta: engines that sleep at policy.generation.vllm_cfg.sleep_level=2 drop what a "
+            "delta begins from; set refit.mode=full or sleep_level=1"
+        )
     coefficient = shaping.stop_properly_penalty_coef
     if coefficient is not None and not 0 <= coefficient <= 1:
         raise UserError(f"grpo.reward_shaping.stop_properly_penalty_coef={coefficient} must lie in 0..1")

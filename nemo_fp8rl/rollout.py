@@ -11,7 +11,7 @@ from nemo_fp8rl.algorithms.advantages import groups_with_signal, overlong_penalt
 from nemo_fp8rl.batch import Completion, Prompt
 from nemo_fp8rl.config import Config, RewardShapingConfig
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.errors import StepRefused
 from nemo_fp8rl.generation.base import Generation, Sampling
 from nemo_fp8rl.rewards import VERIFIERS
 from nemo_fp8rl.timing import Stopwatch
@@ -46,7 +46,7 @@ def collect(
     prompts_of_round: Callable[[int], Sequence[Prompt]],
 ) -> Rollout:
     """Completions of a step's prompts. With grpo.use_dynamic_sampling, groups whose rewards are all equal are dropped
-    and other prompts asked in further rounds (DAPO, arXiv 2503.14476). Raises UserError when these do not suffice.
+    and other prompts asked in further rounds (DAPO, arXiv 2503.14476). Raises StepRefused when these do not suffice.
     """
     dynamic = cfg.grpo.use_dynamic_sampling
     wanted = cfg.grpo.num_prompts_per_step
@@ -78,8 +78,8 @@ def collect(
         if len(scores) == wanted:
             group_ids = torch.arange(wanted).repeat_interleave(size)
             return Rollout(asked, completions, torch.cat(scores), group_ids, round_ + 1, generated)
-    raise UserError(
-        f"step {step}: dynamic sampling found {len(scores)} of {wanted} prompts whose answers are not all alike in "
+    raise StepRefused(
+        f"dynamic sampling found {len(scores)} of {wanted} prompts whose answers are not all alike in "
         f"grpo.dynamic_sampling_max_gen_batches={cfg.grpo.dynamic_sampling_max_gen_batches} rounds; raise it, or give "
         "more prompts that are neither too easy nor too hard"
     )

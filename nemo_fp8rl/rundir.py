@@ -44,14 +44,18 @@ from nemo_fp8rl.yaml_tree import flat, unreadable
 MAY_CHANGE = (
     "grpo.max_num_steps",
     "grpo.val_",
+    "grpo.dynamic_sampling_max_gen_batches",  # so that a run that found too little signal can go on
     "sft.",
     "checkpointing.",
     "logger.",
     "cluster.",
     "nemo_fp8rl.gates",  # so that a run that a gate stopped can go on
     "nemo_fp8rl.kernel",  # all kernels give the same bytes
+    "nemo_fp8rl.refit.",  # all ways do
+    "nemo_fp8rl.fp8_param",
     "nemo_fp8rl.workers",
     "policy.generation.vllm_cfg.enforce_eager",  # so that a run that CUDA graphs stopped can go on
+    "policy.generation.vllm_cfg.gpu_memory_utilization",
     "policy.generation.vllm_cfg.kv_cache_memory_gib",
     "policy.megatron_cfg.tensor_",  # a checkpoint loads on any layout
     "policy.megatron_cfg.pipeline_",
@@ -116,13 +120,15 @@ class RunDirectory:
     def __enter__(self) -> Self:
         with ExitStack() as opened:
             try:
-                folders = {self.checkpoints: "checkpointing.checkpoint_dir", self.path: "logger.log_dir"}
-                for folder, key in folders.items():
+                folders = {}  # one, by whatever names
+                for key, folder in (("checkpointing.checkpoint_dir", self.checkpoints), ("logger.log_dir", self.path)):
                     folder.mkdir(parents=True, exist_ok=True)
+                    folders[folder.resolve()] = key
+                for folder, key in folders.items():
                     opened.callback(os.close, _locked(key, folder))
                 self._check_start()  # again: another run may have worked here till now
-                write_atomically(self.path / "config.yaml", to_yaml(self.cfg))
                 self._write_environment()
+                write_atomically(self.path / "config.yaml", to_yaml(self.cfg))
                 self._logs = [StepLog(self.path / name, self.done) for name in LOGS]
                 self._metrics, self._histograms, self._samples = self._logs
             except OSError as error:
@@ -150,6 +156,11 @@ class RunDirectory:
                 raise UserError(f"{self.path} holds a run: add --resume to continue it, or set another logger.log_dir")
             if self.done:
                 raise UserError(f"{self.checkpoints} holds checkpoints; set another checkpointing.checkpoint_dir")
+            if (self.path / "config.yaml").exists() and not (self.path / "environment.json").exists():
+                raise UserError(
+                    f"{self.path / 'config.yaml'} is of no run and would be overwritten: move it, or set another "
+                    "logger.log_dir"
+                )
         elif steps and not self.done and not self.restartable:
             raise UserError(
                 f"--resume: {self.path} holds {steps} steps but {self.checkpoints} no checkpoint to continue from; "

@@ -1,6 +1,7 @@
 """The supervised warm-up: a policy that already answers sometimes, so that GRPO has something to tell apart."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from nemo_fp8rl.algorithms.loss import NllLoss
@@ -23,7 +24,7 @@ def sft(cfg: Config, output: Path) -> bool:
     Returns False, and writes nothing, when it was interrupted. Raises UserError when `output` exists.
     """
     check_output(output)
-    cfg = with_commits(cfg)
+    cfg = _of_all_tokens(with_commits(cfg))
     hf = read_hf_config(cfg.policy.model_name)
     check_context(hf, cfg.policy.max_total_sequence_length)
     tokenizer, prompts, *_ = load_prompts(cfg, hf.vocab_size)
@@ -56,3 +57,9 @@ def sft(cfg: Config, output: Path) -> bool:
     finally:
         policy.shutdown()
     return True
+
+
+def _of_all_tokens(cfg: Config) -> Config:
+    """The recipe without what sharpens and restricts sampling: the loss is of the model's own distribution."""
+    generation = replace(cfg.policy.generation, temperature=1.0, top_p=1.0, top_k=None)
+    return replace(cfg, policy=replace(cfg.policy, generation=generation))

@@ -71,7 +71,7 @@ class StopRequest:
             count += 1
             with suppress(OSError):  # of a volume that does not answer for a while, or is full
                 self.running.write_text(str(count))
-            if not heard and (who := _read(self.stop)) is not None:
+            if not heard and (who := _read(self.stop)):
                 heard = True
                 self._asked()
                 with suppress(OSError):  # of a terminal that is gone

@@ -20,7 +20,7 @@ from nemo_fp8rl.data import PromptOrder
 from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.display import Display
-from nemo_fp8rl.errors import StepRefused
+from nemo_fp8rl.errors import StepRefused, UserError, one_line
 from nemo_fp8rl.generation.base import Generation, Sampling
 from nemo_fp8rl.generation.checks import check_for_driver
 from nemo_fp8rl.hf.config import check_context, read_hf_config
@@ -29,6 +29,8 @@ from nemo_fp8rl.interrupt import GracefulStop
 from nemo_fp8rl.machine import processors
 from nemo_fp8rl.policy.base import Policy
 from nemo_fp8rl.refit.bridge import RefitBridge
+from nemo_fp8rl.refit.manifest import RefitError
+from nemo_fp8rl.refit.report import RefitReport
 from nemo_fp8rl.rollout import Rollout, collect, further_prompts, sample_seed, score, shaped
 from nemo_fp8rl.rundir import RunDirectory, begun
 from nemo_fp8rl.samples import pick
@@ -115,7 +117,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
         if cfg.fp8_kv_cache and not run.done:
             policy.calibrate_kv(prompt_batch(prompts_of(1)(0), tokenizer.pad_token_id))
         generation.prepare_for_generation()
-        first_refit = parts.bridge.refit()
+        first_refit = refitted(bridge)
         display.say(f"{len(train_prompts)} prompts, {len(val_prompts)} held out, run in {run.path}")
         if too_long:
             display.say(f"{too_long} prompts dropped: no room for an answer in vllm_cfg.max_model_len")
@@ -204,7 +206,7 @@ def train_step(parts: Parts, loss: GrpoLoss, step: int, prompts_of_round: Prompt
         parts.policy.offload_before_refit()
     parts.doing("refit")
     parts.generation.prepare_for_generation()
-    refit = parts.bridge.refit()
+    refit = refitted(parts.bridge)
 
     train_metrics = trained | mismatch | seen.by_position() | corrected | routes_known(batch)
     train_metrics |= {
@@ -225,6 +227,13 @@ def train_step(parts: Parts, loss: GrpoLoss, step: int, prompts_of_round: Prompt
             notes.append(f"step {step}: {name} {metrics[name]:g}")
     metrics["timing/total_step_time"] = time.perf_counter() - begin
     return StepOutcome(metrics, notes, log_weights, samples)
+
+
+def refitted(bridge: RefitBridge) -> RefitReport:
+    try:
+        return bridge.refit()
+    except RefitError as error:
+        raise UserError(f"{one_line(error)}; mend that, then continue with --resume") from error
 
 
 def routes_known(batch: TrainBatch) -> dict[str, float]:
@@ -250,7 +259,10 @@ def advantages(cfg: Config, rollout: Rollout, batch: TrainBatch) -> torch.Tensor
     mask, kl = batch["token_mask"] * batch["sample_mask"][:, None], None
     if cfg.loss_fn.use_kl_in_reward:
         prev, reference = batch["prev_logprobs"], batch["reference_policy_logprobs"]
+        if not reference[mask > 0].isfinite().all():
+            raise StepRefused("the reference policy has log-probs that are not finite: look into policy.model_name")
         kl = cfg.loss_fn.reference_policy_kl_penalty * kl_estimate(prev, reference, torch.ones(()), cfg.loss_fn)
+        kl = torch.where(prev.isfinite(), kl, 0.0)  # `corrected_batch` says what becomes of those tokens
     return reinforce_plus_plus_advantages(rewards, rollout.group_ids, mask, minus_baseline=choice.minus_baseline, kl=kl)
 
 
@@ -297,8 +309,9 @@ def _shown(latest: dict[str, float]) -> dict[str, str]:
     shown = {"reward": f"{latest['train/reward']:.3f}"}
     if "validation/accuracy" in latest:
         shown["accuracy"] = f"{latest['validation/accuracy']:.3f}"
+    if "train/token_mult_prob_error" in latest:
+        shown["mismatch"] = f"{latest['train/token_mult_prob_error']:.5f}"
     return shown | {
-        "mismatch": f"{latest['train/token_mult_prob_error']:.5f}",
         "tokens/s": f"{latest['performance/generation_tokens_per_sec']:,.0f}",
         "refit": f"{latest['timing/refit']:.3g} s {latest['refit/bytes'] / 1e6:.3g} MB",
         "step": f"{latest['timing/total_step_time']:.2f} s",

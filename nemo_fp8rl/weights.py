@@ -43,7 +43,7 @@ def build_bridge(
     return RefitBridge(
         policy,
         generation,
-        mode=choice.mode,
+        mode="full" if cfg.policy.generation.vllm_cfg.sleep_level == 2 else choice.mode,  # engines have nothing then
         transport=transport,
         verify=choice.verify or "off",
         bucket_bytes=choice.bucket_bytes,

@@ -8,14 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from nemo_fp8rl import rollout
 from nemo_fp8rl.batch import Prompt
 from nemo_fp8rl.cli import main
 from nemo_fp8rl.errors import BAD_INPUT, UserError
 from nemo_fp8rl.generation.vllm import VllmGeneration
 from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.recipe import load
+from nemo_fp8rl.refit.bridge import RefitBridge
+from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.rollout import further_prompts
-from nemo_fp8rl.train import train
+from nemo_fp8rl.train import _shown, train
 from tests.conftest import RECIPES
 
 SHORT = ("grpo.max_num_steps=2", "grpo.val_at_start=false", "grpo.val_at_end=false", "checkpointing.save_period=100")
@@ -166,6 +169,63 @@ def test_dynamic_sampling_gives_up_with_a_sentence(run):
         UserError, match=r"step 1: dynamic sampling found \d+ of 16 .*dynamic_sampling_max_gen_batches=1"
     ):
         run("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=1")
+
+
+def test_what_was_trained_is_saved_when_a_later_step_finds_too_little_signal(run, monkeypatch, tmp_path):
+    real = rollout.groups_with_signal
+    calls = []
+
+    def of_the_first_step(rewards, group_ids):
+        calls.append(group_ids)
+        return real(rewards, group_ids) if len(calls) == 1 else torch.zeros(len(rewards), dtype=torch.bool)
+
+    monkeypatch.setattr(rollout, "groups_with_signal", of_the_first_step)
+    with pytest.raises(UserError, match=r"^step 2: dynamic sampling found 0 of 4 "):
+        run(
+            "grpo.use_dynamic_sampling=true",
+            "grpo.dynamic_sampling_max_gen_batches=1",
+            "grpo.num_prompts_per_step=4",
+            "grpo.num_generations_per_prompt=32",
+        )
+    assert checkpoint_weights(tmp_path / "run", 1)
+
+
+def test_a_refit_that_fails_ends_a_run_in_a_sentence(run, monkeypatch):
+    def refused(bridge):
+        raise RefitError("/dev/shm has too little room;\nset refit.transport=collective")
+
+    monkeypatch.setattr(RefitBridge, "refit", refused)
+    with pytest.raises(
+        UserError, match=r"^/dev/shm has too little room; set .*=collective; .* continue with --resume$"
+    ):
+        run()
+
+
+def test_a_token_without_a_log_prob_gives_no_kl_in_its_reward(run, monkeypatch):
+    real = MegatronPolicy.logprobs
+
+    def with_a_nan(policy, batch):
+        logprobs = real(policy, batch)
+        logprobs[batch["token_mask"] > 0] = logprobs[batch["token_mask"] > 0].index_fill(0, torch.tensor([0]), math.nan)
+        return logprobs
+
+    monkeypatch.setattr(MegatronPolicy, "logprobs", with_a_nan)
+    (row,) = run(
+        "grpo.max_num_steps=1",
+        "grpo.adv_estimator.name=reinforce_plus_plus",
+        "loss_fn.reference_policy_kl_penalty=0.01",
+        "loss_fn.use_kl_in_reward=true",
+    )
+    assert row["train/grad_norm"] > 0
+
+
+def test_a_step_without_a_mismatch_is_shown():
+    latest = {
+        "train/reward": 0.5, "performance/generation_tokens_per_sec": 1.0, "timing/refit": 1.0, "refit/bytes": 1.0,
+        "timing/total_step_time": 1.0,
+    }  # fmt: skip
+    assert "mismatch" not in _shown(latest)
+    assert _shown(latest | {"train/token_mult_prob_error": 1.0})["mismatch"] == "1.00000"
 
 
 def test_other_estimators_and_shapings_train(run):

@@ -9,10 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
 
 from nemo_fp8rl.recipe import load
+from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.sft import sft
 from nemo_fp8rl.tiny import write_model
+from nemo_fp8rl.workers import WorkerDied
+from nemo_fp8rl.workers.actors import _cause
 from tests.conftest import COLOCATED, RECIPES
 
 
@@ -184,6 +188,29 @@ def test_colocated_engines_are_on_the_nodes_of_the_ranks(on_three_nodes):
     *ranks, first, second = on_three_nodes.split("nodes ")[-1].split()
     assert [first, first, second, second] == ranks
     assert "enabled=true: an engine of tensor_parallel_size=4 would be on 2 nodes; take a size" in on_three_nodes
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (
+            ray.exceptions.OutOfMemoryError("Task was killed due to\nthe node running low on memory."),
+            WorkerDied,
+            "low on",
+        ),
+        (ray.exceptions.RayActorError(), WorkerDied, "its process ended"),
+        (
+            ray.exceptions.RayTaskError("load", "", RefitError("no room in /dev/shm")),
+            RefitError,
+            "^no room in /dev/shm$",
+        ),
+        (ray.exceptions.RayTaskError("load", "", KeyError("x")), ray.exceptions.RayTaskError, ""),
+    ],
+)
+def test_what_happened_in_an_actor(error, kind, said):
+    cause = _cause(error)
+    assert type(cause) is kind
+    assert re.search(said, str(cause))
 
 
 def test_an_actors_refusal_is_one_line_too(tiny, warm_overrides, tmp_path):

@@ -96,6 +96,39 @@ def test_resume_may_go_on_for_longer(recipe):
     assert RunDirectory(recipe("grpo.max_num_steps=500", "grpo.val_period=3"), resume=True).done == 3
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "grpo.dynamic_sampling_max_gen_batches=20",
+        "nemo_fp8rl.refit.bucket_bytes=1048576",
+        "nemo_fp8rl.refit.transport=collective",
+        "nemo_fp8rl.fp8_param=true",
+        "policy.generation.vllm_cfg.gpu_memory_utilization=0.4",
+    ],
+)
+def test_resume_takes_what_our_own_messages_ask_for(recipe, change):
+    leave_run(recipe(), steps=3, checkpoint=3)
+    assert RunDirectory(recipe(change), resume=True).done == 3
+
+
+def test_a_recipe_of_no_run_is_not_overwritten(recipe):
+    cfg = recipe()
+    own = Path(cfg.logger.log_dir) / "config.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text("defaults: tiny_cpu.yaml  # mine\n")
+    with pytest.raises(UserError, match=r"config.yaml is of no run and would be overwritten: move it"):
+        RunDirectory(cfg, resume=False)
+    assert own.read_text() == "defaults: tiny_cpu.yaml  # mine\n"
+
+
+def test_one_folder_by_two_names_is_locked_once(recipe, tmp_path):
+    cfg = recipe()
+    (tmp_path / "link").symlink_to(Path(cfg.logger.log_dir).absolute())
+    Path(cfg.logger.log_dir).mkdir(parents=True)
+    with RunDirectory(recipe(f"checkpointing.checkpoint_dir={tmp_path}/link"), resume=False) as run:
+        assert run.done == 0
+
+
 def test_a_run_of_before_there_was_a_key_goes_on_as_it_was(recipe):
     leave_run(recipe(), steps=3, checkpoint=3)
     stored = Path(recipe().logger.log_dir) / "config.yaml"

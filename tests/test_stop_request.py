@@ -1,9 +1,11 @@
 """Two files between a driver and the pods: who waits for whom, and how long."""
 
+import errno
 import re
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -149,3 +151,17 @@ def test_a_signal_after_a_pods_request_does_not_interrupt_and_a_second_one_does(
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_volume_that_does_not_answer_is_no_request(pod, monkeypatch):
+    real = Path.read_text
+
+    def read_text(path, *arguments, **options):
+        if path.suffix == ".stop":
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    with GracefulStop(of_pods=True) as stop:
+        time.sleep(0.2)
+        assert not stop.requested

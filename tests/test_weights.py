@@ -52,3 +52,11 @@ def test_a_package_that_is_missing_is_named_before_anything_is_sent(monkeypatch)
     monkeypatch.setattr(weights, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"nixl: pip install 'nemo-fp8rl\[nixl\]', or set it to auto"):
         chosen(monkeypatch, [RAY], asked="nixl")
+
+
+@pytest.mark.parametrize(("sleep_level", "mode"), [(0, "auto"), (1, "auto"), (2, "full")])
+def test_engines_that_drop_their_weights_get_whole_versions(sleep_level, mode):
+    """No copy is kept for a delta that cannot come."""
+    cfg = load(RECIPES / "tiny_cpu.yaml", [f"policy.generation.vllm_cfg.sleep_level={sleep_level}"])
+    policy, generation = SimpleNamespace(open_refit=lambda *_: None), SimpleNamespace()
+    assert weights.build_bridge(cfg, policy, generation).choice.mode == mode

@@ -21,6 +21,8 @@ def run(arguments: Sequence[str], log: Path, stop: GracefulStop, look: Callable[
 
     Raises UserError, with its last lines, when it failed.
     """
+    if stop.requested:
+        return False
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as output:
         process = subprocess.Popen(
@@ -38,6 +40,8 @@ def run(arguments: Sequence[str], log: Path, stop: GracefulStop, look: Callable[
         _end(process)
     if code in (0, INTERRUPTED):
         return code == 0
+    if stop.requested and code == -signal.SIGINT:  # before Python could hear it
+        return False
     raise UserError(f"{arguments[0]} ended with code {code}, see {log}: {_last_lines(log)}")
 
 

@@ -177,8 +177,8 @@ class VllmGeneration:
             ) from death
         self.engine_restarts += 1
         self.lives[engine] += 1
-        self.engines.restart(engine)
         try:
+            self.engines.restart(engine)
             self._one(engine, "setup", self.cfg)
         except WorkerDied as again:
             self._replace(engine, again)

@@ -174,14 +174,23 @@ def _item(reference: Any) -> Any:
 
 def _cause(error: Any) -> Exception:
     """What happened in the actor, as itself where the driver tells such errors apart."""
-    from ray.exceptions import ActorUnschedulableError, RayActorError, RayTaskError, WorkerCrashedError
+    from ray.exceptions import (
+        ActorUnschedulableError,
+        OutOfMemoryError,
+        RayActorError,
+        RayTaskError,
+        WorkerCrashedError,
+    )
 
     if isinstance(error, ActorUnschedulableError):
         return UserError(f"Ray has no place for an actor ({one_line(error)}); continue with --resume when it has")
     if isinstance(error, RayActorError | WorkerCrashedError):
         return WorkerDied("its process ended")
-    cause = error.cause if isinstance(error, RayTaskError) else None
-    return cause if isinstance(cause, UserError | WorkerDied) else error
+    if isinstance(error, OutOfMemoryError):  # of Ray's memory monitor
+        return WorkerDied(f"Ray ended its process to free memory: {one_line(error)[:300]}")
+    if isinstance(error, RayTaskError) and type(error.cause).__module__.startswith("nemo_fp8rl."):
+        return error.cause
+    return error
 
 
 def _enter_folder(worker: object, folder: str) -> Location:

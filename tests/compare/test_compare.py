@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from nemo_fp8rl.cli import main
+from nemo_fp8rl.compare import process
 from tests.compare.conftest import FLOWS
 from tests.conftest import RECIPES, SMALL
 
@@ -141,6 +142,19 @@ def test_a_run_that_fails_is_named_with_its_last_words(tmp_path, capsys):
     assert "0 of 2 runs have finished, 2 to go" in out
     assert f"train ended with code 2, see {tmp_path}/out/bf16/seed_1/train.log: nemo-fp8rl: " in err
     assert f"{tmp_path}/none" in err
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_ctrl_c_before_a_command_has_begun_is_an_interruption(tmp_path, asked):
+    """asked: which question after it is the first that hears of it; Python takes a while to hear a signal itself."""
+    answers = iter([False] * asked + [True] * 9)
+
+    class Stop:
+        @property
+        def requested(self):
+            return next(answers)
+
+    assert process.run(["--version"], tmp_path / "log", Stop(), lambda: None, ()) is False
 
 
 def test_what_a_killed_comparison_had_started_is_left_alone(tmp_path, capsys):
