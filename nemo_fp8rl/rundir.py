@@ -1,7 +1,7 @@
 """The run directory: what was asked, what ran, what it measured, and where to continue.
 
     config.yaml        the resolved recipe
-    environment.json   versions, and every choice that was resolved at start
+    environment.json   versions, every choice that was resolved at start, and digests of the prompts
     metrics.jsonl      one object a step
     histograms.jsonl   one a step: how many tokens have which importance weight (algorithms/weight_histogram.py)
     samples.jsonl      at the first step and where it validates: answers, with both sides' log-probs (samples.py)
@@ -19,6 +19,7 @@ import os
 import platform
 import re
 import shutil
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from importlib import metadata
@@ -99,13 +100,16 @@ def begun(cfg: Config) -> dict[str, Any]:
 class RunDirectory:
     """Open with `with`; `done` is the step of the latest checkpoint, 0 before there is one.
 
-    resume: continue the run that is there. restartable: the same, from the start where it has no checkpoint.
+    resume: continue the run that is there. restartable: the same, from the start where it has no checkpoint. data:
+    digests of its prompts, by kind.
 
     Raises UserError when the directory holds a run that was not asked to go on, or one that cannot: no checkpoint,
     another recipe, another process at work in it.
     """
 
-    def __init__(self, cfg: Config, resume: bool, restartable: bool = False) -> None:
+    def __init__(
+        self, cfg: Config, resume: bool, restartable: bool = False, data: Mapping[str, str] | None = None
+    ) -> None:
         self.cfg, self.resume, self.restartable = cfg, resume or restartable, restartable
         self.path = Path(cfg.logger.log_dir)
         self.checkpoints = Path(cfg.checkpointing.checkpoint_dir)
@@ -114,7 +118,7 @@ class RunDirectory:
             if folder.exists() and not folder.is_dir():
                 raise UserError(f"logger.log_dir={self.path}: {folder} is a file; give a folder")
         check_loggers(cfg.logger)
-        self.choices = _choices(cfg)
+        self.choices, self.data = _choices(cfg), dict(data or {})
         self._check_start()
 
     def __enter__(self) -> Self:
@@ -168,6 +172,7 @@ class RunDirectory:
             )
         elif self.done:
             self._check_same_recipe()
+            self._check_same_data()
 
     def _check_same_recipe(self) -> None:
         """Refuse to continue under a recipe that would have given other numbers."""
@@ -180,6 +185,20 @@ class RunDirectory:
                 raise UserError(
                     f"--resume: {key} was {was} and is now {new.get(key)}; give the old value, or set another "
                     "logger.log_dir to start a run of its own"
+                )
+
+    def _check_same_data(self) -> None:
+        """The files' paths may change, not what is in them: which prompts a step asks goes by their number."""
+        path = self.path / "environment.json"
+        try:
+            known = json.loads(path.read_text(encoding="utf-8")).get("data", {})  # none of an older run
+        except (OSError, ValueError, AttributeError):
+            known = {}
+        for kind in known.keys() & self.data.keys():
+            if known[kind] != self.data[kind]:
+                raise UserError(
+                    f"--resume: the {kind} prompts are not those that the run began with: give data.train.data_path "
+                    "and data.validation.data_path the old files, or set another logger.log_dir"
                 )
 
     def log(
@@ -255,6 +274,7 @@ class RunDirectory:
             "machine": machine(),
             "versions": {name: version for name in PACKAGES if (version := _version(name))},
             "choices": self.choices,
+            "data": self.data,
         }
 
     def add_choice(self, name: str, value: str) -> None:

@@ -79,7 +79,8 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
     hf = read_hf_config(cfg.policy.model_name)
     check_context(hf, cfg.policy.max_total_sequence_length)
     check_for_driver(hf, cfg)
-    tokenizer, train_prompts, val_prompts, too_long = load_prompts(cfg, hf.vocab_size)
+    prompts = load_prompts(cfg, hf.vocab_size)
+    tokenizer, train_prompts, val_prompts, too_long = prompts
     order = PromptOrder(len(train_prompts), cfg.grpo.num_prompts_per_step, cfg.grpo.seed)
     sampling = Sampling(
         num_generations=cfg.grpo.num_generations_per_prompt,
@@ -99,7 +100,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
         return lambda round_: further_prompts(train_prompts, first, cfg.grpo.seed, step, round_) if round_ else first
 
     with (
-        RunDirectory(cfg, resume, restartable) as run,
+        RunDirectory(cfg, resume, restartable, prompts.digests()) as run,
         Display(cfg.nemo_fp8rl.flow, last, run.done) as display,
         backends(cfg, run.load_checkpoint) as (policy, generation),
         GracefulStop(of_pods=True) as stop,  # after Ray, which sets signal handlers of its own

@@ -121,6 +121,17 @@ def test_a_recipe_of_no_run_is_not_overwritten(recipe):
     assert own.read_text() == "defaults: tiny_cpu.yaml  # mine\n"
 
 
+def test_resume_under_other_data_is_refused(recipe):
+    data = {"training": "1", "validation": "2"}
+    with RunDirectory(recipe(), resume=False, data=data) as run:
+        run.log(1, {"train/reward": 0.5})
+        run.save_checkpoint(1, FakePolicy())
+    assert RunDirectory(recipe(), resume=True, data=data).done == 1
+    assert RunDirectory(recipe(), resume=True).done == 1
+    with pytest.raises(UserError, match=r"--resume: the validation prompts are not those .*data\.train\.data_path"):
+        RunDirectory(recipe(), resume=True, data=data | {"validation": "3"})
+
+
 def test_one_folder_by_two_names_is_locked_once(recipe, tmp_path):
     cfg = recipe()
     (tmp_path / "link").symlink_to(Path(cfg.logger.log_dir).absolute())

@@ -1,5 +1,6 @@
 """From a recipe to prompts: files, split, verifier's name and tokens, checked before a model loads."""
 
+import hashlib
 from typing import NamedTuple
 
 from nemo_fp8rl.batch import Prompt
@@ -18,6 +19,14 @@ class Prompts(NamedTuple):
     train: list[Prompt]
     validation: list[Prompt]
     too_long: int
+
+    def digests(self) -> dict[str, str]:
+        """Of what was asked and is compared with, in order: for a resumed run to see that it has the same."""
+        of = {"training": self.train, "validation": self.validation}
+        return {
+            kind: hashlib.sha256(repr([(p.text, p.answer) for p in prompts]).encode()).hexdigest()[:16]
+            for kind, prompts in of.items()
+        }
 
 
 def load_prompts(cfg: Config, vocab_size: int) -> Prompts:
