@@ -8,12 +8,16 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.nemo_rl import runs
 
 pytestmark = [pytest.mark.nemo_rl, runs.needs_checkout]
 BF16 = ("policy.megatron_cfg.fp8_cfg.enabled=false", "policy.generation.vllm_cfg.precision=bfloat16")
 LONG = ("checkpointing.enabled=true", "checkpointing.save_period=1000", "grpo.max_num_steps=50")
+needs_fp8_cache = pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="vLLM's FP8 KV cache on a CPU needs AVX-512"
+)
 CLOCK = ("timing/", "performance/", "refit/", "ray/")
 
 
@@ -145,6 +149,7 @@ def test_the_asynchronous_loop_told_to_stop_saves_the_step_under_way(warm, tmp_p
     assert len(values["train/reward"]) == 1
 
 
+@needs_fp8_cache
 def test_an_fp8_kv_cache_is_calibrated_by_nemo_rls_loop(warm, tmp_path):
     logs = tmp_path / "logs"
     keys = [*runs.overrides(warm, logs), "policy.generation.vllm_cfg.kv_cache_dtype=fp8", "grpo.val_at_start=true"]
@@ -154,6 +159,7 @@ def test_an_fp8_kv_cache_is_calibrated_by_nemo_rls_loop(warm, tmp_path):
     assert (tmp_path / "output.txt").read_text().count("Recomputing KV cache scales") == 2
 
 
+@needs_fp8_cache
 def test_an_fp8_kv_cache_is_calibrated_in_the_asynchronous_loop_which_never_asks_for_it(warm, tmp_path):
     logs = tmp_path / "logs"
     keys = [*runs.overrides(warm, logs), *runs.ASYNC, "policy.generation.vllm_cfg.kv_cache_dtype=fp8"]
