@@ -186,11 +186,6 @@ def _check_algorithm(cfg: Config) -> None:
             "loss_fn.use_kl_in_reward=true takes its KL of all tokens' probabilities, not of those that "
             "policy.generation.top_p and top_k leave: set top_p=1 and top_k=null, or use_kl_in_reward=false"
         )
-    if cfg.nemo_fp8rl.refit.mode == "delta" and cfg.policy.generation.vllm_cfg.sleep_level == 2:
-        raise UserError(
-            "nemo_fp8rl.refit.mode=delta: engines that sleep at policy.generation.vllm_cfg.sleep_level=2 drop what a "
-            "delta begins from; set refit.mode=full or sleep_level=1"
-        )
     coefficient = shaping.stop_properly_penalty_coef
     if coefficient is not None and not 0 <= coefficient <= 1:
         raise UserError(f"grpo.reward_shaping.stop_properly_penalty_coef={coefficient} must lie in 0..1")

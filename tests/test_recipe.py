@@ -418,10 +418,6 @@ def test_a_cycle_of_defaults_is_refused(folder):
             ],
             ["loss_fn.use_kl_in_reward=true", "top_k=null"],
         ),
-        (
-            ["nemo_fp8rl.refit.mode=delta", "policy.generation.vllm_cfg.sleep_level=2"],
-            ["nemo_fp8rl.refit.mode=delta", "sleep_level=1"],
-        ),
         (["cluster.engine_timeout_seconds=1e7"], ["cluster.engine_timeout_seconds", "2000000"]),
         (
             ["loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=256"],
