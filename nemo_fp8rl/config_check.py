@@ -72,7 +72,7 @@ BELOW = {
     "grpo.seed": 2**32,  # the engine hands it to numpy
     "policy.megatron_cfg.optimizer.adam_beta1": 1,
     "policy.megatron_cfg.optimizer.adam_beta2": 1,
-    "cluster.engine_timeout_seconds": 2e6,  # poll(2) counts milliseconds in 32 bits
+    "cluster.engine_timeout_seconds": 1e6,  # poll(2) counts milliseconds in 32 bits
 }
 AT_MOST = {"policy.generation.vllm_cfg.gpu_memory_utilization": 1, "policy.generation.top_p": 1}
 

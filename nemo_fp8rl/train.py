@@ -163,7 +163,11 @@ def train_step(parts: Parts, loss: GrpoLoss, step: int, prompts_of_round: Prompt
     begin, faults = time.perf_counter(), parts.generation.metrics()
     offload = cfg.policy.megatron_cfg.offload_between_phases
     memory = {"memory/offloaded_bytes": parts.policy.offload_after_refit()} if offload else {}
-    rollout = collect(cfg, parts.generation, parts.tokenizer, parts.sampling, clock, step, prompts_of_round)
+    try:
+        rollout = collect(cfg, parts.generation, parts.tokenizer, parts.sampling, clock, step, prompts_of_round)
+    except StepRefused:  # what is trained is saved then, in the memory that engines give back
+        parts.generation.finish_generation()
+        raise
     parts.generation.finish_generation()
     completions = rollout.completions
     assert all(len(c.logprobs) == len(c.token_ids) for c in completions), "a completion lacks log-probs"

@@ -418,7 +418,7 @@ def test_a_cycle_of_defaults_is_refused(folder):
             ],
             ["loss_fn.use_kl_in_reward=true", "top_k=null"],
         ),
-        (["cluster.engine_timeout_seconds=1e7"], ["cluster.engine_timeout_seconds", "2000000"]),
+        (["cluster.engine_timeout_seconds=1e7"], ["cluster.engine_timeout_seconds", "1000000"]),
         (
             ["loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=256"],
             ["loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=512"],
