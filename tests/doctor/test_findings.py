@@ -178,6 +178,14 @@ def test_our_own_correction_stands_for_nemo_rls(plan):
     assert {finding.level for finding in check_agreement(plan(LLAMA, instead))} == {"ok"}
 
 
+def test_in_an_asynchronous_loop_it_stands_beside_nemo_rls_switch(plan):
+    beside = {"grpo.async_grpo": {"enabled": True}, "nemo_fp8rl.correction": {"preset": "icepop"}}
+    text = one(check_agreement(plan(LLAMA, beside)), "error")
+    assert text.startswith("nemo_fp8rl.correction contradicts loss_fn.truncated_importance_sampling_type")
+    alone = beside | {"loss_fn.truncated_importance_sampling_type": None}
+    assert {finding.level for finding in check_agreement(plan(LLAMA, alone))} == {"ok"}
+
+
 def test_float32_scales_on_both_sides_are_a_warning(plan):
     scales = {ENGINE + "pow2_weight_scaling_factors": False, ENGINE + "pow2_activation_scaling_factors": False}
     made = plan(LLAMA, scales | {TRAINER + "env_vars": {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}})
