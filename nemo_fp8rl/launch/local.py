@@ -21,6 +21,7 @@ LAYOUT = ("cluster.backend", "cluster.train_ranks", "cluster.generation_engines"
 COLOCATED = "policy.generation.colocated.enabled"
 IN_TURNS = {"policy.generation.vllm_cfg.sleep_level": 1, "policy.megatron_cfg.offload_between_phases": "true"}
 """What sharing GPUs takes; a recipe of NeMo RL's gets the same (`nemo_rl.config`)."""
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 SAY_HOW_MANY = "mend the driver, or say how many GPUs to use: --set gpus_per_node=N, 0 for a run on the CPU"
 
 
@@ -44,7 +45,8 @@ def render(job: Job, settings: LaunchConfig) -> str:
         asked = settings.gpus_per_node is not None
         overrides, layout = choose_for_ours(job.recipe, job.overrides, gpus, asked)
     driver = (sys.executable, "-m", "nemo_fp8rl.cli", *job.command_with(*overrides))
-    return fill("local/run.sh.jinja", job=job, layout=layout, env=settings.env, driver=driver)
+    env = settings.env | (NO_GPU if settings.gpus_per_node == 0 else {})
+    return fill("local/run.sh.jinja", job=job, layout=layout, env=env, driver=driver)
 
 
 def visible_gpus() -> int:
@@ -94,11 +96,12 @@ def choose_for_ours(
     """The same for a recipe of ours: on several GPUs Ray, all of them shared unless the recipe says that they are not
     (policy.generation.colocated.enabled=false); on one or none nothing. A recipe that says its layout keeps it.
 
-    asked: the number is a setting, not what is visible. Raises UserError where the recipe does not fit.
+    asked: the number is a setting, not what is visible. Raises UserError where the recipe does not fit, or says a
+    layout beside a number that was asked for; but not beside 0, which is of no layout.
     """
-    given = read(recipe, overrides)[1] if gpus > 1 else {}
+    given = read(recipe, overrides)[1] if gpus > 1 or (gpus and asked) else {}
     said = [f"{key}={value}" for key in LAYOUT if (value := at(given, key, None)) is not None]
-    if said and asked:
+    if said and asked and gpus:
         raise UserError(f"gpus_per_node={gpus}, but the recipe says {', '.join(said)}: leave one of the two out")
     if said or gpus < 2:
         return (), ""

@@ -86,6 +86,28 @@ def test_they_divide_them_where_the_recipe_says_so(gpus, engine, sizes):
     assert ours(gpus, *APART, parallel) == (sizes, f"{sizes[0]} to train and {gpus - sizes[0]} for engines")
 
 
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_number_of_gpus_beside_a_layout_is_refused(gpus):
+    with pytest.raises(UserError, match=f"gpus_per_node={gpus}, but the recipe says cluster.backend=ray: leave one"):
+        choose_for_ours(TINY, (*SMALL_BATCHES, "cluster.backend=ray"), gpus, asked=True)
+
+
+def test_none_leaves_a_layout_and_hides_the_gpus(capsys, monkeypatch):
+    layout = ("cluster.backend=ray", "cluster.train_ranks=2")
+    assert choose_for_ours(TINY, (*SMALL_BATCHES, *layout), 0, asked=True) == ((), "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    words = ["launch", "local", "--config", str(TINY), "--dry-run", *SMALL_BATCHES, *layout]
+    hidden = "export CUDA_VISIBLE_DEVICES=''\n"
+    for changes, hides in (
+        ((), False),
+        (("--set", "gpus_per_node=0", "--set", "env.CUDA_VISIBLE_DEVICES='0,1'"), True),
+    ):
+        assert main([*words, *changes]) == 0
+        script = capsys.readouterr().out
+        assert (hidden in script) == hides
+        assert ("CUDA_VISIBLE_DEVICES" in script) == hides
+
+
 def test_what_a_recipe_of_ours_says_itself_is_kept():
     assert ours(8, "cluster.backend=ray", "cluster.train_ranks=2", "cluster.generation_engines=3")[0] == (2, 3, False)
     chosen, _ = choose_for_ours(TINY, (*SMALL_BATCHES, *COLOCATED), 2)
