@@ -11,6 +11,7 @@ from nemo_fp8rl.config import Config
 from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.config import read_hf_config
+from nemo_fp8rl.nemo_rl.checks import check_not_elsewhere
 from nemo_fp8rl.nemo_rl.config import for_model, of_keys
 from nemo_fp8rl.nemo_rl.keys import at
 from nemo_fp8rl.nemo_rl.recipe import load
@@ -63,6 +64,7 @@ def of_keys_for_own_loop(path: Path, recipe: Mapping[str, Any]) -> Config:
     for name, given in recipe["grpo"].items():
         if given and name not in known:
             raise UserError(f"grpo.{name}={given!r}: our own loop has no such thing; use `nemo-fp8rl nemo`")
+    check_not_elsewhere(recipe)
     cfg = of_keys(recipe)
     values: dict[str, Any] = {"data": _data(recipe["data"])}
     for block, names in COPIED.items():

@@ -14,6 +14,7 @@ from nemo_fp8rl.generation.checks import check_for_driver
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.nemo_rl.checkout import NEMO_RL_SRC
+from nemo_fp8rl.nemo_rl.checks import check_loop
 from nemo_fp8rl.nemo_rl.compat import PREPARE_PROCESS, finish_checkpoints, prepare, steps_done
 from nemo_fp8rl.nemo_rl.config import from_nemo_rl
 from nemo_fp8rl.nemo_rl.parts import Loop, check_cluster, check_own_gpu, of_nemo_rl, of_ours, takes_ours
@@ -32,6 +33,7 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
     Returns False when a signal, a pod that is to end, or checkpointing.checkpoint_must_save_by ended it before.
     """
     recipe = checked(path, overrides)  # before anything is loaded
+    check_loop(recipe.values)
     if find_cluster():
         print(f"nemo-fp8rl: joins the Ray cluster of this machine, RAY_ADDRESS={os.environ['RAY_ADDRESS']}", flush=True)
     asynchronous = recipe.values["grpo"].get("async_grpo") or {}
