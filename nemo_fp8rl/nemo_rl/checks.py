@@ -75,7 +75,7 @@ def check_as_nemo_rl_does(master: Mapping[str, Any]) -> None:
             "grpo.skip_reference_policy_logprobs_calculation=true needs loss_fn.reference_policy_kl_penalty=0"
         )
     for name in ("temperature", "top_p", "top_k"):
-        if generation.get(f"val_{name}", generation.get(name)) != generation.get(name):
+        if generation.get(f"val_{name}") not in (None, generation.get(name)):
             raise UserError(
                 f"policy.generation.val_{name} differs from {name}: NeMo RL's loop validates by that; set them alike"
             )
