@@ -1,4 +1,7 @@
-"""What NeMo RL's loops and its `setup`, which our parts do without, assert of a recipe; here before anything starts."""
+"""What NeMo RL's launcher, loops and `setup` assert of a recipe; here before anything starts.
+
+`run` takes the launcher's place for both kinds of worker, and our parts that of `setup`.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,6 +11,52 @@ from nemo_fp8rl.algorithms.loss_config import LossConfig
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.nemo_rl.gpus import is_asynchronous, is_colocated
 from nemo_fp8rl.nemo_rl.keys import at
+
+ELSEWHERE = {
+    "async_rl": "is of NeMo RL's single controller (examples/run_grpo_single_controller.py), which runs other workers",
+    "data_plane.enabled": "asks for NeMo RL's loop over TransferQueue (grpo_train_sync), which has a policy of its own",
+    "on_policy_distillation.enabled": "asks for teachers beside the policy, which this command does not start",
+    "env.should_use_nemo_gym": "asks for NeMo Gym's servers, which this command does not hand to the loop",
+}
+"""What NeMo RL has other launchers or other parts for."""
+ONLY_SYNCHRONOUS = (
+    *("grpo.use_dynamic_sampling", "grpo.reward_shaping.enabled", "grpo.reward_scaling.enabled"),
+    "data.use_multiple_dataloader",
+)
+"""What its asynchronous loop passes over, and its launcher refuses."""
+
+
+def check_loop(master: Mapping[str, Any]) -> None:
+    """Raise UserError, naming the key, for what neither of NeMo RL's two loops does, whoever's the workers are."""
+    check_not_elsewhere(master)
+    if at(master, "grpo.async_grpo", {}) is None:
+        raise UserError(
+            "grpo.async_grpo is null, which is for NeMo RL's single controller: set grpo.async_grpo.enabled=false"
+        )
+    if is_asynchronous(master):
+        for key in ONLY_SYNCHRONOUS:
+            if at(master, key, False):
+                raise UserError(f"{key}=true is nothing that NeMo RL's asynchronous loop does: set it to false")
+    for name, on in (master.get("reward_penalties") or {}).items():
+        if on is True:
+            raise UserError(f"reward_penalties.{name}=true needs NeMo Gym, which is not here: set it to false")
+    metric = at(master, "grpo.stop_at_validation_metric", None)
+    if metric is not None and at(master, "grpo.stop_at_validation_threshold", None) is None:
+        raise UserError(f"grpo.stop_at_validation_metric={metric} needs grpo.stop_at_validation_threshold; set it, too")
+    if metric == "pass_k" and at(master, "grpo.val_num_generations_per_prompt", 1) in (None, 1):
+        raise UserError("grpo.stop_at_validation_metric=pass_k needs grpo.val_num_generations_per_prompt above 1")
+
+
+def check_not_elsewhere(master: Mapping[str, Any]) -> None:
+    """Raise UserError, naming the key, for what NeMo RL runs by other launchers, or with parts that are not here."""
+    for key, what in ELSEWHERE.items():
+        if given := at(master, key, None):
+            said = key if isinstance(given, Mapping) else f"{key}={given}"
+            raise UserError(f"{said} {what}: remove it, or run the recipe with NeMo RL alone")
+    if at(master, "grpo.adv_estimator.name", None) == "opd":
+        raise UserError(
+            "grpo.adv_estimator.name=opd needs teachers beside the policy, which are not started here: set it to grpo"
+        )
 
 
 def check_as_nemo_rl_does(master: Mapping[str, Any]) -> None:
@@ -26,7 +75,7 @@ def check_as_nemo_rl_does(master: Mapping[str, Any]) -> None:
             "grpo.skip_reference_policy_logprobs_calculation=true needs loss_fn.reference_policy_kl_penalty=0"
         )
     for name in ("temperature", "top_p", "top_k"):
-        if generation.get(f"val_{name}", generation.get(name)) != generation.get(name):
+        if generation.get(f"val_{name}") not in (None, generation.get(name)):
             raise UserError(
                 f"policy.generation.val_{name} differs from {name}: NeMo RL's loop validates by that; set them alike"
             )

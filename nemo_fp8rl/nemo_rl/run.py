@@ -14,8 +14,10 @@ from nemo_fp8rl.generation.checks import check_for_driver
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.nemo_rl.checkout import NEMO_RL_SRC
+from nemo_fp8rl.nemo_rl.checks import check_loop
 from nemo_fp8rl.nemo_rl.compat import PREPARE_PROCESS, finish_checkpoints, prepare, steps_done
 from nemo_fp8rl.nemo_rl.config import from_nemo_rl
+from nemo_fp8rl.nemo_rl.ended import Watch
 from nemo_fp8rl.nemo_rl.parts import Loop, check_cluster, check_own_gpu, of_nemo_rl, of_ours, takes_ours
 from nemo_fp8rl.nemo_rl.recipe import load as checked
 from nemo_fp8rl.nemo_rl.stock.pythonpath import package_on_pythonpath
@@ -32,6 +34,7 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
     Returns False when a signal, a pod that is to end, or checkpointing.checkpoint_must_save_by ended it before.
     """
     recipe = checked(path, overrides)  # before anything is loaded
+    check_loop(recipe.values)
     if find_cluster():
         print(f"nemo-fp8rl: joins the Ray cluster of this machine, RAY_ADDRESS={os.environ['RAY_ADDRESS']}", flush=True)
     asynchronous = recipe.values["grpo"].get("async_grpo") or {}
@@ -87,12 +90,17 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
         begin, done = time.monotonic(), steps_done(loop.state)
         with stop.listening():
             if off_policy:
+                watch = Watch(loop.policy, getattr(loop.generation, "weight_synchronizer", None))
                 grpo.async_grpo_train(*arguments, asynchronous["max_trajectory_age_steps"])
             else:
                 grpo.grpo_train(*arguments)
         if stop.cut_short:
             return steps_done(loop.state) >= loop.steps
-        return not _ran_out_of_time(loop, time.monotonic() - begin, done)
+        out_of_time = _ran_out_of_time(loop, time.monotonic() - begin, done)
+        if off_policy:
+            by_validation = recipe.values["grpo"].get("stop_at_validation_threshold") is not None
+            watch.check(0 if out_of_time or by_validation else loop.steps - done)
+        return not out_of_time
 
 
 def _ran_out_of_time(loop: Loop, seconds: float, steps_before: int) -> bool:

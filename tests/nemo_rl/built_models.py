@@ -57,7 +57,7 @@ def build(name: str, folder: Path) -> dict[str, Any]:
     choose(cfg, LAYERS, "0.6.0")
     arguments = EngineArgs(
         model=str(folder / name), skip_tokenizer_init=True, max_model_len=64, enforce_eager=True, load_format="dummy",
-        hf_overrides=cfg["generation"]["vllm_kwargs"]["hf_overrides"],
+        hf_overrides=cfg["hf_config_overrides"],
     )  # fmt: skip
     config = arguments.create_engine_config()
     with set_current_vllm_config(config):

@@ -67,8 +67,8 @@ def streamed(folder: Path) -> None:
     compat.survive_scan_of_llvmlite()
     use_emulated_fp8()
     llm = engine(
-        folder / "model_0", hf_overrides=kwargs["hf_overrides"], load_format="dummy", worker_cls=kwargs["worker_cls"],
-        worker_extension_cls=EXTENSION,
+        folder / "model_0", hf_overrides=cfg["hf_config_overrides"], load_format="dummy",
+        worker_cls=kwargs["worker_cls"], worker_extension_cls=EXTENSION,
     )  # fmt: skip
     for seed in (1, 0, 1, 0):
         with CheckpointReader(folder / f"model_{seed}") as checkpoint:

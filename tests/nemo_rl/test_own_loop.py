@@ -69,7 +69,14 @@ def test_train_runs_nemo_rls_recipe_and_launch_leaves_the_choice(warm, tmp_path,
         ("grpo.advantage_clip_low=-1", "grpo.advantage_clip_low=-1"),
         ("grpo.async_grpo.enabled=true", "grpo.async_grpo.enabled=True"),
         ("data.default.input_key=question", "input_key=prompt"),
-        ("data.default.prompt_file=x.txt", "data.default.prompt_file"),
+        ("grpo.advantage_clip_low=0", "grpo.advantage_clip_low=0"),
+        ("++grpo.advantage_clip_high=0.0", "grpo.advantage_clip_high=0"),
+        ("data.default.prompt_file=x.txt", "data.train: prompt_file=x.txt"),
+        ("++data.train.system_prompt_file=x.txt", "data.train: system_prompt_file=x.txt"),
+        ("++data.validation={data_path:x.jsonl,env_name:math}", "env_name=exact_match and data.validation math"),
+        ("data.shuffle=false", "data.shuffle=False"),
+        ("data.max_input_seq_length=32", "data.max_input_seq_length=32.*max_model_len=64"),
+        ("++env.math={num_workers:1,math_verify_impl:dapo_math_verify}", "math_verify_impl=dapo_math_verify"),
         ("++data.train.dataset_name=OpenMathInstruct-2", "reads a JSONL file"),
     ],
 )
@@ -77,3 +84,12 @@ def test_what_our_loop_would_do_otherwise_is_refused(key, message, warm, tmp_pat
     keys = without_template(runs.overrides(warm, tmp_path))
     with pytest.raises(UserError, match=message):
         load_for_own_loop(runs.RECIPE, [*keys, key])
+
+
+def test_a_sets_own_words_are_before_the_defaults_and_it_validates_as_it_samples(warm, tmp_path, capsys):
+    keys = without_template(runs.overrides(warm, tmp_path))
+    keys += ["++data.train.env_name=math", "policy.generation.temperature=0.7", "++grpo.val_start_at=2"]
+    cfg = load_for_own_loop(runs.RECIPE, keys)
+    assert cfg.data.default.env_name == "math"
+    assert cfg.policy.generation.temperature == cfg.policy.generation.val_temperature == 0.7
+    assert "grpo.val_start_at=2 is of NeMo RL's loop; in our own it validates from" in capsys.readouterr().out

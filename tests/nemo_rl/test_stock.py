@@ -96,11 +96,12 @@ def test_the_engine_is_vllms_own_fp8_with_our_worker():
     cfg = policy()
     choose(cfg, num_hidden_layers=2, version="0.6.0")
     generation = cfg["generation"]
-    assert cfg[CHOICE] == {"scale_format": "pow2", "fp8_layers": [1, 2, []]}
+    layers = {"first": 1, "end": 2, "ignored": []}
+    assert cfg[CHOICE] == {"scale_format": "pow2", "fp8_layers": layers, "hf_config_overrides": {}}
     assert generation["vllm_cfg"]["precision"] == "bfloat16"  # so that NeMo RL patches nothing
     assert generation["vllm_kwargs"]["worker_cls"] == ENGINE_WORKER
     assert generation["vllm_kwargs"]["moe_backend"] == "triton"
-    quantization = generation["vllm_kwargs"]["hf_overrides"]["quantization_config"]
+    quantization = cfg["hf_config_overrides"]["quantization_config"]
     assert quantization["quant_method"] == "fp8"
     assert "model.layers.0.mlp.down_proj" in quantization["modules_to_not_convert"]
     assert "model.layers.1.mlp.down_proj" not in quantization["modules_to_not_convert"]
@@ -132,6 +133,16 @@ def test_copies_of_a_batch_are_there_before_another_stream_reads_them(cuda, call
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     engine._Reload(worker).take([(WEIGHT, torch.ones(2))])
     assert done == calls
+
+
+def test_an_engine_that_nemo_rl_built_without_fp8_is_refused_before_a_refit():
+    from nemo_fp8rl.nemo_rl.stock import engine
+
+    worker = SimpleNamespace(
+        vllm_config=SimpleNamespace(quant_config=None), model_config=SimpleNamespace(model="org/of-another-family")
+    )
+    with pytest.raises(RuntimeError, match=r"org/of-another-family without .*vllm_cfg\.precision=bfloat16 and"):
+        engine._Reload(worker).announced({WEIGHT: None})
 
 
 @pytest.mark.parametrize("installed", [False, True])
@@ -219,7 +230,7 @@ from nemo_fp8rl.nemo_rl.stock.choose import policy_factory
 lm_policy.Policy = lambda **arguments: arguments
 venvs.create_local_venv_on_each_node = lambda command, name: f"/venvs/{{name}}/bin/python"
 before = dict(ACTOR_ENVIRONMENT_REGISTRY)
-made = policy_factory(config={{"{CHOICE}": {{}}}})
+made = policy_factory(config={{"{CHOICE}": {{"hf_config_overrides": {{}}}}}})
 print(json.dumps([made["worker_extension_cls_fqn"], ACTOR_ENVIRONMENT_REGISTRY["{TRAINER_WORKER}"]]))
 for ours in (False, True):
     environment.register(ours)

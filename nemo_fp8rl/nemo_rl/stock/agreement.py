@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from nemo_fp8rl.fp8.layers import EXPERTS
 
+BFLOAT16 = "set policy.generation.vllm_cfg.precision=bfloat16 and policy.megatron_cfg.fp8_cfg.enabled=false"
+
 
 def disagreement(held: Iterable[str], announced: Iterable[str], fused: Mapping[str, Sequence[str]]) -> str:
     """A module that one has in FP8 and the other has not, in a sentence; empty if there is none.
@@ -23,10 +25,7 @@ def disagreement(held: Iterable[str], announced: Iterable[str], fused: Mapping[s
                     f"the engine holds {part} in FP8, and the trainer announces no scales for it"
                     if fp8
                     else f"the trainer announces scales for {part}, and the engine does not hold it in FP8"
-                ) + (
-                    ": NeMo RL's own workers cannot have this model with FP8 on the wire; set "
-                    "policy.generation.vllm_cfg.precision=bfloat16 and policy.megatron_cfg.fp8_cfg.enabled=false"
-                )
+                ) + f": NeMo RL's own workers cannot have this model with FP8 on the wire; {BFLOAT16}"
     return ""
 
 

@@ -22,6 +22,8 @@ LINEARS = (
 
 A name that a model lacks does no harm, and a module that is not here is refused by `agreement`.
 """
+OVERRIDES = "hf_config_overrides"
+"""Key of the policy block. NeMo RL's `setup` puts what it says in place of any vllm_kwargs.hf_overrides."""
 E8M0 = "VLLM_USE_DEEP_GEMM_E8M0"
 """By default, with DeepGEMM, vLLM quantizes weights once more so that their scales are powers of two."""
 
@@ -30,8 +32,9 @@ def choose(policy: dict[str, Any], num_hidden_layers: int, version: str) -> None
     """Change NeMo RL's `policy` block, where it asks for FP8: vLLM's own FP8 in the engine, loaded by our worker class.
 
     The engine's `precision` becomes bfloat16, so that NeMo RL leaves vLLM as it is; what is FP8 stands in
-    hf_overrides. Scales of activations are then vLLM's kernels' own choice, powers of two by DeepGEMM alone. Raises
-    UserError for what this version's workers cannot have.
+    hf_config_overrides, which `setup` hands to vLLM, and `policy_factory` gives the trainer the recipe's own. Scales of
+    activations are then vLLM's kernels' own choice, powers of two by DeepGEMM alone. Raises UserError for what this
+    version's workers cannot have.
     """
     precision = read_precision(policy)
     if refusal := why_not(policy, version):
@@ -42,16 +45,17 @@ def choose(policy: dict[str, Any], num_hidden_layers: int, version: str) -> None
     vllm = generation["vllm_cfg"]
     layers = engine_fp8_layers(vllm, num_hidden_layers)
     linears = (f"model.layers.{i}.{name}" for i in range(num_hidden_layers) for name in LINEARS)
+    overrides = policy.get(OVERRIDES) or {}
     policy[CHOICE] = {
         "scale_format": precision.scale_format,
-        "fp8_layers": [layers.first, layers.end, list(layers.ignored)],
+        "fp8_layers": {"first": layers.first, "end": layers.end, "ignored": list(layers.ignored)},
+        OVERRIDES: overrides,
     }
+    quantization = served_config(linears, precision.scale_format, layers)
+    del quantization["fp8_layers"]  # vLLM reads the modules; NeMo RL logs this to TensorBoard, which takes no such list
+    policy[OVERRIDES] = {**overrides, "quantization_config": quantization}
     kwargs = generation["vllm_kwargs"] = dict(generation.get("vllm_kwargs") or {})
     kwargs["worker_cls"] = ENGINE_WORKER
-    kwargs["hf_overrides"] = {
-        **(kwargs.get("hf_overrides") or {}),
-        "quantization_config": served_config(linears, precision.scale_format, layers),
-    }
     vllm["precision"] = "bfloat16"
     if precision.scale_format == "fp32":
         vllm["env_vars"] = {**(vllm.get("env_vars") or {}), E8M0: "0"}
@@ -70,4 +74,5 @@ def policy_factory(config: Any, **arguments: Any) -> Any:
     if python.startswith("uv"):  # a command to make an environment with, which NeMo RL would name after our class
         python = create_local_venv_on_each_node(python, STOCK_WORKER)
     ACTOR_ENVIRONMENT_REGISTRY[TRAINER_WORKER] = python
+    config = {**config, OVERRIDES: config[CHOICE][OVERRIDES]}
     return Policy(config=config, **arguments, worker_extension_cls_fqn=TRAINER_WORKER)

@@ -15,7 +15,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.platforms import current_platform
 
 from nemo_fp8rl.generation.compat import forget_packed_experts, own_buffers_kept
-from nemo_fp8rl.nemo_rl.stock.agreement import disagreement
+from nemo_fp8rl.nemo_rl.stock.agreement import BFLOAT16, disagreement
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -50,7 +50,12 @@ class _Reload:
         matrices in FP8: here, as the driver hears of it; what is raised in a refit NeMo RL logs, and the trainer waits.
         """
         self.worker.state_dict_info = state_dict_info
-        model, fused = self.worker.model_runner.get_model(), self.worker.vllm_config.quant_config.packed_modules_mapping
+        if (quantization := self.worker.vllm_config.quant_config) is None:  # of some families NeMo RL clears it
+            raise RuntimeError(
+                f"NeMo RL built this engine of {self.worker.model_config.model} without its quantization_config, and "
+                f"the trainer streams FP8: {BFLOAT16}"
+            )
+        model, fused = self.worker.model_runner.get_model(), quantization.packed_modules_mapping
         if refusal := disagreement(parameters(model), state_dict_info, fused):
             raise RuntimeError(refusal)
 

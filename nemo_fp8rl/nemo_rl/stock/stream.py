@@ -8,7 +8,7 @@ from torch import Tensor
 from nemo_fp8rl.fp8 import Fp8Layers, NonFiniteError, quantize_blockwise, scale_name
 
 CHOICE = "fp8_stream"
-"""Key of the policy block, set by `choose`: what is FP8 on the wire."""
+"""Key of the policy block, set by `choose`: what is FP8 on the wire; no list in a list, which NeMo RL cannot log."""
 
 
 class Fp8Stream:
@@ -31,8 +31,8 @@ class Fp8Stream:
         if (choice := self.cfg.get(CHOICE)) is None:
             yield from stream
             return
-        first, end, ignored = choice["fp8_layers"]
-        layers = Fp8Layers(first, end, tuple(ignored))
+        said = choice["fp8_layers"]
+        layers = Fp8Layers(said["first"], said["end"], tuple(said["ignored"]))
         for name, tensor in stream:
             if not layers.quantizes(name):
                 yield name, tensor

@@ -1,0 +1,96 @@
+"""What NeMo RL's launcher refuses, or starts something else for: refused in its place, whoever's the workers are."""
+
+from pathlib import Path
+
+import pytest
+
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.nemo_rl import run
+from nemo_fp8rl.nemo_rl.own_loop import of_keys_for_own_loop
+from nemo_fp8rl.nemo_rl.recipe import load
+from tests.nemo_rl.conftest import write
+
+RECIPE = "defaults: ${oc.env:NEMO_RL_SRC}/examples/configs/grpo.yaml\n"
+KNOWN = """
+grpo:
+  async_grpo: {enabled: false, max_trajectory_age_steps: 1}
+  adv_estimator: {name: grpo}
+  use_dynamic_sampling: false
+  reward_shaping: {enabled: false}
+  reward_scaling: {enabled: false}
+  stop_at_validation_metric: null
+  stop_at_validation_threshold: null
+  val_num_generations_per_prompt: 1
+data: {use_multiple_dataloader: false}
+data_plane: {enabled: false}
+async_rl: {max_weight_staleness_versions: 1}
+on_policy_distillation: {enabled: false}
+reward_penalties: {penalize_empty_final_answer: false}
+env: {should_use_nemo_gym: false}
+"""
+ASYNC = "++grpo.async_grpo={enabled: true, max_trajectory_age_steps: 1}"
+
+
+class Goes(Exception):
+    """In place of what comes after the checks."""
+
+
+@pytest.fixture
+def path(checkout: Path, tmp_path: Path, monkeypatch) -> Path:
+    """A recipe; whose workers it takes is asked next."""
+
+    def goes(asked: str) -> bool:
+        raise Goes
+
+    monkeypatch.setattr(run, "takes_ours", goes)
+    write(checkout / "examples/configs/other.yaml", KNOWN)
+    return write(tmp_path / "recipe.yaml", RECIPE)
+
+
+@pytest.mark.parametrize("workers", ["ours", "nemo_rl"])
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ([ASYNC, "++grpo.use_dynamic_sampling=true"], r"grpo\.use_dynamic_sampling=true .*asynchronous.*to false"),
+        ([ASYNC, "++grpo.reward_shaping={enabled: true}"], r"grpo\.reward_shaping\.enabled=true .*asynchronous"),
+        ([ASYNC, "++grpo.reward_scaling={enabled: true}"], r"grpo\.reward_scaling\.enabled=true .*asynchronous"),
+        ([ASYNC, "++data.use_multiple_dataloader=true"], r"data\.use_multiple_dataloader=true .*asynchronous"),
+        (["++async_rl={max_weight_staleness_versions: 2}"], "async_rl is of NeMo RL's single controller"),
+        (["++grpo.async_grpo=null"], r"grpo\.async_grpo is null.*set grpo\.async_grpo\.enabled=false"),
+        (["++data_plane={enabled: true}"], r"data_plane\.enabled=True asks for NeMo RL's loop over TransferQueue"),
+        (["++on_policy_distillation={enabled: true}"], r"on_policy_distillation\.enabled=True .*teachers"),
+        (["++grpo.adv_estimator={name: opd}"], r"grpo\.adv_estimator\.name=opd needs teachers"),
+        (["++env.should_use_nemo_gym=true"], r"env\.should_use_nemo_gym=True .*NeMo Gym's servers"),
+        (["++reward_penalties={penalize_empty_final_answer: true}"], r"reward_penalties\.penalize_empty_final_answer"),
+        (["++grpo.stop_at_validation_metric=accuracy"], r"needs grpo\.stop_at_validation_threshold"),
+        (
+            ["++grpo.stop_at_validation_metric=pass_k", "++grpo.stop_at_validation_threshold=0.5"],
+            r"pass_k needs grpo\.val_num_generations_per_prompt above 1",
+        ),
+    ],
+)
+def test_what_nemo_rls_loops_do_not_do_is_refused_before_workers_are_asked_for(path, workers, keys, message):
+    with pytest.raises(UserError, match=message) as caught:
+        run.run(path, [f"+nemo_fp8rl.workers={workers}", *keys])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        [],
+        [ASYNC],
+        ["++grpo.use_dynamic_sampling=true", "++grpo.reward_scaling={enabled: true}"],
+        ["++data_plane={enabled: false}", "++on_policy_distillation={enabled: false}"],
+        ["++grpo.stop_at_validation_metric=accuracy", "++grpo.stop_at_validation_threshold=0.5"],
+    ],
+)
+def test_what_they_do_is_not(path, keys):
+    with pytest.raises(Goes):
+        run.run(path, keys)
+
+
+def test_our_own_loop_refuses_a_recipe_for_the_single_controller(path):
+    recipe = load(path, ["++async_rl={max_weight_staleness_versions: 2}"]).values
+    with pytest.raises(UserError, match="async_rl is of NeMo RL's single controller"):
+        of_keys_for_own_loop(path, recipe)

@@ -1,0 +1,98 @@
+"""NeMo RL's own `setup`, with fakes in place of its GPUs and workers: what an engine and a trainer are made of."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nemo_fp8rl.nemo_rl import run
+from nemo_fp8rl.nemo_rl.compat import prepare
+from nemo_fp8rl.nemo_rl.parts import of_nemo_rl
+from nemo_fp8rl.nemo_rl.recipe import load
+from nemo_fp8rl.nemo_rl.stock import refusal
+from nemo_fp8rl.nemo_rl.stock.choose import ENGINE_WORKER, STOCK_WORKER, TRAINER_WORKER
+from nemo_fp8rl.nemo_rl.stock.stream import CHOICE
+from tests.nemo_rl import runs
+
+pytestmark = [pytest.mark.nemo_rl, runs.needs_checkout]
+
+
+class FakeCluster:
+    def __init__(self, **arguments: Any) -> None:
+        pass
+
+
+class FakePolicy:
+    def __init__(self, config: dict[str, Any], **arguments: Any) -> None:
+        self.config, self.arguments = config, arguments
+
+    def prepare_refit_info(self) -> None: ...
+
+    def print_node_ip_and_gpu_id(self) -> None: ...
+
+
+class FakeVllmGeneration:
+    def __init__(self, config: dict[str, Any], **arguments: Any) -> None:
+        self.config = config
+
+    def finish_generation(self) -> None: ...
+
+    def prepare_refit_info(self, state_dict_info: Any) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+@pytest.fixture
+def set_up(tiny: Path, tmp_path: Path, monkeypatch):
+    """set_up(*overrides): of_nemo_rl, for the tiny model."""
+    grpo = prepare()
+    from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
+    from nemo_rl.models.generation import configure_generation_config
+    from nemo_rl.models.policy import lm_policy
+
+    monkeypatch.setattr(grpo, "RayVirtualCluster", FakeCluster)
+    monkeypatch.setattr(grpo, "VllmGeneration", FakeVllmGeneration)
+    monkeypatch.setattr(lm_policy, "Policy", FakePolicy)
+    monkeypatch.setattr(refusal, "engines_survive_fp8_refit", lambda version: True)  # v0.7.0's setup is no other
+    monkeypatch.setitem(ACTOR_ENVIRONMENT_REGISTRY, STOCK_WORKER, "python")
+    monkeypatch.setitem(ACTOR_ENVIRONMENT_REGISTRY, TRAINER_WORKER, "python")
+
+    def make(*overrides: str) -> Any:
+        keys = [*runs.overrides(tiny, tmp_path / "logs"), f"policy.model_name={tiny}/model", *overrides]
+        recipe, master = load(runs.RECIPE, keys), run.load(grpo, runs.RECIPE, keys)
+        tokenizer: Any = SimpleNamespace(pad_token_id=0, eos_token_id=1)
+        master.policy["generation"] = configure_generation_config(master.policy["generation"], tokenizer)
+        return of_nemo_rl(grpo, master, recipe, tokenizer, [{}] * 64, None)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("said", "own"),
+    [
+        ("++policy.hf_config_overrides={}", {}),
+        ("++policy.hf_config_overrides={rope_theta:10000.0}", {"rope_theta": 10000.0}),
+        ("~policy.hf_config_overrides", {}),
+    ],
+)
+def test_the_engine_is_told_what_is_fp8_and_the_trainer_what_the_recipe_says_of_the_model(said, own, set_up):
+    with set_up(said) as loop:
+        engine, trainer = loop.generation.config, loop.policy
+    kwargs = engine["vllm_kwargs"]
+    assert (engine["vllm_cfg"]["precision"], kwargs["worker_cls"]) == ("bfloat16", ENGINE_WORKER)
+    quantization = kwargs["hf_overrides"].pop("quantization_config")
+    assert (quantization["quant_method"], quantization["weight_block_size"]) == ("fp8", [128, 128])
+    assert kwargs["hf_overrides"] == own
+    assert trainer.config["hf_config_overrides"] == own
+    assert trainer.config[CHOICE]["scale_format"] == "pow2"
+    assert trainer.arguments["worker_extension_cls_fqn"] == TRAINER_WORKER
+
+
+def test_a_bfloat16_recipe_leaves_both_to_nemo_rl(set_up):
+    precision = ("policy.megatron_cfg.fp8_cfg.enabled=false", "policy.generation.vllm_cfg.precision=bfloat16")
+    with set_up(*precision, "++policy.hf_config_overrides={rope_theta:10000.0}") as loop:
+        engine, trainer = loop.generation.config, loop.policy
+    assert engine["vllm_kwargs"]["hf_overrides"] == trainer.config["hf_config_overrides"] == {"rope_theta": 10000.0}
+    assert "worker_cls" not in engine["vllm_kwargs"]
+    assert "worker_extension_cls_fqn" not in trainer.arguments and CHOICE not in trainer.config
