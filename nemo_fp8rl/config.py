@@ -365,7 +365,7 @@ class ClusterConfig(_Block):
     backend: Literal["in_process", "ray"] = "in_process"
     """Trainer and engine in this process, or as Ray actors."""
     train_ranks: int = 1
-    """All trainer ranks (Ray): tensor x pipeline x data parallel."""
+    """All trainer ranks (Ray): tensor x pipeline x context x data parallel."""
     generation_engines: int = 1
     """vLLM engines that share the prompts (Ray)."""
     engine_timeout_seconds: float = 1800.0

@@ -57,7 +57,7 @@ def transformer_engine_linears(scale_format: ScaleFormat | None) -> ModuleType:
     except (ImportError, OSError, RuntimeError) as error:
         raise UserError(
             f"FP8 layers and experts on a GPU are Transformer Engine's, which cannot be imported ({error}): "
-            "pip install --no-build-isolation 'transformer_engine[pytorch]'"
+            "pip install --no-build-isolation 'transformer-engine[core_cu13,pytorch]>=2.15,<2.21'"
         ) from None
     if scale_format is not None and (why_not := te_linears.why_no_fp8(scale_format)):
         other = "flow=fp8_rollout" if te_linears.why_no_fp8("pow2") else "scale_format=pow2"
