@@ -61,7 +61,7 @@ def _correction(plan: Plan) -> Iterator[Finding]:
         return
     loss, ours = plan.values["loss_fn"], plan.values["nemo_fp8rl"]["correction"]
     if ours is not None:
-        if is_asynchronous(plan.values):  # whose loop asks for use_importance_sampling_correction beside it
+        if is_asynchronous(plan.values):  # whose loop asks for the key: `nemo_rl.config.loss_keys`
             if loss.get("truncated_importance_sampling_type") is not None:
                 yield Finding(
                     "error",

@@ -178,12 +178,16 @@ def test_our_own_correction_stands_for_nemo_rls(plan):
     assert {finding.level for finding in check_agreement(plan(LLAMA, instead))} == {"ok"}
 
 
-def test_in_an_asynchronous_loop_it_stands_beside_nemo_rls_switch(plan):
-    beside = {"grpo.async_grpo": {"enabled": True}, "nemo_fp8rl.correction": {"preset": "icepop"}}
-    text = one(check_agreement(plan(LLAMA, beside)), "error")
-    assert text.startswith("nemo_fp8rl.correction contradicts loss_fn.truncated_importance_sampling_type")
-    alone = beside | {"loss_fn.truncated_importance_sampling_type": None}
-    assert {finding.level for finding in check_agreement(plan(LLAMA, alone))} == {"ok"}
+def test_our_own_correction_stands_beside_what_an_asynchronous_loop_asks_for(plan):
+    changes = {
+        "grpo.async_grpo": {"enabled": True},
+        "nemo_fp8rl.correction": {"preset": "icepop"},
+        "loss_fn.use_importance_sampling_correction": True,
+        "loss_fn.truncated_importance_sampling_type": None,
+    }
+    assert {finding.level for finding in check_agreement(plan(LLAMA, changes))} == {"ok"}
+    twice = changes | {"loss_fn.truncated_importance_sampling_type": "tis"}
+    assert "contradicts loss_fn.truncated_" in one(check_agreement(plan(LLAMA, twice)), "error")
 
 
 def test_float32_scales_on_both_sides_are_a_warning(plan):
