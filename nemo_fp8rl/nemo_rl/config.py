@@ -14,7 +14,7 @@ from nemo_fp8rl.generation.checks import check_engine
 from nemo_fp8rl.hf.config import check_context, read_hf_config
 from nemo_fp8rl.hf.hub import with_commits
 from nemo_fp8rl.nemo_rl.checks import check_as_nemo_rl_does
-from nemo_fp8rl.nemo_rl.gpus import divide, is_asynchronous, is_colocated
+from nemo_fp8rl.nemo_rl.gpus import check_division, divide, is_asynchronous, is_colocated
 from nemo_fp8rl.nemo_rl.keys import COPIED, at, check_keys
 from nemo_fp8rl.nemo_rl.precision import read_precision
 from nemo_fp8rl.nemo_rl.values import require
@@ -123,6 +123,7 @@ def _fill_policy(values: dict[str, Any], policy: Mapping[str, Any], kv_fp8: bool
 
 def _cluster(master: Mapping[str, Any]) -> dict[str, Any]:
     """NeMo RL's GPUs are our ranks, and the processes of our engines: on a CPU, processes."""
+    check_division(master)
     trainer, engines = divide(master)
     if trainer <= 0:
         raise UserError(

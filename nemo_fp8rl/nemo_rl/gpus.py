@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from nemo_fp8rl.config import Flow
+from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8.gpus import ADA, Capability, why_no_fp8
 from nemo_fp8rl.nemo_rl.keys import at
 from nemo_fp8rl.nemo_rl.precision import ENGINE, TRAINER
@@ -19,12 +20,47 @@ class Gpus(NamedTuple):
 def divide(values: Mapping[str, Any]) -> Gpus:
     """values: the resolved recipe. Engines that are not colocated have whole nodes, or a part of the only one."""
     cluster, generation = values["cluster"], values["policy"]["generation"]
-    total = cluster["num_nodes"] * cluster["gpus_per_node"]
+    total = cluster["num_nodes"] * cluster["gpus_per_node"] - _of_reward_model(values)
     if is_colocated(generation):
         return Gpus(total, total)
     resources = generation["colocated"].get("resources") or {}
     engines = (resources.get("num_nodes") or 1) * (resources.get("gpus_per_node") or cluster["gpus_per_node"])
     return Gpus(total - engines, engines)
+
+
+def check_division(values: Mapping[str, Any]) -> None:
+    """Raise UserError, naming the key, where engines beside the trainer have no GPUs by NeMo RL's rules."""
+    cluster, generation = values["cluster"], values["policy"]["generation"]
+    if is_colocated(generation):
+        return
+    resources, nodes = generation["colocated"].get("resources") or {}, cluster["num_nodes"]
+    rewards = at(values, "env.reward_model.resources.num_nodes", 0) if nodes > 1 and _of_reward_model(values) else 0
+    here, one = "policy.generation.colocated.resources", nodes - rewards == 1
+    if resources.get("gpus_per_node") is None:
+        raise UserError(f"{here}.gpus_per_node is null, and engines that are not colocated need a number: set it")
+    if one and resources.get("num_nodes") not in (None, 1):
+        raise UserError(f"{here}.num_nodes={resources['num_nodes']} beside the trainer's one node: set it to null")
+    if not one and resources.get("num_nodes") is None:
+        raise UserError(f"{here}.num_nodes is null, and on {nodes} nodes engines have nodes of their own: set it")
+    if not one and resources["gpus_per_node"] != (whole := cluster["gpus_per_node"]):
+        raise UserError(
+            f"{here}.gpus_per_node={resources['gpus_per_node']}, and on {nodes} nodes engines have whole ones: set it "
+            f"to cluster.gpus_per_node={whole}"
+        )
+
+
+def _of_reward_model(values: Mapping[str, Any]) -> int:
+    """GPUs of NeMo RL's environment `reward_model`, where the data asks for it: of the only node, else whole nodes."""
+    data = values.get("data") or {}
+    blocks = [data.get(name) or {} for name in ("default", "train", "validation")]
+    sets = [block for given in blocks for block in (given if isinstance(given, list) else [given])]
+    resources = at(values, "env.reward_model.resources", None)
+    if resources is None or not any(at(block, "env_name", None) == "reward_model" for block in sets):
+        return 0
+    cluster = values["cluster"]
+    return int(
+        resources["gpus_per_node"] if cluster["num_nodes"] == 1 else resources["num_nodes"] * cluster["gpus_per_node"]
+    )
 
 
 def is_asynchronous(master: Mapping[str, Any]) -> bool:

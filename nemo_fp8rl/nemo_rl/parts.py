@@ -158,8 +158,9 @@ def of_nemo_rl(
             f"nemo_fp8rl.correction.{key} needs the whole batch, and NeMo RL's workers give a loss one microbatch at a "
             "time: leave it out, or set nemo_fp8rl.workers=ours"
         )
-    layers = AutoConfig.from_pretrained(master.policy["model_name"]).num_hidden_layers
-    choose(master.policy, layers, recipe.checkout.version)
+    if recipe.precision.flow != "bf16":  # which NeMo RL runs with models whose config cannot be read so
+        model = AutoConfig.from_pretrained(master.policy["model_name"]).get_text_config()
+        choose(master.policy, model.num_hidden_layers, recipe.checkout.version)
     policy, generation, _, _, prompts, val_prompts, _, logger, checkpointer, state, master, *_ = grpo.setup(
         master, tokenizer, data, val_data, policy_factory=policy_factory
     )

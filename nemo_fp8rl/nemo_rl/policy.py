@@ -80,9 +80,10 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
         batch, seen = train_batch(data), dict.fromkeys(DISAGREEMENT, math.nan)
         skip = False
         if not self.cfg.loss_fn.force_on_policy_ratio:  # else NeMo RL does without prev_logprobs, and has zeros there
-            if batch["token_mask"].any():
+            mask = batch["token_mask"] * batch["sample_mask"][:, None]
+            if mask.any():
                 mismatch = MismatchSums()
-                mismatch.observe(batch["prev_logprobs"], batch["generation_logprobs"], batch["token_mask"])
+                mismatch.observe(batch["prev_logprobs"], batch["generation_logprobs"], mask)
                 seen |= mismatch.metrics()
                 skip = self._gates_skip(seen)
             if isinstance(loss_fn, GrpoLossFn):
@@ -116,7 +117,7 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
     def _counts(self, part: TrainBatch) -> dict[str, float]:
         mask = part["token_mask"][:, 1:] * part["sample_mask"][:, None]
         return {
-            "global_valid_seqs": float((mask.sum(-1) > 0).sum()),
+            "global_valid_seqs": float(part["sample_mask"].sum()),
             "global_valid_toks": float(mask.sum()),
             "wd": self.cfg.policy.megatron_cfg.optimizer.weight_decay,
         }

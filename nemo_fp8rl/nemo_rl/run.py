@@ -18,6 +18,7 @@ from nemo_fp8rl.nemo_rl.checks import check_loop
 from nemo_fp8rl.nemo_rl.compat import PREPARE_PROCESS, finish_checkpoints, prepare, steps_done
 from nemo_fp8rl.nemo_rl.config import from_nemo_rl
 from nemo_fp8rl.nemo_rl.ended import Watch
+from nemo_fp8rl.nemo_rl.keys import at
 from nemo_fp8rl.nemo_rl.parts import Loop, check_cluster, check_own_gpu, of_nemo_rl, of_ours, takes_ours
 from nemo_fp8rl.nemo_rl.recipe import load as checked
 from nemo_fp8rl.nemo_rl.stock.pythonpath import package_on_pythonpath
@@ -59,7 +60,12 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
     asked = _here(master.policy["tokenizer"]) if ours else master.policy["tokenizer"]
     with reading_tokenizer(asked["name"]):
         tokenizer = get_tokenizer(asked)
-    master.policy["generation"] = configure_generation_config(master.policy["generation"], tokenizer)
+    master.policy["generation"] = configure_generation_config(
+        master.policy["generation"],
+        tokenizer,
+        has_refit_draft_weights=bool(at(master.policy, "draft.enabled", False)),
+        trains_mtp=bool(at(master.policy, "megatron_cfg.mtp_num_layers", None)),
+    )
     processes = 0
     if ours:
         cfg = from_nemo_rl(master.model_dump())

@@ -10,6 +10,7 @@ from nemo_fp8rl.doctor.shapes import PUBLISHED
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation.engine import engine_arguments
 from nemo_fp8rl.nemo_rl.config import from_nemo_rl
+from nemo_fp8rl.nemo_rl.gpus import check_division, divide
 from nemo_fp8rl.nemo_rl.recipe import load
 from tests.conftest import RECIPES
 
@@ -131,6 +132,12 @@ def test_gpus_are_ranks_and_processes_of_engines(tiny):
         ("policy__megatron_cfg__scheduler__end_weight_decay", 0.5, "end_weight_decay"),
         ("policy__generation__vllm_cfg__expert_parallel_size", 4, "expert_parallel_size=4"),
         ("policy__generation__colocated", {"enabled": False, "resources": {"gpus_per_node": 1}}, "none to train on"),
+        ("policy__generation__colocated", {"enabled": False}, r"resources\.gpus_per_node is null"),
+        (
+            "policy__generation__colocated",
+            {"enabled": False, "resources": {"gpus_per_node": 1, "num_nodes": 2}},
+            r"resources\.num_nodes=2 .* set it to null",
+        ),
         ("checkpointing__save_optimizer", False, "save_optimizer"),
         ("nemo_fp8rl", {"kernle": "cpu"}, "kernle"),
     ],
@@ -138,6 +145,45 @@ def test_gpus_are_ranks_and_processes_of_engines(tiny):
 def test_what_we_cannot_do_is_refused_by_its_key(tiny, key, value, message):
     with pytest.raises(UserError, match=message):
         from_nemo_rl(master(tiny, **{key: value}))
+
+
+@pytest.mark.parametrize(
+    ("resources", "message"),
+    [
+        ({"gpus_per_node": 4, "num_nodes": None}, r"resources\.num_nodes is null, and on 3 nodes"),
+        ({"gpus_per_node": 2, "num_nodes": 1}, r"resources\.gpus_per_node=2, .*set it to cluster\.gpus_per_node=4"),
+        ({"gpus_per_node": None, "num_nodes": 1}, r"resources\.gpus_per_node is null"),
+    ],
+)
+def test_on_several_nodes_engines_are_said_to_have_whole_ones(tiny, resources, message):
+    nodes = {"cluster__num_nodes": 3, "cluster__gpus_per_node": 4, "policy__train_micro_batch_size": 8}
+    with pytest.raises(UserError, match=message):
+        from_nemo_rl(master(tiny, **nodes, policy__generation__colocated={"enabled": False, "resources": resources}))
+    apart = {"enabled": False, "resources": {"gpus_per_node": 4, "num_nodes": 1}}
+    cfg = from_nemo_rl(master(tiny, **nodes, policy__generation__colocated=apart))
+    assert (cfg.cluster.train_ranks, cfg.cluster.generation_engines) == (8, 4)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "apart", "expected"),
+    [
+        (1, None, (3, 3)),
+        (1, {"gpus_per_node": 1, "num_nodes": None}, (2, 1)),
+        (3, None, (8, 8)),
+        (3, {"gpus_per_node": 4, "num_nodes": 1}, (4, 4)),
+        (2, {"gpus_per_node": 1, "num_nodes": None}, (3, 1)),
+    ],
+)
+def test_a_reward_models_gpus_are_neither_the_trainers_nor_the_engines(tiny, nodes, apart, expected):
+    changes = {"env": {"reward_model": {"resources": {"gpus_per_node": 1, "num_nodes": 1}}}}
+    changes |= {"data": {"train": [{"env_name": "math"}, {"env_name": "reward_model"}], "default": None}}
+    changes |= {"cluster__num_nodes": nodes, "cluster__gpus_per_node": 4}
+    colocated = {"enabled": apart is None, "resources": apart or {}}
+    values = master(tiny, **changes, policy__generation__colocated=colocated)
+    check_division(values)
+    assert divide(values) == expected
+    values["data"]["train"] = {"env_name": "math"}
+    assert divide(values).trainer == nodes * 4 - (0 if apart is None else expected[1])
 
 
 ASYNC = {

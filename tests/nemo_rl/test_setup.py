@@ -89,7 +89,22 @@ def test_the_engine_is_told_what_is_fp8_and_the_trainer_what_the_recipe_says_of_
     assert trainer.arguments["worker_extension_cls_fqn"] == TRAINER_WORKER
 
 
-def test_a_bfloat16_recipe_leaves_both_to_nemo_rl(set_up):
+def test_layers_are_those_of_a_composite_models_text(set_up, monkeypatch):
+    import transformers
+
+    composite: Any = SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_hidden_layers=2))
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda name: composite)
+    with set_up() as loop:
+        assert loop.policy.config[CHOICE]["fp8_layers"]["end"] == 2
+
+
+def test_a_bfloat16_recipe_leaves_both_to_nemo_rl(set_up, monkeypatch):
+    import transformers
+
+    def unreadable(name: str) -> None:
+        raise ValueError("its config is code of its own")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", unreadable)
     precision = ("policy.megatron_cfg.fp8_cfg.enabled=false", "policy.generation.vllm_cfg.precision=bfloat16")
     with set_up(*precision, "++policy.hf_config_overrides={rope_theta:10000.0}") as loop:
         engine, trainer = loop.generation.config, loop.policy

@@ -1,0 +1,72 @@
+"""What our policy says to NeMo RL's loop of a batch, and to the gates, with a fake in place of what trains."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_fp8rl.algorithms.gates import GateConfig
+from tests.nemo_rl import runs
+
+pytestmark = [pytest.mark.nemo_rl, runs.needs_checkout]
+
+
+class FakeMegatronPolicy:
+    def train_step(self, batch: Any, loss: Any, schedules: bool) -> dict[str, float]:
+        return {"loss": 1.0, "grad_norm": 1.0}
+
+    def step_schedule(self) -> None: ...
+
+
+@pytest.fixture
+def policy(monkeypatch) -> Any:
+    from nemo_fp8rl.nemo_rl.compat import prepare
+
+    prepare()
+    from nemo_fp8rl.nemo_rl import policy as module
+
+    monkeypatch.setattr(module, "_as_loss", lambda loss_fn: loss_fn)
+    gates = [GateConfig("token_mult_prob_error", 1.001, "skip_step")]
+    cfg: Any = SimpleNamespace(
+        policy=SimpleNamespace(
+            train_micro_batch_size=2,
+            train_global_batch_size=3,
+            megatron_cfg=SimpleNamespace(offload_between_phases=False, optimizer=SimpleNamespace(weight_decay=0.0)),
+        ),
+        fp8_kv_cache=False,
+        data_parallel_size=1,
+        loss_fn=SimpleNamespace(force_on_policy_ratio=False),
+        nemo_fp8rl=SimpleNamespace(gates=gates),
+    )
+    return module.MegatronFp8Policy(FakeMegatronPolicy(), cfg, None, loaded=False)  # type: ignore[arg-type]
+
+
+def batch(sample_mask: list[float]) -> dict[str, Any]:
+    """Three answers: of the first trainer and engine disagree, the last has no token."""
+    token_mask = torch.tensor([[0, 1, 1.0], [0, 1, 1], [0, 0, 0]])
+    logprobs = torch.full((3, 3), -1.0)
+    generation_logprobs = logprobs.clone()
+    generation_logprobs[0] = -3
+    return {
+        "input_ids": torch.ones(3, 3, dtype=torch.long),
+        "input_lengths": torch.tensor([3, 3, 3]),
+        "token_mask": token_mask,
+        "sample_mask": torch.tensor(sample_mask),
+        "advantages": torch.ones(3, 3),
+        "prev_logprobs": logprobs,
+        "generation_logprobs": generation_logprobs,
+        "reference_policy_logprobs": logprobs,
+    }
+
+
+def test_a_gate_judges_samples_that_are_trained_on_alone(policy):
+    assert policy.train(batch([1, 1, 1]), None)["all_mb_metrics"]["optimizer_steps_skipped"] == [1]
+    metrics = policy.train(batch([0, 1, 1]), None)["all_mb_metrics"]
+    assert metrics["optimizer_steps_skipped"] == [0]
+    assert metrics["token_mult_prob_error"] == [1]
+
+
+def test_valid_samples_are_those_of_the_mask_as_nemo_rl_counts(policy):
+    metrics = policy.train(batch([0, 1, 1]), None)["all_mb_metrics"]
+    assert (metrics["global_valid_seqs"], metrics["global_valid_toks"]) == ([2], [2])
