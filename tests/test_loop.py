@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nemo_fp8rl import rollout
+from nemo_fp8rl.algorithms.gates import GATED
 from nemo_fp8rl.batch import Prompt
 from nemo_fp8rl.cli import main
 from nemo_fp8rl.errors import BAD_INPUT, UserError
@@ -71,27 +72,30 @@ def test_a_gate_skips_the_step(run):
         assert "train/loss" not in row
 
 
-def test_a_gate_stops_the_run_and_keeps_what_was_trained(run, tmp_path):
-    """A step at lr 0.1 throws the weights far off: gen_kl_error was 0.0006 before it and 0.034 after."""
-    limit = "nemo_fp8rl.gates=[{metric: gen_kl_error, max: 0.005, action: stop}]"
-    with pytest.raises(UserError, match=r"step 2: gen_kl_error is .*, its gate allows at most 0\.005"):
-        run(
-            limit,
-            "nemo_fp8rl.flow=fp8_rollout",
-            "policy.megatron_cfg.optimizer.lr=0.1",
-            "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
-        )
+def test_a_gate_stops_the_run_and_keeps_what_was_trained(run, warm_overrides, tmp_path):
+    """A step at lr 0.1 throws the weights far off: a mismatch that it makes larger is given a limit between the two."""
+    far = ("nemo_fp8rl.flow=fp8_rollout", "policy.megatron_cfg.optimizer.lr=0.1")
+    far += ("policy.megatron_cfg.scheduler.lr_warmup_iters=0",)
+    probe = [*warm_overrides, *SHORT, *far, f"logger.log_dir={tmp_path}/probe"]
+    assert train(load(RECIPES / "tiny_cpu.yaml", probe))
+    before, after = rows(tmp_path / "probe")
+    growth = {name: after[f"train/{name}"] - before[f"train/{name}"] for name in GATED}
+    metric = max(growth, key=growth.__getitem__)
+    assert growth[metric] > 0
+    limit = (before[f"train/{metric}"] + after[f"train/{metric}"]) / 2
+    with pytest.raises(UserError, match=rf"step 2: {metric} is .*, its gate allows at most "):
+        run(f"nemo_fp8rl.gates=[{{metric: {metric}, max: {limit}, action: stop}}]", *far)
     assert [row["step"] for row in rows(tmp_path / "run")] == [1]
     assert checkpoint_weights(tmp_path / "run", 1)
 
 
 def test_too_many_logprobs_that_are_not_finite_end_the_run_in_a_sentence(warm_overrides, tmp_path, capsys):
-    """A step at lr 1e36 leaves weights whose products overflow: every log-prob of the next step is NaN."""
+    """A step at lr 1e36 leaves weights whose products overflow: log-probs of the next step are NaN."""
     given = [*warm_overrides, *SHORT, f"logger.log_dir={tmp_path}/run", "nemo_fp8rl.flow=bf16"]
     given += ["policy.megatron_cfg.optimizer.lr=1e36", "policy.megatron_cfg.scheduler.lr_warmup_iters=0"]
     assert main(["train", "--config", str(RECIPES / "tiny_cpu.yaml"), *given]) == BAD_INPUT
     said = capsys.readouterr().err
-    assert re.fullmatch(r"nemo-fp8rl: step 2: (\d+) of \1 .*correction\.max_nonfinite_fraction=0\.01 allows.*\n", said)
+    assert re.fullmatch(r"nemo-fp8rl: step 2: \d+ of \d+ .*correction\.max_nonfinite_fraction=0\.01 allows.*\n", said)
     assert [row["step"] for row in rows(tmp_path / "run")] == [1]
     assert checkpoint_weights(tmp_path / "run", 1)
 
