@@ -9,6 +9,7 @@ from nemo_fp8rl.doctor.finding import Finding
 from nemo_fp8rl.doctor.plan import Plan
 from nemo_fp8rl.doctor.shapes import config_of
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.nemo_rl.checks import check_loop
 from nemo_fp8rl.nemo_rl.keys import OF_MEMORY, at
 from nemo_fp8rl.nemo_rl.stock.refusal import why_not
 
@@ -21,6 +22,8 @@ def check_workers(plan: Plan, version: str) -> Iterator[Finding]:
     Under auto a recipe may be for NeMo RL without this package, too.
     """
     workers = plan.values["nemo_fp8rl"]["workers"]
+    if refusal := _loop(plan):
+        yield Finding("warn" if workers == "auto" else "error", TOPIC, f"`nemo-fp8rl nemo` refuses it: {refusal}")
     if workers == "ours":
         yield from _ours(plan)
     elif refusal := _stock(plan, version):
@@ -28,6 +31,14 @@ def check_workers(plan: Plan, version: str) -> Iterator[Finding]:
             yield Finding("warn", TOPIC, f"nemo_fp8rl.workers=auto takes NeMo RL's own on GPUs and ends: {refusal}")
         else:
             yield Finding("error", TOPIC, refusal)
+
+
+def _loop(plan: Plan) -> str:
+    try:
+        check_loop(plan.values)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def _stock(plan: Plan, version: str) -> str:

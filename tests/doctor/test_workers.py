@@ -50,6 +50,14 @@ def test_what_nemo_rls_own_do_not_take_is_named(plan, workers, level, change, ve
     assert finding.level == level and message in finding.text
 
 
+@pytest.mark.parametrize(("workers", "level"), [("auto", "warn"), ("nemo_rl", "error")])
+def test_what_no_loop_does_is_named(plan, workers, level):
+    changes = {"nemo_fp8rl.workers": workers, "grpo.async_grpo": {"enabled": True}, "grpo.use_dynamic_sampling": True}
+    (finding,) = check_workers(plan(changes=changes), "0.6.0")
+    assert finding.level == level
+    assert finding.text.startswith("`nemo-fp8rl nemo` refuses it: grpo.use_dynamic_sampling=true")
+
+
 def test_nemo_rls_own_take_an_fp8_recipe_on_main_and_bf16_on_every_version(plan):
     bf16 = {ENGINE + "precision": "bfloat16", TRAINER + "fp8_cfg.enabled": False}
     assert list(check_workers(plan(changes={"nemo_fp8rl.workers": "nemo_rl"}), "0.6.0")) == []
