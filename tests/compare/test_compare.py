@@ -154,7 +154,12 @@ def test_ctrl_c_before_a_command_has_begun_is_an_interruption(tmp_path, asked):
         def requested(self):
             return next(answers)
 
-    assert process.run(["--version"], tmp_path / "log", Stop(), lambda: None, ()) is False
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what ignores it hands that on
+    try:
+        assert process.run(["make-tiny", str(tmp_path / "tiny")], tmp_path / "log", Stop(), lambda: None, ()) is False
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not (tmp_path / "tiny").exists()
 
 
 def test_what_a_killed_comparison_had_started_is_left_alone(tmp_path, capsys):
