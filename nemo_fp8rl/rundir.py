@@ -192,8 +192,13 @@ class RunDirectory:
         path = self.path / "environment.json"
         try:
             known = json.loads(path.read_text(encoding="utf-8")).get("data", {})  # none of an older run
-        except (OSError, ValueError, AttributeError):
-            known = {}
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"--resume: {path}, which says what prompts the run began with, cannot be read: {one_line(error)}; "
+                "remove it to go on without that check"
+            ) from None
         for kind in known.keys() & self.data.keys():
             if known[kind] != self.data[kind]:
                 raise UserError(

@@ -130,6 +130,10 @@ def test_resume_under_other_data_is_refused(recipe):
     assert RunDirectory(recipe(), resume=True).done == 1
     with pytest.raises(UserError, match=r"--resume: the validation prompts are not those .*data\.train\.data_path"):
         RunDirectory(recipe(), resume=True, data=data | {"validation": "3"})
+    environment = Path(recipe().logger.log_dir) / "environment.json"
+    environment.write_text("{")
+    with pytest.raises(UserError, match=r"environment\.json, which says what prompts .* cannot be read: .*remove it"):
+        RunDirectory(recipe(), resume=True, data=data)
 
 
 def test_one_folder_by_two_names_is_locked_once(recipe, tmp_path):

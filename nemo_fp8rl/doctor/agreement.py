@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from nemo_fp8rl.doctor.finding import Finding
 from nemo_fp8rl.doctor.plan import ENGINE, TRAINER, Plan
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.nemo_rl.checks import correction_said_twice
 from nemo_fp8rl.nemo_rl.gpus import is_asynchronous
 from nemo_fp8rl.nemo_rl.precision import read_precision
 
@@ -62,13 +63,8 @@ def _correction(plan: Plan) -> Iterator[Finding]:
     loss, ours = plan.values["loss_fn"], plan.values["nemo_fp8rl"]["correction"]
     if ours is not None:
         if is_asynchronous(plan.values):  # whose loop asks for the key: `nemo_rl.config.loss_keys`
-            if loss.get("truncated_importance_sampling_type") is not None:
-                yield Finding(
-                    "error",
-                    TOPIC,
-                    "nemo_fp8rl.correction contradicts loss_fn.truncated_importance_sampling_type: set that and its "
-                    "ratios to null",
-                )
+            if refusal := correction_said_twice(plan.values):
+                yield Finding("error", TOPIC, refusal)
         elif loss.get("use_importance_sampling_correction"):
             yield Finding(
                 "error",

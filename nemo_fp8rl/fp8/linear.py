@@ -27,7 +27,7 @@ def operand_dtype(dtype: torch.dtype, scale_format: ScaleFormat) -> torch.dtype:
 
 def multiplies_bf16() -> bool:
     """Whether bfloat16 matmuls are fast: without AVX-512 torch's on a CPU take ten times as long as in float32."""
-    return torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.cuda.is_available() or torch.cpu._is_avx512_supported()
 
 
 def fprop(x: Tensor, w_dequantized: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype | None = None) -> Tensor:

@@ -101,7 +101,7 @@ def choose_for_ours(
     """
     given = read(recipe, overrides)[1] if gpus > 1 or (gpus and asked) else {}
     said = [f"{key}={value}" for key in LAYOUT if (value := at(given, key, None)) is not None]
-    if said and asked and gpus:
+    if said and asked:
         raise UserError(f"gpus_per_node={gpus}, but the recipe says {', '.join(said)}: leave one of the two out")
     if said or gpus < 2:
         return (), ""

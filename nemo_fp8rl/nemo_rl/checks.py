@@ -59,6 +59,19 @@ def check_not_elsewhere(master: Mapping[str, Any]) -> None:
         )
 
 
+def correction_said_twice(master: Mapping[str, Any]) -> str:
+    """A sentence where the asynchronous loop, which asks for use_importance_sampling_correction, is told how to correct
+    by a key of loss_fn and by nemo_fp8rl.correction; else empty.
+    """
+    ours = at(master, "nemo_fp8rl.correction", None)
+    theirs = at(master, "loss_fn.truncated_importance_sampling_type", None)
+    if not is_asynchronous(master) or ours is None or theirs is None:
+        return ""
+    return (
+        "nemo_fp8rl.correction contradicts loss_fn.truncated_importance_sampling_type: set that and its ratios to null"
+    )
+
+
 def check_as_nemo_rl_does(master: Mapping[str, Any]) -> None:
     """Raise UserError, naming the key."""
     grpo, loss, generation = master["grpo"], master["loss_fn"], master["policy"]["generation"]

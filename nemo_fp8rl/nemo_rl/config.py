@@ -13,7 +13,7 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation.checks import check_engine
 from nemo_fp8rl.hf.config import check_context, read_hf_config
 from nemo_fp8rl.hf.hub import with_commits
-from nemo_fp8rl.nemo_rl.checks import check_as_nemo_rl_does
+from nemo_fp8rl.nemo_rl.checks import check_as_nemo_rl_does, correction_said_twice
 from nemo_fp8rl.nemo_rl.gpus import check_division, divide, is_asynchronous, is_colocated
 from nemo_fp8rl.nemo_rl.keys import COPIED, at, check_keys
 from nemo_fp8rl.nemo_rl.precision import read_precision
@@ -65,13 +65,10 @@ def loss_keys(master: Mapping[str, Any]) -> dict[str, Any]:
     """The block loss_fn. The asynchronous loop asks for use_importance_sampling_correction; beside that
     `nemo_fp8rl.correction` says how. Raises UserError where a key of loss_fn does, too.
     """
+    if refusal := correction_said_twice(master):
+        raise UserError(refusal)
     keys = dict(master["loss_fn"])
     if is_asynchronous(master) and at(master, "nemo_fp8rl.correction", None) is not None:
-        if keys.get("truncated_importance_sampling_type") is not None:
-            raise UserError(
-                "nemo_fp8rl.correction contradicts loss_fn.truncated_importance_sampling_type: set that and its "
-                "ratios to null"
-            )
         keys["use_importance_sampling_correction"] = False
     return keys
 

@@ -12,7 +12,8 @@ Megatron's through its ModuleSpec; in float32 they equal the standard formulas. 
     row-parallel    ranks' products are summed in float32, one rounding (`linears`; Megatron rounds each product)
     softmax         scores and the weighted sum in float32, one rounding of the output; probabilities in float32 too,
                     but before matrix units (`rounding.rounds_probabilities`)
-                    RoPE and softmax cut off instead of rounding on a CPU without AVX-512 BF16 (`rounding.truncates`)
+    both roundings  of RoPE and of softmax's output: cut off on a CPU without AVX-512 BF16 (`rounding.truncates`), and
+                    there attention is summed in the kernel's order (`ordered`)
     FP8 KV cache    keys after RoPE and values as the engine's cache holds them (`fp8.cached`)
 """
 

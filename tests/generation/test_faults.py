@@ -85,7 +85,7 @@ def core_process() -> psutil.Process:
 
 @pytest.fixture(scope="module")
 def async_run(tiny_overrides):
-    run = Run((*tiny_overrides, ASYNC, WAVES, "cluster.max_engine_restarts=8"))
+    run = Run((*tiny_overrides, ASYNC, WAVES, "cluster.max_engine_restarts=10"))
     yield run
     run.close()
 
@@ -141,6 +141,26 @@ def test_what_a_refit_found_dead_and_another_thread_has_replaced_is_not_replaced
     another.join()
     async_run.generation.replace(0, WorkerDied("the process of its core ended"))
     assert async_run.generation.engine_restarts == before + 1
+    assert async_run.answers() == expected
+
+
+def test_an_engine_that_dies_as_it_starts_again_is_started_once_more(async_run, monkeypatch):
+    expected, before = async_run.answers(), async_run.generation.engine_restarts
+    engines = async_run.generation.engines
+    restart, tried = engines.restart, []
+
+    def dies_at_first(engine):
+        tried.append(engine)
+        if len(tried) == 1:
+            raise WorkerDied("its process ended")
+        restart(engine)
+
+    monkeypatch.setattr(engines, "restart", dies_at_first)
+    core = core_process()
+    core.kill()
+    core.wait()
+    async_run.generation.check_health()
+    assert async_run.generation.engine_restarts == before + 2
     assert async_run.answers() == expected
 
 
@@ -220,8 +240,8 @@ def test_a_core_that_hangs_in_a_refit_is_replaced_after_the_timeout_and_gets_the
 
 
 def test_one_death_too_many_ends_the_run(async_run):
-    assert async_run.generation.engine_restarts == 8
-    with pytest.raises(UserError, match=r"after 8 restarts .*cluster\.max_engine_restarts.*--resume"):
+    assert async_run.generation.engine_restarts == 10
+    with pytest.raises(UserError, match=r"after 10 restarts .*cluster\.max_engine_restarts.*--resume"):
         async_run.answers(lambda: core_process().kill())
 
 

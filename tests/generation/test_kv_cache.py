@@ -11,7 +11,7 @@ from nemo_fp8rl.generation.engine import VllmEngine, engine_arguments
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.tiny import make_tiny
-from tests.conftest import RECIPES, SMALL
+from tests.conftest import RECIPES, SMALL, needs_fp8_cache
 from tests.generation.pair import GREEDY, Pair, outputs
 
 CASES = [
@@ -21,9 +21,7 @@ CASES = [
     pytest.param(("qwen3_moe", "bf16", "vllm"), marks=pytest.mark.long),
 ]
 
-pytestmark = pytest.mark.skipif(
-    not torch.cpu._is_avx512_supported(), reason="vLLM's FP8 KV cache on a CPU needs AVX-512"
-)
+pytestmark = needs_fp8_cache
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)

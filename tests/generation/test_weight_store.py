@@ -23,15 +23,13 @@ from nemo_fp8rl.refit.plan import aligned
 from nemo_fp8rl.refit.receive import IncomingLink
 from nemo_fp8rl.refit.send import Link, WeightSender
 from nemo_fp8rl.refit.transport.in_process import in_process_link
-from tests.conftest import RECIPES
+from tests.conftest import RECIPES, needs_fp8_cache
 from tests.generation.pair import Pair
 from tests.refit.memory_engine import Message, Tampered, at_rest, split
 
 K_SCALE, UP_PROJ = "model.layers.1.self_attn.k_scale", "model.layers.1.mlp.up_proj.weight"
 
-pytestmark = pytest.mark.skipif(
-    not torch.cpu._is_avx512_supported(), reason="vLLM's FP8 KV cache on a CPU needs AVX-512"
-)
+pytestmark = needs_fp8_cache
 
 
 @pytest.fixture(scope="module")

@@ -8,16 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests.conftest import needs_fp8_cache
 from tests.nemo_rl import runs
 
 pytestmark = [pytest.mark.nemo_rl, runs.needs_checkout]
 BF16 = ("policy.megatron_cfg.fp8_cfg.enabled=false", "policy.generation.vllm_cfg.precision=bfloat16")
 LONG = ("checkpointing.enabled=true", "checkpointing.save_period=1000", "grpo.max_num_steps=50")
-needs_fp8_cache = pytest.mark.skipif(
-    not torch.cpu._is_avx512_supported(), reason="vLLM's FP8 KV cache on a CPU needs AVX-512"
-)
 CLOCK = ("timing/", "performance/", "refit/", "ray/")
 
 

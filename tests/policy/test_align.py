@@ -16,6 +16,7 @@ from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.rope import Rope
 from nemo_fp8rl.policy.rounding import rounds_probabilities
 from nemo_fp8rl.policy.tiles import tile_product
+from tests.conftest import needs_fp8_cache
 
 ROWS, WIDTH, HEADS, HEAD_DIM = 37, 256, 4, 128
 FREQUENCIES = 1.0 / 10_000.0 ** (torch.arange(0, HEAD_DIM, 2, dtype=torch.float32) / HEAD_DIM)
@@ -117,11 +118,8 @@ def of_vllms_kernel(
     return out
 
 
-def skip_without(kernel: str, needs_avx512: bool = False) -> None:
-    has = (
-        torch.cpu._is_amx_tile_supported() if kernel == "amx" else torch.cpu._is_avx512_supported() or not needs_avx512
-    )
-    if not has:
+def skip_without(kernel: str) -> None:
+    if kernel == "amx" and not torch.cpu._is_amx_tile_supported():
         pytest.skip(f"this CPU cannot run vLLM's kernel {kernel}")
 
 
@@ -142,13 +140,14 @@ def test_attention_equals_vllms_kernel_and_not_its_other_one(config, monkeypatch
         assert rounds_alike(got, expected) == (rounded is rounds)
 
 
+@needs_fp8_cache
 @pytest.mark.parametrize(("kernel", "is_amx"), [("vec", False), ("amx", True)])
 @pytest.mark.parametrize("scales", [(2.0**-6, 2.0**-5), (2.0**-5, 2.0**-6)])
 def test_attention_on_an_fp8_cache_equals_vllms_kernel_and_not_its_other_one(
     config, monkeypatch, kernel, is_amx, scales
 ):
     """Scales as calibration gives them: the largest value is near 448."""
-    skip_without(kernel, needs_avx512=True)
+    skip_without(kernel)
     q, k, v = bf16(30, HEADS, HEAD_DIM, seed=14), bf16(30, 2, HEAD_DIM, seed=15), bf16(30, 2, HEAD_DIM, seed=16)
     expected = of_vllms_kernel(kernel, q, k, v, scales).view(30, -1)
     for amx in (is_amx, not is_amx):
