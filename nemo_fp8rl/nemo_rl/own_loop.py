@@ -71,7 +71,8 @@ def of_keys_for_own_loop(path: Path, recipe: Mapping[str, Any]) -> Config:
     """What the keys alone say, without the model's files and the data. recipe: the values of the one at `path`."""
     for key, (value, why) in REQUIRED.items():
         if (given := at(recipe, key, value)) not in (value, None):
-            raise UserError(f"{key}={given}: {why} in our own loop; use `nemo-fp8rl nemo`, or set it otherwise")
+            fix = f"{key}={'null' if value is None else value}"
+            raise UserError(f"{key}={given}: {why} in our own loop; use `nemo-fp8rl nemo`, or set {fix}")
     known = {*COPIED["grpo"], *USED_OR_UNUSED, *(key.split(".")[1] for key in REQUIRED if key.startswith("grpo."))}
     for name, given in recipe["grpo"].items():
         if given and name not in known:
@@ -95,7 +96,7 @@ def _check_length(recipe: Mapping[str, Any]) -> None:
     if longest is not None and room is not None and longest < room:
         raise UserError(
             f"{LONGEST}={longest}: our own loop takes prompts of up to policy.generation.vllm_cfg.max_model_len={room}"
-            "; use `nemo-fp8rl nemo`, or set them alike"
+            "; use `nemo-fp8rl nemo`, or set it to that or to null"
         )
 
 

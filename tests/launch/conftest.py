@@ -11,6 +11,8 @@ ON_JSONL = (
     "++data.train={dataset_name: ResponseDataset, data_path: data.jsonl, input_key: prompt, output_key: answer}",
     "data.validation=null",
     "data.default.prompt_file=null",
+    "data.max_input_seq_length=null",
+    "env.math.math_verify_impl=hf_math_verify",
 )
 """With these our own loop takes a recipe of NeMo RL's: docs/launch.md."""
 

@@ -38,7 +38,10 @@ def test_a_recipe_of_nemo_rls_says_its_nodes():
 @needs_checkout
 @pytest.mark.parametrize(
     ("recipe", "says"),
-    [("qwen3-8b-bf16", "data.train: our own loop reads"), ("llama3.1-8b-instruct-bf16", "data.default.prompt_file=")],
+    [
+        ("qwen3-8b-bf16", "env.math.math_verify_impl=dapo_math_verify: math-verify's own rules decide"),
+        ("llama3.1-8b-instruct-bf16", "data.train: our own loop reads"),
+    ],
 )
 def test_what_our_loop_would_refuse_is_not_queued(recipe, says, capsys):
     path = RECIPES / "nemo_rl" / f"{recipe}.yaml"

@@ -76,7 +76,7 @@ def test_train_runs_nemo_rls_recipe_and_launch_leaves_the_choice(warm, tmp_path,
         ("++data.validation={data_path:x.jsonl,env_name:math}", "env_name=exact_match and data.validation math"),
         ("data.shuffle=false", "data.shuffle=False"),
         ("data.max_input_seq_length=32", "data.max_input_seq_length=32.*max_model_len=64"),
-        ("++env.math={num_workers:1,math_verify_impl:dapo_math_verify}", "math_verify_impl=dapo_math_verify"),
+        ("++env.math={num_workers:1,math_verify_impl:dapo_math_verify}", "or set env.math.math_verify_impl=hf_math"),
         ("++data.train.dataset_name=OpenMathInstruct-2", "reads a JSONL file"),
     ],
 )
