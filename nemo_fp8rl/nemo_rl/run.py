@@ -13,13 +13,14 @@ from nemo_fp8rl.errors import UserError, one_line
 from nemo_fp8rl.generation.checks import check_for_driver
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.hf.hub import checkpoint_folder
-from nemo_fp8rl.nemo_rl.checkout import NEMO_RL_SRC
+from nemo_fp8rl.nemo_rl.checkout import NEMO_RL_SRC, find_checkout
 from nemo_fp8rl.nemo_rl.checks import check_loop
 from nemo_fp8rl.nemo_rl.compat import PREPARE_PROCESS, finish_checkpoints, prepare, steps_done
 from nemo_fp8rl.nemo_rl.config import from_nemo_rl
 from nemo_fp8rl.nemo_rl.ended import Watch
 from nemo_fp8rl.nemo_rl.keys import at
 from nemo_fp8rl.nemo_rl.parts import Loop, check_cluster, check_own_gpu, of_nemo_rl, of_ours, takes_ours
+from nemo_fp8rl.nemo_rl.prompt_files import find_prompt_files
 from nemo_fp8rl.nemo_rl.recipe import load as checked
 from nemo_fp8rl.nemo_rl.stock.pythonpath import package_on_pythonpath
 from nemo_fp8rl.nemo_rl.stop import LoopStop, Prompts
@@ -167,6 +168,7 @@ def load(grpo: ModuleType, path: Path, overrides: Sequence[str]) -> Any:
         if overrides:
             config = parse_hydra_overrides(config, list(overrides))
         values: Any = OmegaConf.to_container(config, resolve=True)
+        find_prompt_files(values["data"], find_checkout().root.absolute())
         return grpo.MasterConfig(**values)
     except (OverridesError, OmegaConfBaseException) as error:
         raise UserError(f"{path}: {one_line(error)}") from None

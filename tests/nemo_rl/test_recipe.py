@@ -308,20 +308,25 @@ def test_our_recipes_load(real_checkout, path):
     assert loss_fn["use_importance_sampling_correction"]
     assert (loss_fn["truncated_importance_sampling_type"], loss_fn["truncated_importance_sampling_ratio"]) == ("tis", 2)
     assert recipe.values["checkpointing"]["checkpoint_dir"] == f"results/{path.stem}"
+    assert recipe.values["checkpointing"]["save_period"] <= 100
 
 
 @pytest.mark.nemo_rl
 @needs_checkout
 def test_nemo_rls_own_config_classes_take_our_recipes(tmp_path):
-    """By its own loader, all in one process, as the import takes a while; and they do refuse something."""
+    """By its own loader, all in one process, as the import takes a while; and they do refuse something.
+
+    From a folder without the prompt files, which the recipes name as from the root of its checkout.
+    """
     command = [sys.executable, "-c", VALIDATE, *map(str, SHIPPED)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env=environment(tmp_path) | {"HF_HOME": "/nowhere"},
-        check=False,
+        check=False, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    *taken, refused = (line for line in done.stdout.splitlines() if line.startswith("RECIPE "))
-    assert taken == [f"RECIPE {path.stem} True" for path in SHIPPED]
+    *taken, refused, missing = (line for line in done.stdout.splitlines() if line.startswith("RECIPE "))
+    assert taken == [f"RECIPE {path.stem} True True" for path in SHIPPED]
+    assert "data.default.prompt_file=none.txt: no such file" in missing
     assert "policy.train_global_batch_size: input should be a valid integer" in refused
 
 
@@ -334,11 +339,14 @@ from nemo_fp8rl.nemo_rl.run import load
 
 grpo = prepare()
 for path in map(Path, sys.argv[1:]):
-    print("RECIPE", path.stem, isinstance(load(grpo, path, []), grpo.MasterConfig))
-try:
-    load(grpo, path, ["policy.train_global_batch_size=many"])
-except UserError as error:
-    print("RECIPE", error)
+    config = load(grpo, path, [])
+    prompt_file = config.data["default"]["prompt_file"]
+    print("RECIPE", path.stem, isinstance(config, grpo.MasterConfig), prompt_file is None or Path(prompt_file).is_file())
+for wrong in ("policy.train_global_batch_size=many", "data.default.prompt_file=none.txt"):
+    try:
+        load(grpo, path, [wrong])
+    except UserError as error:
+        print("RECIPE", error)
 """
 
 
