@@ -1,5 +1,6 @@
 """A verifier takes (completion text, expected answer), returns a reward in 0..1. `data.default.env_name` picks one."""
 
+import re
 from collections.abc import Callable
 from importlib.util import find_spec
 
@@ -7,6 +8,7 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.rewards import math_process
 
 Verifier = Callable[[str, str], float]
+DELIMITED = re.compile(r"(?<!\\)\$|\\boxed")  # an escaped dollar is a sum of money
 
 
 def exact_match(completion: str, answer: str) -> float:
@@ -20,7 +22,7 @@ def math(completion: str, answer: str) -> float:
     An answer without math delimiters is taken as LaTeX, as NeMo RL takes it. What cannot be decided in
     time (a sampled tower of exponents, say) scores 0; `math_process` has the limits, and logs it when its child hangs.
     """
-    gold = answer if "$" in answer or "\\boxed" in answer else f"\\boxed{{{answer}}}"
+    gold = answer if DELIMITED.search(answer) else f"\\boxed{{{answer}}}"
     return float(math_process.agree(gold, completion))
 
 

@@ -340,8 +340,8 @@ from nemo_fp8rl.nemo_rl.run import load
 grpo = prepare()
 for path in map(Path, sys.argv[1:]):
     config = load(grpo, path, [])
-    prompt_file = config.data["default"]["prompt_file"]
-    print("RECIPE", path.stem, isinstance(config, grpo.MasterConfig), prompt_file is None or Path(prompt_file).is_file())
+    files = [name for key, name in config.data["default"].items() if key.endswith("prompt_file") and name]
+    print("RECIPE", path.stem, isinstance(config, grpo.MasterConfig), all(Path(name).is_file() for name in files))
 for wrong in ("policy.train_global_batch_size=many", "data.default.prompt_file=none.txt"):
     try:
         load(grpo, path, [wrong])

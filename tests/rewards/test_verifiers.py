@@ -28,6 +28,11 @@ EQUAL = [
     ("\\boxed{2\\sqrt{3}}", "2\\sqrt{3}"),
     ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
     ("\\boxed{x^2 + 1}", "x^2+1"),
+    # An escaped dollar is a sum of money.
+    ("\\boxed{\\$32{,}348}", "\\$32,\\!348"),
+    ("\\boxed{18.9}", "\\$18.90"),
+    ("\\boxed{\\text{\\$}18}", "\\text{\\$}18"),
+    ("\\boxed{\\$5 \\text{ per hour}}", "\\$5 \\text{ per hour}"),
 ]
 DIFFERENT = [
     ("8", "7"),
