@@ -37,6 +37,11 @@ def check_loop(master: Mapping[str, Any]) -> None:
         for key in ONLY_SYNCHRONOUS:
             if at(master, key, False):
                 raise UserError(f"{key}=true is nothing that NeMo RL's asynchronous loop does: set it to false")
+    if weight := at(master, "loss_fn.positive_example_nll_weight", 0):
+        raise UserError(
+            f"loss_fn.positive_example_nll_weight={weight}: NeMo RL's GRPO loops give their loss no rewards, so there "
+            "is no such term; set it to 0, or use `nemo-fp8rl train`"
+        )
     for name, on in (master.get("reward_penalties") or {}).items():
         if on is True:
             raise UserError(f"reward_penalties.{name}=true needs NeMo Gym, which is not here: set it to false")

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Hashable, Iterator, Mapping, Sequence
 from threading import Lock
 from typing import Any
 
@@ -68,7 +68,10 @@ class VllmFp8Generation(GenerationInterface):
         rows = prompts(data["input_ids"], data["input_lengths"])
         asked, samples = runs(rows)
         self.turn = self.turn + 1 if self._continues(rows) else 0
-        places = [f"{i} of turn {self.turn}" if self.turn else i for i in range(len(asked))]
+        places: list[int | str] = [f"{i} of turn {self.turn}" if self.turn else i for i in range(len(asked))]
+        # in a later call, too, as of a validation set that repeats its prompts
+        before = self._occurrences(list(zip(places, asked, strict=True)))
+        places = [f"{place} again {n}" if n else place for place, n in zip(places, before, strict=True)]
         completions = self._complete(asked, places, samples, self._stop_strings(data), greedy)
         self.answered = {row + completion.token_ids for row, completion in zip(rows, completions, strict=True)}
         return self._output(rows, completions, data["input_ids"].size(1))
@@ -87,23 +90,26 @@ class VllmFp8Generation(GenerationInterface):
         for stop, greedy in {(stop, greedy) for _, stop, greedy in asked}:
             alike = [i for i, (_, *how) in enumerate(asked) if how == [stop, greedy]]
             rows = [asked[i][0] for i in alike]
-            seeds = self._seeds(self._occurrences(rows))
+            seeds = self._seeds(
+                [f"{before} of {row}" for before, row in zip(self._occurrences(rows), rows, strict=True)]
+            )
             for at, (completion,) in self.generation.stream(rows, seeds, self._sampling(1, stop, greedy)):
                 yield alike[at], completion
 
-    def _occurrences(self, rows: list[tuple[int, ...]]) -> list[str]:
-        places = []
+    def _occurrences(self, asked: Sequence[Hashable]) -> list[int]:
+        """How often each was asked for before, in this step."""
+        counts = []
         with self.lock:
             if self.counted != self.step:
                 self.asked_before.clear()
                 self.counted = self.step
-            for row in rows:
-                before = self.asked_before.pop(hash(row), 0)
-                places.append(f"{before} of {row}")
-                self.asked_before[hash(row)] = before + 1
+            for key in asked:
+                before = self.asked_before.pop(hash(key), 0)
+                counts.append(before)
+                self.asked_before[hash(key)] = before + 1
             while len(self.asked_before) > REMEMBERED:  # a copy's step lasts as long as it does
                 self.asked_before.popitem(last=False)
-        return places
+        return counts
 
     def _complete(
         self,

@@ -77,14 +77,13 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
         """
         if eval_mode or mbs not in (None, self.cfg.policy.train_micro_batch_size):
             raise UserError("this policy trains, in microbatches of policy.train_micro_batch_size; nothing else")
-        batch, seen = train_batch(data), dict.fromkeys(DISAGREEMENT, math.nan)
-        skip = False
+        batch, seen, skip = train_batch(data), dict[str, float](), False
         if not self.cfg.loss_fn.force_on_policy_ratio:  # else NeMo RL does without prev_logprobs, and has zeros there
             mask = batch["token_mask"] * batch["sample_mask"][:, None]
             if mask.any():
                 mismatch = MismatchSums()
                 mismatch.observe(batch["prev_logprobs"], batch["generation_logprobs"], mask)
-                seen |= mismatch.metrics()
+                seen = mismatch.metrics()
                 skip = self._gates_skip(seen)
             if isinstance(loss_fn, GrpoLossFn):
                 batch, corrected = corrected_batch(batch, loss_fn.correction)
@@ -98,11 +97,16 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
         if self.calibrates:
             self.policy.calibrate_kv(batch)
         steps = steps or [{"loss": 0.0, "grad_norm": 0.0} | self._counts(batch)]
+        # of all tokens, where the loss's are those left by the correction, or, with `bypass`, no disagreement at all
         known = {name: [value] for name, value in seen.items() if name in DISAGREEMENT or math.isfinite(value)}
+        unknown = {name: [math.nan] for name in DISAGREEMENT}
         return {
             "loss": torch.tensor([step["loss"] / len(steps) for step in steps]),
             "grad_norm": torch.tensor([steps[-1]["grad_norm"]]),
-            "all_mb_metrics": known | _lists(steps) | {"optimizer_steps_skipped": [len(parts) - len(trained)]},
+            "all_mb_metrics": unknown
+            | _lists(steps)
+            | known
+            | {"optimizer_steps_skipped": [len(parts) - len(trained)]},
         }
 
     def _gates_skip(self, mismatch: dict[str, float]) -> bool:

@@ -21,6 +21,7 @@ grpo:
   stop_at_validation_metric: null
   stop_at_validation_threshold: null
   val_num_generations_per_prompt: 1
+loss_fn: {positive_example_nll_weight: 0.0}
 data: {use_multiple_dataloader: false}
 data_plane: {enabled: false}
 async_rl: {max_weight_staleness_versions: 1}
@@ -61,6 +62,7 @@ def path(checkout: Path, tmp_path: Path, monkeypatch) -> Path:
         (["++on_policy_distillation={enabled: true}"], r"on_policy_distillation\.enabled=True .*teachers"),
         (["++grpo.adv_estimator={name: opd}"], r"grpo\.adv_estimator\.name=opd needs teachers"),
         (["++env.should_use_nemo_gym=true"], r"env\.should_use_nemo_gym=True .*NeMo Gym's servers"),
+        (["++loss_fn.positive_example_nll_weight=0.1"], r"positive_example_nll_weight=0\.1: .*no rewards.*set it to 0"),
         (["++reward_penalties={penalize_empty_final_answer: true}"], r"reward_penalties\.penalize_empty_final_answer"),
         (["++grpo.stop_at_validation_metric=accuracy"], r"needs grpo\.stop_at_validation_threshold"),
         (
@@ -81,6 +83,7 @@ def test_what_nemo_rls_loops_do_not_do_is_refused_before_workers_are_asked_for(p
         [],
         [ASYNC],
         ["++grpo.use_dynamic_sampling=true", "++grpo.reward_scaling={enabled: true}"],
+        ["++loss_fn.positive_example_nll_weight=0.0"],
         ["++data_plane={enabled: false}", "++on_policy_distillation={enabled: false}"],
         ["++grpo.stop_at_validation_metric=accuracy", "++grpo.stop_at_validation_threshold=0.5"],
     ],

@@ -1,5 +1,6 @@
 """What our policy says to NeMo RL's loop of a batch, and to the gates, with a fake in place of what trains."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ pytestmark = [pytest.mark.nemo_rl, runs.needs_checkout]
 
 class FakeMegatronPolicy:
     def train_step(self, batch: Any, loss: Any, schedules: bool) -> dict[str, float]:
-        return {"loss": 1.0, "grad_norm": 1.0}
+        return {"loss": 1.0, "grad_norm": 1.0, "token_mult_prob_error": 1.0}
 
     def step_schedule(self) -> None: ...
 
@@ -64,6 +65,17 @@ def test_a_gate_judges_samples_that_are_trained_on_alone(policy):
     assert policy.train(batch([1, 1, 1]), None)["all_mb_metrics"]["optimizer_steps_skipped"] == [1]
     metrics = policy.train(batch([0, 1, 1]), None)["all_mb_metrics"]
     assert metrics["optimizer_steps_skipped"] == [0]
+    assert metrics["token_mult_prob_error"] == [1]
+
+
+def test_the_mismatch_is_of_all_tokens_whatever_the_loss_makes_of_it(policy):
+    """With `bypass` the loss finds none, with `denominator: kept` that of the tokens that are left."""
+    policy.cfg.nemo_fp8rl.gates = []
+    metrics = policy.train(batch([1, 1, 1]), None)["all_mb_metrics"]
+    assert metrics["optimizer_steps_skipped"] == [0]
+    assert metrics["token_mult_prob_error"] == [pytest.approx((2 * math.exp(2) + 2) / 4)]
+    policy.cfg.loss_fn.force_on_policy_ratio = True  # there are no log-probs of the trainer's but the loss's
+    metrics = policy.train(batch([1, 1, 1]), None)["all_mb_metrics"]
     assert metrics["token_mult_prob_error"] == [1]
 
 
