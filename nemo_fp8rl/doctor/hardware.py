@@ -24,8 +24,10 @@ from nemo_fp8rl.doctor.plan import ENGINE, TRAINER, Plan
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8.gpus import ADA, BLACKWELL, CAPABILITIES, HOPPER, Capability
 from nemo_fp8rl.nemo_rl.gpus import why_not
+from nemo_fp8rl.nemo_rl.keys import at
 
 TOPIC = "hardware"
+MOE_BACKEND = "policy.generation.vllm_kwargs.moe_backend"
 
 
 @dataclass(frozen=True)
@@ -98,19 +100,24 @@ def _trainer(plan: Plan, gpu: Gpu) -> Finding:
 
 
 def _engine(plan: Plan, gpu: Gpu) -> Finding:
+    on_wire = plan.values["nemo_fp8rl"]["workers"] == "nemo_rl"
     deep_gemm = plan.vllm.get("use_deep_gemm")
+    if on_wire:  # the key is for NeMo RL's own FP8, whose place vLLM's takes there
+        deep_gemm = (plan.vllm.get("env_vars") or {}).get("VLLM_USE_DEEP_GEMM", "1") != "0"
     if gpu.capability < HOPPER:
         return Finding(
             "warn", TOPIC, f"{gpu.name} has no DeepGEMM: vLLM's Triton kernels serve, without power-of-two activations"
         )
     if plan.pow2 and not deep_gemm:
+        off, fix = ("use_deep_gemm=false", "set it to true")
+        if on_wire:
+            off, fix = ("env_vars.VLLM_USE_DEEP_GEMM='0'", "remove it")
         return Finding(
             "warn",
             TOPIC,
-            f"{ENGINE}.use_deep_gemm=false: without DeepGEMM vLLM's kernels do not round activations' scales to powers "
-            "of two as pow2_activation_scaling_factors asks; set it to true",
+            f"{ENGINE}.{off}: without DeepGEMM vLLM's kernels do not round activations' scales to powers "
+            f"of two as pow2_activation_scaling_factors asks; {fix}",
         )
-    on_wire = plan.values["nemo_fp8rl"]["workers"] == "nemo_rl"
     if not plan.pow2 and on_wire and gpu.capability >= BLACKWELL:
         return Finding(
             "error",
@@ -125,7 +132,9 @@ def _engine(plan: Plan, gpu: Gpu) -> Finding:
             f"float32 scales do not reach DeepGEMM on {gpu.name} as they are: rounded up to powers of two (E8M0), "
             "nearly all weights get other values than the trainer's; set pow2_*_scaling_factors=true on both sides",
         )
-    return Finding("ok", TOPIC, f"DeepGEMM on {gpu.name} multiplies the values that the refit sends")
+    kernels, experts = "DeepGEMM" if deep_gemm else "CUTLASS or Triton", at(plan.values, MOE_BACKEND, None)
+    theirs = f" (experts: {MOE_BACKEND}={experts})" if experts else ""
+    return Finding("ok", TOPIC, f"{kernels} on {gpu.name}{theirs} multiplies the values that the refit sends")
 
 
 def _own_engine(gpu: Gpu) -> Finding:

@@ -228,6 +228,17 @@ def test_float32_scales_reach_the_kernels_of_nemo_rls_own_workers_as_they_are(pl
     assert message in one(check_hardware(plan(LLAMA, changes | {"nemo_fp8rl.workers": workers}), GPUS[gpu]), level)
 
 
+def test_with_fp8_on_the_wire_vllms_own_switch_decides_on_deepgemm(plan):
+    """And not use_deep_gemm, which NeMo RL's own FP8 reads. A backend of the experts is named."""
+    wire = {"nemo_fp8rl.workers": "nemo_rl", ENGINE + "use_deep_gemm": False, TRAINER + "fp8_cfg.enabled": False}
+    chosen = wire | {"policy.generation.vllm_kwargs": {"moe_backend": "triton"}}
+    assert one(check_hardware(plan(MIXTURE, chosen), GPUS["h100"]), "ok").startswith(
+        "DeepGEMM on h100 (experts: policy.generation.vllm_kwargs.moe_backend=triton) multiplies"
+    )
+    off = wire | {ENGINE + "env_vars": {"VLLM_USE_DEEP_GEMM": "0"}}
+    assert "VLLM_USE_DEEP_GEMM='0': without DeepGEMM" in one(check_hardware(plan(LLAMA, off), GPUS["h100"]), "warn")
+
+
 def test_a_bfloat16_recipe_runs_anywhere(plan):
     bf16 = {ENGINE + "precision": "bfloat16", TRAINER + "fp8_cfg": {"enabled": False}}
     assert {finding.level for finding in check_hardware(plan(LLAMA, bf16), GPUS["a100"])} == {"ok"}
