@@ -1,9 +1,13 @@
 """A small stand-in for a checkout of NeMo RL, and the real one where NEMO_RL_SRC names it."""
 
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.nemo_rl import runs
 
 EXAMPLE = """
 cluster: {gpus_per_node: 8, num_nodes: 1}
@@ -69,6 +73,16 @@ class GRPOConfig(BaseModel):
 class Elsewhere(BaseModel):
     unreachable: int
 """
+
+
+@pytest.fixture(autouse=True)
+def ended_with_its_test() -> Iterator[None]:
+    """A run of a test that failed would go on beside those after it."""
+    yield
+    while runs.STARTED:
+        if (run := runs.STARTED.pop()).poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+            run.wait()
 
 
 @pytest.fixture

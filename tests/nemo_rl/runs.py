@@ -87,11 +87,17 @@ def overrides(tiny: Path, logs: Path, env: str = "exact_match") -> list[str]:
     ]
 
 
+STARTED: "list[subprocess.Popen[bytes]]" = []
+"""By the test at hand; `conftest` ends what is left of them."""
+
+
 def start(arguments: list[str], log: Path) -> "subprocess.Popen[bytes]":
     """`nemo-fp8rl nemo`, its output in a file, in a process group of its own."""
     command = [sys.executable, "-m", "nemo_fp8rl.cli", "nemo", "--config", *arguments]
     with log.open("wb") as out:
-        return subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, env=environment(log.parent))
+        run = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, env=environment(log.parent))
+    STARTED.append(run)
+    return run
 
 
 def environment(folder: Path) -> dict[str, str]:
