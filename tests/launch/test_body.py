@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from nemo_fp8rl.launch import slurm
+from nemo_fp8rl.launch.attempt import write
 from nemo_fp8rl.launch.job import Job
 from tests.launch.conftest import settings, shellcheck
 
@@ -23,6 +24,7 @@ while [[ $1 == --* ]]; do
     [[ $1 != --output=* ]] || exec >>"${1#*=}" 2>&1
     shift
 done
+@step@
 "$@" &
 for name in USR1 TERM; do trap "kill -$name $!" "$name"; done
 while kill -0 $! 2>/dev/null; do wait $!; done
@@ -30,12 +32,13 @@ wait $!
 """,
     "scontrol": """\
 [[ $1 == show ]] || { echo "scontrol $*" >>"$FAKES/calls"; exit 1; }
-printf '%s\\n' one two
+printf '%s\\n' @hosts@
 """,
     "sbatch": 'echo "sbatch $*" >>"$FAKES/calls"; echo 8\n',
     "python3": """\
 good() { [[ $3 != 0 ]] || : >"$PREFLIGHT_DIR/bad_nodes"; }
 bad() { [[ $3 != 0 ]] || echo two >"$PREFLIGHT_DIR/bad_nodes"; }
+answer() { cp "$FAKES/well.json" "$PREFLIGHT_DIR/$3.json"; }
 till() { while [[ ! -e $1 ]]; do sleep 0.1; done; }
 case $2 in
 *.preflight) @preflight@ ;;
@@ -48,6 +51,7 @@ esac
 """,
 }
 NODE = 'till "$ATTEMPT_DIR/ended"'
+USUAL = {"preflight": 'good "$@"', "node": NODE, "step": ":", "hosts": "one two"}
 WAITS = "echo begun; while :; do sleep 0.1; done"
 
 
@@ -55,31 +59,35 @@ class Script:
     """A job that runs."""
 
     def __init__(self, folder: Path, job: Job, changes: tuple[str, ...], **does: str) -> None:
-        """does: commands of preflight, node and driver, of which there are fakes."""
+        """does: commands of preflight, node and driver, of which there are fakes; what srun does first; the hosts."""
         fakes = folder / "fakes"
         fakes.mkdir()
         for name, text in FAKES.items():
-            for part, command in {"preflight": 'good "$@"', "node": NODE, **does}.items():
+            for part, command in {**USUAL, **does}.items():
                 text = text.replace(f"@{part}@", command)
             (fakes / name).write_text(f"#!/bin/bash\n{text}")
             (fakes / name).chmod(0o755)
+        write(fakes / "well.json", {"host": "any", "versions": {}, "faults": []})
         config = settings(folder, "slurm.container.image=i", f"env.FAKES={fakes}", *changes)
         self.folder = slurm.run_dir(job, config)
         self.folder.mkdir(parents=True)
         (self.folder / "job.sbatch").write_text(slurm.render(job, config))
         self.calls, self.steps = fakes / "calls", fakes / "steps"
-        variables = {"PATH": f"{fakes}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x"}
+        self.variables = {"PATH": f"{fakes}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x"}
+        self.run()
+
+    def run(self) -> None:
         self.process = subprocess.Popen(
             ["bash", str(self.folder / "job.sbatch")],
-            env={**os.environ, **variables},
+            env={**os.environ, **self.variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
 
-    def log(self, name: str = "job") -> str:
-        path = self.folder / "attempt-0" / f"{name}.log"
+    def log(self, name: str = "job", attempt: int = 0) -> str:
+        path = self.folder / f"attempt-{attempt}" / f"{name}.log"
         return path.read_text() if path.exists() else ""
 
     def until(self, seen: Callable[[], object]) -> None:
@@ -152,6 +160,51 @@ def test_when_no_node_is_to_blame_none_is_left_out(start):
     script = start(preflight='[[ $3 != 0 ]] || : >"$PREFLIGHT_DIR/0.joined"', driver="exit 1")
     assert script.end() == "" and script.process.returncode == 1
     assert "preflight: the nodes could not reduce a number together; see" in script.log()
+
+
+def test_steps_that_start_nowhere_are_no_nodes_fault(start):
+    """As srun ends with a wrong name of an image."""
+    script = start(step="echo 'pyxis: failed to import docker image'; exit 1", driver="exit 1")
+    assert script.end() == "" and script.process.returncode == 1
+    assert "preflight: no node started its checks, so none is left out: " in script.log()
+    assert f"see {script.folder}/attempt-0/preflight-0/one.log" in script.log()
+    assert not (script.folder / "excluded_nodes").exists()
+
+
+def test_a_head_that_does_not_answer_is_left_out_when_the_others_are_well(start):
+    after = '[[ $3 != 0 ]] || exit 1; till "$PREFLIGHT_DIR/store.json"; answer "$@"'  # they may take longer to start
+    script = start(preflight=after, driver="exit 1")
+    assert f"sbatch --parsable {script.folder}/job-1.sbatch\n" in script.end()
+    assert "#SBATCH --exclude=one\n" in (script.folder / "job-1.sbatch").read_text()
+
+
+@pytest.mark.parametrize(
+    "preflight",
+    [
+        '[[ $3 != 1 ]] || answer "$@"; exit 1',  # one of three
+        '[[ $3 == 0 ]] || { answer "$@"; sed -i "s/\\[\\]/[1]/" "$PREFLIGHT_DIR/$3.json"; }; exit 1',  # bad ones, too
+    ],
+)
+def test_a_head_that_does_not_answer_is_not_to_blame_when_most_are_not_well(start, preflight):
+    script = start(preflight=preflight, hosts="one two three", driver="exit 1")
+    assert script.end() == "" and script.process.returncode == 1
+    assert "preflight: most nodes did not come through their checks, so none is left out: " in script.log()
+
+
+def test_a_head_that_answered_is_not_to_blame_for_what_it_does_with_the_others(start):
+    script = start(preflight='answer "$@"; exit 1', driver="exit 1")
+    assert script.end() == "" and script.process.returncode == 1
+    assert "preflight: no node is known to be worse than the others, so none is left out" in script.log()
+
+
+def test_of_jobs_of_one_node_the_second_bad_one_in_a_row_is_not_left_out(start):
+    """There is no other to compare it with; when the next is bad, too, the fault may be the job's."""
+    script = start(preflight='bad "$@"', hosts="two", driver="exit 1")
+    first = script.end()
+    assert f"sbatch --parsable {script.folder}/job-1.sbatch\n" in first
+    script.run()
+    assert script.end() == first and script.process.returncode == 1
+    assert "the attempt before ended in its preflight, too, on another node" in script.log(attempt=1)
 
 
 @pytest.mark.parametrize("loop", ["train", "nemo"])

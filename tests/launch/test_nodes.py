@@ -17,6 +17,7 @@ import pytest
 
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.launch import node
+from nemo_fp8rl.launch import preflight as preflight_module
 from nemo_fp8rl.launch.attempt import Attempt, free_ports, own_address, write
 from nemo_fp8rl.launch.preflight import check_node, listen, odd_ones
 from nemo_fp8rl.launch.ready import missing, wait
@@ -134,6 +135,41 @@ def test_when_all_joined_and_none_reduces_no_node_is_bad(tmp_path):
     assert head.returncode == 1
     assert "preflight: an all-reduce failed, which 2 of 2 nodes had joined" in said
     assert (tmp_path / "0.joined").exists() and not (tmp_path / "bad_nodes").exists()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "bad"),
+    [
+        ("bad bad bad bad", None),
+        ("well silent silent silent", None),
+        ("bad bad silent well", None),
+        ("well bad bad silent", None),
+        ("bad bad well well", "0 1"),
+        ("well silent bad well", "1 2"),
+        ("bad silent", None),
+        ("well bad", "1"),
+        ("bad well", "0"),
+        ("bad", "0"),  # it has none to be compared with
+    ],
+)
+def test_what_is_wrong_with_most_nodes_is_no_nodes_fault(nodes, bad, tmp_path, monkeypatch, capsys):
+    answers, full = nodes.split(), "the disk is full"
+    monkeypatch.setattr(preflight_module, "check_node", lambda *_: [full] if answers[0] == "bad" else [])
+    for name, value in variables(tmp_path, " ".join("0123"[: len(answers)])).items():
+        monkeypatch.setenv(name, value)
+    for index, answer in enumerate(answers[1:], 1):
+        if answer != "silent":
+            faults = [full] if answer == "bad" else []
+            write(
+                tmp_path / f"{index}.json",
+                {"host": str(index), "versions": preflight_module._versions(), "faults": faults},
+            )
+    assert preflight_module.main(0, preflight_module.REDUCE_SECONDS + 0.1) == 1
+    found = tmp_path / "bad_nodes"
+    assert (found.read_text().split() if found.exists() else None) == (bad and bad.split())
+    assert (tmp_path / "store.json").read_text() == "{}\n"  # the others do not wait
+    said = "of 4 nodes are bad: maybe for what they share, a setting or the image"
+    assert (said in capsys.readouterr().out) == (bad is None and len(answers) == 4)
 
 
 def test_an_address_is_that_by_which_another_node_is_reached():
