@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,13 @@ DIRECTIVE = re.compile(r"[\w./:,=+@%\[\]*-]+", re.ASCII)
 """What an option in a #SBATCH line may hold: sbatch reads quotes there by rules of its own."""
 CONSTRAINT = re.compile(r"--constraint=[\w./:,=+@%\[\]*&|()-]+", re.ASCII)
 """Features of nodes are joined by & and |."""
+EXPORTED = (
+    *("HOSTS", "GENERATION_NODES", "GPUS_PER_NODE", "GENERATION_GPUS_PER_NODE", "PORTS", "MIN_FREE_GIB"),
+    *("ATTEMPT_DIR", "PREFLIGHT_DIR", "SECRETS_FILE", "NEMO_FP8RL_RUN_ID", "WANDB_RUN_ID", "WANDB_RESUME"),
+    *("PYTHONUNBUFFERED", "NEMO_FP8RL_STOP_AT", "RAY_TMPDIR", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"),
+    "RAY_USAGE_STATS_ENABLED",
+)
+"""By body.sh, to every step."""
 TIME = re.compile(r"(?:(\d{1,3})-)?(\d{1,4}):(\d\d):(\d\d)", re.ASCII)
 
 
@@ -49,7 +57,7 @@ def render(job: Job, settings: LaunchConfig) -> str:
         generation_gpus=generation_gpus,
         slurm=slurm,
         time_seconds=_seconds(slurm.time),
-        step_options=_container(slurm, folder),
+        step_options=_container(slurm, folder, (*settings.env, *EXPORTED)),
         secrets_file=slurm.secrets_file and Path(slurm.secrets_file).absolute(),
         max_restarts=slurm.max_restarts if job.command else 0,
         unfinished=INTERRUPTED,
@@ -173,8 +181,11 @@ def _driver(job: Job, slurm: SlurmConfig) -> tuple[str, ...]:
     return (*driver, *job.command_with(*own))
 
 
-def _container(slurm: SlurmConfig, folder: Path) -> list[str]:
-    """Options of srun for Pyxis: every step in a container of its own, which share the node's node_tmp."""
+def _container(slurm: SlurmConfig, folder: Path, variables: Iterable[str]) -> list[str]:
+    """Options of srun for Pyxis: every step in a container of its own, which share the node's node_tmp.
+
+    variables: names of those that are the steps' whatever the image says of them; Pyxis has the image win else.
+    """
     container = slurm.container
     if container.image is None:
         return []
@@ -192,4 +203,5 @@ def _container(slurm: SlurmConfig, folder: Path) -> list[str]:
         f"--container-mounts={','.join(mounts)}",
         f"--container-workdir={container.workdir or here}",
         "--no-container-mount-home",
+        f"--container-env={','.join(dict.fromkeys(variables))}",
     ]

@@ -268,6 +268,7 @@ def test_the_log_says_how_to_look_inside(start):
     script.end()
     attach = script.log("driver")
     assert "--pty env" in attach and "PATH=.:" not in attach  # in a container a shell keeps its path
+    assert "--container-image=i" in attach and "--container-env" not in attach  # a login node's would win
     assert shellcheck(attach) == ""
     assert "a shell there: bash " in script.log()
     assert "its dashboard: ssh -L 8265:a:2 LOGIN_NODE, then http://localhost:8265 with the token of /" in script.log()

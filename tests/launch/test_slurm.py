@@ -150,6 +150,20 @@ def test_a_container_sees_the_run_and_its_folder(job, tmp_path, monkeypatch):
     assert read_by_bash(script, "echo $PYTHON") == "python3\n"
 
 
+def test_in_a_container_our_variables_win_against_the_images(job, tmp_path):
+    script = slurm.render(job, settings(tmp_path, "slurm.container.image=i", "env={NCCL_DEBUG: WARN, HF_HOME: /hf}"))
+    options = read_by_bash(script, r'printf "%s\n" "${STEP_OPTIONS[@]}"').splitlines()
+    (names,) = [option.partition("=")[2].split(",") for option in options if option.startswith("--container-env=")]
+    body = (TEMPLATES / "slurm" / "body.sh").read_text()
+    exported = [
+        word.partition("=")[0] for line in re.findall(r"^ *export (.*)", body, re.MULTILINE) for word in line.split()
+    ]
+    exported = [name for name in exported if re.fullmatch("[A-Z][A-Z_0-9]*", name)]
+    assert len(exported) > 15 and sorted(names) == sorted({"NCCL_DEBUG", "HF_HOME", *exported})
+    without = slurm.render(job, settings(tmp_path, "env.A=b"))
+    assert read_by_bash(without, "echo ${#STEP_OPTIONS[@]}") == "0\n"
+
+
 @pytest.mark.parametrize("command", [("train", "--config", "r.yaml"), ("nemo", "--config", "r.yaml"), ()])
 def test_every_kind_of_job_needs_time_before_it_stops(job, tmp_path, command):
     job = replace(job, command=command)
