@@ -263,12 +263,24 @@ def test_steps_ask_for_gpus_where_slurm_knows_them_and_ray_has_them_anyway(start
     assert script.log("driver") == "8\n"
 
 
+SHOWS = 'till "$ATTEMPT_DIR/../attach.sh"; sleep 0.5; cat "$ATTEMPT_DIR/../attach.sh"'
+
+
 def test_the_log_says_how_to_look_inside(start):
-    script = start(driver='till "$ATTEMPT_DIR/../attach.sh"; sleep 0.5; cat "$ATTEMPT_DIR/../attach.sh"')
+    script = start(driver=SHOWS)
     script.end()
     attach = script.log("driver")
-    assert "--pty env" in attach and "PATH=.:" not in attach  # in a container a shell keeps its path
+    assert "--pty env" in attach and " PATH=" not in attach  # a shell in a container has the image's
     assert "--container-image=i" in attach and "--container-env" not in attach  # a login node's would win
     assert shellcheck(attach) == ""
     assert "a shell there: bash " in script.log()
     assert "its dashboard: ssh -L 8265:a:2 LOGIN_NODE, then http://localhost:8265 with the token of /" in script.log()
+
+
+def test_a_shell_without_a_container_has_the_virtual_environment_first(start, tmp_path):
+    own = tmp_path / "venv" / "bin"
+    own.mkdir(parents=True)
+    (own / "python").symlink_to(tmp_path / "fakes" / "python3")
+    script = start("slurm.container.image=null", f"slurm.venv={own.parent}", driver=SHOWS)
+    script.end()
+    assert f" PATH={own}:{tmp_path}/fakes:" in script.log("driver")

@@ -116,8 +116,8 @@ preflight() {
 
 # How to look inside, from a login node.
 tell_how_to_attach() {
-    local address dashboard option options=() path=$PATH
-    [[ $PYTHON != /* ]] || path=$(dirname "$PYTHON"):$PATH
+    local address dashboard option options=() path=()
+    [[ $PYTHON != /* ]] || path=("PATH=$(dirname "$PYTHON"):$PATH")   # else it is the container's, and so is the path
     address=$(sed -n 's/.*"address": "\(.*\)".*/\1/p' "$ATTEMPT_DIR/cluster.json")
     dashboard=$(sed -n 's/.*"dashboard": "\(.*\)".*/\1/p' "$ATTEMPT_DIR/cluster.json")
     for option in "${STEP_OPTIONS[@]}"; do   # variables of a login node are not to win against the image's
@@ -128,7 +128,7 @@ tell_how_to_attach() {
         echo "# A shell on the head node, $HEAD, from which ray and python see the cluster."
         printf '%q ' exec srun --overlap "--jobid=$SLURM_JOB_ID" --nodes=1 --ntasks=1 "--nodelist=$HEAD" --cpu-bind=none \
             "${options[@]}" --pty env "RAY_ADDRESS=$address" RAY_AUTH_MODE=token \
-            "RAY_AUTH_TOKEN_PATH=$RAY_AUTH_TOKEN_PATH" "RAY_TMPDIR=$RAY_TMPDIR" "PATH=$path" bash
+            "RAY_AUTH_TOKEN_PATH=$RAY_AUTH_TOKEN_PATH" "RAY_TMPDIR=$RAY_TMPDIR" "${path[@]}" bash
         echo
     } >"$RUN_DIR/attach.sh"
     say "Ray's head is at $address; a shell there: bash $RUN_DIR/attach.sh"
