@@ -1,5 +1,6 @@
 """A SLURM job: one script, the header of a job over the body that all share, and sbatch."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -19,6 +20,8 @@ DIRECTIVE = re.compile(r"[\w./:,=+@%\[\]*-]+", re.ASCII)
 """What an option in a #SBATCH line may hold: sbatch reads quotes there by rules of its own."""
 CONSTRAINT = re.compile(r"--constraint=[\w./:,=+@%\[\]*&|()-]+", re.ASCII)
 """Features of nodes are joined by & and |."""
+WAY_TO_SLURM = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS"}
+"""Variables of SLURM's that are no job's; body.sh keeps the same ones."""
 EXPORTED = (
     *("HOSTS", "GENERATION_NODES", "GPUS_PER_NODE", "GENERATION_GPUS_PER_NODE", "PORTS", "MIN_FREE_GIB"),
     *("ATTEMPT_DIR", "PREFLIGHT_DIR", "SECRETS_FILE", "NEMO_FP8RL_RUN_ID", "WANDB_RUN_ID", "WANDB_RESUME"),
@@ -80,8 +83,14 @@ def submit(script: str, job: Job, settings: LaunchConfig) -> str:
         (folder / "excluded_nodes").write_text("".join(f"{node}\n" for node in settings.slurm.exclude))
     except OSError as error:
         raise UserError(f"runs_dir={settings.runs_dir} cannot be written ({error}); give another folder") from None
+    # Of the allocation that this runs in, if any: sbatch, and srun in the job, would take them for the job's own.
+    theirs = {name for name in os.environ if name.startswith("SLURM_")} - WAY_TO_SLURM
     done = subprocess.run(
-        ["sbatch", "--parsable", str(folder / "job.sbatch")], capture_output=True, text=True, check=False
+        ["sbatch", "--parsable", str(folder / "job.sbatch")],
+        env={name: value for name, value in os.environ.items() if name not in theirs},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode != 0:
         shutil.rmtree(folder)

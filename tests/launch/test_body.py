@@ -16,6 +16,7 @@ from nemo_fp8rl.launch import slurm
 from nemo_fp8rl.launch.attempt import write
 from nemo_fp8rl.launch.job import Job
 from tests.launch.conftest import settings, shellcheck
+from tests.launch.test_slurm import KEPT, OF_A_JOB
 
 FAKES = {
     "srun": """\
@@ -34,7 +35,7 @@ wait $!
 [[ $1 == show ]] || { echo "scontrol $*" >>"$FAKES/calls"; exit 1; }
 printf '%s\\n' @hosts@
 """,
-    "sbatch": 'echo "sbatch $*" >>"$FAKES/calls"; echo 8\n',
+    "sbatch": 'echo "sbatch $*" >>"$FAKES/calls"; env >"$FAKES/environment"; echo 8\n',
     "python3": """\
 good() { [[ $3 != 0 ]] || : >"$PREFLIGHT_DIR/bad_nodes"; }
 bad() { [[ $3 != 0 ]] || echo two >"$PREFLIGHT_DIR/bad_nodes"; }
@@ -72,7 +73,7 @@ class Script:
         self.folder = slurm.run_dir(job, config)
         self.folder.mkdir(parents=True)
         (self.folder / "job.sbatch").write_text(slurm.render(job, config))
-        self.calls, self.steps = fakes / "calls", fakes / "steps"
+        self.calls, self.steps, self.environment = fakes / "calls", fakes / "steps", fakes / "environment"
         self.variables = {"PATH": f"{fakes}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x"}
         self.run()
 
@@ -154,6 +155,17 @@ def test_a_bad_node_is_left_out(start):
     script = start(preflight='bad "$@"', driver="exit 1")
     assert script.end() == f"scontrol update JobId=7 Requeue=0\nsbatch --parsable {script.folder}/job-1.sbatch\n"
     assert "#SBATCH --exclude=two\n" in (script.folder / "job-1.sbatch").read_text()
+
+
+def test_the_job_without_it_has_no_variables_of_the_one_before(start, monkeypatch):
+    for name, value in (OF_A_JOB | KEPT).items():
+        if name != "SLURM_HET_SIZE":  # of which the script makes two lists of nodes
+            monkeypatch.setenv(name, value)
+    script = start(preflight='bad "$@"', driver="exit 1")
+    script.end()
+    seen = script.environment.read_text().splitlines()
+    assert {f"{name}={value}" for name, value in KEPT.items()} <= set(seen)
+    assert not [line for line in seen if line.partition("=")[0] in {*OF_A_JOB, "SLURM_JOB_NODELIST"}]
 
 
 def test_when_no_node_is_to_blame_none_is_left_out(start):

@@ -210,6 +210,23 @@ def test_without_sbatch_nothing_is_written(job, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+OF_A_JOB = {"SLURM_JOB_ID": "3", "SLURM_HET_SIZE": "2", "SLURM_NTASKS_PER_NODE": "8", "SLURM_EXPORT_ENV": "NONE"}
+KEPT = {"SLURM_CONF": "/c", "SLURM_CONF_SERVER": "s:1", "SLURM_JWT": "t", "SLURM_CLUSTERS": "a", "HF_HOME": "/hf"}
+
+
+def test_a_job_that_is_submitted_from_another_has_none_of_its_variables(job, tmp_path, monkeypatch):
+    fake = tmp_path / "fakes" / "sbatch"
+    fake.parent.mkdir()
+    fake.write_text(f"#!/bin/bash\nenv >{tmp_path}/seen\necho '9;cluster'\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(fake.parent), prepend=os.pathsep)
+    for name, value in (OF_A_JOB | KEPT).items():
+        monkeypatch.setenv(name, value)
+    assert slurm.submit("#!/bin/bash\n", job, settings(tmp_path)) == "9"
+    seen = dict(line.split("=", 1) for line in (tmp_path / "seen").read_text().splitlines() if "=" in line)
+    assert KEPT.items() <= seen.items() and not OF_A_JOB.keys() & seen.keys()
+
+
 def test_secrets_are_read_from_a_file_of_the_owner_alone(tmp_path):
     path = tmp_path / "secrets"
     path.write_text("# tokens\nHF_TOKEN=a b=$c'\n\nWANDB_API_KEY=\n")

@@ -181,8 +181,8 @@ without_bad_nodes() {
     scontrol update "JobId=$SLURM_JOB_ID" Requeue=0
     tear_down
     [[ -z $cancelled ]] || exit 1
-    for name in $(compgen -e SLURM_); do
-        [[ $name == SLURM_CONF ]] || unset "$name"   # of this job, which sbatch would take for the next one's
+    for name in $(compgen -e SLURM_); do   # of this job, which sbatch would take for the next one's
+        [[ $name =~ ^SLURM_(CONF|CONF_SERVER|JWT|CLUSTERS)$ ]] || unset "$name"
     done
     say "again without $exclude, as job $(sbatch --parsable "$next" || echo "that sbatch refused: $next")"
     exit 1
