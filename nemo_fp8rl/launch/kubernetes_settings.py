@@ -93,7 +93,7 @@ class KubernetesConfig:
     ray_version: str = "2.60.0"
     """Of the Ray in the image."""
     token: bool = True
-    """Whether Ray asks for a token, which KubeRay (1.5 or newer) makes and keeps in a secret."""
+    """Whether Ray asks for a token, which KubeRay (1.5.1 or newer) makes and keeps in a secret."""
     cpus: int | None = None
     """Of a GPU node's pod. null asks for none; Ray then counts all of the node's."""
     memory: str | None = None
