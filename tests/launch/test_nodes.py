@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -247,7 +248,10 @@ def test_a_real_ray_is_there_when_the_driver_starts_and_gone_after_the_end(short
     (folder / "token").write_text("0" * 64)
     env = variables(folder, socket.gethostname())
     other = subprocess.Popen(["sleep", "100"], env=os.environ | {"NEMO_FP8RL_ATTEMPT": "another's"})
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))  # as SLURM may hand it on from a login node
     ray_node = module("node", "0", env=env)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     try:
         code = (
             "import os, ray; ray.init(log_to_driver=False); print('seen', len(ray.nodes()), os.environ['RAY_ADDRESS'])"
@@ -255,7 +259,10 @@ def test_a_real_ray_is_there_when_the_driver_starts_and_gone_after_the_end(short
         driver = module("ready", "100", sys.executable, "-c", code, env=env)
         said = driver.communicate(timeout=120)[0]
         assert f"seen 1 {json.loads((folder / 'cluster.json').read_text())['address']}" in said
-        assert len(rays(folder / "tmp")) > 2
+        found = rays(folder / "tmp")
+        assert len(found) > 2
+        open_files = [p.rlimit(psutil.RLIMIT_NOFILE)[0] for p in found if p.name() in ("raylet", "gcs_server")]
+        assert open_files == [65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)] * 2
     finally:
         (folder / "ended").touch()
         said = ray_node.communicate(timeout=60)[0]
