@@ -20,6 +20,8 @@ DIRECTIVE = re.compile(r"[\w./:,=+@%\[\]*-]+", re.ASCII)
 """What an option in a #SBATCH line may hold: sbatch reads quotes there by rules of its own."""
 CONSTRAINT = re.compile(r"--constraint=[\w./:,=+@%\[\]*&|()-]+", re.ASCII)
 """Features of nodes are joined by & and |."""
+ARRAY = re.compile(r"-a.*|--ar(r(ay?)?)?(=.*)?")
+"""sbatch takes the beginning of an option's name for it."""
 WAY_TO_SLURM = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS"}
 """Variables of SLURM's that are no job's; body.sh keeps the same ones."""
 EXPORTED = (
@@ -163,6 +165,11 @@ def _checked(groups: list[list[str]]) -> list[list[str]]:
     for option in (option for group in groups for option in group):
         if not option.startswith("-") or not (DIRECTIVE.fullmatch(option) or CONSTRAINT.fullmatch(option)):
             raise UserError(f"slurm: {option!r} cannot stand in a #SBATCH line: it has characters that SLURM reads")
+        if ARRAY.fullmatch(option):
+            raise UserError(
+                f"slurm.options: {option!r} makes several jobs of one run, which would share its folder: remove it, "
+                "and launch each run by itself"
+            )
     return groups
 
 

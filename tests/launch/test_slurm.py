@@ -182,6 +182,9 @@ def test_every_kind_of_job_needs_time_before_it_stops(job, tmp_path, command):
         (["slurm.options=['--comment=a&b']"], "cannot stand in a #SBATCH line"),
         (["slurm.account=(a)"], "cannot stand in a #SBATCH line"),
         (["slurm.constraint='a;b'"], "cannot stand in a #SBATCH line"),
+        (["slurm.options=['--array=0-3']"], "slurm.options: '--array=0-3' makes several jobs of one run"),
+        (["slurm.options=[-a0-3]"], "makes several jobs of one run"),
+        (["slurm.options=['--arr=1,2']", "slurm.generation.partition=p"], "makes several jobs of one run"),
         (["slurm.time=400-00:00:00"], "at most a year"),
         (["slurm.time='99999:00:00'"], "HH:MM:SS"),
         (["slurm.time=२४:११:११"], "HH:MM:SS"),
@@ -196,6 +199,11 @@ def test_every_kind_of_job_needs_time_before_it_stops(job, tmp_path, command):
 def test_what_sbatch_would_read_otherwise_is_refused(job, tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         slurm.render(job, settings(tmp_path, *changes))
+
+
+def test_options_like_that_of_an_array_are_none(job, tmp_path):
+    changes = "slurm.options=['--account=a', '--acctg-freq=30', '-Aa']"
+    assert {"--account=a", "-Aa"} <= set(directives(slurm.render(job, settings(tmp_path, changes))))
 
 
 def test_nodes_of_another_kind_need_nodes(job, tmp_path):
