@@ -69,6 +69,7 @@ def render(job: Job, settings: LaunchConfig) -> str:
         "name": object_name(job),
         "labels": _labels(job, k),
         "env": {name: value.replace("$", "$$") for name, value in _variables(job, settings, saves_on, grace).items()},
+        "unprivileged": bool(k.security_context.run_as_user),
         "saves": saves_on is not None,
         "workdir": workdir,
         "entrypoint": shlex.join(entrypoint),

@@ -4,12 +4,36 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
+class Toleration:
+    key: str
+    operator: str = "Exists"
+    value: str | None = None
+    """With operator Equal."""
+    effect: str | None = "NoSchedule"
+    """null: any."""
+
+
+@dataclass(frozen=True)
 class HeadConfig:
     """The head's pod, for which no GPU is asked: the driver runs there, Ray's actors do not."""
 
     cpus: int = 4
     memory: str = "32Gi"
     node_selector: dict[str, str] = field(default_factory=dict)
+    """The submitter's, too, as are the tolerations."""
+    tolerations: tuple[Toleration, ...] = ()
+
+
+@dataclass(frozen=True)
+class SecurityContext:
+    """Of all pods. What is null is the image's, or the cluster's."""
+
+    run_as_user: int | None = None
+    """One other than 0 also makes containers those of the Pod Security Standard `restricted`: without capabilities (but
+    for that of `rdma`), a way to more of them, and system calls outside of the runtime's profile."""
+    run_as_group: int | None = None
+    fs_group: int | None = None
+    """Which volumes are made to belong to, where their kind allows it."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +66,6 @@ class Volume:
 
 
 @dataclass(frozen=True)
-class Toleration:
-    key: str
-    operator: str = "Exists"
-    value: str | None = None
-    """With operator Equal."""
-    effect: str | None = "NoSchedule"
-    """null: any."""
-
-
-@dataclass(frozen=True)
 class KueueConfig:
     queue: str
     """Of the namespace: a LocalQueue."""
@@ -79,7 +93,7 @@ class KubernetesConfig:
     ray_version: str = "2.60.0"
     """Of the Ray in the image."""
     token: bool = True
-    """Whether Ray asks for a token, which KubeRay (1.5 or newer) makes and keeps in a secret."""
+    """Whether Ray asks for a token, which KubeRay (1.5.1 or newer) makes and keeps in a secret."""
     cpus: int | None = None
     """Of a GPU node's pod. null asks for none; Ray then counts all of the node's."""
     memory: str | None = None
@@ -109,6 +123,7 @@ class KubernetesConfig:
     annotations: dict[str, str] = field(default_factory=dict)
     """Of GPU nodes' pods, such as k8s.v1.cni.cncf.io/networks."""
     priority_class: str | None = None
+    security_context: SecurityContext = field(default_factory=SecurityContext)
     termination_grace_seconds: int | None = None
     """In which a pod that is told to end must have ended. null: 600 where it waits for the run to save, a step and a
     checkpoint; else the cluster's 30."""

@@ -30,6 +30,9 @@ OF_KUBERNETES = {
     "deadline_seconds": (1, YEAR),
     "ttl_seconds": (0, YEAR),
 }
+LAST_ID = 2**31 - 1
+"""Of a user or group, to Kubernetes."""
+OF_SECURITY_CONTEXT = {"run_as_user": (0, LAST_ID), "run_as_group": (0, LAST_ID), "fs_group": (0, LAST_ID)}
 OF_KUBERNETES_GENERATION = {"gpus_per_node": (0, MOST_GPUS), "cpus": (1, MOST)}
 
 

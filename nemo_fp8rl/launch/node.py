@@ -7,6 +7,7 @@ outlives its parent is nobody's descendant, and a process that Ray gives a title
 
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,8 @@ from nemo_fp8rl.workers import ROLE
 HEAD_TRIES = 5
 """A port that was free may be taken a moment later."""
 STARTED_SECONDS = 60
+OPEN_FILES = 65536
+"""That a process of Ray's may have, as far as it is let: the head has sockets to every worker of the cluster."""
 MARK = "NEMO_FP8RL_ATTEMPT"
 TERM_SECONDS = 12
 """From SLURM's SIGTERM, which Ray gets, too, so that little is left to wait for, until its SIGKILL after 30."""
@@ -45,6 +48,7 @@ def main(index: int) -> int:
         ) from None
     environment = {**os.environ, **secrets(attempt.secrets_file), MARK: str(attempt.folder)}
     sessions: set[int] = set()
+    _raise_open_files()
     try:
         ray = (_worker if index else _head)(attempt, index, environment, sessions)
         while ray is not None and ray.poll() is None and not attempt.ended.exists():
@@ -58,6 +62,16 @@ def main(index: int) -> int:
     finally:
         end_all(attempt.folder, sessions)
         shutil.rmtree(attempt.node_tmp, ignore_errors=True)
+
+
+def _raise_open_files() -> None:
+    """Of this process and what it starts. SLURM hands on the soft limit of the shell that submitted, often 1024, and
+    `ray start`, unlike ray.init, leaves it so.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _head(

@@ -2,8 +2,9 @@
 
 Each node checks itself and writes what it found into ATTEMPT_DIR/preflight-N/; then all reduce a number together, and
 node 0 compares their versions and writes `bad_nodes` for the script, one name a line. A node that writes nothing in
-time is bad, and so is one that does not join the others. When all joined and the reduction failed, or most did not
-join, nobody knows whose fault that is: there is no `bad_nodes` then.
+time is bad, and so is one that does not join the others. When more than half are bad, or all joined and the reduction
+failed, nobody knows whose fault that is (the image's, a setting's, the network's): there is no `bad_nodes` then. The
+only node of a job has none to be compared with, and its faults are taken for its own.
 
 What they meet by is on the network by which the nodes reach each other, and on no other. It authenticates nobody: who
 reaches that network can disturb the check, which then fails, or names a good node as bad.
@@ -40,7 +41,7 @@ def main(index: int, seconds: float) -> int:
     write(folder / f"{index}.json", {"host": attempt.hosts[index], "versions": versions, "faults": faults})
     if index > 0:
         return 0 if not faults and _reduce(attempt, index, folder, end) else 1
-    found = _all(attempt, folder, end)
+    count, found = len(attempt.hosts), _all(attempt, folder, end)
     faults_of = {host: (found[host]["faults"] if host in found else ["it did not answer"]) for host in attempt.hosts}
     for host, fault in odd_ones({host: node["versions"] for host, node in found.items()}).items():
         faults_of[host].append(fault)
@@ -49,9 +50,9 @@ def main(index: int, seconds: float) -> int:
         write(folder / "store.json", {"address": store.host, "port": store.port})
         if not _reduce(attempt, index, folder, end, store):
             absent = [host for i, host in enumerate(attempt.hosts) if not (folder / f"{i}.joined").exists()]
-            if not 0 < len(absent) <= len(attempt.hosts) / 2:
-                of_all = f"{len(attempt.hosts) - len(absent)} of {len(attempt.hosts)}"
-                print(f"preflight: an all-reduce failed, which {of_all} nodes had joined", flush=True)
+            if not 0 < len(absent) <= count / 2:
+                joined = count - len(absent)
+                print(f"preflight: an all-reduce failed, which {joined} of {count} nodes had joined", flush=True)
                 return 1
             for host in absent:
                 faults_of[host].append("it did not join an all-reduce")
@@ -60,6 +61,9 @@ def main(index: int, seconds: float) -> int:
     bad = [host for host, faults in faults_of.items() if faults]
     for host, faults in faults_of.items():
         print(f"preflight: {host}: {'; '.join(faults) or 'good'}", flush=True)
+    if len(bad) > count / 2 and count > 1:
+        print(f"preflight: {len(bad)} of {count} nodes are bad: maybe for what they share, a setting or the image")
+        return 1
     (folder / "bad_nodes.part").write_text("".join(f"{host}\n" for host in bad))
     (folder / "bad_nodes.part").rename(folder / "bad_nodes")
     return 1 if bad else 0

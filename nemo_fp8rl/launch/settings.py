@@ -11,6 +11,7 @@ from nemo_fp8rl.launch.kubernetes_settings import KubernetesConfig
 from nemo_fp8rl.launch.limits import (
     OF_KUBERNETES,
     OF_KUBERNETES_GENERATION,
+    OF_SECURITY_CONTEXT,
     OF_SLURM,
     OF_SLURM_GENERATION,
     SIZES,
@@ -146,6 +147,7 @@ def _check(settings: LaunchConfig) -> None:
     check_limits(settings, SIZES)
     _check_slurm(settings.slurm)
     check_limits(settings.kubernetes, OF_KUBERNETES, "kubernetes.")
+    check_limits(settings.kubernetes.security_context, OF_SECURITY_CONTEXT, "kubernetes.security_context.")
     if settings.kubernetes.generation is not None:
         check_limits(settings.kubernetes.generation, OF_KUBERNETES_GENERATION, "kubernetes.generation.")
 

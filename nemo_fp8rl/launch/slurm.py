@@ -1,9 +1,11 @@
 """A SLURM job: one script, the header of a job over the body that all share, and sbatch."""
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,17 @@ DIRECTIVE = re.compile(r"[\w./:,=+@%\[\]*-]+", re.ASCII)
 """What an option in a #SBATCH line may hold: sbatch reads quotes there by rules of its own."""
 CONSTRAINT = re.compile(r"--constraint=[\w./:,=+@%\[\]*&|()-]+", re.ASCII)
 """Features of nodes are joined by & and |."""
+ARRAY = re.compile(r"-a.*|--ar(r(ay?)?)?(=.*)?")
+"""sbatch takes the beginning of an option's name for it."""
+WAY_TO_SLURM = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS"}
+"""Variables of SLURM's that are no job's; body.sh keeps the same ones."""
+EXPORTED = (
+    *("HOSTS", "GENERATION_NODES", "GPUS_PER_NODE", "GENERATION_GPUS_PER_NODE", "PORTS", "MIN_FREE_GIB"),
+    *("ATTEMPT_DIR", "PREFLIGHT_DIR", "SECRETS_FILE", "NEMO_FP8RL_RUN_ID", "WANDB_RUN_ID", "WANDB_RESUME"),
+    *("PYTHONUNBUFFERED", "NEMO_FP8RL_STOP_AT", "RAY_TMPDIR", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"),
+    "RAY_USAGE_STATS_ENABLED",
+)
+"""By body.sh, to every step."""
 TIME = re.compile(r"(?:(\d{1,3})-)?(\d{1,4}):(\d\d):(\d\d)", re.ASCII)
 
 
@@ -49,7 +62,7 @@ def render(job: Job, settings: LaunchConfig) -> str:
         generation_gpus=generation_gpus,
         slurm=slurm,
         time_seconds=_seconds(slurm.time),
-        step_options=_container(slurm, folder),
+        step_options=_container(slurm, folder, (*settings.env, *EXPORTED)),
         secrets_file=slurm.secrets_file and Path(slurm.secrets_file).absolute(),
         max_restarts=slurm.max_restarts if job.command else 0,
         unfinished=INTERRUPTED,
@@ -72,8 +85,14 @@ def submit(script: str, job: Job, settings: LaunchConfig) -> str:
         (folder / "excluded_nodes").write_text("".join(f"{node}\n" for node in settings.slurm.exclude))
     except OSError as error:
         raise UserError(f"runs_dir={settings.runs_dir} cannot be written ({error}); give another folder") from None
+    # Of the allocation that this runs in, if any: sbatch, and srun in the job, would take them for the job's own.
+    theirs = {name for name in os.environ if name.startswith("SLURM_")} - WAY_TO_SLURM
     done = subprocess.run(
-        ["sbatch", "--parsable", str(folder / "job.sbatch")], capture_output=True, text=True, check=False
+        ["sbatch", "--parsable", str(folder / "job.sbatch")],
+        env={name: value for name, value in os.environ.items() if name not in theirs},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode != 0:
         shutil.rmtree(folder)
@@ -146,6 +165,11 @@ def _checked(groups: list[list[str]]) -> list[list[str]]:
     for option in (option for group in groups for option in group):
         if not option.startswith("-") or not (DIRECTIVE.fullmatch(option) or CONSTRAINT.fullmatch(option)):
             raise UserError(f"slurm: {option!r} cannot stand in a #SBATCH line: it has characters that SLURM reads")
+        if ARRAY.fullmatch(option):
+            raise UserError(
+                f"slurm.options: {option!r} makes several jobs of one run, which would share its folder: remove it, "
+                "and launch each run by itself"
+            )
     return groups
 
 
@@ -173,8 +197,11 @@ def _driver(job: Job, slurm: SlurmConfig) -> tuple[str, ...]:
     return (*driver, *job.command_with(*own))
 
 
-def _container(slurm: SlurmConfig, folder: Path) -> list[str]:
-    """Options of srun for Pyxis: every step in a container of its own, which share the node's node_tmp."""
+def _container(slurm: SlurmConfig, folder: Path, variables: Iterable[str]) -> list[str]:
+    """Options of srun for Pyxis: every step in a container of its own, which share the node's node_tmp.
+
+    variables: names of those that are the steps' whatever the image says of them; Pyxis has the image win else.
+    """
     container = slurm.container
     if container.image is None:
         return []
@@ -192,4 +219,5 @@ def _container(slurm: SlurmConfig, folder: Path) -> list[str]:
         f"--container-mounts={','.join(mounts)}",
         f"--container-workdir={container.workdir or here}",
         "--no-container-mount-home",
+        f"--container-env={','.join(dict.fromkeys(variables))}",
     ]

@@ -13,8 +13,10 @@ import psutil
 import pytest
 
 from nemo_fp8rl.launch import slurm
+from nemo_fp8rl.launch.attempt import write
 from nemo_fp8rl.launch.job import Job
 from tests.launch.conftest import settings, shellcheck
+from tests.launch.test_slurm import KEPT, OF_A_JOB
 
 FAKES = {
     "srun": """\
@@ -23,6 +25,7 @@ while [[ $1 == --* ]]; do
     [[ $1 != --output=* ]] || exec >>"${1#*=}" 2>&1
     shift
 done
+@step@
 "$@" &
 for name in USR1 TERM; do trap "kill -$name $!" "$name"; done
 while kill -0 $! 2>/dev/null; do wait $!; done
@@ -30,12 +33,13 @@ wait $!
 """,
     "scontrol": """\
 [[ $1 == show ]] || { echo "scontrol $*" >>"$FAKES/calls"; exit 1; }
-printf '%s\\n' one two
+printf '%s\\n' @hosts@
 """,
-    "sbatch": 'echo "sbatch $*" >>"$FAKES/calls"; echo 8\n',
+    "sbatch": 'echo "sbatch $*" >>"$FAKES/calls"; env >"$FAKES/environment"; echo 8\n',
     "python3": """\
 good() { [[ $3 != 0 ]] || : >"$PREFLIGHT_DIR/bad_nodes"; }
 bad() { [[ $3 != 0 ]] || echo two >"$PREFLIGHT_DIR/bad_nodes"; }
+answer() { cp "$FAKES/well.json" "$PREFLIGHT_DIR/$3.json"; }
 till() { while [[ ! -e $1 ]]; do sleep 0.1; done; }
 case $2 in
 *.preflight) @preflight@ ;;
@@ -48,6 +52,7 @@ esac
 """,
 }
 NODE = 'till "$ATTEMPT_DIR/ended"'
+USUAL = {"preflight": 'good "$@"', "node": NODE, "step": ":", "hosts": "one two"}
 WAITS = "echo begun; while :; do sleep 0.1; done"
 
 
@@ -55,31 +60,35 @@ class Script:
     """A job that runs."""
 
     def __init__(self, folder: Path, job: Job, changes: tuple[str, ...], **does: str) -> None:
-        """does: commands of preflight, node and driver, of which there are fakes."""
+        """does: commands of preflight, node and driver, of which there are fakes; what srun does first; the hosts."""
         fakes = folder / "fakes"
         fakes.mkdir()
         for name, text in FAKES.items():
-            for part, command in {"preflight": 'good "$@"', "node": NODE, **does}.items():
+            for part, command in {**USUAL, **does}.items():
                 text = text.replace(f"@{part}@", command)
             (fakes / name).write_text(f"#!/bin/bash\n{text}")
             (fakes / name).chmod(0o755)
+        write(fakes / "well.json", {"host": "any", "versions": {}, "faults": []})
         config = settings(folder, "slurm.container.image=i", f"env.FAKES={fakes}", *changes)
         self.folder = slurm.run_dir(job, config)
         self.folder.mkdir(parents=True)
         (self.folder / "job.sbatch").write_text(slurm.render(job, config))
-        self.calls, self.steps = fakes / "calls", fakes / "steps"
-        variables = {"PATH": f"{fakes}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x"}
+        self.calls, self.steps, self.environment = fakes / "calls", fakes / "steps", fakes / "environment"
+        self.variables = {"PATH": f"{fakes}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x"}
+        self.run()
+
+    def run(self) -> None:
         self.process = subprocess.Popen(
             ["bash", str(self.folder / "job.sbatch")],
-            env={**os.environ, **variables},
+            env={**os.environ, **self.variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
 
-    def log(self, name: str = "job") -> str:
-        path = self.folder / "attempt-0" / f"{name}.log"
+    def log(self, name: str = "job", attempt: int = 0) -> str:
+        path = self.folder / f"attempt-{attempt}" / f"{name}.log"
         return path.read_text() if path.exists() else ""
 
     def until(self, seen: Callable[[], object]) -> None:
@@ -148,10 +157,66 @@ def test_a_bad_node_is_left_out(start):
     assert "#SBATCH --exclude=two\n" in (script.folder / "job-1.sbatch").read_text()
 
 
+def test_the_job_without_it_has_no_variables_of_the_one_before(start, monkeypatch):
+    for name, value in (OF_A_JOB | KEPT).items():
+        if name != "SLURM_HET_SIZE":  # of which the script makes two lists of nodes
+            monkeypatch.setenv(name, value)
+    script = start(preflight='bad "$@"', driver="exit 1")
+    script.end()
+    seen = script.environment.read_text().splitlines()
+    assert {f"{name}={value}" for name, value in KEPT.items()} <= set(seen)
+    assert not [line for line in seen if line.partition("=")[0] in {*OF_A_JOB, "SLURM_JOB_NODELIST"}]
+
+
 def test_when_no_node_is_to_blame_none_is_left_out(start):
     script = start(preflight='[[ $3 != 0 ]] || : >"$PREFLIGHT_DIR/0.joined"', driver="exit 1")
     assert script.end() == "" and script.process.returncode == 1
     assert "preflight: the nodes could not reduce a number together; see" in script.log()
+
+
+def test_steps_that_start_nowhere_are_no_nodes_fault(start):
+    """As srun ends with a wrong name of an image."""
+    script = start(step="echo 'pyxis: failed to import docker image'; exit 1", driver="exit 1")
+    assert script.end() == "" and script.process.returncode == 1
+    assert "preflight: no node started its checks, so none is left out: " in script.log()
+    assert f"see {script.folder}/attempt-0/preflight-0/one.log" in script.log()
+    assert not (script.folder / "excluded_nodes").exists()
+
+
+def test_a_head_that_does_not_answer_is_left_out_when_the_others_are_well(start):
+    after = '[[ $3 != 0 ]] || exit 1; till "$PREFLIGHT_DIR/store.json"; answer "$@"'  # they may take longer to start
+    script = start(preflight=after, driver="exit 1")
+    assert f"sbatch --parsable {script.folder}/job-1.sbatch\n" in script.end()
+    assert "#SBATCH --exclude=one\n" in (script.folder / "job-1.sbatch").read_text()
+
+
+@pytest.mark.parametrize(
+    "preflight",
+    [
+        '[[ $3 != 1 ]] || answer "$@"; exit 1',  # one of three
+        '[[ $3 == 0 ]] || { answer "$@"; sed -i "s/\\[\\]/[1]/" "$PREFLIGHT_DIR/$3.json"; }; exit 1',  # bad ones, too
+    ],
+)
+def test_a_head_that_does_not_answer_is_not_to_blame_when_most_are_not_well(start, preflight):
+    script = start(preflight=preflight, hosts="one two three", driver="exit 1")
+    assert script.end() == "" and script.process.returncode == 1
+    assert "preflight: most nodes did not come through their checks, so none is left out: " in script.log()
+
+
+def test_a_head_that_answered_is_not_to_blame_for_what_it_does_with_the_others(start):
+    script = start(preflight='answer "$@"; exit 1', driver="exit 1")
+    assert script.end() == "" and script.process.returncode == 1
+    assert "preflight: no node is known to be worse than the others, so none is left out" in script.log()
+
+
+def test_of_jobs_of_one_node_the_second_bad_one_in_a_row_is_not_left_out(start):
+    """There is no other to compare it with; when the next is bad, too, the fault may be the job's."""
+    script = start(preflight='bad "$@"', hosts="two", driver="exit 1")
+    first = script.end()
+    assert f"sbatch --parsable {script.folder}/job-1.sbatch\n" in first
+    script.run()
+    assert script.end() == first and script.process.returncode == 1
+    assert "the attempt before ended in its preflight, too, on another node" in script.log(attempt=1)
 
 
 @pytest.mark.parametrize("loop", ["train", "nemo"])
@@ -210,11 +275,24 @@ def test_steps_ask_for_gpus_where_slurm_knows_them_and_ray_has_them_anyway(start
     assert script.log("driver") == "8\n"
 
 
+SHOWS = 'till "$ATTEMPT_DIR/../attach.sh"; sleep 0.5; cat "$ATTEMPT_DIR/../attach.sh"'
+
+
 def test_the_log_says_how_to_look_inside(start):
-    script = start(driver='till "$ATTEMPT_DIR/../attach.sh"; sleep 0.5; cat "$ATTEMPT_DIR/../attach.sh"')
+    script = start(driver=SHOWS)
     script.end()
     attach = script.log("driver")
-    assert "--pty env" in attach and "PATH=.:" not in attach  # in a container a shell keeps its path
+    assert "--pty env" in attach and " PATH=" not in attach  # a shell in a container has the image's
+    assert "--container-image=i" in attach and "--container-env" not in attach  # a login node's would win
     assert shellcheck(attach) == ""
     assert "a shell there: bash " in script.log()
     assert "its dashboard: ssh -L 8265:a:2 LOGIN_NODE, then http://localhost:8265 with the token of /" in script.log()
+
+
+def test_a_shell_without_a_container_has_the_virtual_environment_first(start, tmp_path):
+    own = tmp_path / "venv" / "bin"
+    own.mkdir(parents=True)
+    (own / "python").symlink_to(tmp_path / "fakes" / "python3")
+    script = start("slurm.container.image=null", f"slurm.venv={own.parent}", driver=SHOWS)
+    script.end()
+    assert f" PATH={own}:{tmp_path}/fakes:" in script.log("driver")

@@ -65,6 +65,11 @@ MATRIX = {
         "kubernetes.annotations={k8s.v1.cni.cncf.io/networks: ib0}",
         "kubernetes.tolerations=[{key: spot, operator: Equal, value: 'true', effect: null}]",
     ),
+    "a user without rights": (
+        "kubernetes.security_context={run_as_user: 1000, run_as_group: 100, fs_group: 2000}",
+        "kubernetes.head.tolerations=[{key: cpu}]",
+        "kubernetes.rdma={rdma/ib: 1}",
+    ),
     "no retries and no volume": ("kubernetes.backoff_limit=0", "kubernetes.volumes=[]"),
 }
 
@@ -260,15 +265,39 @@ def test_times_are_those_of_the_settings():
     assert not {"activeDeadlineSeconds", "preRunningDeadlineSeconds"} & usual.keys()
 
 
+def pods(*changes: str) -> list[dict[str, Any]]:
+    """Of the submitter, the head and the first group."""
+    job = rayjob(*changes)
+    head, train = job["spec"]["rayClusterSpec"]["headGroupSpec"], workers(job)[0]
+    return [template["spec"] for template in (job["spec"]["submitterPodTemplate"], head["template"], train["template"])]
+
+
 def test_a_private_image_is_pulled_in_every_pod():
-    job = rayjob(*MATRIX["secrets"])["spec"]
-    cluster = job["rayClusterSpec"]
-    pods = (
-        job["submitterPodTemplate"],
-        cluster["headGroupSpec"]["template"],
-        cluster["workerGroupSpecs"][0]["template"],
-    )
-    assert [pod["spec"]["imagePullSecrets"] for pod in pods] == [[{"name": "pull"}]] * 3
+    assert [pod["imagePullSecrets"] for pod in pods(*MATRIX["secrets"])] == [[{"name": "pull"}]] * 3
+
+
+def test_every_pod_is_of_the_user_and_has_no_rights():
+    submitter, head, train = pods(*MATRIX["a user without rights"])
+    user = {"runAsUser": 1000, "runAsGroup": 100, "fsGroup": 2000, "runAsNonRoot": True}
+    for pod in (submitter, head, train):
+        assert pod["securityContext"] == {**user, "seccompProfile": {"type": "RuntimeDefault"}}
+    own = [pod["containers"][0]["securityContext"] for pod in (submitter, head, train)]
+    assert own[:2] == [{"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}] * 2
+    assert own[2] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]}}
+
+
+def test_root_keeps_its_rights_and_a_group_may_stand_alone():
+    for pod in pods("kubernetes.security_context={run_as_user: 0}"):
+        assert pod["securityContext"] == {"runAsUser": 0} and "securityContext" not in pod["containers"][0]
+    for pod in pods("kubernetes.security_context.fs_group=2000"):
+        assert pod["securityContext"] == {"fsGroup": 2000} and "securityContext" not in pod["containers"][0]
+    assert not any("securityContext" in str(pod) for pod in pods())
+
+
+def test_the_head_and_the_submitter_tolerate_what_they_are_told():
+    submitter, head, train = (pod.get("tolerations") for pod in pods("kubernetes.head.tolerations=[{key: cpu}]"))
+    assert submitter == head == [{"key": "cpu", "operator": "Exists", "effect": "NoSchedule"}]
+    assert train == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
 
 
 def test_secrets_are_named_and_not_shown():
@@ -396,6 +425,7 @@ def test_a_retried_run_must_save():
     ("change", "says"),
     [
         ("kubernetes.image=null", "kubernetes.image is required"),
+        ("kubernetes.security_context.run_as_user=-1", "kubernetes.security_context.run_as_user=-1 must be at least 0"),
         ("kubernetes.memory=512GB", "is not a quantity; write a number, 500m, 512Gi or 512G"),
         ("kubernetes.memory=32Gi", "sizeLimit: 64Gi is above the container's memory limit of 32Gi"),
         ("kubernetes.ray_version='2.40.0'", "'2.40.0' has no tokens; use Ray 2.52 or newer"),

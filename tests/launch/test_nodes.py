@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -17,6 +18,7 @@ import pytest
 
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.launch import node
+from nemo_fp8rl.launch import preflight as preflight_module
 from nemo_fp8rl.launch.attempt import Attempt, free_ports, own_address, write
 from nemo_fp8rl.launch.preflight import check_node, listen, odd_ones
 from nemo_fp8rl.launch.ready import missing, wait
@@ -136,6 +138,41 @@ def test_when_all_joined_and_none_reduces_no_node_is_bad(tmp_path):
     assert (tmp_path / "0.joined").exists() and not (tmp_path / "bad_nodes").exists()
 
 
+@pytest.mark.parametrize(
+    ("nodes", "bad"),
+    [
+        ("bad bad bad bad", None),
+        ("well silent silent silent", None),
+        ("bad bad silent well", None),
+        ("well bad bad silent", None),
+        ("bad bad well well", "0 1"),
+        ("well silent bad well", "1 2"),
+        ("bad silent", None),
+        ("well bad", "1"),
+        ("bad well", "0"),
+        ("bad", "0"),  # it has none to be compared with
+    ],
+)
+def test_what_is_wrong_with_most_nodes_is_no_nodes_fault(nodes, bad, tmp_path, monkeypatch, capsys):
+    answers, full = nodes.split(), "the disk is full"
+    monkeypatch.setattr(preflight_module, "check_node", lambda *_: [full] if answers[0] == "bad" else [])
+    for name, value in variables(tmp_path, " ".join("0123"[: len(answers)])).items():
+        monkeypatch.setenv(name, value)
+    for index, answer in enumerate(answers[1:], 1):
+        if answer != "silent":
+            faults = [full] if answer == "bad" else []
+            write(
+                tmp_path / f"{index}.json",
+                {"host": str(index), "versions": preflight_module._versions(), "faults": faults},
+            )
+    assert preflight_module.main(0, preflight_module.REDUCE_SECONDS + 0.1) == 1
+    found = tmp_path / "bad_nodes"
+    assert (found.read_text().split() if found.exists() else None) == (bad and bad.split())
+    assert (tmp_path / "store.json").read_text() == "{}\n"  # the others do not wait
+    said = "of 4 nodes are bad: maybe for what they share, a setting or the image"
+    assert (said in capsys.readouterr().out) == (bad is None and len(answers) == 4)
+
+
 def test_an_address_is_that_by_which_another_node_is_reached():
     assert own_address(["one"], 0) == socket.gethostbyname(socket.gethostname())
     with pytest.raises(UserError, match=r"two takes 127.0.0.1 for itself \(127"):
@@ -211,7 +248,10 @@ def test_a_real_ray_is_there_when_the_driver_starts_and_gone_after_the_end(short
     (folder / "token").write_text("0" * 64)
     env = variables(folder, socket.gethostname())
     other = subprocess.Popen(["sleep", "100"], env=os.environ | {"NEMO_FP8RL_ATTEMPT": "another's"})
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))  # as SLURM may hand it on from a login node
     ray_node = module("node", "0", env=env)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     try:
         code = (
             "import os, ray; ray.init(log_to_driver=False); print('seen', len(ray.nodes()), os.environ['RAY_ADDRESS'])"
@@ -219,7 +259,10 @@ def test_a_real_ray_is_there_when_the_driver_starts_and_gone_after_the_end(short
         driver = module("ready", "100", sys.executable, "-c", code, env=env)
         said = driver.communicate(timeout=120)[0]
         assert f"seen 1 {json.loads((folder / 'cluster.json').read_text())['address']}" in said
-        assert len(rays(folder / "tmp")) > 2
+        found = rays(folder / "tmp")
+        assert len(found) > 2
+        open_files = [p.rlimit(psutil.RLIMIT_NOFILE)[0] for p in found if p.name() in ("raylet", "gcs_server")]
+        assert open_files == [65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)] * 2
     finally:
         (folder / "ended").touch()
         said = ray_node.communicate(timeout=60)[0]

@@ -150,6 +150,20 @@ def test_a_container_sees_the_run_and_its_folder(job, tmp_path, monkeypatch):
     assert read_by_bash(script, "echo $PYTHON") == "python3\n"
 
 
+def test_in_a_container_our_variables_win_against_the_images(job, tmp_path):
+    script = slurm.render(job, settings(tmp_path, "slurm.container.image=i", "env={NCCL_DEBUG: WARN, HF_HOME: /hf}"))
+    options = read_by_bash(script, r'printf "%s\n" "${STEP_OPTIONS[@]}"').splitlines()
+    (names,) = [option.partition("=")[2].split(",") for option in options if option.startswith("--container-env=")]
+    body = (TEMPLATES / "slurm" / "body.sh").read_text()
+    exported = [
+        word.partition("=")[0] for line in re.findall(r"^ *export (.*)", body, re.MULTILINE) for word in line.split()
+    ]
+    exported = [name for name in exported if re.fullmatch("[A-Z][A-Z_0-9]*", name)]
+    assert len(exported) > 15 and sorted(names) == sorted({"NCCL_DEBUG", "HF_HOME", *exported})
+    without = slurm.render(job, settings(tmp_path, "env.A=b"))
+    assert read_by_bash(without, "echo ${#STEP_OPTIONS[@]}") == "0\n"
+
+
 @pytest.mark.parametrize("command", [("train", "--config", "r.yaml"), ("nemo", "--config", "r.yaml"), ()])
 def test_every_kind_of_job_needs_time_before_it_stops(job, tmp_path, command):
     job = replace(job, command=command)
@@ -168,6 +182,9 @@ def test_every_kind_of_job_needs_time_before_it_stops(job, tmp_path, command):
         (["slurm.options=['--comment=a&b']"], "cannot stand in a #SBATCH line"),
         (["slurm.account=(a)"], "cannot stand in a #SBATCH line"),
         (["slurm.constraint='a;b'"], "cannot stand in a #SBATCH line"),
+        (["slurm.options=['--array=0-3']"], "slurm.options: '--array=0-3' makes several jobs of one run"),
+        (["slurm.options=[-a0-3]"], "makes several jobs of one run"),
+        (["slurm.options=['--arr=1,2']", "slurm.generation.partition=p"], "makes several jobs of one run"),
         (["slurm.time=400-00:00:00"], "at most a year"),
         (["slurm.time='99999:00:00'"], "HH:MM:SS"),
         (["slurm.time=२४:११:११"], "HH:MM:SS"),
@@ -184,6 +201,11 @@ def test_what_sbatch_would_read_otherwise_is_refused(job, tmp_path, changes, mes
         slurm.render(job, settings(tmp_path, *changes))
 
 
+def test_options_like_that_of_an_array_are_none(job, tmp_path):
+    changes = "slurm.options=['--account=a', '--acctg-freq=30', '-Aa']"
+    assert {"--account=a", "-Aa"} <= set(directives(slurm.render(job, settings(tmp_path, changes))))
+
+
 def test_nodes_of_another_kind_need_nodes(job, tmp_path):
     with pytest.raises(UserError, match="generation_nodes"):
         slurm.render(replace(job, generation_nodes=0), settings(tmp_path, "slurm.generation.partition=x"))
@@ -194,6 +216,23 @@ def test_without_sbatch_nothing_is_written(job, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="no sbatch here"):
         slurm.submit("#!/bin/bash\n", job, settings(tmp_path))
     assert not list(tmp_path.iterdir())
+
+
+OF_A_JOB = {"SLURM_JOB_ID": "3", "SLURM_HET_SIZE": "2", "SLURM_NTASKS_PER_NODE": "8", "SLURM_EXPORT_ENV": "NONE"}
+KEPT = {"SLURM_CONF": "/c", "SLURM_CONF_SERVER": "s:1", "SLURM_JWT": "t", "SLURM_CLUSTERS": "a", "HF_HOME": "/hf"}
+
+
+def test_a_job_that_is_submitted_from_another_has_none_of_its_variables(job, tmp_path, monkeypatch):
+    fake = tmp_path / "fakes" / "sbatch"
+    fake.parent.mkdir()
+    fake.write_text(f"#!/bin/bash\nenv >{tmp_path}/seen\necho '9;cluster'\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(fake.parent), prepend=os.pathsep)
+    for name, value in (OF_A_JOB | KEPT).items():
+        monkeypatch.setenv(name, value)
+    assert slurm.submit("#!/bin/bash\n", job, settings(tmp_path)) == "9"
+    seen = dict(line.split("=", 1) for line in (tmp_path / "seen").read_text().splitlines() if "=" in line)
+    assert KEPT.items() <= seen.items() and not OF_A_JOB.keys() & seen.keys()
 
 
 def test_secrets_are_read_from_a_file_of_the_owner_alone(tmp_path):

@@ -8,7 +8,8 @@
 SPANK_PLUGIN(fake_pyxis, 1)
 
 static const struct { const char *name; int has_value; } OPTIONS[] = {
-    {"container-image", 1}, {"container-mounts", 1}, {"container-workdir", 1}, {"no-container-mount-home", 0}};
+    {"container-image", 1}, {"container-mounts", 1}, {"container-workdir", 1}, {"no-container-mount-home", 0},
+    {"container-env", 1}};
 enum { COUNT = sizeof OPTIONS / sizeof *OPTIONS };
 
 static char given[16384];

@@ -259,6 +259,7 @@ def test_every_step_is_in_the_container_with_its_mounts(lab, launch, uninterrupt
     mounts = f"/usr/share:/data:ro,{ROOT}:{ROOT},{run.folder}:{run.folder},{NODE_TMP}:{NODE_TMP}"
     for step in steps:
         assert f" --container-image=registry#image:1 --container-mounts={mounts} --container-workdir={ROOT}" in step
+        assert " --container-env=PATH,HOSTS," in step
 
 
 def test_an_idle_cluster_waits_and_a_shell_attaches_to_it(lab, launch):

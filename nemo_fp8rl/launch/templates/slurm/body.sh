@@ -74,7 +74,7 @@ await() {
 # when none is known to be worse than the others.
 bad_nodes=''
 preflight() {
-    local index first=${#STEPS[@]}
+    local index answers good first=${#STEPS[@]} end=$((SECONDS + PREFLIGHT_SECONDS + 30))
     export PREFLIGHT_DIR=$ATTEMPT_DIR/preflight-$1
     mkdir -p "$PREFLIGHT_DIR"
     printf %s "$ATTEMPT_DIR" >"$PREFLIGHT_DIR/canary"
@@ -82,36 +82,53 @@ preflight() {
         on "$index" "$PREFLIGHT_DIR/${NODES[index]}.log" \
             "$PYTHON" -m nemo_fp8rl.launch.preflight "$index" "$PREFLIGHT_SECONDS"
     done
-    await $((PREFLIGHT_SECONDS + 30)) "${STEPS[first]}"
+    await $((end - SECONDS)) "${STEPS[first]}"
+    if [[ ! -e $PREFLIGHT_DIR/store.json ]]; then   # the others still say how they are, and wait for the head no longer
+        echo '{}' >"$PREFLIGHT_DIR/store.part"
+        mv "$PREFLIGHT_DIR/store.part" "$PREFLIGHT_DIR/store.json"
+        await $((end - SECONDS)) "${STEPS[@]:first}"
+    fi
     await 5 "${STEPS[@]:first}"
     kill "${STEPS[@]:first}" 2>/dev/null
     [[ -z $cancelled ]] || return 1
     grep -hs '^preflight: ' "$PREFLIGHT_DIR/$HEAD.log"
+    answers=("$PREFLIGHT_DIR"/[0-9]*.json)
     if [[ -f $PREFLIGHT_DIR/bad_nodes ]]; then
         bad_nodes=$(paste -sd, "$PREFLIGHT_DIR/bad_nodes")
-        [[ -z $bad_nodes ]]
     elif [[ -f $PREFLIGHT_DIR/0.joined ]]; then
         say "preflight: the nodes could not reduce a number together; see $PREFLIGHT_DIR"
-        return 1
+    elif [[ -f $PREFLIGHT_DIR/0.json ]]; then   # it says above, or in its log, what it made of the others' answers
+        say "preflight: no node is known to be worse than the others, so none is left out; see $PREFLIGHT_DIR/$HEAD.log"
+    elif [[ ! -e ${answers[0]} ]]; then
+        say "preflight: no node started its checks, so none is left out: is the image there, with this package, and is" \
+            "PREFLIGHT_SECONDS=$PREFLIGHT_SECONDS enough to import it? see $PREFLIGHT_DIR/$HEAD.log"
     else
-        say "preflight: the head node $HEAD came to no end, see $PREFLIGHT_DIR/$HEAD.log"
-        bad_nodes=$HEAD
-        return 1
+        good=$(grep -l '"faults": \[\]' "${answers[@]}" | wc -l)
+        if ((2 * good >= ${#NODES[@]})); then
+            say "preflight: the head node $HEAD came to no end, see $PREFLIGHT_DIR/$HEAD.log"
+            bad_nodes=$HEAD
+        else
+            say "preflight: most nodes did not come through their checks, so none is left out: see $PREFLIGHT_DIR"
+        fi
     fi
+    [[ -f $PREFLIGHT_DIR/bad_nodes && -z $bad_nodes ]]
 }
 
 # How to look inside, from a login node.
 tell_how_to_attach() {
-    local address dashboard path=$PATH
-    [[ $PYTHON != /* ]] || path=$(dirname "$PYTHON"):$PATH
+    local address dashboard option options=() path=()
+    [[ $PYTHON != /* ]] || path=("PATH=$(dirname "$PYTHON"):$PATH")   # else it is the container's, and so is the path
     address=$(sed -n 's/.*"address": "\(.*\)".*/\1/p' "$ATTEMPT_DIR/cluster.json")
     dashboard=$(sed -n 's/.*"dashboard": "\(.*\)".*/\1/p' "$ATTEMPT_DIR/cluster.json")
+    for option in "${STEP_OPTIONS[@]}"; do   # variables of a login node are not to win against the image's
+        [[ $option == --container-env=* ]] || options+=("$option")
+    done
     {
         echo '#!/bin/bash'
         echo "# A shell on the head node, $HEAD, from which ray and python see the cluster."
         printf '%q ' exec srun --overlap "--jobid=$SLURM_JOB_ID" --nodes=1 --ntasks=1 "--nodelist=$HEAD" --cpu-bind=none \
-            "${STEP_OPTIONS[@]}" --pty env "RAY_ADDRESS=$address" RAY_AUTH_MODE=token \
-            "RAY_AUTH_TOKEN_PATH=$RAY_AUTH_TOKEN_PATH" "RAY_TMPDIR=$RAY_TMPDIR" "PATH=$path" bash
+            "${options[@]}" --pty env "RAY_ADDRESS=$address" RAY_AUTH_MODE=token \
+            "RAY_AUTH_TOKEN_PATH=$RAY_AUTH_TOKEN_PATH" "RAY_TMPDIR=$RAY_TMPDIR" "${path[@]}" bash
         echo
     } >"$RUN_DIR/attach.sh"
     say "Ray's head is at $address; a shell there: bash $RUN_DIR/attach.sh"
@@ -150,8 +167,13 @@ requeue() {
 
 # The same script as another job, without the nodes that were bad in this run.
 without_bad_nodes() {
-    local next=$RUN_DIR/job-$((attempt + 1)).sbatch exclude name
+    local next=$RUN_DIR/job-$((attempt + 1)).sbatch before=$RUN_DIR/attempt-$((attempt - 1)) exclude name
     [[ -n $bad_nodes ]] || return
+    # One node has no other to be compared with, but for that of the attempt before.
+    if ((${#NODES[@]} == 1)) && [[ -s $ATTEMPT_DIR/preflight-0/bad_nodes && -s $before/preflight-0/bad_nodes ]]; then
+        say "not again: the attempt before ended in its preflight, too, on another node, so the fault may be the job's"
+        return
+    fi
     may_restart || return
     tr ',' '\n' <<<"$bad_nodes" >>"$RUN_DIR/excluded_nodes"
     exclude=$(sort -u "$RUN_DIR/excluded_nodes" | paste -sd,)
@@ -159,8 +181,8 @@ without_bad_nodes() {
     scontrol update "JobId=$SLURM_JOB_ID" Requeue=0
     tear_down
     [[ -z $cancelled ]] || exit 1
-    for name in $(compgen -e SLURM_); do
-        [[ $name == SLURM_CONF ]] || unset "$name"   # of this job, which sbatch would take for the next one's
+    for name in $(compgen -e SLURM_); do   # of this job, which sbatch would take for the next one's
+        [[ $name =~ ^SLURM_(CONF|CONF_SERVER|JWT|CLUSTERS)$ ]] || unset "$name"
     done
     say "again without $exclude, as job $(sbatch --parsable "$next" || echo "that sbatch refused: $next")"
     exit 1
