@@ -219,6 +219,7 @@ def test_a_token_without_a_log_prob_gives_no_kl_in_its_reward(run, monkeypatch):
         "grpo.adv_estimator.name=reinforce_plus_plus",
         "loss_fn.reference_policy_kl_penalty=0.01",
         "loss_fn.use_kl_in_reward=true",
+        "loss_fn.reference_policy_kl_type=k1",
     )
     assert row["train/grad_norm"] > 0
 
@@ -237,6 +238,7 @@ def test_other_estimators_and_shapings_train(run):
         "grpo.adv_estimator.name=reinforce_plus_plus",
         "loss_fn.reference_policy_kl_penalty=0.01",
         "loss_fn.use_kl_in_reward=true",
+        "loss_fn.reference_policy_kl_type=k1",
         "grpo.reward_shaping={enabled: true, overlong_buffer_length: 2, max_response_length: 4}",
         "grpo.overlong_filtering=true",
         "nemo_fp8rl.correction={preset: null, weight: sequence, weight_max: 5, normalize: true, denominator: kept, "

@@ -52,7 +52,7 @@ class LossConfig:
     kl_output_clamp_value: float | None = 10.0
     """A token's KL is clamped to +- this."""
     use_kl_in_reward: bool = False
-    """The KL goes into the advantages (REINFORCE++), not into the loss."""
+    """The KL goes into the advantages (REINFORCE++), not into the loss; needs reference_policy_kl_type: k1."""
     use_on_policy_kl_approximation: bool = False
     """Weight a token's KL by pi_train / pi_rollout."""
     positive_example_nll_weight: float = 0.0

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from nemo_fp8rl.algorithms import loss as loss_module
 from nemo_fp8rl.algorithms.correction import corrected_batch
 from nemo_fp8rl.algorithms.correction_config import CorrectionConfig, Rule
-from nemo_fp8rl.algorithms.loss import GrpoLoss, NllLoss, combined
+from nemo_fp8rl.algorithms.loss import GrpoLoss, NllLoss, combined, kl_estimate
 from nemo_fp8rl.algorithms.loss_config import LossConfig
 from nemo_fp8rl.batch import rows, shards
 from nemo_fp8rl.errors import UserError
@@ -608,6 +608,26 @@ def test_a_kl_without_a_reference_policy_is_refused():
         GrpoLoss({})(curr, batch, *totals(batch))
     for keys in (PLAIN, {"use_kl_in_reward": True}):
         assert math.isfinite(evaluate(GrpoLoss(keys), curr, batch)[0])
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_in_a_reward_only_k1_has_the_gradient_of_the_kl(kind):
+    """Why `config_check` refuses the others beside use_kl_in_reward (arXiv 2510.01555). A KL in the reward is a number
+    that weighs grad log pi; here over all tokens of a policy, so without noise, at a KL of 0.01.
+    """
+    torch.manual_seed(0)
+    logits = torch.randn(20, dtype=torch.float64)
+    reference = logits.log_softmax(-1)
+    logits = (logits + 0.2 * torch.randn(20, dtype=torch.float64)).requires_grad_()
+    logprobs = logits.log_softmax(-1)
+    (exact,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)
+    cfg = LossConfig(reference_policy_kl_type=kind)
+    k = kl_estimate(logprobs.detach(), reference, torch.ones(()), cfg)
+    (given,) = torch.autograd.grad((logprobs.exp().detach() * k * logprobs).sum(), logits)
+    if kind == "k1":
+        assert torch.allclose(given, exact, rtol=0, atol=1e-12)
+    else:
+        assert abs(given @ exact / (exact @ exact)) < 0.1, "as much of it as lies along the KL's gradient"
 
 
 @pytest.mark.parametrize(
