@@ -62,7 +62,7 @@ class LossConfig:
     loss_scale_factor: float | None = None
     """Dr. GRPO's constant (arXiv 2503.20783), such as the longest answer; for seq-mean-token-sum-norm."""
     entropy_coefficient: float = 0.0
-    """Weight of the entropy bonus, by the estimate `approx_entropy`."""
+    """Weight of the entropy bonus, by the estimate `approx_entropy` with the correction's weights."""
 
     @property
     def aggregation(self) -> Aggregation:
