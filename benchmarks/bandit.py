@@ -75,11 +75,8 @@ MODES: dict[str, dict[str, Any] | None] = {
     "seq-mask-tis at 0.8, kept": SEQUENCE_MASK | {"denominator": "kept"},
     "veto": {"preset": "veto"},
     "veto at 0.2": {"weight": "token", "weight_max": 2.0, "reject": [Rule("seq_max_k1", None, 0.2)]},
-    "dppo-tv": {"preset": "dppo-tv"},
-    "dppo-tv at 0.05": {
-        "weight": "none", "weight_max": None, "reject": [Rule("token_probability_difference", 0.05)]
-    },
-}  # fmt: skip
+    "ipo": {"preset": "ipo"},
+}
 """Every preset as it comes; where its bounds, made for mismatches of a per mille, keep next to nothing here (or all),
 also with bounds that do, and these also divided by the tokens that are kept."""
 

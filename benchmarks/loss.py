@@ -33,7 +33,7 @@ from nemo_fp8rl.machine import machine
 RESULTS = Path(__file__).resolve().parent / "results" / "loss_cpu.json"
 DEMO = {"rows": 512, "columns": 22, "step_seconds": 0.3}
 """A step of conf/tiny_cpu.yaml on the machine of the README: samples, prompt + answer at most, its training phase."""
-OURS = ("none", "tis", "seq-tis", "icepop", "seq-mask-tis", "k3-rs", "veto", "dppo-tv")
+OURS = ("none", "tis", "seq-tis", "icepop", "seq-mask-tis", "k3-rs", "veto", "ipo")
 LOSS = {
     "use_importance_sampling_correction": True,
     "truncated_importance_sampling_type": "tis",

@@ -181,6 +181,13 @@ def _check_algorithm(cfg: Config) -> None:
         )
     if cfg.loss_fn.use_kl_in_reward and not cfg.loss_fn.reference_policy_kl_penalty:
         raise UserError("loss_fn.use_kl_in_reward=true needs loss_fn.reference_policy_kl_penalty above 0")
+    kind = cfg.loss_fn.reference_policy_kl_type
+    if cfg.loss_fn.use_kl_in_reward and kind != "k1":
+        # E[k grad log pi] = grad KL for k1 alone; k2 and k3 give about a twentieth of it (arXiv 2510.01555)
+        raise UserError(
+            f"loss_fn.use_kl_in_reward=true with loss_fn.reference_policy_kl_type={kind} is hardly a penalty: in a "
+            "reward only k1 has the KL's gradient; set it to k1, or use_kl_in_reward=false"
+        )
     if cfg.loss_fn.use_kl_in_reward and (cfg.policy.generation.top_p < 1 or cfg.policy.generation.top_k):
         raise UserError(
             "loss_fn.use_kl_in_reward=true takes its KL of all tokens' probabilities, not of those that "

@@ -25,7 +25,9 @@ class Rollout:
     rewards:      float32 [B], the verifier's
     group_ids:    int64 [B], one value a prompt
     rounds:       how often the engine was asked; more than once only with dynamic sampling
-    generated:    tokens of all rounds, also of answers that were dropped
+    all_rewards:  float32, the verifier's of the answers of all rounds, also of those that were dropped
+    generated:    tokens of these answers
+    truncated:    how many of them were cut off at their longest
     """
 
     prompts: list[Prompt]
@@ -33,7 +35,9 @@ class Rollout:
     rewards: Tensor
     group_ids: Tensor
     rounds: int
+    all_rewards: Tensor
     generated: int
+    truncated: int
 
 
 def collect(
@@ -54,7 +58,8 @@ def collect(
     asked: list[Prompt] = []
     completions: list[Completion] = []
     scores: list[Tensor] = []
-    generated = 0
+    all_scores: list[Tensor] = []
+    generated = truncated = 0
     for round_ in range(cfg.grpo.dynamic_sampling_max_gen_batches if dynamic else 1):
         prompts = prompts_of_round(round_)
         if not prompts:
@@ -64,8 +69,10 @@ def collect(
             groups = generation.generate([p.token_ids for p in prompts], seeds, sampling, answered)
         flat = [completion for group in groups for completion in group]
         generated += sum(len(completion.token_ids) for completion in flat)
+        truncated += sum(completion.finish_reason == "length" for completion in flat)
         with clock("reward"):
             rewards = score(cfg, tokenizer, [p for p in prompts for _ in range(size)], flat)
+        all_scores.append(rewards)
         signal = torch.ones(len(flat), dtype=torch.bool)
         if dynamic:
             signal = groups_with_signal(rewards, torch.arange(len(prompts)).repeat_interleave(size))
@@ -77,7 +84,8 @@ def collect(
                 scores.append(rewards[rows])
         if len(scores) == wanted:
             group_ids = torch.arange(wanted).repeat_interleave(size)
-            return Rollout(asked, completions, torch.cat(scores), group_ids, round_ + 1, generated)
+            kept, judged = torch.cat(scores), torch.cat(all_scores)
+            return Rollout(asked, completions, kept, group_ids, round_ + 1, judged, generated, truncated)
     raise StepRefused(
         f"dynamic sampling found {len(scores)} of {wanted} prompts whose answers are not all alike in "
         f"grpo.dynamic_sampling_max_gen_batches={cfg.grpo.dynamic_sampling_max_gen_batches} rounds; raise it, or give "

@@ -215,13 +215,15 @@ def train_step(parts: Parts, loss: GrpoLoss, step: int, prompts_of_round: Prompt
 
     train_metrics = trained | mismatch | seen.by_position() | corrected | routes_known(batch)
     train_metrics |= {
-        "reward": float(rollout.rewards.mean()),
-        "mean_gen_tokens_per_sample": sum(len(c.token_ids) for c in completions) / len(completions),
-        "truncation_rate": sum(c.finish_reason == "length" for c in completions) / len(completions),
+        "reward": float(rollout.all_rewards.mean()),
+        "mean_gen_tokens_per_sample": rollout.generated / len(rollout.all_rewards),
+        "truncation_rate": rollout.truncated / len(rollout.all_rewards),
         "global_valid_toks": float((batch["token_mask"] * batch["sample_mask"][:, None]).sum()),
         "generation_rounds": rollout.rounds,
         "optimizer_steps_skipped": skipped,
     }
+    if cfg.grpo.use_dynamic_sampling:
+        train_metrics["filtered_reward"] = float(rollout.rewards.mean())
     # what no token has (all rejected, none finite) is left out: JSON has no NaN
     metrics = {f"train/{name}": value for name, value in train_metrics.items() if math.isfinite(value)}
     metrics |= clock.metrics() | refit.metrics() | memory

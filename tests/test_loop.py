@@ -4,21 +4,24 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nemo_fp8rl import rollout
 from nemo_fp8rl.algorithms.gates import GATED
-from nemo_fp8rl.batch import Prompt
+from nemo_fp8rl.batch import Completion, Prompt
 from nemo_fp8rl.cli import main
 from nemo_fp8rl.errors import BAD_INPUT, UserError
+from nemo_fp8rl.generation.base import Sampling
 from nemo_fp8rl.generation.vllm import VllmGeneration
 from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.refit.manifest import RefitError
-from nemo_fp8rl.rollout import further_prompts
+from nemo_fp8rl.rollout import collect, further_prompts
+from nemo_fp8rl.timing import Stopwatch
 from nemo_fp8rl.train import _shown, train
 from tests.conftest import RECIPES
 
@@ -165,7 +168,28 @@ def test_each_side_has_given_its_memory_back_before_the_other_takes_its_own(run,
 def test_dynamic_sampling_asks_until_the_step_is_full(run):
     (row,) = run("grpo.max_num_steps=1", "grpo.use_dynamic_sampling=true")
     assert row["train/generation_rounds"] > 1
+    assert row["train/reward"] < row["train/filtered_reward"] < 1, "dropped are groups without a right answer"
     assert 0 < row["train/reward"] < 1
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_what_dynamic_sampling_drops_is_in_the_counts(dynamic):
+    """Two prompts a step, two answers each; of three rounds the first is all wrong, and so is half of the second."""
+    right, wrong = Completion((7,), (0.0,), "stop", 0), Completion((8, 8, 8), (0.0,) * 3, "length", 0)
+    rounds = [[(wrong, wrong), (wrong, wrong)], [(wrong, wrong), (right, wrong)], [(wrong, right), (right, wrong)]]
+    asked = iter(rounds if dynamic else rounds[1:])
+    grpo = {"num_prompts_per_step": 2, "use_dynamic_sampling": dynamic, "dynamic_sampling_max_gen_batches": 3}
+    data = SimpleNamespace(default=SimpleNamespace(env_name="exact_match"))
+    cfg = SimpleNamespace(grpo=SimpleNamespace(seed=1, **grpo), data=data)
+    sampling = Sampling(num_generations=2, max_new_tokens=3, temperature=1.0, stop_token_ids=())
+    generation = SimpleNamespace(generate=lambda *_: next(asked))
+    tokenizer = SimpleNamespace(decode=lambda ids: "7" if ids == (7,) else "8")
+    prompts = [Prompt(i, "", "7", (1,)) for i in range(2)]
+    got = collect(cfg, generation, tokenizer, sampling, Stopwatch(print), 1, lambda round_: prompts)
+    assert got.rewards.tolist() == ([1, 0, 0, 1] if dynamic else [0, 0, 1, 0])
+    assert got.all_rewards.tolist() == ([0] * 4 + [0, 0, 1, 0] + [0, 1, 1, 0] if dynamic else [0, 0, 1, 0])
+    assert (got.generated, got.truncated) == ((9 * 3 + 3, 9) if dynamic else (3 * 3 + 1, 3))
+    assert len(got.completions) == 4
 
 
 def test_dynamic_sampling_gives_up_with_a_sentence(run):
@@ -219,6 +243,7 @@ def test_a_token_without_a_log_prob_gives_no_kl_in_its_reward(run, monkeypatch):
         "grpo.adv_estimator.name=reinforce_plus_plus",
         "loss_fn.reference_policy_kl_penalty=0.01",
         "loss_fn.use_kl_in_reward=true",
+        "loss_fn.reference_policy_kl_type=k1",
     )
     assert row["train/grad_norm"] > 0
 
@@ -237,6 +262,7 @@ def test_other_estimators_and_shapings_train(run):
         "grpo.adv_estimator.name=reinforce_plus_plus",
         "loss_fn.reference_policy_kl_penalty=0.01",
         "loss_fn.use_kl_in_reward=true",
+        "loss_fn.reference_policy_kl_type=k1",
         "grpo.reward_shaping={enabled: true, overlong_buffer_length: 2, max_response_length: 4}",
         "grpo.overlong_filtering=true",
         "nemo_fp8rl.correction={preset: null, weight: sequence, weight_max: 5, normalize: true, denominator: kept, "

@@ -414,9 +414,18 @@ def test_a_cycle_of_defaults_is_refused(folder):
                 "loss_fn.use_kl_in_reward=true",
                 "grpo.adv_estimator.name=reinforce_plus_plus",
                 "loss_fn.reference_policy_kl_penalty=0.01",
+                "loss_fn.reference_policy_kl_type=k1",
                 "policy.generation.top_k=5",
             ],
             ["loss_fn.use_kl_in_reward=true", "top_k=null"],
+        ),
+        (
+            [
+                "loss_fn.use_kl_in_reward=true",
+                "grpo.adv_estimator.name=reinforce_plus_plus",
+                "loss_fn.reference_policy_kl_penalty=0.01",
+            ],
+            ["loss_fn.use_kl_in_reward=true", "loss_fn.reference_policy_kl_type=k3", "set it to k1"],
         ),
         (["cluster.engine_timeout_seconds=1e7"], ["cluster.engine_timeout_seconds", "1000000"]),
         (

@@ -28,7 +28,7 @@ class Rule:
     token_k1      rho                   a token; bounds on the ratio itself (IcePop, MIS)
     token_k2      l^2 / 2               a token
     token_k3      rho - 1 - l           a token
-    token_probability_difference        |pi_train - pi_rollout| of a token (ROLL; prime-rl)
+    token_probability_difference        |pi_train - pi_rollout| of a token (ROLL; prime-rl's ipo)
     seq_sum_*     k1: e^(sum of l), k2 and k3: their sum over the sequence; rejects the whole sequence
     seq_mean_*    k1: e^(mean of l), the geometric mean (NeMo RL's seq-mask-tis), k2 and k3: their mean
     seq_max_*     k1: every rho of the sequence must lie in the bounds (slime's, SkyRL's veto), k2 and k3: the largest
@@ -167,14 +167,14 @@ PRESETS: dict[str, CorrectionConfig] = {
     "seq-tis": _preset("sequence", 5.0),
     "geo-tis": _preset("geometric", 2.0, minimum=0.5),
     "icepop": _preset("token", None, Rule("token_k1", 5.0, 0.5)),
-    "mis": _preset("token", None, Rule("token_k1", 2.0)),
-    "seq-mis": _preset("sequence", None, Rule("seq_sum_k1", 2.0)),
+    "mis": _preset("token", None, Rule("token_k1", 2.0, 0.5)),
+    "seq-mis": _preset("sequence", None, Rule("seq_sum_k1", 2.0, 0.5)),
     "seq-mask-tis": _preset("token", None, Rule("seq_mean_k1", 1.002, 0.999)),
     "geo-rs": _preset("none", None, Rule("seq_mean_k1", 1.001, 0.999)),
     "geo-rs-token-tis": _preset("token", 2.0, Rule("seq_mean_k1", 1.001, 0.999)),
     "k3-rs": _preset("none", None, Rule("seq_mean_k3", 0.01)),
     "veto": _preset("token", 2.0, Rule("seq_max_k1", None, 1e-4)),
-    "dppo-tv": _preset("none", None, Rule("token_probability_difference", 0.2)),
+    "ipo": _preset("token", None, Rule("token_probability_difference", 0.1)),
 }
 """Names that users know, with the bounds their sources give (NeMo RL, verl's recipes, slime, prime-rl)."""
 

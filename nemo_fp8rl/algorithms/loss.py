@@ -36,6 +36,7 @@ class GrpoLoss:
             CISPO: -A sg(clip r) curr;  dual clip: at most -A ratio_clip_c where A < 0
         loss = agg(w L) + beta agg(KL) - entropy_coefficient H + mu NLL(positive samples)
         KL = clamp(v k(clamp(ref - curr))),  v = exp(curr - sg(curr)), or exp(curr - gen)
+        H = -mean(w exp(curr - prev) curr),  exp(curr - gen) where the correction does not weigh
 
     agg is named by `LossConfig.aggregation`:
 
@@ -105,17 +106,15 @@ class GrpoLoss:
         surrogate = self._surrogate(advantages, curr, ratio, clipped)
         loss = self._aggregate(torch.where(correction.kept, correction.weights * surrogate, 0.0), counts)
         kl = self._kl(curr, gen, live, data, counts)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and cfg.entropy_coefficient != 0):
-            entropy = -(counts.mask * bounded_exp(curr - gen) * curr).sum() / counts.tokens
         nll = self._positive_nll(curr, counts.mask, data)
-        for coefficient, term in (
-            (cfg.reference_policy_kl_penalty, kl),
-            (-cfg.entropy_coefficient, entropy),
-            (cfg.positive_example_nll_weight, nll),
-        ):
-            if coefficient:
-                loss = loss + coefficient * term
+        if cfg.reference_policy_kl_penalty:
+            loss = loss + cfg.reference_policy_kl_penalty * kl
+        if cfg.entropy_coefficient:
+            loss = loss - cfg.entropy_coefficient * self._entropy(curr, prev, gen, correction, counts)
+        if cfg.positive_example_nll_weight:
+            loss = loss + cfg.positive_example_nll_weight * nll
         with torch.no_grad():
+            entropy = -(counts.mask * bounded_exp(curr - gen) * curr).sum() / counts.tokens
             metrics = {
                 "loss": loss,
                 "kl_penalty": kl,
@@ -221,6 +220,18 @@ class GrpoLoss:
         # weight of value 1 brings (arXiv 2506.09477).
         weights = bounded_exp(curr - (gen if cfg.use_on_policy_kl_approximation else curr.detach()))
         return self._aggregate(kl_estimate(curr, reference, weights, cfg) * counts.mask, counts)
+
+    def _entropy(self, curr: Tensor, prev: Tensor, gen: Tensor, correction: Correction, counts: "Counts") -> Tensor:
+        """Estimate of the policy's entropy from the tokens that are kept.
+
+            grad H = -E_engine[pi / pi_engine (1 + log pi) grad log pi] = grad -E_engine[pi / pi_engine log pi]
+
+        The ratio is pi / pi_prev times pi_prev / pi_engine; where the correction weighs, its weight, bounded and
+        without gradient, stands for the second as in the surrogate.
+        """
+        old = gen if self.correction.weight == "none" else prev
+        estimate = correction.weights * bounded_exp(curr - old) * curr
+        return -(torch.where(correction.kept, estimate, 0.0) * counts.mask).sum() / counts.tokens
 
     def _positive_nll(self, curr: Tensor, mask: Tensor, data: TrainBatch) -> Tensor:
         """Mean NLL over the tokens of samples with a positive reward: of the batch where it says how many there are."""

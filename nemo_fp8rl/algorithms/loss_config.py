@@ -52,7 +52,7 @@ class LossConfig:
     kl_output_clamp_value: float | None = 10.0
     """A token's KL is clamped to +- this."""
     use_kl_in_reward: bool = False
-    """The KL goes into the advantages (REINFORCE++), not into the loss."""
+    """The KL goes into the advantages (REINFORCE++), not into the loss; needs reference_policy_kl_type: k1."""
     use_on_policy_kl_approximation: bool = False
     """Weight a token's KL by pi_train / pi_rollout."""
     positive_example_nll_weight: float = 0.0
@@ -62,7 +62,7 @@ class LossConfig:
     loss_scale_factor: float | None = None
     """Dr. GRPO's constant (arXiv 2503.20783), such as the longest answer; for seq-mean-token-sum-norm."""
     entropy_coefficient: float = 0.0
-    """Weight of the entropy bonus, by the estimate `approx_entropy`."""
+    """Weight of the entropy bonus, by the estimate `approx_entropy` with the correction's weights."""
 
     @property
     def aggregation(self) -> Aggregation:

@@ -1,4 +1,9 @@
-"""The tokens that top-k and top-p leave to sample from, as vLLM's sampler takes them."""
+"""The tokens that top-k and top-p leave to sample from, as vLLM's sampler takes them on a CPU.
+
+On a GPU vLLM 0.32 takes exactly k tokens (vllm/v1/sample/ops/topk_topp_triton.py): of those that tie with the k-th some
+go, which here stay. Which ones is up to its kernel, so this is not followed; the trainer's log-probs are then lower, by
+the share of the ties that the engine left out.
+"""
 
 from typing import NamedTuple
 

@@ -35,6 +35,7 @@ class Token:
     advantage: float
     unfiltered: Number | None = None
     weight: float = 1.0
+    weighed: bool = False
     kept: bool = True
     outside: bool = False
     """The weight was changed by a bound, or a rule rejected the token or its sequence."""
@@ -139,6 +140,7 @@ def correct(
             token.kept = all(verdict[i] for verdict in verdicts)
             token.outside = raw != bounded or not token.kept
             token.weight = bounded if token.kept else 0.0
+            token.weighed = weight != "none"
     if normalize:
         if weight == "token":
             counted = [token.weight for sample in samples for token in sample.tokens if token.kept]
@@ -218,6 +220,12 @@ def kl(token: Token, cfg) -> Number:
     return value if limit is None else clip(value, -limit, limit)
 
 
+def bonus(token: Token) -> Number:
+    """Its part of the entropy, of current over engine: the second half is the weight's where there is one."""
+    ratio = exp(token.curr - (token.prev if token.weighed else token.gen))
+    return -token.weight * ratio * token.curr
+
+
 def share(sample: Sample, cfg, totals: Totals) -> float:
     """What a token of the sample counts for in the loss."""
     mode = cfg.loss_agg_mode or ("token-mean" if cfg.token_level_loss else "seq-mean-token-mean")
@@ -252,7 +260,7 @@ def terms(sample: Sample, cfg, totals: Totals) -> dict[str, list[Number]]:
     whole = [
         *policy,
         *(cfg.reference_policy_kl_penalty * value for value in kls),
-        *(-cfg.entropy_coefficient * value for value in entropy),
+        *(-cfg.entropy_coefficient * bonus(token) / totals.tokens for token in sample.tokens if token.kept),
         *(cfg.positive_example_nll_weight * value for value in nll),
     ]
     return {"loss": whole, "kl_penalty": kls, "approx_entropy": entropy, "positive_nll_loss": nll}

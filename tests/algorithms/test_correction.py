@@ -18,6 +18,7 @@ from nemo_fp8rl.algorithms import correction as module
 from nemo_fp8rl.algorithms import correction_loops as loops
 from nemo_fp8rl.algorithms.correction import RolloutError, correct, corrected_batch, refuse_nonfinite
 from nemo_fp8rl.algorithms.correction_config import PRESETS, CorrectionConfig, Rule, Statistic, from_mapping
+from nemo_fp8rl.algorithms.loss import GrpoLoss
 from nemo_fp8rl.errors import UserError
 from tests.algorithms import reference
 from tests.algorithms.reference import GARBAGE, make_batch
@@ -150,14 +151,14 @@ PRESET_TABLE = {
     "seq-tis": ("sequence", None, 5.0, ()),
     "geo-tis": ("geometric", 0.5, 2.0, ()),
     "icepop": ("token", None, None, (("token_k1", 5.0, 0.5),)),
-    "mis": ("token", None, None, (("token_k1", 2.0, None),)),
-    "seq-mis": ("sequence", None, None, (("seq_sum_k1", 2.0, None),)),
+    "mis": ("token", None, None, (("token_k1", 2.0, 0.5),)),
+    "seq-mis": ("sequence", None, None, (("seq_sum_k1", 2.0, 0.5),)),
     "seq-mask-tis": ("token", None, None, (("seq_mean_k1", 1.002, 0.999),)),
     "geo-rs": ("none", None, None, (("seq_mean_k1", 1.001, 0.999),)),
     "geo-rs-token-tis": ("token", None, 2.0, (("seq_mean_k1", 1.001, 0.999),)),
     "k3-rs": ("none", None, None, (("seq_mean_k3", 0.01, None),)),
     "veto": ("token", None, 2.0, (("seq_max_k1", None, 1e-4),)),
-    "dppo-tv": ("none", None, None, (("token_probability_difference", 0.2, None),)),
+    "ipo": ("token", None, None, (("token_probability_difference", 0.1, None),)),
 }
 """(weight, min, max, rules as (statistic, max, min)), as docs/correction.md gives them."""
 
@@ -173,6 +174,31 @@ def test_a_preset_is_what_its_source_says(name):
         _, batch = make_batch(seed)
         if name != "bypass":
             assert_equals_reference(batch, CorrectionConfig(preset=name))
+
+
+BY_TOKEN = {
+    "none": lambda p, q: 1.0,
+    "is": lambda p, q: p / q,  # NeMo RL, ClippedPGLossFn
+    "tis": lambda p, q: min(p / q, 2.0),  # verl, rollout_corr_helper.py
+    "icepop": lambda p, q: p / q * (0.5 <= p / q <= 5.0),  # NeMo RL, ClippedPGLossFn
+    "mis": lambda p, q: p / q * (math.log(1 / 2) <= math.log(q / p) <= math.log(2)),  # verl, a token_k1 of 2.0
+    "ipo": lambda p, q: p / q * (abs(p - q) <= 0.1),  # prime-rl 559b4477, ipo_loss_fn
+}
+"""Weight of a token that the trainer gives probability p and the engine q, in the first update, by its source."""
+
+
+@pytest.mark.parametrize("name", BY_TOKEN)
+def test_the_gradient_of_a_token_is_that_of_the_presets_source(name):
+    loss = GrpoLoss({"reference_policy_kl_penalty": 0.0}, {"preset": name})
+    for p, q in ((0.7, 0.3), (0.3, 0.7), (0.35, 0.3), (0.3, 0.35), (0.5, 0.3), (0.3, 0.5), (0.02, 0.05), (0.6, 0.1)):
+        for advantage in (1.0, -1.0):
+            prev, gen, _ = single(math.log(p), math.log(q), 2)
+            mask = torch.tensor([[0.0, 1.0]])
+            batch = {"prev_logprobs": prev, "generation_logprobs": gen, "token_mask": mask}
+            batch |= {"sample_mask": torch.ones(1), "advantages": advantage * mask}
+            curr = prev[:, 1:].clone().requires_grad_()
+            loss(curr, corrected_batch(batch, loss.correction)[0], torch.tensor(1.0), torch.tensor(1.0))[0].backward()
+            assert curr.grad.item() == pytest.approx(-advantage * BY_TOKEN[name](p, q), rel=1e-5)
 
 
 def test_there_is_no_preset_that_is_not_in_the_table():

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from nemo_fp8rl.algorithms import loss as loss_module
 from nemo_fp8rl.algorithms.correction import corrected_batch
 from nemo_fp8rl.algorithms.correction_config import CorrectionConfig, Rule
-from nemo_fp8rl.algorithms.loss import GrpoLoss, NllLoss, combined
+from nemo_fp8rl.algorithms.loss import GrpoLoss, NllLoss, combined, kl_estimate
 from nemo_fp8rl.algorithms.loss_config import LossConfig
 from nemo_fp8rl.batch import rows, shards
 from nemo_fp8rl.errors import UserError
@@ -579,6 +579,61 @@ def test_a_ratio_beyond_float32_is_clipped_without_a_nan():
     assert (value, gradient.item()) == (pytest.approx(-1.2), 0.0)
 
 
+# The entropy bonus
+
+
+def entropy_alone(curr, batch, correction) -> torch.Tensor:
+    """dL/dcurr of the bonus, of coefficient 1: by what the gradient differs from that without it."""
+    batch, _ = corrected_batch(batch, GrpoLoss(PLAIN, correction).correction)
+    keys = (PLAIN | {"entropy_coefficient": coefficient} for coefficient in (1.0, 0.0))
+    with_it, without = (evaluate(GrpoLoss(each, correction), curr, batch)[2] for each in keys)
+    return with_it - without
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [{"preset": "icepop"}, {"weight": "none", "weight_max": None, "reject": [Rule("seq_mean_k3", 1.0)]}],
+    ids=["a token", "a sequence"],
+)
+def test_what_a_rule_rejects_has_no_part_in_the_entropy_bonus(correction):
+    curr, batch = make_batch(3)
+    (row, *_), (first, *_) = inside(batch)[:, 1:].nonzero().unbind(-1)
+    batch["generation_logprobs"][row, first + 1] -= 6.0  # e^6 times as much weight, if it had any
+    gradient = entropy_alone(curr, batch, correction)
+    assert gradient[row, first] == 0
+    assert gradient.any()
+
+
+def test_the_entropy_bonus_of_a_token_has_the_bound_of_its_weight():
+    """-H = w r log pi with r = 1, so the gradient is w (1 + log pi), and w at most 2."""
+    curr, batch = one_token(curr=0.5, prev=0.5, gen=0.001)
+    assert entropy_alone(curr, batch, {"preset": "tis"}).item() == pytest.approx(2 * (1 + math.log(0.5)))
+
+
+@pytest.mark.parametrize("preset", ["is", "none"])
+def test_the_entropy_bonus_has_the_gradient_of_the_entropy(preset):
+    """Over all tokens of a policy, each as often as the engine samples it; the policy has moved since the rollout."""
+    torch.manual_seed(0)
+    logits = torch.randn(12, dtype=torch.float64)
+    gen, prev = ((logits + size * torch.randn(12, dtype=torch.float64)).log_softmax(-1) for size in (0.5, 0.3))
+    logits.requires_grad_()
+    curr = logits.log_softmax(-1)
+    (exact,) = torch.autograd.grad((curr.exp() * curr).sum(), logits, retain_graph=True)
+    mask = torch.ones(1, 13).index_fill(1, torch.tensor([0]), 0.0)
+    batch = {"token_mask": mask, "sample_mask": torch.ones(1), "advantages": torch.zeros(1, 13)}
+    for name, logprobs in (("generation_logprobs", gen), ("prev_logprobs", prev)):
+        batch[name] = torch.nn.functional.pad(logprobs, (1, 0))[None]
+    of_tokens = 12 * entropy_alone(curr.detach()[None], batch, {"preset": preset})[0]
+    (given,) = torch.autograd.grad((gen.exp() * of_tokens * curr).sum(), logits)
+    torch.testing.assert_close(given, exact, rtol=1e-5, atol=1e-7)
+
+
+def test_without_a_correction_the_entropy_bonus_is_the_metric():
+    curr, batch = make_batch(3)
+    value, metrics, _ = evaluate(GrpoLoss(PLAIN | {"entropy_coefficient": 1.0}), curr, batch)
+    assert value == pytest.approx(evaluate(GrpoLoss(PLAIN), curr, batch)[0] - metrics["approx_entropy"], rel=1e-12)
+
+
 # The object
 
 
@@ -608,6 +663,26 @@ def test_a_kl_without_a_reference_policy_is_refused():
         GrpoLoss({})(curr, batch, *totals(batch))
     for keys in (PLAIN, {"use_kl_in_reward": True}):
         assert math.isfinite(evaluate(GrpoLoss(keys), curr, batch)[0])
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_in_a_reward_only_k1_has_the_gradient_of_the_kl(kind):
+    """Why `config_check` refuses the others beside use_kl_in_reward (arXiv 2510.01555). A KL in the reward is a number
+    that weighs grad log pi; here over all tokens of a policy, so without noise, at a KL of 0.01.
+    """
+    torch.manual_seed(0)
+    logits = torch.randn(20, dtype=torch.float64)
+    reference = logits.log_softmax(-1)
+    logits = (logits + 0.2 * torch.randn(20, dtype=torch.float64)).requires_grad_()
+    logprobs = logits.log_softmax(-1)
+    (exact,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)
+    cfg = LossConfig(reference_policy_kl_type=kind)
+    k = kl_estimate(logprobs.detach(), reference, torch.ones(()), cfg)
+    (given,) = torch.autograd.grad((logprobs.exp().detach() * k * logprobs).sum(), logits)
+    if kind == "k1":
+        assert torch.allclose(given, exact, rtol=0, atol=1e-12)
+    else:
+        assert abs(given @ exact / (exact @ exact)) < 0.1, "as much of it as lies along the KL's gradient"
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,13 @@ def test_what_nemo_rl_would_assert_later_is_refused_now(tiny, changes, message):
         from_nemo_rl(master(tiny, **changes))
 
 
+def test_a_kl_in_the_reward_that_is_hardly_a_penalty_is_refused_as_in_our_own_loop(tiny):
+    in_reward = {"grpo__adv_estimator": {"name": "reinforce_plus_plus"}, "loss_fn__use_kl_in_reward": True}
+    with pytest.raises(UserError, match=r"loss_fn\.reference_policy_kl_type=k3 is hardly a penalty.* set it to k1"):
+        from_nemo_rl(master(tiny, **in_reward))
+    assert from_nemo_rl(master(tiny, **in_reward, loss_fn__reference_policy_kl_type="k1")).loss_fn.use_kl_in_reward
+
+
 def test_the_asynchronous_loop_takes_a_correction_of_ours(tiny):
     cfg = from_nemo_rl(master(tiny, **ASYNC, nemo_fp8rl__correction={"preset": "icepop"}))
     assert cfg.nemo_fp8rl.correction.resolved().reject and not cfg.loss_fn.use_importance_sampling_correction
