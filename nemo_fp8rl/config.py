@@ -27,7 +27,8 @@ class RefitConfig(_Block):
     """How a version of the weights gets from the trainer's ranks to the engines'."""
 
     mode: Literal["auto", "full", "delta"] = "auto"
-    """full: all bytes; delta: those that changed; auto: whichever took less time. Engines end with the same bytes."""
+    """full: all bytes; delta: those that changed; auto: whichever took less time, full with offload_between_phases, as
+    deltas need a copy that stays. Engines end with the same bytes."""
     transport: Literal["auto", "in_process", "shared_memory", "cuda_ipc", "nixl", "collective"] = "auto"
     """auto: in_process where trainer and engine share one; else, link by link, within a machine cuda_ipc for weights on
     GPUs and shared_memory for others, between machines collective (gloo). nixl (RDMA) is asked for by name."""

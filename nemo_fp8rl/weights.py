@@ -10,6 +10,7 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation.vllm import VllmGeneration
 from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.refit.bridge import RefitBridge, Transport
+from nemo_fp8rl.refit.mode import Mode
 from nemo_fp8rl.refit.transport.nixl import INSTALL
 from nemo_fp8rl.workers import on_one_host
 
@@ -43,12 +44,21 @@ def build_bridge(
     return RefitBridge(
         policy,
         generation,
-        mode="full" if cfg.policy.generation.vllm_cfg.sleep_level == 2 else choice.mode,  # engines have nothing then
+        mode=_mode(cfg),
         transport=transport,
         verify=choice.verify or "off",
         bucket_bytes=choice.bucket_bytes,
         first_version=first_version,
     )
+
+
+def _mode(cfg: Config) -> Mode:
+    """Whole versions where engines drop their weights. Under auto also where the trainer's memory is given back between
+    phases: the bytes kept for a delta would stay beside engines that generate, as large as their weights.
+    """
+    mode = cfg.nemo_fp8rl.refit.mode
+    gives_back = mode == "auto" and cfg.policy.megatron_cfg.offload_between_phases
+    return "full" if gives_back or cfg.policy.generation.vllm_cfg.sleep_level == 2 else mode
 
 
 def checked_transport(cfg: Config, policy: MegatronPolicy) -> Transport:

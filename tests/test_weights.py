@@ -54,9 +54,17 @@ def test_a_package_that_is_missing_is_named_before_anything_is_sent(monkeypatch)
         chosen(monkeypatch, [RAY], asked="nixl")
 
 
+def mode_of(*overrides: str) -> str:
+    policy, generation = SimpleNamespace(open_refit=lambda *_: None), SimpleNamespace()
+    return weights.build_bridge(load(RECIPES / "tiny_cpu.yaml", overrides), policy, generation).choice.mode
+
+
 @pytest.mark.parametrize(("sleep_level", "mode"), [(0, "auto"), (1, "auto"), (2, "full")])
 def test_engines_that_drop_their_weights_get_whole_versions(sleep_level, mode):
     """No copy is kept for a delta that cannot come."""
-    cfg = load(RECIPES / "tiny_cpu.yaml", [f"policy.generation.vllm_cfg.sleep_level={sleep_level}"])
-    policy, generation = SimpleNamespace(open_refit=lambda *_: None), SimpleNamespace()
-    assert weights.build_bridge(cfg, policy, generation).choice.mode == mode
+    assert mode_of(f"policy.generation.vllm_cfg.sleep_level={sleep_level}") == mode
+
+
+@pytest.mark.parametrize(("asked", "mode"), [("auto", "full"), ("full", "full"), ("delta", "delta")])
+def test_a_trainer_that_gives_memory_back_keeps_no_copy_unless_it_is_asked_to(asked, mode):
+    assert mode_of("policy.megatron_cfg.offload_between_phases=true", f"nemo_fp8rl.refit.mode={asked}") == mode

@@ -122,6 +122,12 @@ class Plan:
         """Whether trainer and engines are ours; auto takes NeMo RL's where there are GPUs."""
         return bool(self.values["nemo_fp8rl"]["workers"] == "ours")
 
+    @property
+    def takes_deltas(self) -> bool:
+        """Whether our refit may (`weights.py`): auto does not where the trainer's memory is given back."""
+        mode = self.values["nemo_fp8rl"]["refit"]["mode"]
+        return mode == "delta" or (mode == "auto" and not self.colocated)
+
     # Precision, as written; `precision` says whether it is sound
 
     @property

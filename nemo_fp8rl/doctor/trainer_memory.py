@@ -13,7 +13,8 @@ Sources:
   https://arxiv.org/abs/2205.05198, for grouped queries, a gated MLP and attention that does not keep its scores;
   bfloat16 throughout, experts balanced.
 - Our workers keep gradients and optimizer in one way whatever the recipe says (`policy/optimizer.py`), recompute whole
-  layers and the logits by chunks (`benchmarks/logprobs.py`), and keep FP8 weights for one pass.
+  layers and the logits by chunks (`benchmarks/logprobs.py`), keep FP8 weights for one pass, and for deltas what they
+  sent (`refit/send.py`), which is not offloaded.
 """
 
 from nemo_fp8rl.config import PolicyConfig
@@ -23,6 +24,7 @@ from nemo_fp8rl.doctor.widths import BF16, FP32, SCALE
 
 FP8 = 2 * (1 + SCALE)
 """Bytes of an FP8 weight, by rows and by columns."""
+KEPT = "kept for deltas"
 
 
 def stage_parameters(plan: Plan, stage: int) -> tuple[float, float]:
@@ -62,6 +64,7 @@ def train(plan: Plan, stage: int) -> dict[str, float]:
         "FP8 weights": fp8 or FP8 * (max(quantized, default=0) if one_by_one else sum(quantized)),
         "activations": activations(plan, stage),
         "logits": logits(plan) if stage == plan.pipeline - 1 else 0.0,
+        KEPT: kept(plan, stage),
     }
     return {name: size for name, size in parts.items() if size}
 
@@ -73,6 +76,14 @@ def held(plan: Plan, stage: int) -> tuple[float, float]:
         return BF16 * values, 0.0
     linears = sum(_on_rank(plan, one) for one in _stage_weights(plan, stage) if plan.is_fp8_in_trainer(one))
     return BF16 * (values - linears), FP8 * linears
+
+
+def kept(plan: Plan, stage: int) -> float:
+    """Bytes of what our rank sent last, for the next delta: at most all that it holds, as engines hold it."""
+    if not (plan.ours and plan.takes_deltas):
+        return 0.0
+    weights = _stage_weights(plan, stage)
+    return sum((1 + SCALE if plan.is_fp8_in_engine(one) else BF16) * _on_rank(plan, one) for one in weights)
 
 
 def _optimizer(plan: Plan) -> tuple[int, float, bool]:

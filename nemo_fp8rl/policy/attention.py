@@ -1,6 +1,8 @@
 """Core attention for Megatron's layers without Transformer Engine: what both of ours share, and the one on SDPA."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,15 +66,32 @@ class CoreAttention(MegatronModule):
 
 
 class SdpaAttention(CoreAttention):
-    """On torch's SDPA."""
+    """On torch's SDPA, but for cuDNN's kernels."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | None = None) -> Tensor:
         query, key = self.rope.turned(query), self.rope.turned(key)
         if self.kv_cache is not None:
             key, value = self.kv_cache.read(self.layer, key, value, rows)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+        with _without_cudnn():
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
         return out.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """Of SDPA's kernels on a GPU, those that take any shape at once. The flag is the process's, so it is put back.
+
+    torch prefers cuDNN on Hopper and Blackwell (`check_prefer_cudnn_attention` in
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), which plans for every batch and length that it has not seen,
+    a fraction of a second each (`MHAParams` in aten/src/ATen/native/cudnn/MHA.cpp); here most microbatches bring some.
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def attention_of(kind: type[CoreAttention], rope: Rope, kv_cache: TrainerKvCache | None) -> type[CoreAttention]:

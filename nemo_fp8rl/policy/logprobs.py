@@ -17,7 +17,9 @@ from nemo_fp8rl.policy.restriction import Restriction, restricted
 SOFTMAX_ROWS = 16
 """Rows whose softmax is taken at a time, in float32, at least; a GPU takes as many as VALUES have room for."""
 VALUES = {"cpu": 1 << 20, "cuda": 1 << 25}
-"""Of a temporary in float32: little enough for a CPU's cache, enough for a GPU to be worth a kernel."""
+"""Of a temporary in float32, or its bytes: little enough for a CPU's cache, enough for a GPU to be worth a kernel."""
+INDEX_BYTES = 8
+"""Of a value's place, an int64 that sorting gives beside it."""
 
 
 def token_logprobs(
@@ -69,7 +71,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, len(hidden), chunk_size):
             chunk = slice(start, start + chunk_size)
             logits = hidden[chunk] @ weight.t()
-            few = _rows_at_a_time(logits)
+            few = _rows_at_a_time(logits.device, logits.size(1))
             for row in range(0, len(logits), few):
                 rows = slice(start + row, start + min(row + few, len(logits)))
                 scaled = logits[row : row + few].float() / temperature
@@ -93,7 +95,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, len(hidden), ctx.chunk_size):
             part = slice(start, start + ctx.chunk_size)
             logits = hidden[part] @ weight.t()
-            few = _rows_at_a_time(logits)
+            few = _rows_at_a_time(logits.device, logits.size(1))
             for row in range(0, len(logits), few):
                 rows = slice(start + row, start + min(row + few, len(logits)))
                 slope = grad[rows, None] / ctx.temperature
@@ -160,10 +162,11 @@ def _restricted_rows(
     vocab_size = torch.tensor(own.stop)
     if shared:
         dist.all_reduce(vocab_size, op=dist.ReduceOp.MAX, group=group)
+    at_a_time = _rows_at_a_time(hidden.device, int(vocab_size), INDEX_BYTES)
     for start in range(0, len(hidden), chunk_size):
         logits = hidden[start : start + chunk_size] @ weight.t()
-        for at in range(0, len(logits), SOFTMAX_ROWS):
-            few = logits[at : at + SOFTMAX_ROWS].float() / temperature
+        for at in range(0, len(logits), at_a_time):
+            few = logits[at : at + at_a_time].float() / temperature
             rows = slice(start + at, start + at + len(few))
             if shared:
                 whole = few.new_zeros(len(few), int(vocab_size))
@@ -173,8 +176,9 @@ def _restricted_rows(
             yield logits, at, rows, restricted(few, targets[rows], restriction).log_softmax(-1)
 
 
-def _rows_at_a_time(logits: Tensor) -> int:
-    return SOFTMAX_ROWS if logits.is_cpu else max(SOFTMAX_ROWS, VALUES["cuda"] // logits.size(1))
+def _rows_at_a_time(device: torch.device, columns: int, nbytes: int = 4) -> int:
+    """Of so many columns, where the widest temporary has `nbytes` a value."""
+    return SOFTMAX_ROWS if device.type == "cpu" else max(SOFTMAX_ROWS, 4 * VALUES["cuda"] // (nbytes * columns))
 
 
 def _log_of_sum(logs: Tensor, group: dist.ProcessGroup | None) -> Tensor:

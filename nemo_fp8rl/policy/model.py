@@ -65,8 +65,15 @@ def moe_dispatcher(parallel: MegatronConfig) -> Literal["alltoall", "allgather"]
     return "alltoall" if uneven else "allgather"
 
 
+def left_as_it_is(weight: Tensor) -> None:
+    """Megatron's `init_method` for weights that `load_hf` sets, each of them or it raises: random numbers on the host
+    took longer than reading the checkpoint. (perform_initialization=False would also leave out their attributes, such
+    as `tensor_model_parallel`, which the gradient norm reads.)
+    """
+
+
 def transformer_config(hf: HfConfig, policy: PolicyConfig, choice: Fp8RlConfig) -> TransformerConfig:
-    """Megatron's description of the architecture: fusions off, weights initialized on CPU, gradients summed."""
+    """Megatron's description of the architecture: fusions off, weights made on CPU, gradients summed."""
     dtype, parallel = DTYPES[policy.precision], policy.megatron_cfg
     residual = torch.float32 if choice.align == "vllm" else dtype
     pipelined = parallel.pipeline_model_parallel_size > 1
@@ -104,6 +111,8 @@ def transformer_config(hf: HfConfig, policy: PolicyConfig, choice: Fp8RlConfig) 
         fp32_residual_connection=residual is torch.float32,
         calculate_per_token_loss=True,  # data-parallel gradients are summed; the loss divides by the global count
         use_cpu_initialization=True,
+        init_method=left_as_it_is,  # of the embedding, too
+        output_layer_init_method=left_as_it_is,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,

@@ -58,6 +58,7 @@ def storage(parameter: Any) -> list[Tensor]:
 @torch.no_grad()
 def assign(parameter: Any, values: Tensor) -> None:
     """Set any parameter. Of one in FP8 the master, where it is still to be made, is made from the values themselves."""
+    assert values.shape == parameter.shape, f"{tuple(values.shape)} for a parameter {tuple(parameter.shape)}"
     parameter.copy_(values.to(parameter.dtype))  # from which the bytes are made
     initial = parameter.get_high_precision_init_val() if hasattr(parameter, "get_high_precision_init_val") else None
     if initial is not None:

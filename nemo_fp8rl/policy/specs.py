@@ -49,8 +49,8 @@ class RMSNorm(torch.nn.Module):
 
 
 def transformer_engine_linears(scale_format: ScaleFormat | None) -> ModuleType:
-    """`te_linears`. Raises UserError where Transformer Engine cannot be imported, or cannot multiply in FP8 by this
-    format; None: not asked to.
+    """`te_linears`. Raises UserError where Transformer Engine cannot be imported, or would not multiply in FP8 by this
+    format, forward and backward; None: not asked to.
     """
     try:
         te_linears = importlib.import_module("nemo_fp8rl.policy.te_linears")
@@ -63,6 +63,11 @@ def transformer_engine_linears(scale_format: ScaleFormat | None) -> ModuleType:
         other = "flow=fp8_rollout" if te_linears.why_no_fp8("pow2") else "scale_format=pow2"
         raise UserError(
             f"Transformer Engine has no blockwise FP8 of {scale_format} scales here ({why_not}); set nemo_fp8rl.{other}"
+        )
+    if scale_format is not None and (override := te_linears.backward_override()) is not None:
+        raise UserError(
+            f"NVTE_BACKWARD_OVERRIDE={override} takes Transformer Engine's backward out of FP8, in which "
+            "nemo_fp8rl.flow=fp8_e2e trains: unset it, here or in policy.megatron_cfg.env_vars"
         )
     return te_linears
 

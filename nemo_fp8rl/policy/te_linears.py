@@ -65,6 +65,13 @@ def why_no_fp8(scale_format: ScaleFormat) -> str:
     return "" if available else reason
 
 
+def backward_override() -> str | None:
+    """What NVTE_BACKWARD_OVERRIDE, which 2.15 and later read when they are imported, makes of every recipe's backward;
+    None: what the recipe says. (common/recipe/__init__.py)
+    """
+    return getattr(Float8BlockScaling, "backward_override", None)
+
+
 def why_no_allgather() -> str:
     """Why Megatron's dispatcher of that name, which has the count of tokens on the host, cannot hand it to Transformer
     Engine's permutation; empty where it can. (Triton refuses a tensor of the host: token_dispatcher.py, and

@@ -23,7 +23,7 @@ from nemo_fp8rl.policy.primary_weights import assign
 
 @torch.no_grad()
 def load_hf(folder: Path, model: torch.nn.Module, layout: Layout) -> None:
-    """Copy weights that `save_hf` (or anyone) wrote into a rank's parameters."""
+    """Copy weights that `save_hf` (or anyone) wrote into a rank's parameters, which nothing else sets: all of each."""
     parameters = dict(model.named_parameters())
     shapes = expected_tensors(layout.hf)
     with CheckpointReader(folder) as reader:

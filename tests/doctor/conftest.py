@@ -22,7 +22,7 @@ VALUES: dict[str, Any] = {
         "align": "vllm",
         "kv": "unified",
         "correction": None,
-        "refit": {"bucket_bytes": 2**28},
+        "refit": {"mode": "auto", "bucket_bytes": 2**28},
     },
     "policy": {
         "train_global_batch_size": 512,

@@ -68,6 +68,29 @@ def test_weights_in_fp8_alone_stand_in_the_place_of_parameters(plan):
     assert phases[1].parts["parameters"] == pytest.approx(rest + 2 * FP8 * LLAMA_LINEARS)
 
 
+@pytest.mark.parametrize(
+    ("mode", "colocated", "phases"),
+    [
+        ("delta", True, {"train", "refit", "generate"}),
+        ("delta", False, {"train"}),
+        ("auto", False, {"train"}),
+        ("auto", True, set()),
+        ("full", False, set()),
+    ],
+)
+def test_what_our_trainer_keeps_for_deltas_stays_on_its_gpu(plan, mode, colocated, phases):
+    changes = {
+        "nemo_fp8rl.refit.mode": mode,
+        "policy.generation.colocated": {"enabled": colocated, "resources": {"num_nodes": None, "gpus_per_node": 4}},
+    }
+    memory = memory_of(plan(LLAMA, OURS | changes), H100)
+    found = {phase.name: phase.parts["kept for deltas"] for phase in memory.phases if "kept for deltas" in phase.parts}
+    assert found.keys() == phases
+    assert list(found.values()) == [pytest.approx(engine_weights(plan()))] * len(phases)
+    theirs = memory_of(plan(LLAMA, changes), H100)
+    assert not any("kept for deltas" in phase.parts for phase in theirs.phases)
+
+
 def test_layers_that_are_bfloat16_in_the_engine_are_so_in_our_trainer(plan):
     some = {ENGINE + "num_first_layers_in_bf16": 8}
     assert train(plan(LLAMA, OURS | some))["FP8 weights"] == pytest.approx(2 * FP8 * LLAMA_LINEARS * 3 / 4)

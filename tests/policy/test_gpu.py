@@ -1,6 +1,7 @@
 """The policy on a real GPU, of Transformer Engine's layers; `tests/transformer_engine` has it on fake kernels."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import TrainBatch
 from nemo_fp8rl.fp8 import quantize_blockwise, scale_name
 from nemo_fp8rl.hf.checkpoint import CheckpointReader
+from nemo_fp8rl.policy import logprobs
 from nemo_fp8rl.policy.linears import MultipliesInFp8
+from nemo_fp8rl.policy.restriction import Restriction, restricted
 from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.tiny import write_model
 from tests.policy.sent import sent_tensors
@@ -116,6 +119,48 @@ def test_memory_given_back_is_taken_again_and_changes_nothing(recipe, tmp_path, 
         finally:
             worker.shutdown()
     assert losses[3:] == pytest.approx(losses[:3], rel=1e-3)  # cuBLAS may sum in another order
+
+
+@pytest.mark.parametrize("fp8_param", [False, True])
+def test_the_reference_policy_waits_in_pinned_memory(recipe, tmp_path, fp8_param):
+    write_model(tmp_path / "model", seed=3)
+    worker = MegatronWorker()
+    cfg = recipe(
+        f"policy.model_name={tmp_path}/model",
+        "nemo_fp8rl.align=none",
+        f"nemo_fp8rl.fp8_param={fp8_param}",
+        "loss_fn.reference_policy_kl_penalty=0.1",
+    )
+    worker.setup(cfg, 0, 1, None)
+    try:
+        assert not torch.empty(1).is_pinned()
+        assert all(tensor.is_pinned() for tensor in worker.reference)
+        before = worker.logprobs(random_batch())
+        worker.train_step(random_batch(), NllLoss(), 4.0, 128.0)
+        assert not torch.equal(worker.logprobs(random_batch()), before)
+        torch.testing.assert_close(worker.reference_logprobs(random_batch()), before, rtol=1e-6, atol=1e-6)
+    finally:
+        worker.shutdown()
+
+
+def test_top_k_and_top_p_take_as_many_rows_as_a_gpu_has_room_for(monkeypatch):
+    """Of the whole vocabulary, sorted, whose int64 places are twice as wide as the values."""
+    calls: list[int] = []
+
+    def counted(few: torch.Tensor, *others: Any) -> torch.Tensor:
+        calls.append(len(few))
+        return restricted(few, *others)
+
+    random = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 24, generator=random) for n in (100, 101))
+    targets = torch.randint(0, 101, (100,), generator=random)
+    expected = logprobs.token_logprobs(hidden, weight, targets, 0.7, 64, restriction=Restriction(20, 0.9))
+    monkeypatch.setattr(logprobs, "restricted", counted)
+    monkeypatch.setitem(logprobs.VALUES, "cuda", 1 << 13)
+    on_gpu = (tensor.cuda() for tensor in (hidden, weight, targets))
+    found = logprobs.token_logprobs(*on_gpu, 0.7, 64, restriction=Restriction(20, 0.9))
+    assert calls == [40, 24, 36]
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_sent_is_what_a_cpu_makes_of_the_same_weights(train, tmp_path):

@@ -9,10 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nemo_fp8rl.hf.config import read_hf_config
-from nemo_fp8rl.policy import specs
+from nemo_fp8rl.policy import megatron_names, model, specs, weights
 from nemo_fp8rl.policy.cpu import megatron_on_cpu
 from nemo_fp8rl.policy.linears import bf16_linears
 from nemo_fp8rl.policy.megatron_names import to_hf
+from nemo_fp8rl.policy.model import transformer_config
 from nemo_fp8rl.policy.rope import read_rope
 from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.tiny import write_model
@@ -58,13 +59,13 @@ def test_fp32_logits_and_gradients_equal_hf(recipe, tmp_path: Path, sizes, align
         None,
     )
     ids = torch.randint(1, 64, (3, 41), generator=torch.Generator().manual_seed(0))  # HF: no gradient for the pad, 0
-    weights = torch.randn(3, 41, 1, generator=torch.Generator().manual_seed(1))
+    slopes = torch.randn(3, 41, 1, generator=torch.Generator().manual_seed(1))
     with megatron_on_cpu():
         worker.ddp.zero_grad_buffer()
         logits = worker.ddp(ids, torch.arange(41).expand_as(ids), None) @ worker.model.head.t()
-        (logits.log_softmax(-1) * weights).mean().backward()
+        (logits.log_softmax(-1) * slopes).mean().backward()
     theirs = hf(ids).logits
-    (theirs.log_softmax(-1) * weights).mean().backward()
+    (theirs.log_softmax(-1) * slopes).mean().backward()
     assert (logits - theirs).abs().max() < 1e-5
     ours = dict(to_hf(worker.layout, {name: p.main_grad for name, p in worker.model.named_parameters()}.__getitem__))
     for name, parameter in hf.named_parameters():
@@ -104,6 +105,49 @@ def test_export_returns_the_checkpoint_bit_for_bit(recipe, tiny):
     exported = dict(worker.weights().for_checkpoint())
     assert set(exported) == set(hf)
     assert all(torch.equal(exported[name], hf[name]) for name in hf)
+
+
+def test_no_random_numbers_are_made_for_weights_that_the_checkpoint_sets(recipe):
+    cfg = recipe()
+    config = transformer_config(read_hf_config(cfg.policy.model_name), cfg.policy, cfg.nemo_fp8rl)
+    before = torch.get_rng_state()
+    for init in (config.init_method, config.output_layer_init_method, config.embedding_init_method):
+        weight = torch.full((3, 5), 7.0)
+        init(weight)
+        assert (weight == 7).all()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"family": "qwen3", "tie_word_embeddings": True},
+        {"family": "qwen2", "tie_word_embeddings": False},
+        {"family": "qwen3_moe"},
+    ],
+)
+def test_the_checkpoint_sets_every_number_of_every_weight(recipe, tmp_path, monkeypatch, sizes):
+    def spoil(weight: torch.Tensor) -> None:
+        spoilt.append(weight.detach().fill_(torch.nan))
+
+    spoilt: list[torch.Tensor] = []
+    monkeypatch.setattr(model, "left_as_it_is", spoil)
+    write_model(tmp_path / "model", vocab_size=97, **sizes)
+    worker = MegatronWorker()
+    worker.setup(recipe(f"policy.model_name={tmp_path}/model"), 0, 1, None)
+    assert spoilt
+    assert all(parameter.isfinite().all() for parameter in worker.model.parameters())
+
+
+@pytest.mark.parametrize(("change", "why"), [("missing", "without a checkpoint tensor"), ("short", "for a parameter")])
+def test_a_weight_that_would_stay_as_memory_was_is_an_error(recipe, monkeypatch, change, why):
+    def some(layout, get):
+        first, *rest = megatron_names.from_hf(layout, get)
+        return iter(rest if change == "missing" else [(first[0], first[1][:1]), *rest])
+
+    monkeypatch.setattr(weights, "from_hf", some)
+    with pytest.raises(AssertionError, match=why):
+        MegatronWorker().setup(recipe(), 0, 1, None)
 
 
 def test_fp8_trainer_multiplies_exactly_the_bytes_it_exports(recipe):

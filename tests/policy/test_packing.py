@@ -1,9 +1,11 @@
 """Packed sequences give what padded ones give: log-probs, loss and gradients. float32, where only the order differs."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -109,6 +111,26 @@ def test_a_long_sequence_among_short_ones_is_not_padded_to(recipe, tmp_path, mon
     batch["input_lengths"] = torch.tensor([40] + [5] * 15)
     worker.logprobs(batch)
     assert sorted(set(seen)) == [(4, 15), (39, 1)]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_no_shape_waits_for_a_plan_of_cudnn_and_its_flag_stays_the_processs(recipe, tmp_path, monkeypatch, before):
+    flags, sdpa = [], F.scaled_dot_product_attention
+
+    def seen(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        flags.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return sdpa(*tensors, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", seen)
+    worker = new_worker(recipe(*overrides(tmp_path, "qwen3"), "nemo_fp8rl.align=none", *packed()))
+    was = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(before)
+    try:
+        worker.logprobs(random_batch(1, b=16, t=20))
+        assert flags and not any(flags)
+        assert torch.backends.cuda.cudnn_sdp_enabled() == before
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was)
 
 
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40), tokens=st.integers(1, 60))

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import TrainBatch
@@ -13,6 +14,7 @@ from nemo_fp8rl.hf.region import whole
 from nemo_fp8rl.policy.base import Diverged
 from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.policy.megatron_names import to_hf
+from nemo_fp8rl.policy.optimizer import check_finite
 from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.tiny import write_model
 
@@ -233,6 +235,31 @@ def test_a_step_that_diverged_leaves_weights_and_schedule_as_they_were(recipe):
         worker.train_step(batch, diverging, 8.0, 1.0)
     assert all(torch.equal(weight, before[name]) for name, weight in worker.weights().for_checkpoint())
     assert train(worker, batch)["lr"] == pytest.approx(2 * first)
+
+
+def test_gradients_are_looked_at_together_and_one_bad_number_is_found(recipe):
+    class Looks(TorchFunctionMode):
+        """Each waits for a GPU."""
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            made.append(func)
+            return func(*args, **(kwargs or {}))
+
+    made: list = []
+    worker, batch = new_worker(recipe()), random_batch(5)
+    train(worker, batch)
+    with Looks():
+        check_finite({}, worker.ddp)
+    assert made.count(torch.Tensor.__bool__) == 2  # at the gradients, and at what all ranks say
+    parameters = list(worker.ddp.parameters())
+    for bad in (math.nan, math.inf, -math.inf):
+        for gradient in (parameters[0].main_grad, parameters[-1].main_grad):
+            last = gradient.flatten()[-1].clone()
+            gradient.view(-1)[-1] = bad
+            with pytest.raises(Diverged):
+                check_finite({}, worker.ddp)
+            gradient.view(-1)[-1] = last
+    check_finite({}, worker.ddp)
 
 
 def test_reference_logprobs_stay_those_of_the_start_and_change_nothing(recipe):

@@ -1,5 +1,8 @@
 """A rank that trains as on a GPU: Transformer Engine's layers and Adam, in the place of emulation and torch's."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -186,6 +189,31 @@ def test_float32_scales_are_refused_on_blackwell(recipe, tmp_path: Path, monkeyp
             pass
     with rank(cfg, gpu=True):
         pass
+
+
+@pytest.mark.parametrize("value", ["high_precision", "dequantized", ""])
+def test_a_backward_outside_of_fp8_is_refused(recipe, tmp_path: Path, monkeypatch, value):
+    from nemo_fp8rl.policy import te_linears
+
+    write_model(tmp_path / "model", seed=3)
+    cfg = recipe(f"policy.model_name={tmp_path}/model", "nemo_fp8rl.align=none")
+    monkeypatch.setattr(te_linears.Float8BlockScaling, "backward_override", value, raising=False)
+    with pytest.raises(UserError, match=f"NVTE_BACKWARD_OVERRIDE={value} takes .* unset it"), rank(cfg, gpu=True):
+        pass
+    bf16 = recipe(f"policy.model_name={tmp_path}/model", "nemo_fp8rl.align=none", "nemo_fp8rl.flow=bf16")
+    with rank(bf16, gpu=True):
+        pass
+
+
+def test_the_variable_is_read_where_it_is_looked_for():
+    """Of each version: 2.14 has none."""
+    import transformer_engine
+
+    program = "import tests.transformer_engine.plugin; from nemo_fp8rl.policy.te_linears import *; "
+    variables = os.environ | {"NVTE_BACKWARD_OVERRIDE": "dequantized"}
+    asked = [sys.executable, "-W", "ignore", "-c", program + "print(backward_override())"]
+    answer = subprocess.run(asked, env=variables, capture_output=True, text=True, check=True).stdout.strip()
+    assert answer == ("None" if transformer_engine.__version__.startswith("2.14") else "dequantized")
 
 
 def test_a_mixture_on_one_rank_needs_a_permutation_that_takes_counts_of_the_host(recipe, tmp_path: Path, monkeypatch):
