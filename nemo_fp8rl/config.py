@@ -193,8 +193,8 @@ class MegatronConfig(_Block):
 class VllmConfig(_Block):
     max_model_len: int = "${policy.max_total_sequence_length}"  # type: ignore[assignment]
     enforce_eager: bool | None = None
-    """Without torch.compile and CUDA graphs; null: on a CPU, and with an FP8 KV cache on Blackwell, where FlashInfer
-    would keep its scales in the graph."""
+    """Without torch.compile and CUDA graphs; null: on a CPU, and with an FP8 KV cache on a GPU other than Hopper,
+    where FlashInfer would keep its scales in the graph."""
     skip_tokenizer_init: bool = True
     """Engines have no tokenizer where policy.generation has no stop_strings; false where prompts bring some."""
     gpu_memory_utilization: float = 0.6

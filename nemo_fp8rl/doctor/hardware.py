@@ -135,7 +135,8 @@ def _own_engine(gpu: Gpu) -> Finding:
 
 
 def _cache(plan: Plan, gpu: Gpu) -> Finding:
-    if plan.ours and gpu.capability >= BLACKWELL and plan.vllm.get("enforce_eager") is False:
+    hopper = HOPPER <= gpu.capability < BLACKWELL  # elsewhere vLLM takes FlashInfer
+    if plan.ours and not hopper and plan.vllm.get("enforce_eager") is False:
         return Finding(
             "warn",
             TOPIC,

@@ -15,7 +15,7 @@ from torch import Tensor
 from nemo_fp8rl.batch import Completion
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError, one_line
-from nemo_fp8rl.fp8.gpus import BLACKWELL
+from nemo_fp8rl.fp8.gpus import HOPPER
 from nemo_fp8rl.generation import compat
 from nemo_fp8rl.generation.base import Sampling
 from nemo_fp8rl.generation.checks import check_engine, check_machine, one_sequence_gib
@@ -275,7 +275,7 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
     cache_gib, batched_tokens = vllm_cfg.kv_cache_memory_gib, vllm_cfg.max_num_batched_tokens
     eager = vllm_cfg.enforce_eager
     if eager is None:
-        eager = not torch.cuda.is_available() or (cfg.fp8_kv_cache and torch.cuda.get_device_capability() >= BLACKWELL)
+        eager = not torch.cuda.is_available() or (cfg.fp8_kv_cache and _graphs_would_keep_scales())
     overrides = {}
     if fp8_layers := engine_fp8_layers(hf, cfg):
         overrides["quantization_config"] = quantization_config(cfg.nemo_fp8rl.scale_format, fp8_layers)
@@ -313,6 +313,13 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
         "seed": cfg.grpo.seed,
         **of_machine,
     }
+
+
+def _graphs_would_keep_scales() -> bool:
+    """Whether vLLM takes FlashInfer's attention for an FP8 cache on this GPU: everywhere but on Hopper, where it takes
+    FlashAttention 3 (vllm/v1/attention/backends/fa_utils.py, and the order in vllm/platforms/cuda.py).
+    """
+    return torch.cuda.get_device_capability()[0] != HOPPER[0]
 
 
 def _returned(sample: Any, recorded: Tensor | None) -> Tensor | None:

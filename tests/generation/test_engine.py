@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nemo_fp8rl.batch import Prompt
+from nemo_fp8rl.generation.engine import engine_arguments
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.refit.manifest import RefitError
 from tests.conftest import RECIPES
@@ -157,3 +158,24 @@ def test_fp8_halves_the_bytes_on_the_wire(pair):
 def test_the_engine_has_our_method_where_it_is_fp8(pair):
     quantization = pair.engine.core.llm.vllm_config.model_config.quantization
     assert quantization == ("nemo_fp8rl" if pair.cfg.nemo_fp8rl.engine_fp8 else None)
+
+
+@pytest.mark.parametrize(
+    ("capability", "cache", "eager"),
+    [
+        (None, "fp8", True),
+        ((8, 9), "auto", False),
+        ((8, 9), "fp8", True),
+        ((9, 0), "fp8", False),
+        ((10, 0), "auto", False),
+        ((10, 3), "fp8", True),
+        ((12, 0), "fp8", True),
+    ],
+)
+def test_an_engine_has_graphs_on_a_gpu_unless_they_would_keep_scales(recipe, monkeypatch, capability, cache, eager):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    key = "policy.generation.vllm_cfg"
+    assert engine_arguments(recipe(f"{key}.kv_cache_dtype={cache}"), "dummy")["enforce_eager"] is eager
+    asked = recipe(f"{key}.kv_cache_dtype={cache}", f"{key}.enforce_eager={str(not eager).lower()}")
+    assert engine_arguments(asked, "dummy")["enforce_eager"] is not eager
