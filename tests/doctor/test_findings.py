@@ -291,3 +291,7 @@ def test_flashinfer_keeps_our_caches_scales_out_of_a_cuda_graph(plan):
     assert {gpu: warned(graphs, gpu) for gpu in ("l40s", "h100", "b200")} == {"l40s": True, "h100": False, "b200": True}
     for eager in (True, None):
         assert not warned(plan(LLAMA, cache | {ENGINE + "enforce_eager": eager}), "b200")
+    kwargs = "policy.generation.vllm_kwargs.attention_backend"
+    for gpu, backend, graphs_end in (("b200", "TRITON_ATTN", False), ("h100", "FLASHINFER", True)):
+        chosen = plan(LLAMA, cache | {ENGINE + "enforce_eager": False, kwargs: backend})
+        assert warned(chosen, gpu) is graphs_end

@@ -128,16 +128,3 @@ def test_a_refit_before_calibration_is_refused(pair):
     with pytest.raises(RefitError, match="calibrate first"):
         pair.bridge.refit()
     pair.worker.kv_cache.scales = scales
-
-
-def test_graphs_that_would_keep_the_first_scales_are_refused(recipe, monkeypatch):
-    """FlashInfer's attention is on GPUs alone: here another backend goes by its name."""
-    monkeypatch.setattr(VllmEngine, "kernels", lambda self: {"attention: FLASHINFER"})
-    engine = VllmEngine()
-    cfg = recipe(
-        "policy.generation.vllm_cfg.kv_cache_dtype=fp8",
-        "policy.generation.vllm_cfg.enforce_eager=false",
-    )
-    with pytest.raises(UserError, match=r"kv_cache_dtype=fp8: .*keep the scales .*set policy\.\S*\.enforce_eager=true"):
-        engine.setup(cfg)
-    assert not hasattr(engine, "core")
