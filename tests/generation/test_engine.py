@@ -1,12 +1,14 @@
 """A real vLLM engine on CPU: refitted in place, it is the engine that was started from those weights."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from nemo_fp8rl.batch import Prompt
 from nemo_fp8rl.errors import UserError
@@ -15,9 +17,12 @@ from nemo_fp8rl.generation.engine import VllmEngine, engine_arguments
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.refit.manifest import RefitError
+from nemo_fp8rl.refit.message import Header
 from tests.conftest import RECIPES
 from tests.generation.pair import FREE, GREEDY, Pair, outputs
 from tests.policy.sent import sent_tensors
+from tests.refit.as_on_a_gpu import Reads, as_on_a_gpu
+from tests.refit.memory_engine import Message, Tampered
 
 REFIT, VLLM = "nemo_fp8rl.refit", "policy.generation.vllm_cfg"
 PRECISIONS = {
@@ -163,6 +168,43 @@ def test_fp8_halves_the_bytes_on_the_wire(pair):
 def test_the_engine_has_our_method_where_it_is_fp8(pair):
     quantization = pair.engine.core.llm.vllm_config.model_config.quantization
     assert quantization == ("nemo_fp8rl" if pair.cfg.nemo_fp8rl.engine_fp8 else None)
+
+
+def load_as_on_a_gpu(pair, change: Callable[[Tensor], Any] = lambda payload: None) -> tuple[str, int, int, int]:
+    """What the engine says to the next version, how many pieces it was of, and messages, and numbers that it read."""
+    worker, seen = pair.engine.core.llm.model_executor.driver_worker.worker, []
+
+    def look(at: int, message: Message) -> list[Message]:
+        seen.append(len(Header.decode(message[0]).entries))
+        change(message[1])
+        return [message]
+
+    worker.refit_links = [replace(link, end=Tampered(link.end, look)) for link in worker.refit_links]
+    version = pair.bridge.version + 1
+    pair.worker.start_push(version, [0], frozenset(), {"digests": True})
+    with Reads() as reads:
+        *_, refusal = worker.nemo_fp8rl_load(version, True, False)
+    pair.worker.finish_push()
+    pair.bridge._disconnect(0)
+    return refusal, sum(seen), len(seen), reads.count
+
+
+def test_numbers_of_a_gpu_are_read_once_a_message(pair, monkeypatch):
+    if pair.cfg.nemo_fp8rl.flow != "fp8_e2e" or pair.cfg.nemo_fp8rl.refit.verify != "digest":
+        pytest.skip("of layers that are all written in place")
+    pair.refit()
+    as_on_a_gpu(monkeypatch)
+    refusal, pieces, messages, reads = load_as_on_a_gpu(pair)
+    assert refusal == ""
+    assert pieces > messages
+    assert reads == 0
+    pair.refit()
+
+    def flip(payload: Tensor) -> None:
+        payload[-1] ^= 1
+
+    refusal, *_ = load_as_on_a_gpu(pair, flip)
+    assert "in the engine is not what the trainer sent" in refusal or "damaged on its way" in refusal
 
 
 @pytest.mark.parametrize(
