@@ -194,8 +194,8 @@ class MegatronConfig(_Block):
 class VllmConfig(_Block):
     max_model_len: int = "${policy.max_total_sequence_length}"  # type: ignore[assignment]
     enforce_eager: bool | None = None
-    """Without torch.compile and CUDA graphs; null: on a CPU, and with an FP8 KV cache on Blackwell, where FlashInfer
-    would keep its scales in the graph."""
+    """Without torch.compile and CUDA graphs; null: on a CPU, and with an FP8 KV cache in FlashInfer's attention,
+    vLLM's choice on every GPU but Hopper, which would keep the scales in the graph."""
     skip_tokenizer_init: bool = True
     """Engines have no tokenizer where policy.generation has no stop_strings; false where prompts bring some."""
     gpu_memory_utilization: float = 0.6
@@ -204,6 +204,8 @@ class VllmConfig(_Block):
     1, or what one sequence takes."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """auto: policy.precision. fp8: E4M3 with a scale a layer for keys and values, calibrated at every refit."""
+    attention_backend: str | None = None
+    """vLLM's name of it (ours), such as TRITON_ATTN; null: vLLM's choice. A CPU has CPU_ATTN alone."""
     max_num_seqs: int | None = None
     """Sequences that an engine works on at a time (ours); null: vLLM's default for its GPU, on a CPU 256 a process."""
     max_num_batched_tokens: int | None = None

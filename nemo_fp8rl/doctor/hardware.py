@@ -144,12 +144,16 @@ def _own_engine(gpu: Gpu) -> Finding:
 
 
 def _cache(plan: Plan, gpu: Gpu) -> Finding:
-    if plan.ours and gpu.capability >= BLACKWELL and plan.vllm.get("enforce_eager") is False:
+    backend = plan.vllm_kwargs.get("attention_backend")
+    if backend is None and not HOPPER <= gpu.capability < BLACKWELL:
+        backend = "FLASHINFER"  # vLLM's choice
+    if plan.ours and str(backend).upper() == "FLASHINFER" and plan.vllm.get("enforce_eager") is False:
         return Finding(
             "warn",
             TOPIC,
             f"an FP8 KV cache on {gpu.name}: where vLLM takes FlashInfer for it, {ENGINE}.enforce_eager must not be "
-            "false, as a CUDA graph would keep the scales of the first version",
+            "false, as a CUDA graph would keep the scales of the first version; set it to true, or "
+            "policy.generation.vllm_kwargs.attention_backend=TRITON_ATTN",
         )
     if gpu.capability < HOPPER:
         return Finding("warn", TOPIC, f"an FP8 KV cache on {gpu.name} has no FlashAttention; another backend serves")

@@ -32,6 +32,7 @@ def quantize_blockwise(
     scale_format: ScaleFormat = "pow2",
     kernel: KernelName = "auto",
     out: BlockScaled | None = None,
+    check: bool = True,
 ) -> BlockScaled:
     """Quantize to E4M3 with one scale a block.
 
@@ -39,12 +40,14 @@ def quantize_blockwise(
     out: filled and returned if given, instead of new tensors; it must not share memory with x.
 
     Raises NonFiniteError with the count and the place of the first value when x holds NaN or infinity: such a weight
-    must not be shipped (Transformer Engine would drop the NaN silently). `out` is then worthless.
+    must not be shipped (Transformer Engine would drop the NaN silently). `out` is then worthless. check: false leaves
+    that, which waits for a GPU, to the caller: a block that holds such a value has a scale_inv of NaN.
     """
     x3, out = _prepared(x, block, scale_format, out)
     data, scale_inv = _stacked(out.data), _stacked(out.scale_inv)
     kernels.load(kernel, x.device.type).quantize(x3, block, scale_format, data, scale_inv)
-    _refuse_non_finite(x, out)
+    if check:
+        _refuse_non_finite(x, out)
     return out
 
 

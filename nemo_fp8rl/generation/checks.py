@@ -13,6 +13,8 @@ from nemo_fp8rl.hf.fp8_layers import asked_fp8_layers, check_attention_divides, 
 from nemo_fp8rl.workers import joins_cluster
 
 HERE = "policy.generation.vllm_cfg"
+CPU_BACKEND = "CPU_ATTN"
+"""vLLM's name of its attention on a CPU, which it takes there whatever is asked for."""
 CACHE_BLOCK = 128
 """Tokens of a block of vLLM's KV cache on CPU; fewer on GPUs."""
 
@@ -80,6 +82,10 @@ def _check_cpu(hf: HfConfig, cfg: Config) -> None:
         raise UserError(
             f"{HERE}.expert_parallel_size={expert} with nemo_fp8rl.flow=bf16: vLLM cannot spread bfloat16 experts on a "
             "CPU; set it to 1"
+        )
+    if (backend := cfg.policy.generation.vllm_cfg.attention_backend) and backend.upper() != CPU_BACKEND:
+        raise UserError(
+            f"{HERE}.attention_backend={backend}: on a CPU vLLM has the backend {CPU_BACKEND} alone; leave it out"
         )
     _check_free_memory(cfg)
     if not cfg.fp8_kv_cache:

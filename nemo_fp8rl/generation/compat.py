@@ -51,6 +51,17 @@ def survive_scan_of_llvmlite() -> None:
         ffi.lib._fntab["__dict__"] = {}
 
 
+def check_attention_backend(name: str | None) -> None:
+    """Raise UserError for a name that the installed vLLM does not know; None is its own choice."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if name and name.upper() not in AttentionBackendEnum.__members__:
+        raise UserError(
+            f"policy.generation.vllm_cfg.attention_backend={name}: vLLM {installed_vllm()} has none of this name; take "
+            "TRITON_ATTN, FLASH_ATTN or FLASHINFER, or null for its own choice"
+        )
+
+
 def experts_route_themselves() -> bool:
     """Whether vLLM on CPU leaves the choice of experts to what computes them, as it did before 0.30."""
     return vllm_version() < (0, 30)

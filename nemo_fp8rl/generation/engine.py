@@ -15,7 +15,7 @@ from torch import Tensor
 from nemo_fp8rl.batch import Completion
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError, one_line
-from nemo_fp8rl.fp8.gpus import BLACKWELL
+from nemo_fp8rl.fp8.gpus import HOPPER
 from nemo_fp8rl.generation import compat
 from nemo_fp8rl.generation.base import Sampling
 from nemo_fp8rl.generation.checks import check_engine, check_machine, one_sequence_gib
@@ -67,6 +67,7 @@ class VllmEngine:
         import vllm  # noqa: F401
 
         compat.survive_scan_of_llvmlite()
+        compat.check_attention_backend(cfg.policy.generation.vllm_cfg.attention_backend)
         self.policy_version = self.loaded_version = -1 if load_format == "dummy" else 0
         vllm_cfg = cfg.policy.generation.vllm_cfg
         self.max_model_len = vllm_cfg.max_model_len
@@ -85,11 +86,12 @@ class VllmEngine:
                 f"vLLM cannot start the processes of an engine for this recipe: {one_line(error)[:300]}; what they "
                 "wrote says why (of a Ray actor: in its worker's log)"
             ) from None
-        if cfg.fp8_kv_cache and not arguments["enforce_eager"] and "attention: FLASHINFER" in self.kernels():
+        if cfg.fp8_kv_cache and not arguments["enforce_eager"] and any(map(_is_flashinfer, self.kernels())):
             self.shutdown()
             raise UserError(
                 "policy.generation.vllm_cfg.kv_cache_dtype=fp8: vLLM takes FlashInfer's attention here, whose CUDA "
-                "graphs keep the scales of the first version; set policy.generation.vllm_cfg.enforce_eager=true"
+                "graphs keep the scales of the first version; set policy.generation.vllm_cfg.enforce_eager=true, or "
+                "attention_backend=TRITON_ATTN"
             )
         if cfg.fp8_kv_cache and load_format == "auto" and any(lacks := self.core.rpc("nemo_fp8rl_read_kv_scales")):
             self.shutdown()
@@ -273,9 +275,9 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
     """vLLM's EngineArgs for this recipe."""
     vllm_cfg, hf = cfg.policy.generation.vllm_cfg, read_hf_config(cfg.policy.model_name)
     cache_gib, batched_tokens = vllm_cfg.kv_cache_memory_gib, vllm_cfg.max_num_batched_tokens
-    eager = vllm_cfg.enforce_eager
+    eager, backend = vllm_cfg.enforce_eager, vllm_cfg.attention_backend and vllm_cfg.attention_backend.upper()
     if eager is None:
-        eager = not torch.cuda.is_available() or (cfg.fp8_kv_cache and torch.cuda.get_device_capability() >= BLACKWELL)
+        eager = not torch.cuda.is_available() or (cfg.fp8_kv_cache and _graphs_would_keep_scales(backend))
     overrides = {}
     if fp8_layers := engine_fp8_layers(hf, cfg):
         overrides["quantization_config"] = quantization_config(cfg.nemo_fp8rl.scale_format, fp8_layers)
@@ -299,6 +301,7 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
         "distributed_executor_backend": "mp" if vllm_cfg.tensor_parallel_size > 1 else None,
         "enable_expert_parallel": vllm_cfg.expert_parallel_size > 1,
         "max_model_len": vllm_cfg.max_model_len,
+        "attention_backend": backend,
         "max_num_seqs": vllm_cfg.max_num_seqs,
         "max_num_batched_tokens": batched_tokens,
         "kv_cache_dtype": vllm_cfg.kv_cache_dtype,
@@ -313,6 +316,19 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
         "seed": cfg.grpo.seed,
         **of_machine,
     }
+
+
+def _graphs_would_keep_scales(backend: str | None) -> bool:
+    """Whether an FP8 cache is FlashInfer's on this GPU. Its choice, where none is asked for, vLLM makes in
+    vllm/platforms/cuda.py: FlashInfer everywhere but on Hopper, where FlashAttention 3 takes an FP8 cache. The others
+    read the scales from memory (triton_attn.py, flash_attn.py: `layer._k_scale`), so that their graphs stay valid.
+    """
+    return _is_flashinfer(backend) if backend else torch.cuda.get_device_capability()[0] != HOPPER[0]
+
+
+def _is_flashinfer(kernel: str) -> bool:
+    """By vLLM's name of an attention backend, alone or as the engine's kernels have it."""
+    return kernel.endswith("FLASHINFER")  # TRITON_FLASHINFER, too
 
 
 def _returned(sample: Any, recorded: Tensor | None) -> Tensor | None:

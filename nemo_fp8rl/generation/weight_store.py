@@ -6,9 +6,9 @@ vLLM repacks goes through its loaders at every refit. No layout is assumed: it i
 """
 
 import math
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from nemo_fp8rl.hf.region import index
 from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart, blocks_of
 from nemo_fp8rl.refit.message import Content
+from nemo_fp8rl.refit.readings import Mark, Readings
 from nemo_fp8rl.refit.receive import IncomingLink, Received, received
 
 DIRECT: tuple[type, ...] = (HeldLinearMethod, HeldMoEMethod, UnquantizedEmbeddingMethod)
@@ -79,6 +80,7 @@ class WeightStore:
             self.direct = frozenset(self._kept_as_it_came(loading.arrived))
         self._derive(loading.written)
         loading.set_kv_scales()
+        self.verify_seconds = loading.readings.seconds
         self.version = version
         return loading.nbytes
 
@@ -113,13 +115,13 @@ class WeightStore:
         assert content is not None
         return content.cut(slot.part, part.region)
 
-    def _kept_as_it_came(self, arrived: dict[TensorPart, str]) -> Iterator[str]:
+    def _kept_as_it_came(self, arrived: dict[TensorPart, Mark]) -> Iterator[str]:
         """Names of tensors that can be written in place: of modules of which vLLM repacks nothing.
 
         Raises RefitError when its loaders made of one what did not arrive: `placement` is wrong, and nothing else would
         show it.
         """
-        modules: dict[nn.Module, list[Slot]] = defaultdict(list)
+        readings, modules = Readings(), defaultdict[nn.Module, list[Slot]](list)
         pieces: dict[str, list[TensorPart]] = defaultdict(list)
         for slot in self.slots.values():
             modules[slot.module].append(slot)
@@ -131,9 +133,14 @@ class WeightStore:
                 continue
             for slot in held:
                 name = slot.part.name
-                if slot.content() is None or not all(self._held(p).has(arrived[p]) for p in pieces[name]):
-                    raise RefitError(f"vLLM's own loaders put something else where {name} is looked for in the engine")
+                text = f"vLLM's own loaders put something else where {name} is looked for in the engine"
+                refusal = partial(RefitError, text)
+                if slot.content() is None:
+                    raise refusal()
+                for piece in pieces[name]:
+                    readings.has(self._held(piece), arrived[piece].text, refusal)
                 yield name
+        readings.finish()
 
     def _derive(self, names: set[str]) -> None:
         """What the modules of these tensors compute with, anew. A head tied to the embedding has a packed copy of it:
@@ -159,16 +166,16 @@ class _Loading:
         self.targets = {name: store.slots[name].content() for name in store.direct}  # before vLLM takes modules apart
         self.assembling: dict[str, _Assembly] = {}
         self.written: set[str] = set()
-        self.arrived: dict[TensorPart, str] = {}
+        self.arrived: dict[TensorPart, Mark] = {}
         self.kv_scales: dict[str, tuple[Tensor, str]] = {}
-        self.nbytes = 0
+        self.readings, self.nbytes = Readings(), 0
         self.error: RefitError | None = None
 
     def for_vllm(self) -> Iterator[tuple[str, Tensor]]:
         """(HF name, tensor) of what vLLM has to load. An error is kept: vLLM then puts its modules together again."""
         try:
             modules = {name: slot.module for name, slot in self.store.slots.items() if name not in self.targets}
-            for item in received(self.links, self.version, modules):
+            for item in received(self.links, self.version, modules, self.readings):
                 self.nbytes += item.nbytes
                 name = item.part.name
                 if name in self.targets:
@@ -203,7 +210,7 @@ class _Loading:
 
     def _assemble(self, item: Received) -> Iterator[tuple[str, Tensor]]:
         part, content = item.part, self._arrived_whole(item)
-        self.arrived[part] = item.digest or content.digest
+        self.arrived[part] = Mark(item.digest) if item.digest else self.readings.digest(content)
         if (assembly := self.assembling.get(part.name)) is None:
             assembly = _Assembly(self.store.slots[part.name].part, content.data.device)
             self.assembling[part.name] = assembly
@@ -212,10 +219,14 @@ class _Loading:
             yield from assembly.tensors()
 
     def _keep_kv_scale(self, item: Received) -> None:
-        name, scale = item.part.name, self._arrived_whole(item).data.clone()
-        if not (math.isfinite(scale) and scale > 0):
-            raise RefitError(f"refit {self.version}: {name} is {float(scale)}; a KV scale is finite and above 0")
-        self.kv_scales[name] = scale, item.digest
+        name = item.part.name
+
+        def keep(scale: float) -> None:
+            if not (math.isfinite(scale) and scale > 0):
+                raise RefitError(f"refit {self.version}: {name} is {scale}; a KV scale is finite and above 0")
+            self.kv_scales[name] = torch.tensor(scale, dtype=torch.float32), item.digest
+
+        self.readings.number(self._arrived_whole(item).data, keep)
 
     def set_kv_scales(self) -> None:
         """After the weights, because vLLM's reload puts its attention layers' own back."""
@@ -225,26 +236,21 @@ class _Loading:
             for name, held in kv_scales_held(self.store.model).items():
                 for one in held:
                     self._verify_held(name, one, self.kv_scales[name][1])
+        self.readings.finish()
 
     def _arrived_whole(self, item: Received) -> Content:
         """Of a tensor that takes no delta."""
         name = item.part.name
         if item.content is None:
             raise RefitError(f"refit {self.version}: a delta of {name}, which must come whole")
-        if item.digest and not self._has(item.content, item.digest):
-            raise RefitError(f"refit {self.version}: {name} was damaged on its way")
+        if item.digest:
+            text = f"refit {self.version}: {name} was damaged on its way"
+            self.readings.has(item.content, item.digest, partial(RefitError, text))
         return item.content
 
     def _verify_held(self, name: str, held: Content, digest: str) -> None:
-        if not self._has(held, digest):
-            raise RefitError(f"refit {self.version}: {name} in the engine is not what the trainer sent")
-
-    def _has(self, content: Content, digest: str) -> bool:
-        start = time.perf_counter()
-        try:
-            return content.has(digest)
-        finally:
-            self.store.verify_seconds += time.perf_counter() - start
+        text = f"refit {self.version}: {name} in the engine is not what the trainer sent"
+        self.readings.has(held, digest, partial(RefitError, text))
 
 
 class _Assembly:

@@ -115,7 +115,8 @@ def _fill_policy(values: dict[str, Any], policy: Mapping[str, Any], kv_fp8: bool
     kwargs = generation.get("vllm_kwargs") or {}
     if bytes_ := kwargs.get("kv_cache_memory_bytes"):
         vllm_cfg["kv_cache_memory_gib"] = bytes_ / 2**30
-    vllm_cfg |= {key: kwargs[key] for key in ("max_num_seqs", "max_num_batched_tokens") if kwargs.get(key)}
+    same = ("attention_backend", "max_num_seqs", "max_num_batched_tokens")
+    vllm_cfg |= {key: kwargs[key] for key in same if kwargs.get(key)}
 
 
 def _cluster(master: Mapping[str, Any]) -> dict[str, Any]:

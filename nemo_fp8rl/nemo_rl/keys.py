@@ -71,6 +71,7 @@ READ = (
     *("policy.logprob_chunk_size", "policy.generation.colocated.", "policy.generation.stop_"),
     *("policy.generation.vllm_cfg.expert_parallel_size", "policy.generation.vllm_kwargs.kv_cache_memory_bytes"),
     *("policy.generation.vllm_kwargs.max_num_seqs", "policy.generation.vllm_kwargs.max_num_batched_tokens"),
+    "policy.generation.vllm_kwargs.attention_backend",
     *("policy.megatron_cfg.scheduler.start_weight_decay", "policy.megatron_cfg.scheduler.end_weight_decay"),
     "policy.megatron_cfg.fp8_cfg.",
     *("policy.megatron_cfg.env_vars.", "policy.generation.vllm_cfg.env_vars."),

@@ -99,6 +99,7 @@ TYPES: dict[str, Any] = {
     "policy.generation.vllm_cfg.quantization_ignored_layer_kws": list[str] | None,
     "policy.generation.vllm_kwargs": dict | None,
     "policy.generation.vllm_kwargs.kv_cache_memory_bytes": Bytes | None,
+    "policy.generation.vllm_kwargs.attention_backend": str | None,
     "policy.generation.vllm_kwargs.max_num_seqs": Count | None,
     "policy.generation.vllm_kwargs.max_num_batched_tokens": Count | None,
     "policy.make_sequence_length_divisible_by": Count | None,  # mostly made of those above

@@ -47,9 +47,17 @@ def xxh3(*tensors: Tensor) -> str:
 
 
 def words(*tensors: Tensor) -> str:
-    """Computed where the tensors are; takes a few times their memory meanwhile."""
-    total = torch.stack([_mixed(tensor, number << 40) for number, tensor in enumerate(tensors)]).sum()
-    return f"{WORDS}{int(total) % 2**64:016x}"
+    return as_digest(int(sum_of_words(*tensors)))
+
+
+def sum_of_words(*tensors: Tensor) -> Tensor:
+    """int64 [], computed where the tensors are, for `as_digest`; takes a few times their memory meanwhile."""
+    return torch.stack([_mixed(tensor, number << 40) for number, tensor in enumerate(tensors)]).sum()
+
+
+def as_digest(total: int) -> str:
+    """Of the second kind, of a sum with whatever sign."""
+    return f"{WORDS}{total % 2**64:016x}"
 
 
 def _mixed(tensor: Tensor, first: int) -> Tensor:

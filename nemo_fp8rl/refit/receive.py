@@ -12,9 +12,10 @@ from torch import Tensor
 
 from nemo_fp8rl.fp8.delta import Delta, DeltaError
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
-from nemo_fp8rl.refit.message import Content, Header, all_finite, scales_of
+from nemo_fp8rl.refit.message import Content, Header, scales_of
 from nemo_fp8rl.refit.pace import Pace
 from nemo_fp8rl.refit.plan import aligned
+from nemo_fp8rl.refit.readings import Readings
 from nemo_fp8rl.refit.transport import threads
 from nemo_fp8rl.refit.transport.link import ReceivingEnd, settle
 
@@ -39,9 +40,13 @@ class IncomingLink:
 
 
 def received(
-    links: Sequence[IncomingLink], version: int, modules: Mapping[str, Hashable] = MappingProxyType({})
+    links: Sequence[IncomingLink],
+    version: int,
+    modules: Mapping[str, Hashable] = MappingProxyType({}),
+    readings: Readings | None = None,
 ) -> Iterator[Received]:
-    """What the links bring of a version. modules: see `Pace`.
+    """What the links bring of a version. modules: see `Pace`. readings: what else is to be known of a message before
+    it is given back.
 
     Raises RefitError when anything is lost, repeated, out of order, of another version, or not of the route, when a
     source gave up, and when a link breaks; the links are then closed, as when the caller stops. A thread reads each
@@ -52,7 +57,8 @@ def received(
         threads.start(f"refit-link-{i}", partial(_read, i, link.end, arrived), link.end.close)
         for i, link in enumerate(links)
     ]
-    progress = [_Progress(link.route, version) for link in links]
+    readings = readings or Readings()
+    progress = [_Progress(link.route, version, readings) for link in links]
     pace, waiting = Pace([link.route for link in links], modules), [deque[tuple[Header, Tensor]]() for _ in links]
     try:
         while not all(one.ended for one in progress):
@@ -67,6 +73,7 @@ def received(
             for piece in progress[i].entries(header, payload):
                 pace.arrived(i, piece.part)
                 yield piece
+            readings.finish()
             settle(payload)
             links[i].end.release()
     except BaseException:
@@ -93,8 +100,8 @@ def _read(i: int, end: ReceivingEnd, arrived: "SimpleQueue[tuple[int, Header, Te
 class _Progress:
     """What of a route has arrived."""
 
-    def __init__(self, route: Route, version: int) -> None:
-        self.route, self.version = route, version
+    def __init__(self, route: Route, version: int, readings: Readings) -> None:
+        self.route, self.version, self.readings = route, version, readings
         self.missing = set(range(len(route)))
         self.sequence = 0
         self.ended = False
@@ -142,5 +149,6 @@ class _Progress:
         return Received(part, None, delta, scale_inv, digest, len(bytes_))
 
     def _check(self, part: TensorPart, scale_inv: Tensor | None) -> None:
-        if scale_inv is not None and not all_finite(scale_inv):
-            raise RefitError(f"refit {self.version}: {part.name} has a scale that is not finite")
+        if scale_inv is not None:
+            text = f"refit {self.version}: {part.name} has a scale that is not finite"
+            self.readings.finite(scale_inv, partial(RefitError, text))

@@ -8,6 +8,7 @@ of other engines. For deltas a rank keeps the bytes that it sent last.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart, blocks_of
 from nemo_fp8rl.refit.message import Content, Encoding, Entry, Header, all_finite
 from nemo_fp8rl.refit.plan import aligned
+from nemo_fp8rl.refit.readings import Mark, Readings, on_gpu
 from nemo_fp8rl.refit.report import LinkId, SendReport
 from nemo_fp8rl.refit.transport.link import LinkError, SendingEnd, settle
 
@@ -51,12 +53,13 @@ class Outgoing:
     """A link during one refit: the bucket in the making.
 
     It is sent when it is full, or when deltas in it stand for as much: the sink is to work meanwhile. And before the
-    rank waits for a bucket of another link.
+    rank waits for a bucket of another link. readings: of all that the rank has in buckets, whichever link takes it.
     """
 
-    def __init__(self, end: SendingEnd, version: int, before_waiting: Callable[[], None]) -> None:
+    def __init__(self, end: SendingEnd, version: int, before_waiting: Callable[[], None], readings: Readings) -> None:
         self.end, self.version, self.before_waiting, self.sequence = end, version, before_waiting, 0
-        self.entries: list[Entry] = []
+        self.readings = readings
+        self.entries: list[tuple[Entry, Mark]] = []
         self.bucket: Tensor | None = None
         self.filled = self.stands_for = 0
 
@@ -68,22 +71,29 @@ class Outgoing:
             start = 0
         return self._held()[start : start + nbytes]
 
-    def add(self, entry: Entry, part: TensorPart) -> None:
-        """What `room` gave holds the entry, which is of this part."""
+    def add(self, entry: Entry, mark: Mark, part: TensorPart) -> None:
+        """What `room` gave holds the entry, which is of this part. mark: its digest."""
         assert self.bucket is not None
         self.filled = aligned(self.filled) + entry.nbytes
         self.stands_for += part.nbytes
-        self.entries.append(entry)
+        self.entries.append((entry, mark))
         if self.stands_for >= len(self.bucket):
             self.send(last=False)
+
+    def drop(self, readings: Readings) -> None:
+        """What is in the bucket; goes on with these readings."""
+        self.readings, self.entries, self.filled, self.stands_for = readings, [], 0, 0
 
     def flush(self) -> None:
         if self.entries:
             self.send(last=False)
 
     def send(self, last: bool, abort: str = "") -> None:
+        """Raises NonFiniteError instead, with the tensor's name, where a value that is on its way is not finite."""
+        self.readings.finish()
         settle(self._held())
-        header = Header(self.version, self.sequence, tuple(self.entries), last, abort)
+        entries = tuple(entry._replace(digest=mark.text) for entry, mark in self.entries)
+        header = Header(self.version, self.sequence, entries, last, abort)
         self.end.send(header.encode(), self.filled)
         self.bucket, self.entries, self.sequence = None, [], self.sequence + 1
         self.filled = self.stands_for = 0
@@ -148,12 +158,12 @@ class WeightSender:
                         self._send_delta(sending, piece, values, digests)
                     else:
                         self._send_full(sending, piece, values, keep, digests)
+            assert not pieces, f"the trainer did not hand out {sorted(pieces)[0]}"
+            sending.finish()
         except NonFiniteError as error:
-            reason = f"refit {version}: {name}: {error}; training diverged"
+            reason = f"refit {version}: {error}; training diverged"
             sending.finish(reason)
             raise RefitError(reason) from None
-        assert not pieces, f"the trainer did not hand out {sorted(pieces)[0]}"
-        sending.finish()
         if keep and not sending.report.failed:
             self.base_version = version
         else:
@@ -169,12 +179,12 @@ class WeightSender:
             return
         payload = room if values.device == room.device else torch.empty_like(room, device=values.device)
         content = Content.of(part, payload)
-        with sending.report.timed("quantize"):
-            self._quantize(values, content)
+        with sending.quantizing(part):
+            self._quantize(sending, part, values, content)
             if payload is not room:
                 room.copy_(payload)
         with sending.report.timed("encode"):
-            mark = content.digest if digests else ""
+            mark = sending.readings.digest(content) if digests else Mark()
             if keep and part.data_bytes >= DELTA_FROM:
                 self._kept(part, values.device).copy_(payload)
         sending.add(piece, room, "full", mark)
@@ -182,10 +192,10 @@ class WeightSender:
     def _send_delta(self, sending: "_Sending", piece: Piece, values: Tensor | BlockScaled, digests: bool) -> None:
         part, kept = piece.part, self._kept(piece.part, values.device)
         content = Content.of(part, kept)
-        with sending.report.timed("quantize"):
-            delta = self._update(values, content)
+        with sending.quantizing(part):
+            delta = self._update(sending, part, values, content)
         with sending.report.timed("encode"):
-            mark = content.digest if digests else ""
+            mark = sending.readings.digest(content) if digests else Mark()
             message = delta.encode() if delta is not None else b""
         if delta is None or len(message) >= part.data_bytes // 2:
             if (room := sending.room(piece, part.nbytes)) is not None:
@@ -195,27 +205,32 @@ class WeightSender:
             room[part.scale_bytes :] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
             sending.add(piece, room, "delta", mark)
 
-    def _quantize(self, values: Tensor | BlockScaled, content: Content) -> None:
+    def _quantize(self, sending: "_Sending", part: TensorPart, values: Tensor | BlockScaled, content: Content) -> None:
         if isinstance(values, BlockScaled):
             out = _like(values.data, content)
             out.data.view(torch.uint8).copy_(values.data.view(torch.uint8))
             out.scale_inv.copy_(values.scale_inv)
-            _check_codes(out)
+            sending.check_codes(part, out)
             return
         if content.scale_inv is not None:
-            quantize_blockwise(values, scale_format=self.scale_format, kernel=self.kernel, out=_like(values, content))
+            out, later = _like(values, content), on_gpu(content.scale_inv)
+            quantize_blockwise(values, scale_format=self.scale_format, kernel=self.kernel, out=out, check=not later)
+            if later:
+                sending.check_finite(part, content.scale_inv)
             return
         content.data.view(values.shape).copy_(values)
-        _check_finite(content.data)
+        sending.check_finite(part, content.data)
 
-    def _update(self, values: Tensor | BlockScaled, content: Content) -> Delta | None:
+    def _update(
+        self, sending: "_Sending", part: TensorPart, values: Tensor | BlockScaled, content: Content
+    ) -> Delta | None:
         """Quantize over the content that was sent last, and say what differs from it."""
         if content.scale_inv is not None and not isinstance(values, BlockScaled):
             out = _like(values, content)
             return quantize_delta(values, out.data, scale_format=self.scale_format, kernel=self.kernel, out=out)[1]
         new = values.data if isinstance(values, BlockScaled) else values.to(content.data.dtype)
         delta = Delta.between(bytes_of(content.data), bytes_of(new))
-        self._quantize(values, content)
+        self._quantize(sending, part, values, content)
         return delta
 
     def _kept(self, part: TensorPart, device: torch.device) -> Tensor:
@@ -230,8 +245,8 @@ class _Sending:
     """The links of one refit, as long as they hold."""
 
     def __init__(self, version: int, links: Mapping[LinkId, Link]) -> None:
-        self.report = SendReport(version)
-        self.going = {i: Outgoing(link.end, version, self._flush) for i, link in links.items()}
+        self.report, self.readings = SendReport(version), Readings()
+        self.going = {i: Outgoing(link.end, version, self._flush, self.readings) for i, link in links.items()}
         self.pieces: dict[str, list[Piece]] = {}
         found: dict[tuple[str, Region], Piece] = {}
         for i, link in links.items():
@@ -254,6 +269,32 @@ class _Sending:
                 return
             yield part
 
+    @contextmanager
+    def quantizing(self, part: TensorPart) -> Iterator[None]:
+        """Timed; NonFiniteError with the tensor's name."""
+        try:
+            with self.report.timed("quantize"):
+                yield
+        except NonFiniteError as error:
+            raise NonFiniteError(f"{part.name}: {error}") from None
+
+    def check_finite(self, part: TensorPart, tensor: Tensor) -> None:
+        if on_gpu(tensor):
+            self.readings.finite(tensor, lambda: NonFiniteError(f"{_place(part)} are not finite"))
+        elif not all_finite(tensor):
+            raise NonFiniteError(non_finite(tensor))
+
+    def check_codes(self, part: TensorPart, quantized: BlockScaled) -> None:
+        """E4M3 has two NaN, 7 bits of 1 after either sign, and no infinity."""
+        not_numbers = bytes_of(quantized.data).bitwise_and(0x7F) == 0x7F
+        if on_gpu(not_numbers):
+            self.readings.number(not_numbers.sum(), partial(_refuse_codes, part))
+            self.check_finite(part, quantized.scale_inv)
+        elif not_numbers.any() or not all_finite(quantized.scale_inv):
+            raise NonFiniteError(
+                f"{int(not_numbers.sum())} of {not_numbers.numel()} FP8 values, or their scales, are NaN"
+            )
+
     def room(self, piece: Piece, nbytes: int) -> Tensor | None:
         """For an entry, in the bucket of the first link that wants the piece and still holds, if any does."""
         for i in self._still(piece.targets):
@@ -261,17 +302,21 @@ class _Sending:
                 return self.going[i].room(nbytes)
         return None
 
-    def add(self, piece: Piece, payload: Tensor, encoding: Encoding, mark: str) -> None:
+    def add(self, piece: Piece, payload: Tensor, encoding: Encoding, mark: Mark) -> None:
         """What `room` gave is an entry there, and goes to the other links that want the piece."""
         first = next(self._still(piece.targets))
         for i in self._still(piece.targets):
             with self._or_failed(i), self.report.timed("send"):
                 if i != first:
                     self.going[i].room(len(payload)).copy_(payload)
-                self.going[i].add(Entry(piece.targets[i], encoding, len(payload), mark), piece.part)
+                self.going[i].add(Entry(piece.targets[i], encoding, len(payload), ""), mark, piece.part)
                 self.report.count(piece.part, len(payload))
 
     def finish(self, abort: str = "") -> None:
+        if abort:  # what is in buckets is not to be read any more, nor to go out while another link is waited for
+            self.readings = Readings()
+            for outgoing in self.going.values():
+                outgoing.drop(self.readings)
         for i in self._still(list(self.going)):
             with self._or_failed(i), self.report.timed("send"):
                 self.going[i].send(last=True, abort=abort)
@@ -326,13 +371,12 @@ def _like(values: Tensor, content: Content) -> BlockScaled:
     return BlockScaled(content.data.view(values.shape), content.scale_inv.view(shape), BLOCK)
 
 
-def _check_codes(quantized: BlockScaled) -> None:
-    """E4M3 has two NaN, 7 bits of 1 after either sign, and no infinity."""
-    not_numbers = bytes_of(quantized.data).bitwise_and(0x7F) == 0x7F
-    if not_numbers.any() or not all_finite(quantized.scale_inv):
-        raise NonFiniteError(f"{int(not_numbers.sum())} of {not_numbers.numel()} FP8 values, or their scales, are NaN")
+def _refuse_codes(part: TensorPart, not_numbers: int) -> None:
+    if not_numbers:
+        raise NonFiniteError(f"{_place(part)}: {not_numbers} FP8 values are NaN")
 
 
-def _check_finite(tensor: Tensor) -> None:
-    if not all_finite(tensor):
-        raise NonFiniteError(non_finite(tensor))
+def _place(part: TensorPart) -> str:
+    """Of a piece, for a number that is read when its values are gone."""
+    first, last = [start for start, _ in part.region], [end - 1 for _, end in part.region]
+    return f"{part.name}: values from {first} to {last}"

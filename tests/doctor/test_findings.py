@@ -295,7 +295,14 @@ def test_ours_run_without_a_correction_and_say_so(plan):
 def test_flashinfer_keeps_our_caches_scales_out_of_a_cuda_graph(plan):
     cache = OURS | {ENGINE + "kv_cache_dtype": "fp8"}
     graphs = plan(LLAMA, cache | {ENGINE + "enforce_eager": False})
-    assert "enforce_eager must not be" in said(check_hardware(graphs, GPUS["b200"]), "warn")[-1]
+
+    def warned(plan, gpu):
+        return any("enforce_eager must not be" in text for text in said(check_hardware(plan, GPUS[gpu]), "warn"))
+
+    assert {gpu: warned(graphs, gpu) for gpu in ("l40s", "h100", "b200")} == {"l40s": True, "h100": False, "b200": True}
     for eager in (True, None):
-        plan_ = plan(LLAMA, cache | {ENGINE + "enforce_eager": eager})
-        assert not any("enforce_eager" in text for text in said(check_hardware(plan_, GPUS["b200"]), "warn"))
+        assert not warned(plan(LLAMA, cache | {ENGINE + "enforce_eager": eager}), "b200")
+    kwargs = "policy.generation.vllm_kwargs.attention_backend"
+    for gpu, backend, graphs_end in (("b200", "TRITON_ATTN", False), ("h100", "FLASHINFER", True)):
+        chosen = plan(LLAMA, cache | {ENGINE + "enforce_eager": False, kwargs: backend})
+        assert warned(chosen, gpu) is graphs_end

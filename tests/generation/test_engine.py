@@ -1,19 +1,30 @@
 """A real vLLM engine on CPU: refitted in place, it is the engine that was started from those weights."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from nemo_fp8rl.batch import Prompt
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.generation import checks, engine
+from nemo_fp8rl.generation.engine import VllmEngine, engine_arguments
+from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.refit.manifest import RefitError
+from nemo_fp8rl.refit.message import Header
 from tests.conftest import RECIPES
 from tests.generation.pair import FREE, GREEDY, Pair, outputs
 from tests.policy.sent import sent_tensors
+from tests.refit.as_on_a_gpu import Reads, as_on_a_gpu
+from tests.refit.memory_engine import Message, Tampered
 
-REFIT = "nemo_fp8rl.refit"
+REFIT, VLLM = "nemo_fp8rl.refit", "policy.generation.vllm_cfg"
 PRECISIONS = {
     "fp8_e2e": ["nemo_fp8rl.flow=fp8_e2e", f"{REFIT}.mode=delta"],
     "some_layers": [
@@ -157,3 +168,102 @@ def test_fp8_halves_the_bytes_on_the_wire(pair):
 def test_the_engine_has_our_method_where_it_is_fp8(pair):
     quantization = pair.engine.core.llm.vllm_config.model_config.quantization
     assert quantization == ("nemo_fp8rl" if pair.cfg.nemo_fp8rl.engine_fp8 else None)
+
+
+def load_as_on_a_gpu(pair, change: Callable[[Tensor], Any] = lambda payload: None) -> tuple[str, int, int, int]:
+    """What the engine says to the next version, how many pieces it was of, and messages, and numbers that it read."""
+    worker, seen = pair.engine.core.llm.model_executor.driver_worker.worker, []
+
+    def look(at: int, message: Message) -> list[Message]:
+        seen.append(len(Header.decode(message[0]).entries))
+        change(message[1])
+        return [message]
+
+    worker.refit_links = [replace(link, end=Tampered(link.end, look)) for link in worker.refit_links]
+    version = pair.bridge.version + 1
+    pair.worker.start_push(version, [0], frozenset(), {"digests": True})
+    with Reads() as reads:
+        *_, refusal = worker.nemo_fp8rl_load(version, True, False)
+    pair.worker.finish_push()
+    pair.bridge._disconnect(0)
+    return refusal, sum(seen), len(seen), reads.count
+
+
+def test_numbers_of_a_gpu_are_read_once_a_message(pair, monkeypatch):
+    if pair.cfg.nemo_fp8rl.flow != "fp8_e2e" or pair.cfg.nemo_fp8rl.refit.verify != "digest":
+        pytest.skip("of layers that are all written in place")
+    pair.refit()
+    as_on_a_gpu(monkeypatch)
+    refusal, pieces, messages, reads = load_as_on_a_gpu(pair)
+    assert refusal == ""
+    assert pieces > messages
+    assert reads == 0
+    pair.refit()
+
+    def flip(payload: Tensor) -> None:
+        payload[-1] ^= 1
+
+    refusal, *_ = load_as_on_a_gpu(pair, flip)
+    assert "in the engine is not what the trainer sent" in refusal or "damaged on its way" in refusal
+
+
+@pytest.mark.parametrize(
+    ("capability", "cache", "backend", "eager"),
+    [
+        (None, "fp8", "null", True),
+        ((8, 9), "auto", "null", False),
+        ((8, 9), "fp8", "null", True),
+        ((8, 9), "fp8", "TRITON_ATTN", False),
+        ((9, 0), "fp8", "null", False),
+        ((9, 0), "fp8", "flashinfer", True),
+        ((10, 0), "auto", "null", False),
+        ((10, 0), "auto", "FLASHINFER", False),
+        ((10, 3), "fp8", "null", True),
+        ((12, 0), "fp8", "null", True),
+    ],
+)
+def test_an_engine_has_graphs_on_a_gpu_unless_they_would_keep_scales(
+    recipe, monkeypatch, capability, cache, backend, eager
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    keys = (f"{VLLM}.kv_cache_dtype={cache}", f"{VLLM}.attention_backend={backend}")
+    assert engine_arguments(recipe(*keys), "dummy")["enforce_eager"] is eager
+    asked = recipe(*keys, f"{VLLM}.enforce_eager={str(not eager).lower()}")
+    assert engine_arguments(asked, "dummy")["enforce_eager"] is not eager
+
+
+@pytest.mark.parametrize("backend", ["FLASHINFER", "TRITON_FLASHINFER"])
+def test_graphs_that_would_keep_the_first_scales_are_refused(recipe, monkeypatch, backend):
+    """FlashInfer's attention is on GPUs alone: here an engine that is none says that it has it."""
+    ended = []
+    monkeypatch.setattr(checks, "_check_cpu", lambda hf, cfg: None)
+    monkeypatch.setattr(VllmEngine, "kernels", lambda self: {f"attention: {backend}"})
+    monkeypatch.setattr(engine, "SteppedCore", lambda *_: SimpleNamespace(shutdown=lambda: ended.append(True)))
+    ways = r"set policy\.generation\.vllm_cfg\.enforce_eager=true, or attention_backend=TRITON_ATTN"
+    with pytest.raises(UserError, match=rf"kv_cache_dtype=fp8: .*keep the scales .*{ways}"):
+        VllmEngine().setup(recipe(f"{VLLM}.kv_cache_dtype=fp8", f"{VLLM}.enforce_eager=false"))
+    assert ended
+
+
+def test_an_attention_backend_goes_to_vllm_by_the_name_that_it_has_there(recipe, monkeypatch):
+    assert engine_arguments(recipe(), "dummy")["attention_backend"] is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert engine_arguments(recipe(f"{VLLM}.attention_backend=triton_attn"), "dummy")["attention_backend"] == (
+        "TRITON_ATTN"
+    )
+
+
+def test_an_attention_backend_that_vllm_does_not_have_is_refused_before_it_starts(recipe, monkeypatch):
+    monkeypatch.setattr(checks, "_check_cpu", lambda hf, cfg: None)
+    monkeypatch.setattr(engine, "SteppedCore", None)
+    with pytest.raises(UserError, match=r"attention_backend=TRITON: vLLM \S+ has none of this name; .*TRITON_ATTN"):
+        VllmEngine().setup(recipe(f"{VLLM}.attention_backend=TRITON"))
+
+
+@pytest.mark.parametrize(("backend", "refused"), [("TRITON_ATTN", True), ("cpu_attn", False)])
+def test_a_cpu_has_one_attention_backend(recipe, backend, refused):
+    cfg = recipe(f"{VLLM}.attention_backend={backend}")
+    told = pytest.raises(UserError, match=r"attention_backend=TRITON_ATTN: on a CPU .*CPU_ATTN alone; leave it out")
+    with told if refused else nullcontext():
+        checks.check_machine(read_hf_config(cfg.policy.model_name), cfg)

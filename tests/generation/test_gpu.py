@@ -22,6 +22,10 @@ CASES = {
     "biases, fp32 scales": ("qwen2", "nemo_fp8rl.flow=fp8_e2e", "nemo_fp8rl.scale_format=fp32"),
     "experts": ("qwen3_moe", "nemo_fp8rl.flow=fp8_e2e"),
     "FP8 KV cache": ("qwen3", "nemo_fp8rl.flow=fp8_e2e", f"{VLLM}.kv_cache_dtype=fp8"),
+    "FP8 KV cache in Triton": (
+        *("qwen3", "nemo_fp8rl.flow=fp8_e2e"),
+        *(f"{VLLM}.kv_cache_dtype=fp8", f"{VLLM}.attention_backend=TRITON_ATTN"),
+    ),
     "bf16": ("qwen3", "nemo_fp8rl.flow=bf16", "nemo_fp8rl.refit.mode=delta"),
     "bf16 experts": ("qwen3_moe", "nemo_fp8rl.flow=bf16"),
     "routes": ("qwen3_moe", "nemo_fp8rl.flow=fp8_e2e", "policy.router_replay.enabled=true"),

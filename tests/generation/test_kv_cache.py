@@ -7,7 +7,7 @@ import torch
 
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import KvScales
-from nemo_fp8rl.generation.engine import VllmEngine, engine_arguments
+from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.tiny import make_tiny
@@ -128,29 +128,3 @@ def test_a_refit_before_calibration_is_refused(pair):
     with pytest.raises(RefitError, match="calibrate first"):
         pair.bridge.refit()
     pair.worker.kv_cache.scales = scales
-
-
-@pytest.mark.parametrize(
-    ("capability", "cache", "eager"),
-    [(None, "fp8", True), ((9, 0), "fp8", False), ((10, 0), "auto", False), ((10, 3), "fp8", True)],
-)
-def test_an_engine_has_graphs_on_a_gpu_unless_they_would_keep_scales(recipe, monkeypatch, capability, cache, eager):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    key = "policy.generation.vllm_cfg"
-    assert engine_arguments(recipe(f"{key}.kv_cache_dtype={cache}"), "dummy")["enforce_eager"] is eager
-    asked = recipe(f"{key}.kv_cache_dtype={cache}", f"{key}.enforce_eager={str(not eager).lower()}")
-    assert engine_arguments(asked, "dummy")["enforce_eager"] is not eager
-
-
-def test_graphs_that_would_keep_the_first_scales_are_refused(recipe, monkeypatch):
-    """FlashInfer's attention is on GPUs alone: here another backend goes by its name."""
-    monkeypatch.setattr(VllmEngine, "kernels", lambda self: {"attention: FLASHINFER"})
-    engine = VllmEngine()
-    cfg = recipe(
-        "policy.generation.vllm_cfg.kv_cache_dtype=fp8",
-        "policy.generation.vllm_cfg.enforce_eager=false",
-    )
-    with pytest.raises(UserError, match=r"kv_cache_dtype=fp8: .*keep the scales .*set policy\.\S*\.enforce_eager=true"):
-        engine.setup(cfg)
-    assert not hasattr(engine, "core")

@@ -100,7 +100,12 @@ def test_variables_of_workers_reach_ours(tiny):
 
 
 def test_what_vllm_is_told_reaches_our_engines(tiny):
-    kwargs = {"kv_cache_memory_bytes": 2**29, "max_num_seqs": 512, "max_num_batched_tokens": 16384}
+    kwargs = {
+        "kv_cache_memory_bytes": 2**29,
+        "max_num_seqs": 512,
+        "max_num_batched_tokens": 16384,
+        "attention_backend": "TRITON_ATTN",
+    }
     cfg = from_nemo_rl(master(tiny, policy__generation__vllm_kwargs=kwargs))
     assert cfg.policy.generation.vllm_cfg.kv_cache_memory_gib == 0.5
     arguments = engine_arguments(cfg, "dummy")

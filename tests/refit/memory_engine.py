@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
@@ -27,6 +28,7 @@ from nemo_fp8rl.refit.manifest import RefitError, Route, Sources, TensorPart, bl
 from nemo_fp8rl.refit.message import Content
 from nemo_fp8rl.refit.plan import Capacities, Routes
 from nemo_fp8rl.refit.rank import SendingRank
+from nemo_fp8rl.refit.readings import Readings
 from nemo_fp8rl.refit.receive import IncomingLink, Received, received
 from nemo_fp8rl.refit.report import Loaded, SendReport
 from nemo_fp8rl.refit.transport.link import HOST as HOST_MEMORY
@@ -152,18 +154,17 @@ class MemoryRank:
         self.links: list[IncomingLink] = []
 
     def load(self, version: int, verify: bool, each: Callable[[], None]) -> int:
-        """`WeightStore.load`; `each` is called after every piece."""
+        """`WeightStore.load`; `each` is called when a piece is written, before it is verified."""
         if version < self.version:
             raise RefitError(f"refit {version} is stale: this engine has had version {self.version}")
-        arrived, nbytes = {}, 0
-        for item in received(self.links, version):
+        nbytes, readings = 0, Readings()
+        for item in received(self.links, version, readings=readings):
             self._write(item, version)
-            arrived[item.part] = item.digest
             nbytes += item.nbytes
             each()
-        for part, digest in arrived.items():
-            if verify and not self.at(part).has(digest):
-                raise RefitError(f"refit {version}: {part.name} in the engine is not what the trainer sent")
+            if verify:
+                text = f"refit {version}: {item.part.name} in the engine is not what the trainer sent"
+                readings.has(self.at(item.part), item.digest, partial(RefitError, text))
         self.direct = frozenset(self.parts) - self.repacked
         self.version = version
         return nbytes

@@ -25,6 +25,7 @@ from nemo_fp8rl.refit.report import SendReport
 from nemo_fp8rl.refit.send import DELTA_FROM, Link, WeightSender
 from nemo_fp8rl.refit.transport.in_process import in_process_link
 from nemo_fp8rl.refit.transport.link import LinkError
+from tests.refit.as_on_a_gpu import Reads, as_on_a_gpu
 from tests.refit.memory_engine import (
     Layout,
     MemoryEngine,
@@ -88,18 +89,18 @@ class Stream:
     ) -> tuple[list[SendReport | Exception], list[int | Exception]]:
         """What each sender and each receiver says of a version."""
 
-        def own_values(part: TensorPart) -> Tensor | BlockScaled:
-            values = weights[part.name][tuple(slice(a, b) for a, b in part.region)]
-            return quantize_blockwise(values, scale_format=self.fmt) if self.held and part.quantized else values
-
         def send(i: int) -> SendReport:
-            own = ((part.name, own_values(part)) for part in self.sources[i])
+            own = ((part.name, self.own_values(weights, part)) for part in self.sources[i])
             return self.senders[i].send(own, version, self.links[i], **how)
 
         with ThreadPoolExecutor() as threads:
             loads = [threads.submit(rank.load, version, True, lambda: None) for rank in self.engine.ranks]
             sends = [threads.submit(send, i) for i in range(len(self.sources))]
             return [_said(send) for send in sends], [_said(load) for load in loads]
+
+    def own_values(self, weights: dict[str, Tensor], part: TensorPart) -> Tensor | BlockScaled:
+        values = weights[part.name][tuple(slice(a, b) for a, b in part.region)]
+        return quantize_blockwise(values, scale_format=self.fmt) if self.held and part.quantized else values
 
     def brings(self, weights: dict[str, Tensor], version: int, **how: bool) -> list[SendReport]:
         """The same, where nothing goes wrong."""
@@ -163,9 +164,7 @@ def test_resharded_bytes_are_those_of_the_whole_tensor_quantized(fmt, held, buck
 def test_a_piece_for_several_ranks_is_quantized_once(monkeypatch):
     quantized = []
     original = WeightSender._quantize
-    monkeypatch.setattr(
-        WeightSender, "_quantize", lambda self, v, content: (quantized.append(v.shape), original(self, v, content))
-    )
+    monkeypatch.setattr(WeightSender, "_quantize", lambda *its: (quantized.append(its[3].shape), original(*its)))
     stream, weights = Stream([PARTS], [PARTS] * 3), random_weights(PARTS)
     (report,) = stream.brings(weights, 0)
     assert len(quantized) == len([part for part in PARTS if all(part.shape)])
@@ -285,8 +284,8 @@ def test_a_last_message_that_never_comes_ends_the_wait(change):
     assert "no message within 0.3 s" in faulty(change, timeout=0.3).fails(random_weights(FAULTY), 7)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_a_flipped_bit_anywhere_in_a_piece_is_found(seed):
+def flipped(seed: int) -> Change:
+    """A bit of one piece, anywhere."""
     generator = torch.Generator().manual_seed(seed)
 
     def flip(at: int, message: Message) -> list[Message]:
@@ -298,7 +297,12 @@ def test_a_flipped_bit_anywhere_in_a_piece_is_found(seed):
             message[1][where] ^= 1 << int(torch.randint(8, (), generator=generator))
         return [message]
 
-    said = faulty(flip).fails(random_weights(FAULTY), 7)
+    return flip
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_flipped_bit_anywhere_in_a_piece_is_found(seed):
+    said = faulty(flipped(seed)).fails(random_weights(FAULTY), 7)
     assert any(part.name in said for part in FAULTY), said
 
 
@@ -393,6 +397,109 @@ def test_a_value_that_overflows_the_engines_dtype_is_refused():
     (answer,), _ = Stream([parts], [parts]).run(weights, 0)
     assert isinstance(answer, RefitError)
     assert NORM in str(answer)
+
+
+# On a GPU, which is waited for once a message
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    as_on_a_gpu(monkeypatch)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@HELD_OR_NOT
+def test_numbers_of_a_gpu_are_read_once_a_message(held):
+    def reads(experts: int) -> tuple[int, int]:
+        parts = [fp8(f"experts.{i}.weight", 128, 256) for i in range(experts)]
+        parts += [bf16(f"norms.{i}.weight", 64) for i in range(experts)]
+        stream, weights = Stream([parts], [parts], held=held), random_weights(parts)
+        own = [(part.name, stream.own_values(weights, part)) for part in parts]
+        with Reads() as sending:
+            stream.senders[0].send(own, 0, stream.links[0])
+        with Reads() as receiving:
+            stream.engine.ranks[0].load(0, True, lambda: None)
+        assert stream.holds(weights)
+        assert stream.tampered[0].seen == 1
+        return sending.count, receiving.count
+
+    assert reads(2) == reads(10)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("delta", [False, True])
+@EACH_FORMAT
+def test_there_every_kind_of_tensor_arrives_to_the_bit(fmt, delta):
+    weights, stream = random_weights(PARTS), Stream([PARTS], [PARTS] * 2, fmt=fmt, bucket=20_000)
+    stream.brings(weights, 0, keep=True)
+    weights = moved(weights, 0.01)
+    stream.brings(weights, 1, delta=delta, keep=True)
+    assert stream.holds(weights, fmt)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_there_a_damaged_message_is_found_and_named(fault):
+    change, message = FAULTS[fault]
+    said = faulty(change).fails(random_weights(FAULTY), 7)
+    assert re.search(message, said), said
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("seed", range(6))
+def test_there_a_flipped_bit_is_found_before_its_bucket_is_given_back(seed):
+    stream = faulty(flipped(seed))
+    released, release = [], stream.tampered[0].release
+    stream.tampered[0].release = lambda: (released.append(True), release())
+    said = stream.fails(random_weights(FAULTY), 7)
+    assert any(part.name in said for part in FAULTY), said
+    assert len(released) == seed % 3
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", [UP, NORM, SCALE])
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("bucket", [20_000, 1 << 21])
+def test_there_a_weight_that_is_not_finite_is_in_no_message(name, bad, delta, bucket):
+    """Though it is in a bucket, of each link, when that is known."""
+    brought: list[str] = []
+
+    def look(at: int, message: Message) -> list[Message]:
+        entries = Header.decode(message[0]).entries
+        brought.extend(route[entry.piece].name for entry in entries)
+        return [message]
+
+    weights, stream = random_weights(PARTS), Stream([PARTS], [PARTS] * 2, bucket=bucket)
+    route = stream.links[0][0, 0].route
+    stream.brings(weights, 6, keep=True)
+    weights[name].view(-1)[-1] = bad
+    for tampered in stream.tampered:
+        tampered.change = look
+    sent, loaded = stream.run(weights, 7, delta=delta, keep=True)
+    for answer in (*sent, *loaded):
+        assert isinstance(answer, RefitError)
+        assert re.search(rf"refit 7: .*{re.escape(name)}\b.* not finite.*; training diverged", str(answer))
+    pieces = sum(part.name == name for part in route)
+    assert brought.count(name) < 2 * pieces
+    assert pieces > 1 or name not in brought
+    assert stream.senders[0].base_version == -1
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("scale", [False, True], ids=["value", "scale"])
+def test_there_fp8_values_that_are_not_numbers_are_named(scale):
+    part = fp8(UP, 300, 200)
+    held = quantize_blockwise(random_weights([part])[UP])
+    sender, (sending, _) = WeightSender([part], "pow2"), in_process_link(1 << 20, 20.0)
+    if scale:
+        held.scale_inv[2, 1] = math.nan
+    else:
+        held.data.view(torch.uint8)[299, 7] = 0xFF
+    found = "are not finite" if scale else "1 FP8 values are NaN"
+    where = rf"values from \[0, 0\] to \[299, 199\].*{found}; training div"
+    with pytest.raises(RefitError, match=rf"refit 1: {re.escape(UP)}: {where}"):
+        sender.send([(UP, held)], 1, {(0, 0): Link(sending, (part,))})
 
 
 # Deltas

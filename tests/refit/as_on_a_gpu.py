@@ -1,0 +1,26 @@
+"""A refit in this machine's memory as on a GPU, whose numbers are waited for."""
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nemo_fp8rl.refit import message, readings, send
+from nemo_fp8rl.refit.digest import words
+
+
+def as_on_a_gpu(monkeypatch: Any) -> None:
+    """Digests of words, and numbers that are read when a message ends."""
+    monkeypatch.setattr(message, "digest_of", words)
+    for module in (readings, send):
+        monkeypatch.setattr(module, "on_gpu", lambda tensor: True)
+
+
+class Reads(TorchDispatchMode):
+    """How often this thread read a number out of a tensor."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
