@@ -111,7 +111,7 @@ class MegatronWorker:
         multiple *= layout.context.size
         self.pipeline = Pipeline(cfg.policy, self.ddp, self.model, self.kv_cache, replay, device, multiple)
         if cfg.loss_fn.reference_policy_kl_penalty:  # on the host: it is read once a step
-            self.reference = [tensor.to("cpu", copy=True) for tensor in self.held.storage()]
+            self.reference = [_on_host(tensor) for tensor in self.held.storage()]
         first = layout.tensor.rank == layout.context.rank == 0
         return Place(shard=layout.data.rank, answers=layout.last_stage and first)
 
@@ -343,6 +343,11 @@ def _check_for_gpu(cfg: Config, hf: HfConfig) -> None:
             "policy.precision=float32: on a GPU experts are Transformer Engine's, which multiplies float32 in TF32; "
             "set policy.precision=bfloat16"
         )
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy, pinned where it is to go back to a GPU: one that is not is copied once more on the way."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
 
 
 def _own_host(cfg: Config) -> str:

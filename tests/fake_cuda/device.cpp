@@ -12,6 +12,7 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
@@ -62,6 +63,33 @@ struct Memory final : c10::Allocator {
 Memory memory;
 REGISTER_ALLOCATOR(DeviceType::CUDA, &memory);
 
+// Of the host, and known by its address: `is_pinned`.
+struct Pinned final : c10::Allocator {
+  static inline std::mutex mutex;
+  static inline auto& known = *new std::unordered_set<const void*>;  // outlives what is freed at the very end
+  static bool is_one(const void* data) {
+    std::lock_guard<std::mutex> held(mutex);
+    return known.count(data) > 0;
+  }
+  static void give(void* data) {
+    {
+      std::lock_guard<std::mutex> held(mutex);
+      known.erase(data);
+    }
+    std::free(data);
+  }
+  c10::DataPtr allocate(size_t nbytes) override {
+    void* data = nbytes ? std::aligned_alloc(512, rounded(nbytes)) : nullptr;
+    TORCH_CHECK(data || !nbytes, "no memory for ", nbytes, " bytes");
+    std::lock_guard<std::mutex> held(mutex);
+    if (data) known.insert(data);
+    return c10::DataPtr(data, data, &give, Device(DeviceType::CPU));
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &give; }
+  void copy_data(void* to, const void* from, size_t nbytes) const override { default_copy_data(to, from, nbytes); }
+};
+Pinned pinned;
+
 struct CUDAHooks final : at::CUDAHooksInterface {
   explicit CUDAHooks(at::CUDAHooksArgs) {}
   void init() const override {}
@@ -82,7 +110,8 @@ struct CUDAHooks final : at::CUDAHooksInterface {
     return generator;
   }
   at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
-  at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetAllocator(DeviceType::CPU); }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned; }
+  bool isPinnedPtr(const void* data) const override { return Pinned::is_one(data); }
   Device getDeviceFromPtr(void*) const override { return kDevice; }
 };
 using at::CUDAHooksRegistry;

@@ -121,6 +121,28 @@ def test_memory_given_back_is_taken_again_and_changes_nothing(recipe, tmp_path, 
     assert losses[3:] == pytest.approx(losses[:3], rel=1e-3)  # cuBLAS may sum in another order
 
 
+@pytest.mark.parametrize("fp8_param", [False, True])
+def test_the_reference_policy_waits_in_pinned_memory(recipe, tmp_path, fp8_param):
+    write_model(tmp_path / "model", seed=3)
+    worker = MegatronWorker()
+    cfg = recipe(
+        f"policy.model_name={tmp_path}/model",
+        "nemo_fp8rl.align=none",
+        f"nemo_fp8rl.fp8_param={fp8_param}",
+        "loss_fn.reference_policy_kl_penalty=0.1",
+    )
+    worker.setup(cfg, 0, 1, None)
+    try:
+        assert not torch.empty(1).is_pinned()
+        assert all(tensor.is_pinned() for tensor in worker.reference)
+        before = worker.logprobs(random_batch())
+        worker.train_step(random_batch(), NllLoss(), 4.0, 128.0)
+        assert not torch.equal(worker.logprobs(random_batch()), before)
+        torch.testing.assert_close(worker.reference_logprobs(random_batch()), before, rtol=1e-6, atol=1e-6)
+    finally:
+        worker.shutdown()
+
+
 def test_top_k_and_top_p_take_as_many_rows_as_a_gpu_has_room_for(monkeypatch):
     """Of the whole vocabulary, sorted, whose int64 places are twice as wide as the values."""
     calls: list[int] = []
