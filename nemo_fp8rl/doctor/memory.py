@@ -12,7 +12,7 @@ from nemo_fp8rl.doctor.engine_memory import WORKSPACE, cache_bytes, engine_weigh
 from nemo_fp8rl.doctor.finding import Finding
 from nemo_fp8rl.doctor.hardware import Gpu
 from nemo_fp8rl.doctor.plan import ENGINE, TRAINER, Plan
-from nemo_fp8rl.doctor.trainer_memory import KEPT, held, kept, train
+from nemo_fp8rl.doctor.trainer_memory import KEPT, kept, sent, train
 from nemo_fp8rl.doctor.widths import GIB
 
 TOPIC = "memory"
@@ -49,7 +49,7 @@ def memory_of(plan: Plan, gpu: Gpu) -> Memory:
     generate = {"engine weights": engine, "KV cache": max(cache, 0), "engine workspace": WORKSPACE}
     if not plan.colocated:
         return Memory([fullest, Phase("generate", generate)], kv, max(0, int(cache // kv)))
-    parameters = max(sum(held(plan, stage)) for stage in stages)
+    parameters = max(sent(plan, stage) for stage in stages)
     buckets = 2 * plan.values["nemo_fp8rl"]["refit"]["bucket_bytes"]
     refit = {"parameters": parameters, "engine weights": engine, "buckets": buckets}
     stays = {KEPT: most} if (most := max(kept(plan, stage) for stage in stages)) else {}

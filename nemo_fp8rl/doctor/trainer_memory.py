@@ -78,6 +78,12 @@ def held(plan: Plan, stage: int) -> tuple[float, float]:
     return BF16 * (values - linears), FP8 * linears
 
 
+def sent(plan: Plan, stage: int) -> float:
+    """Bytes of weights that a refit needs: of FP8 ones our trainer gives the columns back meanwhile."""
+    parameters, fp8 = held(plan, stage)
+    return parameters + (fp8 / 2 if plan.ours else fp8)
+
+
 def kept(plan: Plan, stage: int) -> float:
     """Bytes of what our rank sent last, for the next delta: at most all that it holds, as engines hold it."""
     if not (plan.ours and plan.takes_deltas):

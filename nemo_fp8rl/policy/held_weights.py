@@ -25,7 +25,7 @@ class HeldWeights:
         self.parameters = dict(model.named_parameters())
 
     def storage(self) -> list[Tensor]:
-        """The plain tensors that hold them, to be copied and to be written in place."""
+        """The plain tensors that hold them, columns and all, to be copied and to be written in place."""
         return [tensor for parameter in self.parameters.values() for tensor in storage(parameter)]
 
     def for_refit(self) -> Iterator[tuple[str, Tensor | BlockScaled]]:

@@ -1,8 +1,8 @@
 """What of a rank's memory is given back while an engine has the GPU, and taken again where it was.
 
 training     gradients, which are not kept, and on a GPU the optimizer's state, which goes to the host
-parameters   on a GPU, to the host; their tensors stay and have no memory meanwhile. Of those in FP8 the columns are
-             dropped, which are the rows, transposed
+columns      of parameters in FP8, which are their rows, transposed: dropped, and made again; a refit reads rows alone
+parameters   on a GPU, to the host; their tensors stay and have no memory meanwhile. Of those in FP8 the rows
 """
 
 from collections.abc import Iterator
@@ -39,12 +39,16 @@ class Offload:
             self.ddp.offload_grad_buffers()
             self.optimizer.offload_to_cpu()
 
+    def give_columns(self) -> None:
+        if "columns" not in self.away:
+            self.away["columns"] = sum(drop_columns(parameter) for parameter in self.ddp.parameters())
+
     def give_parameters(self) -> None:
         """All but frozen ones, of which Megatron makes no buffer."""
         if "parameters" in self.away or not self.on_gpu:
             return
-        columns = sum(drop_columns(parameter) for parameter in self.ddp.parameters())
-        self.away["parameters"] = columns + sum(buffer.param_data.untyped_storage().nbytes() for buffer in self.buffers)
+        self.give_columns()
+        self.away["parameters"] = sum(buffer.param_data.untyped_storage().nbytes() for buffer in self.buffers)
         for buffer in self.buffers:
             buffer.offload_to_cpu(move_params=True, move_grads=False)
         torch.cuda.synchronize()
@@ -56,11 +60,12 @@ class Offload:
                 self.ddp.restore_grad_buffers()
                 self.optimizer.restore_from_cpu()
 
-    def take_parameters(self) -> None:
-        """Before anything reads or writes them."""
+    def take_parameters(self, columns: bool = True) -> None:
+        """Before anything reads or writes them. columns: it reads or writes these, too."""
         if self.away.pop("parameters", None) is not None:
             for buffer in self.buffers:
                 buffer.reload_from_cpu(move_params=True, move_grads=False)
+        if columns and self.away.pop("columns", None) is not None:
             for parameter in self.ddp.parameters():
                 make_columns(parameter)
 

@@ -120,7 +120,8 @@ class MegatronWorker:
 
         Nothing of the engine's enters them, neither its choice of experts nor its cache: both follow the policy.
         """
-        present = self.weights().storage()
+        self.offload.take_parameters()
+        present = self.held.storage()
         # beside gradients and the optimizer, where these stay, there may be no room for a second copy
         aside = None if self.cfg.policy.megatron_cfg.offload_between_phases else "cpu"
         own = [tensor.to(aside, copy=True) for tensor in present]
@@ -172,8 +173,8 @@ class MegatronWorker:
         return {**metrics, "grad_norm": float(grad_norm), "lr": float(self.optimizer.param_groups[0]["lr"])}
 
     def weights(self) -> HeldWeights:
-        """What this rank has of the model, brought back from where it was offloaded to."""
-        self.offload.take_parameters()
+        """What this rank has of the model, brought back from where it was offloaded to; FP8 weights without columns."""
+        self.offload.take_parameters(columns=False)
         return self.held
 
     def kernels(self) -> set[str]:
@@ -211,6 +212,7 @@ class MegatronWorker:
 
     def offload_before_refit(self) -> None:
         self.offload.give_training()
+        self.offload.give_columns()
 
     def offload_after_refit(self) -> int:
         """Bytes that are away now. Training needs `prepare_for_training` first; all else takes what it reads itself."""

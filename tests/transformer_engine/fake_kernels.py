@@ -259,7 +259,7 @@ def permute_by_torch() -> None:
 
 class _CpuIsCuda(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = {key: value for key, value in (kwargs or {}).items() if key != "pin_memory"}  # a CPU build has none
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs = {**kwargs, "device": "cpu"}
         if func is torch.Tensor.to:

@@ -119,6 +119,33 @@ def test_recomputed_offloaded_and_with_a_reference_policy(recipe, cfg):
     assert losses[1] == pytest.approx(expected[1], rel=1e-3)  # the two Adams round differently
 
 
+@pytest.mark.parametrize("cfg", ["qwen3-fp8_param", "qwen3_moe-fp8_param"], indirect=True)
+def test_a_refit_has_no_columns_beside_it(cfg):
+    def columns(worker: MegatronWorker) -> int:
+        """FP8 weights that have them."""
+        return sum(getattr(one, "_columnwise_data", None) is not None for one in worker.model.parameters())
+
+    with rank(cfg, gpu=True) as worker:
+        first, bytes_, all_of_them = step(worker, 0)["loss"], sent_tensors(worker), columns(worker)
+        assert all_of_them
+        worker.offload_before_refit()
+        assert worker.offload.away["columns"]
+        for _ in range(2):
+            sent = sent_tensors(worker)
+            worker.weight_squares()
+            assert columns(worker) == 0
+            assert all(torch.equal(sent[name].view(torch.uint8), bytes_[name].view(torch.uint8)) for name in bytes_)
+            worker.offload_after_refit()
+        logprobs = worker.logprobs(batch(0))
+        assert columns(worker) == all_of_them
+        worker.prepare_for_training()
+        second = step(worker, 0)["loss"]
+    with rank(cfg, gpu=True) as worker:
+        assert step(worker, 0)["loss"] == first
+        assert torch.equal(worker.logprobs(batch(0)), logprobs)
+        assert step(worker, 0)["loss"] == second
+
+
 def test_it_goes_on_from_a_checkpoint_to_the_bit(cfg, tmp_path: Path):
     with rank(cfg, gpu=True) as worker:
         for seed in range(3):
