@@ -80,13 +80,18 @@ def quantize_delta(
 
 
 @torch.no_grad()
-def quantize_activations(x: Tensor, scale_format: ScaleFormat = "pow2") -> BlockScaled:
+def quantize_activations(x: Tensor, scale_format: ScaleFormat = "pow2", scale_inv: Tensor | None = None) -> BlockScaled:
     """`quantize_blockwise` of x [M, K] in blocks of 1x128, without its check, which would wait for a GPU: a block that
     holds a value that is not finite gets a scale_inv of NaN.
+
+    scale_inv: float32 [M, ceil(K/128)] of any strides, filled and returned if given.
     """
-    x3, out = _prepared(x, ALONG_LAST, scale_format, None)
-    kernels.load("auto", x.device.type).quantize(x3, ALONG_LAST, scale_format, out.data[None], out.scale_inv[None])
-    return out
+    _check(x, ALONG_LAST, scale_format)
+    data = torch.empty(x.shape, dtype=E4M3, device=x.device)
+    if scale_inv is None:
+        scale_inv = torch.empty(scale_shape(x.shape, ALONG_LAST), dtype=torch.float32, device=x.device)
+    kernels.load("auto", x.device.type).quantize(x[None], ALONG_LAST, scale_format, data[None], scale_inv[None])
+    return BlockScaled(data, scale_inv, ALONG_LAST)
 
 
 def fake_quantize(
@@ -105,13 +110,7 @@ def _prepared(
     x: Tensor, block: Block, scale_format: ScaleFormat, out: BlockScaled | None
 ) -> tuple[Tensor, BlockScaled]:
     """x as [E, N, K], and an `out` that fits it."""
-    if x.dim() not in (2, 3):
-        raise ValueError(f"a matrix [N, K] or a stack of them [E, N, K] is quantized, got shape {list(x.shape)}")
-    if x.dtype not in DTYPES:
-        raise ValueError(f"{', '.join(map(str, DTYPES))} is quantized, got {x.dtype}")
-    check_scale_format(scale_format)
-    if min(block) < 1:
-        raise ValueError(f"a block has at least one row and one column, got {block}")
+    _check(x, block, scale_format)
     shape = scale_shape(x.shape, block)
     if out is None:
         data = torch.empty(x.shape, dtype=E4M3, device=x.device)
@@ -128,6 +127,16 @@ def _prepared(
     if out.block != block:
         raise ValueError(f"out is for blocks of {out.block}, not of {block}")
     return _stacked(x), out
+
+
+def _check(x: Tensor, block: Block, scale_format: ScaleFormat) -> None:
+    if x.dim() not in (2, 3):
+        raise ValueError(f"a matrix [N, K] or a stack of them [E, N, K] is quantized, got shape {list(x.shape)}")
+    if x.dtype not in DTYPES:
+        raise ValueError(f"{', '.join(map(str, DTYPES))} is quantized, got {x.dtype}")
+    check_scale_format(scale_format)
+    if min(block) < 1:
+        raise ValueError(f"a block has at least one row and one column, got {block}")
 
 
 def _stacked(x: Tensor) -> Tensor:

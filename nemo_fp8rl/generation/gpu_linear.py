@@ -94,22 +94,18 @@ def _why_not_here(kind: BlockKernel, shape: tuple[int, int]) -> str:
 @torch.library.custom_op("nemo_fp8rl::quantize_activations", mutates_args=())
 def _quantize_activations(x: Tensor, pow2: bool, rows: int) -> tuple[Tensor, Tensor]:
     """x [M, K] -> E4M3 [M, K] and its scales [M, ceil(K/128)]; an operation of its own for torch.compile's sake."""
-    quantized = quantize_activations(x, "pow2" if pow2 else "fp32")
-    return quantized.data, _laid_out(quantized.scale_inv, rows)
+    scale_inv = _scales_like(x, rows)
+    return quantize_activations(x, "pow2" if pow2 else "fp32", scale_inv).data, scale_inv
 
 
 @_quantize_activations.register_fake
 def _(x: Tensor, pow2: bool, rows: int) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=E4M3), _scales_like(x, x.size(0), -(-x.size(1) // 128), rows)
+    return x.new_empty(x.shape, dtype=E4M3), _scales_like(x, rows)
 
 
-def _laid_out(scale_inv: Tensor, rows: int) -> Tensor:
-    m, k = scale_inv.shape
-    return _scales_like(scale_inv, m, k, rows).copy_(scale_inv) if rows else scale_inv
-
-
-def _scales_like(x: Tensor, m: int, k: int, rows: int) -> Tensor:
-    """float32 [m, k] to be filled, where x is. See `BlockKernel`."""
+def _scales_like(x: Tensor, rows: int) -> Tensor:
+    """float32 [M, ceil(K/128)] of x [M, K], to be filled. See `BlockKernel`."""
+    m, k = x.size(0), -(-x.size(1) // 128)
     if not rows:
         return x.new_empty((m, k), dtype=torch.float32)
     return x.new_empty((k, -(-m // rows) * rows), dtype=torch.float32).t()[:m]

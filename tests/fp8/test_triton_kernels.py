@@ -139,6 +139,25 @@ def test_ragged_experts_in_a_strided_view_with_every_magnitude(interpreted, bloc
     assert_equals_reference(interpreted, x, block, scale_format)
 
 
+@EACH_BLOCK
+@pytest.mark.parametrize("kernel", ["triton", "cpu", "reference"])
+def test_scales_of_any_strides_are_written_in_place(interpreted, kernel, block):
+    x = random_values((2, 131, 260), torch.bfloat16, "1")
+    expected, expected_inv, _ = run("reference", x, block, "fp32")
+    data, scale_inv, untouched = interpreted(_with_scales_in_columns, kernel, x, block)
+    assert same_bits(data, expected)
+    assert same_bits(scale_inv, expected_inv)
+    assert untouched
+
+
+def _with_scales_in_columns(kernel: str, x: Tensor, block: Block) -> tuple[Tensor, Tensor, bool]:
+    experts, n, k = scale_shape(x.shape, block)
+    data, memory = torch.empty(x.shape, dtype=E4M3), torch.full((k, experts, n + 3), -1.0)
+    scale_inv = memory.permute(1, 2, 0)[:, :n]
+    kernels.load(kernel, "cpu").quantize(x, block, "fp32", data, scale_inv)
+    return data, scale_inv.contiguous(), bool((memory[:, :, n:] == -1).all())
+
+
 @pytest.mark.parametrize("block", [(1, 1), (3, 5), (5, 1), (1, 300), (200, 3), (64, 64), (4096, 1), (128, 256)])
 def test_blocks_of_any_shape_are_taken_up_to_the_registers_limit(interpreted, block):
     assert_equals_reference(interpreted, random_values((2, 9, 11), torch.bfloat16, "bits"), block, "pow2")

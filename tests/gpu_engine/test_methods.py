@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_fp8rl.fp8 import fprop, quantize_activations, quantize_blockwise
+from nemo_fp8rl.fp8 import fprop, kernels, quantize_activations, quantize_blockwise
 from nemo_fp8rl.fp8.format import ALONG_LAST
 from nemo_fp8rl.generation import gpu_linear
 from nemo_fp8rl.generation.gpu_experts import NativeFp8MoEMethod
@@ -31,6 +32,34 @@ def test_activations_are_the_contracts_in_the_layout_of_the_kernel(tokens, rows,
     assert torch.equal(data.view(torch.uint8), expected.data.view(torch.uint8))
     assert torch.equal(scale_inv, expected.scale_inv)
     assert scale_inv.stride() == strides
+    torch.library.opcheck(QUANTIZE, (x, scale_format == "pow2", rows))
+
+
+class Operations(TorchDispatchMode):
+    """Names of what was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
+@pytest.mark.parametrize("rows", [0, 1, 4])
+@pytest.mark.parametrize("tokens", [1, 6, 40])
+def test_a_gpus_quantizer_writes_scales_where_the_kernel_takes_them(monkeypatch, tokens, rows, scale_format):
+    monkeypatch.setattr(kernels, "resolve", lambda name, device: "triton")
+    x = randn(tokens, 300)
+    with Operations() as called:
+        data, scale_inv = gpu_linear._quantize_activations._init_fn(x, scale_format == "pow2", rows)
+    expected = quantize_blockwise(x, block=ALONG_LAST, scale_format=scale_format, kernel="reference")
+    assert torch.equal(data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(scale_inv, expected.scale_inv)
+    assert scale_inv.stride() == gpu_linear._scales_like(x, rows).stride()
+    assert "aten::copy_" not in called.names
     torch.library.opcheck(QUANTIZE, (x, scale_format == "pow2", rows))
 
 

@@ -6,7 +6,8 @@ triton      one pass over a GPU's memory
 te          Transformer Engine's own quantizer, on a GPU: to hold the contract against the real thing
 auto        triton on CUDA, cpu on a CPU; reference where the library for those is not installed
 
-A kernel module has two functions, both for contiguous outputs and x [E, N, K] of any strides:
+A kernel module has two functions, both for contiguous outputs and x [E, N, K] of any strides; the first takes a
+scale_inv of any strides, too:
 
 quantize(x, block, scale_format, data, scale_inv)                       fills data and scale_inv
 quantize_delta(x, block, scale_format, base, data, scale_inv)           and returns what differs from base,

@@ -27,13 +27,16 @@ CHUNK_ENTRIES = 1 << 17
 
 def quantize(x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, scale_inv: Tensor) -> None:
     """x [E, N, K] -> data, E4M3 [E, N, K], and scale_inv, float32 [E, ceil(N/b0), ceil(K/b1)]."""
+    filled = scale_inv.contiguous()
 
     def work(first: int, end: int) -> None:
-        rule, out = _rule(x, block, scale_format), (as_bytes(data).view(x.shape).numpy(), scale_inv.numpy())
+        rule, out = _rule(x, block, scale_format), (as_bytes(data).view(x.shape).numpy(), filled.numpy())
         for readable in _readable(x, block, first, end):
             loops.quantize(*readable, *out, *rule)
 
     _in_threads(work, x, block)
+    if filled is not scale_inv:
+        scale_inv.copy_(filled)
 
 
 def quantize_delta(

@@ -50,9 +50,10 @@ def e4m3(value):
     return (code | ((signed >> 24) & 0x80)).to(tl.uint8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride_e", "scale_stride_n", "scale_stride_k"])
 def quantize_tile(
-    x, data, scale_inv, n, k, stride_e, stride_n, stride_k, largest, base, changes, counter, capacity,
+    x, data, scale_inv, n, k, stride_e, stride_n, stride_k, scale_stride_e, scale_stride_n, scale_stride_k,
+    largest, base, changes, counter, capacity,
     B0: tl.constexpr, B1: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, STRIPS: tl.constexpr,
     POW2: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
@@ -94,7 +95,7 @@ def quantize_tile(
     scale = tl.where(amax < 0x7F800000, scale, float("nan"))
     block_row, block_column = i * A0 + tl.arange(0, A0)[:, None], j * A1 + tl.arange(0, A1)[None, :]
     tl.store(
-        scale_inv + (expert * scales_n + block_row) * scales_k + block_column,
+        scale_inv + expert * scale_stride_e + block_row * scale_stride_n + block_column * scale_stride_k,
         tl.div_rn(1.0, scale),
         mask=(block_row < scales_n) & (block_column < scales_k),
     )
@@ -176,7 +177,7 @@ def _launch(x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, sc
     with torch.cuda.device_of(x):
         quantize_tile[(tiles,)](
             x.view(torch.int16) if x.dtype is torch.bfloat16 else x, as_bytes(data), scale_inv,
-            *x.shape[1:], *x.stride(), torch.finfo(x.dtype).max, *delta,
+            *x.shape[1:], *x.stride(), *scale_inv.stride(), torch.finfo(x.dtype).max, *delta,
             *block, rows, columns, strips, scale_format == "pow2", native,
             num_warps=triton.next_power_of_2(max(1, min(16, threads // 32))), enable_fp_fusion=False,
         )  # fmt: skip
