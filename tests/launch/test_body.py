@@ -168,18 +168,40 @@ def test_the_job_without_it_has_no_variables_of_the_one_before(start, monkeypatc
     assert not [line for line in seen if line.partition("=")[0] in {*OF_A_JOB, "SLURM_JOB_NODELIST"}]
 
 
-def test_when_no_node_is_to_blame_none_is_left_out(start):
-    script = start(preflight='[[ $3 != 0 ]] || : >"$PREFLIGHT_DIR/0.joined"', driver="exit 1")
-    assert script.end() == "" and script.process.returncode == 1
-    assert "preflight: the nodes could not reduce a number together; see" in script.log()
+NO_NODES_FAULT: dict[str, tuple[dict[str, str], str]] = {
+    "a reduction that fails": (
+        {"preflight": '[[ $3 != 0 ]] || : >"$PREFLIGHT_DIR/0.joined"'},
+        "preflight: the nodes could not reduce a number together; see",
+    ),
+    "a wrong image": (  # as srun ends with it
+        {"step": "echo 'pyxis: failed to import docker image'; exit 1"},
+        "preflight: no node started its checks, so none is left out: ",
+    ),
+    "one of three answers": (
+        {"preflight": '[[ $3 != 1 ]] || answer "$@"; exit 1', "hosts": "one two three"},
+        "preflight: most nodes did not come through their checks, so none is left out: ",
+    ),
+    "two of three are bad": (
+        {
+            "preflight": '[[ $3 == 0 ]] || { answer "$@"; sed -i "s/\\[\\]/[1]/" "$PREFLIGHT_DIR/$3.json"; }; exit 1',
+            "hosts": "one two three",
+        },
+        "preflight: most nodes did not come through their checks, so none is left out: ",
+    ),
+    "the head answered": (
+        {"preflight": 'answer "$@"; exit 1'},
+        "preflight: no node is known to be worse than the others, so none is left out",
+    ),
+}
 
 
-def test_steps_that_start_nowhere_are_no_nodes_fault(start):
-    """As srun ends with a wrong name of an image."""
-    script = start(step="echo 'pyxis: failed to import docker image'; exit 1", driver="exit 1")
+@pytest.mark.parametrize("what", NO_NODES_FAULT)
+def test_what_is_no_nodes_fault_leaves_none_out(start, what):
+    given, message = NO_NODES_FAULT[what]
+    script = start(**given, driver="exit 1")
     assert script.end() == "" and script.process.returncode == 1
-    assert "preflight: no node started its checks, so none is left out: " in script.log()
-    assert f"see {script.folder}/attempt-0/preflight-0/one.log" in script.log()
+    assert message in script.log()
+    assert f"see {script.folder}/attempt-0/preflight-0" in script.log()
     assert not (script.folder / "excluded_nodes").exists()
 
 
@@ -188,25 +210,6 @@ def test_a_head_that_does_not_answer_is_left_out_when_the_others_are_well(start)
     script = start(preflight=after, driver="exit 1")
     assert f"sbatch --parsable {script.folder}/job-1.sbatch\n" in script.end()
     assert "#SBATCH --exclude=one\n" in (script.folder / "job-1.sbatch").read_text()
-
-
-@pytest.mark.parametrize(
-    "preflight",
-    [
-        '[[ $3 != 1 ]] || answer "$@"; exit 1',  # one of three
-        '[[ $3 == 0 ]] || { answer "$@"; sed -i "s/\\[\\]/[1]/" "$PREFLIGHT_DIR/$3.json"; }; exit 1',  # bad ones, too
-    ],
-)
-def test_a_head_that_does_not_answer_is_not_to_blame_when_most_are_not_well(start, preflight):
-    script = start(preflight=preflight, hosts="one two three", driver="exit 1")
-    assert script.end() == "" and script.process.returncode == 1
-    assert "preflight: most nodes did not come through their checks, so none is left out: " in script.log()
-
-
-def test_a_head_that_answered_is_not_to_blame_for_what_it_does_with_the_others(start):
-    script = start(preflight='answer "$@"; exit 1', driver="exit 1")
-    assert script.end() == "" and script.process.returncode == 1
-    assert "preflight: no node is known to be worse than the others, so none is left out" in script.log()
 
 
 def test_of_jobs_of_one_node_the_second_bad_one_in_a_row_is_not_left_out(start):
