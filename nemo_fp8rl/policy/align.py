@@ -11,9 +11,9 @@ Megatron's through its ModuleSpec; in float32 they equal the standard formulas. 
     bias            of a bfloat16 projection: added to the float32 product, one rounding (`linears`; Megatron: two)
     row-parallel    ranks' products are summed in float32, one rounding (`linears`; Megatron rounds each product)
     softmax         scores and the weighted sum in float32, one rounding of the output; probabilities in float32 too,
-                    but before matrix units (`rounding.rounds_probabilities`)
-    both roundings  of RoPE and of softmax's output: cut off on a CPU without AVX-512 BF16 (`rounding.truncates`), and
-                    there attention is summed in the kernel's order (`ordered`)
+                    but before matrix units (`rounding.rounds_probabilities`); without those, sums in the kernel's order
+                    (`ordered`)
+    both roundings  of RoPE and of softmax's output: cut off on a CPU without AVX-512 BF16 (`rounding.truncates`)
     FP8 KV cache    keys after RoPE and values as the engine's cache holds them (`fp8.cached`)
 """
 
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from nemo_fp8rl.policy.attention import CoreAttention
 from nemo_fp8rl.policy.ordered import ordered_attention
-from nemo_fp8rl.policy.rounding import as_kernels_round, rounds_probabilities, truncates
+from nemo_fp8rl.policy.rounding import as_kernels_round, rounds_probabilities, sums_in_order
 from nemo_fp8rl.policy.tiles import tile_product
 
 
@@ -87,8 +87,8 @@ class AlignedAttention(CoreAttention):
         q = query.float().permute(1, 2, 0, 3).reshape(b, groups, heads // groups, s, d)
         k = key.float().permute(1, 2, 3, 0).unsqueeze(2)  # [b, groups, 1, d, s]
         v = value.float().permute(1, 2, 0, 3).unsqueeze(2)  # [b, groups, 1, s, d]
-        ordered = truncates(query.dtype) and not rounded
-        out = ordered_attention(q, k, v, self.scale) if ordered else None
+        ordered = sums_in_order(query.dtype) and not rounded
+        out = ordered_attention(q, k, v, self.scale, self.kv_cache is not None) if ordered else None
         if out is None or torch.is_grad_enabled():
             plain = self._plain(q, k, v, rounded, smallest)
             out = plain if out is None else out + (plain - plain.detach())  # its gradient

@@ -34,6 +34,11 @@ def truncates(dtype: torch.dtype) -> bool:
     return dtype is torch.bfloat16 and not torch.cuda.is_available() and not torch.cpu._is_avx512_bf16_supported()
 
 
+def sums_in_order(dtype: torch.dtype) -> bool:
+    """Whether attention, where it does not round probabilities, is known to the last bit: on a CPU (`ordered`)."""
+    return dtype is torch.bfloat16 and not torch.cuda.is_available()
+
+
 def as_kernels_round(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x, float32, in `dtype`, with the gradient of a plain cast."""
     if truncates(dtype):

@@ -193,15 +193,20 @@ def test_rounded_probabilities_have_the_gradient_of_those_that_are_not():
         assert not torch.equal(a, b)
 
 
-@pytest.mark.skipif(torch.cpu._is_avx512_supported(), reason="vLLM's kernel for AVX-512 adds up otherwise")
+@pytest.mark.parametrize("scales", [None, pytest.param((2.0**-6, 2.0**-5), marks=needs_fp8_cache)])
 @pytest.mark.parametrize("tokens", [1, 7, 40, 100])
-def test_ordered_attention_equals_vllms_kernel_to_the_bit(config, tokens):
-    """Of equal values, too: their mean is cut off, and which way it falls is the sums' order."""
-    attention = attention_of(AlignedAttention, Rope(torch.zeros(HEAD_DIM // 2)), None)(config, 1)
+def test_ordered_attention_equals_vllms_vector_kernel_to_the_bit(config, monkeypatch, tokens, scales):
+    """Of equal values, too: where their mean is cut off, which way it falls is the sums' order."""
+    monkeypatch.setattr(align, "rounds_probabilities", lambda *_: False)
+    cache = None
+    if scales:
+        cache = TrainerKvCache(1, "toward_zero")
+        cache.scales = KvScales(scales[:1], scales[1:])
+    attention = attention_of(AlignedAttention, Rope(torch.zeros(HEAD_DIM // 2)), cache)(config, 1)
     q, k, v = bf16(tokens, HEADS, HEAD_DIM, seed=21), bf16(tokens, 2, HEAD_DIM, seed=22), bf16(4, 2, HEAD_DIM, seed=23)
     for values in (bf16(tokens, 2, HEAD_DIM, seed=24), v[torch.arange(tokens) % 4]):
         got = attention(q.unsqueeze(1), k.unsqueeze(1), values.unsqueeze(1)).squeeze(1)
-        assert torch.equal(got, of_vllms_kernel("vec", q, k, values).view(tokens, -1))
+        assert torch.equal(got, of_vllms_kernel("vec", q, k, values, scales).view(tokens, -1))
 
 
 def test_what_kernels_cut_off_has_the_gradient_of_what_they_round(config, monkeypatch):
@@ -210,7 +215,7 @@ def test_what_kernels_cut_off_has_the_gradient_of_what_they_round(config, monkey
     gradients = {}
     for cuts in (True, False):
         monkeypatch.setattr(rounding, "truncates", lambda dtype, cuts=cuts: cuts)
-        monkeypatch.setattr(align, "truncates", lambda dtype, cuts=cuts: cuts)
+        monkeypatch.setattr(align, "sums_in_order", lambda dtype, cuts=cuts: cuts)
         out = attention(q, k, v)
         gradients[cuts] = out, torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
     assert not rounds_alike(gradients[True][0], gradients[False][0])
@@ -218,7 +223,8 @@ def test_what_kernels_cut_off_has_the_gradient_of_what_they_round(config, monkey
         torch.testing.assert_close(cut, plain, rtol=0.05, atol=0.05)
 
 
-def test_query_blocks_do_not_change_the_attention(config):
+def test_query_blocks_do_not_change_the_attention(config, monkeypatch):
+    monkeypatch.setattr(align, "sums_in_order", lambda dtype: False)
     whole, blocked = (
         attention_of(AlignedAttention, Rope(FREQUENCIES), None)(config, 1),
         attention_of(AlignedAttention, Rope(FREQUENCIES), None)(config, 1),
