@@ -41,6 +41,10 @@ BATCH_INVARIANT = not torch.cpu._is_amx_tile_supported()
 """With AMX a log-prob's last bits depend, once in thousands of tokens, on what is answered beside (docs/generation.md);
 and what that is depends on the clock where the engine's core has a process of its own.
 """
+ALIGNED = 1.000_001 if torch.cpu._is_avx512_supported() and BATCH_INVARIANT else 1.001
+"""token_mult_prob_error of an aligned flow: last bits of a log-prob at most where attention is the vector kernel's to
+the bit and the whole was measured, on AVX-512 without AMX.
+"""
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500_000.0,
