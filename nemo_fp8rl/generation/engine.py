@@ -38,6 +38,7 @@ ENVIRONMENT = {  # read by vLLM at import; what the user has set wins
 }
 CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # leave the process's CPU affinity alone
+    "VLLM_CPU_ATTN_SPLIT_KV": "0",  # else sums of attention depend on threads, and on who else is answered
     "TORCH_COMPILE_DISABLE": "1",  # else the first generate compiles a helper for seconds
 }
 OF_ITS_PROCESSES = (RuntimeError, Exception)

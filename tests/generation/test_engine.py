@@ -60,6 +60,13 @@ def test_its_batches_are_as_large_as_those_of_vllms_own_llm(pair):
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (256, 8192)
 
 
+def test_no_sequence_is_divided_among_threads(pair):
+    """As vLLM does where sequences are fewer: then attention's sums would depend on who else is answered."""
+    from vllm.v1.attention.backends.cpu_attn import envs
+
+    assert not envs.VLLM_CPU_ATTN_SPLIT_KV
+
+
 def test_engine_holds_the_trainers_bytes(pair):
     """Every FP8 weight and scale in the engine's memory, fused or not, is what the trainer exported, to the byte."""
     if not pair.cfg.nemo_fp8rl.engine_fp8:
