@@ -1,16 +1,21 @@
 """Attention with its sums in the order of vLLM's vector kernel, so that no bit differs.
 
-What is a last bit of float32 in one order may be one of bfloat16 in another once the output is rounded, and where it is
-cut off (`rounding.truncates`) a sum of equal values that falls below them always is. The kernel (vLLM 0.32,
+What is a last bit of float32 in one order may be one of bfloat16 in another once the output is rounded; where it is cut
+off (`rounding.truncates`) a mean of equal values that comes out a bit too low always is. The kernel (vLLM 0.32,
 csrc/cpu/cpu_attn_vec.hpp, cpu_attn_impl.hpp) adds one product after another and multiplies by 1 / sum. It scales
 queries, or scores where the cache is FP8. With AVX-512 its multiply-adds are fused, its exponential is a polynomial,
-and the weights' sum is in another order. What it takes in one part is equal to the bit, a hundred tokens at least
-(tests/policy/test_align.py).
+and the weights' sum is in another order. What it takes in one part is equal to the bit (tests/policy/test_align.py);
+how much that is depends on head dimension and cache: of prompts 300 tokens at 128, 100 at 256 where it was measured.
 """
+
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 from torch import Tensor
+
+THREAD_PRODUCTS = 1 << 24
+"""Below which a second thread costs more than it brings."""
 
 
 def ordered_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, scaled_late: bool = False) -> Tensor:
@@ -21,6 +26,19 @@ def ordered_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, s
 
     out, fused = torch.empty(query.shape), torch.cpu._is_avx512_supported()
     early, late = (1.0, scale) if scaled_late else (scale, 1.0)
-    sides = (query.detach() * early).flatten(0, 1), key.detach().flatten(0, 2), value.detach().flatten(0, 2)
-    attend(*(side.contiguous().numpy() for side in sides), np.float32(late), out.flatten(0, 1).numpy(), fused)
+    tensors = (query.detach() * early).flatten(0, 1), key.detach().flatten(0, 2), value.detach().flatten(0, 2)
+    q, k, v = (tensor.contiguous().numpy() for tensor in tensors)
+    result = out.flatten(0, 1).numpy()
+
+    def work(first: int, end: int) -> None:
+        part = slice(first, end)
+        attend(q[part], k[part], v[part], np.float32(late), result[part], fused)
+
+    threads = max(1, min(torch.get_num_threads(), len(q), q.size * q.shape[-2] // THREAD_PRODUCTS))
+    if threads == 1:
+        work(0, len(q))
+        return out
+    ends = [len(q) * i // threads for i in range(threads + 1)]
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(work, ends, ends[1:]))
     return out

@@ -13,7 +13,7 @@ f32, i32 = np.float32, np.int32
 LANES = 16
 """Partial sums of the weights."""
 LOG2_E, LN_2, SMALLEST = f32(1.44269502), f32(0.693147182), f32(-87.3365479)
-"""SMALLEST: below it the exponential is 0."""
+"""SMALLEST: what is below it counts as 0."""
 POLYNOMIAL = tuple(map(f32, (0.00828929059, 0.0418978221, 0.166676521, 0.499991506, 0.999999701, 1)))
 """Of exp(x) for |x| <= ln(2) / 2, the highest power first (vLLM 0.32, csrc/cpu/cpu_arch_macros.h)."""
 jit = nb.njit(nogil=True, cache=True, error_model="numpy")
@@ -76,7 +76,7 @@ def exponentials(x, largest, fused):
         series = POLYNOMIAL[0]
         for coefficient in POLYNOMIAL[1:]:
             series = multiply_add(rest, series, coefficient)
-        exponent = i32(i32(whole + i32(126)) << i32(23)).view(f32)  # 2 ** (whole - 1)
+        exponent = i32(i32(whole + i32(126)) << i32(23)).view(f32)  # 2 ** (whole - 1); 0 for the smallest, as there
         x[j] = f32(0) if power < SMALLEST else f32(f32(series * exponent) * f32(2))
 
 

@@ -35,7 +35,7 @@ def truncates(dtype: torch.dtype) -> bool:
 
 
 def sums_in_order(dtype: torch.dtype) -> bool:
-    """Whether attention, where it does not round probabilities, is known to the last bit: on a CPU (`ordered`)."""
+    """Whether attention is summed in the kernel's order, if it does not round probabilities: on a CPU (`ordered`)."""
     return dtype is torch.bfloat16 and not torch.cuda.is_available()
 
 

@@ -9,7 +9,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_fp8rl.fp8 import KvScales
-from nemo_fp8rl.policy import align, rounding
+from nemo_fp8rl.policy import align, ordered, rounding
 from nemo_fp8rl.policy.align import AlignedAttention, AlignedRMSNorm, aligned_residual_add, rotate
 from nemo_fp8rl.policy.attention import attention_of
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
@@ -88,7 +88,7 @@ def test_rope_equals_vllm(config, vllm_context):
 def of_vllms_kernel(
     kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: tuple[float, float] | None = None
 ) -> torch.Tensor:
-    """Its causal attention of one sequence; all [tokens, heads, HEAD_DIM] but for what grouped heads share. scales: of
+    """Its causal attention of one sequence; all [tokens, heads, head dim] but for what grouped heads share. scales: of
     keys and values in an FP8 cache.
     """
     from vllm import _custom_ops as ops
@@ -99,19 +99,19 @@ def of_vllms_kernel(
     tokens, block = len(q), 128
     blocks = -(-tokens // block)
     fp8 = {"k_scale": scales[0], "v_scale": scales[1], "kv_cache_dtype": "fp8"} if scales else {}
-    cache = torch.zeros(blocks, k.size(1), block * 2, HEAD_DIM, dtype=torch.uint8 if scales else q.dtype)
+    cache = torch.zeros(blocks, k.size(1), block * 2, q.size(2), dtype=torch.uint8 if scales else q.dtype)
     keys, values = cache.chunk(2, 2)
     ops.cpu_attn_reshape_and_cache(k, v, keys, values, torch.arange(tokens), kernel, **fp8)
     start, length = torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
     schedule = ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=1, num_heads=q.size(1), num_kv_heads=k.size(1), head_dim=HEAD_DIM, seq_lens=length, dtype=q.dtype,
+        num_reqs=1, num_heads=q.size(1), num_kv_heads=k.size(1), head_dim=q.size(2), seq_lens=length, dtype=q.dtype,
         query_start_loc=start, causal=True, sliding_window_size=-1, isa=kernel, enable_kv_split=True,
         kv_cache_dtype="fp8" if scales else "auto",
     )  # fmt: skip
     out = torch.empty_like(q)
     ops.cpu_attention_with_kv_cache(
         query=q, key_cache=keys, value_cache=values, output=out, query_start_loc=start, seq_lens=length,
-        scale=HEAD_DIM**-0.5, causal=True, alibi_slopes=None, sliding_window=-1,
+        scale=q.size(2) ** -0.5, causal=True, alibi_slopes=None, sliding_window=-1,
         block_table=torch.arange(blocks, dtype=torch.int32)[None], softcap=0.0, scheduler_metadata=schedule, s_aux=None,
         **fp8,
     )  # fmt: skip
@@ -193,20 +193,35 @@ def test_rounded_probabilities_have_the_gradient_of_those_that_are_not():
         assert not torch.equal(a, b)
 
 
-@pytest.mark.parametrize("scales", [None, pytest.param((2.0**-6, 2.0**-5), marks=needs_fp8_cache)])
+@pytest.mark.parametrize(
+    ("kernel", "head_dim", "scales"),
+    [
+        ("vec", 128, None),
+        ("vec16", 80, None),
+        pytest.param("vec", 128, (2.0**-6, 2.0**-5), marks=needs_fp8_cache),
+    ],
+)
+@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("tokens", [1, 7, 40, 100])
-def test_ordered_attention_equals_vllms_vector_kernel_to_the_bit(config, monkeypatch, tokens, scales):
+def test_ordered_attention_equals_vllms_vector_kernels_to_the_bit(
+    monkeypatch, tokens, threads, kernel, head_dim, scales
+):
     """Of equal values, too: where their mean is cut off, which way it falls is the sums' order."""
+    config = TransformerConfig(
+        num_layers=1, hidden_size=WIDTH, num_attention_heads=HEADS, kv_channels=head_dim, params_dtype=torch.bfloat16
+    )
     monkeypatch.setattr(align, "rounds_probabilities", lambda *_: False)
+    monkeypatch.setattr(ordered, "THREAD_PRODUCTS", 1 if threads > 1 else 1 << 40)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     cache = None
     if scales:
         cache = TrainerKvCache(1, "toward_zero")
         cache.scales = KvScales(scales[:1], scales[1:])
-    attention = attention_of(AlignedAttention, Rope(torch.zeros(HEAD_DIM // 2)), cache)(config, 1)
-    q, k, v = bf16(tokens, HEADS, HEAD_DIM, seed=21), bf16(tokens, 2, HEAD_DIM, seed=22), bf16(4, 2, HEAD_DIM, seed=23)
-    for values in (bf16(tokens, 2, HEAD_DIM, seed=24), v[torch.arange(tokens) % 4]):
-        got = attention(q.unsqueeze(1), k.unsqueeze(1), values.unsqueeze(1)).squeeze(1)
-        assert torch.equal(got, of_vllms_kernel("vec", q, k, values, scales).view(tokens, -1))
+    attention = attention_of(AlignedAttention, Rope(torch.zeros(head_dim // 2)), cache)(config, 1)
+    q, k = bf16(tokens, HEADS, head_dim, seed=21), bf16(tokens, 2, head_dim, seed=22)
+    for v in (bf16(tokens, 2, head_dim, seed=24), bf16(4, 2, head_dim, seed=23)[torch.arange(tokens) % 4]):
+        got = attention(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)).squeeze(1)
+        assert torch.equal(got, of_vllms_kernel(kernel, q, k, v, scales).view(tokens, -1))
 
 
 def test_what_kernels_cut_off_has_the_gradient_of_what_they_round(config, monkeypatch):
