@@ -74,7 +74,14 @@ BELOW = {
     "policy.megatron_cfg.optimizer.adam_beta2": 1,
     "cluster.engine_timeout_seconds": 1e6,  # poll(2) counts milliseconds in 32 bits
 }
-AT_MOST = {"policy.generation.vllm_cfg.gpu_memory_utilization": 1, "policy.generation.top_p": 1}
+AT_MOST = {
+    "policy.generation.vllm_cfg.gpu_memory_utilization": 1,
+    "policy.generation.top_p": 1,
+    "policy.generation.temperature": 2,  # vLLM's limits
+    "policy.generation.val_temperature": 2,
+}
+LOWEST_TEMPERATURE = 0.01
+"""vLLM samples at this one where it is asked for a lower."""
 
 
 def lookup(cfg: Any, key: str) -> Any:
@@ -92,6 +99,7 @@ def check(cfg: Config) -> None:
     _check_parallel_sizes(cfg)
     _check_batch_sizes(cfg)
     _check_schedule(cfg)
+    _check_sampling(cfg)
     cfg.loss_fn.check()
     _check_algorithm(cfg)
     policy, vllm = cfg.policy, cfg.policy.generation.vllm_cfg
@@ -239,6 +247,18 @@ def _check_schedule(cfg: Config) -> None:
     ):
         if value > optimizer.lr:
             raise UserError(f"{here}.{key}={value} must not be above {here}.optimizer.lr={optimizer.lr}")
+
+
+def _check_sampling(cfg: Config) -> None:
+    generation = cfg.policy.generation
+    for key, others in (("temperature", ""), ("val_temperature", ", or 0 for the likeliest tokens")):
+        if 0 < getattr(generation, key) < LOWEST_TEMPERATURE:
+            raise UserError(
+                f"policy.generation.{key}={getattr(generation, key)}: vLLM does not sample below {LOWEST_TEMPERATURE}; "
+                f"set that or more{others}"
+            )
+    if "" in generation.stop_strings:
+        raise UserError("policy.generation.stop_strings has an empty text, which ends every answer at once; remove it")
 
 
 def _check_parallel_sizes(cfg: Config) -> None:

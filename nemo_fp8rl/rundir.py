@@ -58,6 +58,10 @@ MAY_CHANGE = (
     "policy.generation.vllm_cfg.enforce_eager",  # so that a run that CUDA graphs stopped can go on
     "policy.generation.vllm_cfg.gpu_memory_utilization",
     "policy.generation.vllm_cfg.kv_cache_memory_gib",
+    "policy.train_micro_batch_size",  # how a batch is cut up: other replicas need other sizes
+    "policy.logprob_batch_size",
+    "policy.dynamic_batching.",
+    "policy.sequence_packing.",
     "policy.megatron_cfg.tensor_",  # a checkpoint loads on any layout
     "policy.megatron_cfg.pipeline_",
     "policy.megatron_cfg.num_layers_in_",

@@ -20,10 +20,10 @@ from nemo_fp8rl.workers.actors import _cause
 from tests.conftest import COLOCATED, RECIPES
 
 
-def run(overrides: tuple[str, ...], log_dir: Path) -> list[dict[str, float]]:
-    """What `nemo-fp8rl train` measured in three steps, without what depends on the clock or the transport."""
+def run(overrides: tuple[str, ...], log_dir: Path, *options: str, steps: int = 3) -> list[dict[str, float]]:
+    """What `nemo-fp8rl train` measured in so many steps, without what depends on the clock or the transport."""
     arguments = ["train", "--config", str(RECIPES / "tiny_cpu.yaml"), *overrides, f"logger.log_dir={log_dir}"]
-    command = [sys.executable, "-m", "nemo_fp8rl.cli", *arguments, "grpo.max_num_steps=3"]
+    command = [sys.executable, "-m", "nemo_fp8rl.cli", *arguments, *options, f"grpo.max_num_steps={steps}"]
     done = subprocess.run(command, capture_output=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr.decode()
     rows = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
@@ -88,6 +88,16 @@ def test_two_ranks_refit_an_engine_of_two(warm_overrides, tmp_path, in_process, 
     rows = run((*warm_overrides, "cluster.backend=ray", "cluster.train_ranks=2", *layout, *engine), tmp_path / "run")
     assert rows[1]["train/global_valid_toks"] == in_process[1]["train/global_valid_toks"]
     assert all(row["train/token_mult_prob_error"] < 1.02 for row in rows[1:])
+
+
+@pytest.mark.long
+def test_a_run_goes_on_with_other_replicas(warm_overrides, tmp_path):
+    """Two ranks that shared the model have one each from then on, so each takes half of the microbatch."""
+    on_two = (*warm_overrides, "cluster.backend=ray", "cluster.train_ranks=2", "policy.train_micro_batch_size=64")
+    run((*on_two, *TENSOR), tmp_path / "run")
+    rows = run((*on_two, "policy.train_micro_batch_size=32"), tmp_path / "run", "--resume", steps=5)
+    assert [row["step"] for row in rows][-2:] == [4, 5]
+    assert all(row["train/token_mult_prob_error"] < 1.001 for row in rows[1:])
 
 
 def assert_first_step_agrees(rows: list[dict[str, float]], with_one: list[dict[str, float]], rounding: float) -> None:

@@ -104,6 +104,9 @@ def test_resume_may_go_on_for_longer(recipe):
         "nemo_fp8rl.refit.transport=collective",
         "nemo_fp8rl.fp8_param=true",
         "policy.generation.vllm_cfg.gpu_memory_utilization=0.4",
+        "policy.train_micro_batch_size=32",
+        "policy.logprob_batch_size=16",
+        "policy.dynamic_batching.enabled=true",
     ],
 )
 def test_resume_takes_what_our_own_messages_ask_for(recipe, change):

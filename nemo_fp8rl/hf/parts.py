@@ -4,6 +4,7 @@ A folder of safetensors files. A part is named as its tensor is, with where it b
 tensor's first element (`NAME@ROW,COLUMN`): several of one tensor may be in a file.
 """
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from itertools import combinations
 from pathlib import Path
@@ -83,6 +84,17 @@ class PartReader:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises UserError unless every part is of one of these tensors and within its shape."""
+        for name, parts in self._parts.items():
+            if name not in shapes:
+                raise UserError(f"{self.folder} holds {name}, which this model does not have")
+            shape = shapes[name]
+            for _, key, held in parts:
+                stops = tuple(stop for _, stop in held)
+                if len(stops) != len(shape) or any(stop > size for stop, size in zip(stops, shape, strict=True)):
+                    raise UserError(f"{self.folder}: {key} ends at {stops}, but in this model {name} has shape {shape}")
 
     def get(self, name: str, region: Region) -> Tensor:
         """The region, put together from the parts. Raises UserError unless they hold each element of it once."""

@@ -24,12 +24,14 @@ FILE = "kv_scales.json"
 class TrainerKvCache:
     """rounding: None where the trainer keeps its keys and values as they are (`nemo_fp8rl.kv: rollout`).
 
-    loses_denormals: see `rounding.loses_denormals`.
+    loses_denormals: see `rounding.loses_denormals`. of_present_weights: whether the scales are; who moves the weights
+    says that they are not.
     """
 
     def __init__(self, num_layers: int, rounding: CacheRounding | None, loses_denormals: bool = False) -> None:
         self.num_layers, self.rounding, self.loses_denormals = num_layers, rounding, loses_denormals
         self.scales: KvScales | None = None
+        self.of_present_weights = False
         self._sketches: KvSketches | None = None
         self._lengths = torch.empty(0)
 
@@ -81,6 +83,7 @@ class TrainerKvCache:
         assert self._sketches is not None
         self._sketches.all_reduce()
         self.scales, self._sketches = self._sketches.scales(with_q=False), None
+        self.of_present_weights = True
 
     def save(self, folder: Path) -> None:
         """Write the scales, when there are any. Raises OSError."""
@@ -99,3 +102,4 @@ class TrainerKvCache:
             raise UserError(f"{folder / FILE} has a scale that is not a finite number above 0")
         if {len(self.scales.k_scale), len(self.scales.v_scale)} != {self.num_layers}:
             raise UserError(f"{folder / FILE} has scales of another number of layers than {self.num_layers}")
+        self.of_present_weights = True

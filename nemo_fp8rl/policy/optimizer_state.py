@@ -67,7 +67,9 @@ def save_optimizer(
 
 @torch.no_grad()
 def load_optimizer(folder: Path, layout: Layout, model: torch.nn.Module, optimizer: Any, scheduler: Any) -> None:
-    """Restore what `save_optimizer` wrote, on whatever ranks. Raises UserError when it is not complete."""
+    """Restore what `save_optimizer` wrote, on whatever ranks. Raises UserError where it is not complete, or is of
+    another model.
+    """
     try:
         record = json.loads((folder / STEPS).read_text())
         adam_steps, schedule_steps = float(record["adam"]), int(record["schedule"])
@@ -75,6 +77,7 @@ def load_optimizer(folder: Path, layout: Layout, model: torch.nn.Module, optimiz
         raise UserError(f"{folder / STEPS} cannot be read ({error}); the checkpoint is not complete") from None
     held, shapes = pieces(model, optimizer), expected_tensors(layout.hf)
     with PartReader(folder) as reader:
+        reader.check({f"{name}.{kind}": shape for name, shape in shapes.items() for kind in (MASTER, *MOMENTS)})
         for (parameter, where), kind in product(rows_of(layout, shapes), _kinds(adam_steps)):
             if (piece := held.get(parameter)) is None:
                 continue

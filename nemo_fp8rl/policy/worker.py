@@ -170,6 +170,8 @@ class MegatronWorker:
             if schedules:  # before the update: the first step of a warm-up already moves
                 self.scheduler.step(increment=1)
             _, grad_norm, _ = self.optimizer.step()
+            if self.kv_cache is not None:
+                self.kv_cache.of_present_weights = False
         return {**metrics, "grad_norm": float(grad_norm), "lr": float(self.optimizer.param_groups[0]["lr"])}
 
     def weights(self) -> HeldWeights:
@@ -269,6 +271,8 @@ class MegatronWorker:
         if self.kv_cache is not None:
             if self.kv_cache.scales is None:
                 raise RefitError(f"refit {version}: the KV cache is FP8 and has no scales yet: calibrate first")
+            if not self.kv_cache.of_present_weights:
+                raise RefitError(f"refit {version}: the KV cache's scales are of earlier weights: calibrate first")
             kv_scales = self.kv_cache.scales.named()
         self.refit.start(chain(self.weights().for_refit(), kv_scales), version, engines, whole=whole, **how)
 

@@ -128,3 +128,12 @@ def test_a_refit_before_calibration_is_refused(pair):
     with pytest.raises(RefitError, match="calibrate first"):
         pair.bridge.refit()
     pair.worker.kv_cache.scales = scales
+
+
+def test_scales_of_earlier_weights_are_refused(pair):
+    pair.refit()
+    pair.train(1)
+    with pytest.raises(RefitError, match="of earlier weights: calibrate first"):
+        pair.bridge.refit()
+    pair.refit()
+    assert pair.mismatch() < ALIGNED

@@ -94,6 +94,16 @@ def test_both_sides_take_the_tokens_that_were_left_to_sample_from(pair, restrict
     assert torch.equal(pair.worker.logprobs(batch, restricted=False), free)
 
 
+def test_both_sides_are_at_the_temperature(pair):
+    sampling, generation = replace(FREE, temperature=0.6), pair.cfg.policy.generation
+    blind = pair.mismatch(sampling)
+    pair.worker.pipeline.policy = replace(pair.cfg.policy, generation=replace(generation, temperature=0.6))
+    aligned = pair.mismatch(sampling)
+    pair.worker.pipeline.policy = pair.cfg.policy
+    assert aligned < 1.001
+    assert blind > 1.05
+
+
 # At the end: these move the weights that the tests above share
 
 

@@ -55,6 +55,25 @@ def test_a_part_that_nobody_wrote_is_refused(tmp_path):
                 reader.get(name, region)
 
 
+@pytest.mark.parametrize(
+    ("shape", "refusal"),
+    [
+        ((3, 3), r"w@2,0 ends at \(4, 3\), but in this model w has shape \(3, 3\)"),
+        ((4, 2), r"w@2,0 ends at \(4, 3\), but in this model w has shape \(4, 2\)"),
+        ((12,), r"w@2,0 ends at \(4, 3\), but in this model w has shape \(12,\)"),
+        (None, "holds w, which this model does not have"),
+    ],
+)
+def test_parts_of_another_model_are_refused(tmp_path, shape, refusal):
+    writer = PartWriter(tmp_path, "rank_0")
+    writer.add("w", torch.ones(2, 3), (2, 0))
+    writer.close()
+    with PartReader(tmp_path) as reader:
+        reader.check({"w": (4, 3), "not there": (1,)})
+        with pytest.raises(UserError, match=refusal):
+            reader.check({"w": shape} if shape else {})
+
+
 def test_a_damaged_file_is_named(tmp_path):
     (tmp_path / "rank_0.safetensors").write_bytes(b"not a checkpoint")
     with pytest.raises(UserError, match=r"rank_0\.safetensors is not a whole safetensors file"), PartReader(tmp_path):

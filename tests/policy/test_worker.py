@@ -9,8 +9,9 @@ from torch.overrides import TorchFunctionMode
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import TrainBatch
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.hf.parts import PartReader
+from nemo_fp8rl.hf.parts import PartReader, PartWriter
 from nemo_fp8rl.hf.region import whole
+from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.policy.base import Diverged
 from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.policy.megatron_names import to_hf
@@ -212,6 +213,17 @@ def test_an_incomplete_checkpoint_is_refused(recipe, tmp_path):
     worker.save(str(tmp_path / "checkpoint"))
     (tmp_path / "checkpoint/optimizer/rank_0.safetensors").unlink()
     with pytest.raises(UserError, match=r"does not hold all of .*embed_tokens.*not complete"):
+        worker.load(str(tmp_path / "checkpoint"))
+
+
+def test_the_optimizer_of_a_wider_model_is_refused(recipe, tmp_path):
+    worker = new_worker(recipe())
+    worker.save(str(tmp_path / "checkpoint"))
+    wider = PartWriter(tmp_path / "checkpoint/optimizer", "rank_0")
+    for name, shape in expected_tensors(worker.hf).items():
+        wider.add(f"{name}.master", torch.zeros([2 * size for size in shape]))
+    wider.close()
+    with pytest.raises(UserError, match=r"weight.master ends at .*, but in this model .* has shape"):
         worker.load(str(tmp_path / "checkpoint"))
 
 
