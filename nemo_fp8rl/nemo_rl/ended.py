@@ -6,7 +6,10 @@ It prints an error of its first refit, on v0.7.0 of any step, and returns as it 
 from collections.abc import Callable
 from typing import Any
 
-CALLS = ("train", "get_logprobs", "get_reference_policy_logprobs", "save_checkpoint")
+CALLS = (
+    *("train", "get_logprobs", "get_reference_policy_logprobs", "save_checkpoint"),
+    *("stream_weights_via_ipc_zmq", "broadcast_weights_for_collective"),  # how v0.7.0 refits
+)
 """Of a policy; the loop goes on after no error of theirs."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_fp8rl.nemo_rl.ended import Watch
+from nemo_fp8rl.nemo_rl.ended import CALLS, Watch
 from tests.nemo_rl import runs
 
 
@@ -28,8 +28,7 @@ def passing_over(policy: Any, synchronizer: Any) -> None:
 
 
 def watched(**calls: Any) -> tuple[Watch, Any, Any]:
-    names = ("train", "get_logprobs", "get_reference_policy_logprobs", "save_checkpoint")
-    policy: Any = SimpleNamespace(**{name: calls.get(name, lambda: "done") for name in names})
+    policy: Any = SimpleNamespace(**{name: calls.get(name, lambda: "done") for name in CALLS})
     synchronizer = SimpleNamespace(sync_weights=calls.get("sync_weights", lambda: "synced"))
     return Watch(policy, synchronizer), policy, synchronizer
 
