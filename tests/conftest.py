@@ -1,5 +1,6 @@
 """Shared by all tests: a tiny checkpoint with data, and recipes on it. Real Megatron Core, vLLM and Ray, on CPU."""
 
+import gc
 import os
 import sys
 
@@ -58,6 +59,26 @@ LLAMA3_ROPE = {
 
 YARN = {"rope_type": "yarn", "rope_theta": 1.0e6, "factor": 4.0, "original_max_position_embeddings": 32}
 """Qwen's kind."""
+
+
+_freeze = gc.freeze
+gc.freeze = gc.unfreeze = lambda: None
+"""vLLM's, of an engine's start and end; what `imports_are_not_collected` froze stays frozen."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports_are_not_collected() -> None:
+    """vLLM collects garbage seven times in an engine's life. Imports leave nearly a million objects, of which each time
+    takes a third of a second, which was half of the time of tests with engines: so they are left out of it.
+    """
+    if len(sys.modules) > imported[0] + 200:
+        gc.collect()
+        _freeze()
+        imported[0] = len(sys.modules)
+
+
+imported = [0]
+"""Modules, when what they left was frozen."""
 
 
 @pytest.fixture(scope="session")
