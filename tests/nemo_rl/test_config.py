@@ -240,6 +240,7 @@ def test_the_asynchronous_loop_takes_a_correction_of_ours(tiny):
 OURS = (path for path in sorted((RECIPES / "nemo_rl").glob("*.yaml")) if not path.name.startswith("moonlight"))
 
 
+@pytest.mark.nemo_rl
 @pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
 def test_our_own_trainer_and_engine_take_our_recipes(real_checkout, tmp_path, path):
     values = load(path).values

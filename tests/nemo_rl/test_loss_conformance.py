@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.nemo_rl
+from tests.nemo_rl.runs import needs_checkout
+
+pytestmark = [pytest.mark.nemo_rl, needs_checkout]
 EXPECTED = {True: 32, False: 31}
 """Tests that `-k "clipped_pg or split_rescale"` selects: of main, and of v0.7.0."""
 

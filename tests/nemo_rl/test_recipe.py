@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 from nemo_fp8rl.config import Fp8RlConfig
@@ -15,7 +16,7 @@ from nemo_fp8rl.nemo_rl.keys import at
 from nemo_fp8rl.nemo_rl.known_keys import check_known, read_known_keys
 from nemo_fp8rl.nemo_rl.precision import Precision
 from nemo_fp8rl.nemo_rl.recipe import NemoRlRecipe, load, read
-from nemo_fp8rl.yaml_tree import read_with_parents, register_resolvers
+from nemo_fp8rl.yaml_tree import flat, read_with_parents, register_resolvers
 from tests.nemo_rl.conftest import write
 from tests.nemo_rl.runs import environment, needs_checkout
 
@@ -297,6 +298,15 @@ def test_every_fp8_key_of_our_recipes_has_a_comment():
     lines = [(path.name, line) for path in SHIPPED for line in path.read_text().splitlines() if OF_FP8.match(line)]
     assert len(lines) > 20
     assert [line for line in lines if " # " not in line[1]] == []
+
+
+@pytest.mark.nemo_rl
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_recipe_holds_what_differs_from_its_parent_alone(real_checkout, path):
+    own = yaml.safe_load(path.read_text())
+    parent = path.parent / own.pop("defaults").replace("${oc.env:NEMO_RL_SRC}", str(real_checkout))
+    inherited = flat(OmegaConf.to_container(read_with_parents(parent)))
+    assert [key for key, value in flat(own).items() if inherited.get(key, ...) == value] == []
 
 
 @pytest.mark.nemo_rl
