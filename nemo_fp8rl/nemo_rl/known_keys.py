@@ -1,16 +1,16 @@
-"""Which keys NeMo RL knows: those of its example configs and of its config classes, both read as text.
+"""Which keys NeMo RL's GRPO knows: those of its example configs and of its config classes, both read as text.
 
 NeMo RL's own top block keeps keys that it does not know, so a misspelled one changes nothing and nobody is told, and
-there is no schema to ask without importing it. A key counts as known where one of its examples has it at the same
-place, or where the annotations of its config classes lead there from MasterConfig; subclasses count, as
-GenerationConfig stands for VllmConfig. Mappings with free keys show themselves: an example leaves them empty, or their
-annotation is a dict.
+there is no schema to ask without importing it. A key counts as known where one of its examples for GRPO has it at the
+same place (those for other algorithms have keys that GRPO passes over), or where the annotations of its config classes
+lead there from GRPO's MasterConfig; subclasses count, as GenerationConfig stands for VllmConfig. Mappings with free
+keys show themselves: an example leaves them empty, or their annotation is a dict.
 """
 
 import ast
 import difflib
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,10 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.nemo_rl.checkout import Checkout
 from nemo_fp8rl.nemo_rl.precision import READ_WITHOUT_DECLARATION
 
-ROOT_CLASS = "MasterConfig"
+ALGORITHM = "grpo"
+"""The block that every example for it has, itself or from a parent."""
+ROOT_CLASS, ROOT_MODULE = "MasterConfig", "algorithms/grpo.py"
+"""Other algorithms have classes of that name, too."""
 MAPPINGS = {"dict", "Dict", "Mapping", "Any"}
 
 
@@ -42,9 +45,9 @@ class Known:
 @functools.cache
 def read_known_keys(checkout: Checkout) -> Known:
     known = Known()
-    for path in checkout.examples.rglob("*.yaml"):
-        _add_values(known, _read_yaml(path))
-    _add_classes(known, checkout.package.rglob("*.py"))
+    for values in _examples(checkout.examples):
+        _add_values(known, values)
+    _add_classes(known, checkout.package)
     for key in READ_WITHOUT_DECLARATION:
         place = known
         for part in key.split("."):
@@ -58,7 +61,7 @@ def check_known(values: Mapping[Any, Any], known: Known, version: str) -> None:
         near = difflib.get_close_matches(key, here.keys, 1)
         elsewhere = [path for path in known.paths() if path.rpartition(".")[2] == key]
         meant = [f"{place}{near[0]}"] if near else elsewhere[:1]
-        hint = f"did you mean {meant[0]}?" if meant else f"no example and no config class of NeMo RL {version} has it"
+        hint = f"did you mean {meant[0]}?" if meant else f"NeMo RL {version} has no such key for GRPO"
         raise UserError(f"unknown config key {place}{key}; {hint}")
 
 
@@ -69,6 +72,27 @@ def _unknown(values: Mapping[Any, Any], known: Known, place: str) -> Iterator[tu
             yield place, key, known
         elif isinstance(value, Mapping) and not known.keys[key].free:
             yield from _unknown(value, known.keys[key], f"{place}{key}.")
+
+
+def _examples(folder: Path) -> Iterator[dict[Any, Any]]:
+    """The files that one for GRPO is made of, parents included, each without its list of parents."""
+    read = functools.cache(_read_yaml)
+
+    def with_parents(path: Path, children: tuple[Path, ...] = ()) -> list[Path]:
+        if path in children or not isinstance(values := read(path), dict):
+            return []
+        named = values.get("defaults") or []
+        parents = [named] if isinstance(named, str) else named if isinstance(named, list) else []
+        files = ((path.parent / parent).resolve() for parent in parents if isinstance(parent, str))
+        return [path, *(one for file in files for one in with_parents(file, (*children, path)))]
+
+    paths: set[Path] = set()
+    for path in folder.rglob("*.yaml"):
+        tree = with_parents(path.resolve())
+        if any(ALGORITHM in read(one) for one in tree):
+            paths.update(tree)
+    for path in paths:
+        yield {key: value for key, value in read(path).items() if key != "defaults"}
 
 
 def _read_yaml(path: Path) -> Any:
@@ -88,26 +112,27 @@ def _add_values(known: Known, values: Any) -> None:
             _add_values(known.at(str(key)), value)
 
 
-# Config classes: name -> base classes, and the annotation of every field. Classes of one name count as one.
+# Config classes: name -> base classes, and the annotation of every field. But for the root, classes of one name count as
+# one.
 
 Classes = dict[str, tuple[set[str], dict[str, list[ast.expr]]]]
 
 
-def _add_classes(known: Known, paths: Iterable[Path]) -> None:
+def _add_classes(known: Known, package: Path) -> None:
     classes: Classes = {}
-    for path in paths:
+    for path in package.rglob("*.py"):
         try:
             text = path.read_text()
             if "TypedDict" in text or "BaseModel" in text or "dataclass" in text:
-                _collect(classes, ast.parse(text))
+                _collect(classes, ast.parse(text), path == package / ROOT_MODULE)
         except (OSError, ValueError, SyntaxError, RecursionError):
             continue  # no module, or one that is being edited
     _add_fields(known, ROOT_CLASS, classes, ())
 
 
-def _collect(classes: Classes, module: ast.Module) -> None:
+def _collect(classes: Classes, module: ast.Module, has_root: bool) -> None:
     for node in module.body:
-        if isinstance(node, ast.ClassDef):
+        if isinstance(node, ast.ClassDef) and (has_root or node.name != ROOT_CLASS):
             bases, fields = classes.setdefault(node.name, (set(), {}))
             bases |= {name for base in node.bases for name in _names_in(base)}
             for statement in node.body:

@@ -73,6 +73,28 @@ class GRPOConfig(BaseModel):
 class Elsewhere(BaseModel):
     unreachable: int
 """
+OF_SFT = {
+    "examples/configs/sft.yaml": "sft: {max_num_epochs: 1}\npolicy: {of_sft: 1}\nloss_fn: {of_sft: 1}\n",
+    "examples/configs/recipes/sft-small.yaml": "defaults: ../sft.yaml\ngrpo_like: {seed: 1}\n",
+    "nemo_rl/algorithms/sft.py": """
+class MasterConfig(BaseModel, extra="allow"):
+    sft: SFTConfig
+    grpo: SFTConfig
+
+class SFTConfig(BaseModel):
+    of_sft: int
+""",
+}
+"""Of another algorithm, in a checkout of which GRPO's recipes and classes know nothing."""
+OF_MAIN = """
+class VllmInternalWorkerExtension:
+    def _load_weights(self, weights):
+        pass
+
+    def _weight_update_lifecycle(self, transport):
+        pass
+"""
+"""What v0.7.0's class for vLLM's workers lacks."""
 
 
 @pytest.fixture(autouse=True)
@@ -90,8 +112,10 @@ def checkout(tmp_path, monkeypatch) -> Path:
     """A folder that looks like NeMo RL 0.7.0, named by NEMO_RL_SRC."""
     root = tmp_path / "RL"
     write(root / "nemo_rl/package_info.py", "MAJOR = 0\nMINOR = 7\nPATCH = 0\n")
-    write(root / "nemo_rl/config.py", CLASSES)
+    write(root / "nemo_rl/algorithms/grpo.py", CLASSES)
     write(root / "examples/configs/grpo.yaml", EXAMPLE)
+    for name, text in OF_SFT.items():
+        write(root / name, text)
     monkeypatch.setenv("NEMO_RL_SRC", str(root))
     return root
 

@@ -18,7 +18,7 @@ from nemo_fp8rl.nemo_rl.precision import Precision
 from nemo_fp8rl.nemo_rl.recipe import NemoRlRecipe, load, read
 from nemo_fp8rl.yaml_tree import flat, read_with_parents, register_resolvers
 from tests.nemo_rl.conftest import write
-from tests.nemo_rl.runs import environment, needs_checkout
+from tests.nemo_rl.runs import RECIPE, environment, needs_checkout
 
 CHILD = "defaults: ${oc.env:NEMO_RL_SRC}/examples/configs/grpo.yaml\n"
 FP8 = (
@@ -166,6 +166,27 @@ def test_a_class_that_the_configuration_does_not_lead_to_counts_for_nothing(refu
     assert "unknown config key grpo.unreachable" in refusal(CHILD, "+grpo.unreachable=1")
 
 
+@pytest.mark.parametrize(
+    ("key", "unknown"),
+    [
+        ("sft.max_num_epochs", "sft"),
+        ("grpo_like.seed", "grpo_like"),
+        ("policy.of_sft", "policy.of_sft"),
+        ("loss_fn.of_sft", "loss_fn.of_sft"),
+        ("grpo.of_sft", "grpo.of_sft"),
+    ],
+)
+def test_a_key_that_another_algorithm_alone_has_is_refused(refusal, key, unknown):
+    assert refusal(CHILD, f"+{key}=1").startswith(f"unknown config key {unknown}; ")
+
+
+def test_what_an_example_inherits_is_known_and_the_list_of_its_parents_is_no_key(checkout, recipe, refusal):
+    write(checkout / "examples/configs/base.yaml", "policy: {of_base: 1}\n")
+    write(checkout / "examples/configs/recipes/grpo-small.yaml", "defaults: [../grpo.yaml, ../base.yaml]\n")
+    assert recipe(CHILD, "+policy.of_base=2").values["policy"]["of_base"] == 2
+    assert "unknown config key defaults" in refusal(CHILD, "+defaults=grpo.yaml")
+
+
 def test_a_marker_below_the_top_which_nemo_rl_ignores_is_refused(refusal):
     assert "policy.generation._override_" in refusal(CHILD + "policy: {generation: {_override_: true}}\n")
 
@@ -281,6 +302,23 @@ def test_no_key_of_a_shipped_recipe_is_refused(real_checkout):
         tree = read_with_parents(path)
         check_known(OmegaConf.to_container(tree), known, "of the test")
         OmegaConf.to_container(tree, resolve=True)
+
+
+@pytest.mark.nemo_rl
+@pytest.mark.parametrize(
+    "override",
+    [
+        "generation.vllm_cfg.precision=bfloat16",  # policy. was forgotten
+        "loss_fn.kl_type=k1",
+        "tokenizer.name=x",
+        "sft.max_num_steps=2",
+        "teacher.model_name=x",
+        "eval.seed=1",
+    ],
+)
+def test_keys_of_other_algorithms_are_refused_in_a_recipe_for_grpo(real_checkout, override):
+    with pytest.raises(UserError, match="unknown config key"):
+        read(RECIPE, [f"+{override}"])
 
 
 @pytest.mark.nemo_rl
