@@ -51,7 +51,7 @@ class VllmGeneration:
             VllmEngine, "generation", count, cfg, vllm_cfg.tensor_parallel_size, beside, calls_at_once=calls
         )
         with ended_on_error(self.engines):
-            self.engines.call("setup", [(cfg,)] * self.engines.count)
+            self._everyone("setup", cfg)
 
     def _begin(self) -> None:
         count = self.cfg.cluster.generation_engines
@@ -203,11 +203,11 @@ class VllmGeneration:
 
     def kernels(self) -> list[str]:
         """What multiplies the FP8 layers of its engines, vLLM's attention backend and the mode of its CUDA graphs."""
-        return sorted(set().union(*self.engines.everyone("kernels")))
+        return sorted(set().union(*self._everyone("kernels")))
 
     def instructions(self) -> set[str]:
         """Of the machines of its engines, `machine.instructions`."""
-        return set(self.engines.everyone("instructions"))
+        return set(self._everyone("instructions"))
 
     def metrics(self) -> dict[str, float]:
         for engine, life in enumerate(self.lives):
@@ -255,6 +255,16 @@ class VllmGeneration:
             version = self.engines.ask(engine, "answers_as", SOON)
             if version is not None and version >= 0:
                 self.gone.discard(engine)
+
+    def _everyone(self, method: str, *arguments: Any) -> list[Any]:
+        """What every engine answers before the first refit, till when none is replaced."""
+        try:
+            return self.engines.everyone(method, *arguments)
+        except WorkerDied as death:
+            raise UserError(
+                f"an engine died before the first refit ({death}); what it wrote says why (of a Ray actor: in its "
+                "worker's log); one that is only slow needs a larger cluster.engine_timeout_seconds"
+            ) from death
 
     def _all(self, method: str, *arguments: Any) -> list[int]:
         """Call it on every engine; one that is dead is started again instead, and named."""

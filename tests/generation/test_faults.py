@@ -26,6 +26,7 @@ from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.refit.manifest import RefitError
+from nemo_fp8rl.train import refitted
 from nemo_fp8rl.weights import build_bridge
 from nemo_fp8rl.workers import WorkerDied
 from tests.conftest import RECIPES
@@ -109,6 +110,8 @@ def test_a_core_found_dead_is_replaced_at_the_next_refit(async_run):
     with pytest.raises(WorkerDied):  # as a copy of the generation hears of it, which replaces none
         engine.generate(async_run.prompts[:1], [0], LONG)
     assert engine.answers_as() == -1
+    with pytest.raises(UserError, match=r"engine died before the first refit \(the process of its core ended\); what"):
+        async_run.generation.kernels()  # as at a run's start
     async_run.generation.check_health()
     assert async_run.answers() == expected
     assert async_run.generation.engine_restarts == before + 1
@@ -276,6 +279,16 @@ def test_one_death_too_many_ends_the_run(async_run):
         async_run.answers(lambda: core_process().kill())
 
 
+def test_an_engine_that_does_not_start_in_time_ends_the_run_in_a_sentence(tiny_overrides, tmp_path):
+    command = [sys.executable, "-m", "nemo_fp8rl.cli", "train", "--config", str(RECIPES / "tiny_cpu.yaml")]
+    keys = (*tiny_overrides, ASYNC, "cluster.engine_timeout_seconds=1", f"logger.log_dir={tmp_path}/run")
+    done = subprocess.run([*command, *keys], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 2, done.stderr
+    sentence = "nemo-fp8rl: an engine died before the first refit (no answer in 1 seconds); what it wrote says why"
+    assert done.stderr.splitlines()[-1].startswith(sentence)
+    assert "Traceback" not in done.stderr
+
+
 def test_a_trainer_killed_in_a_refit_leaves_the_engine_fenced_until_a_whole_version_came(tiny_overrides):
     cfg = load(RECIPES / "tiny_cpu.yaml", tiny_overrides)
     prompts = [tuple(PromptTokenizer(cfg.policy).tokenizer(text).input_ids) for text in TEXTS]
@@ -303,8 +316,8 @@ def test_a_trainer_killed_in_a_refit_leaves_the_engine_fenced_until_a_whole_vers
     trainer.process.join()
     assert trainer.process.exitcode == -signal.SIGKILL
     assert [torch.equal(*pair) for pair in zip(weights(), (first, last), strict=True)] == [False, True]
-    with pytest.raises(WorkerDied, match="the trainer's process ended"):
-        bridge.refit()
+    with pytest.raises(UserError, match=r"the trainer's process ended; .*continue with --resume"):
+        refitted(bridge)
     with pytest.raises(RefitError, match="has not received weights that were committed: refit before generating"):
         answers()
     another = FarTrainer(cfg)
