@@ -71,6 +71,10 @@ class VllmEngine:
 
         compat.survive_scan_of_llvmlite()
         compat.check_attention_backend(cfg.policy.generation.vllm_cfg.attention_backend)
+        self.records_routes = cfg.policy.router_replay.enabled and not compat.returns_routes()
+        fp8, layers = engine_fp8_layers(hf, cfg), range(hf.num_hidden_layers)
+        if self.records_routes and not all(fp8.quantizes(f"model.layers.{layer}.mlp.experts") for layer in layers):
+            compat.check_routes_of_bf16_experts()
         self.policy_version = self.loaded_version = -1 if load_format == "dummy" else 0
         vllm_cfg = cfg.policy.generation.vllm_cfg
         self.max_model_len, self.is_the_run = vllm_cfg.max_model_len, cfg.cluster.backend == "in_process"
@@ -99,7 +103,6 @@ class VllmEngine:
         if cfg.fp8_kv_cache and load_format == "auto" and any(lacks := self.core.rpc("nemo_fp8rl_read_kv_scales")):
             self.shutdown()
             raise UserError(f"{next(filter(None, lacks))}; start with a refit, or set kv_cache_dtype=auto")
-        self.records_routes = cfg.policy.router_replay.enabled and not compat.returns_routes()
         if self.records_routes:
             self.core.rpc("nemo_fp8rl_record_routes")
 
