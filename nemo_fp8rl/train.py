@@ -37,6 +37,7 @@ from nemo_fp8rl.samples import pick
 from nemo_fp8rl.step_log import Sample
 from nemo_fp8rl.timing import Stopwatch
 from nemo_fp8rl.weights import backends, build_bridge
+from nemo_fp8rl.workers import WorkerDied
 
 PromptsOfRound = Callable[[int], Sequence[Prompt]]
 """Prompts of generation round 0, 1, ... of a step; more than one only with dynamic sampling."""
@@ -239,7 +240,7 @@ def train_step(parts: Parts, loss: GrpoLoss, step: int, prompts_of_round: Prompt
 def refitted(bridge: RefitBridge) -> RefitReport:
     try:
         return bridge.refit()
-    except RefitError as error:
+    except (RefitError, WorkerDied) as error:  # of a rank, or of an engine a second time as it commits
         raise UserError(f"{one_line(error)}; mend that, then continue with --resume") from error
 
 

@@ -100,6 +100,15 @@ def returns_routes() -> bool:
     return HAS_TRITON
 
 
+def check_routes_of_bf16_experts() -> None:
+    """Raise UserError where nothing says which bfloat16 experts were chosen: see `record_routes`."""
+    if experts_route_themselves():
+        raise UserError(
+            "policy.router_replay.enabled: which bfloat16 experts vLLM chose on a CPU it tells since 0.30, and the "
+            f"installed one is {installed_vllm()}; upgrade it, or generate in FP8 in all layers"
+        )
+
+
 def record_routes(model: Any, recorder: Any) -> None:
     """Have every layer of experts call `recorder.capture(layer, chosen experts)`.
 
@@ -116,11 +125,7 @@ def record_routes(model: Any, recorder: Any) -> None:
     for module in model.modules():
         if isinstance(module, MoERunner):
             method: Any = module.routed_experts.quant_method
-            if not hasattr(method, "capture"):
-                raise UserError(
-                    "policy.router_replay.enabled: which bfloat16 experts vLLM chose on a CPU it tells since 0.30, and "
-                    f"the installed one is {installed_vllm()}; upgrade it, or generate in FP8 in all layers"
-                )
+            assert hasattr(method, "capture"), "check_routes_of_bf16_experts"
             method.capture = partial(recorder.capture, module.layer_id)
 
 

@@ -28,6 +28,7 @@ from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.machine import instructions
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.refit.report import Loaded
+from nemo_fp8rl.workers import WorkerDied
 
 WORKER_EXTENSION = "nemo_fp8rl.generation.vllm_worker.RefitWorkerExtension"
 ENVIRONMENT = {  # read by vLLM at import; what the user has set wins
@@ -53,6 +54,7 @@ class VllmEngine:
     def __init__(self) -> None:
         self.policy_version = self.loaded_version = -1
         self.sleep_level, self.cache_sleeps = 0, False
+        self.has_died, self.asked_again = False, 0
         self.readers, self.recording = Readers(), Lock()
 
     def setup(self, cfg: Config, load_format: str = "dummy") -> None:
@@ -69,9 +71,13 @@ class VllmEngine:
 
         compat.survive_scan_of_llvmlite()
         compat.check_attention_backend(cfg.policy.generation.vllm_cfg.attention_backend)
+        self.records_routes = cfg.policy.router_replay.enabled and not compat.returns_routes()
+        fp8, layers = engine_fp8_layers(hf, cfg), range(hf.num_hidden_layers)
+        if self.records_routes and not all(fp8.quantizes(f"model.layers.{layer}.mlp.experts") for layer in layers):
+            compat.check_routes_of_bf16_experts()
         self.policy_version = self.loaded_version = -1 if load_format == "dummy" else 0
         vllm_cfg = cfg.policy.generation.vllm_cfg
-        self.max_model_len = vllm_cfg.max_model_len
+        self.max_model_len, self.is_the_run = vllm_cfg.max_model_len, cfg.cluster.backend == "in_process"
         arguments = engine_arguments(cfg, load_format)
         self.has_no_tokenizer = arguments["skip_tokenizer_init"]
         try:
@@ -97,7 +103,6 @@ class VllmEngine:
         if cfg.fp8_kv_cache and load_format == "auto" and any(lacks := self.core.rpc("nemo_fp8rl_read_kv_scales")):
             self.shutdown()
             raise UserError(f"{next(filter(None, lacks))}; start with a refit, or set kv_cache_dtype=auto")
-        self.records_routes = cfg.policy.router_replay.enabled and not compat.returns_routes()
         if self.records_routes:
             self.core.rpc("nemo_fp8rl_record_routes")
 
@@ -108,16 +113,39 @@ class VllmEngine:
         return [group for _, group in sorted(self.stream(prompts, seeds, sampling), key=itemgetter(0))]
 
     def stream(
-        self, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int], sampling: Sampling
+        self, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int], sampling: Sampling, again: bool = False
     ) -> Iterator[tuple[int, list[Completion]]]:
         """(position in `prompts`, its completions) as they end; all at the end when experts are recorded. Several
-        threads may ask at once where the core is a process of its own (`async_engine`).
+        threads may ask at once where the core is a process of its own (`async_engine`). again: to be counted, as
+        prompts that a copy had asked of an engine that died.
 
         A prompt and its answer end where the context does. A prompt that leaves no room for an answer gets empty ones,
         cut off at their beginning: `finish_reason` "length".
+
+        Raises WorkerDied, and `answers_as` then says -1: a copy of the generation would come back otherwise.
         """
-        with self.readers.one(self._begin) as version:
-            yield from self._answers(version, prompts, seeds, sampling)
+        self.asked_again += len(prompts) if again else 0
+        try:
+            with self.readers.one(self._begin) as version:
+                yield from self._answers(version, prompts, seeds, sampling)
+        except WorkerDied:
+            self.has_died = True
+            raise
+        except RuntimeError as error:
+            if "out of memory" not in str(error):  # torch's error, or vLLM's with the text of what a rank raised
+                raise
+            self.has_died = True
+            raise self._out_of_memory(error) from None
+
+    def _out_of_memory(self, error: Exception) -> Exception:
+        """A death, unless this process is the run's own."""
+        what = f"out of memory while it generated: {one_line(error)[:300]}"
+        if not self.is_the_run:
+            return WorkerDied(what)
+        return UserError(
+            f"the engine is {what}; lower policy.generation.vllm_cfg.max_num_seqs or gpu_memory_utilization, then "
+            "continue with --resume"
+        )
 
     def _begin(self) -> int:
         """The version that answers are of."""
@@ -194,7 +222,7 @@ class VllmEngine:
         """Generate from the version that is loaded."""
         if self.loaded_version != version:
             raise RefitError(f"refit {version} cannot be committed: the engine has loaded {self.loaded_version}")
-        self.policy_version = version
+        self.policy_version, self.has_died = version, False  # what took a version lives, if it was slow before
 
     def finish_generation(self, sleep_level: int) -> int:
         """Give memory back: 1 the KV cache, 2 the weights too, so that a refit must follow. Returns bytes freed."""
@@ -228,8 +256,12 @@ class VllmEngine:
         return instructions()
 
     def answers_as(self) -> int:
-        """The version that it generates from; -1 while it does not."""
-        return self.policy_version
+        """The version that it generates from; -1 while it does not, or once it was found dead."""
+        return -1 if self.has_died else self.policy_version
+
+    def prompts_asked_again(self) -> int:
+        """By copies of the generation."""
+        return self.asked_again
 
     def check_health(self) -> None:
         """Raise WorkerDied when a process of this engine is gone."""

@@ -19,7 +19,7 @@ CALLS_AT_ONCE = 128
 """Calls, each for many prompts, that an engine with a core in a process of its own (`async_engine`) answers at once."""
 SOON = 0.2
 """Seconds in which an engine says whether it generates, or is done without."""
-OF_A_PROCESS = ("asked", "lives", "fenced", "counting", "reviving", "gone")
+OF_A_PROCESS = ("asked", "lives", "fenced", "counting", "reviving", "gone", "copies_retried")
 """Attributes that a copy has of its own."""
 
 
@@ -33,7 +33,8 @@ class VllmGeneration:
     Several threads may ask at once where engines have `async_engine`: what each asks joins what is being answered.
 
     A copy, pickled to another process, generates with the same engines. Replacing one that is dead, and ending one that
-    hangs, is left to the original: a copy asks the others meanwhile, and raises WorkerDied where there is none.
+    hangs, is left to the original: a copy asks the others meanwhile, and raises WorkerDied where there is none. The
+    original's `metrics` count what copies retried, but for what a dead engine was asked since they were last read.
     """
 
     on_restart: Callable[[int], None] | None = None
@@ -50,7 +51,7 @@ class VllmGeneration:
             VllmEngine, "generation", count, cfg, vllm_cfg.tensor_parallel_size, beside, calls_at_once=calls
         )
         with ended_on_error(self.engines):
-            self.engines.call("setup", [(cfg,)] * self.engines.count)
+            self._everyone("setup", cfg)
 
     def _begin(self) -> None:
         count = self.cfg.cluster.generation_engines
@@ -58,6 +59,7 @@ class VllmGeneration:
         self.fenced = [0] * count  # restarts of the engine that a refit knows
         self.counting, self.reviving = Lock(), RLock()
         self.gone = set[int]()  # engines that are being replaced; those that a copy does without
+        self.copies_retried = dict[tuple[int, int], int]()  # prompts, by engine and its restarts
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name not in OF_A_PROCESS}
@@ -84,7 +86,7 @@ class VllmGeneration:
         self, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int], sampling: Sampling
     ) -> Iterator[tuple[int, list[Completion]]]:
         """(position in `prompts`, its completions) as they end."""
-        waiting = list(range(len(prompts)))
+        waiting, again = list(range(len(prompts))), False
         timeout = None if self.timeout is None else self.timeout + SECONDS_A_TOKEN * sampling.max_new_tokens
         while waiting:
             if self.is_copy:
@@ -92,7 +94,7 @@ class VllmGeneration:
             lives = list(self.lives)
             shares = self._shares(waiting)
             arguments = {
-                engine: ([prompts[i] for i in share], [seeds[i] for i in share], sampling)
+                engine: ([prompts[i] for i in share], [seeds[i] for i in share], sampling, again)
                 for engine, share in shares.items()
             }
             answered = set()
@@ -114,7 +116,10 @@ class VllmGeneration:
                 for engine, unanswered in left.items():
                     self._count(engine, -unanswered)
             waiting = [i for i in waiting if i not in answered]
-            self.prompts_retried += len(waiting)
+            if self.is_copy:
+                again = True  # counted by the engines, where the original sees it
+            else:
+                self.prompts_retried += len(waiting)
 
     def engine_count(self) -> int:
         return self.engines.count
@@ -198,16 +203,19 @@ class VllmGeneration:
 
     def kernels(self) -> list[str]:
         """What multiplies the FP8 layers of its engines, vLLM's attention backend and the mode of its CUDA graphs."""
-        return sorted(set().union(*self.engines.everyone("kernels")))
+        return sorted(set().union(*self._everyone("kernels")))
 
     def instructions(self) -> set[str]:
         """Of the machines of its engines, `machine.instructions`."""
-        return set(self.engines.everyone("instructions"))
+        return set(self._everyone("instructions"))
 
     def metrics(self) -> dict[str, float]:
+        for engine, life in enumerate(self.lives):
+            counted = self.engines.ask(engine, "prompts_asked_again", SOON) or 0
+            self.copies_retried[engine, life] = max(counted, self.copies_retried.get((engine, life), 0))
         return {
             "generation/engine_restarts": self.engine_restarts,
-            "generation/prompts_retried": self.prompts_retried,
+            "generation/prompts_retried": self.prompts_retried + sum(self.copies_retried.values()),
         }
 
     def shutdown(self) -> None:
@@ -247,6 +255,16 @@ class VllmGeneration:
             version = self.engines.ask(engine, "answers_as", SOON)
             if version is not None and version >= 0:
                 self.gone.discard(engine)
+
+    def _everyone(self, method: str, *arguments: Any) -> list[Any]:
+        """What every engine answers before the first refit, till when none is replaced."""
+        try:
+            return self.engines.everyone(method, *arguments)
+        except WorkerDied as death:
+            raise UserError(
+                f"an engine died before the first refit ({death}); what it wrote says why (of a Ray actor: in its "
+                "worker's log); one that is only slow needs a larger cluster.engine_timeout_seconds"
+            ) from death
 
     def _all(self, method: str, *arguments: Any) -> list[int]:
         """Call it on every engine; one that is dead is started again instead, and named."""

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.generation import compat
+from nemo_fp8rl.generation import compat, engine
 from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.tiny import make_tiny
@@ -45,13 +45,38 @@ def test_experts_whose_choice_vllm_does_not_tell_are_refused_for_replay(tmp_path
         "nemo_fp8rl.flow=bf16",
         "policy.router_replay.enabled=true",
     )
-    engine = VllmEngine()
+    started = VllmEngine()
     told = (
         nullcontext() if compat.vllm_version() >= (0, 30) else pytest.raises(UserError, match=r"it tells since 0\.30")
     )
     try:
         with told:
-            engine.setup(load(RECIPES / "tiny_cpu.yaml", [*SMALL, *overrides]))
+            started.setup(load(RECIPES / "tiny_cpu.yaml", [*SMALL, *overrides]))
     finally:
-        engine.shutdown()
+        started.shutdown()
         gc.collect()
+
+
+@pytest.mark.parametrize("layout", ["async_engine=true", "num_first_layers_in_bf16=1"])
+def test_they_are_refused_before_an_engine_starts_in_one_process_or_two(tmp_path, monkeypatch, layout):
+    make_tiny(tmp_path / "tiny", "add", 0, "qwen3_moe")
+    overrides = (
+        f"policy.model_name={tmp_path}/tiny/model",
+        f"data.train.data_path={tmp_path}/tiny/data.jsonl",
+        f"nemo_fp8rl.flow={'bf16' if 'async' in layout else 'fp8_e2e'}",
+        "policy.router_replay.enabled=true",
+        f"policy.generation.vllm_cfg.{layout}",
+    )
+    cfg = load(RECIPES / "tiny_cpu.yaml", [*SMALL, *overrides])
+
+    class Started(Exception):
+        def __init__(self, *arguments):
+            raise self
+
+    for core in ("AsyncCore", "SteppedCore"):
+        monkeypatch.setattr(engine, core, Started)
+    for version, told in (((0, 29), UserError), ((0, 30), Started)):
+        monkeypatch.setattr(compat, "vllm_version", lambda version=version: version)
+        with pytest.raises(told) as refusal:
+            VllmEngine().setup(cfg)
+        assert (told is Started) or "chose on a CPU it tells since 0.30" in str(refusal.value)

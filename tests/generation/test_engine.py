@@ -18,6 +18,7 @@ from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.refit.message import Header
+from nemo_fp8rl.workers import WorkerDied
 from tests.conftest import ALIGNED, RECIPES
 from tests.generation.pair import FREE, GREEDY, Pair, outputs
 from tests.policy.sent import sent_tensors
@@ -143,6 +144,38 @@ def test_sleep_frees_memory_and_leaves_the_answers_as_they_were(pair):
         pair.generate(GREEDY)
     pair.refit()
     assert outputs(pair.generate(GREEDY)) == expected
+
+
+def fill_memory(model: torch.nn.Module) -> None:
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nOf the allocated memory")
+
+    model.filled = model.register_forward_pre_hook(fail)
+
+
+@pytest.mark.parametrize(
+    ("is_the_run", "told", "sentence"),
+    [
+        (True, UserError, r"^the engine is out of memory while .*2\.00 GiB.*; lower .*max_num_seqs .*--resume$"),
+        (False, WorkerDied, r"^out of memory while it generated: CUDA out of memory\. Tried"),
+    ],
+)
+def test_memory_that_is_full_ends_a_run_in_a_sentence_and_an_engine_of_its_own_as_a_death(
+    pair, monkeypatch, is_the_run, told, sentence
+):
+    """On a GPU, where torch says so; here the model does, as it is asked."""
+    if pair.cfg.nemo_fp8rl.flow != "fp8_e2e":
+        pytest.skip("one engine will do")
+    pair.refit()
+    expected = pair.generate(GREEDY)
+    monkeypatch.setattr(pair.engine, "is_the_run", is_the_run)
+    pair.engine.core.llm.apply_model(fill_memory)
+    with pytest.raises(told, match=sentence):
+        pair.generate(GREEDY)
+    assert pair.engine.answers_as() == -1
+    pair.engine.core.llm.apply_model(lambda model: model.filled.remove())
+    pair.refit()
+    assert outputs(pair.generate(GREEDY)) == outputs(expected)
 
 
 def test_answers_end_where_the_context_does(pair):

@@ -1,5 +1,7 @@
 """An exported checkpoint in vLLM: our method and vLLM's own FP8 hold and generate what a refitted engine does."""
 
+import logging
+import shutil
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -7,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from nemo_fp8rl.export import export
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled, fprop
@@ -17,7 +19,7 @@ from nemo_fp8rl.generation.cpu_experts import EmulatedFp8MoEMethod
 from nemo_fp8rl.generation.engine import VllmEngine, engine_arguments
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.tiny import make_tiny
-from tests.conftest import ALIGNED, RECIPES, SMALL
+from tests.conftest import ALIGNED, RECIPES, SMALL, needs_fp8_cache
 from tests.generation.pair import GREEDY, Pair, outputs
 from tests.policy.sent import sent_tensors
 
@@ -117,6 +119,31 @@ def test_our_method_serves_it_as_a_refitted_engine(exported):
     engine = exported.engine(quantization="nemo_fp8rl")
     assert outputs(exported.pair.generate(GREEDY, engine)) == exported.expected
     check_methods(engine, exported, "EmulatedFp8")
+
+
+@needs_fp8_cache
+def test_an_fp8_cache_has_the_checkpoints_scales_or_vllm_warns_that_there_are_none(
+    exported, tmp_path, caplog, monkeypatch
+):
+    if exported.pair.worker.hf.family.qkv_bias or exported.pair.worker.hf.family.experts:
+        pytest.skip("one model will do")
+    log = logging.getLogger("vllm.model_executor.layers.quantization.kv_cache")
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
+    caplog.set_level(logging.WARNING, log.name)
+
+    def scales(folder: Path) -> list[tuple[float, float]]:
+        engine = exported.engine(model=str(folder), quantization="nemo_fp8rl", kv_cache_dtype="fp8")
+        attention = [layer.self_attn.attn for layer in engine.core.llm.apply_model(lambda model: model)[0].model.layers]
+        return [(float(one._k_scale), one._v_scale_float) for one in attention]
+
+    assert scales(exported.folder) == [(1.0, 1.0)] * 2
+    assert "Using KV cache scaling factor 1.0" in caplog.text
+    shutil.copytree(exported.folder, tmp_path / "with")
+    own = {
+        f"model.layers.{i}.self_attn.{x}_scale": torch.tensor(s) for i in range(2) for x, s in (("k", 0.5), ("v", 2.0))
+    }
+    save_file(own, tmp_path / "with" / "kv_scales.safetensors")
+    assert scales(tmp_path / "with") == [(0.5, 2.0)] * 2
 
 
 @pytest.mark.usefixtures("vllm_fp8_on_cpu")

@@ -26,6 +26,7 @@ from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.refit.manifest import RefitError
+from nemo_fp8rl.train import refitted
 from nemo_fp8rl.weights import build_bridge
 from nemo_fp8rl.workers import WorkerDied
 from tests.conftest import RECIPES
@@ -77,9 +78,9 @@ class Run:
         return thread
 
 
-def core_process() -> psutil.Process:
-    """Of the engine that this process started last: its core, or a rank."""
-    alive = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
+def core_process(of: psutil.Process | None = None) -> psutil.Process:
+    """Of the engine that this process, or another, started last: its core, or a rank."""
+    alive = [p for p in (of or psutil.Process()).children() if p.status() != psutil.STATUS_ZOMBIE]
     return max((p for p in alive if "spawn_main" in " ".join(p.cmdline())), key=psutil.Process.create_time)
 
 
@@ -101,9 +102,16 @@ def test_a_core_killed_while_it_generates_is_replaced(async_run):
 
 def test_a_core_found_dead_is_replaced_at_the_next_refit(async_run):
     expected, before = async_run.answers(), async_run.generation.engine_restarts
+    engine = async_run.generation.engines.worker
     core = core_process()
     core.kill()
     core.wait()
+    assert engine.answers_as() == async_run.bridge.version
+    with pytest.raises(WorkerDied):  # as a copy of the generation hears of it, which replaces none
+        engine.generate(async_run.prompts[:1], [0], LONG)
+    assert engine.answers_as() == -1
+    with pytest.raises(UserError, match=r"engine died before the first refit \(the process of its core ended\); what"):
+        async_run.generation.kernels()  # as at a run's start
     async_run.generation.check_health()
     assert async_run.answers() == expected
     assert async_run.generation.engine_restarts == before + 1
@@ -184,6 +192,22 @@ def test_a_core_that_hangs_counts_as_dead(async_run):
     assert not hung.is_running() or hung.status() == psutil.STATUS_ZOMBIE
 
 
+def test_a_core_that_a_copy_found_slow_answers_it_again_after_the_next_refit(async_run, monkeypatch):
+    expected, before = async_run.answers(), async_run.generation.engine_restarts
+    engine, slow = async_run.generation.engines.worker, core_process()
+    slow.suspend()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.core, "timeout", 0.5)
+        with pytest.raises(WorkerDied, match="no answer complete in"):
+            engine.generate(async_run.prompts[:1], [0], replace(LONG, max_new_tokens=1))
+    slow.resume()
+    assert engine.answers_as() == -1
+    assert async_run.bridge.refit().retries == 0
+    assert engine.answers_as() == async_run.bridge.version
+    assert async_run.answers() == expected
+    assert async_run.generation.engine_restarts == before
+
+
 def test_a_call_that_comes_while_an_engine_is_replaced_waits_for_it(async_run):
     expected, ended = async_run.answers(), list[str]()
     core = core_process()
@@ -255,6 +279,16 @@ def test_one_death_too_many_ends_the_run(async_run):
         async_run.answers(lambda: core_process().kill())
 
 
+def test_an_engine_that_does_not_start_in_time_ends_the_run_in_a_sentence(tiny_overrides, tmp_path):
+    command = [sys.executable, "-m", "nemo_fp8rl.cli", "train", "--config", str(RECIPES / "tiny_cpu.yaml")]
+    keys = (*tiny_overrides, ASYNC, "cluster.engine_timeout_seconds=1", f"logger.log_dir={tmp_path}/run")
+    done = subprocess.run([*command, *keys], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 2, done.stderr
+    sentence = "nemo-fp8rl: an engine died before the first refit (no answer in 1 seconds); what it wrote says why"
+    assert done.stderr.splitlines()[-1].startswith(sentence)
+    assert "Traceback" not in done.stderr
+
+
 def test_a_trainer_killed_in_a_refit_leaves_the_engine_fenced_until_a_whole_version_came(tiny_overrides):
     cfg = load(RECIPES / "tiny_cpu.yaml", tiny_overrides)
     prompts = [tuple(PromptTokenizer(cfg.policy).tokenizer(text).input_ids) for text in TEXTS]
@@ -282,8 +316,8 @@ def test_a_trainer_killed_in_a_refit_leaves_the_engine_fenced_until_a_whole_vers
     trainer.process.join()
     assert trainer.process.exitcode == -signal.SIGKILL
     assert [torch.equal(*pair) for pair in zip(weights(), (first, last), strict=True)] == [False, True]
-    with pytest.raises(WorkerDied, match="the trainer's process ended"):
-        bridge.refit()
+    with pytest.raises(UserError, match=r"the trainer's process ended; .*continue with --resume"):
+        refitted(bridge)
     with pytest.raises(RefitError, match="has not received weights that were committed: refit before generating"):
         answers()
     another = FarTrainer(cfg)
@@ -341,14 +375,20 @@ def test_a_rank_that_hangs_in_a_refit_is_replaced_with_its_engine_after_the_time
     assert parallel_run.answers() == expected
 
 
+def process_of(actor) -> psutil.Process:
+    """Of a Ray actor."""
+    import ray
+
+    return psutil.Process(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())))
+
+
 def kill_one_of_two(overrides: list[str]) -> dict[str, object]:
     """Two engines under Ray, one of which is killed after the first answer."""
     import ray
 
     run = Run((*overrides, "cluster.backend=ray", "cluster.generation_engines=2", ASYNC, WAVES))
     expected = run.answers()
-    second = run.generation.engines.actors[1]
-    actor = psutil.Process(ray.get(second.__ray_call__.remote(lambda _: os.getpid())))
+    actor = process_of(run.generation.engines.actors[1])
     started = actor.children(recursive=True)
     ended: list[str] = []
     long = [run.begin("long", ended) for _ in run.generation.engines.actors]  # one for each
@@ -359,33 +399,39 @@ def kill_one_of_two(overrides: list[str]) -> dict[str, object]:
     equal = run.answers(actor.kill) == expected
     refit = run.bridge.refit()
     copy = pickle.loads(ray.cloudpickle.dumps(run.generation))  # as in the process of NeMo RL's collector
-    third = psutil.Process(
-        ray.get(run.generation.engines.actors[0].__ray_call__.remote(lambda _: os.getpid()))
-    )  # whose prompts the other one answers, till it is replaced
-    third.kill()
+    process_of(run.generation.engines.actors[0]).kill()  # whose prompts the other one answers, till it is replaced
+    counted = run.generation.metrics()["generation/prompts_retried"]
     copied = [run.answers(of=copy) == expected and sorted(copy.gone)]
+    counted_of_copy = run.generation.metrics()["generation/prompts_retried"] - counted
+    core_process(process_of(run.generation.engines.actors[1])).kill()  # its actor goes on
+    try:
+        run.answers(of=copy)
+    except WorkerDied as death:
+        copied.append(str(death))
     run.bridge.refit()
     copied.append(run.answers(of=copy) == expected and sorted(copy.gone))
     _, alive = psutil.wait_procs(started, timeout=20)
     left = [process.pid for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-    counted = run.generation.metrics()
+    in_the_end = run.generation.metrics()
     run.close()
     return {
         "ended": ended,
         "equal": equal,
         "copied": copied,
+        "retried of the copy": counted_of_copy,
         "version": refit.version,
         "retries": refit.retries,
         "started": len(started),
         "left": left,
-        **counted,
+        **in_the_end,
     }
 
 
 @pytest.mark.long
 def test_of_two_engines_under_ray_one_is_killed(tiny_overrides):
     """Its prompts are asked again of both; nothing that it started outlives it. Before, what three threads ask is
-    answered side by side; after, a copy does without another one that is killed, until that is replaced.
+    answered side by side; after, a copy does without another one that is killed, until that is replaced, and says so
+    when the core of the last one dies.
     """
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # Ray reads them once, so a new process
     command = [sys.executable, "-m", "tests.generation.test_faults", *tiny_overrides]
@@ -393,10 +439,11 @@ def test_of_two_engines_under_ray_one_is_killed(tiny_overrides):
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["started"] > 0
-    assert 0 < seen.pop("generation/prompts_retried") <= len(TEXTS) / 2
+    assert seen["retried of the copy"] == len(TEXTS) / 2
+    assert 0 < seen.pop("generation/prompts_retried") - seen.pop("retried of the copy") <= len(TEXTS) / 2
     assert seen.pop("ended") == ["short", "long", "long"]
-    assert seen.pop("copied") == [[0], []]
-    expected = {"equal": True, "version": 1, "retries": 0, "left": [], "generation/engine_restarts": 2}
+    assert seen.pop("copied") == [[0], "no engine is there: the run replaces them at its next refit", []]
+    expected = {"equal": True, "version": 1, "retries": 0, "left": [], "generation/engine_restarts": 3}
     assert seen == expected | {"started": seen["started"]}
 
 

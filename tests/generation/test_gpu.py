@@ -1,10 +1,16 @@
 """An engine on a real GPU, with CUDA graphs; `tests/gpu_engine` has its methods on Triton's interpreter."""
 
+import json
 import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
+from nemo_fp8rl.export import export
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.tiny import make_tiny
 from tests.conftest import RECIPES, SMALL
@@ -35,6 +41,26 @@ CASES = {
 os.environ.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")  # kernels are compiled when they are first used
 
 
+PLAIN = """
+import json, sys
+from vllm import LLM, SamplingParams
+llm = LLM(sys.argv[1], skip_tokenizer_init=True, max_model_len=64, gpu_memory_utilization=0.3, enforce_eager=True)
+params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=0, detokenize=False)
+asked = [{"prompt_token_ids": prompt} for prompt in json.loads(sys.argv[2])]
+firsts = [output.outputs[0].logprobs[0] for output in llm.generate(asked, params, use_tqdm=False)]
+print(json.dumps([(token, of.logprob) for first in firsts for token, of in first.items()]))
+"""
+
+
+def plain_vllm(folder: Path, prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, float]]:
+    """The first token of each greedy answer and its log-prob, by a vLLM that does not load our plugin."""
+    environment = os.environ | {"VLLM_PLUGINS": "", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", PLAIN, str(folder), json.dumps(prompts)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [(token, logprob) for token, logprob in json.loads(done.stdout.splitlines()[-1])]
+
+
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
 def pair(request, tmp_path_factory):
     family, *overrides = request.param
@@ -60,6 +86,19 @@ def test_the_trainer_and_the_engine_agree(pair, record_property):
     record_property("token_mult_prob_error", error := pair.mismatch())
     record_property("kernels", pair.generation.kernels())
     assert 1 <= error < 1.05
+
+
+def test_plain_vllm_serves_the_trainers_exported_weights_as_the_engine_does(pair, request, tmp_path):
+    """Its FP8 method has other kernels than ours, so its numbers are near the engine's and no more."""
+    if request.node.callspec.id not in ("dense", "experts"):
+        pytest.skip("two engines will do")
+    pair.refit()
+    pair.worker.save(tmp_path / "saved")
+    assert export(tmp_path / "saved" / "weights", tmp_path / "fp8")
+    served = plain_vllm(tmp_path / "fp8", [prompt.token_ids for prompt in pair.prompts])
+    for (token, logprob), (ours,) in zip(served, pair.generate(GREEDY), strict=True):
+        assert token == ours.token_ids[0]
+        assert abs(logprob - ours.logprobs[0]) < 0.1
 
 
 def test_it_sleeps_and_wakes(pair):

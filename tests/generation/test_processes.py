@@ -18,17 +18,21 @@ from tests.generation.pair import FREE, GREEDY, Pair, outputs
 CACHE = ("kv_cache_dtype=fp8",) if torch.cpu._is_avx512_supported() else ()
 SPREAD = ("async_engine=true", "tensor_parallel_size=2", "expert_parallel_size=2")
 CASES = {
-    "dense, async": ("qwen3", "fp8_e2e", "auto", ("async_engine=true", *CACHE)),
+    "dense, async": ("qwen3", "fp8_e2e", "auto", ("async_engine=true",)),
+    "dense, async, FP8 KV cache": ("qwen3", "fp8_e2e", "auto", ("async_engine=true", *CACHE)),
     "dense, bfloat16, async": ("qwen3", "bf16", "auto", ("async_engine=true",)),
+    "experts, async": ("qwen3_moe", "fp8_e2e", "auto", ("async_engine=true",)),
     "experts, async, spread": ("qwen3_moe", "fp8_e2e", "auto", (*SPREAD, *CACHE)),
     "experts, bfloat16, async": ("qwen3_moe", "bf16", "auto", ("async_engine=true", *CACHE)),
     "dense, tensor parallel": ("qwen3", "fp8_e2e", "collective", ("tensor_parallel_size=2",)),
     "dense, NIXL": ("qwen3", "fp8_e2e", "nixl", ("async_engine=true",)),
 }
+if not CACHE:
+    del CASES["dense, async, FP8 KV cache"]
 if find_spec("nixl") is None:  # make test-nixl
     del CASES["dense, NIXL"]
 
-LONG = {"dense, bfloat16, async", "experts, async, spread", "experts, bfloat16, async"}
+LONG = {"dense, bfloat16, async", "experts, async", "experts, async, spread", "experts, bfloat16, async"}
 
 
 @pytest.fixture(

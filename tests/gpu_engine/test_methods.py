@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import interpreter
 
 from nemo_fp8rl.fp8 import fprop, kernels, quantize_activations, quantize_blockwise
 from nemo_fp8rl.fp8.format import ALONG_LAST
-from nemo_fp8rl.generation import gpu_linear
+from nemo_fp8rl.generation import compat, gpu_linear
 from nemo_fp8rl.generation.gpu_experts import NativeFp8MoEMethod
 from nemo_fp8rl.generation.gpu_linear import KERNELS, NativeFp8LinearMethod
+from nemo_fp8rl.policy.restriction import Restriction, restricted
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 4, 256, 128, 2
 QUANTIZE = torch.ops.nemo_fp8rl.quantize_activations
@@ -172,3 +174,43 @@ def test_two_ranks_of_experts_say_together_what_one_does(experts):
     assert not parts[1][0].any()
     difference = sum(part.float() for part in parts) - together.float()
     assert difference.abs().max() < 0.01 * together.abs().max()
+
+
+def kept(logits: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor, Tensor]:
+    """Which tokens vLLM's sampler leaves, and the trainer."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    rows = len(logits)
+    k = None if top_k is None else torch.full((rows,), top_k, dtype=torch.int32)
+    p = None if top_p == 1 else torch.full((rows,), top_p)
+    engine = apply_top_k_top_p(logits.clone(), k, p)
+    trainer = restricted(logits, logits.argmax(-1), Restriction(top_k, top_p))
+    return engine > -torch.inf, trainer > -torch.inf
+
+
+class Counter(int):
+    """Of a loop of a kernel: in the interpreter a number, which has no method for its type."""
+
+    def to(self, dtype: object) -> "Counter":
+        return self
+
+
+@pytest.mark.skipif(compat.vllm_version() < (0, 32), reason="another kernel, perhaps")
+@pytest.mark.parametrize(("top_k", "top_p"), [(20, 1.0), (None, 0.6), (20, 0.8)])
+def test_a_gpus_sampler_leaves_the_trainers_tokens_but_for_ties(monkeypatch, top_k, top_p):
+    """vLLM's Triton kernel, of its module for GPUs."""
+    from vllm.v1.sample.ops import topk_topp_triton
+
+    monkeypatch.setattr(topk_topp_triton, "num_compute_units", lambda device: 4)
+    monkeypatch.setattr(interpreter, "range", lambda *limits: map(Counter, range(*limits)), raising=False)
+    ties = (12 * randn(4, 2000).float()).round() / 4
+    apart = ties + 1e-3 * torch.rand(ties.shape, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(*kept(apart, top_k, top_p))
+    engine, trainer = kept(ties, top_k, top_p)
+    if top_k is None:  # as many, though of those that tie not always the same
+        assert torch.equal(engine.sum(-1), trainer.sum(-1))
+        assert torch.equal(*(ties.masked_fill(~left, torch.inf).amin(-1) for left in (engine, trainer)))
+    elif top_p == 1:  # of those that tie with the k-th some go
+        assert (engine.sum(-1) == top_k).all()
+        assert (trainer.sum(-1) > top_k).any()
+        assert not (engine & ~trainer).any()
