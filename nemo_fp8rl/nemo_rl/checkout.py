@@ -12,6 +12,7 @@ from nemo_fp8rl.errors import UserError
 
 NEMO_RL_SRC = "NEMO_RL_SRC"
 SUPPORTED = "0.7.x and main of August 2026 (which calls itself 0.6.0)"
+LIFECYCLE = "_weight_update_lifecycle"
 VERSION_PARTS = re.compile(r"^(?:MAJOR|MINOR|PATCH) *= *(\d+)", re.MULTILINE)
 
 
@@ -46,7 +47,17 @@ def find_checkout() -> Checkout:
             f"clone https://github.com/NVIDIA-NeMo/RL and set {NEMO_RL_SRC} to that folder"
         )
     version = ".".join(parts)
-    is_main = version == "0.6.0" and (root / "nemo_rl/weight_sync").is_dir()  # which the release 0.6.0 lacks
+    is_main = version == "0.6.0" and _is_of_august(root)
     if parts[:2] != ["0", "7"] and not is_main:
         raise UserError(f"{NEMO_RL_SRC}={named} is NeMo RL {version}; supported are {SUPPORTED}")
     return Checkout(root, version)
+
+
+def _is_of_august(root: Path) -> bool:
+    """Whether its engines refit in a lifecycle of their own, in whose place `stock.engine` puts ours: an older main
+    would process FP8 weights once more after each.
+    """
+    try:
+        return LIFECYCLE in (root / "nemo_rl/models/generation/vllm/vllm_backend.py").read_text()
+    except (OSError, UnicodeDecodeError):
+        return False

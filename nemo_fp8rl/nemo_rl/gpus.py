@@ -50,7 +50,10 @@ def check_division(values: Mapping[str, Any]) -> None:
 
 
 def _of_reward_model(values: Mapping[str, Any]) -> int:
-    """GPUs of NeMo RL's environment `reward_model`, where the data asks for it: of the only node, else whole nodes."""
+    """GPUs of NeMo RL's environment `reward_model`, where the data asks for it: of the only node, else whole nodes.
+
+    Raises UserError where the recipe does not say how many.
+    """
     data = values.get("data") or {}
     blocks = [data.get(name) or {} for name in ("default", "train", "validation")]
     sets = [block for given in blocks for block in (given if isinstance(given, list) else [given])]
@@ -58,9 +61,10 @@ def _of_reward_model(values: Mapping[str, Any]) -> int:
     if resources is None or not any(at(block, "env_name", None) == "reward_model" for block in sets):
         return 0
     cluster = values["cluster"]
-    return int(
-        resources["gpus_per_node"] if cluster["num_nodes"] == 1 else resources["num_nodes"] * cluster["gpus_per_node"]
-    )
+    asked = "gpus_per_node" if cluster["num_nodes"] == 1 else "num_nodes"
+    if (count := resources.get(asked)) is None:
+        raise UserError(f"env.reward_model.resources.{asked} is not set, and data asks for that environment: set it")
+    return int(count if asked == "gpus_per_node" else count * cluster["gpus_per_node"])
 
 
 def is_asynchronous(master: Mapping[str, Any]) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from nemo_fp8rl import weights
 from nemo_fp8rl.config import Config
+from nemo_fp8rl.nemo_rl import environment
 from nemo_fp8rl.nemo_rl.config import from_nemo_rl, loss_keys
 from nemo_fp8rl.nemo_rl.generation import VllmFp8Generation
 from nemo_fp8rl.nemo_rl.gpus import is_asynchronous
@@ -20,10 +21,12 @@ from nemo_fp8rl.policy.megatron import MegatronPolicy
 def backends(
     master_config: Any, tokenizer: Any, weights_path: Path | None = None
 ) -> Iterator[tuple[MegatronFp8Policy, VllmFp8Generation]]:
-    """Trainer and engines for `install`; both end with the block.
+    """Trainer and engines for `install`; both end with the block. Collectors of NeMo RL's asynchronous loop are from
+    now on in the driver's environment, as our engines are.
 
     master_config: NeMo RL's MasterConfig, its generation block configured. weights_path: of the checkpoint to continue.
     """
+    environment.register(ours=True)
     values = master_config.model_dump()
     cfg = from_nemo_rl(values)
     generation_cfg = master_config.policy["generation"]

@@ -112,8 +112,8 @@ def _add_values(known: Known, values: Any) -> None:
             _add_values(known.at(str(key)), value)
 
 
-# Config classes: name -> base classes, and the annotation of every field. But for the root, classes of one name count as
-# one.
+# Config classes: name -> base classes, and the annotation of every field. Classes of one name count as one, but for the
+# root.
 
 Classes = dict[str, tuple[set[str], dict[str, list[ast.expr]]]]
 

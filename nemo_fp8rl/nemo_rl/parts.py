@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+from nemo_fp8rl.algorithms.correction_config import from_mapping
 from nemo_fp8rl.config import Flow, Fp8RlConfig
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8.gpus import CAPABILITIES, Capability
@@ -19,6 +20,7 @@ from nemo_fp8rl.nemo_rl.config import loss_keys
 from nemo_fp8rl.nemo_rl.gpus import why_not
 from nemo_fp8rl.nemo_rl.keys import OF_MEMORY, at
 from nemo_fp8rl.nemo_rl.recipe import NemoRlRecipe
+from nemo_fp8rl.nemo_rl.stock.refusal import why_not as refusal_of_stock
 from nemo_fp8rl.shown_gpus import shown_gpus
 from nemo_fp8rl.workers import joins_cluster, require_token
 
@@ -61,6 +63,18 @@ def check_own_gpu(flow: Flow) -> None:
 
     if torch.cuda.is_available() and not joins_cluster():
         _check_gpu(flow, torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+
+
+def check_stock(recipe: NemoRlRecipe) -> None:
+    """Raise UserError, naming the key, for what NeMo RL's own workers cannot have."""
+    correction = recipe.fp8rl.correction
+    if correction is not None and (key := from_mapping(correction).of_whole_batch):
+        raise UserError(
+            f"nemo_fp8rl.correction.{key} needs the whole batch, and NeMo RL's workers give a loss one microbatch at a "
+            "time: leave it out, or set nemo_fp8rl.workers=ours"
+        )
+    if refusal := refusal_of_stock(recipe.values["policy"], recipe.checkout.version):
+        raise UserError(refusal)
 
 
 def check_cluster(flow: Flow) -> None:
@@ -153,11 +167,6 @@ def of_nemo_rl(
         print(f"nemo-fp8rl: nemo_fp8rl.{name} is of our own trainer and refit, NeMo RL's do without it", flush=True)
     fused = bool(master.policy["megatron_cfg"].get("use_fused_linear_logprobs"))
     loss = GrpoLossFn(loss_keys(master.model_dump()), fused, recipe.fp8rl.correction)
-    if key := loss.correction.of_whole_batch:
-        raise UserError(
-            f"nemo_fp8rl.correction.{key} needs the whole batch, and NeMo RL's workers give a loss one microbatch at a "
-            "time: leave it out, or set nemo_fp8rl.workers=ours"
-        )
     if recipe.precision.flow != "bf16":  # which NeMo RL runs with models whose config cannot be read so
         model = AutoConfig.from_pretrained(master.policy["model_name"]).get_text_config()
         choose(master.policy, model.num_hidden_layers, recipe.checkout.version)

@@ -18,8 +18,9 @@ from nemo_fp8rl.nemo_rl.checks import check_loop
 from nemo_fp8rl.nemo_rl.compat import PREPARE_PROCESS, finish_checkpoints, prepare, steps_done
 from nemo_fp8rl.nemo_rl.config import from_nemo_rl
 from nemo_fp8rl.nemo_rl.ended import Watch
+from nemo_fp8rl.nemo_rl.gpus import is_asynchronous
 from nemo_fp8rl.nemo_rl.keys import at
-from nemo_fp8rl.nemo_rl.parts import Loop, check_cluster, check_own_gpu, of_nemo_rl, of_ours, takes_ours
+from nemo_fp8rl.nemo_rl.parts import Loop, check_cluster, check_own_gpu, check_stock, of_nemo_rl, of_ours, takes_ours
 from nemo_fp8rl.nemo_rl.prompt_files import find_prompt_files
 from nemo_fp8rl.nemo_rl.recipe import load as checked
 from nemo_fp8rl.nemo_rl.stock.pythonpath import package_on_pythonpath
@@ -28,6 +29,7 @@ from nemo_fp8rl.workers import connect, find_cluster, require_token
 
 STOP_AT = "NEMO_FP8RL_STOP_AT"
 """When a run must have saved, in seconds since 1970: `launch slurm` says it to every attempt."""
+MAX_AGE = "grpo.async_grpo.max_trajectory_age_steps"
 
 
 def run(path: Path, overrides: Sequence[str] = ()) -> bool:
@@ -39,8 +41,7 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
     check_loop(recipe.values)
     if find_cluster():
         print(f"nemo-fp8rl: joins the Ray cluster of this machine, RAY_ADDRESS={os.environ['RAY_ADDRESS']}", flush=True)
-    asynchronous = recipe.values["grpo"].get("async_grpo") or {}
-    off_policy = bool(asynchronous.get("enabled"))
+    off_policy = is_asynchronous(recipe.values)
     ours = takes_ours(recipe.fp8rl.workers)
     print(
         f"nemo-fp8rl: nemo_fp8rl.workers={recipe.fp8rl.workers}, {'ours' if ours else 'those of NeMo RL'}", flush=True
@@ -48,6 +49,8 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
     check_own_gpu(recipe.precision.flow)
     if ours:
         require_token()
+    else:
+        check_stock(recipe)
     grpo = prepare()
     master = load(grpo, path, overrides)
 
@@ -98,7 +101,7 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
         with stop.listening():
             if off_policy:
                 watch = Watch(loop.policy, getattr(loop.generation, "weight_synchronizer", None))
-                grpo.async_grpo_train(*arguments, asynchronous["max_trajectory_age_steps"])
+                grpo.async_grpo_train(*arguments, at(master.model_dump(), MAX_AGE, 1))
             else:
                 grpo.grpo_train(*arguments)
         if stop.cut_short:

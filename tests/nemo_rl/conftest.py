@@ -121,6 +121,14 @@ def checkout(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
+def main_checkout(checkout) -> Path:
+    """The same, of its main, which calls itself 0.6.0."""
+    write(checkout / "nemo_rl/package_info.py", "MAJOR = 0\nMINOR = 6\nPATCH = 0\n")
+    write(checkout / "nemo_rl/models/generation/vllm/vllm_backend.py", OF_MAIN)
+    return checkout
+
+
+@pytest.fixture
 def real_checkout(monkeypatch) -> Path:
     if "NEMO_RL_SRC" not in os.environ:
         pytest.skip(

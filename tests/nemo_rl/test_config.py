@@ -187,6 +187,9 @@ def test_a_reward_models_gpus_are_neither_the_trainers_nor_the_engines(tiny, nod
     values = master(tiny, **changes, policy__generation__colocated=colocated)
     check_division(values)
     assert divide(values) == expected
+    values["env"]["reward_model"]["resources"] = {}
+    with pytest.raises(UserError, match=r"env\.reward_model\.resources\.(num_nodes|gpus_per_node) is not set"):
+        divide(values)
     values["data"]["train"] = {"env_name": "math"}
     assert divide(values).trainer == nodes * 4 - (0 if apart is None else expected[1])
 

@@ -28,8 +28,8 @@ class Loads(Exception):
 
 
 @pytest.fixture
-def start(checkout: Path, tmp_path: Path, monkeypatch):
-    """start(workers, flow, capability): run the recipe as on such a GPU, until NeMo RL would be imported."""
+def start(main_checkout: Path, tmp_path: Path, monkeypatch):
+    """start(workers, flow, capability, *overrides): run the recipe as on such a GPU, till NeMo RL would be imported."""
 
     def loads() -> None:
         raise Loads
@@ -42,9 +42,9 @@ def start(checkout: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Pretended GPU")
     path = write(tmp_path / "recipe.yaml", RECIPE)
 
-    def make(workers: str, flow: str, capability: tuple[int, int]) -> None:
+    def make(workers: str, flow: str, capability: tuple[int, int], *overrides: str) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-        run.run(path, [f"+nemo_fp8rl.workers={workers}", *FLOWS[flow]])
+        run.run(path, [f"+nemo_fp8rl.workers={workers}", *FLOWS[flow], *overrides])
 
     return make
 
@@ -77,3 +77,23 @@ def test_the_driver_of_a_cluster_is_not_held_to_its_own_gpu(start, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
     with pytest.raises(Loads):
         start("auto", "fp8_e2e", (8, 0))
+
+
+@pytest.mark.parametrize("workers", ["auto", "nemo_rl"])
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("++policy.generation.vllm_cfg.kv_cache_dtype=fp8", r"kv_cache_dtype=fp8 is not supported with NeMo RL's own"),
+        ("++policy.megatron_cfg.fp8_cfg.fp8_param=true", r"fp8_param=true leaves NeMo RL's own workers no bfloat16"),
+        ("++nemo_fp8rl.correction={preset: icepop, denominator: kept}", "denominator=kept needs the whole batch"),
+    ],
+)
+def test_what_nemo_rls_workers_cannot_have_is_refused_before_anything_is_loaded(start, workers, override, message):
+    with pytest.raises(UserError, match=message):
+        start(workers, "fp8_e2e", (9, 0), override)
+
+
+def test_so_is_fp8_between_the_workers_of_v0_7_0(start, main_checkout):
+    write(main_checkout / "nemo_rl/package_info.py", "MAJOR = 0\nMINOR = 7\nPATCH = 0\n")
+    with pytest.raises(UserError, match=r"NeMo RL 0\.7\.0 processes an engine's weights once more after a refit"):
+        start("auto", "fp8_e2e", (9, 0))

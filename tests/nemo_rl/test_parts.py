@@ -7,10 +7,7 @@ import sys
 import pytest
 
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.nemo_rl import run
-from nemo_fp8rl.nemo_rl.compat import prepare
-from nemo_fp8rl.nemo_rl.parts import of_nemo_rl, takes_ours
-from nemo_fp8rl.nemo_rl.recipe import load
+from nemo_fp8rl.nemo_rl.parts import takes_ours
 from tests.nemo_rl import runs
 
 PRETENDED = """
@@ -65,18 +62,6 @@ def test_gpus_of_a_cluster_make_them_nemo_rls_unless_ours_are_asked_for_and_are_
     assert (whose, hidden) == ("[False, True, False] False", "True None")
     assert able[0] == "None"  # an L40S can
     assert "blockwise FP8 training needs a GPU of compute capability 9.0 or higher, and L40S has 8.9: set" in able[1]
-
-
-@pytest.mark.nemo_rl
-@runs.needs_checkout
-def test_a_correction_of_a_whole_batch_is_refused_before_nemo_rls_workers_start(warm, tmp_path):
-    keys = [*runs.overrides(warm, tmp_path), "loss_fn.use_importance_sampling_correction=false"]
-    keys += [*runs.NO_TRUNCATION, "++nemo_fp8rl.correction={preset: icepop, denominator: kept}"]
-    recipe, grpo = load(runs.RECIPE, keys), prepare()
-    master = run.load(grpo, runs.RECIPE, keys)
-    parts = of_nemo_rl(grpo, master, recipe, None, None, None)
-    with pytest.raises(UserError, match=r"denominator=kept needs the whole batch, .*workers=ours"), parts:
-        pass
 
 
 @pytest.mark.nemo_rl

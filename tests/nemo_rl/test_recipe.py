@@ -17,7 +17,7 @@ from nemo_fp8rl.nemo_rl.known_keys import check_known, read_known_keys
 from nemo_fp8rl.nemo_rl.precision import Precision
 from nemo_fp8rl.nemo_rl.recipe import NemoRlRecipe, load, read
 from nemo_fp8rl.yaml_tree import flat, read_with_parents, register_resolvers
-from tests.nemo_rl.conftest import write
+from tests.nemo_rl.conftest import OF_MAIN, write
 from tests.nemo_rl.runs import RECIPE, environment, needs_checkout
 
 CHILD = "defaults: ${oc.env:NEMO_RL_SRC}/examples/configs/grpo.yaml\n"
@@ -260,10 +260,14 @@ def test_versions(checkout, recipe, refusal, version, fits):
         assert f"is NeMo RL {'.'.join(map(str, version))}; supported are 0.7.x and main" in refusal()
 
 
-def test_main_calls_itself_0_6_0(checkout, recipe):
-    write(checkout / "nemo_rl/package_info.py", "MAJOR = 0\nMINOR = 6\nPATCH = 0\n")
-    write(checkout / "nemo_rl/weight_sync/__init__.py", "")
+def test_main_calls_itself_0_6_0(main_checkout, recipe):
     assert recipe().checkout.version == "0.6.0"
+
+
+def test_a_main_whose_engines_process_fp8_weights_after_a_refit_is_refused(main_checkout, refusal):
+    write(main_checkout / "nemo_rl/weight_sync/__init__.py", "")
+    write(main_checkout / "nemo_rl/models/generation/vllm/vllm_backend.py", OF_MAIN.replace("_lifecycle", ""))
+    assert "is NeMo RL 0.6.0; supported are 0.7.x and main of August 2026" in refusal()
 
 
 def test_a_recipe_of_our_own_loop_is_told_apart():

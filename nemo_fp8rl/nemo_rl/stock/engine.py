@@ -23,13 +23,20 @@ else:
     from vllm.v1.worker.gpu_worker import Worker  # type: ignore[assignment]
 
 
+REPLACED = ("prepare_refit_info", "_load_weights", "_weight_update_lifecycle")
+"""Methods of NeMo RL's extension."""
+
+
 class Fp8Worker(Worker):
     """vLLM's, of this platform. Once the model is there, this object's refits are `_Reload`'s.
 
-    It is on the object because vLLM refuses a worker class that has a name of the extension it mixes in.
+    It is on the object because vLLM refuses a worker class that has a name of the extension it mixes in. Raises
+    RuntimeError where NeMo RL's extension lacks what is replaced: its refits would pass ours by.
     """
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        if lacks := [name for name in REPLACED if not hasattr(self, name)]:
+            raise RuntimeError(f"NeMo RL's extension of vLLM's worker has no {lacks[0]}: it is of another version")
         super().load_model(*args, **kwargs)
         reload = _Reload(self)
         self.prepare_refit_info = reload.announced
