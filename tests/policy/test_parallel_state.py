@@ -1,5 +1,7 @@
 """What ranks write and send does not depend on how they split the model. bfloat16 and FP8, processes on gloo."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -27,6 +29,7 @@ from tests.policy.sent import sent_tensors
 from tests.policy.test_parallel import name as case_name
 from tests.policy.test_routing_replay import random_routes
 from tests.policy.test_worker import random_batch
+from tests.test_rundir import files_end_at
 
 TOKEN = "of these tests"
 DENSE = {"vocab_size": 67}  # no multiple of 2
@@ -320,6 +323,29 @@ def test_a_save_leaves_nothing_of_one_before_it_in_its_folder(two, model, tmp_pa
     one.save(str(tmp_path / "saved"))
     assert {path.name for path in (tmp_path / "saved/optimizer").iterdir()} == {"rank_0.safetensors", "steps.json"}
     one.load(str(tmp_path / "saved"))
+
+
+def _save(folder: str, room: int | None) -> str:
+    """In a rank's process: what `save` refuses with where no file may grow beyond `room` bytes."""
+    try:
+        with files_end_at(room) if room else nullcontext():
+            ranks.worker.save(folder)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_disk_that_is_full_for_one_rank_keeps_no_other_waiting(two, model, tmp_path, full):
+    model = model(DENSE)
+    two.setup(model.cfg(TP))
+    room = [None, None]
+    room[full] = 1 << 16
+    said = two.run(_save, [(str(tmp_path / "saved"), r) for r in room])
+    assert str(tmp_path / "saved") in said[full] and "\n" not in said[full]
+    assert said[1 - full] == ""
+    two.call("save", str(tmp_path / "saved"))
+    assert weights(tmp_path / "saved", model.shapes)
 
 
 def test_a_checkpoint_without_the_part_of_one_rank_is_refused(two, model, tmp_path):
