@@ -10,10 +10,12 @@ from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import shards
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import scale_name
+from nemo_fp8rl.hf.checkpoint import CheckpointReader
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.hf.parts import PartReader
 from nemo_fp8rl.hf.region import Region, whole
 from nemo_fp8rl.hf.tensors import expected_tensors
+from nemo_fp8rl.policy.weights import load_hf
 from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.refit.digest import digest_of
 from nemo_fp8rl.refit.manifest import Sources, TensorPart, from_json, to_json
@@ -323,6 +325,33 @@ def test_a_save_leaves_nothing_of_one_before_it_in_its_folder(two, model, tmp_pa
     one.save(str(tmp_path / "saved"))
     assert {path.name for path in (tmp_path / "saved/optimizer").iterdir()} == {"rank_0.safetensors", "steps.json"}
     one.load(str(tmp_path / "saved"))
+
+
+def _bytes_read() -> int:
+    """In a rank's process: of tensors that loading its weights asks the checkpoint for."""
+    sizes, get = [], CheckpointReader.get
+    worker = ranks.worker
+
+    def counted(reader, name, region=None):
+        tensor = get(reader, name, region)
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    CheckpointReader.get = counted
+    try:
+        load_hf(worker.sources[0], worker.model, worker.layout)
+    finally:
+        CheckpointReader.get = get
+    return sum(sizes)
+
+
+@pytest.mark.parametrize(("sizes", "layout"), [(DENSE, TP), (MOE, EP), (DENSE, PP)], ids=["tp", "ep", "pp"])
+def test_a_rank_asks_a_checkpoint_for_its_own_part_only(two, model, sizes, layout):
+    model = model(sizes)
+    two.setup(model.cfg(layout))
+    held = sum(2 * torch.Size(shape).numel() for shape in model.shapes.values())
+    for nbytes in two.run(_bytes_read, [()] * 2):
+        assert 0 < nbytes < 0.8 * held
 
 
 def _save(folder: str, room: int | None) -> str:
