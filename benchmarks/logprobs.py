@@ -3,7 +3,9 @@
     python benchmarks/logprobs.py [--rows 8] [--tokens 2048] [--vocab 151936] [--hidden 128] [--json FILE]
 
 Forward without gradient, and forward and backward, on bfloat16 [rows * tokens, hidden] and a head [vocab, hidden].
-Memory is the growth of the process's peak, beside the float32 logits of one chunk. The whole batch's logits are only
+Memory is the growth of the process's peak, beside the float32 logits of one chunk. With backward it holds the head's
+gradient, 6 bytes for each of vocab * hidden values (float32, and its copy in bfloat16), whatever the chunk: at hidden
+128 that is little, at 4096 more than several chunks. The whole batch's logits are only
 tried where they fit in --limit-gib; each case runs in a process of its own. Results go to
 benchmarks/results/logprobs_cpu.json unless --json says otherwise.
 """

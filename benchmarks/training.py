@@ -30,6 +30,7 @@ from rich.table import Table
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import TrainBatch
 from nemo_fp8rl.hf.config import FAMILIES
+from nemo_fp8rl.machine import machine
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.tiny import write_model
 
@@ -134,6 +135,7 @@ def main() -> None:
         "steps": steps,
         "tokens_a_step": ROWS * (LENGTH - 1),
         "corpus_bytes": sum(part.numel() for part in corpus()),
+        "machine": machine(),
         "python": sysconfig.get_python_version(),
         "versions": {name: metadata.version(name) for name in ("torch", "megatron-core")},
         "results": results,

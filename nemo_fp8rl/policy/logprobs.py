@@ -2,6 +2,7 @@
 
 With a vocabulary of 151,936 the float32 logits of one sequence of 2,048 tokens take 1.2 GB, and softmax and backward
 take several times that. Here a chunk's logits are computed, read and dropped, and computed again in the backward.
+Beside them the backward holds the head's gradient [V, H] in float32, and at its end a copy in the head's dtype.
 """
 
 from collections.abc import Iterator

@@ -27,8 +27,13 @@ FROZEN = "freeze_moe_router=true"
 QWEN2 = {"family": "qwen2", "num_key_value_heads": 2}
 DENSE = [{"family": "llama"}, QWEN2, {"family": "qwen3", "tie_word_embeddings": True}]
 MOE = {"family": "qwen3_moe", "vocab_size": 97}  # does not divide: the last rank has fewer
+DP: tuple[str, ...] = ()
+TP4, PP4 = ("tensor_model_parallel_size=4",), ("pipeline_model_parallel_size=4",)
+SP4, EP4 = (*TP4, "sequence_parallel=true"), ("expert_model_parallel_size=4",)
+HEADS4 = {"num_attention_heads": 4, "num_key_value_heads": 4}
 ON_TWO = [
     *((sizes, layout) for sizes in DENSE for layout in (TP, SP, PP, CP)),
+    (DENSE[2], DP),
     *((MOE, layout) for layout in (SP, PP, CP, EP, (*SP, *ETP1), (*SP, *EP, *ETP1), (*CP, *EP))),
     ({**DENSE[2], "num_hidden_layers": 3}, UNEVEN),
     (MOE, ETP2),
@@ -48,14 +53,20 @@ ON_FOUR = [
     (MOE, (*CP, *EP)),
     (MOE, (*SP, *CP, "activation_checkpointing=true")),
     ({**MOE, "num_hidden_layers": 3}, (*UNEVEN, *EP)),
+    ({**QWEN2, **HEADS4, "tie_word_embeddings": True}, TP4),
+    ({**DENSE[2], "num_hidden_layers": 4}, PP4),  # with two stages that have neither embedding nor head
+    (MOE, EP4),
 ]
-
-
-@pytest.fixture(scope="module")
-def four():
-    pool = Ranks(4)
-    yield pool
-    pool.close()
+ON_FOUR_LONG = [
+    ({**DENSE[0], **HEADS4, "vocab_size": 97}, SP4),
+    ({**DENSE[0], "num_attention_heads": 8}, ("context_parallel_size=4",)),  # two key-value heads for four ranks
+    (DENSE[2], DP),
+    ({**QWEN2, "num_hidden_layers": 7}, (*PP4, "num_layers_in_first_pipeline_stage=1")),
+    ({**MOE, "num_hidden_layers": 4}, PP4),
+    ({**MOE, **HEADS4}, SP4),
+    ({**MOE, **HEADS4}, (*SP4, *EP4, *ETP1)),
+    ({**MOE, **HEADS4}, (*SP4, *EP, *ETP2)),
+]
 
 
 def name(value: object) -> str:
@@ -66,7 +77,7 @@ def name(value: object) -> str:
     short |= {"freeze_moe_router": "frozen", "context_parallel_size": "cp", "activation_checkpointing": "again"}
     short |= {"num_layers_in_first_pipeline_stage": "first"}
     keys = (part.split("=") for part in value) if isinstance(value, tuple) else ()
-    return "".join(f"{short[key]}{size}" for key, size in keys) or str(value)
+    return "".join(f"{short[key]}{size}" for key, size in keys) or ("dp" if value == DP else str(value))
 
 
 @pytest.mark.parametrize("align", ["vllm", "none"])
@@ -75,7 +86,9 @@ def test_two_ranks_equal_hf(two, recipe, tmp_path, sizes, layout, align):
     equal_hf(two, recipe, tmp_path, sizes, layout, align)
 
 
-@pytest.mark.parametrize(("sizes", "layout"), ON_FOUR, ids=name)
+@pytest.mark.parametrize(
+    ("sizes", "layout"), ON_FOUR + [pytest.param(*case, marks=pytest.mark.long) for case in ON_FOUR_LONG], ids=name
+)
 def test_four_ranks_equal_hf(four, recipe, tmp_path, sizes, layout):
     equal_hf(four, recipe, tmp_path, sizes, layout, "vllm")
 

@@ -1,5 +1,7 @@
 """What ranks write and send does not depend on how they split the model. bfloat16 and FP8, processes on gloo."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -8,10 +10,12 @@ from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import shards
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import scale_name
+from nemo_fp8rl.hf.checkpoint import CheckpointReader
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.hf.parts import PartReader
 from nemo_fp8rl.hf.region import Region, whole
 from nemo_fp8rl.hf.tensors import expected_tensors
+from nemo_fp8rl.policy.weights import load_hf
 from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.refit.digest import digest_of
 from nemo_fp8rl.refit.manifest import Sources, TensorPart, from_json, to_json
@@ -24,10 +28,15 @@ from nemo_fp8rl.tiny import write_model
 from tests.policy import ranks
 from tests.policy.ranks import Ranks
 from tests.policy.sent import sent_tensors
+from tests.policy.test_parallel import name as case_name
+from tests.policy.test_routing_replay import random_routes
 from tests.policy.test_worker import random_batch
+from tests.test_rundir import files_end_at
 
 TOKEN = "of these tests"
 DENSE = {"vocab_size": 67}  # no multiple of 2
+QWEN2 = {"family": "qwen2", "num_key_value_heads": 2}  # biases, of one dimension
+HEADS4, DEEP = {"num_key_value_heads": 4}, {"num_hidden_layers": 4}
 TIED = {"tie_word_embeddings": True, "family": "llama"}
 MOE = {"family": "qwen3_moe"}
 WIDE_MOE = {**MOE, "moe_intermediate_size": 256}  # whole blocks on each of two ranks
@@ -39,6 +48,8 @@ CP = ("context_parallel_size=2",)
 EP = ("expert_model_parallel_size=2",)
 CP_EP = (*CP, *EP)
 TP_EP = (*SP, *EP, "expert_tensor_parallel_size=1")
+TP4, PP4, EP4 = (tuple(f"{key[:-1]}4" for key in layout) for layout in (TP, PP, EP))
+SP4 = (*TP4, "sequence_parallel=true")
 ETP1, ETP2 = (*SP, "expert_tensor_parallel_size=1"), ("expert_tensor_parallel_size=2",)
 
 
@@ -48,7 +59,8 @@ class Model:
     def __init__(self, recipe, folder, sizes) -> None:
         self.recipe, self.folder = recipe, folder
         write_model(folder, **sizes)
-        self.shapes = expected_tensors(read_hf_config(folder))
+        self.hf = read_hf_config(folder)
+        self.shapes = expected_tensors(self.hf)
 
     def cfg(self, layout, ranks=2):
         return self.recipe(
@@ -109,8 +121,13 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize(
     ("sizes", "layouts"),
-    [(DENSE, (SP, PP, CP, DP, TP)), (TIED, (PP, DP, TP)), (MOE, (EP, PP, TP_EP, ETP1, CP_EP, ETP2, DP))],
-    ids=["dense", "tied", "moe"],
+    [
+        (DENSE, (SP, PP, CP, DP, TP)),
+        (QWEN2, (TP, DP, SP)),
+        (TIED, (PP, DP, TP)),
+        (MOE, (EP, PP, TP_EP, ETP1, CP_EP, ETP2, DP)),
+    ],
+    ids=["dense", "qwen2", "tied", "moe"],
 )
 def test_a_checkpoint_moves_between_layouts_to_the_bit(two, model, tmp_path, sizes, layouts):
     """One rank trains and saves; each layout loads what the one before saved, and saves the same bits."""
@@ -145,7 +162,9 @@ def test_a_checkpoint_moves_between_layouts_to_the_bit(two, model, tmp_path, siz
 
 
 @pytest.mark.parametrize(
-    ("sizes", "layout"), [(DENSE, SP), (TIED, PP), (MOE, EP)], ids=["dense-tp", "tied-pp", "moe-ep"]
+    ("sizes", "layout"),
+    [(DENSE, SP), (QWEN2, TP), (TIED, PP), (MOE, EP)],
+    ids=["dense-tp", "qwen2-tp", "tied-pp", "moe-ep"],
 )
 def test_resume_on_the_same_layout_is_bitwise(two, model, tmp_path, sizes, layout):
     cfg = (model := model(sizes)).cfg(layout)
@@ -164,11 +183,11 @@ def test_resume_on_the_same_layout_is_bitwise(two, model, tmp_path, sizes, layou
 @pytest.mark.parametrize(
     ("sizes", "layout"),
     [
-        *((DENSE, TP), (DENSE, SP), (TIED, PP), (DENSE, DP), (DENSE, CP)),
+        *((DENSE, TP), (DENSE, SP), (QWEN2, TP), (TIED, PP), (DENSE, DP), (DENSE, CP)),
         *((MOE, EP), (MOE, PP), (MOE, TP_EP), (MOE, CP_EP), (MOE, ETP1), (WIDE_MOE, ETP2)),
     ],
     ids=[
-        *("tp", "sp", "tied-pp", "dp", "cp"),
+        *("tp", "sp", "qwen2-tp", "tied-pp", "dp", "cp"),
         *("moe-ep", "moe-pp", "moe-tp-ep", "moe-cp-ep", "moe-tp-etp1", "moe-dp-etp2"),
     ],
 )
@@ -231,16 +250,58 @@ def digests_of(two: Ranks) -> dict[tuple[str, Region], str]:
     return {part: first[part] for part in both}
 
 
-def test_an_fp8_step_on_two_ranks_is_that_of_one_within_rounding(two, model):
-    """Dense, split every way: the loss to 1e-4, the gradient norm to 1 %, as FP8 gradients of parts are rounded."""
-    model = model(DENSE)
-    batch = random_batch(0)
+FP8_STEPS = [
+    *((DENSE, 2, layout, "") for layout in (TP, SP, PP, DP)),
+    (QWEN2, 2, SP, ""),
+    (MOE, 2, TP_EP, ""),
+    (DENSE, 4, (*SP, *PP), ""),
+    (DEEP, 4, PP4, ""),
+    (MOE, 4, TP_EP, ""),  # and data-parallel
+    (QWEN2, 2, TP, "long"),
+    *((MOE, 2, layout, "long") for layout in (EP, PP, CP_EP, ETP1)),
+    (WIDE_MOE, 2, ETP2, "long"),
+    *((DENSE, 4, layout, "long") for layout in (TP, (*TP, *CP), (*PP, *CP))),
+    *((HEADS4, 4, layout, "long") for layout in (TP4, SP4)),
+    *((MOE, 4, layout, "long") for layout in ((*PP, *EP), (*CP_EP, *PP), (*ETP1, *PP), EP4)),
+    (WIDE_MOE, 4, (*SP, *EP), "long"),
+    ({**MOE, **HEADS4}, 4, (*SP4, *EP4, "expert_tensor_parallel_size=1"), "long"),
+]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count", "layout"),
+    [pytest.param(*case, marks=[pytest.mark.long] if length else []) for *case, length in FP8_STEPS],
+    ids=case_name,
+)
+def test_an_fp8_step_of_ranks_is_that_of_one_within_rounding(request, model, tmp_path, sizes, count, layout):
+    """The loss, and what Adam has of every gradient after one step: relative to it, and of its norm.
+
+    Measured: 1e-6 where no sum is split but the norm's, 0.0024 where tokens are (sums of bfloat16 parts), 0.072 where
+    features are (FP8 quantizes other sums). Only experts that are split themselves move the loss, by 8e-4, as they are
+    rounded once less (docs/training.md). The batch has the experts of its tokens, as one that goes elsewhere for its
+    last bit is a larger difference.
+    """
+    pool, model, batch = request.getfixturevalue({2: "two", 4: "four"}[count]), model(sizes), random_batch(0)
+    if model.hf.num_experts:
+        batch["routed_experts"] = random_routes(0)
     tokens = float(batch["token_mask"][:, 1:].sum())
-    expected = alone(model.cfg((), ranks=1)).train_step(batch, NllLoss(), 8.0, tokens)
-    for layout in (TP, SP, PP):
-        (metrics,) = train(two, two.setup(model.cfg(layout)), range(1))
-        assert metrics["loss"] == pytest.approx(expected["loss"], abs=1e-4)
-        assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6 if layout == PP else 0.01)
+    one = alone(model.cfg((), ranks=1))
+    expected = one.train_step(batch, NllLoss(), 8.0, tokens)
+    one.save(str(tmp_path / "one"))
+    places = pool.setup(model.cfg(layout, count))
+    parts = shards(batch, 1 + max(place.shard for place in places))
+    steps = pool.run(_step, [(parts[place.shard], tokens) for place in places])
+    pool.call("save", str(tmp_path / "several"))
+    loss = sum(step["loss"] for step, place in zip(steps, places, strict=True) if place.answers)
+    assert loss == pytest.approx(expected["loss"], abs=2e-3 if sizes == WIDE_MOE else 1e-6)
+    tensors = any("tensor" in key for key in layout)
+    tokens_split = layout == DP or any(key.startswith(("context", "expert_model")) for key in layout)
+    rounding = 0.1 if tensors else 0.005 if tokens_split else 1e-6
+    first, second = (state(tmp_path / name, model.shapes) for name in ("one", "several"))
+    for n in (n for n in first if n.endswith("exp_avg")):
+        assert (second[n] - first[n]).norm() < rounding * first[n].norm(), n
+    for step in steps:
+        assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=rounding / 10)
 
 
 @pytest.mark.parametrize("layout", [DP, TP_EP, CP_EP], ids=["dp", "tp-ep", "cp-ep"])
@@ -264,6 +325,56 @@ def test_a_save_leaves_nothing_of_one_before_it_in_its_folder(two, model, tmp_pa
     one.save(str(tmp_path / "saved"))
     assert {path.name for path in (tmp_path / "saved/optimizer").iterdir()} == {"rank_0.safetensors", "steps.json"}
     one.load(str(tmp_path / "saved"))
+
+
+def _bytes_read() -> int:
+    """In a rank's process: of tensors that loading its weights asks the checkpoint for."""
+    sizes, get = [], CheckpointReader.get
+    worker = ranks.worker
+
+    def counted(reader, name, region=None):
+        tensor = get(reader, name, region)
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    CheckpointReader.get = counted
+    try:
+        load_hf(worker.sources[0], worker.model, worker.layout)
+    finally:
+        CheckpointReader.get = get
+    return sum(sizes)
+
+
+@pytest.mark.parametrize(("sizes", "layout"), [(DENSE, TP), (MOE, EP), (DENSE, PP)], ids=["tp", "ep", "pp"])
+def test_a_rank_asks_a_checkpoint_for_its_own_part_only(two, model, sizes, layout):
+    model = model(sizes)
+    two.setup(model.cfg(layout))
+    held = sum(2 * torch.Size(shape).numel() for shape in model.shapes.values())
+    for nbytes in two.run(_bytes_read, [()] * 2):
+        assert 0 < nbytes < 0.8 * held
+
+
+def _save(folder: str, room: int | None) -> str:
+    """In a rank's process: what `save` refuses with where no file may grow beyond `room` bytes."""
+    try:
+        with files_end_at(room) if room else nullcontext():
+            ranks.worker.save(folder)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_disk_that_is_full_for_one_rank_keeps_no_other_waiting(two, model, tmp_path, full):
+    model = model(DENSE)
+    two.setup(model.cfg(TP))
+    room = [None, None]
+    room[full] = 1 << 16
+    said = two.run(_save, [(str(tmp_path / "saved"), r) for r in room])
+    assert str(tmp_path / "saved") in said[full] and "\n" not in said[full]
+    assert said[1 - full] == ""
+    two.call("save", str(tmp_path / "saved"))
+    assert weights(tmp_path / "saved", model.shapes)
 
 
 def test_a_checkpoint_without_the_part_of_one_rank_is_refused(two, model, tmp_path):
