@@ -11,7 +11,7 @@ from pathlib import Path
 from nemo_fp8rl.errors import UserError
 
 NEMO_RL_SRC = "NEMO_RL_SRC"
-SUPPORTED = "0.7.x and main of August 2026 (which calls itself 0.6.0)"
+SUPPORTED = "0.7.x and main of August 2026 (which calls itself 0.6.0, as older commits of it do)"
 LIFECYCLE = "_weight_update_lifecycle"
 VERSION_PARTS = re.compile(r"^(?:MAJOR|MINOR|PATCH) *= *(\d+)", re.MULTILINE)
 

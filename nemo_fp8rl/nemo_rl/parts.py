@@ -11,7 +11,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from nemo_fp8rl.algorithms.correction_config import from_mapping
 from nemo_fp8rl.config import Flow, Fp8RlConfig
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8.gpus import CAPABILITIES, Capability
@@ -20,7 +19,6 @@ from nemo_fp8rl.nemo_rl.config import loss_keys
 from nemo_fp8rl.nemo_rl.gpus import why_not
 from nemo_fp8rl.nemo_rl.keys import OF_MEMORY, at
 from nemo_fp8rl.nemo_rl.recipe import NemoRlRecipe
-from nemo_fp8rl.nemo_rl.stock.refusal import why_not as refusal_of_stock
 from nemo_fp8rl.shown_gpus import shown_gpus
 from nemo_fp8rl.workers import joins_cluster, require_token
 
@@ -63,18 +61,6 @@ def check_own_gpu(flow: Flow) -> None:
 
     if torch.cuda.is_available() and not joins_cluster():
         _check_gpu(flow, torch.cuda.get_device_name(), torch.cuda.get_device_capability())
-
-
-def check_stock(recipe: NemoRlRecipe) -> None:
-    """Raise UserError, naming the key, for what NeMo RL's own workers cannot have."""
-    correction = recipe.fp8rl.correction
-    if correction is not None and (key := from_mapping(correction).of_whole_batch):
-        raise UserError(
-            f"nemo_fp8rl.correction.{key} needs the whole batch, and NeMo RL's workers give a loss one microbatch at a "
-            "time: leave it out, or set nemo_fp8rl.workers=ours"
-        )
-    if refusal := refusal_of_stock(recipe.values["policy"], recipe.checkout.version):
-        raise UserError(refusal)
 
 
 def check_cluster(flow: Flow) -> None:

@@ -20,10 +20,11 @@ from nemo_fp8rl.nemo_rl.config import from_nemo_rl
 from nemo_fp8rl.nemo_rl.ended import Watch
 from nemo_fp8rl.nemo_rl.gpus import is_asynchronous
 from nemo_fp8rl.nemo_rl.keys import at
-from nemo_fp8rl.nemo_rl.parts import Loop, check_cluster, check_own_gpu, check_stock, of_nemo_rl, of_ours, takes_ours
+from nemo_fp8rl.nemo_rl.parts import Loop, check_cluster, check_own_gpu, of_nemo_rl, of_ours, takes_ours
 from nemo_fp8rl.nemo_rl.prompt_files import find_prompt_files
 from nemo_fp8rl.nemo_rl.recipe import load as checked
 from nemo_fp8rl.nemo_rl.stock.pythonpath import package_on_pythonpath
+from nemo_fp8rl.nemo_rl.stock.refusal import check_stock
 from nemo_fp8rl.nemo_rl.stop import LoopStop, Prompts
 from nemo_fp8rl.workers import connect, find_cluster, require_token
 
@@ -50,7 +51,7 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
     if ours:
         require_token()
     else:
-        check_stock(recipe)
+        check_stock(recipe.values, recipe.checkout.version)
     grpo = prepare()
     master = load(grpo, path, overrides)
 

@@ -145,6 +145,16 @@ def test_an_engine_that_nemo_rl_built_without_fp8_is_refused_before_a_refit():
         engine._Reload(worker).announced({WEIGHT: None})
 
 
+@pytest.mark.parametrize("missing", ["_load_weights", "_weight_update_lifecycle"])
+def test_an_extension_without_the_methods_that_are_replaced_is_refused_before_the_model_is_loaded(missing):
+    from nemo_fp8rl.nemo_rl.stock import engine
+
+    names = {"_load_weights", "_weight_update_lifecycle"} - {missing}
+    worker = type("Mixed", (engine.Fp8Worker, type("Extension", (), dict.fromkeys(names))), {})
+    with pytest.raises(RuntimeError, match=rf"has no {missing}, .*workers=ours"):
+        object.__new__(worker).load_model()
+
+
 @pytest.mark.parametrize("installed", [False, True])
 def test_ray_starts_with_this_package_and_none_beside_it_on_pythonpath(installed, tmp_path, monkeypatch):
     if installed:
@@ -252,3 +262,30 @@ def test_actors_run_where_nemo_rl_has_what_they_need(system, tmp_path):
     assert trainer == [TRAINER_WORKER, here if system else f"/venvs/{STOCK_WORKER}/bin/python"]
     assert stays == before and all(command.startswith("uv ") for command in before)
     assert ours == [here, here]
+
+
+BACKENDS = """
+import sys
+from types import SimpleNamespace
+from nemo_fp8rl.nemo_rl.compat import prepare
+
+prepare()
+from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
+from nemo_fp8rl.nemo_rl.environment import COLLECTORS
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.nemo_rl.install import backends
+
+try:
+    with backends(SimpleNamespace(model_dump=dict), None):
+        pass
+except UserError:  # a config without a policy
+    print("HERE", all(ACTOR_ENVIRONMENT_REGISTRY[name] == sys.executable for name in COLLECTORS))
+"""
+
+
+@pytest.mark.nemo_rl
+@needs_checkout
+def test_in_a_runner_of_ones_own_collectors_are_in_the_drivers_environment(tmp_path):
+    command = [sys.executable, "-c", BACKENDS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(tmp_path), check=False)
+    assert "HERE True" in done.stdout, done.stderr[-3000:]

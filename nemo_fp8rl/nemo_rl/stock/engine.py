@@ -23,7 +23,7 @@ else:
     from vllm.v1.worker.gpu_worker import Worker  # type: ignore[assignment]
 
 
-REPLACED = ("prepare_refit_info", "_load_weights", "_weight_update_lifecycle")
+REPLACED = ("_load_weights", "_weight_update_lifecycle")
 """Methods of NeMo RL's extension."""
 
 
@@ -35,8 +35,12 @@ class Fp8Worker(Worker):
     """
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        if lacks := [name for name in REPLACED if not hasattr(self, name)]:
-            raise RuntimeError(f"NeMo RL's extension of vLLM's worker has no {lacks[0]}: it is of another version")
+        for name in REPLACED:
+            if not hasattr(self, name):
+                raise RuntimeError(
+                    f"NeMo RL's extension of vLLM's worker has no {name}, so FP8 on the wire would be processed once "
+                    "more: use its main of August 2026, or nemo_fp8rl.workers=ours"
+                )
         super().load_model(*args, **kwargs)
         reload = _Reload(self)
         self.prepare_refit_info = reload.announced

@@ -3,10 +3,25 @@
 from collections.abc import Mapping
 from typing import Any
 
+from nemo_fp8rl.algorithms.correction_config import from_mapping
+from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.nemo_rl.compat import engines_survive_fp8_refit
+from nemo_fp8rl.nemo_rl.keys import at
 from nemo_fp8rl.nemo_rl.precision import read_precision
 
 OURS = "or nemo_fp8rl.workers=ours"
+
+
+def check_stock(values: Mapping[str, Any], version: str) -> None:
+    """Raise UserError for what NeMo RL of this version cannot have of the resolved recipe `values`."""
+    correction = at(values, "nemo_fp8rl.correction", None)
+    if correction is not None and (key := from_mapping(correction).of_whole_batch):
+        raise UserError(
+            f"nemo_fp8rl.correction.{key} needs the whole batch, and NeMo RL's workers give a loss one microbatch at a "
+            "time: leave it out, or set nemo_fp8rl.workers=ours"
+        )
+    if refusal := why_not(values["policy"], version):
+        raise UserError(refusal)
 
 
 def why_not(policy: Mapping[str, Any], version: str) -> str:
