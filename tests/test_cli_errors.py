@@ -95,7 +95,7 @@ def write(path: Path, *records: object) -> Path:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (("tensor_model_parallel_size=3", 3), "num_attention_heads=4 of self_attn.q_proj; sizes that fit: 1, 2, 4"),
+        (("tensor_model_parallel_size=3", 3), "num_attention_heads=4 of self_attn.q_proj; sizes that fit: 1, 2"),
         (("pipeline_model_parallel_size=4", 4), "num_hidden_layers=2; sizes that fit: 1, 2"),
         (("expert_model_parallel_size=2", 2), "the model has no experts; set it to 1"),
         (("tensor_model_parallel_size=2", 3), "cluster.train_ranks=3 is not a multiple of"),

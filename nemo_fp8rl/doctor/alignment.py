@@ -11,7 +11,7 @@ from nemo_fp8rl.doctor.plan import ENGINE, TRAINER, Plan
 from nemo_fp8rl.doctor.shapes import Weight
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8.names import BLOCK
-from nemo_fp8rl.hf.divide import check_divides
+from nemo_fp8rl.hf.divide import Dimension, check_divides
 
 TOPIC = "alignment"
 
@@ -60,7 +60,7 @@ def _weight(plan: Plan, side: str, weight: Weight, kind: str) -> Iterator[Findin
         parts = plan.shape.kv_heads  # heads are repeated, not split
     if weight.split != "none" and (parts > 1 or _is_fused(kind)):
         try:
-            check_divides(key, parts, f"{dimension} of {kind}", size, BLOCK[0])
+            check_divides(key, parts, Dimension(f"{dimension} of {kind}", size, BLOCK[0]))
         except UserError as error:
             yield Finding("error", TOPIC, f"{side}: {error} ({size} / {parts} = {size / parts:g})")
             return

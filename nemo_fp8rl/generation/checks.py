@@ -5,11 +5,10 @@ import torch
 
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.fp8 import BLOCK
 from nemo_fp8rl.fp8.gpus import ADA, why_no_fp8
 from nemo_fp8rl.hf.config import HfConfig
-from nemo_fp8rl.hf.divide import check_divides
-from nemo_fp8rl.hf.fp8_layers import asked_fp8_layers, check_attention_divides, is_fp8
+from nemo_fp8rl.hf.divide import Dimension, check_divides
+from nemo_fp8rl.hf.fp8_layers import asked_fp8_layers, attention_dimensions, mlp_dimension
 from nemo_fp8rl.workers import joins_cluster
 
 HERE = "policy.generation.vllm_cfg"
@@ -58,13 +57,10 @@ def _check_gpu(cfg: Config, training: bool) -> None:
 def _check_parallel(hf: HfConfig, cfg: Config) -> None:
     vllm = cfg.policy.generation.vllm_cfg
     tensor, expert = vllm.tensor_parallel_size, vllm.expert_parallel_size
-    for dimension in ("num_attention_heads", "num_key_value_heads"):
-        check_divides(f"{HERE}.tensor_parallel_size", tensor, dimension, getattr(hf, dimension))
     fp8 = asked_fp8_layers(hf, cfg)
-    check_attention_divides(f"{HERE}.tensor_parallel_size", tensor, hf, fp8)
+    divided = attention_dimensions(hf, fp8) + ([mlp_dimension(hf, fp8)] if expert == 1 else [])
+    check_divides(f"{HERE}.tensor_parallel_size", tensor, *divided)
     if expert == 1:
-        block = BLOCK[0] if is_fp8(hf, fp8, "mlp") else 1
-        check_divides(f"{HERE}.tensor_parallel_size", tensor, hf.family.intermediate_size, hf.intermediate_size, block)
         return
     if not hf.family.experts:
         raise UserError(f"{HERE}.expert_parallel_size={expert}: the model has no experts; set it to 1")
@@ -73,7 +69,7 @@ def _check_parallel(hf: HfConfig, cfg: Config) -> None:
             f"{HERE}.expert_parallel_size={expert} must be 1 or {HERE}.tensor_parallel_size={tensor}: vLLM spreads the "
             "experts over all processes of an engine"
         )
-    check_divides(f"{HERE}.expert_parallel_size", expert, "num_experts", hf.num_experts)
+    check_divides(f"{HERE}.expert_parallel_size", expert, Dimension("num_experts", hf.num_experts))
 
 
 def _check_cpu(hf: HfConfig, cfg: Config) -> None:

@@ -1,6 +1,7 @@
 """How a dimension of the model is split over ranks, and whether it can be."""
 
-from itertools import accumulate
+from itertools import accumulate, islice
+from typing import NamedTuple
 
 from nemo_fp8rl.errors import UserError
 
@@ -21,16 +22,32 @@ def of_layer(dimension: str) -> str:
     return f" of {LAYERS[dimension]}" if dimension in LAYERS else ""
 
 
-def check_divides(key: str, parts: int, dimension: str, size: int, block: int = 1) -> None:
-    """Raise UserError, by layer and sizes that fit, unless `parts` ranks can have equal parts of it in whole blocks.
+class Dimension(NamedTuple):
+    """What ranks must have equal parts of, in whole blocks. name: config.json's."""
 
-    key: the recipe's, which says `parts`. dimension: config.json's.
+    name: str
+    size: int
+    block: int = 1
+
+    def divides_in(self, parts: int) -> bool:
+        return parts == 1 or self.size % (parts * self.block) == 0
+
+
+def check_divides(key: str, parts: int, *dimensions: Dimension) -> None:
+    """Raise UserError, by layer and sizes that fit all of them, unless `parts` ranks can have equal parts of each.
+
+    key: the recipe's, which says `parts`.
     """
-    if parts > 1 and size % (parts * block):
-        fits = ", ".join([str(n) for n in range(1, size // block + 1) if size % (n * block) == 0][:8]) or "none"
-        blocks = f" in multiples of {block}, the blocks of FP8" if block > 1 else ""
-        what = f"{dimension}={size}{of_layer(dimension)}{blocks}"
-        raise UserError(f"{key}={parts} does not divide the model's {what}; sizes that fit: {fits}")
+    for dimension in dimensions:
+        if not dimension.divides_in(parts):
+            name, size, block = dimension
+            blocks = f" in multiples of {block}, the blocks of FP8" if block > 1 else ""
+            all_fit = (n for n in range(1, size + 1) if all(other.divides_in(n) for other in dimensions))
+            fits = ", ".join(map(str, islice(all_fit, 8)))
+            raise UserError(
+                f"{key}={parts} does not divide the model's {name}={size}{of_layer(name)}{blocks}; "
+                f"sizes that fit: {fits}"
+            )
 
 
 def stages(layers: int, size: int, first: int | None = None, last: int | None = None) -> list[range]:

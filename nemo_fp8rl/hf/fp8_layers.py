@@ -7,7 +7,7 @@ from nemo_fp8rl.config import Config, Fp8RlConfig
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import BLOCK, Fp8Layers
 from nemo_fp8rl.hf.config import HfConfig
-from nemo_fp8rl.hf.divide import check_divides, of_layer
+from nemo_fp8rl.hf.divide import Dimension, of_layer
 
 IGNORED = "policy.generation.vllm_cfg.quantization_ignored_layer_kws"
 QUERIES, KEYS = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"
@@ -104,11 +104,17 @@ def is_fp8(hf: HfConfig, layers: Fp8Layers, word: str) -> bool:
     return any(word in name for name in projections(hf, layers))
 
 
-def check_attention_divides(key: str, parts: int, hf: HfConfig, layers: Fp8Layers) -> None:
-    """Raise UserError where tensor parallelism would cut FP8 projections of attention within a block."""
-    for word, dimension, heads in (
-        ("q_proj", KEYS, hf.num_key_value_heads),
-        ("o_proj", QUERIES, hf.num_attention_heads),
-    ):
+def attention_dimensions(hf: HfConfig, layers: Fp8Layers) -> list[Dimension]:
+    """What tensor parallelism divides of attention: heads, and rows or columns of projections that are FP8."""
+    heads, groups = hf.num_attention_heads, hf.num_key_value_heads
+    dimensions = [Dimension("num_attention_heads", heads), Dimension("num_key_value_heads", groups)]
+    for word, name, count in (("q_proj", KEYS, groups), ("o_proj", QUERIES, heads)):
         if is_fp8(hf, layers, word):
-            check_divides(key, parts, dimension, heads * hf.head_dim, BLOCK[0])
+            dimensions.append(Dimension(name, count * hf.head_dim, BLOCK[0]))
+    return dimensions
+
+
+def mlp_dimension(hf: HfConfig, layers: Fp8Layers) -> Dimension:
+    """The same of an MLP, or of each expert."""
+    block = BLOCK[0] if is_fp8(hf, layers, "mlp") else 1
+    return Dimension(hf.family.intermediate_size, hf.intermediate_size, block)

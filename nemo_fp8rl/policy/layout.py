@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 from nemo_fp8rl.config import Config, MegatronConfig
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.fp8 import BLOCK
 from nemo_fp8rl.hf.config import HfConfig
-from nemo_fp8rl.hf.divide import check_divides, stages
-from nemo_fp8rl.hf.fp8_layers import asked_fp8_layers, check_attention_divides, is_fp8
+from nemo_fp8rl.hf.divide import Dimension, check_divides, stages
+from nemo_fp8rl.hf.fp8_layers import asked_fp8_layers, attention_dimensions, mlp_dimension
 from nemo_fp8rl.hf.region import Region, whole
 
 SPLIT = re.compile(r"(?P<rows>(?:embed_tokens|lm_head|(?:[qkv]|gate|up)_proj)\.)|(?P<columns>(?:o|down)_proj\.)")
@@ -145,21 +144,16 @@ def check_layout(hf: HfConfig, cfg: Config) -> None:
             f"{here}.tensor_model_parallel_size={tensor} with experts needs {here}.sequence_parallel=true: Megatron "
             "trains a mixture in no other way"
         )
-    sizes = [
-        ("tensor_model_parallel_size", "num_attention_heads", hf.num_attention_heads),
-        ("tensor_model_parallel_size", "num_key_value_heads", hf.num_key_value_heads),
-    ]
+    fp8 = asked_fp8_layers(hf, cfg)
+    attention, mlp = attention_dimensions(hf, fp8), mlp_dimension(hf, fp8)
     if hf.family.experts:
-        sizes.append(("expert_model_parallel_size", "num_experts", hf.num_experts))
-    for key, dimension, size in sizes:
-        check_divides(f"{here}.{key}", getattr(parallel, key), dimension, size)
+        check_divides(f"{here}.tensor_model_parallel_size", tensor, *attention)
+        check_divides(f"{here}.expert_model_parallel_size", expert, Dimension("num_experts", hf.num_experts))
+        check_divides(f"{here}.expert_tensor_parallel_size", parallel.expert_tensor_parallel_size, mlp)
+    else:
+        check_divides(f"{here}.tensor_model_parallel_size", tensor, *attention, mlp)
     _check_context(hf, parallel)
     _check_stages(hf, parallel)
-    fp8 = asked_fp8_layers(hf, cfg)
-    check_attention_divides(f"{here}.tensor_model_parallel_size", tensor, hf, fp8)
-    key = "expert_tensor_parallel_size" if hf.family.experts else "tensor_model_parallel_size"
-    block = BLOCK[0] if is_fp8(hf, fp8, "mlp") else 1
-    check_divides(f"{here}.{key}", getattr(parallel, key), hf.family.intermediate_size, hf.intermediate_size, block)
 
 
 def _check_context(hf: HfConfig, parallel: MegatronConfig) -> None:
@@ -183,7 +177,7 @@ def _check_stages(hf: HfConfig, parallel: MegatronConfig) -> None:
     }
     given = {key: n for key, n in ends.items() if n is not None}
     if not given:
-        check_divides(f"{here}.pipeline_model_parallel_size", size, "num_hidden_layers", layers)
+        check_divides(f"{here}.pipeline_model_parallel_size", size, Dimension("num_hidden_layers", layers))
         return
     said = " and ".join(f"{here}.{key}={n}" for key, n in given.items())
     if size == 1:

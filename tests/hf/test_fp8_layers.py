@@ -7,7 +7,8 @@ import pytest
 
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import Fp8Layers
-from nemo_fp8rl.hf.fp8_layers import check_attention_divides, engine_fp8_layers, trainer_fp8_layers
+from nemo_fp8rl.hf.divide import check_divides
+from nemo_fp8rl.hf.fp8_layers import attention_dimensions, engine_fp8_layers, trainer_fp8_layers
 from tests.hf.test_hf_files import HF
 
 IGNORED = "policy.generation.vllm_cfg.quantization_ignored_layer_kws"
@@ -69,20 +70,26 @@ def test_what_is_trained_in_bfloat16_needs_whole_blocks_of_keys_alone(recipe):
 
 
 @pytest.mark.parametrize(
-    ("ignored", "parts", "refused"),
+    ("ignored", "head_dim", "parts", "refused"),
     [
-        ((), 2, ""),
-        ((), 4, r"=4 does not divide the model's num_key_value_heads \* head_dim=256 of self_attn.k_proj .*: 1, 2$"),
-        (("q_proj",), 4, ""),
-        (("q_proj",), 8, r"num_attention_heads \* head_dim=512 of self_attn.o_proj .*: 1, 2, 4$"),
-        (("q_proj", "o_proj"), 8, ""),
+        ((), 64, 2, ""),
+        (
+            (),
+            64,
+            4,
+            r"=4 does not divide .*num_key_value_heads \* head_dim=256 of self_attn.k_proj .*: 1, 2$",
+        ),
+        (("q_proj",), 64, 4, ""),
+        (("q_proj",), 32, 4, r"num_attention_heads \* head_dim=256 of self_attn.o_proj .*: 1, 2$"),
+        (("q_proj", "o_proj"), 32, 4, ""),
+        (("q_proj", "o_proj"), 32, 8, r"num_key_value_heads=4 of self_attn.k_proj; .*: 1, 2, 4$"),
     ],
 )
-def test_ranks_have_whole_blocks_of_attentions_projections(ignored, parts, refused):
-    hf = dataclasses.replace(HF, head_dim=64, num_attention_heads=8, num_key_value_heads=4)
+def test_ranks_have_whole_blocks_of_attentions_projections(ignored, head_dim, parts, refused):
+    hf = dataclasses.replace(HF, head_dim=head_dim, num_attention_heads=8, num_key_value_heads=4)
     layers = Fp8Layers(0, hf.num_hidden_layers, ignored)
     with pytest.raises(UserError, match=refused) if refused else nullcontext():
-        check_attention_divides("tensor_parallel_size", parts, hf, layers)
+        check_divides("tensor_parallel_size", parts, *attention_dimensions(hf, layers))
 
 
 @pytest.mark.parametrize(
