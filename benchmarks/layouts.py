@@ -21,8 +21,8 @@ from nemo_fp8rl.tiny import make_tiny
 
 TASK = "chain"
 MIXTURES_WARM_UP = 200
-"""A mixture takes longer: at 130 steps it answers none of the questions, at 200 nine of ten, at 350 nearly all, and then
-there is little to learn.
+"""A mixture takes longer: at 130 steps it answers none of the questions, at 200 nine of ten, at 350 nearly all, and
+there is little left to learn.
 """
 TENSOR = ("tensor_model_parallel_size=2",)
 SEQUENCE = (*TENSOR, "sequence_parallel=true")

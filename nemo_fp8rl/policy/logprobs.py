@@ -32,6 +32,7 @@ def token_logprobs(
     first_token: int = 0,
     group: dist.ProcessGroup | None = None,
     restriction: Restriction | None = None,
+    whole: bool = False,
 ) -> Tensor:
     """float32 [N]: log softmax(hidden @ weight^T / temperature) at the targets, with gradients.
 
@@ -42,12 +43,11 @@ def token_logprobs(
     over its own logits and learns how large a share of the whole that is. The gradient of `hidden` is this rank's part
     of a sum over the group.
 
-    restriction: the softmax is over the tokens that top-k and top-p leave; every rank then sees all logits of a token.
+    whole: each sees all logits of a token and takes their softmax, which is one rank's to the bit. restriction: so does
+    it then, over the tokens that top-k and top-p leave.
     """
-    if restriction:
-        return _RestrictedLogprobs.apply(
-            hidden, weight, targets, temperature, chunk_size, first_token, group, restriction
-        )
+    if restriction or (whole and group is not None and group.size() > 1):
+        return _WholeLogprobs.apply(hidden, weight, targets, temperature, chunk_size, first_token, group, restriction)
     return _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk_size, first_token, group)
 
 
@@ -110,7 +110,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
 
 
-class _RestrictedLogprobs(torch.autograd.Function):
+class _WholeLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -121,12 +121,12 @@ class _RestrictedLogprobs(torch.autograd.Function):
         chunk_size: int,
         first_token: int,
         group: dist.ProcessGroup | None,
-        restriction: Restriction,
+        restriction: Restriction | None,
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, targets)
         ctx.options = temperature, chunk_size, range(first_token, first_token + len(weight)), group, restriction
         out = hidden.new_empty(len(hidden), dtype=torch.float32)
-        for _, _, rows, logprobs in _restricted_rows(hidden, weight, targets, *ctx.options):
+        for _, _, rows, logprobs in _whole_rows(hidden, weight, targets, *ctx.options):
             out[rows] = logprobs.gather(-1, targets[rows, None]).squeeze(-1)
         return out
 
@@ -136,7 +136,7 @@ class _RestrictedLogprobs(torch.autograd.Function):
         hidden, weight, targets = ctx.saved_tensors
         temperature, _, own, *_ = ctx.options
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
-        for logits, at, rows, logprobs in _restricted_rows(hidden, weight, targets, *ctx.options):
+        for logits, at, rows, logprobs in _whole_rows(hidden, weight, targets, *ctx.options):
             slope = grad[rows, None] / temperature
             grad_logits = logprobs.exp().mul_(-slope)
             grad_logits.scatter_add_(-1, targets[rows, None], slope)
@@ -148,7 +148,7 @@ class _RestrictedLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
 
 
-def _restricted_rows(
+def _whole_rows(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -156,7 +156,7 @@ def _restricted_rows(
     chunk_size: int,
     own: range,
     group: dist.ProcessGroup | None,
-    restriction: Restriction,
+    restriction: Restriction | None,
 ) -> Iterator[tuple[Tensor, int, slice, Tensor]]:
     """(a chunk's logits [c, own tokens], first of a few rows in it, these rows of `hidden`, their log-probs [r, V])."""
     shared = group is not None and group.size() > 1
@@ -174,7 +174,8 @@ def _restricted_rows(
                 whole[:, own.start : own.stop] = few
                 dist.all_reduce(whole, group=group)  # a sum of one number and zeros
                 few = whole
-            yield logits, at, rows, restricted(few, targets[rows], restriction).log_softmax(-1)
+            left = restricted(few, targets[rows], restriction) if restriction else few
+            yield logits, at, rows, left.log_softmax(-1)
 
 
 def _rows_at_a_time(device: torch.device, columns: int, nbytes: int = 4) -> int:

@@ -31,7 +31,9 @@ Finish = Callable[[Tensor, Tensor, TrainBatch], tuple[Tensor, Any]]
 
 @dataclass
 class Pipeline:
-    """The rank's stage. ddp: `model`, wrapped. multiple: tokens of a microbatch are padded to one of these."""
+    """The rank's stage. ddp: `model`, wrapped. multiple: tokens of a microbatch are padded to one of these. aligned:
+    tensor-parallel ranks take the softmax of a token as one rank does, and so as the engine.
+    """
 
     policy: PolicyConfig
     ddp: torch.nn.Module
@@ -40,6 +42,7 @@ class Pipeline:
     replay: RoutingReplay | None
     device: torch.device
     multiple: int
+    aligned: bool
 
     def run(self, batch: TrainBatch, finish: Finish, *, training: bool, restricted: bool = True) -> list[Any]:
         """Forward, and backward in training, over all of the batch: what `finish` keeps, on the last stage.
@@ -152,6 +155,7 @@ class Pipeline:
             layout.vocabulary.start,
             parallel_state.get_tensor_model_parallel_group(),
             restriction,
+            whole=self.aligned,
         )
         logprobs = of_all_tokens(logprobs.view(targets.shape), parallel_state.get_context_parallel_group())[:, :length]
         if tokens is None:

@@ -109,7 +109,8 @@ class MegatronWorker:
         split = layout.tensor.size if cfg.policy.megatron_cfg.sequence_parallel else 1  # of a rank's tokens
         multiple = split * FP8_TOKENS if on_gpu and split > 1 else split
         multiple *= layout.context.size
-        self.pipeline = Pipeline(cfg.policy, self.ddp, self.model, self.kv_cache, replay, device, multiple)
+        aligned = cfg.nemo_fp8rl.align == "vllm"
+        self.pipeline = Pipeline(cfg.policy, self.ddp, self.model, self.kv_cache, replay, device, multiple, aligned)
         if cfg.loss_fn.reference_policy_kl_penalty:  # on the host: it is read once a step
             self.reference = [_on_host(tensor) for tensor in self.held.storage()]
         first = layout.tensor.rank == layout.context.rank == 0

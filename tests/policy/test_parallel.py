@@ -4,11 +4,13 @@ from collections.abc import Iterable
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from transformers import AutoModelForCausalLM
 
 from nemo_fp8rl.batch import TrainBatch, shards
 from nemo_fp8rl.hf.region import index
 from nemo_fp8rl.hf.tensors import expected_tensors
+from nemo_fp8rl.policy.logprobs import token_logprobs
 from nemo_fp8rl.policy.megatron_names import to_hf
 from nemo_fp8rl.tiny import write_model
 from tests.policy import ranks
@@ -27,6 +29,7 @@ FROZEN = "freeze_moe_router=true"
 QWEN2 = {"family": "qwen2", "num_key_value_heads": 2}
 DENSE = [{"family": "llama"}, QWEN2, {"family": "qwen3", "tie_word_embeddings": True}]
 MOE = {"family": "qwen3_moe", "vocab_size": 97}  # does not divide: the last rank has fewer
+RANKS_OF_TWO = ("cluster.backend=ray", "cluster.train_ranks=2")
 DP: tuple[str, ...] = ()
 TP4, PP4 = ("tensor_model_parallel_size=4",), ("pipeline_model_parallel_size=4",)
 SP4, EP4 = (*TP4, "sequence_parallel=true"), ("expert_model_parallel_size=4",)
@@ -108,6 +111,33 @@ def test_the_tokens_left_to_sample_from_are_those_of_one_rank(two, recipe, tmp_p
     inside = torch.arange(22) < batch["input_lengths"][:, None]
     torch.testing.assert_close(found[inside], expected[inside], rtol=1e-5, atol=1e-5)
     assert norm_of_two == pytest.approx(metrics["grad_norm"], rel=1e-5)
+
+
+def test_the_softmax_of_an_aligned_rank_is_one_ranks_to_the_bit(two, recipe, tmp_path):
+    """Of the same logits; without `whole`, in which a rank adds up its own tokens first, last bits differ."""
+    write_model(tmp_path / "model", **DENSE[2])
+    two.setup(recipe(f"policy.model_name={tmp_path}/model", *RANKS_OF_TWO, f"policy.megatron_cfg.{TP[0]}"))
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 64, generator=generator).bfloat16() for n in (100, 998))
+    targets = torch.randint(998, (100,), generator=generator)
+    one, gradient = _logprobs_of(hidden, weight, targets)
+    for whole in (True, False):
+        found = two.run(_logprobs_of_part, [(hidden, weight, targets, whole)] * 2)
+        assert all(torch.equal(logprobs, one) for logprobs, _ in found) == whole
+        torch.testing.assert_close(found[0][1] + found[1][1], gradient, rtol=0.02, atol=0.02)
+
+
+def _logprobs_of(hidden, weight, targets, *options, **named) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden.requires_grad_()
+    logprobs = token_logprobs(hidden, weight, targets, 0.7, 32, *options, **named)
+    (gradient,) = torch.autograd.grad(logprobs.sum(), hidden)
+    return logprobs.detach(), gradient
+
+
+def _logprobs_of_part(hidden, weight, targets, whole) -> tuple[torch.Tensor, torch.Tensor]:
+    group = parallel_state.get_tensor_model_parallel_group()
+    first = group.rank() * len(weight) // 2
+    return _logprobs_of(hidden, weight[first : first + len(weight) // 2], targets, first, group, whole=whole)
 
 
 def equal_hf(pool: Ranks, recipe, tmp_path, sizes, layout, align) -> None:
