@@ -293,10 +293,10 @@ def test_an_fp8_step_of_ranks_is_that_of_one_within_rounding(request, model, tmp
     steps = pool.run(_step, [(parts[place.shard], tokens) for place in places])
     pool.call("save", str(tmp_path / "several"))
     loss = sum(step["loss"] for step, place in zip(steps, places, strict=True) if place.answers)
-    assert loss == pytest.approx(expected["loss"], abs=2e-3 if sizes == WIDE_MOE else 1e-6)
+    assert loss == pytest.approx(expected["loss"], abs=2e-3 if sizes == WIDE_MOE else 1e-4)
     tensors = any("tensor" in key for key in layout)
     tokens_split = layout == DP or any(key.startswith(("context", "expert_model")) for key in layout)
-    rounding = 0.1 if tensors else 0.005 if tokens_split else 1e-6
+    rounding = 0.15 if tensors else 0.01 if tokens_split else 1e-6
     first, second = (state(tmp_path / name, model.shapes) for name in ("one", "several"))
     for n in (n for n in first if n.endswith("exp_avg")):
         assert (second[n] - first[n]).norm() < rounding * first[n].norm(), n
