@@ -1,5 +1,6 @@
 """The quantization method `nemo_fp8rl` of vLLM: which of a model's modules hold FP8, and what multiplies it where."""
 
+import functools
 from pkgutil import resolve_name
 from typing import Any, cast
 
@@ -53,17 +54,19 @@ class NemoFp8RlConfig(Fp8Config):
         linear, experts = methods()
         if isinstance(layer, RoutedExperts) and self.fp8_layers.quantizes(prefix):
             return experts(layer.moe_config, self.scale_format)
-        if isinstance(layer, Attention) and not _is_refitted():
+        if isinstance(layer, Attention) and not self._is_refitted:
             return Fp8KVCacheMethod(self)  # takes the checkpoint's scales of an FP8 cache, or warns that it has none
         if not isinstance(layer, LinearBase):
             return None
         return linear(self.scale_format) if self.fp8_layers.quantizes(prefix) else UnquantizedLinearMethod()
 
-
-def _is_refitted() -> bool:
-    """Whether scales of an FP8 cache come with a refit, before which the engine refuses to generate."""
-    extension = get_current_vllm_config().parallel_config.worker_extension_cls
-    return bool(extension) and hasattr(resolve_name(extension), "nemo_fp8rl_load")
+    @functools.cached_property
+    def _is_refitted(self) -> bool:
+        """Whether scales of an FP8 cache come with a refit, before which the engine refuses to generate. Found as the
+        model is built: vLLM asks for methods again after a reload, when its config may not be at hand.
+        """
+        extension = get_current_vllm_config().parallel_config.worker_extension_cls
+        return bool(extension) and hasattr(resolve_name(extension), "nemo_fp8rl_load")
 
 
 def methods() -> tuple[type[HeldLinearMethod], type[HeldMoEMethod]]:
