@@ -27,12 +27,14 @@ CASES = {
     "dense, tensor parallel": ("qwen3", "fp8_e2e", "collective", ("tensor_parallel_size=2",)),
     "dense, NIXL": ("qwen3", "fp8_e2e", "nixl", ("async_engine=true",)),
 }
-if not CACHE:
-    del CASES["dense, async, FP8 KV cache"]
 if find_spec("nixl") is None:  # make test-nixl
     del CASES["dense, NIXL"]
 
 LONG = {"dense, bfloat16, async", "experts, async", "experts, async, spread", "experts, bfloat16, async"}
+if CACHE:
+    LONG.add("dense, async")
+else:
+    del CASES["dense, async, FP8 KV cache"]
 
 
 @pytest.fixture(
