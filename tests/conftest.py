@@ -61,7 +61,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1.0e6, "factor": 4.0, "original_max_p
 """Qwen's kind."""
 
 
-_freeze = gc.freeze
+_freeze, _modules_frozen = gc.freeze, [0]
 gc.freeze = gc.unfreeze = lambda: None
 """vLLM's, of an engine's start and end; what `imports_are_not_collected` froze stays frozen."""
 
@@ -71,14 +71,10 @@ def imports_are_not_collected() -> None:
     """vLLM collects garbage seven times in an engine's life. Imports leave nearly a million objects, of which each time
     takes a third of a second, which was half of the time of tests with engines: so they are left out of it.
     """
-    if len(sys.modules) > imported[0] + 200:
+    if len(sys.modules) > _modules_frozen[0] + 200:
         gc.collect()
         _freeze()
-        imported[0] = len(sys.modules)
-
-
-imported = [0]
-"""Modules, when what they left was frozen."""
+        _modules_frozen[0] = len(sys.modules)
 
 
 @pytest.fixture(scope="session")

@@ -193,7 +193,7 @@ def test_an_engine_that_cannot_be_had(train, overrides, message):
 @pytest.mark.parametrize("token", [-1, 64])
 def test_a_stop_token_that_the_model_does_not_have_is_refused(train, token):
     said = train(f"policy.generation.stop_token_ids=[{token}]")
-    assert f"policy.generation.stop_token_ids: {token} is no token of a model of 64" in said
+    assert f"policy.generation.stop_token_ids: {token} is no token of a model of 64; remove it" in said
 
 
 def test_validation_prompts_that_are_also_trained_on_are_shown(train, project, folder):

@@ -29,7 +29,9 @@ def check_engine(hf: HfConfig, cfg: Config) -> None:
     """Raise UserError, naming the key, for tokens, a layout or a KV cache that this model cannot have anywhere."""
     for token in cfg.policy.generation.stop_token_ids:
         if not 0 <= token < hf.vocab_size:
-            raise UserError(f"policy.generation.stop_token_ids: {token} is no token of a model of {hf.vocab_size}")
+            raise UserError(
+                f"policy.generation.stop_token_ids: {token} is no token of a model of {hf.vocab_size}; remove it"
+            )
     _check_parallel(hf, cfg)
     _check_kv_memory(hf, cfg)
 

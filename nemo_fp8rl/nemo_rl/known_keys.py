@@ -75,7 +75,10 @@ def _unknown(values: Mapping[Any, Any], known: Known, place: str) -> Iterator[tu
 
 
 def _examples(folder: Path) -> Iterator[dict[Any, Any]]:
-    """The files that one for GRPO is made of, parents included, each without its list of parents."""
+    """The files that one for GRPO is made of, parents included, each without its list of parents.
+
+    Each is read once and none merged (`yaml_tree.read_with_parents` takes half a minute for all of them).
+    """
     read = functools.cache(_read_yaml)
 
     def with_parents(path: Path, children: tuple[Path, ...] = ()) -> list[Path]:
