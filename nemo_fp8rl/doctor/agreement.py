@@ -8,11 +8,12 @@ import re
 from collections.abc import Iterator
 
 from nemo_fp8rl.doctor.finding import Finding
-from nemo_fp8rl.doctor.plan import ENGINE, TRAINER, Plan
+from nemo_fp8rl.doctor.plan import ENGINE, Plan
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.nemo_rl.checks import correction_said_twice
 from nemo_fp8rl.nemo_rl.gpus import is_asynchronous
 from nemo_fp8rl.nemo_rl.precision import read_precision
+from nemo_fp8rl.nemo_rl.stock.refusal import why_no_kv_scales
 
 TOPIC = "precision"
 
@@ -97,7 +98,7 @@ def _correction(plan: Plan) -> Iterator[Finding]:
 
 def _cache(plan: Plan) -> Iterator[Finding]:
     if not plan.ours:
-        yield from _cache_of_nemo_rl(plan)
+        yield from (Finding("error", TOPIC, refusal) for refusal in why_no_kv_scales(plan.values))
     kv = plan.values["nemo_fp8rl"]["kv"]
     if not plan.trainer_fp8 or kv == "rollout":
         yield Finding(
@@ -105,15 +106,3 @@ def _cache(plan: Plan) -> Iterator[Finding]:
             TOPIC,
             "the trainer's attention reads keys and values in bfloat16, the engine's in FP8; see nemo_fp8rl.kv",
         )
-
-
-def _cache_of_nemo_rl(plan: Plan) -> Iterator[Finding]:
-    if plan.pipeline > 1:
-        yield Finding(
-            "error",
-            TOPIC,
-            f"{ENGINE}.kv_cache_dtype={plan.vllm['kv_cache_dtype']} needs {TRAINER}.pipeline_model_parallel_size=1 in "
-            f"NeMo RL, got {plan.pipeline}",
-        )
-    if plan.vllm.get("async_engine"):
-        yield Finding("error", TOPIC, f"{ENGINE}.async_engine=true cannot have an FP8 KV cache in NeMo RL")

@@ -147,7 +147,7 @@ def _cache(plan: Plan, gpu: Gpu) -> Finding:
     backend = plan.vllm_kwargs.get("attention_backend")
     if backend is None and not HOPPER <= gpu.capability < BLACKWELL:
         backend = "FLASHINFER"  # vLLM's choice
-    if plan.ours and str(backend).upper() == "FLASHINFER" and plan.vllm.get("enforce_eager") is False:
+    if str(backend).upper() == "FLASHINFER" and plan.vllm.get("enforce_eager") is False:
         return Finding(
             "warn",
             TOPIC,

@@ -167,14 +167,14 @@ def end_engine(engine: Any) -> None:
         engine.engine_core.shutdown()
 
 
-def set_kv_scales(attention: Any, k_scale: Tensor, v_scale: Tensor) -> None:
+def set_kv_scales(attention: Any, k_scale: Tensor, v_scale: Tensor, q_scale: Tensor | None = None) -> None:
     """In the buffers that GPU kernels read, in place, and in the copies for kernels that take numbers, of which one is
-    there since 0.26.
+    there since 0.26, not of queries. q_scale: None leaves it.
     """
-    for x, scale in (("k", k_scale), ("v", v_scale)):
+    for x, scale in (("k", k_scale), ("v", v_scale), *([("q", q_scale)] if q_scale is not None else ())):
         getattr(attention, f"_{x}_scale").copy_(scale)
         setattr(attention, f"_{x}_scale_float", float(scale))
-        if vllm_version() >= (0, 26):
+        if vllm_version() >= (0, 26) and x != "q":
             getattr(attention, f"_{x}_scale_cpu").copy_(scale)
     for product in ("bmm1_scale", "bmm2_scale"):  # FlashInfer's, which it makes of the first scales once
         if hasattr(attention.impl, product):

@@ -17,9 +17,10 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 
 from nemo_fp8rl.generation import compat
+from nemo_fp8rl.generation.fp8_caches import fp8_caches
 from nemo_fp8rl.generation.held import HeldLinearMethod, HeldMoEMethod
 from nemo_fp8rl.generation.routes import RouteRecorder
-from nemo_fp8rl.generation.weight_store import WeightStore, fp8_caches
+from nemo_fp8rl.generation.weight_store import WeightStore
 from nemo_fp8rl.hf.checkpoint import CheckpointReader
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.refit.manifest import RefitError, from_json, to_json

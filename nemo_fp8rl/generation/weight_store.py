@@ -13,16 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from nemo_fp8rl.fp8 import Fp8Layers, scale_name, scale_shape
 from nemo_fp8rl.fp8.delta import DeltaError
 from nemo_fp8rl.fp8.format import BLOCK
 from nemo_fp8rl.generation import compat
+from nemo_fp8rl.generation.fp8_caches import fp8_caches
 from nemo_fp8rl.generation.held import HeldLinearMethod, HeldMoEMethod
 from nemo_fp8rl.generation.placement import Slot, slots
 from nemo_fp8rl.hf.config import read_hf_config
@@ -277,16 +276,6 @@ class _Assembly:
         yield self.part.name, self.data
         if self.scale_inv is not None:
             yield scale_name(self.part.name), self.scale_inv
-
-
-def fp8_caches(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """{names of the scales that a refit must bring: attention layer} of every layer whose cache is FP8."""
-    layers = (
-        (name.removesuffix(".attn"), module)
-        for name, module in model.named_modules()
-        if isinstance(module, Attention) and is_quantized_kv_cache(module.kv_cache_dtype)
-    )
-    return {(f"{name}.k_scale", f"{name}.v_scale"): module for name, module in layers}
 
 
 def kv_scales_held(model: nn.Module) -> dict[str, list[Content]]:

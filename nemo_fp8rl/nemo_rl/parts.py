@@ -146,7 +146,7 @@ def of_nemo_rl(
     from transformers import AutoConfig
 
     from nemo_fp8rl.nemo_rl.loss import GrpoLossFn
-    from nemo_fp8rl.nemo_rl.stock.choose import choose, policy_factory
+    from nemo_fp8rl.nemo_rl.stock.choose import choose, policy_factory, say_kv_cache
 
     told = (name for name in OF_OURS if getattr(recipe.fp8rl, name) != getattr(Fp8RlConfig(), name))
     for name in told:
@@ -159,6 +159,7 @@ def of_nemo_rl(
     policy, generation, _, _, prompts, val_prompts, _, logger, checkpointer, state, master, *_ = grpo.setup(
         master, tokenizer, data, val_data, policy_factory=policy_factory
     )
+    say_kv_cache(generation, master.policy)
     try:
         yield Loop(
             *(policy, generation, prompts, val_prompts, loss, logger, checkpointer, state, master),

@@ -158,10 +158,11 @@ def test_fp8_needs_whole_groups_of_tokens_on_each_rank(plan):
         ({ENGINE + "quantization_ignored_layer_kws": ["o_proj"]}, "warn", "self_attn.o_proj of layers 0 to 31"),
         ({ENGINE + "kv_cache_dtype": "fp8", "nemo_fp8rl.kv": "rollout"}, "warn", "see nemo_fp8rl.kv"),
         ({ENGINE + "kv_cache_dtype": "fp8", ENGINE + "async_engine": True}, "error", "async_engine=true"),
+        ({ENGINE + "kv_cache_dtype": "fp8", "grpo.val_at_start": True}, "error", "val_at_start=true"),
         (
             {ENGINE + "kv_cache_dtype": "fp8", TRAINER + "pipeline_model_parallel_size": 2},
             "error",
-            "pipeline_model_parallel_size=1 in NeMo RL, got 2",
+            "is calibrated on one pipeline stage, got 2: set policy.megatron_cfg.pipeline_model_parallel_size=1",
         ),
     ],
 )
@@ -292,8 +293,9 @@ def test_ours_run_without_a_correction_and_say_so(plan):
     assert "nothing weighs a token" in text
 
 
-def test_flashinfer_keeps_our_caches_scales_out_of_a_cuda_graph(plan):
-    cache = OURS | {ENGINE + "kv_cache_dtype": "fp8"}
+@pytest.mark.parametrize("workers", [OURS, {}])
+def test_flashinfer_keeps_a_caches_scales_out_of_a_cuda_graph(plan, workers):
+    cache = workers | {ENGINE + "kv_cache_dtype": "fp8"}
     graphs = plan(LLAMA, cache | {ENGINE + "enforce_eager": False})
 
     def warned(plan, gpu):

@@ -40,7 +40,6 @@ def test_where_they_are_not_asked_for_nothing_is_said():
 @pytest.mark.parametrize(
     ("change", "version", "message"),
     [
-        ({ENGINE + "kv_cache_dtype": "fp8"}, "0.6.0", "kv_cache_dtype=fp8 is not supported with NeMo RL's own"),
         ({}, "0.7.0", "NeMo RL 0.7.0 processes an engine's weights once more"),
         ({"policy.generation.refit_transport": "nccl"}, "0.6.0", "refit_transport=nccl"),
     ],

@@ -11,7 +11,9 @@ from tests.nemo_rl import runs
 
 EXAMPLE = """
 cluster: {gpus_per_node: 8, num_nodes: 1}
-grpo: {num_prompts_per_step: 32, num_generations_per_prompt: 16, max_num_steps: 10, max_num_epochs: 1, seed: 42}
+grpo:
+  {num_prompts_per_step: 32, num_generations_per_prompt: 16, max_num_steps: 10, max_num_epochs: 1, seed: 42,
+  val_at_start: false}
 data: {train: null}
 logger: {log_dir: logs}
 checkpointing: {enabled: false, checkpoint_dir: results}
@@ -41,6 +43,7 @@ policy:
       kv_cache_dtype: auto
       max_model_len: 512
       tensor_parallel_size: 1
+      async_engine: false
       gpu_memory_utilization: 0.6
   precision: bfloat16
 """

@@ -3,21 +3,26 @@
 import gc
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import torch
+from safetensors.torch import save_file
 
 from nemo_fp8rl.nemo_rl.compat import prepare
 
 prepare()
 
+from nemo_rl.models.generation.vllm.quantization.fp8_train_utils import get_vllm_qkv_scale_names  # noqa: E402
 from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension  # noqa: E402
 
 from nemo_fp8rl.fp8.kernels import load_emulation  # noqa: E402
 from nemo_fp8rl.generation import compat  # noqa: E402
 from nemo_fp8rl.generation.vllm_plugin import QUANTIZATION  # noqa: E402
 from nemo_fp8rl.hf.checkpoint import CheckpointReader  # noqa: E402
-from nemo_fp8rl.nemo_rl.stock.choose import choose  # noqa: E402
+from nemo_fp8rl.nemo_rl.stock.choose import choose, say_kv_cache  # noqa: E402
 from tests.nemo_rl.built_models import use_emulated_fp8  # noqa: E402
-from tests.nemo_rl.test_stock import StreamingWorker, policy  # noqa: E402
+from tests.nemo_rl.test_stock import KV_SCALES, StreamingWorker, policy  # noqa: E402
 
 EXTENSION = "nemo_rl.models.generation.vllm.vllm_backend.VllmInternalWorkerExtension"
 if hasattr(VllmInternalWorkerExtension, "synchronize_device"):  # it is written for vLLM 0.25; the newest has its own
@@ -58,39 +63,63 @@ def feed(worker: Any, stream: dict[str, Any], names: list[str] | None = None) ->
         finalize()
 
 
-def streamed(folder: Path) -> None:
+def streamed(folder: Path, kv_cache_dtype: str) -> None:
     """vLLM's own FP8 config, as `choose` has it, decides what is FP8; the emulated layers multiply."""
-    cfg = policy()
+    cfg = policy(kv_cache_dtype=kv_cache_dtype)
     choose(cfg, 2, "0.6.0")
     kwargs = cfg["generation"]["vllm_kwargs"]
+    trainer = SimpleNamespace(cfg=cfg["generation"])
+    say_kv_cache(trainer, cfg)
+    cache = {name: kwargs[name] for name in ("kv_cache_dtype",) if name in kwargs}
     load_emulation("cpu")
     compat.survive_scan_of_llvmlite()
     use_emulated_fp8()
     llm = engine(
         folder / "model_0", hf_overrides=cfg["hf_config_overrides"], load_format="dummy",
-        worker_cls=kwargs["worker_cls"], worker_extension_cls=EXTENSION,
+        worker_cls=kwargs["worker_cls"], worker_extension_cls=EXTENSION, **cache,
     )  # fmt: skip
-    for seed in (1, 0, 1, 0):
+    for seed, factor in ((1, 1.0), (0, 1.3), (0, 1.0), (1, 1.0), (0, 1.0)):
         with CheckpointReader(folder / f"model_{seed}") as checkpoint:
             weights = {name: checkpoint.get(name) for name in sorted(checkpoint.names)}
-        stream = dict(StreamingWorker(cfg, weights)._iter_params_with_optional_kv_scales())
+        worker = StreamingWorker({**cfg, "generation": trainer.cfg}, weights)
+        scales = {name: factor * scale for name, scale in kv_scales(seed).items()}
+        stream = dict(worker._iter_params_with_optional_kv_scales(kv_scales=scales))
         llm.collective_rpc(feed, args=(stream,))
-        print(f"streamed_{seed}\t{answers(llm)}", flush=True)
+        refit = f"streamed_{seed}" if factor == 1 else "other_scales"
+        print(f"{refit}\t{answers(llm)}", flush=True)
     without = {name: tensor for name, tensor in stream.items() if not name.endswith("o_proj.weight_scale_inv")}
     half = list(stream)[: len(stream) // 2]
-    for refit, arguments in {"without": (without,), "half": (stream, half), "after_half": (stream,)}.items():
+    refused = {"without": (without,), "half": (stream, half), "after_half": (stream,)}
+    if cache:
+        refused = {"scaleless": ({n: x for n, x in stream.items() if n != KV_SCALES[-1]},)} | refused
+    for refit, arguments in refused.items():
         try:
             llm.collective_rpc(feed, args=arguments)
         except RuntimeError as error:
             print(f"{refit}\t{error}", flush=True)
 
 
-def fresh(folder: Path, seed: int) -> None:
-    print(f"fresh_{seed}\t{answers(engine(folder / f'fp8_{seed}', quantization=QUANTIZATION))}", flush=True)
+def fresh(folder: Path, seed: int, kv_cache_dtype: str) -> None:
+    own = {name: torch.tensor(scale) for name, scale in kv_scales(seed).items() if "q_scale" not in name}
+    if kv_cache_dtype != "auto":
+        save_file(own, folder / f"fp8_{seed}/kv_scales.safetensors")
+    llm = engine(folder / f"fp8_{seed}", quantization=QUANTIZATION, kv_cache_dtype=kv_cache_dtype)
+    print(f"fresh_{seed}\t{answers(llm)}", flush=True)
+
+
+def kv_scales(seed: int) -> dict[str, float]:
+    """No powers of two, as NeMo RL calibrates none; vLLM rounds those of a checkpoint to bfloat16. Queries are not FP8
+    on a CPU.
+    """
+    return {name: torch.tensor(0.003 * (1 + i + seed)).bfloat16().item() for i, name in enumerate(KV_SCALES)}
 
 
 if __name__ == "__main__":
-    streamed(Path(sys.argv[1]))
+    assert list(map(get_vllm_qkv_scale_names, range(2))) == [
+        dict(zip(("q_scale", "k_scale", "v_scale"), KV_SCALES[i : i + 3], strict=True)) for i in (0, 3)
+    ]
+    folder, kv_cache_dtype = Path(sys.argv[1]), sys.argv[2]
+    streamed(folder, kv_cache_dtype)
     for seed in (0, 1):
         gc.collect()  # an engine ends its process groups when it is collected: before the next one makes its own
-        fresh(Path(sys.argv[1]), seed)
+        fresh(folder, seed, kv_cache_dtype)

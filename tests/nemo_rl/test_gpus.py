@@ -23,6 +23,9 @@ FLOWS = {
 }
 
 
+KV = "++policy.generation.vllm_cfg.kv_cache_dtype=fp8"
+
+
 class Loads(Exception):
     """In place of what comes after the checks."""
 
@@ -81,16 +84,30 @@ def test_the_driver_of_a_cluster_is_not_held_to_its_own_gpu(start, monkeypatch):
 
 @pytest.mark.parametrize("workers", ["auto", "nemo_rl"])
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("overrides", "message"),
     [
-        ("++policy.generation.vllm_cfg.kv_cache_dtype=fp8", r"kv_cache_dtype=fp8 is not supported with NeMo RL's own"),
-        ("++policy.megatron_cfg.fp8_cfg.fp8_param=true", r"fp8_param=true leaves NeMo RL's own workers no bfloat16"),
-        ("++nemo_fp8rl.correction={preset: icepop, denominator: kept}", "denominator=kept needs the whole batch"),
+        (
+            (KV, "++policy.generation.vllm_cfg.async_engine=true"),
+            r"not calibrated in asynchronous rollouts, policy\..*_engine=true",
+        ),
+        ((KV, "++policy.megatron_cfg.pipeline_model_parallel_size=2"), r"one pipeline stage, got 2: set .*=1, or"),
+        (
+            (KV, "++grpo.val_at_start=true"),
+            r"kv_cache_dtype=fp8 .* after the first validation, grpo\.val_at_start=true",
+        ),
+        (("++policy.megatron_cfg.fp8_cfg.fp8_param=true",), r"fp8_param=true leaves NeMo RL's own workers no bfloat16"),
+        (("++nemo_fp8rl.correction={preset: icepop, denominator: kept}",), "denominator=kept needs the whole batch"),
     ],
 )
-def test_what_nemo_rls_workers_cannot_have_is_refused_before_anything_is_loaded(start, workers, override, message):
+def test_what_nemo_rls_workers_cannot_have_is_refused_before_anything_is_loaded(start, workers, overrides, message):
     with pytest.raises(UserError, match=message):
-        start(workers, "fp8_e2e", (9, 0), override)
+        start(workers, "fp8_e2e", (9, 0), *overrides)
+
+
+@pytest.mark.parametrize("workers", ["auto", "nemo_rl"])
+def test_an_fp8_kv_cache_they_can(start, workers):
+    with pytest.raises(Loads):
+        start(workers, "fp8_e2e", (9, 0), KV, "++policy.megatron_cfg.pipeline_model_parallel_size=1")
 
 
 def test_so_is_fp8_between_the_workers_of_v0_7_0(start, main_checkout):

@@ -34,7 +34,7 @@ class FakePolicy:
 
 class FakeVllmGeneration:
     def __init__(self, config: dict[str, Any], **arguments: Any) -> None:
-        self.config = config
+        self.config = self.cfg = config
 
     def finish_generation(self) -> None: ...
 
@@ -87,6 +87,17 @@ def test_the_engine_is_told_what_is_fp8_and_the_trainer_what_the_recipe_says_of_
     assert trainer.config["hf_config_overrides"] == own
     assert trainer.config[CHOICE]["scale_format"] == "pow2"
     assert trainer.arguments["worker_extension_cls_fqn"] == TRAINER_WORKER
+
+
+def test_nemo_rls_loop_calibrates_for_an_engine_that_has_an_fp8_kv_cache_of_vllms_own(set_up):
+    from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
+
+    with set_up("policy.generation.vllm_cfg.kv_cache_dtype=fp8") as loop:
+        engine, trainer = loop.generation, loop.policy.config
+    assert engine.config["vllm_kwargs"]["kv_cache_dtype"] == "fp8"
+    assert engine.config["vllm_cfg"]["kv_cache_dtype"] == "auto"  # what it was made of: no patches of vLLM
+    assert VllmGeneration.requires_kv_scale_sync.fget(engine)
+    assert trainer["generation"]["vllm_cfg"]["kv_cache_dtype"] == "fp8"  # for which its stream has scales
 
 
 def test_layers_are_those_of_a_composite_models_text(set_up, monkeypatch):

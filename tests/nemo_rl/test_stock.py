@@ -12,19 +12,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.export import export
 from nemo_fp8rl.fp8 import NonFiniteError, quantize_blockwise
 from nemo_fp8rl.nemo_rl.checkout import find_checkout
 from nemo_fp8rl.nemo_rl.compat import engines_survive_fp8_refit
 from nemo_fp8rl.nemo_rl.run import _ray
 from nemo_fp8rl.nemo_rl.stock import pythonpath
-from nemo_fp8rl.nemo_rl.stock.choose import E8M0, ENGINE_WORKER, STOCK_WORKER, TRAINER_WORKER, choose
+from nemo_fp8rl.nemo_rl.stock.choose import (
+    E8M0,
+    ENGINE_WORKER,
+    STOCK_WORKER,
+    TRAINER_WORKER,
+    choose,
+    say_kv_cache,
+)
 from nemo_fp8rl.nemo_rl.stock.stream import CHOICE, Fp8Stream
 from tests.nemo_rl.runs import environment, needs_checkout
 
 ROOT = Path(__file__).parents[2]
 WEIGHT = "model.layers.1.mlp.down_proj.weight"
+KV_SCALES = [f"model.layers.{i}.self_attn.{x}_scale" for i in range(2) for x in ("attn.q", "k", "v")]
 POLICY = {
     "megatron_cfg": {"enabled": True, "fp8_cfg": {"enabled": True}, "env_vars": None},
     "generation": {
@@ -51,6 +58,12 @@ class FakeMegatronWorkerOfNemoRl:
 
     def _iter_params_with_optional_kv_scales(self, kv_scales=None, conversion_tasks=None) -> Iterator:
         yield from self.weights.items()
+        if self.cfg["generation"]["vllm_cfg"].get("kv_cache_dtype", "auto") != "auto":
+            for name in KV_SCALES:
+                yield name, torch.tensor([(kv_scales or {}).get(name, 1.0)])
+
+    def prepare_refit_info(self) -> dict:
+        return {name: (x.shape, x.dtype) for name, x in self._iter_params_with_optional_kv_scales()}
 
 
 class StreamingWorker(Fp8Stream, FakeMegatronWorkerOfNemoRl):
@@ -97,7 +110,8 @@ def test_the_engine_is_vllms_own_fp8_with_our_worker():
     choose(cfg, num_hidden_layers=2, version="0.6.0")
     generation = cfg["generation"]
     layers = {"first": 1, "end": 2, "ignored": []}
-    assert cfg[CHOICE] == {"scale_format": "pow2", "fp8_layers": layers, "hf_config_overrides": {}}
+    of_model = {"hf_config_overrides": {}, "kv_cache_dtype": "auto"}
+    assert cfg[CHOICE] == {"scale_format": "pow2", "fp8_layers": layers} | of_model
     assert generation["vllm_cfg"]["precision"] == "bfloat16"  # so that NeMo RL patches nothing
     assert generation["vllm_kwargs"]["worker_cls"] == ENGINE_WORKER
     assert generation["vllm_kwargs"]["moe_backend"] == "triton"
@@ -190,26 +204,142 @@ from nemo_fp8rl.nemo_rl.stock import agreement, stream
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
 
 
-def test_an_fp8_kv_cache_is_refused():
-    with pytest.raises(UserError, match="kv_cache_dtype"):
-        choose(policy(kv_cache_dtype="fp8"), num_hidden_layers=2, version="0.6.0")
+def test_an_fp8_kv_cache_is_vllms_own_and_nemo_rls_loop_hears_of_it_once_the_engine_is_there():
+    cfg = policy(kv_cache_dtype="fp8_e4m3")
+    choose(cfg, num_hidden_layers=2, version="0.6.0")
+    generation = cfg["generation"]
+    assert generation["vllm_kwargs"]["kv_cache_dtype"] == "fp8_e4m3"
+    assert generation["vllm_cfg"]["kv_cache_dtype"] == "auto"  # or NeMo RL would ask for patches of vLLM
+    engine = SimpleNamespace(cfg=generation)
+    say_kv_cache(engine, cfg)
+    assert engine.cfg == {**generation, "vllm_cfg": generation["vllm_cfg"] | {"kv_cache_dtype": "fp8_e4m3"}}
+
+
+def test_a_recipe_without_an_fp8_kv_cache_leaves_it_to_vllm():
+    for cfg in (policy(), policy(precision="bfloat16") | {"megatron_cfg": {"enabled": True}}):
+        choose(cfg, num_hidden_layers=2, version="0.6.0")
+        assert "kv_cache_dtype" not in cfg["generation"]["vllm_kwargs"]
+        engine = SimpleNamespace(cfg=cfg["generation"])
+        say_kv_cache(engine, cfg)
+        assert engine.cfg["vllm_cfg"].get("kv_cache_dtype", "auto") == "auto"
+
+
+def streaming_kv_scales() -> StreamingWorker:
+    cfg = policy(kv_cache_dtype="fp8")
+    choose(cfg, num_hidden_layers=2, version="0.6.0")
+    engine = SimpleNamespace(cfg=cfg["generation"])
+    say_kv_cache(engine, cfg)
+    return StreamingWorker({**cfg, "generation": engine.cfg}, weights())
+
+
+def test_kv_scales_ride_behind_the_weights_as_they_were_calibrated():
+    worker = streaming_kv_scales()
+    scales = {name: 0.01 * (i + 1) for i, name in enumerate(KV_SCALES)}
+    streamed = dict(worker._iter_params_with_optional_kv_scales(kv_scales=scales))
+    assert list(streamed)[-len(KV_SCALES) :] == KV_SCALES
+    assert {name: streamed[name].item() for name in KV_SCALES} == pytest.approx(scales)
+
+
+def test_kv_scales_are_announced_before_there_are_any():
+    info = streaming_kv_scales().prepare_refit_info()
+    assert all(info[name] == ((1,), torch.float32) for name in KV_SCALES)
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        (None, "model.layers.0.self_attn.attn.q_scale: this refit came without it"),
+        (dict.fromkeys(KV_SCALES[:-1], 0.5), "model.layers.1.self_attn.v_scale: this refit came without it"),
+        (dict.fromkeys(KV_SCALES, 0.0), r"q_scale=0\.0, which no cache can have"),
+        (dict.fromkeys(KV_SCALES, float("nan")), "q_scale=nan, which no cache can have"),
+    ],
+)
+def test_no_refit_goes_out_with_kv_scales_that_nobody_calibrated(scales, message):
+    worker = streaming_kv_scales()
+    worker.prepare_refit_info()
+    with pytest.raises(RuntimeError, match=message):
+        list(worker._iter_params_with_optional_kv_scales(kv_scales=scales))
+
+
+class Cached(torch.nn.Module):
+    """An attention layer, of which vLLM has several kinds."""
+
+    kv_cache_dtype = "fp8"
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_fp8_cache_for_which_no_scales_are_announced_is_refused_before_a_refit(known, monkeypatch):
+    from nemo_fp8rl.nemo_rl.stock import engine
+
+    model = torch.nn.Module()
+    model.attn = Cached()
+    names = ("k_scale", "v_scale")
+    monkeypatch.setattr(engine, "fp8_caches", lambda model: {names: model.attn} if known else {})
+    refusal = "the trainer announces no scales for the FP8 KV cache of attn: "
+    assert engine.without_kv_scales(model, ["k_scale"]).startswith(refusal)
+    assert bool(engine.without_kv_scales(model, names)) != known  # not known: latent attention has names of its own
+    model.attn.kv_cache_dtype = "auto"
+    assert engine.without_kv_scales(model, []) == ""
+
+
+@pytest.mark.parametrize(("backend", "refused"), [("FLASHINFER", True), ("TRITON_ATTN", False)])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_cuda_graphs_that_keep_the_scales_of_an_fp8_cache_are_refused(backend, refused, graphs, monkeypatch):
+    from vllm.config import CUDAGraphMode
+
+    from nemo_fp8rl.nemo_rl.stock import engine
+
+    cache = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend))
+    monkeypatch.setattr(engine, "fp8_caches", lambda model: {("a.k_scale", "a.v_scale"): cache})
+    monkeypatch.setattr(engine.Worker, "load_model", lambda self: None)
+    worker = object.__new__(type("Mixed", (engine.Fp8Worker,), dict.fromkeys(engine.REPLACED)))
+    worker.model_runner = SimpleNamespace(get_model=lambda: None)
+    mode = CUDAGraphMode.FULL if graphs else CUDAGraphMode.NONE
+    worker.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
+    if refused and graphs:
+        with pytest.raises(RuntimeError, match=r"FlashInfer.*vllm_cfg\.enforce_eager=true, or"):
+            worker.load_model()
+    else:
+        worker.load_model()
+
+
+def test_kv_scales_outlast_a_wake_up_for_which_vllm_puts_1(monkeypatch):
+    from nemo_fp8rl.nemo_rl.stock import engine
+
+    scales = {f"_{x}_scale{end}": torch.tensor(0.0) for x in "qkv" for end in ("", "_cpu")}
+    attention = SimpleNamespace(**scales, impl=SimpleNamespace(bmm1_scale=3.0))
+    monkeypatch.setattr(engine, "fp8_caches", lambda model: {("a.k_scale", "a.v_scale"): attention})
+    monkeypatch.setattr(engine.Worker, "wake_up", lambda self, tags: attention._k_scale.fill_(1.0))
+    worker = object.__new__(engine.Fp8Worker)
+    worker.model_runner = SimpleNamespace(get_model=lambda: SimpleNamespace(load_weights=lambda weights: None))
+    worker.reload = engine._Reload(worker)
+    worker.wake_up(tags=["weights"])
+    assert attention._k_scale == 1.0  # there was no refit
+    worker.reload.take([(name, torch.tensor([0.5])) for name in ("a.k_scale", "a.v_scale", "a.attn.q_scale")])
+    worker.wake_up(tags=["kv_cache"])
+    assert [attention._k_scale.item(), attention._v_scale_float, attention._q_scale.item()] == [0.5, 0.5, 0.5]
+    assert attention.impl.bmm1_scale is None
 
 
 @pytest.mark.nemo_rl
 @needs_checkout
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_a_vllm_worker_with_nemo_rls_extension_loads_the_stream_as_a_fresh_engine_does(family, tmp_path):
-    """Twice, in small batches whose memory is overwritten afterwards; tokens and log-probs of the exported model. One
-    without scales is refused before it begins, and after one that ends early there is no other.
+@pytest.mark.parametrize(("family", "kv_cache_dtype"), [("qwen3", "auto"), ("qwen3", "fp8"), ("qwen3_moe", "auto")])
+def test_a_vllm_worker_with_nemo_rls_extension_loads_the_stream_as_a_fresh_engine_does(
+    family, kv_cache_dtype, tmp_path
+):
+    """Again and again, in small batches whose memory is overwritten afterwards; tokens and log-probs of the exported
+    model. One without scales is refused before it begins, and after one that ends early there is no other.
     """
     from nemo_fp8rl.tiny import write_model
 
     if not engines_survive_fp8_refit(find_checkout().version):
         pytest.skip("`nemo-fp8rl nemo` refuses FP8 between v0.7.0's own workers")
+    if kv_cache_dtype == "fp8" and not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
+        pytest.skip("vLLM's FP8 KV cache needs a CPU with AVX-512 or AMX")
     for seed in (0, 1):
         write_model(tmp_path / f"model_{seed}", seed, family)
         export(tmp_path / f"model_{seed}", tmp_path / f"fp8_{seed}", "pow2", 1, 0, [])
-    command = [sys.executable, "-m", "tests.nemo_rl.stock_engine", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.nemo_rl.stock_engine", str(tmp_path), kv_cache_dtype]
     variables = environment(tmp_path) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=variables, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
@@ -217,6 +347,9 @@ def test_a_vllm_worker_with_nemo_rls_extension_loads_the_stream_as_a_fresh_engin
         line.split("\t") for line in done.stdout.splitlines() if "\t" in line and not line.startswith((" ", "\t"))
     )
     assert answers["streamed_0"] == answers["fresh_0"] != answers["fresh_1"] == answers["streamed_1"]
+    assert (answers["other_scales"] != answers["streamed_0"]) == (kv_cache_dtype == "fp8")
+    if kv_cache_dtype == "fp8":
+        assert "no scales for the FP8 KV cache of model.layers.1.self_attn.attn" in answers["scaleless"]
     assert "the engine holds model.layers.1.self_attn.o_proj in FP8" in answers["without"]
     assert answers["half"].startswith("the refit ended without ")
     assert "start it again" in answers["after_half"]
@@ -240,7 +373,8 @@ from nemo_fp8rl.nemo_rl.stock.choose import policy_factory
 lm_policy.Policy = lambda **arguments: arguments
 venvs.create_local_venv_on_each_node = lambda command, name: f"/venvs/{{name}}/bin/python"
 before = dict(ACTOR_ENVIRONMENT_REGISTRY)
-made = policy_factory(config={{"{CHOICE}": {{"hf_config_overrides": {{}}}}}})
+choice = {{"hf_config_overrides": {{}}, "kv_cache_dtype": "auto"}}
+made = policy_factory(config={{"{CHOICE}": choice, "generation": {{"vllm_cfg": {{}}}}}})
 print(json.dumps([made["worker_extension_cls_fqn"], ACTOR_ENVIRONMENT_REGISTRY["{TRAINER_WORKER}"]]))
 for ours in (False, True):
     environment.register(ours)

@@ -29,6 +29,11 @@ def disagreement(held: Iterable[str], announced: Iterable[str], fused: Mapping[s
     return ""
 
 
+def is_kv_scale(name: str) -> bool:
+    """Whether NeMo RL's name is that of a scale of an FP8 KV cache, or of the queries that read it."""
+    return name.endswith((".k_scale", ".v_scale", ".q_scale"))
+
+
 def _modules(tensors: Iterable[str]) -> dict[str, bool]:
     """The modules of these tensors, a layer's experts as one, and whether there are scales among what they hold."""
     modules: dict[str, bool] = {}

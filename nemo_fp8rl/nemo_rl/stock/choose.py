@@ -1,5 +1,6 @@
 """A recipe's FP8 engine as one that takes FP8: the keys that say so, and the policy whose workers stream it."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from nemo_fp8rl.errors import UserError
@@ -22,6 +23,7 @@ LINEARS = (
 
 A name that a model lacks does no harm, and a module that is not here is refused by `agreement`.
 """
+KV_CACHE = "kv_cache_dtype"
 OVERRIDES = "hf_config_overrides"
 """Key of the policy block. NeMo RL's `setup` puts what it says in place of any vllm_kwargs.hf_overrides."""
 E8M0 = "VLLM_USE_DEEP_GEMM_E8M0"
@@ -33,8 +35,8 @@ def choose(policy: dict[str, Any], num_hidden_layers: int, version: str) -> None
 
     The engine's `precision` becomes bfloat16, so that NeMo RL leaves vLLM as it is; what is FP8 stands in
     hf_config_overrides, which `setup` hands to vLLM, and `policy_factory` gives the trainer the recipe's own. Scales of
-    activations are then vLLM's kernels' own choice, powers of two by DeepGEMM alone. Raises UserError for what this
-    version's workers cannot have.
+    activations are then vLLM's kernels' own choice, powers of two by DeepGEMM alone. An FP8 KV cache is vLLM's own, too
+    (`say_kv_cache`). Raises UserError for what this version's workers cannot have.
     """
     precision = read_precision(policy)
     if refusal := why_not(policy, version):
@@ -50,6 +52,7 @@ def choose(policy: dict[str, Any], num_hidden_layers: int, version: str) -> None
         "scale_format": precision.scale_format,
         "fp8_layers": {"first": layers.first, "end": layers.end, "ignored": list(layers.ignored)},
         OVERRIDES: overrides,
+        KV_CACHE: vllm.get(KV_CACHE, "auto"),
     }
     quantization = served_config(linears, precision.scale_format, layers)
     del quantization["fp8_layers"]  # vLLM reads the modules; NeMo RL logs this to TensorBoard, which takes no such list
@@ -57,6 +60,9 @@ def choose(policy: dict[str, Any], num_hidden_layers: int, version: str) -> None
     kwargs = generation["vllm_kwargs"] = dict(generation.get("vllm_kwargs") or {})
     kwargs["worker_cls"] = ENGINE_WORKER
     vllm["precision"] = "bfloat16"
+    if precision.kv_fp8:  # of which NeMo RL makes nothing unless the precision is FP8
+        kwargs[KV_CACHE] = vllm[KV_CACHE]
+        vllm[KV_CACHE] = "auto"
     if precision.scale_format == "fp32":
         vllm["env_vars"] = {**(vllm.get("env_vars") or {}), E8M0: "0"}
 
@@ -74,5 +80,20 @@ def policy_factory(config: Any, **arguments: Any) -> Any:
     if python.startswith("uv"):  # a command to make an environment with, which NeMo RL would name after our class
         python = create_local_venv_on_each_node(python, STOCK_WORKER)
     ACTOR_ENVIRONMENT_REGISTRY[TRAINER_WORKER] = python
-    config = {**config, OVERRIDES: config[CHOICE][OVERRIDES]}
+    config = {**config, OVERRIDES: config[CHOICE][OVERRIDES], "generation": _with_kv_cache(config)}
     return Policy(config=config, **arguments, worker_extension_cls_fqn=TRAINER_WORKER)
+
+
+def say_kv_cache(generation: Any, policy: Mapping[str, Any]) -> None:
+    """Tell NeMo RL's loop of the engines' FP8 KV cache, if `choose` gave them one: it calibrates its scales for those
+    that say so in their `cfg`, and refits with them. For after `setup`, which takes the word for patches of vLLM.
+    """
+    if CHOICE in policy:
+        generation.cfg = _with_kv_cache({**policy, "generation": generation.cfg})
+
+
+def _with_kv_cache(policy: Mapping[str, Any]) -> dict[str, Any]:
+    """The block `generation` with the recipe's own kv_cache_dtype, a copy."""
+    generation = policy["generation"]
+    vllm = {**generation["vllm_cfg"], KV_CACHE: policy[CHOICE][KV_CACHE]}
+    return {**generation, "vllm_cfg": vllm}

@@ -1,21 +1,23 @@
 """The engine's half: a vLLM worker that loads FP8 as it comes. Named by `policy.generation.vllm_kwargs.worker_cls`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import set_current_vllm_config
+from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
     get_layerwise_info,
     initialize_layerwise_reload,
 )
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import is_quantized_kv_cache
 
-from nemo_fp8rl.generation.compat import forget_packed_experts, own_buffers_kept
-from nemo_fp8rl.nemo_rl.stock.agreement import BFLOAT16, disagreement
+from nemo_fp8rl.generation.compat import forget_packed_experts, own_buffers_kept, set_kv_scales
+from nemo_fp8rl.generation.fp8_caches import fp8_caches
+from nemo_fp8rl.nemo_rl.stock.agreement import BFLOAT16, disagreement, is_kv_scale
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -31,7 +33,8 @@ class Fp8Worker(Worker):
     """vLLM's, of this platform. Once the model is there, this object's refits are `_Reload`'s.
 
     It is on the object because vLLM refuses a worker class that has a name of the extension it mixes in. Raises
-    RuntimeError where NeMo RL's extension lacks what is replaced: its refits would pass ours by.
+    RuntimeError where NeMo RL's extension lacks what is replaced, as its refits would pass ours by, and where CUDA
+    graphs would keep the scales that an FP8 cache begins with.
     """
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -42,10 +45,23 @@ class Fp8Worker(Worker):
                     "more: use its main of August 2026, or nemo_fp8rl.workers=ours"
                 )
         super().load_model(*args, **kwargs)
-        reload = _Reload(self)
-        self.prepare_refit_info = reload.announced
-        self._load_weights = reload.take
-        self._weight_update_lifecycle = reload.lifecycle
+        caches = fp8_caches(self.model_runner.get_model()).values()
+        graphs = self.vllm_config.compilation_config.cudagraph_mode is not CUDAGraphMode.NONE
+        if graphs and any(cache.attn_backend.get_name().endswith("FLASHINFER") for cache in caches):
+            raise RuntimeError(
+                "FlashInfer's attention on an FP8 KV cache, whose CUDA graphs keep the scales they were captured with: "
+                "set policy.generation.vllm_cfg.enforce_eager=true, or "
+                "policy.generation.vllm_kwargs.attention_backend=TRITON_ATTN"
+            )
+        self.reload = _Reload(self)
+        self.prepare_refit_info = self.reload.announced
+        self._load_weights = self.reload.take
+        self._weight_update_lifecycle = self.reload.lifecycle
+
+    def wake_up(self, *args: Any, **kwargs: Any) -> None:
+        """With the scales of an FP8 cache, for which vLLM puts 1 when the cache wakes (gpu_worker.py, 0.25)."""
+        super().wake_up(*args, **kwargs)
+        self.reload.set_kv_scales()
 
 
 class _Reload:
@@ -54,11 +70,13 @@ class _Reload:
     def __init__(self, worker: Any) -> None:
         self.worker = worker
         self.missing: set[str] = set()
+        self.kv_scales: dict[str, Tensor] = {}
         self.half_done = False
 
     def announced(self, state_dict_info: dict[str, Any]) -> None:
         """In place of NeMo RL's, which keeps it. Raises RuntimeError where trainer and engine do not hold the same
-        matrices in FP8: here, as the driver hears of it; what is raised in a refit NeMo RL logs, and the trainer waits.
+        matrices in FP8, or an FP8 cache would stay without scales: here, as the driver hears of it; what is raised in a
+        refit NeMo RL logs, and the trainer waits.
         """
         self.worker.state_dict_info = state_dict_info
         if (quantization := self.worker.vllm_config.quant_config) is None:  # of some families NeMo RL clears it
@@ -67,7 +85,8 @@ class _Reload:
                 f"the trainer streams FP8: {BFLOAT16}"
             )
         model, fused = self.worker.model_runner.get_model(), quantization.packed_modules_mapping
-        if refusal := disagreement(parameters(model), state_dict_info, fused):
+        refusal = disagreement(parameters(model), state_dict_info, fused)
+        if refusal := refusal or without_kv_scales(model, state_dict_info):
             raise RuntimeError(refusal)
 
     @contextmanager
@@ -89,13 +108,13 @@ class _Reload:
             if self.missing:
                 raise RuntimeError(f"the refit ended without {min(self.missing)}")
             finalize_layerwise_reload(model, self.worker.model_config)
+            self.set_kv_scales()
             self.half_done = False
 
         forget_packed_experts(model)
         with set_current_vllm_config(self.worker.vllm_config), own_buffers_kept(model):
             initialize_layerwise_reload(model)
             yield finalize
-        self.worker._maybe_process_fp8_kv_cache()
 
     def take(self, weights: list[tuple[str, Tensor]]) -> None:
         """A batch; its memory is the sender's again afterwards, and a layer waits until it is whole: so copies.
@@ -103,9 +122,34 @@ class _Reload:
         NeMo RL calls this on two CUDA streams in turn, so the copies are there when it returns.
         """
         self.missing -= {name for name, _ in weights}
-        self.worker.model_runner.get_model().load_weights(weights=[(name, tensor.clone()) for name, tensor in weights])
+        copies = [(name, tensor.clone()) for name, tensor in weights]
+        self.kv_scales.update((name, scale) for name, scale in copies if is_kv_scale(name))
+        self.worker.model_runner.get_model().load_weights(
+            weights=[(name, tensor) for name, tensor in copies if name not in self.kv_scales]
+        )
         if current_platform.is_cuda():
             torch.cuda.current_stream().synchronize()
+
+    def set_kv_scales(self) -> None:
+        """Those of the last refit, if there was one, in the engine's FP8 caches."""
+        if self.kv_scales:
+            for names, attention in fp8_caches(self.worker.model_runner.get_model()).items():
+                q_scale = f"{names[0].removesuffix('k_scale')}attn.q_scale"
+                set_kv_scales(attention, *(self.kv_scales[name].reshape(()) for name in (*names, q_scale)))
+
+
+def without_kv_scales(model: torch.nn.Module, announced: Collection[str]) -> str:
+    """An attention layer whose FP8 cache would stay without scales, in a sentence; empty if there is none."""
+    served = {id(layer): names for names, layer in fp8_caches(model).items()}
+    for path, layer in model.named_modules():
+        if is_quantized_kv_cache(str(getattr(layer, "kv_cache_dtype", "auto"))):
+            names = served.get(id(layer))
+            if names is None or not set(names) <= set(announced):
+                return (
+                    f"the trainer announces no scales for the FP8 KV cache of {path}: set "
+                    "policy.generation.vllm_cfg.kv_cache_dtype=auto"
+                )
+    return ""
 
 
 def parameters(model: torch.nn.Module) -> Iterator[str]:

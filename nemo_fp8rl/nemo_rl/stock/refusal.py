@@ -1,6 +1,6 @@
 """What NeMo RL's own workers cannot have with FP8 on the wire; no torch, so that `doctor` may ask."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_fp8rl.algorithms.correction_config import from_mapping
@@ -22,13 +22,14 @@ def check_stock(values: Mapping[str, Any], version: str) -> None:
         )
     if refusal := why_not(values["policy"], version):
         raise UserError(refusal)
+    if read_precision(values["policy"]).kv_fp8 and (refusal := next(why_no_kv_scales(values), "")):
+        raise UserError(f"{refusal}, {OURS}")
 
 
 def why_not(policy: Mapping[str, Any], version: str) -> str:
     """Why NeMo RL of this version cannot run the recipe's block `policy`, in a sentence; empty if it can.
 
-    An FP8 KV cache is set up by NeMo RL in the code that FP8 on the wire passes by. Raises UserError where trainer and
-    engine would not agree.
+    Raises UserError where trainer and engine would not agree.
     """
     precision = read_precision(policy)
     if precision.flow == "bf16":
@@ -37,11 +38,6 @@ def why_not(policy: Mapping[str, Any], version: str) -> str:
         return (
             f"NeMo RL {version} processes an engine's weights once more after a refit, which FP8 ones do not survive: "
             f"use its main, {OURS}"
-        )
-    if precision.kv_fp8:
-        return (
-            "policy.generation.vllm_cfg.kv_cache_dtype=fp8 is not supported with NeMo RL's own workers and FP8 on the "
-            f"wire: set it to auto, {OURS}"
         )
     if precision.fp8_param:
         return (
@@ -53,3 +49,21 @@ def why_not(policy: Mapping[str, Any], version: str) -> str:
     if (transport := policy["generation"].get("refit_transport")) is not None:
         return f"policy.generation.refit_transport={transport} does not carry FP8: set it to null"
     return ""
+
+
+def why_no_kv_scales(values: Mapping[str, Any]) -> Iterator[str]:
+    """What keeps NeMo RL from calibrating its engines' FP8 KV cache, each in a sentence.
+
+    The first two it asserts where it is told of such a cache, as it is not of ours; with the last it would validate
+    with scales of 1.
+    """
+    here = "policy.generation.vllm_cfg.kv_cache_dtype=fp8 with NeMo RL's own workers"
+    key = "policy.generation.vllm_cfg.async_engine"
+    if at(values, key, False):
+        yield f"{here} is not calibrated in asynchronous rollouts, {key}=true: set that to false"
+    key = "policy.megatron_cfg.pipeline_model_parallel_size"
+    if (pipeline := at(values, key, 1)) > 1:
+        yield f"{here} is calibrated on one pipeline stage, got {pipeline}: set {key}=1"
+    key = "grpo.val_at_start"
+    if at(values, key, False):
+        yield f"{here} is calibrated after the first validation, {key}=true: set that to false"

@@ -1,11 +1,13 @@
 """The trainer's half: what a NeMo RL worker streams to engines, quantized by the contract on its way out."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import Fp8Layers, NonFiniteError, quantize_blockwise, scale_name
+from nemo_fp8rl.nemo_rl.stock.agreement import is_kv_scale
 
 CHOICE = "fp8_stream"
 """Key of the policy block, set by `choose`: what is FP8 on the wire; no list in a list, which NeMo RL cannot log."""
@@ -15,17 +17,27 @@ class Fp8Stream:
     """Mix in before a worker with `_iter_params_with_optional_kv_scales` (nemo_rl's megatron_policy_worker.py).
 
     It gives whole tensors by HF name, gathered over TP and EP; blocks of 128 do not straddle ranks, so their bytes are
-    those of a quantized shard. `prepare_refit_info` reads shapes and dtypes from the same method.
+    those of a quantized shard. `prepare_refit_info` reads shapes and dtypes from the same method. The scales of an FP8
+    KV cache come after the weights; NeMo RL's worker puts 1 where it was given none.
     """
 
     cfg: Mapping[str, Any]
+    announces = False
+
+    def prepare_refit_info(self) -> Any:
+        self.announces = True
+        try:
+            return super().prepare_refit_info()  # type: ignore[misc]
+        finally:
+            self.announces = False
 
     def _iter_params_with_optional_kv_scales(
         self, kv_scales: dict[str, float] | None = None, **kwargs: Any
     ) -> Iterator[tuple[str, Tensor]]:
         """(HF name, tensor): float8_e4m3fn and, as `..._scale_inv`, float32 [rows/128, columns/128] where FP8 is.
 
-        Raises NonFiniteError, with the name, on a weight that holds NaN or infinity.
+        Raises NonFiniteError, with the name, on a weight that holds NaN or infinity, and RuntimeError on a scale of the
+        KV cache that no calibration of these weights gave.
         """
         stream = super()._iter_params_with_optional_kv_scales(kv_scales=kv_scales, **kwargs)  # type: ignore[misc]
         if (choice := self.cfg.get(CHOICE)) is None:
@@ -34,6 +46,8 @@ class Fp8Stream:
         said = choice["fp8_layers"]
         layers = Fp8Layers(said["first"], said["end"], tuple(said["ignored"]))
         for name, tensor in stream:
+            if is_kv_scale(name) and not self.announces:
+                _check_kv_scale(name, (kv_scales or {}).get(name))
             if not layers.quantizes(name):
                 yield name, tensor
                 continue
@@ -43,3 +57,12 @@ class Fp8Stream:
                 raise NonFiniteError(f"{name}: {error}") from None
             yield name, quantized.data
             yield scale_name(name), quantized.scale_inv
+
+
+def _check_kv_scale(name: str, scale: float | None) -> None:
+    if scale is None:
+        raise RuntimeError(f"{name}: this refit came without it, and an FP8 KV cache with a scale of 1 saturates")
+    if not 0 < scale < math.inf:
+        raise RuntimeError(
+            f"{name}={scale}, which no cache can have: its calibration saw no data, or numbers not finite"
+        )

@@ -1,0 +1,17 @@
+"""Which layers of a vLLM model keep their keys and values in FP8; imports nothing but vLLM."""
+
+from typing import Any
+
+from torch import nn
+from vllm.model_executor.layers.attention import Attention
+from vllm.utils.torch_utils import is_quantized_kv_cache
+
+
+def fp8_caches(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """{names of the scales that a refit must bring: attention layer} of every layer whose cache is FP8."""
+    layers = (
+        (name.removesuffix(".attn"), module)
+        for name, module in model.named_modules()
+        if isinstance(module, Attention) and is_quantized_kv_cache(module.kv_cache_dtype)
+    )
+    return {(f"{name}.k_scale", f"{name}.v_scale"): module for name, module in layers}
