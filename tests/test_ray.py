@@ -43,6 +43,7 @@ def test_actors_give_the_numbers_of_one_process(warm_overrides, tmp_path, in_pro
     assert run((*warm_overrides, "cluster.backend=ray", *places), tmp_path / "run") == in_process
 
 
+@pytest.mark.long
 def test_two_ranks_and_two_engines_that_share_their_places_agree_with_one(warm_overrides, tmp_path, in_process):
     """The first step samples from the same weights; gradients are summed in another order, so later ones may drift."""
     split = ("cluster.backend=ray", "cluster.train_ranks=2", "cluster.generation_engines=2", *COLOCATED)
@@ -230,6 +231,7 @@ def test_what_happened_in_an_actor(error, kind, said):
     assert re.search(said, str(cause))
 
 
+@pytest.mark.long
 def test_an_actors_refusal_is_one_line_too(tiny, warm_overrides, tmp_path):
     """The checkpoint is read inside an actor; what is wrong with it reaches the user as it does in one process."""
     shutil.copytree(tiny / "model", tmp_path / "model")

@@ -206,7 +206,7 @@ def test_kill_9_resumes_to_the_same_numbers(uninterrupted, warm_overrides, tmp_p
     assert not list((run / "checkpoints").glob(".partial*"))
 
 
-@pytest.mark.parametrize("key", ["sleep_level=2", "async_engine=true"])
+@pytest.mark.parametrize("key", ["sleep_level=2", pytest.param("async_engine=true", marks=pytest.mark.long)])
 def test_where_engines_run_and_whether_they_sleep_changes_no_number(uninterrupted, warm_overrides, tmp_path, key):
     overrides = (*LONGER, f"logger.log_dir={tmp_path}/run", f"policy.generation.vllm_cfg.{key}")
     assert train(load(RECIPES / "tiny_cpu.yaml", [*warm_overrides, *overrides]))

@@ -330,6 +330,7 @@ print(json.dumps([sorted(parameters), sorted(mapped), sorted(remapped)]))
 """
 
 
+@pytest.mark.long
 def test_vllm_maps_every_name_to_a_parameter_of_its_attention_layer():
     pytest.importorskip("vllm")
     names = [name for name, _ in KvScales((1.0, 1.0), (1.0, 1.0), (1.0, 1.0)).named()]

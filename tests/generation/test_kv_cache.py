@@ -71,6 +71,7 @@ def test_after_one_and_after_ten_refits_it_is_a_fresh_engine(pair, tmp_path):
     pair.is_fresh_after_refits(tmp_path)
 
 
+@pytest.mark.long
 def test_a_checkpoint_without_scales_starts_no_engine(pair):
     if pair.cfg.nemo_fp8rl.flow == "bf16" or pair.worker.hf.family.experts:
         pytest.skip("one engine will do")

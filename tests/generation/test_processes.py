@@ -79,7 +79,9 @@ def test_an_incomplete_refit_is_refused_by_name_and_the_next_one_counts(pair):
     assert outputs(pair.generate(GREEDY), same_batches) == before
 
 
-@pytest.mark.parametrize("layout", ["async_engine=true", "tensor_parallel_size=2"])
+@pytest.mark.parametrize(
+    "layout", ["async_engine=true", pytest.param("tensor_parallel_size=2", marks=pytest.mark.long)]
+)
 def test_what_a_process_of_its_own_refuses_is_said_in_one_sentence(recipe, monkeypatch, layout):
     """By vLLM, where this machine seems to have the memory."""
     here = "policy.generation.vllm_cfg"

@@ -99,6 +99,7 @@ def test_a_model_that_is_not_to_be_had_is_named(hub, monkeypatch, online):
         checkpoint_folder("some-org/other", "policy.tokenizer.name")
 
 
+@pytest.mark.long
 def test_a_run_on_a_model_of_the_hub(folder, tmp_path):
     run = tmp_path / "run"
     overrides = (f"policy.model_name={NAME}", f"data.train.data_path={folder.parent}/data.jsonl", *SMALL)

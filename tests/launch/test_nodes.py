@@ -127,6 +127,7 @@ def test_only_the_node_that_does_not_join_the_others_is_bad(tmp_path):
     assert "preflight: three: it did not join an all-reduce" in said[0]
 
 
+@pytest.mark.long
 def test_when_all_joined_and_none_reduces_no_node_is_bad(tmp_path):
     env = variables(tmp_path, "one two")
     head, other = preflight(0, env), preflight(1, env, reduces=False)

@@ -57,6 +57,7 @@ def test_without_gpus_they_are_ours(monkeypatch):
         takes_ours("nemo_rl")
 
 
+@pytest.mark.long
 def test_gpus_of_a_cluster_make_them_nemo_rls_unless_ours_are_asked_for_and_are_held_to_the_flow():
     whose, *able, hidden = with_pretended_gpus("-c", ASK, gpus="A100,L40S").splitlines()
     assert (whose, hidden) == ("[False, True, False] False", "True None")

@@ -46,21 +46,21 @@ ON_TWO = [
 ON_FOUR = [
     ({**QWEN2, "tie_word_embeddings": True}, (*SP, *PP)),
     (MOE, (*SP, *EP)),
-    (MOE, (*PP, *EP)),
     (MOE, (*SP, *PP)),
-    (MOE, (*SP, *EP, *ETP1)),
     ({**DENSE[2], "num_attention_heads": 4}, (*SP, *CP)),  # one key-value head for two ranks
-    (DENSE[2], (*PP, *CP)),
-    (MOE, (*SP, *ETP1)),
-    (MOE, (*EP, *ETP2)),
-    (MOE, (*CP, *EP)),
     (MOE, (*SP, *CP, "activation_checkpointing=true")),
     ({**MOE, "num_hidden_layers": 3}, (*UNEVEN, *EP)),
-    ({**QWEN2, **HEADS4, "tie_word_embeddings": True}, TP4),
     ({**DENSE[2], "num_hidden_layers": 4}, PP4),  # with two stages that have neither embedding nor head
     (MOE, EP4),
 ]
 ON_FOUR_LONG = [
+    (MOE, (*PP, *EP)),
+    (MOE, (*SP, *EP, *ETP1)),
+    (DENSE[2], (*PP, *CP)),
+    (MOE, (*SP, *ETP1)),
+    (MOE, (*EP, *ETP2)),
+    ({**QWEN2, **HEADS4, "tie_word_embeddings": True}, TP4),
+    (MOE, (*CP, *EP)),
     ({**DENSE[0], **HEADS4, "vocab_size": 97}, SP4),
     ({**DENSE[0], "num_attention_heads": 8}, ("context_parallel_size=4",)),  # two key-value heads for four ranks
     (DENSE[2], DP),
