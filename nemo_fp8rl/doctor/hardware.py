@@ -147,9 +147,10 @@ def _cache(plan: Plan, gpu: Gpu) -> Finding:
     backend = plan.vllm_kwargs.get("attention_backend")
     if backend is None and not HOPPER <= gpu.capability < BLACKWELL:
         backend = "FLASHINFER"  # vLLM's choice
-    if str(backend).upper() == "FLASHINFER" and plan.vllm.get("enforce_eager") is False:
+    graphs = str(at(plan.vllm_kwargs, "compilation_config.cudagraph_mode", "FULL")).upper() != "PIECEWISE"
+    if str(backend).upper() == "FLASHINFER" and plan.vllm.get("enforce_eager") is False and graphs:
         return Finding(
-            "warn",
+            "warn" if plan.ours else "error",
             TOPIC,
             f"an FP8 KV cache on {gpu.name}: where vLLM takes FlashInfer for it, {ENGINE}.enforce_eager must not be "
             "false, as a CUDA graph would keep the scales of the first version; set it to true, or "

@@ -171,7 +171,9 @@ def set_kv_scales(attention: Any, k_scale: Tensor, v_scale: Tensor, q_scale: Ten
     """In the buffers that GPU kernels read, in place, and in the copies for kernels that take numbers, of which one is
     there since 0.26, not of queries. q_scale: None leaves it.
     """
-    for x, scale in (("k", k_scale), ("v", v_scale), *([("q", q_scale)] if q_scale is not None else ())):
+    for x, scale in (("k", k_scale), ("v", v_scale), ("q", q_scale)):
+        if scale is None:
+            continue
         getattr(attention, f"_{x}_scale").copy_(scale)
         setattr(attention, f"_{x}_scale_float", float(scale))
         if vllm_version() >= (0, 26) and x != "q":

@@ -157,7 +157,12 @@ def test_fp8_needs_whole_groups_of_tokens_on_each_rank(plan):
         ({ENGINE + "num_last_layers_in_bf16": 2}, "warn", "of layers 30 to 31 are bfloat16 in the engine"),
         ({ENGINE + "quantization_ignored_layer_kws": ["o_proj"]}, "warn", "self_attn.o_proj of layers 0 to 31"),
         ({ENGINE + "kv_cache_dtype": "fp8", "nemo_fp8rl.kv": "rollout"}, "warn", "see nemo_fp8rl.kv"),
-        ({ENGINE + "kv_cache_dtype": "fp8", ENGINE + "async_engine": True}, "error", "async_engine=true"),
+        ({ENGINE + "kv_cache_dtype": "fp8", ENGINE + "async_engine": True}, "error", "async_engine=false"),
+        (
+            {ENGINE + "kv_cache_dtype": "fp8", "grpo.async_grpo": {"enabled": True}},
+            "error",
+            "set policy.generation.vllm_cfg.kv_cache_dtype=auto",
+        ),
         ({ENGINE + "kv_cache_dtype": "fp8", "grpo.val_at_start": True}, "error", "val_at_start=true"),
         (
             {ENGINE + "kv_cache_dtype": "fp8", TRAINER + "pipeline_model_parallel_size": 2},
@@ -293,18 +298,23 @@ def test_ours_run_without_a_correction_and_say_so(plan):
     assert "nothing weighs a token" in text
 
 
-@pytest.mark.parametrize("workers", [OURS, {}])
-def test_flashinfer_keeps_a_caches_scales_out_of_a_cuda_graph(plan, workers):
+@pytest.mark.parametrize(("workers", "level"), [(OURS, "warn"), ({}, "error")])
+def test_flashinfer_keeps_a_caches_scales_out_of_a_cuda_graph(plan, workers, level):
     cache = workers | {ENGINE + "kv_cache_dtype": "fp8"}
     graphs = plan(LLAMA, cache | {ENGINE + "enforce_eager": False})
 
     def warned(plan, gpu):
-        return any("enforce_eager must not be" in text for text in said(check_hardware(plan, GPUS[gpu]), "warn"))
+        return any("enforce_eager must not be" in text for text in said(check_hardware(plan, GPUS[gpu]), level))
 
     assert {gpu: warned(graphs, gpu) for gpu in ("l40s", "h100", "b200")} == {"l40s": True, "h100": False, "b200": True}
     for eager in (True, None):
         assert not warned(plan(LLAMA, cache | {ENGINE + "enforce_eager": eager}), "b200")
-    kwargs = "policy.generation.vllm_kwargs.attention_backend"
-    for gpu, backend, graphs_end in (("b200", "TRITON_ATTN", False), ("h100", "FLASHINFER", True)):
-        chosen = plan(LLAMA, cache | {ENGINE + "enforce_eager": False, kwargs: backend})
+    kwargs = "policy.generation.vllm_kwargs"
+    pieces = {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
+    for gpu, chosen, graphs_end in (
+        ("b200", {"attention_backend": "TRITON_ATTN"}, False),
+        ("h100", {"attention_backend": "FLASHINFER"}, True),
+        ("b200", pieces, False),
+    ):
+        chosen = plan(LLAMA, cache | {ENGINE + "enforce_eager": False, kwargs: chosen})
         assert warned(chosen, gpu) is graphs_end

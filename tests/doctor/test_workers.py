@@ -42,6 +42,12 @@ def test_where_they_are_not_asked_for_nothing_is_said():
     [
         ({}, "0.7.0", "NeMo RL 0.7.0 processes an engine's weights once more"),
         ({"policy.generation.refit_transport": "nccl"}, "0.6.0", "refit_transport=nccl"),
+        ({"policy.draft": {"enabled": True}}, "0.6.0", "carries no drafter's weights; set it to false, or nemo_fp8rl."),
+        (
+            {"policy.generation.vllm_kwargs": {"kv_cache_dtype": "fp8"}},
+            "0.6.0",
+            "say it in policy.generation.vllm_cfg.kv_cache_dtype",
+        ),
     ],
 )
 def test_what_nemo_rls_own_do_not_take_is_named(plan, workers, level, change, version, message):

@@ -86,10 +86,7 @@ def test_the_driver_of_a_cluster_is_not_held_to_its_own_gpu(start, monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            (KV, "++policy.generation.vllm_cfg.async_engine=true"),
-            r"not calibrated in asynchronous rollouts, policy\..*_engine=true",
-        ),
+        ((KV, "++policy.generation.vllm_cfg.async_engine=true"), r"no asynchronous rollouts: set .*async_engine=false"),
         ((KV, "++policy.megatron_cfg.pipeline_model_parallel_size=2"), r"one pipeline stage, got 2: set .*=1, or"),
         (
             (KV, "++grpo.val_at_start=true"),
@@ -105,9 +102,10 @@ def test_what_nemo_rls_workers_cannot_have_is_refused_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize("workers", ["auto", "nemo_rl"])
-def test_an_fp8_kv_cache_they_can(start, workers):
+@pytest.mark.parametrize("stages", ["1", "null"])
+def test_an_fp8_kv_cache_they_can(start, workers, stages):
     with pytest.raises(Loads):
-        start(workers, "fp8_e2e", (9, 0), KV, "++policy.megatron_cfg.pipeline_model_parallel_size=1")
+        start(workers, "fp8_e2e", (9, 0), KV, f"++policy.megatron_cfg.pipeline_model_parallel_size={stages}")
 
 
 def test_so_is_fp8_between_the_workers_of_v0_7_0(start, main_checkout):

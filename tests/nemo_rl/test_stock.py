@@ -110,8 +110,7 @@ def test_the_engine_is_vllms_own_fp8_with_our_worker():
     choose(cfg, num_hidden_layers=2, version="0.6.0")
     generation = cfg["generation"]
     layers = {"first": 1, "end": 2, "ignored": []}
-    of_model = {"hf_config_overrides": {}, "kv_cache_dtype": "auto"}
-    assert cfg[CHOICE] == {"scale_format": "pow2", "fp8_layers": layers} | of_model
+    assert cfg[CHOICE] == {"scale_format": "pow2", "fp8_layers": layers, "hf_config_overrides": {}}
     assert generation["vllm_cfg"]["precision"] == "bfloat16"  # so that NeMo RL patches nothing
     assert generation["vllm_kwargs"]["worker_cls"] == ENGINE_WORKER
     assert generation["vllm_kwargs"]["moe_backend"] == "triton"
@@ -276,8 +275,9 @@ def test_an_fp8_cache_for_which_no_scales_are_announced_is_refused_before_a_refi
     names = ("k_scale", "v_scale")
     monkeypatch.setattr(engine, "fp8_caches", lambda model: {names: model.attn} if known else {})
     refusal = "the trainer announces no scales for the FP8 KV cache of attn: "
-    assert engine.without_kv_scales(model, ["k_scale"]).startswith(refusal)
-    assert bool(engine.without_kv_scales(model, names)) != known  # not known: latent attention has names of its own
+    assert engine.without_kv_scales(model, names).startswith(refusal)  # queries have one, too
+    announced = (*names, "attn.q_scale")
+    assert bool(engine.without_kv_scales(model, announced)) != known  # not known: latent attention has names of its own
     model.attn.kv_cache_dtype = "auto"
     assert engine.without_kv_scales(model, []) == ""
 
@@ -294,7 +294,7 @@ def test_cuda_graphs_that_keep_the_scales_of_an_fp8_cache_are_refused(backend, r
     monkeypatch.setattr(engine.Worker, "load_model", lambda self: None)
     worker = object.__new__(type("Mixed", (engine.Fp8Worker,), dict.fromkeys(engine.REPLACED)))
     worker.model_runner = SimpleNamespace(get_model=lambda: None)
-    mode = CUDAGraphMode.FULL if graphs else CUDAGraphMode.NONE
+    mode = CUDAGraphMode.FULL_AND_PIECEWISE if graphs else CUDAGraphMode.PIECEWISE
     worker.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
     if refused and graphs:
         with pytest.raises(RuntimeError, match=r"FlashInfer.*vllm_cfg\.enforce_eager=true, or"):
@@ -315,9 +315,10 @@ def test_kv_scales_outlast_a_wake_up_for_which_vllm_puts_1(monkeypatch):
     worker.reload = engine._Reload(worker)
     worker.wake_up(tags=["weights"])
     assert attention._k_scale == 1.0  # there was no refit
-    worker.reload.take([(name, torch.tensor([0.5])) for name in ("a.k_scale", "a.v_scale", "a.attn.q_scale")])
+    worker.reload.take([(name, torch.tensor([0.3])) for name in ("a.k_scale", "a.v_scale", "a.attn.q_scale")])
     worker.wake_up(tags=["kv_cache"])
-    assert [attention._k_scale.item(), attention._v_scale_float, attention._q_scale.item()] == [0.5, 0.5, 0.5]
+    held = (attention._k_scale, torch.tensor(attention._v_scale_float), attention._q_scale)
+    assert all(torch.equal(one, torch.tensor(0.3)) for one in held)  # not as bfloat16
     assert attention.impl.bmm1_scale is None
 
 
@@ -373,8 +374,8 @@ from nemo_fp8rl.nemo_rl.stock.choose import policy_factory
 lm_policy.Policy = lambda **arguments: arguments
 venvs.create_local_venv_on_each_node = lambda command, name: f"/venvs/{{name}}/bin/python"
 before = dict(ACTOR_ENVIRONMENT_REGISTRY)
-choice = {{"hf_config_overrides": {{}}, "kv_cache_dtype": "auto"}}
-made = policy_factory(config={{"{CHOICE}": choice, "generation": {{"vllm_cfg": {{}}}}}})
+generation = {{"vllm_cfg": {{}}, "vllm_kwargs": {{}}}}
+made = policy_factory(config={{"{CHOICE}": {{"hf_config_overrides": {{}}}}, "generation": generation}})
 print(json.dumps([made["worker_extension_cls_fqn"], ACTOR_ENVIRONMENT_REGISTRY["{TRAINER_WORKER}"]]))
 for ours in (False, True):
     environment.register(ours)

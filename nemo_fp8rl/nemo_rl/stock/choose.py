@@ -52,7 +52,6 @@ def choose(policy: dict[str, Any], num_hidden_layers: int, version: str) -> None
         "scale_format": precision.scale_format,
         "fp8_layers": {"first": layers.first, "end": layers.end, "ignored": list(layers.ignored)},
         OVERRIDES: overrides,
-        KV_CACHE: vllm.get(KV_CACHE, "auto"),
     }
     quantization = served_config(linears, precision.scale_format, layers)
     del quantization["fp8_layers"]  # vLLM reads the modules; NeMo RL logs this to TensorBoard, which takes no such list
@@ -80,7 +79,7 @@ def policy_factory(config: Any, **arguments: Any) -> Any:
     if python.startswith("uv"):  # a command to make an environment with, which NeMo RL would name after our class
         python = create_local_venv_on_each_node(python, STOCK_WORKER)
     ACTOR_ENVIRONMENT_REGISTRY[TRAINER_WORKER] = python
-    config = {**config, OVERRIDES: config[CHOICE][OVERRIDES], "generation": _with_kv_cache(config)}
+    config = {**config, OVERRIDES: config[CHOICE][OVERRIDES], "generation": _with_kv_cache(config["generation"])}
     return Policy(config=config, **arguments, worker_extension_cls_fqn=TRAINER_WORKER)
 
 
@@ -89,11 +88,10 @@ def say_kv_cache(generation: Any, policy: Mapping[str, Any]) -> None:
     that say so in their `cfg`, and refits with them. For after `setup`, which takes the word for patches of vLLM.
     """
     if CHOICE in policy:
-        generation.cfg = _with_kv_cache({**policy, "generation": generation.cfg})
+        generation.cfg = _with_kv_cache(generation.cfg)
 
 
-def _with_kv_cache(policy: Mapping[str, Any]) -> dict[str, Any]:
-    """The block `generation` with the recipe's own kv_cache_dtype, a copy."""
-    generation = policy["generation"]
-    vllm = {**generation["vllm_cfg"], KV_CACHE: policy[CHOICE][KV_CACHE]}
+def _with_kv_cache(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """The block `generation` with what vLLM is told in place of what NeMo RL was, a copy."""
+    vllm = {**generation["vllm_cfg"], KV_CACHE: generation["vllm_kwargs"].get(KV_CACHE, "auto")}
     return {**generation, "vllm_cfg": vllm}

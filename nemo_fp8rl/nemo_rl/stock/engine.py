@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import CUDAGraphMode, set_current_vllm_config
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
     get_layerwise_info,
@@ -46,12 +46,12 @@ class Fp8Worker(Worker):
                 )
         super().load_model(*args, **kwargs)
         caches = fp8_caches(self.model_runner.get_model()).values()
-        graphs = self.vllm_config.compilation_config.cudagraph_mode is not CUDAGraphMode.NONE
-        if graphs and any(cache.attn_backend.get_name().endswith("FLASHINFER") for cache in caches):
+        graphs = self.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+        if graphs and any(cache.attn_backend.get_name() == "FLASHINFER" for cache in caches):
             raise RuntimeError(
-                "FlashInfer's attention on an FP8 KV cache, whose CUDA graphs keep the scales they were captured with: "
-                "set policy.generation.vllm_cfg.enforce_eager=true, or "
-                "policy.generation.vllm_kwargs.attention_backend=TRITON_ATTN"
+                "FlashInfer's attention on an FP8 KV cache, whose whole CUDA graphs keep the scales they were captured "
+                "with: set policy.generation.vllm_cfg.enforce_eager=true, or in policy.generation.vllm_kwargs "
+                "attention_backend=TRITON_ATTN or compilation_config.cudagraph_mode=PIECEWISE"
             )
         self.reload = _Reload(self)
         self.prepare_refit_info = self.reload.announced
@@ -85,8 +85,11 @@ class _Reload:
                 f"the trainer streams FP8: {BFLOAT16}"
             )
         model, fused = self.worker.model_runner.get_model(), quantization.packed_modules_mapping
-        refusal = disagreement(parameters(model), state_dict_info, fused)
-        if refusal := refusal or without_kv_scales(model, state_dict_info):
+        drafter = getattr(getattr(self.worker.model_runner, "drafter", None), "model", None)
+        refusal = disagreement(parameters(model), state_dict_info, fused) or without_kv_scales(model, state_dict_info)
+        if not refusal and drafter is not None:
+            refusal = without_kv_scales(drafter, ())
+        if refusal:
             raise RuntimeError(refusal)
 
     @contextmanager
@@ -134,8 +137,13 @@ class _Reload:
         """Those of the last refit, if there was one, in the engine's FP8 caches."""
         if self.kv_scales:
             for names, attention in fp8_caches(self.worker.model_runner.get_model()).items():
-                q_scale = f"{names[0].removesuffix('k_scale')}attn.q_scale"
-                set_kv_scales(attention, *(self.kv_scales[name].reshape(()) for name in (*names, q_scale)))
+                set_kv_scales(attention, *(self.kv_scales[name].reshape(()) for name in with_queries(names)))
+
+
+def with_queries(names: tuple[str, str]) -> tuple[str, str, str]:
+    """Names of the scales of keys, values and queries, as NeMo RL has them (its quantization/fp8_train_utils.py)."""
+    k_scale, v_scale = names
+    return k_scale, v_scale, f"{k_scale.removesuffix('k_scale')}attn.q_scale"
 
 
 def without_kv_scales(model: torch.nn.Module, announced: Collection[str]) -> str:
@@ -144,7 +152,7 @@ def without_kv_scales(model: torch.nn.Module, announced: Collection[str]) -> str
     for path, layer in model.named_modules():
         if is_quantized_kv_cache(str(getattr(layer, "kv_cache_dtype", "auto"))):
             names = served.get(id(layer))
-            if names is None or not set(names) <= set(announced):
+            if names is None or not set(with_queries(names)) <= set(announced):
                 return (
                     f"the trainer announces no scales for the FP8 KV cache of {path}: set "
                     "policy.generation.vllm_cfg.kv_cache_dtype=auto"

@@ -6,6 +6,7 @@ from typing import Any
 from nemo_fp8rl.algorithms.correction_config import from_mapping
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.nemo_rl.compat import engines_survive_fp8_refit
+from nemo_fp8rl.nemo_rl.gpus import is_asynchronous
 from nemo_fp8rl.nemo_rl.keys import at
 from nemo_fp8rl.nemo_rl.precision import read_precision
 
@@ -48,21 +49,27 @@ def why_not(policy: Mapping[str, Any], version: str) -> str:
         return "FP8 on the wire needs NeMo RL's Megatron worker: set policy.megatron_cfg.enabled=true"
     if (transport := policy["generation"].get("refit_transport")) is not None:
         return f"policy.generation.refit_transport={transport} does not carry FP8: set it to null"
+    if at(policy, "draft.enabled", False):
+        return f"policy.draft.enabled=true: FP8 on the wire carries no drafter's weights; set it to false, {OURS}"
+    if at(policy, "generation.vllm_kwargs.kv_cache_dtype", None) is not None:
+        return "policy.generation.vllm_kwargs.kv_cache_dtype: say it in policy.generation.vllm_cfg.kv_cache_dtype"
     return ""
 
 
 def why_no_kv_scales(values: Mapping[str, Any]) -> Iterator[str]:
     """What keeps NeMo RL from calibrating its engines' FP8 KV cache, each in a sentence.
 
-    The first two it asserts where it is told of such a cache, as it is not of ours; with the last it would validate
+    The first two it refuses where it is told of such a cache, as it is not of ours; with the last it would validate
     with scales of 1.
     """
-    here = "policy.generation.vllm_cfg.kv_cache_dtype=fp8 with NeMo RL's own workers"
-    key = "policy.generation.vllm_cfg.async_engine"
-    if at(values, key, False):
-        yield f"{here} is not calibrated in asynchronous rollouts, {key}=true: set that to false"
+    key = "policy.generation.vllm_cfg.kv_cache_dtype"
+    here = f"{key}=fp8 with NeMo RL's own workers"
+    if is_asynchronous(values):
+        yield f"{here} is not calibrated by its asynchronous loop: set {key}=auto"
+    elif at(values, "policy.generation.vllm_cfg.async_engine", False):
+        yield f"{here} has no asynchronous rollouts: set policy.generation.vllm_cfg.async_engine=false"
     key = "policy.megatron_cfg.pipeline_model_parallel_size"
-    if (pipeline := at(values, key, 1)) > 1:
+    if (pipeline := at(values, key, 1) or 1) > 1:
         yield f"{here} is calibrated on one pipeline stage, got {pipeline}: set {key}=1"
     key = "grpo.val_at_start"
     if at(values, key, False):

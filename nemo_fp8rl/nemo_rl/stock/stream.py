@@ -1,7 +1,7 @@
 """The trainer's half: what a NeMo RL worker streams to engines, quantized by the contract on its way out."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -22,14 +22,14 @@ class Fp8Stream:
     """
 
     cfg: Mapping[str, Any]
-    announces = False
+    kv_scale_names: Sequence[str] = ()
 
     def prepare_refit_info(self) -> Any:
-        self.announces = True
-        try:
-            return super().prepare_refit_info()  # type: ignore[misc]
-        finally:
-            self.announces = False
+        """As it is; the scales of an FP8 KV cache that it has are asked for from here on."""
+        self.kv_scale_names = ()
+        info = super().prepare_refit_info()  # type: ignore[misc]
+        self.kv_scale_names = [name for name in info if is_kv_scale(name)]
+        return info
 
     def _iter_params_with_optional_kv_scales(
         self, kv_scales: dict[str, float] | None = None, **kwargs: Any
@@ -39,6 +39,8 @@ class Fp8Stream:
         Raises NonFiniteError, with the name, on a weight that holds NaN or infinity, and RuntimeError on a scale of the
         KV cache that no calibration of these weights gave.
         """
+        for name in self.kv_scale_names:
+            _check_kv_scale(name, (kv_scales or {}).get(name))
         stream = super()._iter_params_with_optional_kv_scales(kv_scales=kv_scales, **kwargs)  # type: ignore[misc]
         if (choice := self.cfg.get(CHOICE)) is None:
             yield from stream
@@ -46,8 +48,6 @@ class Fp8Stream:
         said = choice["fp8_layers"]
         layers = Fp8Layers(said["first"], said["end"], tuple(said["ignored"]))
         for name, tensor in stream:
-            if is_kv_scale(name) and not self.announces:
-                _check_kv_scale(name, (kv_scales or {}).get(name))
             if not layers.quantizes(name):
                 yield name, tensor
                 continue
@@ -61,7 +61,7 @@ class Fp8Stream:
 
 def _check_kv_scale(name: str, scale: float | None) -> None:
     if scale is None:
-        raise RuntimeError(f"{name}: this refit came without it, and an FP8 KV cache with a scale of 1 saturates")
+        raise RuntimeError(f"{name}: this refit came without it, and NeMo RL would take 1: it was not calibrated")
     if not 0 < scale < math.inf:
         raise RuntimeError(
             f"{name}={scale}, which no cache can have: its calibration saw no data, or numbers not finite"
