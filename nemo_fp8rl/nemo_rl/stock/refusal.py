@@ -69,7 +69,7 @@ def why_no_kv_scales(values: Mapping[str, Any]) -> Iterator[str]:
     elif at(values, "policy.generation.vllm_cfg.async_engine", False):
         yield f"{here} has no asynchronous rollouts: set policy.generation.vllm_cfg.async_engine=false"
     key = "policy.megatron_cfg.pipeline_model_parallel_size"
-    if (pipeline := at(values, key, 1) or 1) > 1:
+    if (pipeline := at(values, key, 1)) > 1:
         yield f"{here} is calibrated on one pipeline stage, got {pipeline}: set {key}=1"
     key = "grpo.val_at_start"
     if at(values, key, False):
