@@ -11,7 +11,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev demo test test-long test-megatron-0.19 test-vllm-matrix test-nemo-rl test-slurm
-.PHONY: test-browser test-fake-gpu test-gpu test-gpu-engine test-loggers test-nixl test-transformer-engine
+.PHONY: test-nemo-rl-trainer test-browser test-fake-gpu test-gpu test-gpu-engine test-loggers test-nixl
+.PHONY: test-transformer-engine
 .PHONY: lint format types clean
 
 help:  ## show this list
@@ -102,6 +103,18 @@ test-nemo-rl: .venv/nemo-rl/installed  ## NeMo RL's own loop and loss tests with
 .venv/nemo-rl/installed: requirements/nemo-rl.txt | setup-dev
 	@rm -rf $(@D)
 	@$(BIN)/python -m pip install -q --no-deps --target $(@D) -r $<
+	@touch $@
+
+test-nemo-rl-trainer: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
+test-nemo-rl-trainer: .venv/nemo-rl/installed .venv/transformer-engine-2.20/installed .venv/nemo-rl-trainer/installed
+test-nemo-rl-trainer:  ## NeMo RL's own Megatron worker, on Megatron-Bridge and fake kernels, streams FP8
+	@PYTHONPATH=$(CURDIR)/.venv/nemo-rl-trainer:$(CURDIR)/.venv/transformer-engine-2.20:$(CURDIR)/.venv/nemo-rl \
+	  $(BIN)/python -m pytest -q -rs -p tests.transformer_engine.plugin -m nemo_rl tests/nemo_rl/test_stock_trainer.py $(ARGS)
+
+.venv/nemo-rl-trainer/installed: requirements/nemo-rl-trainer.txt | setup-dev
+	@rm -rf $(@D)
+	@$(BIN)/python -m pip install -q --no-deps --ignore-requires-python --python-version 3.12 --only-binary :all: \
+	  --target $(@D) -r $<
 	@touch $@
 
 test-slurm: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
