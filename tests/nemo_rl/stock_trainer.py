@@ -6,7 +6,6 @@ Its methods, Bridge and Megatron are the real ones; Transformer Engine's compile
 
 import importlib
 import json
-import os
 import re
 import sys
 import typing
@@ -59,7 +58,6 @@ def worker(folder: Path) -> Any:
     from megatron.bridge import AutoBridge
     from megatron.core import parallel_state
 
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     bridge = AutoBridge.from_hf_pretrained(str(folder))

@@ -282,6 +282,20 @@ def test_an_fp8_cache_for_which_no_scales_are_announced_is_refused_before_a_refi
     assert engine.without_kv_scales(model, []) == ""
 
 
+def test_a_drafter_whose_fp8_cache_no_refit_brings_scales_is_refused(monkeypatch):
+    from nemo_fp8rl.nemo_rl.stock import engine
+
+    monkeypatch.setattr(engine, "fp8_caches", lambda model: {})
+    drafter = torch.nn.Sequential(Cached())
+    runner = SimpleNamespace(get_model=torch.nn.Module, drafter=SimpleNamespace(model=drafter))
+    config = SimpleNamespace(quant_config=SimpleNamespace(packed_modules_mapping={}))
+    reload = engine._Reload(SimpleNamespace(vllm_config=config, model_runner=runner))
+    with pytest.raises(RuntimeError, match="no scales for the FP8 KV cache of 0: "):
+        reload.announced({})
+    drafter[0].kv_cache_dtype = "auto"
+    reload.announced({})
+
+
 @pytest.mark.parametrize(("backend", "refused"), [("FLASHINFER", True), ("TRITON_ATTN", False)])
 @pytest.mark.parametrize("graphs", [True, False])
 def test_cuda_graphs_that_keep_the_scales_of_an_fp8_cache_are_refused(backend, refused, graphs, monkeypatch):

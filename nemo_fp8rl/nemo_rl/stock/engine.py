@@ -125,11 +125,10 @@ class _Reload:
         NeMo RL calls this on two CUDA streams in turn, so the copies are there when it returns.
         """
         self.missing -= {name for name, _ in weights}
-        copies = [(name, tensor.clone()) for name, tensor in weights]
-        self.kv_scales.update((name, scale) for name, scale in copies if is_kv_scale(name))
-        self.worker.model_runner.get_model().load_weights(
-            weights=[(name, tensor) for name, tensor in copies if name not in self.kv_scales]
-        )
+        copies = {name: tensor.clone() for name, tensor in weights}
+        for name in filter(is_kv_scale, list(copies)):
+            self.kv_scales[name] = copies.pop(name)
+        self.worker.model_runner.get_model().load_weights(weights=list(copies.items()))
         if current_platform.is_cuda():
             torch.cuda.current_stream().synchronize()
 
