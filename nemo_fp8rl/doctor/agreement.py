@@ -51,8 +51,8 @@ def _layers(plan: Plan) -> Iterator[Finding]:
         yield Finding(
             "warn",
             TOPIC,
-            f"{', '.join(kinds)} of layers {layers[0]} to {layers[-1]} are bfloat16 in the engine by {ENGINE} "
-            "(ignored words, first and last layers) and FP8 in NeMo RL's trainer, which has no such list",
+            f"{', '.join(kinds)} of layers {layers[0]} to {layers[-1]} are bfloat16 in the engine by {ENGINE}."
+            "quantization_ignored_layer_kws and FP8 in NeMo RL's trainer, which has no such list",
         )
     else:
         yield Finding("ok", TOPIC, "the same linears are FP8 in trainer and engine")

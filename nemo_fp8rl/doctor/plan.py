@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from nemo_fp8rl.doctor.shapes import Shape, Weight
-from nemo_fp8rl.fp8.layers import Fp8Layers
+from nemo_fp8rl.fp8.layers import LAYER, Fp8Layers
 from nemo_fp8rl.hf.divide import stages
 from nemo_fp8rl.nemo_rl.gpus import divide, is_colocated
 from nemo_fp8rl.nemo_rl.precision import engine_fp8_layers
@@ -162,8 +162,11 @@ class Plan:
         return weight.linear and not ignored and self.engine_layers.quantizes(name)
 
     def is_fp8_in_trainer(self, weight: Weight) -> bool:
-        """Megatron's FP8 recipe takes every linear of a decoder layer, our trainer those of the engine."""
-        return self.trainer_fp8 and (self.is_fp8_in_engine(weight) if self.ours else weight.linear)
+        """Our trainer has those of the engine, NeMo RL's every linear of a decoder layer that is not bfloat16."""
+        if self.ours:
+            return self.trainer_fp8 and self.is_fp8_in_engine(weight)
+        layer = LAYER.search(weight.name)
+        return self.trainer_fp8 and weight.linear and layer is not None and int(layer[1]) in self.engine_layers
 
     # Batches
 

@@ -23,6 +23,7 @@ __all__ = [
     "NonFiniteError",
     "ScaleFormat",
     "check_scale_format",
+    "nan_codes",
     "non_finite",
     "scale_shape",
 ]
@@ -51,6 +52,11 @@ def non_finite(x: Tensor) -> str:
     bad = ~x.isfinite()
     first = torch.unravel_index(bad.reshape(-1).byte().argmax(), x.shape)
     return f"{int(bad.sum())} of {x.numel()} values are not finite, the first at {[int(index) for index in first]}"
+
+
+def nan_codes(data: Tensor) -> Tensor:
+    """int64 []: how many values of E4M3 data are NaN, 7 bits of 1 after either sign; it has no infinity."""
+    return (data.view(torch.uint8).bitwise_and(0x7F) == 0x7F).sum()
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from nemo_fp8rl.fp8 import (
     scale_shape,
 )
 from nemo_fp8rl.fp8.delta import Delta
-from nemo_fp8rl.fp8.format import non_finite
+from nemo_fp8rl.fp8.format import nan_codes, non_finite
 from nemo_fp8rl.hf.region import Region
 from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart, blocks_of
@@ -285,15 +285,12 @@ class _Sending:
             raise NonFiniteError(non_finite(tensor))
 
     def check_codes(self, part: TensorPart, quantized: BlockScaled) -> None:
-        """E4M3 has two NaN, 7 bits of 1 after either sign, and no infinity."""
-        not_numbers = bytes_of(quantized.data).bitwise_and(0x7F) == 0x7F
-        if on_gpu(not_numbers):
-            self.readings.number(not_numbers.sum(), partial(_refuse_codes, part))
+        count = nan_codes(quantized.data)
+        if on_gpu(count):
+            self.readings.number(count, partial(_refuse_codes, part))
             self.check_finite(part, quantized.scale_inv)
-        elif not_numbers.any() or not all_finite(quantized.scale_inv):
-            raise NonFiniteError(
-                f"{int(not_numbers.sum())} of {not_numbers.numel()} FP8 values, or their scales, are NaN"
-            )
+        elif count or not all_finite(quantized.scale_inv):
+            raise NonFiniteError(f"{int(count)} of {quantized.data.numel()} FP8 values, or their scales, are NaN")
 
     def room(self, piece: Piece, nbytes: int) -> Tensor | None:
         """For an entry, in the bucket of the first link that wants the piece and still holds, if any does."""

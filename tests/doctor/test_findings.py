@@ -154,7 +154,6 @@ def test_fp8_needs_whole_groups_of_tokens_on_each_rank(plan):
         ),
         ({"loss_fn.truncated_importance_sampling_type": None}, "warn", "weights without a bound"),
         ({"nemo_fp8rl.correction": {"preset": "icepop"}}, "error", "set that to false"),
-        ({ENGINE + "num_last_layers_in_bf16": 2}, "warn", "of layers 30 to 31 are bfloat16 in the engine"),
         ({ENGINE + "quantization_ignored_layer_kws": ["o_proj"]}, "warn", "self_attn.o_proj of layers 0 to 31"),
         ({ENGINE + "kv_cache_dtype": "fp8", "nemo_fp8rl.kv": "rollout"}, "warn", "see nemo_fp8rl.kv"),
         ({ENGINE + "kv_cache_dtype": "fp8", ENGINE + "async_engine": True}, "error", "async_engine=false"),
@@ -266,7 +265,7 @@ NOT_OURS = {
     ENGINE + "kv_cache_dtype": "fp8",
     ENGINE + "async_engine": True,
     ENGINE + "use_deep_gemm": False,
-    ENGINE + "num_last_layers_in_bf16": 2,
+    ENGINE + "quantization_ignored_layer_kws": ["o_proj"],
 }
 
 
@@ -318,3 +317,9 @@ def test_flashinfer_keeps_a_caches_scales_out_of_a_cuda_graph(plan, workers, lev
     ):
         chosen = plan(LLAMA, cache | {ENGINE + "enforce_eager": False, kwargs: chosen})
         assert warned(chosen, gpu) is graphs_end
+
+
+def test_nemo_rls_trainer_has_the_engines_last_layers_in_bfloat16(plan):
+    findings = list(check_agreement(plan(LLAMA, {ENGINE + "num_last_layers_in_bf16": 2})))
+    assert said(findings, "warn") == []
+    assert "the same linears are FP8 in trainer and engine" in said(findings, "ok")

@@ -93,10 +93,10 @@ def test_what_our_trainer_keeps_for_deltas_stays_on_its_gpu(plan, mode, colocate
     assert not any("kept for deltas" in phase.parts for phase in theirs.phases)
 
 
-def test_layers_that_are_bfloat16_in_the_engine_are_so_in_our_trainer(plan):
-    some = {ENGINE + "num_first_layers_in_bf16": 8}
-    assert train(plan(LLAMA, OURS | some))["FP8 weights"] == pytest.approx(2 * FP8 * LLAMA_LINEARS * 3 / 4)
-    assert train(plan(LLAMA, some))["FP8 weights"] == pytest.approx(2 * FP8 * LLAMA_LINEARS)
+@pytest.mark.parametrize("whose", [OURS, {}])
+def test_layers_that_are_bfloat16_in_the_engine_are_so_in_the_trainer(plan, whose):
+    some = whose | {ENGINE + "num_first_layers_in_bf16": 8}
+    assert train(plan(LLAMA, some))["FP8 weights"] == pytest.approx(2 * FP8 * LLAMA_LINEARS * 3 / 4)
 
 
 def test_a_bfloat16_trainer_has_no_fp8_weights(plan):

@@ -52,23 +52,29 @@ def worker_class() -> type:
             setattr(importlib.import_module(absent[2]), absent[1], type(absent[1], (), {}))
 
 
-def worker(folder: Path) -> Any:
+def worker(folder: Path, fp8_param: bool) -> Any:
+    """fp8_param: holding FP8 alone where the recipe's trainer is in FP8."""
     streaming = object.__new__(type("Streaming", (Fp8Stream, worker_class()), {}))
 
     from megatron.bridge import AutoBridge
     from megatron.core import parallel_state
+    from nemo_rl.models.megatron.setup import _merge_model_overrides
 
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     bridge = AutoBridge.from_hf_pretrained(str(folder))
     provider = bridge.to_megatron_provider(load_weights=False)
     provider.use_cpu_initialization, provider.gradient_accumulation_fusion = True, False
-    provider.finalize()
-    model = provider.provide(pre_process=True, post_process=True)
-    bridge.load_hf_weights([model])
     cfg = policy(kv_cache_dtype="fp8")
     cfg["generation"]["backend"] = "vllm"
+    cfg["megatron_cfg"]["fp8_cfg"] |= {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": fp8_param}
     choose(cfg, 2, "0.6.0")
+    provider = _merge_model_overrides(provider, cfg["megatron_cfg"]["model_overrides"])
+    provider.fp8, provider.fp8_recipe, provider.fp8_param = "e4m3", "blockwise", fp8_param
+    provider.finalize()
+    with mock.patch.object(torch, "empty", torch.zeros):  # on a CPU Megatron does not fill what is quantized at once
+        model = provider.provide(pre_process=True, post_process=True)
+    bridge.load_hf_weights([model])
     engine = SimpleNamespace(cfg=cfg["generation"])
     say_kv_cache(engine, cfg)
     streaming.cfg, streaming.fp8_cfg = {**cfg, "generation": engine.cfg}, cfg["megatron_cfg"]["fp8_cfg"]
@@ -77,7 +83,16 @@ def worker(folder: Path) -> Any:
     return streaming
 
 
-def main(folder: Path) -> None:
+@torch.no_grad()
+def quadruple(model: torch.nn.Module) -> None:
+    """In place of an optimizer step: other bytes where bfloat16 is, other scales where FP8 is."""
+    from transformer_engine.pytorch.quantized_tensor import QuantizedTensor
+
+    for weight in model.parameters():
+        (weight._rowwise_scale_inv if isinstance(weight, QuantizedTensor) else weight).mul_(4)
+
+
+def main(folder: Path, fp8_param: bool) -> None:
     as_it_is = torch.tensor
 
     def on_cpu(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
@@ -86,13 +101,16 @@ def main(folder: Path) -> None:
     with ExitStack() as stack:
         stack.enter_context(megatron_on_cpu())
         stack.enter_context(fake_hopper())
-        streaming = worker(folder / "model")
+        streaming = worker(folder / "model", fp8_param)
         stack.enter_context(mock.patch.object(torch, "tensor", on_cpu))  # scales, for which the worker says "cuda"
         info = streaming.prepare_refit_info()
         try:
             next(streaming._iter_params_with_optional_kv_scales(kv_scales=None))
         except RuntimeError as error:
             print(f"refused\t{error}")
+        held = {type(weight).__name__ for name, weight in streaming.model.named_parameters() if ".linear_fc1." in name}
+        print(f"held\t{sorted(held)}")
+        quadruple(streaming.model)
         scales = {name: 0.01 * (i + 1) for i, name in enumerate(KV_SCALES)}
         stream = dict(streaming._iter_params_with_optional_kv_scales(kv_scales=scales))
     announced = {name: [list(shape), str(dtype)] for name, (shape, dtype) in info.items()}
@@ -101,4 +119,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), "fp8_param" in sys.argv[2:])

@@ -23,6 +23,7 @@ FLOWS = {
 }
 
 
+FP8_PARAM = "++policy.megatron_cfg.fp8_cfg.fp8_param=true"
 KV = "++policy.generation.vllm_cfg.kv_cache_dtype=fp8"
 
 
@@ -92,7 +93,10 @@ def test_the_driver_of_a_cluster_is_not_held_to_its_own_gpu(start, monkeypatch):
             (KV, "++grpo.val_at_start=true"),
             r"kv_cache_dtype=fp8 .* after the first validation, grpo\.val_at_start=true",
         ),
-        (("++policy.megatron_cfg.fp8_cfg.fp8_param=true",), r"fp8_param=true leaves NeMo RL's own workers no bfloat16"),
+        (
+            (FP8_PARAM, "++policy.generation.vllm_cfg.quantization_ignored_layer_kws=[o_proj]"),
+            r"quantization_ignored_layer_kws=\['o_proj'\] are bfloat16 in the engine, .* leave either out, or",
+        ),
         (("++nemo_fp8rl.correction={preset: icepop, denominator: kept}",), "denominator=kept needs the whole batch"),
     ],
 )
@@ -102,9 +106,10 @@ def test_what_nemo_rls_workers_cannot_have_is_refused_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize("workers", ["auto", "nemo_rl"])
-def test_an_fp8_kv_cache_they_can(start, workers):
+@pytest.mark.parametrize("can", [KV, FP8_PARAM])
+def test_what_they_can_have_is_not(start, workers, can):
     with pytest.raises(Loads):
-        start(workers, "fp8_e2e", (9, 0), KV)
+        start(workers, "fp8_e2e", (9, 0), can)
 
 
 def test_so_is_fp8_between_the_workers_of_v0_7_0(start, main_checkout):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.export import export
 from nemo_fp8rl.fp8 import NonFiniteError, quantize_blockwise
 from nemo_fp8rl.nemo_rl.checkout import find_checkout
@@ -55,6 +56,9 @@ class FakeMegatronWorkerOfNemoRl:
 
     def __init__(self, cfg: dict, weights: dict[str, Tensor]) -> None:
         self.cfg, self.weights = cfg, weights
+
+    def _is_fp8_export(self) -> bool:
+        return False
 
     def _iter_params_with_optional_kv_scales(self, kv_scales=None, conversion_tasks=None) -> Iterator:
         yield from self.weights.items()
@@ -103,6 +107,102 @@ def test_a_weight_that_is_not_finite_is_named():
     held[WEIGHT][3, 5] = torch.nan
     with pytest.raises(NonFiniteError, match=WEIGHT):
         list(StreamingWorker(cfg, held)._iter_params_with_optional_kv_scales())
+
+
+def held_in_fp8(scale_format: str) -> dict[str, Tensor]:
+    """As a worker with `fp8_param` streams it."""
+    quantized = quantize_blockwise(weights()[WEIGHT], scale_format=scale_format)
+    return {WEIGHT: quantized.data, f"{WEIGHT}_scale_inv": quantized.scale_inv, "model.norm.weight": torch.ones(384)}
+
+
+def test_what_the_trainer_holds_in_fp8_goes_as_it_is():
+    cfg = policy()
+    choose(cfg, num_hidden_layers=2, version="0.6.0")
+    held = held_in_fp8("pow2")
+    streamed = dict(StreamingWorker(cfg, held)._iter_params_with_optional_kv_scales())
+    assert list(streamed) == list(held)
+    assert all(streamed[name] is held[name] for name in held)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "place", "value", "message"),
+    [
+        (WEIGHT, (3, 5), 0x7F, f"{WEIGHT}: 1 of 98304 FP8 values are NaN"),
+        (WEIGHT, (3, 5), 0xFF, f"{WEIGHT}: 1 of 98304 FP8 values are NaN"),
+        (f"{WEIGHT}_scale_inv", (1, 2), torch.nan, r"_scale_inv: 1 of 6 values are not finite, the first at \[1, 2\]"),
+    ],
+)
+def test_fp8_that_is_not_finite_is_named(tensor, place, value, message):
+    cfg = policy()
+    choose(cfg, num_hidden_layers=2, version="0.6.0")
+    held = held_in_fp8("pow2")
+    memory = held[tensor].view(torch.uint8) if tensor == WEIGHT else held[tensor]
+    memory[place] = value
+    with pytest.raises(NonFiniteError, match=message):
+        list(StreamingWorker(cfg, held)._iter_params_with_optional_kv_scales())
+
+
+def test_scales_of_a_trainer_that_are_not_the_recipes_are_refused():
+    cfg = policy()
+    choose(cfg, num_hidden_layers=2, version="0.6.0")
+    message = rf"{WEIGHT}_scale_inv: the trainer's scales are no powers of two.* set .*FP32_SCALES='0'"
+    with pytest.raises(RuntimeError, match=message):
+        list(StreamingWorker(cfg, held_in_fp8("fp32"))._iter_params_with_optional_kv_scales())
+
+
+LAST = {"num_last_layers_in_bf16": 2}
+
+
+@pytest.mark.parametrize(
+    ("vllm_cfg", "given", "expected"),
+    [
+        ({}, None, (True, 1, 0)),
+        (LAST, {"moe_router_fusion": True}, (True, 1, 2)),
+        (LAST, {"num_layers_at_end_in_bf16": 2}, (True, 1, 2)),
+        ({"num_first_layers_in_bf16": 0}, None, None),
+    ],
+)
+def test_a_trainer_in_fp8_has_the_engines_layers_in_bfloat16(vllm_cfg, given, expected):
+    cfg = policy(**vllm_cfg)
+    cfg["megatron_cfg"] = cfg["megatron_cfg"] | {"model_overrides": given}
+    choose(cfg, num_hidden_layers=8, version="0.6.0")
+    keys = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+    layers = dict(zip(keys, expected, strict=True)) if expected else {}
+    assert (cfg["megatron_cfg"]["model_overrides"] or {}) == (given or {}) | layers
+
+
+def test_a_trainer_in_bfloat16_is_left_as_it_is():
+    cfg = policy()
+    before = cfg["megatron_cfg"] = {"enabled": True}
+    choose(cfg, num_hidden_layers=8, version="0.6.0")
+    assert cfg["megatron_cfg"] is before
+
+
+@pytest.mark.parametrize(
+    ("vllm_cfg", "megatron", "message"),
+    [
+        (
+            LAST,
+            {"model_overrides": {"num_layers_at_end_in_bf16": 1}},
+            r"end_in_bf16=1 .* 1 first and 2 last ones: leave",
+        ),
+        (
+            {"num_first_layers_in_bf16": 0},
+            {"model_overrides": {"first_last_layers_bf16": True}},
+            r"first_last_layers_bf16=True gives the trainer other layers .* 0 first and 0 last ones",
+        ),
+        (
+            {"num_last_layers_in_bf16": 3},
+            {"pipeline_model_parallel_size": 4},
+            r"num_first_layers_in_bf16=1 and num_last_layers_in_bf16=3: .* pipeline stage has, 2; lower them",
+        ),
+    ],
+)
+def test_layers_that_the_trainer_cannot_have_in_bfloat16_are_refused(vllm_cfg, megatron, message):
+    cfg = policy(**vllm_cfg)
+    cfg["megatron_cfg"] = cfg["megatron_cfg"] | megatron
+    with pytest.raises(UserError, match=message):
+        choose(cfg, num_hidden_layers=8, version="0.6.0")
 
 
 def test_the_engine_is_vllms_own_fp8_with_our_worker():

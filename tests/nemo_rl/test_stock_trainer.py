@@ -24,22 +24,24 @@ pytestmark = [
 ]
 
 
+@pytest.mark.parametrize("fp8_param", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
-def test_its_worker_announces_and_streams_the_contracts_bytes_and_the_calibrated_scales(family, tmp_path):
+def test_its_worker_announces_and_streams_the_contracts_bytes_and_the_calibrated_scales(family, fp8_param, tmp_path):
     if not engines_survive_fp8_refit(find_checkout().version):
         pytest.skip("`nemo-fp8rl nemo` refuses FP8 between v0.7.0's own workers")
     write_model(tmp_path / "model", 0, family)
-    command = [sys.executable, "-m", "tests.nemo_rl.stock_trainer", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.nemo_rl.stock_trainer", str(tmp_path), *["fp8_param"] * fp8_param]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(tmp_path), check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"refused\t{KV_SCALES[0]}: this refit came without it" in done.stdout
+    assert ("Float8Blockwise" in done.stdout) == fp8_param, done.stdout
     stream = load_file(tmp_path / "stream.safetensors")
     announced = json.loads((tmp_path / "announced.json").read_text())
     assert announced == {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in stream.items()}
     layers, expected = Fp8Layers(1, 2), dict[str, torch.Tensor]()
     with CheckpointReader(tmp_path / "model") as checkpoint:
         for name in checkpoint.names:
-            weight = checkpoint.get(name)
+            weight = 4 * checkpoint.get(name)  # the trainer took a step after it had announced
             if layers.quantizes(name):
                 quantized = quantize_blockwise(weight, scale_format="pow2")
                 expected |= {name: quantized.data, scale_name(name): quantized.scale_inv}

@@ -8,9 +8,10 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.nemo_rl.compat import engines_survive_fp8_refit
 from nemo_fp8rl.nemo_rl.gpus import is_asynchronous
 from nemo_fp8rl.nemo_rl.keys import at
-from nemo_fp8rl.nemo_rl.precision import read_precision
+from nemo_fp8rl.nemo_rl.precision import ENGINE, read_precision
 
 OURS = "or nemo_fp8rl.workers=ours"
+IGNORED = "quantization_ignored_layer_kws"
 
 
 def check_stock(values: Mapping[str, Any], version: str) -> None:
@@ -40,10 +41,10 @@ def why_not(policy: Mapping[str, Any], version: str) -> str:
             f"NeMo RL {version} processes an engine's weights once more after a refit, which FP8 ones do not survive: "
             f"use its main, {OURS}"
         )
-    if precision.fp8_param:
+    if precision.fp8_param and (words := policy["generation"]["vllm_cfg"].get(IGNORED)):
         return (
-            "policy.megatron_cfg.fp8_cfg.fp8_param=true leaves NeMo RL's own workers no bfloat16 weights, of which FP8 "
-            f"on the wire is made: set it to false, {OURS}"
+            f"{ENGINE}.{IGNORED}={list(words)} are bfloat16 in the engine, and with policy.megatron_cfg.fp8_cfg."
+            f"fp8_param=true NeMo RL's own trainer holds them in FP8 alone: leave either out, {OURS}"
         )
     if not policy["megatron_cfg"].get("enabled"):
         return "FP8 on the wire needs NeMo RL's Megatron worker: set policy.megatron_cfg.enabled=true"

@@ -1,12 +1,18 @@
-"""The trainer's half: what a NeMo RL worker streams to engines, quantized by the contract on its way out."""
+"""The trainer's half: what a NeMo RL worker streams to engines, quantized by the contract on its way out.
+
+What the worker holds in FP8 alone (`fp8_param`) it streams as it is, with its scales, and so do we.
+"""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from nemo_fp8rl.fp8 import Fp8Layers, NonFiniteError, quantize_blockwise, scale_name
+from nemo_fp8rl.fp8 import Fp8Layers, NonFiniteError, ScaleFormat, quantize_blockwise, scale_name
+from nemo_fp8rl.fp8.format import E4M3, nan_codes, non_finite
+from nemo_fp8rl.nemo_rl.precision import SCALES
 from nemo_fp8rl.nemo_rl.stock.agreement import is_kv_scale
 
 CHOICE = "fp8_stream"
@@ -22,6 +28,8 @@ class Fp8Stream:
     """
 
     cfg: Mapping[str, Any]
+    _is_fp8_export: Callable[[], bool]
+    _build_refit_conversion_tasks: Callable[[], list[Any]]
     kv_scale_names: Sequence[str] = ()
 
     def prepare_refit_info(self) -> Any:
@@ -37,10 +45,14 @@ class Fp8Stream:
         """(HF name, tensor): float8_e4m3fn and, as `..._scale_inv`, float32 [rows/128, columns/128] where FP8 is.
 
         Raises NonFiniteError, with the name, on a weight that holds NaN or infinity, and RuntimeError on a scale of the
-        KV cache that no calibration of these weights gave.
+        KV cache that no calibration of these weights gave, and where the worker holds FP8 with scales of another format
+        than the recipe's.
         """
         for name in self.kv_scale_names:
             _check_kv_scale(name, (kv_scales or {}).get(name))
+        if self._is_fp8_export() and kwargs.get("conversion_tasks") is None:
+            # those of the set-up have copies of scales that Transformer Engine pads: of the first weights, for ever
+            kwargs["conversion_tasks"] = self._build_refit_conversion_tasks()
         stream = super()._iter_params_with_optional_kv_scales(kv_scales=kv_scales, **kwargs)  # type: ignore[misc]
         if (choice := self.cfg.get(CHOICE)) is None:
             yield from stream
@@ -48,15 +60,35 @@ class Fp8Stream:
         said = choice["fp8_layers"]
         layers = Fp8Layers(said["first"], said["end"], tuple(said["ignored"]))
         for name, tensor in stream:
-            if not layers.quantizes(name):
-                yield name, tensor
-                continue
             try:
-                quantized = quantize_blockwise(tensor, scale_format=choice["scale_format"])
-            except NonFiniteError as error:
-                raise NonFiniteError(f"{name}: {error}") from None
-            yield name, quantized.data
-            yield scale_name(name), quantized.scale_inv
+                if tensor.dtype is E4M3 or name.endswith(scale_name("")):
+                    _check_held(tensor, choice["scale_format"])
+                elif layers.quantizes(name):
+                    quantized = quantize_blockwise(tensor, scale_format=choice["scale_format"])
+                    yield name, quantized.data
+                    yield scale_name(name), quantized.scale_inv
+                    continue
+            except (NonFiniteError, ScaleFormatError) as error:
+                raise type(error)(f"{name}: {error}") from None
+            yield name, tensor
+
+
+class ScaleFormatError(RuntimeError):
+    """Scales of a trainer's FP8 weights that the recipe does not ask for."""
+
+
+def _check_held(tensor: Tensor, scale_format: ScaleFormat) -> None:
+    """tensor: E4M3 weights, or float32 scales, as the worker holds them."""
+    if tensor.dtype is E4M3:
+        if count := int(nan_codes(tensor)):
+            raise NonFiniteError(f"{count} of {tensor.numel()} FP8 values are NaN")
+    elif not tensor.isfinite().all():
+        raise NonFiniteError(non_finite(tensor))
+    elif scale_format == "pow2" and (tensor.view(torch.int32) & 0x7FFFFF).any():
+        raise ScaleFormatError(
+            f"the trainer's scales are no powers of two, as the recipe's are: set {SCALES}='0', and not in the "
+            "environment either"
+        )
 
 
 def _check_kv_scale(name: str, scale: float | None) -> None:
