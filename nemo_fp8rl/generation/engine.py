@@ -195,8 +195,11 @@ class VllmEngine:
 
     def fence(self) -> int:
         """Generate no more until a commit, once what is asked is answered. The version in memory, -1 where a delta has
-        nothing to begin from.
+        nothing to begin from. Raises RefitError within the caller's own reading of answers, whose rest would be of other
+        weights than they say.
         """
+        if self.readers.reads_itself():
+            raise RefitError("a refit within the answers of `stream`: read them to their end, or close them, before it")
         self.policy_version = -1
         self.readers.wait_for_others()
         return self.loaded_version
@@ -205,10 +208,17 @@ class VllmEngine:
         """Receive a version over the links, drop the prefix cache. The engine is fenced until `commit`.
 
         verify: see `WeightStore.load`. compare: the version is in memory already and held against what arrives. A
-        refusal is answered, not raised, so that the other engines' answers are heard.
+        refusal is answered, not raised, so that the other engines' answers are heard. Anything else that is raised in
+        the load leaves vLLM's modules in parts: the engine counts as dead.
         """
         self.policy_version = self.loaded_version = -1  # of mixed weights, whatever fails below
-        answers = self.core.rpc("nemo_fp8rl_load", version, verify, compare)
+        try:
+            answers = self.core.rpc("nemo_fp8rl_load", version, verify, compare)
+        except WorkerDied:
+            raise
+        except Exception as error:
+            self.has_died = True
+            raise WorkerDied(f"refit {version} failed in it: {one_line(error)[:300]}") from error
         if refusals := [refusal for *_, refusal in answers if refusal]:
             return RefitError(refusals[0])
         if not self.core.reset_prefix_cache():

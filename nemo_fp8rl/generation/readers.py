@@ -29,6 +29,11 @@ class Readers:
                 self._counts[thread] -= 1
                 self._changed.notify_all()
 
+    def reads_itself(self) -> bool:
+        """Whether this thread is within an answer that it has begun to read."""
+        with self._changed:
+            return self._counts[get_ident()] > 0
+
     def wait_for_others(self) -> None:
         own = get_ident()
         with self._changed:

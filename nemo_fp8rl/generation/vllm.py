@@ -1,5 +1,6 @@
 """The driver's side of generation: vLLM engines that share the prompts, in this process or as Ray actors."""
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise
@@ -8,17 +9,18 @@ from typing import Any
 
 from nemo_fp8rl.batch import Completion
 from nemo_fp8rl.config import Config
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.errors import UserError, one_line
 from nemo_fp8rl.generation.base import SECONDS_A_TOKEN, Sampling
 from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart, from_json, to_json
 from nemo_fp8rl.refit.report import Loaded
+from nemo_fp8rl.refit.transport.link import RECEIVER_SHARE
 from nemo_fp8rl.workers import WorkerDied, Workers, ended_on_error, start_workers
 
 CALLS_AT_ONCE = 128
 """Calls, each for many prompts, that an engine with a core in a process of its own (`async_engine`) answers at once."""
 SOON = 0.2
-"""Seconds in which an engine says whether it generates, or is done without."""
+"""Seconds in which an engine says whether it generates, or is done without; between looks at those that start."""
 OF_A_PROCESS = ("asked", "lives", "fenced", "counting", "reviving", "gone", "copies_retried")
 """Attributes that a copy has of its own."""
 
@@ -26,7 +28,7 @@ OF_A_PROCESS = ("asked", "lives", "fenced", "counting", "reviving", "gone", "cop
 class VllmGeneration:
     """`generation.base.Generation` over cluster.generation_engines engines.
 
-    An engine that dies is started again and caught up by the refit bridge (`on_restart`); prompts that it had not
+    An engine that dies is started again and caught up by the refit bridge (`on_death`); prompts that it had not
     answered go to all engines anew. A prompt's seed makes its samples independent of which engine answers, and of when.
     token: what the links of a refit are opened with. beside: the ranks whose GPUs they share.
 
@@ -37,7 +39,7 @@ class VllmGeneration:
     original's `metrics` count what copies retried, but for what a dead engine was asked since they were last read.
     """
 
-    on_restart: Callable[[int], None] | None = None
+    on_death: Callable[[int, Callable[[], bool], bool], bool] | None = None
     is_copy = is_closed = False
 
     def __init__(self, cfg: Config, token: str = "", beside: Workers | None = None) -> None:
@@ -63,7 +65,7 @@ class VllmGeneration:
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name not in OF_A_PROCESS}
-        return state | {"on_restart": None, "is_copy": True, "timeout": None}
+        return state | {"on_death": None, "is_copy": True, "timeout": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -97,29 +99,39 @@ class VllmGeneration:
                 engine: ([prompts[i] for i in share], [seeds[i] for i in share], sampling, again)
                 for engine, share in shares.items()
             }
-            answered = set()
+            answered, deaths = set[int](), dict[int, WorkerDied]()
             left = {engine: len(share) for engine, share in shares.items()}
             try:
-                for engine, item in self.engines.stream("stream", arguments, timeout):
+                for engine, item in self._answers(arguments, timeout, lives):
                     if isinstance(item, WorkerDied):
-                        self._revive(engine, item, lives[engine])
+                        if not self._revive(engine, item, lives[engine], wait=False):
+                            deaths[engine] = item
                     else:
                         position, completions = item
                         answered.add(shares[engine][position])
                         left[engine] -= 1
                         self._count(engine, -1)
                         yield shares[engine][position], completions
-            except RefitError:  # of an engine that another thread has begun to replace since it was chosen
-                if lives == self.lives:
-                    raise
             finally:
                 for engine, unanswered in left.items():
                     self._count(engine, -unanswered)
+            for engine, death in deaths.items():  # now that the refit under way waits for no answer of this thread
+                self._revive(engine, death, lives[engine])
             waiting = [i for i in waiting if i not in answered]
             if self.is_copy:
                 again = True  # counted by the engines, where the original sees it
             else:
                 self.prompts_retried += len(waiting)
+
+    def _answers(
+        self, arguments: Mapping[int, tuple[Any, ...]], timeout: float | None, lives: list[int]
+    ) -> Iterator[tuple[int, Any]]:
+        """Of `VllmEngine.stream`, until one refuses that another thread has begun to replace since it was chosen."""
+        try:
+            yield from self.engines.stream("stream", arguments, timeout)
+        except RefitError:
+            if lives == self.lives:
+                raise
 
     def engine_count(self) -> int:
         return self.engines.count
@@ -136,7 +148,7 @@ class VllmGeneration:
             [(address, to_json(route)) for address, route in zip(*of_rank, strict=True)]
             for of_rank in zip(addresses, routes, strict=True)
         ]
-        self._one(engine, "connect", links, self.token, self.timeout)
+        self._one(engine, "connect", links, self.token, RECEIVER_SHARE * self.timeout)
 
     def disconnect(self, engine: int) -> None:
         with suppress(WorkerDied):
@@ -244,8 +256,7 @@ class VllmGeneration:
         while not (alive := [engine for engine in range(self.engines.count) if engine not in self.gone]):
             if self.is_copy:
                 raise WorkerDied("no engine is there: the run replaces them at its next refit")
-            with self.reviving:  # which another thread does
-                pass
+            time.sleep(SOON)  # another thread replaces them
         return alive
 
     def _take_replacements(self) -> None:
@@ -275,22 +286,40 @@ class VllmGeneration:
                 self._revive(engine, outcome, lives[engine])
         return [engine for engine, outcome in outcomes.items() if isinstance(outcome, WorkerDied)]
 
-    def _revive(self, engine: int, death: WorkerDied, life: int) -> None:
-        """Replace it and catch it up; nothing where another thread has done so since the life that it died in."""
+    def _revive(self, engine: int, death: WorkerDied, life: int, wait: bool = True) -> bool:
+        """Replace it and catch it up; nothing where another thread has done so since the life that it died in. Answers
+        False where a refit is under way, which does it, unless it is to wait for that.
+
+        Raises UserError where the new one does not take the weights.
+        """
         if self.is_closed:
             raise death
         if self.is_copy:
             self.gone.add(engine)
-            return
-        with self.reviving:
-            if self.lives[engine] != life:
-                return
-            self.gone.add(engine)
-            try:
-                self._replace(engine, death)
-                if self.on_restart is not None:
-                    self.on_restart(engine)
-            finally:
+            return True
+
+        is_ours = False
+
+        def start() -> bool:
+            nonlocal is_ours
+            with self.reviving:
+                if is_ours := self.lives[engine] == life:
+                    self.gone.add(engine)
+                    self._replace(engine, death)
+                return is_ours
+
+        try:
+            if self.on_death is not None:
+                return self.on_death(engine, start, wait)
+            start()
+            return True
+        except RefitError as error:
+            raise UserError(
+                f"engine {engine} died ({death}) and was started again, without the weights: {one_line(error)}; mend "
+                "that, then continue with --resume"
+            ) from error
+        finally:
+            if is_ours:
                 self.gone.discard(engine)
 
     def _one(self, engine: int, method: str, *arguments: Any) -> Any:

@@ -209,7 +209,7 @@ class _Loading:
 
     def _assemble(self, item: Received) -> Iterator[tuple[str, Tensor]]:
         part, content = item.part, self._arrived_whole(item)
-        self.arrived[part] = Mark(item.digest) if item.digest else self.readings.digest(content)
+        self.arrived[part] = Mark(item.digest) if self.verify else self.readings.digest(content)
         if (assembly := self.assembling.get(part.name)) is None:
             assembly = _Assembly(self.store.slots[part.name].part, content.data.device)
             self.assembling[part.name] = assembly
@@ -242,7 +242,7 @@ class _Loading:
         name = item.part.name
         if item.content is None:
             raise RefitError(f"refit {self.version}: a delta of {name}, which must come whole")
-        if item.digest:
+        if self.verify:
             text = f"refit {self.version}: {name} was damaged on its way"
             self.readings.has(item.content, item.digest, partial(RefitError, text))
         return item.content

@@ -50,6 +50,7 @@ from nemo_fp8rl.refit.bridge import Transport
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart, from_json, to_json
 from nemo_fp8rl.refit.rank import SendingRank
 from nemo_fp8rl.refit.report import SendReport
+from nemo_fp8rl.refit.transport.link import SENDER_SHARE
 from nemo_fp8rl.refit.transport.shared_memory import domain
 
 
@@ -252,7 +253,7 @@ class MegatronWorker:
             transport=transport,
             host=_own_host(self.cfg),
             token=token,
-            timeout=self.cfg.cluster.engine_timeout_seconds,
+            timeout=SENDER_SHARE * self.cfg.cluster.engine_timeout_seconds,
             device=next(self.model.parameters()).device,  # with its number
         )
         return to_json(parts), domain()

@@ -60,9 +60,9 @@ class WeightSource(Protocol):
 
 
 class WeightSink(Protocol):
-    """The engines' side. on_restart: called with an engine that was found dead and started again."""
+    """The engines' side. on_death: `RefitBridge.revive`, for an engine that is found dead between refits."""
 
-    on_restart: Callable[[int], None] | None
+    on_death: Callable[[int, Callable[[], bool], bool], bool] | None
 
     def engine_count(self) -> int: ...
 
@@ -122,8 +122,8 @@ class RefitBridge:
         self.leaving: dict[int, float] = {}
         """What share of an engine's bytes leaves the machine they come from."""
         self.capacities: dict[int, Capacities] = {}
-        self._busy = threading.Lock()
-        sink.on_restart = self.catch_up
+        self._refitting, self._links = threading.Lock(), threading.Lock()
+        sink.on_death = self.revive
 
     @property
     def described(self) -> str:
@@ -138,23 +138,20 @@ class RefitBridge:
 
     def refit(self) -> RefitReport:
         """Bring every engine to the trainer's present weights. Raises RefitError unless all of them committed."""
-        with self._alone():
+        with self._alone(), self._links:
             version, start = self.version + 1, time.perf_counter()
             engines = range(self.sink.engine_count())
             self.sent_updates = -1
             held = set(self.sink.fence(engines).values())
+            as_ever = all(self.connected.get(engine) for engine in engines)  # no link to make, no loaders for all of it
             for engine in engines:
                 self._connect(engine)
             delta = self.choice.delta and held == {self.source.base_version()} != {-1}
-            reports, stages, retries = self._push(version, engines, delta, self.choice.keep)
-            if self.verify == "full":
-                began = time.perf_counter()
-                retries += self._push(version, engines, False, self.choice.keep, compare=True)[2]
-                stages["compare"] = time.perf_counter() - began
+            reports, stages, retries = self._bring(version, engines, delta, self.choice.keep)
             retries += self._commit(version, engines)
             self.version, self.sent_updates = version, self.source.updates()
             seconds = time.perf_counter() - start
-            if not retries:
+            if as_ever and not retries:
                 self.choice.took(delta, seconds)
             bf16 = sum(report.quantized_bf16_nbytes for report in reports)
             return RefitReport(
@@ -170,17 +167,25 @@ class RefitBridge:
                 stages=stages,
             )
 
-    def catch_up(self, engine: int) -> None:
-        """Bring an engine that was started again to the committed version.
+    def revive(self, engine: int, start: Callable[[], bool], wait: bool) -> bool:
+        """Start an engine again that was found dead, and bring it to the committed version. Where there is none yet, or
+        the trainer's weights have moved on from it, the engine stays fenced until a refit.
 
-        Where there is none yet, or the trainer's weights have moved on from it, the engine stays fenced until a refit.
+        start: False where somebody has done so before. Answers False, and does nothing, while a refit is under way,
+        which replaces dead engines itself; with `wait` it waits for the refit's end.
         """
-        with self._alone():
-            self._disconnect(engine)
-            if self.version >= 0 and self.source.updates() == self.sent_updates:
-                self._connect(engine)
-                self._push(self.version, [engine], False, False)
-                self._commit(self.version, [engine])
+        if not self._links.acquire(blocking=wait):
+            return False
+        try:
+            if start():
+                self._disconnect(engine)
+                if self.version >= 0 and self.source.updates() == self.sent_updates:
+                    self._connect(engine)
+                    self._bring(self.version, [engine], False, False)
+                    self._commit(self.version, [engine])
+            return True
+        finally:
+            self._links.release()
 
     def _connect(self, engine: int) -> None:
         """Link an engine; one that is found dead is started again."""
@@ -230,9 +235,25 @@ class RefitBridge:
                 if answers:
                     self.sink.disconnect(engine)
 
+    def _bring(
+        self, version: int, engines: Collection[int], delta: bool, keep: bool
+    ) -> tuple[list[SendReport], dict[str, float], int]:
+        """Send and load, and with `verify: full` compare, whatever was sent again, too: what the trainer's ranks say,
+        seconds by stage, engines retried.
+        """
+        reports, stages, again = self._push(version, engines, delta, keep)
+        if self.verify == "full":
+            began = time.perf_counter()
+            wrong = self._push(version, engines, False, keep, compare=True)[2]
+            if wrong and self._push(version, wrong, False, keep, compare=True)[2]:
+                raise RefitError(f"refit {version}: engines {wrong} do not hold what was sent to them, twice")
+            stages["compare"] = time.perf_counter() - began
+            again += wrong
+        return reports, stages, len(again)
+
     def _push(
         self, version: int, engines: Collection[int], delta: bool, keep: bool, compare: bool = False
-    ) -> tuple[list[SendReport], dict[str, float], int]:
+    ) -> tuple[list[SendReport], dict[str, float], list[int]]:
         """Send and load, once more where it failed: what the trainer's ranks say, seconds by stage, engines retried."""
         reports, outcomes = self._attempt(version, engines, delta, keep, compare)
         failed = {engine: outcome for engine, outcome in outcomes.items() if isinstance(outcome, Exception)}
@@ -255,7 +276,7 @@ class RefitBridge:
         stages = {stage: max(report.seconds[stage] for report in reports) for stage in reports[0].seconds}
         stages["load"] = max(one.seconds for one in loaded.values())
         stages["verify"] = max(one.verify_seconds for one in loaded.values())
-        return reports, stages, len(failed)
+        return reports, stages, list(failed)
 
     def _attempt(
         self, version: int, engines: Collection[int], delta: bool, keep: bool, compare: bool
@@ -279,22 +300,27 @@ class RefitBridge:
             raise
 
     def _commit(self, version: int, engines: Collection[int]) -> int:
-        """Engines that died since they loaded the version get it again; how many."""
+        """Engines that died since they loaded the version get it again; how many. All or none of them generate."""
         try:
+            try:
+                self.sink.commit(version, engines)
+                return 0
+            except Exception as failure:
+                if not self.sink.is_death(failure):
+                    raise
+                death = failure
+            lost = [engine for engine, held in self.sink.fence(engines).items() if held != version]
+            for engine in lost:
+                self._disconnect(engine)
+                self.sink.replace(engine, death)
+                self._connect(engine)
+            self._bring(version, lost, False, False)
             self.sink.commit(version, engines)
-            return 0
-        except Exception as failure:
-            if not self.sink.is_death(failure):
-                raise
-            death = failure
-        lost = [engine for engine, held in self.sink.fence(engines).items() if held != version]
-        for engine in lost:
-            self._disconnect(engine)
-            self.sink.replace(engine, death)
-            self._connect(engine)
-        self._push(version, lost, False, False)
-        self.sink.commit(version, engines)
-        return len(lost)
+            return len(lost)
+        except BaseException:
+            with suppress(Exception):
+                self.sink.fence(engines)
+            raise
 
     def _whole(self, engines: Collection[int]) -> frozenset[str]:
         """Names of the tensors of which some engine takes no delta."""
@@ -303,12 +329,12 @@ class RefitBridge:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        if not self._busy.acquire(blocking=False):
+        if not self._refitting.acquire(blocking=False):
             raise RefitError("a refit is under way already")
         try:
             yield
         finally:
-            self._busy.release()
+            self._refitting.release()
 
 
 class _EngineDied(Exception):

@@ -5,7 +5,8 @@ from typing import Literal
 
 Mode = Literal["full", "delta", "auto"]
 RETRY_AFTER = 50
-"""Whole versions after which a delta is tried again: how much a step changes goes with the learning rate."""
+"""Refits of one kind in a row after which the other is tried again: how much a step changes goes with the learning
+rate, and what each of them takes with what else the machine does."""
 
 
 @dataclass
@@ -17,24 +18,33 @@ class ModeChoice:
 
     mode: Mode
     seconds: dict[str, float] = field(default_factory=dict)
-    since_trial: int = 0
+    last: Literal["full", "delta"] = "full"
+    in_a_row: int = 0
 
     @property
     def delta(self) -> bool:
         """Whether the next refit is a delta, if it can be."""
         if self.mode != "auto":
             return self.mode == "delta"
-        if len(self.seconds) < 2 or self.since_trial >= RETRY_AFTER:
+        if len(self.seconds) < 2:
             return "full" in self.seconds
-        return self.seconds["delta"] < self.seconds["full"]
+        if self.in_a_row >= RETRY_AFTER:
+            return self.last == "full"
+        return self._delta_is_faster
 
     @property
     def keep(self) -> bool:
         """Whether the refit after the next one might be a delta."""
         if self.mode != "auto":
             return self.mode == "delta"
-        return self.delta or len(self.seconds) < 2 or self.since_trial >= RETRY_AFTER - 1
+        return len(self.seconds) < 2 or self._delta_is_faster or self.in_a_row >= RETRY_AFTER - 1
 
     def took(self, delta: bool, seconds: float) -> None:
-        self.seconds["delta" if delta else "full"] = seconds
-        self.since_trial = 0 if delta else self.since_trial + 1
+        kind: Literal["full", "delta"] = "delta" if delta else "full"
+        self.seconds[kind] = seconds
+        self.in_a_row = self.in_a_row + 1 if kind == self.last else 1
+        self.last = kind
+
+    @property
+    def _delta_is_faster(self) -> bool:
+        return self.seconds["delta"] < self.seconds["full"]

@@ -13,7 +13,7 @@ from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
 from nemo_fp8rl.refit.report import LinkId, SendReport
 from nemo_fp8rl.refit.send import Link, WeightSender
 from nemo_fp8rl.refit.transport.in_process import in_process_link
-from nemo_fp8rl.refit.transport.link import HOST, SendingEnd
+from nemo_fp8rl.refit.transport.link import HOST, LinkError, SendingEnd
 from nemo_fp8rl.refit.transport.post import Post
 
 ENGINE_RANKS = 1024
@@ -117,17 +117,24 @@ class SendingRank:
     ) -> SendReport:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # of this thread, for kernels that do not ask where their tensors are
-        links = {}
+        links, failed, told = dict[LinkId, Link](), dict[LinkId, str](), False
         try:
             for key, (end, route) in ends.items():
-                links[key] = Link(end.result(), route, whole)
-            return self.sender.send(weights, version, links, **how)
-        except RefitError:
-            raise  # the engines were told
-        except BaseException:
-            for link in links.values():  # or they would wait for what does not come
-                link.end.close()
+                try:
+                    links[key] = Link(end.result(), route, whole)
+                except LinkError as error:  # the sink's end is closed, too
+                    failed[key] = str(error)
+            told = True
+            report = self.sender.send(weights, version, links, **how)
+        except BaseException as error:
+            if not (told and isinstance(error, RefitError)):  # or engines would wait for what does not come
+                for end, _ in ends.values():
+                    end.add_done_callback(_close)
             raise
+        finally:
+            links.clear()
+        report.failed |= failed
+        return report
 
     def close(self) -> None:
         for engine in {key[0] for key in self.ends}:

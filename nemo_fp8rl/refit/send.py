@@ -164,6 +164,8 @@ class WeightSender:
             reason = f"refit {version}: {error}; training diverged"
             sending.finish(reason)
             raise RefitError(reason) from None
+        finally:
+            sending.going.clear()  # each of them knows `sending`, and a link that ends must not wait for the collector
         if keep and not sending.report.failed:
             self.base_version = version
         else:

@@ -8,7 +8,7 @@ receives to as `generation.weight_store` does, and a process that dies by one th
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -267,7 +267,7 @@ Hook = Callable[[str, int, MemoryEngine], None]
 class MemoryEngines:
     """`bridge.WeightSink`. hook, wrap: what a test does at those times, and to the links of (engine, rank)."""
 
-    on_restart: Callable[[int], None] | None = None
+    on_death: Callable[[int, Callable[[], bool], bool], bool] | None = None
 
     def __init__(
         self,
@@ -284,7 +284,7 @@ class MemoryEngines:
         self.loads: list[tuple[int, int, bool]] = []  # (engine, version, compare) of every load
         self.hook: Hook = lambda when, number, engine: None
         self.wrap: Callable[[int, int, ReceivingEnd], ReceivingEnd] = lambda engine, rank, end: end
-        self.timeout = 20.0
+        self.timeout, self.limit = 20.0, 60.0
         self.located: list[list[int]] = []
         self.machines: Sequence[str] = ()
         """The domain of each engine, where that is to be another than this machine's."""
@@ -321,9 +321,15 @@ class MemoryEngines:
     def load(
         self, version: int, engines: Collection[int], verify: bool, compare: bool
     ) -> Mapping[int, Loaded | Exception]:
-        with ThreadPoolExecutor(len(engines) or 1) as threads:
-            loads = {engine: threads.submit(self._load, engine, version, verify, compare) for engine in engines}
-        return {engine: load.result() for engine, load in loads.items()}
+        threads = ThreadPoolExecutor(len(engines) or 1)
+        loads = {engine: threads.submit(self._load, engine, version, verify, compare) for engine in engines}
+        in_time, _ = wait(loads.values(), self.limit)
+        threads.shutdown(wait=False)
+        return {engine: load.result() if load in in_time else self._hung(engine) for engine, load in loads.items()}
+
+    def _hung(self, engine: int) -> Exception:
+        self.engines[engine].kill()
+        return WorkerDied(f"no answer in {self.limit:g} seconds")
 
     def replace(self, engine: int, death: Exception) -> None:
         if self.restarts == self.max_restarts:
@@ -342,9 +348,13 @@ class MemoryEngines:
     def kill_and_restart(self, engine: int) -> None:
         """As of an engine that dies while it generates."""
         self.engines[engine].kill()
-        self.replace(engine, WorkerDied("killed"))
-        assert self.on_restart is not None
-        self.on_restart(engine)
+
+        def start() -> bool:
+            self.replace(engine, WorkerDied("killed"))
+            return True
+
+        assert self.on_death is not None
+        assert self.on_death(engine, start, False)
 
     def _load(self, number: int, version: int, verify: bool, compare: bool) -> Loaded | Exception:
         engine = self.engines[number]

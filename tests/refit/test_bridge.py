@@ -1,13 +1,15 @@
 """Every engine commits a version or none does; what dies or breaks on the way is made good once, and counted."""
 
 import errno
+import gc
 import math
 import os
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +26,7 @@ from nemo_fp8rl.refit.mode import RETRY_AFTER, ModeChoice
 from nemo_fp8rl.refit.send import DELTA_FROM
 from nemo_fp8rl.refit.transport import shared_memory
 from nemo_fp8rl.refit.transport.ends import Sender
-from nemo_fp8rl.refit.transport.link import HOST, ReceivingEnd
+from nemo_fp8rl.refit.transport.link import HOST, RECEIVER_SHARE, SENDER_SHARE, LinkError, ReceivingEnd
 from nemo_fp8rl.workers import WorkerDied
 from tests.refit.memory_engine import (
     TRANSPORTS,
@@ -620,16 +622,106 @@ def test_two_refits_at_once_are_refused(make):
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(run.bridge.refit)
         assert reading.wait(20)
-        for call in (run.bridge.refit, lambda: run.bridge.catch_up(0)):
-            with pytest.raises(RefitError, match="a refit is under way"):
-                call()
+        with pytest.raises(RefitError, match="a refit is under way"):
+            run.bridge.refit()
         go_on.set()
         assert first.result(20).version == 0
     assert run.holds()
     assert run.bridge.refit().version == 1
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, WorkerDied])
+def test_what_ends_a_commit_leaves_no_engine_generating(make, error):
+    run = make(3)
+    run.bridge.refit()
+
+    def fail(when: str, number: int, engine: MemoryEngine) -> None:
+        if (when, number) == ("commit", 1):
+            if error is WorkerDied:
+                engine.kill()
+            else:
+                raise error
+
+    run.engines.hook = fail
+    with pytest.raises(error):
+        run.bridge.refit()
+    assert run.bridge.version == 0
+    assert run.fenced()
+    run.engines.hook = lambda when, number, engine: None
+    run.bridge.refit()
+    assert run.holds()
+
+
+@pytest.mark.parametrize("transport", ["in_process", "shared_memory", "collective"])
+def test_an_engine_that_hangs_takes_no_other_with_it(make, transport):
+    limit, go_on = 4.0, threading.Event()
+    run = make(3, transport=transport, timeout=SENDER_SHARE * limit)
+    run.engines.timeout, run.engines.limit = RECEIVER_SHARE * limit, limit
+    run.bridge.refit()
+    run.step()
+    run.engines.hook = once("piece", 1, lambda engine: go_on.wait(20))
+    try:
+        report = run.bridge.refit()
+    finally:
+        go_on.set()
+    assert report.retries >= 1
+    assert run.engines.restarts == 1
+    assert run.holds()
+
+
+def test_a_link_whose_source_end_fails_is_made_anew_at_once(make):
+    run = make(transport="shared_memory")
+    run.bridge.refit()
+    rank = run.trainer.ranks[0]
+    key = next(iter(rank.ends))
+    rank.ends[key].result().close()
+    rank.ends[key] = Future()
+    rank.ends[key].set_exception(LinkError("no memory for it"))
+    run.step()
+    start = time.monotonic()
+    assert run.bridge.refit().retries == 1
+    assert time.monotonic() - start < AT_ONCE
+    assert run.holds()
+
+
+def test_a_link_that_ended_needs_no_collector_to_be_let_go_of(make):
+    run = make()
+    gc.disable()
+    try:
+        run.bridge.refit()
+        ends = [weakref.ref(end.result()) for rank in run.trainer.ranks for end in rank.ends.values()]
+        assert len(ends) > 1
+        for engine in range(2):
+            run.bridge._disconnect(engine)
+        assert [end for end in ends if end() is not None] == []
+    finally:
+        gc.enable()
+
+
 # An engine that was started again
+
+
+def test_it_is_left_to_a_refit_under_way_or_waits_for_its_end(make):
+    run, reading, go_on = make(), threading.Event(), threading.Event()
+    run.bridge.refit()
+
+    def wait() -> None:
+        reading.set()
+        assert go_on.wait(20)
+
+    run.trainer.reading = wait
+    with ThreadPoolExecutor(2) as threads:
+        refit = threads.submit(run.bridge.refit)
+        assert reading.wait(20)
+        started = []
+        assert run.bridge.revive(1, lambda: bool(started.append(1)), False) is False
+        waiting = threads.submit(run.bridge.revive, 1, lambda: bool(started.append(1)), True)
+        assert started == []
+        go_on.set()
+        assert refit.result(20).version == 1
+        assert waiting.result(20) is True
+    assert started == [1]
+    assert run.holds()
 
 
 def test_an_engine_started_again_is_caught_up_with_the_committed_version(make):
@@ -703,23 +795,41 @@ def test_delta_sends_one_after_the_first(make):
 @pytest.mark.parametrize("faster", ["delta", "full"])
 def test_auto_tries_both_and_takes_the_faster(make, faster):
     run = make(mode="auto")
-    assert deltas(run, 2) == [False, True]
+    assert deltas(run, 3) == [False, False, True]
     run.bridge.choice.seconds = {"delta": 1e9, "full": 1e9, faster: 0.0}
     assert deltas(run, 1) == [faster == "delta"]
     assert run.trainer.pushes[-1]["keep"] == (faster == "delta")
 
 
-def test_the_slower_delta_is_tried_again_later():
+def test_a_refit_that_makes_links_says_nothing_of_speed(make):
+    run = make(mode="auto")
+    run.bridge.refit()
+    assert run.bridge.choice.seconds == {}
+    run.bridge.refit()
+    run.bridge.refit()
+    known = dict(run.bridge.choice.seconds)
+    assert known.keys() == {"full", "delta"}
+    run.engines.kill_and_restart(1)
+    run.bridge._disconnect(1)
+    assert run.bridge.refit().retries == 0
+    assert run.bridge.choice.seconds == known
+
+
+@pytest.mark.parametrize("faster", ["delta", "full"])
+def test_the_slower_one_is_tried_again_later(faster):
     choice, made, kept = ModeChoice("auto"), [], []
     base = False
     for _ in range(RETRY_AFTER + 4):
         delta, keep = choice.delta and base, choice.keep
-        made.append(delta)
+        made.append("delta" if delta else "full")
         kept.append(keep)
         base = keep
-        choice.took(delta, 2.0 if delta else 1.0)
-    assert [i for i, delta in enumerate(made) if delta] == [1, RETRY_AFTER + 2]
-    assert [i for i, keep in enumerate(kept) if keep] == [0, 1, RETRY_AFTER + 1, RETRY_AFTER + 2]
+        choice.took(delta, 1.0 if made[-1] == faster else 2.0)
+    assert made[:2] == ["full", "delta"]
+    slower = {"delta": [0, RETRY_AFTER + 1], "full": [1, RETRY_AFTER + 2]}[faster]
+    assert [i for i, kind in enumerate(made) if kind != faster] == slower
+    not_kept = [i for i, keep in enumerate(kept) if not keep]
+    assert not_kept == ([] if faster == "delta" else [*range(2, RETRY_AFTER + 1), RETRY_AFTER + 3])
 
 
 def test_a_delta_that_became_slower_than_all_bytes_is_given_up():
@@ -771,7 +881,32 @@ def test_verify_full_finds_a_byte_that_changed_in_an_engine(make):
     run.engines.hook = once("compare", 1, flip_a_byte(DOWN))
     run.step()
     assert run.bridge.refit().retries == 1
-    assert run.engines.loads[-1] == (1, 1, False)
+    assert run.engines.loads[-2:] == [(1, 1, False), (1, 1, True)]
+    assert run.holds()
+
+
+def test_verify_full_compares_what_was_sent_again_and_no_longer_believes_it_the_third_time(make):
+    run, spoilt = make(verify="full"), []
+
+    def spoil(when: str, number: int, engine: MemoryEngine) -> None:
+        if (when, number) == ("compare", 1):
+            spoilt.append(flip_a_byte(DOWN)(engine))
+
+    run.engines.hook = spoil
+    run.refused(r"engines \[1\] do not hold what was sent to them, twice")
+    assert len(spoilt) == 2
+
+
+@pytest.mark.parametrize("when", ["commit", "later"])
+def test_verify_full_compares_an_engine_that_was_started_again(make, when):
+    run = make(verify="full")
+    run.bridge.refit()
+    if when == "commit":
+        run.engines.hook = once("commit", 1, MemoryEngine.kill)
+        run.bridge.refit()
+    else:
+        run.engines.kill_and_restart(1)
+    assert run.engines.loads[-2:] == [(1, run.bridge.version, False), (1, run.bridge.version, True)]
     assert run.holds()
 
 

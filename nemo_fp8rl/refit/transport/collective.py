@@ -47,15 +47,15 @@ def listen(host: str, timeout: float) -> dist.TCPStore:
 
 def offer(control: Control, capacity: int, store: dist.Store, port: int) -> SendingEnd:
     """The source's end. store: from `listen`, on this port. Raises LinkError where the group cannot be made."""
-    prefix = secrets.token_hex(16)
+    buffers, prefix = _buffers(capacity), secrets.token_hex(16)
     control.say(port=port, prefix=prefix)
     group = _group(control, lambda _: store, prefix, SOURCE)
-    return _CollectiveSender(control, _buffers(capacity), group)
+    return _CollectiveSender(control, buffers, group)
 
 
 def take(control: Control, capacity: int) -> ReceivingEnd:
     """The sink's end. Raises LinkError where the group cannot be made."""
-    greeting = control.hear(port=int, prefix=str)
+    buffers, greeting = _buffers(capacity), control.hear(port=int, prefix=str)
 
     def store(given_up: threading.Event) -> dist.Store:
         end, limit = time.monotonic() + control.timeout, timedelta(seconds=min(PATIENCE, control.timeout))
@@ -72,11 +72,17 @@ def take(control: Control, capacity: int) -> ReceivingEnd:
             return found
 
     group = _group(control, store, greeting["prefix"], SINK)
-    return _CollectiveReceiver(control, _buffers(capacity), group)
+    return _CollectiveReceiver(control, buffers, group)
 
 
 def _buffers(capacity: int) -> list[Tensor]:
-    return [torch.empty(capacity, dtype=torch.uint8) for _ in range(BUFFERS)]
+    """Before the other side waits for anything. Raises LinkError where the memory is not to be had."""
+    try:
+        return [torch.empty(capacity, dtype=torch.uint8) for _ in range(BUFFERS)]
+    except (RuntimeError, TypeError, OverflowError):
+        raise LinkError(
+            f"no memory for a link's two buckets of {capacity} bytes: set a smaller nemo_fp8rl.refit.bucket_bytes"
+        ) from None
 
 
 class _Meeting(dist.Store):

@@ -20,6 +20,9 @@ BUFFERS = 2
 HOST = torch.device("cpu")
 MAX_HEADER = 16 << 20
 """Bytes of a header."""
+SENDER_SHARE, RECEIVER_SHARE = 0.25, 0.75
+"""Of the seconds after which an engine counts as hung: how long a source waits for one sink, and a sink for its source,
+which may be waiting for other sinks. So one that hangs takes no other with it."""
 GRACE = 10.0
 """Seconds that memory is kept after its link has ended: the other side, which uses it, too, may hear of that late."""
 

@@ -91,9 +91,10 @@ def _reserve(descriptor: int, nbytes: int) -> None:
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
         raise RefitError(
-            f"a link needs two buckets, {nbytes / 2**20:.1f} MiB, in {FOLDER}, which has {free / 2**20:.1f} MiB free "
-            f"of {total / 2**20:.1f} ({error.strerror}): set a smaller nemo_fp8rl.refit.bucket_bytes, or "
-            f"nemo_fp8rl.refit.transport=collective, or make {FOLDER} larger"
+            f"this link, one of a rank to an engine's, needs two buckets, {nbytes / 2**20:.1f} MiB, in {FOLDER}, which "
+            f"has {free / 2**20:.1f} MiB free of {total / 2**20:.1f} ({error.strerror}), and all links of a process "
+            "twice nemo_fp8rl.refit.bucket_bytes: make that smaller, or set nemo_fp8rl.refit.transport=collective, or "
+            f"make {FOLDER} larger"
         ) from None
 
 
