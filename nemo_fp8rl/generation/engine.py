@@ -195,8 +195,9 @@ class VllmEngine:
 
     def fence(self) -> int:
         """Generate no more until a commit, once what is asked is answered. The version in memory, -1 where a delta has
-        nothing to begin from. Raises RefitError within the caller's own reading of answers, whose rest would be of other
-        weights than they say.
+        nothing to begin from.
+
+        Raises RefitError within the caller's own reading of answers, whose rest would be of other weights than it says.
         """
         if self.readers.reads_itself():
             raise RefitError("a refit within the answers of `stream`: read them to their end, or close them, before it")

@@ -168,10 +168,12 @@ class _Loading:
         self.arrived: dict[TensorPart, Mark] = {}
         self.kv_scales: dict[str, tuple[Tensor, str]] = {}
         self.readings, self.nbytes = Readings(), 0
-        self.error: RefitError | None = None
+        self.error: BaseException | None = None
 
     def for_vllm(self) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, tensor) of what vLLM has to load. An error is kept: vLLM then puts its modules together again."""
+        """(HF name, tensor) of what vLLM has to load. An error is kept: vLLM then puts its modules together again, of
+        which some, such as the table of RoPE, are those of the next engine in this process, too.
+        """
         try:
             modules = {name: slot.module for name, slot in self.store.slots.items() if name not in self.targets}
             for item in received(self.links, self.version, modules, self.readings):
@@ -183,7 +185,7 @@ class _Loading:
                     self._keep_kv_scale(item)
                 else:
                     yield from self._assemble(item)
-        except RefitError as error:
+        except (Exception, KeyboardInterrupt) as error:
             self.error = error
 
     def _write(self, item: Received) -> None:

@@ -178,6 +178,40 @@ def test_memory_that_is_full_ends_a_run_in_a_sentence_and_an_engine_of_its_own_a
     assert outputs(pair.generate(GREEDY)) == outputs(expected)
 
 
+def test_memory_that_is_full_in_a_refit_is_a_death_and_the_engine_is_replaced(pair, monkeypatch):
+    if pair.cfg.nemo_fp8rl.flow != "fp8_e2e":
+        pytest.skip("one engine will do")
+    from nemo_fp8rl.generation import weight_store  # which imports vLLM
+
+    pair.refit()
+    expected, write, full = pair.generate(GREEDY), weight_store._Loading._write, ["once"]
+
+    def fills(loading, item) -> None:
+        if full:
+            full.pop()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        write(loading, item)
+
+    monkeypatch.setattr(weight_store._Loading, "_write", fills)
+    died = pair.generation.engine_restarts
+    assert pair.refit().retries == 1
+    pair.engine = pair.generation.engines.worker
+    assert pair.generation.engine_restarts == died + 1
+    assert outputs(pair.generate(GREEDY)) == outputs(expected)
+
+
+def test_a_refit_within_ones_own_answers_is_refused(pair):
+    """What is still to come would be of other weights than it says."""
+    pair.refit()
+    tokens = [prompt.token_ids for prompt in pair.prompts]
+    answers = pair.generation.stream(tokens, range(len(tokens)), GREEDY)
+    next(answers)
+    with pytest.raises(RefitError, match=r"within the answers of `stream`: read them to their end, or close them"):
+        pair.bridge.refit()
+    answers.close()
+    pair.refit()
+
+
 def test_answers_end_where_the_context_does(pair):
     pair.refit()
     prompt = Prompt(0, "", "", (2,) * 60)

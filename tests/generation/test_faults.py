@@ -238,6 +238,41 @@ def test_a_refit_waits_for_what_other_threads_were_promised(async_run):
     long.join()
 
 
+def test_a_core_that_dies_while_a_refit_waits_for_another_threads_answers_is_replaced_by_the_refit(async_run):
+    ended: list[str] = []
+    before = async_run.generation.engine_restarts
+    waits = async_run.begin("waits", ended)
+    readers = async_run.generation.engines.worker.readers
+    while not any(readers._counts.values()):
+        time.sleep(0.001)
+    refit = Future()
+    refitting = Thread(target=lambda: refit.set_result(async_run.bridge.refit()))
+    refitting.start()
+    while async_run.generation.engines.worker.policy_version >= 0:
+        time.sleep(0.001)
+    core_process().kill()
+    assert refit.result(60).version == async_run.bridge.version
+    waits.join()
+    assert ended == ["waits"]
+    assert async_run.generation.engine_restarts == before + 1
+
+
+def test_an_engine_that_does_not_take_the_weights_when_it_starts_again_says_why(async_run, monkeypatch):
+    offer = async_run.policy.offer
+
+    def refuse(*_):
+        raise RefitError("no room for a link")
+
+    monkeypatch.setattr(async_run.policy, "offer", refuse)
+    with pytest.raises(
+        UserError, match=r"engine 0 died .* started again, without the weights: no room for a link; mend"
+    ):
+        async_run.answers(lambda: core_process().kill())
+    monkeypatch.setattr(async_run.policy, "offer", offer)
+    async_run.bridge.refit()
+    async_run.answers()
+
+
 def test_long_answers_have_longer_to_come(async_run, monkeypatch):
     engines, waits = async_run.generation.engines, []
     stream = engines.stream

@@ -46,6 +46,9 @@ def refitted(pair) -> None:
     pair.refit()
 
 
+NO_DIGEST = "none"
+
+
 def answer(pair: Pair, change: Callable[[Tensor], str] | None = None, *, later: int = 0, compare: bool = False) -> str:
     """What the engine says to a version, so much later than its own, in "" where it took it. change: of the bytes of
     one layer's k_scale on their way; returns the digest that goes with them, "" for the trainer's.
@@ -74,7 +77,8 @@ def at_k_scale(link: IncomingLink, change: Callable[[Tensor], str]) -> Callable[
         for i, entry in enumerate(entries):
             at = aligned(at)
             if link.route[entry.piece].name == K_SCALE:
-                entries[i] = entry._replace(digest=change(payload[at : at + 4]) or entry.digest)
+                digest = change(payload[at : at + 4]) or entry.digest
+                entries[i] = entry._replace(digest=digest.removeprefix(NO_DIGEST))
             at += entry.nbytes
         return [(replace(header, entries=tuple(entries)).encode(), payload)]
 
@@ -118,6 +122,14 @@ def test_without_a_link_there_is_no_version(pair):
     *_, refusal = worker.nemo_fp8rl_load(pair.bridge.version + 1, True, False)
     assert refusal == "this engine has no link to a trainer"
     pair.bridge._disconnect(0)
+
+
+def test_a_piece_without_its_digest_is_refused_where_digests_are_verified(pair):
+    def flip_without(scale: Tensor) -> str:
+        scale[0] ^= 1
+        return NO_DIGEST
+
+    assert answer(pair, flip_without, later=1).endswith(f"{K_SCALE} was damaged on its way")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -0.5])

@@ -801,6 +801,8 @@ def nixl_offer(**changed: Any) -> bytes:
         [b'{"transport": "collective", "capacity": 5}', b'{"port": 1, "prefix": "x"}'],
         [b'{"transport": "collective", "capacity": 5}', b'{"port": 1000000, "prefix": "x"}'],
         [b'{"transport": "collective", "capacity": 5}', b'{"port": -1}'],
+        [b'{"transport": "collective", "capacity": %d}' % 2**60],
+        [b'{"transport": "collective", "capacity": %d}' % 2**70],
     ],
     ids=lambda said: said[-1].decode(),
 )
@@ -816,6 +818,15 @@ def test_a_sink_takes_no_nonsense_for_an_offer(said):
             dialing.result(LONG)
         with fails():  # and the source hears of it
             control.hear(mapped=bool)
+
+
+def test_a_collective_link_without_memory_says_so_on_both_sides_at_once(closing):
+    post = Post("collective", "127.0.0.1", TOKEN, LONG)
+    closing.append(post)
+    dialing = later(dial, post.address, TOKEN, "sink", LONG)
+    for call in (lambda: post.accept("sink", 2**50), lambda: dialing.result(AT_ONCE)):
+        with pytest.raises(LinkError, match=r"set a smaller nemo_fp8rl\.refit\.bucket_bytes"):
+            call()
 
 
 def test_a_file_that_is_not_two_buckets_is_not_mapped(monkeypatch, tmp_path):
