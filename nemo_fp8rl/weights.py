@@ -12,7 +12,7 @@ from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.refit.bridge import RefitBridge, Transport
 from nemo_fp8rl.refit.mode import Mode
 from nemo_fp8rl.refit.transport.nixl import INSTALL
-from nemo_fp8rl.workers import on_one_host
+from nemo_fp8rl.workers import WorkerDied, on_one_host
 
 
 @contextmanager
@@ -21,8 +21,10 @@ def backends(cfg: Config, load: Callable[[MegatronPolicy], None]) -> Iterator[tu
 
     What gives memory back between phases (offload_between_phases, sleep_level) has done so: a policy needs
     `prepare_for_training` first, engines `prepare_for_generation`.
+
+    Raises UserError where a rank dies; an engine that does is started again.
     """
-    with ExitStack() as stack:
+    with _deaths_told(), ExitStack() as stack:
         policy = MegatronPolicy(cfg)
         stack.callback(policy.shutdown)
         load(policy)
@@ -32,6 +34,17 @@ def backends(cfg: Config, load: Callable[[MegatronPolicy], None]) -> Iterator[tu
         stack.callback(generation.shutdown)
         generation.finish_generation()
         yield policy, generation
+
+
+@contextmanager
+def _deaths_told() -> Iterator[None]:
+    try:
+        yield
+    except WorkerDied as death:
+        raise UserError(
+            f"a training rank died ({death}); what it wrote says why (of a Ray actor: in its worker's log); mend that, "
+            "then continue with --resume"
+        ) from death
 
 
 def build_bridge(

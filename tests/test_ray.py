@@ -244,6 +244,36 @@ def test_an_actors_refusal_is_one_line_too(tiny, warm_overrides, tmp_path):
     assert line.startswith(f"nemo-fp8rl: {tmp_path}/model/model.safetensors is not a whole safetensors file")
 
 
+DIES = """
+import os, signal, sys
+from nemo_fp8rl import cli, train
+from nemo_fp8rl.policy.megatron import MegatronPolicy
+
+logprobs = MegatronPolicy.logprobs
+
+def kill_and_ask(policy, *arguments):
+    pid = policy.ranks.actors[0].__ray_call__.remote(lambda worker: os.getpid())
+    import ray
+    os.kill(ray.get(pid), signal.SIGKILL)
+    return logprobs(policy, *arguments)
+
+MegatronPolicy.logprobs = kill_and_ask
+sys.exit(cli.main(["train", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.long
+def test_a_rank_that_dies_in_a_step_ends_the_run_in_a_sentence(warm_overrides, tmp_path):
+    arguments = [*warm_overrides, "cluster.backend=ray", f"logger.log_dir={tmp_path}/run"]
+    command = [sys.executable, "-c", DIES, "--config", str(RECIPES / "tiny_cpu.yaml"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(
+        "nemo-fp8rl: a training rank died (its process ended); what it wrote"
+    )
+
+
 TWO_PRETENDED_GPUS = """
 import os, sys
 import ray

@@ -257,6 +257,7 @@ def test_a_core_that_dies_while_a_refit_waits_for_another_threads_answers_is_rep
     assert async_run.generation.engine_restarts == before + 1
 
 
+@pytest.mark.long
 def test_an_engine_that_does_not_take_the_weights_when_it_starts_again_says_why(async_run, monkeypatch):
     offer = async_run.policy.offer
 
