@@ -527,7 +527,7 @@ def moved(weights: dict[str, Tensor], share: float, seed: int = 1) -> dict[str, 
     }
 
 
-def test_a_step_at_a_learning_rate_of_rl_is_a_hundredth_of_bf16():
+def test_a_step_at_a_learning_rate_of_rl_is_a_two_hundredth_of_bf16():
     change, entries = spied()
     stream, master = Stream([LARGE], [LARGE], change=change), torch.randn(1024, 1024) * 0.02
     weights = random_weights(LARGE) | {UP: master.bfloat16()}
@@ -537,7 +537,7 @@ def test_a_step_at_a_learning_rate_of_rl_is_a_hundredth_of_bf16():
     assert stream.holds(weights)
     assert entries[0].encoding == "delta"
     assert report.quantized_bf16_nbytes == 2 * 1024 * 1024
-    assert 0 < report.quantized_nbytes < 0.01 * report.quantized_bf16_nbytes
+    assert 0 < report.quantized_nbytes < 0.005 * report.quantized_bf16_nbytes
 
 
 @EACH_FORMAT
