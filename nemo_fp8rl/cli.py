@@ -5,6 +5,7 @@ import errno
 import io
 import logging
 import os
+import select
 import sys
 import warnings
 from collections.abc import Sequence
@@ -32,11 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding has no letters for
     try:
         finished = arguments.run(arguments)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except UserError as error:
-        print(f"nemo-fp8rl: {error}", file=sys.stderr)
+        print(f"nemo-fp8rl: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return BAD_INPUT
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and _reader_left():
+            return 0
         if error.errno not in OF_THE_DISK:
             raise
         print(f"nemo-fp8rl: {error.filename or 'the output'}: {error.strerror}; give another path", file=sys.stderr)
@@ -45,6 +49,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("nemo-fp8rl: interrupted", file=sys.stderr)
         return INTERRUPTED
     return 0 if finished else arguments.unfinished
+
+
+def _reader_left() -> bool:
+    """Whether nobody reads what is printed any more, as of `| head`; the rest is dropped then."""
+    from nemo_fp8rl.display import to_nowhere
+
+    asked = select.poll()
+    asked.register(sys.stdout, select.POLLOUT)
+    left = any(event & select.POLLERR for _, event in asked.poll(0))
+    if left:
+        to_nowhere(sys.stdout)
+    return left
 
 
 def _quiet_libraries() -> None:

@@ -182,7 +182,8 @@ class MegatronConfig(_Block):
     activation_checkpointing: bool = False
     """Keep each layer's input alone and compute the layer again in the backward."""
     offload_between_phases: bool = False
-    """Give the gradients' memory back while engines generate; on a GPU move the optimizer's state to the host, too."""
+    """Give the gradients' memory back while engines generate; on a GPU move the optimizer's state and the parameters to
+    the host, too."""
     env_vars: dict[str, str] | None = None
     """Added to the environment of the ranks; with cluster.backend=in_process to that of the run, after torch has read
     it."""

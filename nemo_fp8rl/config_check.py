@@ -7,6 +7,7 @@ from nemo_fp8rl.algorithms.gates import check_gates
 from nemo_fp8rl.algorithms.loss_config import resolved_correction
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.secret_variables import looks_secret
 
 ABOVE_0 = (
     "grpo.num_prompts_per_step",
@@ -140,6 +141,17 @@ def check(cfg: Config) -> None:
     if cfg.policy.generation.colocated.enabled:
         _check_colocated(cfg)
     _check_environment(cfg)
+    _check_folders(cfg)
+
+
+def _check_folders(cfg: Config) -> None:
+    """Empty text is the working directory, and below it the root of the disk."""
+    for key, value in (
+        ("logger.log_dir", cfg.logger.log_dir),
+        ("checkpointing.checkpoint_dir", cfg.checkpointing.checkpoint_dir),
+    ):
+        if not value.strip():
+            raise UserError(f"{key}={value!r}: name a folder")
 
 
 def _check_environment(cfg: Config) -> None:
@@ -149,6 +161,11 @@ def _check_environment(cfg: Config) -> None:
             raise UserError(
                 f"policy.{block}.env_vars.CUDA_VISIBLE_DEVICES: which GPUs a process has is said by Ray; remove it, or "
                 "set it in the environment of the whole run"
+            )
+        if secret := next((name for name, value in variables.items() if looks_secret(name, value)), None):
+            raise UserError(
+                f"policy.{block}.env_vars.{secret} looks like a secret, which config.yaml, trackers and a job's script "
+                f"would show: remove it, and set {secret} in the environment of the whole run"
             )
     differ = (name for name in trainer.keys() & engine.keys() if trainer[name] != engine[name])
     if cfg.cluster.backend == "in_process" and (name := next(differ, None)):

@@ -1,9 +1,12 @@
 """What a person sees while it works: a bar and a line of figures on a terminal, plain lines elsewhere."""
 
+import os
+import sys
 import threading
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -16,6 +19,26 @@ SPEED_OVER_SECONDS = 3600
 """The time left follows the speed of the last hour: over rich's 30 seconds there is none where a step takes longer."""
 
 
+class _Screen(Console):
+    """One whose reader may go away, as of `| head`: the run goes on without it."""
+
+    def on_broken_pipe(self) -> None:
+        """rich would end the process here."""
+        self.quiet = True
+        to_nowhere(sys.stdout)
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        with suppress(OSError):  # a disk that is full, a terminal that is gone
+            super().print(*objects, **how)
+
+
+def to_nowhere(stream: TextIO) -> None:
+    """What is written to the stream from now on, and what it still holds, is dropped."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, stream.fileno())
+    os.close(devnull)
+
+
 class Display:
     """Open with `with`; one `step` call a step, `doing` at any time before it.
 
@@ -24,7 +47,7 @@ class Display:
     """
 
     def __init__(self, title: str, total: int, done: int = 0) -> None:
-        self.console = Console(highlight=False)
+        self.console = _Screen(highlight=False)
         self.total = total
         self.progress = Progress(
             TextColumn(title),
@@ -49,7 +72,8 @@ class Display:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.live.stop()
+        with suppress(OSError):
+            self.live.stop()
         self.closed.set()
         if self.reminder.is_alive():
             self.reminder.join()

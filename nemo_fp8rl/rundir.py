@@ -169,6 +169,11 @@ class RunDirectory:
                     f"{self.path / 'config.yaml'} is of no run and would be overwritten: move it, or set another "
                     "logger.log_dir"
                 )
+        elif not (steps or self.done or self.restartable or (self.path / "config.yaml").exists()):
+            raise UserError(
+                f"--resume: {self.path} holds no run; give the logger.log_dir of one, or --restartable to start one "
+                "where there is none"
+            )
         elif steps and not self.done and not self.restartable:
             raise UserError(
                 f"--resume: {self.path} holds {steps} steps but {self.checkpoints} no checkpoint to continue from; "
@@ -195,10 +200,10 @@ class RunDirectory:
         """The files' paths may change, not what is in them: which prompts a step asks goes by their number."""
         path = self.path / "environment.json"
         try:
-            known = json.loads(path.read_text(encoding="utf-8")).get("data", {})  # none of an older run
+            known = dict(json.loads(path.read_text(encoding="utf-8")).get("data", {}))  # none of an older run
         except FileNotFoundError:
             return
-        except (OSError, ValueError, AttributeError) as error:
+        except (OSError, ValueError, AttributeError, TypeError) as error:
             raise UserError(
                 f"--resume: {path}, which says what prompts the run began with, cannot be read: {one_line(error)}; "
                 "remove it to go on without that check"

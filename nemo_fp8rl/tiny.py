@@ -17,6 +17,7 @@ from nemo_fp8rl.disk import new_folder, sync
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.hf.tensors import expected_tensors
+from nemo_fp8rl.hf.write import write_safetensors
 
 SPECIAL = ("<pad>", "<eos>")
 CHARACTERS = "0123456789+-= >;"
@@ -88,7 +89,6 @@ def _new_place(folder: Path) -> Path:
 
 def write_model(folder: Path, seed: int = 0, family: str = "qwen3", **sizes: Any) -> None:
     """A randomly initialized checkpoint in bfloat16, with tokenizer; `sizes` overrides keys of its config.json."""
-    from safetensors.torch import save_file
     from transformers import AutoConfig
 
     folder.mkdir(parents=True)
@@ -123,7 +123,7 @@ def write_model(folder: Path, seed: int = 0, family: str = "qwen3", **sizes: Any
         for name, shape in expected_tensors(read_hf_config(folder)).items()
     }
     tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_safetensors(tensors, folder / "model.safetensors")
 
 
 def _save_tokenizer(folder: Path) -> None:

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
@@ -103,9 +104,13 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
     with (
         RunDirectory(cfg, resume, restartable, prompts.digests()) as run,
         Display(cfg.nemo_fp8rl.flow, last, run.done) as display,
-        backends(cfg, run.load_checkpoint) as (policy, generation),
-        GracefulStop(of_pods=True) as stop,  # after Ray, which sets signal handlers of its own
+        ExitStack() as stack,
     ):
+        if run.done >= last:
+            display.say(f"{run.path} has its {last} steps; raise grpo.max_num_steps for more")
+            return True
+        policy, generation = stack.enter_context(backends(cfg, run.load_checkpoint))
+        stop = stack.enter_context(GracefulStop(of_pods=True))  # after Ray, which sets signal handlers of its own
         bridge = build_bridge(cfg, policy, generation, first_version=run.done)
         run.add_choice("refit", bridge.described)
         run.add_choice("quantizer", ", ".join(policy.quantizers()) or "none")

@@ -58,7 +58,7 @@ def check_keys(given: Any, block: type, prefix: str = "", known: Sequence[str] =
                 raise UserError(f"{prefix}{key} must be a list of blocks of keys, got {shown(value)}")
             for i, part in enumerate(value):
                 check_keys(part, element, f"{prefix}{key}[{i}].", known)
-        elif child and value is not None:
+        elif child and not (value is None and type(None) in get_args(hints[key])):
             if not isinstance(value, dict):
                 raise UserError(f"{prefix}{key} must be a block of keys, got {shown(value)}")
             check_keys(value, child, f"{prefix}{key}.", known)
@@ -70,14 +70,35 @@ def check_keys(given: Any, block: type, prefix: str = "", known: Sequence[str] =
             raise UserError(f"{prefix}{key}={shown(value)}: input should be a number")
 
 
+def check_given(given: Any, block: type, prefix: str = "") -> None:
+    """Raise UserError for a key that has no default and no value, before defaults that are made of it are resolved."""
+    hints = _hints(block)
+    for f in dataclasses.fields(block):
+        child, has_default = _block_of(hints[f.name]), f.default is not dataclasses.MISSING
+        if child and (given.get(f.name) is not None or not has_default):
+            check_given(given.get(f.name) or {}, child, f"{prefix}{f.name}.")
+        elif not child and not has_default and f.default_factory is dataclasses.MISSING and f.name not in given:
+            raise UserError(f"{prefix}{f.name} is required; set it in the recipe or as {prefix}{f.name}=...")
+
+
 def _is_no_number(hint: Any, value: Any) -> bool:
-    """Whether the hint is of numbers and the value cannot be read as one. Text, which may stand for one, is left to
-    pydantic; what else is no number must not reach the ${mul:...} of a default.
+    """Whether the hint is of numbers and the value cannot be read as one. What is none must not reach the ${mul:...} of
+    a default; a reference, ${...}, is left to pydantic.
     """
     kinds = set(get_args(hint)) or {hint}
-    if not kinds <= {int, float, type(None)}:
+    if not kinds <= {int, float, type(None)} or type(value) in kinds:
         return False
-    return type(value) not in kinds and isinstance(value, bool | list | None)
+    if isinstance(value, str):
+        return "${" not in value and not _reads(value, float if float in kinds else int)
+    return isinstance(value, bool | list | None) or (isinstance(value, float) and not value.is_integer())
+
+
+def _reads(text: str, kind: type) -> bool:
+    try:
+        kind(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _takes_mapping(hint: Any) -> bool:

@@ -127,6 +127,11 @@ def test_a_layout_that_the_model_or_the_ranks_do_not_fit(train, keys, message):
         ("policy.max_total_sequence_length=512", "max_position_embeddings=256"),
         ("grpo.num_prompts_per_step=8192", "grpo.num_prompts_per_step=8192"),
         ("data.train.split_validation_size=0", "data.train.split_validation_size"),
+        ("policy.max_total_sequence_length=x", "policy.max_total_sequence_length='x': input should be a number"),
+        ("policy.max_total_sequence_length=1.5", "policy.max_total_sequence_length=1.5: input should be a number"),
+        ("policy.max_total_sequence_length=.nan", "policy.max_total_sequence_length=nan: input should be a number"),
+        ("policy=null", "policy must be a block of keys, got None"),
+        ("logger.log_dir=''", "logger.log_dir='': name a folder"),
     ],
 )
 def test_a_wrong_key_or_value_is_named(train, override, named):
@@ -140,6 +145,13 @@ def test_a_missing_or_malformed_recipe_is_named(refused, folder):
 
 
 # The data
+
+
+def test_a_recipe_without_a_model_says_which_key_it_lacks(refused, folder):
+    (folder / "r.yaml").write_text("data: {train: {data_path: x.jsonl}}\n")
+    assert "policy.model_name is required; set it in the recipe or as policy." in refused(
+        "train", "--config", folder / "r.yaml"
+    )
 
 
 def test_a_missing_dataset_is_named(train, folder):
@@ -276,6 +288,11 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(train, project, 
 # The run directory
 
 
+def test_resume_of_no_run_is_refused(train, folder):
+    assert "holds no run; give the logger.log_dir of one, or --restartable" in train("--resume")
+    assert not (folder / "run").exists()
+
+
 def test_a_run_directory_that_holds_a_run_needs_resume(train, folder):
     (folder / "run").mkdir()
     (folder / "run/metrics.jsonl").write_text('{"step": 1}\n')
@@ -349,6 +366,14 @@ def test_a_process_says_one_line_and_exits_with_2(project, folder):
         "give the path of a JSONL dataset\n"
     )
     assert done.stdout == ""
+
+
+def test_who_reads_no_further_ends_what_is_printed_without_a_word():
+    command = [sys.executable, "-m", "nemo_fp8rl.cli", "parity", "--size", "256", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        running.stdout.close()
+        said = running.stderr.read()
+    assert (running.returncode, said) == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """What a person sees: one line a step where there is no terminal, a bar and figures on one."""
 
 import io
+import subprocess
+import sys
 import time
 
 import pytest
@@ -30,7 +32,7 @@ def display(clock, monkeypatch):
     def make(terminal: bool) -> tuple[Display, io.StringIO]:
         out = io.StringIO()
         console = Console(file=out, force_terminal=terminal, width=130, highlight=False)
-        monkeypatch.setattr("nemo_fp8rl.display.Console", lambda **_: console)
+        monkeypatch.setattr("nemo_fp8rl.display._Screen", lambda **_: console)
         shown = Display("fp8_e2e", 10, 4)
         shown.progress.get_time = lambda: clock[0]
         shown.said = clock[0]
@@ -105,3 +107,23 @@ def test_a_terminal_has_a_bar_and_the_figures(display, clock):
 def test_there_is_no_accuracy_before_the_first_validation():
     latest = {name: value for name, value in LATEST.items() if name != "validation/accuracy"}
     assert "accuracy" not in _shown(latest)
+
+
+READER_LEAVES = """
+import sys
+from nemo_fp8rl.display import Display
+with Display("fp8_e2e", 3) as display:
+    for step in range(1, 4):
+        display.step(step, {"reward": "1"})
+        sys.stderr.write(f"{step}\\n")
+"""
+
+
+@pytest.mark.parametrize("to", ["a pipe", "/dev/full"])
+def test_a_run_goes_on_where_nobody_reads_what_it_says(to):
+    out = open(to, "w") if to.startswith("/") else subprocess.PIPE  # noqa: SIM115
+    command = [sys.executable, "-c", READER_LEAVES]
+    with subprocess.Popen(command, stdout=out, stderr=subprocess.PIPE, text=True) as running:
+        if running.stdout is not None:
+            running.stdout.close()
+        assert running.stderr.read().split()[:3] == ["1", "2", "3"]

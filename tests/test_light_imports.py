@@ -164,7 +164,7 @@ def test_a_report_is_made_without_torch():
 
 
 LEFTMOST = {"errors", "batch", "config", "config_check", "recipe", "yaml_tree", "typed_tree", "fp8", "algorithms"}
-LEFTMOST |= {"data", "rewards", "hf", "machine", "shown_gpus", "disk"}
+LEFTMOST |= {"data", "rewards", "hf", "machine", "shown_gpus", "disk", "secret_variables"}
 MAY_IMPORT = {  # room -> the rooms it may import besides itself
     **{room: LEFTMOST for room in LEFTMOST},
     "parity": {"errors", "fp8"},

@@ -377,6 +377,10 @@ def test_a_cycle_of_defaults_is_refused(folder):
             ["policy.generation.vllm_cfg.env_vars.CUDA_VISIBLE_DEVICES", "environment of the whole run"],
         ),
         (
+            ["policy.megatron_cfg.env_vars.HF_TOKEN=hf_abc"],
+            ["policy.megatron_cfg.env_vars.HF_TOKEN looks like a secret", "set HF_TOKEN in the environment"],
+        ),
+        (
             ["policy.megatron_cfg.env_vars={A: x, B: x}", "policy.generation.vllm_cfg.env_vars={A: x, B: y}"],
             ["megatron_cfg.env_vars.B=x", "vllm_cfg.env_vars.B=y", "cluster.backend=ray"],
         ),

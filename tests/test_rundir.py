@@ -124,6 +124,13 @@ def test_a_recipe_of_no_run_is_not_overwritten(recipe):
     assert own.read_text() == "defaults: tiny_cpu.yaml  # mine\n"
 
 
+def test_a_record_of_the_data_of_another_form_is_named(recipe):
+    leave_run(recipe(), steps=3, checkpoint=3)
+    (Path(recipe().logger.log_dir) / "environment.json").write_text('{"data": 3}')
+    with pytest.raises(UserError, match=r"environment\.json, which says what prompts .* remove it to go on"):
+        RunDirectory(recipe(), resume=True)
+
+
 def test_resume_under_other_data_is_refused(recipe):
     data = {"training": "1", "validation": "2"}
     with RunDirectory(recipe(), resume=False, data=data) as run:

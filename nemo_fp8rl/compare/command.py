@@ -39,6 +39,8 @@ def compare(path: Path, overrides: Sequence[str], output: Path, table_only: bool
     Raises UserError for a comparison that is wrong, and when a run fails.
     """
     comparison = load_comparison(path)
+    if output.exists() and not output.is_dir():
+        raise UserError(f"--output {output} is no folder; give another")
     runs = plan(comparison, overrides, output)
     console = Console(highlight=False)
     if not console.is_terminal:

@@ -225,9 +225,9 @@ class VllmEngine:
         if not self.core.reset_prefix_cache():
             return RefitError(f"refit {version}: the engine kept its prefix cache, which holds the old weights' keys")
         self.loaded_version = version
-        received, names, seconds, verifying, _ = zip(*answers, strict=True)
+        names, seconds, verifying, _ = zip(*answers, strict=True)
         direct = frozenset.intersection(*map(frozenset, names))
-        return Loaded(version, sum(received), direct, max(seconds), max(verifying))
+        return Loaded(version, direct, max(seconds), max(verifying))
 
     def commit(self, version: int) -> None:
         """Generate from the version that is loaded."""

@@ -80,26 +80,25 @@ class RefitWorkerExtension:
             link.end.close()
         self.refit_links = ()
 
-    def nemo_fp8rl_load(self, version: int, verify: bool, compare: bool) -> tuple[int, list[str], float, float, str]:
-        """(bytes received, names of the tensors that can be written in place, seconds, of them for verification, "" or
-        what went wrong).
-        """
+    def nemo_fp8rl_load(self, version: int, verify: bool, compare: bool) -> tuple[list[str], float, float, str]:
+        """(names of the tensors that can be written in place, seconds, those for digests, "" or what went wrong)."""
         start = time.perf_counter()
 
-        def load() -> int:
+        def load() -> None:
             if not self.refit_links:
                 raise RefitError("this engine has no link to a trainer")
             if compare:
-                return self.weight_store.compare(self.refit_links, version)
+                self.weight_store.compare(self.refit_links, version)
+                return
             with set_current_vllm_config(self.vllm_config):  # as vLLM's own worker reloads
-                return self.weight_store.load(self.refit_links, version, verify)
+                self.weight_store.load(self.refit_links, version, verify)
 
-        nbytes, refusal = _answered(load, 0)
+        _, refusal = _answered(load, None)
         if refusal:
             self.nemo_fp8rl_disconnect()  # or the trainer would wait for someone to read the rest
             gc.collect()  # errors keep their frames, and so the links, whose memory the source is about to free
         store = self.weight_store
-        return nbytes, sorted(store.direct), time.perf_counter() - start, store.verify_seconds, refusal
+        return sorted(store.direct), time.perf_counter() - start, store.verify_seconds, refusal
 
     def nemo_fp8rl_read_kv_scales(self) -> str:
         """Take the scales of an FP8 cache from the checkpoint, as the weights; answers what is missing, or ""."""

@@ -57,8 +57,8 @@ class WeightStore:
         scales = [TensorPart.of(name, torch.float32, ()) for names in fp8_caches(self.model) for name in names]
         return [slot.part for slot in self.slots.values()] + scales
 
-    def load(self, links: Sequence[IncomingLink], version: int, verify: bool) -> int:
-        """Bytes received of a version that is now in memory. Raises RefitError; memory is then a mixture.
+    def load(self, links: Sequence[IncomingLink], version: int, verify: bool) -> None:
+        """Take a version into memory. Raises RefitError; memory is then a mixture.
 
         verify: compare the digest of every piece, as it is in memory, with the trainer's; of a tensor that vLLM
         repacks, as it arrived. KV scales must be positive numbers with or without it.
@@ -81,11 +81,9 @@ class WeightStore:
         loading.set_kv_scales()
         self.verify_seconds = loading.readings.seconds
         self.version = version
-        return loading.nbytes
 
-    def compare(self, links: Sequence[IncomingLink], version: int) -> int:
-        """Tensors whose bytes in memory are those that arrive; RefitError names the first that is not."""
-        same = set()
+    def compare(self, links: Sequence[IncomingLink], version: int) -> None:
+        """Raises RefitError, with the name, on a tensor whose bytes in memory are not those that arrive."""
         kv_scales = kv_scales_held(self.model)
         for item in received(links, version):
             name = item.part.name
@@ -94,8 +92,6 @@ class WeightStore:
                 assert item.content is not None
                 if not all(item.content.equals(one) for one in held):
                     raise RefitError(f"refit {version}: {name} in the engine is not what the trainer holds")
-                same.add(name)
-        return len(same)
 
     def forget_copies(self) -> int:
         """Give up what emulated FP8 layers multiply with, until they do so again; the bytes."""
@@ -167,7 +163,7 @@ class _Loading:
         self.written: set[str] = set()
         self.arrived: dict[TensorPart, Mark] = {}
         self.kv_scales: dict[str, tuple[Tensor, str]] = {}
-        self.readings, self.nbytes = Readings(), 0
+        self.readings = Readings()
         self.error: BaseException | None = None
 
     def for_vllm(self) -> Iterator[tuple[str, Tensor]]:
@@ -177,7 +173,6 @@ class _Loading:
         try:
             modules = {name: slot.module for name, slot in self.store.slots.items() if name not in self.targets}
             for item in received(self.links, self.version, modules, self.readings):
-                self.nbytes += item.nbytes
                 name = item.part.name
                 if name in self.targets:
                     self._write(item)

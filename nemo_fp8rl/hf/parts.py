@@ -12,11 +12,11 @@ from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.region import Region, index, overlap, placed, shape_of
+from nemo_fp8rl.hf.write import write_safetensors
 
 FILE_BYTES = 4 << 30
 """A file is written when this much is waiting for it, on the host."""
@@ -54,7 +54,7 @@ class PartWriter:
         self.files += 1
         suffix = f"-{self.files}" if self.files > 1 else ""
         try:
-            save_file(self.waiting, self.folder / f"{self.name}{suffix}.safetensors", metadata={"format": "pt"})
+            write_safetensors(self.waiting, self.folder / f"{self.name}{suffix}.safetensors")
         except (OSError, SafetensorError) as error:
             self.error = error
         self.waiting, self.waiting_bytes = {}, 0

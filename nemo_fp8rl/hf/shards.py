@@ -9,8 +9,9 @@ from types import TracebackType
 from typing import Self
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
+
+from nemo_fp8rl.hf.write import write_safetensors
 
 FILE_BYTES = 1 << 30
 """What a file holds at most, unless a single tensor is larger, and what waits in memory to be written."""
@@ -63,7 +64,7 @@ class ShardWriter:
         missing.remove(name)  # KeyError: out of order
         self._waiting[name] = tensor
         if not missing:
-            save_file(self._waiting, self.folder / file, metadata={"format": "pt"})
+            write_safetensors(self._waiting, self.folder / file)
             self._waiting.clear()
             del self._missing[file]
 

@@ -6,7 +6,7 @@ from decimal import Decimal
 from typing import Any
 
 from nemo_fp8rl.launch.manifest_parts import Finding, key_path, mapping, mappings, plain, quantity, repeated, tags
-from nemo_fp8rl.launch.secret_variables import looks_secret
+from nemo_fp8rl.secret_variables import looks_secret
 
 OF_KUBERAY = {"ray-token", "ray-logs", "shared-mem"}
 """Volumes that it adds to a pod."""

@@ -17,7 +17,7 @@ from nemo_fp8rl.launch.limits import (
     SIZES,
     check_limits,
 )
-from nemo_fp8rl.launch.secret_variables import looks_secret
+from nemo_fp8rl.secret_variables import looks_secret
 from nemo_fp8rl.typed_tree import check_keys, typed
 from nemo_fp8rl.yaml_tree import read_with_parents, refusing, register_resolvers, with_override
 

@@ -10,6 +10,7 @@ on the same layout the run goes on to the bit.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -73,7 +74,9 @@ def load_optimizer(folder: Path, layout: Layout, model: torch.nn.Module, optimiz
     try:
         record = json.loads((folder / STEPS).read_text())
         adam_steps, schedule_steps = float(record["adam"]), int(record["schedule"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if not (0 <= adam_steps < math.inf and schedule_steps >= 0):
+            raise ValueError(f"steps of {adam_steps:g} and {schedule_steps}")
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise UserError(f"{folder / STEPS} cannot be read ({error}); the checkpoint is not complete") from None
     held, shapes = pieces(model, optimizer), expected_tensors(layout.hf)
     with PartReader(folder) as reader:

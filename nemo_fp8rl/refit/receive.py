@@ -30,7 +30,6 @@ class Received(NamedTuple):
     delta: Delta | None
     scale_inv: Tensor | None
     digest: str
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -139,14 +138,14 @@ class _Progress:
                 raise RefitError(f"refit {self.version}: {part.name} has {len(bytes_)} bytes, must have {part.nbytes}")
             content = Content.of(part, bytes_)
             self._check(part, content.scale_inv)
-            return Received(part, content, None, content.scale_inv, digest, len(bytes_))
+            return Received(part, content, None, content.scale_inv, digest)
         scale_inv = scales_of(part, bytes_)
         self._check(part, scale_inv)
         try:
             delta = Delta.decode(bytes_[part.scale_bytes :].cpu().numpy().tobytes(), part.data_bytes)
         except DeltaError as error:
             raise RefitError(f"refit {self.version}: {part.name}: {error}") from None
-        return Received(part, None, delta, scale_inv, digest, len(bytes_))
+        return Received(part, None, delta, scale_inv, digest)
 
     def _check(self, part: TensorPart, scale_inv: Tensor | None) -> None:
         if scale_inv is not None:

@@ -47,12 +47,11 @@ class SendReport:
 
 @dataclass(frozen=True)
 class Loaded:
-    """An engine's answer: the version is in its memory. nbytes: received. direct: names of the tensors that can be
-    written in place, and so take deltas. seconds: it took, of which `verify_seconds` for digests.
+    """An engine's answer: the version is in its memory. direct: names of the tensors that can be written in place, and
+    so take deltas. seconds: it took, of which `verify_seconds` for digests.
     """
 
     version: int
-    nbytes: int
     direct: frozenset[str]
     seconds: float
     verify_seconds: float

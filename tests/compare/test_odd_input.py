@@ -126,3 +126,9 @@ def test_a_model_that_is_damaged_is_another_one(write, tmp_path):
     (tmp_path / "out/models/flows/made.json").write_bytes(b"\xff")
     with pytest.raises(UserError, match=r"models/flows was made by another comparison"):
         plan(load_comparison(write(model=MODEL)), [], tmp_path / "out")
+
+
+def test_an_output_that_is_a_file_is_named(write, tmp_path, capsys):
+    (tmp_path / "out").write_text("")
+    assert main(["compare", str(write()), "--output", str(tmp_path / "out")]) == 2
+    assert f"--output {tmp_path}/out is no folder; give another" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Whatever parts a tensor was written in, any region of it is read back to the bit."""
 
+import os
 from itertools import pairwise
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.parts import PartReader, PartWriter
 from nemo_fp8rl.hf.region import index, overlap, placed, shape_of, start_of, whole
+from nemo_fp8rl.hf.write import write_safetensors
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
 
@@ -144,3 +146,12 @@ def test_regions():
     assert shape_of(((1, 4), (2, 6))) == (3, 4)
     assert overlap(((0, 4),), ((2, 9),)) == ((2, 4),)
     assert overlap(((0, 4), (0, 2)), ((2, 9), (2, 3))) is None
+
+
+def test_a_file_is_for_whom_the_umask_says(tmp_path):
+    before = os.umask(0o027)
+    try:
+        write_safetensors({"x": torch.zeros(2)}, tmp_path / "x.safetensors")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "x.safetensors").stat().st_mode & 0o777 == 0o640

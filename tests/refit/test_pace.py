@@ -62,7 +62,7 @@ class Linked:
             self.taken += 1
             time.sleep(next(delays))
             module = MODULES[item.part.name]
-            kept[module] += item.nbytes
+            kept[module] += item.part.nbytes
             missing[module] -= 1
             if not missing[module]:
                 del kept[module], missing[module]

@@ -33,7 +33,7 @@ echo "attempt $attempt of $RUN_ID, job $SLURM_JOB_ID on ${NODES[*]}: $ATTEMPT_DI
 exec >"$ATTEMPT_DIR/job.log" 2>&1
 
 if ((attempt > MAX_RESTARTS)); then
-    echo "not again: this would be attempt $attempt, and MAX_RESTARTS is $MAX_RESTARTS"
+    echo "not again: this would be attempt $attempt, and MAX_RESTARTS is $MAX_RESTARTS; to go on, raise it in $RUN_DIR/job.sbatch"
     exit 1
 fi
 
@@ -152,7 +152,7 @@ trap tear_down EXIT
 may_restart() {
     [[ -z $cancelled ]] || return 1
     ((attempt < MAX_RESTARTS)) && return
-    say "not again: this was attempt $attempt, and MAX_RESTARTS is $MAX_RESTARTS; to go on: sbatch $RUN_DIR/job.sbatch"
+    say "not again: this was attempt $attempt, and MAX_RESTARTS is $MAX_RESTARTS; to go on, raise it in $RUN_DIR/job.sbatch and sbatch that"
     return 1
 }
 

@@ -3,8 +3,8 @@
 import pytest
 
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.launch.secret_variables import looks_secret
 from nemo_fp8rl.launch.settings import read_settings
+from nemo_fp8rl.secret_variables import looks_secret
 
 SECRETS = {
     "HF_TOKEN": "hf_abc",
