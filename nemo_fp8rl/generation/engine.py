@@ -209,8 +209,8 @@ class VllmEngine:
         """Receive a version over the links, drop the prefix cache. The engine is fenced until `commit`.
 
         verify: see `WeightStore.load`. compare: the version is in memory already and held against what arrives. A
-        refusal is answered, not raised, so that the other engines' answers are heard. Anything else that is raised in
-        the load leaves vLLM's modules in parts: the engine counts as dead.
+        refusal is answered, not raised, so that the other engines' answers are heard. With anything else that is raised
+        in the load, such as memory that is full, the engine counts as dead.
         """
         self.policy_version = self.loaded_version = -1  # of mixed weights, whatever fails below
         try:
