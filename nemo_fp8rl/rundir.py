@@ -187,7 +187,7 @@ class RunDirectory:
         """Refuse to continue under a recipe that would have given other numbers."""
         old, new = begun(self.cfg), flat(yaml.safe_load(to_yaml(self.cfg)))
         if not old:
-            raise UserError(f"--resume: {self.path} has no config.yaml, the recipe of the run; give it back")
+            raise UserError(f"--resume: {self.path} has no config.yaml that says the recipe of the run; give it back")
         for key in sorted(old.keys() | new.keys()):
             was = old.get(key, LATER.get(key))
             if was != new.get(key) and not key.startswith(MAY_CHANGE):
@@ -244,9 +244,15 @@ class RunDirectory:
         return read(self.metrics_path)
 
     def load_checkpoint(self, policy: Policy) -> None:
-        """Bring the policy to the state after step `done`."""
+        """Bring the policy to the state after step `done`. Raises UserError where the checkpoint does not give it."""
         if self.done:
-            policy.load(self.checkpoints / f"step_{self.done}" / "policy")
+            folder = self.checkpoints / f"step_{self.done}"
+            try:
+                policy.load(folder / "policy")
+            except UserError as error:
+                raise UserError(
+                    f"{error}; where it is damaged, remove {folder} to go on from the checkpoint before it"
+                ) from None
 
     def save_checkpoint(self, step: int, policy: Policy) -> None:
         """Write step_N whole or not at all, then drop the oldest beyond checkpointing.keep_top_k.

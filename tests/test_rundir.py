@@ -242,6 +242,16 @@ def test_a_checkpoint_that_does_not_fit_loses_nothing(recipe, room):
     with RunDirectory(recipe(), resume=True) as run:
         run.load_checkpoint(policy)
         assert run.done == 2
+        for steps in (
+            '{"adam": 1, "schedule": Infinity}',
+            '{"adam": NaN, "schedule": 2}',
+            '{"adam": 1, "schedule": -1}',
+        ):
+            next(checkpoints.rglob("steps.json")).write_text(steps)
+            with pytest.raises(
+                UserError, match=r"steps\.json cannot be read .*; where it is damaged, remove .*/step_2 to"
+            ):
+                run.load_checkpoint(policy)
     policy.shutdown()
 
 
