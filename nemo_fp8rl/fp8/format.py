@@ -22,6 +22,7 @@ __all__ = [
     "BlockScaled",
     "NonFiniteError",
     "ScaleFormat",
+    "are_powers_of_two",
     "check_scale_format",
     "nan_codes",
     "non_finite",
@@ -57,6 +58,11 @@ def non_finite(x: Tensor) -> str:
 def nan_codes(data: Tensor) -> Tensor:
     """int64 []: how many values of E4M3 data are NaN, 7 bits of 1 after either sign; it has no infinity."""
     return (data.view(torch.uint8).bitwise_and(0x7F) == 0x7F).sum()
+
+
+def are_powers_of_two(scale_inv: Tensor) -> bool:
+    """Of positive normal float32 scales: whether no mantissa has a bit."""
+    return not (scale_inv.view(torch.int32) & 0x7FFFFF).any()
 
 
 @dataclass(frozen=True)

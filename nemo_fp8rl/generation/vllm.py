@@ -12,6 +12,7 @@ from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError, one_line
 from nemo_fp8rl.generation.base import SECONDS_A_TOKEN, Sampling
 from nemo_fp8rl.generation.engine import VllmEngine
+from nemo_fp8rl.refit.bridge import Revive
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart, from_json, to_json
 from nemo_fp8rl.refit.report import Loaded
 from nemo_fp8rl.refit.transport.link import RECEIVER_SHARE
@@ -39,7 +40,7 @@ class VllmGeneration:
     original's `metrics` count what copies retried, but for what a dead engine was asked since they were last read.
     """
 
-    on_death: Callable[[int, Callable[[], bool], bool], bool] | None = None
+    on_death: Revive | None = None
     is_copy = is_closed = False
 
     def __init__(self, cfg: Config, token: str = "", beside: Workers | None = None) -> None:

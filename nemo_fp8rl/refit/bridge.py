@@ -27,6 +27,8 @@ from nemo_fp8rl.refit.transport.link import Asked
 Transport = Literal["in_process"] | Asked
 Verify = Literal["off", "digest", "full"]
 Addresses = list[Any]
+Revive = Callable[[int, Callable[[], bool], bool], bool]
+"""`RefitBridge.revive`."""
 
 
 class WeightSource(Protocol):
@@ -60,9 +62,9 @@ class WeightSource(Protocol):
 
 
 class WeightSink(Protocol):
-    """The engines' side. on_death: `RefitBridge.revive`, for an engine that is found dead between refits."""
+    """The engines' side. on_death: for an engine that is found dead between refits."""
 
-    on_death: Callable[[int, Callable[[], bool], bool], bool] | None
+    on_death: Revive | None
 
     def engine_count(self) -> int: ...
 
@@ -122,7 +124,8 @@ class RefitBridge:
         self.leaving: dict[int, float] = {}
         """What share of an engine's bytes leaves the machine they come from."""
         self.capacities: dict[int, Capacities] = {}
-        self._refitting, self._links = threading.Lock(), threading.Lock()
+        self._refitting = threading.Lock()  # a second refit is refused
+        self._links = threading.Lock()  # of a refit or a revival: the other waits, or is told so
         sink.on_death = self.revive
 
     @property
@@ -301,7 +304,7 @@ class RefitBridge:
 
     def _commit(self, version: int, engines: Collection[int]) -> int:
         """Engines that died since they loaded the version get it again; how many. All or none of them generate."""
-        try:
+        with self._all_or_none(engines):
             try:
                 self.sink.commit(version, engines)
                 return 0
@@ -317,8 +320,14 @@ class RefitBridge:
             self._bring(version, lost, False, False)
             self.sink.commit(version, engines)
             return len(lost)
+
+    @contextmanager
+    def _all_or_none(self, engines: Collection[int]) -> Iterator[None]:
+        """Whatever ends the block, engines that have committed in it do not go on alone."""
+        try:
+            yield
         except BaseException:
-            with suppress(Exception):
+            with suppress(Exception):  # that they cannot be told either is not what went wrong
                 self.sink.fence(engines)
             raise
 

@@ -22,7 +22,7 @@ from nemo_fp8rl.fp8 import BLOCK, ScaleFormat, quantize_blockwise, scale_shape
 from nemo_fp8rl.fp8.delta import DeltaError
 from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.hf.region import whole
-from nemo_fp8rl.refit.bridge import Transport
+from nemo_fp8rl.refit.bridge import Revive, Transport
 from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.manifest import RefitError, Route, Sources, TensorPart, blocks_of
 from nemo_fp8rl.refit.message import Content
@@ -265,7 +265,7 @@ Hook = Callable[[str, int, MemoryEngine], None]
 class MemoryEngines:
     """`bridge.WeightSink`. hook, wrap: what a test does at those times, and to the links of (engine, rank)."""
 
-    on_death: Callable[[int, Callable[[], bool], bool], bool] | None = None
+    on_death: Revive | None = None
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -612,8 +613,10 @@ def test_an_interrupt_while_engines_load_leaves_a_trainer_that_can_go_on(make):
     assert run.holds()
 
 
-def test_two_refits_at_once_are_refused(make):
-    run, reading, go_on = make(), threading.Event(), threading.Event()
+@contextmanager
+def under_way(run: Run) -> Iterator[tuple[Future, threading.Event]]:
+    """A refit in a thread of its own that goes on, from where the trainer reads its weights, once the event is set."""
+    reading, go_on = threading.Event(), threading.Event()
 
     def wait() -> None:
         reading.set()
@@ -621,8 +624,14 @@ def test_two_refits_at_once_are_refused(make):
 
     run.trainer.reading = wait
     with ThreadPoolExecutor(1) as threads:
-        first = threads.submit(run.bridge.refit)
+        refit = threads.submit(run.bridge.refit)
         assert reading.wait(20)
+        yield refit, go_on
+
+
+def test_two_refits_at_once_are_refused(make):
+    run = make()
+    with under_way(run) as (first, go_on):
         with pytest.raises(RefitError, match="a refit is under way"):
             run.bridge.refit()
         go_on.set()
@@ -703,18 +712,9 @@ def test_a_link_that_ended_needs_no_collector_to_be_let_go_of(make):
 
 
 def test_it_is_left_to_a_refit_under_way_or_waits_for_its_end(make):
-    run, reading, go_on = make(), threading.Event(), threading.Event()
+    run, started = make(), []
     run.bridge.refit()
-
-    def wait() -> None:
-        reading.set()
-        assert go_on.wait(20)
-
-    run.trainer.reading = wait
-    with ThreadPoolExecutor(2) as threads:
-        refit = threads.submit(run.bridge.refit)
-        assert reading.wait(20)
-        started = []
+    with under_way(run) as (refit, go_on), ThreadPoolExecutor(1) as threads:
         assert run.bridge.revive(1, lambda: bool(started.append(1)), False) is False
         waiting = threads.submit(run.bridge.revive, 1, lambda: bool(started.append(1)), True)
         assert started == []

@@ -7,11 +7,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import Fp8Layers, NonFiniteError, ScaleFormat, quantize_blockwise, scale_name
-from nemo_fp8rl.fp8.format import E4M3, nan_codes, non_finite
+from nemo_fp8rl.fp8.format import E4M3, are_powers_of_two, nan_codes, non_finite
 from nemo_fp8rl.nemo_rl.precision import SCALES
 from nemo_fp8rl.nemo_rl.stock.agreement import is_kv_scale
 
@@ -60,34 +59,35 @@ class Fp8Stream:
         said = choice["fp8_layers"]
         layers = Fp8Layers(said["first"], said["end"], tuple(said["ignored"]))
         for name, tensor in stream:
-            try:
-                if tensor.dtype is E4M3 or name.endswith(scale_name("")):
-                    _check_held(tensor, choice["scale_format"])
-                elif layers.quantizes(name):
-                    quantized = quantize_blockwise(tensor, scale_format=choice["scale_format"])
-                    yield name, quantized.data
-                    yield scale_name(name), quantized.scale_inv
-                    continue
-            except (NonFiniteError, ScaleFormatError) as error:
-                raise type(error)(f"{name}: {error}") from None
-            yield name, tensor
+            if tensor.dtype is E4M3 or name.endswith(scale_name("")):
+                _check_held(name, tensor, choice["scale_format"])
+                yield name, tensor
+            elif layers.quantizes(name):
+                yield from _quantized(name, tensor, choice["scale_format"])
+            else:
+                yield name, tensor
 
 
-class ScaleFormatError(RuntimeError):
-    """Scales of a trainer's FP8 weights that the recipe does not ask for."""
+def _quantized(name: str, weight: Tensor, scale_format: ScaleFormat) -> Iterator[tuple[str, Tensor]]:
+    try:
+        quantized = quantize_blockwise(weight, scale_format=scale_format)
+    except NonFiniteError as error:
+        raise NonFiniteError(f"{name}: {error}") from None
+    yield name, quantized.data
+    yield scale_name(name), quantized.scale_inv
 
 
-def _check_held(tensor: Tensor, scale_format: ScaleFormat) -> None:
+def _check_held(name: str, tensor: Tensor, scale_format: ScaleFormat) -> None:
     """tensor: E4M3 weights, or float32 scales, as the worker holds them."""
     if tensor.dtype is E4M3:
         if count := int(nan_codes(tensor)):
-            raise NonFiniteError(f"{count} of {tensor.numel()} FP8 values are NaN")
+            raise NonFiniteError(f"{name}: {count} of {tensor.numel()} FP8 values are NaN")
     elif not tensor.isfinite().all():
-        raise NonFiniteError(non_finite(tensor))
-    elif scale_format == "pow2" and (tensor.view(torch.int32) & 0x7FFFFF).any():
-        raise ScaleFormatError(
-            f"the trainer's scales are no powers of two, as the recipe's are: set {SCALES}='0', and not in the "
-            "environment either"
+        raise NonFiniteError(f"{name}: {non_finite(tensor)}")
+    elif scale_format == "pow2" and not are_powers_of_two(tensor):
+        raise RuntimeError(
+            f"{name}: the trainer's scales are no powers of two, as the recipe's are: set {SCALES}='0', and leave the "
+            "variable out of the environment"
         )
 
 
