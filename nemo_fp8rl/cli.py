@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"nemo-fp8rl: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return BAD_INPUT
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and _reader_left():
+        if isinstance(error, BrokenPipeError) and sys.stdout is not None and _reader_left():
             return 0
         if error.errno not in OF_THE_DISK:
             raise

@@ -7,7 +7,7 @@ from typing import Any
 
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.config_check import check
-from nemo_fp8rl.typed_tree import check_given, check_keys, defaults, typed
+from nemo_fp8rl.typed_tree import check_keys, defaults, typed
 from nemo_fp8rl.yaml_tree import read_with_parents, refusing, register_resolvers, with_override
 
 
@@ -39,7 +39,6 @@ def completed(source: str, tree: Any, given: Any) -> Config:
     """
     from omegaconf import OmegaConf
 
-    check_given(given, Config)
     with refusing(source):
         tree = OmegaConf.merge(defaults(Config, given), tree)
         values = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)

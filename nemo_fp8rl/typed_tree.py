@@ -65,40 +65,32 @@ def check_keys(given: Any, block: type, prefix: str = "", known: Sequence[str] =
         elif isinstance(value, dict) and not _takes_mapping(hints[key]):
             raise UserError(f"{prefix}{key} must be one value, got the mapping {shown(value)}")
         elif value == "???":
-            raise UserError(f"{prefix}{key} is required; set it in the recipe or as {prefix}{key}=...")
-        elif _is_no_number(hints[key], value):
-            raise UserError(f"{prefix}{key}={shown(value)}: input should be a number")
+            raise _required(f"{prefix}{key}")
+        elif wanted := _no_number(hints[key], value):
+            raise UserError(f"{prefix}{key}={shown(value)}: input should be {wanted}")
 
 
-def check_given(given: Any, block: type, prefix: str = "") -> None:
-    """Raise UserError for a key that has no default and no value, before defaults that are made of it are resolved."""
-    hints = _hints(block)
-    for f in dataclasses.fields(block):
-        child, has_default = _block_of(hints[f.name]), f.default is not dataclasses.MISSING
-        if child and (given.get(f.name) is not None or not has_default):
-            check_given(given.get(f.name) or {}, child, f"{prefix}{f.name}.")
-        elif not child and not has_default and f.default_factory is dataclasses.MISSING and f.name not in given:
-            raise UserError(f"{prefix}{f.name} is required; set it in the recipe or as {prefix}{f.name}=...")
+def _required(key: str) -> UserError:
+    return UserError(f"{key} is required; set it in the recipe or as {key}=...")
 
 
-def _is_no_number(hint: Any, value: Any) -> bool:
-    """Whether the hint is of numbers and the value cannot be read as one. What is none must not reach the ${mul:...} of
-    a default; a reference, ${...}, is left to pydantic.
+def _no_number(hint: Any, value: Any) -> str:
+    """Where the hint is of numbers and the value cannot be read as one: what it should be, else "". What is none must
+    not reach the ${mul:...} of a default; a reference, ${...}, is left to pydantic.
     """
     kinds = set(get_args(hint)) or {hint}
     if not kinds <= {int, float, type(None)} or type(value) in kinds:
-        return False
+        return ""
+    wanted = "a number" if float in kinds else "a whole number"
     if isinstance(value, str):
-        return "${" not in value and not _reads(value, float if float in kinds else int)
-    return isinstance(value, bool | list | None) or (isinstance(value, float) and not value.is_integer())
-
-
-def _reads(text: str, kind: type) -> bool:
-    try:
-        kind(text)
-    except ValueError:
-        return False
-    return True
+        if "${" in value:
+            return ""
+        try:
+            value = float(value)
+        except ValueError:
+            return wanted
+    is_one = isinstance(value, int | float) and not isinstance(value, bool)
+    return "" if is_one and (float in kinds or float(value).is_integer()) else wanted
 
 
 def _takes_mapping(hint: Any) -> bool:
@@ -120,17 +112,21 @@ def _all_keys(block: type, prefix: str = "") -> list[str]:
     return keys
 
 
-def defaults(block: Any, given: Any) -> dict[str, Any]:
-    """Default values as a tree, so that interpolations in them resolve against the recipe."""
+def defaults(block: Any, given: Any, prefix: str = "") -> dict[str, Any]:
+    """Default values as a tree, so that interpolations in them resolve against the recipe. Raises UserError for a key
+    that has none and is not given: what refers to it would be named instead. prefix: where the block stands.
+    """
     values: dict[str, Any] = {}
     hints = _hints(block)
     for f in dataclasses.fields(block):
-        child = _block_of(hints[f.name])
+        child, key = _block_of(hints[f.name]), prefix + f.name
         if f.default is not dataclasses.MISSING:
             optional_block_given = child and isinstance(given.get(f.name), dict)
-            values[f.name] = defaults(child, given[f.name]) if optional_block_given else f.default
+            values[f.name] = defaults(child, given[f.name], f"{key}.") if optional_block_given else f.default
         elif child:
-            values[f.name] = defaults(child, given.get(f.name) or {})
+            values[f.name] = defaults(child, given.get(f.name) or {}, f"{key}.")
+        elif f.default_factory is dataclasses.MISSING and f.name not in given:
+            raise _required(key)
     return values
 
 
@@ -145,7 +141,7 @@ def typed(values: Any, block: type[Block], prefix: str = "") -> Block:
         first = error.errors()[0]
         key = (prefix + ".".join(str(part) for part in first["loc"])).rstrip(".")
         if first["type"] in ("missing", "missing_argument"):
-            raise UserError(f"{key} is required; set it in the recipe or as {key}=...") from None
+            raise _required(key) from None
         message = first["msg"][0].lower() + first["msg"][1:]
         raise UserError(f"{key}={shown(first['input'])}: {message}") from None
 

@@ -127,9 +127,15 @@ def test_a_layout_that_the_model_or_the_ranks_do_not_fit(train, keys, message):
         ("policy.max_total_sequence_length=512", "max_position_embeddings=256"),
         ("grpo.num_prompts_per_step=8192", "grpo.num_prompts_per_step=8192"),
         ("data.train.split_validation_size=0", "data.train.split_validation_size"),
-        ("policy.max_total_sequence_length=x", "policy.max_total_sequence_length='x': input should be a number"),
-        ("policy.max_total_sequence_length=1.5", "policy.max_total_sequence_length=1.5: input should be a number"),
-        ("policy.max_total_sequence_length=.nan", "policy.max_total_sequence_length=nan: input should be a number"),
+        ("policy.max_total_sequence_length=x", "policy.max_total_sequence_length='x': input should be a whole number"),
+        (
+            "policy.max_total_sequence_length=1.5",
+            "policy.max_total_sequence_length=1.5: input should be a whole number",
+        ),
+        (
+            "policy.max_total_sequence_length=.nan",
+            "policy.max_total_sequence_length=nan: input should be a whole number",
+        ),
         ("policy=null", "policy must be a block of keys, got None"),
         ("logger.log_dir=''", "logger.log_dir='': name a folder"),
     ],

@@ -127,3 +127,4 @@ def test_a_run_goes_on_where_nobody_reads_what_it_says(to):
         if running.stdout is not None:
             running.stdout.close()
         assert running.stderr.read().split()[:3] == ["1", "2", "3"]
+    assert running.returncode == 0

@@ -175,7 +175,7 @@ RECIPE = {
     "typed_tree",
     "yaml_tree",
 }
-ALL_OF = {"batch", "config", "errors", "fp8", "hf", "machine", "refit", "workers"}
+BOTH_SIDES = {"batch", "config", "errors", "fp8", "hf", "machine", "refit", "workers"}
 MAY_IMPORT: dict[str, set[str]] = {  # room -> the rooms it may import besides itself
     **{alone: set() for alone in ("errors", "batch", "fp8", "secret_variables", "machine", "shown_gpus", "timing")},
     **{room: {"errors"} for room in ("disk", "rewards", "typed_tree", "stop_request", "display")},
@@ -189,8 +189,8 @@ MAY_IMPORT: dict[str, set[str]] = {  # room -> the rooms it may import besides i
     "parity": {"errors", "fp8"},
     "refit": {"errors", "fp8", "hf"},
     "workers": {"config", "errors", "shown_gpus"},
-    "policy": {*ALL_OF, "algorithms"},
-    "generation": ALL_OF,
+    "policy": {*BOTH_SIDES, "algorithms"},
+    "generation": BOTH_SIDES,
     "weights": {"config", "errors", "generation", "policy", "refit", "workers"},
     "interrupt": {"stop_request"},
     "step_log": {"disk", "errors"},
@@ -201,7 +201,11 @@ MAY_IMPORT: dict[str, set[str]] = {  # room -> the rooms it may import besides i
     "compare": {*RECIPE, "disk", "hf", "interrupt", "step_log", "tiny"},
     "doctor": {"config", "errors", "fp8", "hf", "nemo_rl", "typed_tree"},
     "launch": {*RECIPE, "nemo_rl", "shown_gpus", "stop_request", "workers"},
-    "nemo_rl": {*ALL_OF, *RECIPE, *("data", "generation", "interrupt", "policy", "rewards", "rollout", "shown_gpus")}
+    "nemo_rl": {
+        *BOTH_SIDES,
+        *RECIPE,
+        *("data", "generation", "interrupt", "policy", "rewards", "rollout", "shown_gpus"),
+    }
     | {"weights"},
 }
 

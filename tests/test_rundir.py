@@ -13,8 +13,11 @@ import pytest
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.machine import machine
 from nemo_fp8rl.policy.megatron import MegatronPolicy
+from nemo_fp8rl.recipe import load
 from nemo_fp8rl.rundir import RunDirectory
 from nemo_fp8rl.step_log import Sample, read
+from nemo_fp8rl.train import train
+from tests.conftest import RECIPES
 
 
 class FakePolicy:
@@ -122,6 +125,14 @@ def test_a_recipe_of_no_run_is_not_overwritten(recipe):
     with pytest.raises(UserError, match=r"config.yaml is of no run and would be overwritten: move it"):
         RunDirectory(cfg, resume=False)
     assert own.read_text() == "defaults: tiny_cpu.yaml  # mine\n"
+
+
+def test_a_run_that_has_its_steps_says_so_and_loads_nothing(tiny_overrides, tmp_path, monkeypatch, capsys):
+    cfg = load(RECIPES / "tiny_cpu.yaml", [*tiny_overrides, f"logger.log_dir={tmp_path}/run", "grpo.max_num_steps=3"])
+    leave_run(cfg, steps=3, checkpoint=3)
+    monkeypatch.setattr("nemo_fp8rl.train.backends", None)
+    assert train(cfg, resume=True)
+    assert f"{tmp_path}/run has its 3 steps; raise grpo.max_num_steps for more" in capsys.readouterr().out
 
 
 def test_a_record_of_the_data_of_another_form_is_named(recipe):

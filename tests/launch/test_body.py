@@ -151,6 +151,21 @@ def test_a_job_cancelled_while_it_ends_stays_cancelled(start):
     assert script.end() == "scontrol update JobId=7 Requeue=0\n"
 
 
+def test_a_job_that_may_not_restart_goes_on_as_its_log_says(start):
+    script = start("slurm.max_restarts=0", preflight='bad "$@"', driver="exit 1")
+    script.end()
+    assert f"to go on, raise it in {script.folder}/job.sbatch and sbatch that" in script.log()
+    script.run()
+    script.end()
+    assert f"MAX_RESTARTS is 0; to go on, raise it in {script.folder}/job.sbatch\n" in script.log(attempt=1)
+    job = script.folder / "job.sbatch"
+    job.write_text(job.read_text().replace("MAX_RESTARTS=0\n", "MAX_RESTARTS=2\n"))
+    script.run()
+    script.end()
+    begun = [(script.folder / f"attempt-{attempt}/preflight-0").is_dir() for attempt in range(3)]
+    assert begun == [True, False, True]
+
+
 def test_a_bad_node_is_left_out(start):
     script = start(preflight='bad "$@"', driver="exit 1")
     assert script.end() == f"scontrol update JobId=7 Requeue=0\nsbatch --parsable {script.folder}/job-1.sbatch\n"
