@@ -16,6 +16,16 @@ QWEN3_06B = {
     "tie_word_embeddings": True,
 }
 
+QWEN3_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+}
+
 
 def seconds(call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
     """Of one call: wall time, or with time.thread_time the CPU's for this thread."""

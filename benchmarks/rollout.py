@@ -51,22 +51,24 @@ else:
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 
-def start(folder: Path, quantization: str | None, kv_cache_dtype: str, most: int) -> Any:
+def start(folder: Path, quantization: str | None, kv_cache_dtype: str, batch_sizes: list[int]) -> Any:
     from vllm import LLM
 
     cuda = torch.cuda.is_available()
+    graphs = {"compilation_config": {"cudagraph_capture_sizes": sorted(batch_sizes)}} if cuda else {}
     return LLM(
         str(folder),
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
         skip_tokenizer_init=True,
         max_model_len=PROMPT + ANSWER,
-        max_num_seqs=most,
-        kv_cache_memory_bytes=None if cuda else 1 << 30,
-        gpu_memory_utilization=0.25,
+        max_num_seqs=max(batch_sizes),
+        kv_cache_memory_bytes=(4 if cuda else 1) << 30,
+        gpu_memory_utilization=0.1,  # what must be free, four times
         enforce_eager=not cuda,
         enable_prefix_caching=False,
         use_tqdm_on_load=False,
+        **graphs,
     )
 
 
@@ -93,11 +95,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         bf16, fp8 = Path(folder) / "bf16", Path(folder) / "fp8"
         dense = {} if FAMILIES[arguments.family].experts else DENSE
-        write_model(bf16, 0, arguments.family, num_hidden_layers=arguments.layers, **SIZES, **dense)
+        write_model(
+            bf16,
+            0,
+            arguments.family,
+            "cuda" if torch.cuda.is_available() else "cpu",
+            num_hidden_layers=arguments.layers,
+            **SIZES,
+            **dense,
+        )
         export(bf16, fp8)
         survive_scan_of_llvmlite()
-        most = max(arguments.batch_sizes)
-        engines = {name: start(Path(folder) / which, *how, most) for name, (which, *how) in ENGINES.items()}
+        engines = {
+            name: start(Path(folder) / which, *how, arguments.batch_sizes) for name, (which, *how) in ENGINES.items()
+        }
     taken: dict[tuple[str, int], list[float]] = {(name, n): [] for name in engines for n in arguments.batch_sizes}
     with Progress() as progress:
         task = progress.add_task("generate", total=len(taken) * arguments.rounds)

@@ -87,8 +87,11 @@ def _new_place(folder: Path) -> Path:
     return place
 
 
-def write_model(folder: Path, seed: int = 0, family: str = "qwen3", **sizes: Any) -> None:
-    """A randomly initialized checkpoint in bfloat16, with tokenizer; `sizes` overrides keys of its config.json."""
+def write_model(folder: Path, seed: int = 0, family: str = "qwen3", device: str = "cpu", **sizes: Any) -> None:
+    """A randomly initialized checkpoint in bfloat16, with tokenizer; `sizes` overrides keys of its config.json.
+
+    device: where the numbers are drawn; others on a GPU, and billions of them in no time.
+    """
     from transformers import AutoConfig
 
     folder.mkdir(parents=True)
@@ -115,14 +118,13 @@ def write_model(folder: Path, seed: int = 0, family: str = "qwen3", **sizes: Any
         architectures=[ARCHITECTURES[family]],
     ).save_pretrained(folder)
     _save_tokenizer(folder)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     tensors = {
-        name: torch.ones(shape)
+        name: torch.ones(shape, dtype=torch.bfloat16)
         if name.endswith("norm.weight")
-        else torch.randn(shape, generator=generator) * INITIAL_STD
+        else (torch.randn(shape, generator=generator, device=device) * INITIAL_STD).bfloat16().cpu()
         for name, shape in expected_tensors(read_hf_config(folder)).items()
     }
-    tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     write_safetensors(tensors, folder / "model.safetensors")
 
 

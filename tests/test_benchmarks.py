@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 ARGUMENTS = {
@@ -20,10 +21,12 @@ ARGUMENTS = {
     "loss": ["--rows", "32", "--columns", "256", "--rounds", "1", "--json", "{}/figures.json"],
     "mismatch": ["--steps", "1", "--folder", "{}"],
     "quantize": ["--rows", "512", "--columns", "1024", "--rounds", "2", "--json", "{}/figures.json"],
+    "quantize_gpu": ["--rows", "512", "--columns", "1024", "--rounds", "2", "--json", "{}/figures.json"],
     "refit": ["--small", "--rounds", "1", "--json", "{}/figures.json"],
     "residual": ["--samples", "8", "--folder", "{}"],
     "rollout": ["--batch-sizes", "1", "4", "--rounds", "1", "--layers", "1", "--json", "{}/figures.json"],
     "turns": ["--conversations", "4", "--turns", "2", "--rounds", "1", "--json", "{}/figures.json"],
+    "train_step": ["--rounds", "1", "--json", "{}/figures.json"],
     "training": ["--steps", "60", "--seeds", "2", "--folder", "{}"],
 }
 
@@ -50,6 +53,8 @@ for piece, _ in alignment.PIECES.values():
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_it_runs(name, tmp_path):
     """In a copy: some write their results beside themselves."""
+    if name == "quantize_gpu" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
     if name == "training":
         pytest.importorskip("matplotlib", reason="it draws with matplotlib, which is not in the lock")
     copy = tmp_path / "benchmarks"

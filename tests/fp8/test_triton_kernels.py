@@ -240,13 +240,6 @@ def _quantize_blockwise(x: Tensor):
     return quantize_blockwise(x, kernel="triton")
 
 
-def changed_at(x: Tensor, block: Block, places: Tensor) -> Tensor:
-    """A base that x's bytes differ from in the given flat places."""
-    base = run("reference", x, block, "pow2")[0]
-    as_bytes(base)[places] ^= 1 + places.to(torch.uint8) % 255
-    return base
-
-
 @EACH_FORMAT
 @EACH_BLOCK
 @settings(deadline=None, max_examples=5)
@@ -256,44 +249,6 @@ def test_delta_is_the_one_between_the_bytes(interpreted, block, scale_format, x,
     places = torch.rand(x.numel(), generator=torch.Generator().manual_seed(seed)) < share
     as_bytes(base)[places] += 1 + (torch.arange(x.numel())[places] % 255).to(torch.uint8)
     assert_equals_reference(interpreted, x, block, scale_format, base)
-
-
-@EACH_BLOCK
-def test_delta_is_none_above_an_eighth_of_the_bytes_and_complete_at_it(interpreted, block):
-    x = random_values((2, 136, 130), torch.bfloat16, "1")
-    limit = x.numel() // 8
-    places = torch.randperm(x.numel(), generator=torch.Generator().manual_seed(0))
-    for changes in (0, 1, limit, limit + 1, x.numel()):
-        delta = assert_equals_reference(interpreted, x, block, "pow2", changed_at(x, block, places[:changes]))
-        assert delta is None if changes > limit else delta is not None and delta.changed == changes
-
-
-def test_a_delta_skips_more_than_65535_bytes_from_one_tile_to_a_far_one(interpreted):
-    x = random_values((1, 1100, 64), torch.bfloat16, "1")
-    for places in ([0, 70000], [65535], [65536], [1, 66000, x.numel() - 1]):
-        delta = assert_equals_reference(
-            interpreted, x, (128, 128), "pow2", changed_at(x, (128, 128), torch.tensor(places))
-        )
-        assert delta is not None
-        assert delta.changed == len(places)
-
-
-@EACH_BLOCK
-def test_too_many_changes_are_not_written_beyond_the_buffer(interpreted, block):
-    x = random_values((1, 130, 131), torch.bfloat16, "1")
-    base = changed_at(x, block, torch.arange(x.numel()))
-    delta, beyond = interpreted(_delta_and_what_lies_behind_its_buffer, x, block, base)
-    assert delta is None
-    assert (beyond == -1).all()
-
-
-def _delta_and_what_lies_behind_its_buffer(x: Tensor, block: Block, base: Tensor) -> tuple[Delta | None, Tensor]:
-    data, scale_inv = torch.empty(x.shape, dtype=E4M3), torch.empty(scale_shape(x.shape, block))
-    kernel = kernels.load("triton", "cpu")
-    memory = torch.full((2 * x.numel(),), -1)
-    with mock.patch.object(torch, "empty", lambda size, **_: memory[:size]):
-        delta = kernel.quantize_delta(x, block, "pow2", base, data, scale_inv)
-    return delta, memory[int(MAX_CHANGED * x.numel()) :]
 
 
 @EACH_BLOCK
@@ -313,7 +268,7 @@ POINTER = {torch.int16: "*i16", torch.float16: "*fp16", torch.float32: "*fp32", 
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable:
-    """compiled(arch, x, block, delta): PTX and ptxas' report of the program that is launched for x on such a GPU."""
+    """compiled(arch, x, block): PTX and ptxas' report of the program that is launched for x on such a GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -325,17 +280,14 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
 
-    def compile_for(arch: int, x: Tensor, block: Block, delta: bool = False) -> tuple[str, str]:
+    def compile_for(arch: int, x: Tensor, block: Block) -> tuple[str, str]:
         data = torch.empty(x.shape, dtype=E4M3, device=x.device)
         outputs = data, torch.empty(scale_shape(x.shape, block), device=x.device)
         with (
             mock.patch.object(triton_kernels, "quantize_tile") as launched,
             mock.patch.object(torch.cuda, "get_device_capability", lambda device: divmod(arch, 10)),
         ):
-            if delta:
-                triton_kernels.quantize_delta(x, block, "pow2", torch.zeros_like(data), *outputs)
-            else:
-                triton_kernels.quantize(x, block, "pow2", *outputs)
+            triton_kernels.quantize(x, block, "pow2", *outputs)
         arguments, options = launched.__getitem__.return_value.call_args
         source = ASTSource(triton_kernels.quantize_tile, *specialized(triton_kernels.quantize_tile, arguments))
         with redirect_stdout(io.StringIO()) as report:
@@ -373,19 +325,15 @@ def assert_keeps_every_bit(ptx: str) -> None:
 
 
 @EACH_BLOCK
-@pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize(
     ("arch", "dtype"),
     [(80, torch.bfloat16), (90, torch.float16), (90, torch.bfloat16), (90, torch.float32), (100, torch.bfloat16)],
 )
-def test_programs_for_real_gpus_divide_exactly_round_in_hardware_and_read_whole_lines(
-    compiled, arch, dtype, delta, block
-):
-    ptx, report = compiled(arch, torch.zeros(2, 256, 512, dtype=dtype), block, delta)
+def test_programs_for_real_gpus_divide_exactly_round_in_hardware_and_read_whole_lines(compiled, arch, dtype, block):
+    ptx, report = compiled(arch, torch.zeros(2, 256, 512, dtype=dtype), block)
     assert_keeps_every_bit(ptx)
     assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx) == (arch >= 89)
     assert set(re.findall(r"\bld\.global\S*", ptx)) <= {"ld.global.v4.b32", "ld.global.v2.b32"}
-    assert len(re.findall(r"\batom\.global\.\S*add", ptx)) == delta
     assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= 32
 
 

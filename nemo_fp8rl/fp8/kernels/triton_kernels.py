@@ -7,7 +7,8 @@ lines. Any strides are read in place, a transposed view through shared memory. E
 - Both divisions are IEEE's, no product and sum are fused, and denormals are kept.
 - E4M3 rounding is the GPU's own conversion where it has one (compute capability 8.9), else integers, as in `loops`.
 
-The delta comes from the same pass; programs append their changes in any order, so these are sorted afterwards.
+A delta is taken from the bytes afterwards. In the same pass it was slower on an H200, and wrong: Triton 3.6 compiled
+stores of other bytes than those that it compared.
 Left out: autotuning (a tile's size changes no bit), and blocks of more than 2^15 values, which registers do not hold.
 """
 
@@ -16,15 +17,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nemo_fp8rl.fp8.delta import MAX_CHANGED, Delta, as_bytes
+from nemo_fp8rl.fp8.delta import Delta, as_bytes
 from nemo_fp8rl.fp8.format import Block, ScaleFormat
 
-STRIP_VALUES = 1 << 12
-"""Values handled at a time: 32 rows of 1x128. A tile of 128x128 is four strips, as its delta would not fit at once."""
+STRIP_VALUES = 1 << 14
+"""Values handled at a time: a block of 128x128, which in strips takes longer (docs/log.md)."""
+LINE_STRIP_VALUES = 1 << 12
+"""The same of blocks in one line: 32 rows of 1x128, for matrices of few tokens."""
 TILE_VALUES = 1 << 15
 """The most that a program can hold."""
 THREAD_VALUES = 64
-"""Half as many with a delta, whose prefix sums take registers."""
 
 INTERPRETED = triton.knobs.runtime.interpret
 """Whether the kernels below run on the CPU, value by value: TRITON_INTERPRET is read when they are defined."""
@@ -53,14 +55,13 @@ def e4m3(value):
 @triton.jit(do_not_specialize=["scale_stride_e", "scale_stride_n", "scale_stride_k"])
 def quantize_tile(
     x, data, scale_inv, n, k, stride_e, stride_n, stride_k, scale_stride_e, scale_stride_n, scale_stride_k,
-    largest, base, changes, counter, capacity,
+    largest,
     B0: tl.constexpr, B1: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, STRIPS: tl.constexpr,
     POW2: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """A tile of x [E, n, k] with A0 x A1 blocks of B0 x B1, in STRIPS strips of S0 x S1, one below the other.
 
-    largest: of x's dtype. base: bytes of data's shape, or None for no delta.
-    changes: int64 [capacity], position * 256 + difference of each byte that is not base's; counter: how many there are.
+    largest: of x's dtype.
     """
     A0: tl.constexpr = S0 if B0 == 1 else 1
     A1: tl.constexpr = S1 if B1 == 1 else 1
@@ -100,31 +101,13 @@ def quantize_tile(
         mask=(block_row < scales_n) & (block_column < scales_k),
     )
 
-    differences, count = (), 0
     for s in tl.static_range(STRIPS):
         row = i * (A0 * B0) + s * S0 + r
         inside = in_row & (row < n) & (s * S0 + r < A0 * B0)
-        position = (expert * n + row) * k + column
         product = float32_bits(strips[s]).to(tl.float32, bitcast=True) * scale
         # the instruction behind the cast saturates, as e4m3 does
         code = product.to(tl.float8e4nv).to(tl.uint8, bitcast=True) if NATIVE else e4m3(product)
-        tl.store(data + position, code, mask=inside)
-        if base is not None:
-            difference = tl.where(inside, code - tl.load(base + position, mask=inside, other=0), 0)
-            differences += (difference,)
-            count += tl.sum(tl.sum((difference != 0).to(tl.int32), 1), 0)
-
-    if base is not None:
-        slot = tl.atomic_add(counter, count.to(tl.int64), sem="relaxed")
-        for s in tl.static_range(STRIPS):
-            position = (expert * n + i * (A0 * B0) + s * S0 + r) * k + column
-            changed = (differences[s] != 0).to(tl.int32)
-            per_row = tl.sum(changed, 1)
-            place = (tl.cumsum(per_row, 0) - per_row)[:, None] + tl.cumsum(changed, 1) - 1
-            room = tl.maximum(tl.minimum(capacity - slot, S0 * S1), 0).to(tl.int32)  # int32: fewer registers
-            kept = (changed == 1) & (place < room)
-            tl.store(changes + slot + place, position * 256 + differences[s], mask=kept)
-            slot += tl.sum(per_row, 0)
+        tl.store(data + (expert * n + row) * k + column, code, mask=inside)
 
 
 def quantize(x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, scale_inv: Tensor) -> None:
@@ -132,31 +115,37 @@ def quantize(x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, s
 
     Raises ValueError for a block that a program cannot hold.
     """
-    _launch(x, block, scale_format, data, scale_inv, (None, None, None, 0))
+    rows, columns, strips = strips_of(block)
+    if x.numel() == 0:
+        return
+    tiles = x.size(0) * triton.cdiv(x.size(1), rows if block[0] == 1 else block[0])
+    tiles *= triton.cdiv(x.size(2), columns if block[1] == 1 else block[1])
+    warps = rows * columns * strips // THREAD_VALUES // 32
+    native = not INTERPRETED and torch.cuda.get_device_capability(x.device) >= (8, 9)
+    with torch.cuda.device_of(x):
+        quantize_tile[(tiles,)](
+            x.view(torch.int16) if x.dtype is torch.bfloat16 else x, as_bytes(data), scale_inv,
+            *x.shape[1:], *x.stride(), *scale_inv.stride(), torch.finfo(x.dtype).max,
+            *block, rows, columns, strips, scale_format == "pow2", native,
+            num_warps=triton.next_power_of_2(max(1, min(16, warps))), enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def quantize_delta(
     x: Tensor, block: Block, scale_format: ScaleFormat, base: Tensor, data: Tensor, scale_inv: Tensor
 ) -> Delta | None:
-    """`quantize`, and in the same pass what differs from base, E4M3 [E, N, K]; None if that is too much to list."""
-    if base.data_ptr() == data.data_ptr():
-        base = base.clone()
-    limit = int(MAX_CHANGED * x.numel())
-    changes = torch.empty(limit, dtype=torch.int64, device=x.device)
-    counter = torch.zeros(1, dtype=torch.int64, device=x.device)
-    _launch(x, block, scale_format, data, scale_inv, (as_bytes(base), changes, counter, limit))
-    changed = int(counter)
-    if changed > limit:
-        return None
-    changes = changes[:changed].sort().values
-    return Delta.of_positions(changes >> 8, (changes & 255).to(torch.uint8), x.numel())
+    """`quantize`, then what differs from base, E4M3 [E, N, K]; None if that is too much to list."""
+    base = base.clone() if base.data_ptr() == data.data_ptr() else base
+    quantize(x, block, scale_format, data, scale_inv)
+    return Delta.between(base, data)
 
 
 def strips_of(block: Block) -> tuple[int, int, int]:
     """Rows and columns of a strip, powers of two, and the number of strips that make a tile."""
     b0, b1 = map(triton.next_power_of_2, block)
-    columns = b1 if b1 > 1 else max(1, 2 * STRIP_VALUES // b0)
-    rows = max(1, STRIP_VALUES // columns)
+    values = LINE_STRIP_VALUES if 1 in (b0, b1) else STRIP_VALUES
+    columns = b1 if b1 > 1 else max(1, 2 * values // b0)
+    rows = max(1, values // columns)
     rows, strips = (rows, 1) if b0 == 1 else (min(rows, b0), triton.cdiv(block[0], min(rows, b0)))
     if rows * columns * strips > TILE_VALUES:
         raise ValueError(
@@ -164,20 +153,3 @@ def strips_of(block: Block) -> tuple[int, int, int]:
             f"not {block[0]}x{block[1]}; the reference kernel takes any"
         )
     return rows, columns, strips
-
-
-def _launch(x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, scale_inv: Tensor, delta: tuple) -> None:
-    rows, columns, strips = strips_of(block)
-    if x.numel() == 0:
-        return
-    tiles = x.size(0) * triton.cdiv(x.size(1), rows if block[0] == 1 else block[0])
-    tiles *= triton.cdiv(x.size(2), columns if block[1] == 1 else block[1])
-    threads = rows * columns * strips // (THREAD_VALUES if delta[0] is None else THREAD_VALUES // 2)
-    native = not INTERPRETED and torch.cuda.get_device_capability(x.device) >= (8, 9)
-    with torch.cuda.device_of(x):
-        quantize_tile[(tiles,)](
-            x.view(torch.int16) if x.dtype is torch.bfloat16 else x, as_bytes(data), scale_inv,
-            *x.shape[1:], *x.stride(), *scale_inv.stride(), torch.finfo(x.dtype).max, *delta,
-            *block, rows, columns, strips, scale_format == "pow2", native,
-            num_warps=triton.next_power_of_2(max(1, min(16, threads // 32))), enable_fp_fusion=False,
-        )  # fmt: skip

@@ -1,0 +1,107 @@
+"""How near to a copy of the same bytes does a quantizer come on a GPU: ours, Transformer Engine's, other frameworks'.
+
+    python benchmarks/quantize_gpu.py [--rows 16384] [--columns 12288] [--rounds 30] [--json FILE]
+
+bf16 weights in 128x128 blocks. Times are medians of CUDA events; the weights are larger than the GPU's cache. Beside
+each is the bandwidth that the bytes read and written come to, and its ratio to a copy's of the weights.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from quantize import E4M3, deepgemm, formula, nemo_rl, verl, weights
+from rich.console import Console
+from rich.table import Table
+
+from nemo_fp8rl.fp8 import BLOCK, BlockScaled, quantize_blockwise, quantize_delta, scale_shape
+from nemo_fp8rl.fp8.kernels import describe, why_not
+
+
+def milliseconds(call: Callable[[], Any], rounds: int) -> float:
+    """Median of `rounds` calls, after three others."""
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]
+    for _ in range(3):
+        call()
+    for start, end in events:
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return median(start.elapsed_time(end) for start, end in events)
+
+
+def measure(rows: int, columns: int, rounds: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    before, after = (tensor.cuda() for tensor in weights(rows, columns))
+    copy = torch.zeros_like(before)
+    shape = scale_shape(before.shape, BLOCK)
+    out = BlockScaled(torch.zeros(before.shape, dtype=E4M3, device="cuda"), torch.zeros(shape, device="cuda"), BLOCK)
+    base = quantize_blockwise(before, kernel="triton").data
+    compiled = torch.compile(formula, dynamic=False)
+    calls: dict[str, tuple[float, Callable[[], Any]]] = {  # bytes a value, read and written
+        "copy": (4, lambda: copy.copy_(before)),
+        "quantize, pow2 scales": (3, lambda: quantize_blockwise(before, kernel="triton", out=out, check=False)),
+        "quantize, fp32 scales": (
+            3,
+            lambda: quantize_blockwise(before, kernel="triton", scale_format="fp32", out=out, check=False),
+        ),
+        "quantize, checked": (3, lambda: quantize_blockwise(before, kernel="triton", out=out)),
+        "quantize + delta": (4, lambda: quantize_delta(after, base, kernel="triton", out=out)),
+        "torch.compile": (3, lambda: compiled(before)),
+        "DeepGEMM, eager": (3, lambda: deepgemm(before)),
+        "verl, torch": (3, lambda: verl(before)),
+        "NeMo RL": (3, lambda: nemo_rl(before)),
+    }
+    kernels = ["triton"]
+    if not why_not("te", "cuda"):
+        kernels.append("te")
+        calls["Transformer Engine"] = (3, lambda: quantize_blockwise(before, kernel="te", out=out))
+    took = {name: (nbytes, milliseconds(call, rounds)) for name, (nbytes, call) in calls.items()}
+    bandwidth = {name: nbytes * before.numel() / ms / 1e6 for name, (nbytes, ms) in took.items()}
+    expected = quantize_blockwise(before.cpu(), kernel="reference")
+    same = {}
+    for kernel in kernels:
+        found = quantize_blockwise(before, kernel=kernel)
+        same[kernel] = bool(
+            torch.equal(found.data.cpu().view(torch.uint8), expected.data.view(torch.uint8))
+            and torch.equal(found.scale_inv.cpu(), expected.scale_inv)
+        )
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "kernels": [describe(kernel) for kernel in kernels],
+        "values": before.numel(),
+        "equal_to_the_contract": same,
+        "quantizers": {
+            name: {"ms": ms, "GB/s": bandwidth[name], "over_copy": bandwidth[name] / bandwidth["copy"]}
+            for name, (_, ms) in took.items()
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=16384)
+    parser.add_argument("--columns", type=int, default=12288)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if arguments.rows % 128 or arguments.columns % 128:
+        parser.error("--rows and --columns must be multiples of 128: the other frameworks' formulations need that")
+    result = measure(arguments.rows, arguments.columns, arguments.rounds)
+    table = Table("quantizer", "ms", "GB/s", "of a copy's", title=f"{result['device']}, {result['values'] / 1e6:.0f} M")
+    for name, row in result["quantizers"].items():
+        table.add_row(name, f"{row['ms']:.3f}", f"{row['GB/s']:.0f}", f"{row['over_copy']:.2f}")
+    Console().print(table)
+    Console().print(f"the contract's bytes: {result['equal_to_the_contract']}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
