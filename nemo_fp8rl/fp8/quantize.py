@@ -61,7 +61,7 @@ def quantize_delta(
     kernel: KernelName = "auto",
     out: BlockScaled | None = None,
 ) -> tuple[BlockScaled, Delta | None]:
-    """`quantize_blockwise`, and what changed since the last version, in one pass.
+    """`quantize_blockwise`, and what changed since the last version.
 
     base: the last version's E4M3 bytes, of x's shape, contiguous; never written unless they are out.data, too, which is
     fastest. The delta turns base into out.data; it is None when more than `delta.MAX_CHANGED` of the bytes differ.

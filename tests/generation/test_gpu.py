@@ -1,4 +1,7 @@
-"""An engine on a real GPU, with CUDA graphs; `tests/gpu_engine` has its methods on Triton's interpreter."""
+"""An engine on a real GPU, with CUDA graphs; `tests/gpu_engine` has its methods on Triton's interpreter.
+
+Nothing else may take or give back memory of that GPU meanwhile: vLLM refuses to start, and to sleep, beside it.
+"""
 
 import json
 import os
@@ -39,6 +42,9 @@ CASES = {
     "experts asleep": ("qwen3_moe", "nemo_fp8rl.flow=fp8_e2e", f"{VLLM}.sleep_level=1"),
 }
 os.environ.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")  # kernels are compiled when they are first used
+os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")  # else two engines of the same files may differ in last bits
+AGREED, AGREED_WITH_FP8_CACHE = 1.05, 1.2
+"""token_mult_prob_error of a random model; on an H200 1.003 to 1.018, and 1.152 with the cache (docs/generation.md)."""
 
 
 PLAIN = """
@@ -85,7 +91,7 @@ def test_the_trainer_and_the_engine_agree(pair, record_property):
     pair.refit()
     record_property("token_mult_prob_error", error := pair.mismatch())
     record_property("kernels", pair.generation.kernels())
-    assert 1 <= error < 1.05
+    assert 1 <= error < (AGREED_WITH_FP8_CACHE if pair.cfg.fp8_kv_cache else AGREED)
 
 
 def test_plain_vllm_serves_the_trainers_exported_weights_as_the_engine_does(pair, request, tmp_path):
