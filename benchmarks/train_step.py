@@ -110,6 +110,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
+    if arguments.sequences % 2:
+        parser.error("--sequences must be even: each prompt has two answers")
 
     shape = (arguments.sequences, arguments.length)
     batch = TrainBatch(

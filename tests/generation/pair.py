@@ -47,6 +47,14 @@ def outputs(groups, same_batches: bool = True):
     return [[(c.token_ids, logprobs(c.logprobs)) for c in group] for group in groups]
 
 
+def apart(answers, others) -> str:
+    """How far `outputs` of the same questions are from each other, for the message of an assertion."""
+    pairs = [pair for a, b in zip(answers, others, strict=True) for pair in zip(a, b, strict=True)]
+    tokens = sum(a != b for (a, _), (b, _) in pairs)
+    gaps = [abs(x - y) for (_, a), (_, b) in pairs for x, y in zip(a, b, strict=False)]
+    return f"{tokens} of {len(pairs)} answers have other tokens, log-probs are up to {max(gaps, default=0.0):.2g} apart"
+
+
 class Pair:
     """A trainer and an engine of one flow, in this process, and the bridge between them."""
 
@@ -126,8 +134,9 @@ class Pair:
             greedy, sampled = answers(GREEDY), answers(FREE)
             assert greedy != earlier  # the weights did move
             fresh = self.fresh_engine(sent_tensors(self.worker), folder / f"after_{refits}")
-            assert greedy == answers(GREEDY, fresh)
-            assert sampled == answers(FREE, fresh)
+            for answered, asked in ((greedy, GREEDY), (sampled, FREE)):
+                again = answers(asked, fresh)
+                assert answered == again, f"after {refits} more refits {apart(answered, again)}"
             earlier = greedy
 
     def fresh_engine(self, tensors: dict[str, Tensor], folder: Path, **vllm_cfg: Any) -> VllmEngine:
