@@ -49,6 +49,8 @@ if torch.cuda.is_available():
     DENSE = {"intermediate_size": 12288}
 else:
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    if not torch.cpu._is_avx512_supported():  # which vLLM's FP8 cache on a CPU needs
+        del ENGINES["FP8, FP8 KV cache"]
 
 
 def start(folder: Path, quantization: str | None, kv_cache_dtype: str, batch_sizes: list[int]) -> Any:
