@@ -40,6 +40,7 @@ test-gpu-engine: setup-dev  ## the engine's methods for GPUs, on Triton's interp
 
 test-gpu:  ## the tests that need a GPU, in the environment of PYTHON, which has the packages for one
 	@$(PYTHON) -m pytest -q -rs -m gpu $(ARGS)
+	@$(if $(ARGS),,VLLM_BATCH_INVARIANT=1 $(PYTHON) -m pytest -q -rs -m gpu -k fresh_engine tests/generation/test_gpu.py)
 
 test-fake-gpu: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 test-fake-gpu: .venv/transformer-engine-2.20/installed  ## policy and refit of `make test-gpu`, and runs, on a fake device

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+ON_GPU = torch.cuda.is_available()
 QWEN3_06B = {
     "hidden_size": 1024,
     "intermediate_size": 3072,
@@ -15,7 +18,6 @@ QWEN3_06B = {
     "head_dim": 128,
     "tie_word_embeddings": True,
 }
-
 QWEN3_8B = {
     "hidden_size": 4096,
     "intermediate_size": 12288,
@@ -32,6 +34,12 @@ def seconds(call: Callable[[], Any], clock: Callable[[], float] = time.perf_coun
     start = clock()
     call()
     return clock() - start
+
+
+def wait_for_gpu() -> None:
+    """Until it has done what was asked of it, if there is one."""
+    if ON_GPU:
+        torch.cuda.synchronize()
 
 
 def peak_growth(call: Callable[[], Any]) -> int:

@@ -37,7 +37,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 import torch
-from measure import QWEN3_06B, QWEN3_8B, peak_growth
+from measure import ON_GPU, QWEN3_06B, QWEN3_8B, peak_growth
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -58,11 +58,10 @@ from nemo_fp8rl.tiny import make_tiny, write_model
 from nemo_fp8rl.weights import build_bridge
 
 RECIPE = Path(__file__).parent.parent / "conf" / "tiny_cpu.yaml"
-ON_GPU = torch.cuda.is_available()
 SLOW_LINKS = {} if ON_GPU else {"1 GB/s": 1e9, "100 MB/s": 1e8}
 SHAPE = QWEN3_8B if ON_GPU else QWEN3_06B
 COST = "wall" if ON_GPU else "cpu"
-ON_GPU_TOO = (
+OVERRIDES_ON_GPU = (
     "nemo_fp8rl.align=none",
     "policy.generation.vllm_cfg.enforce_eager=true",
     "policy.generation.vllm_cfg.gpu_memory_utilization=0.3",
@@ -106,7 +105,7 @@ class Bench:
                 "policy.megatron_cfg.optimizer.min_lr=1.0e-6",
                 "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
                 f"logger.log_dir={folder}/run",
-                *(ON_GPU_TOO if ON_GPU else ()),
+                *(OVERRIDES_ON_GPU if ON_GPU else ()),
             ],
         )
         engine_module.WORKER_EXTENSION = "refit_engine.BenchmarkExtension"
@@ -278,10 +277,12 @@ def main() -> None:
         "cost_delta": cost["delta"],
         "cost_wire": cost["wire"],
         "verify_share": middle("full", "stage verify") / middle("full", "wall"),
-        "digests_of_cpu": (middle("full", "stage verify") + middle("full", "stage encode")) / middle("full", COST),
-        "delta_over_full_shared_memory": middle("delta", "wall") / middle("full", "wall"),
-        **{f"full_over_delta {name}": taken["full"] / taken["delta"] for name, taken in slow.items()},
     }
+    if not ON_GPU:
+        digests = middle("full", "stage verify") + middle("full", "stage encode")
+        ratios["digests_of_cpu"] = digests / middle("full", "cpu")
+        ratios["delta_over_full_shared_memory"] = middle("delta", "wall") / middle("full", "wall")
+        ratios |= {f"full_over_delta {name}": taken["full"] / taken["delta"] for name, taken in slow.items()}
     console = Console(width=130)
     device = torch.cuda.get_device_name() if ON_GPU else "CPU"
     console.print(

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import torch
+from measure import ON_GPU, wait_for_gpu
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import BLOCK, scale_name
@@ -36,7 +37,7 @@ class BenchmarkExtension(RefitWorkerExtension):
         start = time.perf_counter()
         for _ in received(self.refit_links, version):
             pass
-        _wait()
+        wait_for_gpu()
         return time.perf_counter() - start
 
     def bench_classic(self, version: int, scale_format: str) -> float:
@@ -62,7 +63,7 @@ class BenchmarkExtension(RefitWorkerExtension):
         with compat.own_buffers_kept(self.model_runner.get_model()):
             self.model_runner.reload_weights(weights_iterator=weights(), is_checkpoint_format=True)
         self.weight_store._derive(set())
-        _wait()
+        wait_for_gpu()
         return time.perf_counter() - start
 
     def bench_cpu(self) -> float:
@@ -71,7 +72,7 @@ class BenchmarkExtension(RefitWorkerExtension):
 
     def bench_memory(self, begin: bool) -> int:
         """begin: start to watch; then the bytes by which the peak rose above that."""
-        if torch.cuda.is_available():
+        if ON_GPU:
             if begin:
                 torch.cuda.reset_peak_memory_stats()
                 self.bench_before = torch.cuda.memory_allocated()
@@ -82,11 +83,6 @@ class BenchmarkExtension(RefitWorkerExtension):
             self.bench_before = _status("VmRSS")
             return 0
         return _status("VmHWM") - self.bench_before
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def _status(name: str) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
-from measure import seconds
+from measure import ON_GPU, QWEN3_8B, seconds, wait_for_gpu
 from rich.console import Console
 from rich.table import Table
 
@@ -33,27 +33,20 @@ from nemo_fp8rl.recipe import load
 from nemo_fp8rl.tiny import make_tiny, write_model
 
 RECIPE = Path(__file__).parent.parent / "conf" / "tiny_cpu.yaml"
-ON_GPU = torch.cuda.is_available()
 FLOWS = {"bf16": ("bf16", False), "FP8": ("fp8_e2e", False), "FP8, fp8_param": ("fp8_e2e", True)}
 SIZES: dict[str, Any] = {"hidden_size": 256, "vocab_size": 512, "max_position_embeddings": 4096}
 if ON_GPU:
-    SIZES |= {"hidden_size": 4096, "intermediate_size": 12288, "vocab_size": 32768}
-    SIZES |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    SIZES |= QWEN3_8B | {"vocab_size": 32768}
 else:
     del FLOWS["FP8, fp8_param"]
-
-
-def wait() -> None:
-    if ON_GPU:
-        torch.cuda.synchronize()
 
 
 def timed(call: Callable[[], Any]) -> float:
     def waited() -> None:
         call()
-        wait()
+        wait_for_gpu()
 
-    wait()
+    wait_for_gpu()
     return seconds(waited)
 
 
@@ -123,9 +116,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "tiny"
         make_tiny(folder, "add")
-        write_model(
-            folder / "big", 0, "qwen3", "cuda" if ON_GPU else "cpu", num_hidden_layers=arguments.layers, **SIZES
-        )
+        sizes = SIZES | {"num_hidden_layers": arguments.layers}
+        write_model(folder / "big", 0, "qwen3", "cuda" if ON_GPU else "cpu", **sizes)
         found = {}
         for flow, how in FLOWS.items():  # of its own, so that what another leaves behind is not in its peak
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
@@ -150,7 +142,7 @@ def main() -> None:
             "device": device,
             "versions": {n: metadata.version(n) for n in ("torch", "megatron-core")}
             | ({"transformer_engine": metadata.version("transformer_engine")} if ON_GPU else {}),
-            "model": SIZES | {"layers": arguments.layers},
+            "model": sizes,
             "sequences": shape[0],
             "length": shape[1],
             "flows": found,

@@ -11,7 +11,7 @@ scale_inv of any strides, too:
 
 quantize(x, block, scale_format, data, scale_inv)                       fills data and scale_inv
 quantize_delta(x, block, scale_format, base, data, scale_inv)           and returns what differs from base,
-                                                                        which may be data
+                                                                        which may be data; `comparing` makes it
 
 and marks a block that holds a value that is not finite by a scale_inv of NaN. What the emulated matmuls multiply,
 quantized and dequantized in one go, comes from `cpu`, or from `emulate` where that cannot run.

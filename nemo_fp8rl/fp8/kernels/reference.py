@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_fp8rl.fp8.delta import Delta
 from nemo_fp8rl.fp8.format import E4M3, E4M3_MAX, Block, ScaleFormat
+from nemo_fp8rl.fp8.kernels.comparing import comparing
 
 FLOAT32_EXPONENT_BITS = 0x7F800000
 
@@ -52,10 +52,4 @@ def quantize(x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, s
     scale_inv.copy_((1.0 / scale)[:, :, 0, :, 0])
 
 
-def quantize_delta(
-    x: Tensor, block: Block, scale_format: ScaleFormat, base: Tensor, data: Tensor, scale_inv: Tensor
-) -> Delta | None:
-    """`quantize`, then what differs from base, E4M3 [E, N, K]; None if that is too much to list."""
-    base = base.clone()  # it may be `data`
-    quantize(x, block, scale_format, data, scale_inv)
-    return Delta.between(base, data)
+quantize_delta = comparing(quantize)

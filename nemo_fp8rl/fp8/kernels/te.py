@@ -17,9 +17,9 @@ import transformer_engine_torch as tex
 from torch import Tensor
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
-from nemo_fp8rl.fp8.delta import Delta
 from nemo_fp8rl.fp8.format import ALONG_LAST, ALONG_TOKENS, BLOCK, Block, ScaleFormat
 from nemo_fp8rl.fp8.gpus import BLACKWELL
+from nemo_fp8rl.fp8.kernels.comparing import comparing
 from nemo_fp8rl.fp8.kernels.reference import to_blocks
 
 MOST_ROWS = 128 * 65535
@@ -57,13 +57,7 @@ def quantize(x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, s
     scale_inv.masked_fill_(~to_blocks(x, block).isfinite().all(4).all(2), torch.nan)
 
 
-def quantize_delta(
-    x: Tensor, block: Block, scale_format: ScaleFormat, base: Tensor, data: Tensor, scale_inv: Tensor
-) -> Delta | None:
-    """`quantize`, then what differs from base, E4M3 [E, N, K]; None if that is too much to list."""
-    base = base.clone()  # it may be `data`
-    quantize(x, block, scale_format, data, scale_inv)
-    return Delta.between(base, data)
+quantize_delta = comparing(quantize)
 
 
 def _refuse_unsupported(x: Tensor, block: Block, scale_format: ScaleFormat) -> None:

@@ -7,9 +7,8 @@ lines. Any strides are read in place, a transposed view through shared memory. E
 - Both divisions are IEEE's, no product and sum are fused, and denormals are kept.
 - E4M3 rounding is the GPU's own conversion where it has one (compute capability 8.9), else integers, as in `loops`.
 
-A delta is taken from the bytes afterwards. In the same pass it was slower on an H200, and wrong: Triton 3.6 compiled
-stores of other bytes than those that it compared.
-Left out: autotuning (a tile's size changes no bit), and blocks of more than 2^15 values, which registers do not hold.
+Left out: a delta in the same pass, which on an H200 was slower, and wrong (docs/log.md); autotuning (a tile's size
+changes no bit); and blocks of more than 2^15 values, which registers do not hold.
 """
 
 import torch
@@ -17,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nemo_fp8rl.fp8.delta import Delta, as_bytes
+from nemo_fp8rl.fp8.delta import as_bytes
 from nemo_fp8rl.fp8.format import Block, ScaleFormat
+from nemo_fp8rl.fp8.kernels.comparing import comparing
 
 STRIP_VALUES = 1 << 14
 """Values handled at a time: a block of 128x128, which in strips takes longer (docs/log.md)."""
@@ -27,6 +27,7 @@ LINE_STRIP_VALUES = 1 << 12
 TILE_VALUES = 1 << 15
 """The most that a program can hold."""
 THREAD_VALUES = 64
+"""Of a tile, up to 16 warps; half or a quarter of it are as fast."""
 
 INTERPRETED = triton.knobs.runtime.interpret
 """Whether the kernels below run on the CPU, value by value: TRITON_INTERPRET is read when they are defined."""
@@ -131,13 +132,7 @@ def quantize(x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, s
         )  # fmt: skip
 
 
-def quantize_delta(
-    x: Tensor, block: Block, scale_format: ScaleFormat, base: Tensor, data: Tensor, scale_inv: Tensor
-) -> Delta | None:
-    """`quantize`, then what differs from base, E4M3 [E, N, K]; None if that is too much to list."""
-    base = base.clone() if base.data_ptr() == data.data_ptr() else base
-    quantize(x, block, scale_format, data, scale_inv)
-    return Delta.between(base, data)
+quantize_delta = comparing(quantize)
 
 
 def strips_of(block: Block) -> tuple[int, int, int]:
