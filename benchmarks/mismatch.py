@@ -5,7 +5,7 @@
 Each run is `nemo-fp8rl train` in a process of its own. Prints the table that the README shows, and writes it with
 machine and versions to benchmarks/results/mismatch_TASK[_FAMILY][_VARIANT].json. With --kv the flows that are aligned
 run with an FP8 KV cache, which the trainer reads too (unified) or does not (rollout). With --half-heads the model has
-twice as many heads of 64, half of an FP8 block, as Llama-3.2-1B has; trained in FP8 it keeps q, k and v in bfloat16.
+twice as many heads of 64, half of an FP8 block, as Llama-3.2-1B has.
 """
 
 import argparse
@@ -63,14 +63,10 @@ def train(folder: Path, run: Path, task: str, flow: str, steps: int, *arguments:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def measure(
-    folder: Path, task: str, flow: str, align: str, kv: str, steps: int, half_heads: bool
-) -> dict[str, float | str]:
+def measure(folder: Path, task: str, flow: str, align: str, kv: str, steps: int) -> dict[str, float | str]:
     more = [f"nemo_fp8rl.align={align}"]
     if kv:
         more += [f"nemo_fp8rl.kv={kv}", "policy.generation.vllm_cfg.kv_cache_dtype=fp8"]
-    if half_heads and flow == "fp8_e2e":
-        more += ["policy.generation.vllm_cfg.quantization_ignored_layer_kws=[q_proj]"]
     run = folder / "_".join(filter(None, (flow, align, kv)))
     rows = train(folder, run, task, flow, steps, *more)
     trained = [row for row in rows if row["step"] > 0]
@@ -119,7 +115,7 @@ def main() -> None:
         f"{folder}/warm",
     )
     flows = KV_FLOWS if arguments.kv else FLOWS
-    results = [measure(folder, task, *flow, arguments.steps, arguments.half_heads) for flow in flows]
+    results = [measure(folder, task, *flow, arguments.steps) for flow in flows]
     machine = json.loads((folder / "bf16_vllm/environment.json").read_text())
     del machine["choices"]
     record = {"task": task, "family": family, "steps": arguments.steps, **machine, "results": results}

@@ -274,8 +274,8 @@ def test_a_checkpoint_without_tokenizer_is_named(train, project, folder):
 
 
 def test_a_model_whose_projections_end_within_a_block_is_refused_in_fp8(train, project, folder):
-    write_model(folder / "model", head_dim=64)
-    assert "head_dim=64" in train(f"policy.model_name={folder}/model")
+    write_model(folder / "model", head_dim=96)
+    assert "num_key_value_heads * head_dim=192" in train(f"policy.model_name={folder}/model")
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(train, project, folder):
@@ -314,7 +314,7 @@ def test_a_run_directory_that_is_a_file_is_named(train, folder):
 
 
 def test_a_start_that_was_refused_leaves_the_run_directory_free(train, project, folder):
-    write_model(folder / "model", head_dim=64)
+    write_model(folder / "model", head_dim=96)
     first = train(f"policy.model_name={folder}/model")
     assert train(f"policy.model_name={folder}/model") == first
 

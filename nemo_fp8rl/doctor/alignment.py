@@ -30,14 +30,14 @@ def _heads(plan: Plan) -> Iterator[Finding]:
     """Megatron's QKV has a key-value group's queries, key and value below one another, then the next group's."""
     shape = plan.shape
     queries = [w for i in range(shape.layers) for w in shape.layer(i) if w.name.endswith("self_attn.q_proj.weight")]
-    if shape.kv_lora_rank or shape.head_dim % BLOCK[0] == 0 or not any(map(plan.is_fp8_in_trainer, queries)):
+    whole_blocks = shape.head_dim % BLOCK[0] == 0
+    if plan.ours or shape.kv_lora_rank or whole_blocks or not any(map(plan.is_fp8_in_trainer, queries)):
         return
     yield Finding(
-        "error" if plan.ours else "warn",
+        "warn",
         TOPIC,
         f"trainer: linear_qkv holds heads of {shape.head_dim} rows group by group, so its blocks of 128 are others "
-        f"than the engine's of q_proj, k_proj and v_proj; with nemo_fp8rl.workers=ours they stay in bfloat16 by "
-        f"{ENGINE}.quantization_ignored_layer_kws=[q_proj]",
+        "than the engine's of q_proj, k_proj and v_proj; with nemo_fp8rl.workers=ours they are the same",
     )
 
 

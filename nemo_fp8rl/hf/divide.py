@@ -8,7 +8,6 @@ from nemo_fp8rl.errors import UserError
 LAYERS = {
     "num_attention_heads": "self_attn.q_proj",
     "num_key_value_heads": "self_attn.k_proj",
-    "head_dim": "self_attn.q_proj",
     "num_attention_heads * head_dim": "self_attn.o_proj",
     "num_key_value_heads * head_dim": "self_attn.k_proj",
     "intermediate_size": "mlp.gate_proj",

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from nemo_fp8rl.config import Config, Fp8RlConfig
+from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import BLOCK, Fp8Layers
 from nemo_fp8rl.hf.config import HfConfig
@@ -38,7 +38,7 @@ def engine_fp8_layers(hf: HfConfig, cfg: Config) -> Fp8Layers:
             f"FP8 layer of the model's {hf.num_hidden_layers}; lower them, or use nemo_fp8rl.flow=bf16"
         )
     check_ignored(hf, layers, IGNORED)
-    check_fp8_alignment(hf, layers, cfg.nemo_fp8rl)
+    check_fp8_alignment(hf, layers, cfg.nemo_fp8rl.flow)
     return layers
 
 
@@ -65,20 +65,16 @@ def trainer_fp8_layers(hf: HfConfig, cfg: Config) -> Fp8Layers:
     return engine_fp8_layers(hf, cfg) if cfg.nemo_fp8rl.trainer_fp8 else Fp8Layers.none()
 
 
-def check_fp8_alignment(hf: HfConfig, layers: Fp8Layers, ours: Fp8RlConfig) -> None:
+def check_fp8_alignment(hf: HfConfig, layers: Fp8Layers, flow: str) -> None:
     """Raise UserError when an FP8 projection would not start at a block border of the matrix it is fused into.
 
-    The engine fuses q, k, v one below the other, and gate, up. The trainer's QKV holds one key-value group after the
-    other, so that training it in FP8 takes whole blocks a head; q, k, v trained in bfloat16 are quantized each.
+    Engine and trainer fuse q, k, v one below the other, and gate, up.
     """
-    sizes = fused_sizes(hf)
-    if ours.trainer_fp8:
-        sizes["q_proj"] = "head_dim", hf.head_dim
-    for word, name, size in ragged(hf, layers, sizes):
+    for word, name, size in ragged(hf, layers, fused_sizes(hf)):
         below = size // BLOCK[0] * BLOCK[0]
         fits = " and ".join(str(near) for near in (below, below + BLOCK[0]) if near)
         raise UserError(
-            f"nemo_fp8rl.flow={ours.flow} cannot run this model: its {name}={size}{of_layer(name)} is not a multiple "
+            f"nemo_fp8rl.flow={flow} cannot run this model: its {name}={size}{of_layer(name)} is not a multiple "
             f"of {BLOCK[0]} (nearest sizes that fit: {fits}), so trainer and engine would not quantize the same "
             f"blocks; keep that in bfloat16 by {IGNORED}=[{word}], or use nemo_fp8rl.flow=bf16"
         )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from nemo_fp8rl.config import Config, MegatronConfig
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.fp8 import BLOCK
 from nemo_fp8rl.hf.config import HfConfig
 from nemo_fp8rl.hf.divide import Dimension, check_divides, stages
 from nemo_fp8rl.hf.fp8_layers import asked_fp8_layers, attention_dimensions, mlp_dimension
@@ -87,6 +88,19 @@ class Layout:
 
     def is_split(self, name: str) -> bool:
         return self.axis(name).size > 1 and SPLIT.search(name) is not None
+
+    @property
+    def qkv_by_kind(self) -> bool:
+        """Whether a rank's `linear_qkv` holds all its queries above all keys above all values, as engines do, and not,
+        as Megatron does, one key-value group after the other: where heads are no whole blocks of FP8 (Llama-3.2-1B's
+        have 64 rows), so that blocks of groups would be others than the engine's.
+        """
+        return self.hf.head_dim % BLOCK[0] != 0
+
+    @property
+    def qkv_groups(self) -> int:
+        """How many times `linear_qkv` holds queries, keys and values one below the other."""
+        return 1 if self.qkv_by_kind else self.hf.num_key_value_heads // self.tensor.size
 
     @property
     def experts_span_replicas(self) -> bool:

@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import ScaleFormat, blockwise_fp8_linear
@@ -97,6 +98,27 @@ class Float32Backward(torch.autograd.Function):
         dw = rows.t() @ x.reshape(-1, x.size(-1)).float()
         db = rows.sum(0).to(x.dtype) if ctx.has_bias else None
         return (dy @ weight.float()).to(x.dtype), dw.to(weight.dtype), db
+
+
+class QkvByKind:
+    """Mixed into `linear_qkv` where its rows are all queries, then all keys, then all values (`Layout.qkv_by_kind`).
+
+    x [T, B, H] -> ([T, B, rows], bias): Megatron's order, each key-value group's queries, key and value.
+    """
+
+    config: TransformerConfig
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(x)  # type: ignore[misc]
+        groups = self.config.num_query_groups // self.config.tensor_model_parallel_size
+        keys = groups * self.config.kv_channels
+        by_kind = output.split([output.size(-1) - 2 * keys, keys, keys], -1)
+        return torch.cat([part.unflatten(-1, (groups, -1)) for part in by_kind], -1).flatten(-2), bias
+
+
+@functools.cache
+def qkv_by_kind(linear: type) -> type:
+    return type(f"{linear.__name__}ByKind", (QkvByKind, linear), {})
 
 
 class RoundedOnce:

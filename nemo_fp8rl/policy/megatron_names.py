@@ -1,9 +1,10 @@
 """Megatron parameter <-> HF tensors.
 
 Megatron fuses what HF keeps apart: `linear_qkv` holds, for each key-value group, its query heads, its key and its
-value, weights and biases alike; `linear_fc1` holds gate above up. A rank maps what its `Layout` gives it: layers and
-experts are numbered from 0 on every rank by Megatron, over the whole model by HF, and each tensor is the rank's part.
-What is exported are views wherever the layout allows, in `views_for_hf` everywhere.
+value, weights and biases alike (or all of each, `Layout.qkv_by_kind`); `linear_fc1` holds gate above up. A rank maps
+what its `Layout` gives it: layers and experts are numbered from 0 on every rank by Megatron, over the whole model by
+HF, and each tensor is the rank's part. What is exported are views wherever the layout allows, in `views_for_hf`
+everywhere.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,8 +51,7 @@ def from_hf(layout: Layout, get: Get) -> Iterator[tuple[str, Tensor]]:
             yield megatron + ours, get(layer + theirs)
         for leaf in qkv_leaves(hf.family):
             qkv = [get(f"{layer}self_attn.{x}_proj.{leaf}") for x in "qkv"]
-            groups = hf.num_key_value_heads // layout.tensor.size
-            grouped = torch.cat([part.view(groups, -1, *part.shape[1:]) for part in qkv], 1)
+            grouped = torch.cat([part.view(layout.qkv_groups, -1, *part.shape[1:]) for part in qkv], 1)
             yield f"{megatron}self_attention.linear_qkv.{leaf}", grouped.flatten(0, 1)
         for ours, theirs in _mlps(layout, megatron, layer):
             yield ours.format("fc1"), torch.cat([get(f"{theirs}{x}_proj.weight") for x in ("gate", "up")])
@@ -84,9 +84,9 @@ def views_for_hf(layout: Layout, get: Get) -> Iterator[tuple[str, Tensor]]:
             yield layer + theirs, get(megatron + ours)
         for leaf in qkv_leaves(hf.family):
             qkv = get(f"{megatron}self_attention.linear_qkv.{leaf}")
-            grouped = qkv.view(hf.num_key_value_heads // layout.tensor.size, -1, *qkv.shape[1:])
-            query_rows = grouped.size(1) - 2 * hf.head_dim
-            for x, part in zip("qkv", grouped.split([query_rows, hf.head_dim, hf.head_dim], 1), strict=True):
+            grouped = qkv.view(layout.qkv_groups, -1, *qkv.shape[1:])
+            keys = hf.num_key_value_heads * hf.head_dim // layout.tensor.size // layout.qkv_groups
+            for x, part in zip("qkv", grouped.split([grouped.size(1) - 2 * keys, keys, keys], 1), strict=True):
                 yield f"{layer}self_attn.{x}_proj.{leaf}", part if leaf == "weight" else part.flatten()
         for ours, theirs in _mlps(layout, megatron, layer):
             gate, up = get(ours.format("fc1")).chunk(2)

@@ -32,7 +32,7 @@ from nemo_fp8rl.policy.align_moe import AlignedExperts, AlignedMoELayer
 from nemo_fp8rl.policy.attention import SdpaAttention, attention_of
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.layout import Layout
-from nemo_fp8rl.policy.linears import bf16_linears, fp8_linears
+from nemo_fp8rl.policy.linears import bf16_linears, fp8_linears, qkv_by_kind
 from nemo_fp8rl.policy.rope import Rope
 
 
@@ -100,6 +100,7 @@ def _layer_spec(
     hf = layout.hf
     self_attn, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
     mlp += ".experts" if hf.family.experts else ""
+    qkv = linear(f"{self_attn}.q_proj", False)
     linears = MLPSubmodules(linear_fc1=linear(f"{mlp}.gate_proj", False), linear_fc2=linear(f"{mlp}.down_proj", True))
     norm = AlignedRMSNorm if aligned else RMSNorm
     residual_add = aligned_residual_add if aligned else get_bias_dropout_add
@@ -111,7 +112,7 @@ def _layer_spec(
                 module=SelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
-                    linear_qkv=linear(f"{self_attn}.q_proj", False),
+                    linear_qkv=qkv_by_kind(qkv) if layout.qkv_by_kind else qkv,
                     core_attention=attention,
                     linear_proj=linear(f"{self_attn}.o_proj", True),
                     q_layernorm=norm if hf.family.qk_norm else None,

@@ -21,6 +21,8 @@ WHOLE = {"head_dim": 128, "intermediate_size": 256}
         {"intermediate_size": 768},
         {"head_dim": 256, "intermediate_size": 128, "hidden_size": 200},
         {"head_dim": 384},
+        {"head_dim": 64},
+        {"head_dim": 192},
     ],
 )
 def test_projections_of_whole_blocks_are_accepted(recipe, sizes):
@@ -31,8 +33,6 @@ def test_projections_of_whole_blocks_are_accepted(recipe, sizes):
 @pytest.mark.parametrize(
     ("flow", "dimension", "size", "layer", "fits"),
     [
-        ("fp8_e2e", "head_dim", 64, "self_attn.q_proj", "128"),
-        ("fp8_e2e", "head_dim", 192, "self_attn.q_proj", "128 and 256"),
         ("fp8_e2e", "intermediate_size", 100, "mlp.gate_proj", "128"),
         ("fp8_rollout", "intermediate_size", 352, "mlp.gate_proj", "256 and 384"),
     ],
@@ -47,10 +47,9 @@ def test_a_projection_that_ends_within_a_block_is_refused_by_layer_and_dimension
 
 @pytest.mark.parametrize(
     ("sizes", "word", "left"),
-    [({"head_dim": 64}, "q_proj", "o_proj"), ({"intermediate_size": 352}, "mlp", "q_proj")],
+    [({"head_dim": 96}, "q_proj", "o_proj"), ({"intermediate_size": 352}, "mlp", "q_proj")],
 )
 def test_what_the_message_says_to_keep_in_bfloat16_makes_the_rest_fp8(recipe, sizes, word, left):
-    """As of models with heads of 64, such as Llama-3.2-1B."""
     hf = dataclasses.replace(HF, **{**WHOLE, **sizes})
     with pytest.raises(UserError, match=rf"keep that in bfloat16 by {IGNORED}=\[{word}\]"):
         engine_fp8_layers(hf, recipe("nemo_fp8rl.flow=fp8_e2e"))
@@ -60,13 +59,11 @@ def test_what_the_message_says_to_keep_in_bfloat16_makes_the_rest_fp8(recipe, si
     assert not layers.quantizes(f"model.layers.1.{names[word]}.weight")
 
 
-def test_what_is_trained_in_bfloat16_needs_whole_blocks_of_keys_alone(recipe):
-    """Queries, keys and values are then quantized each by itself, as an engine holds them."""
-    two_keys = dataclasses.replace(HF, **{**WHOLE, "head_dim": 64})
-    assert engine_fp8_layers(two_keys, recipe("nemo_fp8rl.flow=fp8_rollout"))
-    one_key = dataclasses.replace(two_keys, num_key_value_heads=1)
+@pytest.mark.parametrize("flow", ["fp8_rollout", "fp8_e2e"])
+def test_keys_of_less_than_a_block_are_refused(recipe, flow):
+    one_key = dataclasses.replace(HF, **{**WHOLE, "head_dim": 64, "num_key_value_heads": 1})
     with pytest.raises(UserError, match=r"num_key_value_heads \* head_dim=64 of self_attn.k_proj .*q_proj\]"):
-        engine_fp8_layers(one_key, recipe("nemo_fp8rl.flow=fp8_rollout"))
+        engine_fp8_layers(one_key, recipe(f"nemo_fp8rl.flow={flow}"))
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,7 @@ def test_a_folder_without_config_json_is_named(folder):
 @given(
     groups=st.integers(1, 4),
     heads_per_group=st.integers(1, 4),
-    head_dim=st.sampled_from([1, 2, 8]),
+    head_dim=st.sampled_from([1, 8, 128]),
     hidden=st.sampled_from([3, 8, 20]),
     layers=st.integers(1, 3),
     tied=st.booleans(),
@@ -243,18 +243,19 @@ def test_names_round_trip_through_megatron_to_the_bit(groups, heads_per_group, h
     assert sum(p.numel() for p in parameters.values()) == sum(t.numel() for t in tensors.values())
 
 
-def test_the_fused_qkv_holds_each_groups_queries_then_its_key_and_value():
-    q, kv, h = 4 * 16, 2 * 16, HF.hidden_size
-    tensors = random_tensors(HF)
+@pytest.mark.parametrize("head_dim", [128, 16])
+def test_the_fused_qkv_holds_whole_blocks_of_queries_keys_and_values(head_dim):
+    """Each group's queries, then its key and value, where heads are blocks; else all of each."""
+    hf = dataclasses.replace(HF, head_dim=head_dim)
+    q, kv, h = 4 * head_dim, 2 * head_dim, HF.hidden_size
+    tensors = random_tensors(hf)
     rows = {"q": torch.arange(q) + 1000, "k": torch.arange(kv) + 2000, "v": torch.arange(kv) + 3000}
     for x, numbers in rows.items():
         tensors[f"model.layers.1.self_attn.{x}_proj.weight"] = numbers[:, None].expand(-1, h).float().contiguous()
-    fused = dict(from_hf(Layout(HF), tensors.__getitem__))["decoder.layers.1.self_attention.linear_qkv.weight"]
-    expected = [
-        *range(1000, 1032), *range(2000, 2016), *range(3000, 3016),
-        *range(1032, 1064), *range(2016, 2032), *range(3016, 3032),
-    ]  # fmt: skip
-    assert fused[:, 0].tolist() == expected
+    fused = dict(from_hf(Layout(hf), tensors.__getitem__))["decoder.layers.1.self_attention.linear_qkv.weight"]
+    groups = 2 if head_dim == 128 else 1
+    by_group = zip(*(numbers.chunk(groups) for numbers in rows.values()), strict=True)
+    assert torch.equal(fused[:, 0], torch.cat([part for group in by_group for part in group]).float())
     assert torch.equal(fused, fused[:, :1].expand(-1, h))
 
 

@@ -150,10 +150,13 @@ def test_a_weight_that_would_stay_as_memory_was_is_an_error(recipe, monkeypatch,
         MegatronWorker().setup(recipe(), 0, 1, None)
 
 
-def test_fp8_trainer_multiplies_exactly_the_bytes_it_exports(recipe):
+@pytest.mark.parametrize(("head_dim", "heads"), [(128, 4), (64, 8), (192, 4)])
+def test_fp8_trainer_multiplies_exactly_the_bytes_it_exports(recipe, tmp_path, head_dim, heads):
     """Replacing each weight by the value of its exported bytes changes no log-prob of the FP8 trainer, to the bit."""
+    sizes = {"head_dim": head_dim, "num_attention_heads": heads, "num_key_value_heads": heads // 2}
+    write_model(tmp_path / "model", **sizes)
     worker = MegatronWorker()
-    worker.setup(recipe("nemo_fp8rl.flow=fp8_e2e"), 0, 1, None)
+    worker.setup(recipe("nemo_fp8rl.flow=fp8_e2e", f"policy.model_name={tmp_path}/model"), 0, 1, None)
     ids = torch.randint(0, 16, (4, 12), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "input_lengths": torch.full((4,), 12)}
     before = worker.logprobs(batch)
@@ -223,8 +226,10 @@ def _parameter_view(worker: MegatronWorker, hf_name: str) -> torch.Tensor:
         return parameters[prefix + "mlp.linear_fc2.weight"]
     if "gate_proj" in hf_name or "up_proj" in hf_name:
         return parameters[prefix + "mlp.linear_fc1.weight"].chunk(2)["up_proj" in hf_name]
-    groups = parameters[prefix + "self_attention.linear_qkv.weight"].view(hf.num_key_value_heads, -1, hf.hidden_size)
-    parts = groups.split([groups.size(1) - 2 * hf.head_dim, hf.head_dim, hf.head_dim], 1)
+    times = 1 if hf.head_dim % 128 else hf.num_key_value_heads
+    groups = parameters[prefix + "self_attention.linear_qkv.weight"].view(times, -1, hf.hidden_size)
+    keys = hf.num_key_value_heads * hf.head_dim // times
+    parts = groups.split([groups.size(1) - 2 * keys, keys, keys], 1)
     part = parts["qkv".index(hf_name.split(".")[-2][0])]
     return _Reshaped(part)
 

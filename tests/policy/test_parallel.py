@@ -36,6 +36,7 @@ SP4, EP4 = (*TP4, "sequence_parallel=true"), ("expert_model_parallel_size=4",)
 HEADS4 = {"num_attention_heads": 4, "num_key_value_heads": 4}
 ON_TWO = [
     *((sizes, layout) for sizes in DENSE for layout in (TP, SP, PP, CP)),
+    ({**DENSE[0], "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4}, SP),
     (DENSE[2], DP),
     *((MOE, layout) for layout in (SP, PP, CP, EP, (*SP, *ETP1), (*SP, *EP, *ETP1), (*CP, *EP))),
     ({**DENSE[2], "num_hidden_layers": 3}, UNEVEN),

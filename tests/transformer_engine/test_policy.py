@@ -13,6 +13,7 @@ from nemo_fp8rl.policy.model import PolicyModel, build_model, transformer_config
 from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.tiny import write_model
 from tests.transformer_engine.fake_kernels import fake_hopper
+from tests.transformer_engine.test_worker import SIZES
 
 pytestmark = pytest.mark.transformer_engine
 
@@ -41,7 +42,7 @@ FIRST_IN_BF16 = "policy.generation.vllm_cfg.num_first_layers_in_bf16=1"
 def test_logits_and_gradients_are_those_of_the_emulated_policy(
     recipe, worker, tmp_path: Path, family, override, fp8_layers
 ):
-    write_model(tmp_path / "model", seed=3, family=family)
+    write_model(tmp_path / "model", seed=3, family=family, **SIZES.get(family, {}))
     cfg = recipe(f"policy.model_name={tmp_path}/model", "nemo_fp8rl.align=none", override)
     worker.setup(cfg, 0, 1, None)
 

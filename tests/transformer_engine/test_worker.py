@@ -22,9 +22,12 @@ from nemo_fp8rl.policy.optimizer_state import _set_steps, _steps_taken
 from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.tiny import write_model
 from tests.policy.sent import sent_tensors
+from tests.policy.test_parallel_state import HALF_HEADS
 from tests.transformer_engine.fake_kernels import fake_hopper
 
 pytestmark = pytest.mark.transformer_engine
+SIZES = {"llama": HALF_HEADS}
+"""By family, where they are others than `write_model`'s."""
 
 
 @contextmanager
@@ -54,10 +57,10 @@ def step(worker: MegatronWorker, seed: int) -> dict[str, float]:
     return worker.train_step(batch(seed), NllLoss(), 4.0, float(batch(seed)["token_mask"][:, 1:].sum()))
 
 
-@pytest.fixture(params=["qwen3", "qwen3_moe", "qwen3-fp8_param", "qwen3_moe-fp8_param"])
+@pytest.fixture(params=["qwen3", "qwen3_moe", "llama-fp8_param", "qwen3_moe-fp8_param"])
 def cfg(recipe, tmp_path, request):
     family, _, fp8_param = request.param.partition("-")
-    write_model(tmp_path / "model", seed=3, family=family)
+    write_model(tmp_path / "model", seed=3, family=family, **SIZES.get(family, {}))
     return recipe(
         f"policy.model_name={tmp_path}/model",
         "nemo_fp8rl.flow=fp8_e2e",
@@ -119,7 +122,7 @@ def test_recomputed_offloaded_and_with_a_reference_policy(recipe, cfg):
     assert losses[1] == pytest.approx(expected[1], rel=1e-3)  # the two Adams round differently
 
 
-@pytest.mark.parametrize("cfg", ["qwen3-fp8_param", "qwen3_moe-fp8_param"], indirect=True)
+@pytest.mark.parametrize("cfg", ["llama-fp8_param", "qwen3_moe-fp8_param"], indirect=True)
 def test_a_refit_has_no_columns_beside_it(cfg):
     def columns(worker: MegatronWorker) -> int:
         """FP8 weights that have them."""
