@@ -87,7 +87,8 @@ def of_keys_for_own_loop(path: Path, recipe: Mapping[str, Any]) -> Config:
     for block, names in COPIED.items():
         values[block] = {name: recipe[block][name] for name in names if recipe[block].get(name) is not None}
     register_resolvers()
-    return completed(str(path), ours | values, values)
+    tree = ours | values
+    return completed(str(path), tree, tree)
 
 
 def _check_length(recipe: Mapping[str, Any]) -> None:

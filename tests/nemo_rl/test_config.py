@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation.engine import engine_arguments
 from nemo_fp8rl.nemo_rl.config import from_nemo_rl
 from nemo_fp8rl.nemo_rl.gpus import check_division, divide
+from nemo_fp8rl.nemo_rl.own_loop import of_keys_for_own_loop
 from nemo_fp8rl.nemo_rl.recipe import load
 from tests.conftest import RECIPES
 
@@ -85,6 +87,14 @@ def test_what_it_says_is_what_we_do(tiny):
     assert cfg.policy.generation.stop_token_ids == (1,)
     assert cfg.loss_fn.ratio_clip_max == 0.28 and cfg.loss_fn.use_importance_sampling_correction
     assert cfg.cluster.backend == "in_process"
+
+
+def test_what_it_says_is_what_our_own_loop_does(tiny):
+    data = {"train": {"data_path": f"{tiny}/data.jsonl", "input_key": "prompt", "output_key": "answer"}}
+    cfg = of_keys_for_own_loop(Path("a recipe"), master(tiny, data=data, grpo__normalize_rewards=False))
+    assert (cfg.grpo.max_num_steps, cfg.grpo.seed, cfg.grpo.normalize_rewards) == (70, 3, False)
+    assert (cfg.policy.model_name, cfg.data.train.data_path) == (f"{tiny}/model", f"{tiny}/data.jsonl")
+    assert (cfg.logger.log_dir, cfg.nemo_fp8rl.flow, cfg.data.default.env_name) == ("logs", "fp8_e2e", "exact_match")
 
 
 def test_variables_of_workers_reach_ours(tiny):
