@@ -131,7 +131,7 @@ def test_two_ranks_that_share_the_experts_agree_with_one(tiny, tiny_overrides, t
 
 
 THREE_NODES = """
-import os, sys
+import os, sys, time
 import ray
 from ray.cluster_utils import Cluster
 from nemo_fp8rl import workers
@@ -141,6 +141,9 @@ from nemo_fp8rl.recipe import load
 class Probe:
     def node(self):
         return ray.get_runtime_context().get_node_id()
+
+    def sleep(self, seconds):
+        time.sleep(seconds)
 
 cluster = Cluster()
 cluster.add_node(num_cpus=2, labels={workers.ROLE: "train"}, include_dashboard=False)
@@ -172,6 +175,7 @@ except UserError as error:
     print(error)
 engines = workers.start_workers(Probe, "generation", 2, cfg, 2, ranks)
 print("nodes", *ranks.call("node", [()] * 4), *engines.call("node", [()] * 2))
+print("hung", ranks.outcomes("sleep", {0: (60,), 1: (0,)}, 1.0), ranks.outcomes("sleep", {0: (0,)}, 60.0))
 ray.shutdown()
 cluster.shutdown()
 """
@@ -197,13 +201,18 @@ def test_an_actor_that_fits_on_no_node_is_refused(on_three_nodes):
     assert "each of 1 object actors needs 3 CPUs of one node, and Ray has that free for 0 on nodes" in on_three_nodes
 
 
+def test_a_worker_that_hangs_is_ended_and_takes_no_other_with_it(on_three_nodes):
+    died = "{0: WorkerDied('no answer to sleep in 1 seconds'), 1: None} {0: WorkerDied('its process ended')}"
+    assert f"\nhung {died}\n" in on_three_nodes
+
+
 def test_ranks_are_numbered_node_by_node(on_three_nodes):
     first, second, third, fourth, *_ = on_three_nodes.split("nodes ")[-1].split()
     assert first == second != third == fourth
 
 
 def test_colocated_engines_are_on_the_nodes_of_the_ranks(on_three_nodes):
-    *ranks, first, second = on_three_nodes.split("nodes ")[-1].split()
+    *ranks, first, second = on_three_nodes.split("nodes ")[-1].splitlines()[0].split()
     assert [first, first, second, second] == ranks
     assert "enabled=true: an engine of tensor_parallel_size=4 would be on 2 nodes; take a size" in on_three_nodes
 

@@ -1,8 +1,10 @@
 """One vLLM engine in this process: generate, and take a refit. The driver's side is `vllm.py`."""
 
+import gc
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import itemgetter
 from threading import Lock
 from typing import Any
@@ -125,27 +127,31 @@ class VllmEngine:
         Raises WorkerDied, and `answers_as` then says -1: a copy of the generation would come back otherwise.
         """
         self.asked_again += len(prompts) if again else 0
+        with self.readers.one(self._begin) as version, self._at_work():
+            yield from self._answers(version, prompts, seeds, sampling)
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """What a GPU or vLLM raises while it works is the engine's death, unless this process is the run's own."""
         try:
-            with self.readers.one(self._begin) as version:
-                yield from self._answers(version, prompts, seeds, sampling)
+            yield
+        except (UserError, RefitError, ValueError):  # the last vLLM's, of a request
+            raise
         except WorkerDied:
             self.has_died = True
             raise
-        except RuntimeError as error:
-            if "out of memory" not in str(error):  # torch's error, or vLLM's with the text of what a rank raised
+        except Exception as error:
+            what = one_line(error)[:300] or type(error).__name__
+            full = "out of memory" in what  # torch's error, or vLLM's with the text of what a rank raised
+            if self.is_the_run and not full:
                 raise
             self.has_died = True
-            raise self._out_of_memory(error) from None
-
-    def _out_of_memory(self, error: Exception) -> Exception:
-        """A death, unless this process is the run's own."""
-        what = f"out of memory while it generated: {one_line(error)[:300]}"
-        if not self.is_the_run:
-            return WorkerDied(what)
-        return UserError(
-            f"the engine is {what}; lower policy.generation.vllm_cfg.max_num_seqs or gpu_memory_utilization, then "
-            "continue with --resume"
-        )
+            if not self.is_the_run:
+                raise WorkerDied(f"it failed: {what}") from None
+            raise UserError(
+                f"the engine's memory is full: {what}; lower policy.generation.vllm_cfg.max_num_seqs or "
+                "gpu_memory_utilization, then continue with --resume"
+            ) from None
 
     def _begin(self) -> int:
         """The version that answers are of."""
@@ -174,7 +180,8 @@ class VllmEngine:
         for i, output in outputs:
             known = [_returned(sample, routes.get(_request_id(output, sample))) for sample in output.outputs]
             pairs = zip(output.outputs, known, strict=True)
-            yield i, [self._completion(sample, sampling.logprobs, route, version) for sample, route in pairs]
+            own = [self._completion(sample, sampling.logprobs, route, version) for sample, route in pairs]
+            yield i, own if sampling.temperature else own * sampling.num_generations
 
     def stored(self) -> list[str]:
         """What each rank stores of the model, `refit.manifest.to_json`. Raises RefitError."""
@@ -213,13 +220,16 @@ class VllmEngine:
         in the load, such as memory that is full, the engine counts as dead.
         """
         self.policy_version = self.loaded_version = -1  # of mixed weights, whatever fails below
+        answers, failure = [], ""
         try:
             answers = self.core.rpc("nemo_fp8rl_load", version, verify, compare)
         except WorkerDied:
             raise
         except Exception as error:
+            failure = one_line(error)[:300] or type(error).__name__
+        if failure:  # raised out here: the error's frames hold the weights that are to go before others come
             self.has_died = True
-            raise WorkerDied(f"refit {version} failed in it: {one_line(error)[:300]}") from error
+            raise WorkerDied(f"refit {version} failed in it: {failure}")
         if refusals := [refusal for *_, refusal in answers if refusal]:
             return RefitError(refusals[0])
         if not self.core.reset_prefix_cache():
@@ -241,7 +251,8 @@ class VllmEngine:
         if sleep_level and not self.core.reset_prefix_cache():
             raise RuntimeError("the engine cannot sleep: answers are still being generated")
         self._wake_cache()  # all falls asleep together
-        freed = sum(self.core.rpc("nemo_fp8rl_sleep", sleep_level))
+        with self._at_work():
+            freed = sum(self.core.rpc("nemo_fp8rl_sleep", sleep_level))
         self.sleep_level = max(self.sleep_level, sleep_level)
         if self.sleep_level == 2:
             self.policy_version = self.loaded_version = -1
@@ -251,12 +262,14 @@ class VllmEngine:
         """Take the weights' memory again; after `finish_generation(2)` its content comes with the next refit. The KV
         cache's is taken when an answer is asked for, so that a refit has the room.
         """
-        self.core.rpc("nemo_fp8rl_wake", "weights")
+        with self._at_work():
+            self.core.rpc("nemo_fp8rl_wake", "weights")
         self.cache_sleeps, self.sleep_level = self.cache_sleeps or self.sleep_level > 0, 0
 
     def _wake_cache(self) -> None:
         if self.cache_sleeps:
-            self.core.rpc("nemo_fp8rl_wake", "kv_cache")
+            with self._at_work():
+                self.core.rpc("nemo_fp8rl_wake", "kv_cache")
             self.cache_sleeps = False
 
     def kernels(self) -> set[str]:
@@ -281,6 +294,10 @@ class VllmEngine:
     def shutdown(self) -> None:
         if core := self.__dict__.pop("core", None):  # absent when setup failed
             core.shutdown()
+            del core
+            gc.collect()  # its modules refer to one another
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()  # another engine may follow in this process
 
     def _sampling_params(self, sampling: Sampling, prompt_length: int, seed: int) -> Any:
         if sampling.stop_strings and self.has_no_tokenizer:
@@ -292,7 +309,7 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         return SamplingParams(
-            n=sampling.num_generations,
+            n=sampling.num_generations if sampling.temperature else 1,  # greedy answers are alike, and vLLM gives one
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k or 0,  # 0: all

@@ -46,6 +46,7 @@ class VllmGeneration:
     def __init__(self, cfg: Config, token: str = "", beside: Workers | None = None) -> None:
         self.cfg, self.token = cfg, token
         self.timeout = cfg.cluster.engine_timeout_seconds
+        self.patience = self.timeout + SECONDS_A_TOKEN * cfg.policy.generation.max_new_tokens
         self.engine_restarts = self.prompts_retried = 0
         self._begin()
         vllm_cfg, count = cfg.policy.generation.vllm_cfg, cfg.cluster.generation_engines
@@ -55,6 +56,11 @@ class VllmGeneration:
         )
         with ended_on_error(self.engines):
             self._everyone("setup", cfg)
+
+    @property
+    def takes_turns(self) -> bool:
+        policy = self.cfg.policy
+        return policy.generation.colocated.enabled and policy.megatron_cfg.offload_between_phases
 
     def _begin(self) -> None:
         count = self.cfg.cluster.generation_engines
@@ -66,7 +72,7 @@ class VllmGeneration:
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name not in OF_A_PROCESS}
-        return state | {"on_death": None, "is_copy": True, "timeout": None}
+        return state | {"on_death": None, "is_copy": True, "timeout": None, "patience": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -158,7 +164,7 @@ class VllmGeneration:
     def fence(self, engines: Collection[int]) -> dict[int, int]:
         with self.reviving:
             self.fenced = list(self.lives)
-        outcomes = self.engines.outcomes("fence", dict.fromkeys(engines, ()), self.timeout)
+        outcomes = self.engines.outcomes("fence", dict.fromkeys(engines, ()), self.patience)
         return {engine: -1 if isinstance(held, WorkerDied) else held for engine, held in outcomes.items()}
 
     def load(
@@ -184,6 +190,7 @@ class VllmGeneration:
         with self.reviving:
             if self.fenced[engine] == self.lives[engine]:
                 self._replace(engine, death)
+                self.gone.discard(engine)
             self.fenced[engine] = self.lives[engine]
 
     def _replace(self, engine: int, death: Exception) -> None:
@@ -195,24 +202,29 @@ class VllmGeneration:
             ) from death
         self.engine_restarts += 1
         self.lives[engine] += 1
+        sleep_level = self.cfg.policy.generation.vllm_cfg.sleep_level
         try:
             self.engines.restart(engine)
             self._one(engine, "setup", self.cfg)
+            if sleep_level:  # its cache wakes with its first answer, as the others': the trainer needs room to send
+                self._one(engine, "finish_generation", sleep_level)
+                self._one(engine, "prepare_for_generation")
         except WorkerDied as again:
             self._replace(engine, again)
 
     def finish_generation(self) -> None:
+        engines: Collection[int] = range(self.engines.count)
         if level := self.cfg.policy.generation.vllm_cfg.sleep_level:
-            for engine in self._all("finish_generation", level):
-                self._one(engine, "finish_generation", level)
+            while engines := self._revived(engines, "finish_generation", level):
+                pass
 
     def prepare_for_generation(self) -> None:
         if self.cfg.policy.generation.vllm_cfg.sleep_level:
-            self._all("prepare_for_generation")
+            self._revived(range(self.engines.count), "prepare_for_generation")
 
     def check_health(self) -> None:
         """Start engines again that are found dead."""
-        self._all("check_health")
+        self._revived(range(self.engines.count), "check_health")
 
     def kernels(self) -> list[str]:
         """What multiplies the FP8 layers of its engines, vLLM's attention backend and the mode of its CUDA graphs."""
@@ -278,24 +290,27 @@ class VllmGeneration:
                 "worker's log); one that is only slow needs a larger cluster.engine_timeout_seconds"
             ) from death
 
-    def _all(self, method: str, *arguments: Any) -> list[int]:
-        """Call it on every engine; one that is dead is started again instead, and named."""
+    def _revived(self, engines: Collection[int], method: str, *arguments: Any) -> list[int]:
+        """Call it on these engines; those that are dead, and are started again instead."""
         lives = list(self.lives)
-        outcomes = self.engines.outcomes(method, dict.fromkeys(range(self.engines.count), arguments), self.timeout)
+        outcomes = self.engines.outcomes(method, dict.fromkeys(engines, arguments), self.patience)
         for engine, outcome in outcomes.items():
             if isinstance(outcome, WorkerDied):
                 self._revive(engine, outcome, lives[engine])
-        return [engine for engine, outcome in outcomes.items() if isinstance(outcome, WorkerDied)]
+        return [e for e, outcome in outcomes.items() if isinstance(outcome, WorkerDied) and e not in self.gone]
 
     def _revive(self, engine: int, death: WorkerDied, life: int, wait: bool = True) -> bool:
         """Replace it and catch it up; nothing where another thread has done so since the life that it died in. Answers
         False where a refit is under way, which does it, unless it is to wait for that.
 
+        Where trainer and engines take turns in a GPU's memory it is left to the next refit as long as others answer:
+        these fill the memory that the trainer's weights would need to be sent from.
+
         Raises UserError where the new one does not take the weights.
         """
         if self.is_closed:
             raise death
-        if self.is_copy:
+        if self.is_copy or (self.takes_turns and {*range(self.engines.count)} - self.gone - {engine}):
             self.gone.add(engine)
             return True
 
@@ -314,7 +329,7 @@ class VllmGeneration:
                 return self.on_death(engine, start, wait)
             start()
             return True
-        except RefitError as error:
+        except (RefitError, WorkerDied) as error:
             raise UserError(
                 f"engine {engine} died ({death}) and was started again, without the weights: {one_line(error)}; mend "
                 "that, then continue with --resume"

@@ -110,11 +110,15 @@ class RefitWorkerExtension:
         return ""
 
     def nemo_fp8rl_kernels(self) -> list[str]:
-        """What multiplies the FP8 layers, `attention: ` with the name of vLLM's backend, and its `CUDA graphs: `."""
+        """What multiplies the FP8 layers, `attention: ` with the name of vLLM's backend and whether it rounds queries,
+        and its `CUDA graphs: `.
+        """
         modules = list(self.model_runner.get_model().modules())
         methods = (getattr(module, "quant_method", None) for module in modules)
         fp8 = {m.kernel_name for m in methods if isinstance(m, HeldLinearMethod | HeldMoEMethod)}
         attention = {f"attention: {m.attn_backend.get_name()}" for m in modules if isinstance(m, Attention)}
+        if any(isinstance(m, Attention) and getattr(m, "query_quant", None) is not None for m in modules):
+            attention.add("queries beside an FP8 cache: rounded to E4M3, scale 1")
         graphs = f"CUDA graphs: {self.vllm_config.compilation_config.cudagraph_mode.name.lower()}"
         return sorted(fp8 | attention | {graphs})
 

@@ -36,7 +36,8 @@ class MegatronPolicy:
         hf = read_hf_config(cfg.policy.model_name)
         check_layout(hf, cfg)
         self.ranks = start_workers(MegatronWorker, "train", cfg.cluster.train_ranks, cfg)
-        self.steps_taken = 0
+        self.steps_taken, self.timeout = 0, cfg.cluster.engine_timeout_seconds
+        self.offloads = cfg.policy.megatron_cfg.offload_between_phases
         # else a row costs what the longest does, wherever it is
         self.deals = cfg.policy.sequence_packing.enabled or cfg.policy.dynamic_batching.enabled
         self.replicas, count = cfg.data_parallel_size, self.ranks.count
@@ -127,6 +128,10 @@ class MegatronPolicy:
         versions = set(self._on_senders("base_version"))
         return versions.pop() if len(versions) == 1 else -1
 
+    def make_room(self) -> None:
+        if self.offloads:
+            self._answers("offload_after_refit", dict.fromkeys(range(self.ranks.count), ()))
+
     def offer(self, engine: int, routes: Routes, capacities: Capacities) -> list[list[Any]]:
         arguments = {
             rank: (engine, [to_json(route) for route in to_ranks], capacities[rank])
@@ -160,8 +165,8 @@ class MegatronPolicy:
         return self._answers(method, dict.fromkeys(sorted(self.senders), arguments))
 
     def _answers(self, method: str, arguments: dict[int, tuple[Any, ...]]) -> list[Any]:
-        """Of these ranks, in order; the first exception is raised."""
-        answers = self.ranks.outcomes(method, arguments)
+        """Of these ranks, in order; the first exception is raised, a WorkerDied of one that hangs."""
+        answers = self.ranks.outcomes(method, arguments, self.timeout)
         if death := next((answer for answer in answers.values() if isinstance(answer, WorkerDied)), None):
             raise death
         return [answers[rank] for rank in arguments]

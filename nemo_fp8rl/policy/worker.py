@@ -71,6 +71,8 @@ class MegatronWorker:
 
     listener: socket.socket | None = None
     """Where the ranks meet; held by rank 0 from `rendezvous` until `setup`."""
+    borrows = False
+    """Whether a push has taken parameters that were away, and gives them back."""
 
     def rendezvous(self) -> tuple[str, int]:
         """(host, port) for the ranks to meet at: a socket that this rank holds, on the cluster's interface only."""
@@ -276,10 +278,15 @@ class MegatronWorker:
             if not self.kv_cache.of_present_weights:
                 raise RefitError(f"refit {version}: the KV cache's scales are of earlier weights: calibrate first")
             kv_scales = self.kv_cache.scales.named()
+        self.borrows = "parameters" in self.offload.away  # to catch up an engine, while others generate
         self.refit.start(chain(self.weights().for_refit(), kv_scales), version, engines, whole=whole, **how)
 
     def finish_push(self) -> SendReport:
-        return self.refit.finish()
+        try:
+            return self.refit.finish()
+        finally:
+            if self.borrows:
+                self.offload.give_parameters()
 
     def weight_squares(self) -> SquaresByGroup:
         """This rank's part of `weight_error`."""

@@ -9,7 +9,8 @@ from a version that was committed, and from the first byte of the next one on it
     a message lost, damaged, repeated     the same
     twice in one refit                    RefitError; the engines stay fenced, the version is not committed
     a weight that is not finite           RefitError that names it; the same
-    the trainer dies                      its links break, the engines stay fenced
+    the trainer takes a step meanwhile    RefitError; the same
+    the trainer dies, or does not answer  its links break, the engines stay fenced
 """
 
 import threading
@@ -39,11 +40,15 @@ class WeightSource(Protocol):
         ...
 
     def updates(self) -> int:
-        """A number that changes when the weights do."""
+        """A number that changes before the weights do."""
         ...
 
     def base_version(self) -> int:
         """Of the bytes that every rank kept for a delta, or -1."""
+        ...
+
+    def make_room(self) -> None:
+        """For an engine that is started beside it: give back what a push takes again."""
         ...
 
     def offer(self, engine: int, routes: Routes, capacities: Capacities) -> list[Addresses]:
@@ -143,7 +148,7 @@ class RefitBridge:
         """Bring every engine to the trainer's present weights. Raises RefitError unless all of them committed."""
         with self._alone(), self._links:
             version, start = self.version + 1, time.perf_counter()
-            engines = range(self.sink.engine_count())
+            engines, updates = range(self.sink.engine_count()), self.source.updates()
             self.sent_updates = -1
             held = set(self.sink.fence(engines).values())
             as_ever = all(self.connected.get(engine) for engine in engines)  # no link to make, no loaders for all of it
@@ -151,8 +156,8 @@ class RefitBridge:
                 self._connect(engine)
             delta = self.choice.delta and held == {self.source.base_version()} != {-1}
             reports, stages, retries = self._bring(version, engines, delta, self.choice.keep)
-            retries += self._commit(version, engines)
-            self.version, self.sent_updates = version, self.source.updates()
+            retries += self._commit(version, engines, updates)
+            self.version, self.sent_updates = version, updates
             seconds = time.perf_counter() - start
             if as_ever and not retries:
                 self.choice.took(delta, seconds)
@@ -180,12 +185,16 @@ class RefitBridge:
         if not self._links.acquire(blocking=wait):
             return False
         try:
+            self.source.make_room()
             if start():
                 self._disconnect(engine)
                 if self.version >= 0 and self.source.updates() == self.sent_updates:
                     self._connect(engine)
                     self._bring(self.version, [engine], False, False)
-                    self._commit(self.version, [engine])
+                    try:
+                        self._commit(self.version, [engine], self.sent_updates)
+                    except _Moved:
+                        self._disconnect(engine)  # so that nothing but the whole is sent to it
             return True
         finally:
             self._links.release()
@@ -209,10 +218,14 @@ class RefitBridge:
                     self.sink.connect(engine, _transposed(addresses), _transposed(routes))
             except _EngineDied as died:
                 self._disconnect(engine)
-                self.sink.replace(engine, died.death)
+                self._replace(engine, died.death)
             except BaseException:
                 self._disconnect(engine)
                 raise
+
+    def _replace(self, engine: int, death: Exception) -> None:
+        self.source.make_room()
+        self.sink.replace(engine, death)
 
     def _located(self, engine: int) -> list[list[str]]:
         """The domains of all engines. Others, which may be busy, are asked only where they have not answered yet."""
@@ -262,7 +275,7 @@ class RefitBridge:
         failed = {engine: outcome for engine, outcome in outcomes.items() if isinstance(outcome, Exception)}
         for engine, failure in failed.items():
             if self.sink.is_death(failure):
-                self.sink.replace(engine, failure)
+                self._replace(engine, failure)
         if failed:
             for engine in failed:
                 self._connect(engine)
@@ -302,8 +315,11 @@ class RefitBridge:
                     self.source.finish_push()
             raise
 
-    def _commit(self, version: int, engines: Collection[int]) -> int:
-        """Engines that died since they loaded the version get it again; how many. All or none of them generate."""
+    def _commit(self, version: int, engines: Collection[int], updates: int) -> int:
+        """Engines that died since they loaded the version get it again; how many. All or none of them generate, and
+        only where the weights are those of so many updates still.
+        """
+        self._check_unmoved(version, updates)
         with self._all_or_none(engines):
             try:
                 self.sink.commit(version, engines)
@@ -315,11 +331,16 @@ class RefitBridge:
             lost = [engine for engine, held in self.sink.fence(engines).items() if held != version]
             for engine in lost:
                 self._disconnect(engine)
-                self.sink.replace(engine, death)
+                self._replace(engine, death)
                 self._connect(engine)
             self._bring(version, lost, False, False)
+            self._check_unmoved(version, updates)
             self.sink.commit(version, engines)
             return len(lost)
+
+    def _check_unmoved(self, version: int, updates: int) -> None:
+        if self.source.updates() != updates:
+            raise _Moved(f"refit {version}: the trainer took a step while its weights were sent; refit again after it")
 
     @contextmanager
     def _all_or_none(self, engines: Collection[int]) -> Iterator[None]:
@@ -344,6 +365,10 @@ class RefitBridge:
             yield
         finally:
             self._refitting.release()
+
+
+class _Moved(RefitError):
+    pass
 
 
 class _EngineDied(Exception):

@@ -92,8 +92,8 @@ def _read(i: int, end: ReceivingEnd, arrived: "SimpleQueue[tuple[int, Header, Te
             arrived.put((i, header, payload))
             if header.last:
                 return
-    except RefitError as error:
-        arrived.put(error)
+    except Exception as error:  # whatever it is: the reader of what arrives waits for it
+        arrived.put(error if isinstance(error, RefitError) else RefitError(f"{type(error).__name__}: {error}"))
 
 
 class _Progress:

@@ -1,5 +1,6 @@
 """A real vLLM engine on CPU: refitted in place, it is the engine that was started from those weights."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -146,34 +147,43 @@ def test_sleep_frees_memory_and_leaves_the_answers_as_they_were(pair):
     assert outputs(pair.generate(GREEDY)) == expected
 
 
-def fill_memory(model: torch.nn.Module) -> None:
-    def fail(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nOf the allocated memory")
-
-    model.filled = model.register_forward_pre_hook(fail)
+FULL = torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB.\nOf the allocated memory"
+FAULT = torch.AcceleratorError, "CUDA error: an illegal memory access was encountered"
 
 
 @pytest.mark.parametrize(
-    ("is_the_run", "told", "sentence"),
+    ("fault", "is_the_run", "told", "sentence"),
     [
-        (True, UserError, r"^the engine is out of memory while .*2\.00 GiB.*; lower .*max_num_seqs .*--resume$"),
-        (False, WorkerDied, r"^out of memory while it generated: CUDA out of memory\. Tried"),
+        (FULL, True, UserError, r"^the engine's memory is full: .*2\.00 GiB.*; lower .*max_num_seqs .*--resume$"),
+        (FULL, False, WorkerDied, r"^it failed: CUDA out of memory\. Tried"),
+        (FAULT, False, WorkerDied, r"^it failed: CUDA error: an illegal memory access"),
     ],
+    ids=["full-here", "full", "fault"],
 )
-def test_memory_that_is_full_ends_a_run_in_a_sentence_and_an_engine_of_its_own_as_a_death(
-    pair, monkeypatch, is_the_run, told, sentence
+def test_a_gpus_fault_is_the_death_of_an_engine_of_its_own_and_full_memory_ends_a_run_in_a_sentence(
+    pair, monkeypatch, fault, is_the_run, told, sentence
 ):
-    """On a GPU, where torch says so; here the model does, as it is asked."""
+    """On a GPU, where torch says so; here the model does, as it is asked, and then the worker, as it is to sleep."""
     if pair.cfg.nemo_fp8rl.flow != "fp8_e2e":
         pytest.skip("one engine will do")
     pair.refit()
     expected = pair.generate(GREEDY)
     monkeypatch.setattr(pair.engine, "is_the_run", is_the_run)
-    pair.engine.core.llm.apply_model(fill_memory)
+
+    def fails(*_):
+        error, text = fault
+        raise error(text)
+
+    pair.engine.core.llm.apply_model(lambda model: setattr(model, "failing", model.register_forward_pre_hook(fails)))
     with pytest.raises(told, match=sentence):
         pair.generate(GREEDY)
     assert pair.engine.answers_as() == -1
-    pair.engine.core.llm.apply_model(lambda model: model.filled.remove())
+    pair.engine.core.llm.apply_model(lambda model: model.failing.remove())
+    pair.refit()
+    with monkeypatch.context() as patch, pytest.raises(told, match=sentence):
+        patch.setattr("nemo_fp8rl.generation.vllm_worker.RefitWorkerExtension.nemo_fp8rl_sleep", fails)
+        pair.engine.finish_generation(1)
+    assert pair.engine.answers_as() == -1
     pair.refit()
     assert outputs(pair.generate(GREEDY)) == outputs(expected)
 
@@ -192,7 +202,13 @@ def test_memory_that_is_full_in_a_refit_is_a_death_and_the_engine_is_replaced(pa
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         write(loading, item)
 
+    def setup(engine, cfg) -> None:
+        assert old() is None  # there is no memory for two
+        start(engine, cfg)
+
     monkeypatch.setattr(weight_store._Loading, "_write", fills)
+    old, start = weakref.ref(pair.engine.core.llm), VllmEngine.setup
+    monkeypatch.setattr(VllmEngine, "setup", setup)
     died = pair.generation.engine_restarts
     assert pair.refit().retries == 1
     pair.engine = pair.generation.engines.worker
@@ -343,3 +359,11 @@ def test_a_cpu_has_one_attention_backend(recipe, backend, refused):
     told = pytest.raises(UserError, match=r"attention_backend=TRITON_ATTN: on a CPU .*CPU_ATTN alone; leave it out")
     with told if refused else nullcontext():
         checks.check_machine(read_hf_config(cfg.policy.model_name), cfg)
+
+
+def test_greedy_answers_to_one_prompt_are_alike(pair):
+    """vLLM gives one, and refuses to be asked for more."""
+    pair.refit()
+    one, three = (pair.generate(replace(GREEDY, num_generations=n)) for n in (1, 3))
+    assert [len(group) for group in three] == [3] * len(one)
+    assert outputs(three) == outputs([group * 3 for group in one])

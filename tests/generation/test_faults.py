@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from threading import Thread
+from typing import Any
 
 import psutil
 import pytest
@@ -475,11 +476,7 @@ def test_of_two_engines_under_ray_one_is_killed(tiny_overrides):
     answered side by side; after, a copy does without another one that is killed, until that is replaced, and says so
     when the core of the last one dies.
     """
-    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # Ray reads them once, so a new process
-    command = [sys.executable, "-m", "tests.generation.test_faults", *tiny_overrides]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=os.environ | token)
-    assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout.splitlines()[-1])
+    seen = under_ray("kill_one_of_two", tiny_overrides)
     assert seen["started"] > 0
     assert seen["retried of the copy"] == len(TEXTS) / 2
     assert 0 < seen.pop("generation/prompts_retried") - seen.pop("retried of the copy") <= len(TEXTS) / 2
@@ -489,5 +486,44 @@ def test_of_two_engines_under_ray_one_is_killed(tiny_overrides):
     assert seen == expected | {"started": seen["started"]}
 
 
+def kill_one_in_turns(overrides: list[str]) -> dict[str, object]:
+    """Two engines that have a GPU's memory in turns with two ranks, as far as that can be here, one of them killed."""
+    turns = ("policy.generation.colocated.enabled=true", "policy.megatron_cfg.offload_between_phases=true", SLEEPS)
+    of_two = ("cluster.backend=ray", "cluster.generation_engines=2", "cluster.train_ranks=2")
+    run = Run((*overrides, *of_two, *turns, WAVES))
+    expected = run.answers()
+    seen: dict[str, object] = {"equal": run.answers(process_of(run.generation.engines.actors[1]).kill) == expected}
+    seen |= {"missing": sorted(run.generation.gone), "restarts": run.generation.engine_restarts}
+    run.generation.finish_generation()
+    run.generation.prepare_for_generation()
+    seen |= {"retries": run.bridge.refit().retries, "missing after": sorted(run.generation.gone)}
+    seen |= {"restarts after": run.generation.engine_restarts, "equal after": run.answers() == expected}
+    run.close()
+    return seen
+
+
+@pytest.mark.long
+def test_where_the_trainer_takes_turns_a_killed_engine_is_replaced_at_the_next_refit(tiny_overrides):
+    """The other one answers its prompts: the trainer, to send weights at once, would need the memory that it fills."""
+    assert under_ray("kill_one_in_turns", tiny_overrides) == {
+        "equal": True,
+        "missing": [1],
+        "restarts": 0,
+        "retries": 1,
+        "missing after": [],
+        "restarts after": 1,
+        "equal after": True,
+    }
+
+
+def under_ray(name: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+    """What the function of this file says, in a process of its own: Ray reads its token once."""
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    command = [sys.executable, "-m", "tests.generation.test_faults", name, *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=os.environ | token)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 if __name__ == "__main__":
-    print(json.dumps(kill_one_of_two(sys.argv[1:])))
+    print(json.dumps(globals()[sys.argv[1]](sys.argv[2:])))

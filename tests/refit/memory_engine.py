@@ -409,6 +409,7 @@ class MemoryTrainer:
         self.reports: list[list[SendReport]] = []
         self.reading: Callable[[], None] = lambda: None
         self.died = False
+        self.rooms_made = 0
 
     def step(self, **weights: Tensor) -> None:
         self.weights |= weights
@@ -433,6 +434,9 @@ class MemoryTrainer:
     def base_version(self) -> int:
         versions = {rank.base_version for rank in self.ranks}
         return versions.pop() if len(versions) == 1 else -1
+
+    def make_room(self) -> None:
+        self.rooms_made += 1
 
     def offer(self, engine: int, routes: Routes, capacities: Capacities) -> list[list[Any]]:
         self._check()

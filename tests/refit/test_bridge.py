@@ -758,6 +758,43 @@ def test_an_engine_is_not_caught_up_with_weights_that_moved(make):
     assert run.holds()
 
 
+def only_once(does: Callable[[], None]) -> Callable[[], None]:
+    left = [does]
+    return lambda: left.pop()() if left else None
+
+
+def test_an_engine_is_not_caught_up_with_weights_that_move_as_they_are_sent(make):
+    run = make(mode="delta")
+    for _ in range(2):
+        run.bridge.refit()
+    run.trainer.reading = only_once(run.step)
+    run.engines.kill_and_restart(1)
+    assert refuses(run.engines.engines[1])
+    assert not refuses(run.engines.engines[0])
+    assert run.bridge.refit().delta is False
+    assert run.holds()
+
+
+def test_weights_that_move_as_they_are_sent_are_refused(make):
+    run = make(mode="delta")
+    run.bridge.refit()
+    run.step()
+    run.trainer.reading = only_once(run.step)
+    run.refused("refit 1: the trainer took a step while its weights were sent")
+    assert run.bridge.refit().version == 1
+    assert run.holds()
+
+
+def test_the_trainer_makes_room_before_an_engine_is_started_beside_it(make):
+    run = make()
+    run.bridge.refit()
+    run.engines.kill_and_restart(1)
+    assert run.trainer.rooms_made == 1
+    run.engines.engines[0].kill()
+    assert run.bridge.refit().retries == 1
+    assert run.trainer.rooms_made == 2
+
+
 def test_before_the_first_version_and_after_a_failed_one_there_is_nothing_to_catch_up_with(make):
     run = make()
     run.engines.kill_and_restart(1)

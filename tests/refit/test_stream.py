@@ -20,7 +20,7 @@ from nemo_fp8rl.refit import receive, send
 from nemo_fp8rl.refit.manifest import RefitError, Sources, TensorPart
 from nemo_fp8rl.refit.message import Entry, Header
 from nemo_fp8rl.refit.plan import aligned
-from nemo_fp8rl.refit.receive import IncomingLink
+from nemo_fp8rl.refit.receive import IncomingLink, received
 from nemo_fp8rl.refit.report import SendReport
 from nemo_fp8rl.refit.send import DELTA_FROM, Link, WeightSender
 from nemo_fp8rl.refit.transport.in_process import in_process_link
@@ -673,3 +673,21 @@ def test_a_gpu_has_done_its_work_on_a_bucket_before_the_bucket_changes_hands(mon
     stream.brings(weights, 0)
     assert len(happened) > 4
     assert happened == ["settle", name] * (len(happened) // 2)
+
+
+def test_whatever_ends_the_reading_of_a_link_ends_the_refit():
+    """Or who waits for its messages would wait for ever."""
+
+    class Full:
+        closed = False
+
+        def receive(self):
+            raise MemoryError("no memory for a header")
+
+        def close(self) -> None:
+            self.closed = True
+
+    end = Full()
+    with pytest.raises(RefitError, match="MemoryError: no memory for a header"):
+        list(received([IncomingLink(end, [])], 0))
+    assert end.closed
