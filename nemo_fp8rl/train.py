@@ -29,6 +29,7 @@ from nemo_fp8rl.hf.hub import with_commits
 from nemo_fp8rl.interrupt import GracefulStop
 from nemo_fp8rl.machine import processors
 from nemo_fp8rl.policy.base import Policy
+from nemo_fp8rl.policy.identity import model_digests
 from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.refit.report import RefitReport
@@ -102,7 +103,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
         return lambda round_: further_prompts(train_prompts, first, cfg.grpo.seed, step, round_) if round_ else first
 
     with (
-        RunDirectory(cfg, resume, restartable, prompts.digests()) as run,
+        RunDirectory(cfg, resume, restartable, prompts.digests() | model_digests(cfg, hf)) as run,
         Display(cfg.nemo_fp8rl.flow, last, run.done) as display,
         ExitStack() as stack,
     ):

@@ -8,11 +8,11 @@ from importlib.util import find_spec
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation.vllm import VllmGeneration
-from nemo_fp8rl.policy.megatron import MegatronPolicy
+from nemo_fp8rl.policy.megatron import MegatronPolicy, deaths_told
 from nemo_fp8rl.refit.bridge import RefitBridge, Transport
 from nemo_fp8rl.refit.mode import Mode
 from nemo_fp8rl.refit.transport.nixl import INSTALL
-from nemo_fp8rl.workers import WorkerDied, on_one_host
+from nemo_fp8rl.workers import on_one_host
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def backends(cfg: Config, load: Callable[[MegatronPolicy], None]) -> Iterator[tu
 
     Raises UserError where a rank dies; an engine that does is started again.
     """
-    with _deaths_told(), ExitStack() as stack:
+    with deaths_told(), ExitStack() as stack:
         policy = MegatronPolicy(cfg)
         stack.callback(policy.shutdown)
         load(policy)
@@ -34,17 +34,6 @@ def backends(cfg: Config, load: Callable[[MegatronPolicy], None]) -> Iterator[tu
         stack.callback(generation.shutdown)
         generation.finish_generation()
         yield policy, generation
-
-
-@contextmanager
-def _deaths_told() -> Iterator[None]:
-    try:
-        yield
-    except WorkerDied as death:
-        raise UserError(
-            f"a training rank died ({death}); what it wrote says why (of a Ray actor: in its worker's log); mend that, "
-            "then continue with --resume"
-        ) from death
 
 
 def build_bridge(

@@ -1,9 +1,15 @@
 """The warm-up trains on the model's own distribution, whatever the engine of its recipe samples from."""
 
-import pytest
+import shutil
 
+import pytest
+from transformers import AutoTokenizer
+
+from nemo_fp8rl import sft as module
+from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.sft import sft
+from nemo_fp8rl.workers import WorkerDied
 from tests.conftest import RECIPES
 
 
@@ -15,3 +21,46 @@ def test_how_an_engine_samples_changes_nothing(tiny, tmp_path, sampling):
         assert sft(load(RECIPES / "tiny_sft.yaml", [*given, *overrides]), tmp_path / name)
         weights.append((tmp_path / name / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]
+
+
+@pytest.fixture
+def tiny_sft(tiny):
+    given = [f"policy.model_name={tiny}/model", f"data.train.data_path={tiny}/data.jsonl", "sft.max_num_steps=1"]
+    return lambda *overrides: load(RECIPES / "tiny_sft.yaml", [*given, *overrides])
+
+
+def test_padding_that_the_model_does_not_know_is_not_embedded(tiny, tiny_sft, tmp_path):
+    """As `add_special_tokens` without a resize leaves it."""
+    shutil.copytree(tiny / "model", tmp_path / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    tokenizer.add_tokens([f"<{i}>" for i in range(70)])
+    tokenizer.add_special_tokens({"pad_token": "<pad beyond>"})
+    assert tokenizer.pad_token_id > 64
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    assert sft(tiny_sft(f"policy.tokenizer.name={tmp_path}/tokenizer"), tmp_path / "padded")
+    assert sft(tiny_sft(), tmp_path / "plain")
+    padded, plain = (tmp_path / name / "model.safetensors" for name in ("padded", "plain"))
+    assert padded.read_bytes() == plain.read_bytes()
+
+
+def test_an_answer_with_a_token_that_the_model_does_not_know_is_refused(tiny, tiny_sft, tmp_path):
+    shutil.copytree(tiny / "model", tmp_path / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    tokenizer.add_tokens([f"<{i}>" for i in range(70)])
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    data = tmp_path / "data.jsonl"
+    lines = (tiny / "data.jsonl").read_text().splitlines()
+    data.write_text("\n".join([*lines, '{"prompt": "1+1=", "answer": "<69>"}']))
+    keys = (f"policy.tokenizer.name={tmp_path}/tokenizer", f"data.train.data_path={data}")
+    with pytest.raises(UserError, match=r"policy\.tokenizer\.name: .* but the model's vocab_size is 64"):
+        sft(tiny_sft(*keys, "data.train.split_validation_size=0.01"), tmp_path / "out")
+
+
+def test_a_rank_that_dies_is_told_in_a_sentence(tiny_sft, tmp_path, monkeypatch):
+    def dies(*_):
+        raise WorkerDied("its process ended")
+
+    monkeypatch.setattr(module.MegatronPolicy, "train_step", dies)
+    with pytest.raises(UserError, match=r"^a training rank died \(its process ended\); .*start again"):
+        sft(tiny_sft(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

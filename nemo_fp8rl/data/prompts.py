@@ -22,11 +22,12 @@ class Prompts(NamedTuple):
 
     def digests(self) -> dict[str, str]:
         """Of what was asked and is compared with, in order: for a resumed run to see that it has the same."""
-        of = {"training": self.train, "validation": self.validation}
-        return {
-            kind: hashlib.sha256(repr([(p.text, p.answer) for p in prompts]).encode()).hexdigest()[:16]
-            for kind, prompts in of.items()
+        of = {
+            "training": [(p.text, p.answer) for p in self.train],
+            "validation": [(p.text, p.answer) for p in self.validation],
+            "tokens": [p.token_ids for p in (*self.train, *self.validation)],
         }
+        return {kind: hashlib.sha256(repr(what).encode()).hexdigest()[:16] for kind, what in of.items()}
 
 
 def load_prompts(cfg: Config, vocab_size: int) -> Prompts:
@@ -40,6 +41,8 @@ def load_prompts(cfg: Config, vocab_size: int) -> Prompts:
         cfg.data.train.seed,
     )
     tokenizer = PromptTokenizer(cfg.policy)
+    if tokenizer.pad_token_id >= vocab_size:
+        tokenizer.pad_token_id = 0  # padding is embedded, too, though nothing reads it
     held_out = val_records[: cfg.grpo.max_val_samples]
     train, val = tokenizer.prompts(train_records, vocab_size), tokenizer.prompts(held_out, vocab_size)
     too_long = len(train_records) + len(held_out) - len(train) - len(val)

@@ -1,10 +1,10 @@
 """Text to tokens and back, by the checkpoint's own tokenizer and chat template."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from nemo_fp8rl.batch import Prompt
+from nemo_fp8rl.batch import Completion, Prompt
 from nemo_fp8rl.config import PolicyConfig
 from nemo_fp8rl.data.jsonl import Record
 from nemo_fp8rl.errors import UserError, one_line
@@ -24,16 +24,14 @@ class PromptTokenizer:
             eos_token_id = self.tokenizer.eos_token_id
         if eos_token_id is None:
             raise UserError(f"policy.tokenizer.name: {name} has no eos_token; set it in tokenizer_config.json")
+        pad = self.tokenizer.pad_token_id
+        self.pad_token_id: int = eos_token_id if pad is None else pad
         self.template_kwargs = policy.tokenizer.chat_template_kwargs or {}
         self.max_prompt_tokens = policy.generation.vllm_cfg.max_model_len - 1
 
     @property
     def eos_token_id(self) -> int:
         return self.tokenizer.eos_token_id
-
-    @property
-    def pad_token_id(self) -> int:
-        return self.eos_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
 
     def prompts(self, records: Sequence[Record], vocab_size: int) -> list[Prompt]:
         """Tokenize. Prompts that leave no room for an answer are dropped; `index` is the record's position.
@@ -48,12 +46,17 @@ class PromptTokenizer:
                     f"policy.tokenizer.name: {self.name} gives no tokens for prompt {prompt.index} "
                     f"({prompt.text[:40]!r}); give a folder with a whole tokenizer, or remove the prompt if it is empty"
                 )
-            if max(prompt.token_ids) >= vocab_size:
-                raise UserError(
-                    f"policy.tokenizer.name: {self.name} gives token {max(prompt.token_ids)}, but the model's "
-                    f"vocab_size is {vocab_size}; give the tokenizer that belongs to policy.model_name"
-                )
+        self.check_known(prompts, vocab_size)
         return prompts
+
+    def check_known(self, texts: Iterable[Prompt | Completion], vocab_size: int) -> None:
+        """Raises UserError where one has a token that the model does not."""
+        largest = max((token for text in texts for token in text.token_ids), default=0)
+        if largest >= vocab_size:
+            raise UserError(
+                f"policy.tokenizer.name: {self.name} gives token {largest}, but the model's vocab_size is "
+                f"{vocab_size}; give the tokenizer that belongs to policy.model_name"
+            )
 
     def answer_tokens(self, text: str) -> list[int]:
         """The tokens of an answer, closed by the end of the sequence."""

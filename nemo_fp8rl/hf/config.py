@@ -157,6 +157,8 @@ def _check_experts(raw: dict[str, Any], path: Path) -> None:
     experts, chosen = size(raw, path, _experts_key(raw)), size(raw, path, "num_experts_per_tok")
     if chosen > experts:
         raise UserError(f"{path}: num_experts_per_tok={chosen} is above {_experts_key(raw)}={experts}")
+    if chosen == 1:  # Megatron then takes the softmax over all experts for its weight, here it is 1
+        raise UserError(f"{path}: num_experts_per_tok=1 is not supported, only 2 and more")
 
 
 def size(raw: dict[str, Any], source: str | Path, key: str, default: int | None = None, smallest: int = 1) -> int:

@@ -13,6 +13,8 @@ from nemo_fp8rl.refit.bridge import WeightSource
 Loss = Callable[[Tensor, TrainBatch, Tensor, Tensor], tuple[Tensor, dict[str, float]]]
 """(next_token_logprobs [B, T-1], batch, global_valid_seqs, global_valid_toks) -> (loss, metrics)."""
 
+SHARED = "checkpoints need a folder that all nodes share (checkpointing.checkpoint_dir)"
+
 
 class Diverged(StepRefused):
     """An optimizer step's gradient or loss is not finite."""
@@ -59,7 +61,7 @@ class Policy(WeightSource, Protocol):
         """How far the engine's weights are from the trainer's (`algorithms.quantization_error`)."""
         ...
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, optimizer: bool = True) -> None:
         """Write `weights/` (an HF checkpoint), `optimizer/`, and an FP8 cache's scales into an existing folder."""
         ...
 

@@ -1,6 +1,7 @@
 """The driver's side of the policy: Megatron ranks, in this process or as Ray actors."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from nemo_fp8rl.batch import TrainBatch, dealt, num_rows, rows, shards
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.config import read_hf_config
-from nemo_fp8rl.policy.base import Diverged, Loss
+from nemo_fp8rl.policy.base import SHARED, Diverged, Loss
 from nemo_fp8rl.policy.layout import check_layout
 from nemo_fp8rl.policy.worker import MegatronWorker, Place
 from nemo_fp8rl.refit.bridge import Transport
@@ -151,8 +152,10 @@ class MegatronPolicy:
     def finish_push(self) -> list[SendReport]:
         return self._on_senders("finish_push")
 
-    def save(self, folder: Path) -> None:
-        self.ranks.everyone("save", str(folder.resolve()))
+    def save(self, folder: Path, optimizer: bool = True) -> None:
+        self.ranks.everyone("save", str(folder.resolve()), optimizer)
+        if not (folder / "weights").is_dir():
+            raise UserError(f"{folder}: what the ranks wrote is not here: {SHARED}")
 
     def load(self, folder: Path) -> None:
         self.steps_taken += 1
@@ -186,3 +189,15 @@ class MegatronPolicy:
         results = self.ranks.call(method, [(parts[place.shard], *arguments) for place in self.places])
         answers = {place.shard: r for place, r in zip(self.places, results, strict=True) if place.answers}
         return [answers[shard] for shard in range(self.replicas)]
+
+
+@contextmanager
+def deaths_told() -> Iterator[None]:
+    """A rank that dies in the block is a UserError."""
+    try:
+        yield
+    except WorkerDied as death:
+        raise UserError(
+            f"a training rank died ({death}); what it wrote says why (of a Ray actor: in its worker's log); mend that, "
+            "then go on from the last checkpoint with --resume, or start again where there is none"
+        ) from death

@@ -43,7 +43,7 @@ def save_optimizer(
     writer = PartWriter(folder, f"rank_{rank}", FILE_BYTES)
     adam_steps = _steps_of_all(optimizer)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         if rank == 0:
             record = {"adam": adam_steps, "schedule": scheduler.num_steps}
             (folder / STEPS).write_text(json.dumps(record) + "\n")

@@ -43,7 +43,7 @@ def save_hf(
     """
     writer = PartWriter(folder, f"model-rank{rank:05d}")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)  # beside the other ranks', or not at all
         for source, patterns in ((model, MODEL_FILES), (tokenizer, TOKENIZER_FILES)) if rank == 0 else ():
             for path in (path for pattern in patterns for path in source.glob(pattern)):
                 shutil.copy2(path, folder / path.name)

@@ -26,12 +26,13 @@ from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import KvScales, kernels
 from nemo_fp8rl.fp8.format import E4M3
+from nemo_fp8rl.fp8.kv_scales import CalibrationError
 from nemo_fp8rl.hf.config import HfConfig, read_hf_config
 from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.machine import instructions
-from nemo_fp8rl.policy.base import Loss
+from nemo_fp8rl.policy.base import SHARED, Loss
 from nemo_fp8rl.policy.cpu import megatron_on_cpu
 from nemo_fp8rl.policy.groups import join, leave, split_model
 from nemo_fp8rl.policy.held_weights import HeldWeights
@@ -230,8 +231,11 @@ class MegatronWorker:
         """Take the scales of the KV cache from what the present weights make of these sequences, on all ranks."""
         assert self.kv_cache is not None
         self.kv_cache.begin_calibration()
-        self.logprobs(batch)
-        self.kv_cache.end_calibration()
+        try:
+            self.logprobs(batch)
+            self.kv_cache.end_calibration()
+        except CalibrationError as error:
+            raise UserError(f"the FP8 KV cache cannot be calibrated: {error}; look into the model's weights") from None
 
     def open_refit(self, transport: Transport, token: str) -> tuple[str, str]:
         """Be ready for engines to link with this rank; what it holds, `refit.manifest.to_json`, and its domain."""
@@ -293,8 +297,9 @@ class MegatronWorker:
         choice = self.cfg.nemo_fp8rl
         return self.weights().squares(self.engine_fp8_layers, choice.scale_format, choice.kernel)
 
-    def save(self, folder: str) -> None:
-        """Write an HF checkpoint and the optimizer's state, all ranks together. Raises UserError on a full disk.
+    def save(self, folder: str, optimizer: bool = True) -> None:
+        """Write an HF checkpoint and the optimizer's state, all ranks together. Raises UserError on a full disk, and
+        where the folder is another on some rank's node.
 
         What the folder had of either is removed: a save that was killed may have been of more ranks.
         """
@@ -302,6 +307,7 @@ class MegatronWorker:
         errors: list[Exception | None] = []  # raised at the end: till then the other ranks wait for this one's part
         try:
             if self.rank == 0:
+                path.mkdir(parents=True, exist_ok=True)
                 for part in (path / "weights", path / "optimizer"):
                     if part.exists():
                         shutil.rmtree(part)
@@ -310,10 +316,12 @@ class MegatronWorker:
         except OSError as error:
             errors.append(error)
         dist.barrier()
+        if self.rank and not path.is_dir():
+            errors.append(UserError(f"rank {self.rank} does not see it: {SHARED}"))
         errors.append(save_hf(path / "weights", self.weights().for_checkpoint(), self.layout, self.rank, *self.sources))
-        errors.append(
-            save_optimizer(path / "optimizer", self.rank, self.layout, self.model, self.optimizer, self.scheduler)
-        )
+        if optimizer:
+            parts = self.layout, self.model, self.optimizer, self.scheduler
+            errors.append(save_optimizer(path / "optimizer", self.rank, *parts))
         dist.barrier()  # nobody writes any more, so that a caller may remove what there is
         if any(errors):
             raise UserError(f"{folder}: {next(filter(None, errors))}") from None

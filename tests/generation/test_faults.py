@@ -490,7 +490,7 @@ def kill_one_in_turns(overrides: list[str]) -> dict[str, object]:
     """Two engines that have a GPU's memory in turns with two ranks, as far as that can be here, one of them killed."""
     turns = ("policy.generation.colocated.enabled=true", "policy.megatron_cfg.offload_between_phases=true", SLEEPS)
     of_two = ("cluster.backend=ray", "cluster.generation_engines=2", "cluster.train_ranks=2")
-    run = Run((*overrides, *of_two, *turns, WAVES))
+    run = Run((*overrides, *of_two, *turns, WAVES, "policy.train_micro_batch_size=32"))
     expected = run.answers()
     seen: dict[str, object] = {"equal": run.answers(process_of(run.generation.engines.actors[1]).kill) == expected}
     seen |= {"missing": sorted(run.generation.gone), "restarts": run.generation.engine_restarts}

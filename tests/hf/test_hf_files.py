@@ -156,6 +156,7 @@ def test_a_mixtures_sizes_are_read_under_both_names_of_its_experts(folder):
         ({"decoder_sparse_step": 2}, "decoder_sparse_step"),
         ({"mlp_only_layers": [0]}, "mlp_only_layers"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok=9"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 is not supported"),
         ({"num_experts": None}, "num_experts"),
         ({"moe_intermediate_size": None}, "moe_intermediate_size"),
     ],

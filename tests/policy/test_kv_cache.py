@@ -79,6 +79,17 @@ def test_scales_come_back_with_the_checkpoint(recipe, tmp_path):
     assert torch.equal(resumed.logprobs(batch), worker.logprobs(batch))
 
 
+def test_values_that_are_not_finite_are_named(recipe):
+    """Before the first refit, which would name the weight."""
+    worker = new_worker(recipe(FP8))
+    with torch.no_grad():
+        worker.model.decoder.layers[1].self_attention.linear_qkv.weight[-1, 3] = torch.nan
+    with pytest.raises(
+        UserError, match=r"^the FP8 KV cache cannot be calibrated: v of layer 1: .* values .*; look into"
+    ):
+        worker.calibrate_kv(random_batch(0))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

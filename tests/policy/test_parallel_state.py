@@ -378,6 +378,16 @@ def test_a_disk_that_is_full_for_one_rank_keeps_no_other_waiting(two, model, tmp
     assert weights(tmp_path / "saved", model.shapes)
 
 
+def test_a_folder_that_is_another_on_some_ranks_node_is_refused(two, model, tmp_path):
+    """Half of a checkpoint would look like one till it is read."""
+    model = model(DENSE)
+    two.setup(model.cfg(TP))
+    (tmp_path / "a").mkdir()
+    said = two.run(_save, [(str(tmp_path / "a/saved"), None), (str(tmp_path / "b/saved"), None)])
+    assert said[1].startswith(f"{tmp_path}/b/saved: rank 1 does not see it: checkpoints need a folder that all nodes")
+    assert not (tmp_path / "b").exists()
+
+
 def test_a_checkpoint_without_the_part_of_one_rank_is_refused(two, model, tmp_path):
     model = model(DENSE)
     two.setup(model.cfg(TP))

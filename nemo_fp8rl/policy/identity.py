@@ -1,0 +1,40 @@
+"""What of a model's folder decides a run's numbers beyond the weights that its checkpoints hold."""
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from nemo_fp8rl.config import Config
+from nemo_fp8rl.hf.checkpoint import CheckpointReader
+from nemo_fp8rl.hf.config import HfConfig
+from nemo_fp8rl.hf.hub import checkpoint_folder
+from nemo_fp8rl.policy.rope import read_rope
+
+
+def model_digests(cfg: Config, hf: HfConfig) -> dict[str, str]:
+    """For a resumed run to see that it has the same, whatever folder it is in.
+
+    model: of config.json, what two models of one shape may have otherwise. reference: where there is a reference
+    policy, the last layer's o_proj, which every step of training changes.
+    """
+    of_reference = cfg.loss_fn.reference_policy_kl_penalty > 0
+    folder = checkpoint_folder(cfg.policy.model_name, weights=of_reference)
+    rope = read_rope(folder, hf)
+    numbers = f"{hf.rms_norm_eps} {sorted(hf.eos_token_ids)} {rope.factor}"
+    digests = {"model": _digest([numbers.encode(), _bytes(rope.inv_freq)])}
+    if of_reference:
+        with CheckpointReader(folder) as reader:
+            last = f"model.layers.{hf.num_hidden_layers - 1}.self_attn.o_proj.weight"
+            if last in reader.names:  # else the policy names what is missing
+                digests["reference"] = _digest([_bytes(reader.get(last))])
+    return digests
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
