@@ -9,8 +9,11 @@ import pytest
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.tiny import make_tiny
 from nemo_fp8rl.train import train
+from nemo_fp8rl.weights import backends, build_bridge
 from tests.conftest import RECIPES
 from tests.fake_cuda.rank import FAKE
+from tests.generation.pair import GREEDY
+from tests.generation.test_faults import core_process
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(FAKE not in os.environ, reason="make test-fake-gpu")]
 
@@ -77,3 +80,24 @@ def test_a_run_trains_and_goes_on_from_its_checkpoint(family, tmp_path: Path):
     choices = json.loads((tmp_path / "whole" / "environment.json").read_text())["choices"]
     assert choices["trainer_kernels"].startswith("Transformer Engine") == (family != "llama")
     assert choices["quantizer"].startswith("none" if family == "qwen2" else "triton")
+
+
+def test_an_engine_is_caught_up_with_weights_that_then_go_back_to_the_host(tmp_path: Path):
+    """Where trainer and engine take turns: what a refit left there is there when it begins, and a push borrows it."""
+    make_tiny(tmp_path / "tiny", "add", 0, "llama")
+    paths = (f"policy.model_name={tmp_path}/tiny/model", f"data.train.data_path={tmp_path}/tiny/data.jsonl")
+    cfg = load(RECIPES / "tiny_cpu.yaml", [*TINY, *paths, f"{TRAINER}.offload_between_phases=true"])
+    with backends(cfg, lambda _: None) as (policy, generation):
+        away = policy.ranks.worker.offload.away
+        bridge = build_bridge(cfg, policy, generation)
+        policy.prepare_for_training()
+        policy.offload_before_refit()
+        generation.prepare_for_generation()
+        bridge.refit()
+        assert "parameters" not in away
+        policy.offload_after_refit()
+        expected = generation.generate([(5, 6, 7)], [0], GREEDY)
+        core_process().kill()
+        assert generation.generate([(5, 6, 7)], [0], GREEDY) == expected
+        assert generation.engine_restarts == 1
+        assert {"parameters", "training"} <= away.keys()
