@@ -17,7 +17,7 @@ from nemo_fp8rl.sft import sft
 from nemo_fp8rl.tiny import write_model
 from nemo_fp8rl.workers import WorkerDied
 from nemo_fp8rl.workers.actors import _cause
-from tests.conftest import COLOCATED, RECIPES
+from tests.conftest import COLOCATED, RECIPES, needs_fp8_cache
 
 
 def run(overrides: tuple[str, ...], log_dir: Path, *options: str, steps: int = 3) -> list[dict[str, float]]:
@@ -81,6 +81,20 @@ def test_two_ranks_that_share_the_model_agree_with_one(warm_overrides, tmp_path,
     if layout == PIPELINE:
         rewards = [[row["train/reward"] for row in side[1:]] for side in (rows, in_process)]
         assert rewards[0] == rewards[1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("choice", "limit"),
+    [
+        ("nemo_fp8rl.flow=bf16", 1.001),
+        pytest.param("policy.generation.vllm_cfg.kv_cache_dtype=fp8", 1.002, marks=needs_fp8_cache),
+    ],
+    ids=["bf16", "fp8-kv"],
+)
+def test_two_ranks_that_share_the_model_agree_with_the_engine(warm_overrides, tmp_path, choice, limit):
+    rows = run((*warm_overrides, "cluster.backend=ray", "cluster.train_ranks=2", *TENSOR, choice), tmp_path / "run")
+    assert all(row["train/token_mult_prob_error"] < limit for row in rows[1:])
 
 
 @pytest.mark.long
