@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import ray
 
+from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.workers import ROLE, cluster, find_cluster, on_one_host, start_workers
 from tests.conftest import COLOCATED, RECIPES
@@ -101,3 +102,22 @@ def test_a_cluster_that_is_joined_hears_the_runs_settings_and_none_of_its_secret
         monkeypatch.setenv(name, value)
     seen = {name: value for name, value in cluster._forwarded().items() if name in given}
     assert seen == {"NCCL_DEBUG": "INFO", "HF_HOME": "/models"}
+
+
+@pytest.mark.parametrize("address", [None, "192.0.2.1:6379"])
+def test_a_cluster_that_this_process_is_in_already_is_its_users_and_stays_as_it_is(monkeypatch, address):
+    """As in a runner of the user's own, which NeMo RL's init_ray has joined to one without RAY_ADDRESS."""
+    for name, value in (("RAY_ADDRESS", address), ("RAY_AUTH_MODE", None)):
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "init", lambda *_, **__: pytest.fail("it joined or started another"))
+    cluster.connect(1)
+    assert "RAY_AUTH_MODE" not in os.environ
+
+
+def test_where_ray_is_imported_and_no_cluster_joined_one_that_is_started_here_needs_a_token(monkeypatch):
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(UserError, match="Ray was imported before it could be given a token"):
+        cluster.connect(1)

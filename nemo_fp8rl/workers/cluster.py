@@ -79,9 +79,13 @@ def connect(
 ) -> None:
     """Join the Ray cluster of RAY_ADDRESS, or start one here: on loopback, with a token of its own.
 
+    One that this process is in already stays as it is: who joined or started it has decided what it asks of others.
+
     setup_hook: name of a function that every worker process calls first. variables: of its environment. log_to_driver:
     what workers write is shown here.
     """
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        return
     require_token()
     import ray
 
@@ -90,14 +94,12 @@ def connect(
         environment["worker_process_setup_hook"] = setup_hook
     if joins_cluster():
         try:
-            ray.init(log_to_driver=log_to_driver, ignore_reinit_error=True, runtime_env=environment)
+            ray.init(log_to_driver=log_to_driver, runtime_env=environment)
         except (ConnectionError, ValueError, SystemExit) as error:  # SystemExit: nobody answered
             raise UserError(
                 f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: that Ray cluster cannot be joined ({str(error)[:200]}); "
                 "start it, or unset RAY_ADDRESS, and `ray stop` what runs here, to have one started"
             ) from None
-        return
-    if ray.is_initialized():
         return
     ray.init(
         "local",  # whatever else runs on this machine
