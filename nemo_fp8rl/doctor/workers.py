@@ -25,7 +25,7 @@ def check_workers(plan: Plan, version: str) -> Iterator[Finding]:
     if refusal := _loop(plan):
         yield Finding("warn" if workers == "auto" else "error", TOPIC, f"`nemo-fp8rl nemo` refuses it: {refusal}")
     if workers == "ours":
-        yield from _ours(plan)
+        yield from _ours(plan, refusal)
     elif refusal := _stock(plan, version):
         if workers == "auto":
             yield Finding("warn", TOPIC, f"nemo_fp8rl.workers=auto takes NeMo RL's own on GPUs and ends: {refusal}")
@@ -48,11 +48,11 @@ def _stock(plan: Plan, version: str) -> str:
         return ""  # said of the precision
 
 
-def _ours(plan: Plan) -> Iterator[Finding]:
+def _ours(plan: Plan, said: str) -> Iterator[Finding]:
     for key in (key for key in OF_MEMORY if at(plan.values, key, None)):
         yield Finding("warn", TOPIC, f"{key} is of NeMo RL's own workers; ours keep that on the GPU while they train")
     refusal = _refusal(plan)
-    if refusal:
+    if refusal and refusal != said:
         yield Finding("error", TOPIC, refusal)
     if plan.values["nemo_fp8rl"]["align"] == "vllm":
         why = "nemo_fp8rl.align=vllm rounds as vLLM's CPU kernels do; on GPUs set nemo_fp8rl.align=none"

@@ -1,6 +1,7 @@
 """What NeMo RL's launcher, loops and `setup` assert of a recipe; here before anything starts.
 
-`run` takes the launcher's place for both kinds of worker, and our parts that of `setup`.
+`run` takes the launcher's place for both kinds of worker, and our parts that of `setup`; NeMo RL's own workers would be
+loaded before its loop, or the cluster there before its `setup`, says no.
 """
 
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from typing import Any
 from nemo_fp8rl.algorithms.correction_config import from_mapping
 from nemo_fp8rl.algorithms.loss_config import LossConfig
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.nemo_rl.gpus import is_asynchronous, is_colocated
+from nemo_fp8rl.nemo_rl.gpus import check_division, is_asynchronous, is_colocated
 from nemo_fp8rl.nemo_rl.keys import at
 
 ELSEWHERE = {
@@ -24,10 +25,13 @@ ONLY_SYNCHRONOUS = (
     "data.use_multiple_dataloader",
 )
 """What its asynchronous loop passes over, and its launcher refuses."""
+NO_LOGPROBS = "the log-probs that loss_fn.force_on_policy_ratio does without; drop one"
 
 
 def check_loop(master: Mapping[str, Any]) -> None:
-    """Raise UserError, naming the key, for what neither of NeMo RL's two loops does, whoever's the workers are."""
+    """Raise UserError, naming the key, for what neither of NeMo RL's two loops does, whoever's the workers are, and for
+    what its `setup` would refuse.
+    """
     check_not_elsewhere(master)
     if at(master, "grpo.async_grpo", {}) is None:
         raise UserError(
@@ -50,6 +54,7 @@ def check_loop(master: Mapping[str, Any]) -> None:
         raise UserError(f"grpo.stop_at_validation_metric={metric} needs grpo.stop_at_validation_threshold; set it, too")
     if metric == "pass_k" and at(master, "grpo.val_num_generations_per_prompt", 1) in (None, 1):
         raise UserError("grpo.stop_at_validation_metric=pass_k needs grpo.val_num_generations_per_prompt above 1")
+    check_set_up(master)
 
 
 def check_not_elsewhere(master: Mapping[str, Any]) -> None:
@@ -77,13 +82,13 @@ def correction_said_twice(master: Mapping[str, Any]) -> str:
     )
 
 
-def check_as_nemo_rl_does(master: Mapping[str, Any]) -> None:
-    """Raise UserError, naming the key."""
+def check_set_up(master: Mapping[str, Any]) -> None:
+    """Raise UserError, naming the key, for what NeMo RL's `setup` and asynchronous loop assert of a recipe, whoever's
+    the workers are: its own would be there already. What one of its versions does not assert, it does wrongly.
+    """
     grpo, loss, generation = master["grpo"], master["loss_fn"], master["policy"]["generation"]
-    if at(master, "data.use_multiple_dataloader", False):
-        raise UserError("data.use_multiple_dataloader=true is not supported without NeMo RL's setup; set it to false")
     if loss.get("force_on_policy_ratio"):
-        _check_without_prev_logprobs(master)
+        _check_on_policy(master)
     if is_asynchronous(master):
         _check_asynchronous(master)
     if not grpo.get("use_dynamic_sampling") and grpo.get("batch_multiplier", 1) != 1:
@@ -92,38 +97,53 @@ def check_as_nemo_rl_does(master: Mapping[str, Any]) -> None:
         raise UserError(
             "grpo.skip_reference_policy_logprobs_calculation=true needs loss_fn.reference_policy_kl_penalty=0"
         )
-    for name in ("temperature", "top_p", "top_k"):
+    for name in ("temperature", "top_p", "top_k"):  # which v0.7.0 does not know
         if generation.get(f"val_{name}") not in (None, generation.get(name)):
             raise UserError(
                 f"policy.generation.val_{name} differs from {name}: NeMo RL's loop validates by that; set them alike"
             )
+    check_division(master)
 
 
-def _check_without_prev_logprobs(master: Mapping[str, Any]) -> None:
-    """NeMo RL's loop has zeros in their place under force_on_policy_ratio, unless another key asks for them."""
-    loss, correction = master["loss_fn"], at(master, "nemo_fp8rl.correction", None)
+def check_without_set_up(master: Mapping[str, Any]) -> None:
+    """Raise UserError, naming the key, for what our parts cannot have in the place of NeMo RL's `setup` and workers."""
+    if at(master, "data.use_multiple_dataloader", False):
+        raise UserError("data.use_multiple_dataloader=true is not supported without NeMo RL's setup; set it to false")
+    if not master["loss_fn"].get("force_on_policy_ratio"):
+        return
+    correction = at(master, "nemo_fp8rl.correction", None)
     if at(master, "nemo_fp8rl.gates", None):
-        raise UserError("nemo_fp8rl.gates need the log-probs that loss_fn.force_on_policy_ratio does without; drop one")
+        raise UserError(f"nemo_fp8rl.gates need {NO_LOGPROBS}")
     if correction is not None and (why := from_mapping(correction).of_whole_batch):
+        raise UserError(f"nemo_fp8rl.correction.{why} needs {NO_LOGPROBS}")
+
+
+def _check_on_policy(master: Mapping[str, Any]) -> None:
+    """One update a rollout, and nothing that asks for log-probs: NeMo RL's loop has zeros in their place, unless
+    another key asks for them.
+    """
+    grpo, loss = master["grpo"], master["loss_fn"]
+    rollout = grpo["num_prompts_per_step"] * grpo["num_generations_per_prompt"]
+    if (batch := master["policy"]["train_global_batch_size"]) != rollout:
         raise UserError(
-            f"nemo_fp8rl.correction.{why} needs the log-probs that loss_fn.force_on_policy_ratio does without; drop one"
+            f"loss_fn.force_on_policy_ratio=true is for one update a rollout: set policy.train_global_batch_size="
+            f"{rollout}, all samples of a step, in place of {batch}"
         )
     penalty = loss.get("reference_policy_kl_penalty", LossConfig.reference_policy_kl_penalty)
     if loss.get("use_kl_in_reward") and penalty and at(master, "grpo.seq_logprob_error_threshold", None) is None:
-        raise UserError(
-            "loss_fn.use_kl_in_reward needs the log-probs that loss_fn.force_on_policy_ratio does without; drop one"
-        )
+        raise UserError(f"loss_fn.use_kl_in_reward needs {NO_LOGPROBS}")
 
 
 def _check_asynchronous(master: Mapping[str, Any]) -> None:
-    """What its asynchronous loop asserts when workers and engines are there already."""
-    here = "grpo.async_grpo.enabled=true"
-    if not at(master, "policy.generation.vllm_cfg.async_engine", False):
-        raise UserError(f"{here} needs policy.generation.vllm_cfg.async_engine=true")
-    if is_colocated(master["policy"]["generation"]):
-        raise UserError(
-            f"{here} generates while it trains: set policy.generation.colocated.enabled=false and say in "
-            "policy.generation.colocated.resources how many GPUs generate"
-        )
+    """What its asynchronous loop asserts when workers and engines are there already; of other engines, other things."""
+    here, generation = "grpo.async_grpo.enabled=true", master["policy"]["generation"]
+    if generation.get("backend", "vllm") == "vllm":
+        if not at(generation, "vllm_cfg.async_engine", False):
+            raise UserError(f"{here} needs policy.generation.vllm_cfg.async_engine=true")
+        if is_colocated(generation):
+            raise UserError(
+                f"{here} generates while it trains: set policy.generation.colocated.enabled=false and say in "
+                "policy.generation.colocated.resources how many GPUs generate"
+            )
     if not master["loss_fn"].get("use_importance_sampling_correction"):
         raise UserError(f"{here} needs loss_fn.use_importance_sampling_correction=true, for samples are off-policy")

@@ -13,8 +13,8 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation.checks import check_engine
 from nemo_fp8rl.hf.config import check_context, read_hf_config
 from nemo_fp8rl.hf.hub import with_commits
-from nemo_fp8rl.nemo_rl.checks import check_as_nemo_rl_does, correction_said_twice
-from nemo_fp8rl.nemo_rl.gpus import check_division, divide, is_asynchronous, is_colocated
+from nemo_fp8rl.nemo_rl.checks import check_set_up, check_without_set_up, correction_said_twice
+from nemo_fp8rl.nemo_rl.gpus import divide, is_asynchronous, is_colocated
 from nemo_fp8rl.nemo_rl.keys import COPIED, at, check_keys
 from nemo_fp8rl.nemo_rl.precision import read_precision
 from nemo_fp8rl.nemo_rl.values import require
@@ -32,7 +32,8 @@ def of_keys(master: Mapping[str, Any]) -> Config:
     """What the keys alone say, without the model's files."""
     check_keys(master)
     require(master, "policy.model_name")
-    check_as_nemo_rl_does(master)
+    check_without_set_up(master)
+    check_set_up(master)
     policy = master["policy"]
     precision = read_precision(policy)
     values: dict[str, Any] = {}
@@ -121,13 +122,7 @@ def _fill_policy(values: dict[str, Any], policy: Mapping[str, Any], kv_fp8: bool
 
 def _cluster(master: Mapping[str, Any]) -> dict[str, Any]:
     """NeMo RL's GPUs are our ranks, and the processes of our engines: on a CPU, processes."""
-    check_division(master)
     trainer, engines = divide(master)
-    if trainer <= 0:
-        raise UserError(
-            f"policy.generation.colocated.resources takes {engines} of the cluster's {trainer + engines} GPUs and "
-            "leaves none to train on: lower it, or raise cluster.num_nodes"
-        )
     share = at(master, "policy.generation.vllm_cfg.tensor_parallel_size", None) or 1
     if engines % share:
         raise UserError(

@@ -29,10 +29,26 @@ def divide(values: Mapping[str, Any]) -> Gpus:
 
 
 def check_division(values: Mapping[str, Any]) -> None:
-    """Raise UserError, naming the key, where engines beside the trainer have no GPUs by NeMo RL's rules."""
+    """Raise UserError, naming the key, where the trainer, or engines beside it, have no GPUs by NeMo RL's rules."""
+    colocated = is_colocated(values["policy"]["generation"])
+    if not colocated:
+        _check_resources(values)
+    trainer, engines = divide(values)
+    if trainer <= 0 and colocated:
+        raise UserError(
+            "env.reward_model.resources takes all of the cluster's GPUs and leaves none to train on: lower it, or "
+            "raise cluster.num_nodes"
+        )
+    if trainer <= 0:
+        raise UserError(
+            f"policy.generation.colocated.resources takes {engines} of the cluster's {trainer + engines} GPUs and "
+            "leaves none to train on: lower it, or raise cluster.num_nodes"
+        )
+
+
+def _check_resources(values: Mapping[str, Any]) -> None:
+    """Of engines beside the trainer."""
     cluster, generation = values["cluster"], values["policy"]["generation"]
-    if is_colocated(generation):
-        return
     resources, nodes = generation["colocated"].get("resources") or {}, cluster["num_nodes"]
     rewards = at(values, "env.reward_model.resources.num_nodes", 0) if nodes > 1 and _of_reward_model(values) else 0
     here, one = "policy.generation.colocated.resources", nodes - rewards == 1

@@ -63,6 +63,25 @@ def test_what_no_loop_does_is_named(plan, workers, level):
     assert finding.text.startswith("`nemo-fp8rl nemo` refuses it: grpo.use_dynamic_sampling=true")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"policy.generation.colocated": {"enabled": False}, "cluster.num_nodes": 2},
+            "resources.gpus_per_node is null",
+        ),
+        ({"grpo.async_grpo": {"enabled": True}}, "needs policy.generation.vllm_cfg.async_engine=true"),
+        (
+            {"loss_fn.force_on_policy_ratio": True, "policy.train_global_batch_size": 128},
+            "set policy.train_global_batch_size=512",
+        ),
+    ],
+)
+def test_what_nemo_rls_set_up_would_refuse_is_named(plan, changes, message):
+    (finding,) = check_workers(plan(changes={"nemo_fp8rl.workers": "nemo_rl"} | changes), "0.6.0")
+    assert finding.level == "error" and message in finding.text
+
+
 def test_nemo_rls_own_take_an_fp8_recipe_on_main_and_bf16_on_every_version(plan):
     bf16 = {ENGINE + "precision": "bfloat16", TRAINER + "fp8_cfg.enabled": False}
     assert list(check_workers(plan(changes={"nemo_fp8rl.workers": "nemo_rl"}), "0.6.0")) == []

@@ -15,21 +15,31 @@ KNOWN = """
 grpo:
   async_grpo: {enabled: false, max_trajectory_age_steps: 1}
   adv_estimator: {name: grpo}
+  batch_multiplier: 1
+  skip_reference_policy_logprobs_calculation: false
   use_dynamic_sampling: false
   reward_shaping: {enabled: false}
   reward_scaling: {enabled: false}
   stop_at_validation_metric: null
   stop_at_validation_threshold: null
   val_num_generations_per_prompt: 1
-loss_fn: {positive_example_nll_weight: 0.0}
-data: {use_multiple_dataloader: false}
+loss_fn:
+  {positive_example_nll_weight: 0.0, force_on_policy_ratio: false, use_kl_in_reward: false,
+  reference_policy_kl_penalty: 0.0}
+policy: {generation: {temperature: 1.0, val_temperature: 1.0}}
+data: {use_multiple_dataloader: false, train: {env_name: math}}
 data_plane: {enabled: false}
 async_rl: {max_weight_staleness_versions: 1}
 on_policy_distillation: {enabled: false}
 reward_penalties: {penalize_empty_final_answer: false}
-env: {should_use_nemo_gym: false}
+env: {should_use_nemo_gym: false, reward_model: {resources: {gpus_per_node: 1, num_nodes: 1}}}
 """
 ASYNC = "++grpo.async_grpo={enabled: true, max_trajectory_age_steps: 1}"
+OFF_POLICY = "loss_fn.use_importance_sampling_correction=true"
+ENGINE = "policy.generation.vllm_cfg.async_engine=true"
+APART = "policy.generation.colocated.enabled=false"
+HALF = "policy.generation.colocated.resources.gpus_per_node=4"
+FORCED = "++loss_fn.force_on_policy_ratio=true"
 
 
 class Goes(Exception):
@@ -69,6 +79,33 @@ def path(checkout: Path, tmp_path: Path, monkeypatch) -> Path:
             ["++grpo.stop_at_validation_metric=pass_k", "++grpo.stop_at_validation_threshold=0.5"],
             r"pass_k needs grpo\.val_num_generations_per_prompt above 1",
         ),
+        ([ASYNC, OFF_POLICY, APART, HALF], r"needs policy\.generation\.vllm_cfg\.async_engine=true"),
+        ([ASYNC, OFF_POLICY, ENGINE], r"set policy\.generation\.colocated\.enabled=false"),
+        ([ASYNC, ENGINE, APART, HALF], r"needs loss_fn\.use_importance_sampling_correction=true"),
+        ([APART], r"resources\.gpus_per_node is null.*set it"),
+        (["cluster.num_nodes=2", APART, HALF], r"resources\.num_nodes is null, and on 2 nodes .*set it"),
+        ([APART, "policy.generation.colocated.resources.gpus_per_node=8"], "takes 8 of .* 8 GPUs .*none to train on"),
+        (
+            ["++data.train={env_name: reward_model}", "++env.reward_model={resources: {gpus_per_node: 8}}"],
+            r"env\.reward_model\.resources takes all",
+        ),
+        (["++grpo.batch_multiplier=2"], r"grpo\.batch_multiplier needs grpo\.use_dynamic_sampling=true"),
+        ([FORCED, "policy.train_global_batch_size=128"], r"set policy\.train_global_batch_size=512, .* of 128"),
+        (
+            [FORCED, "++loss_fn={use_kl_in_reward: true, reference_policy_kl_penalty: 0.01}"],
+            r"use_kl_in_reward needs the log-probs that loss_fn\.force_on_policy_ratio does without",
+        ),
+        (
+            [
+                "++grpo.skip_reference_policy_logprobs_calculation=true",
+                "++loss_fn.reference_policy_kl_penalty=0.01",
+            ],
+            r"skip_reference_policy_logprobs_calculation=true needs loss_fn\.reference_policy_kl_penalty=0",
+        ),
+        (
+            ["++policy.generation.temperature=1.0", "++policy.generation.val_temperature=0.5"],
+            r"val_temperature differs from temperature",
+        ),
     ],
 )
 def test_what_nemo_rls_loops_do_not_do_is_refused_before_workers_are_asked_for(path, workers, keys, message):
@@ -81,7 +118,10 @@ def test_what_nemo_rls_loops_do_not_do_is_refused_before_workers_are_asked_for(p
     "keys",
     [
         [],
-        [ASYNC],
+        [ASYNC, OFF_POLICY, ENGINE, APART, HALF],
+        [ASYNC, OFF_POLICY, "++policy.generation.backend=megatron"],  # which is colocated, too
+        ["cluster.num_nodes=2", APART, "++policy.generation.colocated.resources={num_nodes: 1, gpus_per_node: 8}"],
+        [FORCED],
         ["++grpo.use_dynamic_sampling=true", "++grpo.reward_scaling={enabled: true}"],
         ["++loss_fn.positive_example_nll_weight=0.0"],
         ["++data_plane={enabled: false}", "++on_policy_distillation={enabled: false}"],
