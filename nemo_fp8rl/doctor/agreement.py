@@ -63,7 +63,7 @@ def _correction(plan: Plan) -> Iterator[Finding]:
         return
     loss, ours = plan.values["loss_fn"], plan.values["nemo_fp8rl"]["correction"]
     if ours is not None:
-        if is_asynchronous(plan.values):  # whose loop asks for the key: `nemo_rl.config.loss_keys`
+        if is_asynchronous(plan.values):  # whose loop asks for the key: `nemo_rl.checks.loss_keys`
             if refusal := correction_said_twice(plan.values):
                 yield Finding("error", TOPIC, refusal)
         elif loss.get("use_importance_sampling_correction"):

@@ -11,7 +11,7 @@ from nemo_fp8rl.doctor.shapes import config_of
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.nemo_rl.checks import check_loop
 from nemo_fp8rl.nemo_rl.keys import OF_MEMORY, at
-from nemo_fp8rl.nemo_rl.stock.refusal import why_not
+from nemo_fp8rl.nemo_rl.stock.refusal import why_no_correction, why_not
 
 TOPIC = "workers"
 
@@ -42,6 +42,8 @@ def _loop(plan: Plan) -> str:
 
 
 def _stock(plan: Plan, version: str) -> str:
+    if refusal := why_no_correction(plan.values):
+        return refusal
     try:
         return why_not(plan.policy, version)
     except UserError:

@@ -5,13 +5,15 @@ loaded before its loop, or the cluster there before its `setup`, says no.
 """
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from nemo_fp8rl.algorithms.correction_config import from_mapping
-from nemo_fp8rl.algorithms.loss_config import LossConfig
+from nemo_fp8rl.algorithms.loss_config import LossConfig, loss_config, resolved_correction
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.nemo_rl.gpus import check_division, is_asynchronous, is_colocated
 from nemo_fp8rl.nemo_rl.keys import at
+from nemo_fp8rl.typed_tree import typed
 
 ELSEWHERE = {
     "async_rl": "is of NeMo RL's single controller (examples/run_grpo_single_controller.py), which runs other workers",
@@ -29,8 +31,8 @@ NO_LOGPROBS = "the log-probs that loss_fn.force_on_policy_ratio does without; dr
 
 
 def check_loop(master: Mapping[str, Any]) -> None:
-    """Raise UserError, naming the key, for what neither of NeMo RL's two loops does, whoever's the workers are, and for
-    what its `setup` would refuse.
+    """Raise UserError, naming the key, for what neither of NeMo RL's two loops does, whoever's the workers are, for
+    what its `setup` would refuse, and for a loss that is none.
     """
     check_not_elsewhere(master)
     if at(master, "grpo.async_grpo", {}) is None:
@@ -54,6 +56,7 @@ def check_loop(master: Mapping[str, Any]) -> None:
         raise UserError(f"grpo.stop_at_validation_metric={metric} needs grpo.stop_at_validation_threshold; set it, too")
     if metric == "pass_k" and at(master, "grpo.val_num_generations_per_prompt", 1) in (None, 1):
         raise UserError("grpo.stop_at_validation_metric=pass_k needs grpo.val_num_generations_per_prompt above 1")
+    check_loss(master)
     check_set_up(master)
 
 
@@ -80,6 +83,25 @@ def correction_said_twice(master: Mapping[str, Any]) -> str:
     return (
         "nemo_fp8rl.correction contradicts loss_fn.truncated_importance_sampling_type: set that and its ratios to null"
     )
+
+
+def loss_keys(master: Mapping[str, Any]) -> dict[str, Any]:
+    """The block loss_fn. The asynchronous loop asks for use_importance_sampling_correction; beside that
+    `nemo_fp8rl.correction` says how. Raises UserError where a key of loss_fn does, too.
+    """
+    if refusal := correction_said_twice(master):
+        raise UserError(refusal)
+    keys = dict(master["loss_fn"])
+    if is_asynchronous(master) and at(master, "nemo_fp8rl.correction", None) is not None:
+        keys["use_importance_sampling_correction"] = False
+    return keys
+
+
+def check_loss(master: Mapping[str, Any]) -> None:
+    """Raise UserError, naming the key, for a loss or a correction that ours, which every run here has, cannot be."""
+    known = {field.name for field in fields(LossConfig)}
+    given = {name: value for name, value in loss_keys(master).items() if name in known}
+    resolved_correction(loss_config(typed(given, LossConfig, "loss_fn.")), at(master, "nemo_fp8rl.correction", None))
 
 
 def check_set_up(master: Mapping[str, Any]) -> None:

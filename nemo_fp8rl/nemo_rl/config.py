@@ -13,8 +13,8 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation.checks import check_engine
 from nemo_fp8rl.hf.config import check_context, read_hf_config
 from nemo_fp8rl.hf.hub import with_commits
-from nemo_fp8rl.nemo_rl.checks import check_set_up, check_without_set_up, correction_said_twice
-from nemo_fp8rl.nemo_rl.gpus import divide, is_asynchronous, is_colocated
+from nemo_fp8rl.nemo_rl.checks import check_set_up, check_without_set_up, loss_keys
+from nemo_fp8rl.nemo_rl.gpus import divide, is_colocated
 from nemo_fp8rl.nemo_rl.keys import COPIED, at, check_keys
 from nemo_fp8rl.nemo_rl.precision import read_precision
 from nemo_fp8rl.nemo_rl.values import require
@@ -60,18 +60,6 @@ def of_keys(master: Mapping[str, Any]) -> Config:
     }
     register_resolvers()  # defaults of ours refer to other keys
     return completed("the recipe for NeMo RL", values, values)
-
-
-def loss_keys(master: Mapping[str, Any]) -> dict[str, Any]:
-    """The block loss_fn. The asynchronous loop asks for use_importance_sampling_correction; beside that
-    `nemo_fp8rl.correction` says how. Raises UserError where a key of loss_fn does, too.
-    """
-    if refusal := correction_said_twice(master):
-        raise UserError(refusal)
-    keys = dict(master["loss_fn"])
-    if is_asynchronous(master) and at(master, "nemo_fp8rl.correction", None) is not None:
-        keys["use_importance_sampling_correction"] = False
-    return keys
 
 
 def for_model(cfg: Config) -> Config:

@@ -8,7 +8,8 @@ from typing import Any
 from nemo_fp8rl import weights
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.nemo_rl import environment
-from nemo_fp8rl.nemo_rl.config import from_nemo_rl, loss_keys
+from nemo_fp8rl.nemo_rl.checks import loss_keys
+from nemo_fp8rl.nemo_rl.config import from_nemo_rl
 from nemo_fp8rl.nemo_rl.generation import VllmFp8Generation
 from nemo_fp8rl.nemo_rl.gpus import is_asynchronous
 from nemo_fp8rl.nemo_rl.loss import GrpoLossFn

@@ -28,7 +28,7 @@ class GrpoLossFn(GrpoLoss):
         use_fused_linear_logprobs: bool = False,
         correction: CorrectionConfig | Mapping[str, Any] | None = None,
     ) -> None:
-        """cfg: NeMo RL's ClippedPGLossConfig, or `config.loss_keys`. Raises LossRefused."""
+        """cfg: NeMo RL's ClippedPGLossConfig, or `checks.loss_keys`. Raises LossRefused."""
         keys = cfg if isinstance(cfg, Mapping) else cfg.model_dump()
         known = {field.name for field in fields(LossConfig)}
         try:

@@ -14,8 +14,8 @@ from typing import Any, Literal
 from nemo_fp8rl.config import Flow, Fp8RlConfig
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8.gpus import CAPABILITIES, Capability
+from nemo_fp8rl.nemo_rl.checks import loss_keys
 from nemo_fp8rl.nemo_rl.compat import load_dataloader, save_state, steps_done
-from nemo_fp8rl.nemo_rl.config import loss_keys
 from nemo_fp8rl.nemo_rl.gpus import why_not
 from nemo_fp8rl.nemo_rl.keys import OF_MEMORY, at
 from nemo_fp8rl.nemo_rl.recipe import NemoRlRecipe

@@ -48,6 +48,14 @@ def test_where_they_are_not_asked_for_nothing_is_said():
             "0.6.0",
             "say it in policy.generation.vllm_cfg.kv_cache_dtype",
         ),
+        (
+            {
+                "nemo_fp8rl.correction": {"weight": "token", "normalize": True},
+                "loss_fn": {"use_importance_sampling_correction": False},
+            },
+            "0.6.0",
+            "nemo_fp8rl.correction.normalize=true needs the whole batch",
+        ),
     ],
 )
 def test_what_nemo_rls_own_do_not_take_is_named(plan, workers, level, change, version, message):
@@ -75,6 +83,8 @@ def test_what_no_loop_does_is_named(plan, workers, level):
             {"loss_fn.force_on_policy_ratio": True, "policy.train_global_batch_size": 128},
             "set policy.train_global_batch_size=512",
         ),
+        ({"loss_fn.truncated_importance_sampling_ratio": None}, "needs loss_fn.truncated_importance_sampling_ratio"),
+        ({"nemo_fp8rl.correction": {"weight": "token"}}, "nemo_fp8rl.correction contradicts loss_fn.use_importance"),
     ],
 )
 def test_what_nemo_rls_set_up_would_refuse_is_named(plan, changes, message):

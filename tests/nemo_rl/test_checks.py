@@ -24,8 +24,8 @@ grpo:
   stop_at_validation_threshold: null
   val_num_generations_per_prompt: 1
 loss_fn:
-  {positive_example_nll_weight: 0.0, force_on_policy_ratio: false, use_kl_in_reward: false,
-  reference_policy_kl_penalty: 0.0}
+  {positive_example_nll_weight: 0.0, force_on_policy_ratio: false, use_kl_in_reward: false, use_cispo: false,
+  reference_policy_kl_penalty: 0.0, truncated_importance_sampling_type: null, truncated_importance_sampling_ratio: null}
 policy: {generation: {temperature: 1.0, val_temperature: 1.0}}
 data: {use_multiple_dataloader: false, train: {env_name: math}}
 data_plane: {enabled: false}
@@ -39,6 +39,7 @@ OFF_POLICY = "loss_fn.use_importance_sampling_correction=true"
 ENGINE = "policy.generation.vllm_cfg.async_engine=true"
 APART = "policy.generation.colocated.enabled=false"
 HALF = "policy.generation.colocated.resources.gpus_per_node=4"
+TRUNCATED = "++loss_fn.truncated_importance_sampling_"
 FORCED = "++loss_fn.force_on_policy_ratio=true"
 
 
@@ -106,6 +107,15 @@ def path(checkout: Path, tmp_path: Path, monkeypatch) -> Path:
             ["++policy.generation.temperature=1.0", "++policy.generation.val_temperature=0.5"],
             r"val_temperature differs from temperature",
         ),
+        ([OFF_POLICY, f"{TRUNCATED}type=tis"], r"_type=tis needs \S*truncated_importance_sampling_ratio above 0"),
+        ([OFF_POLICY, f"{TRUNCATED}type=tis", f"{TRUNCATED}ratio=-3"], r"_ratio above 0, got -3\.0"),
+        ([OFF_POLICY, f"{TRUNCATED}type=banana", f"{TRUNCATED}ratio=2"], r"_type=banana|_type='banana'"),
+        ([FORCED, "++loss_fn.use_cispo=true"], r"loss_fn\.use_cispo contradicts loss_fn\.force_on_policy_ratio"),
+        (["++loss_fn.use_cispo=perhaps"], r"loss_fn\.use_cispo='perhaps'"),
+        (
+            [OFF_POLICY, "+nemo_fp8rl.correction={weight: token}"],
+            r"nemo_fp8rl\.correction contradicts loss_fn\.use_importance_sampling_correction",
+        ),
     ],
 )
 def test_what_nemo_rls_loops_do_not_do_is_refused_before_workers_are_asked_for(path, workers, keys, message):
@@ -122,6 +132,8 @@ def test_what_nemo_rls_loops_do_not_do_is_refused_before_workers_are_asked_for(p
         [ASYNC, OFF_POLICY, "++policy.generation.backend=megatron"],  # which is colocated, too
         ["cluster.num_nodes=2", APART, "++policy.generation.colocated.resources={num_nodes: 1, gpus_per_node: 8}"],
         [FORCED],
+        [OFF_POLICY, f"{TRUNCATED}type=tis", f"{TRUNCATED}ratio=2"],
+        ["+nemo_fp8rl.correction={weight: token}"],
         ["++grpo.use_dynamic_sampling=true", "++grpo.reward_scaling={enabled: true}"],
         ["++loss_fn.positive_example_nll_weight=0.0"],
         ["++data_plane={enabled: false}", "++on_policy_distillation={enabled: false}"],

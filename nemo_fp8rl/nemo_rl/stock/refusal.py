@@ -16,16 +16,21 @@ IGNORED = "quantization_ignored_layer_kws"
 
 def check_stock(values: Mapping[str, Any], version: str) -> None:
     """Raise UserError for what NeMo RL of this version cannot have of the resolved recipe `values`."""
-    correction = at(values, "nemo_fp8rl.correction", None)
-    if correction is not None and (key := from_mapping(correction).of_whole_batch):
-        raise UserError(
-            f"nemo_fp8rl.correction.{key} needs the whole batch, and NeMo RL's workers give a loss one microbatch at a "
-            "time: leave it out, or set nemo_fp8rl.workers=ours"
-        )
-    if refusal := why_not(values["policy"], version):
+    if refusal := why_no_correction(values) or why_not(values["policy"], version):
         raise UserError(refusal)
     if read_precision(values["policy"]).kv_fp8 and (refusal := next(why_no_kv_scales(values), "")):
         raise UserError(f"{refusal}, {OURS}")
+
+
+def why_no_correction(values: Mapping[str, Any]) -> str:
+    """Why a loss that sees a microbatch at a time cannot correct as the recipe says, in a sentence; empty if it can."""
+    correction = at(values, "nemo_fp8rl.correction", None)
+    if correction is None or not (key := from_mapping(correction).of_whole_batch):
+        return ""
+    return (
+        f"nemo_fp8rl.correction.{key} needs the whole batch, and NeMo RL's workers give a loss one microbatch at a "
+        "time: leave it out, or set nemo_fp8rl.workers=ours"
+    )
 
 
 def why_not(policy: Mapping[str, Any], version: str) -> str:
