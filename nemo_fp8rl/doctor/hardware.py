@@ -25,6 +25,7 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8.gpus import ADA, BLACKWELL, CAPABILITIES, HOPPER, Capability
 from nemo_fp8rl.nemo_rl.gpus import why_not
 from nemo_fp8rl.nemo_rl.keys import at
+from nemo_fp8rl.nemo_rl.stock.refusal import NO_LATENT_CACHE
 
 TOPIC = "hardware"
 MOE_BACKEND = "policy.generation.vllm_kwargs.moe_backend"
@@ -144,6 +145,8 @@ def _own_engine(gpu: Gpu) -> Finding:
 
 
 def _cache(plan: Plan, gpu: Gpu) -> Finding:
+    if plan.shape.kv_lora_rank and not plan.ours:
+        return Finding("error", TOPIC, NO_LATENT_CACHE)
     backend = plan.vllm_kwargs.get("attention_backend")
     if backend is None and not HOPPER <= gpu.capability < BLACKWELL:
         backend = "FLASHINFER"  # vLLM's choice

@@ -155,7 +155,8 @@ def of_nemo_rl(
     loss = GrpoLossFn(loss_keys(master.model_dump()), fused, recipe.fp8rl.correction)
     if recipe.precision.flow != "bf16":  # which NeMo RL runs with models whose config cannot be read so
         model = AutoConfig.from_pretrained(master.policy["model_name"]).get_text_config()
-        choose(master.policy, model.num_hidden_layers, recipe.checkout.version)
+        latent = getattr(model, "kv_lora_rank", None) is not None
+        choose(master.policy, model.num_hidden_layers, recipe.checkout.version, latent)
     policy, generation, _, _, prompts, val_prompts, _, logger, checkpointer, state, master, *_ = grpo.setup(
         master, tokenizer, data, val_data, policy_factory=policy_factory
     )

@@ -290,6 +290,13 @@ def test_ours_multiply_by_what_the_engine_takes_there(plan, gpu, kernels):
     )
 
 
+@pytest.mark.parametrize("workers", ["auto", "nemo_rl"])
+def test_an_fp8_kv_cache_of_latent_attention_has_no_scales_from_nemo_rls_own_trainer(plan, workers):
+    cache = {ENGINE + "kv_cache_dtype": "fp8", "nemo_fp8rl.workers": workers}
+    text = one(check_hardware(plan(LATENT, cache), gpu_named("h100")), "error")
+    assert "no scales for latent attention" in text and text.endswith("kv_cache_dtype=auto")
+
+
 def test_ours_run_without_a_correction_and_say_so(plan):
     text = one(check_agreement(plan(LLAMA, OURS | {"loss_fn.use_importance_sampling_correction": False})), "warn")
     assert "nothing weighs a token" in text

@@ -314,6 +314,13 @@ def test_an_fp8_kv_cache_is_vllms_own_and_nemo_rls_loop_hears_of_it_once_the_eng
     assert engine.cfg == {**generation, "vllm_cfg": generation["vllm_cfg"] | {"kv_cache_dtype": "fp8_e4m3"}}
 
 
+def test_an_fp8_kv_cache_of_latent_attention_is_refused_before_workers_are_built():
+    with pytest.raises(UserError, match=r"no scales for latent attention .*set \S*kv_cache_dtype=auto"):
+        choose(policy(kv_cache_dtype="fp8"), num_hidden_layers=2, version="0.6.0", latent=True)
+    choose(cfg := policy(), num_hidden_layers=2, version="0.6.0", latent=True)
+    assert CHOICE in cfg
+
+
 def test_a_recipe_without_an_fp8_kv_cache_leaves_it_to_vllm():
     for cfg in (policy(), policy(precision="bfloat16") | {"megatron_cfg": {"enabled": True}}):
         choose(cfg, num_hidden_layers=2, version="0.6.0")

@@ -7,7 +7,7 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8.layers import Fp8Layers
 from nemo_fp8rl.generation.vllm_plugin import served_config
 from nemo_fp8rl.nemo_rl.precision import ENGINE, engine_fp8_layers, read_precision
-from nemo_fp8rl.nemo_rl.stock.refusal import why_not
+from nemo_fp8rl.nemo_rl.stock.refusal import NO_LATENT_CACHE, why_not
 from nemo_fp8rl.nemo_rl.stock.stream import CHOICE
 
 TRAINER_WORKER = "nemo_fp8rl.nemo_rl.stock.worker.Fp8MegatronPolicyWorker"
@@ -35,18 +35,20 @@ E8M0 = "VLLM_USE_DEEP_GEMM_E8M0"
 """By default, with DeepGEMM, vLLM quantizes weights once more so that their scales are powers of two."""
 
 
-def choose(policy: dict[str, Any], num_hidden_layers: int, version: str) -> None:
+def choose(policy: dict[str, Any], num_hidden_layers: int, version: str, latent: bool = False) -> None:
     """Change NeMo RL's `policy` block, where it asks for FP8: vLLM's own FP8 in the engine, loaded by our worker class.
 
     The engine's `precision` becomes bfloat16, so that NeMo RL leaves vLLM as it is; what is FP8 stands in
     hf_config_overrides, which `setup` hands to vLLM, and `policy_factory` gives the trainer the recipe's own. Scales of
     activations are then vLLM's kernels' own choice, powers of two by DeepGEMM alone. An FP8 KV cache is vLLM's own, too
-    (`say_kv_cache`). A trainer in FP8 keeps the engine's first and last layers in bfloat16. Raises UserError for what
-    this version's workers cannot have.
+    (`say_kv_cache`). A trainer in FP8 keeps the engine's first and last layers in bfloat16. latent: whether the model
+    has latent attention. Raises UserError for what this version's workers cannot have.
     """
     precision = read_precision(policy)
     if refusal := why_not(policy, version):
         raise UserError(refusal)
+    if latent and precision.kv_fp8:
+        raise UserError(NO_LATENT_CACHE)
     if precision.flow == "bf16":
         return
     generation = policy["generation"]

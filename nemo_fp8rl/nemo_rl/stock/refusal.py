@@ -12,6 +12,12 @@ from nemo_fp8rl.nemo_rl.precision import ENGINE, read_precision
 
 OURS = "or nemo_fp8rl.workers=ours"
 IGNORED = "quantization_ignored_layer_kws"
+KV_CACHE = "policy.generation.vllm_cfg.kv_cache_dtype"
+NO_LATENT_CACHE = (
+    f"{KV_CACHE}=fp8 with NeMo RL's own workers: its trainer calibrates no scales for latent attention (kv_lora_rank "
+    f"in the model's config.json): set {KV_CACHE}=auto"
+)
+"""Of a model with latent attention; else the engine would say so in its set-up, when both sides are loaded."""
 
 
 def check_stock(values: Mapping[str, Any], version: str) -> None:
@@ -68,10 +74,9 @@ def why_no_kv_scales(values: Mapping[str, Any]) -> Iterator[str]:
     The first two it refuses where it is told of such a cache, as it is not of ours; with the last it would validate
     with scales of 1.
     """
-    key = "policy.generation.vllm_cfg.kv_cache_dtype"
-    here = f"{key}=fp8 with NeMo RL's own workers"
+    here = f"{KV_CACHE}=fp8 with NeMo RL's own workers"
     if is_asynchronous(values):
-        yield f"{here} is not calibrated by its asynchronous loop: set {key}=auto"
+        yield f"{here} is not calibrated by its asynchronous loop: set {KV_CACHE}=auto"
     elif at(values, "policy.generation.vllm_cfg.async_engine", False):
         yield f"{here} has no asynchronous rollouts: set policy.generation.vllm_cfg.async_engine=false"
     key = "policy.megatron_cfg.pipeline_model_parallel_size"
