@@ -406,7 +406,7 @@ def test_an_output_that_is_full_is_one_sentence(project):
     assert (done.returncode, "No space left on device" in done.stderr, "Traceback" in done.stderr) == (2, True, False)
 
 
-@pytest.mark.parametrize("address", ["bogus", "auto"])
+@pytest.mark.parametrize("address", ["bogus", "auto", "127.0.0.1:1"])
 def test_a_ray_cluster_that_is_not_there_is_named(address, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", address)
     code = "from nemo_fp8rl.errors import UserError\nfrom nemo_fp8rl.workers import connect\ntry: connect(1)\n"

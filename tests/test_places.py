@@ -77,6 +77,8 @@ def test_a_cluster_that_was_started_here_is_found_while_it_answers(monkeypatch, 
     listening, address = started
     assert find_cluster()
     assert os.environ.pop("RAY_ADDRESS") == address
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    assert find_cluster()  # empty is as if it were not set
     monkeypatch.setenv("RAY_ADDRESS", "elsewhere:1")
     assert not find_cluster()
     assert os.environ["RAY_ADDRESS"] == "elsewhere:1"

@@ -20,7 +20,7 @@ from nemo_fp8rl.nemo_rl.gpus import why_not
 from nemo_fp8rl.nemo_rl.keys import OF_MEMORY, at
 from nemo_fp8rl.nemo_rl.recipe import NemoRlRecipe
 from nemo_fp8rl.shown_gpus import shown_gpus
-from nemo_fp8rl.workers import joins_cluster, require_token
+from nemo_fp8rl.workers import connect, is_in_cluster, joins_cluster
 
 RAY_GPU = "accelerator_type:"
 """Before a GPU's name, among the resources of a Ray cluster that has one."""
@@ -85,17 +85,18 @@ def _check_gpu(flow: Flow, name: str, capability: Capability) -> None:
 
 
 def _are_there_gpus() -> bool:
-    """Here, or in the Ray cluster of RAY_ADDRESS; to a user who hides them, nowhere."""
+    """Here, or in the Ray cluster of RAY_ADDRESS; to a user who hides them, nowhere.
+
+    Raises UserError where that cluster cannot be joined.
+    """
     import torch
 
     if shown_gpus() == [] or torch.cuda.is_available() or not joins_cluster():
         return torch.cuda.is_available()
-    require_token()
+    joins = not is_in_cluster()
+    connect(0)
     import ray
 
-    joins = not ray.is_initialized()
-    if joins:
-        ray.init(log_to_driver=False)
     try:
         return bool(ray.cluster_resources().get("GPU"))
     finally:

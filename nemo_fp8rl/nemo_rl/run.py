@@ -26,7 +26,7 @@ from nemo_fp8rl.nemo_rl.recipe import load as checked
 from nemo_fp8rl.nemo_rl.stock.pythonpath import package_on_pythonpath
 from nemo_fp8rl.nemo_rl.stock.refusal import check_stock
 from nemo_fp8rl.nemo_rl.stop import LoopStop, Prompts
-from nemo_fp8rl.workers import connect, find_cluster, require_token
+from nemo_fp8rl.workers import check_address, connect, find_cluster, require_token
 
 STOP_AT = "NEMO_FP8RL_STOP_AT"
 """When a run must have saved, in seconds since 1970: `launch slurm` says it to every attempt."""
@@ -188,6 +188,7 @@ def _ray(num_cpus: int, ours: bool, log_to_driver: bool = False) -> Iterator[Non
     if not ours:
         from nemo_rl.distributed.virtual_cluster import init_ray
 
+        check_address()
         with package_on_pythonpath():
             init_ray()
             yield

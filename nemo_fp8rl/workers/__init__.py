@@ -7,7 +7,7 @@ exception of a call and not as the death of an actor.
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.workers.actors import RayWorkers
 from nemo_fp8rl.workers.base import Role, WorkerDied, Workers, ended_on_error
-from nemo_fp8rl.workers.cluster import connect, find_cluster, joins_cluster, require_token
+from nemo_fp8rl.workers.cluster import check_address, connect, find_cluster, is_in_cluster, joins_cluster, require_token
 from nemo_fp8rl.workers.in_process import InProcessWorker
 from nemo_fp8rl.workers.places import ROLE, on_one_host
 
@@ -17,9 +17,11 @@ __all__ = [
     "Role",
     "WorkerDied",
     "Workers",
+    "check_address",
     "connect",
     "ended_on_error",
     "find_cluster",
+    "is_in_cluster",
     "joins_cluster",
     "on_one_host",
     "require_token",

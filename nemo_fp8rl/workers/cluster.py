@@ -41,7 +41,35 @@ def find_cluster() -> bool:
 
 def joins_cluster() -> bool:
     """Whether workers go to a Ray cluster that is there already, on machines that need not be like this one."""
-    return "RAY_ADDRESS" in os.environ
+    return bool(os.environ.get("RAY_ADDRESS"))
+
+
+def is_in_cluster() -> bool:
+    """Whether this process has joined or started one; Ray is not imported to find out."""
+    return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
+
+
+def check_address() -> None:
+    """Raise UserError where RAY_ADDRESS is a host and port at which nobody answers, for which Ray would wait minutes
+    without a word, or none. Of `auto` and ray://... Ray itself knows better.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address in ("", "auto", "local") or "://" in address:
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise _not_joined("it is no host:port")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except (OSError, UnicodeError) as error:
+        raise _not_joined(error) from None
+
+
+def _not_joined(why: object) -> UserError:
+    return UserError(
+        f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: that Ray cluster cannot be joined ({str(why)[:200]}); start it, or "
+        "unset RAY_ADDRESS, and `ray stop` what runs here, to have one started"
+    )
 
 
 def require_token() -> None:
@@ -84,8 +112,9 @@ def connect(
     setup_hook: name of a function that every worker process calls first. variables: of its environment. log_to_driver:
     what workers write is shown here.
     """
-    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+    if is_in_cluster():
         return
+    check_address()
     require_token()
     import ray
 
@@ -96,10 +125,7 @@ def connect(
         try:
             ray.init(log_to_driver=log_to_driver, runtime_env=environment)
         except (ConnectionError, ValueError, SystemExit) as error:  # SystemExit: nobody answered
-            raise UserError(
-                f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: that Ray cluster cannot be joined ({str(error)[:200]}); "
-                "start it, or unset RAY_ADDRESS, and `ray stop` what runs here, to have one started"
-            ) from None
+            raise _not_joined(error) from None
         return
     ray.init(
         "local",  # whatever else runs on this machine

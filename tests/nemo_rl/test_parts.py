@@ -57,6 +57,20 @@ def test_without_gpus_they_are_ours(monkeypatch):
         takes_ours("nemo_rl")
 
 
+@pytest.mark.parametrize("address", ["banana", "127.0.0.1:1", "127.0.0.1:port", "127.0.0.1:99999"])
+def test_a_cluster_that_cannot_be_joined_is_one_sentence_and_no_wait(monkeypatch, address):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(UserError, match=rf"^RAY_ADDRESS={address}: that Ray cluster cannot be joined .*; start it"):
+        takes_ours("auto")
+
+
+def test_an_address_that_is_empty_is_none(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert takes_ours("auto")
+
+
 @pytest.mark.long
 def test_gpus_of_a_cluster_make_them_nemo_rls_unless_ours_are_asked_for_and_are_held_to_the_flow():
     whose, *able, hidden = with_pretended_gpus("-c", ASK, gpus="A100,L40S").splitlines()
