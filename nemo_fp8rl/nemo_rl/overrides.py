@@ -5,18 +5,18 @@
     ++a.b=value    either
     ~a.b           remove one
 
-Values are YAML's, mappings also without a space after the colon: {a:1}. Left out: sweeps, casts and functions.
+Values are read as Hydra does (`override_value`), not as YAML: the run would see others than were checked.
 """
 
 import re
 from typing import Any, cast
 
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.nemo_rl.override_value import read_value
 from nemo_fp8rl.typed_tree import shown
 from nemo_fp8rl.yaml_tree import refusing
 
-FORM = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_$][\w$]*(?:\.[\w$]+)*)(?P<equals>=(?P<value>.*))?", re.DOTALL)
-QUOTED_OR_KEY = re.compile(r"""("[^"]*"|'[^']*')|(?<=[{,])(\s*[\w.\-]+):(?=\S)""")
+FORM = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_$][\w$-]*(?:\.[\w$-]+)*)(?P<equals>=(?P<value>.*))?", re.DOTALL)
 
 
 def key_of(override: str) -> str:
@@ -70,10 +70,9 @@ def _remove(tree: Any, key: str, exists: bool) -> None:
 
 
 def _read_value(override: str, text: str) -> Any:
-    from omegaconf import OmegaConf
-
-    if "," in text and text[:1] not in "[{'\"$":
-        raise UserError(f"override {shown(override)} has a comma, which Hydra takes for a sweep; quote the value")
-    spaced = QUOTED_OR_KEY.sub(lambda found: found[1] or f"{found[2]}: ", text)
-    with refusing(f"override {shown(override)} cannot be read, quote the value"):
-        return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={spaced}"]))["value"]  # type: ignore[index, call-overload]
+    try:
+        return read_value(text)
+    except RecursionError:
+        raise UserError(f"override {shown(override)} cannot be read: it has too many brackets in one another") from None
+    except ValueError as error:
+        raise UserError(f"override {shown(override)} cannot be read: {error}; quote the value") from None

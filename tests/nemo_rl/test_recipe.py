@@ -82,13 +82,15 @@ def test_resolvers_of_nemo_rl(recipe, resolver, value):
     [
         ("grpo.seed=7", "grpo.seed", 7),
         ("policy.megatron_cfg.env_vars=null", "policy.megatron_cfg.env_vars", None),
-        ("+policy.hf_config_overrides.rope=x=y", "policy.hf_config_overrides.rope", "x=y"),
+        (r"+policy.hf_config_overrides.rope=x\=y", "policy.hf_config_overrides.rope", "x=y"),
         ("+policy.hf_config_overrides.rope={type:yarn,factor: 4.0}", "policy.hf_config_overrides.rope.type", "yarn"),
         ("+policy.hf_config_overrides.rope={a:'b,c:d'}", "policy.hf_config_overrides.rope.a", "b,c:d"),
         ("+policy.hf_config_overrides.x=[1,2]", "policy.hf_config_overrides.x", [1, 2]),
         ("++grpo.seed=1e-6", "grpo.seed", 1e-6),
         ("+grpo.val_at_end=true", "grpo.val_at_end", True),
         ("grpo.seed=${grpo.num_prompts_per_step}", "grpo.seed", 32),
+        ("+env.my-env.x=1", "env.my-env.x", 1),
+        ("++checkpointing.checkpoint_dir=10:00:00:00", "checkpointing.checkpoint_dir", "10:00:00:00"),
     ],
 )
 def test_overrides_in_hydras_grammar(recipe, override, key, value):
@@ -108,7 +110,10 @@ def test_a_key_is_removed(recipe):
         ("grpo.seed", "is not of the form key=value"),
         ("=3", "is not of the form key=value"),
         ("grpo.seed=1,2", "sweep"),
-        ("grpo.seed=[1", "cannot be read"),
+        ("grpo.seed=[1", "cannot be read: a comma or ] is missing at its character 3; quote the value"),
+        ("grpo.seed=x=y", "cannot be read: '=' is not expected at its character 2"),
+        ("grpo.seed=int(3)", "functions and casts"),
+        ("grpo.seed=" + "[" * 5000, "too many brackets"),
         ("grpo.seed=${grpo.nowhere}", "nowhere"),
     ],
 )
