@@ -2,17 +2,17 @@
 
 Colocated, NeMo RL moves the trainer's memory to the host while engines generate, and all but its parameters during a
 refit (`refit_policy_generation` in https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/algorithms/grpo.py); so do our
-workers (`policy/offload.py`).
+workers (`policy/offload.py`). What neither moves is `trainer_memory.staying`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from nemo_fp8rl.doctor.engine_memory import WORKSPACE, cache_bytes, engine_weights, kv_bytes_per_token
 from nemo_fp8rl.doctor.finding import Finding
 from nemo_fp8rl.doctor.hardware import Gpu
 from nemo_fp8rl.doctor.plan import ENGINE, TRAINER, Plan
-from nemo_fp8rl.doctor.trainer_memory import KEPT, kept, sent, train
+from nemo_fp8rl.doctor.trainer_memory import FP8_WEIGHTS, sent, staying, train
 from nemo_fp8rl.doctor.widths import GIB
 
 TOPIC = "memory"
@@ -43,18 +43,23 @@ class Memory:
 
 def memory_of(plan: Plan, gpu: Gpu) -> Memory:
     stages = range(plan.pipeline)
-    fullest = max((Phase("train", train(plan, stage)) for stage in stages), key=lambda phase: phase.total)
+    fullest = _fullest("train", (train(plan, stage) for stage in stages))
     engine, kv = engine_weights(plan), kv_bytes_per_token(plan)
     cache = cache_bytes(plan, gpu.memory, engine)
     generate = {"engine weights": engine, "KV cache": max(cache, 0), "engine workspace": WORKSPACE}
     if not plan.colocated:
         return Memory([fullest, Phase("generate", generate)], kv, max(0, int(cache // kv)))
-    parameters = max(sent(plan, stage) for stage in stages)
-    buckets = 2 * plan.values["nemo_fp8rl"]["refit"]["bucket_bytes"]
-    refit = {"parameters": parameters, "engine weights": engine, "buckets": buckets}
-    stays = {KEPT: most} if (most := max(kept(plan, stage) for stage in stages)) else {}
-    phases = [fullest, Phase("refit", refit | stays), Phase("generate", generate | stays)]
+    beside = {"engine weights": engine, "buckets": 2 * plan.values["nemo_fp8rl"]["refit"]["bucket_bytes"]}
+    phases = [
+        fullest,
+        _fullest("refit", ({"parameters": sent(plan, stage)} | beside | staying(plan, stage) for stage in stages)),
+        _fullest("generate", (generate | staying(plan, stage) for stage in stages)),
+    ]
     return Memory(phases, kv, max(0, int(cache // kv)))
+
+
+def _fullest(name: str, stages: Iterable[dict[str, float]]) -> Phase:
+    return max((Phase(name, parts) for parts in stages), key=lambda phase: phase.total)
 
 
 def check_memory(plan: Plan, gpu: Gpu, memory: Memory) -> Iterator[Finding]:
@@ -62,9 +67,9 @@ def check_memory(plan: Plan, gpu: Gpu, memory: Memory) -> Iterator[Finding]:
         needed, room = phase.total + OUTSIDE, gpu.memory
         words = f"{phase.name}: {phase.total / GIB:.1f} GiB of {gpu.name}'s {room / GIB:.1f}"
         if needed > room:
-            yield Finding("error", TOPIC, f"{words}, with {OUTSIDE / GIB:.0f} GiB outside it; {_advice(phase.name)}")
+            yield Finding("error", TOPIC, f"{words}, with {OUTSIDE / GIB:.0f} GiB outside it; {_advice(phase)}")
         elif needed > 0.9 * room:
-            yield Finding("warn", TOPIC, f"{words} leave little room; {_advice(phase.name)}")
+            yield Finding("warn", TOPIC, f"{words} leave little room; {_advice(phase)}")
         else:
             yield Finding("ok", TOPIC, words)
     length = plan.vllm.get("max_model_len") or plan.longest
@@ -78,7 +83,9 @@ def check_memory(plan: Plan, gpu: Gpu, memory: Memory) -> Iterator[Finding]:
         yield Finding("ok", TOPIC, words)
 
 
-def _advice(phase: str) -> str:
-    if phase == "train":
+def _advice(phase: Phase) -> str:
+    if phase.name == "train":
         return f"more GPUs, {TRAINER}.activation_checkpointing=true or a larger parallel size"
-    return f"lower {ENGINE}.gpu_memory_utilization" if phase == "generate" else "raise a parallel size"
+    if FP8_WEIGHTS in phase.parts:
+        return f"set {TRAINER}.fp8_cfg.force_clear_fp8_caches=true"
+    return f"lower {ENGINE}.gpu_memory_utilization" if phase.name == "generate" else "raise a parallel size"

@@ -8,7 +8,9 @@ Sources:
   replicas, and with bfloat16 gradients a float32 copy of them (4), which the precision-aware optimizer does without.
 - Transformer Engine keeps FP8 weights row-wise and column-wise beside the parameter between microbatches
   (`_fp8_workspaces` in https://github.com/NVIDIA/TransformerEngine/blob/main/transformer_engine/pytorch/module/base.py),
-  with fp8_param instead of it.
+  with fp8_param instead of it. NeMo RL moves parameters, gradients and optimizer alone: the others stay on the GPU
+  through refit and generation unless fp8_cfg.force_clear_fp8_caches, which v0.7.0 has, too (`offload_before_refit` in
+  https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/models/policy/workers/megatron_policy_worker.py).
 - Activations: what each operation keeps for its backward, counted as in section 4.1 of
   https://arxiv.org/abs/2205.05198, for grouped queries, a gated MLP and attention that does not keep its scores;
   bfloat16 throughout, experts balanced.
@@ -24,7 +26,7 @@ from nemo_fp8rl.doctor.widths import BF16, FP32, SCALE
 
 FP8 = 2 * (1 + SCALE)
 """Bytes of an FP8 weight, by rows and by columns."""
-KEPT = "kept for deltas"
+FP8_WEIGHTS, KEPT = "FP8 weights", "kept for deltas"
 
 
 def stage_parameters(plan: Plan, stage: int) -> tuple[float, float]:
@@ -53,20 +55,32 @@ def train(plan: Plan, stage: int) -> dict[str, float]:
     dense, expert = stage_parameters(plan, stage)
     gradient, state, shared = _optimizer(plan)
     replicas, expert_replicas = (plan.data * plan.context, plan.expert_data) if shared else (1, 1)
-    layers = [plan.shape.layer(i) for i in plan.stages[stage]]
-    quantized = [sum(_on_rank(plan, one) for one in layer if plan.is_fp8_in_trainer(one)) for layer in layers]
-    one_by_one = plan.ours and plan.megatron.get("activation_checkpointing")  # the backward quantizes again
     parameters, fp8 = held(plan, stage)
     parts = {
         "parameters": parameters,
         "gradients": gradient * (dense + expert),
         "optimizer": state * (dense / replicas + expert / expert_replicas),
-        "FP8 weights": fp8 or FP8 * (max(quantized, default=0) if one_by_one else sum(quantized)),
+        FP8_WEIGHTS: fp8 or quantized(plan, stage),
         "activations": activations(plan, stage),
         "logits": logits(plan) if stage == plan.pipeline - 1 else 0.0,
         KEPT: kept(plan, stage),
     }
     return {name: size for name, size in parts.items() if size}
+
+
+def staying(plan: Plan, stage: int) -> dict[str, float]:
+    """Bytes of what a trainer leaves on the GPU while others use it, by name."""
+    cleared = plan.ours or plan.fp8_param or (plan.megatron.get("fp8_cfg") or {}).get("force_clear_fp8_caches")
+    parts = {FP8_WEIGHTS: 0.0 if cleared else quantized(plan, stage), KEPT: kept(plan, stage)}
+    return {name: size for name, size in parts.items() if size}
+
+
+def quantized(plan: Plan, stage: int) -> float:
+    """Bytes of FP8 weights beside the parameters; where our trainer recomputes, its backward quantizes again."""
+    layers = [plan.shape.layer(i) for i in plan.stages[stage]]
+    sizes = [sum(_on_rank(plan, one) for one in layer if plan.is_fp8_in_trainer(one)) for layer in layers]
+    one_by_one = plan.ours and plan.megatron.get("activation_checkpointing")
+    return FP8 * (max(sizes, default=0) if one_by_one else sum(sizes))
 
 
 def held(plan: Plan, stage: int) -> tuple[float, float]:

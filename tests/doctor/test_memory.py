@@ -93,6 +93,18 @@ def test_what_our_trainer_keeps_for_deltas_stays_on_its_gpu(plan, mode, colocate
     assert not any("kept for deltas" in phase.parts for phase in theirs.phases)
 
 
+def test_fp8_weights_beside_the_parameters_stay_through_refit_and_generation_unless_cleared(plan):
+    """As NeMo RL's `offload_before_refit` leaves them: of a stage the layers it has."""
+    weights = pytest.approx(FP8 * LLAMA_LINEARS)  # rows and columns of half the layers
+    two_stages = {TRAINER + "pipeline_model_parallel_size": 2}
+    stay = memory_of(plan(LLAMA, two_stages), H100).phases
+    assert [phase.parts.get("FP8 weights") for phase in stay] == [weights] * 3
+    for words in ({TRAINER + "fp8_cfg.force_clear_fp8_caches": True}, OURS):
+        gone = memory_of(plan(LLAMA, two_stages | words), H100).phases
+        assert [phase.parts.get("FP8 weights") for phase in gone] == [weights, None, None]
+        assert gone[2].total == pytest.approx(stay[2].total - FP8 * LLAMA_LINEARS)
+
+
 @pytest.mark.parametrize("whose", [OURS, {}])
 def test_layers_that_are_bfloat16_in_the_engine_are_so_in_the_trainer(plan, whose):
     some = whose | {ENGINE + "num_first_layers_in_bf16": 8}
@@ -214,6 +226,12 @@ def test_what_does_not_fit_is_an_error_and_a_larger_gpu_mends_it(plan):
     large = plan(LLAMA, {"policy.sequence_packing.train_mb_tokens": 12288})
     assert ("error", "train") in levels(large)
     assert ("ok", "train") in levels(large, "b200")
+
+
+def test_where_fp8_weights_leave_no_room_to_generate_the_key_that_clears_them_is_named(plan):
+    made = plan(LLAMA, {ENGINE + "gpu_memory_utilization": 0.85})
+    (text,) = [f.text for f in check_memory(made, H100, memory_of(made, H100)) if f.text.startswith("generate")]
+    assert text.endswith("set policy.megatron_cfg.fp8_cfg.force_clear_fp8_caches=true")
 
 
 def test_a_cache_that_holds_no_sequence_is_an_error(plan):
