@@ -13,13 +13,15 @@ from collections.abc import Iterator
 
 from nemo_fp8rl.doctor.finding import Finding
 from nemo_fp8rl.doctor.plan import ENGINE, TRAINER, Plan
+from nemo_fp8rl.nemo_rl.stock.layout import why_no_layout
 
 TOPIC = "batches"
 FP8_TOKENS = 16
 
 
 def check_batches(plan: Plan) -> Iterator[Finding]:
-    found = [*_ranks(plan), *_samples(plan), *([] if plan.ours else _multiples(plan)), *_lengths(plan)]
+    theirs = [] if plan.ours else [*_multiples(plan), *(_error(refusal) for refusal in why_no_layout(plan.values))]
+    found = [*_ranks(plan), *_samples(plan), *theirs, *_lengths(plan)]
     yield from found
     if not any(finding.level == "error" for finding in found):
         steps = plan.rollouts // plan.policy["train_global_batch_size"]

@@ -11,6 +11,8 @@ from nemo_fp8rl.doctor.shapes import config_of
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.nemo_rl.checks import check_loop
 from nemo_fp8rl.nemo_rl.keys import OF_MEMORY, at
+from nemo_fp8rl.nemo_rl.precision import read_precision
+from nemo_fp8rl.nemo_rl.stock.bf16_layers import with_bf16_layers
 from nemo_fp8rl.nemo_rl.stock.refusal import why_no_correction, why_not
 
 TOPIC = "workers"
@@ -45,9 +47,17 @@ def _stock(plan: Plan, version: str) -> str:
     if refusal := why_no_correction(plan.values):
         return refusal
     try:
-        return why_not(plan.policy, version)
+        refusal = why_not(plan.policy, version)
+        flow = read_precision(plan.policy).flow
     except UserError:
         return ""  # said of the precision
+    if refusal or flow != "fp8_e2e":
+        return refusal
+    try:
+        with_bf16_layers(plan.megatron, plan.engine_layers, plan.shape.layers)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def _ours(plan: Plan, said: str) -> Iterator[Finding]:

@@ -129,6 +129,50 @@ def test_microbatches_without_packing(plan):
     assert "train_micro_batch_size=3 does not divide the 64 samples" in one(check_batches(plan(LLAMA, three)), "error")
 
 
+NO_PACKS = {"policy.sequence_packing": {"enabled": False}, "policy.make_sequence_length_divisible_by": 64}
+DYNAMIC = {"policy.dynamic_batching": {"enabled": True, "train_mb_tokens": 4096, "sequence_length_round": 64}}
+FOUR = {
+    TRAINER + "tensor_model_parallel_size": 4,
+    "policy.train_micro_batch_size": 1,
+    "policy.logprob_batch_size": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (NO_PACKS | DYNAMIC | {TRAINER + "pipeline_model_parallel_size": 2}, "one pipeline stage in NeMo RL's trainer"),
+        (DYNAMIC, "exclude each other in NeMo RL's trainer: set one of them to false"),
+        (
+            NO_PACKS | {TRAINER + "context_parallel_size": 2},
+            "context_parallel_size=2 needs policy.sequence_packing.enabled=true",
+        ),
+        (FOUR, "set policy.logprob_batch_size=1 as policy.train_micro_batch_size, got 4"),
+        ({"policy.logprob_chunk_size": 1024}, "needs policy.megatron_cfg.defer_fp32_logits=true"),
+        ({TRAINER + "use_fused_linear_logprobs": True}, "is not for packed sequences"),
+        (
+            {"loss_fn.force_on_policy_ratio": True, "policy.train_global_batch_size": 256},
+            "set policy.train_global_batch_size=512, got 256",
+        ),
+    ],
+)
+def test_what_nemo_rls_own_workers_assert_of_batches(plan, changes, message):
+    """Of theirs alone: ours pack and chunk in their own way."""
+    assert message in one(check_batches(plan(LLAMA, changes)), "error")
+    assert message not in str(said(check_batches(plan(LLAMA, changes | {"nemo_fp8rl.workers": "ours"})), "error"))
+
+
+def test_batches_that_they_take(plan, monkeypatch):
+    fused = NO_PACKS | {TRAINER + "use_fused_linear_logprobs": True}
+    chunked = {"policy.logprob_chunk_size": 1024, TRAINER + "defer_fp32_logits": True}
+    on_policy = FOUR | {"loss_fn.force_on_policy_ratio": True}
+    alike = FOUR | {"policy.logprob_batch_size": 1}
+    for changes in (NO_PACKS | DYNAMIC, fused, chunked, on_policy, alike):
+        assert said(check_batches(plan(LLAMA, changes)), "error") == []
+    monkeypatch.setenv("NRL_IGNORE_TP_ACCURACY_CHECK", "1")
+    assert said(check_batches(plan(LLAMA, FOUR)), "error") == []
+
+
 def test_fp8_needs_whole_groups_of_tokens_on_each_rank(plan):
     padded = {"policy.sequence_packing": {"enabled": False}, "policy.make_sequence_length_divisible_by": 8}
     assert "must be a multiple of 16" in one(check_batches(plan(LLAMA, padded)), "error")

@@ -56,6 +56,16 @@ def test_where_they_are_not_asked_for_nothing_is_said():
             "0.6.0",
             "nemo_fp8rl.correction.normalize=true needs the whole batch",
         ),
+        (
+            {ENGINE + "num_first_layers_in_bf16": 20, TRAINER + "pipeline_model_parallel_size": 2},
+            "0.6.0",
+            "as a pipeline stage has, 16; lower them",
+        ),
+        (
+            {TRAINER + "model_overrides": {"first_last_layers_bf16": True}},
+            "0.6.0",
+            "first_last_layers_bf16=True gives the trainer other layers in bfloat16",
+        ),
     ],
 )
 def test_what_nemo_rls_own_do_not_take_is_named(plan, workers, level, change, version, message):

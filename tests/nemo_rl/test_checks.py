@@ -26,14 +26,19 @@ grpo:
 loss_fn:
   {positive_example_nll_weight: 0.0, force_on_policy_ratio: false, use_kl_in_reward: false, use_cispo: false,
   reference_policy_kl_penalty: 0.0, truncated_importance_sampling_type: null, truncated_importance_sampling_ratio: null}
-policy: {generation: {temperature: 1.0, val_temperature: 1.0}}
 data: {use_multiple_dataloader: false, train: {env_name: math}}
+policy:
+  generation: {temperature: 1.0, val_temperature: 1.0}
+  logprob_chunk_size: null
+  sequence_packing: {enabled: false, train_mb_tokens: 512, logprob_mb_tokens: 512}
+  dynamic_batching: {enabled: false, train_mb_tokens: 512, logprob_mb_tokens: 512, sequence_length_round: 64}
 data_plane: {enabled: false}
 async_rl: {max_weight_staleness_versions: 1}
 on_policy_distillation: {enabled: false}
 reward_penalties: {penalize_empty_final_answer: false}
 env: {should_use_nemo_gym: false, reward_model: {resources: {gpus_per_node: 1, num_nodes: 1}}}
 """
+MB_TOKENS = "train_mb_tokens: 512, logprob_mb_tokens: 512"
 ASYNC = "++grpo.async_grpo={enabled: true, max_trajectory_age_steps: 1}"
 OFF_POLICY = "loss_fn.use_importance_sampling_correction=true"
 ENGINE = "policy.generation.vllm_cfg.async_engine=true"
@@ -142,6 +147,31 @@ def test_what_nemo_rls_loops_do_not_do_is_refused_before_workers_are_asked_for(p
 )
 def test_what_they_do_is_not(path, keys):
     with pytest.raises(Goes):
+        run.run(path, keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ([], None),
+        (
+            [
+                f"++policy.sequence_packing={{enabled: true, {MB_TOKENS}}}",
+                f"++policy.dynamic_batching={{enabled: true, {MB_TOKENS}, sequence_length_round: 64}}",
+            ],
+            r"policy\.dynamic_batching\.enabled and policy\.sequence_packing\.enabled exclude each other",
+        ),
+        (["++policy.logprob_chunk_size=1024"], r"needs policy\.megatron_cfg\.defer_fp32_logits=true"),
+    ],
+)
+def test_what_nemo_rls_own_workers_assert_is_refused_before_anything_is_loaded(path, monkeypatch, keys, message):
+    def goes() -> None:
+        raise Goes
+
+    monkeypatch.setattr(run, "takes_ours", lambda asked: False)
+    monkeypatch.setattr(run, "check_own_gpu", lambda flow: None)
+    monkeypatch.setattr(run, "prepare", goes)
+    with pytest.raises(UserError if message else Goes, match=message):
         run.run(path, keys)
 
 

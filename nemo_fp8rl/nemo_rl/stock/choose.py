@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.fp8.layers import Fp8Layers
 from nemo_fp8rl.generation.vllm_plugin import served_config
 from nemo_fp8rl.nemo_rl.precision import ENGINE, engine_fp8_layers, read_precision
+from nemo_fp8rl.nemo_rl.stock.bf16_layers import with_bf16_layers
 from nemo_fp8rl.nemo_rl.stock.refusal import NO_LATENT_CACHE, why_not
 from nemo_fp8rl.nemo_rl.stock.stream import CHOICE
 
@@ -24,11 +24,7 @@ LINEARS = (
 
 A name that a model lacks does no harm, and a module that is not here is refused by `agreement`.
 """
-BF16_LAYERS = "first_last_layers_bf16"
-"""Megatron Core's key for keeping the first and last layers from its FP8 recipe, for which NeMo RL has none."""
 KV_CACHE = "kv_cache_dtype"
-MODEL_OVERRIDES = "model_overrides"
-"""Key of the block megatron_cfg: fields of Megatron Core's model config, by their own names."""
 OVERRIDES = "hf_config_overrides"
 """Key of the policy block. NeMo RL's `setup` puts what it says in place of any vllm_kwargs.hf_overrides."""
 E8M0 = "VLLM_USE_DEEP_GEMM_E8M0"
@@ -56,7 +52,7 @@ def choose(policy: dict[str, Any], num_hidden_layers: int, version: str, latent:
     layers = engine_fp8_layers(vllm, num_hidden_layers)
     linears = (f"model.layers.{i}.{name}" for i in range(num_hidden_layers) for name in LINEARS)
     if precision.flow == "fp8_e2e":
-        policy["megatron_cfg"] = _with_bf16_layers(policy["megatron_cfg"], layers, num_hidden_layers)
+        policy["megatron_cfg"] = with_bf16_layers(policy["megatron_cfg"], layers, num_hidden_layers)
     overrides = policy.get(OVERRIDES) or {}
     policy[CHOICE] = {
         "scale_format": precision.scale_format,
@@ -74,32 +70,6 @@ def choose(policy: dict[str, Any], num_hidden_layers: int, version: str, latent:
         vllm[KV_CACHE] = "auto"
     if precision.scale_format == "fp32":
         vllm["env_vars"] = {**(vllm.get("env_vars") or {}), E8M0: "0"}
-
-
-def _with_bf16_layers(megatron: Mapping[str, Any], layers: Fp8Layers, num_hidden_layers: int) -> dict[str, Any]:
-    """The block `megatron_cfg` with the engine's first and last layers in bfloat16, a copy.
-
-    Raises UserError where the recipe says other ones by itself, and where Megatron Core cannot have so many.
-    """
-    first, last = layers.first, num_hidden_layers - layers.end
-    wanted: dict[str, Any] = {BF16_LAYERS: False}
-    if first or last:
-        wanted = {BF16_LAYERS: True, "num_layers_at_start_in_bf16": first, "num_layers_at_end_in_bf16": last}
-    given = megatron.get(MODEL_OVERRIDES) or {}
-    for key, value in wanted.items():
-        if given.get(key, value) != value:
-            raise UserError(
-                f"policy.megatron_cfg.{MODEL_OVERRIDES}.{key}={given[key]} gives the trainer other layers in bfloat16 "
-                f"than the engine has, {first} first and {last} last ones: leave it out"
-            )
-    stage = num_hidden_layers // (megatron.get("pipeline_model_parallel_size") or 1)
-    if max(first, last) > stage:
-        raise UserError(
-            f"{ENGINE}.num_first_layers_in_bf16={first} and num_last_layers_in_bf16={last}: Megatron Core keeps at "
-            f"most as many layers in bfloat16 as a pipeline stage has, {stage}; lower them, or policy.megatron_cfg."
-            "pipeline_model_parallel_size"
-        )
-    return {**megatron, MODEL_OVERRIDES: {**given, **wanted}} if wanted[BF16_LAYERS] else dict(megatron)
 
 
 def policy_factory(config: Any, **arguments: Any) -> Any:

@@ -9,6 +9,7 @@ from nemo_fp8rl.nemo_rl.compat import engines_survive_fp8_refit
 from nemo_fp8rl.nemo_rl.gpus import is_asynchronous
 from nemo_fp8rl.nemo_rl.keys import at
 from nemo_fp8rl.nemo_rl.precision import ENGINE, read_precision
+from nemo_fp8rl.nemo_rl.stock.layout import why_no_layout
 
 OURS = "or nemo_fp8rl.workers=ours"
 IGNORED = "quantization_ignored_layer_kws"
@@ -22,9 +23,10 @@ NO_LATENT_CACHE = (
 
 def check_stock(values: Mapping[str, Any], version: str) -> None:
     """Raise UserError for what NeMo RL of this version cannot have of the resolved recipe `values`."""
-    if refusal := why_no_correction(values) or why_not(values["policy"], version):
+    policy = values["policy"]
+    if refusal := why_no_correction(values) or why_not(policy, version) or next(why_no_layout(values), ""):
         raise UserError(refusal)
-    if read_precision(values["policy"]).kv_fp8 and (refusal := next(why_no_kv_scales(values), "")):
+    if read_precision(policy).kv_fp8 and (refusal := next(why_no_kv_scales(values), "")):
         raise UserError(f"{refusal}, {OURS}")
 
 
