@@ -1,11 +1,14 @@
 """Whether every FP8 weight is split at borders of its 128 x 128 blocks, in the trainer's layout and in the engine's.
 
+What ranks cannot have equal parts of is said instead, in FP8 or not (`division.py`).
+
 A rank quantizes what it holds. Where its part begins inside a block of the whole, its blocks are other blocks than
 those of a rank elsewhere, and so are the bytes (docs/numerics.md).
 """
 
 from collections.abc import Iterator
 
+from nemo_fp8rl.doctor.division import why_not_divided
 from nemo_fp8rl.doctor.finding import Finding
 from nemo_fp8rl.doctor.plan import ENGINE, TRAINER, Plan
 from nemo_fp8rl.doctor.shapes import Weight
@@ -17,7 +20,9 @@ TOPIC = "alignment"
 
 
 def check_alignment(plan: Plan) -> Iterator[Finding]:
-    if not plan.engine_fp8:
+    uneven = [Finding("error", TOPIC, refusal) for refusal in why_not_divided(plan)]
+    yield from uneven
+    if uneven or not plan.engine_fp8:
         return
     found = [*_side(plan, "trainer"), *_side(plan, "engine"), *_heads(plan)]
     yield from found

@@ -14,6 +14,9 @@ from nemo_fp8rl.errors import UserError
 from tests.doctor.conftest import ENGINE, TRAINER
 
 LLAMA, MIXTURE, LATENT = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B", "moonshotai/Moonlight-16B-A3B"
+SMALL = "Qwen/Qwen2.5-1.5B"
+SPREAD_HEADS = {"num_attention_heads": 36, "num_key_value_heads": 4, "intermediate_size": 13824, "head_dim": 128}
+OURS = {"nemo_fp8rl.workers": "ours"}
 SPREAD = {
     TRAINER + "tensor_model_parallel_size": 4,
     TRAINER + "expert_model_parallel_size": 8,
@@ -66,6 +69,46 @@ def test_what_is_bfloat16_need_not_be_aligned(plan):
     words = {ENGINE + "tensor_parallel_size": 4, ENGINE + "quantization_ignored_layer_kws": ["experts"]}
     assert said(check_alignment(plan(MIXTURE, words)), "error") == []
     assert list(check_alignment(plan(MIXTURE, {ENGINE + "precision": "bfloat16"}))) == []
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "fp8"])
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        (
+            LLAMA,
+            {TRAINER + "tensor_model_parallel_size": 3},
+            "trainer: policy.megatron_cfg.tensor_model_parallel_size=3 does not divide the model's "
+            "num_attention_heads=32 of self_attn.q_proj; sizes that fit: 1, 2, 4, 8, 16, 32",
+        ),
+        (
+            SMALL,
+            {ENGINE + "tensor_parallel_size": 8},
+            "engine: policy.generation.vllm_cfg.tensor_parallel_size=8 does not divide the model's "
+            "num_attention_heads=12 of self_attn.q_proj; sizes that fit: 1, 2, 4",
+        ),
+        (SMALL, {TRAINER + "tensor_model_parallel_size": 3}, "=3 does not divide the model's intermediate_size=8960"),
+        (SPREAD_HEADS, {ENGINE + "tensor_parallel_size": 6}, "neither divides the model's num_key_value_heads=4 of"),
+        (MIXTURE, SPREAD | {TRAINER + "expert_tensor_parallel_size": 5}, "=5 does not divide the model's moe_inter"),
+        (LATENT, {ENGINE + "tensor_parallel_size": 3}, "=3 does not divide the model's num_attention_heads=16"),
+    ],
+)
+def test_what_ranks_cannot_share_is_named_in_any_precision(plan, tmp_path, precision, model, changes, message):
+    if model is SPREAD_HEADS:
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA31_8B | SPREAD_HEADS))
+        model = str(tmp_path)
+    made = plan(model, changes | {ENGINE + "precision": precision})
+    assert message in said(check_alignment(made), "error")[0]
+    assert not any(message in text for text in said(check_alignment(plan(model, changes | OURS)), "error"))
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "fp8"])
+def test_key_heads_are_repeated_where_ranks_are_a_multiple_of_them(plan, precision):
+    """On either side: 4 of them on 16 ranks."""
+    words = {ENGINE + "quantization_ignored_layer_kws": ["experts"], ENGINE + "precision": precision}
+    wide = SPREAD | {TRAINER + "tensor_model_parallel_size": 16, ENGINE + "tensor_parallel_size": 16}
+    errors = said(check_alignment(plan(MIXTURE, wide | words)), "error")
+    assert not any("num_" in text for text in errors)
 
 
 def test_heads_smaller_than_a_block_are_other_blocks_in_nemo_rls_trainer(plan, tmp_path):

@@ -1,0 +1,47 @@
+"""Whether ranks can have equal parts of a model's heads and MLPs, in any precision; ours are asked by `workers`.
+
+Sources: Megatron Core (`TransformerConfig.__post_init__` in
+https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/transformer/transformer_config.py) and vLLM (a model's
+attention, https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/models/llama.py) have one rule: whole
+heads on each rank, and key-value heads that are shared out or, where ranks are more, repeated equally often.
+"""
+
+from collections.abc import Iterator
+
+from nemo_fp8rl.doctor.plan import ENGINE, TRAINER, Plan
+from nemo_fp8rl.doctor.shapes import Shape
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.hf.divide import Dimension, check_divides
+
+
+def why_not_divided(plan: Plan) -> Iterator[str]:
+    """Each in a sentence."""
+    if plan.ours:
+        return
+    shape, experts = plan.shape, Dimension("moe_intermediate_size", plan.shape.expert_intermediate)
+    yield from _why_not("trainer", f"{TRAINER}.tensor_model_parallel_size", plan.tensor, shape)
+    yield from _uneven("trainer", f"{TRAINER}.expert_tensor_parallel_size", plan.expert_tensor, experts)
+    key = f"{ENGINE}.tensor_parallel_size"
+    yield from _why_not("engine", key, plan.engine_tensor, shape)
+    yield from _uneven("engine", key, plan.engine_expert_tensor, experts)
+
+
+def _why_not(side: str, key: str, parts: int, shape: Shape) -> Iterator[str]:
+    dimensions = [Dimension("num_attention_heads", shape.heads)]
+    if not shape.experts or shape.dense_layers:
+        dimensions.append(Dimension("intermediate_size", shape.intermediate))
+    shared = Dimension("n_shared_experts * moe_intermediate_size", shape.shared_experts * shape.expert_intermediate)
+    yield from _uneven(side, key, parts, *dimensions, shared)
+    kv = shape.kv_heads
+    if not shape.kv_lora_rank and kv % parts and parts % kv:
+        yield (
+            f"{side}: {key}={parts} neither divides the model's num_key_value_heads={kv} of self_attn.k_proj nor is a "
+            "multiple of them"
+        )
+
+
+def _uneven(side: str, key: str, parts: int, *dimensions: Dimension) -> Iterator[str]:
+    try:
+        check_divides(key, parts, *dimensions)
+    except UserError as error:
+        yield f"{side}: {error}"
