@@ -73,20 +73,8 @@ def _correction(plan: Plan) -> Iterator[Finding]:
                 "nemo_fp8rl.correction contradicts loss_fn.use_importance_sampling_correction: set that to false, and "
                 "loss_fn.truncated_importance_sampling_type to null",
             )
-    elif not loss.get("use_importance_sampling_correction") and plan.ours:
-        yield Finding(
-            "warn",
-            TOPIC,
-            "loss_fn.use_importance_sampling_correction=false: nothing weighs a token by how far trainer and engine "
-            "disagree about it; set it to true",
-        )
     elif not loss.get("use_importance_sampling_correction"):
-        yield Finding(
-            "error",
-            TOPIC,
-            "loss_fn.use_importance_sampling_correction=false: NeMo RL does not start an FP8 engine without; set it to "
-            "true, with truncated_importance_sampling_type=tis and truncated_importance_sampling_ratio=2",
-        )
+        yield _uncorrected(plan)
     elif not loss.get("truncated_importance_sampling_type"):
         yield Finding(
             "warn",
@@ -94,6 +82,24 @@ def _correction(plan: Plan) -> Iterator[Finding]:
             "loss_fn.truncated_importance_sampling_type=null leaves weights without a bound: one unlucky token can "
             "rule a batch; set it to tis and truncated_importance_sampling_ratio=2",
         )
+
+
+def _uncorrected(plan: Plan) -> Finding:
+    """NeMo RL's `setup` asks for a correction by the engine's precision, which `stock/choose.py` says in other keys."""
+    key = "loss_fn.use_importance_sampling_correction=false"
+    asynchronous = is_asynchronous(plan.values)
+    if plan.ours or (plan.values["nemo_fp8rl"]["workers"] == "nemo_rl" and not asynchronous):
+        return Finding(
+            "warn",
+            TOPIC,
+            f"{key}: nothing weighs a token by how far trainer and engine disagree about it; set it to true",
+        )
+    return Finding(
+        "error",
+        TOPIC,
+        f"{key}: NeMo RL does not start {'its asynchronous loop' if asynchronous else 'an FP8 engine'} without; set it "
+        "to true, with truncated_importance_sampling_type=tis and truncated_importance_sampling_ratio=2",
+    )
 
 
 def _cache(plan: Plan) -> Iterator[Finding]:

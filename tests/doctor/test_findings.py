@@ -259,6 +259,25 @@ def test_disagreements(plan, changes, level, message):
     assert message in one(check_agreement(plan(LLAMA, changes)), level)
 
 
+@pytest.mark.parametrize(
+    ("workers", "asynchronous", "level", "message"),
+    [
+        ("nemo_rl", False, "warn", "nothing weighs a token by how far trainer and engine disagree"),
+        ("nemo_rl", True, "error", "NeMo RL does not start its asynchronous loop without"),
+        ("ours", False, "warn", "nothing weighs a token by how far trainer and engine disagree"),
+    ],
+)
+def test_an_fp8_engine_needs_no_correction_where_nemo_rls_setup_is_not_told_of_it(
+    plan, workers, asynchronous, level, message
+):
+    changes = {
+        "nemo_fp8rl.workers": workers,
+        "loss_fn.use_importance_sampling_correction": False,
+        "grpo.async_grpo": {"enabled": asynchronous},
+    }
+    assert message in one(check_agreement(plan(LLAMA, changes)), level)
+
+
 def test_our_own_correction_stands_for_nemo_rls(plan):
     instead = {
         "nemo_fp8rl.correction": {"preset": "icepop"},

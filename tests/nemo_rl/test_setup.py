@@ -89,6 +89,13 @@ def test_the_engine_is_told_what_is_fp8_and_the_trainer_what_the_recipe_says_of_
     assert trainer.arguments["worker_extension_cls_fqn"] == TRAINER_WORKER
 
 
+def test_its_setup_asks_for_no_correction_where_it_is_not_told_of_fp8(set_up):
+    """As the doctor says: a warning, no error."""
+    key = "loss_fn.truncated_importance_sampling"
+    with set_up("loss_fn.use_importance_sampling_correction=false", f"{key}_type=null", f"{key}_ratio=null") as loop:
+        assert loop.generation.config["vllm_kwargs"]["worker_cls"] == ENGINE_WORKER
+
+
 def test_nemo_rls_loop_calibrates_for_an_engine_that_has_an_fp8_kv_cache_of_vllms_own(set_up):
     from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
