@@ -18,6 +18,18 @@ from nemo_fp8rl.nemo_rl.stock.refusal import why_no_kv_scales
 TOPIC = "precision"
 
 
+def check_format(plan: Plan) -> list[Finding]:
+    """What is said in place of precision, memory and hardware where NeMo RL quantizes by ModelOpt, most often to NVFP4:
+    `quant_cfg` takes other workers and engines (nemo_rl/modelopt/), whatever the keys of FP8 say.
+    """
+    sides = {"policy": plan.policy, "policy.generation": plan.generation}
+    given = [f"{side}.quant_cfg={block['quant_cfg']}" for side, block in sides.items() if block.get("quant_cfg")]
+    if not given:
+        return []
+    text = "one of ModelOpt's formats, none that the doctor knows: it says nothing of precision, memory and hardware"
+    return [Finding("warn", TOPIC, f"{' and '.join(given)}: {text}")]
+
+
 def check_agreement(plan: Plan) -> Iterator[Finding]:
     try:
         precision = read_precision(plan.policy)

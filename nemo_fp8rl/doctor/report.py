@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from nemo_fp8rl.doctor.agreement import check_agreement
+from nemo_fp8rl.doctor.agreement import check_agreement, check_format
 from nemo_fp8rl.doctor.alignment import check_alignment
 from nemo_fp8rl.doctor.batches import check_batches
 from nemo_fp8rl.doctor.finding import Finding
@@ -51,13 +51,14 @@ def examine(path: Path, overrides: Sequence[str], gpu_name: str) -> Report:
         )
     require(recipe.values, "policy.generation.vllm_cfg")
     plan = Plan(recipe.values, shape)
-    memory = memory_of(plan, gpu)
+    other = check_format(plan)
+    memory = Memory() if other else memory_of(plan, gpu)
     findings = [
-        *check_agreement(plan),
+        *(other or check_agreement(plan)),
         *check_alignment(plan),
         *check_batches(plan),
-        *check_memory(plan, gpu, memory),
-        *check_hardware(plan, gpu),
+        *([] if other else check_memory(plan, gpu, memory)),
+        *([] if other else check_hardware(plan, gpu)),
         *check_workers(plan, recipe.checkout.version),
     ]
     return Report(str(path), model, plan.shape.parameters, recipe.checkout.version, gpu, memory, findings)
@@ -86,7 +87,8 @@ def show(report: Report) -> None:
     for phase in report.memory.phases:
         parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in phase.parts.items())
         phases.add_row(phase.name, f"{phase.total / GIB:.1f}", parts)
-    console.print(phases)
+    if report.memory.phases:
+        console.print(phases)
     table = Table(show_header=False)
     for finding in report.findings:
         table.add_row(Text(finding.level, COLOURS[finding.level]), Text(finding.topic), Text(finding.text))

@@ -45,6 +45,23 @@ def test_torch_is_not_loaded():
     assert done.stdout == "False\n"
 
 
+@pytest.mark.parametrize("side", ["policy", "policy.generation"])
+def test_of_modelopts_formats_nothing_is_said_but_that(capsys, checkout, tmp_path, side):  # noqa: F811
+    """NeMo RL runs them, so it is no error; what their ranks share is asked as of any recipe."""
+    known = "grpo: {}\npolicy: {quant_cfg: null, generation: {quant_cfg: null}}\n"
+    write(checkout / "examples/configs/known.yaml", known)
+    path = write(tmp_path / "recipe.yaml", "defaults: ${oc.env:NEMO_RL_SRC}/examples/configs/grpo.yaml\n")
+    asked = (path, f"++{side}.quant_cfg=NVFP4_DEFAULT_CFG", "cluster.gpus_per_node=4")
+    code, out, _ = doctor(capsys, *asked, "--json")
+    report = json.loads(out)
+    topics = ("precision", "memory", "hardware")
+    (text,) = (finding["text"] for finding in report["findings"] if finding["topic"] in topics)
+    assert text.startswith(f"{side}.quant_cfg=NVFP4_DEFAULT_CFG: one of ModelOpt's formats, none that the doctor knows")
+    assert (code, report["memory"]["phases"]) == (0, [])
+    assert "GiB on the fullest" not in doctor(capsys, *asked)[1]
+    assert "GiB on the fullest" in doctor(capsys, path, "cluster.gpus_per_node=4")[1]
+
+
 @pytest.mark.nemo_rl
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_our_recipes_are_sound_on_hopper(capsys, real_checkout, path):  # noqa: F811
