@@ -166,17 +166,21 @@ def shape_of(model_name: str) -> Shape:
 
 
 def config_of(model_name: str) -> dict[str, Any]:
-    """What config.json of a folder says, or PUBLISHED of a model. Raises UserError for any other."""
+    """What config.json of a folder says, or PUBLISHED of a model, of whatever revision (`owner/model@revision`).
+
+    Raises UserError for any other.
+    """
     folder = Path(model_name)
     raw = read_json(folder / "config.json") if folder.is_dir() else None
     if raw is not None:
         return raw
-    if model_name not in PUBLISHED:
+    repository = model_name.partition("@")[0]
+    if repository not in PUBLISHED:
         raise UserError(
             f"policy.model_name={model_name} is no folder with a config.json and none of the models that the doctor "
             f"knows ({', '.join(PUBLISHED)}); give it as policy.model_name=<folder>"
         )
-    return PUBLISHED[model_name]
+    return PUBLISHED[repository]
 
 
 def from_config(raw: dict[str, Any], source: str) -> Shape:

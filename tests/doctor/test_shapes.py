@@ -25,6 +25,12 @@ def test_published_parameter_counts(model, parameters):
     assert shape_of(model).parameters == parameters
 
 
+def test_a_revision_of_a_published_model_has_its_sizes():
+    assert shape_of(f"Qwen/Qwen3-8B-Base@{'0' * 40}") == shape_of("Qwen/Qwen3-8B-Base")
+    with pytest.raises(UserError, match=r"policy\.model_name=some/model@main is no folder"):
+        shape_of("some/model@main")
+
+
 def test_moonlight_without_embedding_and_head_as_its_model_card_counts():
     shape = shape_of("moonshotai/Moonlight-16B-A3B")
     assert f"{(shape.parameters - 2 * shape.embedding().elements) / 1e9:.2f}" == "15.29"
