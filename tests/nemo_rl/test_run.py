@@ -213,6 +213,20 @@ def test_conversations_of_several_turns_in_a_registered_environment(warm, tmp_pa
     assert max(values["train/token_mult_prob_error"]) < 1.001  # of tokens of all turns
 
 
+def test_our_parts_train_in_a_runner_of_the_users_own(warm, tmp_path):
+    """In a Ray cluster that is there already, with engines that are not colocated."""
+    logs = tmp_path / "logs"
+    apart = ("policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=1")
+    keys = [*runs.overrides(warm, logs), *apart, "cluster.gpus_per_node=2", "grpo.max_num_steps=2"]
+    command = [sys.executable, str(Path(__file__).with_name("own_runner.py")), str(runs.RECIPE), *keys]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=400, env=runs.environment(tmp_path), check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    values = runs.logged(logs)
+    assert len(values["train/reward"]) == 2 and max(values["train/token_mult_prob_error"]) < 1.001
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

@@ -1,0 +1,50 @@
+"""A runner of the user's own, as docs/nemo_rl.md has it: NeMo RL's pieces, a Ray cluster that is there, our parts."""
+
+import sys
+from pathlib import Path
+
+from nemo_fp8rl.nemo_rl.compat import PREPARE_PROCESS, prepare
+
+grpo = prepare()
+
+import ray  # noqa: E402
+from nemo_rl.algorithms.utils import get_tokenizer, set_seed  # noqa: E402
+from nemo_rl.data.collate_fn import rl_collate_fn  # noqa: E402
+from nemo_rl.data.utils import setup_response_data  # noqa: E402
+from nemo_rl.models.generation import configure_generation_config  # noqa: E402
+from nemo_rl.utils.checkpoint import CheckpointManager  # noqa: E402
+from nemo_rl.utils.config import load_config, parse_hydra_overrides, register_omegaconf_resolvers  # noqa: E402
+from nemo_rl.utils.logger import Logger, get_next_experiment_dir  # noqa: E402
+from omegaconf import OmegaConf  # noqa: E402
+from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: E402
+
+from nemo_fp8rl.nemo_rl import environment  # noqa: E402
+from nemo_fp8rl.nemo_rl.compat import save_state  # noqa: E402
+from nemo_fp8rl.nemo_rl.install import backends, install  # noqa: E402
+
+
+def main(recipe: Path, overrides: list[str]) -> None:
+    register_omegaconf_resolvers()
+    config = parse_hydra_overrides(load_config(recipe), overrides)
+    master = grpo.MasterConfig(**OmegaConf.to_container(config, resolve=True))
+    tokenizer = get_tokenizer(master.policy["tokenizer"])
+    master.policy["generation"] = configure_generation_config(master.policy["generation"], tokenizer)
+    master.logger["log_dir"] = get_next_experiment_dir(master.logger["log_dir"])
+    keys = master.model_dump()["grpo"]
+    set_seed(keys["seed"])
+    # the hook is for the versions that these tests have; NeMo RL's own environment does without
+    ray.init("local", num_cpus=8, include_dashboard=False, runtime_env={"worker_process_setup_hook": PREPARE_PROCESS})
+    environment.register(ours=True)
+    data, _, envs, val_envs = setup_response_data(tokenizer, master.data, master.env)
+    prompts = StatefulDataLoader(
+        data, keys["num_prompts_per_step"], shuffle=True, collate_fn=rl_collate_fn, drop_last=True
+    )
+    logger, checkpointer = Logger(master.logger), CheckpointManager(master.checkpointing)
+    with backends(master, tokenizer) as (policy, generation):
+        loss = install(policy, generation, master)
+        arguments = (policy, generation, prompts, None, tokenizer, loss, envs, val_envs, logger, checkpointer)
+        grpo.grpo_train(*arguments, save_state(grpo, None), master)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
