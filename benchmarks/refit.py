@@ -45,7 +45,7 @@ from torch import Tensor
 
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import TrainBatch
-from nemo_fp8rl.generation import engine as engine_module
+from nemo_fp8rl.generation import arguments as engine_arguments
 from nemo_fp8rl.generation.vllm import VllmGeneration
 from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.recipe import load
@@ -108,7 +108,7 @@ class Bench:
                 *(OVERRIDES_ON_GPU if ON_GPU else ()),
             ],
         )
-        engine_module.WORKER_EXTENSION = "refit_engine.BenchmarkExtension"
+        engine_arguments.WORKER_EXTENSION = "refit_engine.BenchmarkExtension"
         self.cfg, self.policy = cfg, MegatronPolicy(cfg)
         self.generation = VllmGeneration(cfg)
         self.bridge = build_bridge(cfg, self.policy, self.generation)

@@ -373,8 +373,8 @@ class ClusterConfig(_Block):
     generation_engines: int = 1
     """vLLM engines that share the prompts (Ray)."""
     engine_timeout_seconds: float = 1800.0
-    """How long engines may take for a refit, or go without finishing a prompt, for which they have 0.1 s more for each
-    token of max_new_tokens, before they count as dead.
+    """How long engines, and in a refit training ranks, may take for what they are asked, or go without finishing a
+    prompt, for which they have 0.1 s more for each token of max_new_tokens, before they count as dead.
     """
     max_engine_restarts: int = 3
     """How often engines that died are started again in a run; one more ends it."""

@@ -85,7 +85,7 @@ BEGAN_WITH = {
     "training": ("training prompts are", FILES),
     "validation": ("validation prompts are", FILES),
     "tokens": ("tokens of the prompts are", "policy.tokenizer.name the old tokenizer with its chat template"),
-    "model": ("RoPE, rms_norm_eps and eos tokens of the model are", "policy.model_name the old model's config.json"),
+    "model": ("RoPE, eps and eos tokens of the model are", "policy.model_name a folder with the old config.json"),
     "reference": ("weights of the reference policy are", "policy.model_name the model that the run began with"),
 }
 """By its digest's name what a resumed run must have as it was, and the key that gives it."""
@@ -206,7 +206,7 @@ class RunDirectory:
                 )
 
     def _check_same_digests(self) -> None:
-        """The files' paths may change, not what is in them: which prompts a step asks goes by their number."""
+        """Paths may change, not what is in them: which prompts a step asks goes by their number."""
         path = self.path / "environment.json"
         try:
             known = dict(json.loads(path.read_text(encoding="utf-8")).get("data", {}))  # none of an older run

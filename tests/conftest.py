@@ -47,6 +47,8 @@ ALIGNED = 1.001
 if torch.cpu._is_avx512_bf16_supported() and BATCH_INVARIANT and not torch.cuda.is_available():
     ALIGNED = 1.000_001 if vllm_version() == (0, 32) else ALIGNED
 """token_mult_prob_error of an aligned flow: last bits of a log-prob at most where that was measured."""
+HALF_HEADS = {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
+"""Of an FP8 block, as Llama-3.2-1B's."""
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500_000.0,

@@ -1,4 +1,5 @@
-r"""The value of an override as Hydra's grammar reads it, without Hydra: a run is to see what was checked.
+r"""The value of an override as Hydra's grammar reads it: a run is to see what was checked. Hydra itself asks for an
+older OmegaConf than the lock's; where it is installed its parser is held against this one (`make test-nemo-rl`).
 
     true, False          a boolean; null: none
     8, 1_000, 1e-6, inf  numbers, decimal ones alone: 010, 0x10, 10:00:00 and yes are text

@@ -14,7 +14,8 @@ from torch import Tensor
 from nemo_fp8rl.batch import Prompt
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation import checks, engine
-from nemo_fp8rl.generation.engine import VllmEngine, engine_arguments
+from nemo_fp8rl.generation.arguments import engine_arguments
+from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.refit.manifest import RefitError

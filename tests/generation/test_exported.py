@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from nemo_fp8rl.export import export
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled, fprop
 from nemo_fp8rl.generation import compat
+from nemo_fp8rl.generation.arguments import engine_arguments
 from nemo_fp8rl.generation.core import SteppedCore
 from nemo_fp8rl.generation.cpu_experts import EmulatedFp8MoEMethod
-from nemo_fp8rl.generation.engine import VllmEngine, engine_arguments
+from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.tiny import make_tiny
 from tests.conftest import ALIGNED, RECIPES, SMALL, needs_fp8_cache

@@ -5,15 +5,13 @@ import torch
 
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.tiny import make_tiny
-from tests.conftest import ALIGNED, LLAMA3_ROPE, RECIPES, SMALL, YARN
+from tests.conftest import ALIGNED, HALF_HEADS, LLAMA3_ROPE, RECIPES, SMALL, YARN
 from tests.generation.pair import Pair
 from tests.policy.sent import sent_tensors
 
-SMALL_HEADS = {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
-"""As Llama-3.2-1B's, of half a block."""
 CASES = [
-    ("llama", "fp8_e2e", {**SMALL_HEADS, "rope_parameters": LLAMA3_ROPE}),
-    ("llama", "fp8_rollout", SMALL_HEADS),
+    ("llama", "fp8_e2e", {**HALF_HEADS, "rope_parameters": LLAMA3_ROPE}),
+    ("llama", "fp8_rollout", HALF_HEADS),
     ("llama", "bf16", {"tie_word_embeddings": True}),
     ("qwen3", "fp8_e2e", {"tie_word_embeddings": True, "rope_parameters": YARN}),
     ("qwen2", "fp8_e2e", {}),

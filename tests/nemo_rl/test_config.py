@@ -9,7 +9,7 @@ import pytest
 
 from nemo_fp8rl.doctor.shapes import PUBLISHED
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.generation.engine import engine_arguments
+from nemo_fp8rl.generation.arguments import engine_arguments
 from nemo_fp8rl.nemo_rl.config import from_nemo_rl
 from nemo_fp8rl.nemo_rl.gpus import check_division, divide
 from nemo_fp8rl.nemo_rl.own_loop import of_keys_for_own_loop

@@ -13,6 +13,7 @@ from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.policy.logprobs import token_logprobs
 from nemo_fp8rl.policy.megatron_names import to_hf
 from nemo_fp8rl.tiny import write_model
+from tests.conftest import HALF_HEADS
 from tests.policy import ranks
 from tests.policy.ranks import Ranks, logprobs_and_norm
 from tests.policy.test_worker import new_worker, train
@@ -36,7 +37,7 @@ SP4, EP4 = (*TP4, "sequence_parallel=true"), ("expert_model_parallel_size=4",)
 HEADS4 = {"num_attention_heads": 4, "num_key_value_heads": 4}
 ON_TWO = [
     *((sizes, layout) for sizes in DENSE for layout in (TP, SP, PP, CP)),
-    ({**DENSE[0], "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4}, SP),
+    ({**DENSE[0], **HALF_HEADS}, SP),
     (DENSE[2], DP),
     *((MOE, layout) for layout in (SP, PP, CP, EP, (*SP, *ETP1), (*SP, *EP, *ETP1), (*CP, *EP))),
     ({**DENSE[2], "num_hidden_layers": 3}, UNEVEN),

@@ -25,6 +25,7 @@ from nemo_fp8rl.refit.receive import IncomingLink, received
 from nemo_fp8rl.refit.transport.post import dial
 from nemo_fp8rl.refit.transport.shared_memory import domain
 from nemo_fp8rl.tiny import write_model
+from tests.conftest import HALF_HEADS
 from tests.policy import ranks
 from tests.policy.ranks import Ranks
 from tests.policy.sent import sent_tensors
@@ -37,7 +38,6 @@ TOKEN = "of these tests"
 DENSE = {"vocab_size": 67}  # no multiple of 2
 QWEN2 = {"family": "qwen2", "num_key_value_heads": 2}  # biases, of one dimension
 HEADS4, DEEP = {"num_key_value_heads": 4}, {"num_hidden_layers": 4}
-HALF_HEADS = {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4}  # of an FP8 block
 TIED = {"tie_word_embeddings": True, "family": "llama", **HALF_HEADS}
 MOE = {"family": "qwen3_moe"}
 WIDE_MOE = {**MOE, "moe_intermediate_size": 256}  # whole blocks on each of two ranks

@@ -21,8 +21,8 @@ from nemo_fp8rl.policy.groups import join
 from nemo_fp8rl.policy.optimizer_state import _set_steps, _steps_taken
 from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.tiny import write_model
+from tests.conftest import HALF_HEADS
 from tests.policy.sent import sent_tensors
-from tests.policy.test_parallel_state import HALF_HEADS
 from tests.transformer_engine.fake_kernels import fake_hopper
 
 pytestmark = pytest.mark.transformer_engine

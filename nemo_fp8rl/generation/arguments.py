@@ -1,0 +1,78 @@
+"""What vLLM is told of a recipe."""
+
+from typing import Any
+
+import torch
+
+from nemo_fp8rl.config import Config
+from nemo_fp8rl.fp8.gpus import HOPPER
+from nemo_fp8rl.generation import compat
+from nemo_fp8rl.generation.checks import one_sequence_gib
+from nemo_fp8rl.generation.vllm_plugin import quantization_config
+from nemo_fp8rl.hf.config import read_hf_config
+from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
+from nemo_fp8rl.hf.hub import checkpoint_folder
+
+WORKER_EXTENSION = "nemo_fp8rl.generation.vllm_worker.RefitWorkerExtension"
+CPU_BATCHED_TOKENS = 8192
+"""Of a forward on a CPU, at most: vLLM's own default for offline generation."""
+
+
+def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
+    """vLLM's EngineArgs for this recipe."""
+    vllm_cfg, hf = cfg.policy.generation.vllm_cfg, read_hf_config(cfg.policy.model_name)
+    cache_gib, batched_tokens = vllm_cfg.kv_cache_memory_gib, vllm_cfg.max_num_batched_tokens
+    eager, backend = vllm_cfg.enforce_eager, vllm_cfg.attention_backend and vllm_cfg.attention_backend.upper()
+    if eager is None:
+        eager = not torch.cuda.is_available() or (cfg.fp8_kv_cache and _graphs_would_keep_scales(backend))
+    overrides = {}
+    if fp8_layers := engine_fp8_layers(hf, cfg):
+        overrides["quantization_config"] = quantization_config(cfg.nemo_fp8rl.scale_format, fp8_layers)
+    if torch.cuda.is_available():
+        of_machine: dict[str, Any] = {"enable_sleep_mode": vllm_cfg.sleep_level > 0}
+    else:
+        cache_gib = cache_gib or max(1.0, one_sequence_gib(hf, cfg))
+        batched_tokens = batched_tokens or max(CPU_BATCHED_TOKENS, vllm_cfg.max_model_len)
+        # a prompt with a seed cannot be split there (no offset in its generators)
+        of_machine = {"enable_chunked_prefill": False}
+    return {
+        "model": str(checkpoint_folder(cfg.policy.model_name, weights=load_format != "dummy")),
+        "tokenizer": str(checkpoint_folder(cfg.policy.tokenizer.name, "policy.tokenizer.name")),
+        "skip_tokenizer_init": vllm_cfg.skip_tokenizer_init and not cfg.policy.generation.stop_strings,
+        "dtype": cfg.policy.precision,
+        "hf_overrides": overrides,
+        "load_format": load_format,
+        "worker_extension_cls": WORKER_EXTENSION,
+        "tensor_parallel_size": vllm_cfg.tensor_parallel_size,
+        # else Ray's within a placement group
+        "distributed_executor_backend": "mp" if vllm_cfg.tensor_parallel_size > 1 else None,
+        "enable_expert_parallel": vllm_cfg.expert_parallel_size > 1,
+        "max_model_len": vllm_cfg.max_model_len,
+        "attention_backend": backend,
+        "max_num_seqs": vllm_cfg.max_num_seqs,
+        "max_num_batched_tokens": batched_tokens,
+        "kv_cache_dtype": vllm_cfg.kv_cache_dtype,
+        "enforce_eager": eager,
+        "gpu_memory_utilization": vllm_cfg.gpu_memory_utilization,
+        "kv_cache_memory_bytes": None if cache_gib is None else int(cache_gib * 2**30),
+        "logprobs_mode": "processed_logprobs",  # of the distribution really sampled from
+        "generation_config": "vllm",  # not the checkpoint's sampling defaults
+        "enable_return_routed_experts": cfg.policy.router_replay.enabled and compat.returns_routes(),
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "seed": cfg.grpo.seed,
+        **of_machine,
+    }
+
+
+def _graphs_would_keep_scales(backend: str | None) -> bool:
+    """Whether an FP8 cache is FlashInfer's on this GPU. Its choice, where none is asked for, vLLM makes in
+    vllm/platforms/cuda.py: FlashInfer everywhere but on Hopper, where FlashAttention 3 takes an FP8 cache. The others
+    read the scales from memory (triton_attn.py, flash_attn.py: `layer._k_scale`), so that their graphs stay valid.
+    """
+    return is_flashinfer(backend) if backend else torch.cuda.get_device_capability()[0] != HOPPER[0]
+
+
+def is_flashinfer(kernel: str) -> bool:
+    """By vLLM's name of an attention backend, alone or as the engine's kernels have it."""
+    return kernel.endswith("FLASHINFER")  # TRITON_FLASHINFER, too
