@@ -74,7 +74,7 @@ class Pipeline:
 
             return self._stage(model, part, lengths, tokens), last
 
-        return get_forward_backward_func()(
+        kept = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=parts,
             model=[self.ddp],
@@ -83,6 +83,8 @@ class Pipeline:
             micro_batch_size=1,
             forward_only=not training,
         )
+        _forget_graphs(self.model)
+        return kept
 
     def microbatches(self, batch: TrainBatch, training: bool) -> list[Tensor]:
         """Row numbers of each: a fixed number of rows, or as many as a budget of tokens holds.
@@ -161,3 +163,14 @@ class Pipeline:
         if tokens is None:
             return logprobs
         return logprobs.new_zeros(ids[:, 1:].shape).index_put(tokens, logprobs[0])
+
+
+def _forget_graphs(model: torch.nn.Module) -> None:
+    """Megatron's dispatchers keep the weights of their last routes, whose graph holds, through hooks, the whole model:
+    a ring that passes through C++, so Python's collector would never free the policy nor its process groups.
+    """
+    for module in model.modules():
+        dispatcher = getattr(module, "token_dispatcher", None)
+        for name, value in vars(dispatcher).items() if dispatcher is not None else ():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                setattr(dispatcher, name, value.detach())

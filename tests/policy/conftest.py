@@ -8,14 +8,26 @@ from tests.policy.ranks import Ranks
 
 
 @pytest.fixture(scope="package")
-def two() -> Iterator[Ranks]:
+def two_processes() -> Iterator[Ranks]:
     pool = Ranks(2)
     yield pool
     pool.close()
 
 
 @pytest.fixture(scope="package")
-def four() -> Iterator[Ranks]:
+def four_processes() -> Iterator[Ranks]:
     pool = Ranks(4)
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def two(two_processes: Ranks) -> Iterator[Ranks]:
+    yield two_processes
+    two_processes.rest()
+
+
+@pytest.fixture
+def four(four_processes: Ranks) -> Iterator[Ranks]:
+    yield four_processes
+    four_processes.rest()

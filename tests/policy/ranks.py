@@ -70,6 +70,10 @@ class Ranks:
         futures = [self.processes[rank].submit(_call, method, *own) for rank, own in zip(ranks, arguments, strict=True)]
         return [future.result() for future in futures]
 
+    def rest(self) -> None:
+        """Give up the policy with its process groups: each has a thread that wakes a hundred times a second."""
+        self.run(_rest, [()] * self.count)
+
     def close(self) -> None:
         for process in self.processes:
             for worker in list(process._processes.values()):  # an orderly end takes seconds, or waits for another rank
@@ -100,9 +104,14 @@ def _listen() -> tuple[str, int]:
 def _setup(cfg: Config, rank: int, count: int, rendezvous: tuple[str, int]) -> Any:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     worker.shutdown()
-    place = worker.setup(cfg, rank, count, rendezvous)
-    gc.collect()  # the policy before it, whose process groups have some fifty threads
-    return place
+    return worker.setup(cfg, rank, count, rendezvous)
+
+
+def _rest() -> None:
+    worker.shutdown()
+    for name in vars(worker).keys() - {"listener"}:
+        delattr(worker, name)
+    gc.collect()
 
 
 def _call(method: str, *arguments: Any) -> Any:

@@ -1,6 +1,8 @@
 """One Megatron rank: log-probs, the optimizer step, and resume to the bit."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -329,3 +331,15 @@ def test_a_worker_that_ends_takes_its_process_groups_along(recipe):
         new_worker(recipe()).shutdown()
         groups.append(len(torch.distributed.distributed_c10d._world.pg_map))
     assert groups[0] == groups[1] == groups[2]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_policy_that_nobody_holds_is_freed_after_it_has_trained(recipe, tmp_path, family):
+    write_model(tmp_path / "model", family=family)
+    worker = new_worker(recipe(f"policy.model_name={tmp_path}/model"))
+    train(worker, random_batch(0))
+    model = weakref.ref(worker.model)
+    worker.shutdown()
+    del worker
+    gc.collect()
+    assert model() is None
