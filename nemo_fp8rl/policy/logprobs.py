@@ -70,8 +70,7 @@ class _TokenLogprobs(torch.autograd.Function):
         out = hidden.new_empty(len(hidden), dtype=torch.float32)
         log_share = torch.zeros_like(out)
         for start in range(0, len(hidden), chunk_size):
-            chunk = slice(start, start + chunk_size)
-            logits = hidden[chunk] @ weight.t()
+            logits = hidden[start : start + chunk_size] @ weight.t()
             few = _rows_at_a_time(logits.device, logits.size(1))
             for row in range(0, len(logits), few):
                 rows = slice(start + row, start + min(row + few, len(logits)))
@@ -80,10 +79,10 @@ class _TokenLogprobs(torch.autograd.Function):
                 if shared:
                     log_share[rows] = scaled.logsumexp(-1)
             del logits  # before the next ones are made
-            if shared:
-                log_share[chunk] -= _log_of_sum(log_share[chunk], group)
-                out[chunk] = torch.where(mine[chunk], out[chunk] + log_share[chunk], 0.0)
-                dist.all_reduce(out[chunk], group=group)
+        if shared:
+            log_share -= _log_of_sum(log_share, group)
+            out = torch.where(mine, out + log_share, 0.0)
+            dist.all_reduce(out, group=group)
         ctx.save_for_backward(hidden, weight, targets, mine, log_share.exp())
         ctx.temperature, ctx.chunk_size = temperature, chunk_size
         return out
@@ -145,6 +144,7 @@ class _WholeLogprobs(torch.autograd.Function):
                 chunk = slice(rows.stop - len(logits), rows.stop)
                 grad_hidden[chunk] = logits @ weight
                 _add_product(grad_weight, logits, hidden[chunk])
+                del logits  # as `_whole_rows` does
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
 
 
@@ -176,6 +176,7 @@ def _whole_rows(
                 few = whole
             left = restricted(few, targets[rows], restriction) if restriction else few
             yield logits, at, rows, left.log_softmax(-1)
+        del logits  # before the next ones are made; who reads them lets go of them, too
 
 
 def _rows_at_a_time(device: torch.device, columns: int, nbytes: int = 4) -> int:

@@ -1,7 +1,10 @@
 """Log-probs and their gradients in chunks are those of the whole softmax."""
 
+import weakref
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_fp8rl.policy.logprobs import token_logprobs
 from nemo_fp8rl.policy.restriction import Restriction, restricted
@@ -93,3 +96,28 @@ def test_restricted_chunks_equal_the_whole_softmax_over_the_tokens_left(chunk_si
     torch.testing.assert_close(made, whole, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(hidden.grad, own[0].grad, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(weight.grad, own[1].grad, rtol=1e-5, atol=1e-5)
+
+
+class Products(TorchDispatchMode):
+    """For each product with V columns: how many of those before it were still there when it was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[torch.Tensor]] = []
+        self.still_there: list[int] = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation is not torch.ops.aten.mm.default or args[1].size(1) != V:
+            return operation(*args, **(kwargs or {}))
+        self.still_there.append(sum(logits() is not None for logits in self.made))
+        product = operation(*args)
+        self.made.append(weakref.ref(product))
+        return product
+
+
+@pytest.mark.parametrize("restriction", [None, RESTRICTIONS[2]])
+def test_one_chunks_logits_exist_at_a_time(restriction):
+    hidden, weight, targets, grad = inputs(torch.bfloat16)
+    with Products() as products:
+        token_logprobs(hidden, weight, targets, 1.0, 16, restriction=restriction).backward(grad)
+    assert products.still_there == [0] * 10  # five chunks, forward and backward
