@@ -188,7 +188,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # room -> the rooms it may import besides i
     "data": {"batch", "config", "errors", "hf", "rewards"},
     "parity": {"errors", "fp8"},
     "refit": {"errors", "fp8", "hf"},
-    "workers": {"config", "errors", "shown_gpus"},
+    "workers": {"config", "errors", "secret_variables", "shown_gpus"},
     "policy": {*BOTH_SIDES, "algorithms"},
     "generation": BOTH_SIDES,
     "weights": {"config", "errors", "generation", "policy", "refit", "workers"},

@@ -99,11 +99,13 @@ def test_a_file_of_rays_that_says_nothing_is_passed_over(started, tmp_path, cont
 
 
 def test_a_cluster_that_is_joined_hears_the_runs_settings_and_none_of_its_secrets(monkeypatch):
-    given = {"NCCL_DEBUG": "INFO", "HF_HOME": "/models", "HF_TOKEN": "x", "CUDA_VISIBLE_DEVICES": "1", "OTHER": "1"}
+    settings = {"NCCL_DEBUG": "INFO", "HF_HOME": "/models", "VLLM_MAX_TOKENS_PER_EXPERT_FP4_MOE": "163840"}
+    secrets = {"HF_TOKEN": "x", "HF_ENDPOINT": "https://me:password@mirror.test"}
+    given = {**settings, **secrets, "CUDA_VISIBLE_DEVICES": "1", "OTHER": "1"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     seen = {name: value for name, value in cluster._forwarded().items() if name in given}
-    assert seen == {"NCCL_DEBUG": "INFO", "HF_HOME": "/models"}
+    assert seen == settings
 
 
 @pytest.mark.parametrize("address", [None, "192.0.2.1:6379"])

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.secret_variables import looks_secret
 
 FORWARDED = ("HF_", "NCCL_", "VLLM_", "NVTE_", "TORCH", "PYTORCH_", "CUDA_", "TRITON_", "UCX_", "GLOO_", "PYTHONPATH")
-"""Beginnings of the names of variables that workers of a cluster joined take from the run's environment."""
-SECRET = ("TOKEN", "SECRET", "PASSWORD", "KEY")
-"""Not those with one of these in their names: Ray writes environments to logs that everybody can read."""
+"""Beginnings of the names of variables that workers of a cluster joined take from the run's environment; not secrets
+among them, for Ray writes environments to logs that everybody can read.
+"""
 
 
 def find_cluster() -> bool:
@@ -139,9 +140,8 @@ def connect(
 
 
 def _forwarded() -> dict[str, str]:
-    given = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
     return {
         name: value
-        for name, value in given.items()
-        if name != "CUDA_VISIBLE_DEVICES" and not any(part in name for part in SECRET)
+        for name, value in os.environ.items()
+        if name.startswith(FORWARDED) and name != "CUDA_VISIBLE_DEVICES" and not looks_secret(name, value)
     }
