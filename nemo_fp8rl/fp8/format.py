@@ -4,6 +4,7 @@ The rules are Transformer Engine's `Float8BlockScaling` (common/recipe/__init__.
 block. `scale_inv` is what multiplies to dequantize, the meaning of `weight_scale_inv` in HF and vLLM checkpoints.
 """
 
+import math
 from dataclasses import dataclass
 from typing import get_args
 
@@ -22,6 +23,7 @@ __all__ = [
     "BlockScaled",
     "NonFiniteError",
     "ScaleFormat",
+    "all_finite",
     "are_powers_of_two",
     "check_scale_format",
     "nan_codes",
@@ -46,6 +48,11 @@ def check_scale_format(name: str) -> None:
 
 class NonFiniteError(ValueError):
     """A tensor to quantize holds NaN or infinity."""
+
+
+def all_finite(x: Tensor) -> bool:
+    """NaN and infinities reach the smallest or the largest value."""
+    return not x.numel() or all(math.isfinite(end) for end in x.aminmax())
 
 
 def non_finite(x: Tensor) -> str:

@@ -6,7 +6,6 @@ digest is that of the piece as the engine will hold it, so it also proves that a
 """
 
 import json
-import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -95,11 +94,6 @@ class Content:
         """To the bit, on any devices."""
         pairs = zip(self.tensors, other.tensors, strict=True)
         return all(torch.equal(bytes_of(a), bytes_of(b.to(a.device))) for a, b in pairs)
-
-
-def all_finite(tensor: Tensor) -> bool:
-    """NaN and infinities reach the smallest or the largest value."""
-    return not tensor.numel() or all(math.isfinite(end) for end in tensor.aminmax())
 
 
 def scales_of(part: TensorPart, payload: Tensor) -> Tensor | None:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_fp8rl.fp8.format import all_finite
 from nemo_fp8rl.refit.digest import WORDS, as_digest, sum_of_words
-from nemo_fp8rl.refit.message import Content, all_finite
+from nemo_fp8rl.refit.message import Content
 
 Refusal = Callable[[], Exception]
 """Makes what is raised. Not the exception itself, which would hold the frames that hold it."""

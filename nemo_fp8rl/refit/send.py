@@ -24,11 +24,11 @@ from nemo_fp8rl.fp8 import (
     scale_shape,
 )
 from nemo_fp8rl.fp8.delta import Delta
-from nemo_fp8rl.fp8.format import nan_codes, non_finite
+from nemo_fp8rl.fp8.format import all_finite, nan_codes, non_finite
 from nemo_fp8rl.hf.region import Region
 from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart, blocks_of
-from nemo_fp8rl.refit.message import Content, Encoding, Entry, Header, all_finite
+from nemo_fp8rl.refit.message import Content, Encoding, Entry, Header
 from nemo_fp8rl.refit.plan import aligned
 from nemo_fp8rl.refit.readings import Mark, Readings, on_gpu
 from nemo_fp8rl.refit.report import LinkId, SendReport

@@ -100,12 +100,13 @@ def test_without_fp8_in_the_recipe_nothing_changes():
     assert dict(StreamingWorker(cfg, held)._iter_params_with_optional_kv_scales()) == held
 
 
-def test_a_weight_that_is_not_finite_is_named():
+@pytest.mark.parametrize(("name", "value"), [(WEIGHT, torch.nan), ("model.norm.weight", torch.inf)])
+def test_a_weight_that_is_not_finite_is_named(name, value):
     cfg = policy()
     choose(cfg, num_hidden_layers=2, version="0.6.0")
     held = weights()
-    held[WEIGHT][3, 5] = torch.nan
-    with pytest.raises(NonFiniteError, match=WEIGHT):
+    held[name].view(-1)[5] = value
+    with pytest.raises(NonFiniteError, match=name):
         list(StreamingWorker(cfg, held)._iter_params_with_optional_kv_scales())
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import Fp8Layers, NonFiniteError, ScaleFormat, quantize_blockwise, scale_name
-from nemo_fp8rl.fp8.format import E4M3, are_powers_of_two, nan_codes, non_finite
+from nemo_fp8rl.fp8.format import E4M3, all_finite, are_powers_of_two, nan_codes, non_finite
 from nemo_fp8rl.nemo_rl.precision import SCALES
 from nemo_fp8rl.nemo_rl.stock.agreement import is_kv_scale
 
@@ -64,8 +64,10 @@ class Fp8Stream:
                 yield name, tensor
             elif layers.quantizes(name):
                 yield from _quantized(name, tensor, choice["scale_format"])
-            else:
+            elif all_finite(tensor):
                 yield name, tensor
+            else:
+                raise NonFiniteError(f"{name}: {non_finite(tensor)}")
 
 
 def _quantized(name: str, weight: Tensor, scale_format: ScaleFormat) -> Iterator[tuple[str, Tensor]]:
