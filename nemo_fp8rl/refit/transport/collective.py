@@ -21,7 +21,7 @@ from torch import Tensor
 from nemo_fp8rl.refit.transport import threads
 from nemo_fp8rl.refit.transport.control import Control
 from nemo_fp8rl.refit.transport.ends import Receiver, Sender
-from nemo_fp8rl.refit.transport.link import BUFFERS, LinkError, ReceivingEnd, SendingEnd
+from nemo_fp8rl.refit.transport.link import BUFFERS, LinkError, ReceivingEnd, SendingEnd, patience
 
 SOURCE, SINK = 0, 1
 """Ranks in the group."""
@@ -136,7 +136,7 @@ def _group(control: Control, store: Callable[[threading.Event], dist.Store], pre
     finally:
         given_up.set()
     if (error := made.exception()) is not None:
-        raise LinkError(f"no process group with {control.other} within {control.timeout:g} s ({error})") from None
+        raise LinkError(f"no process group with {control.other} within {patience(control.timeout)} ({error})") from None
     control.say(joined=True)
     if not heard:
         control.hear(joined=bool)
@@ -180,5 +180,5 @@ def _finish(work: dist.Work, control: Control) -> None:
         work.wait(timedelta(seconds=control.timeout))
     except RuntimeError as error:
         raise LinkError(
-            f"no payload moved with {control.other} in {control.timeout:g} s, or it is gone ({error})"
+            f"no payload moved with {control.other} in {patience(control.timeout)}, or it is gone ({error})"
         ) from None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nemo_fp8rl.refit.transport import threads
 from nemo_fp8rl.refit.transport.control import Control
-from nemo_fp8rl.refit.transport.link import BUFFERS, MAX_HEADER, LinkError, check_message
+from nemo_fp8rl.refit.transport.link import BUFFERS, MAX_HEADER, LinkError, check_message, patience
 
 _MESSAGE = struct.Struct("<cQ")
 _RELEASE = b"R"
@@ -85,7 +85,7 @@ class Receiver:
         try:
             message = self._arrived.get(timeout=self._control.timeout)
         except Empty:
-            raise LinkError(f"no message from {self._control.other} within {self._control.timeout:g} s") from None
+            raise LinkError(f"no message from {self._control.other} within {patience(self._control.timeout)}") from None
         if isinstance(message, LinkError):
             self._arrived.put(message)
             raise LinkError(str(message))

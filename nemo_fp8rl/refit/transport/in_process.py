@@ -7,7 +7,7 @@ from threading import Condition
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.refit.transport.link import BUFFERS, HOST, LinkError, ReceivingEnd, SendingEnd, check_message
+from nemo_fp8rl.refit.transport.link import BUFFERS, HOST, LinkError, ReceivingEnd, SendingEnd, check_message, patience
 
 
 def in_process_link(capacity: int, timeout: float, device: torch.device = HOST) -> tuple[SendingEnd, ReceivingEnd]:
@@ -32,7 +32,7 @@ class _Exchange:
         if self.closed:
             raise LinkError("the link is closed")
         if not in_time:
-            raise LinkError(f"no {what} within {self.timeout:g} s")
+            raise LinkError(f"no {what} within {patience(self.timeout)}")
 
     def close(self) -> None:
         with self.changed:

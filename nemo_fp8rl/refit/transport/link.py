@@ -31,6 +31,11 @@ class LinkError(RefitError):
     """The other side is gone, silent, or said something that is not a message."""
 
 
+def patience(seconds: float) -> str:
+    """Of a wait, for an error, with the key that says how long it is."""
+    return f"{seconds:g} s, a share of cluster.engine_timeout_seconds"
+
+
 class SendingEnd(Protocol):
     """Belongs to one thread, except close()."""
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from nemo_fp8rl.refit.transport import collective, cuda_ipc, nixl, shared_memory
 from nemo_fp8rl.refit.transport.control import Control
-from nemo_fp8rl.refit.transport.link import HOST, Asked, Between, LinkError, ReceivingEnd, SendingEnd
+from nemo_fp8rl.refit.transport.link import HOST, Asked, Between, LinkError, ReceivingEnd, SendingEnd, patience
 
 GREETINGS, GREETING_SECONDS = 64, 10.0
 """Callers that may be greeting at once, and for how long: who does not know the token gets no more of this process."""
@@ -124,7 +124,7 @@ class Post:
                 if self._closed:
                     raise LinkError("the post is closed")
                 if not in_time:
-                    raise LinkError(f"{name} did not call within {self._timeout:g} s")
+                    raise LinkError(f"{name} did not call within {patience(self._timeout)}")
                 caller = self._callers.pop(name)
                 with suppress(LinkError):
                     if not caller.control.readable():  # else its process died while it waited, and may call again
