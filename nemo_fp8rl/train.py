@@ -21,7 +21,7 @@ from nemo_fp8rl.data import PromptOrder
 from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.display import Display
-from nemo_fp8rl.errors import StepRefused, UserError, one_line
+from nemo_fp8rl.errors import StepRefused
 from nemo_fp8rl.generation.base import Generation, Sampling
 from nemo_fp8rl.generation.checks import check_for_driver
 from nemo_fp8rl.hf.config import check_context, read_hf_config
@@ -31,15 +31,12 @@ from nemo_fp8rl.machine import processors
 from nemo_fp8rl.policy.base import Policy
 from nemo_fp8rl.policy.identity import model_digests
 from nemo_fp8rl.refit.bridge import RefitBridge
-from nemo_fp8rl.refit.manifest import RefitError
-from nemo_fp8rl.refit.report import RefitReport
 from nemo_fp8rl.rollout import Rollout, collect, further_prompts, sample_seed, score, shaped
 from nemo_fp8rl.rundir import RunDirectory, begun
 from nemo_fp8rl.samples import pick
 from nemo_fp8rl.step_log import Sample
 from nemo_fp8rl.timing import Stopwatch
-from nemo_fp8rl.weights import backends, build_bridge
-from nemo_fp8rl.workers import WorkerDied
+from nemo_fp8rl.weights import backends, build_bridge, refitted
 
 PromptsOfRound = Callable[[int], Sequence[Prompt]]
 """Prompts of generation round 0, 1, ... of a step; more than one only with dynamic sampling."""
@@ -241,13 +238,6 @@ def train_step(parts: Parts, loss: GrpoLoss, step: int, prompts_of_round: Prompt
             notes.append(f"step {step}: {name} {metrics[name]:g}")
     metrics["timing/total_step_time"] = time.perf_counter() - begin
     return StepOutcome(metrics, notes, log_weights, samples)
-
-
-def refitted(bridge: RefitBridge) -> RefitReport:
-    try:
-        return bridge.refit()
-    except (RefitError, WorkerDied) as error:  # of a rank, or of an engine a second time as it commits
-        raise UserError(f"{one_line(error)}; mend that, then continue with --resume") from error
 
 
 def routes_known(batch: TrainBatch) -> dict[str, float]:

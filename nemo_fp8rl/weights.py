@@ -6,13 +6,15 @@ from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 
 from nemo_fp8rl.config import Config
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.errors import UserError, one_line
 from nemo_fp8rl.generation.vllm import VllmGeneration
 from nemo_fp8rl.policy.megatron import MegatronPolicy, deaths_told
 from nemo_fp8rl.refit.bridge import RefitBridge, Transport
+from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.refit.mode import Mode
+from nemo_fp8rl.refit.report import RefitReport
 from nemo_fp8rl.refit.transport.nixl import INSTALL
-from nemo_fp8rl.workers import on_one_host
+from nemo_fp8rl.workers import WorkerDied, on_one_host
 
 
 @contextmanager
@@ -52,6 +54,14 @@ def build_bridge(
         bucket_bytes=choice.bucket_bytes,
         first_version=first_version,
     )
+
+
+def refitted(bridge: RefitBridge, then: str = "continue with --resume") -> RefitReport:
+    """`bridge.refit()`. Raises UserError where it fails; then: how the run goes on once that is mended."""
+    try:
+        return bridge.refit()
+    except (RefitError, WorkerDied) as error:  # of a rank, or of an engine a second time as it commits
+        raise UserError(f"{one_line(error)}; mend that, then {then}") from error
 
 
 def _mode(cfg: Config) -> Mode:

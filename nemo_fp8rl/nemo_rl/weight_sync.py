@@ -8,6 +8,7 @@ from nemo_rl.weight_sync.interfaces import WeightSynchronizer
 from nemo_fp8rl.nemo_rl.generation import VllmFp8Generation
 from nemo_fp8rl.nemo_rl.policy import MegatronFp8Policy
 from nemo_fp8rl.refit.bridge import RefitBridge
+from nemo_fp8rl.weights import refitted
 
 
 class Fp8WeightSynchronizer(WeightSynchronizer):
@@ -18,12 +19,15 @@ class Fp8WeightSynchronizer(WeightSynchronizer):
         self.stale = True
 
     def sync_weights(self, *, timer: Any = None, kv_scales: Any = None) -> dict[str, float]:
-        """What the refit cost, by our metric names without their prefix. kv_scales are not read: ours ride along."""
+        """What the refit cost, by our metric names without their prefix. kv_scales are not read: ours ride along.
+
+        Raises UserError where it fails.
+        """
         self.policy.offload_before_refit()
         self.generation.prepare_for_generation()
         timed = timer.time("prepare_for_generation/transfer_and_update_weights") if timer else nullcontext()
         with timed:
-            report = self.bridge.refit()
+            report = refitted(self.bridge, "start the run again, which goes on from its last checkpoint")
         self.policy.offload_after_refit()
         self.stale = False
         return {name.removeprefix("refit/"): value for name, value in report.metrics().items()}
