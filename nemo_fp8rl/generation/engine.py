@@ -200,8 +200,11 @@ class VllmEngine:
         """Generate no more until a commit, once what is asked is answered. The version in memory, -1 where a delta has
         nothing to begin from.
 
-        Raises RefitError within the caller's own reading of answers, whose rest would be of other weights than it says.
+        Raises RefitError in an engine that sleeps, and within the caller's own reading of answers, whose rest would be
+        of other weights than it says.
         """
+        if self.sleep_level:
+            raise RefitError("this engine sleeps: prepare_for_generation before a refit")
         if self.readers.reads_itself():
             raise RefitError("a refit within the answers of `stream`: read them to their end, or close them, before it")
         self.policy_version = -1
@@ -231,8 +234,8 @@ class VllmEngine:
         if not self.core.reset_prefix_cache():
             return RefitError(f"refit {version}: the engine kept its prefix cache, which holds the old weights' keys")
         self.loaded_version = version
-        names, seconds, verifying, _ = zip(*answers, strict=True)
-        direct = frozenset.intersection(*map(frozenset, names))
+        in_place, others, seconds, verifying, _ = zip(*answers, strict=True)
+        direct = frozenset().union(*in_place).difference(*others)  # an expert is stored by one rank of several
         return Loaded(version, direct, max(seconds), max(verifying))
 
     def commit(self, version: int) -> None:

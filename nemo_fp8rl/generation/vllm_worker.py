@@ -80,8 +80,12 @@ class RefitWorkerExtension:
             link.end.close()
         self.refit_links = ()
 
-    def nemo_fp8rl_load(self, version: int, verify: bool, compare: bool) -> tuple[list[str], float, float, str]:
-        """(names of the tensors that can be written in place, seconds, those for digests, "" or what went wrong)."""
+    def nemo_fp8rl_load(
+        self, version: int, verify: bool, compare: bool
+    ) -> tuple[list[str], list[str], float, float, str]:
+        """(names of the tensors stored here that can be written in place, names of those that cannot, seconds, those
+        for digests, "" or what went wrong).
+        """
         start = time.perf_counter()
 
         def load() -> None:
@@ -98,7 +102,8 @@ class RefitWorkerExtension:
             self.nemo_fp8rl_disconnect()  # or the trainer would wait for someone to read the rest
             gc.collect()  # errors keep their frames, and so the links, whose memory the source is about to free
         store = self.weight_store
-        return sorted(store.direct), time.perf_counter() - start, store.verify_seconds, refusal
+        others = store.slots.keys() - store.direct
+        return sorted(store.direct), sorted(others), time.perf_counter() - start, store.verify_seconds, refusal
 
     def nemo_fp8rl_read_kv_scales(self) -> str:
         """Take the scales of an FP8 cache from the checkpoint, as the weights; answers what is missing, or ""."""

@@ -1,9 +1,11 @@
 """The driver's side of the policy: Megatron ranks, in this process or as Ray actors."""
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from threading import RLock
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +25,8 @@ from nemo_fp8rl.refit.plan import Capacities, Routes
 from nemo_fp8rl.refit.report import SendReport
 from nemo_fp8rl.workers import WorkerDied, ended_on_error, start_workers
 
+P = ParamSpec("P")
+T = TypeVar("T")
 PER_RANK = ("grad_norm", "lr")
 """Metrics that every rank reports alike; all others are `combined` over the ranks that answer."""
 
@@ -30,14 +34,26 @@ KV_CALIBRATION_SAMPLES = 64
 """Sequences of the step's batch, on each replica, from which the scales of an FP8 KV cache are taken."""
 
 
+def _in_turn(method: Callable[P, T]) -> Callable[P, T]:
+    """A method of the policy that uses the weights, and so waits where another thread holds them `still`."""
+
+    @wraps(method)
+    def in_turn(*args: P.args, **kwargs: P.kwargs) -> T:
+        policy: Any = args[0]
+        with policy.still():
+            return method(*args, **kwargs)
+
+    return in_turn
+
+
 class MegatronPolicy:
-    """`policy.base.Policy` over cluster.train_ranks ranks."""
+    """`policy.base.Policy` over cluster.train_ranks ranks. Its threads use the weights one at a time."""
 
     def __init__(self, cfg: Config) -> None:
         hf = read_hf_config(cfg.policy.model_name)
         check_layout(hf, cfg)
         self.ranks = start_workers(MegatronWorker, "train", cfg.cluster.train_ranks, cfg)
-        self.steps_taken, self.timeout = 0, cfg.cluster.engine_timeout_seconds
+        self.steps_taken, self.timeout, self.turn = 0, cfg.cluster.engine_timeout_seconds, RLock()
         self.offloads = cfg.policy.megatron_cfg.offload_between_phases
         # else a row costs what the longest does, wherever it is
         self.deals = cfg.policy.sequence_packing.enabled or cfg.policy.dynamic_batching.enabled
@@ -48,12 +64,15 @@ class MegatronPolicy:
                 "setup", [(cfg, rank, count, rendezvous) for rank in range(count)]
             )
 
+    @_in_turn
     def logprobs(self, batch: TrainBatch) -> Tensor:
         return self._by_row("logprobs", batch)
 
+    @_in_turn
     def reference_logprobs(self, batch: TrainBatch) -> Tensor:
         return self._by_row("reference_logprobs", batch)
 
+    @_in_turn
     def train_step(self, batch: TrainBatch, loss: Loss, schedules: bool = True) -> dict[str, float]:
         mask = batch["token_mask"][:, 1:] * batch["sample_mask"].unsqueeze(-1)
         counts = float((mask.sum(-1) > 0).sum()), float(mask.sum())
@@ -90,15 +109,19 @@ class MegatronPolicy:
     def step_schedule(self) -> None:
         self.ranks.everyone("step_schedule")
 
+    @_in_turn
     def prepare_for_training(self) -> None:
         self.ranks.everyone("prepare_for_training")
 
+    @_in_turn
     def offload_before_refit(self) -> None:
         self.ranks.everyone("offload_before_refit")
 
+    @_in_turn
     def offload_after_refit(self) -> int:
         return max(self.ranks.everyone("offload_after_refit"))
 
+    @_in_turn
     def calibrate_kv(self, batch: TrainBatch) -> None:
         long_enough = (batch["input_lengths"] > 1).nonzero().flatten()  # the last token of a sequence is not read
         if not len(long_enough):
@@ -108,6 +131,7 @@ class MegatronPolicy:
         parts = shards(few, self.replicas) if share else [few] * self.replicas
         self.ranks.call("calibrate_kv", [(parts[place.shard],) for place in self.places])
 
+    @_in_turn
     def weight_error(self) -> dict[str, float]:
         return weight_error(self.ranks.everyone("weight_squares"))
 
@@ -121,6 +145,9 @@ class MegatronPolicy:
     def sources(self) -> Sources:
         return self._sources
 
+    def still(self) -> AbstractContextManager[Any]:
+        return self.turn
+
     def updates(self) -> int:
         return self.steps_taken
 
@@ -129,6 +156,7 @@ class MegatronPolicy:
         versions = set(self._on_senders("base_version"))
         return versions.pop() if len(versions) == 1 else -1
 
+    @_in_turn
     def make_room(self) -> None:
         if self.offloads:
             self._answers("offload_after_refit", dict.fromkeys(range(self.ranks.count), ()))
@@ -152,11 +180,13 @@ class MegatronPolicy:
     def finish_push(self) -> list[SendReport]:
         return self._on_senders("finish_push")
 
+    @_in_turn
     def save(self, folder: Path, optimizer: bool = True) -> None:
         self.ranks.everyone("save", str(folder.resolve()), optimizer)
         if not (folder / "weights").is_dir():
             raise UserError(f"{folder}: what the ranks wrote is not here: {SHARED}")
 
+    @_in_turn
     def load(self, folder: Path) -> None:
         self.steps_taken += 1
         self.ranks.everyone("load", str(folder.resolve()))

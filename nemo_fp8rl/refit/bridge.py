@@ -9,14 +9,14 @@ from a version that was committed, and from the first byte of the next one on it
     a message lost, damaged, repeated     the same
     twice in one refit                    RefitError; the engines stay fenced, the version is not committed
     a weight that is not finite           RefitError that names it; the same
-    the trainer takes a step meanwhile    RefitError; the same
+    the trainer is to take a step         it waits until the weights are sent
     the trainer dies, or does not answer  its links break, the engines stay fenced
 """
 
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Literal, Protocol
 
 from nemo_fp8rl.refit.manifest import RefitError, Route, Sources, TensorPart, share_between
@@ -39,8 +39,12 @@ class WeightSource(Protocol):
         """What its ranks hold; the same in every call."""
         ...
 
+    def still(self) -> AbstractContextManager[Any]:
+        """A block in which weights stay as, and where, they are: another thread that would change that waits."""
+        ...
+
     def updates(self) -> int:
-        """A number that changes before the weights do."""
+        """A number that changes with the weights."""
         ...
 
     def base_version(self) -> int:
@@ -146,21 +150,22 @@ class RefitBridge:
 
     def refit(self) -> RefitReport:
         """Bring every engine to the trainer's present weights. Raises RefitError unless all of them committed."""
-        with self._alone(), self._links:
+        with self._alone(), self._links, self.source.still():
             version, start = self.version + 1, time.perf_counter()
-            engines, updates = range(self.sink.engine_count()), self.source.updates()
+            engines = range(self.sink.engine_count())
             self.sent_updates = -1
             held = set(self.sink.fence(engines).values())
+            waited = time.perf_counter() - start  # for what other threads had asked
             as_ever = all(self.connected.get(engine) for engine in engines)  # no link to make, no loaders for all of it
             for engine in engines:
                 self._connect(engine)
             delta = self.choice.delta and held == {self.source.base_version()} != {-1}
             reports, stages, retries = self._bring(version, engines, delta, self.choice.keep)
-            retries += self._commit(version, engines, updates)
-            self.version, self.sent_updates = version, updates
+            retries += self._commit(version, engines)
+            self.version, self.sent_updates = version, self.source.updates()
             seconds = time.perf_counter() - start
             if as_ever and not retries:
-                self.choice.took(delta, seconds)
+                self.choice.took(delta, seconds - waited)
             bf16 = sum(report.quantized_bf16_nbytes for report in reports)
             return RefitReport(
                 version=version,
@@ -188,13 +193,11 @@ class RefitBridge:
             self.source.make_room()
             if start():
                 self._disconnect(engine)
-                if self.version >= 0 and self.source.updates() == self.sent_updates:
-                    self._connect(engine)
-                    self._bring(self.version, [engine], False, False)
-                    try:
-                        self._commit(self.version, [engine], self.sent_updates)
-                    except _Moved:
-                        self._disconnect(engine)  # so that nothing but the whole is sent to it
+                with self.source.still():
+                    if self.version >= 0 and self.source.updates() == self.sent_updates:
+                        self._connect(engine)
+                        self._bring(self.version, [engine], False, False)
+                        self._commit(self.version, [engine])
             return True
         finally:
             self._links.release()
@@ -315,11 +318,8 @@ class RefitBridge:
                     self.source.finish_push()
             raise
 
-    def _commit(self, version: int, engines: Collection[int], updates: int) -> int:
-        """Engines that died since they loaded the version get it again; how many. All or none of them generate, and
-        only where the weights are those of so many updates still.
-        """
-        self._check_unmoved(version, updates)
+    def _commit(self, version: int, engines: Collection[int]) -> int:
+        """Engines that died since they loaded the version get it again; how many. All or none of them generate."""
         with self._all_or_none(engines):
             try:
                 self.sink.commit(version, engines)
@@ -333,14 +333,10 @@ class RefitBridge:
                 self._disconnect(engine)
                 self._replace(engine, death)
                 self._connect(engine)
-            self._bring(version, lost, False, False)
-            self._check_unmoved(version, updates)
-            self.sink.commit(version, engines)
+            if lost:
+                self._bring(version, lost, False, False)
+            self.sink.commit(version, engines)  # again: one that holds the version may not have heard of it
             return len(lost)
-
-    def _check_unmoved(self, version: int, updates: int) -> None:
-        if self.source.updates() != updates:
-            raise _Moved(f"refit {version}: the trainer took a step while its weights were sent; refit again after it")
 
     @contextmanager
     def _all_or_none(self, engines: Collection[int]) -> Iterator[None]:
@@ -365,10 +361,6 @@ class RefitBridge:
             yield
         finally:
             self._refitting.release()
-
-
-class _Moved(RefitError):
-    pass
 
 
 class _EngineDied(Exception):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_fp8rl.errors import one_line
 from nemo_fp8rl.fp8 import BlockScaled, KernelName, ScaleFormat
 from nemo_fp8rl.refit.bridge import Transport
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
@@ -130,6 +131,12 @@ class SendingRank:
             if not (told and isinstance(error, RefitError)):  # or engines would wait for what does not come
                 for end, _ in ends.values():
                     end.add_done_callback(_close)
+            if isinstance(error, torch.OutOfMemoryError):
+                raise RefitError(
+                    f"refit {version}: the trainer's memory is full ({one_line(error)[:300]}); lower "
+                    "nemo_fp8rl.refit.bucket_bytes, or set nemo_fp8rl.refit.mode=full, which keeps no copy of what "
+                    "was sent"
+                ) from None
             raise
         finally:
             links.clear()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
+from threading import RLock
 from typing import Any
 
 import torch
@@ -230,7 +231,8 @@ class MemoryEngine:
         for load in loads:
             load.result()
         self.loaded_version = version
-        return Loaded(version, frozenset.intersection(*(rank.direct for rank in self.ranks)), 0.001, 0.0)
+        direct = frozenset().union(*(rank.direct for rank in self.ranks))
+        return Loaded(version, direct.difference(*(rank.parts.keys() - rank.direct for rank in self.ranks)), 0.001, 0.0)
 
     def commit(self, version: int) -> None:
         self.check()
@@ -410,10 +412,12 @@ class MemoryTrainer:
         self.reading: Callable[[], None] = lambda: None
         self.died = False
         self.rooms_made = 0
+        self.turn = RLock()
 
     def step(self, **weights: Tensor) -> None:
-        self.weights |= weights
-        self.steps += 1
+        with self.still():
+            self.weights |= weights
+            self.steps += 1
 
     def kill(self) -> None:
         """As of a process that ends: its links break and nothing answers."""
@@ -427,6 +431,9 @@ class MemoryTrainer:
     def sources(self) -> Sources:
         self._check()
         return Sources(self.layout, self.domains)
+
+    def still(self) -> RLock:
+        return self.turn
 
     def updates(self) -> int:
         return self.steps

@@ -763,26 +763,62 @@ def only_once(does: Callable[[], None]) -> Callable[[], None]:
     return lambda: left.pop()() if left else None
 
 
-def test_an_engine_is_not_caught_up_with_weights_that_move_as_they_are_sent(make):
+@pytest.mark.parametrize("what", ["refit", "revival"])
+def test_a_step_of_another_thread_waits_until_the_weights_are_sent(make, what):
     run = make(mode="delta")
     for _ in range(2):
         run.bridge.refit()
-    run.trainer.reading = only_once(run.step)
-    run.engines.kill_and_restart(1)
-    assert refuses(run.engines.engines[1])
-    assert not refuses(run.engines.engines[0])
-    assert run.bridge.refit().delta is False
+    sent = as_whole(PARTS, run.trainer.weights, "pow2")
+    stepping = threading.Thread(target=run.step)
+    run.trainer.reading = only_once(stepping.start)
+    if what == "refit":
+        run.bridge.refit()
+    else:
+        run.engines.kill_and_restart(1)
+    stepping.join()
+    assert all(content.equals(sent[name]) for engine in run.engines.engines for name, content in engine.read().items())
+    assert not run.holds()
+    run.bridge.refit()
     assert run.holds()
 
 
-def test_weights_that_move_as_they_are_sent_are_refused(make):
-    run = make(mode="delta")
+def test_experts_of_which_each_rank_stores_its_own_are_sent_as_deltas():
+    experts = [fp8(f"experts.{number}.up_proj.weight", 256, 384) for number in range(2)]
+    parts = [*experts, bf16(NORM, 100)]
+    trainer = MemoryTrainer(random_weights(parts), [parts])
+    engines = MemoryEngines([[experts[0], parts[2]], [experts[1], parts[2]]])
+    bridge = RefitBridge(trainer, engines, mode="delta")
+    assert [bridge.refit().delta for _ in range(2)] == [False, True]
+    assert trainer.pushes[-1]["whole"] == set()
+    trainer.close()
+
+
+def test_a_commit_that_an_engine_did_not_hear_is_said_again(make):
+    run = make()
     run.bridge.refit()
     run.step()
-    run.trainer.reading = only_once(run.step)
-    run.refused("refit 1: the trainer took a step while its weights were sent")
+
+    def unheard(engine: MemoryEngine) -> None:
+        raise WorkerDied("the call did not arrive")
+
+    run.engines.hook = once("commit", 1, unheard)
     assert run.bridge.refit().version == 1
     assert run.holds()
+
+
+def test_what_others_had_asked_is_no_cost_of_the_refit(make, monkeypatch):
+    run = make(mode="auto")
+    fence = run.engines.fence
+
+    def slow(engines):
+        time.sleep(0.3)
+        return fence(engines)
+
+    run.bridge.refit()
+    monkeypatch.setattr(run.engines, "fence", slow)
+    run.step()
+    assert run.bridge.refit().seconds > 0.3
+    assert all(seconds < 0.3 for seconds in run.bridge.choice.seconds.values())
 
 
 def test_the_trainer_makes_room_before_an_engine_is_started_beside_it(make):
