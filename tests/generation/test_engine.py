@@ -132,6 +132,8 @@ def test_sleep_frees_memory_and_leaves_the_answers_as_they_were(pair):
     assert 0.9 * cache < freed <= cache
     with pytest.raises(RuntimeError, match="sleeps"):
         pair.generate(GREEDY)
+    with pytest.raises(RefitError, match="sleeps: prepare_for_generation before a refit"):
+        pair.refit()
     pair.engine.prepare_for_generation()
     assert cache_bytes(pair) == 0  # till an answer is asked for: a refit has the room
     assert outputs(pair.generate(GREEDY)) == expected

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from nemo_fp8rl.algorithms.gates import GateConfig
+from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.refit.manifest import RefitError
+from nemo_fp8rl.workers import WorkerDied
 from tests.nemo_rl import runs
 
 pytestmark = [pytest.mark.nemo_rl, runs.needs_checkout]
@@ -41,6 +44,23 @@ def policy(monkeypatch) -> Any:
         nemo_fp8rl=SimpleNamespace(gates=gates),
     )
     return module.MegatronFp8Policy(FakeMegatronPolicy(), cfg, None, loaded=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("failure", [RefitError("no room in /dev/shm"), WorkerDied("no room in /dev/shm")])
+def test_a_refit_that_fails_is_a_sentence(failure):
+    from nemo_fp8rl.nemo_rl.compat import prepare
+
+    prepare()
+    from nemo_fp8rl.nemo_rl.weight_sync import Fp8WeightSynchronizer
+
+    def refit() -> None:
+        raise failure
+
+    does_nothing = SimpleNamespace(offload_before_refit=lambda: None, prepare_for_generation=lambda: None)
+    synchronizer = Fp8WeightSynchronizer(does_nothing, does_nothing, SimpleNamespace(refit=refit))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"^no room in /dev/shm; mend that, then start the run again"):
+        synchronizer.sync_weights()
+    assert synchronizer.is_stale
 
 
 def batch(sample_mask: list[float]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import gc
 import math
 import weakref
+from threading import Thread
 
 import pytest
 import torch
@@ -234,6 +235,21 @@ def test_fully_masked_batch_is_refused(recipe):
     batch = random_batch(4)
     with pytest.raises(ValueError, match="no token to train on"):
         policy.train_step(batch | {"sample_mask": torch.zeros(8)}, NllLoss())
+    policy.shutdown()
+
+
+@pytest.mark.parametrize("method", ["logprobs", "reference_logprobs"])
+def test_another_thread_waits_for_weights_that_are_held_still(recipe, method):
+    """As a refit holds them: the reference policy's take their place while it speaks."""
+    policy = MegatronPolicy(recipe("loss_fn.reference_policy_kl_penalty=0.1"))
+    answers: list[torch.Tensor] = []
+    asking = Thread(target=lambda: answers.append(getattr(policy, method)(random_batch(4))))
+    with policy.still():
+        asking.start()
+        asking.join(2)
+        assert not answers
+    asking.join()
+    assert answers[0].shape == (8, 10)
     policy.shutdown()
 
 

@@ -568,6 +568,18 @@ def test_any_other_failure_of_the_trainer_is_raised_and_the_next_refit_works(mak
     assert (run.bridge.refit().version, run.holds()) == (1, True)
 
 
+def test_memory_that_is_full_in_the_trainer_is_told_with_what_to_do(make):
+    run = make(mode="delta")
+    run.bridge.refit()
+
+    def full() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nOf the allocated memory")
+
+    run.trainer.reading = only_once(full)
+    run.refused(r"^refit 1: the trainer's memory is full \(CUDA .* 2\.00 GiB.*\); lower nemo_fp8rl.refit.bucket_bytes")
+    assert (run.bridge.refit().version, run.holds()) == (1, True)
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_trainer_that_dies_leaves_the_engines_fenced_and_another_brings_them_back(make, transport):
     run, heard = make(transport=transport), []
