@@ -10,7 +10,7 @@ import torch
 
 from nemo_fp8rl.algorithms.advantages import group_advantages, reinforce_plus_plus_advantages
 from nemo_fp8rl.algorithms.correction import corrected_batch
-from nemo_fp8rl.algorithms.gates import GateStop, judge, worst
+from nemo_fp8rl.algorithms.gates import enforce
 from nemo_fp8rl.algorithms.loss import EXTREMA, GrpoLoss, combined, kl_estimate
 from nemo_fp8rl.algorithms.mismatch import MismatchSums
 from nemo_fp8rl.algorithms.weight_bins import Bin
@@ -190,19 +190,17 @@ def train_step(parts: Parts, loss: GrpoLoss, step: int, prompts_of_round: Prompt
     seen = MismatchSums()
     seen.observe(batch["prev_logprobs"], batch["generation_logprobs"], batch["token_mask"])
     mismatch = seen.metrics()
-    verdicts = judge(cfg.nemo_fp8rl.gates, mismatch)
-    if worst(verdicts) == "stop":
-        raise GateStop("; ".join(verdict.message for verdict in verdicts))
+    skip, tripped = enforce(cfg.nemo_fp8rl.gates, mismatch)
     log_weights = log_weight_histogram(batch["prev_logprobs"], batch["generation_logprobs"], batch["token_mask"])
     samples = pick(rollout, batch, parts.tokenizer)
     batch, corrected = corrected_batch(batch, loss.correction)
 
     trained: dict[str, float] = {}
-    notes = [f"step {step}: {verdict.message}" for verdict in verdicts]
+    notes = [f"step {step}: {sentence}" for sentence in tripped]
     with clock("train"):
         if offload:
             parts.policy.prepare_for_training()
-        if worst(verdicts) == "skip_step":
+        if skip:
             skipped = 1
         else:
             trained, skipped = optimize(parts.policy, batch, loss, cfg.policy.train_global_batch_size)

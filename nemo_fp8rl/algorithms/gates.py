@@ -57,15 +57,6 @@ class GateConfig:
             raise UserError(f"{key}.action={self.action!r} is none of {', '.join(get_args(Action))}")
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """A gate that tripped, on which value, and what to tell the user: one sentence."""
-
-    gate: GateConfig
-    value: float
-    message: str
-
-
 class GateStop(StepRefused):
     """A gate of the recipe ends the run: trainer and engine disagree too much."""
 
@@ -82,17 +73,17 @@ def check_gates(gates: Sequence[GateConfig], key: str = "nemo_fp8rl.gates") -> N
             )
 
 
-def judge(gates: Sequence[GateConfig], metrics: Mapping[str, float]) -> list[Verdict]:
-    """The gates that trip on these metrics, in their order. metrics: of `MismatchSums.metrics`."""
-    verdicts = []
-    for gate in gates:
-        value = metrics[gate.metric]
-        if not value <= gate.max:  # so that NaN trips
-            message = f"{gate.metric} is {value:.6g}, its gate allows at most {gate.max:.6g} ({gate.action})"
-            verdicts.append(Verdict(gate, value, message))
-    return verdicts
+def enforce(gates: Sequence[GateConfig], metrics: Mapping[str, float]) -> tuple[bool, list[str]]:
+    """Whether not to train on this batch, and for each gate that trips, in their order, what to tell the user.
 
-
-def worst(verdicts: Sequence[Verdict]) -> Action | None:
-    """The action that wins, stop over skip_step over warn; None when no gate tripped."""
-    return max((verdict.gate.action for verdict in verdicts), key=get_args(Action).index, default=None)
+    metrics: of `MismatchSums.metrics`. Raises GateStop where one of them ends the run.
+    """
+    tripped = [gate for gate in gates if not metrics[gate.metric] <= gate.max]  # so that NaN trips
+    actions = {gate.action for gate in tripped}
+    said = [
+        f"{gate.metric} is {metrics[gate.metric]:.6g}, its gate allows at most {gate.max:.6g} ({gate.action})"
+        for gate in tripped
+    ]
+    if "stop" in actions:
+        raise GateStop("; ".join(said))
+    return "skip_step" in actions, said

@@ -14,7 +14,7 @@ from nemo_rl.models.policy.interfaces import ColocatablePolicyInterface
 from torch import Tensor
 
 from nemo_fp8rl.algorithms.correction import corrected_batch
-from nemo_fp8rl.algorithms.gates import GateStop, judge, worst
+from nemo_fp8rl.algorithms.gates import enforce
 from nemo_fp8rl.algorithms.loss import EXTREMA
 from nemo_fp8rl.algorithms.mismatch import DISAGREEMENT, MismatchSums
 from nemo_fp8rl.batch import TrainBatch, has_tokens, num_rows, rows
@@ -84,7 +84,9 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
                 mismatch = MismatchSums()
                 mismatch.observe(batch["prev_logprobs"], batch["generation_logprobs"], mask)
                 seen = mismatch.metrics()
-                skip = self._gates_skip(seen)
+                skip, tripped = enforce(self.cfg.nemo_fp8rl.gates, seen)
+                for sentence in tripped:
+                    print(f"nemo-fp8rl: {sentence}", flush=True)
             if isinstance(loss_fn, GrpoLossFn):
                 batch, corrected = corrected_batch(batch, loss_fn.correction)
                 seen |= corrected
@@ -108,15 +110,6 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
             | known
             | {"optimizer_steps_skipped": [len(parts) - len(trained)]},
         }
-
-    def _gates_skip(self, mismatch: dict[str, float]) -> bool:
-        verdicts = judge(self.cfg.nemo_fp8rl.gates, mismatch)
-        messages = [verdict.message for verdict in verdicts]
-        if worst(verdicts) == "stop":
-            raise GateStop("; ".join(messages))
-        for message in messages:
-            print(f"nemo-fp8rl: {message}", flush=True)
-        return worst(verdicts) == "skip_step"
 
     def _counts(self, part: TrainBatch) -> dict[str, float]:
         mask = part["token_mask"][:, 1:] * part["sample_mask"][:, None]

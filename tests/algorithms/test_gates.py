@@ -7,7 +7,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from nemo_fp8rl.algorithms.gates import AGREEMENT, GATED, GateConfig, check_gates, judge, worst
+from nemo_fp8rl.algorithms.gates import AGREEMENT, GATED, GateConfig, GateStop, check_gates, enforce
 from nemo_fp8rl.algorithms.metric_names import METRICS
 from nemo_fp8rl.algorithms.mismatch import mismatch_metrics
 from nemo_fp8rl.errors import UserError
@@ -19,32 +19,41 @@ KL = GateConfig("gen_kl_error", 0.015, "stop")
 def test_a_gate_trips_above_its_limit_only():
     above = math.nextafter(1.05, 2)
     for value, trips in ((1.0, False), (1.05, False), (above, True), (math.inf, True)):
-        assert [v.value for v in judge([MULT], {"token_mult_prob_error": value})] == [value] * trips
+        assert len(enforce([MULT], {"token_mult_prob_error": value})[1]) == trips
 
 
 def test_a_metric_that_is_nan_trips_every_gate_on_it():
-    gates = [MULT, GateConfig("token_mult_prob_error", 2.0, "stop"), KL]
-    verdicts = judge(gates, {"token_mult_prob_error": math.nan, "gen_kl_error": 0.0})
-    assert [verdict.gate for verdict in verdicts] == gates[:2]
+    gates = [MULT, GateConfig("token_mult_prob_error", 2.0, "skip_step"), KL]
+    skip, tripped = enforce(gates, {"token_mult_prob_error": math.nan, "gen_kl_error": 0.0})
+    assert skip
+    assert tripped == [
+        "token_mult_prob_error is nan, its gate allows at most 1.05 (warn)",
+        "token_mult_prob_error is nan, its gate allows at most 2 (skip_step)",
+    ]
 
 
-def test_a_verdict_says_metric_value_limit_and_action():
-    (verdict,) = judge([KL], {"gen_kl_error": 0.0231})
-    assert verdict.message == "gen_kl_error is 0.0231, its gate allows at most 0.015 (stop)"
-    assert verdict.gate is KL
+def test_a_gate_says_metric_value_limit_and_action():
+    gates = [GateConfig("gen_kl_error", 0.01, "warn"), KL]
+    said = [f"gen_kl_error is 0.0231, its gate allows at most {end}" for end in ("0.01 (warn)", "0.015 (stop)")]
+    assert enforce(gates[:1], {"gen_kl_error": 0.0231}) == (False, said[:1])
+    with pytest.raises(GateStop) as stopped:
+        enforce(gates, {"gen_kl_error": 0.0231})
+    assert str(stopped.value) == "; ".join(said)
 
 
 @pytest.mark.parametrize("order", itertools.permutations(["warn", "skip_step", "stop"]))
 def test_stop_wins_over_skip_step_over_warn(order):
-    metrics = {"gen_kl_error": 1.0}
-    verdicts = judge([GateConfig("gen_kl_error", 0.1, action) for action in order], metrics)
-    assert worst(verdicts) == "stop"
-    assert worst([v for v in verdicts if v.gate.action != "stop"]) == "skip_step"
-    assert worst([v for v in verdicts if v.gate.action == "warn"]) == "warn"
+    def skips(*actions):
+        return enforce([GateConfig("gen_kl_error", 0.1, action) for action in actions], {"gen_kl_error": 1.0})[0]
+
+    with pytest.raises(GateStop):
+        skips(*order)
+    assert skips(*(action for action in order if action != "stop"))
+    assert not skips("warn")
 
 
-def test_where_nothing_trips_there_is_no_action():
-    assert worst(judge([MULT, KL], {"token_mult_prob_error": 1.0, "gen_kl_error": 0.0})) is None
+def test_where_nothing_trips_the_batch_is_trained_on():
+    assert enforce([MULT, KL], {"token_mult_prob_error": 1.0, "gen_kl_error": 0.0}) == (False, [])
 
 
 def test_all_metrics_but_those_that_grow_with_agreement_can_be_gated():
@@ -56,7 +65,7 @@ def test_all_metrics_but_those_that_grow_with_agreement_can_be_gated():
     assert set(GATED) | set(AGREEMENT) == set(METRICS) == set(agree)
     gates = [GateConfig(metric, 1.0, "warn") for metric in GATED]
     check_gates(gates)
-    judge(gates, agree)
+    enforce(gates, agree)
 
 
 @pytest.mark.parametrize(
