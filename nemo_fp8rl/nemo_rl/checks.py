@@ -86,12 +86,14 @@ def correction_said_twice(master: Mapping[str, Any]) -> str:
 
 
 def loss_keys(master: Mapping[str, Any]) -> dict[str, Any]:
-    """The block loss_fn. The asynchronous loop asks for use_importance_sampling_correction; beside that
-    `nemo_fp8rl.correction` says how. Raises UserError where a key of loss_fn does, too.
+    """The keys of the block loss_fn that LossConfig has. The asynchronous loop asks for
+    use_importance_sampling_correction; beside that `nemo_fp8rl.correction` says how. Raises UserError where a key of
+    loss_fn does, too.
     """
     if refusal := correction_said_twice(master):
         raise UserError(refusal)
-    keys = dict(master["loss_fn"])
+    known = {field.name for field in fields(LossConfig)}
+    keys = {name: value for name, value in master["loss_fn"].items() if name in known}
     if is_asynchronous(master) and at(master, "nemo_fp8rl.correction", None) is not None:
         keys["use_importance_sampling_correction"] = False
     return keys
@@ -99,9 +101,8 @@ def loss_keys(master: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_loss(master: Mapping[str, Any]) -> None:
     """Raise UserError, naming the key, for a loss or a correction that ours, which every run here has, cannot be."""
-    known = {field.name for field in fields(LossConfig)}
-    given = {name: value for name, value in loss_keys(master).items() if name in known}
-    resolved_correction(loss_config(typed(given, LossConfig, "loss_fn.")), at(master, "nemo_fp8rl.correction", None))
+    loss = loss_config(typed(loss_keys(master), LossConfig, "loss_fn."))
+    resolved_correction(loss, at(master, "nemo_fp8rl.correction", None))
 
 
 def check_set_up(master: Mapping[str, Any]) -> None:

@@ -4,10 +4,9 @@ The loop's own blocks (grpo, data, env, logger, checkpointing) stay NeMo RL's.
 """
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
-from nemo_fp8rl.algorithms.loss_config import LossConfig
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation.checks import check_engine
@@ -44,10 +43,9 @@ def of_keys(master: Mapping[str, Any]) -> Config:
             target = target.setdefault(part, {})
         target.update({name: given[name] for name in names if given.get(name) is not None})
     _fill_policy(values, policy, precision.kv_fp8)
-    known = {field.name for field in fields(LossConfig)}
     if (name := at(master, "grpo.adv_estimator.name", "grpo")) == "reinforce_plus_plus":  # for what goes with it
         values["grpo"]["adv_estimator"] = {"name": name}
-    values["loss_fn"] = {name: value for name, value in loss_keys(master).items() if name in known}
+    values["loss_fn"] = loss_keys(master)
     values["cluster"] = _cluster(master)
     shared = is_colocated(policy["generation"]) and values["cluster"]["backend"] == "ray"
     values["policy"]["generation"]["colocated"] = {"enabled": shared}
