@@ -13,6 +13,8 @@ from nemo_fp8rl.compare.statistics import Interval, interval, paired
 NOTHING = "-"
 
 Format = Callable[[float], str]
+ONE, TWO, THREE, SIX = "{:.1f}".format, "{:.2f}".format, "{:.3f}".format, "{:.6f}".format
+SIGNED, POWER, SIGNED_POWER = "{:+.3f}".format, "{:.1e}".format, "{:+.1e}".format
 
 
 @dataclass(frozen=True)
@@ -77,12 +79,12 @@ def _flows(results: Mapping[str, Any]) -> Section:
             (
                 flow,
                 str(len(steps)),
-                _of_seeds(accuracy, _three),
-                _plus_minus(difference, _signed),
+                _of_seeds(accuracy, THREE),
+                _plus_minus(difference, SIGNED),
                 *_mismatch(results, flow, None),
-                _of_seeds(values_of(results, flow, "generate_seconds"), _three),
-                _of_seeds(values_of(results, flow, "train_seconds"), _three),
-                _of_seeds(steps, _three),
+                _of_seeds(values_of(results, flow, "generate_seconds"), THREE),
+                _of_seeds(values_of(results, flow, "train_seconds"), THREE),
+                _of_seeds(steps, THREE),
                 _of_seeds(values_of(results, flow, "refit_bytes"), _megabytes),
             )
         )
@@ -124,10 +126,10 @@ def _lengths(results: Mapping[str, Any]) -> Section:
                     flow,
                     length,
                     str(len(errors)),
-                    _of_seeds(values_of(results, flow, "tokens_per_answer", length), _one),
-                    _of_seeds(values_of(results, flow, "reward", length), _two),
+                    _of_seeds(values_of(results, flow, "tokens_per_answer", length), ONE),
+                    _of_seeds(values_of(results, flow, "reward", length), TWO),
                     *_mismatch(results, flow, length),
-                    _plus_minus(difference, _signed_power),
+                    _plus_minus(difference, SIGNED_POWER),
                 )
             )
             if length != first:
@@ -158,7 +160,7 @@ def _positions(results: Mapping[str, Any]) -> Section:
     for flow in lengths["flows"]:
         by_bucket = [values_of(results, flow, b, longest, "k3_by_position") for b in buckets]
         if any(by_bucket):
-            rows.append((flow, *(_of_seeds(values, _power) for values in by_bucket)))
+            rows.append((flow, *(_of_seeds(values, POWER) for values in by_bucket)))
     return Section(
         title=f"k3 KL by position in {longest} answers",
         headers=("flow", *(b.replace("_", " to ") for b in buckets)),
@@ -169,39 +171,11 @@ def _positions(results: Mapping[str, Any]) -> Section:
 
 def _mismatch(results: Mapping[str, Any], flow: str, length: str | None) -> tuple[str, str]:
     error = values_of(results, flow, "token_mult_prob_error", length)
-    return _of_seeds(error, _six), _of_seeds(values_of(results, flow, "k3_kl", length), _power)
-
-
-def _one(value: float) -> str:
-    return f"{value:.1f}"
-
-
-def _two(value: float) -> str:
-    return f"{value:.2f}"
-
-
-def _three(value: float) -> str:
-    return f"{value:.3f}"
-
-
-def _six(value: float) -> str:
-    return f"{value:.6f}"
+    return _of_seeds(error, SIX), _of_seeds(values_of(results, flow, "k3_kl", length), POWER)
 
 
 def _megabytes(value: float) -> str:
     return f"{value / 1e6:.3f}"
-
-
-def _signed(value: float) -> str:
-    return f"{value:+.3f}"
-
-
-def _signed_power(value: float) -> str:
-    return f"{value:+.1e}"
-
-
-def _power(value: float) -> str:
-    return f"{value:.1e}"
 
 
 def _of_seeds(values: Mapping[int, float], form: Format) -> str:
