@@ -82,17 +82,9 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
     prompts = load_prompts(cfg, hf.vocab_size)
     tokenizer, train_prompts, val_prompts, too_long = prompts
     order = PromptOrder(len(train_prompts), cfg.grpo.num_prompts_per_step, cfg.grpo.seed)
-    sampling = Sampling(
-        num_generations=cfg.grpo.num_generations_per_prompt,
-        max_new_tokens=cfg.policy.generation.max_new_tokens,
-        temperature=cfg.policy.generation.temperature,
-        stop_token_ids=tuple(
-            sorted({tokenizer.eos_token_id, *hf.eos_token_ids, *cfg.policy.generation.stop_token_ids})
-        ),
-        stop_strings=cfg.policy.generation.stop_strings,
-        top_p=cfg.policy.generation.top_p,
-        top_k=cfg.policy.generation.top_k,
-    )
+    sampling = Sampling.of_recipe(cfg.policy.generation, cfg.grpo.num_generations_per_prompt)
+    eos = {tokenizer.eos_token_id, *hf.eos_token_ids, *sampling.stop_token_ids}
+    sampling = replace(sampling, stop_token_ids=tuple(sorted(eos)))
     last = cfg.grpo.max_num_steps
 
     def prompts_of(step: int) -> PromptsOfRound:

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from nemo_fp8rl.batch import Completion
+from nemo_fp8rl.config import GenerationConfig
 from nemo_fp8rl.refit.bridge import WeightSink
 
 SECONDS_A_TOKEN = 0.1
@@ -25,6 +26,19 @@ class Sampling:
     top_p: float = 1.0
     top_k: int | None = None
     logprobs: bool = True
+
+    @classmethod
+    def of_recipe(cls, cfg: GenerationConfig, num_generations: int) -> Self:
+        """As policy.generation says."""
+        return cls(
+            num_generations=num_generations,
+            max_new_tokens=cfg.max_new_tokens,
+            temperature=cfg.temperature,
+            stop_token_ids=cfg.stop_token_ids,
+            stop_strings=cfg.stop_strings,
+            top_p=cfg.top_p,
+            top_k=cfg.top_k,
+        )
 
 
 class Generation(WeightSink, Protocol):

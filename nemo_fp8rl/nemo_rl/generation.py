@@ -3,6 +3,7 @@
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from threading import Lock
 from typing import Any
 
@@ -180,13 +181,6 @@ class VllmFp8Generation(GenerationInterface):
         return frozenset(of_rows).union(self.config.policy.generation.stop_strings)
 
     def _sampling(self, samples: int, stop: frozenset[str], greedy: bool) -> Sampling:
-        ours = self.config.policy.generation
-        return Sampling(
-            num_generations=samples,
-            max_new_tokens=ours.max_new_tokens,
-            temperature=0.0 if greedy else ours.temperature,
-            stop_token_ids=ours.stop_token_ids,
-            stop_strings=tuple(sorted(stop)),
-            top_p=ours.top_p,
-            top_k=ours.top_k,
-        )
+        sampling = Sampling.of_recipe(self.config.policy.generation, samples)
+        temperature = 0.0 if greedy else sampling.temperature
+        return replace(sampling, temperature=temperature, stop_strings=tuple(sorted(stop)))
