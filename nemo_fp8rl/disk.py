@@ -5,7 +5,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from nemo_fp8rl.errors import UserError
@@ -29,20 +29,41 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def lock(folder: Path) -> int:
-    """A descriptor; the lock lasts until every process that has it has closed it. BlockingIOError when it is taken, for
-    longer than a report takes to see whether it is.
+@contextmanager
+def locked(folder: Path, otherwise: str) -> Iterator[int]:
+    """One process a folder. A descriptor; the lock lasts until every process that has it has closed it, or has ended.
+
+    Raises UserError(otherwise) where it is taken, for longer than `is_locked` takes to see whether it is, and OSError.
     """
     guard, last = os.open(folder, os.O_RDONLY), time.monotonic() + A_LOOK
-    while True:
-        try:
-            fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return guard
-        except OSError:
-            if time.monotonic() > last:
-                os.close(guard)
-                raise
-            time.sleep(A_LOOK / 10)
+    try:
+        while True:
+            try:
+                fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if time.monotonic() > last:
+                    if isinstance(error, BlockingIOError):
+                        raise UserError(otherwise) from None
+                    raise
+                time.sleep(A_LOOK / 10)
+        yield guard
+    finally:
+        os.close(guard)
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process holds the folder's lock."""
+    guard = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(guard, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a filesystem without locks
+        return False
+    finally:
+        os.close(guard)
+    return False
 
 
 def check_output(output: Path) -> None:
@@ -65,25 +86,23 @@ def new_folder(output: Path, errors: tuple[type[Exception], ...] = (OSError,)) -
     on the same `output`.
     """
     partial = output.with_name(f".{output.name}.partial")
-    try:
-        partial.mkdir(parents=True, exist_ok=True)
-        guard = lock(partial)
-    except BlockingIOError:
-        raise UserError(f"another process works in {partial}; wait for it or give another folder") from None
-    except OSError as error:
-        raise UserError(f"{output} cannot be written ({error}); give another folder") from None
-    try:
-        for leftover in partial.iterdir():  # of one that was killed
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        yield partial
-        for path in (*partial.iterdir(), partial):
-            sync(path)
-        os.rename(partial, output)
-        sync(output.parent)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, errors):
-            raise UserError(f"{output} cannot be written ({error}); make room or give another folder") from None
-        raise
-    finally:
-        os.close(guard)
+    with ExitStack() as opened:
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+            taken = f"another process works in {partial}; wait for it or give another folder"
+            opened.enter_context(locked(partial, taken))
+        except OSError as error:
+            raise UserError(f"{output} cannot be written ({error}); give another folder") from None
+        try:
+            for leftover in partial.iterdir():  # of one that was killed
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            yield partial
+            for path in (*partial.iterdir(), partial):
+                sync(path)
+            os.rename(partial, output)
+            sync(output.parent)
+        except BaseException as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, errors):
+                raise UserError(f"{output} cannot be written ({error}); make room or give another folder") from None
+            raise

@@ -33,7 +33,7 @@ import yaml
 from nemo_fp8rl.algorithms.loss_config import resolved_correction
 from nemo_fp8rl.algorithms.weight_bins import Bin
 from nemo_fp8rl.config import Config
-from nemo_fp8rl.disk import lock, sync, write_atomically
+from nemo_fp8rl.disk import locked, sync, write_atomically
 from nemo_fp8rl.errors import UserError, one_line
 from nemo_fp8rl.loggers import Logger, check_loggers, open_loggers
 from nemo_fp8rl.machine import machine
@@ -142,7 +142,8 @@ class RunDirectory:
                     folder.mkdir(parents=True, exist_ok=True)
                     folders[folder.resolve()] = key
                 for folder, key in folders.items():
-                    opened.callback(os.close, _locked(key, folder))
+                    taken = f"another process works in {folder}; wait for it or set another {key}"
+                    opened.enter_context(locked(folder, taken))
                 self._check_start()  # again: another run may have worked here till now
                 self._write_environment()
                 write_atomically(self.path / "config.yaml", to_yaml(self.cfg))
@@ -318,14 +319,6 @@ class RunDirectory:
         if not self.checkpoints.is_dir():
             return []
         return [int(m[1]) for p in self.checkpoints.iterdir() if (m := re.fullmatch(r"step_(\d+)", p.name))]
-
-
-def _locked(key: str, folder: Path) -> int:
-    """One process a folder; the lock ends with the process, however it ends, or with this descriptor."""
-    try:
-        return lock(folder)
-    except BlockingIOError:
-        raise UserError(f"another process works in {folder}; wait for it or set another {key}") from None
 
 
 def _choices(cfg: Config) -> dict[str, str]:

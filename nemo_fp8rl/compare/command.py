@@ -7,10 +7,9 @@ Left out: several runs at once, which would spoil the seconds.
 """
 
 import json
-import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from nemo_fp8rl.compare.plan import Planned, plan
 from nemo_fp8rl.compare.process import run as run_process
 from nemo_fp8rl.compare.results import measure, record
 from nemo_fp8rl.compare.table import as_markdown, as_rich, sections
-from nemo_fp8rl.disk import lock, write_atomically
+from nemo_fp8rl.disk import locked, write_atomically
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.interrupt import GracefulStop
 
@@ -108,20 +107,17 @@ def _run_all(
 @contextmanager
 def _alone(output: Path) -> Iterator[int]:
     """The folder's lock, which the commands that we run inherit: it lasts as long as they do, if we are killed, too."""
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        guard = lock(output)
-    except BlockingIOError:
-        raise UserError(
-            f"another compare works in {output}, or what one that was killed had started; wait for it or give another "
-            "--output"
-        ) from None
-    except OSError as error:
-        raise UserError(f"--output {output} cannot be written: {error}") from None
-    try:
+    taken = (
+        f"another compare works in {output}, or what one that was killed had started; wait for it or give another "
+        "--output"
+    )
+    with ExitStack() as opened:
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            guard = opened.enter_context(locked(output, taken))
+        except OSError as error:
+            raise UserError(f"--output {output} cannot be written: {error}") from None
         yield guard
-    finally:
-        os.close(guard)
 
 
 def _figures(numbers: dict[str, float]) -> str:

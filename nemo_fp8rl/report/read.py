@@ -1,9 +1,7 @@
 """A run directory's files as one `Run`. Any of them may be missing, or end in the midst of a line: a kill does that."""
 
-import fcntl
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +11,7 @@ import yaml
 
 from nemo_fp8rl.algorithms.metric_names import is_measured
 from nemo_fp8rl.algorithms.weight_bins import Bin, is_bin
+from nemo_fp8rl.disk import is_locked
 from nemo_fp8rl.errors import UserError, one_line
 from nemo_fp8rl.step_log import Row, Sample, read
 from nemo_fp8rl.yaml_tree import flat, unreadable
@@ -166,23 +165,9 @@ def _state(folder: Path, metrics: list[dict[str, float]], last: Any) -> str:
     of = f" of {last}" if isinstance(last, int) else ""
     if isinstance(last, int) and step >= last:
         return f"finished, {step} steps"
-    if _works(folder):
+    if is_locked(folder):
         return f"running, after step {step}{of}"
     return f"stopped after step {step}{of}" if step else f"stopped before its first step{of}"
-
-
-def _works(folder: Path) -> bool:
-    """Whether a process holds the run directory's lock."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a filesystem without locks
-        return False
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
