@@ -97,7 +97,7 @@ def new_folder(output: Path, errors: tuple[type[Exception], ...] = (OSError,)) -
             for leftover in partial.iterdir():  # of one that was killed
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
             yield partial
-            for path in (*partial.iterdir(), partial):
+            for path in (*partial.rglob("*"), partial):
                 sync(path)
             os.rename(partial, output)
             sync(output.parent)

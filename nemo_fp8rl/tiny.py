@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nemo_fp8rl.disk import new_folder, sync
+from nemo_fp8rl.disk import new_folder
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.hf.tensors import expected_tensors
@@ -67,8 +67,6 @@ def make_tiny(folder: Path, task: str, seed: int = 0, family: str = "qwen3", **s
         with open(partial / "data.jsonl", "w") as file:
             for prompt, answer in TASKS[task](random.Random(seed)):
                 file.write(json.dumps({"prompt": prompt, "answer": answer}) + "\n")
-        for path in (partial / "model").iterdir():
-            sync(path)
 
 
 def _new_place(folder: Path) -> Path:

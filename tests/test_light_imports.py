@@ -200,7 +200,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # room -> the rooms it may import besides i
     "report": {"algorithms", "disk", "errors", "step_log", "yaml_tree"},
     "compare": {*RECIPE, "disk", "hf", "interrupt", "step_log", "tiny"},
     "doctor": {"config", "errors", "fp8", "hf", "nemo_rl", "typed_tree"},
-    "launch": {*RECIPE, "nemo_rl", "shown_gpus", "stop_request", "workers"},
+    "launch": {*RECIPE, "disk", "nemo_rl", "shown_gpus", "stop_request", "workers"},
     "nemo_rl": {
         *BOTH_SIDES,
         *RECIPE,

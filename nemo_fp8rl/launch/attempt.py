@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_fp8rl.disk import write_atomically
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.launch.settings import VARIABLE
 from nemo_fp8rl.workers import Role
@@ -65,10 +66,8 @@ class Attempt:
 
 
 def write(path: Path, value: Any) -> None:
-    """As JSON, under a name of its own until it is whole."""
-    partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    partial.write_text(json.dumps(value, indent=1) + "\n")
-    partial.rename(path)
+    """As JSON, whole or not at all."""
+    write_atomically(path, json.dumps(value, indent=1) + "\n")
 
 
 def read(path: Path) -> Any:

@@ -23,6 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from nemo_fp8rl.disk import write_atomically
 from nemo_fp8rl.errors import UserError, one_line
 from nemo_fp8rl.launch.attempt import Attempt, free_ports, own_address, read, write
 from nemo_fp8rl.shown_gpus import shown_gpus
@@ -64,8 +65,7 @@ def main(index: int, seconds: float) -> int:
     if len(bad) > count / 2 and count > 1:
         print(f"preflight: {len(bad)} of {count} nodes are bad: maybe for what they share, a setting or the image")
         return 1
-    (folder / "bad_nodes.part").write_text("".join(f"{host}\n" for host in bad))
-    (folder / "bad_nodes.part").rename(folder / "bad_nodes")
+    write_atomically(folder / "bad_nodes", "".join(f"{host}\n" for host in bad))
     return 1 if bad else 0
 
 
