@@ -13,10 +13,10 @@ from collections.abc import Iterator
 
 from nemo_fp8rl.doctor.finding import Finding
 from nemo_fp8rl.doctor.plan import ENGINE, TRAINER, Plan
+from nemo_fp8rl.fp8.names import FP8_TOKENS
 from nemo_fp8rl.nemo_rl.stock.layout import why_no_layout
 
 TOPIC = "batches"
-FP8_TOKENS = 16
 
 
 def check_batches(plan: Plan) -> Iterator[Finding]:

@@ -8,6 +8,9 @@ Block = tuple[int, int]
 BLOCK: Block = (128, 128)
 """Of a weight."""
 
+FP8_TOKENS = 16
+"""FP8 GEMMs on a GPU take a multiple of these (megatron/core/fp8_utils.py, get_fp8_align_size)."""
+
 ScaleFormat = Literal["pow2", "fp32"]
 """`pow2`: scales are rounded down to a power of two, so every quantizer agrees. `fp32`: scales keep their mantissa."""
 

@@ -17,9 +17,6 @@ from torch import Tensor
 from nemo_fp8rl.fp8 import ScaleFormat, blockwise_fp8_linear
 from nemo_fp8rl.fp8.linear import multiplies_bf16
 
-FP8_TOKENS = 16
-"""FP8 GEMMs on a GPU take a multiple of these (megatron/core/fp8_utils.py, get_fp8_align_size)."""
-
 
 class MultipliesInFp8:
     """Marks such a layer: `build_model` counts them. One whose experts are together counts once.

@@ -27,6 +27,7 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import KvScales, kernels
 from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.fp8.kv_scales import CalibrationError
+from nemo_fp8rl.fp8.names import FP8_TOKENS
 from nemo_fp8rl.hf.config import HfConfig, read_hf_config
 from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
@@ -37,7 +38,7 @@ from nemo_fp8rl.policy.cpu import megatron_on_cpu
 from nemo_fp8rl.policy.groups import join, leave, split_model
 from nemo_fp8rl.policy.held_weights import HeldWeights
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
-from nemo_fp8rl.policy.linears import FP8_TOKENS, MultipliesInFp8
+from nemo_fp8rl.policy.linears import MultipliesInFp8
 from nemo_fp8rl.policy.model import DTYPES, build_model, moe_dispatcher, transformer_config
 from nemo_fp8rl.policy.offload import Offload
 from nemo_fp8rl.policy.optimizer import build_ddp, build_optimizer, build_scheduler, check_finite
