@@ -40,12 +40,12 @@ from nemo_fp8rl.fp8 import BLOCK, Fp8Layers, NonFiniteError, ScaleFormat, scale_
 from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.fp8.layers import LAYER
 from nemo_fp8rl.generation.vllm_plugin import served_config
-from nemo_fp8rl.hf.checkpoint import EMBEDDING, CheckpointReader
+from nemo_fp8rl.hf.checkpoint import CheckpointReader
 from nemo_fp8rl.hf.config import HfConfig, read_hf_config
 from nemo_fp8rl.hf.fp8_layers import QUERIES, check_ignored, fused_sizes, ragged
 from nemo_fp8rl.hf.hub import TOKENIZER_FILES
 from nemo_fp8rl.hf.shards import ShardWriter, Spec
-from nemo_fp8rl.hf.tensors import expected_tensors
+from nemo_fp8rl.hf.tensors import EMBEDDING, expected_tensors
 from nemo_fp8rl.refit.quantize import as_sent
 
 COPIED = ("generation_config.json", *TOKENIZER_FILES)

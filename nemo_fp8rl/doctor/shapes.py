@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.config import boolean, read_json, size
+from nemo_fp8rl.hf.tensors import EMBEDDING, HEAD, NORM
 from nemo_fp8rl.typed_tree import shown
 
 LLAMA31_8B = {
@@ -107,12 +108,12 @@ class Shape:
         return layers + sum(weight.elements for weight in (*self.head(), self.embedding()))
 
     def embedding(self) -> Weight:
-        return Weight("model.embed_tokens.weight", self.vocab, self.hidden, "rows")
+        return Weight(EMBEDDING, self.vocab, self.hidden, "rows")
 
     def head(self) -> list[Weight]:
         """Final norm and output head; a tied one is the embedding."""
-        norm = Weight("model.norm.weight", self.hidden, 1)
-        return [norm] if self.tied else [norm, Weight("lm_head.weight", self.vocab, self.hidden, "rows")]
+        norm = Weight(NORM, self.hidden, 1)
+        return [norm] if self.tied else [norm, Weight(HEAD, self.vocab, self.hidden, "rows")]
 
     def layer(self, index: int) -> list[Weight]:
         return [*self._attention(f"model.layers.{index}."), *self._mlps(f"model.layers.{index}.", index)]

@@ -12,8 +12,7 @@ from torch import Tensor
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.hub import WEIGHTS
 from nemo_fp8rl.hf.region import Region, index
-
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+from nemo_fp8rl.hf.tensors import EMBEDDING, HEAD
 
 
 class CheckpointReader:

@@ -2,13 +2,15 @@
 
 from nemo_fp8rl.hf.config import HfConfig
 
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
 
 def expected_tensors(hf: HfConfig) -> dict[str, tuple[int, ...]]:
     """Every HF name of the model with its shape."""
     family = hf.family
     h, q, kv = hf.hidden_size, hf.num_attention_heads * hf.head_dim, hf.num_key_value_heads * hf.head_dim
     biases = (("q", q), ("k", kv), ("v", kv))
-    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (hf.vocab_size, h)}
+    tensors: dict[str, tuple[int, ...]] = {EMBEDDING: (hf.vocab_size, h)}
     for i in range(hf.num_hidden_layers):
         layer = f"model.layers.{i}."
         tensors |= {
@@ -28,9 +30,9 @@ def expected_tensors(hf: HfConfig) -> dict[str, tuple[int, ...]]:
                 mlp + "up_proj.weight": (hf.intermediate_size, h),
                 mlp + "down_proj.weight": (h, hf.intermediate_size),
             }
-    tensors["model.norm.weight"] = (h,)
+    tensors[NORM] = (h,)
     if not hf.tie_word_embeddings:
-        tensors["lm_head.weight"] = (hf.vocab_size, h)
+        tensors[HEAD] = (hf.vocab_size, h)
     return tensors
 
 

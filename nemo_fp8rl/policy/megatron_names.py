@@ -13,14 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_fp8rl.hf.checkpoint import EMBEDDING, HEAD
 from nemo_fp8rl.hf.config import Family
+from nemo_fp8rl.hf.tensors import EMBEDDING, HEAD, NORM
 from nemo_fp8rl.policy.layout import Layout
 
 Get = Callable[[str], Tensor]
 """One tensor by its name."""
 
-NORM = "model.norm.weight"
 MEGATRON_EMBEDDING, MEGATRON_HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 MEGATRON_NORM = "decoder.final_layernorm.weight"
 
