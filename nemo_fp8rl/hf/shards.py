@@ -15,7 +15,6 @@ from nemo_fp8rl.hf.write import write_safetensors
 
 FILE_BYTES = 1 << 30
 """What a file holds at most, unless a single tensor is larger, and what waits in memory to be written."""
-INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,12 @@ class Spec:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_index(folder: Path, weight_map: Mapping[str, str], metadata: Mapping[str, int]) -> None:
+    """Which file of the folder holds which tensor. weight_map: by the tensor's name. metadata: total_size, in bytes."""
+    text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=1)
+    (folder / "model.safetensors.index.json").write_text(text + "\n")
 
 
 class ShardWriter:
@@ -53,8 +58,7 @@ class ShardWriter:
             assert not self._missing, f"not written: {self._missing}"
             if len(self.files) > 1:
                 weight_map = {name: file for file, group in self.files.items() for name in group}
-                text = json.dumps({"metadata": {"total_size": self.nbytes}, "weight_map": weight_map}, indent=1)
-                (self.folder / INDEX).write_text(text)
+                write_index(self.folder, weight_map, {"total_size": self.nbytes})
 
     def write(self, name: str, tensor: Tensor) -> None:
         """tensor: as its spec says."""

@@ -1,6 +1,5 @@
 """A model's weights from and to an HF checkpoint folder: each rank reads its part alone; files hold whole tensors."""
 
-import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from nemo_fp8rl.hf.checkpoint import CheckpointReader
 from nemo_fp8rl.hf.hub import MODEL_FILES, TOKENIZER_FILES
 from nemo_fp8rl.hf.parts import PartWriter
 from nemo_fp8rl.hf.region import Region, index
+from nemo_fp8rl.hf.shards import write_index
 from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.policy.layout import EXPERT, Layout
 from nemo_fp8rl.policy.megatron_names import from_hf
@@ -100,5 +100,4 @@ def _name_as_hf_does(folder: Path) -> None:
         for path in files:
             with safe_open(path, framework="pt") as opened:
                 weight_map |= dict.fromkeys(opened.keys(), path.name)
-        index_file = {"metadata": {}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index_file, indent=1) + "\n")
+        write_index(folder, weight_map, {})
