@@ -13,6 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from nemo_fp8rl.policy.cpu import megatron_on_cpu
+from nemo_fp8rl.policy.optimizer import optimizer_parts
 from nemo_fp8rl.policy.primary_weights import drop_columns, make_columns
 
 
@@ -70,7 +71,7 @@ class Offload:
                 make_columns(parameter)
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
-        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+        for part in optimizer_parts(self.optimizer):
             if part.optimizer is not None:
                 for group in part.optimizer.param_groups:
                     yield from group["params"]

@@ -54,6 +54,11 @@ def build_optimizer(policy: PolicyConfig, ddp: DistributedDataParallel, fp8_para
     )
 
 
+def optimizer_parts(optimizer: Any) -> list[Any]:
+    """Megatron's optimizers of this rank's parameters: one, or with experts two."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
 def build_scheduler(policy: PolicyConfig, optimizer: Any) -> OptimizerParamScheduler:
     chosen, schedule = policy.megatron_cfg.optimizer, policy.megatron_cfg.scheduler
     return OptimizerParamScheduler(

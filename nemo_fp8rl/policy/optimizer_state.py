@@ -28,6 +28,7 @@ from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.policy.flat_pieces import boxes, rows_of
 from nemo_fp8rl.policy.layout import Layout
 from nemo_fp8rl.policy.megatron_names import MEGATRON_HEAD
+from nemo_fp8rl.policy.optimizer import optimizer_parts
 from nemo_fp8rl.policy.weights import assembled
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
@@ -120,14 +121,9 @@ def _kinds(adam_steps: float) -> tuple[str, ...]:
     return (MASTER, *MOMENTS) if adam_steps else (MASTER,)
 
 
-def _parts(optimizer: Any) -> list[Any]:
-    """Megatron's optimizers of this rank's parameters: one, or with experts two."""
-    return getattr(optimizer, "chained_optimizers", [optimizer])
-
-
 def _steps_taken(optimizer: Any) -> Iterator[float]:
     """Of Adam: torch's counts for each parameter, Transformer Engine's for each group of them."""
-    for adam in (part.optimizer for part in _parts(optimizer)):
+    for adam in (part.optimizer for part in optimizer_parts(optimizer)):
         for group in adam.param_groups:
             if isinstance(adam, torch.optim.Adam):
                 yield from (float(adam.state[master]["step"]) for master in group["params"] if adam.state[master])
@@ -136,7 +132,7 @@ def _steps_taken(optimizer: Any) -> Iterator[float]:
 
 
 def _set_steps(optimizer: Any, steps: float) -> None:
-    for adam in (part.optimizer for part in _parts(optimizer)):
+    for adam in (part.optimizer for part in optimizer_parts(optimizer)):
         for group in adam.param_groups:
             if isinstance(adam, torch.optim.Adam):
                 for master in group["params"]:
@@ -177,7 +173,7 @@ def pieces(model: torch.nn.Module, optimizer: Any) -> dict[str, Piece]:
     """By Megatron's names."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     found = {}
-    for part in _parts(optimizer):
+    for part in optimizer_parts(optimizer):
         for parameter, (group, order) in part.model_param_group_index_map.items():
             master = part.optimizer.param_groups[group]["params"][order]
             place = part._get_model_param_range_map(parameter)["param"]
