@@ -61,15 +61,17 @@ class GateStop(StepRefused):
     """A gate of the recipe ends the run: trainer and engine disagree too much."""
 
 
-def check_gates(gates: Sequence[GateConfig], key: str = "nemo_fp8rl.gates") -> None:
+def check_gates(gates: Sequence[GateConfig]) -> None:
     """Raise UserError, naming the entry, when one is invalid or repeats an earlier one's metric and action."""
     first: dict[tuple[str, str], int] = {}
     for i, gate in enumerate(gates):
-        gate.check(f"{key}[{i}]")
+        key = f"nemo_fp8rl.gates[{i}]"
+        gate.check(key)
         earlier = first.setdefault((gate.metric, gate.action), i)
         if earlier != i:
             raise UserError(
-                f"{key}[{i}] repeats {key}[{earlier}] ({gate.metric}, {gate.action}): keep the one with the lower max"
+                f"{key} repeats nemo_fp8rl.gates[{earlier}] ({gate.metric}, {gate.action}): keep the one with the "
+                "lower max"
             )
 
 

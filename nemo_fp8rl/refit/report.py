@@ -19,7 +19,6 @@ class SendReport:
     that are FP8. base_nbytes: kept for the next delta. seconds: by stage. failed: links that broke, and why.
     """
 
-    version: int
     nbytes: int = 0
     bf16_nbytes: int = 0
     quantized_nbytes: int = 0

@@ -247,7 +247,7 @@ class _Sending:
     """The links of one refit, as long as they hold."""
 
     def __init__(self, version: int, links: Mapping[LinkId, Link]) -> None:
-        self.report, self.readings = SendReport(version), Readings()
+        self.report, self.readings = SendReport(), Readings()
         self.going = {i: Outgoing(link.end, version, self._flush, self.readings) for i, link in links.items()}
         self.pieces: dict[str, list[Piece]] = {}
         found: dict[tuple[str, Region], Piece] = {}

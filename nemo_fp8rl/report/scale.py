@@ -51,9 +51,9 @@ def logarithmic(values: Iterable[float], offset: float = 0.0) -> Scale | None:
     return Scale(max(low, high - MOST_DECADES), max(high, low + 1), log=True, offset=offset)
 
 
-def linear_ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten within the limits."""
-    raw = (high - low) / about
+def linear_ticks(low: float, high: float) -> list[float]:
+    """About five multiples of 1, 2 or 5 times a power of ten within the limits."""
+    raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(step for m in (1, 2, 5, 10) if (step := m * power) >= 0.9 * raw)
     return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]

@@ -8,8 +8,8 @@ from nemo_fp8rl.refit.quantize import as_sent
 
 def sent_tensors(worker: MegatronWorker) -> dict[str, Tensor]:
     """What a refit brings of the weights that this one rank holds now, by HF name."""
-    choice, layers = worker.cfg.nemo_fp8rl, worker.engine_fp8_layers
+    scale_format, layers = worker.cfg.nemo_fp8rl.scale_format, worker.engine_fp8_layers
     sent: dict[str, Tensor] = {}
     for name, weight in worker.weights().for_checkpoint():
-        sent |= as_sent(name, weight, layers, choice.scale_format, choice.kernel)
+        sent |= as_sent(name, weight, layers, scale_format)
     return sent | dict(worker.kv_cache.scales.named() if worker.kv_cache is not None else ())
