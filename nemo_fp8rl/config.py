@@ -16,6 +16,11 @@ from nemo_fp8rl.fp8.names import KernelName, ScaleFormat
 Flow = Literal["bf16", "fp8_rollout", "fp8_e2e"]
 
 
+def _from(reference: str) -> Any:
+    """A default that other keys of the recipe say."""
+    return reference
+
+
 class _Block:
     """A block of the recipe: a key that it does not list is an error."""
 
@@ -79,8 +84,8 @@ class Fp8RlConfig(_Block):
 class AdvEstimatorConfig(_Block):
     name: Literal["grpo", "reinforce_plus_plus"] = "grpo"
     """grpo is RLOO with normalize_rewards: false and use_leave_one_out_baseline: true."""
-    normalize_rewards: bool = "${grpo.normalize_rewards}"  # type: ignore[assignment]
-    use_leave_one_out_baseline: bool = "${grpo.use_leave_one_out_baseline}"  # type: ignore[assignment]
+    normalize_rewards: bool = _from("${grpo.normalize_rewards}")
+    use_leave_one_out_baseline: bool = _from("${grpo.use_leave_one_out_baseline}")
     minus_baseline: bool = True
     """reinforce_plus_plus: subtract the mean reward of the prompt."""
 
@@ -91,7 +96,7 @@ class RewardShapingConfig(_Block):
     overlong_buffer_length: int | None = 128
     """Tokens before max_response_length in which the penalty grows to overlong_buffer_penalty (DAPO)."""
     overlong_buffer_penalty: float | None = 1.0
-    max_response_length: int | None = "${policy.max_total_sequence_length}"  # type: ignore[assignment]
+    max_response_length: int | None = _from("${policy.max_total_sequence_length}")
     stop_properly_penalty_coef: float | None = None
     """Rewards of truncated answers are multiplied by it, instead of the above; 0..1."""
 
@@ -173,7 +178,7 @@ class MegatronConfig(_Block):
     """Ranks that share the tokens of each sequence, and in attention its heads instead."""
     expert_model_parallel_size: int = 1
     """Ranks among which the experts of a layer are spread; they are data-parallel ranks to the rest of the model."""
-    expert_tensor_parallel_size: int = "${policy.megatron_cfg.tensor_model_parallel_size}"  # type: ignore[assignment]
+    expert_tensor_parallel_size: int = _from("${policy.megatron_cfg.tensor_model_parallel_size}")
     """Ranks that share each expert's matrices; of no meaning to a dense model."""
     freeze_moe_router: bool = False
     """Routers stay as the checkpoint has them, and out of the gradient norm."""
@@ -193,7 +198,7 @@ class MegatronConfig(_Block):
 
 @dataclass(frozen=True)
 class VllmConfig(_Block):
-    max_model_len: int = "${policy.max_total_sequence_length}"  # type: ignore[assignment]
+    max_model_len: int = _from("${policy.max_total_sequence_length}")
     enforce_eager: bool | None = None
     """Without torch.compile and CUDA graphs; null: on a CPU, and with an FP8 KV cache in FlashInfer's attention,
     vLLM's choice on every GPU but Hopper, which would keep the scales in the graph."""
@@ -261,8 +266,8 @@ class DynamicBatchingConfig(_Block):
     """Microbatches of as many samples, sorted by length, as a budget of tokens holds, padding counted."""
 
     enabled: bool = False
-    train_mb_tokens: int = "${mul:${policy.max_total_sequence_length},${policy.train_micro_batch_size}}"  # type: ignore[assignment]
-    logprob_mb_tokens: int = "${mul:${policy.max_total_sequence_length},${policy.logprob_batch_size}}"  # type: ignore[assignment]
+    train_mb_tokens: int = _from("${mul:${policy.max_total_sequence_length},${policy.train_micro_batch_size}}")
+    logprob_mb_tokens: int = _from("${mul:${policy.max_total_sequence_length},${policy.logprob_batch_size}}")
     sequence_length_round: int = 64
     """Lengths of microbatches are rounded up to a multiple, as far as the batch has padding."""
 
@@ -272,8 +277,8 @@ class SequencePackingConfig(_Block):
     """Microbatches of sequences one after the other, without padding, as many as a budget of tokens holds."""
 
     enabled: bool = False
-    train_mb_tokens: int = "${mul:${policy.max_total_sequence_length},${policy.train_micro_batch_size}}"  # type: ignore[assignment]
-    logprob_mb_tokens: int = "${mul:${policy.max_total_sequence_length},${policy.logprob_batch_size}}"  # type: ignore[assignment]
+    train_mb_tokens: int = _from("${mul:${policy.max_total_sequence_length},${policy.train_micro_batch_size}}")
+    logprob_mb_tokens: int = _from("${mul:${policy.max_total_sequence_length},${policy.logprob_batch_size}}")
 
 
 @dataclass(frozen=True)
@@ -294,7 +299,7 @@ class PolicyConfig(_Block):
     """Samples an optimizer step."""
     train_micro_batch_size: int = 4
     """Samples a forward and backward, on each replica of the model."""
-    logprob_batch_size: int = "${policy.train_micro_batch_size}"  # type: ignore[assignment]
+    logprob_batch_size: int = _from("${policy.train_micro_batch_size}")
     logprob_chunk_size: int = 1024
     """Tokens whose logits exist at a time."""
     dynamic_batching: DynamicBatchingConfig = field(default_factory=DynamicBatchingConfig)
