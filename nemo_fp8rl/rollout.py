@@ -12,7 +12,7 @@ from nemo_fp8rl.batch import Completion, Prompt
 from nemo_fp8rl.config import Config, RewardShapingConfig
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.errors import StepRefused
-from nemo_fp8rl.generation.base import Generation, Sampling
+from nemo_fp8rl.generation.base import Generation, Sampling, sample_seed
 from nemo_fp8rl.rewards import VERIFIERS
 from nemo_fp8rl.timing import Stopwatch
 
@@ -130,11 +130,3 @@ def shaped(rewards: Tensor, completions: Sequence[Completion], cfg: RewardShapin
         overlong_buffer_length=cfg.overlong_buffer_length,
         overlong_buffer_penalty=cfg.overlong_buffer_penalty,
     )
-
-
-def sample_seed(seed: int, step: int | str, position: int | str) -> int:
-    """The engine's seed for a prompt of a step: the same in every process and resumed run.
-
-    By position, not by prompt: a step across an epoch's border may hold a prompt twice, with other samples.
-    """
-    return random.Random(f"{seed}/{step}/{position}").getrandbits(31)

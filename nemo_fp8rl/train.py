@@ -22,7 +22,7 @@ from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.display import Display
 from nemo_fp8rl.errors import StepRefused
-from nemo_fp8rl.generation.base import Generation, Sampling
+from nemo_fp8rl.generation.base import Generation, Sampling, sample_seed
 from nemo_fp8rl.generation.checks import check_for_driver
 from nemo_fp8rl.hf.config import check_context, read_hf_config
 from nemo_fp8rl.hf.hub import with_commits
@@ -31,7 +31,7 @@ from nemo_fp8rl.machine import processors
 from nemo_fp8rl.policy.base import Policy
 from nemo_fp8rl.policy.identity import model_digests
 from nemo_fp8rl.refit.bridge import RefitBridge
-from nemo_fp8rl.rollout import Rollout, collect, further_prompts, sample_seed, score, shaped
+from nemo_fp8rl.rollout import Rollout, collect, further_prompts, score, shaped
 from nemo_fp8rl.rundir import RunDirectory, begun
 from nemo_fp8rl.samples import pick
 from nemo_fp8rl.step_log import Sample

@@ -204,7 +204,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # room -> the rooms it may import besides i
     "nemo_rl": {
         *BOTH_SIDES,
         *RECIPE,
-        *("data", "generation", "interrupt", "policy", "rewards", "rollout", "shown_gpus"),
+        *("data", "generation", "interrupt", "policy", "rewards", "shown_gpus"),
     }
     | {"weights"},
 }

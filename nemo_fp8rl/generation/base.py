@@ -1,5 +1,6 @@
 """What the loop asks of a generation backend."""
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
@@ -39,6 +40,14 @@ class Sampling:
             top_p=cfg.top_p,
             top_k=cfg.top_k,
         )
+
+
+def sample_seed(seed: int, step: int | str, position: int | str) -> int:
+    """The engine's seed for a prompt of a step: the same in every process and resumed run.
+
+    By position, not by prompt: a step across an epoch's border may hold a prompt twice, with other samples.
+    """
+    return random.Random(f"{seed}/{step}/{position}").getrandbits(31)
 
 
 class Generation(WeightSink, Protocol):

@@ -12,12 +12,11 @@ from nemo_rl.models.generation.interfaces import GenerationInterface
 
 from nemo_fp8rl.batch import Completion
 from nemo_fp8rl.config import Config
-from nemo_fp8rl.generation.base import Sampling
+from nemo_fp8rl.generation.base import Sampling, sample_seed
 from nemo_fp8rl.generation.vllm import CALLS_AT_ONCE, VllmGeneration
 from nemo_fp8rl.nemo_rl.batches import generation_output, prompts, runs
 from nemo_fp8rl.nemo_rl.coalesce import Coalescer
 from nemo_fp8rl.refit.bridge import RefitBridge
-from nemo_fp8rl.rollout import sample_seed
 
 REMEMBERED = 1 << 18
 """Prompts, of which it is known how often they were asked."""

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_fp8rl.data import PromptOrder
+from nemo_fp8rl.generation.base import sample_seed
 
 sizes = {"num_prompts": st.integers(1, 12), "per_step": st.integers(1, 30), "seed": st.integers(0, 2**31)}
 
@@ -43,8 +44,6 @@ def test_any_integer_is_a_seed(seed):
 
 def test_a_prompt_drawn_twice_in_a_step_is_sampled_anew():
     """A step across an epoch's border may hold a prompt twice: then by other seeds."""
-    from nemo_fp8rl.train import sample_seed
-
     order = PromptOrder(100, 64, 42)
     step = next(s for s in range(1, 20) if len(set(order.indices(s))) < 64)
     seeds = [sample_seed(42, step, position) for position in range(64)]
