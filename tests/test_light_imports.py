@@ -175,19 +175,22 @@ RECIPE = {
     "typed_tree",
     "yaml_tree",
 }
-BOTH_SIDES = {"batch", "config", "errors", "fp8", "hf", "machine", "refit", "workers"}
+BOTH_SIDES = {"batch", "config", "errors", "fp8", "hf", "machine", "refit", "region", "workers"}
 MAY_IMPORT: dict[str, set[str]] = {  # room -> the rooms it may import besides itself
-    **{alone: set() for alone in ("errors", "batch", "fp8", "secret_variables", "machine", "shown_gpus", "timing")},
+    **{
+        alone: set()
+        for alone in ("errors", "batch", "fp8", "region", "secret_variables", "machine", "shown_gpus", "timing")
+    },
     **{room: {"errors"} for room in ("disk", "rewards", "typed_tree", "stop_request", "display")},
     "algorithms": {"batch", "errors", "fp8"},
     "config": {"algorithms", "fp8"},
     "config_check": {"algorithms", "config", "errors", "secret_variables"},
     "yaml_tree": {"errors", "typed_tree"},
     "recipe": {"config", "config_check", "typed_tree", "yaml_tree"},
-    "hf": {"config", "errors", "fp8", "typed_tree"},
+    "hf": {"config", "errors", "fp8", "region", "typed_tree"},
     "data": {"batch", "config", "errors", "hf", "rewards"},
     "parity": {"errors", "fp8"},
-    "refit": {"errors", "fp8", "hf"},
+    "refit": {"errors", "fp8", "region"},
     "workers": {"config", "errors", "secret_variables", "shown_gpus"},
     "policy": {*BOTH_SIDES, "algorithms"},
     "generation": BOTH_SIDES,

@@ -15,10 +15,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from nemo_fp8rl.fp8 import Fp8Layers
 from nemo_fp8rl.fp8.format import BLOCK, E4M3
 from nemo_fp8rl.hf.config import HfConfig
-from nemo_fp8rl.hf.region import Region, shape_of, whole
 from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart, blocks_of
 from nemo_fp8rl.refit.message import Content
+from nemo_fp8rl.region import Region, shape_of, whole
 
 EXPERT_PROJECTIONS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 """What vLLM's stacks of experts hold."""

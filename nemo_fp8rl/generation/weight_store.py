@@ -25,12 +25,12 @@ from nemo_fp8rl.generation.fp8_caches import fp8_caches
 from nemo_fp8rl.generation.held import HeldLinearMethod, HeldMoEMethod
 from nemo_fp8rl.generation.placement import Slot, slots
 from nemo_fp8rl.hf.config import read_hf_config
-from nemo_fp8rl.hf.region import index
 from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart, blocks_of
 from nemo_fp8rl.refit.message import Content
 from nemo_fp8rl.refit.readings import Mark, Readings
 from nemo_fp8rl.refit.receive import IncomingLink, Received, received
+from nemo_fp8rl.region import index
 
 DIRECT: tuple[type, ...] = (HeldLinearMethod, HeldMoEMethod, UnquantizedEmbeddingMethod)
 """Methods that can derive what they need from the parameters anew; a module without a method derives nothing."""

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.hub import WEIGHTS
-from nemo_fp8rl.hf.region import Region, index
 from nemo_fp8rl.hf.tensors import EMBEDDING, HEAD
+from nemo_fp8rl.region import Region, index
 
 
 class CheckpointReader:

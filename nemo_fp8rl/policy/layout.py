@@ -15,7 +15,7 @@ from nemo_fp8rl.fp8 import BLOCK
 from nemo_fp8rl.hf.config import HfConfig
 from nemo_fp8rl.hf.divide import Dimension, check_divides, stages
 from nemo_fp8rl.hf.fp8_layers import asked_fp8_layers, attention_dimensions, mlp_dimension
-from nemo_fp8rl.hf.region import Region, whole
+from nemo_fp8rl.region import Region, whole
 
 SPLIT = re.compile(r"(?P<rows>(?:embed_tokens|lm_head|(?:[qkv]|gate|up)_proj)\.)|(?P<columns>(?:o|down)_proj\.)")
 EXPERT = re.compile(r"\.experts\.\d+\.")

@@ -23,13 +23,13 @@ from torch import Tensor
 
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.parts import PartReader, PartWriter
-from nemo_fp8rl.hf.region import shape_of, start_of
 from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.policy.flat_pieces import boxes, rows_of
 from nemo_fp8rl.policy.layout import Layout
 from nemo_fp8rl.policy.megatron_names import MEGATRON_HEAD
 from nemo_fp8rl.policy.optimizer import optimizer_parts
 from nemo_fp8rl.policy.weights import assembled
+from nemo_fp8rl.region import shape_of, start_of
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 STEPS = "steps.json"

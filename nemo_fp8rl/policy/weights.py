@@ -13,12 +13,12 @@ from torch import Tensor
 from nemo_fp8rl.hf.checkpoint import CheckpointReader
 from nemo_fp8rl.hf.hub import MODEL_FILES, TOKENIZER_FILES
 from nemo_fp8rl.hf.parts import PartWriter
-from nemo_fp8rl.hf.region import Region, index
 from nemo_fp8rl.hf.shards import write_index
 from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.policy.layout import EXPERT, Layout
 from nemo_fp8rl.policy.megatron_names import from_hf
 from nemo_fp8rl.policy.primary_weights import assign
+from nemo_fp8rl.region import Region, index
 
 
 @torch.no_grad()

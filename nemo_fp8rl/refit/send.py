@@ -25,7 +25,6 @@ from nemo_fp8rl.fp8 import (
 )
 from nemo_fp8rl.fp8.delta import Delta
 from nemo_fp8rl.fp8.format import all_finite, nan_codes, non_finite
-from nemo_fp8rl.hf.region import Region
 from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart, blocks_of
 from nemo_fp8rl.refit.message import Content, Encoding, Entry, Header
@@ -33,6 +32,7 @@ from nemo_fp8rl.refit.plan import aligned
 from nemo_fp8rl.refit.readings import Mark, Readings, on_gpu
 from nemo_fp8rl.refit.report import LinkId, SendReport
 from nemo_fp8rl.refit.transport.link import LinkError, SendingEnd, settle
+from nemo_fp8rl.region import Region
 
 DELTA_FROM = 1 << 14
 """Bytes below which a piece is sent whole: a delta of it would hardly be smaller."""

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from nemo_fp8rl.generation import compat
 from nemo_fp8rl.generation.weight_store import WeightStore
-from nemo_fp8rl.hf.region import index
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.refit.digest import xxh3
 from nemo_fp8rl.refit.manifest import Sources
@@ -23,6 +22,7 @@ from nemo_fp8rl.refit.plan import aligned
 from nemo_fp8rl.refit.receive import IncomingLink
 from nemo_fp8rl.refit.send import Link, WeightSender
 from nemo_fp8rl.refit.transport.in_process import in_process_link
+from nemo_fp8rl.region import index
 from tests.conftest import RECIPES, needs_fp8_cache
 from tests.generation.pair import Pair
 from tests.refit.memory_engine import Message, Tampered, at_rest, split

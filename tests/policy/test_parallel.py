@@ -8,10 +8,10 @@ from megatron.core import parallel_state
 from transformers import AutoModelForCausalLM
 
 from nemo_fp8rl.batch import TrainBatch, shards
-from nemo_fp8rl.hf.region import index
 from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.policy.logprobs import token_logprobs
 from nemo_fp8rl.policy.megatron_names import to_hf
+from nemo_fp8rl.region import index
 from nemo_fp8rl.tiny import write_model
 from tests.conftest import HALF_HEADS
 from tests.policy import ranks

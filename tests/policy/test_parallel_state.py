@@ -13,7 +13,6 @@ from nemo_fp8rl.fp8 import scale_name
 from nemo_fp8rl.hf.checkpoint import CheckpointReader
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.hf.parts import PartReader
-from nemo_fp8rl.hf.region import Region, whole
 from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.policy.weights import load_hf
 from nemo_fp8rl.policy.worker import MegatronWorker
@@ -24,6 +23,7 @@ from nemo_fp8rl.refit.plan import plan
 from nemo_fp8rl.refit.receive import IncomingLink, received
 from nemo_fp8rl.refit.transport.post import dial
 from nemo_fp8rl.refit.transport.shared_memory import domain
+from nemo_fp8rl.region import Region, whole
 from nemo_fp8rl.tiny import write_model
 from tests.conftest import HALF_HEADS
 from tests.policy import ranks

@@ -22,7 +22,6 @@ from torch import Tensor
 from nemo_fp8rl.fp8 import BLOCK, ScaleFormat, quantize_blockwise, scale_shape
 from nemo_fp8rl.fp8.delta import DeltaError
 from nemo_fp8rl.fp8.format import E4M3
-from nemo_fp8rl.hf.region import whole
 from nemo_fp8rl.refit.bridge import Revive, Transport
 from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.manifest import RefitError, Route, Sources, TensorPart, blocks_of
@@ -36,6 +35,7 @@ from nemo_fp8rl.refit.transport.link import HOST as HOST_MEMORY
 from nemo_fp8rl.refit.transport.link import ReceivingEnd
 from nemo_fp8rl.refit.transport.post import dial
 from nemo_fp8rl.refit.transport.shared_memory import domain
+from nemo_fp8rl.region import whole
 from nemo_fp8rl.workers import WorkerDied
 
 HOST, TOKEN = "127.0.0.1", "token of the run"
