@@ -39,7 +39,7 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.fp8 import BLOCK, Fp8Layers, NonFiniteError, ScaleFormat, scale_name, scale_shape
 from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.fp8.layers import LAYER
-from nemo_fp8rl.generation.vllm_plugin import served_config
+from nemo_fp8rl.generation.quantization_config import served_config
 from nemo_fp8rl.hf.checkpoint import CheckpointReader
 from nemo_fp8rl.hf.config import HfConfig, read_hf_config
 from nemo_fp8rl.hf.fp8_layers import QUERIES, check_ignored, fused_sizes, ragged

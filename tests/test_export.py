@@ -21,7 +21,7 @@ import nemo_fp8rl.export
 from nemo_fp8rl.cli import main
 from nemo_fp8rl.export import export, served_modules
 from nemo_fp8rl.fp8 import Fp8Layers
-from nemo_fp8rl.generation.vllm_plugin import served_config
+from nemo_fp8rl.generation.quantization_config import served_config
 from nemo_fp8rl.hf.checkpoint import CheckpointReader
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.hf.shards import ShardWriter

@@ -8,7 +8,7 @@ from nemo_fp8rl.config import Config
 from nemo_fp8rl.fp8.gpus import HOPPER
 from nemo_fp8rl.generation import compat
 from nemo_fp8rl.generation.checks import one_sequence_gib
-from nemo_fp8rl.generation.vllm_plugin import quantization_config
+from nemo_fp8rl.generation.quantization_config import quantization_config
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder

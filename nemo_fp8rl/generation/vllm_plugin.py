@@ -5,11 +5,7 @@ is imported here but what vLLM's engine has loaded by then: what is registered i
 method itself (`quantization.py`) loads when vLLM makes its config.
 """
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from nemo_fp8rl.fp8 import Fp8Layers
+from typing import Any
 
 QUANTIZATION = "nemo_fp8rl"
 
@@ -52,27 +48,3 @@ def register() -> None:
         @staticmethod
         def get_config_filenames() -> list[str]:
             return []
-
-
-def quantization_config(scale_format: str, fp8_layers: "Fp8Layers") -> dict[str, object]:
-    """The `quantization_config` of a model that this method serves, in HF's form."""
-    from nemo_fp8rl.fp8 import BLOCK
-
-    return {
-        "quant_method": QUANTIZATION,
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": list(BLOCK),
-        "scale_format": scale_format,
-        "fp8_layers": [fp8_layers.first, fp8_layers.end, list(fp8_layers.ignored)],
-    }
-
-
-def served_config(linears: Iterable[str], scale_format: str, fp8_layers: "Fp8Layers") -> dict[str, object]:
-    """The same for a model of these linear modules, by vLLM's names, that vLLM's own FP8 serves, too."""
-    modules = ("lm_head", *(name for name in linears if not fp8_layers.quantizes(name)))
-    return {
-        **quantization_config(scale_format, fp8_layers),
-        "quant_method": "fp8",
-        "modules_to_not_convert": list(dict.fromkeys(modules)),  # each once
-    }

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from nemo_fp8rl.fp8 import Fp8Layers
-from nemo_fp8rl.generation.vllm_plugin import QUANTIZATION, quantization_config, register
+from nemo_fp8rl.generation.quantization_config import quantization_config
+from nemo_fp8rl.generation.vllm_plugin import QUANTIZATION, register
 
 RUN = """
 import json, sys, time

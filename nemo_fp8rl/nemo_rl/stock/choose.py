@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.generation.vllm_plugin import served_config
+from nemo_fp8rl.generation.quantization_config import served_config
 from nemo_fp8rl.nemo_rl.precision import engine_fp8_layers, read_precision
 from nemo_fp8rl.nemo_rl.stock.bf16_layers import with_bf16_layers
 from nemo_fp8rl.nemo_rl.stock.refusal import NO_LATENT_CACHE, why_not
