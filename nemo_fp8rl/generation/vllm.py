@@ -227,11 +227,9 @@ class VllmGeneration:
         self._revived(range(self.engines.count), "check_health")
 
     def kernels(self) -> list[str]:
-        """What multiplies the FP8 layers of its engines, vLLM's attention backend and the mode of its CUDA graphs."""
         return sorted(set().union(*self._everyone("kernels")))
 
     def instructions(self) -> set[str]:
-        """Of the machines of its engines, `machine.instructions`."""
         return set(self._everyone("instructions"))
 
     def metrics(self) -> dict[str, float]:

@@ -61,6 +61,22 @@ class Policy(WeightSource, Protocol):
         """How far the engine's weights are from the trainer's (`algorithms.quantization_error`)."""
         ...
 
+    def kernels(self) -> list[str]:
+        """What multiplies the FP8 layers of its ranks; empty without any."""
+        ...
+
+    def quantizers(self) -> list[str]:
+        """What quantizes the weights of its ranks for a refit; empty without FP8 engines."""
+        ...
+
+    def cache_roundings(self) -> list[str]:
+        """How its ranks round what an FP8 KV cache holds; empty where they do not."""
+        ...
+
+    def instructions(self) -> set[str]:
+        """Of the machines of its ranks, `machine.instructions`."""
+        ...
+
     def save(self, folder: Path, optimizer: bool = True) -> None:
         """Write `weights/` (an HF checkpoint), `optimizer/`, and an FP8 cache's scales into an existing folder."""
         ...

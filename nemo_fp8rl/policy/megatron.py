@@ -87,15 +87,12 @@ class MegatronPolicy:
         return combined(results) | {name: results[0][name] for name in PER_RANK}
 
     def kernels(self) -> list[str]:
-        """What multiplies the FP8 layers of its ranks; empty without any."""
         return sorted(set().union(*self.ranks.everyone("kernels")))
 
     def quantizers(self) -> list[str]:
-        """What quantizes the weights of its ranks for a refit; empty without FP8 engines."""
         return sorted(set(self.ranks.everyone("quantizer")) - {""})
 
     def cache_roundings(self) -> list[str]:
-        """How its ranks round what an FP8 KV cache holds; empty where they do not."""
         return sorted(set(self.ranks.everyone("cache_rounding")) - {""})
 
     def on_gpu(self) -> bool:
@@ -103,7 +100,6 @@ class MegatronPolicy:
         return all(self.ranks.everyone("on_gpu"))
 
     def instructions(self) -> set[str]:
-        """Of the machines of its ranks, `machine.instructions`."""
         return set(self.ranks.everyone("instructions"))
 
     def step_schedule(self) -> None:
