@@ -164,24 +164,11 @@ def test_a_report_is_made_without_torch():
 
 
 DRIVERS = {"cli", "demo", "export", "rollout", "samples", "sft", "train", "__init__"}
-RECIPE = {
-    "algorithms",
-    "config",
-    "config_check",
-    "errors",
-    "fp8",
-    "recipe",
-    "secret_variables",
-    "typed_tree",
-    "yaml_tree",
-}
 BOTH_SIDES = {"batch", "config", "errors", "fp8", "hf", "machine", "refit", "region", "workers"}
+ALONE = {"batch", "display", "errors", "fp8", "machine", "region", "secret_variables", "shown_gpus", "timing"}
 MAY_IMPORT: dict[str, set[str]] = {  # room -> the rooms it may import besides itself
-    **{
-        alone: set()
-        for alone in ("errors", "batch", "fp8", "region", "secret_variables", "machine", "shown_gpus", "timing")
-    },
-    **{room: {"errors"} for room in ("disk", "rewards", "typed_tree", "stop_request", "display")},
+    **{room: set() for room in ALONE},
+    **{room: {"errors"} for room in ("disk", "rewards", "typed_tree", "stop_request")},
     "algorithms": {"batch", "errors", "fp8"},
     "config": {"algorithms", "fp8"},
     "config_check": {"algorithms", "config", "errors", "secret_variables"},
@@ -199,17 +186,22 @@ MAY_IMPORT: dict[str, set[str]] = {  # room -> the rooms it may import besides i
     "step_log": {"disk", "errors"},
     "loggers": {"config", "disk", "errors"},
     "tiny": {"disk", "errors", "hf"},
-    "rundir": {*RECIPE, "disk", "loggers", "machine", "policy", "step_log"},
+    "rundir": {
+        *("algorithms", "config", "disk", "errors", "loggers", "machine", "policy", "recipe", "step_log", "yaml_tree"),
+    },
     "report": {"algorithms", "disk", "errors", "step_log", "yaml_tree"},
-    "compare": {*RECIPE, "disk", "hf", "interrupt", "step_log", "tiny"},
+    "compare": {
+        *("algorithms", "disk", "errors", "hf", "interrupt", "recipe", "step_log", "tiny", "typed_tree", "yaml_tree"),
+    },
     "doctor": {"config", "errors", "fp8", "hf", "nemo_rl", "typed_tree"},
-    "launch": {*RECIPE, "disk", "nemo_rl", "shown_gpus", "stop_request", "workers"},
+    "launch": {
+        *("disk", "errors", "nemo_rl", "recipe", "secret_variables", "shown_gpus", "stop_request", "typed_tree"),
+        *("workers", "yaml_tree"),
+    },
     "nemo_rl": {
-        *BOTH_SIDES,
-        *RECIPE,
-        *("data", "generation", "interrupt", "policy", "rewards", "shown_gpus"),
-    }
-    | {"weights"},
+        *("algorithms", "batch", "config", "data", "errors", "fp8", "generation", "hf", "interrupt", "policy"),
+        *("recipe", "refit", "rewards", "shown_gpus", "typed_tree", "weights", "workers", "yaml_tree"),
+    },
 }
 
 
@@ -246,6 +238,10 @@ def test_rooms_import_one_way():
     found = edges()
     assert {("train", "policy"), ("refit", "fp8"), ("algorithms", "batch")} <= found, "the imports are not being read"
     assert {(room, target) for room, target in found if room not in DRIVERS and target not in MAY_IMPORT[room]} == set()
+
+
+def test_every_permission_to_import_is_used():
+    assert {(room, target) for room, may in MAY_IMPORT.items() for target in may} - edges() == set()
 
 
 def test_every_room_has_its_place():
