@@ -160,7 +160,7 @@ class RefitBridge:
             for engine in engines:
                 self._connect(engine)
             delta = self.choice.delta and held == {self.source.base_version()} != {-1}
-            reports, stages, retries = self._bring(version, engines, delta, self.choice.keep)
+            reports, stages, retries = self._bring(version, engines, delta=delta, keep=self.choice.keep)
             retries += self._commit(version, engines)
             self.version, self.sent_updates = version, self.source.updates()
             seconds = time.perf_counter() - start
@@ -196,7 +196,7 @@ class RefitBridge:
                 with self.source.still():
                     if self.version >= 0 and self.source.updates() == self.sent_updates:
                         self._connect(engine)
-                        self._bring(self.version, [engine], False, False)
+                        self._bring(self.version, [engine])
                         self._commit(self.version, [engine])
             return True
         finally:
@@ -255,26 +255,26 @@ class RefitBridge:
                     self.sink.disconnect(engine)
 
     def _bring(
-        self, version: int, engines: Collection[int], delta: bool, keep: bool
+        self, version: int, engines: Collection[int], *, delta: bool = False, keep: bool = False
     ) -> tuple[list[SendReport], dict[str, float], int]:
         """Send and load, and with `verify: full` compare, whatever was sent again, too: what the trainer's ranks say,
         seconds by stage, engines retried.
         """
-        reports, stages, again = self._push(version, engines, delta, keep)
+        reports, stages, again = self._push(version, engines, delta=delta, keep=keep)
         if self.verify == "full":
             began = time.perf_counter()
-            wrong = self._push(version, engines, False, keep, compare=True)[2]
-            if wrong and self._push(version, wrong, False, keep, compare=True)[2]:
+            wrong = self._push(version, engines, keep=keep, compare=True)[2]
+            if wrong and self._push(version, wrong, keep=keep, compare=True)[2]:
                 raise RefitError(f"refit {version}: engines {wrong} do not hold what was sent to them, twice")
             stages["compare"] = time.perf_counter() - began
             again += wrong
         return reports, stages, len(again)
 
     def _push(
-        self, version: int, engines: Collection[int], delta: bool, keep: bool, compare: bool = False
+        self, version: int, engines: Collection[int], *, delta: bool = False, keep: bool = False, compare: bool = False
     ) -> tuple[list[SendReport], dict[str, float], list[int]]:
         """Send and load, once more where it failed: what the trainer's ranks say, seconds by stage, engines retried."""
-        reports, outcomes = self._attempt(version, engines, delta, keep, compare)
+        reports, outcomes = self._attempt(version, engines, delta=delta, keep=keep, compare=compare)
         failed = {engine: outcome for engine, outcome in outcomes.items() if isinstance(outcome, Exception)}
         for engine, failure in failed.items():
             if self.sink.is_death(failure):
@@ -282,7 +282,7 @@ class RefitBridge:
         if failed:
             for engine in failed:
                 self._connect(engine)
-            _, again = self._attempt(version, failed.keys(), False, False, False)
+            _, again = self._attempt(version, failed.keys())
             for engine, outcome in again.items():
                 if isinstance(outcome, Exception):
                     raise RefitError(f"refit {version}: engine {engine} failed twice: {outcome}") from failed[engine]
@@ -298,7 +298,7 @@ class RefitBridge:
         return reports, stages, list(failed)
 
     def _attempt(
-        self, version: int, engines: Collection[int], delta: bool, keep: bool, compare: bool
+        self, version: int, engines: Collection[int], *, delta: bool = False, keep: bool = False, compare: bool = False
     ) -> tuple[list[SendReport], Mapping[int, Loaded | Exception]]:
         whole = self._whole(engines) if delta else frozenset()
         digests, finishing = self.verify != "off", False
@@ -334,7 +334,7 @@ class RefitBridge:
                 self._replace(engine, death)
                 self._connect(engine)
             if lost:
-                self._bring(version, lost, False, False)
+                self._bring(version, lost)
             self.sink.commit(version, engines)  # again: one that holds the version may not have heard of it
             return len(lost)
 
