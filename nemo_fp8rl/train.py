@@ -31,8 +31,9 @@ from nemo_fp8rl.machine import processors
 from nemo_fp8rl.policy.base import Policy
 from nemo_fp8rl.policy.identity import model_digests
 from nemo_fp8rl.refit.bridge import RefitBridge
+from nemo_fp8rl.resume import begun
 from nemo_fp8rl.rollout import Rollout, collect, further_prompts, score, shaped
-from nemo_fp8rl.rundir import RunDirectory, begun
+from nemo_fp8rl.rundir import RunDirectory
 from nemo_fp8rl.samples import pick
 from nemo_fp8rl.step_log import Sample
 from nemo_fp8rl.timing import Stopwatch

@@ -186,8 +186,10 @@ MAY_IMPORT: dict[str, set[str]] = {  # room -> the rooms it may import besides i
     "step_log": {"disk", "errors"},
     "loggers": {"config", "disk", "errors"},
     "tiny": {"disk", "errors", "hf"},
+    "resume": {"config", "errors", "recipe", "yaml_tree"},
     "rundir": {
-        *("algorithms", "config", "disk", "errors", "loggers", "machine", "policy", "recipe", "step_log", "yaml_tree"),
+        *("algorithms", "config", "disk", "errors", "loggers", "machine", "policy", "recipe", "resume", "step_log"),
+        "yaml_tree",
     },
     "report": {"algorithms", "disk", "errors", "step_log", "yaml_tree"},
     "compare": {
