@@ -103,13 +103,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
         policy, generation = stack.enter_context(backends(cfg, run.load_checkpoint))
         stop = stack.enter_context(GracefulStop(of_pods=True))  # after Ray, which sets signal handlers of its own
         bridge = build_bridge(cfg, policy, generation, first_version=run.done)
-        run.add_choice("refit", bridge.described)
-        run.add_choice("quantizer", ", ".join(policy.quantizers()) or "none")
-        if policy.cache_roundings():
-            run.add_choice("kv rounding", ", ".join(policy.cache_roundings()))
-        run.add_choice("trainer_kernels", ", ".join(policy.kernels()) or "none in FP8")
-        run.add_choice("engine_kernels", ", ".join(generation.kernels()))
-        run.add_choice("processors", processors(policy.instructions(), generation.instructions()))
+        _record_choices(run, policy, generation, bridge)
         parts = Parts(cfg, tokenizer, val_prompts, policy, generation, bridge, sampling, display.doing)
         display.doing("first refit")
         if cfg.fp8_kv_cache and not run.done:
@@ -152,6 +146,17 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
                 display.say(f"stopped after step {step}, {saved}")
                 return False
     return True
+
+
+def _record_choices(run: RunDirectory, policy: Policy, generation: Generation, bridge: RefitBridge) -> None:
+    """What the recipe leaves to the machines."""
+    run.add_choice("refit", bridge.described)
+    run.add_choice("quantizer", ", ".join(policy.quantizers()) or "none")
+    if policy.cache_roundings():
+        run.add_choice("kv rounding", ", ".join(policy.cache_roundings()))
+    run.add_choice("trainer_kernels", ", ".join(policy.kernels()) or "none in FP8")
+    run.add_choice("engine_kernels", ", ".join(generation.kernels()))
+    run.add_choice("processors", processors(policy.instructions(), generation.instructions()))
 
 
 def train_step(parts: Parts, loss: GrpoLoss, step: int, prompts_of_round: PromptsOfRound) -> StepOutcome:
@@ -208,19 +213,8 @@ def train_step(parts: Parts, loss: GrpoLoss, step: int, prompts_of_round: Prompt
     parts.generation.prepare_for_generation()
     refit = refitted(parts.bridge)
 
-    train_metrics = trained | mismatch | seen.by_position() | corrected | routes_known(batch)
-    train_metrics |= {
-        "reward": float(rollout.all_rewards.mean()),
-        "mean_gen_tokens_per_sample": rollout.generated / len(rollout.all_rewards),
-        "truncation_rate": rollout.truncated / len(rollout.all_rewards),
-        "global_valid_toks": float((batch["token_mask"] * batch["sample_mask"][:, None]).sum()),
-        "generation_rounds": rollout.rounds,
-        "optimizer_steps_skipped": skipped,
-    }
-    if cfg.grpo.use_dynamic_sampling:
-        train_metrics["filtered_reward"] = float(rollout.rewards.mean())
-    # what no token has (all rejected, none finite) is left out: JSON has no NaN
-    metrics = {f"train/{name}": value for name, value in train_metrics.items() if math.isfinite(value)}
+    measured = trained | mismatch | seen.by_position() | corrected | routes_known(batch)
+    metrics = _step_metrics(cfg, rollout, batch, measured, skipped)
     metrics |= clock.metrics() | refit.metrics() | memory
     metrics["performance/generation_tokens_per_sec"] = rollout.generated / clock.seconds["generate"]
     for name, count in parts.generation.metrics().items():
@@ -229,6 +223,24 @@ def train_step(parts: Parts, loss: GrpoLoss, step: int, prompts_of_round: Prompt
             notes.append(f"step {step}: {name} {metrics[name]:g}")
     metrics["timing/total_step_time"] = time.perf_counter() - begin
     return StepOutcome(metrics, notes, log_weights, samples)
+
+
+def _step_metrics(
+    cfg: Config, rollout: Rollout, batch: TrainBatch, measured: dict[str, float], skipped: int
+) -> dict[str, float]:
+    """All under train/: what training measured, and what its rollout and batch say. skipped: optimizer steps."""
+    metrics = measured | {
+        "reward": float(rollout.all_rewards.mean()),
+        "mean_gen_tokens_per_sample": rollout.generated / len(rollout.all_rewards),
+        "truncation_rate": rollout.truncated / len(rollout.all_rewards),
+        "global_valid_toks": float((batch["token_mask"] * batch["sample_mask"][:, None]).sum()),
+        "generation_rounds": rollout.rounds,
+        "optimizer_steps_skipped": skipped,
+    }
+    if cfg.grpo.use_dynamic_sampling:
+        metrics["filtered_reward"] = float(rollout.rewards.mean())
+    # what no token has (all rejected, none finite) is left out: JSON has no NaN
+    return {f"train/{name}": value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def routes_known(batch: TrainBatch) -> dict[str, float]:

@@ -92,18 +92,7 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
             raise UserError(f"{path}: {key}={shown(raw[key])} is not supported")
     if raw.get("hidden_act", "silu") != "silu":
         raise UserError(f"{path}: hidden_act {shown(raw['hidden_act'])} is not supported, only silu")
-    rope_key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
-    rope = raw.get(rope_key) or {}
-    if not isinstance(rope, dict):
-        raise UserError(f"{path}: {rope_key} must be an object or null, got {shown(rope)}")
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    if rope_type not in ROPE_TYPES:
-        raise UserError(f"{path}: rope_type {shown(rope_type)} is not supported, only {', '.join(ROPE_TYPES)}")
-    factor = rope.get("factor")
-    if rope_type != "default" and (not _is_number(factor) or factor < 1):
-        raise UserError(f"{path}: rope_type {rope_type!r} needs a factor of 1 or more, got {shown(factor)}")
-    if (rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise UserError(f"{path}: partial_rotary_factor is not supported, only 1")
+    rope_type, rope_theta = _rope(raw, path)
     if family.experts:
         _check_experts(raw, path)
     ends_in = folder / "generation_config.json"
@@ -130,7 +119,7 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
         num_key_value_heads=groups,
         head_dim=head_dim,
         rms_norm_eps=_positive(raw, path, "rms_norm_eps", 1e-6),
-        rope_theta=_positive(rope if rope.get("rope_theta") else raw, path, "rope_theta", 10000.0),
+        rope_theta=rope_theta,
         rope_type=rope_type,
         tie_word_embeddings=boolean(raw, path, "tie_word_embeddings"),
         max_position_embeddings=size(raw, path, "max_position_embeddings"),
@@ -138,6 +127,23 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
         num_experts=size(raw, path, _experts_key(raw)) if family.experts else 0,
         num_experts_per_tok=size(raw, path, "num_experts_per_tok") if family.experts else 0,
     )
+
+
+def _rope(raw: dict[str, Any], path: Path) -> tuple[str, float]:
+    """rope_type and rope_theta. Raises UserError for a RoPE that is not supported."""
+    key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    rope = raw.get(key) or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"{path}: {key} must be an object or null, got {shown(rope)}")
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    if rope_type not in ROPE_TYPES:
+        raise UserError(f"{path}: rope_type {shown(rope_type)} is not supported, only {', '.join(ROPE_TYPES)}")
+    factor = rope.get("factor")
+    if rope_type != "default" and (not _is_number(factor) or factor < 1):
+        raise UserError(f"{path}: rope_type {rope_type!r} needs a factor of 1 or more, got {shown(factor)}")
+    if (rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise UserError(f"{path}: partial_rotary_factor is not supported, only 1")
+    return rope_type, _positive(rope if rope.get("rope_theta") else raw, path, "rope_theta", 10000.0)
 
 
 def _experts_key(raw: dict[str, Any]) -> str:

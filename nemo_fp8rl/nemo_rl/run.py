@@ -22,6 +22,7 @@ from nemo_fp8rl.nemo_rl.gpus import is_asynchronous
 from nemo_fp8rl.nemo_rl.keys import at
 from nemo_fp8rl.nemo_rl.parts import Loop, check_cluster, check_own_gpu, of_nemo_rl, of_ours, takes_ours
 from nemo_fp8rl.nemo_rl.prompt_files import find_prompt_files
+from nemo_fp8rl.nemo_rl.recipe import NemoRlRecipe
 from nemo_fp8rl.nemo_rl.recipe import load as checked
 from nemo_fp8rl.nemo_rl.stock.pythonpath import package_on_pythonpath
 from nemo_fp8rl.nemo_rl.stock.refusal import check_stock
@@ -42,7 +43,6 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
     check_loop(recipe.values)
     if find_cluster():
         print(f"nemo-fp8rl: joins the Ray cluster of this machine, RAY_ADDRESS={os.environ['RAY_ADDRESS']}", flush=True)
-    off_policy = is_asynchronous(recipe.values)
     ours = takes_ours(recipe.fp8rl.workers)
     print(
         f"nemo-fp8rl: nemo_fp8rl.workers={recipe.fp8rl.workers}, {'ours' if ours else 'those of NeMo RL'}", flush=True
@@ -80,38 +80,44 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
     set_seed(recipe.values["grpo"]["seed"])
     with ExitStack() as stack:
         # two for environments; what a collector, which passes over errors, says of them is shown
-        stack.enter_context(_ray(processes + 2, ours, log_to_driver=off_policy))
+        stack.enter_context(_ray(processes + 2, ours, log_to_driver=is_asynchronous(recipe.values)))
         check_cluster(recipe.precision.flow)
         environment.register(ours)
         data, val_data, envs, val_envs = setup_response_data(tokenizer, master.data, master.env)
         parts = of_ours if ours else of_nemo_rl
         loop = stack.enter_context(parts(grpo, master, recipe, tokenizer, data, val_data))
-        stop = LoopStop(
-            loop.master,
-            steps=lambda: steps_done(loop.state),
-            finish=lambda: finish_checkpoints(loop.checkpointer),
-            asynchronous=off_policy,
-        )
-        prompts = loop.prompts if off_policy else Prompts(loop.prompts, stop)
-        arguments = (
-            *(loop.policy, loop.generation, prompts, loop.val_prompts, tokenizer, loop.loss, envs, val_envs),
-            *(loop.logger, loop.checkpointer, loop.state, loop.master),
-        )
-        save_in_time(loop.master.checkpointing)
-        begin, done = time.monotonic(), steps_done(loop.state)
-        with stop.listening():
-            if off_policy:
-                watch = Watch(loop.policy, getattr(loop.generation, "weight_synchronizer", None))
-                grpo.async_grpo_train(*arguments, at(master.model_dump(), MAX_AGE, 1))
-            else:
-                grpo.grpo_train(*arguments)
-        if stop.cut_short:
-            return steps_done(loop.state) >= loop.steps
-        out_of_time = _ran_out_of_time(loop, time.monotonic() - begin, done)
+        return _run_loop(grpo, loop, recipe, tokenizer, envs, val_envs)
+
+
+def _run_loop(grpo: ModuleType, loop: Loop, recipe: NemoRlRecipe, tokenizer: Any, envs: Any, val_envs: Any) -> bool:
+    """NeMo RL's loop with these parts; returns what `run` does."""
+    off_policy = is_asynchronous(recipe.values)
+    stop = LoopStop(
+        loop.master,
+        steps=lambda: steps_done(loop.state),
+        finish=lambda: finish_checkpoints(loop.checkpointer),
+        asynchronous=off_policy,
+    )
+    prompts = loop.prompts if off_policy else Prompts(loop.prompts, stop)
+    arguments = (
+        *(loop.policy, loop.generation, prompts, loop.val_prompts, tokenizer, loop.loss, envs, val_envs),
+        *(loop.logger, loop.checkpointer, loop.state, loop.master),
+    )
+    save_in_time(loop.master.checkpointing)
+    begin, done = time.monotonic(), steps_done(loop.state)
+    with stop.listening():
         if off_policy:
-            by_validation = recipe.values["grpo"].get("stop_at_validation_threshold") is not None
-            watch.check(0 if out_of_time or by_validation else loop.steps - done)
-        return not out_of_time
+            watch = Watch(loop.policy, getattr(loop.generation, "weight_synchronizer", None))
+            grpo.async_grpo_train(*arguments, at(loop.master.model_dump(), MAX_AGE, 1))
+        else:
+            grpo.grpo_train(*arguments)
+    if stop.cut_short:
+        return steps_done(loop.state) >= loop.steps
+    out_of_time = _ran_out_of_time(loop, time.monotonic() - begin, done)
+    if off_policy:
+        by_validation = recipe.values["grpo"].get("stop_at_validation_threshold") is not None
+        watch.check(0 if out_of_time or by_validation else loop.steps - done)
+    return not out_of_time
 
 
 def _ran_out_of_time(loop: Loop, seconds: float, steps_before: int) -> bool:
