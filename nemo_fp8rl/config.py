@@ -50,8 +50,9 @@ class Fp8RlConfig(_Block):
 
     flow: Flow = "fp8_e2e"
     """Precision of trainer and engine: bf16 both; fp8_rollout engine only; fp8_e2e both, by one contract."""
-    align: Literal["vllm", "none"] = "vllm"
-    """Where the trainer's RoPE, residual, norm and softmax round: where vLLM's do, or where Megatron's do."""
+    align: Literal["auto", "vllm", "none"] = "auto"
+    """Where the trainer's RoPE, residual, norm and softmax round: where vLLM's kernels for CPUs do, which a GPU cannot,
+    or where Megatron's do. auto: vllm without a GPU, none on one."""
     scale_format: ScaleFormat = "pow2"
     """Scales of the FP8 blocks; pow2 is the one on which every quantizer agrees."""
     kv: Literal["unified", "rollout"] = "unified"

@@ -219,7 +219,6 @@ def _choices(cfg: Config) -> dict[str, str]:
         "kv cache": _kv_cache(cfg),
         "correction": str(resolved_correction(cfg.loss_fn, choice.correction)),
         "threads": str(torch.get_num_threads()),
-        "align": choice.align,
         "routes": "the engine's" if cfg.policy.router_replay.enabled else "the trainer's",
         "backend": cfg.cluster.backend,
         "layout": _layout(cfg),

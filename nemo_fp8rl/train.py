@@ -151,6 +151,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
 def _record_choices(run: RunDirectory, policy: Policy, generation: Generation, bridge: RefitBridge) -> None:
     """What the recipe leaves to the machines."""
     run.add_choice("refit", bridge.described)
+    run.add_choice("align", ", ".join(policy.alignments()))
     run.add_choice("quantizer", ", ".join(policy.quantizers()) or "none")
     if policy.cache_roundings():
         run.add_choice("kv rounding", ", ".join(policy.cache_roundings()))

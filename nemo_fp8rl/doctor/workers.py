@@ -67,7 +67,7 @@ def _ours(plan: Plan, said: str) -> Iterator[Finding]:
     if refusal and refusal != said:
         yield Finding("error", TOPIC, refusal)
     if plan.values["nemo_fp8rl"]["align"] == "vllm":
-        why = "nemo_fp8rl.align=vllm rounds as vLLM's CPU kernels do; on GPUs set nemo_fp8rl.align=none"
+        why = "nemo_fp8rl.align=vllm rounds as vLLM's CPU kernels do; on GPUs set nemo_fp8rl.align=auto"
         yield Finding("error", TOPIC, why)
     elif not refusal:
         yield Finding("ok", TOPIC, "our own trainer and engines take this recipe")

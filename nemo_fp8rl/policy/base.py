@@ -69,6 +69,10 @@ class Policy(WeightSource, Protocol):
         """What quantizes the weights of its ranks for a refit; empty without FP8 engines."""
         ...
 
+    def alignments(self) -> list[str]:
+        """Where the non-linear parts of its ranks round: `nemo_fp8rl.align`, as resolved."""
+        ...
+
     def cache_roundings(self) -> list[str]:
         """How its ranks round what an FP8 KV cache holds; empty where they do not."""
         ...

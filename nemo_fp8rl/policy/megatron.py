@@ -92,6 +92,9 @@ class MegatronPolicy:
     def quantizers(self) -> list[str]:
         return sorted(set(self.ranks.everyone("quantizer")) - {""})
 
+    def alignments(self) -> list[str]:
+        return sorted(set(self.ranks.everyone("alignment")))
+
     def cache_roundings(self) -> list[str]:
         return sorted(set(self.ranks.everyone("cache_rounding")) - {""})
 

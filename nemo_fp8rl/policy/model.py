@@ -23,6 +23,7 @@ from nemo_fp8rl.policy.layout import Layout, expert_tensor_size
 from nemo_fp8rl.policy.linears import MultipliesInFp8
 from nemo_fp8rl.policy.megatron_names import ROUTER
 from nemo_fp8rl.policy.rope import read_rope
+from nemo_fp8rl.policy.rounding import is_aligned
 from nemo_fp8rl.policy.specs import block_spec
 from nemo_fp8rl.policy.weights import load_hf
 
@@ -75,7 +76,7 @@ def left_as_it_is(weight: Tensor) -> None:
 def transformer_config(hf: HfConfig, policy: PolicyConfig, choice: Fp8RlConfig) -> TransformerConfig:
     """Megatron's description of the architecture: fusions off, weights made on CPU, gradients summed."""
     dtype, parallel = DTYPES[policy.precision], policy.megatron_cfg
-    residual = torch.float32 if choice.align == "vllm" else dtype
+    residual = torch.float32 if is_aligned(choice) else dtype
     pipelined = parallel.pipeline_model_parallel_size > 1
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
@@ -131,7 +132,7 @@ def _mixture(hf: HfConfig, choice: Fp8RlConfig) -> dict[str, Any]:
         "moe_ffn_hidden_size": hf.intermediate_size,
         "moe_router_topk": hf.num_experts_per_tok,
         "moe_router_pre_softmax": False,  # softmax of the chosen logits: HF's norm_topk_prob=true
-        "moe_router_dtype": None if choice.align == "vllm" else "fp32",  # None: the activations', as vLLM's on CPU
+        "moe_router_dtype": None if is_aligned(choice) else "fp32",  # None: the activations', as vLLM's on CPU
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": torch.cuda.is_available(),

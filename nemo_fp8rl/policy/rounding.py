@@ -7,7 +7,13 @@ and measured, but for AVX-512 without its BF16 extension; what GPUs do is expect
 import torch
 from torch import Tensor
 
+from nemo_fp8rl.config import Fp8RlConfig
 from nemo_fp8rl.fp8 import CacheRounding
+
+
+def is_aligned(choice: Fp8RlConfig) -> bool:
+    """Whether the trainer rounds where vLLM's kernels for CPUs do: `nemo_fp8rl.align`."""
+    return choice.align == "vllm" or (choice.align == "auto" and not torch.cuda.is_available())
 
 
 def cache_rounding() -> CacheRounding:

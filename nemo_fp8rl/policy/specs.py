@@ -34,6 +34,7 @@ from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.layout import Layout
 from nemo_fp8rl.policy.linears import bf16_linears, fp8_linears, qkv_by_kind
 from nemo_fp8rl.policy.rope import Rope
+from nemo_fp8rl.policy.rounding import is_aligned
 
 
 class RMSNorm(torch.nn.Module):
@@ -76,7 +77,7 @@ def block_spec(
     layout: Layout, choice: Fp8RlConfig, fp8_layers: Fp8Layers, rope: Rope, kv_cache: TrainerKvCache | None
 ) -> TransformerBlockSubmodules:
     """The rank's decoder layers for this precision and alignment."""
-    aligned, scale_format = choice.align == "vllm", choice.scale_format
+    aligned, scale_format = is_aligned(choice), choice.scale_format
     attention = attention_of(AlignedAttention if aligned else SdpaAttention, rope, kv_cache)
 
     def linear(name: str, row: bool) -> type:

@@ -44,7 +44,7 @@ from nemo_fp8rl.policy.offload import Offload
 from nemo_fp8rl.policy.optimizer import build_ddp, build_optimizer, build_scheduler, check_finite
 from nemo_fp8rl.policy.optimizer_state import load_optimizer, save_optimizer
 from nemo_fp8rl.policy.pipeline import Pipeline
-from nemo_fp8rl.policy.rounding import cache_rounding, loses_denormals
+from nemo_fp8rl.policy.rounding import cache_rounding, is_aligned, loses_denormals
 from nemo_fp8rl.policy.routing_replay import RoutingReplay
 from nemo_fp8rl.policy.specs import transformer_engine_linears
 from nemo_fp8rl.policy.weights import load_hf, save_hf
@@ -114,7 +114,7 @@ class MegatronWorker:
         split = layout.tensor.size if cfg.policy.megatron_cfg.sequence_parallel else 1  # of a rank's tokens
         multiple = split * FP8_TOKENS if on_gpu and split > 1 else split
         multiple *= layout.context.size
-        aligned = cfg.nemo_fp8rl.align == "vllm"
+        aligned = is_aligned(cfg.nemo_fp8rl)
         self.pipeline = Pipeline(cfg.policy, self.ddp, self.model, self.kv_cache, replay, device, multiple, aligned)
         if cfg.loss_fn.reference_policy_kl_penalty:  # on the host: it is read once a step
             self.reference = [_on_host(tensor) for tensor in self.held.storage()]
@@ -204,6 +204,10 @@ class MegatronWorker:
     def cache_rounding(self) -> str:
         """Of what an FP8 KV cache holds, as its attention reads it; empty where it does not."""
         return (self.kv_cache.rounding or "") if self.kv_cache is not None else ""
+
+    def alignment(self) -> str:
+        """`nemo_fp8rl.align`, as resolved."""
+        return "vllm" if is_aligned(self.cfg.nemo_fp8rl) else "none"
 
     def on_gpu(self) -> bool:
         return torch.cuda.is_available()
@@ -352,7 +356,7 @@ def _check_for_gpu(cfg: Config, hf: HfConfig) -> None:
     """Raise UserError for what a policy on a GPU cannot do as it is said, before anything is built."""
     if cfg.nemo_fp8rl.align == "vllm":
         raise UserError(
-            "nemo_fp8rl.align=vllm rounds as vLLM's CPU kernels do: set nemo_fp8rl.align=none to train on a GPU"
+            "nemo_fp8rl.align=vllm rounds as vLLM's CPU kernels do: set nemo_fp8rl.align=auto to train on a GPU"
         )
     if hf.family.experts or cfg.nemo_fp8rl.trainer_fp8:
         te = transformer_engine_linears(cfg.nemo_fp8rl.scale_format if cfg.nemo_fp8rl.trainer_fp8 else None)

@@ -19,7 +19,7 @@ VALUES: dict[str, Any] = {
     },
     "nemo_fp8rl": {
         "workers": "auto",
-        "align": "vllm",
+        "align": "auto",
         "kv": "unified",
         "correction": None,
         "refit": {"mode": "auto", "bucket_bytes": 2**28},

@@ -11,7 +11,7 @@ from tests.nemo_rl.test_config import master
 
 def said(model: str, **changes: object) -> list[tuple[str, str]]:
     values = master(None, **{"policy__model_name": model, **changes})
-    values["nemo_fp8rl"] = {"workers": "ours", "align": "none"} | values["nemo_fp8rl"]
+    values["nemo_fp8rl"] = {"workers": "ours", "align": "auto"} | values["nemo_fp8rl"]
     return [(finding.level, finding.text) for finding in check_workers(Plan(values, shape_of(model)), "0.6.0")]
 
 
@@ -111,7 +111,7 @@ def test_nemo_rls_own_take_an_fp8_recipe_on_main_and_bf16_on_every_version(plan)
 @pytest.mark.parametrize(
     ("model", "changes", "message"),
     [
-        ("Qwen/Qwen3-8B", {"nemo_fp8rl": {"align": "vllm"}}, "nemo_fp8rl.align=none"),
+        ("Qwen/Qwen3-8B", {"nemo_fp8rl": {"align": "vllm"}}, "nemo_fp8rl.align=auto"),
         ("Qwen/Qwen3-8B", {"policy__megatron_cfg__mtp_num_layers": 1}, "no multi-token prediction"),
         (
             "Qwen/Qwen3-8B",

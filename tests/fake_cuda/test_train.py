@@ -19,7 +19,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(FAKE not in os.environ, reason
 
 ENGINE, TRAINER = "policy.generation.vllm_cfg", "policy.megatron_cfg"
 TINY = (
-    "nemo_fp8rl.align=none",  # which is the CPU's kernels', and refused on a GPU
     f"{ENGINE}.async_engine=true",
     f"{ENGINE}.enforce_eager=true",
     "nemo_fp8rl.refit.transport=shared_memory",  # the engine maps no GPU's memory

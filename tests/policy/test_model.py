@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from nemo_fp8rl.config import Fp8RlConfig
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.policy import megatron_names, model, specs, weights
 from nemo_fp8rl.policy.cpu import megatron_on_cpu
@@ -15,6 +16,7 @@ from nemo_fp8rl.policy.linears import bf16_linears
 from nemo_fp8rl.policy.megatron_names import to_hf
 from nemo_fp8rl.policy.model import transformer_config
 from nemo_fp8rl.policy.rope import read_rope
+from nemo_fp8rl.policy.rounding import is_aligned
 from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.tiny import write_model
 from tests.conftest import LLAMA3_ROPE, YARN
@@ -39,6 +41,15 @@ SIZES = [
     {"family": "qwen2"},
     {"family": "qwen2", "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16},
 ]
+
+
+@pytest.mark.parametrize(
+    ("align", "on_gpu", "aligned"),
+    [("auto", False, True), ("auto", True, False), ("vllm", False, True), ("none", False, False)],
+)
+def test_auto_aligns_where_there_is_no_gpu(monkeypatch, align, on_gpu, aligned):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    assert is_aligned(Fp8RlConfig(align=align)) == aligned
 
 
 @pytest.mark.parametrize("align", ["vllm", "none"])

@@ -195,7 +195,7 @@ def test_a_checkpoint_in_float32_is_rounded_before_it_is_quantized(recipe, tmp_p
 def test_alignment_to_the_cpus_kernels_is_refused(recipe, tmp_path: Path):
     write_model(tmp_path / "model", seed=3)
     cfg = recipe(f"policy.model_name={tmp_path}/model", "nemo_fp8rl.align=vllm")
-    with pytest.raises(UserError, match=r"set nemo_fp8rl\.align=none"), rank(cfg, gpu=True):
+    with pytest.raises(UserError, match=r"set nemo_fp8rl\.align=auto"), rank(cfg, gpu=True):
         pass
 
 
