@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from nemo_fp8rl.nemo_rl.checkout import find_checkout
-from tests.conftest import needs_fp8_cache
+from nemo_fp8rl.recipe import load
+from nemo_fp8rl.sft import sft
+from nemo_fp8rl.tiny import make_tiny
+from tests.conftest import RECIPES, needs_fp8_cache
 from tests.nemo_rl import runs
 
 pytestmark = [pytest.mark.nemo_rl, runs.needs_checkout]
@@ -173,6 +176,22 @@ def test_an_fp8_kv_cache_is_calibrated_in_the_asynchronous_loop_which_never_asks
     saved = sorted((tmp_path / "checkpoints").glob("step_*/policy/kv_scales.json"))
     assert len(saved) == 3
     assert len({path.read_text() for path in saved}) > 1
+
+
+def test_a_mixture_in_the_layout_of_its_recipe(tmp_path):
+    """Qwen3-30B-A3B's on two nodes, where EP is 8: TP 2 with sequence parallelism, experts whole, an engine of TP 2."""
+    make_tiny(tmp_path / "tiny", "add", family="qwen3_moe", moe_intermediate_size=256)  # two blocks for two ranks
+    model, data = f"policy.model_name={tmp_path}/tiny/model", f"data.train.data_path={tmp_path}/tiny/data.jsonl"
+    sft(load(RECIPES / "tiny_sft.yaml", [model, data, "sft.max_num_steps=100"]), tmp_path / "tiny/warm")
+    logs = tmp_path / "logs"
+    of_two = ("policy.megatron_cfg.expert_model_parallel_size=2", "cluster.gpus_per_node=2", "grpo.max_num_steps=2")
+    recipe = RECIPES / "nemo_rl/qwen3-30b-a3b-fp8-e2e-2n8g.yaml"
+    values = runs.run(logs, *runs.overrides(tmp_path / "tiny", logs), *of_two, recipe=recipe)
+    print(values["train/token_mult_prob_error"], values["train/reward"], values["train/grad_norm"])
+    assert max(values["train/token_mult_prob_error"]) < 1.002
+    assert min(values["train/grad_norm"]) > 0
+    if find_checkout().version != "0.7.0":
+        assert values["refit/wire_over_bf16"][0] < 0.505
 
 
 def test_several_optimizer_steps_dynamic_sampling_and_a_warm_up(warm, tmp_path):
