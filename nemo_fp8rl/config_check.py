@@ -1,13 +1,14 @@
 """Ranges, and values that contradict each other: what the types of a recipe cannot say. Every message names the key."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from nemo_fp8rl.algorithms.gates import check_gates
 from nemo_fp8rl.algorithms.loss_config import resolved_correction
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.secret_variables import looks_secret
+from nemo_fp8rl.secret_variables import has_password, looks_secret
 
 ABOVE_0 = (
     "grpo.num_prompts_per_step",
@@ -141,6 +142,7 @@ def check(cfg: Config) -> None:
     if cfg.policy.generation.colocated.enabled:
         _check_colocated(cfg)
     _check_environment(cfg)
+    check_tracker(cfg.logger.mlflow.tracking_uri)
     _check_folders(cfg)
 
 
@@ -162,16 +164,30 @@ def _check_environment(cfg: Config) -> None:
                 f"policy.{block}.env_vars.CUDA_VISIBLE_DEVICES: which GPUs a process has is said by Ray; remove it, or "
                 "set it in the environment of the whole run"
             )
-        if secret := next((name for name, value in variables.items() if looks_secret(name, value)), None):
-            raise UserError(
-                f"policy.{block}.env_vars.{secret} looks like a secret, which config.yaml, trackers and a job's script "
-                f"would show: remove it, and set {secret} in the environment of the whole run"
-            )
+        check_no_secret(f"policy.{block}.env_vars", variables)
     differ = (name for name in trainer.keys() & engine.keys() if trainer[name] != engine[name])
     if cfg.cluster.backend == "in_process" and (name := next(differ, None)):
         raise UserError(
             f"policy.megatron_cfg.env_vars.{name}={trainer[name]} and policy.generation.vllm_cfg.env_vars.{name}="
             f"{engine[name]}: trainer and engine are one process; set them alike, or cluster.backend=ray"
+        )
+
+
+def check_no_secret(key: str, variables: Mapping[str, Any]) -> None:
+    """Raise UserError for an environment variable that looks like a secret. key: where they stand."""
+    if secret := next((name for name, value in variables.items() if looks_secret(str(name), str(value))), None):
+        raise UserError(
+            f"{key}.{secret} looks like a secret, which config.yaml, trackers and a job's script would show: remove "
+            f"it, and set {secret} in the environment of the whole run"
+        )
+
+
+def check_tracker(tracking_uri: str | None) -> None:
+    """Raise UserError for a password in MLflow's address."""
+    if tracking_uri and has_password(tracking_uri):
+        raise UserError(
+            "logger.mlflow.tracking_uri holds a password, which config.yaml and a job's script would show: set "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment instead"
         )
 
 

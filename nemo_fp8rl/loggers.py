@@ -33,16 +33,11 @@ class Logger(Protocol):
 
 
 def check_loggers(cfg: LoggerConfig) -> None:
-    """Raise UserError for a logger whose package is not there, and for a password that would be kept with the run."""
+    """Raise UserError for a logger whose package is not there."""
     for package in PACKAGES:
         key = f"{package}_enabled"
         if getattr(cfg, key) and not _installed(package):
             raise UserError(f"logger.{key}=true needs the package {package}: pip install {package}, or set it to false")
-    if cfg.mlflow.tracking_uri and urlsplit(cfg.mlflow.tracking_uri).password:
-        raise UserError(
-            "logger.mlflow.tracking_uri holds a password, and the run keeps its recipe: set MLFLOW_TRACKING_USERNAME "
-            "and MLFLOW_TRACKING_PASSWORD instead"
-        )
 
 
 def open_loggers(cfg: LoggerConfig, recipe: dict[str, Any], done: int) -> Iterator[Logger]:

@@ -23,9 +23,13 @@ URL_WITH_PASSWORD = re.compile(r"://[^/?#@\s]*:(?!\$\()[^/?#@\s]+@(?!sha256:)")
 """Not a variable of Kubernetes, $(NAME), in the place of the password, nor an image's tag before its digest."""
 
 
+def has_password(url: str) -> bool:
+    return URL_WITH_PASSWORD.search(url) is not None
+
+
 def looks_secret(name: str, value: str) -> bool:
     """Of an environment variable."""
-    if URL_WITH_PASSWORD.search(value):
+    if has_password(value):
         return True
     if not SECRET.search(name) or NO_SECRET.search(name) or SWITCH.fullmatch(value):
         return False

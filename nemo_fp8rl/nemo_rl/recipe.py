@@ -1,15 +1,17 @@
 """Read a recipe for NeMo RL without importing it; every key is checked, its own against the checkout, ours typed."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nemo_fp8rl.algorithms.gates import check_gates
 from nemo_fp8rl.config import Fp8RlConfig
+from nemo_fp8rl.config_check import check_no_secret, check_tracker
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.nemo_rl.checkout import NEMO_RL_SRC, Checkout, find_checkout
+from nemo_fp8rl.nemo_rl.keys import at
 from nemo_fp8rl.nemo_rl.known_keys import check_known, read_known_keys
 from nemo_fp8rl.nemo_rl.overrides import apply_override, key_of
 from nemo_fp8rl.nemo_rl.precision import Precision, read_precision
@@ -95,6 +97,7 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> NemoRlRecipe:
         values: Any = OmegaConf.to_container(tree, resolve=True)
     check_numbers(values)
     check_values(values)
+    _check_no_secrets(values)
     block = typed(values[BLOCK], Fp8RlConfig, f"{BLOCK}.")
     if block.correction is not None:
         block.correction.resolved()
@@ -117,6 +120,25 @@ def _is_for_nemo_rl(path: Path, tree: Any) -> bool:
 
     with refusing(f"{path}: cluster"):
         return OmegaConf.select(tree, "cluster.gpus_per_node") is not None
+
+
+def _check_no_secrets(values: dict[str, Any]) -> None:
+    """As in recipes of ours: a script or a manifest would show them."""
+    for key, variables in _variables(values):
+        check_no_secret(key, variables)
+    uri = at(values, "logger.mlflow.tracking_uri", None)
+    check_tracker(None if uri is None else str(uri))
+
+
+def _variables(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Every `env_vars`: the trainer's, the engine's, those of further workers."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            key = f"{prefix}{name}"
+            if name == "env_vars":
+                yield key, value
+            else:
+                yield from _variables(value, f"{key}.")
 
 
 def _nested(key: str) -> dict[str, Any]:

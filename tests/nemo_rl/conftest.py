@@ -15,7 +15,7 @@ grpo:
   {num_prompts_per_step: 32, num_generations_per_prompt: 16, max_num_steps: 10, max_num_epochs: 1, seed: 42,
   val_at_start: false}
 data: {train: null}
-logger: {log_dir: logs}
+logger: {log_dir: logs, mlflow: {tracking_uri: null}}
 checkpointing: {enabled: false, checkpoint_dir: results}
 loss_fn: {use_importance_sampling_correction: false}
 env: {math: {num_workers: 8}}
@@ -69,6 +69,7 @@ class VllmConfig(GenerationConfig):
 
 class VllmSpecificArgs(TypedDict):
     is_mx: NotRequired[bool]
+    env_vars: NotRequired[dict[str, str] | None]
 
 class GRPOConfig(BaseModel):
     val_at_end: bool = False

@@ -142,6 +142,22 @@ def test_keys_of_examples_of_classes_and_of_free_mappings_are_known(recipe, over
 
 
 @pytest.mark.parametrize(
+    "override",
+    [
+        "+policy.megatron_cfg.env_vars.WANDB_API_KEY=s3cret",
+        "++policy.generation.vllm_cfg.env_vars.HF_TOKEN=s3cret",
+        "+env.my_environment={env_vars: {PROXY: 'http://u:s3cret@h'}}",
+        "++logger.mlflow.tracking_uri=http://u:s3cret@h",
+    ],
+)
+def test_a_secret_is_refused_and_not_shown(refusal, override):
+    """A job's script holds its overrides, a manifest the recipe."""
+    said = refusal(CHILD, override)
+    assert "looks like a secret" in said or "holds a password" in said
+    assert "in the environment" in said and "s3cret" not in said
+
+
+@pytest.mark.parametrize(
     ("key", "nearest"),
     [
         ("policy.megatron_cfg.fp8_cfg.enable", "policy.megatron_cfg.fp8_cfg.enabled"),
