@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from nemo_fp8rl.compare.config import Comparison, load_comparison
+from nemo_fp8rl.compare.here import Reasons, sentences, why_not_here
 from nemo_fp8rl.compare.models import make_models
 from nemo_fp8rl.compare.plan import Planned, plan
 from nemo_fp8rl.compare.process import run as run_process
@@ -35,7 +36,7 @@ WIDTH_OF_FILES = 200
 def compare(path: Path, overrides: Sequence[str], output: Path, table_only: bool = False) -> bool:
     """Returns False when it was interrupted; called again, it goes on. table_only: run nothing.
 
-    Raises UserError for a comparison that is wrong, and when a run fails.
+    Raises UserError for a comparison that is wrong, when a run fails, and where this machine can have none of the runs.
     """
     comparison = load_comparison(path)
     if output.exists() and not output.is_dir():
@@ -44,8 +45,12 @@ def compare(path: Path, overrides: Sequence[str], output: Path, table_only: bool
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = WIDTH_OF_FILES
-    finished = table_only or _run_all(comparison, overrides, runs, path, output, console)
-    results = record(comparison, overrides, runs)
+    left_out: Reasons = {}
+    if table_only:
+        finished, left_out = True, why_not_here(_left(runs))
+    else:
+        finished = _run_all(comparison, overrides, runs, left_out, path, output, console)
+    results = record(comparison, overrides, runs, left_out)
     if not results["runs"]:
         console.print(f"no run in {output} has finished", markup=False, soft_wrap=True)
         return finished
@@ -58,11 +63,13 @@ def _run_all(
     comparison: Comparison,
     overrides: Sequence[str],
     runs: Sequence[Planned],
+    left_out: Reasons,
     path: Path,
     output: Path,
     console: Console,
 ) -> bool:
-    left = [run for run in runs if not run.finished]
+    """left_out: filled with what this machine cannot have."""
+    left = _left(runs)
 
     def say(text: str) -> None:
         console.print(text, markup=False, soft_wrap=True)
@@ -83,11 +90,19 @@ def _run_all(
         if not make_models(comparison, output, stop, say, [guard]):
             say("stopped before the first run; the same command goes on")
             return False
+        left_out |= why_not_here(left)
+        for sentence in sentences(left_out):
+            say(sentence)
+        left = [run for run in left if (run.flow, run.length) not in left_out]
+        done = len(runs) - len(_left(runs))
+        count = done + len(left)
+        if not count:
+            raise UserError(f"{path}: this machine can have none of its flows: {next(iter(left_out.values()))}")
         task = progress.add_task("steps", total=sum(run.steps - run.done() for run in left))
         before = 0
-        for i, run in enumerate(left, len(runs) - len(left) + 1):
+        for i, run in enumerate(left, done + 1):
             begin, already = time.monotonic(), run.done()
-            progress.update(task, description=f"run {i} of {len(runs)}: {run.name}")
+            progress.update(task, description=f"run {i} of {count}: {run.name}")
 
             def look(run: Planned = run, offset: int = before - already) -> None:
                 progress.update(task, completed=max(0, run.done() + offset))
@@ -99,9 +114,13 @@ def _run_all(
             before += run.steps - already
             progress.update(task, completed=before)
             took = timedelta(seconds=round(time.monotonic() - begin))
-            say(f"{i}/{len(runs)}  {run.name}  {_figures(measure(run.rows()))}  {took}")
-            _write(record(comparison, overrides, runs), path, overrides, output)
+            say(f"{i}/{count}  {run.name}  {_figures(measure(run.rows()))}  {took}")
+            _write(record(comparison, overrides, runs, left_out), path, overrides, output)
     return True
+
+
+def _left(runs: Sequence[Planned]) -> list[Planned]:
+    return [run for run in runs if not run.finished]
 
 
 @contextmanager
@@ -139,6 +158,8 @@ def _show(results: dict[str, Any], output: Path, console: Console) -> None:
         for sentence in section.sentences:
             console.print(f"- {sentence}", markup=False)
         console.print()
+    for sentence in results["left_out"]:
+        console.print(sentence, markup=False, soft_wrap=True)
     console.print(
         f"{len(results['runs'])} of {results['planned']} runs; wrote {output}/results.json and results.md",
         markup=False,

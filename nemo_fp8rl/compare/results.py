@@ -7,6 +7,7 @@ from typing import Any
 
 from nemo_fp8rl.algorithms.metric_names import in_order
 from nemo_fp8rl.compare.config import Comparison
+from nemo_fp8rl.compare.here import Reasons, sentences
 from nemo_fp8rl.compare.plan import Planned
 from nemo_fp8rl.compare.read import read_environment
 from nemo_fp8rl.step_log import Row
@@ -53,8 +54,12 @@ def by_position(rows: Sequence[Row]) -> Numbers:
     return {bucket: means[bucket] for bucket in in_order(means)}
 
 
-def record(comparison: Comparison, overrides: Sequence[str], runs: Sequence[Planned]) -> dict[str, Any]:
-    """Finished runs only: one that is under way would be compared at another step."""
+def record(
+    comparison: Comparison, overrides: Sequence[str], runs: Sequence[Planned], left_out: Reasons
+) -> dict[str, Any]:
+    """Finished runs only: one that is under way would be compared at another step. Those that this machine cannot have
+    are not planned, but for what has finished elsewhere.
+    """
     finished = [run for run in runs if run.finished]
     environments = [read_environment(run.folder) for run in finished]
     shown = {key: value for key, value in environments[0].items() if key != "choices"} if environments else {}
@@ -62,7 +67,8 @@ def record(comparison: Comparison, overrides: Sequence[str], runs: Sequence[Plan
         **shown,
         "comparison": asdict(comparison),
         "overrides": list(overrides),
-        "planned": len(runs),
+        "planned": sum(run.finished or (run.flow, run.length) not in left_out for run in runs),
+        "left_out": sentences(left_out),
         "runs": [
             {
                 "flow": run.flow,

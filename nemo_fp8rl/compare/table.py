@@ -52,6 +52,7 @@ def as_markdown(results: Mapping[str, Any], command: str) -> str:
         f"Written by `{command}`. {len(results['runs'])} of {results['planned']} runs have finished.",
         "",
         *(f"- {machine}" for machine in results["machines"]),
+        *(f"- {sentence}" for sentence in results["left_out"]),
     ]
     for section in sections(results):
         lines += ["", f"## {section.title}", "", _line(section.headers), _line(["---"] * len(section.headers))]

@@ -19,8 +19,13 @@ CACHE_BLOCK = 128
 
 
 def check_for_driver(hf: HfConfig, cfg: Config) -> None:
-    """`check_engine`, and `check_machine` too, unless workers will be in a Ray cluster that is there already."""
+    """`check_engine`, and what this machine says, too."""
     check_engine(hf, cfg)
+    check_machine_of_driver(hf, cfg)
+
+
+def check_machine_of_driver(hf: HfConfig, cfg: Config) -> None:
+    """`check_machine`, unless workers will be in a Ray cluster that is there already."""
     if cfg.cluster.backend == "in_process" or not joins_cluster():
         check_machine(hf, cfg, trains=True)
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from nemo_fp8rl.cli import main
-from nemo_fp8rl.compare import process
+from nemo_fp8rl.compare import command, process
 from tests.compare.conftest import FLOWS
 from tests.conftest import RECIPES, SMALL
 
@@ -142,6 +142,27 @@ def test_a_run_that_fails_is_named_with_its_last_words(tmp_path, capsys):
     assert "0 of 2 runs have finished, 2 to go" in out
     assert f"train ended with code 2, see {tmp_path}/out/bf16/seed_1/train.log: nemo-fp8rl: " in err
     assert f"{tmp_path}/none" in err
+
+
+def test_a_flow_that_this_machine_cannot_have_is_left_out(tiny_overrides, tmp_path, capsys, monkeypatch):
+    """Before anything runs; with no other flow it is refused."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for name in ("_is_avx512_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(f"torch.cpu.{name}", lambda: False)
+    started: list[str] = []
+    monkeypatch.setattr(command, "run_process", lambda words, log, *rest: started.append(log.parent.parent.name) or True)
+    cache = {"policy.generation.vllm_cfg.kv_cache_dtype": "fp8"}
+    path, out = comparison(tmp_path, seeds=[1, 2], flows={**FLOWS, "kv": cache}), tmp_path / "out"
+    assert main(arguments(path, tiny_overrides, out)) == 0
+    assert started == [*FLOWS, *FLOWS]
+    assert capsys.readouterr().out.count("kv is left out: policy.generation.vllm_cfg.kv_cache_dtype=fp8: ") == 1
+    results = json.loads((out / "results.json").read_text())
+    assert results["planned"] == 4 and results["left_out"][0].startswith("kv is left out")
+    assert "- kv is left out" in (out / "results.md").read_text()
+
+    path = comparison(tmp_path, reference="kv", flows={"kv": cache})
+    assert main(arguments(path, tiny_overrides, tmp_path / "other")) == 2
+    assert "this machine can have none of its flows: policy.generation" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("asked", [0, 1])

@@ -50,6 +50,7 @@ def results() -> dict[str, Any]:
             "lengths": {"terms": {"short": 3, "long": 6}, "flows": ["bf16", "same"]},
         },
         "planned": 45,
+        "left_out": ["bf16 is left out: no room"],
         "machines": ["x86_64, 2 CPUs"],
         "runs": runs,
     }
