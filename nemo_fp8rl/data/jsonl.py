@@ -22,7 +22,7 @@ def read_jsonl(path: str | Path, key: str = "data.train.data_path") -> list[Reco
     """
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
         raise UserError(f"{key}: there is no file {path}; give the path of a JSONL dataset") from None
     except (OSError, UnicodeDecodeError) as error:

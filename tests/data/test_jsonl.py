@@ -32,6 +32,11 @@ def test_records_come_in_order_and_other_fields_are_ignored(path):
     assert read_jsonl(str(path)) == read_jsonl(path)
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line(path):
+    path.write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
+    assert read_jsonl(path) == [Record("1+1=", "2")]
+
+
 def test_windows_line_ends_are_read(path):
     path.write_bytes(GOOD.replace("\n", "\r\n").encode() * 2)
     assert read_jsonl(path) == [Record("1+1=", "2")] * 2
