@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.hf.hub import checkpoint_folder
+from nemo_fp8rl.hf.hub import checkpoint_folder, why_not_on_hub
 from nemo_fp8rl.typed_tree import shown
 
 
@@ -78,6 +78,7 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
     if raw is None:
         raise UserError(
             f"policy.model_name: {folder} has no config.json; give an HF checkpoint folder, or a name on the hub"
+            f"{why_not_on_hub(model_path)}"
         )
     family = FAMILIES.get(str(raw.get("model_type")))
     if family is None:

@@ -76,6 +76,13 @@ def is_commit_of(pinned: str, name: str) -> bool:
     return COMMIT.fullmatch(match["revision"] or "") is None or pinned == name
 
 
+def why_not_on_hub(name: str | Path) -> str:
+    """Of what could be a name there, if no folder of its owner's name were here: that there is one; else ""."""
+    if HUB_NAME.fullmatch(str(name)) is None or Path(name).is_dir() or not (owner := Path(name).parent).is_dir():
+        return ""
+    return f" (a folder {owner} is here, so the model was looked for in it and not on the hub)"
+
+
 def _on_hub(name: str | Path) -> re.Match[str] | None:
     """None for what can only be a folder: one that is here, or would be in one that is."""
     match = HUB_NAME.fullmatch(str(name))

@@ -123,3 +123,10 @@ def test_a_recipe_for_nemo_rl_names_a_commit_in_its_loop_and_leaves_it_to_ours(h
     assert from_nemo_rl(values).policy.model_name == f"{NAME}@{COMMIT}"
     policy = for_model(of_keys(values)).policy
     assert policy.model_name == policy.tokenizer.name == NAME
+
+
+def test_a_folder_of_the_owners_name_is_said_to_hide_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen").mkdir()
+    with pytest.raises(UserError, match=r"a folder Qwen is here, so the model was looked for in it and not on the hub"):
+        read_hf_config("Qwen/Qwen3-0.6B")
