@@ -149,12 +149,12 @@ def test_a_flow_that_this_machine_cannot_have_is_left_out(tiny_overrides, tmp_pa
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for name in ("_is_avx512_supported", "_is_amx_tile_supported"):
         monkeypatch.setattr(f"torch.cpu.{name}", lambda: False)
-    started: list[str] = []
-    monkeypatch.setattr(command, "run_process", lambda words, log, *rest: started.append(log.parent.parent.name) or True)
+    started: list[Path] = []
+    monkeypatch.setattr(command, "run_process", lambda words, log, *rest: started.append(log) or True)
     cache = {"policy.generation.vllm_cfg.kv_cache_dtype": "fp8"}
     path, out = comparison(tmp_path, seeds=[1, 2], flows={**FLOWS, "kv": cache}), tmp_path / "out"
     assert main(arguments(path, tiny_overrides, out)) == 0
-    assert started == [*FLOWS, *FLOWS]
+    assert [log.parent.parent.name for log in started] == [*FLOWS, *FLOWS]
     assert capsys.readouterr().out.count("kv is left out: policy.generation.vllm_cfg.kv_cache_dtype=fp8: ") == 1
     results = json.loads((out / "results.json").read_text())
     assert results["planned"] == 4 and results["left_out"][0].startswith("kv is left out")
