@@ -34,7 +34,7 @@ class Job:
     cluster that waits for people.
 
     run_id: the same in every attempt. generation_nodes: of `nodes`, those for engines alone. values: the resolved
-    recipe where it is NeMo RL's, else None.
+    recipe where it is NeMo RL's, else None. saves: whether it writes checkpoints, from which an attempt could go on.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Job:
     generation_nodes: int
     gpus_per_node: int
     values: Mapping[str, Any] | None = None
+    saves: bool = True
 
     def command_with(self, *defaults: str) -> tuple[str, ...]:
         """The command with these overrides before the user's own, which so have the last word."""
@@ -78,7 +79,7 @@ def plan(
     The recipe itself is checked where it runs, or by `nemo-fp8rl doctor`; here it says how many nodes there are, and
     with loop=train what our loop would refuse in it whatever the model and the data are.
     """
-    values, colocated = _read(recipe, overrides)
+    values, colocated, saves = _read(recipe, overrides)
     of_recipe = None if values is None or on_any_gpus else _sizes(values)
     sizes = of_recipe or {"nodes": 1, "generation_nodes": 0, "gpus_per_node": 0}
     for key, size in sizes.items():
@@ -113,17 +114,18 @@ def plan(
         if "\0" in word or word.encode(errors="ignore").decode() != word:  # a null character, or bytes that are no text
             raise UserError(f"{word!r} is not text that a script can hold")
     run_id = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
-    return Job(name, run_id, () if idle else command, **sizes, values=values)
+    return Job(name, run_id, () if idle else command, **sizes, values=values, saves=saves)
 
 
-def _read(recipe: Path, overrides: Sequence[str]) -> tuple[dict[str, Any] | None, bool]:
-    """The values of a recipe of NeMo RL's, None for one of ours; whether engines share the trainer's GPUs. Raises
-    UserError for a wrong one of either.
+def _read(recipe: Path, overrides: Sequence[str]) -> tuple[dict[str, Any] | None, bool, bool]:
+    """The values of a recipe of NeMo RL's, None for one of ours; whether engines share the trainer's GPUs, and whether
+    checkpoints are saved. Raises UserError for a wrong one of either.
     """
     if nemo_rl.is_for_nemo_rl(recipe):
         values = nemo_rl.load(recipe, overrides).values
-        return values, is_colocated(values["policy"]["generation"])
-    return None, load(recipe, overrides).policy.generation.colocated.enabled
+        return values, is_colocated(values["policy"]["generation"]), at(values, "checkpointing.enabled", True)
+    cfg = load(recipe, overrides)
+    return None, cfg.policy.generation.colocated.enabled, cfg.checkpointing.enabled
 
 
 def _sizes(values: Mapping[str, Any]) -> dict[str, int]:

@@ -41,12 +41,22 @@ def render(job: Job, settings: LaunchConfig) -> str:
     gpus = visible_gpus() if settings.gpus_per_node is None else settings.gpus_per_node
     if job.values:
         overrides, layout = choose(job.values, gpus)
+        if job.command[0] == "train":
+            _check_for_own_loop(job.recipe, (*overrides, *job.overrides))
     else:
         asked = settings.gpus_per_node is not None
         overrides, layout = choose_for_ours(job.recipe, job.overrides, gpus, asked)
     driver = (sys.executable, "-m", "nemo_fp8rl.cli", *job.command_with(*overrides))
     env = settings.env | (NO_GPU if settings.gpus_per_node == 0 else {})
     return fill("local/run.sh.jinja", job=job, layout=layout, env=env, driver=driver)
+
+
+def _check_for_own_loop(recipe: Path, overrides: Sequence[str]) -> None:
+    """Raise UserError for a recipe of NeMo RL's that our loop refuses by its keys, on the GPUs that are here."""
+    from nemo_fp8rl.nemo_rl.own_loop import of_keys_for_own_loop  # loads torch
+    from nemo_fp8rl.nemo_rl.recipe import load as load_nemo_rl
+
+    of_keys_for_own_loop(recipe, load_nemo_rl(recipe, overrides).values)
 
 
 def visible_gpus() -> int:

@@ -49,6 +49,11 @@ def launch(job: Job, settings: LaunchConfig, dry_run: bool = False) -> bool:
 def render(job: Job, settings: LaunchConfig) -> str:
     """The script. Raises UserError for what SLURM would read otherwise than it is meant."""
     slurm = settings.slurm
+    if slurm.max_restarts and job.command and not job.saves:
+        raise UserError(
+            f"slurm.max_restarts={slurm.max_restarts}, but the run saves no checkpoints to continue from: set "
+            "checkpointing.enabled=true, or slurm.max_restarts=0"
+        )
     folder = run_dir(job, settings)
     alone = slurm.generation or NodeGroup()
     generation_gpus = job.gpus_per_node if alone.gpus_per_node is None else alone.gpus_per_node

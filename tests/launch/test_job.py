@@ -45,9 +45,10 @@ def test_a_recipe_of_nemo_rls_says_its_nodes():
 )
 def test_what_our_loop_would_refuse_is_not_queued(recipe, says, capsys):
     path = RECIPES / "nemo_rl" / f"{recipe}.yaml"
-    for place in ("slurm", "k8s"):
+    for place in ("local", "slurm", "k8s"):
         site = ("--set", "kubernetes.image=i", "--set", "kubernetes.volumes=[{claim: c, path: /runs}]")
-        assert main(["launch", place, "--loop", "train", "--config", str(path), "--dry-run", *site]) == 2
+        gpus = ("--set", "gpus_per_node=8") if place == "local" else ()  # not those of this machine
+        assert main(["launch", place, "--loop", "train", "--config", str(path), "--dry-run", *site, *gpus]) == 2
         said = capsys.readouterr()
         assert says in said.err and not said.out
     assert plan(path, [], read_settings(None)).command[0] == "nemo"

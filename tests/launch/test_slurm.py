@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.launch import slurm
 from nemo_fp8rl.launch.attempt import secrets
-from nemo_fp8rl.launch.job import Job
+from nemo_fp8rl.launch.job import Job, plan
 from nemo_fp8rl.launch.template import TEMPLATES
+from tests.conftest import RECIPES
 from tests.launch.conftest import settings, shellcheck
 
 HOSTILE = [
@@ -75,6 +76,15 @@ def test_every_value_of_the_header_is_quoted(job, tmp_path):
     template = (TEMPLATES / "slurm" / "header.sh.jinja").read_text()
     values = re.findall(r"^[A-Z_]+=.*\{\{(.*)\}\}", template, re.MULTILINE)
     assert len(values) > 15 and all(re.search(r"\| shs? $", value) for value in values)
+
+
+def test_attempts_after_the_first_need_checkpoints(tmp_path):
+    """A cluster that waits for people has one attempt."""
+    job = plan(RECIPES / "tiny_cpu.yaml", ["checkpointing.enabled=false"], settings(tmp_path))
+    with pytest.raises(UserError, match=r"set checkpointing.enabled=true, or slurm.max_restarts=0"):
+        slurm.render(job, settings(tmp_path))
+    assert slurm.render(job, settings(tmp_path, "slurm.max_restarts=0"))
+    assert slurm.render(replace(job, command=()), settings(tmp_path))
 
 
 def test_features_of_nodes_may_be_joined(job, tmp_path):
