@@ -71,7 +71,8 @@ def check_keys(given: Any, block: type, prefix: str = "", known: Sequence[str] =
 
 
 def _required(key: str) -> UserError:
-    return UserError(f"{key} is required; set it in the recipe or as {key}=...")
+    """An entry of a list cannot be merged from the command line, only the whole list."""
+    return UserError(f"{key} is required; set it in the recipe{'' if '[' in key else f' or as {key}=...'}")
 
 
 def _no_number(hint: Any, value: Any) -> str:
@@ -139,7 +140,8 @@ def typed(values: Any, block: type[Block], prefix: str = "") -> Block:
         return TypeAdapter(block).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
-        key = (prefix + ".".join(str(part) for part in first["loc"])).rstrip(".")
+        key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+        key = f"{prefix.rstrip('.')}{key}".strip(".")
         if first["type"] in ("missing", "missing_argument"):
             raise _required(key) from None
         message = first["msg"][0].lower() + first["msg"][1:]
