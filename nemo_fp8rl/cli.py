@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(run=_train)
 
     nemo = commands.add_parser("nemo", help="run NeMo RL's own GRPO loop, with our trainer and engines or with its own")
-    nemo.add_argument("--config", type=Path, required=True, metavar="RECIPE", help="NeMo RL's, see conf/nemo_rl/")
+    nemo.add_argument("--config", type=path, required=True, metavar="RECIPE", help="NeMo RL's, see conf/nemo_rl/")
     nemo.add_argument("overrides", nargs="*", metavar="key=value", help="in Hydra's grammar: +key=value adds a key")
     nemo.set_defaults(run=_nemo)
 
@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     launch.add_argument("place", choices=("local", "slurm", "k8s"), metavar="local|slurm|k8s")
     _add_recipe(launch)
     launch.add_argument("--loop", choices=("train", "nemo"), help="ours or NeMo RL's; by default the recipe's own")
-    launch.add_argument("--site", type=Path, metavar="FILE", help="what the cluster asks for, a YAML file")
+    launch.add_argument("--site", type=path, metavar="FILE", help="what the cluster asks for, a YAML file")
     launch.add_argument("--set", action="append", default=[], metavar="key=value", help="a key of the site file")
     launch.add_argument("--idle", action="store_true", help="a cluster that waits for people instead of a run")
     launch.add_argument("--dry-run", action="store_true", help="print exactly what would be submitted")
@@ -110,12 +110,12 @@ def _parser() -> argparse.ArgumentParser:
 
     sft = commands.add_parser("sft", help="warm a model up on the answers of its data")
     _add_recipe(sft)
-    sft.add_argument("--output", type=Path, required=True, metavar="DIR", help="where the HF checkpoint goes")
+    sft.add_argument("--output", type=path, required=True, metavar="DIR", help="where the HF checkpoint goes")
     sft.set_defaults(run=_sft)
 
     export = commands.add_parser("export", help="write an FP8 checkpoint that plain vLLM serves")
-    export.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="a bfloat16 HF checkpoint")
-    export.add_argument("--output", type=Path, required=True, metavar="DIR", help="where the FP8 checkpoint goes")
+    export.add_argument("--checkpoint", type=path, required=True, metavar="DIR", help="a bfloat16 HF checkpoint")
+    export.add_argument("--output", type=path, required=True, metavar="DIR", help="where the FP8 checkpoint goes")
     export.add_argument("--scale-format", default="pow2", help="pow2 (the default) or fp32, as the run had it")
     export.add_argument("--num-first-layers-in-bf16", type=int, default=0, metavar="N", help="default 0")
     export.add_argument("--num-last-layers-in-bf16", type=int, default=0, metavar="N", help="default 0")
@@ -123,32 +123,32 @@ def _parser() -> argparse.ArgumentParser:
     export.set_defaults(run=_export)
 
     tiny = commands.add_parser("make-tiny", help="write a tiny checkpoint, tokenizer and dataset")
-    tiny.add_argument("folder", type=Path, metavar="DIR")
+    tiny.add_argument("folder", type=path, metavar="DIR")
     tiny.add_argument("--task", default="add", help="add (two numbers) or chain (running sums); default add")
     tiny.add_argument("--family", default="qwen3", help="llama, qwen2, qwen3 (the default) or qwen3_moe")
     tiny.add_argument("--seed", type=int, default=0)
     tiny.set_defaults(run=_make_tiny)
 
     demo = commands.add_parser("demo", help="make-tiny, sft and train in one go, and a table of what came out")
-    demo.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="parent of the demo's folder")
+    demo.add_argument("--runs", type=path, default=Path("runs"), metavar="DIR", help="parent of the demo's folder")
     demo.set_defaults(run=_demo)
 
     report = commands.add_parser("report", help="one HTML page about a run, or about several side by side")
-    report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run directory (logger.log_dir)")
-    report.add_argument("--output", type=Path, metavar="FILE", help="default report.html, of one run in its directory")
+    report.add_argument("runs", type=path, nargs="+", metavar="RUN", help="a run directory (logger.log_dir)")
+    report.add_argument("--output", type=path, metavar="FILE", help="default report.html, of one run in its directory")
     report.set_defaults(run=_report)
 
     compare = commands.add_parser("compare", help="run flows side by side over several seeds, and their table")
-    compare.add_argument("comparison", type=Path, metavar="COMPARISON", help="a YAML file, see conf/compare/")
+    compare.add_argument("comparison", type=path, metavar="COMPARISON", help="a YAML file, see conf/compare/")
     compare.add_argument("overrides", nargs="*", metavar="key=value", help="of every run")
     compare.add_argument(
-        "--output", type=Path, default=Path("runs/compare"), metavar="DIR", help="default runs/compare"
+        "--output", type=path, default=Path("runs/compare"), metavar="DIR", help="default runs/compare"
     )
     compare.add_argument("--table-only", action="store_true", help="run nothing, show what has finished")
     compare.set_defaults(run=_compare)
 
     doctor = commands.add_parser("doctor", help="check a recipe for NeMo RL against its GPUs and its model")
-    doctor.add_argument("recipe", type=Path, metavar="RECIPE", help="a YAML file, see conf/nemo_rl/")
+    doctor.add_argument("recipe", type=path, metavar="RECIPE", help="a YAML file, see conf/nemo_rl/")
     doctor.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="key=value, +key=value, ++key=value, ~key")
     doctor.add_argument("--gpu", default="h100", metavar="NAME", help="h100 (the default), h200, b200, ...")
     doctor.add_argument("--json", action="store_true", help="print JSON, and nothing else, on stdout")
@@ -161,8 +161,8 @@ def _parser() -> argparse.ArgumentParser:
     parity.set_defaults(run=_parity)
 
     manifest = commands.add_parser("check-manifest", help="check a RayJob or RayCluster of KubeRay without a cluster")
-    manifest.add_argument("file", type=Path, metavar="FILE", help="YAML, of one or more objects")
-    manifest.add_argument("--crds", type=Path, metavar="DIR", help="KubeRay's CRDs, to check against their schema, too")
+    manifest.add_argument("file", type=path, metavar="FILE", help="YAML, of one or more objects")
+    manifest.add_argument("--crds", type=path, metavar="DIR", help="KubeRay's CRDs, to check against their schema, too")
     manifest.set_defaults(run=_check_manifest, unfinished=BAD_INPUT)
 
     stop = commands.add_parser("request-stop", help="a pod's preStop hook: have the run save before the pod ends")
@@ -180,8 +180,13 @@ def seconds(text: str) -> float:
     return value
 
 
+def path(text: str) -> Path:
+    """A leading ~ that the shell left, as in quotes and after =, is the home folder."""
+    return Path(os.path.expanduser(text))
+
+
 def _add_recipe(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--config", type=Path, required=True, metavar="RECIPE", help="a YAML file, see conf/")
+    command.add_argument("--config", type=path, required=True, metavar="RECIPE", help="a YAML file, see conf/")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="such as grpo.max_num_steps=20")
 
 
@@ -226,8 +231,10 @@ def _launch(arguments: argparse.Namespace) -> bool:
 
 
 def _sft(arguments: argparse.Namespace) -> bool:
+    from nemo_fp8rl.nemo_rl.recipe import refuse_for_nemo_rl
     from nemo_fp8rl.recipe import load
 
+    refuse_for_nemo_rl(arguments.config, "sft")
     cfg = load(arguments.config, arguments.overrides)
     from nemo_fp8rl.sft import sft
 

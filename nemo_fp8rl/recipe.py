@@ -8,7 +8,7 @@ from typing import Any
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.config_check import check
 from nemo_fp8rl.typed_tree import check_keys, defaults, typed
-from nemo_fp8rl.yaml_tree import read_with_parents, refusing, register_resolvers, with_override
+from nemo_fp8rl.yaml_tree import PATHS, expand_homes, read_with_parents, refusing, register_resolvers, with_override
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -41,7 +41,8 @@ def completed(source: str, tree: Any, given: Any) -> Config:
 
     with refusing(source):
         tree = OmegaConf.merge(defaults(Config, given), tree)
-        values = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+        values: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    expand_homes(values, PATHS)
     cfg = typed(values, Config)
     check(cfg)
     return cfg

@@ -6,7 +6,9 @@ OmegaConf 2.3, which NeMo RL has, and 2.4.
 """
 
 import json
-from collections.abc import Callable, Iterator
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,16 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
 }
 """NeMo RL's."""
 OVERRIDE = "_override_"
+REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+NOT_SET = re.compile(r"Environment variable '(.+?)' not found")
+IS_NULL = "is null, and a number is made of it"
+
+
+PATHS = (
+    *("logger.log_dir", "checkpointing.checkpoint_dir", "policy.model_name", "policy.tokenizer.name"),
+    *("data.train.data_path", "data.validation.data_path", "data.default.data_path"),
+)
+"""Keys of recipes, ours and NeMo RL's, that may name a folder or a file."""
 
 
 def register_resolvers() -> None:
@@ -31,7 +43,21 @@ def register_resolvers() -> None:
     is_old = omegaconf.__version__.startswith("2.3.")
     register = omegaconf.OmegaConf.register_new_resolver if is_old else omegaconf.OmegaConf.register_resolver
     for name, resolver in RESOLVERS.items():
-        register(name, resolver, replace=True)
+        register(name, _of_numbers(resolver), replace=True)
+
+
+def _of_numbers(resolver: Callable[..., Any]) -> Callable[..., Any]:
+    """It, but that a null is named by its key. OmegaConf knows the last two parameters by their names."""
+    from omegaconf import OmegaConf
+
+    def resolve(*values: Any, _node_: Any, _root_: Any) -> Any:
+        if None in values:
+            named = REFERENCE.findall(str(_node_._value()))
+            nulls = [key for key in named if OmegaConf.select(_root_, key) is None]
+            raise ValueError(f"{', '.join(nulls) or 'null'} {IS_NULL}")
+        return resolver(*values)
+
+    return resolve
 
 
 def unreadable() -> tuple[type[Exception], ...]:
@@ -55,7 +81,19 @@ def refusing(what: str) -> Iterator[None]:
     except RecursionError:
         raise UserError(f"{what}: blocks are nested too deeply, or in themselves") from None
     except refused as error:
-        raise UserError(f"{what}: {one_line(error)}") from None
+        raise UserError(f"{what}: {_said(error)}") from None
+
+
+def _said(error: Exception) -> str:
+    """Without the machinery around what a user mends: a variable, a null."""
+    text, key = one_line(error), getattr(error, "full_key", None)
+    where = f"{key}: " if key else ""
+    if unset := NOT_SET.search(text):
+        return f"{where}the environment variable {unset[1]} is not set; set it"
+    if IS_NULL in text:
+        null = text.partition(IS_NULL)[0].rpartition("interpolation: ")[2]
+        return f"{where}{null}{IS_NULL}; set it"
+    return text
 
 
 def read_with_parents(path: Path, children: tuple[Path, ...] = ()) -> Any:
@@ -136,6 +174,17 @@ def _merge(path: Path, parent: Any, child: Any) -> Any:
                 child[key].pop(OVERRIDE)
                 parent.pop(key, None)
         return OmegaConf.merge(parent, child)
+
+
+def expand_homes(values: dict[str, Any], keys: Sequence[str]) -> None:
+    """A leading ~ of these paths is the home folder, as a shell has it, and no folder of that name."""
+    for key in keys:
+        *blocks, name = key.split(".")
+        block: Any = values
+        for part in blocks:
+            block = block.get(part) if isinstance(block, dict) else None
+        if isinstance(block, dict) and isinstance(block.get(name), str):
+            block[name] = os.path.expanduser(block[name])
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

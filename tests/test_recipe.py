@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from nemo_fp8rl import cli
 from nemo_fp8rl.algorithms.correction_config import PRESETS, Rule
 from nemo_fp8rl.algorithms.gates import GateConfig
 from nemo_fp8rl.config import Config, Fp8RlConfig
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.launch.settings import read_settings
 from nemo_fp8rl.recipe import load, to_yaml
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -47,6 +49,27 @@ def refusal(recipe):
 
 
 # What is right
+
+
+def test_a_leading_tilde_is_the_home_folder(recipe, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    cfg = recipe(MINIMAL, "logger.log_dir=~/runs", "policy.model_name=~/model", "data.train.data_path=~/x~.jsonl")
+    assert (cfg.logger.log_dir, cfg.policy.model_name) == ("/home/me/runs", "/home/me/model")
+    assert cfg.data.train.data_path == "/home/me/x~.jsonl"
+    assert cfg.checkpointing.checkpoint_dir.startswith("/home/me/runs/")
+    assert cli.path("~/foo") == Path("/home/me/foo")
+    assert read_settings(None, ["runs_dir=~/launched"]).runs_dir == "/home/me/launched"
+
+
+def test_an_entry_of_a_list_is_not_advised_as_an_override(refusal):
+    assert refusal(MINIMAL, "nemo_fp8rl.gates=[{metric: gen_kl_error, max: 1}]").endswith("set it in the recipe")
+
+
+def test_a_variable_that_is_not_set_is_named(refusal, monkeypatch):
+    monkeypatch.delenv("NOT_HERE", raising=False)
+    says = "the environment variable NOT_HERE is not set; set it"
+    assert f"logger.log_dir: {says}" in refusal(MINIMAL, "logger.log_dir=${oc.env:NOT_HERE}/runs")
+    assert f"`defaults:`: defaults: {says}" in refusal("defaults: ${oc.env:NOT_HERE}/x.yaml\n")
 
 
 @pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda p: p.name)
@@ -371,6 +394,7 @@ def test_a_cycle_of_defaults_is_refused(folder):
             ["policy.generation.colocated.enabled=true", "cluster.backend=ray", "cluster.generation_engines=2"],
             ["policy.generation.colocated.enabled=true", "have 2 processes", "cluster.train_ranks=1"],
         ),
+        (["nemo_fp8rl.gates=[{metric: gen_kl_error, max: 1}]"], ["nemo_fp8rl.gates[0].action is required; set it in"]),
         (["nemo_fp8rl.workers=nemo_rl"], ["nemo_fp8rl.workers=nemo_rl", "nemo-fp8rl nemo"]),
         (
             ["policy.generation.vllm_cfg.env_vars.CUDA_VISIBLE_DEVICES='1'"],

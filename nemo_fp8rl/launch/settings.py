@@ -19,12 +19,13 @@ from nemo_fp8rl.launch.limits import (
 )
 from nemo_fp8rl.secret_variables import looks_secret
 from nemo_fp8rl.typed_tree import check_keys, typed
-from nemo_fp8rl.yaml_tree import read_with_parents, refusing, register_resolvers, with_override
+from nemo_fp8rl.yaml_tree import expand_homes, read_with_parents, refusing, register_resolvers, with_override
 
 PORTS = re.compile(r"(\d{1,5})-(\d{1,5})", re.ASCII)
 LEAST_PORTS = 10
 LONGEST_NODE_TMP = 23
 """107 - len("/nfr-01234567-99/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")."""
+PATHS = ("runs_dir", "slurm.venv", "slurm.secrets_file", "kubernetes.crds")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 NODE = re.compile(r"[\w.,\[\]-]+", re.ASCII)
 """Or a list of them, as SLURM writes it. The script puts such names into an expression of sed."""
@@ -127,6 +128,7 @@ def read_settings(site: Path | None, changes: Sequence[str] = ()) -> LaunchConfi
         tree = with_override(tree, change)
     with refusing(str(site or "--set")):
         values: Any = OmegaConf.to_container(tree, resolve=True)
+    expand_homes(values, PATHS)
     check_keys(values, LaunchConfig)
     settings = typed(values, LaunchConfig)
     _check(settings)

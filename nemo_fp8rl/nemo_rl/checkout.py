@@ -30,6 +30,14 @@ class Checkout:
         return self.root / "nemo_rl"
 
 
+def make_absolute() -> None:
+    """NEMO_RL_SRC as seen from the working directory: `${oc.env:NEMO_RL_SRC}` in a recipe would else be relative to its
+    folder, and in a worker of Ray's to that.
+    """
+    if named := os.environ.get(NEMO_RL_SRC):
+        os.environ[NEMO_RL_SRC] = os.path.abspath(os.path.expanduser(named))
+
+
 def find_checkout() -> Checkout:
     """What NEMO_RL_SRC names. Raises UserError when it is not set, is no checkout, or of a version not supported."""
     if not (named := os.environ.get(NEMO_RL_SRC)):
@@ -38,7 +46,7 @@ def find_checkout() -> Checkout:
         )
     root = Path(named)
     try:
-        parts = VERSION_PARTS.findall((root / "nemo_rl/package_info.py").read_text())
+        parts = VERSION_PARTS.findall((root / "nemo_rl/package_info.py").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
         parts = []
     if len(parts) != 3 or not (root / "examples/configs").is_dir():
@@ -58,6 +66,6 @@ def _is_of_august(root: Path) -> bool:
     would process FP8 weights once more after each.
     """
     try:
-        return LIFECYCLE in (root / "nemo_rl/models/generation/vllm/vllm_backend.py").read_text()
+        return LIFECYCLE in (root / "nemo_rl/models/generation/vllm/vllm_backend.py").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return False

@@ -10,14 +10,14 @@ from nemo_fp8rl.algorithms.gates import check_gates
 from nemo_fp8rl.config import Fp8RlConfig
 from nemo_fp8rl.config_check import check_no_secret, check_tracker
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.nemo_rl.checkout import NEMO_RL_SRC, Checkout, find_checkout
+from nemo_fp8rl.nemo_rl.checkout import NEMO_RL_SRC, Checkout, find_checkout, make_absolute
 from nemo_fp8rl.nemo_rl.keys import at
 from nemo_fp8rl.nemo_rl.known_keys import check_known, read_known_keys
 from nemo_fp8rl.nemo_rl.overrides import apply_override, key_of
 from nemo_fp8rl.nemo_rl.precision import Precision, read_precision
 from nemo_fp8rl.nemo_rl.values import check_values
 from nemo_fp8rl.typed_tree import check_keys, check_numbers, defaults, shown, typed
-from nemo_fp8rl.yaml_tree import read_with_parents, refusing, register_resolvers
+from nemo_fp8rl.yaml_tree import PATHS, expand_homes, read_with_parents, refusing, register_resolvers
 
 BLOCK = "nemo_fp8rl"
 SAID_BY_NEMO_RL = {
@@ -59,6 +59,18 @@ def is_for_nemo_rl(path: Path) -> bool:
     return _is_for_nemo_rl(path, _read_tree(path))
 
 
+def refuse_for_nemo_rl(path: Path, command: str) -> None:
+    """Raise UserError for a recipe in NeMo RL's dialect, where its checkout is not there, too. command: who asks."""
+    try:
+        theirs = is_for_nemo_rl(path)
+    except UserError as error:
+        if NEMO_RL_SRC not in str(error):
+            raise
+        theirs = True
+    if theirs:
+        raise UserError(f"{path} is a recipe for NeMo RL, and {command} takes those of `nemo-fp8rl train`; see conf/")
+
+
 def load(path: str | Path, overrides: Sequence[str] = ()) -> NemoRlRecipe:
     """The recipe with overrides in Hydra's grammar, checked: keys, our block, and that both sides' precisions agree.
 
@@ -95,6 +107,7 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> NemoRlRecipe:
     with refusing(str(path)):
         tree = OmegaConf.merge({BLOCK: defaults(Fp8RlConfig, ours)}, tree)
         values: Any = OmegaConf.to_container(tree, resolve=True)
+    expand_homes(values, PATHS)
     check_numbers(values)
     check_values(values)
     _check_no_secrets(values)
@@ -106,6 +119,7 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> NemoRlRecipe:
 
 
 def _read_tree(path: Path) -> Any:
+    make_absolute()
     try:
         return read_with_parents(path)
     except UserError as error:

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from nemo_fp8rl.cli import main
 from nemo_fp8rl.config import Fp8RlConfig
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.nemo_rl.checkout import find_checkout
@@ -261,7 +262,30 @@ def test_a_disagreement_of_precisions_is_refused_by_load_alone(checkout, tmp_pat
         load(path)
 
 
+def test_a_null_of_which_a_number_is_made_is_named(refusal):
+    assert (
+        "policy.train_mb_tokens: policy.train_micro_batch_size is null, and a number is made of it; set it"
+    ) in refusal(CHILD, "policy.train_micro_batch_size=null")
+
+
 # The checkout
+
+
+def test_a_relative_path_is_the_working_directorys(checkout, recipe, tmp_path, monkeypatch):
+    """Not of the folder of the recipe that inherits from it."""
+    monkeypatch.chdir(checkout.parent)
+    monkeypatch.setenv("NEMO_RL_SRC", checkout.name)
+    elsewhere = write(tmp_path / "elsewhere/recipe.yaml", CHILD)
+    assert load(elsewhere).values["grpo"]["seed"] == 42
+
+
+def test_the_warm_up_takes_no_recipe_for_nemo_rl(checkout, tmp_path, monkeypatch, capsys):
+    """Nor where its parent's checkout is not there."""
+    arguments = ["sft", "--config", str(write(tmp_path / "r.yaml", CHILD)), "--output", str(tmp_path / "out")]
+    assert main(arguments) == 2
+    monkeypatch.delenv("NEMO_RL_SRC")
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.count("r.yaml is a recipe for NeMo RL, and sft takes those of") == 2
 
 
 def test_without_a_checkout_one_sentence_says_how_to_get_one(refusal, monkeypatch, tmp_path):
