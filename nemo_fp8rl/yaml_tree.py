@@ -177,13 +177,13 @@ def _merge(path: Path, parent: Any, child: Any) -> Any:
 
 
 def expand_homes(values: dict[str, Any], keys: Sequence[str]) -> None:
-    """A leading ~ of these paths is the home folder, as a shell has it, and no folder of that name."""
+    """A leading ~/ of these paths is the home folder, as a shell has it, and no folder of that name."""
     for key in keys:
         *blocks, name = key.split(".")
         block: Any = values
         for part in blocks:
             block = block.get(part) if isinstance(block, dict) else None
-        if isinstance(block, dict) and isinstance(block.get(name), str):
+        if isinstance(block, dict) and str(block.get(name)).startswith("~/"):
             block[name] = os.path.expanduser(block[name])
 
 

@@ -68,7 +68,7 @@ def test_an_entry_of_a_list_is_not_advised_as_an_override(refusal):
 def test_a_variable_that_is_not_set_is_named(refusal, monkeypatch):
     monkeypatch.delenv("NOT_HERE", raising=False)
     says = "the environment variable NOT_HERE is not set; set it"
-    assert f"logger.log_dir: {says}" in refusal(MINIMAL, "logger.log_dir=${oc.env:NOT_HERE}/runs")
+    assert f"data.train.data_path: {says}" in refusal(MINIMAL, "data.train.data_path=${oc.env:NOT_HERE}/x.jsonl")
     assert f"`defaults:`: defaults: {says}" in refusal("defaults: ${oc.env:NOT_HERE}/x.yaml\n")
 
 
