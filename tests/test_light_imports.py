@@ -193,7 +193,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # room -> the rooms it may import besides i
     },
     "report": {"algorithms", "disk", "errors", "step_log", "yaml_tree"},
     "compare": {
-        *("algorithms", "config", "disk", "errors", "generation", "hf", "interrupt", "recipe", "step_log", "tiny"),
+        *("algorithms", "disk", "errors", "generation", "hf", "interrupt", "recipe", "step_log", "tiny"),
         *("typed_tree", "yaml_tree"),
     },
     "doctor": {"config", "errors", "fp8", "hf", "nemo_rl", "typed_tree"},
@@ -202,8 +202,8 @@ MAY_IMPORT: dict[str, set[str]] = {  # room -> the rooms it may import besides i
         *("workers", "yaml_tree"),
     },
     "nemo_rl": {
-        *("algorithms", "batch", "config", "data", "errors", "fp8", "generation", "hf", "interrupt", "policy"),
-        *("recipe", "refit", "rewards", "shown_gpus", "typed_tree", "weights", "workers", "yaml_tree"),
+        *("algorithms", "batch", "config", "config_check", "data", "errors", "fp8", "generation", "hf", "interrupt"),
+        *("policy", "recipe", "refit", "rewards", "shown_gpus", "typed_tree", "weights", "workers", "yaml_tree"),
     },
 }
 

@@ -95,7 +95,7 @@ def test_the_minimal_recipe_gets_every_default(recipe):
     assert cfg.checkpointing.checkpoint_dir == "runs/default/checkpoints"
     assert cfg.data.train.seed == cfg.grpo.seed == 42
     assert cfg.data.validation is None
-    assert cfg.nemo_fp8rl == Fp8RlConfig(flow="fp8_e2e", align="vllm", scale_format="pow2")
+    assert cfg.nemo_fp8rl == Fp8RlConfig(flow="fp8_e2e", align="auto", scale_format="pow2")
     assert cfg.rollout_batch_size == 32 * 16
 
 
