@@ -5,7 +5,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from nemo_fp8rl.errors import UserError
@@ -15,10 +15,16 @@ A_LOOK = 0.5
 
 
 def write_atomically(path: Path, text: str) -> None:
+    """Raises OSError; what was there before stays then, and what was begun is removed."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    sync(partial)
-    os.replace(partial, path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        sync(partial)
+        os.replace(partial, path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
 
 
 def sync(path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_fp8rl.disk import write_atomically
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.machine import machine
 from nemo_fp8rl.policy.megatron import MegatronPolicy
@@ -235,6 +236,13 @@ def files_end_at(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_file_that_does_not_fit_leaves_the_old_one_alone(tmp_path):
+    write_atomically(tmp_path / "results.json", "old")
+    with files_end_at(1 << 10), pytest.raises(OSError, match="File too large"):
+        write_atomically(tmp_path / "results.json", "new" * 1000)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"results.json": "old"}
 
 
 @pytest.mark.parametrize("room", [1 << 16, 3 << 20], ids=["weights", "optimizer"])
