@@ -54,7 +54,7 @@ class RunDirectory:
     """Open with `with`; `done` is the step of the latest checkpoint, 0 before there is one.
 
     resume: continue the run that is there. restartable: the same, from the start where it has no checkpoint. data:
-    digests, of `resume.BEGAN_WITH`.
+    digests, of `resume.BEGAN_WITH`. Of a run that `has_all_steps` nothing is written, and nothing can be logged.
 
     Raises UserError when the directory holds a run that was not asked to go on, or one that cannot: no checkpoint,
     another recipe, another process at work in it.
@@ -85,8 +85,11 @@ class RunDirectory:
                     taken = f"another process works in {folder}; wait for it or set another {key}"
                     opened.enter_context(locked(folder, taken))
                 self._check_start()  # again: another run may have worked here till now
-                self._write_environment()
-                write_atomically(self.path / "config.yaml", to_yaml(self.cfg))
+                if self.has_all_steps:
+                    self._opened = opened.pop_all()
+                    return self
+                if not self.done:  # what a resumed run began with stays until it has loaded
+                    self._write_record()
                 self._logs = [StepLog(self.path / name, self.done) for name in LOGS]
                 self._metrics, self._histograms, self._samples = self._logs
             except OSError as error:
@@ -105,6 +108,10 @@ class RunDirectory:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._opened.__exit__(kind, error, tb)
+
+    @property
+    def has_all_steps(self) -> bool:
+        return self.done >= self.cfg.grpo.max_num_steps
 
     def _check_start(self) -> None:
         self.done = max(self._steps(), default=0)
@@ -193,13 +200,14 @@ class RunDirectory:
             "data": self.data,
         }
 
-    def add_choice(self, name: str, value: str) -> None:
-        """One that could be resolved only now."""
-        self.choices[name] = value
-        self._write_environment()
+    def add_choices(self, choices: Mapping[str, str]) -> None:
+        """Those that could be resolved only now: with them the record is whole, and takes the place of an older one."""
+        self.choices |= choices
+        self._write_record()
 
-    def _write_environment(self) -> None:
+    def _write_record(self) -> None:
         write_atomically(self.path / "environment.json", json.dumps(self._environment(), indent=1) + "\n")
+        write_atomically(self.path / "config.yaml", to_yaml(self.cfg))
 
     def _steps(self) -> list[int]:
         if not self.checkpoints.is_dir():

@@ -94,16 +94,16 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
 
     with (
         RunDirectory(cfg, resume, restartable, prompts.digests() | model_digests(cfg, hf)) as run,
-        Display(cfg.nemo_fp8rl.flow, last, run.done) as display,
+        Display(cfg.nemo_fp8rl.flow, max(last, run.done), run.done) as display,
         ExitStack() as stack,
     ):
-        if run.done >= last:
-            display.say(f"{run.path} has its {last} steps; raise grpo.max_num_steps for more")
+        if run.has_all_steps:
+            display.say(f"{run.path} has its {run.done} steps; raise grpo.max_num_steps above {run.done} for more")
             return True
         policy, generation = stack.enter_context(backends(cfg, run.load_checkpoint))
         stop = stack.enter_context(GracefulStop(of_pods=True))  # after Ray, which sets signal handlers of its own
         bridge = build_bridge(cfg, policy, generation, first_version=run.done)
-        _record_choices(run, policy, generation, bridge)
+        run.add_choices(_choices_of_machines(policy, generation, bridge))
         parts = Parts(cfg, tokenizer, val_prompts, policy, generation, bridge, sampling, display.doing)
         display.doing("first refit")
         if cfg.fp8_kv_cache and not run.done:
@@ -148,16 +148,17 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
     return True
 
 
-def _record_choices(run: RunDirectory, policy: Policy, generation: Generation, bridge: RefitBridge) -> None:
-    """What the recipe leaves to the machines."""
-    run.add_choice("refit", bridge.described)
-    run.add_choice("align", ", ".join(policy.alignments()))
-    run.add_choice("quantizer", ", ".join(policy.quantizers()) or "none")
+def _choices_of_machines(policy: Policy, generation: Generation, bridge: RefitBridge) -> dict[str, str]:
+    """What the recipe leaves to them."""
+    choices = {"refit": bridge.described, "align": ", ".join(policy.alignments())}
+    choices["quantizer"] = ", ".join(policy.quantizers()) or "none"
     if policy.cache_roundings():
-        run.add_choice("kv rounding", ", ".join(policy.cache_roundings()))
-    run.add_choice("trainer_kernels", ", ".join(policy.kernels()) or "none in FP8")
-    run.add_choice("engine_kernels", ", ".join(generation.kernels()))
-    run.add_choice("processors", processors(policy.instructions(), generation.instructions()))
+        choices["kv rounding"] = ", ".join(policy.cache_roundings())
+    return choices | {
+        "trainer_kernels": ", ".join(policy.kernels()) or "none in FP8",
+        "engine_kernels": ", ".join(generation.kernels()),
+        "processors": processors(policy.instructions(), generation.instructions()),
+    }
 
 
 def train_step(parts: Parts, loss: GrpoLoss, step: int, prompts_of_round: PromptsOfRound) -> StepOutcome:

@@ -14,11 +14,9 @@ from nemo_fp8rl.disk import write_atomically
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.machine import machine
 from nemo_fp8rl.policy.megatron import MegatronPolicy
-from nemo_fp8rl.recipe import load
 from nemo_fp8rl.rundir import RunDirectory
 from nemo_fp8rl.step_log import Sample, read
 from nemo_fp8rl.train import train
-from tests.conftest import RECIPES
 
 
 class FakePolicy:
@@ -128,12 +126,36 @@ def test_a_recipe_of_no_run_is_not_overwritten(recipe):
     assert own.read_text() == "defaults: tiny_cpu.yaml  # mine\n"
 
 
-def test_a_run_that_has_its_steps_says_so_and_loads_nothing(tiny_overrides, tmp_path, monkeypatch, capsys):
-    cfg = load(RECIPES / "tiny_cpu.yaml", [*tiny_overrides, f"logger.log_dir={tmp_path}/run", "grpo.max_num_steps=3"])
-    leave_run(cfg, steps=3, checkpoint=3)
+def contents(cfg) -> dict[str, bytes]:
+    folder = Path(cfg.logger.log_dir)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("last", [2, 3])
+def test_a_run_that_has_its_steps_says_so_loads_nothing_and_stays_as_it_is(recipe, last, monkeypatch, capsys):
+    leave_run(recipe("grpo.max_num_steps=4"), steps=4, checkpoint=3)
+    cfg = recipe(f"grpo.max_num_steps={last}", "logger.tensorboard_enabled=true")
+    before = contents(cfg)
     monkeypatch.setattr("nemo_fp8rl.train.backends", None)
     assert train(cfg, resume=True)
-    assert f"{tmp_path}/run has its 3 steps; raise grpo.max_num_steps for more" in capsys.readouterr().out
+    assert "/run has its 3 steps; raise grpo.max_num_steps above 3 for more" in capsys.readouterr().out
+    assert contents(cfg) == before
+
+
+def test_a_resume_that_fails_while_it_loads_keeps_the_record_of_the_run(recipe):
+    with RunDirectory(recipe(), resume=False) as run:
+        run.add_choices({"refit": "of the first attempt"})
+        run.save_checkpoint(1, FakePolicy())
+    longer = recipe("grpo.max_num_steps=500")
+    before = contents(longer)
+    with pytest.raises(UserError, match="no engine"), RunDirectory(longer, resume=True):
+        raise UserError("no engine")
+    names = ("environment.json", "config.yaml")
+    assert [contents(longer)[name] for name in names] == [before[name] for name in names]
+    with RunDirectory(longer, resume=True) as run:
+        run.add_choices({"refit": "of the second attempt"})
+    assert json.loads(contents(longer)["environment.json"])["choices"]["refit"] == "of the second attempt"
+    assert b"max_num_steps: 500" in contents(longer)["config.yaml"]
 
 
 def test_a_record_of_the_data_of_another_form_is_named(recipe):
