@@ -103,7 +103,7 @@ def check_start(
             f"--resume: {path} holds {logged} steps but {checkpoints} no checkpoint to continue from; "
             "set another logger.log_dir to start anew"
         )
-    elif done:
+    elif done or logged:  # without a checkpoint, too: it may be on a volume that is away
         _check_same_recipe(cfg, path)
         _check_same_digests(path / "environment.json", data)
 

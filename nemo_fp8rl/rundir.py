@@ -8,6 +8,7 @@
     tensorboard/       the same metrics as events
     trackers.json      ids of the runs at Weights & Biases and MLflow, whose own files are in wandb/
     checkpoints/       step_N/{policy/weights, policy/optimizer, policy/kv_scales.json, training_info.json}
+    *.jsonl.before-N   of steps whose checkpoints were gone when the run was begun anew for the Nth time
 
 A checkpoint is written under a temporary name and renamed, so the latest one is always whole. The three .jsonl are
 appended to, and cut back to the checkpoint that a resumed run begins from.
@@ -23,6 +24,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from importlib import metadata
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -72,6 +74,8 @@ class RunDirectory:
                 raise UserError(f"logger.log_dir={self.path}: {folder} is a file; give a folder")
         check_loggers(cfg.logger)
         self.choices, self.data = _choices(cfg), dict(data or {})
+        self.begins_anew = ""
+        """What is to be said of steps that are there without a checkpoint."""
         self._check_start()
 
     def __enter__(self) -> Self:
@@ -88,7 +92,9 @@ class RunDirectory:
                 if self.has_all_steps:
                     self._opened = opened.pop_all()
                     return self
-                if not self.done:  # what a resumed run began with stays until it has loaded
+                if self.logged and not self.done:
+                    self._set_aside()
+                elif not self.done:  # what a resumed run began with stays until it has loaded
                     self._write_record()
                 self._logs = [StepLog(self.path / name, self.done) for name in LOGS]
                 self._metrics, self._histograms, self._samples = self._logs
@@ -115,8 +121,20 @@ class RunDirectory:
 
     def _check_start(self) -> None:
         self.done = max(self._steps(), default=0)
-        logged = max((int(row["step"]) for row in self.read_metrics()), default=None)
-        check_start(self.cfg, self.data, self.done, logged, resume=self.resume, restartable=self.restartable)
+        self.logged = max((int(row["step"]) for row in self.read_metrics()), default=None)
+        check_start(self.cfg, self.data, self.done, self.logged, resume=self.resume, restartable=self.restartable)
+
+    def _set_aside(self) -> None:
+        """What was logged gets other names, metrics last: while they are there, an attempt that was killed is seen."""
+        names = (f"before-{number}" for number in count(1))
+        suffix = next(name for name in names if not list(self.path.glob(f"*.jsonl.{name}")))
+        for name in reversed(LOGS):
+            with suppress(FileNotFoundError):
+                os.rename(self.path / name, self.path / f"{name}.{suffix}")
+        self.begins_anew = (
+            f"{self.path} held {self.logged} steps but {self.checkpoints} no checkpoint: begun anew, what was logged "
+            f"is kept in *.jsonl.{suffix}"
+        )
 
     def log(
         self,

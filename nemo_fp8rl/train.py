@@ -100,6 +100,8 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
         if run.has_all_steps:
             display.say(f"{run.path} has its {run.done} steps; raise grpo.max_num_steps above {run.done} for more")
             return True
+        if run.begins_anew:
+            display.say(run.begins_anew)
         policy, generation = stack.enter_context(backends(cfg, run.load_checkpoint))
         stop = stack.enter_context(GracefulStop(of_pods=True))  # after Ray, which sets signal handlers of its own
         bridge = build_bridge(cfg, policy, generation, first_version=run.done)

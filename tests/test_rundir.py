@@ -39,6 +39,11 @@ def rows(cfg) -> list[dict[str, float]]:
     return [json.loads(line) for line in (Path(cfg.logger.log_dir) / "metrics.jsonl").read_text().splitlines()]
 
 
+def contents(cfg) -> dict[str, bytes]:
+    folder = Path(cfg.logger.log_dir)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_resume_keeps_what_came_before_the_checkpoint(recipe):
     leave_run(recipe(), steps=7, checkpoint=5)
     with RunDirectory(recipe(), resume=True) as run:
@@ -75,6 +80,34 @@ def test_resume_without_a_checkpoint_loses_nothing(recipe):
     with pytest.raises(UserError, match=r"7 steps but .* no checkpoint to continue from"):
         RunDirectory(recipe(), resume=True)
     assert len(rows(recipe())) == 8
+
+
+def test_restartable_under_another_recipe_is_refused_where_the_checkpoints_are_away_too(recipe):
+    leave_run(recipe(), steps=3, checkpoint=2)
+    Path(recipe().checkpointing.checkpoint_dir).rename(Path(recipe().logger.log_dir).parent / "away")
+    before = contents(recipe())
+    other = recipe("policy.megatron_cfg.optimizer.lr=9e-4", "grpo.max_num_steps=1")
+    with pytest.raises(UserError, match=r"policy\.megatron_cfg\.optimizer\.lr was .* and is now 0\.0009"):
+        RunDirectory(other, resume=False, restartable=True)
+    assert contents(recipe()) == before
+
+
+def test_steps_without_a_checkpoint_are_set_aside_when_a_run_begins_anew(recipe, monkeypatch, capsys):
+    leave_run(recipe(), steps=3, checkpoint=None)
+    names = ("metrics.jsonl", "histograms.jsonl", "samples.jsonl")
+    for number in (1, 2):
+        before = contents(recipe())
+        with RunDirectory(recipe(), resume=False, restartable=True) as run:
+            run.log(number, {"train/reward": 0.5})
+        kept = contents(recipe())
+        assert [kept[f"{name}.before-{number}"] for name in names] == [before[name] for name in names]
+        assert [row["step"] for row in rows(recipe())] == [number]
+    assert len([name for name in kept if ".before-" in name]) == 6
+    monkeypatch.setattr("nemo_fp8rl.train.backends", None)
+    with pytest.raises(TypeError):
+        train(recipe(), restartable=True)
+    said = r"/run held 2 steps but .*/checkpoints no checkpoint: begun anew, .* is kept in \*\.jsonl\.before-3"
+    assert re.search(said, capsys.readouterr().out)
 
 
 def test_checkpoints_of_another_run_are_not_touched(recipe, tmp_path):
@@ -124,11 +157,6 @@ def test_a_recipe_of_no_run_is_not_overwritten(recipe):
     with pytest.raises(UserError, match=r"config.yaml is of no run and would be overwritten: move it"):
         RunDirectory(cfg, resume=False)
     assert own.read_text() == "defaults: tiny_cpu.yaml  # mine\n"
-
-
-def contents(cfg) -> dict[str, bytes]:
-    folder = Path(cfg.logger.log_dir)
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("last", [2, 3])
