@@ -2,6 +2,7 @@
 
 from itertools import count
 from pathlib import Path
+from shlex import quote
 from statistics import fmean
 
 from rich.console import Console
@@ -33,7 +34,7 @@ def demo(runs: Path) -> bool:
         return False
     made |= {"policy.model_name": f"{folder}/warm", "logger.log_dir": f"{folder}/grpo"}
     cfg = load(RECIPES / "tiny_cpu.yaml", as_words(made))
-    if not train(cfg):
+    if not train(cfg, goes_on_by=f"nemo-fp8rl train --config {quote(f'{folder}/grpo/config.yaml')} --resume"):
         return False
     Console().print(summary(cfg))
     return True

@@ -70,10 +70,10 @@ class StepOutcome:
     samples: list[Sample]
 
 
-def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
+def train(cfg: Config, resume: bool = False, restartable: bool = False, goes_on_by: str = "--resume") -> bool:
     """Run GRPO to grpo.max_num_steps. Returns False when it was interrupted (and can be resumed).
 
-    resume, restartable: see RunDirectory.
+    resume, restartable: see RunDirectory. goes_on_by: what an interrupted run tells people to continue it with.
     """
     loss = GrpoLoss(cfg.loss_fn, cfg.nemo_fp8rl.correction)
     cfg = with_commits(cfg, begun(cfg) if resume or restartable else {})
@@ -144,7 +144,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False) -> bool:
                 run.save_checkpoint(step, policy)
             display.step(step, _shown(latest))
             if stops and step < last:
-                saved = f"checkpoint of step {run.done}: --resume continues it" if run.done else "no checkpoint"
+                saved = f"checkpoint of step {run.done}: {goes_on_by} continues it" if run.done else "no checkpoint"
                 display.say(f"stopped after step {step}, {saved}")
                 return False
     return True

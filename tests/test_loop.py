@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -58,6 +59,19 @@ def test_a_batch_whose_tokens_are_all_rejected_moves_no_weight_and_is_announced(
         assert "train/grad_norm" not in row
     assert checkpoint_weights(tmp_path / "run", 1) == checkpoint_weights(tmp_path / "run", 2)
     assert [row["refit/version"] for row in (one, two)] == [1, 2]
+
+
+def test_an_interrupted_run_goes_on_by_what_it_says(warm_overrides, tmp_path, monkeypatch, capsys):
+    own = tmp_path / "run/config.yaml"
+    given = [*warm_overrides, *SHORT, f"logger.log_dir={tmp_path}/run"]
+    with monkeypatch.context() as interrupted:
+        stop = SimpleNamespace(requested=True)
+        interrupted.setattr("nemo_fp8rl.train.GracefulStop", lambda **_: nullcontext(stop))
+        assert not train(load(RECIPES / "tiny_cpu.yaml", given), goes_on_by=f"train --config {own} --resume")
+    said = capsys.readouterr().out
+    assert f"stopped after step 1, checkpoint of step 1: train --config {own} --resume continues it" in said
+    assert main(["train", "--config", str(own), "--resume"]) == 0
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
 
 
 def test_a_gate_warns_and_the_step_goes_on(run, capsys):

@@ -1,6 +1,7 @@
 """make-tiny and demo where a folder has an odd name or cannot be written; whole ones are in nearly every other test."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -75,10 +76,11 @@ def test_the_demo_looks_where_it_writes(tmp_path, monkeypatch, name):
     seen = []
     monkeypatch.setattr(demo, "make_tiny", lambda folder, task: folder.mkdir(parents=True))
     monkeypatch.setattr(demo, "sft", lambda cfg, output: seen.append((cfg, output)) or True)
-    monkeypatch.setattr(demo, "train", lambda cfg: seen.append((cfg, None)))
+    monkeypatch.setattr(demo, "train", lambda cfg, goes_on_by: seen.append((cfg, goes_on_by)))
     assert not demo.demo(tmp_path / name)
     folder = tmp_path / name / "demo-1"
-    (warm_up, output), (run, _) = seen
+    (warm_up, output), (run, goes_on_by) = seen
+    assert shlex.split(goes_on_by) == ["nemo-fp8rl", "train", "--config", f"{folder}/grpo/config.yaml", "--resume"]
     assert output == folder / "warm"
     assert warm_up.policy.model_name == f"{folder}/model"
     assert run.policy.model_name == f"{folder}/warm"
