@@ -14,7 +14,8 @@ step at a learning rate of 1e-6. The ways:
 
 Every figure is user CPU seconds of both processes together unless it says otherwise, a median over the rounds; digests
 are verified, as by default. With --vocabulary 151936 the embedding is the real one, a quarter of the parameters. On
-slow links, which sleep as long as the bytes would take, the figures are seconds by the clock.
+slow links the figures are seconds by the clock: the engine's reader, a thread of its own, sleeps as long as the bytes
+would take, while the trainer quantizes and the engine loads.
 
 On a GPU it is layers of Qwen3-8B's shape, links are CUDA IPC, and the costs that are compared are seconds by the clock;
 there are no slow links.
@@ -28,7 +29,6 @@ import tempfile
 import time
 import warnings
 from collections import defaultdict
-from concurrent.futures import Future
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -41,7 +41,6 @@ from measure import ON_GPU, QWEN3_06B, QWEN3_8B, peak_growth
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from torch import Tensor
 
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import TrainBatch
@@ -67,27 +66,6 @@ OVERRIDES_ON_GPU = (
     "policy.generation.vllm_cfg.gpu_memory_utilization=0.3",
 )
 WAYS = ("classic", "full, loaders", "full", "delta", "wire")
-
-
-class RateLimited:
-    """A sending end over a link of so many bytes a second."""
-
-    def __init__(self, end: Any, rate: float) -> None:
-        self.end, self.rate, self.idle_from = end, rate, 0.0
-
-    def free(self, within: float) -> bool:
-        return self.end.free(within)
-
-    def buffer(self) -> Tensor:
-        return self.end.buffer()
-
-    def send(self, header: bytes, nbytes: int) -> None:
-        self.idle_from = max(self.idle_from, time.perf_counter()) + (len(header) + nbytes) / self.rate
-        time.sleep(max(0.0, self.idle_from - time.perf_counter()))
-        self.end.send(header, nbytes)
-
-    def close(self) -> None:
-        self.end.close()
 
 
 class Bench:
@@ -204,11 +182,7 @@ class Bench:
 
     def slowed(self, rate: float, rounds: int) -> dict[str, float]:
         """Seconds by the clock over a link of this rate."""
-        rank = self.worker.refit
-        ((key, future),) = rank.ends.items()
-        limited: Future[Any] = Future()
-        limited.set_result(RateLimited(future.result(), rate))
-        rank.ends[key] = limited
+        self.core.rpc("bench_limit", rate)
         taken: dict[str, list[float]] = {"delta": [], "full": []}
         for _ in range(rounds):
             self.refit("delta")  # so that there is a base
@@ -217,7 +191,7 @@ class Bench:
                 start = time.perf_counter()
                 assert self.refit(mode).delta == (mode == "delta")
                 seconds.append(time.perf_counter() - start)
-        rank.ends[key] = future
+        self.core.rpc("bench_limit", None)
         return {mode: median(seconds) for mode, seconds in taken.items()}
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 import ctypes
 import resource
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,6 +15,21 @@ from nemo_fp8rl.generation import compat
 from nemo_fp8rl.generation.vllm_worker import RefitWorkerExtension
 from nemo_fp8rl.parity.formulas import nemo_rl
 from nemo_fp8rl.refit.receive import received
+from nemo_fp8rl.refit.transport.link import ReceivingEnd
+
+
+class RateLimited:
+    """A receiving end over a link of so many bytes a second."""
+
+    def __init__(self, end: ReceivingEnd, rate: float) -> None:
+        self.end, self.rate, self.idle_from = end, rate, 0.0
+        self.release, self.close = end.release, end.close
+
+    def receive(self) -> tuple[bytes, Tensor]:
+        header, payload = self.end.receive()
+        self.idle_from = max(self.idle_from, time.perf_counter()) + (len(header) + payload.numel()) / self.rate
+        time.sleep(max(0.0, self.idle_from - time.perf_counter()))
+        return header, payload
 
 
 class BenchmarkExtension(RefitWorkerExtension):
@@ -27,6 +43,12 @@ class BenchmarkExtension(RefitWorkerExtension):
 
     def bench_use(self, name: str) -> None:
         self.refit_links = self.bench_ends[name]
+
+    def bench_limit(self, rate: float | None) -> None:
+        """From here on links carry so many bytes a second; None: what they can."""
+        ends = [link.end.end if isinstance(link.end, RateLimited) else link.end for link in self.refit_links]
+        ends = ends if rate is None else [RateLimited(end, rate) for end in ends]
+        self.refit_links = [replace(link, end=end) for link, end in zip(self.refit_links, ends, strict=True)]
 
     def bench_through_loaders(self) -> None:
         """The next load goes through vLLM's layerwise reload, as if no layout were known."""
