@@ -112,7 +112,7 @@ def test_later_overrides_win(write, tmp_path):
         ({"log_dir": "x"}, "unknown config key log_dir; known here: "),
         ({"flows": None}, "flows is required"),
         ({"recipe": None}, "recipe is required"),
-        ({"seeds": ["one"]}, "seeds.0='one': input should be a valid integer"),
+        ({"seeds": ["one"]}, "seeds[0]='one': input should be a valid integer"),
         ({"seeds": []}, "seeds=[]: give at least one, each once"),
         ({"seeds": [1, 1]}, "seeds=[1, 1]: give at least one, each once"),
         ({"reference": "fp16"}, "reference=fp16 is none of the flows bf16, fp8_rollout+correction"),

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -29,6 +30,9 @@ class FarTrainer:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **how: self._call(name, args, how)
+
+    def still(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def do(self, function: Callable[[MegatronPolicy], Any]) -> Any:
         """function(policy), there."""

@@ -1,5 +1,6 @@
 """Packed sequences give what padded ones give: log-probs, loss and gradients. float32, where only the order differs."""
 
+from threading import RLock
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,7 +153,7 @@ def test_flat_index_walks_the_tokens_of_each_row():
 def test_replicas_are_dealt_rows_by_length_and_answers_come_back_in_order():
     """With ranks that answer with what they were given."""
     policy, batch, given = object.__new__(MegatronPolicy), random_batch(1, b=16, t=20), []
-    policy.replicas, policy.deals, policy.places = 2, True, [Place(0, True), Place(1, True)]
+    policy.replicas, policy.deals, policy.places, policy.turn = 2, True, [Place(0, True), Place(1, True)], RLock()
     policy.ranks = SimpleNamespace(call=lambda method, arguments: given.extend(arguments) or [a["x"] for (a,) in given])
     batch["input_lengths"] = torch.tensor([20] * 8 + [2] * 8)
     batch["x"] = torch.arange(16)
