@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _reader_left() -> bool:
-    """Whether nobody reads what is printed any more, as of `| head`; the rest is dropped then."""
+    """Whether nobody reads any more what is printed, as with `| head`; the rest is dropped then."""
     from nemo_fp8rl.display import to_nowhere
 
     asked = select.poll()
@@ -174,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def seconds(text: str) -> float:
-    """Of a day at most; argparse makes a sentence of the ValueError and of this function's name."""
+    """Seconds, a day at most; argparse makes a sentence of the ValueError and of this function's name."""
     if not 0 <= (value := float(text)) <= A_DAY:
         raise ValueError
     return value
@@ -198,7 +198,7 @@ def _train(arguments: argparse.Namespace) -> bool:
 
 
 def _config(arguments: argparse.Namespace) -> "Config":
-    """Of our own loop, from a recipe of its own or of NeMo RL's."""
+    """The config of our own loop, from a recipe of its own or of NeMo RL's."""
     from nemo_fp8rl.nemo_rl.recipe import is_for_nemo_rl
     from nemo_fp8rl.recipe import load
 

@@ -38,7 +38,7 @@ class RefitConfig(_Block):
     """auto: in_process where trainer and engine share one; else, link by link, within a machine cuda_ipc for weights on
     GPUs and shared_memory for others, between machines collective (gloo). nixl (RDMA) is asked for by name."""
     bucket_bytes: int = 256 * 2**20
-    """What travels at once, at most; trainer and engine ranks hold two of these, shared by all their links."""
+    """Bytes that travel at once, at most; trainer and engine ranks hold two such buckets, shared by all their links."""
     verify: Literal["off", "digest", "full", False] = "digest"
     """digest: of every tensor in the engine's memory against the trainer's; full: byte by byte, all sent twice; off,
     which YAML reads as false: neither."""
@@ -56,13 +56,14 @@ class Fp8RlConfig(_Block):
     scale_format: ScaleFormat = "pow2"
     """Scales of the FP8 blocks; pow2 is the one on which every quantizer agrees."""
     kv: Literal["unified", "rollout"] = "unified"
-    """With an FP8 KV cache (vllm_cfg.kv_cache_dtype): the trainer's attention reads what the cache holds, or not."""
+    """unified: with an FP8 KV cache (vllm_cfg.kv_cache_dtype) the trainer's attention reads what the cache holds;
+    rollout: it keeps its own keys and values."""
     workers: Literal["auto", "ours", "nemo_rl"] = "auto"
     """Trainer and engines of NeMo RL's loops (`nemo-fp8rl nemo`): ours, or NeMo RL's own, which need GPUs. auto: NeMo
     RL's where there are GPUs."""
     fp8_param: bool = False
-    """On a GPU: FP8 layers hold FP8 bytes alone, which a refit sends as they are, and the optimizer the float32 master.
-    The bytes, and so the numbers, are the same; without a GPU it changes nothing."""
+    """Hold the weights of FP8 layers on a GPU as FP8 bytes alone, which a refit sends as they are; the optimizer has
+    the float32 master. The bytes, and so the numbers, are the same; without a GPU it changes nothing."""
     kernel: KernelName = "auto"
     """Which implementation quantizes for a refit; all give the same bytes, `auto` takes the fastest there is."""
 
@@ -184,7 +185,7 @@ class MegatronConfig(_Block):
     freeze_moe_router: bool = False
     """Routers stay as the checkpoint has them, and out of the gradient norm."""
     sequence_parallel: bool = False
-    """Between the linears of a tensor-parallel layer, each rank holds its part of the sequence."""
+    """Each rank holds its part of the sequence between the linears of a tensor-parallel layer."""
     activation_checkpointing: bool = False
     """Keep each layer's input alone and compute the layer again in the backward."""
     offload_between_phases: bool = False
@@ -201,8 +202,8 @@ class MegatronConfig(_Block):
 class VllmConfig(_Block):
     max_model_len: int = _from("${policy.max_total_sequence_length}")
     enforce_eager: bool | None = None
-    """Without torch.compile and CUDA graphs; null: on a CPU, and with an FP8 KV cache in FlashInfer's attention,
-    vLLM's choice on every GPU but Hopper, which would keep the scales in the graph."""
+    """Run without torch.compile and CUDA graphs. null: true on a CPU, and with an FP8 KV cache in FlashInfer's
+    attention, vLLM's choice on every GPU but Hopper, which would keep the scales in the graph; else false."""
     skip_tokenizer_init: bool = True
     """Engines have no tokenizer where policy.generation has no stop_strings; false where prompts bring some."""
     gpu_memory_utilization: float = 0.6
@@ -220,7 +221,8 @@ class VllmConfig(_Block):
     tensor_parallel_size: int = 1
     """Processes that share one engine's model."""
     expert_parallel_size: int = 1
-    """Of these, processes among which experts are spread: 1, which shares each expert's matrices instead, or all."""
+    """Processes, of those tensor_parallel_size, among which experts are spread: 1, which shares each expert's matrices
+    instead, or all."""
     async_engine: bool = False
     """The engine's core in a process of its own (vLLM's AsyncLLM) rather than in the engine's."""
     sleep_level: Literal[0, 1, 2] = 0
@@ -232,14 +234,14 @@ class VllmConfig(_Block):
     num_first_layers_in_bf16: int = 0
     """Decoder layers at the start that are not FP8, in the engine and (fp8_e2e) in the trainer."""
     num_last_layers_in_bf16: int = 0
-    """The same at the end."""
+    """Decoder layers at the end that are not FP8, on the same sides."""
     env_vars: dict[str, str] | None = None
-    """The same for the engines."""
+    """Added to the environment of the engines, as policy.megatron_cfg.env_vars to that of the ranks."""
 
 
 @dataclass(frozen=True)
 class ColocatedConfig(_Block):
-    """With Ray: engines on the nodes and GPUs of the ranks, in turns with them."""
+    """Engines on the nodes and GPUs of the trainer's ranks, in turns with them; with Ray."""
 
     enabled: bool = False
 
@@ -270,7 +272,7 @@ class DynamicBatchingConfig(_Block):
     train_mb_tokens: int = _from("${mul:${policy.max_total_sequence_length},${policy.train_micro_batch_size}}")
     logprob_mb_tokens: int = _from("${mul:${policy.max_total_sequence_length},${policy.logprob_batch_size}}")
     sequence_length_round: int = 64
-    """Lengths of microbatches are rounded up to a multiple, as far as the batch has padding."""
+    """Lengths of microbatches are rounded up to a multiple of this, as far as the batch has padding."""
 
 
 @dataclass(frozen=True)
@@ -292,9 +294,8 @@ class RouterReplayConfig(_Block):
 @dataclass(frozen=True)
 class PolicyConfig(_Block):
     model_name: str
-    """Of the Llama 3, Qwen2.5, Qwen3 or Qwen3-MoE family: an HF checkpoint folder (config.json and safetensors), or
-    owner/model[@revision] on the Hugging Face hub.
-    """
+    """A model of the Llama 3, Qwen2.5, Qwen3 or Qwen3-MoE family: an HF checkpoint folder (config.json and
+    safetensors), or owner/model[@revision] on the Hugging Face hub."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     train_global_batch_size: int = 512
     """Samples an optimizer step."""
@@ -318,7 +319,7 @@ class TrainDataConfig(_Block):
     split_validation_size: float = 0.05
     """Share of the distinct prompts held out for validation when data.validation is null."""
     seed: int = 42
-    """Of the split; on its own, so that runs with other training seeds are validated on the same prompts."""
+    """Seed of the split; on its own, so that runs with other training seeds are validated on the same prompts."""
 
 
 @dataclass(frozen=True)
@@ -343,16 +344,16 @@ class DataConfig(_Block):
 class WandbConfig(_Block):
     project: str = "nemo-fp8rl"
     name: str | None = None
-    """null: the run directory's path."""
+    """Name of the run; null: the run directory's path."""
 
 
 @dataclass(frozen=True)
 class MlflowConfig(_Block):
     experiment_name: str = "nemo-fp8rl"
     run_name: str | None = None
-    """null: the run directory's path."""
+    """Name of the run; null: the run directory's path."""
     tracking_uri: str | None = None
-    """null: what MLflow itself takes, MLFLOW_TRACKING_URI for instance."""
+    """Address of the server; null: what MLflow itself takes, MLFLOW_TRACKING_URI for instance."""
 
 
 @dataclass(frozen=True)
@@ -406,7 +407,7 @@ class Config(_Block):
 
     @property
     def num_cpus(self) -> int:
-        """Of all ranks and engines, one a process."""
+        """CPUs that all ranks and engines take, one a process."""
         engine = self.policy.generation.vllm_cfg.tensor_parallel_size
         return self.cluster.train_ranks + self.cluster.generation_engines * engine
 

@@ -87,7 +87,7 @@ LOWEST_TEMPERATURE = 0.01
 
 
 def lookup(cfg: Any, key: str) -> Any:
-    """Value of a dotted key."""
+    """The value of a dotted key."""
     for part in key.split("."):
         cfg = getattr(cfg, part)
     return cfg

@@ -11,7 +11,7 @@ from pathlib import Path
 from nemo_fp8rl.errors import UserError
 
 A_LOOK = 0.5
-"""Seconds."""
+"""Seconds that a look at a lock (`is_locked`) may hold it."""
 
 
 def write_atomically(path: Path, text: str) -> None:

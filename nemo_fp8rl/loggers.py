@@ -21,7 +21,7 @@ from nemo_fp8rl.errors import UserError, one_line
 PACKAGES = ("tensorboard", "wandb", "mlflow")
 IDS = "trackers.json"
 PARAMS_AT_ONCE = 100
-"""MLflow's servers take no more."""
+"""Parameters that MLflow's servers take at once, at most."""
 
 
 class Logger(Protocol):
@@ -41,8 +41,8 @@ def check_loggers(cfg: LoggerConfig) -> None:
 
 
 def open_loggers(cfg: LoggerConfig, recipe: dict[str, Any], done: int) -> Iterator[Logger]:
-    """Those that `cfg` enables, each opened when it is asked for. recipe: flat, for the trackers' own tables. done: the
-    step that a resumed run begins after. Raises UserError where a tracker cannot be reached.
+    """The loggers that `cfg` enables, each opened when it is asked for. recipe: flat, for the trackers' own tables.
+    done: the step that a resumed run begins after. Raises UserError where a tracker cannot be reached.
     """
     folder = Path(cfg.log_dir)
     ids = _ids(folder / IDS) if done else {}
@@ -60,7 +60,7 @@ def open_loggers(cfg: LoggerConfig, recipe: dict[str, Any], done: int) -> Iterat
 
 
 def _ids(path: Path) -> dict[str, str]:
-    """Of the run at the trackers, as it was opened there."""
+    """The run's IDs at the trackers, by which it goes on there; {} without the file. Raises UserError."""
     try:
         ids = json.loads(path.read_text())
     except FileNotFoundError:

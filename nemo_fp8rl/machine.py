@@ -11,7 +11,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def machine() -> str:
-    """Such as `x86_64, 2 CPUs, Intel(R) Xeon(R) Processor, AMX`; without what is not known."""
+    """A description such as `x86_64, 2 CPUs, Intel(R) Xeon(R) Processor, AMX`, without what is not known."""
     return ", ".join(filter(None, (platform.machine(), f"{os.cpu_count()} CPUs", _model(), instructions())))
 
 
@@ -22,7 +22,7 @@ def _model() -> str:
 
 
 def instructions() -> str:
-    """The GPU; without one, the first that there is of those by which libraries choose how to add up a matmul."""
+    """The GPU; without one, the first there is of the sets by which libraries choose how to add up a matmul."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     if torch.cpu._is_amx_tile_supported():

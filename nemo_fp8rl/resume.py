@@ -58,7 +58,7 @@ BEGAN_WITH = {
     "model": ("RoPE, eps and eos tokens of the model are", "policy.model_name a folder with the old config.json"),
     "reference": ("weights of the reference policy are", "policy.model_name the model that the run began with"),
 }
-"""By its digest's name what a resumed run must have as it was, and the key that gives it."""
+"""Name of a digest -> what a resumed run must have as it was, and the key that gives it."""
 
 
 def begun(cfg: Config) -> dict[str, Any]:

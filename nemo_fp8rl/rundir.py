@@ -143,7 +143,7 @@ class RunDirectory:
         log_weights: list[Bin] | None = None,
         samples: list[Sample] | None = None,
     ) -> None:
-        """Append one step's. They survive a kill at once, a power cut from the next checkpoint on.
+        """Append one step's rows. They survive a kill at once, a power cut from the next checkpoint on.
 
         Raises UserError on a full disk.
         """
@@ -219,7 +219,7 @@ class RunDirectory:
         }
 
     def add_choices(self, choices: Mapping[str, str]) -> None:
-        """Those that could be resolved only now: with them the record is whole, and takes the place of an older one."""
+        """Add choices that could be resolved only now. The record is then whole, and replaces an older one."""
         self.choices |= choices
         self._write_record()
 

@@ -9,18 +9,18 @@ import re
 SECRET = re.compile(
     r"TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|API_?KEY|_PWD$|(^|_)(KEY|PASS|AUTH)($|_)", re.IGNORECASE
 )
-"""Names. A tokenizer is none, nor are keyboards, authors and what passes by."""
+"""Names of secrets. A tokenizer is none, nor are keyboards, authors and what passes by."""
 SWITCH = re.compile(r"|[01]|true|false|yes|no|on|off", re.IGNORECASE)
 NUMBER = re.compile(r"[0-9]+")
 COUNT = re.compile(r"(^|_)(TOKENS|NUM|MAX|MIN|LEN|LENGTH|SIZE|LIMIT|TIMEOUT|SECONDS|PORT)($|_)", re.IGNORECASE)
-"""Where a number is harmless: MAX_TOKENS, NUM_KEY_BLOCKS, AUTH_PORT. A password can be of digits, too."""
+"""Names for which a number is no secret: MAX_TOKENS, NUM_KEY_BLOCKS, AUTH_PORT. A password can be of digits, too."""
 PATH = re.compile(r"/.*")
 NAME_OF_PATH = re.compile(r"_(PATH|FILE|DIR|SOCK)$|^RAY_TLS_|^GOOGLE_APPLICATION_CREDENTIALS$", re.IGNORECASE)
-"""Where a path is harmless: keys in base64 begin with a slash, too, one in 64."""
+"""Names for which a path is no secret: keys in base64 begin with a slash, too, one in 64."""
 NO_SECRET = re.compile(r"_(MODE|TYPE)$|(KEY|TOKEN)_ID$", re.IGNORECASE)
-"""Names: RAY_AUTH_MODE, EOS_TOKEN_ID, AWS_ACCESS_KEY_ID, which says whose key it is."""
+"""Names of what is no secret: RAY_AUTH_MODE, EOS_TOKEN_ID, AWS_ACCESS_KEY_ID, which says whose key it is."""
 URL_WITH_PASSWORD = re.compile(r"://[^/?#@\s]*:(?!\$\()[^/?#@\s]+@(?!sha256:)")
-"""Not a variable of Kubernetes, $(NAME), in the place of the password, nor an image's tag before its digest."""
+"""A password in a URL; not a variable of Kubernetes, $(NAME), in its place, nor an image's tag before its digest."""
 
 
 def has_password(url: str) -> bool:
@@ -28,7 +28,7 @@ def has_password(url: str) -> bool:
 
 
 def looks_secret(name: str, value: str) -> bool:
-    """Of an environment variable."""
+    """Whether the environment variable looks like a secret."""
     if has_password(value):
         return True
     if not SECRET.search(name) or NO_SECRET.search(name) or SWITCH.fullmatch(value):

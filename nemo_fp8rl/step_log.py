@@ -43,7 +43,9 @@ class StepLog:
         self._file = path.open("ab", buffering=0)  # a buffer would try again at the end what a full disk refused
 
     def append(self, step: int, row: Row) -> None:
-        """It survives a kill at once, a power cut after `sync`. Raises ValueError on NaN and infinity, OSError."""
+        """Append a row, which survives a kill at once, a power cut after `sync`. Raises ValueError on NaN, infinity;
+        OSError.
+        """
         line = (json.dumps({"step": step, **row}, allow_nan=False) + "\n").encode()
         if self._file.write(line) < len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -70,7 +70,7 @@ def make_tiny(folder: Path, task: str, seed: int = 0, family: str = "qwen3", **s
 
 
 def _new_place(folder: Path) -> Path:
-    """Where it really is. Raises UserError where nothing new can be."""
+    """The place where the folder really is. Raises UserError where nothing new can be."""
     try:
         str(folder).encode()
     except UnicodeEncodeError:

@@ -151,7 +151,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, goes_on_
 
 
 def _choices_of_machines(policy: Policy, generation: Generation, bridge: RefitBridge) -> dict[str, str]:
-    """What the recipe leaves to them."""
+    """Choices that the recipe leaves to the machines."""
     choices = {"refit": bridge.described, "align": ", ".join(policy.alignments())}
     choices["quantizer"] = ", ".join(policy.quantizers()) or "none"
     if policy.cache_roundings():
@@ -316,7 +316,7 @@ def _validates(cfg: Config, step: int) -> bool:
 
 
 def _shown(latest: dict[str, float]) -> dict[str, str]:
-    """For the display, from the last value of every metric."""
+    """Figures for the display, from the last value of every metric."""
     shown = {"reward": f"{latest['train/reward']:.3f}"}
     if "validation/accuracy" in latest:
         shown["accuracy"] = f"{latest['validation/accuracy']:.3f}"

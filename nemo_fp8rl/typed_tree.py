@@ -14,7 +14,7 @@ Block = TypeVar("Block")
 LONGEST = 200
 """Characters of a value in a message."""
 BITS = 63
-"""Of a whole number in a recipe: what takes more is too large to compute with, and perhaps to be written."""
+"""Bits of a whole number in a recipe, at most: what takes more is too large to compute with, perhaps to be written."""
 
 
 def shown(value: Any) -> str:
@@ -76,7 +76,7 @@ def _required(key: str) -> UserError:
 
 
 def _no_number(hint: Any, value: Any) -> str:
-    """Where the hint is of numbers and the value cannot be read as one: what it should be, else "". What is none must
+    """What the value should be, where the hint is of numbers and it cannot be read as one; else "". What is none must
     not reach the ${mul:...} of a default; a reference, ${...}, is left to pydantic.
     """
     kinds = set(get_args(hint)) or {hint}

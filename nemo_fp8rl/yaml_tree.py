@@ -47,7 +47,7 @@ def register_resolvers() -> None:
 
 
 def _of_numbers(resolver: Callable[..., Any]) -> Callable[..., Any]:
-    """It, but that a null is named by its key. OmegaConf knows the last two parameters by their names."""
+    """The resolver, but that a null is named by its key. OmegaConf knows the last two parameters by their names."""
     from omegaconf import OmegaConf
 
     def resolve(*values: Any, _node_: Any, _root_: Any) -> Any:
@@ -85,7 +85,7 @@ def refusing(what: str) -> Iterator[None]:
 
 
 def _said(error: Exception) -> str:
-    """Without the machinery around what a user mends: a variable, a null."""
+    """The error without the machinery around what a user mends: a variable, a null."""
     text, key = one_line(error), getattr(error, "full_key", None)
     where = f"{key}: " if key else ""
     if unset := NOT_SET.search(text):

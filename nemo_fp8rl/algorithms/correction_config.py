@@ -102,7 +102,7 @@ class CorrectionConfig:
                 object.__setattr__(self, key.name, value)
 
     def resolved(self) -> "CorrectionConfig":
-        """Itself, or its preset. Raises UserError on contradictions."""
+        """These settings, or where a preset is named the preset's. Raises UserError on contradictions."""
         if self.preset is not None:
             if self.preset not in PRESETS:
                 raise UserError(f"nemo_fp8rl.correction.preset={self.preset!r} is none of {', '.join(PRESETS)}")
@@ -125,7 +125,7 @@ class CorrectionConfig:
         return "denominator=kept" if self.denominator == "kept" else ""
 
     def __str__(self) -> str:
-        """In one line, as it is logged at the start of a run."""
+        """The settings in one line, as it is logged at the start of a run."""
         if self.bypass:
             return "bypass"
         bounds = [f"{word} {bound}" for word, bound in (("from", self.weight_min), ("to", self.weight_max)) if bound]

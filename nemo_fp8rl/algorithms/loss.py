@@ -278,7 +278,7 @@ class Counts:
         return values.sum() / self.sequences / scale_factor
 
     def mean(self, values: Tensor, over_sequences: bool) -> Tensor:
-        """Over tokens; or over sequences of values that are the same on all their tokens."""
+        """Mean of values [B, T-1] over tokens; or over sequences, if all tokens of a sequence have the same."""
         if over_sequences:
             return (values * self.mask).amax(-1).sum() / self.sequences
         return (values * self.mask).sum() / self.tokens

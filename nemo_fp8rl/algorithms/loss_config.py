@@ -40,9 +40,9 @@ class LossConfig:
     truncated_importance_sampling_type: TruncationType | None = None
     """tis clamps weights, icepop zeroes those outside the bounds, seq-mask-tis sequences by their geometric mean."""
     truncated_importance_sampling_ratio: float | None = None
-    """Upper bound."""
+    """Upper bound of what truncated_importance_sampling_type clamps or masks by."""
     truncated_importance_sampling_ratio_min: float | None = None
-    """Lower bound; null is 0 for tis."""
+    """Lower bound of the same; null is 0 for tis."""
     reference_policy_kl_penalty: float = 0.01
     """Weight of the KL to the reference policy; 0 trains without one."""
     reference_policy_kl_type: KlType = "k3"

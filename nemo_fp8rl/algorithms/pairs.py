@@ -13,7 +13,7 @@ EMPTY = (0.0,) * 6
 
 
 def part(x: Tensor, y: Tensor, live: Tensor) -> Tensor:
-    """Of the pairs for which `live` is 1; float64, all of one shape, x and y 0 where `live` is."""
+    """The part of the pairs for which `live` is 1; float64, all of one shape, x and y 0 where `live` is."""
     n = live.sum()
     means = torch.stack([x.sum(), y.sum()]) / n.clamp(min=1)
     dx, dy = ((side - mean).mul_(live).flatten() for side, mean in zip((x, y), means, strict=True))
@@ -21,7 +21,7 @@ def part(x: Tensor, y: Tensor, live: Tensor) -> Tensor:
 
 
 def joined(a: Tensor, b: Tensor) -> Tensor:
-    """Of both parts' pairs (Chan, Golub and LeVeque 1979, eq. 2.1)."""
+    """The part that holds the pairs of both (Chan, Golub and LeVeque 1979, eq. 2.1)."""
     n = a[0] + b[0]
     share = b[0] / n.clamp(min=1)
     dx, dy = apart = b[1:3] - a[1:3]
@@ -30,7 +30,7 @@ def joined(a: Tensor, b: Tensor) -> Tensor:
 
 
 def correlation(pairs: Tensor) -> float | None:
-    """Pearson's; None where x or y varies by less than the rounding of float32, so that it is undefined."""
+    """Pearson's correlation; None, as undefined, where x or y varies by less than the rounding of float32."""
     n, *means, xx, yy, xy = pairs.tolist()
     if any(not spread > 1e-12 * (spread + n * mean**2) for spread, mean in zip((xx, yy), means, strict=True)):
         return None

@@ -18,7 +18,7 @@ ROWS_AT_ONCE = 8 * BLOCK[0]
 
 
 SquaresByGroup = dict[str, tuple[float, float]]
-"""Of a group of weights w that the engine has as w': sum of (w' - w)^2, sum of w^2."""
+"""Name of a group of weights w -> (sum of (w' - w)^2, sum of w^2), where w' is what the engine has for w."""
 
 
 def weight_error(parts: Iterable[SquaresByGroup]) -> dict[str, float]:

@@ -18,7 +18,7 @@ from nemo_fp8rl.yaml_tree import quoted, read_with_parents, refusing, register_r
 OURS = ("grpo.seed", "logger.log_dir")
 """Keys that the comparison itself gives to each run."""
 TAKEN = ("models", "lengths", "results.json", "results.md")
-"""What else is in the output."""
+"""Names in the output folder that no flow may have."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class TinyModel:
     task: str = "add"
     family: str = "qwen3"
     seed: int = 0
-    """Of the weights, the data and the warm-up's order; the runs' seeds do not change it."""
+    """Seed of the weights, the data and the warm-up's order; the runs' seeds do not change it."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Of that recipe."""
+    """Overrides of the warm-up's recipe."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Lengths:
     terms: dict[str, int]
     """Name of a length -> digits to add up; the first is what the others are compared with."""
     flows: tuple[str, ...]
-    """Which of the flows."""
+    """Names of the comparison's flows that this part runs."""
     warm_up: str
     family: str = "qwen3"
     seed: int = 0
     warm_up_overrides: dict[str, Any] = field(default_factory=dict)
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Of every run of this part, after those of the comparison."""
+    """Overrides of every run of this part, after those of the comparison."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,15 @@ class Comparison:
     """A whole comparison."""
 
     recipe: str
-    """Of every run, relative to the comparison's file."""
+    """The recipe of every run, relative to the comparison's file."""
     seeds: tuple[int, ...]
     """grpo.seed of the runs: the order of prompts, and sampling. Which prompts are held out is data.train.seed's."""
     flows: dict[str, dict[str, Any]]
-    """Name -> overrides."""
+    """Name of a flow -> its overrides."""
     reference: str
     """The flow that the others are compared with, seed by seed."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Of every run."""
+    """Overrides of every run."""
     model: TinyModel | None = None
     """null: policy.model_name and data.train.data_path are the recipe's."""
     lengths: Lengths | None = None
@@ -124,7 +124,7 @@ def as_words(overrides: Mapping[str, Any]) -> list[str]:
 
 
 def _literal(value: Any) -> str:
-    """As YAML and then OmegaConf read it back: `\\${` is `${`, and a backslash before it counts double."""
+    """The value as YAML and then OmegaConf read it back: `\\${` is `${`, and a backslash before it counts double."""
     return re.sub(r"((?:\\\\)*)\$\{", r"\1\1\\\\${", quoted(value))
 
 

@@ -10,7 +10,7 @@ from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.recipe import load
 
 Reasons = dict[tuple[str, str | None], str]
-"""By flow and length: what this machine lacks."""
+"""(flow, length) -> what this machine lacks for these runs."""
 
 
 def why_not_here(runs: Sequence[Planned]) -> Reasons:
@@ -36,5 +36,5 @@ def why_not_here(runs: Sequence[Planned]) -> Reasons:
 
 
 def sentences(reasons: Reasons) -> list[str]:
-    """One of each flow."""
+    """One sentence for each flow, and length, that is left out."""
     return [f"{' '.join(filter(None, (length, flow)))} is left out: {why}" for (flow, length), why in reasons.items()]

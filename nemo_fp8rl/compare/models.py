@@ -35,7 +35,7 @@ def check_models(comparison: Comparison, output: Path) -> None:
 def make_models(
     comparison: Comparison, output: Path, stop: GracefulStop, say: Callable[[str], None], keep: Sequence[int]
 ) -> bool:
-    """Those that are not there. False when it was interrupted. keep: see `process.run`."""
+    """Make the models that are not there. False when it was interrupted. keep: see `process.run`."""
     return all(
         _make(chosen, folder, stop, say, keep)
         for chosen, folder in _parts(comparison, output)

@@ -23,7 +23,7 @@ from nemo_fp8rl.step_log import Row
 from nemo_fp8rl.yaml_tree import flat
 
 ON_HUB = ("policy.model_name", "policy.tokenizer.name")
-"""What a run has with the commit that it began with."""
+"""Keys that a run has with the commit that it began with."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Planned:
         return int(self.config["grpo.max_num_steps"])
 
     def rows(self) -> list[Row]:
-        """Of its metrics.jsonl so far."""
+        """The rows of its metrics.jsonl so far."""
         return read_metrics(self.folder)
 
     def done(self) -> int:

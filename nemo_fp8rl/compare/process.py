@@ -58,7 +58,7 @@ def _wait(process: "subprocess.Popen[bytes]", stop: GracefulStop, look: Callable
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """After a second Ctrl-C: it gets one, too, and then no choice; a third leaves it none at once."""
+    """End a process that a second Ctrl-C leaves: a SIGINT and SECONDS_TO_END, then SIGKILL; a third ends it at once."""
     if process.poll() is not None:
         return
     process.send_signal(signal.SIGINT)

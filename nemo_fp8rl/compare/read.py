@@ -18,7 +18,7 @@ OF_ENVIRONMENT = {"machine": str, "python": str, "versions": dict, "choices": di
 
 
 def read_metrics(folder: Path) -> list[Row]:
-    """So far; [] where there is no file."""
+    """The rows of metrics.jsonl so far; [] where there is no file."""
     with _of_a_run(folder, "metrics.jsonl") as path:
         rows = read(path)
         for row in rows:
@@ -28,7 +28,7 @@ def read_metrics(folder: Path) -> list[Row]:
 
 
 def read_recipe(folder: Path) -> dict[str, Any] | None:
-    """Flat; None where there is no file."""
+    """The run's recipe, flat; None where there is no file."""
     with _of_a_run(folder, "config.yaml") as path:
         return flat(yaml.safe_load(path.read_text(encoding="utf-8"))) if path.exists() else None
 

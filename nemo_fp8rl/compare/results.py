@@ -34,7 +34,7 @@ Numbers = dict[str, float]
 
 
 def measure(rows: Sequence[Row]) -> Numbers:
-    """Of one run's metrics.jsonl. What no row has is left out."""
+    """The numbers of one run, from its metrics.jsonl. What no row has is left out."""
     trained = [row for row in rows if row["step"] > 0]
     accuracy = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
     numbers: Numbers = {"accuracy_end": accuracy[-1]} if accuracy else {}
@@ -93,7 +93,7 @@ def _machine(environment: Mapping[str, Any]) -> str:
 def values_of(
     results: Mapping[str, Any], flow: str, number: str, length: str | None = None, part: str = "numbers"
 ) -> dict[int, float]:
-    """By seed."""
+    """Values of a number by seed, of the runs of a flow that have it."""
     return {
         run["seed"]: run[part][number]
         for run in results["runs"]

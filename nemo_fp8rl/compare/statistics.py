@@ -20,7 +20,7 @@ T_975 = (
 
 @dataclass(frozen=True)
 class Interval:
-    """Of n values; half: half its width, None where n is 1."""
+    """The 95 % confidence interval of the mean of n values; half: half its width, None where n is 1."""
 
     mean: float
     half: float | None
@@ -36,12 +36,12 @@ class Interval:
 
     @property
     def contains_zero(self) -> bool | None:
-        """None where there is no interval."""
+        """Whether 0 lies in the interval; None where there is none."""
         return None if self.half is None else abs(self.mean) <= self.half
 
 
 def interval(values: Sequence[float]) -> Interval | None:
-    """None without values. Above 31 values the quantile of 31 is taken, which is a little too wide."""
+    """The interval of the mean; None without values. Above 31 values the quantile of 31 is taken, a little too wide."""
     n = len(values)
     if n < 2:
         return Interval(values[0], None, 1) if values else None
@@ -50,5 +50,5 @@ def interval(values: Sequence[float]) -> Interval | None:
 
 
 def paired(values: Mapping[int, float], reference: Mapping[int, float]) -> Interval | None:
-    """Of value - reference over the seeds that both have; None where they share none."""
+    """The interval of value - reference over the seeds that both have; None where they share none."""
     return interval([values[seed] - reference[seed] for seed in sorted(values.keys() & reference.keys())])

@@ -28,7 +28,7 @@ class Section:
 
 
 def sections(results: Mapping[str, Any]) -> list[Section]:
-    """Of all runs that have finished; parts of which there is none are left out."""
+    """The tables of all runs that have finished; parts of which there is none are left out."""
     made = [_flows(results)]
     if results["comparison"]["lengths"]:
         made += [_lengths(results), _positions(results)]

@@ -21,7 +21,7 @@ class Prompts(NamedTuple):
     too_long: int
 
     def digests(self) -> dict[str, str]:
-        """Of what was asked and is compared with, in order: for a resumed run to see that it has the same."""
+        """Digests, 16 hex digits, of what is asked and compared with, in order: a resumed run must have the same."""
         of = {
             "training": [(p.text, p.answer) for p in self.train],
             "validation": [(p.text, p.answer) for p in self.validation],

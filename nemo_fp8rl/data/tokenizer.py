@@ -12,7 +12,7 @@ from nemo_fp8rl.hf.hub import checkpoint_folder
 
 
 class PromptTokenizer:
-    """That of an HF checkpoint, by its folder or its name on the hub; code that the folder may bring is never run."""
+    """The tokenizer of an HF checkpoint, by its folder or its name on the hub; code in the folder is never run."""
 
     def __init__(self, policy: PolicyConfig) -> None:
         from transformers import AutoTokenizer

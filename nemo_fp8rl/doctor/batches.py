@@ -81,7 +81,7 @@ def _ranks(plan: Plan) -> Iterator[Finding]:
 
 
 def _engines_of_nemo_rl(plan: Plan) -> Iterator[Finding]:
-    """What its VllmGeneration asserts, and what it takes for granted."""
+    """Findings on what NeMo RL's VllmGeneration asserts, and what it takes for granted."""
     asynchronous = plan.vllm.get("async_engine")
     if plan.engine_pipeline > 1 and not asynchronous:
         yield _error(f"{ENGINE}.pipeline_parallel_size={plan.engine_pipeline} needs {ENGINE}.async_engine=true")
@@ -117,7 +117,7 @@ def _samples(plan: Plan) -> Iterator[Finding]:
 
 
 def _multiples(plan: Plan) -> Iterator[Finding]:
-    """Of tokens that NeMo RL's trainer pads sequences to; ours pads to what it needs."""
+    """Findings on the multiples of tokens that NeMo RL's trainer pads sequences to; ours pads to what it needs."""
     multiple = plan.policy.get("make_sequence_length_divisible_by") or 1
     needed = (2 * plan.context if plan.context > 1 else 1) * (plan.tensor if plan.sequence_parallel else 1)
     if multiple % needed:

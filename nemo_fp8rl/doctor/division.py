@@ -15,7 +15,7 @@ from nemo_fp8rl.hf.divide import Dimension, check_divides
 
 
 def why_not_divided(plan: Plan) -> Iterator[str]:
-    """Each in a sentence."""
+    """Why ranks cannot have equal parts, a sentence each."""
     if plan.ours:
         return
     shape, experts = plan.shape, Dimension("moe_intermediate_size", plan.shape.expert_intermediate)

@@ -162,7 +162,7 @@ def _gated_mlp(prefix: str, hidden: int, intermediate: int, copies: int = 1) -> 
 
 
 def shape_of(model_name: str) -> Shape:
-    """Of a folder with config.json, or of a model in PUBLISHED. Raises UserError for any other."""
+    """The shape of a folder with config.json, or of a model in PUBLISHED. Raises UserError for any other."""
     return from_config(config_of(model_name), model_name)
 
 

@@ -37,7 +37,7 @@ def stage_parameters(plan: Plan, stage: int) -> tuple[float, float]:
 
 
 def _stage_weights(plan: Plan, stage: int) -> list[Weight]:
-    """With more than one stage, a tied head is a copy of the embedding on the last."""
+    """The weights of a pipeline stage. With more than one, a tied head is a copy of the embedding on the last."""
     shape, weights = plan.shape, [weight for i in plan.stages[stage] for weight in plan.shape.layer(i)]
     first, last = stage == 0, stage == plan.pipeline - 1
     ends = [shape.embedding()] if first or (last and shape.tied) else []

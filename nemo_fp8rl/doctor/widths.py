@@ -5,4 +5,4 @@ from nemo_fp8rl.fp8.names import BLOCK
 GIB = 2**30
 BF16, FP32 = 2, 4
 SCALE = FP32 / (BLOCK[0] * BLOCK[1])
-"""Of scales, for each value of an FP8 weight."""
+"""Bytes of scales for each value of an FP8 weight."""

@@ -19,7 +19,7 @@ TOPIC = "workers"
 
 
 def check_workers(plan: Plan, version: str) -> Iterator[Finding]:
-    """By the functions that they are made by, of which ours need torch. version: of NeMo RL.
+    """Check the workers by the functions that they are made by, of which ours need torch. version: NeMo RL's.
 
     Under auto a recipe may be for NeMo RL without this package, too.
     """
@@ -74,7 +74,7 @@ def _ours(plan: Plan, said: str) -> Iterator[Finding]:
 
 
 def _refusal(plan: Plan) -> str:
-    """The first; empty without one."""
+    """Why our own workers refuse the recipe, the first reason; empty without one."""
     from nemo_fp8rl.nemo_rl.config import from_nemo_rl
 
     name = plan.policy["model_name"]

@@ -35,9 +35,9 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 
 ALONG_LAST: Block = (1, 128)
-"""Of an activation or gradient that is summed over its last dimension."""
+"""The block of an activation or gradient that is summed over its last dimension."""
 ALONG_TOKENS: Block = (128, 1)
-"""Of an activation or gradient that is summed over its tokens."""
+"""The block of an activation or gradient that is summed over its tokens."""
 
 
 def check_scale_format(name: str) -> None:
@@ -51,7 +51,7 @@ class NonFiniteError(ValueError):
 
 
 def all_finite(x: Tensor) -> bool:
-    """NaN and infinities reach the smallest or the largest value."""
+    """Whether all values are finite: NaN and infinities reach the smallest or the largest value."""
     return not x.numel() or all(math.isfinite(end) for end in x.aminmax())
 
 
@@ -68,7 +68,7 @@ def nan_codes(data: Tensor) -> Tensor:
 
 
 def are_powers_of_two(scale_inv: Tensor) -> bool:
-    """Of positive normal float32 scales: whether no mantissa has a bit."""
+    """Whether positive normal float32 scales are powers of two: no mantissa has a bit."""
     return not (scale_inv.view(torch.int32) & 0x7FFFFF).any()
 
 

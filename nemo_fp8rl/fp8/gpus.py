@@ -15,7 +15,7 @@ CAPABILITIES: dict[str, Capability] = {
     **{"h100": HOPPER, "h20": HOPPER, "h200": HOPPER, "gh200": HOPPER},
     **{"b200": BLACKWELL, "gb200": BLACKWELL, "b300": (10, 3), "gb300": (10, 3)},
 }
-"""By the name of a GPU that Ray calls a node's accelerator type, in lower case."""
+"""Compute capability by the GPU's name, which Ray calls a node's accelerator type, in lower case."""
 
 
 def why_no_fp8(gpu: str, capability: Capability, training: bool) -> str:

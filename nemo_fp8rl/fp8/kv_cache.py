@@ -16,7 +16,7 @@ from nemo_fp8rl.fp8.format import E4M3_MAX
 CacheRounding = Literal["nearest", "toward_zero"]
 SMALLEST_NORMAL, SUBNORMAL_STEP = 2.0**-6, 2.0**-9
 DROPPED_BITS = (1 << 20) - 1
-"""Of float32's 23 bits of mantissa E4M3 keeps 3."""
+"""Mask of the bits that E4M3 drops: it keeps 3 of float32's 23 bits of mantissa."""
 
 
 def cached(x: Tensor, scale: float, rounding: CacheRounding) -> Tensor:

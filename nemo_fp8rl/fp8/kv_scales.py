@@ -62,7 +62,7 @@ class KvScales:
 
     @staticmethod
     def names(layers: int) -> list[str]:
-        """Those of `named` for so many layers, without q_scale."""
+        """The names that `named` gives for so many layers, without q_scale."""
         return [f"model.layers.{layer}.self_attn.{x}_scale" for layer in range(layers) for x in "kv"]
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
@@ -194,7 +194,7 @@ class KvSketches:
 
 
 def _sketch(x: Tensor, what: str) -> tuple[Tensor, Tensor]:
-    """Of one tensor that is not empty: amax, float32 [], and counts, int64 [BINS]."""
+    """The sketch of one tensor that is not empty: amax, float32 [], and counts, int64 [BINS]."""
     counts = torch.zeros(BINS, dtype=torch.int64, device=x.device)
     maxima = []
     for piece in _pieces(x):

@@ -6,7 +6,7 @@ Block = tuple[int, int]
 """Rows and columns that share a scale."""
 
 BLOCK: Block = (128, 128)
-"""Of a weight."""
+"""The block of a weight."""
 
 FP8_TOKENS = 16
 """FP8 GEMMs on a GPU take a multiple of these (megatron/core/fp8_utils.py, get_fp8_align_size)."""

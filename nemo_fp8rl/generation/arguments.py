@@ -15,7 +15,7 @@ from nemo_fp8rl.hf.hub import checkpoint_folder
 
 WORKER_EXTENSION = "nemo_fp8rl.generation.vllm_worker.RefitWorkerExtension"
 CPU_BATCHED_TOKENS = 8192
-"""Of a forward on a CPU, at most: vLLM's own default for offline generation."""
+"""Tokens of a forward on a CPU, at most: vLLM's own default for offline generation."""
 
 
 def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
@@ -74,5 +74,5 @@ def _graphs_would_keep_scales(backend: str | None) -> bool:
 
 
 def is_flashinfer(kernel: str) -> bool:
-    """By vLLM's name of an attention backend, alone or as the engine's kernels have it."""
+    """Whether an attention backend is FlashInfer's, by vLLM's name of it, alone or as the engine's kernels have it."""
     return kernel.endswith("FLASHINFER")  # TRITON_FLASHINFER, too

@@ -10,7 +10,7 @@ from nemo_fp8rl.config import GenerationConfig
 from nemo_fp8rl.refit.bridge import WeightSink
 
 SECONDS_A_TOKEN = 0.1
-"""That an engine may take in a full batch, beyond cluster.engine_timeout_seconds, before it counts as hung."""
+"""Seconds a token of a full batch, beyond cluster.engine_timeout_seconds, before an engine counts as hung."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Sampling:
 
     @classmethod
     def of_recipe(cls, cfg: GenerationConfig, num_generations: int) -> Self:
-        """As policy.generation says."""
+        """The sampling that policy.generation says."""
         return cls(
             num_generations=num_generations,
             max_new_tokens=cfg.max_new_tokens,
@@ -58,18 +58,18 @@ class Generation(WeightSink, Protocol):
         sampling: Sampling,
         answered: Callable[[int], None] = ...,
     ) -> list[list[Completion]]:
-        """For each prompt its completions, in order. Equal seeds, prompts and weights give equal completions.
+        """Each prompt's completions, in order. Equal seeds, prompts and weights give equal completions.
 
         answered: told after each prompt how many are answered.
         """
         ...
 
     def finish_generation(self) -> None:
-        """Between phases: give memory back, as policy.generation.vllm_cfg.sleep_level says."""
+        """Give memory back between phases, as policy.generation.vllm_cfg.sleep_level says."""
         ...
 
     def prepare_for_generation(self) -> None:
-        """Before a refit or a generation: take it again."""
+        """Take that memory again, before a refit or a generation."""
         ...
 
     def metrics(self) -> dict[str, float]:
@@ -81,7 +81,7 @@ class Generation(WeightSink, Protocol):
         ...
 
     def instructions(self) -> set[str]:
-        """Of the machines of its engines, `machine.instructions`."""
+        """The instruction sets of its engines' machines (`machine.instructions`)."""
         ...
 
     def shutdown(self) -> None: ...

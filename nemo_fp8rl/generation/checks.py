@@ -119,7 +119,9 @@ def _check_kv_memory(hf: HfConfig, cfg: Config) -> None:
 
 
 def _check_free_memory(cfg: Config) -> None:
-    """As vLLM asks, each process for itself; but what a process of its own says no one hears."""
+    """Raise UserError for a cache larger than free memory. vLLM asks, too, but no one hears what a process of its own
+    says.
+    """
     free, wanted = psutil.virtual_memory().available / 2**30, cfg.policy.generation.vllm_cfg.kv_cache_memory_gib or 0
     if wanted > free:
         raise UserError(
@@ -128,7 +130,7 @@ def _check_free_memory(cfg: Config) -> None:
 
 
 def one_sequence_gib(hf: HfConfig, cfg: Config) -> float:
-    """What the cache of a process of an engine must have at least."""
+    """GiB that the cache of a process of an engine must have at least."""
     vllm = cfg.policy.generation.vllm_cfg
     value_bytes = 1 if cfg.fp8_kv_cache else 4 if cfg.policy.precision == "float32" else 2
     heads = hf.num_key_value_heads // vllm.tensor_parallel_size

@@ -130,8 +130,9 @@ def record_routes(model: Any, recorder: Any) -> None:
 
 
 def forget_packed_experts(model: Any) -> None:
-    """Before a reload. vLLM on CPU, since 0.28, packs unquantized experts only when their method has no kernel yet,
-    which is at the first load: after a reload the model would go on with the first weights.
+    """Have a reload, before which this is called, pack the experts anew. vLLM on CPU, since 0.28, packs unquantized
+    experts only when their method has no kernel yet, which is at the first load: after a reload the model would go on
+    with the first weights.
     """
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.platforms import current_platform
@@ -144,8 +145,9 @@ def forget_packed_experts(model: Any) -> None:
 
 @contextmanager
 def own_buffers_kept(model: Any) -> Iterator[None]:
-    """Around vLLM's layerwise reload: before 0.26 that overwrites buffers that no checkpoint has, such as the table of
-    RoPE, with uninitialized memory (https://github.com/vllm-project/vllm/pull/44371).
+    """Keep the model's own buffers through vLLM's layerwise reload: before 0.26 that overwrites buffers that no
+    checkpoint has, such as the table of RoPE, with uninitialized memory
+    (https://github.com/vllm-project/vllm/pull/44371).
     """
     own: list[tuple[Any, str, Tensor, Tensor]] = []
     if vllm_version() < (0, 26):
@@ -160,7 +162,7 @@ def own_buffers_kept(model: Any) -> Iterator[None]:
 
 
 def end_engine(engine: Any) -> None:
-    """For an engine in this process, which is about to be dropped. Before 0.31 vLLM leaves the process groups behind,
+    """End an engine in this process, which is about to be dropped. Before 0.31 vLLM leaves the process groups behind,
     and the next model finds those of this one: a mixture after a dense model none for its experts.
     """
     if vllm_version() < (0, 31):
@@ -168,8 +170,8 @@ def end_engine(engine: Any) -> None:
 
 
 def set_kv_scales(attention: Any, k_scale: Tensor, v_scale: Tensor, q_scale: Tensor | None = None) -> None:
-    """In the buffers that GPU kernels read, in place, and in the copies for kernels that take numbers, of which one is
-    there since 0.26, not of queries. q_scale: None leaves it.
+    """Set the scales in the buffers that GPU kernels read, in place, and in the copies for kernels that take numbers,
+    of which one is there since 0.26, not of queries. q_scale: None leaves it.
     """
     for x, scale in (("k", k_scale), ("v", v_scale), ("q", q_scale)):
         if scale is None:

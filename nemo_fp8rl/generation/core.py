@@ -112,7 +112,7 @@ class SteppedCore:
 
     @contextmanager
     def _ranks_alive(self) -> Iterator[None]:
-        """What vLLM raises when one of its processes ended, or did not answer in time, is a WorkerDied."""
+        """Turn what vLLM raises when one of its processes ended, or did not answer in time, into a WorkerDied."""
         try:
             yield
         except Exception as error:
@@ -197,7 +197,7 @@ class AsyncCore:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Its result. A call to a core that has just ended may never be answered, so vLLM is asked now and then."""
+        """The coroutine's result. A core that has just ended may never answer, so vLLM is asked now and then."""
         asked, deadline = self._submit(coroutine), time.monotonic() + self.timeout
         while not wait([asked], timeout=1.0).done:
             if self.llm is not None and self.llm.errored:

@@ -70,7 +70,7 @@ class EmulatedFp8MoEMethod(HeldMoEMethod):
 
 
 def _dequantized(layer: Any, name: str, dtype: torch.dtype) -> list[Tensor]:
-    """Of each expert."""
+    """The dequantized weight of each expert."""
     data, scale = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale_inv").data
     pairs = zip(data, scale, strict=True)
     return [BlockScaled(*pair, BLOCK).dequantize(dtype) for pair in pairs]

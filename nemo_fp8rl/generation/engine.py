@@ -186,7 +186,7 @@ class VllmEngine:
         return [parts for parts, _ in answers]
 
     def domains(self) -> list[str]:
-        """Of each rank, `refit.transport.shared_memory.domain`."""
+        """The memory domain of each rank (`refit.transport.shared_memory.domain`)."""
         return self.core.rpc("nemo_fp8rl_domain")
 
     def connect(self, links: Sequence[Sequence[tuple[Any, str]]], token: str, timeout: float) -> None:
@@ -283,7 +283,7 @@ class VllmEngine:
         return -1 if self.has_died else self.policy_version
 
     def prompts_asked_again(self) -> int:
-        """By copies of the generation."""
+        """Prompts that copies of the generation asked again."""
         return self.asked_again
 
     def check_health(self) -> None:
@@ -344,5 +344,5 @@ def _raise_first(refusals: Iterable[str]) -> None:
 
 
 def _request_id(output: Any, sample: Any) -> str:
-    """vLLM's, of one of the samples of a prompt (`ParentRequest.get_child_info`)."""
+    """vLLM's ID of the request for one of the samples of a prompt (`ParentRequest.get_child_info`)."""
     return f"{sample.index}_{output.request_id}" if len(output.outputs) > 1 else output.request_id

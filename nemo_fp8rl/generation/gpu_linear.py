@@ -61,7 +61,7 @@ class NativeFp8LinearMethod(HeldLinearMethod):
 
 
 def _kernel(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Any, int]:
-    """For weights [N, K], with the `rows` of its kind. Raises ValueError with the reasons where none can be had."""
+    """A kernel for weights [N, K], and the `rows` of its kind. Raises ValueError, with reasons, where there is none."""
     config = FP8ScaledMMLinearLayerConfig(
         weight_quant_key=kFp8Static128BlockSym,
         activation_quant_key=kFp8Dynamic128Sym,
@@ -83,7 +83,7 @@ def _kernel(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Any, int]:
 
 
 def _why_not_here(kind: BlockKernel, shape: tuple[int, int]) -> str:
-    """What vLLM does not say of it; empty where it can be taken."""
+    """Why the kernel cannot be taken here, where vLLM does not say so; empty where it can."""
     if kind.module == "deep_gemm" and not current_platform.is_device_capability(HOPPER):
         return f"{kind.name} is for Hopper here."
     if kind.module == "cutlass" and any(size % 128 for size in shape):  # refused on some GPUs, when it runs

@@ -57,7 +57,8 @@ class Slot:
 
 
 def slots(model: nn.Module, hf: HfConfig, dtype: torch.dtype, fp8_layers: Fp8Layers) -> dict[str, Slot]:
-    """By HF name, of all that this rank stores but KV scales. Raises RefitError where the model is not config.json's.
+    """The slots, by HF name, of all that this rank stores but KV scales. Raises RefitError for another model than
+    config.json's.
 
     Names are those of the model's own parameters, fused ones taken apart by the model's own table; shapes are what
     config.json implies. vLLM accepts a load that leaves tensors out, so a refit is held complete by this list.

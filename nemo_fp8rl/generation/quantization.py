@@ -70,7 +70,7 @@ class NemoFp8RlConfig(Fp8Config):
 
 
 def methods() -> tuple[type[HeldLinearMethod], type[HeldMoEMethod]]:
-    """Of linear layers and of experts, for the machine that vLLM runs on. Raises ValueError where there are none."""
+    """The methods of linear layers and of experts for this machine. Raises ValueError where there are none."""
     if current_platform.is_cpu():
         from nemo_fp8rl.generation.cpu_experts import EmulatedFp8MoEMethod
         from nemo_fp8rl.generation.cpu_linear import EmulatedFp8LinearMethod

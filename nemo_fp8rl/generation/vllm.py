@@ -133,7 +133,7 @@ class VllmGeneration:
     def _answers(
         self, arguments: Mapping[int, tuple[Any, ...]], timeout: float | None, lives: list[int]
     ) -> Iterator[tuple[int, Any]]:
-        """Of `VllmEngine.stream`, until one refuses that another thread has begun to replace since it was chosen."""
+        """What `VllmEngine.stream` yields, until one refuses that another thread has begun to replace meanwhile."""
         try:
             yield from self.engines.stream("stream", arguments, timeout)
         except RefitError:
@@ -271,7 +271,7 @@ class VllmGeneration:
         return alive
 
     def _take_replacements(self) -> None:
-        """Engines that the original has started in the place of others, once they generate."""
+        """Take the engines that the original has started in the place of others, once they generate."""
         for engine in tuple(self.gone):
             self.engines.renew(engine)
             version = self.engines.ask(engine, "answers_as", SOON)
@@ -289,7 +289,7 @@ class VllmGeneration:
             ) from death
 
     def _revived(self, engines: Collection[int], method: str, *arguments: Any) -> list[int]:
-        """Call it on these engines; those that are dead, and are started again instead."""
+        """Call the method on these engines; those that are dead, and are started again instead."""
         lives = list(self.lives)
         outcomes = self.engines.outcomes(method, dict.fromkeys(engines, arguments), self.patience)
         for engine, outcome in outcomes.items():
@@ -298,8 +298,8 @@ class VllmGeneration:
         return [e for e, outcome in outcomes.items() if isinstance(outcome, WorkerDied) and e not in self.gone]
 
     def _revive(self, engine: int, death: WorkerDied, life: int, wait: bool = True) -> bool:
-        """Replace it and catch it up; nothing where another thread has done so since the life that it died in. Answers
-        False where a refit is under way, which does it, unless it is to wait for that.
+        """Replace the engine and catch it up; nothing where another thread has done so since the life that it died in.
+        Answers False where a refit is under way, which does it, unless it is to wait for that.
 
         Where trainer and engines take turns in a GPU's memory it is left to the next refit as long as others answer:
         these fill the memory that the trainer's weights would need to be sent from.

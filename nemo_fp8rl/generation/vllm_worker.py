@@ -43,11 +43,11 @@ class RefitWorkerExtension:
     routes: RouteRecorder
     refit_links: Sequence[IncomingLink] = ()
     kv_scales: list[tuple[Any, tuple[Tensor, Tensor]]] = []  # noqa: RUF012, replaced and never changed
-    """Of an engine asleep on a GPU: attention layers with the scales of their FP8 caches, if they have any."""
+    """Attention layers of an engine asleep on a GPU, with the scales (k, v) of their FP8 caches, if they have any."""
 
     @cached_property
     def asleep(self) -> dict[Tag, list[tuple[Any, int]]]:
-        """On a CPU storages with their sizes; on a GPU the tags alone, of which vLLM knows what they are."""
+        """What is asleep: on a CPU storages with their sizes; on a GPU the tags alone, whose memory vLLM knows."""
         return {}
 
     @cached_property
@@ -179,7 +179,7 @@ class RefitWorkerExtension:
         return [(cache, (cache._k_scale.cpu().clone(), cache._v_scale.cpu().clone())) for cache in caches]
 
     def nemo_fp8rl_record_routes(self) -> None:
-        """From here on keep the experts of every token until `nemo_fp8rl_take_routes`."""
+        """Keep the experts of every token from here on, until `nemo_fp8rl_take_routes`."""
         hf = read_hf_config(self.model_runner.vllm_config.model_config.model)
         self.routes = RouteRecorder(self.model_runner, hf.num_hidden_layers, hf.num_experts_per_tok)
         compat.record_routes(self.model_runner.get_model(), self.routes)

@@ -225,7 +225,7 @@ class _Loading:
         self.readings.number(self._arrived_whole(item).data, keep)
 
     def set_kv_scales(self) -> None:
-        """After the weights, because vLLM's reload puts its attention layers' own back."""
+        """Set the FP8 caches' scales, after the weights: vLLM's reload puts its attention layers' own back."""
         for names, attention in fp8_caches(self.store.model).items():
             compat.set_kv_scales(attention, *(self.kv_scales[name][0] for name in names))
         if self.verify:
@@ -235,7 +235,7 @@ class _Loading:
         self.readings.finish()
 
     def _arrived_whole(self, item: Received) -> Content:
-        """Of a tensor that takes no delta."""
+        """The content of a tensor that takes no delta. Raises RefitError where it came as one, or damaged."""
         name = item.part.name
         if item.content is None:
             raise RefitError(f"refit {self.version}: a delta of {name}, which must come whole")

@@ -71,7 +71,7 @@ class CheckpointReader:
         del self._file_of[HEAD]
 
     def dtype(self, name: str) -> str:
-        """As safetensors spells it, such as BF16."""
+        """The tensor's dtype as safetensors spells it, such as BF16."""
         return self._file_of[name].get_slice(name).get_dtype()
 
     def get(self, name: str, region: Region | None = None) -> Tensor:

@@ -33,7 +33,7 @@ FAMILIES = {  # by model_type; Llama 3, Qwen2.5, Qwen3 and Qwen3-MoE
 }
 LARGEST_SIZE = 10**8
 LARGEST_COUNT = 10_000
-"""Of layers, heads and experts, over which there are loops."""
+"""The largest number of layers, heads or experts, over which there are loops."""
 COUNTS = (
     *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
@@ -181,7 +181,7 @@ def size(raw: dict[str, Any], source: str | Path, key: str, default: int | None 
 
 
 def boolean(raw: dict[str, Any], source: str | Path, key: str) -> bool:
-    """Of config.json, which `source` is; absent is false. Raises UserError."""
+    """A boolean of config.json, which `source` is; absent is false. Raises UserError."""
     value = raw.get(key, False)
     if not isinstance(value, bool):
         raise UserError(f"{source}: {key} must be true or false, got {shown(value)}")
@@ -196,7 +196,7 @@ def _positive(raw: dict[str, Any], path: Path, key: str, default: float) -> floa
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    """One that a float can hold; true and false are none."""
+    """Whether it is a number that a float can hold; true and false are none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 

@@ -14,7 +14,7 @@ LAYERS = {
     "moe_intermediate_size": "mlp.experts.*.gate_proj",
     "num_experts": "mlp.experts",
 }
-"""By config.json's dimension, the first layer that has it."""
+"""Dimension of config.json -> the first layer that has it."""
 
 
 def of_layer(dimension: str) -> str:

@@ -81,7 +81,7 @@ def check_fp8_alignment(hf: HfConfig, layers: Fp8Layers, flow: str) -> None:
 
 
 def fused_sizes(hf: HfConfig) -> dict[str, tuple[str, int]]:
-    """By a word of their names, projections that an engine fuses: a dimension that each must have in whole blocks, and
+    """A word of their names -> projections that an engine fuses: a dimension that each must have in whole blocks, and
     its size. Queries are as many rows as keys, or several times as many.
     """
     mlp = hf.family.intermediate_size

@@ -77,7 +77,7 @@ def is_commit_of(pinned: str, name: str) -> bool:
 
 
 def why_not_on_hub(name: str | Path) -> str:
-    """Of what could be a name there, if no folder of its owner's name were here: that there is one; else ""."""
+    """A remark for errors on what would be a name on the hub if no folder of its owner's name were here; else ""."""
     if HUB_NAME.fullmatch(str(name)) is None or Path(name).is_dir() or not (owner := Path(name).parent).is_dir():
         return ""
     return f" (a folder {owner} is here, so the model was looked for in it and not on the hub)"

@@ -30,7 +30,7 @@ class Spec:
 
 
 def write_index(folder: Path, weight_map: Mapping[str, str], metadata: Mapping[str, int]) -> None:
-    """Which file of the folder holds which tensor. weight_map: by the tensor's name. metadata: total_size, in bytes."""
+    """Write which file holds which tensor. weight_map: by the tensor's name. metadata: total_size, in bytes."""
     text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=1)
     (folder / "model.safetensors.index.json").write_text(text + "\n")
 

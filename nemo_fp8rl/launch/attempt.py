@@ -27,7 +27,7 @@ class Attempt:
     hosts: tuple[str, ...]
     generation_nodes: int
     gpus_per_node: tuple[int, int]
-    """Of the trainer's nodes, and of those for engines alone."""
+    """GPUs of each of the trainer's nodes, and of each of those for engines alone."""
     node_tmp: Path
     """This attempt's own folder on each node."""
     ports: range
@@ -56,7 +56,7 @@ class Attempt:
 
     @property
     def ended(self) -> Path:
-        """The script makes it when the driver has ended: the nodes then end, too."""
+        """The file that the script makes when the driver has ended: the nodes then end, too."""
         return self.folder / "ended"
 
     @property
@@ -66,12 +66,12 @@ class Attempt:
 
 
 def write(path: Path, value: Any) -> None:
-    """As JSON, whole or not at all."""
+    """Write the value as JSON, whole or not at all."""
     write_atomically(path, json.dumps(value, indent=1) + "\n")
 
 
 def read(path: Path) -> Any:
-    """None before it is there."""
+    """The value in a file that `write` wrote; None before it is there."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:

@@ -18,14 +18,14 @@ from nemo_fp8rl.recipe import load
 LONGEST_NAME = 38
 """A label of Kubernetes has at most 63 characters, and the run id, which is one, adds 25."""
 NAME = re.compile(rf"[a-z]([-a-z0-9]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?")
-"""What both SLURM and Kubernetes take."""
+"""A job's name as both SLURM and Kubernetes take it."""
 
 SAID_BY = {
     "nodes": "cluster.num_nodes",
     "generation_nodes": "policy.generation.colocated.resources.num_nodes",
     "gpus_per_node": "cluster.gpus_per_node",
 }
-"""Where a recipe for NeMo RL says what is a setting for ours."""
+"""Setting of a recipe of ours -> the key by which a recipe for NeMo RL says it."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Job:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """The user's own."""
+        """The overrides that the user gave."""
         return self.command[self.command.index("--config") + 2 :]
 
     @property

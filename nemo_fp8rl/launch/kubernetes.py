@@ -31,9 +31,9 @@ RUN_ID_LABEL = "nemo-fp8rl/run-id"
 MAX_CONFIG_MAP = 1 << 20
 KUBECTL_SECONDS = 120
 SAVE_SECONDS = 600
-"""In which a run that is to end takes a step and saves, where the settings do not say."""
+"""Seconds in which a run that is to end takes a step and saves, where the settings do not say."""
 LINGER_SECONDS = 30
-"""That the head's pod stays after the driver, so that KubeRay sees what became of it."""
+"""Seconds that the head's pod stays after the driver, so that KubeRay sees what became of it."""
 
 
 def launch(job: Job, settings: LaunchConfig, dry_run: bool = False) -> bool:
@@ -48,7 +48,7 @@ def launch(job: Job, settings: LaunchConfig, dry_run: bool = False) -> bool:
 
 
 def object_name(job: Job) -> str:
-    """Of the run id, its beginning shortened to what KubeRay takes."""
+    """The RayJob's name: the run id, its beginning shortened to what KubeRay takes."""
     suffix = job.run_id.removeprefix(job.name)
     return job.name[: MAX_NAME["RayJob"] - len(suffix)].rstrip("-") + suffix
 
@@ -243,7 +243,7 @@ def _without_empty_lines(text: str) -> str:
 
 
 def _block(text: str, indent: int) -> str:
-    """As a block of lines, for people; quoted where a character would not survive that."""
+    """The text as a YAML block of lines, for people; quoted where a character would not survive that."""
     plain = all(character == "\n" or character.isprintable() for character in text)
     if not plain or text[:1].isspace() or not text.endswith("\n") or text.endswith("\n\n"):
         return quoted(text)

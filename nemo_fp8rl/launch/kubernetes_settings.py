@@ -8,9 +8,9 @@ class Toleration:
     key: str
     operator: str = "Exists"
     value: str | None = None
-    """With operator Equal."""
+    """The taint's value, with operator Equal."""
     effect: str | None = "NoSchedule"
-    """null: any."""
+    """The taint's effect; null: any."""
 
 
 @dataclass(frozen=True)
@@ -20,20 +20,20 @@ class HeadConfig:
     cpus: int = 4
     memory: str = "32Gi"
     node_selector: dict[str, str] = field(default_factory=dict)
-    """The submitter's, too, as are the tolerations."""
+    """Labels that a node must have for the head's pod and the submitter's; the tolerations, too, are of both."""
     tolerations: tuple[Toleration, ...] = ()
 
 
 @dataclass(frozen=True)
 class SecurityContext:
-    """Of all pods. What is null is the image's, or the cluster's."""
+    """The security context of all pods. What is null is the image's, or the cluster's."""
 
     run_as_user: int | None = None
-    """One other than 0 also makes containers those of the Pod Security Standard `restricted`: without capabilities (but
-    for that of `rdma`), a way to more of them, and system calls outside of the runtime's profile."""
+    """A user other than 0 also makes containers those of the Pod Security Standard `restricted`: without capabilities
+    (but for that of `rdma`), a way to more of them, and system calls outside of the runtime's profile."""
     run_as_group: int | None = None
     fs_group: int | None = None
-    """Which volumes are made to belong to, where their kind allows it."""
+    """The group that volumes are made to belong to, where their kind allows it."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class Volume:
 @dataclass(frozen=True)
 class KueueConfig:
     queue: str
-    """Of the namespace: a LocalQueue."""
+    """A LocalQueue of the namespace."""
     required_topology: str | None = None
     """A node label; the pods of a group must be on nodes that share its value."""
     preferred_topology: str | None = None
-    """The same, where it can be had."""
+    """A node label whose value the nodes of a group's pods share where that can be had."""
 
 
 @dataclass(frozen=True)
@@ -83,21 +83,21 @@ class KaiConfig:
 @dataclass(frozen=True)
 class KubernetesConfig:
     image: str | None = None
-    """With nemo-fp8rl, its requirements and Ray; required. The same in all pods."""
+    """An image with nemo-fp8rl, its requirements and Ray, the same in all pods; required."""
     image_pull_policy: str | None = None
     """Always, IfNotPresent or Never; null: the cluster's default."""
     image_pull_secrets: tuple[str, ...] = ()
     namespace: str | None = None
-    """null: that of kubectl's context."""
+    """The namespace of the job; null: that of kubectl's context."""
     service_account: str | None = None
     ray_version: str = "2.60.0"
-    """Of the Ray in the image."""
+    """The version of the Ray in the image."""
     token: bool = True
     """Whether Ray asks for a token, which KubeRay (1.5.1 or newer) makes and keeps in a secret."""
     cpus: int | None = None
-    """Of a GPU node's pod. null asks for none; Ray then counts all of the node's."""
+    """CPUs of a GPU node's pod. null asks for none; Ray then counts all of the node's."""
     memory: str | None = None
-    """Of a GPU node's pod, such as 512Gi. null asks for none."""
+    """Memory of a GPU node's pod, such as 512Gi. null asks for none."""
     shared_memory: str = "64Gi"
     """/dev/shm of a GPU node's pod, for NCCL, vLLM and Ray's objects. What is used of it counts as memory."""
     head: HeadConfig = field(default_factory=HeadConfig)
@@ -113,28 +113,28 @@ class KubernetesConfig:
     """Single variables from secrets."""
     volumes: tuple[Volume, ...] = ()
     workdir: str | None = None
-    """What relative paths of a recipe are relative to; null: the path of the first volume that can be written."""
+    """The folder of a recipe's relative paths; null: the path of the first volume that can be written."""
     node_selector: dict[str, str] = field(default_factory=dict)
-    """For GPU nodes' pods."""
+    """Labels that a node must have for GPU nodes' pods."""
     tolerations: tuple[Toleration, ...] = (Toleration("nvidia.com/gpu"),)
-    """Of GPU nodes' pods."""
+    """Tolerations of GPU nodes' pods."""
     labels: dict[str, str] = field(default_factory=dict)
-    """Of the job and all pods."""
+    """Labels of the job and all pods."""
     annotations: dict[str, str] = field(default_factory=dict)
-    """Of GPU nodes' pods, such as k8s.v1.cni.cncf.io/networks."""
+    """Annotations of GPU nodes' pods, such as k8s.v1.cni.cncf.io/networks."""
     priority_class: str | None = None
     security_context: SecurityContext = field(default_factory=SecurityContext)
     termination_grace_seconds: int | None = None
-    """In which a pod that is told to end must have ended. null: 600 where it waits for the run to save, a step and a
-    checkpoint; else the cluster's 30."""
+    """Seconds in which a pod that is told to end must have ended. null: 600 where it waits for the run to save, a step
+    and a checkpoint; else the cluster's 30."""
     backoff_limit: int = 3
     """Attempts after the first, each with a new cluster; a run continues from its latest checkpoint."""
     start_seconds: int | None = None
-    """Within which all pods must be ready; null: the job waits. For a KubeRay that knows preRunningDeadlineSeconds."""
+    """Seconds for all pods to be ready; null: the job waits. For a KubeRay that knows preRunningDeadlineSeconds."""
     deadline_seconds: int | None = None
-    """Within which the job must be done."""
+    """Seconds within which the job must be done."""
     ttl_seconds: int = 300
-    """How long the pods of a finished job are kept, to look at."""
+    """Seconds that the pods of a finished job are kept, to look at."""
     kueue: KueueConfig | None = None
     kai: KaiConfig | None = None
     crds: str | None = None

@@ -6,11 +6,11 @@ from typing import Any
 from nemo_fp8rl.errors import UserError
 
 YEAR = 366 * 24 * 3600
-"""Seconds."""
+"""Seconds in a leap year."""
 LEAST_PREFLIGHT_SECONDS = 90
 """60 of them are for the all-reduce."""
 MOST = 100_000
-"""Of nodes, CPUs or attempts: more than there are anywhere."""
+"""The largest number of nodes, CPUs or attempts: more than there are anywhere."""
 MOST_GPUS = 1024
 SIZES = {"nodes": (1, MOST), "generation_nodes": (0, MOST), "gpus_per_node": (0, MOST_GPUS)}
 OF_SLURM = {
@@ -31,7 +31,7 @@ OF_KUBERNETES = {
     "ttl_seconds": (0, YEAR),
 }
 LAST_ID = 2**31 - 1
-"""Of a user or group, to Kubernetes."""
+"""The largest ID of a user or group, to Kubernetes."""
 OF_SECURITY_CONTEXT = {"run_as_user": (0, LAST_ID), "run_as_group": (0, LAST_ID), "fs_group": (0, LAST_ID)}
 OF_KUBERNETES_GENERATION = {"gpus_per_node": (0, MOST_GPUS), "cpus": (1, MOST)}
 
@@ -44,7 +44,7 @@ def check_limits(block: Any, limits: Mapping[str, tuple[int, int]], prefix: str 
 
 
 def _shown(value: Any) -> str:
-    """On one line. Python writes no integer of more than 4300 digits."""
+    """The value on one line. Python writes no integer of more than 4300 digits."""
     if isinstance(value, int) and value.bit_length() > 200:
         return "a number of more than 60 digits"
     return repr(value)[:100]

@@ -17,10 +17,10 @@ from nemo_fp8rl.recipe import load, read
 from nemo_fp8rl.shown_gpus import shown_gpus
 
 LAYOUT = ("cluster.backend", "cluster.train_ranks", "cluster.generation_engines")
-"""By these a recipe of ours says itself who has which GPUs."""
+"""Keys by which a recipe of ours says itself who has which GPUs."""
 COLOCATED = "policy.generation.colocated.enabled"
 IN_TURNS = {"policy.generation.vllm_cfg.sleep_level": 1, "policy.megatron_cfg.offload_between_phases": "true"}
-"""What sharing GPUs takes; a recipe of NeMo RL's gets the same (`nemo_rl.config`)."""
+"""Settings that sharing GPUs takes; a recipe of NeMo RL's gets the same (`nemo_rl.config`)."""
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 SAY_HOW_MANY = "mend the driver, or say how many GPUs to use: --set gpus_per_node=N, 0 for a run on the CPU"
 
@@ -60,7 +60,7 @@ def _check_for_own_loop(recipe: Path, overrides: Sequence[str]) -> None:
 
 
 def visible_gpus() -> int:
-    """How many this machine has, as far as CUDA_VISIBLE_DEVICES shows them; none without nvidia-smi.
+    """The number of GPUs of this machine, as far as CUDA_VISIBLE_DEVICES shows them; none without nvidia-smi.
 
     Raises UserError where nvidia-smi fails: GPUs that it cannot see are not none.
     """

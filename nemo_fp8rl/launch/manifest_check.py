@@ -22,7 +22,7 @@ __all__ = ["Finding", "check_file", "lint", "schema_errors"]
 
 
 def check_file(path: Path, crds: Path | None = None) -> dict[str, list[Finding]]:
-    """By "kind name", the findings for every RayJob and RayCluster of a file. Raises UserError when it has none."""
+    """Findings for every RayJob and RayCluster of a file, by "kind name". Raises UserError when it has none."""
     try:
         manifests = documents(path)
     except FileNotFoundError:
@@ -86,7 +86,7 @@ def _validator(crds: Path, plural: str, version: str) -> Any:
 
 
 def _strict(schema: Any) -> Any:
-    """As JSON schema, with keys that it does not name refused."""
+    """A part of a CRD's schema as JSON schema, with keys that it does not name refused."""
     if isinstance(schema, list):
         return [_strict(part) for part in schema]
     if not isinstance(schema, dict):

@@ -14,9 +14,9 @@ from nemo_fp8rl.yaml_tree import unreadable
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 DEEPEST = 100
-"""KubeRay's schema goes 36 deep."""
+"""Levels of a manifest, at most; KubeRay's schema goes 36 deep."""
 LARGEST = 2**63 - 1
-"""Of Kubernetes' integers."""
+"""The largest of Kubernetes' integers."""
 
 
 class Strict(yaml.SafeLoader):
@@ -54,7 +54,7 @@ Strict.add_constructor("tag:yaml.org,2002:int", Strict.construct_yaml_int)
 
 
 def documents(path: Path, loader: Any = Strict) -> list[Any]:
-    """Of a file. Raises UserError, and FileNotFoundError."""
+    """The YAML documents of a file. Raises UserError, and FileNotFoundError."""
     try:
         text = path.read_text(encoding="utf-8")
         _check_depth(text)

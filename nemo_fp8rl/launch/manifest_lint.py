@@ -14,7 +14,7 @@ from nemo_fp8rl.launch.manifest_parts import Finding, key_path, labels_at, mappi
 from nemo_fp8rl.launch.pod_lint import pod_findings
 
 MAX_NAME = {"RayJob": 47, "RayCluster": 53}
-"""KubeRay adds to a name: validation.go."""
+"""Characters of an object's name, at most: KubeRay adds to it (validation.go)."""
 DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 QUEUE, KAI_QUEUE = "kueue.x-k8s.io/queue-name", "kai.scheduler/queue"
 TOPOLOGY = ("kueue.x-k8s.io/podset-required-topology", "kueue.x-k8s.io/podset-preferred-topology")
@@ -25,7 +25,7 @@ SHUT_DOWN = "set spec.shutdownAfterJobFinishes: true"
 
 
 def lint(manifest: Any) -> list[Finding]:
-    """Of one object; values of a wrong type are the schema's business and passed over."""
+    """Findings on one object; values of a wrong type are the schema's business and passed over."""
     kind = mapping(manifest).get("kind")
     if not isinstance(kind, str) or kind not in MAX_NAME:
         return [Finding("kind", f"{kind!r} is not checked here", "give a RayJob or a RayCluster")]

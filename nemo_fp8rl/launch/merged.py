@@ -58,7 +58,7 @@ def _tree(recipe: Path, overrides: Sequence[str], of_nemo_rl: bool) -> Any:
 
 
 def _values(recipe: Path, overrides: Sequence[str], of_nemo_rl: bool) -> dict[str, Any]:
-    """By the loader that the run will use, checked and resolved."""
+    """The recipe's values by the loader that the run will use, checked and resolved."""
     if of_nemo_rl:
         from nemo_fp8rl.nemo_rl.recipe import load as load_nemo_rl
 

@@ -24,13 +24,13 @@ from nemo_fp8rl.launch.attempt import Attempt, free_ports, own_address, read, se
 from nemo_fp8rl.workers import ROLE
 
 HEAD_TRIES = 5
-"""A port that was free may be taken a moment later."""
+"""Tries to start the head: a port that was free may be taken a moment later."""
 STARTED_SECONDS = 60
 OPEN_FILES = 65536
-"""That a process of Ray's may have, as far as it is let: the head has sockets to every worker of the cluster."""
+"""Open files of a process of Ray's, as far as it is let: the head has sockets to every worker of the cluster."""
 MARK = "NEMO_FP8RL_ATTEMPT"
 TERM_SECONDS = 12
-"""From SLURM's SIGTERM, which Ray gets, too, so that little is left to wait for, until its SIGKILL after 30."""
+"""Seconds after SLURM's SIGTERM, which Ray gets, too, so that little is left to wait for; SIGKILL comes after 30."""
 END_SECONDS = 5
 
 
@@ -65,8 +65,8 @@ def main(index: int) -> int:
 
 
 def _raise_open_files() -> None:
-    """Of this process and what it starts. SLURM hands on the soft limit of the shell that submitted, often 1024, and
-    `ray start`, unlike ray.init, leaves it so.
+    """Raise the limit of open files of this process and what it starts. SLURM hands on the soft limit of the shell that
+    submitted, often 1024, and `ray start`, unlike ray.init, leaves it so.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)

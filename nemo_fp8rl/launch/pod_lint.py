@@ -9,7 +9,7 @@ from nemo_fp8rl.launch.manifest_parts import Finding, key_path, mapping, mapping
 from nemo_fp8rl.secret_variables import looks_secret
 
 OF_KUBERAY = {"ray-token", "ray-logs", "shared-mem"}
-"""Volumes that it adds to a pod."""
+"""Volumes that KubeRay adds to a pod."""
 GPU = re.compile(r"(nvidia|amd|intel)\.com/.*gpu.*|nvidia\.com/mig-.*")
 ONE_OF = {
     "restartPolicy": ("Always", "OnFailure", "Never"),
@@ -131,7 +131,7 @@ def _gpus_of_ray(container: Mapping[str, Any], path: str, start: Mapping[str, An
 def _shared_memory(
     container: Mapping[str, Any], path: str, pod: str, volumes: Mapping[Any, Any], start: Mapping[str, Any]
 ) -> Iterator[Finding]:
-    """Where /dev/shm is not mounted KubeRay adds it, but not beside a plasma-directory."""
+    """Findings on /dev/shm. Where it is not mounted KubeRay adds it, but not beside a plasma-directory."""
     resources = mapping(container.get("resources"))
     limits = mapping(resources.get("limits"))
     mount = next((m for _, m in mappings(container.get("volumeMounts")) if m.get("mountPath") == "/dev/shm"), None)

@@ -75,7 +75,7 @@ def check_node(attempt: Attempt, index: int, folder: Path) -> list[str]:
 
 
 def _gpu_faults(wanted: int) -> list[str]:
-    """Their number, as far as this job sees them, and errors that ECC could not correct."""
+    """Faults in the number of GPUs, as far as this job sees them, and errors that ECC could not correct."""
     if wanted == 0:
         return []
     try:
@@ -133,7 +133,7 @@ def odd_ones(versions: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
 
 
 def _all(attempt: Attempt, folder: Path, end: float) -> dict[str, Any]:
-    """By host, what the nodes wrote before the end."""
+    """What the nodes wrote before the end, by host."""
     while time.monotonic() < end - REDUCE_SECONDS:
         if all((folder / f"{i}.json").exists() for i in range(len(attempt.hosts))):
             break
@@ -167,7 +167,7 @@ def listen(address: str, attempt: Attempt) -> Any:
 
 
 def _reduce(attempt: Attempt, index: int, folder: Path, end: float, store: Any = None) -> bool:
-    """All nodes together, over NCCL on one GPU of each where there is one, else over gloo. store: of node 0."""
+    """Reduce over all nodes, by NCCL on one GPU of each where there is one, else by gloo. store: of node 0."""
     while (place := read(folder / "store.json")) is None:
         if time.monotonic() > end:
             return False

@@ -28,7 +28,7 @@ LONGEST_NODE_TMP = 23
 PATHS = ("runs_dir", "slurm.venv", "slurm.secrets_file", "kubernetes.crds")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 NODE = re.compile(r"[\w.,\[\]-]+", re.ASCII)
-"""Or a list of them, as SLURM writes it. The script puts such names into an expression of sed."""
+"""A node's name, or a list of them as SLURM writes it. The script puts such names into an expression of sed."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class ContainerConfig:
     """A container of Pyxis and enroot."""
 
     image: str | None = None
-    """null: the jobs run in the virtual environment of `slurm.venv`."""
+    """The container's image; null: the jobs run in the virtual environment of `slurm.venv`."""
     mounts: tuple[str, ...] = ()
     """HOST:CONTAINER[:FLAGS], besides the run's folder, the folder of the submission and `slurm.node_tmp`."""
     workdir: str | None = None
-    """null: the folder of the submission."""
+    """The working directory in the container; null: the folder of the submission."""
 
 
 @dataclass(frozen=True)
@@ -63,29 +63,29 @@ class SlurmConfig:
     exclude: tuple[str, ...] = ()
     """Nodes that are never asked for."""
     exclusive: bool = True
-    """Whole nodes. Without it a job shares nodes with others and needs cpus_per_node."""
+    """Ask for whole nodes. Without it a job shares nodes with others and needs cpus_per_node."""
     cpus_per_node: int | None = None
     memory: str | None = None
-    """Of a node, in SLURM's form, such as 512G; null leaves it to the cluster."""
+    """Memory of a node, in SLURM's form, such as 512G; null leaves it to the cluster."""
     gres: bool = True
     """Whether SLURM is asked for GPUs (--gpus-per-node). false where it knows of none (GRES) and would refuse: the job
     has those of its nodes, which it shares with no other."""
     time: str = "04:00:00"
-    """Of one attempt, HH:MM:SS or D-HH:MM:SS."""
+    """Time limit of one attempt, HH:MM:SS or D-HH:MM:SS."""
     stop_seconds: int = 300
-    """So long before the end of `time` the driver is told to save and stop; the job then goes into the queue again."""
+    """Seconds before the end of `time` to tell the driver to save and stop; the job then goes into the queue again."""
     max_restarts: int = 20
     """Attempts after the first, whatever ended the one before."""
     ready_seconds: int = 600
-    """Within which all nodes must have joined the Ray cluster."""
+    """Seconds within which all nodes must have joined the Ray cluster."""
     preflight_seconds: int = 300
-    """Within which the nodes must have passed their checks, the import of a container's image included."""
+    """Seconds within which the nodes must have passed their checks, the import of a container's image included."""
     min_free_gib: float = 10.0
-    """Free disk that a node must have in node_tmp."""
+    """GiB of free disk that a node must have in node_tmp."""
     node_tmp: str = "/tmp"
     """A folder that each node has for itself, with a short path; Ray's sessions are in a folder of the run's in it."""
     ports: str = "20000-29999"
-    """Of which the Ray cluster's head takes three that are free."""
+    """The range of ports of which the Ray cluster's head takes three that are free."""
     venv: str | None = None
     """A virtual environment that all nodes see; null: the one that runs this command."""
     container: ContainerConfig = field(default_factory=ContainerConfig)
@@ -95,7 +95,7 @@ class SlurmConfig:
     """Shell commands that the job's script runs first, outside of any container, such as module loads; the job ends
     when the last of them fails."""
     generation: NodeGroup | None = None
-    """Of another kind than the trainer's nodes: makes the job heterogeneous."""
+    """The engines' nodes, where they are of another kind than the trainer's: makes the job heterogeneous."""
     options: tuple[str, ...] = ()
     """Further options of sbatch, such as --reservation=rl."""
 
@@ -103,15 +103,15 @@ class SlurmConfig:
 @dataclass(frozen=True)
 class LaunchConfig:
     name: str | None = None
-    """Of the job; null: the recipe's file name."""
+    """Name of the job; null: the recipe's file name."""
     runs_dir: str = "runs/launch"
     """Where each run has its folder: script, logs of every attempt, addresses. On SLURM all nodes must see it."""
     nodes: int | None = None
     """All nodes; null: 1. A recipe for NeMo RL says this and the next two itself."""
     generation_nodes: int | None = None
-    """Of these, nodes for engines alone; null: 0."""
+    """Nodes, of all `nodes`, for engines alone; null: 0."""
     gpus_per_node: int | None = None
-    """null: 0; by `launch local`, as many as there are, whatever a recipe for NeMo RL says."""
+    """GPUs of a node; null: 0; by `launch local`, as many as there are, whatever a recipe for NeMo RL says."""
     env: dict[str, str] = field(default_factory=dict)
     """Variables of every process. Not for secrets: they would be in the script and in the scheduler's records."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)

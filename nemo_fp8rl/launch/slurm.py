@@ -30,7 +30,7 @@ EXPORTED = (
     *("PYTHONUNBUFFERED", "NEMO_FP8RL_STOP_AT", "RAY_TMPDIR", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"),
     "RAY_USAGE_STATS_ENABLED",
 )
-"""By body.sh, to every step."""
+"""Variables that body.sh exports to every step."""
 TIME = re.compile(r"(?:(\d{1,3})-)?(\d{1,4}):(\d\d):(\d\d)", re.ASCII)
 
 

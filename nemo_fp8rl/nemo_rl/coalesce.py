@@ -54,6 +54,6 @@ class Coalescer(Generic[Item, Answer]):
 
 
 def _settle(give: Callable[[Any], None], what: Any) -> None:
-    """To a caller, unless that was cancelled."""
+    """Give a caller its result, or its exception, unless the call was cancelled."""
     with suppress(asyncio.InvalidStateError):
         give(what)

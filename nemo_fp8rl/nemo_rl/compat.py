@@ -94,7 +94,7 @@ def _transformers_masked() -> Iterator[None]:
 
 
 def engines_survive_fp8_refit(version: str) -> bool:
-    """Whether its own engines still hold FP8 weights after one: v0.7.0 processes them once more, as if just loaded."""
+    """Whether NeMo RL's engines hold FP8 weights after a refit, too: v0.7.0 processes them again, as if just loaded."""
     return not version.startswith("0.7")
 
 
@@ -106,18 +106,18 @@ def save_state(grpo: ModuleType, loaded: Any) -> Any:
 
 
 def steps_done(state: Any) -> int:
-    """Of the whole run; the asynchronous loop counts current_step alone, the other one starts that anew each epoch."""
+    """Steps of the whole run; the asynchronous loop counts current_step alone, the other restarts that each epoch."""
     values = state if isinstance(state, dict) else vars(state)
     return max(int(values["total_steps"]), int(values["current_step"]))
 
 
 def save_at_every_step(master: Any) -> None:
-    """From the step under way on, of a loop that runs."""
+    """Have a loop that runs save from the step under way on."""
     master.checkpointing["save_period"] = 1
 
 
 def end_asynchronous_loop(master: Any, steps: int) -> None:
-    """After so many; the other loop has read the number that this changes."""
+    """End the asynchronous loop after so many steps; the other loop has read the number that this changes."""
     if isinstance(master.grpo, dict):
         master.grpo["max_num_steps"] = steps
     else:

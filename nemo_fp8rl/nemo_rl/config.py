@@ -61,7 +61,7 @@ def of_keys(master: Mapping[str, Any]) -> Config:
 
 
 def for_model(cfg: Config) -> Config:
-    """It checked against the model, with the tokens that end the model's answers."""
+    """The config checked against the model, with the tokens that end the model's answers."""
     hf = read_hf_config(cfg.policy.model_name)
     check_context(hf, cfg.policy.max_total_sequence_length)
     check_engine(hf, cfg)

@@ -10,11 +10,11 @@ CALLS = (
     *("train", "get_logprobs", "get_reference_policy_logprobs", "save_checkpoint"),
     *("stream_weights_via_ipc_zmq", "broadcast_weights_for_collective"),  # how v0.7.0 refits
 )
-"""Of a policy; the loop goes on after no error of theirs."""
+"""A policy's calls that are watched; the loop goes on after no error of theirs."""
 
 
 class Watch:
-    """On a policy and, where the engine has one, its weight synchronizer: these objects alone, not their classes.
+    """Watches a policy and, where the engine has one, its weight synchronizer: these objects alone, not their classes.
 
     steps: that the policy trained. error: the first that a call raised.
     """
@@ -28,7 +28,8 @@ class Watch:
             synchronizer.sync_weights = self._watched(synchronizer.sync_weights)
 
     def check(self, asked: int) -> None:
-        """After the loop, where nothing else ended it. Raises what it passed over, or RuntimeError if that is unknown.
+        """Call after the loop, where nothing else ended it. Raises what it passed over, or RuntimeError if that is
+        unknown.
 
         asked: how many steps it had to take.
         """

@@ -46,8 +46,8 @@ ExactMatchActor = ray.remote(ExactMatchEnvironment)
 
 
 def register(ours: bool) -> None:
-    """Make it known to NeMo RL; a second call does nothing. ours: with our workers, which have no environment but the
-    driver's, the collectors run there, too.
+    """Make the environment known to NeMo RL; a second call does nothing. ours: with our workers, which have no
+    environment but the driver's, the collectors run there, too.
     """
     fqn = f"{__name__}.ExactMatchActor"
     for actor in (fqn, *(COLLECTORS if ours else ())):

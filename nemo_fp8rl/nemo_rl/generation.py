@@ -51,7 +51,7 @@ class VllmFp8Generation(GenerationInterface):
 
     @property
     def step(self) -> str:
-        """Of the loop that the next answers belong to; in a copy, of the one in which it was made."""
+        """The step of the loop that the next answers belong to; in a copy, that in which it was made."""
         return self.origin if self.bridge is None else str(self.bridge.version + 1)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class VllmFp8Generation(GenerationInterface):
         return all(any(row[:length] in self.answered for length in lengths if length < len(row)) for row in rows)
 
     def _stop_strings(self, data: Mapping[str, Any]) -> frozenset[str]:
-        """Those of the recipe and of any row, for all rows, as NeMo RL's own workers have it."""
+        """The stop strings of the recipe and of any row, for all rows, as NeMo RL's own workers have it."""
         of_rows = (text for texts in data.get("stop_strings") or () for text in texts or ())
         return frozenset(of_rows).union(self.config.policy.generation.stop_strings)
 

@@ -11,7 +11,7 @@ from nemo_fp8rl.nemo_rl.precision import ENGINE, TRAINER
 
 
 class Gpus(NamedTuple):
-    """Of the trainer, and of all engines together: the same ones when they are colocated. A recipe may leave none."""
+    """GPUs of the trainer, and of all engines together: the same ones when they are colocated. There may be none."""
 
     trainer: int
     engines: int
@@ -47,7 +47,7 @@ def check_division(values: Mapping[str, Any]) -> None:
 
 
 def _check_resources(values: Mapping[str, Any]) -> None:
-    """Of engines beside the trainer."""
+    """Raise UserError, naming the key, for resources of engines beside the trainer that NeMo RL refuses."""
     cluster, generation = values["cluster"], values["policy"]["generation"]
     resources, nodes = generation["colocated"].get("resources") or {}, cluster["num_nodes"]
     rewards = at(values, "env.reward_model.resources.num_nodes", 0) if nodes > 1 and _of_reward_model(values) else 0
@@ -84,7 +84,7 @@ def _of_reward_model(values: Mapping[str, Any]) -> int:
 
 
 def is_asynchronous(master: Mapping[str, Any]) -> bool:
-    """Whether it generates while it trains."""
+    """Whether NeMo RL's loop generates while it trains."""
     return bool(at(master, "grpo.async_grpo.enabled", False))
 
 

@@ -120,7 +120,7 @@ OF_MEMORY = (
     "policy.megatron_cfg.optimizer.optimizer_cpu_offload",
     "policy.megatron_cfg.fine_grained_activation_offloading",
 )
-"""Of UNUSED, those that ask for memory of the host in training."""
+"""Keys of UNUSED that ask for memory of the host in training."""
 MODEL = ("policy.hf_config_overrides.", "policy.megatron_cfg.model_overrides.")
 """Other names for keys of the model's config.json, which is read as it is: whatever they say would change it."""
 

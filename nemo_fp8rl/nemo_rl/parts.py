@@ -23,7 +23,7 @@ from nemo_fp8rl.shown_gpus import shown_gpus
 from nemo_fp8rl.workers import connect, is_in_cluster, joins_cluster
 
 RAY_GPU = "accelerator_type:"
-"""Before a GPU's name, among the resources of a Ray cluster that has one."""
+"""What stands before a GPU's name among the resources of a Ray cluster that has one."""
 OF_OURS = ("align", "kv", "kernel", "refit", "gates")
 """Keys of `nemo_fp8rl` that are not of the loss or the precision."""
 
@@ -42,7 +42,7 @@ class Loop:
     state: Any
     master: Any
     steps: int
-    """Of the whole run."""
+    """Steps of the whole run."""
 
 
 def takes_ours(asked: Literal["auto", "ours", "nemo_rl"]) -> bool:
@@ -85,7 +85,7 @@ def _check_gpu(flow: Flow, name: str, capability: Capability) -> None:
 
 
 def _are_there_gpus() -> bool:
-    """Here, or in the Ray cluster of RAY_ADDRESS; to a user who hides them, nowhere.
+    """Whether there are GPUs here, or in the Ray cluster of RAY_ADDRESS; to a user who hides them, there are none.
 
     Raises UserError where that cluster cannot be joined.
     """

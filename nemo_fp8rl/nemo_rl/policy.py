@@ -159,7 +159,7 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
         """Nothing: trainer and engine agree on a manifest when they are linked (`refit.bridge`)."""
 
     def stream_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Where NeMo RL refits through these methods: the whole refit, over our links, before the engine's half."""
+        """The whole refit, over our links, before the engine's half: where NeMo RL refits through these methods."""
         self.refit()
         return []
 

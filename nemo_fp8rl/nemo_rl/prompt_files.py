@@ -25,7 +25,7 @@ def find_prompt_files(data: dict[str, Any], root: Path) -> None:
 
 
 def _blocks(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Of a set, of each of a list of sets, and what they have in common."""
+    """(place, block) of each set of prompts, in a list or alone, and of what they have in common."""
     for place in ("default", "train", "validation"):
         given = data.get(place)
         for index, block in enumerate(given if isinstance(given, list) else [given]):

@@ -137,7 +137,7 @@ def _is_for_nemo_rl(path: Path, tree: Any) -> bool:
 
 
 def _check_no_secrets(values: dict[str, Any]) -> None:
-    """As in recipes of ours: a script or a manifest would show them."""
+    """Raise UserError for secrets, as in recipes of ours: a script or a manifest would show them."""
     for key, variables in _variables(values):
         check_no_secret(key, variables)
     uri = at(values, "logger.mlflow.tracking_uri", None)

@@ -30,7 +30,7 @@ from nemo_fp8rl.nemo_rl.stop import LoopStop, Prompts
 from nemo_fp8rl.workers import check_address, connect, find_cluster, require_token
 
 STOP_AT = "NEMO_FP8RL_STOP_AT"
-"""When a run must have saved, in seconds since 1970: `launch slurm` says it to every attempt."""
+"""Variable that says when a run must have saved, in seconds since 1970; `launch slurm` sets it for every attempt."""
 MAX_AGE = "grpo.async_grpo.max_trajectory_age_steps"
 
 
@@ -147,7 +147,7 @@ def save_in_time(checkpointing: dict[str, Any]) -> None:
 
 
 def shorter(limit: str | None, left: float) -> str:
-    """Of a limit and of what is left, in seconds, as DD:HH:MM:SS."""
+    """The shorter of `limit`, DD:HH:MM:SS, and of `left`, in seconds; as DD:HH:MM:SS."""
     rest = max(int(left), 0)
     if limit is not None:
         rest = min(rest, seconds_of(limit))
@@ -155,7 +155,7 @@ def shorter(limit: str | None, left: float) -> str:
 
 
 def seconds_of(limit: str) -> int:
-    """Of DD:HH:MM:SS."""
+    """The seconds in a limit, DD:HH:MM:SS."""
     days, hours, minutes, seconds = (int(part) for part in limit.split(":"))
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 

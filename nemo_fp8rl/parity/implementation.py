@@ -31,8 +31,8 @@ class Implementation:
     blocks: tuple[Block, ...] = BOTH
     formats: tuple[ScaleFormat, ...] = FORMATS
     version: str | None = None
-    """Of the installed library; None for a formula."""
+    """Version of the installed library; None for a formula."""
     formula: str | None = None
     """Name of the formula that the library implements."""
     device: str = "cpu"
-    """Where it runs."""
+    """The device that it runs on."""

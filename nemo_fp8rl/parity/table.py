@@ -36,7 +36,7 @@ STEP = 2 * BLOCK[1]
 """Sizes are multiples of it, so that the half of a matrix that is zero ends at a block."""
 LARGEST = 16384
 WIDTH = 100
-"""Of the table where the output is not a terminal."""
+"""Columns of the table where the output is not a terminal."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Report:
     size: int
     seed: int
     kernel: str
-    """The one of ours that the contract was computed with."""
+    """Our kernel that the contract was computed with."""
     torch: str
     rows: list[Row]
     not_run: dict[str, str]

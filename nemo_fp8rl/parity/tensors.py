@@ -7,7 +7,7 @@ from torch import Tensor
 
 SIGMA_WEIGHT, SIGMA_ACTIVATION, SIGMA_TINY = 0.02, 1.0, 1e-6
 DEGREES = 3
-"""Of freedom of the Student t distribution: its variance is finite, its fourth moment is not."""
+"""Degrees of freedom of the Student t distribution: its variance is finite, its fourth moment is not."""
 
 OUTLIER = 8.0
 """The last element of `ragged outlier`, in sigmas."""

@@ -55,7 +55,7 @@ class CoreAttention(MegatronModule):
         return to_tokens(self._whole(*to_heads(query, key, value, group), packed_seq_params), group)
 
     def _whole(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences | None) -> Tensor:
-        """Of whole sequences, packed or not."""
+        """Attention of whole sequences, packed or not."""
         if packed is None:
             return self.attend(query, key, value)
         outputs = []
@@ -66,7 +66,7 @@ class CoreAttention(MegatronModule):
 
 
 class SdpaAttention(CoreAttention):
-    """On torch's SDPA, but for cuDNN's kernels."""
+    """Attention by torch's SDPA, but for cuDNN's kernels."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | None = None) -> Tensor:
         query, key = self.rope.turned(query), self.rope.turned(key)
@@ -80,7 +80,7 @@ class SdpaAttention(CoreAttention):
 
 @contextmanager
 def _without_cudnn() -> Iterator[None]:
-    """Of SDPA's kernels on a GPU, those that take any shape at once. The flag is the process's, so it is put back.
+    """Leave SDPA those kernels on a GPU that take any shape at once. The flag is the process's, so it is put back.
 
     torch prefers cuDNN on Hopper and Blackwell (`check_prefer_cudnn_attention` in
     aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), which plans for every batch and length that it has not seen,

@@ -78,7 +78,7 @@ class Policy(WeightSource, Protocol):
         ...
 
     def instructions(self) -> set[str]:
-        """Of the machines of its ranks, `machine.instructions`."""
+        """The instruction sets of its ranks' machines (`machine.instructions`)."""
         ...
 
     def save(self, folder: Path, optimizer: bool = True) -> None:

@@ -38,14 +38,14 @@ class _CudaNamesMeanCpu(TorchFunctionMode):
 
 
 class _NoRandomness:
-    """In place of the tracker of CUDA's random states: nothing here drops out."""
+    """Stands for the tracker of CUDA's random states: nothing here drops out."""
 
     def fork(self, *_: Any) -> nullcontext[None]:
         return nullcontext()
 
 
 def _counts_are_on_cpu(dispatcher: Any, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
-    """In place of the copies on a stream; later steps expect the counts as numpy arrays."""
+    """Takes the place of the copies on a stream; later steps expect the counts as numpy arrays."""
     if point == dispatcher.cuda_dtoh_point:
         for name in ("input_splits", "output_splits", "output_splits_tp"):
             if isinstance(counts := getattr(dispatcher, name), Tensor):

@@ -14,11 +14,11 @@ from nemo_fp8rl.policy.layout import Axis, Layout, expert_tensor_size
 from nemo_fp8rl.workers.network import address_towards, gloo_listens_on
 
 PATIENCE = timedelta(minutes=30)
-"""For the slowest rank, to start and before the first collective of each group; as torch has it for all others."""
+"""Time for the slowest rank, to start and before the first collective of each group; torch gives all others as much."""
 
 
 def join(rank: int, world_size: int, rendezvous: tuple[str, int] | None, listener: socket.socket | None) -> None:
-    """Start them. One rank needs no socket; an engine in this process may share its group."""
+    """Start the groups. One rank needs no socket; an engine in this process may share its group."""
     if not dist.is_initialized():
         store: dist.Store = dist.HashStore()
         if rendezvous is not None:

@@ -53,7 +53,7 @@ class HeldWeights:
 
     @torch.no_grad()
     def _squares_of_fp8(self) -> SquaresByGroup:
-        """Of those in FP8 alone each rank takes the piece whose masters it has, so that nothing is gathered."""
+        """Squares of weights in FP8 alone: each rank takes the piece whose masters it has, so nothing is gathered."""
 
         def of(name: str, piece: Piece) -> SquaresByGroup:
             parameter = self.parameters[name]

@@ -14,7 +14,7 @@ from nemo_fp8rl.policy.rope import read_rope
 
 
 def model_digests(cfg: Config, hf: HfConfig) -> dict[str, str]:
-    """For a resumed run to see that it has the same, whatever folder it is in.
+    """Digests by which a resumed run sees that it has the same model, whatever folder it is in.
 
     model: of config.json, what two models of one shape may have otherwise. reference: where there is a reference
     policy, the last layer's o_proj, which every step of training changes.

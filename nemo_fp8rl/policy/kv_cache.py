@@ -71,7 +71,7 @@ class TrainerKvCache:
             self.scales = scales
 
     def begin_calibration(self) -> None:
-        """From here on `read` counts, and rounds nothing."""
+        """Have `read` count from here on, and round nothing."""
         self._sketches = KvSketches.empty(self.num_layers)
 
     def next_rows(self, lengths: Tensor) -> None:

@@ -18,9 +18,9 @@ from nemo_fp8rl.policy.restriction import Restriction, restricted
 SOFTMAX_ROWS = 16
 """Rows whose softmax is taken at a time, in float32, at least; a GPU takes as many as VALUES have room for."""
 VALUES = {"cpu": 1 << 20, "cuda": 1 << 25}
-"""Of a temporary in float32, or its bytes: little enough for a CPU's cache, enough for a GPU to be worth a kernel."""
+"""Float32 values of a temporary, 4 bytes each: few enough for a CPU's cache, enough for a GPU to be worth a kernel."""
 INDEX_BYTES = 8
-"""Of a value's place, an int64 that sorting gives beside it."""
+"""Bytes of a value's place, an int64 that sorting gives beside it."""
 
 
 def token_logprobs(
@@ -180,7 +180,7 @@ def _whole_rows(
 
 
 def _rows_at_a_time(device: torch.device, columns: int, nbytes: int = 4) -> int:
-    """Of so many columns, where the widest temporary has `nbytes` a value."""
+    """Rows taken at a time, of so many columns, where the widest temporary has `nbytes` a value."""
     return SOFTMAX_ROWS if device.type == "cpu" else max(SOFTMAX_ROWS, 4 * VALUES["cuda"] // (nbytes * columns))
 
 

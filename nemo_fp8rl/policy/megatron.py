@@ -135,7 +135,7 @@ class MegatronPolicy:
         return weight_error(self.ranks.everyone("weight_squares"))
 
     def open_refit(self, transport: Transport, token: str) -> None:
-        """Before any other method of `refit.bridge.WeightSource`. token: what engines must know to link with a rank."""
+        """Get ready for links, before all else of `refit.bridge.WeightSource`. token: engines must know it to link."""
         everyone = dict.fromkeys(range(self.ranks.count), (transport, token))
         holdings, domains = zip(*self._answers("open_refit", everyone), strict=True)
         parsed = {parts: from_json(parts) for parts in set(holdings)}  # copies say the same
@@ -151,7 +151,7 @@ class MegatronPolicy:
         return self.steps_taken
 
     def base_version(self) -> int:
-        """Of all ranks that send, or -1 where they differ."""
+        """The version of all ranks that send, or -1 where they differ."""
         versions = set(self._on_senders("base_version"))
         return versions.pop() if len(versions) == 1 else -1
 
@@ -197,18 +197,18 @@ class MegatronPolicy:
         return self._answers(method, dict.fromkeys(sorted(self.senders), arguments))
 
     def _answers(self, method: str, arguments: dict[int, tuple[Any, ...]]) -> list[Any]:
-        """Of these ranks, in order; the first exception is raised, a WorkerDied of one that hangs."""
+        """What these ranks answer, in order; the first exception is raised, a WorkerDied of one that hangs."""
         answers = self.ranks.outcomes(method, arguments, self.timeout)
         if death := next((answer for answer in answers.values() if isinstance(answer, WorkerDied)), None):
             raise death
         return [answers[rank] for rank in arguments]
 
     def _order(self, batch: TrainBatch) -> Tensor:
-        """Of the rows, for `shards`: replicas then have about as much to do."""
+        """The order of the rows for `shards`, int64 [B]: replicas then have about as much to do."""
         return dealt(batch["input_lengths"], self.replicas) if self.deals else torch.arange(num_rows(batch))
 
     def _by_row(self, method: str, batch: TrainBatch) -> Tensor:
-        """What it answers for each row, in the batch's order."""
+        """What the method answers for each row, in the batch's order."""
         order = self._order(batch)
         return torch.cat(self._on_shards(method, batch, order))[order.argsort()]
 

@@ -73,7 +73,7 @@ def to_hf(layout: Layout, get: Get) -> Iterator[tuple[str, Tensor]]:
 
 
 def views_for_hf(layout: Layout, get: Get) -> Iterator[tuple[str, Tensor]]:
-    """As `to_hf`, but weights of q, k and v are stacks [groups, rows, H] for what is one matrix below the other."""
+    """`to_hf`, but with weights of q, k and v as stacks [groups, rows, H] for what is one matrix below the other."""
     hf = layout.hf
     tokens = len(layout.vocabulary)
     if layout.first_stage:

@@ -18,13 +18,13 @@ from nemo_fp8rl.policy.primary_weights import drop_columns, make_columns
 
 
 class Offload:
-    """Of one rank, by Megatron's own means. on_gpu: else parameters are on the host already, and stay."""
+    """Memory of one rank, given and taken by Megatron's means. on_gpu: else parameters are on the host, and stay."""
 
     def __init__(self, ddp: DistributedDataParallel, optimizer: Any, on_gpu: bool) -> None:
         self.ddp, self.optimizer, self.on_gpu = ddp, optimizer, on_gpu
         self.buffers = [*ddp.buffers, *ddp.expert_parallel_buffers]
         self.away: dict[str, int] = {}
-        """Bytes of what is."""
+        """Bytes of what is away, by the names above."""
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +45,7 @@ class Offload:
             self.away["columns"] = sum(drop_columns(parameter) for parameter in self.ddp.parameters())
 
     def give_parameters(self) -> None:
-        """All but frozen ones, of which Megatron makes no buffer."""
+        """Give all but frozen ones, of which Megatron makes no buffer."""
         if "parameters" in self.away or not self.on_gpu:
             return
         self.give_columns()
@@ -62,7 +62,7 @@ class Offload:
                 self.optimizer.restore_from_cpu()
 
     def take_parameters(self, columns: bool = True) -> None:
-        """Before anything reads or writes them. columns: it reads or writes these, too."""
+        """Take parameters back before anything reads or writes them. columns: it reads or writes these, too."""
         if self.away.pop("parameters", None) is not None:
             for buffer in self.buffers:
                 buffer.reload_from_cpu(move_params=True, move_grads=False)

@@ -34,7 +34,7 @@ from nemo_fp8rl.region import shape_of, start_of
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 STEPS = "steps.json"
 FILE_BYTES = 1 << 30
-"""Of a file, about: every rank of a host has as much waiting."""
+"""Bytes of a file, about: every rank of a host has as much waiting."""
 
 
 def save_optimizer(
@@ -117,12 +117,12 @@ def gathered_masters(model: torch.nn.Module, optimizer: Any) -> Callable[[str], 
 
 
 def _kinds(adam_steps: float) -> tuple[str, ...]:
-    """What there is of a weight after so many."""
+    """Kinds of values that a weight has after so many steps of Adam."""
     return (MASTER, *MOMENTS) if adam_steps else (MASTER,)
 
 
 def _steps_taken(optimizer: Any) -> Iterator[float]:
-    """Of Adam: torch's counts for each parameter, Transformer Engine's for each group of them."""
+    """Steps that Adam has taken: torch's counts for each parameter, Transformer Engine's for each group of them."""
     for adam in (part.optimizer for part in optimizer_parts(optimizer)):
         for group in adam.param_groups:
             if isinstance(adam, torch.optim.Adam):
@@ -150,7 +150,7 @@ def _copies(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
 
 
 def _steps_of_all(optimizer: Any) -> float:
-    """Of Adam; a rank may hold no piece at all, and so have no count."""
+    """Steps that Adam has taken on all ranks; one may hold no piece at all, and so have no count."""
     own = set(_steps_taken(optimizer))
     assert len(own) <= 1, f"parameters have taken different numbers of steps: {own}"
     steps = torch.tensor(max(own, default=0.0))
@@ -170,7 +170,7 @@ class Piece(NamedTuple):
 
 
 def pieces(model: torch.nn.Module, optimizer: Any) -> dict[str, Piece]:
-    """By Megatron's names."""
+    """Megatron's name of a parameter -> the rank's piece of its state."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     found = {}
     for part in optimizer_parts(optimizer):
@@ -182,6 +182,6 @@ def pieces(model: torch.nn.Module, optimizer: Any) -> dict[str, Piece]:
 
 
 def _of_frozen(parameter: torch.nn.Parameter) -> Piece:
-    """All of it, which has no state: freed, it begins with moments of 0."""
+    """The whole of a frozen parameter, which has no state: freed, it begins with moments of 0."""
     values = parameter.detach().float().flatten()
     return Piece((0, values.numel()), values, dict.fromkeys(MOMENTS, torch.zeros_like(values)))

@@ -15,7 +15,7 @@ LANES = 16
 LOG2_E, LN_2, SMALLEST = f32(1.44269502), f32(0.693147182), f32(-87.3365479)
 """SMALLEST: what is below it counts as 0."""
 POLYNOMIAL = tuple(map(f32, (0.00828929059, 0.0418978221, 0.166676521, 0.499991506, 0.999999701, 1)))
-"""Of exp(x) for |x| <= ln(2) / 2, the highest power first (vLLM 0.32, csrc/cpu/cpu_arch_macros.h)."""
+"""Coefficients of exp(x) for |x| <= ln(2) / 2, the highest power first (vLLM 0.32, csrc/cpu/cpu_arch_macros.h)."""
 jit = nb.njit(nogil=True, cache=True, error_model="numpy")
 
 
@@ -50,7 +50,7 @@ def attend(query, key, value, scale, out, fused):
 
 @jit
 def add_multiple(factor, row, sums, fused):
-    """To as many as there are sums."""
+    """Add `factor * row` to sums, float32, as many as there are; with one rounding if `fused`."""
     if fused:
         for j in range(len(sums)):
             sums[j] = multiply_add(factor, row[j], sums[j])
@@ -82,7 +82,7 @@ def exponentials(x, largest, fused):
 
 @jit
 def total(weights, fused):
-    """In LANES lanes, and these one half onto the other; but first one after another in each half if not `fused`."""
+    """The sum: in LANES lanes, then one half onto the other; if not `fused`, one after another in each half first."""
     lanes = np.zeros(LANES, f32)
     for j in range(len(weights)):
         lanes[j % LANES] += weights[j]

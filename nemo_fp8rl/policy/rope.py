@@ -34,7 +34,7 @@ class Rope:
 
 
 def read_rope(folder: Path, hf: HfConfig) -> Rope:
-    """The checkpoint's; scaled frequencies are those of HF's own function for the rope_type."""
+    """The checkpoint's RoPE; scaled frequencies are those of HF's own function for the rope_type."""
     if hf.rope_type == "default":
         return Rope(1.0 / hf.rope_theta ** (torch.arange(0, hf.head_dim, 2, dtype=torch.float32) / hf.head_dim))
     from transformers import AutoConfig

@@ -17,7 +17,7 @@ def is_aligned(choice: Fp8RlConfig) -> bool:
 
 
 def cache_rounding() -> CacheRounding:
-    """Of keys and values in an FP8 cache."""
+    """How keys and values are rounded in an FP8 cache."""
     return "nearest" if torch.cuda.is_available() else "toward_zero"
 
 

@@ -63,7 +63,7 @@ class RoutingReplay:
 
 
 class _RouterReplay:
-    """One router's; answers to the name that Megatron's `RouterReplay` has for it."""
+    """The replay of one router, with the method that Megatron calls of its own `RouterReplay`."""
 
     def __init__(self, shared: RoutingReplay) -> None:
         self.shared = shared

@@ -40,7 +40,7 @@ TAKES_COUNTS_OF_HOST = Version("2.15")
 
 @contextmanager
 def _weights(layer: Any, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """While a layer is built: its options, so that it holds its weights as it says."""
+    """A block in which a layer is built with the options that it gives, so that it holds its weights as it says."""
     if not layer.fp8_param:
         yield options
         return
@@ -59,7 +59,7 @@ def block_scaling(scale_format: ScaleFormat) -> Float8BlockScaling:
 
 
 def why_no_fp8(scale_format: ScaleFormat) -> str:
-    """Of this GPU and CUDA; empty where there is."""
+    """Why FP8 block scaling is not there on this GPU and CUDA; empty where it is."""
     available, reason = te.is_fp8_block_scaling_available(return_reason=True)
     if available and scale_format == "fp32" and torch.cuda.get_device_capability() >= BLACKWELL:
         return "it emulates blocks with MXFP8's on Blackwell, whose scales are powers of two"
@@ -110,7 +110,7 @@ class TransformerEngineFp8(MultipliesInFp8):
 
 
 class TransformerEngineFp8Experts(MultipliesInFp8):
-    """As well. x [tokens, K], each expert's `m_splits` after those before -> ([tokens, N], None)."""
+    """Mixed into layers of experts. x [tokens, K], `m_splits` rows for each expert -> ([tokens, N], None)."""
 
     recipe: Float8BlockScaling
     fp8_param: bool

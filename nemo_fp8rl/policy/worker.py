@@ -72,7 +72,7 @@ class MegatronWorker:
     """One rank, with its part of the model. Construct, then `setup`."""
 
     listener: socket.socket | None = None
-    """Where the ranks meet; held by rank 0 from `rendezvous` until `setup`."""
+    """The socket on which the ranks meet; held by rank 0 from `rendezvous` until `setup`."""
     borrows = False
     """Whether a push has taken parameters that were away, and gives them back."""
 
@@ -202,7 +202,7 @@ class MegatronWorker:
             raise UserError(f"nemo_fp8rl.kernel={name}: {error}") from None
 
     def cache_rounding(self) -> str:
-        """Of what an FP8 KV cache holds, as its attention reads it; empty where it does not."""
+        """How what an FP8 KV cache holds is rounded, as its attention reads it; empty where it does not."""
         return (self.kv_cache.rounding or "") if self.kv_cache is not None else ""
 
     def alignment(self) -> str:

@@ -48,15 +48,15 @@ class WeightSource(Protocol):
         ...
 
     def base_version(self) -> int:
-        """Of the bytes that every rank kept for a delta, or -1."""
+        """The version of the bytes that every rank kept for a delta, or -1."""
         ...
 
     def make_room(self) -> None:
-        """For an engine that is started beside it: give back what a push takes again."""
+        """Give back what a push takes again, for an engine that is started beside the trainer."""
         ...
 
     def offer(self, engine: int, routes: Routes, capacities: Capacities) -> list[Addresses]:
-        """All [source][engine's rank], as `plan` makes them."""
+        """Addresses of links, [source][engine's rank]; the arguments are as `plan` makes them."""
         ...
 
     def withdraw(self, engine: int) -> None: ...
@@ -66,7 +66,7 @@ class WeightSource(Protocol):
         ...
 
     def finish_push(self) -> list[SendReport]:
-        """One a rank. Raises RefitError on weights that must not be sent."""
+        """The reports, one a rank. Raises RefitError on weights that must not be sent."""
         ...
 
 
@@ -82,7 +82,7 @@ class WeightSink(Protocol):
         ...
 
     def domains(self, engines: Collection[int]) -> dict[int, list[str]]:
-        """Where each rank of these engines is: see `Sources`. Without those that are dead."""
+        """The domain of each rank of these engines: see `Sources`. Without those that are dead."""
         ...
 
     def connect(self, engine: int, addresses: Sequence[Addresses], routes: Sequence[Sequence[Route]]) -> None:
@@ -98,7 +98,7 @@ class WeightSink(Protocol):
     def load(
         self, version: int, engines: Collection[int], verify: bool, compare: bool
     ) -> Mapping[int, Loaded | Exception]:
-        """What became of it in each engine. compare: hold what arrives against the memory, do not write it."""
+        """Load what is sent; what became of it in each engine. compare: hold it against the memory, write nothing."""
         ...
 
     def replace(self, engine: int, death: Exception) -> None:
@@ -239,7 +239,7 @@ class RefitBridge:
 
     @contextmanager
     def _asking_engine(self) -> Iterator[None]:
-        """Its death apart from that of a trainer's rank, which `WeightSink.is_death` may not tell."""
+        """Tell the engine's death from that of a trainer's rank, which `WeightSink.is_death` may not."""
         try:
             yield
         except Exception as error:

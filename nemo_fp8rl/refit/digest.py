@@ -28,7 +28,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def digest_of(*tensors: Tensor) -> str:
-    """Of their bytes, one tensor after the other; of the kind for where these are."""
+    """The digest of the tensors' bytes, one tensor after the other; of the kind for where these are."""
     return words(*tensors) if any(tensor.is_cuda for tensor in tensors) else xxh3(*tensors)
 
 
@@ -56,7 +56,7 @@ def sum_of_words(*tensors: Tensor) -> Tensor:
 
 
 def as_digest(total: int) -> str:
-    """Of the second kind, of a sum with whatever sign."""
+    """The digest of the second kind, of a sum with whatever sign."""
     return f"{WORDS}{total % 2**64:016x}"
 
 

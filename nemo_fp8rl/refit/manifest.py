@@ -19,7 +19,7 @@ from nemo_fp8rl.region import Region, index, overlap, shape_of, whole
 
 FP8 = "float8_e4m3fn"
 COPIES = 4
-"""Of a part, from which one engine takes its share of the tensors, at most: each is more links."""
+"""Copies of a part from which one engine takes its share of the tensors, at most: each is more links."""
 
 
 class RefitError(RuntimeError):
@@ -56,7 +56,7 @@ class TensorPart:
 
     @cached_property
     def size(self) -> tuple[int, ...]:
-        """Of the region."""
+        """The shape of the region."""
         return shape_of(self.region)
 
     @cached_property
@@ -192,13 +192,13 @@ class _Choice:
         self._chosen: dict[tuple[TensorPart, tuple[int, ...]], int] = {}
 
     def candidates(self, holders: Sequence[int], here: str) -> tuple[int, ...]:
-        """Those on the machine where there are any; of these the engine's own when its peers share them out."""
+        """The sources on the machine where there are any; of these the engine's own when its peers share them out."""
         near = [source for source in holders if self._sources[source] == here]
         copies, peers = (near, self._peers[here]) if near else (holders, self._everyone)
         return tuple(copies[peers.index(self._engine) % len(copies) :: len(peers)][:COPIES])
 
     def among(self, holders: Sequence[int], part: TensorPart, here: str) -> int:
-        """Of the candidates the one with the least to send. The same one for all ranks of the engine there."""
+        """The candidate with the least to send; the same one for all ranks of the engine there."""
         own = self.candidates(holders, here)
         if (part, own) not in self._chosen:
             source = self._chosen[part, own] = min(own, key=self._to_send.__getitem__)
@@ -207,7 +207,7 @@ class _Choice:
 
 
 def share_between(planned: Sequence[Sequence[Route]], sources: Sequence[str], sinks: Sequence[str]) -> float:
-    """Of the bytes of these routes [source][sink] those that leave the source's domain."""
+    """Share, of the bytes of these routes [source][sink], of those that leave the source's domain."""
     total = leaving = 0
     for source, row in zip(sources, planned, strict=True):
         for sink, route in zip(sinks, row, strict=True):

@@ -83,7 +83,7 @@ class Content:
 
     @property
     def digest(self) -> str:
-        """Of the scales and the data, of the kind for where they are."""
+        """The digest of the scales and the data, of the kind for where they are."""
         return digest_of(*self.tensors)
 
     def has(self, digest: str) -> bool:
@@ -91,7 +91,7 @@ class Content:
         return has_digest(digest, *self.tensors)
 
     def equals(self, other: "Content") -> bool:
-        """To the bit, on any devices."""
+        """Whether both are equal to the bit, on any devices."""
         pairs = zip(self.tensors, other.tensors, strict=True)
         return all(torch.equal(bytes_of(a), bytes_of(b.to(a.device))) for a, b in pairs)
 

@@ -23,7 +23,7 @@ class Pace:
         self.modules = modules
         self.owed = [Counter(modules[part.name] for part in route if part.name in modules) for route in routes]
         self.waiting: list[set[Hashable]] = [set() for _ in routes]
-        """Of each link, modules that it has given all of its own to and that lack something of others."""
+        """For each link, modules that it has given all of its own to and that lack something of others."""
 
     def arrived(self, link: int, part: TensorPart) -> None:
         if part.name not in self.modules:

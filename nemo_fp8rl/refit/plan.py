@@ -9,11 +9,11 @@ from nemo_fp8rl.refit.manifest import Route, Sources, TensorPart
 from nemo_fp8rl.refit.transport.link import BUFFERS
 
 ALIGNMENT = 64
-"""Of what is in a bucket."""
+"""Bytes to which each entry in a bucket is aligned."""
 PIECE_BYTES = 1 << 24
-"""Of what is quantized, sent and verified at once, at most."""
+"""Bytes of what is quantized, sent and verified at once, at most."""
 BUCKETS = 16
-"""In which a version travels at least, where pieces are small enough: both sides work at once, and in their caches."""
+"""Least number of buckets of a version, where pieces are small enough: both sides work at once, in their caches."""
 
 Routes = list[list[Route]]
 Capacities = list[list[int]]
@@ -40,7 +40,7 @@ def plan(
 
 
 def _shares(routes: Routes, engines_served: Sequence[int], bucket_bytes: int) -> list[list[int]]:
-    """Of `bucket_bytes`, for each link: its source has links to other engines, too, its sink to other sources."""
+    """The share of `bucket_bytes` of each link: its source has links to other engines, its sink to other sources."""
     into = [sum(map(bool, column)) for column in zip(*routes, strict=True)]
     out = [sum(map(bool, row)) * engines for row, engines in zip(routes, engines_served, strict=True)]
     return [

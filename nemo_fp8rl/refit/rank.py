@@ -18,7 +18,7 @@ from nemo_fp8rl.refit.transport.link import HOST, LinkError, SendingEnd
 from nemo_fp8rl.refit.transport.post import Post
 
 ENGINE_RANKS = 1024
-"""That may be waited for at once."""
+"""Ranks of engines that may be waited for at once."""
 Address = Any
 """What an engine rank dials: numbers and texts, or the end itself where both sides share a process."""
 
@@ -56,8 +56,8 @@ class SendingRank:
         return self.sender.base_version
 
     def offer(self, engine: int, routes: Sequence[Route], capacities: Sequence[int]) -> list[Address | None]:
-        """Where each rank of the engine finds its link; None for one that needs nothing of this rank. capacities: bytes
-        of each of a link's two buckets.
+        """Addresses where each rank of the engine finds its link; None for one that needs nothing of this rank.
+        capacities: bytes of each of a link's two buckets.
         """
         addresses: list[Address | None] = []
         for rank, (route, capacity) in enumerate(zip(routes, capacities, strict=True)):
@@ -101,7 +101,7 @@ class SendingRank:
         self.sending = self.thread.submit(self._send, weights, version, ends, whole, how)
 
     def finish(self) -> SendReport:
-        """Wait for it. Raises RefitError on weights that must not be sent."""
+        """Wait for the sending. Raises RefitError on weights that must not be sent."""
         assert self.sending is not None
         try:
             return self.sending.result()

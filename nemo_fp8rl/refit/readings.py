@@ -19,7 +19,7 @@ from nemo_fp8rl.refit.digest import WORDS, as_digest, sum_of_words
 from nemo_fp8rl.refit.message import Content
 
 Refusal = Callable[[], Exception]
-"""Makes what is raised. Not the exception itself, which would hold the frames that hold it."""
+"""Makes the exception to raise. Not the exception itself, which would hold the frames that hold it."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Mark:
 
 
 class Readings:
-    """Of one message at a time. seconds: that digests took, and the wait for a GPU's numbers."""
+    """What must be known of one message at a time. seconds: that digests took, and the wait for a GPU's numbers."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Tensor, Callable[[Any], None]]] = []
@@ -60,7 +60,7 @@ class Readings:
             self.number(end.float(), check)
 
     def digest(self, content: Content) -> Mark:
-        """Of the kind for where it is."""
+        """The content's digest, of the kind for where it is."""
         if not any(map(on_gpu, content.tensors)):
             return Mark(content.digest)
         mark = Mark()
@@ -103,7 +103,7 @@ def on_gpu(tensor: Tensor) -> bool:
 
 
 def _read(numbers: list[Tensor]) -> list[Any]:
-    """All of one device, by one copy."""
+    """Read the numbers of one device, by one copy."""
     kinds = {dtype: [number for number in numbers if number.dtype is dtype] for dtype in (torch.int64, torch.float32)}
     read = torch.cat([torch.stack(kind).view(torch.uint8) for kind in kinds.values() if kind]).cpu()
     end = 8 * len(kinds[torch.int64])  # the longer ones first, so that either lies for its type

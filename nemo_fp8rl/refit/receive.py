@@ -84,7 +84,7 @@ def received(
 
 
 def _read(i: int, end: ReceivingEnd, arrived: "SimpleQueue[tuple[int, Header, Tensor] | RefitError]") -> None:
-    """Until the last message of a refit, or one that cannot be read."""
+    """Hand on what arrives, until the last message of a refit, or one that cannot be read."""
     try:
         while True:
             message, payload = end.receive()

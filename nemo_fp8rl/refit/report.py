@@ -10,7 +10,7 @@ from nemo_fp8rl.refit.manifest import TensorPart
 LinkId = tuple[int, int]
 """Engine, and rank in it."""
 STAGES = ("export", "quantize", "encode", "send")
-"""Of a trainer's rank: parts made of its parameters; bytes and scales; digests, deltas, bytes kept; waiting, copies."""
+"""A trainer rank's work: parts of its parameters; bytes and scales; digests, deltas, kept bytes; waiting and copies."""
 
 
 @dataclass

@@ -42,7 +42,7 @@ PATIENCE = 0.05
 
 @dataclass(frozen=True)
 class Link:
-    """To one sink. whole: names of tensors that it cannot take a delta of."""
+    """A link to one sink. whole: names of tensors that it cannot take a delta of."""
 
     end: SendingEnd
     route: Route
@@ -64,7 +64,7 @@ class Outgoing:
         self.filled = self.stands_for = 0
 
     def room(self, nbytes: int) -> Tensor:
-        """Where the next entry, of up to `nbytes`, goes."""
+        """Memory for the next entry, of up to `nbytes`."""
         start = aligned(self.filled)
         if self.bucket is not None and start + nbytes > len(self.bucket):
             self.send(last=False)
@@ -72,7 +72,7 @@ class Outgoing:
         return self._held()[start : start + nbytes]
 
     def add(self, entry: Entry, mark: Mark, part: TensorPart) -> None:
-        """What `room` gave holds the entry, which is of this part. mark: its digest."""
+        """Add the entry, of this part, that is in what `room` gave. mark: its digest."""
         assert self.bucket is not None
         self.filled = aligned(self.filled) + entry.nbytes
         self.stands_for += part.nbytes
@@ -81,7 +81,7 @@ class Outgoing:
             self.send(last=False)
 
     def drop(self, readings: Readings) -> None:
-        """What is in the bucket; goes on with these readings."""
+        """Drop what is in the bucket, and go on with these readings."""
         self.readings, self.entries, self.filled, self.stands_for = readings, [], 0, 0
 
     def flush(self) -> None:
@@ -116,7 +116,7 @@ class Piece:
 
 
 class WeightSender:
-    """One rank's. base_version: of the bytes that it kept, -1 without any."""
+    """The sender of one rank's weights. base_version: of the bytes that it kept, -1 without any."""
 
     def __init__(self, parts: Sequence[TensorPart], scale_format: ScaleFormat, kernel: KernelName = "auto") -> None:
         self.parts = {part.name: part for part in parts}
@@ -273,7 +273,7 @@ class _Sending:
 
     @contextmanager
     def quantizing(self, part: TensorPart) -> Iterator[None]:
-        """Timed; NonFiniteError with the tensor's name."""
+        """Time the block; a NonFiniteError of it gets the tensor's name."""
         try:
             with self.report.timed("quantize"):
                 yield
@@ -295,14 +295,14 @@ class _Sending:
             raise NonFiniteError(f"{int(count)} of {quantized.data.numel()} FP8 values, or their scales, are NaN")
 
     def room(self, piece: Piece, nbytes: int) -> Tensor | None:
-        """For an entry, in the bucket of the first link that wants the piece and still holds, if any does."""
+        """Memory for an entry, in the bucket of the first link that wants the piece and still holds, if any does."""
         for i in self._still(piece.targets):
             with self._or_failed(i), self.report.timed("send"):
                 return self.going[i].room(nbytes)
         return None
 
     def add(self, piece: Piece, payload: Tensor, encoding: Encoding, mark: Mark) -> None:
-        """What `room` gave is an entry there, and goes to the other links that want the piece."""
+        """Make an entry of what `room` gave, and copy it to the other links that want the piece."""
         first = next(self._still(piece.targets))
         for i in self._still(piece.targets):
             with self._or_failed(i), self.report.timed("send"):
@@ -321,11 +321,11 @@ class _Sending:
                 self.going[i].send(last=True, abort=abort)
 
     def _still(self, links: Iterable[LinkId]) -> Iterator[LinkId]:
-        """Those that hold when it is their turn."""
+        """The links that hold when it is their turn."""
         return (i for i in links if i in self.going)
 
     def _flush(self) -> None:
-        """What waits here for more keeps no sink waiting that another one waits for (`pace`)."""
+        """Send what waits here for more, so that no sink waits for it that another one waits for (`pace`)."""
         for i in self._still(list(self.going)):
             with self._or_failed(i):
                 self.going[i].flush()
@@ -376,6 +376,6 @@ def _refuse_codes(part: TensorPart, not_numbers: int) -> None:
 
 
 def _place(part: TensorPart) -> str:
-    """Of a piece, for a number that is read when its values are gone."""
+    """The place of a piece in words, for a number that is read when its values are gone."""
     first, last = [start for start, _ in part.region], [end - 1 for _, end in part.region]
     return f"{part.name}: values from {first} to {last}"

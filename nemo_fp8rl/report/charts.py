@@ -12,7 +12,7 @@ from nemo_fp8rl.report.thin import Point, extremes, running_mean, stretches
 WIDTH, HEIGHT = 440, 230
 LEFT, RIGHT, TOP, BOTTOM = 62, 10, 8, 24
 MOST_POINTS, MOST_COLUMNS = 1000, 100
-"""Of a line; of a stack or a heat map. Lines of many runs share 4 times as many points."""
+"""Points of a line, and columns of a stack or a heat map, at most. Lines of many runs share 4 times as many points."""
 COLOURS = 8
 DOTS_UP_TO, MEAN_FROM = 60, 50
 """A line of so few points shows each; one of so many its running mean."""
@@ -231,6 +231,6 @@ def _short(values: Iterable[float]) -> list[float]:
 
 
 def _without_outliers(values: Sequence[float]) -> list[float]:
-    """Without what is more than four times the median: a first step compiles, and would flatten the rest."""
+    """The values up to four times the median: a first step compiles, and would flatten the rest."""
     middle = sorted(values)[len(values) // 2]
     return [value for value in values if value <= 4 * middle] or list(values)

@@ -42,7 +42,7 @@ def report(folders: Sequence[Path], output: Path | None = None) -> Path:
 
 
 def _is_report(path: Path) -> bool:
-    """Its beginning tells; a device or a pipe is none, and could be without end."""
+    """Whether the file is a report, by its beginning; a device or a pipe is none, and could be without end."""
     if not path.is_file():
         return False
     with path.open(encoding="utf-8", errors="replace") as file:

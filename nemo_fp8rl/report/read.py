@@ -51,7 +51,7 @@ class Run:
         return [(row["step"], row[metric]) for row in self.metrics if metric in row]
 
     def names(self, prefix: str) -> list[str]:
-        """Of the metrics that begin so, without the prefix, in the order of their first appearance."""
+        """The metrics that begin so, without the prefix, in the order of their first appearance."""
         return list(
             dict.fromkeys(key.removeprefix(prefix) for r in self.metrics for key in r if key.startswith(prefix))
         )
@@ -106,7 +106,7 @@ def _parsed(path: Path, parse: Any) -> dict[str, Any]:
 
 
 def _rows(path: Path) -> list[Row]:
-    """By step; of a step that was logged twice the later one."""
+    """The file's rows by step; of a step that was logged twice the later one."""
     rows = read(path)
     if wrong := [str(row["step"]) for row in rows if not _is_count(row["step"])]:
         raise UserError(f"{path} has a line of step {wrong[0][:20]}; is it a run's?")
@@ -132,7 +132,7 @@ def _numbers(rows: list[Row]) -> list[dict[str, float]]:
 
 
 def _bins(row: Row) -> list[Bin]:
-    """Those that hold a token."""
+    """The bins that hold a token."""
     bins: list[Bin] = []
     for given in map(tuple, row["log_weights"]):
         if not is_bin(given):

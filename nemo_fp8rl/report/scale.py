@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 MOST_DECADES = 6
-"""On a logarithmic axis: two sides that agree but for one token's last bit have a KL of 1e-18."""
+"""Decades of a logarithmic axis, at most: two sides that agree but for one token's last bit have a KL of 1e-18."""
 
 
 @dataclass(frozen=True)

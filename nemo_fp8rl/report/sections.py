@@ -240,7 +240,7 @@ def _values(run: Run, metric: str) -> list[float]:
 
 
 def _mean(run: Run, metric: str, last: float = 1.0, unit: float = 1.0, digits: int = 4) -> str:
-    """Over the `last` part of the steps; step 0 has no part in it."""
+    """The metric's mean over the `last` part of the steps, over `unit`; step 0 has no part in it."""
     values = [value for step, value in run.series(metric) if step > 0]
     values = values[-max(1, round(len(values) * last)) :]
     return f"{fmean(values) / unit:.{digits}g}" if values else "-"

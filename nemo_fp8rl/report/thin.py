@@ -9,7 +9,7 @@ Value = TypeVar("Value")
 
 
 def extremes(points: Sequence[Point], most: int) -> list[Point]:
-    """Of each of most / 2 stretches the lowest and the highest point; all where there are no more than `most`."""
+    """The lowest and the highest point of each of most / 2 stretches; all where there are no more than `most`."""
     if len(points) <= most:
         return list(points)
     kept: list[Point] = []

@@ -65,7 +65,7 @@ def _span(low: float | None, high: float | None) -> Span:
 
 
 def _distance(log_weight: float) -> float:
-    """From the middle of the axis, in decades; the bin in the middle is twice as wide as the others."""
+    """Decades from the middle of the axis to a log weight; the bin in the middle is twice as wide as the others."""
     return max(math.log10(abs(log_weight)) - SMALLEST, 0.0) + 1 / BINS_A_DECADE
 
 

@@ -17,9 +17,9 @@ from nemo_fp8rl.errors import UserError, one_line
 SECONDS = 5
 """Time for reading an answer, and again for comparing it; the child is ended after three times as long."""
 SECONDS_TO_START = 300
-"""sympy takes seconds to load, on a busy machine more: not on an answer's time."""
+"""Seconds for the start: sympy takes some to load, on a busy machine more: not on an answer's time."""
 ATTEMPTS = 2
-"""With an answer, where the child is killed meanwhile, which may not be the answer's fault."""
+"""Attempts to start the child, and with an answer where it is killed meanwhile, which may not be the answer's fault."""
 OF_A_GROUP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that a terminal or a batch system sends to all processes of a run: to stop is the parent's to decide."""
 
@@ -106,7 +106,7 @@ def _end() -> None:
 
 
 def _serve(pipe: "Connection[Any, Any]") -> None:
-    """In the child: "" or why it cannot, then an answer for each pair of texts until the parent is gone."""
+    """Work in the child: "" or why it cannot, then an answer for each pair of texts until the parent is gone."""
     for number in OF_A_GROUP:
         signal.signal(number, signal.SIG_IGN)
     try:

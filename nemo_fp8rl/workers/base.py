@@ -35,7 +35,7 @@ class Workers(Protocol):
     def outcomes(
         self, method: str, arguments: Mapping[int, tuple[Any, ...]], timeout: float | None = None
     ) -> dict[int, Any]:
-        """As `call`, on these workers; of one that died, or that took longer than `timeout` seconds, a WorkerDied."""
+        """`call` on some workers, by index; a WorkerDied for one that died or took longer than `timeout` seconds."""
         ...
 
     def stream(
@@ -57,7 +57,7 @@ class Workers(Protocol):
         ...
 
     def renew(self, index: int) -> None:
-        """In a copy, of another process: take the worker that the original has started in the place of this one, if
+        """Take, in a copy of another process, the worker that the original has started in the place of this one, if
         there is one.
         """
         ...

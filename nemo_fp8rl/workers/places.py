@@ -106,7 +106,7 @@ def _take_gpus() -> bool:
 
 
 def _free(nodes: Set[str]) -> list[dict[str, float]]:
-    """Of each of these nodes. Ray says it node by node only where vLLM asks, too."""
+    """Free resources of each of these nodes. Ray says it node by node only where vLLM asks, too."""
     from ray._private.state import available_resources_per_node
 
     free: dict[str, dict[str, float]] = available_resources_per_node()

@@ -110,7 +110,7 @@ def _bits(values: Tensor) -> np.ndarray:
 
 
 def _strips(x: Tensor, block: Block) -> int:
-    """Of one matrix."""
+    """The number of strips of one matrix of x [E, N, K]."""
     return -(-x.size(1) // block[0])
 
 

@@ -57,7 +57,7 @@ def _rounded(value, h):
 
 @jit
 def column_maxima(x, start, stride, rows, maxima):
-    """Over rows of x, flat, that begin at `start`, `start + stride`, ..."""
+    """Fill `maxima`, one a column, over rows of x, flat, that begin at `start`, `start + stride`, ..."""
     maxima[:] = 0
     columns = len(maxima)
     while rows >= 4:  # four rows at a time keep the maxima in registers four times as long
@@ -201,7 +201,7 @@ def quantize(x, place, first, end, out, scale_inv, height, width, pow2, largest,
 
 @jit
 def maximum_of_128(values):
-    """Of the magnitudes of exactly 128 values: a length that the compiler knows."""
+    """The largest of the magnitudes of exactly 128 values: a length that the compiler knows."""
     m = magnitude(values[0])
     for k in range(128):
         m = max(m, magnitude(values[k]))
@@ -303,7 +303,7 @@ def fetch(address, nbytes):
 
 @jit
 def record(flipped, row_start, bytes_, column, gaps, differences, state):
-    """Of the eight bytes of a row from `column` on: change those whose bits are `flipped`, and list them."""
+    """Change, of the eight bytes of a row from `column` on, those whose bits are `flipped`, and list them."""
     while flipped != u64(0):
         byte = np.int64(trailing_zeros(flipped)) >> 3
         old, new = bytes_[column + byte], u8(bytes_[column + byte] ^ u8(flipped >> u64(8 * byte)))

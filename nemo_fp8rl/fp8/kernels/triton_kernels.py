@@ -27,7 +27,7 @@ LINE_STRIP_VALUES = 1 << 12
 TILE_VALUES = 1 << 15
 """The most that a program can hold."""
 THREAD_VALUES = 64
-"""Of a tile, up to 16 warps; half or a quarter of it are as fast."""
+"""Values of a tile that a thread handles, up to 16 warps; half or a quarter of it are as fast."""
 
 INTERPRETED = triton.knobs.runtime.interpret
 """Whether the kernels below run on the CPU, value by value: TRITON_INTERPRET is read when they are defined."""

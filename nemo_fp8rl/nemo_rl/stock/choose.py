@@ -28,7 +28,7 @@ KV_CACHE = "kv_cache_dtype"
 OVERRIDES = "hf_config_overrides"
 """Key of the policy block. NeMo RL's `setup` puts what it says in place of any vllm_kwargs.hf_overrides."""
 E8M0 = "VLLM_USE_DEEP_GEMM_E8M0"
-"""By default, with DeepGEMM, vLLM quantizes weights once more so that their scales are powers of two."""
+"""Variable by which vLLM, with DeepGEMM by default, quantizes weights once more to scales that are powers of two."""
 
 
 def choose(policy: dict[str, Any], num_hidden_layers: int, version: str, latent: bool = False) -> None:

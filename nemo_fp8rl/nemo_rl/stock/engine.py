@@ -59,7 +59,7 @@ class Fp8Worker(Worker):
         self._weight_update_lifecycle = self.reload.lifecycle
 
     def wake_up(self, *args: Any, **kwargs: Any) -> None:
-        """With the scales of an FP8 cache, for which vLLM puts 1 when the cache wakes (gpu_worker.py, 0.25)."""
+        """Wake up, and set the scales of an FP8 cache, for which vLLM then puts 1 (gpu_worker.py, 0.25)."""
         super().wake_up(*args, **kwargs)
         self.reload.set_kv_scales()
 
@@ -74,9 +74,9 @@ class _Reload:
         self.half_done = False
 
     def announced(self, state_dict_info: dict[str, Any]) -> None:
-        """In place of NeMo RL's, which keeps it. Raises RuntimeError where trainer and engine do not hold the same
-        matrices in FP8, or an FP8 cache would stay without scales: here, as the driver hears of it; what is raised in a
-        refit NeMo RL logs, and the trainer waits.
+        """Called in place of NeMo RL's `prepare_refit_info`, which keeps what it is given. Raises RuntimeError where
+        trainer and engine do not hold the same matrices in FP8, or an FP8 cache would stay without scales: here, as the
+        driver hears of it; what is raised in a refit NeMo RL logs, and the trainer waits.
         """
         self.worker.state_dict_info = state_dict_info
         if (quantization := self.worker.vllm_config.quant_config) is None:  # of some families NeMo RL clears it
@@ -94,7 +94,7 @@ class _Reload:
 
     @contextmanager
     def lifecycle(self, transport: str) -> Iterator[Callable[[], None]]:
-        """In place of NeMo RL's, which processes all loaded weights once more.
+        """A refit, in place of NeMo RL's lifecycle, which processes all loaded weights once more.
 
         Raises RuntimeError for a refit that ends early, and for any after it: the engine then has layers of two
         versions, which nothing but a new engine mends.
@@ -120,7 +120,7 @@ class _Reload:
             yield finalize
 
     def take(self, weights: list[tuple[str, Tensor]]) -> None:
-        """A batch; its memory is the sender's again afterwards, and a layer waits until it is whole: so copies.
+        """Load a batch; its memory is the sender's again afterwards, and a layer waits until it is whole: so copies.
 
         NeMo RL calls this on two CUDA streams in turn, so the copies are there when it returns.
         """
@@ -133,7 +133,7 @@ class _Reload:
             torch.cuda.current_stream().synchronize()
 
     def set_kv_scales(self) -> None:
-        """Those of the last refit, if there was one, in the engine's FP8 caches."""
+        """Set the scales of the last refit, if there was one, in the engine's FP8 caches."""
         if self.kv_scales:
             for names, attention in fp8_caches(self.worker.model_runner.get_model()).items():
                 set_kv_scales(attention, *(self.kv_scales[name].reshape(()) for name in with_queries(names)))
@@ -160,6 +160,6 @@ def without_kv_scales(model: torch.nn.Module, announced: Collection[str]) -> str
 
 
 def parameters(model: torch.nn.Module) -> Iterator[str]:
-    """A model's, by vLLM's names, as they are before vLLM processes what was loaded."""
+    """A model's parameters, by vLLM's names, as they are before vLLM processes what was loaded."""
     for path, layer in model.named_modules():
         yield from (f"{path}.{name}" for name in get_layerwise_info(layer).restore_metadata[0])

@@ -20,7 +20,7 @@ UNCHECKED = "NRL_IGNORE_TP_ACCURACY_CHECK"
 
 
 def why_no_layout(values: Mapping[str, Any]) -> Iterator[str]:
-    """Each in a sentence. values: the resolved recipe."""
+    """Why NeMo RL cannot train with the recipe's layout, a sentence each. values: the resolved recipe."""
     packing, dynamic = at(values, PACKING, False), at(values, DYNAMIC, False)
     pipeline, context = (at(values, f"{TRAINER}.{name}_parallel_size", 1) for name in ("pipeline_model", "context"))
     if dynamic and pipeline > 1:

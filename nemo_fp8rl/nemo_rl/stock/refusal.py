@@ -18,7 +18,7 @@ NO_LATENT_CACHE = (
     f"{KV_CACHE}=fp8 with NeMo RL's own workers: its trainer calibrates no scales for latent attention (kv_lora_rank "
     f"in the model's config.json): set {KV_CACHE}=auto"
 )
-"""Of a model with latent attention; else the engine would say so in its set-up, when both sides are loaded."""
+"""The refusal of latent attention; else the engine would say so in its set-up, when both sides are loaded."""
 
 
 def check_stock(values: Mapping[str, Any], version: str) -> None:

@@ -32,7 +32,7 @@ class Fp8Stream:
     kv_scale_names: Sequence[str] = ()
 
     def prepare_refit_info(self) -> Any:
-        """As it is; the scales of an FP8 KV cache that it has are asked for from here on."""
+        """NeMo RL's info as it is; the scales of an FP8 KV cache that it has are asked for from here on."""
         self.kv_scale_names = ()
         info = super().prepare_refit_info()  # type: ignore[misc]
         self.kv_scale_names = [name for name in info if is_kv_scale(name)]

@@ -31,7 +31,7 @@ _Gloo: Any = dist.ProcessGroupGloo  # torch's type stubs lack its options, send 
 
 
 def listen(host: str, timeout: float) -> dist.TCPStore:
-    """Where the groups of a source meet. Given no socket, TCPStore would listen on every interface."""
+    """The store where the groups of a source meet. Given no socket, TCPStore would listen on every interface."""
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = listener.getsockname()[1]
     return dist.TCPStore(
@@ -76,7 +76,7 @@ def take(control: Control, capacity: int) -> ReceivingEnd:
 
 
 def _buffers(capacity: int) -> list[Tensor]:
-    """Before the other side waits for anything. Raises LinkError where the memory is not to be had."""
+    """A link's buckets, made before the other side waits for anything. Raises LinkError without the memory."""
     try:
         return [torch.empty(capacity, dtype=torch.uint8) for _ in range(BUFFERS)]
     except (RuntimeError, TypeError, OverflowError):

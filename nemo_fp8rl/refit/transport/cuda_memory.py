@@ -29,7 +29,7 @@ HANDLE = 64
 
 
 class Buckets(list[Tensor]):
-    """Of memory at an address of a GPU, which goes with this list: whoever has a view keeps the end that it is of."""
+    """Two buckets at an address of a GPU, whose memory goes with this list: whoever has a view keeps its end."""
 
     def __init__(self, address: int, capacity: int, device: torch.device) -> None:
         self.address = address
@@ -56,7 +56,7 @@ class CudaMemory:
         self._enter()
 
     def allocated(self, capacity: int, freed: "Collector") -> Buckets:
-        """Two, let go of by `freed` when nothing refers to them any more."""
+        """Two buckets, let go of by `freed` when nothing refers to them any more."""
         nbytes = -(-BUFFERS * _stride(capacity) // GRANULE) * GRANULE
         try:
             address = self._done(self.runtime.cudaMalloc(nbytes))
@@ -66,12 +66,12 @@ class CudaMemory:
         return self._held(Buckets(address, capacity, self.device), freed, self.runtime.cudaFree)
 
     def handle(self, buckets: Buckets) -> bytes:
-        """For `mapped` in another process."""
+        """The buckets' handle, for `mapped` in another process."""
         handle = self._done(self.runtime.cudaIpcGetMemHandle(buckets.address))
         return ctypes.string_at(handle.getPtr(), HANDLE)
 
     def mapped(self, handle: bytes, capacity: int) -> Buckets:
-        """Those of another process, let go of when nothing refers to them any more."""
+        """The buckets of another process, let go of when nothing refers to them any more."""
         theirs = self.runtime.cudaIpcMemHandle_t()
         ctypes.memmove(theirs.getPtr(), handle, HANDLE)
         flag = self.runtime.cudaIpcMemLazyEnablePeerAccess
@@ -117,7 +117,7 @@ class Collector:
                 self._thread.start()
 
     def add(self, call: Callable[..., None], *arguments: Any) -> None:
-        """From a finalizer: takes no lock."""
+        """Add a call, from a finalizer, too: takes no lock."""
         self._added.put((time.monotonic(), call, arguments))
 
     def _collect(self) -> None:

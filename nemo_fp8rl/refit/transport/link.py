@@ -12,7 +12,7 @@ from torch import Tensor
 from nemo_fp8rl.refit.manifest import RefitError
 
 Between = Literal["shared_memory", "cuda_ipc", "nixl", "collective"]
-"""Processes: how messages travel."""
+"""How messages travel between processes."""
 Asked = Between | Literal["nearest"]
 """nearest: memory that both ends have, of a GPU where the weights are on one and the sink can map it; collective where
 they have none."""
@@ -21,8 +21,8 @@ HOST = torch.device("cpu")
 MAX_HEADER = 16 << 20
 """Bytes of a header."""
 SENDER_SHARE, RECEIVER_SHARE = 0.25, 0.75
-"""Of the seconds after which an engine counts as hung: how long a source waits for one sink, and a sink for its source,
-which may be waiting for other sinks. So one that hangs takes no other with it."""
+"""Shares of the seconds after which an engine counts as hung: how long a source waits for one sink, and a sink for its
+source, which may be waiting for other sinks. So one that hangs takes no other with it."""
 GRACE = 10.0
 """Seconds that memory is kept after its link has ended: the other side, which uses it, too, may hear of that late."""
 
@@ -32,7 +32,7 @@ class LinkError(RefitError):
 
 
 def patience(seconds: float) -> str:
-    """Of a wait, for an error, with the key that says how long it is."""
+    """The length of a wait, for an error, with the key that says it."""
     return f"{seconds:g} s, a share of cluster.engine_timeout_seconds"
 
 

@@ -82,7 +82,7 @@ def take(control: Control, capacity: int, device: torch.device) -> ReceivingEnd:
 
 
 class _Agent:
-    """NIXL's, of which a process has one for each role. Calls go through `calls`: it serves one thread at a time.
+    """NIXL's agent, of which a process has one for each role. Calls go through `calls`: it serves one thread at a time.
 
     Its own thread, which would look after transfers without a rest, is off; so somebody must call it for them.
     """
@@ -104,7 +104,7 @@ class _Agent:
         self._stopped = threading.Event()
         self._busy_until = 0.0
         self.left: SimpleQueue[_Held] = SimpleQueue()
-        """Of links that have ended, by finalizers, too, which must take no lock."""
+        """Buckets of links that have ended, put there by finalizers, too, which must take no lock."""
 
     @contextmanager
     def calls(self) -> Iterator[Any]:
@@ -136,7 +136,7 @@ class _Agent:
                 self._thread = threads.start("refit nixl", lambda: self._serve(device), self._stopped.set)
 
     def hurry(self) -> None:
-        """A sink is about to read."""
+        """Look more often at what sinks ask for: one is about to read."""
         self._busy_until = time.monotonic() + BUSY
 
     def _serve(self, device: torch.device) -> None:
@@ -164,7 +164,7 @@ _making = threading.Lock()
 
 
 def _agent(role: Literal["source", "sink"], host: str) -> _Agent:
-    """This process' own."""
+    """This process' own agent for a role."""
     key = role, ipaddress.ip_address(host).is_loopback
     with _making:
         if key not in _agents:
@@ -252,7 +252,7 @@ class _NixlReceiver(Receiver):
                 raise
 
     def _goes_on(self) -> bool:
-        """Whether the transfer does; it is forgotten where it has ended, well or with NIXL's error."""
+        """Whether the transfer goes on; it is forgotten where it has ended, well or with NIXL's error."""
         with self._held.agent.calls() as nixl:
             try:
                 state = nixl.check_xfer_state(self._moving)
@@ -297,7 +297,7 @@ _stuck: list[_NixlReceiver] = []
 
 @contextmanager
 def _told(what: str) -> Iterator[None]:
-    """For what nobody waits for: NIXL's errors, which have no class in common, are logged, once each."""
+    """Log NIXL's errors, which have no class in common, once each, where nobody waits for what raised them."""
     try:
         yield
     except Exception as error:

@@ -66,7 +66,7 @@ class Post:
             raise
 
     def close(self) -> None:
-        """No calls from now on. Links that stand stay."""
+        """Take no calls from now on. Links that stand stay."""
         with self._called:
             self._closed = True
             self._called.notify_all()
