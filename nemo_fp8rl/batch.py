@@ -208,7 +208,7 @@ def shards(batch: TrainBatch, count: int, order: Tensor | None = None) -> list[T
     return [cast(TrainBatch, {name: cast(Tensor, field)[part] for name, field in batch.items()}) for part in parts]
 
 
-def dealt(lengths: Tensor, count: int) -> Tensor:
+def balanced_order(lengths: Tensor, count: int) -> Tensor:
     """int64 [rows]: the order in which each of so many `shards` has about as many tokens, and its rows in their order.
 
     The longest go to one part each, the next longest the other way round, and so on.

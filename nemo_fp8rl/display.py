@@ -60,7 +60,7 @@ class Display:
         self.task = self.progress.add_task(title, total=total, completed=done, doing="start")
         self.figures = Text()
         self.live = Live(Group(self.progress, self.figures), console=self.console)
-        self.began = self.said = self.progress.get_time()
+        self.began = self.last_line = self.progress.get_time()
         self.closed = threading.Event()
         self.reminder = threading.Thread(target=self._remind, name="display", daemon=True)
 
@@ -80,7 +80,7 @@ class Display:
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
-        self.said = self.progress.get_time()
+        self.last_line = self.progress.get_time()
 
     def doing(self, what: str) -> None:
         """What the step after the last is at."""
@@ -98,9 +98,9 @@ class Display:
             self.say(f"step {step}/{self.total}  {text}{eta}")
 
     def _remind(self) -> None:
-        while not self.closed.wait(self.said + SILENCE - self.progress.get_time()):
+        while not self.closed.wait(self.last_line + SILENCE - self.progress.get_time()):
             now, (task,) = self.progress.get_time(), self.progress.tasks
-            if now - self.said >= SILENCE:
+            if now - self.last_line >= SILENCE:
                 step = min(task.completed + 1, self.total)
                 took = timedelta(seconds=int(now - self.began))
                 self.say("  ".join(filter(None, (f"step {step:.0f}/{self.total}", task.fields["doing"], str(took)))))

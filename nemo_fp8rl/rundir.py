@@ -155,7 +155,7 @@ class RunDirectory:
                 self._samples.append(step, {"samples": [asdict(sample) for sample in samples]})
         except OSError as error:
             raise UserError(
-                f"step {step} could not be written to {self.path} ({error.strerror}); make room, {self._goes_on()}"
+                f"step {step} could not be written to {self.path} ({error.strerror}); make room, {self._resume_hint()}"
             ) from None
         for logger in self._loggers:
             logger.log(step, metrics)
@@ -197,7 +197,7 @@ class RunDirectory:
             shutil.rmtree(partial, ignore_errors=True)
             raise UserError(
                 f"the checkpoint of step {step} could not be written: {error}; make room in {self.checkpoints}, "
-                f"{self._goes_on()}"
+                f"{self._resume_hint()}"
             ) from None
         self.done = step
         for old in sorted(self._steps())[: -self.cfg.checkpointing.keep_top_k]:
@@ -206,7 +206,7 @@ class RunDirectory:
                 os.rename(self.checkpoints / f"step_{old}", leaving)
                 shutil.rmtree(leaving, ignore_errors=True)
 
-    def _goes_on(self) -> str:
+    def _resume_hint(self) -> str:
         return f"--resume continues from step {self.done}" if self.done else "there is no checkpoint yet"
 
     def _environment(self) -> dict[str, Any]:

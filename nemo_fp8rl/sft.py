@@ -15,7 +15,7 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.config import check_context, read_hf_config
 from nemo_fp8rl.hf.hub import with_commits
 from nemo_fp8rl.interrupt import GracefulStop
-from nemo_fp8rl.policy.megatron import MegatronPolicy, deaths_told
+from nemo_fp8rl.policy.megatron import MegatronPolicy, deaths_as_user_errors
 
 
 def sft(cfg: Config, output: Path) -> bool:
@@ -37,7 +37,7 @@ def sft(cfg: Config, output: Path) -> bool:
         )
     tokenizer.check_known(answers, hf.vocab_size)
     order = PromptOrder(len(prompts), cfg.policy.train_global_batch_size, cfg.sft.seed)
-    with deaths_told(), ExitStack() as stack:
+    with deaths_as_user_errors(), ExitStack() as stack:
         policy = MegatronPolicy(cfg)
         stack.callback(policy.shutdown)
         with Display("warm-up", cfg.sft.max_num_steps) as display, GracefulStop() as stop:

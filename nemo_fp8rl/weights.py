@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError, one_line
 from nemo_fp8rl.generation.vllm import VllmGeneration
-from nemo_fp8rl.policy.megatron import MegatronPolicy, deaths_told
+from nemo_fp8rl.policy.megatron import MegatronPolicy, deaths_as_user_errors
 from nemo_fp8rl.refit.bridge import RefitBridge, Transport
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.refit.mode import Mode
@@ -26,7 +26,7 @@ def backends(cfg: Config, load: Callable[[MegatronPolicy], None]) -> Iterator[tu
 
     Raises UserError where a rank dies; an engine that does is started again.
     """
-    with deaths_told(), ExitStack() as stack:
+    with deaths_as_user_errors(), ExitStack() as stack:
         policy = MegatronPolicy(cfg)
         stack.callback(policy.shutdown)
         load(policy)

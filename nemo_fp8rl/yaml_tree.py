@@ -81,10 +81,10 @@ def refusing(what: str) -> Iterator[None]:
     except RecursionError:
         raise UserError(f"{what}: blocks are nested too deeply, or in themselves") from None
     except refused as error:
-        raise UserError(f"{what}: {_said(error)}") from None
+        raise UserError(f"{what}: {_message(error)}") from None
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     """The error without the machinery around what a user mends: a variable, a null."""
     text, key = one_line(error), getattr(error, "full_key", None)
     where = f"{key}: " if key else ""

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_fp8rl.batch import Completion, Prompt, collate, dealt, microbatches, num_rows, rows, shards
+from nemo_fp8rl.batch import Completion, Prompt, balanced_order, collate, microbatches, num_rows, rows, shards
 
 PAD = 63
 token_lists = st.lists(st.integers(0, 62), min_size=1, max_size=6).map(tuple)
@@ -92,7 +92,7 @@ def test_shards_are_the_rows_in_order_and_as_even_as_they_go(pairs, count):
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 8))
 def test_shards_of_dealt_rows_have_about_as_many_tokens(lengths, count):
-    order = dealt(torch.tensor(lengths), count)
+    order = balanced_order(torch.tensor(lengths), count)
     assert sorted(order.tolist()) == list(range(len(lengths)))
     parts = [part.tolist() for part in order.tensor_split(count)]
     assert all(part == sorted(part) for part in parts)

@@ -35,7 +35,7 @@ def display(clock, monkeypatch):
         monkeypatch.setattr("nemo_fp8rl.display._Screen", lambda **_: console)
         shown = Display("fp8_e2e", 10, 4)
         shown.progress.get_time = lambda: clock[0]
-        shown.said = clock[0]
+        shown.last_line = clock[0]
         return shown, out
 
     return make
@@ -57,7 +57,7 @@ def test_a_log_says_what_is_going_on_though_no_step_ends(display, monkeypatch):
     monkeypatch.setattr("nemo_fp8rl.display.SILENCE", 0.05)
     shown, out = display(False)
     shown.progress.get_time = time.monotonic
-    shown.began = shown.said = time.monotonic()
+    shown.began = shown.last_line = time.monotonic()
 
     def next_lines() -> set[str]:
         """Of what is said from now on; the first may have been under way."""

@@ -82,10 +82,10 @@ def enforce(gates: Sequence[GateConfig], metrics: Mapping[str, float]) -> tuple[
     """
     tripped = [gate for gate in gates if not metrics[gate.metric] <= gate.max]  # so that NaN trips
     actions = {gate.action for gate in tripped}
-    said = [
+    messages = [
         f"{gate.metric} is {metrics[gate.metric]:.6g}, its gate allows at most {gate.max:.6g} ({gate.action})"
         for gate in tripped
     ]
     if "stop" in actions:
-        raise GateStop("; ".join(said))
-    return "skip_step" in actions, said
+        raise GateStop("; ".join(messages))
+    return "skip_step" in actions, messages

@@ -47,7 +47,7 @@ def compare(path: Path, overrides: Sequence[str], output: Path, table_only: bool
         console.width = WIDTH_OF_FILES
     left_out: Reasons = {}
     if table_only:
-        finished, left_out = True, why_not_here(_left(runs))
+        finished, left_out = True, why_not_here(_unfinished(runs))
     else:
         finished = _run_all(comparison, overrides, runs, left_out, path, output, console)
     results = record(comparison, overrides, runs, left_out)
@@ -69,7 +69,7 @@ def _run_all(
     console: Console,
 ) -> bool:
     """left_out: filled with what this machine cannot have."""
-    left = _left(runs)
+    left = _unfinished(runs)
 
     def say(text: str) -> None:
         console.print(text, markup=False, soft_wrap=True)
@@ -84,7 +84,7 @@ def _run_all(
         speed_estimate_period=SPEED_OVER_SECONDS,
         disable=not console.is_terminal,
     )
-    with _alone(output) as guard, GracefulStop() as stop, progress:
+    with _exclusive(output) as guard, GracefulStop() as stop, progress:
         if not left:
             return True
         if not make_models(comparison, output, stop, say, [guard]):
@@ -94,7 +94,7 @@ def _run_all(
         for sentence in sentences(left_out):
             say(sentence)
         left = [run for run in left if (run.flow, run.length) not in left_out]
-        done = len(runs) - len(_left(runs))
+        done = len(runs) - len(_unfinished(runs))
         count = done + len(left)
         if not count:
             raise UserError(f"{path}: this machine can have none of its flows: {next(iter(left_out.values()))}")
@@ -119,12 +119,12 @@ def _run_all(
     return True
 
 
-def _left(runs: Sequence[Planned]) -> list[Planned]:
+def _unfinished(runs: Sequence[Planned]) -> list[Planned]:
     return [run for run in runs if not run.finished]
 
 
 @contextmanager
-def _alone(output: Path) -> Iterator[int]:
+def _exclusive(output: Path) -> Iterator[int]:
     """The folder's lock, which the commands that we run inherit: it lasts as long as they do, if we are killed, too."""
     taken = (
         f"another compare works in {output}, or what one that was killed had started; wait for it or give another "

@@ -80,7 +80,7 @@ class PromptTokenizer:
         except Exception as error:  # whatever the template's code raises
             raise UserError(
                 f"policy.tokenizer.name: the chat template of {self.name} (chat_template.jinja, or in "
-                f"tokenizer_config.json) fails on a prompt ({_said(error)}); mend it, or "
+                f"tokenizer_config.json) fails on a prompt ({_message(error)}); mend it, or "
                 "policy.tokenizer.chat_template_kwargs"
             ) from None
         if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
@@ -98,10 +98,10 @@ def reading_tokenizer(name: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise UserError(
-            f"policy.tokenizer.name: {name} holds no tokenizer that can be read ({_said(error)}); give a folder with "
-            "sound tokenizer.json, tokenizer_config.json and config.json, or a name on the hub"
+            f"policy.tokenizer.name: {name} holds no tokenizer that can be read ({_message(error)}); give a folder "
+            "with sound tokenizer.json, tokenizer_config.json and config.json, or a name on the hub"
         ) from None
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(error)[:200]}"

@@ -47,13 +47,13 @@ def _heads(plan: Plan) -> Iterator[Finding]:
 
 
 def _side(plan: Plan, side: str) -> Iterator[Finding]:
-    said = set()
+    reported = set()
     for layer in range(plan.shape.layers):
         for weight in plan.shape.layer(layer):
             is_fp8 = plan.is_fp8_in_trainer(weight) if side == "trainer" else plan.is_fp8_in_engine(weight)
             kind = weight.name.split(".", 3)[3]
-            if is_fp8 and kind not in said:
-                said.add(kind)
+            if is_fp8 and kind not in reported:
+                reported.add(kind)
                 yield from _weight(plan, side, weight, kind.removesuffix(".weight"))
 
 

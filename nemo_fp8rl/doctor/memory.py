@@ -2,7 +2,7 @@
 
 Colocated, NeMo RL moves the trainer's memory to the host while engines generate, and all but its parameters during a
 refit (`refit_policy_generation` in https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/algorithms/grpo.py); so do our
-workers (`policy/offload.py`). What neither moves is `trainer_memory.staying`.
+workers (`policy/offload.py`). What neither moves is `trainer_memory.resident_bytes`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ from nemo_fp8rl.doctor.engine_memory import WORKSPACE, cache_bytes, engine_weigh
 from nemo_fp8rl.doctor.finding import Finding
 from nemo_fp8rl.doctor.hardware import Gpu
 from nemo_fp8rl.doctor.plan import ENGINE, TRAINER, Plan
-from nemo_fp8rl.doctor.trainer_memory import FP8_WEIGHTS, sent, staying, train
+from nemo_fp8rl.doctor.trainer_memory import FP8_WEIGHTS, refit_bytes, resident_bytes, training_bytes
 from nemo_fp8rl.doctor.widths import GIB
 
 TOPIC = "memory"
@@ -43,18 +43,16 @@ class Memory:
 
 def memory_of(plan: Plan, gpu: Gpu) -> Memory:
     stages = range(plan.pipeline)
-    fullest = _fullest("train", (train(plan, stage) for stage in stages))
+    fullest = _fullest("train", (training_bytes(plan, stage) for stage in stages))
     engine, kv = engine_weights(plan), kv_bytes_per_token(plan)
     cache = cache_bytes(plan, gpu.memory, engine)
     generate = {"engine weights": engine, "KV cache": max(cache, 0), "engine workspace": WORKSPACE}
     if not plan.colocated:
         return Memory([fullest, Phase("generate", generate)], kv, max(0, int(cache // kv)))
     beside = {"engine weights": engine, "buckets": 2 * plan.values["nemo_fp8rl"]["refit"]["bucket_bytes"]}
-    phases = [
-        fullest,
-        _fullest("refit", ({"parameters": sent(plan, stage)} | beside | staying(plan, stage) for stage in stages)),
-        _fullest("generate", (generate | staying(plan, stage) for stage in stages)),
-    ]
+    resident = [resident_bytes(plan, stage) for stage in stages]
+    refit = ({"parameters": refit_bytes(plan, i)} | beside | resident[i] for i in stages)
+    phases = [fullest, _fullest("refit", refit), _fullest("generate", (generate | parts for parts in resident))]
     return Memory(phases, kv, max(0, int(cache // kv)))
 
 

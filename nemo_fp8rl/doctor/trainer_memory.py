@@ -50,32 +50,32 @@ def _on_rank(plan: Plan, weight: Weight) -> float:
     return weight.elements / (plan.tensor if weight.split != "none" else 1)
 
 
-def train(plan: Plan, stage: int) -> dict[str, float]:
+def training_bytes(plan: Plan, stage: int) -> dict[str, float]:
     """Bytes on a GPU of a pipeline stage, by name."""
     dense, expert = stage_parameters(plan, stage)
     gradient, state, shared = _optimizer(plan)
     replicas, expert_replicas = (plan.data * plan.context, plan.expert_data) if shared else (1, 1)
-    parameters, fp8 = held(plan, stage)
+    parameters, fp8 = weight_bytes(plan, stage)
     parts = {
         "parameters": parameters,
         "gradients": gradient * (dense + expert),
         "optimizer": state * (dense / replicas + expert / expert_replicas),
-        FP8_WEIGHTS: fp8 or quantized(plan, stage),
+        FP8_WEIGHTS: fp8 or quantized_bytes(plan, stage),
         "activations": activations(plan, stage),
         "logits": logits(plan) if stage == plan.pipeline - 1 else 0.0,
-        KEPT: kept(plan, stage),
+        KEPT: delta_base_bytes(plan, stage),
     }
     return {name: size for name, size in parts.items() if size}
 
 
-def staying(plan: Plan, stage: int) -> dict[str, float]:
+def resident_bytes(plan: Plan, stage: int) -> dict[str, float]:
     """Bytes of what a trainer leaves on the GPU while others use it, by name."""
     cleared = plan.ours or plan.fp8_param or (plan.megatron.get("fp8_cfg") or {}).get("force_clear_fp8_caches")
-    parts = {FP8_WEIGHTS: 0.0 if cleared else quantized(plan, stage), KEPT: kept(plan, stage)}
+    parts = {FP8_WEIGHTS: 0.0 if cleared else quantized_bytes(plan, stage), KEPT: delta_base_bytes(plan, stage)}
     return {name: size for name, size in parts.items() if size}
 
 
-def quantized(plan: Plan, stage: int) -> float:
+def quantized_bytes(plan: Plan, stage: int) -> float:
     """Bytes of FP8 weights beside the parameters; where our trainer recomputes, its backward quantizes again."""
     layers = [plan.shape.layer(i) for i in plan.stages[stage]]
     sizes = [sum(_on_rank(plan, one) for one in layer if plan.is_fp8_in_trainer(one)) for layer in layers]
@@ -83,7 +83,7 @@ def quantized(plan: Plan, stage: int) -> float:
     return FP8 * (max(sizes, default=0) if one_by_one else sum(sizes))
 
 
-def held(plan: Plan, stage: int) -> tuple[float, float]:
+def weight_bytes(plan: Plan, stage: int) -> tuple[float, float]:
     """Bytes of weights that stay from step to step: in bfloat16, in FP8."""
     values = sum(stage_parameters(plan, stage))
     if not plan.fp8_param:
@@ -92,13 +92,13 @@ def held(plan: Plan, stage: int) -> tuple[float, float]:
     return BF16 * (values - linears), FP8 * linears
 
 
-def sent(plan: Plan, stage: int) -> float:
+def refit_bytes(plan: Plan, stage: int) -> float:
     """Bytes of weights that a refit needs: of FP8 ones our trainer gives the columns back meanwhile."""
-    parameters, fp8 = held(plan, stage)
+    parameters, fp8 = weight_bytes(plan, stage)
     return parameters + (fp8 / 2 if plan.ours else fp8)
 
 
-def kept(plan: Plan, stage: int) -> float:
+def delta_base_bytes(plan: Plan, stage: int) -> float:
     """Bytes of what our rank sent last, for the next delta: at most all that it holds, as engines hold it."""
     if not (plan.ours and plan.takes_deltas):
         return 0.0

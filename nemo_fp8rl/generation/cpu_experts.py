@@ -44,7 +44,7 @@ class EmulatedFp8MoEMethod(HeldMoEMethod):
     def multiply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """x [tokens, H], topk_* [tokens, k] -> [tokens, H]; summed over experts in their order, in float32.
 
-        A rank that shares experts, or the matrices of each, with others computes its part of what each expert says to
+        A rank that shares experts, or the matrices of each, with others computes its part of each expert's output for
         each token; the sum over experts is then every rank's.
         """
         if layer.fp8_dequantized is None:
@@ -54,18 +54,18 @@ class EmulatedFp8MoEMethod(HeldMoEMethod):
         parallel = layer.moe_config.moe_parallel_config
         shared = parallel.tp_size * parallel.ep_size > 1
         dtype = torch.float32 if parallel.tp_size > 1 else x.dtype
-        said = x.new_zeros((*topk_ids.shape, x.size(-1)), dtype=dtype)
+        expert_out = x.new_zeros((*topk_ids.shape, x.size(-1)), dtype=dtype)
         chosen = {expert: (topk_ids == expert).nonzero(as_tuple=True) for expert in topk_ids.unique().tolist()}
         for expert, (rows, choice) in chosen.items():
             own = expert if layer.expert_map is None else int(layer.expert_map[expert])
             if own >= 0:
                 gate, up = fprop(x[rows], w13[own], self.scale_format).chunk(2, -1)
-                said[rows, choice] = fprop(F.silu(gate) * up, w2[own], self.scale_format, dtype)
+                expert_out[rows, choice] = fprop(F.silu(gate) * up, w2[own], self.scale_format, dtype)
         if shared:
-            said = summed(said.float(), x.dtype)
+            expert_out = summed(expert_out.float(), x.dtype)
         out = torch.zeros(x.shape, dtype=torch.float32)
         for rows, choice in chosen.values():
-            out.index_add_(0, rows, said[rows, choice].float() * topk_weights[rows, choice].float().unsqueeze(-1))
+            out.index_add_(0, rows, expert_out[rows, choice].float() * topk_weights[rows, choice].float().unsqueeze(-1))
         return counted_once(out.to(x.dtype)) if shared else out.to(x.dtype)
 
 

@@ -28,7 +28,7 @@ class NativeFp8MoEMethod(HeldMoEMethod):
         """x [tokens, H], topk_* [tokens, k] -> [tokens, H], the rank's part of the sum over experts.
 
         The steps of vLLM's own `fused_experts_impl` (fused_moe.py) with our quantizer in the place of its, and with
-        what experts say weighted in the sum, in float32, as on a CPU; vLLM rounds it to bfloat16 before.
+        the experts' outputs weighted in the sum, in float32, as on a CPU; vLLM rounds it to bfloat16 before.
         """
         w13, w2 = layer.w13_weight, layer.w2_weight
         tokens, k = topk_ids.shape
@@ -41,10 +41,10 @@ class NativeFp8MoEMethod(HeldMoEMethod):
             ignore_invalid_experts=True,
         )
         gate_up = self._by_experts(x, w13, layer.w13_weight_scale_inv, k, order, config)
-        said = x.new_empty((tokens * k, w2.size(2)))
-        apply_moe_activation(MoEActivation.SILU, said, gate_up.view(tokens * k, -1))
-        parts = self._by_experts(said, w2, layer.w2_weight_scale_inv, 1, order, config).view(tokens, k, -1)
-        return moe_fused_mul_sum(parts, topk_weights, topk_ids=topk_ids, expert_map=layer.expert_map)
+        activated = x.new_empty((tokens * k, w2.size(2)))
+        apply_moe_activation(MoEActivation.SILU, activated, gate_up.view(tokens * k, -1))
+        expert_out = self._by_experts(activated, w2, layer.w2_weight_scale_inv, 1, order, config).view(tokens, k, -1)
+        return moe_fused_mul_sum(expert_out, topk_weights, topk_ids=topk_ids, expert_map=layer.expert_map)
 
     def _by_experts(
         self,

@@ -55,7 +55,7 @@ class VllmGeneration:
             VllmEngine, "generation", count, cfg, vllm_cfg.tensor_parallel_size, beside, calls_at_once=calls
         )
         with ended_on_error(self.engines):
-            self._everyone("setup", cfg)
+            self._call_all("setup", cfg)
 
     @property
     def takes_turns(self) -> bool:
@@ -144,7 +144,7 @@ class VllmGeneration:
         return self.engines.count
 
     def stored(self, engine: int) -> list[Sequence[TensorPart]]:
-        return [from_json(parts) for parts in self._one(engine, "stored")]
+        return [from_json(parts) for parts in self._call_one(engine, "stored")]
 
     def domains(self, engines: Collection[int]) -> dict[int, list[str]]:
         answers = self.engines.outcomes("domains", dict.fromkeys(engines, ()), self.timeout)
@@ -155,11 +155,11 @@ class VllmGeneration:
             [(address, to_json(route)) for address, route in zip(*of_rank, strict=True)]
             for of_rank in zip(addresses, routes, strict=True)
         ]
-        self._one(engine, "connect", links, self.token, RECEIVER_SHARE * self.timeout)
+        self._call_one(engine, "connect", links, self.token, RECEIVER_SHARE * self.timeout)
 
     def disconnect(self, engine: int) -> None:
         with suppress(WorkerDied):
-            self._one(engine, "disconnect")
+            self._call_one(engine, "disconnect")
 
     def fence(self, engines: Collection[int]) -> dict[int, int]:
         with self.reviving:
@@ -205,10 +205,10 @@ class VllmGeneration:
         sleep_level = self.cfg.policy.generation.vllm_cfg.sleep_level
         try:
             self.engines.restart(engine)
-            self._one(engine, "setup", self.cfg)
+            self._call_one(engine, "setup", self.cfg)
             if sleep_level:  # its cache wakes with its first answer, as the others': the trainer needs room to send
-                self._one(engine, "finish_generation", sleep_level)
-                self._one(engine, "prepare_for_generation")
+                self._call_one(engine, "finish_generation", sleep_level)
+                self._call_one(engine, "prepare_for_generation")
         except WorkerDied as again:
             self._replace(engine, again)
 
@@ -227,10 +227,10 @@ class VllmGeneration:
         self._revived(range(self.engines.count), "check_health")
 
     def kernels(self) -> list[str]:
-        return sorted(set().union(*self._everyone("kernels")))
+        return sorted(set().union(*self._call_all("kernels")))
 
     def instructions(self) -> set[str]:
-        return set(self._everyone("instructions"))
+        return set(self._call_all("instructions"))
 
     def metrics(self) -> dict[str, float]:
         for engine, life in enumerate(self.lives):
@@ -278,10 +278,10 @@ class VllmGeneration:
             if version is not None and version >= 0:
                 self.gone.discard(engine)
 
-    def _everyone(self, method: str, *arguments: Any) -> list[Any]:
+    def _call_all(self, method: str, *arguments: Any) -> list[Any]:
         """What every engine answers before the first refit, till when none is replaced."""
         try:
-            return self.engines.everyone(method, *arguments)
+            return self.engines.call_all(method, *arguments)
         except WorkerDied as death:
             raise UserError(
                 f"an engine died before the first refit ({death}); what it wrote says why (of a Ray actor: in its "
@@ -336,7 +336,7 @@ class VllmGeneration:
             if is_ours:
                 self.gone.discard(engine)
 
-    def _one(self, engine: int, method: str, *arguments: Any) -> Any:
+    def _call_one(self, engine: int, method: str, *arguments: Any) -> Any:
         """What one engine answers; raises what it raised, WorkerDied when it is gone."""
         outcome = self.engines.outcomes(method, {engine: arguments}, self.timeout)[engine]
         if isinstance(outcome, Exception):

@@ -100,8 +100,8 @@ def submit(text: str, settings: LaunchConfig) -> None:
         except subprocess.TimeoutExpired:
             raise UserError(f"kubectl has not answered in {KUBECTL_SECONDS} seconds; try `kubectl get pods`") from None
         if done.returncode:
-            said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-            raise UserError(f"kubectl create: {said[0] if said else f'exit code {done.returncode}'}")
+            lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+            raise UserError(f"kubectl create: {lines[0] if lines else f'exit code {done.returncode}'}")
 
 
 def next_steps(job: Job, settings: LaunchConfig) -> list[str]:
@@ -148,11 +148,11 @@ def _recipe(job: Job, k: KubernetesConfig, workdir: str | None) -> tuple[str, Se
     """The merged recipe, the driver's command on it, and the path of the volume that it saves on when a pod is told to
     end, if it does.
     """
-    of_nemo_rl = job.values is not None  # such a recipe always is for Ray
-    command = job.command if of_nemo_rl else job.command_with("cluster.backend=ray")
+    for_nemo_rl = job.values is not None  # such a recipe always is for Ray
+    command = job.command if for_nemo_rl else job.command_with("cluster.backend=ray")
     at = command.index("--config")
     loop, path, overrides = command[:at], Path(command[at + 1]), command[at + 2 :]
-    merged = merge(path, overrides, of_nemo_rl)
+    merged = merge(path, overrides, for_nemo_rl)
     if len(merged.text.encode()) > MAX_CONFIG_MAP:
         raise UserError(f"{path} with its parents is larger than the 1 MiB that a ConfigMap holds")
     if k.backoff_limit and merged.checkpoint_dir is None:

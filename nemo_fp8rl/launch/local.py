@@ -73,8 +73,8 @@ def visible_gpus() -> int:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"nvidia-smi --list-gpus failed ({error}); {SAY_HOW_MANY}") from None
     if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split())[:200]
-        raise UserError(f"nvidia-smi --list-gpus failed ({said}); {SAY_HOW_MANY}")
+        message = " ".join((done.stderr or done.stdout).split())[:200]
+        raise UserError(f"nvidia-smi --list-gpus failed ({message}); {SAY_HOW_MANY}")
     return sum(line.startswith("GPU ") for line in done.stdout.splitlines())  # and, indented, parts of them
 
 
@@ -110,10 +110,10 @@ def choose_for_ours(
     layout beside a number that was asked for; but not beside 0, which is of no layout.
     """
     given = read(recipe, overrides)[1] if gpus > 1 or (gpus and asked) else {}
-    said = [f"{key}={value}" for key in LAYOUT if (value := at(given, key, None)) is not None]
-    if said and asked:
-        raise UserError(f"gpus_per_node={gpus}, but the recipe says {', '.join(said)}: leave one of the two out")
-    if said or gpus < 2:
+    named = [f"{key}={value}" for key in LAYOUT if (value := at(given, key, None)) is not None]
+    if named and asked:
+        raise UserError(f"gpus_per_node={gpus}, but the recipe says {', '.join(named)}: leave one of the two out")
+    if named or gpus < 2:
         return (), ""
     generation = load(recipe, overrides).policy.generation
     engine, alone, turns = generation.vllm_cfg.tensor_parallel_size, 0, []

@@ -194,7 +194,7 @@ def _group(group: Mapping[str, Any], path: str, version: Any, queued: bool) -> I
 def _image_version(template: Mapping[str, Any], path: str, version: Any) -> Iterator[Finding]:
     """Ray's own images say their version; of others it is not known."""
     for i, container in mappings(mapping(template.get("spec")).get("containers"))[:1]:
-        said = re.fullmatch(r"(?:.*/)?rayproject/ray(?:-ml|-llm)?:(\d+\.\d+\.\d+)(?:-.*)?", str(container.get("image")))
-        if said and version is not None and said[1] != version:
+        tag = re.fullmatch(r"(?:.*/)?rayproject/ray(?:-ml|-llm)?:(\d+\.\d+\.\d+)(?:-.*)?", str(container.get("image")))
+        if tag and version is not None and tag[1] != version:
             where = f"{path}.spec.containers[{i}].image"
-            yield Finding(where, f"has Ray {said[1]}, rayVersion says {version}", "make the two the same")
+            yield Finding(where, f"has Ray {tag[1]}, rayVersion says {version}", "make the two the same")

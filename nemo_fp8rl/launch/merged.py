@@ -21,17 +21,17 @@ class Merged:
     checkpoint_dir: str | None
 
 
-def merge(recipe: Path, overrides: Sequence[str], of_nemo_rl: bool) -> Merged:
+def merge(recipe: Path, overrides: Sequence[str], for_nemo_rl: bool) -> Merged:
     """Raises UserError for a recipe that would not be read back as it is, and for what its loader refuses."""
     from omegaconf import OmegaConf
 
-    values = _values(recipe, overrides, of_nemo_rl)
-    text = OmegaConf.to_yaml(_tree(recipe, overrides, of_nemo_rl))
+    values = _values(recipe, overrides, for_nemo_rl)
+    text = OmegaConf.to_yaml(_tree(recipe, overrides, for_nemo_rl))
     with tempfile.TemporaryDirectory(prefix="nemo_fp8rl_") as folder:
         copy = Path(folder) / "recipe.yaml"
         try:
             copy.write_text(text, encoding="utf-8")
-            same = _values(copy, (), of_nemo_rl) == values
+            same = _values(copy, (), for_nemo_rl) == values
         except (UnicodeError, UserError):
             same = False
     if not same:
@@ -43,23 +43,23 @@ def merge(recipe: Path, overrides: Sequence[str], of_nemo_rl: bool) -> Merged:
     return Merged(text, saves["checkpoint_dir"] if saves.get("enabled", True) else None)
 
 
-def _tree(recipe: Path, overrides: Sequence[str], of_nemo_rl: bool) -> Any:
+def _tree(recipe: Path, overrides: Sequence[str], for_nemo_rl: bool) -> Any:
 
     from nemo_fp8rl.nemo_rl.overrides import apply_override
 
     register_resolvers()
     tree = read_with_parents(recipe)
     for override in overrides:
-        if of_nemo_rl:
+        if for_nemo_rl:
             apply_override(tree, override)
         else:
             tree = with_override(tree, override)
     return tree
 
 
-def _values(recipe: Path, overrides: Sequence[str], of_nemo_rl: bool) -> dict[str, Any]:
+def _values(recipe: Path, overrides: Sequence[str], for_nemo_rl: bool) -> dict[str, Any]:
     """The recipe's values by the loader that the run will use, checked and resolved."""
-    if of_nemo_rl:
+    if for_nemo_rl:
         from nemo_fp8rl.nemo_rl.recipe import load as load_nemo_rl
 
         return load_nemo_rl(recipe, overrides).values

@@ -41,15 +41,15 @@ def main(index: int, seconds: float) -> int:
     versions, faults = _versions(), check_node(attempt, index, folder)
     write(folder / f"{index}.json", {"host": attempt.hosts[index], "versions": versions, "faults": faults})
     if index > 0:
-        return 0 if not faults and _reduce(attempt, index, folder, end) else 1
-    count, found = len(attempt.hosts), _all(attempt, folder, end)
+        return 0 if not faults and _all_reduce(attempt, index, folder, end) else 1
+    count, found = len(attempt.hosts), _reports(attempt, folder, end)
     faults_of = {host: (found[host]["faults"] if host in found else ["it did not answer"]) for host in attempt.hosts}
-    for host, fault in odd_ones({host: node["versions"] for host, node in found.items()}).items():
+    for host, fault in odd_versions({host: node["versions"] for host, node in found.items()}).items():
         faults_of[host].append(fault)
     if not any(faults_of.values()):
         store = listen(own_address(attempt.hosts, index), attempt)
         write(folder / "store.json", {"address": store.host, "port": store.port})
-        if not _reduce(attempt, index, folder, end, store):
+        if not _all_reduce(attempt, index, folder, end, store):
             absent = [host for i, host in enumerate(attempt.hosts) if not (folder / f"{i}.joined").exists()]
             if not 0 < len(absent) <= count / 2:
                 joined = count - len(absent)
@@ -119,7 +119,7 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def odd_ones(versions: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+def odd_versions(versions: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     """Hosts whose versions are not those of most, and how they differ. versions: by host, by package."""
     if not versions:
         return {}
@@ -132,7 +132,7 @@ def odd_ones(versions: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     return odd
 
 
-def _all(attempt: Attempt, folder: Path, end: float) -> dict[str, Any]:
+def _reports(attempt: Attempt, folder: Path, end: float) -> dict[str, Any]:
     """What the nodes wrote before the end, by host."""
     while time.monotonic() < end - REDUCE_SECONDS:
         if all((folder / f"{i}.json").exists() for i in range(len(attempt.hosts))):
@@ -166,7 +166,7 @@ def listen(address: str, attempt: Attempt) -> Any:
     )
 
 
-def _reduce(attempt: Attempt, index: int, folder: Path, end: float, store: Any = None) -> bool:
+def _all_reduce(attempt: Attempt, index: int, folder: Path, end: float, store: Any = None) -> bool:
     """Reduce over all nodes, by NCCL on one GPU of each where there is one, else by gloo. store: of node 0."""
     while (place := read(folder / "store.json")) is None:
         if time.monotonic() > end:

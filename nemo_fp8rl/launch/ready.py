@@ -27,7 +27,7 @@ def main(seconds: float, command: Sequence[str]) -> None:
 def wait(attempt: Attempt, seconds: float) -> str:
     """The cluster's address. Raises UserError, naming the nodes, when some are not there after so many seconds."""
     begin = time.monotonic()
-    said = begin
+    last_printed = begin
     absent: Sequence[str] = attempt.hosts
     connected = False
     while time.monotonic() < begin + seconds:
@@ -39,9 +39,9 @@ def wait(attempt: Attempt, seconds: float) -> str:
         if connected and not (absent := missing(attempt, ray.nodes())):
             ray.shutdown()
             return str(cluster["address"])
-        if time.monotonic() > said + SAY_SECONDS:
-            said = time.monotonic()
-            print(f"after {said - begin:.0f} s without {', '.join(absent)}", flush=True)
+        if time.monotonic() > last_printed + SAY_SECONDS:
+            last_printed = time.monotonic()
+            print(f"after {last_printed - begin:.0f} s without {', '.join(absent)}", flush=True)
         time.sleep(POLL_SECONDS)
     logs = ", ".join(f"{attempt.folder}/node-{host.split()[0]}.log" for host in absent[:3])
     raise UserError(

@@ -55,13 +55,13 @@ def find_checkout() -> Checkout:
             f"clone https://github.com/NVIDIA-NeMo/RL and set {NEMO_RL_SRC} to that folder"
         )
     version = ".".join(parts)
-    is_main = version == "0.6.0" and _is_of_august(root)
+    is_main = version == "0.6.0" and _has_refit_lifecycle(root)
     if parts[:2] != ["0", "7"] and not is_main:
         raise UserError(f"{NEMO_RL_SRC}={named} is NeMo RL {version}; supported are {SUPPORTED}")
     return Checkout(root, version)
 
 
-def _is_of_august(root: Path) -> bool:
+def _has_refit_lifecycle(root: Path) -> bool:
     """Whether its engines refit in a lifecycle of their own, in whose place `stock.engine` puts ours: an older main
     would process FP8 weights once more after each.
     """

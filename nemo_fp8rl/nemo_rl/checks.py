@@ -64,8 +64,8 @@ def check_not_elsewhere(master: Mapping[str, Any]) -> None:
     """Raise UserError, naming the key, for what NeMo RL runs by other launchers, or with parts that are not here."""
     for key, what in ELSEWHERE.items():
         if given := at(master, key, None):
-            said = key if isinstance(given, Mapping) else f"{key}={given}"
-            raise UserError(f"{said} {what}: remove it, or run the recipe with NeMo RL alone")
+            named = key if isinstance(given, Mapping) else f"{key}={given}"
+            raise UserError(f"{named} {what}: remove it, or run the recipe with NeMo RL alone")
     if at(master, "grpo.adv_estimator.name", None) == "opd":
         raise UserError(
             "grpo.adv_estimator.name=opd needs teachers beside the policy, which are not started here: set it to grpo"

@@ -116,7 +116,7 @@ UNUSED = (
     *("policy.generation.vllm_cfg.use_tqdm", "policy.generation.vllm_cfg.vllm_", "policy.generation.vllm_cfg.zmq_"),
     *("policy.generation.vllm_kwargs.enable_chunked_prefill", "policy.generation.vllm_kwargs.moe_backend"),
 )
-OF_MEMORY = (
+HOST_MEMORY_KEYS = (
     "policy.megatron_cfg.optimizer.optimizer_cpu_offload",
     "policy.megatron_cfg.fine_grained_activation_offloading",
 )

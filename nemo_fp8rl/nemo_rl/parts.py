@@ -17,14 +17,14 @@ from nemo_fp8rl.fp8.gpus import CAPABILITIES, Capability
 from nemo_fp8rl.nemo_rl.checks import loss_keys
 from nemo_fp8rl.nemo_rl.compat import load_dataloader, save_state, steps_done
 from nemo_fp8rl.nemo_rl.gpus import why_not
-from nemo_fp8rl.nemo_rl.keys import OF_MEMORY, at
+from nemo_fp8rl.nemo_rl.keys import HOST_MEMORY_KEYS, at
 from nemo_fp8rl.nemo_rl.recipe import NemoRlRecipe
 from nemo_fp8rl.shown_gpus import shown_gpus
 from nemo_fp8rl.workers import connect, is_in_cluster, joins_cluster
 
 RAY_GPU = "accelerator_type:"
 """What stands before a GPU's name among the resources of a Ray cluster that has one."""
-OF_OURS = ("align", "kv", "kernel", "refit", "gates")
+OWN_KEYS = ("align", "kv", "kernel", "refit", "gates")
 """Keys of `nemo_fp8rl` that are not of the loss or the precision."""
 
 
@@ -45,8 +45,8 @@ class Loop:
     """Steps of the whole run."""
 
 
-def takes_ours(asked: Literal["auto", "ours", "nemo_rl"]) -> bool:
-    """Whether they are ours. Raises UserError where NeMo RL's are asked for and there is no GPU."""
+def uses_own_workers(asked: Literal["auto", "ours", "nemo_rl"]) -> bool:
+    """Whether trainer and engines are our own. Raises UserError where NeMo RL's are asked for and there is no GPU."""
     if asked == "ours":
         return True
     on_gpus = _are_there_gpus()
@@ -105,7 +105,7 @@ def _are_there_gpus() -> bool:
 
 
 @contextmanager
-def of_ours(
+def own_parts(
     grpo: ModuleType, master: Any, recipe: NemoRlRecipe, tokenizer: Any, data: Any, val_data: Any
 ) -> Iterator[Loop]:
     """What `nemo_rl.algorithms.grpo.setup` would make, with our trainer and engines in place of workers on GPUs."""
@@ -115,7 +115,7 @@ def of_ours(
     from nemo_fp8rl.nemo_rl.install import backends, install
 
     values = master.model_dump()  # its blocks are mappings in one version, objects in the other
-    for key in (key for key in OF_MEMORY if at(values, key, None)):
+    for key in (key for key in HOST_MEMORY_KEYS if at(values, key, None)):
         print(f"nemo-fp8rl: {key} is of NeMo RL's own workers, ours keep that on the GPU while they train", flush=True)
     keys = values["grpo"]
     logger, checkpointer = Logger(master.logger), CheckpointManager(master.checkpointing)
@@ -140,7 +140,7 @@ def of_ours(
 
 
 @contextmanager
-def of_nemo_rl(
+def nemo_rl_parts(
     grpo: ModuleType, master: Any, recipe: NemoRlRecipe, tokenizer: Any, data: Any, val_data: Any
 ) -> Iterator[Loop]:
     """NeMo RL's own setup of its own workers, FP8 on the wire between them where the recipe says FP8."""
@@ -149,7 +149,7 @@ def of_nemo_rl(
     from nemo_fp8rl.nemo_rl.loss import GrpoLossFn
     from nemo_fp8rl.nemo_rl.stock.choose import choose, policy_factory, say_kv_cache
 
-    told = (name for name in OF_OURS if getattr(recipe.fp8rl, name) != getattr(Fp8RlConfig(), name))
+    told = (name for name in OWN_KEYS if getattr(recipe.fp8rl, name) != getattr(Fp8RlConfig(), name))
     for name in told:
         print(f"nemo-fp8rl: nemo_fp8rl.{name} is of our own trainer and refit, NeMo RL's do without it", flush=True)
     fused = bool(master.policy["megatron_cfg"].get("use_fused_linear_logprobs"))

@@ -45,12 +45,12 @@ class NemoRlRecipe:
     def fp8rl(self) -> Fp8RlConfig:
         """Our block, with what NeMo RL's keys say. Raises UserError as `precision` does."""
         precision = self.precision
-        said = {
+        derived = {
             "flow": precision.flow,
             "scale_format": precision.scale_format,
             "fp8_param": precision.fp8_param,
         }
-        return typed({**self.values[BLOCK], **said}, Fp8RlConfig, f"{BLOCK}.")
+        return typed({**self.values[BLOCK], **derived}, Fp8RlConfig, f"{BLOCK}.")
 
 
 def is_for_nemo_rl(path: Path) -> bool:

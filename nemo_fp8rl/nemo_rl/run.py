@@ -20,7 +20,7 @@ from nemo_fp8rl.nemo_rl.config import from_nemo_rl
 from nemo_fp8rl.nemo_rl.ended import Watch
 from nemo_fp8rl.nemo_rl.gpus import is_asynchronous
 from nemo_fp8rl.nemo_rl.keys import at
-from nemo_fp8rl.nemo_rl.parts import Loop, check_cluster, check_own_gpu, of_nemo_rl, of_ours, takes_ours
+from nemo_fp8rl.nemo_rl.parts import Loop, check_cluster, check_own_gpu, nemo_rl_parts, own_parts, uses_own_workers
 from nemo_fp8rl.nemo_rl.prompt_files import find_prompt_files
 from nemo_fp8rl.nemo_rl.recipe import NemoRlRecipe
 from nemo_fp8rl.nemo_rl.recipe import load as checked
@@ -43,7 +43,7 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
     check_loop(recipe.values)
     if find_cluster():
         print(f"nemo-fp8rl: joins the Ray cluster of this machine, RAY_ADDRESS={os.environ['RAY_ADDRESS']}", flush=True)
-    ours = takes_ours(recipe.fp8rl.workers)
+    ours = uses_own_workers(recipe.fp8rl.workers)
     print(
         f"nemo-fp8rl: nemo_fp8rl.workers={recipe.fp8rl.workers}, {'ours' if ours else 'those of NeMo RL'}", flush=True
     )
@@ -62,7 +62,7 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
 
     from nemo_fp8rl.nemo_rl import environment
 
-    asked = _here(master.policy["tokenizer"]) if ours else master.policy["tokenizer"]
+    asked = _with_local_folder(master.policy["tokenizer"]) if ours else master.policy["tokenizer"]
     with reading_tokenizer(asked["name"]):
         tokenizer = get_tokenizer(asked)
     master.policy["generation"] = configure_generation_config(
@@ -84,7 +84,7 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
         check_cluster(recipe.precision.flow)
         environment.register(ours)
         data, val_data, envs, val_envs = setup_response_data(tokenizer, master.data, master.env)
-        parts = of_ours if ours else of_nemo_rl
+        parts = own_parts if ours else nemo_rl_parts
         loop = stack.enter_context(parts(grpo, master, recipe, tokenizer, data, val_data))
         return _run_loop(grpo, loop, recipe, tokenizer, envs, val_envs)
 
@@ -132,7 +132,7 @@ def _ran_out_of_time(loop: Loop, seconds: float, steps_before: int) -> bool:
     return seconds * (1 + 1 / max(done - steps_before, 1)) >= seconds_of(limit)
 
 
-def _here(tokenizer: dict[str, Any]) -> dict[str, Any]:
+def _with_local_folder(tokenizer: dict[str, Any]) -> dict[str, Any]:
     """The block policy.tokenizer with the folder of what it names."""
     return {**tokenizer, "name": str(checkpoint_folder(tokenizer["name"], "policy.tokenizer.name"))}
 

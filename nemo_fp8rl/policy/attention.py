@@ -59,9 +59,9 @@ class CoreAttention(MegatronModule):
         if packed is None:
             return self.attend(query, key, value)
         outputs = []
-        for some in packed.alike:
-            q, k, v = (some.padded(t) for t in (query, key, value))
-            outputs.append(self.attend(q, k, v, some.rows)[some.places])
+        for group in packed.length_groups:
+            q, k, v = (group.padded(t) for t in (query, key, value))
+            outputs.append(self.attend(q, k, v, group.rows)[group.places])
         return torch.cat(outputs)[packed.order]
 
 
@@ -69,7 +69,7 @@ class SdpaAttention(CoreAttention):
     """Attention by torch's SDPA, but for cuDNN's kernels."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | None = None) -> Tensor:
-        query, key = self.rope.turned(query), self.rope.turned(key)
+        query, key = self.rope.apply(query), self.rope.apply(key)
         if self.kv_cache is not None:
             key, value = self.kv_cache.read(self.layer, key, value, rows)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))

@@ -193,13 +193,13 @@ def _check_stages(hf: HfConfig, parallel: MegatronConfig) -> None:
     if not given:
         check_divides(f"{here}.pipeline_model_parallel_size", size, Dimension("num_hidden_layers", layers))
         return
-    said = " and ".join(f"{here}.{key}={n}" for key, n in given.items())
+    named = " and ".join(f"{here}.{key}={n}" for key, n in given.items())
     if size == 1:
-        raise UserError(f"{said} needs {here}.pipeline_model_parallel_size above 1")
+        raise UserError(f"{named} needs {here}.pipeline_model_parallel_size above 1")
     shared = stages(layers, size, *ends.values())
     if shared[-1].stop != layers or not all(shared):
         raise UserError(
-            f"{said} {'leaves' if len(given) == 1 else 'leave'} {layers - sum(given.values())} of the model's "
+            f"{named} {'leaves' if len(given) == 1 else 'leave'} {layers - sum(given.values())} of the model's "
             f"num_hidden_layers={layers} to the other {size - len(given)} of {here}.pipeline_model_parallel_size={size}"
             " stages, which must have equal numbers of them"
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nemo_fp8rl.algorithms.loss import combined
 from nemo_fp8rl.algorithms.quantization_error import weight_error
-from nemo_fp8rl.batch import TrainBatch, dealt, num_rows, rows, shards
+from nemo_fp8rl.batch import TrainBatch, balanced_order, num_rows, rows, shards
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.config import read_hf_config
@@ -35,12 +35,12 @@ KV_CALIBRATION_SAMPLES = 64
 
 
 def _in_turn(method: Callable[P, T]) -> Callable[P, T]:
-    """A method of the policy that uses the weights, and so waits where another thread holds them `still`."""
+    """A method of the policy that uses the weights, and so waits where another thread holds them (`hold_weights`)."""
 
     @wraps(method)
     def in_turn(*args: P.args, **kwargs: P.kwargs) -> T:
         policy: Any = args[0]
-        with policy.still():
+        with policy.hold_weights():
             return method(*args, **kwargs)
 
     return in_turn
@@ -59,7 +59,7 @@ class MegatronPolicy:
         self.deals = cfg.policy.sequence_packing.enabled or cfg.policy.dynamic_batching.enabled
         self.replicas, count = cfg.data_parallel_size, self.ranks.count
         with ended_on_error(self.ranks):
-            rendezvous = self.ranks.everyone("rendezvous")[0] if count > 1 else None
+            rendezvous = self.ranks.call_all("rendezvous")[0] if count > 1 else None
             self.places: list[Place] = self.ranks.call(
                 "setup", [(cfg, rank, count, rendezvous) for rank in range(count)]
             )
@@ -87,38 +87,38 @@ class MegatronPolicy:
         return combined(results) | {name: results[0][name] for name in PER_RANK}
 
     def kernels(self) -> list[str]:
-        return sorted(set().union(*self.ranks.everyone("kernels")))
+        return sorted(set().union(*self.ranks.call_all("kernels")))
 
     def quantizers(self) -> list[str]:
-        return sorted(set(self.ranks.everyone("quantizer")) - {""})
+        return sorted(set(self.ranks.call_all("quantizer")) - {""})
 
     def alignments(self) -> list[str]:
-        return sorted(set(self.ranks.everyone("alignment")))
+        return sorted(set(self.ranks.call_all("alignment")))
 
     def cache_roundings(self) -> list[str]:
-        return sorted(set(self.ranks.everyone("cache_rounding")) - {""})
+        return sorted(set(self.ranks.call_all("cache_rounding")) - {""})
 
     def on_gpu(self) -> bool:
         """Whether the weights of all its ranks are on GPUs."""
-        return all(self.ranks.everyone("on_gpu"))
+        return all(self.ranks.call_all("on_gpu"))
 
     def instructions(self) -> set[str]:
-        return set(self.ranks.everyone("instructions"))
+        return set(self.ranks.call_all("instructions"))
 
     def step_schedule(self) -> None:
-        self.ranks.everyone("step_schedule")
+        self.ranks.call_all("step_schedule")
 
     @_in_turn
     def prepare_for_training(self) -> None:
-        self.ranks.everyone("prepare_for_training")
+        self.ranks.call_all("prepare_for_training")
 
     @_in_turn
     def offload_before_refit(self) -> None:
-        self.ranks.everyone("offload_before_refit")
+        self.ranks.call_all("offload_before_refit")
 
     @_in_turn
     def offload_after_refit(self) -> int:
-        return max(self.ranks.everyone("offload_after_refit"))
+        return max(self.ranks.call_all("offload_after_refit"))
 
     @_in_turn
     def calibrate_kv(self, batch: TrainBatch) -> None:
@@ -132,7 +132,7 @@ class MegatronPolicy:
 
     @_in_turn
     def weight_error(self) -> dict[str, float]:
-        return weight_error(self.ranks.everyone("weight_squares"))
+        return weight_error(self.ranks.call_all("weight_squares"))
 
     def open_refit(self, transport: Transport, token: str) -> None:
         """Get ready for links, before all else of `refit.bridge.WeightSource`. token: engines must know it to link."""
@@ -144,7 +144,7 @@ class MegatronPolicy:
     def sources(self) -> Sources:
         return self._sources
 
-    def still(self) -> AbstractContextManager[Any]:
+    def hold_weights(self) -> AbstractContextManager[Any]:
         return self.turn
 
     def updates(self) -> int:
@@ -181,14 +181,14 @@ class MegatronPolicy:
 
     @_in_turn
     def save(self, folder: Path, optimizer: bool = True) -> None:
-        self.ranks.everyone("save", str(folder.resolve()), optimizer)
+        self.ranks.call_all("save", str(folder.resolve()), optimizer)
         if not (folder / "weights").is_dir():
             raise UserError(f"{folder}: what the ranks wrote is not here: {SHARED}")
 
     @_in_turn
     def load(self, folder: Path) -> None:
         self.steps_taken += 1
-        self.ranks.everyone("load", str(folder.resolve()))
+        self.ranks.call_all("load", str(folder.resolve()))
 
     def shutdown(self) -> None:
         self.ranks.shutdown()
@@ -205,7 +205,7 @@ class MegatronPolicy:
 
     def _order(self, batch: TrainBatch) -> Tensor:
         """The order of the rows for `shards`, int64 [B]: replicas then have about as much to do."""
-        return dealt(batch["input_lengths"], self.replicas) if self.deals else torch.arange(num_rows(batch))
+        return balanced_order(batch["input_lengths"], self.replicas) if self.deals else torch.arange(num_rows(batch))
 
     def _by_row(self, method: str, batch: TrainBatch) -> Tensor:
         """What the method answers for each row, in the batch's order."""
@@ -221,7 +221,7 @@ class MegatronPolicy:
 
 
 @contextmanager
-def deaths_told() -> Iterator[None]:
+def deaths_as_user_errors() -> Iterator[None]:
     """A rank that dies in the block is a UserError."""
     try:
         yield

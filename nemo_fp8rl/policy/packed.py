@@ -12,7 +12,7 @@ from nemo_fp8rl.batch import flat_index
 
 
 @dataclass
-class Alike:
+class LengthGroup:
     """Sequences of like length, right-padded to the longest of them: shape is (s, b).
 
     rows: int64 [b], which they are. tokens: int64 [n], where theirs are among all. places: (position, row) of those in
@@ -24,9 +24,11 @@ class Alike:
     places: tuple[Tensor, Tensor]
     shape: tuple[int, int]
 
-    def to(self, device: torch.device) -> "Alike":
+    def to(self, device: torch.device) -> "LengthGroup":
         position, row = self.places
-        return Alike(self.rows.to(device), self.tokens.to(device), (position.to(device), row.to(device)), self.shape)
+        return LengthGroup(
+            self.rows.to(device), self.tokens.to(device), (position.to(device), row.to(device)), self.shape
+        )
 
     def padded(self, packed: Tensor) -> Tensor:
         """[tokens, ...] -> [s, b, ...]"""
@@ -38,10 +40,10 @@ class PackedSequences(PackedSeqParams):
     """Megatron's description, and ours of how attention pads them: those of like length together, so that padding at
     most doubles them. Planned on the host once for all layers, as on a GPU every look at a length waits for it.
 
-    order: int64 [tokens], where each is in what `alike` has, one after the other.
+    order: int64 [tokens], where each is in what `length_groups` have, one after the other.
     """
 
-    alike: tuple[Alike, ...] = ()
+    length_groups: tuple[LengthGroup, ...] = ()
     order: Tensor | None = None
 
     @classmethod
@@ -49,13 +51,13 @@ class PackedSequences(PackedSeqParams):
         """lengths: int64 [sequences], on the host. device: where the tokens are."""
         ends = F.pad(lengths.cumsum(0), (1, 0))
         powers = lengths.log2().ceil()
-        alike = []
+        groups = []
         for power in powers[lengths > 0].unique():
             rows = (powers == power).nonzero().flatten()
             row, position = flat_index(lengths[rows])
             shape = int(lengths[rows].max()), len(rows)
-            alike.append(Alike(rows, ends[rows][row] + position, (position, row), shape))
-        order = torch.cat([some.tokens for some in alike]).argsort()
+            groups.append(LengthGroup(rows, ends[rows][row] + position, (position, row), shape))
+        order = torch.cat([group.tokens for group in groups]).argsort()
         cumulated, longest = ends.int().to(device), int(lengths.max())
         return cls(
             qkv_format="thd",
@@ -63,6 +65,6 @@ class PackedSequences(PackedSeqParams):
             cu_seqlens_kv=cumulated,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            alike=tuple(some.to(device) for some in alike),
+            length_groups=tuple(group.to(device) for group in groups),
             order=order.to(device),
         )

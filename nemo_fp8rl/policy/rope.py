@@ -26,7 +26,7 @@ class Rope:
             self._tables[dtype, device] = kept
         return kept[0][:length], kept[1][:length]
 
-    def turned(self, x: Tensor) -> Tensor:
+    def apply(self, x: Tensor) -> Tensor:
         """Halves of x [s, b, h, d] rotated by positions 0..s-1, each product and the sum rounded to x's dtype."""
         cos, sin = (torch.cat((part, part), -1) for part in self.table(len(x), x.dtype, x.device))
         x1, x2 = x.chunk(2, -1)

@@ -39,7 +39,7 @@ class WeightSource(Protocol):
         """What its ranks hold; the same in every call."""
         ...
 
-    def still(self) -> AbstractContextManager[Any]:
+    def hold_weights(self) -> AbstractContextManager[Any]:
         """A block in which weights stay as, and where, they are: another thread that would change that waits."""
         ...
 
@@ -139,9 +139,9 @@ class RefitBridge:
 
     @property
     def described(self) -> str:
-        return f"{self.choice.mode} through {self._through()}, verify {self.verify}"
+        return f"{self.choice.mode} through {self._transport_name()}, verify {self.verify}"
 
-    def _through(self) -> str:
+    def _transport_name(self) -> str:
         if self.transport != "nearest":
             return self.transport
         self.domains |= self.sink.domains(range(self.sink.engine_count()))
@@ -150,7 +150,7 @@ class RefitBridge:
 
     def refit(self) -> RefitReport:
         """Bring every engine to the trainer's present weights. Raises RefitError unless all of them committed."""
-        with self._alone(), self._links, self.source.still():
+        with self._exclusive(), self._links, self.source.hold_weights():
             version, start = self.version + 1, time.perf_counter()
             engines = range(self.sink.engine_count())
             self.sent_updates = -1
@@ -160,7 +160,7 @@ class RefitBridge:
             for engine in engines:
                 self._connect(engine)
             delta = self.choice.delta and held == {self.source.base_version()} != {-1}
-            reports, stages, retries = self._bring(version, engines, delta=delta, keep=self.choice.keep)
+            reports, stages, retries = self._push_and_verify(version, engines, delta=delta, keep=self.choice.keep)
             retries += self._commit(version, engines)
             self.version, self.sent_updates = version, self.source.updates()
             seconds = time.perf_counter() - start
@@ -193,10 +193,10 @@ class RefitBridge:
             self.source.make_room()
             if start():
                 self._disconnect(engine)
-                with self.source.still():
+                with self.source.hold_weights():
                     if self.version >= 0 and self.source.updates() == self.sent_updates:
                         self._connect(engine)
-                        self._bring(self.version, [engine])
+                        self._push_and_verify(self.version, [engine])
                         self._commit(self.version, [engine])
             return True
         finally:
@@ -209,7 +209,7 @@ class RefitBridge:
             try:
                 with self._asking_engine():
                     stored = self.sink.stored(engine)
-                domains = self._located(engine)
+                domains = self._all_domains(engine)
                 if not domains[engine]:
                     continue
                 routes, capacities = plan(sources, stored, self.bucket_bytes, engine, domains)
@@ -230,7 +230,7 @@ class RefitBridge:
         self.source.make_room()
         self.sink.replace(engine, death)
 
-    def _located(self, engine: int) -> list[list[str]]:
+    def _all_domains(self, engine: int) -> list[list[str]]:
         """The domains of all engines. Others, which may be busy, are asked only where they have not answered yet."""
         engines = range(self.sink.engine_count())
         self.domains.pop(engine, None)
@@ -254,7 +254,7 @@ class RefitBridge:
                 if answers:
                     self.sink.disconnect(engine)
 
-    def _bring(
+    def _push_and_verify(
         self, version: int, engines: Collection[int], *, delta: bool = False, keep: bool = False
     ) -> tuple[list[SendReport], dict[str, float], int]:
         """Send and load, and with `verify: full` compare, whatever was sent again, too: what the trainer's ranks say,
@@ -334,7 +334,7 @@ class RefitBridge:
                 self._replace(engine, death)
                 self._connect(engine)
             if lost:
-                self._bring(version, lost)
+                self._push_and_verify(version, lost)
             self.sink.commit(version, engines)  # again: one that holds the version may not have heard of it
             return len(lost)
 
@@ -354,7 +354,7 @@ class RefitBridge:
         return self.source.sources().names - taken
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         if not self._refitting.acquire(blocking=False):
             raise RefitError("a refit is under way already")
         try:

@@ -296,15 +296,15 @@ class _Sending:
 
     def room(self, piece: Piece, nbytes: int) -> Tensor | None:
         """Memory for an entry, in the bucket of the first link that wants the piece and still holds, if any does."""
-        for i in self._still(piece.targets):
+        for i in self._open_links(piece.targets):
             with self._or_failed(i), self.report.timed("send"):
                 return self.going[i].room(nbytes)
         return None
 
     def add(self, piece: Piece, payload: Tensor, encoding: Encoding, mark: Mark) -> None:
         """Make an entry of what `room` gave, and copy it to the other links that want the piece."""
-        first = next(self._still(piece.targets))
-        for i in self._still(piece.targets):
+        first = next(self._open_links(piece.targets))
+        for i in self._open_links(piece.targets):
             with self._or_failed(i), self.report.timed("send"):
                 if i != first:
                     self.going[i].room(len(payload)).copy_(payload)
@@ -316,17 +316,17 @@ class _Sending:
             self.readings = Readings()
             for outgoing in self.going.values():
                 outgoing.drop(self.readings)
-        for i in self._still(list(self.going)):
+        for i in self._open_links(list(self.going)):
             with self._or_failed(i), self.report.timed("send"):
                 self.going[i].send(last=True, abort=abort)
 
-    def _still(self, links: Iterable[LinkId]) -> Iterator[LinkId]:
+    def _open_links(self, links: Iterable[LinkId]) -> Iterator[LinkId]:
         """The links that hold when it is their turn."""
         return (i for i in links if i in self.going)
 
     def _flush(self) -> None:
         """Send what waits here for more, so that no sink waits for it that another one waits for (`pace`)."""
-        for i in self._still(list(self.going)):
+        for i in self._open_links(list(self.going)):
             with self._or_failed(i):
                 self.going[i].flush()
 

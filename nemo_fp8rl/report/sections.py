@@ -146,7 +146,7 @@ def position_map(runs: Sequence[Run]) -> tuple[list[Chart], list[str]]:
             cells = {name.rpartition("position_")[2].replace("_", "-"): [r.get(name) for r in rows] for name in buckets}
             steps = [row["step"] for row in rows]
             about = "upward: later in the answer; logarithmic"
-            charts.append(heat_map(_of(run, runs, title), about, i, cells, steps, log=True))
+            charts.append(heat_map(_titled(run, runs, title), about, i, cells, steps, log=True))
     return charts, _lacking(title, "train/gen_kl_error/position_1 and on", runs, _runs_of(charts))
 
 
@@ -164,7 +164,7 @@ def refit_stages(runs: Sequence[Run]) -> tuple[list[Chart], list[str]]:
         later = {name: [point for point in points if point[0] > 0] for name, points in stages.items()}
         lines = [Line(name, i, points) for name, points in later.items() if points]
         if lines:
-            charts.append(line_chart(_of(run, runs, title), about, lines, log=True, run=i))
+            charts.append(line_chart(_titled(run, runs, title), about, lines, log=True, run=i))
     return charts, _lacking(title, "timing/refit_*", runs, _runs_of(charts))
 
 
@@ -178,7 +178,7 @@ def phases(runs: Sequence[Run]) -> tuple[list[Chart], list[str]]:
             known = [sum(column[j] for column in layers.values()) for j in range(len(rows))]
             layers["other"] = [max(row["timing/total_step_time"] - k, 0.0) for row, k in zip(rows, known, strict=True)]
             steps = [row["step"] for row in rows]
-            charts.append(stack_chart(_of(run, runs, title), "seconds a step", i, steps, layers, "s"))
+            charts.append(stack_chart(_titled(run, runs, title), "seconds a step", i, steps, layers, "s"))
     return charts, _lacking(title, "timing/total_step_time", runs, _runs_of(charts))
 
 
@@ -190,7 +190,7 @@ def layer_map(runs: Sequence[Run]) -> tuple[list[Chart], list[str]]:
         if rows:
             cells = {f"layer {layer}": [row.get(f"weight_error/layer_{layer}") for row in rows] for layer in layers}
             steps = [row["step"] for row in rows]
-            charts.append(heat_map(_of(run, runs, title), "all weights of a layer", i, cells, steps))
+            charts.append(heat_map(_titled(run, runs, title), "all weights of a layer", i, cells, steps))
     return charts, _lacking(title, "weight_error/layer_0 and on", runs, _runs_of(charts))
 
 
@@ -255,7 +255,7 @@ def _ends(points: Sequence[tuple[float, float]]) -> str:
     return f"{start:.3f} at step {number(first)}, {end:.3f} at step {number(last)}"
 
 
-def _of(run: Run, runs: Sequence[Run], title: str) -> str:
+def _titled(run: Run, runs: Sequence[Run], title: str) -> str:
     return f"{title}, {run.name}" if len(runs) > 1 else title
 
 

@@ -88,9 +88,9 @@ class _Child:
         """What it says next. Raises TimeoutError, and EOFError or OSError where it is gone."""
         if not self.pipe.poll(seconds):
             raise TimeoutError(f"it says nothing for {seconds} s")
-        said = self.pipe.recv()
+        reply = self.pipe.recv()
         self.answered = True
-        return said
+        return reply
 
     def end(self) -> None:
         self.process.kill()

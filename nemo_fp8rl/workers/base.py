@@ -28,7 +28,7 @@ class Workers(Protocol):
         """`method(*arguments[i])` on worker i, all at once; the results in order, or the first exception."""
         ...
 
-    def everyone(self, method: str, *arguments: Any) -> list[Any]:
+    def call_all(self, method: str, *arguments: Any) -> list[Any]:
         """`call`, with the same arguments for each."""
         return self.call(method, [arguments] * self.count)
 

@@ -31,7 +31,7 @@ class FarTrainer:
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **how: self._call(name, args, how)
 
-    def still(self) -> AbstractContextManager[None]:
+    def hold_weights(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def do(self, function: Callable[[MegatronPolicy], Any]) -> Any:

@@ -20,7 +20,7 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.launch import node
 from nemo_fp8rl.launch import preflight as preflight_module
 from nemo_fp8rl.launch.attempt import Attempt, free_ports, own_address, write
-from nemo_fp8rl.launch.preflight import check_node, listen, odd_ones
+from nemo_fp8rl.launch.preflight import check_node, listen, odd_versions
 from nemo_fp8rl.launch.ready import missing, wait
 from nemo_fp8rl.workers import ROLE
 
@@ -234,7 +234,7 @@ def test_what_is_wrong_with_a_node_is_said(tmp_path, monkeypatch):
 def test_versions_that_are_not_those_of_most_are_said():
     usual = {"torch": "2.11", "ray": "2.60"}
     found = {"a": usual, "b": {"torch": "2.10", "ray": "2.60"}, "c": usual, "d": {"torch": "2.11"}}
-    assert odd_ones(found) == {"b": "torch is 2.10, elsewhere 2.11", "d": "ray is None, elsewhere 2.60"}
+    assert odd_versions(found) == {"b": "torch is 2.10, elsewhere 2.11", "d": "ray is None, elsewhere 2.60"}
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ def path(checkout: Path, tmp_path: Path, monkeypatch) -> Path:
     def goes(asked: str) -> bool:
         raise Goes
 
-    monkeypatch.setattr(run, "takes_ours", goes)
+    monkeypatch.setattr(run, "uses_own_workers", goes)
     write(checkout / "examples/configs/other.yaml", KNOWN)
     return write(tmp_path / "recipe.yaml", RECIPE)
 
@@ -168,7 +168,7 @@ def test_what_nemo_rls_own_workers_assert_is_refused_before_anything_is_loaded(p
     def goes() -> None:
         raise Goes
 
-    monkeypatch.setattr(run, "takes_ours", lambda asked: False)
+    monkeypatch.setattr(run, "uses_own_workers", lambda asked: False)
     monkeypatch.setattr(run, "check_own_gpu", lambda flow: None)
     monkeypatch.setattr(run, "prepare", goes)
     with pytest.raises(UserError if message else Goes, match=message):

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_fp8rl.nemo_rl import run
 from nemo_fp8rl.nemo_rl.compat import prepare
-from nemo_fp8rl.nemo_rl.parts import of_nemo_rl
+from nemo_fp8rl.nemo_rl.parts import nemo_rl_parts
 from nemo_fp8rl.nemo_rl.recipe import load
 from nemo_fp8rl.nemo_rl.stock import refusal
 from nemo_fp8rl.nemo_rl.stock.choose import ENGINE_WORKER, STOCK_WORKER, TRAINER_WORKER
@@ -45,7 +45,7 @@ class FakeVllmGeneration:
 
 @pytest.fixture
 def set_up(tiny: Path, tmp_path: Path, monkeypatch):
-    """set_up(*overrides): of_nemo_rl, for the tiny model."""
+    """set_up(*overrides): nemo_rl_parts, for the tiny model."""
     grpo = prepare()
     from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
     from nemo_rl.models.generation import configure_generation_config
@@ -63,7 +63,7 @@ def set_up(tiny: Path, tmp_path: Path, monkeypatch):
         recipe, master = load(runs.RECIPE, keys), run.load(grpo, runs.RECIPE, keys)
         tokenizer: Any = SimpleNamespace(pad_token_id=0, eos_token_id=1)
         master.policy["generation"] = configure_generation_config(master.policy["generation"], tokenizer)
-        return of_nemo_rl(grpo, master, recipe, tokenizer, [{}] * 64, None)
+        return nemo_rl_parts(grpo, master, recipe, tokenizer, [{}] * 64, None)
 
     return make
 

@@ -257,4 +257,4 @@ def test_other_rounding_points_are_told_apart(config, vllm_context):
     stream = aligned_residual_add(True, False)((x, None), residual.float(), 0.0)
     assert not rounds_alike(norm(stream), norm(stream.bfloat16()))
     q, rope = bf16(ROWS, 1, HEADS, HEAD_DIM, seed=9), Rope(FREQUENCIES)
-    assert not rounds_alike(rotate(q, *rope.table(ROWS, q.dtype, q.device)), rope.turned(q))
+    assert not rounds_alike(rotate(q, *rope.table(ROWS, q.dtype, q.device)), rope.apply(q))

@@ -244,7 +244,7 @@ def test_another_thread_waits_for_weights_that_are_held_still(recipe, method):
     policy = MegatronPolicy(recipe("loss_fn.reference_policy_kl_penalty=0.1"))
     answers: list[torch.Tensor] = []
     asking = Thread(target=lambda: answers.append(getattr(policy, method)(random_batch(4))))
-    with policy.still():
+    with policy.hold_weights():
         asking.start()
         asking.join(2)
         assert not answers

@@ -415,7 +415,7 @@ class MemoryTrainer:
         self.turn = RLock()
 
     def step(self, **weights: Tensor) -> None:
-        with self.still():
+        with self.hold_weights():
             self.weights |= weights
             self.steps += 1
 
@@ -432,7 +432,7 @@ class MemoryTrainer:
         self._check()
         return Sources(self.layout, self.domains)
 
-    def still(self) -> RLock:
+    def hold_weights(self) -> RLock:
         return self.turn
 
     def updates(self) -> int:

@@ -44,10 +44,10 @@ def why_no_layout(values: Mapping[str, Any]) -> Iterator[str]:
             f"policy.logprob_chunk_size={chunk} needs {TRAINER}.defer_fp32_logits=true in NeMo RL's trainer: set that, "
             "or logprob_chunk_size=null"
         )
-    yield from _of_the_ratio(values)
+    yield from _ratio_refusals(values)
 
 
-def _of_the_ratio(values: Mapping[str, Any]) -> Iterator[str]:
+def _ratio_refusals(values: Mapping[str, Any]) -> Iterator[str]:
     """What it asserts for the ratio of new and old log-probs, which batches of two sizes round otherwise."""
     step = at(values, "grpo.num_prompts_per_step", 1) * at(values, "grpo.num_generations_per_prompt", 1)
     if at(values, ON_POLICY, False):

@@ -56,8 +56,8 @@ class Fp8Stream:
         if (choice := self.cfg.get(CHOICE)) is None:
             yield from stream
             return
-        said = choice["fp8_layers"]
-        layers = Fp8Layers(said["first"], said["end"], tuple(said["ignored"]))
+        chosen = choice["fp8_layers"]
+        layers = Fp8Layers(chosen["first"], chosen["end"], tuple(chosen["ignored"]))
         for name, tensor in stream:
             if tensor.dtype is E4M3 or name.endswith(scale_name("")):
                 _check_held(name, tensor, choice["scale_format"])

@@ -42,13 +42,13 @@ def take(control: Control, capacity: int, device: torch.device) -> ReceivingEnd 
     """The sink's end. device: where its weights are. None where that cannot map the source's memory: the source has
     heard why, and offers another way or ends the link.
     """
-    said = control.hear(handle=str)["handle"]
+    text = control.hear(handle=str)["handle"]
     try:
-        handle = bytes.fromhex(said)
+        handle = bytes.fromhex(text)
     except ValueError:
         handle = b""
     if len(handle) != HANDLE:
-        raise LinkError(f"{control.other} offers {said[:80]!r}, which is no handle of a GPU's memory")
+        raise LinkError(f"{control.other} offers {text[:80]!r}, which is no handle of a GPU's memory")
     try:
         buckets = CudaMemory(device).mapped(handle, capacity)
     except RuntimeError as error:

@@ -46,7 +46,7 @@ def offer(control: Control, capacity: int, device: torch.device) -> SendingEnd:
         held = _Held(_agent("source", control.local_host), capacity, device)
     except Exception as error:
         raise RefitError(
-            f"NIXL has no two buckets of {capacity / 2**20:.1f} MiB on {device} ({_said(error)}): set "
+            f"NIXL has no two buckets of {capacity / 2**20:.1f} MiB on {device} ({_message(error)}): set "
             "nemo_fp8rl.refit.transport=auto, or a smaller nemo_fp8rl.refit.bucket_bytes where memory is short"
         ) from None
     try:
@@ -60,23 +60,23 @@ def offer(control: Control, capacity: int, device: torch.device) -> SendingEnd:
 
 def take(control: Control, capacity: int, device: torch.device) -> ReceivingEnd:
     """The sink's end, with buckets on its device. Raises LinkError where NIXL is missing or cannot reach the source."""
-    said = control.hear(metadata=str, addresses=list, memory=str, device=int)
-    addresses = said["addresses"]
-    if said["memory"] not in MEMORY.values() or [type(a) for a in addresses] != [int] * BUFFERS:
-        raise LinkError(f"{control.other} offers {addresses} in {said['memory']}, which are no buckets")
+    greeting = control.hear(metadata=str, addresses=list, memory=str, device=int)
+    addresses = greeting["addresses"]
+    if greeting["memory"] not in MEMORY.values() or [type(a) for a in addresses] != [int] * BUFFERS:
+        raise LinkError(f"{control.other} offers {addresses} in {greeting['memory']}, which are no buckets")
     try:
         _make_current(device)
         held = _Held(_agent("sink", control.local_host), capacity, device)
         try:
-            remote = held.agent.add(b64decode(said["metadata"], validate=True))
+            remote = held.agent.add(b64decode(greeting["metadata"], validate=True))
         except BaseException:
             held.free()
             raise
     except Exception as error:
         raise LinkError(
-            f"NIXL makes no link with {control.other} ({_said(error)}): set nemo_fp8rl.refit.transport=auto"
+            f"NIXL makes no link with {control.other} ({_message(error)}): set nemo_fp8rl.refit.transport=auto"
         ) from None
-    end = _NixlReceiver(control, held, remote, [(a, said["memory"], said["device"]) for a in addresses])
+    end = _NixlReceiver(control, held, remote, [(a, greeting["memory"], greeting["device"]) for a in addresses])
     control.say(joined=True)
     return end
 
@@ -146,7 +146,7 @@ class _Agent:
 
     def _served(self) -> bool:
         """Whether there is anything left to serve."""
-        with self.calls() as nixl, _told("serving what sinks read"):
+        with self.calls() as nixl, _log_errors("serving what sinks read"):
             nixl.get_new_notifs()  # which moves whatever can be moved
         with self._lock:
             while not self.left.empty():
@@ -187,7 +187,7 @@ class _Held:
         return [bucket.data_ptr() for bucket in self.buckets]
 
     def free(self) -> None:
-        with self.agent.calls() as nixl, _told("letting go of a link's buckets"):
+        with self.agent.calls() as nixl, _log_errors("letting go of a link's buckets"):
             nixl.deregister_memory(self._registered)
 
 
@@ -227,7 +227,7 @@ class _NixlReceiver(Receiver):
         deadline = time.monotonic() + self._control.timeout
         try:
             self._begin(slot, payload)
-            while self._goes_on():
+            while self._in_progress():
                 if self._control.closed:
                     raise LinkError(f"the link with {self._control.other} is closed")
                 if time.monotonic() > deadline:
@@ -236,7 +236,7 @@ class _NixlReceiver(Receiver):
         except LinkError:
             raise
         except Exception as error:  # NIXL's have no class in common
-            raise LinkError(f"{self._control.other} is gone ({_said(error)})") from None
+            raise LinkError(f"{self._control.other} is gone ({_message(error)})") from None
 
     def _begin(self, slot: int, payload: Tensor) -> None:
         address, memory, device = self._theirs[slot]
@@ -251,7 +251,7 @@ class _NixlReceiver(Receiver):
                 self._let_go(nixl)
                 raise
 
-    def _goes_on(self) -> bool:
+    def _in_progress(self) -> bool:
         """Whether the transfer goes on; it is forgotten where it has ended, well or with NIXL's error."""
         with self._held.agent.calls() as nixl:
             try:
@@ -267,7 +267,7 @@ class _NixlReceiver(Receiver):
 
     def _let_go(self, nixl: Any) -> None:
         moving, self._moving = self._moving, None
-        with _told("forgetting a transfer"):
+        with _log_errors("forgetting a transfer"):
             nixl.release_xfer_handle(moving)
 
     def _read(self) -> None:
@@ -281,13 +281,13 @@ class _NixlReceiver(Receiver):
         """Wait for a transfer that nobody else waits for. One that does not end keeps its memory."""
         deadline = time.monotonic() + GRACE
         with suppress(Exception):  # of NIXL: then, too, it has ended
-            while self._moving is not None and self._goes_on():
+            while self._moving is not None and self._in_progress():
                 if time.monotonic() > deadline:
                     _stuck.append(self)
                     return
                 time.sleep(POLL)
         self._held.free()
-        with _told("forgetting a source"):
+        with _log_errors("forgetting a source"):
             self._held.agent.remove(self._remote)
 
 
@@ -296,14 +296,14 @@ _stuck: list[_NixlReceiver] = []
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
+def _log_errors(what: str) -> Iterator[None]:
     """Log NIXL's errors, which have no class in common, once each, where nobody waits for what raised them."""
     try:
         yield
     except Exception as error:
-        if (said := f"NIXL, {what}: {_said(error)}") not in _logged:
-            _logged.add(said)
-            logging.getLogger(__name__).warning(said)
+        if (message := f"NIXL, {what}: {_message(error)}") not in _logged:
+            _logged.add(message)
+            logging.getLogger(__name__).warning(message)
 
 
 _logged: set[str] = set()
@@ -320,5 +320,5 @@ def _place(device: torch.device) -> dict[str, Any]:
     return {"memory": MEMORY[device.type], "device": device.index or 0}
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

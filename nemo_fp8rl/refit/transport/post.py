@@ -160,13 +160,13 @@ class Post:
         try:
             deadline.start()
             control.authenticate(self._token, calling=False)
-            said = control.hear(name=str, domain=str)
+            greeting = control.hear(name=str, domain=str)
         except (LinkError, RuntimeError):  # RuntimeError: out of threads
             control.close()
             return
         finally:
             deadline.cancel()
-        name, caller = said["name"], _Caller(control, said["domain"])
+        name, caller = greeting["name"], _Caller(control, greeting["domain"])
         control.other = name
         with self._called:
             replaced = caller if self._closed else self._callers.get(name)
