@@ -199,7 +199,10 @@ def test_an_empty_output_folder_is_taken_and_a_full_one_is_not(checkpoint, tmp_p
         ({WEIGHT: None}, f"lacks the tensor {WEIGHT}"),
         ({"model.extra": torch.ones(1)}, "holds the tensor model.extra, which config.json does not describe"),
         ({"model.norm.weight": torch.ones(128)}, "model.norm.weight is F32, only bfloat16 is exported"),
-        ({WEIGHT: torch.ones(128, 512).to(torch.float8_e4m3fn)}, f"{WEIGHT} is F8_E4M3, only bfloat16"),
+        (
+            {WEIGHT: torch.ones(128, 512).to(torch.float8_e4m3fn)},
+            f"{WEIGHT} is F8_E4M3; give the bfloat16 checkpoint that it",
+        ),
         ({WEIGHT: torch.ones(128, 256).bfloat16()}, f"{WEIGHT} has shape [128, 256]"),
         ({WEIGHT: torch.full((128, 512), torch.nan).bfloat16()}, f"{WEIGHT}: 65536 of 65536 values are not finite"),
         ({"model.norm.weight": torch.full((128,), torch.inf).bfloat16()}, "model.norm.weight: 128 of 128 values"),

@@ -12,7 +12,12 @@ from torch import Tensor
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.hub import WEIGHTS
 from nemo_fp8rl.hf.tensors import EMBEDDING, HEAD
-from nemo_fp8rl.region import Region, index
+from nemo_fp8rl.region import Region, index, whole
+
+DTYPES = ("BF16", "F16", "F32")
+"""Of tensors that are the model's weights as they are, not to be multiplied by a scale."""
+ROWS = 1024
+"""Of a head and an embedding that are compared, at a time."""
 
 
 class CheckpointReader:
@@ -49,26 +54,39 @@ class CheckpointReader:
         return self._file_of.keys()
 
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise UserError, with names, unless the checkpoint holds exactly the expected tensors."""
-        self._accept_tied_head(expected)
-        missing = sorted(set(expected) - set(self._file_of))
-        extra = sorted(set(self._file_of) - set(expected))
+        """Raise UserError, with names, unless the checkpoint holds exactly the expected tensors, of 16 or 32 bits.
+
+        A head that tied embeddings make superfluous may be there (as in Qwen3-0.6B), and is dropped: the same values,
+        or an error.
+        """
+        tied = HEAD not in expected and HEAD in self._file_of and EMBEDDING in expected
+        held = {**expected, HEAD: expected[EMBEDDING]} if tied else expected
+        missing = sorted(set(held) - set(self._file_of))
+        extra = sorted(set(self._file_of) - set(held))
         if missing:
             raise UserError(f"{self.folder} lacks {_some(missing)}; the checkpoint is incomplete")
         if extra:
             raise UserError(f"{self.folder} holds {_some(extra)}, which config.json does not describe")
-        for name, shape in expected.items():
+        for name, shape in held.items():
             found = tuple(self._file_of[name].get_slice(name).get_shape())
             if found != tuple(shape):
                 raise UserError(f"{self.folder}: {name} has shape {list(found)}, config.json asks for {list(shape)}")
+            if self.dtype(name) not in DTYPES:
+                raise UserError(
+                    f"{self.folder}: {name} is {self.dtype(name)}; give the bfloat16 checkpoint that it was made from"
+                )
+        if tied:
+            if not self._equal(HEAD, EMBEDDING, expected[EMBEDDING]):
+                raise UserError(f"{self.folder}: config.json ties {HEAD} to {EMBEDDING}, but their values differ")
+            del self._file_of[HEAD]
 
-    def _accept_tied_head(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        """Some checkpoints with tied embeddings carry the head as well (Qwen3-0.6B): the same values, or an error."""
-        if HEAD in expected or HEAD not in self._file_of or EMBEDDING not in self._file_of:
-            return
-        if not torch.equal(self.get(HEAD), self.get(EMBEDDING)):
-            raise UserError(f"{self.folder}: config.json ties {HEAD} to {EMBEDDING}, but their values differ")
-        del self._file_of[HEAD]
+    def _equal(self, first: str, second: str, shape: tuple[int, ...]) -> bool:
+        """Whether two tensors of this shape have the same values. Every rank asks, so a few rows at a time."""
+        for start in range(0, shape[0], ROWS):
+            region = ((start, min(start + ROWS, shape[0])), *whole(shape[1:]))
+            if not torch.equal(self.get(first, region).float(), self.get(second, region).float()):
+                return False
+        return True
 
     def dtype(self, name: str) -> str:
         """The tensor's dtype as safetensors spells it, such as BF16."""

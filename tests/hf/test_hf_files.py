@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.hf import checkpoint
 from nemo_fp8rl.hf.checkpoint import CheckpointReader
 from nemo_fp8rl.hf.config import FAMILIES, HfConfig, read_hf_config
 from nemo_fp8rl.hf.tensors import expected_tensors
@@ -322,6 +323,26 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(folder, shape):
     assert "[64, 48]" in said
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float64],
+    ids=["I8", "F8_E4M3", "F8_E5M2", "F64"],
+)
+def test_tensors_that_are_no_weights_as_they_are_are_named(folder, request, dtype):
+    """As of a quantized checkpoint whose config.json has lost its quantization_config."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({**random_tensors(HF), name: torch.ones(40, 48).to(dtype)}, folder / "model.safetensors")
+    spelled = request.node.callspec.id
+    assert f"{name} is {spelled}; give the bfloat16 checkpoint that it was made from" in refused_check(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_weights_of_16_and_32_bits_are_taken(folder, dtype):
+    save_file({name: tensor.to(dtype) for name, tensor in random_tensors(HF).items()}, folder / "model.safetensors")
+    with CheckpointReader(folder) as reader:
+        reader.check(expected_tensors(HF))
+
+
 @pytest.mark.parametrize("keep", [0, 4, 8, 100, 0.5, -1])
 def test_a_truncated_file_is_named(folder, keep):
     tensors = random_tensors(HF)
@@ -355,6 +376,27 @@ def test_a_tied_checkpoint_may_carry_its_head_if_it_is_the_embedding(folder, equ
     with CheckpointReader(folder) as reader:
         if equal:
             reader.check(expected_tensors(hf))
+            assert reader.names == set(expected_tensors(hf))
         else:
             with pytest.raises(UserError, match=r"ties lm_head\.weight"):
                 reader.check(expected_tensors(hf))
+
+
+@pytest.mark.parametrize("differs_at", [None, 0, 15, 16, 49])
+def test_a_tied_head_is_compared_some_rows_at_a_time(folder, monkeypatch, differs_at):
+    monkeypatch.setattr(checkpoint, "ROWS", 16, raising=False)
+    hf, read, get = dataclasses.replace(HF, tie_word_embeddings=True, vocab_size=50), [], CheckpointReader.get
+    monkeypatch.setattr(CheckpointReader, "get", lambda *asked: (read.append(get(*asked).shape[0]), get(*asked))[1])
+    tensors = random_tensors(hf)
+    head = tensors["model.embed_tokens.weight"].float()  # of another dtype, and the same values
+    if differs_at is not None:
+        head[differs_at, 47] += 1
+    save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors")
+    with CheckpointReader(folder) as reader:
+        if differs_at is None:
+            reader.check(expected_tensors(hf))
+            assert read == [16] * 6 + [2] * 2
+        else:
+            with pytest.raises(UserError, match=r"ties lm_head\.weight"):
+                reader.check(expected_tensors(hf))
+            assert max(read) == 16
