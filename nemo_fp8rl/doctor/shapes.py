@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.hf.config import boolean, read_json, size
+from nemo_fp8rl.hf.config import FAMILIES, boolean, read_json, size
 from nemo_fp8rl.hf.tensors import EMBEDDING, HEAD, NORM
 from nemo_fp8rl.typed_tree import shown
 
@@ -199,7 +199,10 @@ def from_config(raw: dict[str, Any], source: str) -> Shape:
         return size(raw, source, key, default, smallest)
 
     heads, hidden = of("num_attention_heads"), of("hidden_size")
-    head_dim = of("qk_nope_head_dim") + of("qk_rope_head_dim") if latent else of("head_dim", hidden // heads)
+    if latent:
+        head_dim = of("qk_nope_head_dim") + of("qk_rope_head_dim")
+    else:
+        head_dim = of("head_dim", FAMILIES[family].head_dim or hidden // heads)
     if head_dim < 1:
         raise UserError(f"{source}: num_attention_heads={heads} is above hidden_size={hidden}; give a head_dim")
     experts = next((key for key in ("n_routed_experts", "num_local_experts") if raw.get(key)), "num_experts")

@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.hub import checkpoint_folder, why_not_on_hub
@@ -13,11 +13,15 @@ from nemo_fp8rl.typed_tree import shown
 
 @dataclass(frozen=True)
 class Family:
-    """What sets a family apart from the others; all are pre-norm decoders with grouped queries and a gated MLP."""
+    """What sets a family apart from the others; all are pre-norm decoders with grouped queries and a gated MLP.
+
+    head_dim: where config.json says none; None is hidden_size over heads.
+    """
 
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: bool = False
+    head_dim: int | None = None
 
     @property
     def intermediate_size(self) -> str:
@@ -28,7 +32,7 @@ class Family:
 FAMILIES = {  # by model_type; Llama 3, Qwen2.5, Qwen3 and Qwen3-MoE
     "llama": Family(),
     "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm=True),
+    "qwen3": Family(qk_norm=True, head_dim=128),
     "qwen3_moe": Family(qk_norm=True, experts=True),
 }
 LARGEST_SIZE = 10**8
@@ -39,6 +43,13 @@ COUNTS = (
     *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
 )
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ORIGINAL = "original_max_position_embeddings"
+ROPE_NEEDS = {"llama3": ("low_freq_factor", "high_freq_factor", ORIGINAL)}
+"""By rope_type, numbers above 0 that it needs beside its factor."""
+ROPE_MAY_HAVE = {"yarn": ("beta_fast", "beta_slow", ORIGINAL, "attention_factor", "mscale", "mscale_all_dim")}
+"""By rope_type, numbers that have a default."""
+MAY_BE_NULL = ("attention_factor", "mscale", "mscale_all_dim")
+MAY_BE_ZERO = ("mscale", "mscale_all_dim")  # as if they were not there
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,7 @@ class HfConfig:
     """Family and sizes of a model, under HF's names.
 
     intermediate_size: of the MLP, or of one expert (HF's moe_intermediate_size). num_experts: 0 in a dense model.
+    rope_factor: of a scaled RoPE. yarn_original_context: YaRN's original_max_position_embeddings, where it is said.
     """
 
     family: Family
@@ -64,6 +76,16 @@ class HfConfig:
     eos_token_ids: tuple[int, ...]
     num_experts: int = 0
     num_experts_per_tok: int = 0
+    rope_factor: float = 1.0
+    yarn_original_context: float | None = None
+
+    @property
+    def longest_context(self) -> int:
+        """Positions that vLLM 0.32 accepts: `linear` lengthens the config's, other RoPE leaves them as they are said
+        (vllm/config/model.py, _get_and_verify_max_len).
+        """
+        factor = self.rope_factor if self.rope_type == "linear" else 1
+        return int(min(self.max_position_embeddings * factor, LARGEST_SIZE))
 
 
 def read_hf_config(model_path: str | Path) -> HfConfig:
@@ -93,7 +115,7 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
             raise UserError(f"{path}: {key}={shown(raw[key])} is not supported")
     if raw.get("hidden_act", "silu") != "silu":
         raise UserError(f"{path}: hidden_act {shown(raw['hidden_act'])} is not supported, only silu")
-    rope_type, rope_theta = _rope(raw, path)
+    rope = _rope(raw, path)
     if family.experts:
         _check_experts(raw, path)
     ends_in = folder / "generation_config.json"
@@ -103,13 +125,7 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
     hidden_size = size(raw, path, "hidden_size")
     if heads % groups:
         raise UserError(f"{path}: num_key_value_heads={groups} does not divide num_attention_heads={heads}")
-    if raw.get("head_dim") is None and hidden_size % heads:
-        raise UserError(
-            f"{path}: num_attention_heads={heads} does not divide hidden_size={hidden_size}, and there is no head_dim"
-        )
-    head_dim = size(raw, path, "head_dim", hidden_size // heads)
-    if head_dim % 2:
-        raise UserError(f"{path}: head_dim={head_dim} is odd, rotary embedding needs two halves")
+    head_dim = _head_dim(raw, path, family)
     return HfConfig(
         family=family,
         vocab_size=size(raw, path, "vocab_size"),
@@ -120,8 +136,10 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
         num_key_value_heads=groups,
         head_dim=head_dim,
         rms_norm_eps=_positive(raw, path, "rms_norm_eps", 1e-6),
-        rope_theta=rope_theta,
-        rope_type=rope_type,
+        rope_theta=rope.theta,
+        rope_type=rope.kind,
+        rope_factor=rope.factor,
+        yarn_original_context=rope.original_context,
         tie_word_embeddings=boolean(raw, path, "tie_word_embeddings"),
         max_position_embeddings=size(raw, path, "max_position_embeddings"),
         eos_token_ids=_token_ids(raw, path, "eos_token_id") + _token_ids(generation, ends_in, "eos_token_id"),
@@ -130,21 +148,60 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
     )
 
 
-def _rope(raw: dict[str, Any], path: Path) -> tuple[str, float]:
-    """rope_type and rope_theta. Raises UserError for a RoPE that is not supported."""
-    key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+def _head_dim(raw: dict[str, Any], path: Path, family: Family) -> int:
+    if family.head_dim is not None:  # transformers takes no null here
+        head_dim = size(raw, path, "head_dim") if "head_dim" in raw else family.head_dim
+    else:
+        hidden_size, heads = size(raw, path, "hidden_size"), size(raw, path, "num_attention_heads")
+        if raw.get("head_dim") is None and hidden_size % heads:
+            raise UserError(
+                f"{path}: num_attention_heads={heads} does not divide hidden_size={hidden_size}, and there is no "
+                "head_dim"
+            )
+        head_dim = size(raw, path, "head_dim", hidden_size // heads)
+    if head_dim % 2:
+        raise UserError(f"{path}: head_dim={head_dim} is odd, rotary embedding needs two halves")
+    return head_dim
+
+
+class _Rope(NamedTuple):
+    kind: str
+    theta: float
+    factor: float
+    original_context: float | None
+
+
+def _rope(raw: dict[str, Any], path: Path) -> _Rope:
+    """What HF reads of config.json. Raises UserError for a RoPE that is not supported."""
+    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"  # transformers' order, where both are there
     rope = raw.get(key) or {}
     if not isinstance(rope, dict):
         raise UserError(f"{path}: {key} must be an object or null, got {shown(rope)}")
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     if rope_type not in ROPE_TYPES:
         raise UserError(f"{path}: rope_type {shown(rope_type)} is not supported, only {', '.join(ROPE_TYPES)}")
-    factor = rope.get("factor")
-    if rope_type != "default" and (not _is_number(factor) or factor < 1):
+    factor = rope.get("factor") if rope_type != "default" else 1.0
+    if not _is_number(factor) or factor < 1:
         raise UserError(f"{path}: rope_type {rope_type!r} needs a factor of 1 or more, got {shown(factor)}")
     if (rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0) != 1.0:
         raise UserError(f"{path}: partial_rotary_factor is not supported, only 1")
-    return rope_type, _positive(rope if rope.get("rope_theta") else raw, path, "rope_theta", 10000.0)
+    numbers = rope | ({ORIGINAL: raw[ORIGINAL]} if ORIGINAL in raw else {})  # transformers prefers the one outside
+    for name in ROPE_NEEDS.get(rope_type, ()):
+        _check_rope_number(numbers, path, rope_type, name)
+    for name in ROPE_MAY_HAVE.get(rope_type, ()):
+        if name in numbers and not (numbers[name] is None and name in MAY_BE_NULL):
+            _check_rope_number(numbers, path, rope_type, name)
+    theta = _positive(rope if rope.get("rope_theta") else raw, path, "rope_theta", 10000.0)
+    return _Rope(rope_type, theta, factor, numbers.get(ORIGINAL) if rope_type == "yarn" else None)
+
+
+def _check_rope_number(rope: dict[str, Any], path: Path, rope_type: str, name: str) -> None:
+    value, zero = rope.get(name), name in MAY_BE_ZERO
+    if not _is_number(value) or value < 0 or (value == 0 and not zero):
+        above = "of 0 or more" if zero else "above 0"
+        raise UserError(
+            f"{path}: {name} of rope_type {rope_type!r} must be a finite number {above}, got {shown(value)}"
+        )
 
 
 def _experts_key(raw: dict[str, Any]) -> str:
@@ -202,11 +259,16 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 def check_context(hf: HfConfig, max_total_sequence_length: int) -> None:
     """Raise UserError when sequences may grow longer than the model was made for."""
-    if max_total_sequence_length > hf.max_position_embeddings:
-        raise UserError(
-            f"policy.max_total_sequence_length={max_total_sequence_length} is above the model's "
-            f"max_position_embeddings={hf.max_position_embeddings}; lower it"
-        )
+    if max_total_sequence_length <= hf.longest_context:
+        return
+    times = f" times the factor={hf.rope_factor} of its RoPE" if hf.rope_type == "linear" else ""
+    scaled = int(min((hf.yarn_original_context or 0) * hf.rope_factor, LARGEST_SIZE))
+    raised = f", or set that to {scaled} in its config.json, the context of its YaRN"
+    raise UserError(
+        f"policy.max_total_sequence_length={max_total_sequence_length} is above the model's "
+        f"max_position_embeddings={hf.max_position_embeddings}{times}; "
+        f"lower it{raised if max_total_sequence_length <= scaled else ''}"
+    )
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

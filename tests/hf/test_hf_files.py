@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -9,13 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from nemo_fp8rl.doctor.shapes import from_config
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.generation.compat import vllm_version
 from nemo_fp8rl.hf import checkpoint
 from nemo_fp8rl.hf.checkpoint import CheckpointReader
-from nemo_fp8rl.hf.config import FAMILIES, HfConfig, read_hf_config
+from nemo_fp8rl.hf.config import FAMILIES, HfConfig, check_context, read_hf_config
 from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.policy.layout import Layout
 from nemo_fp8rl.policy.megatron_names import from_hf, to_hf
+from nemo_fp8rl.policy.rope import read_rope
 
 CONFIG = {
     "model_type": "qwen3",
@@ -74,8 +78,20 @@ def test_values_that_hf_leaves_out_have_hfs_defaults(folder):
     small = {key: CONFIG[key] for key in list(CONFIG)[:6]} | {"max_position_embeddings": 256, "hidden_size": 64}
     (folder / "config.json").write_text(json.dumps(small))
     hf = read_hf_config(folder)
-    assert (hf.num_key_value_heads, hf.head_dim, hf.rms_norm_eps, hf.rope_theta) == (4, 16, 1e-6, 10000.0)
+    assert (hf.num_key_value_heads, hf.rms_norm_eps, hf.rope_theta) == (4, 1e-6, 10000.0)
     assert (hf.tie_word_embeddings, hf.eos_token_ids) == (False, ())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads_of_a_config_that_does_not_say_their_size_are_as_wide_as_hfs(folder, family):
+    from transformers import AutoConfig
+
+    said = {**CONFIG, **MIXTURE, "model_type": family, "hidden_size": 64}
+    (folder / "config.json").write_text(json.dumps({key: said[key] for key in said if key != "head_dim"}))
+    theirs = AutoConfig.from_pretrained(folder)
+    ours = read_hf_config(folder).head_dim
+    assert ours == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)  # as its modules read
+    assert ours == from_config(said | {"head_dim": None}, "x").head_dim == (128 if family == "qwen3" else 16)
 
 
 def test_rope_theta_is_read_from_both_places_that_hf_writes_it(folder):
@@ -95,6 +111,21 @@ def test_every_end_of_sequence_token_is_known(folder, in_config, in_generation, 
     assert set(read_hf_config(folder).eos_token_ids) == expected
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+ORIGINAL = "original_max_position_embeddings"
+
+
+def without(name: str) -> dict:
+    return {key: value for key, value in LLAMA3.items() if key != name}
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -109,10 +140,43 @@ def test_every_end_of_sequence_token_is_known(folder, in_config, in_generation, 
         ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn' needs a factor of 1 or more, got None"),
         ({"rope_scaling": {"type": "linear", "factor": "4"}}, "'linear' needs a factor of 1 or more, got '4'"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e6}}, "'longrope'"),
+        (
+            {"rope_scaling": LLAMA3 | {"low_freq_factor": None}},
+            "low_freq_factor of rope_type 'llama3' must be a finite",
+        ),
+        ({"rope_scaling": without("high_freq_factor")}, "high_freq_factor of rope_type 'llama3' must be a finite"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": "1"}}, "low_freq_factor of rope_type 'llama3' must be a finite"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": -4.0}}, "must be a finite number above 0, got -4.0"),
+        ({"rope_scaling": without(ORIGINAL)}, f"{ORIGINAL} of rope_type 'llama3' must be a finite number above 0"),
+        ({"rope_scaling": LLAMA3, ORIGINAL: None}, f"{ORIGINAL} of rope_type 'llama3' must be a finite number above 0"),
+        (
+            {"rope_parameters": YARN | {"beta_fast": "x"}},
+            "beta_fast of rope_type 'yarn' must be a finite number above 0",
+        ),
+        (
+            {"rope_parameters": YARN | {"beta_fast": None}},
+            "beta_fast of rope_type 'yarn' must be a finite number above",
+        ),
+        (
+            {"rope_parameters": YARN | {"beta_slow": -1}},
+            "beta_slow of rope_type 'yarn' must be a finite number above 0",
+        ),
+        ({"rope_parameters": YARN | {ORIGINAL: 0}}, f"{ORIGINAL} of rope_type 'yarn' must be a finite number above 0"),
+        (
+            {"rope_parameters": YARN | {"attention_factor": "x"}},
+            "attention_factor of rope_type 'yarn' must be a finite",
+        ),
+        (
+            {"rope_parameters": YARN | {"mscale": "x"}},
+            "mscale of rope_type 'yarn' must be a finite number of 0 or more",
+        ),
+        ({"rope_parameters": YARN | {"mscale_all_dim": [1]}}, "mscale_all_dim of rope_type 'yarn' must be a finite"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": YARN}, "'dynamic'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),  # the key before transformers 4.43
         ({"mlp_bias": True}, "mlp_bias"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=4"),
-        ({"head_dim": None, "hidden_size": 50}, "does not divide hidden_size=50"),
+        ({"head_dim": None, "hidden_size": 50, "model_type": "llama"}, "does not divide hidden_size=50"),
+        ({"head_dim": None}, "lacks head_dim"),
         ({"head_dim": 15}, "head_dim=15 is odd"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_act": "gelu"}, "gelu"),
@@ -131,6 +195,55 @@ def test_every_end_of_sequence_token_is_known(folder, in_config, in_generation, 
 )
 def test_what_the_policy_does_not_build_is_refused(folder, changes, named):
     assert named in refused_config(folder, **changes)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {},
+        {ORIGINAL: 64},
+        {"attention_factor": None, "mscale": None, "mscale_all_dim": None},
+        {"beta_fast": 16, "beta_slow": 2.0, "mscale": 1.0, "mscale_all_dim": 0, "attention_factor": 1.1},
+    ],
+)
+def test_yarn_may_leave_its_numbers_to_hf(folder, numbers):
+    write_config(folder, rope_scaling=YARN | numbers)
+    expected = numbers.get("attention_factor") or 0.1 * math.log(4) + 1
+    assert read_rope(folder, read_hf_config(folder)).factor == expected
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions", "longest", "said"),
+    [
+        (None, 256, 256, "max_position_embeddings=256; lower it$"),
+        ({"rope_type": "linear", "factor": 2.5}, 256, 640, r"=256 times the factor=2\.5 of its RoPE; lower it$"),
+        (LLAMA3, 256, 256, "max_position_embeddings=256; lower it$"),
+        (YARN | {ORIGINAL: 64}, 256, 256, "max_position_embeddings=256; lower it$"),
+        (YARN | {ORIGINAL: 64}, 64, 64, "lower it, or set that to 256 in its config.json, the context of its YaRN$"),
+    ],
+    ids=["unscaled", "linear", "llama3", "yarn", "yarn with short positions"],
+)
+def test_sequences_are_as_long_as_vllm_accepts(folder, rope, positions, longest, said):
+    from vllm.config import ModelConfig
+
+    write_config(folder, rope_scaling=rope, max_position_embeddings=positions, architectures=["Qwen3ForCausalLM"])
+    hf = read_hf_config(folder)
+    check_context(hf, longest)
+    with pytest.raises(UserError, match=rf"max_total_sequence_length={longest + 1} is above the model's .*{said}"):
+        check_context(hf, longest + 1)
+    if vllm_version() == (0, 32):  # before 0.32 YaRN's was its original context times its factor
+        engine = {"model": str(folder), "skip_tokenizer_init": True}
+        assert ModelConfig(**engine).max_model_len == longest
+        assert ModelConfig(**engine, max_model_len=longest).max_model_len == longest
+        with pytest.raises(ValueError, match="max_model_len"):
+            ModelConfig(**engine, max_model_len=longest + 1)
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "linear", "factor": 1e308}, YARN | {ORIGINAL: 1e308}])
+def test_a_context_without_end_is_as_long_as_any_size(folder, rope):
+    write_config(folder, rope_scaling=rope)
+    with pytest.raises(UserError, match="=100000001 is above the model's"):
+        check_context(read_hf_config(folder), 10**8 + 1)
 
 
 MIXTURE = {
