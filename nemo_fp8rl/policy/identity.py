@@ -22,7 +22,9 @@ def model_digests(cfg: Config, hf: HfConfig) -> dict[str, str]:
     of_reference = cfg.loss_fn.reference_policy_kl_penalty > 0
     folder = checkpoint_folder(cfg.policy.model_name, weights=of_reference)
     rope = read_rope(folder, hf)
-    numbers = f"{hf.rms_norm_eps} {sorted(hf.eos_token_ids)} {rope.factor}"
+    numbers = f"{hf.rms_norm_eps} {sorted(hf.eos_token_ids)} {rope.factor}" + (
+        f" {rope.divisor}" if rope.divisor != 1 else ""
+    )
     digests = {"model": _digest([numbers.encode(), _bytes(rope.inv_freq)])}
     if of_reference:
         with CheckpointReader(folder) as reader:

@@ -9,13 +9,15 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_fp8rl.fp8 import KvScales
+from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.policy import align, ordered, rounding
 from nemo_fp8rl.policy.align import AlignedAttention, AlignedRMSNorm, aligned_residual_add, rotate
 from nemo_fp8rl.policy.attention import attention_of
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
-from nemo_fp8rl.policy.rope import Rope
+from nemo_fp8rl.policy.rope import Rope, read_rope
 from nemo_fp8rl.policy.rounding import rounds_probabilities
 from nemo_fp8rl.policy.tiles import tile_product
+from nemo_fp8rl.tiny import write_model
 from tests.conftest import needs_fp8_cache
 
 ROWS, WIDTH, HEADS, HEAD_DIM = 37, 256, 4, 128
@@ -70,16 +72,20 @@ def test_residual_and_norm_equal_vllm_over_a_chain_of_layers(config, vllm_contex
             assert torch.equal(stream.bfloat16(), residual)
 
 
-def test_rope_equals_vllm(config, vllm_context):
+@pytest.mark.parametrize("factor", [None, 4.0, 3.0, 2.5])
+def test_rope_equals_vllm(tmp_path, vllm_context, factor):
     from vllm.model_executor.layers.rotary_embedding import get_rope
 
-    theta = 10_000.0
-    rope = get_rope(
-        HEAD_DIM, max_position=64, rope_parameters={"rope_type": "default", "rope_theta": theta}, dtype=torch.bfloat16
-    )
+    scaled = {"rope_type": "linear", "factor": factor} if factor else {"rope_type": "default"}
+    parameters = scaled | {"rope_theta": 10_000.0}
+    theirs = get_rope(HEAD_DIM, max_position=1000, rope_parameters=parameters, dtype=torch.bfloat16)
+    write_model(tmp_path / "model", family="llama", rope_parameters=parameters)
+    ours = read_rope(tmp_path / "model", read_hf_config(tmp_path / "model"))
+    table = ours.table(len(theirs.cos_sin_cache), torch.bfloat16, torch.device("cpu"))
+    assert torch.equal(torch.cat(table, -1)[:, 0, 0], theirs.cos_sin_cache)
     q, k = bf16(ROWS, HEADS * HEAD_DIM, seed=2), bf16(ROWS, HEADS * HEAD_DIM, seed=3)
-    expected_q, expected_k = rope(torch.arange(ROWS), q.clone(), k.clone())
-    cos, sin = Rope(FREQUENCIES).table(ROWS, torch.bfloat16, q.device)
+    expected_q, expected_k = theirs(torch.arange(ROWS), q.clone(), k.clone())
+    cos, sin = ours.table(ROWS, torch.bfloat16, q.device)
     for x, expected in ((q, expected_q), (k, expected_k)):
         got = rotate(x.view(ROWS, 1, HEADS, HEAD_DIM), cos, sin)
         assert rounds_alike(got.reshape(ROWS, -1), expected)

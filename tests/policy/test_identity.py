@@ -21,7 +21,7 @@ def digests(cfg):
     return model_digests(cfg, read_hf_config(cfg.policy.model_name))
 
 
-@pytest.mark.parametrize("change", ["rope_theta", "rms_norm_eps", "eos_token_id"])
+@pytest.mark.parametrize("change", ["rope_theta", "rope_factor", "rms_norm_eps", "eos_token_id"])
 def test_two_models_of_one_shape_are_told_apart_and_two_folders_of_one_are_not(recipe, tmp_path, change):
     write_model(tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "moved")
@@ -30,6 +30,8 @@ def test_two_models_of_one_shape_are_told_apart_and_two_folders_of_one_are_not(r
     raw = json.loads(path.read_text())
     if change == "rope_theta":
         raw["rope_parameters"]["rope_theta"] = 5e5
+    elif change == "rope_factor":
+        raw["rope_parameters"] |= {"rope_type": "linear", "factor": 3.0}
     else:
         raw[change] = {"rms_norm_eps": 1e-5, "eos_token_id": [1, 2]}[change]
     path.write_text(json.dumps(raw))

@@ -34,7 +34,7 @@ SIZES = [
     {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 96, "vocab_size": 97},
     {"family": "llama"},
     {"family": "llama", "tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE},
-    {"family": "llama", "rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}},
+    {"family": "llama", "rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 3.0}},
     {"family": "qwen3", "rope_parameters": YARN},
     {"family": "qwen3_moe"},
     {"family": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 96},
