@@ -38,7 +38,9 @@ class RoutingReplay:
         """Routes of a microbatch whose forward follows.
 
         routed_experts: int [B, >= T, layers of the model, top k], the experts of each token, -1 where not known; None
-        leaves every choice to the router. padded_length: of the sequences as the model gets them.
+        leaves every choice to the router. Experts that are not all known, or not all different (as in padding with
+        zeros), leave it to the router, too. padded_length: of the sequences as the model gets them. Raises ValueError
+        for experts that the model does not have.
         """
         self.training = torch.is_grad_enabled()
         routes = [None] * len(self.routers) if routed_experts is None else self._own(routed_experts, padded_length)
@@ -56,7 +58,11 @@ class RoutingReplay:
             raise ValueError(
                 f"routed_experts must be [B, T, {layers} layers, {chosen} experts], got {list(routed_experts.shape)}"
             )
-        routes = routed_experts[:, :length].long()
+        routes, experts = routed_experts[:, :length].long(), self.layout.hf.num_experts
+        if routes.numel() and (largest := int(routes.max())) >= experts:
+            raise ValueError(f"routed_experts names expert {largest}, and the model has {experts}, 0 to {experts - 1}")
+        known = (routes >= 0).all(-1) & (routes.sort(-1).values.diff(dim=-1) > 0).all(-1)
+        routes = routes.masked_fill(~known[..., None], -1)
         missing = length - routes.size(1)
         routes = torch.nn.functional.pad(routes, (0, 0, 0, 0, 0, missing), value=-1).transpose(0, 1)
         return [routes[:, :, layer] for layer in self.layout.layers]

@@ -146,3 +146,22 @@ def test_routes_of_another_model_are_refused(moe):
     worker = new_worker(moe())
     with pytest.raises(ValueError, match=r"routed_experts must be \[B, T, 2 layers, 2 experts\], got \[8, 10, 3, 2\]"):
         worker.logprobs(random_batch(0) | {"routed_experts": torch.zeros(8, 10, 3, 2, dtype=torch.int16)})
+
+
+@pytest.mark.parametrize("unknown", [(3, -1), (-1, 3), (0, 0), (7, 7)], ids=str)
+def test_experts_that_are_not_all_known_and_different_are_left_to_the_router(moe, unknown):
+    """Zeros are NeMo RL's padding; Megatron's dispatcher counts `top k` experts of each token."""
+    worker, batch = new_worker(moe(*FP32)), random_batch(0)
+    routes = random_routes(1)
+    routes[:, 5:] = -1
+    expected = own_routes(worker, batch | {"routed_experts": routes})
+    routes[:, 5:] = torch.tensor(unknown)
+    assert torch.equal(own_routes(worker, batch | {"routed_experts": routes}), expected)
+
+
+@pytest.mark.parametrize("expert", [8, 300])
+def test_experts_that_the_model_does_not_have_are_refused(moe, expert):
+    routes = random_routes(1)
+    routes[3, 4, 1, 1] = expert
+    with pytest.raises(ValueError, match=rf"names expert {expert}, and the model has 8, 0 to 7"):
+        new_worker(moe()).logprobs(random_batch(0) | {"routed_experts": routes})
