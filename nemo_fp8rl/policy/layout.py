@@ -7,6 +7,7 @@ parallelism splits no weight: its ranks have parts of the tokens.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nemo_fp8rl.config import Config, MegatronConfig
@@ -166,8 +167,23 @@ def check_layout(hf: HfConfig, cfg: Config) -> None:
         check_divides(f"{here}.expert_tensor_parallel_size", parallel.expert_tensor_parallel_size, mlp)
     else:
         check_divides(f"{here}.tensor_model_parallel_size", tensor, *attention, mlp)
+    _check_vocabulary(hf, tensor, attention)
     _check_context(hf, parallel)
     _check_stages(hf, parallel)
+
+
+def _check_vocabulary(hf: HfConfig, tensor: int, attention: Sequence[Dimension]) -> None:
+    """Tokens are shared out in equal parts but for the last, which may be shorter, not empty."""
+
+    def fits(size: int) -> bool:
+        return len(Layout(hf, tensor=Axis(size - 1, size)).vocabulary) > 0
+
+    if not fits(tensor):
+        all_fit = (n for n in range(1, tensor) if fits(n) and all(other.divides_in(n) for other in attention))
+        raise UserError(
+            f"policy.megatron_cfg.tensor_model_parallel_size={tensor} leaves a rank without tokens of the model's "
+            f"vocab_size={hf.vocab_size}; sizes that fit: {', '.join(map(str, all_fit))}"
+        )
 
 
 def _check_context(hf: HfConfig, parallel: MegatronConfig) -> None:

@@ -166,6 +166,11 @@ REFUSED = [
     (DENSE, ("expert_model_parallel_size=2",), "expert_model_parallel_size=2.*no experts; set it to 1"),
     (MOE, ("tensor_model_parallel_size=2",), "needs policy.megatron_cfg.sequence_parallel=true"),
     (
+        dataclasses.replace(WIDE, vocab_size=9),
+        ("tensor_model_parallel_size=4",),
+        "tensor_model_parallel_size=4 leaves a rank without tokens of the model's vocab_size=9; sizes that fit: 1, 2$",
+    ),
+    (
         dataclasses.replace(DENSE, intermediate_size=384, head_dim=128),
         ("tensor_model_parallel_size=2",),
         "size=2 does .*intermediate_size=384 of mlp.gate_proj in multiples of 128, the blocks of FP8; .*fit: 1$",
