@@ -115,8 +115,10 @@ def _fp8_layers(hf: HfConfig, first: int, last: int, ignored: tuple[str, ...]) -
         )
     layers, key = Fp8Layers(first, hf.num_hidden_layers - last, ignored), "--quantization-ignored-layer-kws"
     check_ignored(hf, layers, key)
-    sizes = fused_sizes(hf) | {"o_proj": (QUERIES, hf.num_attention_heads * hf.head_dim)}
-    for word, name, size in ragged(hf, layers, sizes):
+    fused = fused_sizes(hf)
+    sizes = fused | {"o_proj": (QUERIES, hf.num_attention_heads * hf.head_dim)}
+    inputs = dict.fromkeys(fused, ("hidden_size", hf.hidden_size))
+    for word, name, size in (*ragged(hf, layers, sizes), *ragged(hf, layers, inputs)):
         raise UserError(
             f"this model has no blockwise FP8 form: its {name}={size} is not a multiple of {BLOCK[0]}, so vLLM's "
             f"blocks do not fit; keep that in bfloat16 by {key} {word}, or serve its bfloat16 checkpoint"

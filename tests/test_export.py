@@ -220,6 +220,7 @@ def test_tensors_that_cannot_be_exported_are_named(changed, refused, tensors, me
         ({"intermediate_size": 500}, "intermediate_size=500 is not a multiple of 128"),
         ({"head_dim": 96}, "num_key_value_heads * head_dim=192 is not a multiple of 128"),
         ({"head_dim": 96}, "keep that in bfloat16 by --quantization-ignored-layer-kws q_proj, or"),
+        ({"hidden_size": 192}, "hidden_size=192 is not a multiple of 128"),
         ({"hidden_size": "x"}, "hidden_size must be a whole number"),
     ],
 )

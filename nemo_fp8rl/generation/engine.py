@@ -23,6 +23,7 @@ from nemo_fp8rl.generation.base import Sampling
 from nemo_fp8rl.generation.checks import check_engine, check_machine
 from nemo_fp8rl.generation.core import AsyncCore, Core, Request, SteppedCore
 from nemo_fp8rl.generation.readers import Readers
+from nemo_fp8rl.generation.sockets import make_folder, remove_folder
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
@@ -64,6 +65,7 @@ class VllmEngine:
         checkpoint_folder(cfg.policy.tokenizer.name, "policy.tokenizer.name")  # before vLLM is told to stay offline
         for name, value in (ENVIRONMENT if torch.cuda.is_available() else ENVIRONMENT | CPU_ENVIRONMENT).items():
             os.environ.setdefault(name, value)
+        make_folder()
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # "Triton not available", on every CPU
         import vllm  # noqa: F401
 
@@ -246,13 +248,15 @@ class VllmEngine:
 
     def finish_generation(self, sleep_level: int) -> int:
         """Give memory back: 1 the KV cache, 2 the weights too, so that a refit must follow. Returns bytes freed."""
+        before = self.sleep_level
+        self.sleep_level = max(before, sleep_level)  # so nobody begins to read any more
         self.readers.wait_for_others()
         if sleep_level and not self.core.reset_prefix_cache():
+            self.sleep_level = before
             raise RuntimeError("the engine cannot sleep: answers are still being generated")
         self._wake_cache()  # all falls asleep together
         with self._at_work():
             freed = sum(self.core.rpc("nemo_fp8rl_sleep", sleep_level))
-        self.sleep_level = max(self.sleep_level, sleep_level)
         if self.sleep_level == 2:
             self.policy_version = self.loaded_version = -1
         return freed
@@ -297,6 +301,7 @@ class VllmEngine:
             gc.collect()  # its modules refer to one another
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()  # another engine may follow in this process
+        remove_folder()
 
     def _sampling_params(self, sampling: Sampling, prompt_length: int, seed: int) -> Any:
         if sampling.stop_strings and self.has_no_tokenizer:

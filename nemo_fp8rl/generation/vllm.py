@@ -280,13 +280,13 @@ class VllmGeneration:
 
     def _call_all(self, method: str, *arguments: Any) -> list[Any]:
         """What every engine answers before the first refit, till when none is replaced."""
-        try:
-            return self.engines.call_all(method, *arguments)
-        except WorkerDied as death:
+        outcomes = self.engines.outcomes(method, dict.fromkeys(range(self.engines.count), arguments), self.timeout)
+        if death := next((outcome for outcome in outcomes.values() if isinstance(outcome, WorkerDied)), None):
             raise UserError(
                 f"an engine died before the first refit ({death}); what it wrote says why (of a Ray actor: in its "
                 "worker's log); one that is only slow needs a larger cluster.engine_timeout_seconds"
             ) from death
+        return [outcomes[engine] for engine in range(self.engines.count)]
 
     def _revived(self, engines: Collection[int], method: str, *arguments: Any) -> list[int]:
         """Call the method on these engines; those that are dead, and are started again instead."""
@@ -308,9 +308,10 @@ class VllmGeneration:
         """
         if self.is_closed:
             raise death
-        if self.is_copy or (self.takes_turns and {*range(self.engines.count)} - self.gone - {engine}):
-            self.gone.add(engine)
-            return True
+        with self.counting:  # of two threads that lose the last two engines one replaces its own
+            if self.is_copy or (self.takes_turns and {*range(self.engines.count)} - self.gone - {engine}):
+                self.gone.add(engine)
+                return True
 
         is_ours = False
 

@@ -12,6 +12,9 @@ from nemo_fp8rl.workers.base import Role, WorkerDied, Workers, ended_on_error, e
 from nemo_fp8rl.workers.cluster import connect
 from nemo_fp8rl.workers.places import Location, in_order, own_place, shared_place, with_variables
 
+TO_LEAVE = 10.0
+"""Seconds that workers have for `shutdown`, which removes what they share by name: killed, they would leave it."""
+
 
 class RayWorkers(Workers):
     """One Ray actor a worker, numbered node by node at first, so that those that split a matrix share one where it has
@@ -25,7 +28,7 @@ class RayWorkers(Workers):
         count: int,
         cfg: Config,
         processes: int,
-        shared: "Sequence[Location] | None" = None,
+        shared: Sequence[Location] | None = None,
         calls_at_once: int = 1,
     ) -> None:
         connect(cfg.num_cpus)
@@ -43,7 +46,7 @@ class RayWorkers(Workers):
         self.names, self.lives = [f"{role}-{run}-{i}" for i in range(count)], [0] * count
         self.actors = [self._started(i) for i in range(count)]
         with ended_on_error(self):
-            places = [self._enter(i) for i in range(count)]
+            places = [self._enter(i, self.timeout) for i in range(count)]
         order = sorted(range(count), key=places.__getitem__)
         self.places: list[Location] = [places[i] for i in order]
         self.actors, self.names = [self.actors[i] for i in order], [self.names[i] for i in order]
@@ -122,8 +125,13 @@ class RayWorkers(Workers):
     def shutdown(self) -> None:
         import ray
 
-        for actor in self.actors:
-            ray.kill(actor)
+        try:
+            with suppress(Exception):  # of one that is gone, or has nothing to leave
+                left = [self._start(i, "shutdown") for i in range(self.count)]
+                ray.wait(left, num_returns=self.count, timeout=TO_LEAVE)
+        finally:
+            for actor in self.actors:
+                ray.kill(actor)
 
     def _name(self, index: int, life: int) -> str:
         return f"{self.names[index]}-{life}"
@@ -135,7 +143,7 @@ class RayWorkers(Workers):
     def _start(self, index: int, method: str, *arguments: Any) -> Any:
         return getattr(self.actors[index], method).remote(*arguments)
 
-    def _enter(self, index: int, timeout: float | None = None) -> "Location":
+    def _enter(self, index: int, timeout: float) -> Location:
         """Relative paths of a recipe mean in the actor what they mean to the driver."""
         import ray
 

@@ -20,7 +20,7 @@ import torch
 
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.generation import compat
+from nemo_fp8rl.generation import compat, sockets
 from nemo_fp8rl.generation.base import Sampling
 from nemo_fp8rl.generation.vllm import VllmGeneration
 from nemo_fp8rl.policy.megatron import MegatronPolicy
@@ -456,9 +456,12 @@ def kill_one_of_two(overrides: list[str]) -> dict[str, object]:
     _, alive = psutil.wait_procs(started, timeout=20)
     left = [process.pid for process in alive if process.status() != psutil.STATUS_ZOMBIE]
     in_the_end = run.generation.metrics()
+    folders = run.generation.engines.call("__ray_call__", [(lambda _: sockets.folder(),)] * 2)
+    made = [folder.exists() for folder in folders]
     run.close()
     return {
         "ended": ended,
+        "folders": made + [folder.exists() for folder in folders],
         "equal": equal,
         "copied": copied,
         "retried of the copy": counted_of_copy,
@@ -481,6 +484,7 @@ def test_of_two_engines_under_ray_one_is_killed(tiny_overrides):
     assert seen["retried of the copy"] == len(TEXTS) / 2
     assert 0 < seen.pop("generation/prompts_retried") - seen.pop("retried of the copy") <= len(TEXTS) / 2
     assert seen.pop("ended") == ["short", "long", "long"]
+    assert seen.pop("folders") == [True, True, False, False]
     assert seen.pop("copied") == [[0], "no engine is there: the run replaces them at its next refit", []]
     expected = {"equal": True, "version": 1, "retries": 0, "left": [], "generation/engine_restarts": 3}
     assert seen == expected | {"started": seen["started"]}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.generation import checks
+from nemo_fp8rl.generation import checks, sockets
 from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.tiny import make_tiny
@@ -30,10 +30,8 @@ CASES = {
 if find_spec("nixl") is None:  # make test-nixl
     del CASES["dense, NIXL"]
 
-LONG = {"dense, bfloat16, async", "experts, async", "experts, async, spread", "experts, bfloat16, async"}
-if CACHE:
-    LONG.add("dense, async")
-else:
+LONG = {"dense, async", "dense, bfloat16, async", "experts, async, spread", "experts, bfloat16, async"}
+if not CACHE:
     del CASES["dense, async, FP8 KV cache"]
 
 
@@ -101,3 +99,11 @@ def test_experts_come_with_the_answers(pair):
         for completion in group:
             assert completion.routed_experts.shape == (len(prompt.token_ids) + len(completion.token_ids) - 1, 2, 2)
             assert 0 <= completion.routed_experts.min() <= completion.routed_experts.max() < 8
+
+
+def test_vllms_sockets_go_with_the_engine(pair):
+    """The last test of an engine."""
+    assert any(path.is_socket() for path in sockets.folder().iterdir())
+    assert sockets.folder().stat().st_mode & 0o777 == 0o700
+    pair.engine.shutdown()
+    assert not sockets.folder().exists()

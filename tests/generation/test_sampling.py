@@ -77,7 +77,11 @@ def test_a_stop_string_ends_an_answer_and_stays_in_it(pair):
         assert short.finish_reason == ("stop" if held else "length")
 
 
-@pytest.mark.parametrize("restriction", [{"top_p": 0.6}, {"top_k": 3}, {"top_k": 10, "top_p": 0.8}], ids=str)
+@pytest.mark.parametrize(
+    "restriction",
+    [{"top_p": 0.6}, {"top_k": 3}, {"top_k": 10, "top_p": 0.8}, {"temperature": 0.6, "top_p": 0.6}],
+    ids=str,
+)
 def test_both_sides_take_the_tokens_that_were_left_to_sample_from(pair, restriction):
     sampling = replace(FREE, **restriction)
     generation = pair.cfg.policy.generation

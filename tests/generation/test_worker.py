@@ -69,6 +69,30 @@ def test_stop_strings_that_nobody_would_see_are_refused():
         engine._sampling_params(replace(GREEDY, stop_strings=("</a>",)), 1, 0)
 
 
+def test_nobody_begins_an_answer_while_an_engine_waits_to_sleep():
+    engine, refused = VllmEngine(), []
+    engine.policy_version, engine.core = 1, SimpleNamespace(reset_prefix_cache=lambda: False)
+
+    def sleep() -> None:
+        try:
+            engine.finish_generation(1)
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    sleeper = threading.Thread(target=sleep, daemon=True)
+    with engine.readers.one(engine._begin):
+        sleeper.start()
+        deadline = time.monotonic() + 10
+        while not engine.sleep_level and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with pytest.raises(RuntimeError, match="this engine sleeps"):
+            engine._begin()
+        assert refused == []
+    sleeper.join(timeout=10)
+    assert refused == ["the engine cannot sleep: answers are still being generated"]
+    assert engine._begin() == 1  # as before, since it did not
+
+
 @pytest.fixture
 def worker(monkeypatch):
     """One on a GPU, with vLLM's sleep mode, which puts 1 for the scales of an FP8 cache when it wakes (0.25)."""

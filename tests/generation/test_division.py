@@ -1,0 +1,76 @@
+"""How prompts are divided among engines, with fakes in the place of engines that would need a process each."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+import pytest
+
+from nemo_fp8rl.batch import Completion
+from nemo_fp8rl.generation import vllm
+from nemo_fp8rl.generation.vllm import VllmGeneration
+from nemo_fp8rl.workers import WorkerDied
+from tests.generation.pair import GREEDY
+
+
+class FakeWorkers:
+    """Engines that answer a prompt with itself. dies: of an engine, the answers that it has left to give."""
+
+    def __init__(self, count: int, dies: dict[int, int]) -> None:
+        self.count, self.dies, self.asked = count, dies, list[Counter[int]]()
+
+    def outcomes(self, method: str, arguments: Mapping, timeout: float | None = None) -> dict:
+        return dict.fromkeys(arguments)
+
+    def restart(self, engine: int) -> None:
+        del self.dies[engine]
+
+    def stream(self, method: str, arguments: Mapping, timeout: float | None = None):
+        self.asked.append(Counter({engine: len(prompts) for engine, (prompts, *_) in arguments.items()}))
+        for engine, (prompts, seeds, _, _) in arguments.items():
+            for position in reversed(range(len(prompts))):
+                if self.dies.get(engine) == 0:
+                    yield engine, WorkerDied("killed")
+                    break
+                if engine in self.dies:
+                    self.dies[engine] -= 1
+                yield engine, (position, [Completion((*prompts[position], seeds[position]), (), "stop", 1)])
+
+
+@pytest.fixture
+def engines(recipe, monkeypatch):
+    def start(count: int, **dies: int) -> VllmGeneration:
+        workers = FakeWorkers(count, {int(engine[1:]): answers for engine, answers in dies.items()})
+        monkeypatch.setattr(vllm, "start_workers", lambda *_, **__: workers)
+        cfg = recipe("cluster.backend=ray", f"cluster.generation_engines={count}")
+        return VllmGeneration(cfg)
+
+    return start
+
+
+def answers(generation: VllmGeneration, count: int) -> list[tuple[int, ...]]:
+    groups = generation.generate([(i, i) for i in range(count)], [100 + i for i in range(count)], GREEDY)
+    return [completion.token_ids for (completion,) in groups]
+
+
+@pytest.mark.parametrize(("prompts", "shares"), [(7, [3, 2, 2]), (2, [1, 1]), (6, [2, 2, 2]), (0, [])])
+def test_prompts_are_divided_evenly_and_answered_in_order(engines, prompts, shares):
+    generation = engines(3)
+    assert answers(generation, prompts) == [(i, i, 100 + i) for i in range(prompts)]
+    assert [list(asked.values()) for asked in generation.engines.asked] == ([shares] if shares else [])
+    assert generation.asked == [0, 0, 0]
+
+
+def test_an_engine_that_has_prompts_under_way_gets_fewer(engines):
+    generation = engines(3)
+    generation.asked = [4, 0, 1]
+    answers(generation, 5)
+    assert generation.engines.asked == [{1: 3, 2: 2}]
+    assert generation.asked == [4, 0, 1]
+
+
+def test_what_a_dead_engine_had_not_answered_goes_to_all_anew_and_is_counted(engines):
+    generation = engines(2, e1=1)
+    assert answers(generation, 8) == [(i, i, 100 + i) for i in range(8)]
+    assert generation.engines.asked == [{0: 4, 1: 4}, {0: 2, 1: 1}]
+    assert (generation.engine_restarts, generation.prompts_retried) == (1, 3)
+    assert generation.asked == [0, 0]
