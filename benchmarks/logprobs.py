@@ -5,9 +5,8 @@
 Forward without gradient, and forward and backward, on bfloat16 [rows * tokens, hidden] and a head [vocab, hidden].
 Memory is the growth of the process's peak, beside the float32 logits of one chunk. With backward it holds the head's
 gradient, 6 bytes for each of vocab * hidden values (float32, and its copy in bfloat16), whatever the chunk: at hidden
-128 that is little, at 4096 more than several chunks. The whole batch's logits are only
-tried where they fit in --limit-gib; each case runs in a process of its own. Results go to
-benchmarks/results/logprobs_cpu.json unless --json says otherwise.
+128 that is little, at 4096 more than several chunks. Whole logits are made of as many sequences as fit in --limit-gib;
+each case runs in a process of its own. Results go to benchmarks/results/logprobs_cpu.json unless --json says otherwise.
 """
 
 import argparse
@@ -63,40 +62,41 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--limit-gib", type=float, default=16.0)
+    parser.add_argument("--limit-gib", type=float, default=8.0)
     parser.add_argument("--json", type=Path, default=RESULTS, metavar="FILE")
     parser.add_argument("--case", nargs=2, type=int, metavar=("CHUNK", "BACKWARD"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    tokens = arguments.rows * arguments.tokens
     if arguments.case:
         chunk, backward = arguments.case
+        tokens = arguments.rows * arguments.tokens
         print(json.dumps(one_case(chunk, bool(backward), tokens, arguments.vocab, arguments.hidden)))
         return
-    logits = tokens * arguments.vocab * 4
+    row = arguments.tokens * arguments.vocab * 4
     cases: list[dict[str, Any]] = []
     for chunk in (*CHUNKS, 0):
         for backward in (0, 1):
-            case: dict[str, Any] = {"chunk": chunk, "backward": bool(backward)}
-            if chunk or logits * WHOLE_COPIES[backward] < arguments.limit_gib * 2**30:
-                again = [*sys.argv, "--case", str(chunk), str(backward)]
-                case |= json.loads(subprocess.run([sys.executable, *again], check=True, capture_output=True).stdout)
-            cases.append(case)
+            fitting = int(arguments.limit_gib * 2**30 / (row * WHOLE_COPIES[backward]))
+            rows = arguments.rows if chunk else min(arguments.rows, fitting)
+            if rows:
+                again = [*sys.argv, "--rows", str(rows), "--case", str(chunk), str(backward)]
+                done = subprocess.run([sys.executable, *again], check=True, capture_output=True)
+                cases.append({"chunk": chunk, "backward": bool(backward), "rows": rows, **json.loads(done.stdout)})
     result = {
         "machine": machine(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "shape": {name: getattr(arguments, name) for name in ("rows", "tokens", "vocab", "hidden")},
         "cases": cases,
     }
-    table = Table("tokens at a time", "", "seconds", "peak MiB", "of a chunk's fp32 logits")
+    table = Table("sequences", "tokens at a time", "", "seconds", "peak MiB", "of their fp32 logits")
     for case in cases:
-        one = (case["chunk"] or tokens) * arguments.vocab * 4
-        measured = "peak_bytes" in case
+        at_a_time = case["chunk"] or case["rows"] * arguments.tokens
         table.add_row(
-            str(case["chunk"] or f"all {tokens}"),
+            str(case["rows"]),
+            str(at_a_time),
             "forward, backward" if case["backward"] else "forward",
-            f"{case['seconds']:.1f}" if measured else "does not fit",
-            f"{case['peak_bytes'] / 2**20:.0f}" if measured else f"> {one / 2**20:.0f}",
-            f"{case['peak_bytes'] / one:.2f}" if measured else "",
+            f"{case['seconds']:.1f}",
+            f"{case['peak_bytes'] / 2**20:.0f}",
+            f"{case['peak_bytes'] / (at_a_time * arguments.vocab * 4):.2f}",
         )
     Console().print(table)
     arguments.json.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,5 @@
 """Every benchmark runs, at its smallest: what a figure in the docs comes from must not break unseen."""
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -38,9 +37,8 @@ def test_none_is_left_out():
 
 def test_what_they_take_from_the_package_is_there():
     """Also what `alignment` replaces in it."""
-    drawing = importlib.util.find_spec("matplotlib") is not None  # not in the lock
     script = f"""
-import {", ".join(name for name in ARGUMENTS if name != "training" or drawing)}
+import {", ".join(ARGUMENTS)}
 for piece, _ in alignment.PIECES.values():
     with piece():
         pass
@@ -55,8 +53,6 @@ def test_it_runs(name, tmp_path):
     """In a copy: some write their results beside themselves."""
     if name == "quantize_gpu" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
-    if name == "training":
-        pytest.importorskip("matplotlib", reason="it draws with matplotlib, which is not in the lock")
     copy = tmp_path / "benchmarks"
     shutil.copytree(BENCHMARKS, copy, ignore=shutil.ignore_patterns("results", "__pycache__"))
     (copy / "results").mkdir()
