@@ -74,6 +74,7 @@ def test_an_interrupted_run_goes_on_by_what_it_says(warm_overrides, tmp_path, mo
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
 
 
+@pytest.mark.long
 def test_a_gate_warns_and_the_step_goes_on(run, capsys):
     first, _ = run("nemo_fp8rl.gates=[{metric: token_mult_prob_error, max: 0, action: warn}]")
     out = " ".join(capsys.readouterr().out.split())
@@ -106,6 +107,7 @@ def test_a_gate_stops_the_run_and_keeps_what_was_trained(run, warm_overrides, tm
     assert checkpoint_weights(tmp_path / "run", 1)
 
 
+@pytest.mark.long
 def test_too_many_logprobs_that_are_not_finite_end_the_run_in_a_sentence(warm_overrides, tmp_path, capsys):
     """A step at lr 1e36 leaves weights whose products overflow: log-probs of the next step are NaN."""
     given = [*warm_overrides, *SHORT, f"logger.log_dir={tmp_path}/run", "nemo_fp8rl.flow=bf16"]
@@ -117,7 +119,7 @@ def test_too_many_logprobs_that_are_not_finite_end_the_run_in_a_sentence(warm_ov
     assert checkpoint_weights(tmp_path / "run", 1)
 
 
-@pytest.mark.parametrize(("nth", "kept"), [(3, ["step_1"]), (4, [])])
+@pytest.mark.parametrize(("nth", "kept"), [(3, ["step_1"]), pytest.param(4, [], marks=pytest.mark.long)])
 def test_an_optimizer_step_that_diverges_ends_the_run_in_a_sentence(
     warm_overrides, tmp_path, capsys, monkeypatch, nth, kept
 ):

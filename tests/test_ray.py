@@ -36,9 +36,8 @@ def in_process(warm_overrides, tmp_path_factory) -> list[dict[str, float]]:
     return run(warm_overrides, tmp_path_factory.mktemp("in_process") / "run")
 
 
-@pytest.mark.parametrize(
-    "places", [pytest.param((), id="own"), pytest.param(COLOCATED, id="colocated", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("places", [(), COLOCATED], ids=["own", "colocated"])
 def test_actors_give_the_numbers_of_one_process(warm_overrides, tmp_path, in_process, places):
     assert run((*warm_overrides, "cluster.backend=ray", *places), tmp_path / "run") == in_process
 

@@ -161,6 +161,7 @@ def test_ctrl_c_ends_cleanly_and_resumes_to_the_same_numbers(uninterrupted, warm
     assert results(run) == results(uninterrupted)
 
 
+@pytest.mark.long
 def test_a_pod_that_is_told_to_end_waits_until_the_run_has_saved(uninterrupted, warm_overrides, tmp_path, monkeypatch):
     run, folder = tmp_path / "run", tmp_path / "stop"
     pod = {**os.environ, "NEMO_FP8RL_STOP_FOLDER": str(folder), "RAY_CLUSTER_NAME": "attempt-1"}
@@ -187,15 +188,33 @@ def test_a_pod_that_is_told_to_end_waits_until_the_run_has_saved(uninterrupted, 
     assert results(run)[:7] == results(uninterrupted)
 
 
-def test_kill_9_resumes_to_the_same_numbers(uninterrupted, warm_overrides, tmp_path):
+KILLED_IN_THE_SECOND_SAVE = """
+import os, signal, sys
+from nemo_fp8rl.cli import main
+from nemo_fp8rl.policy import worker
+
+save, saves = worker.save_optimizer, []
+
+def killed(*arguments):
+    saves.append(arguments)
+    if len(saves) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return save(*arguments)
+
+worker.save_optimizer = killed
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_kill_9_in_a_save_resumes_to_the_same_numbers(uninterrupted, warm_overrides, tmp_path):
     run = tmp_path / "run"
-    with subprocess.Popen(command(warm_overrides, run), stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT) as process:
-        wait_for_step(process, run, 3)  # past the checkpoint of step 2, before that of step 4
-        process.kill()
-    (run / "checkpoints/.partial_step_4").mkdir(exist_ok=True)  # as a kill within a save leaves it
+    killed = [sys.executable, "-c", KILLED_IN_THE_SECOND_SAVE, *arguments(warm_overrides, run)]
+    assert subprocess.run(killed, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT, check=False).returncode == -9
+    assert (run / "checkpoints/.partial_step_4/policy/weights/model.safetensors").exists()
+    assert not (run / "checkpoints/step_4").exists()
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "train/rew')  # as a kill within a write leaves it
-    assert re.search(r"stopped after step [345] of 6", report([run]).read_text())
+    assert re.search(r"stopped after step [34] of 6", report([run]).read_text())
     done = subprocess.run(command(warm_overrides, run, "--resume"), capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
     assert results(run) == results(uninterrupted)
@@ -251,6 +270,7 @@ def test_module_runs_as_a_command():
     assert b"make-tiny" in shown.stdout
 
 
+@pytest.mark.long
 def test_restartable_starts_anew_where_there_is_no_checkpoint_and_continues_where_there_is(
     uninterrupted, warm_overrides, tmp_path
 ):

@@ -76,6 +76,7 @@ def story(tiny_overrides, tmp_path_factory) -> SimpleNamespace:
     )
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_it_between_steps_and_says_how_to_go_on(story):
     assert story.code == 130, story.stopped
     said = re.search(r"stopped in fp8_rollout\+correction seed 1 after step (\d+) of 12", story.stopped)
@@ -84,11 +85,13 @@ def test_ctrl_c_ends_it_between_steps_and_says_how_to_go_on(story):
     assert "Traceback" not in story.stopped
 
 
+@pytest.mark.long
 def test_what_is_known_by_then_is_shown_without_the_unfinished_run(story):
     assert [run["flow"] for run in story.known["runs"]] == ["bf16"]
     assert "1 of 2 runs" in story.stopped
 
 
+@pytest.mark.long
 def test_called_again_it_goes_on_from_the_checkpoint(story):
     assert story.done.returncode == 0, story.done.stdout + story.done.stderr
     assert "1 of 2 runs have finished, 1 to go" in story.done.stdout
@@ -98,6 +101,7 @@ def test_called_again_it_goes_on_from_the_checkpoint(story):
     assert log.count("step 12/12  reward") == 1
 
 
+@pytest.mark.long
 def test_every_run_has_its_numbers(story):
     """From its own metrics.jsonl."""
     assert [(run["flow"], run["seed"], run["steps"]) for run in story.results["runs"]] == [
@@ -121,6 +125,7 @@ def test_every_run_has_its_numbers(story):
     assert "too few seeds for an interval" in page
 
 
+@pytest.mark.long
 def test_a_third_call_runs_nothing(story):
     before = stat(story.out)
     begin = time.monotonic()
@@ -129,6 +134,7 @@ def test_a_third_call_runs_nothing(story):
     assert stat(story.out) == before
 
 
+@pytest.mark.long
 def test_the_output_may_move(story, tmp_path, capsys):
     shutil.copytree(story.out, tmp_path / "moved", ignore=shutil.ignore_patterns("checkpoints"))
     assert main([*arguments(story.path, story.words, tmp_path / "moved"), "--table-only"]) == 0

@@ -21,7 +21,14 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case[:2]))
+LONG = {("llama", "fp8_rollout"), ("llama", "bf16"), ("qwen2", "bf16")}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(case, marks=[pytest.mark.long] * (case[:2] in LONG)) for case in CASES],
+    ids=lambda case: "-".join(case[:2]),
+)
 def pair(request, tmp_path_factory):
     family, flow, sizes = request.param
     folder = tmp_path_factory.mktemp(family) / "tiny"

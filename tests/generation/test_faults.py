@@ -196,6 +196,7 @@ def test_a_core_that_hangs_counts_as_dead(async_run):
     assert not hung.is_running() or hung.status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.long
 def test_a_core_that_a_copy_found_slow_answers_it_again_after_the_next_refit(async_run, monkeypatch):
     expected, before = async_run.answers(), async_run.generation.engine_restarts
     engine, slow = async_run.generation.engines.worker, core_process()
@@ -239,6 +240,7 @@ def test_a_refit_waits_for_what_other_threads_were_promised(async_run):
     long.join()
 
 
+@pytest.mark.long
 def test_a_core_that_dies_while_a_refit_waits_for_another_threads_answers_is_replaced_by_the_refit(async_run):
     ended: list[str] = []
     before = async_run.generation.engine_restarts
@@ -275,6 +277,7 @@ def test_an_engine_that_does_not_take_the_weights_when_it_starts_again_says_why(
     async_run.answers()
 
 
+@pytest.mark.long
 def test_long_answers_have_longer_to_come(async_run, monkeypatch):
     engines, waits = async_run.generation.engines, []
     stream = engines.stream
@@ -298,6 +301,7 @@ class StopsTheCore:
             self.stopped.suspend()
 
 
+@pytest.mark.long
 def test_a_core_that_hangs_in_a_refit_is_replaced_after_the_timeout_and_gets_the_whole_version(async_run):
     expected, before = async_run.answers(), async_run.generation.engine_restarts
     async_run.generation.engines.worker.core.timeout = 2.0  # cluster.engine_timeout_seconds, once it has started

@@ -7,14 +7,14 @@ import pytest
 from tests.policy.ranks import Ranks
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def two_processes() -> Iterator[Ranks]:
     pool = Ranks(2)
     yield pool
     pool.close()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def four_processes() -> Iterator[Ranks]:
     pool = Ranks(4)
     yield pool

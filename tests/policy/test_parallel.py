@@ -85,7 +85,7 @@ def name(value: object) -> str:
     return "".join(f"{short[key]}{size}" for key, size in keys) or ("dp" if value == DP else str(value))
 
 
-@pytest.mark.parametrize("align", ["vllm", "none"])
+@pytest.mark.parametrize("align", ["vllm", pytest.param("none", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("sizes", "layout"), ON_TWO, ids=name)
 def test_two_ranks_equal_hf(two, recipe, tmp_path, sizes, layout, align):
     equal_hf(two, recipe, tmp_path, sizes, layout, align)
