@@ -15,9 +15,9 @@ from nemo_fp8rl.hf.tensors import EMBEDDING, HEAD
 from nemo_fp8rl.region import Region, index, whole
 
 DTYPES = ("BF16", "F16", "F32")
-"""Of tensors that are the model's weights as they are, not to be multiplied by a scale."""
+"""Dtypes of tensors that are the model's weights as they are, not to be multiplied by a scale."""
 ROWS = 1024
-"""Of a head and an embedding that are compared, at a time."""
+"""Rows of a head and an embedding that are compared at a time."""
 
 
 class CheckpointReader:

@@ -45,9 +45,9 @@ COUNTS = (
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ORIGINAL = "original_max_position_embeddings"
 ROPE_NEEDS = {"llama3": ("low_freq_factor", "high_freq_factor", ORIGINAL)}
-"""By rope_type, numbers above 0 that it needs beside its factor."""
+"""rope_type -> numbers above 0 that it needs beside its factor."""
 ROPE_MAY_HAVE = {"yarn": ("beta_fast", "beta_slow", ORIGINAL, "attention_factor", "mscale", "mscale_all_dim")}
-"""By rope_type, numbers that have a default."""
+"""rope_type -> numbers that have a default."""
 MAY_BE_NULL = ("attention_factor", "mscale", "mscale_all_dim")
 MAY_BE_ZERO = ("mscale", "mscale_all_dim")  # as if they were not there
 
