@@ -1,5 +1,6 @@
 """The driver's side of generation: vLLM engines that share the prompts, in this process or as Ray actors."""
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +23,10 @@ CALLS_AT_ONCE = 128
 """Calls, each for many prompts, that an engine with a core in a process of its own (`async_engine`) answers at once."""
 SOON = 0.2
 """Seconds in which an engine says whether it generates, or is done without; between looks at those that start."""
-OF_A_PROCESS = ("asked", "lives", "fenced", "counting", "reviving", "gone", "copies_retried")
+OF_A_PROCESS = (
+    *("asked", "lives", "fenced", "counting", "reviving", "gone", "copies_retried"),
+    *("beginning", "begins_until", "has_begun"),
+)
 """Attributes that a copy has of its own."""
 
 
@@ -36,8 +40,9 @@ class VllmGeneration:
     Several threads may ask at once where engines have `async_engine`: what each asks joins what is being answered.
 
     A copy, pickled to another process, generates with the same engines. Replacing one that is dead, and ending one that
-    hangs, is left to the original: a copy asks the others meanwhile, and raises WorkerDied where there is none. The
-    original's `metrics` count what copies retried, but for what a dead engine was asked since they were last read.
+    hangs, is left to the original: a copy asks the others meanwhile, and raises WorkerDied where there is none. Asked
+    before the first refit, it waits for that (NeMo RL v0.7.0 begins to collect before it). The original's `metrics`
+    count what copies retried, but for what a dead engine was asked since they were last read.
     """
 
     on_death: Revive | None = None
@@ -69,6 +74,7 @@ class VllmGeneration:
         self.counting, self.reviving = Lock(), RLock()
         self.gone = set[int]()  # engines that are being replaced; those that a copy does without
         self.copies_retried = dict[tuple[int, int], int]()  # prompts, by engine and its restarts
+        self.beginning, self.begins_until, self.has_begun = Lock(), math.inf, False  # a copy's wait for a version
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name not in OF_A_PROCESS}
@@ -95,6 +101,8 @@ class VllmGeneration:
         self, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int], sampling: Sampling
     ) -> Iterator[tuple[int, list[Completion]]]:
         """(position in `prompts`, its completions) as they end."""
+        if self.is_copy and not self.has_begun:
+            self._wait_for_a_version()
         waiting, again = list(range(len(prompts))), False
         timeout = None if self.timeout is None else self.timeout + SECONDS_A_TOKEN * sampling.max_new_tokens
         while waiting:
@@ -277,6 +285,30 @@ class VllmGeneration:
             version = self.engines.ask(engine, "answers_as", SOON)
             if version is not None and version >= 0:
                 self.gone.discard(engine)
+
+    def _wait_for_a_version(self) -> None:
+        """Wait, in a copy, until an engine generates; others that have no weights yet are asked once they do.
+
+        Raises WorkerDied where none does after cluster.engine_timeout_seconds.
+        """
+        patience = self.cfg.cluster.engine_timeout_seconds
+        with self.beginning:  # the first thread looks, the others wait for it
+            self.begins_until = min(self.begins_until, time.monotonic() + patience)
+            while not self.has_begun:
+                versions = [self.engines.ask(engine, "answers_as", SOON) for engine in range(self.engines.count)]
+                if any(version is not None and version >= 0 for version in versions):
+                    self.gone.update(engine for engine, held in enumerate(versions) if held is not None and held < 0)
+                    self.has_begun = True
+                elif time.monotonic() > self.begins_until:
+                    raise WorkerDied(
+                        f"no engine had weights {patience:g} seconds after the first prompt was asked: mend what the "
+                        "run's own output says of its first refit, then start it again"
+                    )
+                else:
+                    for engine, held in enumerate(versions):
+                        if held is None:
+                            self.engines.renew(engine)
+                    time.sleep(SOON)
 
     def _call_all(self, method: str, *arguments: Any) -> list[Any]:
         """What every engine answers before the first refit, till when none is replaced."""

@@ -140,6 +140,20 @@ def test_the_asynchronous_loop_one_step_off(warm, tmp_path):
     assert len(values["validation/accuracy"]) == 1
 
 
+def test_the_asynchronous_loop_asks_nothing_of_engines_without_weights(warm, tmp_path):
+    """v0.7.0 begins to collect before its first refit, and keeps a sample that failed, without an answer."""
+    logs = tmp_path / "logs"
+    keys = [*runs.overrides(warm, logs), *runs.ASYNC, "grpo.max_num_steps=2"]
+    command = [sys.executable, str(Path(__file__).with_name("slow_refit.py")), "20", str(runs.RECIPE), *keys]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=400, env=runs.environment(tmp_path), check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Error generating response" not in done.stdout + done.stderr
+    values = runs.logged(logs)
+    assert min(values["train/mean_gen_tokens_per_sample"]) > 1
+
+
 def test_the_asynchronous_loop_told_to_stop_saves_the_step_under_way(warm, tmp_path):
     logs = tmp_path / "logs"
     keys = [*runs.overrides(warm, logs), *runs.ASYNC, "checkpointing.enabled=true", "checkpointing.save_period=100"]
