@@ -26,6 +26,11 @@ from nemo_fp8rl.nemo_rl.loss import GrpoLossFn
 from nemo_fp8rl.policy.base import Loss
 from nemo_fp8rl.policy.megatron import MegatronPolicy
 
+NO_ANSWERS = (
+    "no sample of this batch has an answer: NeMo RL printed above why (Error generating response ...) and went on, or "
+    "every prompt fills policy.generation.vllm_cfg.max_model_len; mend that, then start the run again"
+)
+
 
 class MegatronFp8Policy(ColocatablePolicyInterface):
     """refit: called where NeMo RL streams weights to an engine; it raises when that fails.
@@ -73,11 +78,15 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
         loss: float32 [steps], grad_norm: float32 [1], the last. all_mb_metrics: lists of one value a step. NeMo RL adds
         lists and losses up, but for extrema, lr and the like; so they are divided by the number of steps, and their sum
         is the mean. A global batch with no token left to train on is skipped, and counted; so are all of a batch on
-        which a gate says so. Raises StepRefused.
+        which a gate says so. Samples without a token of an answer are counted: NeMo RL's asynchronous rollouts pass
+        over an error of one and keep it, with reward 0. Raises StepRefused, and UserError where no sample has any.
         """
         if eval_mode or mbs not in (None, self.cfg.policy.train_micro_batch_size):
             raise UserError("this policy trains, in microbatches of policy.train_micro_batch_size; nothing else")
         batch, seen, skip = train_batch(data), dict[str, float](), False
+        unanswered = int((~batch["token_mask"].any(1)).sum())  # whatever is filtered from the loss, all with tokens
+        if unanswered == num_rows(batch):
+            raise UserError(NO_ANSWERS)
         if not self.cfg.loss_fn.force_on_policy_ratio:  # else NeMo RL does without prev_logprobs, and has zeros there
             mask = batch["token_mask"] * batch["sample_mask"][:, None]
             if mask.any():
@@ -108,7 +117,7 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
             "all_mb_metrics": unknown
             | _lists(steps)
             | known
-            | {"optimizer_steps_skipped": [len(parts) - len(trained)]},
+            | {"optimizer_steps_skipped": [len(parts) - len(trained)], "samples_without_answer": [unanswered]},
         }
 
     def _counts(self, part: TrainBatch) -> dict[str, float]:

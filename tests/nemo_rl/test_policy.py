@@ -102,3 +102,12 @@ def test_the_mismatch_is_of_all_tokens_whatever_the_loss_makes_of_it(policy):
 def test_valid_samples_are_those_of_the_mask_as_nemo_rl_counts(policy):
     metrics = policy.train(batch([0, 1, 1]), None)["all_mb_metrics"]
     assert (metrics["global_valid_seqs"], metrics["global_valid_toks"]) == ([2], [2])
+
+
+def test_samples_without_an_answer_are_counted_and_a_batch_of_them_alone_is_refused(policy):
+    """As NeMo RL's asynchronous rollouts leave them where generation failed; what is filtered from the loss had one."""
+    given = batch([0, 1, 1])
+    assert policy.train(given, None)["all_mb_metrics"]["samples_without_answer"] == [1]
+    assert policy.train(batch([0, 0, 1]), None)["all_mb_metrics"]["optimizer_steps_skipped"] == [1]
+    with pytest.raises(UserError, match=r"^no sample of this batch has an answer: NeMo RL printed above why"):
+        policy.train(given | {"token_mask": torch.zeros(3, 3)}, None)

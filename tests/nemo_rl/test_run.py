@@ -151,7 +151,21 @@ def test_the_asynchronous_loop_asks_nothing_of_engines_without_weights(warm, tmp
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Error generating response" not in done.stdout + done.stderr
     values = runs.logged(logs)
+    assert values["train/samples_without_answer"] == [0, 0]
     assert min(values["train/mean_gen_tokens_per_sample"]) > 1
+
+
+def test_where_no_sample_has_an_answer_the_run_ends_in_a_sentence(tiny, tmp_path):
+    """NeMo RL's asynchronous rollouts, which its synchronous loop has, too, pass over errors of single samples."""
+    keys = [*runs.overrides(tiny, tmp_path / "logs"), "policy.generation.vllm_cfg.async_engine=true"]
+    keys += [f"policy.model_name={tiny}/model", f"policy.tokenizer.name={tiny}/model"]
+    command = [sys.executable, str(Path(__file__).with_name("failing_answers.py")), str(runs.RECIPE), *keys]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=400, env=runs.environment(tmp_path), check=False
+    )
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert "Error generating response for sample 0: no answer comes" in done.stdout
+    assert "no sample of this batch has an answer" in done.stderr
 
 
 def test_the_asynchronous_loop_told_to_stop_saves_the_step_under_way(warm, tmp_path):

@@ -1,0 +1,17 @@
+"""`nemo-fp8rl nemo` whose engines are asked in vain: python failing_answers.py RECIPE [overrides]."""
+
+import sys
+from typing import Any
+
+from nemo_fp8rl.cli import main
+from nemo_fp8rl.generation.vllm import VllmGeneration
+
+
+def fails(self: VllmGeneration, *arguments: Any) -> Any:
+    raise RuntimeError("no answer comes")
+
+
+if __name__ == "__main__":
+    VllmGeneration.stream = fails  # type: ignore[method-assign]
+    recipe, *overrides = sys.argv[1:]
+    sys.exit(main(["nemo", "--config", recipe, *overrides]))
