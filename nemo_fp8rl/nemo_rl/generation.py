@@ -138,11 +138,12 @@ class VllmFp8Generation(GenerationInterface):
         return True
 
     def snapshot_step_metrics(self) -> None:
-        self.counts = self.generation.metrics()
+        """Nothing: what a refit counts comes before it, and would belong to no step."""
 
     def get_step_metrics(self) -> dict[str, float]:
-        """Engines started again and prompts asked again in this step."""
-        return {name: count - self.counts[name] for name, count in self.generation.metrics().items()}
+        """Engines started again and prompts asked again since this was asked last: in a step and the refit before."""
+        before, self.counts = self.counts, self.generation.metrics()
+        return {name: count - before[name] for name, count in self.counts.items()}
 
     @property
     def requires_kv_scale_sync(self) -> bool:

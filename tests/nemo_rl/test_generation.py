@@ -16,9 +16,10 @@ PROMPTS = {"input_ids": torch.arange(8).view(4, 2) + 1, "input_lengths": torch.f
 class FakeVllmGeneration:
     def __init__(self) -> None:
         self.seeds: list[list[int]] = []
+        self.restarts = 0
 
     def metrics(self) -> dict[str, float]:
-        return {}
+        return {"generation/engine_restarts": self.restarts}
 
     def generate(self, asked: Any, seeds: list[int], sampling: Any) -> list[list[Completion]]:
         self.seeds.append(seeds)
@@ -50,3 +51,15 @@ def test_a_prompt_that_is_asked_again_of_the_same_weights_has_another_seed():
     resumed = FakeVllmGeneration()
     generation(resumed, version=4).generate(PROMPTS)
     assert resumed.seeds == engines.seeds[3:]
+
+
+def test_what_a_refit_counts_is_of_the_step_after_it():
+    """NeMo RL refits between the metrics of one step and the snapshot of the next."""
+    engines = FakeVllmGeneration()
+    made, seen = generation(engines, version=0), []
+    for in_refit, in_step in ((1, 0), (0, 2), (0, 0)):
+        engines.restarts += in_refit
+        made.snapshot_step_metrics()
+        engines.restarts += in_step
+        seen.append(made.get_step_metrics())
+    assert seen == [{"generation/engine_restarts": count} for count in (1, 2, 0)]
