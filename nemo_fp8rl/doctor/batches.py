@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from nemo_fp8rl.doctor.finding import Finding
 from nemo_fp8rl.doctor.plan import ENGINE, TRAINER, Plan
 from nemo_fp8rl.fp8.names import FP8_TOKENS
-from nemo_fp8rl.nemo_rl.stock.layout import why_no_layout
+from nemo_fp8rl.nemo_rl.stock.layout import why_no_layout, why_not_shared
 
 TOPIC = "batches"
 
@@ -101,19 +101,9 @@ def _engines_of_nemo_rl(plan: Plan) -> Iterator[Finding]:
 
 
 def _samples(plan: Plan) -> Iterator[Finding]:
-    batch, micro = plan.policy["train_global_batch_size"], plan.policy["train_micro_batch_size"]
-    if plan.rollouts % batch:
-        yield _error(
-            f"policy.train_global_batch_size={batch} does not divide the {plan.rollouts} samples of a step "
-            "(grpo.num_prompts_per_step x grpo.num_generations_per_prompt)"
-        )
-    if batch % plan.data:
-        yield _error(f"policy.train_global_batch_size={batch} is no multiple of the {plan.data} data-parallel replicas")
-    elif not plan.packing and not plan.dynamic and batch // plan.data % micro:
-        yield _error(
-            f"policy.train_micro_batch_size={micro} does not divide the {batch // plan.data} samples of a replica "
-            f"(policy.train_global_batch_size={batch} over {plan.data})"
-        )
+    micro = None if plan.packing or plan.dynamic else plan.policy["train_micro_batch_size"]
+    batch = plan.policy["train_global_batch_size"]
+    yield from map(_error, why_not_shared(plan.rollouts, batch, plan.data, micro))
 
 
 def _multiples(plan: Plan) -> Iterator[Finding]:

@@ -27,6 +27,8 @@ ONLY_SYNCHRONOUS = (
     "data.use_multiple_dataloader",
 )
 """What its asynchronous loop passes over, and its launcher refuses."""
+PREFIXES = ("train:", "val:")
+"""Of checkpointing.metric_name: whose metric it is."""
 NO_LOGPROBS = "the log-probs that loss_fn.force_on_policy_ratio does without; drop one"
 
 
@@ -56,6 +58,12 @@ def check_loop(master: Mapping[str, Any]) -> None:
         raise UserError(f"grpo.stop_at_validation_metric={metric} needs grpo.stop_at_validation_threshold; set it, too")
     if metric == "pass_k" and at(master, "grpo.val_num_generations_per_prompt", 1) in (None, 1):
         raise UserError("grpo.stop_at_validation_metric=pass_k needs grpo.val_num_generations_per_prompt above 1")
+    best_by = at(master, "checkpointing.metric_name", None)
+    if best_by is not None and at(master, "checkpointing.enabled", False) and not str(best_by).startswith(PREFIXES):
+        raise UserError(
+            f"checkpointing.metric_name={best_by} says neither train: nor val: before the metric's name, which NeMo RL "
+            f"asks for at the first checkpoint: set it to val:{best_by} or train:{best_by}"
+        )
     check_loss(master)
     check_set_up(master)
 

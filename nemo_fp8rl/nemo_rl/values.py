@@ -37,6 +37,7 @@ TYPES: dict[str, Any] = {
     "grpo.num_generations_per_prompt": Count,
     "grpo.max_num_steps": Count,
     "grpo.max_num_epochs": Count,
+    "grpo.val_num_generations_per_prompt": Count | None,
     "grpo.async_grpo": dict | None,
     "grpo.async_grpo.enabled": bool | None,
     "loss_fn": dict,

@@ -73,6 +73,7 @@ class VllmSpecificArgs(TypedDict):
 
 class GRPOConfig(BaseModel):
     val_at_end: bool = False
+    val_num_generations_per_prompt: int = 1
 
 class Elsewhere(BaseModel):
     unreachable: int

@@ -28,14 +28,16 @@ loss_fn:
   reference_policy_kl_penalty: 0.0, truncated_importance_sampling_type: null, truncated_importance_sampling_ratio: null}
 data: {use_multiple_dataloader: false, train: {env_name: math}}
 policy:
-  generation: {temperature: 1.0, val_temperature: 1.0}
+  generation: {temperature: 1.0, val_temperature: 1.0, top_p: 1.0}
   logprob_chunk_size: null
+  megatron_cfg: {use_fused_linear_logprobs: false}
   sequence_packing: {enabled: false, train_mb_tokens: 512, logprob_mb_tokens: 512}
   dynamic_batching: {enabled: false, train_mb_tokens: 512, logprob_mb_tokens: 512, sequence_length_round: 64}
 data_plane: {enabled: false}
 async_rl: {max_weight_staleness_versions: 1}
 on_policy_distillation: {enabled: false}
 reward_penalties: {penalize_empty_final_answer: false}
+checkpointing: {metric_name: null}
 env: {should_use_nemo_gym: false, reward_model: {resources: {gpus_per_node: 1, num_nodes: 1}}}
 """
 MB_TOKENS = "train_mb_tokens: 512, logprob_mb_tokens: 512"
@@ -46,6 +48,8 @@ APART = "policy.generation.colocated.enabled=false"
 HALF = "policy.generation.colocated.resources.gpus_per_node=4"
 TRUNCATED = "++loss_fn.truncated_importance_sampling_"
 FORCED = "++loss_fn.force_on_policy_ratio=true"
+FUSED = "++policy.megatron_cfg.use_fused_linear_logprobs=true"
+SAVES = "checkpointing.enabled=true"
 
 
 class Goes(Exception):
@@ -61,6 +65,7 @@ def path(checkout: Path, tmp_path: Path, monkeypatch) -> Path:
 
     monkeypatch.setattr(run, "uses_own_workers", goes)
     write(checkout / "examples/configs/other.yaml", KNOWN)
+    write(checkout / "nemo_rl/algorithms/reads.py", f'"""{KNOWN}"""')
     return write(tmp_path / "recipe.yaml", RECIPE)
 
 
@@ -80,6 +85,7 @@ def path(checkout: Path, tmp_path: Path, monkeypatch) -> Path:
         (["++env.should_use_nemo_gym=true"], r"env\.should_use_nemo_gym=True .*NeMo Gym's servers"),
         (["++loss_fn.positive_example_nll_weight=0.1"], r"positive_example_nll_weight=0\.1: .*no rewards.*set it to 0"),
         (["++reward_penalties={penalize_empty_final_answer: true}"], r"reward_penalties\.penalize_empty_final_answer"),
+        ([SAVES, "++checkpointing.metric_name=accuracy"], r"metric_name=accuracy .* set it to val:accuracy or "),
         (["++grpo.stop_at_validation_metric=accuracy"], r"needs grpo\.stop_at_validation_threshold"),
         (
             ["++grpo.stop_at_validation_metric=pass_k", "++grpo.stop_at_validation_threshold=0.5"],
@@ -141,6 +147,9 @@ def test_what_nemo_rls_loops_do_not_do_is_refused_before_workers_are_asked_for(p
         ["+nemo_fp8rl.correction={weight: token}"],
         ["++grpo.use_dynamic_sampling=true", "++grpo.reward_scaling={enabled: true}"],
         ["++loss_fn.positive_example_nll_weight=0.0"],
+        [SAVES, "++checkpointing.metric_name=val:accuracy"],
+        [SAVES, "++checkpointing.metric_name=null"],
+        ["++checkpointing.metric_name=accuracy"],  # of which nothing is asked without checkpoints
         ["++data_plane={enabled: false}", "++on_policy_distillation={enabled: false}"],
         ["++grpo.stop_at_validation_metric=accuracy", "++grpo.stop_at_validation_threshold=0.5"],
     ],
@@ -162,6 +171,13 @@ def test_what_they_do_is_not(path, keys):
             r"policy\.dynamic_batching\.enabled and policy\.sequence_packing\.enabled exclude each other",
         ),
         (["++policy.logprob_chunk_size=1024"], r"needs policy\.megatron_cfg\.defer_fp32_logits=true"),
+        (["policy.train_global_batch_size=500"], r"train_global_batch_size=500 does not divide the 512 samples of a"),
+        (["policy.train_global_batch_size=4"], r"train_global_batch_size=4 is no multiple of the 8 data-parallel"),
+        (["policy.train_micro_batch_size=3"], r"train_micro_batch_size=3 does not divide the 64 samples of a replica"),
+        ([FUSED], None),
+        ([FUSED, "++policy.generation.top_k=-1", "++policy.generation.top_p=1.0"], None),
+        ([FUSED, "++policy.generation.top_k=5"], r"use_fused_linear_logprobs=true is not for top-k or top-p"),
+        ([FUSED, "++policy.generation.top_p=0.9"], r"use_fused_linear_logprobs=true is not for top-k or top-p"),
     ],
 )
 def test_what_nemo_rls_own_workers_assert_is_refused_before_anything_is_loaded(path, monkeypatch, keys, message):

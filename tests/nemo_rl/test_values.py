@@ -54,6 +54,7 @@ def test_every_command_says_it_in_one_line(path, capsys, command, override, key)
         "policy.generation.vllm_cfg.tensor_parallel_size='2|x'",
         "grpo.num_prompts_per_step=null",
         "++grpo.max_num_steps=null",
+        "++grpo.val_num_generations_per_prompt=0",
         "policy.megatron_cfg.tensor_model_parallel_size=0",
         "policy.max_total_sequence_length=0",
         "policy.megatron_cfg.pipeline_model_parallel_size=-1",

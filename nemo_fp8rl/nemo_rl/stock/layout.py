@@ -2,14 +2,16 @@
 `doctor` may ask.
 
 Sources: `Policy` (https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/models/policy/lm_policy.py), the trainer's set-up
-(nemo_rl/models/megatron/setup.py) and `setup` (nemo_rl/algorithms/grpo.py); alike in v0.7.0, but that the fused
-log-probs are main's.
+(nemo_rl/models/megatron/setup.py), `setup` (nemo_rl/algorithms/grpo.py) and `shard_by_batch_size`
+(nemo_rl/distributed/batched_data_dict.py); alike in v0.7.0, but that the fused log-probs are main's.
 """
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from nemo_fp8rl.nemo_rl.gpus import divide
 from nemo_fp8rl.nemo_rl.keys import at
 
 TRAINER = "policy.megatron_cfg"
@@ -35,8 +37,16 @@ def why_no_layout(values: Mapping[str, Any]) -> Iterator[str]:
             f"{TRAINER}.context_parallel_size={context} needs {PACKING}=true in NeMo RL's trainer: set that, or "
             "context_parallel_size=1"
         )
-    if packing and at(values, f"{TRAINER}.use_fused_linear_logprobs", False):
-        yield f"{TRAINER}.use_fused_linear_logprobs=true is not for packed sequences: set it, or {PACKING}, to false"
+    if at(values, f"{TRAINER}.use_fused_linear_logprobs", False):
+        here = f"{TRAINER}.use_fused_linear_logprobs=true is not for"
+        if packing:
+            yield f"{here} packed sequences: set it, or {PACKING}, to false"
+        top_k, top_p = (at(values, f"policy.generation.{name}", None) for name in ("top_k", "top_p"))
+        if (top_k or 0) > 0 or top_p not in (None, 1):
+            yield (
+                f"{here} top-k or top-p, of which it knows nothing: set it to false, or policy.generation.top_k=null "
+                "and policy.generation.top_p=1.0"
+            )
     if (chunk := at(values, "policy.logprob_chunk_size", None)) and not at(
         values, f"{TRAINER}.defer_fp32_logits", False
     ):
@@ -45,6 +55,34 @@ def why_no_layout(values: Mapping[str, Any]) -> Iterator[str]:
             "or logprob_chunk_size=null"
         )
     yield from _ratio_refusals(values)
+
+
+def why_no_shares(values: Mapping[str, Any]) -> Iterator[str]:
+    """Why a step's samples cannot be shared among optimizer steps, replicas and microbatches, each in a sentence."""
+    sizes = (at(values, f"{TRAINER}.{name}_parallel_size", 1) for name in ("tensor_model", "pipeline_model", "context"))
+    any_size = at(values, PACKING, False) or at(values, DYNAMIC, False)
+    yield from why_not_shared(
+        at(values, "grpo.num_prompts_per_step", 1) * at(values, "grpo.num_generations_per_prompt", 1),
+        values["policy"]["train_global_batch_size"],
+        max(1, divide(values).trainer // math.prod(size or 1 for size in sizes)),
+        None if any_size else values["policy"]["train_micro_batch_size"],
+    )
+
+
+def why_not_shared(samples: int, batch: int, replicas: int, micro: int | None) -> Iterator[str]:
+    """The same, of numbers. micro: None where microbatches are of any number of samples."""
+    if samples % batch:
+        yield (
+            f"policy.train_global_batch_size={batch} does not divide the {samples} samples of a step "
+            "(grpo.num_prompts_per_step x grpo.num_generations_per_prompt)"
+        )
+    if batch % replicas:
+        yield f"policy.train_global_batch_size={batch} is no multiple of the {replicas} data-parallel replicas"
+    elif micro and batch // replicas % micro:
+        yield (
+            f"policy.train_micro_batch_size={micro} does not divide the {batch // replicas} samples of a replica "
+            f"(policy.train_global_batch_size={batch} over {replicas})"
+        )
 
 
 def _ratio_refusals(values: Mapping[str, Any]) -> Iterator[str]:

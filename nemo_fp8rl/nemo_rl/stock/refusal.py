@@ -1,6 +1,7 @@
 """What NeMo RL's own workers cannot have with FP8 on the wire; no torch, so that `doctor` may ask."""
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from nemo_fp8rl.algorithms.correction_config import from_mapping
@@ -9,7 +10,7 @@ from nemo_fp8rl.nemo_rl.compat import engines_survive_fp8_refit
 from nemo_fp8rl.nemo_rl.gpus import is_asynchronous
 from nemo_fp8rl.nemo_rl.keys import at
 from nemo_fp8rl.nemo_rl.precision import ENGINE, read_precision
-from nemo_fp8rl.nemo_rl.stock.layout import why_no_layout
+from nemo_fp8rl.nemo_rl.stock.layout import why_no_layout, why_no_shares
 
 OURS = "or nemo_fp8rl.workers=ours"
 IGNORED = "quantization_ignored_layer_kws"
@@ -24,7 +25,10 @@ NO_LATENT_CACHE = (
 def check_stock(values: Mapping[str, Any], version: str) -> None:
     """Raise UserError for what NeMo RL of this version cannot have of the resolved recipe `values`."""
     policy = values["policy"]
-    if refusal := why_no_correction(values) or why_not(policy, version) or next(why_no_layout(values), ""):
+    if refusal := why_no_correction(values) or why_not(policy, version):
+        raise UserError(refusal)
+    shares = why_no_shares(values) if at(values, "policy.megatron_cfg.enabled", False) else ()
+    if refusal := next(chain(why_no_layout(values), shares), ""):
         raise UserError(refusal)
     if read_precision(policy).kv_fp8 and (refusal := next(why_no_kv_scales(values), "")):
         raise UserError(f"{refusal}, {OURS}")
