@@ -5,11 +5,15 @@ there is no schema to ask without importing it. A key counts as known where one 
 same place (those for other algorithms have keys that GRPO passes over), or where the annotations of its config classes
 lead there from GRPO's MasterConfig; subclasses count, as GenerationConfig stands for VllmConfig. Mappings with free
 keys show themselves: an example leaves them empty, or their annotation is a dict.
+
+Some keys of its own recipes are read by no code of it. What a recipe has of them stays, as nobody meant anything by it
+but NeMo RL; one that an override adds is meant, and refused.
 """
 
 import ast
 import difflib
 import functools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,20 +25,36 @@ from nemo_fp8rl.nemo_rl.precision import READ_WITHOUT_DECLARATION
 
 ALGORITHM = "grpo"
 """The block that every example for it has, itself or from a parent."""
+ALIKE = 0.7
+"""Of names of which one may be meant by the other, from 0 to 1."""
 ROOT_CLASS, ROOT_MODULE = "MasterConfig", "algorithms/grpo.py"
 """Other algorithms have classes of that name, too."""
+READ_BY_NAME = ("grpo", "loss_fn", "policy.megatron_cfg")
+"""Blocks of which NeMo RL reads single keys; others it hands on, whole, to who knows their keys."""
 MAPPINGS = {"dict", "Dict", "Mapping", "Any"}
 
 
 @dataclass
 class Known:
-    """A key: what may stand below it, or that anything may."""
+    """A key: what may stand below it, or that anything may.
+
+    declared: a class has it. unread: no code has its name; looked for in the blocks READ_BY_NAME alone.
+    """
 
     free: bool = False
+    declared: bool = False
+    unread: bool = False
     keys: dict[str, "Known"] = field(default_factory=dict)
 
     def at(self, key: str) -> "Known":
         return self.keys.setdefault(key, Known())
+
+    def below(self, path: str) -> "dict[str, Known]":
+        """The keys of a block, none where it is not known."""
+        here = self
+        for part in path.split("."):
+            here = here.keys.get(part, Known())
+        return here.keys
 
     def paths(self, prefix: str = "") -> Iterator[str]:
         for key, known in self.keys.items():
@@ -47,7 +67,10 @@ def read_known_keys(checkout: Checkout) -> Known:
     known = Known()
     for values in _examples(checkout.examples):
         _add_values(known, values)
-    _add_classes(known, checkout.package)
+    named = _add_classes(known, checkout.package)
+    for block in READ_BY_NAME:
+        for name, one in known.below(block).items():
+            one.unread = not one.declared and name not in named
     for key in READ_WITHOUT_DECLARATION:
         place = known
         for part in key.split("."):
@@ -63,6 +86,22 @@ def check_known(values: Mapping[Any, Any], known: Known, version: str) -> None:
         meant = [f"{place}{near[0]}"] if near else elsewhere[:1]
         hint = f"did you mean {meant[0]}?" if meant else f"NeMo RL {version} has no such key for GRPO"
         raise UserError(f"unknown config key {place}{key}; {hint}")
+
+
+def check_read(key: str, known: Known) -> None:
+    """Raise UserError where no code of NeMo RL reads this key, which an example of its has."""
+    block, _, name = key.rpartition(".")
+    beside = known.below(block) if block else {}
+    if name in beside and beside[name].unread:
+        read = [other for other, one in beside.items() if not one.unread]
+        near = sorted(read, key=lambda other: -_likeness(name, other))[:1]
+        meant = [f"; did you mean {block}.{other}?" for other in near if _likeness(name, other) >= ALIKE]
+        raise UserError(f"NeMo RL's code reads no key {key}, which an example of its has{''.join(meant) or ': remove it'}")
+
+
+def _likeness(a: str, b: str) -> float:
+    """Of two names, whatever the order of their words."""
+    return difflib.SequenceMatcher(None, *("_".join(sorted(name.split("_"))) for name in (a, b))).ratio()
 
 
 def _unknown(values: Mapping[Any, Any], known: Known, place: str) -> Iterator[tuple[str, str, Known]]:
@@ -121,16 +160,20 @@ def _add_values(known: Known, values: Any) -> None:
 Classes = dict[str, tuple[set[str], dict[str, list[ast.expr]]]]
 
 
-def _add_classes(known: Known, package: Path) -> None:
+def _add_classes(known: Known, package: Path) -> set[str]:
+    """Returns every name and word in the package's code."""
     classes: Classes = {}
+    words = set[str]()
     for path in package.rglob("*.py"):
         try:
             text = path.read_text()
+            words.update(re.findall(r"\w+", text))
             if "TypedDict" in text or "BaseModel" in text or "dataclass" in text:
                 _collect(classes, ast.parse(text), path == package / ROOT_MODULE)
         except (OSError, ValueError, SyntaxError, RecursionError):
             continue  # no module, or one that is being edited
     _add_fields(known, ROOT_CLASS, classes, ())
+    return words
 
 
 def _collect(classes: Classes, module: ast.Module, has_root: bool) -> None:
@@ -151,6 +194,7 @@ def _add_fields(known: Known, name: str, classes: Classes, above: tuple[str, ...
     for relative in {*bases, *subclasses} - {"TypedDict", "BaseModel"}:
         _add_fields(known, relative, classes, (*above, name))
     for key, annotations in fields.items():
+        known.at(key).declared = True
         for named in {named for annotation in annotations for named in _names_in(annotation)}:
             known.at(key).free |= named in MAPPINGS
             _add_fields(known.at(key), named, classes, (*above, name))

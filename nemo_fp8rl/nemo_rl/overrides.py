@@ -46,6 +46,11 @@ def apply_override(tree: Any, override: str) -> None:
         OmegaConf.update(tree, key, value, merge=True, force_add=True)
 
 
+def adds(tree: Any, override: str) -> bool:
+    """Whether the tree has no such key yet."""
+    return override.startswith("+") and not _has(tree, key_of(override))
+
+
 def _has(tree: Any, key: str) -> bool:
     from omegaconf import OmegaConf
 

@@ -12,8 +12,8 @@ from nemo_fp8rl.config_check import check_no_secret, check_tracker
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.nemo_rl.checkout import NEMO_RL_SRC, Checkout, find_checkout, make_absolute
 from nemo_fp8rl.nemo_rl.keys import at
-from nemo_fp8rl.nemo_rl.known_keys import check_known, read_known_keys
-from nemo_fp8rl.nemo_rl.overrides import apply_override, key_of
+from nemo_fp8rl.nemo_rl.known_keys import check_known, check_read, read_known_keys
+from nemo_fp8rl.nemo_rl.overrides import adds, apply_override, key_of
 from nemo_fp8rl.nemo_rl.precision import Precision, read_precision
 from nemo_fp8rl.nemo_rl.values import check_values
 from nemo_fp8rl.typed_tree import check_keys, check_numbers, defaults, shown, typed
@@ -98,6 +98,8 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> NemoRlRecipe:
         key = key_of(override)
         if not key.startswith(f"{BLOCK}."):
             check_known(_nested(key), known, checkout.version)
+        if adds(tree, override):
+            check_read(key, known)
         apply_override(tree, override)
     with refusing(str(path)):
         given: Any = OmegaConf.to_container(tree)

@@ -209,6 +209,19 @@ def test_what_an_example_inherits_is_known_and_the_list_of_its_parents_is_no_key
     assert "unknown config key defaults" in refusal(CHILD, "+defaults=grpo.yaml")
 
 
+def test_a_key_of_an_example_that_no_code_reads_is_refused_where_an_override_adds_it(checkout, recipe, refusal):
+    """What a recipe of NeMo RL's has of them stays, as its own would not load otherwise."""
+    of_example = "{num_val_at_end: true, read: 1}"
+    write(checkout / "examples/configs/recipes/grpo-small.yaml", f"defaults: ../grpo.yaml\ngrpo: {of_example}\n")
+    write(checkout / "nemo_rl/reads.py", "grpo_config.read\n")
+    assert refusal(CHILD, "+grpo.num_val_at_end=true") == (
+        "NeMo RL's code reads no key grpo.num_val_at_end, which an example of its has; did you mean grpo.val_at_end?"
+    )
+    assert recipe(CHILD, "+grpo.read=2").values["grpo"]["read"] == 2
+    of_recipe = recipe(CHILD + f"grpo: {of_example}\n", "++grpo.num_val_at_end=false")
+    assert of_recipe.values["grpo"]["num_val_at_end"] is False
+
+
 def test_a_marker_below_the_top_which_nemo_rl_ignores_is_refused(refusal):
     assert "policy.generation._override_" in refusal(CHILD + "policy: {generation: {_override_: true}}\n")
 
@@ -368,6 +381,24 @@ def test_no_key_of_a_shipped_recipe_is_refused(real_checkout):
 def test_keys_of_other_algorithms_are_refused_in_a_recipe_for_grpo(real_checkout, override):
     with pytest.raises(UserError, match="unknown config key"):
         read(RECIPE, [f"+{override}"])
+
+
+@pytest.mark.nemo_rl
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("grpo.num_val_generations_per_prompt", "did you mean grpo.val_num_generations_per_prompt?"),
+        ("policy.megatron_cfg.first_last_layers_bf16", "remove it"),
+    ],
+)
+def test_a_key_that_its_own_recipes_have_in_vain_is_refused(real_checkout, key, meant):
+    said = f"NeMo RL's code reads no key {key}, which an example of its has"
+    with pytest.raises(UserError) as caught:
+        read(RECIPE, [f"+{key}=4"])
+    if find_checkout().version == "0.7.0":  # which has neither the second nor what the first means
+        assert str(caught.value).startswith((said, f"unknown config key {key}"))
+    else:
+        assert str(caught.value).startswith(said) and meant in str(caught.value)
 
 
 @pytest.mark.nemo_rl
