@@ -10,7 +10,7 @@ from nemo_fp8rl.doctor.plan import Plan
 from nemo_fp8rl.doctor.shapes import config_of
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.nemo_rl.checks import check_loop
-from nemo_fp8rl.nemo_rl.keys import HOST_MEMORY_KEYS, at
+from nemo_fp8rl.nemo_rl.keys import passed_over
 from nemo_fp8rl.nemo_rl.precision import read_precision
 from nemo_fp8rl.nemo_rl.stock.bf16_layers import with_bf16_layers
 from nemo_fp8rl.nemo_rl.stock.refusal import why_no_correction, why_not
@@ -61,8 +61,8 @@ def _stock(plan: Plan, version: str) -> str:
 
 
 def _ours(plan: Plan, loop_refusal: str) -> Iterator[Finding]:
-    for key in (key for key in HOST_MEMORY_KEYS if at(plan.values, key, None)):
-        yield Finding("warn", TOPIC, f"{key} is of NeMo RL's own workers; ours keep that on the GPU while they train")
+    for sentence in passed_over(plan.values):
+        yield Finding("warn", TOPIC, sentence)
     refusal = _refusal(plan)
     if refusal and refusal != loop_refusal:
         yield Finding("error", TOPIC, refusal)

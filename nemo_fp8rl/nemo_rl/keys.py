@@ -116,11 +116,14 @@ UNUSED = (
     *("policy.generation.vllm_cfg.use_tqdm", "policy.generation.vllm_cfg.vllm_", "policy.generation.vllm_cfg.zmq_"),
     *("policy.generation.vllm_kwargs.enable_chunked_prefill", "policy.generation.vllm_kwargs.moe_backend"),
 )
-HOST_MEMORY_KEYS = (
-    "policy.megatron_cfg.optimizer.optimizer_cpu_offload",
-    "policy.megatron_cfg.fine_grained_activation_offloading",
-)
-"""Keys of UNUSED that ask for memory of the host in training."""
+OTHERWISE = {
+    "policy.megatron_cfg.optimizer.optimizer_cpu_offload": (False, "ours keep that on the GPU while they train"),
+    "policy.megatron_cfg.fine_grained_activation_offloading": (False, "ours keep that on the GPU while they train"),
+    "policy.generation.vllm_cfg.enable_prefix_caching": (True, "our engines cache prefixes where vLLM can"),
+    "checkpointing.is_async": (False, "our checkpoints are whole before training goes on"),
+    "checkpointing.model_save_format": ("safetensors", "our weights are saved as safetensors"),
+}
+"""Key of memory, speed or files -> (the value that our parts do as, what they do); a run says where the recipe differs."""
 MODEL = ("policy.hf_config_overrides.", "policy.megatron_cfg.model_overrides.")
 """Other names for keys of the model's config.json, which is read as it is: whatever they say would change it."""
 
@@ -128,7 +131,8 @@ MODEL = ("policy.hf_config_overrides.", "policy.megatron_cfg.model_overrides.")
 def check_keys(master: Mapping[str, Any]) -> None:
     """Raise UserError, naming the key, on one that asks for something else than there is."""
     for key, (value, why) in REQUIRED.items():
-        if (given := at(master, key, ABSENT.get(key, value))) != value:
+        given = at(master, key, ABSENT.get(key, value))
+        if given != value and (value or given is not None):  # null is none of what is not asked for
             raise UserError(f"{key}={given}: {why}; set it to {value if isinstance(value, str) else json.dumps(value)}")
     named = {f"{block}.{name}" for block, names in COPIED.items() for name in names} | REQUIRED.keys()
     for key, value in _leaves(master["policy"], "policy."):
@@ -137,6 +141,13 @@ def check_keys(master: Mapping[str, Any]) -> None:
             raise UserError(
                 f"{key}={shown(value)} is not a key that this trainer or engine knows: remove it, or set it to null"
             )
+
+
+def passed_over(master: Mapping[str, Any]) -> Iterator[str]:
+    """What our parts do OTHERWISE than the recipe says, each key in a sentence."""
+    for key, (same, instead) in OTHERWISE.items():
+        if (given := at(master, key, None)) not in (None, same):
+            yield f"{key}={shown(given)} is of NeMo RL's own workers; {instead}"
 
 
 def at(tree: Mapping[str, Any], key: str, default: Any) -> Any:

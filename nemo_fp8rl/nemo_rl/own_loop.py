@@ -48,6 +48,7 @@ LONGEST = "data.max_input_seq_length"
 PASSED_OVER = {
     "checkpointing.metric_name": "the latest checkpoints are kept, not the best",
     "checkpointing.checkpoint_must_save_by": "a run ends by its steps or a signal, not by a time",
+    "grpo.stop_at_validation_threshold": "a run takes all its steps, however well it validates",
     "grpo.val_start_at": "it validates from the first val_period on",
 }
 """What changes no number of training, and our loop does otherwise."""

@@ -29,7 +29,11 @@ def test_ours_take_context_parallelism_and_unequal_stages():
 def test_memory_of_the_host_that_ours_do_not_take_is_said():
     on_host = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "lr": 1e-6}
     (warning, _) = said("Qwen/Qwen3-8B", policy__megatron_cfg__optimizer=on_host)
-    assert warning[0] == "warn" and "policy.megatron_cfg.optimizer.optimizer_cpu_offload is of NeMo RL" in warning[1]
+    assert warning == (
+        "warn",
+        "policy.megatron_cfg.optimizer.optimizer_cpu_offload=True is of NeMo RL's own workers; ours keep that on the "
+        "GPU while they train",
+    )
 
 
 def test_where_they_are_not_asked_for_nothing_is_said():

@@ -12,6 +12,7 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation.arguments import engine_arguments
 from nemo_fp8rl.nemo_rl.config import from_nemo_rl
 from nemo_fp8rl.nemo_rl.gpus import check_division, divide
+from nemo_fp8rl.nemo_rl.keys import OTHERWISE, passed_over
 from nemo_fp8rl.nemo_rl.own_loop import of_keys_for_own_loop
 from nemo_fp8rl.nemo_rl.recipe import load
 from tests.conftest import RECIPES
@@ -132,6 +133,30 @@ def test_gpus_are_ranks_and_processes_of_engines(tiny):
     cfg = from_nemo_rl(master(tiny, cluster__gpus_per_node=3, policy__generation__colocated=apart))
     assert (cfg.cluster.backend, cfg.cluster.train_ranks, cfg.cluster.generation_engines) == ("ray", 2, 1)
     assert not cfg.policy.generation.colocated.enabled and cfg.policy.generation.vllm_cfg.sleep_level == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "instead"),
+    [
+        ("policy__megatron_cfg__optimizer__optimizer_cpu_offload", True, "keep that on the GPU"),
+        ("policy__generation__vllm_cfg__enable_prefix_caching", False, "our engines cache prefixes"),
+        ("checkpointing__is_async", True, "our checkpoints are whole"),
+        ("checkpointing__model_save_format", "torch_save", "our weights are saved as safetensors"),
+    ],
+)
+def test_what_our_parts_do_otherwise_is_said_and_what_they_do_is_not(tiny, key, given, instead):
+    (sentence,) = passed_over(master(tiny, **{key: given}))
+    name = key.replace("__", ".")
+    assert sentence.startswith(f"{name}={given!r} is of NeMo RL's own workers; ") and instead in sentence
+    for same in (None, OTHERWISE[name][0]):
+        assert list(passed_over(master(tiny, **{key: same}))) == []
+
+
+def test_null_is_none_of_what_has_to_be_off(tiny):
+    off = {"policy__megatron_cfg__mtp_num_layers": None, "policy__draft": {"enabled": None}}
+    assert from_nemo_rl(master(tiny, **off)) == from_nemo_rl(master(tiny))
+    with pytest.raises(UserError, match=r"policy\.megatron_cfg\.enabled=None"):
+        from_nemo_rl(master(tiny, policy__megatron_cfg__enabled=None))
 
 
 @pytest.mark.parametrize(

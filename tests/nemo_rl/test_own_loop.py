@@ -91,8 +91,10 @@ def test_a_sets_own_words_are_before_the_defaults_and_it_validates_as_it_samples
     keys = without_template(runs.overrides(warm, tmp_path))
     keys += ["++data.train.env_name=math", "policy.generation.temperature=0.7"]
     on_main = find_checkout().version != "0.7.0"
-    cfg = load_for_own_loop(runs.RECIPE, [*keys, *["++grpo.val_start_at=2"] * on_main])
+    of_main = ("++grpo.val_start_at=2", "++grpo.stop_at_validation_threshold=0.5")
+    cfg = load_for_own_loop(runs.RECIPE, [*keys, *of_main * on_main])
     assert cfg.data.default.env_name == "math"
     assert cfg.policy.generation.temperature == cfg.policy.generation.val_temperature == 0.7
-    passed_over = "grpo.val_start_at=2 is of NeMo RL's loop; in our own it validates from" in capsys.readouterr().out
-    assert passed_over == on_main
+    said = capsys.readouterr().out
+    assert ("grpo.val_start_at=2 is of NeMo RL's loop; in our own it validates from" in said) == on_main
+    assert ("grpo.stop_at_validation_threshold=0.5 is of NeMo RL's loop; in our own a run takes" in said) == on_main
