@@ -75,7 +75,7 @@ class MegatronPolicy:
     @_in_turn
     def train_step(self, batch: TrainBatch, loss: Loss, schedules: bool = True) -> dict[str, float]:
         mask = batch["token_mask"][:, 1:] * batch["sample_mask"].unsqueeze(-1)
-        counts = float((mask.sum(-1) > 0).sum()), float(mask.sum())
+        counts = float(batch["sample_mask"].sum()), float(mask.sum())  # sequences as NeMo RL's, with a token or not
         if not counts[1]:
             raise ValueError("the batch holds no token to train on: every sample is masked out")
         self.steps_taken += 1

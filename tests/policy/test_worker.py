@@ -230,6 +230,20 @@ def test_the_optimizer_of_a_wider_model_is_refused(recipe, tmp_path):
         worker.load(str(tmp_path / "checkpoint"))
 
 
+def test_a_sequence_counts_unless_it_is_masked_as_nemo_rl_counts_it(recipe):
+    """Also one without a token of an answer, such as NeMo RL keeps of a generation that failed."""
+    policy, batch, seen = MegatronPolicy(recipe()), random_batch(4), set[tuple[float, float]]()
+
+    def loss(logprobs: torch.Tensor, part: TrainBatch, sequences: torch.Tensor, tokens: torch.Tensor):
+        seen.add((float(sequences), float(tokens)))
+        return NllLoss()(logprobs, part, sequences, tokens)
+
+    batch["token_mask"][0] = batch["sample_mask"][1] = 0
+    policy.train_step(batch, loss)
+    assert seen == {(7.0, float(batch["token_mask"][2:].sum()))}
+    policy.shutdown()
+
+
 def test_fully_masked_batch_is_refused(recipe):
     policy = MegatronPolicy(recipe())
     batch = random_batch(4)
