@@ -28,7 +28,7 @@ ONLY_SYNCHRONOUS = (
 )
 """What its asynchronous loop passes over, and its launcher refuses."""
 PREFIXES = ("train:", "val:")
-"""Of checkpointing.metric_name: whose metric it is."""
+"""Beginnings of checkpointing.metric_name, which say whose metric it is."""
 NO_LOGPROBS = "the log-probs that loss_fn.force_on_policy_ratio does without; drop one"
 
 

@@ -123,7 +123,7 @@ OTHERWISE = {
     "checkpointing.is_async": (False, "our checkpoints are whole before training goes on"),
     "checkpointing.model_save_format": ("safetensors", "our weights are saved as safetensors"),
 }
-"""Key of memory, speed or files -> (the value that our parts do as, what they do); a run says where the recipe differs."""
+"""Key of memory, speed or files -> (the value that our parts go by, what they do); a run says where its own differs."""
 MODEL = ("policy.hf_config_overrides.", "policy.megatron_cfg.model_overrides.")
 """Other names for keys of the model's config.json, which is read as it is: whatever they say would change it."""
 

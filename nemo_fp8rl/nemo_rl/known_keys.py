@@ -26,7 +26,7 @@ from nemo_fp8rl.nemo_rl.precision import READ_WITHOUT_DECLARATION
 ALGORITHM = "grpo"
 """The block that every example for it has, itself or from a parent."""
 ALIKE = 0.7
-"""Of names of which one may be meant by the other, from 0 to 1."""
+"""Likeness, 0 to 1, from which on one name may be meant by another."""
 ROOT_CLASS, ROOT_MODULE = "MasterConfig", "algorithms/grpo.py"
 """Other algorithms have classes of that name, too."""
 READ_BY_NAME = ("grpo", "loss_fn", "policy.megatron_cfg")
@@ -96,11 +96,13 @@ def check_read(key: str, known: Known) -> None:
         read = [other for other, one in beside.items() if not one.unread]
         near = sorted(read, key=lambda other: -_likeness(name, other))[:1]
         meant = [f"; did you mean {block}.{other}?" for other in near if _likeness(name, other) >= ALIKE]
-        raise UserError(f"NeMo RL's code reads no key {key}, which an example of its has{''.join(meant) or ': remove it'}")
+        raise UserError(
+            f"NeMo RL's code reads no key {key}, which an example of its has{''.join(meant) or ': remove it'}"
+        )
 
 
 def _likeness(a: str, b: str) -> float:
-    """Of two names, whatever the order of their words."""
+    """How alike two names are, 0 to 1, whatever the order of their words."""
     return difflib.SequenceMatcher(None, *("_".join(sorted(name.split("_"))) for name in (a, b))).ratio()
 
 
