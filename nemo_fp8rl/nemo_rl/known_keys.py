@@ -103,7 +103,8 @@ def check_read(key: str, known: Known) -> None:
 
 def _likeness(a: str, b: str) -> float:
     """How alike two names are, 0 to 1, whatever the order of their words."""
-    return difflib.SequenceMatcher(None, *("_".join(sorted(name.split("_"))) for name in (a, b))).ratio()
+    first, second = ("_".join(sorted(name.split("_"))) for name in (a, b))
+    return difflib.SequenceMatcher(None, first, second).ratio()
 
 
 def _unknown(values: Mapping[Any, Any], known: Known, place: str) -> Iterator[tuple[str, str, Known]]:
