@@ -94,11 +94,9 @@ def check_read(key: str, known: Known) -> None:
     beside = known.below(block) if block else {}
     if name in beside and beside[name].unread:
         read = [other for other, one in beside.items() if not one.unread]
-        near = sorted(read, key=lambda other: -_likeness(name, other))[:1]
-        meant = [f"; did you mean {block}.{other}?" for other in near if _likeness(name, other) >= ALIKE]
-        raise UserError(
-            f"NeMo RL's code reads no key {key}, which an example of its has{''.join(meant) or ': remove it'}"
-        )
+        likeness, near = max(((_likeness(name, other), other) for other in read), default=(0.0, ""))
+        hint = f"; did you mean {block}.{near}?" if likeness >= ALIKE else ": remove it"
+        raise UserError(f"NeMo RL's code reads no key {key}, which an example of its has{hint}")
 
 
 def _likeness(a: str, b: str) -> float:
