@@ -97,6 +97,24 @@ def test_two_ranks_that_share_the_model_agree_with_the_engine(warm_overrides, tm
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("flow", ["fp8_e2e", "bf16"])
+@pytest.mark.parametrize(
+    ("sizes", "limit"),
+    [
+        ({"family": "qwen3_moe", "moe_intermediate_size": 256}, 1.002),  # whole blocks on each of two ranks
+        ({"family": "qwen2", "num_key_value_heads": 2}, 1.001),
+        ({"family": "llama", "num_key_value_heads": 2}, 1.001),
+    ],
+    ids=["qwen3_moe", "qwen2", "llama"],
+)
+def test_every_family_on_two_ranks_agrees_with_the_engine(tiny_overrides, tmp_path, sizes, limit, flow):
+    write_model(tmp_path / "model", **sizes)
+    choices = (f"policy.model_name={tmp_path}/model", f"nemo_fp8rl.flow={flow}", *TENSOR)
+    rows = run((*tiny_overrides, "cluster.backend=ray", "cluster.train_ranks=2", *choices), tmp_path / "run", steps=2)
+    assert all(row["train/token_mult_prob_error"] < limit for row in rows[1:])
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
 def test_two_ranks_refit_an_engine_of_two(warm_overrides, tmp_path, in_process, layout):
     """Each rank of the engine takes its parts from those that hold them; after every refit all bytes are compared."""

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_fp8rl.batch import TrainBatch, shards
 from nemo_fp8rl.hf.tensors import expected_tensors
+from nemo_fp8rl.policy.linears import RoundedOnce
 from nemo_fp8rl.policy.logprobs import token_logprobs
 from nemo_fp8rl.policy.megatron_names import to_hf
 from nemo_fp8rl.region import index
@@ -127,6 +128,34 @@ def test_the_softmax_of_an_aligned_rank_is_one_ranks_to_the_bit(two, recipe, tmp
         found = two.run(_logprobs_of_part, [(hidden, weight, targets, whole)] * 2)
         assert all(torch.equal(logprobs, one) for logprobs, _ in found) == whole
         torch.testing.assert_close(found[0][1] + found[1][1], gradient, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("flow", ["bf16", "fp8_e2e"])
+def test_the_parts_of_a_product_are_added_up_before_they_are_rounded(two, recipe, tmp_path, flow):
+    """As one rank has them, but for the order of sums; rounded first, as Megatron has them, hardly any log-prob is."""
+    write_model(tmp_path / "model", seed=3, **DENSE[0])
+    base = (f"policy.model_name={tmp_path}/model", f"nemo_fp8rl.flow={flow}", "nemo_fp8rl.align=vllm")
+    batch = random_batch()
+    inside = torch.arange(22) < batch["input_lengths"][:, None]
+    expected = new_worker(recipe(*base)).logprobs(batch)[inside]
+    two.setup(recipe(*base, *RANKS_OF_TWO, f"policy.megatron_cfg.{TP[0]}"))
+    equal = []
+    for rounds_parts in (False, True):
+        found = two.run(_logprobs_with, [(batch, rounds_parts)] * 2)[0][inside]
+        equal.append(float((found == expected).float().mean()))
+        error = float((found - expected).abs().exp().mean())
+        print(f"{flow}, parts rounded {'first' if rounds_parts else 'as a sum'}: {equal[-1]:.1%} equal, {error:.6f}")
+    assert equal[0] > 0.5 > equal[1]
+
+
+def _logprobs_with(batch, rounds_parts) -> torch.Tensor:
+    own = RoundedOnce.is_part
+    try:
+        if rounds_parts:
+            RoundedOnce.is_part = False
+        return ranks.worker.logprobs(batch)
+    finally:
+        RoundedOnce.is_part = own
 
 
 def _logprobs_of(hidden, weight, targets, *options, **named) -> tuple[torch.Tensor, torch.Tensor]:
