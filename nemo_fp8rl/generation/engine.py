@@ -250,13 +250,16 @@ class VllmEngine:
         """Give memory back: 1 the KV cache, 2 the weights too, so that a refit must follow. Returns bytes freed."""
         before = self.sleep_level
         self.sleep_level = max(before, sleep_level)  # so nobody begins to read any more
-        self.readers.wait_for_others()
-        if sleep_level and not self.core.reset_prefix_cache():
+        try:
+            self.readers.wait_for_others()
+            if sleep_level and not self.core.reset_prefix_cache():
+                raise RuntimeError("the engine cannot sleep: answers are still being generated")
+            self._wake_cache()  # all falls asleep together
+            with self._at_work():
+                freed = sum(self.core.rpc("nemo_fp8rl_sleep", sleep_level))
+        except BaseException:
             self.sleep_level = before
-            raise RuntimeError("the engine cannot sleep: answers are still being generated")
-        self._wake_cache()  # all falls asleep together
-        with self._at_work():
-            freed = sum(self.core.rpc("nemo_fp8rl_sleep", sleep_level))
+            raise
         if self.sleep_level == 2:
             self.policy_version = self.loaded_version = -1
         return freed
