@@ -24,7 +24,7 @@ def run(overrides: tuple[str, ...], log_dir: Path, *options: str, steps: int = 3
     """What `nemo-fp8rl train` measured in so many steps, without what depends on the clock or the transport."""
     arguments = ["train", "--config", str(RECIPES / "tiny_cpu.yaml"), *overrides, f"logger.log_dir={log_dir}"]
     command = [sys.executable, "-m", "nemo_fp8rl.cli", *arguments, *options, f"grpo.max_num_steps={steps}"]
-    done = subprocess.run(command, capture_output=True, check=False, timeout=300)
+    done = subprocess.run(command, capture_output=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr.decode()
     rows = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
     other = ("timing/", "performance/", "refit/", "memory/")

@@ -329,7 +329,7 @@ def test_one_death_too_many_ends_the_run(async_run, monkeypatch):
 def test_an_engine_that_does_not_start_in_time_ends_the_run_in_a_sentence(tiny_overrides, tmp_path):
     command = [sys.executable, "-m", "nemo_fp8rl.cli", "train", "--config", str(RECIPES / "tiny_cpu.yaml")]
     keys = (*tiny_overrides, ASYNC, "cluster.engine_timeout_seconds=1", f"logger.log_dir={tmp_path}/run")
-    done = subprocess.run([*command, *keys], capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run([*command, *keys], capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 2, done.stderr
     sentence = "nemo-fp8rl: an engine died before the first refit (no answer in 1 seconds); what it wrote says why"
     assert done.stderr.splitlines()[-1].startswith(sentence)
@@ -528,7 +528,7 @@ def under_ray(name: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     """What the function of this file says, in a process of its own: Ray reads its token once."""
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     command = [sys.executable, "-m", "tests.generation.test_faults", name, *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=os.environ | token)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600, env=os.environ | token)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
