@@ -12,17 +12,24 @@ from functools import cache
 from pathlib import Path
 
 VARIABLE = "VLLM_RPC_BASE_PATH"
+PREFIX = "fp8rl_"
 
 
 @cache
 def folder() -> Path:
     """Its path, the same for all engines of this process: vLLM keeps what it has read of the environment."""
-    return Path(tempfile.gettempdir()) / f"fp8rl_{secrets.token_hex(6)}"  # short: a socket's path has at most 107 bytes
+    return (
+        Path(tempfile.gettempdir()) / f"{PREFIX}{secrets.token_hex(6)}"
+    )  # short: a socket's path has at most 107 bytes
 
 
 def make_folder() -> None:
-    """Make it and tell vLLM of it, before that is imported; what the user has set stays."""
-    if os.environ.setdefault(VARIABLE, str(folder())) == str(folder()):
+    """Make it and tell vLLM of it, before that is imported. What the user has set stays; what was inherited of another
+    process is that one's, and may be gone or on another machine.
+    """
+    given = os.environ.get(VARIABLE)
+    if given is None or Path(given).name.startswith(PREFIX):
+        os.environ[VARIABLE] = str(folder())
         folder().mkdir(mode=0o700, exist_ok=True)
 
 

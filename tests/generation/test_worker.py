@@ -1,6 +1,7 @@
 """What an engine does on a GPU alone, with stand-ins for the parts of vLLM that a CPU lacks."""
 
 import asyncio
+import os
 import threading
 import time
 from collections import deque
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.generation import sockets
 from nemo_fp8rl.generation.core import AsyncCore, Request, SteppedCore
 from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.workers import WorkerDied
@@ -91,6 +93,20 @@ def test_nobody_begins_an_answer_while_an_engine_waits_to_sleep():
     sleeper.join(timeout=10)
     assert refused == ["the engine cannot sleep: answers are still being generated"]
     assert engine._begin() == 1  # as before, since it did not
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, False), ("/tmp/fp8rl_of_another", False), ("/tmp/theirs", True)])
+def test_sockets_are_in_a_folder_of_the_processes_own_or_where_the_user_says(monkeypatch, given, kept):
+    """A process that Ray starts inherits the variable of the one that asked for it."""
+    monkeypatch.delenv(sockets.VARIABLE, raising=False)
+    if given:
+        monkeypatch.setenv(sockets.VARIABLE, given)
+    sockets.remove_folder()
+    sockets.make_folder()
+    assert os.environ[sockets.VARIABLE] == (given if kept else str(sockets.folder()))
+    assert sockets.folder().is_dir() != kept
+    sockets.remove_folder()
+    assert not sockets.folder().exists()
 
 
 @pytest.fixture

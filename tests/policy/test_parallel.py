@@ -148,6 +148,19 @@ def test_the_parts_of_a_product_are_added_up_before_they_are_rounded(two, recipe
     assert equal[0] > 0.5 > equal[1]
 
 
+@pytest.mark.long
+def test_shared_experts_say_what_those_of_one_rank_do(two, recipe, tmp_path):
+    """An expert's output is rounded before it is weighed, also where ranks have a part of it each."""
+    write_model(tmp_path / "model", seed=3, family="qwen3_moe", moe_intermediate_size=256)  # whole blocks on each rank
+    base = (f"policy.model_name={tmp_path}/model", "nemo_fp8rl.flow=fp8_e2e", "nemo_fp8rl.align=vllm")
+    batch = random_batch()
+    inside = torch.arange(22) < batch["input_lengths"][:, None]
+    expected = new_worker(recipe(*base)).logprobs(batch)[inside]
+    two.setup(recipe(*base, *RANKS_OF_TWO, *(f"policy.megatron_cfg.{key}" for key in SP)))
+    found = two.call("logprobs", batch)[0][inside]
+    assert (found == expected).float().mean() > 0.9
+
+
 def _logprobs_with(batch, rounds_parts) -> torch.Tensor:
     own = RoundedOnce.is_part
     try:
