@@ -5,20 +5,26 @@ expert      bfloat16: float32 throughout but for the activation; FP8: as a dense
 combine     the expert's output times its weight, summed over experts in their order, in float32; one rounding
             (Megatron multiplies the activation before the down projection, and rounds). Ranks that share an FP8
             expert's matrices add up and round its output before (Megatron adds up what is weighed already)
+
+Both roundings of a bfloat16 expert, of its activation and of the sum, are cut off where `rounding.truncates` says so.
 """
 
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from nemo_fp8rl.policy.linears import Fp8Forward
+from nemo_fp8rl.policy.rounding import as_kernels_round
 
 
 class AlignedExperts(SequentialMLP):
@@ -33,28 +39,14 @@ class AlignedExperts(SequentialMLP):
         shares = zip(self.local_experts, x.split(tokens_per_expert.tolist()), strict=True)
         out = torch.cat([_expert(expert, own) for expert, own in shares])
         group = parallel_state.get_expert_tensor_parallel_group()
-        if group.size() > 1 and isinstance(self.local_experts[0].linear_fc1, Fp8Forward):
-            out = _Sum.apply(out, group).to(x.dtype).float() * (group.rank() == 0)
+        if group.size() > 1 and _is_fp8(self):
+            summed = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(out, group), group)
+            out = summed.to(x.dtype).float() * (group.rank() == 0)
         return out * permuted_probs.float().unsqueeze(-1), None
 
 
-class _Sum(torch.autograd.Function):
-    """The sum over a group's ranks, whose gradient is summed over them, too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.group), None
-
-
-def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    x = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(x, group=group)
-    return x
+def _is_fp8(experts: SequentialMLP) -> bool:
+    return isinstance(experts.local_experts[0].linear_fc1, Fp8Forward)
 
 
 def _expert(expert: MLP, x: Tensor) -> Tensor:
@@ -62,7 +54,8 @@ def _expert(expert: MLP, x: Tensor) -> Tensor:
     if isinstance(expert.linear_fc1, Fp8Forward):
         return expert(x)[0].float()
     gate, up = F.linear(x.float(), expert.linear_fc1.weight.float()).chunk(2, -1)
-    return F.linear((F.silu(gate) * up).to(x.dtype).float(), expert.linear_fc2.weight.float())
+    activated = as_kernels_round(F.silu(gate) * up, x.dtype)
+    return F.linear(activated.float(), expert.linear_fc2.weight.float())
 
 
 class AlignedMoELayer(MoELayer):
@@ -72,4 +65,5 @@ class AlignedMoELayer(MoELayer):
         return weights.float(), chosen
 
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
-        return super().postprocess(output, shared_expert_output).to(self.config.params_dtype)
+        output, dtype = super().postprocess(output, shared_expert_output), self.config.params_dtype
+        return output.to(dtype) if _is_fp8(self.experts) else as_kernels_round(output, dtype)

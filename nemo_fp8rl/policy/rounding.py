@@ -36,7 +36,9 @@ def rounds_probabilities(dtype: torch.dtype, head_dim: int) -> bool:
 
 
 def truncates(dtype: torch.dtype) -> bool:
-    """Whether vLLM's own kernels, RoPE and attention, cut float32 off to bfloat16: where no instruction rounds it."""
+    """Whether vLLM's own kernels (RoPE, attention, bfloat16 experts) cut float32 off to bfloat16: where no instruction
+    rounds it.
+    """
     return dtype is torch.bfloat16 and not torch.cuda.is_available() and not torch.cpu._is_avx512_bf16_supported()
 
 
