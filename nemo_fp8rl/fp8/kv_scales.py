@@ -14,7 +14,7 @@ at least p % of the elements are at most v; the sketch returns a number in
 and never one above the maximum. No range or bin width has to be chosen before the data are known, and maxima and sums
 of integers do not depend on how the data were split or in which order the parts are merged, so every rank gets the
 same bits. The price is 0.8 MB a layer, 38 MB for 48 layers, once a calibration; two bits less of mantissa would save
-28 MB and give up that bfloat16 data is exact.
+28 MB and give up that bfloat16 data is exact. Who needs maxima alone asks for one bin, which counts elements.
 
 x is what attention sees: q and k after their norms and RoPE, real tokens only (padding counts like any other element).
 Left out: scales per head; the scale of the softmax's output, which is at most 1 and which vLLM then takes as 1.
@@ -54,29 +54,31 @@ class CalibrationError(ValueError):
 
 @dataclass(frozen=True)
 class KvScales:
-    """What multiplies to dequantize, a float32 value a layer. q_scale is None where attention itself is not FP8."""
+    """What multiplies to dequantize, a float32 value a layer; q_scale is for attention that takes queries in FP8."""
 
     k_scale: tuple[float, ...]
     v_scale: tuple[float, ...]
-    q_scale: tuple[float, ...] | None = None
+    q_scale: tuple[float, ...]
 
     @staticmethod
     def names(layers: int) -> list[str]:
-        """The names that `named` gives for so many layers, without q_scale."""
-        return [f"model.layers.{layer}.self_attn.{x}_scale" for layer in range(layers) for x in "kv"]
+        """The names that `named` gives for so many layers."""
+        return [name for layer in range(layers) for name in scale_names(f"model.layers.{layer}.self_attn")]
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, float32 []) for a refit or a checkpoint, by the names of NeMo RL's `get_vllm_qkv_scale_names`.
+        """(name, float32 []) for a refit or a checkpoint."""
+        for layer, scales in enumerate(zip(self.k_scale, self.v_scale, self.q_scale, strict=True)):
+            names = scale_names(f"model.layers.{layer}.self_attn")
+            yield from zip(names, (torch.tensor(scale, dtype=torch.float32) for scale in scales), strict=True)
 
-        vLLM loads them into self_attn.attn.{q,k,v}_scale (`QuantizationConfig.get_cache_scale_mapper`, and
-        `maybe_remap_kv_scale_name` before that); older versions map k and v only, hence the other form for q.
-        """
-        for layer, (k, v) in enumerate(zip(self.k_scale, self.v_scale, strict=True)):
-            attention = f"model.layers.{layer}.self_attn."
-            if self.q_scale is not None:
-                yield attention + "attn.q_scale", torch.tensor(self.q_scale[layer], dtype=torch.float32)
-            yield attention + "k_scale", torch.tensor(k, dtype=torch.float32)
-            yield attention + "v_scale", torch.tensor(v, dtype=torch.float32)
+
+def scale_names(attention: str) -> tuple[str, str, str]:
+    """Names of the scales of keys, values and queries of an attention block, as NeMo RL's `get_vllm_qkv_scale_names`.
+
+    vLLM loads them into {attention}.attn.{q,k,v}_scale (`QuantizationConfig.get_cache_scale_mapper`, and
+    `maybe_remap_kv_scale_name` before that); older versions map k and v only, hence the other form for q.
+    """
+    return f"{attention}.k_scale", f"{attention}.v_scale", f"{attention}.attn.q_scale"
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ class KvSketches:
     """What calibration saw of q, k and v (`TENSORS`) in every layer of the model.
 
     amax:   float32 [layers, 3], largest magnitude
-    counts: int64 [layers, 3, BINS], elements by the bfloat16 bits of their magnitude, rounded up
+    counts: int64 [layers, 3, BINS], elements by the bfloat16 bits of their magnitude, rounded up; [layers, 3, 1] of
+            sketches of maxima alone
 
     These two tensors are all the state there is: stored and sent as they are, merged by maximum and by sum.
     """
@@ -93,12 +96,14 @@ class KvSketches:
     counts: Tensor
 
     @classmethod
-    def empty(cls, num_layers: int, device: torch.device | str = "cpu") -> "KvSketches":
-        """device: where the state lives; that of the data saves copies, that of the process group is needed there."""
+    def empty(cls, num_layers: int, device: torch.device | str = "cpu", bins: int = BINS) -> "KvSketches":
+        """device: where the state lives; that of the data saves copies, that of the process group is needed there.
+        bins: 1 keeps maxima alone, at a quarter of the time and none of the memory, and knows no percentile.
+        """
         if num_layers < 1:
             raise ValueError(f"a model to calibrate has at least one layer, got {num_layers}")
         shape = num_layers, len(TENSORS)
-        return cls(torch.zeros(shape, device=device), torch.zeros(*shape, BINS, dtype=torch.int64, device=device))
+        return cls(torch.zeros(shape, device=device), torch.zeros(*shape, bins, dtype=torch.int64, device=device))
 
     @property
     def num_layers(self) -> int:
@@ -118,15 +123,16 @@ class KvSketches:
             what = f"{TENSORS[index]} of layer {layer}"
             if x.dtype not in DTYPES:
                 raise ValueError(f"{what}: {', '.join(map(str, DTYPES))} is calibrated, got {x.dtype}")
-            amax, counts = _sketch(x, what)
+            amax, counts = _sketch(x, what, self.counts.size(-1))
             cell = self.amax[layer, index]
             torch.maximum(cell, amax.to(cell.device), out=cell)
             self.counts[layer, index] += counts.to(self.counts.device)
 
     def merge(self, other: "KvSketches") -> None:
         """Add what `other` saw, as if its data had been observed here."""
-        if other.num_layers != self.num_layers:
-            raise ValueError(f"sketches of {other.num_layers} layers cannot be merged into {self.num_layers} layers")
+        if other.counts.shape != self.counts.shape:
+            theirs, ours = (f"{x.num_layers} layers and {x.counts.size(-1)} bins" for x in (other, self))
+            raise ValueError(f"sketches of {theirs} cannot be merged into {ours}")
         torch.maximum(self.amax, other.amax.to(self.amax.device), out=self.amax)
         self.counts.add_(other.counts.to(self.counts.device))
 
@@ -143,6 +149,8 @@ class KvSketches:
         """float32 [layers, 3] on the CPU: see the module's docstring; 100 gives amax. 0 where nothing was seen."""
         if not 0 < percentile <= 100:
             raise ValueError(f"a percentile lies above 0 and at most at 100, got {percentile}")
+        if self.counts.size(-1) != BINS:
+            raise ValueError(f"sketches of maxima alone know no percentile, and {percentile} was asked for")
         share = Fraction(str(percentile)) / 100  # 99.9 means 999 of 1000, which the nearest double to it does not
         amax, counts = self.amax.cpu(), self.counts.cpu()
         bins = torch.zeros(amax.shape, dtype=torch.int32)
@@ -157,13 +165,11 @@ class KvSketches:
         margin: float = MARGIN,
         percentile: float | None = None,
         scale_format: ScaleFormat = "pow2",
-        with_q: bool = True,
     ) -> KvScales:
         """Scales of every layer: amax, or the percentile of the elements, * margin / 448.
 
         percentile: None takes the exact maximum; below 100, what lies above it saturates at margin times it.
         scale_format: pow2 rounds UP to a power of two, so that amax * margin still fits; fp32 to the nearest float32.
-        with_q: False where only the cache is FP8 and q was not observed.
 
         Scales are at least 2^-126; a layer of zeros alone gets scale 1. Raises CalibrationError if a layer saw no
         data, or nothing but zeros up to the percentile.
@@ -172,19 +178,19 @@ class KvSketches:
         if not 0 < margin <= LARGEST_MARGIN:
             raise ValueError(f"the margin of a scale is a positive number up to {LARGEST_MARGIN}, got {margin}")
         clip = self.amax.cpu() if percentile is None else self.percentile(percentile)
-        self._refuse_gaps(clip, percentile, with_q)
+        self._refuse_gaps(clip, percentile)
         q, k, v = ([_scale(amax, margin, scale_format) for amax in column] for column in clip.t().tolist())
-        return KvScales(tuple(k), tuple(v), tuple(q) if with_q else None)
+        return KvScales(tuple(k), tuple(v), tuple(q))
 
-    def _refuse_gaps(self, clip: Tensor, percentile: float | None, with_q: bool) -> None:
-        wanted = torch.tensor([with_q, True, True])
-        unseen = (wanted & (self.counts.sum(-1) == 0).cpu()).nonzero().tolist()
+    def _refuse_gaps(self, clip: Tensor, percentile: float | None) -> None:
+        unseen = (self.counts.sum(-1) == 0).nonzero().tolist()
         if unseen:
-            (layer, index), pairs = unseen[0], self.num_layers * int(wanted.sum())
+            layer, index = unseen[0]
             raise CalibrationError(
-                f"{TENSORS[index]} of layer {layer} saw no data, the first of {len(unseen)} such of {pairs} tensors"
+                f"{TENSORS[index]} of layer {layer} saw no data, the first of {len(unseen)} such of "
+                f"{self.amax.numel()} tensors"
             )
-        zeros = (wanted & (clip == 0) & (self.amax.cpu() > 0)).nonzero().tolist()
+        zeros = ((clip == 0) & (self.amax.cpu() > 0)).nonzero().tolist()
         if zeros:
             layer, index = zeros[0]
             raise CalibrationError(
@@ -193,15 +199,18 @@ class KvSketches:
             )
 
 
-def _sketch(x: Tensor, what: str) -> tuple[Tensor, Tensor]:
-    """The sketch of one tensor that is not empty: amax, float32 [], and counts, int64 [BINS]."""
-    counts = torch.zeros(BINS, dtype=torch.int64, device=x.device)
+def _sketch(x: Tensor, what: str, bins: int) -> tuple[Tensor, Tensor]:
+    """The sketch of one tensor that is not empty: amax, float32 [], and counts, int64 [bins]."""
+    counts = torch.zeros(bins, dtype=torch.int64, device=x.device)
     maxima = []
     for piece in _pieces(x):
         magnitudes = _magnitude_bits(piece.reshape(-1))
         maxima.append(magnitudes.max().int() << (16 if x.dtype is torch.bfloat16 else 0))
         if maxima[-1] >= INFINITY_BITS:
             raise CalibrationError(f"{what}: {non_finite(x)}")
+        if bins == 1:
+            counts += magnitudes.numel()
+            continue
         if x.dtype is not torch.bfloat16:
             magnitudes = (magnitudes + 0xFFFF) >> 16
         counts += torch.bincount(magnitudes, minlength=BINS)

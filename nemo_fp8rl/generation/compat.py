@@ -169,13 +169,11 @@ def end_engine(engine: Any) -> None:
         engine.engine_core.shutdown()
 
 
-def set_kv_scales(attention: Any, k_scale: Tensor, v_scale: Tensor, q_scale: Tensor | None = None) -> None:
+def set_kv_scales(attention: Any, k_scale: Tensor, v_scale: Tensor, q_scale: Tensor) -> None:
     """Set the scales in the buffers that GPU kernels read, in place, and in the copies for kernels that take numbers,
-    of which one is there since 0.26, not of queries. q_scale: None leaves it.
+    of which one is there since 0.26, not of queries.
     """
     for x, scale in (("k", k_scale), ("v", v_scale), ("q", q_scale)):
-        if scale is None:
-            continue
         getattr(attention, f"_{x}_scale").copy_(scale)
         setattr(attention, f"_{x}_scale_float", float(scale))
         if vllm_version() >= (0, 26) and x != "q":

@@ -42,8 +42,8 @@ class RefitWorkerExtension:
     wake_up: Callable[[list[str]], None]
     routes: RouteRecorder
     refit_links: Sequence[IncomingLink] = ()
-    kv_scales: list[tuple[Any, tuple[Tensor, Tensor]]] = []  # noqa: RUF012, replaced and never changed
-    """Attention layers of an engine asleep on a GPU, with the scales (k, v) of their FP8 caches, if they have any."""
+    kv_scales: list[tuple[Any, list[Tensor]]] = []  # noqa: RUF012, replaced and never changed
+    """Attention layers of an engine asleep on a GPU, with the scales (k, v, q) of their FP8 caches, if any."""
 
     @cached_property
     def asleep(self) -> dict[Tag, list[tuple[Any, int]]]:
@@ -123,7 +123,7 @@ class RefitWorkerExtension:
         fp8 = {m.kernel_name for m in methods if isinstance(m, HeldLinearMethod | HeldMoEMethod)}
         attention = {f"attention: {m.attn_backend.get_name()}" for m in modules if isinstance(m, Attention)}
         if any(isinstance(m, Attention) and getattr(m, "query_quant", None) is not None for m in modules):
-            attention.add("queries beside an FP8 cache: rounded to E4M3, scale 1")
+            attention.add("queries beside an FP8 cache: rounded to E4M3")
         graphs = f"CUDA graphs: {self.vllm_config.compilation_config.cudagraph_mode.name.lower()}"
         return sorted(fp8 | attention | {graphs})
 
@@ -158,8 +158,8 @@ class RefitWorkerExtension:
             if tag == "kv_cache":
                 self.kv_scales = self._kv_scales()  # of a refit since
             self.wake_up([tag])
-            for attention, (k_scale, v_scale) in self.kv_scales:  # for which vLLM may have put 1
-                compat.set_kv_scales(attention, k_scale, v_scale)
+            for attention, scales in self.kv_scales:  # for which vLLM may have put 1
+                compat.set_kv_scales(attention, *scales)
         for storage, nbytes in freed or ():
             storage.resize_(nbytes)
             storage.fill_(0)
@@ -174,9 +174,9 @@ class RefitWorkerExtension:
         self.asleep["weights"] = self.asleep["kv_cache"] = []
         return max(0, torch.cuda.mem_get_info()[0] - before)
 
-    def _kv_scales(self) -> list[tuple[Any, tuple[Tensor, Tensor]]]:
+    def _kv_scales(self) -> list[tuple[Any, list[Tensor]]]:
         caches = fp8_caches(self.model_runner.get_model()).values()
-        return [(cache, (cache._k_scale.cpu().clone(), cache._v_scale.cpu().clone())) for cache in caches]
+        return [(c, [scale.cpu().clone() for scale in (c._k_scale, c._v_scale, c._q_scale)]) for c in caches]
 
     def nemo_fp8rl_record_routes(self) -> None:
         """Keep the experts of every token from here on, until `nemo_fp8rl_take_routes`."""

@@ -279,7 +279,7 @@ def kv_scales_held(model: nn.Module) -> dict[str, list[Content]]:
     """{name: a KV scale as kernels read it}: the buffer of those on GPUs, and the number that those on a CPU take."""
     held = {}
     for names, attention in fp8_caches(model).items():
-        for name, x in zip(names, "kv", strict=True):
+        for name, x in zip(names, "kvq", strict=True):
             number = torch.tensor(getattr(attention, f"_{x}_scale_float"), dtype=torch.float32)
             held[name] = [Content(getattr(attention, f"_{x}_scale")), Content(number)]
     return held

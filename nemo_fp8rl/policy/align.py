@@ -82,7 +82,7 @@ class AlignedAttention(CoreAttention):
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         rounded, smallest = rounds_probabilities(query.dtype, d), None
         if self.kv_cache is not None:
-            key, value = self.kv_cache.read(self.layer, key, value, rows)
+            key, value = self.kv_cache.read(self.layer, query, key, value, rows)
             smallest = self.kv_cache.smallest_sum(self.layer)
         q = query.float().permute(1, 2, 0, 3).reshape(b, groups, heads // groups, s, d)
         k = key.float().permute(1, 2, 3, 0).unsqueeze(2)  # [b, groups, 1, d, s]

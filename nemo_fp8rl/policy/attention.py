@@ -71,7 +71,7 @@ class SdpaAttention(CoreAttention):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | None = None) -> Tensor:
         query, key = self.rope.apply(query), self.rope.apply(key)
         if self.kv_cache is not None:
-            key, value = self.kv_cache.read(self.layer, key, value, rows)
+            key, value = self.kv_cache.read(self.layer, query, key, value, rows)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         with _without_cudnn():
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)

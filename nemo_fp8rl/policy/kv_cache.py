@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -35,15 +36,18 @@ class TrainerKvCache:
         self._sketches: KvSketches | None = None
         self._lengths = torch.empty(0)
 
-    def read(self, layer: int, key: Tensor, value: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Keys after RoPE and values of a layer, counted from 0, as attention is to use them, in their own dtype.
+    def read(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, counted from 0, as attention is to use them, in their own dtype.
 
-        key, value: [s, b, groups, d]. rows: int64 [b], which sequences of the microbatch; None: all of them.
+        query [s, b, heads, d] and key [s, b, groups, d] after RoPE, value as key. rows: int64 [b], which sequences of
+        the microbatch; None: all of them.
         """
         if self._sketches is not None:
             lengths = self._lengths if rows is None else self._lengths[rows]
             real = torch.arange(key.size(0), device=key.device)[:, None] < lengths
-            self._sketches.observe(layer, k=key[real], v=value[real])
+            self._sketches.observe(layer, q=query[real], k=key[real], v=value[real])
         elif self.scales is not None and self.rounding is not None:
             key = self._cached(key, self.scales.k_scale[layer], self.rounding)
             value = self._cached(value, self.scales.v_scale[layer], self.rounding)
@@ -72,7 +76,7 @@ class TrainerKvCache:
 
     def begin_calibration(self) -> None:
         """Have `read` count from here on, and round nothing."""
-        self._sketches = KvSketches.empty(self.num_layers)
+        self._sketches = KvSketches.empty(self.num_layers, bins=1)
 
     def next_rows(self, lengths: Tensor) -> None:
         """int64 [b]: how much of the sequences of the next forward is not padding."""
@@ -82,24 +86,23 @@ class TrainerKvCache:
         """Scales from what all ranks have seen."""
         assert self._sketches is not None
         self._sketches.all_reduce()
-        self.scales, self._sketches = self._sketches.scales(with_q=False), None
+        self.scales, self._sketches = self._sketches.scales(), None
         self.of_present_weights = True
 
     def save(self, folder: Path) -> None:
         """Write the scales, when there are any. Raises OSError."""
         if self.scales is not None:
-            scales = {"k_scale": self.scales.k_scale, "v_scale": self.scales.v_scale}
-            (folder / FILE).write_text(json.dumps(scales) + "\n")
+            (folder / FILE).write_text(json.dumps(asdict(self.scales)) + "\n")
 
     def load(self, folder: Path) -> None:
         """Raises UserError: a run that goes on needs the scales of its last version."""
         try:
             raw = json.loads((folder / FILE).read_text())
-            self.scales = KvScales(tuple(map(float, raw["k_scale"])), tuple(map(float, raw["v_scale"])))
+            k, v, q = (tuple(map(float, raw[f"{x}_scale"])) for x in "kvq")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{folder / FILE} cannot be read ({error}); the checkpoint is not complete") from None
-        if not all(0 < scale < math.inf for scale in (*self.scales.k_scale, *self.scales.v_scale)):
+        if not all(0 < scale < math.inf for scale in (*k, *v, *q)):
             raise UserError(f"{folder / FILE} has a scale that is not a finite number above 0")
-        if {len(self.scales.k_scale), len(self.scales.v_scale)} != {self.num_layers}:
+        if {len(k), len(v), len(q)} != {self.num_layers}:
             raise UserError(f"{folder / FILE} has scales of another number of layers than {self.num_layers}")
-        self.of_present_weights = True
+        self.scales, self.of_present_weights = KvScales(k, v, q), True

@@ -39,8 +39,8 @@ def k_percentile(x: Tensor, percentile: float) -> float:
 
 def k_scale(x: Tensor, **how: object) -> float:
     sketches = sketch_of(x)
-    sketches.observe(0, v=torch.ones(1))
-    return sketches.scales(with_q=False, **how).k_scale[0]
+    sketches.observe(0, q=torch.ones(1), v=torch.ones(1))
+    return sketches.scales(**how).k_scale[0]
 
 
 def nearest_rank(x: Tensor, percentile: float) -> float:
@@ -280,7 +280,6 @@ def test_scales_are_those_of_their_own_layer_and_tensor():
     sketches.observe(1, q=torch.tensor([56.0]), k=torch.tensor([28.0]), v=torch.tensor([14.0]))
     sketches.observe(1, v=torch.tensor([-7.0]))
     assert sketches.scales(margin=1.0) == KvScales((2.0, 0.0625), (4.0, 0.03125), (1.0, 0.125))
-    assert sketches.scales(margin=1.0, with_q=False).q_scale is None
     wide = sketches.scales(margin=3.0, scale_format="fp32")
     assert wide.q_scale == (3.0, 0.375)
 
@@ -289,6 +288,19 @@ def test_the_default_is_the_maximum_with_a_margin_of_five_percent_in_powers_of_t
     x = torch.tensor([1.0, 440.0])
     assert k_scale(x) == 2.0
     assert k_scale(x, scale_format="fp32") == pytest.approx(440 * 1.05 / 448, rel=1e-7)
+
+
+@given(tensors())
+def test_sketches_of_maxima_alone_give_the_same_scales_and_no_percentile(x):
+    alone = KvSketches.empty(1, bins=1)
+    alone.observe(0, q=x, k=-x, v=torch.ones(1))
+    full = KvSketches.empty(1)
+    full.observe(0, q=x, k=-x, v=torch.ones(1))
+    assert alone.scales() == full.scales()
+    with pytest.raises(ValueError, match=r"maxima alone know no percentile, and 99\.9"):
+        alone.scales(percentile=99.9)
+    with pytest.raises(ValueError, match=r"of 1 layers and 1 bins cannot be merged into .* 32641 bins"):
+        full.merge(alone)
 
 
 def test_a_percentile_clips_outliers():
@@ -312,7 +324,7 @@ def test_named_scales_carry_the_names_and_type_that_vllm_loads():
         "model.layers.1.self_attn.v_scale": 5.0,
     }
     assert {(tensor.dtype, tensor.shape) for tensor in named.values()} == {(torch.float32, torch.Size([]))}
-    assert len(list(KvScales((2.0,), (4.0,)).named())) == 2
+    assert list(named) == KvScales.names(2)
 
 
 REMAP = """
@@ -374,8 +386,6 @@ def test_a_layer_that_saw_nothing_is_refused_by_name():
         sketches.scales()
     with pytest.raises(CalibrationError, match=r"^q of layer 0 saw no data, the first of 3 such of 3 tensors$"):
         KvSketches.empty(1).scales()
-    with pytest.raises(CalibrationError, match=r"^k of layer 0 saw no data, the first of 2 such of 2 tensors$"):
-        KvSketches.empty(1).scales(with_q=False)
 
 
 def test_zeros_up_to_the_percentile_are_refused_unless_all_are_zero():
@@ -405,7 +415,7 @@ def test_a_layer_that_does_not_exist_is_refused(layer):
 
 
 def test_sketches_of_other_models_dtypes_and_sizes_are_refused():
-    with pytest.raises(ValueError, match="of 2 layers cannot be merged into 3 layers"):
+    with pytest.raises(ValueError, match="of 2 layers and 32641 bins cannot be merged into 3 layers"):
         KvSketches.empty(3).merge(KvSketches.empty(2))
     with pytest.raises(ValueError, match="at least one layer, got 0"):
         KvSketches.empty(0)

@@ -142,7 +142,7 @@ class Pair:
     def fresh_engine(self, tensors: dict[str, Tensor], folder: Path, **vllm_cfg: Any) -> VllmEngine:
         """An engine started from disk with these very tensors. vllm_cfg: keys of it that are to differ."""
         shutil.copytree(self.cfg.policy.model_name, folder)
-        scales = {n: t for n, t in tensors.items() if n.endswith((".k_scale", ".v_scale"))}
+        scales = {n: t for n, t in tensors.items() if n.endswith((".k_scale", ".v_scale", ".q_scale"))}
         weights = {n: t for n, t in tensors.items() if n not in scales}
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         if scales:  # in a file that the index leaves out: some versions of vLLM's loaders do not know these names

@@ -44,11 +44,12 @@ def pair(request, tmp_path_factory):
 
 
 def scales_held(pair: Pair) -> list[tuple[float, ...]]:
-    """(k, v) of every layer in the engine: the buffers, and the numbers that the CPU's kernel takes."""
+    """(k, v, q) of every layer in the engine: the numbers that the CPU's kernel takes, and the buffers."""
 
     def read(model):
         layers = [m for m in model.modules() if hasattr(m, "_k_scale_float")]
-        return [(m._k_scale_float, m._v_scale_float, float(m._k_scale), float(m._v_scale)) for m in layers]
+        names = [f"_{x}_scale{end}" for end in ("_float", "") for x in "kvq"]
+        return [tuple(float(getattr(m, name)) for name in names) for m in layers]
 
     (held,) = pair.engine.core.llm.apply_model(read)
     return held
@@ -60,7 +61,7 @@ def test_trainer_and_engine_agree_though_the_cache_is_fp8(pair):
     pair.refit()
     assert pair.mismatch() < ALIGNED
     scales = pair.worker.kv_cache.scales
-    assert scales_held(pair) == [(k, v, k, v) for k, v in zip(scales.k_scale, scales.v_scale, strict=True)]
+    assert scales_held(pair) == [2 * each for each in zip(scales.k_scale, scales.v_scale, scales.q_scale, strict=True)]
     rounding, pair.worker.kv_cache.rounding = pair.worker.kv_cache.rounding, None
     blind = pair.mismatch()
     pair.worker.kv_cache.rounding = rounding
@@ -110,8 +111,8 @@ def test_an_update_without_its_scales_is_refused_and_nothing_is_generated(pair):
 def test_a_saturating_scale_ruins_the_answers_alike_on_both_sides(pair):
     pair.refit()
     scales = pair.worker.kv_cache.scales
-    tiny = KvScales(tuple(2.0**-12 for _ in scales.k_scale), tuple(2.0**-12 for _ in scales.v_scale))
-    pair.worker.kv_cache.scales = tiny
+    tiny = tuple(2.0**-12 for _ in scales.k_scale)
+    pair.worker.kv_cache.scales = KvScales(tiny, tiny, scales.q_scale)
     pair.bridge.refit()
     assert pair.mismatch() < ALIGNED
     pair.worker.kv_cache.scales = scales

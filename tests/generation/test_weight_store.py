@@ -146,7 +146,7 @@ def test_a_kv_scale_that_no_cache_can_have_is_refused(pair, value):
 
 def test_a_kv_scale_that_arrived_and_is_not_in_the_engine_is_refused(pair, monkeypatch):
     original = compat.set_kv_scales
-    monkeypatch.setattr(compat, "set_kv_scales", lambda attention, k, v: original(attention, k * 2, v))
+    monkeypatch.setattr(compat, "set_kv_scales", lambda attention, k, v, q: original(attention, k * 2, v, q))
     assert answer(pair, later=1).endswith("k_scale in the engine is not what the trainer sent")
 
 

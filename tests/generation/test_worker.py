@@ -115,7 +115,8 @@ def worker(monkeypatch):
     from nemo_fp8rl.generation import vllm_worker
     from nemo_fp8rl.generation.vllm_worker import RefitWorkerExtension
 
-    scales = {f"_{x}_scale": torch.tensor(0.0) for x in "kv"} | {f"_{x}_scale_cpu": torch.tensor(0.0) for x in "kv"}
+    names = (f"_{x}_scale{end}" for x in "kvq" for end in ("", "_cpu"))
+    scales = {name: torch.tensor(0.0) for name in names if name != "_q_scale_cpu"}
     attention = SimpleNamespace(**scales, impl=SimpleNamespace(bmm1_scale=3.0))
     free = [100]
     sizes = {"weights": 5, "kv_cache": 20}
@@ -130,11 +131,11 @@ def worker(monkeypatch):
 
         def wake_up(self, tags):
             free[0] -= sum(sizes[tag] for tag in tags)
-            attention._k_scale.fill_(1.0)
-            attention._v_scale.fill_(1.0)
+            for scale in (attention._k_scale, attention._v_scale, attention._q_scale):
+                scale.fill_(1.0)
 
     monkeypatch.setattr(vllm_worker, "current_platform", SimpleNamespace(is_cuda=lambda: True))
-    monkeypatch.setattr(vllm_worker, "fp8_caches", lambda model: {("k", "v"): attention})
+    monkeypatch.setattr(vllm_worker, "fp8_caches", lambda model: {("k", "v", "q"): attention})
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[0], 200))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     worker = FakeGpuWorker()
@@ -142,21 +143,25 @@ def worker(monkeypatch):
     return worker
 
 
+def scales_of(attention) -> tuple[float, ...]:
+    return tuple(float(scale) for scale in (attention._k_scale, attention._v_scale, attention._q_scale))
+
+
 def test_scales_of_a_cache_outlast_a_sleep_on_a_gpu(worker):
     from nemo_fp8rl.generation import compat
 
-    compat.set_kv_scales(worker.attention, torch.tensor(0.5), torch.tensor(0.25))
+    compat.set_kv_scales(worker.attention, *map(torch.tensor, (0.5, 0.25, 0.125)))
     assert worker.attention.impl.bmm1_scale is None  # which FlashInfer makes of the scales, once
     assert worker.nemo_fp8rl_sleep(1) == 25
     assert worker.nemo_fp8rl_sleep(2) == 0  # asleep already
     assert worker.slept == 1
     worker.nemo_fp8rl_wake("weights")
     assert worker.free == [120]
-    assert (float(worker.attention._k_scale), float(worker.attention._v_scale)) == (0.5, 0.25)
+    assert scales_of(worker.attention) == (0.5, 0.25, 0.125)
     assert worker.attention._k_scale_float == 0.5
-    compat.set_kv_scales(worker.attention, torch.tensor(2.0), torch.tensor(4.0))  # a refit's
+    compat.set_kv_scales(worker.attention, *map(torch.tensor, (2.0, 4.0, 8.0)))  # a refit's
     worker.nemo_fp8rl_wake("kv_cache")
     assert worker.free == [100]
-    assert (float(worker.attention._k_scale), float(worker.attention._v_scale)) == (2.0, 4.0)
+    assert scales_of(worker.attention) == (2.0, 4.0, 8.0)
     for tag in ("weights", "kv_cache"):
         worker.nemo_fp8rl_wake(tag)  # awake: nothing to do

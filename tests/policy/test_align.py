@@ -159,7 +159,7 @@ def test_attention_on_an_fp8_cache_equals_vllms_kernel_and_not_its_other_one(
     for amx in (is_amx, not is_amx):
         monkeypatch.setattr(align, "rounds_probabilities", lambda *_, amx=amx: amx)
         cache = TrainerKvCache(1, "toward_zero", loses_denormals=amx)
-        cache.scales = KvScales(scales[:1], scales[1:])
+        cache.scales = KvScales(scales[:1], scales[1:], (1.0,))
         attention = attention_of(AlignedAttention, Rope(torch.zeros(HEAD_DIM // 2)), cache)(config, 1)
         got = attention(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)).squeeze(1)
         assert rounds_alike(got, expected) == (amx is is_amx)
@@ -222,7 +222,7 @@ def test_ordered_attention_equals_vllms_vector_kernels_to_the_bit(
     cache = None
     if scales:
         cache = TrainerKvCache(1, "toward_zero")
-        cache.scales = KvScales(scales[:1], scales[1:])
+        cache.scales = KvScales(scales[:1], scales[1:], (1.0,))
     attention = attention_of(AlignedAttention, Rope(torch.zeros(head_dim // 2)), cache)(config, 1)
     q, k = bf16(tokens, HEADS, head_dim, seed=21), bf16(tokens, 2, head_dim, seed=22)
     for v in (bf16(tokens, 2, head_dim, seed=24), bf16(4, 2, head_dim, seed=23)[torch.arange(tokens) % 4]):

@@ -30,20 +30,20 @@ def test_padding_is_not_calibrated(recipe):
 
 
 def test_scales_fit_what_attention_saw(recipe):
-    """The largest key and value, with the margin, lie in the upper half of E4M3's range."""
+    """The largest query, key and value, with the margin, lie in the upper half of E4M3's range."""
     worker, batch = new_worker(recipe(FP8)), random_batch(0)
-    seen: dict[int, list[float]] = {}
+    seen: dict[int, list[tuple[float, ...]]] = {}
     read = worker.kv_cache.read
 
-    def spy(layer, key, value, rows=None):
-        seen.setdefault(layer, []).append((float(key.abs().max()), float(value.abs().max())))
-        return read(layer, key, value, rows)
+    def spy(layer, query, key, value, rows=None):
+        seen.setdefault(layer, []).append(tuple(float(x.abs().max()) for x in (key, value, query)))
+        return read(layer, query, key, value, rows)
 
     worker.kv_cache.read = spy
     full = batch | {"input_lengths": torch.full((8,), 10)}
     worker.calibrate_kv(full)
-    for layer, (k_scale, v_scale) in enumerate(zip(*_of(worker), strict=True)):
-        for amax, scale in zip(map(max, zip(*seen[layer], strict=True)), (k_scale, v_scale), strict=True):
+    for layer, scales in enumerate(zip(*_of(worker), strict=True)):
+        for amax, scale in zip(map(max, zip(*seen[layer], strict=True)), scales, strict=True):
             assert 448 / 2 <= amax * 1.05 / scale <= 448
 
 
@@ -59,9 +59,9 @@ def test_rounding_is_on_only_after_calibration_and_only_when_unified(recipe):
 
 def test_what_amx_loses_is_lost_but_for_its_gradient():
     cache = TrainerKvCache(1, "toward_zero", loses_denormals=True)
-    cache.scales = KvScales((0.5,), (2.0,))
+    cache.scales = KvScales((0.5,), (2.0,), (1.0,))
     x = torch.tensor([1.0, 2.0**-6, 2.0**-7, 2.0**-8, -(2.0**-4)], requires_grad=True)
-    key, value = cache.read(0, x, x)
+    key, value = cache.read(0, x, x, x)
     assert key.tolist() == [1.0, 2.0**-6, 2.0**-7, 0.0, -(2.0**-4)]
     assert value.tolist() == [1.0, 0.0, 0.0, 0.0, -(2.0**-4)]
     assert cache.smallest_sum(0) == 2.0**-5
@@ -95,8 +95,9 @@ def test_values_that_are_not_finite_are_named(recipe):
     [
         (lambda path: path.unlink(), r"kv_scales\.json cannot be read"),
         (lambda path: path.write_text("{"), r"kv_scales\.json cannot be read"),
-        (lambda path: path.write_text(json.dumps({"k_scale": [1.0], "v_scale": [1.0]})), "another number of layers"),
-        (lambda path: path.write_text(json.dumps({"k_scale": [1, 0], "v_scale": [1, 1]})), "not a finite number above"),
+        (lambda path: _write(path, [1, 1], [1, 1], [1]), "another number of layers"),
+        (lambda path: _write(path, [1, 0], [1, 1], [1, 1]), "not a finite number above"),
+        (lambda path: path.write_text(json.dumps({"k_scale": [1, 1], "v_scale": [1, 1]})), r"read \('q_scale'\)"),
     ],
 )
 def test_a_checkpoint_with_damaged_scales_is_refused(recipe, tmp_path, damage, message):
@@ -132,7 +133,12 @@ def _calibrate(part):
 
 
 def _of(worker: MegatronWorker):
-    return worker.kv_cache.scales.k_scale, worker.kv_cache.scales.v_scale
+    scales = worker.kv_cache.scales
+    return scales.k_scale, scales.v_scale, scales.q_scale
+
+
+def _write(path, k, v, q):
+    path.write_text(json.dumps({"k_scale": k, "v_scale": v, "q_scale": q}))
 
 
 def test_a_head_size_that_vllm_cannot_hold_is_refused(recipe, tmp_path):

@@ -136,13 +136,7 @@ class _Reload:
         """Set the scales of the last refit, if there was one, in the engine's FP8 caches."""
         if self.kv_scales:
             for names, attention in fp8_caches(self.worker.model_runner.get_model()).items():
-                set_kv_scales(attention, *(self.kv_scales[name].reshape(()) for name in with_queries(names)))
-
-
-def with_queries(names: tuple[str, str]) -> tuple[str, str, str]:
-    """Names of the scales of keys, values and queries, as NeMo RL has them (its quantization/fp8_train_utils.py)."""
-    k_scale, v_scale = names
-    return k_scale, v_scale, f"{k_scale.removesuffix('k_scale')}attn.q_scale"
+                set_kv_scales(attention, *(self.kv_scales[name].reshape(()) for name in names))
 
 
 def without_kv_scales(model: torch.nn.Module, announced: Collection[str]) -> str:
@@ -151,7 +145,7 @@ def without_kv_scales(model: torch.nn.Module, announced: Collection[str]) -> str
     for path, layer in model.named_modules():
         if is_quantized_kv_cache(str(getattr(layer, "kv_cache_dtype", "auto"))):
             names = served.get(id(layer))
-            if names is None or not set(with_queries(names)) <= set(announced):
+            if names is None or not set(names) <= set(announced):
                 return (
                     f"the trainer announces no scales for the FP8 KV cache of {path}: set "
                     "policy.generation.vllm_cfg.kv_cache_dtype=auto"
