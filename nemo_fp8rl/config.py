@@ -381,7 +381,8 @@ class ClusterConfig(_Block):
     """vLLM engines that share the prompts (Ray)."""
     engine_timeout_seconds: float = 1800.0
     """How long engines, and in a refit training ranks, may take for what they are asked, or go without finishing a
-    prompt, for which they have 0.1 s more for each token of max_new_tokens, before they count as dead.
+    prompt, for which they have 0.1 s more for each token of max_new_tokens, before they count as dead. Under Ray also
+    how long a worker's process may take to be there.
     """
     max_engine_restarts: int = 3
     """How often engines that died are started again in a run; one more ends it."""

@@ -78,8 +78,9 @@ def test_two_ranks_that_share_the_model_agree_with_one(warm_overrides, tmp_path,
     assert_first_step_agrees(rows, in_process, rounding)
     assert all(row["train/token_mult_prob_error"] < 1.001 for row in rows[1:])
     if layout == PIPELINE:
-        rewards = [[row["train/reward"] for row in side[1:]] for side in (rows, in_process)]
-        assert rewards[0] == rewards[1]
+        for one, two in zip(in_process[1:], rows[1:], strict=True):
+            assert one["train/reward"] == two["train/reward"]
+            assert one["train/loss"] == pytest.approx(two["train/loss"], abs=1e-5)
 
 
 @pytest.mark.long
@@ -146,14 +147,16 @@ EXPERTS = ("policy.megatron_cfg.expert_model_parallel_size=2",)
 
 
 @pytest.mark.long
-def test_two_ranks_that_share_the_experts_agree_with_one(tiny, tiny_overrides, tmp_path):
+@pytest.mark.parametrize("flow", ["fp8_e2e", "bf16"])
+def test_two_ranks_that_share_the_experts_agree_with_one(tiny, tiny_overrides, tmp_path, flow):
     """With half of the batch each, or half of every other matrix: gradients are sums of rounded parts, and later steps
     may drift.
     """
     write_model(tmp_path / "model", family="qwen3_moe", moe_intermediate_size=256)  # whole blocks on each of two ranks
     paths = (f"policy.model_name={tmp_path}/model", f"data.train.data_path={tiny}/data.jsonl")
     assert sft(load(RECIPES / "tiny_sft.yaml", [*paths, "sft.max_num_steps=100"]), tmp_path / "warm")
-    warm = (*tiny_overrides, f"policy.model_name={tmp_path}/warm", "policy.train_micro_batch_size=32")
+    model = (f"policy.model_name={tmp_path}/warm", "policy.train_micro_batch_size=32", f"nemo_fp8rl.flow={flow}")
+    warm = (*tiny_overrides, *model)
     one = run(warm, tmp_path / "one")
     layouts = {"halves": EXPERTS, "tensor": (*EXPERTS, *TENSOR, EXPERTS_WHOLE), "halves of each": TENSOR}
     for name, layout in layouts.items():
@@ -177,6 +180,10 @@ class Probe:
     def sleep(self, seconds):
         time.sleep(seconds)
 
+class Slow:
+    def __init__(self):
+        time.sleep(60)
+
 cluster = Cluster()
 cluster.add_node(num_cpus=2, labels={workers.ROLE: "train"}, include_dashboard=False)
 cluster.add_node(num_cpus=2, labels={workers.ROLE: "train"})
@@ -184,12 +191,17 @@ lost = cluster.add_node(num_cpus=1, labels={workers.ROLE: "generation"})
 cluster.wait_for_nodes()
 os.environ["RAY_ADDRESS"] = cluster.address
 cfg = load(sys.argv[1], ["cluster.backend=ray"])
+impatient = load(sys.argv[1], ["cluster.backend=ray", "cluster.engine_timeout_seconds=2"])
 try:
     workers.RayWorkers(object, "generation", 2, cfg, 1)
 except UserError as error:
     print(error)
 try:
     workers.RayWorkers(object, "train", 1, cfg, 3)
+except UserError as error:
+    print(error)
+try:
+    workers.RayWorkers(Slow, "train", 1, impatient, 1)
 except UserError as error:
     print(error)
 one = workers.RayWorkers(object, "generation", 1, cfg, 1)
@@ -207,6 +219,11 @@ except UserError as error:
     print(error)
 engines = workers.start_workers(Probe, "generation", 2, cfg, 2, ranks)
 print("nodes", *ranks.call("node", [()] * 4), *engines.call("node", [()] * 2))
+try:
+    ranks.call("sleep", [(60,), (0,), (0,), (0,)], 1.0)
+except workers.WorkerDied as death:
+    print("waited", death)
+    ranks.restart(0)
 print("hung", ranks.outcomes("sleep", {0: (60,), 1: (0,)}, 1.0), ranks.outcomes("sleep", {0: (0,)}, 60.0))
 ray.shutdown()
 cluster.shutdown()
@@ -222,7 +239,7 @@ def on_three_nodes() -> str:
 
 
 def test_a_worker_whose_node_is_gone_is_not_waited_for_without_end(on_three_nodes):
-    assert re.search(r"Ray has had no place for generation-\w+-0 for 5 s: .* --resume", on_three_nodes)
+    assert re.search(r"Ray has started no process for generation-\w+-0 for 5 s: .* --resume", on_three_nodes)
 
 
 def test_only_cpus_of_the_roles_own_nodes_count(on_three_nodes):
@@ -236,6 +253,14 @@ def test_an_actor_that_fits_on_no_node_is_refused(on_three_nodes):
 def test_a_worker_that_hangs_is_ended_and_takes_no_other_with_it(on_three_nodes):
     died = "{0: WorkerDied('no answer to sleep in 1 seconds'), 1: None} {0: WorkerDied('its process ended')}"
     assert f"\nhung {died}\n" in on_three_nodes
+
+
+def test_a_call_of_all_is_not_waited_for_without_end_either(on_three_nodes):
+    assert "\nwaited no answer to sleep in 1 seconds\n" in on_three_nodes
+
+
+def test_of_a_process_that_is_not_there_in_time_at_first_the_key_is_named(on_three_nodes):
+    assert re.search(r"no process for train-\w+-0 for 2 s: see .* raise cluster\.engine_timeout", on_three_nodes)
 
 
 def test_ranks_are_numbered_node_by_node(on_three_nodes):

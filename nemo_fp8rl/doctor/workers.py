@@ -10,7 +10,7 @@ from nemo_fp8rl.doctor.plan import Plan
 from nemo_fp8rl.doctor.shapes import config_of
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.nemo_rl.checks import check_loop
-from nemo_fp8rl.nemo_rl.keys import passed_over
+from nemo_fp8rl.nemo_rl.keys import done_differently
 from nemo_fp8rl.nemo_rl.precision import read_precision
 from nemo_fp8rl.nemo_rl.stock.bf16_layers import with_bf16_layers
 from nemo_fp8rl.nemo_rl.stock.refusal import why_no_correction, why_not
@@ -61,7 +61,7 @@ def _stock(plan: Plan, version: str) -> str:
 
 
 def _ours(plan: Plan, loop_refusal: str) -> Iterator[Finding]:
-    for sentence in passed_over(plan.values):
+    for sentence in done_differently(plan.values):
         yield Finding("warn", TOPIC, sentence)
     refusal = _refusal(plan)
     if refusal and refusal != loop_refusal:

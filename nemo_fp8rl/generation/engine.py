@@ -298,13 +298,15 @@ class VllmEngine:
         self.core.check_health()
 
     def shutdown(self) -> None:
-        if core := self.__dict__.pop("core", None):  # absent when setup failed
-            core.shutdown()
-            del core
-            gc.collect()  # its modules refer to one another
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()  # another engine may follow in this process
-        remove_folder()
+        try:
+            if core := self.__dict__.pop("core", None):  # absent when setup failed
+                core.shutdown()
+                del core
+                gc.collect()  # its modules refer to one another
+                if torch.cuda.is_initialized():
+                    torch.cuda.empty_cache()  # another engine may follow in this process
+        finally:
+            remove_folder()
 
     def _sampling_params(self, sampling: Sampling, prompt_length: int, seed: int) -> Any:
         if sampling.stop_strings and self.has_no_tokenizer:

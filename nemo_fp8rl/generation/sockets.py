@@ -13,26 +13,35 @@ from pathlib import Path
 
 VARIABLE = "VLLM_RPC_BASE_PATH"
 PREFIX = "fp8rl_"
+LONGEST = 107 - len("/") - 36
+"""Bytes of a folder in which vLLM, which names sockets by UUIDs, can bind one: Linux has 107 for a socket's path."""
 
 
 @cache
 def folder() -> Path:
-    """Its path, the same for all engines of this process: vLLM keeps what it has read of the environment."""
-    return (
-        Path(tempfile.gettempdir()) / f"{PREFIX}{secrets.token_hex(6)}"
-    )  # short: a socket's path has at most 107 bytes
+    """The same for all engines of this process: vLLM keeps what it has read of the environment."""
+    return Path(tempfile.gettempdir()) / f"{PREFIX}{secrets.token_hex(6)}"
 
 
 def make_folder() -> None:
-    """Make it and tell vLLM of it, before that is imported. What the user has set stays; what was inherited of another
-    process is that one's, and may be gone or on another machine.
+    """Create the folder and tell vLLM of it, before that is imported. What the user has set stays; what was inherited
+    of another process is that one's, and may be gone or on another machine. Where the path would be too long, vLLM's
+    own choice stays.
     """
     given = os.environ.get(VARIABLE)
-    if given is None or Path(given).name.startswith(PREFIX):
-        os.environ[VARIABLE] = str(folder())
-        folder().mkdir(mode=0o700, exist_ok=True)
+    if given is not None and not Path(given).name.startswith(PREFIX):
+        return
+    if len(os.fsencode(folder())) > LONGEST:
+        os.environ.pop(VARIABLE, None)
+        return
+    os.environ[VARIABLE] = str(folder())
+    folder().mkdir(mode=0o700, exist_ok=True)
 
 
 def remove_folder() -> None:
-    """Remove it with all that is in it, after an engine's end; what is connected stays so."""
+    """Remove the folder with all that is in it, after an engine's end; what is connected stays so. Processes that this
+    one starts later bind no sockets there.
+    """
     shutil.rmtree(folder(), ignore_errors=True)
+    if os.environ.get(VARIABLE) == str(folder()):
+        del os.environ[VARIABLE]

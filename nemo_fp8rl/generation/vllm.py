@@ -23,11 +23,8 @@ CALLS_AT_ONCE = 128
 """Calls, each for many prompts, that an engine with a core in a process of its own (`async_engine`) answers at once."""
 SOON = 0.2
 """Seconds in which an engine says whether it generates, or is done without; between looks at those that start."""
-OF_A_PROCESS = (
-    *("asked", "lives", "fenced", "counting", "reviving", "gone", "copies_retried"),
-    *("beginning", "begins_until", "has_begun"),
-)
-"""Attributes that a copy has of its own."""
+OF_ALL = ("cfg", "token", "engines", "engine_restarts", "prompts_retried")
+"""Attributes that a copy takes over; the others are each process' own."""
 
 
 class VllmGeneration:
@@ -53,7 +50,7 @@ class VllmGeneration:
         self.timeout = cfg.cluster.engine_timeout_seconds
         self.patience = self.timeout + SECONDS_A_TOKEN * cfg.policy.generation.max_new_tokens
         self.engine_restarts = self.prompts_retried = 0
-        self._begin()
+        self._begin_process()
         vllm_cfg, count = cfg.policy.generation.vllm_cfg, cfg.cluster.generation_engines
         calls = CALLS_AT_ONCE if vllm_cfg.async_engine else 1
         self.engines = start_workers(
@@ -67,22 +64,22 @@ class VllmGeneration:
         policy = self.cfg.policy
         return policy.generation.colocated.enabled and policy.megatron_cfg.offload_between_phases
 
-    def _begin(self) -> None:
+    def _begin_process(self) -> None:
         count = self.cfg.cluster.generation_engines
         self.asked, self.lives = [0] * count, [0] * count  # prompts under way, and restarts, of each engine
         self.fenced = [0] * count  # restarts of the engine that a refit knows
         self.counting, self.reviving = Lock(), RLock()
         self.gone = set[int]()  # engines that are being replaced; those that a copy does without
         self.copies_retried = dict[tuple[int, int], int]()  # prompts, by engine and its restarts
-        self.beginning, self.begins_until, self.has_begun = Lock(), math.inf, False  # a copy's wait for a version
+        self.first_version, self.first_version_until, self.has_seen_version = Lock(), math.inf, False  # a copy's wait
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: value for name, value in self.__dict__.items() if name not in OF_A_PROCESS}
-        return state | {"on_death": None, "is_copy": True, "timeout": None, "patience": None}
+        state = {name: value for name, value in self.__dict__.items() if name in OF_ALL}
+        return state | {"is_copy": True, "timeout": None, "patience": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._begin()
+        self._begin_process()
 
     def generate(
         self,
@@ -101,7 +98,7 @@ class VllmGeneration:
         self, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int], sampling: Sampling
     ) -> Iterator[tuple[int, list[Completion]]]:
         """(position in `prompts`, its completions) as they end."""
-        if self.is_copy and not self.has_begun:
+        if self.is_copy and not self.has_seen_version:
             self._wait_for_a_version()
         waiting, again = list(range(len(prompts))), False
         timeout = None if self.timeout is None else self.timeout + SECONDS_A_TOKEN * sampling.max_new_tokens
@@ -292,14 +289,14 @@ class VllmGeneration:
         Raises WorkerDied where none does after cluster.engine_timeout_seconds.
         """
         patience = self.cfg.cluster.engine_timeout_seconds
-        with self.beginning:  # the first thread looks, the others wait for it
-            self.begins_until = min(self.begins_until, time.monotonic() + patience)
-            while not self.has_begun:
+        with self.first_version:  # the first thread looks, the others wait for it
+            self.first_version_until = min(self.first_version_until, time.monotonic() + patience)
+            while not self.has_seen_version:
                 versions = [self.engines.ask(engine, "answers_as", SOON) for engine in range(self.engines.count)]
                 if any(version is not None and version >= 0 for version in versions):
-                    self.gone.update(engine for engine, held in enumerate(versions) if held is not None and held < 0)
-                    self.has_begun = True
-                elif time.monotonic() > self.begins_until:
+                    self.gone.update(engine for engine, held in enumerate(versions) if held is None or held < 0)
+                    self.has_seen_version = True
+                elif time.monotonic() > self.first_version_until:
                     raise WorkerDied(
                         f"no engine had weights {patience:g} seconds after the first prompt was asked: mend what the "
                         "run's own output says of its first refit, then start it again"
@@ -312,13 +309,13 @@ class VllmGeneration:
 
     def _call_all(self, method: str, *arguments: Any) -> list[Any]:
         """What every engine answers before the first refit, till when none is replaced."""
-        outcomes = self.engines.outcomes(method, dict.fromkeys(range(self.engines.count), arguments), self.timeout)
-        if death := next((outcome for outcome in outcomes.values() if isinstance(outcome, WorkerDied)), None):
+        try:
+            return self.engines.call(method, [arguments] * self.engines.count, self.timeout)
+        except WorkerDied as death:
             raise UserError(
                 f"an engine died before the first refit ({death}); what it wrote says why (of a Ray actor: in its "
                 "worker's log); one that is only slow needs a larger cluster.engine_timeout_seconds"
             ) from death
-        return [outcomes[engine] for engine in range(self.engines.count)]
 
     def _revived(self, engines: Collection[int], method: str, *arguments: Any) -> list[int]:
         """Call the method on these engines; those that are dead, and are started again instead."""

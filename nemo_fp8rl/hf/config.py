@@ -183,6 +183,8 @@ def _rope(raw: dict[str, Any], path: Path) -> _Rope:
     factor = rope.get("factor") if rope_type != "default" else 1.0
     if not _is_number(factor) or factor < 1:
         raise UserError(f"{path}: rope_type {rope_type!r} needs a factor of 1 or more, got {shown(factor)}")
+    if rope_type == "linear" and not isinstance(factor, float):
+        raise UserError(f"{path}: vLLM takes the factor of rope_type 'linear' with a point alone; write {factor}.0")
     if (rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0) != 1.0:
         raise UserError(f"{path}: partial_rotary_factor is not supported, only 1")
     numbers = rope | ({ORIGINAL: raw[ORIGINAL]} if ORIGINAL in raw else {})  # transformers prefers the one outside

@@ -116,7 +116,7 @@ UNUSED = (
     *("policy.generation.vllm_cfg.use_tqdm", "policy.generation.vllm_cfg.vllm_", "policy.generation.vllm_cfg.zmq_"),
     *("policy.generation.vllm_kwargs.enable_chunked_prefill", "policy.generation.vllm_kwargs.moe_backend"),
 )
-OTHERWISE = {
+DONE_DIFFERENTLY = {
     "policy.megatron_cfg.optimizer.optimizer_cpu_offload": (False, "ours keep that on the GPU while they train"),
     "policy.megatron_cfg.fine_grained_activation_offloading": (False, "ours keep that on the GPU while they train"),
     "policy.generation.vllm_cfg.enable_prefix_caching": (True, "our engines cache prefixes where vLLM can"),
@@ -143,9 +143,9 @@ def check_keys(master: Mapping[str, Any]) -> None:
             )
 
 
-def passed_over(master: Mapping[str, Any]) -> Iterator[str]:
-    """What our parts do OTHERWISE than the recipe says, each key in a sentence."""
-    for key, (same, instead) in OTHERWISE.items():
+def done_differently(master: Mapping[str, Any]) -> Iterator[str]:
+    """What our parts do otherwise than the recipe says, each key in a sentence."""
+    for key, (same, instead) in DONE_DIFFERENTLY.items():
         if (given := at(master, key, None)) not in (None, same):
             yield f"{key}={shown(given)} is of NeMo RL's own workers; {instead}"
 

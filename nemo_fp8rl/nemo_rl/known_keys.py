@@ -162,7 +162,7 @@ Classes = dict[str, tuple[set[str], dict[str, list[ast.expr]]]]
 
 
 def _add_classes(known: Known, package: Path) -> set[str]:
-    """Returns every name and word in the package's code."""
+    """Add to `known` the fields of the package's classes; returns every name and word in its code."""
     classes: Classes = {}
     words = set[str]()
     for path in package.rglob("*.py"):

@@ -17,7 +17,7 @@ from nemo_fp8rl.fp8.gpus import CAPABILITIES, Capability
 from nemo_fp8rl.nemo_rl.checks import loss_keys
 from nemo_fp8rl.nemo_rl.compat import load_dataloader, save_state, steps_done
 from nemo_fp8rl.nemo_rl.gpus import why_not
-from nemo_fp8rl.nemo_rl.keys import passed_over
+from nemo_fp8rl.nemo_rl.keys import done_differently
 from nemo_fp8rl.nemo_rl.recipe import NemoRlRecipe
 from nemo_fp8rl.shown_gpus import shown_gpus
 from nemo_fp8rl.workers import connect, is_in_cluster, joins_cluster
@@ -115,7 +115,7 @@ def own_parts(
     from nemo_fp8rl.nemo_rl.install import backends, install
 
     values = master.model_dump()  # its blocks are mappings in one version, objects in the other
-    for sentence in passed_over(values):
+    for sentence in done_differently(values):
         print(f"nemo-fp8rl: {sentence}", flush=True)
     keys = values["grpo"]
     logger, checkpointer = Logger(master.logger), CheckpointManager(master.checkpointing)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -38,8 +37,8 @@ class AlignedExperts(SequentialMLP):
         x = permuted_local_hidden_states
         shares = zip(self.local_experts, x.split(tokens_per_expert.tolist()), strict=True)
         out = torch.cat([_expert(expert, own) for expert, own in shares])
-        group = parallel_state.get_expert_tensor_parallel_group()
-        if group.size() > 1 and _is_fp8(self):
+        group = self.tp_group
+        if group.size() > 1 and _is_fp8(self):  # Megatron adds up contiguous gradients alone, as those of a gather are
             summed = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(out, group), group)
             out = summed.to(x.dtype).float() * (group.rank() == 0)
         return out * permuted_probs.float().unsqueeze(-1), None

@@ -121,8 +121,8 @@ def qkv_by_kind(linear: type) -> type:
 class RoundedOnce:
     """Mixed into a row-parallel layer: ranks add up float32 products and round the sum, as one rank would.
 
-    Megatron rounds each rank's product before the sum. Products of one expert's parts stay in float32: they are summed
-    with those of other experts (`align_moe`).
+    Megatron rounds each rank's product before the sum. Products of one expert's parts stay in float32: `align_moe` adds
+    them up.
     """
 
     input_size: int

@@ -13,7 +13,10 @@ from nemo_fp8rl.workers.cluster import connect
 from nemo_fp8rl.workers.places import Location, in_order, own_place, shared_place, with_variables
 
 TO_LEAVE = 10.0
-"""Seconds that workers have for `shutdown`, which removes what they share by name: killed, they would leave it."""
+"""Seconds that engines have for `shutdown`, which removes vLLM's sockets: killed, they would leave them."""
+
+AT_FIRST = "see what `ray status` says; where nodes are only slow, raise cluster.engine_timeout_seconds"
+LATER = "its node may be gone; bring it up, then continue with --resume"
 
 
 class RayWorkers(Workers):
@@ -34,7 +37,7 @@ class RayWorkers(Workers):
         connect(cfg.num_cpus)
         import ray
 
-        self.count, self.most_lives = count, cfg.cluster.max_engine_restarts
+        self.role, self.count, self.most_lives = role, count, cfg.cluster.max_engine_restarts
         self.timeout = cfg.cluster.engine_timeout_seconds
         if shared is None:
             options = [own_place(worker_class, role, count, processes)] * count
@@ -46,20 +49,23 @@ class RayWorkers(Workers):
         self.names, self.lives = [f"{role}-{run}-{i}" for i in range(count)], [0] * count
         self.actors = [self._started(i) for i in range(count)]
         with ended_on_error(self):
-            places = [self._enter(i, self.timeout) for i in range(count)]
+            places = [self._enter(i, AT_FIRST) for i in range(count)]
         order = sorted(range(count), key=places.__getitem__)
         self.places: list[Location] = [places[i] for i in order]
         self.actors, self.names = [self.actors[i] for i in order], [self.names[i] for i in order]
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], timeout: float | None = None) -> list[Any]:
         import ray
 
         batches = {id(one): one for args in arguments for one in args if isinstance(one, dict)}
         sent = {key: ray.put(batch) for key, batch in batches.items()}  # once, whoever shares it
+        started = [
+            self._start(i, method, *(sent.get(id(one), one) for one in args)) for i, args in enumerate(arguments)
+        ]
         try:
-            return ray.get(
-                [self._start(i, method, *(sent.get(id(one), one) for one in args)) for i, args in enumerate(arguments)]
-            )
+            return ray.get(started, timeout=timeout)
+        except ray.exceptions.GetTimeoutError:
+            raise WorkerDied(f"no answer to {method} in {timeout:g} seconds") from None
         except ray.exceptions.RayError as error:
             raise _cause(error) from None
 
@@ -105,7 +111,7 @@ class RayWorkers(Workers):
         ray.kill(self.actors[index])
         self.lives[index] += 1
         self.actors[index] = self._started(index)
-        self._enter(index, self.timeout)
+        self._enter(index, LATER)
 
     def ask(self, index: int, method: str, within: float) -> Any:
         import ray
@@ -126,9 +132,10 @@ class RayWorkers(Workers):
         import ray
 
         try:
-            with suppress(Exception):  # of one that is gone, or has nothing to leave
-                left = [self._start(i, "shutdown") for i in range(self.count)]
-                ray.wait(left, num_returns=self.count, timeout=TO_LEAVE)
+            if self.role == "generation":
+                with suppress(Exception):  # of one that is gone
+                    left = [self._start(i, "shutdown") for i in range(self.count)]
+                    ray.wait(left, num_returns=self.count, timeout=TO_LEAVE)
         finally:
             for actor in self.actors:
                 ray.kill(actor)
@@ -143,17 +150,16 @@ class RayWorkers(Workers):
     def _start(self, index: int, method: str, *arguments: Any) -> Any:
         return getattr(self.actors[index], method).remote(*arguments)
 
-    def _enter(self, index: int, timeout: float) -> Location:
-        """Relative paths of a recipe mean in the actor what they mean to the driver."""
+    def _enter(self, index: int, advice: str) -> Location:
+        """Relative paths of a recipe mean in the actor what they mean to the driver. Raises UserError, with the advice,
+        where its process is not there in time.
+        """
         import ray
 
         entered = self.actors[index].__ray_call__.remote(_enter_folder, os.getcwd())
-        if not ray.wait([entered], timeout=timeout)[0]:
+        if not ray.wait([entered], timeout=self.timeout)[0]:
             ray.kill(self.actors[index])
-            raise UserError(
-                f"Ray has had no place for {self.names[index]} for {timeout:g} s: its node may be gone; bring it up, "
-                "then continue with --resume"
-            )
+            raise UserError(f"Ray has started no process for {self.names[index]} for {self.timeout:g} s: {advice}")
         try:
             place: Location = ray.get(entered)
             return place

@@ -24,8 +24,11 @@ class Workers(Protocol):
 
     count: int
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """`method(*arguments[i])` on worker i, all at once; the results in order, or the first exception."""
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], timeout: float | None = None) -> list[Any]:
+        """`method(*arguments[i])` on worker i, all at once; the results in order, or the first exception, at once.
+
+        Raises WorkerDied where one died, or took longer than `timeout` seconds.
+        """
         ...
 
     def call_all(self, method: str, *arguments: Any) -> list[Any]:

@@ -17,7 +17,7 @@ class InProcessWorker(Workers):
         os.environ.update(env_vars(role, cfg))  # too late for what libraries read when they are imported
         self.worker_class, self.worker = worker_class, worker_class()
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], timeout: float | None = None) -> list[Any]:
         return [self._answer(method, *arguments[0])]
 
     def outcomes(
@@ -45,7 +45,7 @@ class InProcessWorker(Workers):
         return self._answer(method)
 
     def renew(self, index: int) -> None:
-        """It has no copies."""
+        """Nothing: there are no copies of another process."""
 
     def shutdown(self) -> None:
         self.worker.shutdown()

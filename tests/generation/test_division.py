@@ -1,7 +1,9 @@
 """How prompts are divided among engines, with fakes in the place of engines that would need a process each."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from threading import Barrier, BrokenBarrierError, Thread
 
 import pytest
 
@@ -17,6 +19,9 @@ class FakeWorkers:
 
     def __init__(self, count: int, dies: dict[int, int]) -> None:
         self.count, self.dies, self.asked = count, dies, list[Counter[int]]()
+
+    def call(self, method: str, arguments: Sequence, timeout: float | None = None) -> list:
+        return [None for _ in arguments]
 
     def outcomes(self, method: str, arguments: Mapping, timeout: float | None = None) -> dict:
         return dict.fromkeys(arguments)
@@ -74,3 +79,29 @@ def test_what_a_dead_engine_had_not_answered_goes_to_all_anew_and_is_counted(eng
     assert generation.engines.asked == [{0: 4, 1: 4}, {0: 2, 1: 1}]
     assert (generation.engine_restarts, generation.prompts_retried) == (1, 3)
     assert generation.asked == [0, 0]
+
+
+class LookedAtTogether(set):
+    """A set that two threads see as it is now, if they may look at the same time."""
+
+    def __init__(self) -> None:
+        self.both = Barrier(2)
+
+    def __rsub__(self, other: set) -> set:
+        left = other.difference(self)
+        with suppress(BrokenBarrierError):
+            self.both.wait(0.5)
+        return left
+
+
+def test_of_two_threads_that_lose_the_last_two_engines_one_replaces_its_own(engines, monkeypatch):
+    """Where engines take turns with the trainer, an engine is left to the next refit as long as another one answers."""
+    generation = engines(2, e0=0, e1=0)
+    monkeypatch.setattr(VllmGeneration, "takes_turns", True)
+    generation.gone = LookedAtTogether()
+    losing = [Thread(target=generation._revive, args=(engine, WorkerDied("killed"), 0)) for engine in range(2)]
+    for thread in losing:
+        thread.start()
+    for thread in losing:
+        thread.join(timeout=60)
+    assert generation.engine_restarts == 1 and len(generation.gone) == 1

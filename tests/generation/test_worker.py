@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import socket
 import threading
 import time
+import uuid
 from collections import deque
 from dataclasses import replace
 from itertools import count
@@ -101,12 +103,25 @@ def test_sockets_are_in_a_folder_of_the_processes_own_or_where_the_user_says(mon
     monkeypatch.delenv(sockets.VARIABLE, raising=False)
     if given:
         monkeypatch.setenv(sockets.VARIABLE, given)
-    sockets.remove_folder()
     sockets.make_folder()
     assert os.environ[sockets.VARIABLE] == (given if kept else str(sockets.folder()))
     assert sockets.folder().is_dir() != kept
     sockets.remove_folder()
     assert not sockets.folder().exists()
+    assert os.environ.get(sockets.VARIABLE) == (given if kept else None)  # for what this process starts later
+
+
+@pytest.mark.parametrize(("longer", "is_used"), [(0, True), (1, False)])
+def test_a_folder_in_which_no_socket_could_be_bound_is_left_to_vllm(monkeypatch, tmp_path, longer, is_used):
+    name = tmp_path / ("x" * (sockets.LONGEST - len(str(tmp_path)) - 1 + longer))
+    monkeypatch.setattr(sockets, "folder", lambda: name)
+    monkeypatch.setenv(sockets.VARIABLE, "/tmp/fp8rl_of_another")
+    sockets.make_folder()
+    assert (os.environ.get(sockets.VARIABLE) == str(name)) == is_used == name.exists()
+    assert is_used or sockets.VARIABLE not in os.environ
+    if is_used:
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(f"{name}/{uuid.uuid4()}")
 
 
 @pytest.fixture

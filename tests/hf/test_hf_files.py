@@ -139,6 +139,7 @@ def without(name: str) -> dict:
         ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, "'yarn' needs a factor of 1 or more, got 0.5"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn' needs a factor of 1 or more, got None"),
         ({"rope_scaling": {"type": "linear", "factor": "4"}}, "'linear' needs a factor of 1 or more, got '4'"),
+        ({"rope_scaling": {"type": "linear", "factor": 4}}, "'linear' with a point alone; write 4.0"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e6}}, "'longrope'"),
         (
             {"rope_scaling": LLAMA3 | {"low_freq_factor": None}},

@@ -12,7 +12,7 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation.arguments import engine_arguments
 from nemo_fp8rl.nemo_rl.config import from_nemo_rl
 from nemo_fp8rl.nemo_rl.gpus import check_division, divide
-from nemo_fp8rl.nemo_rl.keys import OTHERWISE, passed_over
+from nemo_fp8rl.nemo_rl.keys import DONE_DIFFERENTLY, done_differently
 from nemo_fp8rl.nemo_rl.own_loop import of_keys_for_own_loop
 from nemo_fp8rl.nemo_rl.recipe import load
 from tests.conftest import RECIPES
@@ -145,11 +145,11 @@ def test_gpus_are_ranks_and_processes_of_engines(tiny):
     ],
 )
 def test_what_our_parts_do_otherwise_is_said_and_what_they_do_is_not(tiny, key, given, instead):
-    (sentence,) = passed_over(master(tiny, **{key: given}))
+    (sentence,) = done_differently(master(tiny, **{key: given}))
     name = key.replace("__", ".")
     assert sentence.startswith(f"{name}={given!r} is of NeMo RL's own workers; ") and instead in sentence
-    for same in (None, OTHERWISE[name][0]):
-        assert list(passed_over(master(tiny, **{key: same}))) == []
+    for same in (None, DONE_DIFFERENTLY[name][0]):
+        assert list(done_differently(master(tiny, **{key: same}))) == []
 
 
 def test_null_is_none_of_what_has_to_be_off(tiny):

@@ -13,12 +13,14 @@ from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.policy import align, ordered, rounding
 from nemo_fp8rl.policy.align import AlignedAttention, AlignedRMSNorm, aligned_residual_add, rotate
 from nemo_fp8rl.policy.attention import attention_of
+from nemo_fp8rl.policy.cpu import megatron_on_cpu
 from nemo_fp8rl.policy.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.rope import Rope, read_rope
 from nemo_fp8rl.policy.rounding import rounds_probabilities
 from nemo_fp8rl.policy.tiles import tile_product
 from nemo_fp8rl.tiny import write_model
 from tests.conftest import needs_fp8_cache
+from tests.policy.test_worker import new_worker
 
 ROWS, WIDTH, HEADS, HEAD_DIM = 37, 256, 4, 128
 FREQUENCIES = 1.0 / 10_000.0 ** (torch.arange(0, HEAD_DIM, 2, dtype=torch.float32) / HEAD_DIM)
@@ -228,6 +230,31 @@ def test_ordered_attention_equals_vllms_vector_kernels_to_the_bit(
     for v in (bf16(tokens, 2, head_dim, seed=24), bf16(4, 2, head_dim, seed=23)[torch.arange(tokens) % 4]):
         got = attention(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)).squeeze(1)
         assert torch.equal(got, of_vllms_kernel(kernel, q, k, v, scales).view(tokens, -1))
+
+
+def test_a_mixture_equals_vllms_router_and_its_kernel_for_experts(recipe, tmp_path):
+    """Which experts, their weights, what each puts out, and the sum over them: a layer of bfloat16 experts."""
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import select_experts
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    isa = "amx" if torch.cpu._init_amx() else "vec"
+    write_model(tmp_path / "model", family="qwen3_moe")
+    worker = new_worker(recipe(f"policy.model_name={tmp_path}/model", "nemo_fp8rl.flow=bf16"))
+    layer = worker.model.decoder.layers[0].mlp
+    x = bf16(ROWS, layer.config.hidden_size, seed=28)
+    with torch.no_grad(), megatron_on_cpu():
+        (got, _), experts = layer(x.unsqueeze(1)), layer.experts.local_experts
+        logits = torch.nn.functional.linear(x, layer.router.weight)
+        chosen = select_experts(x, logits, layer.config.moe_router_topk, use_grouped_topk=False, renormalize=True)
+        w13, w2 = (
+            ops.cpu_prepack_moe_weight(torch.stack([getattr(e, name).weight for e in experts]), isa)
+            for name in ("linear_fc1", "linear_fc2")
+        )
+        expected = torch.empty_like(x)
+        ops.cpu_fused_moe(expected, x, w13, w2, None, None, *chosen, "silu", isa)
+    assert rounds_alike(got.squeeze(1), expected)
 
 
 def test_what_kernels_cut_off_has_the_gradient_of_what_they_round(config, monkeypatch):

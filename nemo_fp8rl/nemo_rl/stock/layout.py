@@ -70,7 +70,7 @@ def why_no_shares(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def why_not_shared(samples: int, batch: int, replicas: int, micro: int | None) -> Iterator[str]:
-    """The same, of numbers. micro: None where microbatches are of any number of samples."""
+    """`why_no_shares` by numbers. micro: None where microbatches are of any number of samples."""
     if samples % batch:
         yield (
             f"policy.train_global_batch_size={batch} does not divide the {samples} samples of a step "
