@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from nemo_fp8rl.config import Config
 from nemo_fp8rl.generation.compat import vllm_version
@@ -95,11 +96,22 @@ def tiny_overrides(tiny: Path) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="session")
-def warm_overrides(tiny: Path, tiny_overrides: tuple[str, ...]) -> tuple[str, ...]:
-    """The same after a short warm-up: some answers are right, so that GRPO has a gradient."""
+def warm_overrides(
+    tiny: Path, tiny_overrides: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, ...]:
+    """The same after a short warm-up: some answers are right, so that GRPO has a gradient. In float32, for the sake of
+    CPUs without bfloat16. Test processes of one run share it.
+    """
+    processes = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    folder = tmp_path_factory.getbasetemp()
+    warm = (folder.parent if processes else folder) / f"warm-{processes}"
     paths = (f"policy.model_name={tiny}/model", f"data.train.data_path={tiny}/data.jsonl")
-    assert sft(load(RECIPES / "tiny_sft.yaml", [*paths, "sft.max_num_steps=100"]), tiny / "warm")
-    return (*tiny_overrides, f"policy.model_name={tiny}/warm")
+    with FileLock(f"{warm}.lock"):
+        if not warm.exists():
+            sizes = ("policy.train_global_batch_size=128", "policy.train_micro_batch_size=128")
+            choices = (*paths, *sizes, "sft.max_num_steps=150", "policy.precision=float32")
+            assert sft(load(RECIPES / "tiny_sft.yaml", choices), warm)
+    return (*tiny_overrides, f"policy.model_name={warm}")
 
 
 @pytest.fixture
