@@ -52,10 +52,10 @@ test-long: setup-dev  ## the tests that `make test` leaves out for their length
 	@$(BIN)/python -m pytest -q -m long $(ARGS)
 
 test-megatron-0.19: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
-test-megatron-0.19: setup-dev  ## the policy's tests with Megatron Core 0.19, beside the 0.16 of the lock
+test-megatron-0.19: setup-dev  ## the policy's tests and the loop's with Megatron Core 0.19, beside the 0.16 of the lock
 	@$(BIN)/python -m pip install -q --no-deps --upgrade --ignore-requires-python --python-version 3.12 --only-binary :all: \
 	  --target .venv/megatron-0.19 megatron-core==0.19.2
-	@PYTHONPATH=.venv/megatron-0.19 $(BIN)/python -m pytest -q tests/policy $(ARGS)
+	@PYTHONPATH=.venv/megatron-0.19 $(BIN)/python -m pytest -q tests/policy tests/test_train.py $(ARGS)
 
 test-nixl: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 test-nixl: .venv/nixl/installed  ## refits by NIXL, which is optional and not in the lock: links, faults, an engine

@@ -330,7 +330,8 @@ def test_make_tiny_overwrites_nothing(refused, folder):
     assert (folder / "precious").read_text() == "text"
 
 
-def test_make_tiny_knows_its_tasks(refused, folder):
+def test_make_tiny_knows_its_families_and_tasks(refused, folder):
+    assert "choose one of llama, qwen2, qwen3, qwen3_moe" in refused("make-tiny", folder / "new", "--family", "gpt")
     said = refused("make-tiny", folder / "new", "--task", "divide")
     assert "divide" in said
     assert "add, chain" in said

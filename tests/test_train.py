@@ -218,6 +218,7 @@ def test_kill_9_in_a_save_resumes_to_the_same_numbers(uninterrupted, warm_overri
     done = subprocess.run(command(warm_overrides, run, "--resume"), capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
     assert results(run) == results(uninterrupted)
+    assert [row["refit/version"] for row in read(run)] == [row["refit/version"] for row in read(uninterrupted)]
     whole, resumed = (folder / "checkpoints/step_6/policy" for folder in (uninterrupted, run))
     files = {path.relative_to(whole) for path in whole.rglob("*") if path.is_file()}
     assert files >= {Path("weights/model.safetensors"), Path("optimizer/rank_0.safetensors")}

@@ -7,6 +7,7 @@ import torch
 from megatron.core import parallel_state
 from transformers import AutoModelForCausalLM
 
+from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import TrainBatch, shards
 from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.policy.linears import RoundedOnce
@@ -97,6 +98,29 @@ def test_two_ranks_equal_hf(two, recipe, tmp_path, sizes, layout, align):
 )
 def test_four_ranks_equal_hf(four, recipe, tmp_path, sizes, layout):
     equal_hf(four, recipe, tmp_path, sizes, layout, "vllm")
+
+
+@pytest.mark.parametrize("layout", [SP, PP, EP], ids=name)
+def test_reference_logprobs_of_two_ranks_stay_those_of_the_start(two, recipe, tmp_path, layout):
+    write_model(tmp_path / "model", **MOE)
+    choices = ("loss_fn.reference_policy_kl_penalty=0.1", "policy.train_micro_batch_size=4")
+    keys = (f"policy.megatron_cfg.{key}" for key in (*layout, "optimizer.lr=0.01"))
+    cfg = recipe(f"policy.model_name={tmp_path}/model", *RANKS_OF_TWO, "nemo_fp8rl.flow=bf16", *choices, *keys)
+    batch, tokens = random_batch(), 100.0
+    places = two.setup(cfg)
+    parts = shards(batch, cfg.data_parallel_size)
+    found = two.run(_reference_and_moved, [(parts[place.shard], tokens) for place in places])
+    for place, (start, reference, moved) in zip(places, found, strict=True):
+        if place.answers:
+            assert torch.equal(reference, start)
+            assert not torch.equal(moved, start)
+
+
+def _reference_and_moved(part: TrainBatch, tokens: float):
+    start = ranks.worker.logprobs(part)
+    for _ in range(2):
+        ranks.worker.train_step(part, NllLoss(), float(len(part["input_ids"])), tokens)
+    return start, ranks.worker.reference_logprobs(part), ranks.worker.logprobs(part)
 
 
 @pytest.mark.parametrize("keys", [("top_k=5",), ("top_k=40", "top_p=0.7")], ids=["k", "k-p"])
