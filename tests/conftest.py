@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,6 +80,14 @@ def imports_are_not_collected() -> None:
         gc.collect()
         _freeze()
         _modules_frozen[0] = len(sys.modules)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Why tests were skipped, a line for each reason: what this machine cannot show is not to go unseen."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    for reason, tests in reasons.most_common():
+        terminalreporter.write_line(f"{tests} skipped: {reason}")
 
 
 @pytest.fixture(scope="session")
