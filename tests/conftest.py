@@ -108,8 +108,8 @@ def tiny_overrides(tiny: Path) -> tuple[str, ...]:
 def warm_overrides(
     tiny: Path, tiny_overrides: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, ...]:
-    """The same after a short warm-up: some answers are right, so that GRPO has a gradient. In float32, for the sake of
-    CPUs without bfloat16. Test processes of one run share it.
+    """The same after a short warm-up, in tiny/warm: some answers are right, so that GRPO has a gradient. In float32, for
+    the sake of CPUs without bfloat16. Test processes of one run share it.
     """
     processes = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     folder = tmp_path_factory.getbasetemp()
@@ -120,7 +120,8 @@ def warm_overrides(
             sizes = ("policy.train_global_batch_size=128", "policy.train_micro_batch_size=128")
             choices = (*paths, *sizes, "sft.max_num_steps=150", "policy.precision=float32")
             assert sft(load(RECIPES / "tiny_sft.yaml", choices), warm)
-    return (*tiny_overrides, f"policy.model_name={warm}")
+    (tiny / "warm").symlink_to(warm)
+    return (*tiny_overrides, f"policy.model_name={tiny}/warm")
 
 
 @pytest.fixture
