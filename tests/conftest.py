@@ -108,8 +108,8 @@ def tiny_overrides(tiny: Path) -> tuple[str, ...]:
 def warm_overrides(
     tiny: Path, tiny_overrides: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, ...]:
-    """The same after a short warm-up, in tiny/warm: some answers are right, so that GRPO has a gradient. In float32, for
-    the sake of CPUs without bfloat16. Test processes of one run share it.
+    """The same after a short warm-up, in tiny/warm: some answers are right, so GRPO has a gradient. In float32, for the
+    sake of CPUs without bfloat16. Test processes of one run share it.
     """
     processes = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     folder = tmp_path_factory.getbasetemp()
