@@ -30,10 +30,9 @@ CASES = {
 if find_spec("nixl") is None:  # make test-nixl
     del CASES["dense, NIXL"]
 
+LONG = CASES.keys() - {"dense, async, FP8 KV cache", "experts, async, spread", "dense, NIXL"}
 if not CACHE:
     del CASES["dense, async, FP8 KV cache"]
-DENSE = "dense, async, FP8 KV cache" if CACHE else "dense, async"
-LONG = CASES.keys() - {DENSE, "experts, async, spread", "dense, NIXL"}
 
 
 @pytest.fixture(
