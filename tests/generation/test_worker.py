@@ -3,12 +3,14 @@
 import asyncio
 import os
 import socket
+import tempfile
 import threading
 import time
 import uuid
 from collections import deque
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -112,16 +114,17 @@ def test_sockets_are_in_a_folder_of_the_processes_own_or_where_the_user_says(mon
 
 
 @pytest.mark.parametrize(("longer", "is_used"), [(0, True), (1, False)])
-def test_a_folder_in_which_no_socket_could_be_bound_is_left_to_vllm(monkeypatch, tmp_path, longer, is_used):
-    name = tmp_path / ("x" * (sockets.LONGEST - len(str(tmp_path)) - 1 + longer))
-    monkeypatch.setattr(sockets, "folder", lambda: name)
-    monkeypatch.setenv(sockets.VARIABLE, "/tmp/fp8rl_of_another")
-    sockets.make_folder()
-    assert (os.environ.get(sockets.VARIABLE) == str(name)) == is_used == name.exists()
-    assert is_used or sockets.VARIABLE not in os.environ
-    if is_used:
-        with socket.socket(socket.AF_UNIX) as bound:
-            bound.bind(f"{name}/{uuid.uuid4()}")
+def test_a_folder_in_which_no_socket_could_be_bound_is_left_to_vllm(monkeypatch, longer, is_used):
+    with tempfile.TemporaryDirectory() as short:  # pytest's own is too long already
+        name = Path(short) / ("x" * (sockets.LONGEST - len(short) - 1 + longer))
+        monkeypatch.setattr(sockets, "folder", lambda: name)
+        monkeypatch.setenv(sockets.VARIABLE, "/tmp/fp8rl_of_another")
+        sockets.make_folder()
+        assert os.environ.get(sockets.VARIABLE) == (str(name) if is_used else None)
+        assert name.exists() == is_used
+        if is_used:
+            with socket.socket(socket.AF_UNIX) as bound:
+                bound.bind(f"{name}/{uuid.uuid4()}")
 
 
 @pytest.fixture
