@@ -113,7 +113,7 @@ def warm_overrides(
     """
     processes = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     folder = tmp_path_factory.getbasetemp()
-    warm = (folder.parent if processes else folder) / f"warm-{processes}"
+    warm = folder.parent / f"warm-{processes}" if processes else folder / "warm"
     paths = (f"policy.model_name={tiny}/model", f"data.train.data_path={tiny}/data.jsonl")
     with FileLock(f"{warm}.lock"):
         if not warm.exists():

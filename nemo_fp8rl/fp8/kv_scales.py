@@ -14,7 +14,8 @@ at least p % of the elements are at most v; the sketch returns a number in
 and never one above the maximum. No range or bin width has to be chosen before the data are known, and maxima and sums
 of integers do not depend on how the data were split or in which order the parts are merged, so every rank gets the
 same bits. The price is 0.8 MB a layer, 38 MB for 48 layers, once a calibration; two bits less of mantissa would save
-28 MB and give up that bfloat16 data is exact. Who needs maxima alone asks for one bin, which counts elements.
+28 MB and give up that bfloat16 data is exact. Sketches without percentiles count
+elements and no magnitudes.
 
 x is what attention sees: q and k after their norms and RoPE, real tokens only (padding counts like any other element).
 Left out: scales per head; the scale of the softmax's output, which is at most 1 and which vLLM then takes as 1.
@@ -86,8 +87,8 @@ class KvSketches:
     """What calibration saw of q, k and v (`TENSORS`) in every layer of the model.
 
     amax:   float32 [layers, 3], largest magnitude
-    counts: int64 [layers, 3, BINS], elements by the bfloat16 bits of their magnitude, rounded up; [layers, 3, 1] of
-            sketches of maxima alone
+    counts: int64 [layers, 3, BINS], elements by the bfloat16 bits of their magnitude, rounded up; [layers, 3, 1], all
+            elements, without percentiles
 
     These two tensors are all the state there is: stored and sent as they are, merged by maximum and by sum.
     """
@@ -96,13 +97,13 @@ class KvSketches:
     counts: Tensor
 
     @classmethod
-    def empty(cls, num_layers: int, device: torch.device | str = "cpu", bins: int = BINS) -> "KvSketches":
+    def empty(cls, num_layers: int, device: torch.device | str = "cpu", percentiles: bool = True) -> "KvSketches":
         """device: where the state lives; that of the data saves copies, that of the process group is needed there.
-        bins: 1 keeps maxima alone, at a quarter of the time and none of the memory, and knows no percentile.
+        percentiles: False keeps maxima alone, which takes less time and next to no memory.
         """
         if num_layers < 1:
             raise ValueError(f"a model to calibrate has at least one layer, got {num_layers}")
-        shape = num_layers, len(TENSORS)
+        shape, bins = (num_layers, len(TENSORS)), BINS if percentiles else 1
         return cls(torch.zeros(shape, device=device), torch.zeros(*shape, bins, dtype=torch.int64, device=device))
 
     @property
@@ -150,7 +151,7 @@ class KvSketches:
         if not 0 < percentile <= 100:
             raise ValueError(f"a percentile lies above 0 and at most at 100, got {percentile}")
         if self.counts.size(-1) != BINS:
-            raise ValueError(f"sketches of maxima alone know no percentile, and {percentile} was asked for")
+            raise ValueError(f"these sketches are without percentiles, and {percentile} was asked for")
         share = Fraction(str(percentile)) / 100  # 99.9 means 999 of 1000, which the nearest double to it does not
         amax, counts = self.amax.cpu(), self.counts.cpu()
         bins = torch.zeros(amax.shape, dtype=torch.int32)

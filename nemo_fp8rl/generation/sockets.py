@@ -4,6 +4,7 @@ vLLM binds them in the folder for temporary files and leaves most of their files
 order, two or more an engine.
 """
 
+import logging
 import os
 import secrets
 import shutil
@@ -33,6 +34,8 @@ def make_folder() -> None:
         return
     if len(os.fsencode(folder())) > LONGEST:
         os.environ.pop(VARIABLE, None)
+        text = "vLLM's sockets are in %s itself, where others may reach them: its path is too long; set another TMPDIR"
+        logging.getLogger(__name__).warning(text, folder().parent)
         return
     os.environ[VARIABLE] = str(folder())
     folder().mkdir(mode=0o700, exist_ok=True)

@@ -23,7 +23,7 @@ CALLS_AT_ONCE = 128
 """Calls, each for many prompts, that an engine with a core in a process of its own (`async_engine`) answers at once."""
 SOON = 0.2
 """Seconds in which an engine says whether it generates, or is done without; between looks at those that start."""
-OF_ALL = ("cfg", "token", "engines", "engine_restarts", "prompts_retried")
+COPIED = ("cfg", "token", "engines", "engine_restarts", "prompts_retried")
 """Attributes that a copy takes over; the others are each process' own."""
 
 
@@ -74,7 +74,7 @@ class VllmGeneration:
         self.first_version, self.first_version_until, self.has_seen_version = Lock(), math.inf, False  # a copy's wait
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: value for name, value in self.__dict__.items() if name in OF_ALL}
+        state = {name: value for name, value in self.__dict__.items() if name in COPIED}
         return state | {"is_copy": True, "timeout": None, "patience": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -38,19 +38,21 @@ class AlignedExperts(SequentialMLP):
         shares = zip(self.local_experts, x.split(tokens_per_expert.tolist()), strict=True)
         out = torch.cat([_expert(expert, own) for expert, own in shares])
         group = self.tp_group
-        if group.size() > 1 and _is_fp8(self):  # Megatron adds up contiguous gradients alone, as those of a gather are
+        if group.size() > 1 and _is_fp8(
+            self.local_experts[0]
+        ):  # Megatron adds up contiguous gradients alone, as those of a gather are
             summed = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(out, group), group)
             out = summed.to(x.dtype).float() * (group.rank() == 0)
         return out * permuted_probs.float().unsqueeze(-1), None
 
 
-def _is_fp8(experts: SequentialMLP) -> bool:
-    return isinstance(experts.local_experts[0].linear_fc1, Fp8Forward)
+def _is_fp8(expert: MLP) -> bool:
+    return isinstance(expert.linear_fc1, Fp8Forward)
 
 
 def _expert(expert: MLP, x: Tensor) -> Tensor:
     """[tokens, hidden] -> float32 [tokens, hidden]."""
-    if isinstance(expert.linear_fc1, Fp8Forward):
+    if _is_fp8(expert):
         return expert(x)[0].float()
     gate, up = F.linear(x.float(), expert.linear_fc1.weight.float()).chunk(2, -1)
     activated = as_kernels_round(F.silu(gate) * up, x.dtype)
@@ -65,4 +67,4 @@ class AlignedMoELayer(MoELayer):
 
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
         output, dtype = super().postprocess(output, shared_expert_output), self.config.params_dtype
-        return output.to(dtype) if _is_fp8(self.experts) else as_kernels_round(output, dtype)
+        return output.to(dtype) if _is_fp8(self.experts.local_experts[0]) else as_kernels_round(output, dtype)

@@ -76,7 +76,7 @@ class TrainerKvCache:
 
     def begin_calibration(self) -> None:
         """Have `read` count from here on, and round nothing."""
-        self._sketches = KvSketches.empty(self.num_layers, bins=1)
+        self._sketches = KvSketches.empty(self.num_layers, percentiles=False)
 
     def next_rows(self, lengths: Tensor) -> None:
         """int64 [b]: how much of the sequences of the next forward is not padding."""
@@ -99,7 +99,12 @@ class TrainerKvCache:
         try:
             raw = json.loads((folder / FILE).read_text())
             k, v, q = (tuple(map(float, raw[f"{x}_scale"])) for x in "kvq")
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except KeyError as name:
+            raise UserError(
+                f"{folder / FILE} lacks {name}: the checkpoint is not complete, or of an earlier release; start a "
+                f"new run with policy.model_name={folder}/weights"
+            ) from None
+        except (OSError, ValueError, TypeError) as error:
             raise UserError(f"{folder / FILE} cannot be read ({error}); the checkpoint is not complete") from None
         if not all(0 < scale < math.inf for scale in (*k, *v, *q)):
             raise UserError(f"{folder / FILE} has a scale that is not a finite number above 0")

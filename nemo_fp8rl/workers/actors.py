@@ -15,6 +15,7 @@ from nemo_fp8rl.workers.places import Location, in_order, own_place, shared_plac
 TO_LEAVE = 10.0
 """Seconds that engines have for `shutdown`, which removes vLLM's sockets: killed, they would leave them."""
 
+# what to do about a process that is not there in time
 AT_FIRST = "see what `ray status` says; where nodes are only slow, raise cluster.engine_timeout_seconds"
 LATER = "its node may be gone; bring it up, then continue with --resume"
 

@@ -292,12 +292,12 @@ def test_the_default_is_the_maximum_with_a_margin_of_five_percent_in_powers_of_t
 
 @given(tensors())
 def test_sketches_of_maxima_alone_give_the_same_scales_and_no_percentile(x):
-    alone = KvSketches.empty(1, bins=1)
+    alone = KvSketches.empty(1, percentiles=False)
     alone.observe(0, q=x, k=-x, v=torch.ones(1))
     full = KvSketches.empty(1)
     full.observe(0, q=x, k=-x, v=torch.ones(1))
     assert alone.scales() == full.scales()
-    with pytest.raises(ValueError, match=r"maxima alone know no percentile, and 99\.9"):
+    with pytest.raises(ValueError, match=r"without percentiles, and 99\.9"):
         alone.scales(percentile=99.9)
     with pytest.raises(ValueError, match=r"of 1 layers and 1 bins cannot be merged into .* 32641 bins"):
         full.merge(alone)
