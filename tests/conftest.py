@@ -22,8 +22,8 @@ from nemo_fp8rl.recipe import load
 from nemo_fp8rl.sft import sft
 from nemo_fp8rl.tiny import make_tiny
 
-needs_fp8_cache = pytest.mark.skipif(
-    not torch.cpu._is_avx512_supported(), reason="vLLM's FP8 KV cache on a CPU needs AVX-512"
+needs_vllms_fp8_cache = pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="vLLM's own FP8 KV cache on a CPU needs AVX-512"
 )
 collect_ignore = [] if "tests.gpu_engine.plugin" in sys.modules else ["gpu_engine"]  # in processes of its own
 RECIPES = Path(__file__).parent.parent / "conf"

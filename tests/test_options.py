@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from nemo_fp8rl.tiny import make_tiny
 from tests.conftest import BATCH_INVARIANT, RECIPES
@@ -94,8 +93,6 @@ def train(tiny: Path, overrides: list[str], run: Path, *more: str) -> "subproces
 @pytest.mark.parametrize("places", PLACES)
 def test_a_recipe_at_random_runs_and_resumes_to_the_same_numbers(tmp_path, places):
     family, overrides = drawn(places)
-    if f"{ENGINE}kv_cache_dtype=fp8" in overrides and not torch.cpu._is_avx512_supported():
-        pytest.skip("vLLM's FP8 KV cache on a CPU needs AVX-512")
     make_tiny(tmp_path / "tiny", "add", family=family)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     three = "grpo.max_num_steps=3"

@@ -17,7 +17,7 @@ from nemo_fp8rl.sft import sft
 from nemo_fp8rl.tiny import write_model
 from nemo_fp8rl.workers import WorkerDied
 from nemo_fp8rl.workers.actors import _cause
-from tests.conftest import COLOCATED, RECIPES, needs_fp8_cache
+from tests.conftest import COLOCATED, RECIPES
 
 
 def run(overrides: tuple[str, ...], log_dir: Path, *options: str, steps: int = 3) -> list[dict[str, float]]:
@@ -56,6 +56,7 @@ def test_two_ranks_and_two_engines_that_share_their_places_agree_with_one(warm_o
 
 
 TENSOR = ("policy.megatron_cfg.tensor_model_parallel_size=2", "policy.megatron_cfg.sequence_parallel=true")
+KV = "policy.generation.vllm_cfg.kv_cache_dtype=fp8"
 PIPELINE = ("policy.megatron_cfg.pipeline_model_parallel_size=2",)
 EXPERTS_WHOLE = "policy.megatron_cfg.expert_tensor_parallel_size=1"
 CONTEXT = ("policy.megatron_cfg.context_parallel_size=2",)
@@ -88,17 +89,20 @@ def test_two_ranks_that_share_the_model_agree_with_one(warm_overrides, tmp_path,
     ("choice", "limit"),
     [
         ("nemo_fp8rl.flow=bf16", 1.001),
-        pytest.param("policy.generation.vllm_cfg.kv_cache_dtype=fp8", 1.002, marks=needs_fp8_cache),
+        (KV, 1.002),
+        (f"{KV} nemo_fp8rl.flow=bf16", 1.002),
     ],
-    ids=["bf16", "fp8-kv"],
+    ids=["bf16", "fp8-kv", "bf16-kv"],
 )
 def test_two_ranks_that_share_the_model_agree_with_the_engine(warm_overrides, tmp_path, choice, limit):
-    rows = run((*warm_overrides, "cluster.backend=ray", "cluster.train_ranks=2", *TENSOR, choice), tmp_path / "run")
+    ranks = ("cluster.backend=ray", "cluster.train_ranks=2", *TENSOR)
+    rows = run((*warm_overrides, *ranks, *choice.split()), tmp_path / "run")
     assert all(row["train/token_mult_prob_error"] < limit for row in rows[1:])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("flow", ["fp8_e2e", "bf16"])
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
 @pytest.mark.parametrize(
     ("sizes", "limit"),
     [
@@ -108,9 +112,9 @@ def test_two_ranks_that_share_the_model_agree_with_the_engine(warm_overrides, tm
     ],
     ids=["qwen3_moe", "qwen2", "llama"],
 )
-def test_every_family_on_two_ranks_agrees_with_the_engine(tiny_overrides, tmp_path, sizes, limit, flow):
+def test_every_family_on_two_ranks_agrees_with_the_engine(tiny_overrides, tmp_path, sizes, limit, cache, flow):
     write_model(tmp_path / "model", **sizes)
-    choices = (f"policy.model_name={tmp_path}/model", f"nemo_fp8rl.flow={flow}", *TENSOR)
+    choices = (f"policy.model_name={tmp_path}/model", f"nemo_fp8rl.flow={flow}", KV.replace("fp8", cache), *TENSOR)
     rows = run((*tiny_overrides, "cluster.backend=ray", "cluster.train_ranks=2", *choices), tmp_path / "run", steps=2)
     assert all(row["train/token_mult_prob_error"] < limit for row in rows[1:])
 

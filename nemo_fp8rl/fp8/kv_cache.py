@@ -3,7 +3,8 @@
 The engine stores keys and values so when its cache is FP8; a trainer whose attention reads the same numbers agrees with
 it (`policy.kv_cache`). How the cast rounds is the backend's own: vLLM 0.32's CPU kernel cuts off what does not fit
 (tests/fp8/test_kv_cache.py: every bfloat16 value, on AVX-512), GPUs are expected to round to nearest, which has not
-been measured here. Values beyond the largest, 448, become the largest.
+been measured here, and so does our cache for CPUs without that kernel (`generation.cpu_attention`). Values beyond the
+largest, 448, become the largest.
 """
 
 from typing import Any, Literal
@@ -19,20 +20,36 @@ DROPPED_BITS = (1 << 20) - 1
 """Mask of the bits that E4M3 drops: it keeps 3 of float32's 23 bits of mantissa."""
 
 
-def cached(x: Tensor, scale: float, rounding: CacheRounding) -> Tensor:
-    """x as it is read back from the cache, in x's dtype, with the gradient of x itself (straight through).
+def vllm_reads_fp8() -> bool:
+    """Whether vLLM has attention for this machine that reads an FP8 cache: on a CPU its `_get_attn_isa` in
+    v1/attention/backends/cpu_attn.py says so.
+    """
+    return torch.cuda.is_available() or torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def to_cache(x: Tensor, scale: float, rounding: CacheRounding) -> Tensor:
+    """x, of any float dtype, as E4M3.
 
     scale: multiplies to dequantize; a power of two, so that neither product rounds.
     """
+    scaled = (x.float() * (1.0 / scale)).clamp(-E4M3_MAX, E4M3_MAX)
+    return (_cut_off(scaled) if rounding == "toward_zero" else scaled).to(torch.float8_e4m3fn)
+
+
+def from_cache(codes: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """E4M3 -> its values in `dtype`."""
+    return (codes.float() * scale).to(dtype)
+
+
+def cached(x: Tensor, scale: float, rounding: CacheRounding) -> Tensor:
+    """x as it is read back from the cache, in x's dtype, with the gradient of x itself (straight through)."""
     return _Cached.apply(x, scale, rounding)
 
 
 class _Cached(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float, rounding: CacheRounding) -> Tensor:
-        scaled = (x.float() * (1.0 / scale)).clamp(-E4M3_MAX, E4M3_MAX)
-        held = _cut_off(scaled) if rounding == "toward_zero" else scaled.to(torch.float8_e4m3fn).float()
-        return (held * scale).to(x.dtype)
+        return from_cache(to_cache(x, scale, rounding), scale, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

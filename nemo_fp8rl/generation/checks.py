@@ -80,8 +80,8 @@ def _check_parallel(hf: HfConfig, cfg: Config) -> None:
 
 
 def _check_cpu(hf: HfConfig, cfg: Config) -> None:
-    """An FP8 cache needs vectors of 32 values, and AVX-512 or AMX (vLLM's cpu_attn.py, _get_attn_isa). On a GPU vLLM
-    says itself what it has no kernel for.
+    """An FP8 cache needs vectors of 32 values (vLLM's cpu_attn.py, _get_attn_isa). One that is emulated would not: a
+    recipe is for all CPUs or for none. On a GPU vLLM says itself what it has no kernel for.
     """
     expert = cfg.policy.generation.vllm_cfg.expert_parallel_size
     if expert > 1 and not cfg.nemo_fp8rl.engine_fp8:
@@ -100,10 +100,6 @@ def _check_cpu(hf: HfConfig, cfg: Config) -> None:
         raise UserError(
             f"{HERE}.kv_cache_dtype=fp8 cannot hold this model: its head_dim={hf.head_dim} is not a multiple of 32; "
             "set kv_cache_dtype=auto"
-        )
-    if not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
-        raise UserError(
-            f"{HERE}.kv_cache_dtype=fp8: vLLM's FP8 KV cache needs a CPU with AVX-512 or AMX; set kv_cache_dtype=auto"
         )
 
 

@@ -16,6 +16,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 
+from nemo_fp8rl.fp8 import vllm_reads_fp8
 from nemo_fp8rl.generation import compat
 from nemo_fp8rl.generation.fp8_caches import fp8_caches
 from nemo_fp8rl.generation.held import HeldLinearMethod, HeldMoEMethod
@@ -30,6 +31,11 @@ from nemo_fp8rl.refit.transport.shared_memory import domain
 
 Tag = Literal["weights", "kv_cache"]
 """vLLM's names of what sleeps."""
+
+if not vllm_reads_fp8():  # vLLM imports this module in every process of an engine of ours, before the model is built
+    from nemo_fp8rl.generation.cpu_attention import emulate_fp8_caches
+
+    emulate_fp8_caches()
 
 
 class RefitWorkerExtension:
@@ -122,6 +128,8 @@ class RefitWorkerExtension:
         methods = (getattr(module, "quant_method", None) for module in modules)
         fp8 = {m.kernel_name for m in methods if isinstance(m, HeldLinearMethod | HeldMoEMethod)}
         attention = {f"attention: {m.attn_backend.get_name()}" for m in modules if isinstance(m, Attention)}
+        if any(getattr(m.impl, "emulates", False) for m in modules if isinstance(m, Attention)):
+            attention.add("FP8 KV cache: emulated")
         if any(isinstance(m, Attention) and getattr(m, "query_quant", None) is not None for m in modules):
             attention.add("queries beside an FP8 cache: rounded to E4M3")
         graphs = f"CUDA graphs: {self.vllm_config.compilation_config.cudagraph_mode.name.lower()}"

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from nemo_fp8rl.policy.attention import CoreAttention
 from nemo_fp8rl.policy.ordered import ordered_attention
-from nemo_fp8rl.policy.rounding import as_kernels_round, rounds_probabilities, sums_in_order
+from nemo_fp8rl.policy.rounding import as_kernels_round, rounds_probabilities, scales_scores, sums_in_order
 from nemo_fp8rl.policy.tiles import tile_product
 
 
@@ -88,7 +88,7 @@ class AlignedAttention(CoreAttention):
         k = key.float().permute(1, 2, 3, 0).unsqueeze(2)  # [b, groups, 1, d, s]
         v = value.float().permute(1, 2, 0, 3).unsqueeze(2)  # [b, groups, 1, s, d]
         ordered = sums_in_order(query.dtype) and not rounded
-        out = ordered_attention(q, k, v, self.scale, self.kv_cache is not None) if ordered else None
+        out = ordered_attention(q, k, v, self.scale, scales_scores(self.kv_cache is not None)) if ordered else None
         if out is None or torch.is_grad_enabled():
             plain = self._plain(q, k, v, rounded, smallest)
             out = plain if out is None else out + (plain - plain.detach())  # its gradient

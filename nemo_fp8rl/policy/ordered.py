@@ -3,8 +3,8 @@
 What is a last bit of float32 in one order may be one of bfloat16 in another once the output is rounded; where it is cut
 off (`rounding.truncates`) a mean of equal values that comes out a bit too low always is. The kernel (vLLM 0.32,
 csrc/cpu/cpu_attn_vec.hpp, cpu_attn_impl.hpp) adds one product after another and multiplies by 1 / sum. It scales
-queries, or scores where the cache is FP8. With AVX-512 its multiply-adds are fused, its exponential is a polynomial,
-and the weights' sum is in another order. What it takes in one part is equal to the bit (tests/policy/test_align.py);
+queries, or scores where it reads FP8. With AVX-512 its multiply-adds are fused, its exponential is a polynomial, and
+the weights' sum is in another order. What it takes in one part is equal to the bit (tests/policy/test_align.py);
 how much that is depends on head dimension and cache: of prompts 300 tokens at 128, 100 at 256 where it was measured.
 """
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.config import Fp8RlConfig
-from nemo_fp8rl.fp8 import CacheRounding
+from nemo_fp8rl.fp8 import CacheRounding, vllm_reads_fp8
 
 
 def is_aligned(choice: Fp8RlConfig) -> bool:
@@ -17,8 +17,13 @@ def is_aligned(choice: Fp8RlConfig) -> bool:
 
 
 def cache_rounding() -> CacheRounding:
-    """How keys and values are rounded in an FP8 cache."""
-    return "nearest" if torch.cuda.is_available() else "toward_zero"
+    """How keys and values are rounded in an FP8 cache: to nearest on a GPU, and where the cache is emulated."""
+    return "nearest" if torch.cuda.is_available() or not vllm_reads_fp8() else "toward_zero"
+
+
+def scales_scores(fp8_cache: bool) -> bool:
+    """Whether attention on a CPU scales scores, which it does on an FP8 cache that it reads itself, else queries."""
+    return fp8_cache and vllm_reads_fp8()
 
 
 def loses_denormals(dtype: torch.dtype) -> bool:

@@ -153,20 +153,19 @@ def test_a_run_that_fails_is_named_with_its_last_words(tmp_path, capsys):
 def test_a_flow_that_this_machine_cannot_have_is_left_out(tiny_overrides, tmp_path, capsys, monkeypatch):
     """Before anything runs; with no other flow it is refused."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    for name in ("_is_avx512_supported", "_is_amx_tile_supported"):
-        monkeypatch.setattr(f"torch.cpu.{name}", lambda: False)
     started: list[Path] = []
     monkeypatch.setattr(command, "run_process", lambda words, log, *rest: started.append(log) or True)
-    cache = {"policy.generation.vllm_cfg.kv_cache_dtype": "fp8"}
-    path, out = comparison(tmp_path, seeds=[1, 2], flows={**FLOWS, "kv": cache}), tmp_path / "out"
+    triton = {"policy.generation.vllm_cfg.attention_backend": "TRITON_ATTN"}
+    path, out = comparison(tmp_path, seeds=[1, 2], flows={**FLOWS, "triton": triton}), tmp_path / "out"
     assert main(arguments(path, tiny_overrides, out)) == 0
     assert [log.parent.parent.name for log in started] == [*FLOWS, *FLOWS]
-    assert capsys.readouterr().out.count("kv is left out: policy.generation.vllm_cfg.kv_cache_dtype=fp8: ") == 1
+    out_of_it = "triton is left out: policy.generation.vllm_cfg.attention_backend=TRITON_ATTN: "
+    assert capsys.readouterr().out.count(out_of_it) == 1
     results = json.loads((out / "results.json").read_text())
-    assert results["planned"] == 4 and results["left_out"][0].startswith("kv is left out")
-    assert "- kv is left out" in (out / "results.md").read_text()
+    assert results["planned"] == 4 and results["left_out"][0].startswith("triton is left out")
+    assert "- triton is left out" in (out / "results.md").read_text()
 
-    path = comparison(tmp_path, reference="kv", flows={"kv": cache})
+    path = comparison(tmp_path, reference="triton", flows={"triton": triton})
     assert main(arguments(path, tiny_overrides, tmp_path / "other")) == 2
     assert "this machine can have none of its flows: policy.generation" in capsys.readouterr().err
 

@@ -10,7 +10,7 @@ from nemo_fp8rl.recipe import load
 from nemo_fp8rl.tiny import make_tiny
 from nemo_fp8rl.train import train
 from nemo_fp8rl.weights import backends, build_bridge
-from tests.conftest import RECIPES, needs_fp8_cache
+from tests.conftest import RECIPES, needs_vllms_fp8_cache
 from tests.fake_cuda.rank import FAKE
 from tests.generation.pair import GREEDY
 from tests.generation.test_faults import core_process
@@ -58,7 +58,7 @@ def without_clock(row: dict) -> dict:
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=needs_fp8_cache) if name == "qwen3" else name for name in CASES]
+    "family", [pytest.param(name, marks=needs_vllms_fp8_cache) if name == "qwen3" else name for name in CASES]
 )
 def test_a_run_trains_and_goes_on_from_its_checkpoint(family, tmp_path: Path):
     make_tiny(tmp_path / "tiny", "add", 0, family)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemo_fp8rl.fp8 import cached
-from tests.conftest import needs_fp8_cache
+from tests.conftest import needs_vllms_fp8_cache
 
 HEADS, DIM, BLOCK = 2, 128, 128
 
@@ -33,7 +33,7 @@ def stored(x: torch.Tensor, scale: float) -> torch.Tensor:
     return held.view(torch.float8_e4m3fn).float() * scale
 
 
-@needs_fp8_cache
+@needs_vllms_fp8_cache
 @pytest.mark.parametrize("scale", [1.0, 2.0**-5, 4.0])
 def test_cut_off_is_what_vllms_cpu_kernel_stores_of_every_value(scale):
     x = every_bfloat16().view(-1, HEADS, DIM)

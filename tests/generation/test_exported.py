@@ -20,7 +20,7 @@ from nemo_fp8rl.generation.cpu_experts import EmulatedFp8MoEMethod
 from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.tiny import make_tiny
-from tests.conftest import ALIGNED, RECIPES, SMALL, needs_fp8_cache
+from tests.conftest import ALIGNED, RECIPES, SMALL, needs_vllms_fp8_cache
 from tests.generation.pair import GREEDY, Pair, outputs
 from tests.policy.sent import sent_tensors
 
@@ -122,7 +122,7 @@ def test_our_method_serves_it_as_a_refitted_engine(exported):
     check_methods(engine, exported, "EmulatedFp8")
 
 
-@needs_fp8_cache
+@needs_vllms_fp8_cache
 def test_an_fp8_cache_has_the_checkpoints_scales_or_vllm_warns_that_there_are_none(
     exported, tmp_path, caplog, monkeypatch
 ):

@@ -11,7 +11,7 @@ from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.tiny import make_tiny
-from tests.conftest import ALIGNED, RECIPES, SMALL, needs_fp8_cache
+from tests.conftest import ALIGNED, RECIPES, SMALL
 from tests.generation.pair import GREEDY, Pair, outputs
 
 CASES = [
@@ -20,8 +20,6 @@ CASES = [
     ("qwen3_moe", "fp8_e2e", "vllm"),
     pytest.param(("qwen3_moe", "bf16", "vllm"), marks=pytest.mark.long),
 ]
-
-pytestmark = needs_fp8_cache
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
@@ -116,13 +114,6 @@ def test_a_saturating_scale_ruins_the_answers_alike_on_both_sides(pair):
     pair.bridge.refit()
     assert pair.mismatch() < ALIGNED
     pair.worker.kv_cache.scales = scales
-
-
-def test_a_cpu_without_a_kernel_for_it_is_refused_before_anything_loads(pair, monkeypatch):
-    for instructions in ("avx512", "amx_tile"):
-        monkeypatch.setattr(torch.cpu, f"_is_{instructions}_supported", lambda: False)
-    with pytest.raises(UserError, match=r"kv_cache_dtype=fp8: .* AVX-512 or AMX; set kv_cache_dtype=auto"):
-        VllmEngine().setup(pair.cfg)
 
 
 def test_a_refit_before_calibration_is_refused(pair):

@@ -5,7 +5,6 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation import checks, sockets
@@ -15,15 +14,15 @@ from nemo_fp8rl.tiny import make_tiny
 from tests.conftest import ALIGNED, RECIPES, SMALL
 from tests.generation.pair import FREE, GREEDY, Pair, outputs
 
-CACHE = ("kv_cache_dtype=fp8",) if torch.cpu._is_avx512_supported() else ()
+CACHE = "kv_cache_dtype=fp8"
 SPREAD = ("async_engine=true", "tensor_parallel_size=2", "expert_parallel_size=2")
 CASES = {
     "dense, async": ("qwen3", "fp8_e2e", "auto", ("async_engine=true",)),
-    "dense, async, FP8 KV cache": ("qwen3", "fp8_e2e", "auto", ("async_engine=true", *CACHE)),
+    "dense, async, FP8 KV cache": ("qwen3", "fp8_e2e", "auto", ("async_engine=true", CACHE)),
     "dense, bfloat16, async": ("qwen3", "bf16", "auto", ("async_engine=true",)),
     "experts, async": ("qwen3_moe", "fp8_e2e", "auto", ("async_engine=true",)),
-    "experts, async, spread": ("qwen3_moe", "fp8_e2e", "auto", (*SPREAD, *CACHE)),
-    "experts, bfloat16, async": ("qwen3_moe", "bf16", "auto", ("async_engine=true", *CACHE)),
+    "experts, async, spread": ("qwen3_moe", "fp8_e2e", "auto", (*SPREAD, CACHE)),
+    "experts, bfloat16, async": ("qwen3_moe", "bf16", "auto", ("async_engine=true", CACHE)),
     "dense, tensor parallel": ("qwen3", "fp8_e2e", "collective", ("tensor_parallel_size=2",)),
     "dense, NIXL": ("qwen3", "fp8_e2e", "nixl", ("async_engine=true",)),
 }
@@ -31,8 +30,6 @@ if find_spec("nixl") is None:  # make test-nixl
     del CASES["dense, NIXL"]
 
 LONG = CASES.keys() - {"dense, async, FP8 KV cache", "experts, async, spread", "dense, NIXL"}
-if not CACHE:
-    del CASES["dense, async, FP8 KV cache"]
 
 
 @pytest.fixture(

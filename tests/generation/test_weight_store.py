@@ -23,17 +23,17 @@ from nemo_fp8rl.refit.receive import IncomingLink
 from nemo_fp8rl.refit.send import Link, WeightSender
 from nemo_fp8rl.refit.transport.in_process import in_process_link
 from nemo_fp8rl.region import index
-from tests.conftest import RECIPES, needs_fp8_cache
+from tests.conftest import RECIPES
 from tests.generation.pair import Pair
 from tests.refit.memory_engine import Message, Tampered, at_rest, split
 
 K_SCALE, UP_PROJ = "model.layers.1.self_attn.k_scale", "model.layers.1.mlp.up_proj.weight"
-CACHE = ("policy.generation.vllm_cfg.kv_cache_dtype=fp8",) if torch.cpu._is_avx512_supported() else ()
+CACHE = "policy.generation.vllm_cfg.kv_cache_dtype=fp8"
 
 
 @pytest.fixture(scope="module")
 def pair(tiny_overrides) -> Iterator[Pair]:
-    pair = Pair(load(RECIPES / "tiny_cpu.yaml", [*tiny_overrides, "nemo_fp8rl.flow=fp8_e2e", *CACHE]))
+    pair = Pair(load(RECIPES / "tiny_cpu.yaml", [*tiny_overrides, "nemo_fp8rl.flow=fp8_e2e", CACHE]))
     yield pair
     pair.close()
 
@@ -87,7 +87,6 @@ def attention_of(pair: Pair) -> Any:
     return worker_of(pair).model_runner.get_model().get_submodule(K_SCALE.replace(".k_scale", ".attn"))
 
 
-@needs_fp8_cache
 def test_a_kv_scale_with_a_flipped_bit_is_refused(pair):
     def flip(scale: Tensor) -> str:
         scale[0] ^= 1
@@ -97,7 +96,6 @@ def test_a_kv_scale_with_a_flipped_bit_is_refused(pair):
     assert answer(pair, flip, later=1) == f"refit {version}: {K_SCALE} was damaged on its way"
 
 
-@needs_fp8_cache
 def test_a_refused_version_keeps_no_link(pair, monkeypatch):
     """Nor memory of the trainer's that it maps."""
     ends = list[weakref.ref[Tampered]]()
@@ -124,7 +122,6 @@ def test_without_a_link_there_is_no_version(pair):
     pair.bridge._disconnect(0)
 
 
-@needs_fp8_cache
 def test_a_piece_without_its_digest_is_refused_where_digests_are_verified(pair):
     def flip_without(scale: Tensor) -> str:
         scale[0] ^= 1
@@ -133,7 +130,6 @@ def test_a_piece_without_its_digest_is_refused_where_digests_are_verified(pair):
     assert answer(pair, flip_without, later=1).endswith(f"{K_SCALE} was damaged on its way")
 
 
-@needs_fp8_cache
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -0.5])
 def test_a_kv_scale_that_no_cache_can_have_is_refused(pair, value):
     """Though it is what the trainer sent."""
@@ -146,14 +142,12 @@ def test_a_kv_scale_that_no_cache_can_have_is_refused(pair, value):
     assert refusal == f"refit {pair.bridge.version + 1}: {K_SCALE} is {value}; a KV scale is finite and above 0"
 
 
-@needs_fp8_cache
 def test_a_kv_scale_that_arrived_and_is_not_in_the_engine_is_refused(pair, monkeypatch):
     original = compat.set_kv_scales
     monkeypatch.setattr(compat, "set_kv_scales", lambda attention, k, v, q: original(attention, k * 2, v, q))
     assert answer(pair, later=1).endswith("k_scale in the engine is not what the trainer sent")
 
 
-@needs_fp8_cache
 @pytest.mark.parametrize("form", ["the buffer", "the number"])
 def test_verify_full_finds_a_kv_scale_that_is_another(pair, form):
     if form == "the buffer":
@@ -186,9 +180,7 @@ def test_a_trainer_rank_that_is_ahead_waits_for_the_others(pair):
     """While vLLM's loaders work, which keep what they have of a module; two ranks hold half of each tensor."""
     store, version = WeightStore(worker_of(pair).model_runner), pair.bridge.version
     sources = split(store.parts, 2, 0, replicate=False)
-    weights = dict(pair.worker.weights().for_checkpoint())
-    if CACHE:
-        weights |= dict(pair.worker.kv_cache.scales.named())
+    weights = dict(pair.worker.weights().for_checkpoint()) | dict(pair.worker.kv_cache.scales.named())
     early: list[int] = []
     read: list[int] = []
 

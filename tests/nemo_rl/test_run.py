@@ -13,7 +13,7 @@ from nemo_fp8rl.nemo_rl.checkout import find_checkout
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.sft import sft
 from nemo_fp8rl.tiny import make_tiny
-from tests.conftest import RECIPES, needs_fp8_cache
+from tests.conftest import RECIPES
 from tests.nemo_rl import runs
 
 pytestmark = [pytest.mark.nemo_rl, runs.needs_checkout]
@@ -181,7 +181,6 @@ def test_the_asynchronous_loop_told_to_stop_saves_the_step_under_way(warm, tmp_p
     assert len(values["train/reward"]) == 1
 
 
-@needs_fp8_cache
 def test_an_fp8_kv_cache_is_calibrated_by_nemo_rls_loop(warm, tmp_path):
     logs = tmp_path / "logs"
     keys = [*runs.overrides(warm, logs), "policy.generation.vllm_cfg.kv_cache_dtype=fp8", "grpo.val_at_start=true"]
@@ -191,7 +190,6 @@ def test_an_fp8_kv_cache_is_calibrated_by_nemo_rls_loop(warm, tmp_path):
     assert (tmp_path / "output.txt").read_text().count("Recomputing KV cache scales") == 2
 
 
-@needs_fp8_cache
 def test_an_fp8_kv_cache_is_calibrated_in_the_asynchronous_loop_which_never_asks_for_it(warm, tmp_path):
     logs = tmp_path / "logs"
     keys = [*runs.overrides(warm, logs), *runs.ASYNC, "policy.generation.vllm_cfg.kv_cache_dtype=fp8"]

@@ -19,8 +19,9 @@ from nemo_fp8rl.policy.rope import Rope, read_rope
 from nemo_fp8rl.policy.rounding import rounds_probabilities
 from nemo_fp8rl.policy.tiles import tile_product
 from nemo_fp8rl.tiny import write_model
-from tests.conftest import needs_fp8_cache
+from tests.conftest import needs_vllms_fp8_cache
 from tests.policy.test_worker import new_worker
+from tests.vllms_attention import of_vllms_kernel
 
 ROWS, WIDTH, HEADS, HEAD_DIM = 37, 256, 4, 128
 FREQUENCIES = 1.0 / 10_000.0 ** (torch.arange(0, HEAD_DIM, 2, dtype=torch.float32) / HEAD_DIM)
@@ -93,39 +94,6 @@ def test_rope_equals_vllm(tmp_path, vllm_context, factor):
         assert rounds_alike(got.reshape(ROWS, -1), expected)
 
 
-def of_vllms_kernel(
-    kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: tuple[float, float] | None = None
-) -> torch.Tensor:
-    """Its causal attention of one sequence; all [tokens, heads, head dim] but for what grouped heads share. scales: of
-    keys and values in an FP8 cache.
-    """
-    from vllm import _custom_ops as ops
-    from vllm.platforms import current_platform
-
-    current_platform.import_kernels()
-    torch.cpu._init_amx()  # Linux gives a process the tiles when it asks for them
-    tokens, block = len(q), 128
-    blocks = -(-tokens // block)
-    fp8 = {"k_scale": scales[0], "v_scale": scales[1], "kv_cache_dtype": "fp8"} if scales else {}
-    cache = torch.zeros(blocks, k.size(1), block * 2, q.size(2), dtype=torch.uint8 if scales else q.dtype)
-    keys, values = cache.chunk(2, 2)
-    ops.cpu_attn_reshape_and_cache(k, v, keys, values, torch.arange(tokens), kernel, **fp8)
-    start, length = torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
-    schedule = ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=1, num_heads=q.size(1), num_kv_heads=k.size(1), head_dim=q.size(2), seq_lens=length, dtype=q.dtype,
-        query_start_loc=start, causal=True, sliding_window_size=-1, isa=kernel, enable_kv_split=True,
-        kv_cache_dtype="fp8" if scales else "auto",
-    )  # fmt: skip
-    out = torch.empty_like(q)
-    ops.cpu_attention_with_kv_cache(
-        query=q, key_cache=keys, value_cache=values, output=out, query_start_loc=start, seq_lens=length,
-        scale=q.size(2) ** -0.5, causal=True, alibi_slopes=None, sliding_window=-1,
-        block_table=torch.arange(blocks, dtype=torch.int32)[None], softcap=0.0, scheduler_metadata=schedule, s_aux=None,
-        **fp8,
-    )  # fmt: skip
-    return out
-
-
 def skip_without(kernel: str) -> None:
     if kernel == "amx" and not torch.cpu._is_amx_tile_supported():
         pytest.skip(f"this CPU cannot run vLLM's kernel {kernel}")
@@ -148,7 +116,7 @@ def test_attention_equals_vllms_kernel_and_not_its_other_one(config, monkeypatch
         assert rounds_alike(got, expected) == (rounded is rounds)
 
 
-@needs_fp8_cache
+@needs_vllms_fp8_cache
 @pytest.mark.parametrize(("kernel", "is_amx"), [("vec", False), ("amx", True)])
 @pytest.mark.parametrize("scales", [(2.0**-6, 2.0**-5), (2.0**-5, 2.0**-6)])
 def test_attention_on_an_fp8_cache_equals_vllms_kernel_and_not_its_other_one(
@@ -206,7 +174,7 @@ def test_rounded_probabilities_have_the_gradient_of_those_that_are_not():
     [
         ("vec", 128, None),
         ("vec16", 80, None),
-        pytest.param("vec", 128, (2.0**-6, 2.0**-5), marks=needs_fp8_cache),
+        pytest.param("vec", 128, (2.0**-6, 2.0**-5), marks=needs_vllms_fp8_cache),
     ],
 )
 @pytest.mark.parametrize("threads", [1, 3])

@@ -1,0 +1,120 @@
+"""Attention on an FP8 KV cache for CPUs where vLLM has no kernel for it, which are those without AVX-512 and AMX.
+
+The cache holds E4M3 in vLLM's own blocks, rounded to nearest as on a GPU. For every forward the blocks that it reads
+are dequantized, and vLLM's kernel for a cache in the model's dtype attends to them: what is emulated is the cache, and
+attention rounds where that kernel does. A layer whose cache is not FP8 is vLLM's in all.
+
+vLLM lets others replace a backend (`register_backend` in v1/attention/backends/registry.py).
+"""
+
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from nemo_fp8rl.fp8 import from_cache, to_cache
+
+KEY, VALUE = 0, 1
+
+
+def emulate_fp8_caches() -> None:
+    """Have this process's engines take `EmulatedCacheBackend` for vLLM's attention on a CPU."""
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{EmulatedCacheBackend.__qualname__}")
+
+
+class EmulatedCacheMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Plans for the kernel of a cache in the model's dtype; for FP8 vLLM's own would find none."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        dequantized = copy(vllm_config)
+        dequantized.cache_config = copy(vllm_config.cache_config)
+        dequantized.cache_config.cache_dtype = "auto"
+        super().__init__(kv_cache_spec, layer_names, dequantized, device)
+
+
+class EmulatedCacheAttention(CPUAttentionBackendImpl):
+    """The cache is uint8 [blocks, groups, tokens of a block, 2 * d], of which each token's first half is the key."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        shape = num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window
+        super().__init__(*shape, "auto", *args, **kwargs)
+        self.emulates = is_quantized_kv_cache(kv_cache_dtype)
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        if not self.emulates:
+            return super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        slots = slot_mapping[slot_mapping >= 0]  # the others are padding
+        block, token = slots // kv_cache.size(2), slots % kv_cache.size(2)
+        codes = kv_cache.view(torch.uint8).unflatten(-1, (2, -1))
+        for half, x, scale in ((KEY, key, layer._k_scale_float), (VALUE, value, layer._v_scale_float)):
+            codes[block, :, token, half] = to_cache(x[slot_mapping >= 0], scale, "nearest").view(torch.uint8)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        if self.emulates and attn_metadata is not None:
+            kv_cache, block_table = self._dequantized(layer, kv_cache, attn_metadata, query.dtype)
+            attn_metadata = replace(attn_metadata, block_table=block_table)
+        return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+
+    def _dequantized(
+        self, layer: Any, kv_cache: Tensor, metadata: CPUAttentionMetadata, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """(blocks that this forward reads, as vLLM's kernel keeps a cache of `dtype`; the table of where they are)."""
+        groups, block_size, width = kv_cache.shape[1:]
+        blocks_read = -(-metadata.seq_lens // block_size)
+        is_read = torch.arange(metadata.block_table.size(1)) < blocks_read[:, None]
+        blocks, places = metadata.block_table[is_read].unique(return_inverse=True)
+        block_table = torch.zeros_like(metadata.block_table)
+        block_table[is_read] = places.to(block_table.dtype)
+        tokens = kv_cache.view(torch.uint8)[blocks].transpose(1, 2)
+        codes = tokens.reshape(-1, groups, 2, width // 2).view(torch.float8_e4m3fn)
+        key = from_cache(codes[:, :, KEY], layer._k_scale_float, dtype)
+        value = from_cache(codes[:, :, VALUE], layer._v_scale_float, dtype)
+        cache = torch.empty(len(blocks), groups, block_size, width, dtype=dtype)
+        super().do_kv_cache_update(layer, key, value, cache, torch.arange(len(key)))
+        return cache, block_table
+
+
+class EmulatedCacheBackend(CPUAttentionBackend):
+    """vLLM's, with an FP8 cache by ours. It keeps the name, by which vLLM finds a backend again."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        return EmulatedCacheAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
+        return EmulatedCacheMetadataBuilder
