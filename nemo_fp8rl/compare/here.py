@@ -1,5 +1,5 @@
-"""Which runs this machine cannot have, asked before the first of them: an FP8 KV cache without AVX-512, FP8 on an old
-GPU. A comparison goes on without them, and says so.
+"""Which runs this machine cannot have, asked before the first of them: FP8 on an old GPU, a GPU's attention on a CPU.
+A comparison goes on without them, and says so.
 """
 
 from collections.abc import Sequence
