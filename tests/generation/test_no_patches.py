@@ -1,6 +1,6 @@
-"""Nothing of vLLM's is replaced: no name of a module or class of its own is assigned to, deleted, or set by `setattr`.
+"""Nothing of vLLM's is replaced: no name of a module or class of its own is assigned to, deleted, or `setattr`ed.
 
-What it offers to outsiders is called (`register_backend`, `register_quantization_config`, ...), and objects that it made
+What it offers to outsiders is called (`register_backend`, `register_quantization_config`, ...). Objects that it made
 for an engine of ours may be written to.
 """
 
