@@ -93,18 +93,21 @@ class EmulatedCacheAttention(CPUAttentionBackendImpl):
         self, layer: Any, kv_cache: Tensor, metadata: CPUAttentionMetadata, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """(blocks that this forward reads, as vLLM's kernel keeps a cache of `dtype`; the table of where they are)."""
-        groups, block_size, width = kv_cache.shape[1:]
-        blocks_read = -(-metadata.seq_lens // block_size)
-        is_read = torch.arange(metadata.block_table.size(1)) < blocks_read[:, None]
+        block_size = kv_cache.size(2)
+        firsts = torch.arange(metadata.block_table.size(1)) * block_size
+        tokens_read = (metadata.seq_lens[:, None] - firsts).clamp(0, block_size)  # of each block of each sequence
+        is_read = tokens_read > 0
         blocks, places = metadata.block_table[is_read].unique(return_inverse=True)
         block_table = torch.zeros_like(metadata.block_table)
         block_table[is_read] = places.to(block_table.dtype)
-        tokens = kv_cache.view(torch.uint8)[blocks].transpose(1, 2)
-        codes = tokens.reshape(-1, groups, 2, width // 2).view(torch.float8_e4m3fn)
+        filled = torch.zeros(len(blocks), dtype=tokens_read.dtype)
+        filled.scatter_reduce_(0, places, tokens_read[is_read], "amax")
+        block, token = (torch.arange(block_size) < filled[:, None]).nonzero(as_tuple=True)
+        codes = kv_cache.view(torch.uint8)[blocks[block], :, token].unflatten(-1, (2, -1)).view(torch.float8_e4m3fn)
         key = from_cache(codes[:, :, KEY], layer._k_scale_float, dtype)
         value = from_cache(codes[:, :, VALUE], layer._v_scale_float, dtype)
-        cache = torch.empty(len(blocks), groups, block_size, width, dtype=dtype)
-        super().do_kv_cache_update(layer, key, value, cache, torch.arange(len(key)))
+        cache = torch.zeros(len(blocks), *kv_cache.shape[1:], dtype=dtype)
+        super().do_kv_cache_update(layer, key, value, cache, block * block_size + token)
         return cache, block_table
 
 
