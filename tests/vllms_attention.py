@@ -24,7 +24,7 @@ def of_vllms_kernel(
     schedule = ops.cpu_attn_get_scheduler_metadata(
         num_reqs=1, num_heads=q.size(1), num_kv_heads=k.size(1), head_dim=q.size(2), seq_lens=length, dtype=q.dtype,
         query_start_loc=start, causal=True, sliding_window_size=-1, isa=kernel, enable_kv_split=True,
-        kv_cache_dtype="fp8" if scales else "auto",
+        **({"kv_cache_dtype": "fp8"} if scales else {}),
     )  # fmt: skip
     out = torch.empty_like(q)
     ops.cpu_attention_with_kv_cache(

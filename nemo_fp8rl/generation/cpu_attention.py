@@ -76,8 +76,8 @@ class EmulatedCacheAttention(CPUAttentionBackendImpl):
         self,
         layer: Any,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Any,
+        value: Any,
         kv_cache: Tensor,
         attn_metadata: CPUAttentionMetadata | None,
         output: Tensor,
@@ -85,6 +85,7 @@ class EmulatedCacheAttention(CPUAttentionBackendImpl):
         **kwargs: Any,
     ) -> Tensor:
         if self.emulates and attn_metadata is not None:
+            key = value = None  # they are in the cache; early versions would put them there once more
             kv_cache, block_table = self._dequantized(layer, kv_cache, attn_metadata, query.dtype)
             attn_metadata = replace(attn_metadata, block_table=block_table)
         return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)

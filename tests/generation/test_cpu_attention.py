@@ -65,7 +65,6 @@ def answered(engine: SimpleNamespace, queries: list[Tensor], keys: list[Tensor],
     plan = ops.cpu_attn_get_scheduler_metadata(
         num_reqs=2, num_heads=HEADS, num_kv_heads=GROUPS, head_dim=DIM, seq_lens=seq_lens, dtype=torch.bfloat16,
         query_start_loc=start, causal=True, sliding_window_size=-1, isa=engine.layer.isa, enable_kv_split=False,
-        kv_cache_dtype="auto",
     )  # fmt: skip
     metadata = CPUAttentionMetadata(
         num_actual_tokens=sum(new),
