@@ -4,8 +4,8 @@
 
 A random model of `--layers` layers is exported by `nemo-fp8rl export`; every engine then answers the same prompts of 64
 tokens with 64 tokens each. On a GPU the figures are those of FP8 rollouts, with vLLM's own FP8 method beside ours. On a
-CPU the FP8 linear layers are emulated, operands quantized and multiplied in bfloat16: the figures say what the
-emulation costs, not what FP8 saves.
+CPU the FP8 linear layers are emulated, operands quantized and multiplied in bfloat16 (without AVX-512 in float32), and
+without AVX-512 the FP8 KV cache, too: the figures say what the emulation costs, not what FP8 saves.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from nemo_fp8rl.export import export
+from nemo_fp8rl.fp8 import vllm_reads_fp8
 from nemo_fp8rl.generation.compat import survive_scan_of_llvmlite
 from nemo_fp8rl.hf.config import FAMILIES
 from nemo_fp8rl.tiny import write_model
@@ -49,13 +50,15 @@ if torch.cuda.is_available():
     DENSE = {"intermediate_size": 12288}
 else:
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-    if not torch.cpu._is_avx512_supported():  # which vLLM's FP8 cache on a CPU needs
-        del ENGINES["FP8, FP8 KV cache"]
 
 
 def start(folder: Path, quantization: str | None, kv_cache_dtype: str, batch_sizes: list[int]) -> Any:
     from vllm import LLM
 
+    if not vllm_reads_fp8():  # as engines of `nemo-fp8rl` do
+        from nemo_fp8rl.generation.cpu_attention import emulate_fp8_caches
+
+        emulate_fp8_caches()
     cuda = torch.cuda.is_available()
     graphs = {"compilation_config": {"cudagraph_capture_sizes": sorted(batch_sizes)}} if cuda else {}
     return LLM(
@@ -122,7 +125,8 @@ def main() -> None:
                 progress.advance(task)
 
     speed = {key: key[1] * ANSWER / median(times) for key, times in taken.items()}
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, FP8 linear emulated"
+    emulated = "FP8 linear emulated" if vllm_reads_fp8() else "FP8 linear and FP8 KV cache emulated"
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {emulated}"
     table = Table("sequences", *(f"{name}, tokens/s" for name in engines), *(f"{n} / bf16" for n in [*engines][1:]))
     for batch_size in arguments.batch_sizes:
         own = [speed[name, batch_size] for name in engines]
