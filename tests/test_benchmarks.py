@@ -16,7 +16,7 @@ ARGUMENTS = {
     "checkpoint": ["--layers", "1", "--rounds", "1", "--json", "{}/figures.json"],
     "links": ["--bucket-mib", "1", "--buckets", "3", "--json", "{}/figures.json"],
     "layouts": ["--steps", "1", "--folder", "{}"],
-    "logprobs": ["--rows", "1", "--tokens", "1024", "--hidden", "16", "--json", "{}/figures.json"],
+    "logprobs": ["--rows", "2", "--tokens", "2048", "--hidden", "16", "--json", "{}/figures.json"],
     "loss": ["--rows", "32", "--columns", "256", "--rounds", "1", "--json", "{}/figures.json"],
     "mismatch": ["--steps", "1", "--folder", "{}"],
     "quantize": ["--rows", "512", "--columns", "1024", "--rounds", "2", "--json", "{}/figures.json"],
