@@ -66,11 +66,13 @@ class EmulatedCacheAttention(CPUAttentionBackendImpl):
     ) -> None:
         if not self.emulates:
             return super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        slots = slot_mapping[slot_mapping >= 0]  # the others are padding
-        block, token = slots // kv_cache.size(2), slots % kv_cache.size(2)
+        is_token = slot_mapping >= 0  # the others are padding
+        slots, block_size = slot_mapping[is_token], kv_cache.size(2)
+        block, token = slots // block_size, slots % block_size
         codes = kv_cache.view(torch.uint8).unflatten(-1, (2, -1))
         for half, x, scale in ((KEY, key, layer._k_scale_float), (VALUE, value, layer._v_scale_float)):
-            codes[block, :, token, half] = to_cache(x[slot_mapping >= 0], scale, "nearest").view(torch.uint8)
+            held = to_cache(x[: len(is_token)][is_token], scale, "nearest")
+            codes[block, :, token, half] = held.view(torch.uint8)
 
     def forward(
         self,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.fp8 import KvScales
+from nemo_fp8rl.fp8 import KvScales, vllm_reads_fp8
 from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.refit.manifest import RefitError
@@ -16,7 +16,7 @@ from tests.generation.pair import GREEDY, Pair, outputs
 
 CASES = [
     ("qwen3", "fp8_e2e", "vllm"),
-    ("qwen3", "bf16", "vllm"),
+    pytest.param(("qwen3", "bf16", "vllm"), marks=pytest.mark.long),
     ("qwen3_moe", "fp8_e2e", "vllm"),
     pytest.param(("qwen3_moe", "bf16", "vllm"), marks=pytest.mark.long),
 ]
@@ -63,6 +63,7 @@ def test_trainer_and_engine_agree_though_the_cache_is_fp8(pair):
     rounding, pair.worker.kv_cache.rounding = pair.worker.kv_cache.rounding, None
     blind = pair.mismatch()
     pair.worker.kv_cache.rounding = rounding
+    assert ("FP8 KV cache: emulated" in pair.engine.kernels()) == (not vllm_reads_fp8())
     assert blind > 1.002  # what a trainer that does not read the cache is off by
 
 
