@@ -70,7 +70,7 @@ def measure(folder: Path, task: str, flow: str, align: str, kv: str, steps: int)
     run = folder / "_".join(filter(None, (flow, align, kv)))
     rows = train(folder, run, task, flow, steps, *more)
     trained = [row for row in rows if row["step"] > 0]
-    mean = {name: fmean(row[name] for row in trained) for name in trained[0] if name in trained[-1]}
+    mean = {name: fmean(row[name] for row in trained) for name in set(trained[0]).intersection(*trained)}
     accuracy = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
     return {
         "flow": flow,
