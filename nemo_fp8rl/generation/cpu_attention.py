@@ -1,8 +1,8 @@
 """Attention on an FP8 KV cache for CPUs where vLLM has no kernel for it, which are those without AVX-512 and AMX.
 
-The cache holds E4M3 in vLLM's own blocks, rounded to nearest as on a GPU. For every forward the blocks that it reads
-are dequantized, and vLLM's kernel for a cache in the model's dtype attends to them: what is emulated is the cache, and
-attention rounds where that kernel does. A layer whose cache is not FP8 is vLLM's in all.
+The cache holds E4M3 in vLLM's own blocks, rounded to nearest as is expected of GPUs. For every forward the tokens that
+it reads are dequantized, and vLLM's kernel for a cache in the model's dtype attends to them: what is emulated is the
+cache, and attention rounds where that kernel does. A layer whose cache is not FP8 is vLLM's in all.
 
 vLLM lets others replace a backend (`register_backend` in v1/attention/backends/registry.py).
 """
@@ -95,7 +95,10 @@ class EmulatedCacheAttention(CPUAttentionBackendImpl):
     def _dequantized(
         self, layer: Any, kv_cache: Tensor, metadata: CPUAttentionMetadata, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """(blocks that this forward reads, as vLLM's kernel keeps a cache of `dtype`; the table of where they are)."""
+        """(blocks that this forward reads, as vLLM's kernel keeps a cache of `dtype`; the table of where they are).
+
+        Of a block that sequences share, what the longest has filled.
+        """
         block_size = kv_cache.size(2)
         firsts = torch.arange(metadata.block_table.size(1)) * block_size
         tokens_read = (metadata.seq_lens[:, None] - firsts).clamp(0, block_size)  # of each block of each sequence

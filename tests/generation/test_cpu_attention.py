@@ -108,21 +108,14 @@ def test_a_prompt_and_what_follows_are_attended_to_as_the_cache_holds_them(engin
         assert torch.equal(answered(engine, queries, keys, values), torch.cat(expected))
 
 
+@pytest.mark.parametrize("engine", ["fp8"], indirect=True)
 def test_the_cache_holds_e4m3_and_padding_leaves_it_alone(engine):
-    if not engine.is_fp8:
-        pytest.skip("vLLM's own")
     engine.cache.zero_()
     keys, values = sequences(GROUPS, 2), sequences(GROUPS, 3)
     answered(engine, sequences(HEADS, 1), keys, values)
     expected = torch.zeros_like(engine.cache)
     for key, value, blocks in zip(keys, values, BLOCKS, strict=True):
-        codes = torch.cat(
-            [
-                to_cache(x, s, "nearest").view(torch.uint8)
-                for x, s in zip((key, value), vars(SCALES).values(), strict=True)
-            ],
-            -1,
-        )
-        for position, token in enumerate(codes):
+        halves = to_cache(key, SCALES._k_scale_float, "nearest"), to_cache(value, SCALES._v_scale_float, "nearest")
+        for position, token in enumerate(torch.cat([half.view(torch.uint8) for half in halves], -1)):
             expected[blocks[position // BLOCK], :, position % BLOCK] = token
     assert torch.equal(engine.cache, expected)

@@ -23,15 +23,13 @@ def root(node: ast.expr) -> str | None:
     return node.id if isinstance(node, ast.Name) else None
 
 
-def targets(tree: ast.AST) -> Iterator[ast.expr]:
-    """What is written to."""
+def written(tree: ast.AST) -> Iterator[ast.expr]:
+    """What is written into."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign | ast.Delete):
-            yield from node.targets
-        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
-            yield node.target
+        if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            yield node
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
-            yield ast.Attribute(node.args[0], "")
+            yield node.args[0]
 
 
 def patches(source: str) -> list[str]:
@@ -42,8 +40,7 @@ def patches(source: str) -> list[str]:
         for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
             if (module or alias.name).split(".")[0] == "vllm":
                 names.add((alias.asname or alias.name).split(".")[0])
-    written = (root(target) for target in targets(tree) if isinstance(target, ast.Attribute | ast.Subscript))
-    return sorted(name for name in written if name in names)
+    return [name for node in written(tree) if (name := root(node)) in names]
 
 
 def test_nothing_of_vllms_is_replaced():
@@ -59,6 +56,7 @@ def test_nothing_of_vllms_is_replaced():
         "import vllm.envs\nsetattr(vllm.envs, 'A', 1)",
         "from vllm.model_executor.models.registry import _MODELS as models\nmodels['a'] = 1",
         "from vllm import envs\ndel envs.A",
+        "from vllm import envs\nbefore, envs.A = envs.A, 1",
     ],
 )
 def test_a_patch_is_found(patch):
