@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nemo_fp8rl.fp8.linear import multiplies_bf16
 from nemo_fp8rl.policy.restriction import Restriction, restricted
 
 SOFTMAX_ROWS = 16
@@ -103,7 +104,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_logits = softmax.mul_(-slope * share[rows, None])
                 grad_logits.scatter_add_(-1, targets[rows, None], slope * mine[rows, None])
                 logits[row : row + few] = grad_logits  # in the logits' place and dtype
-            grad_hidden[part] = logits @ weight
+            grad_hidden[part] = _times(logits, weight)
             _add_product(grad_weight, logits, hidden[part])
             del logits
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
@@ -142,7 +143,7 @@ class _WholeLogprobs(torch.autograd.Function):
             logits[at : at + len(slope)] = grad_logits[:, own.start : own.stop]  # in the logits' place and dtype
             if at + len(slope) == len(logits):  # the chunk's last rows
                 chunk = slice(rows.stop - len(logits), rows.stop)
-                grad_hidden[chunk] = logits @ weight
+                grad_hidden[chunk] = _times(logits, weight)
                 _add_product(grad_weight, logits, hidden[chunk])
                 del logits  # as `_whole_rows` does
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
@@ -192,10 +193,30 @@ def _log_of_sum(logs: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return torch.stack(gathered).logsumexp(0)
 
 
+def _times(logits: Tensor, weight: Tensor) -> Tensor:
+    """logits [c, V] @ weight [V, H]. In float32 a slice of the vocabulary at a time: no second [V, H] is needed."""
+    dtype = _multiplied_in(logits.dtype)
+    if dtype is logits.dtype:
+        return logits @ weight
+    total, step = logits.new_zeros(len(logits), weight.size(1), dtype=dtype), _rows_of_a_slice(weight)
+    for start in range(0, len(weight), step):
+        total.addmm_(logits[:, start : start + step].to(dtype), weight[start : start + step].to(dtype))
+    return total
+
+
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total [V, H] += left^T @ right, each product rounded to its dtype, a slice of rows at a time so that no second
-    [V, H] is needed.
+    """total [V, H] += left^T @ right, each product rounded to the dtype it is in, a slice of rows at a time so that no
+    second [V, H] is needed.
     """
-    step = max(1, VALUES[total.device.type] // total.size(1))
+    step, right = _rows_of_a_slice(total), right.to(_multiplied_in(right.dtype))
     for start in range(0, len(total), step):
-        total[start : start + step] += left[:, start : start + step].t() @ right
+        total[start : start + step] += left[:, start : start + step].t().to(right.dtype) @ right
+
+
+def _multiplied_in(dtype: torch.dtype) -> torch.dtype:
+    """float32 where bfloat16 matmuls are slow. Gradients alone: the logits are to be the engine's."""
+    return torch.float32 if dtype is torch.bfloat16 and not multiplies_bf16() else dtype
+
+
+def _rows_of_a_slice(weight: Tensor) -> int:
+    return max(1, VALUES[weight.device.type] // weight.size(1))

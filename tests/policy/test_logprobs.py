@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nemo_fp8rl.policy import logprobs
 from nemo_fp8rl.policy.logprobs import token_logprobs
 from nemo_fp8rl.policy.restriction import Restriction, restricted
 
@@ -36,8 +37,13 @@ def test_chunks_equal_double_precision(chunk_size, temperature):
 
 
 @pytest.mark.parametrize("chunk_size", [32, 1000])
-def test_bfloat16_equals_the_whole_tensors_operations(chunk_size):
-    """Values to the bit (logits are rounded to bfloat16, then everything is float32), gradients to a rounding."""
+@pytest.mark.parametrize("fast", [True, False])
+def test_bfloat16_equals_the_whole_tensors_operations(monkeypatch, chunk_size, fast):
+    """Values to the bit (logits are rounded to bfloat16, then everything is float32), gradients to a rounding, in
+    whichever dtype they are multiplied, in slices of 20 tokens.
+    """
+    monkeypatch.setattr(logprobs, "multiplies_bf16", lambda: fast)
+    monkeypatch.setitem(logprobs.VALUES, "cpu", 20 * H)
     hidden, weight, targets, grad = inputs(torch.bfloat16)
     made = token_logprobs(hidden, weight, targets, 1.0, chunk_size)
     made.backward(grad)
