@@ -30,6 +30,7 @@ from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.machine import instructions
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.refit.report import Loaded
+from nemo_fp8rl.vllm_version import vllm_version
 from nemo_fp8rl.workers import WorkerDied
 
 ENVIRONMENT = {  # read by vLLM at import; what the user has set wins
@@ -58,7 +59,7 @@ class VllmEngine:
 
     def setup(self, cfg: Config, load_format: str = "dummy") -> None:
         """`load_format="auto"` reads the weights of policy.model_name from disk instead of waiting for a refit."""
-        compat.vllm_version()
+        vllm_version()
         hf = read_hf_config(cfg.policy.model_name)
         check_engine(hf, cfg)
         check_machine(hf, cfg)

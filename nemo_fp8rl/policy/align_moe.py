@@ -6,7 +6,8 @@ combine     the expert's output times its weight, summed over experts in their o
             (Megatron multiplies the activation before the down projection, and rounds). Ranks that share an FP8
             expert's matrices add up and round its output before (Megatron adds up what is weighed already)
 
-Both roundings of a bfloat16 expert, of its activation and of the sum, are cut off where `rounding.truncates` says so.
+Both roundings of a bfloat16 expert, of its activation and of the sum, are cut off where `rounding.truncates` says so;
+where `rounding.experts_are_dense_mlps` it is a dense MLP as well.
 """
 
 from typing import Any
@@ -23,7 +24,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from nemo_fp8rl.policy.linears import Fp8Forward
-from nemo_fp8rl.policy.rounding import as_kernels_round
+from nemo_fp8rl.policy.rounding import as_kernels_round, experts_are_dense_mlps
 
 
 class AlignedExperts(SequentialMLP):
@@ -50,9 +51,13 @@ def _is_fp8(expert: MLP) -> bool:
     return isinstance(expert.linear_fc1, Fp8Forward)
 
 
+def _is_dense_mlp(expert: MLP) -> bool:
+    return _is_fp8(expert) or experts_are_dense_mlps()
+
+
 def _expert(expert: MLP, x: Tensor) -> Tensor:
     """[tokens, hidden] -> float32 [tokens, hidden]."""
-    if _is_fp8(expert):
+    if _is_dense_mlp(expert):
         return expert(x)[0].float()
     gate, up = F.linear(x.float(), expert.linear_fc1.weight.float()).chunk(2, -1)
     activated = as_kernels_round(F.silu(gate) * up, x.dtype)
@@ -67,4 +72,4 @@ class AlignedMoELayer(MoELayer):
 
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
         output, dtype = super().postprocess(output, shared_expert_output), self.config.params_dtype
-        return output.to(dtype) if _is_fp8(self.experts.local_experts[0]) else as_kernels_round(output, dtype)
+        return output.to(dtype) if _is_dense_mlp(self.experts.local_experts[0]) else as_kernels_round(output, dtype)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nemo_fp8rl.config import Fp8RlConfig
 from nemo_fp8rl.fp8 import CacheRounding, vllm_reads_fp8
+from nemo_fp8rl.vllm_version import vllm_version
 
 
 def is_aligned(choice: Fp8RlConfig) -> bool:
@@ -45,6 +46,14 @@ def truncates(dtype: torch.dtype) -> bool:
     rounds it.
     """
     return dtype is torch.bfloat16 and not torch.cuda.is_available() and not torch.cpu._is_avx512_bf16_supported()
+
+
+def experts_are_dense_mlps() -> bool:
+    """Whether bfloat16 experts are computed as dense MLPs are, each linear rounded: by vLLM before 0.28 on a CPU that
+    has no AVX-512, where its library lacks the kernel (layers/fused_moe/cpu_fused_moe.py, forward_torch).
+    """
+    has_kernel = torch.cuda.is_available() or torch.cpu._is_avx512_supported()
+    return not has_kernel and vllm_version() < (0, 28)
 
 
 def sums_in_order(dtype: torch.dtype) -> bool:

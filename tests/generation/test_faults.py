@@ -20,7 +20,7 @@ import torch
 
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.generation import compat, sockets
+from nemo_fp8rl.generation import sockets
 from nemo_fp8rl.generation.base import Sampling
 from nemo_fp8rl.generation.vllm import VllmGeneration
 from nemo_fp8rl.policy.megatron import MegatronPolicy
@@ -28,6 +28,7 @@ from nemo_fp8rl.recipe import load
 from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.train import refitted
+from nemo_fp8rl.vllm_version import vllm_version
 from nemo_fp8rl.weights import build_bridge
 from nemo_fp8rl.workers import WorkerDied
 from tests.conftest import RECIPES
@@ -383,7 +384,7 @@ def parallel_run(tiny_overrides):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(compat.vllm_version() < (0, 28), reason="vLLM 0.27 waits for a rank that is gone")
+@pytest.mark.skipif(vllm_version() < (0, 28), reason="vLLM 0.27 waits for a rank that is gone")
 def test_a_rank_killed_while_its_engine_generates_is_replaced_with_it(parallel_run):
     expected, before = parallel_run.answers(), parallel_run.generation.engine_restarts
     assert parallel_run.answers(lambda: core_process().kill()) == expected

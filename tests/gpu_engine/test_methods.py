@@ -10,10 +10,11 @@ from triton.runtime import interpreter
 
 from nemo_fp8rl.fp8 import fprop, kernels, quantize_activations, quantize_blockwise
 from nemo_fp8rl.fp8.format import ALONG_LAST
-from nemo_fp8rl.generation import compat, gpu_linear
+from nemo_fp8rl.generation import gpu_linear
 from nemo_fp8rl.generation.gpu_experts import NativeFp8MoEMethod
 from nemo_fp8rl.generation.gpu_linear import KERNELS, NativeFp8LinearMethod
 from nemo_fp8rl.policy.restriction import Restriction, restricted
+from nemo_fp8rl.vllm_version import vllm_version
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 4, 256, 128, 2
 QUANTIZE = torch.ops.nemo_fp8rl.quantize_activations
@@ -195,7 +196,7 @@ class Counter(int):
         return self
 
 
-@pytest.mark.skipif(compat.vllm_version() < (0, 32), reason="another kernel, perhaps")
+@pytest.mark.skipif(vllm_version() < (0, 32), reason="another kernel, perhaps")
 @pytest.mark.parametrize(("top_k", "top_p"), [(20, 1.0), (None, 0.6), (20, 0.8)])
 def test_a_gpus_sampler_leaves_the_trainers_tokens_but_for_ties(monkeypatch, top_k, top_p):
     """vLLM's Triton kernel, of its module for GPUs."""

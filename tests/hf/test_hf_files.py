@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 
 from nemo_fp8rl.doctor.shapes import from_config
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.generation.compat import vllm_version
 from nemo_fp8rl.hf import checkpoint
 from nemo_fp8rl.hf.checkpoint import CheckpointReader
 from nemo_fp8rl.hf.config import FAMILIES, HfConfig, check_context, read_hf_config
@@ -20,6 +19,7 @@ from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.policy.layout import Layout
 from nemo_fp8rl.policy.megatron_names import from_hf, to_hf
 from nemo_fp8rl.policy.rope import read_rope
+from nemo_fp8rl.vllm_version import vllm_version
 
 CONFIG = {
     "model_type": "qwen3",

