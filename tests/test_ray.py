@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import ray
 
+from nemo_fp8rl.cli import main
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.sft import sft
@@ -21,11 +22,20 @@ from tests.conftest import COLOCATED, RECIPES
 
 
 def run(overrides: tuple[str, ...], log_dir: Path, *options: str, steps: int = 3) -> list[dict[str, float]]:
-    """What `nemo-fp8rl train` measured in so many steps, without what depends on the clock or the transport."""
-    arguments = ["train", "--config", str(RECIPES / "tiny_cpu.yaml"), *overrides, f"logger.log_dir={log_dir}"]
-    command = [sys.executable, "-m", "nemo_fp8rl.cli", *arguments, *options, f"grpo.max_num_steps={steps}"]
+    """What `nemo-fp8rl train` in a process of its own measured in so many steps."""
+    command = [sys.executable, "-m", "nemo_fp8rl.cli", *arguments(overrides, log_dir, steps), *options]
     done = subprocess.run(command, capture_output=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr.decode()
+    return measured(log_dir)
+
+
+def arguments(overrides: tuple[str, ...], log_dir: Path, steps: int) -> list[str]:
+    keys = (*overrides, f"logger.log_dir={log_dir}", f"grpo.max_num_steps={steps}")
+    return ["train", "--config", str(RECIPES / "tiny_cpu.yaml"), *keys]
+
+
+def measured(log_dir: Path) -> list[dict[str, float]]:
+    """Without what depends on the clock or the transport."""
     rows = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
     other = ("timing/", "performance/", "refit/", "memory/")
     return [{name: v for name, v in row.items() if not name.startswith(other)} for row in rows]
@@ -33,7 +43,9 @@ def run(overrides: tuple[str, ...], log_dir: Path, *options: str, steps: int = 3
 
 @pytest.fixture(scope="module")
 def in_process(warm_overrides, tmp_path_factory) -> list[dict[str, float]]:
-    return run(warm_overrides, tmp_path_factory.mktemp("in_process") / "run")
+    log_dir = tmp_path_factory.mktemp("in_process") / "run"
+    assert main(arguments(warm_overrides, log_dir, steps=3)) == 0
+    return measured(log_dir)
 
 
 @pytest.mark.long

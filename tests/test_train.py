@@ -215,8 +215,7 @@ def test_kill_9_in_a_save_resumes_to_the_same_numbers(uninterrupted, warm_overri
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "train/rew')  # as a kill within a write leaves it
     assert re.search(r"stopped after step [34] of 6", report([run]).read_text())
-    done = subprocess.run(command(warm_overrides, run, "--resume"), capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr.decode()
+    assert main(arguments(warm_overrides, run, "--resume")) == 0
     assert results(run) == results(uninterrupted)
     assert [row["refit/version"] for row in read(run)] == [row["refit/version"] for row in read(uninterrupted)]
     whole, resumed = (folder / "checkpoints/step_6/policy" for folder in (uninterrupted, run))

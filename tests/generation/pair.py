@@ -119,8 +119,12 @@ class Pair:
             self.worker.train_step(batch, NllLoss(), 64.0, float(batch["token_mask"].sum()))
 
     def is_fresh_after_refits(self, folder: Path) -> None:
-        """Assert that after one and after ten refits the engine answers as one started from disk does."""
-        same_batches = not self.cfg.policy.generation.vllm_cfg.async_engine
+        """Assert that after one and after ten refits the engine answers as one started from disk does: one in this
+        process, whatever process the core of the other has, or of as many ranks.
+        """
+        vllm_cfg = self.cfg.policy.generation.vllm_cfg
+        same_batches, in_process = not vllm_cfg.async_engine, vllm_cfg.tensor_parallel_size == 1
+        other = {"async_engine": False} if in_process else {}
 
         def answers(*asked):
             return outputs(self.generate(*asked), same_batches)
@@ -133,7 +137,7 @@ class Pair:
                 self.refit()
             greedy, sampled = answers(GREEDY), answers(FREE)
             assert greedy != earlier  # the weights did move
-            fresh = self.fresh_engine(sent_tensors(self.worker), folder / f"after_{refits}")
+            fresh = self.fresh_engine(sent_tensors(self.worker), folder / f"after_{refits}", **other)
             for answered, asked in ((greedy, GREEDY), (sampled, FREE)):
                 again = answers(asked, fresh)
                 assert answered == again, f"after {refits} more refits {apart(answered, again)}"

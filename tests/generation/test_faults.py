@@ -102,6 +102,7 @@ def test_a_core_killed_while_it_generates_is_replaced(async_run):
     assert 0 < counted["generation/prompts_retried"] < len(async_run.prompts)
 
 
+@pytest.mark.long
 def test_a_core_found_dead_is_replaced_at_the_next_refit(async_run):
     expected, before = async_run.answers(), async_run.generation.engine_restarts
     engine = async_run.generation.engines.worker

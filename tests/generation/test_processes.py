@@ -21,6 +21,7 @@ CASES = {
     "dense, async, FP8 KV cache": ("qwen3", "fp8_e2e", "auto", ("async_engine=true", CACHE)),
     "dense, bfloat16, async": ("qwen3", "bf16", "auto", ("async_engine=true",)),
     "experts, async": ("qwen3_moe", "fp8_e2e", "auto", ("async_engine=true",)),
+    "experts, async, FP8 KV cache": ("qwen3_moe", "fp8_e2e", "auto", ("async_engine=true", CACHE)),
     "experts, async, spread": ("qwen3_moe", "fp8_e2e", "auto", (*SPREAD, CACHE)),
     "experts, bfloat16, async": ("qwen3_moe", "bf16", "auto", ("async_engine=true", CACHE)),
     "dense, tensor parallel": ("qwen3", "fp8_e2e", "collective", ("tensor_parallel_size=2",)),
@@ -29,7 +30,7 @@ CASES = {
 if find_spec("nixl") is None:  # make test-nixl
     del CASES["dense, NIXL"]
 
-LONG = CASES.keys() - {"dense, async, FP8 KV cache", "experts, async, spread", "dense, NIXL"}
+LONG = CASES.keys() - {"experts, async, FP8 KV cache", "dense, NIXL"}
 
 
 @pytest.fixture(

@@ -73,4 +73,4 @@ def build(name: str, folder: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     use_emulated_fp8()
     torch.set_default_dtype(torch.bfloat16)
-    print(json.dumps({name: build(name, Path(sys.argv[1])) for name in MODELS}))
+    print(json.dumps({name: build(name, Path(sys.argv[1])) for name in sys.argv[2:]}))

@@ -33,18 +33,35 @@ FP8 = Fp8Layers(1, LAYERS, tuple(WORDS))
 """The trainer's, of the recipe in `built_models`."""
 
 
+LATENT_ATTENTION = ("moonlight", "deepseek")
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.nemo_rl.built_models", str(tmp_path_factory.mktemp("models"))]
+    return build(tmp_path_factory.mktemp("models"), *(model for model in MODELS if model not in LATENT_ATTENTION))
+
+
+def build(folder: Path, *models: str) -> dict[str, Any]:
+    """Of each model what `built_models` says, in a process of its own."""
+    command = [sys.executable, "-m", "tests.nemo_rl.built_models", str(folder), *models]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=root, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
 def test_vllm_holds_in_fp8_exactly_what_the_trainer_streams_in_fp8(model, built):
-    parameters, fused = built[model]["parameters"], built[model]["fused"]
+    agree(**built[model])
+
+
+@pytest.mark.long
+def test_so_it_does_of_models_with_latent_attention(tmp_path):
+    for model in build(tmp_path, *LATENT_ATTENTION).values():
+        agree(**model)
+
+
+def agree(parameters: dict[str, str], fused: dict[str, list[str]]) -> None:
     held = {name: dtype for name, dtype in parameters.items() if name.endswith("weight") and ".layers." in name}
     assert {"torch.float8_e4m3fn", "torch.bfloat16"} <= set(held.values())
     for name, dtype in held.items():

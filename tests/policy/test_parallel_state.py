@@ -255,10 +255,10 @@ FP8_STEPS = [
     *((DENSE, 2, layout, "") for layout in (TP, SP, PP, DP)),
     (QWEN2, 2, SP, ""),
     (MOE, 2, TP_EP, ""),
-    (DENSE, 4, (*SP, *PP), ""),
-    (DEEP, 4, PP4, ""),
-    (MOE, 4, TP_EP, ""),  # and data-parallel
     (QWEN2, 2, TP, "long"),
+    (DENSE, 4, (*SP, *PP), "long"),
+    (DEEP, 4, PP4, "long"),
+    (MOE, 4, TP_EP, "long"),  # and data-parallel
     *((MOE, 2, layout, "long") for layout in (EP, PP, CP_EP, ETP1)),
     (WIDE_MOE, 2, ETP2, "long"),
     *((DENSE, 4, layout, "long") for layout in (TP, (*TP, *CP), (*PP, *CP))),
