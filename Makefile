@@ -50,6 +50,7 @@ test-fake-gpu: .venv/transformer-engine-2.20/installed  ## policy and refit of `
 test-long: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 test-long: setup-dev  ## the tests that `make test` leaves out for their length
 	@$(BIN)/python -m pytest -q -m long $(ARGS)
+	@$(if $(ARGS),,$(BIN)/python -m pytest -q -m long -p tests.gpu_engine.plugin tests/gpu_engine)
 
 test-megatron-0.19: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 test-megatron-0.19: setup-dev  ## the policy's tests and the loop's with Megatron Core 0.19, beside the 0.16 of the lock

@@ -27,7 +27,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.long), "qwen3_moe"])
 def test_it_trains_on_what_the_engine_samples(family, tmp_path):
     make_tiny(tmp_path / "tiny", "add", 0, family)
     paths = (
