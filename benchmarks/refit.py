@@ -94,10 +94,10 @@ class Bench:
         self.bridge.refit()  # connects, and finds out what can be written in place
         self.bf16 = self._bf16_source()
         self.batch = TrainBatch(
-            input_ids=torch.randint(2, 16, (4, 32)),
-            input_lengths=torch.full((4,), 32),
-            token_mask=torch.ones(4, 32),
-            sample_mask=torch.ones(4),
+            input_ids=torch.randint(2, 16, (1, 8)),  # few: every weight moves all the same
+            input_lengths=torch.full((1,), 8),
+            token_mask=torch.ones(1, 8),
+            sample_mask=torch.ones(1),
         )
 
     def _bf16_source(self) -> SendingRank:
