@@ -167,9 +167,38 @@ def e4m3_shifted(h, shift):
     return u8(code | u16(u16(u16(h) >> u16(8)) & u16(0x80)))
 
 
+@nb.njit(error_model="numpy")
+def e4m3_shifted_normal(h, shift):
+    """The same of what is 2^-6 or more once it is shifted: as many digits go of every value."""
+    value = u16(i16(i16(h & i16(0x7FFF)) + shift))
+    code = u16(u16(u16(value + u16(7)) + u16(u16(value >> u16(4)) & u16(1))) >> u16(4))
+    return u8(code | u16(u16(u16(h) >> u16(8)) & u16(0x80)))
+
+
+@jit
+def are_normal(values, shifts):
+    """Whether each of exactly 128 is 2^-6 or more, or -2^-6 or less, once it is shifted."""
+    smallest = i16(0x7FFF)
+    for k in range(128):
+        smallest = min(smallest, i16(i16(values[k] & i16(0x7FFF)) + shifts[k]))
+    return smallest >= i16(0x80)
+
+
 @jit
 def shift_row(x, shifts, out):
-    for k in range(len(x)):
+    """128 at a time: of a weight's values few are so small, and a processor without AVX-512 has no instruction that
+    shifts each of 16 bits by another number.
+    """
+    whole = len(x) // 128 * 128
+    for first in range(0, whole, 128):
+        values, own, codes = x[first : first + 128], shifts[first : first + 128], out[first : first + 128]
+        if are_normal(values, own):
+            for k in range(128):
+                codes[k] = e4m3_shifted_normal(values[k], own[k])
+        else:
+            for k in range(128):
+                codes[k] = e4m3_shifted(values[k], own[k])
+    for k in range(whole, len(x)):
         out[k] = e4m3_shifted(x[k], shifts[k])
 
 
