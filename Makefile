@@ -94,9 +94,9 @@ test-vllm-%: .venv/vllm-%/installed
 
 .PRECIOUS: .venv/vllm-%/installed
 .venv/vllm-%/installed: requirements/vllm-%.txt | setup-dev
-	@for file in $< $(wildcard requirements/vllm-$*-cuda.txt); do rm -rf $(@D); echo "installing $$file"; \
-	  $(BIN)/python -m pip install -q --no-deps --only-binary :all: --target $(@D) -r $$file && touch $@ && break; done
-	@test -f $@
+	@rm -rf $(@D)
+	@$(BIN)/python -m pip install -q --no-deps --only-binary :all: --target $(@D) -r $<
+	@touch $@
 
 test-nemo-rl: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 test-nemo-rl: .venv/nemo-rl/installed  ## NeMo RL's own loop and loss tests with our parts; NEMO_RL_SRC names its checkout

@@ -20,7 +20,7 @@ from nemo_fp8rl.config import Config
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.sft import sft
 from nemo_fp8rl.tiny import make_tiny
-from nemo_fp8rl.vllm_version import vllm_version
+from nemo_fp8rl.which_vllm import vllm_version
 
 needs_vllms_fp8_cache = pytest.mark.skipif(
     not torch.cpu._is_avx512_supported(), reason="vLLM's own FP8 KV cache on a CPU needs AVX-512"

@@ -375,8 +375,9 @@ def test_a_process_says_one_line_and_exits_with_2(project, folder):
     assert done.stdout == ""
 
 
-def test_who_reads_no_further_ends_what_is_printed_without_a_word(project):
+def test_who_reads_no_further_ends_what_is_printed_without_a_word():
     command = [sys.executable, "-m", "nemo_fp8rl.cli", "launch", "slurm", "--config", str(CONF), "--dry-run"]
+    assert subprocess.run(command, check=True, capture_output=True).stdout
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         running.stdout.close()
         said = running.stderr.read()

@@ -168,7 +168,7 @@ BOTH_SIDES = {"batch", "config", "errors", "fp8", "hf", "machine", "refit", "reg
 ALONE = {"batch", "display", "errors", "fp8", "machine", "region", "secret_variables", "shown_gpus", "timing"}
 MAY_IMPORT: dict[str, set[str]] = {  # room -> the rooms it may import besides itself
     **{room: set() for room in ALONE},
-    **{room: {"errors"} for room in ("disk", "rewards", "typed_tree", "stop_request", "vllm_version")},
+    **{room: {"errors"} for room in ("disk", "rewards", "typed_tree", "stop_request", "which_vllm")},
     "algorithms": {"batch", "errors", "fp8"},
     "config": {"algorithms", "fp8"},
     "config_check": {"algorithms", "config", "errors", "secret_variables"},
@@ -179,8 +179,8 @@ MAY_IMPORT: dict[str, set[str]] = {  # room -> the rooms it may import besides i
     "parity": {"errors", "fp8"},
     "refit": {"errors", "fp8", "region"},
     "workers": {"config", "errors", "secret_variables", "shown_gpus"},
-    "policy": {*BOTH_SIDES, "algorithms", "vllm_version"},
-    "generation": {*BOTH_SIDES, "vllm_version"},
+    "policy": {*BOTH_SIDES, "algorithms", "which_vllm"},
+    "generation": {*BOTH_SIDES, "which_vllm"},
     "weights": {"config", "errors", "generation", "policy", "refit", "workers"},
     "interrupt": {"stop_request"},
     "step_log": {"disk", "errors"},

@@ -1,4 +1,6 @@
-"""The same classes as Ray actors: the same numbers as in one process. Runs the command, as a user does."""
+"""The same classes as Ray actors: the same numbers as in one process. Runs the command, as a user does; of one process,
+in this one.
+"""
 
 import json
 import os
@@ -7,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import ray
@@ -44,7 +47,8 @@ def measured(log_dir: Path) -> list[dict[str, float]]:
 @pytest.fixture(scope="module")
 def in_process(warm_overrides, tmp_path_factory) -> list[dict[str, float]]:
     log_dir = tmp_path_factory.mktemp("in_process") / "run"
-    assert main(arguments(warm_overrides, log_dir, steps=3)) == 0
+    with mock.patch.dict(os.environ):  # a run's own, which `run` is not to find
+        assert main(arguments(warm_overrides, log_dir, steps=3)) == 0
     return measured(log_dir)
 
 

@@ -30,7 +30,7 @@ from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.machine import instructions
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.refit.report import Loaded
-from nemo_fp8rl.vllm_version import vllm_version
+from nemo_fp8rl.which_vllm import vllm_version
 from nemo_fp8rl.workers import WorkerDied
 
 ENVIRONMENT = {  # read by vLLM at import; what the user has set wins

@@ -1,13 +1,14 @@
 """Rollout alignment of a mixture of experts: rounding points of vLLM's CPU kernels of 0.32, and of our FP8 experts.
 
 router      logits, softmax and weights in the activations' dtype (Megatron's default is float32)
-expert      bfloat16: float32 throughout but for the activation; FP8: as a dense FP8 MLP
+expert      bfloat16: float32 throughout but for the activation; FP8: as a dense FP8 MLP; bfloat16 where
+            `rounding.experts_are_dense_mlps`: as a dense MLP, too
 combine     the expert's output times its weight, summed over experts in their order, in float32; one rounding
-            (Megatron multiplies the activation before the down projection, and rounds). Ranks that share an FP8
-            expert's matrices add up and round its output before (Megatron adds up what is weighed already)
+            (Megatron multiplies the activation before the down projection, and rounds). Ranks that share the
+            matrices of such an MLP add up and round its output before (Megatron adds up what is weighed already)
 
-Both roundings of a bfloat16 expert, of its activation and of the sum, are cut off where `rounding.truncates` says so;
-where `rounding.experts_are_dense_mlps` it is a dense MLP as well.
+Both roundings of another bfloat16 expert, of its activation and of the sum, are cut off where `rounding.truncates` says
+so.
 """
 
 from typing import Any
@@ -39,7 +40,7 @@ class AlignedExperts(SequentialMLP):
         shares = zip(self.local_experts, x.split(tokens_per_expert.tolist()), strict=True)
         out = torch.cat([_expert(expert, own) for expert, own in shares])
         group = self.tp_group
-        if group.size() > 1 and _is_fp8(
+        if group.size() > 1 and _is_dense_mlp(
             self.local_experts[0]
         ):  # Megatron adds up contiguous gradients alone, as those of a gather are
             summed = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(out, group), group)

@@ -194,7 +194,7 @@ def _log_of_sum(logs: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def _times(logits: Tensor, weight: Tensor) -> Tensor:
-    """logits [c, V] @ weight [V, H]. In float32 a slice of the vocabulary at a time: no second [V, H] is needed."""
+    """logits [c, V] @ weight [V, H]. Where it is made in float32, in slices: no second [V, H] is needed."""
     dtype = _multiplied_in(logits.dtype)
     if dtype is logits.dtype:
         return logits @ weight
@@ -205,8 +205,8 @@ def _times(logits: Tensor, weight: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total [V, H] += left^T @ right, each product rounded to the dtype it is in, a slice of rows at a time so that no
-    second [V, H] is needed.
+    """total [V, H] += left^T @ right, each product rounded to bfloat16 unless it is made in float32, a slice of rows
+    at a time so that no second [V, H] is needed.
     """
     step, right = _rows_of_a_slice(total), right.to(_multiplied_in(right.dtype))
     for start in range(0, len(total), step):

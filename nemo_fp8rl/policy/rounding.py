@@ -1,7 +1,8 @@
 """How the engine's kernels round on this machine: trainer and engine run on the same kind of device.
 
-Read in vLLM 0.32 (v1/attention/backends/cpu_attn.py, `_get_attn_isa`; csrc/cpu/cpu_attn_impl.hpp, cpu_types_x86.hpp)
-and measured, but for AVX-512 without its BF16 extension; what GPUs do is expected, not measured.
+Read in vLLM 0.32, where nothing else is said (v1/attention/backends/cpu_attn.py, `_get_attn_isa`;
+csrc/cpu/cpu_attn_impl.hpp, cpu_types_x86.hpp), and measured, but for AVX-512 without its BF16 extension; what GPUs do
+is expected, not measured.
 """
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from nemo_fp8rl.config import Fp8RlConfig
 from nemo_fp8rl.fp8 import CacheRounding, vllm_reads_fp8
-from nemo_fp8rl.vllm_version import vllm_version
+from nemo_fp8rl.which_vllm import installed_vllm, vllm_version
 
 
 def is_aligned(choice: Fp8RlConfig) -> bool:
@@ -52,7 +53,7 @@ def experts_are_dense_mlps() -> bool:
     """Whether bfloat16 experts are computed as dense MLPs are, each linear rounded: by vLLM before 0.28 on a CPU that
     has no AVX-512, where its library lacks the kernel (layers/fused_moe/cpu_fused_moe.py, forward_torch).
     """
-    has_kernel = torch.cuda.is_available() or torch.cpu._is_avx512_supported()
+    has_kernel = torch.cuda.is_available() or torch.cpu._is_avx512_supported() or not installed_vllm()
     return not has_kernel and vllm_version() < (0, 28)
 
 

@@ -119,8 +119,8 @@ class Pair:
             self.worker.train_step(batch, NllLoss(), 64.0, float(batch["token_mask"].sum()))
 
     def is_fresh_after_refits(self, folder: Path) -> None:
-        """Assert that after one and after ten refits the engine answers as one started from disk does: one in this
-        process, whatever process the core of the other has, or of as many ranks.
+        """Assert that after one and after ten refits the engine answers as one started from disk does. That one runs in
+        this process, or on as many ranks where the engine has several.
         """
         vllm_cfg = self.cfg.policy.generation.vllm_cfg
         same_batches, in_process = not vllm_cfg.async_engine, vllm_cfg.tensor_parallel_size == 1

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from nemo_fp8rl import vllm_version
+from nemo_fp8rl import which_vllm
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation import compat, engine
 from nemo_fp8rl.generation.engine import VllmEngine
@@ -16,7 +16,7 @@ from tests.conftest import RECIPES, SMALL
 
 @pytest.mark.parametrize("found", ["0.24.0", "0.33.0rc1", "1.25.0", "dev"])
 def test_a_version_outside_the_supported_ones_is_refused(found, monkeypatch, tiny_overrides):
-    monkeypatch.setattr(vllm_version, "installed_vllm", lambda: found)
+    monkeypatch.setattr(which_vllm, "installed_vllm", lambda: found)
     sentence = rf"^vLLM {found} is installed, but 0\.25 to 0\.32 are supported: install one of these$"
     with pytest.raises(UserError, match=sentence):
         VllmEngine().setup(load(RECIPES / "tiny_cpu.yaml", tiny_overrides))
@@ -32,11 +32,8 @@ def test_experts_whose_choice_vllm_does_not_tell_are_refused_for_replay(tmp_path
         "policy.router_replay.enabled=true",
     )
     started = VllmEngine()
-    told = (
-        nullcontext()
-        if vllm_version.vllm_version() >= (0, 30)
-        else pytest.raises(UserError, match=r"it tells since 0\.30")
-    )
+    tells = which_vllm.vllm_version() >= (0, 30)
+    told = nullcontext() if tells else pytest.raises(UserError, match=r"it tells since 0\.30")
     try:
         with told:
             started.setup(load(RECIPES / "tiny_cpu.yaml", [*SMALL, *overrides]))

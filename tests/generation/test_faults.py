@@ -28,8 +28,8 @@ from nemo_fp8rl.recipe import load
 from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.train import refitted
-from nemo_fp8rl.vllm_version import vllm_version
 from nemo_fp8rl.weights import build_bridge
+from nemo_fp8rl.which_vllm import vllm_version
 from nemo_fp8rl.workers import WorkerDied
 from tests.conftest import RECIPES
 from tests.generation.far_trainer import FarTrainer, die_in_the_next_refit, move_weights

@@ -30,7 +30,7 @@ CASES = {
 if find_spec("nixl") is None:  # make test-nixl
     del CASES["dense, NIXL"]
 
-LONG = CASES.keys() - {"experts, async, FP8 KV cache", "dense, NIXL"}
+LONG = CASES.keys() - {"experts, async, FP8 KV cache", "dense, tensor parallel", "dense, NIXL"}
 
 
 @pytest.fixture(

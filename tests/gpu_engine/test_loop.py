@@ -27,7 +27,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.long), "qwen3_moe"])
+LONG = {"qwen3"}
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=[pytest.mark.long] * (family in LONG)) for family in CASES]
+)
 def test_it_trains_on_what_the_engine_samples(family, tmp_path):
     make_tiny(tmp_path / "tiny", "add", 0, family)
     paths = (

@@ -14,7 +14,7 @@ from nemo_fp8rl.generation import gpu_linear
 from nemo_fp8rl.generation.gpu_experts import NativeFp8MoEMethod
 from nemo_fp8rl.generation.gpu_linear import KERNELS, NativeFp8LinearMethod
 from nemo_fp8rl.policy.restriction import Restriction, restricted
-from nemo_fp8rl.vllm_version import vllm_version
+from nemo_fp8rl.which_vllm import vllm_version
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 4, 256, 128, 2
 QUANTIZE = torch.ops.nemo_fp8rl.quantize_activations

@@ -19,7 +19,7 @@ from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.policy.layout import Layout
 from nemo_fp8rl.policy.megatron_names import from_hf, to_hf
 from nemo_fp8rl.policy.rope import read_rope
-from nemo_fp8rl.vllm_version import vllm_version
+from nemo_fp8rl.which_vllm import vllm_version
 
 CONFIG = {
     "model_type": "qwen3",

@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_fp8rl.fp8 import KvScales
 from nemo_fp8rl.hf.config import read_hf_config
-from nemo_fp8rl.policy import align, ordered, rounding
+from nemo_fp8rl.policy import align, align_moe, ordered, rounding
 from nemo_fp8rl.policy.align import AlignedAttention, AlignedRMSNorm, aligned_residual_add, rotate
 from nemo_fp8rl.policy.attention import attention_of
 from nemo_fp8rl.policy.cpu import megatron_on_cpu
@@ -223,6 +223,25 @@ def test_a_mixture_equals_vllms_router_and_its_kernel_for_experts(recipe, tmp_pa
         expected = torch.empty_like(x)
         ops.cpu_fused_moe(expected, x, w13, w2, None, None, *chosen, "silu", isa)
     assert rounds_alike(got.squeeze(1), expected)
+
+
+def test_without_a_kernel_for_experts_each_is_a_dense_mlp(recipe, tmp_path, monkeypatch):
+    """As with vLLM before 0.28 where there is no AVX-512: torch's linears, whose outputs are weighed in float32."""
+    write_model(tmp_path / "model", family="qwen3_moe")
+    worker = new_worker(recipe(f"policy.model_name={tmp_path}/model", "nemo_fp8rl.flow=bf16"))
+    layer, linear = worker.model.decoder.layers[0].mlp, torch.nn.functional.linear
+    x, found = bf16(ROWS, layer.config.hidden_size, seed=28), {}
+    with torch.no_grad(), megatron_on_cpu():
+        for dense in (True, False):
+            monkeypatch.setattr(align_moe, "experts_are_dense_mlps", lambda dense=dense: dense)
+            found[dense] = layer(x.unsqueeze(1))[0].squeeze(1)
+        best = linear(x, layer.router.weight).topk(layer.config.moe_router_topk)
+        weights, expected = best.values.softmax(-1).float(), torch.zeros(x.shape)
+        for number, expert in enumerate(layer.experts.local_experts):
+            gate, up = linear(x, expert.linear_fc1.weight).chunk(2, -1)
+            out = linear(torch.nn.functional.silu(gate) * up, expert.linear_fc2.weight)
+            expected += out * (weights * (best.indices == number)).sum(-1, keepdim=True)
+    assert [rounds_alike(found[dense], expected.bfloat16()) for dense in (True, False)] == [True, False]
 
 
 def test_what_kernels_cut_off_has_the_gradient_of_what_they_round(config, monkeypatch):

@@ -36,6 +36,19 @@ def test_chunks_equal_double_precision(chunk_size, temperature):
     torch.testing.assert_close(weight.grad.double(), weight64.grad, rtol=1e-5, atol=1e-5)
 
 
+class Multiplied(TorchDispatchMode):
+    """Dtypes of what is multiplied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_):
+            self.dtypes.add(args[-1].dtype)
+        return operation(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("chunk_size", [32, 1000])
 @pytest.mark.parametrize("fast", [True, False])
 def test_bfloat16_equals_the_whole_tensors_operations(monkeypatch, chunk_size, fast):
@@ -45,8 +58,11 @@ def test_bfloat16_equals_the_whole_tensors_operations(monkeypatch, chunk_size, f
     monkeypatch.setattr(logprobs, "multiplies_bf16", lambda: fast)
     monkeypatch.setitem(logprobs.VALUES, "cpu", 20 * H)
     hidden, weight, targets, grad = inputs(torch.bfloat16)
-    made = token_logprobs(hidden, weight, targets, 1.0, chunk_size)
-    made.backward(grad)
+    with Multiplied() as multiplied:
+        made = token_logprobs(hidden, weight, targets, 1.0, chunk_size)
+        assert multiplied.dtypes == {torch.bfloat16}
+        made.backward(grad)
+    assert (torch.float32 in multiplied.dtypes) != fast
     own = [t.detach().clone().requires_grad_() for t in (hidden, weight)]
     whole = (own[0] @ own[1].t()).float().log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
     whole.backward(grad)

@@ -1,6 +1,7 @@
 """Ranks that share a model say what one rank, and HF's model, says. Processes on gloo, float32 unless said."""
 
 from collections.abc import Iterable
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import TrainBatch, shards
 from nemo_fp8rl.hf.tensors import expected_tensors
+from nemo_fp8rl.policy import align_moe
 from nemo_fp8rl.policy.linears import RoundedOnce
 from nemo_fp8rl.policy.logprobs import token_logprobs
 from nemo_fp8rl.policy.megatron_names import to_hf
@@ -173,16 +175,28 @@ def test_the_parts_of_a_product_are_added_up_before_they_are_rounded(two, recipe
 
 
 @pytest.mark.long
-def test_shared_experts_say_what_those_of_one_rank_do(two, recipe, tmp_path):
-    """An expert's output is rounded before it is weighed, also where ranks have a part of it each."""
+@pytest.mark.parametrize("flow", ["fp8_e2e", "bf16"])
+def test_shared_experts_say_what_those_of_one_rank_do(two, recipe, tmp_path, flow):
+    """An expert's output is rounded before it is weighed, also where ranks have a part of it each; in bfloat16 as vLLM
+    before 0.28 does.
+    """
     write_model(tmp_path / "model", seed=3, family="qwen3_moe", moe_intermediate_size=256)  # whole blocks on each rank
-    base = (f"policy.model_name={tmp_path}/model", "nemo_fp8rl.flow=fp8_e2e", "nemo_fp8rl.align=vllm")
+    base = (f"policy.model_name={tmp_path}/model", f"nemo_fp8rl.flow={flow}", "nemo_fp8rl.align=vllm")
     batch = random_batch()
     inside = torch.arange(22) < batch["input_lengths"][:, None]
-    expected = new_worker(recipe(*base)).logprobs(batch)[inside]
+    expected = _logprobs_of_dense_mlps(new_worker(recipe(*base)), batch)[inside]
     two.setup(recipe(*base, *RANKS_OF_TWO, *(f"policy.megatron_cfg.{key}" for key in SP)))
-    found = two.call("logprobs", batch)[0][inside]
+    found = two.run(_ranks_logprobs_of_dense_mlps, [(batch,)] * 2)[0][inside]
     assert (found == expected).float().mean() > 0.9
+
+
+def _ranks_logprobs_of_dense_mlps(batch) -> torch.Tensor:
+    return _logprobs_of_dense_mlps(ranks.worker, batch)
+
+
+def _logprobs_of_dense_mlps(worker, batch) -> torch.Tensor:
+    with mock.patch.object(align_moe, "experts_are_dense_mlps", lambda: True):
+        return worker.logprobs(batch)
 
 
 def _logprobs_with(batch, rounds_parts) -> torch.Tensor:

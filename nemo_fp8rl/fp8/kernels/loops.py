@@ -186,8 +186,8 @@ def are_normal(values, shifts):
 
 @jit
 def shift_row(x, shifts, out):
-    """128 at a time: of a weight's values few are so small, and a processor without AVX-512 has no instruction that
-    shifts each of 16 bits by another number.
+    """128 at a time: mostly all are normal then, and a processor without AVX-512 has no instruction that shifts each of
+    16 bits by another number.
     """
     whole = len(x) // 128 * 128
     for first in range(0, whole, 128):

