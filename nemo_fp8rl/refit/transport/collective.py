@@ -47,15 +47,14 @@ def listen(host: str, timeout: float) -> dist.TCPStore:
 
 def offer(control: Control, capacity: int, store: dist.Store, port: int) -> SendingEnd:
     """The source's end. store: from `listen`, on this port. Raises LinkError where the group cannot be made."""
-    buffers, prefix = _buffers(capacity), secrets.token_hex(16)
+    held, prefix = [_buffers(capacity)], secrets.token_hex(16)
     control.say(port=port, prefix=prefix)
-    group = _group(control, lambda _: store, prefix, SOURCE)
-    return _CollectiveSender(control, buffers, group)
+    return _CollectiveSender(control, *_group(control, lambda _: store, prefix, SOURCE, held))
 
 
 def take(control: Control, capacity: int) -> ReceivingEnd:
     """The sink's end. Raises LinkError where the group cannot be made."""
-    buffers, greeting = _buffers(capacity), control.hear(port=int, prefix=str)
+    held, greeting = [_buffers(capacity)], control.hear(port=int, prefix=str)
 
     def store(given_up: threading.Event) -> dist.Store:
         end, limit = time.monotonic() + control.timeout, timedelta(seconds=min(PATIENCE, control.timeout))
@@ -71,8 +70,7 @@ def take(control: Control, capacity: int) -> ReceivingEnd:
             found.set_timeout(timedelta(seconds=control.timeout))
             return found
 
-    group = _group(control, store, greeting["prefix"], SINK)
-    return _CollectiveReceiver(control, buffers, group)
+    return _CollectiveReceiver(control, *_group(control, store, greeting["prefix"], SINK, held))
 
 
 def _buffers(capacity: int) -> list[Tensor]:
@@ -106,21 +104,27 @@ class _Meeting(dist.Store):
                 raise RuntimeError("nobody came")
 
 
-def _group(control: Control, store: Callable[[threading.Event], dist.Store], prefix: str, rank: int) -> Any:
-    """Made in a thread of its own: gloo would wait the whole timeout for a peer that has died meanwhile.
-
-    Who calls holds nothing of torch's while it waits, for its process may end then: see `threads`.
+def _group(
+    control: Control,
+    store: Callable[[threading.Event], dist.Store],
+    prefix: str,
+    rank: int,
+    held: list[list[Tensor]],
+) -> tuple[list[Tensor], Any]:
+    """(the buckets that are in `held`, the group). Made in a thread of its own: gloo would wait the whole timeout for a
+    peer that has died meanwhile. That thread takes the buckets out of `held`: who calls holds nothing of torch's while
+    it waits, for its process may end then (see `threads`).
     """
-    made: Future[Any] = Future()
+    made: Future[tuple[list[Tensor], Any]] = Future()
     given_up = threading.Event()
 
-    def build() -> Any:
-        options = _Gloo._Options()
+    def build() -> tuple[list[Tensor], Any]:
+        buffers, options = held.pop(), _Gloo._Options()
         options._devices = [_Gloo.create_device(hostname=control.local_host)]
         options._threads = 1
         options._timeout = timedelta(seconds=control.timeout)
         meeting = _Meeting(dist.PrefixStore(prefix, store(given_up)), control.timeout, given_up)
-        return _Gloo(meeting, rank, 2, options)
+        return buffers, _Gloo(meeting, rank, 2, options)
 
     def run() -> None:
         try:
