@@ -70,6 +70,17 @@ class StepOutcome:
     samples: list[Sample]
 
 
+class FaultCounts:
+    """Engines started and prompts asked again since the last time, wherever in the loop that was."""
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation, self.before = generation, generation.metrics()
+
+    def new(self) -> dict[str, float]:
+        before, self.before = self.before, self.generation.metrics()
+        return {name: count - before[name] for name, count in self.before.items()}
+
+
 def train(cfg: Config, resume: bool = False, restartable: bool = False, goes_on_by: str = "--resume") -> bool:
     """Run GRPO to grpo.max_num_steps. Returns False when it was interrupted (and can be resumed).
 
@@ -107,6 +118,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, goes_on_
         bridge = build_bridge(cfg, policy, generation, first_version=run.done)
         run.add_choices(_choices_of_machines(policy, generation, bridge))
         parts = Parts(cfg, tokenizer, val_prompts, policy, generation, bridge, sampling, display.doing)
+        faults = FaultCounts(generation)
         display.doing("first refit")
         if cfg.fp8_kv_cache and not run.done:
             policy.calibrate_kv(prompt_batch(prompts_of(1)(0), tokenizer.pad_token_id))
@@ -117,7 +129,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, goes_on_
             display.say(f"{too_long} prompts dropped: no room for an answer in vllm_cfg.max_model_len")
         display.say(", ".join(f"{name} {value}" for name, value in run.choices.items()))
         if run.done == 0 and cfg.grpo.val_at_start:
-            start = first_refit.metrics() | validate(parts)
+            start = first_refit.metrics() | validate(parts) | faults.new()
             run.log(0, start)
             display.say(f"validation accuracy at start {start['validation/accuracy']:.3f}")
         latest: dict[str, float] = {}
@@ -134,7 +146,10 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, goes_on_
             for note in outcome.notes:
                 display.say(note)
             validates = _validates(cfg, step)
-            metrics = outcome.metrics | (validate(parts) if validates else {})
+            metrics = outcome.metrics | (validate(parts) if validates else {}) | (counted := faults.new())
+            for name, count in counted.items():
+                if count:
+                    display.say(f"step {step}: {name} {count:g}")
             run.log(step, metrics, outcome.log_weights, outcome.samples if validates or step == 1 else None)
             latest |= metrics
             stops = stop.requested
@@ -166,7 +181,7 @@ def _choices_of_machines(policy: Policy, generation: Generation, bridge: RefitBr
 def train_step(parts: Parts, loss: GrpoLoss, step: int, prompts_of_round: PromptsOfRound) -> StepOutcome:
     """One round of the loop. Raises StepRefused, at any of its optimizer steps."""
     cfg, clock = parts.cfg, Stopwatch(parts.doing)
-    begin, faults = time.perf_counter(), parts.generation.metrics()
+    begin = time.perf_counter()
     offload = cfg.policy.megatron_cfg.offload_between_phases
     memory = {"memory/offloaded_bytes": parts.policy.offload_after_refit()} if offload else {}
     try:
@@ -221,10 +236,6 @@ def train_step(parts: Parts, loss: GrpoLoss, step: int, prompts_of_round: Prompt
     metrics = _step_metrics(cfg, rollout, batch, measured, skipped)
     metrics |= clock.metrics() | refit.metrics() | memory
     metrics["performance/generation_tokens_per_sec"] = rollout.generated / clock.seconds["generate"]
-    for name, count in parts.generation.metrics().items():
-        metrics[name] = count - faults[name]
-        if metrics[name]:
-            notes.append(f"step {step}: {name} {metrics[name]:g}")
     metrics["timing/total_step_time"] = time.perf_counter() - begin
     return StepOutcome(metrics, notes, log_weights, samples)
 

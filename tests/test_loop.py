@@ -23,7 +23,7 @@ from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.rollout import collect, further_prompts
 from nemo_fp8rl.timing import Stopwatch
-from nemo_fp8rl.train import _shown, train
+from nemo_fp8rl.train import _shown, train, validate
 from tests.conftest import RECIPES
 
 SHORT = ("grpo.max_num_steps=2", "grpo.val_at_start=false", "grpo.val_at_end=false", "checkpointing.save_period=100")
@@ -72,6 +72,20 @@ def test_an_interrupted_run_goes_on_by_what_it_says(warm_overrides, tmp_path, mo
     assert f"stopped after step 1, checkpoint of step 1: train --config {own} --resume continues it" in said
     assert main(["train", "--config", str(own), "--resume"]) == 0
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
+
+
+def test_an_engine_that_dies_in_a_validation_is_counted_in_that_steps_row(run, monkeypatch, capsys):
+    def one_dies(parts):
+        parts.generation.engine_restarts += 1
+        parts.generation.prompts_retried += 5
+        return validate(parts)
+
+    monkeypatch.setattr("nemo_fp8rl.train.validate", one_dies)
+    start, *steps = run("grpo.val_at_start=true", "grpo.val_period=2")
+    assert start["generation/engine_restarts"] == 1
+    assert [row["generation/engine_restarts"] for row in steps] == [0, 1]
+    assert [row["generation/prompts_retried"] for row in steps] == [0, 5]
+    assert "step 2: generation/engine_restarts 1" in capsys.readouterr().out
 
 
 @pytest.mark.long

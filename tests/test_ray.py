@@ -303,6 +303,7 @@ def test_colocated_engines_are_on_the_nodes_of_the_ranks(on_three_nodes):
             "low on",
         ),
         (ray.exceptions.RayActorError(), WorkerDied, "its process ended"),
+        (ray.exceptions.ObjectReconstructionFailedError("ab", None, ""), WorkerDied, "lost with its node"),
         (
             ray.exceptions.RayTaskError("load", "", RefitError("no room in /dev/shm")),
             RefitError,

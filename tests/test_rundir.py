@@ -139,6 +139,7 @@ def test_resume_may_go_on_for_longer(recipe):
         "nemo_fp8rl.refit.transport=collective",
         "nemo_fp8rl.fp8_param=true",
         "policy.generation.vllm_cfg.gpu_memory_utilization=0.4",
+        "policy.generation.vllm_cfg.max_num_seqs=64",
         "policy.train_micro_batch_size=32",
         "policy.logprob_batch_size=16",
         "policy.dynamic_batching.enabled=true",

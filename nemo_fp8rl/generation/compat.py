@@ -24,6 +24,13 @@ def survive_scan_of_llvmlite() -> None:
         ffi.lib._fntab["__dict__"] = {}
 
 
+def refused_requests() -> type[Exception]:
+    """What vLLM raises of a request that it does not take; in 0.25 a kind of ValueError."""
+    from vllm import exceptions
+
+    return getattr(exceptions, "VLLMClientError", exceptions.VLLMValidationError)
+
+
 def check_attention_backend(name: str | None) -> None:
     """Raise UserError for a name that the installed vLLM does not know; None is its own choice."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum

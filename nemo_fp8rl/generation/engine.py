@@ -134,7 +134,11 @@ class VllmEngine:
         """What a GPU or vLLM raises while it works is the engine's death, unless this process is the run's own."""
         try:
             yield
-        except (UserError, RefitError, ValueError):  # the last vLLM's, of a request
+        except (UserError, RefitError):
+            raise
+        except compat.refused_requests() as error:
+            raise UserError(f"vLLM does not take a prompt: {one_line(error)}") from None
+        except ValueError:  # vLLM's, or ours, of what was asked for
             raise
         except WorkerDied:
             self.has_died = True
@@ -164,9 +168,11 @@ class VllmEngine:
     def _answers(
         self, version: int, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int], sampling: Sampling
     ) -> Iterator[tuple[int, list[Completion]]]:
+        if (core := self.__dict__.get("core")) is None:  # another thread found it dead
+            raise WorkerDied("the engine was shut down")
         fitting = [i for i, prompt in enumerate(prompts) if len(prompt) < self.max_model_len]
         requests = [Request(prompts[i], self._sampling_params(sampling, len(prompts[i]), seeds[i])) for i in fitting]
-        outputs: Iterable[tuple[int, Any]] = ((fitting[at], output) for at, output in self.core.stream(requests))
+        outputs: Iterable[tuple[int, Any]] = ((fitting[at], output) for at, output in core.stream(requests))
         none = Completion((), (), "length", version)
         for i in sorted({*range(len(prompts))} - {*fitting}):
             yield i, [none] * sampling.num_generations
@@ -174,7 +180,7 @@ class VllmEngine:
         if self.records_routes:
             with self.recording:  # what is taken is of all answers
                 outputs = list(outputs)
-                packed, *_ = self.core.rpc("nemo_fp8rl_take_routes", sampling.logprobs)
+                packed, *_ = core.rpc("nemo_fp8rl_take_routes", sampling.logprobs)
                 routes = load(packed)
         for i, output in outputs:
             known = [_returned(sample, routes.get(_request_id(output, sample))) for sample in output.outputs]
@@ -299,6 +305,7 @@ class VllmEngine:
         self.core.check_health()
 
     def shutdown(self) -> None:
+        self.policy_version = -1
         try:
             if core := self.__dict__.pop("core", None):  # absent when setup failed
                 core.shutdown()

@@ -331,7 +331,8 @@ class VllmGeneration:
         Answers False where a refit is under way, which does it, unless it is to wait for that.
 
         Where trainer and engines take turns in a GPU's memory it is left to the next refit as long as others answer:
-        these fill the memory that the trainer's weights would need to be sent from.
+        these fill the memory that the trainer's weights would need to be sent from. Its process is ended: it may have
+        said itself that it failed, and would keep memory that the trainer needs, and take that refit.
 
         Raises UserError where the new one does not take the weights.
         """
@@ -339,7 +340,10 @@ class VllmGeneration:
             raise death
         with self.counting:  # of two threads that lose the last two engines one replaces its own
             if self.is_copy or (self.takes_turns and {*range(self.engines.count)} - self.gone - {engine}):
-                self.gone.add(engine)
+                if self.lives[engine] == life:
+                    self.gone.add(engine)
+                    if not self.is_copy:
+                        self.engines.end(engine)
                 return True
 
         is_ours = False

@@ -81,11 +81,19 @@ class HfConfig:
 
     @property
     def longest_context(self) -> int:
-        """Positions that vLLM 0.32 accepts: `linear` lengthens the config's, other RoPE leaves them as they are said
-        (vllm/config/model.py, _get_and_verify_max_len).
+        """Positions that vLLM 0.32 accepts (`linear` lengthens the config's, other RoPE leaves them as they are said:
+        vllm/config/model.py, _get_and_verify_max_len), and has: its table of YaRN may be shorter, which it does not
+        check (rotary_embedding/yarn_scaling_rope.py).
         """
         factor = self.rope_factor if self.rope_type == "linear" else 1
-        return int(min(self.max_position_embeddings * factor, LARGEST_SIZE))
+        return min(int(min(self.max_position_embeddings * factor, LARGEST_SIZE)), self.yarn_context or LARGEST_SIZE)
+
+    @property
+    def yarn_context(self) -> int | None:
+        """The original context of YaRN times its factor, where config.json says it."""
+        if self.yarn_original_context is None:
+            return None
+        return int(min(self.yarn_original_context * self.rope_factor, LARGEST_SIZE))
 
 
 def read_hf_config(model_path: str | Path) -> HfConfig:
@@ -108,11 +116,14 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
             f"{path}: model_type {shown(raw.get('model_type'))} is not supported; "
             f"supported families: {', '.join(FAMILIES)}"
         )
-    if "quantization_config" in raw:
+    if raw.get("quantization_config") is not None:
         raise UserError(f"{folder} is already quantized; give the bfloat16 checkpoint that it was made from")
     for key in ("use_sliding_window", "attention_bias", "mlp_bias"):
         if raw.get(key):
             raise UserError(f"{path}: {key}={shown(raw[key])} is not supported")
+    kinds = raw.get("layer_types")
+    if kinds is not None and not (isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)):
+        raise UserError(f"{path}: layer_types {shown(kinds)} is not supported, only full_attention")
     if raw.get("hidden_act", "silu") != "silu":
         raise UserError(f"{path}: hidden_act {shown(raw['hidden_act'])} is not supported, only silu")
     rope = _rope(raw, path)
@@ -194,6 +205,8 @@ def _rope(raw: dict[str, Any], path: Path) -> _Rope:
         if name in numbers and not (numbers[name] is None and name in MAY_BE_NULL):
             _check_rope_number(numbers, path, rope_type, name)
     theta = _positive(rope if rope.get("rope_theta") else raw, path, "rope_theta", 10000.0)
+    if rope_type == "yarn" and theta <= 1:  # it divides by its logarithm
+        raise UserError(f"{path}: rope_theta of rope_type 'yarn' must be above 1, got {shown(theta)}")
     return _Rope(rope_type, theta, factor, numbers.get(ORIGINAL) if rope_type == "yarn" else None)
 
 
@@ -263,12 +276,14 @@ def check_context(hf: HfConfig, max_total_sequence_length: int) -> None:
     """Raise UserError when sequences may grow longer than the model was made for."""
     if max_total_sequence_length <= hf.longest_context:
         return
+    asked = f"policy.max_total_sequence_length={max_total_sequence_length} is above the model's"
+    scaled = hf.yarn_context or 0
+    if hf.longest_context == scaled < hf.max_position_embeddings:
+        raise UserError(f"{asked} {ORIGINAL} times the factor={hf.rope_factor} of its YaRN, {scaled}; lower it")
     times = f" times the factor={hf.rope_factor} of its RoPE" if hf.rope_type == "linear" else ""
-    scaled = int(min((hf.yarn_original_context or 0) * hf.rope_factor, LARGEST_SIZE))
     raised = f", or set that to {scaled} in its config.json, the context of its YaRN"
     raise UserError(
-        f"policy.max_total_sequence_length={max_total_sequence_length} is above the model's "
-        f"max_position_embeddings={hf.max_position_embeddings}{times}; "
+        f"{asked} max_position_embeddings={hf.max_position_embeddings}{times}; "
         f"lower it{raised if max_total_sequence_length <= scaled else ''}"
     )
 

@@ -47,5 +47,7 @@ def read_rope(folder: Path, hf: HfConfig) -> Rope:
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    inv_freq, factor = ROPE_INIT_FUNCTIONS[hf.rope_type](AutoConfig.from_pretrained(folder), None)
+    config = AutoConfig.from_pretrained(folder)
+    config.head_dim = hf.head_dim  # which may be null there
+    inv_freq, factor = ROPE_INIT_FUNCTIONS[hf.rope_type](config, None)
     return Rope(inv_freq.float(), float(factor))

@@ -106,10 +106,13 @@ class RayWorkers(Workers):
                     yield index, self._hung(index, method, timeout)
                 return
 
-    def restart(self, index: int) -> None:
+    def end(self, index: int) -> None:
         import ray
 
         ray.kill(self.actors[index])
+
+    def restart(self, index: int) -> None:
+        self.end(index)
         self.lives[index] += 1
         self.actors[index] = self._started(index)
         self._enter(index, LATER)
@@ -191,6 +194,7 @@ def _cause(error: Any) -> Exception:
     """What happened in the actor, as itself where the driver tells such errors apart."""
     from ray.exceptions import (
         ActorUnschedulableError,
+        ObjectLostError,
         OutOfMemoryError,
         RayActorError,
         RayTaskError,
@@ -201,6 +205,8 @@ def _cause(error: Any) -> Exception:
         return UserError(f"Ray has no place for an actor ({one_line(error)}); continue with --resume when it has")
     if isinstance(error, RayActorError | WorkerCrashedError):
         return WorkerDied("its process ended")
+    if isinstance(error, ObjectLostError):
+        return WorkerDied("what it answered was lost with its node")
     if isinstance(error, OutOfMemoryError):  # of Ray's memory monitor
         return WorkerDied(f"Ray ended its process to free memory: {one_line(error)[:300]}")
     if isinstance(error, RayTaskError) and type(error.cause).__module__.startswith("nemo_fp8rl."):

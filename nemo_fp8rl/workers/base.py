@@ -51,6 +51,10 @@ class Workers(Protocol):
         """
         ...
 
+    def end(self, index: int) -> None:
+        """End the process of a worker that counts as dead, which may still have memory; it may be gone."""
+        ...
+
     def restart(self, index: int) -> None:
         """A new worker, not set up, in the place of one that died."""
         ...

@@ -37,6 +37,9 @@ class InProcessWorker(Workers):
         except WorkerDied as death:
             yield 0, death
 
+    def end(self, index: int) -> None:
+        """Nothing: it is this process."""
+
     def restart(self, index: int) -> None:
         self.worker.shutdown()
         self.worker = self.worker_class()

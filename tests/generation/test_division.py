@@ -18,13 +18,16 @@ class FakeWorkers:
     """Engines that answer a prompt with itself. dies: of an engine, the answers that it has left to give."""
 
     def __init__(self, count: int, dies: dict[int, int]) -> None:
-        self.count, self.dies, self.asked = count, dies, list[Counter[int]]()
+        self.count, self.dies, self.asked, self.ended = count, dies, list[Counter[int]](), list[int]()
 
     def call(self, method: str, arguments: Sequence, timeout: float | None = None) -> list:
         return [None for _ in arguments]
 
     def outcomes(self, method: str, arguments: Mapping, timeout: float | None = None) -> dict:
         return dict.fromkeys(arguments)
+
+    def end(self, engine: int) -> None:
+        self.ended.append(engine)
 
     def restart(self, engine: int) -> None:
         del self.dies[engine]
@@ -105,3 +108,4 @@ def test_of_two_threads_that_lose_the_last_two_engines_one_replaces_its_own(engi
     for thread in losing:
         thread.join(timeout=60)
     assert generation.engine_restarts == 1 and len(generation.gone) == 1
+    assert generation.engines.ended == [*generation.gone], "its process would keep memory that the trainer needs"

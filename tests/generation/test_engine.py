@@ -150,6 +150,33 @@ def test_sleep_frees_memory_and_leaves_the_answers_as_they_were(pair):
     assert outputs(pair.generate(GREEDY)) == expected
 
 
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "said"),
+    [((), GREEDY, "empty"), ((2, 3), replace(GREEDY, stop_strings=("",)), "stop")],
+    ids=["empty prompt", "empty stop string"],
+)
+def test_a_prompt_that_vllm_does_not_take_is_not_the_engines_death(pair, monkeypatch, prompt, sampling, said):
+    if pair.cfg.nemo_fp8rl.flow != "fp8_e2e":
+        pytest.skip("one engine will do")
+    pair.refit()
+    monkeypatch.setattr(pair.engine, "has_no_tokenizer", False)
+    with pytest.raises(UserError, match=f"vLLM does not take a prompt: .*{said}"):
+        pair.engine.generate([prompt], [0], sampling)
+    assert pair.engine.answers_as() == pair.engine.policy_version >= 0
+
+
+def test_who_asks_an_engine_that_another_thread_has_shut_down_hears_of_its_death():
+    engine = VllmEngine()
+    engine.policy_version = 1
+    asked = engine.stream([(1, 2)], [0], GREEDY)
+    with engine.readers.one(engine._begin):
+        engine.shutdown()
+    assert engine.answers_as() == -1
+    engine.policy_version = 1  # as it was when the other thread looked
+    with pytest.raises(WorkerDied, match="shut down"):
+        next(asked)
+
+
 FULL = torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB.\nOf the allocated memory"
 FAULT = torch.AcceleratorError, "CUDA error: an illegal memory access was encountered"
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from threading import Thread
@@ -22,6 +22,7 @@ from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation import sockets
 from nemo_fp8rl.generation.base import Sampling
+from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.generation.vllm import VllmGeneration
 from nemo_fp8rl.policy.megatron import MegatronPolicy
 from nemo_fp8rl.recipe import load
@@ -497,12 +498,30 @@ def test_of_two_engines_under_ray_one_is_killed(tiny_overrides):
 
 
 def kill_one_in_turns(overrides: list[str]) -> dict[str, object]:
-    """Two engines that have a GPU's memory in turns with two ranks, as far as that can be here, one of them killed."""
+    return lose_one_in_turns(overrides, lambda actor: process_of(actor).kill)
+
+
+def break_one_in_turns(overrides: list[str]) -> dict[str, object]:
+    """Its process lives, and would take a refit."""
+    import ray
+
+    def break_(engine: VllmEngine) -> None:
+        def fails(*_):
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+        engine.core.llm.apply_model(lambda model: setattr(model, "broken", model.register_forward_pre_hook(fails)))
+
+    return lose_one_in_turns(overrides, lambda actor: ray.get(actor.__ray_call__.remote(break_)))
+
+
+def lose_one_in_turns(overrides: list[str], lose: Callable[[Any], Any]) -> dict[str, object]:
+    """Two engines that have a GPU's memory in turns with two ranks, as far as that can be here, one of them lost."""
     turns = ("policy.generation.colocated.enabled=true", "policy.megatron_cfg.offload_between_phases=true", SLEEPS)
     of_two = ("cluster.backend=ray", "cluster.generation_engines=2", "cluster.train_ranks=2")
     run = Run((*overrides, *of_two, *turns, WAVES, "policy.train_micro_batch_size=32"))
     expected = run.answers()
-    seen: dict[str, object] = {"equal": run.answers(process_of(run.generation.engines.actors[1]).kill) == expected}
+    actor = run.generation.engines.actors[1]
+    seen: dict[str, object] = {"equal": run.answers(lose(actor)) == expected}
     seen |= {"missing": sorted(run.generation.gone), "restarts": run.generation.engine_restarts}
     run.generation.finish_generation()
     run.generation.prepare_for_generation()
@@ -513,9 +532,10 @@ def kill_one_in_turns(overrides: list[str]) -> dict[str, object]:
 
 
 @pytest.mark.long
-def test_where_the_trainer_takes_turns_a_killed_engine_is_replaced_at_the_next_refit(tiny_overrides):
+@pytest.mark.parametrize("lost", ["kill_one_in_turns", "break_one_in_turns"])
+def test_where_the_trainer_takes_turns_a_lost_engine_is_replaced_at_the_next_refit(tiny_overrides, lost):
     """The other one answers its prompts: the trainer, to send weights at once, would need the memory that it fills."""
-    assert under_ray("kill_one_in_turns", tiny_overrides) == {
+    assert under_ray(lost, tiny_overrides) == {
         "equal": True,
         "missing": [1],
         "restarts": 0,

@@ -19,6 +19,7 @@ from nemo_fp8rl.hf.tensors import expected_tensors
 from nemo_fp8rl.policy.layout import Layout
 from nemo_fp8rl.policy.megatron_names import from_hf, to_hf
 from nemo_fp8rl.policy.rope import read_rope
+from nemo_fp8rl.tiny import write_model
 from nemo_fp8rl.which_vllm import vllm_version
 
 CONFIG = {
@@ -134,6 +135,12 @@ def without(name: str) -> dict:
         ({"model_type": None}, "model_type"),
         ({"quantization_config": {"quant_method": "fp8"}}, "already quantized"),
         ({"use_sliding_window": True}, "use_sliding_window"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "sliding_attention'] is not supported, only full_attention",
+        ),
+        ({"layer_types": 2}, "layer_types 2 is not supported"),
+        ({"rope_parameters": YARN | {"rope_theta": 1}}, "rope_theta of rope_type 'yarn' must be above 1, got 1"),
         ({"attention_bias": True}, "attention_bias"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "'dynamic'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, "'yarn' needs a factor of 1 or more, got 0.5"),
@@ -238,6 +245,33 @@ def test_sequences_are_as_long_as_vllm_accepts(folder, rope, positions, longest,
         assert ModelConfig(**engine, max_model_len=longest).max_model_len == longest
         with pytest.raises(ValueError, match="max_model_len"):
             ModelConfig(**engine, max_model_len=longest + 1)
+
+
+def test_sequences_are_as_long_as_vllms_table_of_yarn(folder):
+    """vLLM would read beyond it, where the config has more positions."""
+    write_config(folder, rope_scaling=YARN | {ORIGINAL: 64}, max_position_embeddings=512)
+    hf = read_hf_config(folder)
+    check_context(hf, 256)
+    with pytest.raises(
+        UserError, match=rf"=257 is above the model's {ORIGINAL} times the factor=4\.0 of its YaRN, 256"
+    ):
+        check_context(hf, 257)
+
+
+def test_a_config_may_say_that_it_is_not_quantized(folder):
+    write_config(folder, quantization_config=None, layer_types=["full_attention"] * 2)
+    assert read_hf_config(folder).num_hidden_layers == 2
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_yarn_needs_no_head_dim_that_is_null(folder, family):
+    write_model(folder / "model", family=family, rope_parameters=YARN | {"rope_theta": 1e6, ORIGINAL: 64})
+    path = folder / "model/config.json"
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps(raw | {"head_dim": None}))
+    hf = read_hf_config(folder / "model")
+    assert hf.head_dim == raw["hidden_size"] // raw["num_attention_heads"]
+    assert read_rope(folder / "model", hf).inv_freq.shape == (hf.head_dim // 2,)
 
 
 @pytest.mark.parametrize("rope", [{"rope_type": "linear", "factor": 1e308}, YARN | {ORIGINAL: 1e308}])
