@@ -71,14 +71,23 @@ class StepOutcome:
 
 
 class FaultCounts:
-    """Engines started and prompts asked again since the last time, wherever in the loop that was."""
+    """Engines started and prompts asked again, wherever in the loop that was."""
 
-    def __init__(self, generation: Generation) -> None:
-        self.generation, self.before = generation, generation.metrics()
+    def __init__(self, generation: Generation, say: Callable[[str], None]) -> None:
+        self.generation, self.say = generation, say
+        self.said = self.of_last_row = generation.metrics()
 
-    def new(self) -> dict[str, float]:
-        before, self.before = self.before, self.generation.metrics()
-        return {name: count - before[name] for name, count in self.before.items()}
+    def look(self, when: str) -> None:
+        """Say what is new."""
+        before, self.said = self.said, self.generation.metrics()
+        for name, count in self.said.items():
+            if count > before[name]:
+                self.say(f"{when}: {name} {count - before[name]:g}")
+
+    def row(self) -> dict[str, float]:
+        """What was said since the last row."""
+        before, self.of_last_row = self.of_last_row, self.said
+        return {name: count - before[name] for name, count in self.said.items()}
 
 
 def train(cfg: Config, resume: bool = False, restartable: bool = False, goes_on_by: str = "--resume") -> bool:
@@ -118,7 +127,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, goes_on_
         bridge = build_bridge(cfg, policy, generation, first_version=run.done)
         run.add_choices(_choices_of_machines(policy, generation, bridge))
         parts = Parts(cfg, tokenizer, val_prompts, policy, generation, bridge, sampling, display.doing)
-        faults = FaultCounts(generation)
+        faults = FaultCounts(generation, display.say)
         display.doing("first refit")
         if cfg.fp8_kv_cache and not run.done:
             policy.calibrate_kv(prompt_batch(prompts_of(1)(0), tokenizer.pad_token_id))
@@ -129,7 +138,9 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, goes_on_
             display.say(f"{too_long} prompts dropped: no room for an answer in vllm_cfg.max_model_len")
         display.say(", ".join(f"{name} {value}" for name, value in run.choices.items()))
         if run.done == 0 and cfg.grpo.val_at_start:
-            start = first_refit.metrics() | validate(parts) | faults.new()
+            start = first_refit.metrics() | validate(parts)
+            faults.look("start")
+            start |= faults.row()
             run.log(0, start)
             display.say(f"validation accuracy at start {start['validation/accuracy']:.3f}")
         latest: dict[str, float] = {}
@@ -145,11 +156,11 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, goes_on_
                 raise type(refused)(f"step {step}: {refused}") from None
             for note in outcome.notes:
                 display.say(note)
+            faults.look(f"step {step}")
             validates = _validates(cfg, step)
-            metrics = outcome.metrics | (validate(parts) if validates else {}) | (counted := faults.new())
-            for name, count in counted.items():
-                if count:
-                    display.say(f"step {step}: {name} {count:g}")
+            metrics = outcome.metrics | (validate(parts) if validates else {})
+            faults.look(f"step {step}")
+            metrics |= faults.row()
             run.log(step, metrics, outcome.log_weights, outcome.samples if validates or step == 1 else None)
             latest |= metrics
             stops = stop.requested

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any, NamedTuple, Protocol
 
@@ -132,7 +132,7 @@ class AsyncCore:
     remote = True
 
     def __init__(self, arguments: dict[str, Any], timeout: float) -> None:
-        self.timeout = timeout
+        self.timeout, self.is_shut_down = timeout, False
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True).start()
         self.llm: Any = None
@@ -150,15 +150,22 @@ class AsyncCore:
         timeout = self.timeout + SECONDS_A_TOKEN * longest
         try:
             for _ in requests:
-                try:
-                    position, output = ended.get(timeout=timeout)
-                except queue.Empty:
-                    raise WorkerDied(f"no answer complete in {timeout:g} seconds") from None
+                position, output = self._next(ended, timeout)
                 if isinstance(output, Exception):
                     raise _death(output)
                 yield position, output
         finally:
             asked.cancel()
+
+    def _next(self, ended: queue.SimpleQueue[tuple[int, Any]], timeout: float) -> tuple[int, Any]:
+        deadline = time.monotonic() + timeout
+        while True:
+            with suppress(queue.Empty):
+                return ended.get(timeout=1.0)
+            if self.is_shut_down:  # by another thread, whose loop may not have begun what this one asked
+                raise WorkerDied("the engine was shut down")
+            if time.monotonic() > deadline:
+                raise WorkerDied(f"no answer complete in {timeout:g} seconds")
 
     def rpc(self, method: str, *arguments: Any) -> list[Any]:
         return self._wait(self.llm.collective_rpc(method, args=arguments))
@@ -171,6 +178,7 @@ class AsyncCore:
 
     def shutdown(self) -> None:
         self._submit(self._stop()).result()
+        self.is_shut_down = True
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     async def _stop(self) -> None:
@@ -202,6 +210,8 @@ class AsyncCore:
         while not wait([asked], timeout=1.0).done:
             if self.llm is not None and self.llm.errored:
                 raise WorkerDied("the process of its core ended")
+            if self.is_shut_down:
+                raise WorkerDied("the engine was shut down")
             if time.monotonic() > deadline:
                 raise WorkerDied(f"no answer in {self.timeout:g} seconds")
         try:

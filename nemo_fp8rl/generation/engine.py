@@ -136,12 +136,14 @@ class VllmEngine:
             yield
         except (UserError, RefitError):
             raise
-        except compat.refused_requests() as error:
-            raise UserError(f"vLLM does not take a prompt: {one_line(error)}") from None
-        except ValueError:  # vLLM's, or ours, of what was asked for
-            raise
         except WorkerDied:
             self.has_died = True
+            raise
+        except compat.refused_requests() as error:
+            raise UserError(
+                f"vLLM refuses a request: {one_line(error)}; mend the prompt, or the stop strings that it brings"
+            ) from None
+        except ValueError:  # vLLM's, or ours, of what was asked for
             raise
         except Exception as error:
             what = one_line(error)[:300] or type(error).__name__

@@ -338,14 +338,8 @@ class VllmGeneration:
         """
         if self.is_closed:
             raise death
-        with self.counting:  # of two threads that lose the last two engines one replaces its own
-            if self.is_copy or (self.takes_turns and {*range(self.engines.count)} - self.gone - {engine}):
-                if self.lives[engine] == life:
-                    self.gone.add(engine)
-                    if not self.is_copy:
-                        self.engines.end(engine)
-                return True
-
+        if (self.is_copy or self.takes_turns) and self._left_to_the_next_refit(engine, life):
+            return True
         is_ours = False
 
         def start() -> bool:
@@ -369,6 +363,16 @@ class VllmGeneration:
         finally:
             if is_ours:
                 self.gone.discard(engine)
+
+    def _left_to_the_next_refit(self, engine: int, life: int) -> bool:
+        with self.reviving, self.counting:  # of two threads that lose the last two engines one replaces its own
+            if not self.is_copy and not {*range(self.engines.count)} - self.gone - {engine}:
+                return False
+            if self.lives[engine] == life:
+                self.gone.add(engine)
+                if not self.is_copy:
+                    self.engines.end(engine)
+            return True
 
     def _call_one(self, engine: int, method: str, *arguments: Any) -> Any:
         """What one engine answers; raises what it raised, WorkerDied when it is gone."""

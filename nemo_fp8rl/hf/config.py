@@ -86,7 +86,8 @@ class HfConfig:
         check (rotary_embedding/yarn_scaling_rope.py).
         """
         factor = self.rope_factor if self.rope_type == "linear" else 1
-        return min(int(min(self.max_position_embeddings * factor, LARGEST_SIZE)), self.yarn_context or LARGEST_SIZE)
+        longest = int(min(self.max_position_embeddings * factor, LARGEST_SIZE))
+        return longest if self.yarn_context is None else min(longest, self.yarn_context)
 
     @property
     def yarn_context(self) -> int | None:
@@ -124,6 +125,8 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
     kinds = raw.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)):
         raise UserError(f"{path}: layer_types {shown(kinds)} is not supported, only full_attention")
+    if kinds is not None and len(kinds) != (layers := size(raw, path, "num_hidden_layers")):
+        raise UserError(f"{path}: layer_types has {len(kinds)} entries for num_hidden_layers={layers}")
     if raw.get("hidden_act", "silu") != "silu":
         raise UserError(f"{path}: hidden_act {shown(raw['hidden_act'])} is not supported, only silu")
     rope = _rope(raw, path)

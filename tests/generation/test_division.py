@@ -109,3 +109,11 @@ def test_of_two_threads_that_lose_the_last_two_engines_one_replaces_its_own(engi
         thread.join(timeout=60)
     assert generation.engine_restarts == 1 and len(generation.gone) == 1
     assert generation.engines.ended == [*generation.gone], "its process would keep memory that the trainer needs"
+
+
+def test_an_engine_that_was_replaced_meanwhile_is_not_ended(engines, monkeypatch):
+    generation = engines(2)
+    monkeypatch.setattr(VllmGeneration, "takes_turns", True)
+    generation.lives[0] = 1
+    assert generation._revive(0, WorkerDied("killed"), life=0)
+    assert (generation.engines.ended, generation.gone, generation.engine_restarts) == ([], set(), 0)

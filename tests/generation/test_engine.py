@@ -150,17 +150,21 @@ def test_sleep_frees_memory_and_leaves_the_answers_as_they_were(pair):
     assert outputs(pair.generate(GREEDY)) == expected
 
 
+@pytest.mark.parametrize("is_the_run", [True, False])
 @pytest.mark.parametrize(
     ("prompt", "sampling", "said"),
     [((), GREEDY, "empty"), ((2, 3), replace(GREEDY, stop_strings=("",)), "stop")],
     ids=["empty prompt", "empty stop string"],
 )
-def test_a_prompt_that_vllm_does_not_take_is_not_the_engines_death(pair, monkeypatch, prompt, sampling, said):
+def test_a_prompt_that_vllm_does_not_take_is_not_the_engines_death(
+    pair, monkeypatch, prompt, sampling, said, is_the_run
+):
     if pair.cfg.nemo_fp8rl.flow != "fp8_e2e":
         pytest.skip("one engine will do")
     pair.refit()
     monkeypatch.setattr(pair.engine, "has_no_tokenizer", False)
-    with pytest.raises(UserError, match=f"vLLM does not take a prompt: .*{said}"):
+    monkeypatch.setattr(pair.engine, "is_the_run", is_the_run)
+    with pytest.raises(UserError, match=f"vLLM refuses a request: .*{said}.*; mend"):
         pair.engine.generate([prompt], [0], sampling)
     assert pair.engine.answers_as() == pair.engine.policy_version >= 0
 

@@ -54,7 +54,8 @@ def offer(control: Control, capacity: int, store: dist.Store, port: int) -> Send
 
 def take(control: Control, capacity: int) -> ReceivingEnd:
     """The sink's end. Raises LinkError where the group cannot be made."""
-    held, greeting = [_buffers(capacity)], control.hear(port=int, prefix=str)
+    greeting = control.hear(port=int, prefix=str)
+    held = [_buffers(capacity)]
 
     def store(given_up: threading.Event) -> dist.Store:
         end, limit = time.monotonic() + control.timeout, timedelta(seconds=min(PATIENCE, control.timeout))
