@@ -19,7 +19,7 @@ SPEED_OVER_SECONDS = 3600
 """The time left follows the speed of the last hour: over rich's 30 seconds there is none where a step takes longer."""
 
 
-class _Screen(Console):
+class Screen(Console):
     """One whose reader may go away, as of `| head`: the run goes on without it."""
 
     def on_broken_pipe(self) -> None:
@@ -47,7 +47,7 @@ class Display:
     """
 
     def __init__(self, title: str, total: int, done: int = 0) -> None:
-        self.console = _Screen(highlight=False)
+        self.console = Screen(highlight=False)
         self.total = total
         self.progress = Progress(
             TextColumn(title),

@@ -32,7 +32,7 @@ def display(clock, monkeypatch):
     def make(terminal: bool) -> tuple[Display, io.StringIO]:
         out = io.StringIO()
         console = Console(file=out, force_terminal=terminal, width=130, highlight=False)
-        monkeypatch.setattr("nemo_fp8rl.display._Screen", lambda **_: console)
+        monkeypatch.setattr("nemo_fp8rl.display.Screen", lambda **_: console)
         shown = Display("fp8_e2e", 10, 4)
         shown.progress.get_time = lambda: clock[0]
         shown.last_line = clock[0]

@@ -193,7 +193,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # room -> the rooms it may import besides i
     },
     "report": {"algorithms", "disk", "errors", "step_log", "yaml_tree"},
     "compare": {
-        *("algorithms", "disk", "errors", "generation", "hf", "interrupt", "recipe", "step_log", "tiny"),
+        *("algorithms", "disk", "display", "errors", "generation", "hf", "interrupt", "recipe", "step_log", "tiny"),
         *("typed_tree", "yaml_tree"),
     },
     "doctor": {"config", "errors", "fp8", "hf", "nemo_rl", "typed_tree"},

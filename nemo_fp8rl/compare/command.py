@@ -24,7 +24,8 @@ from nemo_fp8rl.compare.plan import Planned, plan
 from nemo_fp8rl.compare.process import run as run_process
 from nemo_fp8rl.compare.results import measure, record
 from nemo_fp8rl.compare.table import as_markdown, as_rich, sections
-from nemo_fp8rl.disk import locked, write_atomically
+from nemo_fp8rl.disk import is_locked, locked, write_atomically
+from nemo_fp8rl.display import Screen
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.interrupt import GracefulStop
 
@@ -42,7 +43,7 @@ def compare(path: Path, overrides: Sequence[str], output: Path, table_only: bool
     if output.exists() and not output.is_dir():
         raise UserError(f"--output {output} is no folder; give another")
     runs = plan(comparison, overrides, output)
-    console = Console(highlight=False)
+    console = Screen(highlight=False)
     if not console.is_terminal:
         console.width = WIDTH_OF_FILES
     left_out: Reasons = {}
@@ -54,7 +55,8 @@ def compare(path: Path, overrides: Sequence[str], output: Path, table_only: bool
     if not results["runs"]:
         console.print(f"no run in {output} has finished", markup=False, soft_wrap=True)
         return finished
-    _write(results, path, overrides, output)
+    if not (table_only and is_locked(output)):  # else the comparison that runs there writes it
+        _write(results, path, overrides, output)
     _show(results, output, console)
     return finished
 
@@ -114,8 +116,8 @@ def _run_all(
             before += run.steps - already
             progress.update(task, completed=before)
             took = timedelta(seconds=round(time.monotonic() - begin))
-            say(f"{i}/{count}  {run.name}  {_figures(measure(run.rows()))}  {took}")
             _write(record(comparison, overrides, runs, left_out), path, overrides, output)
+            say(f"{i}/{count}  {run.name}  {_figures(measure(run.rows()))}  {took}")
     return True
 
 

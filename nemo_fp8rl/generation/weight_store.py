@@ -71,8 +71,8 @@ class WeightStore:
             compat.forget_packed_experts(self.model)
             with compat.own_buffers_kept(self.model):
                 self.runner.reload_weights(weights_iterator=loading.for_vllm(), is_checkpoint_format=True)
-        else:
-            assert not list(loading.for_vllm())
+        elif left := list(loading.for_vllm()):
+            raise AssertionError(f"{left[0][0]} is written in place, and came for vLLM's loaders")
         if loading.error is not None:
             raise loading.error
         if not self.direct:

@@ -12,6 +12,7 @@ from nemo_fp8rl.cli import main
 from nemo_fp8rl.compare.config import as_words, load_comparison
 from nemo_fp8rl.compare.models import make_models
 from nemo_fp8rl.compare.plan import plan
+from nemo_fp8rl.disk import locked
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.interrupt import GracefulStop
 from nemo_fp8rl.yaml_tree import read_override
@@ -83,6 +84,18 @@ def table(path: Path, run: Path) -> int:
 def test_a_whole_run_is_shown(finished, capsys):
     assert table(*finished) == 0
     assert "1 of 1 runs" in capsys.readouterr().out
+
+
+def test_the_table_beside_a_comparison_that_runs_leaves_the_files_to_it(finished, capsys):
+    path, run = finished
+    results = run.parent.parent / "results.json"
+    results.write_text("the comparison's")
+    with locked(results.parent, "taken"):
+        assert table(path, run) == 0
+        assert results.read_text() == "the comparison's"
+    assert table(path, run) == 0
+    assert json.loads(results.read_text())["runs"]
+    assert capsys.readouterr().out.count("1 of 1 runs") == 2
 
 
 @pytest.mark.parametrize(
