@@ -8,6 +8,7 @@ from typing import Any
 from nemo_fp8rl.algorithms.metric_names import in_order
 from nemo_fp8rl.compare.config import Comparison
 from nemo_fp8rl.compare.here import Reasons, sentences
+from nemo_fp8rl.compare.inputs import check_same_inputs
 from nemo_fp8rl.compare.plan import Planned
 from nemo_fp8rl.compare.read import read_environment
 from nemo_fp8rl.step_log import Row
@@ -58,9 +59,10 @@ def record(
     comparison: Comparison, overrides: Sequence[str], runs: Sequence[Planned], left_out: Reasons
 ) -> dict[str, Any]:
     """Finished runs only: one that is under way would be compared at another step. Those that this machine cannot have
-    are not planned, but for what has finished elsewhere.
+    are not planned, but for what has finished elsewhere. Raises UserError where their inputs differ.
     """
     finished = [run for run in runs if run.finished]
+    check_same_inputs(finished)
     environments = [read_environment(run.folder) for run in finished]
     shown = {key: value for key, value in environments[0].items() if key != "choices"} if environments else {}
     return {

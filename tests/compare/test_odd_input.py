@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from omegaconf import OmegaConf
 
 from nemo_fp8rl.cli import main
 from nemo_fp8rl.compare.config import as_words, load_comparison
+from nemo_fp8rl.compare.inputs import check_same_inputs
 from nemo_fp8rl.compare.models import make_models
-from nemo_fp8rl.compare.plan import plan
+from nemo_fp8rl.compare.plan import Planned, plan
 from nemo_fp8rl.disk import locked
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.interrupt import GracefulStop
@@ -69,12 +71,17 @@ def finished(write, tmp_path) -> tuple[Path, Path]:
     """A comparison's file, and the folder of its one finished run."""
     path = write(seeds=[1], flows={"bf16": {}}, overrides={"grpo.max_num_steps": 2})
     (run,) = plan(load_comparison(path), [], tmp_path / "out")
+    leave(run, ENVIRONMENT)
+    return path, run.folder
+
+
+def leave(run: Planned, environment: dict[str, object]) -> None:
+    """What a run of two steps leaves."""
     run.folder.mkdir(parents=True)
     (run.folder / "config.yaml").write_text(yaml.safe_dump(run.config))
-    (run.folder / "environment.json").write_text(json.dumps(ENVIRONMENT))
+    (run.folder / "environment.json").write_text(json.dumps(environment))
     rows = [{"step": step, "train/reward": 0.5, "timing/total_step_time": 1.0} for step in (1, 2)]
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path, run.folder
 
 
 def table(path: Path, run: Path) -> int:
@@ -84,6 +91,36 @@ def table(path: Path, run: Path) -> int:
 def test_a_whole_run_is_shown(finished, capsys):
     assert table(*finished) == 0
     assert "1 of 1 runs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        ({"data": {"validation": "1"}}, {"data": {"validation": "2"}}, "other held-out prompts than"),
+        ({"data": {"model": "1"}}, {"data": {"model": "2"}}, "other model than"),
+        ({"data": {"training": "1", "model": "1"}}, {"data": {"training": "1"}}, ""),
+        ({"data": {"training": "1"}}, {}, ""),
+        ({}, {"data": 1}, ""),
+    ],
+)
+def test_runs_on_other_inputs_by_the_same_recipe_are_not_compared(write, tmp_path, capsys, first, second, said):
+    path = write(seeds=[1, 2], flows={"bf16": {}}, overrides={"grpo.max_num_steps": 2})
+    for run, differs in zip(plan(load_comparison(path), [], tmp_path / "out"), (first, second), strict=True):
+        leave(run, ENVIRONMENT | differs)
+    assert main(["compare", str(path), "--output", str(tmp_path / "out"), "--table-only"]) == (2 if said else 0)
+    assert said in capsys.readouterr().err
+
+
+def test_runs_of_two_commits_of_a_model_are_not_compared(write, tmp_path, capsys):
+    path = write(seeds=[1, 2], flows={"bf16": {}}, overrides={"grpo.max_num_steps": 2})
+    runs = plan(load_comparison(path), [], tmp_path / "out")
+    for run, commit in zip(runs, "ab", strict=True):
+        asked = replace(run, config=run.config | {"policy.model_name": "owner/model"})
+        leave(replace(run, config=run.config | {"policy.model_name": f"owner/model@{commit * 40}"}), ENVIRONMENT)
+        runs[runs.index(run)] = asked
+    with pytest.raises(UserError, match=r"seed_2 had other policy\.model_name than .*seed_1, by the same recipe"):
+        check_same_inputs(runs)
+    check_same_inputs(runs[:1])
 
 
 def test_the_table_beside_a_comparison_that_runs_leaves_the_files_to_it(finished, capsys):

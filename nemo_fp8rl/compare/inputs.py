@@ -1,0 +1,39 @@
+"""Whether runs that are compared had the same prompts and model: a path does not say what is in it, and a name on the
+hub not which commit.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from nemo_fp8rl.compare.plan import ON_HUB, Planned
+from nemo_fp8rl.compare.read import read_environment, read_recipe
+from nemo_fp8rl.errors import UserError
+
+DECIDE = (
+    "data.",
+    "grpo.max_val_samples",
+    "policy.generation.max_new_tokens",
+    "policy.generation.vllm_cfg.max_model_len",
+    "policy.max_total_sequence_length",
+    "policy.model_name",
+    "policy.tokenizer.",
+)
+"""Keys that decide on prompts, their tokens and the model: runs that have them alike must have had the same."""
+NAMES = {"training": "training prompts", "validation": "held-out prompts", "tokens": "tokens of the prompts"}
+
+
+def check_same_inputs(runs: Sequence[Planned]) -> None:
+    """Raises UserError for the first of these runs, which have begun, that had something else by the same recipe."""
+    firsts: dict[str, tuple[Planned, dict[str, Any]]] = {}
+    for run in runs:
+        alike = str(sorted((key, str(value)) for key, value in run.config.items() if key.startswith(DECIDE)))
+        data, recipe = read_environment(run.folder).get("data"), read_recipe(run.folder) or {}
+        had = (data if isinstance(data, dict) else {}) | {key: recipe.get(key) for key in ON_HUB if recipe.get(key)}
+        first, has = firsts.setdefault(alike, (run, had))
+        for what in had.keys() & has.keys():
+            pinned = what in ON_HUB and "@" in str(had[what])  # else a path, which may have moved
+            if had[what] != has[what] and (pinned or what not in ON_HUB):
+                raise UserError(
+                    f"{run.folder} had other {NAMES.get(what, what)} than {first.folder}, by the same recipe: what it "
+                    "names has changed; remove the older of the two, and the same command runs it anew"
+                )
