@@ -388,7 +388,7 @@ class MemoryTrainer:
         *,
         scale_format: ScaleFormat = "pow2",
         transport: Transport = "in_process",
-        timeout: float = 20.0,
+        timeout: float = 60.0,
         device: torch.device = HOST_MEMORY,
     ) -> None:
         self.weights = {name: weight.to(device) for name, weight in weights.items()}

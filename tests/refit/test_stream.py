@@ -67,7 +67,7 @@ class Stream:
         fmt: Any = "pow2",
         bucket: int = 1 << 21,
         change: Change = lambda k, message: [message],
-        timeout: float = 20.0,
+        timeout: float = 60.0,  # the first call on a machine compiles
         whole: frozenset[str] = frozenset(),
         held: bool = False,
     ) -> None:
