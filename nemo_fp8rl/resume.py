@@ -28,7 +28,7 @@ MAY_CHANGE = (
     "policy.generation.vllm_cfg.enforce_eager",  # so that a run that CUDA graphs stopped can go on
     "policy.generation.vllm_cfg.gpu_memory_utilization",
     "policy.generation.vllm_cfg.kv_cache_memory_gib",
-    "policy.generation.vllm_cfg.max_num_",
+    "policy.generation.vllm_cfg.max_num_",  # so that a run whose memory was full can go on
     "policy.train_micro_batch_size",  # how a batch is cut up: other replicas need other sizes
     "policy.logprob_batch_size",
     "policy.dynamic_batching.",

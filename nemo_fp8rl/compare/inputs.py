@@ -2,11 +2,11 @@
 hub not which commit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_fp8rl.compare.plan import ON_HUB, Planned
-from nemo_fp8rl.compare.read import read_environment, read_recipe
+from nemo_fp8rl.compare.read import read_recipe
 from nemo_fp8rl.errors import UserError
 
 DECIDE = (
@@ -22,15 +22,17 @@ DECIDE = (
 NAMES = {"training": "training prompts", "validation": "held-out prompts", "tokens": "tokens of the prompts"}
 
 
-def check_same_inputs(runs: Sequence[Planned]) -> None:
-    """Raises UserError for the first of these runs, which have begun, that had something else by the same recipe."""
+def check_same_inputs(runs: Sequence[Planned], environments: Sequence[Mapping[str, Any]]) -> None:
+    """Raises UserError for the first of these runs that had something else by the same recipe. environments: what
+    environment.json says of each.
+    """
     firsts: dict[str, tuple[Planned, dict[str, Any]]] = {}
-    for run in runs:
+    for run, environment in zip(runs, environments, strict=True):
         alike = str(sorted((key, str(value)) for key, value in run.config.items() if key.startswith(DECIDE)))
-        data, recipe = read_environment(run.folder).get("data"), read_recipe(run.folder) or {}
+        data, recipe = environment.get("data"), read_recipe(run.folder) or {}
         had = (data if isinstance(data, dict) else {}) | {key: recipe.get(key) for key in ON_HUB if recipe.get(key)}
         first, has = firsts.setdefault(alike, (run, had))
-        for what in had.keys() & has.keys():
+        for what in (what for what in had if what in has):
             pinned = what in ON_HUB and "@" in str(had[what])  # else a path, which may have moved
             if had[what] != has[what] and (pinned or what not in ON_HUB):
                 raise UserError(

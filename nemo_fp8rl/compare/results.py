@@ -62,8 +62,8 @@ def record(
     are not planned, but for what has finished elsewhere. Raises UserError where their inputs differ.
     """
     finished = [run for run in runs if run.finished]
-    check_same_inputs(finished)
     environments = [read_environment(run.folder) for run in finished]
+    check_same_inputs(finished, environments)
     shown = {key: value for key, value in environments[0].items() if key != "choices"} if environments else {}
     return {
         **shown,

@@ -126,7 +126,9 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
     if kinds is not None and not (isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)):
         raise UserError(f"{path}: layer_types {shown(kinds)} is not supported, only full_attention")
     if kinds is not None and len(kinds) != (layers := size(raw, path, "num_hidden_layers")):
-        raise UserError(f"{path}: layer_types has {len(kinds)} entries for num_hidden_layers={layers}")
+        raise UserError(
+            f"{path}: layer_types has {len(kinds)} entries, give one for each of num_hidden_layers={layers}"
+        )
     if raw.get("hidden_act", "silu") != "silu":
         raise UserError(f"{path}: hidden_act {shown(raw['hidden_act'])} is not supported, only silu")
     rope = _rope(raw, path)

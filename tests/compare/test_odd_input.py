@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,8 +121,18 @@ def test_runs_of_two_commits_of_a_model_are_not_compared(write, tmp_path, capsys
         leave(replace(run, config=run.config | {"policy.model_name": f"owner/model@{commit * 40}"}), ENVIRONMENT)
         runs[runs.index(run)] = asked
     with pytest.raises(UserError, match=r"seed_2 had other policy\.model_name than .*seed_1, by the same recipe"):
-        check_same_inputs(runs)
-    check_same_inputs(runs[:1])
+        check_same_inputs(runs, [ENVIRONMENT] * 2)
+    check_same_inputs(runs[:1], [ENVIRONMENT])
+
+
+def test_a_reader_that_leaves_ends_no_comparison(finished):
+    path, run = finished
+    command = [sys.executable, "-m", "nemo_fp8rl.cli", "compare", str(path), "--output", str(run.parent.parent)]
+    with subprocess.Popen([*command, "--table-only"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as compare:
+        compare.stdout.close()
+        assert compare.stderr.read() == b""
+        assert compare.wait(timeout=60) == 0
+    assert (run.parent.parent / "results.md").exists()
 
 
 def test_the_table_beside_a_comparison_that_runs_leaves_the_files_to_it(finished, capsys):

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from nemo_fp8rl.batch import Prompt
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.generation import checks, engine
 from nemo_fp8rl.generation.arguments import engine_arguments
+from nemo_fp8rl.generation.core import AsyncCore
 from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.hf.config import read_hf_config
 from nemo_fp8rl.recipe import load
@@ -179,6 +181,14 @@ def test_who_asks_an_engine_that_another_thread_has_shut_down_hears_of_its_death
     engine.policy_version = 1  # as it was when the other thread looked
     with pytest.raises(WorkerDied, match="shut down"):
         next(asked)
+
+
+def test_who_waits_for_an_answer_of_a_core_that_is_shut_down_is_told_so_in_time():
+    """Its loop may not have begun what was asked, and then puts nothing in the queue."""
+    core = object.__new__(AsyncCore)
+    core.is_shut_down = True
+    with pytest.raises(WorkerDied, match="shut down"):
+        core._next(SimpleQueue(), timeout=600.0)
 
 
 FULL = torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB.\nOf the allocated memory"

@@ -140,7 +140,7 @@ def without(name: str) -> dict:
             "sliding_attention'] is not supported, only full_attention",
         ),
         ({"layer_types": 2}, "layer_types 2 is not supported"),
-        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for num_hidden_layers=2"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries, give one for each of num_hidden_layers=2"),
         ({"rope_parameters": YARN | {"rope_theta": 1}}, "rope_theta of rope_type 'yarn' must be above 1, got 1"),
         ({"attention_bias": True}, "attention_bias"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "'dynamic'"),

@@ -75,7 +75,7 @@ def take(control: Control, capacity: int) -> ReceivingEnd:
 
 
 def _buffers(capacity: int) -> list[Tensor]:
-    """A link's buckets, made before the other side waits for anything. Raises LinkError without the memory."""
+    """A link's buckets, made before either side waits for the group. Raises LinkError without the memory."""
     try:
         return [torch.empty(capacity, dtype=torch.uint8) for _ in range(BUFFERS)]
     except (RuntimeError, TypeError, OverflowError):
