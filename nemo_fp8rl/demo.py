@@ -5,12 +5,12 @@ from pathlib import Path
 from shlex import quote
 from statistics import fmean
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from nemo_fp8rl.compare.config import as_words
 from nemo_fp8rl.config import Config
+from nemo_fp8rl.display import Screen
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.recipe import load
 from nemo_fp8rl.rundir import RunDirectory
@@ -36,7 +36,7 @@ def demo(runs: Path) -> bool:
     cfg = load(RECIPES / "tiny_cpu.yaml", as_words(made))
     if not train(cfg, goes_on_by=f"nemo-fp8rl train --config {quote(f'{folder}/grpo/config.yaml')} --resume"):
         return False
-    Console().print(summary(cfg))
+    Screen().print(summary(cfg))
     return True
 
 

@@ -76,6 +76,13 @@ def begun(cfg: Config) -> dict[str, Any]:
         raise UserError(f"--resume: {path}, the run's recipe, cannot be read: {one_line(error)}") from None
 
 
+def with_later_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe, by dotted key, and what a run under it did by keys that there were none of then: of those that change
+    no number, what a new one says.
+    """
+    return {key: new[key] for key in new if key.startswith(MAY_CHANGE)} | LATER | dict(old)
+
+
 def check_start(
     cfg: Config, data: Mapping[str, str], done: int, logged: int | None, *, resume: bool, restartable: bool
 ) -> None:
@@ -114,11 +121,11 @@ def _check_same_recipe(cfg: Config, path: Path) -> None:
     old, new = begun(cfg), flat(yaml.safe_load(to_yaml(cfg)))
     if not old:
         raise UserError(f"--resume: {path} has no config.yaml that says the recipe of the run; give it back")
+    old = with_later_keys(old, new)
     for key in sorted(old.keys() | new.keys()):
-        was = old.get(key, LATER.get(key))
-        if was != new.get(key) and not key.startswith(MAY_CHANGE):
+        if old.get(key) != new.get(key) and not key.startswith(MAY_CHANGE):
             raise UserError(
-                f"--resume: {key} was {was} and is now {new.get(key)}; give the old value, or set another "
+                f"--resume: {key} was {old.get(key)} and is now {new.get(key)}; give the old value, or set another "
                 "logger.log_dir to start a run of its own"
             )
 

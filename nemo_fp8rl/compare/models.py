@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from nemo_fp8rl.compare.config import Comparison, Lengths, TinyModel, as_words
 from nemo_fp8rl.compare.process import run
@@ -14,6 +15,8 @@ from nemo_fp8rl.disk import write_atomically
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.interrupt import GracefulStop
 from nemo_fp8rl.recipe import load
+from nemo_fp8rl.resume import with_later_keys
+from nemo_fp8rl.yaml_tree import flat, unreadable
 
 CHAINS_OF_A_LENGTH = 6_000
 """Prompts of each length, fewer where there are not so many."""
@@ -27,8 +30,8 @@ def model_words(folder: Path, data: str = "data.jsonl") -> list[str]:
 def check_models(comparison: Comparison, output: Path) -> None:
     """Raise UserError for a wrong recipe, and when models of another comparison are there: its runs began from them."""
     for chosen, folder in _parts(comparison, output):
-        made, record = folder / "made.json", _record(chosen)
-        if made.exists() and made.read_bytes() != record.encode():
+        made = folder / "made.json"
+        if made.exists() and not _says(made, json.loads(_record(chosen))):
             raise UserError(f"{folder} was made by another comparison; give another --output")
 
 
@@ -85,6 +88,16 @@ def _record(chosen: TinyModel | Lengths) -> str:
         "warm_up": asdict(load(chosen.warm_up, _warm_up_words(chosen, Path("here")))),
     }
     return json.dumps(tree, indent=1) + "\n"
+
+
+def _says(made: Path, record: dict[str, Any]) -> bool:
+    """Whether it is this record, of today or of before the recipe had all of today's keys."""
+    try:
+        was = json.loads(made.read_text(encoding="utf-8"))
+        old, new = flat(was["warm_up"]), flat(record["warm_up"])
+    except unreadable():
+        return False
+    return bool(was["make"] == record["make"] and with_later_keys(old, new) == new)
 
 
 def _write_chains(chosen: Lengths, folder: Path) -> None:

@@ -19,6 +19,7 @@ from nemo_fp8rl.compare.read import read_metrics, read_recipe
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.hf.hub import is_commit_of
 from nemo_fp8rl.recipe import load
+from nemo_fp8rl.resume import with_later_keys
 from nemo_fp8rl.step_log import Row
 from nemo_fp8rl.yaml_tree import flat
 
@@ -108,7 +109,7 @@ def _check_same(run: Planned, output: Path) -> None:
         return
     was = Path(str(before.get("logger.log_dir", "")))
     old_output = str(Path(*was.parts[: len(was.parts) - len(run.folder.relative_to(output).parts)]))
-    old, new = _without(before, old_output), _without(run.config, str(output))
+    old, new = _without(with_later_keys(before, run.config), old_output), _without(run.config, str(output))
     for key in sorted(old.keys() | new.keys()):
         is_pinned = key in ON_HUB and is_commit_of(str(old.get(key)), str(new.get(key)))
         if old.get(key) != new.get(key) and not is_pinned:

@@ -69,11 +69,12 @@ def as_json(report: Report) -> str:
 
 
 def show(report: Report) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
+    from nemo_fp8rl.display import Screen
+
+    console = Screen()
     console.print(
         f"{report.recipe}: {report.model}, {report.parameters / 1e9:.2f} B parameters, NeMo RL {report.nemo_rl}",
         soft_wrap=True,

@@ -123,9 +123,9 @@ def as_json(result: Report) -> str:
 
 def show(result: Report) -> None:
     """Print the report on stdout."""
-    from rich.console import Console
+    from nemo_fp8rl.display import Screen
 
-    console = Console(highlight=False)
+    console = Screen(highlight=False)
     if not console.is_terminal:
         console.width = WIDTH
     what = f"size {result.size}, seed {result.seed}; ours: kernel {result.kernel}, torch {result.torch}"

@@ -59,11 +59,18 @@ class Run:
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Raises UserError for a folder that is no run, one given twice, and a file that cannot be read."""
-    whole = [folder.resolve() for folder in folders]
+    whole = [_resolved(folder) for folder in folders]
     for i, folder in enumerate(whole):
         if folder in whole[:i]:
             raise UserError(f"{folders[i]} is given twice; give each run once")
     return [_read(folder, name) for folder, name in zip(folders, _names(whole), strict=True)]
+
+
+def _resolved(folder: Path) -> Path:
+    try:
+        return folder.resolve()
+    except RuntimeError:  # until Python 3.12
+        raise UserError(f"{folder} is a link that leads to itself; give a run directory") from None
 
 
 def _read(folder: Path, name: str) -> Run:

@@ -1,5 +1,6 @@
 """A comparison that is wrong ends in one sentence and exit code 2, before anything runs."""
 
+import json
 from contextlib import nullcontext
 
 import pytest
@@ -11,6 +12,7 @@ from nemo_fp8rl.compare.models import make_models
 from nemo_fp8rl.compare.plan import plan
 from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.interrupt import GracefulStop
+from nemo_fp8rl.yaml_tree import flat
 from tests.compare.conftest import FLOWS
 from tests.conftest import RECIPES
 
@@ -166,6 +168,28 @@ def test_another_recipe_in_the_folder_is_not_taken_for_this_one(write, tmp_path)
         UserError, match=r"seed_2 holds a run with another recipe: policy.megatron_cfg.optimizer.lr was 0.5"
     ):
         plan(load_comparison(path), [], out)
+
+
+def older(recipe: dict) -> dict:
+    """A flat recipe of before there were some keys, one of which changes numbers."""
+    later = ("policy.megatron_cfg.freeze_moe_router", "nemo_fp8rl.workers")
+    assert set(later) < recipe.keys()
+    return {key: value for key, value in recipe.items() if key not in later}
+
+
+def test_runs_and_models_of_before_there_was_a_key_stay(write, tmp_path, monkeypatch):
+    monkeypatch.setattr("nemo_fp8rl.compare.models.run", lambda *_: True)
+    comparison, out = load_comparison(write(model={"warm_up": str(RECIPES / "tiny_sft.yaml")})), tmp_path / "out"
+    assert make_models(comparison, out, GracefulStop(), print, [])
+    made = out / "models/flows/made.json"
+    record = json.loads(made.read_text())
+    made.write_text(json.dumps(record | {"warm_up": older(flat(record["warm_up"]))}))
+    first = plan(comparison, [], out)[0]
+    first.folder.mkdir(parents=True)
+    (first.folder / "config.yaml").write_text(yaml.safe_dump(older(first.config)))
+    assert plan(comparison, [], out)
+    with pytest.raises(UserError, match="freeze_moe_router was False and is now True"):
+        plan(comparison, ["policy.megatron_cfg.freeze_moe_router=true"], out)
 
 
 def test_a_run_on_a_model_of_the_hub_has_the_commit_that_it_began_with(write, tmp_path):

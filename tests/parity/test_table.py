@@ -1,6 +1,7 @@
 """The table: it finds a difference where there is one, and nothing else; its JSON; its command."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -190,6 +191,14 @@ def test_nemo_rls_function_is_read_without_importing_its_module(monkeypatch, tmp
 
 
 # The command
+
+
+def test_a_reader_that_leaves_is_no_fault(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as left:
+        monkeypatch.setattr("sys.stdout", left)
+        assert main(["parity", "--size", "256"]) == 0
 
 
 def test_the_json_has_the_documented_keys(capsys):

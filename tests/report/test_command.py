@@ -38,6 +38,8 @@ def test_what_is_no_run(refused, make_run, tmp_path):
     assert "metrics.jsonl is no folder" in refused(run / "metrics.jsonl")
     assert "empty holds no run: neither config.yaml nor metrics.jsonl" in refused(tmp_path / "empty")
     assert "is given twice" in refused(run, run.parent / "run")
+    (tmp_path / "link").symlink_to(tmp_path / "link")
+    assert "give a run directory" in refused(tmp_path / "link")
 
 
 @pytest.mark.parametrize(
