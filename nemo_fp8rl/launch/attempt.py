@@ -60,6 +60,13 @@ class Attempt:
         return self.folder / "ended"
 
     @property
+    def terminated(self) -> Path:
+        """The file of a node whose step got SIGTERM. Where the script got none, nobody cancelled the job: SLURM
+        preempts it by its steps alone (job_mgr.c, KILL_STEPS_ONLY).
+        """
+        return self.folder / "terminated"
+
+    @property
     def cluster(self) -> Path:
         """{"address": "IP:PORT", "dashboard": "IP:PORT"}, of the Ray cluster."""
         return self.folder / "cluster.json"

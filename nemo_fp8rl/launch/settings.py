@@ -130,6 +130,11 @@ def read_settings(site: Path | None, changes: Sequence[str] = ()) -> LaunchConfi
         values: Any = OmegaConf.to_container(tree, resolve=True)
     expand_homes(values, PATHS)
     check_keys(values, LaunchConfig)
+    if isinstance(number := (values.get("slurm") or {}).get("time"), int):
+        raise UserError(
+            f"slurm.time={number} is what YAML reads: to it HH:MM:SS is a number to the base of 60; quote it, in the "
+            "site file as '12:00:00', behind --set as slurm.time=\"'12:00:00'\""
+        )
     settings = typed(values, LaunchConfig)
     _check(settings)
     return settings

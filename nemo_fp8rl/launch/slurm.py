@@ -1,6 +1,7 @@
 """A SLURM job: one script, the header of a job over the body that all share, and sbatch."""
 
 import os
+import posixpath
 import re
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ CONSTRAINT = re.compile(r"--constraint=[\w./:,=+@%\[\]*&|()-]+", re.ASCII)
 """Features of nodes are joined by & and |."""
 ARRAY = re.compile(r"-a.*|--ar(r(ay?)?)?(=.*)?")
 """sbatch takes the beginning of an option's name for it."""
+EXCLUDE = re.compile(r"-x.*|--exclude?(=.*)?")
 WAY_TO_SLURM = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS"}
 """Variables of SLURM's that are no job's; body.sh keeps the same ones."""
 EXPORTED = (
@@ -55,6 +57,7 @@ def render(job: Job, settings: LaunchConfig) -> str:
             "checkpointing.enabled=true, or slurm.max_restarts=0"
         )
     folder = run_dir(job, settings)
+    _check_kept(job, settings)
     alone = slurm.generation or NodeGroup()
     generation_gpus = job.gpus_per_node if alone.gpus_per_node is None else alone.gpus_per_node
     header = fill(
@@ -129,6 +132,7 @@ def _groups(job: Job, settings: LaunchConfig, folder: Path, generation_gpus: int
         *(["--exclusive"] if slurm.exclusive else []),
         *slurm.options,
     ]
+    _check_options(slurm.options)
     first = [
         f"--job-name={job.name}",
         f"--output={folder}/slurm-%j.out",
@@ -170,12 +174,41 @@ def _checked(groups: list[list[str]]) -> list[list[str]]:
     for option in (option for group in groups for option in group):
         if not option.startswith("-") or not (DIRECTIVE.fullmatch(option) or CONSTRAINT.fullmatch(option)):
             raise UserError(f"slurm: {option!r} cannot stand in a #SBATCH line: it has characters that SLURM reads")
+    return groups
+
+
+def _check_options(options: Iterable[str]) -> None:
+    for option in options:
         if ARRAY.fullmatch(option):
             raise UserError(
                 f"slurm.options: {option!r} makes several jobs of one run, which would share its folder: remove it, "
                 "and launch each run by itself"
             )
-    return groups
+        if EXCLUDE.fullmatch(option):
+            raise UserError(
+                f"slurm.options: {option!r} would be forgotten when a bad node is left out: give slurm.exclude"
+            )
+
+
+def _check_kept(job: Job, settings: LaunchConfig) -> None:
+    """Raise UserError for a folder that the run writes in a container's own filesystem, which ends with a step, or in
+    what each node has for itself.
+    """
+    container, here = settings.slurm.container, str(Path.cwd())
+    if container.image is None or not job.command:
+        return
+    kept = {here: True, str(run_dir(job, settings)): True, posixpath.normpath(settings.slurm.node_tmp): False}
+    for mount in container.mounts:
+        source, target, flags, *_ = [*mount.split(":"), "", ""]
+        kept[posixpath.normpath(target or source)] = "ro" not in flags.split("+")
+    for key, folder in job.writes.items():
+        where = posixpath.normpath(posixpath.join(container.workdir or here, folder))
+        around = [path for path in kept if posixpath.commonpath([where, path]) == path]
+        if not (around and kept[max(around, key=len)]):
+            raise UserError(
+                f"{key}={folder} is {where} in the container, where nothing outlives it: give a folder below one of "
+                f"slurm.container.mounts that can be written, or below {here}"
+            )
 
 
 def _seconds(limit: str) -> int:
@@ -199,7 +232,9 @@ def _driver(job: Job, slurm: SlurmConfig) -> tuple[str, ...]:
         return ("sleep", "infinity")
     driver = (_python(slurm), "-m", "nemo_fp8rl.cli")
     own = ("cluster.backend=ray",) if job.values is None else ()  # a recipe of NeMo RL's always is for Ray
-    return (*driver, *job.command_with(*own))
+    words = job.command_with(*own)
+    place = words.index("--config") + 1
+    return (*driver, *words[:place], str(job.recipe.absolute()), *words[place + 1 :])
 
 
 def _container(slurm: SlurmConfig, folder: Path, variables: Iterable[str]) -> list[str]:

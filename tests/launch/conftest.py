@@ -17,10 +17,13 @@ ON_JSONL = (
 """With these our own loop takes a recipe of NeMo RL's: docs/launch.md."""
 
 
+WRITES = {"checkpointing.checkpoint_dir": "checkpoints", "logger.log_dir": "logs"}
+
+
 @pytest.fixture
 def job() -> Job:
     command = ("train", "--restartable", "--config", "conf/tiny_cpu.yaml", "grpo.seed=3")
-    return Job("tiny", "tiny-20260101-000000-abcd", command, nodes=2, generation_nodes=1, gpus_per_node=0)
+    return Job("tiny", "tiny-20260101-000000-abcd", command, 2, generation_nodes=1, gpus_per_node=0, writes=WRITES)
 
 
 def settings(folder: Path, *changes: str) -> LaunchConfig:

@@ -270,6 +270,11 @@ def test_what_does_not_stop_is_killed_on_its_node(start):
     assert "the driver has not stopped: killed" in script.log()
 
 
+def test_a_job_whose_steps_alone_are_told_to_end_is_preempted(start):
+    script = start(node=': >"$ATTEMPT_DIR/terminated"; exit 1', driver='till "$ATTEMPT_DIR/terminated"; exit 1')
+    assert script.end() == "scontrol requeue 7\n"
+
+
 def test_a_setup_that_fails_ends_the_job(start):
     script = start("slurm.setup='module load nothing'", driver="exit 0")
     said, _ = script.process.communicate(timeout=20)
@@ -290,6 +295,7 @@ def test_steps_ask_for_gpus_where_slurm_knows_them_and_ray_has_them_anyway(start
     steps = script.steps.read_text().splitlines()
     assert len(steps) == 5  # two of the preflight, Ray's two, the driver
     assert all(("--gpus-per-node=8" in step) == gres for step in steps)
+    assert all("--export=ALL" in step for step in steps)  # whatever sbatch was told to export
     assert script.log("driver") == "8\n"
 
 

@@ -188,6 +188,11 @@ def test_a_group_has_a_pod_a_node_and_the_same_requests_and_limits():
     assert train["rayStartParams"] == {"num-gpus": "8"} and train["labels"] == {"nemo-fp8rl/role": "train"}
 
 
+def test_gpus_may_have_a_name_of_the_clusters_own():
+    (train,) = workers(rayjob("nodes=3", "kubernetes.gpu_resource=volcano.sh/vgpu-number"))
+    assert container(train)["resources"]["limits"]["volcano.sh/vgpu-number"] == "8"
+
+
 def test_the_engines_nodes_may_be_of_another_kind():
     train, generation = workers(rayjob(*MATRIX["generation nodes of another kind"], "kubernetes.cpus=64"))
     assert (train["replicas"], generation["replicas"]) == (2, 2)

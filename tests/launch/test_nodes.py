@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -231,6 +232,34 @@ def test_what_is_wrong_with_a_node_is_said(tmp_path, monkeypatch):
         assert check_node(attempt(tmp_path, ("one",), gpus=3), 0, tmp_path)[0] == fault
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_node_where_cuda_does_not_start_is_bad(tmp_path, monkeypatch, first):
+    """At first: later the GPUs may be full."""
+
+    def fails(*args, **how):
+        raise RuntimeError("CUDA error: system not yet initialized\nCompile with ...")
+
+    monkeypatch.setattr(preflight_module, "_gpu_faults", lambda wanted: [])
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.zeros", fails)
+    for name, value in variables(tmp_path, "one").items():
+        monkeypatch.setenv(name, value)
+    (folder := tmp_path / f"preflight-{int(not first)}").mkdir()
+    (folder / "canary").write_text(os.environ["ATTEMPT_DIR"])
+    faults = check_node(attempt(tmp_path, ("one",), gpus=1), 0, folder)
+    assert faults == (
+        ["CUDA does not start (CUDA error: system not yet initialized Compile with ...)"] if first else []
+    )
+
+
+def test_a_folder_of_a_node_that_is_not_there_is_said(tmp_path, monkeypatch):
+    for name, value in variables(tmp_path, "one").items():
+        monkeypatch.setenv(name, value)
+    there = replace(attempt(tmp_path, ("one",)), node_tmp=tmp_path / "none" / "nfr")
+    faults = check_node(there, 0, tmp_path)
+    assert faults[0] == f"slurm.node_tmp={tmp_path}/none cannot be used (No such file or directory)"
+
+
 def test_versions_that_are_not_those_of_most_are_said():
     usual = {"torch": "2.11", "ray": "2.60"}
     found = {"a": usual, "b": {"torch": "2.10", "ray": "2.60"}, "c": usual, "d": {"torch": "2.11"}}
@@ -242,6 +271,23 @@ def short_folder() -> Iterator[Path]:
     """Ray's sockets are below it, and the path of a socket has at most 107 characters."""
     with tempfile.TemporaryDirectory(prefix="n", dir="/tmp") as folder:
         yield Path(folder)
+
+
+def test_a_node_that_slurm_told_to_end_leaves_word(short_folder):
+    env = variables(short_folder, "one two")
+    waiting = module("node", "1", env=env)  # for the head
+    end = time.monotonic() + 60
+    while not (short_folder / "tmp").exists():
+        assert waiting.poll() is None and time.monotonic() < end
+        time.sleep(0.05)
+    assert not (short_folder / "terminated").exists()
+    waiting.send_signal(signal.SIGTERM)
+    while not (short_folder / "terminated").exists():
+        assert waiting.poll() is None and time.monotonic() < end
+        time.sleep(0.05)
+    (short_folder / "ended").touch()
+    said = waiting.communicate(timeout=30)[0]
+    assert waiting.returncode == 0, said
 
 
 def test_a_real_ray_is_there_when_the_driver_starts_and_gone_after_the_end(short_folder):

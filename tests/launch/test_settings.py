@@ -79,6 +79,13 @@ def test_a_change_of_another_kind_than_the_site_file_has_is_refused(change, tmp_
     assert "\n" not in str(caught.value)
 
 
+def test_a_time_that_yaml_takes_for_a_number_is_to_be_quoted(tmp_path):
+    for change in ("slurm.time=12:00:00", "slurm.time=240"):
+        with pytest.raises(UserError, match=r"quote it, in the site file as '12:00:00'"):
+            read_settings(None, [change])
+    assert read_settings(None, ["slurm.time='12:00:00'"]).slurm.time == "12:00:00"
+
+
 def test_a_site_file_that_is_none(tmp_path):
     with pytest.raises(UserError, match="there is no file"):
         read_settings(tmp_path / "nowhere.yaml")

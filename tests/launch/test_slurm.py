@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from nemo_fp8rl.launch.attempt import secrets
 from nemo_fp8rl.launch.job import Job, plan
 from nemo_fp8rl.launch.template import TEMPLATES
 from tests.conftest import RECIPES
-from tests.launch.conftest import settings, shellcheck
+from tests.launch.conftest import WRITES, settings, shellcheck
 
 HOSTILE = [
     "a b",
@@ -49,10 +50,10 @@ def read_by_bash(script: str, expression: str) -> str:
 @examples(max_examples=60, deadline=None)
 @given(words)
 def test_any_words_of_a_command_arrive_in_bash_as_they_are(tmp_path_factory, given_words):
-    job = Job("tiny", "tiny-1", ("train", "--config", "r.yaml", *given_words), 1, 0, 0)
+    job = Job("tiny", "tiny-1", ("train", "--config", "r.yaml", *given_words), 1, 0, 0, writes=WRITES)
     script = slurm.render(job, settings(tmp_path_factory.getbasetemp()))
     driver = read_by_bash(script, r'printf "%s\0" "${DRIVER[@]}"').split("\0")[:-1]
-    assert tuple(driver[3:]) == ("train", "--config", "r.yaml", "cluster.backend=ray", *given_words)
+    assert driver[3:] == ["train", "--config", str(Path("r.yaml").absolute()), "cluster.backend=ray", *given_words]
 
 
 def test_hostile_values_arrive_as_they_are(job, tmp_path):
@@ -160,6 +161,39 @@ def test_a_container_sees_the_run_and_its_folder(job, tmp_path, monkeypatch):
     assert read_by_bash(script, "echo $PYTHON") == "python3\n"
 
 
+@pytest.mark.parametrize(
+    ("changes", "folder", "message"),
+    [
+        (["slurm.container.mounts=[/lustre:/data]"], "/data/ckpt", ""),
+        (["slurm.container.mounts=[/lustre]"], "/lustre/ckpt", ""),
+        ([], "ckpt", ""),
+        ([], "/lustre/ckpt", "checkpointing.checkpoint_dir=/lustre/ckpt is /lustre/ckpt in the container"),
+        (["slurm.container.workdir=/opt/rl"], "ckpt", "checkpoint_dir=ckpt is /opt/rl/ckpt in the container"),
+        (["slurm.container.mounts=['/lustre:/data:ro+noexec']"], "/data/ckpt", "is /data/ckpt in the container"),
+        (["slurm.node_tmp=/scratch"], "/scratch/ckpt", "is /scratch/ckpt in the container"),
+        (["slurm.container.mounts=[/lustre:/data]"], "/data/../ckpt", "is /ckpt in the container"),
+    ],
+)
+def test_what_a_run_saves_outlives_its_container(tmp_path, monkeypatch, changes, folder, message):
+    recipe = RECIPES / "tiny_cpu.yaml"
+    (cwd := tmp_path / "home").mkdir()
+    monkeypatch.chdir(cwd)
+    overrides = [f"checkpointing.checkpoint_dir={folder}", f"logger.log_dir={cwd}/run"]
+    changes = settings(cwd, "slurm.container.image=i", *changes)
+    with pytest.raises(UserError, match=message) if message else nullcontext():
+        slurm.render(plan(recipe, overrides, changes), changes)
+    assert slurm.render(
+        plan(recipe, [*overrides, "checkpointing.enabled=false"], changes),
+        replace(changes, slurm=replace(changes.slurm, max_restarts=0)),
+    )
+
+
+def test_the_recipe_is_that_of_the_submission_wherever_the_driver_starts(job, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = slurm.render(job, settings(tmp_path))
+    assert f"--config\n{tmp_path}/conf/tiny_cpu.yaml\n" in read_by_bash(script, r'printf "%s\n" "${DRIVER[@]}"')
+
+
 def test_in_a_container_our_variables_win_against_the_images(job, tmp_path):
     script = slurm.render(job, settings(tmp_path, "slurm.container.image=i", "env={NCCL_DEBUG: WARN, HF_HOME: /hf}"))
     options = read_by_bash(script, r'printf "%s\n" "${STEP_OPTIONS[@]}"').splitlines()
@@ -195,6 +229,8 @@ def test_every_kind_of_job_needs_time_before_it_stops(job, tmp_path, command):
         (["slurm.options=['--array=0-3']"], "slurm.options: '--array=0-3' makes several jobs of one run"),
         (["slurm.options=[-a0-3]"], "makes several jobs of one run"),
         (["slurm.options=['--arr=1,2']", "slurm.generation.partition=p"], "makes several jobs of one run"),
+        (["slurm.options=['--exclude=n1']"], "slurm.options: '--exclude=n1' would be forgotten .*: give slurm.exclude"),
+        (["slurm.options=[-xn1]"], "give slurm.exclude"),
         (["slurm.time=400-00:00:00"], "at most a year"),
         (["slurm.time='99999:00:00'"], "HH:MM:SS"),
         (["slurm.time=२४:११:११"], "HH:MM:SS"),
@@ -212,8 +248,8 @@ def test_what_sbatch_would_read_otherwise_is_refused(job, tmp_path, changes, mes
 
 
 def test_options_like_that_of_an_array_are_none(job, tmp_path):
-    changes = "slurm.options=['--account=a', '--acctg-freq=30', '-Aa']"
-    assert {"--account=a", "-Aa"} <= set(directives(slurm.render(job, settings(tmp_path, changes))))
+    changes = "slurm.options=['--account=a', '--acctg-freq=30', '-Aa', '--exclusive=user']"
+    assert {"--account=a", "-Aa", "--exclusive=user"} <= set(directives(slurm.render(job, settings(tmp_path, changes))))
 
 
 def test_nodes_of_another_kind_need_nodes(job, tmp_path):

@@ -4,6 +4,7 @@
 #   attempt N: preflight -> Ray on every node -> driver -> end of all that it started
 #   ends with the driver's exit code, but
 #     told to stop (USR1: time is nearly over, or preempted)    saves, and the job is put into the queue again
+#     its steps alone got SIGTERM (preempted, without that)     is put into the queue again
 #     failed, and a node is bad now                             another job like this one, without that node
 
 if ! setup; then
@@ -49,6 +50,7 @@ export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$ATTEMPT_DIR/ray_token
 (umask 077 && head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n' >"$RAY_AUTH_TOKEN_PATH")
 
 # on INDEX LOG COMMAND...: the command on a node, in the background. A step a node: one that is gone stops no other.
+# With all variables, of which sbatch --export=NONE would have srun hand on none.
 STEPS=()
 on() {
     local index=$1 log=$2 options=() gpus=$GPUS_PER_NODE
@@ -56,7 +58,7 @@ on() {
     ((index < ${#NODES[@]} - GENERATION_NODES)) || gpus=$GENERATION_GPUS_PER_NODE
     [[ -z ${SLURM_HET_SIZE:-} ]] || options=("--het-group=$((index >= ${#TRAIN[@]}))")
     ((gpus == 0 || GRES == 0)) || options+=("--gpus-per-node=$gpus")
-    srun --overlap --nodes=1 --ntasks=1 --nodelist="${NODES[index]}" --cpu-bind=none --input=none \
+    srun --export=ALL --overlap --nodes=1 --ntasks=1 --nodelist="${NODES[index]}" --cpu-bind=none --input=none \
         "${options[@]}" "${STEP_OPTIONS[@]}" --output="$log" --error="$log" --open-mode=append "$@" &
     STEPS+=($!)
 }
@@ -68,6 +70,13 @@ await() {
     for pid; do
         while kill -0 "$pid" 2>/dev/null && ((SECONDS < end)); do sleep 0.3; done
     done
+}
+
+# A number of a process that has ended may be another's before the job is over.
+forget_ended() {
+    local pid alive=()
+    for pid in "${STEPS[@]}"; do ! kill -0 "$pid" 2>/dev/null || alive+=("$pid"); done
+    STEPS=("${alive[@]}")
 }
 
 # preflight NUMBER: 1 when the nodes are not good. The bad ones are then in bad_nodes, separated by commas; it is empty
@@ -90,6 +99,7 @@ preflight() {
     fi
     await 5 "${STEPS[@]:first}"
     kill "${STEPS[@]:first}" 2>/dev/null
+    forget_ended
     [[ -z $cancelled ]] || return 1
     grep -hs '^preflight: ' "$PREFLIGHT_DIR/$HEAD.log"
     answers=("$PREFLIGHT_DIR"/[0-9]*.json)
@@ -140,7 +150,7 @@ tell_how_to_attach() {
 tear_down() {
     trap '' USR1
     : >"$ATTEMPT_DIR/ended"
-    await 45 "${STEPS[@]}"
+    await 75 "${STEPS[@]}"   # on NFS a node may see a new file a minute late
     kill -TERM "${STEPS[@]}" 2>/dev/null
     await 10 "${STEPS[@]}"
     kill -KILL "${STEPS[@]}" 2>/dev/null
@@ -252,7 +262,7 @@ say "the driver ended with exit code $code"
 
 if ((code == 0)) || [[ -n $cancelled ]]; then
     exit "$code"
-elif [[ -n $stopping ]] || ((code == UNFINISHED)); then
+elif [[ -n $stopping || -e $ATTEMPT_DIR/terminated ]] || ((code == UNFINISHED)); then
     requeue
 elif ! preflight 1; then
     without_bad_nodes
