@@ -163,6 +163,17 @@ def test_a_preempted_run_saves_and_resumes_to_the_same_numbers(lab, launch, unin
     assert results(tmp_path / "log") == results(uninterrupted)
 
 
+def test_a_run_whose_steps_alone_are_told_to_end_resumes_to_the_same_numbers(lab, launch, uninterrupted, tmp_path):
+    """As SLURM preempts with a GraceTime, and without preempt_send_user_signal."""
+    run = launch(settings=TWO)
+    until(lambda: steps_of(tmp_path / "log") >= 7, "step 7", run)
+    lab.run("scancel", "--signal=TERM", run.job)
+    until(lambda: lab.state(run.job) == "PENDING", "a requeue", run)
+    assert lab.wait(run.job, SECONDS) == "COMPLETED", run.everything()
+    assert "back into the queue" in run.log(0) and "told to end" not in run.log(0)
+    assert results(tmp_path / "log") == results(uninterrupted)
+
+
 def test_two_jobs_on_one_node_do_not_disturb_each_other(lab, launch, uninterrupted, tmp_path):
     shared = ("slurm.exclusive=false", "slurm.cpus_per_node=2", "slurm.options=[--nodelist=lab3]")
     runs = [launch(settings=shared, log_dir=f"log{i}") for i in range(2)]
@@ -250,13 +261,14 @@ def test_a_job_cancelled_in_its_preflight_stays_cancelled(lab, launch, tmp_path)
 def test_every_step_is_in_the_container_with_its_mounts(lab, launch, uninterrupted, tmp_path):
     """Options as Pyxis has them, taken by a fake that starts none."""
     path = f"env.PATH={Path(sys.executable).parent}:{os.environ['PATH']}"
-    container = ("slurm.container.image=registry#image:1", "slurm.container.mounts=[/usr/share:/data:ro]")
+    own = f"{tmp_path}:{tmp_path}"
+    container = ("slurm.container.image=registry#image:1", f"slurm.container.mounts=['/usr/share:/data:ro', '{own}']")
     run = launch(settings=(*TWO, path, *container))
     assert lab.wait(run.job, SECONDS) == "COMPLETED", run.everything()
     assert results(tmp_path / "log") == results(uninterrupted)
     steps = (lab.folder / "pyxis.log").read_text().splitlines()
     assert sorted(step.split()[0] for step in steps) == ["lab1"] * 3 + ["lab2"] * 2  # preflight, Ray; and the driver
-    mounts = f"/usr/share:/data:ro,{ROOT}:{ROOT},{run.folder}:{run.folder},{NODE_TMP}:{NODE_TMP}"
+    mounts = f"/usr/share:/data:ro,{own},{ROOT}:{ROOT},{run.folder}:{run.folder},{NODE_TMP}:{NODE_TMP}"
     for step in steps:
         assert f" --container-image=registry#image:1 --container-mounts={mounts} --container-workdir={ROOT}" in step
         assert " --container-env=PATH,HOSTS," in step
