@@ -122,7 +122,8 @@ class GrpoConfig(_Block):
     """Validate every so many steps; 0 never."""
     val_at_start: bool = True
     val_at_end: bool = True
-    max_val_samples: int = 256
+    max_val_samples: int | None = 256
+    """null: all."""
     seed: int = 42
 
 
@@ -139,8 +140,8 @@ class CheckpointingConfig(_Block):
     enabled: bool = True
     checkpoint_dir: str = "${logger.log_dir}/checkpoints"
     save_period: int = 10
-    keep_top_k: int = 2
-    """How many are kept, the latest (NeMo RL's meaning under `metric_name: null`)."""
+    keep_top_k: int | None = 2
+    """How many are kept, the latest (NeMo RL's meaning under `metric_name: null`); null: all."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from nemo_fp8rl.errors import UserError
 
+LOCK = ".lock"
+"""The file in a folder by which it is locked. NFS tells other nodes of locks on files, and of none on folders."""
 A_LOOK = 0.5
 """Seconds that a look at a lock (`is_locked`) may hold it."""
 
@@ -41,7 +43,7 @@ def locked(folder: Path, otherwise: str) -> Iterator[int]:
 
     Raises UserError(otherwise) where it is taken, for longer than `is_locked` takes to see whether it is, and OSError.
     """
-    guard, last = os.open(folder, os.O_RDONLY), time.monotonic() + A_LOOK
+    guard, last = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644), time.monotonic() + A_LOOK
     try:
         while True:
             try:
@@ -60,7 +62,10 @@ def locked(folder: Path, otherwise: str) -> Iterator[int]:
 
 def is_locked(folder: Path) -> bool:
     """Whether a process holds the folder's lock."""
-    guard = os.open(folder, os.O_RDONLY)
+    try:
+        guard = os.open(folder / LOCK, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
     try:
         fcntl.flock(guard, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -100,9 +105,10 @@ def new_folder(output: Path, errors: tuple[type[Exception], ...] = (OSError,)) -
         except OSError as error:
             raise UserError(f"{output} cannot be written ({error}); give another folder") from None
         try:
-            for leftover in partial.iterdir():  # of one that was killed
+            for leftover in (path for path in partial.iterdir() if path.name != LOCK):  # of one that was killed
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
             yield partial
+            (partial / LOCK).unlink()
             for path in (*partial.rglob("*"), partial):
                 sync(path)
             os.rename(partial, output)

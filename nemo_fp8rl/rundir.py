@@ -200,7 +200,8 @@ class RunDirectory:
                 f"{self._resume_hint()}"
             ) from None
         self.done = step
-        for old in sorted(self._steps())[: -self.cfg.checkpointing.keep_top_k]:
+        kept = self.cfg.checkpointing.keep_top_k
+        for old in sorted(self._steps())[:-kept] if kept else ():
             leaving = self.checkpoints / f".partial_step_{old}"  # no half of one stays under a checkpoint's name
             with suppress(OSError):
                 os.rename(self.checkpoints / f"step_{old}", leaving)

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import nemo_fp8rl.export
 from nemo_fp8rl.cli import main
+from nemo_fp8rl.disk import LOCK
 from nemo_fp8rl.export import export, served_modules
 from nemo_fp8rl.fp8 import Fp8Layers
 from nemo_fp8rl.generation.quantization_config import served_config
@@ -259,7 +260,7 @@ def test_another_export_at_work_is_left_alone(checkpoint, tmp_path, capsys):
     partial_folder = tmp_path / ".fp8.partial"
     partial_folder.mkdir()
     (partial_folder / "begun").touch()
-    guard = os.open(partial_folder, os.O_RDONLY)
+    guard = os.open(partial_folder / LOCK, os.O_RDWR | os.O_CREAT)
     fcntl.flock(guard, fcntl.LOCK_EX)
     assert main(["export", "--checkpoint", str(checkpoint), "--output", str(tmp_path / "fp8")]) == 2
     assert "another process works in" in capsys.readouterr().err

@@ -245,7 +245,15 @@ def test_oldest_checkpoints_are_dropped_and_leftovers_cleaned(recipe):
         (folder / ".partial_step_1").mkdir(parents=True)
         for step in (1, 2, 3):
             run.save_checkpoint(step, FakePolicy())
-    assert sorted(path.name for path in folder.iterdir()) == ["step_2", "step_3"]
+    assert sorted(path.name for path in folder.glob("*step_*")) == ["step_2", "step_3"]
+
+
+def test_all_checkpoints_may_be_kept(recipe):
+    cfg = recipe("checkpointing.keep_top_k=null")
+    with RunDirectory(cfg, resume=False) as run:
+        for step in (1, 2, 3):
+            run.save_checkpoint(step, FakePolicy())
+    assert len(list(Path(cfg.checkpointing.checkpoint_dir).glob("step_*"))) == 3
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(recipe, monkeypatch):
@@ -308,7 +316,7 @@ def test_a_checkpoint_that_does_not_fit_loses_nothing(recipe, room):
             run.save_checkpoint(3, policy)
         run.log(2, {"train/reward": 0.0})
     checkpoints = Path(recipe().checkpointing.checkpoint_dir)
-    assert [path.name for path in checkpoints.iterdir()] == ["step_2"]
+    assert [path.name for path in checkpoints.glob("*step_*")] == ["step_2"]
     with RunDirectory(recipe(), resume=True) as run:
         run.load_checkpoint(policy)
         assert run.done == 2

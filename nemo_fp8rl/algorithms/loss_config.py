@@ -190,4 +190,9 @@ def resolved_correction(
     resolved = cfg.correction() if correction is None else from_mapping(correction)
     if resolved.bypass and cfg.force_on_policy_ratio:
         raise UserError("nemo_fp8rl.correction.bypass contradicts loss_fn.force_on_policy_ratio: both set the ratio")
+    if resolved.bypass and cfg.disable_ppo_ratio:
+        raise UserError(
+            "nemo_fp8rl.correction.bypass corrects by the ratio that loss_fn.disable_ppo_ratio removes: give a weight "
+            "instead"
+        )
     return resolved

@@ -61,8 +61,12 @@ def _weight(plan: Plan, side: str, weight: Weight, kind: str) -> Iterator[Findin
     key, parts = _parts(plan, side, weight)
     size = weight.rows if weight.split == "rows" else weight.columns
     dimension = {"rows": "rows", "columns": "columns"}.get(weight.split, "")
-    if side == "engine" and kind.endswith(("k_proj", "v_proj")) and parts > plan.shape.kv_heads:
-        parts = plan.shape.kv_heads  # heads are repeated, not split
+    if parts > plan.shape.kv_heads and not plan.shape.kv_lora_rank:
+        whole = side == "trainer" and not plan.ours  # Megatron's attention.py divides linear_qkv as one matrix then
+        if kind.endswith(("k_proj", "v_proj")) and (whole or side == "engine"):
+            parts = 1 if whole else plan.shape.kv_heads  # heads are repeated, not split
+        elif kind.endswith("q_proj") and whole:
+            kind, size = "self_attn.linear_qkv", (plan.shape.heads + 2 * plan.shape.kv_heads) * plan.shape.head_dim
     if weight.split != "none" and (parts > 1 or _is_fused(kind)):
         try:
             check_divides(key, parts, Dimension(f"{dimension} of {kind}", size, BLOCK[0]))

@@ -103,35 +103,31 @@ def _engines_of_nemo_rl(plan: Plan) -> Iterator[Finding]:
 def _samples(plan: Plan) -> Iterator[Finding]:
     micro = None if plan.packing or plan.dynamic else plan.policy["train_micro_batch_size"]
     batch = plan.policy["train_global_batch_size"]
-    yield from map(_error, why_not_shared(plan.rollouts, batch, plan.data, micro))
+    logprob = None if micro is None or plan.ours else plan.policy.get("logprob_batch_size")
+    yield from map(_error, why_not_shared(plan.rollouts, batch, plan.data, micro, logprob))
 
 
 def _multiples(plan: Plan) -> Iterator[Finding]:
     """Findings on the multiples of tokens that NeMo RL's trainer pads sequences to; ours pads to what it needs."""
-    multiple = plan.policy.get("make_sequence_length_divisible_by") or 1
-    needed = (2 * plan.context if plan.context > 1 else 1) * (plan.tensor if plan.sequence_parallel else 1)
-    if multiple % needed:
-        yield _error(
-            f"policy.make_sequence_length_divisible_by={multiple} must be a multiple of {needed} (twice "
-            "context_parallel_size, times tensor_model_parallel_size under sequence_parallel)"
-        )
-    if plan.trainer_fp8 and not plan.packing:
-        round_to = plan.dynamic["sequence_length_round"] if plan.dynamic else multiple
-        ranks = plan.context * (plan.tensor if plan.sequence_parallel else 1)
-        if round_to % (FP8_TOKENS * ranks):
-            key = "dynamic_batching.sequence_length_round" if plan.dynamic else "make_sequence_length_divisible_by"
+    multiples = {"make_sequence_length_divisible_by": plan.policy.get("make_sequence_length_divisible_by") or 1}
+    if plan.dynamic:  # a microbatch is rounded up to it, but to no more than the batch has, which the other one says
+        multiples["dynamic_batching.sequence_length_round"] = plan.dynamic["sequence_length_round"]
+    parts = plan.tensor if plan.sequence_parallel else 1
+    needed, tokens = (2 * plan.context if plan.context > 1 else 1) * parts, FP8_TOKENS * plan.context * parts
+    for key, multiple in multiples.items():
+        if multiple % needed:
             yield _error(
-                f"policy.{key}={round_to} must be a multiple of {FP8_TOKENS * ranks}: FP8 matmuls need multiples of "
-                f"{FP8_TOKENS} tokens on each rank; or enable policy.sequence_packing, which pads packs to 128"
+                f"policy.{key}={multiple} must be a multiple of {needed} (twice context_parallel_size, times "
+                "tensor_model_parallel_size under sequence_parallel)"
+            )
+        elif plan.trainer_fp8 and not plan.packing and multiple % tokens:
+            yield _error(
+                f"policy.{key}={multiple} must be a multiple of {tokens}: FP8 matmuls need multiples of {FP8_TOKENS} "
+                "tokens on each rank; or enable policy.sequence_packing, which pads packs to 128"
             )
 
 
 def _lengths(plan: Plan) -> Iterator[Finding]:
-    if plan.packing and plan.packing["train_mb_tokens"] < plan.longest:
-        yield _error(
-            f"policy.sequence_packing.train_mb_tokens={plan.packing['train_mb_tokens']} holds no sequence of "
-            f"policy.max_total_sequence_length={plan.longest} tokens"
-        )
     model_length = plan.vllm.get("max_model_len") or plan.longest
     if model_length > plan.longest:
         yield _error(

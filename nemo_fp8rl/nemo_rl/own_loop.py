@@ -27,6 +27,7 @@ COPIED = {
     "checkpointing": ("enabled", "checkpoint_dir", "save_period", "keep_top_k"),
     "logger": ("log_dir", "tensorboard_enabled"),
 }
+NULL_IS_ALL = ("max_val_samples", "keep_top_k")
 USED_OR_UNUSED = {
     *("max_num_epochs", "val_batch_size", "val_start_at", "calculate_advantages_on_gpu", "async_grpo"),
     *("skip_reference_policy_logprobs_calculation", "stop_at_validation_threshold"),
@@ -48,6 +49,11 @@ LONGEST = "data.max_input_seq_length"
 PASSED_OVER = {
     "checkpointing.metric_name": "the latest checkpoints are kept, not the best",
     "checkpointing.checkpoint_must_save_by": "a run ends by its steps or a signal, not by a time",
+    "checkpointing.ft_save_period": "checkpoints are saved by save_period alone",
+    "checkpointing.ft_keep_latest_k": "keep_top_k says how many checkpoints are kept",
+    "logger.wandb_enabled": "metrics go to files and to TensorBoard",
+    "logger.swanlab_enabled": "metrics go to files and to TensorBoard",
+    "logger.mlflow_enabled": "metrics go to files and to TensorBoard",
     "grpo.stop_at_validation_threshold": "a run takes all its steps, however well it validates",
     "grpo.val_start_at": "it validates from the first val_period on",
 }
@@ -86,7 +92,11 @@ def of_keys_for_own_loop(path: Path, recipe: Mapping[str, Any]) -> Config:
     if generation.get("temperature") is not None:  # at which NeMo RL validates, too
         ours["policy"]["generation"]["val_temperature"] = generation["temperature"]
     for block, names in COPIED.items():
-        values[block] = {name: recipe[block][name] for name in names if recipe[block].get(name) is not None}
+        values[block] = {
+            name: recipe[block].get(name)
+            for name in names
+            if name in NULL_IS_ALL or recipe[block].get(name) is not None
+        }
     register_resolvers()
     tree = ours | values
     return completed(str(path), tree, tree)

@@ -152,7 +152,8 @@ def nemo_rl_parts(
     told = (name for name in OWN_KEYS if getattr(recipe.fp8rl, name) != getattr(Fp8RlConfig(), name))
     for name in told:
         print(f"nemo-fp8rl: nemo_fp8rl.{name} is of our own trainer and refit, NeMo RL's do without it", flush=True)
-    fused = bool(master.policy["megatron_cfg"].get("use_fused_linear_logprobs"))
+    trainer = master.policy.get("megatron_cfg") or {}
+    fused = bool(trainer.get("enabled") and trainer.get("use_fused_linear_logprobs"))
     loss = GrpoLossFn(loss_keys(master.model_dump()), fused, recipe.fp8rl.correction)
     if recipe.precision.flow != "bf16":  # which NeMo RL runs with models whose config cannot be read so
         model = AutoConfig.from_pretrained(master.policy["model_name"]).get_text_config()

@@ -28,6 +28,7 @@ from nemo_fp8rl.nemo_rl.stock.pythonpath import package_on_pythonpath
 from nemo_fp8rl.nemo_rl.stock.refusal import check_stock
 from nemo_fp8rl.nemo_rl.stop import LoopStop, Prompts
 from nemo_fp8rl.workers import check_address, connect, find_cluster, require_token
+from nemo_fp8rl.yaml_tree import PATHS, expand_homes
 
 STOP_AT = "NEMO_FP8RL_STOP_AT"
 """Variable that says when a run must have saved, in seconds since 1970; `launch slurm` sets it for every attempt."""
@@ -139,7 +140,7 @@ def _with_local_folder(tokenizer: dict[str, Any]) -> dict[str, Any]:
 
 def save_in_time(checkpointing: dict[str, Any]) -> None:
     """Set checkpoint_must_save_by, which counts from the loop's begin, to what is left of a job of `launch slurm`."""
-    if STOP_AT in os.environ:
+    if STOP_AT in os.environ and checkpointing.get("enabled", True):  # else it would end in time, and nobody could tell
         left = int(os.environ[STOP_AT]) - time.time()
         chosen = shorter(checkpointing.get("checkpoint_must_save_by"), left)
         checkpointing["checkpoint_must_save_by"] = chosen
@@ -178,6 +179,7 @@ def load(grpo: ModuleType, path: Path, overrides: Sequence[str]) -> Any:
         if overrides:
             config = parse_hydra_overrides(config, list(overrides))
         values: Any = OmegaConf.to_container(config, resolve=True)
+        expand_homes(values, PATHS)  # as `recipe.read` does
         find_prompt_files(values["data"], find_checkout().root.absolute())
         return grpo.MasterConfig(**values)
     except (OverridesError, OmegaConfBaseException) as error:

@@ -31,10 +31,17 @@ class LoopStop:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within, signals and pods are heard, also after a loop that raised Stopped, until all is written."""
+        """Within, signals and pods are heard, also after a loop that raised Stopped, until all is written. What a loop
+        that fails has saved is written, too: main's synchronous one leaves that to whoever calls it.
+        """
         with GracefulStop(of_pods=True, then=self._tell):
-            with suppress(Stopped):
-                yield
+            try:
+                with suppress(Stopped):
+                    yield
+            except Exception:
+                with suppress(Exception):
+                    self.finish()
+                raise
             if self.told:
                 self.finish()
 

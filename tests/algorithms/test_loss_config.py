@@ -166,6 +166,8 @@ def test_two_corrections_contradict_each_other(correction):
 def test_bypass_contradicts_a_forced_ratio():
     with pytest.raises(UserError, match=r"nemo_fp8rl\.correction\.bypass .*force_on_policy_ratio"):
         GrpoLoss({"force_on_policy_ratio": True}, {"preset": "bypass"})
+    with pytest.raises(UserError, match=r"bypass corrects by the ratio that loss_fn\.disable_ppo_ratio removes"):
+        GrpoLoss({"disable_ppo_ratio": True}, {"preset": "bypass"})
 
 
 @pytest.mark.parametrize(

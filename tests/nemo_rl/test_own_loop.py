@@ -87,6 +87,14 @@ def test_what_our_loop_would_do_otherwise_is_refused(key, message, warm, tmp_pat
         load_for_own_loop(runs.RECIPE, [*keys, key])
 
 
+def test_all_checkpoints_and_all_prompts_are_all(warm, tmp_path, capsys):
+    keys = without_template(runs.overrides(warm, tmp_path))
+    nulls = ["checkpointing.keep_top_k=null", "grpo.max_val_samples=null", "logger.mlflow_enabled=true"]
+    cfg = load_for_own_loop(runs.RECIPE, [*keys, *nulls])
+    assert (cfg.checkpointing.keep_top_k, cfg.grpo.max_val_samples) == (None, None)
+    assert "logger.mlflow_enabled=True is of NeMo RL's loop; in our own metrics go to files" in capsys.readouterr().out
+
+
 def test_a_sets_own_words_are_before_the_defaults_and_it_validates_as_it_samples(warm, tmp_path, capsys):
     keys = without_template(runs.overrides(warm, tmp_path))
     keys += ["++data.train.env_name=math", "policy.generation.temperature=0.7"]

@@ -32,6 +32,7 @@ def why_no_layout(values: Mapping[str, Any]) -> Iterator[str]:
         )
     if dynamic and packing:
         yield f"{DYNAMIC} and {PACKING} exclude each other in NeMo RL's trainer: set one of them to false"
+    yield from _budgets(values, {"sequence_packing": packing, "dynamic_batching": dynamic})
     if (context or 1) > 1 and not packing:
         yield (
             f"{TRAINER}.context_parallel_size={context} needs {PACKING}=true in NeMo RL's trainer: set that, or "
@@ -57,6 +58,17 @@ def why_no_layout(values: Mapping[str, Any]) -> Iterator[str]:
     yield from _ratio_refusals(values)
 
 
+def _budgets(values: Mapping[str, Any], enabled: Mapping[str, bool]) -> Iterator[str]:
+    """A sequence of full length, padded, must find room in a microbatch (packing/algorithms.py)."""
+    longest = at(values, "policy.max_total_sequence_length", 0)
+    padded = -(-longest // (multiple := at(values, "policy.make_sequence_length_divisible_by", 1) or 1)) * multiple
+    for block in (block for block, on in enabled.items() if on):
+        for key in (f"policy.{block}.{name}" for name in ("train_mb_tokens", "logprob_mb_tokens")):
+            if (tokens := at(values, key, None)) is not None and tokens < padded:
+                to = f", padded to {padded}" if padded > longest else ""
+                yield f"{key}={tokens} holds no sequence of policy.max_total_sequence_length={longest} tokens{to}"
+
+
 def why_no_shares(values: Mapping[str, Any]) -> Iterator[str]:
     """Why a step's samples cannot be shared among optimizer steps, replicas and microbatches, each in a sentence."""
     sizes = (at(values, f"{TRAINER}.{name}_parallel_size", 1) for name in ("tensor_model", "pipeline_model", "context"))
@@ -66,11 +78,16 @@ def why_no_shares(values: Mapping[str, Any]) -> Iterator[str]:
         values["policy"]["train_global_batch_size"],
         max(1, divide(values).trainer // math.prod(size or 1 for size in sizes)),
         None if any_size else values["policy"]["train_micro_batch_size"],
+        None if any_size else at(values, "policy.logprob_batch_size", None),
     )
 
 
-def why_not_shared(samples: int, batch: int, replicas: int, micro: int | None) -> Iterator[str]:
-    """`why_no_shares` by numbers. micro: None where microbatches are of any number of samples."""
+def why_not_shared(
+    samples: int, batch: int, replicas: int, micro: int | None, logprob: int | None = None
+) -> Iterator[str]:
+    """`why_no_shares` by numbers. micro, logprob: samples of a microbatch that trains, and of one for log-probs; None
+    where they are of any number.
+    """
     if samples % batch:
         yield (
             f"policy.train_global_batch_size={batch} does not divide the {samples} samples of a step "
@@ -83,6 +100,8 @@ def why_not_shared(samples: int, batch: int, replicas: int, micro: int | None) -
             f"policy.train_micro_batch_size={micro} does not divide the {batch // replicas} samples of a replica "
             f"(policy.train_global_batch_size={batch} over {replicas})"
         )
+    elif logprob and samples // replicas % logprob:
+        yield f"policy.logprob_batch_size={logprob} does not divide the {samples // replicas} samples of a replica"
 
 
 def _ratio_refusals(values: Mapping[str, Any]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from nemo_fp8rl.nemo_rl.stock.layout import why_no_layout, why_no_shares
 
 OURS = "or nemo_fp8rl.workers=ours"
 IGNORED = "quantization_ignored_layer_kws"
+DRAFTERS = ("mtp", "deepseek_mtp")
 KV_CACHE = "policy.generation.vllm_cfg.kv_cache_dtype"
 NO_LATENT_CACHE = (
     f"{KV_CACHE}=fp8 with NeMo RL's own workers: its trainer calibrates no scales for latent attention (kv_lora_rank "
@@ -27,8 +28,8 @@ def check_stock(values: Mapping[str, Any], version: str) -> None:
     policy = values["policy"]
     if refusal := why_no_correction(values) or why_not(policy, version):
         raise UserError(refusal)
-    shares = why_no_shares(values) if at(values, "policy.megatron_cfg.enabled", False) else ()
-    if refusal := next(chain(why_no_layout(values), shares), ""):
+    megatron = at(values, "policy.megatron_cfg.enabled", False)  # else the block is there and unused
+    if megatron and (refusal := next(chain(why_no_layout(values), why_no_shares(values)), "")):
         raise UserError(refusal)
     if read_precision(policy).kv_fp8 and (refusal := next(why_no_kv_scales(values), "")):
         raise UserError(f"{refusal}, {OURS}")
@@ -65,6 +66,11 @@ def why_not(policy: Mapping[str, Any], version: str) -> str:
         )
     if not policy["megatron_cfg"].get("enabled"):
         return "FP8 on the wire needs NeMo RL's Megatron worker: set policy.megatron_cfg.enabled=true"
+    if (method := at(policy, "generation.vllm_kwargs.speculative_config.method", None)) in DRAFTERS:
+        return (
+            f"policy.generation.vllm_kwargs.speculative_config.method={method}: FP8 on the wire carries no drafter's "
+            f"weights; leave speculative_config out, {OURS}"
+        )
     if (transport := policy["generation"].get("refit_transport")) is not None:
         return f"policy.generation.refit_transport={transport} does not carry FP8: set it to null"
     if at(policy, "draft.enabled", False):
