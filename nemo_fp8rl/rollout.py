@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from nemo_fp8rl.config import Config, RewardShapingConfig
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.errors import StepRefused
 from nemo_fp8rl.generation.base import Generation, Sampling, sample_seed
-from nemo_fp8rl.rewards import VERIFIERS
+from nemo_fp8rl.rewards import AT_ONCE, VERIFIERS
 from nemo_fp8rl.timing import Stopwatch
 
 
@@ -112,7 +113,11 @@ def score(
     """float32 [B] rewards in 0..1."""
     verifier = VERIFIERS[cfg.data.default.env_name]
     texts = [tokenizer.decode(completion.token_ids) for completion in completions]
-    return torch.tensor([verifier(text, prompt.answer) for text, prompt in zip(texts, prompts, strict=True)])
+    asked = [(text, prompt.answer) for text, prompt in zip(texts, prompts, strict=True)]
+    unique = list(dict.fromkeys(asked))
+    with ThreadPoolExecutor(AT_ONCE, "verify") as pool:
+        found = dict(zip(unique, pool.map(lambda pair: verifier(*pair), unique), strict=True))
+    return torch.tensor([found[pair] for pair in asked])
 
 
 def shaped(rewards: Tensor, completions: Sequence[Completion], cfg: RewardShapingConfig) -> Tensor:

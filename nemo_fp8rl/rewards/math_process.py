@@ -1,4 +1,4 @@
-"""math-verify in a process of its own, which can be ended when an answer would keep it busy for ever.
+"""math-verify in processes of its own, which can be ended when an answer would keep one busy for ever.
 
 Its own time limits are alarms: they need a main thread, which a caller's thread may not be, and cannot interrupt the
 arithmetic of a huge integer. So they run in the child's main thread, and the child itself is killed when they fail.
@@ -7,6 +7,7 @@ arithmetic of a huge integer. So they run in the child's main thread, and the ch
 import atexit
 import logging
 import multiprocessing
+import os
 import signal
 import threading
 from multiprocessing.connection import Connection
@@ -23,30 +24,35 @@ ATTEMPTS = 2
 OF_A_GROUP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that a terminal or a batch system sends to all processes of a run: to stop is the parent's to decide."""
 
+AT_ONCE = max(1, min(8, os.cpu_count() or 1))
+"""Children at once, of as many callers: a policy that collapses writes answers that each take all their time."""
+
 logger = logging.getLogger(__name__)
-_lock = threading.Lock()
-_child: "_Child | None" = None
+_places = threading.BoundedSemaphore(AT_ONCE)
+_children: "set[_Child]" = set()
+_idle: "list[_Child]" = []
 
 
 def agree(gold: str, completion: str) -> bool:
-    """Whether the two texts hold the same value; False when that takes too long. Starts the child when first called.
+    """Whether the two texts hold the same value; False when that takes too long. Starts a child where none is idle.
 
     Raises UserError where math-verify does not start.
     """
-    global _child  # noqa: PLW0603 (one child a process, shared by every verifier in it)
-    with _lock:
+    with _places:
         for _ in range(ATTEMPTS):
-            _child = _child or _started()
+            child = _idle.pop() if _idle else _started()
             try:
-                return _child.agree(gold, completion)
+                return child.agree(gold, completion)
             except TimeoutError:
                 why = f"within {3 * SECONDS} s"
                 break
             except (EOFError, OSError):
                 why = "its process was killed"
             finally:
-                if not _child.answered:
-                    _end()
+                if child.answered:
+                    _idle.append(child)
+                else:
+                    child.end()
         logger.warning("math-verify did not decide (%s), scored 0: %.80r", why, completion)
         return False
 
@@ -60,8 +66,8 @@ def _started() -> "_Child":
             refusal = str(error) or "its process was killed"
         else:
             if not refusal:
-                atexit.unregister(_end)
-                atexit.register(_end)  # before what multiprocessing does at exit: it asks, and a child ignores that
+                atexit.unregister(_end_all)
+                atexit.register(_end_all)  # before what multiprocessing does at exit: it asks, and a child ignores that
                 return child
         child.end()
     raise UserError(f"data.default.env_name=math: math-verify does not start ({refusal}); mend `import math_verify`")
@@ -77,6 +83,7 @@ class _Child:
         self.process.start()
         theirs.close()
         self.answered = False
+        _children.add(self)
 
     def agree(self, gold: str, completion: str) -> bool:
         self.answered = False
@@ -93,22 +100,23 @@ class _Child:
         return reply
 
     def end(self) -> None:
+        _children.discard(self)
         self.process.kill()
         self.process.join()
         self.pipe.close()
 
 
-def _end() -> None:
-    global _child  # noqa: PLW0603
-    if _child is not None:
-        _child.end()
-        _child = None
+def _end_all() -> None:
+    _idle.clear()
+    for child in list(_children):
+        child.end()
 
 
 def _serve(pipe: "Connection[Any, Any]") -> None:
     """Work in the child: "" or why it cannot, then an answer for each pair of texts until the parent is gone."""
     for number in OF_A_GROUP:
         signal.signal(number, signal.SIG_IGN)
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it would show whole answers, as they are
     try:
         from math_verify import parse, verify
     except ImportError as error:
