@@ -202,8 +202,8 @@ def _check_kept(job: Job, settings: LaunchConfig) -> None:
         source, target, flags, *_ = [*mount.split(":"), "", ""]
         kept[posixpath.normpath(target or source)] = "ro" not in flags.split("+")
     for key, folder in job.writes.items():
-        where = posixpath.normpath(posixpath.join(container.workdir or here, folder))
-        around = [path for path in kept if posixpath.commonpath([where, path]) == path]
+        where = posixpath.normpath(posixpath.join(here, container.workdir or "", folder))
+        around = [path for path in kept if path.startswith("/") and posixpath.commonpath([where, path]) == path]
         if not (around and kept[max(around, key=len)]):
             raise UserError(
                 f"{key}={folder} is {where} in the container, where nothing outlives it: give a folder below one of "

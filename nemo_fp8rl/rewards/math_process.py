@@ -40,7 +40,7 @@ def agree(gold: str, completion: str) -> bool:
     """
     with _places:
         for _ in range(ATTEMPTS):
-            child = _idle.pop() if _idle else _started()
+            child = _taken()
             try:
                 return child.agree(gold, completion)
             except TimeoutError:
@@ -55,6 +55,13 @@ def agree(gold: str, completion: str) -> bool:
                     child.end()
         logger.warning("math-verify did not decide (%s), scored 0: %.80r", why, completion)
         return False
+
+
+def _taken() -> "_Child":
+    try:
+        return _idle.pop()
+    except IndexError:
+        return _started()
 
 
 def _started() -> "_Child":

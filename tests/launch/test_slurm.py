@@ -167,6 +167,7 @@ def test_a_container_sees_the_run_and_its_folder(job, tmp_path, monkeypatch):
         (["slurm.container.mounts=[/lustre:/data]"], "/data/ckpt", ""),
         (["slurm.container.mounts=[/lustre]"], "/lustre/ckpt", ""),
         ([], "ckpt", ""),
+        (["slurm.container.mounts=[data]", "slurm.container.workdir=below"], "ckpt", ""),
         ([], "/lustre/ckpt", "checkpointing.checkpoint_dir=/lustre/ckpt is /lustre/ckpt in the container"),
         (["slurm.container.workdir=/opt/rl"], "ckpt", "checkpoint_dir=ckpt is /opt/rl/ckpt in the container"),
         (["slurm.container.mounts=['/lustre:/data:ro+noexec']"], "/data/ckpt", "is /data/ckpt in the container"),
