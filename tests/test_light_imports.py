@@ -176,7 +176,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # room -> the rooms it may import besides i
     "recipe": {"config", "config_check", "typed_tree", "yaml_tree"},
     "hf": {"config", "errors", "fp8", "region", "typed_tree"},
     "data": {"batch", "config", "errors", "hf", "rewards"},
-    "parity": {"errors", "fp8"},
+    "parity": {"display", "errors", "fp8"},
     "refit": {"errors", "fp8", "region"},
     "workers": {"config", "errors", "secret_variables", "shown_gpus"},
     "policy": {*BOTH_SIDES, "algorithms", "which_vllm"},
@@ -193,10 +193,10 @@ MAY_IMPORT: dict[str, set[str]] = {  # room -> the rooms it may import besides i
     },
     "report": {"algorithms", "disk", "errors", "step_log", "yaml_tree"},
     "compare": {
-        *("algorithms", "disk", "display", "errors", "generation", "hf", "interrupt", "recipe", "step_log", "tiny"),
-        *("typed_tree", "yaml_tree"),
+        *("algorithms", "disk", "display", "errors", "generation", "hf", "interrupt", "recipe", "resume", "step_log"),
+        *("tiny", "typed_tree", "yaml_tree"),
     },
-    "doctor": {"config", "errors", "fp8", "hf", "nemo_rl", "typed_tree"},
+    "doctor": {"config", "display", "errors", "fp8", "hf", "nemo_rl", "typed_tree"},
     "launch": {
         *("disk", "errors", "nemo_rl", "recipe", "secret_variables", "shown_gpus", "stop_request", "typed_tree"),
         *("workers", "yaml_tree"),

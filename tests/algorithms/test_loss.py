@@ -525,7 +525,7 @@ def test_a_batch_whose_tokens_are_all_rejected_gives_no_gradient_of_the_policy(k
 def test_policies_that_agree_need_no_correction(seed, keys, correction):
     curr, batch = make_batch(seed)
     batch["generation_logprobs"] = batch["prev_logprobs"].clone()
-    if keys.get("force_on_policy_ratio"):
+    if keys.get("force_on_policy_ratio") or (keys.get("disable_ppo_ratio") and correction.bypass):
         correction = CorrectionConfig(weight="none", weight_max=None)
     plain = evaluate(GrpoLoss(keys), curr, batch)
     loss = GrpoLoss(keys, correction)
