@@ -8,6 +8,7 @@
     tensorboard/       the same metrics as events
     trackers.json      ids of the runs at Weights & Biases and MLflow, whose own files are in wandb/
     checkpoints/       step_N/{policy/weights, policy/optimizer, policy/kv_scales.json, training_info.json}
+    .lock              by which one process works here
     *.jsonl.before-N   of steps whose checkpoints were gone when the run was begun anew for the Nth time
 
 A checkpoint is written under a temporary name and renamed, so the latest one is always whole. The three .jsonl are
