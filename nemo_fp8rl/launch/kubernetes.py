@@ -16,12 +16,13 @@ import yaml
 
 from nemo_fp8rl import stop_request
 from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.launch.job import Job
+from nemo_fp8rl.launch.job import CHECKPOINTS, Job
 from nemo_fp8rl.launch.kubernetes_settings import KubernetesConfig
 from nemo_fp8rl.launch.manifest_check import lint, schema_errors
 from nemo_fp8rl.launch.manifest_file import LOADER
 from nemo_fp8rl.launch.manifest_lint import MAX_NAME
 from nemo_fp8rl.launch.merged import merge
+from nemo_fp8rl.launch.mounts import mount_of
 from nemo_fp8rl.launch.settings import LaunchConfig
 from nemo_fp8rl.launch.template import fill, quoted
 
@@ -152,32 +153,30 @@ def _recipe(job: Job, k: KubernetesConfig, workdir: str | None) -> tuple[str, Se
     command = job.command if for_nemo_rl else job.command_with("cluster.backend=ray")
     at = command.index("--config")
     loop, path, overrides = command[:at], Path(command[at + 1]), command[at + 2 :]
-    merged = merge(path, overrides, for_nemo_rl)
-    if len(merged.text.encode()) > MAX_CONFIG_MAP:
+    text, folder = merge(path, overrides, for_nemo_rl), job.writes.get(CHECKPOINTS)
+    if len(text.encode()) > MAX_CONFIG_MAP:
         raise UserError(f"{path} with its parents is larger than the 1 MiB that a ConfigMap holds")
-    if k.backoff_limit and merged.checkpoint_dir is None:
+    if k.backoff_limit and not job.saves:
         raise UserError(
             f"kubernetes.backoff_limit={k.backoff_limit}, but the run saves no checkpoints to continue from: set "
             "checkpointing.enabled=true, or backoff_limit to 0"
         )
-    volume = _volume(merged.checkpoint_dir, k, workdir) if merged.checkpoint_dir is not None else None
+    volume = _volume(folder, k, workdir) if folder is not None else None
     if k.backoff_limit and volume is None:
         raise UserError(
-            f"checkpointing.checkpoint_dir={merged.checkpoint_dir} is on no volume that can be written, so none of the "
+            f"{CHECKPOINTS}={folder} is on no volume that can be written, so none of the "
             f"backoff_limit={k.backoff_limit} further attempts could continue from it: name a claim in "
             "kubernetes.volumes and a folder below its path, or set kubernetes.backoff_limit=0"
         )
     goes_on = k.backoff_limit or k.kueue
-    return merged.text, ("nemo-fp8rl", *loop, "--config", RECIPE), volume if goes_on else None
+    return text, ("nemo-fp8rl", *loop, "--config", RECIPE), volume if goes_on else None
 
 
 def _volume(folder: str, k: KubernetesConfig, workdir: str | None) -> str | None:
     """The path of the volume where the next attempt's pods find the checkpoints, if there is one."""
-    where = posixpath.normpath(posixpath.join(workdir or "", folder))
-    volumes = {posixpath.normpath(volume.path): volume for volume in k.volumes if where.startswith("/")}
-    around = [path for path in volumes if posixpath.commonpath([where, path]) == path]
-    inner = volumes[max(around, key=len)] if around else None  # which holds it
-    return inner.path if inner is not None and not inner.read_only else None
+    volumes = {posixpath.normpath(volume.path): volume for volume in k.volumes}
+    mount = mount_of(posixpath.normpath(posixpath.join(workdir or "", folder)), volumes)
+    return volumes[mount].path if mount is not None and not volumes[mount].read_only else None
 
 
 def _labels(job: Job, k: KubernetesConfig) -> dict[str, str]:

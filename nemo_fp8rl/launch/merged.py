@@ -5,7 +5,6 @@ Interpolations stay as they are: `${oc.env:NAME}` means the variable there, not 
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,8 @@ from nemo_fp8rl.errors import UserError
 from nemo_fp8rl.yaml_tree import read_with_parents, register_resolvers, with_override
 
 
-@dataclass(frozen=True)
-class Merged:
-    """text: YAML. checkpoint_dir: as the recipe says it; null where nothing is saved."""
-
-    text: str
-    checkpoint_dir: str | None
-
-
-def merge(recipe: Path, overrides: Sequence[str], for_nemo_rl: bool) -> Merged:
-    """Raises UserError for a recipe that would not be read back as it is, and for what its loader refuses."""
+def merge(recipe: Path, overrides: Sequence[str], for_nemo_rl: bool) -> str:
+    """The recipe as YAML. Raises UserError for one that would not be read back as it is, and for what its loader refuses."""
     from omegaconf import OmegaConf
 
     values = _values(recipe, overrides, for_nemo_rl)
@@ -39,8 +30,7 @@ def merge(recipe: Path, overrides: Sequence[str], for_nemo_rl: bool) -> Merged:
             f"{recipe} with its overrides cannot be written as one file that says the same; look for values that are "
             "not text, nor numbers, or that name files relative to the recipe"
         )
-    saves = values["checkpointing"]
-    return Merged(text, saves["checkpoint_dir"] if saves.get("enabled", True) else None)
+    return text
 
 
 def _tree(recipe: Path, overrides: Sequence[str], for_nemo_rl: bool) -> Any:

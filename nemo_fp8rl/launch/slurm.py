@@ -14,6 +14,7 @@ from nemo_fp8rl.errors import INTERRUPTED, UserError
 from nemo_fp8rl.launch.attempt import secrets
 from nemo_fp8rl.launch.job import Job
 from nemo_fp8rl.launch.limits import YEAR
+from nemo_fp8rl.launch.mounts import mount_of
 from nemo_fp8rl.launch.settings import LaunchConfig, NodeGroup, SlurmConfig
 from nemo_fp8rl.launch.template import TEMPLATES, fill
 
@@ -203,8 +204,7 @@ def _check_kept(job: Job, settings: LaunchConfig) -> None:
         kept[posixpath.normpath(target or source)] = "ro" not in flags.split("+")
     for key, folder in job.writes.items():
         where = posixpath.normpath(posixpath.join(here, container.workdir or "", folder))
-        around = [path for path in kept if path.startswith("/") and posixpath.commonpath([where, path]) == path]
-        if not (around and kept[max(around, key=len)]):
+        if not kept.get(mount_of(where, kept) or "", False):
             raise UserError(
                 f"{key}={folder} is {where} in the container, where nothing outlives it: give a folder below one of "
                 f"slurm.container.mounts that can be written, or below {here}"

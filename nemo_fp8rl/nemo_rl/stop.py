@@ -39,7 +39,7 @@ class LoopStop:
                 with suppress(Stopped):
                     yield
             except Exception:
-                with suppress(Exception):
+                with suppress(Exception):  # the loop's error is what is to be seen
                     self.finish()
                 raise
             if self.told:

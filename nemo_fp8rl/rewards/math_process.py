@@ -24,8 +24,10 @@ ATTEMPTS = 2
 OF_A_GROUP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that a terminal or a batch system sends to all processes of a run: to stop is the parent's to decide."""
 
-AT_ONCE = max(1, min(8, os.cpu_count() or 1))
-"""Children at once, of as many callers: a policy that collapses writes answers that each take all their time."""
+AT_ONCE = min(8, len(os.sched_getaffinity(0)))
+"""Children at once, of as many callers: a policy that collapses writes answers that each take all their time. No more
+than there are processors for, or their alarms would ring for answers that had none.
+"""
 
 logger = logging.getLogger(__name__)
 _places = threading.BoundedSemaphore(AT_ONCE)

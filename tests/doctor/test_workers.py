@@ -46,6 +46,11 @@ def test_where_they_are_not_asked_for_nothing_is_said():
     [
         ({}, "0.7.0", "NeMo RL 0.7.0 processes an engine's weights once more"),
         ({"policy.generation.refit_transport": "nccl"}, "0.6.0", "refit_transport=nccl"),
+        (
+            {"policy.generation.vllm_kwargs": {"speculative_config": {"method": "mtp"}}},
+            "0.6.0",
+            "speculative_config.method=mtp: FP8 on the wire carries no drafter's weights",
+        ),
         ({"policy.draft": {"enabled": True}}, "0.6.0", "carries no drafter's weights; set it to false, or nemo_fp8rl."),
         (
             {"policy.generation.vllm_kwargs": {"kv_cache_dtype": "fp8"}},

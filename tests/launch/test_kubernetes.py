@@ -514,15 +514,14 @@ def test_a_merged_recipe_keeps_interpolations_for_the_place_where_it_runs(tmp_pa
     monkeypatch.setenv("WHERE", "/here")
     child = write(tmp_path / "child.yaml", f"defaults: {TINY}\nlogger: {{log_dir: '${{oc.env:WHERE}}/x'}}\n")
     merged = merge(child, ["grpo.max_num_steps=3"], for_nemo_rl=False)
-    assert merged.checkpoint_dir == "/here/x/checkpoints"
-    assert "${oc.env:WHERE}/x" in merged.text and "max_num_steps: 3" in merged.text and "defaults" not in merged.text
+    assert "${oc.env:WHERE}/x" in merged and "max_num_steps: 3" in merged and "defaults" not in merged
 
 
 def test_numbers_like_texts_stay_texts(tmp_path):
     child = write(tmp_path / "child.yaml", f"defaults: {TINY}\nlogger: {{log_dir: '1e3'}}\n")
     merged = merge(child, ["checkpointing.checkpoint_dir='007'"], for_nemo_rl=False)
-    read = OmegaConf.create(merged.text)
-    assert (read.logger.log_dir, read.checkpointing.checkpoint_dir, merged.checkpoint_dir) == ("1e3", "007", "007")
+    read = OmegaConf.create(merged)
+    assert (read.logger.log_dir, read.checkpointing.checkpoint_dir) == ("1e3", "007")
 
 
 def test_a_recipe_that_is_too_large_for_a_config_map_is_refused():

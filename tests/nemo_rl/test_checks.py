@@ -171,6 +171,8 @@ def test_what_they_do_is_not(path, keys):
             r"policy\.dynamic_batching\.enabled and policy\.sequence_packing\.enabled exclude each other",
         ),
         (["++policy.logprob_chunk_size=1024"], r"needs policy\.megatron_cfg\.defer_fp32_logits=true"),
+        # the Megatron block is there, and unused
+        (["policy.megatron_cfg.enabled=false", "++policy.logprob_chunk_size=1024"], None),
         (["policy.train_global_batch_size=500"], r"train_global_batch_size=500 does not divide the 512 samples of a"),
         (["policy.train_global_batch_size=4"], r"train_global_batch_size=4 is no multiple of the 8 data-parallel"),
         (["policy.train_micro_batch_size=3"], r"train_micro_batch_size=3 does not divide the 64 samples of a replica"),

@@ -1,10 +1,13 @@
-"""What NeMo RL's loop is told of the time that its job has left; it needs no checkout."""
+"""What NeMo RL's loop is told of the time that its job has left, and what is done when it ends; no checkout needed."""
 
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
 from nemo_fp8rl.nemo_rl.run import STOP_AT, save_in_time, seconds_of, shorter
+from nemo_fp8rl.nemo_rl.stop import LoopStop, Stopped
 
 
 @pytest.mark.parametrize(
@@ -35,3 +38,28 @@ def test_without_a_job_the_recipe_says(monkeypatch):
     checkpointing = {"enabled": True, "checkpoint_must_save_by": "00:03:45:00"}
     save_in_time(checkpointing)
     assert checkpointing["checkpoint_must_save_by"] == "00:03:45:00"
+
+
+def test_where_nothing_is_saved_there_is_no_limit(monkeypatch):
+    """NeMo RL's loop would end by it, and its state would not say that it did."""
+    monkeypatch.setenv(STOP_AT, str(int(time.time()) + 1000))
+    checkpointing = {"enabled": False, "checkpoint_must_save_by": None}
+    save_in_time(checkpointing)
+    assert checkpointing["checkpoint_must_save_by"] is None
+
+
+@pytest.mark.parametrize(
+    ("raised", "finished"), [(ValueError("it fails"), True), (Stopped(), False), (KeyboardInterrupt(), False)]
+)
+def test_what_a_loop_that_fails_has_saved_is_written_and_its_error_is_the_one_that_is_seen(raised, finished):
+    """One that fails while it is written, too. A second Ctrl-C waits for nothing."""
+    calls = []
+
+    def finish() -> None:
+        calls.append(1)
+        raise OSError("no room")
+
+    stop = LoopStop(SimpleNamespace(), steps=lambda: 0, finish=finish, asynchronous=False)
+    with nullcontext() if isinstance(raised, Stopped) else pytest.raises(type(raised)), stop.listening():
+        raise raised
+    assert bool(calls) == finished
