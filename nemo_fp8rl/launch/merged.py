@@ -13,7 +13,7 @@ from nemo_fp8rl.yaml_tree import read_with_parents, register_resolvers, with_ove
 
 
 def merge(recipe: Path, overrides: Sequence[str], for_nemo_rl: bool) -> str:
-    """The recipe as YAML. Raises UserError for one that would not be read back as it is, and for what its loader refuses."""
+    """YAML. Raises UserError for a recipe that would not be read back as it is, and for what its loader refuses."""
     from omegaconf import OmegaConf
 
     values = _values(recipe, overrides, for_nemo_rl)
