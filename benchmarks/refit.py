@@ -123,11 +123,15 @@ class Bench:
         self.policy.train_step(self.batch, NllLoss())
 
     def refit(self, mode: str, loaders: bool = False) -> RefitReport:
+        direct = self.bridge.connected[0]
         if loaders:
-            self.core.rpc("bench_through_loaders")
-            self.bridge.connected[0] = frozenset()
+            self.core.rpc("bench_direct", [])
         self.bridge.choice = ModeChoice(mode)
-        return self.bridge.refit()
+        report = self.bridge.refit()
+        if loaders:
+            self.core.rpc("bench_direct", sorted(direct))
+            self.bridge.connected[0] = direct
+        return report
 
     def classic(self) -> None:
         """Over links of its own, opened at the first use and kept."""

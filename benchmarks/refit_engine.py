@@ -50,9 +50,9 @@ class BenchmarkExtension(RefitWorkerExtension):
         ends = ends if rate is None else [RateLimited(end, rate) for end in ends]
         self.refit_links = [replace(link, end=end) for link, end in zip(self.refit_links, ends, strict=True)]
 
-    def bench_through_loaders(self) -> None:
-        """The next load goes through vLLM's layerwise reload, as if no layout were known."""
-        self.weight_store.direct = frozenset()
+    def bench_direct(self, names: list[str]) -> None:
+        """From here on only these are written in place; all else goes through vLLM's layerwise reload."""
+        self.weight_store.direct = frozenset(names)
 
     def bench_drain(self, version: int) -> float:
         """Receive a version and drop it. Seconds."""

@@ -34,6 +34,7 @@ __all__ = [
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 
+SCALE_FORMATS: tuple[ScaleFormat, ...] = get_args(ScaleFormat)
 ALONG_LAST: Block = (1, 128)
 """The block of an activation or gradient that is summed over its last dimension."""
 ALONG_TOKENS: Block = (128, 1)
@@ -42,8 +43,8 @@ ALONG_TOKENS: Block = (128, 1)
 
 def check_scale_format(name: str) -> None:
     """Raise ValueError on a name that is no ScaleFormat: taken for the other one, it would change every scale."""
-    if name not in get_args(ScaleFormat):
-        raise ValueError(f"there is no scale format {name!r}; there are {', '.join(get_args(ScaleFormat))}")
+    if name not in SCALE_FORMATS:
+        raise ValueError(f"there is no scale format {name!r}; there are {', '.join(SCALE_FORMATS)}")
 
 
 class NonFiniteError(ValueError):

@@ -140,7 +140,7 @@ def _check(x: Tensor, block: Block, scale_format: ScaleFormat) -> None:
 
 
 def _stacked(x: Tensor) -> Tensor:
-    return x if x.dim() == 3 else x[None]
+    return x if x.dim() == 3 else x.unsqueeze(0)
 
 
 def _refuse_non_finite(x: Tensor, out: BlockScaled) -> None:

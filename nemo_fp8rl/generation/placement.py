@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from nemo_fp8rl.fp8 import Fp8Layers
+from nemo_fp8rl.fp8 import Fp8Layers, scale_shape
 from nemo_fp8rl.fp8.format import BLOCK, E4M3
 from nemo_fp8rl.hf.config import HfConfig
 from nemo_fp8rl.hf.tensors import expected_tensors
-from nemo_fp8rl.refit.manifest import RefitError, TensorPart, blocks_of
+from nemo_fp8rl.refit.manifest import RefitError, TensorPart
 from nemo_fp8rl.refit.message import Content
-from nemo_fp8rl.region import Region, shape_of, whole
+from nemo_fp8rl.region import Region, whole
 
 EXPERT_PROJECTIONS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 """What vLLM's stacks of experts hold."""
@@ -38,22 +38,21 @@ class Slot:
 
     def content(self) -> Content | None:
         """Views of what the engine holds; None where it keeps the tensor in another form."""
-        data = self._part_of(getattr(self.module, self.parameter).data, self.part.region, self.top)
+        data = self._part_of(getattr(self.module, self.parameter).data, self.part.size, self.top)
         if data is None or data.dtype != self.part.torch_dtype:
             return None
         if not self.part.quantized:
             return Content(data)
         scale_inv = getattr(self.module, f"{self.parameter}_scale_inv").data
-        held = self._part_of(scale_inv, blocks_of(self.part.region), self.top // BLOCK[0])
+        held = self._part_of(scale_inv, scale_shape(self.part.size, BLOCK), self.top // BLOCK[0])
         return Content(data, held) if held is not None else None
 
-    def _part_of(self, parameter: Tensor, region: Region, top: int) -> Tensor | None:
-        size = shape_of(region)
+    def _part_of(self, parameter: Tensor, size: tuple[int, ...], top: int) -> Tensor | None:
         if parameter.dim() != len(size) + (self.expert is not None):
             return None
         tensor = parameter if self.expert is None else parameter[self.expert]
         held = tensor[top : top + size[0]] if size else tensor
-        return held if tuple(held.shape) == size else None
+        return held if held.shape == size else None
 
 
 def slots(model: nn.Module, hf: HfConfig, dtype: torch.dtype, fp8_layers: Fp8Layers) -> dict[str, Slot]:

@@ -7,7 +7,7 @@ vLLM repacks goes through its loaders at every refit. No layout is assumed: it i
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ if current_platform.is_cuda():
 
 
 class WeightStore:
-    """direct: names of tensors that are written in place; empty until the first version is loaded."""
+    """direct: names of tensors that are written in place; empty until the first version is loaded, and `found_out`."""
 
     def __init__(self, model_runner: Any) -> None:
         self.runner = model_runner
@@ -48,6 +48,7 @@ class WeightStore:
         fp8_layers = config.quant_config.fp8_layers if config.quant_config else Fp8Layers.none()
         self.slots = slots(self.model, read_hf_config(config.model_config.model), config.model_config.dtype, fp8_layers)
         self.direct: frozenset[str] = frozenset()
+        self.found_out = False
         self.version = -1
         self.verify_seconds = 0.0
 
@@ -75,8 +76,8 @@ class WeightStore:
             raise AssertionError(f"{left[0][0]} is written in place, and came for vLLM's loaders")
         if loading.error is not None:
             raise loading.error
-        if not self.direct:
-            self.direct = frozenset(self._kept_as_it_came(loading.arrived))
+        if not self.found_out:
+            self.direct, self.found_out = frozenset(self._kept_as_it_came(loading.arrived)), True
         self._derive(loading.written)
         loading.set_kv_scales()
         self.verify_seconds = loading.readings.seconds
@@ -84,7 +85,7 @@ class WeightStore:
 
     def compare(self, links: Sequence[IncomingLink], version: int) -> None:
         """Raises RefitError, with the name, on a tensor whose bytes in memory are not those that arrive."""
-        kv_scales = kv_scales_held(self.model)
+        kv_scales = kv_scales_held(fp8_caches(self.model))
         for item in received(links, version):
             name = item.part.name
             if name in self.direct or name in kv_scales:
@@ -206,7 +207,8 @@ class _Loading:
 
     def _assemble(self, item: Received) -> Iterator[tuple[str, Tensor]]:
         part, content = item.part, self._arrived_whole(item)
-        self.arrived[part] = Mark(item.digest) if self.verify else self.readings.digest(content)
+        if not self.store.found_out:
+            self.arrived[part] = Mark(item.digest) if self.verify else self.readings.digest(content)
         if (assembly := self.assembling.get(part.name)) is None:
             assembly = _Assembly(self.store.slots[part.name].part, content.data.device)
             self.assembling[part.name] = assembly
@@ -226,10 +228,11 @@ class _Loading:
 
     def set_kv_scales(self) -> None:
         """Set the FP8 caches' scales, after the weights: vLLM's reload puts its attention layers' own back."""
-        for names, attention in fp8_caches(self.store.model).items():
+        caches = fp8_caches(self.store.model)
+        for names, attention in caches.items():
             compat.set_kv_scales(attention, *(self.kv_scales[name][0] for name in names))
         if self.verify:
-            for name, held in kv_scales_held(self.store.model).items():
+            for name, held in kv_scales_held(caches).items():
                 for one in held:
                     self._verify_held(name, one, self.kv_scales[name][1])
         self.readings.finish()
@@ -275,10 +278,10 @@ class _Assembly:
             yield scale_name(self.part.name), self.scale_inv
 
 
-def kv_scales_held(model: nn.Module) -> dict[str, list[Content]]:
+def kv_scales_held(caches: Mapping[tuple[str, str, str], Any]) -> dict[str, list[Content]]:
     """{name: a KV scale as kernels read it}: the buffer of those on GPUs, and the number that those on a CPU take."""
     held = {}
-    for names, attention in fp8_caches(model).items():
+    for names, attention in caches.items():
         for name, x in zip(names, "kvq", strict=True):
             number = torch.tensor(getattr(attention, f"_{x}_scale_float"), dtype=torch.float32)
             held[name] = [Content(getattr(attention, f"_{x}_scale")), Content(number)]

@@ -32,6 +32,9 @@ def held(parameter: Any) -> BlockScaled:
 
 def views_for_refit(layout: Layout, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor | BlockScaled]]:
     """`views_for_hf` of parameters by Megatron's names; of those in FP8 the bytes, with their scales."""
+    if not any(map(is_fp8, parameters.values())):
+        yield from views_for_hf(layout, lambda name: parameters[name].detach())
+        return
 
     def data(name: str) -> Tensor:
         return held(parameters[name]).data if is_fp8(parameters[name]) else parameters[name].detach()

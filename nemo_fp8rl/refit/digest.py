@@ -16,6 +16,11 @@ import torch
 import xxhash
 from torch import Tensor
 
+_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+"""Not numpy, which would forbid a sleeping engine to free the memory."""
+_memory.argtypes, _memory.restype = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int), ctypes.py_object
+READ = 0x100
+"""PyBUF_READ."""
 WORDS = "words:"
 """What digests of the second kind begin with."""
 K, A, B = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F
@@ -41,8 +46,8 @@ def xxh3(*tensors: Tensor) -> str:
     state = xxhash.xxh3_64()
     for tensor in tensors:
         held = tensor.contiguous().cpu()
-        memory = ctypes.c_char * held.nbytes  # not numpy, which would forbid a sleeping engine to free the memory
-        state.update(memory.from_address(held.data_ptr()) if held.nbytes else b"")
+        if nbytes := held.nbytes:
+            state.update(_memory(held.data_ptr(), nbytes, READ))
     return state.hexdigest()
 
 

@@ -65,8 +65,9 @@ class Content:
     @classmethod
     def of(cls, part: TensorPart, payload: Tensor) -> "Content":
         """Views of uint8 [part.nbytes], at a multiple of four: scales before data."""
-        scale_inv = scales_of(part, payload)
-        return cls(payload[part.scale_bytes :].view(part.torch_dtype).view(part.size), scale_inv)
+        if not part.quantized:
+            return cls(payload.view(part.torch_dtype).view(part.size))
+        return cls(payload[part.scale_bytes :].view(part.torch_dtype).view(part.size), scales_of(part, payload))
 
     def cut(self, part: TensorPart, region: Region) -> "Content":
         """Views of the region, where this is the content of `part`."""

@@ -123,7 +123,7 @@ class _Progress:
             at = aligned(at)
             part, bytes_ = self.route[entry.piece], payload[at : at + entry.nbytes]
             at += entry.nbytes
-            if len(bytes_) != entry.nbytes or entry.nbytes < part.scale_bytes:
+            if bytes_.nbytes != entry.nbytes or entry.nbytes < part.scale_bytes:
                 raise RefitError(f"{here}: {part.name} was cut off")
             yield self._read(part, entry.encoding == "delta", bytes_, entry.digest)
         if header.last:
@@ -134,8 +134,8 @@ class _Progress:
 
     def _read(self, part: TensorPart, is_delta: bool, bytes_: Tensor, digest: str) -> Received:
         if not is_delta:
-            if len(bytes_) != part.nbytes:
-                raise RefitError(f"refit {self.version}: {part.name} has {len(bytes_)} bytes, must have {part.nbytes}")
+            if (nbytes := bytes_.nbytes) != part.nbytes:
+                raise RefitError(f"refit {self.version}: {part.name} has {nbytes} bytes, must have {part.nbytes}")
             content = Content.of(part, bytes_)
             self._check(part, content.scale_inv)
             return Received(part, content, None, content.scale_inv, digest)

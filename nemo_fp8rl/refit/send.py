@@ -6,9 +6,9 @@ of other engines. For deltas a rank keeps the bytes that it sent last.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart, blocks_of
 from nemo_fp8rl.refit.message import Content, Encoding, Entry, Header
 from nemo_fp8rl.refit.plan import aligned
 from nemo_fp8rl.refit.readings import Mark, Readings, on_gpu
-from nemo_fp8rl.refit.report import LinkId, SendReport
+from nemo_fp8rl.refit.report import LinkId, SendReport, Timed
 from nemo_fp8rl.refit.transport.link import LinkError, SendingEnd, settle
 from nemo_fp8rl.region import Region
 
@@ -61,12 +61,12 @@ class Outgoing:
         self.readings = readings
         self.entries: list[tuple[Entry, Mark]] = []
         self.bucket: Tensor | None = None
-        self.filled = self.stands_for = 0
+        self.capacity = self.filled = self.stands_for = 0
 
     def room(self, nbytes: int) -> Tensor:
         """Memory for the next entry, of up to `nbytes`."""
         start = aligned(self.filled)
-        if self.bucket is not None and start + nbytes > len(self.bucket):
+        if self.bucket is not None and start + nbytes > self.capacity:
             self.send(last=False)
             start = 0
         return self._held()[start : start + nbytes]
@@ -77,7 +77,7 @@ class Outgoing:
         self.filled = aligned(self.filled) + entry.nbytes
         self.stands_for += part.nbytes
         self.entries.append((entry, mark))
-        if self.stands_for >= len(self.bucket):
+        if self.stands_for >= self.capacity:
             self.send(last=False)
 
     def drop(self, readings: Readings) -> None:
@@ -103,6 +103,7 @@ class Outgoing:
             if not self.end.free(PATIENCE):
                 self.before_waiting()
             self.bucket = self.end.buffer()
+            self.capacity = len(self.bucket)
         return self.bucket
 
 
@@ -271,14 +272,8 @@ class _Sending:
                 return
             yield part
 
-    @contextmanager
-    def quantizing(self, part: TensorPart) -> Iterator[None]:
-        """Time the block; a NonFiniteError of it gets the tensor's name."""
-        try:
-            with self.report.timed("quantize"):
-                yield
-        except NonFiniteError as error:
-            raise NonFiniteError(f"{part.name}: {error}") from None
+    def quantizing(self, part: TensorPart) -> "_Quantizing":
+        return _Quantizing(self.report.seconds, part.name)
 
     def check_finite(self, part: TensorPart, tensor: Tensor) -> None:
         if on_gpu(tensor):
@@ -297,19 +292,25 @@ class _Sending:
     def room(self, piece: Piece, nbytes: int) -> Tensor | None:
         """Memory for an entry, in the bucket of the first link that wants the piece and still holds, if any does."""
         for i in self._open_links(piece.targets):
-            with self._or_failed(i), self.report.timed("send"):
-                return self.going[i].room(nbytes)
+            try:
+                with self.report.timed("send"):
+                    return self.going[i].room(nbytes)
+            except LinkError as error:
+                self._failed(i, error)
         return None
 
     def add(self, piece: Piece, payload: Tensor, encoding: Encoding, mark: Mark) -> None:
         """Make an entry of what `room` gave, and copy it to the other links that want the piece."""
-        first = next(self._open_links(piece.targets))
+        first, nbytes = next(self._open_links(piece.targets)), payload.nbytes
         for i in self._open_links(piece.targets):
-            with self._or_failed(i), self.report.timed("send"):
-                if i != first:
-                    self.going[i].room(len(payload)).copy_(payload)
-                self.going[i].add(Entry(piece.targets[i], encoding, len(payload), ""), mark, piece.part)
-                self.report.count(piece.part, len(payload))
+            try:
+                with self.report.timed("send"):
+                    if i != first:
+                        self.going[i].room(nbytes).copy_(payload)
+                    self.going[i].add(Entry(piece.targets[i], encoding, nbytes, ""), mark, piece.part)
+                    self.report.count(piece.part, nbytes)
+            except LinkError as error:
+                self._failed(i, error)
 
     def finish(self, abort: str = "") -> None:
         if abort:  # what is in buckets is not to be read any more, nor to go out while another link is waited for
@@ -317,8 +318,11 @@ class _Sending:
             for outgoing in self.going.values():
                 outgoing.drop(self.readings)
         for i in self._open_links(list(self.going)):
-            with self._or_failed(i), self.report.timed("send"):
-                self.going[i].send(last=True, abort=abort)
+            try:
+                with self.report.timed("send"):
+                    self.going[i].send(last=True, abort=abort)
+            except LinkError as error:
+                self._failed(i, error)
 
     def _open_links(self, links: Iterable[LinkId]) -> Iterator[LinkId]:
         """The links that hold when it is their turn."""
@@ -327,16 +331,31 @@ class _Sending:
     def _flush(self) -> None:
         """Send what waits here for more, so that no sink waits for it that another one waits for (`pace`)."""
         for i in self._open_links(list(self.going)):
-            with self._or_failed(i):
+            try:
                 self.going[i].flush()
+            except LinkError as error:
+                self._failed(i, error)
 
-    @contextmanager
-    def _or_failed(self, i: LinkId) -> Iterator[None]:
-        try:
-            yield
-        except LinkError as error:
-            self.report.failed[i] = str(error)
-            self.going.pop(i, None)
+    def _failed(self, i: LinkId, error: LinkError) -> None:
+        self.report.failed[i] = str(error)
+        self.going.pop(i, None)
+
+
+class _Quantizing(Timed):
+    """The stage of that name; a NonFiniteError of the block gets the tensor's name."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, seconds: dict[str, float], tensor: str) -> None:
+        super().__init__(seconds, "quantize")
+        self.tensor = tensor
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        if isinstance(error, NonFiniteError):
+            raise NonFiniteError(f"{self.tensor}: {error}") from None
 
 
 def _cut(weight: Tensor | BlockScaled, part: TensorPart, region: Region) -> Tensor | BlockScaled:
@@ -351,11 +370,14 @@ def _cut(weight: Tensor | BlockScaled, part: TensorPart, region: Region) -> Tens
 
 def _cut_tensor(weight: Tensor, part: TensorPart, region: Region, block: int = BLOCK[0]) -> Tensor:
     """block: rows of one, which no matrix of a stack may cut."""
+    is_stack = weight.dim() > len(part.size)
+    height = weight.size(1) if is_stack else 0
+    if region == part.region and height % block == 0:
+        return weight
     index = part.local(region)
-    if weight.dim() == len(part.size):
-        return weight if region == part.region else weight[index]
+    if not is_stack:
+        return weight[index]
     rows, columns = index
-    height = weight.size(1)
     first, end = rows.start // height, -(-rows.stop // height)
     matrices = weight[first:end, :, columns]
     if (rows.start, rows.stop, height % block) == (first * height, end * height, 0):
@@ -366,6 +388,8 @@ def _cut_tensor(weight: Tensor, part: TensorPart, region: Region, block: int = B
 def _like(values: Tensor, content: Content) -> BlockScaled:
     """The content for values that may be a stack."""
     assert content.scale_inv is not None
+    if values.dim() == content.data.dim():
+        return BlockScaled(content.data, content.scale_inv, BLOCK)
     shape = scale_shape(values.shape, BLOCK)
     return BlockScaled(content.data.view(values.shape), content.scale_inv.view(shape), BLOCK)
 

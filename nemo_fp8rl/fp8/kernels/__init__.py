@@ -69,6 +69,7 @@ def resolve(name: KernelName, device: str) -> str:
     return name
 
 
+@functools.cache
 def load(name: KernelName, device: str) -> Kernel:
     """The module of the kernel that `name` means on a device type."""
     module = importlib.import_module(f"{__name__}.{_MODULE[resolve(name, device)]}")

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.fp8.delta import ESCAPE, MAX_CHANGED, Delta, as_bytes
+from nemo_fp8rl.fp8.delta import ESCAPE, MAX_CHANGED, Delta
 from nemo_fp8rl.fp8.format import Block, ScaleFormat
 from nemo_fp8rl.fp8.kernels import loops
 
+LARGEST = {dtype: np.float32(torch.finfo(dtype).max) for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 PIECE_VALUES = 1 << 20
 """Values copied at a time where x cannot be read in place."""
 THREAD_VALUES = 1 << 20
@@ -30,7 +31,7 @@ def quantize(x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, s
     filled = scale_inv.contiguous()
 
     def work(first: int, end: int) -> None:
-        rule, out = _rule(x, block, scale_format), (as_bytes(data).view(x.shape).numpy(), filled.numpy())
+        rule, out = _rule(x, block, scale_format), (data.view(torch.uint8).numpy(), filled.numpy())
         for readable in _readable(x, block, first, end):
             loops.quantize(*readable, *out, *rule)
 
@@ -51,7 +52,7 @@ def quantize_delta(
     limit = int(MAX_CHANGED * x.numel())
 
     def work(first: int, end: int) -> "Recording":
-        rule, out = _rule(x, block, scale_format), (as_bytes(data).view(x.shape).numpy(), scale_inv.numpy())
+        rule, out = _rule(x, block, scale_format), (data.view(torch.uint8).numpy(), scale_inv.numpy())
         recording = Recording.of(_top(x, block, first) * x.size(2), x)
         for memory, place, a, b in _readable(x, block, first, end):
             row, bottom = _top(x, block, a), _top(x, block, b)
@@ -134,8 +135,7 @@ def _in_threads(work: Callable[[int, int], Any], x: Tensor, block: Block) -> lis
 def _rule(x: Tensor, block: Block, scale_format: ScaleFormat) -> tuple[Any, ...]:
     """What the compiled code needs besides the tensors; the last two are its scratch rows, so one rule a thread."""
     k, bits = x.size(2), np.int16 if x.dtype is torch.bfloat16 else np.int32
-    largest = np.float32(torch.finfo(x.dtype).max)
-    return *block, scale_format == "pow2", largest, np.empty(k, bits), np.empty(k, np.float32)
+    return *block, scale_format == "pow2", LARGEST[x.dtype], np.empty(k, bits), np.empty(k, np.float32)
 
 
 @dataclass
