@@ -151,8 +151,8 @@ class Recording:
         """state: flat index of the last entry; entries in the arrays; changes so far."""
         capacity = max(CHUNK_ENTRIES, x.size(2) + x.numel() // (ESCAPE + 1) + 2)
         state = np.array([start - 1, 0, 0], np.int64)
-        row = np.zeros(-(-x.size(2) // (8 * loops.GROUP)) * 8 * loops.GROUP, np.uint8)
-        return cls(start - 1, (np.empty(capacity, np.uint16), np.empty(capacity, np.uint8), state, row))
+        arrays = np.empty(capacity, np.uint16), np.empty(capacity, np.uint8), state, np.empty(x.size(2), np.uint8)
+        return cls(start - 1, arrays)
 
     @property
     def last(self) -> int:

@@ -17,8 +17,6 @@ from numba.cpython.unsafe.numbers import trailing_zeros
 from numba.extending import intrinsic, overload
 
 u8, u16, u32, u64, i16, i32, f32 = np.uint8, np.uint16, np.uint32, np.uint64, np.int16, np.int32, np.float32
-GROUP = 16
-"""Words of a row that are compared with what was sent last before any is looked at by itself."""
 LANES = 32
 """Values of 16 bits that are converted by one operation."""
 ROUND = 14
@@ -351,33 +349,44 @@ def convert_row_back(x, scales, inverses, out):
         out[k] = rounded(e4m3_value(float32(x[k]) * scales[k]) * inverses[k], out[k])
 
 
-@jit
-def equal_groups(a, b):
-    """Whether GROUP words are those of b: a length that the compiler knows."""
-    flipped = u64(0)
-    for k in range(GROUP):
-        flipped |= a[k] ^ b[k]
-    return flipped == u64(0)
+@intrinsic
+def differing(typing, a, b):
+    """Which of the 64 bytes at two addresses differ: a bit each, the lowest for the first."""
+    bytes_ = ir.VectorType(ir.IntType(8), 64)
+
+    def code(context, builder, signature, arguments):
+        x, y = (builder.load(builder.inttoptr(one, bytes_.as_pointer()), align=1) for one in arguments)
+        return builder.bitcast(builder.icmp_unsigned("!=", x, y), ir.IntType(64))
+
+    return nb.uint64(nb.intp, nb.intp), code
 
 
 @jit
-def record(flipped, row_start, bytes_, column, gaps, differences, state):
-    """Change, of the eight bytes of a row from `column` on, those whose bits are `flipped`, and list them."""
-    while flipped != u64(0):
-        byte = np.int64(trailing_zeros(flipped)) >> 3
-        old, new = bytes_[column + byte], u8(bytes_[column + byte] ^ u8(flipped >> u64(8 * byte)))
-        flipped &= ~u64(u64(0xFF) << u64(8 * byte))
-        at = row_start + column + byte
-        gap = at - state[0] - 1
-        while gap > 65535:
-            gaps[state[1]], differences[state[1]] = 65535, 0
-            state[1] += 1
-            gap -= 65536
-        gaps[state[1]], differences[state[1]] = gap, new - old
-        bytes_[column + byte] = new
-        state[0] = at
-        state[1] += 1
-        state[2] += 1
+def record(codes, bytes_, row_start, gaps, differences, state):
+    """Make the bytes of a row what `codes` are, and list those that differ."""
+    last, entries, changes = state[0], state[1], state[2]
+    new, held, columns = codes.ctypes.data, bytes_.ctypes.data, len(codes)
+    for first in range(0, columns, 64):
+        if first + 64 <= columns:
+            left = differing(new + first, held + first)
+        else:
+            left = u64(0)
+            for k in range(first, columns):
+                left |= u64(codes[k] != bytes_[k]) << u64(k - first)
+        while left != u64(0):
+            k = first + np.int64(trailing_zeros(left))
+            left &= left - u64(1)
+            gap = row_start + k - last - 1
+            while gap > 65535:
+                gaps[entries], differences[entries] = 65535, 0
+                entries += 1
+                gap -= 65536
+            gaps[entries], differences[entries] = gap, codes[k] - bytes_[k]
+            bytes_[k] = codes[k]
+            last = row_start + k
+            entries += 1
+            changes += 1
+    state[0], state[1], state[2] = last, entries, changes
 
 
 @jit
@@ -387,13 +396,10 @@ def quantize_delta(
 ):  # fmt: skip
     """Rows `row` to `end`, counted through all matrices, until the entries might not fit; returns where to go on.
 
-    out: what the rows are compared with, and then what they are. state: see `Recording`. codes: scratch for a row, as
-    long as whole groups, zero beyond the row.
+    out: what the rows are compared with, and then what they are. state: see `Recording`. codes: scratch for a row.
     """
     origin, matrix_stride, stride = place
     columns = len(scales)
-    words = codes.view(u64)
-    zeros = np.zeros_like(words)
     shifted, next_strip = False, row
     matrix, within = divmod(row, out.shape[1])
     for r in range(row, end):
@@ -412,23 +418,13 @@ def quantize_delta(
             shifted = pow2 and shifts_of(scales, maxima)
         values, bytes_ = x[start : start + columns], out[matrix, within]
         fetch(bytes_.ctypes.data + AHEAD, columns)
+        if columns * x.itemsize <= NARROW and within + height < out.shape[1]:
+            fetch(values.ctypes.data + height * stride * x.itemsize, columns * x.itemsize)
         if shifted:
-            shift_row(values, maxima, codes[:columns])
+            shift_row(values, maxima, codes)
         else:
-            convert_row(values, scales, codes[:columns])
-        if columns == len(codes):
-            held = bytes_.view(u64)
-        else:
-            held = zeros
-            for k in range(columns):
-                codes[k] ^= bytes_[k]
-        for first in range(0, len(words), GROUP):
-            if equal_groups(words[first : first + GROUP], held[first : first + GROUP]):
-                continue
-            for word in range(first, first + GROUP):
-                flipped = words[word] ^ held[word]
-                if flipped != u64(0):
-                    record(flipped, r * columns, bytes_, word * 8, gaps, differences, state)
+            convert_row(values, scales, codes)
+        record(codes, bytes_, r * columns, gaps, differences, state)
         within += 1
         if within == out.shape[1]:
             matrix, within = matrix + 1, 0
