@@ -292,25 +292,19 @@ class _Sending:
     def room(self, piece: Piece, nbytes: int) -> Tensor | None:
         """Memory for an entry, in the bucket of the first link that wants the piece and still holds, if any does."""
         for i in self._open_links(piece.targets):
-            try:
-                with self.report.timed("send"):
-                    return self.going[i].room(nbytes)
-            except LinkError as error:
-                self._failed(i, error)
+            with self._or_failed(i), self.report.timed("send"):
+                return self.going[i].room(nbytes)
         return None
 
     def add(self, piece: Piece, payload: Tensor, encoding: Encoding, mark: Mark) -> None:
         """Make an entry of what `room` gave, and copy it to the other links that want the piece."""
         first, nbytes = next(self._open_links(piece.targets)), payload.nbytes
         for i in self._open_links(piece.targets):
-            try:
-                with self.report.timed("send"):
-                    if i != first:
-                        self.going[i].room(nbytes).copy_(payload)
-                    self.going[i].add(Entry(piece.targets[i], encoding, nbytes, ""), mark, piece.part)
-                    self.report.count(piece.part, nbytes)
-            except LinkError as error:
-                self._failed(i, error)
+            with self._or_failed(i), self.report.timed("send"):
+                if i != first:
+                    self.going[i].room(nbytes).copy_(payload)
+                self.going[i].add(Entry(piece.targets[i], encoding, nbytes, ""), mark, piece.part)
+                self.report.count(piece.part, nbytes)
 
     def finish(self, abort: str = "") -> None:
         if abort:  # what is in buckets is not to be read any more, nor to go out while another link is waited for
@@ -318,11 +312,8 @@ class _Sending:
             for outgoing in self.going.values():
                 outgoing.drop(self.readings)
         for i in self._open_links(list(self.going)):
-            try:
-                with self.report.timed("send"):
-                    self.going[i].send(last=True, abort=abort)
-            except LinkError as error:
-                self._failed(i, error)
+            with self._or_failed(i), self.report.timed("send"):
+                self.going[i].send(last=True, abort=abort)
 
     def _open_links(self, links: Iterable[LinkId]) -> Iterator[LinkId]:
         """The links that hold when it is their turn."""
@@ -331,14 +322,31 @@ class _Sending:
     def _flush(self) -> None:
         """Send what waits here for more, so that no sink waits for it that another one waits for (`pace`)."""
         for i in self._open_links(list(self.going)):
-            try:
+            with self._or_failed(i):
                 self.going[i].flush()
-            except LinkError as error:
-                self._failed(i, error)
 
-    def _failed(self, i: LinkId, error: LinkError) -> None:
-        self.report.failed[i] = str(error)
-        self.going.pop(i, None)
+    def _or_failed(self, i: LinkId) -> "_OrFailed":
+        return _OrFailed(self, i)
+
+
+class _OrFailed:
+    """A link that breaks in the block is left out of the rest and reported."""
+
+    __slots__ = ("link", "sending")
+
+    def __init__(self, sending: _Sending, link: LinkId) -> None:
+        self.sending, self.link = sending, link
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, LinkError):
+            return False
+        self.sending.report.failed[self.link] = str(error)
+        self.sending.going.pop(self.link, None)
+        return True
 
 
 class _Quantizing(Timed):

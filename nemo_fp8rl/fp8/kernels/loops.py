@@ -200,7 +200,7 @@ def convert_normal(typing, values, shifts, codes):
             h = builder.load(at(x, 2 * first, i16s), align=2)
             value = function("usub.sat", builder.add(h, h), builder.load(at(taken, 2 * first, i16s), align=2))
             smallest = function("umin", smallest, value)
-            odd = builder.and_(builder.lshr(h, every(3)), every(2))
+            odd = builder.and_(builder.lshr(h, every(3)), every(2))  # whether the last digit that stays is
             magnitude = builder.trunc(builder.lshr(builder.add(value, odd), every(5)), i8s)
             negative = function("smax", function("smin", h, every(127)), every(-128))  # one instruction, with trunc
             sign = builder.and_(builder.trunc(negative, i8s), every(0x80, i8s))
