@@ -7,7 +7,7 @@ into a live vLLM engine in another, in FP8 with power-of-two scales. Before ever
 step at a learning rate of 1e-6. The ways:
 
     classic         bf16 travels, the engine's worker quantizes by NeMo RL's formulation, vLLM's layerwise reload
-    full, loaders   FP8 travels; layerwise reload
+    full, loaders   FP8 travels; layerwise reload, as for what vLLM repacks (a run's first also compares what is held)
     full            FP8 travels; written to where it belongs, which is what a run does
     delta           what changed travels and is applied in place
     wire            as full, but the engine drops what it receives
@@ -29,6 +29,8 @@ import tempfile
 import time
 import warnings
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -66,8 +68,8 @@ OVERRIDES_ON_GPU = (
     "policy.generation.vllm_cfg.gpu_memory_utilization=0.3",
 )
 BUSY = 1.1
-"""Seconds after an answer until vLLM's process of the engine leaves the processor alone while it waits, as it does in a
-run, where a step lies between (shm_broadcast.SpinCondition).
+"""Seconds after a call until the two processes of vLLM's engine, its core and its worker, leave the processor alone
+while they wait, as they do in a run, where a step lies between (shm_broadcast.SpinCondition).
 """
 WAYS = ("classic", "full, loaders", "full", "delta", "wire")
 
@@ -126,27 +128,34 @@ class Bench:
     def step(self) -> None:
         self.policy.train_step(self.batch, NllLoss())
 
-    def refit(self, mode: str, loaders: bool = False) -> RefitReport:
-        direct = self.bridge.connected[0]
-        if loaders:
-            self.core.rpc("bench_direct", [])
+    def refit(self, mode: str) -> RefitReport:
         self.bridge.choice = ModeChoice(mode)
-        report = self.bridge.refit()
-        if loaders:
+        return self.bridge.refit()
+
+    @contextmanager
+    def ready_for(self, way: str) -> Iterator[None]:
+        """With the engine set up for one of the ways, outside of what is measured."""
+        if way == "classic":  # over links of its own, opened at the first use and kept
+            if self.bf16_addresses:
+                links = [[(self.bf16_addresses[0], to_json(self.bf16_route))]]
+                self.core.rpc("bench_links", links, self.generation.token)
+                self.bf16_addresses = []
+            self.core.rpc("bench_use", "classic")
+            yield
+            self.core.rpc("bench_use", "ours")
+        elif way == "full, loaders":
+            direct = self.bridge.connected[0]
+            self.core.rpc("bench_direct", [])
+            yield
             self.core.rpc("bench_direct", sorted(direct))
             self.bridge.connected[0] = direct
-        return report
+        else:
+            yield
 
     def classic(self) -> None:
-        """Over links of its own, opened at the first use and kept."""
-        if self.bf16_addresses:
-            self.core.rpc("bench_links", [[(self.bf16_addresses[0], to_json(self.bf16_route))]], self.generation.token)
-            self.bf16_addresses = []
-        self.core.rpc("bench_use", "classic")
         self.bf16.start(self.worker.weights().for_refit(), 10**6, [0], digests=False)
         self.core.rpc("bench_classic", 10**6, self.cfg.nemo_fp8rl.scale_format)
         self.bf16.finish()
-        self.core.rpc("bench_use", "ours")
 
     def wire(self) -> None:
         self.worker.refit.start(self.worker.weights().for_refit(), 10**6, [0], digests=True)
@@ -159,19 +168,20 @@ class Bench:
             "classic": self.classic,
             "wire": self.wire,
             "full": lambda: self.refit("full"),
-            "full, loaders": lambda: self.refit("full", loaders=True),
+            "full, loaders": lambda: self.refit("full"),
             "delta": lambda: self.refit("delta"),
         }
-        engine = self.core.rpc("bench_cpu")[0]
-        time.sleep(BUSY)
-        trainer = resource.getrusage(resource.RUSAGE_SELF).ru_utime
-        start = time.perf_counter()
-        report = calls[way]()
-        wall = time.perf_counter() - start
-        spent = {
-            "trainer": resource.getrusage(resource.RUSAGE_SELF).ru_utime - trainer,
-            "engine": self.core.rpc("bench_cpu")[0] - engine,
-        }
+        with self.ready_for(way):
+            self.core.rpc("bench_watch", BUSY)
+            time.sleep(BUSY + 0.1)
+            trainer = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+            start = time.perf_counter()
+            report = calls[way]()
+            wall = time.perf_counter() - start
+            spent = {
+                "trainer": resource.getrusage(resource.RUSAGE_SELF).ru_utime - trainer,
+                "engine": self.core.rpc("bench_spent")[0],
+            }
         found = {"wall": wall, **spent, "cpu": sum(spent.values())}
         if report is not None:
             found |= {"nbytes": report.nbytes, "wire": report.wire_over_bf16, "kept": report.base_nbytes}

@@ -5,6 +5,7 @@ import resource
 import time
 from dataclasses import replace
 from pathlib import Path
+from threading import Timer
 
 import torch
 from measure import ON_GPU, wait_for_gpu
@@ -88,9 +89,16 @@ class BenchmarkExtension(RefitWorkerExtension):
         wait_for_gpu()
         return time.perf_counter() - start
 
-    def bench_cpu(self) -> float:
-        """User CPU seconds of this process."""
-        return resource.getrusage(resource.RUSAGE_SELF).ru_utime
+    def bench_watch(self, delay: float) -> None:
+        """From so many seconds after this call on, count what this process spends."""
+        self.bench_timer = Timer(delay, lambda: setattr(self, "bench_cpu", _user_cpu()))
+        self.bench_timer.start()
+
+    def bench_spent(self) -> float:
+        """User CPU seconds since then."""
+        spent = _user_cpu()
+        self.bench_timer.join()
+        return spent - self.bench_cpu
 
     def bench_memory(self, begin: bool) -> int:
         """begin: start to watch; then the bytes by which the peak rose above that."""
@@ -105,6 +113,10 @@ class BenchmarkExtension(RefitWorkerExtension):
             self.bench_before = _status("VmRSS")
             return 0
         return _status("VmHWM") - self.bench_before
+
+
+def _user_cpu() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_utime
 
 
 def _status(name: str) -> int:

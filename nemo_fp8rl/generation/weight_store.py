@@ -154,7 +154,8 @@ class WeightStore:
 
 class _Loading:
     """One version on its way in. written: names of tensors that went into memory directly. arrived: digests of the
-    pieces of those for vLLM's loaders. kv_scales: by name, each with the trainer's digest.
+    pieces of those for vLLM's loaders, until it is found out what these leave as it came. kv_scales: by name, each with
+    the trainer's digest.
     """
 
     def __init__(self, store: WeightStore, links: Sequence[IncomingLink], version: int, verify: bool) -> None:

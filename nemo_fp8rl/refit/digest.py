@@ -16,9 +16,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-_memory = ctypes.pythonapi.PyMemoryView_FromMemory
-"""Not numpy, which would forbid a sleeping engine to free the memory."""
-_memory.argtypes, _memory.restype = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int), ctypes.py_object
+_signature = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_memory = _signature(("PyMemoryView_FromMemory", ctypes.pythonapi))
+"""(address, bytes, READ) -> memoryview. Not numpy, which would forbid a sleeping engine to free the memory."""
 READ = 0x100
 """PyBUF_READ."""
 WORDS = "words:"

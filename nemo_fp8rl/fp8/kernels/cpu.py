@@ -28,6 +28,7 @@ CHUNK_ENTRIES = 1 << 17
 
 def quantize(x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, scale_inv: Tensor) -> None:
     """x [E, N, K] -> data, E4M3 [E, N, K], and scale_inv, float32 [E, ceil(N/b0), ceil(K/b1)]."""
+    assert data.is_contiguous()
     filled = scale_inv.contiguous()
 
     def work(first: int, end: int) -> None:
@@ -47,6 +48,7 @@ def quantize_delta(
 
     Reads what `data` holds and writes where it differs, so base is best `data` itself.
     """
+    assert data.is_contiguous()
     if base.data_ptr() != data.data_ptr():
         data.copy_(base)
     limit = int(MAX_CHANGED * x.numel())
