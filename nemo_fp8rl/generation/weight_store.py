@@ -39,7 +39,7 @@ if current_platform.is_cuda():
 
 
 class WeightStore:
-    """direct: names of tensors that are written in place; empty until the first version is loaded, and `found_out`."""
+    """direct: names of tensors that are written in place; empty until that is found out, by the first load."""
 
     def __init__(self, model_runner: Any) -> None:
         self.runner = model_runner

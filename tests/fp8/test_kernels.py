@@ -468,11 +468,9 @@ def unresolved(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     """No kernel has been chosen yet, and Triton does not interpret; holds the log."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     kernels.resolve.cache_clear()
-    kernels.load.cache_clear()
     with caplog.at_level(logging.INFO, logger=kernels.logger.name):
         yield caplog
     kernels.resolve.cache_clear()
-    kernels.load.cache_clear()
 
 
 def test_auto_means_cpu_on_a_cpu_and_the_log_says_so_once(unresolved):

@@ -69,11 +69,14 @@ def resolve(name: KernelName, device: str) -> str:
     return name
 
 
-@functools.cache
 def load(name: KernelName, device: str) -> Kernel:
     """The module of the kernel that `name` means on a device type."""
-    module = importlib.import_module(f"{__name__}.{_MODULE[resolve(name, device)]}")
-    return cast(Kernel, module)
+    return _module(resolve(name, device))
+
+
+@functools.cache
+def _module(kernel: str) -> Kernel:
+    return cast(Kernel, importlib.import_module(f"{__name__}.{_MODULE[kernel]}"))
 
 
 @functools.cache
