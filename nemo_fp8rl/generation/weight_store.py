@@ -39,7 +39,9 @@ if current_platform.is_cuda():
 
 
 class WeightStore:
-    """direct: names of tensors that are written in place; empty until that is found out, by the first load."""
+    """version: the last that was loaded, -1 before the first. direct: names of tensors that are written in place, which
+    the first load finds out.
+    """
 
     def __init__(self, model_runner: Any) -> None:
         self.runner = model_runner
@@ -48,7 +50,6 @@ class WeightStore:
         fp8_layers = config.quant_config.fp8_layers if config.quant_config else Fp8Layers.none()
         self.slots = slots(self.model, read_hf_config(config.model_config.model), config.model_config.dtype, fp8_layers)
         self.direct: frozenset[str] = frozenset()
-        self.found_out = False
         self.version = -1
         self.verify_seconds = 0.0
 
@@ -76,8 +77,8 @@ class WeightStore:
             raise AssertionError(f"{left[0][0]} is written in place, and came for vLLM's loaders")
         if loading.error is not None:
             raise loading.error
-        if not self.found_out:
-            self.direct, self.found_out = frozenset(self._kept_as_it_came(loading.arrived)), True
+        if self.version < 0:
+            self.direct = frozenset(self._kept_as_it_came(loading.arrived))
         self._derive(loading.written)
         loading.set_kv_scales()
         self.verify_seconds = loading.readings.seconds
@@ -154,8 +155,7 @@ class WeightStore:
 
 class _Loading:
     """One version on its way in. written: names of tensors that went into memory directly. arrived: digests of the
-    pieces of those for vLLM's loaders, until it is found out what these leave as it came. kv_scales: by name, each with
-    the trainer's digest.
+    pieces of those for vLLM's loaders, of a first version. kv_scales: by name, each with the trainer's digest.
     """
 
     def __init__(self, store: WeightStore, links: Sequence[IncomingLink], version: int, verify: bool) -> None:
@@ -208,7 +208,7 @@ class _Loading:
 
     def _assemble(self, item: Received) -> Iterator[tuple[str, Tensor]]:
         part, content = item.part, self._arrived_whole(item)
-        if not self.store.found_out:
+        if self.store.version < 0:
             self.arrived[part] = Mark(item.digest) if self.verify else self.readings.digest(content)
         if (assembly := self.assembling.get(part.name)) is None:
             assembly = _Assembly(self.store.slots[part.name].part, content.data.device)

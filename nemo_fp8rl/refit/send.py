@@ -5,7 +5,7 @@ It is quantized, or copied where the rank holds FP8, straight into one link's bu
 of other engines. For deltas a rank keeps the bytes that it sent last.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -27,17 +27,15 @@ from nemo_fp8rl.fp8.delta import Delta
 from nemo_fp8rl.fp8.format import all_finite, nan_codes, non_finite
 from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart, blocks_of
-from nemo_fp8rl.refit.message import Content, Encoding, Entry, Header
-from nemo_fp8rl.refit.plan import aligned
+from nemo_fp8rl.refit.message import Content, Encoding, Entry
+from nemo_fp8rl.refit.outgoing import Outgoing
 from nemo_fp8rl.refit.readings import Mark, Readings, on_gpu
 from nemo_fp8rl.refit.report import LinkId, SendReport, Timed
-from nemo_fp8rl.refit.transport.link import LinkError, SendingEnd, settle
+from nemo_fp8rl.refit.transport.link import LinkError, SendingEnd
 from nemo_fp8rl.region import Region
 
 DELTA_FROM = 1 << 14
 """Bytes below which a piece is sent whole: a delta of it would hardly be smaller."""
-PATIENCE = 0.05
-"""Seconds to wait for a bucket before the others go out as full as they are."""
 
 
 @dataclass(frozen=True)
@@ -47,64 +45,6 @@ class Link:
     end: SendingEnd
     route: Route
     whole: frozenset[str] = frozenset()
-
-
-class Outgoing:
-    """A link during one refit: the bucket in the making.
-
-    It is sent when it is full, or when deltas in it stand for as much: the sink is to work meanwhile. And before the
-    rank waits for a bucket of another link. readings: of all that the rank has in buckets, whichever link takes it.
-    """
-
-    def __init__(self, end: SendingEnd, version: int, before_waiting: Callable[[], None], readings: Readings) -> None:
-        self.end, self.version, self.before_waiting, self.sequence = end, version, before_waiting, 0
-        self.readings = readings
-        self.entries: list[tuple[Entry, Mark]] = []
-        self.bucket: Tensor | None = None
-        self.capacity = self.filled = self.stands_for = 0
-
-    def room(self, nbytes: int) -> Tensor:
-        """Memory for the next entry, of up to `nbytes`."""
-        start = aligned(self.filled)
-        if self.bucket is not None and start + nbytes > self.capacity:
-            self.send(last=False)
-            start = 0
-        return self._held()[start : start + nbytes]
-
-    def add(self, entry: Entry, mark: Mark, part: TensorPart) -> None:
-        """Add the entry, of this part, that is in what `room` gave. mark: its digest."""
-        assert self.bucket is not None
-        self.filled = aligned(self.filled) + entry.nbytes
-        self.stands_for += part.nbytes
-        self.entries.append((entry, mark))
-        if self.stands_for >= self.capacity:
-            self.send(last=False)
-
-    def drop(self, readings: Readings) -> None:
-        """Drop what is in the bucket, and go on with these readings."""
-        self.readings, self.entries, self.filled, self.stands_for = readings, [], 0, 0
-
-    def flush(self) -> None:
-        if self.entries:
-            self.send(last=False)
-
-    def send(self, last: bool, abort: str = "") -> None:
-        """Raises NonFiniteError instead, with the tensor's name, where a value that is on its way is not finite."""
-        self.readings.finish()
-        settle(self._held())
-        entries = tuple(entry._replace(digest=mark.text) for entry, mark in self.entries)
-        header = Header(self.version, self.sequence, entries, last, abort)
-        self.end.send(header.encode(), self.filled)
-        self.bucket, self.entries, self.sequence = None, [], self.sequence + 1
-        self.filled = self.stands_for = 0
-
-    def _held(self) -> Tensor:
-        if self.bucket is None:
-            if not self.end.free(PATIENCE):
-                self.before_waiting()
-            self.bucket = self.end.buffer()
-            self.capacity = len(self.bucket)
-        return self.bucket
 
 
 @dataclass
@@ -379,16 +319,16 @@ def _cut(weight: Tensor | BlockScaled, part: TensorPart, region: Region) -> Tens
 def _cut_tensor(weight: Tensor, part: TensorPart, region: Region, block: int = BLOCK[0]) -> Tensor:
     """block: rows of one, which no matrix of a stack may cut."""
     is_stack = weight.dim() > len(part.size)
-    height = weight.size(1) if is_stack else 0
-    if region == part.region and height % block == 0:
+    uncut = not is_stack or weight.size(1) % block == 0
+    if region == part.region and uncut:
         return weight
     index = part.local(region)
     if not is_stack:
         return weight[index]
-    rows, columns = index
+    (rows, columns), height = index, weight.size(1)
     first, end = rows.start // height, -(-rows.stop // height)
     matrices = weight[first:end, :, columns]
-    if (rows.start, rows.stop, height % block) == (first * height, end * height, 0):
+    if uncut and (rows.start, rows.stop) == (first * height, end * height):
         return matrices
     return matrices.flatten(0, 1)[rows.start - first * height : rows.stop - first * height]
 

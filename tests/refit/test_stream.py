@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import BlockScaled, quantize_blockwise
-from nemo_fp8rl.refit import receive, send
+from nemo_fp8rl.refit import outgoing, receive
 from nemo_fp8rl.refit.manifest import RefitError, Sources, TensorPart
 from nemo_fp8rl.refit.message import Entry, Header
 from nemo_fp8rl.refit.plan import aligned
@@ -657,7 +657,7 @@ def test_the_last_delta_leaves_no_base_to_build_on():
     assert stream.senders[0].base_version == -1
 
 
-@pytest.mark.parametrize(("module", "name"), [(send, "send"), (receive, "release")], ids=["sender", "receiver"])
+@pytest.mark.parametrize(("module", "name"), [(outgoing, "send"), (receive, "release")], ids=["sender", "receiver"])
 def test_a_gpu_has_done_its_work_on_a_bucket_before_the_bucket_changes_hands(monkeypatch, module, name):
     """Links know nothing of streams: what is queued on one is waited for by `settle`."""
     weights, stream, happened = random_weights(PARTS), Stream([PARTS], [PARTS], bucket=20_000), []

@@ -24,9 +24,7 @@ ROUND = 14
 AHEAD = 4096
 """Bytes that are asked for before they are compared: the processor's own prefetching is late for them."""
 NARROW = 2048
-"""Bytes of a row up to which the strip that comes next is asked for: two strips fit the cache then, and so short a row
-is over before the processor's own prefetching has begun.
-"""
+"""Bytes of a row up to which the strip that comes next is asked for; with longer rows that gains nothing."""
 jit = nb.njit(nogil=True, cache=True, error_model="numpy")  # fastmath stays off: it changes bits
 
 
