@@ -8,11 +8,11 @@ the weights' sum is in another order. What it takes in one part is equal to the 
 how much that is depends on head dimension and cache: of prompts 300 tokens at 128, 100 at 256 where it was measured.
 """
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import torch
 from torch import Tensor
+
+from nemo_fp8rl.fp8.kernels.threads import in_threads
 
 THREAD_PRODUCTS = 1 << 24
 """A thread is given at least as many, values of queries times keys: about two milliseconds."""
@@ -34,11 +34,5 @@ def ordered_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, s
         part = slice(first, end)
         attend(q[part], k[part], v[part], np.float32(late), result[part], fused)
 
-    threads = max(1, min(torch.get_num_threads(), len(q), q.size * q.shape[-2] // THREAD_PRODUCTS))
-    if threads == 1:
-        work(0, len(q))
-        return out
-    ends = [len(q) * i // threads for i in range(threads + 1)]
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(work, ends, ends[1:]))
+    in_threads(work, len(q), min(torch.get_num_threads(), q.size * q.shape[-2] // THREAD_PRODUCTS))
     return out

@@ -215,10 +215,9 @@ def test_a_delta_is_made_up_to_an_eighth_of_the_bytes_and_not_of_one_more(shape,
 
 def test_large_tensors_give_the_same_delta_for_any_number_of_threads():
     x = matrix((2100, 1101))
-    assert x.numel() > 2 * cpu.THREAD_VALUES
     positions = sorted(random.Random(0).sample(range(x.numel()), 150_000))  # more than CHUNK_ENTRIES
     for threads in (1, 2, 3):
-        assert_delta_is(x, positions, "cpu", threads=threads)
+        assert_delta_is(x, positions, "cpu", threads=threads, values=x.numel() // 2)
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "reference"])

@@ -25,6 +25,7 @@ from torch import Tensor
 from nemo_fp8rl.fp8 import BlockScaled, KernelError, NonFiniteError, kernels, quantize_blockwise, quantize_delta
 from nemo_fp8rl.fp8.format import scale_shape
 from nemo_fp8rl.fp8.kernels import cpu, loops
+from nemo_fp8rl.fp8.kernels import threads as shared
 from tests.fp8.values import BLOCKS, DTYPES, EACH_DTYPE, EACH_FORMAT, FORMATS, INTEGER, random_values
 
 ROOT = Path(kernels.__file__).parents[3]
@@ -119,14 +120,39 @@ def test_cpu_equals_reference_however_the_work_is_cut_and_shared(x, block, scale
 @pytest.mark.parametrize(("shape", "dtype"), [((2100, 1101), torch.bfloat16), ((5, 700, 640), torch.float32)])
 def test_large_tensors_are_quantized_alike_by_any_number_of_threads(shape, dtype, block, scale_format):
     x = random_values(shape, dtype, "0.02", seed=0)
-    assert x.numel() > 2 * cpu.THREAD_VALUES
     expected, expected_inv = quantized(x, block, scale_format, "reference")
     for number in (1, 2, 3):
-        with threads(number), mock.patch.object(cpu, "ThreadPoolExecutor", wraps=cpu.ThreadPoolExecutor) as pool:
+        with (
+            threads(number),
+            mock.patch.object(cpu, "THREAD_VALUES", x.numel() // 2),
+            mock.patch.object(shared, "_pool", wraps=shared._pool) as pool,
+        ):
             data, scale_inv = quantized(x, block, scale_format, "cpu")
-        assert pool.call_count == (number > 1)
+        assert pool.call_count == number - 1
         np.testing.assert_array_equal(data, expected)
         np.testing.assert_array_equal(scale_inv, expected_inv)
+
+
+FORKED = """
+import os
+import torch
+from nemo_fp8rl.fp8 import quantize_blockwise
+from nemo_fp8rl.fp8.kernels import cpu
+cpu.THREAD_VALUES = 1
+torch.set_num_threads(2)
+x = torch.ones(256, 128, dtype=torch.bfloat16)
+quantize_blockwise(x, kernel="cpu")
+child = os.fork()
+quantize_blockwise(x, kernel="cpu")
+if not child:
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_process_has_threads_of_its_own():
+    process = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60, check=True)
+    assert process.stdout == "7\n"
 
 
 @KERNELS

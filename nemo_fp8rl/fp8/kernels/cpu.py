@@ -5,7 +5,6 @@ stack. Input is read where it is, but float16 and rows that do not lie in one pi
 """
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +15,13 @@ from torch import Tensor
 from nemo_fp8rl.fp8.delta import ESCAPE, MAX_CHANGED, Delta
 from nemo_fp8rl.fp8.format import Block, ScaleFormat
 from nemo_fp8rl.fp8.kernels import loops
+from nemo_fp8rl.fp8.kernels.threads import in_threads
 
 LARGEST = {dtype: np.float32(torch.finfo(dtype).max) for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 PIECE_VALUES = 1 << 20
 """Values copied at a time where x cannot be read in place."""
-THREAD_VALUES = 1 << 20
-"""Values below which a second thread costs more than it brings."""
+THREAD_VALUES = 1 << 23
+"""Values below which a second thread, where waking one takes long, costs more than it brings."""
 CHUNK_ENTRIES = 1 << 17
 """Entries of a delta recorded before they are put aside."""
 
@@ -36,7 +36,7 @@ def quantize(x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, s
         for readable in _readable(x, block, first, end):
             loops.quantize(*readable, *out, *rule)
 
-    _in_threads(work, x, block)
+    _shared_out(work, x, block)
     if filled is not scale_inv:
         scale_inv.copy_(filled)
 
@@ -65,7 +65,7 @@ def quantize_delta(
                 loops.quantize(memory, place, a, b, *out, *rule)
         return recording
 
-    recordings = _in_threads(work, x, block)
+    recordings = _shared_out(work, x, block)
     if sum(recording.changed for recording in recordings) > limit:
         return None
     return _joined(recordings, x.numel())
@@ -81,7 +81,7 @@ def quantize_dequantize(x: Tensor, block: Block, scale_format: ScaleFormat, dtyp
         for readable in _readable(x, block, first, end):
             loops.quantize_dequantize(*readable, _bits(out), *rule)
 
-    _in_threads(work, x, block)
+    _shared_out(work, x, block)
     return out[0].to(dtype)
 
 
@@ -123,15 +123,10 @@ def _top(x: Tensor, block: Block, strip: int) -> int:
     return matrix * x.size(1) + own * block[0]
 
 
-def _in_threads(work: Callable[[int, int], Any], x: Tensor, block: Block) -> list[Any]:
+def _shared_out(work: Callable[[int, int], Any], x: Tensor, block: Block) -> list[Any]:
     """Results of `work(first, end)` on neighbouring shares of the strips, in their order."""
     strips = x.size(0) * _strips(x, block) if x.size(2) else 0
-    threads = min(torch.get_num_threads(), strips, 1 + x.numel() // THREAD_VALUES)
-    if threads <= 1:
-        return [work(0, strips)] if strips else []
-    ends = [strips * i // threads for i in range(threads + 1)]
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(work, ends, ends[1:]))
+    return in_threads(work, strips, min(torch.get_num_threads(), 1 + x.numel() // THREAD_VALUES))
 
 
 def _rule(x: Tensor, block: Block, scale_format: ScaleFormat) -> tuple[Any, ...]:
