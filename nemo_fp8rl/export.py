@@ -92,7 +92,7 @@ def export(
                 _quantize(reader, shapes, writer, scale_format, fp8_layers)
             (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             for path in (path for pattern in COPIED for path in checkpoint.glob(pattern)):
-                shutil.copyfile(path, partial / path.name)
+                (partial / path.name).write_bytes(_content(path))
     files = f"{len(writer.files)} files" if len(writer.files) > 1 else "1 file"
     layers = f"{fp8_layers.count} of {hf.num_hidden_layers} layers in FP8"
     print(f"wrote {output}: {layers}, {decimal(writer.nbytes)} in {files}")
@@ -156,6 +156,13 @@ def _quantize(
             before, layer = layer, LAYER.search(name)
             if number == len(names) or (before and layer and before[1] != layer[1]):
                 display.step(number, {"written": decimal(written)})
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); mend it or take it out of the checkpoint") from None
 
 
 def _check_space(output: Path, nbytes: int) -> None:

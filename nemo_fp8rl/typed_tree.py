@@ -5,7 +5,7 @@ Kept apart from `config` so that the blocks themselves need neither OmegaConf no
 
 import dataclasses
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from nemo_fp8rl.errors import UserError
@@ -66,8 +66,18 @@ def check_keys(given: Any, block: type, prefix: str = "", known: Sequence[str] =
             raise UserError(f"{prefix}{key} must be one value, got the mapping {shown(value)}")
         elif value == "???":
             raise _required(f"{prefix}{key}")
-        elif wanted := _no_number(hints[key], value):
-            raise UserError(f"{prefix}{key}={shown(value)}: input should be {wanted}")
+        else:
+            for name, hint, one in _single(f"{prefix}{key}", hints[key], value):
+                if wanted := _no_number(hint, one):
+                    raise UserError(f"{name}={shown(one)}: input should be {wanted}")
+
+
+def _single(key: str, hint: Any, value: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(name, type hint, value) of the values in it: itself, or what is in a list."""
+    if get_origin(hint) is tuple and isinstance(value, list):
+        yield from ((f"{key}[{i}]", get_args(hint)[0], part) for i, part in enumerate(value))
+    else:
+        yield key, hint, value
 
 
 def _required(key: str) -> UserError:
