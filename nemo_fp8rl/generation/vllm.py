@@ -348,6 +348,7 @@ class VllmGeneration:
                 if is_ours := self.lives[engine] == life:
                     self.gone.add(engine)
                     self._replace(engine, death)
+                    self.fenced[engine] = self.lives[engine]  # or catching it up would not replace it once more
                 return is_ours
 
         try:

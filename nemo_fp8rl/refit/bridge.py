@@ -13,6 +13,7 @@ from a version that was committed, and from the first byte of the next one on it
     the trainer dies, or does not answer  its links break, the engines stay fenced
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -24,6 +25,8 @@ from nemo_fp8rl.refit.mode import Mode, ModeChoice
 from nemo_fp8rl.refit.plan import Capacities, Routes, bucket_memory, plan
 from nemo_fp8rl.refit.report import Loaded, RefitReport, SendReport
 from nemo_fp8rl.refit.transport.link import Asked
+
+logger = logging.getLogger(__name__)
 
 Transport = Literal["in_process"] | Asked
 Verify = Literal["off", "digest", "full"]
@@ -309,7 +312,10 @@ class RefitBridge:
                 if isinstance(outcome, Exception):  # or the trainer would wait for one that hangs
                     self._disconnect(engine, answers=not self.sink.is_death(outcome))
             finishing = True
-            return self.source.finish_push(), outcomes
+            reports = self.source.finish_push()
+            for (engine, rank), why in {link: why for report in reports for link, why in report.failed.items()}.items():
+                logger.warning("refit %d: rank %d of engine %d was sent no more: %s", version, rank, engine, why)
+            return reports, outcomes
         except BaseException:
             for engine in engines:  # their links may hold messages of this version
                 self._disconnect(engine)

@@ -101,16 +101,16 @@ class WeightSender:
                         self._send_full(sending, piece, values, keep, digests)
             assert not pieces, f"the trainer did not hand out {sorted(pieces)[0]}"
             sending.finish()
+            if keep and not sending.report.failed:
+                self.base_version = version
         except NonFiniteError as error:
             reason = f"refit {version}: {error}; training diverged"
             sending.finish(reason)
             raise RefitError(reason) from None
         finally:
             sending.going.clear()  # each of them knows `sending`, and a link that ends must not wait for the collector
-        if keep and not sending.report.failed:
-            self.base_version = version
-        else:
-            self.base = {}
+            if self.base_version < 0:
+                self.base = {}
         sending.report.base_nbytes = sum(kept.nbytes for kept in self.base.values())
         return sending.report
 
@@ -270,7 +270,9 @@ class _Sending:
 
 
 class _OrFailed:
-    """A link that breaks in the block is left out of the rest and reported."""
+    """A link that breaks in the block is closed, so that its sink does not wait either, left out of the rest and
+    reported.
+    """
 
     __slots__ = ("link", "sending")
 
@@ -285,7 +287,8 @@ class _OrFailed:
         if not isinstance(error, LinkError):
             return False
         self.sending.report.failed[self.link] = str(error)
-        self.sending.going.pop(self.link, None)
+        if outgoing := self.sending.going.pop(self.link, None):
+            outgoing.end.close()
         return True
 
 

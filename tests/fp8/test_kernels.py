@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
+from threading import Thread
 from unittest import mock
 
 import numpy as np
@@ -128,9 +129,26 @@ def test_large_tensors_are_quantized_alike_by_any_number_of_threads(shape, dtype
             mock.patch.object(shared, "_pool", wraps=shared._pool) as pool,
         ):
             data, scale_inv = quantized(x, block, scale_format, "cpu")
-        assert pool.call_count == number - 1
+        assert pool.call_count == (number > 1)
         np.testing.assert_array_equal(data, expected)
         np.testing.assert_array_equal(scale_inv, expected_inv)
+
+
+def test_a_share_for_which_no_thread_could_be_started_never_runs(monkeypatch):
+    """It would write into what by then is other weights' memory."""
+
+    def none_left(thread: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    ran = list[int]()
+    shared._pool.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(Thread, "start", none_left)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            shared.in_threads(lambda first, end: ran.append(first), 2, 2)
+    assert ran == []
+    shared.in_threads(lambda first, end: ran.append(first), 2, 2)
+    assert sorted(ran) == [0, 1]
 
 
 FORKED = """

@@ -30,7 +30,7 @@ class FakeWorkers:
         self.ended.append(engine)
 
     def restart(self, engine: int) -> None:
-        del self.dies[engine]
+        self.dies.pop(engine, None)
 
     def stream(self, method: str, arguments: Mapping, timeout: float | None = None):
         self.asked.append(Counter({engine: len(prompts) for engine, (prompts, *_) in arguments.items()}))
@@ -109,6 +109,20 @@ def test_of_two_threads_that_lose_the_last_two_engines_one_replaces_its_own(engi
         thread.join(timeout=60)
     assert generation.engine_restarts == 1 and len(generation.gone) == 1
     assert generation.engines.ended == [*generation.gone], "its process would keep memory that the trainer needs"
+
+
+def test_an_engine_that_fails_while_it_is_caught_up_is_replaced_once_more(engines):
+    """The bridge asks for that in the middle of `on_death`."""
+    generation = engines(2)
+
+    def catch_up(engine, start, wait):
+        assert start()
+        generation.replace(engine, WorkerDied("out of memory in the load"))
+        return True
+
+    generation.on_death = catch_up
+    assert generation._revive(0, WorkerDied("killed"), life=0)
+    assert (generation.engine_restarts, generation.lives, generation.gone) == (2, [2, 0], set())
 
 
 def test_an_engine_that_was_replaced_meanwhile_is_not_ended(engines, monkeypatch):

@@ -381,7 +381,7 @@ def test_an_engine_killed_while_it_is_linked_is_replaced(make, when):
 
 
 @pytest.mark.parametrize("mode", ["full", "delta"])
-def test_an_engine_killed_before_a_refit_is_replaced(make, mode):
+def test_an_engine_killed_before_a_refit_is_replaced_and_what_its_links_said_is_logged(make, mode, caplog):
     run = make(mode=mode)
     run.bridge.refit()
     run.engines.engines[0].kill()
@@ -389,6 +389,8 @@ def test_an_engine_killed_before_a_refit_is_replaced(make, mode):
     report = run.bridge.refit()
     assert (report.retries, report.delta, run.engines.restarts) == (1, False, 1)
     assert run.holds()
+    assert "refit 1: rank 0 of engine 0 was sent no more: " in caplog.text
+    assert "engine 1" not in caplog.text
 
 
 def test_all_engines_killed_at_once_are_replaced(make):

@@ -320,6 +320,16 @@ def test_a_refusal_frees_the_sender_at_once():
         assert not reader.is_alive()
 
 
+def test_a_sink_that_its_rank_gave_up_on_hears_so_at_once():
+    """It may go on after its rank's patience is at an end, and would then wait for what does not come."""
+    sending, receiving = in_process_link(BUCKET, 0.5)
+    sender = WeightSender(FAULTY, "pow2")
+    report = sender.send(list(random_weights(FAULTY).items()), 0, {(0, 0): Link(sending, FAULTY)}, keep=True)
+    assert list(report.failed.values()) == ["no free buffer within 0.5 s, a share of cluster.engine_timeout_seconds"]
+    with pytest.raises(LinkError, match="the link is closed"):
+        receiving.receive()
+
+
 def test_a_link_that_breaks_leaves_the_others_whole():
     stream, weights = Stream([FAULTY], [FAULTY] * 3, bucket=BUCKET), random_weights(FAULTY)
     stream.links[0][0, 1].end.close()
@@ -631,6 +641,15 @@ def test_bytes_are_kept_only_for_a_delta():
     (report,) = stream.brings(weights, 2)
     assert (report.base_nbytes, sender.base_version) == (0, -1)
     assert sender.base == {}
+
+
+def test_nothing_is_kept_of_a_refit_that_was_refused():
+    weights, stream = random_weights(LARGE), Stream([LARGE], [LARGE])
+    stream.brings(weights, 0, keep=True)
+    weights[LARGE[-1].name].view(-1)[0] = torch.nan
+    (error,), _ = stream.run(weights, 1, delta=True, keep=True)
+    assert isinstance(error, RefitError)
+    assert (stream.senders[0].base_version, stream.senders[0].base) == (-1, {})
 
 
 def test_a_delta_is_of_what_was_kept_and_only_what_is_sent_is_kept():

@@ -19,7 +19,15 @@ def in_threads(work: Callable[[int, int], T], count: int, threads: int) -> list[
     threads = max(1, min(threads, count))
     ends = [count * i // threads for i in range(threads + 1)]
     own, *shares = pairwise(ends)
-    others = [_pool().submit(work, *share) for share in shares]
+    if not shares:
+        return [work(*own)]
+    pool = _pool()
+    try:
+        others = [pool.submit(work, *share) for share in shares]
+    except RuntimeError:  # no thread could be started: a share that waits for one must not run after this call
+        _pool.cache_clear()
+        pool.shutdown(cancel_futures=True)
+        raise
     try:
         results = [work(*own)]
     finally:
