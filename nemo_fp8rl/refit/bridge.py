@@ -313,8 +313,9 @@ class RefitBridge:
                     self._disconnect(engine, answers=not self.sink.is_death(outcome))
             finishing = True
             reports = self.source.finish_push()
-            for (engine, rank), why in {link: why for report in reports for link, why in report.failed.items()}.items():
-                logger.warning("refit %d: rank %d of engine %d was sent no more: %s", version, rank, engine, why)
+            broken = {engine: why for report in reports for (engine, _), why in report.failed.items()}
+            for engine, why in broken.items():  # one of an engine's links stands for all
+                logger.warning("refit %d: a link to engine %d broke: %s", version, engine, why)
             return reports, outcomes
         except BaseException:
             for engine in engines:  # their links may hold messages of this version
