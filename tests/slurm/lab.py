@@ -71,8 +71,9 @@ class Lab:
         raise AssertionError(f"job {job} is {self.state(job)} after {seconds:g} s")
 
     def hurry(self, job: str) -> None:
-        """A requeued job would wait for two minutes."""
+        """A requeued job would wait for two minutes. A node refuses one that starts in the second of its requeue."""
         if self.state(job) == "PENDING":
+            time.sleep(2)
             self.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
 
     def jobs(self) -> list[str]:
