@@ -111,7 +111,7 @@ test-nemo-rl-trainer: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 test-nemo-rl-trainer: .venv/nemo-rl/installed .venv/transformer-engine-2.20/installed .venv/nemo-rl-trainer/installed
 test-nemo-rl-trainer:  ## NeMo RL's own Megatron worker, on Megatron-Bridge and fake kernels, streams FP8
 	@PYTHONPATH=$(CURDIR)/.venv/nemo-rl-trainer:$(CURDIR)/.venv/transformer-engine-2.20:$(CURDIR)/.venv/nemo-rl \
-	  $(BIN)/python -m pytest -q -rs -p tests.transformer_engine.plugin -m nemo_rl tests/nemo_rl/test_stock_trainer.py $(ARGS)
+	  $(BIN)/python -m pytest -q -rs -p tests.transformer_engine.plugin -m nemo_rl tests/nemo_rl/stock/test_stock_trainer.py $(ARGS)
 
 .venv/nemo-rl-trainer/installed: requirements/nemo-rl-trainer.txt | setup-dev
 	@rm -rf $(@D)
@@ -129,7 +129,7 @@ test-browser: setup-dev  ## the report in a headless Chromium; BROWSER_PATH name
 
 test-loggers: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 test-loggers: .venv/loggers/installed  ## Weights & Biases and MLflow, offline; both are optional and not in the lock
-	@PYTHONPATH=$(CURDIR)/.venv/loggers $(BIN)/python -m pytest -q -rs tests/test_loggers.py $(ARGS)
+	@PYTHONPATH=$(CURDIR)/.venv/loggers $(BIN)/python -m pytest -q -rs tests/run/test_loggers.py $(ARGS)
 
 .venv/loggers/installed: requirements/loggers.txt | setup-dev
 	@rm -rf $(@D)

@@ -28,21 +28,22 @@ from torch import Tensor
 
 from nemo_fp8rl.algorithms.mismatch import mismatch_metrics
 from nemo_fp8rl.batch import TrainBatch, collate, prompt_batch
-from nemo_fp8rl.config import Config
+from nemo_fp8rl.commands.tiny_model import VOCAB_SIZE, make_tiny
+from nemo_fp8rl.common.machine import machine
+from nemo_fp8rl.config.recipe import load
+from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.data.prompts import load_prompts
-from nemo_fp8rl.generation.base import Sampling
 from nemo_fp8rl.generation.engine import VllmEngine
-from nemo_fp8rl.hf.config import FAMILIES
-from nemo_fp8rl.machine import machine
-from nemo_fp8rl.recipe import load
+from nemo_fp8rl.generation.interface import Sampling
+from nemo_fp8rl.hf.model_config import FAMILIES
 from nemo_fp8rl.refit.manifest import Sources, from_json, to_json
-from nemo_fp8rl.refit.plan import plan
-from nemo_fp8rl.tiny import VOCAB_SIZE, make_tiny
+from nemo_fp8rl.refit.route_plan import plan
 
 with warnings.catch_warnings(action="ignore"):  # of Megatron about itself
     from megatron.core.transformer.moe.experts import SequentialMLP
 
-    from nemo_fp8rl.policy import align, align_moe, linears, model, specs
+    from nemo_fp8rl.policy import layer_specs, model
+    from nemo_fp8rl.policy.layers import aligned_experts, aligned_layers, linears
     from nemo_fp8rl.policy.worker import MegatronWorker
 
 TASK = "chain"
@@ -63,17 +64,17 @@ def add_and_round(training: bool, fused: bool) -> Callable[..., Tensor]:
     return add
 
 
-class NormRoundedOnce(align.AlignedRMSNorm):
+class NormRoundedOnce(aligned_layers.AlignedRMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(self.weight.dtype)
 
 
-class SdpaWithAlignedRope(align.AlignedAttention):
+class SdpaWithAlignedRope(aligned_layers.AlignedAttention):
     """Probabilities in the activations' dtype, as torch's SDPA on a CPU has them."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | None = None) -> Tensor:
         cos, sin = self.rope.table(query.size(0), query.dtype, query.device)
-        turned = align.rotate(query, cos, sin), align.rotate(key, cos, sin), value
+        turned = aligned_layers.rotate(query, cos, sin), aligned_layers.rotate(key, cos, sin), value
         q, k, v = (t.permute(1, 2, 0, 3) for t in turned)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
         return out.permute(2, 0, 1, 3).flatten(2)
@@ -88,7 +89,7 @@ def experts_rounded_throughout(expert: Any, x: Tensor) -> Tensor:
     return expert(x)[0].float()
 
 
-class CombineInBfloat16(align_moe.AlignedExperts):
+class CombineInBfloat16(aligned_experts.AlignedExperts):
     def forward(self, *arguments: Any) -> tuple[Tensor, None]:
         output, _ = super().forward(*arguments)
         return output.to(self.config.params_dtype), None
@@ -104,21 +105,33 @@ def patch(where: Any, name: str, what: Any) -> Piece:
 
 # name -> (how to take it out, whether a family has it in a flow)
 PIECES: dict[str, tuple[Piece, Callable[[str, str], bool]]] = {
-    "RoPE: one rounding": (patch(align, "rotate", rotate_rounding_products), lambda family, flow: True),
-    "norm reads the unrounded sum": (patch(specs, "aligned_residual_add", add_and_round), lambda family, flow: True),
-    "norm rounded before its weight": (patch(specs, "AlignedRMSNorm", NormRoundedOnce), lambda family, flow: True),
-    "softmax in float32": (patch(specs, "AlignedAttention", SdpaWithAlignedRope), lambda family, flow: True),
+    "RoPE: one rounding": (patch(aligned_layers, "rotate", rotate_rounding_products), lambda family, flow: True),
+    "norm reads the unrounded sum": (
+        patch(layer_specs, "aligned_residual_add", add_and_round),
+        lambda family, flow: True,
+    ),
+    "norm rounded before its weight": (
+        patch(layer_specs, "AlignedRMSNorm", NormRoundedOnce),
+        lambda family, flow: True,
+    ),
+    "softmax in float32": (patch(layer_specs, "AlignedAttention", SdpaWithAlignedRope), lambda family, flow: True),
     "bias before the rounding": (
         patch(linears.FusedBias, "matmul", bias_after_rounding),
         lambda family, flow: family == "qwen2" and flow == "bf16",
     ),
     "router in bfloat16": (patch(model, "_mixture", float32_router), lambda family, flow: FAMILIES[family].experts),
     "expert in float32": (
-        patch(align_moe, "_expert", experts_rounded_throughout),
+        patch(aligned_experts, "_expert", experts_rounded_throughout),
         lambda family, flow: FAMILIES[family].experts and flow == "bf16",
     ),
-    "combine in float32": (patch(specs, "AlignedExperts", CombineInBfloat16), lambda f, flow: FAMILIES[f].experts),
-    "weight after the expert": (patch(specs, "AlignedExperts", SequentialMLP), lambda f, flow: FAMILIES[f].experts),
+    "combine in float32": (
+        patch(layer_specs, "AlignedExperts", CombineInBfloat16),
+        lambda f, flow: FAMILIES[f].experts,
+    ),
+    "weight after the expert": (
+        patch(layer_specs, "AlignedExperts", SequentialMLP),
+        lambda f, flow: FAMILIES[f].experts,
+    ),
 }
 
 

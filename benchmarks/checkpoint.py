@@ -27,10 +27,10 @@ from safetensors.torch import save_file
 
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import TrainBatch
-from nemo_fp8rl.machine import machine
-from nemo_fp8rl.policy.megatron import MegatronPolicy
-from nemo_fp8rl.recipe import load
-from nemo_fp8rl.tiny import make_tiny, write_model
+from nemo_fp8rl.commands.tiny_model import make_tiny, write_model
+from nemo_fp8rl.common.machine import machine
+from nemo_fp8rl.config.recipe import load
+from nemo_fp8rl.policy.rank_group import MegatronPolicy
 
 RECIPE = Path(__file__).parent.parent / "conf" / "tiny_cpu.yaml"
 

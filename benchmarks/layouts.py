@@ -16,8 +16,8 @@ from mismatch import RESULTS, TASKS, WARM_UP_STEPS, command, train
 from rich.console import Console
 from rich.table import Table
 
-from nemo_fp8rl.hf.config import FAMILIES
-from nemo_fp8rl.tiny import make_tiny
+from nemo_fp8rl.commands.tiny_model import make_tiny
+from nemo_fp8rl.hf.model_config import FAMILIES
 
 TASK = "chain"
 MIXTURES_WARM_UP = 200

@@ -21,9 +21,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from nemo_fp8rl.machine import machine
+from nemo_fp8rl.common.machine import machine
+from nemo_fp8rl.refit.transport.handshake import Post, dial
 from nemo_fp8rl.refit.transport.link import ReceivingEnd, SendingEnd
-from nemo_fp8rl.refit.transport.post import Post, dial
 
 HOST, TOKEN, SINK, TIMEOUT = "127.0.0.1", "benchmark", "sink", 60.0
 ROUNDS = 3

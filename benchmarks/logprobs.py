@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from nemo_fp8rl.machine import machine
-from nemo_fp8rl.policy.logprobs import token_logprobs
+from nemo_fp8rl.common.machine import machine
+from nemo_fp8rl.policy.layers.logprobs import token_logprobs
 
 RESULTS = Path(__file__).resolve().parent / "results" / "logprobs_cpu.json"
 CHUNKS = (256, 1024)

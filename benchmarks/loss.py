@@ -28,7 +28,7 @@ from nemo_fp8rl.algorithms.correction import correct, corrected_batch
 from nemo_fp8rl.algorithms.correction_config import PRESETS
 from nemo_fp8rl.algorithms.loss import GrpoLoss
 from nemo_fp8rl.batch import TrainBatch
-from nemo_fp8rl.machine import machine
+from nemo_fp8rl.common.machine import machine
 
 RESULTS = Path(__file__).resolve().parent / "results" / "loss_cpu.json"
 DEMO = {"rows": 512, "columns": 22, "step_seconds": 0.3}

@@ -19,8 +19,8 @@ from statistics import fmean
 from rich.console import Console
 from rich.table import Table
 
-from nemo_fp8rl.hf.config import FAMILIES
-from nemo_fp8rl.tiny import make_tiny
+from nemo_fp8rl.commands.tiny_model import make_tiny
+from nemo_fp8rl.hf.model_config import FAMILIES
 
 RECIPES = Path(__file__).resolve().parent.parent / "conf"
 RESULTS = Path(__file__).resolve().parent / "results"

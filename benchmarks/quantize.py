@@ -29,9 +29,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from nemo_fp8rl.common.machine import machine
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled, quantize_blockwise, quantize_delta, scale_shape
 from nemo_fp8rl.fp8.kernels import describe, resolve
-from nemo_fp8rl.machine import machine
 
 E4M3 = torch.float8_e4m3fn
 RESULTS = Path(__file__).resolve().parent / "results" / "quantize_cpu.json"

@@ -45,18 +45,18 @@ from rich.progress import Progress
 from rich.table import Table
 
 from nemo_fp8rl.algorithms.loss import NllLoss
+from nemo_fp8rl.assemble import build_bridge
 from nemo_fp8rl.batch import TrainBatch
-from nemo_fp8rl.generation import arguments as engine_arguments
-from nemo_fp8rl.generation.vllm import VllmGeneration
-from nemo_fp8rl.policy.megatron import MegatronPolicy
-from nemo_fp8rl.recipe import load
+from nemo_fp8rl.commands.tiny_model import make_tiny, write_model
+from nemo_fp8rl.config.recipe import load
+from nemo_fp8rl.generation import engine_arguments
+from nemo_fp8rl.generation.engine_pool import VllmGeneration
+from nemo_fp8rl.policy.rank_group import MegatronPolicy
+from nemo_fp8rl.refit.full_or_delta import ModeChoice
 from nemo_fp8rl.refit.manifest import Sources, TensorPart, to_json
-from nemo_fp8rl.refit.mode import ModeChoice
-from nemo_fp8rl.refit.plan import plan
-from nemo_fp8rl.refit.rank import SendingRank
-from nemo_fp8rl.refit.report import RefitReport
-from nemo_fp8rl.tiny import make_tiny, write_model
-from nemo_fp8rl.weights import build_bridge
+from nemo_fp8rl.refit.reports import RefitReport
+from nemo_fp8rl.refit.route_plan import plan
+from nemo_fp8rl.refit.sender.sending_rank import SendingRank
 
 RECIPE = Path(__file__).parent.parent / "conf" / "tiny_cpu.yaml"
 SLOW_LINKS = {} if ON_GPU else {"1 GB/s": 1e9, "100 MB/s": 1e8}

@@ -11,11 +11,11 @@ import torch
 from measure import ON_GPU, wait_for_gpu
 from torch import Tensor
 
+from nemo_fp8rl.commands.parity.formulas import nemo_rl
 from nemo_fp8rl.fp8 import BLOCK, scale_name
-from nemo_fp8rl.generation import compat
-from nemo_fp8rl.generation.vllm_worker import RefitWorkerExtension
-from nemo_fp8rl.parity.formulas import nemo_rl
-from nemo_fp8rl.refit.receive import received
+from nemo_fp8rl.generation import vllm_compat
+from nemo_fp8rl.generation.weights.worker_extension import RefitWorkerExtension
+from nemo_fp8rl.refit.receiver.piece_receiver import received
 from nemo_fp8rl.refit.transport.link import ReceivingEnd
 
 
@@ -83,7 +83,7 @@ class BenchmarkExtension(RefitWorkerExtension):
                 yield part.name, fp8.data
                 yield scale_name(part.name), fp8.scale_inv
 
-        with compat.own_buffers_kept(self.model_runner.get_model()):
+        with vllm_compat.own_buffers_kept(self.model_runner.get_model()):
             self.model_runner.reload_weights(weights_iterator=weights(), is_checkpoint_format=True)
         self.weight_store._derive(set())
         wait_for_gpu()

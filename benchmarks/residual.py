@@ -27,9 +27,9 @@ from torch import Tensor
 
 from nemo_fp8rl.algorithms.mismatch import mismatch_metrics
 from nemo_fp8rl.batch import TrainBatch
+from nemo_fp8rl.common.machine import machine
+from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.generation.engine import VllmEngine
-from nemo_fp8rl.machine import machine
-from nemo_fp8rl.recipe import load
 
 CACHE = "policy.generation.vllm_cfg.kv_cache_dtype=fp8"
 CASES = [

@@ -29,11 +29,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from nemo_fp8rl.export import export
+from nemo_fp8rl.commands.export import export
+from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.fp8 import vllm_reads_fp8
-from nemo_fp8rl.generation.compat import survive_scan_of_llvmlite
-from nemo_fp8rl.hf.config import FAMILIES
-from nemo_fp8rl.tiny import write_model
+from nemo_fp8rl.generation.vllm_compat import survive_scan_of_llvmlite
+from nemo_fp8rl.hf.model_config import FAMILIES
 
 PROMPT, ANSWER = 64, 64
 ENGINES = {
@@ -56,7 +56,7 @@ def start(folder: Path, quantization: str | None, kv_cache_dtype: str, batch_siz
     from vllm import LLM
 
     if not vllm_reads_fp8():  # as engines of `nemo-fp8rl` do
-        from nemo_fp8rl.generation.cpu_attention import emulate_fp8_caches
+        from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_cache import emulate_fp8_caches
 
         emulate_fp8_caches()
     cuda = torch.cuda.is_available()

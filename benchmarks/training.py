@@ -27,10 +27,10 @@ from rich.table import Table
 
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import TrainBatch
-from nemo_fp8rl.hf.config import FAMILIES
-from nemo_fp8rl.machine import machine
-from nemo_fp8rl.recipe import load
-from nemo_fp8rl.tiny import write_model
+from nemo_fp8rl.commands.tiny_model import write_model
+from nemo_fp8rl.common.machine import machine
+from nemo_fp8rl.config.recipe import load
+from nemo_fp8rl.hf.model_config import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOWS = ("bf16", "fp8_e2e")

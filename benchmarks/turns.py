@@ -25,14 +25,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from nemo_fp8rl.assemble import build_bridge
 from nemo_fp8rl.batch import Completion
-from nemo_fp8rl.generation.base import Sampling
-from nemo_fp8rl.generation.vllm import CALLS_AT_ONCE, VllmGeneration
-from nemo_fp8rl.nemo_rl.coalesce import Coalescer
-from nemo_fp8rl.policy.megatron import MegatronPolicy
-from nemo_fp8rl.recipe import load
-from nemo_fp8rl.tiny import make_tiny
-from nemo_fp8rl.weights import build_bridge
+from nemo_fp8rl.commands.tiny_model import make_tiny
+from nemo_fp8rl.config.recipe import load
+from nemo_fp8rl.generation.engine_pool import CALLS_AT_ONCE, VllmGeneration
+from nemo_fp8rl.generation.interface import Sampling
+from nemo_fp8rl.nemo_rl.adapters.coalesce import Coalescer
+from nemo_fp8rl.policy.rank_group import MegatronPolicy
 
 RECIPE = Path(__file__).parent.parent / "conf" / "tiny_cpu.yaml"
 SAMPLING = Sampling(num_generations=1, max_new_tokens=64, temperature=1.0, stop_token_ids=(1, 2, 3, 4))

@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 
-from nemo_fp8rl.config import Config
-from nemo_fp8rl.errors import UserError, one_line
-from nemo_fp8rl.generation.vllm import VllmGeneration
-from nemo_fp8rl.policy.megatron import MegatronPolicy, deaths_as_user_errors
+from nemo_fp8rl.common.errors import UserError, one_line
+from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.generation.engine_pool import VllmGeneration
+from nemo_fp8rl.policy.rank_group import MegatronPolicy, deaths_as_user_errors
 from nemo_fp8rl.refit.bridge import RefitBridge, Transport
+from nemo_fp8rl.refit.full_or_delta import Mode
 from nemo_fp8rl.refit.manifest import RefitError
-from nemo_fp8rl.refit.mode import Mode
-from nemo_fp8rl.refit.report import RefitReport
+from nemo_fp8rl.refit.reports import RefitReport
 from nemo_fp8rl.refit.transport.nixl import INSTALL
 from nemo_fp8rl.workers import WorkerDied, on_one_host
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_fp8rl import __version__
-from nemo_fp8rl.errors import BAD_INPUT, INTERRUPTED, UserError
+from nemo_fp8rl.common.errors import BAD_INPUT, INTERRUPTED, UserError
 
 if TYPE_CHECKING:
-    from nemo_fp8rl.config import Config
+    from nemo_fp8rl.config.schema import Config
 
 OF_THE_DISK = {
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENAMETOOLONG),
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _reader_left() -> bool:
     """Whether nobody reads any more what is printed, as with `| head`; the rest is dropped then."""
-    from nemo_fp8rl.display import to_nowhere
+    from nemo_fp8rl.common.display import to_nowhere
 
     asked = select.poll()
     asked.register(sys.stdout, select.POLLOUT)
@@ -199,24 +199,24 @@ def _train(arguments: argparse.Namespace) -> bool:
 
 def _config(arguments: argparse.Namespace) -> "Config":
     """The config of our own loop, from a recipe of its own or of NeMo RL's."""
-    from nemo_fp8rl.nemo_rl.recipe import is_for_nemo_rl
-    from nemo_fp8rl.recipe import load
+    from nemo_fp8rl.config.recipe import load
+    from nemo_fp8rl.nemo_rl.recipe.read_recipe import is_for_nemo_rl
 
     if is_for_nemo_rl(arguments.config):
-        from nemo_fp8rl.nemo_rl.own_loop import load_for_own_loop
+        from nemo_fp8rl.nemo_rl.recipe.recipe_for_train import load_for_own_loop
 
         return load_for_own_loop(arguments.config, arguments.overrides)
     return load(arguments.config, arguments.overrides)
 
 
 def _nemo(arguments: argparse.Namespace) -> bool:
-    from nemo_fp8rl.nemo_rl.run import run
+    from nemo_fp8rl.nemo_rl.run.run_loop import run
 
     return run(arguments.config, arguments.overrides)
 
 
 def _launch(arguments: argparse.Namespace) -> bool:
-    from nemo_fp8rl.launch.places import launch
+    from nemo_fp8rl.commands.launch.launch_command import launch
 
     return launch(
         arguments.place,
@@ -231,18 +231,18 @@ def _launch(arguments: argparse.Namespace) -> bool:
 
 
 def _sft(arguments: argparse.Namespace) -> bool:
-    from nemo_fp8rl.nemo_rl.recipe import refuse_for_nemo_rl
-    from nemo_fp8rl.recipe import load
+    from nemo_fp8rl.config.recipe import load
+    from nemo_fp8rl.nemo_rl.recipe.read_recipe import refuse_for_nemo_rl
 
     refuse_for_nemo_rl(arguments.config, "sft")
     cfg = load(arguments.config, arguments.overrides)
-    from nemo_fp8rl.sft import sft
+    from nemo_fp8rl.commands.sft import sft
 
     return sft(cfg, arguments.output)
 
 
 def _export(arguments: argparse.Namespace) -> bool:
-    from nemo_fp8rl.export import export
+    from nemo_fp8rl.commands.export import export
 
     return export(
         arguments.checkpoint,
@@ -255,7 +255,7 @@ def _export(arguments: argparse.Namespace) -> bool:
 
 
 def _make_tiny(arguments: argparse.Namespace) -> bool:
-    from nemo_fp8rl.tiny import make_tiny
+    from nemo_fp8rl.commands.tiny_model import make_tiny
 
     make_tiny(arguments.folder, arguments.task, arguments.seed, arguments.family)
     print(f"wrote {arguments.folder}/model and {arguments.folder}/data.jsonl")
@@ -264,13 +264,13 @@ def _make_tiny(arguments: argparse.Namespace) -> bool:
 
 def _demo(arguments: argparse.Namespace) -> bool:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch loads; so small a model loses by more threads
-    from nemo_fp8rl.demo import demo
+    from nemo_fp8rl.commands.demo import demo
 
     return demo(arguments.runs)
 
 
 def _report(arguments: argparse.Namespace) -> bool:
-    from nemo_fp8rl.report.page import report
+    from nemo_fp8rl.commands.report.page import report
 
     path = report(arguments.runs, arguments.output)
     print(f"wrote {path} ({path.stat().st_size / 1e6:.2f} MB)")
@@ -278,13 +278,13 @@ def _report(arguments: argparse.Namespace) -> bool:
 
 
 def _compare(arguments: argparse.Namespace) -> bool:
-    from nemo_fp8rl.compare.command import compare
+    from nemo_fp8rl.commands.compare.compare_command import compare
 
     return compare(arguments.comparison, arguments.overrides, arguments.output, arguments.table_only)
 
 
 def _doctor(arguments: argparse.Namespace) -> bool:
-    from nemo_fp8rl.doctor.report import as_json, examine, show
+    from nemo_fp8rl.commands.doctor.examine import as_json, examine, show
 
     report = examine(arguments.recipe, arguments.overrides, arguments.gpu)
     if arguments.json:
@@ -295,7 +295,7 @@ def _doctor(arguments: argparse.Namespace) -> bool:
 
 
 def _parity(arguments: argparse.Namespace) -> bool:
-    from nemo_fp8rl.parity.table import as_json, report, show
+    from nemo_fp8rl.commands.parity.comparison_table import as_json, report, show
 
     result = report(arguments.size, arguments.seed)
     if arguments.json:
@@ -306,7 +306,7 @@ def _parity(arguments: argparse.Namespace) -> bool:
 
 
 def _check_manifest(arguments: argparse.Namespace) -> bool:
-    from nemo_fp8rl.launch.manifest_check import check_file
+    from nemo_fp8rl.commands.launch.kubernetes.manifest_check import check_file
 
     found = check_file(arguments.file, arguments.crds)
     for name, findings in found.items():
@@ -316,7 +316,7 @@ def _check_manifest(arguments: argparse.Namespace) -> bool:
 
 
 def _request_stop(arguments: argparse.Namespace) -> bool:
-    from nemo_fp8rl.stop_request import request_stop
+    from nemo_fp8rl.run.pod_stop import request_stop
 
     request_stop(arguments.linger)
     return True

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from nemo_fp8rl.algorithms.advantages import groups_with_signal, overlong_penalty, stop_properly_penalty
 from nemo_fp8rl.batch import Completion, Prompt
-from nemo_fp8rl.config import Config, RewardShapingConfig
+from nemo_fp8rl.common.errors import StepRefused
+from nemo_fp8rl.common.stopwatch import Stopwatch
+from nemo_fp8rl.config.schema import Config, RewardShapingConfig
+from nemo_fp8rl.data.rewards import AT_ONCE, VERIFIERS
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
-from nemo_fp8rl.errors import StepRefused
-from nemo_fp8rl.generation.base import Generation, Sampling, sample_seed
-from nemo_fp8rl.rewards import AT_ONCE, VERIFIERS
-from nemo_fp8rl.timing import Stopwatch
+from nemo_fp8rl.generation.interface import Generation, Sampling, sample_seed
 
 
 @dataclass(frozen=True)

@@ -11,33 +11,33 @@ import torch
 from nemo_fp8rl.algorithms.advantages import group_advantages, reinforce_plus_plus_advantages
 from nemo_fp8rl.algorithms.correction import corrected_batch
 from nemo_fp8rl.algorithms.gates import enforce
+from nemo_fp8rl.algorithms.importance_bins import Bin
+from nemo_fp8rl.algorithms.importance_histogram import log_weight_histogram
 from nemo_fp8rl.algorithms.loss import EXTREMA, GrpoLoss, combined, kl_estimate
 from nemo_fp8rl.algorithms.mismatch import MismatchSums
-from nemo_fp8rl.algorithms.weight_bins import Bin
-from nemo_fp8rl.algorithms.weight_histogram import log_weight_histogram
+from nemo_fp8rl.assemble import backends, build_bridge, refitted
 from nemo_fp8rl.batch import Prompt, TrainBatch, collate, has_tokens, num_rows, prompt_batch, rows
-from nemo_fp8rl.config import Config
+from nemo_fp8rl.common.display import Display
+from nemo_fp8rl.common.errors import StepRefused
+from nemo_fp8rl.common.machine import processors
+from nemo_fp8rl.common.stopwatch import Stopwatch
+from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.data import PromptOrder
 from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
-from nemo_fp8rl.display import Display
-from nemo_fp8rl.errors import StepRefused
-from nemo_fp8rl.generation.base import Generation, Sampling, sample_seed
-from nemo_fp8rl.generation.checks import check_for_driver
-from nemo_fp8rl.hf.config import check_context, read_hf_config
+from nemo_fp8rl.generation.engine_checks import check_for_driver
+from nemo_fp8rl.generation.interface import Generation, Sampling, sample_seed
 from nemo_fp8rl.hf.hub import with_commits
-from nemo_fp8rl.interrupt import GracefulStop
-from nemo_fp8rl.machine import processors
-from nemo_fp8rl.policy.base import Policy
-from nemo_fp8rl.policy.identity import model_digests
+from nemo_fp8rl.hf.model_config import check_context, read_hf_config
+from nemo_fp8rl.policy.interface import Policy
+from nemo_fp8rl.policy.model_digests import model_digests
 from nemo_fp8rl.refit.bridge import RefitBridge
-from nemo_fp8rl.resume import begun
 from nemo_fp8rl.rollout import Rollout, collect, further_prompts, score, shaped
-from nemo_fp8rl.rundir import RunDirectory
-from nemo_fp8rl.samples import pick
-from nemo_fp8rl.step_log import Sample
-from nemo_fp8rl.timing import Stopwatch
-from nemo_fp8rl.weights import backends, build_bridge, refitted
+from nemo_fp8rl.run.directory import RunDirectory
+from nemo_fp8rl.run.resume import begun
+from nemo_fp8rl.run.samples import pick
+from nemo_fp8rl.run.signals import GracefulStop
+from nemo_fp8rl.run.step_log import Sample
 
 PromptsOfRound = Callable[[int], Sequence[Prompt]]
 """Prompts of generation round 0, 1, ... of a step; more than one only with dynamic sampling."""

@@ -16,11 +16,11 @@ import pytest
 import torch
 from filelock import FileLock
 
-from nemo_fp8rl.config import Config
-from nemo_fp8rl.recipe import load
-from nemo_fp8rl.sft import sft
-from nemo_fp8rl.tiny import make_tiny
-from nemo_fp8rl.which_vllm import vllm_version
+from nemo_fp8rl.commands.sft import sft
+from nemo_fp8rl.commands.tiny_model import make_tiny
+from nemo_fp8rl.common.vllm_version import vllm_version
+from nemo_fp8rl.config.recipe import load
+from nemo_fp8rl.config.schema import Config
 
 needs_vllms_fp8_cache = pytest.mark.skipif(
     not torch.cpu._is_avx512_supported(), reason="vLLM's own FP8 KV cache on a CPU needs AVX-512"

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_fp8rl import weights
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.recipe import load
+from nemo_fp8rl import assemble
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.recipe import load
 from tests.conftest import RECIPES
 
 RAY = "cluster.backend=ray"
@@ -14,9 +14,9 @@ ASYNC = "policy.generation.vllm_cfg.async_engine=true"
 
 
 def chosen(monkeypatch, overrides=(), hosts=1, on_gpu=False, asked="auto"):
-    monkeypatch.setattr(weights, "on_one_host", lambda cfg: hosts == 1)
+    monkeypatch.setattr(assemble, "on_one_host", lambda cfg: hosts == 1)
     cfg = load(RECIPES / "tiny_cpu.yaml", [*overrides, f"nemo_fp8rl.refit.transport={asked}"])
-    return weights.checked_transport(cfg, SimpleNamespace(on_gpu=lambda: on_gpu))
+    return assemble.checked_transport(cfg, SimpleNamespace(on_gpu=lambda: on_gpu))
 
 
 @pytest.mark.parametrize(("overrides", "expected"), [([], "in_process"), ([ASYNC], "nearest"), ([RAY], "nearest")])
@@ -49,14 +49,14 @@ def test_one_process_does_not_map_its_own_memory(monkeypatch):
 
 
 def test_a_package_that_is_missing_is_named_before_anything_is_sent(monkeypatch):
-    monkeypatch.setattr(weights, "find_spec", lambda name: None)
+    monkeypatch.setattr(assemble, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"nixl: pip install 'nemo-fp8rl\[nixl\]', or set it to auto"):
         chosen(monkeypatch, [RAY], asked="nixl")
 
 
 def mode_of(*overrides: str) -> str:
     policy, generation = SimpleNamespace(open_refit=lambda *_: None), SimpleNamespace()
-    return weights.build_bridge(load(RECIPES / "tiny_cpu.yaml", overrides), policy, generation).choice.mode
+    return assemble.build_bridge(load(RECIPES / "tiny_cpu.yaml", overrides), policy, generation).choice.mode
 
 
 @pytest.mark.parametrize(("sleep_level", "mode"), [(0, "auto"), (1, "auto"), (2, "full")])

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from nemo_fp8rl.cli import main
-from nemo_fp8rl.tiny import make_tiny, write_model
+from nemo_fp8rl.commands.tiny_model import make_tiny, write_model
 
 CONF = Path(__file__).parent.parent / "conf" / "tiny_cpu.yaml"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -22,7 +22,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCH_CPP_LOG_LEV
 def project(tmp_path_factory) -> Path:
     """A folder with model/ and data.jsonl, read by every test here and changed by none."""
     with warnings.catch_warnings(action="ignore"):  # of Megatron about itself
-        import nemo_fp8rl.sft  # noqa: F401
+        import nemo_fp8rl.commands.sft  # noqa: F401
 
     folder = tmp_path_factory.mktemp("x") / "add"
     make_tiny(folder, "add")
@@ -411,7 +411,7 @@ def test_an_output_that_is_full_is_one_sentence(project):
 @pytest.mark.parametrize("address", ["bogus", "auto", "127.0.0.1:1"])
 def test_a_ray_cluster_that_is_not_there_is_named(address, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", address)
-    code = "from nemo_fp8rl.errors import UserError\nfrom nemo_fp8rl.workers import connect\ntry: connect(1)\n"
+    code = "from nemo_fp8rl.common.errors import UserError\nfrom nemo_fp8rl.workers import connect\ntry: connect(1)\n"
     code += "except UserError as error: print(error)"
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
     assert f"RAY_ADDRESS={address}: that Ray cluster cannot be joined" in done.stdout, done.stderr[-2000:]

@@ -14,10 +14,10 @@ import nemo_fp8rl
 PACKAGE = Path(nemo_fp8rl.__file__).parent
 
 LIGHT = (
-    "errors",
+    "common.errors",
     "batch",
-    "config",
-    "config_check",
+    "config.schema",
+    "config.validate",
     "fp8",
     "fp8.quantize",
     "fp8.linear",
@@ -36,46 +36,46 @@ LIGHT = (
     "algorithms.quantization_error",
     "algorithms.metric_names",
     "algorithms.mismatch",
-    "algorithms.weight_bins",
-    "algorithms.weight_histogram",
-    "step_log",
-    "compare.statistics",
+    "algorithms.importance_bins",
+    "algorithms.importance_histogram",
+    "run.step_log",
+    "commands.compare.statistics",
     "data",
     "data.jsonl",
     "data.order",
     "data.split",
-    "rewards",
-    "rewards.verifiers",
+    "data.rewards",
+    "data.rewards.verifiers",
     "refit.manifest",
-    "refit.quantize",
+    "refit.checkpoint_form",
     "refit.bridge",
-    "refit.mode",
-    "refit.plan",
-    "refit.report",
+    "refit.full_or_delta",
+    "refit.route_plan",
+    "refit.reports",
     "refit.transport.in_process",
-    "refit.transport.post",
-    "hf.config",
-    "hf.tensors",
-    "parity",
-    "parity.formulas",
-    "parity.libraries",
-    "parity.table",
+    "refit.transport.handshake",
+    "hf.model_config",
+    "hf.model_tensors",
+    "commands.parity",
+    "commands.parity.formulas",
+    "commands.parity.libraries",
+    "commands.parity.comparison_table",
 )
 WITHOUT_TORCH = (
-    "errors",
-    "disk",
-    "config",
-    "yaml_tree",
-    "typed_tree",
-    "stop_request",
-    "fp8.gpus",
+    "common.errors",
+    "common.atomic_files",
+    "config.schema",
+    "config.yaml_tree",
+    "config.typed_tree",
+    "run.pod_stop",
+    "fp8.gpu_support",
     "fp8.names",
     "fp8.layers",
     "algorithms.gates",
     "algorithms.metric_names",
-    "hf.tensors",
-    "nemo_rl.precision",
-    "nemo_rl.stock.refusal",
+    "hf.model_tensors",
+    "nemo_rl.recipe.precision",
+    "nemo_rl.stock.stock_limits",
 )
 """What reads a recipe; these answer before torch would be loaded."""
 HEAVY = "nemo_fp8rl.policy.worker"
@@ -152,59 +152,45 @@ def test_recipes_are_read_without_torch():
 
 def test_a_recipe_is_loaded_without_torch():
     recipe = str(PACKAGE.parent / "conf/tiny_cpu.yaml")
-    code = "import json, sys; sys.modules['torch'] = None; from nemo_fp8rl.recipe import load"
+    code = "import json, sys; sys.modules['torch'] = None; from nemo_fp8rl.config.recipe import load"
     assert run(f"{code}; print(json.dumps(load({recipe!r}).nemo_fp8rl.flow))") == "fp8_e2e"
 
 
 def test_a_report_is_made_without_torch():
-    names = ["nemo_fp8rl.report.page", "nemo_fp8rl.cli"]
+    names = ["nemo_fp8rl.commands.report.page", "nemo_fp8rl.cli"]
     others = ("jinja2", "markupsafe", "yaml", "_yaml")
     assert run(IMPORT, json.dumps([sorted({*sys.stdlib_module_names, "nemo_fp8rl", *others}), names])) == {}
     assert names[0] in run(IMPORT, json.dumps([sorted({*sys.stdlib_module_names, "nemo_fp8rl"}), names]))
 
 
-DRIVERS = {"cli", "demo", "export", "rollout", "samples", "sft", "train", "__init__"}
-BOTH_SIDES = {"batch", "config", "errors", "fp8", "hf", "machine", "refit", "region", "workers"}
-ALONE = {"batch", "display", "errors", "fp8", "machine", "region", "secret_variables", "shown_gpus", "timing"}
 MAY_IMPORT: dict[str, set[str]] = {  # room -> the rooms it may import besides itself
-    **{room: set() for room in ALONE},
-    **{room: {"errors"} for room in ("disk", "rewards", "typed_tree", "stop_request", "which_vllm")},
-    "algorithms": {"batch", "errors", "fp8"},
-    "config": {"algorithms", "fp8"},
-    "config_check": {"algorithms", "config", "errors", "secret_variables"},
-    "yaml_tree": {"errors", "typed_tree"},
-    "recipe": {"config", "config_check", "typed_tree", "yaml_tree"},
-    "hf": {"config", "errors", "fp8", "region", "typed_tree"},
-    "data": {"batch", "config", "errors", "hf", "rewards"},
-    "parity": {"display", "errors", "fp8"},
-    "refit": {"errors", "fp8", "region"},
-    "workers": {"config", "errors", "secret_variables", "shown_gpus"},
-    "policy": {*BOTH_SIDES, "algorithms", "which_vllm"},
-    "generation": {*BOTH_SIDES, "which_vllm"},
-    "weights": {"config", "errors", "generation", "policy", "refit", "workers"},
-    "interrupt": {"stop_request"},
-    "step_log": {"disk", "errors"},
-    "loggers": {"config", "disk", "errors"},
-    "tiny": {"disk", "errors", "hf"},
-    "resume": {"config", "errors", "recipe", "yaml_tree"},
-    "rundir": {
-        *("algorithms", "config", "disk", "errors", "loggers", "machine", "policy", "recipe", "resume", "step_log"),
-        "yaml_tree",
-    },
-    "report": {"algorithms", "disk", "errors", "step_log", "yaml_tree"},
-    "compare": {
-        *("algorithms", "disk", "display", "errors", "generation", "hf", "interrupt", "recipe", "resume", "step_log"),
-        *("tiny", "typed_tree", "yaml_tree"),
-    },
-    "doctor": {"config", "display", "errors", "fp8", "hf", "nemo_rl", "typed_tree"},
-    "launch": {
-        *("disk", "errors", "nemo_rl", "recipe", "secret_variables", "shown_gpus", "stop_request", "typed_tree"),
-        *("workers", "yaml_tree"),
+    "common": set(),
+    "batch": set(),
+    "fp8": {"common"},
+    "algorithms": {"batch", "common", "fp8"},
+    "config": {"algorithms", "common", "fp8"},
+    "hf": {"common", "config", "fp8"},
+    "data": {"batch", "common", "config", "hf"},
+    "refit": {"common", "fp8"},
+    "workers": {"common", "config"},
+    "policy": {"algorithms", "batch", "common", "config", "fp8", "hf", "refit", "workers"},
+    "generation": {"batch", "common", "config", "fp8", "hf", "refit", "workers"},
+    "assemble": {"common", "config", "generation", "policy", "refit", "workers"},
+    "rollout": {"algorithms", "batch", "common", "config", "data", "generation"},
+    "run": {"algorithms", "batch", "common", "config", "data", "policy", "rollout"},
+    "train": {
+        *("algorithms", "assemble", "batch", "common", "config", "data", "generation", "hf", "policy", "refit"),
+        *("rollout", "run"),
     },
     "nemo_rl": {
-        *("algorithms", "batch", "config", "config_check", "data", "errors", "fp8", "generation", "hf", "interrupt"),
-        *("policy", "recipe", "refit", "rewards", "shown_gpus", "typed_tree", "weights", "workers", "yaml_tree"),
+        *("algorithms", "assemble", "batch", "common", "config", "data", "fp8", "generation", "hf", "policy", "refit"),
+        *("run", "workers"),
     },
+    "commands": {
+        *("algorithms", "batch", "common", "config", "data", "fp8", "generation", "hf", "nemo_rl", "policy", "refit"),
+        *("run", "train", "workers"),
+    },
+    "cli": {"commands", "common", "config", "nemo_rl", "run", "train"},
 }
 
 
@@ -240,13 +226,46 @@ def edges() -> set[tuple[str, str]]:
 def test_rooms_import_one_way():
     found = edges()
     assert {("train", "policy"), ("refit", "fp8"), ("algorithms", "batch")} <= found, "the imports are not being read"
-    assert {(room, target) for room, target in found if room not in DRIVERS and target not in MAY_IMPORT[room]} == set()
+    assert {(room, target) for room, target in found if room in MAY_IMPORT and target not in MAY_IMPORT[room]} == set()
+    assert circle({room: may for room, may in MAY_IMPORT.items()}) == []
 
 
 def test_every_permission_to_import_is_used():
     assert {(room, target) for room, may in MAY_IMPORT.items() for target in may} - edges() == set()
 
 
-def test_every_room_has_its_place():
+def test_every_room_has_its_line():
     rooms = {path.relative_to(PACKAGE).with_suffix("").parts[0] for path in PACKAGE.rglob("*.py")}
-    assert rooms == DRIVERS | MAY_IMPORT.keys()
+    assert rooms == {"__init__", *MAY_IMPORT}
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """The nodes that lie on a circle of a graph, or behind one; [] where there is none."""
+    left = {node: set(targets) for node, targets in graph.items()}
+    while free := {node for node, targets in left.items() if not targets & left.keys()}:
+        left = {node: targets for node, targets in left.items() if node not in free}
+    return sorted(left)
+
+
+def test_a_circle_is_found():
+    assert circle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in PACKAGE.rglob("*.py")}), ids=lambda p: p.name)
+def test_files_and_folders_of_a_folder_import_without_a_circle(folder):
+    """Each file of a folder, and each folder in it as a whole, is a node."""
+    prefix = ".".join(["nemo_fp8rl", *folder.relative_to(PACKAGE).parts]) + "."
+    graph: dict[str, set[str]] = {}
+    for path in folder.rglob("*.py"):
+        node = path.relative_to(folder).with_suffix("").parts[0]
+        names = {name.removeprefix(prefix).partition(".")[0] for name in imports_of(path) if name.startswith(prefix)}
+        targets = {name for name in names if (folder / f"{name}.py").exists() or (folder / name).is_dir()}
+        graph.setdefault(node, set()).update(targets - {node})
+    assert circle(graph) == []
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in PACKAGE.rglob("*.py")}), ids=lambda p: p.name)
+def test_a_folder_is_seen_at_a_glance(folder):
+    entries = [path for path in folder.iterdir() if path.name not in ("__init__.py", "py.typed", "__pycache__")]
+    assert len(entries) <= (18 if folder == PACKAGE else 13)

@@ -14,15 +14,15 @@ from nemo_fp8rl import rollout
 from nemo_fp8rl.algorithms.gates import GATED
 from nemo_fp8rl.batch import Completion, Prompt
 from nemo_fp8rl.cli import main
-from nemo_fp8rl.errors import BAD_INPUT, UserError
-from nemo_fp8rl.generation.base import Sampling
-from nemo_fp8rl.generation.vllm import VllmGeneration
-from nemo_fp8rl.policy.megatron import MegatronPolicy
-from nemo_fp8rl.recipe import load
+from nemo_fp8rl.common.errors import BAD_INPUT, UserError
+from nemo_fp8rl.common.stopwatch import Stopwatch
+from nemo_fp8rl.config.recipe import load
+from nemo_fp8rl.generation.engine_pool import VllmGeneration
+from nemo_fp8rl.generation.interface import Sampling
+from nemo_fp8rl.policy.rank_group import MegatronPolicy
 from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.rollout import collect, further_prompts
-from nemo_fp8rl.timing import Stopwatch
 from nemo_fp8rl.train import _shown, train, validate
 from tests.conftest import RECIPES
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_fp8rl.tiny import make_tiny
+from nemo_fp8rl.commands.tiny_model import make_tiny
 from tests.conftest import BATCH_INVARIANT, RECIPES
 from tests.test_train import results
 

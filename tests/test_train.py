@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from nemo_fp8rl.cli import main
-from nemo_fp8rl.config import Config
-from nemo_fp8rl.errors import BAD_INPUT
-from nemo_fp8rl.machine import instructions
-from nemo_fp8rl.recipe import load
-from nemo_fp8rl.report.page import report
+from nemo_fp8rl.commands.report.page import report
+from nemo_fp8rl.common.errors import BAD_INPUT
+from nemo_fp8rl.common.machine import instructions
+from nemo_fp8rl.config.recipe import load
+from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.train import train
 from tests.conftest import ALIGNED, BATCH_INVARIANT, RECIPES
 
@@ -245,7 +245,7 @@ def test_several_optimizer_steps_a_rollout(recipe, warm_overrides):
 
 def test_long_answers_in_the_chain_task(tmp_path):
     """Other data, other lengths: 29 tokens an answer, from a folder made by make-tiny --task chain."""
-    from nemo_fp8rl.tiny import make_tiny
+    from nemo_fp8rl.commands.tiny_model import make_tiny
     from tests.conftest import SMALL
 
     make_tiny(tmp_path / "chain", "chain")

@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.errors import UserError
 
 STD_EPSILON = 1e-6
 VARIANCE_FLOOR = 1e-8

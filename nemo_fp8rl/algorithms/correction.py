@@ -29,7 +29,7 @@ from torch import Tensor
 
 from nemo_fp8rl.algorithms.correction_config import LARGEST_LOG, CorrectionConfig, Rule, Weight
 from nemo_fp8rl.batch import TrainBatch
-from nemo_fp8rl.errors import StepRefused
+from nemo_fp8rl.common.errors import StepRefused
 
 CHUNK_VALUES = 1 << 24
 """Values decided at a time on an accelerator, which bounds the temporaries."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, get_args
 
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.errors import UserError
 
 Weight = Literal["none", "token", "sequence", "geometric"]
 Statistic = Literal[

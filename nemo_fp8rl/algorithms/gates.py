@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 from nemo_fp8rl.algorithms.metric_names import METRICS
-from nemo_fp8rl.errors import StepRefused, UserError
+from nemo_fp8rl.common.errors import StepRefused, UserError
 
 Action = Literal["warn", "skip_step", "stop"]
 """Say it; do not train on this batch; end the run. The later one wins when several gates trip."""

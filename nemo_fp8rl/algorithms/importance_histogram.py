@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.algorithms.weight_bins import EDGES, Bin
+from nemo_fp8rl.algorithms.importance_bins import EDGES, Bin
 
 
 @torch.no_grad()

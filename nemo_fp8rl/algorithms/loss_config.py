@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, get_args
 
 from nemo_fp8rl.algorithms.correction_config import CorrectionConfig, Rule, from_mapping
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.errors import UserError
 
 TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
 KlType = Literal["k1", "k2", "k3"]

@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_fp8rl.algorithms import pairs
+from nemo_fp8rl.algorithms import correlation
 from nemo_fp8rl.algorithms.metric_names import DISAGREEMENT
 
 LARGEST_LOG = 60.0
@@ -102,7 +102,7 @@ class MismatchSums:
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
         self.largest = torch.zeros(1, dtype=torch.float64, device=device)
         self.positions = torch.zeros(3, len(EDGES), dtype=torch.float64, device=device)
-        self.pairs = torch.tensor(pairs.EMPTY, dtype=torch.float64, device=device)
+        self.pairs = torch.tensor(correlation.EMPTY, dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def observe(self, prev_logprobs: Tensor, generation_logprobs: Tensor, mask: Tensor) -> None:
@@ -123,7 +123,7 @@ class MismatchSums:
         self.sums += other.sums.to(self.sums.device)
         self.largest = torch.maximum(self.largest, other.largest.to(self.largest.device))
         self.positions += other.positions.to(self.positions.device)
-        self.pairs = pairs.joined(self.pairs, other.pairs.to(self.pairs.device))
+        self.pairs = correlation.joined(self.pairs, other.pairs.to(self.pairs.device))
 
     def all_reduce(self, group: "dist.ProcessGroup | None" = None) -> None:
         """Add what all ranks of the group have seen, on each of them; the device must be one of the group's backend."""
@@ -134,7 +134,7 @@ class MismatchSums:
         self.positions = positions.view_as(self.positions)
         of_ranks = [torch.empty_like(self.pairs) for _ in range(dist.get_world_size(group))]
         dist.all_gather(of_ranks, self.pairs, group=group)
-        self.pairs = reduce(pairs.joined, of_ranks)
+        self.pairs = reduce(correlation.joined, of_ranks)
 
     def metrics(self) -> dict[str, float]:
         """The METRICS, without probs_pearson_corr where it is undefined.
@@ -169,8 +169,8 @@ class MismatchSums:
             "ess": mean("weight") ** 2 / mean("weight_squared"),
             "ess_seq": mean("seq_weight", sequences) ** 2 / mean("seq_weight_squared", sequences),
         }
-        correlation = pairs.correlation(self.pairs)
-        return metrics if correlation is None else metrics | {"probs_pearson_corr": correlation}
+        pearson = correlation.correlation(self.pairs)
+        return metrics if pearson is None else metrics | {"probs_pearson_corr": pearson}
 
     def by_position(self) -> dict[str, float]:
         """Mean k3 and mean |l| by position in the answer, 0 being the row's first generated token.
@@ -213,8 +213,8 @@ class MismatchSums:
         self.sums += torch.stack([sums[name].double() for name in SUMS]).to(self.sums.device)
         self.largest = torch.maximum(self.largest, distance.max().to(self.largest.device))
         self.positions += positions.to(self.positions.device)
-        probabilities = pairs.part(prev.exp().mul_(live), gen.exp().mul_(live), live)
-        self.pairs = pairs.joined(self.pairs, probabilities.to(self.pairs.device))
+        probabilities = correlation.part(prev.exp().mul_(live), gen.exp().mul_(live), live)
+        self.pairs = correlation.joined(self.pairs, probabilities.to(self.pairs.device))
 
 
 def _finite(prev: Tensor, gen: Tensor, inside: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,17 +8,17 @@ from statistics import fmean
 from rich.table import Table
 from rich.text import Text
 
-from nemo_fp8rl.compare.config import as_words
-from nemo_fp8rl.config import Config
-from nemo_fp8rl.display import Screen
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.recipe import load
-from nemo_fp8rl.rundir import RunDirectory
-from nemo_fp8rl.sft import sft
-from nemo_fp8rl.tiny import make_tiny
+from nemo_fp8rl.commands.compare.comparison import as_words
+from nemo_fp8rl.commands.sft import sft
+from nemo_fp8rl.commands.tiny_model import make_tiny
+from nemo_fp8rl.common.display import Screen
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.recipe import load
+from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.run.directory import RunDirectory
 from nemo_fp8rl.train import train
 
-RECIPES = Path(__file__).resolve().parent.parent / "conf"
+RECIPES = Path(__file__).resolve().parents[2] / "conf"
 PHASES = ("generate", "logprob", "train", "refit")
 
 

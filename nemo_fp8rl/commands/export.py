@@ -33,20 +33,20 @@ import torch
 from rich.filesize import decimal
 from safetensors import SafetensorError
 
-from nemo_fp8rl.disk import check_output, new_folder
-from nemo_fp8rl.display import Display
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.atomic_files import check_output, new_folder
+from nemo_fp8rl.common.display import Display
+from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.fp8 import BLOCK, Fp8Layers, NonFiniteError, ScaleFormat, scale_name, scale_shape
 from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.fp8.layers import LAYER
-from nemo_fp8rl.generation.quantization_config import served_config
-from nemo_fp8rl.hf.checkpoint import CheckpointReader
-from nemo_fp8rl.hf.config import HfConfig, read_hf_config
+from nemo_fp8rl.generation.fp8_method.quantization_config import served_config
+from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.hf.fp8_layers import QUERIES, check_ignored, fused_sizes, ragged
 from nemo_fp8rl.hf.hub import TOKENIZER_FILES
-from nemo_fp8rl.hf.shards import ShardWriter, Spec
-from nemo_fp8rl.hf.tensors import EMBEDDING, expected_tensors
-from nemo_fp8rl.refit.quantize import as_sent
+from nemo_fp8rl.hf.model_config import HfConfig, read_hf_config
+from nemo_fp8rl.hf.model_tensors import EMBEDDING, expected_tensors
+from nemo_fp8rl.hf.shard_writer import ShardWriter, Spec
+from nemo_fp8rl.refit.checkpoint_form import as_sent
 
 COPIED = ("generation_config.json", *TOKENIZER_FILES)
 EXPERT = re.compile(r"(\.mlp\.experts)\.\d+\..*")

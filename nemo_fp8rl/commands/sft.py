@@ -6,16 +6,16 @@ from pathlib import Path
 
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import Completion, collate
-from nemo_fp8rl.config import Config
+from nemo_fp8rl.common.atomic_files import check_output, new_folder
+from nemo_fp8rl.common.display import Display
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.data import PromptOrder
 from nemo_fp8rl.data.prompts import load_prompts
-from nemo_fp8rl.disk import check_output, new_folder
-from nemo_fp8rl.display import Display
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.hf.config import check_context, read_hf_config
 from nemo_fp8rl.hf.hub import with_commits
-from nemo_fp8rl.interrupt import GracefulStop
-from nemo_fp8rl.policy.megatron import MegatronPolicy, deaths_as_user_errors
+from nemo_fp8rl.hf.model_config import check_context, read_hf_config
+from nemo_fp8rl.policy.rank_group import MegatronPolicy, deaths_as_user_errors
+from nemo_fp8rl.run.signals import GracefulStop
 
 
 def sft(cfg: Config, output: Path) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.errors import UserError
 
 LOCK = ".lock"
 """The file in a folder by which it is locked. NFS tells other nodes of locks on files, and of none on folders."""

@@ -1,11 +1,11 @@
-"""Which vLLM is installed: `generation/compat.py` asks for what differs, and `policy/rounding.py`."""
+"""The version of vLLM that is installed, for `generation/vllm_compat.py` and `policy/on_cpu/vllm_cpu_rounding.py`."""
 
 import re
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
 
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.errors import UserError
 
 OLDEST, NEWEST = (0, 25), (0, 32)
 SUPPORTED = "{}.{} to {}.{}".format(*OLDEST, *NEWEST)

@@ -5,10 +5,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.config import Config
-from nemo_fp8rl.config_check import check
-from nemo_fp8rl.typed_tree import check_keys, defaults, typed
-from nemo_fp8rl.yaml_tree import PATHS, expand_homes, read_with_parents, refusing, register_resolvers, with_override
+from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.config.typed_tree import check_keys, defaults, typed
+from nemo_fp8rl.config.validate import check
+from nemo_fp8rl.config.yaml_tree import (
+    PATHS,
+    expand_homes,
+    read_with_parents,
+    refusing,
+    register_resolvers,
+    with_override,
+)
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.errors import UserError
 
 Block = TypeVar("Block")
 LONGEST = 200

@@ -6,9 +6,9 @@ from typing import Any
 
 from nemo_fp8rl.algorithms.gates import check_gates
 from nemo_fp8rl.algorithms.loss_config import resolved_correction
-from nemo_fp8rl.config import Config
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.secret_variables import has_password, looks_secret
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.common.secret_variables import has_password, looks_secret
+from nemo_fp8rl.config.schema import Config
 
 ABOVE_0 = (
     "grpo.num_prompts_per_step",

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.errors import UserError, one_line
-from nemo_fp8rl.typed_tree import shown
+from nemo_fp8rl.common.errors import UserError, one_line
+from nemo_fp8rl.config.typed_tree import shown
 
 RESOLVERS: dict[str, Callable[..., Any]] = {
     "mul": lambda a, b: a * b,

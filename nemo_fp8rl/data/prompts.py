@@ -4,12 +4,12 @@ import hashlib
 from typing import NamedTuple
 
 from nemo_fp8rl.batch import Prompt
-from nemo_fp8rl.config import Config
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.data.jsonl import read_jsonl
+from nemo_fp8rl.data.rewards import check_verifier
 from nemo_fp8rl.data.split import split_records
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.rewards import check_verifier
 
 
 class Prompts(NamedTuple):

@@ -3,8 +3,8 @@
 import random
 from collections.abc import Sequence
 
+from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.data.jsonl import Record
-from nemo_fp8rl.errors import UserError
 
 
 def split_records(

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from nemo_fp8rl.fp8.delta import Delta, DeltaError
     from nemo_fp8rl.fp8.format import BlockScaled, NonFiniteError, scale_shape
     from nemo_fp8rl.fp8.kernels import KernelError
-    from nemo_fp8rl.fp8.kv_cache import CacheRounding, cached, from_cache, to_cache, vllm_reads_fp8
+    from nemo_fp8rl.fp8.kv_cache_cast import CacheRounding, cached, from_cache, to_cache, vllm_reads_fp8
     from nemo_fp8rl.fp8.kv_scales import CalibrationError, KvScales, KvSketches
     from nemo_fp8rl.fp8.layers import Fp8Layers, scale_name
     from nemo_fp8rl.fp8.linear import BlockwiseFp8Linear, blockwise_fp8_linear, fprop
@@ -47,7 +47,7 @@ __all__ = [
     "vllm_reads_fp8",
 ]
 
-_MODULES = ("names", "layers", "format", "kernels", "delta", "kv_cache", "kv_scales", "quantize", "linear")
+_MODULES = ("names", "layers", "format", "kernels", "delta", "kv_cache_cast", "kv_scales", "quantize", "linear")
 
 
 def __getattr__(name: str) -> Any:

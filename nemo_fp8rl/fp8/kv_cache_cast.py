@@ -1,10 +1,10 @@
 """What an FP8 KV cache holds of a key or a value: x / scale cast to E4M3, times the scale.
 
 The engine stores keys and values so when its cache is FP8; a trainer whose attention reads the same numbers agrees with
-it (`policy.kv_cache`). How the cast rounds is the backend's own: vLLM 0.32's CPU kernel cuts off what does not fit
-(tests/fp8/test_kv_cache.py: every bfloat16 value, on AVX-512), GPUs are expected to round to nearest, which has not
-been measured here, and so does our cache for CPUs without that kernel (`generation.cpu_attention`). Values beyond the
-largest, 448, become the largest.
+it (`policy/layers/kv_cache.py`). The rounding of the cast is the backend's: vLLM 0.32's CPU kernel cuts off what does
+not fit (tests/fp8/test_kv_cache_cast.py: every bfloat16 value, on AVX-512). The cache for CPUs without that kernel
+(`generation/fp8_method/on_cpu/emulated_cache.py`) rounds to nearest, and GPUs are expected to, which has not been
+measured. Values beyond the largest, 448, become the largest.
 """
 
 from typing import Any, Literal

@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any, NamedTuple, Protocol
 
-from nemo_fp8rl.generation import compat
-from nemo_fp8rl.generation.base import SECONDS_A_TOKEN
+from nemo_fp8rl.generation import vllm_compat
+from nemo_fp8rl.generation.interface import SECONDS_A_TOKEN
 from nemo_fp8rl.workers import WorkerDied
 
 
@@ -107,7 +107,7 @@ class SteppedCore:
         if self.remote:
             self.llm.engine_core.shutdown()
         else:
-            compat.end_engine(self.llm)
+            vllm_compat.end_engine(self.llm)
         del self.llm
 
     @contextmanager

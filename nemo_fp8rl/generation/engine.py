@@ -15,22 +15,22 @@ from safetensors.torch import load
 from torch import Tensor
 
 from nemo_fp8rl.batch import Completion
-from nemo_fp8rl.config import Config
-from nemo_fp8rl.errors import UserError, one_line
-from nemo_fp8rl.generation import compat
-from nemo_fp8rl.generation.arguments import engine_arguments, is_flashinfer
-from nemo_fp8rl.generation.base import Sampling
-from nemo_fp8rl.generation.checks import check_engine, check_machine
+from nemo_fp8rl.common.errors import UserError, one_line
+from nemo_fp8rl.common.machine import instructions
+from nemo_fp8rl.common.vllm_version import vllm_version
+from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.generation import vllm_compat
+from nemo_fp8rl.generation.answer_readers import Readers
 from nemo_fp8rl.generation.core import AsyncCore, Core, Request, SteppedCore
-from nemo_fp8rl.generation.readers import Readers
-from nemo_fp8rl.generation.sockets import make_folder, remove_folder
-from nemo_fp8rl.hf.config import read_hf_config
+from nemo_fp8rl.generation.engine_arguments import engine_arguments, is_flashinfer
+from nemo_fp8rl.generation.engine_checks import check_engine, check_machine
+from nemo_fp8rl.generation.interface import Sampling
+from nemo_fp8rl.generation.vllm_sockets import make_folder, remove_folder
 from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
-from nemo_fp8rl.machine import instructions
+from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.refit.manifest import RefitError
-from nemo_fp8rl.refit.report import Loaded
-from nemo_fp8rl.which_vllm import vllm_version
+from nemo_fp8rl.refit.reports import Loaded
 from nemo_fp8rl.workers import WorkerDied
 
 ENVIRONMENT = {  # read by vLLM at import; what the user has set wins
@@ -70,12 +70,12 @@ class VllmEngine:
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # "Triton not available", on every CPU
         import vllm  # noqa: F401
 
-        compat.survive_scan_of_llvmlite()
-        compat.check_attention_backend(cfg.policy.generation.vllm_cfg.attention_backend)
-        self.records_routes = cfg.policy.router_replay.enabled and not compat.returns_routes()
+        vllm_compat.survive_scan_of_llvmlite()
+        vllm_compat.check_attention_backend(cfg.policy.generation.vllm_cfg.attention_backend)
+        self.records_routes = cfg.policy.router_replay.enabled and not vllm_compat.returns_routes()
         fp8, layers = engine_fp8_layers(hf, cfg), range(hf.num_hidden_layers)
         if self.records_routes and not all(fp8.quantizes(f"model.layers.{layer}.mlp.experts") for layer in layers):
-            compat.check_routes_of_bf16_experts()
+            vllm_compat.check_routes_of_bf16_experts()
         self.policy_version = self.loaded_version = -1 if load_format == "dummy" else 0
         vllm_cfg = cfg.policy.generation.vllm_cfg
         self.max_model_len, self.is_the_run = vllm_cfg.max_model_len, cfg.cluster.backend == "in_process"
@@ -139,7 +139,7 @@ class VllmEngine:
         except WorkerDied:
             self.has_died = True
             raise
-        except compat.refused_requests() as error:
+        except vllm_compat.refused_requests() as error:
             raise UserError(
                 f"vLLM refuses a request: {one_line(error)}; mend the prompt, or the stop strings that it brings"
             ) from None

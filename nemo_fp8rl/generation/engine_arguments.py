@@ -4,16 +4,16 @@ from typing import Any
 
 import torch
 
-from nemo_fp8rl.config import Config
-from nemo_fp8rl.fp8.gpus import HOPPER
-from nemo_fp8rl.generation import compat
-from nemo_fp8rl.generation.checks import one_sequence_gib
-from nemo_fp8rl.generation.quantization_config import quantization_config
-from nemo_fp8rl.hf.config import read_hf_config
+from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.fp8.gpu_support import HOPPER
+from nemo_fp8rl.generation import vllm_compat
+from nemo_fp8rl.generation.engine_checks import one_sequence_gib
+from nemo_fp8rl.generation.fp8_method.quantization_config import quantization_config
 from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
+from nemo_fp8rl.hf.model_config import read_hf_config
 
-WORKER_EXTENSION = "nemo_fp8rl.generation.vllm_worker.RefitWorkerExtension"
+WORKER_EXTENSION = "nemo_fp8rl.generation.weights.worker_extension.RefitWorkerExtension"
 CPU_BATCHED_TOKENS = 8192
 """Tokens of a forward on a CPU, at most: vLLM's own default for offline generation."""
 
@@ -57,7 +57,7 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
         "kv_cache_memory_bytes": None if cache_gib is None else int(cache_gib * 2**30),
         "logprobs_mode": "processed_logprobs",  # of the distribution really sampled from
         "generation_config": "vllm",  # not the checkpoint's sampling defaults
-        "enable_return_routed_experts": cfg.policy.router_replay.enabled and compat.returns_routes(),
+        "enable_return_routed_experts": cfg.policy.router_replay.enabled and vllm_compat.returns_routes(),
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "seed": cfg.grpo.seed,

@@ -3,12 +3,12 @@
 import psutil
 import torch
 
-from nemo_fp8rl.config import Config
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.fp8.gpus import ADA, why_no_fp8
-from nemo_fp8rl.hf.config import HfConfig
-from nemo_fp8rl.hf.divide import Dimension, check_divides
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.fp8.gpu_support import ADA, why_no_fp8
+from nemo_fp8rl.hf.divisibility import Dimension, check_divides
 from nemo_fp8rl.hf.fp8_layers import asked_fp8_layers, attention_dimensions, mlp_dimension
+from nemo_fp8rl.hf.model_config import HfConfig
 from nemo_fp8rl.workers import joins_cluster
 
 HERE = "policy.generation.vllm_cfg"

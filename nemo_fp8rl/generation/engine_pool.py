@@ -9,13 +9,13 @@ from threading import Lock, RLock
 from typing import Any
 
 from nemo_fp8rl.batch import Completion
-from nemo_fp8rl.config import Config
-from nemo_fp8rl.errors import UserError, one_line
-from nemo_fp8rl.generation.base import SECONDS_A_TOKEN, Sampling
+from nemo_fp8rl.common.errors import UserError, one_line
+from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.generation.engine import VllmEngine
+from nemo_fp8rl.generation.interface import SECONDS_A_TOKEN, Sampling
 from nemo_fp8rl.refit.bridge import Revive
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart, from_json, to_json
-from nemo_fp8rl.refit.report import Loaded
+from nemo_fp8rl.refit.reports import Loaded
 from nemo_fp8rl.refit.transport.link import RECEIVER_SHARE
 from nemo_fp8rl.workers import WorkerDied, Workers, ended_on_error, start_workers
 

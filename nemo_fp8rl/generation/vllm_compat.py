@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.which_vllm import installed_vllm, vllm_version
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.common.vllm_version import installed_vllm, vllm_version
 
 
 def survive_scan_of_llvmlite() -> None:

@@ -9,10 +9,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.common.region import Region, index, whole
 from nemo_fp8rl.hf.hub import WEIGHTS
-from nemo_fp8rl.hf.tensors import EMBEDDING, HEAD
-from nemo_fp8rl.region import Region, index, whole
+from nemo_fp8rl.hf.model_tensors import EMBEDDING, HEAD
 
 DTYPES = ("BF16", "F16", "F32")
 """Dtypes of tensors that are the model's weights as they are, not to be multiplied by a scale."""

@@ -3,7 +3,7 @@
 from itertools import accumulate, islice
 from typing import NamedTuple
 
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.errors import UserError
 
 LAYERS = {
     "num_attention_heads": "self_attn.q_proj",

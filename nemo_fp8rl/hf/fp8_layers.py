@@ -3,11 +3,11 @@
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from nemo_fp8rl.config import Config
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.fp8 import BLOCK, Fp8Layers
-from nemo_fp8rl.hf.config import HfConfig
-from nemo_fp8rl.hf.divide import Dimension, of_layer
+from nemo_fp8rl.hf.divisibility import Dimension, of_layer
+from nemo_fp8rl.hf.model_config import HfConfig
 
 IGNORED = "policy.generation.vllm_cfg.quantization_ignored_layer_kws"
 QUERIES, KEYS = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.config import Config
-from nemo_fp8rl.errors import UserError, one_line
+from nemo_fp8rl.common.errors import UserError, one_line
+from nemo_fp8rl.config.schema import Config
 
 MODEL_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = (

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.typed_tree import shown
 from nemo_fp8rl.hf.hub import checkpoint_folder, why_not_on_hub
-from nemo_fp8rl.typed_tree import shown
 
 
 @dataclass(frozen=True)

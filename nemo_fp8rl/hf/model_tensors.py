@@ -1,6 +1,6 @@
 """Every tensor of a model, by HF name: what a checkpoint must hold and what a refit must bring."""
 
-from nemo_fp8rl.hf.config import HfConfig
+from nemo_fp8rl.hf.model_config import HfConfig
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 

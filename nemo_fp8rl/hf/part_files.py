@@ -14,9 +14,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.hf.write import write_safetensors
-from nemo_fp8rl.region import Region, index, overlap, placed, shape_of
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.common.region import Region, index, overlap, placed, shape_of
+from nemo_fp8rl.hf.safetensors_file import write_safetensors
 
 FILE_BYTES = 4 << 30
 """A file is written when this much is waiting for it, on the host."""

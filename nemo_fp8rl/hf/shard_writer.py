@@ -11,7 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.hf.write import write_safetensors
+from nemo_fp8rl.hf.safetensors_file import write_safetensors
 
 FILE_BYTES = 1 << 30
 """What a file holds at most, unless a single tensor is larger, and what waits in memory to be written."""

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.nemo_rl.checkout import NEMO_RL_SRC, find_checkout
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.nemo_rl.recipe.checkout import NEMO_RL_SRC, find_checkout
 
 HIGHEST_TRANSFORMERS = "5.11.99"
 PREPARE_PROCESS = f"{__name__}.prepare_process"

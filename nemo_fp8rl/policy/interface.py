@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from nemo_fp8rl.batch import TrainBatch
-from nemo_fp8rl.errors import StepRefused
+from nemo_fp8rl.common.errors import StepRefused
 from nemo_fp8rl.refit.bridge import WeightSource
 
 Loss = Callable[[Tensor, TrainBatch, Tensor, Tensor], tuple[Tensor, dict[str, float]]]

@@ -23,18 +23,18 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from nemo_fp8rl.config import Fp8RlConfig
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.schema import Fp8RlConfig
 from nemo_fp8rl.fp8 import Fp8Layers, ScaleFormat
-from nemo_fp8rl.hf.config import HfConfig
-from nemo_fp8rl.policy.align import AlignedAttention, AlignedRMSNorm, aligned_residual_add, norm_weight
-from nemo_fp8rl.policy.align_moe import AlignedExperts, AlignedMoELayer
-from nemo_fp8rl.policy.attention import SdpaAttention, attention_of
-from nemo_fp8rl.policy.kv_cache import TrainerKvCache
-from nemo_fp8rl.policy.layout import Layout
-from nemo_fp8rl.policy.linears import bf16_linears, fp8_linears, qkv_by_kind
-from nemo_fp8rl.policy.rope import Rope
-from nemo_fp8rl.policy.rounding import is_aligned
+from nemo_fp8rl.hf.model_config import HfConfig
+from nemo_fp8rl.policy.layers.aligned_experts import AlignedExperts, AlignedMoELayer
+from nemo_fp8rl.policy.layers.aligned_layers import AlignedAttention, AlignedRMSNorm, aligned_residual_add, norm_weight
+from nemo_fp8rl.policy.layers.attention import SdpaAttention, attention_of
+from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
+from nemo_fp8rl.policy.layers.linears import bf16_linears, fp8_linears, qkv_by_kind
+from nemo_fp8rl.policy.layers.rope import Rope
+from nemo_fp8rl.policy.on_cpu.vllm_cpu_rounding import is_aligned
+from nemo_fp8rl.policy.weights.layout import Layout
 
 
 class RMSNorm(torch.nn.Module):
@@ -54,7 +54,7 @@ def transformer_engine_linears(scale_format: ScaleFormat | None) -> ModuleType:
     format, forward and backward; None: not asked to.
     """
     try:
-        te_linears = importlib.import_module("nemo_fp8rl.policy.te_linears")
+        te_linears = importlib.import_module("nemo_fp8rl.policy.layers.te_linears")
     except (ImportError, OSError, RuntimeError) as error:
         raise UserError(
             f"FP8 layers and experts on a GPU are Transformer Engine's, which cannot be imported ({error}): "

@@ -14,18 +14,18 @@ from megatron.core.transformer import transformer_layer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemo_fp8rl.config import Config, Fp8RlConfig, MegatronConfig, PolicyConfig
-from nemo_fp8rl.hf.config import HfConfig
+from nemo_fp8rl.config.schema import Config, Fp8RlConfig, MegatronConfig, PolicyConfig
 from nemo_fp8rl.hf.fp8_layers import projections, trainer_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
-from nemo_fp8rl.policy.kv_cache import TrainerKvCache
-from nemo_fp8rl.policy.layout import Layout, expert_tensor_size
-from nemo_fp8rl.policy.linears import MultipliesInFp8
-from nemo_fp8rl.policy.megatron_names import ROUTER
-from nemo_fp8rl.policy.rope import read_rope
-from nemo_fp8rl.policy.rounding import is_aligned
-from nemo_fp8rl.policy.specs import block_spec
-from nemo_fp8rl.policy.weights import load_hf
+from nemo_fp8rl.hf.model_config import HfConfig
+from nemo_fp8rl.policy.layer_specs import block_spec
+from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
+from nemo_fp8rl.policy.layers.linears import MultipliesInFp8
+from nemo_fp8rl.policy.layers.rope import read_rope
+from nemo_fp8rl.policy.on_cpu.vllm_cpu_rounding import is_aligned
+from nemo_fp8rl.policy.weights.checkpoint import load_hf
+from nemo_fp8rl.policy.weights.hf_names import ROUTER
+from nemo_fp8rl.policy.weights.layout import Layout, expert_tensor_size
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 RECOMPUTE: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

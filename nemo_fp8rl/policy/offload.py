@@ -12,9 +12,9 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from nemo_fp8rl.policy.cpu import megatron_on_cpu
+from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
 from nemo_fp8rl.policy.optimizer import optimizer_parts
-from nemo_fp8rl.policy.primary_weights import drop_columns, make_columns
+from nemo_fp8rl.policy.weights.fp8_params import drop_columns, make_columns
 
 
 class Offload:

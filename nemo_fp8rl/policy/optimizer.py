@@ -15,9 +15,8 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_fp8rl.algorithms.loss import EXTREMA
-from nemo_fp8rl.config import PolicyConfig
-from nemo_fp8rl.policy.base import Diverged
-from nemo_fp8rl.policy.model import DTYPES
+from nemo_fp8rl.config.schema import PolicyConfig
+from nemo_fp8rl.policy.interface import Diverged
 
 
 def build_ddp(
@@ -33,7 +32,7 @@ def build_ddp(
     )
 
 
-def build_optimizer(policy: PolicyConfig, ddp: DistributedDataParallel, fp8_param: bool) -> Any:
+def build_optimizer(policy: PolicyConfig, ddp: DistributedDataParallel, dtype: torch.dtype, fp8_param: bool) -> Any:
     optimizer = policy.megatron_cfg.optimizer
     return get_megatron_optimizer(
         OptimizerConfig(
@@ -46,7 +45,7 @@ def build_optimizer(policy: PolicyConfig, ddp: DistributedDataParallel, fp8_para
             adam_eps=optimizer.adam_eps,
             clip_grad=optimizer.clip_grad,
             bf16=policy.precision == "bfloat16",
-            params_dtype=DTYPES[policy.precision],
+            params_dtype=dtype,
             use_distributed_optimizer=True,
             fp8_recipe="blockwise" if fp8_param else None,
         ),

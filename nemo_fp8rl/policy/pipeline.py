@@ -16,14 +16,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from nemo_fp8rl.batch import TrainBatch, bins, flat_index, microbatches, num_rows, on_device, rows, split_further
-from nemo_fp8rl.config import PolicyConfig
-from nemo_fp8rl.policy.context import of_all_tokens
-from nemo_fp8rl.policy.kv_cache import TrainerKvCache
-from nemo_fp8rl.policy.logprobs import token_logprobs
+from nemo_fp8rl.config.schema import PolicyConfig
+from nemo_fp8rl.policy.layers.context_parallel import of_all_tokens
+from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
+from nemo_fp8rl.policy.layers.logprobs import token_logprobs
+from nemo_fp8rl.policy.layers.packed_sequences import PackedSequences
+from nemo_fp8rl.policy.layers.routing_replay import RoutingReplay
+from nemo_fp8rl.policy.layers.top_k_top_p import Restriction
 from nemo_fp8rl.policy.model import PolicyModel
-from nemo_fp8rl.policy.packed import PackedSequences
-from nemo_fp8rl.policy.restriction import Restriction
-from nemo_fp8rl.policy.routing_replay import RoutingReplay
 
 Finish = Callable[[Tensor, Tensor, TrainBatch], tuple[Tensor, Any]]
 """(next-token log-probs [B, T-1], row numbers, the rows) of a microbatch -> (value to go back from, what to keep)."""

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from nemo_fp8rl.config import MegatronConfig
-from nemo_fp8rl.hf.config import HfConfig
-from nemo_fp8rl.policy.layout import Axis, Layout, expert_tensor_size
+from nemo_fp8rl.config.schema import MegatronConfig
+from nemo_fp8rl.hf.model_config import HfConfig
+from nemo_fp8rl.policy.weights.layout import Axis, Layout, expert_tensor_size
 from nemo_fp8rl.workers.network import address_towards, gloo_listens_on
 
 PATIENCE = timedelta(minutes=30)

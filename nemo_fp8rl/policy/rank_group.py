@@ -13,16 +13,16 @@ from torch import Tensor
 from nemo_fp8rl.algorithms.loss import combined
 from nemo_fp8rl.algorithms.quantization_error import weight_error
 from nemo_fp8rl.batch import TrainBatch, balanced_order, num_rows, rows, shards
-from nemo_fp8rl.config import Config
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.hf.config import read_hf_config
-from nemo_fp8rl.policy.base import SHARED, Diverged, Loss
-from nemo_fp8rl.policy.layout import check_layout
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.hf.model_config import read_hf_config
+from nemo_fp8rl.policy.interface import SHARED, Diverged, Loss
+from nemo_fp8rl.policy.weights.layout import check_layout
 from nemo_fp8rl.policy.worker import MegatronWorker, Place
 from nemo_fp8rl.refit.bridge import Transport
 from nemo_fp8rl.refit.manifest import Sources, from_json, to_json
-from nemo_fp8rl.refit.plan import Capacities, Routes
-from nemo_fp8rl.refit.report import SendReport
+from nemo_fp8rl.refit.reports import SendReport
+from nemo_fp8rl.refit.route_plan import Capacities, Routes
 from nemo_fp8rl.workers import WorkerDied, ended_on_error, start_workers
 
 P = ParamSpec("P")

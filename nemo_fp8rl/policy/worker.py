@@ -22,36 +22,36 @@ from torch import Tensor
 from nemo_fp8rl.algorithms.loss import combined
 from nemo_fp8rl.algorithms.quantization_error import SquaresByGroup
 from nemo_fp8rl.batch import TrainBatch
-from nemo_fp8rl.config import Config
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.common.machine import instructions
+from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.fp8 import KvScales, kernels
 from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.fp8.kv_scales import CalibrationError
 from nemo_fp8rl.fp8.names import FP8_TOKENS
-from nemo_fp8rl.hf.config import HfConfig, read_hf_config
 from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
-from nemo_fp8rl.hf.tensors import expected_tensors
-from nemo_fp8rl.machine import instructions
-from nemo_fp8rl.policy.base import SHARED, Loss
-from nemo_fp8rl.policy.cpu import megatron_on_cpu
-from nemo_fp8rl.policy.groups import join, leave, split_model
-from nemo_fp8rl.policy.held_weights import HeldWeights
-from nemo_fp8rl.policy.kv_cache import TrainerKvCache
-from nemo_fp8rl.policy.linears import MultipliesInFp8
+from nemo_fp8rl.hf.model_config import HfConfig, read_hf_config
+from nemo_fp8rl.hf.model_tensors import expected_tensors
+from nemo_fp8rl.policy.interface import SHARED, Loss
+from nemo_fp8rl.policy.layer_specs import transformer_engine_linears
+from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
+from nemo_fp8rl.policy.layers.linears import MultipliesInFp8
+from nemo_fp8rl.policy.layers.routing_replay import RoutingReplay
 from nemo_fp8rl.policy.model import DTYPES, build_model, moe_dispatcher, transformer_config
 from nemo_fp8rl.policy.offload import Offload
+from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
+from nemo_fp8rl.policy.on_cpu.vllm_cpu_rounding import cache_rounding, is_aligned, loses_denormals
 from nemo_fp8rl.policy.optimizer import build_ddp, build_optimizer, build_scheduler, check_finite
-from nemo_fp8rl.policy.optimizer_state import load_optimizer, save_optimizer
 from nemo_fp8rl.policy.pipeline import Pipeline
-from nemo_fp8rl.policy.rounding import cache_rounding, is_aligned, loses_denormals
-from nemo_fp8rl.policy.routing_replay import RoutingReplay
-from nemo_fp8rl.policy.specs import transformer_engine_linears
-from nemo_fp8rl.policy.weights import load_hf, save_hf
+from nemo_fp8rl.policy.process_groups import join, leave, split_model
+from nemo_fp8rl.policy.weights.checkpoint import load_hf, save_hf
+from nemo_fp8rl.policy.weights.optimizer_state import load_optimizer, save_optimizer
+from nemo_fp8rl.policy.weights.rank_weights import HeldWeights
 from nemo_fp8rl.refit.bridge import Transport
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart, from_json, to_json
-from nemo_fp8rl.refit.rank import SendingRank
-from nemo_fp8rl.refit.report import SendReport
+from nemo_fp8rl.refit.reports import SendReport
+from nemo_fp8rl.refit.sender.sending_rank import SendingRank
 from nemo_fp8rl.refit.transport.link import SENDER_SHARE
 from nemo_fp8rl.refit.transport.shared_memory import domain
 
@@ -106,7 +106,7 @@ class MegatronWorker:
             replay = RoutingReplay(self.model, self.layout, recomputed) if self.hf.family.experts else None
             fp8_param = on_gpu and cfg.nemo_fp8rl.fp8_param
             self.ddp = build_ddp(config, self.model, cfg.policy.precision, fp8_param)
-            self.optimizer = build_optimizer(cfg.policy, self.ddp, fp8_param)
+            self.optimizer = build_optimizer(cfg.policy, self.ddp, DTYPES[cfg.policy.precision], fp8_param)
         self.scheduler = build_scheduler(cfg.policy, self.optimizer)
         self.offload = Offload(self.ddp, self.optimizer, on_gpu)
         self.held = HeldWeights(self.layout, self.model, self.optimizer, DTYPES[cfg.policy.precision])

@@ -20,10 +20,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Literal, Protocol
 
+from nemo_fp8rl.refit.full_or_delta import Mode, ModeChoice
 from nemo_fp8rl.refit.manifest import RefitError, Route, Sources, TensorPart, share_between
-from nemo_fp8rl.refit.mode import Mode, ModeChoice
-from nemo_fp8rl.refit.plan import Capacities, Routes, bucket_memory, plan
-from nemo_fp8rl.refit.report import Loaded, RefitReport, SendReport
+from nemo_fp8rl.refit.reports import Loaded, RefitReport, SendReport
+from nemo_fp8rl.refit.route_plan import Capacities, Routes, bucket_memory, plan
 from nemo_fp8rl.refit.transport.link import Asked
 
 logger = logging.getLogger(__name__)

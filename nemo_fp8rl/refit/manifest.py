@@ -14,8 +14,8 @@ from itertools import combinations, product
 
 import torch
 
+from nemo_fp8rl.common.region import Region, index, overlap, shape_of, whole
 from nemo_fp8rl.fp8 import BLOCK, scale_shape
-from nemo_fp8rl.region import Region, index, overlap, shape_of, whole
 
 FP8 = "float8_e4m3fn"
 COPIES = 4

@@ -12,10 +12,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from nemo_fp8rl.common.region import Region, index
 from nemo_fp8rl.fp8 import BLOCK, scale_shape
 from nemo_fp8rl.refit.digest import bytes_of, digest_of, has_digest
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart, blocks_of
-from nemo_fp8rl.region import Region, index
 
 Encoding = Literal["full", "delta"]
 

@@ -3,7 +3,7 @@
     config.yaml        the resolved recipe
     environment.json   versions, every choice that was resolved at start, and digests of the prompts
     metrics.jsonl      one object a step
-    histograms.jsonl   one a step: how many tokens have which importance weight (algorithms/weight_histogram.py)
+    histograms.jsonl   one a step: how many tokens have which importance weight (algorithms/importance_histogram.py)
     samples.jsonl      at the first step and where it validates: answers, with both sides' log-probs (samples.py)
     tensorboard/       the same metrics as events
     trackers.json      ids of the runs at Weights & Biases and MLflow, whose own files are in wandb/
@@ -33,18 +33,18 @@ from typing import Any, Self
 import torch
 import yaml
 
+from nemo_fp8rl.algorithms.importance_bins import Bin
 from nemo_fp8rl.algorithms.loss_config import resolved_correction
-from nemo_fp8rl.algorithms.weight_bins import Bin
-from nemo_fp8rl.config import Config
-from nemo_fp8rl.disk import locked, sync, write_atomically
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.loggers import Logger, check_loggers, open_loggers
-from nemo_fp8rl.machine import machine
-from nemo_fp8rl.policy.base import Policy
-from nemo_fp8rl.recipe import to_yaml
-from nemo_fp8rl.resume import check_start
-from nemo_fp8rl.step_log import Sample, StepLog, read
-from nemo_fp8rl.yaml_tree import flat
+from nemo_fp8rl.common.atomic_files import locked, sync, write_atomically
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.common.machine import machine
+from nemo_fp8rl.config.recipe import to_yaml
+from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.config.yaml_tree import flat
+from nemo_fp8rl.policy.interface import Policy
+from nemo_fp8rl.run.loggers import Logger, check_loggers, open_loggers
+from nemo_fp8rl.run.resume import check_start
+from nemo_fp8rl.run.step_log import Sample, StepLog, read
 
 LOGS = ("metrics.jsonl", "histograms.jsonl", "samples.jsonl")
 PACKAGES = (

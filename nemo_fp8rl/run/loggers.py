@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from nemo_fp8rl.config import LoggerConfig, MlflowConfig, WandbConfig
-from nemo_fp8rl.disk import write_atomically
-from nemo_fp8rl.errors import UserError, one_line
+from nemo_fp8rl.common.atomic_files import write_atomically
+from nemo_fp8rl.common.errors import UserError, one_line
+from nemo_fp8rl.config.schema import LoggerConfig, MlflowConfig, WandbConfig
 
 PACKAGES = ("tensorboard", "wandb", "mlflow")
 IDS = "trackers.json"

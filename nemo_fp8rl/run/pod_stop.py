@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.errors import UserError
 
 FOLDER, NAME = "NEMO_FP8RL_STOP_FOLDER", "RAY_CLUSTER_NAME"
 """Variables of every pod: where the files are; the cluster of the attempt, which KubeRay says."""

@@ -7,10 +7,10 @@ from typing import Any
 
 import yaml
 
-from nemo_fp8rl.config import Config
-from nemo_fp8rl.errors import UserError, one_line
-from nemo_fp8rl.recipe import to_yaml
-from nemo_fp8rl.yaml_tree import flat, unreadable
+from nemo_fp8rl.common.errors import UserError, one_line
+from nemo_fp8rl.config.recipe import to_yaml
+from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.config.yaml_tree import flat, unreadable
 
 MAY_CHANGE = (
     "grpo.max_num_steps",

@@ -8,7 +8,7 @@ from torch import Tensor
 from nemo_fp8rl.batch import TrainBatch
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.rollout import Rollout
-from nemo_fp8rl.step_log import Sample
+from nemo_fp8rl.run.step_log import Sample
 
 LONGEST = 512
 """Tokens of an answer, and letters of a prompt, that are kept."""

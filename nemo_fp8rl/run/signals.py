@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from types import FrameType, TracebackType
 from typing import Self
 
-from nemo_fp8rl.stop_request import StopRequest
+from nemo_fp8rl.run.pod_stop import StopRequest
 
 STDERR = 2
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.disk import write_atomically
-from nemo_fp8rl.errors import UserError, one_line
+from nemo_fp8rl.common.atomic_files import write_atomically
+from nemo_fp8rl.common.errors import UserError, one_line
 
 Row = dict[str, Any]
 """`step`, and what else belongs to it."""

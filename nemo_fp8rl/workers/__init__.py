@@ -4,12 +4,19 @@ A worker class is built without arguments and then told to `setup`, so that a fa
 exception of a call and not as the death of an actor.
 """
 
-from nemo_fp8rl.config import Config
-from nemo_fp8rl.workers.actors import RayWorkers
-from nemo_fp8rl.workers.base import Role, WorkerDied, Workers, ended_on_error
-from nemo_fp8rl.workers.cluster import check_address, connect, find_cluster, is_in_cluster, joins_cluster, require_token
-from nemo_fp8rl.workers.in_process import InProcessWorker
-from nemo_fp8rl.workers.places import ROLE, on_one_host
+from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.workers.in_process_worker import InProcessWorker
+from nemo_fp8rl.workers.ray_actors import RayWorkers
+from nemo_fp8rl.workers.ray_cluster import (
+    check_address,
+    connect,
+    find_cluster,
+    is_in_cluster,
+    joins_cluster,
+    require_token,
+)
+from nemo_fp8rl.workers.ray_placement import ROLE, on_one_host
+from nemo_fp8rl.workers.worker_group import Role, WorkerDied, Workers, ended_on_error
 
 __all__ = [
     "ROLE",

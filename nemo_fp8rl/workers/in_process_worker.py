@@ -4,8 +4,8 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nemo_fp8rl.config import Config
-from nemo_fp8rl.workers.base import Role, WorkerDied, Workers, env_vars
+from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.workers.worker_group import Role, WorkerDied, Workers, env_vars
 
 
 class InProcessWorker(Workers):

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from nemo_fp8rl.config import Config
-from nemo_fp8rl.errors import UserError, one_line
-from nemo_fp8rl.workers.base import Role, WorkerDied, Workers, ended_on_error, env_vars
-from nemo_fp8rl.workers.cluster import connect
-from nemo_fp8rl.workers.places import Location, in_order, own_place, shared_place, with_variables
+from nemo_fp8rl.common.errors import UserError, one_line
+from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.workers.ray_cluster import connect
+from nemo_fp8rl.workers.ray_placement import Location, in_order, own_place, shared_place, with_variables
+from nemo_fp8rl.workers.worker_group import Role, WorkerDied, Workers, ended_on_error, env_vars
 
 TO_LEAVE = 10.0
 """Seconds that engines have for `shutdown`, which removes vLLM's sockets: killed, they would leave them."""

@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.secret_variables import looks_secret
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.common.secret_variables import looks_secret
 
 FORWARDED = ("HF_", "NCCL_", "VLLM_", "NVTE_", "TORCH", "PYTORCH_", "CUDA_", "TRITON_", "UCX_", "GLOO_", "PYTHONPATH")
 """Beginnings of the names of variables that workers of a cluster joined take from the run's environment; not secrets

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple, get_args
 
-from nemo_fp8rl.config import Config
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.shown_gpus import shown_gpus
-from nemo_fp8rl.workers.base import Role
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.common.visible_gpus import shown_gpus
+from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.workers.worker_group import Role
 
 ROLE = "nemo-fp8rl/role"
 """Ray's label of nodes that are for workers of one role; where no node is for a role, its workers may be anywhere."""

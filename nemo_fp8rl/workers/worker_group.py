@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
-from nemo_fp8rl.config import Config
+from nemo_fp8rl.config.schema import Config
 
 Role = Literal["train", "generation"]
 

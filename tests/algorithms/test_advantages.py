@@ -18,7 +18,7 @@ from nemo_fp8rl.algorithms.advantages import (
     reinforce_plus_plus_advantages,
     stop_properly_penalty,
 )
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.errors import UserError
 
 SWITCHES = pytest.mark.parametrize(("normalize", "leave_one_out"), [(a, b) for a in (0, 1) for b in (0, 1)])
 REWARDS = [0.0, 0.1, 0.25, 0.5, 0.7, 1.0]

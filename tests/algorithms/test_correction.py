@@ -19,7 +19,7 @@ from nemo_fp8rl.algorithms import correction_loops as loops
 from nemo_fp8rl.algorithms.correction import RolloutError, correct, corrected_batch, refuse_nonfinite
 from nemo_fp8rl.algorithms.correction_config import PRESETS, CorrectionConfig, Rule, Statistic, from_mapping
 from nemo_fp8rl.algorithms.loss import GrpoLoss
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.errors import UserError
 from tests.algorithms import reference
 from tests.algorithms.reference import GARBAGE, make_batch
 

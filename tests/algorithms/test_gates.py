@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from nemo_fp8rl.algorithms.gates import AGREEMENT, GATED, GateConfig, GateStop, check_gates, enforce
 from nemo_fp8rl.algorithms.metric_names import METRICS
 from nemo_fp8rl.algorithms.mismatch import mismatch_metrics
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.errors import UserError
 
 MULT = GateConfig("token_mult_prob_error", 1.05, "warn")
 KL = GateConfig("gen_kl_error", 0.015, "stop")

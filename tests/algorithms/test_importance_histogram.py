@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from nemo_fp8rl.algorithms.weight_bins import EDGES
-from nemo_fp8rl.algorithms.weight_histogram import log_weight_histogram
+from nemo_fp8rl.algorithms.importance_bins import EDGES
+from nemo_fp8rl.algorithms.importance_histogram import log_weight_histogram
 
 
 def histogram(*log_weights: float) -> list:

@@ -24,7 +24,7 @@ from nemo_fp8rl.algorithms.correction_config import CorrectionConfig, Rule
 from nemo_fp8rl.algorithms.loss import GrpoLoss, NllLoss, combined, kl_estimate
 from nemo_fp8rl.algorithms.loss_config import LossConfig
 from nemo_fp8rl.batch import rows, shards
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.errors import UserError
 from tests.algorithms import reference
 from tests.algorithms.reference import GARBAGE, Totals, inside, make_batch, totals
 

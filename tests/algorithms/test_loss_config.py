@@ -8,7 +8,7 @@ import pytest
 from nemo_fp8rl.algorithms.correction_config import CorrectionConfig, Rule
 from nemo_fp8rl.algorithms.loss import GrpoLoss
 from nemo_fp8rl.algorithms.loss_config import LossConfig, loss_config
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.errors import UserError
 
 NEMO_RL = {
     "disable_ppo_ratio": False,

@@ -1,4 +1,4 @@
-"""`nemo-fp8rl export`: the folder it writes, and what it refuses. In vLLM: tests/generation/test_exported.py."""
+"""`nemo-fp8rl export`: the folder it writes, and what it refuses. In vLLM: fp8_method/test_exported.py."""
 
 import errno
 import fcntl
@@ -17,18 +17,18 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-import nemo_fp8rl.export
+import nemo_fp8rl.commands.export
 from nemo_fp8rl.cli import main
-from nemo_fp8rl.disk import LOCK
-from nemo_fp8rl.export import export, served_modules
+from nemo_fp8rl.commands.export import export, served_modules
+from nemo_fp8rl.commands.tiny_model import make_tiny, write_model
+from nemo_fp8rl.common.atomic_files import LOCK
 from nemo_fp8rl.fp8 import Fp8Layers
-from nemo_fp8rl.generation.quantization_config import served_config
-from nemo_fp8rl.hf.checkpoint import CheckpointReader
-from nemo_fp8rl.hf.config import read_hf_config
-from nemo_fp8rl.hf.shards import ShardWriter
-from nemo_fp8rl.hf.tensors import expected_tensors
-from nemo_fp8rl.refit.quantize import as_sent
-from nemo_fp8rl.tiny import make_tiny, write_model
+from nemo_fp8rl.generation.fp8_method.quantization_config import served_config
+from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
+from nemo_fp8rl.hf.model_config import read_hf_config
+from nemo_fp8rl.hf.model_tensors import expected_tensors
+from nemo_fp8rl.hf.shard_writer import ShardWriter
+from nemo_fp8rl.refit.checkpoint_form import as_sent
 
 WEIGHT = "model.layers.1.mlp.down_proj.weight"
 
@@ -163,7 +163,7 @@ def test_vllms_own_config_finds_exactly_our_fp8_layers(family, tmp_path):
 def test_a_mixture_of_many_files_holds_the_same_tensors(tmp_path, monkeypatch):
     make_tiny(tmp_path / "tiny", "add", 0, "qwen3_moe")
     export(tmp_path / "tiny" / "model", tmp_path / "one")
-    monkeypatch.setattr(nemo_fp8rl.export, "ShardWriter", partial(ShardWriter, file_bytes=300_000))
+    monkeypatch.setattr(nemo_fp8rl.commands.export, "ShardWriter", partial(ShardWriter, file_bytes=300_000))
     export(tmp_path / "tiny" / "model", tmp_path / "many")
     assert same(stored(tmp_path / "many"), stored(tmp_path / "one"))
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
@@ -277,7 +277,7 @@ def test_ctrl_c_leaves_nothing(checkpoint, tmp_path, monkeypatch, capsys):
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(nemo_fp8rl.export, "as_sent", interrupted)
+    monkeypatch.setattr(nemo_fp8rl.commands.export, "as_sent", interrupted)
     assert main(["export", "--checkpoint", str(checkpoint), "--output", str(tmp_path / "fp8")]) == 130
     assert "interrupted" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
@@ -285,7 +285,7 @@ def test_ctrl_c_leaves_nothing(checkpoint, tmp_path, monkeypatch, capsys):
 
 KILLED = """
 import os, signal, sys
-import nemo_fp8rl.export as export
+import nemo_fp8rl.commands.export as export
 calls, as_sent = [], export.as_sent
 def killed(name, *args):
     if name.startswith("model.layers.1"):

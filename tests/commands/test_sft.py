@@ -5,10 +5,10 @@ import shutil
 import pytest
 from transformers import AutoTokenizer
 
-from nemo_fp8rl import sft as module
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.recipe import load
-from nemo_fp8rl.sft import sft
+from nemo_fp8rl.commands import sft as module
+from nemo_fp8rl.commands.sft import sft
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.workers import WorkerDied
 from tests.conftest import RECIPES
 

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from nemo_fp8rl import demo
 from nemo_fp8rl.cli import main
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.tiny import make_tiny
-from tests.test_rundir import files_end_at
+from nemo_fp8rl.commands import demo
+from nemo_fp8rl.commands.tiny_model import make_tiny
+from nemo_fp8rl.common.errors import UserError
+from tests.run.test_directory import files_end_at
 
 ODD = ("x #1", "a: b", "[x]", "{a", "${y}", "mm[/b]")
 

@@ -8,7 +8,7 @@ import time
 import pytest
 from rich.console import Console
 
-from nemo_fp8rl.display import Display
+from nemo_fp8rl.common.display import Display
 from nemo_fp8rl.train import _shown
 
 LATEST = {
@@ -32,7 +32,7 @@ def display(clock, monkeypatch):
     def make(terminal: bool) -> tuple[Display, io.StringIO]:
         out = io.StringIO()
         console = Console(file=out, force_terminal=terminal, width=130, highlight=False)
-        monkeypatch.setattr("nemo_fp8rl.display.Screen", lambda **_: console)
+        monkeypatch.setattr("nemo_fp8rl.common.display.Screen", lambda **_: console)
         shown = Display("fp8_e2e", 10, 4)
         shown.progress.get_time = lambda: clock[0]
         shown.last_line = clock[0]
@@ -54,7 +54,7 @@ def test_plain_lines_have_the_figures_and_the_time_left_of_slow_steps(display, c
 
 def test_a_log_says_what_is_going_on_though_no_step_ends(display, monkeypatch):
     """A minute is a twentieth of a second here."""
-    monkeypatch.setattr("nemo_fp8rl.display.SILENCE", 0.05)
+    monkeypatch.setattr("nemo_fp8rl.common.display.SILENCE", 0.05)
     shown, out = display(False)
     shown.progress.get_time = time.monotonic
     shown.began = shown.last_line = time.monotonic()
@@ -111,7 +111,7 @@ def test_there_is_no_accuracy_before_the_first_validation():
 
 READER_LEAVES = """
 import sys
-from nemo_fp8rl.display import Display
+from nemo_fp8rl.common.display import Display
 with Display("fp8_e2e", 3) as display:
     for step in range(1, 4):
         display.step(step, {"reward": "1"})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_fp8rl.machine import processors
+from nemo_fp8rl.common.machine import processors
 
 
 @pytest.mark.parametrize(

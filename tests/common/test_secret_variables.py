@@ -2,9 +2,9 @@
 
 import pytest
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.launch.settings import read_settings
-from nemo_fp8rl.secret_variables import looks_secret
+from nemo_fp8rl.commands.launch.settings import read_settings
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.common.secret_variables import looks_secret
 
 SECRETS = {
     "HF_TOKEN": "hf_abc",

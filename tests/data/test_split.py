@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.data import Record, split_records
-from nemo_fp8rl.errors import UserError
 
 NUMBERED = [Record(f"{i}?", str(i)) for i in range(100)]
 

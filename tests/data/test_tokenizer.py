@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from nemo_fp8rl.config import PolicyConfig, TokenizerConfig
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.schema import PolicyConfig, TokenizerConfig
 from nemo_fp8rl.data.jsonl import Record
 from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
-from nemo_fp8rl.errors import UserError
 
 TEMPLATE = "{% for m in messages %}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}{{ mark }}"
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.rewards import VERIFIERS, check_verifier, math_process, verifiers
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.data.rewards import VERIFIERS, check_verifier, math_process, verifiers
 
 exact_match, math = VERIFIERS["exact_match"], VERIFIERS["math"]
 
@@ -80,7 +80,7 @@ def test_math_works_outside_the_main_thread():
 
 def run(completion: str, answer: str) -> tuple[str, str]:
     """What a process of its own prints (stdout, stderr); seconds are given where an unguarded power takes for ever."""
-    code = f"from nemo_fp8rl.rewards import VERIFIERS; print(VERIFIERS['math']({completion!r}, {answer!r}))"
+    code = f"from nemo_fp8rl.data.rewards import VERIFIERS; print(VERIFIERS['math']({completion!r}, {answer!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=15, check=True)
     return done.stdout.strip(), done.stderr
 
@@ -99,7 +99,7 @@ def test_a_signal_for_the_whole_group_does_not_reach_the_verifier(name):
     """A terminal's Ctrl-C, or a batch system's; the stop is the parent's to decide, the reward stays right."""
     code = """
 import os, signal, sys
-from nemo_fp8rl.rewards.verifiers import math
+from nemo_fp8rl.data.rewards.verifiers import math
 number = signal.Signals[sys.argv[1]]
 signal.signal(number, lambda *_: None)
 assert math("1", "1") == 1.0  # the child runs
@@ -143,7 +143,7 @@ def test_a_verifier_that_is_not_there_is_named_before_a_run(monkeypatch):
 
 def test_without_math_verify_the_run_ends_in_a_sentence(tmp_path):
     (tmp_path / "math_verify.py").write_text("raise ImportError('no such library')")
-    code = "from nemo_fp8rl.rewards.verifiers import math; math('1', '1')"
+    code = "from nemo_fp8rl.data.rewards.verifiers import math; math('1', '1')"
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env, timeout=60

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from nemo_fp8rl.recipe import load
-from nemo_fp8rl.tiny import make_tiny
+from nemo_fp8rl.assemble import backends, build_bridge
+from nemo_fp8rl.commands.tiny_model import make_tiny
+from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.train import train
-from nemo_fp8rl.weights import backends, build_bridge
 from tests.conftest import RECIPES, needs_vllms_fp8_cache
 from tests.fake_cuda.rank import FAKE
 from tests.generation.pair import GREEDY

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nemo_fp8rl.fp8 import BlockScaled, Delta, DeltaError, quantize_blockwise, quantize_delta
 from nemo_fp8rl.fp8 import delta as wire
-from nemo_fp8rl.fp8.kernels import cpu
+from nemo_fp8rl.fp8.kernels.on_cpu import numba_kernel
 
 KERNELS = pytest.mark.parametrize("kernel", ["cpu", "reference"])
 BLOCKS = [(128, 128), (1, 128), (128, 1), (3, 5)]
@@ -58,13 +58,15 @@ def changed_base(new: Tensor, positions: list[int], differences: list[int]) -> T
 
 
 @contextmanager
-def cut(threads: int = 1, values: int = cpu.PIECE_VALUES, chunk: int = cpu.CHUNK_ENTRIES) -> Iterator[None]:
+def cut(
+    threads: int = 1, values: int = numba_kernel.PIECE_VALUES, chunk: int = numba_kernel.CHUNK_ENTRIES
+) -> Iterator[None]:
     """`cpu` with that many threads, small pieces, and buffers for few entries."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    small = {"PIECE_VALUES": values, "THREAD_VALUES": min(values, cpu.THREAD_VALUES), "CHUNK_ENTRIES": chunk}
+    small = {"PIECE_VALUES": values, "THREAD_VALUES": min(values, numba_kernel.THREAD_VALUES), "CHUNK_ENTRIES": chunk}
     try:
-        with mock.patch.multiple(cpu, **small):
+        with mock.patch.multiple(numba_kernel, **small):
             yield
     finally:
         torch.set_num_threads(before)
@@ -120,8 +122,8 @@ def changes(draw: st.DrawFn) -> tuple[Tensor, list[int]]:
     changes(),
     st.sampled_from(BLOCKS),
     st.integers(1, 3),
-    st.sampled_from([1, 300, cpu.PIECE_VALUES]),
-    st.sampled_from([1, 40, cpu.CHUNK_ENTRIES]),
+    st.sampled_from([1, 300, numba_kernel.PIECE_VALUES]),
+    st.sampled_from([1, 40, numba_kernel.CHUNK_ENTRIES]),
 )
 def test_the_delta_of_cpu_lists_exactly_what_changed_however_the_work_is_cut(change, block, threads, values, chunk):
     assert_delta_is(*change, "cpu", block=block, threads=threads, values=values, chunk=chunk)
@@ -251,14 +253,14 @@ def test_the_comparison_finds_each_byte_wherever_the_two_begin(content, places, 
 
 def test_rows_wider_than_the_buffer_of_entries_are_listed_too():
     x = matrix((1, 3 * 65536 - 1))
-    calls, real = [], cpu.loops.quantize_delta
+    calls, real = [], numba_kernel.loops.quantize_delta
 
     def counted(*arguments: object) -> int:
         calls.append(0)
         assert len(calls) < 10, "the loop does not get on"
         return real(*arguments)
 
-    with mock.patch.object(cpu.loops, "quantize_delta", counted):
+    with mock.patch.object(numba_kernel.loops, "quantize_delta", counted):
         assert_delta_is(x, [x.numel() - 1], "cpu")
 
 

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from nemo_fp8rl.fp8 import BlockScaled, KernelError, NonFiniteError, kernels, quantize_blockwise, quantize_delta
 from nemo_fp8rl.fp8.format import scale_shape
-from nemo_fp8rl.fp8.kernels import cpu, loops
-from nemo_fp8rl.fp8.kernels import threads as shared
+from nemo_fp8rl.fp8.kernels.on_cpu import loops, numba_kernel
+from nemo_fp8rl.fp8.kernels.on_cpu import threads as shared
 from tests.fp8.values import BLOCKS, DTYPES, EACH_DTYPE, EACH_FORMAT, FORMATS, INTEGER, random_values
 
 ROOT = Path(kernels.__file__).parents[3]
@@ -110,8 +110,8 @@ def test_cpu_equals_reference_for_any_shape_dtype_stride_and_block(x, block, sca
 def test_cpu_equals_reference_however_the_work_is_cut_and_shared(x, block, scale_format, number, values):
     with (
         threads(number),
-        mock.patch.object(cpu, "PIECE_VALUES", values),
-        mock.patch.object(cpu, "THREAD_VALUES", values),
+        mock.patch.object(numba_kernel, "PIECE_VALUES", values),
+        mock.patch.object(numba_kernel, "THREAD_VALUES", values),
     ):
         assert_kernels_agree(x, block, scale_format)
 
@@ -125,7 +125,7 @@ def test_large_tensors_are_quantized_alike_by_any_number_of_threads(shape, dtype
     for number in (1, 2, 3):
         with (
             threads(number),
-            mock.patch.object(cpu, "THREAD_VALUES", x.numel() // 2),
+            mock.patch.object(numba_kernel, "THREAD_VALUES", x.numel() // 2),
             mock.patch.object(shared, "_pool", wraps=shared._pool) as pool,
         ):
             data, scale_inv = quantized(x, block, scale_format, "cpu")
@@ -524,7 +524,7 @@ def test_auto_means_cpu_on_a_cpu_and_the_log_says_so_once(unresolved):
         quantize_blockwise(torch.ones(2, 2))
         quantize_delta(torch.ones(2, 2), bytes_of(2, 2))
     assert kernels.resolve("auto", "cpu") == "cpu"
-    assert kernels.load("auto", "cpu") is cpu
+    assert kernels.load("auto", "cpu") is numba_kernel
     assert unresolved.messages == [f"FP8 quantizer on cpu: cpu (numba {numba.__version__})"]
 
 

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_fp8rl.fp8 import BLOCK, NonFiniteError, fake_quantize, kernels, quantize_blockwise, quantize_delta
-from nemo_fp8rl.fp8.kernels import cpu, emulate
+from nemo_fp8rl.fp8.kernels import emulate
 from nemo_fp8rl.fp8.kernels.emulate import round_to_e4m3
+from nemo_fp8rl.fp8.kernels.on_cpu import numba_kernel
 
 BLOCKS = [(128, 128), (1, 128), (128, 1)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -220,7 +221,9 @@ def test_quantizing_pow2_values_again_keeps_them(seed, block, exponent):
     assert torch.equal(quantize_blockwise(once, block=block).dequantize(), once)
 
 
-@pytest.mark.parametrize("emulation", [cpu.quantize_dequantize, emulate.quantize_dequantize], ids=["cpu", "emulate"])
+@pytest.mark.parametrize(
+    "emulation", [numba_kernel.quantize_dequantize, emulate.quantize_dequantize], ids=["cpu", "emulate"]
+)
 @settings(deadline=None, max_examples=100)
 @given(matrices(), st.sampled_from([*BLOCKS, (3, 5)]), st.sampled_from(FORMATS), st.sampled_from(DTYPES))
 def test_emulation_equals_quantize_and_dequantize_to_the_bit(emulation, x, block, scale_format, dtype):
@@ -237,7 +240,7 @@ def test_fake_quantize_keeps_the_dtype_unless_told():
 
 
 def test_where_the_cpu_kernel_cannot_run_emulation_is_torchs():
-    assert kernels.load_emulation("cpu") is cpu.quantize_dequantize
+    assert kernels.load_emulation("cpu") is numba_kernel.quantize_dequantize
     assert kernels.load_emulation("cuda") is emulate.quantize_dequantize
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from nemo_fp8rl.config import Config
-from nemo_fp8rl.policy.megatron import MegatronPolicy
+from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.policy.rank_group import MegatronPolicy
 from nemo_fp8rl.workers import WorkerDied
 
 _processes = multiprocessing.get_context("forkserver")

@@ -13,17 +13,17 @@ from torch import Tensor
 
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.algorithms.mismatch import mismatch_metrics
+from nemo_fp8rl.assemble import build_bridge
 from nemo_fp8rl.batch import Prompt, TrainBatch, collate, prompt_batch
-from nemo_fp8rl.config import Config
+from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
-from nemo_fp8rl.generation.base import Sampling
 from nemo_fp8rl.generation.engine import VllmEngine
-from nemo_fp8rl.generation.vllm import VllmGeneration
-from nemo_fp8rl.policy.megatron import MegatronPolicy
+from nemo_fp8rl.generation.engine_pool import VllmGeneration
+from nemo_fp8rl.generation.interface import Sampling
+from nemo_fp8rl.policy.rank_group import MegatronPolicy
 from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.refit.manifest import RefitError, Sources
-from nemo_fp8rl.refit.report import RefitReport
-from nemo_fp8rl.weights import build_bridge
+from nemo_fp8rl.refit.reports import RefitReport
 from tests.conftest import ALIGNED, BATCH_INVARIANT
 from tests.policy.sent import sent_tensors
 

@@ -8,8 +8,8 @@ from threading import Barrier, BrokenBarrierError, Thread
 import pytest
 
 from nemo_fp8rl.batch import Completion
-from nemo_fp8rl.generation import vllm
-from nemo_fp8rl.generation.vllm import VllmGeneration
+from nemo_fp8rl.generation import engine_pool
+from nemo_fp8rl.generation.engine_pool import VllmGeneration
 from nemo_fp8rl.workers import WorkerDied
 from tests.generation.pair import GREEDY
 
@@ -48,7 +48,7 @@ class FakeWorkers:
 def engines(recipe, monkeypatch):
     def start(count: int, **dies: int) -> VllmGeneration:
         workers = FakeWorkers(count, {int(engine[1:]): answers for engine, answers in dies.items()})
-        monkeypatch.setattr(vllm, "start_workers", lambda *_, **__: workers)
+        monkeypatch.setattr(engine_pool, "start_workers", lambda *_, **__: workers)
         cfg = recipe("cluster.backend=ray", f"cluster.generation_engines={count}")
         return VllmGeneration(cfg)
 

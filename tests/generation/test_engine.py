@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.batch import Prompt
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.generation import checks, engine
-from nemo_fp8rl.generation.arguments import engine_arguments
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.recipe import load
+from nemo_fp8rl.generation import engine, engine_checks
 from nemo_fp8rl.generation.core import AsyncCore
 from nemo_fp8rl.generation.engine import VllmEngine
-from nemo_fp8rl.hf.config import read_hf_config
-from nemo_fp8rl.recipe import load
+from nemo_fp8rl.generation.engine_arguments import engine_arguments
+from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.refit.message import Header
 from nemo_fp8rl.workers import WorkerDied
@@ -225,7 +225,7 @@ def test_a_gpus_fault_is_the_death_of_an_engine_of_its_own_and_full_memory_ends_
     pair.engine.core.llm.apply_model(lambda model: model.failing.remove())
     pair.refit()
     with monkeypatch.context() as patch, pytest.raises(told, match=sentence):
-        patch.setattr("nemo_fp8rl.generation.vllm_worker.RefitWorkerExtension.nemo_fp8rl_sleep", fails)
+        patch.setattr("nemo_fp8rl.generation.weights.worker_extension.RefitWorkerExtension.nemo_fp8rl_sleep", fails)
         pair.engine.finish_generation(1)
     assert pair.engine.answers_as() == -1
     pair.refit()
@@ -235,7 +235,7 @@ def test_a_gpus_fault_is_the_death_of_an_engine_of_its_own_and_full_memory_ends_
 def test_memory_that_is_full_in_a_refit_is_a_death_and_the_engine_is_replaced(pair, monkeypatch):
     if pair.cfg.nemo_fp8rl.flow != "fp8_e2e":
         pytest.skip("one engine will do")
-    from nemo_fp8rl.generation import weight_store  # which imports vLLM
+    from nemo_fp8rl.generation.weights import weight_store  # which imports vLLM
 
     pair.refit()
     expected, write, full = pair.generate(GREEDY), weight_store._Loading._write, ["once"]
@@ -373,7 +373,7 @@ def test_an_engine_has_graphs_on_a_gpu_unless_they_would_keep_scales(
 def test_graphs_that_would_keep_the_first_scales_are_refused(recipe, monkeypatch, backend):
     """FlashInfer's attention is on GPUs alone: here an engine that is none says that it has it."""
     ended = []
-    monkeypatch.setattr(checks, "_check_cpu", lambda hf, cfg: None)
+    monkeypatch.setattr(engine_checks, "_check_cpu", lambda hf, cfg: None)
     monkeypatch.setattr(VllmEngine, "kernels", lambda self: {f"attention: {backend}"})
     monkeypatch.setattr(engine, "SteppedCore", lambda *_: SimpleNamespace(shutdown=lambda: ended.append(True)))
     ways = r"set policy\.generation\.vllm_cfg\.enforce_eager=true, or attention_backend=TRITON_ATTN"
@@ -391,7 +391,7 @@ def test_an_attention_backend_goes_to_vllm_by_the_name_that_it_has_there(recipe,
 
 
 def test_an_attention_backend_that_vllm_does_not_have_is_refused_before_it_starts(recipe, monkeypatch):
-    monkeypatch.setattr(checks, "_check_cpu", lambda hf, cfg: None)
+    monkeypatch.setattr(engine_checks, "_check_cpu", lambda hf, cfg: None)
     monkeypatch.setattr(engine, "SteppedCore", None)
     with pytest.raises(UserError, match=r"attention_backend=TRITON: vLLM \S+ has none of this name; .*TRITON_ATTN"):
         VllmEngine().setup(recipe(f"{VLLM}.attention_backend=TRITON"))
@@ -402,7 +402,7 @@ def test_a_cpu_has_one_attention_backend(recipe, backend, refused):
     cfg = recipe(f"{VLLM}.attention_backend={backend}")
     told = pytest.raises(UserError, match=r"attention_backend=TRITON_ATTN: on a CPU .*CPU_ATTN alone; leave it out")
     with told if refused else nullcontext():
-        checks.check_machine(read_hf_config(cfg.policy.model_name), cfg)
+        engine_checks.check_machine(read_hf_config(cfg.policy.model_name), cfg)
 
 
 def test_greedy_answers_to_one_prompt_are_alike(pair):

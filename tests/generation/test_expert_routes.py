@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nemo_fp8rl.batch import Prompt
-from nemo_fp8rl.recipe import load
-from nemo_fp8rl.tiny import make_tiny
+from nemo_fp8rl.commands.tiny_model import make_tiny
+from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.train import routes_known
 from tests.conftest import BATCH_INVARIANT, RECIPES, SMALL
 from tests.generation.pair import FREE, GREEDY, Pair, outputs

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nemo_fp8rl.recipe import load
-from nemo_fp8rl.tiny import make_tiny
+from nemo_fp8rl.commands.tiny_model import make_tiny
+from nemo_fp8rl.config.recipe import load
 from tests.conftest import HALF_HEADS, LLAMA3_ROPE, RECIPES, SMALL, YARN
 from tests.generation.pair import Pair
 from tests.policy.sent import sent_tensors

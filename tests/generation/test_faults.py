@@ -18,19 +18,19 @@ import psutil
 import pytest
 import torch
 
+from nemo_fp8rl.assemble import build_bridge
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.common.vllm_version import vllm_version
+from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.generation import sockets
-from nemo_fp8rl.generation.base import Sampling
+from nemo_fp8rl.generation import vllm_sockets
 from nemo_fp8rl.generation.engine import VllmEngine
-from nemo_fp8rl.generation.vllm import VllmGeneration
-from nemo_fp8rl.policy.megatron import MegatronPolicy
-from nemo_fp8rl.recipe import load
+from nemo_fp8rl.generation.engine_pool import VllmGeneration
+from nemo_fp8rl.generation.interface import Sampling
+from nemo_fp8rl.policy.rank_group import MegatronPolicy
 from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.train import refitted
-from nemo_fp8rl.weights import build_bridge
-from nemo_fp8rl.which_vllm import vllm_version
 from nemo_fp8rl.workers import WorkerDied
 from tests.conftest import RECIPES
 from tests.generation.far_trainer import FarTrainer, die_in_the_next_refit, move_weights
@@ -463,7 +463,7 @@ def kill_one_of_two(overrides: list[str]) -> dict[str, object]:
     _, alive = psutil.wait_procs(started, timeout=20)
     left = [process.pid for process in alive if process.status() != psutil.STATUS_ZOMBIE]
     in_the_end = run.generation.metrics()
-    folders = run.generation.engines.call("__ray_call__", [(lambda _: sockets.folder(),)] * 2)
+    folders = run.generation.engines.call("__ray_call__", [(lambda _: vllm_sockets.folder(),)] * 2)
     made = [folder.exists() for folder in folders]
     run.close()
     return {

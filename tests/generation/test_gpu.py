@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_fp8rl.export import export
-from nemo_fp8rl.recipe import load
-from nemo_fp8rl.tiny import make_tiny
+from nemo_fp8rl.commands.export import export
+from nemo_fp8rl.commands.tiny_model import make_tiny
+from nemo_fp8rl.config.recipe import load
 from tests.conftest import RECIPES, SMALL
 from tests.generation.pair import GREEDY, Pair, outputs
 

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.generation import checks, sockets
+from nemo_fp8rl.commands.tiny_model import make_tiny
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.recipe import load
+from nemo_fp8rl.generation import engine_checks, vllm_sockets
 from nemo_fp8rl.generation.engine import VllmEngine
-from nemo_fp8rl.recipe import load
-from nemo_fp8rl.tiny import make_tiny
 from tests.conftest import RECIPES, SMALL
 from tests.generation.pair import FREE, GREEDY, Pair, outputs
 
@@ -84,7 +84,9 @@ def test_what_a_process_of_its_own_refuses_is_said_in_one_sentence(recipe, monke
     cfg = recipe(f"{here}.{layout}", f"{here}.kv_cache_memory_gib=100000")
     with pytest.raises(UserError, match=rf"{here}.kv_cache_memory_gib=100000 is more than this machine has free"):
         VllmEngine().setup(cfg)
-    monkeypatch.setattr(checks, "psutil", SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=1 << 60)))
+    monkeypatch.setattr(
+        engine_checks, "psutil", SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=1 << 60))
+    )
     with pytest.raises(UserError, match=r"cannot start the processes of an engine .*; what they wrote says why"):
         VllmEngine().setup(cfg)
 
@@ -101,7 +103,7 @@ def test_experts_come_with_the_answers(pair):
 
 def test_vllms_sockets_go_with_the_engine(pair):
     """The last test of an engine."""
-    assert any(path.is_socket() for path in sockets.folder().iterdir())
-    assert sockets.folder().stat().st_mode & 0o777 == 0o700
+    assert any(path.is_socket() for path in vllm_sockets.folder().iterdir())
+    assert vllm_sockets.folder().stat().st_mode & 0o777 == 0o700
     pair.engine.shutdown()
-    assert not sockets.folder().exists()
+    assert not vllm_sockets.folder().exists()

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from nemo_fp8rl.batch import Completion
-from nemo_fp8rl.generation import vllm
-from nemo_fp8rl.generation.base import Sampling
-from nemo_fp8rl.generation.vllm import VllmGeneration
+from nemo_fp8rl.generation import engine_pool
+from nemo_fp8rl.generation.engine_pool import VllmGeneration
+from nemo_fp8rl.generation.interface import Sampling
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.workers import WorkerDied
 
@@ -63,7 +63,7 @@ def answers(copy: VllmGeneration) -> int:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch) -> None:
-    monkeypatch.setattr(vllm, "SOON", 0.001)
+    monkeypatch.setattr(engine_pool, "SOON", 0.001)
 
 
 def test_a_copy_that_is_asked_before_the_first_refit_waits_for_it():

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from nemo_fp8rl.batch import Prompt
-from nemo_fp8rl.generation.base import Sampling
+from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.generation.core import Request
-from nemo_fp8rl.recipe import load
+from nemo_fp8rl.generation.interface import Sampling
 from nemo_fp8rl.refit.manifest import RefitError
 from tests.conftest import RECIPES
 from tests.generation.pair import FREE, GREEDY, Pair, outputs

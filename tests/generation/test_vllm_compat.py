@@ -5,18 +5,18 @@ from contextlib import nullcontext
 
 import pytest
 
-from nemo_fp8rl import which_vllm
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.generation import compat, engine
+from nemo_fp8rl.commands.tiny_model import make_tiny
+from nemo_fp8rl.common import vllm_version
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.recipe import load
+from nemo_fp8rl.generation import engine, vllm_compat
 from nemo_fp8rl.generation.engine import VllmEngine
-from nemo_fp8rl.recipe import load
-from nemo_fp8rl.tiny import make_tiny
 from tests.conftest import RECIPES, SMALL
 
 
 @pytest.mark.parametrize("found", ["0.24.0", "0.33.0rc1", "1.25.0", "dev"])
 def test_a_version_outside_the_supported_ones_is_refused(found, monkeypatch, tiny_overrides):
-    monkeypatch.setattr(which_vllm, "installed_vllm", lambda: found)
+    monkeypatch.setattr(vllm_version, "installed_vllm", lambda: found)
     sentence = rf"^vLLM {found} is installed, but 0\.25 to 0\.32 are supported: install one of these$"
     with pytest.raises(UserError, match=sentence):
         VllmEngine().setup(load(RECIPES / "tiny_cpu.yaml", tiny_overrides))
@@ -32,7 +32,7 @@ def test_experts_whose_choice_vllm_does_not_tell_are_refused_for_replay(tmp_path
         "policy.router_replay.enabled=true",
     )
     started = VllmEngine()
-    tells = which_vllm.vllm_version() >= (0, 30)
+    tells = vllm_version.vllm_version() >= (0, 30)
     told = nullcontext() if tells else pytest.raises(UserError, match=r"it tells since 0\.30")
     try:
         with told:
@@ -61,7 +61,7 @@ def test_they_are_refused_before_an_engine_starts_in_one_process_or_two(tmp_path
     for core in ("AsyncCore", "SteppedCore"):
         monkeypatch.setattr(engine, core, Started)
     for version, told in (((0, 29), UserError), ((0, 30), Started)):
-        monkeypatch.setattr(compat, "vllm_version", lambda version=version: version)
+        monkeypatch.setattr(vllm_compat, "vllm_version", lambda version=version: version)
         with pytest.raises(told) as refusal:
             VllmEngine().setup(cfg)
         assert (told is Started) or "chose on a CPU it tells since 0.30" in str(refusal.value)

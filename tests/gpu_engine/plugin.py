@@ -68,9 +68,10 @@ def pytest_sessionstart() -> None:
     from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-    from nemo_fp8rl.generation import gpu_experts, quantization, weight_store
-    from nemo_fp8rl.generation.gpu_experts import NativeFp8MoEMethod
-    from nemo_fp8rl.generation.gpu_linear import NativeFp8LinearMethod
+    from nemo_fp8rl.generation.fp8_method import gpu_experts, quantization
+    from nemo_fp8rl.generation.fp8_method.gpu_experts import NativeFp8MoEMethod
+    from nemo_fp8rl.generation.fp8_method.gpu_linear import NativeFp8LinearMethod
+    from nemo_fp8rl.generation.weights import weight_store
 
     weight_store.DIRECT += (UnquantizedLinearMethod,)
     UnquantizedLinearMethod.process_weights_after_loading = _leave_as_it_came

@@ -10,9 +10,9 @@ from torch._dynamo.utils import counters
 
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.algorithms.mismatch import mismatch_metrics
+from nemo_fp8rl.commands.tiny_model import make_tiny
+from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.policy.worker import MegatronWorker
-from nemo_fp8rl.recipe import load
-from nemo_fp8rl.tiny import make_tiny
 from tests.conftest import RECIPES, SMALL
 from tests.generation.pair import Pair, outputs
 from tests.gpu_engine.test_engine import SHORT, addresses

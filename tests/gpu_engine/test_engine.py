@@ -7,9 +7,9 @@ import torch
 
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.algorithms.mismatch import mismatch_metrics
+from nemo_fp8rl.commands.tiny_model import make_tiny
+from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.policy.worker import MegatronWorker
-from nemo_fp8rl.recipe import load
-from nemo_fp8rl.tiny import make_tiny
 from nemo_fp8rl.train import routes_known
 from tests.conftest import RECIPES, SMALL
 from tests.generation.pair import GREEDY, Pair, outputs

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from nemo_fp8rl.recipe import load
-from nemo_fp8rl.tiny import make_tiny
+from nemo_fp8rl.commands.tiny_model import make_tiny
+from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.train import train
 from tests.conftest import RECIPES
 

@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
+from nemo_fp8rl.common.vllm_version import vllm_version
 from nemo_fp8rl.fp8 import fprop, kernels, quantize_activations, quantize_blockwise
 from nemo_fp8rl.fp8.format import ALONG_LAST
-from nemo_fp8rl.generation import gpu_linear
-from nemo_fp8rl.generation.gpu_experts import NativeFp8MoEMethod
-from nemo_fp8rl.generation.gpu_linear import KERNELS, NativeFp8LinearMethod
-from nemo_fp8rl.policy.restriction import Restriction, restricted
-from nemo_fp8rl.which_vllm import vllm_version
+from nemo_fp8rl.generation.fp8_method import gpu_linear
+from nemo_fp8rl.generation.fp8_method.gpu_experts import NativeFp8MoEMethod
+from nemo_fp8rl.generation.fp8_method.gpu_linear import KERNELS, NativeFp8LinearMethod
+from nemo_fp8rl.policy.layers.top_k_top_p import Restriction, restricted
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 4, 256, 128, 2
 QUANTIZE = torch.ops.nemo_fp8rl.quantize_activations

@@ -5,9 +5,9 @@ from contextlib import nullcontext
 
 import pytest
 
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.fp8 import Fp8Layers
-from nemo_fp8rl.hf.divide import check_divides
+from nemo_fp8rl.hf.divisibility import check_divides
 from nemo_fp8rl.hf.fp8_layers import attention_dimensions, engine_fp8_layers, trainer_fp8_layers
 from tests.hf.test_hf_files import HF
 

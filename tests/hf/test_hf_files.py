@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from nemo_fp8rl.doctor.shapes import from_config
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.hf import checkpoint
-from nemo_fp8rl.hf.checkpoint import CheckpointReader
-from nemo_fp8rl.hf.config import FAMILIES, HfConfig, check_context, read_hf_config
-from nemo_fp8rl.hf.tensors import expected_tensors
-from nemo_fp8rl.policy.layout import Layout
-from nemo_fp8rl.policy.megatron_names import from_hf, to_hf
-from nemo_fp8rl.policy.rope import read_rope
-from nemo_fp8rl.tiny import write_model
-from nemo_fp8rl.which_vllm import vllm_version
+from nemo_fp8rl.commands.doctor.model_shapes import from_config
+from nemo_fp8rl.commands.tiny_model import write_model
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.common.vllm_version import vllm_version
+from nemo_fp8rl.hf import checkpoint_reader
+from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
+from nemo_fp8rl.hf.model_config import FAMILIES, HfConfig, check_context, read_hf_config
+from nemo_fp8rl.hf.model_tensors import expected_tensors
+from nemo_fp8rl.policy.layers.rope import read_rope
+from nemo_fp8rl.policy.weights.hf_names import from_hf, to_hf
+from nemo_fp8rl.policy.weights.layout import Layout
 
 CONFIG = {
     "model_type": "qwen3",
@@ -533,7 +533,7 @@ def test_a_tied_checkpoint_may_carry_its_head_if_it_is_the_embedding(folder, equ
 
 @pytest.mark.parametrize("differs_at", [None, 0, 15, 16, 49])
 def test_a_tied_head_is_compared_some_rows_at_a_time(folder, monkeypatch, differs_at):
-    monkeypatch.setattr(checkpoint, "ROWS", 16, raising=False)
+    monkeypatch.setattr(checkpoint_reader, "ROWS", 16, raising=False)
     hf, read, get = dataclasses.replace(HF, tie_word_embeddings=True, vocab_size=50), [], CheckpointReader.get
     monkeypatch.setattr(CheckpointReader, "get", lambda *asked: (read.append(get(*asked).shape[0]), get(*asked))[1])
     tensors = random_tensors(hf)

@@ -8,13 +8,13 @@ import huggingface_hub
 import pytest
 from huggingface_hub.constants import HF_HUB_OFFLINE
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.hf.config import read_hf_config
+from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.hf.hub import checkpoint_folder, with_commits
-from nemo_fp8rl.nemo_rl.config import for_model, from_nemo_rl, of_keys
+from nemo_fp8rl.hf.model_config import read_hf_config
+from nemo_fp8rl.nemo_rl.recipe.config_from_recipe import for_model, from_nemo_rl, of_keys
 from tests.conftest import RECIPES, SMALL
 from tests.hf.fake_hub import COMMIT, fake_hub
-from tests.nemo_rl.test_config import master
+from tests.nemo_rl.recipe.test_config_from_recipe import master
 
 NAME = "some-org/tiny-qwen3"
 

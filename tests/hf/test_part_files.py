@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.hf.parts import PartReader, PartWriter
-from nemo_fp8rl.hf.write import write_safetensors
-from nemo_fp8rl.region import index, overlap, placed, shape_of, start_of, whole
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.common.region import index, overlap, placed, shape_of, start_of, whole
+from nemo_fp8rl.hf.part_files import PartReader, PartWriter
+from nemo_fp8rl.hf.safetensors_file import write_safetensors
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
 

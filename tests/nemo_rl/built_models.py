@@ -20,11 +20,11 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.quantization import fp8
 from vllm.model_executor.model_loader.utils import initialize_model
 
-from nemo_fp8rl.generation.cpu_experts import EmulatedFp8MoEMethod
-from nemo_fp8rl.generation.cpu_linear import EmulatedFp8LinearMethod
-from nemo_fp8rl.nemo_rl.stock.choose import choose
-from tests.nemo_rl.test_agreement import LAYERS, MODELS, WORDS
-from tests.nemo_rl.test_stock import policy
+from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_experts import EmulatedFp8MoEMethod
+from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_linear import EmulatedFp8LinearMethod
+from nemo_fp8rl.nemo_rl.stock.worker_choice import choose
+from tests.nemo_rl.stock.test_layer_agreement import LAYERS, MODELS, WORDS
+from tests.nemo_rl.stock.test_stock import policy
 
 COMMON: dict[str, Any] = {
     "vocab_size": 64,

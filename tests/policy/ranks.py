@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import TrainBatch, num_rows, shards
-from nemo_fp8rl.config import Config
+from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.policy.worker import MegatronWorker
 
 worker = MegatronWorker()

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from nemo_fp8rl.policy.worker import MegatronWorker
-from nemo_fp8rl.refit.quantize import as_sent
+from nemo_fp8rl.refit.checkpoint_form import as_sent
 
 
 def sent_tensors(worker: MegatronWorker) -> dict[str, Tensor]:

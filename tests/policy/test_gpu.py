@@ -8,13 +8,13 @@ import torch
 
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import TrainBatch
+from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.fp8 import quantize_blockwise, scale_name
-from nemo_fp8rl.hf.checkpoint import CheckpointReader
-from nemo_fp8rl.policy import logprobs
-from nemo_fp8rl.policy.linears import MultipliesInFp8
-from nemo_fp8rl.policy.restriction import Restriction, restricted
+from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
+from nemo_fp8rl.policy.layers import logprobs
+from nemo_fp8rl.policy.layers.linears import MultipliesInFp8
+from nemo_fp8rl.policy.layers.top_k_top_p import Restriction, restricted
 from nemo_fp8rl.policy.worker import MegatronWorker
-from nemo_fp8rl.tiny import write_model
 from tests.policy.sent import sent_tensors
 
 pytestmark = [

@@ -8,17 +8,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nemo_fp8rl.config import Fp8RlConfig
-from nemo_fp8rl.hf.config import read_hf_config
-from nemo_fp8rl.policy import megatron_names, model, specs, weights
-from nemo_fp8rl.policy.cpu import megatron_on_cpu
-from nemo_fp8rl.policy.linears import bf16_linears
-from nemo_fp8rl.policy.megatron_names import to_hf
+from nemo_fp8rl.commands.tiny_model import write_model
+from nemo_fp8rl.config.schema import Fp8RlConfig
+from nemo_fp8rl.hf.model_config import read_hf_config
+from nemo_fp8rl.policy import layer_specs, model
+from nemo_fp8rl.policy.layers.linears import bf16_linears
+from nemo_fp8rl.policy.layers.rope import read_rope
 from nemo_fp8rl.policy.model import transformer_config
-from nemo_fp8rl.policy.rope import read_rope
-from nemo_fp8rl.policy.rounding import is_aligned
+from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
+from nemo_fp8rl.policy.on_cpu.vllm_cpu_rounding import is_aligned
+from nemo_fp8rl.policy.weights import checkpoint, hf_names
+from nemo_fp8rl.policy.weights.hf_names import to_hf
 from nemo_fp8rl.policy.worker import MegatronWorker
-from nemo_fp8rl.tiny import write_model
 from tests.conftest import LLAMA3_ROPE, YARN
 from tests.policy.sent import sent_tensors
 
@@ -153,10 +154,10 @@ def test_the_checkpoint_sets_every_number_of_every_weight(recipe, tmp_path, monk
 @pytest.mark.parametrize(("change", "why"), [("missing", "without a checkpoint tensor"), ("short", "for a parameter")])
 def test_a_weight_that_would_stay_as_memory_was_is_an_error(recipe, monkeypatch, change, why):
     def some(layout, get):
-        first, *rest = megatron_names.from_hf(layout, get)
+        first, *rest = hf_names.from_hf(layout, get)
         return iter(rest if change == "missing" else [(first[0], first[1][:1]), *rest])
 
-    monkeypatch.setattr(weights, "from_hf", some)
+    monkeypatch.setattr(checkpoint, "from_hf", some)
     with pytest.raises(AssertionError, match=why):
         MegatronWorker().setup(recipe(), 0, 1, None)
 
@@ -185,7 +186,7 @@ def test_fp8_trainer_multiplies_exactly_the_bytes_it_exports(recipe, tmp_path, h
 
 @pytest.mark.parametrize(("flow", "linears"), [("bf16", 0), ("fp8_rollout", 0), ("fp8_e2e", 8)])
 def test_flow_decides_which_linears_are_fp8(recipe, flow, linears):
-    from nemo_fp8rl.policy.linears import Fp8Forward
+    from nemo_fp8rl.policy.layers.linears import Fp8Forward
 
     worker = MegatronWorker()
     worker.setup(recipe(f"nemo_fp8rl.flow={flow}"), 0, 1, None)
@@ -195,7 +196,7 @@ def test_flow_decides_which_linears_are_fp8(recipe, flow, linears):
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_a_flow_in_fp8_does_not_start_without_its_fp8_linears(recipe, tmp_path, monkeypatch, family):
     write_model(tmp_path / "model", family=family)
-    monkeypatch.setattr(specs, "fp8_linears", lambda scale_format, aligned: bf16_linears(aligned))
+    monkeypatch.setattr(layer_specs, "fp8_linears", lambda scale_format, aligned: bf16_linears(aligned))
     linears = {"qwen3": 8, "qwen3_moe": 36}[family]  # of two layers, with 8 experts
     with pytest.raises(RuntimeError, match=f"flow fp8_e2e asks for {linears} FP8 linear layers, the model has 0"):
         MegatronWorker().setup(recipe(f"policy.model_name={tmp_path}/model"), 0, 1, None)
@@ -203,7 +204,7 @@ def test_a_flow_in_fp8_does_not_start_without_its_fp8_linears(recipe, tmp_path, 
 
 @pytest.mark.parametrize(("end", "fp8_layer"), [("first", 1), ("last", 0)])
 def test_a_layer_kept_in_bf16_trains_and_travels_in_bf16(recipe, end, fp8_layer):
-    from nemo_fp8rl.policy.linears import Fp8Forward
+    from nemo_fp8rl.policy.layers.linears import Fp8Forward
 
     worker = MegatronWorker()
     worker.setup(recipe(f"policy.generation.vllm_cfg.num_{end}_layers_in_bf16=1"), 0, 1, None)

@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM
 
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import TrainBatch, shards
-from nemo_fp8rl.hf.tensors import expected_tensors
-from nemo_fp8rl.policy import align_moe
-from nemo_fp8rl.policy.linears import RoundedOnce
-from nemo_fp8rl.policy.logprobs import token_logprobs
-from nemo_fp8rl.policy.megatron_names import to_hf
-from nemo_fp8rl.region import index
-from nemo_fp8rl.tiny import write_model
+from nemo_fp8rl.commands.tiny_model import write_model
+from nemo_fp8rl.common.region import index
+from nemo_fp8rl.hf.model_tensors import expected_tensors
+from nemo_fp8rl.policy.layers import aligned_experts
+from nemo_fp8rl.policy.layers.linears import RoundedOnce
+from nemo_fp8rl.policy.layers.logprobs import token_logprobs
+from nemo_fp8rl.policy.weights.hf_names import to_hf
 from tests.conftest import HALF_HEADS
 from tests.policy import ranks
 from tests.policy.ranks import Ranks, logprobs_and_norm
@@ -195,7 +195,7 @@ def _ranks_logprobs_of_dense_mlps(batch) -> torch.Tensor:
 
 
 def _logprobs_of_dense_mlps(worker, batch) -> torch.Tensor:
-    with mock.patch.object(align_moe, "experts_are_dense_mlps", lambda: True):
+    with mock.patch.object(aligned_experts, "experts_are_dense_mlps", lambda: True):
         return worker.logprobs(batch)
 
 

@@ -8,31 +8,31 @@ from transformers import AutoModelForCausalLM
 
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import shards
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.commands.tiny_model import write_model
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.common.region import Region, whole
 from nemo_fp8rl.fp8 import scale_name
-from nemo_fp8rl.hf.checkpoint import CheckpointReader
-from nemo_fp8rl.hf.config import read_hf_config
-from nemo_fp8rl.hf.parts import PartReader
-from nemo_fp8rl.hf.tensors import expected_tensors
-from nemo_fp8rl.policy.weights import load_hf
+from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
+from nemo_fp8rl.hf.model_config import read_hf_config
+from nemo_fp8rl.hf.model_tensors import expected_tensors
+from nemo_fp8rl.hf.part_files import PartReader
+from nemo_fp8rl.policy.weights.checkpoint import load_hf
 from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.refit.digest import digest_of
 from nemo_fp8rl.refit.manifest import Sources, TensorPart, from_json, to_json
 from nemo_fp8rl.refit.message import Content
-from nemo_fp8rl.refit.plan import plan
-from nemo_fp8rl.refit.receive import IncomingLink, received
-from nemo_fp8rl.refit.transport.post import dial
+from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink, received
+from nemo_fp8rl.refit.route_plan import plan
+from nemo_fp8rl.refit.transport.handshake import dial
 from nemo_fp8rl.refit.transport.shared_memory import domain
-from nemo_fp8rl.region import Region, whole
-from nemo_fp8rl.tiny import write_model
 from tests.conftest import HALF_HEADS
 from tests.policy import ranks
+from tests.policy.layers.test_routing_replay import random_routes
 from tests.policy.ranks import Ranks
 from tests.policy.sent import sent_tensors
 from tests.policy.test_parallel import name as case_name
-from tests.policy.test_routing_replay import random_routes
 from tests.policy.test_worker import random_batch
-from tests.test_rundir import files_end_at
+from tests.run.test_directory import files_end_at
 
 TOKEN = "of these tests"
 DENSE = {"vocab_size": 67}  # no multiple of 2

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nemo_fp8rl.policy.groups import join
+from nemo_fp8rl.policy.process_groups import join
 
 held: list[socket.socket] = []
 """In rank 0's process: where the ranks meet."""

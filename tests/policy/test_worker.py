@@ -11,16 +11,16 @@ from torch.overrides import TorchFunctionMode
 
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import TrainBatch
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.hf.parts import PartReader, PartWriter
-from nemo_fp8rl.hf.tensors import expected_tensors
-from nemo_fp8rl.policy.base import Diverged
-from nemo_fp8rl.policy.megatron import MegatronPolicy
-from nemo_fp8rl.policy.megatron_names import to_hf
+from nemo_fp8rl.commands.tiny_model import write_model
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.common.region import whole
+from nemo_fp8rl.hf.model_tensors import expected_tensors
+from nemo_fp8rl.hf.part_files import PartReader, PartWriter
+from nemo_fp8rl.policy.interface import Diverged
 from nemo_fp8rl.policy.optimizer import check_finite
+from nemo_fp8rl.policy.rank_group import MegatronPolicy
+from nemo_fp8rl.policy.weights.hf_names import to_hf
 from nemo_fp8rl.policy.worker import MegatronWorker
-from nemo_fp8rl.region import whole
-from nemo_fp8rl.tiny import write_model
 
 
 def random_batch(seed: int, b: int = 8, t: int = 10) -> TrainBatch:

@@ -5,14 +5,15 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_fp8rl.refit import message, readings, send
+from nemo_fp8rl.refit import deferred_checks, message
 from nemo_fp8rl.refit.digest import words
+from nemo_fp8rl.refit.sender import weight_sender
 
 
 def as_on_a_gpu(monkeypatch: Any) -> None:
     """Digests of words, and numbers that are read when a message ends."""
     monkeypatch.setattr(message, "digest_of", words)
-    for module in (readings, send):
+    for module in (deferred_checks, weight_sender):
         monkeypatch.setattr(module, "on_gpu", lambda tensor: True)
 
 

@@ -3,7 +3,7 @@ import sys
 import pytest
 
 from nemo_fp8rl.refit.transport import cuda_memory
-from tests.refit import fake_cuda_runtime
+from tests.refit.transport import fake_cuda_runtime
 
 
 @pytest.fixture(autouse=True)

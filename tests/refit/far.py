@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from nemo_fp8rl.refit.transport.handshake import Post, dial
 from nemo_fp8rl.refit.transport.link import LinkError
-from nemo_fp8rl.refit.transport.post import Post, dial
-from tests.refit import fake_cuda_runtime
+from tests.refit.transport import fake_cuda_runtime
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["tests.refit.far"])  # torch is imported once

@@ -19,23 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_fp8rl.common.region import whole
 from nemo_fp8rl.fp8 import BLOCK, ScaleFormat, quantize_blockwise, scale_shape
 from nemo_fp8rl.fp8.delta import DeltaError
 from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.refit.bridge import Revive, Transport
+from nemo_fp8rl.refit.deferred_checks import Readings
 from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.manifest import RefitError, Route, Sources, TensorPart, blocks_of
 from nemo_fp8rl.refit.message import Content
-from nemo_fp8rl.refit.plan import Capacities, Routes
-from nemo_fp8rl.refit.rank import SendingRank
-from nemo_fp8rl.refit.readings import Readings
-from nemo_fp8rl.refit.receive import IncomingLink, Received, received
-from nemo_fp8rl.refit.report import Loaded, SendReport
+from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink, Received, received
+from nemo_fp8rl.refit.reports import Loaded, SendReport
+from nemo_fp8rl.refit.route_plan import Capacities, Routes
+from nemo_fp8rl.refit.sender.sending_rank import SendingRank
+from nemo_fp8rl.refit.transport.handshake import dial
 from nemo_fp8rl.refit.transport.link import HOST as HOST_MEMORY
 from nemo_fp8rl.refit.transport.link import ReceivingEnd
-from nemo_fp8rl.refit.transport.post import dial
 from nemo_fp8rl.refit.transport.shared_memory import domain
-from nemo_fp8rl.region import whole
 from nemo_fp8rl.workers import WorkerDied
 
 HOST, TOKEN = "127.0.0.1", "token of the run"

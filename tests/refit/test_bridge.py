@@ -21,12 +21,12 @@ from torch import Tensor
 from nemo_fp8rl.refit import message
 from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.refit.digest import WORDS, words
+from nemo_fp8rl.refit.full_or_delta import RETRY_AFTER, ModeChoice
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart
 from nemo_fp8rl.refit.message import Header
-from nemo_fp8rl.refit.mode import RETRY_AFTER, ModeChoice
-from nemo_fp8rl.refit.send import DELTA_FROM
+from nemo_fp8rl.refit.sender.weight_sender import DELTA_FROM
 from nemo_fp8rl.refit.transport import shared_memory
-from nemo_fp8rl.refit.transport.ends import Sender
+from nemo_fp8rl.refit.transport.double_buffer import Sender
 from nemo_fp8rl.refit.transport.link import HOST, RECEIVER_SHARE, SENDER_SHARE, LinkError, ReceivingEnd
 from nemo_fp8rl.workers import WorkerDied
 from tests.refit.memory_engine import (

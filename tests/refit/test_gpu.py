@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from nemo_fp8rl.refit.digest import digest_of, has_digest, words
+from nemo_fp8rl.refit.transport.handshake import Post
 from nemo_fp8rl.refit.transport.link import GRACE, HOST, settle
-from nemo_fp8rl.refit.transport.post import Post
 from tests.refit.far import Far
 from tests.refit.memory_engine import TRANSPORTS
 from tests.refit.test_bridge import Run
-from tests.refit.test_transport import CAPACITY, LONG, TOKEN
+from tests.refit.transport.test_transport import CAPACITY, LONG, TOKEN
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_fp8rl.common.region import Region, overlap
 from nemo_fp8rl.fp8 import BLOCK, quantize_blockwise
 from nemo_fp8rl.refit.manifest import RefitError, Sources, TensorPart, blocks_of, from_json, to_json
-from nemo_fp8rl.region import Region, overlap
 from tests.refit.memory_engine import Layout, bf16, fp8, split
 
 UP, NORM = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.refit.manifest import Sources, TensorPart
-from nemo_fp8rl.refit.plan import ALIGNMENT, BUCKETS, PIECE_BYTES, aligned, bucket_memory, plan
+from nemo_fp8rl.refit.route_plan import ALIGNMENT, BUCKETS, PIECE_BYTES, aligned, bucket_memory, plan
 
 SHAPE = (1024, 128)
 BAND = 128 * 128 + 4

@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import BlockScaled, quantize_blockwise
-from nemo_fp8rl.refit import outgoing, receive
 from nemo_fp8rl.refit.manifest import RefitError, Sources, TensorPart
 from nemo_fp8rl.refit.message import Entry, Header
-from nemo_fp8rl.refit.plan import aligned
-from nemo_fp8rl.refit.receive import IncomingLink, received
-from nemo_fp8rl.refit.report import SendReport
-from nemo_fp8rl.refit.send import DELTA_FROM, Link, WeightSender
+from nemo_fp8rl.refit.receiver import piece_receiver
+from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink, received
+from nemo_fp8rl.refit.reports import SendReport
+from nemo_fp8rl.refit.route_plan import aligned
+from nemo_fp8rl.refit.sender import bucket_writer
+from nemo_fp8rl.refit.sender.weight_sender import DELTA_FROM, Link, WeightSender
 from nemo_fp8rl.refit.transport.in_process import in_process_link
 from nemo_fp8rl.refit.transport.link import LinkError
 from tests.refit.as_on_a_gpu import Reads, as_on_a_gpu
@@ -676,7 +677,9 @@ def test_the_last_delta_leaves_no_base_to_build_on():
     assert stream.senders[0].base_version == -1
 
 
-@pytest.mark.parametrize(("module", "name"), [(outgoing, "send"), (receive, "release")], ids=["sender", "receiver"])
+@pytest.mark.parametrize(
+    ("module", "name"), [(bucket_writer, "send"), (piece_receiver, "release")], ids=["sender", "receiver"]
+)
 def test_a_gpu_has_done_its_work_on_a_bucket_before_the_bucket_changes_hands(monkeypatch, module, name):
     """Links know nothing of streams: what is queued on one is waited for by `settle`."""
     weights, stream, happened = random_weights(PARTS), Stream([PARTS], [PARTS], bucket=20_000), []

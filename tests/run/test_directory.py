@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from nemo_fp8rl.disk import write_atomically
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.machine import machine
-from nemo_fp8rl.policy.megatron import MegatronPolicy
-from nemo_fp8rl.rundir import RunDirectory
-from nemo_fp8rl.step_log import Sample, read
+from nemo_fp8rl.common.atomic_files import write_atomically
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.common.machine import machine
+from nemo_fp8rl.policy.rank_group import MegatronPolicy
+from nemo_fp8rl.run.directory import RunDirectory
+from nemo_fp8rl.run.step_log import Sample, read
 from nemo_fp8rl.train import train
 
 
@@ -259,7 +259,9 @@ def test_all_checkpoints_may_be_kept(recipe):
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(recipe, monkeypatch):
     """Files and folders, its own too."""
     synced: list[str] = []
-    monkeypatch.setattr("nemo_fp8rl.rundir.sync", lambda path: synced.append(path.name) if path.exists() else None)
+    monkeypatch.setattr(
+        "nemo_fp8rl.run.directory.sync", lambda path: synced.append(path.name) if path.exists() else None
+    )
     with RunDirectory(recipe(), resume=False) as run:
         run.save_checkpoint(1, FakePolicy())
     partial = {".partial_step_1", "policy", "weights", "model.safetensors", "training_info.json"}
@@ -269,7 +271,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(recipe, monkeypatch)
 def test_the_environment_names_the_processor(recipe, monkeypatch, tmp_path):
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor\t: 0\nmodel name\t: Some  CPU @ 2 GHz\nflags\t\t: fpu\n")
-    monkeypatch.setattr("nemo_fp8rl.machine.CPUINFO", cpuinfo)
+    monkeypatch.setattr("nemo_fp8rl.common.machine.CPUINFO", cpuinfo)
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True)
     with RunDirectory(recipe(), resume=False) as run:
         shown = json.loads((run.path / "environment.json").read_text())["machine"]
@@ -381,7 +383,7 @@ def test_a_full_disk_ends_a_run_in_a_sentence_with_whole_lines(recipe):
 def test_an_old_checkpoint_that_cannot_be_removed_costs_nothing(recipe, monkeypatch):
     with RunDirectory(recipe("checkpointing.keep_top_k=1"), resume=False) as run:
         run.save_checkpoint(1, FakePolicy())
-        monkeypatch.setattr("nemo_fp8rl.rundir.shutil.rmtree", lambda *_, **__: None)
+        monkeypatch.setattr("nemo_fp8rl.run.directory.shutil.rmtree", lambda *_, **__: None)
         run.save_checkpoint(2, FakePolicy())
         assert run._steps() == [2]
     assert run.done == 2

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.rundir import RunDirectory
-from tests.test_rundir import FakePolicy
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.run.directory import RunDirectory
+from tests.run.test_directory import FakePolicy
 
 METRICS = {"train/reward": 0.25, "train/gen_kl_error": 1e-6, "train/gen_kl_error/position_2_3": 1e-7, "refit/bytes": 9}
 """One name begins with another, as a folder's does."""

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_fp8rl import stop_request
-from nemo_fp8rl.interrupt import GracefulStop
-from nemo_fp8rl.stop_request import StopRequest, request_stop
+from nemo_fp8rl.run import pod_stop
+from nemo_fp8rl.run.pod_stop import StopRequest, request_stop
+from nemo_fp8rl.run.signals import GracefulStop
 
 AT_ONCE = 3.0
 
@@ -19,9 +19,9 @@ AT_ONCE = 3.0
 @pytest.fixture(autouse=True)
 def pod(monkeypatch, tmp_path):
     """The environment of a pod, in hurry; the folder of the files."""
-    monkeypatch.setattr(stop_request, "BEAT", 0.02)
-    monkeypatch.setenv(stop_request.FOLDER, str(tmp_path / "stop"))
-    monkeypatch.setenv(stop_request.NAME, "attempt")
+    monkeypatch.setattr(pod_stop, "BEAT", 0.02)
+    monkeypatch.setenv(pod_stop.FOLDER, str(tmp_path / "stop"))
+    monkeypatch.setenv(pod_stop.NAME, "attempt")
     return tmp_path / "stop"
 
 
@@ -69,7 +69,7 @@ def test_where_no_driver_runs_a_pod_ends_at_once(pod):
 
 
 def test_a_driver_that_is_dead_is_not_waited_for(asking, pod, monkeypatch):
-    monkeypatch.setattr(stop_request, "SILENCE", 0.3)
+    monkeypatch.setattr(pod_stop, "SILENCE", 0.3)
     pod.mkdir()
     (pod / "attempt.running").write_text("17")
     hook = asking()
@@ -78,7 +78,7 @@ def test_a_driver_that_is_dead_is_not_waited_for(asking, pod, monkeypatch):
 
 
 def test_a_driver_that_lives_is_waited_for_longer_than_a_silence(asking, monkeypatch):
-    monkeypatch.setattr(stop_request, "SILENCE", 1.0)
+    monkeypatch.setattr(pod_stop, "SILENCE", 1.0)
     with GracefulStop(of_pods=True):
         hook = asking()
         time.sleep(2.0)
@@ -89,13 +89,13 @@ def test_a_driver_that_lives_is_waited_for_longer_than_a_silence(asking, monkeyp
 
 def test_another_attempts_word_counts_for_nothing(pod, monkeypatch):
     with GracefulStop(of_pods=True) as stop:
-        monkeypatch.setenv(stop_request.NAME, "another")
+        monkeypatch.setenv(pod_stop.NAME, "another")
         request_stop()
         time.sleep(0.2)
         assert not stop.requested
 
 
-@pytest.mark.parametrize("variable", [stop_request.FOLDER, stop_request.NAME])
+@pytest.mark.parametrize("variable", [pod_stop.FOLDER, pod_stop.NAME])
 def test_outside_a_pod_nobody_can_ask(monkeypatch, variable):
     monkeypatch.delenv(variable)
     assert StopRequest.of_environment() is None
@@ -106,9 +106,7 @@ def test_a_folder_that_cannot_be_written_is_named_and_the_run_goes_on(pod, capsy
     pod.write_text("a file")
     with GracefulStop(of_pods=True) as stop:
         assert not stop.requested
-    assert re.search(
-        rf"cannot write .*attempt\.running .*let {stop_request.FOLDER} name a folder", capsys.readouterr().out
-    )
+    assert re.search(rf"cannot write .*attempt\.running .*let {pod_stop.FOLDER} name a folder", capsys.readouterr().out)
 
 
 def test_the_word_for_a_driver_that_was_killed_in_the_same_cluster_is_not_for_the_next(pod):

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nemo_fp8rl.recipe import load
+from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.train import train
 from tests.conftest import COLOCATED, RECIPES
 from tests.slurm.lab import NODE_TMP, NODES, Lab, has_spank, missing_tools
@@ -191,7 +191,7 @@ def test_a_node_that_never_comes_up_ends_the_job_in_a_clear_error_in_time(lab, l
     def node_of_lab2() -> list[psutil.Process]:
         below = psutil.Process(lab.nodes["lab2"].pid).children(recursive=True)
         lines = {process: process.info["cmdline"] or () for process in psutil.process_iter(["cmdline"])}
-        return [process for process in below if "nemo_fp8rl.launch.node" in lines.get(process, ())]
+        return [process for process in below if "nemo_fp8rl.commands.launch.slurm.node" in lines.get(process, ())]
 
     until(node_of_lab2, "the program of lab2", run)
     begin = time.monotonic()

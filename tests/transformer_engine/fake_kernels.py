@@ -249,7 +249,7 @@ def permute_by_torch() -> None:
     """From now on, instead of Transformer Engine's kernels in Triton, whose interpreter takes minutes."""
     from megatron.core.transformer.moe import moe_utils
 
-    from nemo_fp8rl.policy import te_linears
+    from nemo_fp8rl.policy.layers import te_linears
     from tests.transformer_engine.fake_permutation import FAKES
 
     te_linears.TAKES_COUNTS_OF_HOST = Version("0")  # as the fake does, whatever the version
@@ -292,7 +292,7 @@ def fake_hopper() -> Iterator[None]:
     from megatron.core.extensions.transformer_engine import te_general_gemm
     from megatron.core.transformer.moe import moe_utils
 
-    from nemo_fp8rl.policy import te_linears
+    from nemo_fp8rl.policy.layers import te_linears
     from tests.transformer_engine.fake_permutation import FAKES
 
     with ExitStack() as stack:

@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.algorithms.quantization_error import weight_error
 from nemo_fp8rl.batch import TrainBatch, shards
+from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.fp8 import BlockScaled, quantize_blockwise
-from nemo_fp8rl.policy.cpu import megatron_on_cpu
-from nemo_fp8rl.policy.groups import join
+from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
+from nemo_fp8rl.policy.process_groups import join
 from nemo_fp8rl.refit.digest import digest_of
-from nemo_fp8rl.tiny import write_model
 from tests.policy import ranks
+from tests.policy.layers.test_routing_replay import random_routes
 from tests.policy.ranks import Ranks, logprobs_and_norm
-from tests.policy.test_routing_replay import random_routes
 from tests.transformer_engine.fake_kernels import FakeKernels, fake_hopper, install
 from tests.transformer_engine.test_worker import batch
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.transformer_engine
 def test_the_emulated_linear_is_transformer_engines(tokens, scale_format):
     import transformer_engine.pytorch as te
 
-    from nemo_fp8rl.policy.te_linears import block_scaling
+    from nemo_fp8rl.policy.layers.te_linears import block_scaling
 
     torch.manual_seed(0)
     x, dy = torch.randn(tokens, 256, dtype=torch.bfloat16), torch.randn(tokens, 384, dtype=torch.bfloat16)

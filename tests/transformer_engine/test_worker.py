@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import TrainBatch
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.policy.cpu import megatron_on_cpu
-from nemo_fp8rl.policy.groups import join
-from nemo_fp8rl.policy.optimizer_state import _set_steps, _steps_taken
+from nemo_fp8rl.commands.tiny_model import write_model
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
+from nemo_fp8rl.policy.process_groups import join
+from nemo_fp8rl.policy.weights.optimizer_state import _set_steps, _steps_taken
 from nemo_fp8rl.policy.worker import MegatronWorker
-from nemo_fp8rl.tiny import write_model
 from tests.conftest import HALF_HEADS
 from tests.policy.sent import sent_tensors
 from tests.transformer_engine.fake_kernels import fake_hopper
@@ -208,7 +208,7 @@ def test_float32_experts_are_refused(recipe, tmp_path: Path):
 
 
 def test_float32_scales_are_refused_on_blackwell(recipe, tmp_path: Path, monkeypatch):
-    from nemo_fp8rl.policy import te_linears
+    from nemo_fp8rl.policy.layers import te_linears
 
     write_model(tmp_path / "model", seed=3)
     cfg = recipe(f"policy.model_name={tmp_path}/model", "nemo_fp8rl.align=none", "nemo_fp8rl.scale_format=fp32")
@@ -223,7 +223,7 @@ def test_float32_scales_are_refused_on_blackwell(recipe, tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("value", ["high_precision", "dequantized", ""])
 def test_a_backward_outside_of_fp8_is_refused(recipe, tmp_path: Path, monkeypatch, value):
-    from nemo_fp8rl.policy import te_linears
+    from nemo_fp8rl.policy.layers import te_linears
 
     write_model(tmp_path / "model", seed=3)
     cfg = recipe(f"policy.model_name={tmp_path}/model", "nemo_fp8rl.align=none")
@@ -239,7 +239,7 @@ def test_the_variable_is_read_where_it_is_looked_for():
     """Of each version: 2.14 has none."""
     import transformer_engine
 
-    program = "import tests.transformer_engine.plugin; from nemo_fp8rl.policy.te_linears import *; "
+    program = "import tests.transformer_engine.plugin; from nemo_fp8rl.policy.layers.te_linears import *; "
     variables = os.environ | {"NVTE_BACKWARD_OVERRIDE": "dequantized"}
     asked = [sys.executable, "-W", "ignore", "-c", program + "print(backward_override())"]
     answer = subprocess.run(asked, env=variables, capture_output=True, text=True, check=True).stdout.strip()
@@ -249,7 +249,7 @@ def test_the_variable_is_read_where_it_is_looked_for():
 def test_a_mixture_on_one_rank_needs_a_permutation_that_takes_counts_of_the_host(recipe, tmp_path: Path, monkeypatch):
     import transformer_engine
 
-    from nemo_fp8rl.policy import te_linears
+    from nemo_fp8rl.policy.layers import te_linears
 
     write_model(tmp_path / "model", seed=3, family="qwen3_moe")
     cfg = recipe(f"policy.model_name={tmp_path}/model", "nemo_fp8rl.align=none")

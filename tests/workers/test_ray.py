@@ -15,12 +15,12 @@ import pytest
 import ray
 
 from nemo_fp8rl.cli import main
-from nemo_fp8rl.recipe import load
+from nemo_fp8rl.commands.sft import sft
+from nemo_fp8rl.commands.tiny_model import write_model
+from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.refit.manifest import RefitError
-from nemo_fp8rl.sft import sft
-from nemo_fp8rl.tiny import write_model
 from nemo_fp8rl.workers import WorkerDied
-from nemo_fp8rl.workers.actors import _cause
+from nemo_fp8rl.workers.ray_actors import _cause
 from tests.conftest import COLOCATED, RECIPES
 
 
@@ -190,8 +190,8 @@ import os, sys, time
 import ray
 from ray.cluster_utils import Cluster
 from nemo_fp8rl import workers
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.recipe import load
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.recipe import load
 
 class Probe:
     def node(self):
@@ -334,7 +334,7 @@ def test_an_actors_refusal_is_one_line_too(tiny, warm_overrides, tmp_path):
 DIES = """
 import os, signal, sys
 from nemo_fp8rl import cli, train
-from nemo_fp8rl.policy.megatron import MegatronPolicy
+from nemo_fp8rl.policy.rank_group import MegatronPolicy
 
 logprobs = MegatronPolicy.logprobs
 
@@ -366,8 +366,8 @@ import os, sys
 import ray
 from ray.cluster_utils import Cluster
 from nemo_fp8rl import workers
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.recipe import load
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.recipe import load
 
 class Probe:
     def devices(self):

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import ray
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.recipe import load
-from nemo_fp8rl.workers import ROLE, cluster, find_cluster, on_one_host, start_workers
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.recipe import load
+from nemo_fp8rl.workers import ROLE, find_cluster, on_one_host, ray_cluster, start_workers
 from tests.conftest import COLOCATED, RECIPES
 
 TRAIN, GENERATION = {ROLE: "train"}, {ROLE: "generation"}
@@ -104,7 +104,7 @@ def test_a_cluster_that_is_joined_hears_the_runs_settings_and_none_of_its_secret
     given = {**settings, **secrets, "CUDA_VISIBLE_DEVICES": "1", "OTHER": "1"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    seen = {name: value for name, value in cluster._forwarded().items() if name in given}
+    seen = {name: value for name, value in ray_cluster._forwarded().items() if name in given}
     assert seen == settings
 
 
@@ -115,7 +115,7 @@ def test_a_cluster_that_this_process_is_in_already_is_its_users_and_stays_as_it_
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "init", lambda *_, **__: pytest.fail("it joined or started another"))
-    cluster.connect(1)
+    ray_cluster.connect(1)
     assert "RAY_AUTH_MODE" not in os.environ
 
 
@@ -124,4 +124,4 @@ def test_where_ray_is_imported_and_no_cluster_joined_one_that_is_started_here_ne
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(UserError, match="Ray was imported before it could be given a token"):
-        cluster.connect(1)
+        ray_cluster.connect(1)

@@ -17,17 +17,17 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from nemo_fp8rl.compare.config import Comparison, load_comparison
-from nemo_fp8rl.compare.here import Reasons, sentences, why_not_here
-from nemo_fp8rl.compare.models import make_models
-from nemo_fp8rl.compare.plan import Planned, plan
-from nemo_fp8rl.compare.process import run as run_process
-from nemo_fp8rl.compare.results import measure, record
-from nemo_fp8rl.compare.table import as_markdown, as_rich, sections
-from nemo_fp8rl.disk import is_locked, locked, write_atomically
-from nemo_fp8rl.display import Screen
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.interrupt import GracefulStop
+from nemo_fp8rl.commands.compare.comparison import Comparison, load_comparison
+from nemo_fp8rl.commands.compare.machine_support import Reasons, sentences, why_not_here
+from nemo_fp8rl.commands.compare.results import measure, record
+from nemo_fp8rl.commands.compare.run_list import Planned, plan
+from nemo_fp8rl.commands.compare.start_models import make_models
+from nemo_fp8rl.commands.compare.subprocess_run import run as run_process
+from nemo_fp8rl.commands.compare.tables import as_markdown, as_rich, sections
+from nemo_fp8rl.common.atomic_files import is_locked, locked, write_atomically
+from nemo_fp8rl.common.display import Screen
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.run.signals import GracefulStop
 
 SPEED_OVER_SECONDS = 3600
 WIDTH_OF_FILES = 200

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.typed_tree import check_keys, typed
-from nemo_fp8rl.yaml_tree import quoted, read_with_parents, refusing, register_resolvers
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.typed_tree import check_keys, typed
+from nemo_fp8rl.config.yaml_tree import quoted, read_with_parents, refusing, register_resolvers
 
 OURS = ("grpo.seed", "logger.log_dir")
 """Keys that the comparison itself gives to each run."""

@@ -4,10 +4,10 @@ A comparison goes on without them, and says so.
 
 from collections.abc import Sequence
 
-from nemo_fp8rl.compare.plan import Planned
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.hf.config import read_hf_config
-from nemo_fp8rl.recipe import load
+from nemo_fp8rl.commands.compare.run_list import Planned
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.recipe import load
+from nemo_fp8rl.hf.model_config import read_hf_config
 
 Reasons = dict[tuple[str, str | None], str]
 """(flow, length) -> what this machine lacks for these runs."""
@@ -15,7 +15,7 @@ Reasons = dict[tuple[str, str | None], str]
 
 def why_not_here(runs: Sequence[Planned]) -> Reasons:
     """Raises UserError for a flow that its model can have nowhere. A model that cannot be read is the run's to name."""
-    from nemo_fp8rl.generation.checks import check_engine, check_machine_of_driver  # loads torch
+    from nemo_fp8rl.generation.engine_checks import check_engine, check_machine_of_driver  # loads torch
 
     reasons: Reasons = {}
     for run in {(run.flow, run.length): run for run in runs}.values():

@@ -6,12 +6,12 @@ from statistics import fmean, median
 from typing import Any
 
 from nemo_fp8rl.algorithms.metric_names import in_order
-from nemo_fp8rl.compare.config import Comparison
-from nemo_fp8rl.compare.here import Reasons, sentences
-from nemo_fp8rl.compare.inputs import check_same_inputs
-from nemo_fp8rl.compare.plan import Planned
-from nemo_fp8rl.compare.read import read_environment
-from nemo_fp8rl.step_log import Row
+from nemo_fp8rl.commands.compare.comparison import Comparison
+from nemo_fp8rl.commands.compare.machine_support import Reasons, sentences
+from nemo_fp8rl.commands.compare.run_files import read_environment
+from nemo_fp8rl.commands.compare.run_list import Planned
+from nemo_fp8rl.commands.compare.same_inputs import check_same_inputs
+from nemo_fp8rl.run.step_log import Row
 
 MEANS = {
     "token_mult_prob_error": "train/token_mult_prob_error",

@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 
 from nemo_fp8rl.algorithms.metric_names import is_measured
-from nemo_fp8rl.errors import UserError, one_line
-from nemo_fp8rl.step_log import Row, read
-from nemo_fp8rl.yaml_tree import flat, unreadable
+from nemo_fp8rl.common.errors import UserError, one_line
+from nemo_fp8rl.config.yaml_tree import flat, unreadable
+from nemo_fp8rl.run.step_log import Row, read
 
 OF_ENVIRONMENT = {"machine": str, "python": str, "versions": dict, "choices": dict}
 """Keys of environment.json that a comparison shows."""

@@ -13,15 +13,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.compare.config import Comparison, as_words, check_overrides
-from nemo_fp8rl.compare.models import MODEL_OF_FLOWS, MODEL_OF_LENGTHS, check_models, model_words
-from nemo_fp8rl.compare.read import read_metrics, read_recipe
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.commands.compare.comparison import Comparison, as_words, check_overrides
+from nemo_fp8rl.commands.compare.run_files import read_metrics, read_recipe
+from nemo_fp8rl.commands.compare.start_models import MODEL_OF_FLOWS, MODEL_OF_LENGTHS, check_models, model_words
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.recipe import load
+from nemo_fp8rl.config.yaml_tree import flat
 from nemo_fp8rl.hf.hub import is_commit_of
-from nemo_fp8rl.recipe import load
-from nemo_fp8rl.resume import with_later_keys
-from nemo_fp8rl.step_log import Row
-from nemo_fp8rl.yaml_tree import flat
+from nemo_fp8rl.run.resume import with_later_keys
+from nemo_fp8rl.run.step_log import Row
 
 ON_HUB = ("policy.model_name", "policy.tokenizer.name")
 """Keys that a run has with the commit that it began with."""

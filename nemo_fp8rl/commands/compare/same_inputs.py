@@ -5,9 +5,9 @@ hub not which commit.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_fp8rl.compare.plan import ON_HUB, Planned
-from nemo_fp8rl.compare.read import read_recipe
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.commands.compare.run_files import read_recipe
+from nemo_fp8rl.commands.compare.run_list import ON_HUB, Planned
+from nemo_fp8rl.common.errors import UserError
 
 DECIDE = (
     "data.",

@@ -9,14 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.compare.config import Comparison, Lengths, TinyModel, as_words
-from nemo_fp8rl.compare.process import run
-from nemo_fp8rl.disk import write_atomically
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.interrupt import GracefulStop
-from nemo_fp8rl.recipe import load
-from nemo_fp8rl.resume import with_later_keys
-from nemo_fp8rl.yaml_tree import flat, unreadable
+from nemo_fp8rl.commands.compare.comparison import Comparison, Lengths, TinyModel, as_words
+from nemo_fp8rl.commands.compare.subprocess_run import run
+from nemo_fp8rl.common.atomic_files import write_atomically
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.recipe import load
+from nemo_fp8rl.config.yaml_tree import flat, unreadable
+from nemo_fp8rl.run.resume import with_later_keys
+from nemo_fp8rl.run.signals import GracefulStop
 
 CHAINS_OF_A_LENGTH = 6_000
 """Prompts of each length, fewer where there are not so many."""
@@ -59,7 +59,7 @@ def _make(
     record = _record(chosen)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    from nemo_fp8rl.tiny import make_tiny  # loads torch
+    from nemo_fp8rl.commands.tiny_model import make_tiny  # loads torch
 
     task = chosen.task if isinstance(chosen, TinyModel) else "chain"
     make_tiny(partial, task, chosen.seed, chosen.family)
@@ -102,7 +102,7 @@ def _says(made: Path, record: dict[str, Any]) -> bool:
 
 def _write_chains(chosen: Lengths, folder: Path) -> None:
     """NAME.jsonl of each length, and all of them mixed as data.jsonl."""
-    from nemo_fp8rl.tiny import chains
+    from nemo_fp8rl.commands.tiny_model import chains
 
     rng = random.Random(chosen.seed)
     mixed: list[str] = []

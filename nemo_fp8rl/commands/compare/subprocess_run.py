@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from nemo_fp8rl.errors import INTERRUPTED, UserError
-from nemo_fp8rl.interrupt import GracefulStop
+from nemo_fp8rl.common.errors import INTERRUPTED, UserError
+from nemo_fp8rl.run.signals import GracefulStop
 
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_TO_END = 20

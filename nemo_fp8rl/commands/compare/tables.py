@@ -7,8 +7,8 @@ from typing import Any
 from rich.table import Table
 
 from nemo_fp8rl.algorithms.metric_names import in_order
-from nemo_fp8rl.compare.results import values_of
-from nemo_fp8rl.compare.statistics import Interval, interval, paired
+from nemo_fp8rl.commands.compare.results import values_of
+from nemo_fp8rl.commands.compare.statistics import Interval, interval, paired
 
 NOTHING = "-"
 

@@ -11,10 +11,10 @@ https://github.com/NVIDIA/TransformerEngine/blob/main/transformer_engine/pytorch
 
 from collections.abc import Iterator
 
-from nemo_fp8rl.doctor.finding import Finding
-from nemo_fp8rl.doctor.plan import ENGINE, TRAINER, Plan
+from nemo_fp8rl.commands.doctor.finding import Finding
+from nemo_fp8rl.commands.doctor.recipe_plan import ENGINE, TRAINER, Plan
 from nemo_fp8rl.fp8.names import FP8_TOKENS
-from nemo_fp8rl.nemo_rl.stock.layout import why_no_layout, why_not_shared
+from nemo_fp8rl.nemo_rl.stock.layout_limits import why_no_layout, why_not_shared
 
 TOPIC = "batches"
 

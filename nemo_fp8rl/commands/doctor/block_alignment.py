@@ -8,13 +8,13 @@ those of a rank elsewhere, and so are the bytes (docs/numerics.md).
 
 from collections.abc import Iterator
 
-from nemo_fp8rl.doctor.division import why_not_divided
-from nemo_fp8rl.doctor.finding import Finding
-from nemo_fp8rl.doctor.plan import ENGINE, TRAINER, Plan
-from nemo_fp8rl.doctor.shapes import Weight
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.commands.doctor.finding import Finding
+from nemo_fp8rl.commands.doctor.head_division import why_not_divided
+from nemo_fp8rl.commands.doctor.model_shapes import Weight
+from nemo_fp8rl.commands.doctor.recipe_plan import ENGINE, TRAINER, Plan
+from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.fp8.names import BLOCK
-from nemo_fp8rl.hf.divide import Dimension, check_divides
+from nemo_fp8rl.hf.divisibility import Dimension, check_divides
 
 TOPIC = "alignment"
 

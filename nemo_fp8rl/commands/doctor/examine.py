@@ -5,19 +5,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from nemo_fp8rl.doctor.agreement import check_agreement, check_format
-from nemo_fp8rl.doctor.alignment import check_alignment
-from nemo_fp8rl.doctor.batches import check_batches
-from nemo_fp8rl.doctor.finding import Finding
-from nemo_fp8rl.doctor.hardware import Gpu, check_hardware, gpu_named
-from nemo_fp8rl.doctor.memory import GIB, Memory, check_memory, memory_of
-from nemo_fp8rl.doctor.plan import Plan
-from nemo_fp8rl.doctor.shapes import shape_of
-from nemo_fp8rl.doctor.workers import check_workers
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.nemo_rl.keys import at
-from nemo_fp8rl.nemo_rl.recipe import read
-from nemo_fp8rl.nemo_rl.values import require
+from nemo_fp8rl.commands.doctor.batch_sizes import check_batches
+from nemo_fp8rl.commands.doctor.block_alignment import check_alignment
+from nemo_fp8rl.commands.doctor.finding import Finding
+from nemo_fp8rl.commands.doctor.hardware import Gpu, check_hardware, gpu_named
+from nemo_fp8rl.commands.doctor.memory.phases import GIB, Memory, check_memory, memory_of
+from nemo_fp8rl.commands.doctor.model_shapes import shape_of
+from nemo_fp8rl.commands.doctor.precision_agreement import check_agreement, check_format
+from nemo_fp8rl.commands.doctor.recipe_plan import Plan
+from nemo_fp8rl.commands.doctor.worker_limits import check_workers
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.nemo_rl.recipe.keys import at
+from nemo_fp8rl.nemo_rl.recipe.read_recipe import read
+from nemo_fp8rl.nemo_rl.recipe.value_types import require
 
 COLOURS = {"ok": "green", "warn": "yellow", "error": "red"}
 
@@ -72,7 +72,7 @@ def show(report: Report) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from nemo_fp8rl.display import Screen
+    from nemo_fp8rl.common.display import Screen
 
     console = Screen()
     console.print(

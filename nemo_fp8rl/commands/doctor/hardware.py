@@ -2,7 +2,7 @@
 
 Sources:
 - Memory is what nvidia-smi shows as total.
-- What a compute capability is needed for, and which GPU has which: `fp8/gpus.py`.
+- What a compute capability is needed for, and which GPU has which: `fp8/gpu_support.py`.
 - Transformer Engine's blockwise recipe needs CUDA 12.9, too; on Blackwell it is emulated by MXFP8, which has
   power-of-two scales alone: `check_fp8_block_scaling_support`, and the recipe's use, in
   https://github.com/NVIDIA/TransformerEngine/blob/main/transformer_engine/pytorch/quantization.py;
@@ -10,7 +10,7 @@ Sources:
 - DeepGEMM runs on Hopper and Blackwell; with E8M0 scales, vLLM's default on both, weights are quantized again:
   https://github.com/vllm-project/vllm/blob/main/vllm/utils/deep_gemm.py. NeMo RL switches E8M0 off where
   use_deep_gemm is true: https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/models/generation/vllm/quantization/fp8.py;
-  with nemo_fp8rl.workers=nemo_rl it is off for float32 scales (`nemo_rl/stock/choose.py`).
+  with nemo_fp8rl.workers=nemo_rl it is off for float32 scales (`nemo_rl/stock/worker_choice.py`).
   On Blackwell the kernels themselves take E8M0 scales: https://github.com/deepseek-ai/DeepGEMM#notices
 - An FP8 KV cache in FlashAttention needs version 3 on Hopper or 4 on Blackwell:
   https://github.com/vllm-project/vllm/blob/main/vllm/v1/attention/backends/fa_utils.py
@@ -19,13 +19,13 @@ Sources:
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nemo_fp8rl.doctor.finding import Finding
-from nemo_fp8rl.doctor.plan import ENGINE, TRAINER, Plan
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.fp8.gpus import ADA, BLACKWELL, CAPABILITIES, HOPPER, Capability
-from nemo_fp8rl.nemo_rl.gpus import why_not
-from nemo_fp8rl.nemo_rl.keys import at
-from nemo_fp8rl.nemo_rl.stock.refusal import NO_LATENT_CACHE
+from nemo_fp8rl.commands.doctor.finding import Finding
+from nemo_fp8rl.commands.doctor.recipe_plan import ENGINE, TRAINER, Plan
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.fp8.gpu_support import ADA, BLACKWELL, CAPABILITIES, HOPPER, Capability
+from nemo_fp8rl.nemo_rl.recipe.gpu_division import why_not
+from nemo_fp8rl.nemo_rl.recipe.keys import at
+from nemo_fp8rl.nemo_rl.stock.stock_limits import NO_LATENT_CACHE
 
 TOPIC = "hardware"
 MOE_BACKEND = "policy.generation.vllm_kwargs.moe_backend"
@@ -139,7 +139,7 @@ def _engine(plan: Plan, gpu: Gpu) -> Finding:
 
 
 def _own_engine(gpu: Gpu) -> Finding:
-    hopper = HOPPER <= gpu.capability < BLACKWELL  # elsewhere generation/gpu_linear.py passes DeepGEMM over
+    hopper = HOPPER <= gpu.capability < BLACKWELL  # elsewhere generation/fp8_method/gpu_linear.py passes DeepGEMM over
     kernels = "DeepGEMM, CUTLASS or Triton" if hopper else "CUTLASS or Triton"
     return Finding("ok", TOPIC, f"our engines on {gpu.name} multiply what the refit sends, by {kernels}")
 

@@ -8,10 +8,10 @@ heads on each rank, and key-value heads that are shared out or, where ranks are 
 
 from collections.abc import Iterator
 
-from nemo_fp8rl.doctor.plan import ENGINE, TRAINER, Plan
-from nemo_fp8rl.doctor.shapes import Shape
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.hf.divide import Dimension, check_divides
+from nemo_fp8rl.commands.doctor.model_shapes import Shape
+from nemo_fp8rl.commands.doctor.recipe_plan import ENGINE, TRAINER, Plan
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.hf.divisibility import Dimension, check_divides
 
 
 def why_not_divided(plan: Plan) -> Iterator[str]:

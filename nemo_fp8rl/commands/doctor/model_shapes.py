@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.hf.config import FAMILIES, boolean, read_json, size
-from nemo_fp8rl.hf.tensors import EMBEDDING, HEAD, NORM
-from nemo_fp8rl.typed_tree import shown
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.typed_tree import shown
+from nemo_fp8rl.hf.model_config import FAMILIES, boolean, read_json, size
+from nemo_fp8rl.hf.model_tensors import EMBEDDING, HEAD, NORM
 
 LLAMA31_8B = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,

@@ -7,13 +7,13 @@ cache stand in `setup` of https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/al
 import re
 from collections.abc import Iterator
 
-from nemo_fp8rl.doctor.finding import Finding
-from nemo_fp8rl.doctor.plan import ENGINE, Plan
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.nemo_rl.checks import correction_said_twice
-from nemo_fp8rl.nemo_rl.gpus import is_asynchronous
-from nemo_fp8rl.nemo_rl.precision import read_precision
-from nemo_fp8rl.nemo_rl.stock.refusal import why_no_kv_scales
+from nemo_fp8rl.commands.doctor.finding import Finding
+from nemo_fp8rl.commands.doctor.recipe_plan import ENGINE, Plan
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.nemo_rl.recipe.gpu_division import is_asynchronous
+from nemo_fp8rl.nemo_rl.recipe.precision import read_precision
+from nemo_fp8rl.nemo_rl.recipe.recipe_checks import correction_said_twice
+from nemo_fp8rl.nemo_rl.stock.stock_limits import why_no_kv_scales
 
 TOPIC = "precision"
 

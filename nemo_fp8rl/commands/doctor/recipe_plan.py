@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from nemo_fp8rl.doctor.shapes import Shape, Weight
+from nemo_fp8rl.commands.doctor.model_shapes import Shape, Weight
 from nemo_fp8rl.fp8.layers import LAYER, Fp8Layers
-from nemo_fp8rl.hf.divide import stages
-from nemo_fp8rl.nemo_rl.gpus import divide, is_colocated
-from nemo_fp8rl.nemo_rl.precision import engine_fp8_layers
+from nemo_fp8rl.hf.divisibility import stages
+from nemo_fp8rl.nemo_rl.recipe.gpu_division import divide, is_colocated
+from nemo_fp8rl.nemo_rl.recipe.precision import engine_fp8_layers
 
 TRAINER = "policy.megatron_cfg"
 ENGINE = "policy.generation.vllm_cfg"

@@ -5,15 +5,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from nemo_fp8rl.doctor.finding import Finding
-from nemo_fp8rl.doctor.plan import Plan
-from nemo_fp8rl.doctor.shapes import config_of
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.nemo_rl.checks import check_loop
-from nemo_fp8rl.nemo_rl.keys import done_differently
-from nemo_fp8rl.nemo_rl.precision import read_precision
+from nemo_fp8rl.commands.doctor.finding import Finding
+from nemo_fp8rl.commands.doctor.model_shapes import config_of
+from nemo_fp8rl.commands.doctor.recipe_plan import Plan
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.nemo_rl.recipe.keys import done_differently
+from nemo_fp8rl.nemo_rl.recipe.precision import read_precision
+from nemo_fp8rl.nemo_rl.recipe.recipe_checks import check_loop
 from nemo_fp8rl.nemo_rl.stock.bf16_layers import with_bf16_layers
-from nemo_fp8rl.nemo_rl.stock.refusal import why_no_correction, why_not
+from nemo_fp8rl.nemo_rl.stock.stock_limits import why_no_correction, why_not
 
 TOPIC = "workers"
 
@@ -75,7 +75,7 @@ def _ours(plan: Plan, loop_refusal: str) -> Iterator[Finding]:
 
 def _refusal(plan: Plan) -> str:
     """Why our own workers refuse the recipe, the first reason; empty without one."""
-    from nemo_fp8rl.nemo_rl.config import from_nemo_rl
+    from nemo_fp8rl.nemo_rl.recipe.config_from_recipe import from_nemo_rl
 
     name = plan.policy["model_name"]
     with TemporaryDirectory() as folder:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.launch.settings import LaunchConfig
-from nemo_fp8rl.nemo_rl import recipe as nemo_rl
-from nemo_fp8rl.nemo_rl.gpus import is_colocated
-from nemo_fp8rl.nemo_rl.keys import at
-from nemo_fp8rl.recipe import load
+from nemo_fp8rl.commands.launch.settings import LaunchConfig
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.recipe import load
+from nemo_fp8rl.nemo_rl.recipe import read_recipe as nemo_rl
+from nemo_fp8rl.nemo_rl.recipe.gpu_division import is_colocated
+from nemo_fp8rl.nemo_rl.recipe.keys import at
 
 LONGEST_NAME = 38
 """A label of Kubernetes has at most 63 characters, and the run id, which is one, adds 25."""
@@ -111,7 +111,7 @@ def plan(
     if loop == "nemo" and values is None:
         raise UserError(f"--loop nemo: {recipe} is no recipe for NeMo RL; see conf/nemo_rl/")
     if loop == "train" and values is not None and not (idle or on_any_gpus):
-        from nemo_fp8rl.nemo_rl.own_loop import of_keys_for_own_loop  # loads torch
+        from nemo_fp8rl.nemo_rl.recipe.recipe_for_train import of_keys_for_own_loop  # loads torch
 
         of_keys_for_own_loop(recipe, values)
     restartable = ("--restartable",) if loop == "train" else ()  # NeMo RL's loop always continues

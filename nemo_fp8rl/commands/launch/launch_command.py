@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_fp8rl.launch import kubernetes, local, slurm
-from nemo_fp8rl.launch.job import plan
-from nemo_fp8rl.launch.settings import read_settings
+from nemo_fp8rl.commands.launch import local
+from nemo_fp8rl.commands.launch.job import plan
+from nemo_fp8rl.commands.launch.kubernetes import manifest
+from nemo_fp8rl.commands.launch.settings import read_settings
+from nemo_fp8rl.commands.launch.slurm import job_script
 
-PLACES = {"local": local.launch, "slurm": slurm.launch, "k8s": kubernetes.launch}
+PLACES = {"local": local.launch, "slurm": job_script.launch, "k8s": manifest.launch}
 
 
 def launch(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.errors import UserError
 
 YEAR = 366 * 24 * 3600
 """Seconds in a leap year."""

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.launch.job import Job
-from nemo_fp8rl.launch.settings import LaunchConfig
-from nemo_fp8rl.launch.template import fill
-from nemo_fp8rl.nemo_rl.keys import at
-from nemo_fp8rl.recipe import load, read
-from nemo_fp8rl.shown_gpus import shown_gpus
+from nemo_fp8rl.commands.launch.job import Job
+from nemo_fp8rl.commands.launch.settings import LaunchConfig
+from nemo_fp8rl.commands.launch.template import fill
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.common.visible_gpus import shown_gpus
+from nemo_fp8rl.config.recipe import load, read
+from nemo_fp8rl.nemo_rl.recipe.keys import at
 
 LAYOUT = ("cluster.backend", "cluster.train_ranks", "cluster.generation_engines")
 """Keys by which a recipe of ours says itself who has which GPUs."""
@@ -53,8 +53,8 @@ def render(job: Job, settings: LaunchConfig) -> str:
 
 def _check_for_own_loop(recipe: Path, overrides: Sequence[str]) -> None:
     """Raise UserError for a recipe of NeMo RL's that our loop refuses by its keys, on the GPUs that are here."""
-    from nemo_fp8rl.nemo_rl.own_loop import of_keys_for_own_loop  # loads torch
-    from nemo_fp8rl.nemo_rl.recipe import load as load_nemo_rl
+    from nemo_fp8rl.nemo_rl.recipe.read_recipe import load as load_nemo_rl
+    from nemo_fp8rl.nemo_rl.recipe.recipe_for_train import of_keys_for_own_loop  # loads torch
 
     of_keys_for_own_loop(recipe, load_nemo_rl(recipe, overrides).values)
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.yaml_tree import read_with_parents, register_resolvers, with_override
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.yaml_tree import read_with_parents, register_resolvers, with_override
 
 
 def merge(recipe: Path, overrides: Sequence[str], for_nemo_rl: bool) -> str:
@@ -35,7 +35,7 @@ def merge(recipe: Path, overrides: Sequence[str], for_nemo_rl: bool) -> str:
 
 def _tree(recipe: Path, overrides: Sequence[str], for_nemo_rl: bool) -> Any:
 
-    from nemo_fp8rl.nemo_rl.overrides import apply_override
+    from nemo_fp8rl.nemo_rl.recipe.overrides import apply_override
 
     register_resolvers()
     tree = read_with_parents(recipe)
@@ -50,11 +50,11 @@ def _tree(recipe: Path, overrides: Sequence[str], for_nemo_rl: bool) -> Any:
 def _values(recipe: Path, overrides: Sequence[str], for_nemo_rl: bool) -> dict[str, Any]:
     """The recipe's values by the loader that the run will use, checked and resolved."""
     if for_nemo_rl:
-        from nemo_fp8rl.nemo_rl.recipe import load as load_nemo_rl
+        from nemo_fp8rl.nemo_rl.recipe.read_recipe import load as load_nemo_rl
 
         return load_nemo_rl(recipe, overrides).values
     from dataclasses import asdict
 
-    from nemo_fp8rl.recipe import load
+    from nemo_fp8rl.config.recipe import load
 
     return asdict(load(recipe, overrides))

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.launch.kubernetes_settings import KubernetesConfig
-from nemo_fp8rl.launch.limits import (
+from nemo_fp8rl.commands.launch.kubernetes.kubernetes_settings import KubernetesConfig
+from nemo_fp8rl.commands.launch.limits import (
     OF_KUBERNETES,
     OF_KUBERNETES_GENERATION,
     OF_SECURITY_CONTEXT,
@@ -17,9 +16,10 @@ from nemo_fp8rl.launch.limits import (
     SIZES,
     check_limits,
 )
-from nemo_fp8rl.secret_variables import looks_secret
-from nemo_fp8rl.typed_tree import check_keys, typed
-from nemo_fp8rl.yaml_tree import expand_homes, read_with_parents, refusing, register_resolvers, with_override
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.common.secret_variables import looks_secret
+from nemo_fp8rl.config.typed_tree import check_keys, typed
+from nemo_fp8rl.config.yaml_tree import expand_homes, read_with_parents, refusing, register_resolvers, with_override
 
 PORTS = re.compile(r"(\d{1,5})-(\d{1,5})", re.ASCII)
 LEAST_PORTS = 10

@@ -7,7 +7,7 @@ from typing import Any
 
 import jinja2
 
-from nemo_fp8rl.yaml_tree import quoted
+from nemo_fp8rl.config.yaml_tree import quoted
 
 TEMPLATES = Path(__file__).parent / "templates"
 

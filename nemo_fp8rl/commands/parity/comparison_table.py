@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.commands.parity import libraries, sample_matrices
+from nemo_fp8rl.commands.parity.formulas import FORMULAS
+from nemo_fp8rl.commands.parity.implementation import FORMATS, Implementation, NotTaken
+from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.fp8 import kernels
 from nemo_fp8rl.fp8.format import ALONG_LAST, BLOCK, Block, BlockScaled, ScaleFormat
 from nemo_fp8rl.fp8.quantize import quantize_blockwise
-from nemo_fp8rl.parity import libraries, tensors
-from nemo_fp8rl.parity.formulas import FORMULAS
-from nemo_fp8rl.parity.implementation import FORMATS, Implementation, NotTaken
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 SECTIONS: dict[str, tuple[Block, Callable[[int, int], dict[str, Tensor]]]] = {
-    "weights 128x128": (BLOCK, tensors.weights),
-    "activations 1x128": (ALONG_LAST, tensors.activations),
+    "weights 128x128": (BLOCK, sample_matrices.weights),
+    "activations 1x128": (ALONG_LAST, sample_matrices.activations),
 }
 STEP = 2 * BLOCK[1]
 """Sizes are multiples of it, so that the half of a matrix that is zero ends at a block."""
@@ -123,7 +123,7 @@ def as_json(result: Report) -> str:
 
 def show(result: Report) -> None:
     """Print the report on stdout."""
-    from nemo_fp8rl.display import Screen
+    from nemo_fp8rl.common.display import Screen
 
     console = Screen(highlight=False)
     if not console.is_terminal:
@@ -176,7 +176,7 @@ def _table(title: str, rows: list[Row]) -> "Table":
     )
     for heading in ("implementation", "scales", "differing"):
         table.add_column(heading, no_wrap=True)
-    for kind in tensors.KINDS:
+    for kind in sample_matrices.KINDS:
         table.add_column(kind.replace(" ", "\n").replace("-", "-\n"), justify="right", no_wrap=True)
     for (name, installed, device), group in itertools.groupby(
         rows, lambda row: (row.implementation, row.installed, row.device)

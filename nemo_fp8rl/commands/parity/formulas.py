@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_fp8rl.commands.parity import transformer_engine
+from nemo_fp8rl.commands.parity.implementation import Implementation, NotTaken
 from nemo_fp8rl.fp8.format import ALONG_LAST, BLOCK, E4M3, E4M3_MAX, Block, BlockScaled, ScaleFormat
 from nemo_fp8rl.fp8.quantize import quantize_blockwise
-from nemo_fp8rl.parity import transformer_engine
-from nemo_fp8rl.parity.implementation import Implementation, NotTaken
 
 VERL_EPS = VLLM_EPS = 1e-10
 DEEPGEMM_EPS = 1e-4

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_fp8rl.commands.parity import formulas
+from nemo_fp8rl.commands.parity.implementation import FORMATS, Implementation, NotTaken, Quantize
 from nemo_fp8rl.fp8 import kernels
 from nemo_fp8rl.fp8.format import ALONG_LAST, BLOCK, Block, BlockScaled, ScaleFormat
 from nemo_fp8rl.fp8.quantize import quantize_blockwise
-from nemo_fp8rl.parity import formulas
-from nemo_fp8rl.parity.implementation import FORMATS, Implementation, NotTaken, Quantize
 
 NEMO_RL_SRC = "NEMO_RL_SRC"
 """Environment variable that names a checkout of NeMo RL."""

@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from nemo_fp8rl.report.read import Run, Sample
-from nemo_fp8rl.report.scale import number
+from nemo_fp8rl.commands.report.run_data import Run, Sample
+from nemo_fp8rl.commands.report.scale import number
 
 MOST_STEPS = 4
 """Recorded steps of a run that are shown: the first, the last, and between them."""

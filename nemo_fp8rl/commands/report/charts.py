@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from nemo_fp8rl.report.scale import Scale, linear, logarithmic, number
-from nemo_fp8rl.report.thin import Point, extremes, running_mean, stretches
+from nemo_fp8rl.commands.report.scale import Scale, linear, logarithmic, number
+from nemo_fp8rl.commands.report.thinning import Point, extremes, running_mean, stretches
 
 WIDTH, HEIGHT = 440, 230
 LEFT, RIGHT, TOP, BOTTOM = 62, 10, 8, 24

@@ -4,10 +4,19 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from nemo_fp8rl.algorithms.weight_bins import BINS_A_DECADE, SMALLEST
-from nemo_fp8rl.report.charts import COLOURS, Chart, Shape, across, hover_data, svg_path, without_overlap, y_ticks
-from nemo_fp8rl.report.read import Run
-from nemo_fp8rl.report.scale import Scale, logarithmic, number
+from nemo_fp8rl.algorithms.importance_bins import BINS_A_DECADE, SMALLEST
+from nemo_fp8rl.commands.report.charts import (
+    COLOURS,
+    Chart,
+    Shape,
+    across,
+    hover_data,
+    svg_path,
+    without_overlap,
+    y_ticks,
+)
+from nemo_fp8rl.commands.report.run_data import Run
+from nemo_fp8rl.commands.report.scale import Scale, logarithmic, number
 
 Span = tuple[float, float]
 """Places of a bin's edges on the axis, see `_distance`."""

@@ -11,12 +11,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from nemo_fp8rl import __version__
-from nemo_fp8rl.disk import write_atomically
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.report.answers import answers
-from nemo_fp8rl.report.charts import COLOURS, WIDTH
-from nemo_fp8rl.report.read import Run, read_runs
-from nemo_fp8rl.report.sections import differing, sections, summary
+from nemo_fp8rl.commands.report.answer_tokens import answers
+from nemo_fp8rl.commands.report.charts import COLOURS, WIDTH
+from nemo_fp8rl.commands.report.run_data import Run, read_runs
+from nemo_fp8rl.commands.report.sections import differing, sections, summary
+from nemo_fp8rl.common.atomic_files import write_atomically
+from nemo_fp8rl.common.errors import UserError
 
 GENERATOR = '<meta name="generator" content="nemo-fp8rl report">'
 BEGINNING = 2000
@@ -52,7 +52,7 @@ def _is_report(path: Path) -> bool:
 def page(runs: Sequence[Run]) -> str:
     """Everything that comes from a run is escaped: by Jinja in text and attributes, by `_data` in a script's data."""
     environment = Environment(
-        loader=PackageLoader("nemo_fp8rl", "report"),
+        loader=PackageLoader("nemo_fp8rl", "commands/report/templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 import yaml
 
+from nemo_fp8rl.algorithms.importance_bins import Bin, is_bin
 from nemo_fp8rl.algorithms.metric_names import is_measured
-from nemo_fp8rl.algorithms.weight_bins import Bin, is_bin
-from nemo_fp8rl.disk import is_locked
-from nemo_fp8rl.errors import UserError, one_line
-from nemo_fp8rl.step_log import Row, Sample, read
-from nemo_fp8rl.yaml_tree import flat, unreadable
+from nemo_fp8rl.common.atomic_files import is_locked
+from nemo_fp8rl.common.errors import UserError, one_line
+from nemo_fp8rl.config.yaml_tree import flat, unreadable
+from nemo_fp8rl.run.step_log import Row, Sample, read
 
 FILES = {
     "config.yaml": "the recipe",

@@ -6,10 +6,10 @@ from statistics import fmean
 from typing import Any
 
 from nemo_fp8rl.algorithms.metric_names import in_order
-from nemo_fp8rl.report.charts import Chart, Line, heat_map, line_chart, stack_chart
-from nemo_fp8rl.report.read import Run
-from nemo_fp8rl.report.scale import number
-from nemo_fp8rl.report.weights import weight_histogram
+from nemo_fp8rl.commands.report.charts import Chart, Line, heat_map, line_chart, stack_chart
+from nemo_fp8rl.commands.report.importance_chart import weight_histogram
+from nemo_fp8rl.commands.report.run_data import Run
+from nemo_fp8rl.commands.report.scale import number
 
 PHASES = ("generate", "reward", "logprob", "train", "kv_calibration", "refit")
 """Seconds of a step, in their order; what is left of timing/total_step_time is `other`."""

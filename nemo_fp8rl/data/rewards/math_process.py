@@ -13,7 +13,7 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
-from nemo_fp8rl.errors import UserError, one_line
+from nemo_fp8rl.common.errors import UserError, one_line
 
 SECONDS = 5
 """Time for reading an answer, and again for comparing it; the child is ended after three times as long."""

@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable
 from importlib.util import find_spec
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.rewards import math_process
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.data.rewards import math_process
 
 Verifier = Callable[[str, str], float]
 DELIMITED = re.compile(r"(?<!\\)\$|\\boxed")  # an escaped dollar is a sum of money

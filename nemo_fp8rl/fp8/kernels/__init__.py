@@ -32,7 +32,7 @@ from nemo_fp8rl.fp8.names import Block, KernelName, ScaleFormat
 
 logger = logging.getLogger(__name__)
 
-_MODULE = {"reference": "reference", "cpu": "cpu", "triton": "triton_kernels", "te": "te"}
+_MODULE = {"reference": "reference", "cpu": "on_cpu.numba_kernel", "triton": "triton_kernels", "te": "te"}
 _LIBRARY = {"cpu": "numba", "triton": "triton", "te": "transformer_engine"}
 _DEVICES = {"reference": ("cpu", "cuda"), "cpu": ("cpu",), "triton": ("cuda",), "te": ("cuda",)}
 
@@ -83,7 +83,7 @@ def _module(kernel: str) -> Kernel:
 def load_emulation(device: str) -> Callable[[Tensor, Block, ScaleFormat, torch.dtype], Tensor]:
     """quantize_dequantize(x, block, scale_format, dtype): the cpu kernel's where that runs, else `emulate`'s."""
     if resolve("auto", device) == "cpu":
-        return importlib.import_module(f"{__name__}.cpu").quantize_dequantize
+        return importlib.import_module(f"{__name__}.on_cpu.numba_kernel").quantize_dequantize
     return importlib.import_module(f"{__name__}.emulate").quantize_dequantize
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
 from nemo_fp8rl.fp8.format import ALONG_LAST, ALONG_TOKENS, BLOCK, Block, ScaleFormat
-from nemo_fp8rl.fp8.gpus import BLACKWELL
-from nemo_fp8rl.fp8.kernels.comparing import comparing
+from nemo_fp8rl.fp8.gpu_support import BLACKWELL
+from nemo_fp8rl.fp8.kernels.compare_bytes import comparing
 from nemo_fp8rl.fp8.kernels.reference import to_blocks
 
 MOST_ROWS = 128 * 65535

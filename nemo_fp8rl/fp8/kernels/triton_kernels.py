@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nemo_fp8rl.fp8.delta import as_bytes
 from nemo_fp8rl.fp8.format import Block, ScaleFormat
-from nemo_fp8rl.fp8.kernels.comparing import comparing
+from nemo_fp8rl.fp8.kernels.compare_bytes import comparing
 
 STRIP_VALUES = 1 << 14
 """Values handled at a time: a block of 128x128, which in strips takes longer (docs/log.md)."""

@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 
 from nemo_fp8rl.fp8 import quantize_activations
 from nemo_fp8rl.fp8.format import E4M3
-from nemo_fp8rl.generation.held import HeldLinearMethod
+from nemo_fp8rl.generation.fp8_method.stored_weights import HeldLinearMethod
 
 HOPPER = 90
 

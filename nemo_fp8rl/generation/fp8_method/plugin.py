@@ -33,7 +33,7 @@ def register() -> None:
 
         @classmethod
         def from_config(cls, config: dict[str, Any]) -> Any:
-            from nemo_fp8rl.generation.quantization import NemoFp8RlConfig
+            from nemo_fp8rl.generation.fp8_method.quantization import NemoFp8RlConfig
 
             return NemoFp8RlConfig.from_config(config)
 

@@ -13,8 +13,8 @@ from vllm.platforms import current_platform
 
 from nemo_fp8rl.fp8 import Fp8Layers, ScaleFormat
 from nemo_fp8rl.fp8.kernels import load_emulation
-from nemo_fp8rl.generation import compat
-from nemo_fp8rl.generation.held import HeldLinearMethod, HeldMoEMethod
+from nemo_fp8rl.generation import vllm_compat
+from nemo_fp8rl.generation.fp8_method.stored_weights import HeldLinearMethod, HeldMoEMethod
 
 
 class NemoFp8RlConfig(Fp8Config):
@@ -47,7 +47,7 @@ class NemoFp8RlConfig(Fp8Config):
         own.fp8_layers = Fp8Layers(first, end, tuple(ignored))
         if current_platform.is_cpu():
             load_emulation("cpu")  # here, for numba must be there before the next line, not after it
-            compat.survive_scan_of_llvmlite()
+            vllm_compat.survive_scan_of_llvmlite()
         return own
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
@@ -72,13 +72,13 @@ class NemoFp8RlConfig(Fp8Config):
 def methods() -> tuple[type[HeldLinearMethod], type[HeldMoEMethod]]:
     """The methods of linear layers and of experts for this machine. Raises ValueError where there are none."""
     if current_platform.is_cpu():
-        from nemo_fp8rl.generation.cpu_experts import EmulatedFp8MoEMethod
-        from nemo_fp8rl.generation.cpu_linear import EmulatedFp8LinearMethod
+        from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_experts import EmulatedFp8MoEMethod
+        from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_linear import EmulatedFp8LinearMethod
 
         return EmulatedFp8LinearMethod, EmulatedFp8MoEMethod
     if not current_platform.is_cuda():
         raise ValueError(f"quantization {NemoFp8RlConfig.get_name()} runs on CPUs and on NVIDIA's GPUs")
-    from nemo_fp8rl.generation.gpu_experts import NativeFp8MoEMethod
-    from nemo_fp8rl.generation.gpu_linear import NativeFp8LinearMethod
+    from nemo_fp8rl.generation.fp8_method.gpu_experts import NativeFp8MoEMethod
+    from nemo_fp8rl.generation.fp8_method.gpu_linear import NativeFp8LinearMethod
 
     return NativeFp8LinearMethod, NativeFp8MoEMethod

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from nemo_fp8rl.fp8 import BLOCK, Fp8Layers
-from nemo_fp8rl.generation.vllm_plugin import QUANTIZATION
+from nemo_fp8rl.generation.fp8_method.plugin import QUANTIZATION
 
 
 def quantization_config(scale_format: str, fp8_layers: Fp8Layers) -> dict[str, object]:

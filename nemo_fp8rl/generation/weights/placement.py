@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from nemo_fp8rl.common.region import Region, whole
 from nemo_fp8rl.fp8 import Fp8Layers, scale_shape
 from nemo_fp8rl.fp8.format import BLOCK, E4M3
-from nemo_fp8rl.hf.config import HfConfig
-from nemo_fp8rl.hf.tensors import expected_tensors
+from nemo_fp8rl.hf.model_config import HfConfig
+from nemo_fp8rl.hf.model_tensors import expected_tensors
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart
 from nemo_fp8rl.refit.message import Content
-from nemo_fp8rl.region import Region, whole
 
 EXPERT_PROJECTIONS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 """What vLLM's stacks of experts hold."""

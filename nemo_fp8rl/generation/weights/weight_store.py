@@ -17,20 +17,20 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 
+from nemo_fp8rl.common.region import index
 from nemo_fp8rl.fp8 import Fp8Layers, scale_name, scale_shape
 from nemo_fp8rl.fp8.delta import DeltaError
 from nemo_fp8rl.fp8.format import BLOCK
-from nemo_fp8rl.generation import compat
-from nemo_fp8rl.generation.fp8_caches import fp8_caches
-from nemo_fp8rl.generation.held import HeldLinearMethod, HeldMoEMethod
-from nemo_fp8rl.generation.placement import Slot, slots
-from nemo_fp8rl.hf.config import read_hf_config
+from nemo_fp8rl.generation import vllm_compat
+from nemo_fp8rl.generation.fp8_method.fp8_caches import fp8_caches
+from nemo_fp8rl.generation.fp8_method.stored_weights import HeldLinearMethod, HeldMoEMethod
+from nemo_fp8rl.generation.weights.placement import Slot, slots
+from nemo_fp8rl.hf.model_config import read_hf_config
+from nemo_fp8rl.refit.deferred_checks import Mark, Readings
 from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart, blocks_of
 from nemo_fp8rl.refit.message import Content
-from nemo_fp8rl.refit.readings import Mark, Readings
-from nemo_fp8rl.refit.receive import IncomingLink, Received, received
-from nemo_fp8rl.region import index
+from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink, Received, received
 
 DIRECT: tuple[type, ...] = (HeldLinearMethod, HeldMoEMethod, UnquantizedEmbeddingMethod)
 """Methods that can derive what they need from the parameters anew; a module without a method derives nothing."""
@@ -70,8 +70,8 @@ class WeightStore:
         self.verify_seconds = 0.0
         loading = _Loading(self, links, version, verify)
         if len(self.direct) < len(self.slots):
-            compat.forget_packed_experts(self.model)
-            with compat.own_buffers_kept(self.model):
+            vllm_compat.forget_packed_experts(self.model)
+            with vllm_compat.own_buffers_kept(self.model):
                 self.runner.reload_weights(weights_iterator=loading.for_vllm(), is_checkpoint_format=True)
         elif left := list(loading.for_vllm()):
             raise AssertionError(f"{left[0][0]} is written in place, and came for vLLM's loaders")
@@ -231,7 +231,7 @@ class _Loading:
         """Set the FP8 caches' scales, after the weights: vLLM's reload puts its attention layers' own back."""
         caches = fp8_caches(self.store.model)
         for names, attention in caches.items():
-            compat.set_kv_scales(attention, *(self.kv_scales[name][0] for name in names))
+            vllm_compat.set_kv_scales(attention, *(self.kv_scales[name][0] for name in names))
         if self.verify:
             for name, held in kv_scales_held(caches).items():
                 for one in held:

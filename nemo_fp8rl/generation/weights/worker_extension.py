@@ -17,23 +17,23 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 
 from nemo_fp8rl.fp8 import vllm_reads_fp8
-from nemo_fp8rl.generation import compat
-from nemo_fp8rl.generation.fp8_caches import fp8_caches
-from nemo_fp8rl.generation.held import HeldLinearMethod, HeldMoEMethod
-from nemo_fp8rl.generation.routes import RouteRecorder
-from nemo_fp8rl.generation.weight_store import WeightStore
-from nemo_fp8rl.hf.checkpoint import CheckpointReader
-from nemo_fp8rl.hf.config import read_hf_config
+from nemo_fp8rl.generation import vllm_compat
+from nemo_fp8rl.generation.expert_routes import RouteRecorder
+from nemo_fp8rl.generation.fp8_method.fp8_caches import fp8_caches
+from nemo_fp8rl.generation.fp8_method.stored_weights import HeldLinearMethod, HeldMoEMethod
+from nemo_fp8rl.generation.weights.weight_store import WeightStore
+from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
+from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.refit.manifest import RefitError, from_json, to_json
-from nemo_fp8rl.refit.receive import IncomingLink
-from nemo_fp8rl.refit.transport.post import dial
+from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink
+from nemo_fp8rl.refit.transport.handshake import dial
 from nemo_fp8rl.refit.transport.shared_memory import domain
 
 Tag = Literal["weights", "kv_cache"]
 """vLLM's names of what sleeps."""
 
 if not vllm_reads_fp8():  # vLLM imports this module in every process of an engine of ours, before the model is built
-    from nemo_fp8rl.generation.cpu_attention import emulate_fp8_caches
+    from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_cache import emulate_fp8_caches
 
     emulate_fp8_caches()
 
@@ -117,7 +117,7 @@ class RefitWorkerExtension:
             for names, attention in fp8_caches(self.model_runner.get_model()).items():
                 if missing := [name for name in names if name not in checkpoint.names]:
                     return f"{checkpoint.folder} lacks {missing[0]}, a scale of the FP8 KV cache"
-                compat.set_kv_scales(attention, *(checkpoint.get(name) for name in names))
+                vllm_compat.set_kv_scales(attention, *(checkpoint.get(name) for name in names))
         return ""
 
     def nemo_fp8rl_kernels(self) -> list[str]:
@@ -167,7 +167,7 @@ class RefitWorkerExtension:
                 self.kv_scales = self._kv_scales()  # of a refit since
             self.wake_up([tag])
             for attention, scales in self.kv_scales:  # for which vLLM may have put 1
-                compat.set_kv_scales(attention, *scales)
+                vllm_compat.set_kv_scales(attention, *scales)
         for storage, nbytes in freed or ():
             storage.resize_(nbytes)
             storage.fill_(0)
@@ -190,7 +190,7 @@ class RefitWorkerExtension:
         """Keep the experts of every token from here on, until `nemo_fp8rl_take_routes`."""
         hf = read_hf_config(self.model_runner.vllm_config.model_config.model)
         self.routes = RouteRecorder(self.model_runner, hf.num_hidden_layers, hf.num_experts_per_tok)
-        compat.record_routes(self.model_runner.get_model(), self.routes)
+        vllm_compat.record_routes(self.model_runner.get_model(), self.routes)
 
     def nemo_fp8rl_take_routes(self, wanted: bool) -> bytes:
         """What was kept since the last call (`RouteRecorder.take`) as safetensors; not wanted: forget it."""

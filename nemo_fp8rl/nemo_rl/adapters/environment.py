@@ -9,7 +9,7 @@ from nemo_rl.distributed.virtual_cluster import PY_EXECUTABLES
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.utils import ENV_REGISTRY, register_env
 
-from nemo_fp8rl.rewards import VERIFIERS
+from nemo_fp8rl.data.rewards import VERIFIERS
 
 NAME = "exact_match"
 COLLECTORS = tuple(f"nemo_rl.algorithms.async_utils.{name}" for name in ("AsyncTrajectoryCollector", "ReplayBuffer"))

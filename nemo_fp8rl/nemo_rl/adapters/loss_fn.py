@@ -9,7 +9,7 @@ from nemo_rl.algorithms.loss.interfaces import LossInputType, LossType
 from nemo_fp8rl.algorithms.correction_config import CorrectionConfig
 from nemo_fp8rl.algorithms.loss import GrpoLoss
 from nemo_fp8rl.algorithms.loss_config import LossConfig
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.nemo_rl.compat import normalizers
 
 

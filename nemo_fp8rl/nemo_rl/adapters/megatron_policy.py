@@ -18,13 +18,13 @@ from nemo_fp8rl.algorithms.gates import enforce
 from nemo_fp8rl.algorithms.loss import EXTREMA
 from nemo_fp8rl.algorithms.mismatch import DISAGREEMENT, MismatchSums
 from nemo_fp8rl.batch import TrainBatch, has_tokens, num_rows, rows
-from nemo_fp8rl.config import Config
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.fp8.kv_scales import MARGIN
-from nemo_fp8rl.nemo_rl.batches import train_batch
-from nemo_fp8rl.nemo_rl.loss import GrpoLossFn
-from nemo_fp8rl.policy.base import Loss
-from nemo_fp8rl.policy.megatron import MegatronPolicy
+from nemo_fp8rl.nemo_rl.adapters.batched_data import train_batch
+from nemo_fp8rl.nemo_rl.adapters.loss_fn import GrpoLossFn
+from nemo_fp8rl.policy.interface import Loss
+from nemo_fp8rl.policy.rank_group import MegatronPolicy
 
 NO_ANSWERS = (
     "no sample of this batch has an answer: NeMo RL printed above why (Error generating response ...) and went on, or "

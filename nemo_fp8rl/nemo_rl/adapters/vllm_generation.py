@@ -11,11 +11,11 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.interfaces import GenerationInterface
 
 from nemo_fp8rl.batch import Completion
-from nemo_fp8rl.config import Config
-from nemo_fp8rl.generation.base import Sampling, sample_seed
-from nemo_fp8rl.generation.vllm import CALLS_AT_ONCE, VllmGeneration
-from nemo_fp8rl.nemo_rl.batches import generation_output, prompts, runs
-from nemo_fp8rl.nemo_rl.coalesce import Coalescer
+from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.generation.engine_pool import CALLS_AT_ONCE, VllmGeneration
+from nemo_fp8rl.generation.interface import Sampling, sample_seed
+from nemo_fp8rl.nemo_rl.adapters.batched_data import generation_output, prompts, runs
+from nemo_fp8rl.nemo_rl.adapters.coalesce import Coalescer
 from nemo_fp8rl.refit.bridge import RefitBridge
 
 REMEMBERED = 1 << 18

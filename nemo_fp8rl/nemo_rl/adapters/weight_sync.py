@@ -5,10 +5,10 @@ from typing import Any
 
 from nemo_rl.weight_sync.interfaces import WeightSynchronizer
 
-from nemo_fp8rl.nemo_rl.generation import VllmFp8Generation
-from nemo_fp8rl.nemo_rl.policy import MegatronFp8Policy
+from nemo_fp8rl.assemble import refitted
+from nemo_fp8rl.nemo_rl.adapters.megatron_policy import MegatronFp8Policy
+from nemo_fp8rl.nemo_rl.adapters.vllm_generation import VllmFp8Generation
 from nemo_fp8rl.refit.bridge import RefitBridge
-from nemo_fp8rl.weights import refitted
 
 
 class Fp8WeightSynchronizer(WeightSynchronizer):

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.errors import UserError
 
 NEMO_RL_SRC = "NEMO_RL_SRC"
 SUPPORTED = "0.7.x and main of August 2026 (which calls itself 0.6.0, as older commits of it do)"

@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nemo_fp8rl.config import Config
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.generation.checks import check_engine
-from nemo_fp8rl.hf.config import check_context, read_hf_config
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.recipe import completed
+from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.config.yaml_tree import register_resolvers
+from nemo_fp8rl.generation.engine_checks import check_engine
 from nemo_fp8rl.hf.hub import with_commits
-from nemo_fp8rl.nemo_rl.checks import check_set_up, check_without_set_up, loss_keys
-from nemo_fp8rl.nemo_rl.gpus import divide, is_colocated
-from nemo_fp8rl.nemo_rl.keys import COPIED, at, check_keys
-from nemo_fp8rl.nemo_rl.precision import read_precision
-from nemo_fp8rl.nemo_rl.values import require
-from nemo_fp8rl.policy.layout import check_layout
-from nemo_fp8rl.recipe import completed
-from nemo_fp8rl.yaml_tree import register_resolvers
+from nemo_fp8rl.hf.model_config import check_context, read_hf_config
+from nemo_fp8rl.nemo_rl.recipe.gpu_division import divide, is_colocated
+from nemo_fp8rl.nemo_rl.recipe.keys import COPIED, at, check_keys
+from nemo_fp8rl.nemo_rl.recipe.precision import read_precision
+from nemo_fp8rl.nemo_rl.recipe.recipe_checks import check_set_up, check_without_set_up, loss_keys
+from nemo_fp8rl.nemo_rl.recipe.value_types import require
+from nemo_fp8rl.policy.weights.layout import check_layout
 
 
 def from_nemo_rl(master: Mapping[str, Any]) -> Config:

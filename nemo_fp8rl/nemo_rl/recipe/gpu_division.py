@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from nemo_fp8rl.config import Flow
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.fp8.gpus import ADA, Capability, why_no_fp8
-from nemo_fp8rl.nemo_rl.keys import at
-from nemo_fp8rl.nemo_rl.precision import ENGINE, TRAINER
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.schema import Flow
+from nemo_fp8rl.fp8.gpu_support import ADA, Capability, why_no_fp8
+from nemo_fp8rl.nemo_rl.recipe.keys import at
+from nemo_fp8rl.nemo_rl.recipe.precision import ENGINE, TRAINER
 
 
 class Gpus(NamedTuple):

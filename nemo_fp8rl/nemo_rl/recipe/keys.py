@@ -13,8 +13,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.typed_tree import shown
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.typed_tree import shown
 
 COPIED = {
     "policy": (

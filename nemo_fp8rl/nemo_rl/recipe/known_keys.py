@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.nemo_rl.checkout import Checkout
-from nemo_fp8rl.nemo_rl.precision import READ_WITHOUT_DECLARATION
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.nemo_rl.recipe.checkout import Checkout
+from nemo_fp8rl.nemo_rl.recipe.precision import READ_WITHOUT_DECLARATION
 
 ALGORITHM = "grpo"
 """The block that every example for it has, itself or from a parent."""

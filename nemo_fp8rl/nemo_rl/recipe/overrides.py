@@ -11,10 +11,10 @@ Values are read as Hydra does (`override_value`), not as YAML: the run would see
 import re
 from typing import Any, cast
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.nemo_rl.override_value import read_value
-from nemo_fp8rl.typed_tree import shown
-from nemo_fp8rl.yaml_tree import refusing
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.typed_tree import shown
+from nemo_fp8rl.config.yaml_tree import refusing
+from nemo_fp8rl.nemo_rl.recipe.override_value import read_value
 
 FORM = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_$][\w$-]*(?:\.[\w$-]+)*)(?P<equals>=(?P<value>.*))?", re.DOTALL)
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_fp8rl.config import Flow
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.schema import Flow
 from nemo_fp8rl.fp8.layers import Fp8Layers
 from nemo_fp8rl.fp8.names import ScaleFormat
 

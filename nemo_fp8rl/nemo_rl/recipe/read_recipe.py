@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from nemo_fp8rl.algorithms.gates import check_gates
-from nemo_fp8rl.config import Fp8RlConfig
-from nemo_fp8rl.config_check import check_no_secret, check_tracker
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.nemo_rl.checkout import NEMO_RL_SRC, Checkout, find_checkout, make_absolute
-from nemo_fp8rl.nemo_rl.keys import at
-from nemo_fp8rl.nemo_rl.known_keys import check_known, check_read, read_known_keys
-from nemo_fp8rl.nemo_rl.overrides import adds, apply_override, key_of
-from nemo_fp8rl.nemo_rl.precision import Precision, read_precision
-from nemo_fp8rl.nemo_rl.values import check_values
-from nemo_fp8rl.typed_tree import check_keys, check_numbers, defaults, shown, typed
-from nemo_fp8rl.yaml_tree import PATHS, expand_homes, read_with_parents, refusing, register_resolvers
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.schema import Fp8RlConfig
+from nemo_fp8rl.config.typed_tree import check_keys, check_numbers, defaults, shown, typed
+from nemo_fp8rl.config.validate import check_no_secret, check_tracker
+from nemo_fp8rl.config.yaml_tree import PATHS, expand_homes, read_with_parents, refusing, register_resolvers
+from nemo_fp8rl.nemo_rl.recipe.checkout import NEMO_RL_SRC, Checkout, find_checkout, make_absolute
+from nemo_fp8rl.nemo_rl.recipe.keys import at
+from nemo_fp8rl.nemo_rl.recipe.known_keys import check_known, check_read, read_known_keys
+from nemo_fp8rl.nemo_rl.recipe.overrides import adds, apply_override, key_of
+from nemo_fp8rl.nemo_rl.recipe.precision import Precision, read_precision
+from nemo_fp8rl.nemo_rl.recipe.value_types import check_values
 
 BLOCK = "nemo_fp8rl"
 SAID_BY_NEMO_RL = {

@@ -10,10 +10,10 @@ from typing import Any
 
 from nemo_fp8rl.algorithms.correction_config import from_mapping
 from nemo_fp8rl.algorithms.loss_config import LossConfig, loss_config, resolved_correction
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.nemo_rl.gpus import check_division, is_asynchronous, is_colocated
-from nemo_fp8rl.nemo_rl.keys import at
-from nemo_fp8rl.typed_tree import typed
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.typed_tree import typed
+from nemo_fp8rl.nemo_rl.recipe.gpu_division import check_division, is_asynchronous, is_colocated
+from nemo_fp8rl.nemo_rl.recipe.keys import at
 
 ELSEWHERE = {
     "async_rl": "is of NeMo RL's single controller (examples/run_grpo_single_controller.py), which runs other workers",

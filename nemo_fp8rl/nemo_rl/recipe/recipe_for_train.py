@@ -7,16 +7,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.config import Config
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.recipe import completed
+from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.config.yaml_tree import register_resolvers
 from nemo_fp8rl.data.prompts import load_prompts
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.hf.config import read_hf_config
-from nemo_fp8rl.nemo_rl.checks import check_not_elsewhere
-from nemo_fp8rl.nemo_rl.config import for_model, of_keys
-from nemo_fp8rl.nemo_rl.keys import at
-from nemo_fp8rl.nemo_rl.recipe import load
-from nemo_fp8rl.recipe import completed
-from nemo_fp8rl.yaml_tree import register_resolvers
+from nemo_fp8rl.hf.model_config import read_hf_config
+from nemo_fp8rl.nemo_rl.recipe.config_from_recipe import for_model, of_keys
+from nemo_fp8rl.nemo_rl.recipe.keys import at
+from nemo_fp8rl.nemo_rl.recipe.read_recipe import load
+from nemo_fp8rl.nemo_rl.recipe.recipe_checks import check_not_elsewhere
 
 COPIED = {
     "grpo": (

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.nemo_rl.keys import COPIED, at
-from nemo_fp8rl.typed_tree import typed
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.typed_tree import typed
+from nemo_fp8rl.nemo_rl.recipe.keys import COPIED, at
 
 
 def _no_bool(value: Any) -> Any:

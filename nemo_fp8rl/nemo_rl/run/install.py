@@ -5,17 +5,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl import weights
-from nemo_fp8rl.config import Config
-from nemo_fp8rl.nemo_rl import environment
-from nemo_fp8rl.nemo_rl.checks import loss_keys
-from nemo_fp8rl.nemo_rl.config import from_nemo_rl
-from nemo_fp8rl.nemo_rl.generation import VllmFp8Generation
-from nemo_fp8rl.nemo_rl.gpus import is_asynchronous
-from nemo_fp8rl.nemo_rl.loss import GrpoLossFn
-from nemo_fp8rl.nemo_rl.policy import MegatronFp8Policy
-from nemo_fp8rl.nemo_rl.weight_sync import Fp8WeightSynchronizer
-from nemo_fp8rl.policy.megatron import MegatronPolicy
+from nemo_fp8rl import assemble
+from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.nemo_rl.adapters import environment
+from nemo_fp8rl.nemo_rl.adapters.loss_fn import GrpoLossFn
+from nemo_fp8rl.nemo_rl.adapters.megatron_policy import MegatronFp8Policy
+from nemo_fp8rl.nemo_rl.adapters.vllm_generation import VllmFp8Generation
+from nemo_fp8rl.nemo_rl.adapters.weight_sync import Fp8WeightSynchronizer
+from nemo_fp8rl.nemo_rl.recipe.config_from_recipe import from_nemo_rl
+from nemo_fp8rl.nemo_rl.recipe.gpu_division import is_asynchronous
+from nemo_fp8rl.nemo_rl.recipe.recipe_checks import loss_keys
+from nemo_fp8rl.policy.rank_group import MegatronPolicy
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def backends(
         if weights_path is not None:
             policy.load(weights_path.parent)
 
-    with weights.backends(cfg, load) as (policy, generation):
+    with assemble.backends(cfg, load) as (policy, generation):
         yield (
             MegatronFp8Policy(policy, cfg, tokenizer, weights_path is not None, is_asynchronous(values)),
             VllmFp8Generation(generation, cfg, generation_cfg, tokenizer.pad_token_id),
@@ -51,7 +51,7 @@ def install(
     steps_done: total_steps of the checkpoint that the policy was loaded from; versions of the weights go on from there.
     """
     cfg: Config = policy.cfg
-    bridge = weights.build_bridge(cfg, policy.policy, generation.generation, first_version=steps_done)
+    bridge = assemble.build_bridge(cfg, policy.policy, generation.generation, first_version=steps_done)
     synchronizer = Fp8WeightSynchronizer(policy, generation, bridge)
     generation.bridge, generation.weight_synchronizer = bridge, synchronizer
     policy.refit = synchronizer.sync_weights

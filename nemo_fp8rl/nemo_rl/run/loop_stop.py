@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from nemo_fp8rl.interrupt import GracefulStop
 from nemo_fp8rl.nemo_rl.compat import end_asynchronous_loop, save_at_every_step
+from nemo_fp8rl.run.signals import GracefulStop
 
 POLL = 0.05
 

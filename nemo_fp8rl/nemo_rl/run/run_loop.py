@@ -8,27 +8,27 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from nemo_fp8rl.common.errors import UserError, one_line
+from nemo_fp8rl.config.yaml_tree import PATHS, expand_homes
 from nemo_fp8rl.data.tokenizer import reading_tokenizer
-from nemo_fp8rl.errors import UserError, one_line
-from nemo_fp8rl.generation.checks import check_for_driver
-from nemo_fp8rl.hf.config import read_hf_config
+from nemo_fp8rl.generation.engine_checks import check_for_driver
 from nemo_fp8rl.hf.hub import checkpoint_folder
-from nemo_fp8rl.nemo_rl.checkout import NEMO_RL_SRC, find_checkout
-from nemo_fp8rl.nemo_rl.checks import check_loop
+from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.nemo_rl.compat import PREPARE_PROCESS, finish_checkpoints, prepare, steps_done
-from nemo_fp8rl.nemo_rl.config import from_nemo_rl
-from nemo_fp8rl.nemo_rl.ended import Watch
-from nemo_fp8rl.nemo_rl.gpus import is_asynchronous
-from nemo_fp8rl.nemo_rl.keys import at
-from nemo_fp8rl.nemo_rl.parts import Loop, check_cluster, check_own_gpu, nemo_rl_parts, own_parts, uses_own_workers
-from nemo_fp8rl.nemo_rl.prompt_files import find_prompt_files
-from nemo_fp8rl.nemo_rl.recipe import NemoRlRecipe
-from nemo_fp8rl.nemo_rl.recipe import load as checked
+from nemo_fp8rl.nemo_rl.recipe.checkout import NEMO_RL_SRC, find_checkout
+from nemo_fp8rl.nemo_rl.recipe.config_from_recipe import from_nemo_rl
+from nemo_fp8rl.nemo_rl.recipe.gpu_division import is_asynchronous
+from nemo_fp8rl.nemo_rl.recipe.keys import at
+from nemo_fp8rl.nemo_rl.recipe.prompt_files import find_prompt_files
+from nemo_fp8rl.nemo_rl.recipe.read_recipe import NemoRlRecipe
+from nemo_fp8rl.nemo_rl.recipe.read_recipe import load as checked
+from nemo_fp8rl.nemo_rl.recipe.recipe_checks import check_loop
+from nemo_fp8rl.nemo_rl.run.async_loop_watch import Watch
+from nemo_fp8rl.nemo_rl.run.loop_stop import LoopStop, Prompts
+from nemo_fp8rl.nemo_rl.run.setup import Loop, check_cluster, check_own_gpu, nemo_rl_parts, own_parts, uses_own_workers
 from nemo_fp8rl.nemo_rl.stock.pythonpath import package_on_pythonpath
-from nemo_fp8rl.nemo_rl.stock.refusal import check_stock
-from nemo_fp8rl.nemo_rl.stop import LoopStop, Prompts
+from nemo_fp8rl.nemo_rl.stock.stock_limits import check_stock
 from nemo_fp8rl.workers import check_address, connect, find_cluster, require_token
-from nemo_fp8rl.yaml_tree import PATHS, expand_homes
 
 STOP_AT = "NEMO_FP8RL_STOP_AT"
 """Variable that says when a run must have saved, in seconds since 1970; `launch slurm` sets it for every attempt."""
@@ -61,7 +61,7 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
     from nemo_rl.models.generation import configure_generation_config
     from nemo_rl.utils.logger import get_next_experiment_dir
 
-    from nemo_fp8rl.nemo_rl import environment
+    from nemo_fp8rl.nemo_rl.adapters import environment
 
     asked = _with_local_folder(master.policy["tokenizer"]) if ours else master.policy["tokenizer"]
     with reading_tokenizer(asked["name"]):

@@ -11,15 +11,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from nemo_fp8rl.config import Flow, Fp8RlConfig
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.fp8.gpus import CAPABILITIES, Capability
-from nemo_fp8rl.nemo_rl.checks import loss_keys
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.common.visible_gpus import shown_gpus
+from nemo_fp8rl.config.schema import Flow, Fp8RlConfig
+from nemo_fp8rl.fp8.gpu_support import CAPABILITIES, Capability
 from nemo_fp8rl.nemo_rl.compat import load_dataloader, save_state, steps_done
-from nemo_fp8rl.nemo_rl.gpus import why_not
-from nemo_fp8rl.nemo_rl.keys import done_differently
-from nemo_fp8rl.nemo_rl.recipe import NemoRlRecipe
-from nemo_fp8rl.shown_gpus import shown_gpus
+from nemo_fp8rl.nemo_rl.recipe.gpu_division import why_not
+from nemo_fp8rl.nemo_rl.recipe.keys import done_differently
+from nemo_fp8rl.nemo_rl.recipe.read_recipe import NemoRlRecipe
+from nemo_fp8rl.nemo_rl.recipe.recipe_checks import loss_keys
 from nemo_fp8rl.workers import connect, is_in_cluster, joins_cluster
 
 RAY_GPU = "accelerator_type:"
@@ -112,7 +112,7 @@ def own_parts(
     from nemo_rl.utils.checkpoint import CheckpointManager
     from nemo_rl.utils.logger import Logger
 
-    from nemo_fp8rl.nemo_rl.install import backends, install
+    from nemo_fp8rl.nemo_rl.run.install import backends, install
 
     values = master.model_dump()  # its blocks are mappings in one version, objects in the other
     for sentence in done_differently(values):
@@ -146,8 +146,8 @@ def nemo_rl_parts(
     """NeMo RL's own setup of its own workers, FP8 on the wire between them where the recipe says FP8."""
     from transformers import AutoConfig
 
-    from nemo_fp8rl.nemo_rl.loss import GrpoLossFn
-    from nemo_fp8rl.nemo_rl.stock.choose import choose, policy_factory, say_kv_cache
+    from nemo_fp8rl.nemo_rl.adapters.loss_fn import GrpoLossFn
+    from nemo_fp8rl.nemo_rl.stock.worker_choice import choose, policy_factory, say_kv_cache
 
     told = (name for name in OWN_KEYS if getattr(recipe.fp8rl, name) != getattr(Fp8RlConfig(), name))
     for name in told:

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.fp8.layers import Fp8Layers
-from nemo_fp8rl.nemo_rl.precision import ENGINE
+from nemo_fp8rl.nemo_rl.recipe.precision import ENGINE
 
 BF16_LAYERS = "first_last_layers_bf16"
 """Megatron Core's key for keeping the first and last layers from its FP8 recipe, for which NeMo RL has none."""

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from nemo_fp8rl.fp8 import Fp8Layers, NonFiniteError, ScaleFormat, quantize_blockwise, scale_name
 from nemo_fp8rl.fp8.format import E4M3, all_finite, are_powers_of_two, nan_codes, non_finite
-from nemo_fp8rl.nemo_rl.precision import SCALES
-from nemo_fp8rl.nemo_rl.stock.agreement import is_kv_scale
+from nemo_fp8rl.nemo_rl.recipe.precision import SCALES
+from nemo_fp8rl.nemo_rl.stock.layer_agreement import is_kv_scale
 
 CHOICE = "fp8_stream"
 """Key of the policy block, set by `choose`: what is FP8 on the wire; no list in a list, which NeMo RL cannot log."""

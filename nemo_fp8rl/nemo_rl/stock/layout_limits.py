@@ -11,8 +11,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nemo_fp8rl.nemo_rl.gpus import divide
-from nemo_fp8rl.nemo_rl.keys import at
+from nemo_fp8rl.nemo_rl.recipe.gpu_division import divide
+from nemo_fp8rl.nemo_rl.recipe.keys import at
 
 TRAINER = "policy.megatron_cfg"
 PACKING, DYNAMIC = "policy.sequence_packing.enabled", "policy.dynamic_batching.enabled"

@@ -5,12 +5,12 @@ from itertools import chain
 from typing import Any
 
 from nemo_fp8rl.algorithms.correction_config import from_mapping
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.nemo_rl.compat import engines_survive_fp8_refit
-from nemo_fp8rl.nemo_rl.gpus import is_asynchronous
-from nemo_fp8rl.nemo_rl.keys import at
-from nemo_fp8rl.nemo_rl.precision import ENGINE, read_precision
-from nemo_fp8rl.nemo_rl.stock.layout import why_no_layout, why_no_shares
+from nemo_fp8rl.nemo_rl.recipe.gpu_division import is_asynchronous
+from nemo_fp8rl.nemo_rl.recipe.keys import at
+from nemo_fp8rl.nemo_rl.recipe.precision import ENGINE, read_precision
+from nemo_fp8rl.nemo_rl.stock.layout_limits import why_no_layout, why_no_shares
 
 OURS = "or nemo_fp8rl.workers=ours"
 IGNORED = "quantization_ignored_layer_kws"

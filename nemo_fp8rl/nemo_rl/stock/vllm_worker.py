@@ -15,9 +15,9 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import is_quantized_kv_cache
 
-from nemo_fp8rl.generation.compat import forget_packed_experts, own_buffers_kept, set_kv_scales
-from nemo_fp8rl.generation.fp8_caches import fp8_caches
-from nemo_fp8rl.nemo_rl.stock.agreement import BFLOAT16, disagreement, is_kv_scale
+from nemo_fp8rl.generation.fp8_method.fp8_caches import fp8_caches
+from nemo_fp8rl.generation.vllm_compat import forget_packed_experts, own_buffers_kept, set_kv_scales
+from nemo_fp8rl.nemo_rl.stock.layer_agreement import BFLOAT16, disagreement, is_kv_scale
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker

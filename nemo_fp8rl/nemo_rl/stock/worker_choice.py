@@ -3,15 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.generation.quantization_config import served_config
-from nemo_fp8rl.nemo_rl.precision import engine_fp8_layers, read_precision
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.generation.fp8_method.quantization_config import served_config
+from nemo_fp8rl.nemo_rl.recipe.precision import engine_fp8_layers, read_precision
 from nemo_fp8rl.nemo_rl.stock.bf16_layers import with_bf16_layers
-from nemo_fp8rl.nemo_rl.stock.refusal import NO_LATENT_CACHE, why_not
-from nemo_fp8rl.nemo_rl.stock.stream import CHOICE
+from nemo_fp8rl.nemo_rl.stock.fp8_stream import CHOICE
+from nemo_fp8rl.nemo_rl.stock.stock_limits import NO_LATENT_CACHE, why_not
 
-TRAINER_WORKER = "nemo_fp8rl.nemo_rl.stock.worker.Fp8MegatronPolicyWorker"
-ENGINE_WORKER = "nemo_fp8rl.nemo_rl.stock.engine.Fp8Worker"
+TRAINER_WORKER = "nemo_fp8rl.nemo_rl.stock.megatron_worker.Fp8MegatronPolicyWorker"
+ENGINE_WORKER = "nemo_fp8rl.nemo_rl.stock.vllm_worker.Fp8Worker"
 STOCK_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
 MLP = ("gate_proj", "up_proj", "down_proj")
 LINEARS = (

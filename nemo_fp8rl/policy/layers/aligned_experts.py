@@ -24,8 +24,8 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
-from nemo_fp8rl.policy.linears import Fp8Forward
-from nemo_fp8rl.policy.rounding import as_kernels_round, experts_are_dense_mlps
+from nemo_fp8rl.policy.layers.linears import Fp8Forward
+from nemo_fp8rl.policy.on_cpu.vllm_cpu_rounding import as_kernels_round, experts_are_dense_mlps
 
 
 class AlignedExperts(SequentialMLP):

@@ -25,10 +25,15 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemo_fp8rl.policy.attention import CoreAttention
-from nemo_fp8rl.policy.ordered import ordered_attention
-from nemo_fp8rl.policy.rounding import as_kernels_round, rounds_probabilities, scales_scores, sums_in_order
-from nemo_fp8rl.policy.tiles import tile_product
+from nemo_fp8rl.policy.layers.attention import CoreAttention
+from nemo_fp8rl.policy.on_cpu.amx_matmul import tile_product
+from nemo_fp8rl.policy.on_cpu.avx_attention import ordered_attention
+from nemo_fp8rl.policy.on_cpu.vllm_cpu_rounding import (
+    as_kernels_round,
+    rounds_probabilities,
+    scales_scores,
+    sums_in_order,
+)
 
 
 def norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:

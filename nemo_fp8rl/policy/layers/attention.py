@@ -12,10 +12,10 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemo_fp8rl.policy.context import to_heads, to_tokens
-from nemo_fp8rl.policy.kv_cache import TrainerKvCache
-from nemo_fp8rl.policy.packed import PackedSequences
-from nemo_fp8rl.policy.rope import Rope
+from nemo_fp8rl.policy.layers.context_parallel import to_heads, to_tokens
+from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
+from nemo_fp8rl.policy.layers.packed_sequences import PackedSequences
+from nemo_fp8rl.policy.layers.rope import Rope
 
 
 class CoreAttention(MegatronModule):

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.fp8 import CacheRounding, KvScales, KvSketches, cached
-from nemo_fp8rl.fp8.kv_cache import SMALLEST_NORMAL
+from nemo_fp8rl.fp8.kv_cache_cast import SMALLEST_NORMAL
 
 FILE = "kv_scales.json"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_fp8rl.fp8.linear import multiplies_bf16
-from nemo_fp8rl.policy.restriction import Restriction, restricted
+from nemo_fp8rl.policy.layers.top_k_top_p import Restriction, restricted
 
 SOFTMAX_ROWS = 16
 """Rows whose softmax is taken at a time, in float32, at least; a GPU takes as many as VALUES have room for."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.hf.config import HfConfig
+from nemo_fp8rl.hf.model_config import HfConfig
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from nemo_fp8rl.policy.layout import Layout
+from nemo_fp8rl.policy.weights.layout import Layout
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 

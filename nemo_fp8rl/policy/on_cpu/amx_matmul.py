@@ -15,7 +15,7 @@ from torch import Tensor
 
 def tile_product(a: Tensor, b: Tensor, smallest: float) -> Tensor:
     """a [..., M, K] @ b [..., K, N], float32 of which every product is exact; any sum below `smallest` becomes 0."""
-    from nemo_fp8rl.policy.tile_loops import add_up  # compiled at its first call on a machine
+    from nemo_fp8rl.policy.on_cpu.amx_matmul_loops import add_up  # compiled at its first call on a machine
 
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     product = torch.zeros((*batch, a.size(-2), b.size(-1)))

@@ -1,4 +1,4 @@
-"""The compiled inner loop of `tiles`; see fp8/kernels/loops.py for how numba is used."""
+"""The compiled inner loop of `tiles`; see fp8/kernels/on_cpu/loops.py for how numba is used."""
 
 import numba as nb
 import numpy as np

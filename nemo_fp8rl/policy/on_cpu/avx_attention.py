@@ -4,15 +4,16 @@ What is a last bit of float32 in one order may be one of bfloat16 in another onc
 off (`rounding.truncates`) a mean of equal values that comes out a bit too low always is. The kernel (vLLM 0.32,
 csrc/cpu/cpu_attn_vec.hpp, cpu_attn_impl.hpp) adds one product after another and multiplies by 1 / sum. It scales
 queries, or scores where it reads FP8. With AVX-512 its multiply-adds are fused, its exponential is a polynomial, and
-the weights' sum is in another order. What it takes in one part is equal to the bit (tests/policy/test_align.py);
-how much that is depends on head dimension and cache: of prompts 300 tokens at 128, 100 at 256 where it was measured.
+the weights' sum is in another order. What it takes in one part is equal to the bit
+(tests/policy/layers/test_aligned_layers.py). How much that is depends on head dimension and cache: of prompts 300
+tokens at 128, 100 at 256 where it was measured.
 """
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.fp8.kernels.threads import in_threads
+from nemo_fp8rl.fp8.kernels.on_cpu.threads import in_threads
 
 THREAD_PRODUCTS = 1 << 24
 """A thread is given at least as many, values of queries times keys: about two milliseconds."""
@@ -22,7 +23,7 @@ def ordered_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, s
     """Causal, without a gradient. query [b, groups, heads a group, s, d] -> the same; key [b, groups, 1, d, s], value
     [b, groups, 1, s, d]; all float32. scaled_late: scores are scaled, not queries.
     """
-    from nemo_fp8rl.policy.ordered_loops import attend  # compiled at its first call on a machine
+    from nemo_fp8rl.policy.on_cpu.avx_attention_loops import attend  # compiled at its first call on a machine
 
     out, fused = torch.empty(query.shape), torch.cpu._is_avx512_supported()
     early, late = (1.0, scale) if scaled_late else (scale, 1.0)

@@ -1,4 +1,4 @@
-"""The compiled inner loops of `ordered`; see fp8/kernels/loops.py for how numba is used.
+"""The compiled inner loops of `ordered`; see fp8/kernels/on_cpu/loops.py for how numba is used.
 
 fused: of the kernel for AVX-512, whose multiply-adds round once and whose exponential is a polynomial.
 """

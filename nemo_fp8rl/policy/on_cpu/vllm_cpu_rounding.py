@@ -8,9 +8,9 @@ is expected, not measured.
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.config import Fp8RlConfig
+from nemo_fp8rl.common.vllm_version import installed_vllm, vllm_version
+from nemo_fp8rl.config.schema import Fp8RlConfig
 from nemo_fp8rl.fp8 import CacheRounding, vllm_reads_fp8
-from nemo_fp8rl.which_vllm import installed_vllm, vllm_version
 
 
 def is_aligned(choice: Fp8RlConfig) -> bool:

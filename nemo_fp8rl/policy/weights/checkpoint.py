@@ -10,15 +10,15 @@ from megatron.core import parallel_state
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nemo_fp8rl.hf.checkpoint import CheckpointReader
+from nemo_fp8rl.common.region import Region, index
+from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.hf.hub import MODEL_FILES, TOKENIZER_FILES
-from nemo_fp8rl.hf.parts import PartWriter
-from nemo_fp8rl.hf.shards import write_index
-from nemo_fp8rl.hf.tensors import expected_tensors
-from nemo_fp8rl.policy.layout import EXPERT, Layout
-from nemo_fp8rl.policy.megatron_names import from_hf
-from nemo_fp8rl.policy.primary_weights import assign
-from nemo_fp8rl.region import Region, index
+from nemo_fp8rl.hf.model_tensors import expected_tensors
+from nemo_fp8rl.hf.part_files import PartWriter
+from nemo_fp8rl.hf.shard_writer import write_index
+from nemo_fp8rl.policy.weights.fp8_params import assign
+from nemo_fp8rl.policy.weights.hf_names import from_hf
+from nemo_fp8rl.policy.weights.layout import EXPERT, Layout
 
 
 @torch.no_grad()

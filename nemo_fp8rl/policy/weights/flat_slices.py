@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.policy.layout import Layout
-from nemo_fp8rl.policy.megatron_names import from_hf
-from nemo_fp8rl.region import Region
+from nemo_fp8rl.common.region import Region
+from nemo_fp8rl.policy.weights.hf_names import from_hf
+from nemo_fp8rl.policy.weights.layout import Layout
 
 STRIDE = 1 << 40
 """More rows than a tensor has."""

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled
 from nemo_fp8rl.fp8.format import E4M3
-from nemo_fp8rl.policy.layout import Layout
-from nemo_fp8rl.policy.megatron_names import views_for_hf
+from nemo_fp8rl.policy.weights.hf_names import views_for_hf
+from nemo_fp8rl.policy.weights.layout import Layout
 
 
 def is_fp8(parameter: Tensor) -> bool:

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_fp8rl.hf.config import Family
-from nemo_fp8rl.hf.tensors import EMBEDDING, HEAD, NORM
-from nemo_fp8rl.policy.layout import Layout
+from nemo_fp8rl.hf.model_config import Family
+from nemo_fp8rl.hf.model_tensors import EMBEDDING, HEAD, NORM
+from nemo_fp8rl.policy.weights.layout import Layout
 
 Get = Callable[[str], Tensor]
 """One tensor by its name."""

@@ -10,13 +10,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nemo_fp8rl.config import Config, MegatronConfig
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.common.region import Region, whole
+from nemo_fp8rl.config.schema import Config, MegatronConfig
 from nemo_fp8rl.fp8 import BLOCK
-from nemo_fp8rl.hf.config import HfConfig
-from nemo_fp8rl.hf.divide import Dimension, check_divides, stages
+from nemo_fp8rl.hf.divisibility import Dimension, check_divides, stages
 from nemo_fp8rl.hf.fp8_layers import asked_fp8_layers, attention_dimensions, mlp_dimension
-from nemo_fp8rl.region import Region, whole
+from nemo_fp8rl.hf.model_config import HfConfig
 
 SPLIT = re.compile(r"(?P<rows>(?:embed_tokens|lm_head|(?:[qkv]|gate|up)_proj)\.)|(?P<columns>(?:o|down)_proj\.)")
 EXPERT = re.compile(r"\.experts\.\d+\.")

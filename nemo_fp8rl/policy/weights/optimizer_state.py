@@ -21,15 +21,15 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.hf.parts import PartReader, PartWriter
-from nemo_fp8rl.hf.tensors import expected_tensors
-from nemo_fp8rl.policy.flat_pieces import boxes, rows_of
-from nemo_fp8rl.policy.layout import Layout
-from nemo_fp8rl.policy.megatron_names import MEGATRON_HEAD
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.common.region import shape_of, start_of
+from nemo_fp8rl.hf.model_tensors import expected_tensors
+from nemo_fp8rl.hf.part_files import PartReader, PartWriter
 from nemo_fp8rl.policy.optimizer import optimizer_parts
-from nemo_fp8rl.policy.weights import assembled
-from nemo_fp8rl.region import shape_of, start_of
+from nemo_fp8rl.policy.weights.checkpoint import assembled
+from nemo_fp8rl.policy.weights.flat_slices import boxes, rows_of
+from nemo_fp8rl.policy.weights.hf_names import MEGATRON_HEAD
+from nemo_fp8rl.policy.weights.layout import Layout
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 STEPS = "steps.json"

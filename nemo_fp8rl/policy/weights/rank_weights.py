@@ -8,10 +8,10 @@ from torch import Tensor
 
 from nemo_fp8rl.algorithms.quantization_error import SquaresByGroup, in_groups, squares, summed, weight_squares
 from nemo_fp8rl.fp8 import BlockScaled, Fp8Layers, KernelName, ScaleFormat
-from nemo_fp8rl.policy.layout import Layout
-from nemo_fp8rl.policy.megatron_names import to_hf
-from nemo_fp8rl.policy.optimizer_state import Piece, gathered_masters, pieces
-from nemo_fp8rl.policy.primary_weights import held, is_fp8, storage, views_for_refit
+from nemo_fp8rl.policy.weights.fp8_params import held, is_fp8, storage, views_for_refit
+from nemo_fp8rl.policy.weights.hf_names import to_hf
+from nemo_fp8rl.policy.weights.layout import Layout
+from nemo_fp8rl.policy.weights.optimizer_state import Piece, gathered_masters, pieces
 
 
 class HeldWeights:

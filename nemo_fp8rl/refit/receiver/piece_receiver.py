@@ -11,12 +11,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from nemo_fp8rl.fp8.delta import Delta, DeltaError
+from nemo_fp8rl.refit.deferred_checks import Readings
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
 from nemo_fp8rl.refit.message import Content, Header, scales_of
-from nemo_fp8rl.refit.pace import Pace
-from nemo_fp8rl.refit.plan import aligned
-from nemo_fp8rl.refit.readings import Readings
-from nemo_fp8rl.refit.transport import threads
+from nemo_fp8rl.refit.receiver.module_order import Pace
+from nemo_fp8rl.refit.route_plan import aligned
+from nemo_fp8rl.refit.transport import link_threads
 from nemo_fp8rl.refit.transport.link import ReceivingEnd, settle
 
 
@@ -53,7 +53,7 @@ def received(
     """
     arrived: SimpleQueue[tuple[int, Header, Tensor] | RefitError] = SimpleQueue()
     reading = [
-        threads.start(f"refit-link-{i}", partial(_read, i, link.end, arrived), link.end.close)
+        link_threads.start(f"refit-link-{i}", partial(_read, i, link.end, arrived), link.end.close)
         for i, link in enumerate(links)
     ]
     readings = readings or Readings()
@@ -80,7 +80,7 @@ def received(
             link.end.close()
         raise
     finally:
-        threads.join(reading)
+        link_threads.join(reading)
 
 
 def _read(i: int, end: ReceivingEnd, arrived: "SimpleQueue[tuple[int, Header, Tensor] | RefitError]") -> None:

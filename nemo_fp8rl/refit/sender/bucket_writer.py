@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from nemo_fp8rl.refit.deferred_checks import Mark, Readings
 from nemo_fp8rl.refit.manifest import TensorPart
 from nemo_fp8rl.refit.message import Entry, Header
-from nemo_fp8rl.refit.plan import aligned
-from nemo_fp8rl.refit.readings import Mark, Readings
+from nemo_fp8rl.refit.route_plan import aligned
 from nemo_fp8rl.refit.transport.link import SendingEnd, settle
 
 PATIENCE = 0.05

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.errors import one_line
+from nemo_fp8rl.common.errors import one_line
 from nemo_fp8rl.fp8 import BlockScaled, KernelName, ScaleFormat
 from nemo_fp8rl.refit.bridge import Transport
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
-from nemo_fp8rl.refit.report import LinkId, SendReport
-from nemo_fp8rl.refit.send import Link, WeightSender
+from nemo_fp8rl.refit.reports import LinkId, SendReport
+from nemo_fp8rl.refit.sender.weight_sender import Link, WeightSender
+from nemo_fp8rl.refit.transport.handshake import Post
 from nemo_fp8rl.refit.transport.in_process import in_process_link
 from nemo_fp8rl.refit.transport.link import HOST, LinkError, SendingEnd
-from nemo_fp8rl.refit.transport.post import Post
 
 ENGINE_RANKS = 1024
 """Ranks of engines that may be waited for at once."""

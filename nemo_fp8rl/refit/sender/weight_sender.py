@@ -13,6 +13,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from nemo_fp8rl.common.region import Region
 from nemo_fp8rl.fp8 import (
     BLOCK,
     BlockScaled,
@@ -25,14 +26,13 @@ from nemo_fp8rl.fp8 import (
 )
 from nemo_fp8rl.fp8.delta import Delta
 from nemo_fp8rl.fp8.format import all_finite, nan_codes, non_finite
+from nemo_fp8rl.refit.deferred_checks import Mark, Readings, on_gpu
 from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart, blocks_of
 from nemo_fp8rl.refit.message import Content, Encoding, Entry
-from nemo_fp8rl.refit.outgoing import Outgoing
-from nemo_fp8rl.refit.readings import Mark, Readings, on_gpu
-from nemo_fp8rl.refit.report import LinkId, SendReport, Timed
+from nemo_fp8rl.refit.reports import LinkId, SendReport, Timed
+from nemo_fp8rl.refit.sender.bucket_writer import Outgoing
 from nemo_fp8rl.refit.transport.link import LinkError, SendingEnd
-from nemo_fp8rl.region import Region
 
 DELTA_FROM = 1 << 14
 """Bytes below which a piece is sent whole: a delta of it would hardly be smaller."""

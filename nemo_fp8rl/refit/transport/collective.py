@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_fp8rl.refit.transport import threads
+from nemo_fp8rl.refit.transport import link_threads
 from nemo_fp8rl.refit.transport.control import Control
-from nemo_fp8rl.refit.transport.ends import Receiver, Sender
+from nemo_fp8rl.refit.transport.double_buffer import Receiver, Sender
 from nemo_fp8rl.refit.transport.link import BUFFERS, LinkError, ReceivingEnd, SendingEnd, patience
 
 SOURCE, SINK = 0, 1
@@ -133,7 +133,7 @@ def _group(
         except Exception as error:
             made.set_exception(LinkError(str(error)))  # without the traceback, which keeps what gloo was given
 
-    threads.start("refit group", run, given_up.set)
+    link_threads.start("refit group", run, given_up.set)
     heard = False
     try:
         while not wait([made], 0.05).done:

@@ -8,7 +8,7 @@ import torch
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.refit.transport.control import Control
 from nemo_fp8rl.refit.transport.cuda_memory import HANDLE, LATER, CudaMemory
-from nemo_fp8rl.refit.transport.ends import Receiver, Sender
+from nemo_fp8rl.refit.transport.double_buffer import Receiver, Sender
 from nemo_fp8rl.refit.transport.link import LinkError, ReceivingEnd, SendingEnd
 
 ELSE = "set nemo_fp8rl.refit.transport=shared_memory, or collective where the run has several machines"

@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 
 from torch import Tensor
 
-from nemo_fp8rl.refit.transport import threads
+from nemo_fp8rl.refit.transport import link_threads
 from nemo_fp8rl.refit.transport.control import Control
 from nemo_fp8rl.refit.transport.link import BUFFERS, MAX_HEADER, LinkError, check_message, patience
 
@@ -77,7 +77,7 @@ class Receiver:
         self._arrived: SimpleQueue[tuple[bytes, Tensor] | LinkError] = SimpleQueue()  # an error is the last
         self._received = self._released = 0
         self._closed = False
-        threads.start("refit link", self._read, self.close)
+        link_threads.start("refit link", self._read, self.close)
 
     def receive(self) -> tuple[bytes, Tensor]:
         if self._closed:

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.refit.manifest import RefitError
-from nemo_fp8rl.refit.transport import cuda_memory, threads
+from nemo_fp8rl.refit.transport import cuda_memory, link_threads
 from nemo_fp8rl.refit.transport.control import Control
-from nemo_fp8rl.refit.transport.ends import Receiver, Sender
+from nemo_fp8rl.refit.transport.double_buffer import Receiver, Sender
 from nemo_fp8rl.refit.transport.link import BUFFERS, GRACE, LinkError, ReceivingEnd, SendingEnd, patience
 
 POLL, IDLE, BUSY = 0.0005, 0.02, 30.0
@@ -133,7 +133,7 @@ class _Agent:
             self._serving[held] = float("inf")
             if self._thread is None:
                 device = held.buckets[0].device
-                self._thread = threads.start("refit nixl", lambda: self._serve(device), self._stopped.set)
+                self._thread = link_threads.start("refit nixl", lambda: self._serve(device), self._stopped.set)
 
     def hurry(self) -> None:
         """Look more often at what sinks ask for: one is about to read."""

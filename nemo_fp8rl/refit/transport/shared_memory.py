@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.refit.transport.control import Control
-from nemo_fp8rl.refit.transport.ends import Receiver, Sender
+from nemo_fp8rl.refit.transport.double_buffer import Receiver, Sender
 from nemo_fp8rl.refit.transport.link import BUFFERS, LinkError, ReceivingEnd, SendingEnd
 
 FOLDER = Path("/dev/shm")

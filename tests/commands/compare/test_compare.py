@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from nemo_fp8rl.cli import main
-from nemo_fp8rl.compare import command, process
-from tests.compare.conftest import FLOWS
+from nemo_fp8rl.commands.compare import compare_command, subprocess_run
+from tests.commands.compare.conftest import FLOWS
 from tests.conftest import RECIPES, SMALL
 
 STEPS = 12
@@ -66,7 +66,7 @@ def story(tiny_overrides, tmp_path_factory) -> SimpleNamespace:
         path=path,
         words=tiny_overrides,
         out=out,
-        code=process.returncode,
+        code=subprocess_run.returncode,
         stopped=stopped,
         known=known,
         logged=logged,
@@ -154,7 +154,7 @@ def test_a_flow_that_this_machine_cannot_have_is_left_out(tiny_overrides, tmp_pa
     """Before anything runs; with no other flow it is refused."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     started: list[Path] = []
-    monkeypatch.setattr(command, "run_process", lambda words, log, *rest: started.append(log) or True)
+    monkeypatch.setattr(compare_command, "run_process", lambda words, log, *rest: started.append(log) or True)
     triton = {"policy.generation.vllm_cfg.attention_backend": "TRITON_ATTN"}
     path, out = comparison(tmp_path, seeds=[1, 2], flows={**FLOWS, "triton": triton}), tmp_path / "out"
     assert main(arguments(path, tiny_overrides, out)) == 0
@@ -182,7 +182,10 @@ def test_ctrl_c_before_a_command_has_begun_is_an_interruption(tmp_path, asked):
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what ignores it hands that on
     try:
-        assert process.run(["make-tiny", str(tmp_path / "tiny")], tmp_path / "log", Stop(), lambda: None, ()) is False
+        assert (
+            subprocess_run.run(["make-tiny", str(tmp_path / "tiny")], tmp_path / "log", Stop(), lambda: None, ())
+            is False
+        )
     finally:
         signal.signal(signal.SIGINT, before)
     assert not (tmp_path / "tiny").exists()

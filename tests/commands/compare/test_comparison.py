@@ -7,13 +7,13 @@ import pytest
 import yaml
 
 from nemo_fp8rl.cli import main
-from nemo_fp8rl.compare.config import load_comparison
-from nemo_fp8rl.compare.models import make_models
-from nemo_fp8rl.compare.plan import plan
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.interrupt import GracefulStop
-from nemo_fp8rl.yaml_tree import flat
-from tests.compare.conftest import FLOWS
+from nemo_fp8rl.commands.compare.comparison import load_comparison
+from nemo_fp8rl.commands.compare.run_list import plan
+from nemo_fp8rl.commands.compare.start_models import make_models
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.yaml_tree import flat
+from nemo_fp8rl.run.signals import GracefulStop
+from tests.commands.compare.conftest import FLOWS
 from tests.conftest import RECIPES
 
 LENGTHS = {"terms": {"short": 3, "long": 6}, "flows": ["bf16"], "warm_up": str(RECIPES / "tiny_sft.yaml")}
@@ -179,7 +179,7 @@ def older(recipe: dict) -> dict:
 
 
 def test_runs_and_models_of_before_there_was_a_key_stay(write, tmp_path, monkeypatch):
-    monkeypatch.setattr("nemo_fp8rl.compare.models.run", lambda *_: True)
+    monkeypatch.setattr("nemo_fp8rl.commands.compare.start_models.run", lambda *_: True)
     comparison, out = load_comparison(write(model={"warm_up": str(RECIPES / "tiny_sft.yaml")})), tmp_path / "out"
     assert make_models(comparison, out, GracefulStop(), print, [])
     made = out / "models/flows/made.json"
@@ -209,7 +209,7 @@ def test_a_run_on_a_model_of_the_hub_has_the_commit_that_it_began_with(write, tm
 def test_models_of_another_comparison_are_refused_at_every_call(write, tmp_path, monkeypatch, capsys, change):
     """Also where nothing is left to run: numbers would stand below a model that they are not of."""
     model, out = {"warm_up": str(RECIPES / "tiny_sft.yaml")}, tmp_path / "out"
-    monkeypatch.setattr("nemo_fp8rl.compare.models.run", lambda *_: True)
+    monkeypatch.setattr("nemo_fp8rl.commands.compare.start_models.run", lambda *_: True)
     assert make_models(load_comparison(write(model=model)), out, GracefulStop(), print, [])
     assert plan(load_comparison(write(model=model)), [], out)
     assert main(["compare", str(write(model=model | change)), "--output", str(out), "--table-only"]) == 2

@@ -12,14 +12,14 @@ import yaml
 from omegaconf import OmegaConf
 
 from nemo_fp8rl.cli import main
-from nemo_fp8rl.compare.config import as_words, load_comparison
-from nemo_fp8rl.compare.inputs import check_same_inputs
-from nemo_fp8rl.compare.models import make_models
-from nemo_fp8rl.compare.plan import Planned, plan
-from nemo_fp8rl.disk import locked
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.interrupt import GracefulStop
-from nemo_fp8rl.yaml_tree import read_override
+from nemo_fp8rl.commands.compare.comparison import as_words, load_comparison
+from nemo_fp8rl.commands.compare.run_list import Planned, plan
+from nemo_fp8rl.commands.compare.same_inputs import check_same_inputs
+from nemo_fp8rl.commands.compare.start_models import make_models
+from nemo_fp8rl.common.atomic_files import locked
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.yaml_tree import read_override
+from nemo_fp8rl.run.signals import GracefulStop
 from tests.conftest import RECIPES
 
 ODD = (
@@ -46,8 +46,8 @@ def test_runs_and_their_model_are_in_the_folder_that_was_given(write, tmp_path, 
         assert run.config["checkpointing.checkpoint_dir"].startswith(f"{out}/{run.flow}/")
         assert run.config["policy.model_name"] == f"{out}/models/flows/warm"
         assert run.config["data.train.data_path"] == f"{out}/models/flows/data.jsonl"
-    monkeypatch.setattr("nemo_fp8rl.compare.models.run", lambda words, *_: asked.append(words) or True)
-    monkeypatch.setattr("nemo_fp8rl.tiny.write_model", lambda folder, *_: folder.mkdir())
+    monkeypatch.setattr("nemo_fp8rl.commands.compare.start_models.run", lambda words, *_: asked.append(words) or True)
+    monkeypatch.setattr("nemo_fp8rl.commands.tiny_model.write_model", lambda folder, *_: folder.mkdir())
     assert make_models(comparison, out, GracefulStop(), print, [])
     given = [read_override(word) for word in asked[0] if word.startswith("policy.model_name=")]
     assert [tree.policy.model_name for tree in given] == [f"{out}/models/.flows.partial/model"]

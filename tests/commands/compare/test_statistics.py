@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_fp8rl.compare.statistics import T_975, interval, paired
+from nemo_fp8rl.commands.compare.statistics import T_975, interval, paired
 
 FINITE = st.floats(-1e3, 1e3, allow_nan=False).map(lambda value: round(value, 3))
 SAMPLES = st.lists(FINITE, min_size=2, max_size=8)

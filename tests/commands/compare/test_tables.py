@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from nemo_fp8rl.compare.results import by_position, measure
-from nemo_fp8rl.compare.table import as_markdown, as_rich, sections
+from nemo_fp8rl.commands.compare.results import by_position, measure
+from nemo_fp8rl.commands.compare.tables import as_markdown, as_rich, sections
 
 FLOWS = ("bf16", "same", "worse", "better", "absent")
 ACCURACY = {

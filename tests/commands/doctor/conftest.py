@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from nemo_fp8rl.doctor.plan import Plan
-from nemo_fp8rl.doctor.shapes import shape_of
+from nemo_fp8rl.commands.doctor.model_shapes import shape_of
+from nemo_fp8rl.commands.doctor.recipe_plan import Plan
 
 VALUES: dict[str, Any] = {
     "cluster": {"num_nodes": 1, "gpus_per_node": 8},

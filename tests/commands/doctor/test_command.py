@@ -10,7 +10,7 @@ import pytest
 from nemo_fp8rl.cli import main
 from tests.nemo_rl.conftest import checkout, real_checkout, write  # noqa: F401
 
-CONF = Path(__file__).parents[2] / "conf"
+CONF = Path(__file__).parents[3] / "conf"
 SHIPPED = sorted((CONF / "nemo_rl").glob("*.yaml"))
 
 
@@ -40,7 +40,7 @@ def test_another_trainer(capsys, checkout):  # noqa: F811
 
 
 def test_torch_is_not_loaded():
-    code = "import sys, nemo_fp8rl.cli, nemo_fp8rl.doctor.report; print('torch' in sys.modules)"
+    code = "import sys, nemo_fp8rl.cli, nemo_fp8rl.commands.doctor.examine; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
     assert done.stdout == "False\n"
 

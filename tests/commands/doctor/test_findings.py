@@ -5,13 +5,13 @@ import re
 
 import pytest
 
-from nemo_fp8rl.doctor.agreement import check_agreement
-from nemo_fp8rl.doctor.alignment import check_alignment
-from nemo_fp8rl.doctor.batches import check_batches
-from nemo_fp8rl.doctor.hardware import GPUS, check_hardware, gpu_named
-from nemo_fp8rl.doctor.shapes import LLAMA31_8B
-from nemo_fp8rl.errors import UserError
-from tests.doctor.conftest import ENGINE, TRAINER
+from nemo_fp8rl.commands.doctor.batch_sizes import check_batches
+from nemo_fp8rl.commands.doctor.block_alignment import check_alignment
+from nemo_fp8rl.commands.doctor.hardware import GPUS, check_hardware, gpu_named
+from nemo_fp8rl.commands.doctor.model_shapes import LLAMA31_8B
+from nemo_fp8rl.commands.doctor.precision_agreement import check_agreement
+from nemo_fp8rl.common.errors import UserError
+from tests.commands.doctor.conftest import ENGINE, TRAINER
 
 LLAMA, MIXTURE, LATENT = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B", "moonshotai/Moonlight-16B-A3B"
 SMALL = "Qwen/Qwen2.5-1.5B"

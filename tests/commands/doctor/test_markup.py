@@ -1,9 +1,9 @@
 """Names of files and models in the doctor's output are text, whatever brackets they hold."""
 
-from nemo_fp8rl.doctor.finding import Finding
-from nemo_fp8rl.doctor.hardware import gpu_named
-from nemo_fp8rl.doctor.memory import Memory
-from nemo_fp8rl.doctor.report import Report, show
+from nemo_fp8rl.commands.doctor.examine import Report, show
+from nemo_fp8rl.commands.doctor.finding import Finding
+from nemo_fp8rl.commands.doctor.hardware import gpu_named
+from nemo_fp8rl.commands.doctor.memory.phases import Memory
 
 
 def test_brackets_in_names_are_shown(capsys):

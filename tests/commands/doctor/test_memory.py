@@ -2,11 +2,11 @@
 
 import pytest
 
-from nemo_fp8rl.doctor.engine_memory import WORKSPACE, engine_weights, kv_bytes_per_token
-from nemo_fp8rl.doctor.hardware import GPUS
-from nemo_fp8rl.doctor.memory import check_memory, memory_of
-from nemo_fp8rl.doctor.trainer_memory import activations, logits, stage_parameters
-from tests.doctor.conftest import ENGINE, TRAINER
+from nemo_fp8rl.commands.doctor.hardware import GPUS
+from nemo_fp8rl.commands.doctor.memory.engine_memory import WORKSPACE, engine_weights, kv_bytes_per_token
+from nemo_fp8rl.commands.doctor.memory.phases import check_memory, memory_of
+from nemo_fp8rl.commands.doctor.memory.trainer_memory import activations, logits, stage_parameters
+from tests.commands.doctor.conftest import ENGINE, TRAINER
 
 H100 = GPUS["h100"]
 LLAMA, MIXTURE, LATENT = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B", "moonshotai/Moonlight-16B-A3B"

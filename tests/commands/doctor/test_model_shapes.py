@@ -5,11 +5,11 @@ from math import prod
 
 import pytest
 
-from nemo_fp8rl.doctor.shapes import PUBLISHED, from_config, shape_of
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.hf.config import read_hf_config
-from nemo_fp8rl.hf.tensors import expected_tensors
-from nemo_fp8rl.tiny import write_model
+from nemo_fp8rl.commands.doctor.model_shapes import PUBLISHED, from_config, shape_of
+from nemo_fp8rl.commands.tiny_model import write_model
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.hf.model_config import read_hf_config
+from nemo_fp8rl.hf.model_tensors import expected_tensors
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,11 @@
 
 import pytest
 
-from nemo_fp8rl.doctor.plan import Plan
-from nemo_fp8rl.doctor.shapes import shape_of
-from nemo_fp8rl.doctor.workers import check_workers
-from tests.doctor.conftest import ENGINE, TRAINER
-from tests.nemo_rl.test_config import master
+from nemo_fp8rl.commands.doctor.model_shapes import shape_of
+from nemo_fp8rl.commands.doctor.recipe_plan import Plan
+from nemo_fp8rl.commands.doctor.worker_limits import check_workers
+from tests.commands.doctor.conftest import ENGINE, TRAINER
+from tests.nemo_rl.recipe.test_config_from_recipe import master
 
 
 def said(model: str, **changes: object) -> list[tuple[str, str]]:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_fp8rl.launch.job import Job
-from nemo_fp8rl.launch.settings import LaunchConfig, read_settings
+from nemo_fp8rl.commands.launch.job import Job
+from nemo_fp8rl.commands.launch.settings import LaunchConfig, read_settings
 
 ON_JSONL = (
     "++data.train={dataset_name: ResponseDataset, data_path: data.jsonl, input_key: prompt, output_key: answer}",

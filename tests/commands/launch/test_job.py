@@ -3,11 +3,11 @@
 import pytest
 
 from nemo_fp8rl.cli import main
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.launch.job import plan
-from nemo_fp8rl.launch.settings import read_settings
+from nemo_fp8rl.commands.launch.job import plan
+from nemo_fp8rl.commands.launch.settings import read_settings
+from nemo_fp8rl.common.errors import UserError
+from tests.commands.launch.conftest import ON_JSONL
 from tests.conftest import COLOCATED, RECIPES
-from tests.launch.conftest import ON_JSONL
 from tests.nemo_rl.runs import needs_checkout
 
 TINY = RECIPES / "tiny_cpu.yaml"

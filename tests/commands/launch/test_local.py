@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 
 from nemo_fp8rl.cli import main
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.launch.local import choose, choose_for_ours, render, visible_gpus
-from nemo_fp8rl.recipe import load
+from nemo_fp8rl.commands.launch.local import choose, choose_for_ours, render, visible_gpus
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.recipe import load
+from tests.commands.launch.conftest import settings, shellcheck
+from tests.commands.launch.slurm.test_job_script import HOSTILE
 from tests.conftest import COLOCATED, RECIPES
-from tests.launch.conftest import settings, shellcheck
-from tests.launch.test_slurm import HOSTILE
 
 TINY = RECIPES / "tiny_cpu.yaml"
 SMALL_BATCHES = ("policy.train_micro_batch_size=32",)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.launch.settings import read_settings
+from nemo_fp8rl.commands.launch.settings import read_settings
+from nemo_fp8rl.common.errors import UserError
 
 SITE = """
 env: {NCCL_DEBUG: WARN}

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from nemo_fp8rl.cli import main
+from nemo_fp8rl.commands.parity import comparison_table, libraries, sample_matrices
+from nemo_fp8rl.commands.parity.comparison_table import Difference, as_json, compare, report, show
+from nemo_fp8rl.commands.parity.formulas import FORMULAS
+from nemo_fp8rl.commands.parity.implementation import FORMATS, Implementation
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled, quantize_blockwise
 from nemo_fp8rl.fp8.format import E4M3
-from nemo_fp8rl.parity import libraries, table, tensors
-from nemo_fp8rl.parity.formulas import FORMULAS
-from nemo_fp8rl.parity.implementation import FORMATS, Implementation
-from nemo_fp8rl.parity.table import Difference, as_json, compare, report, show
 
 NONE = Difference(0.0, 0.0, 0.0)
 
@@ -65,7 +65,7 @@ def one_byte_off(x, block, scale_format):
 
 @pytest.mark.parametrize("wrong", [rounded_up, one_byte_off])
 def test_a_wrong_formula_is_found_on_every_input(monkeypatch, wrong):
-    monkeypatch.setattr(table, "FORMULAS", (*FORMULAS[:1], Implementation("wrong", "nowhere", wrong)))
+    monkeypatch.setattr(comparison_table, "FORMULAS", (*FORMULAS[:1], Implementation("wrong", "nowhere", wrong)))
     for row in report(256, seed=0).rows:
         for kind, difference in row.inputs.items():
             assert (difference == NONE) == (row.implementation == "Transformer Engine"), (row, kind)
@@ -75,7 +75,7 @@ def test_a_wrong_formula_is_found_on_every_input(monkeypatch, wrong):
 
 
 @pytest.fixture(scope="module")
-def small() -> table.Report:
+def small() -> comparison_table.Report:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(libraries, "LOADERS", {})
         return report(256, seed=0)
@@ -84,7 +84,7 @@ def small() -> table.Report:
 def test_every_formula_stands_in_its_sections_in_both_formats(small):
     listed = [(row.section, row.implementation, row.scale_format) for row in small.rows]
     assert len(listed) == len(set(listed))
-    sections = {block: section for section, (block, _) in table.SECTIONS.items()}
+    sections = {block: section for section, (block, _) in comparison_table.SECTIONS.items()}
     expected = {(sections[b], made.name, form) for made in FORMULAS for b in made.blocks for form in FORMATS}
     assert set(listed) == expected
 
@@ -94,7 +94,7 @@ def test_a_format_that_an_implementation_lacks_is_shown_as_missing(small):
         made = next(made for made in FORMULAS if made.name == row.implementation)
         taken = [kind for kind, difference in row.inputs.items() if difference is not None]
         assert bool(taken) == (row.scale_format in made.formats)
-        assert list(row.inputs) == list(tensors.KINDS)
+        assert list(row.inputs) == list(sample_matrices.KINDS)
 
 
 def test_one_seed_gives_one_report(small):
@@ -104,10 +104,11 @@ def test_one_seed_gives_one_report(small):
 
 def test_the_table_tells_zero_from_nearly_zero_and_all_from_nearly_all():
     shown = [
-        table._percent(Difference(fraction, 0.0, 0.0), "bytes") for fraction in (0, 1e-7, 0.00043, 0.41, 0.9999, 1)
+        comparison_table._percent(Difference(fraction, 0.0, 0.0), "bytes")
+        for fraction in (0, 1e-7, 0.00043, 0.41, 0.9999, 1)
     ]
     assert shown == ["0", "1e-05", "0.043", "41", ">99", "100"]
-    assert table._percent(None, "bytes") == "-"
+    assert comparison_table._percent(None, "bytes") == "-"
 
 
 def test_the_table_prints_every_implementation_and_what_was_not_run(small, capsys):
@@ -117,10 +118,10 @@ def test_the_table_prints_every_implementation_and_what_was_not_run(small, capsy
     assert "verl: not installed" in out
     for made in FORMULAS:
         assert f" {made.name} " in out
-    for section in table.SECTIONS:
+    for section in comparison_table.SECTIONS:
         assert section in out
     assert "…" not in out, "a column is cut off"
-    assert max(map(len, out.splitlines())) <= table.WIDTH
+    assert max(map(len, out.splitlines())) <= comparison_table.WIDTH
 
 
 # Libraries
@@ -158,7 +159,7 @@ def test_a_formula_of_ours_that_fails_is_not_hidden(monkeypatch):
     def broken(x, block, scale_format):
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(table, "FORMULAS", (Implementation("broken", "ours", broken),))
+    monkeypatch.setattr(comparison_table, "FORMULAS", (Implementation("broken", "ours", broken),))
     with pytest.raises(RuntimeError, match="a defect"):
         report(256, seed=0)
 

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 
+from nemo_fp8rl.commands.parity import formulas, libraries, sample_matrices, transformer_engine
+from nemo_fp8rl.commands.parity.comparison_table import Difference, compare
+from nemo_fp8rl.commands.parity.implementation import BOTH, FORMATS, Implementation, NotTaken
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled, quantize_blockwise
 from nemo_fp8rl.fp8.format import ALONG_LAST, E4M3
-from nemo_fp8rl.parity import formulas, libraries, tensors, transformer_engine
-from nemo_fp8rl.parity.implementation import BOTH, FORMATS, Implementation, NotTaken
-from nemo_fp8rl.parity.table import Difference, compare
 
 NONE = Difference(0.0, 0.0, 0.0)
 FORMULAS = {formula.name: formula for formula in formulas.FORMULAS}
 SIZE = 512
-WEIGHTS, ACTIVATIONS = tensors.weights(SIZE, seed=1), tensors.activations(SIZE, seed=1)
+WEIGHTS, ACTIVATIONS = sample_matrices.weights(SIZE, seed=1), sample_matrices.activations(SIZE, seed=1)
 
 
 def inputs(block: tuple[int, int]) -> dict[str, torch.Tensor]:
@@ -49,7 +49,7 @@ def at_every_magnitude(dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("scale_format", FORMATS)
 @pytest.mark.parametrize("block", BOTH)
-@pytest.mark.parametrize("kind", tensors.KINDS)
+@pytest.mark.parametrize("kind", sample_matrices.KINDS)
 def test_transformer_engine_in_integers_equals_the_contract_bit_for_bit(kind, block, scale_format):
     assert from_ours("Transformer Engine", inputs(block)[kind], block, scale_format) == NONE
 
@@ -143,13 +143,13 @@ def test_logarithms_miss_the_exponent_of_float32_just_above_a_power_of_two():
 # fp32: who agrees, and how far the others are off
 
 
-@pytest.mark.parametrize("kind", tensors.KINDS)
+@pytest.mark.parametrize("kind", sample_matrices.KINDS)
 def test_verl_torch_equals_ours_in_fp32(kind):
     assert from_ours("verl torch", WEIGHTS[kind], BLOCK, "fp32") == NONE
 
 
 def test_fp32_scales_differ_as_often_as_measured():
-    x = tensors.weights(2048, seed=0)["normal"]
+    x = sample_matrices.weights(2048, seed=0)["normal"]
     measured = {
         "NeMo RL": 0.13,
         "verl Triton": 0.41,
@@ -173,7 +173,7 @@ def test_nemo_rls_reciprocal_is_what_torch_makes_of_the_python_expression():
 
 
 def test_requantizing_keeps_the_values_of_pow2_and_changes_those_of_fp32():
-    x = tensors.weights(1024, seed=0)["heavy-tailed"]
+    x = sample_matrices.weights(1024, seed=0)["heavy-tailed"]
     kept, changed = (from_ours("vLLM requantizing ours", x, BLOCK, scale_format) for scale_format in FORMATS)
     assert kept.values == 0
     assert changed.values > 0.9

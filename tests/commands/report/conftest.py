@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from nemo_fp8rl.step_log import StepLog
+from nemo_fp8rl.run.step_log import StepLog
 
 PHASES = {"generate": 0.2, "reward": 0.01, "logprob": 0.1, "train": 0.4, "refit": 0.02}
 STAGES = ("export", "quantize", "encode", "send", "load", "verify")

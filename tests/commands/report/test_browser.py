@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from nemo_fp8rl.report.page import report
-from tests.report.browser import Browser, executable
-from tests.report.conftest import sample, write_run
-from tests.report.test_page import HOSTILE
+from nemo_fp8rl.commands.report.page import report
+from tests.commands.report.browser import Browser, executable
+from tests.commands.report.conftest import sample, write_run
+from tests.commands.report.test_page import HOSTILE
 
 pytestmark = [
     pytest.mark.browser,

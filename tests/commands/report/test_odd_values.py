@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from nemo_fp8rl.cli import main
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.report.page import GENERATOR, report
-from tests.report.test_page import Page, page, titles
+from nemo_fp8rl.commands.report.page import GENERATOR, report
+from nemo_fp8rl.common.errors import UserError
+from tests.commands.report.test_page import Page, page, titles
 
 HALF = "\ud83d"
 """Of a surrogate pair: JSON can hold it, UTF-8 cannot."""

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.report.page import report
-from nemo_fp8rl.report.read import FILES
-from tests.report.conftest import STAGES, sample
+from nemo_fp8rl.commands.report.page import report
+from nemo_fp8rl.commands.report.run_data import FILES
+from nemo_fp8rl.common.errors import UserError
+from tests.commands.report.conftest import STAGES, sample
 
 HOSTILE = (
     "</script x></script></pre></style><script>document.title='owned'</script><img src=x onerror=alert(1)>\"'&<!--"
@@ -130,7 +130,7 @@ def test_a_run_that_was_killed_says_how_far_it_came(make_run):
 
 
 def test_a_run_at_work_is_not_called_stopped(recipe, tmp_path):
-    from nemo_fp8rl.rundir import RunDirectory
+    from nemo_fp8rl.run.directory import RunDirectory
 
     with RunDirectory(recipe(), resume=False) as run:
         run.log(3, {"train/reward": 0.5})

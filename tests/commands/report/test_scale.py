@@ -2,8 +2,8 @@
 
 import pytest
 
-from nemo_fp8rl.report.scale import Scale, linear, linear_ticks, logarithmic, number
-from nemo_fp8rl.report.thin import extremes, running_mean, stretches
+from nemo_fp8rl.commands.report.scale import Scale, linear, linear_ticks, logarithmic, number
+from nemo_fp8rl.commands.report.thinning import extremes, running_mean, stretches
 
 
 def test_ticks_are_round_and_within():

@@ -26,7 +26,7 @@ def engine(request) -> SimpleNamespace:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    from nemo_fp8rl.generation.cpu_attention import EmulatedCacheBackend
+    from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_cache import EmulatedCacheBackend
 
     current_platform.import_kernels()
     torch.cpu._init_amx()

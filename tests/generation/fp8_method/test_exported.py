@@ -11,15 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nemo_fp8rl.export import export
+from nemo_fp8rl.commands.export import export
+from nemo_fp8rl.commands.tiny_model import make_tiny
+from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled, fprop
-from nemo_fp8rl.generation import compat
-from nemo_fp8rl.generation.arguments import engine_arguments
+from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.core import SteppedCore
-from nemo_fp8rl.generation.cpu_experts import EmulatedFp8MoEMethod
 from nemo_fp8rl.generation.engine import VllmEngine
-from nemo_fp8rl.recipe import load
-from nemo_fp8rl.tiny import make_tiny
+from nemo_fp8rl.generation.engine_arguments import engine_arguments
+from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_experts import EmulatedFp8MoEMethod
 from tests.conftest import ALIGNED, RECIPES, SMALL, needs_vllms_fp8_cache
 from tests.generation.pair import GREEDY, Pair, outputs
 from tests.policy.sent import sent_tensors
@@ -149,7 +149,7 @@ def test_an_fp8_cache_has_the_checkpoints_scales_or_vllm_warns_that_there_are_no
 
 @pytest.mark.usefixtures("vllm_fp8_on_cpu")
 def test_vllms_own_fp8_serves_it_as_a_refitted_engine(exported):
-    if exported.pair.worker.hf.family.experts and compat.experts_route_themselves():
+    if exported.pair.worker.hf.family.experts and vllm_compat.experts_route_themselves():
         pytest.skip("before 0.30 vLLM's own FP8 experts have no router on a CPU")
     engine = exported.engine()
     assert engine.core.llm.vllm_config.model_config.quantization == "fp8"

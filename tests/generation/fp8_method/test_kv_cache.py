@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.commands.tiny_model import make_tiny
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.fp8 import KvScales, vllm_reads_fp8
 from nemo_fp8rl.generation.engine import VllmEngine
-from nemo_fp8rl.recipe import load
 from nemo_fp8rl.refit.manifest import RefitError
-from nemo_fp8rl.tiny import make_tiny
 from tests.conftest import RECIPES, SMALL
 from tests.generation.pair import GREEDY, Pair, outputs
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from nemo_fp8rl.fp8 import Fp8Layers
-from nemo_fp8rl.generation.quantization_config import quantization_config
-from nemo_fp8rl.generation.vllm_plugin import QUANTIZATION, register
+from nemo_fp8rl.generation.fp8_method.plugin import QUANTIZATION, register
+from nemo_fp8rl.generation.fp8_method.quantization_config import quantization_config
 
 RUN = """
 import json, sys, time
@@ -100,7 +100,7 @@ def comparable(lines: list[str]) -> list[str]:
 def test_the_plugin_imports_its_own_module_and_nothing_else(runs):
     (without, _), (with_plugin, _) = runs
     added = {*with_plugin["modules"]} - {*without["modules"]}
-    assert added == {"nemo_fp8rl", "nemo_fp8rl.generation", "nemo_fp8rl.generation.vllm_plugin"}
+    assert added == {"nemo_fp8rl", "nemo_fp8rl.generation", "nemo_fp8rl.generation.fp8_method.plugin"}
     assert not {*without["modules"]} - {*with_plugin["modules"]}
 
 
@@ -134,7 +134,7 @@ def test_an_fp8_checkpoint_is_ours_only_where_the_user_says_so(method):
 def test_the_method_loads_when_vllm_makes_its_config(method):
     from vllm.model_executor.layers.quantization import get_quantization_config
 
-    from nemo_fp8rl.generation.quantization import NemoFp8RlConfig
+    from nemo_fp8rl.generation.fp8_method.quantization import NemoFp8RlConfig
 
     config = method.from_config(quantization_config("fp32", Fp8Layers(1, 3)))
     assert isinstance(config, NemoFp8RlConfig)
@@ -143,7 +143,7 @@ def test_the_method_loads_when_vllm_makes_its_config(method):
 
 
 def test_a_machine_without_fp8_kernels_is_refused(monkeypatch):
-    from nemo_fp8rl.generation import quantization
+    from nemo_fp8rl.generation.fp8_method import quantization
 
     monkeypatch.setattr(quantization, "current_platform", SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False))
     with pytest.raises(ValueError, match="runs on CPUs and on NVIDIA's GPUs"):

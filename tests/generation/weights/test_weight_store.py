@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.generation import compat
-from nemo_fp8rl.generation.weight_store import WeightStore
-from nemo_fp8rl.recipe import load
+from nemo_fp8rl.common.region import index
+from nemo_fp8rl.config.recipe import load
+from nemo_fp8rl.generation import vllm_compat
+from nemo_fp8rl.generation.weights.weight_store import WeightStore
 from nemo_fp8rl.refit.digest import xxh3
 from nemo_fp8rl.refit.manifest import Sources
 from nemo_fp8rl.refit.message import Header
-from nemo_fp8rl.refit.plan import aligned
-from nemo_fp8rl.refit.receive import IncomingLink
-from nemo_fp8rl.refit.send import Link, WeightSender
+from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink
+from nemo_fp8rl.refit.route_plan import aligned
+from nemo_fp8rl.refit.sender.weight_sender import Link, WeightSender
 from nemo_fp8rl.refit.transport.in_process import in_process_link
-from nemo_fp8rl.region import index
 from tests.conftest import RECIPES
 from tests.generation.pair import Pair
 from tests.refit.memory_engine import Message, Tampered, at_rest, split
@@ -143,8 +143,8 @@ def test_a_kv_scale_that_no_cache_can_have_is_refused(pair, value):
 
 
 def test_a_kv_scale_that_arrived_and_is_not_in_the_engine_is_refused(pair, monkeypatch):
-    original = compat.set_kv_scales
-    monkeypatch.setattr(compat, "set_kv_scales", lambda attention, k, v, q: original(attention, k * 2, v, q))
+    original = vllm_compat.set_kv_scales
+    monkeypatch.setattr(vllm_compat, "set_kv_scales", lambda attention, k, v, q: original(attention, k * 2, v, q))
     assert answer(pair, later=1).endswith("k_scale in the engine is not what the trainer sent")
 
 

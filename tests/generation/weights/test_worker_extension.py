@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.generation import sockets
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.generation import vllm_sockets
 from nemo_fp8rl.generation.core import AsyncCore, Request, SteppedCore
 from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.workers import WorkerDied
@@ -102,25 +102,25 @@ def test_nobody_begins_an_answer_while_an_engine_waits_to_sleep():
 @pytest.mark.parametrize(("given", "kept"), [(None, False), ("/tmp/fp8rl_of_another", False), ("/tmp/theirs", True)])
 def test_sockets_are_in_a_folder_of_the_processes_own_or_where_the_user_says(monkeypatch, given, kept):
     """A process that Ray starts inherits the variable of the one that asked for it."""
-    monkeypatch.delenv(sockets.VARIABLE, raising=False)
+    monkeypatch.delenv(vllm_sockets.VARIABLE, raising=False)
     if given:
-        monkeypatch.setenv(sockets.VARIABLE, given)
-    sockets.make_folder()
-    assert os.environ[sockets.VARIABLE] == (given if kept else str(sockets.folder()))
-    assert sockets.folder().is_dir() != kept
-    sockets.remove_folder()
-    assert not sockets.folder().exists()
-    assert os.environ.get(sockets.VARIABLE) == (given if kept else None)  # for what this process starts later
+        monkeypatch.setenv(vllm_sockets.VARIABLE, given)
+    vllm_sockets.make_folder()
+    assert os.environ[vllm_sockets.VARIABLE] == (given if kept else str(vllm_sockets.folder()))
+    assert vllm_sockets.folder().is_dir() != kept
+    vllm_sockets.remove_folder()
+    assert not vllm_sockets.folder().exists()
+    assert os.environ.get(vllm_sockets.VARIABLE) == (given if kept else None)  # for what this process starts later
 
 
 @pytest.mark.parametrize(("longer", "is_used"), [(0, True), (1, False)])
 def test_a_folder_in_which_no_socket_could_be_bound_is_left_to_vllm(monkeypatch, caplog, longer, is_used):
     with tempfile.TemporaryDirectory() as short:  # pytest's own is too long already
-        name = Path(short) / ("x" * (sockets.LONGEST - len(short) - 1 + longer))
-        monkeypatch.setattr(sockets, "folder", lambda: name)
-        monkeypatch.setenv(sockets.VARIABLE, "/tmp/fp8rl_of_another")
-        sockets.make_folder()
-        assert os.environ.get(sockets.VARIABLE) == (str(name) if is_used else None)
+        name = Path(short) / ("x" * (vllm_sockets.LONGEST - len(short) - 1 + longer))
+        monkeypatch.setattr(vllm_sockets, "folder", lambda: name)
+        monkeypatch.setenv(vllm_sockets.VARIABLE, "/tmp/fp8rl_of_another")
+        vllm_sockets.make_folder()
+        assert os.environ.get(vllm_sockets.VARIABLE) == (str(name) if is_used else None)
         assert name.exists() == is_used != (f"sockets are in {short} itself" in caplog.text)
         if is_used:
             with socket.socket(socket.AF_UNIX) as bound:
@@ -130,8 +130,8 @@ def test_a_folder_in_which_no_socket_could_be_bound_is_left_to_vllm(monkeypatch,
 @pytest.fixture
 def worker(monkeypatch):
     """One on a GPU, with vLLM's sleep mode, which puts 1 for the scales of an FP8 cache when it wakes (0.25)."""
-    from nemo_fp8rl.generation import vllm_worker
-    from nemo_fp8rl.generation.vllm_worker import RefitWorkerExtension
+    from nemo_fp8rl.generation.weights import worker_extension
+    from nemo_fp8rl.generation.weights.worker_extension import RefitWorkerExtension
 
     names = (f"_{x}_scale{end}" for x in "kvq" for end in ("", "_cpu"))
     scales = {name: torch.tensor(0.0) for name in names if name != "_q_scale_cpu"}
@@ -152,8 +152,8 @@ def worker(monkeypatch):
             for scale in (attention._k_scale, attention._v_scale, attention._q_scale):
                 scale.fill_(1.0)
 
-    monkeypatch.setattr(vllm_worker, "current_platform", SimpleNamespace(is_cuda=lambda: True))
-    monkeypatch.setattr(vllm_worker, "fp8_caches", lambda model: {("k", "v", "q"): attention})
+    monkeypatch.setattr(worker_extension, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    monkeypatch.setattr(worker_extension, "fp8_caches", lambda model: {("k", "v", "q"): attention})
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[0], 200))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     worker = FakeGpuWorker()
@@ -166,9 +166,9 @@ def scales_of(attention) -> tuple[float, ...]:
 
 
 def test_scales_of_a_cache_outlast_a_sleep_on_a_gpu(worker):
-    from nemo_fp8rl.generation import compat
+    from nemo_fp8rl.generation import vllm_compat
 
-    compat.set_kv_scales(worker.attention, *map(torch.tensor, (0.5, 0.25, 0.125)))
+    vllm_compat.set_kv_scales(worker.attention, *map(torch.tensor, (0.5, 0.25, 0.125)))
     assert worker.attention.impl.bmm1_scale is None  # which FlashInfer makes of the scales, once
     assert worker.nemo_fp8rl_sleep(1) == 25
     assert worker.nemo_fp8rl_sleep(2) == 0  # asleep already
@@ -177,7 +177,7 @@ def test_scales_of_a_cache_outlast_a_sleep_on_a_gpu(worker):
     assert worker.free == [120]
     assert scales_of(worker.attention) == (0.5, 0.25, 0.125)
     assert worker.attention._k_scale_float == 0.5
-    compat.set_kv_scales(worker.attention, *map(torch.tensor, (2.0, 4.0, 8.0)))  # a refit's
+    vllm_compat.set_kv_scales(worker.attention, *map(torch.tensor, (2.0, 4.0, 8.0)))  # a refit's
     worker.nemo_fp8rl_wake("kv_cache")
     assert worker.free == [100]
     assert scales_of(worker.attention) == (2.0, 4.0, 8.0)

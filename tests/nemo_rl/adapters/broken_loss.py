@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from nemo_fp8rl.nemo_rl.loss import GrpoLossFn
+from nemo_fp8rl.nemo_rl.adapters.loss_fn import GrpoLossFn
 
 
 class BrokenLossFn(GrpoLossFn):

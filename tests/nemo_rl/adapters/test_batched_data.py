@@ -3,7 +3,7 @@
 import torch
 
 from nemo_fp8rl.batch import Completion
-from nemo_fp8rl.nemo_rl.batches import generation_output, prompts, runs, train_batch
+from nemo_fp8rl.nemo_rl.adapters.batched_data import generation_output, prompts, runs, train_batch
 
 
 def test_rows_of_equal_prompts_are_asked_once_for_n_samples():

@@ -33,7 +33,7 @@ def run_their_tests(checkout: Path, loss: str) -> tuple[int, int, int]:
 
 def test_ours_passes_all_of_them(real_checkout):
     is_main = "split_rescale" in (real_checkout / "tests/unit/algorithms/test_loss_functions.py").read_text()
-    passed, failed, calls = run_their_tests(real_checkout, "nemo_fp8rl.nemo_rl.loss:GrpoLossFn")
+    passed, failed, calls = run_their_tests(real_checkout, "nemo_fp8rl.nemo_rl.adapters.loss_fn:GrpoLossFn")
     assert (passed, failed) == (EXPECTED[is_main], 0)
     assert calls >= passed
 
@@ -53,7 +53,7 @@ def test_nemo_rls_workers_give_ours_unfiltered_logprobs_for_the_kl(real_checkout
     from nemo_rl.algorithms.loss.utils import prepare_loss_input
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
-    from nemo_fp8rl.nemo_rl.loss import GrpoLossFn
+    from nemo_fp8rl.nemo_rl.adapters.loss_fn import GrpoLossFn
 
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)  # where NeMo RL takes the tokens
     torch.manual_seed(0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemo_fp8rl.algorithms.gates import GateConfig
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.workers import WorkerDied
 from tests.nemo_rl import runs
@@ -28,7 +28,7 @@ def policy(monkeypatch) -> Any:
     from nemo_fp8rl.nemo_rl.compat import prepare
 
     prepare()
-    from nemo_fp8rl.nemo_rl import policy as module
+    from nemo_fp8rl.nemo_rl.adapters import megatron_policy as module
 
     monkeypatch.setattr(module, "_as_loss", lambda loss_fn: loss_fn)
     gates = [GateConfig("token_mult_prob_error", 1.001, "skip_step")]
@@ -51,7 +51,7 @@ def test_a_refit_that_fails_is_a_sentence(failure):
     from nemo_fp8rl.nemo_rl.compat import prepare
 
     prepare()
-    from nemo_fp8rl.nemo_rl.weight_sync import Fp8WeightSynchronizer
+    from nemo_fp8rl.nemo_rl.adapters.weight_sync import Fp8WeightSynchronizer
 
     def refit() -> None:
         raise failure

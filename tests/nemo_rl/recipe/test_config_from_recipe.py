@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from nemo_fp8rl.doctor.shapes import PUBLISHED
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.generation.arguments import engine_arguments
-from nemo_fp8rl.nemo_rl.config import from_nemo_rl
-from nemo_fp8rl.nemo_rl.gpus import check_division, divide
-from nemo_fp8rl.nemo_rl.keys import DONE_DIFFERENTLY, done_differently
-from nemo_fp8rl.nemo_rl.own_loop import of_keys_for_own_loop
-from nemo_fp8rl.nemo_rl.recipe import load
+from nemo_fp8rl.commands.doctor.model_shapes import PUBLISHED
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.generation.engine_arguments import engine_arguments
+from nemo_fp8rl.nemo_rl.recipe.config_from_recipe import from_nemo_rl
+from nemo_fp8rl.nemo_rl.recipe.gpu_division import check_division, divide
+from nemo_fp8rl.nemo_rl.recipe.keys import DONE_DIFFERENTLY, done_differently
+from nemo_fp8rl.nemo_rl.recipe.read_recipe import load
+from nemo_fp8rl.nemo_rl.recipe.recipe_for_train import of_keys_for_own_loop
 from tests.conftest import RECIPES
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.nemo_rl import run
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.nemo_rl.run import run_loop
 from tests.nemo_rl.conftest import write
 
 RECIPE = """
@@ -38,8 +38,8 @@ def start(main_checkout: Path, tmp_path: Path, monkeypatch):
     def loads() -> None:
         raise Loads
 
-    monkeypatch.setattr(run, "prepare", loads)
-    monkeypatch.setattr(run, "require_token", lambda: None)
+    monkeypatch.setattr(run_loop, "prepare", loads)
+    monkeypatch.setattr(run_loop, "require_token", lambda: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -48,7 +48,7 @@ def start(main_checkout: Path, tmp_path: Path, monkeypatch):
 
     def make(workers: str, flow: str, capability: tuple[int, int], *overrides: str) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-        run.run(path, [f"+nemo_fp8rl.workers={workers}", *FLOWS[flow], *overrides])
+        run_loop.run(path, [f"+nemo_fp8rl.workers={workers}", *FLOWS[flow], *overrides])
 
     return make
 

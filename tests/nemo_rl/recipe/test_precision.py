@@ -4,8 +4,8 @@ import copy
 
 import pytest
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.nemo_rl.precision import Precision, read_precision
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.nemo_rl.recipe.precision import Precision, read_precision
 
 E2E = {
     "megatron_cfg": {

@@ -10,14 +10,14 @@ import yaml
 from omegaconf import OmegaConf
 
 from nemo_fp8rl.cli import main
-from nemo_fp8rl.config import Fp8RlConfig
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.nemo_rl.checkout import find_checkout
-from nemo_fp8rl.nemo_rl.keys import at
-from nemo_fp8rl.nemo_rl.known_keys import check_known, read_known_keys
-from nemo_fp8rl.nemo_rl.precision import Precision
-from nemo_fp8rl.nemo_rl.recipe import NemoRlRecipe, load, read
-from nemo_fp8rl.yaml_tree import flat, read_with_parents, register_resolvers
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.schema import Fp8RlConfig
+from nemo_fp8rl.config.yaml_tree import flat, read_with_parents, register_resolvers
+from nemo_fp8rl.nemo_rl.recipe.checkout import find_checkout
+from nemo_fp8rl.nemo_rl.recipe.keys import at
+from nemo_fp8rl.nemo_rl.recipe.known_keys import check_known, read_known_keys
+from nemo_fp8rl.nemo_rl.recipe.precision import Precision
+from nemo_fp8rl.nemo_rl.recipe.read_recipe import NemoRlRecipe, load, read
 from tests.nemo_rl.conftest import OF_MAIN, write
 from tests.nemo_rl.runs import RECIPE, environment, needs_checkout
 
@@ -330,11 +330,11 @@ def test_a_main_whose_engines_process_fp8_weights_after_a_refit_is_refused(main_
 
 def test_a_recipe_of_our_own_loop_is_told_apart():
     with pytest.raises(UserError, match="recipes of `nemo-fp8rl train` are checked when they run"):
-        read(Path(__file__).parents[2] / "conf/tiny_cpu.yaml")
+        read(Path(__file__).parents[3] / "conf/tiny_cpu.yaml")
 
 
 def test_reading_needs_neither_torch_nor_nemo_rl():
-    code = "import sys, nemo_fp8rl.nemo_rl.recipe; print(sorted({'torch', 'nemo_rl'} & set(sys.modules)))"
+    code = "import sys, nemo_fp8rl.nemo_rl.recipe.read_recipe; print(sorted({'torch', 'nemo_rl'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
     assert done.stdout == "[]\n"
 
@@ -408,7 +408,7 @@ def test_a_misspelled_key_is_refused_in_a_shipped_recipe(real_checkout):
         read(path, ["+policy.generation.vllm_cfg.use_deepgemm=true"])
 
 
-SHIPPED = sorted((Path(__file__).parents[2] / "conf/nemo_rl").glob("*.yaml"))
+SHIPPED = sorted((Path(__file__).parents[3] / "conf/nemo_rl").glob("*.yaml"))
 OF_FP8 = re.compile(r"\s*\w*(fp8|precision|deep_gemm|pow2|kv_cache_dtype|FP32_SCALES)\w*: *[^#\s]", re.IGNORECASE)
 
 
@@ -461,9 +461,9 @@ def test_nemo_rls_own_config_classes_take_our_recipes(tmp_path):
 VALIDATE = """
 import sys
 from pathlib import Path
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.nemo_rl.compat import prepare
-from nemo_fp8rl.nemo_rl.run import load
+from nemo_fp8rl.nemo_rl.run.run_loop import load
 
 grpo = prepare()
 for path in map(Path, sys.argv[1:]):

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.nemo_rl import run
-from nemo_fp8rl.nemo_rl.own_loop import of_keys_for_own_loop
-from nemo_fp8rl.nemo_rl.recipe import load
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.nemo_rl.recipe.read_recipe import load
+from nemo_fp8rl.nemo_rl.recipe.recipe_for_train import of_keys_for_own_loop
+from nemo_fp8rl.nemo_rl.run import run_loop
 from tests.nemo_rl.conftest import write
 
 RECIPE = "defaults: ${oc.env:NEMO_RL_SRC}/examples/configs/grpo.yaml\n"
@@ -63,7 +63,7 @@ def path(checkout: Path, tmp_path: Path, monkeypatch) -> Path:
     def goes(asked: str) -> bool:
         raise Goes
 
-    monkeypatch.setattr(run, "uses_own_workers", goes)
+    monkeypatch.setattr(run_loop, "uses_own_workers", goes)
     write(checkout / "examples/configs/other.yaml", KNOWN)
     write(checkout / "nemo_rl/algorithms/reads.py", f'"""{KNOWN}"""')
     return write(tmp_path / "recipe.yaml", RECIPE)
@@ -131,7 +131,7 @@ def path(checkout: Path, tmp_path: Path, monkeypatch) -> Path:
 )
 def test_what_nemo_rls_loops_do_not_do_is_refused_before_workers_are_asked_for(path, workers, keys, message):
     with pytest.raises(UserError, match=message) as caught:
-        run.run(path, [f"+nemo_fp8rl.workers={workers}", *keys])
+        run_loop.run(path, [f"+nemo_fp8rl.workers={workers}", *keys])
     assert "\n" not in str(caught.value)
 
 
@@ -156,7 +156,7 @@ def test_what_nemo_rls_loops_do_not_do_is_refused_before_workers_are_asked_for(p
 )
 def test_what_they_do_is_not(path, keys):
     with pytest.raises(Goes):
-        run.run(path, keys)
+        run_loop.run(path, keys)
 
 
 @pytest.mark.parametrize(
@@ -186,11 +186,11 @@ def test_what_nemo_rls_own_workers_assert_is_refused_before_anything_is_loaded(p
     def goes() -> None:
         raise Goes
 
-    monkeypatch.setattr(run, "uses_own_workers", lambda asked: False)
-    monkeypatch.setattr(run, "check_own_gpu", lambda flow: None)
-    monkeypatch.setattr(run, "prepare", goes)
+    monkeypatch.setattr(run_loop, "uses_own_workers", lambda asked: False)
+    monkeypatch.setattr(run_loop, "check_own_gpu", lambda flow: None)
+    monkeypatch.setattr(run_loop, "prepare", goes)
     with pytest.raises(UserError if message else Goes, match=message):
-        run.run(path, keys)
+        run_loop.run(path, keys)
 
 
 def test_our_own_loop_refuses_a_recipe_for_the_single_controller(path):

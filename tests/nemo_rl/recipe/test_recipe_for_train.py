@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 from nemo_fp8rl.cli import main
-from nemo_fp8rl.config import LoggerConfig
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.schema import LoggerConfig
 from nemo_fp8rl.data import PromptOrder
 from nemo_fp8rl.data.prompts import load_prompts
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.hf.config import read_hf_config
-from nemo_fp8rl.nemo_rl.checkout import find_checkout
-from nemo_fp8rl.nemo_rl.own_loop import load_for_own_loop
+from nemo_fp8rl.hf.model_config import read_hf_config
+from nemo_fp8rl.nemo_rl.recipe.checkout import find_checkout
+from nemo_fp8rl.nemo_rl.recipe.recipe_for_train import load_for_own_loop
 from nemo_fp8rl.train import train
 from tests.nemo_rl import runs
 from tests.test_train import read

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from nemo_fp8rl.cli import main
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.nemo_rl.recipe import load
-from nemo_fp8rl.nemo_rl.values import TYPES
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.nemo_rl.recipe.read_recipe import load
+from nemo_fp8rl.nemo_rl.recipe.value_types import TYPES
 from tests.nemo_rl.conftest import write
 
 CHILD = "defaults: ${oc.env:NEMO_RL_SRC}/examples/configs/grpo.yaml\n"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_fp8rl.nemo_rl.compat import prepare
-from nemo_fp8rl.nemo_rl.run import run
+from nemo_fp8rl.nemo_rl.run.run_loop import run
 from nemo_fp8rl.workers import require_token
 
 require_token()

@@ -4,7 +4,7 @@ import sys
 from typing import Any
 
 from nemo_fp8rl.cli import main
-from nemo_fp8rl.generation.vllm import VllmGeneration
+from nemo_fp8rl.generation.engine_pool import VllmGeneration
 
 
 def fails(self: VllmGeneration, *arguments: Any) -> Any:

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.nemo_rl.run import run
+from nemo_fp8rl.nemo_rl.run.run_loop import run
 from nemo_fp8rl.refit.bridge import RefitBridge
 
 if __name__ == "__main__":

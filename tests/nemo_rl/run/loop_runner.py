@@ -18,9 +18,9 @@ from nemo_rl.utils.logger import Logger, get_next_experiment_dir  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: E402
 
-from nemo_fp8rl.nemo_rl import environment  # noqa: E402
+from nemo_fp8rl.nemo_rl.adapters import environment  # noqa: E402
 from nemo_fp8rl.nemo_rl.compat import save_state  # noqa: E402
-from nemo_fp8rl.nemo_rl.install import backends, install  # noqa: E402
+from nemo_fp8rl.nemo_rl.run.install import backends, install  # noqa: E402
 
 
 def main(recipe: Path, overrides: list[str]) -> None:

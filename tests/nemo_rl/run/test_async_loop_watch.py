@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nemo_fp8rl.nemo_rl.ended import CALLS, Watch
+from nemo_fp8rl.nemo_rl.run.async_loop_watch import CALLS, Watch
 from tests.nemo_rl import runs
 
 OF_AN_ACTOR = re.compile(r"(\x1b\[\d+m)?\(\w+ pid=")

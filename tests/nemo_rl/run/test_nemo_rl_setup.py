@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from nemo_fp8rl.nemo_rl import run
 from nemo_fp8rl.nemo_rl.compat import prepare
-from nemo_fp8rl.nemo_rl.parts import nemo_rl_parts
-from nemo_fp8rl.nemo_rl.recipe import load
-from nemo_fp8rl.nemo_rl.stock import refusal
-from nemo_fp8rl.nemo_rl.stock.choose import ENGINE_WORKER, STOCK_WORKER, TRAINER_WORKER
-from nemo_fp8rl.nemo_rl.stock.stream import CHOICE
+from nemo_fp8rl.nemo_rl.recipe.read_recipe import load
+from nemo_fp8rl.nemo_rl.run import run_loop
+from nemo_fp8rl.nemo_rl.run.setup import nemo_rl_parts
+from nemo_fp8rl.nemo_rl.stock import stock_limits
+from nemo_fp8rl.nemo_rl.stock.fp8_stream import CHOICE
+from nemo_fp8rl.nemo_rl.stock.worker_choice import ENGINE_WORKER, STOCK_WORKER, TRAINER_WORKER
 from tests.nemo_rl import runs
 
 pytestmark = [pytest.mark.nemo_rl, runs.needs_checkout]
@@ -54,13 +54,13 @@ def set_up(tiny: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(grpo, "RayVirtualCluster", FakeCluster)
     monkeypatch.setattr(grpo, "VllmGeneration", FakeVllmGeneration)
     monkeypatch.setattr(lm_policy, "Policy", FakePolicy)
-    monkeypatch.setattr(refusal, "engines_survive_fp8_refit", lambda version: True)  # v0.7.0's setup is no other
+    monkeypatch.setattr(stock_limits, "engines_survive_fp8_refit", lambda version: True)  # v0.7.0's setup is no other
     monkeypatch.setitem(ACTOR_ENVIRONMENT_REGISTRY, STOCK_WORKER, "python")
     monkeypatch.setitem(ACTOR_ENVIRONMENT_REGISTRY, TRAINER_WORKER, "python")
 
     def make(*overrides: str) -> Any:
         keys = [*runs.overrides(tiny, tmp_path / "logs"), f"policy.model_name={tiny}/model", *overrides]
-        recipe, master = load(runs.RECIPE, keys), run.load(grpo, runs.RECIPE, keys)
+        recipe, master = load(runs.RECIPE, keys), run_loop.load(grpo, runs.RECIPE, keys)
         tokenizer: Any = SimpleNamespace(pad_token_id=0, eos_token_id=1)
         master.policy["generation"] = configure_generation_config(master.policy["generation"], tokenizer)
         return nemo_rl_parts(grpo, master, recipe, tokenizer, [{}] * 64, None)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from nemo_fp8rl.nemo_rl.checkout import find_checkout
-from nemo_fp8rl.recipe import load
-from nemo_fp8rl.sft import sft
-from nemo_fp8rl.tiny import make_tiny
+from nemo_fp8rl.commands.sft import sft
+from nemo_fp8rl.commands.tiny_model import make_tiny
+from nemo_fp8rl.config.recipe import load
+from nemo_fp8rl.nemo_rl.recipe.checkout import find_checkout
 from tests.conftest import RECIPES
 from tests.nemo_rl import runs
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_fp8rl.nemo_rl.run import STOP_AT, save_in_time, seconds_of, shorter
-from nemo_fp8rl.nemo_rl.stop import LoopStop, Stopped
+from nemo_fp8rl.nemo_rl.run.loop_stop import LoopStop, Stopped
+from nemo_fp8rl.nemo_rl.run.run_loop import STOP_AT, save_in_time, seconds_of, shorter
 
 
 @pytest.mark.parametrize(

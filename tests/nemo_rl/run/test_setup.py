@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.nemo_rl.parts import uses_own_workers
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.nemo_rl.run.setup import uses_own_workers
 from tests.nemo_rl import runs
 
 PRETENDED = """
@@ -26,8 +26,8 @@ sys.exit(code)
 ASK = """
 import os
 import ray
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.nemo_rl.parts import check_cluster, uses_own_workers
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.nemo_rl.run.setup import check_cluster, uses_own_workers
 
 print([uses_own_workers(workers) for workers in ("auto", "ours", "nemo_rl")], ray.is_initialized())
 ray.init(log_to_driver=False)

@@ -17,12 +17,12 @@ from nemo_rl.models.generation.vllm.quantization.fp8_train_utils import get_vllm
 from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension  # noqa: E402
 
 from nemo_fp8rl.fp8.kernels import load_emulation  # noqa: E402
-from nemo_fp8rl.generation import compat  # noqa: E402
-from nemo_fp8rl.generation.vllm_plugin import QUANTIZATION  # noqa: E402
-from nemo_fp8rl.hf.checkpoint import CheckpointReader  # noqa: E402
-from nemo_fp8rl.nemo_rl.stock.choose import choose, say_kv_cache  # noqa: E402
+from nemo_fp8rl.generation import vllm_compat  # noqa: E402
+from nemo_fp8rl.generation.fp8_method.plugin import QUANTIZATION  # noqa: E402
+from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader  # noqa: E402
+from nemo_fp8rl.nemo_rl.stock.worker_choice import choose, say_kv_cache  # noqa: E402
 from tests.nemo_rl.built_models import use_emulated_fp8  # noqa: E402
-from tests.nemo_rl.test_stock import KV_SCALES, StreamingWorker, policy  # noqa: E402
+from tests.nemo_rl.stock.test_stock import KV_SCALES, StreamingWorker, policy  # noqa: E402
 
 EXTENSION = "nemo_rl.models.generation.vllm.vllm_backend.VllmInternalWorkerExtension"
 if hasattr(VllmInternalWorkerExtension, "synchronize_device"):  # it is written for vLLM 0.25; the newest has its own
@@ -72,7 +72,7 @@ def streamed(folder: Path, kv_cache_dtype: str) -> None:
     say_kv_cache(trainer, cfg)
     cache = {name: kwargs[name] for name in ("kv_cache_dtype",) if name in kwargs}
     load_emulation("cpu")
-    compat.survive_scan_of_llvmlite()
+    vllm_compat.survive_scan_of_llvmlite()
     use_emulated_fp8()
     llm = engine(
         folder / "model_0", hf_overrides=cfg["hf_config_overrides"], load_format="dummy",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nemo_fp8rl.fp8 import Fp8Layers
-from nemo_fp8rl.nemo_rl.stock.agreement import disagreement
+from nemo_fp8rl.nemo_rl.stock.layer_agreement import disagreement
 
 LAYERS = 12
 """Of which 1 is the beginning of 10 and 11."""
@@ -44,7 +44,7 @@ def built(tmp_path_factory) -> dict[str, Any]:
 def build(folder: Path, *models: str) -> dict[str, Any]:
     """Of each model what `built_models` says, in a process of its own."""
     command = [sys.executable, "-m", "tests.nemo_rl.built_models", str(folder), *models]
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=root, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

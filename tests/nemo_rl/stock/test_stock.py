@@ -12,14 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.export import export
+from nemo_fp8rl.commands.export import export
+from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.fp8 import NonFiniteError, quantize_blockwise
-from nemo_fp8rl.nemo_rl.checkout import find_checkout
 from nemo_fp8rl.nemo_rl.compat import engines_survive_fp8_refit
-from nemo_fp8rl.nemo_rl.run import _ray
+from nemo_fp8rl.nemo_rl.recipe.checkout import find_checkout
+from nemo_fp8rl.nemo_rl.run.run_loop import _ray
 from nemo_fp8rl.nemo_rl.stock import pythonpath
-from nemo_fp8rl.nemo_rl.stock.choose import (
+from nemo_fp8rl.nemo_rl.stock.fp8_stream import CHOICE, Fp8Stream
+from nemo_fp8rl.nemo_rl.stock.worker_choice import (
     E8M0,
     ENGINE_WORKER,
     STOCK_WORKER,
@@ -27,10 +28,9 @@ from nemo_fp8rl.nemo_rl.stock.choose import (
     choose,
     say_kv_cache,
 )
-from nemo_fp8rl.nemo_rl.stock.stream import CHOICE, Fp8Stream
 from tests.nemo_rl.runs import environment, needs_checkout
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 WEIGHT = "model.layers.1.mlp.down_proj.weight"
 KV_SCALES = [f"model.layers.{i}.self_attn.{x}_scale" for i in range(2) for x in ("attn.q", "k", "v")]
 POLICY = {
@@ -237,34 +237,34 @@ def test_float32_scales_are_not_rounded_in_the_engine():
 
 @pytest.mark.parametrize(("cuda", "calls"), [(True, ["load", "wait"]), (False, ["load"])])
 def test_copies_of_a_batch_are_there_before_another_stream_reads_them(cuda, calls, monkeypatch):
-    from nemo_fp8rl.nemo_rl.stock import engine
+    from nemo_fp8rl.nemo_rl.stock import vllm_worker
 
     done = []
     model = SimpleNamespace(load_weights=lambda weights: done.append("load"))
     worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
     stream = SimpleNamespace(synchronize=lambda: done.append("wait"))
-    monkeypatch.setattr(engine, "current_platform", SimpleNamespace(is_cuda=lambda: cuda))
+    monkeypatch.setattr(vllm_worker, "current_platform", SimpleNamespace(is_cuda=lambda: cuda))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    engine._Reload(worker).take([(WEIGHT, torch.ones(2))])
+    vllm_worker._Reload(worker).take([(WEIGHT, torch.ones(2))])
     assert done == calls
 
 
 def test_an_engine_that_nemo_rl_built_without_fp8_is_refused_before_a_refit():
-    from nemo_fp8rl.nemo_rl.stock import engine
+    from nemo_fp8rl.nemo_rl.stock import vllm_worker
 
     worker = SimpleNamespace(
         vllm_config=SimpleNamespace(quant_config=None), model_config=SimpleNamespace(model="org/of-another-family")
     )
     with pytest.raises(RuntimeError, match=r"org/of-another-family without .*vllm_cfg\.precision=bfloat16 and"):
-        engine._Reload(worker).announced({WEIGHT: None})
+        vllm_worker._Reload(worker).announced({WEIGHT: None})
 
 
 @pytest.mark.parametrize("missing", ["_load_weights", "_weight_update_lifecycle"])
 def test_an_extension_without_the_methods_that_are_replaced_is_refused_before_the_model_is_loaded(missing):
-    from nemo_fp8rl.nemo_rl.stock import engine
+    from nemo_fp8rl.nemo_rl.stock import vllm_worker
 
     names = {"_load_weights", "_weight_update_lifecycle"} - {missing}
-    worker = type("Mixed", (engine.Fp8Worker, type("Extension", (), dict.fromkeys(names))), {})
+    worker = type("Mixed", (vllm_worker.Fp8Worker, type("Extension", (), dict.fromkeys(names))), {})
     with pytest.raises(RuntimeError, match=rf"has no {missing}, .*workers=ours"):
         object.__new__(worker).load_model()
 
@@ -376,27 +376,29 @@ class Cached(torch.nn.Module):
 
 @pytest.mark.parametrize("known", [True, False])
 def test_an_fp8_cache_for_which_no_scales_are_announced_is_refused_before_a_refit(known, monkeypatch):
-    from nemo_fp8rl.nemo_rl.stock import engine
+    from nemo_fp8rl.nemo_rl.stock import vllm_worker
 
     model = torch.nn.Module()
     model.attn = Cached()
     names = ("k_scale", "v_scale", "attn.q_scale")
-    monkeypatch.setattr(engine, "fp8_caches", lambda model: {names: model.attn} if known else {})
+    monkeypatch.setattr(vllm_worker, "fp8_caches", lambda model: {names: model.attn} if known else {})
     refusal = "the trainer announces no scales for the FP8 KV cache of attn: "
-    assert engine.without_kv_scales(model, names[:2]).startswith(refusal)  # queries have one, too
-    assert bool(engine.without_kv_scales(model, names)) != known  # not known: latent attention has names of its own
+    assert vllm_worker.without_kv_scales(model, names[:2]).startswith(refusal)  # queries have one, too
+    assert (
+        bool(vllm_worker.without_kv_scales(model, names)) != known
+    )  # not known: latent attention has names of its own
     model.attn.kv_cache_dtype = "auto"
-    assert engine.without_kv_scales(model, []) == ""
+    assert vllm_worker.without_kv_scales(model, []) == ""
 
 
 def test_a_drafter_whose_fp8_cache_no_refit_brings_scales_is_refused(monkeypatch):
-    from nemo_fp8rl.nemo_rl.stock import engine
+    from nemo_fp8rl.nemo_rl.stock import vllm_worker
 
-    monkeypatch.setattr(engine, "fp8_caches", lambda model: {})
+    monkeypatch.setattr(vllm_worker, "fp8_caches", lambda model: {})
     drafter = torch.nn.Sequential(Cached())
     runner = SimpleNamespace(get_model=torch.nn.Module, drafter=SimpleNamespace(model=drafter))
     config = SimpleNamespace(quant_config=SimpleNamespace(packed_modules_mapping={}))
-    reload = engine._Reload(SimpleNamespace(vllm_config=config, model_runner=runner))
+    reload = vllm_worker._Reload(SimpleNamespace(vllm_config=config, model_runner=runner))
     with pytest.raises(RuntimeError, match="no scales for the FP8 KV cache of 0: "):
         reload.announced({})
     drafter[0].kv_cache_dtype = "auto"
@@ -408,12 +410,12 @@ def test_a_drafter_whose_fp8_cache_no_refit_brings_scales_is_refused(monkeypatch
 def test_cuda_graphs_that_keep_the_scales_of_an_fp8_cache_are_refused(backend, refused, graphs, monkeypatch):
     from vllm.config import CUDAGraphMode
 
-    from nemo_fp8rl.nemo_rl.stock import engine
+    from nemo_fp8rl.nemo_rl.stock import vllm_worker
 
     cache = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend))
-    monkeypatch.setattr(engine, "fp8_caches", lambda model: {("a.k_scale", "a.v_scale", "a.attn.q_scale"): cache})
-    monkeypatch.setattr(engine.Worker, "load_model", lambda self: None)
-    worker = object.__new__(type("Mixed", (engine.Fp8Worker,), dict.fromkeys(engine.REPLACED)))
+    monkeypatch.setattr(vllm_worker, "fp8_caches", lambda model: {("a.k_scale", "a.v_scale", "a.attn.q_scale"): cache})
+    monkeypatch.setattr(vllm_worker.Worker, "load_model", lambda self: None)
+    worker = object.__new__(type("Mixed", (vllm_worker.Fp8Worker,), dict.fromkeys(vllm_worker.REPLACED)))
     worker.model_runner = SimpleNamespace(get_model=lambda: None)
     mode = CUDAGraphMode.FULL_AND_PIECEWISE if graphs else CUDAGraphMode.PIECEWISE
     worker.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
@@ -425,15 +427,17 @@ def test_cuda_graphs_that_keep_the_scales_of_an_fp8_cache_are_refused(backend, r
 
 
 def test_kv_scales_outlast_a_wake_up_for_which_vllm_puts_1(monkeypatch):
-    from nemo_fp8rl.nemo_rl.stock import engine
+    from nemo_fp8rl.nemo_rl.stock import vllm_worker
 
     scales = {f"_{x}_scale{end}": torch.tensor(0.0) for x in "qkv" for end in ("", "_cpu")}
     attention = SimpleNamespace(**scales, impl=SimpleNamespace(bmm1_scale=3.0))
-    monkeypatch.setattr(engine, "fp8_caches", lambda model: {("a.k_scale", "a.v_scale", "a.attn.q_scale"): attention})
-    monkeypatch.setattr(engine.Worker, "wake_up", lambda self, tags: attention._k_scale.fill_(1.0))
-    worker = object.__new__(engine.Fp8Worker)
+    monkeypatch.setattr(
+        vllm_worker, "fp8_caches", lambda model: {("a.k_scale", "a.v_scale", "a.attn.q_scale"): attention}
+    )
+    monkeypatch.setattr(vllm_worker.Worker, "wake_up", lambda self, tags: attention._k_scale.fill_(1.0))
+    worker = object.__new__(vllm_worker.Fp8Worker)
     worker.model_runner = SimpleNamespace(get_model=lambda: SimpleNamespace(load_weights=lambda weights: None))
-    worker.reload = engine._Reload(worker)
+    worker.reload = vllm_worker._Reload(worker)
     worker.wake_up(tags=["weights"])
     assert attention._k_scale == 1.0  # there was no refit
     worker.reload.take([(name, torch.tensor([0.3])) for name in ("a.k_scale", "a.v_scale", "a.attn.q_scale")])
@@ -452,7 +456,7 @@ def test_a_vllm_worker_with_nemo_rls_extension_loads_the_stream_as_a_fresh_engin
     """Again and again, in small batches whose memory is overwritten afterwards; tokens and log-probs of the exported
     model. One without scales is refused before it begins, and after one that ends early there is no other.
     """
-    from nemo_fp8rl.tiny import write_model
+    from nemo_fp8rl.commands.tiny_model import write_model
 
     if not engines_survive_fp8_refit(find_checkout().version):
         pytest.skip("`nemo-fp8rl nemo` refuses FP8 between v0.7.0's own workers")
@@ -461,7 +465,7 @@ def test_a_vllm_worker_with_nemo_rls_extension_loads_the_stream_as_a_fresh_engin
     for seed in (0, 1):
         write_model(tmp_path / f"model_{seed}", seed, family)
         export(tmp_path / f"model_{seed}", tmp_path / f"fp8_{seed}", "pow2", 1, 0, [])
-    command = [sys.executable, "-m", "tests.nemo_rl.stock_engine", str(tmp_path), kv_cache_dtype]
+    command = [sys.executable, "-m", "tests.nemo_rl.stock.stock_engine", str(tmp_path), kv_cache_dtype]
     variables = environment(tmp_path) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=variables, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
@@ -481,16 +485,16 @@ REGISTRY = f"""
 import json, sys
 sys.modules.update(dict.fromkeys(("numba", "vllm", "megatron")))  # which the driver's environment does not have
 
-import nemo_fp8rl.cli, nemo_fp8rl.nemo_rl.parts
+import nemo_fp8rl.cli, nemo_fp8rl.nemo_rl.run.setup
 from nemo_fp8rl.nemo_rl.compat import prepare
 
 prepare()
-import nemo_fp8rl.nemo_rl.loss
+import nemo_fp8rl.nemo_rl.adapters.loss_fn
 from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
 from nemo_rl.models.policy import lm_policy
 from nemo_rl.utils import venvs
 from nemo_fp8rl.nemo_rl import environment
-from nemo_fp8rl.nemo_rl.stock.choose import policy_factory
+from nemo_fp8rl.nemo_rl.stock.worker_choice import policy_factory
 
 lm_policy.Policy = lambda **arguments: arguments
 venvs.create_local_venv_on_each_node = lambda command, name: f"/venvs/{{name}}/bin/python"
@@ -527,9 +531,9 @@ from nemo_fp8rl.nemo_rl.compat import prepare
 
 prepare()
 from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
-from nemo_fp8rl.nemo_rl.environment import COLLECTORS
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.nemo_rl.install import backends
+from nemo_fp8rl.nemo_rl.adapters.environment import COLLECTORS
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.nemo_rl.run.install import backends
 
 try:
     with backends(SimpleNamespace(model_dump=dict), None):

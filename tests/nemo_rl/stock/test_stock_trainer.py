@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.fp8 import Fp8Layers, quantize_blockwise, scale_name
-from nemo_fp8rl.hf.checkpoint import CheckpointReader
-from nemo_fp8rl.nemo_rl.checkout import find_checkout
+from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.nemo_rl.compat import engines_survive_fp8_refit
-from nemo_fp8rl.tiny import write_model
+from nemo_fp8rl.nemo_rl.recipe.checkout import find_checkout
 from tests.nemo_rl.runs import environment, needs_checkout
-from tests.nemo_rl.test_stock import KV_SCALES
+from tests.nemo_rl.stock.test_stock import KV_SCALES
 
 pytestmark = [
     pytest.mark.nemo_rl,
@@ -30,7 +30,7 @@ def test_its_worker_announces_and_streams_the_contracts_bytes_and_the_calibrated
     if not engines_survive_fp8_refit(find_checkout().version):
         pytest.skip("`nemo-fp8rl nemo` refuses FP8 between v0.7.0's own workers")
     write_model(tmp_path / "model", 0, family)
-    command = [sys.executable, "-m", "tests.nemo_rl.stock_trainer", str(tmp_path), *["fp8_param"] * fp8_param]
+    command = [sys.executable, "-m", "tests.nemo_rl.stock.stock_trainer", str(tmp_path), *["fp8_param"] * fp8_param]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(tmp_path), check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"refused\t{KV_SCALES[0]}: this refit came without it" in done.stdout

@@ -12,18 +12,19 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.fp8 import KvScales
-from nemo_fp8rl.hf.config import read_hf_config
-from nemo_fp8rl.policy import align, align_moe, ordered, rounding
-from nemo_fp8rl.policy.align import AlignedAttention, AlignedRMSNorm, aligned_residual_add, rotate
-from nemo_fp8rl.policy.attention import attention_of
-from nemo_fp8rl.policy.cpu import megatron_on_cpu
-from nemo_fp8rl.policy.kv_cache import TrainerKvCache
-from nemo_fp8rl.policy.ordered_loops import exponentials
-from nemo_fp8rl.policy.rope import Rope, read_rope
-from nemo_fp8rl.policy.rounding import rounds_probabilities
-from nemo_fp8rl.policy.tiles import tile_product
-from nemo_fp8rl.tiny import write_model
+from nemo_fp8rl.hf.model_config import read_hf_config
+from nemo_fp8rl.policy.layers import aligned_experts, aligned_layers
+from nemo_fp8rl.policy.layers.aligned_layers import AlignedAttention, AlignedRMSNorm, aligned_residual_add, rotate
+from nemo_fp8rl.policy.layers.attention import attention_of
+from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
+from nemo_fp8rl.policy.layers.rope import Rope, read_rope
+from nemo_fp8rl.policy.on_cpu import avx_attention, vllm_cpu_rounding
+from nemo_fp8rl.policy.on_cpu.amx_matmul import tile_product
+from nemo_fp8rl.policy.on_cpu.avx_attention_loops import exponentials
+from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
+from nemo_fp8rl.policy.on_cpu.vllm_cpu_rounding import rounds_probabilities
 from tests.conftest import needs_vllms_fp8_cache
 from tests.policy.test_worker import new_worker
 from tests.vllms_attention import of_vllms_kernel
@@ -116,7 +117,7 @@ def test_attention_equals_vllms_kernel_and_not_its_other_one(config, monkeypatch
     attention = attention_of(AlignedAttention, Rope(torch.zeros(HEAD_DIM // 2)), None)(config, 1)  # which turns nothing
     expected = of_vllms_kernel(kernel, q, k, v).view(tokens, -1)
     for rounded in (rounds, not rounds):
-        monkeypatch.setattr(align, "rounds_probabilities", lambda *_, rounded=rounded: rounded)
+        monkeypatch.setattr(aligned_layers, "rounds_probabilities", lambda *_, rounded=rounded: rounded)
         got = attention(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)).squeeze(1)
         assert rounds_alike(got, expected) == (rounded is rounds)
 
@@ -132,7 +133,7 @@ def test_attention_on_an_fp8_cache_equals_vllms_kernel_and_not_its_other_one(
     q, k, v = bf16(30, HEADS, HEAD_DIM, seed=14), bf16(30, 2, HEAD_DIM, seed=15), bf16(30, 2, HEAD_DIM, seed=16)
     expected = of_vllms_kernel(kernel, q, k, v, scales).view(30, -1)
     for amx in (is_amx, not is_amx):
-        monkeypatch.setattr(align, "rounds_probabilities", lambda *_, amx=amx: amx)
+        monkeypatch.setattr(aligned_layers, "rounds_probabilities", lambda *_, amx=amx: amx)
         cache = TrainerKvCache(1, "toward_zero", loses_denormals=amx)
         cache.scales = KvScales(scales[:1], scales[1:], (1.0,))
         attention = attention_of(AlignedAttention, Rope(torch.zeros(HEAD_DIM // 2)), cache)(config, 1)
@@ -167,7 +168,7 @@ def test_the_rounding_is_that_of_the_kernel_that_vllm_takes_here():
 def test_rounded_probabilities_have_the_gradient_of_those_that_are_not():
     scores, v = torch.randn(3, 5, 7, requires_grad=True), torch.randn(3, 7, 4, requires_grad=True)
     exact, rounded = (
-        torch.autograd.grad(align.weighted(scores, v, r).square().sum(), (scores, v)) for r in (False, True)
+        torch.autograd.grad(aligned_layers.weighted(scores, v, r).square().sum(), (scores, v)) for r in (False, True)
     )
     for a, b in zip(exact, rounded, strict=True):
         torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
@@ -202,8 +203,8 @@ def test_ordered_attention_equals_vllms_vector_kernels_to_the_bit(
     config = TransformerConfig(
         num_layers=1, hidden_size=WIDTH, num_attention_heads=HEADS, kv_channels=head_dim, params_dtype=torch.bfloat16
     )
-    monkeypatch.setattr(align, "rounds_probabilities", lambda *_: False)
-    monkeypatch.setattr(ordered, "THREAD_PRODUCTS", 1 if threads > 1 else 1 << 40)
+    monkeypatch.setattr(aligned_layers, "rounds_probabilities", lambda *_: False)
+    monkeypatch.setattr(avx_attention, "THREAD_PRODUCTS", 1 if threads > 1 else 1 << 40)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     cache = None
     if scales:
@@ -249,7 +250,7 @@ def test_without_a_kernel_for_experts_each_is_a_dense_mlp(recipe, tmp_path, monk
     x, found = bf16(ROWS, layer.config.hidden_size, seed=28), {}
     with torch.no_grad(), megatron_on_cpu():
         for dense in (True, False):
-            monkeypatch.setattr(align_moe, "experts_are_dense_mlps", lambda dense=dense: dense)
+            monkeypatch.setattr(aligned_experts, "experts_are_dense_mlps", lambda dense=dense: dense)
             found[dense] = layer(x.unsqueeze(1))[0].squeeze(1)
         best = linear(x, layer.router.weight).topk(layer.config.moe_router_topk)
         weights, expected = best.values.softmax(-1).float(), torch.zeros(x.shape)
@@ -265,8 +266,8 @@ def test_what_kernels_cut_off_has_the_gradient_of_what_they_round(config, monkey
     q, k, v = (bf16(21, 2, HEADS, HEAD_DIM, seed=s).requires_grad_() for s in (25, 26, 27))
     gradients = {}
     for cuts in (True, False):
-        monkeypatch.setattr(rounding, "truncates", lambda dtype, cuts=cuts: cuts)
-        monkeypatch.setattr(align, "sums_in_order", lambda dtype, cuts=cuts: cuts)
+        monkeypatch.setattr(vllm_cpu_rounding, "truncates", lambda dtype, cuts=cuts: cuts)
+        monkeypatch.setattr(aligned_layers, "sums_in_order", lambda dtype, cuts=cuts: cuts)
         out = attention(q, k, v)
         gradients[cuts] = out, torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
     assert not rounds_alike(gradients[True][0], gradients[False][0])
@@ -275,7 +276,7 @@ def test_what_kernels_cut_off_has_the_gradient_of_what_they_round(config, monkey
 
 
 def test_query_blocks_do_not_change_the_attention(config, monkeypatch):
-    monkeypatch.setattr(align, "sums_in_order", lambda dtype: False)
+    monkeypatch.setattr(aligned_layers, "sums_in_order", lambda dtype: False)
     whole, blocked = (
         attention_of(AlignedAttention, Rope(FREQUENCIES), None)(config, 1),
         attention_of(AlignedAttention, Rope(FREQUENCIES), None)(config, 1),

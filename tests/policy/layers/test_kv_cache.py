@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from nemo_fp8rl.batch import shards
-from nemo_fp8rl.errors import UserError
+from nemo_fp8rl.commands.tiny_model import write_model
+from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.fp8 import KvScales
-from nemo_fp8rl.generation.checks import check_for_driver, check_machine
-from nemo_fp8rl.hf.config import read_hf_config
-from nemo_fp8rl.policy.kv_cache import TrainerKvCache
+from nemo_fp8rl.generation.engine_checks import check_for_driver, check_machine
+from nemo_fp8rl.hf.model_config import read_hf_config
+from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.worker import MegatronWorker
-from nemo_fp8rl.tiny import write_model
 from tests.policy import ranks
 from tests.policy.test_worker import new_worker, random_batch
 

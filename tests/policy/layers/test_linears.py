@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from nemo_fp8rl.fp8 import blockwise_fp8_linear
 from nemo_fp8rl.fp8 import linear as fp8_linear
-from nemo_fp8rl.policy.linears import Float32Backward
+from nemo_fp8rl.policy.layers.linears import Float32Backward
 
 TOKENS, K, N = 5, 256, 384
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_fp8rl.policy import logprobs
-from nemo_fp8rl.policy.logprobs import token_logprobs
-from nemo_fp8rl.policy.restriction import Restriction, restricted
+from nemo_fp8rl.policy.layers import logprobs
+from nemo_fp8rl.policy.layers.logprobs import token_logprobs
+from nemo_fp8rl.policy.layers.top_k_top_p import Restriction, restricted
 
 N, H, V = 75, 24, 101
 

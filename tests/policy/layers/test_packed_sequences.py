@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_fp8rl.batch import bins, flat_index
-from nemo_fp8rl.policy.align import AlignedAttention
-from nemo_fp8rl.policy.megatron import MegatronPolicy
+from nemo_fp8rl.commands.tiny_model import write_model
+from nemo_fp8rl.policy.layers.aligned_layers import AlignedAttention
+from nemo_fp8rl.policy.rank_group import MegatronPolicy
 from nemo_fp8rl.policy.worker import Place
-from nemo_fp8rl.tiny import write_model
+from tests.policy.layers.test_routing_replay import random_routes
 from tests.policy.ranks import logprobs_and_norm
-from tests.policy.test_routing_replay import random_routes
 from tests.policy.test_worker import new_worker, random_batch, train
 
 FP32 = ("policy.precision=float32", "nemo_fp8rl.flow=bf16", "policy.max_total_sequence_length=20")

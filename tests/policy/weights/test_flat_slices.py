@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_fp8rl.hf.tensors import expected_tensors
-from nemo_fp8rl.policy.flat_pieces import boxes, rows_of
-from nemo_fp8rl.policy.megatron_names import MEGATRON_HEAD, from_hf
-from nemo_fp8rl.region import index, shape_of
-from tests.policy.test_layout import DENSE, MOE, TIED, layouts
+from nemo_fp8rl.common.region import index, shape_of
+from nemo_fp8rl.hf.model_tensors import expected_tensors
+from nemo_fp8rl.policy.weights.flat_slices import boxes, rows_of
+from nemo_fp8rl.policy.weights.hf_names import MEGATRON_HEAD, from_hf
+from tests.policy.weights.test_layout import DENSE, MOE, TIED, layouts
 
 PADDED = dataclasses.replace(DENSE, vocab_size=51)
 CASES = [

@@ -6,12 +6,12 @@ import itertools
 import pytest
 import torch
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.hf.config import FAMILIES, HfConfig
-from nemo_fp8rl.hf.tensors import expected_tensors
-from nemo_fp8rl.policy.layout import Axis, Layout, check_layout
-from nemo_fp8rl.policy.megatron_names import from_hf, to_hf
-from nemo_fp8rl.region import index, shape_of
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.common.region import index, shape_of
+from nemo_fp8rl.hf.model_config import FAMILIES, HfConfig
+from nemo_fp8rl.hf.model_tensors import expected_tensors
+from nemo_fp8rl.policy.weights.hf_names import from_hf, to_hf
+from nemo_fp8rl.policy.weights.layout import Axis, Layout, check_layout
 
 DENSE = HfConfig(
     family=FAMILIES["qwen2"],

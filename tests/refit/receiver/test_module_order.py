@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.refit.manifest import RefitError, Sources, TensorPart
-from nemo_fp8rl.refit.receive import IncomingLink, received
-from nemo_fp8rl.refit.report import SendReport
-from nemo_fp8rl.refit.send import Link, WeightSender
+from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink, received
+from nemo_fp8rl.refit.reports import SendReport
+from nemo_fp8rl.refit.sender.weight_sender import Link, WeightSender
 from nemo_fp8rl.refit.transport.in_process import in_process_link
 from tests.refit.memory_engine import Layout, at_rest, bf16, split
 

@@ -25,13 +25,13 @@ from hypothesis import strategies as st
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.refit.transport import collective, cuda_ipc, cuda_memory, nixl, shared_memory
 from nemo_fp8rl.refit.transport.control import Control
-from nemo_fp8rl.refit.transport.ends import Sender
+from nemo_fp8rl.refit.transport.double_buffer import Sender
+from nemo_fp8rl.refit.transport.handshake import GREETINGS, Post, dial
 from nemo_fp8rl.refit.transport.in_process import in_process_link
 from nemo_fp8rl.refit.transport.link import MAX_HEADER, LinkError
-from nemo_fp8rl.refit.transport.post import GREETINGS, Post, dial
-from tests.refit import fake_cuda_runtime
 from tests.refit.far import Far, Near
 from tests.refit.memory_engine import TRANSPORTS
+from tests.refit.transport import fake_cuda_runtime
 
 CAPACITY = 100_003
 TOKEN = "token of the run"
@@ -568,7 +568,7 @@ def test_a_greeting_that_is_none_is_dropped(closing, said):
 
 
 def test_strangers_that_say_nothing_take_little_and_keep_nobody_out(closing, monkeypatch):
-    monkeypatch.setattr("nemo_fp8rl.refit.transport.post.GREETING_SECONDS", 0.3)
+    monkeypatch.setattr("nemo_fp8rl.refit.transport.handshake.GREETING_SECONDS", 0.3)
     post = Post("shared_memory", "127.0.0.1", TOKEN, LONG)
     closing.append(post)
     before = threading.active_count()
@@ -750,7 +750,7 @@ LEAVES = """
 import atexit, threading
 atexit.register(lambda: print(*(thread.name for thread in threading.enumerate()), sep=","))  # the last of its kind
 from concurrent.futures import ThreadPoolExecutor
-from nemo_fp8rl.refit.transport.post import GREETINGS, Post, dial
+from nemo_fp8rl.refit.transport.handshake import GREETINGS, Post, dial
 from tests.refit import fake_cuda_runtime
 fake_cuda_runtime.install()
 post = Post("{transport}", "127.0.0.1", "token", 20)
@@ -997,7 +997,7 @@ def test_a_process_that_leaves_right_after_a_link_ended_is_not_aborted(leaves):
     """Ten at once: Python would end threads that are within NIXL in a way that aborts it."""
     script = """
 import sys, threading
-from nemo_fp8rl.refit.transport.post import GREETINGS, Post, dial
+from nemo_fp8rl.refit.transport.handshake import GREETINGS, Post, dial
 post = Post("nixl", "127.0.0.1", "token", 20.0)
 ends = {}
 taking = threading.Thread(target=lambda: ends.update(sink=dial(post.address, "token", "sink", 20.0)))

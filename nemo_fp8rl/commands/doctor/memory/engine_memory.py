@@ -4,9 +4,9 @@ Cache: keys and values of each layer; with latent attention its latent and rotar
 https://arxiv.org/abs/2405.04434, section 2.1).
 """
 
-from nemo_fp8rl.doctor.plan import Plan
-from nemo_fp8rl.doctor.shapes import Weight
-from nemo_fp8rl.doctor.widths import BF16, GIB, SCALE
+from nemo_fp8rl.commands.doctor.memory.byte_widths import BF16, GIB, SCALE
+from nemo_fp8rl.commands.doctor.model_shapes import Weight
+from nemo_fp8rl.commands.doctor.recipe_plan import Plan
 
 WORKSPACE = 2 * GIB
 """An assumption: what vLLM's profiling run leaves for a forward of its longest batch, CUDA graphs included."""

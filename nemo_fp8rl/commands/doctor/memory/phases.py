@@ -8,12 +8,12 @@ workers (`policy/offload.py`). What neither moves is `trainer_memory.resident_by
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from nemo_fp8rl.doctor.engine_memory import WORKSPACE, cache_bytes, engine_weights, kv_bytes_per_token
-from nemo_fp8rl.doctor.finding import Finding
-from nemo_fp8rl.doctor.hardware import Gpu
-from nemo_fp8rl.doctor.plan import ENGINE, TRAINER, Plan
-from nemo_fp8rl.doctor.trainer_memory import FP8_WEIGHTS, refit_bytes, resident_bytes, training_bytes
-from nemo_fp8rl.doctor.widths import GIB
+from nemo_fp8rl.commands.doctor.finding import Finding
+from nemo_fp8rl.commands.doctor.hardware import Gpu
+from nemo_fp8rl.commands.doctor.memory.byte_widths import GIB
+from nemo_fp8rl.commands.doctor.memory.engine_memory import WORKSPACE, cache_bytes, engine_weights, kv_bytes_per_token
+from nemo_fp8rl.commands.doctor.memory.trainer_memory import FP8_WEIGHTS, refit_bytes, resident_bytes, training_bytes
+from nemo_fp8rl.commands.doctor.recipe_plan import ENGINE, TRAINER, Plan
 
 TOPIC = "memory"
 OUTSIDE = 3 * GIB

@@ -16,13 +16,13 @@ Sources:
   bfloat16 throughout, experts balanced.
 - Our workers keep gradients and optimizer in one way whatever the recipe says (`policy/optimizer.py`), recompute whole
   layers and the logits by chunks (`benchmarks/logprobs.py`), keep FP8 weights for one pass, and for deltas what they
-  sent (`refit/send.py`), which is not offloaded.
+  sent (`refit/sender/weight_sender.py`), which is not offloaded.
 """
 
-from nemo_fp8rl.config import PolicyConfig
-from nemo_fp8rl.doctor.plan import Plan
-from nemo_fp8rl.doctor.shapes import Weight
-from nemo_fp8rl.doctor.widths import BF16, FP32, SCALE
+from nemo_fp8rl.commands.doctor.memory.byte_widths import BF16, FP32, SCALE
+from nemo_fp8rl.commands.doctor.model_shapes import Weight
+from nemo_fp8rl.commands.doctor.recipe_plan import Plan
+from nemo_fp8rl.config.schema import PolicyConfig
 
 FP8 = 2 * (1 + SCALE)
 """Bytes of an FP8 weight, by rows and by columns."""

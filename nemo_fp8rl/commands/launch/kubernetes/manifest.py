@@ -14,17 +14,17 @@ from typing import Any
 
 import yaml
 
-from nemo_fp8rl import stop_request
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.launch.job import CHECKPOINTS, Job
-from nemo_fp8rl.launch.kubernetes_settings import KubernetesConfig
-from nemo_fp8rl.launch.manifest_check import lint, schema_errors
-from nemo_fp8rl.launch.manifest_file import LOADER
-from nemo_fp8rl.launch.manifest_lint import MAX_NAME
-from nemo_fp8rl.launch.merged import merge
-from nemo_fp8rl.launch.mounts import mount_of
-from nemo_fp8rl.launch.settings import LaunchConfig
-from nemo_fp8rl.launch.template import fill, quoted
+from nemo_fp8rl.commands.launch.job import CHECKPOINTS, Job
+from nemo_fp8rl.commands.launch.kubernetes.kubernetes_settings import KubernetesConfig
+from nemo_fp8rl.commands.launch.kubernetes.manifest_check import lint, schema_errors
+from nemo_fp8rl.commands.launch.kubernetes.manifest_file import LOADER
+from nemo_fp8rl.commands.launch.kubernetes.manifest_lint import MAX_NAME
+from nemo_fp8rl.commands.launch.merged_recipe import merge
+from nemo_fp8rl.commands.launch.mounts import mount_of
+from nemo_fp8rl.commands.launch.settings import LaunchConfig
+from nemo_fp8rl.commands.launch.template import fill, quoted
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.run import pod_stop
 
 RECIPE_FOLDER = "/etc/nemo-fp8rl"
 RECIPE = f"{RECIPE_FOLDER}/recipe.yaml"
@@ -187,7 +187,7 @@ def _labels(job: Job, k: KubernetesConfig) -> dict[str, str]:
 def _variables(job: Job, settings: LaunchConfig, saves_on: str | None, grace: int | None) -> dict[str, str]:
     run = {"NEMO_FP8RL_RUN_ID": job.run_id, "WANDB_RUN_ID": job.run_id, "WANDB_RESUME": "allow"}
     if saves_on is not None:
-        run[stop_request.FOLDER] = posixpath.join(saves_on, ".nemo-fp8rl")
+        run[pod_stop.FOLDER] = posixpath.join(saves_on, ".nemo-fp8rl")
         if grace is not None and grace > LINGER_SECONDS:  # from SIGTERM to SIGKILL, where KubeRay has Ray stop the job
             run["RAY_JOB_STOP_WAIT_TIME_S"] = str(grace - LINGER_SECONDS)
     given = {variable.name for variable in settings.kubernetes.secret_env}

@@ -11,11 +11,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.errors import UserError, one_line
-from nemo_fp8rl.launch.manifest_file import LOADER, documents
-from nemo_fp8rl.launch.manifest_lint import lint
-from nemo_fp8rl.launch.manifest_parts import QUANTITY, Finding, key_path
-from nemo_fp8rl.yaml_tree import unreadable
+from nemo_fp8rl.commands.launch.kubernetes.manifest_file import LOADER, documents
+from nemo_fp8rl.commands.launch.kubernetes.manifest_lint import lint
+from nemo_fp8rl.commands.launch.kubernetes.manifest_parts import QUANTITY, Finding, key_path
+from nemo_fp8rl.common.errors import UserError, one_line
+from nemo_fp8rl.config.yaml_tree import unreadable
 
 PLURAL = {"RayJob": "rayjobs", "RayCluster": "rayclusters", "RayService": "rayservices"}
 __all__ = ["Finding", "check_file", "lint", "schema_errors"]

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from nemo_fp8rl.errors import UserError, one_line
-from nemo_fp8rl.yaml_tree import unreadable
+from nemo_fp8rl.common.errors import UserError, one_line
+from nemo_fp8rl.config.yaml_tree import unreadable
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 DEEPEST = 100

@@ -10,8 +10,17 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nemo_fp8rl.launch.manifest_parts import Finding, key_path, labels_at, mapping, mappings, plain, repeated, tags
-from nemo_fp8rl.launch.pod_lint import pod_findings
+from nemo_fp8rl.commands.launch.kubernetes.manifest_parts import (
+    Finding,
+    key_path,
+    labels_at,
+    mapping,
+    mappings,
+    plain,
+    repeated,
+    tags,
+)
+from nemo_fp8rl.commands.launch.kubernetes.pod_lint import pod_findings
 
 MAX_NAME = {"RayJob": 47, "RayCluster": 53}
 """Characters of an object's name, at most: KubeRay adds to it (validation.go)."""

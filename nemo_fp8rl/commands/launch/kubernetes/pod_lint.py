@@ -5,8 +5,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from nemo_fp8rl.launch.manifest_parts import Finding, key_path, mapping, mappings, plain, quantity, repeated, tags
-from nemo_fp8rl.secret_variables import looks_secret
+from nemo_fp8rl.commands.launch.kubernetes.manifest_parts import (
+    Finding,
+    key_path,
+    mapping,
+    mappings,
+    plain,
+    quantity,
+    repeated,
+    tags,
+)
+from nemo_fp8rl.common.secret_variables import looks_secret
 
 OF_KUBERAY = {"ray-token", "ray-logs", "shared-mem"}
 """Volumes that KubeRay adds to a pod."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.disk import write_atomically
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.launch.settings import VARIABLE
+from nemo_fp8rl.commands.launch.settings import VARIABLE
+from nemo_fp8rl.common.atomic_files import write_atomically
+from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.workers import Role
 from nemo_fp8rl.workers.network import address_towards
 

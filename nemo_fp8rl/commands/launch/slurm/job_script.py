@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.errors import INTERRUPTED, UserError
-from nemo_fp8rl.launch.attempt import secrets
-from nemo_fp8rl.launch.job import Job
-from nemo_fp8rl.launch.limits import YEAR
-from nemo_fp8rl.launch.mounts import mount_of
-from nemo_fp8rl.launch.settings import LaunchConfig, NodeGroup, SlurmConfig
-from nemo_fp8rl.launch.template import TEMPLATES, fill
+from nemo_fp8rl.commands.launch.job import Job
+from nemo_fp8rl.commands.launch.limits import YEAR
+from nemo_fp8rl.commands.launch.mounts import mount_of
+from nemo_fp8rl.commands.launch.settings import LaunchConfig, NodeGroup, SlurmConfig
+from nemo_fp8rl.commands.launch.slurm.attempt import secrets
+from nemo_fp8rl.commands.launch.template import TEMPLATES, fill
+from nemo_fp8rl.common.errors import INTERRUPTED, UserError
 
 DIRECTIVE = re.compile(r"[\w./:,=+@%\[\]*-]+", re.ASCII)
 """What an option in a #SBATCH line may hold: sbatch reads quotes there by rules of its own."""

@@ -1,4 +1,6 @@
-"""A node of a SLURM job's Ray cluster: `python -m nemo_fp8rl.launch.node INDEX`, until the job's script says it ended.
+"""A node of a SLURM job's Ray cluster, until the job's script says that the job ended.
+
+    python -m nemo_fp8rl.commands.launch.slurm.node INDEX
 
 What it starts is ended with it, and no process of another job, though it may be of the same user on the same node: what
 descends from it, is of a session that it began, or carries its mark in the environment. No sign is enough alone: what
@@ -20,8 +22,8 @@ from typing import Any
 
 import psutil
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.launch.attempt import Attempt, free_ports, own_address, read, secrets, write
+from nemo_fp8rl.commands.launch.slurm.attempt import Attempt, free_ports, own_address, read, secrets, write
+from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.workers import ROLE
 
 HEAD_TRIES = 5

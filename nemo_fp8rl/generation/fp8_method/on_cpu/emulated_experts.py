@@ -13,9 +13,9 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled, ScaleFormat, fprop
 from nemo_fp8rl.fp8.linear import operand_dtype
-from nemo_fp8rl.generation import compat
-from nemo_fp8rl.generation.cpu_parallel import counted_once, summed
-from nemo_fp8rl.generation.held import HeldMoEMethod
+from nemo_fp8rl.generation import vllm_compat
+from nemo_fp8rl.generation.fp8_method.on_cpu.rank_sums import counted_once, summed
+from nemo_fp8rl.generation.fp8_method.stored_weights import HeldMoEMethod
 
 
 class EmulatedFp8MoEMethod(HeldMoEMethod):
@@ -29,11 +29,11 @@ class EmulatedFp8MoEMethod(HeldMoEMethod):
 
     @property
     def is_monolithic(self) -> bool:
-        return compat.experts_route_themselves()
+        return vllm_compat.experts_route_themselves()
 
     def apply_monolithic(self, layer: Any, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None) -> Tensor:
         """`multiply` for vLLM's versions that leave routing to the experts."""
-        topk_weights, topk_ids = compat.choose_experts(layer, x, router_logits)
+        topk_weights, topk_ids = vllm_compat.choose_experts(layer, x, router_logits)
         if self.capture:
             self.capture(topk_ids)
         return self.multiply(layer, x, topk_weights, topk_ids)

@@ -8,8 +8,8 @@ from vllm.model_executor.layers.linear import RowParallelLinear, register_weight
 
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled, fprop
 from nemo_fp8rl.fp8.linear import operand_dtype
-from nemo_fp8rl.generation.cpu_parallel import counted_once, summed
-from nemo_fp8rl.generation.held import HeldLinearMethod
+from nemo_fp8rl.generation.fp8_method.on_cpu.rank_sums import counted_once, summed
+from nemo_fp8rl.generation.fp8_method.stored_weights import HeldLinearMethod
 
 
 @register_weight_loader_v2_supported_method

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 CRDS = Path(
-    os.environ.get("KUBERAY_CRDS") or Path(__file__).parents[3] / "shared/data/kuberay-crds",
+    os.environ.get("KUBERAY_CRDS") or Path(__file__).parents[5] / "shared/data/kuberay-crds",
 )
 needs_crds = pytest.mark.skipif(
     not (CRDS / "ray.io_rayjobs.yaml").exists(),

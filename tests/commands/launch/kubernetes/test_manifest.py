@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from nemo_fp8rl.cli import main
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.launch import kubernetes
-from nemo_fp8rl.launch.job import LONGEST_NAME, NAME, Job, plan
-from nemo_fp8rl.launch.manifest_check import lint, schema_errors
-from nemo_fp8rl.launch.merged import merge
-from nemo_fp8rl.launch.settings import LaunchConfig, read_settings
-from nemo_fp8rl.launch.template import quoted
+from nemo_fp8rl.commands.launch.job import LONGEST_NAME, NAME, Job, plan
+from nemo_fp8rl.commands.launch.kubernetes import manifest
+from nemo_fp8rl.commands.launch.kubernetes.manifest_check import lint, schema_errors
+from nemo_fp8rl.commands.launch.merged_recipe import merge
+from nemo_fp8rl.commands.launch.settings import LaunchConfig, read_settings
+from nemo_fp8rl.commands.launch.template import quoted
+from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.workers import ROLE, Role
+from tests.commands.launch.conftest import ON_JSONL
+from tests.commands.launch.kubernetes.kuberay import CRDS, expand, needs_crds
 from tests.conftest import RECIPES
-from tests.launch.conftest import ON_JSONL
-from tests.launch.kuberay import CRDS, expand, needs_crds
 from tests.nemo_rl.runs import needs_checkout
 
 TINY = RECIPES / "tiny_cpu.yaml"
@@ -85,7 +85,7 @@ def tiny_job(*overrides: str, changes: tuple[str, ...] = (), idle: bool = False)
 
 
 def manifests(job: Job, chosen: LaunchConfig) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(kubernetes.render(job, chosen)))
+    return list(yaml.safe_load_all(manifest.render(job, chosen)))
 
 
 @cache
@@ -103,7 +103,7 @@ def container(group: dict[str, Any]) -> dict[str, Any]:
 
 def refusal(*changes: str, overrides: tuple[str, ...] = ()) -> str:
     with pytest.raises(UserError) as caught:
-        kubernetes.render(*tiny_job(*overrides, changes=changes))
+        manifest.render(*tiny_job(*overrides, changes=changes))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -141,14 +141,14 @@ def test_what_is_rendered_keeps_the_schema(changes, idle):
 @pytest.mark.nemo_rl
 @pytest.mark.parametrize("recipe", sorted((RECIPES / "nemo_rl").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_for_nemo_rl_makes_a_sound_job_that_reads_the_same(recipe, tmp_path):
-    from nemo_fp8rl.nemo_rl.recipe import load
+    from nemo_fp8rl.nemo_rl.recipe.read_recipe import load
 
     overrides = ("checkpointing.enabled=true", "grpo.max_num_steps=7")
     chosen = read_settings(None, BASE)
     job = plan(recipe, overrides, chosen)
     config_map, ray = manifests(job, chosen)
     assert schema_errors(ray, CRDS) == [] and lint(ray) == []
-    assert len(kubernetes.object_name(job)) <= 47
+    assert len(manifest.object_name(job)) <= 47
     carried = tmp_path / "recipe.yaml"
     carried.write_text(config_map["data"]["recipe.yaml"])
     assert load(carried).values == load(recipe, overrides).values
@@ -343,7 +343,7 @@ def test_every_name_of_a_job_makes_one_of_an_object(name):
     job = plan(TINY, (), chosen)
     ray = manifests(job, chosen)[1]
     assert ray["metadata"]["labels"]["nemo-fp8rl/run-id"] == job.run_id
-    assert ray["metadata"]["name"] == kubernetes.object_name(job)
+    assert ray["metadata"]["name"] == manifest.object_name(job)
     assert ray["metadata"]["name"].endswith(job.run_id.removeprefix(name))
 
 
@@ -369,13 +369,13 @@ def test_it_has_the_time_that_the_settings_say():
 
 def test_a_job_that_kueue_suspends_goes_on_later_and_saves_though_it_is_not_retried():
     kueue = ("kubernetes.backoff_limit=0", "kubernetes.kueue={queue: rl}")
-    assert "lifecycle" in kubernetes.render(*tiny_job("checkpointing.checkpoint_dir=/runs/x", changes=kueue))
+    assert "lifecycle" in manifest.render(*tiny_job("checkpointing.checkpoint_dir=/runs/x", changes=kueue))
 
 
 @pytest.mark.parametrize("idle", [False, True], ids=["no retries", "idle"])
 def test_where_nothing_would_continue_nobody_is_asked(idle):
     chosen = () if idle else ("kubernetes.backoff_limit=0",)
-    text = kubernetes.render(*tiny_job(changes=chosen, idle=idle))
+    text = manifest.render(*tiny_job(changes=chosen, idle=idle))
     assert not any(word in text for word in ("lifecycle", "STOP_FOLDER", "RAY_JOB_STOP", "terminationGrace"))
 
 
@@ -385,7 +385,7 @@ def test_where_nothing_would_continue_nobody_is_asked(idle):
 def test_a_recipe_for_nemo_rl_saves_then_too_whoever_runs_it(loop):
     chosen = read_settings(None, BASE)
     saves = (*ON_JSONL, "checkpointing.enabled=true", "checkpointing.checkpoint_dir=/runs/x")
-    assert "lifecycle" in kubernetes.render(
+    assert "lifecycle" in manifest.render(
         plan(RECIPES / "nemo_rl/qwen3-8b-fp8-e2e-kv.yaml", saves, chosen, loop=loop), chosen
     )
 
@@ -491,7 +491,7 @@ def test_a_variable_arrives_as_it_was_given(value):
 def test_bytes_that_are_no_text_are_refused():
     chosen = dataclasses.replace(site(), env={"GIVEN": os.fsdecode(b"a\xff")})
     with pytest.raises(UserError, match="not text"):
-        kubernetes.render(Job("run", "run-20260819-101112-ab12", (), 1, 0, 8), chosen)
+        manifest.render(Job("run", "run-20260819-101112-ab12", (), 1, 0, 8), chosen)
     folder = os.fsdecode(b"/runs/a\xff")
     assert "cannot be read" in refusal(overrides=(f"checkpointing.checkpoint_dir={folder}",))
 
@@ -548,9 +548,9 @@ def fake_kubectl(tmp_path, monkeypatch):
 
 def test_submission_asks_the_server_first_and_creates_exactly_what_was_rendered(fake_kubectl):
     job, chosen = tiny_job(changes=("kubernetes.namespace=rl",))
-    text = kubernetes.render(job, chosen)
+    text = manifest.render(job, chosen)
     folder = fake_kubectl('cat > "$(dirname "$0")/input"')
-    kubernetes.submit(text, chosen)
+    manifest.submit(text, chosen)
     assert (folder / "calls").read_text() == "create -n rl --dry-run=server -f -\ncreate -n rl -f -\n"
     assert (folder / "input").read_text() == text
 
@@ -559,7 +559,7 @@ def test_nothing_is_created_when_the_server_refuses(fake_kubectl):
     job, chosen = tiny_job()
     folder = fake_kubectl('cat > /dev/null; echo "error: no matches for kind RayJob" >&2; echo more >&2; exit 1')
     with pytest.raises(UserError) as caught:
-        kubernetes.submit(kubernetes.render(job, chosen), chosen)
+        manifest.submit(manifest.render(job, chosen), chosen)
     assert str(caught.value) == "kubectl create: error: no matches for kind RayJob"
     assert (folder / "calls").read_text().count("\n") == 1
 
@@ -567,14 +567,14 @@ def test_nothing_is_created_when_the_server_refuses(fake_kubectl):
 def test_without_kubectl_there_is_a_way_out(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="kubectl is not on PATH"):
-        kubernetes.submit("", site())
+        manifest.submit("", site())
 
 
 def test_a_dry_run_prints_what_would_be_submitted_and_nothing_else(capsys, fake_kubectl):
     job, chosen = tiny_job()
     folder = fake_kubectl("exit 1")
-    assert kubernetes.launch(job, chosen, dry_run=True)
-    assert capsys.readouterr().out == kubernetes.render(job, chosen)
+    assert manifest.launch(job, chosen, dry_run=True)
+    assert capsys.readouterr().out == manifest.render(job, chosen)
     assert not (folder / "calls").exists()
 
 
@@ -588,7 +588,7 @@ def test_the_command_line_prints_what_check_manifest_takes(capsys, tmp_path):
 def test_a_submission_says_the_run_and_how_to_follow_it(capsys, fake_kubectl):
     job, chosen = tiny_job()
     fake_kubectl("cat > /dev/null")
-    assert kubernetes.launch(job, chosen)
+    assert manifest.launch(job, chosen)
     said = capsys.readouterr().out.splitlines()
     assert said[0] == f"run {job.run_id}" and all(line.startswith("  kubectl ") for line in said[1:])
 
@@ -596,7 +596,7 @@ def test_a_submission_says_the_run_and_how_to_follow_it(capsys, fake_kubectl):
 @pytest.mark.parametrize("changes", [(), ("kubernetes.kai={queue: rl}",)], ids=["job", "KAI"])
 def test_the_next_steps_name_the_run(changes):
     job, chosen = tiny_job(changes=("kubernetes.namespace=rl", *changes))
-    steps = kubernetes.next_steps(job, chosen)
+    steps = manifest.next_steps(job, chosen)
     assert all(step.startswith("kubectl -n rl ") for step in steps)
-    assert any(f"get rayjob {kubernetes.object_name(job)}" in step for step in steps)
+    assert any(f"get rayjob {manifest.object_name(job)}" in step for step in steps)
     assert any("8265" in step for step in steps) and any(job.run_id in step for step in steps)

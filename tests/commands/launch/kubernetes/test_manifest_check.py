@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 from nemo_fp8rl.cli import main
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.launch.manifest_check import check_file, lint, schema_errors
-from nemo_fp8rl.launch.manifest_parts import quantity
-from tests.launch.kuberay import CRDS, needs_crds
-from tests.launch.test_kubernetes import manifests, tiny_job
+from nemo_fp8rl.commands.launch.kubernetes.manifest_check import check_file, lint, schema_errors
+from nemo_fp8rl.commands.launch.kubernetes.manifest_parts import quantity
+from nemo_fp8rl.common.errors import UserError
+from tests.commands.launch.kubernetes.kuberay import CRDS, needs_crds
+from tests.commands.launch.kubernetes.test_manifest import manifests, tiny_job
 
 SOUND = (
     "nodes=3",

@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nemo_fp8rl.launch import slurm
-from nemo_fp8rl.launch.attempt import write
-from nemo_fp8rl.launch.job import Job
-from tests.launch.conftest import settings, shellcheck
-from tests.launch.test_slurm import KEPT, OF_A_JOB
+from nemo_fp8rl.commands.launch.job import Job
+from nemo_fp8rl.commands.launch.slurm import job_script
+from nemo_fp8rl.commands.launch.slurm.attempt import write
+from tests.commands.launch.conftest import settings, shellcheck
+from tests.commands.launch.slurm.test_job_script import KEPT, OF_A_JOB
 
 FAKES = {
     "srun": """\
@@ -70,9 +70,9 @@ class Script:
             (fakes / name).chmod(0o755)
         write(fakes / "well.json", {"host": "any", "versions": {}, "faults": []})
         config = settings(folder, "slurm.container.image=i", f"env.FAKES={fakes}", *changes)
-        self.folder = slurm.run_dir(job, config)
+        self.folder = job_script.run_dir(job, config)
         self.folder.mkdir(parents=True)
-        (self.folder / "job.sbatch").write_text(slurm.render(job, config))
+        (self.folder / "job.sbatch").write_text(job_script.render(job, config))
         self.calls, self.steps, self.environment = fakes / "calls", fakes / "steps", fakes / "environment"
         self.variables = {"PATH": f"{fakes}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x"}
         self.run()

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.launch import slurm
-from nemo_fp8rl.launch.attempt import secrets
-from nemo_fp8rl.launch.job import Job, plan
-from nemo_fp8rl.launch.template import TEMPLATES
+from nemo_fp8rl.commands.launch.job import Job, plan
+from nemo_fp8rl.commands.launch.slurm import job_script
+from nemo_fp8rl.commands.launch.slurm.attempt import secrets
+from nemo_fp8rl.commands.launch.template import TEMPLATES
+from nemo_fp8rl.common.errors import UserError
+from tests.commands.launch.conftest import WRITES, settings, shellcheck
 from tests.conftest import RECIPES
-from tests.launch.conftest import WRITES, settings, shellcheck
 
 HOSTILE = [
     "a b",
@@ -51,7 +51,7 @@ def read_by_bash(script: str, expression: str) -> str:
 @given(words)
 def test_any_words_of_a_command_arrive_in_bash_as_they_are(tmp_path_factory, given_words):
     job = Job("tiny", "tiny-1", ("train", "--config", "r.yaml", *given_words), 1, 0, 0, writes=WRITES)
-    script = slurm.render(job, settings(tmp_path_factory.getbasetemp()))
+    script = job_script.render(job, settings(tmp_path_factory.getbasetemp()))
     driver = read_by_bash(script, r'printf "%s\0" "${DRIVER[@]}"').split("\0")[:-1]
     assert driver[3:] == ["train", "--config", str(Path("r.yaml").absolute()), "cluster.backend=ray", *given_words]
 
@@ -60,7 +60,7 @@ def test_hostile_values_arrive_as_they_are(job, tmp_path):
     command = (*job.command, *HOSTILE)
     environment = {f"V{i}": value for i, value in enumerate(HOSTILE)}
     config = replace(settings(tmp_path), env=environment)
-    script = slurm.render(replace(job, command=command), config)
+    script = job_script.render(replace(job, command=command), config)
     assert tuple(read_by_bash(script, r'printf "%s\0" "${DRIVER[@]}"').split("\0")[-1 - len(HOSTILE) : -1]) == tuple(
         HOSTILE
     )
@@ -72,7 +72,7 @@ def test_every_value_of_the_header_is_quoted(job, tmp_path):
     """Numbers are numbers by then (test_job.py, test_settings.py); the script does not rely on it."""
     evil, config = "8|touch evil", settings(tmp_path)
     wrong = replace(config, slurm=replace(config.slurm, max_restarts=evil, min_free_gib=evil))  # type: ignore[arg-type]
-    script = slurm.render(job, wrong)
+    script = job_script.render(job, wrong)
     assert read_by_bash(script, 'printf %s "$MAX_RESTARTS$MIN_FREE_GIB"') == evil * 2
     template = (TEMPLATES / "slurm" / "header.sh.jinja").read_text()
     values = re.findall(r"^[A-Z_]+=.*\{\{(.*)\}\}", template, re.MULTILINE)
@@ -83,24 +83,24 @@ def test_attempts_after_the_first_need_checkpoints(tmp_path):
     """A cluster that waits for people has one attempt."""
     job = plan(RECIPES / "tiny_cpu.yaml", ["checkpointing.enabled=false"], settings(tmp_path))
     with pytest.raises(UserError, match=r"set checkpointing.enabled=true, or slurm.max_restarts=0"):
-        slurm.render(job, settings(tmp_path))
-    assert slurm.render(job, settings(tmp_path, "slurm.max_restarts=0"))
-    assert slurm.render(replace(job, command=()), settings(tmp_path))
+        job_script.render(job, settings(tmp_path))
+    assert job_script.render(job, settings(tmp_path, "slurm.max_restarts=0"))
+    assert job_script.render(replace(job, command=()), settings(tmp_path))
 
 
 def test_features_of_nodes_may_be_joined(job, tmp_path):
-    script = slurm.render(job, settings(tmp_path, "slurm.constraint='[(a&b)|c*2]'"))
+    script = job_script.render(job, settings(tmp_path, "slurm.constraint='[(a&b)|c*2]'"))
     assert "--constraint=[(a&b)|c*2]" in directives(script)
 
 
 @pytest.mark.parametrize("changes", [(), ("env.A=b c",), ("slurm.container.image=i", "slurm.generation.partition=p")])
 def test_shellcheck_finds_nothing(job, tmp_path, changes):
     config = settings(tmp_path, *changes)
-    assert shellcheck(slurm.render(replace(job, command=(*job.command, *HOSTILE)), config)) == ""
+    assert shellcheck(job_script.render(replace(job, command=(*job.command, *HOSTILE)), config)) == ""
 
 
 def test_shellcheck_finds_nothing_in_the_script_of_an_idle_cluster(job, tmp_path):
-    assert shellcheck(slurm.render(replace(job, command=()), settings(tmp_path))) == ""
+    assert shellcheck(job_script.render(replace(job, command=()), settings(tmp_path))) == ""
 
 
 def directives(script: str) -> list[str]:
@@ -115,7 +115,7 @@ def test_what_sbatch_is_asked_for(job, tmp_path):
         "gpus_per_node=8",
         "slurm.exclude=[n1,n2]",
     )
-    asked = directives(slurm.render(replace(job, gpus_per_node=8), settings(tmp_path, *changes)))
+    asked = directives(job_script.render(replace(job, gpus_per_node=8), settings(tmp_path, *changes)))
     folder = tmp_path / "runs" / job.run_id
     for option in (
         *("--job-name=tiny", "--requeue", "--signal=B:USR1@300", "--open-mode=append", "--exclusive"),
@@ -128,22 +128,22 @@ def test_what_sbatch_is_asked_for(job, tmp_path):
 
 def test_a_cluster_without_gres_is_not_asked_for_gpus(job, tmp_path):
     job, others = replace(job, gpus_per_node=8), ("slurm.generation.gpus_per_node=4",)
-    assert "--gpus-per-node" in "".join(directives(slurm.render(job, settings(tmp_path, *others))))
-    script = slurm.render(job, settings(tmp_path, *others, "slurm.gres=false"))
+    assert "--gpus-per-node" in "".join(directives(job_script.render(job, settings(tmp_path, *others))))
+    script = job_script.render(job, settings(tmp_path, *others, "slurm.gres=false"))
     assert "--gpus-per-node" not in "".join(directives(script))
     assert read_by_bash(script, 'echo "$GPUS_PER_NODE $GENERATION_GPUS_PER_NODE"') == "8 4\n"
 
 
 def test_nodes_whose_gpus_slurm_does_not_divide_are_not_shared(job, tmp_path):
     changes = ("slurm.gres=false", "slurm.exclusive=false", "slurm.cpus_per_node=4")
-    assert slurm.render(job, settings(tmp_path, *changes))
+    assert job_script.render(job, settings(tmp_path, *changes))
     with pytest.raises(UserError, match=r"slurm\.gres=false needs slurm\.exclusive=true"):
-        slurm.render(replace(job, gpus_per_node=8), settings(tmp_path, *changes))
+        job_script.render(replace(job, gpus_per_node=8), settings(tmp_path, *changes))
 
 
 def test_engines_of_another_kind_make_the_job_heterogeneous(job, tmp_path):
     changes = ("slurm.partition=train", "slurm.generation.partition=small", "slurm.generation.gpus_per_node=4")
-    script = slurm.render(replace(job, nodes=5, generation_nodes=2, gpus_per_node=8), settings(tmp_path, *changes))
+    script = job_script.render(replace(job, nodes=5, generation_nodes=2, gpus_per_node=8), settings(tmp_path, *changes))
     first, second = "\n".join(directives(script)).split("hetjob")
     assert {"--partition=train", "--nodes=3", "--gpus-per-node=8"} <= set(first.split())
     assert {"--partition=small", "--nodes=2", "--gpus-per-node=4"} <= set(second.split())
@@ -153,7 +153,7 @@ def test_engines_of_another_kind_make_the_job_heterogeneous(job, tmp_path):
 def test_a_container_sees_the_run_and_its_folder(job, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     changes = ("slurm.container.image=nvcr.io#nvidia/nemo:25.11", "slurm.container.mounts=[/lustre:/data:ro]")
-    script = slurm.render(job, settings(tmp_path, *changes))
+    script = job_script.render(job, settings(tmp_path, *changes))
     options = read_by_bash(script, r'printf "%s\n" "${STEP_OPTIONS[@]}"').splitlines()
     assert options[0] == "--container-image=nvcr.io#nvidia/nemo:25.11"
     folder = tmp_path / "runs" / job.run_id
@@ -182,8 +182,8 @@ def test_what_a_run_saves_outlives_its_container(tmp_path, monkeypatch, changes,
     overrides = [f"checkpointing.checkpoint_dir={folder}", f"logger.log_dir={cwd}/run"]
     changes = settings(cwd, "slurm.container.image=i", *changes)
     with pytest.raises(UserError, match=message) if message else nullcontext():
-        slurm.render(plan(recipe, overrides, changes), changes)
-    assert slurm.render(
+        job_script.render(plan(recipe, overrides, changes), changes)
+    assert job_script.render(
         plan(recipe, [*overrides, "checkpointing.enabled=false"], changes),
         replace(changes, slurm=replace(changes.slurm, max_restarts=0)),
     )
@@ -191,12 +191,14 @@ def test_what_a_run_saves_outlives_its_container(tmp_path, monkeypatch, changes,
 
 def test_the_recipe_is_that_of_the_submission_wherever_the_driver_starts(job, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    script = slurm.render(job, settings(tmp_path))
+    script = job_script.render(job, settings(tmp_path))
     assert f"--config\n{tmp_path}/conf/tiny_cpu.yaml\n" in read_by_bash(script, r'printf "%s\n" "${DRIVER[@]}"')
 
 
 def test_in_a_container_our_variables_win_against_the_images(job, tmp_path):
-    script = slurm.render(job, settings(tmp_path, "slurm.container.image=i", "env={NCCL_DEBUG: WARN, HF_HOME: /hf}"))
+    script = job_script.render(
+        job, settings(tmp_path, "slurm.container.image=i", "env={NCCL_DEBUG: WARN, HF_HOME: /hf}")
+    )
     options = read_by_bash(script, r'printf "%s\n" "${STEP_OPTIONS[@]}"').splitlines()
     (names,) = [option.partition("=")[2].split(",") for option in options if option.startswith("--container-env=")]
     body = (TEMPLATES / "slurm" / "body.sh").read_text()
@@ -205,16 +207,16 @@ def test_in_a_container_our_variables_win_against_the_images(job, tmp_path):
     ]
     exported = [name for name in exported if re.fullmatch("[A-Z][A-Z_0-9]*", name)]
     assert len(exported) > 15 and sorted(names) == sorted({"NCCL_DEBUG", "HF_HOME", *exported})
-    without = slurm.render(job, settings(tmp_path, "env.A=b"))
+    without = job_script.render(job, settings(tmp_path, "env.A=b"))
     assert read_by_bash(without, "echo ${#STEP_OPTIONS[@]}") == "0\n"
 
 
 @pytest.mark.parametrize("command", [("train", "--config", "r.yaml"), ("nemo", "--config", "r.yaml"), ()])
 def test_every_kind_of_job_needs_time_before_it_stops(job, tmp_path, command):
     job = replace(job, command=command)
-    assert slurm.render(job, settings(tmp_path, "slurm.time=00:05:01"))
+    assert job_script.render(job, settings(tmp_path, "slurm.time=00:05:01"))
     with pytest.raises(UserError, match=r"slurm\.stop_seconds=300 must be less than slurm.time=00:05:00"):
-        slurm.render(job, settings(tmp_path, "slurm.time=00:05:00"))
+        job_script.render(job, settings(tmp_path, "slurm.time=00:05:00"))
 
 
 @pytest.mark.parametrize(
@@ -245,23 +247,25 @@ def test_every_kind_of_job_needs_time_before_it_stops(job, tmp_path, command):
 )
 def test_what_sbatch_would_read_otherwise_is_refused(job, tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
-        slurm.render(job, settings(tmp_path, *changes))
+        job_script.render(job, settings(tmp_path, *changes))
 
 
 def test_options_like_that_of_an_array_are_none(job, tmp_path):
     changes = "slurm.options=['--account=a', '--acctg-freq=30', '-Aa', '--exclusive=user']"
-    assert {"--account=a", "-Aa", "--exclusive=user"} <= set(directives(slurm.render(job, settings(tmp_path, changes))))
+    assert {"--account=a", "-Aa", "--exclusive=user"} <= set(
+        directives(job_script.render(job, settings(tmp_path, changes)))
+    )
 
 
 def test_nodes_of_another_kind_need_nodes(job, tmp_path):
     with pytest.raises(UserError, match="generation_nodes"):
-        slurm.render(replace(job, generation_nodes=0), settings(tmp_path, "slurm.generation.partition=x"))
+        job_script.render(replace(job, generation_nodes=0), settings(tmp_path, "slurm.generation.partition=x"))
 
 
 def test_without_sbatch_nothing_is_written(job, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="no sbatch here"):
-        slurm.submit("#!/bin/bash\n", job, settings(tmp_path))
+        job_script.submit("#!/bin/bash\n", job, settings(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
@@ -277,7 +281,7 @@ def test_a_job_that_is_submitted_from_another_has_none_of_its_variables(job, tmp
     monkeypatch.setenv("PATH", str(fake.parent), prepend=os.pathsep)
     for name, value in (OF_A_JOB | KEPT).items():
         monkeypatch.setenv(name, value)
-    assert slurm.submit("#!/bin/bash\n", job, settings(tmp_path)) == "9"
+    assert job_script.submit("#!/bin/bash\n", job, settings(tmp_path)) == "9"
     seen = dict(line.split("=", 1) for line in (tmp_path / "seen").read_text().splitlines() if "=" in line)
     assert KEPT.items() <= seen.items() and not OF_A_JOB.keys() & seen.keys()
 
@@ -311,6 +315,6 @@ def test_secrets_are_not_in_the_script(job, tmp_path):
     path = tmp_path / "secrets"
     path.write_text("HF_TOKEN=hf_abcdef\n")
     os.chmod(path, 0o600)
-    script = slurm.render(job, settings(tmp_path, f"slurm.secrets_file={path}"))
+    script = job_script.render(job, settings(tmp_path, f"slurm.secrets_file={path}"))
     assert "hf_abcdef" not in script
     assert read_by_bash(script, "echo $SECRETS_FILE").strip() == str(path)

@@ -17,12 +17,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.launch import node
-from nemo_fp8rl.launch import preflight as preflight_module
-from nemo_fp8rl.launch.attempt import Attempt, free_ports, own_address, write
-from nemo_fp8rl.launch.preflight import check_node, listen, odd_versions
-from nemo_fp8rl.launch.ready import missing, wait
+from nemo_fp8rl.commands.launch.slurm import node
+from nemo_fp8rl.commands.launch.slurm import preflight as preflight_module
+from nemo_fp8rl.commands.launch.slurm.attempt import Attempt, free_ports, own_address, write
+from nemo_fp8rl.commands.launch.slurm.preflight import check_node, listen, odd_versions
+from nemo_fp8rl.commands.launch.slurm.ready import missing, wait
+from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.workers import ROLE
 
 
@@ -51,7 +51,7 @@ def rays(folder: Path) -> set[psutil.Process]:
 
 
 def module(name: str, *arguments: str, env: dict[str, str]) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", f"nemo_fp8rl.launch.{name}", *arguments]
+    command = [sys.executable, "-m", f"nemo_fp8rl.commands.launch.{name}", *arguments]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -60,7 +60,7 @@ def preflight(
 ) -> "subprocess.Popen[str]":
     """Of a node that this machine plays, with little patience; or one that joins the others, and does nothing more."""
     code = (
-        "import sys, time; from torch import distributed; from nemo_fp8rl.launch import preflight\n"
+        "import sys, time; from torch import distributed; from nemo_fp8rl.commands.launch import preflight\n"
         f"preflight.REDUCE_SECONDS = 15; preflight.own_address = lambda *_: '{address}'\n"
         f"if not {reduces}: distributed.init_process_group = lambda *_, **__: time.sleep(100)\n"
         f"sys.exit(preflight.main({index}, 60))"

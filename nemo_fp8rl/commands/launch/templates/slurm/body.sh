@@ -89,7 +89,7 @@ preflight() {
     printf %s "$ATTEMPT_DIR" >"$PREFLIGHT_DIR/canary"
     for index in "${!NODES[@]}"; do
         on "$index" "$PREFLIGHT_DIR/${NODES[index]}.log" \
-            "$PYTHON" -m nemo_fp8rl.launch.preflight "$index" "$PREFLIGHT_SECONDS"
+            "$PYTHON" -m nemo_fp8rl.commands.launch.slurm.preflight "$index" "$PREFLIGHT_SECONDS"
     done
     await $((end - SECONDS)) "${STEPS[first]}"
     if [[ ! -e $PREFLIGHT_DIR/store.json ]]; then   # the others still say how they are, and wait for the head no longer
@@ -220,10 +220,10 @@ elif [[ -n $cancelled ]]; then
 fi
 
 for index in "${!NODES[@]}"; do
-    on "$index" "$ATTEMPT_DIR/node-${NODES[index]}.log" "$PYTHON" -m nemo_fp8rl.launch.node "$index"
+    on "$index" "$ATTEMPT_DIR/node-${NODES[index]}.log" "$PYTHON" -m nemo_fp8rl.commands.launch.slurm.node "$index"
 done
 RAY_STEPS=("${STEPS[@]: -${#NODES[@]}}")
-on 0 "$ATTEMPT_DIR/driver.log" "$PYTHON" -m nemo_fp8rl.launch.ready "$READY_SECONDS" "${DRIVER[@]}"
+on 0 "$ATTEMPT_DIR/driver.log" "$PYTHON" -m nemo_fp8rl.commands.launch.slurm.ready "$READY_SECONDS" "${DRIVER[@]}"
 driver_step=${STEPS[-1]}
 say "the driver's output: $ATTEMPT_DIR/driver.log"
 tell_driver

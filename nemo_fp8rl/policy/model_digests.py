@@ -6,11 +6,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.config import Config
-from nemo_fp8rl.hf.checkpoint import CheckpointReader
-from nemo_fp8rl.hf.config import HfConfig
+from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.hf.hub import checkpoint_folder
-from nemo_fp8rl.policy.rope import read_rope
+from nemo_fp8rl.hf.model_config import HfConfig
+from nemo_fp8rl.policy.layers.rope import read_rope
 
 
 def model_digests(cfg: Config, hf: HfConfig) -> dict[str, str]:

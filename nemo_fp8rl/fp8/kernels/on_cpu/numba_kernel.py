@@ -14,8 +14,8 @@ from torch import Tensor
 
 from nemo_fp8rl.fp8.delta import ESCAPE, MAX_CHANGED, Delta
 from nemo_fp8rl.fp8.format import Block, ScaleFormat
-from nemo_fp8rl.fp8.kernels import loops
-from nemo_fp8rl.fp8.kernels.threads import in_threads
+from nemo_fp8rl.fp8.kernels.on_cpu import loops
+from nemo_fp8rl.fp8.kernels.on_cpu.threads import in_threads
 
 LARGEST = {dtype: np.float32(torch.finfo(dtype).max) for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 PIECE_VALUES = 1 << 20

@@ -5,14 +5,14 @@ import shutil
 
 import pytest
 
-from nemo_fp8rl.errors import UserError
-from nemo_fp8rl.hf.config import read_hf_config
-from nemo_fp8rl.policy.identity import model_digests
+from nemo_fp8rl.commands.tiny_model import write_model
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.hf.model_config import read_hf_config
+from nemo_fp8rl.policy.model_digests import model_digests
 from nemo_fp8rl.policy.worker import MegatronWorker
-from nemo_fp8rl.rundir import RunDirectory
-from nemo_fp8rl.tiny import write_model
+from nemo_fp8rl.run.directory import RunDirectory
 from tests.policy.test_worker import random_batch, train
-from tests.test_rundir import FakePolicy
+from tests.run.test_directory import FakePolicy
 
 PENALTY = "loss_fn.reference_policy_kl_penalty=0.01"
 

@@ -1,0 +1,1 @@
+"""A RayJob or RayCluster of KubeRay: its manifest and its settings."""

@@ -1,0 +1,1 @@
+"""A SLURM job: its script, and the programs that run on its nodes."""

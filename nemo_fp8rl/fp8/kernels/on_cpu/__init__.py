@@ -1,0 +1,1 @@
+"""The contract at memory speed on a CPU, compiled by numba."""

@@ -1,0 +1,1 @@
+"""The package's policy, engines, loss and refit behind NeMo RL's interfaces."""

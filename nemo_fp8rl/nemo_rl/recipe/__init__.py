@@ -1,0 +1,1 @@
+"""Recipes of NeMo RL, read and checked without importing NeMo RL."""

@@ -1,0 +1,1 @@
+"""NeMo RL's own loop, run with the package's parts."""
