@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.commands.launch.kubernetes.kubernetes_settings import KubernetesConfig
+from nemo_fp8rl.commands.launch.kubernetes_settings import KubernetesConfig
 from nemo_fp8rl.commands.launch.limits import (
     OF_KUBERNETES,
     OF_KUBERNETES_GENERATION,

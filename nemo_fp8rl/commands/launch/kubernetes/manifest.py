@@ -15,10 +15,10 @@ from typing import Any
 import yaml
 
 from nemo_fp8rl.commands.launch.job import CHECKPOINTS, Job
-from nemo_fp8rl.commands.launch.kubernetes.kubernetes_settings import KubernetesConfig
 from nemo_fp8rl.commands.launch.kubernetes.manifest_check import lint, schema_errors
 from nemo_fp8rl.commands.launch.kubernetes.manifest_file import LOADER
 from nemo_fp8rl.commands.launch.kubernetes.manifest_lint import MAX_NAME
+from nemo_fp8rl.commands.launch.kubernetes_settings import KubernetesConfig
 from nemo_fp8rl.commands.launch.merged_recipe import merge
 from nemo_fp8rl.commands.launch.mounts import mount_of
 from nemo_fp8rl.commands.launch.settings import LaunchConfig

@@ -51,7 +51,7 @@ def rays(folder: Path) -> set[psutil.Process]:
 
 
 def module(name: str, *arguments: str, env: dict[str, str]) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", f"nemo_fp8rl.commands.launch.{name}", *arguments]
+    command = [sys.executable, "-m", f"nemo_fp8rl.commands.launch.slurm.{name}", *arguments]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -60,7 +60,7 @@ def preflight(
 ) -> "subprocess.Popen[str]":
     """Of a node that this machine plays, with little patience; or one that joins the others, and does nothing more."""
     code = (
-        "import sys, time; from torch import distributed; from nemo_fp8rl.commands.launch import preflight\n"
+        "import sys, time; from torch import distributed; from nemo_fp8rl.commands.launch.slurm import preflight\n"
         f"preflight.REDUCE_SECONDS = 15; preflight.own_address = lambda *_: '{address}'\n"
         f"if not {reduces}: distributed.init_process_group = lambda *_, **__: time.sleep(100)\n"
         f"sys.exit(preflight.main({index}, 60))"
