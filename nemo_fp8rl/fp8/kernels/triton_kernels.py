@@ -7,7 +7,7 @@ lines. Any strides are read in place, a transposed view through shared memory. E
 - Both divisions are IEEE's, no product and sum are fused, and denormals are kept.
 - E4M3 rounding is the GPU's own conversion where it has one (compute capability 8.9), else integers, as in `loops`.
 
-Left out: a delta in the same pass, which on an H200 was slower, and wrong (docs/log.md); autotuning (a tile's size
+Left out: a delta in the same pass, which on an H200 was slower, and wrong (docs/decisions.md); autotuning (a size
 changes no bit); and blocks of more than 2^15 values, which registers do not hold.
 """
 
@@ -21,7 +21,7 @@ from nemo_fp8rl.fp8.format import Block, ScaleFormat
 from nemo_fp8rl.fp8.kernels.compare_bytes import comparing
 
 STRIP_VALUES = 1 << 14
-"""Values handled at a time: a block of 128x128, which in strips takes longer (docs/log.md)."""
+"""Values handled at a time: a block of 128x128, which in strips takes longer (docs/decisions.md)."""
 LINE_STRIP_VALUES = 1 << 12
 """The same of blocks in one line: 32 rows of 1x128, for matrices of few tokens."""
 TILE_VALUES = 1 << 15

@@ -73,7 +73,7 @@ def aligned_residual_add(training: bool, fused: bool) -> Callable[..., Tensor]:
 
 
 class AlignedAttention(CoreAttention):
-    """Plain float32 math, so that nothing is rounded but what `weighted` rounds; its cost against SDPA: docs/log.md.
+    """Plain float32 math, so that nothing is rounded but what `weighted` rounds (cost: docs/decisions.md).
 
     The scores of a block of QUERY_BLOCK queries exist at a time.
     """
