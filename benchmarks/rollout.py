@@ -31,7 +31,7 @@ from rich.table import Table
 
 from nemo_fp8rl.commands.export import export
 from nemo_fp8rl.commands.tiny_model import write_model
-from nemo_fp8rl.fp8 import vllm_reads_fp8
+from nemo_fp8rl.fp8 import can_vllm_read_fp8_cache
 from nemo_fp8rl.generation.vllm_compat import survive_scan_of_llvmlite
 from nemo_fp8rl.hf.model_config import FAMILIES
 
@@ -55,7 +55,7 @@ else:
 def start(folder: Path, quantization: str | None, kv_cache_dtype: str, batch_sizes: list[int]) -> Any:
     from vllm import LLM
 
-    if not vllm_reads_fp8():  # as engines of `nemo-fp8rl` do
+    if not can_vllm_read_fp8_cache():  # as engines of `nemo-fp8rl` do
         from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_cache import emulate_fp8_caches
 
         emulate_fp8_caches()
@@ -125,7 +125,7 @@ def main() -> None:
                 progress.advance(task)
 
     speed = {key: key[1] * ANSWER / median(times) for key, times in taken.items()}
-    emulated = "FP8 linear emulated" if vllm_reads_fp8() else "FP8 linear and FP8 KV cache emulated"
+    emulated = "FP8 linear emulated" if can_vllm_read_fp8_cache() else "FP8 linear and FP8 KV cache emulated"
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {emulated}"
     table = Table("sequences", *(f"{name}, tokens/s" for name in engines), *(f"{n} / bf16" for n in [*engines][1:]))
     for batch_size in arguments.batch_sizes:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from nemo_fp8rl.algorithms.correction_config import CorrectionConfig
 from nemo_fp8rl.algorithms.gates import GateConfig
 from nemo_fp8rl.algorithms.loss_config import LossConfig
-from nemo_fp8rl.fp8.names import KernelName, ScaleFormat
+from nemo_fp8rl.fp8 import KernelName, ScaleFormat
 
 Flow = Literal["bf16", "fp8_rollout", "fp8_e2e"]
 

@@ -10,15 +10,22 @@ if TYPE_CHECKING:
     from nemo_fp8rl.fp8.delta import Delta, DeltaError
     from nemo_fp8rl.fp8.format import BlockScaled, NonFiniteError, scale_shape
     from nemo_fp8rl.fp8.kernels import KernelError
-    from nemo_fp8rl.fp8.kv_cache_cast import CacheRounding, cached, from_cache, to_cache, vllm_reads_fp8
-    from nemo_fp8rl.fp8.kv_scales import CalibrationError, KvScales, KvSketches
+    from nemo_fp8rl.fp8.kv_cache_cast import (
+        CacheRounding,
+        can_vllm_read_fp8_cache,
+        cast_through_cache,
+        from_cache,
+        to_cache,
+    )
+    from nemo_fp8rl.fp8.kv_scales import CalibrationError, KvMaxima, KvScales
     from nemo_fp8rl.fp8.layers import Fp8Layers, scale_name
     from nemo_fp8rl.fp8.linear import BlockwiseFp8Linear, blockwise_fp8_linear, fprop
-    from nemo_fp8rl.fp8.names import BLOCK, Block, KernelName, ScaleFormat
+    from nemo_fp8rl.fp8.names import BLOCK, FP8_TOKENS, Block, KernelName, ScaleFormat
     from nemo_fp8rl.fp8.quantize import fake_quantize, quantize_activations, quantize_blockwise, quantize_delta
 
 __all__ = [
     "BLOCK",
+    "FP8_TOKENS",
     "Block",
     "BlockScaled",
     "BlockwiseFp8Linear",
@@ -29,12 +36,13 @@ __all__ = [
     "Fp8Layers",
     "KernelError",
     "KernelName",
+    "KvMaxima",
     "KvScales",
-    "KvSketches",
     "NonFiniteError",
     "ScaleFormat",
     "blockwise_fp8_linear",
-    "cached",
+    "can_vllm_read_fp8_cache",
+    "cast_through_cache",
     "fake_quantize",
     "fprop",
     "from_cache",
@@ -44,7 +52,6 @@ __all__ = [
     "scale_name",
     "scale_shape",
     "to_cache",
-    "vllm_reads_fp8",
 ]
 
 _MODULES = ("names", "layers", "format", "kernels", "delta", "kv_cache_cast", "kv_scales", "quantize", "linear")

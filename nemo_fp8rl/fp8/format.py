@@ -1,7 +1,7 @@
-"""What a blockwise FP8 tensor is.
+"""The blockwise FP8 tensor: E4M3 data and one float32 scale per block.
 
-The rules are Transformer Engine's `Float8BlockScaling` (common/recipe/__init__.py): E4M3 data, one float32 scale a
-block. `scale_inv` is what multiplies to dequantize, the meaning of `weight_scale_inv` in HF and vLLM checkpoints.
+The rules are those of Transformer Engine's `Float8BlockScaling` (common/recipe/__init__.py). `scale_inv` multiplies to
+dequantize, as `weight_scale_inv` does in HF and vLLM checkpoints.
 """
 
 import math
@@ -11,74 +11,31 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.fp8.names import BLOCK, Block, ScaleFormat
-
-__all__ = [
-    "ALONG_LAST",
-    "ALONG_TOKENS",
-    "BLOCK",
-    "E4M3",
-    "E4M3_MAX",
-    "Block",
-    "BlockScaled",
-    "NonFiniteError",
-    "ScaleFormat",
-    "all_finite",
-    "are_powers_of_two",
-    "check_scale_format",
-    "nan_codes",
-    "non_finite",
-    "scale_shape",
-]
+from nemo_fp8rl.fp8.names import Block, ScaleFormat
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 
 SCALE_FORMATS: tuple[ScaleFormat, ...] = get_args(ScaleFormat)
 ALONG_LAST: Block = (1, 128)
-"""The block of an activation or gradient that is summed over its last dimension."""
+"""The block of an activation or gradient that a matmul sums over its last dimension."""
 ALONG_TOKENS: Block = (128, 1)
-"""The block of an activation or gradient that is summed over its tokens."""
-
-
-def check_scale_format(name: str) -> None:
-    """Raise ValueError on a name that is no ScaleFormat: taken for the other one, it would change every scale."""
-    if name not in SCALE_FORMATS:
-        raise ValueError(f"there is no scale format {name!r}; there are {', '.join(SCALE_FORMATS)}")
+"""The block of an activation or gradient that a matmul sums over its tokens."""
 
 
 class NonFiniteError(ValueError):
-    """A tensor to quantize holds NaN or infinity."""
-
-
-def all_finite(x: Tensor) -> bool:
-    """Whether all values are finite: NaN and infinities reach the smallest or the largest value."""
-    return not x.numel() or all(math.isfinite(end) for end in x.aminmax())
-
-
-def non_finite(x: Tensor) -> str:
-    """How many of its values are not finite, and where the first is."""
-    bad = ~x.isfinite()
-    first = torch.unravel_index(bad.reshape(-1).byte().argmax(), x.shape)
-    return f"{int(bad.sum())} of {x.numel()} values are not finite, the first at {[int(index) for index in first]}"
-
-
-def nan_codes(data: Tensor) -> Tensor:
-    """int64 []: how many values of E4M3 data are NaN, 7 bits of 1 after either sign; it has no infinity."""
-    return (data.view(torch.uint8).bitwise_and(0x7F) == 0x7F).sum()
-
-
-def are_powers_of_two(scale_inv: Tensor) -> bool:
-    """Whether positive normal float32 scales are powers of two: no mantissa has a bit."""
-    return not (scale_inv.view(torch.int32) & 0x7FFFFF).any()
+    """The tensor to quantize holds NaN or infinity."""
 
 
 @dataclass(frozen=True)
 class BlockScaled:
-    """A matrix, or a stack of them (experts), in FP8 with one scale a block; no block crosses from one to the next.
+    """A matrix in FP8, or a stack of matrices (experts), with one scale per block; no block spans two matrices.
+
+    The value of an element is data * scale_inv of its block.
 
     data:       float8_e4m3fn [N, K] or [E, N, K], contiguous
-    scale_inv:  float32 [(E,) ceil(N / block[0]), ceil(K / block[1])], contiguous; data * scale_inv is the value
+    scale_inv:  float32 [(E,) ceil(N / block[0]), ceil(K / block[1])], contiguous
+    block:      rows and columns that share a scale
     """
 
     data: Tensor
@@ -94,12 +51,43 @@ class BlockScaled:
         return self.data.device
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values, of data's shape, in `dtype`; the product is taken in float32 and rounded once."""
+        """Return the values, of data's shape, in `dtype`; the product is taken in float32 and rounded once."""
         n, k = self.data.shape[-2:]
         rows = self.scale_inv.repeat_interleave(self.block[0], -2)[..., :n, :]
         return (self.data.float() * rows.repeat_interleave(self.block[1], -1)[..., :k]).to(dtype)
 
 
 def scale_shape(shape: torch.Size | tuple[int, ...], block: Block) -> tuple[int, ...]:
-    """Shape of the scales of a tensor [..., N, K]."""
+    """Return the shape of the scales of a tensor of shape [..., N, K]."""
     return (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
+
+
+def check_scale_format(name: str) -> None:
+    """Raise ValueError unless `name` is a ScaleFormat: a typing error must not silently choose the other format."""
+    if name not in SCALE_FORMATS:
+        raise ValueError(f"there is no scale format {name!r}; there are {', '.join(SCALE_FORMATS)}")
+
+
+def is_finite(x: Tensor) -> bool:
+    """Return whether all values are finite. Only the smallest and the largest are tested: NaN becomes both of them."""
+    return not x.numel() or all(math.isfinite(extreme) for extreme in x.aminmax())
+
+
+def describe_non_finite(x: Tensor) -> str:
+    """Return how many values of x are not finite, and the index of the first, as the text of an error."""
+    bad = ~x.isfinite()
+    first = torch.unravel_index(bad.reshape(-1).byte().argmax(), x.shape)
+    return f"{int(bad.sum())} of {x.numel()} values are not finite, the first at {[int(index) for index in first]}"
+
+
+def count_nans(data: Tensor) -> Tensor:
+    """Return the number of NaNs in E4M3 data, int64 [].
+
+    NaN is 7 bits of 1 after either sign; E4M3 has no infinity.
+    """
+    return (data.view(torch.uint8).bitwise_and(0x7F) == 0x7F).sum()
+
+
+def are_powers_of_two(scale_inv: Tensor) -> bool:
+    """Return whether positive, normal float32 scales are powers of two: no mantissa bit is set."""
+    return not (scale_inv.view(torch.int32) & 0x7FFFFF).any()

@@ -20,7 +20,7 @@ DROPPED_BITS = (1 << 20) - 1
 """Mask of the bits that E4M3 drops: it keeps 3 of float32's 23 bits of mantissa."""
 
 
-def vllm_reads_fp8() -> bool:
+def can_vllm_read_fp8_cache() -> bool:
     """Whether vLLM has attention for this machine that reads an FP8 cache: on a CPU its `_get_attn_isa` in
     v1/attention/backends/cpu_attn.py says so.
     """
@@ -33,7 +33,7 @@ def to_cache(x: Tensor, scale: float, rounding: CacheRounding) -> Tensor:
     scale: multiplies to dequantize; a power of two, so that neither product rounds.
     """
     scaled = (x.float() * (1.0 / scale)).clamp(-E4M3_MAX, E4M3_MAX)
-    return (_cut_off(scaled) if rounding == "toward_zero" else scaled).to(torch.float8_e4m3fn)
+    return (_truncate(scaled) if rounding == "toward_zero" else scaled).to(torch.float8_e4m3fn)
 
 
 def from_cache(codes: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -41,12 +41,12 @@ def from_cache(codes: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     return (codes.float() * scale).to(dtype)
 
 
-def cached(x: Tensor, scale: float, rounding: CacheRounding) -> Tensor:
+def cast_through_cache(x: Tensor, scale: float, rounding: CacheRounding) -> Tensor:
     """x as it is read back from the cache, in x's dtype, with the gradient of x itself (straight through)."""
-    return _Cached.apply(x, scale, rounding)
+    return _CastThroughCache.apply(x, scale, rounding)
 
 
-class _Cached(torch.autograd.Function):
+class _CastThroughCache(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float, rounding: CacheRounding) -> Tensor:
         return from_cache(to_cache(x, scale, rounding), scale, x.dtype)
@@ -56,7 +56,7 @@ class _Cached(torch.autograd.Function):
         return grads[0], None, None
 
 
-def _cut_off(x: Tensor) -> Tensor:
+def _truncate(x: Tensor) -> Tensor:
     """float32 of magnitude up to 448 -> the next E4M3 value toward zero."""
     normal = (x.contiguous().view(torch.int32) & ~DROPPED_BITS).view(torch.float32)
     return torch.where(x.abs() < SMALLEST_NORMAL, (x / SUBNORMAL_STEP).trunc() * SUBNORMAL_STEP, normal)

@@ -15,17 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.fp8.format import ALONG_LAST, ALONG_TOKENS, BLOCK, ScaleFormat
+from nemo_fp8rl.fp8.format import ALONG_LAST, ALONG_TOKENS
+from nemo_fp8rl.fp8.names import BLOCK, ScaleFormat
 from nemo_fp8rl.fp8.quantize import fake_quantize
 
 
 def operand_dtype(dtype: torch.dtype, scale_format: ScaleFormat) -> torch.dtype:
     """A dtype that holds a dequantized operand exactly, and in which this machine multiplies fast."""
     exact = dtype is torch.bfloat16 and scale_format == "pow2"
-    return torch.bfloat16 if exact and multiplies_bf16() else torch.float32
+    return torch.bfloat16 if exact and is_bf16_matmul_fast() else torch.float32
 
 
-def multiplies_bf16() -> bool:
+def is_bf16_matmul_fast() -> bool:
     """Whether bfloat16 matmuls are fast: without AVX-512 torch's on a CPU take ten times as long as in float32."""
     return torch.cuda.is_available() or torch.cpu._is_avx512_supported()
 

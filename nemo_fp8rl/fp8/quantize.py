@@ -9,17 +9,14 @@ from nemo_fp8rl.fp8 import kernels
 from nemo_fp8rl.fp8.delta import Delta
 from nemo_fp8rl.fp8.format import (
     ALONG_LAST,
-    BLOCK,
     E4M3,
-    Block,
     BlockScaled,
     NonFiniteError,
-    ScaleFormat,
     check_scale_format,
-    non_finite,
+    describe_non_finite,
     scale_shape,
 )
-from nemo_fp8rl.fp8.names import KernelName
+from nemo_fp8rl.fp8.names import BLOCK, Block, KernelName, ScaleFormat
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -147,4 +144,4 @@ def _refuse_non_finite(x: Tensor, out: BlockScaled) -> None:
     """Kernels mark a block with a value that is not finite by a scale_inv of NaN; only then the values are searched."""
     if not math.isnan(float(out.scale_inv.sum())):  # of numbers that are not negative
         return
-    raise NonFiniteError(non_finite(x))
+    raise NonFiniteError(describe_non_finite(x))

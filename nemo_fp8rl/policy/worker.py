@@ -25,10 +25,9 @@ from nemo_fp8rl.batch import TrainBatch
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.machine import instructions
 from nemo_fp8rl.config.schema import Config
-from nemo_fp8rl.fp8 import KvScales, kernels
+from nemo_fp8rl.fp8 import FP8_TOKENS, KvScales, kernels
 from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.fp8.kv_scales import CalibrationError
-from nemo_fp8rl.fp8.names import FP8_TOKENS
 from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.model_config import HfConfig, read_hf_config
@@ -255,7 +254,7 @@ class MegatronWorker:
             for name, part in self.weights().for_refit()
         ]
         if self.kv_cache is not None:
-            names = KvScales.names(self.hf.num_hidden_layers)
+            names = KvScales.tensor_names(self.hf.num_hidden_layers)
             parts += [TensorPart.of(name, torch.float32, ()) for name in names]
         self.refit = SendingRank(
             parts,
@@ -286,7 +285,7 @@ class MegatronWorker:
                 raise RefitError(f"refit {version}: the KV cache is FP8 and has no scales yet: calibrate first")
             if not self.kv_cache.of_present_weights:
                 raise RefitError(f"refit {version}: the KV cache's scales are of earlier weights: calibrate first")
-            kv_scales = self.kv_cache.scales.named()
+            kv_scales = self.kv_cache.scales.named_tensors()
         self.borrows = "parameters" in self.offload.away  # to catch up an engine, while others generate
         self.refit.start(chain(self.weights().for_refit(), kv_scales), version, engines, whole=whole, **how)
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import Fp8Layers, NonFiniteError, ScaleFormat, quantize_blockwise, scale_name
-from nemo_fp8rl.fp8.format import non_finite
+from nemo_fp8rl.fp8.format import describe_non_finite
 
 
 @torch.no_grad()
@@ -17,5 +17,5 @@ def as_sent(name: str, weight: Tensor, fp8_layers: Fp8Layers, scale_format: Scal
         quantized = quantize_blockwise(weight, scale_format=scale_format)
         return {name: quantized.data, scale_name(name): quantized.scale_inv}
     if not torch.isfinite(weight).all():
-        raise NonFiniteError(non_finite(weight))
+        raise NonFiniteError(describe_non_finite(weight))
     return {name: weight.detach().clone(memory_format=torch.contiguous_format)}

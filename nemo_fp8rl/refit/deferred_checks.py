@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.fp8.format import all_finite
+from nemo_fp8rl.fp8.format import is_finite
 from nemo_fp8rl.refit.digest import WORDS, as_digest, sum_of_words
 from nemo_fp8rl.refit.message import Content
 
@@ -48,7 +48,7 @@ class Readings:
     def finite(self, tensor: Tensor, refusal: Refusal) -> None:
         """Raise `refusal()` where a value is NaN or infinite."""
         if not on_gpu(tensor):
-            if not all_finite(tensor):
+            if not is_finite(tensor):
                 raise refusal()
             return
 

@@ -145,9 +145,9 @@ def test_a_share_for_which_no_thread_could_be_started_never_runs(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Thread, "start", none_left)
         with pytest.raises(RuntimeError, match="can't start new thread"):
-            shared.in_threads(lambda first, end: ran.append(first), 2, 2)
+            shared.run_in_threads(lambda first, end: ran.append(first), 2, 2)
     assert ran == []
-    shared.in_threads(lambda first, end: ran.append(first), 2, 2)
+    shared.run_in_threads(lambda first, end: ran.append(first), 2, 2)
     assert sorted(ran) == [0, 1]
 
 

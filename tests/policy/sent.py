@@ -12,4 +12,4 @@ def sent_tensors(worker: MegatronWorker) -> dict[str, Tensor]:
     sent: dict[str, Tensor] = {}
     for name, weight in worker.weights().for_checkpoint():
         sent |= as_sent(name, weight, layers, scale_format)
-    return sent | dict(worker.kv_cache.scales.named() if worker.kv_cache is not None else ())
+    return sent | dict(worker.kv_cache.scales.named_tensors() if worker.kv_cache is not None else ())

@@ -241,7 +241,7 @@ def install() -> bool:
         del sys.modules[NAME]
         return False
     common.load_framework_extension = lambda framework: None
-    linear.multiplies_bf16 = lambda: True  # also where nothing poses as a GPU: float32 sums are in another order
+    linear.is_bf16_matmul_fast = lambda: True  # also where nothing poses as a GPU: float32 sums are in another order
     return True
 
 

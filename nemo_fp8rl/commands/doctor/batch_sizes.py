@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from nemo_fp8rl.commands.doctor.finding import Finding
 from nemo_fp8rl.commands.doctor.recipe_plan import ENGINE, TRAINER, Plan
-from nemo_fp8rl.fp8.names import FP8_TOKENS
+from nemo_fp8rl.fp8 import FP8_TOKENS
 from nemo_fp8rl.nemo_rl.stock.layout_limits import why_no_layout, why_not_shared
 
 TOPIC = "batches"

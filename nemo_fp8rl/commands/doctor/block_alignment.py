@@ -13,7 +13,7 @@ from nemo_fp8rl.commands.doctor.head_division import why_not_divided
 from nemo_fp8rl.commands.doctor.model_shapes import Weight
 from nemo_fp8rl.commands.doctor.recipe_plan import ENGINE, TRAINER, Plan
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.fp8.names import BLOCK
+from nemo_fp8rl.fp8 import BLOCK
 from nemo_fp8rl.hf.divisibility import Dimension, check_divides
 
 TOPIC = "alignment"

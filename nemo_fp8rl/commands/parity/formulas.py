@@ -18,7 +18,8 @@ from torch import Tensor
 
 from nemo_fp8rl.commands.parity import transformer_engine
 from nemo_fp8rl.commands.parity.implementation import Implementation, NotTaken
-from nemo_fp8rl.fp8.format import ALONG_LAST, BLOCK, E4M3, E4M3_MAX, Block, BlockScaled, ScaleFormat
+from nemo_fp8rl.fp8 import BLOCK, Block, ScaleFormat
+from nemo_fp8rl.fp8.format import ALONG_LAST, E4M3, E4M3_MAX, BlockScaled
 from nemo_fp8rl.fp8.quantize import quantize_blockwise
 
 VERL_EPS = VLLM_EPS = 1e-10

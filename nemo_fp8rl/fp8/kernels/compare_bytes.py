@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from nemo_fp8rl.fp8.delta import Delta
-from nemo_fp8rl.fp8.format import Block, ScaleFormat
+from nemo_fp8rl.fp8.names import Block, ScaleFormat
 
 Quantize = Callable[[Tensor, Block, ScaleFormat, Tensor, Tensor], None]
 QuantizeDelta = Callable[[Tensor, Block, ScaleFormat, Tensor, Tensor, Tensor], Delta | None]

@@ -9,8 +9,9 @@ exponent at -6 gives E4M3's subnormals. Rows are taken a few blocks at a time, s
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.fp8.format import E4M3_MAX, Block, ScaleFormat
+from nemo_fp8rl.fp8.format import E4M3_MAX
 from nemo_fp8rl.fp8.kernels.reference import FLOAT32_EXPONENT_BITS, block_scale, from_blocks, to_blocks
+from nemo_fp8rl.fp8.names import Block, ScaleFormat
 
 MIN_NORMAL_EXPONENT = (127 - 6) << 23
 MANTISSA_SHIFT = (23 - 3) << 23

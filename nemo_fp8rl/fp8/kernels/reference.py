@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_fp8rl.fp8.format import E4M3, E4M3_MAX, Block, ScaleFormat
+from nemo_fp8rl.fp8.format import E4M3, E4M3_MAX
 from nemo_fp8rl.fp8.kernels.compare_bytes import comparing
+from nemo_fp8rl.fp8.names import Block, ScaleFormat
 
 FLOAT32_EXPONENT_BITS = 0x7F800000
 

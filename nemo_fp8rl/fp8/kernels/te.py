@@ -17,10 +17,11 @@ import transformer_engine_torch as tex
 from torch import Tensor
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
-from nemo_fp8rl.fp8.format import ALONG_LAST, ALONG_TOKENS, BLOCK, Block, ScaleFormat
+from nemo_fp8rl.fp8.format import ALONG_LAST, ALONG_TOKENS
 from nemo_fp8rl.fp8.gpu_support import BLACKWELL
 from nemo_fp8rl.fp8.kernels.compare_bytes import comparing
 from nemo_fp8rl.fp8.kernels.reference import to_blocks
+from nemo_fp8rl.fp8.names import BLOCK, Block, ScaleFormat
 
 MOST_ROWS = 128 * 65535
 """Rows of a matrix: each 128 are a step in the second dimension of Transformer Engine's grid."""

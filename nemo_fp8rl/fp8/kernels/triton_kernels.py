@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nemo_fp8rl.fp8.delta import as_bytes
-from nemo_fp8rl.fp8.format import Block, ScaleFormat
 from nemo_fp8rl.fp8.kernels.compare_bytes import comparing
+from nemo_fp8rl.fp8.names import Block, ScaleFormat
 
 STRIP_VALUES = 1 << 14
 """Values handled at a time: a block of 128x128, which in strips takes longer (docs/decisions.md)."""

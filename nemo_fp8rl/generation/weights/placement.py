@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from nemo_fp8rl.common.region import Region, whole
-from nemo_fp8rl.fp8 import Fp8Layers, scale_shape
-from nemo_fp8rl.fp8.format import BLOCK, E4M3
+from nemo_fp8rl.fp8 import BLOCK, Fp8Layers, scale_shape
+from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.hf.model_config import HfConfig
 from nemo_fp8rl.hf.model_tensors import expected_tensors
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart

@@ -18,9 +18,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.platforms import current_platform
 
 from nemo_fp8rl.common.region import index
-from nemo_fp8rl.fp8 import Fp8Layers, scale_name, scale_shape
+from nemo_fp8rl.fp8 import BLOCK, Fp8Layers, scale_name, scale_shape
 from nemo_fp8rl.fp8.delta import DeltaError
-from nemo_fp8rl.fp8.format import BLOCK
 from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.fp8_method.fp8_caches import fp8_caches
 from nemo_fp8rl.generation.fp8_method.stored_weights import HeldLinearMethod, HeldMoEMethod

@@ -16,7 +16,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 
-from nemo_fp8rl.fp8 import vllm_reads_fp8
+from nemo_fp8rl.fp8 import can_vllm_read_fp8_cache
 from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.expert_routes import RouteRecorder
 from nemo_fp8rl.generation.fp8_method.fp8_caches import fp8_caches
@@ -32,7 +32,8 @@ from nemo_fp8rl.refit.transport.shared_memory import domain
 Tag = Literal["weights", "kv_cache"]
 """vLLM's names of what sleeps."""
 
-if not vllm_reads_fp8():  # vLLM imports this module in every process of an engine of ours, before the model is built
+# vLLM imports this module in every process of our engines, before the model is built.
+if not can_vllm_read_fp8_cache():
     from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_cache import emulate_fp8_caches
 
     emulate_fp8_caches()

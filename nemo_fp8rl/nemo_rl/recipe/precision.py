@@ -10,8 +10,8 @@ from typing import Any
 
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.schema import Flow
+from nemo_fp8rl.fp8 import ScaleFormat
 from nemo_fp8rl.fp8.layers import Fp8Layers
-from nemo_fp8rl.fp8.names import ScaleFormat
 
 TRAINER = "policy.megatron_cfg.fp8_cfg"
 SCALES_VARIABLE = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"

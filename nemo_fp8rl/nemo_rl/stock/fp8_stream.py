@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import Fp8Layers, NonFiniteError, ScaleFormat, quantize_blockwise, scale_name
-from nemo_fp8rl.fp8.format import E4M3, all_finite, are_powers_of_two, nan_codes, non_finite
+from nemo_fp8rl.fp8.format import E4M3, are_powers_of_two, count_nans, describe_non_finite, is_finite
 from nemo_fp8rl.nemo_rl.recipe.precision import SCALES
 from nemo_fp8rl.nemo_rl.stock.layer_agreement import is_kv_scale
 
@@ -64,10 +64,10 @@ class Fp8Stream:
                 yield name, tensor
             elif layers.quantizes(name):
                 yield from _quantized(name, tensor, choice["scale_format"])
-            elif all_finite(tensor):
+            elif is_finite(tensor):
                 yield name, tensor
             else:
-                raise NonFiniteError(f"{name}: {non_finite(tensor)}")
+                raise NonFiniteError(f"{name}: {describe_non_finite(tensor)}")
 
 
 def _quantized(name: str, weight: Tensor, scale_format: ScaleFormat) -> Iterator[tuple[str, Tensor]]:
@@ -82,10 +82,10 @@ def _quantized(name: str, weight: Tensor, scale_format: ScaleFormat) -> Iterator
 def _check_held(name: str, tensor: Tensor, scale_format: ScaleFormat) -> None:
     """tensor: E4M3 weights, or float32 scales, as the worker holds them."""
     if tensor.dtype is E4M3:
-        if count := int(nan_codes(tensor)):
+        if count := int(count_nans(tensor)):
             raise NonFiniteError(f"{name}: {count} of {tensor.numel()} FP8 values are NaN")
     elif not tensor.isfinite().all():
-        raise NonFiniteError(f"{name}: {non_finite(tensor)}")
+        raise NonFiniteError(f"{name}: {describe_non_finite(tensor)}")
     elif scale_format == "pow2" and not are_powers_of_two(tensor):
         raise RuntimeError(
             f"{name}: the trainer's scales are no powers of two, as the recipe's are: set {SCALES}='0', and leave the "

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.fp8 import CacheRounding, KvScales, KvSketches, cached
+from nemo_fp8rl.fp8 import CacheRounding, KvMaxima, KvScales, cast_through_cache
 from nemo_fp8rl.fp8.kv_cache_cast import SMALLEST_NORMAL
 
 FILE = "kv_scales.json"
@@ -33,7 +33,7 @@ class TrainerKvCache:
         self.num_layers, self.rounding, self.loses_denormals = num_layers, rounding, loses_denormals
         self.scales: KvScales | None = None
         self.of_present_weights = False
-        self._sketches: KvSketches | None = None
+        self._maxima: KvMaxima | None = None
         self._lengths = torch.empty(0)
 
     def read(
@@ -44,24 +44,24 @@ class TrainerKvCache:
         query [s, b, heads, d] and key [s, b, groups, d] after RoPE, value as key. rows: int64 [b], which sequences of
         the microbatch; None: all of them.
         """
-        if self._sketches is not None:
+        if self._maxima is not None:
             lengths = self._lengths if rows is None else self._lengths[rows]
             real = torch.arange(key.size(0), device=key.device)[:, None] < lengths
-            self._sketches.observe(layer, q=query[real], k=key[real], v=value[real])
+            self._maxima.observe(layer, q=query[real], k=key[real], v=value[real])
         elif self.scales is not None and self.rounding is not None:
             key = self._cached(key, self.scales.k_scale[layer], self.rounding)
             value = self._cached(value, self.scales.v_scale[layer], self.rounding)
         return key, value
 
     def _cached(self, x: Tensor, scale: float, rounding: CacheRounding) -> Tensor:
-        held = cached(x, scale, rounding)
+        held = cast_through_cache(x, scale, rounding)
         if not self.loses_denormals:
             return held
         return held - torch.where(held.abs() < SMALLEST_NORMAL * scale, held, 0.0).detach()
 
     def smallest_sum(self, layer: int) -> float | None:
         """Below it a sum of the layer's values is lost; None where none is."""
-        if self._sketches is not None or self.scales is None or self.rounding is None or not self.loses_denormals:
+        if self._maxima is not None or self.scales is None or self.rounding is None or not self.loses_denormals:
             return None
         return SMALLEST_NORMAL * self.scales.v_scale[layer]
 
@@ -76,7 +76,7 @@ class TrainerKvCache:
 
     def begin_calibration(self) -> None:
         """Have `read` count from here on, and round nothing."""
-        self._sketches = KvSketches.empty(self.num_layers, percentiles=False)
+        self._maxima = KvMaxima(self.num_layers)
 
     def next_rows(self, lengths: Tensor) -> None:
         """int64 [b]: how much of the sequences of the next forward is not padding."""
@@ -84,9 +84,9 @@ class TrainerKvCache:
 
     def end_calibration(self) -> None:
         """Scales from what all ranks have seen."""
-        assert self._sketches is not None
-        self._sketches.all_reduce()
-        self.scales, self._sketches = self._sketches.scales(), None
+        assert self._maxima is not None
+        self._maxima.all_reduce()
+        self.scales, self._maxima = self._maxima.scales(), None
         self.of_present_weights = True
 
     def save(self, folder: Path) -> None:

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import ScaleFormat, blockwise_fp8_linear
-from nemo_fp8rl.fp8.linear import multiplies_bf16
+from nemo_fp8rl.fp8.linear import is_bf16_matmul_fast
 
 
 class MultipliesInFp8:
@@ -71,7 +71,7 @@ class FusedBias(OwnMatmul):
 
     def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         x, weight = x.to(out_dtype), weight.to(out_dtype)
-        if out_dtype is torch.float32 or multiplies_bf16():
+        if out_dtype is torch.float32 or is_bf16_matmul_fast():
             return F.linear(x, weight, bias)
         return Float32Backward.apply(x, weight, bias)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nemo_fp8rl.fp8.linear import multiplies_bf16
+from nemo_fp8rl.fp8.linear import is_bf16_matmul_fast
 from nemo_fp8rl.policy.layers.top_k_top_p import Restriction, restricted
 
 SOFTMAX_ROWS = 16
@@ -215,7 +215,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 def _multiplied_in(dtype: torch.dtype) -> torch.dtype:
     """float32 where bfloat16 matmuls are slow. Gradients alone: the logits are to be the engine's."""
-    return torch.float32 if dtype is torch.bfloat16 and not multiplies_bf16() else dtype
+    return torch.float32 if dtype is torch.bfloat16 and not is_bf16_matmul_fast() else dtype
 
 
 def _rows_of_a_slice(weight: Tensor) -> int:

@@ -30,9 +30,8 @@ from packaging.version import Version
 from torch import Tensor
 from transformer_engine.common.recipe import Float8BlockScaling, Format, QParams
 
-from nemo_fp8rl.fp8 import ScaleFormat
+from nemo_fp8rl.fp8 import FP8_TOKENS, ScaleFormat
 from nemo_fp8rl.fp8.gpu_support import BLACKWELL
-from nemo_fp8rl.fp8.names import FP8_TOKENS
 from nemo_fp8rl.policy.layers.linears import MultipliesInFp8
 
 TAKES_COUNTS_OF_HOST = Version("2.15")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.fp8.kernels.on_cpu.threads import in_threads
+from nemo_fp8rl.fp8.kernels.on_cpu.threads import run_in_threads
 
 THREAD_PRODUCTS = 1 << 24
 """A thread is given at least as many, values of queries times keys: about two milliseconds."""
@@ -35,5 +35,5 @@ def ordered_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, s
         part = slice(first, end)
         attend(q[part], k[part], v[part], np.float32(late), result[part], fused)
 
-    in_threads(work, len(q), min(torch.get_num_threads(), q.size * q.shape[-2] // THREAD_PRODUCTS))
+    run_in_threads(work, len(q), min(torch.get_num_threads(), q.size * q.shape[-2] // THREAD_PRODUCTS))
     return out

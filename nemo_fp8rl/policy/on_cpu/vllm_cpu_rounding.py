@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nemo_fp8rl.common.vllm_version import installed_vllm, vllm_version
 from nemo_fp8rl.config.schema import Fp8RlConfig
-from nemo_fp8rl.fp8 import CacheRounding, vllm_reads_fp8
+from nemo_fp8rl.fp8 import CacheRounding, can_vllm_read_fp8_cache
 
 
 def is_aligned(choice: Fp8RlConfig) -> bool:
@@ -20,12 +20,12 @@ def is_aligned(choice: Fp8RlConfig) -> bool:
 
 def cache_rounding() -> CacheRounding:
     """How keys and values are rounded in an FP8 cache: to nearest on a GPU, and where the cache is emulated."""
-    return "nearest" if torch.cuda.is_available() or not vllm_reads_fp8() else "toward_zero"
+    return "nearest" if torch.cuda.is_available() or not can_vllm_read_fp8_cache() else "toward_zero"
 
 
 def scales_scores(fp8_cache: bool) -> bool:
     """Whether attention on a CPU scales scores, which it does on an FP8 cache that it reads itself, else queries."""
-    return fp8_cache and vllm_reads_fp8()
+    return fp8_cache and can_vllm_read_fp8_cache()
 
 
 def loses_denormals(dtype: torch.dtype) -> bool:

@@ -25,7 +25,7 @@ from nemo_fp8rl.fp8 import (
     scale_shape,
 )
 from nemo_fp8rl.fp8.delta import Delta
-from nemo_fp8rl.fp8.format import all_finite, nan_codes, non_finite
+from nemo_fp8rl.fp8.format import count_nans, describe_non_finite, is_finite
 from nemo_fp8rl.refit.deferred_checks import Mark, Readings, on_gpu
 from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart, blocks_of
@@ -218,15 +218,15 @@ class _Sending:
     def check_finite(self, part: TensorPart, tensor: Tensor) -> None:
         if on_gpu(tensor):
             self.readings.finite(tensor, lambda: NonFiniteError(f"{_place(part)} are not finite"))
-        elif not all_finite(tensor):
-            raise NonFiniteError(non_finite(tensor))
+        elif not is_finite(tensor):
+            raise NonFiniteError(describe_non_finite(tensor))
 
     def check_codes(self, part: TensorPart, quantized: BlockScaled) -> None:
-        count = nan_codes(quantized.data)
+        count = count_nans(quantized.data)
         if on_gpu(count):
             self.readings.number(count, partial(_refuse_codes, part))
             self.check_finite(part, quantized.scale_inv)
-        elif count or not all_finite(quantized.scale_inv):
+        elif count or not is_finite(quantized.scale_inv):
             raise NonFiniteError(f"{int(count)} of {quantized.data.numel()} FP8 values, or their scales, are NaN")
 
     def room(self, piece: Piece, nbytes: int) -> Tensor | None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.fp8 import cached, to_cache
+from nemo_fp8rl.fp8 import cast_through_cache, to_cache
 from tests.vllms_attention import of_vllms_kernel
 
 HEADS, GROUPS, DIM, BLOCK = 4, 2, 64, 128
@@ -88,7 +88,7 @@ def answered(engine: SimpleNamespace, queries: list[Tensor], keys: list[Tensor],
 
 
 def as_held(engine: SimpleNamespace, x: Tensor, scale: float) -> Tensor:
-    return cached(x, scale, "nearest") if engine.is_fp8 else x
+    return cast_through_cache(x, scale, "nearest") if engine.is_fp8 else x
 
 
 def test_a_prompt_and_what_follows_are_attended_to_as_the_cache_holds_them(engine):

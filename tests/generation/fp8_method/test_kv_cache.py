@@ -8,7 +8,7 @@ import torch
 from nemo_fp8rl.commands.tiny_model import make_tiny
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.recipe import load
-from nemo_fp8rl.fp8 import KvScales, vllm_reads_fp8
+from nemo_fp8rl.fp8 import KvScales, can_vllm_read_fp8_cache
 from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.refit.manifest import RefitError
 from tests.conftest import RECIPES, SMALL
@@ -63,7 +63,7 @@ def test_trainer_and_engine_agree_though_the_cache_is_fp8(pair):
     rounding, pair.worker.kv_cache.rounding = pair.worker.kv_cache.rounding, None
     blind = pair.mismatch()
     pair.worker.kv_cache.rounding = rounding
-    assert ("FP8 KV cache: emulated" in pair.engine.kernels()) == (not vllm_reads_fp8())
+    assert ("FP8 KV cache: emulated" in pair.engine.kernels()) == (not can_vllm_read_fp8_cache())
     assert blind > 1.002  # what a trainer that does not read the cache is off by
 
 

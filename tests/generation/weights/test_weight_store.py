@@ -180,7 +180,7 @@ def test_a_trainer_rank_that_is_ahead_waits_for_the_others(pair):
     """While vLLM's loaders work, which keep what they have of a module; two ranks hold half of each tensor."""
     store, version = WeightStore(worker_of(pair).model_runner), pair.bridge.version
     sources = split(store.parts, 2, 0, replicate=False)
-    weights = dict(pair.worker.weights().for_checkpoint()) | dict(pair.worker.kv_cache.scales.named())
+    weights = dict(pair.worker.weights().for_checkpoint()) | dict(pair.worker.kv_cache.scales.named_tensors())
     early: list[int] = []
     read: list[int] = []
 

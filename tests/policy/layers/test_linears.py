@@ -37,7 +37,7 @@ def test_fp8_layers_multiply_alike_in_float32_and_in_bfloat16(monkeypatch):
     x, w = bf16(2, TOKENS, K, seed=4), bf16(N, K, seed=5)
     results = []
     for fast in (True, False):
-        monkeypatch.setattr(fp8_linear, "multiplies_bf16", lambda fast=fast: fast)
+        monkeypatch.setattr(fp8_linear, "is_bf16_matmul_fast", lambda fast=fast: fast)
         assert fp8_linear.operand_dtype(x.dtype, "pow2") is (torch.bfloat16 if fast else torch.float32)
         results.append(of(lambda a, b: blockwise_fp8_linear(a, b, "pow2"), x, w))
     for one, other in zip(*results, strict=True):

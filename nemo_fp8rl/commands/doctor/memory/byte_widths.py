@@ -1,6 +1,6 @@
 """Bytes a value takes."""
 
-from nemo_fp8rl.fp8.names import BLOCK
+from nemo_fp8rl.fp8 import BLOCK
 
 GIB = 2**30
 BF16, FP32 = 2, 4

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.fp8.delta import ESCAPE, MAX_CHANGED, Delta
-from nemo_fp8rl.fp8.format import Block, ScaleFormat
 from nemo_fp8rl.fp8.kernels.on_cpu import loops
-from nemo_fp8rl.fp8.kernels.on_cpu.threads import in_threads
+from nemo_fp8rl.fp8.kernels.on_cpu.threads import run_in_threads
+from nemo_fp8rl.fp8.names import Block, ScaleFormat
 
 LARGEST = {dtype: np.float32(torch.finfo(dtype).max) for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 PIECE_VALUES = 1 << 20
@@ -126,7 +126,7 @@ def _top(x: Tensor, block: Block, strip: int) -> int:
 def _shared_out(work: Callable[[int, int], Any], x: Tensor, block: Block) -> list[Any]:
     """Results of `work(first, end)` on neighbouring shares of the strips, in their order."""
     strips = x.size(0) * _strips(x, block) if x.size(2) else 0
-    return in_threads(work, strips, min(torch.get_num_threads(), 1 + x.numel() // THREAD_VALUES))
+    return run_in_threads(work, strips, min(torch.get_num_threads(), 1 + x.numel() // THREAD_VALUES))
 
 
 def _rule(x: Tensor, block: Block, scale_format: ScaleFormat) -> tuple[Any, ...]:

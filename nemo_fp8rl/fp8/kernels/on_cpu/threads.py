@@ -10,7 +10,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def in_threads(work: Callable[[int, int], T], count: int, threads: int) -> list[T]:
+def run_in_threads(work: Callable[[int, int], T], count: int, threads: int) -> list[T]:
     """Results of `work(first, end)` on neighbouring shares of 0 ... count, in their order; the first share is the
     caller's own. Compiled work, which holds no lock of Python's, and shares nothing out itself.
     """
