@@ -165,7 +165,7 @@ def prepared(folder: Path, flow: str) -> tuple[str, ...]:
 
 def bring(worker: MegatronWorker, engine: VllmEngine) -> None:
     """The worker's weights to the engine beside it: a refit without the drivers of many."""
-    (parts, _), (stored,) = worker.open_refit("in_process", ""), engine.stored()
+    (parts, _), (stored,) = worker.open_refit("in_process", ""), engine.stored_parts()
     ((route,),), ((capacity,),) = plan(Sources([from_json(parts)]), [from_json(stored)], 1 << 28)
     (end,) = worker.offer(0, [to_json(route)], [capacity])
     engine.connect([[(end, to_json(route))]], "", 600.0)

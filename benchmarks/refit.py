@@ -50,7 +50,7 @@ from nemo_fp8rl.batch import TrainBatch
 from nemo_fp8rl.commands.tiny_model import make_tiny, write_model
 from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.generation import engine_arguments
-from nemo_fp8rl.generation.engine_pool import VllmGeneration
+from nemo_fp8rl.generation.engine_pool import EnginePool
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
 from nemo_fp8rl.refit.full_or_delta import ModeChoice
 from nemo_fp8rl.refit.manifest import Sources, TensorPart, to_json
@@ -94,7 +94,7 @@ class Bench:
         )
         engine_arguments.WORKER_EXTENSION = "refit_engine.BenchmarkExtension"
         self.cfg, self.policy = cfg, MegatronPolicy(cfg)
-        self.generation = VllmGeneration(cfg)
+        self.generation = EnginePool(cfg)
         self.bridge = build_bridge(cfg, self.policy, self.generation)
         self.worker, self.core = self.policy.ranks.worker, self.generation.engines.worker.core
         self.bridge.refit()  # connects, and finds out what can be written in place

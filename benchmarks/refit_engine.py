@@ -83,7 +83,7 @@ class BenchmarkExtension(RefitWorkerExtension):
                 yield part.name, fp8.data
                 yield scale_name(part.name), fp8.scale_inv
 
-        with vllm_compat.own_buffers_kept(self.model_runner.get_model()):
+        with vllm_compat.preserve_nonpersistent_buffers(self.model_runner.get_model()):
             self.model_runner.reload_weights(weights_iterator=weights(), is_checkpoint_format=True)
         self.weight_store._derive(set())
         wait_for_gpu()

@@ -29,7 +29,7 @@ from nemo_fp8rl.assemble import build_bridge
 from nemo_fp8rl.batch import Completion
 from nemo_fp8rl.commands.tiny_model import make_tiny
 from nemo_fp8rl.config.recipe import load
-from nemo_fp8rl.generation.engine_pool import CALLS_AT_ONCE, VllmGeneration
+from nemo_fp8rl.generation.engine_pool import CALLS_AT_ONCE, EnginePool
 from nemo_fp8rl.generation.interface import Sampling
 from nemo_fp8rl.nemo_rl.adapters.coalesce import Coalescer
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
@@ -40,7 +40,7 @@ Asked = tuple[tuple[int, ...], int]
 """A conversation so far, and the seed of its next answer."""
 
 
-def answers(generation: VllmGeneration, asked: Sequence[Asked]) -> Iterator[tuple[int, Completion]]:
+def answers(generation: EnginePool, asked: Sequence[Asked]) -> Iterator[tuple[int, Completion]]:
     rows, seeds = zip(*asked, strict=True)
     for at, (completion,) in generation.stream(rows, seeds, SAMPLING):
         yield at, completion
@@ -78,7 +78,7 @@ def main() -> None:
                 f"logger.log_dir={folder}/run",
             ],
         )
-        policy, generation = MegatronPolicy(cfg), VllmGeneration(cfg)
+        policy, generation = MegatronPolicy(cfg), EnginePool(cfg)
         build_bridge(cfg, policy, generation).refit()
         alone = Lock()
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from nemo_fp8rl.common.errors import UserError, one_line
 from nemo_fp8rl.config.schema import Config
-from nemo_fp8rl.generation.engine_pool import VllmGeneration
+from nemo_fp8rl.generation.engine_pool import EnginePool
 from nemo_fp8rl.policy.rank_group import MegatronPolicy, deaths_as_user_errors
 from nemo_fp8rl.refit.bridge import RefitBridge, Transport
 from nemo_fp8rl.refit.full_or_delta import Mode
@@ -18,7 +18,7 @@ from nemo_fp8rl.workers import WorkerDied, on_one_host
 
 
 @contextmanager
-def backends(cfg: Config, load: Callable[[MegatronPolicy], None]) -> Iterator[tuple[MegatronPolicy, VllmGeneration]]:
+def backends(cfg: Config, load: Callable[[MegatronPolicy], None]) -> Iterator[tuple[MegatronPolicy, EnginePool]]:
     """The policy, at the checkpoint that `load` gives it, and the engines; both end with the block.
 
     What gives memory back between phases (offload_between_phases, sleep_level) has done so: a policy needs
@@ -32,15 +32,13 @@ def backends(cfg: Config, load: Callable[[MegatronPolicy], None]) -> Iterator[tu
         load(policy)
         if cfg.policy.megatron_cfg.offload_between_phases:
             policy.offload_after_refit()
-        generation = VllmGeneration(cfg, beside=policy.ranks if cfg.policy.generation.colocated.enabled else None)
+        generation = EnginePool(cfg, beside=policy.ranks if cfg.policy.generation.colocated.enabled else None)
         stack.callback(generation.shutdown)
         generation.finish_generation()
         yield policy, generation
 
 
-def build_bridge(
-    cfg: Config, policy: MegatronPolicy, generation: VllmGeneration, first_version: int = 0
-) -> RefitBridge:
+def build_bridge(cfg: Config, policy: MegatronPolicy, generation: EnginePool, first_version: int = 0) -> RefitBridge:
     """Raises UserError where the transport that the recipe names cannot be had."""
     choice, transport = cfg.nemo_fp8rl.refit, checked_transport(cfg, policy)
     generation.token = secrets.token_hex(32)

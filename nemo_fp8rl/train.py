@@ -178,7 +178,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, goes_on_
 
 def _choices_of_machines(policy: Policy, generation: Generation, bridge: RefitBridge) -> dict[str, str]:
     """Choices that the recipe leaves to the machines."""
-    choices = {"refit": bridge.described, "align": ", ".join(policy.alignments())}
+    choices = {"refit": bridge.description, "align": ", ".join(policy.alignments())}
     choices["quantizer"] = ", ".join(policy.quantizers()) or "none"
     if policy.cache_roundings():
         choices["kv rounding"] = ", ".join(policy.cache_roundings())

@@ -17,7 +17,7 @@ from nemo_fp8rl.cli import main
 from nemo_fp8rl.common.errors import BAD_INPUT, UserError
 from nemo_fp8rl.common.stopwatch import Stopwatch
 from nemo_fp8rl.config.recipe import load
-from nemo_fp8rl.generation.engine_pool import VllmGeneration
+from nemo_fp8rl.generation.engine_pool import EnginePool
 from nemo_fp8rl.generation.interface import Sampling
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
 from nemo_fp8rl.refit.bridge import RefitBridge
@@ -183,7 +183,7 @@ def test_each_side_has_given_its_memory_back_before_the_other_takes_its_own(run,
     for method in ("prepare_for_training", "offload_before_refit", "offload_after_refit"):
         spy(MegatronPolicy, method)
     for method in ("generate", "finish_generation", "prepare_for_generation"):
-        spy(VllmGeneration, method)
+        spy(EnginePool, method)
     one, two = run(
         "policy.generation.vllm_cfg.sleep_level=1",
         "policy.megatron_cfg.offload_between_phases=true",

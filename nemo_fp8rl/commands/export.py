@@ -39,7 +39,7 @@ from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.fp8 import BLOCK, Fp8Layers, NonFiniteError, ScaleFormat, scale_name, scale_shape
 from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.fp8.layers import LAYER
-from nemo_fp8rl.generation.fp8_method.quantization_config import served_config
+from nemo_fp8rl.generation.fp8_method.quantization_config import config_for_vllm_fp8
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.hf.fp8_layers import QUERIES, check_ignored, fused_sizes, ragged
 from nemo_fp8rl.hf.hub import TOKENIZER_FILES
@@ -78,7 +78,7 @@ def export(
     fp8_layers = _fp8_layers(hf, num_first_layers_in_bf16, num_last_layers_in_bf16, tuple(ignored_layer_kws))
     shapes = expected_tensors(hf)
     config = json.loads((checkpoint / "config.json").read_text())
-    config["quantization_config"] = served_config(served_modules(shapes), scale_format, fp8_layers)
+    config["quantization_config"] = config_for_vllm_fp8(served_modules(shapes), scale_format, fp8_layers)
     with CheckpointReader(checkpoint) as reader:
         reader.check(shapes)
         for name in shapes:

@@ -1,4 +1,4 @@
-"""Threads that read an engine's answers, which a refit and sleep wait for."""
+"""Counts the threads that read an engine's answers: a refit, and sleep, wait until the other threads have finished."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -6,35 +6,38 @@ from contextlib import contextmanager
 from threading import Condition, get_ident
 from typing import TypeVar
 
-Begun = TypeVar("Begun")
+T = TypeVar("T")
 
 
-class Readers:
-    """One thread may read several answers; what it asks for meanwhile does not wait for its own."""
+class AnswerReaders:
+    """Knows which thread reads how many answers. A thread may read several at once, and never waits for itself."""
 
     def __init__(self) -> None:
         self._counts, self._changed = Counter[int](), Condition()
 
     @contextmanager
-    def one(self, begin: Callable[[], Begun]) -> Iterator[Begun]:
-        """This thread reads an answer. begin: called before anybody waits for it, one at a time."""
+    def reading(self, begin: Callable[[], T]) -> Iterator[T]:
+        """Count this thread as a reader within the block. The block gets the result of `begin`.
+
+        begin:  is called under the lock, so that a thread which waits sees this reader or comes before `begin`
+        """
         thread = get_ident()
         with self._changed:
-            begun = begin()
+            value = begin()
             self._counts[thread] += 1
         try:
-            yield begun
+            yield value
         finally:
             with self._changed:
                 self._counts[thread] -= 1
                 self._changed.notify_all()
 
-    def reads_itself(self) -> bool:
-        """Whether this thread is within an answer that it has begun to read."""
+    def is_this_thread_reading(self) -> bool:
         with self._changed:
             return self._counts[get_ident()] > 0
 
     def wait_for_others(self) -> None:
-        own = get_ident()
+        """Wait until no other thread reads an answer."""
+        this_thread = get_ident()
         with self._changed:
-            self._changed.wait_for(lambda: not any(n for thread, n in self._counts.items() if thread != own))
+            self._changed.wait_for(lambda: not any(n for thread, n in self._counts.items() if thread != this_thread))

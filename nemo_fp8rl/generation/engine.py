@@ -20,7 +20,7 @@ from nemo_fp8rl.common.machine import instructions
 from nemo_fp8rl.common.vllm_version import vllm_version
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.generation import vllm_compat
-from nemo_fp8rl.generation.answer_readers import Readers
+from nemo_fp8rl.generation.answer_readers import AnswerReaders
 from nemo_fp8rl.generation.core import AsyncCore, Core, Request, SteppedCore
 from nemo_fp8rl.generation.engine_arguments import engine_arguments, is_flashinfer
 from nemo_fp8rl.generation.engine_checks import check_engine, check_machine
@@ -30,7 +30,7 @@ from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.refit.manifest import RefitError
-from nemo_fp8rl.refit.reports import Loaded
+from nemo_fp8rl.refit.reports import LoadReport
 from nemo_fp8rl.workers import WorkerDied
 
 ENVIRONMENT = {  # read by vLLM at import; what the user has set wins
@@ -55,7 +55,7 @@ class VllmEngine:
         self.policy_version = self.loaded_version = -1
         self.sleep_level, self.cache_sleeps = 0, False
         self.has_died, self.asked_again = False, 0
-        self.readers, self.recording = Readers(), Lock()
+        self.readers, self.recording = AnswerReaders(), Lock()
 
     def setup(self, cfg: Config, load_format: str = "dummy") -> None:
         """`load_format="auto"` reads the weights of policy.model_name from disk instead of waiting for a refit."""
@@ -72,13 +72,13 @@ class VllmEngine:
 
         vllm_compat.survive_scan_of_llvmlite()
         vllm_compat.check_attention_backend(cfg.policy.generation.vllm_cfg.attention_backend)
-        self.records_routes = cfg.policy.router_replay.enabled and not vllm_compat.returns_routes()
+        self.records_routes = cfg.policy.router_replay.enabled and not vllm_compat.has_route_output()
         fp8, layers = engine_fp8_layers(hf, cfg), range(hf.num_hidden_layers)
         if self.records_routes and not all(fp8.quantizes(f"model.layers.{layer}.mlp.experts") for layer in layers):
             vllm_compat.check_routes_of_bf16_experts()
         self.policy_version = self.loaded_version = -1 if load_format == "dummy" else 0
         vllm_cfg = cfg.policy.generation.vllm_cfg
-        self.max_model_len, self.is_the_run = vllm_cfg.max_model_len, cfg.cluster.backend == "in_process"
+        self.max_model_len, self.is_in_driver_process = vllm_cfg.max_model_len, cfg.cluster.backend == "in_process"
         arguments = engine_arguments(cfg, load_format)
         self.has_no_tokenizer = arguments["skip_tokenizer_init"]
         try:
@@ -123,10 +123,10 @@ class VllmEngine:
         A prompt and its answer end where the context does. A prompt that leaves no room for an answer gets empty ones,
         cut off at their beginning: `finish_reason` "length".
 
-        Raises WorkerDied, and `answers_as` then says -1: a copy of the generation would come back otherwise.
+        Raises WorkerDied, and `generating_version` then says -1: a copy of the generation would come back otherwise.
         """
         self.asked_again += len(prompts) if again else 0
-        with self.readers.one(self._begin) as version, self._at_work():
+        with self.readers.reading(self._begin) as version, self._at_work():
             yield from self._answers(version, prompts, seeds, sampling)
 
     @contextmanager
@@ -139,7 +139,7 @@ class VllmEngine:
         except WorkerDied:
             self.has_died = True
             raise
-        except vllm_compat.refused_requests() as error:
+        except vllm_compat.request_refusal_type() as error:
             raise UserError(
                 f"vLLM refuses a request: {one_line(error)}; mend the prompt, or the stop strings that it brings"
             ) from None
@@ -148,10 +148,10 @@ class VllmEngine:
         except Exception as error:
             what = one_line(error)[:300] or type(error).__name__
             full = "out of memory" in what  # torch's error, or vLLM's with the text of what a rank raised
-            if self.is_the_run and not full:
+            if self.is_in_driver_process and not full:
                 raise
             self.has_died = True
-            if not self.is_the_run:
+            if not self.is_in_driver_process:
                 raise WorkerDied(f"it failed: {what}") from None
             raise UserError(
                 f"the engine's memory is full: {what}; lower policy.generation.vllm_cfg.max_num_seqs or "
@@ -190,9 +190,9 @@ class VllmEngine:
             own = [self._completion(sample, sampling.logprobs, route, version) for sample, route in pairs]
             yield i, own if sampling.temperature else own * sampling.num_generations
 
-    def stored(self) -> list[str]:
+    def stored_parts(self) -> list[str]:
         """What each rank stores of the model, `refit.manifest.to_json`. Raises RefitError."""
-        answers = self.core.rpc("nemo_fp8rl_stored")
+        answers = self.core.rpc("nemo_fp8rl_stored_parts")
         _raise_first(refusal for _, refusal in answers)
         return [parts for parts, _ in answers]
 
@@ -216,13 +216,13 @@ class VllmEngine:
         """
         if self.sleep_level:
             raise RefitError("this engine sleeps: prepare_for_generation before a refit")
-        if self.readers.reads_itself():
+        if self.readers.is_this_thread_reading():
             raise RefitError("a refit within the answers of `stream`: read them to their end, or close them, before it")
         self.policy_version = -1
         self.readers.wait_for_others()
         return self.loaded_version
 
-    def load(self, version: int, verify: bool, compare: bool = False) -> Loaded | RefitError:
+    def load(self, version: int, verify: bool, compare: bool = False) -> LoadReport | RefitError:
         """Receive a version over the links, drop the prefix cache. The engine is fenced until `commit`.
 
         verify: see `WeightStore.load`. compare: the version is in memory already and held against what arrives. A
@@ -247,7 +247,7 @@ class VllmEngine:
         self.loaded_version = version
         in_place, others, seconds, verifying, _ = zip(*answers, strict=True)
         direct = frozenset().union(*in_place).difference(*others)  # an expert is stored by one rank of several
-        return Loaded(version, direct, max(seconds), max(verifying))
+        return LoadReport(version, direct, max(seconds), max(verifying))
 
     def commit(self, version: int) -> None:
         """Generate from the version that is loaded."""
@@ -294,11 +294,11 @@ class VllmEngine:
     def instructions(self) -> str:
         return instructions()
 
-    def answers_as(self) -> int:
+    def generating_version(self) -> int:
         """The version that it generates from; -1 while it does not, or once it was found dead."""
         return -1 if self.has_died else self.policy_version
 
-    def prompts_asked_again(self) -> int:
+    def count_retried_prompts(self) -> int:
         """Prompts that copies of the generation asked again."""
         return self.asked_again
 

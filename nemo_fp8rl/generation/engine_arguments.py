@@ -57,7 +57,7 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
         "kv_cache_memory_bytes": None if cache_gib is None else int(cache_gib * 2**30),
         "logprobs_mode": "processed_logprobs",  # of the distribution really sampled from
         "generation_config": "vllm",  # not the checkpoint's sampling defaults
-        "enable_return_routed_experts": cfg.policy.router_replay.enabled and vllm_compat.returns_routes(),
+        "enable_return_routed_experts": cfg.policy.router_replay.enabled and vllm_compat.has_route_output(),
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "seed": cfg.grpo.seed,

@@ -11,7 +11,7 @@ from nemo_fp8rl.hf.fp8_layers import asked_fp8_layers, attention_dimensions, mlp
 from nemo_fp8rl.hf.model_config import HfConfig
 from nemo_fp8rl.workers import joins_cluster
 
-HERE = "policy.generation.vllm_cfg"
+KEY_PREFIX = "policy.generation.vllm_cfg"
 CPU_BACKEND = "CPU_ATTN"
 """vLLM's name of its attention on a CPU, which it takes there whatever is asked for."""
 CACHE_BLOCK = 128
@@ -66,17 +66,17 @@ def _check_parallel(hf: HfConfig, cfg: Config) -> None:
     tensor, expert = vllm.tensor_parallel_size, vllm.expert_parallel_size
     fp8 = asked_fp8_layers(hf, cfg)
     divided = attention_dimensions(hf, fp8) + ([mlp_dimension(hf, fp8)] if expert == 1 else [])
-    check_divides(f"{HERE}.tensor_parallel_size", tensor, *divided)
+    check_divides(f"{KEY_PREFIX}.tensor_parallel_size", tensor, *divided)
     if expert == 1:
         return
     if not hf.family.experts:
-        raise UserError(f"{HERE}.expert_parallel_size={expert}: the model has no experts; set it to 1")
+        raise UserError(f"{KEY_PREFIX}.expert_parallel_size={expert}: the model has no experts; set it to 1")
     if expert != tensor:
         raise UserError(
-            f"{HERE}.expert_parallel_size={expert} must be 1 or {HERE}.tensor_parallel_size={tensor}: vLLM spreads the "
-            "experts over all processes of an engine"
+            f"{KEY_PREFIX}.expert_parallel_size={expert} must be 1 or {KEY_PREFIX}.tensor_parallel_size={tensor}: vLLM "
+            "spreads the experts over all processes of an engine"
         )
-    check_divides(f"{HERE}.expert_parallel_size", expert, Dimension("num_experts", hf.num_experts))
+    check_divides(f"{KEY_PREFIX}.expert_parallel_size", expert, Dimension("num_experts", hf.num_experts))
 
 
 def _check_cpu(hf: HfConfig, cfg: Config) -> None:
@@ -86,20 +86,20 @@ def _check_cpu(hf: HfConfig, cfg: Config) -> None:
     expert = cfg.policy.generation.vllm_cfg.expert_parallel_size
     if expert > 1 and not cfg.nemo_fp8rl.engine_fp8:
         raise UserError(
-            f"{HERE}.expert_parallel_size={expert} with nemo_fp8rl.flow=bf16: vLLM cannot spread bfloat16 experts on a "
-            "CPU; set it to 1"
+            f"{KEY_PREFIX}.expert_parallel_size={expert} with nemo_fp8rl.flow=bf16: vLLM cannot spread bfloat16 "
+            "experts on a CPU; set it to 1"
         )
     if (backend := cfg.policy.generation.vllm_cfg.attention_backend) and backend.upper() != CPU_BACKEND:
         raise UserError(
-            f"{HERE}.attention_backend={backend}: on a CPU vLLM has the backend {CPU_BACKEND} alone; leave it out"
+            f"{KEY_PREFIX}.attention_backend={backend}: on a CPU vLLM has the backend {CPU_BACKEND} alone; leave it out"
         )
     _check_free_memory(cfg)
     if not cfg.fp8_kv_cache:
         return
     if hf.head_dim % 32:
         raise UserError(
-            f"{HERE}.kv_cache_dtype=fp8 cannot hold this model: its head_dim={hf.head_dim} is not a multiple of 32; "
-            "set kv_cache_dtype=auto"
+            f"{KEY_PREFIX}.kv_cache_dtype=fp8 cannot hold this model: its head_dim={hf.head_dim} is not a multiple "
+            "of 32; set kv_cache_dtype=auto"
         )
 
 
@@ -108,9 +108,9 @@ def _check_kv_memory(hf: HfConfig, cfg: Config) -> None:
     vllm, wanted = cfg.policy.generation.vllm_cfg, one_sequence_gib(hf, cfg)
     if vllm.kv_cache_memory_gib is not None and wanted > vllm.kv_cache_memory_gib:
         raise UserError(
-            f"{HERE}.kv_cache_memory_gib={vllm.kv_cache_memory_gib:g} cannot hold one sequence of "
-            f"{HERE}.max_model_len={vllm.max_model_len} tokens, which takes {wanted:.3g} GiB; raise the one or lower "
-            "the other"
+            f"{KEY_PREFIX}.kv_cache_memory_gib={vllm.kv_cache_memory_gib:g} cannot hold one sequence of "
+            f"{KEY_PREFIX}.max_model_len={vllm.max_model_len} tokens, which takes {wanted:.3g} GiB; raise the one or "
+            "lower the other"
         )
 
 
@@ -121,7 +121,7 @@ def _check_free_memory(cfg: Config) -> None:
     free, wanted = psutil.virtual_memory().available / 2**30, cfg.policy.generation.vllm_cfg.kv_cache_memory_gib or 0
     if wanted > free:
         raise UserError(
-            f"{HERE}.kv_cache_memory_gib={wanted:g} is more than this machine has free ({free:.1f} GiB); lower it"
+            f"{KEY_PREFIX}.kv_cache_memory_gib={wanted:g} is more than this machine has free ({free:.1f} GiB); lower it"
         )
 
 

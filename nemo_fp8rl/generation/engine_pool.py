@@ -15,7 +15,7 @@ from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.generation.interface import SECONDS_A_TOKEN, Sampling
 from nemo_fp8rl.refit.bridge import Revive
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart, from_json, to_json
-from nemo_fp8rl.refit.reports import Loaded
+from nemo_fp8rl.refit.reports import LoadReport
 from nemo_fp8rl.refit.transport.link import RECEIVER_SHARE
 from nemo_fp8rl.workers import WorkerDied, Workers, ended_on_error, start_workers
 
@@ -27,7 +27,7 @@ COPIED = ("cfg", "token", "engines", "engine_restarts", "prompts_retried")
 """Attributes that a copy takes over; the others are each process' own."""
 
 
-class VllmGeneration:
+class EnginePool:
     """`generation.base.Generation` over cluster.generation_engines engines.
 
     An engine that dies is started again and caught up by the refit bridge (`on_death`); prompts that it had not
@@ -148,8 +148,8 @@ class VllmGeneration:
     def engine_count(self) -> int:
         return self.engines.count
 
-    def stored(self, engine: int) -> list[Sequence[TensorPart]]:
-        return [from_json(parts) for parts in self._call_one(engine, "stored")]
+    def stored_parts(self, engine: int) -> list[Sequence[TensorPart]]:
+        return [from_json(parts) for parts in self._call_one(engine, "stored_parts")]
 
     def domains(self, engines: Collection[int]) -> dict[int, list[str]]:
         answers = self.engines.outcomes("domains", dict.fromkeys(engines, ()), self.timeout)
@@ -174,7 +174,7 @@ class VllmGeneration:
 
     def load(
         self, version: int, engines: Collection[int], verify: bool, compare: bool
-    ) -> Mapping[int, Loaded | Exception]:
+    ) -> Mapping[int, LoadReport | Exception]:
         return self.engines.outcomes("load", dict.fromkeys(engines, (version, verify, compare)), self.timeout)
 
     def commit(self, version: int, engines: Collection[int]) -> None:
@@ -239,7 +239,7 @@ class VllmGeneration:
 
     def metrics(self) -> dict[str, float]:
         for engine, life in enumerate(self.lives):
-            counted = self.engines.ask(engine, "prompts_asked_again", SOON) or 0
+            counted = self.engines.ask(engine, "count_retried_prompts", SOON) or 0
             self.copies_retried[engine, life] = max(counted, self.copies_retried.get((engine, life), 0))
         return {
             "generation/engine_restarts": self.engine_restarts,
@@ -279,7 +279,7 @@ class VllmGeneration:
         """Take the engines that the original has started in the place of others, once they generate."""
         for engine in tuple(self.gone):
             self.engines.renew(engine)
-            version = self.engines.ask(engine, "answers_as", SOON)
+            version = self.engines.ask(engine, "generating_version", SOON)
             if version is not None and version >= 0:
                 self.gone.discard(engine)
 
@@ -292,7 +292,9 @@ class VllmGeneration:
         with self.first_version:  # the first thread looks, the others wait for it
             self.first_version_until = min(self.first_version_until, time.monotonic() + patience)
             while not self.has_seen_version:
-                versions = [self.engines.ask(engine, "answers_as", SOON) for engine in range(self.engines.count)]
+                versions = [
+                    self.engines.ask(engine, "generating_version", SOON) for engine in range(self.engines.count)
+                ]
                 if any(version is not None and version >= 0 for version in versions):
                     self.gone.update(engine for engine, held in enumerate(versions) if held is None or held < 0)
                     self.has_seen_version = True

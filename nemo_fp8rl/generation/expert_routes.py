@@ -1,6 +1,6 @@
 """The experts that vLLM's routers chose, by request and token: what routing replay on the trainer needs.
 
-vLLM returns them itself (`enable_return_routed_experts`) where it has Triton (`compat.returns_routes`). On CPU this
+vLLM returns them itself (`enable_return_routed_experts`) where it has Triton (`compat.has_route_output`). On CPU this
 recorder takes the place of vLLM's own behind the same hook (`bind_routed_experts_capturer`).
 """
 

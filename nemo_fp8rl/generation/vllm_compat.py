@@ -24,7 +24,7 @@ def survive_scan_of_llvmlite() -> None:
         ffi.lib._fntab["__dict__"] = {}
 
 
-def refused_requests() -> type[Exception]:
+def request_refusal_type() -> type[Exception]:
     """What vLLM raises of a request that it does not take; in 0.25 any ValueError."""
     from vllm import exceptions
 
@@ -42,13 +42,13 @@ def check_attention_backend(name: str | None) -> None:
         )
 
 
-def experts_route_themselves() -> bool:
+def is_routing_by_experts() -> bool:
     """Whether vLLM on CPU leaves the choice of experts to what computes them, as it did before 0.30."""
     return vllm_version() < (0, 30)
 
 
 def choose_experts(layer: Any, x: Tensor, router_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(weights, experts), both [tokens, k], by vLLM's own function; for `experts_route_themselves`.
+    """(weights, experts), both [tokens, k], by vLLM's own function; for `is_routing_by_experts`.
 
     It is in the module cpu_fused_moe up to 0.27, then in experts.cpu_moe.
     """
@@ -71,7 +71,7 @@ def choose_experts(layer: Any, x: Tensor, router_logits: Tensor) -> tuple[Tensor
     )
 
 
-def returns_routes() -> bool:
+def has_route_output() -> bool:
     """Whether vLLM itself hands out the experts that it chose (EngineArgs' enable_return_routed_experts): where it has
     Triton, so not on a CPU.
     """
@@ -82,7 +82,7 @@ def returns_routes() -> bool:
 
 def check_routes_of_bf16_experts() -> None:
     """Raise UserError where nothing says which bfloat16 experts were chosen: see `record_routes`."""
-    if experts_route_themselves():
+    if is_routing_by_experts():
         raise UserError(
             "policy.router_replay.enabled: which bfloat16 experts vLLM chose on a CPU it tells since 0.30, and the "
             f"installed one is {installed_vllm()}; upgrade it, or generate in FP8 in all layers"
@@ -95,7 +95,7 @@ def record_routes(model: Any, recorder: Any) -> None:
     Since 0.30 vLLM's routers choose on CPU, too, and it has a function for it. Before, ours have a place for the call
     (`EmulatedFp8MoEMethod.capture`) and vLLM's have none.
     """
-    if not experts_route_themselves():
+    if not is_routing_by_experts():
         from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 
         bind_routed_experts_capturer(model, recorder)
@@ -124,7 +124,7 @@ def forget_packed_experts(model: Any) -> None:
 
 
 @contextmanager
-def own_buffers_kept(model: Any) -> Iterator[None]:
+def preserve_nonpersistent_buffers(model: Any) -> Iterator[None]:
     """Keep the model's own buffers through vLLM's layerwise reload: before 0.26 that overwrites buffers that no
     checkpoint has, such as the table of RoPE, with uninitialized memory
     (https://github.com/vllm-project/vllm/pull/44371).

@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol
 
 from nemo_fp8rl.refit.full_or_delta import Mode, ModeChoice
 from nemo_fp8rl.refit.manifest import RefitError, Route, Sources, TensorPart, share_between
-from nemo_fp8rl.refit.reports import Loaded, RefitReport, SendReport
+from nemo_fp8rl.refit.reports import LoadReport, RefitReport, SendReport
 from nemo_fp8rl.refit.route_plan import Capacities, Routes, bucket_memory, plan
 from nemo_fp8rl.refit.transport.link import Asked
 
@@ -80,7 +80,7 @@ class WeightSink(Protocol):
 
     def engine_count(self) -> int: ...
 
-    def stored(self, engine: int) -> list[Sequence[TensorPart]]:
+    def stored_parts(self, engine: int) -> list[Sequence[TensorPart]]:
         """What each rank of an engine stores."""
         ...
 
@@ -100,7 +100,7 @@ class WeightSink(Protocol):
 
     def load(
         self, version: int, engines: Collection[int], verify: bool, compare: bool
-    ) -> Mapping[int, Loaded | Exception]:
+    ) -> Mapping[int, LoadReport | Exception]:
         """Load what is sent; what became of it in each engine. compare: hold it against the memory, write nothing."""
         ...
 
@@ -141,7 +141,7 @@ class RefitBridge:
         sink.on_death = self.revive
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
         return f"{self.choice.mode} through {self._transport_name()}, verify {self.verify}"
 
     def _transport_name(self) -> str:
@@ -162,13 +162,13 @@ class RefitBridge:
             as_ever = all(self.connected.get(engine) for engine in engines)  # no link to make, no loaders for all of it
             for engine in engines:
                 self._connect(engine)
-            delta = self.choice.delta and held == {self.source.base_version()} != {-1}
-            reports, stages, retries = self._push_and_verify(version, engines, delta=delta, keep=self.choice.keep)
+            delta = self.choice.wants_delta and held == {self.source.base_version()} != {-1}
+            reports, stages, retries = self._push_and_verify(version, engines, delta=delta, keep=self.choice.wants_base)
             retries += self._commit(version, engines)
             self.version, self.sent_updates = version, self.source.updates()
             seconds = time.perf_counter() - start
             if as_ever and not retries:
-                self.choice.took(delta, seconds - waited)
+                self.choice.record(delta, seconds - waited)
             bf16 = sum(report.quantized_bf16_nbytes for report in reports)
             return RefitReport(
                 version=version,
@@ -211,7 +211,7 @@ class RefitBridge:
             sources = self.source.sources()
             try:
                 with self._asking_engine():
-                    stored = self.sink.stored(engine)
+                    stored = self.sink.stored_parts(engine)
                 domains = self._all_domains(engine)
                 if not domains[engine]:
                     continue
@@ -290,7 +290,7 @@ class RefitBridge:
                 if isinstance(outcome, Exception):
                     raise RefitError(f"refit {version}: engine {engine} failed twice: {outcome}") from failed[engine]
             outcomes = {**outcomes, **again}
-        loaded = {engine: outcome for engine, outcome in outcomes.items() if isinstance(outcome, Loaded)}
+        loaded = {engine: outcome for engine, outcome in outcomes.items() if isinstance(outcome, LoadReport)}
         self.connected |= {engine: one.direct for engine, one in loaded.items()}
         behind = [engine for engine in engines if engine not in loaded or loaded[engine].version != version]
         if behind or not loaded:
@@ -302,7 +302,7 @@ class RefitBridge:
 
     def _attempt(
         self, version: int, engines: Collection[int], *, delta: bool = False, keep: bool = False, compare: bool = False
-    ) -> tuple[list[SendReport], Mapping[int, Loaded | Exception]]:
+    ) -> tuple[list[SendReport], Mapping[int, LoadReport | Exception]]:
         whole = self._whole(engines) if delta else frozenset()
         digests, finishing = self.verify != "off", False
         try:

@@ -22,7 +22,7 @@ class ModeChoice:
     in_a_row: int = 0
 
     @property
-    def delta(self) -> bool:
+    def wants_delta(self) -> bool:
         """Whether the next refit is a delta, if it can be."""
         if self.mode != "auto":
             return self.mode == "delta"
@@ -33,13 +33,13 @@ class ModeChoice:
         return self._delta_is_faster
 
     @property
-    def keep(self) -> bool:
+    def wants_base(self) -> bool:
         """Whether the refit after the next one might be a delta."""
         if self.mode != "auto":
             return self.mode == "delta"
         return len(self.seconds) < 2 or self._delta_is_faster or self.in_a_row >= RETRY_AFTER - 1
 
-    def took(self, delta: bool, seconds: float) -> None:
+    def record(self, delta: bool, seconds: float) -> None:
         kind: Literal["full", "delta"] = "delta" if delta else "full"
         self.seconds[kind] = seconds
         self.in_a_row = self.in_a_row + 1 if kind == self.last else 1

@@ -12,7 +12,7 @@ STAGES = ("export", "quantize", "encode", "send")
 """A trainer rank's work: parts of its parameters; bytes and scales; digests, deltas, kept bytes; waiting and copies."""
 
 
-class Timed:
+class StageTimer:
     """Adds what its block takes to the seconds of a stage. A class, for a refit enters some of them for every piece."""
 
     __slots__ = ("seconds", "stage", "start")
@@ -43,8 +43,8 @@ class SendReport:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     failed: dict[LinkId, str] = field(default_factory=dict)
 
-    def timed(self, stage: str) -> Timed:
-        return Timed(self.seconds, stage)
+    def time_stage(self, stage: str) -> StageTimer:
+        return StageTimer(self.seconds, stage)
 
     def count(self, part: TensorPart, nbytes: int) -> None:
         bf16 = part.data_bytes * 2 if part.quantized else part.data_bytes
@@ -56,7 +56,7 @@ class SendReport:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadReport:
     """An engine's answer: the version is in its memory. direct: names of the tensors that can be written in place, and
     so take deltas. seconds: it took, of which `verify_seconds` for digests.
     """

@@ -23,7 +23,7 @@ from nemo_fp8rl.commands.export import export, served_modules
 from nemo_fp8rl.commands.tiny_model import make_tiny, write_model
 from nemo_fp8rl.common.atomic_files import LOCK
 from nemo_fp8rl.fp8 import Fp8Layers
-from nemo_fp8rl.generation.fp8_method.quantization_config import served_config
+from nemo_fp8rl.generation.fp8_method.quantization_config import config_for_vllm_fp8
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.hf.model_tensors import expected_tensors
@@ -150,7 +150,7 @@ def test_vllms_own_config_finds_exactly_our_fp8_layers(family, tmp_path):
     write_model(tmp_path / "model", 0, family, num_hidden_layers=12)
     layers = Fp8Layers(2, 11, ("k_proj", "layers.5.mlp"))
     linears = served_modules(expected_tensors(read_hf_config(tmp_path / "model")))
-    config = Fp8Config.from_config(served_config(linears, "pow2", layers))
+    config = Fp8Config.from_config(config_for_vllm_fp8(linears, "pow2", layers))
     assert (config.is_checkpoint_fp8_serialized, config.activation_scheme) == (True, "dynamic")
     assert config.weight_block_size == [128, 128]
     fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}

@@ -18,7 +18,7 @@ from nemo_fp8rl.batch import Prompt, TrainBatch, collate, prompt_batch
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.generation.engine import VllmEngine
-from nemo_fp8rl.generation.engine_pool import VllmGeneration
+from nemo_fp8rl.generation.engine_pool import EnginePool
 from nemo_fp8rl.generation.interface import Sampling
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
 from nemo_fp8rl.policy.worker import MegatronWorker
@@ -61,7 +61,7 @@ class Pair:
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
         self.policy = MegatronPolicy(cfg)
-        self.generation = VllmGeneration(cfg)
+        self.generation = EnginePool(cfg)
         self.worker: MegatronWorker = self.policy.ranks.worker
         self.engine: VllmEngine = self.generation.engines.worker
         self.bridge = build_bridge(cfg, self.policy, self.generation)

@@ -9,7 +9,7 @@ import pytest
 
 from nemo_fp8rl.batch import Completion
 from nemo_fp8rl.generation import engine_pool
-from nemo_fp8rl.generation.engine_pool import VllmGeneration
+from nemo_fp8rl.generation.engine_pool import EnginePool
 from nemo_fp8rl.workers import WorkerDied
 from tests.generation.pair import GREEDY
 
@@ -46,16 +46,16 @@ class FakeWorkers:
 
 @pytest.fixture
 def engines(recipe, monkeypatch):
-    def start(count: int, **dies: int) -> VllmGeneration:
+    def start(count: int, **dies: int) -> EnginePool:
         workers = FakeWorkers(count, {int(engine[1:]): answers for engine, answers in dies.items()})
         monkeypatch.setattr(engine_pool, "start_workers", lambda *_, **__: workers)
         cfg = recipe("cluster.backend=ray", f"cluster.generation_engines={count}")
-        return VllmGeneration(cfg)
+        return EnginePool(cfg)
 
     return start
 
 
-def answers(generation: VllmGeneration, count: int) -> list[tuple[int, ...]]:
+def answers(generation: EnginePool, count: int) -> list[tuple[int, ...]]:
     groups = generation.generate([(i, i) for i in range(count)], [100 + i for i in range(count)], GREEDY)
     return [completion.token_ids for (completion,) in groups]
 
@@ -100,7 +100,7 @@ class LookedAtTogether(set):
 def test_of_two_threads_that_lose_the_last_two_engines_one_replaces_its_own(engines, monkeypatch):
     """Where engines take turns with the trainer, an engine is left to the next refit as long as another one answers."""
     generation = engines(2, e0=0, e1=0)
-    monkeypatch.setattr(VllmGeneration, "takes_turns", True)
+    monkeypatch.setattr(EnginePool, "takes_turns", True)
     generation.gone = LookedAtTogether()
     losing = [Thread(target=generation._revive, args=(engine, WorkerDied("killed"), 0)) for engine in range(2)]
     for thread in losing:
@@ -127,7 +127,7 @@ def test_an_engine_that_fails_while_it_is_caught_up_is_replaced_once_more(engine
 
 def test_an_engine_that_was_replaced_meanwhile_is_not_ended(engines, monkeypatch):
     generation = engines(2)
-    monkeypatch.setattr(VllmGeneration, "takes_turns", True)
+    monkeypatch.setattr(EnginePool, "takes_turns", True)
     generation.lives[0] = 1
     assert generation._revive(0, WorkerDied("killed"), life=0)
     assert (generation.engines.ended, generation.gone, generation.engine_restarts) == ([], set(), 0)

@@ -152,32 +152,32 @@ def test_sleep_frees_memory_and_leaves_the_answers_as_they_were(pair):
     assert outputs(pair.generate(GREEDY)) == expected
 
 
-@pytest.mark.parametrize("is_the_run", [True, False])
+@pytest.mark.parametrize("is_in_driver_process", [True, False])
 @pytest.mark.parametrize(
     ("prompt", "sampling", "said"),
     [((), GREEDY, "empty"), ((2, 3), replace(GREEDY, stop_strings=("",)), "stop")],
     ids=["empty prompt", "empty stop string"],
 )
 def test_a_prompt_that_vllm_does_not_take_is_not_the_engines_death(
-    pair, monkeypatch, prompt, sampling, said, is_the_run
+    pair, monkeypatch, prompt, sampling, said, is_in_driver_process
 ):
     if pair.cfg.nemo_fp8rl.flow != "fp8_e2e":
         pytest.skip("one engine will do")
     pair.refit()
     monkeypatch.setattr(pair.engine, "has_no_tokenizer", False)
-    monkeypatch.setattr(pair.engine, "is_the_run", is_the_run)
+    monkeypatch.setattr(pair.engine, "is_in_driver_process", is_in_driver_process)
     with pytest.raises(UserError, match=f"vLLM refuses a request: .*{said}.*; mend"):
         pair.engine.generate([prompt], [0], sampling)
-    assert pair.engine.answers_as() == pair.engine.policy_version >= 0
+    assert pair.engine.generating_version() == pair.engine.policy_version >= 0
 
 
 def test_who_asks_an_engine_that_another_thread_has_shut_down_hears_of_its_death():
     engine = VllmEngine()
     engine.policy_version = 1
     asked = engine.stream([(1, 2)], [0], GREEDY)
-    with engine.readers.one(engine._begin):
+    with engine.readers.reading(engine._begin):
         engine.shutdown()
-    assert engine.answers_as() == -1
+    assert engine.generating_version() == -1
     engine.policy_version = 1  # as it was when the other thread looked
     with pytest.raises(WorkerDied, match="shut down"):
         next(asked)
@@ -196,7 +196,7 @@ FAULT = torch.AcceleratorError, "CUDA error: an illegal memory access was encoun
 
 
 @pytest.mark.parametrize(
-    ("fault", "is_the_run", "told", "sentence"),
+    ("fault", "is_in_driver_process", "told", "sentence"),
     [
         (FULL, True, UserError, r"^the engine's memory is full: .*2\.00 GiB.*; lower .*max_num_seqs .*--resume$"),
         (FULL, False, WorkerDied, r"^it failed: CUDA out of memory\. Tried"),
@@ -205,14 +205,14 @@ FAULT = torch.AcceleratorError, "CUDA error: an illegal memory access was encoun
     ids=["full-here", "full", "fault"],
 )
 def test_a_gpus_fault_is_the_death_of_an_engine_of_its_own_and_full_memory_ends_a_run_in_a_sentence(
-    pair, monkeypatch, fault, is_the_run, told, sentence
+    pair, monkeypatch, fault, is_in_driver_process, told, sentence
 ):
     """On a GPU, where torch says so; here the model does, as it is asked, and then the worker, as it is to sleep."""
     if pair.cfg.nemo_fp8rl.flow != "fp8_e2e":
         pytest.skip("one engine will do")
     pair.refit()
     expected = pair.generate(GREEDY)
-    monkeypatch.setattr(pair.engine, "is_the_run", is_the_run)
+    monkeypatch.setattr(pair.engine, "is_in_driver_process", is_in_driver_process)
 
     def fails(*_):
         error, text = fault
@@ -221,13 +221,13 @@ def test_a_gpus_fault_is_the_death_of_an_engine_of_its_own_and_full_memory_ends_
     pair.engine.core.llm.apply_model(lambda model: setattr(model, "failing", model.register_forward_pre_hook(fails)))
     with pytest.raises(told, match=sentence):
         pair.generate(GREEDY)
-    assert pair.engine.answers_as() == -1
+    assert pair.engine.generating_version() == -1
     pair.engine.core.llm.apply_model(lambda model: model.failing.remove())
     pair.refit()
     with monkeypatch.context() as patch, pytest.raises(told, match=sentence):
         patch.setattr("nemo_fp8rl.generation.weights.worker_extension.RefitWorkerExtension.nemo_fp8rl_sleep", fails)
         pair.engine.finish_generation(1)
-    assert pair.engine.answers_as() == -1
+    assert pair.engine.generating_version() == -1
     pair.refit()
     assert outputs(pair.generate(GREEDY)) == outputs(expected)
 

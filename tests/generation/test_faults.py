@@ -25,7 +25,7 @@ from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.generation import vllm_sockets
 from nemo_fp8rl.generation.engine import VllmEngine
-from nemo_fp8rl.generation.engine_pool import VllmGeneration
+from nemo_fp8rl.generation.engine_pool import EnginePool
 from nemo_fp8rl.generation.interface import Sampling
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
 from nemo_fp8rl.refit.bridge import RefitBridge
@@ -51,7 +51,7 @@ class Run:
         tokenizer = PromptTokenizer(self.cfg.policy)
         self.prompts = [tuple(tokenizer.tokenizer(text).input_ids) for text in TEXTS]
         self.policy = MegatronPolicy(self.cfg)
-        self.generation = VllmGeneration(self.cfg)
+        self.generation = EnginePool(self.cfg)
         self.bridge = build_bridge(self.cfg, self.policy, self.generation)
         self.bridge.refit()
 
@@ -59,7 +59,7 @@ class Run:
         self.generation.shutdown()
         self.policy.shutdown()
 
-    def answers(self, disturb=None, of: VllmGeneration | None = None) -> list:
+    def answers(self, disturb=None, of: EnginePool | None = None) -> list:
         """What the engines answer; `disturb()` is called after the first answer."""
         answers = {}
         for i, group in (of or self.generation).stream(self.prompts, range(len(self.prompts)), LONG):
@@ -110,10 +110,10 @@ def test_a_core_found_dead_is_replaced_at_the_next_refit(async_run):
     core = core_process()
     core.kill()
     core.wait()
-    assert engine.answers_as() == async_run.bridge.version
+    assert engine.generating_version() == async_run.bridge.version
     with pytest.raises(WorkerDied):  # as a copy of the generation hears of it, which replaces none
         engine.generate(async_run.prompts[:1], [0], LONG)
-    assert engine.answers_as() == -1
+    assert engine.generating_version() == -1
     with pytest.raises(UserError, match=r"engine died before the first refit \(the process of its core ended\); what"):
         async_run.generation.kernels()  # as at a run's start
     async_run.generation.check_health()
@@ -143,7 +143,7 @@ def test_a_core_that_dies_in_a_refit_is_replaced_and_gets_the_whole_version(asyn
     assert async_run.answers() == expected
 
 
-def look_until_it_is_replaced(generation: VllmGeneration) -> None:
+def look_until_it_is_replaced(generation: EnginePool) -> None:
     """vLLM hears of its core's death a little later than we do."""
     before, deadline = generation.engine_restarts, time.monotonic() + 60
     while generation.engine_restarts == before:
@@ -209,9 +209,9 @@ def test_a_core_that_a_copy_found_slow_answers_it_again_after_the_next_refit(asy
         with pytest.raises(WorkerDied, match="no answer complete in"):
             engine.generate(async_run.prompts[:1], [0], replace(LONG, max_new_tokens=1))
     slow.resume()
-    assert engine.answers_as() == -1
+    assert engine.generating_version() == -1
     assert async_run.bridge.refit().retries == 0
-    assert engine.answers_as() == async_run.bridge.version
+    assert engine.generating_version() == async_run.bridge.version
     assert async_run.answers() == expected
     assert async_run.generation.engine_restarts == before
 
@@ -343,7 +343,7 @@ def test_a_trainer_killed_in_a_refit_leaves_the_engine_fenced_until_a_whole_vers
     cfg = load(RECIPES / "tiny_cpu.yaml", tiny_overrides)
     prompts = [tuple(PromptTokenizer(cfg.policy).tokenizer(text).input_ids) for text in TEXTS]
     trainer = FarTrainer(cfg)
-    generation = VllmGeneration(cfg, "token")
+    generation = EnginePool(cfg, "token")
     (model,) = generation.engines.worker.core.rpc("get_model")
 
     def linked(trainer: FarTrainer, first_version: int) -> RefitBridge:

@@ -9,7 +9,7 @@ import pytest
 
 from nemo_fp8rl.batch import Completion
 from nemo_fp8rl.generation import engine_pool
-from nemo_fp8rl.generation.engine_pool import VllmGeneration
+from nemo_fp8rl.generation.engine_pool import EnginePool
 from nemo_fp8rl.generation.interface import Sampling
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.workers import WorkerDied
@@ -26,7 +26,7 @@ class FakeEngines:
         self.asked: list[set[int]] = []
 
     def ask(self, engine: int, method: str, within: float) -> int | None:
-        assert method == "answers_as"
+        assert method == "generating_version"
         self.looks += 1
         held = self.versions[0][engine]
         if engine == self.count - 1 and len(self.versions) > 1:
@@ -47,17 +47,17 @@ class FakeEngines:
         self.renewed.add(engine)
 
 
-def copy_of(engines: FakeEngines, seconds: float = 60.0) -> VllmGeneration:
+def copy_of(engines: FakeEngines, seconds: float = 60.0) -> EnginePool:
     """As in the process of NeMo RL's collector."""
-    generation = object.__new__(VllmGeneration)
+    generation = object.__new__(EnginePool)
     cluster = SimpleNamespace(generation_engines=2, engine_timeout_seconds=seconds)
     generation.cfg, generation.engines = SimpleNamespace(cluster=cluster), engines  # type: ignore[assignment]
     generation._begin_process()
-    copy: VllmGeneration = pickle.loads(pickle.dumps(generation))
+    copy: EnginePool = pickle.loads(pickle.dumps(generation))
     return copy
 
 
-def answers(copy: VllmGeneration) -> int:
+def answers(copy: EnginePool) -> int:
     return sum(map(len, copy.generate(PROMPTS, range(len(PROMPTS)), Sampling(1, 8, 1.0, ()))))
 
 

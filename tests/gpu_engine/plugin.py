@@ -79,4 +79,4 @@ def pytest_sessionstart() -> None:
     gpu_experts.apply_moe_activation = fake_silu_and_mul
     _custom_ops.moe_align_block_size = fake_moe_align_block_size
     TritonFp8BlockScaledMMKernel.is_supported = classmethod(lambda cls, capability=None: (True, None))
-    quantization.methods = lambda: (NativeFp8LinearMethod, NativeFp8MoEMethod)
+    quantization.methods_for_device = lambda: (NativeFp8LinearMethod, NativeFp8MoEMethod)

@@ -29,7 +29,7 @@ from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.manifest import RefitError, Route, Sources, TensorPart, blocks_of
 from nemo_fp8rl.refit.message import Content
 from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink, Received, received
-from nemo_fp8rl.refit.reports import Loaded, SendReport
+from nemo_fp8rl.refit.reports import LoadReport, SendReport
 from nemo_fp8rl.refit.route_plan import Capacities, Routes
 from nemo_fp8rl.refit.sender.sending_rank import SendingRank
 from nemo_fp8rl.refit.transport.handshake import dial
@@ -219,7 +219,7 @@ class MemoryEngine:
         if self.died:
             raise WorkerDied("the engine was killed")
 
-    def load(self, version: int, verify: bool, compare: bool, each: Callable[[], None]) -> Loaded:
+    def load(self, version: int, verify: bool, compare: bool, each: Callable[[], None]) -> LoadReport:
         self.check()
         self.policy_version = self.loaded_version = -1
         with ThreadPoolExecutor(len(self.ranks)) as threads:
@@ -232,7 +232,9 @@ class MemoryEngine:
             load.result()
         self.loaded_version = version
         direct = frozenset().union(*(rank.direct for rank in self.ranks))
-        return Loaded(version, direct.difference(*(rank.parts.keys() - rank.direct for rank in self.ranks)), 0.001, 0.0)
+        return LoadReport(
+            version, direct.difference(*(rank.parts.keys() - rank.direct for rank in self.ranks)), 0.001, 0.0
+        )
 
     def commit(self, version: int) -> None:
         self.check()
@@ -292,7 +294,7 @@ class MemoryEngines:
     def engine_count(self) -> int:
         return len(self.engines)
 
-    def stored(self, engine: int) -> list[Sequence[TensorPart]]:
+    def stored_parts(self, engine: int) -> list[Sequence[TensorPart]]:
         self._alive("stored", engine)
         return [list(rank.parts.values()) for rank in self.engines[engine].ranks]
 
@@ -320,7 +322,7 @@ class MemoryEngines:
 
     def load(
         self, version: int, engines: Collection[int], verify: bool, compare: bool
-    ) -> Mapping[int, Loaded | Exception]:
+    ) -> Mapping[int, LoadReport | Exception]:
         threads = ThreadPoolExecutor(len(engines) or 1)
         loads = {engine: threads.submit(self._load, engine, version, verify, compare) for engine in engines}
         in_time, _ = wait(loads.values(), self.limit)
@@ -356,7 +358,7 @@ class MemoryEngines:
         assert self.on_death is not None
         assert self.on_death(engine, start, False)
 
-    def _load(self, number: int, version: int, verify: bool, compare: bool) -> Loaded | Exception:
+    def _load(self, number: int, version: int, verify: bool, compare: bool) -> LoadReport | Exception:
         engine = self.engines[number]
         self.loads.append((number, version, compare))
         try:

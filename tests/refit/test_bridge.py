@@ -211,7 +211,7 @@ def test_an_engine_is_sent_to_by_the_copies_on_its_machine(make, mode):
         run.step()
     assert [senders(run, engine) for engine in range(3)] == [[2, 3], [0, 1], [0, 1]]
     assert run.bridge.refit().between_machines == pytest.approx(1 / 3)
-    assert run.bridge.described == f"{mode} through mapped memory within a machine, gloo between the 3, verify digest"
+    assert run.bridge.description == f"{mode} through mapped memory within a machine, gloo between the 3, verify digest"
 
 
 def test_near_and_far_engines_hold_the_same_bytes(make, monkeypatch):
@@ -270,7 +270,7 @@ def test_copies_share_the_work_for_one_engine(make):
         run.bridge.refit()
         assert run.holds()
         run.step()
-    assert run.bridge.described == "delta through mapped memory, verify digest"
+    assert run.bridge.description == "delta through mapped memory, verify digest"
     sent = [report.nbytes for report in run.trainer.reports[0]]
     assert len([nbytes for nbytes in sent if nbytes]) > 2
     assert sum(sent) == sum(part.nbytes if part.quantized else 2 * part.nbytes for part in PARTS)
@@ -908,11 +908,11 @@ def test_the_slower_one_is_tried_again_later(faster):
     choice, made, kept = ModeChoice("auto"), [], []
     base = False
     for _ in range(RETRY_AFTER + 4):
-        delta, keep = choice.delta and base, choice.keep
+        delta, keep = choice.wants_delta and base, choice.wants_base
         made.append("delta" if delta else "full")
         kept.append(keep)
         base = keep
-        choice.took(delta, 1.0 if made[-1] == faster else 2.0)
+        choice.record(delta, 1.0 if made[-1] == faster else 2.0)
     assert made[:2] == ["full", "delta"]
     slower = {"delta": [0, RETRY_AFTER + 1], "full": [1, RETRY_AFTER + 2]}[faster]
     assert [i for i, kind in enumerate(made) if kind != faster] == slower
@@ -922,11 +922,11 @@ def test_the_slower_one_is_tried_again_later(faster):
 
 def test_a_delta_that_became_slower_than_all_bytes_is_given_up():
     choice = ModeChoice("auto")
-    choice.took(False, 2.0)
-    choice.took(True, 1.0)
-    assert choice.delta
-    choice.took(True, 3.0)
-    assert not choice.delta
+    choice.record(False, 2.0)
+    choice.record(True, 1.0)
+    assert choice.wants_delta
+    choice.record(True, 3.0)
+    assert not choice.wants_delta
 
 
 def test_a_refit_with_a_retry_says_nothing_of_speed(make):

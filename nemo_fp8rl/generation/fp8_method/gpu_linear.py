@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 
 from nemo_fp8rl.fp8 import quantize_activations
 from nemo_fp8rl.fp8.format import E4M3
-from nemo_fp8rl.generation.fp8_method.stored_weights import HeldLinearMethod
+from nemo_fp8rl.generation.fp8_method.stored_weights import Fp8LinearMethod
 
 HOPPER = 90
 
@@ -42,7 +42,7 @@ KERNELS = (
 
 
 @register_weight_loader_v2_supported_method
-class NativeFp8LinearMethod(HeldLinearMethod):
+class NativeFp8LinearMethod(Fp8LinearMethod):
     """Multiplies what it holds, as it came."""
 
     def prepare(self, layer: Any, dtype: torch.dtype) -> None:

@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 from nemo_fp8rl.fp8 import Fp8Layers, ScaleFormat
 from nemo_fp8rl.fp8.kernels import load_emulation
 from nemo_fp8rl.generation import vllm_compat
-from nemo_fp8rl.generation.fp8_method.stored_weights import HeldLinearMethod, HeldMoEMethod
+from nemo_fp8rl.generation.fp8_method.stored_weights import Fp8LinearMethod, Fp8MoEMethod
 
 
 class NemoFp8RlConfig(Fp8Config):
@@ -51,7 +51,7 @@ class NemoFp8RlConfig(Fp8Config):
         return own
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        linear, experts = methods()
+        linear, experts = methods_for_device()
         if isinstance(layer, RoutedExperts) and self.fp8_layers.quantizes(prefix):
             return experts(layer.moe_config, self.scale_format)
         if isinstance(layer, Attention) and not self._is_refitted:
@@ -69,7 +69,7 @@ class NemoFp8RlConfig(Fp8Config):
         return bool(extension) and hasattr(resolve_name(extension), "nemo_fp8rl_load")
 
 
-def methods() -> tuple[type[HeldLinearMethod], type[HeldMoEMethod]]:
+def methods_for_device() -> tuple[type[Fp8LinearMethod], type[Fp8MoEMethod]]:
     """The methods of linear layers and of experts for this machine. Raises ValueError where there are none."""
     if current_platform.is_cpu():
         from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_experts import EmulatedFp8MoEMethod

@@ -18,7 +18,7 @@ def quantization_config(scale_format: str, fp8_layers: Fp8Layers) -> dict[str, o
     }
 
 
-def served_config(linears: Iterable[str], scale_format: str, fp8_layers: Fp8Layers) -> dict[str, object]:
+def config_for_vllm_fp8(linears: Iterable[str], scale_format: str, fp8_layers: Fp8Layers) -> dict[str, object]:
     """The same for a model of these linear modules, by vLLM's names, that vLLM's own FP8 serves, too."""
     modules = ("lm_head", *(name for name in linears if not fp8_layers.quantizes(name)))
     return {

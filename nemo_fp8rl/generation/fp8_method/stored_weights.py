@@ -21,7 +21,7 @@ from nemo_fp8rl.fp8 import BLOCK, ScaleFormat, scale_shape
 from nemo_fp8rl.fp8.format import E4M3
 
 
-class HeldLinearMethod(LinearMethodBase):
+class Fp8LinearMethod(LinearMethodBase):
     """Holds `weight` [N, K] (E4M3) and `weight_scale_inv` [ceil(N/128), ceil(K/128)] (float32).
 
     kernel_name: of what multiplies them.
@@ -62,7 +62,7 @@ class HeldLinearMethod(LinearMethodBase):
         raise NotImplementedError
 
 
-class HeldMoEMethod(FusedMoEMethodBase):
+class Fp8MoEMethod(FusedMoEMethodBase):
     """Holds `w13_weight` [E, 2 * I, H] and `w2_weight` [E, H, I] (E4M3) with their scales, float32."""
 
     kernel_name: str

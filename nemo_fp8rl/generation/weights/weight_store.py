@@ -22,7 +22,7 @@ from nemo_fp8rl.fp8 import BLOCK, Fp8Layers, scale_name, scale_shape
 from nemo_fp8rl.fp8.delta import DeltaError
 from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.fp8_method.fp8_caches import fp8_caches
-from nemo_fp8rl.generation.fp8_method.stored_weights import HeldLinearMethod, HeldMoEMethod
+from nemo_fp8rl.generation.fp8_method.stored_weights import Fp8LinearMethod, Fp8MoEMethod
 from nemo_fp8rl.generation.weights.placement import Slot, slots
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.refit.deferred_checks import Mark, Readings
@@ -31,7 +31,7 @@ from nemo_fp8rl.refit.manifest import RefitError, TensorPart, blocks_of
 from nemo_fp8rl.refit.message import Content
 from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink, Received, received
 
-DIRECT: tuple[type, ...] = (HeldLinearMethod, HeldMoEMethod, UnquantizedEmbeddingMethod)
+DIRECT: tuple[type, ...] = (Fp8LinearMethod, Fp8MoEMethod, UnquantizedEmbeddingMethod)
 """Methods that can derive what they need from the parameters anew; a module without a method derives nothing."""
 if current_platform.is_cuda():
     DIRECT += (UnquantizedLinearMethod,)  # which packs its weights on a CPU
@@ -70,7 +70,7 @@ class WeightStore:
         loading = _Loading(self, links, version, verify)
         if len(self.direct) < len(self.slots):
             vllm_compat.forget_packed_experts(self.model)
-            with vllm_compat.own_buffers_kept(self.model):
+            with vllm_compat.preserve_nonpersistent_buffers(self.model):
                 self.runner.reload_weights(weights_iterator=loading.for_vllm(), is_checkpoint_format=True)
         elif left := list(loading.for_vllm()):
             raise AssertionError(f"{left[0][0]} is written in place, and came for vLLM's loaders")
@@ -85,7 +85,7 @@ class WeightStore:
 
     def compare(self, links: Sequence[IncomingLink], version: int) -> None:
         """Raises RefitError, with the name, on a tensor whose bytes in memory are not those that arrive."""
-        kv_scales = kv_scales_held(fp8_caches(self.model))
+        kv_scales = stored_kv_scales(fp8_caches(self.model))
         for item in received(links, version):
             name = item.part.name
             if name in self.direct or name in kv_scales:
@@ -94,7 +94,7 @@ class WeightStore:
                 if not all(item.content.equals(one) for one in held):
                     raise RefitError(f"refit {version}: {name} in the engine is not what the trainer holds")
 
-    def forget_copies(self) -> int:
+    def drop_dequantized(self) -> int:
         """Give up what emulated FP8 layers multiply with, until they do so again; the bytes."""
         nbytes = 0
         for layer in self.model.modules():
@@ -232,7 +232,7 @@ class _Loading:
         for names, attention in caches.items():
             vllm_compat.set_kv_scales(attention, *(self.kv_scales[name][0] for name in names))
         if self.verify:
-            for name, held in kv_scales_held(caches).items():
+            for name, held in stored_kv_scales(caches).items():
                 for one in held:
                     self._verify_held(name, one, self.kv_scales[name][1])
         self.readings.finish()
@@ -278,7 +278,7 @@ class _Assembly:
             yield scale_name(self.part.name), self.scale_inv
 
 
-def kv_scales_held(caches: Mapping[tuple[str, str, str], Any]) -> dict[str, list[Content]]:
+def stored_kv_scales(caches: Mapping[tuple[str, str, str], Any]) -> dict[str, list[Content]]:
     """{name: a KV scale as kernels read it}: the buffer of those on GPUs, and the number that those on a CPU take."""
     held = {}
     for names, attention in caches.items():

@@ -20,7 +20,7 @@ from nemo_fp8rl.fp8 import can_vllm_read_fp8_cache
 from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.expert_routes import RouteRecorder
 from nemo_fp8rl.generation.fp8_method.fp8_caches import fp8_caches
-from nemo_fp8rl.generation.fp8_method.stored_weights import HeldLinearMethod, HeldMoEMethod
+from nemo_fp8rl.generation.fp8_method.stored_weights import Fp8LinearMethod, Fp8MoEMethod
 from nemo_fp8rl.generation.weights.weight_store import WeightStore
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.hf.model_config import read_hf_config
@@ -61,7 +61,7 @@ class RefitWorkerExtension:
     def weight_store(self) -> WeightStore:
         return WeightStore(self.model_runner)
 
-    def nemo_fp8rl_stored(self) -> tuple[str, str]:
+    def nemo_fp8rl_stored_parts(self) -> tuple[str, str]:
         """(parts that this rank stores, why it cannot say)."""
         return _answered(lambda: to_json(self.weight_store.parts), "")
 
@@ -127,7 +127,7 @@ class RefitWorkerExtension:
         """
         modules = list(self.model_runner.get_model().modules())
         methods = (getattr(module, "quant_method", None) for module in modules)
-        fp8 = {m.kernel_name for m in methods if isinstance(m, HeldLinearMethod | HeldMoEMethod)}
+        fp8 = {m.kernel_name for m in methods if isinstance(m, Fp8LinearMethod | Fp8MoEMethod)}
         attention = {f"attention: {m.attn_backend.get_name()}" for m in modules if isinstance(m, Attention)}
         if any(getattr(m.impl, "emulates", False) for m in modules if isinstance(m, Attention)):
             attention.add("FP8 KV cache: emulated")
@@ -147,7 +147,7 @@ class RefitWorkerExtension:
         freed = self._free("kv_cache", self.model_runner.kv_caches) if level else 0
         if level == 2:
             freed += self._free("weights", self.model_runner.get_model().parameters())
-            freed += self.weight_store.forget_copies()
+            freed += self.weight_store.drop_dequantized()
         return freed
 
     def _free(self, tag: Tag, tensors: Iterable[Tensor]) -> int:

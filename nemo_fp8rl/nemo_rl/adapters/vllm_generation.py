@@ -12,7 +12,7 @@ from nemo_rl.models.generation.interfaces import GenerationInterface
 
 from nemo_fp8rl.batch import Completion
 from nemo_fp8rl.config.schema import Config
-from nemo_fp8rl.generation.engine_pool import CALLS_AT_ONCE, VllmGeneration
+from nemo_fp8rl.generation.engine_pool import CALLS_AT_ONCE, EnginePool
 from nemo_fp8rl.generation.interface import Sampling, sample_seed
 from nemo_fp8rl.nemo_rl.adapters.batched_data import generation_output, prompts, runs
 from nemo_fp8rl.nemo_rl.adapters.coalesce import Coalescer
@@ -36,7 +36,7 @@ class VllmFp8Generation(GenerationInterface):
     bridge: RefitBridge | None = None
     weight_synchronizer: Any = None
 
-    def __init__(self, generation: VllmGeneration, cfg: Config, generation_cfg: Mapping[str, Any], pad: int) -> None:
+    def __init__(self, generation: EnginePool, cfg: Config, generation_cfg: Mapping[str, Any], pad: int) -> None:
         """generation_cfg: NeMo RL's `policy.generation`, which its loops read from here. pad: token id."""
         self.generation, self.config, self.cfg, self.pad_token_id = generation, cfg, generation_cfg, pad
         self.turn, self.answered = 0, set[tuple[int, ...]]()

@@ -56,6 +56,7 @@ def install(
     generation.bridge, generation.weight_synchronizer = bridge, synchronizer
     policy.refit = synchronizer.sync_weights
     print(
-        f"nemo-fp8rl: flow {cfg.nemo_fp8rl.flow}, {cfg.nemo_fp8rl.scale_format} scales, {bridge.described}", flush=True
+        f"nemo-fp8rl: flow {cfg.nemo_fp8rl.flow}, {cfg.nemo_fp8rl.scale_format} scales, {bridge.description}",
+        flush=True,
     )
     return GrpoLossFn(loss_keys(master_config.model_dump()), correction=cfg.nemo_fp8rl.correction)

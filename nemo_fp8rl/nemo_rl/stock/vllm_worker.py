@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from nemo_fp8rl.generation.fp8_method.fp8_caches import fp8_caches
-from nemo_fp8rl.generation.vllm_compat import forget_packed_experts, own_buffers_kept, set_kv_scales
+from nemo_fp8rl.generation.vllm_compat import forget_packed_experts, preserve_nonpersistent_buffers, set_kv_scales
 from nemo_fp8rl.nemo_rl.stock.layer_agreement import BFLOAT16, disagreement, is_kv_scale
 
 if current_platform.is_cpu():
@@ -115,7 +115,7 @@ class _Reload:
             self.half_done = False
 
         forget_packed_experts(model)
-        with set_current_vllm_config(self.worker.vllm_config), own_buffers_kept(model):
+        with set_current_vllm_config(self.worker.vllm_config), preserve_nonpersistent_buffers(model):
             initialize_layerwise_reload(model)
             yield finalize
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.generation.fp8_method.quantization_config import served_config
+from nemo_fp8rl.generation.fp8_method.quantization_config import config_for_vllm_fp8
 from nemo_fp8rl.nemo_rl.recipe.precision import engine_fp8_layers, read_precision
 from nemo_fp8rl.nemo_rl.stock.bf16_layers import with_bf16_layers
 from nemo_fp8rl.nemo_rl.stock.fp8_stream import CHOICE
@@ -59,7 +59,7 @@ def choose(policy: dict[str, Any], num_hidden_layers: int, version: str, latent:
         "fp8_layers": {"first": layers.first, "end": layers.end, "ignored": list(layers.ignored)},
         OVERRIDES: overrides,
     }
-    quantization = served_config(linears, precision.scale_format, layers)
+    quantization = config_for_vllm_fp8(linears, precision.scale_format, layers)
     del quantization["fp8_layers"]  # vLLM reads the modules; NeMo RL logs this to TensorBoard, which takes no such list
     policy[OVERRIDES] = {**overrides, "quantization_config": quantization}
     kwargs = generation["vllm_kwargs"] = dict(generation.get("vllm_kwargs") or {})

@@ -30,7 +30,7 @@ from nemo_fp8rl.refit.deferred_checks import Mark, Readings, on_gpu
 from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart, blocks_of
 from nemo_fp8rl.refit.message import Content, Encoding, Entry
-from nemo_fp8rl.refit.reports import LinkId, SendReport, Timed
+from nemo_fp8rl.refit.reports import LinkId, SendReport, StageTimer
 from nemo_fp8rl.refit.sender.bucket_writer import Outgoing
 from nemo_fp8rl.refit.transport.link import LinkError, SendingEnd
 
@@ -126,7 +126,7 @@ class WeightSender:
             self._quantize(sending, part, values, content)
             if payload is not room:
                 room.copy_(payload)
-        with sending.report.timed("encode"):
+        with sending.report.time_stage("encode"):
             mark = sending.readings.digest(content) if digests else Mark()
             if keep and part.data_bytes >= DELTA_FROM:
                 self._kept(part, values.device).copy_(payload)
@@ -137,7 +137,7 @@ class WeightSender:
         content = Content.of(part, kept)
         with sending.quantizing(part):
             delta = self._update(sending, part, values, content)
-        with sending.report.timed("encode"):
+        with sending.report.time_stage("encode"):
             mark = sending.readings.digest(content) if digests else Mark()
             message = delta.encode() if delta is not None else b""
         if delta is None or len(message) >= part.data_bytes // 2:
@@ -206,7 +206,7 @@ class _Sending:
     ) -> Iterator[tuple[str, Tensor | BlockScaled]]:
         parts = iter(weights)
         while True:
-            with self.report.timed("export"):
+            with self.report.time_stage("export"):
                 part = next(parts, None)
             if part is None:
                 return
@@ -232,7 +232,7 @@ class _Sending:
     def room(self, piece: Piece, nbytes: int) -> Tensor | None:
         """Memory for an entry, in the bucket of the first link that wants the piece and still holds, if any does."""
         for i in self._open_links(piece.targets):
-            with self._or_failed(i), self.report.timed("send"):
+            with self._or_failed(i), self.report.time_stage("send"):
                 return self.going[i].room(nbytes)
         return None
 
@@ -240,7 +240,7 @@ class _Sending:
         """Make an entry of what `room` gave, and copy it to the other links that want the piece."""
         first, nbytes = next(self._open_links(piece.targets)), payload.nbytes
         for i in self._open_links(piece.targets):
-            with self._or_failed(i), self.report.timed("send"):
+            with self._or_failed(i), self.report.time_stage("send"):
                 if i != first:
                     self.going[i].room(nbytes).copy_(payload)
                 self.going[i].add(Entry(piece.targets[i], encoding, nbytes, ""), mark, piece.part)
@@ -252,7 +252,7 @@ class _Sending:
             for outgoing in self.going.values():
                 outgoing.drop(self.readings)
         for i in self._open_links(list(self.going)):
-            with self._or_failed(i), self.report.timed("send"):
+            with self._or_failed(i), self.report.time_stage("send"):
                 self.going[i].send(last=True, abort=abort)
 
     def _open_links(self, links: Iterable[LinkId]) -> Iterator[LinkId]:
@@ -292,7 +292,7 @@ class _OrFailed:
         return True
 
 
-class _Quantizing(Timed):
+class _Quantizing(StageTimer):
     """The stage of that name; a NonFiniteError of the block gets the tensor's name."""
 
     __slots__ = ("tensor",)

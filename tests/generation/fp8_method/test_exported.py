@@ -149,7 +149,7 @@ def test_an_fp8_cache_has_the_checkpoints_scales_or_vllm_warns_that_there_are_no
 
 @pytest.mark.usefixtures("vllm_fp8_on_cpu")
 def test_vllms_own_fp8_serves_it_as_a_refitted_engine(exported):
-    if exported.pair.worker.hf.family.experts and vllm_compat.experts_route_themselves():
+    if exported.pair.worker.hf.family.experts and vllm_compat.is_routing_by_experts():
         pytest.skip("before 0.30 vLLM's own FP8 experts have no router on a CPU")
     engine = exported.engine()
     assert engine.core.llm.vllm_config.model_config.quantization == "fp8"

@@ -22,7 +22,7 @@ from pathlib import Path
 import vllm.plugins
 from vllm import LLM, SamplingParams
 seconds, load = [], vllm.plugins.load_general_plugins
-def timed():
+def time_stage():
     start = time.perf_counter()
     load()
     seconds.append(time.perf_counter() - start)
@@ -147,7 +147,7 @@ def test_a_machine_without_fp8_kernels_is_refused(monkeypatch):
 
     monkeypatch.setattr(quantization, "current_platform", SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False))
     with pytest.raises(ValueError, match="runs on CPUs and on NVIDIA's GPUs"):
-        quantization.methods()
+        quantization.methods_for_device()
 
 
 def test_a_checkpoint_of_somebody_else_is_refused(method):

@@ -4,14 +4,14 @@ import sys
 from typing import Any
 
 from nemo_fp8rl.cli import main
-from nemo_fp8rl.generation.engine_pool import VllmGeneration
+from nemo_fp8rl.generation.engine_pool import EnginePool
 
 
-def fails(self: VllmGeneration, *arguments: Any) -> Any:
+def fails(self: EnginePool, *arguments: Any) -> Any:
     raise RuntimeError("no answer comes")
 
 
 if __name__ == "__main__":
-    VllmGeneration.stream = fails  # type: ignore[method-assign]
+    EnginePool.stream = fails  # type: ignore[method-assign]
     recipe, *overrides = sys.argv[1:]
     sys.exit(main(["nemo", "--config", recipe, *overrides]))

@@ -14,11 +14,11 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled, ScaleFormat, fprop
 from nemo_fp8rl.fp8.linear import operand_dtype
 from nemo_fp8rl.generation import vllm_compat
-from nemo_fp8rl.generation.fp8_method.on_cpu.rank_sums import counted_once, summed
-from nemo_fp8rl.generation.fp8_method.stored_weights import HeldMoEMethod
+from nemo_fp8rl.generation.fp8_method.on_cpu.rank_sums import keep_on_first_rank, sum_over_ranks
+from nemo_fp8rl.generation.fp8_method.stored_weights import Fp8MoEMethod
 
 
-class EmulatedFp8MoEMethod(HeldMoEMethod):
+class EmulatedFp8MoEMethod(Fp8MoEMethod):
     """Multiplies dequantized copies of what it holds."""
 
     kernel_name = "fp8.fprop (emulated)"
@@ -29,7 +29,7 @@ class EmulatedFp8MoEMethod(HeldMoEMethod):
 
     @property
     def is_monolithic(self) -> bool:
-        return vllm_compat.experts_route_themselves()
+        return vllm_compat.is_routing_by_experts()
 
     def apply_monolithic(self, layer: Any, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None) -> Tensor:
         """`multiply` for vLLM's versions that leave routing to the experts."""
@@ -62,11 +62,11 @@ class EmulatedFp8MoEMethod(HeldMoEMethod):
                 gate, up = fprop(x[rows], w13[own], self.scale_format).chunk(2, -1)
                 expert_out[rows, choice] = fprop(F.silu(gate) * up, w2[own], self.scale_format, dtype)
         if shared:
-            expert_out = summed(expert_out.float(), x.dtype)
+            expert_out = sum_over_ranks(expert_out.float(), x.dtype)
         out = torch.zeros(x.shape, dtype=torch.float32)
         for rows, choice in chosen.values():
             out.index_add_(0, rows, expert_out[rows, choice].float() * topk_weights[rows, choice].float().unsqueeze(-1))
-        return counted_once(out.to(x.dtype)) if shared else out.to(x.dtype)
+        return keep_on_first_rank(out.to(x.dtype)) if shared else out.to(x.dtype)
 
 
 def _dequantized(layer: Any, name: str, dtype: torch.dtype) -> list[Tensor]:

@@ -8,12 +8,12 @@ from vllm.model_executor.layers.linear import RowParallelLinear, register_weight
 
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled, fprop
 from nemo_fp8rl.fp8.linear import operand_dtype
-from nemo_fp8rl.generation.fp8_method.on_cpu.rank_sums import counted_once, summed
-from nemo_fp8rl.generation.fp8_method.stored_weights import HeldLinearMethod
+from nemo_fp8rl.generation.fp8_method.on_cpu.rank_sums import keep_on_first_rank, sum_over_ranks
+from nemo_fp8rl.generation.fp8_method.stored_weights import Fp8LinearMethod
 
 
 @register_weight_loader_v2_supported_method
-class EmulatedFp8LinearMethod(HeldLinearMethod):
+class EmulatedFp8LinearMethod(Fp8LinearMethod):
     """Multiplies a dequantized copy of what it holds."""
 
     kernel_name = "fp8.fprop (emulated)"
@@ -30,8 +30,8 @@ class EmulatedFp8LinearMethod(HeldLinearMethod):
             stored = BlockScaled(layer.weight.data, layer.weight_scale_inv.data, BLOCK)
             layer.fp8_dequantized = stored.dequantize(layer.fp8_operand_dtype)
         if self.sums_parts:
-            y = summed(fprop(x, layer.fp8_dequantized, self.scale_format, torch.float32), x.dtype)
-            y = counted_once(y)
+            y = sum_over_ranks(fprop(x, layer.fp8_dequantized, self.scale_format, torch.float32), x.dtype)
+            y = keep_on_first_rank(y)
         else:
             y = fprop(x, layer.fp8_dequantized, self.scale_format)
         return y if bias is None else y + bias

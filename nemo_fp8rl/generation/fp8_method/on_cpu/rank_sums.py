@@ -5,11 +5,11 @@ from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parallel_all_reduce
 
 
-def summed(part: Tensor, dtype: torch.dtype) -> Tensor:
+def sum_over_ranks(part: Tensor, dtype: torch.dtype) -> Tensor:
     """The ranks' parts, float32, added up and then rounded to `dtype`: each rank's part is not rounded."""
     return tensor_model_parallel_all_reduce(part).to(dtype)
 
 
-def counted_once(whole: Tensor) -> Tensor:
+def keep_on_first_rank(whole: Tensor) -> Tensor:
     """What the ranks, all of which hold `whole`, hand to vLLM, which adds it up over them: the first has it all."""
     return whole if get_tensor_model_parallel_rank() == 0 else torch.zeros_like(whole)
