@@ -2,7 +2,7 @@
 
     python benchmarks/mismatch.py [--steps 40] [--task add|chain] [--family qwen3] [--kv | --half-heads] [--folder F]
 
-Each run is `nemo-fp8rl train` in a process of its own. Prints the table that the README shows, and writes it with
+Each run is `nemo-fp8rl train` in a process of its own. Prints the table of docs/results.md, and writes it with
 machine and versions to benchmarks/results/mismatch_TASK[_FAMILY][_VARIANT].json. With --kv the flows that are aligned
 run with an FP8 KV cache, which the trainer reads too (unified) or does not (rollout). With --half-heads the model has
 twice as many heads of 64, half of an FP8 block, as Llama-3.2-1B has.
