@@ -16,8 +16,6 @@ import pytest
 import torch
 from filelock import FileLock
 
-from nemo_fp8rl.commands.sft import sft
-from nemo_fp8rl.commands.tiny_model import make_tiny
 from nemo_fp8rl.common.vllm_version import vllm_version
 from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.config.schema import Config
@@ -93,6 +91,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with model/ (random Qwen3, tokenizer) and data.jsonl."""
+    from nemo_fp8rl.commands.tiny_model import make_tiny
+
     folder = tmp_path_factory.mktemp("tiny") / "add"
     make_tiny(folder, "add")
     return folder
@@ -111,6 +111,8 @@ def warm_overrides(
     """The same after a short warm-up, in tiny/warm: some answers are right, so GRPO has a gradient. In float32, for the
     sake of CPUs without bfloat16. Test processes of one run share it.
     """
+    from nemo_fp8rl.commands.sft import sft  # loads Megatron
+
     processes = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     folder = tmp_path_factory.getbasetemp()
     warm = folder.parent / f"warm-{processes}" if processes else folder / "warm"
