@@ -88,7 +88,7 @@ def measure(folder: Path, flow: str, fp8_param: bool, batch: TrainBatch, rounds:
             "logprobs_seconds": median(forwards),
             "tokens_per_second": tokens / median(steps),
             "peak_bytes": peak,
-            "kernels": sorted(worker.kernels()),
+            "kernels": sorted(worker.describe().kernels),
         }
     finally:
         worker.shutdown()

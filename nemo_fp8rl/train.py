@@ -178,14 +178,15 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, goes_on_
 
 def _choices_of_machines(policy: Policy, generation: Generation, bridge: RefitBridge) -> dict[str, str]:
     """Choices that the recipe leaves to the machines."""
-    choices = {"refit": bridge.description, "align": ", ".join(policy.alignments())}
-    choices["quantizer"] = ", ".join(policy.quantizers()) or "none"
-    if policy.cache_roundings():
-        choices["kv rounding"] = ", ".join(policy.cache_roundings())
+    trainer = policy.describe()
+    choices = {"refit": bridge.description, "align": ", ".join(sorted(trainer.alignments))}
+    choices["quantizer"] = ", ".join(sorted(trainer.quantizers)) or "none"
+    if trainer.cache_roundings:
+        choices["kv rounding"] = ", ".join(sorted(trainer.cache_roundings))
     return choices | {
-        "trainer_kernels": ", ".join(policy.kernels()) or "none in FP8",
+        "trainer_kernels": ", ".join(sorted(trainer.kernels)) or "none in FP8",
         "engine_kernels": ", ".join(generation.kernels()),
-        "processors": processors(policy.instructions(), generation.instructions()),
+        "processors": processors(trainer.instruction_sets, generation.instructions()),
     }
 
 

@@ -1,8 +1,9 @@
 """What the loop asks of a training policy."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 from torch import Tensor
 
@@ -18,6 +19,31 @@ SHARED = "checkpoints need a folder that all nodes share (checkpointing.checkpoi
 
 class Diverged(StepRefused):
     """An optimizer step's gradient or loss is not finite."""
+
+
+@dataclass(frozen=True)
+class PolicyDescription:
+    """What the training ranks chose for their machines, in words for people. Each field has the ranks' distinct values.
+
+    kernels:           the kernels that multiply FP8 layers; empty without FP8 layers
+    quantizers:        what quantizes weights for a refit; empty without FP8 engines
+    alignments:        `nemo_fp8rl.align` as resolved: where the non-linear parts of the model round
+    cache_roundings:   how attention rounds the keys and values of an FP8 KV cache; empty where it does not
+    instruction_sets:  `machine.instructions` of the ranks' machines; "" for a CPU without AVX-512
+    """
+
+    kernels: frozenset[str]
+    quantizers: frozenset[str]
+    alignments: frozenset[str]
+    cache_roundings: frozenset[str]
+    instruction_sets: frozenset[str]
+
+    @classmethod
+    def union(cls, ranks: Iterable[Self]) -> Self:
+        """Return the values of all ranks, field by field."""
+        descriptions = list(ranks)
+        names = [field.name for field in fields(cls)]
+        return cls(**{name: frozenset().union(*(getattr(d, name) for d in descriptions)) for name in names})
 
 
 class Policy(WeightSource, Protocol):
@@ -61,24 +87,8 @@ class Policy(WeightSource, Protocol):
         """How far the engine's weights are from the trainer's (`algorithms.quantization_error`)."""
         ...
 
-    def kernels(self) -> list[str]:
-        """What multiplies the FP8 layers of its ranks; empty without any."""
-        ...
-
-    def quantizers(self) -> list[str]:
-        """What quantizes the weights of its ranks for a refit; empty without FP8 engines."""
-        ...
-
-    def alignments(self) -> list[str]:
-        """Where the non-linear parts of its ranks round: `nemo_fp8rl.align`, as resolved."""
-        ...
-
-    def cache_roundings(self) -> list[str]:
-        """How its ranks round what an FP8 KV cache holds; empty where they do not."""
-        ...
-
-    def instructions(self) -> set[str]:
-        """The instruction sets of its ranks' machines (`machine.instructions`)."""
+    def describe(self) -> PolicyDescription:
+        """Return what the ranks chose for their machines."""
         ...
 
     def save(self, folder: Path, optimizer: bool = True) -> None:

@@ -16,7 +16,7 @@ from nemo_fp8rl.batch import TrainBatch, balanced_order, num_rows, rows, shards
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.hf.model_config import read_hf_config
-from nemo_fp8rl.policy.interface import SHARED, Diverged, Loss
+from nemo_fp8rl.policy.interface import SHARED, Diverged, Loss, PolicyDescription
 from nemo_fp8rl.policy.weights.layout import check_layout
 from nemo_fp8rl.policy.worker import MegatronWorker, Place
 from nemo_fp8rl.refit.bridge import Transport
@@ -86,24 +86,12 @@ class MegatronPolicy:
             raise
         return combined(results) | {name: results[0][name] for name in PER_RANK}
 
-    def kernels(self) -> list[str]:
-        return sorted(set().union(*self.ranks.call_all("kernels")))
-
-    def quantizers(self) -> list[str]:
-        return sorted(set(self.ranks.call_all("quantizer")) - {""})
-
-    def alignments(self) -> list[str]:
-        return sorted(set(self.ranks.call_all("alignment")))
-
-    def cache_roundings(self) -> list[str]:
-        return sorted(set(self.ranks.call_all("cache_rounding")) - {""})
+    def describe(self) -> PolicyDescription:
+        return PolicyDescription.union(self.ranks.call_all("describe"))
 
     def on_gpu(self) -> bool:
         """Whether the weights of all its ranks are on GPUs."""
         return all(self.ranks.call_all("on_gpu"))
-
-    def instructions(self) -> set[str]:
-        return set(self.ranks.call_all("instructions"))
 
     def step_schedule(self) -> None:
         self.ranks.call_all("step_schedule")

@@ -32,7 +32,7 @@ from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.model_config import HfConfig, read_hf_config
 from nemo_fp8rl.hf.model_tensors import expected_tensors
-from nemo_fp8rl.policy.interface import SHARED, Loss
+from nemo_fp8rl.policy.interface import SHARED, Loss, PolicyDescription
 from nemo_fp8rl.policy.layer_specs import transformer_engine_linears
 from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.layers.linears import MultipliesInFp8
@@ -85,7 +85,7 @@ class MegatronWorker:
     def setup(self, cfg: Config, rank: int, world_size: int, rendezvous: tuple[str, int] | None) -> Place:
         """Join the ranks, build the model and its optimizer. `rendezvous` is (host, port) of rank 0's store."""
         self.cfg, self.rank, on_gpu = cfg, rank, self.on_gpu()
-        self.quantizer()  # which refuses what cannot be had here
+        self._quantizer()  # raises UserError for a quantizer that this machine does not have
         device = torch.device("cuda" if on_gpu else "cpu")
         self.hf = read_hf_config(cfg.policy.model_name)
         if on_gpu:
@@ -184,12 +184,20 @@ class MegatronWorker:
         self.offload.take_parameters(columns=False)
         return self.held
 
-    def kernels(self) -> set[str]:
-        """What multiplies its FP8 layers; empty without any."""
-        return {module.kernel_name for module in self.model.modules() if isinstance(module, MultipliesInFp8)}
+    def describe(self) -> PolicyDescription:
+        """Return what this rank chose for its machine."""
+        layers = (module for module in self.model.modules() if isinstance(module, MultipliesInFp8))
+        rounding = None if self.kv_cache is None else self.kv_cache.rounding
+        return PolicyDescription(
+            kernels=frozenset(layer.kernel_name for layer in layers),
+            quantizers=frozenset(filter(None, [self._quantizer()])),
+            alignments=frozenset(["vllm" if is_aligned(self.cfg.nemo_fp8rl) else "none"]),
+            cache_roundings=frozenset(filter(None, [rounding])),
+            instruction_sets=frozenset([instructions()]),
+        )
 
-    def quantizer(self) -> str:
-        """What quantizes its weights for a refit; empty where engines are not FP8."""
+    def _quantizer(self) -> str:
+        """Name what quantizes the weights of this rank for a refit; "" without FP8 engines."""
         name = self.cfg.nemo_fp8rl.kernel
         if not self.cfg.nemo_fp8rl.engine_fp8:
             return ""
@@ -200,19 +208,8 @@ class MegatronWorker:
         except kernels.KernelError as error:
             raise UserError(f"nemo_fp8rl.kernel={name}: {error}") from None
 
-    def cache_rounding(self) -> str:
-        """How what an FP8 KV cache holds is rounded, as its attention reads it; empty where it does not."""
-        return (self.kv_cache.rounding or "") if self.kv_cache is not None else ""
-
-    def alignment(self) -> str:
-        """`nemo_fp8rl.align`, as resolved."""
-        return "vllm" if is_aligned(self.cfg.nemo_fp8rl) else "none"
-
     def on_gpu(self) -> bool:
         return torch.cuda.is_available()
-
-    def instructions(self) -> str:
-        return instructions()
 
     def step_schedule(self) -> None:
         self.scheduler.step(increment=1)

@@ -164,8 +164,8 @@ def test_weights_held_in_fp8_alone_are_the_bytes_of_others_step_by_step(recipe, 
         )
         parts = shards(batch(0), cfg.data_parallel_size)
         own = [(parts[place.shard],) for place in gpus.setup(cfg)]
-        held = {"Transformer Engine, weights held in FP8" if fp8_param else "Transformer Engine"}
-        assert gpus.call("kernels") == [held, held]
+        kernels = {"Transformer Engine, weights held in FP8" if fp8_param else "Transformer Engine"}
+        assert [rank.kernels for rank in gpus.call("describe")] == [kernels, kernels]
         before = gpus.run(_sent, [()] * 2)
         steps = [gpus.run(_step, own) for _ in range(2)]
         norms = [norm for answers in steps for _, norm in answers]
