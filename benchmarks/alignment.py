@@ -95,7 +95,7 @@ class CombineInBfloat16(aligned_experts.AlignedExperts):
         return output.to(self.config.params_dtype), None
 
 
-def float32_router(*arguments: Any, mixture: Any = model._mixture) -> dict[str, Any]:
+def float32_router(*arguments: Any, mixture: Any = model._moe_options) -> dict[str, Any]:
     return mixture(*arguments) | {"moe_router_dtype": "fp32"}
 
 
@@ -116,12 +116,12 @@ PIECES: dict[str, tuple[Piece, Callable[[str, str], bool]]] = {
     ),
     "softmax in float32": (patch(layer_specs, "AlignedAttention", SdpaWithAlignedRope), lambda family, flow: True),
     "bias before the rounding": (
-        patch(linears.FusedBias, "matmul", bias_after_rounding),
+        patch(linears.FusedBiasMatmul, "matmul", bias_after_rounding),
         lambda family, flow: family == "qwen2" and flow == "bf16",
     ),
-    "router in bfloat16": (patch(model, "_mixture", float32_router), lambda family, flow: FAMILIES[family].experts),
+    "router in bfloat16": (patch(model, "_moe_options", float32_router), lambda family, flow: FAMILIES[family].experts),
     "expert in float32": (
-        patch(aligned_experts, "_expert", experts_rounded_throughout),
+        patch(aligned_experts, "_run_expert", experts_rounded_throughout),
         lambda family, flow: FAMILIES[family].experts and flow == "bf16",
     ),
     "combine in float32": (

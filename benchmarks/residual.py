@@ -80,7 +80,7 @@ def compare(folder: Path, flow: str, overrides: tuple[str, ...], experts: bool, 
             engines,
         )
     if worker.kv_cache is not None:
-        with worker.kv_cache.unread():
+        with worker.kv_cache.without_rounding():
             pairs["trainer blind to the cache, and engine"] = (worker.logprobs(batch), engines)
     engine.shutdown()
     worker.shutdown()

@@ -1,4 +1,4 @@
-"""What the loop asks of a training policy."""
+"""The interface of a training policy, as the loop uses it."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
@@ -12,13 +12,13 @@ from nemo_fp8rl.common.errors import StepRefused
 from nemo_fp8rl.refit.bridge import WeightSource
 
 Loss = Callable[[Tensor, TrainBatch, Tensor, Tensor], tuple[Tensor, dict[str, float]]]
-"""(next_token_logprobs [B, T-1], batch, global_valid_seqs, global_valid_toks) -> (loss, metrics)."""
+"""(next_token_logprobs float32 [B, T-1], batch, global_valid_seqs, global_valid_toks) -> (loss, metrics)."""
 
-SHARED = "checkpoints need a folder that all nodes share (checkpointing.checkpoint_dir)"
+SHARED_FOLDER_HINT = "checkpoints need a folder that all nodes share (checkpointing.checkpoint_dir)"
 
 
-class Diverged(StepRefused):
-    """An optimizer step's gradient or loss is not finite."""
+class DivergenceError(StepRefused):
+    """The gradient or the loss of an optimizer step is not finite."""
 
 
 @dataclass(frozen=True)
@@ -48,43 +48,50 @@ class PolicyDescription:
 
 class Policy(WeightSource, Protocol):
     def logprobs(self, batch: TrainBatch) -> Tensor:
-        """float32 [B, T]: log-probability of input_ids[:, t] given what is before it, position 0 is 0."""
+        """Return float32 [B, T]: the log-probability of input_ids[:, t] given the tokens before it; 0 at position 0."""
         ...
 
     def reference_logprobs(self, batch: TrainBatch) -> Tensor:
-        """The same under the weights that the run began with; only where loss_fn.reference_policy_kl_penalty is set."""
+        """Return `logprobs` under the weights of policy.model_name.
+
+        Available only where loss_fn.reference_policy_kl_penalty is above 0.
+        """
         ...
 
     def train_step(self, batch: TrainBatch, loss: Loss, schedules: bool = True) -> dict[str, float]:
-        """One optimizer step on the whole batch; the loss's metrics, grad_norm and lr.
+        """Take one optimizer step on the whole batch and return the loss's metrics, grad_norm and lr.
 
-        schedules: the learning rate's schedule goes on before it, so that it has the rate of its number, from 1; else
-        `step_schedule` says when. Raises Diverged, with weights, optimizer and schedule as before.
+        schedules:  True advances the learning-rate schedule before the step, so that step n (from 1) has rate n;
+                    False leaves that to `step_schedule`
+        Raises:     DivergenceError; weights, optimizer and schedule are then as before the call
         """
         ...
 
     def step_schedule(self) -> None:
-        """The next learning rate."""
+        """Advance the learning-rate schedule by one step."""
         ...
 
     def prepare_for_training(self) -> None:
-        """Bring back what the two below gave away."""
+        """Bring back the memory that the two methods below gave away."""
         ...
 
     def offload_before_refit(self) -> None:
-        """Give memory back that only training needs, gradients and the optimizer's state, until it is prepared."""
+        """Free the memory that only training needs, until `prepare_for_training`: gradients and optimizer state."""
         ...
 
     def offload_after_refit(self) -> int:
-        """The parameters' as well, until something reads them; bytes on the rank that has given most."""
+        """Free the memory of the parameters as well, until something reads them.
+
+        Returns the bytes that are away, on the rank with the most.
+        """
         ...
 
     def calibrate_kv(self, batch: TrainBatch) -> None:
-        """Scales of the FP8 KV cache for the next refit, from the present weights on these sequences."""
+        """Compute the FP8 KV cache's scales for the next refit, from the present weights on these sequences."""
         ...
 
     def weight_error(self) -> dict[str, float]:
-        """How far the engine's weights are from the trainer's (`algorithms.quantization_error`)."""
+        """Return the distance of the engine's weights from the trainer's (`algorithms.quantization_error`)."""
         ...
 
     def describe(self) -> PolicyDescription:
@@ -92,11 +99,11 @@ class Policy(WeightSource, Protocol):
         ...
 
     def save(self, folder: Path, optimizer: bool = True) -> None:
-        """Write `weights/` (an HF checkpoint), `optimizer/`, and an FP8 cache's scales into an existing folder."""
+        """Write `weights/` (an HF checkpoint), `optimizer/` and the FP8 cache's scales into an existing folder."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Continue from a folder that `save` wrote: weights, optimizer and schedule, to the bit."""
+        """Restore weights, optimizer and schedule from a folder that `save` wrote, to the bit."""
         ...
 
     def shutdown(self) -> None: ...

@@ -1,7 +1,8 @@
-"""Layer specs: which classes Megatron Core builds a transformer layer from.
+"""Layer specs: the classes from which Megatron Core builds a transformer layer.
 
-Two choices meet here. Precision: `ColumnParallelLinear` or its FP8 sibling. Alignment: Megatron's own norm, residual
-and attention, or those of `align`. Nothing in Megatron is patched; a spec is its public way to swap a class.
+A spec combines two choices. Precision: `ColumnParallelLinear` or its FP8 sibling. Alignment: Megatron's own norm,
+residual and attention, or those of `aligned_layers`. Nothing in Megatron is patched; a spec is its public way to
+replace a class.
 """
 
 import importlib
@@ -29,16 +30,16 @@ from nemo_fp8rl.fp8 import Fp8Layers, ScaleFormat
 from nemo_fp8rl.hf.model_config import HfConfig
 from nemo_fp8rl.policy.layers.aligned_experts import AlignedExperts, AlignedMoELayer
 from nemo_fp8rl.policy.layers.aligned_layers import AlignedAttention, AlignedRMSNorm, aligned_residual_add, norm_weight
-from nemo_fp8rl.policy.layers.attention import SdpaAttention, attention_of
+from nemo_fp8rl.policy.layers.attention import SdpaAttention, make_attention_class
 from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
-from nemo_fp8rl.policy.layers.linears import bf16_linears, fp8_linears, qkv_by_kind
+from nemo_fp8rl.policy.layers.linears import bf16_linears, fp8_linears, make_qkv_by_kind
 from nemo_fp8rl.policy.layers.rope import Rope
 from nemo_fp8rl.policy.on_cpu.vllm_cpu_rounding import is_aligned
 from nemo_fp8rl.policy.weights.layout import Layout
 
 
 class RMSNorm(torch.nn.Module):
-    """torch's RMSNorm in the parameters' dtype (Megatron's WrappedTorchNorm keeps float32 weights)."""
+    """torch's RMSNorm with weights in the parameters' dtype (Megatron's WrappedTorchNorm has float32 weights)."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
@@ -50,8 +51,11 @@ class RMSNorm(torch.nn.Module):
 
 
 def transformer_engine_linears(scale_format: ScaleFormat | None) -> ModuleType:
-    """`te_linears`. Raises UserError where Transformer Engine cannot be imported, or would not multiply in FP8 by this
-    format, forward and backward; None: not asked to.
+    """Import and return the module `te_linears`.
+
+    scale_format:  the format of the FP8 scales; None if no layer multiplies in FP8
+    Raises:        UserError if Transformer Engine cannot be imported, or cannot multiply in FP8 with this format,
+                   forward and backward
     """
     try:
         te_linears = importlib.import_module("nemo_fp8rl.policy.layers.te_linears")
@@ -63,12 +67,13 @@ def transformer_engine_linears(scale_format: ScaleFormat | None) -> ModuleType:
     if scale_format is not None and (why_not := te_linears.why_no_fp8(scale_format)):
         other = "flow=fp8_rollout" if te_linears.why_no_fp8("pow2") else "scale_format=pow2"
         raise UserError(
-            f"Transformer Engine has no blockwise FP8 of {scale_format} scales here ({why_not}); set nemo_fp8rl.{other}"
+            f"Transformer Engine has no blockwise FP8 of {scale_format} scales on this machine ({why_not}); "
+            f"set nemo_fp8rl.{other}"
         )
     if scale_format is not None and (override := te_linears.backward_override()) is not None:
         raise UserError(
             f"NVTE_BACKWARD_OVERRIDE={override} takes Transformer Engine's backward out of FP8, in which "
-            "nemo_fp8rl.flow=fp8_e2e trains: unset it, here or in policy.megatron_cfg.env_vars"
+            "nemo_fp8rl.flow=fp8_e2e trains: unset it, in the environment or in policy.megatron_cfg.env_vars"
         )
     return te_linears
 
@@ -76,18 +81,18 @@ def transformer_engine_linears(scale_format: ScaleFormat | None) -> ModuleType:
 def block_spec(
     layout: Layout, choice: Fp8RlConfig, fp8_layers: Fp8Layers, rope: Rope, kv_cache: TrainerKvCache | None
 ) -> TransformerBlockSubmodules:
-    """The rank's decoder layers for this precision and alignment."""
+    """Return the spec of the rank's decoder layers for this precision and alignment."""
     aligned, scale_format = is_aligned(choice), choice.scale_format
-    attention = attention_of(AlignedAttention if aligned else SdpaAttention, rope, kv_cache)
+    attention = make_attention_class(AlignedAttention if aligned else SdpaAttention, rope, kv_cache)
 
     def linear(name: str, row: bool) -> type:
-        in_fp8, of_experts = fp8_layers.quantizes(name), ".experts." in name
-        if not (torch.cuda.is_available() and (in_fp8 or of_experts)):
+        in_fp8, is_expert = fp8_layers.quantizes(name), ".experts." in name
+        if not (torch.cuda.is_available() and (in_fp8 or is_expert)):
             return (fp8_linears(scale_format, aligned) if in_fp8 else bf16_linears(aligned))[row]
-        own = scale_format if in_fp8 else None
-        te = transformer_engine_linears(own)
+        expert_format = scale_format if in_fp8 else None
+        te = transformer_engine_linears(expert_format)
         fp8_param = in_fp8 and choice.fp8_param
-        return (te.te_experts(own, fp8_param) if of_experts else te.te_linears(scale_format, fp8_param))[row]
+        return (te.te_experts(expert_format, fp8_param) if is_expert else te.te_linears(scale_format, fp8_param))[row]
 
     layers = [_layer_spec(layout, i, aligned, attention, linear) for i in layout.layers]
     norm = AlignedRMSNorm if aligned else RMSNorm
@@ -97,7 +102,10 @@ def block_spec(
 def _layer_spec(
     layout: Layout, layer: int, aligned: bool, attention: type, linear: Callable[[str, bool], type]
 ) -> ModuleSpec:
-    """linear(HF name, whether it is row-parallel) is its class."""
+    """Return the spec of one layer.
+
+    linear:  (HF name, True if row-parallel) -> the class of a linear layer
+    """
     hf = layout.hf
     self_attn, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
     mlp += ".experts" if hf.family.experts else ""
@@ -113,7 +121,7 @@ def _layer_spec(
                 module=SelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
-                    linear_qkv=qkv_by_kind(qkv) if layout.qkv_by_kind else qkv,
+                    linear_qkv=make_qkv_by_kind(qkv) if layout.qkv_by_kind else qkv,
                     core_attention=attention,
                     linear_proj=linear(f"{self_attn}.o_proj", True),
                     q_layernorm=norm if hf.family.qk_norm else None,
@@ -131,6 +139,6 @@ def _layer_spec(
 def _mlp_spec(hf: HfConfig, aligned: bool, linears: MLPSubmodules, grouped: bool) -> ModuleSpec:
     if not hf.family.experts:
         return ModuleSpec(module=MLP, submodules=linears)
-    one_by_one = AlignedExperts if aligned else SequentialMLP
-    experts = ModuleSpec(module=TEGroupedMLP if grouped else one_by_one, submodules=linears)
+    sequential_experts = AlignedExperts if aligned else SequentialMLP
+    experts = ModuleSpec(module=TEGroupedMLP if grouped else sequential_experts, submodules=linears)
     return ModuleSpec(module=AlignedMoELayer if aligned else MoELayer, submodules=MoESubmodules(experts=experts))

@@ -1,4 +1,4 @@
-"""A Megatron Core GPTModel from an HF checkpoint folder."""
+"""Builds Megatron Core's GPTModel from an HF checkpoint folder."""
 
 import logging
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.model_config import HfConfig
 from nemo_fp8rl.policy.layer_specs import block_spec
 from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
-from nemo_fp8rl.policy.layers.linears import MultipliesInFp8
+from nemo_fp8rl.policy.layers.linears import Fp8MatmulLayer
 from nemo_fp8rl.policy.layers.rope import read_rope
 from nemo_fp8rl.policy.on_cpu.vllm_cpu_rounding import is_aligned
 from nemo_fp8rl.policy.weights.checkpoint import load_hf
@@ -32,10 +32,10 @@ RECOMPUTE: dict[str, Any] = {"recompute_granularity": "full", "recompute_method"
 
 
 class PolicyModel(GPTModel):
-    """GPTModel that ends at the final norm, [B, T, H]; `logprobs` multiplies by the head, a chunk at a time.
+    """A GPTModel that returns the output of its final norm, [B, T, H]; `logprobs` multiplies by the head, in chunks.
 
-    Of a pipeline only the last stage ends so; the others hand on what Megatron hands on, [T, B, H]. Under tensor
-    parallelism every rank has all tokens at the end, and its part of the vocabulary.
+    In a pipeline only the last stage does so; other stages return Megatron's [T, B, H]. Under tensor parallelism every
+    rank has all tokens at the end, and its part of the vocabulary.
     """
 
     layout: Layout
@@ -45,36 +45,40 @@ class PolicyModel(GPTModel):
             return hidden_states
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden_states).transpose(0, 1)
-        # its gradient must be contiguous: Megatron sums a copy of one that is not, and returns the part
+        # its gradient must be contiguous: otherwise Megatron sums a copy and returns this rank's part unsummed
         return copy_to_tensor_model_parallel_region(hidden_states.transpose(0, 1).contiguous())
 
     @property
     def head(self) -> Tensor:
-        """[V, H], on the last stage: the rows of this rank's `layout.vocabulary`."""
+        """The head's rows of `layout.vocabulary`, [V, H]; only on the last stage."""
         tied = self.share_embeddings_and_output_weights and self.pre_process
         weight = self.embedding.word_embeddings.weight if tied else self.output_layer.weight
         return weight[: len(self.layout.vocabulary)]
 
 
 def moe_dispatcher(parallel: MegatronConfig) -> Literal["alltoall", "allgather"]:
-    """How tokens get to their experts: as Megatron recommends where experts are split otherwise than the rest of the
-    model. Only the first takes microbatches of different lengths, as replicas that share experts have them
-    (`Layout.experts_span_replicas`), and a pipeline one after the other.
+    """Return how tokens travel to their experts: "alltoall" where Megatron recommends it, else "allgather".
+
+    Megatron recommends it where experts are split otherwise than the rest of the model. Only "alltoall" takes
+    microbatches of different lengths, which occur in replicas that share experts (`Layout.experts_span_replicas`) and
+    one after the other in a pipeline.
     """
-    apart = parallel.expert_tensor_parallel_size != parallel.tensor_model_parallel_size
-    uneven = apart or parallel.expert_model_parallel_size > 1 or parallel.pipeline_model_parallel_size > 1
+    has_other_split = parallel.expert_tensor_parallel_size != parallel.tensor_model_parallel_size
+    uneven = has_other_split or parallel.expert_model_parallel_size > 1 or parallel.pipeline_model_parallel_size > 1
     return "alltoall" if uneven else "allgather"
 
 
-def left_as_it_is(weight: Tensor) -> None:
-    """Megatron's `init_method` for weights that `load_hf` sets, each of them or it raises: random numbers on the host
-    took longer than reading the checkpoint. (perform_initialization=False would also leave out their attributes, such
-    as `tensor_model_parallel`, which the gradient norm reads.)
+def skip_init(weight: Tensor) -> None:
+    """Leave a weight uninitialized: Megatron's `init_method` for weights that `load_hf` sets.
+
+    `load_hf` sets every weight or raises, and random numbers on the host took longer than reading the checkpoint.
+    (perform_initialization=False would also leave out the weights' attributes, such as `tensor_model_parallel`, which
+    the gradient norm reads.)
     """
 
 
 def transformer_config(hf: HfConfig, policy: PolicyConfig, choice: Fp8RlConfig) -> TransformerConfig:
-    """Megatron's description of the architecture: fusions off, weights made on CPU, gradients summed."""
+    """Describe the architecture to Megatron: without fusions, weights made on the CPU, gradients summed."""
     dtype, parallel = DTYPES[policy.precision], policy.megatron_cfg
     residual = torch.float32 if is_aligned(choice) else dtype
     pipelined = parallel.pipeline_model_parallel_size > 1
@@ -103,7 +107,7 @@ def transformer_config(hf: HfConfig, policy: PolicyConfig, choice: Fp8RlConfig) 
         num_layers_in_last_pipeline_stage=parallel.num_layers_in_last_pipeline_stage,
         sequence_parallel=parallel.sequence_parallel,
         moe_token_dispatcher_type=moe_dispatcher(parallel),
-        variable_seq_lengths=pipelined,  # stages tell one another the shape of each microbatch
+        variable_seq_lengths=pipelined,  # stages send each other the shape of each microbatch
         batch_p2p_comm=False,
         batch_p2p_sync=False,
         params_dtype=dtype,
@@ -112,56 +116,64 @@ def transformer_config(hf: HfConfig, policy: PolicyConfig, choice: Fp8RlConfig) 
         fp32_residual_connection=residual is torch.float32,
         calculate_per_token_loss=True,  # data-parallel gradients are summed; the loss divides by the global count
         use_cpu_initialization=True,
-        init_method=left_as_it_is,  # of the embedding, too
-        output_layer_init_method=left_as_it_is,
+        init_method=skip_init,  # also of the embedding
+        output_layer_init_method=skip_init,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        disable_parameter_transpose_cache=True,  # Transformer Engine would go on with the FP8 weights of the first step
+        disable_parameter_transpose_cache=True,  # else Transformer Engine reuses the FP8 weights of the first step
         **(RECOMPUTE if parallel.activation_checkpointing else {}),
-        **(_mixture(hf, choice) if hf.family.experts else {}),
+        **(_moe_options(hf, choice) if hf.family.experts else {}),
     )
 
 
-def _mixture(hf: HfConfig, choice: Fp8RlConfig) -> dict[str, Any]:
-    """Qwen3-MoE's routing: top-k of the softmax, renormalized; no balancing loss, which would be another objective."""
+def _moe_options(hf: HfConfig, choice: Fp8RlConfig) -> dict[str, Any]:
+    """Return Qwen3-MoE's routing: top-k of the softmax, renormalized.
+
+    There is no balancing loss, because it would be another objective.
+    """
     return {
         "num_moe_experts": hf.num_experts,
         "moe_ffn_hidden_size": hf.intermediate_size,
         "moe_router_topk": hf.num_experts_per_tok,
-        "moe_router_pre_softmax": False,  # softmax of the chosen logits: HF's norm_topk_prob=true
-        "moe_router_dtype": None if is_aligned(choice) else "fp32",  # None: the activations', as vLLM's on CPU
+        "moe_router_pre_softmax": False,  # softmax of the selected logits: HF's norm_topk_prob=true
+        "moe_router_dtype": None if is_aligned(choice) else "fp32",  # None: the activations' dtype, as in vLLM on a CPU
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": torch.cuda.is_available(),
-        "moe_permute_fusion": torch.cuda.is_available(),  # Transformer Engine's; a GPU runs Megatron's own in any order
+        "moe_permute_fusion": torch.cuda.is_available(),  # Transformer Engine's; Megatron's has no fixed order
     }
 
 
 def build_model(config: TransformerConfig, layout: Layout, cfg: Config, kv_cache: TrainerKvCache | None) -> PolicyModel:
-    """The rank's part of the checkpoint at policy.model_name; refuses to start without its FP8 layers."""
+    """Build this rank's part of the checkpoint at policy.model_name.
+
+    Raises RuntimeError if the model lacks an FP8 layer that the flow requires.
+    """
     hf, policy, choice, fp8_layers = layout.hf, cfg.policy, cfg.nemo_fp8rl, trainer_fp8_layers(layout.hf, cfg)
     checkpoint = checkpoint_folder(policy.model_name, weights=True)
     rope = read_rope(checkpoint, hf)
-    logging.getLogger(transformer_layer.__name__).setLevel(logging.ERROR)  # it warns of every class that is not its own
+    logging.getLogger(transformer_layer.__name__).setLevel(
+        logging.ERROR
+    )  # it warns about every class that is not Megatron's
     model = PolicyModel(
         config,
         block_spec(layout, choice, fp8_layers, rope, kv_cache),
         vocab_size=layout.padded_vocab_size,
         max_sequence_length=policy.max_total_sequence_length,
-        pre_process=layout.first_stage,
-        post_process=layout.last_stage,
+        pre_process=layout.is_first_stage,
+        post_process=layout.is_last_stage,
         position_embedding_type="none",  # the attention applies RoPE
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
     )
     model.layout = layout
-    fp8_linears = sum(isinstance(module, MultipliesInFp8) for module in model.modules())
-    own = [name for name in projections(hf, fp8_layers) if int(name.split(".")[2]) in layout.layers]
-    together = 1 if layout.grouped_experts else len(layout.experts)
-    expected = sum(together if ".experts." in name else 1 for name in own)
-    if fp8_linears != expected:  # a defect of ours: `specs` chose these layers, and refuses what a user can mend
+    fp8_linears = sum(isinstance(module, Fp8MatmulLayer) for module in model.modules())
+    names = [name for name in projections(hf, fp8_layers) if int(name.split(".")[2]) in layout.layers]
+    expert_layers = 1 if layout.grouped_experts else len(layout.experts)
+    expected = sum(expert_layers if ".experts." in name else 1 for name in names)
+    if fp8_linears != expected:  # a defect of this code: `layer_specs` chose the layers and checked the recipe
         raise RuntimeError(f"flow {choice.flow} asks for {expected} FP8 linear layers, the model has {fp8_linears}")
     mark_experts(model, layout)
     load_hf(checkpoint, model, layout)
@@ -173,13 +185,15 @@ def build_model(config: TransformerConfig, layout: Layout, cfg: Config, kv_cache
 
 
 def mark_experts(model: PolicyModel, layout: Layout) -> None:
-    """Say of experts' weights which ranks add up their gradients, and that each rank's count in the gradient norm.
+    """Set the attributes of experts' weights by which Megatron sums their gradients and counts them in the norm.
 
-    Megatron Core 0.16 says the first where experts are spread, not where they are split otherwise than the rest of the
-    model, and the second not of Transformer Engine's; 0.19 says both (NVIDIA/Megatron-LM pull request 5916).
+    `allreduce` selects the ranks that sum the gradients. Megatron Core 0.16 sets it where experts are spread over
+    ranks, but not where experts are split otherwise than the rest of the model. `tensor_model_parallel` makes every
+    rank's part count in the gradient norm; 0.16 does not set it for Transformer Engine's experts. 0.19 sets both
+    (NVIDIA/Megatron-LM pull request 5916).
     """
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             parameter.tensor_model_parallel = True
             if layout.expert_tensor.size != layout.tensor.size:
-                parameter.allreduce = False  # not over `data`: over `expert_data`
+                parameter.allreduce = False  # sum over `expert_data` and not over `data`

@@ -1,4 +1,4 @@
-"""What of a model's folder decides a run's numbers beyond the weights that its checkpoints hold."""
+"""Digests of what decides a run's numbers in a model's folder, beyond the weights in the run's checkpoints."""
 
 import hashlib
 from collections.abc import Iterable
@@ -14,22 +14,22 @@ from nemo_fp8rl.policy.layers.rope import read_rope
 
 
 def model_digests(cfg: Config, hf: HfConfig) -> dict[str, str]:
-    """Digests by which a resumed run sees that it has the same model, whatever folder it is in.
+    """Return the digests by which a resumed run checks that its model is the same, in whatever folder.
 
-    model: of config.json, what two models of one shape may have otherwise. reference: where there is a reference
-    policy, the last layer's o_proj, which every step of training changes.
+    model:      the values of config.json that may differ between two models of the same shape
+    reference:  with a reference policy, the last layer's o_proj, which every training step changes
     """
-    of_reference = cfg.loss_fn.reference_policy_kl_penalty > 0
-    folder = checkpoint_folder(cfg.policy.model_name, weights=of_reference)
+    has_reference = cfg.loss_fn.reference_policy_kl_penalty > 0
+    folder = checkpoint_folder(cfg.policy.model_name, weights=has_reference)
     rope = read_rope(folder, hf)
     numbers = f"{hf.rms_norm_eps} {sorted(hf.eos_token_ids)} {rope.factor}" + (
         f" {rope.divisor}" if rope.divisor != 1 else ""
     )
     digests = {"model": _digest([numbers.encode(), _bytes(rope.inv_freq)])}
-    if of_reference:
+    if has_reference:
         with CheckpointReader(folder) as reader:
             last = f"model.layers.{hf.num_hidden_layers - 1}.self_attn.o_proj.weight"
-            if last in reader.names:  # else the policy names what is missing
+            if last in reader.names:  # otherwise the policy reports the missing tensor
                 digests["reference"] = _digest([_bytes(reader.get(last))])
     return digests
 

@@ -1,8 +1,8 @@
-"""What of a rank's memory is given back while an engine has the GPU, and taken again where it was.
+"""Frees memory of a rank while an engine uses the GPU, and restores it in the same tensors.
 
-training     gradients, which are not kept, and on a GPU the optimizer's state, which goes to the host
-columns      of parameters in FP8, which are their rows, transposed: dropped, and made again; a refit reads rows alone
-parameters   on a GPU, to the host; their tensors stay and have no memory meanwhile. Of those in FP8 the rows
+training     gradients, which are discarded, and on a GPU the optimizer's state, which moves to the host
+columns      the transposed copies of FP8 parameters; they are dropped and made again, as a refit reads only rows
+parameters   on a GPU they move to the host (of FP8 parameters the rows); their tensors stay, without memory
 """
 
 from collections.abc import Iterator
@@ -18,55 +18,63 @@ from nemo_fp8rl.policy.weights.fp8_params import drop_columns, make_columns
 
 
 class Offload:
-    """Memory of one rank, given and taken by Megatron's means. on_gpu: else parameters are on the host, and stay."""
+    """The offloadable memory of one rank, moved by Megatron's own functions.
+
+    on_gpu:  False leaves the parameters, which are on the host, where they are
+    """
 
     def __init__(self, ddp: DistributedDataParallel, optimizer: Any, on_gpu: bool) -> None:
         self.ddp, self.optimizer, self.on_gpu = ddp, optimizer, on_gpu
         self.buffers = [*ddp.buffers, *ddp.expert_parallel_buffers]
-        self.away: dict[str, int] = {}
-        """Bytes of what is away, by the names above."""
+        self.offloaded_bytes: dict[str, int] = {}
+        """Bytes of the memory that is away, by the three names above."""
 
     @property
     def nbytes(self) -> int:
-        return sum(self.away.values())
+        return sum(self.offloaded_bytes.values())
 
-    def give_training(self) -> None:
-        if "training" in self.away:
+    def offload_training_state(self) -> None:
+        if "training" in self.offloaded_bytes:
             return
         gradients = sum(buffer.grad_data.untyped_storage().nbytes() for buffer in self.buffers)
         moved = sum(tensor.nbytes for tensor in self._optimizer_tensors()) if self.on_gpu else 0
-        self.away["training"] = gradients + moved
+        self.offloaded_bytes["training"] = gradients + moved
         with megatron_on_cpu():
             self.ddp.offload_grad_buffers()
             self.optimizer.offload_to_cpu()
 
-    def give_columns(self) -> None:
-        if "columns" not in self.away:
-            self.away["columns"] = sum(drop_columns(parameter) for parameter in self.ddp.parameters())
+    def drop_fp8_columns(self) -> None:
+        if "columns" not in self.offloaded_bytes:
+            self.offloaded_bytes["columns"] = sum(drop_columns(parameter) for parameter in self.ddp.parameters())
 
-    def give_parameters(self) -> None:
-        """Give all but frozen ones, of which Megatron makes no buffer."""
-        if "parameters" in self.away or not self.on_gpu:
+    def offload_parameters(self) -> None:
+        """Move all parameters to the host except frozen ones, for which Megatron has no buffer."""
+        if "parameters" in self.offloaded_bytes or not self.on_gpu:
             return
-        self.give_columns()
-        self.away["parameters"] = sum(buffer.param_data.untyped_storage().nbytes() for buffer in self.buffers)
+        self.drop_fp8_columns()
+        self.offloaded_bytes["parameters"] = sum(
+            buffer.param_data.untyped_storage().nbytes() for buffer in self.buffers
+        )
         for buffer in self.buffers:
             buffer.offload_to_cpu(move_params=True, move_grads=False)
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # or this process would keep the memory for itself
+        torch.cuda.empty_cache()  # without this call the process keeps the memory
 
-    def take_training(self) -> None:
-        if self.away.pop("training", None) is not None:
+    def restore_training_state(self) -> None:
+        if self.offloaded_bytes.pop("training", None) is not None:
             with megatron_on_cpu():
                 self.ddp.restore_grad_buffers()
                 self.optimizer.restore_from_cpu()
 
-    def take_parameters(self, columns: bool = True) -> None:
-        """Take parameters back before anything reads or writes them. columns: it reads or writes these, too."""
-        if self.away.pop("parameters", None) is not None:
+    def restore_parameters(self, columns: bool = True) -> None:
+        """Bring the parameters back before they are read or written.
+
+        columns:  also make the columns of FP8 parameters
+        """
+        if self.offloaded_bytes.pop("parameters", None) is not None:
             for buffer in self.buffers:
                 buffer.reload_from_cpu(move_params=True, move_grads=False)
-        if columns and self.away.pop("columns", None) is not None:
+        if columns and self.offloaded_bytes.pop("columns", None) is not None:
             for parameter in self.ddp.parameters():
                 make_columns(parameter)
 

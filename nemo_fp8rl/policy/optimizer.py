@@ -1,6 +1,6 @@
-"""What moves a rank's weights: Megatron's gradient buffers, its distributed optimizer and the learning rate's schedule.
+"""Builders of Megatron's gradient buffers, distributed optimizer and learning-rate schedule of a rank.
 
-Built and stepped inside `megatron_on_cpu`.
+Callers build and step them inside `megatron_on_cpu`.
 """
 
 import math
@@ -16,13 +16,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_fp8rl.algorithms.loss import EXTREMA
 from nemo_fp8rl.config.schema import PolicyConfig
-from nemo_fp8rl.policy.interface import Diverged
+from nemo_fp8rl.policy.interface import DivergenceError
 
 
 def build_ddp(
     config: TransformerConfig, model: torch.nn.Module, precision: str, fp8_param: bool
 ) -> DistributedDataParallel:
-    """The model with its gradients in float32. fp8_param: data-parallel ranks gather FP8 weights as they are held."""
+    """Wrap the model with float32 gradient buffers.
+
+    fp8_param:  data-parallel ranks gather FP8 weights as FP8 bytes
+    """
     return DistributedDataParallel(
         config,
         DistributedDataParallelConfig(
@@ -54,7 +57,7 @@ def build_optimizer(policy: PolicyConfig, ddp: DistributedDataParallel, dtype: t
 
 
 def optimizer_parts(optimizer: Any) -> list[Any]:
-    """Megatron's optimizers of this rank's parameters: one, or with experts two."""
+    """Return Megatron's optimizers of this rank's parameters: one, or two with experts."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
@@ -76,17 +79,20 @@ def build_scheduler(policy: PolicyConfig, optimizer: Any) -> OptimizerParamSched
 
 
 def check_finite(metrics: dict[str, float], ddp: DistributedDataParallel) -> None:
-    """Raise Diverged, on every rank alike, unless gradients and loss are finite: Megatron looks at gradients only when
-    it scales the loss. NaN and infinities reach a gradient's smallest or largest value, which need no temporary.
+    """Raise DivergenceError, on all ranks alike, unless gradients and loss are finite.
+
+    Megatron checks gradients only when it scales the loss. A NaN or an infinity shows in the smallest or largest value
+    of a gradient, and these need no temporary tensor.
     """
     trained = (parameter for parameter in ddp.parameters() if parameter.requires_grad)
-    ends = torch.stack([end for parameter in trained for end in parameter.main_grad.aminmax()])
-    gradients = bool(ends.isfinite().all())  # the one look: on a GPU each waits for it
-    sums = (value for name, value in metrics.items() if not name.endswith(tuple(EXTREMA)))  # of no token: infinite
+    extremes = torch.stack([value for parameter in trained for value in parameter.main_grad.aminmax()])
+    gradients = bool(extremes.isfinite().all())  # one read for all gradients, because every read waits for the GPU
+    # extrema are left out: without a token they are infinite
+    sums = (value for name, value in metrics.items() if not name.endswith(tuple(EXTREMA)))
     bad = torch.tensor(float(not gradients or not all(map(math.isfinite, sums))))
     dist.all_reduce(bad)
     if bad:
-        raise Diverged(
+        raise DivergenceError(
             "a gradient or the loss is not finite, so no weight was moved: training diverged, lower "
             "policy.megatron_cfg.optimizer.lr or its clip_grad"
         )

@@ -1,7 +1,8 @@
-"""A batch through the model, microbatch by microbatch, to the log-probs of its tokens and back.
+"""The forward and backward pass of a batch, microbatch by microbatch, to the log-probs of its tokens.
 
-Megatron's schedule drives it, over one stage or several. Sequences lie in the model's tensors in one of two ways: one a
-row, right-padded to the longest; or packed, one after the other without padding (`policy.sequence_packing`).
+Megatron's schedule drives the pass over one pipeline stage or several. The model's tensors hold the sequences in one of
+two ways: one sequence per row, right-padded to the longest; or packed, one after the other without padding
+(`policy.sequence_packing`).
 """
 
 from collections.abc import Callable, Iterator
@@ -17,22 +18,25 @@ from torch import Tensor
 
 from nemo_fp8rl.batch import TrainBatch, bins, flat_index, microbatches, num_rows, on_device, rows, split_further
 from nemo_fp8rl.config.schema import PolicyConfig
-from nemo_fp8rl.policy.layers.context_parallel import of_all_tokens
+from nemo_fp8rl.policy.layers.context_parallel import gather_tokens
 from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.layers.logprobs import token_logprobs
 from nemo_fp8rl.policy.layers.packed_sequences import PackedSequences
 from nemo_fp8rl.policy.layers.routing_replay import RoutingReplay
-from nemo_fp8rl.policy.layers.top_k_top_p import Restriction
+from nemo_fp8rl.policy.layers.top_k_top_p import TokenFilter
 from nemo_fp8rl.policy.model import PolicyModel
 
-Finish = Callable[[Tensor, Tensor, TrainBatch], tuple[Tensor, Any]]
-"""(next-token log-probs [B, T-1], row numbers, the rows) of a microbatch -> (value to go back from, what to keep)."""
+FinishMicrobatch = Callable[[Tensor, Tensor, TrainBatch], tuple[Tensor, Any]]
+"""(next-token log-probs [B, T-1], row numbers, rows) of a microbatch -> (value to differentiate, result to return)."""
 
 
 @dataclass
 class Pipeline:
-    """The rank's stage. ddp: `model`, wrapped. multiple: tokens of a microbatch are padded to one of these. aligned:
-    tensor-parallel ranks take the softmax of a token as one rank does, and so as the engine.
+    """The pipeline stage of this rank.
+
+    ddp:             `model`, wrapped for data parallelism
+    token_multiple:  the tokens of a microbatch are padded to a multiple of this number
+    is_aligned:      tensor-parallel ranks compute the softmax of a token as a single rank does, and so as the engine
     """
 
     policy: PolicyConfig
@@ -41,113 +45,118 @@ class Pipeline:
     kv_cache: TrainerKvCache | None
     replay: RoutingReplay | None
     device: torch.device
-    multiple: int
-    aligned: bool
+    token_multiple: int
+    is_aligned: bool
 
-    def run(self, batch: TrainBatch, finish: Finish, *, training: bool, restricted: bool = True) -> list[Any]:
-        """Forward, and backward in training, over all of the batch: what `finish` keeps, on the last stage.
+    def run(
+        self, batch: TrainBatch, finish: FinishMicrobatch, *, training: bool, filter_tokens: bool = True
+    ) -> list[Any]:
+        """Run the forward pass, in training also the backward pass, over the batch.
 
-        restricted: log-probs are over the tokens that the engine's top-k and top-p leave, if it has any; the unfiltered
-        ones, which a KL term in the loss needs, then come along in the rows.
+        Returns the results of `finish`, one per microbatch, on the last stage.
+        filter_tokens:  take log-probs over the tokens that the engine's top-k and top-p select, if these are set; the
+                        rows then also hold the unfiltered log-probs, which a KL term in the loss needs
         """
         generation = self.policy.generation
-        restriction = Restriction(generation.top_k, generation.top_p) if restricted else None
-        which = self.microbatches(batch, training)
+        token_filter = TokenFilter(generation.top_k, generation.top_p) if filter_tokens else None
+        row_groups = self.microbatches(batch, training)
         dynamic = self.policy.dynamic_batching
         multiple = dynamic.sequence_length_round if dynamic.enabled else 1
-        parts = ((index, on_device(rows(batch, index, multiple), self.device)) for index in which)
+        parts = ((index, on_device(rows(batch, index, multiple), self.device)) for index in row_groups)
 
         def forward_step(parts: Iterator[tuple[Tensor, TrainBatch]], model: torch.nn.Module) -> tuple[Tensor, Any]:
             index, part = next(parts)
-            lengths, tokens = batch["input_lengths"][index] - 1, None  # on the host
+            lengths, tokens = batch["input_lengths"][index] - 1, None  # lengths stay on the host
             if self.policy.sequence_packing.enabled:
                 row, position = flat_index(lengths)
                 tokens = row.to(self.device), position.to(self.device)
 
-            def last(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
-                logprobs = self._next_token_logprobs(hidden, part["input_ids"], tokens, restriction)
-                if training and restriction and "reference_policy_logprobs" in part:
+            def finish_stage(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+                logprobs = self._next_token_logprobs(hidden, part["input_ids"], tokens, token_filter)
+                if training and token_filter and "reference_policy_logprobs" in part:
                     unfiltered = self._next_token_logprobs(hidden, part["input_ids"], tokens, None)
                     part["curr_logprobs_unfiltered"] = unfiltered
-                value, kept = finish(logprobs, index, part)
-                return value, torch.tensor(0), kept  # the number of tokens is the loss's own business
+                value, result = finish(logprobs, index, part)
+                return value, torch.tensor(0), result  # 0 tokens, because the loss itself divides by their number
 
-            return self._stage(model, part, lengths, tokens), last
+            return self._run_stage(model, part, lengths, tokens), finish_stage
 
-        kept = get_forward_backward_func()(
+        results = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=parts,
             model=[self.ddp],
-            num_microbatches=len(which),
-            seq_length=1,  # of fixed shapes; ours vary
+            num_microbatches=len(row_groups),
+            seq_length=1,  # read only for fixed shapes; these shapes vary
             micro_batch_size=1,
             forward_only=not training,
         )
-        _forget_graphs(self.model)
-        return kept
+        _drop_dispatcher_graphs(self.model)
+        return results
 
     def microbatches(self, batch: TrainBatch, training: bool) -> list[Tensor]:
-        """Row numbers of each: a fixed number of rows, or as many as a budget of tokens holds.
+        """Return the row numbers of each microbatch: a fixed number of rows, or rows that fit a budget of tokens.
 
-        Ranks that share experts take each step of each microbatch together, so all ranks have as many.
+        Ranks that share experts run every microbatch together, so all ranks then get the same number of microbatches.
         """
         policy, lengths = self.policy, batch["input_lengths"]
         packing, dynamic = policy.sequence_packing, policy.dynamic_batching
         if packing.enabled:
-            own = bins(lengths, packing.train_mb_tokens if training else packing.logprob_mb_tokens)
+            groups = bins(lengths, packing.train_mb_tokens if training else packing.logprob_mb_tokens)
         elif dynamic.enabled:
             tokens = dynamic.train_mb_tokens if training else dynamic.logprob_mb_tokens
-            own = microbatches(lengths, tokens, dynamic.sequence_length_round)
+            groups = microbatches(lengths, tokens, dynamic.sequence_length_round)
         else:
             size = policy.train_micro_batch_size if training else policy.logprob_batch_size
             return list(torch.arange(num_rows(batch)).split(size))
         if self.model.layout.experts_span_replicas:
-            most = torch.tensor(len(own))
-            dist.all_reduce(most, op=dist.ReduceOp.MAX)
-            own = split_further(own, int(most))
-        return own
+            count = torch.tensor(len(groups))
+            dist.all_reduce(count, op=dist.ReduceOp.MAX)
+            groups = split_further(groups, int(count))
+        return groups
 
-    def _stage(
+    def _run_stage(
         self, model: torch.nn.Module, part: TrainBatch, lengths: Tensor, tokens: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        """What this stage makes of a microbatch: [B, T, H] on the last one, [T, B, H] before; packed, B is 1.
+        """Return the stage's output for a microbatch: [B, T, H] on the last stage, else [T, B, H]; packed, B is 1.
 
-        lengths: of the rows as inputs, on the host. tokens: (row, position) of each input token when they are packed.
+        lengths:  int64 [B] on the host, the input tokens of each row
+        tokens:   (row, position) of each input token if sequences are packed, else None
         """
         ids, routes = part["input_ids"], part.get("routed_experts")
         packed: dict[str, Any] = {}
         if tokens is None:
-            inputs = F.pad(ids[:, :-1], (0, -(ids.size(1) - 1) % self.multiple))
+            inputs = F.pad(ids[:, :-1], (0, -(ids.size(1) - 1) % self.token_multiple))
             positions = torch.arange(inputs.size(1), device=ids.device).expand_as(inputs)
         else:
-            extra = -len(tokens[0]) % self.multiple  # a sequence of its own
+            extra = -len(tokens[0]) % self.token_multiple  # this padding is one more sequence
             inputs = F.pad(ids[tokens], (0, extra))[None]
             positions = F.pad(tokens[1], (0, extra))[None]
-            packed["packed_seq_params"] = PackedSequences.of(
+            packed["packed_seq_params"] = PackedSequences.from_lengths(
                 F.pad(lengths, (0, 1), value=extra) if extra else lengths, self.device
             )
             routes = None if routes is None else routes[tokens][None]
             lengths = F.pad(lengths, (0, 1)) if extra else lengths
         if self.kv_cache is not None:
-            self.kv_cache.next_rows(lengths.to(self.device))
+            self.kv_cache.set_lengths(lengths.to(self.device))
         if self.replay is not None:
-            self.replay.begin(routes, inputs.size(1), self.policy.megatron_cfg.sequence_parallel)
-        own = slice(*self.model.layout.context.part(inputs.size(1)))
-        return model(inputs[:, own], positions[:, own], None, **packed)
+            self.replay.start_microbatch(routes, inputs.size(1), self.policy.megatron_cfg.sequence_parallel)
+        local = slice(*self.model.layout.context.span(inputs.size(1)))
+        return model(inputs[:, local], positions[:, local], None, **packed)
 
     def _next_token_logprobs(
-        self, hidden: Tensor, ids: Tensor, tokens: tuple[Tensor, Tensor] | None, restriction: Restriction | None
+        self, hidden: Tensor, ids: Tensor, tokens: tuple[Tensor, Tensor] | None, token_filter: TokenFilter | None
     ) -> Tensor:
-        """float32 [B, T-1], of ids[:, 1:] [B, T], at the temperature that the engine samples with.
+        """Return the log-probs of ids[:, 1:], float32 [B, T-1], at the engine's sampling temperature.
 
-        Padding is whatever the model says of it, or 0 where it was not computed.
+        At padding the values are arbitrary, or 0 if sequences are packed.
+        ids:  int64 [B, T]
         """
         policy, layout, head = self.policy, self.model.layout, self.model.head
-        hidden = hidden.to(head.dtype)  # Megatron hands it out in float32
+        hidden = hidden.to(head.dtype)  # Megatron returns float32
         targets = ids[:, 1:] if tokens is None else ids[tokens[0], tokens[1] + 1][None]
         context, length = layout.context, targets.size(1)
         targets = F.pad(targets, (0, hidden.size(1) * context.size - length))
-        targets = targets[:, slice(*context.part(targets.size(1)))]
+        targets = targets[:, slice(*context.span(targets.size(1)))]
         logprobs = token_logprobs(
             hidden.flatten(0, 1),
             head,
@@ -156,18 +165,20 @@ class Pipeline:
             policy.logprob_chunk_size,
             layout.vocabulary.start,
             parallel_state.get_tensor_model_parallel_group(),
-            restriction,
-            whole=self.aligned,
+            token_filter,
+            whole=self.is_aligned,
         )
-        logprobs = of_all_tokens(logprobs.view(targets.shape), parallel_state.get_context_parallel_group())[:, :length]
+        logprobs = gather_tokens(logprobs.view(targets.shape), parallel_state.get_context_parallel_group())[:, :length]
         if tokens is None:
             return logprobs
         return logprobs.new_zeros(ids[:, 1:].shape).index_put(tokens, logprobs[0])
 
 
-def _forget_graphs(model: torch.nn.Module) -> None:
-    """Megatron's dispatchers keep the weights of their last routes, whose graph holds, through hooks, the whole model:
-    a ring that passes through C++, so Python's collector would never free the policy nor its process groups.
+def _drop_dispatcher_graphs(model: torch.nn.Module) -> None:
+    """Detach the tensors that Megatron's token dispatchers keep after a pass.
+
+    A dispatcher keeps the weights of its last routes, and hooks of their graph refer to the whole model. This cycle
+    passes through C++, so Python's collector would never free the policy and its process groups.
     """
     for module in model.modules():
         dispatcher = getattr(module, "token_dispatcher", None)

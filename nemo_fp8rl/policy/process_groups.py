@@ -1,4 +1,4 @@
-"""Process groups of a trainer: start gloo, on GPUs with NCCL, make Megatron's, and say where in them this rank is."""
+"""The process groups of a trainer: torch's (gloo, on GPUs with NCCL), Megatron's, and this rank's place in them."""
 
 import socket
 from contextlib import suppress
@@ -13,32 +13,41 @@ from nemo_fp8rl.hf.model_config import HfConfig
 from nemo_fp8rl.policy.weights.layout import Axis, Layout, expert_tensor_size
 from nemo_fp8rl.workers.network import address_towards, gloo_listens_on
 
-PATIENCE = timedelta(minutes=30)
-"""Time for the slowest rank, to start and before the first collective of each group; torch gives all others as much."""
+GROUP_TIMEOUT = timedelta(minutes=30)
+"""Timeout for the slowest rank to start, and for the first collective of each group.
+
+torch has the same timeout for all other collectives.
+"""
 
 
-def join(rank: int, world_size: int, rendezvous: tuple[str, int] | None, listener: socket.socket | None) -> None:
-    """Start the groups. One rank needs no socket; an engine in this process may share its group."""
+def start_process_groups(
+    rank: int, world_size: int, rendezvous: tuple[str, int] | None, listener: socket.socket | None
+) -> None:
+    """Start torch's process group, unless an engine in this process has started it.
+
+    rendezvous:  (host, port) at which the ranks meet; None for a single rank
+    listener:    the listening socket of rank 0
+    """
     if not dist.is_initialized():
         store: dist.Store = dist.HashStore()
         if rendezvous is not None:
             host, port = rendezvous
             gloo_listens_on(address_towards(host))
-            descriptor = listener.detach() if listener else None  # the store closes it
+            descriptor = listener.detach() if listener else None  # the store closes the descriptor
             store = dist.TCPStore(
                 *(host, port),
                 world_size=world_size,
                 is_master=rank == 0,
                 master_listen_fd=descriptor,
                 use_libuv=False,
-                timeout=PATIENCE,
+                timeout=GROUP_TIMEOUT,
             )
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, rank=rank, world_size=world_size, store=store)
 
 
-def split_model(hf: HfConfig, parallel: MegatronConfig) -> Layout:
-    """Make Megatron's groups and say where in them this rank is."""
+def make_layout(hf: HfConfig, parallel: MegatronConfig) -> Layout:
+    """Create Megatron's groups and return this rank's place in them."""
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             parallel.tensor_model_parallel_size,
@@ -66,15 +75,15 @@ def split_model(hf: HfConfig, parallel: MegatronConfig) -> Layout:
     )
 
 
-def leave() -> None:
-    """Give up Megatron's groups with their threads and connections, some sixty of them, so that others can be made.
+def destroy_process_groups() -> None:
+    """Destroy Megatron's groups, about sixty, with their threads and connections, so that new groups can be made.
 
-    Megatron forgets its groups and leaves them open, and in a process that splits models again and again they pile up.
+    Megatron only forgets its groups and leaves them open; in a process that builds many models they would accumulate.
     """
     if parallel_state.model_parallel_is_initialized():
-        made = parallel_state._global_process_group_list or []
+        groups = parallel_state._global_process_group_list or []
         parallel_state.destroy_model_parallel()
-        for group in made:
+        for group in groups:
             if isinstance(group, dist.ProcessGroup):
-                with suppress(ValueError):  # one that went with another of the list
+                with suppress(ValueError):  # already destroyed with another group of the list
                     dist.destroy_process_group(group)

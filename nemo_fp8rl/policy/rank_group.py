@@ -1,4 +1,7 @@
-"""The driver's side of the policy: Megatron ranks, in this process or as Ray actors."""
+"""The driver of the training ranks: `MegatronPolicy` calls one `MegatronWorker` per rank.
+
+The ranks run in this process or as Ray actors; `worker.py` has the Megatron code of one rank.
+"""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -16,9 +19,9 @@ from nemo_fp8rl.batch import TrainBatch, balanced_order, num_rows, rows, shards
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.hf.model_config import read_hf_config
-from nemo_fp8rl.policy.interface import SHARED, Diverged, Loss, PolicyDescription
+from nemo_fp8rl.policy.interface import SHARED_FOLDER_HINT, DivergenceError, Loss, PolicyDescription
 from nemo_fp8rl.policy.weights.layout import check_layout
-from nemo_fp8rl.policy.worker import MegatronWorker, Place
+from nemo_fp8rl.policy.worker import MegatronWorker, RankInfo
 from nemo_fp8rl.refit.bridge import Transport
 from nemo_fp8rl.refit.manifest import Sources, from_json, to_json
 from nemo_fp8rl.refit.reports import SendReport
@@ -27,126 +30,132 @@ from nemo_fp8rl.workers import WorkerDied, ended_on_error, start_workers
 
 P = ParamSpec("P")
 T = TypeVar("T")
-PER_RANK = ("grad_norm", "lr")
-"""Metrics that every rank reports alike; all others are `combined` over the ranks that answer."""
+REPLICATED_METRICS = ("grad_norm", "lr")
+"""Metrics that are equal on all ranks; all others are `combined` over the ranks that report."""
 
 KV_CALIBRATION_SAMPLES = 64
-"""Sequences of the step's batch, on each replica, from which the scales of an FP8 KV cache are taken."""
+"""Sequences per replica, from the batch of the step, that calibrate the scales of an FP8 KV cache."""
 
 
-def _in_turn(method: Callable[P, T]) -> Callable[P, T]:
-    """A method of the policy that uses the weights, and so waits where another thread holds them (`hold_weights`)."""
+def _lock_weights(method: Callable[P, T]) -> Callable[P, T]:
+    """Make a method of the policy wait while another thread holds the weights (`hold_weights`)."""
 
     @wraps(method)
-    def in_turn(*args: P.args, **kwargs: P.kwargs) -> T:
+    def call_with_lock(*args: P.args, **kwargs: P.kwargs) -> T:
         policy: Any = args[0]
         with policy.hold_weights():
             return method(*args, **kwargs)
 
-    return in_turn
+    return call_with_lock
 
 
 class MegatronPolicy:
-    """`policy.base.Policy` over cluster.train_ranks ranks. Its threads use the weights one at a time."""
+    """A `policy.interface.Policy` over cluster.train_ranks ranks; only one thread at a time uses the weights."""
 
     def __init__(self, cfg: Config) -> None:
         hf = read_hf_config(cfg.policy.model_name)
         check_layout(hf, cfg)
         self.ranks = start_workers(MegatronWorker, "train", cfg.cluster.train_ranks, cfg)
-        self.steps_taken, self.timeout, self.turn = 0, cfg.cluster.engine_timeout_seconds, RLock()
-        self.offloads = cfg.policy.megatron_cfg.offload_between_phases
-        # else a row costs what the longest does, wherever it is
-        self.deals = cfg.policy.sequence_packing.enabled or cfg.policy.dynamic_batching.enabled
+        self.steps_taken, self.timeout, self.weights_lock = 0, cfg.cluster.engine_timeout_seconds, RLock()
+        self.has_offload = cfg.policy.megatron_cfg.offload_between_phases
+        # without these two every row costs as much as the longest one, on whatever rank it is
+        self.has_balanced_shards = cfg.policy.sequence_packing.enabled or cfg.policy.dynamic_batching.enabled
         self.replicas, count = cfg.data_parallel_size, self.ranks.count
         with ended_on_error(self.ranks):
             rendezvous = self.ranks.call_all("rendezvous")[0] if count > 1 else None
-            self.places: list[Place] = self.ranks.call(
+            self.rank_infos: list[RankInfo] = self.ranks.call(
                 "setup", [(cfg, rank, count, rendezvous) for rank in range(count)]
             )
 
-    @_in_turn
+    @_lock_weights
     def logprobs(self, batch: TrainBatch) -> Tensor:
-        return self._by_row("logprobs", batch)
+        return self._call_by_row("logprobs", batch)
 
-    @_in_turn
+    @_lock_weights
     def reference_logprobs(self, batch: TrainBatch) -> Tensor:
-        return self._by_row("reference_logprobs", batch)
+        return self._call_by_row("reference_logprobs", batch)
 
-    @_in_turn
+    @_lock_weights
     def train_step(self, batch: TrainBatch, loss: Loss, schedules: bool = True) -> dict[str, float]:
         mask = batch["token_mask"][:, 1:] * batch["sample_mask"].unsqueeze(-1)
-        counts = float(batch["sample_mask"].sum()), float(mask.sum())  # sequences as NeMo RL's, with a token or not
+        # as in NeMo RL, a sequence counts even where it has no token to train on
+        counts = float(batch["sample_mask"].sum()), float(mask.sum())
         if not counts[1]:
             raise ValueError("the batch holds no token to train on: every sample is masked out")
         self.steps_taken += 1
         try:
-            results = self._on_shards("train_step", batch, self._order(batch), loss, *counts, schedules)
-        except Diverged:
+            results = self._call_on_shards("train_step", batch, self._row_order(batch), loss, *counts, schedules)
+        except DivergenceError:
             self.steps_taken -= 1
             raise
-        return combined(results) | {name: results[0][name] for name in PER_RANK}
+        return combined(results) | {name: results[0][name] for name in REPLICATED_METRICS}
 
     def describe(self) -> PolicyDescription:
         return PolicyDescription.union(self.ranks.call_all("describe"))
 
     def on_gpu(self) -> bool:
-        """Whether the weights of all its ranks are on GPUs."""
+        """True if the weights of all ranks are on GPUs."""
         return all(self.ranks.call_all("on_gpu"))
 
     def step_schedule(self) -> None:
         self.ranks.call_all("step_schedule")
 
-    @_in_turn
+    @_lock_weights
     def prepare_for_training(self) -> None:
         self.ranks.call_all("prepare_for_training")
 
-    @_in_turn
+    @_lock_weights
     def offload_before_refit(self) -> None:
         self.ranks.call_all("offload_before_refit")
 
-    @_in_turn
+    @_lock_weights
     def offload_after_refit(self) -> int:
         return max(self.ranks.call_all("offload_after_refit"))
 
-    @_in_turn
+    @_lock_weights
     def calibrate_kv(self, batch: TrainBatch) -> None:
-        long_enough = (batch["input_lengths"] > 1).nonzero().flatten()  # the last token of a sequence is not read
+        # the model does not read the last token of a sequence, so a sequence of one token calibrates nothing
+        long_enough = (batch["input_lengths"] > 1).nonzero().flatten()
         if not len(long_enough):
             raise UserError("the FP8 KV cache cannot be calibrated: every prompt has one token; use longer prompts")
-        share = min(len(long_enough) // self.replicas, KV_CALIBRATION_SAMPLES)  # as many on each: they may go in step
-        few = rows(batch, long_enough[: max(1, share * self.replicas)])
-        parts = shards(few, self.replicas) if share else [few] * self.replicas
-        self.ranks.call("calibrate_kv", [(parts[place.shard],) for place in self.places])
+        share = min(len(long_enough) // self.replicas, KV_CALIBRATION_SAMPLES)
+        samples = rows(batch, long_enough[: max(1, share * self.replicas)])
+        # equal numbers, because replicas that share experts run their microbatches together
+        parts = shards(samples, self.replicas) if share else [samples] * self.replicas
+        self.ranks.call("calibrate_kv", [(parts[info.shard],) for info in self.rank_infos])
 
-    @_in_turn
+    @_lock_weights
     def weight_error(self) -> dict[str, float]:
         return weight_error(self.ranks.call_all("weight_squares"))
 
     def open_refit(self, transport: Transport, token: str) -> None:
-        """Get ready for links, before all else of `refit.bridge.WeightSource`. token: engines must know it to link."""
-        everyone = dict.fromkeys(range(self.ranks.count), (transport, token))
-        holdings, domains = zip(*self._answers("open_refit", everyone), strict=True)
-        parsed = {parts: from_json(parts) for parts in set(holdings)}  # copies say the same
+        """Prepare the ranks for links. Call it before any other method of `refit.bridge.WeightSource`.
+
+        token:  the secret that an engine must know to link
+        """
+        arguments = dict.fromkeys(range(self.ranks.count), (transport, token))
+        holdings, domains = zip(*self._call_ranks("open_refit", arguments), strict=True)
+        parsed = {parts: from_json(parts) for parts in set(holdings)}  # replicas have equal texts
         self._sources, self.senders = Sources([parsed[parts] for parts in holdings], domains), set[int]()
 
     def sources(self) -> Sources:
         return self._sources
 
     def hold_weights(self) -> AbstractContextManager[Any]:
-        return self.turn
+        return self.weights_lock
 
     def updates(self) -> int:
         return self.steps_taken
 
     def base_version(self) -> int:
-        """The version of all ranks that send, or -1 where they differ."""
-        versions = set(self._on_senders("base_version"))
+        """Return the version that all sending ranks have, or -1 where they differ."""
+        versions = set(self._call_senders("base_version"))
         return versions.pop() if len(versions) == 1 else -1
 
-    @_in_turn
+    @_lock_weights
     def make_room(self) -> None:
-        if self.offloads:
-            self._answers("offload_after_refit", dict.fromkeys(range(self.ranks.count), ()))
+        if self.has_offload:
+            self._call_ranks("offload_after_refit", dict.fromkeys(range(self.ranks.count), ()))
 
     def offer(self, engine: int, routes: Routes, capacities: Capacities) -> list[list[Any]]:
         arguments = {
@@ -155,25 +164,25 @@ class MegatronPolicy:
             if any(to_ranks)
         }
         self.senders |= arguments.keys()
-        answers = dict(zip(arguments, self._answers("offer", arguments), strict=True))
+        answers = dict(zip(arguments, self._call_ranks("offer", arguments), strict=True))
         return [answers.get(rank, [None] * len(to_ranks)) for rank, to_ranks in enumerate(routes)]
 
     def withdraw(self, engine: int) -> None:
-        self._on_senders("withdraw", engine)
+        self._call_senders("withdraw", engine)
 
     def start_push(self, version: int, engines: Collection[int], whole: frozenset[str], **how: bool) -> None:
-        self._on_senders("start_push", version, tuple(engines), whole, how)
+        self._call_senders("start_push", version, tuple(engines), whole, how)
 
     def finish_push(self) -> list[SendReport]:
-        return self._on_senders("finish_push")
+        return self._call_senders("finish_push")
 
-    @_in_turn
+    @_lock_weights
     def save(self, folder: Path, optimizer: bool = True) -> None:
         self.ranks.call_all("save", str(folder.resolve()), optimizer)
         if not (folder / "weights").is_dir():
-            raise UserError(f"{folder}: what the ranks wrote is not here: {SHARED}")
+            raise UserError(f"{folder} does not have what the ranks wrote: {SHARED_FOLDER_HINT}")
 
-    @_in_turn
+    @_lock_weights
     def load(self, folder: Path) -> None:
         self.steps_taken += 1
         self.ranks.call_all("load", str(folder.resolve()))
@@ -181,40 +190,47 @@ class MegatronPolicy:
     def shutdown(self) -> None:
         self.ranks.shutdown()
 
-    def _on_senders(self, method: str, *arguments: Any) -> list[Any]:
-        return self._answers(method, dict.fromkeys(sorted(self.senders), arguments))
+    def _call_senders(self, method: str, *arguments: Any) -> list[Any]:
+        return self._call_ranks(method, dict.fromkeys(sorted(self.senders), arguments))
 
-    def _answers(self, method: str, arguments: dict[int, tuple[Any, ...]]) -> list[Any]:
-        """What these ranks answer, in order; the first exception is raised, a WorkerDied of one that hangs."""
+    def _call_ranks(self, method: str, arguments: dict[int, tuple[Any, ...]]) -> list[Any]:
+        """Call the ranks with their arguments and return their answers in the same order.
+
+        Raises the first exception of a rank; WorkerDied for a rank that hangs.
+        """
         answers = self.ranks.outcomes(method, arguments, self.timeout)
         if death := next((answer for answer in answers.values() if isinstance(answer, WorkerDied)), None):
             raise death
         return [answers[rank] for rank in arguments]
 
-    def _order(self, batch: TrainBatch) -> Tensor:
-        """The order of the rows for `shards`, int64 [B]: replicas then have about as much to do."""
-        return balanced_order(batch["input_lengths"], self.replicas) if self.deals else torch.arange(num_rows(batch))
+    def _row_order(self, batch: TrainBatch) -> Tensor:
+        """Return the order of the rows for `shards`, int64 [B], which gives replicas about equal work."""
+        return (
+            balanced_order(batch["input_lengths"], self.replicas)
+            if self.has_balanced_shards
+            else torch.arange(num_rows(batch))
+        )
 
-    def _by_row(self, method: str, batch: TrainBatch) -> Tensor:
-        """What the method answers for each row, in the batch's order."""
-        order = self._order(batch)
-        return torch.cat(self._on_shards(method, batch, order))[order.argsort()]
+    def _call_by_row(self, method: str, batch: TrainBatch) -> Tensor:
+        """Call the method on every shard and return its value of each row, in the batch's order."""
+        order = self._row_order(batch)
+        return torch.cat(self._call_on_shards(method, batch, order))[order.argsort()]
 
-    def _on_shards(self, method: str, batch: TrainBatch, order: Tensor, *arguments: Any) -> list[Any]:
-        """Call it on every rank with its part of the batch: one answer for each part, in order."""
+    def _call_on_shards(self, method: str, batch: TrainBatch, order: Tensor, *arguments: Any) -> list[Any]:
+        """Call the method on every rank with its shard; return one answer per shard, that of its reporter."""
         parts = shards(batch, self.replicas, order)
-        results = self.ranks.call(method, [(parts[place.shard], *arguments) for place in self.places])
-        answers = {place.shard: r for place, r in zip(self.places, results, strict=True) if place.answers}
+        results = self.ranks.call(method, [(parts[info.shard], *arguments) for info in self.rank_infos])
+        answers = {info.shard: r for info, r in zip(self.rank_infos, results, strict=True) if info.is_reporter}
         return [answers[shard] for shard in range(self.replicas)]
 
 
 @contextmanager
 def deaths_as_user_errors() -> Iterator[None]:
-    """A rank that dies in the block is a UserError."""
+    """Turn the death of a rank inside the block into a UserError."""
     try:
         yield
     except WorkerDied as death:
         raise UserError(
-            f"a training rank died ({death}); what it wrote says why (of a Ray actor: in its worker's log); mend that, "
-            "then go on from the last checkpoint with --resume, or start again where there is none"
+            f"a training rank died ({death}); its output says why (that of a Ray actor is in its worker's log); "
+            "mend the cause, then continue from the last checkpoint with --resume, or start again if there is none"
         ) from death

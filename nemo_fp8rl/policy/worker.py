@@ -1,6 +1,6 @@
-"""One Megatron rank: forward, backward, optimizer, export. Runs in this process or inside a Ray actor.
+"""One Megatron rank: forward, backward, optimizer and export, in this process or in a Ray actor.
 
-Calls into Megatron that name CUDA go through `megatron_on_cpu`, so an engine in the same process sees an unchanged
+Calls into Megatron that name CUDA run inside `megatron_on_cpu`, so that an engine in the same process sees an unchanged
 torch.
 """
 
@@ -32,10 +32,10 @@ from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.model_config import HfConfig, read_hf_config
 from nemo_fp8rl.hf.model_tensors import expected_tensors
-from nemo_fp8rl.policy.interface import SHARED, Loss, PolicyDescription
+from nemo_fp8rl.policy.interface import SHARED_FOLDER_HINT, Loss, PolicyDescription
 from nemo_fp8rl.policy.layer_specs import transformer_engine_linears
 from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
-from nemo_fp8rl.policy.layers.linears import MultipliesInFp8
+from nemo_fp8rl.policy.layers.linears import Fp8MatmulLayer
 from nemo_fp8rl.policy.layers.routing_replay import RoutingReplay
 from nemo_fp8rl.policy.model import DTYPES, build_model, moe_dispatcher, transformer_config
 from nemo_fp8rl.policy.offload import Offload
@@ -43,10 +43,10 @@ from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
 from nemo_fp8rl.policy.on_cpu.vllm_cpu_rounding import cache_rounding, is_aligned, loses_denormals
 from nemo_fp8rl.policy.optimizer import build_ddp, build_optimizer, build_scheduler, check_finite
 from nemo_fp8rl.policy.pipeline import Pipeline
-from nemo_fp8rl.policy.process_groups import join, leave, split_model
+from nemo_fp8rl.policy.process_groups import destroy_process_groups, make_layout, start_process_groups
 from nemo_fp8rl.policy.weights.checkpoint import load_hf, save_hf
 from nemo_fp8rl.policy.weights.optimizer_state import load_optimizer, save_optimizer
-from nemo_fp8rl.policy.weights.rank_weights import HeldWeights
+from nemo_fp8rl.policy.weights.rank_weights import RankWeights
 from nemo_fp8rl.refit.bridge import Transport
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart, from_json, to_json
 from nemo_fp8rl.refit.reports import SendReport
@@ -56,137 +56,147 @@ from nemo_fp8rl.refit.transport.shared_memory import domain
 
 
 @dataclass(frozen=True)
-class Place:
-    """What the driver must know of a rank.
+class RankInfo:
+    """What the driver must know about a rank.
 
-    shard: which part of a batch it gets. answers: whether it is the one, of those with this part, that has its
-    log-probs and metrics.
+    shard:        the number of the batch shard that this rank gets
+    is_reporter:  True on the one rank per shard that returns the shard's log-probs and metrics
     """
 
     shard: int
-    answers: bool
+    is_reporter: bool
 
 
 class MegatronWorker:
-    """One rank, with its part of the model. Construct, then `setup`."""
+    """One rank with its part of the model; call `setup` after the constructor."""
 
     listener: socket.socket | None = None
-    """The socket on which the ranks meet; held by rank 0 from `rendezvous` until `setup`."""
-    borrows = False
-    """Whether a push has taken parameters that were away, and gives them back."""
+    """The socket at which the ranks meet; rank 0 has it between `rendezvous` and `setup`."""
+    has_borrowed_parameters = False
+    """True while a push uses parameters that were offloaded before it and are offloaded again after it."""
 
     def rendezvous(self) -> tuple[str, int]:
-        """(host, port) for the ranks to meet at: a socket that this rank holds, on the cluster's interface only."""
+        """Open the socket at which the ranks meet, on the cluster's interface only; return its (host, port)."""
         import ray
 
         self.listener = socket.create_server((ray.util.get_node_ip_address(), 0))
         return self.listener.getsockname()[:2]
 
-    def setup(self, cfg: Config, rank: int, world_size: int, rendezvous: tuple[str, int] | None) -> Place:
-        """Join the ranks, build the model and its optimizer. `rendezvous` is (host, port) of rank 0's store."""
+    def setup(self, cfg: Config, rank: int, world_size: int, rendezvous: tuple[str, int] | None) -> RankInfo:
+        """Join the other ranks and build the model and its optimizer.
+
+        rendezvous:  (host, port) of rank 0's store; None for a single rank
+        """
         self.cfg, self.rank, on_gpu = cfg, rank, self.on_gpu()
         self._quantizer()  # raises UserError for a quantizer that this machine does not have
         device = torch.device("cuda" if on_gpu else "cpu")
         self.hf = read_hf_config(cfg.policy.model_name)
         if on_gpu:
-            _check_for_gpu(cfg, self.hf)
-        tokenizer = checkpoint_folder(cfg.policy.tokenizer.name, "policy.tokenizer.name")
-        self.sources = checkpoint_folder(cfg.policy.model_name), tokenizer
+            _check_gpu_policy(cfg, self.hf)
+        tokenizer_folder = checkpoint_folder(cfg.policy.tokenizer.name, "policy.tokenizer.name")
+        self.source_folders = checkpoint_folder(cfg.policy.model_name), tokenizer_folder
         self.engine_fp8_layers = engine_fp8_layers(self.hf, cfg)
-        join(rank, world_size, rendezvous, self.listener if rank == 0 else None)
-        self.layout = split_model(self.hf, cfg.policy.megatron_cfg)
+        start_process_groups(rank, world_size, rendezvous, self.listener if rank == 0 else None)
+        self.layout = make_layout(self.hf, cfg.policy.megatron_cfg)
         if on_gpu:
-            model_parallel_cuda_manual_seed(cfg.grpo.seed)  # Megatron asks for it, though nothing here drops out
+            model_parallel_cuda_manual_seed(
+                cfg.grpo.seed
+            )  # Megatron requires a seed, although this model has no dropout
         self.kv_cache = self._build_kv_cache()
         with megatron_on_cpu():
             config = transformer_config(self.hf, cfg.policy, cfg.nemo_fp8rl)
             self.model = build_model(config, self.layout, cfg, self.kv_cache).to(device)
-            recomputed = cfg.policy.megatron_cfg.activation_checkpointing
-            replay = RoutingReplay(self.model, self.layout, recomputed) if self.hf.family.experts else None
+            recomputes = cfg.policy.megatron_cfg.activation_checkpointing
+            replay = RoutingReplay(self.model, self.layout, recomputes) if self.hf.family.experts else None
             fp8_param = on_gpu and cfg.nemo_fp8rl.fp8_param
             self.ddp = build_ddp(config, self.model, cfg.policy.precision, fp8_param)
             self.optimizer = build_optimizer(cfg.policy, self.ddp, DTYPES[cfg.policy.precision], fp8_param)
         self.scheduler = build_scheduler(cfg.policy, self.optimizer)
         self.offload = Offload(self.ddp, self.optimizer, on_gpu)
-        self.held = HeldWeights(self.layout, self.model, self.optimizer, DTYPES[cfg.policy.precision])
+        self.rank_weights = RankWeights(self.layout, self.model, self.optimizer, DTYPES[cfg.policy.precision])
         layout = self.layout
-        split = layout.tensor.size if cfg.policy.megatron_cfg.sequence_parallel else 1  # of a rank's tokens
-        multiple = split * FP8_TOKENS if on_gpu and split > 1 else split
-        multiple *= layout.context.size
+        token_parts = layout.tensor.size if cfg.policy.megatron_cfg.sequence_parallel else 1
+        token_multiple = token_parts * FP8_TOKENS if on_gpu and token_parts > 1 else token_parts
+        token_multiple *= layout.context.size
         aligned = is_aligned(cfg.nemo_fp8rl)
-        self.pipeline = Pipeline(cfg.policy, self.ddp, self.model, self.kv_cache, replay, device, multiple, aligned)
-        if cfg.loss_fn.reference_policy_kl_penalty:  # on the host: it is read once a step
-            self.reference = [_on_host(tensor) for tensor in self.held.storage()]
-        first = layout.tensor.rank == layout.context.rank == 0
-        return Place(shard=layout.data.rank, answers=layout.last_stage and first)
+        self.pipeline = Pipeline(
+            cfg.policy, self.ddp, self.model, self.kv_cache, replay, device, token_multiple, aligned
+        )
+        if cfg.loss_fn.reference_policy_kl_penalty:  # kept on the host, because it is read only once per step
+            self.reference = [_copy_to_host(tensor) for tensor in self.rank_weights.storage_tensors()]
+        is_first = layout.tensor.rank == layout.context.rank == 0
+        return RankInfo(shard=layout.data.rank, is_reporter=layout.is_last_stage and is_first)
 
     def reference_logprobs(self, batch: TrainBatch) -> Tensor:
-        """`logprobs` under the weights of policy.model_name, which take the trainer's place meanwhile.
+        """Return `logprobs` under the weights of policy.model_name, which replace the trainer's during the call.
 
-        Nothing of the engine's enters them, neither its choice of experts nor its cache: both follow the policy.
+        They use neither the engine's choice of experts nor its FP8 cache, because both follow the policy.
         """
-        self.offload.take_parameters()
-        present = self.held.storage()
-        # beside gradients and the optimizer, where these stay, there may be no room for a second copy
-        aside = None if self.cfg.policy.megatron_cfg.offload_between_phases else "cpu"
-        own = [tensor.to(aside, copy=True) for tensor in present]
-        alone = TrainBatch(input_ids=batch["input_ids"], input_lengths=batch["input_lengths"])
-        with self.kv_cache.unread() if self.kv_cache is not None else nullcontext():
+        self.offload.restore_parameters()
+        present = self.rank_weights.storage_tensors()
+        # where gradients and optimizer state are not offloaded, a GPU may have no room for a second copy
+        backup_device = None if self.cfg.policy.megatron_cfg.offload_between_phases else "cpu"
+        backup = [tensor.to(backup_device, copy=True) for tensor in present]
+        tokens = TrainBatch(input_ids=batch["input_ids"], input_lengths=batch["input_lengths"])
+        with self.kv_cache.without_rounding() if self.kv_cache is not None else nullcontext():
             try:
-                torch._foreach_copy_(present, self.reference)  # in place: they are views of Megatron's buffers
-                return self.logprobs(alone, restricted=False)
+                torch._foreach_copy_(present, self.reference)  # in place, because they are views of Megatron's buffers
+                return self.logprobs(tokens, filter_tokens=False)
             finally:
-                torch._foreach_copy_(present, own)
+                torch._foreach_copy_(present, backup)
 
-    def logprobs(self, batch: TrainBatch, restricted: bool = True) -> Tensor:
-        """float32 [B, T], position 0 is 0, padding is whatever the model says of it; zeros before the last stage.
+    def logprobs(self, batch: TrainBatch, filter_tokens: bool = True) -> Tensor:
+        """Return the log-probs of the tokens, float32 [B, T]: 0 at position 0, arbitrary at padding.
 
-        restricted: over the tokens that policy.generation's top_k and top_p leave.
+        A stage before the last one returns zeros.
+        filter_tokens:  True takes the softmax only over the tokens that policy.generation's top_k and top_p select
         """
         out = torch.zeros(batch["input_ids"].shape)
-        self.offload.take_parameters()
+        self.offload.restore_parameters()
 
-        def keep(logprobs: Tensor, which: Tensor, part: TrainBatch) -> tuple[Tensor, None]:
-            out[which, 1 : part["input_ids"].size(1)] = logprobs.cpu()
+        def copy_out(logprobs: Tensor, row_numbers: Tensor, part: TrainBatch) -> tuple[Tensor, None]:
+            out[row_numbers, 1 : part["input_ids"].size(1)] = logprobs.cpu()
             return logprobs, None
 
         with torch.no_grad(), megatron_on_cpu():
-            self.pipeline.run(batch, keep, training=False, restricted=restricted)
+            self.pipeline.run(batch, copy_out, training=False, filter_tokens=filter_tokens)
         return out
 
     def train_step(
         self, shard: TrainBatch, loss: Loss, valid_seqs: float, valid_toks: float, schedules: bool = True
     ) -> dict[str, float]:
-        """One optimizer step; `shard` is this rank's part, the counts are those of the whole batch.
+        """Take one optimizer step and return its metrics; see `policy.interface.Policy.train_step`.
 
         Gradients and metrics are sums over microbatches and ranks, because the loss divides by the global counts. Only
-        ranks of the last stage have the loss's metrics. schedules, raises: see `policy.base`.
+        ranks of the last stage return the loss's metrics.
+        shard:                   the rows of this rank
+        valid_seqs, valid_toks:  counts of the whole batch
         """
 
-        def lossy(logprobs: Tensor, which: Tensor, part: TrainBatch) -> tuple[Tensor, dict[str, float]]:
+        def compute_loss(logprobs: Tensor, row_numbers: Tensor, part: TrainBatch) -> tuple[Tensor, dict[str, float]]:
             return loss(logprobs, part, torch.tensor(valid_seqs), torch.tensor(valid_toks))
 
         with megatron_on_cpu():
             self.ddp.zero_grad_buffer()
             self.optimizer.zero_grad()
-            metrics = combined(self.pipeline.run(shard, lossy, training=True))
+            metrics = combined(self.pipeline.run(shard, compute_loss, training=True))
             finalize_model_grads([self.ddp])
             check_finite(metrics, self.ddp)
-            if schedules:  # before the update: the first step of a warm-up already moves
+            if schedules:  # before the update, so that the first step of a warm-up already moves weights
                 self.scheduler.step(increment=1)
             _, grad_norm, _ = self.optimizer.step()
             if self.kv_cache is not None:
-                self.kv_cache.of_present_weights = False
+                self.kv_cache.is_current = False
         return {**metrics, "grad_norm": float(grad_norm), "lr": float(self.optimizer.param_groups[0]["lr"])}
 
-    def weights(self) -> HeldWeights:
-        """What this rank has of the model, brought back from where it was offloaded to; FP8 weights without columns."""
-        self.offload.take_parameters(columns=False)
-        return self.held
+    def weights(self) -> RankWeights:
+        """Return the weights of this rank, on its device again after an offload; FP8 weights come without columns."""
+        self.offload.restore_parameters(columns=False)
+        return self.rank_weights
 
     def describe(self) -> PolicyDescription:
         """Return what this rank chose for its machine."""
-        layers = (module for module in self.model.modules() if isinstance(module, MultipliesInFp8))
+        layers = (module for module in self.model.modules() if isinstance(module, Fp8MatmulLayer))
         rounding = None if self.kv_cache is None else self.kv_cache.rounding
         return PolicyDescription(
             kernels=frozenset(layer.kernel_name for layer in layers),
@@ -215,21 +225,24 @@ class MegatronWorker:
         self.scheduler.step(increment=1)
 
     def prepare_for_training(self) -> None:
-        self.offload.take_parameters()
-        self.offload.take_training()
+        self.offload.restore_parameters()
+        self.offload.restore_training_state()
 
     def offload_before_refit(self) -> None:
-        self.offload.give_training()
-        self.offload.give_columns()
+        self.offload.offload_training_state()
+        self.offload.drop_fp8_columns()
 
     def offload_after_refit(self) -> int:
-        """Bytes that are away now. Training needs `prepare_for_training` first; all else takes what it reads itself."""
-        self.offload.give_training()
-        self.offload.give_parameters()
+        """Free what training needs and the parameters; return the bytes that are away now.
+
+        Training must call `prepare_for_training` first; every other method brings back what it reads.
+        """
+        self.offload.offload_training_state()
+        self.offload.offload_parameters()
         return self.offload.nbytes
 
     def calibrate_kv(self, batch: TrainBatch) -> None:
-        """Take the scales of the KV cache from what the present weights make of these sequences, on all ranks."""
+        """Compute the KV cache's scales from the present weights on these sequences, together with all ranks."""
         assert self.kv_cache is not None
         self.kv_cache.begin_calibration()
         try:
@@ -239,7 +252,9 @@ class MegatronWorker:
             raise UserError(f"the FP8 KV cache cannot be calibrated: {error}; look into the model's weights") from None
 
     def open_refit(self, transport: Transport, token: str) -> tuple[str, str]:
-        """Be ready for engines to link with this rank; what it holds, `refit.manifest.to_json`, and its domain."""
+        """Prepare for links from engines; return this rank's parts (`refit.manifest.to_json`) and its domain
+        (`refit.transport.shared_memory.domain`).
+        """
         choice, layers, shapes = self.cfg.nemo_fp8rl, self.engine_fp8_layers, expected_tensors(self.hf)
         parts = [
             TensorPart.of(
@@ -258,10 +273,10 @@ class MegatronWorker:
             choice.scale_format,
             choice.kernel,
             transport=transport,
-            host=_own_host(self.cfg),
+            host=_node_address(self.cfg),
             token=token,
             timeout=SENDER_SHARE * self.cfg.cluster.engine_timeout_seconds,
-            device=next(self.model.parameters()).device,  # with its number
+            device=next(self.model.parameters()).device,  # a device with an index
         )
         return to_json(parts), domain()
 
@@ -275,37 +290,41 @@ class MegatronWorker:
         return self.refit.base_version
 
     def start_push(self, version: int, engines: Collection[int], whole: frozenset[str], how: dict[str, bool]) -> None:
-        """Send what these engines take of this rank, in a thread; quantized here, but for what is held in FP8."""
+        """Start a thread that sends these engines their parts of this rank's weights.
+
+        The thread quantizes the weights, except those that exist only in FP8.
+        """
         kv_scales: Iterator[tuple[str, Tensor]] = iter(())
         if self.kv_cache is not None:
             if self.kv_cache.scales is None:
                 raise RefitError(f"refit {version}: the KV cache is FP8 and has no scales yet: calibrate first")
-            if not self.kv_cache.of_present_weights:
+            if not self.kv_cache.is_current:
                 raise RefitError(f"refit {version}: the KV cache's scales are of earlier weights: calibrate first")
             kv_scales = self.kv_cache.scales.named_tensors()
-        self.borrows = "parameters" in self.offload.away  # to catch up an engine, while others generate
+        # parameters may be offloaded when an engine is brought up to date while other engines generate
+        self.has_borrowed_parameters = "parameters" in self.offload.offloaded_bytes
         self.refit.start(chain(self.weights().for_refit(), kv_scales), version, engines, whole=whole, **how)
 
     def finish_push(self) -> SendReport:
         try:
             return self.refit.finish()
         finally:
-            if self.borrows:
-                self.offload.give_parameters()
+            if self.has_borrowed_parameters:
+                self.offload.offload_parameters()
 
     def weight_squares(self) -> SquaresByGroup:
-        """This rank's part of `weight_error`."""
+        """Return this rank's part of `weight_error`."""
         choice = self.cfg.nemo_fp8rl
         return self.weights().squares(self.engine_fp8_layers, choice.scale_format, choice.kernel)
 
     def save(self, folder: str, optimizer: bool = True) -> None:
-        """Write an HF checkpoint and the optimizer's state, all ranks together. Raises UserError on a full disk, and
-        where the folder is another on some rank's node.
+        """Write an HF checkpoint and the optimizer's state; all ranks call it together.
 
-        What the folder had of either is removed: a save that was killed may have been of more ranks.
+        Earlier weights and optimizer state in the folder are removed first, because a killed save may have been that of
+        more ranks. Raises UserError on a full disk, and if a rank's node does not share the folder.
         """
         path = Path(folder)
-        errors: list[Exception | None] = []  # raised at the end: till then the other ranks wait for this one's part
+        errors: list[Exception | None] = []  # raised only at the end, because the other ranks wait for this one's part
         try:
             if self.rank == 0:
                 path.mkdir(parents=True, exist_ok=True)
@@ -318,17 +337,19 @@ class MegatronWorker:
             errors.append(error)
         dist.barrier()
         if self.rank and not path.is_dir():
-            errors.append(UserError(f"rank {self.rank} does not see it: {SHARED}"))
-        errors.append(save_hf(path / "weights", self.weights().for_checkpoint(), self.layout, self.rank, *self.sources))
+            errors.append(UserError(f"rank {self.rank} does not see it: {SHARED_FOLDER_HINT}"))
+        errors.append(
+            save_hf(path / "weights", self.weights().for_checkpoint(), self.layout, self.rank, *self.source_folders)
+        )
         if optimizer:
             parts = self.layout, self.model, self.optimizer, self.scheduler
             errors.append(save_optimizer(path / "optimizer", self.rank, *parts))
-        dist.barrier()  # nobody writes any more, so that a caller may remove what there is
+        dist.barrier()  # after it no rank writes, so a caller may remove the files
         if any(errors):
             raise UserError(f"{folder}: {next(filter(None, errors))}") from None
 
     def load(self, folder: str) -> None:
-        self.offload.take_parameters()
+        self.offload.restore_parameters()
         with megatron_on_cpu():
             load_hf(Path(folder) / "weights", self.model, self.layout)
             if self.kv_cache is not None:
@@ -336,10 +357,10 @@ class MegatronWorker:
             load_optimizer(Path(folder) / "optimizer", self.layout, self.model, self.optimizer, self.scheduler)
 
     def shutdown(self) -> None:
-        """Leave the process as `setup` found it, so that another policy can be built in it."""
+        """Release what `setup` made, so that another policy can be built in this process."""
         if "refit" in self.__dict__:
             self.refit.close()
-        leave()
+        destroy_process_groups()
 
     def _build_kv_cache(self) -> TrainerKvCache | None:
         if not self.cfg.fp8_kv_cache:
@@ -348,8 +369,8 @@ class MegatronWorker:
         return TrainerKvCache(self.hf.num_hidden_layers, rounding, loses_denormals(DTYPES[self.cfg.policy.precision]))
 
 
-def _check_for_gpu(cfg: Config, hf: HfConfig) -> None:
-    """Raise UserError for what a policy on a GPU cannot do as it is said, before anything is built."""
+def _check_gpu_policy(cfg: Config, hf: HfConfig) -> None:
+    """Raise UserError, before anything is built, if the recipe asks for what a policy on a GPU cannot do."""
     if cfg.nemo_fp8rl.align == "vllm":
         raise UserError(
             "nemo_fp8rl.align=vllm rounds as vLLM's CPU kernels do: set nemo_fp8rl.align=auto to train on a GPU"
@@ -369,13 +390,13 @@ def _check_for_gpu(cfg: Config, hf: HfConfig) -> None:
         )
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    """A copy, pinned where it is to go back to a GPU: one that is not is copied once more on the way."""
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    """Copy a tensor to the host; pinned if it came from a GPU, as the way back from pageable memory copies twice."""
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
 
 
-def _own_host(cfg: Config) -> str:
-    """Address of this node on the cluster's interface; loopback without a cluster."""
+def _node_address(cfg: Config) -> str:
+    """Return the address of this node on the cluster's interface; loopback without a cluster."""
     if cfg.cluster.backend == "in_process":
         return "127.0.0.1"
     import ray

@@ -21,4 +21,4 @@ def own_gpu(rank: int) -> None:
     fake_kernels.permute_by_torch()
     from nemo_fp8rl.policy import worker
 
-    worker._check_for_gpu = lambda *_: None  # experts in float32 are refused for TF32, which nothing here has
+    worker._check_gpu_policy = lambda *_: None  # experts in float32 are refused for TF32, which nothing here has

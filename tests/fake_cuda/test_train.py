@@ -89,16 +89,16 @@ def test_an_engine_is_caught_up_with_weights_that_then_go_back_to_the_host(tmp_p
     paths = (f"policy.model_name={tmp_path}/tiny/model", f"data.train.data_path={tmp_path}/tiny/data.jsonl")
     cfg = load(RECIPES / "tiny_cpu.yaml", [*TINY, *paths, f"{TRAINER}.offload_between_phases=true"])
     with backends(cfg, lambda _: None) as (policy, generation):
-        away = policy.ranks.worker.offload.away
+        offloaded = policy.ranks.worker.offload.offloaded_bytes
         bridge = build_bridge(cfg, policy, generation)
         policy.prepare_for_training()
         policy.offload_before_refit()
         generation.prepare_for_generation()
         bridge.refit()
-        assert "parameters" not in away
+        assert "parameters" not in offloaded
         policy.offload_after_refit()
         expected = generation.generate([(5, 6, 7)], [0], GREEDY)
         core_process().kill()
         assert generation.generate([(5, 6, 7)], [0], GREEDY) == expected
         assert generation.engine_restarts == 1
-        assert {"parameters", "training"} <= away.keys()
+        assert {"parameters", "training"} <= offloaded.keys()

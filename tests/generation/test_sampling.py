@@ -95,7 +95,7 @@ def test_both_sides_take_the_tokens_that_were_left_to_sample_from(pair, restrict
     assert blind > 1.1
     free = pair.worker.logprobs(batch)
     assert (seen[both] >= free[both]).all()
-    assert torch.equal(pair.worker.logprobs(batch, restricted=False), free)
+    assert torch.equal(pair.worker.logprobs(batch, filter_tokens=False), free)
 
 
 def test_both_sides_are_at_the_temperature(pair):

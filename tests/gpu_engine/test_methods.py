@@ -14,7 +14,7 @@ from nemo_fp8rl.fp8.format import ALONG_LAST
 from nemo_fp8rl.generation.fp8_method import gpu_linear
 from nemo_fp8rl.generation.fp8_method.gpu_experts import NativeFp8MoEMethod
 from nemo_fp8rl.generation.fp8_method.gpu_linear import KERNELS, NativeFp8LinearMethod
-from nemo_fp8rl.policy.layers.top_k_top_p import Restriction, restricted
+from nemo_fp8rl.policy.layers.top_k_top_p import TokenFilter, filter_logits
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 4, 256, 128, 2
 QUANTIZE = torch.ops.nemo_fp8rl.quantize_activations
@@ -185,7 +185,7 @@ def kept(logits: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor, Tenso
     k = None if top_k is None else torch.full((rows,), top_k, dtype=torch.int32)
     p = None if top_p == 1 else torch.full((rows,), top_p)
     engine = apply_top_k_top_p(logits.clone(), k, p)
-    trainer = restricted(logits, logits.argmax(-1), Restriction(top_k, top_p))
+    trainer = filter_logits(logits, logits.argmax(-1), TokenFilter(top_k, top_p))
     return engine > -torch.inf, trainer > -torch.inf
 
 

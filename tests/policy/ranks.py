@@ -58,7 +58,7 @@ class Ranks:
         return [future.result() for future in futures]
 
     def setup(self, cfg: Config) -> list[Any]:
-        """Build the policy anew on all ranks; their places."""
+        """Build the policy anew on all ranks; return their RankInfo."""
         return self.run(_setup, [(cfg, rank, self.count, self.rendezvous) for rank in range(self.count)])
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
@@ -83,11 +83,11 @@ class Ranks:
 
 def logprobs_and_norm(pool: Ranks, cfg: Config, batch: TrainBatch) -> tuple[Tensor, float]:
     """Of the policy on the pool's ranks: log-probs of the batch [B, T], and the gradient norm of a step on its NLL."""
-    places = pool.setup(cfg)
+    infos = pool.setup(cfg)
     parts = shards(batch, cfg.data_parallel_size)
     tokens = float(batch["token_mask"][:, 1:].sum())
-    results = pool.run(_logprobs_and_norm, [(parts[place.shard], float(num_rows(batch)), tokens) for place in places])
-    answers = {place.shard: logprobs for place, (logprobs, _) in zip(places, results, strict=True) if place.answers}
+    results = pool.run(_logprobs_and_norm, [(parts[info.shard], float(num_rows(batch)), tokens) for info in infos])
+    answers = {info.shard: logprobs for info, (logprobs, _) in zip(infos, results, strict=True) if info.is_reporter}
     return torch.cat([answers[shard] for shard in sorted(answers)]), results[0][1]
 
 

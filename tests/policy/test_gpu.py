@@ -12,8 +12,8 @@ from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.fp8 import quantize_blockwise, scale_name
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.policy.layers import logprobs
-from nemo_fp8rl.policy.layers.linears import MultipliesInFp8
-from nemo_fp8rl.policy.layers.top_k_top_p import Restriction, restricted
+from nemo_fp8rl.policy.layers.linears import Fp8MatmulLayer
+from nemo_fp8rl.policy.layers.top_k_top_p import TokenFilter, filter_logits
 from nemo_fp8rl.policy.worker import MegatronWorker
 from tests.policy.sent import sent_tensors
 
@@ -53,7 +53,7 @@ def train(recipe, tmp_path: Path, family):
         worker = MegatronWorker()
         worker.setup(cfg, 0, 1, None)
         try:
-            assert any(isinstance(m, MultipliesInFp8) for m in worker.model.modules()) == (flow == "fp8_e2e")
+            assert any(isinstance(m, Fp8MatmulLayer) for m in worker.model.modules()) == (flow == "fp8_e2e")
             if load is not None:
                 worker.load(str(load))
             losses = [worker.train_step(batch, NllLoss(), 4.0, 128.0)["loss"] for _ in range(steps)]
@@ -149,16 +149,16 @@ def test_top_k_and_top_p_take_as_many_rows_as_a_gpu_has_room_for(monkeypatch):
 
     def counted(few: torch.Tensor, *others: Any) -> torch.Tensor:
         calls.append(len(few))
-        return restricted(few, *others)
+        return filter_logits(few, *others)
 
     random = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 24, generator=random) for n in (100, 101))
     targets = torch.randint(0, 101, (100,), generator=random)
-    expected = logprobs.token_logprobs(hidden, weight, targets, 0.7, 64, restriction=Restriction(20, 0.9))
-    monkeypatch.setattr(logprobs, "restricted", counted)
+    expected = logprobs.token_logprobs(hidden, weight, targets, 0.7, 64, token_filter=TokenFilter(20, 0.9))
+    monkeypatch.setattr(logprobs, "filter_logits", counted)
     monkeypatch.setitem(logprobs.VALUES, "cuda", 1 << 13)
     on_gpu = (tensor.cuda() for tensor in (hidden, weight, targets))
-    found = logprobs.token_logprobs(*on_gpu, 0.7, 64, restriction=Restriction(20, 0.9))
+    found = logprobs.token_logprobs(*on_gpu, 0.7, 64, token_filter=TokenFilter(20, 0.9))
     assert calls == [40, 24, 36]
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
 

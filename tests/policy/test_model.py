@@ -143,7 +143,7 @@ def test_the_checkpoint_sets_every_number_of_every_weight(recipe, tmp_path, monk
         spoilt.append(weight.detach().fill_(torch.nan))
 
     spoilt: list[torch.Tensor] = []
-    monkeypatch.setattr(model, "left_as_it_is", spoil)
+    monkeypatch.setattr(model, "skip_init", spoil)
     write_model(tmp_path / "model", vocab_size=97, **sizes)
     worker = MegatronWorker()
     worker.setup(recipe(f"policy.model_name={tmp_path}/model"), 0, 1, None)
@@ -186,11 +186,11 @@ def test_fp8_trainer_multiplies_exactly_the_bytes_it_exports(recipe, tmp_path, h
 
 @pytest.mark.parametrize(("flow", "linears"), [("bf16", 0), ("fp8_rollout", 0), ("fp8_e2e", 8)])
 def test_flow_decides_which_linears_are_fp8(recipe, flow, linears):
-    from nemo_fp8rl.policy.layers.linears import Fp8Forward
+    from nemo_fp8rl.policy.layers.linears import Fp8Matmul
 
     worker = MegatronWorker()
     worker.setup(recipe(f"nemo_fp8rl.flow={flow}"), 0, 1, None)
-    assert sum(isinstance(module, Fp8Forward) for module in worker.model.modules()) == linears
+    assert sum(isinstance(module, Fp8Matmul) for module in worker.model.modules()) == linears
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
@@ -204,11 +204,11 @@ def test_a_flow_in_fp8_does_not_start_without_its_fp8_linears(recipe, tmp_path, 
 
 @pytest.mark.parametrize(("end", "fp8_layer"), [("first", 1), ("last", 0)])
 def test_a_layer_kept_in_bf16_trains_and_travels_in_bf16(recipe, end, fp8_layer):
-    from nemo_fp8rl.policy.layers.linears import Fp8Forward
+    from nemo_fp8rl.policy.layers.linears import Fp8Matmul
 
     worker = MegatronWorker()
     worker.setup(recipe(f"policy.generation.vllm_cfg.num_{end}_layers_in_bf16=1"), 0, 1, None)
-    fp8 = [name for name, module in worker.model.named_modules() if isinstance(module, Fp8Forward)]
+    fp8 = [name for name, module in worker.model.named_modules() if isinstance(module, Fp8Matmul)]
     assert len(fp8) == 4
     assert all(name.startswith(f"decoder.layers.{fp8_layer}.") for name in fp8)
     sent = sent_tensors(worker)

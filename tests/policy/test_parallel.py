@@ -14,7 +14,7 @@ from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.common.region import index
 from nemo_fp8rl.hf.model_tensors import expected_tensors
 from nemo_fp8rl.policy.layers import aligned_experts
-from nemo_fp8rl.policy.layers.linears import RoundedOnce
+from nemo_fp8rl.policy.layers.linears import SingleRounding
 from nemo_fp8rl.policy.layers.logprobs import token_logprobs
 from nemo_fp8rl.policy.weights.hf_names import to_hf
 from tests.conftest import HALF_HEADS
@@ -109,11 +109,11 @@ def test_reference_logprobs_of_two_ranks_stay_those_of_the_start(two, recipe, tm
     keys = (f"policy.megatron_cfg.{key}" for key in (*layout, "optimizer.lr=0.01"))
     cfg = recipe(f"policy.model_name={tmp_path}/model", *RANKS_OF_TWO, "nemo_fp8rl.flow=bf16", *choices, *keys)
     batch, tokens = random_batch(), 100.0
-    places = two.setup(cfg)
+    infos = two.setup(cfg)
     parts = shards(batch, cfg.data_parallel_size)
-    found = two.run(_reference_and_moved, [(parts[place.shard], tokens) for place in places])
-    for place, (start, reference, moved) in zip(places, found, strict=True):
-        if place.answers:
+    found = two.run(_reference_and_moved, [(parts[info.shard], tokens) for info in infos])
+    for info, (start, reference, moved) in zip(infos, found, strict=True):
+        if info.is_reporter:
             assert torch.equal(reference, start)
             assert not torch.equal(moved, start)
 
@@ -134,7 +134,7 @@ def test_the_tokens_left_to_sample_from_are_those_of_one_rank(two, recipe, tmp_p
     left = [f"policy.generation.{key}" for key in keys]
     batch, whole, alone = random_batch(), new_worker(recipe(*base)), new_worker(recipe(*base, *left))
     expected, metrics = alone.logprobs(batch), train(alone, batch)
-    assert (expected - whole.logprobs(batch)).abs().max() > 0.1  # the restriction says something
+    assert (expected - whole.logprobs(batch)).abs().max() > 0.1  # the token_filter says something
     split = ("cluster.backend=ray", "cluster.train_ranks=2", *(f"policy.megatron_cfg.{key}" for key in TP))
     found, norm_of_two = logprobs_and_norm(two, recipe(*base, *left, *split), batch)
     inside = torch.arange(22) < batch["input_lengths"][:, None]
@@ -200,13 +200,13 @@ def _logprobs_of_dense_mlps(worker, batch) -> torch.Tensor:
 
 
 def _logprobs_with(batch, rounds_parts) -> torch.Tensor:
-    own = RoundedOnce.is_part
+    own = SingleRounding.is_part
     try:
         if rounds_parts:
-            RoundedOnce.is_part = False
+            SingleRounding.is_part = False
         return ranks.worker.logprobs(batch)
     finally:
-        RoundedOnce.is_part = own
+        SingleRounding.is_part = own
 
 
 def _logprobs_of(hidden, weight, targets, *options, **named) -> tuple[torch.Tensor, torch.Tensor]:
@@ -237,9 +237,9 @@ def equal_hf(pool: Ranks, recipe, tmp_path, sizes, layout, align) -> None:
         *(f"policy.megatron_cfg.{key}" for key in layout),
     )
     batch = random_batch()
-    places = pool.setup(cfg)
+    infos = pool.setup(cfg)
     parts = shards(batch, cfg.data_parallel_size)
-    results = pool.run(logits_and_gradients, [(parts[place.shard],) for place in places])
+    results = pool.run(logits_and_gradients, [(parts[info.shard],) for info in infos])
 
     hf = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
     for n, p in hf.named_parameters():
@@ -250,9 +250,9 @@ def equal_hf(pool: Ranks, recipe, tmp_path, sizes, layout, align) -> None:
     longest = [int(lengths.max()) - 1 for lengths in batch["input_lengths"].split(2)]
     rows = iter(zip(longest, theirs.split(2), strict=True))  # microbatches
     by_shard: dict[int, dict[int, list]] = {}
-    for place, result in zip(places, results, strict=True):
+    for info, result in zip(infos, results, strict=True):
         if result["logits"]:
-            by_shard.setdefault(place.shard, {}).setdefault(result["tokens"], []).append(result["logits"])
+            by_shard.setdefault(info.shard, {}).setdefault(result["tokens"], []).append(result["logits"])
     for _, of_tokens in sorted(by_shard.items()):
         whole = [[torch.cat(parts, -1) for parts in zip(*of_tokens[part], strict=True)] for part in sorted(of_tokens)]
         for parts in zip(*whole, strict=True):
@@ -304,7 +304,7 @@ def logits_and_gradients(part: TrainBatch) -> dict:
     logits = []
 
     def keep(_module, _inputs, output):
-        if layout.last_stage:
+        if layout.is_last_stage:
             logits.append((output.to(worker.model.head.dtype) @ worker.model.head.t()).detach().cpu())
 
     hook = worker.ddp.register_forward_hook(keep)

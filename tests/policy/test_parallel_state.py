@@ -86,15 +86,15 @@ def alone(cfg) -> MegatronWorker:
     return worker
 
 
-def train(pool: Ranks, places, steps: range) -> list[dict[str, float]]:
+def train(pool: Ranks, infos, steps: range) -> list[dict[str, float]]:
     """Metrics of the rank that answers for the first part of the batch."""
     rows = []
     for step in steps:
         batch = random_batch(step)
         tokens = float(batch["token_mask"][:, 1:].sum())
-        parts = shards(batch, 1 + max(place.shard for place in places))
-        results = pool.run(_step, [(parts[place.shard], tokens) for place in places])
-        rows.append(next(r for r, place in zip(results, places, strict=True) if place.answers))
+        parts = shards(batch, 1 + max(info.shard for info in infos))
+        results = pool.run(_step, [(parts[info.shard], tokens) for info in infos])
+        rows.append(next(r for r, info in zip(results, infos, strict=True) if info.is_reporter))
     return rows
 
 
@@ -142,7 +142,7 @@ def test_a_checkpoint_moves_between_layouts_to_the_bit(two, model, tmp_path, siz
     expected = state(folder, model.shapes), weights(folder, model.shapes)
     assert any(t.count_nonzero() for n, t in expected[0].items() if n.endswith("exp_avg_sq"))
     for i, layout in enumerate(layouts):
-        places = two.setup(model.cfg(layout))
+        infos = two.setup(model.cfg(layout))
         two.call("load", str(folder))
         folder = tmp_path / f"saved_{i}"
         two.call("save", str(folder))
@@ -154,7 +154,7 @@ def test_a_checkpoint_moves_between_layouts_to_the_bit(two, model, tmp_path, siz
         hf = AutoModelForCausalLM.from_pretrained(folder / "weights", dtype=torch.bfloat16).state_dict()
         named = {n: t for n, t in expected[1].items() if ".experts." not in n}  # transformers stacks those
         assert all(torch.equal(hf[n], t) for n, t in named.items())
-        metrics = train(two, places, range(2, 3))
+        metrics = train(two, infos, range(2, 3))
         assert metrics[0]["grad_norm"] > 0
     last = alone(model.cfg((), ranks=1))
     last.load(str(folder))
@@ -169,14 +169,14 @@ def test_a_checkpoint_moves_between_layouts_to_the_bit(two, model, tmp_path, siz
 )
 def test_resume_on_the_same_layout_is_bitwise(two, model, tmp_path, sizes, layout):
     cfg = (model := model(sizes)).cfg(layout)
-    places = two.setup(cfg)
-    train(two, places, range(3))
+    infos = two.setup(cfg)
+    train(two, infos, range(3))
     two.call("save", str(tmp_path / "middle"))
-    expected = train(two, places, range(3, 6))
+    expected = train(two, infos, range(3, 6))
     two.call("save", str(tmp_path / "end"))
-    places = two.setup(cfg)
+    infos = two.setup(cfg)
     two.call("load", str(tmp_path / "middle"))
-    assert train(two, places, range(3, 6)) == expected
+    assert train(two, infos, range(3, 6)) == expected
     two.call("save", str(tmp_path / "resumed"))
     assert same(state(tmp_path / "resumed", model.shapes), state(tmp_path / "end", model.shapes))
 
@@ -235,9 +235,9 @@ def digests() -> dict[tuple[str, Region], str]:
 )
 def test_copies_of_a_part_stay_the_same_to_the_bit(two, model, sizes, layout):
     """So that an engine may have it of any rank that holds one."""
-    places = two.setup(model(sizes).cfg(layout))
+    infos = two.setup(model(sizes).cfg(layout))
     before = digests_of(two)
-    train(two, places, range(3))
+    train(two, infos, range(3))
     after = digests_of(two)
     assert any(after[part] != before[part] for part in after)
 
@@ -289,11 +289,11 @@ def test_an_fp8_step_of_ranks_is_that_of_one_within_rounding(request, model, tmp
     one = alone(model.cfg((), ranks=1))
     expected = one.train_step(batch, NllLoss(), 8.0, tokens)
     one.save(str(tmp_path / "one"))
-    places = pool.setup(model.cfg(layout, count))
-    parts = shards(batch, 1 + max(place.shard for place in places))
-    steps = pool.run(_step, [(parts[place.shard], tokens) for place in places])
+    infos = pool.setup(model.cfg(layout, count))
+    parts = shards(batch, 1 + max(info.shard for info in infos))
+    steps = pool.run(_step, [(parts[info.shard], tokens) for info in infos])
     pool.call("save", str(tmp_path / "several"))
-    loss = sum(step["loss"] for step, place in zip(steps, places, strict=True) if place.answers)
+    loss = sum(step["loss"] for step, info in zip(steps, infos, strict=True) if info.is_reporter)
     assert loss == pytest.approx(expected["loss"], abs=2e-3 if sizes == WIDE_MOE else 1e-4)
     tensors = any("tensor" in key for key in layout)
     tokens_split = layout == DP or any(key.startswith(("context", "expert_model")) for key in layout)
@@ -308,8 +308,8 @@ def test_an_fp8_step_of_ranks_is_that_of_one_within_rounding(request, model, tmp
 @pytest.mark.parametrize("layout", [DP, TP_EP, CP_EP], ids=["dp", "tp-ep", "cp-ep"])
 def test_routers_that_are_frozen_are_saved_once(two, model, tmp_path, layout):
     model = model(MOE)
-    places = two.setup(model.cfg((*layout, "freeze_moe_router=true")))
-    train(two, places, range(1))
+    infos = two.setup(model.cfg((*layout, "freeze_moe_router=true")))
+    train(two, infos, range(1))
     two.call("save", str(tmp_path / "saved"))
     held, kept = state(tmp_path / "saved", model.shapes), weights(tmp_path / "saved", model.shapes)
     for name in (name for name in model.shapes if name.endswith("mlp.gate.weight")):

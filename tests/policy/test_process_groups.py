@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nemo_fp8rl.policy.process_groups import join
+from nemo_fp8rl.policy.process_groups import start_process_groups
 
 held: list[socket.socket] = []
 """In rank 0's process: where the ranks meet."""
@@ -24,7 +24,7 @@ def listen(address: str) -> tuple[str, int]:
 
 def joined(rank: int, rendezvous: tuple[str, int]) -> tuple[str | None, set[str], float]:
     """What chose gloo's interface, the addresses of all connections of this rank, and a sum over the ranks."""
-    join(rank, 2, rendezvous, held[0] if rank == 0 else None)
+    start_process_groups(rank, 2, rendezvous, held[0] if rank == 0 else None)
     total = torch.tensor(rank + 1.0)
     dist.all_reduce(total)
     dist.barrier()

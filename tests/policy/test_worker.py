@@ -16,7 +16,7 @@ from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.region import whole
 from nemo_fp8rl.hf.model_tensors import expected_tensors
 from nemo_fp8rl.hf.part_files import PartReader, PartWriter
-from nemo_fp8rl.policy.interface import Diverged
+from nemo_fp8rl.policy.interface import DivergenceError
 from nemo_fp8rl.policy.optimizer import check_finite
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
 from nemo_fp8rl.policy.weights.hf_names import to_hf
@@ -275,7 +275,7 @@ def test_a_step_that_diverged_leaves_weights_and_schedule_as_they_were(recipe):
     def diverging(logprobs, *_):
         return logprobs.sum() * float("nan"), {"loss": 0.0}
 
-    with pytest.raises(Diverged, match="no weight was moved"):
+    with pytest.raises(DivergenceError, match="no weight was moved"):
         worker.train_step(batch, diverging, 8.0, 1.0)
     assert all(torch.equal(weight, before[name]) for name, weight in worker.weights().for_checkpoint())
     assert train(worker, batch)["lr"] == pytest.approx(2 * first)
@@ -300,7 +300,7 @@ def test_gradients_are_looked_at_together_and_one_bad_number_is_found(recipe):
         for gradient in (parameters[0].main_grad, parameters[-1].main_grad):
             last = gradient.flatten()[-1].clone()
             gradient.view(-1)[-1] = bad
-            with pytest.raises(Diverged):
+            with pytest.raises(DivergenceError):
                 check_finite({}, worker.ddp)
             gradient.view(-1)[-1] = last
     check_finite({}, worker.ddp)

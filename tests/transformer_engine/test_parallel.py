@@ -15,7 +15,7 @@ from nemo_fp8rl.batch import TrainBatch, shards
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.fp8 import BlockScaled, quantize_blockwise
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
-from nemo_fp8rl.policy.process_groups import join
+from nemo_fp8rl.policy.process_groups import start_process_groups
 from nemo_fp8rl.refit.digest import digest_of
 from tests.policy import ranks
 from tests.policy.layers.test_routing_replay import random_routes
@@ -45,7 +45,7 @@ def gpus() -> Iterator[Ranks]:
 def _pose_as_gpu(rank: int, rendezvous: tuple[str, int]) -> None:
     from tests.policy.ranks import worker
 
-    join(rank, 2, rendezvous, worker.listener if rank == 0 else None)  # gloo alone: there is no NCCL
+    start_process_groups(rank, 2, rendezvous, worker.listener if rank == 0 else None)  # gloo alone: there is no NCCL
     fakes.enter_context(megatron_on_cpu())
     fakes.enter_context(fake_hopper())
 
@@ -163,7 +163,7 @@ def test_weights_held_in_fp8_alone_are_the_bytes_of_others_step_by_step(recipe, 
             *(f"policy.megatron_cfg.{key}" for key in layout),
         )
         parts = shards(batch(0), cfg.data_parallel_size)
-        own = [(parts[place.shard],) for place in gpus.setup(cfg)]
+        own = [(parts[info.shard],) for info in gpus.setup(cfg)]
         kernels = {"Transformer Engine, weights held in FP8" if fp8_param else "Transformer Engine"}
         assert [rank.kernels for rank in gpus.call("describe")] == [kernels, kernels]
         before = gpus.run(_sent, [()] * 2)

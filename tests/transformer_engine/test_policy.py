@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from nemo_fp8rl.commands.tiny_model import write_model
-from nemo_fp8rl.policy.layers.linears import MultipliesInFp8
+from nemo_fp8rl.policy.layers.linears import Fp8MatmulLayer
 from nemo_fp8rl.policy.model import PolicyModel, build_model, transformer_config
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
-from nemo_fp8rl.policy.process_groups import split_model
+from nemo_fp8rl.policy.process_groups import make_layout
 from nemo_fp8rl.policy.weights.hf_names import to_hf
 from nemo_fp8rl.policy.worker import MegatronWorker
 from tests.transformer_engine.fake_kernels import fake_hopper
@@ -47,14 +47,14 @@ def test_logits_and_gradients_are_those_of_the_emulated_policy(
     worker.setup(cfg, 0, 1, None)
 
     def build() -> PolicyModel:
-        layout = split_model(worker.hf, cfg.policy.megatron_cfg)
+        layout = make_layout(worker.hf, cfg.policy.megatron_cfg)
         return build_model(transformer_config(worker.hf, cfg.policy, cfg.nemo_fp8rl), layout, cfg, None)
 
     with megatron_on_cpu():
         emulated = build()
         with fake_hopper():
             model = build()
-    fp8 = [type(module).__name__ for module in model.modules() if isinstance(module, MultipliesInFp8)]
+    fp8 = [type(module).__name__ for module in model.modules() if isinstance(module, Fp8MatmulLayer)]
     assert len(fp8) == 4 * fp8_layers
     assert all(name.startswith("Fp8TE") for name in fp8)
     assert model.config.moe_permute_fusion is (family == "qwen3_moe")

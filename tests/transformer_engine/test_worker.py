@@ -18,8 +18,8 @@ from nemo_fp8rl.batch import TrainBatch
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
-from nemo_fp8rl.policy.process_groups import join
-from nemo_fp8rl.policy.weights.optimizer_state import _set_steps, _steps_taken
+from nemo_fp8rl.policy.process_groups import start_process_groups
+from nemo_fp8rl.policy.weights.optimizer_state import _adam_step_counts, _set_steps
 from nemo_fp8rl.policy.worker import MegatronWorker
 from tests.conftest import HALF_HEADS
 from tests.policy.sent import sent_tensors
@@ -33,7 +33,7 @@ SIZES = {"llama": HALF_HEADS}
 @contextmanager
 def rank(cfg, gpu: bool) -> Iterator[MegatronWorker]:
     worker = MegatronWorker()
-    join(0, 1, None, None)  # gloo alone: there is no NCCL
+    start_process_groups(0, 1, None, None)  # gloo alone: there is no NCCL
     with ExitStack() as stack:
         if gpu:
             stack.enter_context(megatron_on_cpu())
@@ -90,7 +90,7 @@ def test_a_step_is_that_of_the_emulation(cfg):
 def give(worker: MegatronWorker, gpu: bool) -> None:
     """All memory that can go; on a GPU the parameters', too."""
     worker.offload_before_refit()
-    assert (worker.offload_after_refit() > worker.offload.away["training"]) == gpu
+    assert (worker.offload_after_refit() > worker.offload.offloaded_bytes["training"]) == gpu
     for buffer in worker.offload.buffers if gpu else ():
         assert buffer.param_data.untyped_storage().nbytes() == buffer.grad_data.untyped_storage().nbytes() == 0
 
@@ -132,7 +132,7 @@ def test_a_refit_has_no_columns_beside_it(cfg):
         first, bytes_, all_of_them = step(worker, 0)["loss"], sent_tensors(worker), columns(worker)
         assert all_of_them
         worker.offload_before_refit()
-        assert worker.offload.away["columns"]
+        assert worker.offload.offloaded_bytes["columns"]
         for _ in range(2):
             sent = sent_tensors(worker)
             worker.weight_squares()
@@ -253,11 +253,11 @@ def test_a_mixture_on_one_rank_needs_a_permutation_that_takes_counts_of_the_host
 
     write_model(tmp_path / "model", seed=3, family="qwen3_moe")
     cfg = recipe(f"policy.model_name={tmp_path}/model", "nemo_fp8rl.align=none")
-    real = te_linears.TAKES_COUNTS_OF_HOST
+    real = te_linears.HOST_COUNTS_VERSION
     with fake_hopper():
-        monkeypatch.setattr(te_linears, "TAKES_COUNTS_OF_HOST", real)
+        monkeypatch.setattr(te_linears, "HOST_COUNTS_VERSION", real)
         assert bool(te_linears.why_no_allgather()) == transformer_engine.__version__.startswith("2.14")
-        monkeypatch.setattr(te_linears, "TAKES_COUNTS_OF_HOST", Version("99"))
+        monkeypatch.setattr(te_linears, "HOST_COUNTS_VERSION", Version("99"))
         with pytest.raises(UserError, match=r"Transformer Engine 2\..* cannot permute.*expert_model_parallel_size=2"):
             MegatronWorker().setup(cfg, 0, 1, None)
 
@@ -272,4 +272,4 @@ def test_a_group_without_parameters_counts_no_steps():
         optimizer = SimpleNamespace(optimizer=FusedAdam([{"params": [parameter]}, {"params": []}]))
         _set_steps(optimizer, 3.0)
         optimizer.optimizer.step()
-    assert list(_steps_taken(optimizer)) == [4.0]
+    assert list(_adam_step_counts(optimizer)) == [4.0]

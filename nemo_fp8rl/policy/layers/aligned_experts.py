@@ -1,14 +1,14 @@
-"""Rollout alignment of a mixture of experts: rounding points of vLLM's CPU kernels of 0.32, and of our FP8 experts.
+"""Rollout alignment of a mixture of experts: the rounding points of vLLM 0.32's CPU kernels and of the FP8 experts.
 
-router      logits, softmax and weights in the activations' dtype (Megatron's default is float32)
-expert      bfloat16: float32 throughout but for the activation; FP8: as a dense FP8 MLP; bfloat16 where
-            `rounding.experts_are_dense_mlps`: as a dense MLP, too
-combine     the expert's output times its weight, summed over experts in their order, in float32; one rounding
-            (Megatron multiplies the activation before the down projection, and rounds). Ranks that share the
-            matrices of such an MLP add up and round its output before (Megatron adds up what is weighed already)
+router      logits, softmax and weights have the activations' dtype (Megatron's default is float32)
+expert      FP8: as a dense FP8 MLP. bfloat16: float32 throughout, except for the activation; where
+            `vllm_cpu_rounding.experts_are_dense_mlps`, as a dense MLP
+combine     the experts' outputs times their weights, summed in the experts' order in float32, with one rounding
+            (Megatron multiplies the activation before the down projection, and rounds). Ranks that share the matrices
+            of a dense MLP sum and round its output before they weigh it (Megatron sums outputs that are weighed)
 
-Both roundings of another bfloat16 expert, of its activation and of the sum, are cut off where `rounding.truncates` says
-so.
+A bfloat16 expert that is not a dense MLP has two roundings, of its activation and of the sum; both truncate where
+`vllm_cpu_rounding.truncates`.
 """
 
 from typing import Any
@@ -24,21 +24,24 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
-from nemo_fp8rl.policy.layers.linears import Fp8Forward
-from nemo_fp8rl.policy.on_cpu.vllm_cpu_rounding import as_kernels_round, experts_are_dense_mlps
+from nemo_fp8rl.policy.layers.linears import Fp8Matmul
+from nemo_fp8rl.policy.on_cpu.vllm_cpu_rounding import experts_are_dense_mlps, round_as_kernel
 
 
 class AlignedExperts(SequentialMLP):
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """[tokens, hidden], sorted by expert, and their weights [tokens] -> float32 [tokens, hidden].
+        """Return the weighed outputs, float32 [tokens, hidden], and None for the bias.
 
-        Ranks that share the experts' matrices have the same tokens, and what they return is summed.
+        Ranks that share the experts' matrices get the same tokens, and Megatron sums their outputs.
+        permuted_local_hidden_states:  [tokens, hidden], sorted by expert
+        tokens_per_expert:             int64 [experts]
+        permuted_probs:                [tokens], the weights of the outputs
         """
         x = permuted_local_hidden_states
         shares = zip(self.local_experts, x.split(tokens_per_expert.tolist()), strict=True)
-        out = torch.cat([_expert(expert, own) for expert, own in shares])
+        out = torch.cat([_run_expert(expert, tokens) for expert, tokens in shares])
         group = self.tp_group
         if group.size() > 1 and _is_dense_mlp(
             self.local_experts[0]
@@ -49,28 +52,28 @@ class AlignedExperts(SequentialMLP):
 
 
 def _is_fp8(expert: MLP) -> bool:
-    return isinstance(expert.linear_fc1, Fp8Forward)
+    return isinstance(expert.linear_fc1, Fp8Matmul)
 
 
 def _is_dense_mlp(expert: MLP) -> bool:
     return _is_fp8(expert) or experts_are_dense_mlps()
 
 
-def _expert(expert: MLP, x: Tensor) -> Tensor:
+def _run_expert(expert: MLP, x: Tensor) -> Tensor:
     """[tokens, hidden] -> float32 [tokens, hidden]."""
     if _is_dense_mlp(expert):
         return expert(x)[0].float()
     gate, up = F.linear(x.float(), expert.linear_fc1.weight.float()).chunk(2, -1)
-    activated = as_kernels_round(F.silu(gate) * up, x.dtype)
+    activated = round_as_kernel(F.silu(gate) * up, x.dtype)
     return F.linear(activated.float(), expert.linear_fc2.weight.float())
 
 
 class AlignedMoELayer(MoELayer):
     def route(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Weights rounded as the router's, held in float32: Megatron sums experts of several ranks in their dtype."""
-        weights, chosen = super().route(*args, **kwargs)
-        return weights.float(), chosen
+        """Return the rounded weights as float32: Megatron sums the experts of several ranks in this dtype."""
+        weights, experts = super().route(*args, **kwargs)
+        return weights.float(), experts
 
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
         output, dtype = super().postprocess(output, shared_expert_output), self.config.params_dtype
-        return output.to(dtype) if _is_dense_mlp(self.experts.local_experts[0]) else as_kernels_round(output, dtype)
+        return output.to(dtype) if _is_dense_mlp(self.experts.local_experts[0]) else round_as_kernel(output, dtype)

@@ -1,20 +1,20 @@
-"""Rollout alignment: the trainer's RoPE, residual, norm and softmax round where vLLM's do.
+"""Rollout alignment: RoPE, residual, norm and softmax of the trainer round where vLLM's do.
 
-Bit-identical quantizers alone leave a mismatch of 1.007 to 1.017 between trainer and engine (the README's tables): one
-bfloat16 rounding moves an activation across an FP8 rounding border and the error spreads. These modules replace
-Megatron's through its ModuleSpec; in float32 they equal the standard formulas. Rounding points, vLLM's CPU kernels of
-0.32:
+Bit-identical quantizers alone leave a mismatch of 1.007 to 1.017 between trainer and engine: one bfloat16 rounding
+moves an activation across an FP8 rounding border, and the error spreads. These modules replace Megatron's through its
+ModuleSpec; in float32 they equal the standard formulas. The rounding points are those of vLLM 0.32's CPU kernels:
 
     RoPE            cos/sin table in bfloat16, products and sum in float32, one rounding (Megatron rounds each product)
     add + norm      the norm reads the UNROUNDED float32 sum x + residual; the stored residual is that sum rounded
     norm            (x32 * rsqrt(mean(x32^2) + eps)) rounded, then times the weight
-    bias            of a bfloat16 projection: added to the float32 product, one rounding (`linears`; Megatron: two)
+    bias            a bfloat16 projection adds it to the float32 product, one rounding (`linears`; Megatron: two)
     row-parallel    ranks' products are summed in float32, one rounding (`linears`; Megatron rounds each product)
-    softmax         scores and the weighted sum in float32, one rounding of the output; probabilities in float32 too,
-                    but before matrix units (`rounding.rounds_probabilities`); without those, sums in the kernel's order
-                    (`ordered`)
-    both roundings  of RoPE and of softmax's output: cut off on a CPU without AVX-512 BF16 (`rounding.truncates`)
-    FP8 KV cache    keys after RoPE and values as the engine's cache holds them (`fp8.cached`)
+    softmax         scores and the weighted sum in float32, one rounding of the output. Matrix units take rounded
+                    probabilities (`vllm_cpu_rounding.rounds_probabilities`); without matrix units probabilities are
+                    float32, and sums have the kernel's order (`avx_attention`)
+    truncation      on a CPU without AVX-512 BF16 the roundings of RoPE and of attention's output truncate
+                    (`vllm_cpu_rounding.truncates`)
+    FP8 KV cache    keys after RoPE, and values, are rounded as in the engine's cache (`fp8.cast_through_cache`)
 """
 
 import math
@@ -27,9 +27,9 @@ from torch import Tensor
 
 from nemo_fp8rl.policy.layers.attention import CoreAttention
 from nemo_fp8rl.policy.on_cpu.amx_matmul import tile_product
-from nemo_fp8rl.policy.on_cpu.avx_attention import ordered_attention
+from nemo_fp8rl.policy.on_cpu.avx_attention import attention_in_kernel_order
 from nemo_fp8rl.policy.on_cpu.vllm_cpu_rounding import (
-    as_kernels_round,
+    round_as_kernel,
     rounds_probabilities,
     scales_scores,
     sums_in_order,
@@ -37,14 +37,17 @@ from nemo_fp8rl.policy.on_cpu.vllm_cpu_rounding import (
 
 
 def norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
-    """Ones [size]. With sequence parallelism every rank has a gradient of its own tokens, to be summed by Megatron."""
+    """Return a parameter of ones, [size].
+
+    With sequence parallelism every rank has the gradient of its own tokens; the attribute makes Megatron sum them.
+    """
     weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
     weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return weight
 
 
 class AlignedRMSNorm(torch.nn.Module):
-    """RMSNorm over the last dimension; input float32 (the residual stream) or the parameters' dtype."""
+    """RMSNorm over the last dimension; the input is float32 (the residual stream) or has the parameters' dtype."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
@@ -58,10 +61,10 @@ class AlignedRMSNorm(torch.nn.Module):
 
 
 def aligned_residual_add(training: bool, fused: bool) -> Callable[..., Tensor]:
-    """Megatron's bias-dropout-add slot, without bias and dropout.
+    """Return the function for Megatron's bias-dropout-add slot, without bias and dropout.
 
-    The residual stream is float32 (`fp32_residual_connection`) and carries the unrounded sum for the next norm; it is
-    rounded to the layer's dtype only when it is added to again, which is when vLLM reads its stored residual.
+    The residual stream is float32 (`fp32_residual_connection`) and carries the unrounded sum to the next norm. It is
+    rounded to the layer's dtype only at the next addition, where vLLM reads its stored residual.
     """
 
     def add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
@@ -73,9 +76,9 @@ def aligned_residual_add(training: bool, fused: bool) -> Callable[..., Tensor]:
 
 
 class AlignedAttention(CoreAttention):
-    """Plain float32 math, so that nothing is rounded but what `weighted` rounds (cost: docs/decisions.md).
+    """Attention in float32, so that only `weigh_values` rounds inside it. docs/decisions.md has its cost.
 
-    The scores of a block of QUERY_BLOCK queries exist at a time.
+    Only the scores of QUERY_BLOCK queries exist at a time.
     """
 
     QUERY_BLOCK = 512
@@ -85,36 +88,39 @@ class AlignedAttention(CoreAttention):
         groups = key.size(2)
         cos, sin = self.rope.table(s, query.dtype, query.device)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        rounded, smallest = rounds_probabilities(query.dtype, d), None
+        round_weights, smallest = rounds_probabilities(query.dtype, d), None
         if self.kv_cache is not None:
             key, value = self.kv_cache.read(self.layer, query, key, value, rows)
             smallest = self.kv_cache.smallest_sum(self.layer)
         q = query.float().permute(1, 2, 0, 3).reshape(b, groups, heads // groups, s, d)
         k = key.float().permute(1, 2, 3, 0).unsqueeze(2)  # [b, groups, 1, d, s]
         v = value.float().permute(1, 2, 0, 3).unsqueeze(2)  # [b, groups, 1, s, d]
-        ordered = sums_in_order(query.dtype) and not rounded
-        out = ordered_attention(q, k, v, self.scale, scales_scores(self.kv_cache is not None)) if ordered else None
+        out = None
+        if sums_in_order(query.dtype) and not round_weights:
+            out = attention_in_kernel_order(q, k, v, self.scale, scales_scores(self.kv_cache is not None))
         if out is None or torch.is_grad_enabled():
-            plain = self._plain(q, k, v, rounded, smallest)
-            out = plain if out is None else out + (plain - plain.detach())  # its gradient
-        return as_kernels_round(out.permute(3, 0, 1, 2, 4).reshape(s, b, heads * d), query.dtype)
+            product = self._attend_in_blocks(q, k, v, round_weights, smallest)
+            out = product if out is None else out + (product - product.detach())  # adds the gradient, not the value
+        return round_as_kernel(out.permute(3, 0, 1, 2, 4).reshape(s, b, heads * d), query.dtype)
 
-    def _plain(self, q: Tensor, k: Tensor, v: Tensor, rounded: bool, smallest: float | None) -> Tensor:
-        """q [b, groups, heads a group, s, d] -> the same."""
+    def _attend_in_blocks(self, q: Tensor, k: Tensor, v: Tensor, round_weights: bool, smallest: float | None) -> Tensor:
+        """Return the shape of q, [b, groups, heads per group, s, d]; k and v as in `attend`."""
         outputs, s = [], q.size(-2)
         for start in range(0, s, self.QUERY_BLOCK):
             block = q[..., start : start + self.QUERY_BLOCK, :]
             future = torch.ones(block.size(-2), s, dtype=torch.bool).triu(start + 1)
             scores = ((block @ k) * self.scale).masked_fill(future, -math.inf)
-            outputs.append(weighted(scores, v, rounded, smallest))
+            outputs.append(weigh_values(scores, v, round_weights, smallest))
         return torch.cat(outputs, -2)
 
 
-def weighted(scores: Tensor, v: Tensor, rounded: bool, smallest: float | None = None) -> Tensor:
-    """softmax(scores) @ v, float32. rounded: see `rounds_probabilities`; smallest: then, see `tile_product`. Both with
-    the gradient of the plain product (straight through).
+def weigh_values(scores: Tensor, v: Tensor, round_weights: bool, smallest: float | None = None) -> Tensor:
+    """Return softmax(scores) @ v, float32, with the gradient of the product without rounding (straight through).
+
+    round_weights:  see `rounds_probabilities`
+    smallest:       see `tile_product`; it takes effect only with round_weights
     """
-    if not rounded:
+    if not round_weights:
         return scores.softmax(-1) @ v
     exps = (scores - scores.detach().amax(-1, keepdim=True)).exp()
     multiplied = exps + (exps.bfloat16().float() - exps).detach()
@@ -125,6 +131,6 @@ def weighted(scores: Tensor, v: Tensor, rounded: bool, smallest: float | None = 
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate halves [s, b, h, d] by the table; float32 math, one rounding to x's dtype."""
+    """Rotate the halves of x [s, b, h, d] by the table, in float32, with one rounding to x's dtype."""
     x1, x2 = x.float().chunk(2, -1)
-    return as_kernels_round(torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1), x.dtype)
+    return round_as_kernel(torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1), x.dtype)

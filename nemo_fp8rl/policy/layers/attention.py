@@ -1,4 +1,4 @@
-"""Core attention for Megatron's layers without Transformer Engine: what both of ours share, and the one on SDPA."""
+"""Core attention for Megatron's layers without Transformer Engine: the base class, and attention by torch's SDPA."""
 
 import math
 from collections.abc import Iterator
@@ -19,15 +19,17 @@ from nemo_fp8rl.policy.layers.rope import Rope
 
 
 class CoreAttention(MegatronModule):
-    """Causal, with grouped queries. query [s, b, heads, d], key, value [s, b, groups, d] -> [s, b, heads * d].
+    """Causal attention with grouped queries, in the activations' dtype; it also applies RoPE.
 
-    All in the activations' dtype. It also applies RoPE: Megatron is built without position embedding, so this is the
-    only one. Packed sequences have [tokens, heads, d] instead and give [tokens, heads * d]; they are padded here and
-    nowhere else, since all of a layer but its attention treats every token alike. Under context parallelism s and
-    tokens are those of the rank.
+    Megatron is built without position embedding, so this class applies the only one. Packed sequences are padded here
+    and nowhere else, because only attention mixes tokens. Under context parallelism s and tokens are those of the rank.
+
+    query:       [s, b, heads, d]; packed, [tokens, heads, d]
+    key, value:  [s, b, groups, d]; packed, [tokens, groups, d]
+    Returns:     [s, b, heads * d]; packed, [tokens, heads * d]
     """
 
-    rope: Rope  # both set by `attention_of`
+    rope: Rope  # `make_attention_class` sets this and the next
     kv_cache: TrainerKvCache | None
 
     def __init__(self, config: TransformerConfig, layer_number: int, **_: Any) -> None:
@@ -36,7 +38,10 @@ class CoreAttention(MegatronModule):
         self.scale = 1.0 / math.sqrt(config.kv_channels)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | None = None) -> Tensor:
-        """[s, b, ...] -> [s, b, heads * d], positions 0..s-1. rows: int64 [b], which packed sequences these are."""
+        """Compute attention of whole sequences at positions 0..s-1: [s, b, ...] -> [s, b, heads * d].
+
+        rows:  int64 [b], the numbers of these sequences if sequences are packed
+        """
         raise NotImplementedError
 
     def forward(
@@ -51,22 +56,21 @@ class CoreAttention(MegatronModule):
     ) -> Tensor:
         group = parallel_state.get_context_parallel_group(check_initialized=False)
         if group is None or group.size() == 1:
-            return self._whole(query, key, value, packed_seq_params)
-        return to_tokens(self._whole(*to_heads(query, key, value, group), packed_seq_params), group)
+            return self._attend_sequences(query, key, value, packed_seq_params)
+        return to_tokens(self._attend_sequences(*to_heads(query, key, value, group), packed_seq_params), group)
 
-    def _whole(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences | None) -> Tensor:
-        """Attention of whole sequences, packed or not."""
+    def _attend_sequences(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences | None) -> Tensor:
         if packed is None:
             return self.attend(query, key, value)
         outputs = []
         for group in packed.length_groups:
-            q, k, v = (group.padded(t) for t in (query, key, value))
-            outputs.append(self.attend(q, k, v, group.rows)[group.places])
+            q, k, v = (group.pad(t) for t in (query, key, value))
+            outputs.append(self.attend(q, k, v, group.rows)[group.index])
         return torch.cat(outputs)[packed.order]
 
 
 class SdpaAttention(CoreAttention):
-    """Attention by torch's SDPA, but for cuDNN's kernels."""
+    """Attention by torch's SDPA without cuDNN's kernels."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | None = None) -> Tensor:
         query, key = self.rope.apply(query), self.rope.apply(key)
@@ -80,11 +84,12 @@ class SdpaAttention(CoreAttention):
 
 @contextmanager
 def _without_cudnn() -> Iterator[None]:
-    """Leave SDPA those kernels on a GPU that take any shape at once. The flag is the process's, so it is put back.
+    """Disable SDPA's cuDNN kernels inside the block. The flag belongs to the process, so it is restored.
 
     torch prefers cuDNN on Hopper and Blackwell (`check_prefer_cudnn_attention` in
-    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), which plans for every batch and length that it has not seen,
-    a fraction of a second each (`MHAParams` in aten/src/ATen/native/cudnn/MHA.cpp); here most microbatches bring some.
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). cuDNN makes a plan for every new pair of batch and length,
+    which takes a fraction of a second (`MHAParams` in aten/src/ATen/native/cudnn/MHA.cpp), and most microbatches of
+    training bring new ones. The other kernels take any shape at once.
     """
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -94,6 +99,6 @@ def _without_cudnn() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def attention_of(kind: type[CoreAttention], rope: Rope, kv_cache: TrainerKvCache | None) -> type[CoreAttention]:
-    """`kind` for a model with this RoPE and cache: Megatron builds its attention from a class, not an instance."""
+def make_attention_class(kind: type[CoreAttention], rope: Rope, kv_cache: TrainerKvCache | None) -> type[CoreAttention]:
+    """Return a subclass of `kind` with this RoPE and cache, because Megatron builds attention from a class."""
     return type(kind.__name__, (kind,), {"rope": rope, "kv_cache": kv_cache})

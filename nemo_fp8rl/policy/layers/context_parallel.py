@@ -1,9 +1,8 @@
-"""Context parallelism: a rank has a part of every sequence, and in attention all tokens of a part of the heads.
+"""Context parallelism: a rank has part of the tokens of every sequence; in attention, all tokens of part of the heads.
 
-All of a layer but attention treats every token alike, so ranks meet there alone, twice: queries, keys and values go
-from parts of tokens to parts of heads, what attention made of them goes back (DeepSpeed-Ulysses, arXiv 2309.14509).
-Attention itself sees whole sequences, so it rounds as on one rank, and all ranks have as much to do. Parts are
-consecutive.
+Only attention mixes tokens, so ranks communicate only there, twice: queries, keys and values go from parts of tokens to
+parts of heads, and the output of attention goes back (DeepSpeed-Ulysses, arXiv 2309.14509). Attention itself sees whole
+sequences, so it rounds as on one rank, and all ranks have equal work. Parts are consecutive.
 """
 
 import torch
@@ -13,8 +12,12 @@ from torch import Tensor
 
 
 def to_heads(query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """query [t / n, ..., heads, d], key, value [t / n, ..., groups, d] of this rank's tokens -> [t, ..., heads / n, d]
-    and [t, ..., groups / n, d] of all tokens; with fewer groups than ranks, each has the one that its queries read.
+    """Exchange this rank's part of the tokens for its part of the heads.
+
+    query:       [t / n, ..., heads, d]
+    key, value:  [t / n, ..., groups, d]
+    Returns:     [t, ..., heads / n, d] and twice [t, ..., groups / n, d]; with fewer groups than ranks, a rank gets the
+                 group that its queries read
     """
     size, groups = group.size(), key.size(-2)
     if groups < size:
@@ -27,14 +30,15 @@ def to_heads(query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup
 
 
 def to_tokens(out: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[t, ..., heads / n * d] of all tokens -> [t / n, ..., heads * d] of this rank's."""
+    """Exchange heads for tokens: [t, ..., heads / n * d] of all tokens -> [t / n, ..., heads * d] of this rank's."""
     received = all_to_all(group, out.unflatten(0, (group.size(), -1)))
     return received.movedim(0, -2).flatten(-2)
 
 
-def of_all_tokens(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[B, T / n] of this rank's tokens -> [B, T]. All ranks must go on alike with it: each takes the gradient of its
-    part from what it made of the whole itself.
+def gather_tokens(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather the tokens of all ranks: [B, T / n] -> [B, T].
+
+    All ranks must compute the same from the result, because each takes the gradient of its part from its own whole.
     """
     if group.size() == 1:
         return part

@@ -1,8 +1,8 @@
-"""The trainer's side of an FP8 KV cache: calibrated scales, and attention that reads what the engine's cache holds.
+"""The trainer's side of an FP8 KV cache: calibrates scales and rounds keys and values as the engine's cache does.
 
-One object is shared by the attention of all layers. Scales belong to a version of the weights: they are calibrated on
-that version, travel with its refit, and stay until the next, so that the trainer's log-probs of a rollout see the
-cache that the rollout saw.
+The attention of all layers shares one object. Scales belong to a version of the weights: they are calibrated on that
+version, travel with its refit, and stay until the next, so that the trainer's log-probs of a rollout use the cache
+values that the rollout used.
 """
 
 import json
@@ -23,51 +23,55 @@ FILE = "kv_scales.json"
 
 
 class TrainerKvCache:
-    """rounding: None where the trainer keeps its keys and values as they are (`nemo_fp8rl.kv: rollout`).
+    """The scales of all layers, and the rounding that attention applies with them.
 
-    loses_denormals: see `rounding.loses_denormals`. of_present_weights: whether the scales are; who moves the weights
-    says that they are not.
+    num_layers:       layers of the whole model
+    rounding:         None if the trainer does not round keys and values (`nemo_fp8rl.kv: rollout`)
+    loses_denormals:  see `vllm_cpu_rounding.loses_denormals`
+    is_current:       True if the scales belong to the present weights; code that moves the weights sets it to False
     """
 
     def __init__(self, num_layers: int, rounding: CacheRounding | None, loses_denormals: bool = False) -> None:
         self.num_layers, self.rounding, self.loses_denormals = num_layers, rounding, loses_denormals
         self.scales: KvScales | None = None
-        self.of_present_weights = False
+        self.is_current = False
         self._maxima: KvMaxima | None = None
         self._lengths = torch.empty(0)
 
     def read(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, counted from 0, as attention is to use them, in their own dtype.
+        """Return the keys and values that attention must use, in their dtype; during calibration, record the inputs.
 
-        query [s, b, heads, d] and key [s, b, groups, d] after RoPE, value as key. rows: int64 [b], which sequences of
-        the microbatch; None: all of them.
+        layer:  number of the layer, from 0
+        query:  [s, b, heads, d], after RoPE
+        key:    [s, b, groups, d], after RoPE; value has the same shape
+        rows:   int64 [b], the numbers of these sequences in the microbatch; None for all sequences
         """
         if self._maxima is not None:
             lengths = self._lengths if rows is None else self._lengths[rows]
             real = torch.arange(key.size(0), device=key.device)[:, None] < lengths
             self._maxima.observe(layer, q=query[real], k=key[real], v=value[real])
         elif self.scales is not None and self.rounding is not None:
-            key = self._cached(key, self.scales.k_scale[layer], self.rounding)
-            value = self._cached(value, self.scales.v_scale[layer], self.rounding)
+            key = self._round(key, self.scales.k_scale[layer], self.rounding)
+            value = self._round(value, self.scales.v_scale[layer], self.rounding)
         return key, value
 
-    def _cached(self, x: Tensor, scale: float, rounding: CacheRounding) -> Tensor:
-        held = cast_through_cache(x, scale, rounding)
+    def _round(self, x: Tensor, scale: float, rounding: CacheRounding) -> Tensor:
+        rounded = cast_through_cache(x, scale, rounding)
         if not self.loses_denormals:
-            return held
-        return held - torch.where(held.abs() < SMALLEST_NORMAL * scale, held, 0.0).detach()
+            return rounded
+        return rounded - torch.where(rounded.abs() < SMALLEST_NORMAL * scale, rounded, 0.0).detach()
 
     def smallest_sum(self, layer: int) -> float | None:
-        """Below it a sum of the layer's values is lost; None where none is."""
+        """Return the bound below which a sum of the layer's values becomes 0; None if there is none."""
         if self._maxima is not None or self.scales is None or self.rounding is None or not self.loses_denormals:
             return None
         return SMALLEST_NORMAL * self.scales.v_scale[layer]
 
     @contextmanager
-    def unread(self) -> Iterator[None]:
-        """Inside, `read` rounds nothing."""
+    def without_rounding(self) -> Iterator[None]:
+        """Make `read` return its inputs unchanged inside the block."""
         scales, self.scales = self.scales, None
         try:
             yield
@@ -75,27 +79,27 @@ class TrainerKvCache:
             self.scales = scales
 
     def begin_calibration(self) -> None:
-        """Have `read` count from here on, and round nothing."""
+        """Make `read` record its inputs, without rounding, until `end_calibration`."""
         self._maxima = KvMaxima(self.num_layers)
 
-    def next_rows(self, lengths: Tensor) -> None:
-        """int64 [b]: how much of the sequences of the next forward is not padding."""
+    def set_lengths(self, lengths: Tensor) -> None:
+        """Set the lengths of the next forward's sequences without padding, int64 [b]."""
         self._lengths = lengths
 
     def end_calibration(self) -> None:
-        """Scales from what all ranks have seen."""
+        """Compute the scales from the recorded inputs of all ranks."""
         assert self._maxima is not None
         self._maxima.all_reduce()
         self.scales, self._maxima = self._maxima.scales(), None
-        self.of_present_weights = True
+        self.is_current = True
 
     def save(self, folder: Path) -> None:
-        """Write the scales, when there are any. Raises OSError."""
+        """Write the scales, if there are any. Raises OSError."""
         if self.scales is not None:
             (folder / FILE).write_text(json.dumps(asdict(self.scales)) + "\n")
 
     def load(self, folder: Path) -> None:
-        """Raises UserError: a run that goes on needs the scales of its last version."""
+        """Read the scales that `save` wrote. Raises UserError, as a resumed run needs those of its last version."""
         try:
             raw = json.loads((folder / FILE).read_text())
             k, v, q = (tuple(map(float, raw[f"{x}_scale"])) for x in "kvq")
@@ -110,4 +114,4 @@ class TrainerKvCache:
             raise UserError(f"{folder / FILE} has a scale that is not a finite number above 0")
         if {len(k), len(v), len(q)} != {self.num_layers}:
             raise UserError(f"{folder / FILE} has scales of another number of layers than {self.num_layers}")
-        self.scales, self.of_present_weights = KvScales(k, v, q), True
+        self.scales, self.is_current = KvScales(k, v, q), True

@@ -1,4 +1,7 @@
-"""Megatron's parallel linear layers with another matmul. A spec holds classes, so the choice is made in a class."""
+"""Megatron's parallel linear layers with another matmul.
+
+Megatron's layer specs hold classes and not instances, so each choice of a matmul is a class here.
+"""
 
 import functools
 from typing import Any
@@ -18,20 +21,20 @@ from nemo_fp8rl.fp8 import ScaleFormat, blockwise_fp8_linear
 from nemo_fp8rl.fp8.linear import is_bf16_matmul_fast
 
 
-class MultipliesInFp8:
-    """Marks such a layer: `build_model` counts them. One whose experts are together counts once.
+class Fp8MatmulLayer:
+    """Marks a layer that multiplies in FP8, so that `build_model` can count them; a layer of many experts counts once.
 
-    kernel_name: of what multiplies.
+    kernel_name:  the name of the kernel that multiplies
     """
 
     kernel_name: str
 
 
-class OwnMatmul:
-    """Mixed into a Megatron linear layer: replaces its matmul, and nothing else of it."""
+class CustomMatmul:
+    """A mixin that replaces the matmul of a Megatron linear layer, and nothing else."""
 
     def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-        """x [..., K], weight [N, K], bias [N], all in the activations' dtype -> [..., N] in out_dtype."""
+        """Multiply: x [..., K], weight [N, K], bias [N] or None, in the activations' dtype -> [..., N] in out_dtype."""
         raise NotImplementedError
 
     def out_dtype(self, x: Tensor) -> torch.dtype:
@@ -55,8 +58,8 @@ class OwnMatmul:
         return self.matmul(input, weight, bias, self.out_dtype(input))
 
 
-class Fp8Forward(MultipliesInFp8, OwnMatmul):
-    """The contract's FP8 matmul; a bias is added to the rounded product, as the engine's linear does."""
+class Fp8Matmul(Fp8MatmulLayer, CustomMatmul):
+    """The FP8 matmul of `fp8.linear`; it adds a bias to the rounded product, as the engine's linear does."""
 
     kernel_name = "fp8.linear (emulated)"
     scale_format: ScaleFormat
@@ -66,8 +69,8 @@ class Fp8Forward(MultipliesInFp8, OwnMatmul):
         return output if bias is None else output + bias
 
 
-class FusedBias(OwnMatmul):
-    """torch's own linear, which adds the bias before the one rounding, as vLLM's CPU linear does."""
+class FusedBiasMatmul(CustomMatmul):
+    """torch's linear, which adds the bias before its single rounding, as vLLM's CPU linear does."""
 
     def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         x, weight = x.to(out_dtype), weight.to(out_dtype)
@@ -77,8 +80,11 @@ class FusedBias(OwnMatmul):
 
 
 class Float32Backward(torch.autograd.Function):
-    """apply(x [..., K], weight [N, K], bias [N] or None) -> [..., N]: torch's linear in bfloat16, as the engine's, with
-    gradients multiplied in float32 and then rounded, for a CPU on which they would take longer than all the rest.
+    """torch's linear in bfloat16, as the engine's, with gradients that are multiplied in float32 and then rounded.
+
+    It is for CPUs with slow bfloat16 matmuls, on which gradients would take longer than everything else.
+
+    apply(x [..., K], weight [N, K], bias [N] or None) -> [..., N]
     """
 
     @staticmethod
@@ -98,9 +104,9 @@ class Float32Backward(torch.autograd.Function):
 
 
 class QkvByKind:
-    """Mixed into `linear_qkv` where its rows are all queries, then all keys, then all values (`Layout.qkv_by_kind`).
+    """A mixin of `linear_qkv` whose rows are all queries, then all keys, then all values (`Layout.qkv_by_kind`).
 
-    x [T, B, H] -> ([T, B, rows], bias): Megatron's order, each key-value group's queries, key and value.
+    forward: x [T, B, H] -> ([T, B, rows], bias) in Megatron's order: for each key-value group its queries, key, value.
     """
 
     config: TransformerConfig
@@ -114,15 +120,15 @@ class QkvByKind:
 
 
 @functools.cache
-def qkv_by_kind(linear: type) -> type:
+def make_qkv_by_kind(linear: type) -> type:
     return type(f"{linear.__name__}ByKind", (QkvByKind, linear), {})
 
 
-class RoundedOnce:
-    """Mixed into a row-parallel layer: ranks add up float32 products and round the sum, as one rank would.
+class SingleRounding:
+    """A mixin of a row-parallel layer: ranks sum float32 products and round the sum once, as a single rank does.
 
-    Megatron rounds each rank's product before the sum. Products of one expert's parts stay in float32: `align_moe` adds
-    them up.
+    Megatron rounds each rank's product before the sum. The products of an expert's parts stay in float32, because
+    `aligned_experts` sums them.
     """
 
     input_size: int
@@ -143,24 +149,24 @@ class RoundedOnce:
 
 @functools.cache
 def fp8_linears(scale_format: ScaleFormat, aligned: bool) -> tuple[type, type]:
-    """Column- and row-parallel layers that multiply in FP8."""
-    chosen = {"scale_format": scale_format}
-    row = (RoundedOnce,) if aligned else ()
+    """Return the column- and row-parallel layers that multiply in FP8."""
+    attributes = {"scale_format": scale_format}
+    row = (SingleRounding,) if aligned else ()
     return (
-        type("Fp8ColumnParallelLinear", (Fp8Forward, ColumnParallelLinear), chosen),
-        type("Fp8RowParallelLinear", (*row, Fp8Forward, RowParallelLinear), chosen),
+        type("Fp8ColumnParallelLinear", (Fp8Matmul, ColumnParallelLinear), attributes),
+        type("Fp8RowParallelLinear", (*row, Fp8Matmul, RowParallelLinear), attributes),
     )
 
 
-class AlignedColumnParallelLinear(FusedBias, ColumnParallelLinear):
+class AlignedColumnParallelLinear(FusedBiasMatmul, ColumnParallelLinear):
     pass
 
 
-class AlignedRowParallelLinear(RoundedOnce, FusedBias, RowParallelLinear):
+class AlignedRowParallelLinear(SingleRounding, FusedBiasMatmul, RowParallelLinear):
     pass
 
 
 def bf16_linears(aligned: bool) -> tuple[type, type]:
-    """The same in the weights' own precision."""
-    ours = AlignedColumnParallelLinear, AlignedRowParallelLinear
-    return ours if aligned else (ColumnParallelLinear, RowParallelLinear)
+    """Return the column- and row-parallel layers that multiply in the weights' precision."""
+    aligned_layers = AlignedColumnParallelLinear, AlignedRowParallelLinear
+    return aligned_layers if aligned else (ColumnParallelLinear, RowParallelLinear)

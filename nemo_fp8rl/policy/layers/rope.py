@@ -1,4 +1,4 @@
-"""Rotary position embedding as the checkpoint's config.json scales it."""
+"""Rotary position embedding with the scaling of the checkpoint's config.json."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +11,11 @@ from nemo_fp8rl.hf.model_config import HfConfig
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """inv_freq: float32 [head_dim / 2], radians a position. factor: on cosine and sine (YaRN's attention factor).
-    divisor: of positions (the factor of `linear`).
+    """The rotation of a model.
+
+    inv_freq:  float32 [head_dim / 2], radians per position
+    factor:    multiplies cosine and sine (YaRN's attention factor)
+    divisor:   divides positions (the factor of `linear` scaling)
     """
 
     inv_freq: Tensor
@@ -21,25 +24,27 @@ class Rope:
     _tables: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def table(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin [length, 1, 1, d / 2] in `dtype`, made once for all layers."""
-        kept = self._tables.get((dtype, device))
-        if kept is None or len(kept[0]) < length:
+        """Return cos and sin, [length, 1, 1, d / 2] in `dtype`; they are computed once for all layers."""
+        table = self._tables.get((dtype, device))
+        if table is None or len(table[0]) < length:
             positions = torch.arange(length, dtype=torch.float32) / self.divisor
             angles = torch.outer(positions, self.inv_freq)[:, None, None, :].to(device)
-            kept = (angles.cos() * self.factor).to(dtype), (angles.sin() * self.factor).to(dtype)
-            self._tables[dtype, device] = kept
-        return kept[0][:length], kept[1][:length]
+            table = (angles.cos() * self.factor).to(dtype), (angles.sin() * self.factor).to(dtype)
+            self._tables[dtype, device] = table
+        return table[0][:length], table[1][:length]
 
     def apply(self, x: Tensor) -> Tensor:
-        """Halves of x [s, b, h, d] rotated by positions 0..s-1, each product and the sum rounded to x's dtype."""
+        """Rotate the halves of x [s, b, h, d] by positions 0..s-1; each product and the sum round to x's dtype."""
         cos, sin = (torch.cat((part, part), -1) for part in self.table(len(x), x.dtype, x.device))
         x1, x2 = x.chunk(2, -1)
         return x * cos + torch.cat((-x2, x1), -1) * sin
 
 
 def read_rope(folder: Path, hf: HfConfig) -> Rope:
-    """The checkpoint's RoPE. Scaled frequencies are those of HF's own function for the rope_type, but for `linear`: HF
-    divides frequencies, vLLM positions (linear_scaling_rope.py), which is another rounding, and vLLM's is ours.
+    """Read the checkpoint's RoPE.
+
+    HF's own function for the rope_type scales the frequencies, except for `linear`: there HF divides frequencies and
+    vLLM positions (linear_scaling_rope.py), which rounds differently, and this class follows vLLM.
     """
     if hf.rope_type in ("default", "linear"):
         inv_freq = 1.0 / hf.rope_theta ** (torch.arange(0, hf.head_dim, 2, dtype=torch.float32) / hf.head_dim)
@@ -48,6 +53,6 @@ def read_rope(folder: Path, hf: HfConfig) -> Rope:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config = AutoConfig.from_pretrained(folder)
-    config.head_dim = hf.head_dim  # which may be null there
+    config.head_dim = hf.head_dim  # it may be null in config.json
     inv_freq, factor = ROPE_INIT_FUNCTIONS[hf.rope_type](config, None)
     return Rope(inv_freq.float(), float(factor))

@@ -1,8 +1,8 @@
-"""Routing replay: routers take the experts that the engine chose, where the batch says which.
+"""Routing replay: routers take the experts that the engine chose, where the batch names them.
 
 A token whose two largest logits are nearly equal may go to another expert in the trainer than in the engine, and the
-two then differ by a whole expert. Replay keeps the choice and lets the trainer weigh it: weights are the softmax of the
-trainer's own logits at the chosen experts, so gradients flow to the router as ever (R3, arXiv 2510.11370).
+two sides then differ by a whole expert. Replay takes the engine's choice of experts, and the trainer's own weights for
+them: the softmax of its logits at these experts, so gradients flow to the router as usual (R3, arXiv 2510.11370).
 """
 
 from collections import deque
@@ -19,44 +19,46 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 class RoutingReplay:
-    """What the routers of a rank are to choose for the microbatch at hand.
+    """The experts that the routers of a rank must choose for the present microbatch.
 
-    recomputed: layers run again in the backward, by when the microbatch at hand may be another; each router then takes
-    what it took first, in that order.
+    recomputes:  True if layers run again in the backward, when the present microbatch may be another; each router then
+                 takes its first choices again, in their order
     """
 
-    def __init__(self, model: torch.nn.Module, layout: Layout, recomputed: bool) -> None:
-        self.layout, self.recomputed = layout, recomputed
+    def __init__(self, model: torch.nn.Module, layout: Layout, recomputes: bool) -> None:
+        self.layout, self.recomputes = layout, recomputes
         routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
         assert len(routers) == len(layout.layers)
         self.routers = [_RouterReplay(self) for _ in routers]
         for router, replay in zip(routers, self.routers, strict=True):
-            router.router_replay = replay  # Megatron's own place for it, which it asks for the top k
+            router.router_replay = replay  # Megatron's router calls it for the top k
         self.training = False
 
-    def begin(self, routed_experts: Tensor | None, padded_length: int, sequence_parallel: bool) -> None:
-        """Routes of a microbatch whose forward follows.
+    def start_microbatch(self, routed_experts: Tensor | None, padded_length: int, sequence_parallel: bool) -> None:
+        """Set the experts of the microbatch whose forward follows.
 
-        routed_experts: int [B, >= T, layers of the model, top k], the experts of each token, -1 where not known; None
-        leaves every choice to the router. Experts that are not all known, or not all different (as in padding with
-        zeros), leave it to the router, too. padded_length: of the sequences as the model gets them. Raises ValueError
-        for experts that the model does not have.
+        routed_experts:     int [B, >= T, layers of the model, top k], the experts of each token, -1 if unknown. The
+                            router chooses for a token with an unknown expert or with two equal ones (as in padding
+                            with zeros); None lets the router choose for all tokens
+        padded_length:      length of the sequences that the model gets
+        sequence_parallel:  True if the tensor-parallel ranks share the tokens
+        Raises:             ValueError for an expert that the model does not have
         """
         self.training = torch.is_grad_enabled()
-        routes = [None] * len(self.routers) if routed_experts is None else self._own(routed_experts, padded_length)
-        own, tensor = slice(*self.layout.context.part(padded_length)), self.layout.tensor
+        routes = [None] * len(self.routers) if routed_experts is None else self._routes(routed_experts, padded_length)
+        local, tensor = slice(*self.layout.context.span(padded_length)), self.layout.tensor
         for router, route in zip(self.routers, routes, strict=True):
-            part = None if route is None else route[own]
+            part = None if route is None else route[local]
             if part is not None and sequence_parallel:
                 part = part.chunk(tensor.size)[tensor.rank]
-            router.wanted = None if part is None else part.flatten(0, 1)
+            router.experts = None if part is None else part.flatten(0, 1)
 
-    def _own(self, routed_experts: Tensor, length: int) -> list[Tensor]:
-        """int64 [length, B, top k] of each of the rank's layers."""
-        layers, chosen = self.layout.hf.num_hidden_layers, self.layout.hf.num_experts_per_tok
-        if routed_experts.dim() != 4 or routed_experts.shape[2:] != (layers, chosen):
+    def _routes(self, routed_experts: Tensor, length: int) -> list[Tensor]:
+        """Return int64 [length, B, top k] for each of the rank's layers."""
+        layers, top_k = self.layout.hf.num_hidden_layers, self.layout.hf.num_experts_per_tok
+        if routed_experts.dim() != 4 or routed_experts.shape[2:] != (layers, top_k):
             raise ValueError(
-                f"routed_experts must be [B, T, {layers} layers, {chosen} experts], got {list(routed_experts.shape)}"
+                f"routed_experts must be [B, T, {layers} layers, {top_k} experts], got {list(routed_experts.shape)}"
             )
         routes, experts = routed_experts[:, :length].long(), self.layout.hf.num_experts
         if routes.numel() and (largest := int(routes.max())) >= experts:
@@ -69,28 +71,28 @@ class RoutingReplay:
 
 
 class _RouterReplay:
-    """The replay of one router, with the method that Megatron calls of its own `RouterReplay`."""
+    """The replay of one router; it has the method of Megatron's `RouterReplay` that the router calls."""
 
-    def __init__(self, shared: RoutingReplay) -> None:
-        self.shared = shared
-        self.wanted: Tensor | None = None
-        self._again: deque[Tensor | None] = deque()
+    def __init__(self, replay: RoutingReplay) -> None:
+        self.replay = replay
+        self.experts: Tensor | None = None
+        self._recompute_queue: deque[Tensor | None] = deque()
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: Any, group_topk: Any, default_compute_topk: TopK
     ) -> tuple[Tensor, Tensor]:
-        """(scores, experts) [tokens, top k] at the wanted experts; the router's own where none are known."""
+        """Return (scores, experts), [tokens, top k] each: the engine's experts, or the router's own if unknown."""
         values, experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        wanted = self._next()
-        if wanted is None:
+        replayed = self._next_experts()
+        if replayed is None:
             return values, experts
-        experts = torch.where(wanted[:, :1] >= 0, wanted, experts)
+        experts = torch.where(replayed[:, :1] >= 0, replayed, experts)
         return scores.gather(1, experts), experts
 
-    def _next(self) -> Tensor | None:
-        if not (self.shared.recomputed and self.shared.training):
-            return self.wanted
-        if torch.is_grad_enabled():  # in the backward
-            return self._again.popleft()
-        self._again.append(self.wanted)
-        return self.wanted
+    def _next_experts(self) -> Tensor | None:
+        if not (self.replay.recomputes and self.replay.training):
+            return self.experts
+        if torch.is_grad_enabled():  # a recomputation in the backward
+            return self._recompute_queue.popleft()
+        self._recompute_queue.append(self.experts)
+        return self.experts

@@ -1,8 +1,8 @@
-"""The tokens that top-k and top-p leave to sample from, as vLLM's sampler takes them on a CPU.
+"""The tokens that top-k and top-p select for sampling, as vLLM's sampler selects them on a CPU.
 
-On a GPU vLLM 0.32 takes exactly k tokens (vllm/v1/sample/ops/topk_topp_triton.py): of those that tie with the k-th some
-go, which here stay. Which ones is up to its kernel, so this is not followed; the trainer's log-probs are then lower, by
-the share of the ties that the engine left out.
+On a GPU vLLM 0.32 selects exactly k tokens (vllm/v1/sample/ops/topk_topp_triton.py): it drops some of the tokens that
+tie with the k-th, and this module keeps all of them. Its kernel decides which, so the trainer cannot follow; the
+trainer's log-probs are then lower, by the share of the ties that the engine dropped.
 """
 
 from typing import NamedTuple
@@ -11,8 +11,12 @@ import torch
 from torch import Tensor
 
 
-class Restriction(NamedTuple):
-    """top_k: None for all tokens. top_p: 1 for all."""
+class TokenFilter(NamedTuple):
+    """The sampling limits of an engine; False if they select all tokens.
+
+    top_k:  None for all tokens
+    top_p:  1 for all tokens
+    """
 
     top_k: int | None
     top_p: float
@@ -21,20 +25,20 @@ class Restriction(NamedTuple):
         return self.top_k is not None or self.top_p < 1
 
 
-def restricted(logits: Tensor, targets: Tensor, restriction: Restriction) -> Tensor:
-    """Logits, float32 [N, V], with -inf at the tokens that are not sampled from; those of `targets`, int64 [N], stay.
+def filter_logits(logits: Tensor, targets: Tensor, token_filter: TokenFilter) -> Tensor:
+    """Return the logits, float32 [N, V], with -inf at tokens that cannot be sampled, except at `targets`, int64 [N].
 
-    Top-k first (ties of the k-th stay), then top-p on the softmax of what is left: from the least likely on, tokens go
-    as long as their probabilities add up to at most 1 - p (vllm/v1/sample/ops/topk_topp_sampler.py). A target was
-    sampled, so the engine's set held it; where rounding puts it just outside the trainer's, its probability must not
-    become 0.
+    Top-k is first and keeps ties of the k-th. Top-p follows, on the softmax of the remaining tokens: it drops tokens
+    from the least likely on, as long as their probabilities add up to at most 1 - p
+    (vllm/v1/sample/ops/topk_topp_sampler.py). A target was sampled, so it was in the engine's set; where rounding puts
+    it just outside the trainer's set, its probability must not become 0.
     """
     ordered, order = logits.sort(-1)
-    if restriction.top_k is not None and restriction.top_k < logits.size(-1):
-        ordered = ordered.masked_fill(ordered < ordered[:, -restriction.top_k, None], -torch.inf)
-    if restriction.top_p < 1:
-        outside = ordered.softmax(-1).cumsum(-1) <= 1 - restriction.top_p
+    if token_filter.top_k is not None and token_filter.top_k < logits.size(-1):
+        ordered = ordered.masked_fill(ordered < ordered[:, -token_filter.top_k, None], -torch.inf)
+    if token_filter.top_p < 1:
+        outside = ordered.softmax(-1).cumsum(-1) <= 1 - token_filter.top_p
         outside[:, -1] = False
         ordered = ordered.masked_fill(outside, -torch.inf)
-    kept = torch.empty_like(logits).scatter_(-1, order, ordered)
-    return kept.scatter_(-1, targets[:, None], logits.gather(-1, targets[:, None]))
+    selected = torch.empty_like(logits).scatter_(-1, order, ordered)
+    return selected.scatter_(-1, targets[:, None], logits.gather(-1, targets[:, None]))

@@ -1,1 +1,1 @@
-"""What a policy needs on a CPU: Megatron without CUDA, and the sums and roundings of vLLM's CPU kernels."""
+"""The policy on a CPU: Megatron without CUDA, and the sums and roundings of vLLM's CPU kernels."""

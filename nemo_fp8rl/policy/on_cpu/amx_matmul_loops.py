@@ -1,28 +1,28 @@
-"""The compiled inner loop of `tiles`; see fp8/kernels/on_cpu/loops.py for how numba is used."""
+"""The compiled inner loop of `amx_matmul`; fp8/kernels/on_cpu/loops.py explains the use of numba."""
 
 import numba as nb
 import numpy as np
 
 DEPTH = 32
-"""Products that one instruction adds up."""
+"""Products that one instruction sums."""
 f32 = np.float32
 
 
 @nb.njit(nogil=True, cache=True, error_model="numpy")
 def add_up(a, b, smallest, out):
-    """a [batch, M, K], b [batch, K, N] -> out [batch, M, N], zeros before; float32."""
-    sums = np.empty((2, out.shape[2]), f32)  # of even and of odd products
+    """Add a [batch, M, K] @ b [batch, K, N] to out [batch, M, N], which must be zeros; all float32."""
+    sums = np.empty((2, out.shape[2]), f32)  # sums of even and of odd products
     for i in range(out.shape[0]):
         for m in range(out.shape[1]):
             row, total = a[i, m], out[i, m]
             for start in range(0, len(row), DEPTH):
                 sums[:] = f32(0)
                 for k in range(start, min(start + DEPTH, len(row))):
-                    if row[k] != f32(0):  # of keys that are masked
-                        factor, own, values = row[k], sums[k % 2], b[i, k]
-                        for n in range(len(own)):
-                            added = f32(own[n] + f32(factor * values[n]))
-                            own[n] = f32(0) if abs(added) < smallest else added
+                    if row[k] != f32(0):  # masked keys have 0
+                        factor, partial, values = row[k], sums[k % 2], b[i, k]
+                        for n in range(len(partial)):
+                            added = f32(partial[n] + f32(factor * values[n]))
+                            partial[n] = f32(0) if abs(added) < smallest else added
                 for n in range(len(total)):
                     both = f32(sums[0, n] + sums[1, n])
                     added = f32(total[n] + (f32(0) if abs(both) < smallest else both))

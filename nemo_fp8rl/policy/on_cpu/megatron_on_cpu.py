@@ -1,12 +1,12 @@
-"""What Megatron Core 0.16 and 0.19 need where no CUDA device exists, scoped to the calls into it.
+"""Lets Megatron Core 0.16 and 0.19 run without a CUDA device, inside the block of `megatron_on_cpu`.
 
 Megatron names CUDA literally in places that have no setting: `torch.cuda.current_device()` for DDP buffers and
 embeddings, `device="cuda"` and `'torch.cuda.FloatTensor'` in the optimizer, clip_grads.py and the log-prob kernels,
-`torch.cuda.synchronize()` in timers, CUDA's random state when it recomputes a layer or splits a sequence, a CUDA stream
-on which it copies the counts of tokens to each expert; its router reads a name that exists only beside Transformer
-Engine. gloo lacks gathers of parts of unequal size. Inside `megatron_on_cpu()` those names mean the CPU; outside,
-nothing is changed, so that an engine in the same process never sees it. Everything else goes through Megatron's own
-extension points.
+`torch.cuda.synchronize()` in timers, CUDA's random state when it recomputes a layer or splits a sequence, and a CUDA
+stream on which it copies the number of tokens of each expert. Its router reads a name that exists only with Transformer
+Engine, and gloo cannot gather parts of unequal size. Inside `megatron_on_cpu()` these names mean the CPU; outside,
+nothing is changed, so an engine in the same process sees an unchanged torch. Everything else goes through Megatron's
+own extension points.
 """
 
 from collections.abc import Iterator
@@ -38,14 +38,14 @@ class _CudaNamesMeanCpu(TorchFunctionMode):
 
 
 class _NoRandomness:
-    """Stands for the tracker of CUDA's random states: nothing here drops out."""
+    """Replaces the tracker of CUDA's random states, which a model without dropout does not need."""
 
     def fork(self, *_: Any) -> nullcontext[None]:
         return nullcontext()
 
 
 def _counts_are_on_cpu(dispatcher: Any, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
-    """Takes the place of the copies on a stream; later steps expect the counts as numpy arrays."""
+    """Replaces the copies on a CUDA stream: converts the counts to numpy arrays, which later steps expect."""
     if point == dispatcher.cuda_dtoh_point:
         for name in ("input_splits", "output_splits", "output_splits_tp"):
             if isinstance(counts := getattr(dispatcher, name), Tensor):
@@ -57,40 +57,42 @@ _gather, _reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_sc
 
 
 def _gather_uneven(input_: Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
-    """Rows of all ranks, padded to the longest on the way."""
+    """Gather the rows of all ranks; on the way they are padded to the longest part."""
     if output_split_sizes is None or group.size() == 1:
         return _gather(input_, group, None, use_global_buffer)
     longest = max(output_split_sizes)
     padded = input_.new_zeros(longest, *input_.shape[1:])
     padded[: len(input_)] = input_
-    gathered = [torch.empty_like(padded) for _ in output_split_sizes]
-    dist.all_gather(gathered, padded, group=group)
-    return torch.cat([part[:n] for part, n in zip(gathered, output_split_sizes, strict=True)])
+    parts = [torch.empty_like(padded) for _ in output_split_sizes]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[:n] for part, n in zip(parts, output_split_sizes, strict=True)])
 
 
 def _reduce_scatter_uneven(
     input_: Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
 ) -> Any:
-    """This rank's rows of the sum over all ranks."""
+    """Return this rank's rows of the sum over all ranks."""
     if input_split_sizes is None or group.size() == 1:
         return _reduce_scatter(input_, group, None, use_global_buffer)
-    summed = input_.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(summed, group=group)
-    return summed.split(input_split_sizes)[group.rank()].contiguous()
+    total = input_.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total.split(input_split_sizes)[group.rank()].contiguous()
 
 
 @contextmanager
 def megatron_on_cpu() -> Iterator[None]:
-    """Calls into Megatron Core go inside; a no-op where CUDA exists."""
+    """Make CUDA's names mean the CPU for calls into Megatron Core; does nothing where CUDA exists."""
     if torch.cuda.is_available():
         yield
         return
     with (
         mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
-        mock.patch.object(torch.cuda, "current_stream", lambda *args: None),  # 0.19: to wait for CUDA graphs
+        mock.patch.object(torch.cuda, "current_stream", lambda *args: None),  # 0.19 waits for CUDA graphs
         mock.patch.object(torch.cuda, "synchronize", lambda *args: None),
         mock.patch.object(random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
-        mock.patch.object(random, "_set_cuda_rng_state", lambda *args, **kwargs: None),  # the CPU's is set beside it
+        mock.patch.object(
+            random, "_set_cuda_rng_state", lambda *args, **kwargs: None
+        ),  # Megatron also sets the CPU's state
         mock.patch.object(tensor_parallel, "get_cuda_rng_tracker", _NoRandomness),
         mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
         mock.patch.object(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", object()),

@@ -1,1 +1,1 @@
-"""The weights of one rank: which part it holds, by HF names, and how it reads, writes and exports them."""
+"""The weights of one rank: the parts that it has, by HF names, and how they are read, written and exported."""

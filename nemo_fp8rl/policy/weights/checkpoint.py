@@ -1,4 +1,7 @@
-"""A model's weights from and to an HF checkpoint folder: each rank reads its part alone; files hold whole tensors."""
+"""Reads and writes a model's weights as an HF checkpoint folder.
+
+Each rank reads only its part; the files hold whole tensors.
+"""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -23,7 +26,7 @@ from nemo_fp8rl.policy.weights.layout import EXPERT, Layout
 
 @torch.no_grad()
 def load_hf(folder: Path, model: torch.nn.Module, layout: Layout) -> None:
-    """Copy weights that `save_hf` (or anyone) wrote into a rank's parameters, which nothing else sets: all of each."""
+    """Set every parameter of a rank from an HF checkpoint folder; nothing else sets them."""
     parameters = dict(model.named_parameters())
     shapes = expected_tensors(layout.hf)
     with CheckpointReader(folder) as reader:
@@ -36,14 +39,18 @@ def load_hf(folder: Path, model: torch.nn.Module, layout: Layout) -> None:
 def save_hf(
     folder: Path, weights: Iterator[tuple[str, Tensor]], layout: Layout, rank: int, model: Path, tokenizer: Path
 ) -> Exception | None:
-    """Write the weights beside copies of the model's config and the tokenizer's files. All ranks call it together.
+    """Write the weights, and copies of the model's config and the tokenizer's files. All ranks call it together.
 
-    Ranks that share a tensor bring it together on the first of them, one tensor at a time. Returns what kept this rank
-    from writing, so that it can still do its part.
+    Ranks that share a tensor assemble it on the first of them, one tensor at a time. The function returns the error
+    that kept this rank from writing and does not raise it, because the other ranks need this rank's parts.
+
+    weights:    (HF name, this rank's part)
+    model:      the folder of the model's config
+    tokenizer:  the folder of the tokenizer
     """
     writer = PartWriter(folder, f"model-rank{rank:05d}")
     try:
-        folder.mkdir(exist_ok=True)  # beside the other ranks', or not at all
+        folder.mkdir(exist_ok=True)  # another rank may have made it; a parent must exist
         for source, patterns in ((model, MODEL_FILES), (tokenizer, TOKENIZER_FILES)) if rank == 0 else ():
             for path in (path for pattern in patterns for path in source.glob(pattern)):
                 shutil.copy2(path, folder / path.name)
@@ -51,35 +58,36 @@ def save_hf(
         writer.error = error
     shapes = expected_tensors(layout.hf)
     for name, part in weights:
-        if not layout.is_copy(name):
-            tensor = _joined(name, part, shapes[name], layout)
-            if layout.axis(name).rank == 0:
+        if not layout.is_replica(name):
+            tensor = _gather_tensor(name, part, shapes[name], layout)
+            if layout.sharing_axis(name).rank == 0:
                 writer.add(name, tensor)
     writer.close()
     dist.barrier()
     if rank == 0 and writer.error is None:
         try:
-            _name_as_hf_does(folder)
+            _rename_as_hf(folder)
         except (OSError, SafetensorError) as error:
             writer.error = error
     return writer.error
 
 
-def _joined(name: str, part: Tensor, shape: tuple[int, ...], layout: Layout) -> Tensor:
-    """The whole tensor on the first rank of those that share it."""
+def _gather_tensor(name: str, part: Tensor, shape: tuple[int, ...], layout: Layout) -> Tensor:
+    """Return the whole tensor on the first of the ranks that share it."""
     if not layout.is_split(name):
         return part
     if EXPERT.search(name):
         group = parallel_state.get_expert_tensor_parallel_group()
     else:
         group = parallel_state.get_tensor_model_parallel_group()
-    return assembled(part, layout.region(name, shape), shape, group)
+    return assemble_on_first(part, layout.region(name, shape), shape, group)
 
 
-def assembled(part: Tensor | None, region: Region, shape: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """A tensor of which each rank of the group holds a region, whole on the first of them; garbage on the others.
+def assemble_on_first(part: Tensor | None, region: Region, shape: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Return a tensor of which each rank of the group has a region; it is whole on the first rank, garbage on others.
 
-    part: None on a rank that holds nothing. Bytes are added to zeros, so that every bit arrives, also the sign of -0.
+    Bytes are added to zeros, so that every bit arrives, also the sign of -0.
+    part:  this rank's region; None on a rank that has nothing
     """
     if group.size() == 1 and part is not None:
         return part.view(tuple(shape))
@@ -90,8 +98,11 @@ def assembled(part: Tensor | None, region: Region, shape: Sequence[int], group: 
     return out
 
 
-def _name_as_hf_does(folder: Path) -> None:
-    """One file is model.safetensors; of several, none may be: HF's tools would read that one alone, not the index."""
+def _rename_as_hf(folder: Path) -> None:
+    """Name a single file model.safetensors; write an index for several files.
+
+    None of several files may have that name, because HF's tools would then read it alone and not the index.
+    """
     files = sorted(folder.glob("*.safetensors"))
     if len(files) == 1:
         files[0].rename(folder / "model.safetensors")

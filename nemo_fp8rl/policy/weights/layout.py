@@ -1,9 +1,9 @@
-"""Which part of the model a rank holds, by HF names: tensor, pipeline and expert parallelism in one place.
+"""The part of the model that a rank has, by HF names, under tensor, pipeline, expert and context parallelism.
 
-A projection whose outputs are split (q, k, v, gate, up) has its rows split, one whose inputs are (o, down) its columns;
-embedding and head have their rows split, over a vocabulary padded to a multiple. Norms and routers are whole on every
-tensor-parallel rank. A pipeline stage holds consecutive layers, an expert-parallel rank consecutive experts. Context
-parallelism splits no weight: its ranks have parts of the tokens.
+Tensor parallelism splits the rows of q, k, v, gate and up projections, the columns of o and down projections, and the
+rows of embedding and head, over a vocabulary padded to a multiple. Norms and routers are whole on every tensor-parallel
+rank. A pipeline stage has consecutive layers, an expert-parallel rank consecutive experts. Context parallelism splits
+no weight: its ranks have parts of the tokens.
 """
 
 import re
@@ -20,17 +20,18 @@ from nemo_fp8rl.hf.model_config import HfConfig
 
 SPLIT = re.compile(r"(?P<rows>(?:embed_tokens|lm_head|(?:[qkv]|gate|up)_proj)\.)|(?P<columns>(?:o|down)_proj\.)")
 EXPERT = re.compile(r"\.experts\.\d+\.")
+KEY_PREFIX = "policy.megatron_cfg"
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A rank's place among those that split something."""
+    """A rank's number among the ranks that split something."""
 
     rank: int = 0
     size: int = 1
 
-    def part(self, length: int) -> tuple[int, int]:
-        """(start, stop) of this rank's part of `length`; the last parts are shorter where it does not divide."""
+    def span(self, length: int) -> tuple[int, int]:
+        """Return (start, stop) of this rank's part of `length`; the last parts are shorter if it does not divide."""
         step = -(-length // self.size)
         return min(self.rank * step, length), min((self.rank + 1) * step, length)
 
@@ -39,10 +40,16 @@ class Axis:
 class Layout:
     """One rank of a parallel trainer.
 
-    tensor, expert_tensor: share each matrix, of experts the second. pipeline, expert: share the layers, and the
-    experts of a layer. context: share the tokens of each sequence, and hold the same. data, expert_data: hold the same,
-    of experts the second. first_stage_layers, last_stage_layers: where they are not as many as in other stages.
-    grouped_experts: Megatron has a rank's experts in one layer, as it does with Transformer Engine's.
+    tensor:              the ranks that split each matrix, except those of experts
+    expert_tensor:       the ranks that split each matrix of an expert
+    pipeline:            the ranks that split the layers
+    expert:              the ranks that split the experts of a layer
+    context:             the ranks that split the tokens of each sequence, with equal weights
+    data:                the ranks with equal weights, except those of experts, and other sequences
+    expert_data:         the ranks with equal experts
+    first_stage_layers:  number of layers of the first stage if it differs from that of other stages
+    last_stage_layers:   the same for the last stage
+    grouped_experts:     True if one Megatron layer has all experts of a rank, as with Transformer Engine
     """
 
     hf: HfConfig
@@ -59,121 +66,124 @@ class Layout:
 
     @property
     def layers(self) -> range:
-        ends = self.first_stage_layers, self.last_stage_layers
-        return stages(self.hf.num_hidden_layers, self.pipeline.size, *ends)[self.pipeline.rank]
+        first, last = self.first_stage_layers, self.last_stage_layers
+        return stages(self.hf.num_hidden_layers, self.pipeline.size, first, last)[self.pipeline.rank]
 
     @property
     def experts(self) -> range:
-        return range(*self.expert.part(self.hf.num_experts))
+        return range(*self.expert.span(self.hf.num_experts))
 
     @property
-    def first_stage(self) -> bool:
+    def is_first_stage(self) -> bool:
         return self.pipeline.rank == 0
 
     @property
-    def last_stage(self) -> bool:
+    def is_last_stage(self) -> bool:
         return self.pipeline.rank == self.pipeline.size - 1
 
     @property
     def vocabulary(self) -> range:
-        """Token ids whose embedding and logits this rank has."""
-        return range(*self.tensor.part(self.hf.vocab_size))
+        """The token ids whose embedding and logits this rank has."""
+        return range(*self.tensor.span(self.hf.vocab_size))
 
     @property
     def padded_vocab_size(self) -> int:
         return -(-self.hf.vocab_size // self.tensor.size) * self.tensor.size
 
-    def axis(self, name: str) -> Axis:
-        """Who shares this tensor: `tensor`, or `expert_tensor` for one of an expert."""
+    def sharing_axis(self, name: str) -> Axis:
+        """Return the axis that splits this tensor: `expert_tensor` for an expert's tensor, else `tensor`."""
         return self.expert_tensor if EXPERT.search(name) else self.tensor
 
     def is_split(self, name: str) -> bool:
-        return self.axis(name).size > 1 and SPLIT.search(name) is not None
+        return self.sharing_axis(name).size > 1 and SPLIT.search(name) is not None
 
     @property
     def qkv_by_kind(self) -> bool:
-        """Whether a rank's `linear_qkv` holds all its queries above all keys above all values, as engines do, and not,
-        as Megatron does, one key-value group after the other: where heads are no whole blocks of FP8 (Llama-3.2-1B's
-        have 64 rows), so that blocks of groups would be others than the engine's.
+        """True if a rank's `linear_qkv` has all queries above all keys above all values, as in an engine.
+
+        Megatron's order is one key-value group after the other. It does not suit heads that are not whole FP8 blocks
+        (Llama-3.2-1B's have 64 rows), because the blocks of groups would differ from the engine's.
         """
         return self.hf.head_dim % BLOCK[0] != 0
 
     @property
     def qkv_groups(self) -> int:
-        """How many times `linear_qkv` holds queries, keys and values one below the other."""
+        """The number of times that `linear_qkv` has queries, keys and values one below the other."""
         return 1 if self.qkv_by_kind else self.hf.num_key_value_heads // self.tensor.size
 
     @property
     def experts_span_replicas(self) -> bool:
-        """Whether ranks with other rows of the batch have parts of the experts that this rank's tokens go to.
+        """True if this rank's tokens go to experts on ranks with other rows of the batch.
 
-        Megatron numbers the ranks of a replica, and those that share experts, one after the other.
+        Megatron gives consecutive numbers to the ranks of a replica, and to the ranks that share experts.
         """
         return self.tensor.size * self.context.size % (self.expert.size * self.expert_tensor.size) != 0
 
     def region(self, name: str, shape: tuple[int, ...]) -> Region:
-        """The rank's part of the HF tensor `name`, which has this shape as a whole."""
+        """Return the rank's part of the HF tensor `name`, whose whole has this shape."""
         region, kind = list(whole(shape)), SPLIT.search(name)
         if kind is not None:
             dim = 0 if kind["rows"] else 1
-            region[dim] = self.axis(name).part(shape[dim])
+            region[dim] = self.sharing_axis(name).span(shape[dim])
         return tuple(region)
 
-    def is_copy(self, name: str) -> bool:
-        """Whether another rank has the first of the copies of `name` that data and context parallelism make."""
+    def is_replica(self, name: str) -> bool:
+        """True if another rank has the first of the copies of `name` that data and context parallelism make."""
         return any(axis.rank for axis in ((self.expert_data,) if EXPERT.search(name) else (self.data, self.context)))
 
-    def sends(self, name: str) -> bool:
-        """Whether this rank may send its part of `name`. Of what tensor-parallel ranks have alike, each by its own
-        arithmetic, the first alone; other copies are Megatron's all-gathered bits.
-        """
-        return self.is_split(name) or self.axis(name).rank == 0
+    def may_send(self, name: str) -> bool:
+        """True if this rank may send its part of `name`.
 
-    def writes(self, name: str) -> bool:
-        """Whether it is this rank, of all that hold the same part of `name`, that counts and keeps it."""
-        return self.sends(name) and not self.is_copy(name)
+        Of a tensor that is whole on every tensor-parallel rank only the first rank may, because each rank updates it by
+        its own arithmetic. Other copies have equal bits, which Megatron gathers.
+        """
+        return self.is_split(name) or self.sharing_axis(name).rank == 0
+
+    def is_writer(self, name: str) -> bool:
+        """True on the one rank, of all with the same part of `name`, that counts and saves it."""
+        return self.may_send(name) and not self.is_replica(name)
 
 
 def expert_tensor_size(hf: HfConfig, parallel: MegatronConfig) -> int:
-    """policy.megatron_cfg.expert_tensor_parallel_size; a dense model does not read it."""
+    """Return policy.megatron_cfg.expert_tensor_parallel_size, which a dense model does not read."""
     return parallel.expert_tensor_parallel_size if hf.family.experts else parallel.tensor_model_parallel_size
 
 
 def check_layout(hf: HfConfig, cfg: Config) -> None:
-    """Raise UserError, by key, layer, dimension and sizes that fit, where the model cannot be split as told."""
-    parallel, here = cfg.policy.megatron_cfg, "policy.megatron_cfg"
+    """Raise UserError, with key, layer, dimension and sizes that fit, if the recipe cannot split the model."""
+    parallel = cfg.policy.megatron_cfg
     tensor, expert = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
     if not hf.family.experts and cfg.policy.router_replay.enabled:
         raise UserError("policy.router_replay.enabled=true: the model has no experts; set it to false")
     if not hf.family.experts and expert > 1:
-        raise UserError(f"{here}.expert_model_parallel_size={expert}: the model has no experts; set it to 1")
+        raise UserError(f"{KEY_PREFIX}.expert_model_parallel_size={expert}: the model has no experts; set it to 1")
     expert_tensor, ranks = expert_tensor_size(hf, parallel), cfg.cluster.train_ranks
     if ranks % (expert * expert_tensor * parallel.pipeline_model_parallel_size):
         raise UserError(
-            f"cluster.train_ranks={ranks} is not a multiple of {here}.expert_model_parallel_size={expert} times "
-            f"{here}.expert_tensor_parallel_size={expert_tensor} times "
-            f"{here}.pipeline_model_parallel_size={parallel.pipeline_model_parallel_size}"
+            f"cluster.train_ranks={ranks} is not a multiple of {KEY_PREFIX}.expert_model_parallel_size={expert} times "
+            f"{KEY_PREFIX}.expert_tensor_parallel_size={expert_tensor} times "
+            f"{KEY_PREFIX}.pipeline_model_parallel_size={parallel.pipeline_model_parallel_size}"
         )
     if hf.family.experts and tensor > 1 and not parallel.sequence_parallel:
         raise UserError(
-            f"{here}.tensor_model_parallel_size={tensor} with experts needs {here}.sequence_parallel=true: Megatron "
-            "trains a mixture in no other way"
+            f"{KEY_PREFIX}.tensor_model_parallel_size={tensor} with experts needs {KEY_PREFIX}.sequence_parallel=true: "
+            "Megatron trains a mixture in no other way"
         )
     fp8 = asked_fp8_layers(hf, cfg)
     attention, mlp = attention_dimensions(hf, fp8), mlp_dimension(hf, fp8)
     if hf.family.experts:
-        check_divides(f"{here}.tensor_model_parallel_size", tensor, *attention)
-        check_divides(f"{here}.expert_model_parallel_size", expert, Dimension("num_experts", hf.num_experts))
-        check_divides(f"{here}.expert_tensor_parallel_size", parallel.expert_tensor_parallel_size, mlp)
+        check_divides(f"{KEY_PREFIX}.tensor_model_parallel_size", tensor, *attention)
+        check_divides(f"{KEY_PREFIX}.expert_model_parallel_size", expert, Dimension("num_experts", hf.num_experts))
+        check_divides(f"{KEY_PREFIX}.expert_tensor_parallel_size", parallel.expert_tensor_parallel_size, mlp)
     else:
-        check_divides(f"{here}.tensor_model_parallel_size", tensor, *attention, mlp)
+        check_divides(f"{KEY_PREFIX}.tensor_model_parallel_size", tensor, *attention, mlp)
     _check_vocabulary(hf, tensor, attention)
     _check_context(hf, parallel)
     _check_stages(hf, parallel)
 
 
 def _check_vocabulary(hf: HfConfig, tensor: int, attention: Sequence[Dimension]) -> None:
-    """Tokens are shared out in equal parts but for the last, which may be shorter, not empty."""
+    """Check that no rank is without tokens: parts are equal, except that the last may be shorter."""
 
     def fits(size: int) -> bool:
         return len(Layout(hf, tensor=Axis(size - 1, size)).vocabulary) > 0
@@ -187,7 +197,7 @@ def _check_vocabulary(hf: HfConfig, tensor: int, attention: Sequence[Dimension])
 
 
 def _check_context(hf: HfConfig, parallel: MegatronConfig) -> None:
-    """Attention has the heads of a tensor-parallel rank shared out once more."""
+    """Check that context parallelism can split the heads of a tensor-parallel rank."""
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     heads, groups = hf.num_attention_heads // tensor, hf.num_key_value_heads // tensor
     if heads % context or (groups % context and context % groups):
@@ -200,22 +210,22 @@ def _check_context(hf: HfConfig, parallel: MegatronConfig) -> None:
 
 
 def _check_stages(hf: HfConfig, parallel: MegatronConfig) -> None:
-    here, size, layers = "policy.megatron_cfg", parallel.pipeline_model_parallel_size, hf.num_hidden_layers
-    ends = {
+    size, layers = parallel.pipeline_model_parallel_size, hf.num_hidden_layers
+    keys = {
         "num_layers_in_first_pipeline_stage": parallel.num_layers_in_first_pipeline_stage,
         "num_layers_in_last_pipeline_stage": parallel.num_layers_in_last_pipeline_stage,
     }
-    given = {key: n for key, n in ends.items() if n is not None}
-    if not given:
-        check_divides(f"{here}.pipeline_model_parallel_size", size, Dimension("num_hidden_layers", layers))
+    uneven = {key: n for key, n in keys.items() if n is not None}
+    if not uneven:
+        check_divides(f"{KEY_PREFIX}.pipeline_model_parallel_size", size, Dimension("num_hidden_layers", layers))
         return
-    named = " and ".join(f"{here}.{key}={n}" for key, n in given.items())
+    named = " and ".join(f"{KEY_PREFIX}.{key}={n}" for key, n in uneven.items())
     if size == 1:
-        raise UserError(f"{named} needs {here}.pipeline_model_parallel_size above 1")
-    shared = stages(layers, size, *ends.values())
-    if shared[-1].stop != layers or not all(shared):
+        raise UserError(f"{named} needs {KEY_PREFIX}.pipeline_model_parallel_size above 1")
+    stage_layers = stages(layers, size, *keys.values())
+    if stage_layers[-1].stop != layers or not all(stage_layers):
         raise UserError(
-            f"{named} {'leaves' if len(given) == 1 else 'leave'} {layers - sum(given.values())} of the model's "
-            f"num_hidden_layers={layers} to the other {size - len(given)} of {here}.pipeline_model_parallel_size={size}"
-            " stages, which must have equal numbers of them"
+            f"{named} {'leaves' if len(uneven) == 1 else 'leave'} {layers - sum(uneven.values())} of the model's "
+            f"num_hidden_layers={layers} to the other {size - len(uneven)} of "
+            f"{KEY_PREFIX}.pipeline_model_parallel_size={size} stages, which must have equal numbers of them"
         )

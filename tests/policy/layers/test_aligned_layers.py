@@ -17,7 +17,7 @@ from nemo_fp8rl.fp8 import KvScales
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.policy.layers import aligned_experts, aligned_layers
 from nemo_fp8rl.policy.layers.aligned_layers import AlignedAttention, AlignedRMSNorm, aligned_residual_add, rotate
-from nemo_fp8rl.policy.layers.attention import attention_of
+from nemo_fp8rl.policy.layers.attention import make_attention_class
 from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.layers.rope import Rope, read_rope
 from nemo_fp8rl.policy.on_cpu import avx_attention, vllm_cpu_rounding
@@ -114,7 +114,9 @@ def test_attention_equals_vllms_kernel_and_not_its_other_one(config, monkeypatch
         bf16(tokens, 2, HEAD_DIM, seed=12),
         bf16(tokens, 2, HEAD_DIM, seed=13),
     )
-    attention = attention_of(AlignedAttention, Rope(torch.zeros(HEAD_DIM // 2)), None)(config, 1)  # which turns nothing
+    attention = make_attention_class(AlignedAttention, Rope(torch.zeros(HEAD_DIM // 2)), None)(
+        config, 1
+    )  # which turns nothing
     expected = of_vllms_kernel(kernel, q, k, v).view(tokens, -1)
     for rounded in (rounds, not rounds):
         monkeypatch.setattr(aligned_layers, "rounds_probabilities", lambda *_, rounded=rounded: rounded)
@@ -136,7 +138,7 @@ def test_attention_on_an_fp8_cache_equals_vllms_kernel_and_not_its_other_one(
         monkeypatch.setattr(aligned_layers, "rounds_probabilities", lambda *_, amx=amx: amx)
         cache = TrainerKvCache(1, "toward_zero", loses_denormals=amx)
         cache.scales = KvScales(scales[:1], scales[1:], (1.0,))
-        attention = attention_of(AlignedAttention, Rope(torch.zeros(HEAD_DIM // 2)), cache)(config, 1)
+        attention = make_attention_class(AlignedAttention, Rope(torch.zeros(HEAD_DIM // 2)), cache)(config, 1)
         got = attention(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)).squeeze(1)
         assert rounds_alike(got, expected) == (amx is is_amx)
 
@@ -168,7 +170,8 @@ def test_the_rounding_is_that_of_the_kernel_that_vllm_takes_here():
 def test_rounded_probabilities_have_the_gradient_of_those_that_are_not():
     scores, v = torch.randn(3, 5, 7, requires_grad=True), torch.randn(3, 7, 4, requires_grad=True)
     exact, rounded = (
-        torch.autograd.grad(aligned_layers.weighted(scores, v, r).square().sum(), (scores, v)) for r in (False, True)
+        torch.autograd.grad(aligned_layers.weigh_values(scores, v, r).square().sum(), (scores, v))
+        for r in (False, True)
     )
     for a, b in zip(exact, rounded, strict=True):
         torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
@@ -210,7 +213,7 @@ def test_ordered_attention_equals_vllms_vector_kernels_to_the_bit(
     if scales:
         cache = TrainerKvCache(1, "toward_zero")
         cache.scales = KvScales(scales[:1], scales[1:], (1.0,))
-    attention = attention_of(AlignedAttention, Rope(torch.zeros(head_dim // 2)), cache)(config, 1)
+    attention = make_attention_class(AlignedAttention, Rope(torch.zeros(head_dim // 2)), cache)(config, 1)
     q, k = bf16(tokens, HEADS, head_dim, seed=21), bf16(tokens, 2, head_dim, seed=22)
     for v in (bf16(tokens, 2, head_dim, seed=24), bf16(4, 2, head_dim, seed=23)[torch.arange(tokens) % 4]):
         got = attention(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)).squeeze(1)
@@ -262,7 +265,7 @@ def test_without_a_kernel_for_experts_each_is_a_dense_mlp(recipe, tmp_path, monk
 
 
 def test_what_kernels_cut_off_has_the_gradient_of_what_they_round(config, monkeypatch):
-    attention = attention_of(AlignedAttention, Rope(FREQUENCIES), None)(config, 1)
+    attention = make_attention_class(AlignedAttention, Rope(FREQUENCIES), None)(config, 1)
     q, k, v = (bf16(21, 2, HEADS, HEAD_DIM, seed=s).requires_grad_() for s in (25, 26, 27))
     gradients = {}
     for cuts in (True, False):
@@ -278,8 +281,8 @@ def test_what_kernels_cut_off_has_the_gradient_of_what_they_round(config, monkey
 def test_query_blocks_do_not_change_the_attention(config, monkeypatch):
     monkeypatch.setattr(aligned_layers, "sums_in_order", lambda dtype: False)
     whole, blocked = (
-        attention_of(AlignedAttention, Rope(FREQUENCIES), None)(config, 1),
-        attention_of(AlignedAttention, Rope(FREQUENCIES), None)(config, 1),
+        make_attention_class(AlignedAttention, Rope(FREQUENCIES), None)(config, 1),
+        make_attention_class(AlignedAttention, Rope(FREQUENCIES), None)(config, 1),
     )
     blocked.QUERY_BLOCK = 8
     q, k, v = (bf16(21, 2, HEADS, HEAD_DIM, seed=s) for s in (4, 5, 6))

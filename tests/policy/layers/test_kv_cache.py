@@ -122,11 +122,11 @@ def test_ranks_that_share_the_model_or_the_batch_find_the_same_scales(two, recip
     alone = new_worker(recipe(FP8))
     alone.calibrate_kv(batch)
     keys = (f"policy.megatron_cfg.{key}" for key in layout)
-    places = two.setup(
+    infos = two.setup(
         recipe(FP8, "cluster.backend=ray", "cluster.train_ranks=2", "policy.train_micro_batch_size=4", *keys)
     )
     parts = shards(batch, 1 if layout else 2)
-    found = two.run(_calibrate, [(parts[place.shard],) for place in places])
+    found = two.run(_calibrate, [(parts[info.shard],) for info in infos])
     assert found == [_of(alone)] * 2
 
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_fp8rl.policy.layers import logprobs
 from nemo_fp8rl.policy.layers.logprobs import token_logprobs
-from nemo_fp8rl.policy.layers.top_k_top_p import Restriction, restricted
+from nemo_fp8rl.policy.layers.top_k_top_p import TokenFilter, filter_logits
 
 N, H, V = 75, 24, 101
 
@@ -77,42 +77,42 @@ def test_a_negative_control_tells_temperatures_apart():
     assert not torch.allclose(*(token_logprobs(hidden, weight, targets, t, 16) for t in (1.0, 0.99)), atol=1e-4)
 
 
-RESTRICTIONS = [Restriction(5, 1.0), Restriction(None, 0.7), Restriction(20, 0.9), Restriction(1, 1.0)]
+RESTRICTIONS = [TokenFilter(5, 1.0), TokenFilter(None, 0.7), TokenFilter(20, 0.9), TokenFilter(1, 1.0)]
 
 
-def vllms(logits: torch.Tensor, restriction: Restriction) -> torch.Tensor:
+def vllms(logits: torch.Tensor, token_filter: TokenFilter) -> torch.Tensor:
     """What vLLM's own sampler makes of logits [N, V]."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
     n = len(logits)
-    k = None if restriction.top_k is None else torch.full((n,), restriction.top_k)
-    p = None if restriction.top_p == 1 else torch.full((n,), restriction.top_p)
+    k = None if token_filter.top_k is None else torch.full((n,), token_filter.top_k)
+    p = None if token_filter.top_p == 1 else torch.full((n,), token_filter.top_p)
     return apply_top_k_top_p_pytorch(logits.clone(), k, p)
 
 
-@pytest.mark.parametrize("restriction", RESTRICTIONS)
-def test_the_tokens_left_are_those_of_vllms_sampler(restriction):
+@pytest.mark.parametrize("token_filter", RESTRICTIONS)
+def test_the_tokens_left_are_those_of_vllms_sampler(token_filter):
     hidden, weight, _, _ = inputs(torch.bfloat16)
     logits = (hidden @ weight.t()).float().detach()  # bfloat16 values: many are equal
-    theirs = vllms(logits, restriction)
+    theirs = vllms(logits, token_filter)
     targets = theirs.argmax(-1)
-    assert torch.equal(restricted(logits, targets, restriction), theirs)
+    assert torch.equal(filter_logits(logits, targets, token_filter), theirs)
     least = logits.argmin(-1)
-    ours = restricted(logits, least, restriction)
+    ours = filter_logits(logits, least, token_filter)
     assert torch.equal(ours.gather(1, least[:, None]), logits.gather(1, least[:, None]))
     ours.scatter_(1, least[:, None], theirs.gather(1, least[:, None]))
     assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 16, 40, 1000])
-@pytest.mark.parametrize("restriction", RESTRICTIONS)
-def test_restricted_chunks_equal_the_whole_softmax_over_the_tokens_left(chunk_size, restriction):
+@pytest.mark.parametrize("token_filter", RESTRICTIONS)
+def test_restricted_chunks_equal_the_whole_softmax_over_the_tokens_left(chunk_size, token_filter):
     hidden, weight, targets, grad = inputs(torch.float32)
-    made = token_logprobs(hidden, weight, targets, 0.7, chunk_size, restriction=restriction)
+    made = token_logprobs(hidden, weight, targets, 0.7, chunk_size, token_filter=token_filter)
     made.backward(grad)
     own = [t.detach().clone().requires_grad_() for t in (hidden, weight)]
     logits = own[0] @ own[1].t() / 0.7
-    left = restricted(logits.detach(), targets, restriction) > -torch.inf
+    left = filter_logits(logits.detach(), targets, token_filter) > -torch.inf
     whole = logits.masked_fill(~left, -torch.inf).log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
     whole.backward(grad)
     torch.testing.assert_close(made, whole, rtol=1e-5, atol=1e-5)
@@ -137,9 +137,9 @@ class Products(TorchDispatchMode):
         return product
 
 
-@pytest.mark.parametrize("restriction", [None, RESTRICTIONS[2]])
-def test_one_chunks_logits_exist_at_a_time(restriction):
+@pytest.mark.parametrize("token_filter", [None, RESTRICTIONS[2]])
+def test_one_chunks_logits_exist_at_a_time(token_filter):
     hidden, weight, targets, grad = inputs(torch.bfloat16)
     with Products() as products:
-        token_logprobs(hidden, weight, targets, 1.0, 16, restriction=restriction).backward(grad)
+        token_logprobs(hidden, weight, targets, 1.0, 16, token_filter=token_filter).backward(grad)
     assert products.still_there == [0] * 10  # five chunks, forward and backward

@@ -16,7 +16,7 @@ from nemo_fp8rl.batch import bins, flat_index
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.policy.layers.aligned_layers import AlignedAttention
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
-from nemo_fp8rl.policy.worker import Place
+from nemo_fp8rl.policy.worker import RankInfo
 from tests.policy.layers.test_routing_replay import random_routes
 from tests.policy.ranks import logprobs_and_norm
 from tests.policy.test_worker import new_worker, random_batch, train
@@ -175,7 +175,8 @@ def test_flat_index_walks_the_tokens_of_each_row():
 def test_replicas_are_dealt_rows_by_length_and_answers_come_back_in_order():
     """With ranks that answer with what they were given."""
     policy, batch, given = object.__new__(MegatronPolicy), random_batch(1, b=16, t=20), []
-    policy.replicas, policy.deals, policy.places, policy.turn = 2, True, [Place(0, True), Place(1, True)], RLock()
+    policy.replicas, policy.has_balanced_shards, policy.weights_lock = 2, True, RLock()
+    policy.rank_infos = [RankInfo(0, True), RankInfo(1, True)]
     policy.ranks = SimpleNamespace(call=lambda method, arguments: given.extend(arguments) or [a["x"] for (a,) in given])
     batch["input_lengths"] = torch.tensor([20] * 8 + [2] * 8)
     batch["x"] = torch.arange(16)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nemo_fp8rl.common.region import index, shape_of
 from nemo_fp8rl.hf.model_tensors import expected_tensors
-from nemo_fp8rl.policy.weights.flat_slices import boxes, rows_of
+from nemo_fp8rl.policy.weights.flat_slices import locate_rows, slice_boxes
 from nemo_fp8rl.policy.weights.hf_names import MEGATRON_HEAD, from_hf
 from tests.policy.weights.test_layout import DENSE, MOE, TIED, layouts
 
@@ -34,13 +34,13 @@ def test_pieces_cut_anywhere_are_the_ranks_part_of_every_tensor_once(hf, ranks, 
     tensors = {name: part.view(shapes[name]) for name, part in zip(shapes, numbers, strict=True)}
     parameters = dict(from_hf(layout, lambda name: tensors[name][index(layout.region(name, shapes[name]))]))
     seen = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    for parameter, where in rows_of(layout, shapes):
+    for parameter, where in locate_rows(layout, shapes):
         flat = parameters.pop(parameter).flatten()
         cuts = data.draw(st.lists(st.integers(0, len(flat)), max_size=4))
         for place in pairwise([0, *sorted(cuts), len(flat)]):
             piece, covered = flat[slice(*place)], 0
             for rows in where:
-                for elements, region in boxes(rows, place):
+                for elements, region in slice_boxes(rows, place):
                     part = piece[elements].view(shape_of(region))
                     assert torch.equal(part, tensors[rows.name][index(region)])
                     seen[rows.name][index(region)] += parameter != MEGATRON_HEAD or not hf.tie_word_embeddings
@@ -49,9 +49,9 @@ def test_pieces_cut_anywhere_are_the_ranks_part_of_every_tensor_once(hf, ranks, 
     assert not parameters
     for name, count in seen.items():
         mine = torch.zeros_like(count)
-        if name in {rows.name for parameter, where in rows_of(layout, shapes) for rows in where}:
+        if name in {rows.name for parameter, where in locate_rows(layout, shapes) for rows in where}:
             mine[index(layout.region(name, shapes[name]))] = 1
-        if hf is TIED and name == "model.embed_tokens.weight" and not layout.first_stage:
+        if hf is TIED and name == "model.embed_tokens.weight" and not layout.is_first_stage:
             mine.zero_()
         assert torch.equal(count, mine), name
 
@@ -59,7 +59,7 @@ def test_pieces_cut_anywhere_are_the_ranks_part_of_every_tensor_once(hf, ranks, 
 def test_what_is_whole_in_a_piece_is_one_box():
     """So that a rank that holds all of a matrix keeps it as one part."""
     (layout,) = layouts(DENSE, 1, 1, 1)
-    where = dict(rows_of(layout, expected_tensors(DENSE)))["decoder.layers.0.self_attention.linear_proj.weight"]
+    where = dict(locate_rows(layout, expected_tensors(DENSE)))["decoder.layers.0.self_attention.linear_proj.weight"]
     (rows,) = where
     assert rows.name == "model.layers.0.self_attn.o_proj.weight"
-    assert list(boxes(rows, (0, 96))) == [(slice(0, 96), ((0, 6), (0, 16)))]
+    assert list(slice_boxes(rows, (0, 96))) == [(slice(0, 96), ((0, 6), (0, 16)))]

@@ -87,7 +87,7 @@ def test_every_weight_is_exported_exactly_once_and_comes_back_through_megatrons_
             region = layout.region(name, tensors[name].shape)
             assert tensor.shape == shape_of(region)
             assert torch.equal(tensor, part(name))
-            if layout.writes(name):
+            if layout.is_writer(name):
                 seen[name][index(region)] += 1
     assert all((count == 1).all() for count in seen.values())
 
