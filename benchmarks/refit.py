@@ -113,7 +113,6 @@ class Bench:
         source = SendingRank(
             plain,
             "pow2",
-            "auto",
             transport="cuda_ipc" if ON_GPU else "shared_memory",
             host="127.0.0.1",
             token=self.generation.token,

@@ -28,18 +28,16 @@ set; here they are always k3. Its sampling_importance_ratio, is_oob_ratio and ap
 Exponents are clamped so that nothing overflows: those of weights rho and exp(sum l) to +-20, as verl does, all others
 to +-60. A row without tokens is no sequence.
 
-All numbers come from sums (`MismatchSums`; the correlation from those of `pairs`), so microbatches and ranks add up to
-the whole. Arithmetic is float64, a few rows at a time so that intermediate values stay in the cache. float32 would take
+All numbers come from sums (`MismatchSums`; the correlation from those of `pairs`), so microbatches add up to the whole.
+Arithmetic is float64, a few rows at a time so that intermediate values stay in the cache. float32 would take
 two thirds of the time, and where l is 0.001 it gets a token's k3 wrong by 4e-5 and the chi2_seq of answers of 3000
 tokens by 4e-3.
 """
 
 import math
 from collections.abc import Iterator
-from functools import reduce
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nemo_fp8rl.algorithms import correlation
@@ -89,7 +87,7 @@ def disagreement(prev_logprobs: Tensor, generation_logprobs: Tensor, inside: Ten
 
 
 class MismatchSums:
-    """Sums from which the metrics of any number of microbatches and ranks follow.
+    """Sums from which the metrics of any number of microbatches follow.
 
     sums:       float64 [len(SUMS)]
     largest:    float64 [1], max |l|
@@ -117,24 +115,6 @@ class MismatchSums:
             return
         for rows in _chunks(mask):
             self._observe(prev_logprobs[rows], generation_logprobs[rows], mask[rows] > 0)
-
-    def merge(self, other: "MismatchSums") -> None:
-        """Add what another has seen."""
-        self.sums += other.sums.to(self.sums.device)
-        self.largest = torch.maximum(self.largest, other.largest.to(self.largest.device))
-        self.positions += other.positions.to(self.positions.device)
-        self.pairs = correlation.joined(self.pairs, other.pairs.to(self.pairs.device))
-
-    def all_reduce(self, group: "dist.ProcessGroup | None" = None) -> None:
-        """Add what all ranks of the group have seen, on each of them; the device must be one of the group's backend."""
-        added = torch.cat([self.sums, self.positions.flatten()])
-        dist.all_reduce(added, group=group)
-        dist.all_reduce(self.largest, op=dist.ReduceOp.MAX, group=group)
-        self.sums, positions = added.tensor_split([len(SUMS)])
-        self.positions = positions.view_as(self.positions)
-        of_ranks = [torch.empty_like(self.pairs) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(of_ranks, self.pairs, group=group)
-        self.pairs = reduce(correlation.joined, of_ranks)
 
     def metrics(self) -> dict[str, float]:
         """The METRICS, without probs_pearson_corr where it is undefined.

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.fp8 import BLOCK, Fp8Layers, KernelName, ScaleFormat, quantize_blockwise
+from nemo_fp8rl.fp8 import BLOCK, Fp8Layers, ScaleFormat, quantize_blockwise
 from nemo_fp8rl.fp8.layers import LAYER
 
 ROWS_AT_ONCE = 8 * BLOCK[0]
@@ -52,7 +52,6 @@ def weight_squares(
     weights: Iterable[tuple[str, Tensor]],
     fp8_layers: Fp8Layers,
     scale_format: ScaleFormat = "pow2",
-    kernel: KernelName = "auto",
 ) -> SquaresByGroup:
     """One rank's part of `weight_error`; w' is what the engine's bytes stand for.
 
@@ -62,17 +61,17 @@ def weight_squares(
 
     def of(name: str, weight: Tensor) -> SquaresByGroup:
         fp8, layer = fp8_layers.quantizes(name), LAYER.search(name)
-        error = _squared_error(weight, scale_format, kernel) if fp8 else 0.0
+        error = _squared_error(weight, scale_format) if fp8 else 0.0
         return in_groups(fp8, int(layer[1]) if layer else None, error, squares(weight))
 
     return summed(of(name, weight) for name, weight in weights)
 
 
-def _squared_error(weight: Tensor, scale_format: ScaleFormat, kernel: KernelName) -> float:
+def _squared_error(weight: Tensor, scale_format: ScaleFormat) -> float:
     """weight: [N, K], or [E, N, K] whose experts have blocks of their own."""
     matrices = weight if weight.dim() == 3 else weight[None]
     return sum(
-        squares(quantize_blockwise(rows, scale_format=scale_format, kernel=kernel).dequantize() - rows)
+        squares(quantize_blockwise(rows, scale_format=scale_format).dequantize() - rows)
         for matrix in matrices
         for rows in matrix.split(ROWS_AT_ONCE)
     )

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from nemo_fp8rl.algorithms.correction_config import CorrectionConfig
 from nemo_fp8rl.algorithms.gates import GateConfig
 from nemo_fp8rl.algorithms.loss_config import LossConfig
-from nemo_fp8rl.fp8 import KernelName, ScaleFormat
+from nemo_fp8rl.fp8 import ScaleFormat
 
 Flow = Literal["bf16", "fp8_rollout", "fp8_e2e"]
 
@@ -48,6 +48,8 @@ class RefitConfig(_Block):
 class Fp8RlConfig(_Block):
     """The block of ours."""
 
+    removed_keys: ClassVar = {"kernel": "the kernel that quantizes follows the device"}
+
     flow: Flow = "fp8_e2e"
     """Precision of trainer and engine: bf16 both; fp8_rollout engine only; fp8_e2e both, by one contract."""
     align: Literal["auto", "vllm", "none"] = "auto"
@@ -64,9 +66,6 @@ class Fp8RlConfig(_Block):
     fp8_param: bool = False
     """Hold the weights of FP8 layers on a GPU as FP8 bytes alone, which a refit sends as they are; the optimizer has
     the float32 master. The bytes, and so the numbers, are the same; without a GPU it changes nothing."""
-    kernel: KernelName = "auto"
-    """Which implementation quantizes for a refit; all give the same bytes, `auto` takes the fastest there is."""
-
     refit: RefitConfig = field(default_factory=RefitConfig)
     correction: CorrectionConfig | None = None
     """Rollout correction beyond loss_fn's keys; null takes what those say."""

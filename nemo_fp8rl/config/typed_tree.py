@@ -50,6 +50,8 @@ def check_keys(given: Any, block: type, prefix: str = "", known: Sequence[str] =
     """
     hints, known = _hints(block), known or _all_keys(block, prefix)
     for key, value in given.items():
+        if reason := getattr(block, "removed_keys", {}).get(key):
+            raise UserError(f"config key {prefix}{key} was removed, as {reason}; remove it from the recipe")
         if key not in hints:
             raise UserError(f"unknown config key {prefix}{key}; {_nearest(str(key), hints, prefix, known)}")
         child, element = _block_of(hints[key]), _list_of(hints[key])

@@ -88,7 +88,6 @@ class MegatronWorker:
         rendezvous:  (host, port) of rank 0's store; None for a single rank
         """
         self.cfg, self.rank, on_gpu = cfg, rank, self.on_gpu()
-        self._quantizer()  # raises UserError for a quantizer that this machine does not have
         device = torch.device("cuda" if on_gpu else "cpu")
         self.hf = read_hf_config(cfg.policy.model_name)
         if on_gpu:
@@ -208,15 +207,11 @@ class MegatronWorker:
 
     def _quantizer(self) -> str:
         """Name what quantizes the weights of this rank for a refit; "" without FP8 engines."""
-        name = self.cfg.nemo_fp8rl.kernel
         if not self.cfg.nemo_fp8rl.engine_fp8:
             return ""
         if self.on_gpu() and self.cfg.nemo_fp8rl.fp8_param:
             return "none: weights are sent as they are held"
-        try:
-            return kernels.describe(kernels.resolve(name, "cuda" if self.on_gpu() else "cpu"))
-        except kernels.KernelError as error:
-            raise UserError(f"nemo_fp8rl.kernel={name}: {error}") from None
+        return kernels.describe(kernels.resolve("auto", "cuda" if self.on_gpu() else "cpu"))
 
     def on_gpu(self) -> bool:
         return torch.cuda.is_available()
@@ -271,7 +266,6 @@ class MegatronWorker:
         self.refit = SendingRank(
             parts,
             choice.scale_format,
-            choice.kernel,
             transport=transport,
             host=_node_address(self.cfg),
             token=token,
@@ -315,7 +309,7 @@ class MegatronWorker:
     def weight_squares(self) -> SquaresByGroup:
         """Return this rank's part of `weight_error`."""
         choice = self.cfg.nemo_fp8rl
-        return self.weights().squares(self.engine_fp8_layers, choice.scale_format, choice.kernel)
+        return self.weights().squares(self.engine_fp8_layers, choice.scale_format)
 
     def save(self, folder: str, optimizer: bool = True) -> None:
         """Write an HF checkpoint and the optimizer's state; all ranks call it together.

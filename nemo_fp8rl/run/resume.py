@@ -21,8 +21,7 @@ MAY_CHANGE = (
     "logger.",
     "cluster.",
     "nemo_fp8rl.gates",  # so that a run that a gate stopped can go on
-    "nemo_fp8rl.kernel",  # all kernels give the same bytes
-    "nemo_fp8rl.refit.",  # all ways do
+    "nemo_fp8rl.refit.",  # all ways give the same bytes
     "nemo_fp8rl.fp8_param",
     "nemo_fp8rl.workers",
     "policy.generation.vllm_cfg.enforce_eager",  # so that a run that CUDA graphs stopped can go on
@@ -51,6 +50,8 @@ MAY_CHANGE = (
 """Keys that a resumed run may give otherwise."""
 LATER = {"policy.megatron_cfg.freeze_moe_router": False}
 """Keys that older runs do not have, and what they did."""
+REMOVED = ("nemo_fp8rl.kernel",)
+"""Keys of older runs that changed no number and are no more."""
 FILES = "data.train.data_path and data.validation.data_path the old files"
 BEGAN_WITH = {
     "training": ("training prompts are", FILES),
@@ -80,7 +81,8 @@ def with_later_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str,
     """A recipe, by dotted key, and what a run under it did by keys that there were none of then: of those that change
     no number, what a new one says.
     """
-    return {key: new[key] for key in new if key.startswith(MAY_CHANGE)} | LATER | dict(old)
+    present = {key: value for key, value in old.items() if key not in REMOVED}
+    return {key: new[key] for key in new if key.startswith(MAY_CHANGE)} | LATER | present
 
 
 def check_start(

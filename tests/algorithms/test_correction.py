@@ -14,8 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_fp8rl.algorithms import correction as module
-from nemo_fp8rl.algorithms import correction_loops as loops
 from nemo_fp8rl.algorithms.correction import RolloutError, correct, corrected_batch, refuse_nonfinite
 from nemo_fp8rl.algorithms.correction_config import PRESETS, CorrectionConfig, Rule, Statistic, from_mapping
 from nemo_fp8rl.algorithms.loss import GrpoLoss
@@ -77,15 +75,12 @@ def expected(batch, cfg: CorrectionConfig) -> SimpleNamespace:
 
 def assert_equals_reference(batch, cfg: CorrectionConfig) -> SimpleNamespace:
     cfg, wanted = cfg.resolved(), expected(batch, cfg.resolved())
-    for decide in (loops.decide, module.decide_by_torch):  # the CPU's, and the one for accelerators
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loops, "decide", decide)
-            made = correct(*arguments(batch), cfg)
-        assert made.weights.dtype == made.nonfinite.dtype == torch.float32
-        torch.testing.assert_close(made.weights.double(), wanted.weights, rtol=1e-6, atol=0)
-        assert torch.equal(made.kept, wanted.kept)
-        assert torch.equal(made.clamped, wanted.clamped)
-        assert made.nonfinite == wanted.nonfinite
+    made = correct(*arguments(batch), cfg)
+    assert made.weights.dtype == made.nonfinite.dtype == torch.float32
+    torch.testing.assert_close(made.weights.double(), wanted.weights, rtol=1e-6, atol=0)
+    assert torch.equal(made.kept, wanted.kept)
+    assert torch.equal(made.clamped, wanted.clamped)
+    assert made.nonfinite == wanted.nonfinite
     return wanted
 
 
@@ -341,22 +336,6 @@ def test_normalized_weights_have_mean_one_over_what_is_kept():
     assert token.weights[token.kept].double().mean().item() == pytest.approx(1, rel=1e-6)
     sequence = correct(*arguments(batch), CorrectionConfig(weight="sequence", weight_max=None, normalize=True))
     assert sequence.weights.amax(-1)[sequence.kept.any(-1)].double().mean().item() == pytest.approx(1, rel=1e-6)
-
-
-@pytest.mark.parametrize("weight", ["token", "sequence", "geometric"])
-def test_the_mean_is_that_of_all_ranks(weight, monkeypatch):
-    """Two ranks in one process: the first pass records what each would send, the second adds it up."""
-    _, batch = make_batch(6, size=9)
-    cfg = CorrectionConfig(weight=weight, weight_max=1.5, reject=(Rule("token_k1", 1.6),), normalize=True)
-    parts, sent = [slice(0, 2), slice(2, 9)], []
-    ranks = [[tensor[part] for tensor in arguments(batch)] for part in parts]
-    monkeypatch.setattr(module.dist, "all_reduce", lambda sums, group: sent.append(sums.clone()))
-    for rank in ranks:
-        correct(*rank, cfg, group="ranks")
-    monkeypatch.setattr(module.dist, "all_reduce", lambda sums, group: sums.copy_(sum(sent)))
-    together = torch.cat([correct(*rank, cfg, group="ranks").weights for rank in ranks])
-    torch.testing.assert_close(together, correct(*arguments(batch), cfg).weights, rtol=1e-6, atol=0)
-    assert not torch.equal(together, torch.cat([correct(*rank, cfg).weights for rank in ranks]))
 
 
 # Properties

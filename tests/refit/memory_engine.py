@@ -399,7 +399,6 @@ class MemoryTrainer:
             SendingRank(
                 parts,
                 scale_format,
-                "auto",
                 transport=transport,
                 host=HOST,
                 token=TOKEN,

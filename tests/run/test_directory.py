@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import yaml
 
 from nemo_fp8rl.common.atomic_files import write_atomically
 from nemo_fp8rl.common.errors import UserError
@@ -227,6 +228,14 @@ def test_a_run_of_before_there_was_a_key_goes_on_as_it_was(recipe):
     assert RunDirectory(recipe(), resume=True).done == 3
     with pytest.raises(UserError, match="freeze_moe_router was False and is now True"):
         RunDirectory(recipe("policy.megatron_cfg.freeze_moe_router=true"), resume=True)
+
+
+def test_a_run_resumes_although_its_recipe_has_a_key_that_was_removed(recipe):
+    leave_run(recipe(), steps=3, checkpoint=3)
+    stored = Path(recipe().logger.log_dir) / "config.yaml"
+    stored.write_text(stored.read_text() + "  kernel: cpu\n")  # nemo_fp8rl is the last block
+    assert list(yaml.safe_load(stored.read_text()))[-1] == "nemo_fp8rl"
+    assert RunDirectory(recipe(), resume=True).done == 3
 
 
 def test_two_processes_do_not_share_a_run_directory(recipe):

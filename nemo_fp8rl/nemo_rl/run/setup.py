@@ -24,7 +24,7 @@ from nemo_fp8rl.workers import connect, is_in_cluster, joins_cluster
 
 RAY_GPU = "accelerator_type:"
 """What stands before a GPU's name among the resources of a Ray cluster that has one."""
-OWN_KEYS = ("align", "kv", "kernel", "refit", "gates")
+OWN_KEYS = ("align", "kv", "refit", "gates")
 """Keys of `nemo_fp8rl` that are not of the loss or the precision."""
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.algorithms.quantization_error import SquaresByGroup, in_groups, squares, summed, weight_squares
-from nemo_fp8rl.fp8 import BlockScaled, Fp8Layers, KernelName, ScaleFormat
+from nemo_fp8rl.fp8 import BlockScaled, Fp8Layers, ScaleFormat
 from nemo_fp8rl.policy.weights.fp8_params import fp8_view, is_fp8, refit_views, storage_tensors
 from nemo_fp8rl.policy.weights.hf_names import to_hf
 from nemo_fp8rl.policy.weights.layout import Layout
@@ -46,10 +46,10 @@ class RankWeights:
 
         return to_hf(self.layout, part)
 
-    def squares(self, fp8_layers: Fp8Layers, scale_format: ScaleFormat, kernel: KernelName) -> SquaresByGroup:
+    def squares(self, fp8_layers: Fp8Layers, scale_format: ScaleFormat) -> SquaresByGroup:
         """Return this rank's part of `quantization_error.weight_error`."""
         weights = ((n, w) for n, w in self.for_refit() if self.layout.is_writer(n) and not isinstance(w, BlockScaled))
-        return summed([weight_squares(weights, fp8_layers, scale_format, kernel), self._squares_of_fp8()])
+        return summed([weight_squares(weights, fp8_layers, scale_format), self._squares_of_fp8()])
 
     @torch.no_grad()
     def _squares_of_fp8(self) -> SquaresByGroup:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.common.errors import one_line
-from nemo_fp8rl.fp8 import BlockScaled, KernelName, ScaleFormat
+from nemo_fp8rl.fp8 import BlockScaled, ScaleFormat
 from nemo_fp8rl.refit.bridge import Transport
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
 from nemo_fp8rl.refit.reports import LinkId, SendReport
@@ -33,7 +33,6 @@ class SendingRank:
         self,
         parts: Sequence[TensorPart],
         scale_format: ScaleFormat,
-        kernel: KernelName,
         *,
         transport: Transport,
         host: str,
@@ -41,7 +40,7 @@ class SendingRank:
         timeout: float,
         device: torch.device = HOST,
     ) -> None:
-        self.sender = WeightSender(parts, scale_format, kernel)
+        self.sender = WeightSender(parts, scale_format)
         self.timeout, self.device = timeout, device
         self.post = None if transport == "in_process" else Post(transport, host, token, timeout, device)
         self.ends: dict[tuple[int, int], Future[SendingEnd]] = {}

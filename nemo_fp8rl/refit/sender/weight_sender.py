@@ -17,7 +17,6 @@ from nemo_fp8rl.common.region import Region
 from nemo_fp8rl.fp8 import (
     BLOCK,
     BlockScaled,
-    KernelName,
     NonFiniteError,
     ScaleFormat,
     quantize_blockwise,
@@ -59,9 +58,9 @@ class Piece:
 class WeightSender:
     """The sender of one rank's weights. base_version: of the bytes that it kept, -1 without any."""
 
-    def __init__(self, parts: Sequence[TensorPart], scale_format: ScaleFormat, kernel: KernelName = "auto") -> None:
+    def __init__(self, parts: Sequence[TensorPart], scale_format: ScaleFormat) -> None:
         self.parts = {part.name: part for part in parts}
-        self.scale_format, self.kernel = scale_format, kernel
+        self.scale_format = scale_format
         self.base_version = -1
         self.base: dict[tuple[str, Region], Tensor] = {}  # scales and data
 
@@ -157,7 +156,7 @@ class WeightSender:
             return
         if content.scale_inv is not None:
             out, later = _like(values, content), on_gpu(content.scale_inv)
-            quantize_blockwise(values, scale_format=self.scale_format, kernel=self.kernel, out=out, check=not later)
+            quantize_blockwise(values, scale_format=self.scale_format, out=out, check=not later)
             if later:
                 sending.check_finite(part, content.scale_inv)
             return
@@ -170,7 +169,7 @@ class WeightSender:
         """Quantize over the content that was sent last, and say what differs from it."""
         if content.scale_inv is not None and not isinstance(values, BlockScaled):
             out = _like(values, content)
-            return quantize_delta(values, out.data, scale_format=self.scale_format, kernel=self.kernel, out=out)[1]
+            return quantize_delta(values, out.data, scale_format=self.scale_format, out=out)[1]
         new = values.data if isinstance(values, BlockScaled) else values.to(content.data.dtype)
         delta = Delta.between(bytes_of(content.data), bytes_of(new))
         self._quantize(sending, part, values, content)

@@ -67,7 +67,7 @@ def master(tiny: Any, **changes: Any) -> dict[str, Any]:
         "cluster": {"num_nodes": 1, "gpus_per_node": 1},
         "logger": {"log_dir": "logs"},
         "checkpointing": {"save_optimizer": True},
-        "nemo_fp8rl": {"kernel": "reference"},
+        "nemo_fp8rl": {"align": "none"},
     }
     for key, value in changes.items():
         block = values
@@ -80,7 +80,7 @@ def master(tiny: Any, **changes: Any) -> dict[str, Any]:
 
 def test_what_it_says_is_what_we_do(tiny):
     cfg = from_nemo_rl(master(tiny))
-    assert (cfg.nemo_fp8rl.flow, cfg.nemo_fp8rl.scale_format, cfg.nemo_fp8rl.kernel) == ("fp8_e2e", "pow2", "reference")
+    assert (cfg.nemo_fp8rl.flow, cfg.nemo_fp8rl.scale_format, cfg.nemo_fp8rl.align) == ("fp8_e2e", "pow2", "none")
     assert (cfg.policy.train_global_batch_size, cfg.policy.logprob_batch_size, cfg.grpo.seed) == (64, 32, 3)
     assert cfg.policy.logprob_chunk_size == 1024
     assert cfg.policy.megatron_cfg.optimizer.lr == 1e-4
