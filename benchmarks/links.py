@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nemo_fp8rl.common.machine import machine
-from nemo_fp8rl.refit.transport.handshake import Post, dial
+from nemo_fp8rl.refit.transport.handshake import Listener, connect
 from nemo_fp8rl.refit.transport.link import ReceivingEnd, SendingEnd
 
 HOST, TOKEN, SINK, TIMEOUT = "127.0.0.1", "benchmark", "sink", 60.0
@@ -33,7 +33,7 @@ def measured(transport: str, nbytes: int, count: int, device: torch.device) -> t
     """(GB/s, CPU seconds a GB in the source, in the sink)."""
     processes = multiprocessing.get_context("spawn")
     here, there = processes.Pipe()
-    post = Post(transport, HOST, TOKEN, TIMEOUT, device)  # type: ignore[arg-type]
+    post = Listener(transport, HOST, TOKEN, TIMEOUT, device)  # type: ignore[arg-type]
     sink = processes.Process(target=_receive, args=(there, post.address, count, device))
     sink.start()
     end = post.accept(SINK, nbytes)
@@ -55,12 +55,12 @@ def measured(transport: str, nbytes: int, count: int, device: torch.device) -> t
 
 def _send(end: SendingEnd, nbytes: int, count: int) -> None:
     for _ in range(count):
-        end.buffer()
+        end.acquire_buffer()
         end.send(b"", nbytes)
 
 
 def _receive(there: Connection, address: tuple[str, int], count: int, device: torch.device) -> None:
-    end = dial(address, TOKEN, SINK, TIMEOUT, device)
+    end = connect(address, TOKEN, SINK, TIMEOUT, device)
     _take(end, 2)
     for _ in range(ROUNDS):
         there.send(None)

@@ -15,7 +15,7 @@ from nemo_fp8rl.commands.parity.formulas import nemo_rl
 from nemo_fp8rl.fp8 import BLOCK, scale_name
 from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.weights.worker_extension import RefitWorkerExtension
-from nemo_fp8rl.refit.receiver.piece_receiver import received
+from nemo_fp8rl.refit.receiver.piece_receiver import receive_pieces
 from nemo_fp8rl.refit.transport.link import ReceivingEnd
 
 
@@ -58,7 +58,7 @@ class BenchmarkExtension(RefitWorkerExtension):
     def bench_drain(self, version: int) -> float:
         """Receive a version and drop it. Seconds."""
         start = time.perf_counter()
-        for _ in received(self.refit_links, version):
+        for _ in receive_pieces(self.refit_links, version):
             pass
         wait_for_gpu()
         return time.perf_counter() - start
@@ -66,11 +66,11 @@ class BenchmarkExtension(RefitWorkerExtension):
     def bench_classic(self, version: int, scale_format: str) -> float:
         """What arrives in bf16 is quantized here, by NeMo RL's formulation, and goes through layerwise reload."""
         start = time.perf_counter()
-        quantized = {slot.part.name for slot in self.weight_store.slots.values() if slot.part.quantized}
+        quantized = {slot.part.name for slot in self.weight_store.slots.values() if slot.part.is_fp8}
         pieces: dict[str, Tensor] = {}
 
         def weights():
-            for item in received(self.refit_links, version):
+            for item in receive_pieces(self.refit_links, version):
                 part = item.part
                 whole = pieces.setdefault(part.name, item.content.data.new_empty(part.shape))
                 whole[tuple(slice(a, b) for a, b in part.region)] = item.content.data

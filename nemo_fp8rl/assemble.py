@@ -14,7 +14,7 @@ from nemo_fp8rl.refit.full_or_delta import Mode
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.refit.reports import RefitReport
 from nemo_fp8rl.refit.transport.nixl import INSTALL
-from nemo_fp8rl.workers import WorkerDied, on_one_host
+from nemo_fp8rl.workers import WorkerDied, is_single_host
 
 
 @contextmanager
@@ -81,7 +81,7 @@ def checked_transport(cfg: Config, policy: MegatronPolicy) -> Transport:
         return "in_process" if together else "nearest"
     if asked == "in_process" and not together:
         raise UserError(f"{here}=in_process: trainer and engine run in processes of their own; set it to auto")
-    if asked in ("shared_memory", "cuda_ipc") and not on_one_host(cfg):
+    if asked in ("shared_memory", "cuda_ipc") and not is_single_host(cfg):
         raise UserError(
             f"{here}={asked}: the Ray cluster has several hosts for ranks and engines; set it to auto or collective"
         )

@@ -1,6 +1,6 @@
 """`nemo-fp8rl export`: a bfloat16 HF checkpoint as an HF FP8 checkpoint that plain vLLM serves, without this package.
 
-The bytes are those that a refit sends of the same weights (`refit.quantize.as_sent`). What the form relies on, read in
+The bytes are those that a refit sends of the same weights (`refit.checkpoint_form`). What the form relies on, read in
 vLLM 0.32.0:
 
 - `Fp8Config.from_config` (model_executor/layers/quantization/fp8.py) reads `quant_method: fp8`, `activation_scheme`,
@@ -46,7 +46,7 @@ from nemo_fp8rl.hf.hub import TOKENIZER_FILES
 from nemo_fp8rl.hf.model_config import HfConfig, read_hf_config
 from nemo_fp8rl.hf.model_tensors import EMBEDDING, expected_tensors
 from nemo_fp8rl.hf.shard_writer import ShardWriter, Spec
-from nemo_fp8rl.refit.checkpoint_form import as_sent
+from nemo_fp8rl.refit.checkpoint_form import to_checkpoint_form
 
 COPIED = ("generation_config.json", *TOKENIZER_FILES)
 EXPERT = re.compile(r"(\.mlp\.experts)\.\d+\..*")
@@ -144,7 +144,7 @@ def _quantize(
     with Display("export", len(names)) as display:
         for number, name in enumerate(names, 1):
             try:
-                sent = as_sent(name, reader.get(name), fp8_layers, scale_format)
+                sent = to_checkpoint_form(name, reader.get(name), fp8_layers, scale_format)
             except NonFiniteError as error:
                 raise UserError(
                     f"{reader.folder}: {name}: {error}; give a checkpoint from before training diverged, or copy this "

@@ -17,7 +17,7 @@ from nemo_fp8rl.refit.bridge import Revive
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart, from_json, to_json
 from nemo_fp8rl.refit.reports import LoadReport
 from nemo_fp8rl.refit.transport.link import RECEIVER_SHARE
-from nemo_fp8rl.workers import WorkerDied, Workers, ended_on_error, start_workers
+from nemo_fp8rl.workers import WorkerDied, Workers, shutdown_on_error, start_workers
 
 CALLS_AT_ONCE = 128
 """Calls, each for many prompts, that an engine with a core in a process of its own (`async_engine`) answers at once."""
@@ -54,9 +54,9 @@ class EnginePool:
         vllm_cfg, count = cfg.policy.generation.vllm_cfg, cfg.cluster.generation_engines
         calls = CALLS_AT_ONCE if vllm_cfg.async_engine else 1
         self.engines = start_workers(
-            VllmEngine, "generation", count, cfg, vllm_cfg.tensor_parallel_size, beside, calls_at_once=calls
+            VllmEngine, "generation", count, cfg, vllm_cfg.tensor_parallel_size, beside, max_concurrency=calls
         )
-        with ended_on_error(self.engines):
+        with shutdown_on_error(self.engines):
             self._call_all("setup", cfg)
 
     @property

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from nemo_fp8rl.config.schema import MegatronConfig
 from nemo_fp8rl.hf.model_config import HfConfig
 from nemo_fp8rl.policy.weights.layout import Axis, Layout, expert_tensor_size
-from nemo_fp8rl.workers.network import address_towards, gloo_listens_on
+from nemo_fp8rl.workers.network import address_towards, set_gloo_interface
 
 GROUP_TIMEOUT = timedelta(minutes=30)
 """Timeout for the slowest rank to start, and for the first collective of each group.
@@ -32,7 +32,7 @@ def start_process_groups(
         store: dist.Store = dist.HashStore()
         if rendezvous is not None:
             host, port = rendezvous
-            gloo_listens_on(address_towards(host))
+            set_gloo_interface(address_towards(host))
             descriptor = listener.detach() if listener else None  # the store closes the descriptor
             store = dist.TCPStore(
                 *(host, port),

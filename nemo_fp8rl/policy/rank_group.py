@@ -26,7 +26,7 @@ from nemo_fp8rl.refit.bridge import Transport
 from nemo_fp8rl.refit.manifest import Sources, from_json, to_json
 from nemo_fp8rl.refit.reports import SendReport
 from nemo_fp8rl.refit.route_plan import Capacities, Routes
-from nemo_fp8rl.workers import WorkerDied, ended_on_error, start_workers
+from nemo_fp8rl.workers import WorkerDied, shutdown_on_error, start_workers
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class MegatronPolicy:
         # without these two every row costs as much as the longest one, on whatever rank it is
         self.has_balanced_shards = cfg.policy.sequence_packing.enabled or cfg.policy.dynamic_batching.enabled
         self.replicas, count = cfg.data_parallel_size, self.ranks.count
-        with ended_on_error(self.ranks):
+        with shutdown_on_error(self.ranks):
             rendezvous = self.ranks.call_all("rendezvous")[0] if count > 1 else None
             self.rank_infos: list[RankInfo] = self.ranks.call(
                 "setup", [(cfg, rank, count, rendezvous) for rank in range(count)]

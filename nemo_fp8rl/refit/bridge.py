@@ -21,14 +21,14 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Literal, Protocol
 
 from nemo_fp8rl.refit.full_or_delta import Mode, ModeChoice
-from nemo_fp8rl.refit.manifest import RefitError, Route, Sources, TensorPart, share_between
+from nemo_fp8rl.refit.manifest import RefitError, Route, Sources, TensorPart, cross_domain_share
 from nemo_fp8rl.refit.reports import LoadReport, RefitReport, SendReport
 from nemo_fp8rl.refit.route_plan import Capacities, Routes, bucket_memory, plan
-from nemo_fp8rl.refit.transport.link import Asked
+from nemo_fp8rl.refit.transport.link import TransportChoice
 
 logger = logging.getLogger(__name__)
 
-Transport = Literal["in_process"] | Asked
+Transport = Literal["in_process"] | TransportChoice
 Verify = Literal["off", "digest", "full"]
 Addresses = list[Any]
 Revive = Callable[[int, Callable[[], bool], bool], bool]
@@ -216,7 +216,7 @@ class RefitBridge:
                 if not domains[engine]:
                     continue
                 routes, capacities = plan(sources, stored, self.bucket_bytes, engine, domains)
-                self.leaving[engine] = share_between(routes, sources.domains, domains[engine])
+                self.leaving[engine] = cross_domain_share(routes, sources.domains, domains[engine])
                 self.capacities[engine] = capacities
                 addresses = self.source.offer(engine, routes, capacities)
                 self.connected[engine] = frozenset()

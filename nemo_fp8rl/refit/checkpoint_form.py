@@ -8,7 +8,9 @@ from nemo_fp8rl.fp8.format import describe_non_finite
 
 
 @torch.no_grad()
-def as_sent(name: str, weight: Tensor, fp8_layers: Fp8Layers, scale_format: ScaleFormat) -> dict[str, Tensor]:
+def to_checkpoint_form(
+    name: str, weight: Tensor, fp8_layers: Fp8Layers, scale_format: ScaleFormat
+) -> dict[str, Tensor]:
     """What stands for one weight: its bytes and its scales where `fp8_layers` quantize it, else a copy of it.
 
     Raises NonFiniteError on a weight that holds NaN or infinity.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.fp8.format import is_finite
-from nemo_fp8rl.refit.digest import WORDS, as_digest, sum_of_words
+from nemo_fp8rl.refit.digest import WORD_SUM_PREFIX, format_word_sum, sum_words
 from nemo_fp8rl.refit.message import Content
 
 Refusal = Callable[[], Exception]
@@ -23,20 +23,20 @@ Refusal = Callable[[], Exception]
 
 
 @dataclass
-class Mark:
+class PendingDigest:
     """The digest of a piece; empty until it is read, and where none is taken."""
 
     text: str = ""
 
 
-class Readings:
+class DeferredChecks:
     """What must be known of one message at a time. seconds: that digests took, and the wait for a GPU's numbers."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Tensor, Callable[[Any], None]]] = []
         self.seconds = 0.0
 
-    def number(self, number: Tensor, use: Callable[[Any], None]) -> None:
+    def read(self, number: Tensor, use: Callable[[Any], None]) -> None:
         """number: int64 or float32 []. use: what to do with it, now or when the message ends; what it raises is raised
         there. It holds no tensors, which would stay in memory until then.
         """
@@ -45,7 +45,7 @@ class Readings:
         else:
             use(number.item())
 
-    def finite(self, tensor: Tensor, refusal: Refusal) -> None:
+    def check_finite(self, tensor: Tensor, refusal: Refusal) -> None:
         """Raise `refusal()` where a value is NaN or infinite."""
         if not on_gpu(tensor):
             if not is_finite(tensor):
@@ -57,31 +57,31 @@ class Readings:
                 raise refusal()
 
         for end in tensor.aminmax() if tensor.numel() else ():
-            self.number(end.float(), check)
+            self.read(end.float(), check)
 
-    def digest(self, content: Content) -> Mark:
+    def take_digest(self, content: Content) -> PendingDigest:
         """The content's digest, of the kind for where it is."""
         if not any(map(on_gpu, content.tensors)):
-            return Mark(content.digest)
-        mark = Mark()
+            return PendingDigest(content.digest)
+        mark = PendingDigest()
 
         def set_text(total: int) -> None:
-            mark.text = as_digest(total)
+            mark.text = format_word_sum(total)
 
-        self.number(sum_of_words(*content.tensors), set_text)
+        self.read(sum_words(*content.tensors), set_text)
         return mark
 
-    def has(self, content: Content, digest: str, refusal: Refusal) -> None:
+    def check_digest(self, content: Content, digest: str, refusal: Refusal) -> None:
         """Raise `refusal()` where the digest, of either kind, is not that of the content."""
 
         def check(total: int) -> None:
-            if as_digest(total) != digest:
+            if format_word_sum(total) != digest:
                 raise refusal()
 
         start = time.perf_counter()
-        if digest.startswith(WORDS):
-            self.number(sum_of_words(*content.tensors), check)
-        elif not content.has(digest):
+        if digest.startswith(WORD_SUM_PREFIX):
+            self.read(sum_words(*content.tensors), check)
+        elif not content.matches(digest):
             raise refusal()
         self.seconds += time.perf_counter() - start
 

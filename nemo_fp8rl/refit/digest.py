@@ -21,7 +21,7 @@ _memory = _signature(("PyMemoryView_FromMemory", ctypes.pythonapi))
 """(address, bytes, READ) -> memoryview. Not numpy, which would forbid a sleeping engine to free the memory."""
 READ = 0x100
 """PyBUF_READ."""
-WORDS = "words:"
+WORD_SUM_PREFIX = "words:"
 """What digests of the second kind begin with."""
 K, A, B = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F
 """K: 2**64 over the golden ratio. All odd."""
@@ -34,15 +34,15 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 def digest_of(*tensors: Tensor) -> str:
     """The digest of the tensors' bytes, one tensor after the other; of the kind for where these are."""
-    return words(*tensors) if any(tensor.is_cuda for tensor in tensors) else xxh3(*tensors)
+    return word_sum_digest(*tensors) if any(tensor.is_cuda for tensor in tensors) else xxh3_digest(*tensors)
 
 
 def has_digest(digest: str, *tensors: Tensor) -> bool:
     """Whether these tensors, anywhere, hold what the digest is of."""
-    return digest == (words(*tensors) if digest.startswith(WORDS) else xxh3(*tensors))
+    return digest == (word_sum_digest(*tensors) if digest.startswith(WORD_SUM_PREFIX) else xxh3_digest(*tensors))
 
 
-def xxh3(*tensors: Tensor) -> str:
+def xxh3_digest(*tensors: Tensor) -> str:
     state = xxhash.xxh3_64()
     for tensor in tensors:
         held = tensor.contiguous().cpu()
@@ -51,18 +51,18 @@ def xxh3(*tensors: Tensor) -> str:
     return state.hexdigest()
 
 
-def words(*tensors: Tensor) -> str:
-    return as_digest(int(sum_of_words(*tensors)))
+def word_sum_digest(*tensors: Tensor) -> str:
+    return format_word_sum(int(sum_words(*tensors)))
 
 
-def sum_of_words(*tensors: Tensor) -> Tensor:
-    """int64 [], computed where the tensors are, for `as_digest`; takes a few times their memory meanwhile."""
+def sum_words(*tensors: Tensor) -> Tensor:
+    """int64 [], computed where the tensors are, for `format_word_sum`; takes a few times their memory meanwhile."""
     return torch.stack([_mixed(tensor, number << 40) for number, tensor in enumerate(tensors)]).sum()
 
 
-def as_digest(total: int) -> str:
+def format_word_sum(total: int) -> str:
     """The digest of the second kind, of a sum with whatever sign."""
-    return f"{WORDS}{total % 2**64:016x}"
+    return f"{WORD_SUM_PREFIX}{total % 2**64:016x}"
 
 
 def _mixed(tensor: Tensor, first: int) -> Tensor:

@@ -45,7 +45,7 @@ class TensorPart:
         return cls(name, str(dtype).removeprefix("torch."), tuple(shape), whole(shape) if region is None else region)
 
     @property
-    def quantized(self) -> bool:
+    def is_fp8(self) -> bool:
         return self.dtype == FP8
 
     @cached_property
@@ -65,7 +65,7 @@ class TensorPart:
 
     @cached_property
     def scale_bytes(self) -> int:
-        return 4 * math.prod(scale_shape(self.size, BLOCK)) if self.quantized else 0
+        return 4 * math.prod(scale_shape(self.size, BLOCK)) if self.is_fp8 else 0
 
     @property
     def nbytes(self) -> int:
@@ -170,7 +170,7 @@ class Sources:
             routes[source][sink] = tuple(piece for name in names for piece in by_name[name])
         return routes
 
-    def engines_served(self, domains: Sequence[Sequence[str]]) -> list[int]:
+    def engines_per_source(self, domains: Sequence[Sequence[str]]) -> list[int]:
         """How many engines each source sends something to, at most. domains: as in `routes`."""
         copies = {tuple(holders) for held in self._held.values() for holders in held.values()}
         served = [0] * len(self.domains)
@@ -206,7 +206,7 @@ class _Choice:
         return self._chosen[part, own]
 
 
-def share_between(planned: Sequence[Sequence[Route]], sources: Sequence[str], sinks: Sequence[str]) -> float:
+def cross_domain_share(planned: Sequence[Sequence[Route]], sources: Sequence[str], sinks: Sequence[str]) -> float:
     """Share, of the bytes of these routes [source][sink], of those that leave the source's domain."""
     total = leaving = 0
     for source, row in zip(sources, planned, strict=True):
@@ -222,14 +222,14 @@ def _small_enough(piece: TensorPart, limit: int) -> list[TensorPart]:
     if piece.nbytes <= limit or not piece.region:
         return [piece]
     (top, bottom), *rest = piece.region
-    step = BLOCK[0] if piece.quantized else 1
+    step = BLOCK[0] if piece.is_fp8 else 1
     rows = max(1, limit * (bottom - top) // piece.nbytes // step) * step
     return [piece.cut(((max(top, a), min(bottom, a + rows)), *rest)) for a in range(top - top % rows, bottom, rows)]
 
 
 def _check_blocks(side: str, part: TensorPart) -> None:
     """Raise unless an FP8 part is a matrix that begins and ends at block borders, or where the tensor ends."""
-    if not part.quantized:
+    if not part.is_fp8:
         return
     borders = zip(part.region, part.shape, BLOCK, strict=False)
     if len(part.shape) != len(BLOCK) or any(a % n or (b % n and b != size) for (a, b), size, n in borders):

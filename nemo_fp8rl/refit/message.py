@@ -65,7 +65,7 @@ class Content:
     @classmethod
     def of(cls, part: TensorPart, payload: Tensor) -> "Content":
         """Views of uint8 [part.nbytes], at a multiple of four: scales before data."""
-        if not part.quantized:
+        if not part.is_fp8:
             return cls(payload.view(part.torch_dtype).view(part.size))
         return cls(payload[part.scale_bytes :].view(part.torch_dtype).view(part.size), scales_of(part, payload))
 
@@ -87,7 +87,7 @@ class Content:
         """The digest of the scales and the data, of the kind for where they are."""
         return digest_of(*self.tensors)
 
-    def has(self, digest: str) -> bool:
+    def matches(self, digest: str) -> bool:
         """Whether the digest, of either kind, is that of the scales and the data."""
         return has_digest(digest, *self.tensors)
 
@@ -98,6 +98,6 @@ class Content:
 
 
 def scales_of(part: TensorPart, payload: Tensor) -> Tensor | None:
-    if not part.quantized:
+    if not part.is_fp8:
         return None
     return payload[: part.scale_bytes].view(torch.float32).view(scale_shape(part.size, BLOCK))

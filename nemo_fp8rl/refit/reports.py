@@ -47,10 +47,10 @@ class SendReport:
         return StageTimer(self.seconds, stage)
 
     def count(self, part: TensorPart, nbytes: int) -> None:
-        bf16 = part.data_bytes * 2 if part.quantized else part.data_bytes
+        bf16 = part.data_bytes * 2 if part.is_fp8 else part.data_bytes
         self.nbytes += nbytes
         self.bf16_nbytes += bf16
-        if part.quantized:
+        if part.is_fp8:
             self.quantized_nbytes += nbytes
             self.quantized_bf16_nbytes += bf16
 

@@ -33,16 +33,16 @@ def plan(
     """
     piece_bytes = min(PIECE_BYTES, bucket_bytes)
     routes = sources.routes(stored, piece_bytes, engine=engine, domains=domains)
-    shares = _shares(routes, sources.engines_served(domains or [[""] * len(stored)]), bucket_bytes)
+    shares = _shares(routes, sources.engines_per_source(domains or [[""] * len(stored)]), bucket_bytes)
     if (smallest := min((share for row in shares for share in row if share), default=piece_bytes)) < piece_bytes:
         routes = sources.routes(stored, smallest, engine=engine, domains=domains)
     return routes, [[_capacity(*link) for link in zip(*rows, strict=True)] for rows in zip(routes, shares, strict=True)]
 
 
-def _shares(routes: Routes, engines_served: Sequence[int], bucket_bytes: int) -> list[list[int]]:
+def _shares(routes: Routes, engines_per_source: Sequence[int], bucket_bytes: int) -> list[list[int]]:
     """The share of `bucket_bytes` of each link: its source has links to other engines, its sink to other sources."""
     into = [sum(map(bool, column)) for column in zip(*routes, strict=True)]
-    out = [sum(map(bool, row)) * engines for row, engines in zip(routes, engines_served, strict=True)]
+    out = [sum(map(bool, row)) * engines for row, engines in zip(routes, engines_per_source, strict=True)]
     return [
         [bucket_bytes // max(out[source], into[sink]) if route else 0 for sink, route in enumerate(row)]
         for source, row in enumerate(routes)
@@ -50,7 +50,7 @@ def _shares(routes: Routes, engines_served: Sequence[int], bucket_bytes: int) ->
 
 
 def _capacity(route: Route, share: int) -> int:
-    sizes = [aligned(piece.nbytes) for piece in route]
+    sizes = [align_up(piece.nbytes) for piece in route]
     wanted = min(share, sum(sizes) // BUCKETS)
     return max(*sizes, wanted - wanted % ALIGNMENT) if sizes else 0
 
@@ -62,5 +62,5 @@ def bucket_memory(engines: Collection[Capacities]) -> int:
     return BUFFERS * max(sources + sinks)
 
 
-def aligned(nbytes: int) -> int:
+def align_up(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

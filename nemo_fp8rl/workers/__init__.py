@@ -15,8 +15,8 @@ from nemo_fp8rl.workers.ray_cluster import (
     joins_cluster,
     require_token,
 )
-from nemo_fp8rl.workers.ray_placement import ROLE, on_one_host
-from nemo_fp8rl.workers.worker_group import Role, WorkerDied, Workers, ended_on_error
+from nemo_fp8rl.workers.ray_placement import ROLE, is_single_host
+from nemo_fp8rl.workers.worker_group import Role, WorkerDied, Workers, shutdown_on_error
 
 __all__ = [
     "ROLE",
@@ -26,12 +26,12 @@ __all__ = [
     "Workers",
     "check_address",
     "connect",
-    "ended_on_error",
     "find_cluster",
     "is_in_cluster",
+    "is_single_host",
     "joins_cluster",
-    "on_one_host",
     "require_token",
+    "shutdown_on_error",
     "start_workers",
 ]
 
@@ -43,16 +43,16 @@ def start_workers(
     cfg: Config,
     processes: int = 1,
     beside: Workers | None = None,
-    calls_at_once: int = 1,
+    max_concurrency: int = 1,
 ) -> Workers:
     """`count` workers of the class on the cluster's backend, of so many processes each, with the role's `env_vars` in
     their environment.
 
     beside: they have the nodes and GPUs of these, the first those of as many as it has processes, and so on.
-    calls_at_once: that a worker with a process of its own takes, each in a thread.
+    max_concurrency: that a worker with a process of its own takes, each in a thread.
     """
     if cfg.cluster.backend == "in_process":
         assert count == 1  # config_check
         return InProcessWorker(worker_class, role, cfg)
     places = beside.places if isinstance(beside, RayWorkers) else None
-    return RayWorkers(worker_class, role, count, cfg, processes, places, calls_at_once)
+    return RayWorkers(worker_class, role, count, cfg, processes, places, max_concurrency)

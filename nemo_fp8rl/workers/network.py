@@ -14,7 +14,7 @@ def address_towards(host: str) -> str:
         return address
 
 
-def gloo_listens_on(address: str) -> None:
+def set_gloo_interface(address: str) -> None:
     """Have groups of this process made on the interface that has this address, unless GLOO_SOCKET_IFNAME says another.
 
     gloo itself takes what this host's own name resolves to: on Debian 127.0.1.1, by which no other node reaches it.

@@ -9,8 +9,8 @@ from typing import Any
 from nemo_fp8rl.common.errors import UserError, one_line
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.workers.ray_cluster import connect
-from nemo_fp8rl.workers.ray_placement import Location, in_order, own_place, shared_place, with_variables
-from nemo_fp8rl.workers.worker_group import Role, WorkerDied, Workers, ended_on_error, env_vars
+from nemo_fp8rl.workers.ray_placement import Location, colocated_options, exclusive_options, in_order, with_variables
+from nemo_fp8rl.workers.worker_group import Role, WorkerDied, Workers, env_vars, shutdown_on_error
 
 TO_LEAVE = 10.0
 """Seconds that engines have for `shutdown`, which removes vLLM's sockets: killed, they would leave them."""
@@ -33,7 +33,7 @@ class RayWorkers(Workers):
         cfg: Config,
         processes: int,
         shared: Sequence[Location] | None = None,
-        calls_at_once: int = 1,
+        max_concurrency: int = 1,
     ) -> None:
         connect(cfg.num_cpus)
         import ray
@@ -41,15 +41,15 @@ class RayWorkers(Workers):
         self.role, self.count, self.most_lives = role, count, cfg.cluster.max_engine_restarts
         self.timeout = cfg.cluster.engine_timeout_seconds
         if shared is None:
-            options = [own_place(worker_class, role, count, processes)] * count
+            options = [exclusive_options(worker_class, role, count, processes)] * count
         else:
-            options = [shared_place(shared[i * processes : (i + 1) * processes]) for i in range(count)]
+            options = [colocated_options(shared[i * processes : (i + 1) * processes]) for i in range(count)]
         self.options = [with_variables(one, env_vars(role, cfg)) for one in options]
-        self.actor_class = ray.remote(max_concurrency=calls_at_once)(worker_class)
+        self.actor_class = ray.remote(max_concurrency=max_concurrency)(worker_class)
         run = secrets.token_hex(4)
         self.names, self.lives = [f"{role}-{run}-{i}" for i in range(count)], [0] * count
         self.actors = [self._started(i) for i in range(count)]
-        with ended_on_error(self):
+        with shutdown_on_error(self):
             places = [self._enter(i, AT_FIRST) for i in range(count)]
         order = sorted(range(count), key=places.__getitem__)
         self.places: list[Location] = [places[i] for i in order]

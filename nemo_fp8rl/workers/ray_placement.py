@@ -19,7 +19,7 @@ class Location(NamedTuple):
     gpus: list[str]
 
 
-def own_place(worker_class: type, role: Role, count: int, processes: int) -> dict[str, Any]:
+def exclusive_options(worker_class: type, role: Role, count: int, processes: int) -> dict[str, Any]:
     """Ray's options for each of so many actors. Raises UserError where it has not enough for all of them."""
     import torch
 
@@ -48,7 +48,7 @@ def own_place(worker_class: type, role: Role, count: int, processes: int) -> dic
     return options | {"num_cpus": processes, "num_gpus": gpus}
 
 
-def on_one_host(cfg: Config) -> bool:
+def is_single_host(cfg: Config) -> bool:
     """Whether all workers share a machine, wherever they may be placed; with Ray, once workers were started."""
     if cfg.cluster.backend == "in_process":
         return True
@@ -59,7 +59,7 @@ def on_one_host(cfg: Config) -> bool:
     return len({node["NodeManagerHostname"] for node in able}) == 1
 
 
-def shared_place(places: Sequence[Location]) -> dict[str, Any]:
+def colocated_options(places: Sequence[Location]) -> dict[str, Any]:
     """Ray's options for an actor that works where these do, while they do not. Raises UserError for two nodes."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

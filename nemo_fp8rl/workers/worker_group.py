@@ -73,7 +73,7 @@ class Workers(Protocol):
 
 
 @contextmanager
-def ended_on_error(workers: Workers) -> Iterator[None]:
+def shutdown_on_error(workers: Workers) -> Iterator[None]:
     """Workers whose setup fails do not outlive it."""
     try:
         yield

@@ -28,7 +28,7 @@ from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.hf.model_tensors import expected_tensors
 from nemo_fp8rl.hf.shard_writer import ShardWriter
-from nemo_fp8rl.refit.checkpoint_form import as_sent
+from nemo_fp8rl.refit.checkpoint_form import to_checkpoint_form
 
 WEIGHT = "model.layers.1.mlp.down_proj.weight"
 
@@ -95,7 +95,7 @@ def test_the_folder_is_an_hf_checkpoint_with_a_refits_tensors(checkpoint, tmp_pa
     held = load_file(checkpoint / "model.safetensors")
     sent: dict[str, torch.Tensor] = {}
     for name, tensor in held.items():
-        sent |= as_sent(name, tensor, Fp8Layers(1, 2), scale_format)
+        sent |= to_checkpoint_form(name, tensor, Fp8Layers(1, 2), scale_format)
     assert same(stored(output), sent)
     before = {path.name for path in checkpoint.iterdir()}
     assert {path.name for path in output.iterdir()} == before
@@ -277,7 +277,7 @@ def test_ctrl_c_leaves_nothing(checkpoint, tmp_path, monkeypatch, capsys):
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(nemo_fp8rl.commands.export, "as_sent", interrupted)
+    monkeypatch.setattr(nemo_fp8rl.commands.export, "to_checkpoint_form", interrupted)
     assert main(["export", "--checkpoint", str(checkpoint), "--output", str(tmp_path / "fp8")]) == 130
     assert "interrupted" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
@@ -286,12 +286,12 @@ def test_ctrl_c_leaves_nothing(checkpoint, tmp_path, monkeypatch, capsys):
 KILLED = """
 import os, signal, sys
 import nemo_fp8rl.commands.export as export
-calls, as_sent = [], export.as_sent
+calls, to_checkpoint_form = [], export.to_checkpoint_form
 def killed(name, *args):
     if name.startswith("model.layers.1"):
         os.kill(os.getpid(), signal.SIGKILL)
-    return as_sent(name, *args)
-export.as_sent = killed
+    return to_checkpoint_form(name, *args)
+export.to_checkpoint_form = killed
 from nemo_fp8rl.cli import main
 main(sys.argv[1:])
 """

@@ -26,7 +26,7 @@ from nemo_fp8rl.workers import WorkerDied
 from tests.conftest import ALIGNED, RECIPES
 from tests.generation.pair import FREE, GREEDY, Pair, outputs
 from tests.policy.sent import sent_tensors
-from tests.refit.as_on_a_gpu import Reads, as_on_a_gpu
+from tests.refit.fake_gpu_reads import ScalarReads, fake_gpu_reads
 from tests.refit.memory_engine import Message, Tampered
 
 REFIT, VLLM = "nemo_fp8rl.refit", "policy.generation.vllm_cfg"
@@ -316,7 +316,7 @@ def load_as_on_a_gpu(pair, change: Callable[[Tensor], Any] = lambda payload: Non
     worker.refit_links = [replace(link, end=Tampered(link.end, look)) for link in worker.refit_links]
     version = pair.bridge.version + 1
     pair.worker.start_push(version, [0], frozenset(), {"digests": True})
-    with Reads() as reads:
+    with ScalarReads() as reads:
         *_, refusal = worker.nemo_fp8rl_load(version, True, False)
     pair.worker.finish_push()
     pair.bridge._disconnect(0)
@@ -327,7 +327,7 @@ def test_numbers_of_a_gpu_are_read_once_a_message(pair, monkeypatch):
     if pair.cfg.nemo_fp8rl.flow != "fp8_e2e" or pair.cfg.nemo_fp8rl.refit.verify != "digest":
         pytest.skip("of layers that are all written in place")
     pair.refit()
-    as_on_a_gpu(monkeypatch)
+    fake_gpu_reads(monkeypatch)
     # A CPU's oneDNN has the head in a matrix of its own; its handle, read when it goes, is no number of a GPU's.
     monkeypatch.delattr("vllm._custom_ops.CPUDNNLGEMMHandler.__del__", raising=False)
     refusal, pieces, messages, reads = load_as_on_a_gpu(pair)

@@ -21,9 +21,9 @@ from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.refit.digest import digest_of
 from nemo_fp8rl.refit.manifest import Sources, TensorPart, from_json, to_json
 from nemo_fp8rl.refit.message import Content
-from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink, received
+from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink, receive_pieces
 from nemo_fp8rl.refit.route_plan import plan
-from nemo_fp8rl.refit.transport.handshake import dial
+from nemo_fp8rl.refit.transport.handshake import connect
 from nemo_fp8rl.refit.transport.shared_memory import domain
 from tests.conftest import HALF_HEADS
 from tests.policy import ranks
@@ -204,13 +204,13 @@ def test_the_parts_of_a_refit_are_the_bytes_of_one_rank(two, model, sizes, layou
     offers = [(0, [to_json(to_sink)], sizes) for (to_sink,), sizes in zip(planned, capacities, strict=True)]
     addresses = two.on((0, 1), "offer", offers)
     links = [
-        IncomingLink(dial((host, port), TOKEN, name, 60.0), to_sink)
+        IncomingLink(connect((host, port), TOKEN, name, 60.0), to_sink)
         for ((host, port, name),), (to_sink,) in zip(addresses, planned, strict=True)
     ]
     two.call("start_push", 5, (0,), frozenset(), {})
     got = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    for item in received(links, 5):
-        names = (item.part.name, scale_name(item.part.name))[: 1 + item.part.quantized]
+    for item in receive_pieces(links, 5):
+        names = (item.part.name, scale_name(item.part.name))[: 1 + item.part.is_fp8]
         mine = Content(*(got[name] for name in names)).cut(everything[item.part.name], item.part.region)
         for tensor, content in zip(mine.tensors, item.content.tensors, strict=True):
             tensor.copy_(content)

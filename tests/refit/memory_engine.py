@@ -1,8 +1,9 @@
 """A trainer and engines for the tests of a refit: the real protocol on dicts.
 
-`SendingRank`, `WeightSender`, the transports, `received` and `RefitBridge` are the package's own. Only what lies beyond
-them is replaced: a trainer's model by a dict of weights, vLLM's memory by a dict of tensors that a rank applies what it
-receives to as `generation.weight_store` does, and a process that dies by one that answers WorkerDied from then on.
+`SendingRank`, `WeightSender`, the transports, `receive_pieces` and `RefitBridge` are the package's own. Only what lies
+beyond them is replaced: a trainer's model by a dict of weights, vLLM's memory by a dict of tensors that a rank applies
+what it receives to as `generation.weight_store` does, and a process that dies by one that answers WorkerDied from then
+on.
 """
 
 import time
@@ -24,15 +25,15 @@ from nemo_fp8rl.fp8 import BLOCK, ScaleFormat, quantize_blockwise, scale_shape
 from nemo_fp8rl.fp8.delta import DeltaError
 from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.refit.bridge import Revive, Transport
-from nemo_fp8rl.refit.deferred_checks import Readings
+from nemo_fp8rl.refit.deferred_checks import DeferredChecks
 from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.manifest import RefitError, Route, Sources, TensorPart, blocks_of
 from nemo_fp8rl.refit.message import Content
-from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink, Received, received
+from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink, ReceivedPiece, receive_pieces
 from nemo_fp8rl.refit.reports import LoadReport, SendReport
 from nemo_fp8rl.refit.route_plan import Capacities, Routes
 from nemo_fp8rl.refit.sender.sending_rank import SendingRank
-from nemo_fp8rl.refit.transport.handshake import dial
+from nemo_fp8rl.refit.transport.handshake import connect
 from nemo_fp8rl.refit.transport.link import HOST as HOST_MEMORY
 from nemo_fp8rl.refit.transport.link import ReceivingEnd
 from nemo_fp8rl.refit.transport.shared_memory import domain
@@ -62,7 +63,7 @@ def split(parts: Sequence[TensorPart], ranks: int, dim: int, replicate: bool) ->
             for held in layout if replicate else layout[:1]:
                 held.append(part)
             continue
-        step = BLOCK[dim] if part.quantized else 1
+        step = BLOCK[dim] if part.is_fp8 else 1
         steps = -(-part.shape[dim] // step)
         borders = [min(part.shape[dim], steps * rank // ranks * step) for rank in range(ranks + 1)]
         for held, (a, b) in zip(layout, pairwise(borders), strict=True):
@@ -96,7 +97,7 @@ def as_whole(parts: Sequence[TensorPart], weights: Mapping[str, Tensor], fmt: Sc
     """What engines must hold of these weights: the specification, on whole tensors."""
     held = {}
     for part in parts:
-        if part.quantized and all(part.shape):
+        if part.is_fp8 and all(part.shape):
             quantized = quantize_blockwise(weights[part.name], scale_format=fmt, kernel="reference")
             held[part.name] = Content(quantized.data, quantized.scale_inv)
         else:
@@ -106,7 +107,7 @@ def as_whole(parts: Sequence[TensorPart], weights: Mapping[str, Tensor], fmt: Sc
 
 def empty(part: TensorPart, device: torch.device = HOST_MEMORY) -> Content:
     """Of a part in memory before anything arrived."""
-    scale_inv = torch.full(scale_shape(part.size, BLOCK), -1.0, device=device) if part.quantized else None
+    scale_inv = torch.full(scale_shape(part.size, BLOCK), -1.0, device=device) if part.is_fp8 else None
     return Content(torch.zeros(part.size, device=device).to(part.torch_dtype), scale_inv)
 
 
@@ -158,18 +159,18 @@ class MemoryRank:
         """`WeightStore.load`; `each` is called when a piece is written, before it is verified."""
         if version < self.version:
             raise RefitError(f"refit {version} is stale: this engine has had version {self.version}")
-        readings = Readings()
-        for item in received(self.links, version, readings=readings):
+        checks = DeferredChecks()
+        for item in receive_pieces(self.links, version, checks=checks):
             self._write(item, version)
             each()
             if verify:
                 text = f"refit {version}: {item.part.name} in the engine is not what the trainer sent"
-                readings.has(self.at(item.part), item.digest, partial(RefitError, text))
+                checks.check_digest(self.at(item.part), item.digest, partial(RefitError, text))
         self.direct = frozenset(self.parts) - self.repacked
         self.version = version
 
     def compare(self, version: int) -> None:
-        for item in received(self.links, version):
+        for item in receive_pieces(self.links, version):
             assert item.content is not None
             if not item.content.equals(self.at(item.part)):
                 raise RefitError(f"refit {version}: {item.part.name} in the engine is not what the trainer holds")
@@ -178,7 +179,7 @@ class MemoryRank:
         """Views of the place of a piece."""
         return self.held[part.name].cut(self.parts[part.name], part.region)
 
-    def _write(self, item: Received, version: int) -> None:
+    def _write(self, item: ReceivedPiece, version: int) -> None:
         target = self.at(item.part)
         if item.content is not None:
             target.data.copy_(item.content.data)
@@ -377,7 +378,7 @@ class MemoryEngines:
         if not isinstance(address, list):
             return address
         host, port, name = address
-        return dial((host, port), TOKEN, name, self.timeout, self.device)
+        return connect((host, port), TOKEN, name, self.timeout, self.device)
 
 
 class MemoryTrainer:

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from nemo_fp8rl.refit import message
 from nemo_fp8rl.refit.bridge import RefitBridge
-from nemo_fp8rl.refit.digest import WORDS, words
+from nemo_fp8rl.refit.digest import WORD_SUM_PREFIX, word_sum_digest
 from nemo_fp8rl.refit.full_or_delta import RETRY_AFTER, ModeChoice
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart
 from nemo_fp8rl.refit.message import Header
-from nemo_fp8rl.refit.sender.weight_sender import DELTA_FROM
+from nemo_fp8rl.refit.sender.weight_sender import MIN_DELTA_BYTES
 from nemo_fp8rl.refit.transport import shared_memory
 from nemo_fp8rl.refit.transport.double_buffer import Sender
 from nemo_fp8rl.refit.transport.link import HOST, RECEIVER_SHARE, SENDER_SHARE, LinkError, ReceivingEnd
@@ -47,7 +47,7 @@ from tests.refit.memory_engine import (
 UP, DOWN, NORM = "mlp.up_proj.weight", "mlp.down_proj.weight", "norm.weight"
 PARTS = [fp8(UP, 256, 384), fp8(DOWN, 384, 300), bf16(NORM, 100), TensorPart.of("k_scale", torch.float32, ())]
 NBYTES = sum(part.nbytes for part in PARTS)
-QUANTIZED = [part for part in PARTS if part.quantized]
+QUANTIZED = [part for part in PARTS if part.is_fp8]
 AT_ONCE = 5.0
 """Seconds that a refit may take where links wait for up to 20."""
 
@@ -215,7 +215,7 @@ def test_an_engine_is_sent_to_by_the_copies_on_its_machine(make, mode):
 
 
 def test_near_and_far_engines_hold_the_same_bytes(make, monkeypatch):
-    """Over links of both kinds, also when a far one breaks."""
+    """Over links of both kinds, also when a remote one breaks."""
     run = make(transport="nearest", mode="delta")
     run.trainer.domains, run.engines.machines, at = ["a", "a"], ["a", "b"], ["a"]
 
@@ -273,7 +273,7 @@ def test_copies_share_the_work_for_one_engine(make):
     assert run.bridge.description == "delta through mapped memory, verify digest"
     sent = [report.nbytes for report in run.trainer.reports[0]]
     assert len([nbytes for nbytes in sent if nbytes]) > 2
-    assert sum(sent) == sum(part.nbytes if part.quantized else 2 * part.nbytes for part in PARTS)
+    assert sum(sent) == sum(part.nbytes if part.is_fp8 else 2 * part.nbytes for part in PARTS)
 
 
 def test_reported_bytes_are_those_that_the_links_carried(make):
@@ -285,14 +285,14 @@ def test_reported_bytes_are_those_that_the_links_carried(make):
 
     run.engines.wrap = lambda engine, rank, end: Tampered(end, count)
     full = run.bridge.refit()
-    replicated = sum(part.nbytes for part in PARTS if not part.quantized)  # each of two ranks stores these
+    replicated = sum(part.nbytes for part in PARTS if not part.is_fp8)  # each of two ranks stores these
     assert full.nbytes == NBYTES + replicated == sum(carried) / 2
     assert full.wire_over_bf16 == sum(p.nbytes for p in QUANTIZED) / sum(2 * p.data_bytes for p in QUANTIZED)
     assert (full.delta, full.retries) == (False, 0)
     links = [[end.result()._exchange.capacity for end in rank.ends.values()] for rank in run.trainer.ranks]
     assert full.metrics()["refit/bucket_bytes"] == full.bucket_nbytes == 2 * max(map(sum, links))  # of four links
     assert full.base_nbytes == max(
-        sum(part.nbytes for part in parts if part.data_bytes >= DELTA_FROM) for parts in run.trainer.layout
+        sum(part.nbytes for part in parts if part.data_bytes >= MIN_DELTA_BYTES) for parts in run.trainer.layout
     )
     carried.clear()
     run.step()
@@ -1026,11 +1026,11 @@ def test_verify_digest_finds_a_changed_byte_where_a_delta_meets_it(make, name):
 
 @pytest.mark.parametrize("mode", ["full", "delta"])
 def test_digests_of_weights_on_a_gpu_are_checked_as_such(make, monkeypatch, mode):
-    monkeypatch.setattr(message, "digest_of", words)
+    monkeypatch.setattr(message, "digest_of", word_sum_digest)
     run, seen = make(mode=mode), set()
 
     def look(at: int, message: Message) -> list[Message]:
-        seen.update(entry.digest[: len(WORDS)] for entry in Header.decode(message[0]).entries)
+        seen.update(entry.digest[: len(WORD_SUM_PREFIX)] for entry in Header.decode(message[0]).entries)
         return [message]
 
     run.engines.wrap = lambda engine, rank, end: Tampered(end, look)
@@ -1040,7 +1040,7 @@ def test_digests_of_weights_on_a_gpu_are_checked_as_such(make, monkeypatch, mode
     run.step()
     assert run.bridge.refit().retries == (mode == "delta")
     assert run.holds()
-    assert seen == {WORDS}
+    assert seen == {WORD_SUM_PREFIX}
 
 
 def test_without_verification_no_digest_is_taken(make):

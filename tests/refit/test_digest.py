@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nemo_fp8rl.refit.digest import WORDS, A, B, K, digest_of, has_digest, words
+from nemo_fp8rl.refit.digest import WORD_SUM_PREFIX, A, B, K, digest_of, has_digest, word_sum_digest
 
-KINDS = pytest.mark.parametrize("digest", [digest_of, words], ids=["host", "GPU"])
+KINDS = pytest.mark.parametrize("digest", [digest_of, word_sum_digest], ids=["host", "GPU"])
 
 
 def tensor(content: bytes) -> Tensor:
@@ -27,7 +27,7 @@ def as_documented(*contents: bytes) -> str:
                 x = x * factor % 2**64
                 x ^= x >> shift
             total += x
-    return f"{WORDS}{total % 2**64:016x}"
+    return f"{WORD_SUM_PREFIX}{total % 2**64:016x}"
 
 
 @given(st.lists(st.binary(max_size=70), min_size=1, max_size=3))
@@ -35,9 +35,9 @@ def as_documented(*contents: bytes) -> str:
 def test_both_are_what_is_written(contents):
     tensors = [tensor(content) for content in contents]
     assert digest_of(*tensors) == xxhash.xxh3_64(b"".join(contents)).hexdigest()
-    assert words(*tensors) == as_documented(*contents)
+    assert word_sum_digest(*tensors) == as_documented(*contents)
     assert has_digest(digest_of(*tensors), *tensors)
-    assert has_digest(words(*tensors), *tensors)
+    assert has_digest(word_sum_digest(*tensors), *tensors)
 
 
 @KINDS
@@ -69,7 +69,7 @@ def test_it_is_of_the_values_wherever_they_lie(digest):
 
 def test_a_digest_is_checked_by_its_own_kind():
     one, other = torch.arange(9.0), torch.arange(9.0) + 1
-    for digest in (digest_of(one), words(one)):
+    for digest in (digest_of(one), word_sum_digest(one)):
         assert has_digest(digest, one)
         assert not has_digest(digest, other)
     assert not has_digest("", one)

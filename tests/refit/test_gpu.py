@@ -5,11 +5,11 @@ import time
 import pytest
 import torch
 
-from nemo_fp8rl.refit.digest import digest_of, has_digest, words
-from nemo_fp8rl.refit.transport.handshake import Post
-from nemo_fp8rl.refit.transport.link import GRACE, HOST, settle
-from tests.refit.far import Far
+from nemo_fp8rl.refit.digest import digest_of, has_digest, word_sum_digest
+from nemo_fp8rl.refit.transport.handshake import Listener
+from nemo_fp8rl.refit.transport.link import GRACE, HOST, finish_gpu_work
 from tests.refit.memory_engine import TRANSPORTS
+from tests.refit.remote_end import RemoteEnd
 from tests.refit.test_bridge import Run
 from tests.refit.transport.test_transport import CAPACITY, LONG, TOKEN
 
@@ -21,47 +21,47 @@ GPU = torch.device("cuda", 0)
 
 
 @pytest.fixture
-def far():
+def remote():
     """Another process, with the same GPU."""
-    process = Far(gpu=True)
+    process = RemoteEnd(gpu=True)
     yield process
     process.kill()
 
 
 @pytest.fixture
 def post():
-    post = Post("cuda_ipc", "127.0.0.1", TOKEN, LONG, GPU)
+    post = Listener("cuda_ipc", "127.0.0.1", TOKEN, LONG, GPU)
     yield post
     post.close()
 
 
-def test_another_process_reads_what_this_one_wrote_in_its_memory(post, far):
-    far.start("dial", post.address, TOKEN, "sink", LONG, GPU)
+def test_another_process_reads_what_this_one_wrote_in_its_memory(post, remote):
+    remote.start("connect", post.address, TOKEN, "sink", LONG, GPU)
     sender = post.accept("sink", CAPACITY)
-    far.result()
+    remote.result()
     for seed, size in enumerate([0, 1, 4097, CAPACITY, CAPACITY, 7]):
         content = torch.randint(
             256, (size,), dtype=torch.uint8, device=GPU, generator=torch.Generator(GPU).manual_seed(seed)
         )
-        bucket = sender.buffer()
+        bucket = sender.acquire_buffer()
         assert bucket.device == GPU
         bucket[:size] = content
-        settle(bucket)
+        finish_gpu_work(bucket)
         sender.send(b"header", size)
-        assert far.receive() == (b"header", content.cpu().numpy().tobytes())
-        far.release()
+        assert remote.receive() == (b"header", content.cpu().numpy().tobytes())
+        remote.release()
     sender.close()
 
 
-def test_memory_comes_back_from_a_process_that_was_killed(post, far):
+def test_memory_comes_back_from_a_process_that_was_killed(post, remote):
     nbytes = 1 << 28
     torch.zeros(1, device=GPU)
     before = torch.cuda.mem_get_info(GPU)[0]
-    far.start("dial", post.address, TOKEN, "sink", LONG, GPU)
+    remote.start("connect", post.address, TOKEN, "sink", LONG, GPU)
     sender = post.accept("sink", nbytes)
-    far.result()
+    remote.result()
     assert torch.cuda.mem_get_info(GPU)[0] < before - 2 * nbytes
-    far.kill()
+    remote.kill()
     sender.close()
     del sender
     deadline = time.monotonic() + GRACE + 10
@@ -72,8 +72,8 @@ def test_memory_comes_back_from_a_process_that_was_killed(post, far):
 
 def test_digests_are_those_of_the_host():
     values = torch.randn(1000, 333)
-    assert digest_of(values.to(GPU)) == words(values) != digest_of(values)
-    assert has_digest(words(values), values.to(GPU))
+    assert digest_of(values.to(GPU)) == word_sum_digest(values) != digest_of(values)
+    assert has_digest(word_sum_digest(values), values.to(GPU))
     assert has_digest(digest_of(values), values.to(GPU))
 
 

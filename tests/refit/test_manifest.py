@@ -48,7 +48,7 @@ def layouts(draw: st.DrawFn, parts: list[TensorPart], replicate: bool) -> Layout
                 held.append(part)
         else:
             dim = draw(st.integers(0, len(part.shape) - 1))
-            step, size = BLOCK[dim] if part.quantized else 1, part.shape[dim]
+            step, size = BLOCK[dim] if part.is_fp8 else 1, part.shape[dim]
             border = st.integers(0, size // step).map(lambda n, step=step: n * step)
             borders = [0, *sorted(draw(st.lists(border, min_size=ranks - 1, max_size=ranks - 1))), size]
             order = draw(st.permutations(range(ranks)))
@@ -99,9 +99,9 @@ def test_each_rank_gets_what_it_stores_once_and_nothing_else(data):
                 assert overlap(piece.region, held[piece.name].region) == piece.region
                 holders = [domain for parts, domain in zip(sources, near, strict=True) if held[piece.name] in parts]
                 assert near[source] == here[sink] or here[sink] not in holders
-                band = BLOCK[0] if piece.quantized else 1
+                band = BLOCK[0] if piece.is_fp8 else 1
                 assert piece.nbytes <= piece_bytes or not piece.size or piece.size[0] <= band
-                if piece.quantized:
+                if piece.is_fp8:
                     borders = zip(piece.region, piece.shape, BLOCK, strict=True)
                     assert all(a % n == 0 and (b % n == 0 or b == size) for (a, b), size, n in borders)
 

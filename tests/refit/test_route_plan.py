@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.refit.manifest import Sources, TensorPart
-from nemo_fp8rl.refit.route_plan import ALIGNMENT, BUCKETS, PIECE_BYTES, aligned, bucket_memory, plan
+from nemo_fp8rl.refit.route_plan import ALIGNMENT, BUCKETS, PIECE_BYTES, align_up, bucket_memory, plan
 
 SHAPE = (1024, 128)
 BAND = 128 * 128 + 4
@@ -44,11 +44,11 @@ def test_all_links_of_a_process_have_one_bound(trainer, copies, engine, engines,
         of_sinks: Counter[int] = Counter()
         for source, row in enumerate(capacities):
             for sink, capacity in enumerate(row):
-                sizes = [aligned(piece.nbytes) for piece in routes[source][sink]]
+                sizes = [align_up(piece.nbytes) for piece in routes[source][sink]]
                 assert bool(capacity) == bool(sizes)
                 assert capacity % ALIGNMENT == 0 and capacity >= max(sizes, default=0)
                 assert capacity <= max(*sizes, sum(sizes) // BUCKETS) if sizes else True
-                if capacity > aligned(BAND):  # which no link goes below, and a process with many so above the bound
+                if capacity > align_up(BAND):  # which no link goes below, and a process with many so above the bound
                     of_sources[source] += capacity
                     of_sinks[sink] += capacity
         assert all(total <= bucket_bytes for total in of_sinks.values())
@@ -59,7 +59,7 @@ def test_one_link_has_the_whole_bound_and_a_version_at_least_sixteen_buckets():
     large = [TensorPart.of("model.layers.0.mlp.up_proj.weight", E4M3, (1 << 17, 1 << 14))]
     assert plan(Sources([large]), [large], 64 << 20)[1] == [[64 << 20]]
     ((route,),), ((capacity,),) = plan(Sources([large]), [large], 256 << 20)
-    total = sum(aligned(piece.nbytes) for piece in route)
+    total = sum(align_up(piece.nbytes) for piece in route)
     assert total // BUCKETS - ALIGNMENT < capacity <= total // BUCKETS < 256 << 20
     assert max(piece.nbytes for piece in route) <= PIECE_BYTES
 

@@ -19,14 +19,14 @@ from nemo_fp8rl.fp8 import BlockScaled, quantize_blockwise
 from nemo_fp8rl.refit.manifest import RefitError, Sources, TensorPart
 from nemo_fp8rl.refit.message import Entry, Header
 from nemo_fp8rl.refit.receiver import piece_receiver
-from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink, received
+from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink, receive_pieces
 from nemo_fp8rl.refit.reports import SendReport
-from nemo_fp8rl.refit.route_plan import aligned
+from nemo_fp8rl.refit.route_plan import align_up
 from nemo_fp8rl.refit.sender import bucket_writer
-from nemo_fp8rl.refit.sender.weight_sender import DELTA_FROM, Link, WeightSender
+from nemo_fp8rl.refit.sender.weight_sender import MIN_DELTA_BYTES, Link, WeightSender
 from nemo_fp8rl.refit.transport.in_process import in_process_link
 from nemo_fp8rl.refit.transport.link import LinkError
-from tests.refit.as_on_a_gpu import Reads, as_on_a_gpu
+from tests.refit.fake_gpu_reads import ScalarReads, fake_gpu_reads
 from tests.refit.memory_engine import (
     Layout,
     MemoryEngine,
@@ -80,7 +80,7 @@ class Stream:
         for i, row in enumerate(Sources(sources).routes(sinks, bucket)):
             for j, route in enumerate(row):
                 if route:
-                    sending, receiving = in_process_link(max(bucket, *(aligned(p.nbytes) for p in route)), timeout)
+                    sending, receiving = in_process_link(max(bucket, *(align_up(p.nbytes) for p in route)), timeout)
                     self.links[i][0, j] = Link(sending, route, whole)
                     self.tampered.append(Tampered(receiving, change))
                     self.engine.ranks[j].links.append(IncomingLink(self.tampered[-1], route))
@@ -101,7 +101,7 @@ class Stream:
 
     def own_values(self, weights: dict[str, Tensor], part: TensorPart) -> Tensor | BlockScaled:
         values = weights[part.name][tuple(slice(a, b) for a, b in part.region)]
-        return quantize_blockwise(values, scale_format=self.fmt) if self.held and part.quantized else values
+        return quantize_blockwise(values, scale_format=self.fmt) if self.held and part.is_fp8 else values
 
     def brings(self, weights: dict[str, Tensor], version: int, **how: bool) -> list[SendReport]:
         """The same, where nothing goes wrong."""
@@ -293,7 +293,7 @@ def flipped(seed: int) -> Change:
         entries, start = Header.decode(message[0]).entries, 0
         if at == seed % 3:
             for entry in entries[: seed % len(entries)]:
-                start = aligned(start + entry.nbytes)
+                start = align_up(start + entry.nbytes)
             where = start + int(torch.randint(entries[seed % len(entries)].nbytes, (), generator=generator))
             message[1][where] ^= 1 << int(torch.randint(8, (), generator=generator))
         return [message]
@@ -415,7 +415,7 @@ def test_a_value_that_overflows_the_engines_dtype_is_refused():
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    as_on_a_gpu(monkeypatch)
+    fake_gpu_reads(monkeypatch)
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -426,9 +426,9 @@ def test_numbers_of_a_gpu_are_read_once_a_message(held):
         parts += [bf16(f"norms.{i}.weight", 64) for i in range(experts)]
         stream, weights = Stream([parts], [parts], held=held), random_weights(parts)
         own = [(part.name, stream.own_values(weights, part)) for part in parts]
-        with Reads() as sending:
+        with ScalarReads() as sending:
             stream.senders[0].send(own, 0, stream.links[0])
-        with Reads() as receiving:
+        with ScalarReads() as receiving:
             stream.engine.ranks[0].load(0, True, lambda: None)
         assert stream.holds(weights)
         assert stream.tampered[0].seen == 1
@@ -582,7 +582,7 @@ def test_where_more_than_an_eighth_changed_all_bytes_go(share, encodings):
     weights = moved(weights, share)
     stream.brings(weights, 1, delta=True, keep=True)
     assert stream.holds(weights)
-    assert LARGE[2].data_bytes < DELTA_FROM
+    assert LARGE[2].data_bytes < MIN_DELTA_BYTES
     assert [entries[piece].encoding for piece in range(3)] == encodings
 
 
@@ -634,7 +634,7 @@ def test_an_old_version_is_refused():
 
 def test_bytes_are_kept_only_for_a_delta():
     weights, stream = random_weights(LARGE), Stream([LARGE], [LARGE])
-    (sender,), nbytes = stream.senders, sum(part.nbytes for part in LARGE if part.data_bytes >= DELTA_FROM)
+    (sender,), nbytes = stream.senders, sum(part.nbytes for part in LARGE if part.data_bytes >= MIN_DELTA_BYTES)
     (report,) = stream.brings(weights, 0, keep=True)
     assert (report.base_nbytes, sender.base_version) == (nbytes, 0)
     (report,) = stream.brings(weights, 1, delta=True, keep=True)
@@ -654,7 +654,7 @@ def test_nothing_is_kept_of_a_refit_that_was_refused():
 
 
 def test_a_delta_is_of_what_was_kept_and_only_what_is_sent_is_kept():
-    up, down = (part for part in PARTS if part.data_bytes >= DELTA_FROM)
+    up, down = (part for part in PARTS if part.data_bytes >= MIN_DELTA_BYTES)
     sender, weights = WeightSender([up, down], "pow2"), random_weights(PARTS)
 
     def encodings(version: int, *route: TensorPart, delta: bool) -> dict[str, str]:
@@ -681,7 +681,7 @@ def test_the_last_delta_leaves_no_base_to_build_on():
     ("module", "name"), [(bucket_writer, "send"), (piece_receiver, "release")], ids=["sender", "receiver"]
 )
 def test_a_gpu_has_done_its_work_on_a_bucket_before_the_bucket_changes_hands(monkeypatch, module, name):
-    """Links know nothing of streams: what is queued on one is waited for by `settle`."""
+    """Links know nothing of streams: what is queued on one is waited for by `finish_gpu_work`."""
     weights, stream, happened = random_weights(PARTS), Stream([PARTS], [PARTS], bucket=20_000), []
     end: Any = stream.links[0][0, 0].end if name == "send" else stream.tampered[0]
     changes_hands = getattr(end, name)
@@ -690,11 +690,11 @@ def test_a_gpu_has_done_its_work_on_a_bucket_before_the_bucket_changes_hands(mon
         happened.append(name)
         changes_hands(*args)
 
-    monkeypatch.setattr(module, "settle", lambda bucket: happened.append("settle"))
+    monkeypatch.setattr(module, "finish_gpu_work", lambda bucket: happened.append("finish_gpu_work"))
     monkeypatch.setattr(end, name, told)
     stream.brings(weights, 0)
     assert len(happened) > 4
-    assert happened == ["settle", name] * (len(happened) // 2)
+    assert happened == ["finish_gpu_work", name] * (len(happened) // 2)
 
 
 def test_whatever_ends_the_reading_of_a_link_ends_the_refit():
@@ -711,5 +711,5 @@ def test_whatever_ends_the_reading_of_a_link_ends_the_refit():
 
     end = Full()
     with pytest.raises(RefitError, match="MemoryError: no memory for a header"):
-        list(received([IncomingLink(end, [])], 0))
+        list(receive_pieces([IncomingLink(end, [])], 0))
     assert end.closed

@@ -6,7 +6,7 @@ import socket
 import psutil
 import pytest
 
-from nemo_fp8rl.workers.network import address_towards, gloo_listens_on
+from nemo_fp8rl.workers.network import address_towards, set_gloo_interface
 
 
 def interfaces() -> list[tuple[str, str]]:
@@ -35,16 +35,16 @@ def unset(monkeypatch) -> None:
 def test_gloo_has_the_interface_of_the_address():
     for name, address in interfaces():
         os.environ.pop("GLOO_SOCKET_IFNAME", None)
-        gloo_listens_on(address)
+        set_gloo_interface(address)
         assert os.environ["GLOO_SOCKET_IFNAME"] == name
 
 
 def test_an_interface_that_the_user_chose_stays():
     os.environ["GLOO_SOCKET_IFNAME"] = "chosen"
-    gloo_listens_on("127.0.0.1")
+    set_gloo_interface("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "chosen"
 
 
 def test_an_address_of_another_machine_chooses_none():
-    gloo_listens_on("203.0.113.1")
+    set_gloo_interface("203.0.113.1")
     assert "GLOO_SOCKET_IFNAME" not in os.environ

@@ -9,7 +9,7 @@ import ray
 
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.recipe import load
-from nemo_fp8rl.workers import ROLE, find_cluster, on_one_host, ray_cluster, start_workers
+from nemo_fp8rl.workers import ROLE, find_cluster, is_single_host, ray_cluster, start_workers
 from tests.conftest import COLOCATED, RECIPES
 
 TRAIN, GENERATION = {ROLE: "train"}, {ROLE: "generation"}
@@ -43,14 +43,14 @@ def test_only_hosts_that_could_hold_a_worker_count(monkeypatch, nodes, overrides
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": sum(n["Resources"].get("GPU", 0) for n in alive)})
-    assert on_one_host(load(RECIPES / "tiny_cpu.yaml", ["cluster.backend=ray", *overrides])) == one
+    assert is_single_host(load(RECIPES / "tiny_cpu.yaml", ["cluster.backend=ray", *overrides])) == one
 
 
 def test_gpus_that_are_hidden_decide_nothing(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(ray, "nodes", lambda: [LOGIN, A])
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 8})
-    assert not on_one_host(load(RECIPES / "tiny_cpu.yaml", ["cluster.backend=ray"]))
+    assert not is_single_host(load(RECIPES / "tiny_cpu.yaml", ["cluster.backend=ray"]))
 
 
 def test_a_worker_in_this_process_has_the_environment_of_its_role(monkeypatch):

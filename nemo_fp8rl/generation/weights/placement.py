@@ -41,7 +41,7 @@ class Slot:
         data = self._part_of(getattr(self.module, self.parameter).data, self.part.size, self.top)
         if data is None or data.dtype != self.part.torch_dtype:
             return None
-        if not self.part.quantized:
+        if not self.part.is_fp8:
             return Content(data)
         scale_inv = getattr(self.module, f"{self.parameter}_scale_inv").data
         held = self._part_of(scale_inv, scale_shape(self.part.size, BLOCK), self.top // BLOCK[0])

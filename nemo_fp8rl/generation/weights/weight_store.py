@@ -25,11 +25,11 @@ from nemo_fp8rl.generation.fp8_method.fp8_caches import fp8_caches
 from nemo_fp8rl.generation.fp8_method.stored_weights import Fp8LinearMethod, Fp8MoEMethod
 from nemo_fp8rl.generation.weights.placement import Slot, slots
 from nemo_fp8rl.hf.model_config import read_hf_config
-from nemo_fp8rl.refit.deferred_checks import Mark, Readings
+from nemo_fp8rl.refit.deferred_checks import DeferredChecks, PendingDigest
 from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart, blocks_of
 from nemo_fp8rl.refit.message import Content
-from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink, Received, received
+from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink, ReceivedPiece, receive_pieces
 
 DIRECT: tuple[type, ...] = (Fp8LinearMethod, Fp8MoEMethod, UnquantizedEmbeddingMethod)
 """Methods that can derive what they need from the parameters anew; a module without a method derives nothing."""
@@ -80,13 +80,13 @@ class WeightStore:
             self.direct = frozenset(self._kept_as_it_came(loading.arrived))
         self._derive(loading.written)
         loading.set_kv_scales()
-        self.verify_seconds = loading.readings.seconds
+        self.verify_seconds = loading.checks.seconds
         self.version = version
 
     def compare(self, links: Sequence[IncomingLink], version: int) -> None:
         """Raises RefitError, with the name, on a tensor whose bytes in memory are not those that arrive."""
         kv_scales = stored_kv_scales(fp8_caches(self.model))
-        for item in received(links, version):
+        for item in receive_pieces(links, version):
             name = item.part.name
             if name in self.direct or name in kv_scales:
                 held = [self._held(item.part)] if name in self.direct else kv_scales[name]
@@ -111,13 +111,13 @@ class WeightStore:
         assert content is not None
         return content.cut(slot.part, part.region)
 
-    def _kept_as_it_came(self, arrived: dict[TensorPart, Mark]) -> Iterator[str]:
+    def _kept_as_it_came(self, arrived: dict[TensorPart, PendingDigest]) -> Iterator[str]:
         """Names of tensors that can be written in place: of modules of which vLLM repacks nothing.
 
         Raises RefitError when its loaders made of one what did not arrive: `placement` is wrong, and nothing else would
         show it.
         """
-        readings, modules = Readings(), defaultdict[nn.Module, list[Slot]](list)
+        checks, modules = DeferredChecks(), defaultdict[nn.Module, list[Slot]](list)
         pieces: dict[str, list[TensorPart]] = defaultdict(list)
         for slot in self.slots.values():
             modules[slot.module].append(slot)
@@ -134,9 +134,9 @@ class WeightStore:
                 if slot.content() is None:
                     raise refusal()
                 for piece in pieces[name]:
-                    readings.has(self._held(piece), arrived[piece].text, refusal)
+                    checks.check_digest(self._held(piece), arrived[piece].text, refusal)
                 yield name
-        readings.finish()
+        checks.finish()
 
     def _derive(self, names: set[str]) -> None:
         """What the modules of these tensors compute with, anew. A head tied to the embedding has a packed copy of it:
@@ -162,9 +162,9 @@ class _Loading:
         self.targets = {name: store.slots[name].content() for name in store.direct}  # before vLLM takes modules apart
         self.assembling: dict[str, _Assembly] = {}
         self.written: set[str] = set()
-        self.arrived: dict[TensorPart, Mark] = {}
+        self.arrived: dict[TensorPart, PendingDigest] = {}
         self.kv_scales: dict[str, tuple[Tensor, str]] = {}
-        self.readings = Readings()
+        self.checks = DeferredChecks()
         self.error: BaseException | None = None
 
     def for_vllm(self) -> Iterator[tuple[str, Tensor]]:
@@ -173,7 +173,7 @@ class _Loading:
         """
         try:
             modules = {name: slot.module for name, slot in self.store.slots.items() if name not in self.targets}
-            for item in received(self.links, self.version, modules, self.readings):
+            for item in receive_pieces(self.links, self.version, modules, self.checks):
                 name = item.part.name
                 if name in self.targets:
                     self._write(item)
@@ -184,7 +184,7 @@ class _Loading:
         except (Exception, KeyboardInterrupt) as error:
             self.error = error
 
-    def _write(self, item: Received) -> None:
+    def _write(self, item: ReceivedPiece) -> None:
         whole = self.targets[item.part.name]
         assert whole is not None
         held = whole.cut(self.store.slots[item.part.name].part, item.part.region)
@@ -205,10 +205,10 @@ class _Loading:
         if self.verify:  # now, that it is in the cache
             self._verify_held(item.part.name, held, item.digest)
 
-    def _assemble(self, item: Received) -> Iterator[tuple[str, Tensor]]:
+    def _assemble(self, item: ReceivedPiece) -> Iterator[tuple[str, Tensor]]:
         part, content = item.part, self._arrived_whole(item)
         if self.store.version < 0:
-            self.arrived[part] = Mark(item.digest) if self.verify else self.readings.digest(content)
+            self.arrived[part] = PendingDigest(item.digest) if self.verify else self.checks.take_digest(content)
         if (assembly := self.assembling.get(part.name)) is None:
             assembly = _Assembly(self.store.slots[part.name].part, content.data.device)
             self.assembling[part.name] = assembly
@@ -216,7 +216,7 @@ class _Loading:
             del self.assembling[part.name]
             yield from assembly.tensors()
 
-    def _keep_kv_scale(self, item: Received) -> None:
+    def _keep_kv_scale(self, item: ReceivedPiece) -> None:
         name = item.part.name
 
         def keep(scale: float) -> None:
@@ -224,7 +224,7 @@ class _Loading:
                 raise RefitError(f"refit {self.version}: {name} is {scale}; a KV scale is finite and above 0")
             self.kv_scales[name] = torch.tensor(scale, dtype=torch.float32), item.digest
 
-        self.readings.number(self._arrived_whole(item).data, keep)
+        self.checks.read(self._arrived_whole(item).data, keep)
 
     def set_kv_scales(self) -> None:
         """Set the FP8 caches' scales, after the weights: vLLM's reload puts its attention layers' own back."""
@@ -235,21 +235,21 @@ class _Loading:
             for name, held in stored_kv_scales(caches).items():
                 for one in held:
                     self._verify_held(name, one, self.kv_scales[name][1])
-        self.readings.finish()
+        self.checks.finish()
 
-    def _arrived_whole(self, item: Received) -> Content:
+    def _arrived_whole(self, item: ReceivedPiece) -> Content:
         """The content of a tensor that takes no delta. Raises RefitError where it came as one, or damaged."""
         name = item.part.name
         if item.content is None:
             raise RefitError(f"refit {self.version}: a delta of {name}, which must come whole")
         if self.verify:
             text = f"refit {self.version}: {name} was damaged on its way"
-            self.readings.has(item.content, item.digest, partial(RefitError, text))
+            self.checks.check_digest(item.content, item.digest, partial(RefitError, text))
         return item.content
 
     def _verify_held(self, name: str, held: Content, digest: str) -> None:
         text = f"refit {self.version}: {name} in the engine is not what the trainer sent"
-        self.readings.has(held, digest, partial(RefitError, text))
+        self.checks.check_digest(held, digest, partial(RefitError, text))
 
 
 class _Assembly:
@@ -260,9 +260,9 @@ class _Assembly:
         if part.size != part.shape:
             device = torch.device("cpu")  # where there is room for what other ranks keep
         self.data = torch.empty(part.shape, dtype=part.torch_dtype, device=device)
-        scales = scale_shape(part.shape, BLOCK) if part.quantized else ()
-        self.scale_inv = torch.full(scales, torch.nan, device=device) if part.quantized else None
-        if part.size != part.shape and not part.quantized:
+        scales = scale_shape(part.shape, BLOCK) if part.is_fp8 else ()
+        self.scale_inv = torch.full(scales, torch.nan, device=device) if part.is_fp8 else None
+        if part.size != part.shape and not part.is_fp8:
             self.data.fill_(torch.nan)
 
     def complete_with(self, piece: TensorPart, content: Content) -> bool:

@@ -26,7 +26,7 @@ from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.refit.manifest import RefitError, from_json, to_json
 from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink
-from nemo_fp8rl.refit.transport.handshake import dial
+from nemo_fp8rl.refit.transport.handshake import connect
 from nemo_fp8rl.refit.transport.shared_memory import domain
 
 Tag = Literal["weights", "kv_cache"]
@@ -202,7 +202,7 @@ def _end(address: Any, token: str, timeout: float, device: torch.device) -> Any:
     if not isinstance(address, list | tuple):
         return address  # the end itself, of a trainer in this process
     host, port, name = address
-    return dial((host, port), token, name, timeout, device)
+    return connect((host, port), token, name, timeout, device)
 
 
 def _answered(method: Callable[[], Any], nothing: Any) -> tuple[Any, str]:

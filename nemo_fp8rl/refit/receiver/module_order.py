@@ -16,7 +16,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from nemo_fp8rl.refit.manifest import Route, TensorPart
 
 
-class Pace:
+class ModuleOrder:
     """modules: of the names of tensors that a loader keeps until their module is complete."""
 
     def __init__(self, routes: Sequence[Route], modules: Mapping[str, Hashable]) -> None:
@@ -37,5 +37,5 @@ class Pace:
                 for waiting in self.waiting:
                     waiting.discard(module)
 
-    def may_go_on(self, link: int) -> bool:
+    def may_read(self, link: int) -> bool:
         return not self.waiting[link]

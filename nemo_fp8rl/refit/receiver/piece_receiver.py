@@ -11,16 +11,16 @@ from typing import NamedTuple
 from torch import Tensor
 
 from nemo_fp8rl.fp8.delta import Delta, DeltaError
-from nemo_fp8rl.refit.deferred_checks import Readings
+from nemo_fp8rl.refit.deferred_checks import DeferredChecks
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
 from nemo_fp8rl.refit.message import Content, Header, scales_of
-from nemo_fp8rl.refit.receiver.module_order import Pace
-from nemo_fp8rl.refit.route_plan import aligned
+from nemo_fp8rl.refit.receiver.module_order import ModuleOrder
+from nemo_fp8rl.refit.route_plan import align_up
 from nemo_fp8rl.refit.transport import link_threads
-from nemo_fp8rl.refit.transport.link import ReceivingEnd, settle
+from nemo_fp8rl.refit.transport.link import ReceivingEnd, finish_gpu_work
 
 
-class Received(NamedTuple):
+class ReceivedPiece(NamedTuple):
     """A piece as it came. content: views that hold until the next piece is asked for; of a delta, None: `delta` and
     `scale_inv` make it, from the last version's bytes. digest: of the content, empty when none was sent.
     """
@@ -38,30 +38,33 @@ class IncomingLink:
     route: Route
 
 
-def received(
+def receive_pieces(
     links: Sequence[IncomingLink],
     version: int,
     modules: Mapping[str, Hashable] = MappingProxyType({}),
-    readings: Readings | None = None,
-) -> Iterator[Received]:
-    """What the links bring of a version. modules: see `Pace`. readings: what else is to be known of a message before
-    it is given back.
+    checks: DeferredChecks | None = None,
+) -> Iterator[ReceivedPiece]:
+    """What the links bring of a version. modules: see `ModuleOrder`. checks: what else is to be known of a message
+    before it is given back.
 
     Raises RefitError when anything is lost, repeated, out of order, of another version, or not of the route, when a
     source gave up, and when a link breaks; the links are then closed, as when the caller stops. A thread reads each
-    link, so that none waits for another to be read, unless `Pace` holds it back.
+    link, so that none waits for another to be read, unless `ModuleOrder` holds it back.
     """
     arrived: SimpleQueue[tuple[int, Header, Tensor] | RefitError] = SimpleQueue()
     reading = [
         link_threads.start(f"refit-link-{i}", partial(_read, i, link.end, arrived), link.end.close)
         for i, link in enumerate(links)
     ]
-    readings = readings or Readings()
-    progress = [_Progress(link.route, version, readings) for link in links]
-    pace, waiting = Pace([link.route for link in links], modules), [deque[tuple[Header, Tensor]]() for _ in links]
+    checks = checks or DeferredChecks()
+    progress = [_Progress(link.route, version, checks) for link in links]
+    pace, waiting = (
+        ModuleOrder([link.route for link in links], modules),
+        [deque[tuple[Header, Tensor]]() for _ in links],
+    )
     try:
         while not all(one.ended for one in progress):
-            i = next((i for i, messages in enumerate(waiting) if messages and pace.may_go_on(i)), None)
+            i = next((i for i, messages in enumerate(waiting) if messages and pace.may_read(i)), None)
             if i is None:
                 item = arrived.get()
                 if isinstance(item, RefitError):
@@ -72,8 +75,8 @@ def received(
             for piece in progress[i].entries(header, payload):
                 pace.arrived(i, piece.part)
                 yield piece
-            readings.finish()
-            settle(payload)
+            checks.finish()
+            finish_gpu_work(payload)
             links[i].end.release()
     except BaseException:
         for link in links:  # or the sources would wait for buffers that nobody gives back, and the threads for messages
@@ -99,13 +102,13 @@ def _read(i: int, end: ReceivingEnd, arrived: "SimpleQueue[tuple[int, Header, Te
 class _Progress:
     """What of a route has arrived."""
 
-    def __init__(self, route: Route, version: int, readings: Readings) -> None:
-        self.route, self.version, self.readings = route, version, readings
+    def __init__(self, route: Route, version: int, checks: DeferredChecks) -> None:
+        self.route, self.version, self.checks = route, version, checks
         self.missing = set(range(len(route)))
         self.sequence = 0
         self.ended = False
 
-    def entries(self, header: Header, payload: Tensor) -> Iterator[Received]:
+    def entries(self, header: Header, payload: Tensor) -> Iterator[ReceivedPiece]:
         here = f"refit {self.version}"
         if header.version != self.version:
             raise RefitError(f"{here}: a message of version {header.version} arrived")
@@ -120,7 +123,7 @@ class _Progress:
                 known = 0 <= entry.piece < len(self.route)
                 raise RefitError(f"{here}: {self.route[entry.piece].name if known else 'a piece'} arrived unexpectedly")
             self.missing.remove(entry.piece)
-            at = aligned(at)
+            at = align_up(at)
             part, bytes_ = self.route[entry.piece], payload[at : at + entry.nbytes]
             at += entry.nbytes
             if bytes_.nbytes != entry.nbytes or entry.nbytes < part.scale_bytes:
@@ -132,22 +135,22 @@ class _Progress:
                 name = self.route[min(self.missing)].name
                 raise RefitError(f"{here}: {len(self.missing)} pieces did not arrive, among them one of {name}")
 
-    def _read(self, part: TensorPart, is_delta: bool, bytes_: Tensor, digest: str) -> Received:
+    def _read(self, part: TensorPart, is_delta: bool, bytes_: Tensor, digest: str) -> ReceivedPiece:
         if not is_delta:
             if (nbytes := bytes_.nbytes) != part.nbytes:
                 raise RefitError(f"refit {self.version}: {part.name} has {nbytes} bytes, must have {part.nbytes}")
             content = Content.of(part, bytes_)
             self._check(part, content.scale_inv)
-            return Received(part, content, None, content.scale_inv, digest)
+            return ReceivedPiece(part, content, None, content.scale_inv, digest)
         scale_inv = scales_of(part, bytes_)
         self._check(part, scale_inv)
         try:
             delta = Delta.decode(bytes_[part.scale_bytes :].cpu().numpy().tobytes(), part.data_bytes)
         except DeltaError as error:
             raise RefitError(f"refit {self.version}: {part.name}: {error}") from None
-        return Received(part, None, delta, scale_inv, digest)
+        return ReceivedPiece(part, None, delta, scale_inv, digest)
 
     def _check(self, part: TensorPart, scale_inv: Tensor | None) -> None:
         if scale_inv is not None:
             text = f"refit {self.version}: {part.name} has a scale that is not finite"
-            self.readings.finite(scale_inv, partial(RefitError, text))
+            self.checks.check_finite(scale_inv, partial(RefitError, text))

@@ -13,7 +13,7 @@ from nemo_fp8rl.refit.bridge import Transport
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
 from nemo_fp8rl.refit.reports import LinkId, SendReport
 from nemo_fp8rl.refit.sender.weight_sender import Link, WeightSender
-from nemo_fp8rl.refit.transport.handshake import Post
+from nemo_fp8rl.refit.transport.handshake import Listener
 from nemo_fp8rl.refit.transport.in_process import in_process_link
 from nemo_fp8rl.refit.transport.link import HOST, LinkError, SendingEnd
 
@@ -42,7 +42,7 @@ class SendingRank:
     ) -> None:
         self.sender = WeightSender(parts, scale_format)
         self.timeout, self.device = timeout, device
-        self.post = None if transport == "in_process" else Post(transport, host, token, timeout, device)
+        self.post = None if transport == "in_process" else Listener(transport, host, token, timeout, device)
         self.ends: dict[tuple[int, int], Future[SendingEnd]] = {}
         self.routes: dict[tuple[int, int], Route] = {}
         self.accepting = ThreadPoolExecutor(ENGINE_RANKS, "refit-accept")  # one that never calls keeps a thread

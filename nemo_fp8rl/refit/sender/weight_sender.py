@@ -25,15 +25,15 @@ from nemo_fp8rl.fp8 import (
 )
 from nemo_fp8rl.fp8.delta import Delta
 from nemo_fp8rl.fp8.format import count_nans, describe_non_finite, is_finite
-from nemo_fp8rl.refit.deferred_checks import Mark, Readings, on_gpu
+from nemo_fp8rl.refit.deferred_checks import DeferredChecks, PendingDigest, on_gpu
 from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart, blocks_of
 from nemo_fp8rl.refit.message import Content, Encoding, Entry
 from nemo_fp8rl.refit.reports import LinkId, SendReport, StageTimer
-from nemo_fp8rl.refit.sender.bucket_writer import Outgoing
+from nemo_fp8rl.refit.sender.bucket_writer import BucketWriter
 from nemo_fp8rl.refit.transport.link import LinkError, SendingEnd
 
-DELTA_FROM = 1 << 14
+MIN_DELTA_BYTES = 1 << 14
 """Bytes below which a piece is sent whole: a delta of it would hardly be smaller."""
 
 
@@ -126,8 +126,8 @@ class WeightSender:
             if payload is not room:
                 room.copy_(payload)
         with sending.report.time_stage("encode"):
-            mark = sending.readings.digest(content) if digests else Mark()
-            if keep and part.data_bytes >= DELTA_FROM:
+            mark = sending.checks.take_digest(content) if digests else PendingDigest()
+            if keep and part.data_bytes >= MIN_DELTA_BYTES:
                 self._kept(part, values.device).copy_(payload)
         sending.add(piece, room, "full", mark)
 
@@ -137,7 +137,7 @@ class WeightSender:
         with sending.quantizing(part):
             delta = self._update(sending, part, values, content)
         with sending.report.time_stage("encode"):
-            mark = sending.readings.digest(content) if digests else Mark()
+            mark = sending.checks.take_digest(content) if digests else PendingDigest()
             message = delta.encode() if delta is not None else b""
         if delta is None or len(message) >= part.data_bytes // 2:
             if (room := sending.room(piece, part.nbytes)) is not None:
@@ -187,8 +187,8 @@ class _Sending:
     """The links of one refit, as long as they hold."""
 
     def __init__(self, version: int, links: Mapping[LinkId, Link]) -> None:
-        self.report, self.readings = SendReport(), Readings()
-        self.going = {i: Outgoing(link.end, version, self._flush, self.readings) for i, link in links.items()}
+        self.report, self.checks = SendReport(), DeferredChecks()
+        self.going = {i: BucketWriter(link.end, version, self._flush, self.checks) for i, link in links.items()}
         self.pieces: dict[str, list[Piece]] = {}
         found: dict[tuple[str, Region], Piece] = {}
         for i, link in links.items():
@@ -216,14 +216,14 @@ class _Sending:
 
     def check_finite(self, part: TensorPart, tensor: Tensor) -> None:
         if on_gpu(tensor):
-            self.readings.finite(tensor, lambda: NonFiniteError(f"{_place(part)} are not finite"))
+            self.checks.check_finite(tensor, lambda: NonFiniteError(f"{_place(part)} are not finite"))
         elif not is_finite(tensor):
             raise NonFiniteError(describe_non_finite(tensor))
 
     def check_codes(self, part: TensorPart, quantized: BlockScaled) -> None:
         count = count_nans(quantized.data)
         if on_gpu(count):
-            self.readings.number(count, partial(_refuse_codes, part))
+            self.checks.read(count, partial(_refuse_codes, part))
             self.check_finite(part, quantized.scale_inv)
         elif count or not is_finite(quantized.scale_inv):
             raise NonFiniteError(f"{int(count)} of {quantized.data.numel()} FP8 values, or their scales, are NaN")
@@ -235,7 +235,7 @@ class _Sending:
                 return self.going[i].room(nbytes)
         return None
 
-    def add(self, piece: Piece, payload: Tensor, encoding: Encoding, mark: Mark) -> None:
+    def add(self, piece: Piece, payload: Tensor, encoding: Encoding, mark: PendingDigest) -> None:
         """Make an entry of what `room` gave, and copy it to the other links that want the piece."""
         first, nbytes = next(self._open_links(piece.targets)), payload.nbytes
         for i in self._open_links(piece.targets):
@@ -247,9 +247,9 @@ class _Sending:
 
     def finish(self, abort: str = "") -> None:
         if abort:  # what is in buckets is not to be read any more, nor to go out while another link is waited for
-            self.readings = Readings()
+            self.checks = DeferredChecks()
             for outgoing in self.going.values():
-                outgoing.drop(self.readings)
+                outgoing.drop(self.checks)
         for i in self._open_links(list(self.going)):
             with self._or_failed(i), self.report.time_stage("send"):
                 self.going[i].send(last=True, abort=abort)

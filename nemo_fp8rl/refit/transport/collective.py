@@ -21,7 +21,7 @@ from torch import Tensor
 from nemo_fp8rl.refit.transport import link_threads
 from nemo_fp8rl.refit.transport.control import Control
 from nemo_fp8rl.refit.transport.double_buffer import Receiver, Sender
-from nemo_fp8rl.refit.transport.link import BUFFERS, LinkError, ReceivingEnd, SendingEnd, patience
+from nemo_fp8rl.refit.transport.link import BUFFERS, LinkError, ReceivingEnd, SendingEnd, timeout_text
 
 SOURCE, SINK = 0, 1
 """Ranks in the group."""
@@ -141,7 +141,9 @@ def _group(
     finally:
         given_up.set()
     if (error := made.exception()) is not None:
-        raise LinkError(f"no process group with {control.other} within {patience(control.timeout)} ({error})") from None
+        raise LinkError(
+            f"no process group with {control.other} within {timeout_text(control.timeout)} ({error})"
+        ) from None
     control.say(joined=True)
     if not heard:
         control.hear(joined=bool)
@@ -185,5 +187,5 @@ def _finish(work: dist.Work, control: Control) -> None:
         work.wait(timedelta(seconds=control.timeout))
     except RuntimeError as error:
         raise LinkError(
-            f"no payload moved with {control.other} in {patience(control.timeout)}, or it is gone ({error})"
+            f"no payload moved with {control.other} in {timeout_text(control.timeout)}, or it is gone ({error})"
         ) from None

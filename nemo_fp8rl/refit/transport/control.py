@@ -12,7 +12,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
-from nemo_fp8rl.refit.transport.link import LinkError, patience
+from nemo_fp8rl.refit.transport.link import LinkError, timeout_text
 
 MAX_GREETING = 64 << 10
 """Bytes of a greeting."""
@@ -46,7 +46,7 @@ class Control:
         """The next message, at most `limit` bytes. forever: it may begin at any time."""
         with _Explained(self):
             if not self._arriving.poll(None if forever else self.timeout * 1000):
-                raise LinkError(f"{self.other} was silent for {patience(self.timeout)}")
+                raise LinkError(f"{self.other} was silent for {timeout_text(self.timeout)}")
             return self._connection.recv_bytes(limit)
 
     def readable(self, within: float = 0.0) -> bool:
@@ -117,7 +117,7 @@ class _Explained:
         control = self.control
         if isinstance(error, BlockingIOError):  # SO_RCVTIMEO, SO_SNDTIMEO
             control.close()  # where the next message begins is lost
-            raise LinkError(f"{control.other} stopped within a message for {patience(control.timeout)}") from None
+            raise LinkError(f"{control.other} stopped within a message for {timeout_text(control.timeout)}") from None
         if isinstance(error, (EOFError, OSError)):
             if control.closed:
                 raise LinkError(f"the link with {control.other} is closed") from None

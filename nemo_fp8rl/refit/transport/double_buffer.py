@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nemo_fp8rl.refit.transport import link_threads
 from nemo_fp8rl.refit.transport.control import Control
-from nemo_fp8rl.refit.transport.link import BUFFERS, MAX_HEADER, LinkError, check_message, patience
+from nemo_fp8rl.refit.transport.link import BUFFERS, MAX_HEADER, LinkError, check_message, timeout_text
 
 _MESSAGE = struct.Struct("<cQ")
 _RELEASE = b"R"
@@ -29,12 +29,12 @@ class Sender:
         self._sent = self._released = 0
         self._filling = False
 
-    def free(self, within: float) -> bool:
+    def has_free_buffer(self, within: float) -> bool:
         while self._sent - self._released == BUFFERS and self._control.readable(within):
             self._hear_release()
         return self._sent - self._released < BUFFERS
 
-    def buffer(self) -> Tensor:
+    def acquire_buffer(self) -> Tensor:
         while self._sent - self._released == BUFFERS or self._control.readable():
             self._hear_release()
         slot = self._sent % BUFFERS
@@ -85,7 +85,9 @@ class Receiver:
         try:
             message = self._arrived.get(timeout=self._control.timeout)
         except Empty:
-            raise LinkError(f"no message from {self._control.other} within {patience(self._control.timeout)}") from None
+            raise LinkError(
+                f"no message from {self._control.other} within {timeout_text(self._control.timeout)}"
+            ) from None
         if isinstance(message, LinkError):
             self._arrived.put(message)
             raise LinkError(str(message))

@@ -1,4 +1,4 @@
-"""Where links begin: a source rank keeps a post, sink ranks dial it by name, and both prove that they know the token.
+"""Where links begin: a source rank listens, sink ranks connect to it by name, and both prove that they know the token.
 
 sink                                source
 connect                             accept, one thread a caller
@@ -22,20 +22,30 @@ import torch.distributed as dist
 
 from nemo_fp8rl.refit.transport import collective, cuda_ipc, nixl, shared_memory
 from nemo_fp8rl.refit.transport.control import Control
-from nemo_fp8rl.refit.transport.link import HOST, Asked, Between, LinkError, ReceivingEnd, SendingEnd, patience
+from nemo_fp8rl.refit.transport.link import (
+    HOST,
+    LinkError,
+    ProcessTransport,
+    ReceivingEnd,
+    SendingEnd,
+    TransportChoice,
+    timeout_text,
+)
 
 GREETINGS, GREETING_SECONDS = 64, 10.0
 """Callers that may be greeting at once, and for how long: who does not know the token gets no more of this process."""
 
 
-class Post:
+class Listener:
     """Listens on `host` alone, at `address`. timeout: seconds of every wait here and on the links made here.
     device: of the weights.
 
     A caller without the token, or one that says nothing, is dropped and keeps nobody else waiting.
     """
 
-    def __init__(self, transport: Asked, host: str, token: str, timeout: float, device: torch.device = HOST) -> None:
+    def __init__(
+        self, transport: TransportChoice, host: str, token: str, timeout: float, device: torch.device = HOST
+    ) -> None:
         if not token:
             raise ValueError("the run's token is empty: anyone could send weights")
         self._transport, self._token, self._timeout, self._device = transport, token, timeout, device
@@ -88,7 +98,7 @@ class Post:
         logging.getLogger(__name__).warning("%s: what it takes goes through the host's shared memory", why)
         return self._offer("shared_memory", control, capacity)
 
-    def _offer(self, transport: Between, control: Control, capacity: int) -> SendingEnd:
+    def _offer(self, transport: ProcessTransport, control: Control, capacity: int) -> SendingEnd:
         control.say(transport=transport, capacity=capacity)
         match transport:
             case "shared_memory":
@@ -101,7 +111,7 @@ class Post:
                 store = self._meeting()
                 return collective.offer(control, capacity, store, store.port)
 
-    def _suited(self, domain: str) -> Between:
+    def _suited(self, domain: str) -> ProcessTransport:
         if self._transport != "nearest":
             return self._transport
         if domain != shared_memory.domain():
@@ -124,7 +134,7 @@ class Post:
                 if self._closed:
                     raise LinkError("the post is closed")
                 if not in_time:
-                    raise LinkError(f"{name} did not call within {patience(self._timeout)}")
+                    raise LinkError(f"{name} did not call within {timeout_text(self._timeout)}")
                 caller = self._callers.pop(name)
                 with suppress(LinkError):
                     if not caller.control.readable():  # else its process died while it waited, and may call again
@@ -182,7 +192,9 @@ class _Caller(NamedTuple):
     domain: str
 
 
-def dial(address: tuple[str, int], token: str, name: str, timeout: float, device: torch.device = HOST) -> ReceivingEnd:
+def connect(
+    address: tuple[str, int], token: str, name: str, timeout: float, device: torch.device = HOST
+) -> ReceivingEnd:
     """The link from the source whose post is at `address`; waits until it accepts `name`. timeout: seconds of a wait.
     device: where the weights go.
 

@@ -7,7 +7,15 @@ from threading import Condition
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.refit.transport.link import BUFFERS, HOST, LinkError, ReceivingEnd, SendingEnd, check_message, patience
+from nemo_fp8rl.refit.transport.link import (
+    BUFFERS,
+    HOST,
+    LinkError,
+    ReceivingEnd,
+    SendingEnd,
+    check_message,
+    timeout_text,
+)
 
 
 def in_process_link(capacity: int, timeout: float, device: torch.device = HOST) -> tuple[SendingEnd, ReceivingEnd]:
@@ -32,7 +40,7 @@ class _Exchange:
         if self.closed:
             raise LinkError("the link is closed")
         if not in_time:
-            raise LinkError(f"no {what} within {patience(self.timeout)}")
+            raise LinkError(f"no {what} within {timeout_text(self.timeout)}")
 
     def close(self) -> None:
         with self.changed:
@@ -46,12 +54,12 @@ class _Sending:
         self._buffers: list[Tensor] = []
         self._filling: Tensor | None = None
 
-    def free(self, within: float) -> bool:
+    def has_free_buffer(self, within: float) -> bool:
         link = self._exchange
         with link.changed:
             return link.changed.wait_for(lambda: link.closed or link.sent - link.released < BUFFERS, within)
 
-    def buffer(self) -> Tensor:
+    def acquire_buffer(self) -> Tensor:
         link = self._exchange
         with link.changed:
             link.wait_for(lambda: link.sent - link.released < BUFFERS, "free buffer")

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from nemo_fp8rl.refit.manifest import RefitError
 
-Between = Literal["shared_memory", "cuda_ipc", "nixl", "collective"]
+ProcessTransport = Literal["shared_memory", "cuda_ipc", "nixl", "collective"]
 """How messages travel between processes."""
-Asked = Between | Literal["nearest"]
+TransportChoice = ProcessTransport | Literal["nearest"]
 """nearest: memory that both ends have, of a GPU where the weights are on one and the sink can map it; collective where
 they have none."""
 BUFFERS = 2
@@ -31,7 +31,7 @@ class LinkError(RefitError):
     """The other side is gone, silent, or said something that is not a message."""
 
 
-def patience(seconds: float) -> str:
+def timeout_text(seconds: float) -> str:
     """The length of a wait, for an error, with the key that says it."""
     return f"{seconds:g} s, a share of cluster.engine_timeout_seconds"
 
@@ -39,17 +39,17 @@ def patience(seconds: float) -> str:
 class SendingEnd(Protocol):
     """Belongs to one thread, except close()."""
 
-    def buffer(self) -> Tensor:
+    def acquire_buffer(self) -> Tensor:
         """uint8 [capacity] to fill: the same one until send(). Waits until one of the two is free.
 
         Raises LinkError where the other side is gone or silent, or the link closed.
         """
 
-    def free(self, within: float) -> bool:
+    def has_free_buffer(self, within: float) -> bool:
         """Whether buffer() would not wait, or will not any more within so many seconds. Raises LinkError as it does."""
 
     def send(self, header: bytes, nbytes: int) -> None:
-        """Hand over the first nbytes of the buffer from the last buffer() call, which are there: see `settle`.
+        """Hand over the first nbytes of the buffer from the last buffer() call, which are there: see `finish_gpu_work`.
 
         Raises LinkError as buffer() does.
         """
@@ -68,7 +68,7 @@ class ReceivingEnd(Protocol):
         """
 
     def release(self) -> None:
-        """The memory of the oldest message not yet released may be overwritten: see `settle`.
+        """The memory of the oldest message not yet released may be overwritten: see `finish_gpu_work`.
 
         A sender that is gone is no error.
         """
@@ -77,7 +77,7 @@ class ReceivingEnd(Protocol):
         """End the link for both sides, whatever waits on either. May be repeated."""
 
 
-def settle(buffer: Tensor) -> None:
+def finish_gpu_work(buffer: Tensor) -> None:
     """Return when a GPU has done what this thread asked of it with a buffer there: links know nothing of streams."""
     if buffer.is_cuda:
         torch.cuda.current_stream(buffer.device).synchronize()

@@ -27,7 +27,7 @@ from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.refit.transport import cuda_memory, link_threads
 from nemo_fp8rl.refit.transport.control import Control
 from nemo_fp8rl.refit.transport.double_buffer import Receiver, Sender
-from nemo_fp8rl.refit.transport.link import BUFFERS, GRACE, LinkError, ReceivingEnd, SendingEnd, patience
+from nemo_fp8rl.refit.transport.link import BUFFERS, GRACE, LinkError, ReceivingEnd, SendingEnd, timeout_text
 
 POLL, IDLE, BUSY = 0.0005, 0.02, 30.0
 """Seconds: between looks at what others ask of this process, and while they ask for nothing; the latter begins so long
@@ -231,7 +231,9 @@ class _NixlReceiver(Receiver):
                 if self._control.closed:
                     raise LinkError(f"the link with {self._control.other} is closed")
                 if time.monotonic() > deadline:
-                    raise LinkError(f"no payload came from {self._control.other} in {patience(self._control.timeout)}")
+                    raise LinkError(
+                        f"no payload came from {self._control.other} in {timeout_text(self._control.timeout)}"
+                    )
                 time.sleep(POLL)
         except LinkError:
             raise

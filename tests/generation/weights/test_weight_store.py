@@ -16,11 +16,11 @@ from nemo_fp8rl.common.region import index
 from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.weights.weight_store import WeightStore
-from nemo_fp8rl.refit.digest import xxh3
+from nemo_fp8rl.refit.digest import xxh3_digest
 from nemo_fp8rl.refit.manifest import Sources
 from nemo_fp8rl.refit.message import Header
 from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink
-from nemo_fp8rl.refit.route_plan import aligned
+from nemo_fp8rl.refit.route_plan import align_up
 from nemo_fp8rl.refit.sender.weight_sender import Link, WeightSender
 from nemo_fp8rl.refit.transport.in_process import in_process_link
 from tests.conftest import RECIPES
@@ -73,7 +73,7 @@ def at_k_scale(link: IncomingLink, change: Callable[[Tensor], str]) -> Callable[
         header, payload = Header.decode(message[0]), message[1]
         entries, at = list(header.entries), 0
         for i, entry in enumerate(entries):
-            at = aligned(at)
+            at = align_up(at)
             if link.route[entry.piece].name == K_SCALE:
                 digest = change(payload[at : at + 4]) or entry.digest
                 entries[i] = entry._replace(digest=digest.removeprefix(NO_DIGEST))
@@ -136,7 +136,7 @@ def test_a_kv_scale_that_no_cache_can_have_is_refused(pair, value):
 
     def put(scale: Tensor) -> str:
         scale.copy_(torch.frombuffer(bytearray(struct.pack("<f", value)), dtype=torch.uint8))
-        return xxh3(scale)
+        return xxh3_digest(scale)
 
     refusal = answer(pair, put, later=1)
     assert refusal == f"refit {pair.bridge.version + 1}: {K_SCALE} is {value}; a KV scale is finite and above 0"
@@ -198,7 +198,7 @@ def test_a_trainer_rank_that_is_ahead_waits_for_the_others(pair):
     links: list[Link] = []
     incoming = []
     for (route,) in Sources(sources).routes([store.parts], 1 << 20):
-        sending, receiving = in_process_link(max(aligned(piece.nbytes) for piece in route), 60.0)
+        sending, receiving = in_process_link(max(align_up(piece.nbytes) for piece in route), 60.0)
         links.append(Link(sending, route))
         incoming.append(IncomingLink(Tampered(receiving, counted), route))
     with ThreadPoolExecutor() as threads:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.refit.manifest import RefitError, Sources, TensorPart
-from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink, received
+from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink, receive_pieces
 from nemo_fp8rl.refit.reports import SendReport
 from nemo_fp8rl.refit.sender.weight_sender import Link, WeightSender
 from nemo_fp8rl.refit.transport.in_process import in_process_link
@@ -58,7 +58,7 @@ class Linked:
         """Bytes that lay in modules without all of theirs, at most, as a loader keeps them."""
         missing = Counter(MODULES[part.name] for link in self.incoming[engine] for part in link.route)
         kept, most = Counter[tuple[str, bool]](), 0
-        for item in received(self.incoming[engine], 0, modules):
+        for item in receive_pieces(self.incoming[engine], 0, modules):
             self.taken += 1
             time.sleep(next(delays))
             module = MODULES[item.part.name]

@@ -26,11 +26,11 @@ from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.refit.transport import collective, cuda_ipc, cuda_memory, nixl, shared_memory
 from nemo_fp8rl.refit.transport.control import Control
 from nemo_fp8rl.refit.transport.double_buffer import Sender
-from nemo_fp8rl.refit.transport.handshake import GREETINGS, Post, dial
+from nemo_fp8rl.refit.transport.handshake import GREETINGS, Listener, connect
 from nemo_fp8rl.refit.transport.in_process import in_process_link
 from nemo_fp8rl.refit.transport.link import MAX_HEADER, LinkError
-from tests.refit.far import Far, Near
 from tests.refit.memory_engine import TRANSPORTS
+from tests.refit.remote_end import LocalEnd, RemoteEnd
 from tests.refit.transport import fake_cuda_runtime
 
 CAPACITY = 100_003
@@ -48,7 +48,7 @@ def closing() -> Iterator[list[Any]]:
     things: list[Any] = []
     yield things
     for thing in reversed(things):
-        thing.kill() if isinstance(thing, Far) else thing.close()
+        thing.kill() if isinstance(thing, RemoteEnd) else thing.close()
 
 
 @pytest.fixture
@@ -59,16 +59,16 @@ def linked(closing: list[Any]) -> Callable[..., tuple[Any, Any]]:
         if transport == "in_process":
             sender, receiver = in_process_link(CAPACITY, timeout)
             closing.append(sender)
-            return sender, Near(receiver)
-        post, far = Post(transport, "127.0.0.1", TOKEN, LONG), Far()  # type: ignore[arg-type]
-        closing.extend([post, far])
-        far.start("dial", post.address, TOKEN, "sink", LONG)
+            return sender, LocalEnd(receiver)
+        post, remote = Listener(transport, "127.0.0.1", TOKEN, LONG), RemoteEnd()  # type: ignore[arg-type]
+        closing.extend([post, remote])
+        remote.start("connect", post.address, TOKEN, "sink", LONG)
         sender: Any = post.accept("sink", CAPACITY)
         closing.append(sender)
-        far.result()
+        remote.result()
         sender._control.timeout = timeout  # once the link stands: a loaded machine may take its time
-        far.wait_at_most(timeout)
-        return sender, far
+        remote.wait_at_most(timeout)
+        return sender, remote
 
     return make
 
@@ -80,9 +80,9 @@ def both_here(closing: list[Any]) -> Callable[..., tuple[Any, Any]]:
     def make(transport: Any, timeout: float = LONG, capacity: int = CAPACITY) -> tuple[Any, Any]:
         if transport == "in_process":
             return in_process_link(capacity, timeout)
-        post = Post(transport, "127.0.0.1", TOKEN, LONG)
+        post = Listener(transport, "127.0.0.1", TOKEN, LONG)
         closing.append(post)
-        dialing = later(dial, post.address, TOKEN, "sink", LONG)
+        dialing = later(connect, post.address, TOKEN, "sink", LONG)
         ends = (post.accept("sink", capacity), dialing.result(LONG))
         for end in ends:
             end._control.timeout = timeout  # type: ignore[attr-defined]
@@ -101,7 +101,7 @@ def later(call: Callable[..., Any], *args: Any) -> Future[Any]:
 
 
 def fill_and_send(sender: Any, header: bytes, payload: bytes) -> None:
-    buffer = sender.buffer()
+    buffer = sender.acquire_buffer()
     assert buffer.dtype == torch.uint8
     assert buffer.shape == (CAPACITY,)
     if payload:
@@ -146,7 +146,7 @@ def test_the_sender_runs_one_message_ahead_and_no_further(linked, transport):
     sender, receiver = linked(transport)
     fill_and_send(sender, b"a", b"A" * CAPACITY)
     assert receiver.receive() == (b"a", b"A" * CAPACITY)
-    assert later(sender.buffer).result(AT_ONCE) is not None  # while the receiver holds one
+    assert later(sender.acquire_buffer).result(AT_ONCE) is not None  # while the receiver holds one
     fill_and_send(sender, b"b", b"B" * CAPACITY)
     assert receiver.receive() == (b"b", b"B" * CAPACITY)
     third = later(fill_and_send, sender, b"c", b"C" * CAPACITY)
@@ -172,8 +172,8 @@ def test_a_message_may_wait_unreleased_for_longer_than_the_timeout(linked, trans
 
 @pytest.fixture(scope="module")
 def one_link() -> Iterator[tuple[Any, Any]]:
-    post = Post("shared_memory", "127.0.0.1", TOKEN, LONG)
-    dialing = later(dial, post.address, TOKEN, "sink", LONG)
+    post = Listener("shared_memory", "127.0.0.1", TOKEN, LONG)
+    dialing = later(connect, post.address, TOKEN, "sink", LONG)
     sender = post.accept("sink", CAPACITY)
     yield sender, dialing.result(LONG)
     sender.close()
@@ -199,7 +199,7 @@ def test_any_messages_come_out_as_they_went_in(one_link, messages):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_what_no_message_can_be_is_not_sent(linked, transport):
     sender, receiver = linked(transport)
-    sender.buffer()
+    sender.acquire_buffer()
     for header, nbytes in [(b"h" * (MAX_HEADER + 1), 1), (b"h", CAPACITY + 1), (b"h", -1)]:
         with fails("bytes"):
             sender.send(header, nbytes)
@@ -211,7 +211,7 @@ def test_what_no_message_can_be_is_not_sent(linked, transport):
 def test_buffers_are_aligned_for_every_dtype(both_here, transport):
     sender, receiver = both_here(transport, capacity=1001)
     for _ in range(2):
-        buffer = sender.buffer()
+        buffer = sender.acquire_buffer()
         assert buffer.data_ptr() % 64 == 0
         sender.send(b"", 8)
         assert receiver.receive()[1].data_ptr() % 64 == 0
@@ -228,7 +228,7 @@ def test_silence_ends_in_a_link_error_that_names_the_seconds(linked, transport):
     for _ in range(2):
         fill_and_send(sender, b"", b"x")
     with fails("0.5 s"):
-        sender.buffer()
+        sender.acquire_buffer()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -241,7 +241,7 @@ def test_closing_the_sender_wakes_a_receiver_that_waits(linked, transport):
     with fails():
         waiting.result(LONG)
     with fails():
-        sender.buffer()
+        sender.acquire_buffer()
     with fails():
         receiver.receive()
 
@@ -252,14 +252,14 @@ def test_close_wakes_both_sides_when_the_sender_waits(linked, transport, closer)
     sender, receiver = linked(transport)
     for _ in range(2):
         fill_and_send(sender, b"", b"x")
-    waiting = later(sender.buffer)
+    waiting = later(sender.acquire_buffer)
     time.sleep(0.2)
     for _ in range(2):
         (sender if closer == "sender" else receiver).close()
     with fails():
         waiting.result(LONG)
     with fails():
-        sender.buffer()
+        sender.acquire_buffer()
     if closer == "receiver":
         with fails("closed"):
             receiver.receive()
@@ -274,22 +274,22 @@ def test_a_receiver_can_be_closed_while_it_waits(both_here, transport):
     with fails("closed"):
         waiting.result(LONG)
     with fails():
-        sender.buffer()
+        sender.acquire_buffer()
 
 
 @pytest.mark.parametrize("transport", BETWEEN)
 def test_a_killed_sender_ends_the_receivers_wait(closing, transport):
-    far = Far()
-    closing.append(far)
-    address = far.listen(transport, TOKEN, LONG)
-    far.start("accept", "sink", CAPACITY)
-    receiver = dial(address, TOKEN, "sink", LONG)
-    far.result()
-    far.fill_and_send(b"the last", b"words" * 1000)
+    remote = RemoteEnd()
+    closing.append(remote)
+    address = remote.listen(transport, TOKEN, LONG)
+    remote.start("accept", "sink", CAPACITY)
+    receiver = connect(address, TOKEN, "sink", LONG)
+    remote.result()
+    remote.fill_and_send(b"the last", b"words" * 1000)
     header, payload = receiver.receive()
     waiting = later(receiver.receive)
     time.sleep(0.2)
-    far.kill()
+    remote.kill()
     with fails("gone"):
         waiting.result(LONG)
     with fails("gone"):
@@ -303,13 +303,13 @@ def test_a_killed_receiver_ends_the_senders_wait(linked, transport):
     sender, receiver = linked(transport)
     for _ in range(2):
         fill_and_send(sender, b"", b"x" * CAPACITY)
-    waiting = later(sender.buffer)
+    waiting = later(sender.acquire_buffer)
     time.sleep(0.2)
     receiver.kill()
     with fails("gone"):
         waiting.result(LONG)
     with fails("gone"):
-        sender.buffer()
+        sender.acquire_buffer()
 
 
 @pytest.mark.parametrize("transport", BETWEEN)
@@ -317,7 +317,7 @@ def test_a_killed_receiver_is_noticed_while_a_buffer_is_free(linked, transport):
     sender, receiver = linked(transport)
     receiver.kill()
     with fails("gone"):
-        sender.buffer()
+        sender.acquire_buffer()
 
 
 @pytest.mark.parametrize("transport", BETWEEN)
@@ -442,7 +442,7 @@ def test_garbage_for_the_receiver_is_a_link_error(both_here, transport, said):
             receiver.receive()
     with fails():  # the sender learns it too
         for _ in range(100):
-            sender.buffer()
+            sender.acquire_buffer()
             time.sleep(0.02)
 
 
@@ -455,7 +455,7 @@ def test_garbage_for_the_sender_is_a_link_error(both_here, said, full):
     os.write(receiver._control._connection.fileno(), said * 3)  # three releases for two messages
     with fails():
         for _ in range(100):
-            sender.buffer()
+            sender.acquire_buffer()
             time.sleep(0.02)
     with fails():
         receiver.receive() and receiver.receive() and receiver.receive()
@@ -490,17 +490,17 @@ def connected(timeout: float) -> Iterator[tuple[Control, Control]]:
 
 
 def test_a_wrong_token_is_refused_and_disturbs_nobody(closing, both_here):
-    post = Post("shared_memory", "127.0.0.1", TOKEN, LONG)
+    post = Listener("shared_memory", "127.0.0.1", TOKEN, LONG)
     closing.append(post)
     with fails("token differs"):
-        dial(post.address, "another run's", "sink", LONG)
-    dialing = later(dial, post.address, TOKEN, "sink", LONG)
+        connect(post.address, "another run's", "sink", LONG)
+    dialing = later(connect, post.address, TOKEN, "sink", LONG)
     closing.extend([post.accept("sink", CAPACITY), dialing.result(AT_ONCE)])
 
 
 def test_a_run_has_a_token():
     with pytest.raises(ValueError, match="empty"):
-        Post("shared_memory", "127.0.0.1", "", LONG)
+        Listener("shared_memory", "127.0.0.1", "", LONG)
 
 
 STRANGERS = [
@@ -516,14 +516,14 @@ STRANGERS = [
 
 
 def test_strangers_neither_block_nor_break_the_others_and_are_dropped(closing):
-    post = Post("collective", "127.0.0.1", TOKEN, 2.0)
+    post = Listener("collective", "127.0.0.1", TOKEN, 2.0)
     closing.append(post)
     strangers = [socket.create_connection(post.address) for _ in STRANGERS]
     closing.extend(strangers)
     for stranger, said in zip(strangers, STRANGERS, strict=True):
         stranger.sendall(said)
     start = time.monotonic()
-    dialing = later(dial, post.address, TOKEN, "sink", LONG)
+    dialing = later(connect, post.address, TOKEN, "sink", LONG)
     closing.extend([post.accept("sink", CAPACITY), dialing.result(AT_ONCE)])
     assert time.monotonic() - start < 1.5  # before the silent one's deadline
     for stranger in strangers:
@@ -536,7 +536,7 @@ def test_strangers_neither_block_nor_break_the_others_and_are_dropped(closing):
 
 
 def test_a_stranger_that_drips_is_dropped(closing):
-    post = Post("shared_memory", "127.0.0.1", TOKEN, 1.0)
+    post = Listener("shared_memory", "127.0.0.1", TOKEN, 1.0)
     stranger = socket.create_connection(post.address)
     closing.extend([post, stranger])
     stranger.sendall(struct.pack("!i", 200))
@@ -547,7 +547,7 @@ def test_a_stranger_that_drips_is_dropped(closing):
 
 
 @contextmanager
-def caller(post: Post, **greeting: Any) -> Iterator[Control]:
+def caller(post: Listener, **greeting: Any) -> Iterator[Control]:
     """A sink that knows the token and then says what it likes."""
     control = Control(socket.create_connection(post.address), LONG, "the source")
     control.authenticate(TOKEN, calling=True)
@@ -558,7 +558,7 @@ def caller(post: Post, **greeting: Any) -> Iterator[Control]:
 
 @pytest.mark.parametrize("said", [b"", b"[]", b"null", b"{}", b'{"name": 3}', b"\xff", b"[" * 10_000, b" " * 100_000])
 def test_a_greeting_that_is_none_is_dropped(closing, said):
-    post = Post("shared_memory", "127.0.0.1", TOKEN, LONG)
+    post = Listener("shared_memory", "127.0.0.1", TOKEN, LONG)
     closing.append(post)
     control = Control(socket.create_connection(post.address), LONG, "the source")
     control.authenticate(TOKEN, calling=True)
@@ -569,20 +569,20 @@ def test_a_greeting_that_is_none_is_dropped(closing, said):
 
 def test_strangers_that_say_nothing_take_little_and_keep_nobody_out(closing, monkeypatch):
     monkeypatch.setattr("nemo_fp8rl.refit.transport.handshake.GREETING_SECONDS", 0.3)
-    post = Post("shared_memory", "127.0.0.1", TOKEN, LONG)
+    post = Listener("shared_memory", "127.0.0.1", TOKEN, LONG)
     closing.append(post)
     before = threading.active_count()
     strangers = [socket.create_connection(post.address) for _ in range(150)]
     time.sleep(0.1)
     assert threading.active_count() - before <= 2 * GREETINGS
-    sink = later(dial, post.address, TOKEN, "sink", LONG)
+    sink = later(connect, post.address, TOKEN, "sink", LONG)
     closing.extend([post.accept("sink", CAPACITY), sink.result(LONG)])
     for stranger in strangers:
         stranger.close()
 
 
 def test_a_post_without_a_thread_for_a_caller_goes_on(closing, monkeypatch):
-    post = Post("shared_memory", "127.0.0.1", TOKEN, LONG)
+    post = Listener("shared_memory", "127.0.0.1", TOKEN, LONG)
     closing.append(post)
     start, refused = threading.Thread.start, []
 
@@ -594,19 +594,19 @@ def test_a_post_without_a_thread_for_a_caller_goes_on(closing, monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", none_left)
     with fails("gone"):
-        dial(post.address, TOKEN, "first", LONG)
-    second = later(dial, post.address, TOKEN, "second", LONG)
+        connect(post.address, TOKEN, "first", LONG)
+    second = later(connect, post.address, TOKEN, "second", LONG)
     closing.extend([post.accept("second", CAPACITY), second.result(LONG)])
     assert refused
 
 
 def test_the_last_caller_of_a_name_counts(closing):
-    post = Post("shared_memory", "127.0.0.1", TOKEN, LONG)
+    post = Listener("shared_memory", "127.0.0.1", TOKEN, LONG)
     closing.append(post)
-    first = later(dial, post.address, TOKEN, "sink", LONG)
+    first = later(connect, post.address, TOKEN, "sink", LONG)
     while "sink" not in post._callers:
         time.sleep(0.01)
-    second = later(dial, post.address, TOKEN, "sink", LONG)
+    second = later(connect, post.address, TOKEN, "sink", LONG)
     with fails("gone"):
         first.result(LONG)
     sender = post.accept("sink", CAPACITY)
@@ -616,14 +616,14 @@ def test_the_last_caller_of_a_name_counts(closing):
 
 
 def test_a_caller_that_left_is_passed_over(closing):
-    post = Post("shared_memory", "127.0.0.1", TOKEN, LONG)
+    post = Listener("shared_memory", "127.0.0.1", TOKEN, LONG)
     closing.append(post)
     with caller(post, name="sink"):
         while "sink" not in post._callers:
             time.sleep(0.01)
     accepting = later(post.accept, "sink", CAPACITY)
     time.sleep(0.1)
-    dialing = later(dial, post.address, TOKEN, "sink", LONG)
+    dialing = later(connect, post.address, TOKEN, "sink", LONG)
     closing.extend([accepting.result(AT_ONCE), dialing.result(AT_ONCE)])
 
 
@@ -637,7 +637,7 @@ def test_a_caller_that_left_is_passed_over(closing):
     ],
 )
 def test_the_nearest_is_chosen_for_each_sink(closing, device, where, transport):
-    post = Post("nearest", "127.0.0.1", TOKEN, LONG, torch.device(device))
+    post = Listener("nearest", "127.0.0.1", TOKEN, LONG, torch.device(device))
     closing.append(post)
     with caller(post, name="sink", domain=shared_memory.domain() if where == "here" else "elsewhere") as control:
         accepting = later(post.accept, "sink", CAPACITY)
@@ -647,14 +647,14 @@ def test_the_nearest_is_chosen_for_each_sink(closing, device, where, transport):
 
 
 def test_near_and_far_sinks_of_one_post_get_the_same_messages(closing, monkeypatch):
-    post = Post("nearest", "127.0.0.1", TOKEN, LONG)
+    post = Listener("nearest", "127.0.0.1", TOKEN, LONG)
     closing.append(post)
-    dialing = {"near": later(dial, post.address, TOKEN, "near", LONG)}
+    dialing = {"near": later(connect, post.address, TOKEN, "near", LONG)}
     until(lambda: "near" in post._callers)
     here = shared_memory.domain()
     monkeypatch.setattr(shared_memory, "domain", lambda: "elsewhere")
-    dialing["far"] = later(dial, post.address, TOKEN, "far", LONG)
-    until(lambda: "far" in post._callers)
+    dialing["remote"] = later(connect, post.address, TOKEN, "remote", LONG)
+    until(lambda: "remote" in post._callers)
     monkeypatch.setattr(shared_memory, "domain", lambda: here)
     for name, result in dialing.items():
         sender, receiver = post.accept(name, CAPACITY), result.result(LONG)
@@ -676,9 +676,9 @@ def test_a_domain_is_that_of_the_machine_and_its_dev_shm(monkeypatch, tmp_path):
 
 
 def test_sinks_are_told_apart_by_name(closing):
-    post = Post("shared_memory", "127.0.0.1", TOKEN, LONG)
+    post = Listener("shared_memory", "127.0.0.1", TOKEN, LONG)
     closing.append(post)
-    dialing = {name: later(dial, post.address, TOKEN, name, LONG) for name in ("a", "b", "c")}
+    dialing = {name: later(connect, post.address, TOKEN, name, LONG) for name in ("a", "b", "c")}
     for name in ("c", "a", "b"):
         sender = post.accept(name, CAPACITY)
         closing.append(sender)
@@ -690,23 +690,23 @@ def test_sinks_are_told_apart_by_name(closing):
 
 
 def test_nobody_calls_nobody_accepts_nobody_listens(closing):
-    post = Post("shared_memory", "127.0.0.1", TOKEN, SHORT)
+    post = Listener("shared_memory", "127.0.0.1", TOKEN, SHORT)
     closing.append(post)
     with fails(r"sink did not call within 0\.5 s"):
         post.accept("sink", CAPACITY)
     with fails(r"0\.5 s"):
-        dial(post.address, TOKEN, "sink", SHORT)
+        connect(post.address, TOKEN, "sink", SHORT)
     post.close()
     with fails("cannot reach"):
-        dial(post.address, TOKEN, "sink", LONG)
+        connect(post.address, TOKEN, "sink", LONG)
 
 
 def test_closing_the_post_wakes_who_waits_there_and_leaves_links_alone(closing):
-    post = Post("collective", "127.0.0.1", TOKEN, LONG)
-    early = later(dial, post.address, TOKEN, "early", LONG)
+    post = Listener("collective", "127.0.0.1", TOKEN, LONG)
+    early = later(connect, post.address, TOKEN, "early", LONG)
     sender, receiver = post.accept("early", CAPACITY), early.result(LONG)
     closing.extend([sender, receiver])
-    waiting = later(dial, post.address, TOKEN, "late", LONG)
+    waiting = later(connect, post.address, TOKEN, "late", LONG)
     while "late" not in post._callers:
         time.sleep(0.01)
     accepting = later(post.accept, "never", CAPACITY)
@@ -723,7 +723,7 @@ def test_closing_the_post_wakes_who_waits_there_and_leaves_links_alone(closing):
 
 @pytest.mark.parametrize("transport", BETWEEN)
 def test_a_sink_that_dies_while_the_link_is_made_ends_the_accept(closing, transport):
-    post = Post(transport, "127.0.0.1", TOKEN, LONG)
+    post = Listener(transport, "127.0.0.1", TOKEN, LONG)
     closing.append(post)
     with caller(post, name="sink") as control:
         accepting = later(post.accept, "sink", CAPACITY)
@@ -735,7 +735,7 @@ def test_a_sink_that_dies_while_the_link_is_made_ends_the_accept(closing, transp
 
 @pytest.mark.parametrize("transport", BETWEEN)
 def test_a_sink_that_cannot_says_why(closing, transport):
-    post = Post(transport, "127.0.0.1", TOKEN, LONG)
+    post = Listener(transport, "127.0.0.1", TOKEN, LONG)
     closing.append(post)
     with caller(post, name="sink") as control:
         accepting = later(post.accept, "sink", CAPACITY)
@@ -750,14 +750,14 @@ LEAVES = """
 import atexit, threading
 atexit.register(lambda: print(*(thread.name for thread in threading.enumerate()), sep=","))  # the last of its kind
 from concurrent.futures import ThreadPoolExecutor
-from nemo_fp8rl.refit.transport.handshake import GREETINGS, Post, dial
+from nemo_fp8rl.refit.transport.handshake import GREETINGS, Listener, connect
 from tests.refit import fake_cuda_runtime
 fake_cuda_runtime.install()
-post = Post("{transport}", "127.0.0.1", "token", 20)
+post = Listener("{transport}", "127.0.0.1", "token", 20)
 with ThreadPoolExecutor(1) as threads:
-    dialing = threads.submit(dial, post.address, "token", "sink", 20)
+    dialing = threads.submit(connect, post.address, "token", "sink", 20)
     sender, receiver = post.accept("sink", 4096), dialing.result()
-sender.buffer()
+sender.acquire_buffer()
 sender.send(b"a", 4096)
 receiver.receive()
 assert any(thread.name == "refit link" for thread in threading.enumerate())
@@ -808,7 +808,7 @@ def nixl_offer(**changed: Any) -> bytes:
 )
 def test_a_sink_takes_no_nonsense_for_an_offer(said):
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        dialing = later(dial, listener.getsockname(), TOKEN, "sink", 1.0)
+        dialing = later(connect, listener.getsockname(), TOKEN, "sink", 1.0)
         control = Control(listener.accept()[0], LONG, "the sink")
         control.authenticate(TOKEN, calling=False)
         assert control.hear(name=str) == {"name": "sink", "domain": shared_memory.domain()}
@@ -821,9 +821,9 @@ def test_a_sink_takes_no_nonsense_for_an_offer(said):
 
 
 def test_a_collective_link_without_memory_says_so_on_both_sides_at_once(closing):
-    post = Post("collective", "127.0.0.1", TOKEN, LONG)
+    post = Listener("collective", "127.0.0.1", TOKEN, LONG)
     closing.append(post)
-    dialing = later(dial, post.address, TOKEN, "sink", LONG)
+    dialing = later(connect, post.address, TOKEN, "sink", LONG)
     for call in (lambda: post.accept("sink", 2**50), lambda: dialing.result(AT_ONCE)):
         with pytest.raises(LinkError, match=r"set a smaller nemo_fp8rl\.refit\.bucket_bytes"):
             call()
@@ -846,9 +846,9 @@ def refused(closing: list[Any]) -> Callable[[Any, str, str], None]:
     """refused(transport, source, sink): no link is made, and what either side says of it matches."""
 
     def check(transport: Any, source: str, sink: str) -> None:
-        post = Post(transport, "127.0.0.1", TOKEN, LONG)
+        post = Listener(transport, "127.0.0.1", TOKEN, LONG)
         closing.append(post)
-        dialing = later(dial, post.address, TOKEN, "sink", LONG)
+        dialing = later(connect, post.address, TOKEN, "sink", LONG)
         with pytest.raises(RefitError, match=source):
             post.accept("sink", CAPACITY)
         with fails(sink):
@@ -879,18 +879,18 @@ def test_the_nearest_is_shared_memory_where_a_gpus_cannot_be_mapped(
     closing, maps_nothing, monkeypatch, caplog, cuda_runtime
 ):
     monkeypatch.setattr(cuda_ipc, "LATER", cuda_memory.Collector("test free", 0.0))  # waits for no other
-    post, before = Post("nearest", "127.0.0.1", TOKEN, LONG), set(cuda_runtime.allocated)
+    post, before = Listener("nearest", "127.0.0.1", TOKEN, LONG), set(cuda_runtime.allocated)
     monkeypatch.setattr(post, "_suited", lambda domain: "cuda_ipc")  # as for weights on a GPU
     closing.append(post)
     files = set(link_files())
-    dialing = later(dial, post.address, TOKEN, "sink", LONG)
+    dialing = later(connect, post.address, TOKEN, "sink", LONG)
     sender, receiver = post.accept("sink", CAPACITY), dialing.result(LONG)
     closing.extend([sender, receiver])
     assert len(set(link_files()) - files) == 1  # that both ends map
     until(lambda: set(cuda_runtime.allocated) <= before)
     fill_and_send(sender, b"a", b"A" * CAPACITY)
     assert receiver.receive()[1].numpy().tobytes() == b"A" * CAPACITY
-    (said,) = [record for record in caplog.records if record.name == Post.__module__]
+    (said,) = [record for record in caplog.records if record.name == Listener.__module__]
     assert said.getMessage() == (
         "sink cannot map this rank's GPU memory (on cpu: mapping of buffer object failed): "
         "what it takes goes through the host's shared memory"
@@ -973,7 +973,7 @@ def test_nixl_keeps_nothing_of_a_link_that_ended(both_here, closing, monkeypatch
     del sender, receiver
     until(lambda: not buckets & cuda_runtime.allocated.keys() and sink._remotes[remote] < links)
     assert source._thread is not None
-    other.buffer()
+    other.acquire_buffer()
 
 
 @needs_nixl
@@ -997,15 +997,15 @@ def test_a_process_that_leaves_right_after_a_link_ended_is_not_aborted(leaves):
     """Ten at once: Python would end threads that are within NIXL in a way that aborts it."""
     script = """
 import sys, threading
-from nemo_fp8rl.refit.transport.handshake import GREETINGS, Post, dial
-post = Post("nixl", "127.0.0.1", "token", 20.0)
+from nemo_fp8rl.refit.transport.handshake import GREETINGS, Listener, connect
+post = Listener("nixl", "127.0.0.1", "token", 20.0)
 ends = {}
-taking = threading.Thread(target=lambda: ends.update(sink=dial(post.address, "token", "sink", 20.0)))
+taking = threading.Thread(target=lambda: ends.update(sink=connect(post.address, "token", "sink", 20.0)))
 taking.start()
 ends["source"] = post.accept("sink", 1 << 20)
 taking.join()
 for _ in range(20):
-    ends["source"].buffer()
+    ends["source"].acquire_buffer()
     ends["source"].send(b"", 1 << 20)
     ends["sink"].receive()
     ends["sink"].release()
@@ -1049,7 +1049,7 @@ def own_prefix(monkeypatch) -> Callable[[], list[Path]]:
 
 
 def test_the_file_goes_when_the_sink_never_maps_it(closing, own_prefix):
-    post = Post("shared_memory", "127.0.0.1", TOKEN, LONG)
+    post = Listener("shared_memory", "127.0.0.1", TOKEN, LONG)
     closing.append(post)
     with caller(post, name="sink") as control:
         accepting = later(post.accept, "sink", CAPACITY)
@@ -1072,9 +1072,9 @@ def test_a_dev_shm_that_is_too_small_names_the_three_fixes_on_both_sides(closing
     if not real:
         full = OSError(errno.ENOSPC, "No space left on device")
         monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(full))
-    post = Post("shared_memory", "127.0.0.1", TOKEN, LONG)
+    post = Listener("shared_memory", "127.0.0.1", TOKEN, LONG)
     closing.append(post)
-    dialing = later(dial, post.address, TOKEN, "sink", LONG)
+    dialing = later(connect, post.address, TOKEN, "sink", LONG)
     for call in (lambda: post.accept("sink", capacity), lambda: dialing.result(AT_ONCE)):
         with pytest.raises(RefitError) as caught:
             call()
@@ -1085,7 +1085,7 @@ def test_a_dev_shm_that_is_too_small_names_the_three_fixes_on_both_sides(closing
 
 def test_pages_are_reserved_before_the_sink_hears_of_the_file(closing, own_prefix):
     """One that is missing later would be a SIGBUS."""
-    post = Post("shared_memory", "127.0.0.1", TOKEN, LONG)
+    post = Listener("shared_memory", "127.0.0.1", TOKEN, LONG)
     closing.append(post)
     with caller(post, name="sink") as control:
         later(post.accept, "sink", CAPACITY)

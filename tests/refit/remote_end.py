@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from nemo_fp8rl.refit.transport.handshake import Post, dial
+from nemo_fp8rl.refit.transport.handshake import Listener, connect
 from nemo_fp8rl.refit.transport.link import LinkError
 from tests.refit.transport import fake_cuda_runtime
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["tests.refit.far"])  # torch is imported once
+_processes.set_forkserver_preload(["tests.refit.remote_end"])  # torch is imported once
 
 
-class Far:
+class RemoteEnd:
     """A process that holds one end. Its calls are the link's; payloads cross as bytes."""
 
     def __init__(self, gpu: bool = False) -> None:
@@ -47,7 +47,7 @@ class Far:
         return self.result()
 
 
-class Near:
+class LocalEnd:
     """A receiving end, and what it has received; payloads are told as bytes."""
 
     def __init__(self, end: Any) -> None:
@@ -69,27 +69,27 @@ class Near:
         self.end.close()
 
 
-class _Ends(Near):
+class _EndCalls(LocalEnd):
     """What the far process does for each call."""
 
     def __init__(self) -> None:
         """Its end comes with a call."""
 
     def listen(self, transport: Any, token: str, timeout: float) -> tuple[str, int]:
-        self.post = Post(transport, "127.0.0.1", token, timeout)
+        self.post = Listener(transport, "127.0.0.1", token, timeout)
         return self.post.address
 
     def accept(self, name: str, capacity: int) -> None:
         self.end = self.post.accept(name, capacity)
 
-    def dial(self, *args: Any) -> None:
-        super().__init__(dial(*args))
+    def connect(self, *args: Any) -> None:
+        super().__init__(connect(*args))
 
     def wait_at_most(self, timeout: float) -> None:
         self.end._control.timeout = timeout
 
     def fill_and_send(self, header: bytes, payload: bytes) -> None:
-        self.end.buffer()[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[
+        self.end.acquire_buffer()[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[
             : len(payload)
         ]
         self.end.send(header, len(payload))
@@ -98,7 +98,7 @@ class _Ends(Near):
 def _serve(calls: Connection, gpu: bool) -> None:
     if not gpu:
         fake_cuda_runtime.install()
-    ends = _Ends()
+    ends = _EndCalls()
     while True:
         try:
             name, args = calls.recv()
