@@ -203,9 +203,9 @@ def _config(arguments: argparse.Namespace) -> "Config":
     from nemo_fp8rl.nemo_rl.recipe.read_recipe import is_for_nemo_rl
 
     if is_for_nemo_rl(arguments.config):
-        from nemo_fp8rl.nemo_rl.recipe.recipe_for_train import load_for_own_loop
+        from nemo_fp8rl.nemo_rl.recipe.recipe_for_train import load_for_train
 
-        return load_for_own_loop(arguments.config, arguments.overrides)
+        return load_for_train(arguments.config, arguments.overrides)
     return load(arguments.config, arguments.overrides)
 
 

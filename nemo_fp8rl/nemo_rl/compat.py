@@ -98,14 +98,14 @@ def engines_survive_fp8_refit(version: str) -> bool:
     return not version.startswith("0.7")
 
 
-def save_state(grpo: ModuleType, loaded: Any) -> Any:
+def initial_save_state(grpo: ModuleType, loaded: Any) -> Any:
     """What its loop continues from: counters of steps and samples, of a checkpoint's training_info or of a new run."""
     if hasattr(grpo, "_get_grpo_save_state"):
         return grpo._get_grpo_save_state(loaded)
     return loaded if loaded is not None else grpo._default_grpo_save_state()
 
 
-def steps_done(state: Any) -> int:
+def completed_steps(state: Any) -> int:
     """Steps of the whole run; the asynchronous loop counts current_step alone, the other restarts that each epoch."""
     values = state if isinstance(state, dict) else vars(state)
     return max(int(values["total_steps"]), int(values["current_step"]))
@@ -130,7 +130,7 @@ def finish_checkpoints(checkpointer: Any) -> None:
         checkpointer.shutdown()
 
 
-def normalizers(names: dict[str, str]) -> dict[str, Any]:
+def metric_normalizers(names: dict[str, str]) -> dict[str, Any]:
     """A loss's `metric_normalizations` as NeMo RL's enumeration; v0.7.0 has none and asks for none."""
     from nemo_rl.algorithms.loss import interfaces
 

@@ -11,7 +11,7 @@ from huggingface_hub.constants import HF_HUB_OFFLINE
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.hf.hub import checkpoint_folder, with_commits
 from nemo_fp8rl.hf.model_config import read_hf_config
-from nemo_fp8rl.nemo_rl.recipe.config_from_recipe import for_model, from_nemo_rl, of_keys
+from nemo_fp8rl.nemo_rl.recipe.config_from_recipe import complete_for_model, convert_keys, convert_recipe
 from tests.conftest import RECIPES, SMALL
 from tests.hf.fake_hub import COMMIT, fake_hub
 from tests.nemo_rl.recipe.test_config_from_recipe import master
@@ -120,8 +120,8 @@ def test_a_run_on_a_model_of_the_hub(folder, tmp_path):
 def test_a_recipe_for_nemo_rl_names_a_commit_in_its_loop_and_leaves_it_to_ours(hub, tiny):
     """Which knows what the run that goes on began with."""
     values = master(tiny, policy__model_name=NAME, policy__tokenizer={"name": NAME})
-    assert from_nemo_rl(values).policy.model_name == f"{NAME}@{COMMIT}"
-    policy = for_model(of_keys(values)).policy
+    assert convert_recipe(values).policy.model_name == f"{NAME}@{COMMIT}"
+    policy = complete_for_model(convert_keys(values)).policy
     assert policy.model_name == policy.tokenizer.name == NAME
 
 

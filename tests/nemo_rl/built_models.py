@@ -1,4 +1,4 @@
-"""Parameters of models as vLLM builds them from `choose`'s keys: its own FP8 config decides, on no memory.
+"""Parameters of models as vLLM builds them from `choose_workers`'s keys: its own FP8 config decides, on no memory.
 
 Which kernels there are for FP8 depends on the machine; what our method holds has the same names and dtypes.
 """
@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 
 from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_experts import EmulatedFp8MoEMethod
 from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_linear import EmulatedFp8LinearMethod
-from nemo_fp8rl.nemo_rl.stock.worker_choice import choose
+from nemo_fp8rl.nemo_rl.stock.worker_choice import choose_workers
 from tests.nemo_rl.stock.test_layer_agreement import LAYERS, MODELS, WORDS
 from tests.nemo_rl.stock.test_stock import policy
 
@@ -54,7 +54,7 @@ def build(name: str, folder: Path) -> dict[str, Any]:
     family, architecture, sizes = MODELS[name]
     AutoConfig.for_model(family, **COMMON | sizes, architectures=[architecture]).save_pretrained(folder / name)
     cfg = policy(quantization_ignored_layer_kws=WORDS)
-    choose(cfg, LAYERS, "0.6.0")
+    choose_workers(cfg, LAYERS, "0.6.0")
     arguments = EngineArgs(
         model=str(folder / name), skip_tokenizer_init=True, max_model_len=64, enforce_eager=True, load_format="dummy",
         hf_overrides=cfg["hf_config_overrides"],

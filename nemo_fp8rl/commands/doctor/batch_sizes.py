@@ -14,13 +14,15 @@ from collections.abc import Iterator
 from nemo_fp8rl.commands.doctor.finding import Finding
 from nemo_fp8rl.commands.doctor.recipe_plan import ENGINE, TRAINER, Plan
 from nemo_fp8rl.fp8 import FP8_TOKENS
-from nemo_fp8rl.nemo_rl.stock.layout_limits import why_no_layout, why_not_shared
+from nemo_fp8rl.nemo_rl.stock.layout_limits import why_layout_unsupported, why_sizes_indivisible
 
 TOPIC = "batches"
 
 
 def check_batches(plan: Plan) -> Iterator[Finding]:
-    theirs = [] if plan.ours else [*_multiples(plan), *(_error(refusal) for refusal in why_no_layout(plan.values))]
+    theirs = (
+        [] if plan.ours else [*_multiples(plan), *(_error(refusal) for refusal in why_layout_unsupported(plan.values))]
+    )
     found = [*_ranks(plan), *_samples(plan), *theirs, *_lengths(plan)]
     yield from found
     if not any(finding.level == "error" for finding in found):
@@ -104,7 +106,7 @@ def _samples(plan: Plan) -> Iterator[Finding]:
     micro = None if plan.packing or plan.dynamic else plan.policy["train_micro_batch_size"]
     batch = plan.policy["train_global_batch_size"]
     logprob = None if micro is None or plan.ours else plan.policy.get("logprob_batch_size")
-    yield from map(_error, why_not_shared(plan.rollouts, batch, plan.data, micro, logprob))
+    yield from map(_error, why_sizes_indivisible(plan.rollouts, batch, plan.data, micro, logprob))
 
 
 def _multiples(plan: Plan) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ from nemo_fp8rl.commands.doctor.recipe_plan import Plan
 from nemo_fp8rl.commands.doctor.worker_limits import check_workers
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.nemo_rl.recipe.keys import at
-from nemo_fp8rl.nemo_rl.recipe.read_recipe import read
+from nemo_fp8rl.nemo_rl.recipe.read_recipe import read_recipe
 from nemo_fp8rl.nemo_rl.recipe.value_types import require
 
 COLOURS = {"ok": "green", "warn": "yellow", "error": "red"}
@@ -40,7 +40,7 @@ class Report:
 def examine(path: Path, overrides: Sequence[str], gpu_name: str) -> Report:
     """Raises UserError for a recipe that cannot be read, an unknown model, and an unknown GPU."""
     gpu = gpu_named(gpu_name)
-    recipe = read(path, overrides)
+    recipe = read_recipe(path, overrides)
     policy = recipe.values["policy"]
     model = str(policy["model_name"])
     shape = shape_of(model)

@@ -23,9 +23,9 @@ from nemo_fp8rl.commands.doctor.finding import Finding
 from nemo_fp8rl.commands.doctor.recipe_plan import ENGINE, TRAINER, Plan
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.fp8.gpu_support import ADA, BLACKWELL, CAPABILITIES, HOPPER, Capability
-from nemo_fp8rl.nemo_rl.recipe.gpu_division import why_not
+from nemo_fp8rl.nemo_rl.recipe.gpu_division import why_gpu_unsupported
 from nemo_fp8rl.nemo_rl.recipe.keys import at
-from nemo_fp8rl.nemo_rl.stock.stock_limits import NO_LATENT_CACHE
+from nemo_fp8rl.nemo_rl.stock.stock_limits import LATENT_CACHE_UNSUPPORTED
 
 TOPIC = "hardware"
 MOE_BACKEND = "policy.generation.vllm_kwargs.moe_backend"
@@ -71,7 +71,7 @@ def check_hardware(plan: Plan, gpu: Gpu) -> Iterator[Finding]:
     if not plan.engine_fp8:
         yield Finding("ok", TOPIC, f"nothing in this recipe is FP8; it runs on any GPU, {gpu.name} too")
         return
-    if refusal := why_not("fp8_e2e" if plan.trainer_fp8 else "fp8_rollout", gpu.name, gpu.capability):
+    if refusal := why_gpu_unsupported("fp8_e2e" if plan.trainer_fp8 else "fp8_rollout", gpu.name, gpu.capability):
         yield Finding("error", TOPIC, refusal)
         if gpu.capability < ADA:
             return
@@ -146,7 +146,7 @@ def _own_engine(gpu: Gpu) -> Finding:
 
 def _cache(plan: Plan, gpu: Gpu) -> Finding:
     if plan.shape.kv_lora_rank and not plan.ours:
-        return Finding("error", TOPIC, NO_LATENT_CACHE)
+        return Finding("error", TOPIC, LATENT_CACHE_UNSUPPORTED)
     backend = plan.vllm_kwargs.get("attention_backend")
     if backend is None and not HOPPER <= gpu.capability < BLACKWELL:
         backend = "FLASHINFER"  # vLLM's choice

@@ -12,8 +12,8 @@ from nemo_fp8rl.commands.doctor.recipe_plan import ENGINE, Plan
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.nemo_rl.recipe.gpu_division import is_asynchronous
 from nemo_fp8rl.nemo_rl.recipe.precision import read_precision
-from nemo_fp8rl.nemo_rl.recipe.recipe_checks import correction_said_twice
-from nemo_fp8rl.nemo_rl.stock.stock_limits import why_no_kv_scales
+from nemo_fp8rl.nemo_rl.recipe.recipe_checks import why_corrections_conflict
+from nemo_fp8rl.nemo_rl.stock.stock_limits import why_kv_scales_unsupported
 
 TOPIC = "precision"
 
@@ -76,7 +76,7 @@ def _correction(plan: Plan) -> Iterator[Finding]:
     loss, ours = plan.values["loss_fn"], plan.values["nemo_fp8rl"]["correction"]
     if ours is not None:
         if is_asynchronous(plan.values):  # whose loop asks for the key: `nemo_rl.checks.loss_keys`
-            if refusal := correction_said_twice(plan.values):
+            if refusal := why_corrections_conflict(plan.values):
                 yield Finding("error", TOPIC, refusal)
         elif loss.get("use_importance_sampling_correction"):
             yield Finding(
@@ -116,7 +116,7 @@ def _uncorrected(plan: Plan) -> Finding:
 
 def _cache(plan: Plan) -> Iterator[Finding]:
     if not plan.ours:
-        yield from (Finding("error", TOPIC, refusal) for refusal in why_no_kv_scales(plan.values))
+        yield from (Finding("error", TOPIC, refusal) for refusal in why_kv_scales_unsupported(plan.values))
     kv = plan.values["nemo_fp8rl"]["kv"]
     if not plan.trainer_fp8 or kv == "rollout":
         yield Finding(

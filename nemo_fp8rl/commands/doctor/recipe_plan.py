@@ -8,7 +8,7 @@ from typing import Any
 from nemo_fp8rl.commands.doctor.model_shapes import Shape, Weight
 from nemo_fp8rl.fp8.layers import LAYER, Fp8Layers
 from nemo_fp8rl.hf.divisibility import stages
-from nemo_fp8rl.nemo_rl.recipe.gpu_division import divide, is_colocated
+from nemo_fp8rl.nemo_rl.recipe.gpu_division import divide_gpus, is_colocated
 from nemo_fp8rl.nemo_rl.recipe.precision import engine_fp8_layers
 
 TRAINER = "policy.megatron_cfg"
@@ -50,11 +50,11 @@ class Plan:
 
     @property
     def trainer_gpus(self) -> int:
-        return divide(self.values).trainer
+        return divide_gpus(self.values).trainer
 
     @property
     def engine_gpus(self) -> int:
-        return divide(self.values).engines
+        return divide_gpus(self.values).engines
 
     # The trainer's layout
 

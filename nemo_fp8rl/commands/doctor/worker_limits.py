@@ -9,11 +9,11 @@ from nemo_fp8rl.commands.doctor.finding import Finding
 from nemo_fp8rl.commands.doctor.model_shapes import config_of
 from nemo_fp8rl.commands.doctor.recipe_plan import Plan
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.nemo_rl.recipe.keys import done_differently
+from nemo_fp8rl.nemo_rl.recipe.keys import describe_ignored_values
 from nemo_fp8rl.nemo_rl.recipe.precision import read_precision
 from nemo_fp8rl.nemo_rl.recipe.recipe_checks import check_loop
-from nemo_fp8rl.nemo_rl.stock.bf16_layers import with_bf16_layers
-from nemo_fp8rl.nemo_rl.stock.stock_limits import why_no_correction, why_not
+from nemo_fp8rl.nemo_rl.stock.bf16_layers import add_bf16_layers
+from nemo_fp8rl.nemo_rl.stock.stock_limits import why_correction_unsupported, why_policy_unsupported
 
 TOPIC = "workers"
 
@@ -44,24 +44,24 @@ def _loop(plan: Plan) -> str:
 
 
 def _stock(plan: Plan, version: str) -> str:
-    if refusal := why_no_correction(plan.values):
+    if refusal := why_correction_unsupported(plan.values):
         return refusal
     try:
-        refusal = why_not(plan.policy, version)
+        refusal = why_policy_unsupported(plan.policy, version)
         flow = read_precision(plan.policy).flow
     except UserError:
         return ""  # said of the precision
     if refusal or flow != "fp8_e2e":
         return refusal
     try:
-        with_bf16_layers(plan.megatron, plan.engine_layers, plan.shape.layers)
+        add_bf16_layers(plan.megatron, plan.engine_layers, plan.shape.layers)
     except UserError as error:
         return str(error)
     return ""
 
 
 def _ours(plan: Plan, loop_refusal: str) -> Iterator[Finding]:
-    for sentence in done_differently(plan.values):
+    for sentence in describe_ignored_values(plan.values):
         yield Finding("warn", TOPIC, sentence)
     refusal = _refusal(plan)
     if refusal and refusal != loop_refusal:
@@ -75,7 +75,7 @@ def _ours(plan: Plan, loop_refusal: str) -> Iterator[Finding]:
 
 def _refusal(plan: Plan) -> str:
     """Why our own workers refuse the recipe, the first reason; empty without one."""
-    from nemo_fp8rl.nemo_rl.recipe.config_from_recipe import from_nemo_rl
+    from nemo_fp8rl.nemo_rl.recipe.config_from_recipe import convert_recipe
 
     name = plan.policy["model_name"]
     with TemporaryDirectory() as folder:
@@ -83,7 +83,7 @@ def _refusal(plan: Plan) -> str:
         tokenizer = {**plan.policy["tokenizer"], "name": folder}
         policy = {**plan.policy, "model_name": folder, "tokenizer": tokenizer}
         try:
-            from_nemo_rl({**plan.values, "policy": policy})
+            convert_recipe({**plan.values, "policy": policy})
         except UserError as error:
             return str(error).replace(folder, name)
     return ""

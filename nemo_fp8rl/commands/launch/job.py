@@ -111,9 +111,9 @@ def plan(
     if loop == "nemo" and values is None:
         raise UserError(f"--loop nemo: {recipe} is no recipe for NeMo RL; see conf/nemo_rl/")
     if loop == "train" and values is not None and not (idle or on_any_gpus):
-        from nemo_fp8rl.nemo_rl.recipe.recipe_for_train import of_keys_for_own_loop  # loads torch
+        from nemo_fp8rl.nemo_rl.recipe.recipe_for_train import convert_keys_for_train  # loads torch
 
-        of_keys_for_own_loop(recipe, values)
+        convert_keys_for_train(recipe, values)
     restartable = ("--restartable",) if loop == "train" else ()  # NeMo RL's loop always continues
     command = (loop, *restartable, "--config", str(recipe), *overrides)
     for word in command:
@@ -128,7 +128,7 @@ def _read(recipe: Path, overrides: Sequence[str]) -> tuple[dict[str, Any] | None
     writes (see `Job`). Raises UserError for a wrong one of either.
     """
     if nemo_rl.is_for_nemo_rl(recipe):
-        values = nemo_rl.load(recipe, overrides).values
+        values = nemo_rl.load_recipe(recipe, overrides).values
         colocated, saves = is_colocated(values["policy"]["generation"]), at(values, "checkpointing.enabled", True)
         writes = {key: at(values, key, None) for key in (CHECKPOINTS, LOGS)}
     else:

@@ -53,10 +53,10 @@ def render(job: Job, settings: LaunchConfig) -> str:
 
 def _check_for_own_loop(recipe: Path, overrides: Sequence[str]) -> None:
     """Raise UserError for a recipe of NeMo RL's that our loop refuses by its keys, on the GPUs that are here."""
-    from nemo_fp8rl.nemo_rl.recipe.read_recipe import load as load_nemo_rl
-    from nemo_fp8rl.nemo_rl.recipe.recipe_for_train import of_keys_for_own_loop  # loads torch
+    from nemo_fp8rl.nemo_rl.recipe.read_recipe import load_recipe as load_nemo_rl
+    from nemo_fp8rl.nemo_rl.recipe.recipe_for_train import convert_keys_for_train  # loads torch
 
-    of_keys_for_own_loop(recipe, load_nemo_rl(recipe, overrides).values)
+    convert_keys_for_train(recipe, load_nemo_rl(recipe, overrides).values)
 
 
 def visible_gpus() -> int:

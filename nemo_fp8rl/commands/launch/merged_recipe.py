@@ -50,7 +50,7 @@ def _tree(recipe: Path, overrides: Sequence[str], for_nemo_rl: bool) -> Any:
 def _values(recipe: Path, overrides: Sequence[str], for_nemo_rl: bool) -> dict[str, Any]:
     """The recipe's values by the loader that the run will use, checked and resolved."""
     if for_nemo_rl:
-        from nemo_fp8rl.nemo_rl.recipe.read_recipe import load as load_nemo_rl
+        from nemo_fp8rl.nemo_rl.recipe.read_recipe import load_recipe as load_nemo_rl
 
         return load_nemo_rl(recipe, overrides).values
     from dataclasses import asdict

@@ -12,7 +12,7 @@ from nemo_fp8rl.batch import Completion, TrainBatch, padded_routes
 INTEGERS = ("input_ids", "input_lengths", "routed_experts")
 
 
-def train_batch(data: Mapping[str, Any]) -> TrainBatch:
+def to_train_batch(data: Mapping[str, Any]) -> TrainBatch:
     """NeMo RL's fields that a TrainBatch has: integers as they are, masks and log-probs in float32.
 
     NeMo RL pads routed_experts with zeros, which are experts; beyond a sequence they are -1, not known, here.
@@ -26,12 +26,12 @@ def train_batch(data: Mapping[str, Any]) -> TrainBatch:
     )
 
 
-def prompts(input_ids: Tensor, input_lengths: Tensor) -> list[tuple[int, ...]]:
+def unpad_prompts(input_ids: Tensor, input_lengths: Tensor) -> list[tuple[int, ...]]:
     """input_ids: int64 [B, S], right-padded; input_lengths: int [B]."""
     return [tuple(row[:length]) for row, length in zip(input_ids.tolist(), input_lengths.tolist(), strict=True)]
 
 
-def runs(rows: list[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], int]:
+def merge_repeats(rows: list[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], int]:
     """(prompts, n) so that each of them, n times, gives the rows; n is 1 where they do not come in equal numbers.
 
     NeMo RL repeats a prompt for each of its samples; an engine reads it once where it is asked for n samples.
@@ -41,7 +41,7 @@ def runs(rows: list[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], int]:
     return ([row for row, _ in groups], sizes.pop()) if len(sizes) == 1 else (rows, 1)
 
 
-def generation_output(
+def to_generation_output(
     asked: list[tuple[int, ...]], completions: list[Completion], width: int, pad_token_id: int
 ) -> dict[str, Tensor]:
     """NeMo RL's GenerationOutputSpec of row-wise completions, right-padded to `width` tokens or more.

@@ -10,10 +10,10 @@ from nemo_fp8rl.algorithms.correction_config import CorrectionConfig
 from nemo_fp8rl.algorithms.loss import GrpoLoss
 from nemo_fp8rl.algorithms.loss_config import LossConfig
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.nemo_rl.compat import normalizers
+from nemo_fp8rl.nemo_rl.compat import metric_normalizers
 
 
-class LossRefused(UserError, AssertionError):
+class LossConfigError(UserError, AssertionError):
     """Keys of `loss_fn` that contradict each other: NeMo RL's callers expect an AssertionError, ours a UserError."""
 
 
@@ -28,17 +28,17 @@ class GrpoLossFn(GrpoLoss):
         use_fused_linear_logprobs: bool = False,
         correction: CorrectionConfig | Mapping[str, Any] | None = None,
     ) -> None:
-        """cfg: NeMo RL's ClippedPGLossConfig, or `checks.loss_keys`. Raises LossRefused."""
+        """cfg: NeMo RL's ClippedPGLossConfig, or `checks.loss_keys`. Raises LossConfigError."""
         keys = cfg if isinstance(cfg, Mapping) else cfg.model_dump()
         known = {field.name for field in fields(LossConfig)}
         try:
             super().__init__({name: value for name, value in keys.items() if name in known}, correction)
         except UserError as error:
-            raise LossRefused(str(error)) from None
+            raise LossConfigError(str(error)) from None
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
         self.reference_policy_kl_penalty = self.cfg.reference_policy_kl_penalty if self.cfg.kl_in_loss else 0
         self.loss_type = LossType.TOKEN_LEVEL if self.cfg.token_level_loss else LossType.SEQUENCE_LEVEL
         self.input_type = LossInputType.LOGPROB
 
     def _normalizations(self) -> dict[str, Any]:
-        return normalizers(super()._normalizations())
+        return metric_normalizers(super()._normalizations())

@@ -21,7 +21,7 @@ from nemo_fp8rl.batch import TrainBatch, has_tokens, num_rows, rows
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.fp8.kv_scales import MARGIN
-from nemo_fp8rl.nemo_rl.adapters.batched_data import train_batch
+from nemo_fp8rl.nemo_rl.adapters.batched_data import to_train_batch
 from nemo_fp8rl.nemo_rl.adapters.loss_fn import GrpoLossFn
 from nemo_fp8rl.policy.interface import Loss
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
@@ -53,14 +53,14 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
 
     def get_logprobs(self, data: Mapping[str, Any], timer: Any = None) -> Any:
         """{"logprobs": float32 [B, S]}, position 0 is 0."""
-        return BatchedDataDict({"logprobs": self.policy.logprobs(train_batch(data))})
+        return BatchedDataDict({"logprobs": self.policy.logprobs(to_train_batch(data))})
 
     def get_reference_policy_logprobs(
         self, data: Mapping[str, Any], micro_batch_size: int | None = None, timer: Any = None
     ) -> Any:
         """{"reference_logprobs": float32 [B, S]}; zeros, which nothing reads, where the KL has no weight."""
         if self.cfg.loss_fn.reference_policy_kl_penalty:
-            return BatchedDataDict({"reference_logprobs": self.policy.reference_logprobs(train_batch(data))})
+            return BatchedDataDict({"reference_logprobs": self.policy.reference_logprobs(to_train_batch(data))})
         return BatchedDataDict({"reference_logprobs": torch.zeros(data["input_ids"].shape)})
 
     def train(
@@ -83,7 +83,7 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
         """
         if eval_mode or mbs not in (None, self.cfg.policy.train_micro_batch_size):
             raise UserError("this policy trains, in microbatches of policy.train_micro_batch_size; nothing else")
-        batch, seen, skip = train_batch(data), dict[str, float](), False
+        batch, seen, skip = to_train_batch(data), dict[str, float](), False
         unanswered = int((~batch["token_mask"].any(1)).sum())  # whatever is filtered from the loss, all with tokens
         if unanswered == num_rows(batch):
             raise UserError(NO_ANSWERS)
@@ -142,7 +142,7 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
         first call after a checkpoint was loaded keeps the scales that came with it, as the uninterrupted run does.
         """
         if not self.scales_loaded:
-            self.policy.calibrate_kv(train_batch(data))
+            self.policy.calibrate_kv(to_train_batch(data))
         self.scales_loaded = False
         return {"format": "fp8", "percentile": 100.0, "margin": MARGIN, "layers": {}}
 

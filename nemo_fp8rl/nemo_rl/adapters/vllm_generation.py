@@ -14,7 +14,7 @@ from nemo_fp8rl.batch import Completion
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.generation.engine_pool import CALLS_AT_ONCE, EnginePool
 from nemo_fp8rl.generation.interface import Sampling, sample_seed
-from nemo_fp8rl.nemo_rl.adapters.batched_data import generation_output, prompts, runs
+from nemo_fp8rl.nemo_rl.adapters.batched_data import merge_repeats, to_generation_output, unpad_prompts
 from nemo_fp8rl.nemo_rl.adapters.coalesce import Coalescer
 from nemo_fp8rl.refit.bridge import RefitBridge
 
@@ -64,9 +64,9 @@ class VllmFp8Generation(GenerationInterface):
         self._begin()
 
     def generate(self, data: Mapping[str, Any], greedy: bool = False) -> Any:
-        """NeMo RL's GenerationOutputSpec (`batches.generation_output`)."""
-        rows = prompts(data["input_ids"], data["input_lengths"])
-        asked, samples = runs(rows)
+        """NeMo RL's GenerationOutputSpec (`batches.to_generation_output`)."""
+        rows = unpad_prompts(data["input_ids"], data["input_lengths"])
+        asked, samples = merge_repeats(rows)
         self.turn = self.turn + 1 if self._continues(rows) else 0
         places: list[int | str] = [f"{i} of turn {self.turn}" if self.turn else i for i in range(len(asked))]
         # in a later call, too, as of a validation set that repeats its prompts
@@ -79,7 +79,7 @@ class VllmFp8Generation(GenerationInterface):
     async def generate_async(self, data: Mapping[str, Any], greedy: bool = False) -> AsyncIterator[tuple[int, Any]]:
         """(row, its GenerationOutputSpec), of one or many rows; rows of other calls at the same time join in."""
         stop, width = self._stop_strings(data), data["input_ids"].size(1)
-        rows = prompts(data["input_ids"], data["input_lengths"])
+        rows = unpad_prompts(data["input_ids"], data["input_lengths"])
         answers = await asyncio.gather(*(self.ask((row, stop, greedy)) for row in rows))
         for i, completion in enumerate(answers):
             yield i, self._output(rows[i : i + 1], [completion], width)
@@ -127,7 +127,7 @@ class VllmFp8Generation(GenerationInterface):
         return [sample_seed(self.config.grpo.seed, self.step, place) for place in places]
 
     def _output(self, rows: list[tuple[int, ...]], completions: list[Completion], width: int) -> Any:
-        return BatchedDataDict(generation_output(rows, completions, width, self.pad_token_id))
+        return BatchedDataDict(to_generation_output(rows, completions, width, self.pad_token_id))
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
         self.generation.prepare_for_generation()

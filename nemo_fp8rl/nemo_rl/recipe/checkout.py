@@ -1,6 +1,7 @@
-"""The checkout of NeMo RL that the environment names: where its recipes and its config classes are.
+"""The checkout of NeMo RL named by NEMO_RL_SRC, which has NeMo RL's recipes and config classes.
 
-NeMo RL is on no package index, so its users have its repository; a recipe of ours inherits from one in there.
+NeMo RL is on no package index, so its users have a clone of its repository. The recipes in conf/nemo_rl inherit from
+recipes in that clone.
 """
 
 import os
@@ -31,39 +32,44 @@ class Checkout:
 
 
 def make_absolute() -> None:
-    """NEMO_RL_SRC as seen from the working directory: `${oc.env:NEMO_RL_SRC}` in a recipe would else be relative to its
-    folder, and in a worker of Ray's to that.
+    """Make NEMO_RL_SRC an absolute path, seen from the working directory.
+
+    Otherwise `${oc.env:NEMO_RL_SRC}` would be relative to the recipe's folder, and in a Ray worker to the worker's.
     """
-    if named := os.environ.get(NEMO_RL_SRC):
-        os.environ[NEMO_RL_SRC] = os.path.abspath(os.path.expanduser(named))
+    if path := os.environ.get(NEMO_RL_SRC):
+        os.environ[NEMO_RL_SRC] = os.path.abspath(os.path.expanduser(path))
 
 
 def find_checkout() -> Checkout:
-    """What NEMO_RL_SRC names. Raises UserError when it is not set, is no checkout, or of a version not supported."""
-    if not (named := os.environ.get(NEMO_RL_SRC)):
+    """Return the checkout that NEMO_RL_SRC names.
+
+    Raises: UserError if the variable is not set, names no checkout, or names one of an unsupported version
+    """
+    if not (path := os.environ.get(NEMO_RL_SRC)):
         raise UserError(
             f"{NEMO_RL_SRC} is not set: clone https://github.com/NVIDIA-NeMo/RL and set {NEMO_RL_SRC} to that folder"
         )
-    root = Path(named)
+    root = Path(path)
     try:
         parts = VERSION_PARTS.findall((root / "nemo_rl/package_info.py").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
         parts = []
     if len(parts) != 3 or not (root / "examples/configs").is_dir():
         raise UserError(
-            f"{NEMO_RL_SRC}={named} is no checkout of NeMo RL, it lacks nemo_rl/package_info.py or examples/configs: "
+            f"{NEMO_RL_SRC}={path} is no checkout of NeMo RL, it lacks nemo_rl/package_info.py or examples/configs: "
             f"clone https://github.com/NVIDIA-NeMo/RL and set {NEMO_RL_SRC} to that folder"
         )
     version = ".".join(parts)
     is_main = version == "0.6.0" and _has_refit_lifecycle(root)
     if parts[:2] != ["0", "7"] and not is_main:
-        raise UserError(f"{NEMO_RL_SRC}={named} is NeMo RL {version}; supported are {SUPPORTED}")
+        raise UserError(f"{NEMO_RL_SRC}={path} is NeMo RL {version}; supported are {SUPPORTED}")
     return Checkout(root, version)
 
 
 def _has_refit_lifecycle(root: Path) -> bool:
-    """Whether its engines refit in a lifecycle of their own, in whose place `stock.engine` puts ours: an older main
-    would process FP8 weights once more after each.
+    """Return whether NeMo RL's engines refit in a lifecycle method, which `stock.vllm_worker` replaces.
+
+    An older main would process FP8 weights once more after each refit.
     """
     try:
         return LIFECYCLE in (root / "nemo_rl/models/generation/vllm/vllm_backend.py").read_text(encoding="utf-8")

@@ -1,6 +1,7 @@
-"""A NeMo RL recipe as our `Config`. `keys` has what each of its keys is here, `precision` those that say what is FP8.
+"""Convert a NeMo RL recipe to this package's `Config`, for trainer and engines.
 
-The loop's own blocks (grpo, data, env, logger, checkpointing) stay NeMo RL's.
+`keys` maps each key to its meaning here, `precision` reads the keys that choose FP8. The blocks of the loop (grpo,
+data, env, logger, checkpointing) remain NeMo RL's; `recipe_for_train` converts them for `nemo-fp8rl train`.
 """
 
 from collections.abc import Mapping
@@ -14,82 +15,86 @@ from nemo_fp8rl.config.yaml_tree import register_resolvers
 from nemo_fp8rl.generation.engine_checks import check_engine
 from nemo_fp8rl.hf.hub import with_commits
 from nemo_fp8rl.hf.model_config import check_context, read_hf_config
-from nemo_fp8rl.nemo_rl.recipe.gpu_division import divide, is_colocated
-from nemo_fp8rl.nemo_rl.recipe.keys import COPIED, at, check_keys
+from nemo_fp8rl.nemo_rl.recipe.gpu_division import divide_gpus, is_colocated
+from nemo_fp8rl.nemo_rl.recipe.keys import COPIED_KEYS, at, check_keys
 from nemo_fp8rl.nemo_rl.recipe.precision import read_precision
-from nemo_fp8rl.nemo_rl.recipe.recipe_checks import check_set_up, check_without_set_up, loss_keys
+from nemo_fp8rl.nemo_rl.recipe.recipe_checks import check_for_package_workers, check_setup, loss_keys
 from nemo_fp8rl.nemo_rl.recipe.value_types import require
 from nemo_fp8rl.policy.weights.layout import check_layout
 
 
-def from_nemo_rl(master: Mapping[str, Any]) -> Config:
-    """master: NeMo RL's MasterConfig as a mapping, interpolations resolved. Raises UserError, naming the key."""
-    return with_commits(for_model(of_keys(master)))
+def convert_recipe(master: Mapping[str, Any]) -> Config:
+    """Convert NeMo RL's MasterConfig, given as a mapping with resolved interpolations.
+
+    Raises: UserError, with the key, for a value that trainer or engines do not support
+    """
+    return with_commits(complete_for_model(convert_keys(master)))
 
 
-def of_keys(master: Mapping[str, Any]) -> Config:
-    """What the keys alone say, without the model's files."""
+def convert_keys(master: Mapping[str, Any]) -> Config:
+    """Convert the keys without reading the model's files."""
     check_keys(master)
     require(master, "policy.model_name")
-    check_without_set_up(master)
-    check_set_up(master)
+    check_for_package_workers(master)
+    check_setup(master)
     policy = master["policy"]
     precision = read_precision(policy)
     values: dict[str, Any] = {}
-    for block, names in COPIED.items():
-        given = at(master, block, {}) or {}
+    for path, names in COPIED_KEYS.items():
+        block = at(master, path, {}) or {}
         target = values
-        for part in block.split("."):
+        for part in path.split("."):
             target = target.setdefault(part, {})
-        target.update({name: given[name] for name in names if given.get(name) is not None})
+        target.update({name: block[name] for name in names if block.get(name) is not None})
     _fill_policy(values, policy, precision.kv_fp8)
-    if (name := at(master, "grpo.adv_estimator.name", "grpo")) == "reinforce_plus_plus":  # for what goes with it
+    # The estimator's name is needed by the checks of the keys that go with reinforce_plus_plus.
+    if (name := at(master, "grpo.adv_estimator.name", "grpo")) == "reinforce_plus_plus":
         values["grpo"]["adv_estimator"] = {"name": name}
     values["loss_fn"] = loss_keys(master)
     values["cluster"] = _cluster(master)
     shared = is_colocated(policy["generation"]) and values["cluster"]["backend"] == "ray"
     values["policy"]["generation"]["colocated"] = {"enabled": shared}
-    values["data"] = {"train": {"data_path": "NeMo RL's"}}  # which its own loop reads
+    values["data"] = {"train": {"data_path": "NeMo RL's"}}  # a placeholder: NeMo RL's loop reads the data
     values["nemo_fp8rl"] = {
         **(master.get("nemo_fp8rl") or {}),
         "flow": precision.flow,
         "scale_format": precision.scale_format,
         "fp8_param": precision.fp8_param,
     }
-    register_resolvers()  # defaults of ours refer to other keys
+    register_resolvers()  # defaults of `Config` refer to other keys
     return completed("the recipe for NeMo RL", values, values)
 
 
-def for_model(cfg: Config) -> Config:
-    """The config checked against the model, with the tokens that end the model's answers."""
+def complete_for_model(cfg: Config) -> Config:
+    """Check the config against the model's files and add the tokens that end the model's answers."""
     hf = read_hf_config(cfg.policy.model_name)
     check_context(hf, cfg.policy.max_total_sequence_length)
     check_engine(hf, cfg)
     check_layout(hf, cfg)
-    generation = cfg.policy.generation  # vLLM would add what the checkpoint ends with; our engine is told
-    stop = tuple(sorted({*generation.stop_token_ids, *hf.eos_token_ids}))
-    return replace(cfg, policy=replace(cfg.policy, generation=replace(generation, stop_token_ids=stop)))
+    generation = cfg.policy.generation  # vLLM adds the checkpoint's end tokens itself; this package's engine does not
+    stop_token_ids = tuple(sorted({*generation.stop_token_ids, *hf.eos_token_ids}))
+    return replace(cfg, policy=replace(cfg.policy, generation=replace(generation, stop_token_ids=stop_token_ids)))
 
 
 def _fill_policy(values: dict[str, Any], policy: Mapping[str, Any], kv_fp8: bool) -> None:
-    """What NeMo RL says in other words."""
-    ours, generation = values["policy"], policy["generation"]
-    megatron, vllm_cfg = ours["megatron_cfg"], ours["generation"]["vllm_cfg"]
+    """Fill the keys of `values["policy"]` that NeMo RL's block `policy` spells differently."""
+    target, generation = values["policy"], policy["generation"]
+    megatron, vllm_cfg = target["megatron_cfg"], target["generation"]["vllm_cfg"]
     scheduler, decay = policy["megatron_cfg"].get("scheduler") or {}, megatron["optimizer"].get("weight_decay")
     for key in ("start_weight_decay", "end_weight_decay"):
         if scheduler.get(key, decay) != decay:
             raise UserError(
                 f"policy.megatron_cfg.scheduler.{key} must be optimizer.weight_decay={decay}, got {scheduler[key]}"
             )
-    if scheduler.get("lr_decay_iters") is None:  # NeMo RL: the run's length
+    if scheduler.get("lr_decay_iters") is None:  # NeMo RL's default is the length of the run
         steps = policy["megatron_cfg"].get("train_iters", values["grpo"]["max_num_steps"])
         megatron["scheduler"]["lr_decay_iters"] = steps
     if (chunk := policy.get("logprob_chunk_size")) is not None:
-        ours["logprob_chunk_size"] = chunk
+        target["logprob_chunk_size"] = chunk
     megatron["offload_between_phases"] = is_colocated(generation)
     vllm_cfg["sleep_level"] = int(is_colocated(generation))  # as NeMo RL's own engines sleep
-    ours["generation"]["stop_token_ids"] = list(generation.get("stop_token_ids") or ())
-    ours["generation"]["stop_strings"] = list(generation.get("stop_strings") or ())
+    target["generation"]["stop_token_ids"] = list(generation.get("stop_token_ids") or ())
+    target["generation"]["stop_strings"] = list(generation.get("stop_strings") or ())
     vllm_cfg["quantization_ignored_layer_kws"] = list(vllm_cfg.get("quantization_ignored_layer_kws") or ())
     vllm_cfg["kv_cache_dtype"] = "fp8" if kv_fp8 else "auto"
     experts, tensor = at(generation, "vllm_cfg.expert_parallel_size", 1), vllm_cfg.get("tensor_parallel_size", 1)
@@ -100,23 +105,23 @@ def _fill_policy(values: dict[str, Any], policy: Mapping[str, Any], kv_fp8: bool
         )
     vllm_cfg["expert_parallel_size"] = experts
     kwargs = generation.get("vllm_kwargs") or {}
-    if bytes_ := kwargs.get("kv_cache_memory_bytes"):
-        vllm_cfg["kv_cache_memory_gib"] = bytes_ / 2**30
-    same = ("attention_backend", "max_num_seqs", "max_num_batched_tokens")
-    vllm_cfg |= {key: kwargs[key] for key in same if kwargs.get(key)}
+    if num_bytes := kwargs.get("kv_cache_memory_bytes"):
+        vllm_cfg["kv_cache_memory_gib"] = num_bytes / 2**30
+    names = ("attention_backend", "max_num_seqs", "max_num_batched_tokens")
+    vllm_cfg |= {name: kwargs[name] for name in names if kwargs.get(name)}
 
 
 def _cluster(master: Mapping[str, Any]) -> dict[str, Any]:
-    """NeMo RL's GPUs are our ranks, and the processes of our engines: on a CPU, processes."""
-    trainer, engines = divide(master)
-    share = at(master, "policy.generation.vllm_cfg.tensor_parallel_size", None) or 1
-    if engines % share:
+    """Return the block cluster: each GPU of NeMo RL's becomes a trainer rank or an engine process."""
+    trainer, engines = divide_gpus(master)
+    tensor = at(master, "policy.generation.vllm_cfg.tensor_parallel_size", None) or 1
+    if engines % tensor:
         raise UserError(
-            f"policy.generation.vllm_cfg.tensor_parallel_size={share} does not divide the {engines} GPUs of generation"
+            f"policy.generation.vllm_cfg.tensor_parallel_size={tensor} does not divide the {engines} GPUs of generation"
         )
-    alone = trainer == engines == 1 and is_colocated(master["policy"]["generation"])
+    in_process = trainer == engines == 1 and is_colocated(master["policy"]["generation"])
     return {
-        "backend": "in_process" if alone else "ray",
+        "backend": "in_process" if in_process else "ray",
         "train_ranks": trainer,
-        "generation_engines": engines // share,
+        "generation_engines": engines // tensor,
     }

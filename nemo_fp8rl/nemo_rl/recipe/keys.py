@@ -1,12 +1,13 @@
-"""NeMo RL's keys and what they are here.
+"""Meaning of NeMo RL's keys for this package's trainer and engines.
 
-    COPIED      keys of the same name and meaning
-    REQUIRED    keys that have one value here, and why
-    READ        keys that say in other words what a key of ours does
-    UNUSED      keys of speed, of memory, or of code that is not ours: whatever they say, no number changes
-    MODEL       keys that would change the model
+    COPIED_KEYS      keys of the same name and meaning
+    REQUIRED_VALUES  keys of which one value is supported, and the reason
+    READ_PREFIXES    keys that are converted to keys of another name
+    UNUSED_PREFIXES  keys of speed, of memory, or of code that is not run: no value of theirs changes a number
+    IGNORED_VALUES   unused keys whose value is reported if the package behaves otherwise
+    MODEL_PREFIXES   keys that would change the model
 
-Any other key under `policy` that is set to something is refused: it might change a number.
+Any other key under `policy` that has a value is refused, because it might change a number.
 """
 
 import json
@@ -16,7 +17,7 @@ from typing import Any
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.typed_tree import shown
 
-COPIED = {
+COPIED_KEYS = {
     "policy": (
         *("model_name", "train_global_batch_size", "train_micro_batch_size", "logprob_batch_size"),
         *("max_total_sequence_length", "precision"),
@@ -44,7 +45,7 @@ COPIED = {
     "grpo": ("num_prompts_per_step", "num_generations_per_prompt", "max_num_steps", "seed"),
     "logger": ("log_dir",),
 }
-REQUIRED = {
+REQUIRED_VALUES = {
     "policy.megatron_cfg.enabled": (True, "the trainer is Megatron Core"),
     "policy.dtensor_cfg.enabled": (False, "the trainer is Megatron Core"),
     "policy.megatron_cfg.mtp_num_layers": (0, "the trainer has no multi-token prediction"),
@@ -65,9 +66,9 @@ REQUIRED = {
     "checkpointing.pretrained_checkpoint": (None, "weights come from policy.model_name"),
     "checkpointing.save_optimizer": (True, "a run resumes from its optimizer's state, too"),
 }
-ABSENT = {"policy.megatron_cfg.enabled": False}
-"""What REQUIRED keys mean to NeMo RL where they are not there, if that is something else than required."""
-READ = (
+VALUES_IF_ABSENT = {"policy.megatron_cfg.enabled": False}
+"""NeMo RL's default of a required key, if it differs from the required value."""
+READ_PREFIXES = (
     *("policy.logprob_chunk_size", "policy.generation.colocated.", "policy.generation.stop_"),
     *("policy.generation.vllm_cfg.expert_parallel_size", "policy.generation.vllm_kwargs.kv_cache_memory_bytes"),
     *("policy.generation.vllm_kwargs.max_num_seqs", "policy.generation.vllm_kwargs.max_num_batched_tokens"),
@@ -79,32 +80,32 @@ READ = (
     *("policy.generation.vllm_cfg.kv_cache_dtype", "policy.generation.vllm_cfg.pow2_"),
     "policy.megatron_cfg.train_iters",
 )
-UNUSED = (
+UNUSED_PREFIXES = (
     *("policy.dtensor_cfg.", "policy.optimizer", "policy.scheduler", "policy.draft.", "policy.generation_batch_size"),
-    "policy.max_grad_norm",  # of NeMo RL's other trainers; Megatron's is megatron_cfg.optimizer.clip_grad
+    "policy.max_grad_norm",  # for NeMo RL's other trainers; Megatron's key is megatron_cfg.optimizer.clip_grad
     *("policy.make_sequence_length_divisible_by", "policy.offload_optimizer_for_logprob"),
     *("policy.refit_buffer_size_gb", "policy.sequence_packing.", "policy.tokenizer.use_fastokens"),
     "policy.tokenizer.chat_template",  # the prompts come from NeMo RL's loop
     *("policy.megatron_cfg.apply_rope_fusion", "policy.megatron_cfg.attention_backend"),
     *("policy.megatron_cfg.bias_activation_fusion", "policy.megatron_cfg.checkpoint."),
     *("policy.megatron_cfg.converter_type", "policy.megatron_cfg.cuda_graph_", "policy.megatron_cfg.defer_fp32_logits"),
-    "policy.megatron_cfg.distributed_data_parallel_config.",  # gradients are reduced in float32 whatever it says
+    "policy.megatron_cfg.distributed_data_parallel_config.",  # gradients are always reduced in float32
     *("policy.megatron_cfg.empty_unused_memory_level", "policy.megatron_cfg.fine_grained_activation_offloading"),
     *("policy.megatron_cfg.force_overwrite_initial_ckpt", "policy.megatron_cfg.force_reconvert_from_hf"),
     *("policy.megatron_cfg.fused_linear_logprobs_chunk_size", "policy.megatron_cfg.gradient_accumulation_fusion"),
     *("policy.megatron_cfg.moe_enable_deepep", "policy.megatron_cfg.moe_flex_dispatcher_backend"),
     "policy.megatron_cfg.moe_hybridep_num_sms",
     "policy.megatron_cfg.moe_per_layer_logging",
-    "policy.megatron_cfg.moe_grouped_gemm",  # one product for all experts, or one each: the same blocks
+    "policy.megatron_cfg.moe_grouped_gemm",  # one matmul for all experts or one per expert: the same FP8 blocks
     *("policy.megatron_cfg.moe_permute_fusion", "policy.megatron_cfg.moe_shared_expert_overlap"),
-    "policy.megatron_cfg.moe_router_dtype",  # where the router rounds is nemo_fp8rl.align's
+    "policy.megatron_cfg.moe_router_dtype",  # nemo_fp8rl.align decides where the router rounds
     *(
         "policy.megatron_cfg.moe_token_dispatcher_type",
         "policy.megatron_cfg.mtp_",
         "policy.megatron_cfg.offload_modules",
     ),
     *(f"policy.megatron_cfg.optimizer.{name}" for name in ("bf16", "sgd_momentum", "use_distributed_optimizer")),
-    "policy.megatron_cfg.optimizer.use_precision_aware_optimizer",  # moments are float32 here
+    "policy.megatron_cfg.optimizer.use_precision_aware_optimizer",  # moments are always float32
     *("policy.megatron_cfg.optimizer.optimizer_", "policy.megatron_cfg.optimizer.overlap_cpu_"),
     *("policy.megatron_cfg.peft.", "policy.megatron_cfg.pipeline_dtype", "policy.megatron_cfg.recompute_"),
     *("policy.megatron_cfg.use_fused_linear_logprobs", "policy.megatron_cfg.use_gloo_process_groups"),
@@ -116,42 +117,43 @@ UNUSED = (
     *("policy.generation.vllm_cfg.use_tqdm", "policy.generation.vllm_cfg.vllm_", "policy.generation.vllm_cfg.zmq_"),
     *("policy.generation.vllm_kwargs.enable_chunked_prefill", "policy.generation.vllm_kwargs.moe_backend"),
 )
-DONE_DIFFERENTLY = {
-    "policy.megatron_cfg.optimizer.optimizer_cpu_offload": (False, "ours keep that on the GPU while they train"),
-    "policy.megatron_cfg.fine_grained_activation_offloading": (False, "ours keep that on the GPU while they train"),
-    "policy.generation.vllm_cfg.enable_prefix_caching": (True, "our engines cache prefixes where vLLM can"),
-    "checkpointing.is_async": (False, "our checkpoints are whole before training goes on"),
-    "checkpointing.model_save_format": ("safetensors", "our weights are saved as safetensors"),
+IGNORED_VALUES = {
+    "policy.megatron_cfg.optimizer.optimizer_cpu_offload": (False, "the optimizer stays on the GPU while it trains"),
+    "policy.megatron_cfg.fine_grained_activation_offloading": (False, "activations stay on the GPU"),
+    "policy.generation.vllm_cfg.enable_prefix_caching": (True, "engines cache prefixes where vLLM can"),
+    "checkpointing.is_async": (False, "a checkpoint is complete before training continues"),
+    "checkpointing.model_save_format": ("safetensors", "weights are saved as safetensors"),
 }
-"""Key of memory, speed or files -> (the value that our parts go by, what they do); a run says where its own differs."""
-MODEL = ("policy.hf_config_overrides.", "policy.megatron_cfg.model_overrides.")
-"""Other names for keys of the model's config.json, which is read as it is: whatever they say would change it."""
+"""Key of memory, speed or files -> (the value that the package follows, what it does)."""
+MODEL_PREFIXES = ("policy.hf_config_overrides.", "policy.megatron_cfg.model_overrides.")
+"""Other names for keys of the model's config.json, which is read unchanged: any value of theirs is refused."""
 
 
 def check_keys(master: Mapping[str, Any]) -> None:
-    """Raise UserError, naming the key, on one that asks for something else than there is."""
-    for key, (value, why) in REQUIRED.items():
-        given = at(master, key, ABSENT.get(key, value))
-        if given != value and (value or given is not None):  # null is none of what is not asked for
-            raise UserError(f"{key}={given}: {why}; set it to {value if isinstance(value, str) else json.dumps(value)}")
-    named = {f"{block}.{name}" for block, names in COPIED.items() for name in names} | REQUIRED.keys()
+    """Raise UserError, with the key, for a value that trainer or engines do not support."""
+    for key, (required, why) in REQUIRED_VALUES.items():
+        value = at(master, key, VALUES_IF_ABSENT.get(key, required))
+        if value != required and (required or value is not None):  # null equals a required false or 0
+            fix = required if isinstance(required, str) else json.dumps(required)
+            raise UserError(f"{key}={value}: {why}; set it to {fix}")
+    known = {f"{block}.{name}" for block, names in COPIED_KEYS.items() for name in names} | REQUIRED_VALUES.keys()
     for key, value in _leaves(master["policy"], "policy."):
-        is_set = value not in (None, {}) if key.startswith(MODEL) else bool(value)
-        if is_set and key not in named and not key.startswith((*READ, *UNUSED)):
+        is_set = value not in (None, {}) if key.startswith(MODEL_PREFIXES) else bool(value)
+        if is_set and key not in known and not key.startswith((*READ_PREFIXES, *UNUSED_PREFIXES)):
             raise UserError(
                 f"{key}={shown(value)} is not a key that this trainer or engine knows: remove it, or set it to null"
             )
 
 
-def done_differently(master: Mapping[str, Any]) -> Iterator[str]:
-    """What our parts do otherwise than the recipe says, each key in a sentence."""
-    for key, (same, instead) in DONE_DIFFERENTLY.items():
-        if (given := at(master, key, None)) not in (None, same):
-            yield f"{key}={shown(given)} is of NeMo RL's own workers; {instead}"
+def describe_ignored_values(master: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each key whose value the package's trainer and engines ignore."""
+    for key, (followed, instead) in IGNORED_VALUES.items():
+        if (value := at(master, key, None)) not in (None, followed):
+            yield f"{key}={shown(value)} has an effect only on NeMo RL's own workers; {instead}"
 
 
 def at(tree: Mapping[str, Any], key: str, default: Any) -> Any:
-    """Value of a dotted key; the default where a part of it is missing."""
+    """Return the value of a dotted key, or the default if a part of the key is missing."""
     for part in key.split("."):
         if not isinstance(tree, Mapping) or part not in tree:
             return default

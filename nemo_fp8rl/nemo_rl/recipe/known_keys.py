@@ -1,13 +1,13 @@
-"""Which keys NeMo RL's GRPO knows: those of its example configs and of its config classes, both read as text.
+"""The keys that NeMo RL's GRPO knows, read as text from its example configs and its config classes.
 
-NeMo RL's own top block keeps keys that it does not know, so a misspelled one changes nothing and nobody is told, and
-there is no schema to ask without importing it. A key counts as known where one of its examples for GRPO has it at the
-same place (those for other algorithms have keys that GRPO passes over), or where the annotations of its config classes
-lead there from GRPO's MasterConfig; subclasses count, as GenerationConfig stands for VllmConfig. Mappings with free
-keys show themselves: an example leaves them empty, or their annotation is a dict.
+NeMo RL's top block keeps unknown keys, so a misspelled key silently changes nothing, and its schema is not available
+without importing it. A key counts as known in two cases: an example for GRPO has it at the same place (examples for
+other algorithms have keys that GRPO ignores), or the annotations of the config classes lead to it from GRPO's
+MasterConfig. Subclasses count, because GenerationConfig stands for VllmConfig. A mapping accepts any key if an example
+leaves it empty or its annotation is a dict.
 
-Some keys of its own recipes are read by no code of it. What a recipe has of them stays, as nobody meant anything by it
-but NeMo RL; one that an override adds is meant, and refused.
+Some keys of NeMo RL's own recipes are read by none of its code. In a recipe these keys are passed through unchecked:
+only NeMo RL reads them. An override that adds such a key is refused, because its author expects an effect.
 """
 
 import ast
@@ -21,40 +21,43 @@ from typing import Any
 
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.nemo_rl.recipe.checkout import Checkout
-from nemo_fp8rl.nemo_rl.recipe.precision import READ_WITHOUT_DECLARATION
+from nemo_fp8rl.nemo_rl.recipe.precision import UNDECLARED_KEYS
 
 ALGORITHM = "grpo"
-"""The block that every example for it has, itself or from a parent."""
-ALIKE = 0.7
-"""Likeness, 0 to 1, from which on one name may be meant by another."""
+"""The block that every example for GRPO has, in its own file or a parent's."""
+MIN_SIMILARITY = 0.7
+"""Similarity of two names, 0 to 1, from which on one is suggested for the other."""
 ROOT_CLASS, ROOT_MODULE = "MasterConfig", "algorithms/grpo.py"
-"""Other algorithms have classes of that name, too."""
+"""The class of GRPO; other algorithms have classes of the same name."""
 READ_BY_NAME = ("grpo", "loss_fn", "policy.megatron_cfg")
-"""Blocks of which NeMo RL reads single keys; others it hands on, whole, to who knows their keys."""
+"""Blocks whose keys NeMo RL reads one by one; it passes other blocks whole to other libraries."""
 MAPPINGS = {"dict", "Dict", "Mapping", "Any"}
 
 
 @dataclass
-class Known:
-    """A key: what may stand below it, or that anything may.
+class KnownKey:
+    """A node in the tree of known keys.
 
-    declared: a class has it. unread: no code has its name; looked for in the blocks READ_BY_NAME alone.
+    accepts_any:  any key may stand below this one
+    is_declared:  a config class has the key
+    is_unread:    no code has the key's name; set only in the blocks READ_BY_NAME
+    keys:         the keys below this one
     """
 
-    free: bool = False
-    declared: bool = False
-    unread: bool = False
-    keys: dict[str, "Known"] = field(default_factory=dict)
+    accepts_any: bool = False
+    is_declared: bool = False
+    is_unread: bool = False
+    keys: dict[str, "KnownKey"] = field(default_factory=dict)
 
-    def at(self, key: str) -> "Known":
-        return self.keys.setdefault(key, Known())
+    def add(self, key: str) -> "KnownKey":
+        return self.keys.setdefault(key, KnownKey())
 
-    def below(self, path: str) -> "dict[str, Known]":
-        """The keys of a block, none where it is not known."""
-        here = self
+    def keys_of(self, path: str) -> "dict[str, KnownKey]":
+        """Return the keys of a block, empty if the block is unknown."""
+        node = self
         for part in path.split("."):
-            here = here.keys.get(part, Known())
-        return here.keys
+            node = node.keys.get(part, KnownKey())
+        return node.keys
 
     def paths(self, prefix: str = "") -> Iterator[str]:
         for key, known in self.keys.items():
@@ -63,76 +66,77 @@ class Known:
 
 
 @functools.cache
-def read_known_keys(checkout: Checkout) -> Known:
-    known = Known()
+def read_known_keys(checkout: Checkout) -> KnownKey:
+    known = KnownKey()
     for values in _examples(checkout.examples):
         _add_values(known, values)
-    named = _add_classes(known, checkout.package)
+    words = _add_classes(known, checkout.package)
     for block in READ_BY_NAME:
-        for name, one in known.below(block).items():
-            one.unread = not one.declared and name not in named
-    for key in READ_WITHOUT_DECLARATION:
-        place = known
-        for part in key.split("."):
-            place = place.at(part)
+        for name, key in known.keys_of(block).items():
+            key.is_unread = not key.is_declared and name not in words
+    for path in UNDECLARED_KEYS:
+        node = known
+        for part in path.split("."):
+            node = node.add(part)
     return known
 
 
-def check_known(values: Mapping[Any, Any], known: Known, version: str) -> None:
-    """Raise UserError for the first key of `values` that is not known, with the nearest one that is."""
-    for place, key, here in _unknown(values, known, ""):
-        near = difflib.get_close_matches(key, here.keys, 1)
-        elsewhere = [path for path in known.paths() if path.rpartition(".")[2] == key]
-        meant = [f"{place}{near[0]}"] if near else elsewhere[:1]
-        hint = f"did you mean {meant[0]}?" if meant else f"NeMo RL {version} has no such key for GRPO"
-        raise UserError(f"unknown config key {place}{key}; {hint}")
+def check_known(values: Mapping[Any, Any], known: KnownKey, version: str) -> None:
+    """Raise UserError for the first unknown key of `values`, with the most similar known key."""
+    for key_prefix, key, parent in _find_unknown(values, known, ""):
+        similar = difflib.get_close_matches(key, parent.keys, 1)
+        other_paths = [path for path in known.paths() if path.rpartition(".")[2] == key]
+        suggestions = [f"{key_prefix}{similar[0]}"] if similar else other_paths[:1]
+        hint = f"did you mean {suggestions[0]}?" if suggestions else f"NeMo RL {version} has no such key for GRPO"
+        raise UserError(f"unknown config key {key_prefix}{key}; {hint}")
 
 
-def check_read(key: str, known: Known) -> None:
-    """Raise UserError where no code of NeMo RL reads this key, which an example of its has."""
+def check_key_is_read(key: str, known: KnownKey) -> None:
+    """Raise UserError for a key that an example of NeMo RL has, but none of its code reads."""
     block, _, name = key.rpartition(".")
-    beside = known.below(block) if block else {}
-    if name in beside and beside[name].unread:
-        read = [other for other, one in beside.items() if not one.unread]
-        likeness, near = max(((_likeness(name, other), other) for other in read), default=(0.0, ""))
-        hint = f"; did you mean {block}.{near}?" if likeness >= ALIKE else ": remove it"
-        raise UserError(f"NeMo RL's code reads no key {key}, which an example of its has{hint}")
+    siblings = known.keys_of(block) if block else {}
+    if name in siblings and siblings[name].is_unread:
+        names = [other for other, sibling in siblings.items() if not sibling.is_unread]
+        similarity, nearest = max(((_similarity(name, other), other) for other in names), default=(0.0, ""))
+        hint = f"; did you mean {block}.{nearest}?" if similarity >= MIN_SIMILARITY else ": remove it"
+        raise UserError(f"NeMo RL's code never reads the key {key}, though an example of NeMo RL has it{hint}")
 
 
-def _likeness(a: str, b: str) -> float:
-    """How alike two names are, 0 to 1, whatever the order of their words."""
+def _similarity(a: str, b: str) -> float:
+    """Return the similarity of two names, 0 to 1, whatever the order of their words."""
     first, second = ("_".join(sorted(name.split("_"))) for name in (a, b))
     return difflib.SequenceMatcher(None, first, second).ratio()
 
 
-def _unknown(values: Mapping[Any, Any], known: Known, place: str) -> Iterator[tuple[str, str, Known]]:
+def _find_unknown(values: Mapping[Any, Any], known: KnownKey, key_prefix: str) -> Iterator[tuple[str, str, KnownKey]]:
+    """Yield (prefix, key, parent) of each unknown key."""
     for key, value in values.items():
         key = str(key)
         if key not in known.keys:
-            yield place, key, known
-        elif isinstance(value, Mapping) and not known.keys[key].free:
-            yield from _unknown(value, known.keys[key], f"{place}{key}.")
+            yield key_prefix, key, known
+        elif isinstance(value, Mapping) and not known.keys[key].accepts_any:
+            yield from _find_unknown(value, known.keys[key], f"{key_prefix}{key}.")
 
 
 def _examples(folder: Path) -> Iterator[dict[Any, Any]]:
-    """The files that one for GRPO is made of, parents included, each without its list of parents.
+    """Yield the files of the examples for GRPO and of their parents, each without its list of parents.
 
-    Each is read once and none merged (`yaml_tree.read_with_parents` takes half a minute for all of them).
+    Each file is read once and none is merged: `yaml_tree.read_with_parents` would take half a minute for all of them.
     """
     read = functools.cache(_read_yaml)
 
     def with_parents(path: Path, children: tuple[Path, ...] = ()) -> list[Path]:
         if path in children or not isinstance(values := read(path), dict):
             return []
-        named = values.get("defaults") or []
-        parents = [named] if isinstance(named, str) else named if isinstance(named, list) else []
+        defaults = values.get("defaults") or []
+        parents = [defaults] if isinstance(defaults, str) else defaults if isinstance(defaults, list) else []
         files = ((path.parent / parent).resolve() for parent in parents if isinstance(parent, str))
-        return [path, *(one for file in files for one in with_parents(file, (*children, path)))]
+        return [path, *(ancestor for file in files for ancestor in with_parents(file, (*children, path)))]
 
     paths: set[Path] = set()
     for path in folder.rglob("*.yaml"):
         tree = with_parents(path.resolve())
-        if any(ALGORITHM in read(one) for one in tree):
+        if any(ALGORITHM in read(file) for file in tree):
             paths.update(tree)
     for path in paths:
         yield {key: value for key, value in read(path).items() if key != "defaults"}
@@ -141,28 +145,28 @@ def _examples(folder: Path) -> Iterator[dict[Any, Any]]:
 def _read_yaml(path: Path) -> Any:
     import yaml
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster, where libyaml is there
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster; it needs libyaml
     try:
         return yaml.load(path.read_text(), loader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return None  # an example that is no config, such as a template, or that is being edited
+        return None  # the file is no config, such as a template, or it is being edited
 
 
-def _add_values(known: Known, values: Any) -> None:
+def _add_values(known: KnownKey, values: Any) -> None:
     if isinstance(values, dict):
-        known.free |= not values
+        known.accepts_any |= not values
         for key, value in values.items():
-            _add_values(known.at(str(key)), value)
+            _add_values(known.add(str(key)), value)
 
-
-# Config classes: name -> base classes, and the annotation of every field. Classes of one name count as one, but for the
-# root.
 
 Classes = dict[str, tuple[set[str], dict[str, list[ast.expr]]]]
+"""Config classes: name -> (base classes, annotations of each field). Classes of one name are merged, except the
+root class.
+"""
 
 
-def _add_classes(known: Known, package: Path) -> set[str]:
-    """Add to `known` the fields of the package's classes; returns every name and word in its code."""
+def _add_classes(known: KnownKey, package: Path) -> set[str]:
+    """Add the fields of the package's config classes to `known`, and return every word of its code."""
     classes: Classes = {}
     words = set[str]()
     for path in package.rglob("*.py"):
@@ -172,7 +176,7 @@ def _add_classes(known: Known, package: Path) -> set[str]:
             if "TypedDict" in text or "BaseModel" in text or "dataclass" in text:
                 _collect(classes, ast.parse(text), path == package / ROOT_MODULE)
         except (OSError, ValueError, SyntaxError, RecursionError):
-            continue  # no module, or one that is being edited
+            continue  # the file is no module, or it is being edited
     _add_fields(known, ROOT_CLASS, classes, ())
     return words
 
@@ -187,22 +191,22 @@ def _collect(classes: Classes, module: ast.Module, has_root: bool) -> None:
                     fields.setdefault(statement.target.id, []).append(statement.annotation)
 
 
-def _add_fields(known: Known, name: str, classes: Classes, above: tuple[str, ...]) -> None:
-    if name in above or name not in classes:
+def _add_fields(known: KnownKey, name: str, classes: Classes, ancestors: tuple[str, ...]) -> None:
+    if name in ancestors or name not in classes:
         return
     bases, fields = classes[name]
-    subclasses = [other for other, (its_bases, _) in classes.items() if name in its_bases] if above else []
+    subclasses = [other for other, (other_bases, _) in classes.items() if name in other_bases] if ancestors else []
     for relative in {*bases, *subclasses} - {"TypedDict", "BaseModel"}:
-        _add_fields(known, relative, classes, (*above, name))
+        _add_fields(known, relative, classes, (*ancestors, name))
     for key, annotations in fields.items():
-        known.at(key).declared = True
-        for named in {named for annotation in annotations for named in _names_in(annotation)}:
-            known.at(key).free |= named in MAPPINGS
-            _add_fields(known.at(key), named, classes, (*above, name))
+        known.add(key).is_declared = True
+        for type_name in {word for annotation in annotations for word in _names_in(annotation)}:
+            known.add(key).accepts_any |= type_name in MAPPINGS
+            _add_fields(known.add(key), type_name, classes, (*ancestors, name))
 
 
 def _names_in(annotation: ast.expr) -> Iterator[str]:
-    """Every name in a type hint, also in one that is written as a string."""
+    """Yield every name in a type hint, also in a hint that is written as a string."""
     for node in ast.walk(annotation):
         if isinstance(node, ast.Name):
             yield node.id

@@ -1,4 +1,7 @@
-"""Read a recipe for NeMo RL without importing it; every key is checked, its own against the checkout, ours typed."""
+"""Read and check a NeMo RL recipe without importing NeMo RL.
+
+NeMo RL's keys are checked against its checkout (`known_keys`), the block nemo_fp8rl against `Fp8RlConfig`.
+"""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,23 +17,27 @@ from nemo_fp8rl.config.validate import check_no_secret, check_tracker
 from nemo_fp8rl.config.yaml_tree import PATHS, expand_homes, read_with_parents, refusing, register_resolvers
 from nemo_fp8rl.nemo_rl.recipe.checkout import NEMO_RL_SRC, Checkout, find_checkout, make_absolute
 from nemo_fp8rl.nemo_rl.recipe.keys import at
-from nemo_fp8rl.nemo_rl.recipe.known_keys import check_known, check_read, read_known_keys
-from nemo_fp8rl.nemo_rl.recipe.overrides import adds, apply_override, key_of
+from nemo_fp8rl.nemo_rl.recipe.known_keys import check_key_is_read, check_known, read_known_keys
+from nemo_fp8rl.nemo_rl.recipe.overrides import adds_key, apply_override, parse_key
 from nemo_fp8rl.nemo_rl.recipe.precision import Precision, read_precision
 from nemo_fp8rl.nemo_rl.recipe.value_types import check_values
 
 BLOCK = "nemo_fp8rl"
-SAID_BY_NEMO_RL = {
+DERIVED_KEYS = {
     "flow": "policy.megatron_cfg.fp8_cfg.enabled and policy.generation.vllm_cfg.precision",
     "scale_format": "policy.megatron_cfg.env_vars and policy.generation.vllm_cfg.pow2_weight_scaling_factors",
     "fp8_param": "policy.megatron_cfg.fp8_cfg.fp8_param",
 }
-"""Keys of ours that a recipe for NeMo RL says in its own."""
+"""Keys of the block nemo_fp8rl that are derived from NeMo RL's keys, and those keys."""
 
 
 @dataclass(frozen=True)
 class NemoRlRecipe:
-    """values: the whole recipe, resolved; `???` where it leaves a value to the command line. checkout: NeMo RL's."""
+    """A checked recipe.
+
+    values:    the whole recipe with resolved interpolations; `???` marks a value left to the command line
+    checkout:  the NeMo RL that it was checked against
+    """
 
     path: Path
     values: dict[str, Any]
@@ -38,12 +45,12 @@ class NemoRlRecipe:
 
     @property
     def precision(self) -> Precision:
-        """Raises UserError where trainer and engine would not agree."""
+        """Precision of the run. Raises: UserError if trainer and engine do not agree."""
         return read_precision(self.values.get("policy") or {})
 
     @property
     def fp8rl(self) -> Fp8RlConfig:
-        """Our block, with what NeMo RL's keys say. Raises UserError as `precision` does."""
+        """The block nemo_fp8rl with the keys derived from NeMo RL's. Raises: UserError as `precision` does."""
         precision = self.precision
         derived = {
             "flow": precision.flow,
@@ -54,35 +61,41 @@ class NemoRlRecipe:
 
 
 def is_for_nemo_rl(path: Path) -> bool:
-    """Whether it is in NeMo RL's dialect, which says how many GPUs a node has. Raises UserError without a recipe."""
+    """Return whether a recipe is written for NeMo RL: these say how many GPUs a node has.
+
+    Raises: UserError if there is no recipe
+    """
     register_resolvers()
     return _is_for_nemo_rl(path, _read_tree(path))
 
 
 def refuse_for_nemo_rl(path: Path, command: str) -> None:
-    """Raise UserError for a recipe in NeMo RL's dialect, where its checkout is not there, too. command: who asks."""
+    """Raise UserError for a recipe written for NeMo RL, also if its checkout is missing.
+
+    command: the command that takes no such recipe
+    """
     try:
-        theirs = is_for_nemo_rl(path)
+        for_nemo_rl = is_for_nemo_rl(path)
     except UserError as error:
         if NEMO_RL_SRC not in str(error):
             raise
-        theirs = True
-    if theirs:
+        for_nemo_rl = True
+    if for_nemo_rl:
         raise UserError(f"{path} is a recipe for NeMo RL, and {command} takes those of `nemo-fp8rl train`; see conf/")
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> NemoRlRecipe:
-    """The recipe with overrides in Hydra's grammar, checked: keys, our block, and that both sides' precisions agree.
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> NemoRlRecipe:
+    """Read a recipe with overrides in Hydra's grammar, and check its keys, the block nemo_fp8rl and the precision.
 
-    Raises UserError for anything wrong.
+    Raises: UserError for anything wrong
     """
-    recipe = read(path, overrides)
+    recipe = read_recipe(path, overrides)
     _ = recipe.precision
     return recipe
 
 
-def read(path: str | Path, overrides: Sequence[str] = ()) -> NemoRlRecipe:
-    """The same, whatever it says about precision."""
+def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> NemoRlRecipe:
+    """Do the same as `load_recipe` without the check that the precisions of trainer and engine agree."""
     from omegaconf import OmegaConf
 
     register_resolvers()
@@ -95,19 +108,19 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> NemoRlRecipe:
     checkout = find_checkout()
     known = read_known_keys(checkout)
     for override in overrides:
-        key = key_of(override)
+        key = parse_key(override)
         if not key.startswith(f"{BLOCK}."):
             check_known(_nested(key), known, checkout.version)
-        if adds(tree, override):
-            check_read(key, known)
+        if adds_key(tree, override):
+            check_key_is_read(key, known)
         apply_override(tree, override)
     with refusing(str(path)):
-        given: Any = OmegaConf.to_container(tree)
-    ours = given.pop(BLOCK, None) or {}
-    check_known(given, known, checkout.version)
-    _check_keys_of_ours(ours)
+        nemo_rl_keys: Any = OmegaConf.to_container(tree)
+    package_keys = nemo_rl_keys.pop(BLOCK, None) or {}
+    check_known(nemo_rl_keys, known, checkout.version)
+    _check_package_keys(package_keys)
     with refusing(str(path)):
-        tree = OmegaConf.merge({BLOCK: defaults(Fp8RlConfig, ours)}, tree)
+        tree = OmegaConf.merge({BLOCK: defaults(Fp8RlConfig, package_keys)}, tree)
         values: Any = OmegaConf.to_container(tree, resolve=True)
     expand_homes(values, PATHS)
     check_numbers(values)
@@ -126,12 +139,12 @@ def _read_tree(path: Path) -> Any:
         return read_with_parents(path)
     except UserError as error:
         if NEMO_RL_SRC in str(error) or os.environ.get(NEMO_RL_SRC, NEMO_RL_SRC) in str(error):
-            find_checkout()  # a parent in the checkout, and it is the checkout that is missing
+            find_checkout()  # a parent cannot be read because the checkout is missing: say that instead
         raise
 
 
 def _is_for_nemo_rl(path: Path, tree: Any) -> bool:
-    """Removed or null on the command line, or of another type, is `check_values`'s."""
+    # A key that the command line removes or sets to null is left to `check_values`.
     from omegaconf import OmegaConf
 
     with refusing(f"{path}: cluster"):
@@ -139,7 +152,7 @@ def _is_for_nemo_rl(path: Path, tree: Any) -> bool:
 
 
 def _check_no_secrets(values: dict[str, Any]) -> None:
-    """Raise UserError for secrets, as in recipes of ours: a script or a manifest would show them."""
+    """Raise UserError for a secret: a job's script or manifest would show it."""
     for key, variables in _variables(values):
         check_no_secret(key, variables)
     uri = at(values, "logger.mlflow.tracking_uri", None)
@@ -147,7 +160,7 @@ def _check_no_secrets(values: dict[str, Any]) -> None:
 
 
 def _variables(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Every `env_vars`: the trainer's, the engine's, those of further workers."""
+    """Yield every block `env_vars` with its key: the trainer's, the engine's, those of further workers."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             key = f"{prefix}{name}"
@@ -158,15 +171,15 @@ def _variables(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def _nested(key: str) -> dict[str, Any]:
-    """a.b as {a: {b: None}}."""
+    """Return {a: {b: None}} for a.b."""
     first, _, rest = key.partition(".")
     return {first: _nested(rest) if rest else None}
 
 
-def _check_keys_of_ours(ours: Any) -> None:
-    if not isinstance(ours, dict):
-        raise UserError(f"{BLOCK} must be a block of keys, got {shown(ours)}")
-    for key, where in SAID_BY_NEMO_RL.items():
-        if key in ours:
-            raise UserError(f"{BLOCK}.{key} is said by {where} in a recipe for NeMo RL; remove it")
-    check_keys(ours, Fp8RlConfig, f"{BLOCK}.")
+def _check_package_keys(block: Any) -> None:
+    if not isinstance(block, dict):
+        raise UserError(f"{BLOCK} must be a block of keys, got {shown(block)}")
+    for key, sources in DERIVED_KEYS.items():
+        if key in block:
+            raise UserError(f"{BLOCK}.{key} follows from {sources} in a recipe for NeMo RL; remove it")
+    check_keys(block, Fp8RlConfig, f"{BLOCK}.")

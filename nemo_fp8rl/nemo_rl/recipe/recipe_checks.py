@@ -1,7 +1,7 @@
-"""What NeMo RL's launcher, loops and `setup` assert of a recipe; here before anything starts.
+"""Check what NeMo RL's launcher, loops and `setup` assert of a recipe, before anything starts.
 
-`run` takes the launcher's place for both kinds of worker, and our parts that of `setup`; NeMo RL's own workers would be
-loaded before its loop, or the cluster there before its `setup`, says no.
+`run_loop` replaces the launcher for both kinds of workers, and the package's workers replace `setup`. NeMo RL itself
+would refuse a recipe late: its loop after the workers are loaded, its `setup` after the cluster has started.
 """
 
 from collections.abc import Mapping
@@ -15,78 +15,82 @@ from nemo_fp8rl.config.typed_tree import typed
 from nemo_fp8rl.nemo_rl.recipe.gpu_division import check_division, is_asynchronous, is_colocated
 from nemo_fp8rl.nemo_rl.recipe.keys import at
 
-ELSEWHERE = {
-    "async_rl": "is of NeMo RL's single controller (examples/run_grpo_single_controller.py), which runs other workers",
-    "data_plane.enabled": "asks for NeMo RL's loop over TransferQueue (grpo_train_sync), which has a policy of its own",
-    "on_policy_distillation.enabled": "asks for teachers beside the policy, which this command does not start",
-    "env.should_use_nemo_gym": "asks for NeMo Gym's servers, which this command does not hand to the loop",
+OTHER_LAUNCHERS = {
+    "async_rl": "is for NeMo RL's single controller (examples/run_grpo_single_controller.py), which runs other workers",
+    "data_plane.enabled": "needs NeMo RL's loop over TransferQueue (grpo_train_sync), which has its own policy",
+    "on_policy_distillation.enabled": "needs teachers beside the policy, which this command does not start",
+    "env.should_use_nemo_gym": "needs NeMo Gym's servers, which this command does not start",
 }
-"""What NeMo RL has other launchers or other parts for."""
-ONLY_SYNCHRONOUS = (
+"""Keys for which NeMo RL has other launchers or other components, and the reason."""
+SYNCHRONOUS_KEYS = (
     *("grpo.use_dynamic_sampling", "grpo.reward_shaping.enabled", "grpo.reward_scaling.enabled"),
     "data.use_multiple_dataloader",
 )
-"""What its asynchronous loop passes over, and its launcher refuses."""
-PREFIXES = ("train:", "val:")
-"""Beginnings of checkpointing.metric_name, which say whose metric it is."""
-NO_LOGPROBS = "the log-probs that loss_fn.force_on_policy_ratio does without; drop one"
+"""Keys that NeMo RL's asynchronous loop ignores and its launcher refuses."""
+METRIC_PREFIXES = ("train:", "val:")
+"""Prefixes of checkpointing.metric_name: a metric of training or of validation."""
+NO_LOGPROBS = "the log-probs that loss_fn.force_on_policy_ratio does not compute; remove one of the two"
 
 
 def check_loop(master: Mapping[str, Any]) -> None:
-    """Raise UserError, naming the key, for what neither of NeMo RL's two loops does, whoever's the workers are, for
-    what its `setup` would refuse, and for a loss that is none.
+    """Check a recipe for NeMo RL's two loops, with either kind of workers.
+
+    Raises: UserError, with the key, for what the loops do not support, what NeMo RL's `setup` would refuse, and an
+        invalid loss
     """
-    check_not_elsewhere(master)
+    check_launcher(master)
     if at(master, "grpo.async_grpo", {}) is None:
         raise UserError(
             "grpo.async_grpo is null, which is for NeMo RL's single controller: set grpo.async_grpo.enabled=false"
         )
     if is_asynchronous(master):
-        for key in ONLY_SYNCHRONOUS:
+        for key in SYNCHRONOUS_KEYS:
             if at(master, key, False):
-                raise UserError(f"{key}=true is nothing that NeMo RL's asynchronous loop does: set it to false")
+                raise UserError(f"{key}=true is not supported by NeMo RL's asynchronous loop: set it to false")
     if weight := at(master, "loss_fn.positive_example_nll_weight", 0):
         raise UserError(
-            f"loss_fn.positive_example_nll_weight={weight}: NeMo RL's GRPO loops give their loss no rewards, so there "
-            "is no such term; set it to 0, or use `nemo-fp8rl train`"
+            f"loss_fn.positive_example_nll_weight={weight}: NeMo RL's GRPO loops give their loss no rewards, which "
+            "this term needs; set it to 0, or use `nemo-fp8rl train`"
         )
-    for name, on in (master.get("reward_penalties") or {}).items():
-        if on is True:
-            raise UserError(f"reward_penalties.{name}=true needs NeMo Gym, which is not here: set it to false")
+    for name, value in (master.get("reward_penalties") or {}).items():
+        if value is True:
+            raise UserError(f"reward_penalties.{name}=true needs NeMo Gym, which is not supported: set it to false")
     metric = at(master, "grpo.stop_at_validation_metric", None)
     if metric is not None and at(master, "grpo.stop_at_validation_threshold", None) is None:
         raise UserError(f"grpo.stop_at_validation_metric={metric} needs grpo.stop_at_validation_threshold; set it, too")
     if metric == "pass_k" and at(master, "grpo.val_num_generations_per_prompt", 1) in (None, 1):
         raise UserError("grpo.stop_at_validation_metric=pass_k needs grpo.val_num_generations_per_prompt above 1")
     best_by = at(master, "checkpointing.metric_name", None)
-    if best_by is not None and at(master, "checkpointing.enabled", False) and not str(best_by).startswith(PREFIXES):
+    saves = at(master, "checkpointing.enabled", False)
+    if best_by is not None and saves and not str(best_by).startswith(METRIC_PREFIXES):
         raise UserError(
-            f"checkpointing.metric_name={best_by} says neither train: nor val: before the metric's name, which NeMo RL "
-            f"asks for at the first checkpoint: set it to val:{best_by} or train:{best_by}"
+            f"checkpointing.metric_name={best_by} needs the prefix train: or val:, which NeMo RL asserts at the first "
+            f"checkpoint: set it to val:{best_by} or train:{best_by}"
         )
     check_loss(master)
-    check_set_up(master)
+    check_setup(master)
 
 
-def check_not_elsewhere(master: Mapping[str, Any]) -> None:
-    """Raise UserError, naming the key, for what NeMo RL runs by other launchers, or with parts that are not here."""
-    for key, what in ELSEWHERE.items():
-        if given := at(master, key, None):
-            named = key if isinstance(given, Mapping) else f"{key}={given}"
-            raise UserError(f"{named} {what}: remove it, or run the recipe with NeMo RL alone")
+def check_launcher(master: Mapping[str, Any]) -> None:
+    """Raise UserError, with the key, for a recipe that needs another launcher or other components of NeMo RL."""
+    for key, why in OTHER_LAUNCHERS.items():
+        if value := at(master, key, None):
+            subject = key if isinstance(value, Mapping) else f"{key}={value}"
+            raise UserError(f"{subject} {why}: remove it, or run the recipe with NeMo RL alone")
     if at(master, "grpo.adv_estimator.name", None) == "opd":
         raise UserError(
-            "grpo.adv_estimator.name=opd needs teachers beside the policy, which are not started here: set it to grpo"
+            "grpo.adv_estimator.name=opd needs teachers beside the policy, which are not supported: set it to grpo"
         )
 
 
-def correction_said_twice(master: Mapping[str, Any]) -> str:
-    """A sentence where the asynchronous loop, which asks for use_importance_sampling_correction, is told how to correct
-    by a key of loss_fn and by nemo_fp8rl.correction; else empty.
+def why_corrections_conflict(master: Mapping[str, Any]) -> str:
+    """Return a sentence if an asynchronous recipe sets the correction by loss_fn and by nemo_fp8rl.correction; else "".
+
+    The asynchronous loop requires use_importance_sampling_correction, so that key is no contradiction there.
     """
-    ours = at(master, "nemo_fp8rl.correction", None)
-    theirs = at(master, "loss_fn.truncated_importance_sampling_type", None)
-    if not is_asynchronous(master) or ours is None or theirs is None:
+    package_correction = at(master, "nemo_fp8rl.correction", None)
+    loss_correction = at(master, "loss_fn.truncated_importance_sampling_type", None)
+    if not is_asynchronous(master) or package_correction is None or loss_correction is None:
         return ""
     return (
         "nemo_fp8rl.correction contradicts loss_fn.truncated_importance_sampling_type: set that and its ratios to null"
@@ -94,11 +98,13 @@ def correction_said_twice(master: Mapping[str, Any]) -> str:
 
 
 def loss_keys(master: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of the block loss_fn that LossConfig has. The asynchronous loop asks for
-    use_importance_sampling_correction; beside that `nemo_fp8rl.correction` says how. Raises UserError where a key of
-    loss_fn does, too.
+    """Return the keys of the block loss_fn that LossConfig has.
+
+    The asynchronous loop requires use_importance_sampling_correction; with nemo_fp8rl.correction the returned value is
+    False, as that key says how to correct.
+    Raises: UserError if another key of loss_fn says it, too
     """
-    if refusal := correction_said_twice(master):
+    if refusal := why_corrections_conflict(master):
         raise UserError(refusal)
     known = {field.name for field in fields(LossConfig)}
     keys = {name: value for name, value in master["loss_fn"].items() if name in known}
@@ -108,14 +114,16 @@ def loss_keys(master: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_loss(master: Mapping[str, Any]) -> None:
-    """Raise UserError, naming the key, for a loss or a correction that ours, which every run here has, cannot be."""
+    """Raise UserError, with the key, for a loss or correction that `GrpoLoss` does not support; every run uses it."""
     loss = loss_config(typed(loss_keys(master), LossConfig, "loss_fn."))
     resolved_correction(loss, at(master, "nemo_fp8rl.correction", None))
 
 
-def check_set_up(master: Mapping[str, Any]) -> None:
-    """Raise UserError, naming the key, for what NeMo RL's `setup` and asynchronous loop assert of a recipe, whoever's
-    the workers are: its own would be there already. What one of its versions does not assert, it does wrongly.
+def check_setup(master: Mapping[str, Any]) -> None:
+    """Check what NeMo RL's `setup` and asynchronous loop assert of a recipe, with either kind of workers.
+
+    If a version of NeMo RL lacks one of these assertions, it computes something wrong instead.
+    Raises: UserError, with the key
     """
     grpo, loss, generation = master["grpo"], master["loss_fn"], master["policy"]["generation"]
     if loss.get("force_on_policy_ratio"):
@@ -128,16 +136,16 @@ def check_set_up(master: Mapping[str, Any]) -> None:
         raise UserError(
             "grpo.skip_reference_policy_logprobs_calculation=true needs loss_fn.reference_policy_kl_penalty=0"
         )
-    for name in ("temperature", "top_p", "top_k"):  # which v0.7.0 does not know
+    for name in ("temperature", "top_p", "top_k"):  # v0.7.0 does not know the val_ keys
         if generation.get(f"val_{name}") not in (None, generation.get(name)):
             raise UserError(
-                f"policy.generation.val_{name} differs from {name}: NeMo RL's loop validates by that; set them alike"
+                f"policy.generation.val_{name} differs from {name}, with which NeMo RL's loop validates; set them alike"
             )
     check_division(master)
 
 
-def check_without_set_up(master: Mapping[str, Any]) -> None:
-    """Raise UserError, naming the key, for what our parts cannot have in the place of NeMo RL's `setup` and workers."""
+def check_for_package_workers(master: Mapping[str, Any]) -> None:
+    """Raise UserError, with the key, for what the package's workers and setup do not support."""
     if at(master, "data.use_multiple_dataloader", False):
         raise UserError("data.use_multiple_dataloader=true is not supported without NeMo RL's setup; set it to false")
     if not master["loss_fn"].get("force_on_policy_ratio"):
@@ -150,8 +158,8 @@ def check_without_set_up(master: Mapping[str, Any]) -> None:
 
 
 def _check_on_policy(master: Mapping[str, Any]) -> None:
-    """One update a rollout, and nothing that asks for log-probs: NeMo RL's loop has zeros in their place, unless
-    another key asks for them.
+    """Require one update per rollout, and no use of log-probs: NeMo RL's loop has zeros instead, unless another key
+    needs them.
     """
     grpo, loss = master["grpo"], master["loss_fn"]
     rollout = grpo["num_prompts_per_step"] * grpo["num_generations_per_prompt"]
@@ -166,15 +174,15 @@ def _check_on_policy(master: Mapping[str, Any]) -> None:
 
 
 def _check_asynchronous(master: Mapping[str, Any]) -> None:
-    """What its asynchronous loop asserts when workers and engines are there already; of other engines, other things."""
-    here, generation = "grpo.async_grpo.enabled=true", master["policy"]["generation"]
+    """Check what NeMo RL's asynchronous loop asserts of vLLM after workers and engines have started."""
+    key, generation = "grpo.async_grpo.enabled=true", master["policy"]["generation"]
     if generation.get("backend", "vllm") == "vllm":
         if not at(generation, "vllm_cfg.async_engine", False):
-            raise UserError(f"{here} needs policy.generation.vllm_cfg.async_engine=true")
+            raise UserError(f"{key} needs policy.generation.vllm_cfg.async_engine=true")
         if is_colocated(generation):
             raise UserError(
-                f"{here} generates while it trains: set policy.generation.colocated.enabled=false and say in "
-                "policy.generation.colocated.resources how many GPUs generate"
+                f"{key} generates while it trains: set policy.generation.colocated.enabled=false and, in "
+                "policy.generation.colocated.resources, how many GPUs generate"
             )
     if not master["loss_fn"].get("use_importance_sampling_correction"):
-        raise UserError(f"{here} needs loss_fn.use_importance_sampling_correction=true, for samples are off-policy")
+        raise UserError(f"{key} needs loss_fn.use_importance_sampling_correction=true, because samples are off-policy")

@@ -1,6 +1,6 @@
-"""Types and ranges of the keys that are read here from a recipe for NeMo RL; its other keys are its own to check.
+"""Types and ranges of the keys that this package reads from a NeMo RL recipe; NeMo RL checks its other keys itself.
 
-A key without `| None` must be there, and not null, wherever its block is, unless that says `enabled: false`.
+A key without `| None` must have a value if its block is present, unless the block says `enabled: false`.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.typed_tree import typed
-from nemo_fp8rl.nemo_rl.recipe.keys import COPIED, at
+from nemo_fp8rl.nemo_rl.recipe.keys import COPIED_KEYS, at
 
 
 def _no_bool(value: Any) -> Any:
@@ -47,7 +47,7 @@ TYPES: dict[str, Any] = {
     "checkpointing": dict,
     "checkpointing.checkpoint_must_save_by": Duration | None,
     "policy": dict,
-    **{block: dict | None for block in COPIED if "." in block},
+    **{block: dict | None for block in COPIED_KEYS if "." in block},
     "policy.model_name": str | None,
     "policy.tokenizer": dict,
     "policy.generation": dict,
@@ -103,12 +103,15 @@ TYPES: dict[str, Any] = {
     "policy.generation.vllm_kwargs.attention_backend": str | None,
     "policy.generation.vllm_kwargs.max_num_seqs": Count | None,
     "policy.generation.vllm_kwargs.max_num_batched_tokens": Count | None,
-    "policy.make_sequence_length_divisible_by": Count | None,  # mostly made of those above
+    "policy.make_sequence_length_divisible_by": Count | None,  # mostly computed from other keys
 }
 
 
 def check_values(values: dict[str, Any]) -> None:
-    """Raise UserError, naming the key, for the first value of another type; a number in quotes becomes a number."""
+    """Convert the values in place; a number in quotes becomes a number.
+
+    Raises: UserError, with the key, for the first value of another type
+    """
     for key, hint in TYPES.items():
         path, _, name = key.rpartition(".")
         block = at(values, path, None) if path else values
@@ -121,5 +124,6 @@ def check_values(values: dict[str, Any]) -> None:
 
 
 def require(values: Mapping[str, Any], key: str) -> None:
+    """Raise UserError if the dotted key is missing or null."""
     if at(values, key, None) is None:
         raise UserError(f"{key} is missing or null; set it in the recipe")

@@ -1,4 +1,4 @@
-"""Our parts in a run of NeMo RL's: made from its config, and put where its loops look for them."""
+"""Build this package's trainer and engines from NeMo RL's config, and link them for NeMo RL's loops."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from nemo_fp8rl.nemo_rl.adapters.loss_fn import GrpoLossFn
 from nemo_fp8rl.nemo_rl.adapters.megatron_policy import MegatronFp8Policy
 from nemo_fp8rl.nemo_rl.adapters.vllm_generation import VllmFp8Generation
 from nemo_fp8rl.nemo_rl.adapters.weight_sync import Fp8WeightSynchronizer
-from nemo_fp8rl.nemo_rl.recipe.config_from_recipe import from_nemo_rl
+from nemo_fp8rl.nemo_rl.recipe.config_from_recipe import convert_recipe
 from nemo_fp8rl.nemo_rl.recipe.gpu_division import is_asynchronous
 from nemo_fp8rl.nemo_rl.recipe.recipe_checks import loss_keys
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
@@ -22,14 +22,16 @@ from nemo_fp8rl.policy.rank_group import MegatronPolicy
 def backends(
     master_config: Any, tokenizer: Any, weights_path: Path | None = None
 ) -> Iterator[tuple[MegatronFp8Policy, VllmFp8Generation]]:
-    """Trainer and engines for `install`; both end with the block. Collectors of NeMo RL's asynchronous loop are from
-    now on in the driver's environment, as our engines are.
+    """Build trainer and engines for `install`; both end with the context.
 
-    master_config: NeMo RL's MasterConfig, its generation block configured. weights_path: of the checkpoint to continue.
+    From then on the collectors of NeMo RL's asynchronous loop run in the driver's environment, as the engines do.
+
+    master_config:  NeMo RL's MasterConfig after configure_generation_config
+    weights_path:   weights of the checkpoint to continue, None for a new run
     """
     environment.register(ours=True)
     values = master_config.model_dump()
-    cfg = from_nemo_rl(values)
+    cfg = convert_recipe(values)
     generation_cfg = master_config.policy["generation"]
 
     def load(policy: MegatronPolicy) -> None:
@@ -44,14 +46,15 @@ def backends(
 
 
 def install(
-    policy: MegatronFp8Policy, generation: VllmFp8Generation, master_config: Any, steps_done: int = 0
+    policy: MegatronFp8Policy, generation: VllmFp8Generation, master_config: Any, completed_steps: int = 0
 ) -> GrpoLossFn:
-    """Link trainer and engine, for NeMo RL's refits from now on. Returns the loss to hand to its grpo_train.
+    """Link trainer and engines for NeMo RL's refits, and return the loss for its grpo_train.
 
-    steps_done: total_steps of the checkpoint that the policy was loaded from; versions of the weights go on from there.
+    completed_steps: total_steps of the checkpoint that the policy was loaded from; the version of the weights starts
+        there
     """
     cfg: Config = policy.cfg
-    bridge = assemble.build_bridge(cfg, policy.policy, generation.generation, first_version=steps_done)
+    bridge = assemble.build_bridge(cfg, policy.policy, generation.generation, first_version=completed_steps)
     synchronizer = Fp8WeightSynchronizer(policy, generation, bridge)
     generation.bridge, generation.weight_synchronizer = bridge, synchronizer
     policy.refit = synchronizer.sync_weights

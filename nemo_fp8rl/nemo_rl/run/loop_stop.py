@@ -21,8 +21,8 @@ class Stopped(Exception):
 
 
 class LoopStop:
-    """master: NeMo RL's config of the loop. steps: of what it saved last, `compat.steps_done` of its state. finish:
-    waits for what is written in the background.
+    """master: NeMo RL's config of the loop. steps: of the last saved state, by `compat.completed_steps`. finish: waits
+    for what is written in the background.
     """
 
     def __init__(self, master: Any, steps: Callable[[], int], finish: Callable[[], None], asynchronous: bool) -> None:

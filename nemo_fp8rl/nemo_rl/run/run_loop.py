@@ -8,24 +8,28 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from nemo_fp8rl.common.errors import UserError, one_line
-from nemo_fp8rl.config.yaml_tree import PATHS, expand_homes
 from nemo_fp8rl.data.tokenizer import reading_tokenizer
 from nemo_fp8rl.generation.engine_checks import check_for_driver
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.model_config import read_hf_config
-from nemo_fp8rl.nemo_rl.compat import PREPARE_PROCESS, finish_checkpoints, prepare, steps_done
-from nemo_fp8rl.nemo_rl.recipe.checkout import NEMO_RL_SRC, find_checkout
-from nemo_fp8rl.nemo_rl.recipe.config_from_recipe import from_nemo_rl
+from nemo_fp8rl.nemo_rl.compat import PREPARE_PROCESS, completed_steps, finish_checkpoints, prepare
+from nemo_fp8rl.nemo_rl.recipe.checkout import NEMO_RL_SRC
+from nemo_fp8rl.nemo_rl.recipe.config_from_recipe import convert_recipe
 from nemo_fp8rl.nemo_rl.recipe.gpu_division import is_asynchronous
 from nemo_fp8rl.nemo_rl.recipe.keys import at
-from nemo_fp8rl.nemo_rl.recipe.prompt_files import find_prompt_files
-from nemo_fp8rl.nemo_rl.recipe.read_recipe import NemoRlRecipe
-from nemo_fp8rl.nemo_rl.recipe.read_recipe import load as checked
+from nemo_fp8rl.nemo_rl.recipe.read_recipe import NemoRlRecipe, load_recipe
 from nemo_fp8rl.nemo_rl.recipe.recipe_checks import check_loop
 from nemo_fp8rl.nemo_rl.run.async_loop_watch import Watch
 from nemo_fp8rl.nemo_rl.run.loop_stop import LoopStop, Prompts
-from nemo_fp8rl.nemo_rl.run.setup import Loop, check_cluster, check_own_gpu, nemo_rl_parts, own_parts, uses_own_workers
+from nemo_fp8rl.nemo_rl.run.master_config import load_master_config
+from nemo_fp8rl.nemo_rl.run.setup import (
+    Loop,
+    check_cluster,
+    check_local_gpu,
+    set_up_nemo_rl_workers,
+    set_up_package_workers,
+    uses_package_workers,
+)
 from nemo_fp8rl.nemo_rl.stock.pythonpath import package_on_pythonpath
 from nemo_fp8rl.nemo_rl.stock.stock_limits import check_stock
 from nemo_fp8rl.workers import check_address, connect, find_cluster, require_token
@@ -40,21 +44,21 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
 
     Returns False when a signal, a pod that is to end, or checkpointing.checkpoint_must_save_by ended it before.
     """
-    recipe = checked(path, overrides)  # before anything is loaded
+    recipe = load_recipe(path, overrides)  # before anything is loaded
     check_loop(recipe.values)
     if find_cluster():
         print(f"nemo-fp8rl: joins the Ray cluster of this machine, RAY_ADDRESS={os.environ['RAY_ADDRESS']}", flush=True)
-    ours = uses_own_workers(recipe.fp8rl.workers)
+    ours = uses_package_workers(recipe.fp8rl.workers)
     print(
         f"nemo-fp8rl: nemo_fp8rl.workers={recipe.fp8rl.workers}, {'ours' if ours else 'those of NeMo RL'}", flush=True
     )
-    check_own_gpu(recipe.precision.flow)
+    check_local_gpu(recipe.precision.flow)
     if ours:
         require_token()
     else:
         check_stock(recipe.values, recipe.checkout.version)
     grpo = prepare()
-    master = load(grpo, path, overrides)
+    master = load_master_config(grpo, path, overrides)
 
     from nemo_rl.algorithms.utils import get_tokenizer, set_seed
     from nemo_rl.data.utils import setup_response_data
@@ -74,7 +78,7 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
     )
     processes = 0
     if ours:
-        cfg = from_nemo_rl(master.model_dump())
+        cfg = convert_recipe(master.model_dump())
         check_for_driver(read_hf_config(cfg.policy.model_name), cfg)
         processes = cfg.num_cpus
     master.logger["log_dir"] = get_next_experiment_dir(master.logger["log_dir"])
@@ -85,7 +89,7 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
         check_cluster(recipe.precision.flow)
         environment.register(ours)
         data, val_data, envs, val_envs = setup_response_data(tokenizer, master.data, master.env)
-        parts = own_parts if ours else nemo_rl_parts
+        parts = set_up_package_workers if ours else set_up_nemo_rl_workers
         loop = stack.enter_context(parts(grpo, master, recipe, tokenizer, data, val_data))
         return _run_loop(grpo, loop, recipe, tokenizer, envs, val_envs)
 
@@ -95,7 +99,7 @@ def _run_loop(grpo: ModuleType, loop: Loop, recipe: NemoRlRecipe, tokenizer: Any
     off_policy = is_asynchronous(recipe.values)
     stop = LoopStop(
         loop.master,
-        steps=lambda: steps_done(loop.state),
+        steps=lambda: completed_steps(loop.state),
         finish=lambda: finish_checkpoints(loop.checkpointer),
         asynchronous=off_policy,
     )
@@ -104,8 +108,8 @@ def _run_loop(grpo: ModuleType, loop: Loop, recipe: NemoRlRecipe, tokenizer: Any
         *(loop.policy, loop.generation, prompts, loop.val_prompts, tokenizer, loop.loss, envs, val_envs),
         *(loop.logger, loop.checkpointer, loop.state, loop.master),
     )
-    save_in_time(loop.master.checkpointing)
-    begin, done = time.monotonic(), steps_done(loop.state)
+    limit_time(loop.master.checkpointing)
+    begin, done = time.monotonic(), completed_steps(loop.state)
     with stop.listening():
         if off_policy:
             watch = Watch(loop.policy, getattr(loop.generation, "weight_synchronizer", None))
@@ -113,7 +117,7 @@ def _run_loop(grpo: ModuleType, loop: Loop, recipe: NemoRlRecipe, tokenizer: Any
         else:
             grpo.grpo_train(*arguments)
     if stop.cut_short:
-        return steps_done(loop.state) >= loop.steps
+        return completed_steps(loop.state) >= loop.steps
     out_of_time = _ran_out_of_time(loop, time.monotonic() - begin, done)
     if off_policy:
         by_validation = recipe.values["grpo"].get("stop_at_validation_threshold") is not None
@@ -127,10 +131,10 @@ def _ran_out_of_time(loop: Loop, seconds: float, steps_before: int) -> bool:
     It then saved, and what it saved is what its state says.
     """
     limit = loop.master.checkpointing.get("checkpoint_must_save_by")
-    done = steps_done(loop.state)
+    done = completed_steps(loop.state)
     if limit is None or not loop.master.checkpointing["enabled"] or done >= loop.steps:
         return False
-    return seconds * (1 + 1 / max(done - steps_before, 1)) >= seconds_of(limit)
+    return seconds * (1 + 1 / max(done - steps_before, 1)) >= parse_seconds(limit)
 
 
 def _with_local_folder(tokenizer: dict[str, Any]) -> dict[str, Any]:
@@ -138,56 +142,27 @@ def _with_local_folder(tokenizer: dict[str, Any]) -> dict[str, Any]:
     return {**tokenizer, "name": str(checkpoint_folder(tokenizer["name"], "policy.tokenizer.name"))}
 
 
-def save_in_time(checkpointing: dict[str, Any]) -> None:
+def limit_time(checkpointing: dict[str, Any]) -> None:
     """Set checkpoint_must_save_by, which counts from the loop's begin, to what is left of a job of `launch slurm`."""
     if STOP_AT in os.environ and checkpointing.get("enabled", True):  # else it would end in time, and nobody could tell
         left = int(os.environ[STOP_AT]) - time.time()
-        chosen = shorter(checkpointing.get("checkpoint_must_save_by"), left)
+        chosen = shorten_limit(checkpointing.get("checkpoint_must_save_by"), left)
         checkpointing["checkpoint_must_save_by"] = chosen
         print(f"nemo-fp8rl: checkpoint_must_save_by={chosen}, the job has {left:.0f} s until it stops", flush=True)
 
 
-def shorter(limit: str | None, left: float) -> str:
+def shorten_limit(limit: str | None, left: float) -> str:
     """The shorter of `limit`, DD:HH:MM:SS, and of `left`, in seconds; as DD:HH:MM:SS."""
     rest = max(int(left), 0)
     if limit is not None:
-        rest = min(rest, seconds_of(limit))
+        rest = min(rest, parse_seconds(limit))
     return f"{rest // 86400:02d}:{rest // 3600 % 24:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
 
 
-def seconds_of(limit: str) -> int:
+def parse_seconds(limit: str) -> int:
     """The seconds in a limit, DD:HH:MM:SS."""
     days, hours, minutes, seconds = (int(part) for part in limit.split(":"))
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-
-
-def load(grpo: ModuleType, path: Path, overrides: Sequence[str]) -> Any:
-    """NeMo RL's MasterConfig by its own loader. Raises UserError for what it refuses."""
-    from nemo_rl.utils.config import (
-        OverridesError,
-        load_config,
-        parse_hydra_overrides,
-        register_omegaconf_resolvers,
-    )
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from pydantic import ValidationError
-
-    register_omegaconf_resolvers()
-    try:
-        config = load_config(path)
-        if overrides:
-            config = parse_hydra_overrides(config, list(overrides))
-        values: Any = OmegaConf.to_container(config, resolve=True)
-        expand_homes(values, PATHS)  # as `recipe.read` does
-        find_prompt_files(values["data"], find_checkout().root.absolute())
-        return grpo.MasterConfig(**values)
-    except (OverridesError, OmegaConfBaseException) as error:
-        raise UserError(f"{path}: {one_line(error)}") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise UserError(f"{path}: {key}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
 
 
 @contextmanager

@@ -15,9 +15,9 @@ from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.visible_gpus import shown_gpus
 from nemo_fp8rl.config.schema import Flow, Fp8RlConfig
 from nemo_fp8rl.fp8.gpu_support import CAPABILITIES, Capability
-from nemo_fp8rl.nemo_rl.compat import load_dataloader, save_state, steps_done
-from nemo_fp8rl.nemo_rl.recipe.gpu_division import why_not
-from nemo_fp8rl.nemo_rl.recipe.keys import done_differently
+from nemo_fp8rl.nemo_rl.compat import completed_steps, initial_save_state, load_dataloader
+from nemo_fp8rl.nemo_rl.recipe.gpu_division import why_gpu_unsupported
+from nemo_fp8rl.nemo_rl.recipe.keys import describe_ignored_values
 from nemo_fp8rl.nemo_rl.recipe.read_recipe import NemoRlRecipe
 from nemo_fp8rl.nemo_rl.recipe.recipe_checks import loss_keys
 from nemo_fp8rl.workers import connect, is_in_cluster, joins_cluster
@@ -45,7 +45,7 @@ class Loop:
     """Steps of the whole run."""
 
 
-def uses_own_workers(asked: Literal["auto", "ours", "nemo_rl"]) -> bool:
+def uses_package_workers(asked: Literal["auto", "ours", "nemo_rl"]) -> bool:
     """Whether trainer and engines are our own. Raises UserError where NeMo RL's are asked for and there is no GPU."""
     if asked == "ours":
         return True
@@ -55,7 +55,7 @@ def uses_own_workers(asked: Literal["auto", "ours", "nemo_rl"]) -> bool:
     return not on_gpus
 
 
-def check_own_gpu(flow: Flow) -> None:
+def check_local_gpu(flow: Flow) -> None:
     """Raise UserError where this process sees a GPU that cannot run the flow; workers of a cluster have others."""
     import torch
 
@@ -80,7 +80,7 @@ def check_cluster(flow: Flow) -> None:
 
 
 def _check_gpu(flow: Flow, name: str, capability: Capability) -> None:
-    if refusal := why_not(flow, name, capability):
+    if refusal := why_gpu_unsupported(flow, name, capability):
         raise UserError(refusal)
 
 
@@ -105,7 +105,7 @@ def _are_there_gpus() -> bool:
 
 
 @contextmanager
-def own_parts(
+def set_up_package_workers(
     grpo: ModuleType, master: Any, recipe: NemoRlRecipe, tokenizer: Any, data: Any, val_data: Any
 ) -> Iterator[Loop]:
     """What `nemo_rl.algorithms.grpo.setup` would make, with our trainer and engines in place of workers on GPUs."""
@@ -115,13 +115,13 @@ def own_parts(
     from nemo_fp8rl.nemo_rl.run.install import backends, install
 
     values = master.model_dump()  # its blocks are mappings in one version, objects in the other
-    for sentence in done_differently(values):
+    for sentence in describe_ignored_values(values):
         print(f"nemo-fp8rl: {sentence}", flush=True)
     keys = values["grpo"]
     logger, checkpointer = Logger(master.logger), CheckpointManager(master.checkpointing)
     logger.log_hyperparams(values)
     latest = checkpointer.get_latest_checkpoint_path()
-    state = save_state(grpo, checkpointer.load_training_info(latest))
+    state = initial_save_state(grpo, checkpointer.load_training_info(latest))
     weights_path, _ = checkpointer.get_resume_paths(latest)
     asked = keys["num_prompts_per_step"] * (keys["batch_multiplier"] if keys["use_dynamic_sampling"] else 1)
     prompts = _dataloader(data, int(asked), shuffle=master.data["shuffle"], drop_last=True)
@@ -132,7 +132,7 @@ def own_parts(
     validates = keys["val_period"] > 0 or keys["val_at_start"] or keys["val_at_end"]
     val_prompts = _dataloader(val_data, keys["val_batch_size"]) if validates else None
     with backends(master, tokenizer, weights_path) as (policy, generation):
-        loss = install(policy, generation, master, steps_done(state))
+        loss = install(policy, generation, master, completed_steps(state))
         if policy.cfg.fp8_kv_cache and latest is None:  # NeMo RL calibrates later than it validates
             first = [data[i] for i in range(keys["num_prompts_per_step"])]
             policy.calibrate_qkv_fp8_scales(_tokens(first, tokenizer.pad_token_id))
@@ -140,14 +140,14 @@ def own_parts(
 
 
 @contextmanager
-def nemo_rl_parts(
+def set_up_nemo_rl_workers(
     grpo: ModuleType, master: Any, recipe: NemoRlRecipe, tokenizer: Any, data: Any, val_data: Any
 ) -> Iterator[Loop]:
     """NeMo RL's own setup of its own workers, FP8 on the wire between them where the recipe says FP8."""
     from transformers import AutoConfig
 
     from nemo_fp8rl.nemo_rl.adapters.loss_fn import GrpoLossFn
-    from nemo_fp8rl.nemo_rl.stock.worker_choice import choose, policy_factory, say_kv_cache
+    from nemo_fp8rl.nemo_rl.stock.worker_choice import choose_workers, declare_kv_cache, policy_factory
 
     told = (name for name in OWN_KEYS if getattr(recipe.fp8rl, name) != getattr(Fp8RlConfig(), name))
     for name in told:
@@ -158,11 +158,11 @@ def nemo_rl_parts(
     if recipe.precision.flow != "bf16":  # which NeMo RL runs with models whose config cannot be read so
         model = AutoConfig.from_pretrained(master.policy["model_name"]).get_text_config()
         latent = getattr(model, "kv_lora_rank", None) is not None
-        choose(master.policy, model.num_hidden_layers, recipe.checkout.version, latent)
+        choose_workers(master.policy, model.num_hidden_layers, recipe.checkout.version, latent)
     policy, generation, _, _, prompts, val_prompts, _, logger, checkpointer, state, master, *_ = grpo.setup(
         master, tokenizer, data, val_data, policy_factory=policy_factory
     )
-    say_kv_cache(generation, master.policy)
+    declare_kv_cache(generation, master.policy)
     try:
         yield Loop(
             *(policy, generation, prompts, val_prompts, loss, logger, checkpointer, state, master),

@@ -1,6 +1,6 @@
-"""Whether trainer and engine hold the same matrices in FP8: by names alone, before a refit moves anything.
+"""Check that trainer and engine store the same matrices in FP8: by names alone, before a refit moves anything.
 
-vLLM casts what comes as bfloat16 to an FP8 weight without its scale, and says nothing.
+The check is needed because vLLM silently casts a bfloat16 tensor to an FP8 weight without its scale.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,14 +10,17 @@ from nemo_fp8rl.fp8.layers import EXPERTS
 BFLOAT16 = "set policy.generation.vllm_cfg.precision=bfloat16 and policy.megatron_cfg.fp8_cfg.enabled=false"
 
 
-def disagreement(held: Iterable[str], announced: Iterable[str], fused: Mapping[str, Sequence[str]]) -> str:
-    """A module that one has in FP8 and the other has not, in a sentence; empty if there is none.
+def describe_disagreement(
+    engine_names: Iterable[str], trainer_names: Iterable[str], fused: Mapping[str, Sequence[str]]
+) -> str:
+    """Return a sentence on a module that only one of trainer and engine has in FP8; empty if there is none.
 
-    held: the engine's parameters as a checkpoint fills them, by vLLM's names; a rank may hold a part of the model.
-    announced: the trainer's tensors, by HF's. fused: vLLM's packed_modules_mapping.
+    engine_names:   the engine's parameters before vLLM processes them, by vLLM's names; a rank may have a part of them
+    trainer_names:  the tensors that the trainer announces, by HF name
+    fused:          vLLM's packed_modules_mapping
     """
-    sent = _modules(announced)
-    for module, fp8 in _modules(held).items():
+    sent = _modules(trainer_names)
+    for module, fp8 in _modules(engine_names).items():
         path, _, leaf = module.rpartition(".")
         for part in (f"{path}.{part}" for part in fused.get(leaf, (leaf,))):
             if fp8 != sent.get(part, False):
@@ -30,12 +33,12 @@ def disagreement(held: Iterable[str], announced: Iterable[str], fused: Mapping[s
 
 
 def is_kv_scale(name: str) -> bool:
-    """Whether NeMo RL's name is that of a scale of an FP8 KV cache, or of the queries that read it."""
+    """Return whether NeMo RL's name is that of a scale of an FP8 KV cache, or of the queries that read the cache."""
     return name.endswith((".k_scale", ".v_scale", ".q_scale"))
 
 
 def _modules(tensors: Iterable[str]) -> dict[str, bool]:
-    """The modules of these tensors, a layer's experts as one, and whether there are scales among what they hold."""
+    """Map each module of these tensors to whether it has FP8 scales; a layer's experts count as one module."""
     modules: dict[str, bool] = {}
     for name in tensors:
         module, _, leaf = name.rpartition(".")

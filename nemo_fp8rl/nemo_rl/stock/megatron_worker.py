@@ -1,4 +1,4 @@
-"""NeMo RL's Megatron worker, streaming FP8. Only its own GPU environment can import this."""
+"""NeMo RL's Megatron worker with `Fp8Stream` mixed in. Only NeMo RL's own GPU environment can import this module."""
 
 import ray
 from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker

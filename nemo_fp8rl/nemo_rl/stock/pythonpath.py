@@ -1,4 +1,4 @@
-"""How NeMo RL's workers find this package, in environments of their own in which it is not installed."""
+"""Let NeMo RL's workers import this package, which is not installed in their environments."""
 
 import os
 from collections.abc import Iterator
@@ -14,10 +14,11 @@ PACKAGE = Path(nemo_fp8rl.__file__).parent
 
 @contextmanager
 def package_on_pythonpath() -> Iterator[None]:
-    """PYTHONPATH ends with a folder that holds the package: NeMo RL hands it to Ray and to every actor that it starts.
+    """Append a folder that holds the package to PYTHONPATH, which NeMo RL passes to Ray and to every actor it starts.
 
-    That is a checkout's root. An installed package lies among others, which would stand before those of the workers'
-    own environments: then it is a temporary folder with a link to the package alone, on this node.
+    From a checkout the folder is its root. An installed package lies beside other packages, which would take the place
+    of those in the workers' environments; then the folder is a temporary one, on this node, with a link to this package
+    alone.
     """
     with ExitStack() as stack:
         folder = PACKAGE.parent

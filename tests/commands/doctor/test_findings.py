@@ -226,7 +226,7 @@ FOUR = {
         ),
         (FOUR, "set policy.logprob_batch_size=1 as policy.train_micro_batch_size, got 4"),
         ({"policy.logprob_chunk_size": 1024}, "needs policy.megatron_cfg.defer_fp32_logits=true"),
-        ({TRAINER + "use_fused_linear_logprobs": True}, "is not for packed sequences"),
+        ({TRAINER + "use_fused_linear_logprobs": True}, "does not support packed sequences"),
         (
             {"loss_fn.force_on_policy_ratio": True, "policy.train_global_batch_size": 256},
             "set policy.train_global_batch_size=512, got 256",

@@ -31,8 +31,8 @@ def test_memory_of_the_host_that_ours_do_not_take_is_said():
     (warning, _) = said("Qwen/Qwen3-8B", policy__megatron_cfg__optimizer=on_host)
     assert warning == (
         "warn",
-        "policy.megatron_cfg.optimizer.optimizer_cpu_offload=True is of NeMo RL's own workers; ours keep that on the "
-        "GPU while they train",
+        "policy.megatron_cfg.optimizer.optimizer_cpu_offload=True has an effect only on NeMo RL's own "
+        "workers; the optimizer stays on the GPU while it trains",
     )
 
 
@@ -73,7 +73,7 @@ def test_where_they_are_not_asked_for_nothing_is_said():
         (
             {TRAINER + "model_overrides": {"first_last_layers_bf16": True}},
             "0.6.0",
-            "first_last_layers_bf16=True gives the trainer other layers in bfloat16",
+            "first_last_layers_bf16=True gives the trainer other bfloat16 layers",
         ),
     ],
 )

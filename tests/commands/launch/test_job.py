@@ -40,7 +40,7 @@ def test_a_recipe_of_nemo_rls_says_its_nodes():
     ("recipe", "says"),
     [
         ("qwen3-8b-bf16", "env.math.math_verify_impl=dapo_math_verify: math-verify's own rules decide"),
-        ("llama3.1-8b-instruct-bf16", "data.train: our own loop reads"),
+        ("llama3.1-8b-instruct-bf16", "data.train: `nemo-fp8rl train` reads"),
     ],
 )
 def test_what_our_loop_would_refuse_is_not_queued(recipe, says, capsys):

@@ -3,25 +3,25 @@
 import torch
 
 from nemo_fp8rl.batch import Completion
-from nemo_fp8rl.nemo_rl.adapters.batched_data import generation_output, prompts, runs, train_batch
+from nemo_fp8rl.nemo_rl.adapters.batched_data import merge_repeats, to_generation_output, to_train_batch, unpad_prompts
 
 
 def test_rows_of_equal_prompts_are_asked_once_for_n_samples():
     a, b = (1, 2), (3,)
-    assert runs([a, a, a, b, b, b]) == ([a, b], 3)
-    assert runs([a, b, a, b]) == ([a, b, a, b], 1)
-    assert runs([a, a, b]) == ([a, a, b], 1)  # not in equal numbers
-    assert runs([a]) == ([a], 1)
+    assert merge_repeats([a, a, a, b, b, b]) == ([a, b], 3)
+    assert merge_repeats([a, b, a, b]) == ([a, b, a, b], 1)
+    assert merge_repeats([a, a, b]) == ([a, a, b], 1)  # not in equal numbers
+    assert merge_repeats([a]) == ([a], 1)
 
 
 def test_prompts_are_cut_at_their_lengths():
     ids = torch.tensor([[5, 6, 0], [7, 8, 9]])
-    assert prompts(ids, torch.tensor([2, 3], dtype=torch.int32)) == [(5, 6), (7, 8, 9)]
+    assert unpad_prompts(ids, torch.tensor([2, 3], dtype=torch.int32)) == [(5, 6), (7, 8, 9)]
 
 
 def test_completions_become_right_padded_rows_with_logprobs_where_they_were_generated():
     answers = [Completion((8, 1), (-0.5, -0.25), "stop", 3), Completion((), (), "length", 3)]
-    out = generation_output([(5, 6), (7, 7, 7)], answers, width=3, pad_token_id=99)
+    out = to_generation_output([(5, 6), (7, 7, 7)], answers, width=3, pad_token_id=99)
     assert out["output_ids"].tolist() == [[5, 6, 8, 1], [7, 7, 7, 99]]
     assert out["logprobs"].tolist() == [[0, 0, -0.5, -0.25], [0, 0, 0, 0]]
     assert out["generation_lengths"].tolist() == [2, 0]
@@ -33,7 +33,7 @@ def test_completions_become_right_padded_rows_with_logprobs_where_they_were_gene
 def test_routes_are_minus_one_where_no_engine_said_them():
     known = torch.arange(12, dtype=torch.int16).view(3, 2, 2)
     answers = [Completion((8, 1), (0.0, 0.0), "stop", 0, known), Completion((4,), (0.0,), "length", 0)]
-    routes = generation_output([(5, 6), (7,)], answers, width=2, pad_token_id=0)["routed_experts"]
+    routes = to_generation_output([(5, 6), (7,)], answers, width=2, pad_token_id=0)["routed_experts"]
     assert routes.shape == (2, 4, 2, 2)
     assert torch.equal(routes[0, :3], known)
     assert (routes[0, 3:] == -1).all() and (routes[1] == -1).all()
@@ -42,7 +42,7 @@ def test_routes_are_minus_one_where_no_engine_said_them():
 def test_routes_beyond_a_sequence_are_not_known_whatever_nemo_rl_pads_with():
     routes = torch.ones(2, 3, 2, 2, dtype=torch.int16)
     data = {"input_ids": torch.ones(2, 3), "input_lengths": torch.tensor([3, 1]), "routed_experts": routes}
-    taken = train_batch(data)["routed_experts"]
+    taken = to_train_batch(data)["routed_experts"]
     assert taken.dtype == torch.int16
     assert taken[:, :, 0, 0].tolist() == [[1, 1, 1], [1, -1, -1]]
     assert (routes == 1).all()  # NeMo RL's own
@@ -58,7 +58,7 @@ def test_a_train_batch_has_float_masks_and_only_what_it_knows():
         "content": ["a", "b"],
         "idx": torch.arange(2),
     }
-    batch = train_batch(data)
+    batch = to_train_batch(data)
     assert set(batch) == {"input_ids", "input_lengths", "token_mask", "sample_mask", "advantages"}
     assert batch["token_mask"].dtype == batch["advantages"].dtype == torch.float32
     assert batch["input_ids"].dtype == torch.int64

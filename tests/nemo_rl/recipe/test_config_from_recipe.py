@@ -10,11 +10,11 @@ import pytest
 from nemo_fp8rl.commands.doctor.model_shapes import PUBLISHED
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.generation.engine_arguments import engine_arguments
-from nemo_fp8rl.nemo_rl.recipe.config_from_recipe import from_nemo_rl
-from nemo_fp8rl.nemo_rl.recipe.gpu_division import check_division, divide
-from nemo_fp8rl.nemo_rl.recipe.keys import DONE_DIFFERENTLY, done_differently
-from nemo_fp8rl.nemo_rl.recipe.read_recipe import load
-from nemo_fp8rl.nemo_rl.recipe.recipe_for_train import of_keys_for_own_loop
+from nemo_fp8rl.nemo_rl.recipe.config_from_recipe import convert_recipe
+from nemo_fp8rl.nemo_rl.recipe.gpu_division import check_division, divide_gpus
+from nemo_fp8rl.nemo_rl.recipe.keys import IGNORED_VALUES, describe_ignored_values
+from nemo_fp8rl.nemo_rl.recipe.read_recipe import load_recipe
+from nemo_fp8rl.nemo_rl.recipe.recipe_for_train import convert_keys_for_train
 from tests.conftest import RECIPES
 
 
@@ -79,7 +79,7 @@ def master(tiny: Any, **changes: Any) -> dict[str, Any]:
 
 
 def test_what_it_says_is_what_we_do(tiny):
-    cfg = from_nemo_rl(master(tiny))
+    cfg = convert_recipe(master(tiny))
     assert (cfg.nemo_fp8rl.flow, cfg.nemo_fp8rl.scale_format, cfg.nemo_fp8rl.align) == ("fp8_e2e", "pow2", "none")
     assert (cfg.policy.train_global_batch_size, cfg.policy.logprob_batch_size, cfg.grpo.seed) == (64, 32, 3)
     assert cfg.policy.logprob_chunk_size == 1024
@@ -92,14 +92,14 @@ def test_what_it_says_is_what_we_do(tiny):
 
 def test_what_it_says_is_what_our_own_loop_does(tiny):
     data = {"train": {"data_path": f"{tiny}/data.jsonl", "input_key": "prompt", "output_key": "answer"}}
-    cfg = of_keys_for_own_loop(Path("a recipe"), master(tiny, data=data, grpo__normalize_rewards=False))
+    cfg = convert_keys_for_train(Path("a recipe"), master(tiny, data=data, grpo__normalize_rewards=False))
     assert (cfg.grpo.max_num_steps, cfg.grpo.seed, cfg.grpo.normalize_rewards) == (70, 3, False)
     assert (cfg.policy.model_name, cfg.data.train.data_path) == (f"{tiny}/model", f"{tiny}/data.jsonl")
     assert (cfg.logger.log_dir, cfg.nemo_fp8rl.flow, cfg.data.default.env_name) == ("logs", "fp8_e2e", "exact_match")
 
 
 def test_variables_of_workers_reach_ours(tiny):
-    cfg = from_nemo_rl(
+    cfg = convert_recipe(
         master(
             tiny,
             policy__megatron_cfg__env_vars={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
@@ -117,46 +117,46 @@ def test_what_vllm_is_told_reaches_our_engines(tiny):
         "max_num_batched_tokens": 16384,
         "attention_backend": "TRITON_ATTN",
     }
-    cfg = from_nemo_rl(master(tiny, policy__generation__vllm_kwargs=kwargs))
+    cfg = convert_recipe(master(tiny, policy__generation__vllm_kwargs=kwargs))
     assert cfg.policy.generation.vllm_cfg.kv_cache_memory_gib == 0.5
     arguments = engine_arguments(cfg, "dummy")
     assert {key: arguments[key] for key in kwargs} == kwargs
-    assert from_nemo_rl(master(tiny)).policy.generation.vllm_cfg.max_num_seqs is None
+    assert convert_recipe(master(tiny)).policy.generation.vllm_cfg.max_num_seqs is None
 
 
 def test_gpus_are_ranks_and_processes_of_engines(tiny):
     parallel = {"policy__megatron_cfg__tensor_model_parallel_size": 2, "cluster__gpus_per_node": 4}
-    cfg = from_nemo_rl(master(tiny, **parallel, policy__generation__vllm_cfg__tensor_parallel_size=2))
+    cfg = convert_recipe(master(tiny, **parallel, policy__generation__vllm_cfg__tensor_parallel_size=2))
     assert (cfg.cluster.backend, cfg.cluster.train_ranks, cfg.cluster.generation_engines) == ("ray", 4, 2)
     assert cfg.policy.generation.colocated.enabled and cfg.policy.megatron_cfg.offload_between_phases
     apart = {"enabled": False, "resources": {"gpus_per_node": 1, "num_nodes": None}}
-    cfg = from_nemo_rl(master(tiny, cluster__gpus_per_node=3, policy__generation__colocated=apart))
+    cfg = convert_recipe(master(tiny, cluster__gpus_per_node=3, policy__generation__colocated=apart))
     assert (cfg.cluster.backend, cfg.cluster.train_ranks, cfg.cluster.generation_engines) == ("ray", 2, 1)
     assert not cfg.policy.generation.colocated.enabled and cfg.policy.generation.vllm_cfg.sleep_level == 0
 
 
 @pytest.mark.parametrize(
-    ("key", "given", "instead"),
+    ("key", "value", "instead"),
     [
-        ("policy__megatron_cfg__optimizer__optimizer_cpu_offload", True, "keep that on the GPU"),
-        ("policy__generation__vllm_cfg__enable_prefix_caching", False, "our engines cache prefixes"),
-        ("checkpointing__is_async", True, "our checkpoints are whole"),
-        ("checkpointing__model_save_format", "torch_save", "our weights are saved as safetensors"),
+        ("policy__megatron_cfg__optimizer__optimizer_cpu_offload", True, "the optimizer stays on the GPU"),
+        ("policy__generation__vllm_cfg__enable_prefix_caching", False, "engines cache prefixes"),
+        ("checkpointing__is_async", True, "a checkpoint is complete"),
+        ("checkpointing__model_save_format", "torch_save", "weights are saved as safetensors"),
     ],
 )
-def test_what_our_parts_do_otherwise_is_said_and_what_they_do_is_not(tiny, key, given, instead):
-    (sentence,) = done_differently(master(tiny, **{key: given}))
+def test_an_ignored_value_is_reported_and_a_followed_one_is_not(tiny, key, value, instead):
+    (sentence,) = describe_ignored_values(master(tiny, **{key: value}))
     name = key.replace("__", ".")
-    assert sentence.startswith(f"{name}={given!r} is of NeMo RL's own workers; ") and instead in sentence
-    for same in (None, DONE_DIFFERENTLY[name][0]):
-        assert list(done_differently(master(tiny, **{key: same}))) == []
+    assert sentence.startswith(f"{name}={value!r} has an effect only on NeMo RL's own workers; {instead}")
+    for followed in (None, IGNORED_VALUES[name][0]):
+        assert list(describe_ignored_values(master(tiny, **{key: followed}))) == []
 
 
 def test_null_is_none_of_what_has_to_be_off(tiny):
     off = {"policy__megatron_cfg__mtp_num_layers": None, "policy__draft": {"enabled": None}}
-    assert from_nemo_rl(master(tiny, **off)) == from_nemo_rl(master(tiny))
+    assert convert_recipe(master(tiny, **off)) == convert_recipe(master(tiny))
     with pytest.raises(UserError, match=r"policy\.megatron_cfg\.enabled=None"):
-        from_nemo_rl(master(tiny, policy__megatron_cfg__enabled=None))
+        convert_recipe(master(tiny, policy__megatron_cfg__enabled=None))
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_null_is_none_of_what_has_to_be_off(tiny):
 )
 def test_what_we_cannot_do_is_refused_by_its_key(tiny, key, value, message):
     with pytest.raises(UserError, match=message):
-        from_nemo_rl(master(tiny, **{key: value}))
+        convert_recipe(master(tiny, **{key: value}))
 
 
 @pytest.mark.parametrize(
@@ -198,9 +198,9 @@ def test_what_we_cannot_do_is_refused_by_its_key(tiny, key, value, message):
 def test_on_several_nodes_engines_are_said_to_have_whole_ones(tiny, resources, message):
     nodes = {"cluster__num_nodes": 3, "cluster__gpus_per_node": 4, "policy__train_micro_batch_size": 8}
     with pytest.raises(UserError, match=message):
-        from_nemo_rl(master(tiny, **nodes, policy__generation__colocated={"enabled": False, "resources": resources}))
+        convert_recipe(master(tiny, **nodes, policy__generation__colocated={"enabled": False, "resources": resources}))
     apart = {"enabled": False, "resources": {"gpus_per_node": 4, "num_nodes": 1}}
-    cfg = from_nemo_rl(master(tiny, **nodes, policy__generation__colocated=apart))
+    cfg = convert_recipe(master(tiny, **nodes, policy__generation__colocated=apart))
     assert (cfg.cluster.train_ranks, cfg.cluster.generation_engines) == (8, 4)
 
 
@@ -221,12 +221,12 @@ def test_a_reward_models_gpus_are_neither_the_trainers_nor_the_engines(tiny, nod
     colocated = {"enabled": apart is None, "resources": apart or {}}
     values = master(tiny, **changes, policy__generation__colocated=colocated)
     check_division(values)
-    assert divide(values) == expected
+    assert divide_gpus(values) == expected
     values["env"]["reward_model"]["resources"] = {}
     with pytest.raises(UserError, match=r"env\.reward_model\.resources\.(num_nodes|gpus_per_node) is not set"):
-        divide(values)
+        divide_gpus(values)
     values["data"]["train"] = {"env_name": "math"}
-    assert divide(values).trainer == nodes * 4 - (0 if apart is None else expected[1])
+    assert divide_gpus(values).trainer == nodes * 4 - (0 if apart is None else expected[1])
 
 
 ASYNC = {
@@ -253,26 +253,26 @@ FORCED = {"loss_fn__force_on_policy_ratio": True, "loss_fn__use_importance_sampl
 )
 def test_what_nemo_rl_would_assert_later_is_refused_now(tiny, changes, message):
     with pytest.raises(UserError, match=message):
-        from_nemo_rl(master(tiny, **changes))
+        convert_recipe(master(tiny, **changes))
 
 
 def test_a_kl_in_the_reward_that_is_hardly_a_penalty_is_refused_as_in_our_own_loop(tiny):
     in_reward = {"grpo__adv_estimator": {"name": "reinforce_plus_plus"}, "loss_fn__use_kl_in_reward": True}
     with pytest.raises(UserError, match=r"loss_fn\.reference_policy_kl_type=k3 is hardly a penalty.* set it to k1"):
-        from_nemo_rl(master(tiny, **in_reward))
-    assert from_nemo_rl(master(tiny, **in_reward, loss_fn__reference_policy_kl_type="k1")).loss_fn.use_kl_in_reward
+        convert_recipe(master(tiny, **in_reward))
+    assert convert_recipe(master(tiny, **in_reward, loss_fn__reference_policy_kl_type="k1")).loss_fn.use_kl_in_reward
 
 
 def test_the_asynchronous_loop_takes_a_correction_of_ours(tiny):
-    cfg = from_nemo_rl(master(tiny, **ASYNC, nemo_fp8rl__correction={"preset": "icepop"}))
+    cfg = convert_recipe(master(tiny, **ASYNC, nemo_fp8rl__correction={"preset": "icepop"}))
     assert cfg.nemo_fp8rl.correction.resolved().reject and not cfg.loss_fn.use_importance_sampling_correction
-    assert from_nemo_rl(master(tiny, **ASYNC)).loss_fn.use_importance_sampling_correction
+    assert convert_recipe(master(tiny, **ASYNC)).loss_fn.use_importance_sampling_correction
     with pytest.raises(UserError, match=r"nemo_fp8rl\.correction contradicts"):
-        from_nemo_rl(master(tiny, nemo_fp8rl__correction={"preset": "icepop"}))
+        convert_recipe(master(tiny, nemo_fp8rl__correction={"preset": "icepop"}))
     of_theirs = {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2.0}
     of_theirs["use_importance_sampling_correction"] = True
     with pytest.raises(UserError, match=r"contradicts loss_fn\.truncated_importance_sampling_type: set that"):
-        from_nemo_rl(master(tiny, **ASYNC, loss_fn=of_theirs, nemo_fp8rl__correction={"preset": "icepop"}))
+        convert_recipe(master(tiny, **ASYNC, loss_fn=of_theirs, nemo_fp8rl__correction={"preset": "icepop"}))
 
 
 OURS = (path for path in sorted((RECIPES / "nemo_rl").glob("*.yaml")) if not path.name.startswith("moonlight"))
@@ -281,12 +281,12 @@ OURS = (path for path in sorted((RECIPES / "nemo_rl").glob("*.yaml")) if not pat
 @pytest.mark.nemo_rl
 @pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
 def test_our_own_trainer_and_engine_take_our_recipes(real_checkout, tmp_path, path):
-    values = load(path).values
+    values = load_recipe(path).values
     config = PUBLISHED[values["policy"]["model_name"]]
     (tmp_path / "config.json").write_text(json.dumps(config))
     values["policy"] |= {"model_name": str(tmp_path)}
     values["policy"]["tokenizer"]["name"] = str(tmp_path)
-    cfg = from_nemo_rl(values)
+    cfg = convert_recipe(values)
     assert cfg.nemo_fp8rl.flow == ("bf16" if "-bf16" in path.stem else "fp8_e2e")
     assert cfg.policy.generation.colocated.enabled and cfg.policy.generation.vllm_cfg.sleep_level == 1
     assert cfg.policy.generation.vllm_cfg.kv_cache_memory_gib is None, "gpu_memory_utilization says it"
@@ -294,4 +294,4 @@ def test_our_own_trainer_and_engine_take_our_recipes(real_checkout, tmp_path, pa
 
 def test_keys_of_speed_and_of_other_backends_have_no_say(tiny):
     changed = master(tiny, policy__megatron_cfg__apply_rope_fusion=False, policy__dtensor_cfg__tensor_parallel_size=1)
-    assert from_nemo_rl(changed) == from_nemo_rl(master(tiny))
+    assert convert_recipe(changed) == convert_recipe(master(tiny))

@@ -17,7 +17,7 @@ from nemo_fp8rl.nemo_rl.recipe.checkout import find_checkout
 from nemo_fp8rl.nemo_rl.recipe.keys import at
 from nemo_fp8rl.nemo_rl.recipe.known_keys import check_known, read_known_keys
 from nemo_fp8rl.nemo_rl.recipe.precision import Precision
-from nemo_fp8rl.nemo_rl.recipe.read_recipe import NemoRlRecipe, load, read
+from nemo_fp8rl.nemo_rl.recipe.read_recipe import NemoRlRecipe, load_recipe, read_recipe
 from tests.nemo_rl.conftest import OF_MAIN, write
 from tests.nemo_rl.runs import RECIPE, environment, needs_checkout
 
@@ -38,7 +38,7 @@ def recipe(checkout, tmp_path):
     """recipe(text, *overrides) -> what `load` makes of a file with this text."""
 
     def make(text: str = CHILD, *overrides: str) -> NemoRlRecipe:
-        return load(write(tmp_path / "recipe.yaml", text), overrides)
+        return load_recipe(write(tmp_path / "recipe.yaml", text), overrides)
 
     return make
 
@@ -111,8 +111,8 @@ def test_a_key_is_removed(recipe):
         ("grpo.seed", "is not of the form key=value"),
         ("=3", "is not of the form key=value"),
         ("grpo.seed=1,2", "sweep"),
-        ("grpo.seed=[1", "cannot be read: a comma or ] is missing at its character 3; quote the value"),
-        ("grpo.seed=x=y", "cannot be read: '=' is not expected at its character 2"),
+        ("grpo.seed=[1", "cannot be read: a comma or ] is missing at character 3; quote the value"),
+        ("grpo.seed=x=y", "cannot be read: '=' is not expected at character 2"),
         ("grpo.seed=int(3)", "functions and casts"),
         ("grpo.seed=" + "[" * 5000, "too many brackets"),
         ("grpo.seed=${grpo.nowhere}", "nowhere"),
@@ -215,7 +215,8 @@ def test_a_key_of_an_example_that_no_code_reads_is_refused_where_an_override_add
     write(checkout / "examples/configs/recipes/grpo-small.yaml", f"defaults: ../grpo.yaml\ngrpo: {of_example}\n")
     write(checkout / "nemo_rl/reads.py", "grpo_config.read\n")
     assert refusal(CHILD, "+grpo.num_val_at_end=true") == (
-        "NeMo RL's code reads no key grpo.num_val_at_end, which an example of its has; did you mean grpo.val_at_end?"
+        "NeMo RL's code never reads the key grpo.num_val_at_end, though an example of NeMo RL has it; "
+        "did you mean grpo.val_at_end?"
     )
     assert recipe(CHILD, "+grpo.read=2").values["grpo"]["read"] == 2
     of_recipe = recipe(CHILD + f"grpo: {of_example}\n", "++grpo.num_val_at_end=false")
@@ -255,8 +256,8 @@ def test_our_block_is_typed_and_takes_flow_and_scales_from_nemo_rls_keys(recipe)
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        ("{flow: fp8_e2e}", "nemo_fp8rl.flow is said by policy.megatron_cfg.fp8_cfg.enabled"),
-        ("{scale_format: pow2}", "nemo_fp8rl.scale_format is said by"),
+        ("{flow: fp8_e2e}", "nemo_fp8rl.flow follows from policy.megatron_cfg.fp8_cfg.enabled"),
+        ("{scale_format: pow2}", "nemo_fp8rl.scale_format follows from"),
         ("{kv: both}", "nemo_fp8rl.kv='both'"),
         ("{refit: {bucket_bytes: many}}", "nemo_fp8rl.refit.bucket_bytes='many'"),
         ("{gates: [{metric: ess, max: 1, action: warn}]}", "nemo_fp8rl.gates[0].metric=ess"),
@@ -270,9 +271,9 @@ def test_a_wrong_value_in_our_block_is_named(refusal, block, message):
 
 def test_a_disagreement_of_precisions_is_refused_by_load_alone(checkout, tmp_path):
     path = write(tmp_path / "recipe.yaml", CHILD + "policy: {megatron_cfg: {fp8_cfg: {enabled: true}}}\n")
-    assert read(path).values["policy"]["megatron_cfg"]["fp8_cfg"]["enabled"]
+    assert read_recipe(path).values["policy"]["megatron_cfg"]["fp8_cfg"]["enabled"]
     with pytest.raises(UserError, match=r"policy.megatron_cfg.fp8_cfg.enabled=true"):
-        load(path)
+        load_recipe(path)
 
 
 def test_a_null_of_which_a_number_is_made_is_named(refusal):
@@ -289,7 +290,7 @@ def test_a_relative_path_is_the_working_directorys(checkout, recipe, tmp_path, m
     monkeypatch.chdir(checkout.parent)
     monkeypatch.setenv("NEMO_RL_SRC", checkout.name)
     elsewhere = write(tmp_path / "elsewhere/recipe.yaml", CHILD)
-    assert load(elsewhere).values["grpo"]["seed"] == 42
+    assert load_recipe(elsewhere).values["grpo"]["seed"] == 42
 
 
 def test_the_warm_up_takes_no_recipe_for_nemo_rl(checkout, tmp_path, monkeypatch, capsys):
@@ -330,7 +331,7 @@ def test_a_main_whose_engines_process_fp8_weights_after_a_refit_is_refused(main_
 
 def test_a_recipe_of_our_own_loop_is_told_apart():
     with pytest.raises(UserError, match="recipes of `nemo-fp8rl train` are checked when they run"):
-        read(Path(__file__).parents[3] / "conf/tiny_cpu.yaml")
+        read_recipe(Path(__file__).parents[3] / "conf/tiny_cpu.yaml")
 
 
 def test_reading_needs_neither_torch_nor_nemo_rl():
@@ -380,7 +381,7 @@ def test_no_key_of_a_shipped_recipe_is_refused(real_checkout):
 )
 def test_keys_of_other_algorithms_are_refused_in_a_recipe_for_grpo(real_checkout, override):
     with pytest.raises(UserError, match="unknown config key"):
-        read(RECIPE, [f"+{override}"])
+        read_recipe(RECIPE, [f"+{override}"])
 
 
 @pytest.mark.nemo_rl
@@ -392,9 +393,9 @@ def test_keys_of_other_algorithms_are_refused_in_a_recipe_for_grpo(real_checkout
     ],
 )
 def test_a_key_that_its_own_recipes_have_in_vain_is_refused(real_checkout, key, meant):
-    said = f"NeMo RL's code reads no key {key}, which an example of its has"
+    said = f"NeMo RL's code never reads the key {key}, though an example of NeMo RL has it"
     with pytest.raises(UserError) as caught:
-        read(RECIPE, [f"+{key}=4"])
+        read_recipe(RECIPE, [f"+{key}=4"])
     if find_checkout().version == "0.7.0":  # which has neither the second nor what the first means
         assert str(caught.value).startswith((said, f"unknown config key {key}"))
     else:
@@ -405,7 +406,7 @@ def test_a_key_that_its_own_recipes_have_in_vain_is_refused(real_checkout, key, 
 def test_a_misspelled_key_is_refused_in_a_shipped_recipe(real_checkout):
     path = real_checkout / "examples/configs/grpo_math_8B_megatron_fp8.yaml"
     with pytest.raises(UserError, match=r"did you mean policy.generation.vllm_cfg.use_deep_gemm\?"):
-        read(path, ["+policy.generation.vllm_cfg.use_deepgemm=true"])
+        read_recipe(path, ["+policy.generation.vllm_cfg.use_deepgemm=true"])
 
 
 SHIPPED = sorted((Path(__file__).parents[3] / "conf/nemo_rl").glob("*.yaml"))
@@ -430,7 +431,7 @@ def test_a_recipe_holds_what_differs_from_its_parent_alone(real_checkout, path):
 @pytest.mark.nemo_rl
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_our_recipes_load(real_checkout, path):
-    recipe = load(path)
+    recipe = load_recipe(path)
     fp8, loss_fn = "-fp8-" in path.name, recipe.values["loss_fn"]
     assert recipe.precision == Precision("fp8_e2e" if fp8 else "bf16", "pow2", "kv" in path.stem)
     assert loss_fn["use_importance_sampling_correction"]
@@ -463,16 +464,16 @@ import sys
 from pathlib import Path
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.nemo_rl.compat import prepare
-from nemo_fp8rl.nemo_rl.run.run_loop import load
+from nemo_fp8rl.nemo_rl.run.master_config import load_master_config
 
 grpo = prepare()
 for path in map(Path, sys.argv[1:]):
-    config = load(grpo, path, [])
+    config = load_master_config(grpo, path, [])
     files = [name for key, name in config.data["default"].items() if key.endswith("prompt_file") and name]
     print("RECIPE", path.stem, isinstance(config, grpo.MasterConfig), all(Path(name).is_file() for name in files))
 for wrong in ("policy.train_global_batch_size=many", "data.default.prompt_file=none.txt"):
     try:
-        load(grpo, path, [wrong])
+        load_master_config(grpo, path, [wrong])
     except UserError as error:
         print("RECIPE", error)
 """
@@ -486,7 +487,7 @@ def test_a_twin_differs_in_precision_alone(real_checkout):
             continue
         stem = path.stem.replace("-bf16", "-fp8-e2e")
         fp8 = next(other for other in SHIPPED if other.stem in (stem, f"{stem}-kv"))
-        changed = {key.rpartition(".")[2] for key in differences(load(path).values, load(fp8).values)}
+        changed = {key.rpartition(".")[2] for key in differences(load_recipe(path).values, load_recipe(fp8).values)}
         assert {"precision", "enabled"} <= changed <= set(names)
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.nemo_rl.recipe.read_recipe import load
-from nemo_fp8rl.nemo_rl.recipe.recipe_for_train import of_keys_for_own_loop
+from nemo_fp8rl.nemo_rl.recipe.read_recipe import load_recipe
+from nemo_fp8rl.nemo_rl.recipe.recipe_for_train import convert_keys_for_train
 from nemo_fp8rl.nemo_rl.run import run_loop
 from tests.nemo_rl.conftest import write
 
@@ -63,7 +63,7 @@ def path(checkout: Path, tmp_path: Path, monkeypatch) -> Path:
     def goes(asked: str) -> bool:
         raise Goes
 
-    monkeypatch.setattr(run_loop, "uses_own_workers", goes)
+    monkeypatch.setattr(run_loop, "uses_package_workers", goes)
     write(checkout / "examples/configs/other.yaml", KNOWN)
     write(checkout / "nemo_rl/algorithms/reads.py", f'"""{KNOWN}"""')
     return write(tmp_path / "recipe.yaml", RECIPE)
@@ -77,9 +77,9 @@ def path(checkout: Path, tmp_path: Path, monkeypatch) -> Path:
         ([ASYNC, "++grpo.reward_shaping={enabled: true}"], r"grpo\.reward_shaping\.enabled=true .*asynchronous"),
         ([ASYNC, "++grpo.reward_scaling={enabled: true}"], r"grpo\.reward_scaling\.enabled=true .*asynchronous"),
         ([ASYNC, "++data.use_multiple_dataloader=true"], r"data\.use_multiple_dataloader=true .*asynchronous"),
-        (["++async_rl={max_weight_staleness_versions: 2}"], "async_rl is of NeMo RL's single controller"),
+        (["++async_rl={max_weight_staleness_versions: 2}"], "async_rl is for NeMo RL's single controller"),
         (["++grpo.async_grpo=null"], r"grpo\.async_grpo is null.*set grpo\.async_grpo\.enabled=false"),
-        (["++data_plane={enabled: true}"], r"data_plane\.enabled=True asks for NeMo RL's loop over TransferQueue"),
+        (["++data_plane={enabled: true}"], r"data_plane\.enabled=True needs NeMo RL's loop over TransferQueue"),
         (["++on_policy_distillation={enabled: true}"], r"on_policy_distillation\.enabled=True .*teachers"),
         (["++grpo.adv_estimator={name: opd}"], r"grpo\.adv_estimator\.name=opd needs teachers"),
         (["++env.should_use_nemo_gym=true"], r"env\.should_use_nemo_gym=True .*NeMo Gym's servers"),
@@ -105,7 +105,7 @@ def path(checkout: Path, tmp_path: Path, monkeypatch) -> Path:
         ([FORCED, "policy.train_global_batch_size=128"], r"set policy\.train_global_batch_size=512, .* of 128"),
         (
             [FORCED, "++loss_fn={use_kl_in_reward: true, reference_policy_kl_penalty: 0.01}"],
-            r"use_kl_in_reward needs the log-probs that loss_fn\.force_on_policy_ratio does without",
+            r"use_kl_in_reward needs the log-probs that loss_fn\.force_on_policy_ratio does not compute",
         ),
         (
             [
@@ -178,22 +178,22 @@ def test_what_they_do_is_not(path, keys):
         (["policy.train_micro_batch_size=3"], r"train_micro_batch_size=3 does not divide the 64 samples of a replica"),
         ([FUSED], None),
         ([FUSED, "++policy.generation.top_k=-1", "++policy.generation.top_p=1.0"], None),
-        ([FUSED, "++policy.generation.top_k=5"], r"use_fused_linear_logprobs=true is not for top-k or top-p"),
-        ([FUSED, "++policy.generation.top_p=0.9"], r"use_fused_linear_logprobs=true is not for top-k or top-p"),
+        ([FUSED, "++policy.generation.top_k=5"], r"use_fused_linear_logprobs=true does not support top-k or top-p"),
+        ([FUSED, "++policy.generation.top_p=0.9"], r"use_fused_linear_logprobs=true does not support top-k or top-p"),
     ],
 )
 def test_what_nemo_rls_own_workers_assert_is_refused_before_anything_is_loaded(path, monkeypatch, keys, message):
     def goes() -> None:
         raise Goes
 
-    monkeypatch.setattr(run_loop, "uses_own_workers", lambda asked: False)
-    monkeypatch.setattr(run_loop, "check_own_gpu", lambda flow: None)
+    monkeypatch.setattr(run_loop, "uses_package_workers", lambda asked: False)
+    monkeypatch.setattr(run_loop, "check_local_gpu", lambda flow: None)
     monkeypatch.setattr(run_loop, "prepare", goes)
     with pytest.raises(UserError if message else Goes, match=message):
         run_loop.run(path, keys)
 
 
 def test_our_own_loop_refuses_a_recipe_for_the_single_controller(path):
-    recipe = load(path, ["++async_rl={max_weight_staleness_versions: 2}"]).values
-    with pytest.raises(UserError, match="async_rl is of NeMo RL's single controller"):
-        of_keys_for_own_loop(path, recipe)
+    recipe = load_recipe(path, ["++async_rl={max_weight_staleness_versions: 2}"]).values
+    with pytest.raises(UserError, match="async_rl is for NeMo RL's single controller"):
+        convert_keys_for_train(path, recipe)

@@ -12,7 +12,7 @@ from nemo_fp8rl.data import PromptOrder
 from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.nemo_rl.recipe.checkout import find_checkout
-from nemo_fp8rl.nemo_rl.recipe.recipe_for_train import load_for_own_loop
+from nemo_fp8rl.nemo_rl.recipe.recipe_for_train import load_for_train
 from nemo_fp8rl.train import train
 from tests.nemo_rl import runs
 from tests.test_train import read
@@ -27,7 +27,7 @@ def without_template(keys: list[str]) -> list[str]:
 
 def test_both_loops_give_the_same_rewards_and_losses(warm, tmp_path):
     keys = runs.overrides(warm, tmp_path / "logs")
-    cfg = load_for_own_loop(runs.RECIPE, without_template(keys))
+    cfg = load_for_train(runs.RECIPE, without_template(keys))
     cfg = replace(cfg, logger=LoggerConfig(str(tmp_path / "own"), tensorboard_enabled=False))
     prompts = load_prompts(cfg, read_hf_config(cfg.policy.model_name).vocab_size).train
     order = PromptOrder(len(prompts), cfg.grpo.num_prompts_per_step, cfg.grpo.seed)
@@ -48,7 +48,7 @@ def test_both_loops_give_the_same_rewards_and_losses(warm, tmp_path):
 def test_a_schedule_without_a_length_has_that_of_the_run(warm, tmp_path):
     keys = without_template(runs.overrides(warm, tmp_path))
     keys += ["grpo.max_num_steps=1000000", "grpo.max_num_epochs=2", "policy.megatron_cfg.scheduler.lr_decay_iters=null"]
-    cfg = load_for_own_loop(runs.RECIPE, keys)
+    cfg = load_for_train(runs.RECIPE, keys)
     assert cfg.policy.megatron_cfg.scheduler.lr_decay_iters == cfg.grpo.max_num_steps < 1000
 
 
@@ -84,15 +84,17 @@ def test_train_runs_nemo_rls_recipe_and_launch_leaves_the_choice(warm, tmp_path,
 def test_what_our_loop_would_do_otherwise_is_refused(key, message, warm, tmp_path):
     keys = without_template(runs.overrides(warm, tmp_path))
     with pytest.raises(UserError, match=message):
-        load_for_own_loop(runs.RECIPE, [*keys, key])
+        load_for_train(runs.RECIPE, [*keys, key])
 
 
 def test_all_checkpoints_and_all_prompts_are_all(warm, tmp_path, capsys):
     keys = without_template(runs.overrides(warm, tmp_path))
     nulls = ["checkpointing.keep_top_k=null", "grpo.max_val_samples=null", "logger.mlflow_enabled=true"]
-    cfg = load_for_own_loop(runs.RECIPE, [*keys, *nulls])
+    cfg = load_for_train(runs.RECIPE, [*keys, *nulls])
     assert (cfg.checkpointing.keep_top_k, cfg.grpo.max_val_samples) == (None, None)
-    assert "logger.mlflow_enabled=True is of NeMo RL's loop; in our own metrics go to files" in capsys.readouterr().out
+    assert (
+        "logger.mlflow_enabled=True has no effect in `nemo-fp8rl train`: metrics go to files" in capsys.readouterr().out
+    )
 
 
 def test_a_sets_own_words_are_before_the_defaults_and_it_validates_as_it_samples(warm, tmp_path, capsys):
@@ -100,9 +102,9 @@ def test_a_sets_own_words_are_before_the_defaults_and_it_validates_as_it_samples
     keys += ["++data.train.env_name=math", "policy.generation.temperature=0.7"]
     on_main = find_checkout().version != "0.7.0"
     of_main = ("++grpo.val_start_at=2", "++grpo.stop_at_validation_threshold=0.5")
-    cfg = load_for_own_loop(runs.RECIPE, [*keys, *of_main * on_main])
+    cfg = load_for_train(runs.RECIPE, [*keys, *of_main * on_main])
     assert cfg.data.default.env_name == "math"
     assert cfg.policy.generation.temperature == cfg.policy.generation.val_temperature == 0.7
     said = capsys.readouterr().out
-    assert ("grpo.val_start_at=2 is of NeMo RL's loop; in our own it validates from" in said) == on_main
-    assert ("grpo.stop_at_validation_threshold=0.5 is of NeMo RL's loop; in our own a run takes" in said) == on_main
+    assert ("grpo.val_start_at=2 has no effect in `nemo-fp8rl train`: validation starts at" in said) == on_main
+    assert ("grpo.stop_at_validation_threshold=0.5 has no effect in `nemo-fp8rl train`: a run takes" in said) == on_main

@@ -6,7 +6,7 @@ import pytest
 
 from nemo_fp8rl.cli import main
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.nemo_rl.recipe.read_recipe import load
+from nemo_fp8rl.nemo_rl.recipe.read_recipe import load_recipe
 from nemo_fp8rl.nemo_rl.recipe.value_types import TYPES
 from tests.nemo_rl.conftest import write
 
@@ -78,21 +78,21 @@ def test_every_command_says_it_in_one_line(path, capsys, command, override, key)
 def test_a_value_of_another_type_is_named(path, override):
     key = override.lstrip("~+").partition("=")[0]
     with pytest.raises(UserError) as caught:
-        load(path, [override])
+        load_recipe(path, [override])
     assert key in str(caught.value)
     assert len(str(caught.value)) < 500
 
 
 def test_a_whole_number_may_be_text_or_a_quotient(path):
     path.write_text(CHILD + "cluster: {num_nodes: '${div:8,4}'}\npolicy: {train_global_batch_size: '64'}\n")
-    values = load(path).values
+    values = load_recipe(path).values
     sizes = (values["cluster"]["num_nodes"], values["policy"]["train_global_batch_size"])
     assert sizes == (2, 64) and {type(size) for size in sizes} == {int}
 
 
 def test_what_a_disabled_block_leaves_out_is_not_asked_for(path):
     off = ("policy.megatron_cfg.enabled=false", "~policy.megatron_cfg.optimizer")
-    assert not load(path, off).values["policy"]["megatron_cfg"]["enabled"]
+    assert not load_recipe(path, off).values["policy"]["megatron_cfg"]["enabled"]
 
 
 def test_without_a_megatron_block_there_is_no_megatron_trainer(path, capsys):

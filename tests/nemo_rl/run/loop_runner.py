@@ -19,7 +19,7 @@ from omegaconf import OmegaConf  # noqa: E402
 from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: E402
 
 from nemo_fp8rl.nemo_rl.adapters import environment  # noqa: E402
-from nemo_fp8rl.nemo_rl.compat import save_state  # noqa: E402
+from nemo_fp8rl.nemo_rl.compat import initial_save_state  # noqa: E402
 from nemo_fp8rl.nemo_rl.run.install import backends, install  # noqa: E402
 
 
@@ -43,7 +43,7 @@ def main(recipe: Path, overrides: list[str]) -> None:
     with backends(master, tokenizer) as (policy, generation):
         loss = install(policy, generation, master)
         arguments = (policy, generation, prompts, None, tokenizer, loss, envs, val_envs, logger, checkpointer)
-        grpo.grpo_train(*arguments, save_state(grpo, None), master)
+        grpo.grpo_train(*arguments, initial_save_state(grpo, None), master)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from nemo_fp8rl.nemo_rl.compat import prepare
-from nemo_fp8rl.nemo_rl.recipe.read_recipe import load
-from nemo_fp8rl.nemo_rl.run import run_loop
-from nemo_fp8rl.nemo_rl.run.setup import nemo_rl_parts
+from nemo_fp8rl.nemo_rl.recipe.read_recipe import load_recipe
+from nemo_fp8rl.nemo_rl.run.master_config import load_master_config
+from nemo_fp8rl.nemo_rl.run.setup import set_up_nemo_rl_workers
 from nemo_fp8rl.nemo_rl.stock import stock_limits
-from nemo_fp8rl.nemo_rl.stock.fp8_stream import CHOICE
+from nemo_fp8rl.nemo_rl.stock.fp8_stream import STREAM_KEY
 from nemo_fp8rl.nemo_rl.stock.worker_choice import ENGINE_WORKER, STOCK_WORKER, TRAINER_WORKER
 from tests.nemo_rl import runs
 
@@ -45,7 +45,7 @@ class FakeVllmGeneration:
 
 @pytest.fixture
 def set_up(tiny: Path, tmp_path: Path, monkeypatch):
-    """set_up(*overrides): nemo_rl_parts, for the tiny model."""
+    """set_up(*overrides): set_up_nemo_rl_workers, for the tiny model."""
     grpo = prepare()
     from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
     from nemo_rl.models.generation import configure_generation_config
@@ -60,10 +60,10 @@ def set_up(tiny: Path, tmp_path: Path, monkeypatch):
 
     def make(*overrides: str) -> Any:
         keys = [*runs.overrides(tiny, tmp_path / "logs"), f"policy.model_name={tiny}/model", *overrides]
-        recipe, master = load(runs.RECIPE, keys), run_loop.load(grpo, runs.RECIPE, keys)
+        recipe, master = load_recipe(runs.RECIPE, keys), load_master_config(grpo, runs.RECIPE, keys)
         tokenizer: Any = SimpleNamespace(pad_token_id=0, eos_token_id=1)
         master.policy["generation"] = configure_generation_config(master.policy["generation"], tokenizer)
-        return nemo_rl_parts(grpo, master, recipe, tokenizer, [{}] * 64, None)
+        return set_up_nemo_rl_workers(grpo, master, recipe, tokenizer, [{}] * 64, None)
 
     return make
 
@@ -85,7 +85,7 @@ def test_the_engine_is_told_what_is_fp8_and_the_trainer_what_the_recipe_says_of_
     assert (quantization["quant_method"], quantization["weight_block_size"]) == ("fp8", [128, 128])
     assert kwargs["hf_overrides"] == own
     assert trainer.config["hf_config_overrides"] == own
-    assert trainer.config[CHOICE]["scale_format"] == "pow2"
+    assert trainer.config[STREAM_KEY]["scale_format"] == "pow2"
     assert trainer.arguments["worker_extension_cls_fqn"] == TRAINER_WORKER
 
 
@@ -113,7 +113,7 @@ def test_layers_are_those_of_a_composite_models_text(set_up, monkeypatch):
     composite: Any = SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_hidden_layers=2))
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda name: composite)
     with set_up() as loop:
-        assert loop.policy.config[CHOICE]["fp8_layers"]["end"] == 2
+        assert loop.policy.config[STREAM_KEY]["fp8_layers"]["end"] == 2
 
 
 def test_a_bfloat16_recipe_leaves_both_to_nemo_rl(set_up, monkeypatch):
@@ -128,4 +128,4 @@ def test_a_bfloat16_recipe_leaves_both_to_nemo_rl(set_up, monkeypatch):
         engine, trainer = loop.generation.config, loop.policy
     assert engine["vllm_kwargs"]["hf_overrides"] == trainer.config["hf_config_overrides"] == {"rope_theta": 10000.0}
     assert "worker_cls" not in engine["vllm_kwargs"]
-    assert "worker_extension_cls_fqn" not in trainer.arguments and CHOICE not in trainer.config
+    assert "worker_extension_cls_fqn" not in trainer.arguments and STREAM_KEY not in trainer.config

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from nemo_fp8rl.nemo_rl.run.loop_stop import LoopStop, Stopped
-from nemo_fp8rl.nemo_rl.run.run_loop import STOP_AT, save_in_time, seconds_of, shorter
+from nemo_fp8rl.nemo_rl.run.run_loop import STOP_AT, limit_time, parse_seconds, shorten_limit
 
 
 @pytest.mark.parametrize(
@@ -20,8 +20,8 @@ from nemo_fp8rl.nemo_rl.run.run_loop import STOP_AT, save_in_time, seconds_of, s
     ],
 )
 def test_the_shorter_of_the_recipes_limit_and_what_is_left(limit, left, chosen):
-    assert shorter(limit, left) == chosen
-    assert seconds_of(chosen) == int(chosen[:2]) * 86400 + int(chosen[3:5]) * 3600 + int(chosen[6:8]) * 60 + int(
+    assert shorten_limit(limit, left) == chosen
+    assert parse_seconds(chosen) == int(chosen[:2]) * 86400 + int(chosen[3:5]) * 3600 + int(chosen[6:8]) * 60 + int(
         chosen[9:]
     )
 
@@ -29,14 +29,14 @@ def test_the_shorter_of_the_recipes_limit_and_what_is_left(limit, left, chosen):
 def test_the_time_before_the_loop_counts(monkeypatch):
     monkeypatch.setenv(STOP_AT, str(int(time.time()) + 1000))
     checkpointing = {"enabled": True, "checkpoint_must_save_by": None}
-    save_in_time(checkpointing)
-    assert 990 <= seconds_of(checkpointing["checkpoint_must_save_by"]) <= 1000
+    limit_time(checkpointing)
+    assert 990 <= parse_seconds(checkpointing["checkpoint_must_save_by"]) <= 1000
 
 
 def test_without_a_job_the_recipe_says(monkeypatch):
     monkeypatch.delenv(STOP_AT, raising=False)
     checkpointing = {"enabled": True, "checkpoint_must_save_by": "00:03:45:00"}
-    save_in_time(checkpointing)
+    limit_time(checkpointing)
     assert checkpointing["checkpoint_must_save_by"] == "00:03:45:00"
 
 
@@ -44,7 +44,7 @@ def test_where_nothing_is_saved_there_is_no_limit(monkeypatch):
     """NeMo RL's loop would end by it, and its state would not say that it did."""
     monkeypatch.setenv(STOP_AT, str(int(time.time()) + 1000))
     checkpointing = {"enabled": False, "checkpoint_must_save_by": None}
-    save_in_time(checkpointing)
+    limit_time(checkpointing)
     assert checkpointing["checkpoint_must_save_by"] is None
 
 

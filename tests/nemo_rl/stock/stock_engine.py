@@ -20,7 +20,7 @@ from nemo_fp8rl.fp8.kernels import load_emulation  # noqa: E402
 from nemo_fp8rl.generation import vllm_compat  # noqa: E402
 from nemo_fp8rl.generation.fp8_method.plugin import QUANTIZATION  # noqa: E402
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader  # noqa: E402
-from nemo_fp8rl.nemo_rl.stock.worker_choice import choose, say_kv_cache  # noqa: E402
+from nemo_fp8rl.nemo_rl.stock.worker_choice import choose_workers, declare_kv_cache  # noqa: E402
 from tests.nemo_rl.built_models import use_emulated_fp8  # noqa: E402
 from tests.nemo_rl.stock.test_stock import KV_SCALES, StreamingWorker, policy  # noqa: E402
 
@@ -64,12 +64,12 @@ def feed(worker: Any, stream: dict[str, Any], names: list[str] | None = None) ->
 
 
 def streamed(folder: Path, kv_cache_dtype: str) -> None:
-    """vLLM's own FP8 config, as `choose` has it, decides what is FP8; the emulated layers multiply."""
+    """vLLM's own FP8 config, as `choose_workers` has it, decides what is FP8; the emulated layers multiply."""
     cfg = policy(kv_cache_dtype=kv_cache_dtype)
-    choose(cfg, 2, "0.6.0")
+    choose_workers(cfg, 2, "0.6.0")
     kwargs = cfg["generation"]["vllm_kwargs"]
     trainer = SimpleNamespace(cfg=cfg["generation"])
-    say_kv_cache(trainer, cfg)
+    declare_kv_cache(trainer, cfg)
     cache = {name: kwargs[name] for name in ("kv_cache_dtype",) if name in kwargs}
     load_emulation("cpu")
     vllm_compat.survive_scan_of_llvmlite()

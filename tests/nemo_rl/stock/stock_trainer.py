@@ -25,7 +25,7 @@ assert install(), "Transformer Engine's Python is not on the path"  # before Meg
 
 from nemo_fp8rl.nemo_rl.compat import prepare  # noqa: E402
 from nemo_fp8rl.nemo_rl.stock.fp8_stream import Fp8Stream  # noqa: E402
-from nemo_fp8rl.nemo_rl.stock.worker_choice import choose, say_kv_cache  # noqa: E402
+from nemo_fp8rl.nemo_rl.stock.worker_choice import choose_workers, declare_kv_cache  # noqa: E402
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu  # noqa: E402
 from tests.nemo_rl.stock.test_stock import KV_SCALES, policy  # noqa: E402
 
@@ -68,7 +68,7 @@ def worker(folder: Path, fp8_param: bool) -> Any:
     cfg = policy(kv_cache_dtype="fp8")
     cfg["generation"]["backend"] = "vllm"
     cfg["megatron_cfg"]["fp8_cfg"] |= {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": fp8_param}
-    choose(cfg, 2, "0.6.0")
+    choose_workers(cfg, 2, "0.6.0")
     provider = _merge_model_overrides(provider, cfg["megatron_cfg"]["model_overrides"])
     provider.fp8, provider.fp8_recipe, provider.fp8_param = "e4m3", "blockwise", fp8_param
     provider.finalize()
@@ -76,7 +76,7 @@ def worker(folder: Path, fp8_param: bool) -> Any:
         model = provider.provide(pre_process=True, post_process=True)
     bridge.load_hf_weights([model])
     engine = SimpleNamespace(cfg=cfg["generation"])
-    say_kv_cache(engine, cfg)
+    declare_kv_cache(engine, cfg)
     streaming.cfg, streaming.fp8_cfg = {**cfg, "generation": engine.cfg}, cfg["megatron_cfg"]["fp8_cfg"]
     streaming.megatron_bridge, streaming.model, streaming.draft_model = bridge, model, None
     streaming.dtype = torch.bfloat16

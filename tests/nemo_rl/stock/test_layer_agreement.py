@@ -1,4 +1,4 @@
-"""What `choose` says to vLLM is FP8, in models as vLLM builds them, and what trainer and engine find of each other."""
+"""The layers that `choose_workers` makes FP8 in models as vLLM builds them, and the check of trainer against engine."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nemo_fp8rl.fp8 import Fp8Layers
-from nemo_fp8rl.nemo_rl.stock.layer_agreement import disagreement
+from nemo_fp8rl.nemo_rl.stock.layer_agreement import describe_disagreement
 
 LAYERS = 12
 """Of which 1 is the beginning of 10 and 11."""
@@ -67,7 +67,7 @@ def agree(parameters: dict[str, str], fused: dict[str, list[str]]) -> None:
     for name, dtype in held.items():
         for module in checkpoint_modules(name, fused):
             assert (dtype == "torch.float8_e4m3fn") == FP8.quantizes(module), name
-    assert disagreement(parameters, announced(parameters, fused), fused) == ""
+    assert describe_disagreement(parameters, announced(parameters, fused), fused) == ""
 
 
 def test_a_matrix_that_one_of_them_alone_has_in_fp8_is_named(built):
@@ -76,16 +76,16 @@ def test_a_matrix_that_one_of_them_alone_has_in_fp8_is_named(built):
     for module in ("model.layers.3.self_attn.k_proj", "model.layers.3.mlp.experts.7.up_proj"):
         lacks = [name for name in sent if name != f"{module}.weight_scale_inv"]
         expected = module.replace(".7.up_proj", "")
-        assert f"the engine holds {expected} in FP8" in disagreement(parameters, lacks, fused)
+        assert f"the engine holds {expected} in FP8" in describe_disagreement(parameters, lacks, fused)
     for module in ("model.layers.3.mlp.gate", "model.layers.0.self_attn.q_proj"):
-        message = disagreement(parameters, [*sent, f"{module}.weight_scale_inv"], fused)
+        message = describe_disagreement(parameters, [*sent, f"{module}.weight_scale_inv"], fused)
         assert f"the trainer announces scales for {module}, and the engine does not" in message
 
 
 def test_a_rank_that_holds_some_of_the_layers_agrees_about_those(built):
     parameters, fused = built["qwen3_moe"].values()
     part = [name for name in parameters if ".layers.2." in name]
-    assert disagreement(part, announced(parameters, fused), fused) == ""
+    assert describe_disagreement(part, announced(parameters, fused), fused) == ""
 
 
 def announced(parameters: dict[str, str], fused: dict[str, list[str]]) -> list[str]:

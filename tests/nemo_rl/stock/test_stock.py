@@ -19,14 +19,14 @@ from nemo_fp8rl.nemo_rl.compat import engines_survive_fp8_refit
 from nemo_fp8rl.nemo_rl.recipe.checkout import find_checkout
 from nemo_fp8rl.nemo_rl.run.run_loop import _ray
 from nemo_fp8rl.nemo_rl.stock import pythonpath
-from nemo_fp8rl.nemo_rl.stock.fp8_stream import CHOICE, Fp8Stream
+from nemo_fp8rl.nemo_rl.stock.fp8_stream import STREAM_KEY, Fp8Stream
 from nemo_fp8rl.nemo_rl.stock.worker_choice import (
     E8M0,
     ENGINE_WORKER,
     STOCK_WORKER,
     TRAINER_WORKER,
-    choose,
-    say_kv_cache,
+    choose_workers,
+    declare_kv_cache,
 )
 from tests.nemo_rl.runs import environment, needs_checkout
 
@@ -81,7 +81,7 @@ def weights() -> dict[str, Tensor]:
 
 def test_the_trainer_streams_the_contracts_bytes_of_what_is_fp8_and_the_rest_as_it_is():
     cfg = policy()
-    choose(cfg, num_hidden_layers=2, version="0.6.0")
+    choose_workers(cfg, num_hidden_layers=2, version="0.6.0")
     held = weights()
     streamed = dict(StreamingWorker(cfg, held)._iter_params_with_optional_kv_scales(conversion_tasks=None))
     expected = quantize_blockwise(held[WEIGHT], scale_format="pow2")
@@ -94,7 +94,7 @@ def test_the_trainer_streams_the_contracts_bytes_of_what_is_fp8_and_the_rest_as_
 def test_without_fp8_in_the_recipe_nothing_changes():
     cfg = policy(precision="bfloat16") | {"megatron_cfg": {"enabled": True}}
     before = repr(cfg)
-    choose(cfg, num_hidden_layers=2, version="0.6.0")
+    choose_workers(cfg, num_hidden_layers=2, version="0.6.0")
     held = weights()
     assert repr(cfg) == before
     assert dict(StreamingWorker(cfg, held)._iter_params_with_optional_kv_scales()) == held
@@ -103,7 +103,7 @@ def test_without_fp8_in_the_recipe_nothing_changes():
 @pytest.mark.parametrize(("name", "value"), [(WEIGHT, torch.nan), ("model.norm.weight", torch.inf)])
 def test_a_weight_that_is_not_finite_is_named(name, value):
     cfg = policy()
-    choose(cfg, num_hidden_layers=2, version="0.6.0")
+    choose_workers(cfg, num_hidden_layers=2, version="0.6.0")
     held = weights()
     held[name].view(-1)[5] = value
     with pytest.raises(NonFiniteError, match=name):
@@ -118,7 +118,7 @@ def held_in_fp8(scale_format: str) -> dict[str, Tensor]:
 
 def test_what_the_trainer_holds_in_fp8_goes_as_it_is():
     cfg = policy()
-    choose(cfg, num_hidden_layers=2, version="0.6.0")
+    choose_workers(cfg, num_hidden_layers=2, version="0.6.0")
     held = held_in_fp8("pow2")
     streamed = dict(StreamingWorker(cfg, held)._iter_params_with_optional_kv_scales())
     assert list(streamed) == list(held)
@@ -135,7 +135,7 @@ def test_what_the_trainer_holds_in_fp8_goes_as_it_is():
 )
 def test_fp8_that_is_not_finite_is_named(tensor, place, value, message):
     cfg = policy()
-    choose(cfg, num_hidden_layers=2, version="0.6.0")
+    choose_workers(cfg, num_hidden_layers=2, version="0.6.0")
     held = held_in_fp8("pow2")
     memory = held[tensor].view(torch.uint8) if tensor == WEIGHT else held[tensor]
     memory[place] = value
@@ -145,7 +145,7 @@ def test_fp8_that_is_not_finite_is_named(tensor, place, value, message):
 
 def test_scales_of_a_trainer_that_are_not_the_recipes_are_refused():
     cfg = policy()
-    choose(cfg, num_hidden_layers=2, version="0.6.0")
+    choose_workers(cfg, num_hidden_layers=2, version="0.6.0")
     message = rf"{WEIGHT}_scale_inv: the trainer's scales are no powers of two.* set .*FP32_SCALES='0'"
     with pytest.raises(RuntimeError, match=message):
         list(StreamingWorker(cfg, held_in_fp8("fp32"))._iter_params_with_optional_kv_scales())
@@ -166,7 +166,7 @@ LAST = {"num_last_layers_in_bf16": 2}
 def test_a_trainer_in_fp8_has_the_engines_layers_in_bfloat16(vllm_cfg, given, expected):
     cfg = policy(**vllm_cfg)
     cfg["megatron_cfg"] = cfg["megatron_cfg"] | {"model_overrides": given}
-    choose(cfg, num_hidden_layers=8, version="0.6.0")
+    choose_workers(cfg, num_hidden_layers=8, version="0.6.0")
     keys = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
     layers = dict(zip(keys, expected, strict=True)) if expected else {}
     assert (cfg["megatron_cfg"]["model_overrides"] or {}) == (given or {}) | layers
@@ -175,7 +175,7 @@ def test_a_trainer_in_fp8_has_the_engines_layers_in_bfloat16(vllm_cfg, given, ex
 def test_a_trainer_in_bfloat16_is_left_as_it_is():
     cfg = policy()
     before = cfg["megatron_cfg"] = {"enabled": True}
-    choose(cfg, num_hidden_layers=8, version="0.6.0")
+    choose_workers(cfg, num_hidden_layers=8, version="0.6.0")
     assert cfg["megatron_cfg"] is before
 
 
@@ -190,7 +190,7 @@ def test_a_trainer_in_bfloat16_is_left_as_it_is():
         (
             {"num_first_layers_in_bf16": 0},
             {"model_overrides": {"first_last_layers_bf16": True}},
-            r"first_last_layers_bf16=True gives the trainer other layers .* 0 first and 0 last ones",
+            r"first_last_layers_bf16=True gives the trainer other bfloat16 layers .* 0 first and 0 last ones",
         ),
         (
             {"num_last_layers_in_bf16": 3},
@@ -203,15 +203,15 @@ def test_layers_that_the_trainer_cannot_have_in_bfloat16_are_refused(vllm_cfg, m
     cfg = policy(**vllm_cfg)
     cfg["megatron_cfg"] = cfg["megatron_cfg"] | megatron
     with pytest.raises(UserError, match=message):
-        choose(cfg, num_hidden_layers=8, version="0.6.0")
+        choose_workers(cfg, num_hidden_layers=8, version="0.6.0")
 
 
 def test_the_engine_is_vllms_own_fp8_with_our_worker():
     cfg = policy()
-    choose(cfg, num_hidden_layers=2, version="0.6.0")
+    choose_workers(cfg, num_hidden_layers=2, version="0.6.0")
     generation = cfg["generation"]
     layers = {"first": 1, "end": 2, "ignored": []}
-    assert cfg[CHOICE] == {"scale_format": "pow2", "fp8_layers": layers, "hf_config_overrides": {}}
+    assert cfg[STREAM_KEY] == {"scale_format": "pow2", "fp8_layers": layers, "hf_config_overrides": {}}
     assert generation["vllm_cfg"]["precision"] == "bfloat16"  # so that NeMo RL patches nothing
     assert generation["vllm_kwargs"]["worker_cls"] == ENGINE_WORKER
     assert generation["vllm_kwargs"]["moe_backend"] == "triton"
@@ -227,11 +227,11 @@ def test_float32_scales_are_not_rounded_in_the_engine():
     words = {"pow2_weight_scaling_factors": False, "pow2_activation_scaling_factors": False}
     cfg = policy(**words, env_vars={"OTHER": "1"})
     cfg["megatron_cfg"] = cfg["megatron_cfg"] | {"env_vars": {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}}
-    choose(cfg, num_hidden_layers=2, version="0.6.0")
+    choose_workers(cfg, num_hidden_layers=2, version="0.6.0")
     assert cfg["generation"]["vllm_cfg"]["env_vars"] == {"OTHER": "1", "VLLM_USE_DEEP_GEMM_E8M0": "0"}
     assert E8M0 in envs.environment_variables
     cfg = policy()
-    choose(cfg, num_hidden_layers=2, version="0.6.0")
+    choose_workers(cfg, num_hidden_layers=2, version="0.6.0")
     assert "env_vars" not in cfg["generation"]["vllm_cfg"]  # powers of two stay what they are
 
 
@@ -245,7 +245,7 @@ def test_copies_of_a_batch_are_there_before_another_stream_reads_them(cuda, call
     stream = SimpleNamespace(synchronize=lambda: done.append("wait"))
     monkeypatch.setattr(vllm_worker, "current_platform", SimpleNamespace(is_cuda=lambda: cuda))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    vllm_worker._Reload(worker).take([(WEIGHT, torch.ones(2))])
+    vllm_worker._Reload(worker).load_batch([(WEIGHT, torch.ones(2))])
     assert done == calls
 
 
@@ -256,7 +256,7 @@ def test_an_engine_that_nemo_rl_built_without_fp8_is_refused_before_a_refit():
         vllm_config=SimpleNamespace(quant_config=None), model_config=SimpleNamespace(model="org/of-another-family")
     )
     with pytest.raises(RuntimeError, match=r"org/of-another-family without .*vllm_cfg\.precision=bfloat16 and"):
-        vllm_worker._Reload(worker).announced({WEIGHT: None})
+        vllm_worker._Reload(worker).set_refit_info({WEIGHT: None})
 
 
 @pytest.mark.parametrize("missing", ["_load_weights", "_weight_update_lifecycle"])
@@ -293,49 +293,49 @@ def test_ray_starts_with_this_package_and_none_beside_it_on_pythonpath(installed
 
 
 def test_what_nemo_rls_workers_import_of_this_package_needs_torch_and_numpy_alone():
-    """Their own libraries apart: `worker` and `engine` import Megatron's and vLLM's."""
+    """Their own libraries apart: `megatron_worker` and `vllm_worker` import Megatron's and vLLM's."""
     code = """
 import sys
 sys.modules.update(dict.fromkeys(("numba", "vllm", "megatron", "omegaconf", "pydantic", "xxhash", "zstandard")))
 from nemo_fp8rl.fp8 import quantize_blockwise
-from nemo_fp8rl.generation import compat
-from nemo_fp8rl.nemo_rl.stock import agreement, stream
+from nemo_fp8rl.generation import vllm_compat
+from nemo_fp8rl.nemo_rl.stock import fp8_stream, layer_agreement
 """
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
 
 
 def test_an_fp8_kv_cache_is_vllms_own_and_nemo_rls_loop_hears_of_it_once_the_engine_is_there():
     cfg = policy(kv_cache_dtype="fp8_e4m3")
-    choose(cfg, num_hidden_layers=2, version="0.6.0")
+    choose_workers(cfg, num_hidden_layers=2, version="0.6.0")
     generation = cfg["generation"]
     assert generation["vllm_kwargs"]["kv_cache_dtype"] == "fp8_e4m3"
     assert generation["vllm_cfg"]["kv_cache_dtype"] == "auto"  # or NeMo RL would ask for patches of vLLM
     engine = SimpleNamespace(cfg=generation)
-    say_kv_cache(engine, cfg)
+    declare_kv_cache(engine, cfg)
     assert engine.cfg == {**generation, "vllm_cfg": generation["vllm_cfg"] | {"kv_cache_dtype": "fp8_e4m3"}}
 
 
 def test_an_fp8_kv_cache_of_latent_attention_is_refused_before_workers_are_built():
     with pytest.raises(UserError, match=r"no scales for latent attention .*set \S*kv_cache_dtype=auto"):
-        choose(policy(kv_cache_dtype="fp8"), num_hidden_layers=2, version="0.6.0", latent=True)
-    choose(cfg := policy(), num_hidden_layers=2, version="0.6.0", latent=True)
-    assert CHOICE in cfg
+        choose_workers(policy(kv_cache_dtype="fp8"), num_hidden_layers=2, version="0.6.0", latent=True)
+    choose_workers(cfg := policy(), num_hidden_layers=2, version="0.6.0", latent=True)
+    assert STREAM_KEY in cfg
 
 
 def test_a_recipe_without_an_fp8_kv_cache_leaves_it_to_vllm():
     for cfg in (policy(), policy(precision="bfloat16") | {"megatron_cfg": {"enabled": True}}):
-        choose(cfg, num_hidden_layers=2, version="0.6.0")
+        choose_workers(cfg, num_hidden_layers=2, version="0.6.0")
         assert "kv_cache_dtype" not in cfg["generation"]["vllm_kwargs"]
         engine = SimpleNamespace(cfg=cfg["generation"])
-        say_kv_cache(engine, cfg)
+        declare_kv_cache(engine, cfg)
         assert engine.cfg["vllm_cfg"].get("kv_cache_dtype", "auto") == "auto"
 
 
 def streaming_kv_scales() -> StreamingWorker:
     cfg = policy(kv_cache_dtype="fp8")
-    choose(cfg, num_hidden_layers=2, version="0.6.0")
+    choose_workers(cfg, num_hidden_layers=2, version="0.6.0")
     engine = SimpleNamespace(cfg=cfg["generation"])
-    say_kv_cache(engine, cfg)
+    declare_kv_cache(engine, cfg)
     return StreamingWorker({**cfg, "generation": engine.cfg}, weights())
 
 
@@ -357,8 +357,8 @@ def test_kv_scales_are_announced_before_there_are_any():
     [
         (None, "model.layers.0.self_attn.attn.q_scale: this refit came without it"),
         (dict.fromkeys(KV_SCALES[:-1], 0.5), "model.layers.1.self_attn.v_scale: this refit came without it"),
-        (dict.fromkeys(KV_SCALES, 0.0), r"q_scale=0\.0, which no cache can have"),
-        (dict.fromkeys(KV_SCALES, float("nan")), "q_scale=nan, which no cache can have"),
+        (dict.fromkeys(KV_SCALES, 0.0), r"q_scale=0\.0 is no valid scale"),
+        (dict.fromkeys(KV_SCALES, float("nan")), "q_scale=nan is no valid scale"),
     ],
 )
 def test_no_refit_goes_out_with_kv_scales_that_nobody_calibrated(scales, message):
@@ -383,12 +383,12 @@ def test_an_fp8_cache_for_which_no_scales_are_announced_is_refused_before_a_refi
     names = ("k_scale", "v_scale", "attn.q_scale")
     monkeypatch.setattr(vllm_worker, "fp8_caches", lambda model: {names: model.attn} if known else {})
     refusal = "the trainer announces no scales for the FP8 KV cache of attn: "
-    assert vllm_worker.without_kv_scales(model, names[:2]).startswith(refusal)  # queries have one, too
+    assert vllm_worker.find_missing_kv_scales(model, names[:2]).startswith(refusal)  # queries have one, too
     assert (
-        bool(vllm_worker.without_kv_scales(model, names)) != known
+        bool(vllm_worker.find_missing_kv_scales(model, names)) != known
     )  # not known: latent attention has names of its own
     model.attn.kv_cache_dtype = "auto"
-    assert vllm_worker.without_kv_scales(model, []) == ""
+    assert vllm_worker.find_missing_kv_scales(model, []) == ""
 
 
 def test_a_drafter_whose_fp8_cache_no_refit_brings_scales_is_refused(monkeypatch):
@@ -400,9 +400,9 @@ def test_a_drafter_whose_fp8_cache_no_refit_brings_scales_is_refused(monkeypatch
     config = SimpleNamespace(quant_config=SimpleNamespace(packed_modules_mapping={}))
     reload = vllm_worker._Reload(SimpleNamespace(vllm_config=config, model_runner=runner))
     with pytest.raises(RuntimeError, match="no scales for the FP8 KV cache of 0: "):
-        reload.announced({})
+        reload.set_refit_info({})
     drafter[0].kv_cache_dtype = "auto"
-    reload.announced({})
+    reload.set_refit_info({})
 
 
 @pytest.mark.parametrize(("backend", "refused"), [("FLASHINFER", True), ("TRITON_ATTN", False)])
@@ -415,7 +415,7 @@ def test_cuda_graphs_that_keep_the_scales_of_an_fp8_cache_are_refused(backend, r
     cache = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend))
     monkeypatch.setattr(vllm_worker, "fp8_caches", lambda model: {("a.k_scale", "a.v_scale", "a.attn.q_scale"): cache})
     monkeypatch.setattr(vllm_worker.Worker, "load_model", lambda self: None)
-    worker = object.__new__(type("Mixed", (vllm_worker.Fp8Worker,), dict.fromkeys(vllm_worker.REPLACED)))
+    worker = object.__new__(type("Mixed", (vllm_worker.Fp8Worker,), dict.fromkeys(vllm_worker.REPLACED_METHODS)))
     worker.model_runner = SimpleNamespace(get_model=lambda: None)
     mode = CUDAGraphMode.FULL_AND_PIECEWISE if graphs else CUDAGraphMode.PIECEWISE
     worker.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
@@ -440,7 +440,7 @@ def test_kv_scales_outlast_a_wake_up_for_which_vllm_puts_1(monkeypatch):
     worker.reload = vllm_worker._Reload(worker)
     worker.wake_up(tags=["weights"])
     assert attention._k_scale == 1.0  # there was no refit
-    worker.reload.take([(name, torch.tensor([0.3])) for name in ("a.k_scale", "a.v_scale", "a.attn.q_scale")])
+    worker.reload.load_batch([(name, torch.tensor([0.3])) for name in ("a.k_scale", "a.v_scale", "a.attn.q_scale")])
     worker.wake_up(tags=["kv_cache"])
     held = (attention._k_scale, torch.tensor(attention._v_scale_float), attention._q_scale)
     assert all(torch.equal(one, torch.tensor(0.3)) for one in held)  # not as bfloat16
@@ -493,14 +493,14 @@ import nemo_fp8rl.nemo_rl.adapters.loss_fn
 from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
 from nemo_rl.models.policy import lm_policy
 from nemo_rl.utils import venvs
-from nemo_fp8rl.nemo_rl import environment
+from nemo_fp8rl.nemo_rl.adapters import environment
 from nemo_fp8rl.nemo_rl.stock.worker_choice import policy_factory
 
 lm_policy.Policy = lambda **arguments: arguments
 venvs.create_local_venv_on_each_node = lambda command, name: f"/venvs/{{name}}/bin/python"
 before = dict(ACTOR_ENVIRONMENT_REGISTRY)
 generation = {{"vllm_cfg": {{}}, "vllm_kwargs": {{}}}}
-made = policy_factory(config={{"{CHOICE}": {{"hf_config_overrides": {{}}}}, "generation": generation}})
+made = policy_factory(config={{"{STREAM_KEY}": {{"hf_config_overrides": {{}}}}, "generation": generation}})
 print(json.dumps([made["worker_extension_cls_fqn"], ACTOR_ENVIRONMENT_REGISTRY["{TRAINER_WORKER}"]]))
 for ours in (False, True):
     environment.register(ours)

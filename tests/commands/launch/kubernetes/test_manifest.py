@@ -141,7 +141,7 @@ def test_what_is_rendered_keeps_the_schema(changes, idle):
 @pytest.mark.nemo_rl
 @pytest.mark.parametrize("recipe", sorted((RECIPES / "nemo_rl").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_for_nemo_rl_makes_a_sound_job_that_reads_the_same(recipe, tmp_path):
-    from nemo_fp8rl.nemo_rl.recipe.read_recipe import load
+    from nemo_fp8rl.nemo_rl.recipe.read_recipe import load_recipe
 
     overrides = ("checkpointing.enabled=true", "grpo.max_num_steps=7")
     chosen = read_settings(None, BASE)
@@ -151,7 +151,7 @@ def test_every_recipe_for_nemo_rl_makes_a_sound_job_that_reads_the_same(recipe, 
     assert len(manifest.object_name(job)) <= 47
     carried = tmp_path / "recipe.yaml"
     carried.write_text(config_map["data"]["recipe.yaml"])
-    assert load(carried).values == load(recipe, overrides).values
+    assert load_recipe(carried).values == load_recipe(recipe, overrides).values
     assert sum(group["replicas"] for group in workers(ray)) == job.nodes
     assert {container(group)["resources"]["limits"]["nvidia.com/gpu"] for group in workers(ray)} == {"8"}
 

@@ -4,7 +4,7 @@ from contextlib import suppress
 
 import pytest
 
-from nemo_fp8rl.nemo_rl.recipe.override_value import read_value
+from nemo_fp8rl.nemo_rl.recipe.overrides import read_value
 from tests.nemo_rl import runs
 
 VALUES = {
