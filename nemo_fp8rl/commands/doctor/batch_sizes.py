@@ -83,7 +83,7 @@ def _ranks(plan: Plan) -> Iterator[Finding]:
 
 
 def _engines_of_nemo_rl(plan: Plan) -> Iterator[Finding]:
-    """Findings on what NeMo RL's EnginePool asserts, and what it takes for granted."""
+    """Findings on what NeMo RL's VllmGeneration asserts, and what it takes for granted."""
     asynchronous = plan.vllm.get("async_engine")
     if plan.engine_pipeline > 1 and not asynchronous:
         yield _error(f"{ENGINE}.pipeline_parallel_size={plan.engine_pipeline} needs {ENGINE}.async_engine=true")

@@ -52,7 +52,7 @@ def set_up(tiny: Path, tmp_path: Path, monkeypatch):
     from nemo_rl.models.policy import lm_policy
 
     monkeypatch.setattr(grpo, "RayVirtualCluster", FakeCluster)
-    monkeypatch.setattr(grpo, "EnginePool", FakeVllmGeneration)
+    monkeypatch.setattr(grpo, "VllmGeneration", FakeVllmGeneration)
     monkeypatch.setattr(lm_policy, "Policy", FakePolicy)
     monkeypatch.setattr(stock_limits, "engines_survive_fp8_refit", lambda version: True)  # v0.7.0's setup is no other
     monkeypatch.setitem(ACTOR_ENVIRONMENT_REGISTRY, STOCK_WORKER, "python")
@@ -97,13 +97,13 @@ def test_its_setup_asks_for_no_correction_where_it_is_not_told_of_fp8(set_up):
 
 
 def test_nemo_rls_loop_calibrates_for_an_engine_that_has_an_fp8_kv_cache_of_vllms_own(set_up):
-    from nemo_rl.models.generation.vllm.vllm_generation import EnginePool
+    from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
     with set_up("policy.generation.vllm_cfg.kv_cache_dtype=fp8") as loop:
         engine, trainer = loop.generation, loop.policy.config
     assert engine.config["vllm_kwargs"]["kv_cache_dtype"] == "fp8"
     assert engine.config["vllm_cfg"]["kv_cache_dtype"] == "auto"  # what it was made of: no patches of vLLM
-    assert EnginePool.requires_kv_scale_sync.fget(engine)
+    assert VllmGeneration.requires_kv_scale_sync.fget(engine)
     assert trainer["generation"]["vllm_cfg"]["kv_cache_dtype"] == "fp8"  # for which its stream has scales
 
 
