@@ -36,7 +36,7 @@ from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.generation.interface import Sampling
 from nemo_fp8rl.hf.model_config import FAMILIES
-from nemo_fp8rl.refit.manifest import Sources, from_json, to_json
+from nemo_fp8rl.refit.manifest import Sources
 from nemo_fp8rl.refit.route_plan import plan
 
 with warnings.catch_warnings(action="ignore"):  # of Megatron about itself
@@ -166,9 +166,9 @@ def prepared(folder: Path, flow: str) -> tuple[str, ...]:
 def bring(worker: MegatronWorker, engine: VllmEngine) -> None:
     """The worker's weights to the engine beside it: a refit without the drivers of many."""
     (parts, _), (stored,) = worker.open_refit("in_process", ""), engine.stored_parts()
-    ((route,),), ((capacity,),) = plan(Sources([from_json(parts)]), [from_json(stored)], 1 << 28)
-    (end,) = worker.offer(0, [to_json(route)], [capacity])
-    engine.connect([[(end, to_json(route))]], "", 600.0)
+    links = plan(Sources([parts]), [stored], 1 << 28)
+    addresses = [worker.offer(0, links.routes[0], links.capacities[0])]
+    engine.connect(links, addresses, "", 600.0)
     worker.start_push(0, (0,), frozenset(), {})
     loaded = engine.load(0, verify=True)
     worker.finish_push()

@@ -29,8 +29,10 @@ from nemo_fp8rl.generation.vllm_sockets import make_folder, remove_folder
 from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.model_config import read_hf_config
-from nemo_fp8rl.refit.manifest import RefitError
+from nemo_fp8rl.refit.bridge import Addresses
+from nemo_fp8rl.refit.manifest import RefitError, TensorPart, from_json, to_json
 from nemo_fp8rl.refit.reports import LoadReport
+from nemo_fp8rl.refit.route_plan import Links
 from nemo_fp8rl.workers import WorkerDied
 
 ENVIRONMENT = {  # read by vLLM at import; what the user has set wins
@@ -190,19 +192,26 @@ class VllmEngine:
             own = [self._completion(sample, sampling.logprobs, route, version) for sample, route in pairs]
             yield i, own if sampling.temperature else own * sampling.num_generations
 
-    def stored_parts(self) -> list[str]:
-        """What each rank stores of the model, `refit.manifest.to_json`. Raises RefitError."""
+    def stored_parts(self) -> list[Sequence[TensorPart]]:
+        """Return the parts of the model's tensors that each rank stores. Raises RefitError."""
         answers = self.core.rpc("nemo_fp8rl_stored_parts")
         _raise_first(refusal for _, refusal in answers)
-        return [parts for parts, _ in answers]
+        return [from_json(parts) for parts, _ in answers]
 
     def domains(self) -> list[str]:
         """The memory domain of each rank (`refit.transport.shared_memory.domain`)."""
         return self.core.rpc("nemo_fp8rl_domain")
 
-    def connect(self, links: Sequence[Sequence[tuple[Any, str]]], token: str, timeout: float) -> None:
-        """links: for each rank (address or end, route in JSON) of each source. Raises RefitError."""
-        _raise_first(self.core.rpc("nemo_fp8rl_connect", links, token, timeout))
+    def connect(self, links: Links, addresses: Addresses, token: str, timeout: float) -> None:
+        """Have every rank take its links. Raises RefitError.
+
+        Here, at vLLM's border, routes become JSON: [source][sink] of (address or end, route).
+        """
+        of_sources = [
+            [(address, to_json(route)) for address, route in zip(*of_source, strict=True)]
+            for of_source in zip(addresses, links.routes, strict=True)
+        ]
+        _raise_first(self.core.rpc("nemo_fp8rl_connect", of_sources, token, timeout))
 
     def disconnect(self) -> None:
         self.core.rpc("nemo_fp8rl_disconnect")

@@ -13,9 +13,10 @@ from nemo_fp8rl.common.errors import UserError, one_line
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.generation.interface import SECONDS_A_TOKEN, Sampling
-from nemo_fp8rl.refit.bridge import Revive
-from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart, from_json, to_json
+from nemo_fp8rl.refit.bridge import Addresses, Revive
+from nemo_fp8rl.refit.manifest import RefitError, TensorPart
 from nemo_fp8rl.refit.reports import LoadReport
+from nemo_fp8rl.refit.route_plan import Links
 from nemo_fp8rl.refit.transport.link import RECEIVER_SHARE
 from nemo_fp8rl.workers import WorkerDied, Workers, shutdown_on_error, start_workers
 
@@ -149,18 +150,15 @@ class EnginePool:
         return self.engines.count
 
     def stored_parts(self, engine: int) -> list[Sequence[TensorPart]]:
-        return [from_json(parts) for parts in self._call_one(engine, "stored_parts")]
+        parts: list[Sequence[TensorPart]] = self._call_one(engine, "stored_parts")
+        return parts
 
     def domains(self, engines: Collection[int]) -> dict[int, list[str]]:
         answers = self.engines.outcomes("domains", dict.fromkeys(engines, ()), self.timeout)
         return {engine: answer for engine, answer in answers.items() if not isinstance(answer, WorkerDied)}
 
-    def connect(self, engine: int, addresses: Sequence[Sequence[Any]], routes: Sequence[Sequence[Route]]) -> None:
-        links = [
-            [(address, to_json(route)) for address, route in zip(*of_rank, strict=True)]
-            for of_rank in zip(addresses, routes, strict=True)
-        ]
-        self._call_one(engine, "connect", links, self.token, RECEIVER_SHARE * self.timeout)
+    def connect(self, engine: int, links: Links, addresses: Addresses) -> None:
+        self._call_one(engine, "connect", links, addresses, self.token, RECEIVER_SHARE * self.timeout)
 
     def disconnect(self, engine: int) -> None:
         with suppress(WorkerDied):

@@ -22,10 +22,10 @@ from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.policy.interface import SHARED_FOLDER_HINT, DivergenceError, Loss, PolicyDescription
 from nemo_fp8rl.policy.weights.layout import check_layout
 from nemo_fp8rl.policy.worker import MegatronWorker, RankInfo
-from nemo_fp8rl.refit.bridge import Transport
-from nemo_fp8rl.refit.manifest import Sources, from_json, to_json
+from nemo_fp8rl.refit.bridge import Addresses, Transport
+from nemo_fp8rl.refit.manifest import Sources
 from nemo_fp8rl.refit.reports import SendReport
-from nemo_fp8rl.refit.route_plan import Capacities, Routes
+from nemo_fp8rl.refit.route_plan import Links
 from nemo_fp8rl.workers import WorkerDied, shutdown_on_error, start_workers
 
 P = ParamSpec("P")
@@ -135,8 +135,8 @@ class MegatronPolicy:
         """
         arguments = dict.fromkeys(range(self.ranks.count), (transport, token))
         holdings, domains = zip(*self._call_ranks("open_refit", arguments), strict=True)
-        parsed = {parts: from_json(parts) for parts in set(holdings)}  # replicas have equal texts
-        self._sources, self.senders = Sources([parsed[parts] for parts in holdings], domains), set[int]()
+        shared = {parts: parts for parts in holdings}  # replicas have equal parts
+        self._sources, self.senders = Sources([shared[parts] for parts in holdings], domains), set[int]()
 
     def sources(self) -> Sources:
         return self._sources
@@ -157,15 +157,13 @@ class MegatronPolicy:
         if self.has_offload:
             self._call_ranks("offload_after_refit", dict.fromkeys(range(self.ranks.count), ()))
 
-    def offer(self, engine: int, routes: Routes, capacities: Capacities) -> list[list[Any]]:
+    def offer(self, engine: int, links: Links) -> Addresses:
         arguments = {
-            rank: (engine, [to_json(route) for route in to_ranks], capacities[rank])
-            for rank, to_ranks in enumerate(routes)
-            if any(to_ranks)
+            rank: (engine, routes, links.capacities[rank]) for rank, routes in enumerate(links.routes) if any(routes)
         }
         self.senders |= arguments.keys()
         answers = dict(zip(arguments, self._call_ranks("offer", arguments), strict=True))
-        return [answers.get(rank, [None] * len(to_ranks)) for rank, to_ranks in enumerate(routes)]
+        return [answers.get(rank, [None] * len(routes)) for rank, routes in enumerate(links.routes)]
 
     def withdraw(self, engine: int) -> None:
         self._call_senders("withdraw", engine)

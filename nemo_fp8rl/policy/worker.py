@@ -48,7 +48,7 @@ from nemo_fp8rl.policy.weights.checkpoint import load_hf, save_hf
 from nemo_fp8rl.policy.weights.optimizer_state import load_optimizer, save_optimizer
 from nemo_fp8rl.policy.weights.rank_weights import RankWeights
 from nemo_fp8rl.refit.bridge import Transport
-from nemo_fp8rl.refit.manifest import RefitError, TensorPart, from_json, to_json
+from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
 from nemo_fp8rl.refit.reports import SendReport
 from nemo_fp8rl.refit.sender.sending_rank import SendingRank
 from nemo_fp8rl.refit.transport.link import SENDER_SHARE
@@ -246,8 +246,8 @@ class MegatronWorker:
         except CalibrationError as error:
             raise UserError(f"the FP8 KV cache cannot be calibrated: {error}; look into the model's weights") from None
 
-    def open_refit(self, transport: Transport, token: str) -> tuple[str, str]:
-        """Prepare for links from engines; return this rank's parts (`refit.manifest.to_json`) and its domain
+    def open_refit(self, transport: Transport, token: str) -> tuple[tuple[TensorPart, ...], str]:
+        """Prepare for links from engines; return this rank's parts and its domain
         (`refit.transport.shared_memory.domain`).
         """
         choice, layers, shapes = self.cfg.nemo_fp8rl, self.engine_fp8_layers, expected_tensors(self.hf)
@@ -272,10 +272,10 @@ class MegatronWorker:
             timeout=SENDER_SHARE * self.cfg.cluster.engine_timeout_seconds,
             device=next(self.model.parameters()).device,  # a device with an index
         )
-        return to_json(parts), domain()
+        return tuple(parts), domain()
 
-    def offer(self, engine: int, routes: Sequence[str], capacities: Sequence[int]) -> list[Any]:
-        return self.refit.offer(engine, [from_json(route) for route in routes], capacities)
+    def offer(self, engine: int, routes: Sequence[Route], capacities: Sequence[int]) -> list[Any]:
+        return self.refit.offer(engine, routes, capacities)
 
     def withdraw(self, engine: int) -> None:
         self.refit.withdraw(engine)

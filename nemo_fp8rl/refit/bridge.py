@@ -21,16 +21,17 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Literal, Protocol
 
 from nemo_fp8rl.refit.full_or_delta import Mode, ModeChoice
-from nemo_fp8rl.refit.manifest import RefitError, Route, Sources, TensorPart, cross_domain_share
+from nemo_fp8rl.refit.manifest import RefitError, Sources, TensorPart, cross_domain_share
 from nemo_fp8rl.refit.reports import LoadReport, RefitReport, SendReport
-from nemo_fp8rl.refit.route_plan import Capacities, Routes, bucket_memory, plan
+from nemo_fp8rl.refit.route_plan import Links, bucket_memory, plan
 from nemo_fp8rl.refit.transport.link import TransportChoice
 
 logger = logging.getLogger(__name__)
 
 Transport = Literal["in_process"] | TransportChoice
 Verify = Literal["off", "digest", "full"]
-Addresses = list[Any]
+Addresses = list[list[Any]]
+"""[source][sink]: where a sink finds the source's end of a link; None where there is no link."""
 Revive = Callable[[int, Callable[[], bool], bool], bool]
 """`RefitBridge.revive`."""
 
@@ -58,8 +59,8 @@ class WeightSource(Protocol):
         """Give back what a push takes again, for an engine that is started beside the trainer."""
         ...
 
-    def offer(self, engine: int, routes: Routes, capacities: Capacities) -> list[Addresses]:
-        """Addresses of links, [source][engine's rank]; the arguments are as `plan` makes them."""
+    def offer(self, engine: int, links: Links) -> Addresses:
+        """Get ready for these links to an engine, and return their addresses."""
         ...
 
     def withdraw(self, engine: int) -> None: ...
@@ -88,8 +89,8 @@ class WeightSink(Protocol):
         """The domain of each rank of these engines: see `Sources`. Without those that are dead."""
         ...
 
-    def connect(self, engine: int, addresses: Sequence[Addresses], routes: Sequence[Sequence[Route]]) -> None:
-        """addresses, routes: [engine's rank][source]."""
+    def connect(self, engine: int, links: Links, addresses: Addresses) -> None:
+        """Have an engine's ranks take these links."""
         ...
 
     def disconnect(self, engine: int) -> None: ...
@@ -135,7 +136,7 @@ class RefitBridge:
         self.domains: dict[int, list[str]] = {}
         self.leaving: dict[int, float] = {}
         """What share of an engine's bytes leaves the machine they come from."""
-        self.capacities: dict[int, Capacities] = {}
+        self.links: dict[int, Links] = {}
         self._refitting = threading.Lock()  # a second refit is refused
         self._links = threading.Lock()  # of a refit or a revival: the other waits, or is told so
         sink.on_death = self.revive
@@ -176,7 +177,7 @@ class RefitBridge:
                 delta=delta,
                 wire_over_bf16=sum(report.quantized_nbytes for report in reports) / bf16 if bf16 else 1.0,
                 base_nbytes=max(report.base_nbytes for report in reports),
-                bucket_nbytes=bucket_memory(self.capacities.values()),
+                bucket_nbytes=bucket_memory([links.capacities for links in self.links.values()]),
                 between_machines=sum(self.leaving.values()) / len(engines),
                 retries=retries,
                 seconds=seconds,
@@ -215,13 +216,13 @@ class RefitBridge:
                 domains = self._all_domains(engine)
                 if not domains[engine]:
                     continue
-                routes, capacities = plan(sources, stored, self.bucket_bytes, engine, domains)
-                self.leaving[engine] = cross_domain_share(routes, sources.domains, domains[engine])
-                self.capacities[engine] = capacities
-                addresses = self.source.offer(engine, routes, capacities)
+                links = plan(sources, stored, self.bucket_bytes, engine, domains)
+                self.leaving[engine] = cross_domain_share(links.routes, sources.domains, domains[engine])
+                self.links[engine] = links
+                addresses = self.source.offer(engine, links)
                 self.connected[engine] = frozenset()
                 with self._asking_engine():
-                    self.sink.connect(engine, _transposed(addresses), _transposed(routes))
+                    self.sink.connect(engine, links, addresses)
             except _EngineDied as died:
                 self._disconnect(engine)
                 self._replace(engine, died.death)
@@ -374,7 +375,3 @@ class _EngineDied(Exception):
     def __init__(self, death: Exception) -> None:
         super().__init__(str(death))
         self.death = death
-
-
-def _transposed(rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    return [list(column) for column in zip(*rows, strict=True)]

@@ -19,7 +19,7 @@ from nemo_fp8rl.hf.part_files import PartReader
 from nemo_fp8rl.policy.weights.checkpoint import load_hf
 from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.refit.digest import digest_of
-from nemo_fp8rl.refit.manifest import Sources, TensorPart, from_json, to_json
+from nemo_fp8rl.refit.manifest import Sources, TensorPart
 from nemo_fp8rl.refit.message import Content
 from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink, receive_pieces
 from nemo_fp8rl.refit.route_plan import plan
@@ -198,10 +198,10 @@ def test_the_parts_of_a_refit_are_the_bytes_of_one_rank(two, model, sizes, layou
     expected = sent_tensors(alone(model.cfg((), ranks=1)))
     two.setup(model.cfg(layout))
     held, domains = zip(*two.call("open_refit", "nearest", TOKEN), strict=True)
-    sources = Sources([from_json(parts) for parts in held], domains)
+    sources = Sources(held, domains)
     everything = {name: TensorPart.of(name, expected[name].dtype, shape) for name, shape in model.shapes.items()}
     planned, capacities = plan(sources, [list(everything.values())], 1 << 16, domains=[[domain()]])
-    offers = [(0, [to_json(to_sink)], sizes) for (to_sink,), sizes in zip(planned, capacities, strict=True)]
+    offers = [(0, [to_sink], sizes) for (to_sink,), sizes in zip(planned, capacities, strict=True)]
     addresses = two.on((0, 1), "offer", offers)
     links = [
         IncomingLink(connect((host, port), TOKEN, name, 60.0), to_sink)

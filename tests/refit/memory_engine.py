@@ -24,14 +24,14 @@ from nemo_fp8rl.common.region import whole
 from nemo_fp8rl.fp8 import BLOCK, ScaleFormat, quantize_blockwise, scale_shape
 from nemo_fp8rl.fp8.delta import DeltaError
 from nemo_fp8rl.fp8.format import E4M3
-from nemo_fp8rl.refit.bridge import Revive, Transport
+from nemo_fp8rl.refit.bridge import Addresses, Revive, Transport
 from nemo_fp8rl.refit.deferred_checks import DeferredChecks
 from nemo_fp8rl.refit.digest import bytes_of
-from nemo_fp8rl.refit.manifest import RefitError, Route, Sources, TensorPart, blocks_of
+from nemo_fp8rl.refit.manifest import RefitError, Sources, TensorPart, blocks_of
 from nemo_fp8rl.refit.message import Content
 from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink, ReceivedPiece, receive_pieces
 from nemo_fp8rl.refit.reports import LoadReport, SendReport
-from nemo_fp8rl.refit.route_plan import Capacities, Routes
+from nemo_fp8rl.refit.route_plan import Links
 from nemo_fp8rl.refit.sender.sending_rank import SendingRank
 from nemo_fp8rl.refit.transport.handshake import connect
 from nemo_fp8rl.refit.transport.link import HOST as HOST_MEMORY
@@ -304,12 +304,12 @@ class MemoryEngines:
         alive = [engine for engine in engines if not self.engines[engine].died]
         return {i: [self.machines[i] if self.machines else domain()] * len(self.layout) for i in alive}
 
-    def connect(self, engine: int, addresses: Sequence[Sequence[Any]], routes: Sequence[Sequence[Route]]) -> None:
+    def connect(self, engine: int, links: Links, addresses: Addresses) -> None:
         self._alive("connect", engine)
         for number, rank in enumerate(self.engines[engine].ranks):
             rank.links = [
                 IncomingLink(self.wrap(engine, number, self._end(address)), route)
-                for address, route in zip(addresses[number], routes[number], strict=True)
+                for address, route in zip(_column(addresses, number), _column(links.routes, number), strict=True)
                 if address is not None
             ]
 
@@ -381,6 +381,10 @@ class MemoryEngines:
         return connect((host, port), TOKEN, name, self.timeout, self.device)
 
 
+def _column(rows: Sequence[Sequence[Any]], sink: int) -> list[Any]:
+    return [row[sink] for row in rows]
+
+
 class MemoryTrainer:
     """`bridge.WeightSource` of real SendingRanks. reading(): called before each weight that a rank hands out."""
 
@@ -447,9 +451,9 @@ class MemoryTrainer:
     def make_room(self) -> None:
         self.rooms_made += 1
 
-    def offer(self, engine: int, routes: Routes, capacities: Capacities) -> list[list[Any]]:
+    def offer(self, engine: int, links: Links) -> Addresses:
         self._check()
-        return [rank.offer(engine, *row) for rank, *row in zip(self.ranks, routes, capacities, strict=True)]
+        return [rank.offer(engine, *of_rank) for rank, *of_rank in zip(self.ranks, *links, strict=True)]
 
     def withdraw(self, engine: int) -> None:
         for rank in self.ranks:

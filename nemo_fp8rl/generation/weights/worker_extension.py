@@ -69,14 +69,19 @@ class RefitWorkerExtension:
         return domain()
 
     def nemo_fp8rl_connect(self, links: Sequence[Sequence[Sequence[Any]]], token: str, timeout: float) -> str:
-        """links: for each rank of the engine (address or end, route) of each source. Returns "" or what went wrong."""
+        """Take this rank's links, and return "", or the reason why that failed.
+
+        links:  [source][sink] of (address or end, route in JSON); address None where there is no link
+        """
 
         def connect() -> str:
             self.nemo_fp8rl_disconnect()
-            own = [(address, route) for address, route in links[self.rank] if address is not None]
             device = self.model_runner.device
+            to_this_rank = [of_source[self.rank] for of_source in links]
             self.refit_links = [
-                IncomingLink(_end(address, token, timeout, device), from_json(route)) for address, route in own
+                IncomingLink(_end(address, token, timeout, device), from_json(route))
+                for address, route in to_this_rank
+                if address is not None
             ]
             return ""
 
