@@ -1,12 +1,12 @@
-"""What a quantizer costs beside a memcpy of the same bytes: ours, and those of other frameworks as they write them.
+"""The cost of a quantizer relative to a memcpy of the same bytes: ours, and those of other frameworks.
 
     python benchmarks/quantize.py [--rows 8192] [--columns 12288] [--rounds 15] [--json FILE]
 
-bf16 weights, 128x128 blocks, on the CPU. Every timing has its own memcpy just before it, and the ratio is to that, in
-CPU seconds of the one thread; the table shows medians. What a second thread gains is the ratio of the best wall times;
-the memcpy's own gain says what the machine had to give.
-Memory is the growth of the process's peak beyond input and output. Results go to benchmarks/results/quantize_cpu.json
-unless --json says otherwise. A compiled entry is listed where a C++ compiler is.
+bf16 weights, 128x128 blocks, on the CPU. A memcpy is timed just before every call, and the ratio is to that memcpy, in
+CPU seconds of one thread; the table shows medians. The gain of a second thread is the ratio of the best wall times; the
+gain of the memcpy shows what the machine allows. Memory is the growth of the process's peak beyond input and output.
+Results go to benchmarks/results/quantize_cpu.json unless --json names another file. The compiled entry needs a C++
+compiler.
 """
 
 import argparse
@@ -37,7 +37,7 @@ E4M3 = torch.float8_e4m3fn
 RESULTS = Path(__file__).resolve().parent / "results" / "quantize_cpu.json"
 SLOW_ROUNDS = 2
 STEP = 1e-6
-"""How far a master weight moves in one optimizer step of RL; their sigma is 0.02."""
+"""Change of a master weight in one optimizer step of RL; the weights have sigma 0.02."""
 
 
 def nemo_rl(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ def nemo_rl(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def verl(x: Tensor) -> tuple[Tensor, Tensor]:
-    """verl utils/kernel/fp8_kernel.py, the torch path: what it takes where Triton is not."""
+    """verl utils/kernel/fp8_kernel.py, the torch path, which verl uses without Triton."""
     blocks = x.reshape(x.size(0) // 128, 128, x.size(1) // 128, 128).permute(0, 2, 1, 3).contiguous()
     flat = blocks.to(torch.float32).flatten(start_dim=2)
     amax = flat.abs().amax(dim=-1, keepdim=True)
@@ -80,7 +80,7 @@ def deepgemm(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def formula(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The contract in as few torch operations as it takes, to be compiled."""
+    """The contract in as few torch operations as possible, to be compiled."""
     blocks = x.view(x.size(0) // 128, 128, x.size(1) // 128, 128).float()
     amax = blocks.abs().amax((1, 3), keepdim=True)
     scale = torch.where(amax == 0, 1.0, torch.div(torch.full_like(amax, 448.0), amax))
@@ -89,7 +89,7 @@ def formula(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def weights(rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """bf16 weights before and after an optimizer step, made strip by strip."""
+    """Return bf16 weights before and after an optimizer step; they are made strip by strip."""
     before, after = (torch.empty(rows, columns, dtype=torch.bfloat16) for _ in range(2))
     for top in range(0, rows, 1024):
         master = torch.randn(min(1024, rows - top), columns) * 0.02
@@ -99,7 +99,7 @@ def weights(rows: int, columns: int) -> tuple[Tensor, Tensor]:
 
 
 def start_up() -> dict[str, float]:
-    """Seconds from an imported torch to the first quantized matrix, in a process that finds the code compiled."""
+    """Measure the seconds from an imported torch to the first quantized matrix, in a process with cached code."""
     code = (
         "import time, torch; start = time.perf_counter()\n"
         "from nemo_fp8rl.fp8 import quantize_blockwise\n"
@@ -162,7 +162,7 @@ def measure(rows: int, columns: int, rounds: int) -> dict[str, Any]:
         "memcpy_ms": median(seconds(lambda: copy.copy_(before), time.thread_time) for _ in range(rounds)) * 1e3,
         "quantizers": table,
         "delta": {
-            "changed": delta.changed / before.numel(),
+            "changed": delta.changed_bytes / before.numel(),
             "encoded_over_fp8": len(encoded) / before.numel(),
             "encode_ms": seconds(delta.encode, time.thread_time) * 1e3,
             "decode_ms": seconds(lambda: delta.decode(encoded, before.numel()), time.thread_time) * 1e3,

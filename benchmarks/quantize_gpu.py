@@ -1,9 +1,9 @@
-"""How near to a copy of the same bytes does a quantizer come on a GPU: ours, Transformer Engine's, other frameworks'.
+"""The speed of quantizers on a GPU relative to a copy of the same bytes: ours, Transformer Engine's, and others.
 
     python benchmarks/quantize_gpu.py [--rows 16384] [--columns 12288] [--rounds 30] [--json FILE]
 
-bf16 weights in 128x128 blocks. Times are medians of CUDA events; the weights are larger than the GPU's cache. Beside
-each is the bandwidth that the bytes read and written come to, and its ratio to a copy's of the weights.
+bf16 weights in 128x128 blocks. Times are medians of CUDA events; the weights are larger than the GPU's cache. The table
+also shows the bandwidth, of the bytes read and written, and its ratio to the bandwidth of a copy of the weights.
 """
 
 import argparse
@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled, quantize_blockwise, quantize_delta, scale_shape
-from nemo_fp8rl.fp8.kernels import describe, why_not
+from nemo_fp8rl.fp8.kernels import describe, why_unavailable
 
 
 def milliseconds(call: Callable[[], Any], rounds: int) -> float:
-    """Median of `rounds` calls, after three others."""
+    """Return the median time of `rounds` calls, after three warm-up calls."""
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]
     for _ in range(3):
         call()
@@ -43,7 +43,7 @@ def measure(rows: int, columns: int, rounds: int) -> dict[str, Any]:
     out = BlockScaled(torch.zeros(before.shape, dtype=E4M3, device="cuda"), torch.zeros(shape, device="cuda"), BLOCK)
     base = quantize_blockwise(before, kernel="triton").data
     compiled = torch.compile(formula, dynamic=False)
-    calls: dict[str, tuple[float, Callable[[], Any]]] = {  # bytes a value, read and written
+    calls: dict[str, tuple[float, Callable[[], Any]]] = {  # bytes per value, read and written
         "copy": (4, lambda: copy.copy_(before)),
         "quantize, pow2 scales": (3, lambda: quantize_blockwise(before, kernel="triton", out=out, check=False)),
         "quantize, fp32 scales": (
@@ -58,28 +58,28 @@ def measure(rows: int, columns: int, rounds: int) -> dict[str, Any]:
         "NeMo RL": (3, lambda: nemo_rl(before)),
     }
     kernels = ["triton"]
-    if not why_not("te", "cuda"):
+    if not why_unavailable("te", "cuda"):
         kernels.append("te")
         calls["Transformer Engine"] = (3, lambda: quantize_blockwise(before, kernel="te", out=out))
-    took = {name: (nbytes, milliseconds(call, rounds)) for name, (nbytes, call) in calls.items()}
-    bandwidth = {name: nbytes * before.numel() / ms / 1e6 for name, (nbytes, ms) in took.items()}
+    times = {name: (nbytes, milliseconds(call, rounds)) for name, (nbytes, call) in calls.items()}
+    bandwidth = {name: nbytes * before.numel() / ms / 1e6 for name, (nbytes, ms) in times.items()}
     expected = quantize_blockwise(before.cpu(), kernel="reference")
-    same = {}
+    equal = {}
     for kernel in kernels:
-        found = quantize_blockwise(before, kernel=kernel)
-        same[kernel] = bool(
-            torch.equal(found.data.cpu().view(torch.uint8), expected.data.view(torch.uint8))
-            and torch.equal(found.scale_inv.cpu(), expected.scale_inv)
+        quantized = quantize_blockwise(before, kernel=kernel)
+        equal[kernel] = bool(
+            torch.equal(quantized.data.cpu().view(torch.uint8), expected.data.view(torch.uint8))
+            and torch.equal(quantized.scale_inv.cpu(), expected.scale_inv)
         )
     return {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "kernels": [describe(kernel) for kernel in kernels],
         "values": before.numel(),
-        "equal_to_the_contract": same,
+        "equal_to_the_contract": equal,
         "quantizers": {
             name: {"ms": ms, "GB/s": bandwidth[name], "over_copy": bandwidth[name] / bandwidth["copy"]}
-            for name, (_, ms) in took.items()
+            for name, (_, ms) in times.items()
         },
     }
 

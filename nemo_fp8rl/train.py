@@ -27,7 +27,7 @@ from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.generation.engine_checks import check_for_driver
 from nemo_fp8rl.generation.interface import Generation, Sampling, sample_seed
-from nemo_fp8rl.hf.hub import with_commits
+from nemo_fp8rl.hf.hub import pin_commits
 from nemo_fp8rl.hf.model_config import check_context, read_hf_config
 from nemo_fp8rl.policy.interface import Policy
 from nemo_fp8rl.policy.model_digests import model_digests
@@ -96,7 +96,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, goes_on_
     resume, restartable: see RunDirectory. goes_on_by: what an interrupted run tells people to continue it with.
     """
     loss = GrpoLoss(cfg.loss_fn, cfg.nemo_fp8rl.correction)
-    cfg = with_commits(cfg, begun(cfg) if resume or restartable else {})
+    cfg = pin_commits(cfg, begun(cfg) if resume or restartable else {})
     hf = read_hf_config(cfg.policy.model_name)
     check_context(hf, cfg.policy.max_total_sequence_length)
     check_for_driver(hf, cfg)

@@ -41,11 +41,11 @@ from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.fp8.layers import LAYER
 from nemo_fp8rl.generation.fp8_method.quantization_config import config_for_vllm_fp8
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
-from nemo_fp8rl.hf.fp8_layers import QUERIES, check_ignored, fused_sizes, ragged
+from nemo_fp8rl.hf.fp8_layers import QUERIES, check_ignored, fused_sizes, unaligned_projections
 from nemo_fp8rl.hf.hub import TOKENIZER_FILES
 from nemo_fp8rl.hf.model_config import HfConfig, read_hf_config
 from nemo_fp8rl.hf.model_tensors import EMBEDDING, expected_tensors
-from nemo_fp8rl.hf.shard_writer import ShardWriter, Spec
+from nemo_fp8rl.hf.shard_writer import ShardWriter, TensorSpec
 from nemo_fp8rl.refit.checkpoint_form import to_checkpoint_form
 
 COPIED = ("generation_config.json", *TOKENIZER_FILES)
@@ -62,7 +62,7 @@ def export(
 ) -> bool:
     """Quantize `checkpoint`, a bfloat16 HF folder of a supported family, into the new folder `output`; returns True.
 
-    A file's worth of tensors is in memory at a time (`hf.shards.FILE_BYTES`). `output` appears whole, or not at all:
+    One file of tensors (`hf.shard_writer.FILE_BYTES`) is in memory at a time. `output` appears whole, or not at all:
     what was begun under another name beside it is removed, at once or, after a kill, by the next export. Raises
     UserError on a checkpoint that cannot be exported (see `read_hf_config`, `CheckpointReader`), on one that is not
     bfloat16 or not finite, on sizes that do not fit vLLM's blocks, and when `output` holds something or cannot be
@@ -118,7 +118,7 @@ def _fp8_layers(hf: HfConfig, first: int, last: int, ignored: tuple[str, ...]) -
     fused = fused_sizes(hf)
     sizes = fused | {"o_proj": (QUERIES, hf.num_attention_heads * hf.head_dim)}
     inputs = dict.fromkeys(fused, ("hidden_size", hf.hidden_size))
-    for word, name, size in (*ragged(hf, layers, sizes), *ragged(hf, layers, inputs)):
+    for word, name, size in (*unaligned_projections(hf, layers, sizes), *unaligned_projections(hf, layers, inputs)):
         raise UserError(
             f"this model has no blockwise FP8 form: its {name}={size} is not a multiple of {BLOCK[0]}, so vLLM's "
             f"blocks do not fit; keep that in bfloat16 by {key} {word}, or serve its bfloat16 checkpoint"
@@ -126,13 +126,13 @@ def _fp8_layers(hf: HfConfig, first: int, last: int, ignored: tuple[str, ...]) -
     return layers
 
 
-def _specs(shapes: Mapping[str, tuple[int, ...]], fp8_layers: Fp8Layers) -> dict[str, Spec]:
+def _specs(shapes: Mapping[str, tuple[int, ...]], fp8_layers: Fp8Layers) -> dict[str, TensorSpec]:
     specs = {}
     for name, shape in shapes.items():
         quantized = fp8_layers.quantizes(name)
-        specs[name] = Spec(E4M3 if quantized else torch.bfloat16, shape)
+        specs[name] = TensorSpec(E4M3 if quantized else torch.bfloat16, shape)
         if quantized:
-            specs[scale_name(name)] = Spec(torch.float32, scale_shape(shape, BLOCK))
+            specs[scale_name(name)] = TensorSpec(torch.float32, scale_shape(shape, BLOCK))
     return specs
 
 

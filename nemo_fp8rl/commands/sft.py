@@ -12,7 +12,7 @@ from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.data import PromptOrder
 from nemo_fp8rl.data.prompts import load_prompts
-from nemo_fp8rl.hf.hub import with_commits
+from nemo_fp8rl.hf.hub import pin_commits
 from nemo_fp8rl.hf.model_config import check_context, read_hf_config
 from nemo_fp8rl.policy.rank_group import MegatronPolicy, deaths_as_user_errors
 from nemo_fp8rl.run.signals import GracefulStop
@@ -24,7 +24,7 @@ def sft(cfg: Config, output: Path) -> bool:
     Returns False, and writes nothing, when it was interrupted. Raises UserError when `output` exists.
     """
     check_output(output)
-    cfg = _of_all_tokens(with_commits(cfg))
+    cfg = _of_all_tokens(pin_commits(cfg))
     hf = read_hf_config(cfg.policy.model_name)
     check_context(hf, cfg.policy.max_total_sequence_length)
     tokenizer, prompts, *_ = load_prompts(cfg, hf.vocab_size)

@@ -1,6 +1,8 @@
-"""The FP8 contract: one quantizer for the trainer, the refit and the engine. Needs torch alone; its kernels more.
+"""The FP8 contract: one quantizer that the trainer, the refit and the engine share.
 
-Names load when they are first used: those of `names` and `layers`, which recipes need, without torch.
+`kernels/reference.py` specifies it; `quantize_blockwise` is the entry point. The package needs torch, and its faster
+kernels numba or Triton. Names load at their first use: those of `names` and `layers`, which recipes need, load without
+torch.
 """
 
 import importlib

@@ -1,18 +1,18 @@
-"""What changed between two versions of FP8 bytes, small enough to send instead of them.
+"""The delta between two versions of FP8 bytes: a list of changes, small enough to send instead of the bytes.
 
 After an optimizer step at an RL learning rate some 0.4 % of a weight's bytes differ, nearly all of them by one E4M3
-step. A delta lists them in the order of the bytes:
+step. A delta lists these changes in the order of the bytes:
 
-    gap         how many bytes are skipped before this one, 0 ... 65535
-    difference  new byte - old byte, modulo 256; a skip of more than 65535 goes through entries of difference 0
+    gap         number of bytes skipped before this one, 0 ... 65535
+    difference  new byte - old byte, modulo 256; a skip of more than 65535 bytes uses entries of difference 0
 
-so entry i is about byte sum(gap[:i+1] + 1) - 1. On the wire the gaps' low bytes, their high bytes and the differences
+so entry i describes byte sum(gap[:i+1] + 1) - 1. On the wire the gaps' low bytes, their high bytes and the differences
 are one zstd frame each, because high bytes and differences repeat and low bytes do not:
 
     magic "FP8D" | u64 bytes of the tensor | u64 entries | 3 x u64 frame lengths | 3 frames | u32 CRC-32 of all before
 
-all little-endian. A difference means something only on the bytes it was taken from: whoever applies a delta must hold
-exactly those (the refit checks versions and digests). Decoding and applying check every bound before the first write.
+all little-endian. A delta is valid only for the bytes from which it was made: the receiver must have exactly these (the
+refit checks versions and digests). `decode` and `apply_` check every bound before the first write.
 """
 
 import struct
@@ -24,33 +24,45 @@ import torch
 from torch import Tensor
 
 ESCAPE = 65535
-"""The largest gap; one with difference 0 only skips."""
+"""The largest gap; an entry with this gap and difference 0 only skips."""
 MAX_CHANGED = 1 / 8
-"""Share of changed bytes above which no delta is made: sending all bytes is then as small, and faster."""
+"""Share of changed bytes above which no delta is made: all bytes are then as small to send, and faster."""
 
 HEADER = struct.Struct("<4sQQQQQ")
 CHECKSUM = struct.Struct("<I")
 MAGIC = b"FP8D"
 ZSTD_LEVEL = 1
-APPLIED_AT_ONCE = 1 << 20
+APPLY_CHUNK = 1 << 20
+"""Entries applied at a time."""
 WORD = 8
+"""Bytes compared at a time."""
 
 
 class DeltaError(ValueError):
-    """A delta that is damaged, or does not belong to the tensor it should be applied to. Nothing was written."""
+    """The delta is damaged, or belongs to another tensor. Nothing was written."""
 
 
 @dataclass(frozen=True)
 class Delta:
-    """numel: bytes of the tensor. gaps: uint16 [entries]; differences: uint8 [entries], on the tensor's device."""
+    """The list of changes between two versions of a tensor.
+
+    numel:       bytes of the tensor
+    gaps:        uint16 [entries], on the tensor's device
+    differences: uint8 [entries], on the tensor's device
+    """
 
     numel: int
     gaps: Tensor
     differences: Tensor
 
     @classmethod
-    def of_positions(cls, positions: Tensor, differences: Tensor, numel: int) -> "Delta":
-        """positions: int64 [changes], ascending and distinct; differences: uint8 [changes], none of them 0."""
+    def from_positions(cls, positions: Tensor, differences: Tensor, numel: int) -> "Delta":
+        """Make a delta from the places of the changes.
+
+        positions:   int64 [changes], ascending and distinct
+        differences: uint8 [changes], none of them 0
+        numel:       bytes of the tensor
+        """
         skipped = torch.diff(positions, prepend=positions.new_full((1,), -1)) - 1
         escapes = skipped // (ESCAPE + 1)
         at = torch.arange(len(positions), device=positions.device) + escapes.cumsum(0)
@@ -63,20 +75,25 @@ class Delta:
 
     @classmethod
     def between(cls, old: Tensor, new: Tensor) -> "Delta | None":
-        """The specification: compare two tensors of one shape, a byte a value. None above MAX_CHANGED."""
+        """Compare two contiguous tensors of one shape with one byte per value; None above MAX_CHANGED.
+
+        This is the specification of `quantize_delta`'s result.
+        """
         a, b = as_bytes(old), as_bytes(new)
-        positions = _differing(a, b)
+        positions = _changed_positions(a, b)
         if len(positions) > MAX_CHANGED * len(a):
             return None
-        return cls.of_positions(positions, b[positions] - a[positions], len(a))
+        return cls.from_positions(positions, b[positions] - a[positions], len(a))
 
     @property
-    def changed(self) -> int:
-        """How many bytes differ."""
+    def changed_bytes(self) -> int:
         return int((self.differences != 0).sum())
 
     def apply_(self, data: Tensor) -> None:
-        """Turn the old bytes into the new ones in place. Raises DeltaError before writing if they do not fit."""
+        """Turn the old bytes into the new ones in place.
+
+        Raises: DeltaError, before anything is written, if the delta does not fit `data`
+        """
         if not data.is_contiguous() or data.element_size() != 1:
             raise DeltaError(
                 f"a delta is applied to contiguous FP8 bytes, not to {data.dtype} of {tuple(data.stride())}"
@@ -85,12 +102,10 @@ class Delta:
             raise DeltaError(f"a delta of {self.numel} bytes cannot be applied to a tensor of {data.numel()}")
         self._check()
         flat, last = as_bytes(data), -1
-        for gaps, differences in zip(
-            self.gaps.split(APPLIED_AT_ONCE), self.differences.split(APPLIED_AT_ONCE), strict=True
-        ):
+        for gaps, differences in zip(self.gaps.split(APPLY_CHUNK), self.differences.split(APPLY_CHUNK), strict=True):
             positions = ((gaps.long() + 1).cumsum(0) + last).to(flat.device)
             changes = differences.to(flat.device)
-            flat.scatter_add_(0, positions, changes)  # thrice as fast as flat[positions] += changes
+            flat.scatter_add_(0, positions, changes)  # three times as fast as flat[positions] += changes
             last += int(gaps.long().sum()) + len(gaps)
 
     def _check(self) -> None:
@@ -99,12 +114,12 @@ class Delta:
         end = int(self.gaps.long().sum()) + len(self.gaps)
         if end > self.numel:
             raise DeltaError(f"a delta reaches byte {end - 1} of a tensor of {self.numel}")
-        nothing = self.differences == 0
-        if nothing.any() and (nothing[-1] or (self.gaps[nothing].int() != ESCAPE).any()):
+        skips = self.differences == 0
+        if skips.any() and (skips[-1] or (self.gaps[skips].int() != ESCAPE).any()):
             raise DeltaError("a delta lists a change that is none")
 
     def encode(self) -> bytes:
-        """The wire format described above."""
+        """Return the delta in the wire format of this module."""
         import zstandard
 
         gaps = self.gaps.cpu().numpy().astype("<u2")
@@ -118,8 +133,9 @@ class Delta:
     def decode(cls, message: bytes, numel: int) -> "Delta":
         """Read the wire format of a delta for a tensor of `numel` bytes.
 
-        Raises DeltaError on anything that `encode` cannot have written for one: nothing the message says of itself
-        decides how much memory is taken.
+        `numel` alone bounds the memory that decoding takes; no number in the message can raise it.
+
+        Raises: DeltaError on every message that `encode` cannot have written for such a tensor
         """
         if len(message) < HEADER.size + CHECKSUM.size:
             raise DeltaError(f"a delta of {len(message)} bytes is cut off")
@@ -146,12 +162,15 @@ class Delta:
 
 
 def as_bytes(data: Tensor) -> Tensor:
-    """A contiguous tensor of one-byte elements as uint8 [numel], without a copy."""
+    """View a contiguous tensor of one-byte elements as uint8 [numel]."""
     return data.view(torch.uint8).view(-1)
 
 
-def _differing(a: Tensor, b: Tensor) -> Tensor:
-    """int64 [changes], ascending: places of bytes. Eight at a time, as nearly all are alike."""
+def _changed_positions(a: Tensor, b: Tensor) -> Tensor:
+    """Return the ascending positions of bytes that differ, int64 [changes].
+
+    Eight bytes are compared at a time, because nearly all are equal.
+    """
     a, b = (x.clone() if x.storage_offset() % WORD else x for x in (a, b))
     whole = len(a) // WORD * WORD
     words = (a[:whole].view(torch.int64) != b[:whole].view(torch.int64)).nonzero()[:, 0]
@@ -161,7 +180,7 @@ def _differing(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _decompress(frame: bytes, size: int) -> np.ndarray:
-    """A zstd frame that must hold `size` bytes; what it claims is checked before memory is taken."""
+    """Decompress a zstd frame of `size` bytes; the size that it announces is checked before memory is allocated."""
     import zstandard
 
     try:

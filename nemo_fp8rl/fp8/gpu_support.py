@@ -1,4 +1,4 @@
-"""What of FP8 a GPU has, by its CUDA compute capability. No torch: a recipe is held against GPUs before it is loaded.
+"""The FP8 support of GPUs, by CUDA compute capability. No torch: a recipe is checked against GPUs before torch loads.
 
 FP8 tensor cores come with Ada (8.9). Transformer Engine's blockwise recipe, which trains, needs Hopper (9.0):
 `check_fp8_block_scaling_support` in
@@ -15,20 +15,22 @@ CAPABILITIES: dict[str, Capability] = {
     **{"h100": HOPPER, "h20": HOPPER, "h200": HOPPER, "gh200": HOPPER},
     **{"b200": BLACKWELL, "gb200": BLACKWELL, "b300": (10, 3), "gb300": (10, 3)},
 }
-"""Compute capability by the GPU's name, which Ray calls a node's accelerator type, in lower case."""
+"""Compute capability by the name of the GPU, in lower case; Ray calls that name a node's accelerator type."""
 
 
 def why_no_fp8(gpu: str, capability: Capability, training: bool) -> str:
-    """Why this GPU cannot multiply in FP8, a clause with its name; empty if it can. training: by blocks, forward and
-    backward, as an fp8_e2e trainer does, where an engine multiplies forward.
+    """Return why this GPU cannot multiply in FP8, as a clause with its name; empty if it can.
+
+    training: True for blockwise FP8 in forward and backward, as an fp8_e2e trainer needs; an engine only multiplies
+              forward
     """
     if capability < ADA:
-        what, needed = "FP8 needs", ADA
+        use, needed = "FP8 needs", ADA
     elif training and capability < HOPPER:
-        what, needed = "blockwise FP8 training needs", HOPPER
+        use, needed = "blockwise FP8 training needs", HOPPER
     else:
         return ""
-    return f"{what} a GPU of compute capability {_dotted(needed)} or higher, and {gpu} has {_dotted(capability)}"
+    return f"{use} a GPU of compute capability {_dotted(needed)} or higher, and {gpu} has {_dotted(capability)}"
 
 
 def _dotted(capability: Capability) -> str:

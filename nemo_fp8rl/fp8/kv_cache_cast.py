@@ -1,10 +1,10 @@
-"""What an FP8 KV cache holds of a key or a value: x / scale cast to E4M3, times the scale.
+"""The values that an FP8 KV cache returns for a key or value: x / scale cast to E4M3, times the scale.
 
-The engine stores keys and values so when its cache is FP8; a trainer whose attention reads the same numbers agrees with
-it (`policy/layers/kv_cache.py`). The rounding of the cast is the backend's: vLLM 0.32's CPU kernel cuts off what does
-not fit (tests/fp8/test_kv_cache_cast.py: every bfloat16 value, on AVX-512). The cache for CPUs without that kernel
-(`generation/fp8_method/on_cpu/emulated_cache.py`) rounds to nearest, and GPUs are expected to, which has not been
-measured. Values beyond the largest, 448, become the largest.
+An engine with an FP8 cache stores keys and values in this form; a trainer whose attention reads the same numbers agrees
+with it (`policy/layers/kv_cache.py`). The rounding of the cast depends on the backend: vLLM 0.32's CPU kernel truncates
+(tests/fp8/test_kv_cache_cast.py: every bfloat16 value, on AVX-512). The cache for CPUs without that kernel
+(`generation/fp8_method/on_cpu/emulated_cache.py`) rounds to nearest; GPUs are expected to do so too, which has not been
+measured. Magnitudes above 448 become 448.
 """
 
 from typing import Any, Literal
@@ -21,28 +21,29 @@ DROPPED_BITS = (1 << 20) - 1
 
 
 def can_vllm_read_fp8_cache() -> bool:
-    """Whether vLLM has attention for this machine that reads an FP8 cache: on a CPU its `_get_attn_isa` in
-    v1/attention/backends/cpu_attn.py says so.
+    """Return whether vLLM has attention for this machine that reads an FP8 cache.
+
+    Source: vLLM v1/attention/backends/cpu_attn.py, `_get_attn_isa`, for CPUs
     """
     return torch.cuda.is_available() or torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def to_cache(x: Tensor, scale: float, rounding: CacheRounding) -> Tensor:
-    """x, of any float dtype, as E4M3.
+    """Return x, of any float dtype, as the cache stores it, in E4M3.
 
-    scale: multiplies to dequantize; a power of two, so that neither product rounds.
+    scale: multiplies to dequantize; a power of two, so that neither product rounds
     """
     scaled = (x.float() * (1.0 / scale)).clamp(-E4M3_MAX, E4M3_MAX)
     return (_truncate(scaled) if rounding == "toward_zero" else scaled).to(torch.float8_e4m3fn)
 
 
 def from_cache(codes: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """E4M3 -> its values in `dtype`."""
+    """Return the values of E4M3 codes in `dtype`."""
     return (codes.float() * scale).to(dtype)
 
 
 def cast_through_cache(x: Tensor, scale: float, rounding: CacheRounding) -> Tensor:
-    """x as it is read back from the cache, in x's dtype, with the gradient of x itself (straight through)."""
+    """Return x as attention reads it from the cache, in x's dtype; the gradient passes straight through."""
     return _CastThroughCache.apply(x, scale, rounding)
 
 
@@ -57,6 +58,6 @@ class _CastThroughCache(torch.autograd.Function):
 
 
 def _truncate(x: Tensor) -> Tensor:
-    """float32 of magnitude up to 448 -> the next E4M3 value toward zero."""
+    """Round float32 values of magnitude up to 448 to the next E4M3 value toward zero."""
     normal = (x.contiguous().view(torch.int32) & ~DROPPED_BITS).view(torch.float32)
     return torch.where(x.abs() < SMALLEST_NORMAL, (x / SUBNORMAL_STEP).trunc() * SUBNORMAL_STEP, normal)

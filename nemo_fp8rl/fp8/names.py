@@ -1,4 +1,4 @@
-"""What recipes say about FP8, apart from what computes it: a recipe is read without torch."""
+"""Types and constants of FP8 that recipes need; apart from the arithmetic, because a recipe is read without torch."""
 
 from typing import Literal
 
@@ -9,10 +9,10 @@ BLOCK: Block = (128, 128)
 """The block of a weight."""
 
 FP8_TOKENS = 16
-"""FP8 GEMMs on a GPU take a multiple of these (megatron/core/fp8_utils.py, get_fp8_align_size)."""
+"""FP8 GEMMs on a GPU take a multiple of this number of tokens (megatron/core/fp8_utils.py, get_fp8_align_size)."""
 
 ScaleFormat = Literal["pow2", "fp32"]
-"""`pow2`: scales are rounded down to a power of two, so every quantizer agrees. `fp32`: scales keep their mantissa."""
+"""`pow2` rounds multipliers down to a power of two, so every quantizer agrees; `fp32` keeps their mantissa."""
 
 KernelName = Literal["auto", "reference", "cpu", "triton", "te"]
-"""Implementations of the quantizer, see `kernels`."""
+"""Implementations of the quantizer; `kernels` describes them."""

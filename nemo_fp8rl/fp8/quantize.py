@@ -1,4 +1,4 @@
-"""The quantizer that everything calls: checks the input, runs the kernel, refuses what is not finite."""
+"""The entry points of the quantizer: check the input, run the kernel, refuse values that are not finite."""
 
 import math
 
@@ -31,17 +31,18 @@ def quantize_blockwise(
     out: BlockScaled | None = None,
     check: bool = True,
 ) -> BlockScaled:
-    """Quantize to E4M3 with one scale a block.
+    """Quantize to E4M3 with one scale per block, by the formula of `kernels/reference.py`.
 
-    x: bf16, fp16 or fp32, any strides; [N, K], or [E, N, K] for experts, whose blocks stay within one expert.
-    out: filled and returned if given, instead of new tensors; it must not share memory with x.
-
-    Raises NonFiniteError with the count and the place of the first value when x holds NaN or infinity: such a weight
-    must not be shipped (Transformer Engine would drop the NaN silently). `out` is then worthless. check: false leaves
-    that, which waits for a GPU, to the caller: a block that holds such a value has a scale_inv of NaN.
+    x:      bf16, fp16 or fp32, any strides; [N, K], or [E, N, K] for experts, whose blocks stay within one expert
+    kernel: the implementation; all give the same bytes
+    out:    tensors to fill and return instead of new ones; they must not share memory with x
+    check:  False skips the search for values that are not finite, which waits for a GPU; the caller can then search
+            scale_inv, which is NaN for a block with such a value
+    Raises: NonFiniteError, with the count of such values and the index of the first; `out` then has no meaning.
+            Transformer Engine would drop a NaN silently.
     """
-    x3, out = _prepared(x, block, scale_format, out)
-    data, scale_inv = _stacked(out.data), _stacked(out.scale_inv)
+    x3, out = _check_and_allocate(x, block, scale_format, out)
+    data, scale_inv = _as_stack(out.data), _as_stack(out.scale_inv)
     kernels.load(kernel, x.device.type).quantize(x3, block, scale_format, data, scale_inv)
     if check:
         _refuse_non_finite(x, out)
@@ -58,32 +59,35 @@ def quantize_delta(
     kernel: KernelName = "auto",
     out: BlockScaled | None = None,
 ) -> tuple[BlockScaled, Delta | None]:
-    """`quantize_blockwise`, and what changed since the last version.
+    """Quantize as `quantize_blockwise` does, and return the delta that turns `base` into the new bytes.
 
-    base: the last version's E4M3 bytes, of x's shape, contiguous; never written unless they are out.data, too, which is
-    fastest. The delta turns base into out.data; it is None when more than `delta.MAX_CHANGED` of the bytes differ.
+    The delta is None when more than `delta.MAX_CHANGED` of the bytes differ.
+
+    base: E4M3 bytes of the previous version, of x's shape, contiguous; not written, unless `base` is out.data, which is
+          the fastest
     """
     if base.dtype is not E4M3 or base.shape != x.shape or not base.is_contiguous() or base.device != x.device:
         raise ValueError(
             f"the base of a delta must be contiguous {E4M3} {list(x.shape)} on {x.device}, "
             f"got {base.dtype} {list(base.shape)} on {base.device}"
         )
-    x3, out = _prepared(x, block, scale_format, out)
-    data, scale_inv = _stacked(out.data), _stacked(out.scale_inv)
-    chosen = kernels.load(kernel, x.device.type)
-    delta = chosen.quantize_delta(x3, block, scale_format, _stacked(base), data, scale_inv)
+    x3, out = _check_and_allocate(x, block, scale_format, out)
+    data, scale_inv = _as_stack(out.data), _as_stack(out.scale_inv)
+    module = kernels.load(kernel, x.device.type)
+    delta = module.quantize_delta(x3, block, scale_format, _as_stack(base), data, scale_inv)
     _refuse_non_finite(x, out)
     return out, delta
 
 
 @torch.no_grad()
 def quantize_activations(x: Tensor, scale_format: ScaleFormat = "pow2", scale_inv: Tensor | None = None) -> BlockScaled:
-    """`quantize_blockwise` of x [M, K] in blocks of 1x128, without its check, which would wait for a GPU: a block that
-    holds a value that is not finite gets a scale_inv of NaN.
+    """Quantize x [M, K] in blocks of 1x128, without a search for values that are not finite (it would wait for a GPU).
 
-    scale_inv: float32 [M, ceil(K/128)] of any strides, filled and returned if given.
+    A block that holds such a value gets a scale_inv of NaN.
+
+    scale_inv: float32 [M, ceil(K/128)] of any strides, to fill and return instead of a new tensor
     """
-    _check(x, ALONG_LAST, scale_format)
+    _check_input(x, ALONG_LAST, scale_format)
     data = torch.empty(x.shape, dtype=E4M3, device=x.device)
     if scale_inv is None:
         scale_inv = torch.empty(scale_shape(x.shape, ALONG_LAST), dtype=torch.float32, device=x.device)
@@ -94,39 +98,41 @@ def quantize_activations(x: Tensor, scale_format: ScaleFormat = "pow2", scale_in
 def fake_quantize(
     x: Tensor, *, block: Block, scale_format: ScaleFormat = "pow2", dtype: torch.dtype | None = None
 ) -> Tensor:
-    """`quantize_blockwise(x).dequantize(dtype)` of x [N, K] in one fast pass, without E4M3 storage.
+    """Return `quantize_blockwise(x).dequantize(dtype)` of x [N, K], in one fast pass without E4M3 storage.
 
-    dtype defaults to x's. A block that holds a value that is not finite becomes NaN.
+    A block that holds a value that is not finite becomes NaN.
+
+    dtype: of the result, by default x's
     """
     check_scale_format(scale_format)
     quantize_dequantize = kernels.load_emulation(x.device.type)
     return quantize_dequantize(x.detach(), block, scale_format, dtype or x.dtype)
 
 
-def _prepared(
+def _check_and_allocate(
     x: Tensor, block: Block, scale_format: ScaleFormat, out: BlockScaled | None
 ) -> tuple[Tensor, BlockScaled]:
-    """x as [E, N, K], and an `out` that fits it."""
-    _check(x, block, scale_format)
+    """Return x as [E, N, K], and `out`, or new tensors, of the right shapes."""
+    _check_input(x, block, scale_format)
     shape = scale_shape(x.shape, block)
     if out is None:
         data = torch.empty(x.shape, dtype=E4M3, device=x.device)
         out = BlockScaled(data, torch.empty(shape, dtype=torch.float32, device=x.device), block)
-    for name, got, dtype, size in (
+    for name, tensor, dtype, size in (
         ("data", out.data, E4M3, x.shape),
         ("scale_inv", out.scale_inv, torch.float32, shape),
     ):
-        if got.dtype is not dtype or got.shape != size or got.device != x.device or not got.is_contiguous():
+        if tensor.dtype is not dtype or tensor.shape != size or tensor.device != x.device or not tensor.is_contiguous():
             raise ValueError(
                 f"out.{name} must be contiguous {dtype} {list(size)} on {x.device}, "
-                f"got {got.dtype} {list(got.shape)} on {got.device}"
+                f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
             )
     if out.block != block:
         raise ValueError(f"out is for blocks of {out.block}, not of {block}")
-    return _stacked(x), out
+    return _as_stack(x), out
 
 
-def _check(x: Tensor, block: Block, scale_format: ScaleFormat) -> None:
+def _check_input(x: Tensor, block: Block, scale_format: ScaleFormat) -> None:
     if x.dim() not in (2, 3):
         raise ValueError(f"a matrix [N, K] or a stack of them [E, N, K] is quantized, got shape {list(x.shape)}")
     if x.dtype not in DTYPES:
@@ -136,12 +142,12 @@ def _check(x: Tensor, block: Block, scale_format: ScaleFormat) -> None:
         raise ValueError(f"a block has at least one row and one column, got {block}")
 
 
-def _stacked(x: Tensor) -> Tensor:
+def _as_stack(x: Tensor) -> Tensor:
     return x if x.dim() == 3 else x.unsqueeze(0)
 
 
 def _refuse_non_finite(x: Tensor, out: BlockScaled) -> None:
-    """Kernels mark a block with a value that is not finite by a scale_inv of NaN; only then the values are searched."""
-    if not math.isnan(float(out.scale_inv.sum())):  # of numbers that are not negative
+    """Raise NonFiniteError if a scale_inv is NaN, the kernels' mark of a block with a value that is not finite."""
+    if not math.isnan(float(out.scale_inv.sum())):  # scales are not negative, so nothing else makes the sum NaN
         return
     raise NonFiniteError(describe_non_finite(x))

@@ -7,7 +7,7 @@ from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.fp8.gpu_support import ADA, why_no_fp8
 from nemo_fp8rl.hf.divisibility import Dimension, check_divides
-from nemo_fp8rl.hf.fp8_layers import asked_fp8_layers, attention_dimensions, mlp_dimension
+from nemo_fp8rl.hf.fp8_layers import attention_dimensions, mlp_dimension, requested_fp8_layers
 from nemo_fp8rl.hf.model_config import HfConfig
 from nemo_fp8rl.workers import joins_cluster
 
@@ -64,7 +64,7 @@ def _check_gpu(cfg: Config, training: bool) -> None:
 def _check_parallel(hf: HfConfig, cfg: Config) -> None:
     vllm = cfg.policy.generation.vllm_cfg
     tensor, expert = vllm.tensor_parallel_size, vllm.expert_parallel_size
-    fp8 = asked_fp8_layers(hf, cfg)
+    fp8 = requested_fp8_layers(hf, cfg)
     divided = attention_dimensions(hf, fp8) + ([mlp_dimension(hf, fp8)] if expert == 1 else [])
     check_divides(f"{KEY_PREFIX}.tensor_parallel_size", tensor, *divided)
     if expert == 1:

@@ -1,1 +1,1 @@
-"""HF checkpoint folders: the architecture in config.json, its tensors, reading and writing them. Knows no trainer."""
+"""HF checkpoint folders: the architecture in config.json, its tensors, reading and writing them. Without a trainer."""

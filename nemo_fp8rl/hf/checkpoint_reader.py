@@ -1,4 +1,4 @@
-"""Lazy reading of an HF checkpoint: one tensor at a time, from one or many safetensors files."""
+"""A lazy reader of HF checkpoints: one tensor at a time, from one or many safetensors files."""
 
 from collections.abc import Mapping, Set
 from contextlib import ExitStack
@@ -15,13 +15,13 @@ from nemo_fp8rl.hf.hub import WEIGHTS
 from nemo_fp8rl.hf.model_tensors import EMBEDDING, HEAD
 
 DTYPES = ("BF16", "F16", "F32")
-"""Dtypes of tensors that are the model's weights as they are, not to be multiplied by a scale."""
+"""Dtypes of tensors that are weights by themselves, without a scale."""
 ROWS = 1024
-"""Rows of a head and an embedding that are compared at a time."""
+"""Rows of head and embedding that are compared at a time."""
 
 
 class CheckpointReader:
-    """`with CheckpointReader(folder) as reader: reader.get(name, region)`. No file is read whole."""
+    """A lazy reader, which loads no whole file: `with CheckpointReader(folder) as reader: reader.get(name, region)`."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -54,34 +54,36 @@ class CheckpointReader:
         return self._file_of.keys()
 
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise UserError, with names, unless the checkpoint holds exactly the expected tensors, of 16 or 32 bits.
+        """Raise UserError unless the checkpoint has exactly the expected tensors, in 16 or 32 bits.
 
-        A head that tied embeddings make superfluous may be there (as in Qwen3-0.6B), and is dropped: the same values,
-        or an error.
+        A model with tied embeddings may have a head as well (as Qwen3-0.6B does); its values must be those of the
+        embedding, and it is dropped.
+
+        expected: shapes by HF name
         """
         tied = HEAD not in expected and HEAD in self._file_of and EMBEDDING in expected
-        held = {**expected, HEAD: expected[EMBEDDING]} if tied else expected
-        missing = sorted(set(held) - set(self._file_of))
-        extra = sorted(set(self._file_of) - set(held))
+        required = {**expected, HEAD: expected[EMBEDDING]} if tied else expected
+        missing = sorted(set(required) - set(self._file_of))
+        extra = sorted(set(self._file_of) - set(required))
         if missing:
-            raise UserError(f"{self.folder} lacks {_some(missing)}; the checkpoint is incomplete")
+            raise UserError(f"{self.folder} lacks {_list_names(missing)}; the checkpoint is incomplete")
         if extra:
-            raise UserError(f"{self.folder} holds {_some(extra)}, which config.json does not describe")
-        for name, shape in held.items():
-            found = tuple(self._file_of[name].get_slice(name).get_shape())
-            if found != tuple(shape):
-                raise UserError(f"{self.folder}: {name} has shape {list(found)}, config.json asks for {list(shape)}")
+            raise UserError(f"{self.folder} holds {_list_names(extra)}, which config.json does not describe")
+        for name, shape in required.items():
+            actual = tuple(self._file_of[name].get_slice(name).get_shape())
+            if actual != tuple(shape):
+                raise UserError(f"{self.folder}: {name} has shape {list(actual)}, config.json asks for {list(shape)}")
             if self.dtype(name) not in DTYPES:
                 raise UserError(
                     f"{self.folder}: {name} is {self.dtype(name)}; give the bfloat16 checkpoint that it was made from"
                 )
         if tied:
-            if not self._equal(HEAD, EMBEDDING, expected[EMBEDDING]):
+            if not self._are_equal(HEAD, EMBEDDING, expected[EMBEDDING]):
                 raise UserError(f"{self.folder}: config.json ties {HEAD} to {EMBEDDING}, but their values differ")
             del self._file_of[HEAD]
 
-    def _equal(self, first: str, second: str, shape: tuple[int, ...]) -> bool:
-        """Whether two tensors of this shape have the same values. Every rank asks, so a few rows at a time."""
+    def _are_equal(self, first: str, second: str, shape: tuple[int, ...]) -> bool:
+        """Return whether two tensors have the same values; reads a few rows at a time, because every rank calls it."""
         for start in range(0, shape[0], ROWS):
             region = ((start, min(start + ROWS, shape[0])), *whole(shape[1:]))
             if not torch.equal(self.get(first, region).float(), self.get(second, region).float()):
@@ -89,15 +91,15 @@ class CheckpointReader:
         return True
 
     def dtype(self, name: str) -> str:
-        """The tensor's dtype as safetensors spells it, such as BF16."""
+        """Return the tensor's dtype as safetensors spells it, such as BF16."""
         return self._file_of[name].get_slice(name).get_dtype()
 
     def get(self, name: str, region: Region | None = None) -> Tensor:
-        """The tensor, or this region of it; nothing else is read."""
+        """Read the tensor, or only this region of it."""
         if region is None:
             return self._file_of[name].get_tensor(name)
         return self._file_of[name].get_slice(name)[index(region)]
 
 
-def _some(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     return f"{len(names)} tensors, among them {names[0]}" if len(names) > 1 else f"the tensor {names[0]}"

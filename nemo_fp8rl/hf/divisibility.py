@@ -1,4 +1,4 @@
-"""How a dimension of the model is split over ranks, and whether it can be."""
+"""The division of a model's dimensions over ranks, and the check that it is possible."""
 
 from itertools import accumulate, islice
 from typing import NamedTuple
@@ -14,48 +14,60 @@ LAYERS = {
     "moe_intermediate_size": "mlp.experts.*.gate_proj",
     "num_experts": "mlp.experts",
 }
-"""Dimension of config.json -> the first layer that has it."""
+"""Dimension of config.json -> the first layer with this dimension."""
 
 
-def of_layer(dimension: str) -> str:
+def layer_suffix(dimension: str) -> str:
+    """Return " of LAYER" for a message about a dimension, or an empty string."""
     return f" of {LAYERS[dimension]}" if dimension in LAYERS else ""
 
 
 class Dimension(NamedTuple):
-    """What ranks must have equal parts of, in whole blocks. name: config.json's."""
+    """A dimension that ranks divide into equal parts of whole blocks.
+
+    name:  the name in config.json
+    size:  the number of rows, columns, heads or experts
+    block: the size of a part must be a multiple of it
+    """
 
     name: str
     size: int
     block: int = 1
 
-    def divides_in(self, parts: int) -> bool:
+    def can_split_into(self, parts: int) -> bool:
         return parts == 1 or self.size % (parts * self.block) == 0
 
 
 def check_divides(key: str, parts: int, *dimensions: Dimension) -> None:
-    """Raise UserError, by layer and sizes that fit all of them, unless `parts` ranks can have equal parts of each.
+    """Raise UserError, with the layer and numbers of ranks that fit, unless every dimension splits into `parts` parts.
 
-    key: the recipe's, which says `parts`.
+    key: the recipe's key whose value is `parts`
     """
     for dimension in dimensions:
-        if not dimension.divides_in(parts):
+        if not dimension.can_split_into(parts):
             name, size, block = dimension
             blocks = f" in multiples of {block}, the blocks of FP8" if block > 1 else ""
-            all_fit = (n for n in range(1, size + 1) if all(other.divides_in(n) for other in dimensions))
-            fits = ", ".join(map(str, islice(all_fit, 8)))
+            possible = (n for n in range(1, size + 1) if all(other.can_split_into(n) for other in dimensions))
+            fits = ", ".join(map(str, islice(possible, 8)))
             raise UserError(
-                f"{key}={parts} does not divide the model's {name}={size}{of_layer(name)}{blocks}; "
+                f"{key}={parts} does not divide the model's {name}={size}{layer_suffix(name)}{blocks}; "
                 f"sizes that fit: {fits}"
             )
 
 
-def stages(layers: int, size: int, first: int | None = None, last: int | None = None) -> list[range]:
-    """Layers of each of `size` pipeline stages: first and last may have numbers of their own, the others have equal
-    ones. Where that does not come out, the last range ends elsewhere than at `layers`.
+def pipeline_stages(layers: int, size: int, first: int | None = None, last: int | None = None) -> list[range]:
+    """Return the layers of each pipeline stage.
+
+    If the layers cannot be divided so, the last range does not end at `layers`.
+
+    layers: layers of the model
+    size:   number of stages
+    first:  layers of the first stage; None: as many as the stages between
+    last:   layers of the last stage; None: as many as the stages between
     """
-    given = [n for n in (first, last) if n is not None]
-    others = size - len(given)
-    counts = [(layers - sum(given)) // others if others > 0 else 0] * size
+    fixed = [n for n in (first, last) if n is not None]
+    others = size - len(fixed)
+    counts = [(layers - sum(fixed)) // others if others > 0 else 0] * size
     if first is not None:
         counts[0] = first
     if last is not None:

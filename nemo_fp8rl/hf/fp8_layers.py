@@ -1,4 +1,4 @@
-"""Which matrices of a model are FP8 under a recipe, and whether its sizes give trainer and engine the same blocks."""
+"""The FP8 matrices of a model under a recipe, and the check that trainer and engine quantize the same blocks."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.fp8 import BLOCK, Fp8Layers
-from nemo_fp8rl.hf.divisibility import Dimension, of_layer
+from nemo_fp8rl.hf.divisibility import Dimension, layer_suffix
 from nemo_fp8rl.hf.model_config import HfConfig
 
 IGNORED = "policy.generation.vllm_cfg.quantization_ignored_layer_kws"
 QUERIES, KEYS = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"
 
 
-def asked_fp8_layers(hf: HfConfig, cfg: Config) -> Fp8Layers:
-    """What the recipe says of the engine, whether the model allows it or not."""
+def requested_fp8_layers(hf: HfConfig, cfg: Config) -> Fp8Layers:
+    """Return the FP8 layers that the recipe requests for the engine, without a check against the model."""
     if not cfg.nemo_fp8rl.engine_fp8:
         return Fp8Layers.none()
     vllm = cfg.policy.generation.vllm_cfg
@@ -23,11 +23,11 @@ def asked_fp8_layers(hf: HfConfig, cfg: Config) -> Fp8Layers:
 
 
 def engine_fp8_layers(hf: HfConfig, cfg: Config) -> Fp8Layers:
-    """The layers that the engine holds in FP8 and that the refit quantizes for it.
+    """Return the layers that the engine stores in FP8 and for which the refit quantizes.
 
-    Raises UserError when the model's sizes do not fit the blocks, or when no layer would be left.
+    Raises: UserError if the model's sizes do not fit the blocks, or if no layer is FP8
     """
-    layers = asked_fp8_layers(hf, cfg)
+    layers = requested_fp8_layers(hf, cfg)
     if not cfg.nemo_fp8rl.engine_fp8:
         return layers
     if layers.count <= 0:
@@ -43,17 +43,17 @@ def engine_fp8_layers(hf: HfConfig, cfg: Config) -> Fp8Layers:
 
 
 def check_ignored(hf: HfConfig, layers: Fp8Layers, key: str) -> None:
-    """Raise UserError when a word of `layers.ignored` is in no layer's name, or when the words leave no FP8 layer."""
-    everything = projections(hf, dataclasses.replace(layers, ignored=()))
-    for word in layers.ignored:
-        if projections(hf, dataclasses.replace(layers, ignored=(word,))) == everything:
+    """Raise UserError if a word of `layers.ignored_words` is in no layer's name, or if the words leave no FP8 layer."""
+    all_projections = projections(hf, dataclasses.replace(layers, ignored_words=()))
+    for word in layers.ignored_words:
+        if projections(hf, dataclasses.replace(layers, ignored_words=(word,))) == all_projections:
             raise UserError(f"{key}: {word!r} is in the name of no FP8 layer of this model; remove or correct it")
     if not projections(hf, layers):
-        raise UserError(f"{key}={list(layers.ignored)} leaves no FP8 layer; remove words, or stay in bfloat16")
+        raise UserError(f"{key}={list(layers.ignored_words)} leaves no FP8 layer; remove words, or stay in bfloat16")
 
 
 def projections(hf: HfConfig, layers: Fp8Layers) -> list[str]:
-    """One HF name for each FP8 matrix of the model, fused as engines and trainers hold them; experts count as one."""
+    """Return one HF name for each FP8 matrix of the model, in fused form; experts of a layer count as one matrix."""
     mlp = "mlp.experts" if hf.family.experts else "mlp"
     parts = ("self_attn.q_proj", "self_attn.o_proj", f"{mlp}.gate_proj", f"{mlp}.down_proj")
     names = (f"model.layers.{layer}.{part}" for layer in range(hf.num_hidden_layers) for part in parts)
@@ -61,47 +61,54 @@ def projections(hf: HfConfig, layers: Fp8Layers) -> list[str]:
 
 
 def trainer_fp8_layers(hf: HfConfig, cfg: Config) -> Fp8Layers:
-    """The layers whose linears train in FP8: the engine's, or none."""
+    """Return the layers whose linears train in FP8: the engine's FP8 layers, or none."""
     return engine_fp8_layers(hf, cfg) if cfg.nemo_fp8rl.trainer_fp8 else Fp8Layers.none()
 
 
 def check_fp8_alignment(hf: HfConfig, layers: Fp8Layers, flow: str) -> None:
-    """Raise UserError when an FP8 projection would not start at a block border of the matrix it is fused into.
+    """Raise UserError if an FP8 projection would not start at a block border of its fused matrix.
 
-    Engine and trainer fuse q, k, v one below the other, and gate, up.
+    Engine and trainer fuse q, k and v, and gate and up, one below the other.
     """
-    for word, name, size in ragged(hf, layers, fused_sizes(hf)):
+    for word, name, size in unaligned_projections(hf, layers, fused_sizes(hf)):
         below = size // BLOCK[0] * BLOCK[0]
-        fits = " and ".join(str(near) for near in (below, below + BLOCK[0]) if near)
+        fits = " and ".join(str(nearest) for nearest in (below, below + BLOCK[0]) if nearest)
         raise UserError(
-            f"nemo_fp8rl.flow={flow} cannot run this model: its {name}={size}{of_layer(name)} is not a multiple "
+            f"nemo_fp8rl.flow={flow} cannot run this model: its {name}={size}{layer_suffix(name)} is not a multiple "
             f"of {BLOCK[0]} (nearest sizes that fit: {fits}), so trainer and engine would not quantize the same "
             f"blocks; keep that in bfloat16 by {IGNORED}=[{word}], or use nemo_fp8rl.flow=bf16"
         )
 
 
 def fused_sizes(hf: HfConfig) -> dict[str, tuple[str, int]]:
-    """A word of their names -> projections that an engine fuses: a dimension that each must have in whole blocks, and
-    its size. Queries are as many rows as keys, or several times as many.
+    """Return the dimensions that must be whole blocks, because an engine fuses projections along them.
+
+    The result maps a word in the names of the projections to the dimension's name and size. Queries have as many rows
+    as keys, or a multiple of them, so one entry stands for q, k and v.
     """
     mlp = hf.family.intermediate_size
     return {"q_proj": (KEYS, hf.num_key_value_heads * hf.head_dim), "mlp": (mlp, hf.intermediate_size)}
 
 
-def ragged(hf: HfConfig, layers: Fp8Layers, sizes: Mapping[str, tuple[str, int]]) -> Iterator[tuple[str, str, int]]:
-    """(word, dimension, size) of these FP8 projections that are not whole blocks."""
+def unaligned_projections(
+    hf: HfConfig, layers: Fp8Layers, sizes: Mapping[str, tuple[str, int]]
+) -> Iterator[tuple[str, str, int]]:
+    """Yield (word, dimension, size) of the FP8 projections in `sizes` that are not whole blocks."""
     for word, (name, size) in sizes.items():
         if size % BLOCK[0] and is_fp8(hf, layers, word):
             yield word, name, size
 
 
 def is_fp8(hf: HfConfig, layers: Fp8Layers, word: str) -> bool:
-    """Whether any FP8 matrix has the word in its name."""
+    """Return whether any FP8 matrix has the word in its name."""
     return any(word in name for name in projections(hf, layers))
 
 
 def attention_dimensions(hf: HfConfig, layers: Fp8Layers) -> list[Dimension]:
-    """What tensor parallelism divides of attention: heads, and rows or columns of projections that are FP8."""
+    """Return the dimensions of attention that tensor parallelism divides.
+
+    These are the heads, and the rows or columns of FP8 projections.
+    """
     heads, groups = hf.num_attention_heads, hf.num_key_value_heads
     dimensions = [Dimension("num_attention_heads", heads), Dimension("num_key_value_heads", groups)]
     for word, name, count in (("q_proj", KEYS, groups), ("o_proj", QUERIES, heads)):
@@ -111,6 +118,6 @@ def attention_dimensions(hf: HfConfig, layers: Fp8Layers) -> list[Dimension]:
 
 
 def mlp_dimension(hf: HfConfig, layers: Fp8Layers) -> Dimension:
-    """The same of an MLP, or of each expert."""
+    """Return the dimension of an MLP, or of each expert, that tensor parallelism divides."""
     block = BLOCK[0] if is_fp8(hf, layers, "mlp") else 1
     return Dimension(hf.family.intermediate_size, hf.intermediate_size, block)

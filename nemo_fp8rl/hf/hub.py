@@ -1,4 +1,4 @@
-"""What files a model is, in a folder or under a name of the Hugging Face hub."""
+"""The files of a model, in a folder or under a name on the Hugging Face hub."""
 
 import logging
 import re
@@ -21,12 +21,15 @@ HUB_NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*?)(?:@(?P<revisi
 
 
 def checkpoint_folder(name: str | Path, key: str = "policy.model_name", weights: bool = False) -> Path:
-    """`name` itself where it is a folder, or can be nothing else. Of a name on the hub, `owner/model` or
-    `owner/model@revision`, its folder in the hub's cache (HF_HOME), where what is missing is downloaded first.
+    """Return the folder of a model; missing files of a model on the hub are downloaded first.
 
-    weights: with them; else what is small. Raises UserError, with the key of the recipe, when it cannot be had.
+    name:    a folder, which is returned as it is; or `owner/model` or `owner/model@revision` on the hub, for which the
+             folder in the hub's cache (HF_HOME) is returned
+    key:     the recipe's key, for messages
+    weights: True downloads the weights too, False only the small files
+    Raises:  UserError if the model is not available
     """
-    match = _on_hub(name)
+    match = _match_hub_name(name)
     if match is None:
         return Path(name)
     from huggingface_hub import snapshot_download
@@ -34,56 +37,57 @@ def checkpoint_folder(name: str | Path, key: str = "policy.model_name", weights:
     files = [*MODEL_FILES, *TOKENIZER_FILES, *([WEIGHTS] if weights else [])]
     try:
         return Path(snapshot_download(match["repository"], revision=match["revision"], allow_patterns=files))
-    except Exception as error:  # the client's have no class in common
-        why = f"{type(error).__name__}: {one_line(error)[:300]}"
+    except Exception as error:  # the errors of the client have no common class
+        reason = f"{type(error).__name__}: {one_line(error)[:300]}"
         raise UserError(
-            f"{key}: there is no folder {name} here, and the Hugging Face hub gives no model of that name ({why}); "
+            f"{key}: there is no folder {name} here, and the Hugging Face hub gives no model of that name ({reason}); "
             "give a checkpoint folder, or what the hub asks for: HF_TOKEN, network (and HF_HUB_OFFLINE not set), or an "
             "HF_HOME that has it"
         ) from None
 
 
-def with_commits(cfg: Config, begun: Mapping[str, Any] | None = None) -> Config:
-    """The recipe with the commits that its models on the hub have now, so that all nodes take the same.
+def pin_commits(cfg: Config, recorded_recipe: Mapping[str, Any] | None = None) -> Config:
+    """Return the recipe with the present commits of its models on the hub, so that all nodes use the same files.
 
-    begun: by dotted key, what a run that goes on has had them as; a model that is still the same keeps its commit,
-    whatever branch is named.
+    recorded_recipe: values by dotted key of the run that is resumed; a model that is still the same keeps its recorded
+                     commit, whatever branch the recipe names
     """
-    policy, begun = cfg.policy, begun or {}
-    model = _with_commit("policy.model_name", policy.model_name, begun)
-    tokenizer = _with_commit("policy.tokenizer.name", policy.tokenizer.name, begun)
+    policy, recorded = cfg.policy, recorded_recipe or {}
+    model = _pin_commit("policy.model_name", policy.model_name, recorded)
+    tokenizer = _pin_commit("policy.tokenizer.name", policy.tokenizer.name, recorded)
     return replace(cfg, policy=replace(policy, model_name=model, tokenizer=replace(policy.tokenizer, name=tokenizer)))
 
 
-def _with_commit(key: str, name: str, begun: Mapping[str, Any]) -> str:
-    match, before = _on_hub(name), str(begun.get(key))
+def _pin_commit(key: str, name: str, recorded_recipe: Mapping[str, Any]) -> str:
+    match, recorded = _match_hub_name(name), str(recorded_recipe.get(key))
     if match is None:
         return name
-    if is_commit_of(before, name):
-        if match["revision"] not in (None, before.rpartition("@")[2]):
-            logging.getLogger(__name__).warning("%s=%s: the run goes on with %s, as it began", key, name, before)
-        return before
+    if is_commit_of(recorded, name):
+        if match["revision"] not in (None, recorded.rpartition("@")[2]):
+            logging.getLogger(__name__).warning("%s=%s: the run goes on with %s, as it began", key, name, recorded)
+        return recorded
     return f"{match['repository']}@{checkpoint_folder(name, key).name}"
 
 
 def is_commit_of(pinned: str, name: str) -> bool:
-    """Whether `pinned`, owner/model@commit, can be what a run made of this name: of that model, and where the name says
-    a commit, that one.
+    """Return whether `pin_commits` can have made `pinned`, owner/model@commit, from `name`.
+
+    Both must name the same model, and the same commit if `name` has one.
     """
-    match = _on_hub(name)
+    match = _match_hub_name(name)
     if match is None or not pinned.startswith(f"{match['repository']}@"):
         return False
     return COMMIT.fullmatch(match["revision"] or "") is None or pinned == name
 
 
-def why_not_on_hub(name: str | Path) -> str:
-    """A remark for errors on what would be a name on the hub if no folder of its owner's name were here; else ""."""
+def local_folder_hint(name: str | Path) -> str:
+    """Return a hint for errors where `name` would be a hub name if no local folder had its owner's name; else ""."""
     if HUB_NAME.fullmatch(str(name)) is None or Path(name).is_dir() or not (owner := Path(name).parent).is_dir():
         return ""
     return f" (a folder {owner} is here, so the model was looked for in it and not on the hub)"
 
 
-def _on_hub(name: str | Path) -> re.Match[str] | None:
-    """None for what can only be a folder: one that is here, or would be in one that is."""
+def _match_hub_name(name: str | Path) -> re.Match[str] | None:
+    """Return the parts of a hub name; None for a folder, that is, for a name whose parent folder exists."""
     match = HUB_NAME.fullmatch(str(name))
     return None if match is None or Path(name).parent.is_dir() else match

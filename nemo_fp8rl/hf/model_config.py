@@ -1,4 +1,4 @@
-"""The architecture, read from an HF checkpoint's config.json."""
+"""The architecture of a model, read from the config.json of an HF checkpoint."""
 
 import json
 import sys
@@ -8,14 +8,17 @@ from typing import Any, NamedTuple, TypeGuard
 
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.typed_tree import shown
-from nemo_fp8rl.hf.hub import checkpoint_folder, why_not_on_hub
+from nemo_fp8rl.hf.hub import checkpoint_folder, local_folder_hint
 
 
 @dataclass(frozen=True)
 class Family:
-    """What sets a family apart from the others; all are pre-norm decoders with grouped queries and a gated MLP.
+    """The differences between families; all are pre-norm decoders with grouped queries and a gated MLP.
 
-    head_dim: where config.json says none; None is hidden_size over heads.
+    qkv_bias: q, k and v have a bias
+    qk_norm:  q and k have a norm
+    experts:  the MLP is a mixture of experts
+    head_dim: the default where config.json has no head_dim; None stands for hidden_size / heads
     """
 
     qkv_bias: bool = False
@@ -37,27 +40,29 @@ FAMILIES = {  # by model_type; Llama 3, Qwen2.5, Qwen3 and Qwen3-MoE
 }
 LARGEST_SIZE = 10**8
 LARGEST_COUNT = 10_000
-"""The largest number of layers, heads or experts, over which there are loops."""
+"""The largest number of layers, heads or experts: our code loops over them."""
 COUNTS = (
     *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
 )
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ORIGINAL = "original_max_position_embeddings"
-ROPE_NEEDS = {"llama3": ("low_freq_factor", "high_freq_factor", ORIGINAL)}
-"""rope_type -> numbers above 0 that it needs beside its factor."""
-ROPE_MAY_HAVE = {"yarn": ("beta_fast", "beta_slow", ORIGINAL, "attention_factor", "mscale", "mscale_all_dim")}
-"""rope_type -> numbers that have a default."""
-MAY_BE_NULL = ("attention_factor", "mscale", "mscale_all_dim")
-MAY_BE_ZERO = ("mscale", "mscale_all_dim")  # as if they were not there
+ROPE_REQUIRED = {"llama3": ("low_freq_factor", "high_freq_factor", ORIGINAL)}
+"""rope_type -> numbers above 0 that it requires beside its factor."""
+ROPE_OPTIONAL = {"yarn": ("beta_fast", "beta_slow", ORIGINAL, "attention_factor", "mscale", "mscale_all_dim")}
+"""rope_type -> optional numbers."""
+NULLABLE = ("attention_factor", "mscale", "mscale_all_dim")
+ZERO_ALLOWED = ("mscale", "mscale_all_dim")  # 0 means the same as an absent number
 
 
 @dataclass(frozen=True)
 class HfConfig:
     """Family and sizes of a model, under HF's names.
 
-    intermediate_size: of the MLP, or of one expert (HF's moe_intermediate_size). num_experts: 0 in a dense model.
-    rope_factor: of a scaled RoPE. yarn_original_context: YaRN's original_max_position_embeddings, where it is said.
+    intermediate_size:     width of the MLP, or of one expert (HF's moe_intermediate_size)
+    num_experts:           0 in a dense model
+    rope_factor:           factor of a scaled RoPE
+    yarn_original_context: YaRN's original_max_position_embeddings; None if config.json has none
     """
 
     family: Family
@@ -81,9 +86,11 @@ class HfConfig:
 
     @property
     def longest_context(self) -> int:
-        """Positions that vLLM 0.32 accepts (`linear` lengthens the config's, other RoPE leaves them as they are said:
-        vllm/config/model.py, _get_and_verify_max_len), and has: its table of YaRN may be shorter, which it does not
-        check (rotary_embedding/yarn_scaling_rope.py).
+        """The number of positions that vLLM 0.32 accepts and also has in its table.
+
+        `linear` RoPE multiplies config.json's number by its factor; other RoPE does not (vllm/config/model.py,
+        _get_and_verify_max_len). The table of YaRN may be shorter, which vLLM does not check
+        (rotary_embedding/yarn_scaling_rope.py).
         """
         factor = self.rope_factor if self.rope_type == "linear" else 1
         longest = int(min(self.max_position_embeddings * factor, LARGEST_SIZE))
@@ -91,17 +98,17 @@ class HfConfig:
 
     @property
     def yarn_context(self) -> int | None:
-        """The original context of YaRN times its factor, where config.json says it."""
+        """The original context of YaRN times its factor; None if config.json has no original context."""
         if self.yarn_original_context is None:
             return None
         return int(min(self.yarn_original_context * self.rope_factor, LARGEST_SIZE))
 
 
 def read_hf_config(model_path: str | Path) -> HfConfig:
-    """Read and check config.json (and generation_config.json for the end-of-sequence tokens).
+    """Read and check config.json, and generation_config.json for the end-of-sequence tokens.
 
-    model_path: a folder, or a name on the Hugging Face hub. Raises UserError for a missing folder or file, another
-    family or RoPE, or an already quantized checkpoint.
+    model_path: a folder, or a name on the Hugging Face hub
+    Raises:     UserError for a missing folder or file, an unsupported family or RoPE, or a quantized checkpoint
     """
     folder = checkpoint_folder(model_path)
     path = folder / "config.json"
@@ -109,7 +116,7 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
     if raw is None:
         raise UserError(
             f"policy.model_name: {folder} has no config.json; give an HF checkpoint folder, or a name on the hub"
-            f"{why_not_on_hub(model_path)}"
+            f"{local_folder_hint(model_path)}"
         )
     family = FAMILIES.get(str(raw.get("model_type")))
     if family is None:
@@ -134,8 +141,8 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
     rope = _rope(raw, path)
     if family.experts:
         _check_experts(raw, path)
-    ends_in = folder / "generation_config.json"
-    generation = read_json(ends_in) or {}
+    generation_path = folder / "generation_config.json"
+    generation = read_json(generation_path) or {}
     heads = size(raw, path, "num_attention_heads")
     groups = size(raw, path, "num_key_value_heads", heads)
     hidden_size = size(raw, path, "hidden_size")
@@ -158,14 +165,14 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
         yarn_original_context=rope.original_context,
         tie_word_embeddings=boolean(raw, path, "tie_word_embeddings"),
         max_position_embeddings=size(raw, path, "max_position_embeddings"),
-        eos_token_ids=_token_ids(raw, path, "eos_token_id") + _token_ids(generation, ends_in, "eos_token_id"),
+        eos_token_ids=_token_ids(raw, path, "eos_token_id") + _token_ids(generation, generation_path, "eos_token_id"),
         num_experts=size(raw, path, _experts_key(raw)) if family.experts else 0,
         num_experts_per_tok=size(raw, path, "num_experts_per_tok") if family.experts else 0,
     )
 
 
 def _head_dim(raw: dict[str, Any], path: Path, family: Family) -> int:
-    if family.head_dim is not None:  # transformers takes no null here
+    if family.head_dim is not None:  # transformers accepts no null for this key
         head_dim = size(raw, path, "head_dim") if "head_dim" in raw else family.head_dim
     else:
         hidden_size, heads = size(raw, path, "hidden_size"), size(raw, path, "num_attention_heads")
@@ -188,8 +195,8 @@ class _Rope(NamedTuple):
 
 
 def _rope(raw: dict[str, Any], path: Path) -> _Rope:
-    """What HF reads of config.json. Raises UserError for a RoPE that is not supported."""
-    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"  # transformers' order, where both are there
+    """Read the RoPE as HF does. Raises UserError for a RoPE that is not supported."""
+    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"  # transformers' order if both are present
     rope = raw.get(key) or {}
     if not isinstance(rope, dict):
         raise UserError(f"{path}: {key} must be an object or null, got {shown(rope)}")
@@ -203,20 +210,20 @@ def _rope(raw: dict[str, Any], path: Path) -> _Rope:
         raise UserError(f"{path}: vLLM takes the factor of rope_type 'linear' with a point alone; write {factor}.0")
     if (rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0) != 1.0:
         raise UserError(f"{path}: partial_rotary_factor is not supported, only 1")
-    numbers = rope | ({ORIGINAL: raw[ORIGINAL]} if ORIGINAL in raw else {})  # transformers prefers the one outside
-    for name in ROPE_NEEDS.get(rope_type, ()):
+    numbers = rope | ({ORIGINAL: raw[ORIGINAL]} if ORIGINAL in raw else {})  # transformers prefers the outer key
+    for name in ROPE_REQUIRED.get(rope_type, ()):
         _check_rope_number(numbers, path, rope_type, name)
-    for name in ROPE_MAY_HAVE.get(rope_type, ()):
-        if name in numbers and not (numbers[name] is None and name in MAY_BE_NULL):
+    for name in ROPE_OPTIONAL.get(rope_type, ()):
+        if name in numbers and not (numbers[name] is None and name in NULLABLE):
             _check_rope_number(numbers, path, rope_type, name)
     theta = _positive(rope if rope.get("rope_theta") else raw, path, "rope_theta", 10000.0)
-    if rope_type == "yarn" and theta <= 1:  # it divides by its logarithm
+    if rope_type == "yarn" and theta <= 1:  # YaRN divides by its logarithm
         raise UserError(f"{path}: rope_theta of rope_type 'yarn' must be above 1, got {shown(theta)}")
     return _Rope(rope_type, theta, factor, numbers.get(ORIGINAL) if rope_type == "yarn" else None)
 
 
 def _check_rope_number(rope: dict[str, Any], path: Path, rope_type: str, name: str) -> None:
-    value, zero = rope.get(name), name in MAY_BE_ZERO
+    value, zero = rope.get(name), name in ZERO_ALLOWED
     if not _is_number(value) or value < 0 or (value == 0 and not zero):
         above = "of 0 or more" if zero else "above 0"
         raise UserError(
@@ -225,12 +232,12 @@ def _check_rope_number(rope: dict[str, Any], path: Path, rope_type: str, name: s
 
 
 def _experts_key(raw: dict[str, Any]) -> str:
-    """transformers writes num_local_experts since 5.19."""
+    """Return the key that config.json uses: transformers writes num_local_experts since 5.19."""
     return "num_local_experts" if "num_local_experts" in raw else "num_experts"
 
 
 def _check_experts(raw: dict[str, Any], path: Path) -> None:
-    """Raise UserError for a mixture that the policy would build otherwise than the checkpoint means it."""
+    """Raise UserError for a mixture of experts that the policy would build differently from the checkpoint."""
     if not raw.get("norm_topk_prob", False):  # HF's default
         raise UserError(f"{path}: norm_topk_prob=false is not supported, only true (Qwen3-30B-A3B's)")
     if raw.get("decoder_sparse_step", 1) != 1 or raw.get("mlp_only_layers"):
@@ -246,7 +253,13 @@ def _check_experts(raw: dict[str, Any], path: Path) -> None:
 
 
 def size(raw: dict[str, Any], source: str | Path, key: str, default: int | None = None, smallest: int = 1) -> int:
-    """A whole number of config.json, which `source` is; absent or null is `default`. Raises UserError."""
+    """Return a whole number of config.json.
+
+    source:   the path of config.json, for messages
+    default:  the value of an absent or null key; None: the key is required
+    smallest: the smallest valid number
+    Raises:   UserError if the key is missing or not such a number
+    """
     value, largest = raw.get(key), LARGEST_COUNT if key in COUNTS else LARGEST_SIZE
     if value is None and default is not None:
         return default
@@ -258,7 +271,10 @@ def size(raw: dict[str, Any], source: str | Path, key: str, default: int | None 
 
 
 def boolean(raw: dict[str, Any], source: str | Path, key: str) -> bool:
-    """A boolean of config.json, which `source` is; absent is false. Raises UserError."""
+    """Return a boolean of config.json, False if the key is absent. Raises UserError for any other value.
+
+    source: the path of config.json, for messages
+    """
     value = raw.get(key, False)
     if not isinstance(value, bool):
         raise UserError(f"{source}: {key} must be true or false, got {shown(value)}")
@@ -273,28 +289,28 @@ def _positive(raw: dict[str, Any], path: Path, key: str, default: float) -> floa
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    """Whether it is a number that a float can hold; true and false are none."""
+    """Return whether `value` is a number that fits into a float; true and false are not numbers."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def check_context(hf: HfConfig, max_total_sequence_length: int) -> None:
-    """Raise UserError when sequences may grow longer than the model was made for."""
+    """Raise UserError if sequences may become longer than the model's context."""
     if max_total_sequence_length <= hf.longest_context:
         return
-    asked = f"policy.max_total_sequence_length={max_total_sequence_length} is above the model's"
-    scaled = hf.yarn_context or 0
-    if hf.longest_context == scaled < hf.max_position_embeddings:
-        raise UserError(f"{asked} {ORIGINAL} times the factor={hf.rope_factor} of its YaRN, {scaled}; lower it")
+    problem = f"policy.max_total_sequence_length={max_total_sequence_length} is above the model's"
+    yarn_context = hf.yarn_context or 0
+    if hf.longest_context == yarn_context < hf.max_position_embeddings:
+        raise UserError(f"{problem} {ORIGINAL} times the factor={hf.rope_factor} of its YaRN, {yarn_context}; lower it")
     times = f" times the factor={hf.rope_factor} of its RoPE" if hf.rope_type == "linear" else ""
-    raised = f", or set that to {scaled} in its config.json, the context of its YaRN"
+    remedy = f", or set that to {yarn_context} in its config.json, the context of its YaRN"
     raise UserError(
-        f"{asked} max_position_embeddings={hf.max_position_embeddings}{times}; "
-        f"lower it{raised if max_total_sequence_length <= scaled else ''}"
+        f"{problem} max_position_embeddings={hf.max_position_embeddings}{times}; "
+        f"lower it{remedy if max_total_sequence_length <= yarn_context else ''}"
     )
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file, None where there is no file. Raises UserError for anything else in it."""
+    """Return the JSON object in a file; None if there is no file. Raises UserError for any other content."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -309,6 +325,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def _token_ids(raw: dict[str, Any], path: Path, key: str) -> tuple[int, ...]:
     value = raw.get(key)
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(one, int) and not isinstance(one, bool) and 0 <= one < LARGEST_SIZE for one in ids):
+    if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < LARGEST_SIZE for token in ids):
         raise UserError(f"{path}: {key} must be a token's number, or a list of them, got {shown(value)}")
     return tuple(ids)

@@ -1,4 +1,4 @@
-"""Every tensor of a model, by HF name: what a checkpoint must hold and what a refit must bring."""
+"""Every tensor of a model, by HF name: a checkpoint must contain them and a refit must transfer them."""
 
 from nemo_fp8rl.hf.model_config import HfConfig
 
@@ -6,7 +6,7 @@ EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_he
 
 
 def expected_tensors(hf: HfConfig) -> dict[str, tuple[int, ...]]:
-    """Every HF name of the model with its shape."""
+    """Return the shape of every tensor of the model, by HF name."""
     family = hf.family
     h, q, kv = hf.hidden_size, hf.num_attention_heads * hf.head_dim, hf.num_key_value_heads * hf.head_dim
     biases = (("q", q), ("k", kv), ("v", kv))
@@ -24,7 +24,7 @@ def expected_tensors(hf: HfConfig) -> dict[str, tuple[int, ...]]:
             layer + "post_attention_layernorm.weight": (h,),
             **({layer + "mlp.gate.weight": (hf.num_experts, h)} if family.experts else {}),
         }
-        for mlp in mlps(hf, layer):
+        for mlp in mlp_prefixes(hf, layer):
             tensors |= {
                 mlp + "gate_proj.weight": (hf.intermediate_size, h),
                 mlp + "up_proj.weight": (hf.intermediate_size, h),
@@ -36,6 +36,6 @@ def expected_tensors(hf: HfConfig) -> dict[str, tuple[int, ...]]:
     return tensors
 
 
-def mlps(hf: HfConfig, layer: str) -> list[str]:
-    """Prefixes of the gated MLPs of a layer: its one, or its experts."""
+def mlp_prefixes(hf: HfConfig, layer: str) -> list[str]:
+    """Return the name prefixes of a layer's gated MLPs: of its single MLP, or of each expert."""
     return [f"{layer}mlp.experts.{e}." for e in range(hf.num_experts)] if hf.family.experts else [layer + "mlp."]

@@ -1,7 +1,7 @@
-"""Tensors on disk in parts: every rank writes what it holds, any rank reads the region it needs, whoever wrote it.
+"""Tensors on disk in parts: every rank writes its parts, and any rank reads any region, whichever rank wrote it.
 
-A folder of safetensors files. A part is named as its tensor is, with where it begins behind it if that is not the
-tensor's first element (`NAME@ROW,COLUMN`): several of one tensor may be in a file.
+The format is a folder of safetensors files. A part has the name of its tensor, followed by its start if that is not the
+tensor's first element (`NAME@ROW,COLUMN`), so a file may contain several parts of one tensor.
 """
 
 from collections.abc import Mapping
@@ -19,15 +19,15 @@ from nemo_fp8rl.common.region import Region, index, overlap, placed, shape_of
 from nemo_fp8rl.hf.safetensors_file import write_safetensors
 
 FILE_BYTES = 4 << 30
-"""A file is written when this much is waiting for it, on the host."""
-AT = "@"
+"""Bytes that wait in host memory before a file is written."""
+START_MARK = "@"
 
 
 class PartWriter:
-    """`add` parts, then `close`. Files are `{name}.safetensors`, `{name}-2.safetensors`, ...
+    """A writer of `{name}.safetensors`, `{name}-2.safetensors`, ...: `add` every part, then `close`.
 
-    An error is kept in `error` and ends the writing, not the caller: a rank on a full disk goes on to take part in what
-    the ranks do together.
+    An error while writing is stored in `error` and not raised, and nothing more is written: a rank on a full disk must
+    still take part in the collectives of all ranks.
     """
 
     def __init__(self, folder: Path, name: str, file_bytes: int = FILE_BYTES) -> None:
@@ -37,10 +37,10 @@ class PartWriter:
         self.error: Exception | None = None
 
     def add(self, name: str, part: Tensor, start: tuple[int, ...] | None = None) -> None:
-        """The part of tensor `name` that begins at `start`; None: all of it."""
+        """Add the part of tensor `name` that begins at `start`; None means the whole tensor."""
         if self.error is not None:
             return
-        key = f"{name}{AT}{','.join(map(str, start))}" if start is not None and any(start) else name
+        key = f"{name}{START_MARK}{','.join(map(str, start))}" if start is not None and any(start) else name
         self.waiting[key] = part.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         self.waiting_bytes += part.numel() * part.element_size()
         if self.waiting_bytes >= self.file_bytes:
@@ -61,7 +61,7 @@ class PartWriter:
 
 
 class PartReader:
-    """`with PartReader(folder) as reader: reader.get(name, region)`. Only what is asked for is read."""
+    """A reader that loads only what `get` returns: `with PartReader(folder) as reader: reader.get(name, region)`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -74,9 +74,9 @@ class PartReader:
                 opened = self._stack.enter_context(safe_open(path, framework="pt"))
                 for key in opened.keys():  # noqa: SIM118 (not a dict)
                     shape = opened.get_slice(key).get_shape()
-                    name, _, start = key.partition(AT)
-                    held = placed([int(n) for n in start.split(",")] if start else [0] * len(shape), shape)
-                    self._parts.setdefault(name, []).append((opened, key, held))
+                    name, _, start = key.partition(START_MARK)
+                    region = placed([int(n) for n in start.split(",")] if start else [0] * len(shape), shape)
+                    self._parts.setdefault(name, []).append((opened, key, region))
             except (SafetensorError, OSError, ValueError) as error:
                 self._stack.close()
                 raise UserError(f"{path} is not a whole safetensors file of parts ({error})") from None
@@ -86,30 +86,30 @@ class PartReader:
         self._stack.close()
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises UserError unless every part is of one of these tensors and within its shape."""
+        """Raise UserError unless every part belongs to one of these tensors and is within its shape."""
         for name, parts in self._parts.items():
             if name not in shapes:
                 raise UserError(f"{self.folder} holds {name}, which this model does not have")
             shape = shapes[name]
-            for _, key, held in parts:
-                stops = tuple(stop for _, stop in held)
+            for _, key, region in parts:
+                stops = tuple(stop for _, stop in region)
                 if len(stops) != len(shape) or any(stop > size for stop, size in zip(stops, shape, strict=True)):
                     raise UserError(f"{self.folder}: {key} ends at {stops}, but in this model {name} has shape {shape}")
 
     def get(self, name: str, region: Region) -> Tensor:
-        """The region, put together from the parts. Raises UserError unless they hold each element of it once."""
-        parts = [(part, key, held, overlap(held, region)) for part, key, held in self._parts.get(name, [])]
-        found = [(part, key, held, common) for part, key, held, common in parts if common is not None]
-        if any(overlap(a, b) for (*_, a), (*_, b) in combinations(found, 2)):
+        """Assemble a region from the parts. Raises UserError unless they contain each element of it exactly once."""
+        parts = [(opened, key, part, overlap(part, region)) for opened, key, part in self._parts.get(name, [])]
+        sources = [(opened, key, part, common) for opened, key, part, common in parts if common is not None]
+        if any(overlap(a, b) for (*_, a), (*_, b) in combinations(sources, 2)):
             raise UserError(f"{self.folder} holds some of {name} twice; it is no checkpoint of one save")
         out: Tensor | None = None
         missing = torch.Size(shape_of(region)).numel()
-        for opened, key, held, common in found:
-            part = opened.get_slice(key)[index(common, held)]
+        for opened, key, part, common in sources:
+            values = opened.get_slice(key)[index(common, part)]
             if out is None:
-                out = part.new_empty(shape_of(region))
-            out[index(common, region)] = part
-            missing -= part.numel()
+                out = values.new_empty(shape_of(region))
+            out[index(common, region)] = values
+            missing -= values.numel()
         if out is None or missing:
             raise UserError(f"{self.folder} does not hold all of {name}; the checkpoint is not complete")
         return out

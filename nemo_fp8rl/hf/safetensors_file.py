@@ -1,4 +1,4 @@
-"""A safetensors file, as other files of a run are: for whom the umask says. safetensors keeps it to its owner."""
+"""Writing a safetensors file with the permissions of the umask; safetensors makes it readable for its owner alone."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raises OSError, or SafetensorError, where the disk does not take it."""
+    """Write tensors to a file. Raises OSError or SafetensorError, for example on a full disk."""
     from safetensors.torch import save_file
 
     path.touch()

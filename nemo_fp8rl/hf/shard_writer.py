@@ -1,4 +1,4 @@
-"""Writing an HF checkpoint in files of limited size: model.safetensors, or several of them and an index."""
+"""A writer of HF checkpoints in files of limited size: model.safetensors, or several files and an index."""
 
 import json
 import math
@@ -14,12 +14,12 @@ from torch import Tensor
 from nemo_fp8rl.hf.safetensors_file import write_safetensors
 
 FILE_BYTES = 1 << 30
-"""What a file holds at most, unless a single tensor is larger, and what waits in memory to be written."""
+"""Most bytes of a file, unless a single tensor is larger, and so of the tensors that wait in memory."""
 
 
 @dataclass(frozen=True)
-class Spec:
-    """A tensor that is to be written."""
+class TensorSpec:
+    """Dtype and shape of a tensor to write."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -30,21 +30,27 @@ class Spec:
 
 
 def write_index(folder: Path, weight_map: Mapping[str, str], metadata: Mapping[str, int]) -> None:
-    """Write which file holds which tensor. weight_map: by the tensor's name. metadata: total_size, in bytes."""
+    """Write the index of a checkpoint of several files.
+
+    weight_map: file by the tensor's name
+    metadata:   total_size, in bytes
+    """
     text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=1)
     (folder / "model.safetensors.index.json").write_text(text + "\n")
 
 
 class ShardWriter:
-    """`with ShardWriter(folder, specs) as writer`: `write` every tensor of `specs` once, in their order.
+    """A writer that stores a file as soon as `write` has received all its tensors.
 
-    A file is written as soon as its tensors are there. Raises OSError or SafetensorError when the disk is full.
+    Use it as `with ShardWriter(folder, specs) as writer`, and `write` every tensor of `specs` once, in their order.
+
+    Raises: OSError or SafetensorError, for example on a full disk
     """
 
-    def __init__(self, folder: Path, specs: Mapping[str, Spec], file_bytes: int = FILE_BYTES) -> None:
+    def __init__(self, folder: Path, specs: Mapping[str, TensorSpec], file_bytes: int = FILE_BYTES) -> None:
         self.folder, self.specs = folder, specs
         self.nbytes = sum(spec.nbytes for spec in specs.values())
-        groups = _grouped(specs, file_bytes)
+        groups = _group_by_file(specs, file_bytes)
         names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
         self.files = dict(zip(names if len(groups) > 1 else ["model.safetensors"], groups, strict=True))
         self._missing = {file: set(group) for file, group in self.files.items()}
@@ -61,9 +67,9 @@ class ShardWriter:
                 write_index(self.folder, weight_map, {"total_size": self.nbytes})
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """tensor: as its spec says."""
-        found = Spec(tensor.dtype, tuple(tensor.shape))
-        assert found == self.specs[name], (name, found, self.specs[name])
+        """Add the next tensor; its dtype and shape must be those of its spec."""
+        actual = TensorSpec(tensor.dtype, tuple(tensor.shape))
+        assert actual == self.specs[name], (name, actual, self.specs[name])
         file, missing = next(iter(self._missing.items()))
         missing.remove(name)  # KeyError: out of order
         self._waiting[name] = tensor
@@ -73,8 +79,8 @@ class ShardWriter:
             del self._missing[file]
 
 
-def _grouped(specs: Mapping[str, Spec], file_bytes: int) -> list[list[str]]:
-    """The names of each file's tensors."""
+def _group_by_file(specs: Mapping[str, TensorSpec], file_bytes: int) -> list[list[str]]:
+    """Return the names of the tensors of each file."""
     groups: list[list[str]] = [[]]
     filled = 0
     for name, spec in specs.items():

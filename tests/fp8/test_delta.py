@@ -30,19 +30,19 @@ def flat(data: Tensor) -> Tensor:
 
 
 def entries(positions: list[int], differences: list[int]) -> list[tuple[int, int]]:
-    """(gap, difference) as the definition says: skips of more than 65535 go through entries of difference 0."""
-    found, last = [], -1
+    """Return (gap, difference) by the definition: a skip of more than 65535 uses entries of difference 0."""
+    result, last = [], -1
     for position, difference in zip(positions, differences, strict=True):
         skip = position - last - 1
         while skip > 65535:
-            found.append((65535, 0))
+            result.append((65535, 0))
             skip -= 65536
-        found.append((skip, difference))
+        result.append((skip, difference))
         last = position
-    return found
+    return result
 
 
-def listed(delta: Delta) -> list[tuple[int, int]]:
+def entries_of(delta: Delta) -> list[tuple[int, int]]:
     return list(zip(delta.gaps.tolist(), delta.differences.tolist(), strict=True))
 
 
@@ -50,18 +50,18 @@ def matrix(shape: tuple[int, ...], seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def changed_base(new: Tensor, positions: list[int], differences: list[int]) -> Tensor:
-    """What the bytes were if `positions` changed by `differences`."""
+def base_of(new: Tensor, positions: list[int], differences: list[int]) -> Tensor:
+    """Return the bytes before `positions` changed by `differences`."""
     base = new.clone()
     flat(base)[torch.tensor(positions, dtype=torch.int64)] -= torch.tensor(differences, dtype=torch.uint8)
     return base
 
 
 @contextmanager
-def cut(
+def divided_work(
     threads: int = 1, values: int = numba_kernel.PIECE_VALUES, chunk: int = numba_kernel.CHUNK_ENTRIES
 ) -> Iterator[None]:
-    """`cpu` with that many threads, small pieces, and buffers for few entries."""
+    """Run `cpu` with this number of threads, small pieces, and buffers for few entries."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     small = {"PIECE_VALUES": values, "THREAD_VALUES": min(values, numba_kernel.THREAD_VALUES), "CHUNK_ENTRIES": chunk}
@@ -75,13 +75,13 @@ def cut(
 def assert_delta_is(
     x: Tensor, positions: list[int], kernel: str, *, block: tuple[int, int] = (128, 128), **cutting: int
 ) -> None:
-    """Change the given bytes of x's base; the delta must list exactly these, or be None if they are too many."""
+    """Change these bytes of x's base; the delta must list exactly them, or be None if they are too many."""
     generator = random.Random(len(positions))
     differences = [generator.randint(1, 255) for _ in positions]
     expected = quantize_blockwise(x, block=block, kernel="reference")
-    base = changed_base(expected.data, positions, differences)
+    base = base_of(expected.data, positions, differences)
     before = base.clone()
-    with cut(**cutting):
+    with divided_work(**cutting):
         new, delta = quantize_delta(x, base, block=block, kernel=kernel)
         out = BlockScaled(base.clone(), torch.empty_like(new.scale_inv), block)
         in_place, same = quantize_delta(x, out.data, block=block, kernel=kernel, out=out)
@@ -96,9 +96,9 @@ def assert_delta_is(
     assert torch.equal(same.differences, delta.differences)
     assert delta is not None
     assert delta.numel == x.numel()
-    assert delta.changed == len(positions)
+    assert delta.changed_bytes == len(positions)
     assert (delta.gaps.dtype, delta.differences.dtype) == (torch.uint16, torch.uint8)
-    assert listed(delta) == entries(positions, differences)
+    assert entries_of(delta) == entries(positions, differences)
     delta.apply_(base)
     assert torch.equal(flat(base), flat(new.data))
 
@@ -125,29 +125,29 @@ def changes(draw: st.DrawFn) -> tuple[Tensor, list[int]]:
     st.sampled_from([1, 300, numba_kernel.PIECE_VALUES]),
     st.sampled_from([1, 40, numba_kernel.CHUNK_ENTRIES]),
 )
-def test_the_delta_of_cpu_lists_exactly_what_changed_however_the_work_is_cut(change, block, threads, values, chunk):
+def test_the_delta_of_cpu_lists_exactly_the_changes_for_any_division(change, block, threads, values, chunk):
     assert_delta_is(*change, "cpu", block=block, threads=threads, values=values, chunk=chunk)
 
 
 @settings(deadline=None, max_examples=50)
 @given(changes(), st.sampled_from(BLOCKS))
-def test_the_delta_of_reference_lists_exactly_what_changed(change, block):
+def test_the_delta_of_reference_lists_exactly_the_changes(change, block):
     assert_delta_is(*change, "reference", block=block)
 
 
 @settings(deadline=None, max_examples=50)
 @given(changes(), st.integers(1, 2))
-def test_both_kernels_and_the_comparison_of_the_bytes_give_one_delta(change, threads):
+def test_both_kernels_and_a_comparison_of_bytes_give_one_delta(change, threads):
     x, positions = change
     expected = quantize_blockwise(x)
-    base = changed_base(expected.data, positions, [1] * len(positions))
+    base = base_of(expected.data, positions, [1] * len(positions))
     between = Delta.between(base, expected.data)
-    with cut(threads, values=100):
+    with divided_work(threads, values=100):
         deltas = [quantize_delta(x, base, kernel=kernel)[1] for kernel in ("cpu", "reference")]
     for delta in deltas:
         assert (delta is None) == (between is None)
         if delta is not None and between is not None:
-            assert listed(delta) == listed(between)
+            assert entries_of(delta) == entries_of(between)
 
 
 @KERNELS
@@ -162,7 +162,7 @@ def test_a_delta_of_two_steps_leads_from_one_version_to_the_next(dtype, scale_fo
     expected = quantize_blockwise(moved.to(dtype), **how)
     assert torch.equal(flat(new.data), flat(expected.data))
     assert torch.equal(new.scale_inv, expected.scale_inv)
-    assert 100 < delta.changed == (flat(base) != flat(new.data)).sum()
+    assert 100 < delta.changed_bytes == (flat(base) != flat(new.data)).sum()
     delta.apply_(base)
     assert torch.equal(flat(base), flat(new.data))
 
@@ -203,7 +203,7 @@ def test_a_gap_may_span_the_shares_of_several_threads(threads, kernel):
 
 @KERNELS
 @pytest.mark.parametrize("shape", [(1, 7), (1, 8), (3, 3), (1, 15), (4, 4), (1, 17), (130, 65), (2, 33, 50)])
-def test_a_delta_is_made_up_to_an_eighth_of_the_bytes_and_not_of_one_more(shape, kernel):
+def test_a_delta_lists_at_most_an_eighth_of_the_bytes(shape, kernel):
     x = matrix(shape)
     assert wire.MAX_CHANGED == 1 / 8
     limit, everywhere = x.numel() // 8, list(range(x.numel()))
@@ -225,16 +225,16 @@ def test_large_tensors_give_the_same_delta_for_any_number_of_threads():
 @pytest.mark.parametrize("kernel", ["cpu", "reference"])
 @pytest.mark.parametrize("offset", [1, 4])
 @pytest.mark.parametrize("width", [384, 200])
-def test_bytes_that_begin_anywhere_in_memory_are_compared_as_they_are(offset, width, kernel):
+def test_bytes_at_any_offset_in_memory_are_compared(offset, width, kernel):
     x = matrix((256, width))
     positions = sorted(random.Random(offset).sample(range(x.numel()), 1000))
     expected = quantize_blockwise(x, kernel="reference")
-    held = torch.empty(x.numel() + offset, dtype=torch.uint8)[offset:].view(x.shape).view(expected.data.dtype)
-    held.copy_(changed_base(expected.data, positions, [3] * len(positions)))
-    out = BlockScaled(held, torch.empty_like(expected.scale_inv), (128, 128))
-    delta = quantize_delta(x, held, kernel=kernel, out=out)[1]
-    assert listed(delta) == entries(positions, [3] * len(positions))
-    assert torch.equal(flat(held), flat(expected.data))
+    stored = torch.empty(x.numel() + offset, dtype=torch.uint8)[offset:].view(x.shape).view(expected.data.dtype)
+    stored.copy_(base_of(expected.data, positions, [3] * len(positions)))
+    out = BlockScaled(stored, torch.empty_like(expected.scale_inv), (128, 128))
+    delta = quantize_delta(x, stored, kernel=kernel, out=out)[1]
+    assert entries_of(delta) == entries(positions, [3] * len(positions))
+    assert torch.equal(flat(stored), flat(expected.data))
 
 
 @settings(deadline=None)
@@ -248,7 +248,7 @@ def test_the_comparison_finds_each_byte_wherever_the_two_begin(content, places, 
     if len(positions) > len(content) / 8:
         assert delta is None
     else:
-        assert listed(delta) == entries(positions, [7] * len(positions))
+        assert entries_of(delta) == entries(positions, [7] * len(positions))
 
 
 def test_rows_wider_than_the_buffer_of_entries_are_listed_too():
@@ -270,7 +270,7 @@ def test_an_rl_step_is_sent_in_less_than_0_7_percent_of_its_bytes():
     moved = master + 1e-6 * (torch.randint(0, 2, master.shape, generator=generator) * 2 - 1)
     base = quantize_blockwise(master.bfloat16()).data
     new, delta = quantize_delta(moved.bfloat16(), base)
-    assert delta.changed > 0.001 * master.numel()
+    assert delta.changed_bytes > 0.001 * master.numel()
     assert len(delta.encode()) <= 0.007 * master.numel()
     delta.apply_(base)
     assert torch.equal(flat(base), flat(new.data))
@@ -307,23 +307,23 @@ def test_a_delta_comes_back_from_the_wire_as_it_was(steps, rest):
     positions = np.cumsum([step for step, _ in steps]) - 1 if steps else np.empty(0, int)
     numel = max(int(positions[-1]) + 1 if steps else 0, 8 * len(steps)) + rest
     differences = torch.tensor([difference for _, difference in steps], dtype=torch.uint8)
-    delta = Delta.of_positions(torch.from_numpy(positions), differences, numel)
-    assert listed(delta) == entries(positions.tolist(), differences.tolist())
+    delta = Delta.from_positions(torch.from_numpy(positions), differences, numel)
+    assert entries_of(delta) == entries(positions.tolist(), differences.tolist())
     message = delta.encode()
     back = decode(message, numel)
     assert back.numel == numel
-    assert listed(back) == listed(delta)
-    assert back.changed == len(steps)
+    assert entries_of(back) == entries_of(delta)
+    assert back.changed_bytes == len(steps)
     assert back.encode() == message
-    assert listed(decode(memoryview(message), numel)) == listed(delta)
+    assert entries_of(decode(memoryview(message), numel)) == entries_of(delta)
 
 
 def test_the_longest_delta_comes_back_from_the_wire():
     numel = 800_000
     positions = torch.cat([torch.arange(numel // 8 - 1), torch.tensor([numel - 1])])
-    delta = Delta.of_positions(positions, torch.ones(numel // 8).byte(), numel)
+    delta = Delta.from_positions(positions, torch.ones(numel // 8).byte(), numel)
     assert len(delta.gaps) == numel // 8 + 700_000 // 65536
-    assert decode(delta.encode(), numel).changed == numel // 8
+    assert decode(delta.encode(), numel).changed_bytes == numel // 8
 
 
 def test_the_wire_format_is_what_the_module_says():
@@ -347,8 +347,8 @@ def test_applying_in_parts_writes_every_byte_once(at_once, values):
     positions = torch.arange(0, len(values), 3)
     differences = (positions % 255 + 1).byte()
     old[positions] -= differences
-    with mock.patch.object(wire, "APPLIED_AT_ONCE", at_once):
-        Delta.of_positions(positions, differences, len(values)).apply_(old)
+    with mock.patch.object(wire, "APPLY_CHUNK", at_once):
+        Delta.from_positions(positions, differences, len(values)).apply_(old)
     assert torch.equal(old, new)
 
 
@@ -379,9 +379,9 @@ def as_delta(numel: int, gaps: list[int], differences: list[int]) -> Delta:
         (as_delta(10, [0], [1]), torch.zeros(10).view(torch.int32), "contiguous FP8 bytes, not to torch.int32 of"),
     ],
 )
-def test_a_delta_that_does_not_fit_is_refused_before_anything_is_written(delta, data, message):
+def test_a_delta_that_does_not_fit_is_refused_before_a_write(delta, data, message):
     data = data if data.dtype is torch.int32 else data.byte()
-    with pytest.raises(DeltaError, match=message), mock.patch.object(wire, "APPLIED_AT_ONCE", 1):
+    with pytest.raises(DeltaError, match=message), mock.patch.object(wire, "APPLY_CHUNK", 1):
         delta.apply_(data)
     assert not data.any()
 
@@ -394,7 +394,7 @@ def test_a_delta_reaches_the_last_byte():
 
 NEW = quantize_blockwise(matrix((40, 60)), kernel="reference").data
 PLACES = [0, 1, 70, 500, 501, 2000, 2399]
-BASE = changed_base(NEW, PLACES, [1, 255, 1, 7, 1, 128, 1])
+BASE = base_of(NEW, PLACES, [1, 255, 1, 7, 1, 128, 1])
 MESSAGE = Delta.between(BASE, NEW).encode()
 
 
@@ -448,13 +448,13 @@ def test_damage_on_the_way_is_always_found(message):
 
 @settings(deadline=None, max_examples=1000)
 @given(damaged(MESSAGE[:-4]))
-def test_damage_behind_a_correct_checksum_never_does_worse_than_another_valid_delta(body):
+def test_damage_with_a_correct_checksum_is_refused_or_a_valid_delta(body):
     refusal(body + struct.pack("<I", zlib.crc32(body)))
 
 
 @settings(deadline=None, max_examples=500)
 @given(st.data(), st.integers(0, 2), st.integers(0, 2))
-def test_damaged_frames_of_the_announced_lengths_never_do_worse_than_another_valid_delta(data, one, other):
+def test_damaged_frames_of_right_length_are_refused_or_a_valid_delta(data, one, other):
     frames = streams([0, 0, 68, 429, 0, 1498, 398], [1, 255, 1, 7, 1, 128, 1])
     assert refusal(packed(2400, 7, frames)) == ""
     for index in {one, other}:
@@ -531,7 +531,7 @@ SKIPPABLE = b"\x50\x2a\x4d\x18" + struct.pack("<I", 7) + bytes(7)
     ],
     ids=lambda value: value if isinstance(value, str) else f"{len(value)} bytes",
 )
-def test_what_is_wrong_with_a_message_is_said(message, why):
+def test_the_error_names_what_is_wrong_with_a_message(message, why):
     with pytest.raises(DeltaError, match=why):
         receive(message, BASE.clone())
 

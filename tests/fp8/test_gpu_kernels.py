@@ -181,7 +181,7 @@ def test_empty_tensors_give_empty_bytes_and_an_empty_delta(block, kernel):
         quantized, delta = quantize_delta(x, x.to(E4M3), block=block, kernel=kernel)
         assert_same(quantized, quantize_blockwise(x, block=block, kernel="reference"))
         assert delta is not None
-        assert delta.changed == 0
+        assert delta.changed_bytes == 0
 
 
 @on_gpu
@@ -196,7 +196,7 @@ def test_values_beyond_2_to_the_31_and_tiles_beyond_65535_are_reached(shape, blo
     base, places = quantized.data.clone(), torch.tensor([0, 12345, numel // 2, numel - 2, numel - 1])
     as_bytes(base)[places.cuda()] += 1
     again, delta = quantize_delta(x, base, block=block, kernel="triton", out=quantized)
-    assert_same_delta(delta, Delta.of_positions(places, torch.full((5,), 255, dtype=torch.uint8), numel))
+    assert_same_delta(delta, Delta.from_positions(places, torch.full((5,), 255, dtype=torch.uint8), numel))
     stacks = (x, again.data, again.scale_inv)
     matrix, data, scale_inv = (stack if x.dim() == 2 else stack[-1] for stack in stacks)
     below, right = (size // 128 * 128 for size in shape[-2:])  # the last blocks, which are ragged

@@ -155,8 +155,8 @@ FORKED = """
 import os
 import torch
 from nemo_fp8rl.fp8 import quantize_blockwise
-from nemo_fp8rl.fp8.kernels import cpu
-cpu.THREAD_VALUES = 1
+from nemo_fp8rl.fp8.kernels.on_cpu import numba_kernel
+numba_kernel.THREAD_VALUES = 1
 torch.set_num_threads(2)
 x = torch.ones(256, 128, dtype=torch.bfloat16)
 quantize_blockwise(x, kernel="cpu")
@@ -557,7 +557,9 @@ def test_a_library_that_cannot_be_used_is_named_with_the_reason(unresolved, monk
         raise RuntimeError(f"cannot cache {name.rpartition('.')[2]}")
 
     monkeypatch.setattr(kernels, "importlib", types.SimpleNamespace(import_module=refuse))
-    with pytest.raises(KernelError, match=r"kernel cpu cannot run: numba cannot be used \(cannot cache cpu\); take"):
+    with pytest.raises(
+        KernelError, match=r"kernel cpu cannot run: numba cannot be used \(cannot cache numba_kernel\); take"
+    ):
         kernels.resolve("cpu", "cpu")
     assert kernels.resolve("auto", "cpu") == "reference"
     assert unresolved.messages == ["FP8 quantizer on cpu: reference, as numba cannot be used (cannot cache cpu)"]

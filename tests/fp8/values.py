@@ -1,4 +1,4 @@
-"""What several tests of kernels draw from."""
+"""Blocks, dtypes, formats and random values for the tests of kernels."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ EACH_FORMAT = pytest.mark.parametrize("scale_format", FORMATS)
 
 
 def random_values(shape: tuple[int, ...], dtype: torch.dtype, kind: str, seed: int = 0) -> Tensor:
-    """Finite values: of one magnitude, of every magnitude at once, or denormal."""
+    """Return finite values: of one magnitude, of every magnitude at once, or denormal."""
     generator = torch.Generator().manual_seed(seed)
     if kind == "bits":
         x = torch.randint(-(2**31), 2**31, shape, generator=generator)

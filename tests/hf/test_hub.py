@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub.constants import HF_HUB_OFFLINE
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.hf.hub import checkpoint_folder, with_commits
+from nemo_fp8rl.hf.hub import checkpoint_folder, pin_commits
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.nemo_rl.recipe.config_from_recipe import complete_for_model, convert_keys, convert_recipe
 from tests.conftest import RECIPES, SMALL
@@ -66,15 +66,15 @@ def test_a_whole_cache_needs_no_hub(hub, monkeypatch):
 
 def test_all_take_the_commit_that_one_has_seen_and_a_run_that_goes_on_keeps_its_own(hub, recipe):
     cfg = recipe(f"policy.model_name={NAME}")
-    pinned = with_commits(cfg).policy
+    pinned = pin_commits(cfg).policy
     assert pinned.model_name == pinned.tokenizer.name == f"{NAME}@{COMMIT}"
     begun = {"policy.model_name": f"{NAME}@{'9' * 40}", "policy.tokenizer.name": f"{NAME}-2@{'9' * 40}"}
-    assert with_commits(cfg, begun).policy.model_name == f"{NAME}@{'9' * 40}"
-    assert with_commits(cfg, begun).policy.tokenizer.name == f"{NAME}@{COMMIT}"
-    assert with_commits(recipe()) == recipe()
-    branch = with_commits(recipe(f"policy.model_name={NAME}@main"), begun).policy.model_name
+    assert pin_commits(cfg, begun).policy.model_name == f"{NAME}@{'9' * 40}"
+    assert pin_commits(cfg, begun).policy.tokenizer.name == f"{NAME}@{COMMIT}"
+    assert pin_commits(recipe()) == recipe()
+    branch = pin_commits(recipe(f"policy.model_name={NAME}@main"), begun).policy.model_name
     assert branch == f"{NAME}@{'9' * 40}"
-    asked = with_commits(recipe(f"policy.model_name={NAME}@{COMMIT}"), begun).policy.model_name
+    asked = pin_commits(recipe(f"policy.model_name={NAME}@{COMMIT}"), begun).policy.model_name
     assert asked == f"{NAME}@{COMMIT}"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from nemo_fp8rl.commands.doctor.model_shapes import Shape, Weight
 from nemo_fp8rl.fp8.layers import LAYER, Fp8Layers
-from nemo_fp8rl.hf.divisibility import stages
+from nemo_fp8rl.hf.divisibility import pipeline_stages
 from nemo_fp8rl.nemo_rl.recipe.gpu_division import divide_gpus, is_colocated
 from nemo_fp8rl.nemo_rl.recipe.precision import engine_fp8_layers
 
@@ -96,7 +96,7 @@ class Plan:
     def stages(self) -> list[range]:
         """Layers of each pipeline stage."""
         ends = (self.megatron.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
-        return stages(self.shape.layers, self.pipeline, *ends)
+        return pipeline_stages(self.shape.layers, self.pipeline, *ends)
 
     # The engine's layout
 
@@ -158,7 +158,7 @@ class Plan:
     def is_fp8_in_engine(self, weight: Weight) -> bool:
         """vLLM's blockwise method takes the projections; kv_a_proj_with_mqa, whose name ends otherwise, is one."""
         name = weight.name.replace("kv_a_proj_with_mqa", "kv_a_proj")
-        ignored = any(word in weight.name for word in self.engine_layers.ignored)
+        ignored = any(word in weight.name for word in self.engine_layers.ignored_words)
         return weight.linear and not ignored and self.engine_layers.quantizes(name)
 
     def is_fp8_in_trainer(self, weight: Weight) -> bool:

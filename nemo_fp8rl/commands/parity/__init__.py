@@ -1,4 +1,5 @@
-"""Our FP8 contract held against what others publish, and against their libraries where these are installed.
+"""Comparison of our FP8 contract with published formulas, and with their libraries where these are installed.
 
-`formulas` has the published arithmetic, written anew from its sources; `libraries` the real thing; `table` compares.
+`formulas` contains the published arithmetic, rewritten from its sources; `libraries` calls the libraries;
+`comparison_table` compares.
 """

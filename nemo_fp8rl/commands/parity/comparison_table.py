@@ -1,11 +1,11 @@
-"""How much of what an implementation makes differs from our contract: fractions of bytes, scales and values.
+"""The difference between an implementation and our contract: fractions of bytes, scales and values.
 
 bytes    FP8 bytes with another bit pattern
-scales   scale_inv with another bit pattern, of float32
+scales   float32 scale_inv with another bit pattern
 values   data * scale_inv with another float32 value; 0 equals -0, NaN equals NaN
 
-So two that spell the same values differently (half the bytes under twice the scale) differ in the first two alone, and
-a NaN or an overflow counts as a difference.
+Two implementations that write the same values in another form (half the bytes with twice the scale) differ in bytes and
+scales alone. A NaN or an overflow counts as a difference.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nemo_fp8rl.commands.parity import libraries, sample_matrices
 from nemo_fp8rl.commands.parity.formulas import FORMULAS
-from nemo_fp8rl.commands.parity.implementation import FORMATS, Implementation, NotTaken
+from nemo_fp8rl.commands.parity.implementation import FORMATS, Implementation, UnsupportedShapeError
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.fp8 import BLOCK, Block, ScaleFormat, kernels
 from nemo_fp8rl.fp8.format import ALONG_LAST, BlockScaled
@@ -33,34 +33,37 @@ SECTIONS: dict[str, tuple[Block, Callable[[int, int], dict[str, Tensor]]]] = {
     "activations 1x128": (ALONG_LAST, sample_matrices.activations),
 }
 STEP = 2 * BLOCK[1]
-"""Sizes are multiples of it, so that the half of a matrix that is zero ends at a block."""
-LARGEST = 16384
+"""Sizes are multiples of it, so that the zero half of a matrix ends at a block border."""
+MAX_SIZE = 16384
 WIDTH = 100
-"""Columns of the table where the output is not a terminal."""
+"""Columns of the table if the output is not a terminal."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Fractions, 0 ... 1, of what differs from ours."""
+    """The fractions, 0 ... 1, that differ from our contract."""
 
     bytes: float
     scales: float
     values: float
 
     @property
-    def none(self) -> bool:
+    def is_zero(self) -> bool:
         return self == Difference(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One implementation in one scale format; `inputs` by kind, None for what it does not take or failed on."""
+    """One implementation in one scale format.
+
+    installed: version of the library that ran; None for a formula
+    inputs:    differences by kind of matrix; None if the implementation does not support it or failed
+    """
 
     section: str
     implementation: str
     source: str
     installed: str | None
-    """Version of the library that ran; None for a formula."""
     device: str
     scale_format: ScaleFormat
     inputs: dict[str, Difference | None]
@@ -68,56 +71,61 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
+    """All comparisons.
+
+    kernel:  our kernel that computed the contract
+    torch:   torch's version
+    not_run: libraries that are not installed or failed, with the reason
+    """
+
     size: int
     seed: int
     kernel: str
-    """Our kernel that the contract was computed with."""
     torch: str
     rows: list[Row]
     not_run: dict[str, str]
-    """Libraries that are not installed or failed, with the reason."""
 
 
-def compare(theirs: BlockScaled, ours: BlockScaled) -> Difference:
-    """Both on the CPU, of the same shape and block."""
-    a, b = theirs.dequantize(), ours.dequantize()
+def compare(other: BlockScaled, contract: BlockScaled) -> Difference:
+    """Compare two tensors of the same shape and block, on the CPU."""
+    a, b = other.dequantize(), contract.dequantize()
     return Difference(
-        _fraction(theirs.data.view(torch.uint8) != ours.data.view(torch.uint8)),
-        _fraction(theirs.scale_inv.view(torch.int32) != ours.scale_inv.view(torch.int32)),
+        _fraction(other.data.view(torch.uint8) != contract.data.view(torch.uint8)),
+        _fraction(other.scale_inv.view(torch.int32) != contract.scale_inv.view(torch.int32)),
         _fraction((a != b) & ~(a.isnan() & b.isnan())),
     )
 
 
 def report(size: int, seed: int) -> Report:
-    """Compare everything that runs here. Raises UserError on a size or seed that cannot be used."""
-    if size < STEP or size % STEP or size > LARGEST:
-        raise UserError(f"--size {size} is not a multiple of {STEP} up to {LARGEST}")
+    """Compare every implementation that runs on this machine. Raises UserError for an invalid size or seed."""
+    if size < STEP or size % STEP or size > MAX_SIZE:
+        raise UserError(f"--size {size} is not a multiple of {STEP} up to {MAX_SIZE}")
     if not 0 <= seed < 2**63:
         raise UserError(f"--seed {seed} is not in 0 ... 2^63 - 1")
-    found, not_run = libraries.installed()
+    found, not_run = libraries.load_libraries()
     rows = []
     for section, (block, draw) in SECTIONS.items():
         matrices = draw(size, seed)
-        ours = {
+        contract = {
             (kind, scale_format): quantize_blockwise(x, block=block, scale_format=scale_format)
             for kind, x in matrices.items()
             for scale_format in FORMATS
         }
-        for made in _in_order(found):
-            if block not in made.blocks:
+        for implementation in _in_order(found):
+            if block not in implementation.blocks:
                 continue
             for scale_format in FORMATS:
                 inputs = {
-                    kind: _difference(made, x, scale_format, ours[kind, scale_format], not_run)
+                    kind: _difference(implementation, x, scale_format, contract[kind, scale_format], not_run)
                     for kind, x in matrices.items()
                 }
-                rows.append(Row(section, made.name, made.source, made.version, made.device, scale_format, inputs))
+                rows.append(_row(section, implementation, scale_format, inputs))
     kernel = kernels.describe(kernels.resolve("auto", "cpu"))
     return Report(size, seed, kernel, torch.__version__, rows, not_run)
 
 
 def as_json(result: Report) -> str:
-    """Keys as the fields of Report, Row and Difference."""
+    """Return the report as JSON; its keys are the fields of Report, Row and Difference."""
     return json.dumps(asdict(result), indent=2)
 
 
@@ -128,38 +136,49 @@ def show(result: Report) -> None:
     console = Screen(highlight=False)
     if not console.is_terminal:
         console.width = WIDTH
-    what = f"size {result.size}, seed {result.seed}; ours: kernel {result.kernel}, torch {result.torch}"
-    console.print(what, markup=False)
+    settings = f"size {result.size}, seed {result.seed}; ours: kernel {result.kernel}, torch {result.torch}"
+    console.print(settings, markup=False)
     for section in SECTIONS:
         console.print(_table(section, [row for row in result.rows if row.section == section]))
-    for name, why in result.not_run.items():
-        console.print(f"{name}: {why}", markup=False, soft_wrap=True)
+    for name, reason in result.not_run.items():
+        console.print(f"{name}: {reason}", markup=False, soft_wrap=True)
 
 
 def _in_order(found: list[Implementation]) -> Iterator[Implementation]:
-    """Every formula, each followed by the libraries that implement it."""
+    """Yield every formula, followed by the libraries that implement it."""
     for formula in FORMULAS:
         yield formula
         yield from (library for library in found if library.formula == formula.name)
 
 
+def _row(
+    section: str, implementation: Implementation, scale_format: ScaleFormat, inputs: dict[str, Difference | None]
+) -> Row:
+    i = implementation
+    return Row(section, i.name, i.source, i.version, i.device, scale_format, inputs)
+
+
 def _difference(
-    made: Implementation, x: Tensor, scale_format: ScaleFormat, ours: BlockScaled, not_run: dict[str, str]
+    implementation: Implementation,
+    x: Tensor,
+    scale_format: ScaleFormat,
+    contract: BlockScaled,
+    not_run: dict[str, str],
 ) -> Difference | None:
-    if scale_format not in made.formats:
+    if scale_format not in implementation.formats:
         return None
     try:
-        with libraries.quiet():
-            theirs = made.quantize(x, ours.block, scale_format)
-    except NotTaken:
+        with libraries.silence_stdout():
+            other = implementation.quantize(x, contract.block, scale_format)
+    except UnsupportedShapeError:
         return None
     except Exception as error:
-        if made.version is None:
+        if implementation.version is None:
             raise
         first_line = str(error).partition("\n")[0]
-        not_run[f"{made.name}, {scale_format}"] = f"failed ({type(error).__name__}: {first_line})"
+        not_run[f"{implementation.name}, {scale_format}"] = f"failed ({type(error).__name__}: {first_line})"
         return None
-    return compare(replace(theirs, data=theirs.data.cpu(), scale_inv=theirs.scale_inv.cpu()), ours)
+    return compare(replace(other, data=other.data.cpu(), scale_inv=other.scale_inv.cpu()), contract)
 
 
 def _fraction(differs: Tensor) -> float:
@@ -167,7 +186,7 @@ def _fraction(differs: Tensor) -> float:
 
 
 def _table(title: str, rows: list[Row]) -> "Table":
-    """One line for a row without any difference, else a line for each of the three fractions."""
+    """Make a table with one line for a row without any difference, else one line per fraction."""
     from rich import box
     from rich.table import Table
 
@@ -190,21 +209,21 @@ def _table(title: str, rows: list[Row]) -> "Table":
 
 
 def _lines(row: Row) -> list[list[str]]:
-    """Scale format, metric and a cell for each kind of input."""
+    """Return lines of scale format, metric and one cell per kind of input."""
     columns = list(row.inputs.values())
-    if any(column is not None and not column.none for column in columns):
+    if any(column is not None and not column.is_zero for column in columns):
         metrics = {"bytes": "bytes", "scales": "scales", "values": "values"}
     else:
         metrics = {"all" if any(columns) else "": "bytes"}
     first = itertools.chain([row.scale_format], itertools.repeat(""))
     return [
-        [scales, shown, *(_percent(column, metric) for column in columns)]
-        for scales, (shown, metric) in zip(first, metrics.items(), strict=False)
+        [scales, label, *(_percent(column, metric) for column in columns)]
+        for scales, (label, metric) in zip(first, metrics.items(), strict=False)
     ]
 
 
 def _percent(difference: Difference | None, metric: str) -> str:
-    """Two digits; exactly 0 and exactly 100 are told from what only rounds to them."""
+    """Format with two digits; only exactly 0 and exactly 100 are shown as 0 and 100."""
     if difference is None:
         return "-"
     percent = 100 * float(getattr(difference, metric))

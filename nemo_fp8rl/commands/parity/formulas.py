@@ -1,15 +1,16 @@
-"""What others publish, operation by operation, in float32: how each takes amax, rounds the scale and multiplies.
+"""The published formulas of other projects, operation by operation, in float32: amax, scale rounding, product.
 
-Written from the sources named, for torch on a CPU, where division, reciprocal and product are IEEE's. What a GPU does
-otherwise is said with each formula. Whatever is the same in all of them stands once, at the end of the file.
+Each is written from the source that it names, for torch on a CPU, where division, reciprocal and product are IEEE
+operations. The docstring of a formula says what a GPU computes differently. The functions that all formulas share are
+at the end of the file.
 
     published for                 function
     weights                       transformer_engine.quantize, nemo_rl, verl_torch, verl_triton, deepgemm,
                                   vllm_requantization
     activations                   transformer_engine.quantize, deepgemm, vllm_cuda, vllm_triton, vllm_ue8m0, vllm_native
 
-The table applies the arithmetic of vLLM's activation kernels to 128x128 blocks as well: a trainer that quantizes its
-weights as the engine does its activations would do that.
+The table also applies the arithmetic of vLLM's activation kernels to 128x128 blocks, as a trainer would that quantizes
+its weights like the engine's activations.
 """
 
 import torch
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_fp8rl.commands.parity import transformer_engine
-from nemo_fp8rl.commands.parity.implementation import Implementation, NotTaken
+from nemo_fp8rl.commands.parity.implementation import Implementation, UnsupportedShapeError
 from nemo_fp8rl.fp8 import BLOCK, Block, ScaleFormat
 from nemo_fp8rl.fp8.format import ALONG_LAST, E4M3, E4M3_MAX, BlockScaled
 from nemo_fp8rl.fp8.quantize import quantize_blockwise
@@ -30,9 +31,9 @@ VLLM_NATIVE_MIN_SCALE = 1 / (E4M3_MAX * 512)
 def nemo_rl(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
     """NeMo RL, nemo_rl/models/generation/vllm/quantization/fp8.py, cast_tensor_to_fp8_blockwise.
 
-    - Ragged edges are filled with the matrix's last element, which then counts in the amax of every edge block.
-    - fp32: a Python number over a tensor, which torch computes as the reciprocal times 448, two roundings.
-    - pow2: the exponent is ceil(log2(amax / 448)), kept as a uint8 of bias 127, where 0 stands for scale 1.
+    - Ragged edges are filled with the matrix's last element, which then contributes to the amax of every edge block.
+    - fp32: 448 / amax with a Python number, which torch computes as the reciprocal times 448, with two roundings.
+    - pow2: the exponent is ceil(log2(amax / 448)), stored as a uint8 of bias 127, where 0 stands for scale 1.
     """
     blocks = _blocks(x, block, fill=float(x[-1, -1]))
     amax = _amax(blocks)
@@ -56,7 +57,7 @@ def verl_torch(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScale
 def verl_triton(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
     """verl, verl/utils/kernel/fp8_kernel.py, _blockwise_cast_to_fp8_kernel, the default with Triton. fp32 only.
 
-    What is stored is amax / 448, not the inverse of the multiplier: it rounds once, the multiplier twice. On a GPU
+    It stores amax / 448, not the inverse of the multiplier: the former rounds once, the multiplier twice. On a GPU
     Triton's `/` is an approximate division, up to 2 ulp off, so real figures can be worse.
     """
     blocks = _blocks(x, block)
@@ -69,9 +70,9 @@ def deepgemm(x: Tensor, block: Block, scale_format: ScaleFormat, on_gpu: bool = 
 
     - amax is never below 1e-4, so blocks of very small weights use only the bottom of E4M3.
     - pow2: the exponent of amax / 448, plus one if any mantissa bit is set, within 1 ... 254.
-    - Nothing saturates before the cast; nothing has to, as amax * (1 / scale_inv) rounds to 448 at most.
+    - There is no saturation before the cast; none is needed, as amax * (1 / scale_inv) rounds to at most 448.
     - on_gpu: torch on CUDA divides by a Python number by multiplying with its reciprocal
-      (aten/src/ATen/native/cuda/BinaryDivTrueKernel.cu), which is another number in many cases.
+      (aten/src/ATen/native/cuda/BinaryDivTrueKernel.cu), which in many cases gives another number.
     """
     blocks = _blocks(x, block)
     amax = _amax(blocks).clamp(min=DEEPGEMM_EPS)
@@ -82,7 +83,7 @@ def deepgemm(x: Tensor, block: Block, scale_format: ScaleFormat, on_gpu: bool = 
 
 
 def deepgemm_on_gpu(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
-    """`deepgemm` as torch computes it on CUDA."""
+    """Compute `deepgemm` as torch does on CUDA."""
     return deepgemm(x, block, scale_format, on_gpu=True)
 
 
@@ -114,9 +115,9 @@ def vllm_triton(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScal
 def vllm_ue8m0(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
     """vLLM, per_token_group_quant.cu, per_token_group_quant_8bit_packed_register_kernel. pow2 only.
 
-    The quantizer in front of DeepGEMM on Blackwell, where scales are UE8M0 bytes. Of vLLM's UE8M0 paths it is the one
-    that differs from `vllm_cuda`: the exponent comes from the bits, no logarithm, and values are multiplied. What vLLM
-    does to weights on the way to UE8M0 is `vllm_requantization`.
+    This is the quantizer in front of DeepGEMM on Blackwell, where scales are UE8M0 bytes. Of vLLM's UE8M0 paths only
+    this one differs from `vllm_cuda`: the exponent comes from the bits, without a logarithm, and values are multiplied.
+    `vllm_requantization` shows what vLLM does to weights for UE8M0.
     """
     blocks = _vllm_groups(x, block)
     scale_inv = _next_power((_amax(blocks).clamp(min=VLLM_EPS) / E4M3_MAX).clamp(min=1e-10))
@@ -126,9 +127,9 @@ def vllm_ue8m0(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScale
 def vllm_native(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
     """vLLM, vllm/model_executor/layers/quantization/input_quant_fp8.py, QuantFP8._quantize_group_native.
 
-    What is compiled into the graph where the custom op is switched off (`-quant_fp8`; it is on by default for block
-    quantized models). The scale, not amax, has a floor, 1 / (448 * 512): groups with an amax below 1/512 differ, and in
-    pow2 the floor itself is no power of two.
+    vLLM compiles this code into the graph if the custom op is switched off (`-quant_fp8`; it is on by default for block
+    quantized models). The scale, not amax, has a floor, 1 / (448 * 512): groups with an amax below 1/512 differ, and
+    with pow2 the floor itself is not a power of two.
     """
     blocks = _blocks(x, block)
     scale_inv = _amax(blocks) / E4M3_MAX
@@ -139,45 +140,45 @@ def vllm_native(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScal
 
 
 def vllm_requantization(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
-    """vLLM, fp8_utils.py, requant_weight_ue8m0_inplace: what it makes of weights quantized by us in `scale_format`.
+    """vLLM, fp8_utils.py, requant_weight_ue8m0_inplace: applied to weights that we quantized in `scale_format`.
 
-    When DeepGEMM runs with UE8M0 scales (the default on Hopper and Blackwell), vLLM dequantizes the weights that it was
-    given and casts them again with pow2 scales, by DeepGEMM's formula with the exponent from ceil(log2).
+    When DeepGEMM runs with UE8M0 scales (the default on Hopper and Blackwell), vLLM dequantizes the loaded weights and
+    casts them again with pow2 scales, by DeepGEMM's formula with the exponent from ceil(log2).
     """
-    given = quantize_blockwise(x, block=block, scale_format=scale_format).dequantize()
-    blocks = _blocks(given, block)
+    loaded = quantize_blockwise(x, block=block, scale_format=scale_format).dequantize()
+    blocks = _blocks(loaded, block)
     scale_inv = _ceil_log2(_amax(blocks).clamp(min=DEEPGEMM_EPS) / E4M3_MAX)
-    return _result(blocks * (1.0 / scale_inv), scale_inv, given, block)
+    return _result(blocks * (1.0 / scale_inv), scale_inv, loaded, block)
 
 
 def _blocks(x: Tensor, block: Block, fill: float = 0.0) -> Tensor:
-    """x [N, K] -> float32 [N/b0, b0, K/b1, b1], ragged edges filled with `fill`."""
+    """Return x [N, K] as float32 [N/b0, b0, K/b1, b1], with incomplete blocks filled with `fill`."""
     (n, k), (b0, b1) = x.shape, block
     padded = F.pad(x.float(), (0, -k % b1, 0, -n % b0), value=fill)
     return padded.view(padded.size(0) // b0, b0, padded.size(1) // b1, b1)
 
 
 def _vllm_groups(x: Tensor, block: Block) -> Tensor:
-    """`_blocks`, for kernels that refuse a row of activations that is not made of whole groups."""
+    """Return `_blocks`, for kernels that refuse activation rows of incomplete groups."""
     if block == ALONG_LAST and x.size(1) % block[1]:
-        raise NotTaken(f"a row of {x.size(1)} values is not made of whole groups of {block[1]}")
+        raise UnsupportedShapeError(f"a row of {x.size(1)} values is not made of whole groups of {block[1]}")
     return _blocks(x, block)
 
 
 def _amax(blocks: Tensor) -> Tensor:
-    """Largest magnitude of each block, [N/b0, 1, K/b1, 1]."""
+    """Return the largest magnitude of each block, [N/b0, 1, K/b1, 1]."""
     return blocks.abs().amax((1, 3), keepdim=True)
 
 
 def _next_power(v: Tensor) -> Tensor:
-    """The smallest power of two that is not below v, from v's bits; at least 2^-126, at most 2^127."""
+    """Return the smallest power of two that is not below v, from v's bits; at least 2^-126, at most 2^127."""
     bits = v.view(torch.int32)
     exponent = (bits >> 23) + (bits & 0x7FFFFF != 0)
     return (exponent.clamp(1, 254) << 23).view(torch.float32)
 
 
 def _ceil_log2(v: Tensor) -> Tensor:
-    """The same by logarithm: half of it where v is so little above a power of two that log2 rounds to an integer."""
+    """Return the same by logarithm; half of it if log2 rounds to an integer, for v just above a power of two."""
     return v.log2().ceil().exp2()
 
 

@@ -1,4 +1,4 @@
-"""One way to quantize in blocks: what `formulas` and `libraries` offer and `table` compares."""
+"""One way to quantize in blocks: the interface of `formulas` and `libraries`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,26 +14,32 @@ BOTH: tuple[Block, ...] = (BLOCK, ALONG_LAST)
 """Weights and activations."""
 
 Quantize = Callable[[Tensor, Block, ScaleFormat], BlockScaled]
-"""(x, bf16, fp16 or fp32 [N, K], block, scale_format) -> its FP8 form; may raise NotTaken."""
+"""(x, bf16, fp16 or fp32 [N, K], block, scale_format) -> x in FP8; may raise UnsupportedShapeError."""
 
 
-class NotTaken(ValueError):
-    """The implementation has no answer for a matrix of this shape."""
+class UnsupportedShapeError(ValueError):
+    """The implementation does not accept a matrix of this shape."""
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """A published formula, or the function of a library."""
+    """A published formula, or the function of a library.
+
+    name:     as the table shows it
+    source:   project and file
+    quantize: the formula or function
+    blocks:   the blocks that it supports
+    formats:  the scale formats that it supports
+    version:  version of the installed library; None for a formula
+    formula:  name of the formula that the library implements
+    device:   the device that it runs on
+    """
 
     name: str
     source: str
-    """Project and file."""
     quantize: Quantize
     blocks: tuple[Block, ...] = BOTH
     formats: tuple[ScaleFormat, ...] = FORMATS
     version: str | None = None
-    """Version of the installed library; None for a formula."""
     formula: str | None = None
-    """Name of the formula that the library implements."""
     device: str = "cpu"
-    """The device that it runs on."""

@@ -1,7 +1,7 @@
-"""The libraries themselves, where they are installed: what ships is compared beside the formula that it publishes.
+"""The installed libraries of other projects, to compare each beside the formula that it publishes.
 
-A library that is not there, or cannot be loaded, is reported with the reason. On a machine with a CUDA GPU they run
-there, elsewhere on the CPU, as far as they can.
+A library that is not installed, or cannot be loaded, is reported with the reason. With a CUDA GPU the libraries run
+there, else on the CPU as far as they can.
 """
 
 import ast
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.commands.parity import formulas
-from nemo_fp8rl.commands.parity.implementation import FORMATS, Implementation, NotTaken, Quantize
+from nemo_fp8rl.commands.parity.implementation import FORMATS, Implementation, Quantize, UnsupportedShapeError
 from nemo_fp8rl.fp8 import BLOCK, Block, ScaleFormat, kernels
 from nemo_fp8rl.fp8.format import ALONG_LAST, BlockScaled
 from nemo_fp8rl.fp8.quantize import quantize_blockwise
@@ -32,34 +32,34 @@ NEMO_RL_FILE = Path("nemo_rl/models/generation/vllm/quantization/fp8.py")
 NEMO_RL_FUNCTION = "cast_tensor_to_fp8_blockwise"
 
 
-class Absent(RuntimeError):
-    """The library is not installed here, or cannot run."""
+class UnavailableError(RuntimeError):
+    """The library is not installed, or cannot run on this machine."""
 
 
-def installed() -> tuple[list[Implementation], dict[str, str]]:
-    """What can be run here, and by name why the rest cannot."""
-    found: list[Implementation] = []
-    absent: dict[str, str] = {}
+def load_libraries() -> tuple[list[Implementation], dict[str, str]]:
+    """Return the libraries that can run on this machine, and by name the reason why the others cannot."""
+    available: list[Implementation] = []
+    reasons: dict[str, str] = {}
     for name, load in LOADERS.items():
         try:
-            with quiet():
-                found += load()
-        except Absent as why:
-            absent[name] = str(why)
-    return found, absent
+            with silence_stdout():
+                available += load()
+        except UnavailableError as error:
+            reasons[name] = str(error)
+    return available, reasons
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keep what a library prints away from stdout, which carries the table alone."""
+def silence_stdout() -> Iterator[None]:
+    """Discard what a library prints on stdout, which is for the table alone."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield
 
 
 def transformer_engine() -> list[Implementation]:
-    """Transformer Engine's quantizer through our kernel `te`."""
-    if why_not := kernels.why_not("te", "cuda"):
-        raise Absent(why_not)
+    """Load Transformer Engine's quantizer, through our kernel `te`."""
+    if reason := kernels.why_unavailable("te", "cuda"):
+        raise UnavailableError(reason)
 
     def quantize(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
         return quantize_blockwise(x.cuda(), block=block, scale_format=scale_format, kernel="te")
@@ -69,7 +69,7 @@ def transformer_engine() -> list[Implementation]:
 
 
 def nemo_rl() -> list[Implementation]:
-    """`cast_tensor_to_fp8_blockwise`, read out of NeMo RL's file alone: importing it patches vLLM and needs Ray."""
+    """Load `cast_tensor_to_fp8_blockwise` from the text of NeMo RL's file: importing it patches vLLM and needs Ray."""
     source, version = _nemo_rl_file()
     cast = _function(source, NEMO_RL_FUNCTION)
 
@@ -83,10 +83,10 @@ def nemo_rl() -> list[Implementation]:
 
 
 def verl() -> list[Implementation]:
-    """Both of verl's paths; the Triton one needs a GPU."""
+    """Load both paths of verl; the Triton path needs a GPU."""
     module = _module("verl.utils.kernel.fp8_kernel")
 
-    def through(path: str) -> Quantize:
+    def quantizer(path: str) -> Quantize:
         def quantize(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
             data, scale_inv = getattr(module, path)(x.to(_device()), list(block))
             return BlockScaled(data, scale_inv.squeeze(-1) if scale_inv.dim() > 2 else scale_inv, block)
@@ -99,13 +99,13 @@ def verl() -> list[Implementation]:
     only: tuple[ScaleFormat, ...] = ("fp32",)
     version, device = _version("verl"), _device()
     return [
-        Implementation(name, formulas.VERL, through(path), (BLOCK,), only, version, name, device)
+        Implementation(name, formulas.VERL, quantizer(path), (BLOCK,), only, version, name, device)
         for name, path in paths.items()
     ]
 
 
 def deepgemm() -> list[Implementation]:
-    """DeepGEMM's casts in torch, which its tests and its users quantize with."""
+    """Load DeepGEMM's casts in torch, with which its tests and its users quantize."""
     module = _module("deep_gemm.utils.math")
 
     def quantize(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
@@ -113,29 +113,29 @@ def deepgemm() -> list[Implementation]:
         data, scale_inv = cast(x.to(_device()), use_ue8m0=scale_format == "pow2")
         return BlockScaled(data, scale_inv, block)
 
-    version, formula, device = _version("deep_gemm"), _deepgemm_here(), _device()
+    version, formula, device = _version("deep_gemm"), _deepgemm_formula(), _device()
     return [Implementation("DeepGEMM", formulas.DEEPGEMM, quantize, version=version, formula=formula, device=device)]
 
 
 def vllm() -> list[Implementation]:
-    """vLLM's own: the cast of weights, what it makes of ours, its torch quantizer, and on a GPU its CUDA kernel."""
-    logging.getLogger("vllm").setLevel(logging.ERROR)  # it configures its logging only when an engine starts
+    """Load vLLM's cast of weights, its requantization, its torch quantizer, and on a GPU its CUDA kernel."""
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # vLLM configures its logging only when an engine starts
     deep_gemm = _module("vllm.utils.deep_gemm")
     fp8_utils = _module("vllm.model_executor.layers.quantization.utils.fp8_utils")
     input_quant = _module("vllm.model_executor.layers.quantization.input_quant_fp8")
 
     def cast(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
-        with _eager():
+        with _without_compiler():
             data, scale_inv = deep_gemm.per_block_cast_to_fp8(
                 x.to(_device()), list(block), use_ue8m0=scale_format == "pow2"
             )
         return BlockScaled(data, scale_inv, block)
 
     def requantize(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
-        ours = quantize_blockwise(x.to(_device()), block=block, scale_format=scale_format)
-        with _eager():
-            fp8_utils.requant_weight_ue8m0_inplace(ours.data, ours.scale_inv, block)
-        return ours
+        quantized = quantize_blockwise(x.to(_device()), block=block, scale_format=scale_format)
+        with _without_compiler():
+            fp8_utils.requant_weight_ue8m0_inplace(quantized.data, quantized.scale_inv, block)
+        return quantized
 
     def native(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
         rule = SimpleNamespace(group_size=block[1], use_ue8m0=scale_format == "pow2", column_major_scales=False)
@@ -144,7 +144,7 @@ def vllm() -> list[Implementation]:
 
     def group(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
         if x.size(1) % block[1]:
-            raise NotTaken(f"a row of {x.size(1)} values is not made of whole groups of {block[1]}")
+            raise UnsupportedShapeError(f"a row of {x.size(1)} values is not made of whole groups of {block[1]}")
         data, scale_inv = fp8_utils.per_token_group_quant_fp8(x.cuda(), block[1], use_ue8m0=scale_format == "pow2")
         return BlockScaled(data, scale_inv, block)
 
@@ -153,7 +153,7 @@ def vllm() -> list[Implementation]:
         return Implementation(name, source, call, (block,), FORMATS, version, formula or name, _device())
 
     found = [
-        library("vLLM per_block_cast_to_fp8", "vLLM vllm/utils/deep_gemm.py", cast, BLOCK, _deepgemm_here()),
+        library("vLLM per_block_cast_to_fp8", "vLLM vllm/utils/deep_gemm.py", cast, BLOCK, _deepgemm_formula()),
         library("vLLM requantizing ours", formulas.FP8_UTILS, requantize, BLOCK),
         library("vLLM native", formulas.INPUT_QUANT, native, ALONG_LAST),
     ]
@@ -179,41 +179,41 @@ def _version(distribution: str) -> str:
 
 
 def _module(name: str) -> Any:
-    """A module of a library. Raises Absent."""
+    """Import a module of a library. Raises UnavailableError."""
     if importlib.util.find_spec(name.partition(".")[0]) is None:
-        raise Absent("not installed")
+        raise UnavailableError("not installed")
     try:
         return importlib.import_module(name)
-    except Exception as error:  # whatever a foreign package does while it loads
-        raise Absent(f"cannot be imported ({type(error).__name__}: {error})") from error
+    except Exception as error:  # a foreign package may raise anything while it loads
+        raise UnavailableError(f"cannot be imported ({type(error).__name__}: {error})") from error
 
 
 def _nemo_rl_file() -> tuple[Path, str]:
-    """NeMo RL's fp8.py and what to call its version."""
+    """Return the path of NeMo RL's fp8.py and its version. Raises UnavailableError."""
     if root := os.environ.get(NEMO_RL_SRC):
         path, version = Path(root) / NEMO_RL_FILE, f"in {NEMO_RL_SRC}"
     else:
         spec = importlib.util.find_spec("nemo_rl")  # finds a package without running it
         if spec is None or spec.origin is None:
-            raise Absent(f"not installed, and {NEMO_RL_SRC} names no checkout")
+            raise UnavailableError(f"not installed, and {NEMO_RL_SRC} names no checkout")
         path, version = Path(spec.origin).parent.parent / NEMO_RL_FILE, _version("nemo-rl")
     if not path.is_file():
-        raise Absent(f"there is no {path}")
+        raise UnavailableError(f"there is no {path}")
     return path, version
 
 
 def _function(path: Path, name: str) -> FunctionType:
-    """One function of a file, with torch as all that it knows of its module. Raises Absent."""
+    """Return one function of a file, with torch as its only global. Raises UnavailableError."""
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             scope: dict[str, Any] = {"torch": torch}
             exec(compile(ast.Module([node], []), str(path), "exec"), scope)
             return scope[name]
-    raise Absent(f"{path} has no function {name}")
+    raise UnavailableError(f"{path} has no function {name}")
 
 
-def _eager() -> contextlib.AbstractContextManager[Any]:
-    """vLLM compiles its cast; the same torch operations run without a compiler, which a machine need not have."""
+def _without_compiler() -> contextlib.AbstractContextManager[Any]:
+    """Run vLLM's compiled cast as plain torch operations: the machine may have no compiler."""
     return torch.compiler.set_stance("force_eager")
 
 
@@ -221,6 +221,6 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _deepgemm_here() -> str:
-    """The formula of DeepGEMM's cast for the device that it runs on."""
+def _deepgemm_formula() -> str:
+    """Return the name of the formula of DeepGEMM's cast on this machine's device."""
     return "DeepGEMM, on CUDA" if torch.cuda.is_available() else "DeepGEMM, on CPU"

@@ -1,4 +1,4 @@
-"""The matrices that implementations are compared on: each kind is one that some of them treat differently."""
+"""The matrices for the comparison: some implementations treat each kind differently."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ KINDS = ("normal", "heavy-tailed", "ragged", "ragged outlier", "zero blocks", "t
 """
 normal          Gaussian
 heavy-tailed    Student t
-ragged          the last blocks of rows and columns are not full
+ragged          the last blocks of rows and columns are incomplete
 ragged outlier  the same, and the very last element is large
 zero blocks     the left half is zero
 tiny            Gaussian of sigma 1e-6
@@ -24,12 +24,12 @@ tiny            Gaussian of sigma 1e-6
 
 
 def weights(size: int, seed: int) -> dict[str, Tensor]:
-    """bf16 [size, size] by kind, of sigma 0.02; `ragged` ones are [size - 24, size + 76]."""
+    """Return bf16 [size, size] of sigma 0.02, by kind; the ragged kinds are [size - 24, size + 76]."""
     return _matrices(size, size, SIGMA_WEIGHT, seed)
 
 
 def activations(size: int, seed: int) -> dict[str, Tensor]:
-    """bf16 [size / 4 tokens, size] by kind, of sigma 1; `ragged` ones are [size / 4 - 24, size + 76]."""
+    """Return bf16 [size / 4 tokens, size] of sigma 1, by kind; the ragged kinds are [size / 4 - 24, size + 76]."""
     return _matrices(size // 4, size, SIGMA_ACTIVATION, seed)
 
 

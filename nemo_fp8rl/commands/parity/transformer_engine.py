@@ -1,9 +1,9 @@
 """Transformer Engine's blockwise quantizer in integer arithmetic, without torch's division, rounding or FP8 cast.
 
-Our contract is this same formula, so an answer from the same torch operations would prove nothing. Here amax is found
-on bit patterns, 448 / amax is a long division of integers rounded half to even, E4M3 bytes come from shifts, and the
-two roundings left (x * scale and 1 / scale to float32) are taken from float64, which holds the first exactly and has
-more than twice the digits that the second needs.
+Our contract is the same formula, so a result of the same torch operations would prove nothing. This module finds amax
+on bit patterns, computes 448 / amax by a long division of integers rounded half to even, and makes E4M3 bytes by
+shifts. The other two roundings (x * scale and 1 / scale to float32) are taken from float64, which represents the first
+product exactly and has more than twice the digits that the second needs.
 """
 
 import numpy as np
@@ -22,11 +22,14 @@ LONG_DIVISION = 45
 
 
 def quantize(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
-    """TransformerEngine common/recipe/recipe_common.cuh, compute_scale_from_amax, and the kernels that call it.
+    """Quantize as Transformer Engine does.
 
-    amax over the values that exist in the block, no floor (epsilon 0); scale = 448 / amax, correctly rounded; 1 where
-    amax is 0; where it overflows, the largest value of the dtype of x; mantissa masked off for pow2; scale_inv =
-    1 / scale. x must be finite.
+    amax is taken over the values that exist in the block, without a floor (epsilon 0); scale = 448 / amax, correctly
+    rounded; 1 if amax is 0; the largest value of x's dtype if the quotient overflows; mantissa masked off for pow2;
+    scale_inv = 1 / scale.
+
+    x:      finite values
+    Source: TransformerEngine common/recipe/recipe_common.cuh, compute_scale_from_amax, and the kernels that call it
     """
     (n, k), (b0, b1) = x.shape, block
     values = x.float().numpy()
@@ -36,15 +39,15 @@ def quantize(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
     scale = _scale(amax.astype(np.float64), torch.finfo(x.dtype).max)
     if scale_format == "pow2":
         scale = np.ldexp(0.5, np.frexp(scale)[1])
-    spread = scale.repeat(b0, 0)[:n].repeat(b1, 1)[:, :k]
+    scale_of_value = scale.repeat(b0, 0)[:n].repeat(b1, 1)[:, :k]
     with np.errstate(over="ignore"):
-        product = (values * spread).astype(np.float32)
+        product = (values * scale_of_value).astype(np.float32)
     data = torch.from_numpy(e4m3_bytes(product)).view(E4M3)
     return BlockScaled(data, torch.from_numpy((1 / scale).astype(np.float32)), block)
 
 
 def _scale(amax: np.ndarray, largest: float) -> np.ndarray:
-    """float64 amax, each a float32 -> 448 / amax as float32 has it, in float64."""
+    """Return 448 / amax, rounded to float32, as float64. amax: float32 values as float64."""
     fraction, exponent = np.frexp(np.where(amax > 0, amax, E4M3_MAX))
     divisor = np.ldexp(fraction, 24).astype(np.int64)  # amax = divisor * 2^(exponent - 24)
     shift = LONG_DIVISION - (divisor << 24 <= 7 << LONG_DIVISION)  # so that the quotient has 24 bits
@@ -56,18 +59,18 @@ def _scale(amax: np.ndarray, largest: float) -> np.ndarray:
 
 
 def e4m3_bytes(values: np.ndarray) -> np.ndarray:
-    """float32 -> uint8 of the same shape: E4M3 bit patterns, nearest, ties to even, saturating at 448."""
+    """Return the E4M3 bits of float32 values as uint8: nearest, ties to even, saturated at 448."""
     bits = values.view(np.int32)
     magnitude = np.minimum(bits & MAGNITUDE, np.float32(E4M3_MAX).view(np.int32))
     exponent = (magnitude >> 23) - FLOAT32_BIAS
-    normal = _shifted(magnitude, DROPPED) - ((FLOAT32_BIAS - E4M3_BIAS) << 3)
+    normal = _shift_right(magnitude, DROPPED) - ((FLOAT32_BIAS - E4M3_BIAS) << 3)
     significand = (magnitude & 0x7FFFFF) | 0x800000
-    tiny = _shifted(significand, np.clip(14 - exponent, 1, 26))  # in steps of 2^-9, the smallest E4M3 value
+    tiny = _shift_right(significand, np.clip(14 - exponent, 1, 26))  # in steps of 2^-9, the smallest E4M3 value
     code = np.where(exponent >= 1 - E4M3_BIAS, normal, tiny)
     return (code + 128 * (bits < 0)).astype(np.uint8)
 
 
-def _shifted(integers: np.ndarray, places: int | np.ndarray) -> np.ndarray:
-    """integers / 2^places, rounded half to even."""
+def _shift_right(integers: np.ndarray, places: int | np.ndarray) -> np.ndarray:
+    """Return integers / 2^places, rounded half to even."""
     odd = (integers >> places) & 1
     return (integers + (1 << (places - 1)) - 1 + odd) >> places

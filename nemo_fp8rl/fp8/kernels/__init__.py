@@ -1,20 +1,14 @@
-"""Implementations of the contract; `reference` is the specification, every other one must equal it to the bit.
+"""Implementations of the FP8 contract; `reference` specifies it, and every other one must equal it to the bit.
 
 reference   torch, on any device: the formula, line by line
-cpu         numba, memory speed on a CPU
+cpu         numba, at memory speed on a CPU
 triton      one pass over a GPU's memory
-te          Transformer Engine's own quantizer, on a GPU: to hold the contract against the real thing
-auto        triton on CUDA, cpu on a CPU; reference where the library for those is not installed
+te          Transformer Engine's own quantizer, on a GPU: to check the contract against it
+auto        triton on CUDA, cpu on a CPU; reference where the library of that kernel is not installed
 
-A kernel module has two functions, both for contiguous outputs and x [E, N, K] of any strides; the first takes a
-scale_inv of any strides, too:
-
-quantize(x, block, scale_format, data, scale_inv)                       fills data and scale_inv
-quantize_delta(x, block, scale_format, base, data, scale_inv)           and returns what differs from base,
-                                                                        which may be data; `comparing` makes it
-
-and marks a block that holds a value that is not finite by a scale_inv of NaN. What the emulated matmuls multiply,
-quantized and dequantized in one go, comes from `cpu`, or from `emulate` where that cannot run.
+A kernel is a module with the two functions of `Kernel`. Both mark a block that holds a value that is not finite by a
+scale_inv of NaN. The operands of the emulated matmuls, quantized and dequantized in one pass, come from `cpu`, or from
+`emulate` where `cpu` cannot run.
 """
 
 import functools
@@ -38,39 +32,50 @@ _DEVICES = {"reference": ("cpu", "cuda"), "cpu": ("cpu",), "triton": ("cuda",), 
 
 
 class KernelError(RuntimeError):
-    """The kernel asked for by name cannot run here."""
+    """The kernel with the requested name does not exist or cannot run on this machine."""
 
 
 class Kernel(Protocol):
-    def quantize(self, x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, scale_inv: Tensor) -> None: ...
+    """A module that quantizes x [E, N, K], of any strides.
+
+    data:      output, E4M3 [E, N, K], contiguous
+    scale_inv: output, float32 [E, ceil(N/b0), ceil(K/b1)]; contiguous in quantize_delta, of any strides in quantize
+    base:      E4M3 [E, N, K], the previous bytes; it may be `data`
+    """
+
+    def quantize(self, x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, scale_inv: Tensor) -> None:
+        """Fill data and scale_inv."""
 
     def quantize_delta(
         self, x: Tensor, block: Block, scale_format: ScaleFormat, base: Tensor, data: Tensor, scale_inv: Tensor
-    ) -> Delta | None: ...
+    ) -> Delta | None:
+        """Fill data and scale_inv, and return what differs from base; None if too much differs to list it."""
 
 
 @functools.cache
 def resolve(name: KernelName, device: str) -> str:
-    """The kernel that `name` means on a device type ("cpu", "cuda"); says so once, in the log.
+    """Return the kernel that `name` stands for on a device type ("cpu", "cuda"), and log it once.
 
-    Raises KernelError if a kernel asked for by name cannot run there. Only `auto` chooses.
+    Only `auto` falls back to another kernel.
+
+    Raises: KernelError if any other name is unknown or cannot run on that device type
     """
     if name not in get_args(KernelName):
         raise KernelError(f"there is no FP8 kernel {name!r}; there are {', '.join(get_args(KernelName))}")
     if name == "auto":
-        wanted = "triton" if device == "cuda" else "cpu"
-        reason = why_not(wanted, device)
-        chosen = "reference" if reason else wanted
-        logger.info("FP8 quantizer on %s: %s", device, f"{chosen}, as {reason}" if reason else describe(chosen))
-        return chosen
-    if reason := why_not(name, device):
+        fastest = "triton" if device == "cuda" else "cpu"
+        reason = why_unavailable(fastest, device)
+        kernel = "reference" if reason else fastest
+        logger.info("FP8 quantizer on %s: %s", device, f"{kernel}, as {reason}" if reason else describe(kernel))
+        return kernel
+    if reason := why_unavailable(name, device):
         raise KernelError(f"FP8 kernel {name} cannot run: {reason}; take another, or auto")
     logger.info("FP8 quantizer on %s: %s, as asked for", device, describe(name))
     return name
 
 
 def load(name: KernelName, device: str) -> Kernel:
-    """The module of the kernel that `name` means on a device type."""
+    """Return the module of the kernel that `name` stands for on a device type."""
     return _module(resolve(name, device))
 
 
@@ -81,21 +86,21 @@ def _module(kernel: str) -> Kernel:
 
 @functools.cache
 def load_emulation(device: str) -> Callable[[Tensor, Block, ScaleFormat, torch.dtype], Tensor]:
-    """quantize_dequantize(x, block, scale_format, dtype): the cpu kernel's where that runs, else `emulate`'s."""
+    """Return quantize_dequantize(x, block, scale_format, dtype) of the cpu kernel where it runs, else of `emulate`."""
     if resolve("auto", device) == "cpu":
         return importlib.import_module(f"{__name__}.on_cpu.numba_kernel").quantize_dequantize
     return importlib.import_module(f"{__name__}.emulate").quantize_dequantize
 
 
 def describe(kernel: str) -> str:
-    """A resolved kernel with the version of the library that it comes from."""
+    """Return a resolved kernel's name, with the version of its library."""
     library = _LIBRARY.get(kernel)
     return f"{kernel} ({library} {metadata.version(library)})" if library else kernel
 
 
-def why_not(kernel: str, device: str) -> str:
-    """Why a kernel cannot run on a device type; empty if it can."""
-    if device not in _DEVICES[kernel] and not (kernel == "triton" and _interpreted()):
+def why_unavailable(kernel: str, device: str) -> str:
+    """Return why a kernel cannot run on a device type; empty if it can."""
+    if device not in _DEVICES[kernel] and not (kernel == "triton" and _is_triton_interpreted()):
         return f"{kernel} runs on {' and '.join(_DEVICES[kernel])}, not on {device}"
     try:
         importlib.import_module(f"{__name__}.{_MODULE[kernel]}")
@@ -106,10 +111,10 @@ def why_not(kernel: str, device: str) -> str:
     return ""
 
 
-def _interpreted() -> bool:
-    """Whether Triton runs its kernels on the CPU, value by value (TRITON_INTERPRET=1 when they are imported)."""
+def _is_triton_interpreted() -> bool:
+    """Return whether Triton runs its kernels on the CPU, value by value (TRITON_INTERPRET=1 at their import)."""
     try:
         from nemo_fp8rl.fp8.kernels import triton_kernels
     except ImportError:
         return False
-    return triton_kernels.INTERPRETED
+    return triton_kernels.IS_INTERPRETED

@@ -1,4 +1,4 @@
-"""Deltas of a kernel that does not find them as it quantizes: from the bytes, afterwards."""
+"""The delta of a kernel that does not find the changes while it quantizes: compare the bytes afterwards."""
 
 from collections.abc import Callable
 
@@ -11,13 +11,13 @@ Quantize = Callable[[Tensor, Block, ScaleFormat, Tensor, Tensor], None]
 QuantizeDelta = Callable[[Tensor, Block, ScaleFormat, Tensor, Tensor, Tensor], Delta | None]
 
 
-def comparing(quantize: Quantize) -> QuantizeDelta:
-    """`quantize_delta` of the kernel that this is the `quantize` of."""
+def make_quantize_delta(quantize: Quantize) -> QuantizeDelta:
+    """Return the `quantize_delta` of a kernel, made from its `quantize`."""
 
     def quantize_delta(
         x: Tensor, block: Block, scale_format: ScaleFormat, base: Tensor, data: Tensor, scale_inv: Tensor
     ) -> Delta | None:
-        """`quantize`, then what differs from base, E4M3 [E, N, K]; None if that is too much to list."""
+        """Quantize x, then return what differs from base, E4M3 [E, N, K]; None if too much differs to list it."""
         if base.data_ptr() == data.data_ptr():
             base = base.clone()
         quantize(x, block, scale_format, data, scale_inv)

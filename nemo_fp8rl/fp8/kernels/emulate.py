@@ -1,9 +1,9 @@
-"""Quantize and dequantize in one go, without E4M3 storage: what the emulated matmuls multiply.
+"""Quantize and dequantize in one pass, without E4M3 storage: the operands of the emulated matmuls.
 
 torch's CPU casts to and from E4M3 are scalar; rounding in float32 arithmetic gives the same value several times faster.
-Adding and subtracting 1.5 * 2^(e+20) leaves three mantissa bits under round-to-nearest-even, and clamping the
-exponent at -6 gives E4M3's subnormals. Rows are taken a few blocks at a time, so that the temporaries stay in cache.
-`tests/fp8` holds the result to `reference`, to the bit.
+For a value of exponent e, adding and subtracting 1.5 * 2^(e+20) leaves three mantissa bits under round-to-nearest-even;
+clamping e at -6 gives E4M3's subnormals. A few blocks of rows are converted at a time, so that the temporaries stay in
+the cache. `tests/fp8` checks that the result equals `reference` to the bit.
 """
 
 import torch
@@ -16,18 +16,21 @@ from nemo_fp8rl.fp8.names import Block, ScaleFormat
 MIN_NORMAL_EXPONENT = (127 - 6) << 23
 MANTISSA_SHIFT = (23 - 3) << 23
 CHUNK_VALUES = 1 << 18
-"""Values handled at a time: one MiB of float32, so that the temporaries stay in cache and are never paged in anew."""
+"""Values converted at a time: one MiB of float32, so that the temporaries stay in the cache and reuse their pages."""
 
 
 def round_to_e4m3(v: Tensor) -> Tensor:
-    """float32, |v| <= 448 -> the nearest E4M3 value, ties to even, as float32. Equals v.to(float8_e4m3fn).float()."""
+    """Round to the nearest E4M3 value, ties to even, as float32. Equals v.to(float8_e4m3fn).float().
+
+    v: float32, |v| <= 448
+    """
     exponent = v.view(torch.int32).bitwise_and(FLOAT32_EXPONENT_BITS).clamp_(min=MIN_NORMAL_EXPONENT)
     magic = exponent.add_(MANTISSA_SHIFT).view(torch.float32).mul_(1.5)
-    return (v + magic).sub_(magic).copysign_(v)  # a negative that rounds to zero keeps its sign, as in E4M3
+    return (v + magic).sub_(magic).copysign_(v)  # a negative value that rounds to zero keeps its sign, as in E4M3
 
 
 def quantize_dequantize(x: Tensor, block: Block, scale_format: ScaleFormat, dtype: torch.dtype) -> Tensor:
-    """x [N, K] -> the values that `reference.quantize` keeps, [N, K] in `dtype`.
+    """Return the values that `reference.quantize` stores for x [N, K], as [N, K] in `dtype`.
 
     E4M3 times a power of two is exact in bfloat16, so with pow2 scales `dtype` may be bfloat16 without loss.
     """

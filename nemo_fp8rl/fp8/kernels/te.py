@@ -1,14 +1,15 @@
-"""Transformer Engine's own quantizer: to hold the contract against the real thing, not for speed.
+"""Transformer Engine's own quantizer as a kernel: to check the contract against it, not for speed.
 
-Read from its source (2.3 to 2.18): common/transpose/quantize_transpose_{square,vector}_blockwise.cu for the values and
-tensor/float8_blockwise_tensor.py for the layouts, which are what its GEMMs want. Of a matrix [N, K]:
+Source (2.3 to 2.18): common/transpose/quantize_transpose_{square,vector}_blockwise.cu for the values, and
+tensor/float8_blockwise_tensor.py for the layouts, which its GEMMs need. For a matrix [N, K]:
 
 128x128   data [N, K]                scales [ceil(N/128), ceil(K/128) rounded up to a multiple of 4]
 1x128     data [N, K]                scales [ceil(K/128), N rounded up]: transposed
 128x1     data [K, N]: transposed    scales [ceil(N/128), K rounded up]
 
-What is rounded up is padding, of any value. Any [N, K] of bf16, fp16 or fp32 is taken; experts come one by one.
-NaN and infinity it passes over: fmaxf drops a NaN, and a block with infinity gets scale 1. They are looked for here.
+Rounding up adds padding of any value. Transformer Engine accepts every [N, K] of bf16, fp16 or fp32; experts are
+quantized one by one. It ignores NaN and infinity: fmaxf drops a NaN, and a block with infinity gets scale 1. So this
+module searches for them.
 """
 
 import torch
@@ -19,25 +20,25 @@ from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8Bloc
 
 from nemo_fp8rl.fp8.format import ALONG_LAST, ALONG_TOKENS
 from nemo_fp8rl.fp8.gpu_support import BLACKWELL
-from nemo_fp8rl.fp8.kernels.compare_bytes import comparing
+from nemo_fp8rl.fp8.kernels.compare_bytes import make_quantize_delta
 from nemo_fp8rl.fp8.kernels.reference import to_blocks
 from nemo_fp8rl.fp8.names import BLOCK, Block, ScaleFormat
 
-MOST_ROWS = 128 * 65535
-"""Rows of a matrix: each 128 are a step in the second dimension of Transformer Engine's grid."""
+MAX_ROWS = 128 * 65535
+"""Most rows of a matrix: each 128 rows are a step in the second dimension of Transformer Engine's grid."""
 
 
 def quantize(x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, scale_inv: Tensor) -> None:
-    """x [E, N, K] -> data, E4M3 [E, N, K], and scale_inv, float32 [E, ceil(N/b0), ceil(K/b1)].
+    """Quantize x; see `Kernel`.
 
-    Raises ValueError for what Transformer Engine cannot do.
+    Raises: ValueError for a block, shape or scale format that Transformer Engine does not support
     """
     _refuse_unsupported(x, block, scale_format)
     if x.numel() == 0:
         return
     quantizer = Float8BlockQuantizer(
         fp8_dtype=tex.DType.kFloat8E4M3,
-        rowwise=True,  # with 128x1 as well: up to 2.7 the columns alone are refused
+        rowwise=True,  # with 128x1 as well: versions up to 2.7 refuse columns alone
         columnwise=block == ALONG_TOKENS,
         amax_epsilon=0.0,
         force_pow_2_scales=scale_format == "pow2",
@@ -58,13 +59,13 @@ def quantize(x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, s
     scale_inv.masked_fill_(~to_blocks(x, block).isfinite().all(4).all(2), torch.nan)
 
 
-quantize_delta = comparing(quantize)
+quantize_delta = make_quantize_delta(quantize)
 
 
 def _refuse_unsupported(x: Tensor, block: Block, scale_format: ScaleFormat) -> None:
     if block not in (BLOCK, ALONG_LAST, ALONG_TOKENS):
         raise ValueError(f"Transformer Engine quantizes in blocks of 128x128, 1x128 and 128x1, not of {block}")
-    if x.size(1) > MOST_ROWS:
-        raise ValueError(f"Transformer Engine quantizes matrices of up to {MOST_ROWS} rows, not of {x.size(1)}")
+    if x.size(1) > MAX_ROWS:
+        raise ValueError(f"Transformer Engine quantizes matrices of up to {MAX_ROWS} rows, not of {x.size(1)}")
     if scale_format == "fp32" and torch.cuda.get_device_capability(x.device) >= BLACKWELL:
         raise ValueError("Transformer Engine has no fp32 scales on Blackwell, where it emulates blocks with MXFP8's")

@@ -1,11 +1,12 @@
 """The contract in one pass over a GPU's memory: a program reads its tile once, keeps it in registers, writes it once.
 
-A tile is one block; of blocks that are one row high or one column wide it is many, so that memory is read in whole
-lines. Any strides are read in place, a transposed view through shared memory. Every bit is `reference`'s:
+A tile is one block, or several blocks where a block is one row high or one column wide, so that memory is read in whole
+lines. Input of any strides is read in place, a transposed view through shared memory. Every bit equals `reference`:
 
-- The maximum is taken over the values' bits, where infinity and NaN stand above every number and none is lost.
-- Both divisions are IEEE's, no product and sum are fused, and denormals are kept.
-- E4M3 rounding is the GPU's own conversion where it has one (compute capability 8.9), else integers, as in `loops`.
+- The maximum is taken over the bits of the values: as integers, infinity and NaN are above every number.
+- Both divisions are IEEE divisions, no product and sum are fused, and denormals are kept.
+- E4M3 rounding is the GPU's own conversion where it has one (compute capability 8.9), else integer arithmetic, as in
+  `loops`.
 
 Left out: a delta in the same pass, which on an H200 was slower, and wrong (docs/decisions.md); autotuning (a size
 changes no bit); and blocks of more than 2^15 values, which registers do not hold.
@@ -17,25 +18,25 @@ import triton.language as tl
 from torch import Tensor
 
 from nemo_fp8rl.fp8.delta import as_bytes
-from nemo_fp8rl.fp8.kernels.compare_bytes import comparing
+from nemo_fp8rl.fp8.kernels.compare_bytes import make_quantize_delta
 from nemo_fp8rl.fp8.names import Block, ScaleFormat
 
 STRIP_VALUES = 1 << 14
 """Values handled at a time: a block of 128x128, which in strips takes longer (docs/decisions.md)."""
 LINE_STRIP_VALUES = 1 << 12
-"""The same of blocks in one line: 32 rows of 1x128, for matrices of few tokens."""
+"""The same for blocks of one line: 32 rows of 1x128, because there are matrices of few tokens."""
 TILE_VALUES = 1 << 15
-"""The most that a program can hold."""
+"""Most values that a program can hold in registers."""
 THREAD_VALUES = 64
-"""Values of a tile that a thread handles, up to 16 warps; half or a quarter of it are as fast."""
+"""Values of a tile per thread, up to 16 warps; half or a quarter of it is as fast."""
 
-INTERPRETED = triton.knobs.runtime.interpret
-"""Whether the kernels below run on the CPU, value by value: TRITON_INTERPRET is read when they are defined."""
+IS_INTERPRETED = triton.knobs.runtime.interpret
+"""True if the kernels below run on the CPU, value by value: TRITON_INTERPRET is read when they are defined."""
 
 
 @triton.jit
 def float32_bits(values):
-    """The bits of fp16, fp32 or, as int16, of bfloat16, which is the upper half of float32. int32."""
+    """Return the float32 bits, int32, of values in fp16, fp32, or bfloat16 as int16 (the upper half of float32)."""
     if values.dtype == tl.int16:
         return values.to(tl.int32) << 16
     return values.to(tl.float32).to(tl.int32, bitcast=True)
@@ -43,11 +44,11 @@ def float32_bits(values):
 
 @triton.jit
 def e4m3(value):
-    """float32 -> E4M3 bits: nearest, ties to even, saturated at 448."""
+    """Return the E4M3 bits of a float32 value: nearest, ties to even, saturated at 448."""
     signed = value.to(tl.int32, bitcast=True)
     a = signed & 0x7FFFFFFF
     normal = ((a + 0x7FFFF + ((a >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 the values are 2^-9 apart, as float32 itself is around 2^14: adding that rounds to them.
+    # Below 2^-6 E4M3 values are 2^-9 apart, as float32 values are around 2^14: adding 2^14 rounds to them.
     tiny = (a.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.minimum(tl.where(a < 0x3C800000, tiny, normal), 0x7E)
     return (code | ((signed >> 24) & 0x80)).to(tl.uint8)
@@ -60,16 +61,16 @@ def quantize_tile(
     B0: tl.constexpr, B1: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, STRIPS: tl.constexpr,
     POW2: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of x [E, n, k] with A0 x A1 blocks of B0 x B1, in STRIPS strips of S0 x S1, one below the other.
+    """Quantize one tile of x [E, n, k]: A0 x A1 blocks of B0 x B1, in STRIPS strips of S0 x S1, one below the other.
 
-    largest: of x's dtype.
+    largest: the largest finite value of x's dtype
     """
     A0: tl.constexpr = S0 if B0 == 1 else 1
     A1: tl.constexpr = S1 if B1 == 1 else 1
     scales_n, scales_k = (n + B0 - 1) // B0, (k + B1 - 1) // B1
     tiles_n, tiles_k = (scales_n + A0 - 1) // A0, (scales_k + A1 - 1) // A1
-    tile = tl.program_id(0)  # the grid's first dimension is the only one that may pass 65535
-    expert = (tile // tiles_k // tiles_n).to(tl.int64)  # int64, because a matrix may pass 2^31 values
+    tile = tl.program_id(0)  # only the first dimension of a grid may exceed 65535
+    expert = (tile // tiles_k // tiles_n).to(tl.int64)  # int64, because a matrix may exceed 2^31 values
     i, j = (tile // tiles_k % tiles_n).to(tl.int64), (tile % tiles_k).to(tl.int64)
     r, c = tl.arange(0, S0)[:, None], tl.arange(0, S1)[None, :]
     column = j * (A1 * B1) + c
@@ -89,7 +90,7 @@ def quantize_tile(
             magnitude = tl.max(magnitude, 0, keep_dims=True)
         amax = tl.maximum(amax, magnitude)
 
-    # scale = 448 / amax; amax 0 -> 448 / 448; 0x7F800000 and above are infinity and NaN
+    # scale = 448 / amax; amax 0 -> 448 / 448; bits of 0x7F800000 and above are infinity and NaN
     scale = tl.div_rn(448.0, tl.where(amax == 0, 0x43E00000, amax).to(tl.float32, bitcast=True))
     scale = tl.where(scale == float("inf"), largest, scale)
     if POW2:
@@ -106,23 +107,23 @@ def quantize_tile(
         row = i * (A0 * B0) + s * S0 + r
         inside = in_row & (row < n) & (s * S0 + r < A0 * B0)
         product = float32_bits(strips[s]).to(tl.float32, bitcast=True) * scale
-        # the instruction behind the cast saturates, as e4m3 does
+        # the instruction of this cast saturates, as e4m3 does
         code = product.to(tl.float8e4nv).to(tl.uint8, bitcast=True) if NATIVE else e4m3(product)
         tl.store(data + (expert * n + row) * k + column, code, mask=inside)
 
 
 def quantize(x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, scale_inv: Tensor) -> None:
-    """x [E, N, K] -> data, E4M3 [E, N, K], and scale_inv, float32 [E, ceil(N/b0), ceil(K/b1)].
+    """Quantize x; see `Kernel`.
 
-    Raises ValueError for a block that a program cannot hold.
+    Raises: ValueError for a block that a program cannot hold
     """
-    rows, columns, strips = strips_of(block)
+    rows, columns, strips = tile_layout(block)
     if x.numel() == 0:
         return
     tiles = x.size(0) * triton.cdiv(x.size(1), rows if block[0] == 1 else block[0])
     tiles *= triton.cdiv(x.size(2), columns if block[1] == 1 else block[1])
     warps = rows * columns * strips // THREAD_VALUES // 32
-    native = not INTERPRETED and torch.cuda.get_device_capability(x.device) >= (8, 9)
+    native = not IS_INTERPRETED and torch.cuda.get_device_capability(x.device) >= (8, 9)
     with torch.cuda.device_of(x):
         quantize_tile[(tiles,)](
             x.view(torch.int16) if x.dtype is torch.bfloat16 else x, as_bytes(data), scale_inv,
@@ -132,11 +133,11 @@ def quantize(x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, s
         )  # fmt: skip
 
 
-quantize_delta = comparing(quantize)
+quantize_delta = make_quantize_delta(quantize)
 
 
-def strips_of(block: Block) -> tuple[int, int, int]:
-    """Rows and columns of a strip, powers of two, and the number of strips that make a tile."""
+def tile_layout(block: Block) -> tuple[int, int, int]:
+    """Return the rows and columns of a strip, powers of two, and the number of strips in a tile."""
     b0, b1 = map(triton.next_power_of_2, block)
     values = LINE_STRIP_VALUES if 1 in (b0, b1) else STRIP_VALUES
     columns = b1 if b1 > 1 else max(1, 2 * values // b0)

@@ -14,7 +14,7 @@ def quantization_config(scale_format: str, fp8_layers: Fp8Layers) -> dict[str, o
         "activation_scheme": "dynamic",
         "weight_block_size": list(BLOCK),
         "scale_format": scale_format,
-        "fp8_layers": [fp8_layers.first, fp8_layers.end, list(fp8_layers.ignored)],
+        "fp8_layers": [fp8_layers.first, fp8_layers.end, list(fp8_layers.ignored_words)],
     }
 
 

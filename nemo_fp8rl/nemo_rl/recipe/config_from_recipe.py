@@ -13,7 +13,7 @@ from nemo_fp8rl.config.recipe import completed
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.config.yaml_tree import register_resolvers
 from nemo_fp8rl.generation.engine_checks import check_engine
-from nemo_fp8rl.hf.hub import with_commits
+from nemo_fp8rl.hf.hub import pin_commits
 from nemo_fp8rl.hf.model_config import check_context, read_hf_config
 from nemo_fp8rl.nemo_rl.recipe.gpu_division import divide_gpus, is_colocated
 from nemo_fp8rl.nemo_rl.recipe.keys import COPIED_KEYS, at, check_keys
@@ -28,7 +28,7 @@ def convert_recipe(master: Mapping[str, Any]) -> Config:
 
     Raises: UserError, with the key, for a value that trainer or engines do not support
     """
-    return with_commits(complete_for_model(convert_keys(master)))
+    return pin_commits(complete_for_model(convert_keys(master)))
 
 
 def convert_keys(master: Mapping[str, Any]) -> Config:

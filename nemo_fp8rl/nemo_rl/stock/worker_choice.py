@@ -60,7 +60,7 @@ def choose_workers(policy: dict[str, Any], num_hidden_layers: int, version: str,
     overrides = policy.get(OVERRIDES) or {}
     policy[STREAM_KEY] = {
         "scale_format": precision.scale_format,
-        "fp8_layers": {"first": layers.first, "end": layers.end, "ignored": list(layers.ignored)},
+        "fp8_layers": {"first": layers.first, "end": layers.end, "ignored": list(layers.ignored_words)},
         OVERRIDES: overrides,
     }
     quantization = config_for_vllm_fp8(linears, precision.scale_format, layers)

@@ -14,8 +14,8 @@ from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.region import Region, whole
 from nemo_fp8rl.config.schema import Config, MegatronConfig
 from nemo_fp8rl.fp8 import BLOCK
-from nemo_fp8rl.hf.divisibility import Dimension, check_divides, stages
-from nemo_fp8rl.hf.fp8_layers import asked_fp8_layers, attention_dimensions, mlp_dimension
+from nemo_fp8rl.hf.divisibility import Dimension, check_divides, pipeline_stages
+from nemo_fp8rl.hf.fp8_layers import attention_dimensions, mlp_dimension, requested_fp8_layers
 from nemo_fp8rl.hf.model_config import HfConfig
 
 SPLIT = re.compile(r"(?P<rows>(?:embed_tokens|lm_head|(?:[qkv]|gate|up)_proj)\.)|(?P<columns>(?:o|down)_proj\.)")
@@ -67,7 +67,7 @@ class Layout:
     @property
     def layers(self) -> range:
         first, last = self.first_stage_layers, self.last_stage_layers
-        return stages(self.hf.num_hidden_layers, self.pipeline.size, first, last)[self.pipeline.rank]
+        return pipeline_stages(self.hf.num_hidden_layers, self.pipeline.size, first, last)[self.pipeline.rank]
 
     @property
     def experts(self) -> range:
@@ -169,7 +169,7 @@ def check_layout(hf: HfConfig, cfg: Config) -> None:
             f"{KEY_PREFIX}.tensor_model_parallel_size={tensor} with experts needs {KEY_PREFIX}.sequence_parallel=true: "
             "Megatron trains a mixture in no other way"
         )
-    fp8 = asked_fp8_layers(hf, cfg)
+    fp8 = requested_fp8_layers(hf, cfg)
     attention, mlp = attention_dimensions(hf, fp8), mlp_dimension(hf, fp8)
     if hf.family.experts:
         check_divides(f"{KEY_PREFIX}.tensor_model_parallel_size", tensor, *attention)
@@ -189,7 +189,7 @@ def _check_vocabulary(hf: HfConfig, tensor: int, attention: Sequence[Dimension])
         return len(Layout(hf, tensor=Axis(size - 1, size)).vocabulary) > 0
 
     if not fits(tensor):
-        all_fit = (n for n in range(1, tensor) if fits(n) and all(other.divides_in(n) for other in attention))
+        all_fit = (n for n in range(1, tensor) if fits(n) and all(other.can_split_into(n) for other in attention))
         raise UserError(
             f"policy.megatron_cfg.tensor_model_parallel_size={tensor} leaves a rank without tokens of the model's "
             f"vocab_size={hf.vocab_size}; sizes that fit: {', '.join(map(str, all_fit))}"
@@ -222,7 +222,7 @@ def _check_stages(hf: HfConfig, parallel: MegatronConfig) -> None:
     named = " and ".join(f"{KEY_PREFIX}.{key}={n}" for key, n in uneven.items())
     if size == 1:
         raise UserError(f"{named} needs {KEY_PREFIX}.pipeline_model_parallel_size above 1")
-    stage_layers = stages(layers, size, *keys.values())
+    stage_layers = pipeline_stages(layers, size, *keys.values())
     if stage_layers[-1].stop != layers or not all(stage_layers):
         raise UserError(
             f"{named} {'leaves' if len(uneven) == 1 else 'leave'} {layers - sum(uneven.values())} of the model's "

@@ -166,12 +166,12 @@ def test_a_formula_of_ours_that_fails_is_not_hidden(monkeypatch):
 
 def test_a_library_that_is_not_installed_is_said_once(monkeypatch):
     monkeypatch.setattr(libraries, "LOADERS", {"verl": lambda: libraries._module("no_such_library.at_all")})
-    assert libraries.installed() == ([], {"verl": "not installed"})
+    assert libraries.load_libraries() == ([], {"verl": "not installed"})
 
 
 def test_a_nemo_rl_that_is_not_there_is_said_with_its_path(monkeypatch, tmp_path):
     monkeypatch.setenv(libraries.NEMO_RL_SRC, str(tmp_path))
-    with pytest.raises(libraries.Absent, match=str(tmp_path / libraries.NEMO_RL_FILE)):
+    with pytest.raises(libraries.UnavailableError, match=str(tmp_path / libraries.NEMO_RL_FILE)):
         libraries.nemo_rl()
 
 

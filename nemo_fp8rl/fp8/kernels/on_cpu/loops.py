@@ -1,12 +1,12 @@
-"""The compiled inner loops of the `cpu` kernel: LLVM through numba, so no compiler is needed on the user's machine.
+"""The compiled inner loops of the `cpu` kernel: LLVM through numba, so the user's machine needs no compiler.
 
-A strip of rows, one block high, is read twice (the second time from the cache): for the maxima of its columns and
-then to be converted, with the scales spread out to one a column so that a row is a single long loop. LLVM turns such
-loops into vector code only if every operation is on a type of fixed width, hence the many casts. Rounding is integer
-arithmetic on the float32 bits. Fused and reordered floating-point operations stay off, so every bit is the reference's.
+A strip (rows of one block's height) is read twice, the second time from the cache: once for the maxima of its columns,
+and once to convert it. The scales are repeated to one per column, so that a row is a single long loop. LLVM makes
+vector code of such loops only if every operation is on a type of fixed width, hence the many casts. Rounding is integer
+arithmetic on the float32 bits. Fused and reordered floating-point operations stay off, so every bit equals `reference`.
 
-The first call on a machine compiles (seconds); numba then keeps the code beside this file, or in NUMBA_CACHE_DIR.
-Values come as their bits: int16 for bfloat16, int32 for float32.
+The first call on a machine compiles (seconds); numba then stores the code beside this file, or in NUMBA_CACHE_DIR.
+Values are passed as their bits: int16 for bfloat16, int32 for float32.
 """
 
 import numba as nb
@@ -18,26 +18,26 @@ from numba.extending import intrinsic, overload
 
 u8, u16, u32, u64, i16, i32, f32 = np.uint8, np.uint16, np.uint32, np.uint64, np.int16, np.int32, np.float32
 LANES = 32
-"""Values of 16 bits that are converted by one operation."""
+"""Values of 16 bits that one operation converts."""
 ROUND = 14
-"""Added before five digits go, the last of them a 0, it rounds to nearest: ties down, and with 2 more ties up."""
+"""Added before five bits are dropped, the last of which is 0, it rounds to nearest: ties down; with 2 more, ties up."""
 AHEAD = 4096
-"""Bytes that are asked for before they are compared: the processor's own prefetching is late for them."""
+"""Distance in bytes of the prefetch of bytes to compare: the processor's own prefetching is late for them."""
 NARROW = 2048
-"""Bytes of a row up to which the strip that comes next is asked for; with longer rows that gains nothing."""
+"""Largest row in bytes for which the next strip is prefetched; with longer rows that gains nothing."""
 jit = nb.njit(nogil=True, cache=True, error_model="numpy")  # fastmath stays off: it changes bits
 
 
 def magnitude(h):
-    """Bits without the sign, in their own width."""
+    """Return the bits without the sign, in the width of h."""
 
 
 def float32(h):
-    """The value as float32."""
+    """Return the value of the bits h as float32."""
 
 
-def rounded(value, h):
-    """The bits of a float32 value in the width of h, nearest and ties to even."""
+def round_like(value, h):
+    """Return the bits of a float32 value in the width of h: nearest, ties to even."""
 
 
 @overload(magnitude, inline="always")
@@ -50,8 +50,8 @@ def _float32(h):
     return (lambda h: u32(u32(u16(h)) << u32(16)).view(f32)) if h == nb.int16 else (lambda h: u32(h).view(f32))
 
 
-@overload(rounded, inline="always")
-def _rounded(value, h):
+@overload(round_like, inline="always")
+def _round_like(value, h):
     def to_bfloat16(value, h):
         bits = f32(value).view(u32)
         return i16(u16(u32(bits + u32(u32(0x7FFF) + u32(u32(bits >> u32(16)) & u32(1)))) >> u32(16)))
@@ -61,7 +61,7 @@ def _rounded(value, h):
 
 @jit
 def column_maxima(x, start, stride, rows, maxima):
-    """Fill `maxima`, one a column, over rows of x, flat, that begin at `start`, `start + stride`, ..."""
+    """Fill `maxima`, one per column, over the rows of flat x that begin at `start`, `start + stride`, ..."""
     maxima[:] = 0
     columns = len(maxima)
     while rows >= 4:  # four rows at a time keep the maxima in registers four times as long
@@ -83,7 +83,7 @@ def column_maxima(x, start, stride, rows, maxima):
 
 @nb.njit(error_model="numpy")
 def block_scale(m, pow2, largest):
-    """Bits of amax -> scale; NaN if it is not finite."""
+    """Return the scale for the bits of amax; NaN if amax is not finite."""
     amax = float32(m)
     scale = f32(1)
     if not np.isfinite(amax):
@@ -99,7 +99,7 @@ def block_scale(m, pow2, largest):
 
 @jit
 def strip_scales(x, start, stride, rows, width, pow2, largest, maxima, scales, scale_inv):
-    """Scales of the blocks of a strip, spread out to one a column in `scales`; inverses in `scale_inv`."""
+    """Fill `scales`, one per column, and their inverses `scale_inv`, one per block, of a strip."""
     column_maxima(x, start, stride, rows, maxima)
     for j in range(len(scale_inv)):
         first, end = j * width, min(len(maxima), j * width + width)
@@ -113,18 +113,18 @@ def strip_scales(x, start, stride, rows, width, pow2, largest, maxima, scales, s
 
 @nb.njit(error_model="numpy")
 def e4m3(value):
-    """float32 -> E4M3 bits: nearest, ties to even, saturated at 448."""
+    """Return the E4M3 bits of a float32 value: nearest, ties to even, saturated at 448."""
     signed = f32(value).view(u32)
     a = u32(signed & u32(0x7FFFFFFF))
     normal = u32(u32(u32(u32(a + u32(0x7FFFF)) + u32(u32(a >> u32(20)) & u32(1))) >> u32(20)) - u32(120 << 3))
-    # Below 2^-6 the values are 2^-9 apart, as float32 itself is around 2^14: adding that rounds to them.
+    # Below 2^-6 E4M3 values are 2^-9 apart, as float32 values are around 2^14: adding 2^14 rounds to them.
     tiny = u32(f32(a.view(f32) + f32(16384)).view(u32) - u32(0x46800000))
     return u8(min(tiny if a < u32(0x3C800000) else normal, u32(0x7E)) | u32(u32(signed >> u32(24)) & u32(0x80)))
 
 
 @nb.njit(error_model="numpy")
 def e4m3_value(value):
-    """float32 -> the nearest E4M3 value, as `emulate.round_to_e4m3` gets it."""
+    """Return the nearest E4M3 value of a float32 value, by the arithmetic of `emulate.round_to_e4m3`."""
     v = f32(min(max(f32(value), f32(-448)), f32(448)))
     exponent = max(u32(v.view(u32) & u32(0x7F800000)), u32(121 << 23))
     magic = f32(u32(exponent + u32(20 << 23)).view(f32) * f32(1.5))
@@ -138,17 +138,17 @@ def convert_row(x, scales, out):
         out[k] = e4m3(float32(x[k]) * scales[k])
 
 
-def shifts_of(scales, shifts):
-    """Whether `shift_row` can stand for `convert_row` here: then `shifts` are what it needs, uint16 in their bits."""
+def fill_shifts(scales, shifts):
+    """Fill `shifts` with the bits of uint16 for `shift_row`, and return whether it can replace `convert_row`."""
 
 
-@overload(shifts_of)
-def _shifts_of(scales, shifts):
+@overload(fill_shifts)
+def _fill_shifts(scales, shifts):
     def of_bfloat16(scales, shifts):
         usual = True
         for k in range(len(scales)):
             exponent = i32(i32(f32(scales[k]).view(u32) >> u32(23)) - i32(127))
-            usual &= exponent <= i32(115)  # above, and where the scale is NaN, denormal values count
+            usual &= exponent <= i32(115)  # above it, and where the scale is NaN, denormal values matter
             shifts[k] = i16(i32(i32(i32(120) - exponent) << i32(8)) - i32(ROUND))
         return usual
 
@@ -156,15 +156,15 @@ def _shifts_of(scales, shifts):
 
 
 @nb.njit(error_model="numpy")
-def e4m3_shifted(h, shift):
-    """`e4m3(float32(h) * scale)` of a bfloat16 h and a power of two that keeps it at 448 or below, in 16 bits.
+def e4m3_by_shift(h, shift):
+    """Return `e4m3(float32(h) * scale)` in 16-bit arithmetic, for a bfloat16 h.
 
-    The product is a sum of exponents. `value` is then E4M3 with four more digits, or, below 2^-6, the digits of h,
-    of which more must go.
+    The scale must be a power of two that keeps the product at 448 or below. The product is a sum of exponents. `value`
+    is then E4M3 with four more mantissa bits; below 2^-6 it is the mantissa of h, which must lose more bits.
     """
     scaled = i16(i16(h & i16(0x7FFF)) - i16(u16(u16(shift) + u16(ROUND)) >> u16(1)))
     value = max(scaled, i16(i16(h & i16(0x7F)) | i16(0x80)))
-    excess = u16(min(max(i16(i16(4) - i16(scaled >> i16(7))), i16(3)), i16(14)))  # digits that go, but for the last
+    excess = u16(min(max(i16(i16(4) - i16(scaled >> i16(7))), i16(3)), i16(14)))  # bits to drop, minus one
     v, half = u16(value), u16(u16(u16(1) << excess) - u16(1))
     odd = u16(u16(u16(v >> excess) >> u16(1)) & u16(1))
     code = u16(u16(u16(u16(v + half) + odd) >> excess) >> u16(1))
@@ -173,11 +173,11 @@ def e4m3_shifted(h, shift):
 
 @intrinsic
 def convert_normal(typing, values, shifts, codes):
-    """Convert 128 values at these addresses as `e4m3_shifted` does; false if one is below 2^-6 when it is shifted, and
-    what was written is then wrong.
+    """Convert 128 values at these addresses as `e4m3_by_shift` does, and return whether the result is valid.
 
-    As many digits go of every normal value, five of twice its bits and ROUND, and no lane shifts by a number of its
-    own, for which AVX2 has no instruction. Written in vectors: LLVM's own take half as long again for such a loop.
+    It is not valid if a value is below 2^-6 after the shift. Every normal value loses the same number of bits (five, of
+    twice its bits plus ROUND), so no lane shifts by a number of its own, for which AVX2 has no instruction. The code is
+    written in vectors, because LLVM's own vector code for such a loop takes half as long again.
     """
     i8s, i16s = ir.VectorType(ir.IntType(8), LANES), ir.VectorType(ir.IntType(16), LANES)
 
@@ -186,23 +186,23 @@ def convert_normal(typing, values, shifts, codes):
             kind = ir.FunctionType(returns, [operand.type for operand in operands])
             return builder.call(get_or_insert_function(builder.module, kind, f"llvm.{name}.v{LANES}i16"), operands)
 
-        def every(number, kind=i16s):
+        def splat(number, kind=i16s):
             return ir.Constant(kind, [number] * LANES)
 
-        def at(address, nbytes, kind):
+        def pointer(address, nbytes, kind):
             return builder.inttoptr(builder.add(address, ir.Constant(address.type, nbytes)), kind.as_pointer())
 
-        x, taken, out = arguments
-        smallest = every(0xFFFF)
+        x, shift, out = arguments
+        smallest = splat(0xFFFF)
         for first in range(0, 128, LANES):
-            h = builder.load(at(x, 2 * first, i16s), align=2)
-            value = function("usub.sat", builder.add(h, h), builder.load(at(taken, 2 * first, i16s), align=2))
+            h = builder.load(pointer(x, 2 * first, i16s), align=2)
+            value = function("usub.sat", builder.add(h, h), builder.load(pointer(shift, 2 * first, i16s), align=2))
             smallest = function("umin", smallest, value)
-            odd = builder.and_(builder.lshr(h, every(3)), every(2))  # whether the last digit that stays is
-            magnitude = builder.trunc(builder.lshr(builder.add(value, odd), every(5)), i8s)
-            negative = function("smax", function("smin", h, every(127)), every(-128))  # one instruction, with trunc
-            sign = builder.and_(builder.trunc(negative, i8s), every(0x80, i8s))
-            builder.store(builder.or_(magnitude, sign), at(out, first, i8s), align=1)
+            odd = builder.and_(builder.lshr(h, splat(3)), splat(2))  # the last bit that remains
+            magnitude = builder.trunc(builder.lshr(builder.add(value, odd), splat(5)), i8s)
+            negative = function("smax", function("smin", h, splat(127)), splat(-128))  # with trunc, one instruction
+            sign = builder.and_(builder.trunc(negative, i8s), splat(0x80, i8s))
+            builder.store(builder.or_(magnitude, sign), pointer(out, first, i8s), align=1)
         least = function("vector.reduce.umin", smallest, returns=ir.IntType(16))
         return builder.icmp_unsigned(">=", least, ir.Constant(least.type, 0x100 + ROUND))
 
@@ -211,49 +211,53 @@ def convert_normal(typing, values, shifts, codes):
 
 @jit
 def shift_row(x, shifts, out):
-    """128 at a time: mostly all are normal."""
+    """Convert a row, 128 values at a time: nearly always all of them are normal."""
     whole = len(x) // 128 * 128
-    values, taken, codes = x.ctypes.data, shifts.ctypes.data, out.ctypes.data
+    values, shift, codes = x.ctypes.data, shifts.ctypes.data, out.ctypes.data
     for first in range(0, whole, 128):
-        if not convert_normal(values + 2 * first, taken + 2 * first, codes + first):
+        if not convert_normal(values + 2 * first, shift + 2 * first, codes + first):
             for k in range(first, first + 128):
-                out[k] = e4m3_shifted(x[k], shifts[k])
+                out[k] = e4m3_by_shift(x[k], shifts[k])
     for k in range(whole, len(x)):
-        out[k] = e4m3_shifted(x[k], shifts[k])
+        out[k] = e4m3_by_shift(x[k], shifts[k])
 
 
 @intrinsic
-def fetch_line(typing, address):
-    """Have the cache line at an address on its way; no harm if nothing is there."""
+def prefetch_line(typing, address):
+    """Prefetch the cache line at an address; an invalid address does no harm."""
 
     def code(context, builder, signature, arguments):
-        pointer, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
+        byte_pointer, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte_pointer, flag, flag, flag])
         function = get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         to_read, close, data = flag(0), flag(3), flag(1)
-        builder.call(function, [builder.inttoptr(arguments[0], pointer), to_read, close, data])
+        builder.call(function, [builder.inttoptr(arguments[0], byte_pointer), to_read, close, data])
         return context.get_dummy_value()
 
     return nb.void(nb.intp), code
 
 
 @jit
-def fetch(address, nbytes):
+def prefetch(address, nbytes):
     for line in range(address, address + nbytes, 64):
-        fetch_line(line)
+        prefetch_line(line)
 
 
 @jit
-def quantize(x, place, first, end, out, scale_inv, height, width, pow2, largest, maxima, scales):
-    """Strips `first` to `end`, counted through all matrices.
+def quantize(x, layout, first, end, out, scale_inv, height, width, pow2, largest, maxima, scales):
+    """Quantize strips `first` to `end`, counted through all matrices.
 
-    x: flat. place: (origin, stride of matrices, of rows); row r of matrix e begins at origin + e * place[1] +
-    r * place[2]. out: [E, N, K]; scale_inv: [E, strips, blocks].
+    x:         flat memory
+    layout:    (origin, stride of matrices, stride of rows): row r of matrix e begins at origin + e * layout[1] +
+               r * layout[2]
+    out:       output, bytes [E, N, K]
+    scale_inv: output [E, strips, blocks]
+    maxima, scales: scratch, one per column
     """
     if (height, width) == (1, 128):
-        quantize_rows(x, place, first, end, out, scale_inv, pow2, largest, maxima, scales)
+        quantize_rows(x, layout, first, end, out, scale_inv, pow2, largest, maxima, scales)
         return
-    origin, matrix_stride, stride = place
+    origin, matrix_stride, stride = layout
     row_bytes = len(scales) * x.itemsize
     for strip in range(first, end):
         matrix, j = divmod(strip, scale_inv.shape[1])
@@ -262,13 +266,13 @@ def quantize(x, place, first, end, out, scale_inv, height, width, pow2, largest,
         matrix_ahead, j_ahead = divmod(strip + 1, scale_inv.shape[1])
         ahead = origin + matrix_ahead * matrix_stride + j_ahead * height * stride
         strip_scales(x, start, stride, bottom - top, width, pow2, largest, maxima, scales, scale_inv[matrix, j])
-        shifted = pow2 and shifts_of(scales, maxima)
+        can_shift = pow2 and fill_shifts(scales, maxima)
         for row in range(top, bottom):
             values = x[start : start + len(scales)]
             if row_bytes <= NARROW and strip + 1 < end:
-                fetch(x.ctypes.data + ahead * x.itemsize, row_bytes)
+                prefetch(x.ctypes.data + ahead * x.itemsize, row_bytes)
                 ahead += stride
-            if shifted:
+            if can_shift:
                 shift_row(values, maxima, out[matrix, row])
             else:
                 convert_row(values, scales, out[matrix, row])
@@ -277,7 +281,7 @@ def quantize(x, place, first, end, out, scale_inv, height, width, pow2, largest,
 
 @jit
 def maximum_of_128(values):
-    """The largest of the magnitudes of exactly 128 values: a length that the compiler knows."""
+    """Return the largest magnitude of exactly 128 values: a length that the compiler knows."""
     m = magnitude(values[0])
     for k in range(128):
         m = max(m, magnitude(values[k]))
@@ -285,9 +289,9 @@ def maximum_of_128(values):
 
 
 @jit
-def quantize_rows(x, place, first, end, out, scale_inv, pow2, largest, maxima, scales):
-    """1x128 blocks: loops of a length known to the compiler, and no scales to spread out."""
-    origin, matrix_stride, stride = place
+def quantize_rows(x, layout, first, end, out, scale_inv, pow2, largest, maxima, scales):
+    """Quantize in 1x128 blocks: loops of a length that the compiler knows, and no scales to repeat."""
+    origin, matrix_stride, stride = layout
     whole, ragged = len(scales) // 128, len(scales) // 128 * 128
     for strip in range(first, end):
         matrix, row = divmod(strip, out.shape[1])
@@ -306,74 +310,77 @@ def quantize_rows(x, place, first, end, out, scale_inv, pow2, largest, maxima, s
 
 
 @jit
-def quantize_dequantize(x, place, first, end, out, height, width, pow2, largest, maxima, scales):
-    """out: bits [E, N, K] of the values that `quantize` keeps, int16 for bfloat16 or int32 for float32."""
-    origin, matrix_stride, stride = place
+def quantize_dequantize(x, layout, first, end, out, height, width, pow2, largest, maxima, scales):
+    """Compute the values that `quantize` stores, strips `first` to `end`; see `quantize`.
+
+    out: output, bits [E, N, K] of the values, int16 for bfloat16 or int32 for float32
+    """
+    origin, matrix_stride, stride = layout
     inverses = np.empty(-(-len(scales) // width), f32)
-    spread = np.empty(len(scales), f32)
+    inverse_row = np.empty(len(scales), f32)
     strips = -(-out.shape[1] // height)
     whole = len(scales) // 128 if (height, width) == (1, 128) else 0
-    left = whole * 128
+    ragged = whole * 128
     for strip in range(first, end):
         matrix, i = divmod(strip, strips)
         top, bottom = i * height, min(out.shape[1], i * height + height)
         start = origin + matrix * matrix_stride + top * stride
         for j in range(whole):
             values = x[start + j * 128 : start + j * 128 + 128]
-            kept = out[matrix, top][j * 128 : j * 128 + 128]
+            codes = out[matrix, top][j * 128 : j * 128 + 128]
             scale = block_scale(maximum_of_128(values), pow2, largest)
             inverse = f32(1) / scale
             for k in range(128):
-                kept[k] = rounded(e4m3_value(float32(values[k]) * scale) * inverse, kept[k])
-        if left < len(scales):
-            start += left
-            rest, back = scales[left:], spread[left:]
-            strip_scales(x, start, stride, bottom - top, width, pow2, largest, maxima[left:], rest, inverses[whole:])
-            spread_out(inverses[whole:], width, back)
+                codes[k] = round_like(e4m3_value(float32(values[k]) * scale) * inverse, codes[k])
+        if ragged < len(scales):
+            start += ragged
+            rest, rest_inverses = scales[ragged:], inverse_row[ragged:]
+            strip_scales(x, start, stride, bottom - top, width, pow2, largest, maxima[ragged:], rest, inverses[whole:])
+            repeat_inverses(inverses[whole:], width, rest_inverses)
             for row in range(top, bottom):
-                convert_row_back(x[start : start + len(rest)], rest, back, out[matrix, row][left:])
+                round_trip_row(x[start : start + len(rest)], rest, rest_inverses, out[matrix, row][ragged:])
                 start += stride
 
 
 @jit
-def spread_out(inverses, width, spread):
-    for first in range(0, len(spread), width):
-        spread[first : first + width] = inverses[first // width]
+def repeat_inverses(inverses, width, columns):
+    for first in range(0, len(columns), width):
+        columns[first : first + width] = inverses[first // width]
 
 
 @jit
-def convert_row_back(x, scales, inverses, out):
+def round_trip_row(x, scales, inverses, out):
     for k in range(len(x)):
-        out[k] = rounded(e4m3_value(float32(x[k]) * scales[k]) * inverses[k], out[k])
+        out[k] = round_like(e4m3_value(float32(x[k]) * scales[k]) * inverses[k], out[k])
 
 
 @intrinsic
-def differing(typing, a, b):
-    """Which of the 64 bytes at two addresses differ: a bit each, the lowest for the first."""
+def difference_mask(typing, a, b):
+    """Return which of the 64 bytes at two addresses differ: one bit per byte, the lowest for the first."""
     bytes_ = ir.VectorType(ir.IntType(8), 64)
 
     def code(context, builder, signature, arguments):
-        x, y = (builder.load(builder.inttoptr(one, bytes_.as_pointer()), align=1) for one in arguments)
+        x, y = (builder.load(builder.inttoptr(address, bytes_.as_pointer()), align=1) for address in arguments)
         return builder.bitcast(builder.icmp_unsigned("!=", x, y), ir.IntType(64))
 
     return nb.uint64(nb.intp, nb.intp), code
 
 
 @jit
-def record(codes, bytes_, row_start, gaps, differences, state):
-    """Make the bytes of a row what `codes` are, and list those that differ."""
+def record_changes(codes, bytes_, row_start, gaps, differences, state):
+    """Overwrite the bytes of a row with `codes`, and list those that differ."""
     last, entries, changes = state[0], state[1], state[2]
-    new, held, columns = codes.ctypes.data, bytes_.ctypes.data, len(codes)
+    new, old, columns = codes.ctypes.data, bytes_.ctypes.data, len(codes)
     for first in range(0, columns, 64):
         if first + 64 <= columns:
-            left = differing(new + first, held + first)
+            mask = difference_mask(new + first, old + first)
         else:
-            left = u64(0)
+            mask = u64(0)
             for k in range(first, columns):
-                left |= u64(codes[k] != bytes_[k]) << u64(k - first)
-        while left != u64(0):
-            k = first + np.int64(trailing_zeros(left))
-            left &= left - u64(1)
+                mask |= u64(codes[k] != bytes_[k]) << u64(k - first)
+        while mask != u64(0):
+            k = first + np.int64(trailing_zeros(mask))
+            mask &= mask - u64(1)
             gap = row_start + k - last - 1
             while gap > 65535:
                 gaps[entries], differences[entries] = 65535, 0
@@ -389,16 +396,22 @@ def record(codes, bytes_, row_start, gaps, differences, state):
 
 @jit
 def quantize_delta(
-    x, place, row, end, out, scale_inv, height, width, pow2, largest, maxima, scales,
+    x, layout, row, end, out, scale_inv, height, width, pow2, largest, maxima, scales,
     gaps, differences, state, codes,
 ):  # fmt: skip
-    """Rows `row` to `end`, counted through all matrices, until the entries might not fit; returns where to go on.
+    """Quantize rows `row` to `end`, counted through all matrices, and list the bytes that change.
 
-    out: what the rows are compared with, and then what they are. state: see `Recording`. codes: scratch for a row.
+    The loop stops where the next entries might not fit, and returns the row where the next call continues.
+
+    out:   the previous bytes, [E, N, K], overwritten with the new ones
+    gaps, differences: output, the entries
+    state: input and output, see `Recording`
+    codes: scratch for a row
+    The other arguments are those of `quantize`.
     """
-    origin, matrix_stride, stride = place
+    origin, matrix_stride, stride = layout
     columns = len(scales)
-    shifted, next_strip = False, row
+    can_shift, next_strip = False, row
     matrix, within = divmod(row, out.shape[1])
     for r in range(row, end):
         if state[1] + columns + (r * columns + columns - state[0]) // 65536 + 1 > len(gaps):
@@ -413,16 +426,16 @@ def quantize_delta(
                 x, start - (within - top) * stride, stride, bottom - top, width, pow2, largest, maxima, scales,
                 scale_inv[matrix, strip],
             )  # fmt: skip
-            shifted = pow2 and shifts_of(scales, maxima)
+            can_shift = pow2 and fill_shifts(scales, maxima)
         values, bytes_ = x[start : start + columns], out[matrix, within]
-        fetch(bytes_.ctypes.data + AHEAD, columns)
+        prefetch(bytes_.ctypes.data + AHEAD, columns)
         if columns * x.itemsize <= NARROW and within + height < out.shape[1]:
-            fetch(values.ctypes.data + height * stride * x.itemsize, columns * x.itemsize)
-        if shifted:
+            prefetch(values.ctypes.data + height * stride * x.itemsize, columns * x.itemsize)
+        if can_shift:
             shift_row(values, maxima, codes)
         else:
             convert_row(values, scales, codes)
-        record(codes, bytes_, r * columns, gaps, differences, state)
+        record_changes(codes, bytes_, r * columns, gaps, differences, state)
         within += 1
         if within == out.shape[1]:
             matrix, within = matrix + 1, 0

@@ -1,7 +1,7 @@
-"""The contract at memory speed on a CPU: `loops` does the work, here it is shared out.
+"""The `cpu` kernel: the FP8 contract at memory speed on a CPU. This module divides the work; `loops` does it.
 
 Each of torch.get_num_threads() threads gets neighbouring strips (rows of blocks), counted through all matrices of a
-stack. Input is read where it is, but float16 and rows that do not lie in one piece are copied, some strips at a time.
+stack. Input is read in place; float16, and rows that are not contiguous, are copied a few strips at a time.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,32 +21,32 @@ LARGEST = {dtype: np.float32(torch.finfo(dtype).max) for dtype in (torch.bfloat1
 PIECE_VALUES = 1 << 20
 """Values copied at a time where x cannot be read in place."""
 THREAD_VALUES = 1 << 23
-"""Values below which a second thread, where waking one takes long, costs more than it brings."""
+"""Values below which a second thread costs more than it gains, on machines where waking a thread takes long."""
 CHUNK_ENTRIES = 1 << 17
-"""Entries of a delta recorded before they are put aside."""
+"""Entries of a delta that a thread records before it stores them as a part."""
 
 
 def quantize(x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, scale_inv: Tensor) -> None:
-    """x [E, N, K] -> data, E4M3 [E, N, K], and scale_inv, float32 [E, ceil(N/b0), ceil(K/b1)]."""
+    """Quantize x; see `Kernel`."""
     assert data.is_contiguous()
-    filled = scale_inv.contiguous()
+    contiguous = scale_inv.contiguous()
 
     def work(first: int, end: int) -> None:
-        rule, out = _rule(x, block, scale_format), (data.view(torch.uint8).numpy(), filled.numpy())
-        for readable in _readable(x, block, first, end):
-            loops.quantize(*readable, *out, *rule)
+        arguments, out = _loop_arguments(x, block, scale_format), (data.view(torch.uint8).numpy(), contiguous.numpy())
+        for strips in _views(x, block, first, end):
+            loops.quantize(*strips, *out, *arguments)
 
-    _shared_out(work, x, block)
-    if filled is not scale_inv:
-        scale_inv.copy_(filled)
+    _run_on_strips(work, x, block)
+    if contiguous is not scale_inv:
+        scale_inv.copy_(contiguous)
 
 
 def quantize_delta(
     x: Tensor, block: Block, scale_format: ScaleFormat, base: Tensor, data: Tensor, scale_inv: Tensor
 ) -> Delta | None:
-    """`quantize`, and in the same pass what differs from base, E4M3 [E, N, K]; None if that is too much to list.
+    """Quantize x and find the delta in the same pass; see `Kernel`.
 
-    Reads what `data` holds and writes where it differs, so base is best `data` itself.
+    The loop reads `data` and writes only the bytes that differ, so `data` itself is the fastest base.
     """
     assert data.is_contiguous()
     if base.data_ptr() != data.data_ptr():
@@ -54,43 +54,43 @@ def quantize_delta(
     limit = int(MAX_CHANGED * x.numel())
 
     def work(first: int, end: int) -> "Recording":
-        rule, out = _rule(x, block, scale_format), (data.view(torch.uint8).numpy(), scale_inv.numpy())
-        recording = Recording.of(_top(x, block, first) * x.size(2), x)
-        for memory, place, a, b in _readable(x, block, first, end):
-            row, bottom = _top(x, block, a), _top(x, block, b)
-            while row < bottom and recording.changed <= limit:
-                row = loops.quantize_delta(memory, place, row, bottom, *out, *rule, *recording.arrays)
-                recording.put_aside()
-            if row < bottom:  # too much has changed to list it
-                loops.quantize(memory, place, a, b, *out, *rule)
+        arguments, out = _loop_arguments(x, block, scale_format), (data.view(torch.uint8).numpy(), scale_inv.numpy())
+        recording = Recording.from_position(_first_row(x, block, first) * x.size(2), x)
+        for memory, layout, a, b in _views(x, block, first, end):
+            row, bottom = _first_row(x, block, a), _first_row(x, block, b)
+            while row < bottom and recording.changes <= limit:
+                row = loops.quantize_delta(memory, layout, row, bottom, *out, *arguments, *recording.arrays)
+                recording.store_part()
+            if row < bottom:  # too much differs to list it
+                loops.quantize(memory, layout, a, b, *out, *arguments)
         return recording
 
-    recordings = _shared_out(work, x, block)
-    if sum(recording.changed for recording in recordings) > limit:
+    recordings = _run_on_strips(work, x, block)
+    if sum(recording.changes for recording in recordings) > limit:
         return None
-    return _joined(recordings, x.numel())
+    return _join(recordings, x.numel())
 
 
 def quantize_dequantize(x: Tensor, block: Block, scale_format: ScaleFormat, dtype: torch.dtype) -> Tensor:
-    """x [N, K] -> the values that `quantize` keeps, [N, K] in `dtype`: what the emulated matmuls multiply."""
+    """Return the values that `quantize` stores for x [N, K], as [N, K] in `dtype`."""
     x = x[None]
     out = torch.empty(x.shape, dtype=torch.bfloat16 if dtype is torch.bfloat16 else torch.float32)
 
     def work(first: int, end: int) -> None:
-        rule = _rule(x, block, scale_format)
-        for readable in _readable(x, block, first, end):
-            loops.quantize_dequantize(*readable, _bits(out), *rule)
+        arguments = _loop_arguments(x, block, scale_format)
+        for strips in _views(x, block, first, end):
+            loops.quantize_dequantize(*strips, _bits(out), *arguments)
 
-    _shared_out(work, x, block)
+    _run_on_strips(work, x, block)
     return out[0].to(dtype)
 
 
-Readable = tuple[np.ndarray, tuple[int, int, int], int, int]
-"""Memory, the place in it (origin, stride of matrices, of rows), first and end of the strips to be read there."""
+StripsView = tuple[np.ndarray, tuple[int, int, int], int, int]
+"""Flat memory; the layout in it (origin, stride of matrices, stride of rows); first and end of the strips in it."""
 
 
-def _readable(x: Tensor, block: Block, first: int, end: int) -> Iterator[Readable]:
-    """These strips of x: where they are if each row lies in one piece, else in copies, some strips at a time."""
+def _views(x: Tensor, block: Block, first: int, end: int) -> Iterator[StripsView]:
+    """Yield strips `first` to `end` of x: in place if each row is contiguous, else as copies of a few strips."""
     (_, rows, columns), (matrix, row, column) = x.shape, x.stride()
     if column == 1 and x.dtype is not torch.float16:
         extent = 1 + (x.size(0) - 1) * matrix + (rows - 1) * row + columns - 1
@@ -98,54 +98,59 @@ def _readable(x: Tensor, block: Block, first: int, end: int) -> Iterator[Readabl
         return
     while first < end:
         expert, strip = divmod(first, _strips(x, block))
-        some = min(max(1, PIECE_VALUES // (block[0] * columns)), end - first, _strips(x, block) - strip)
+        count = min(max(1, PIECE_VALUES // (block[0] * columns)), end - first, _strips(x, block) - strip)
         top = strip * block[0]
-        part = x[expert, top : top + some * block[0]]
+        part = x[expert, top : top + count * block[0]]
         part = part.contiguous() if x.dtype is not torch.float16 else part.float().contiguous()
         origin = -(expert * rows + top) * columns
-        yield _bits(part.view(-1)), (origin, rows * columns, columns), first, first + some
-        first += some
+        yield _bits(part.view(-1)), (origin, rows * columns, columns), first, first + count
+        first += count
 
 
 def _bits(values: Tensor) -> np.ndarray:
-    """int16 for bfloat16, int32 for float32."""
+    """Return the bits of the values: int16 for bfloat16, int32 for float32."""
     return values.view(torch.int16 if values.element_size() == 2 else torch.int32).numpy()
 
 
 def _strips(x: Tensor, block: Block) -> int:
-    """The number of strips of one matrix of x [E, N, K]."""
+    """Return the number of strips in one matrix of x [E, N, K]."""
     return -(-x.size(1) // block[0])
 
 
-def _top(x: Tensor, block: Block, strip: int) -> int:
-    """The first row of a strip, both counted through all matrices."""
-    matrix, own = divmod(strip, _strips(x, block))
-    return matrix * x.size(1) + own * block[0]
+def _first_row(x: Tensor, block: Block, strip: int) -> int:
+    """Return the first row of a strip; rows and strips are counted through all matrices."""
+    matrix, strip_in_matrix = divmod(strip, _strips(x, block))
+    return matrix * x.size(1) + strip_in_matrix * block[0]
 
 
-def _shared_out(work: Callable[[int, int], Any], x: Tensor, block: Block) -> list[Any]:
-    """Results of `work(first, end)` on neighbouring shares of the strips, in their order."""
+def _run_on_strips(work: Callable[[int, int], Any], x: Tensor, block: Block) -> list[Any]:
+    """Return the results of `work(first, end)` on neighbouring shares of all strips, in their order."""
     strips = x.size(0) * _strips(x, block) if x.size(2) else 0
     return run_in_threads(work, strips, min(torch.get_num_threads(), 1 + x.numel() // THREAD_VALUES))
 
 
-def _rule(x: Tensor, block: Block, scale_format: ScaleFormat) -> tuple[Any, ...]:
-    """What the compiled code needs besides the tensors; the last two are its scratch rows, so one rule a thread."""
+def _loop_arguments(x: Tensor, block: Block, scale_format: ScaleFormat) -> tuple[Any, ...]:
+    """Return the last arguments of the loops: block, whether pow2, largest value, and two scratch rows per thread."""
     k, bits = x.size(2), np.int16 if x.dtype is torch.bfloat16 else np.int32
     return *block, scale_format == "pow2", LARGEST[x.dtype], np.empty(k, bits), np.empty(k, np.float32)
 
 
 @dataclass
 class Recording:
-    """The entries of a delta from one thread, as they come. arrays: gaps, differences, state, scratch for a row."""
+    """The entries of a delta that one thread finds, in their order.
+
+    origin: flat index before the thread's first byte
+    arrays: gaps, differences, state, scratch for a row, as `loops.quantize_delta` takes them. The state is int64 [3]:
+            flat index of the last entry, entries in the arrays, changes so far.
+    parts:  gaps and differences that are stored already
+    """
 
     origin: int
     arrays: tuple[np.ndarray, ...]
     parts: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, start: int, x: Tensor) -> "Recording":
-        """state: flat index of the last entry; entries in the arrays; changes so far."""
+    def from_position(cls, start: int, x: Tensor) -> "Recording":
         capacity = max(CHUNK_ENTRIES, x.size(2) + x.numel() // (ESCAPE + 1) + 2)
         state = np.array([start - 1, 0, 0], np.int64)
         arrays = np.empty(capacity, np.uint16), np.empty(capacity, np.uint8), state, np.empty(x.size(2), np.uint8)
@@ -156,25 +161,28 @@ class Recording:
         return int(self.arrays[2][0])
 
     @property
-    def changed(self) -> int:
+    def changes(self) -> int:
         return int(self.arrays[2][2])
 
-    def put_aside(self) -> None:
+    def store_part(self) -> None:
         gaps, differences, state, _ = self.arrays
         if state[1]:
             self.parts.append((gaps[: state[1]].copy(), differences[: state[1]].copy()))
             state[1] = 0
 
 
-def _joined(recordings: list[Recording], numel: int) -> Delta:
-    """One delta, the same for any number of threads: each thread's first gap is counted on from the thread before."""
+def _join(recordings: list[Recording], numel: int) -> Delta:
+    """Join the recordings to one delta, the same for any number of threads.
+
+    The first gap of each thread is extended to the last entry of the thread before.
+    """
     all_gaps, all_differences, last = [np.empty(0, np.uint16)], [np.empty(0, np.uint8)], -1
     for recording in recordings:
         for i, (gaps, differences) in enumerate(recording.parts):
             if i == 0 and recording.origin != last:
-                first = int((differences != 0).argmax())  # after entries that only skip
-                at = recording.origin + int(gaps[: first + 1].sum(dtype=np.int64)) + first + 1
-                escapes, gap = divmod(at - last - 1, ESCAPE + 1)
+                first = int((differences != 0).argmax())  # entries before it only skip
+                position = recording.origin + int(gaps[: first + 1].sum(dtype=np.int64)) + first + 1
+                escapes, gap = divmod(position - last - 1, ESCAPE + 1)
                 all_gaps += [np.full(escapes, ESCAPE, np.uint16), np.array([gap], np.uint16)]
                 all_differences += [np.zeros(escapes, np.uint8), differences[first : first + 1]]
                 gaps, differences = gaps[first + 1 :], differences[first + 1 :]
