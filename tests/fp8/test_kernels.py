@@ -557,9 +557,7 @@ def test_a_library_that_cannot_be_used_is_named_with_the_reason(unresolved, monk
         raise RuntimeError(f"cannot cache {name.rpartition('.')[2]}")
 
     monkeypatch.setattr(kernels, "importlib", types.SimpleNamespace(import_module=refuse))
-    with pytest.raises(
-        KernelError, match=r"kernel cpu cannot run: numba cannot be used \(cannot cache numba_kernel\); take"
-    ):
+    with pytest.raises(KernelError, match=r"kernel cpu cannot run: .* \(cannot cache numba_kernel\); take"):
         kernels.resolve("cpu", "cpu")
     assert kernels.resolve("auto", "cpu") == "reference"
     assert unresolved.messages == ["FP8 quantizer on cpu: reference, as numba cannot be used (cannot cache cpu)"]
