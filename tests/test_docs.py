@@ -56,6 +56,18 @@ def test_mentioned_paths_exist(page):
 
 
 @names
+def test_mentioned_targets_and_commands_exist(page):
+    text, _, _ = page.read_text().partition("### Removed or renamed")
+    targets = re.findall(r"^([\w.%/-]+(?: [\w.%/-]+)*):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    patterns = [re.escape(target).replace("%", ".+") for line in targets for target in line.split()]
+    for target in re.findall(r"`make (?:\w+=\S+ )*([a-z][\w.-]*)", text):
+        assert any(re.fullmatch(pattern, target) for pattern in patterns), target
+    commands = re.findall(r'add_parser\(\s*"([\w-]+)"', (ROOT / "nemo_fp8rl/cli.py").read_text())
+    for command in re.findall(r"(?:nemo-fp8rl|nemo_fp8rl\.cli) ([a-z][\w-]*)", text):
+        assert command in commands, command
+
+
+@names
 def test_pages_are_short(page):
     size = len(page.read_bytes())
     assert (size > MOST_BYTES) == (page.name in TOO_LONG), size
