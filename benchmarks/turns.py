@@ -31,7 +31,7 @@ from nemo_fp8rl.commands.tiny_model import make_tiny
 from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.generation.engine_pool import CALLS_AT_ONCE, EnginePool
 from nemo_fp8rl.generation.interface import Sampling
-from nemo_fp8rl.nemo_rl.adapters.coalesce import Coalescer
+from nemo_fp8rl.nemo_rl.adapters.coalescer import Coalescer
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
 
 RECIPE = Path(__file__).parent.parent / "conf" / "tiny_cpu.yaml"

@@ -1,7 +1,7 @@
-"""What differs between the supported versions of NeMo RL (v0.7.0 and main), and what it expects of its environment.
+"""Differences between the supported versions of NeMo RL (v0.7.0 and main), and its needs of the environment.
 
-Nothing else in the package asks which version there is, but for `checkout`, which refuses those not supported.
-`prepare` comes before the first import of nemo_rl; to import this needs neither NeMo RL nor torch.
+No other module depends on the version, except `checkout`, which refuses unsupported ones. Call `prepare` before the
+first import of nemo_rl. This module itself imports neither NeMo RL nor torch.
 """
 
 import os
@@ -25,7 +25,7 @@ PREPARE_PROCESS = f"{__name__}.prepare_process"
 def prepare() -> ModuleType:
     """Import nemo_rl.algorithms.grpo from $NEMO_RL_SRC, for this process and the Ray actors that it starts.
 
-    Raises UserError where there is no checkout, and where something that it needs is not installed.
+    Raises: UserError if there is no checkout, or if a dependency of NeMo RL is not installed
     """
     folder = str(find_checkout().root.resolve())
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -43,25 +43,26 @@ def prepare() -> ModuleType:
 
 
 def prepare_process() -> None:
-    """Whatever lets nemo_rl be imported in this process; quick, for it runs in every worker that Ray starts.
+    """Make nemo_rl importable in this process.
 
-    Where Ray was started by others, its workers know of the checkout by NEMO_RL_SRC alone.
+    This runs in every worker that Ray starts, so it must be quick. The workers of a cluster that this command did not
+    start find the checkout by NEMO_RL_SRC alone.
     """
     if (folder := os.environ.get(NEMO_RL_SRC)) and folder not in sys.path:
         sys.path.insert(0, folder)
-    if sys.version_info < (3, 12):  # pydantic reads NeMo RL's TypedDicts only from typing_extensions there
+    if sys.version_info < (3, 12):  # before 3.12 pydantic supports only the TypedDict of typing_extensions
         import typing_extensions
 
         typing.TypedDict = typing_extensions.TypedDict  # type: ignore[misc, assignment]
-    if not any(isinstance(finder, _PastAssertion) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _PastAssertion())
+    if not any(isinstance(finder, _VersionMaskingFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _VersionMaskingFinder())
 
 
-class _PastAssertion(MetaPathFinder):
-    """Imports nemo_rl.models.policy, which asserts transformers < 5.12, beside the later one that vLLM needs.
+class _VersionMaskingFinder(MetaPathFinder):
+    """Import nemo_rl.models.policy, which asserts transformers < 5.12, beside the later version that vLLM needs.
 
-    The assertion guards a patch for the tokenizer of a family that we do not have. The version is masked during that
-    one import.
+    The assertion guards a patch for the tokenizer of a model family that this package does not support. The version is
+    masked during that one import.
     """
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
@@ -72,7 +73,7 @@ class _PastAssertion(MetaPathFinder):
             load = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                with _transformers_masked():
+                with _mask_transformers_version():
                     load(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
@@ -80,7 +81,7 @@ class _PastAssertion(MetaPathFinder):
 
 
 @contextmanager
-def _transformers_masked() -> Iterator[None]:
+def _mask_transformers_version() -> Iterator[None]:
     import transformers
     from packaging.version import Version
 
@@ -94,30 +95,36 @@ def _transformers_masked() -> Iterator[None]:
 
 
 def engines_survive_fp8_refit(version: str) -> bool:
-    """Whether NeMo RL's engines hold FP8 weights after a refit, too: v0.7.0 processes them again, as if just loaded."""
+    """Return whether FP8 weights stay valid after a refit of NeMo RL's engines: v0.7.0 processes them once more."""
     return not version.startswith("0.7")
 
 
 def initial_save_state(grpo: ModuleType, loaded: Any) -> Any:
-    """What its loop continues from: counters of steps and samples, of a checkpoint's training_info or of a new run."""
+    """Return the counters of steps and samples from which NeMo RL's loop starts.
+
+    loaded: training_info of the checkpoint to continue, None for a new run
+    """
     if hasattr(grpo, "_get_grpo_save_state"):
         return grpo._get_grpo_save_state(loaded)
     return loaded if loaded is not None else grpo._default_grpo_save_state()
 
 
 def completed_steps(state: Any) -> int:
-    """Steps of the whole run; the asynchronous loop counts current_step alone, the other restarts that each epoch."""
+    """Return the completed steps of the whole run.
+
+    The asynchronous loop counts only current_step, which the other loop restarts in each epoch.
+    """
     values = state if isinstance(state, dict) else vars(state)
     return max(int(values["total_steps"]), int(values["current_step"]))
 
 
 def save_at_every_step(master: Any) -> None:
-    """Have a loop that runs save from the step under way on."""
+    """Make a running loop save after every step, from the current step on."""
     master.checkpointing["save_period"] = 1
 
 
 def end_asynchronous_loop(master: Any, steps: int) -> None:
-    """End the asynchronous loop after so many steps; the other loop has read the number that this changes."""
+    """End the asynchronous loop after `steps` steps; the other loop reads the changed key only at its start."""
     if isinstance(master.grpo, dict):
         master.grpo["max_num_steps"] = steps
     else:
@@ -125,13 +132,13 @@ def end_asynchronous_loop(master: Any, steps: int) -> None:
 
 
 def finish_checkpoints(checkpointer: Any) -> None:
-    """Wait for what it writes in the background, which v0.7.0 does not."""
+    """Wait for checkpoints that are written in the background, which v0.7.0 does not do."""
     if hasattr(checkpointer, "shutdown"):
         checkpointer.shutdown()
 
 
 def metric_normalizers(names: dict[str, str]) -> dict[str, Any]:
-    """A loss's `metric_normalizations` as NeMo RL's enumeration; v0.7.0 has none and asks for none."""
+    """Convert a loss's `metric_normalizations` to NeMo RL's enumeration; v0.7.0 has none and needs none."""
     from nemo_rl.algorithms.loss import interfaces
 
     kind = getattr(interfaces, "MetricNormalizer", str)

@@ -1,4 +1,4 @@
-"""Batches as NeMo RL passes them (BatchedDataDict) and as we do: same names, other dtypes."""
+"""Convert between NeMo RL's batches (BatchedDataDict) and this package's: same field names, other dtypes."""
 
 from collections.abc import Mapping
 from itertools import groupby
@@ -9,32 +9,35 @@ from torch import Tensor
 
 from nemo_fp8rl.batch import Completion, TrainBatch, padded_routes
 
-INTEGERS = ("input_ids", "input_lengths", "routed_experts")
+INTEGER_FIELDS = ("input_ids", "input_lengths", "routed_experts")
 
 
 def to_train_batch(data: Mapping[str, Any]) -> TrainBatch:
-    """NeMo RL's fields that a TrainBatch has: integers as they are, masks and log-probs in float32.
+    """Return the fields of NeMo RL's batch that a TrainBatch has: integers unchanged, masks and log-probs in float32.
 
-    NeMo RL pads routed_experts with zeros, which are experts; beyond a sequence they are -1, not known, here.
+    NeMo RL pads routed_experts with 0, which is the index of an expert; the padding becomes -1, unknown.
     """
     known = {name: data[name] for name in TrainBatch.__annotations__ if isinstance(data.get(name), Tensor)}
     if (routes := known.get("routed_experts")) is not None:
-        beyond = torch.arange(routes.shape[1]) >= known["input_lengths"][:, None]
-        known["routed_experts"] = routes.masked_fill(beyond[:, :, None, None], -1)
-    return cast(
-        TrainBatch, {name: field if name in INTEGERS else field.to(torch.float32) for name, field in known.items()}
-    )
+        is_padding = torch.arange(routes.shape[1]) >= known["input_lengths"][:, None]
+        known["routed_experts"] = routes.masked_fill(is_padding[:, :, None, None], -1)
+    batch = {name: field if name in INTEGER_FIELDS else field.to(torch.float32) for name, field in known.items()}
+    return cast(TrainBatch, batch)
 
 
 def unpad_prompts(input_ids: Tensor, input_lengths: Tensor) -> list[tuple[int, ...]]:
-    """input_ids: int64 [B, S], right-padded; input_lengths: int [B]."""
+    """Return the token ids of each row without padding.
+
+    input_ids:      int64 [B, S], right-padded
+    input_lengths:  int [B]
+    """
     return [tuple(row[:length]) for row, length in zip(input_ids.tolist(), input_lengths.tolist(), strict=True)]
 
 
 def merge_repeats(rows: list[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], int]:
-    """(prompts, n) so that each of them, n times, gives the rows; n is 1 where they do not come in equal numbers.
+    """Return (prompts, n) such that the rows are n copies of each prompt in turn; n is 1 if the counts differ.
 
-    NeMo RL repeats a prompt for each of its samples; an engine reads it once where it is asked for n samples.
+    NeMo RL repeats a prompt for each of its samples; an engine that is asked for n samples reads the prompt once.
     """
     groups = [(row, len(list(same))) for row, same in groupby(rows)]
     sizes = {size for _, size in groups}
@@ -42,20 +45,23 @@ def merge_repeats(rows: list[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], i
 
 
 def to_generation_output(
-    asked: list[tuple[int, ...]], completions: list[Completion], width: int, pad_token_id: int
+    prompts: list[tuple[int, ...]], completions: list[Completion], width: int, pad_token_id: int
 ) -> dict[str, Tensor]:
-    """NeMo RL's GenerationOutputSpec of row-wise completions, right-padded to `width` tokens or more.
+    """Return NeMo RL's GenerationOutputSpec of one completion per prompt, right-padded to W tokens, `width` or more.
 
-    output_ids int64 and logprobs float32 [B, W], 0 where nothing was generated; generation_lengths and
-    unpadded_sequence_lengths int64 [B]; truncated bool [B]; routed_experts int16 [B, W, layers, top k], -1 where not
-    known, when completions have them.
+    output_ids:                 int64 [B, W], prompt and completion
+    logprobs:                   float32 [B, W], 0 where nothing was generated
+    generation_lengths:         int64 [B], tokens of the completion
+    unpadded_sequence_lengths:  int64 [B], tokens of prompt and completion
+    truncated:                  bool [B]
+    routed_experts:             int16 [B, W, layers, top k], -1 where unknown; only if completions have them
     """
-    prompt_lengths = torch.tensor([len(prompt) for prompt in asked])
+    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
     generated = torch.tensor([len(completion.token_ids) for completion in completions])
     width = max(width, int((prompt_lengths + generated).max()))
-    output_ids = torch.full((len(asked), width), pad_token_id, dtype=torch.int64)
-    logprobs = torch.zeros(len(asked), width)
-    for i, (prompt, completion) in enumerate(zip(asked, completions, strict=True)):
+    output_ids = torch.full((len(prompts), width), pad_token_id, dtype=torch.int64)
+    logprobs = torch.zeros(len(prompts), width)
+    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         start, end = len(prompt), len(prompt) + len(completion.token_ids)
         output_ids[i, :end] = torch.tensor(prompt + completion.token_ids)
         logprobs[i, start:end] = torch.tensor(completion.logprobs)

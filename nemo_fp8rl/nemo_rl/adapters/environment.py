@@ -1,4 +1,7 @@
-"""Our `exact_match` as an environment of NeMo RL: `data.default.env_name: exact_match` and `env.exact_match: {}`."""
+"""The verifier `exact_match` as an environment of NeMo RL.
+
+A recipe chooses it by `data.default.env_name: exact_match` and `env.exact_match: {}`.
+"""
 
 from typing import Any
 
@@ -13,11 +16,11 @@ from nemo_fp8rl.data.rewards import VERIFIERS
 
 NAME = "exact_match"
 COLLECTORS = tuple(f"nemo_rl.algorithms.async_utils.{name}" for name in ("AsyncTrajectoryCollector", "ReplayBuffer"))
-"""Actors of its asynchronous loop that run in the environment of its vLLM workers."""
+"""Actors of NeMo RL's asynchronous loop, which by default run in the environment of its vLLM workers."""
 
 
 class ExactMatchEnvironment(EnvironmentInterface):
-    """One turn: the reward of the last message, held against `ground_truth` of the metadata."""
+    """An environment of one turn, which compares the last message with `ground_truth` of the metadata."""
 
     def __init__(self, cfg: dict[str, Any]) -> None:
         self.verify = VERIFIERS[NAME]
@@ -36,7 +39,7 @@ class ExactMatchEnvironment(EnvironmentInterface):
         )
 
     def shutdown(self) -> None:
-        """Nothing: it holds no worker."""
+        """Do nothing: the environment has no worker."""
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, float]]:
         return batch, {"accuracy": float(batch["total_reward"].mean())} if "total_reward" in batch else {}
@@ -46,11 +49,12 @@ ExactMatchActor = ray.remote(ExactMatchEnvironment)
 
 
 def register(ours: bool) -> None:
-    """Make the environment known to NeMo RL; a second call does nothing. ours: with our workers, which have no
-    environment but the driver's, the collectors run there, too.
+    """Register the environment with NeMo RL; a second call does nothing.
+
+    ours: whether the package's workers run; these have only the driver's environment, so the collectors run there, too
     """
-    fqn = f"{__name__}.ExactMatchActor"
-    for actor in (fqn, *(COLLECTORS if ours else ())):
+    actor_name = f"{__name__}.ExactMatchActor"
+    for actor in (actor_name, *(COLLECTORS if ours else ())):
         ACTOR_ENVIRONMENT_REGISTRY[actor] = PY_EXECUTABLES.SYSTEM
     if NAME not in ENV_REGISTRY:
-        register_env(NAME, fqn)
+        register_env(NAME, actor_name)

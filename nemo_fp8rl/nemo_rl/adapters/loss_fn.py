@@ -1,4 +1,4 @@
-"""Our GRPO loss behind NeMo RL's LossFunction, in place of its ClippedPGLossFn."""
+"""`GrpoLoss` with the interface of NeMo RL's LossFunction, in place of ClippedPGLossFn."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -14,12 +14,14 @@ from nemo_fp8rl.nemo_rl.compat import metric_normalizers
 
 
 class LossConfigError(UserError, AssertionError):
-    """Keys of `loss_fn` that contradict each other: NeMo RL's callers expect an AssertionError, ours a UserError."""
+    """Contradicting keys of `loss_fn`: NeMo RL's callers expect an AssertionError, this package's a UserError."""
 
 
 class GrpoLossFn(GrpoLoss):
-    """`GrpoLoss` with the attributes that NeMo RL's trainers read: loss_type, input_type, metric_normalizations, and
-    reference_policy_kl_penalty, without which they give no unfiltered log-probs to a KL beside top-k or top-p.
+    """`GrpoLoss` with the attributes that NeMo RL's trainers read.
+
+    These are loss_type, input_type, metric_normalizations and reference_policy_kl_penalty. Without the last one the
+    trainers pass no unfiltered log-probs, which a KL beside top-k or top-p needs.
     """
 
     def __init__(
@@ -28,7 +30,13 @@ class GrpoLossFn(GrpoLoss):
         use_fused_linear_logprobs: bool = False,
         correction: CorrectionConfig | Mapping[str, Any] | None = None,
     ) -> None:
-        """cfg: NeMo RL's ClippedPGLossConfig, or `checks.loss_keys`. Raises LossConfigError."""
+        """Build the loss.
+
+        cfg:                        NeMo RL's ClippedPGLossConfig, or the mapping of `recipe_checks.loss_keys`
+        use_fused_linear_logprobs:  value of that key of policy.megatron_cfg, which NeMo RL's trainer reads here
+        correction:                 nemo_fp8rl.correction
+        Raises: LossConfigError for keys that contradict each other
+        """
         keys = cfg if isinstance(cfg, Mapping) else cfg.model_dump()
         known = {field.name for field in fields(LossConfig)}
         try:

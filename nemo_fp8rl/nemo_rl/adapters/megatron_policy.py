@@ -1,4 +1,4 @@
-"""Our Megatron policy behind NeMo RL's ColocatablePolicyInterface."""
+"""The package's Megatron policy with NeMo RL's ColocatablePolicyInterface."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -33,32 +33,37 @@ NO_ANSWERS = (
 
 
 class MegatronFp8Policy(ColocatablePolicyInterface):
-    """refit: called where NeMo RL streams weights to an engine; it raises when that fails.
+    """The trainer of a run of NeMo RL's loop.
 
-    sharding_annotations: among how many replicas of the model a batch is divided. asynchronous: NeMo RL's loop, which
-    never asks for scales of an FP8 KV cache; they are then taken from what was trained on, after each step.
+    refit:                 called when NeMo RL streams weights to an engine; raises if the refit fails
+    sharding_annotations:  number of model replicas among which a batch is divided
     """
 
     refit: Callable[[], Any]
 
     def __init__(
-        self, policy: MegatronPolicy, cfg: Config, tokenizer: Any, loaded: bool, asynchronous: bool = False
+        self, policy: MegatronPolicy, cfg: Config, tokenizer: Any, is_resumed: bool, asynchronous: bool = False
     ) -> None:
-        """policy: as `weights.backends` gives it. loaded: from a checkpoint."""
+        """Wrap a policy of `assemble.backends`.
+
+        is_resumed:    whether the policy was loaded from a checkpoint
+        asynchronous:  whether NeMo RL's asynchronous loop runs. It never calibrates the scales of an FP8 KV cache, so
+            they are calibrated here after each step, on the training batch.
+        """
         self.policy, self.cfg, self.tokenizer = policy, cfg, tokenizer
         self.offloads = cfg.policy.megatron_cfg.offload_between_phases
-        self.scales_loaded = loaded and cfg.fp8_kv_cache and not asynchronous
+        self.has_loaded_scales = is_resumed and cfg.fp8_kv_cache and not asynchronous
         self.calibrates = asynchronous and cfg.fp8_kv_cache
         self.sharding_annotations = NamedSharding(np.arange(cfg.data_parallel_size), ["data_parallel"])
 
     def get_logprobs(self, data: Mapping[str, Any], timer: Any = None) -> Any:
-        """{"logprobs": float32 [B, S]}, position 0 is 0."""
+        """Return {"logprobs": float32 [B, S]}; position 0 is 0."""
         return BatchedDataDict({"logprobs": self.policy.logprobs(to_train_batch(data))})
 
     def get_reference_policy_logprobs(
         self, data: Mapping[str, Any], micro_batch_size: int | None = None, timer: Any = None
     ) -> Any:
-        """{"reference_logprobs": float32 [B, S]}; zeros, which nothing reads, where the KL has no weight."""
+        """Return {"reference_logprobs": float32 [B, S]}; zeros, which nothing reads, if the KL has no weight."""
         if self.cfg.loss_fn.reference_policy_kl_penalty:
             return BatchedDataDict({"reference_logprobs": self.policy.reference_logprobs(to_train_batch(data))})
         return BatchedDataDict({"reference_logprobs": torch.zeros(data["input_ids"].shape)})
@@ -115,7 +120,7 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
             "loss": torch.tensor([step["loss"] / len(steps) for step in steps]),
             "grad_norm": torch.tensor([steps[-1]["grad_norm"]]),
             "all_mb_metrics": unknown
-            | _lists(steps)
+            | _metric_lists(steps)
             | known
             | {"optimizer_steps_skipped": [len(parts) - len(trained)], "samples_without_answer": [unanswered]},
         }
@@ -136,14 +141,14 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
         margin: float = 1.05,
         include_q: bool = False,
     ) -> dict[str, Any]:
-        """Take the KV cache's scales from these sequences by our contract (`fp8.kv_scales`): amax, no percentile.
+        """Calibrate the KV cache's scales on these sequences by the package's contract (`fp8.kv_scales`): by amax.
 
-        "layers" is empty: the scales stay with the ranks that found them and travel as part of the next refit. The
-        first call after a checkpoint was loaded keeps the scales that came with it, as the uninterrupted run does.
+        The result's "layers" is empty: the scales stay on the ranks and travel with the next refit. The first call
+        after a checkpoint was loaded keeps the checkpoint's scales, as the uninterrupted run does.
         """
-        if not self.scales_loaded:
+        if not self.has_loaded_scales:
             self.policy.calibrate_kv(to_train_batch(data))
-        self.scales_loaded = False
+        self.has_loaded_scales = False
         return {"format": "fp8", "percentile": 100.0, "margin": MARGIN, "layers": {}}
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
@@ -151,10 +156,10 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
             self.policy.prepare_for_training()
 
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: a refit or `offload_after_refit` gives memory back."""
+        """Do nothing: a refit or `offload_after_refit` frees the memory."""
 
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
-        """Nothing: log-probs need the parameters alone, which come by themselves."""
+        """Do nothing: log-probs need only the parameters, which are loaded on demand."""
 
     def offload_before_refit(self) -> None:
         if self.offloads:
@@ -165,10 +170,10 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
             self.policy.offload_after_refit()
 
     def prepare_refit_info(self) -> None:
-        """Nothing: trainer and engine agree on a manifest when they are linked (`refit.bridge`)."""
+        """Do nothing: trainer and engine agree on a manifest when they are linked (`refit.bridge`)."""
 
     def stream_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """The whole refit, over our links, before the engine's half: where NeMo RL refits through these methods."""
+        """Do the whole refit over the bridge's links, before NeMo RL calls the engine's half."""
         self.refit()
         return []
 
@@ -179,11 +184,11 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
         return []
 
     def get_free_memory_bytes(self) -> int:
-        """Asked for the size of NeMo RL's buffers, which are not used; ours is nemo_fp8rl.refit.bucket_bytes."""
+        """Return nemo_fp8rl.refit.bucket_bytes: NeMo RL sizes its own buffers by this, which are not used."""
         return self.cfg.nemo_fp8rl.refit.bucket_bytes
 
     def get_topk_logits(self, *args: Any, **kwargs: Any) -> Any:
-        raise UserError("this policy has no top-k logits, which distillation asks for: use NeMo RL's own policy there")
+        raise UserError("this policy has no top-k logits, which distillation needs: use NeMo RL's own policy for it")
 
     def save_checkpoint(
         self,
@@ -192,7 +197,7 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
         tokenizer_path: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """weights/ (an HF checkpoint), optimizer/ and tokenizer/ side by side: where NeMo RL looks for them."""
+        """Save weights/ (an HF checkpoint), optimizer/ and tokenizer/ side by side, where NeMo RL looks for them."""
         folder = Path(weights_path).parent
         folder.mkdir(parents=True, exist_ok=True)
         self.policy.save(folder)
@@ -200,18 +205,18 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
             self.tokenizer.save_pretrained(tokenizer_path)
 
     def finalize_async_save(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: a checkpoint is whole when `save_checkpoint` returns."""
+        """Do nothing: a checkpoint is complete when `save_checkpoint` returns."""
 
     def print_node_ip_and_gpu_id(self) -> None:
-        """Nothing: Ray's own log says where its actors are."""
+        """Do nothing: Ray's own log says where its actors are."""
 
     def shutdown(self) -> bool:
         self.policy.shutdown()
         return True
 
 
-class _KeywordLoss:
-    """A loss of NeMo RL's, called as it expects to be."""
+class _NemoRlLoss:
+    """A loss of NeMo RL, called with the keywords that it expects."""
 
     def __init__(self, loss_fn: Any) -> None:
         self.loss_fn = loss_fn
@@ -231,15 +236,17 @@ def _as_loss(loss_fn: Any) -> Loss:
     if isinstance(loss_fn, GrpoLossFn):
         return loss_fn
     if loss_fn.input_type is not LossInputType.LOGPROB:
-        raise UserError(f"{type(loss_fn).__name__} asks for {loss_fn.input_type.value}; this policy gives log-probs")
-    return _KeywordLoss(loss_fn)
+        raise UserError(f"{type(loss_fn).__name__} needs {loss_fn.input_type.value}; this policy gives log-probs")
+    return _NemoRlLoss(loss_fn)
 
 
 MEANS = ("lr", "wd", "global_valid_seqs", "global_valid_toks")
-"""What NeMo RL averages over a list."""
+"""Metrics of which NeMo RL averages a list; it adds up other lists."""
 
 
-def _lists(steps: list[dict[str, float]]) -> dict[str, list[float]]:
+def _metric_lists(steps: list[dict[str, float]]) -> dict[str, list[float]]:
+    """Return lists of one value per step, scaled so that NeMo RL's aggregate of a list is the mean."""
+
     def share(name: str, value: float) -> float:
         return value if name in MEANS or name.endswith(tuple(EXTREMA)) else value / len(steps)
 

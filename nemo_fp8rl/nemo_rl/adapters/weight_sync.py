@@ -1,4 +1,4 @@
-"""The refit bridge behind NeMo RL's WeightSynchronizer."""
+"""The refit bridge with the interface of NeMo RL's WeightSynchronizer."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -12,16 +12,17 @@ from nemo_fp8rl.refit.bridge import RefitBridge
 
 
 class Fp8WeightSynchronizer(WeightSynchronizer):
-    """A version of the weights, quantized once, from the trainer's ranks to the engines', verified, then committed."""
+    """Refit the engines: quantize the weights once, send them from trainer ranks to engines, verify, then commit."""
 
     def __init__(self, policy: MegatronFp8Policy, generation: VllmFp8Generation, bridge: RefitBridge) -> None:
         self.policy, self.generation, self.bridge = policy, generation, bridge
         self.stale = True
 
     def sync_weights(self, *, timer: Any = None, kv_scales: Any = None) -> dict[str, float]:
-        """What the refit cost, by our metric names without their prefix. kv_scales are not read: ours ride along.
+        """Refit, and return the metrics of the refit without their prefix `refit/`.
 
-        Raises UserError where it fails.
+        kv_scales is not read: the trainer's ranks send the scales of the KV cache with the weights.
+        Raises: UserError if the refit fails
         """
         self.policy.offload_before_refit()
         self.generation.prepare_for_generation()
@@ -40,7 +41,7 @@ class Fp8WeightSynchronizer(WeightSynchronizer):
         self.stale = True
 
     def init_communicator(self) -> None:
-        """Nothing: the bridge links trainer and engine at its first refit."""
+        """Do nothing: the bridge links trainer and engine at its first refit."""
 
     def shutdown(self) -> None:
-        """Nothing: links end with the ranks and engines that hold them."""
+        """Do nothing: links end with their ranks and engines."""

@@ -1,4 +1,4 @@
-"""`nemo-fp8rl nemo`: NeMo RL's own loop, from its own config, with our parts or among its own (`parts`)."""
+"""`nemo-fp8rl nemo`: run NeMo RL's own loop from its own config, with either kind of workers (`setup`)."""
 
 import os
 import time
@@ -23,7 +23,7 @@ from nemo_fp8rl.nemo_rl.run.async_loop_watch import Watch
 from nemo_fp8rl.nemo_rl.run.loop_stop import LoopStop, Prompts
 from nemo_fp8rl.nemo_rl.run.master_config import load_master_config
 from nemo_fp8rl.nemo_rl.run.setup import (
-    Loop,
+    LoopArguments,
     check_cluster,
     check_local_gpu,
     set_up_nemo_rl_workers,
@@ -35,19 +35,19 @@ from nemo_fp8rl.nemo_rl.stock.stock_limits import check_stock
 from nemo_fp8rl.workers import check_address, connect, find_cluster, require_token
 
 STOP_AT = "NEMO_FP8RL_STOP_AT"
-"""Variable that says when a run must have saved, in seconds since 1970; `launch slurm` sets it for every attempt."""
+"""Variable: the time by which a run must have saved, in seconds since 1970. `launch slurm` sets it per attempt."""
 MAX_AGE = "grpo.async_grpo.max_trajectory_age_steps"
 
 
 def run(path: Path, overrides: Sequence[str] = ()) -> bool:
-    """Run grpo.max_num_steps, from the latest checkpoint in checkpointing.checkpoint_dir where there is one.
+    """Run grpo.max_num_steps steps, from the latest checkpoint in checkpointing.checkpoint_dir if there is one.
 
-    Returns False when a signal, a pod that is to end, or checkpointing.checkpoint_must_save_by ended it before.
+    Returns False if a signal, the end of a pod, or checkpointing.checkpoint_must_save_by ended the run early.
     """
     recipe = load_recipe(path, overrides)  # before anything is loaded
     check_loop(recipe.values)
     if find_cluster():
-        print(f"nemo-fp8rl: joins the Ray cluster of this machine, RAY_ADDRESS={os.environ['RAY_ADDRESS']}", flush=True)
+        print(f"nemo-fp8rl: joining this machine's Ray cluster, RAY_ADDRESS={os.environ['RAY_ADDRESS']}", flush=True)
     ours = uses_package_workers(recipe.fp8rl.workers)
     print(
         f"nemo-fp8rl: nemo_fp8rl.workers={recipe.fp8rl.workers}, {'ours' if ours else 'those of NeMo RL'}", flush=True
@@ -67,9 +67,9 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
 
     from nemo_fp8rl.nemo_rl.adapters import environment
 
-    asked = _with_local_folder(master.policy["tokenizer"]) if ours else master.policy["tokenizer"]
-    with reading_tokenizer(asked["name"]):
-        tokenizer = get_tokenizer(asked)
+    tokenizer_cfg = _with_local_folder(master.policy["tokenizer"]) if ours else master.policy["tokenizer"]
+    with reading_tokenizer(tokenizer_cfg["name"]):
+        tokenizer = get_tokenizer(tokenizer_cfg)
     master.policy["generation"] = configure_generation_config(
         master.policy["generation"],
         tokenizer,
@@ -84,18 +84,20 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
     master.logger["log_dir"] = get_next_experiment_dir(master.logger["log_dir"])
     set_seed(recipe.values["grpo"]["seed"])
     with ExitStack() as stack:
-        # two for environments; what a collector, which passes over errors, says of them is shown
+        # Two more CPUs for environments. The log shows the errors of a collector, which goes on after them.
         stack.enter_context(_ray(processes + 2, ours, log_to_driver=is_asynchronous(recipe.values)))
         check_cluster(recipe.precision.flow)
         environment.register(ours)
         data, val_data, envs, val_envs = setup_response_data(tokenizer, master.data, master.env)
-        parts = set_up_package_workers if ours else set_up_nemo_rl_workers
-        loop = stack.enter_context(parts(grpo, master, recipe, tokenizer, data, val_data))
+        set_up = set_up_package_workers if ours else set_up_nemo_rl_workers
+        loop = stack.enter_context(set_up(grpo, master, recipe, tokenizer, data, val_data))
         return _run_loop(grpo, loop, recipe, tokenizer, envs, val_envs)
 
 
-def _run_loop(grpo: ModuleType, loop: Loop, recipe: NemoRlRecipe, tokenizer: Any, envs: Any, val_envs: Any) -> bool:
-    """NeMo RL's loop with these parts; returns what `run` does."""
+def _run_loop(
+    grpo: ModuleType, loop: LoopArguments, recipe: NemoRlRecipe, tokenizer: Any, envs: Any, val_envs: Any
+) -> bool:
+    """Run NeMo RL's loop with these arguments; returns what `run` does."""
     off_policy = is_asynchronous(recipe.values)
     stop = LoopStop(
         loop.master,
@@ -125,10 +127,10 @@ def _run_loop(grpo: ModuleType, loop: Loop, recipe: NemoRlRecipe, tokenizer: Any
     return not out_of_time
 
 
-def _ran_out_of_time(loop: Loop, seconds: float, steps_before: int) -> bool:
-    """Whether NeMo RL's loop, which does not say, ended since another step would have passed the time it has to save.
+def _ran_out_of_time(loop: LoopArguments, seconds: float, steps_before: int) -> bool:
+    """Return whether NeMo RL's loop ended because another step would have passed its time to save.
 
-    It then saved, and what it saved is what its state says.
+    The loop does not report this. It has then saved, and its state counts the saved steps.
     """
     limit = loop.master.checkpointing.get("checkpoint_must_save_by")
     done = completed_steps(loop.state)
@@ -138,36 +140,42 @@ def _ran_out_of_time(loop: Loop, seconds: float, steps_before: int) -> bool:
 
 
 def _with_local_folder(tokenizer: dict[str, Any]) -> dict[str, Any]:
-    """The block policy.tokenizer with the folder of what it names."""
+    """Return the block policy.tokenizer with the local folder of the tokenizer that it names."""
     return {**tokenizer, "name": str(checkpoint_folder(tokenizer["name"], "policy.tokenizer.name"))}
 
 
 def limit_time(checkpointing: dict[str, Any]) -> None:
-    """Set checkpoint_must_save_by, which counts from the loop's begin, to what is left of a job of `launch slurm`."""
-    if STOP_AT in os.environ and checkpointing.get("enabled", True):  # else it would end in time, and nobody could tell
-        left = int(os.environ[STOP_AT]) - time.time()
-        chosen = shorten_limit(checkpointing.get("checkpoint_must_save_by"), left)
-        checkpointing["checkpoint_must_save_by"] = chosen
-        print(f"nemo-fp8rl: checkpoint_must_save_by={chosen}, the job has {left:.0f} s until it stops", flush=True)
+    """Set checkpoint_must_save_by to the remaining time of a job of `launch slurm`; it counts from the loop's start.
+
+    Without checkpoints the key stays as it is: the loop would end early and nothing would show that it did.
+    """
+    if STOP_AT in os.environ and checkpointing.get("enabled", True):
+        remaining = int(os.environ[STOP_AT]) - time.time()
+        limit = shorten_limit(checkpointing.get("checkpoint_must_save_by"), remaining)
+        checkpointing["checkpoint_must_save_by"] = limit
+        print(f"nemo-fp8rl: checkpoint_must_save_by={limit}, the job has {remaining:.0f} s until it stops", flush=True)
 
 
-def shorten_limit(limit: str | None, left: float) -> str:
-    """The shorter of `limit`, DD:HH:MM:SS, and of `left`, in seconds; as DD:HH:MM:SS."""
-    rest = max(int(left), 0)
+def shorten_limit(limit: str | None, seconds: float) -> str:
+    """Return the shorter of a limit, DD:HH:MM:SS, and a number of seconds, as DD:HH:MM:SS."""
+    rest = max(int(seconds), 0)
     if limit is not None:
         rest = min(rest, parse_seconds(limit))
     return f"{rest // 86400:02d}:{rest // 3600 % 24:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
 
 
 def parse_seconds(limit: str) -> int:
-    """The seconds in a limit, DD:HH:MM:SS."""
+    """Return the seconds of a limit, DD:HH:MM:SS."""
     days, hours, minutes, seconds = (int(part) for part in limit.split(":"))
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 @contextmanager
 def _ray(num_cpus: int, ours: bool, log_to_driver: bool = False) -> Iterator[None]:
-    """A cluster to work in: by NeMo RL's way for its workers; else ours, which it then finds where others run, too."""
+    """Start or join a Ray cluster: by NeMo RL's own function for its workers, else by the package's.
+
+    In the second case RAY_ADDRESS names the cluster, so that NeMo RL finds it even if other clusters run here.
+    """
     if not ours:
         from nemo_rl.distributed.virtual_cluster import init_ray
 

@@ -1,7 +1,8 @@
-"""Who trains and who generates in a run of NeMo RL's loop, `nemo_fp8rl.workers`:
+"""Choose and set up the workers of a run of NeMo RL's loop, by the key `nemo_fp8rl.workers`.
 
-ours        our policy, engines, refit and loss (`install`)
-nemo_rl     NeMo RL's workers from its own `setup`, FP8 on the wire between them (`stock`), our loss
+ours     this package's policy, engines, refit and loss (`install`)
+nemo_rl  NeMo RL's own workers from its `setup`, FP8 on the wire between them (`stock`), and this package's loss
+auto     nemo_rl if there are GPUs, else ours
 """
 
 from collections.abc import Iterator
@@ -22,15 +23,15 @@ from nemo_fp8rl.nemo_rl.recipe.read_recipe import NemoRlRecipe
 from nemo_fp8rl.nemo_rl.recipe.recipe_checks import loss_keys
 from nemo_fp8rl.workers import connect, is_in_cluster, joins_cluster
 
-RAY_GPU = "accelerator_type:"
-"""What stands before a GPU's name among the resources of a Ray cluster that has one."""
-OWN_KEYS = ("align", "kv", "refit", "gates")
-"""Keys of `nemo_fp8rl` that are not of the loss or the precision."""
+RAY_GPU_PREFIX = "accelerator_type:"
+"""Prefix of a GPU's name among the resources of a Ray cluster."""
+PACKAGE_WORKER_KEYS = ("align", "kv", "refit", "gates")
+"""Keys of `nemo_fp8rl` that only the package's workers use; the others choose loss and precision."""
 
 
 @dataclass(frozen=True)
-class Loop:
-    """What NeMo RL's grpo_train is called with, but for the environments and tokenizer."""
+class LoopArguments:
+    """Arguments of NeMo RL's grpo_train, without environments and tokenizer, and the steps of the whole run."""
 
     policy: Any
     generation: Any
@@ -42,21 +43,23 @@ class Loop:
     state: Any
     master: Any
     steps: int
-    """Steps of the whole run."""
 
 
-def uses_package_workers(asked: Literal["auto", "ours", "nemo_rl"]) -> bool:
-    """Whether trainer and engines are our own. Raises UserError where NeMo RL's are asked for and there is no GPU."""
-    if asked == "ours":
+def uses_package_workers(workers: Literal["auto", "ours", "nemo_rl"]) -> bool:
+    """Return whether the package's trainer and engines run, rather than NeMo RL's own workers.
+
+    Raises: UserError if the recipe chooses NeMo RL's workers and there is no GPU
+    """
+    if workers == "ours":
         return True
-    on_gpus = _are_there_gpus()
-    if asked == "nemo_rl" and not on_gpus:
+    has_gpus = _has_gpus()
+    if workers == "nemo_rl" and not has_gpus:
         raise UserError("nemo_fp8rl.workers=nemo_rl: NeMo RL's workers need GPUs, and there are none; set it to ours")
-    return not on_gpus
+    return not has_gpus
 
 
 def check_local_gpu(flow: Flow) -> None:
-    """Raise UserError where this process sees a GPU that cannot run the flow; workers of a cluster have others."""
+    """Raise UserError if this process sees a GPU that cannot run the flow; a cluster's workers have other GPUs."""
     import torch
 
     if torch.cuda.is_available() and not joins_cluster():
@@ -64,15 +67,16 @@ def check_local_gpu(flow: Flow) -> None:
 
 
 def check_cluster(flow: Flow) -> None:
-    """Raise UserError where no GPU of the Ray cluster that this process is in can run the flow.
+    """Raise UserError if no GPU of this process's Ray cluster can run the flow.
 
-    Ray knows one of each node, by name. Where it names one that is not in CAPABILITIES, the workers say it.
+    Ray knows the name of one GPU per node. If a name is not in CAPABILITIES, the check is left to the workers.
     """
     import ray
 
     if shown_gpus() == []:
         return
-    names = [name.removeprefix(RAY_GPU) for name in ray.cluster_resources() if name.startswith(RAY_GPU)]
+    resources = [name for name in ray.cluster_resources() if name.startswith(RAY_GPU_PREFIX)]
+    names = [name.removeprefix(RAY_GPU_PREFIX) for name in resources]
     known = {name: CAPABILITIES[name.lower()] for name in names if name.lower() in CAPABILITIES}
     if known and len(known) == len(names):
         newest = max(known, key=known.__getitem__)
@@ -84,10 +88,10 @@ def _check_gpu(flow: Flow, name: str, capability: Capability) -> None:
         raise UserError(refusal)
 
 
-def _are_there_gpus() -> bool:
-    """Whether there are GPUs here, or in the Ray cluster of RAY_ADDRESS; to a user who hides them, there are none.
+def _has_gpus() -> bool:
+    """Return whether this machine, or the Ray cluster of RAY_ADDRESS, has GPUs that CUDA_VISIBLE_DEVICES does not hide.
 
-    Raises UserError where that cluster cannot be joined.
+    Raises: UserError if that cluster cannot be joined
     """
     import torch
 
@@ -100,21 +104,21 @@ def _are_there_gpus() -> bool:
     try:
         return bool(ray.cluster_resources().get("GPU"))
     finally:
-        if joins:  # whose workers it will have decides how it is joined
+        if joins:  # the choice of workers decides how the run joins the cluster
             ray.shutdown()
 
 
 @contextmanager
 def set_up_package_workers(
     grpo: ModuleType, master: Any, recipe: NemoRlRecipe, tokenizer: Any, data: Any, val_data: Any
-) -> Iterator[Loop]:
-    """What `nemo_rl.algorithms.grpo.setup` would make, with our trainer and engines in place of workers on GPUs."""
+) -> Iterator[LoopArguments]:
+    """Do the work of `nemo_rl.algorithms.grpo.setup` with the package's trainer and engines."""
     from nemo_rl.utils.checkpoint import CheckpointManager
     from nemo_rl.utils.logger import Logger
 
     from nemo_fp8rl.nemo_rl.run.install import backends, install
 
-    values = master.model_dump()  # its blocks are mappings in one version, objects in the other
+    values = master.model_dump()  # the blocks of `master` are mappings in one version of NeMo RL, objects in the other
     for sentence in describe_ignored_values(values):
         print(f"nemo-fp8rl: {sentence}", flush=True)
     keys = values["grpo"]
@@ -123,39 +127,39 @@ def set_up_package_workers(
     latest = checkpointer.get_latest_checkpoint_path()
     state = initial_save_state(grpo, checkpointer.load_training_info(latest))
     weights_path, _ = checkpointer.get_resume_paths(latest)
-    asked = keys["num_prompts_per_step"] * (keys["batch_multiplier"] if keys["use_dynamic_sampling"] else 1)
-    prompts = _dataloader(data, int(asked), shuffle=master.data["shuffle"], drop_last=True)
+    num_prompts = keys["num_prompts_per_step"] * (keys["batch_multiplier"] if keys["use_dynamic_sampling"] else 1)
+    prompts = _dataloader(data, int(num_prompts), shuffle=master.data["shuffle"], drop_last=True)
     if latest is not None:
         load_dataloader(prompts, Path(latest), master.data)
-    steps = _steps(recipe, prompts)
-    master.policy["megatron_cfg"]["train_iters"] = steps  # as NeMo RL's setup says it
+    steps = _count_steps(recipe, prompts)
+    master.policy["megatron_cfg"]["train_iters"] = steps  # as NeMo RL's setup does
     validates = keys["val_period"] > 0 or keys["val_at_start"] or keys["val_at_end"]
     val_prompts = _dataloader(val_data, keys["val_batch_size"]) if validates else None
     with backends(master, tokenizer, weights_path) as (policy, generation):
         loss = install(policy, generation, master, completed_steps(state))
-        if policy.cfg.fp8_kv_cache and latest is None:  # NeMo RL calibrates later than it validates
+        if policy.cfg.fp8_kv_cache and latest is None:  # NeMo RL validates before its first calibration
             first = [data[i] for i in range(keys["num_prompts_per_step"])]
-            policy.calibrate_qkv_fp8_scales(_tokens(first, tokenizer.pad_token_id))
-        yield Loop(policy, generation, prompts, val_prompts, loss, logger, checkpointer, state, master, steps)
+            policy.calibrate_qkv_fp8_scales(_pad_prompts(first, tokenizer.pad_token_id))
+        yield LoopArguments(policy, generation, prompts, val_prompts, loss, logger, checkpointer, state, master, steps)
 
 
 @contextmanager
 def set_up_nemo_rl_workers(
     grpo: ModuleType, master: Any, recipe: NemoRlRecipe, tokenizer: Any, data: Any, val_data: Any
-) -> Iterator[Loop]:
-    """NeMo RL's own setup of its own workers, FP8 on the wire between them where the recipe says FP8."""
+) -> Iterator[LoopArguments]:
+    """Run NeMo RL's own `setup` with its own workers; an FP8 recipe gets FP8 on the wire between them."""
     from transformers import AutoConfig
 
     from nemo_fp8rl.nemo_rl.adapters.loss_fn import GrpoLossFn
     from nemo_fp8rl.nemo_rl.stock.worker_choice import choose_workers, declare_kv_cache, policy_factory
 
-    told = (name for name in OWN_KEYS if getattr(recipe.fp8rl, name) != getattr(Fp8RlConfig(), name))
-    for name in told:
-        print(f"nemo-fp8rl: nemo_fp8rl.{name} is of our own trainer and refit, NeMo RL's do without it", flush=True)
+    for name in PACKAGE_WORKER_KEYS:
+        if getattr(recipe.fp8rl, name) != getattr(Fp8RlConfig(), name):
+            print(f"nemo-fp8rl: nemo_fp8rl.{name} has no effect on NeMo RL's own workers", flush=True)
     trainer = master.policy.get("megatron_cfg") or {}
     fused = bool(trainer.get("enabled") and trainer.get("use_fused_linear_logprobs"))
     loss = GrpoLossFn(loss_keys(master.model_dump()), fused, recipe.fp8rl.correction)
-    if recipe.precision.flow != "bf16":  # which NeMo RL runs with models whose config cannot be read so
+    if recipe.precision.flow != "bf16":  # in bfloat16 NeMo RL also runs models whose config cannot be read this way
         model = AutoConfig.from_pretrained(master.policy["model_name"]).get_text_config()
         latent = getattr(model, "kv_lora_rank", None) is not None
         choose_workers(master.policy, model.num_hidden_layers, recipe.checkout.version, latent)
@@ -164,18 +168,18 @@ def set_up_nemo_rl_workers(
     )
     declare_kv_cache(generation, master.policy)
     try:
-        yield Loop(
+        yield LoopArguments(
             *(policy, generation, prompts, val_prompts, loss, logger, checkpointer, state, master),
-            _steps(recipe, prompts),
+            _count_steps(recipe, prompts),
         )
     finally:
         generation.shutdown()
 
 
-def _steps(recipe: NemoRlRecipe, prompts: Any) -> int:
-    """How many steps the loop takes: as asked for, or as its epochs have."""
+def _count_steps(recipe: NemoRlRecipe, prompts: Any) -> int:
+    """Return the steps of the loop: grpo.max_num_steps, or those of max_num_epochs if these are fewer."""
     grpo = recipe.values["grpo"]
-    if recipe.values["data"].get("use_multiple_dataloader"):  # which has no length
+    if recipe.values["data"].get("use_multiple_dataloader"):  # several dataloaders have no length
         return int(grpo["max_num_steps"])
     return int(min(grpo["max_num_steps"], grpo["max_num_epochs"] * len(prompts)))
 
@@ -189,8 +193,8 @@ def _dataloader(data: Any, batch_size: int, shuffle: bool = False, drop_last: bo
     return StatefulDataLoader(data, batch_size, shuffle=shuffle, collate_fn=rl_collate_fn, drop_last=drop_last)
 
 
-def _tokens(data: list[Any], pad_token_id: int) -> dict[str, Any]:
-    """The prompts alone, padded, as NeMo RL's loop passes them to a calibration."""
+def _pad_prompts(data: list[Any], pad_token_id: int) -> dict[str, Any]:
+    """Return the prompts alone, padded, as NeMo RL's loop passes them to a calibration."""
     from nemo_rl.data.llm_message_utils import batched_message_log_to_flat_message
 
     logs = [datum["message_log"] for datum in data]

@@ -43,7 +43,7 @@ def policy(monkeypatch) -> Any:
         loss_fn=SimpleNamespace(force_on_policy_ratio=False),
         nemo_fp8rl=SimpleNamespace(gates=gates),
     )
-    return module.MegatronFp8Policy(FakeMegatronPolicy(), cfg, None, loaded=False)  # type: ignore[arg-type]
+    return module.MegatronFp8Policy(FakeMegatronPolicy(), cfg, None, is_resumed=False)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("failure", [RefitError("no room in /dev/shm"), WorkerDied("no room in /dev/shm")])

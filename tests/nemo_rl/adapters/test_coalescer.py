@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from nemo_fp8rl.nemo_rl.adapters.coalesce import Coalescer
+from nemo_fp8rl.nemo_rl.adapters.coalescer import Coalescer
 
 
 def test_calls_that_come_together_are_one_call_in_their_order():
