@@ -160,11 +160,6 @@ def _parser() -> argparse.ArgumentParser:
     parity.add_argument("--json", action="store_true", help="print JSON, and nothing else, on stdout")
     parity.set_defaults(run=_parity)
 
-    manifest = commands.add_parser("check-manifest", help="check a RayJob or RayCluster of KubeRay without a cluster")
-    manifest.add_argument("file", type=path, metavar="FILE", help="YAML, of one or more objects")
-    manifest.add_argument("--crds", type=path, metavar="DIR", help="KubeRay's CRDs, to check against their schema, too")
-    manifest.set_defaults(run=_check_manifest, unfinished=BAD_INPUT)
-
     stop = commands.add_parser("request-stop", help="a pod's preStop hook: have the run save before the pod ends")
     stop.add_argument(
         "--linger", type=seconds, default=0.0, metavar="SECONDS", help="then the driver's own pod stays for so long"
@@ -303,16 +298,6 @@ def _parity(arguments: argparse.Namespace) -> bool:
     else:
         show(result)
     return True
-
-
-def _check_manifest(arguments: argparse.Namespace) -> bool:
-    from nemo_fp8rl.commands.launch.kubernetes.manifest_check import check_file
-
-    found = check_file(arguments.file, arguments.crds)
-    for name, findings in found.items():
-        for finding in findings:
-            print(f"{name}: {finding}")
-    return not any(found.values())
 
 
 def _request_stop(arguments: argparse.Namespace) -> bool:

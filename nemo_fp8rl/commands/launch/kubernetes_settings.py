@@ -137,5 +137,3 @@ class KubernetesConfig:
     """Seconds that the pods of a finished job are kept, to look at."""
     kueue: KueueConfig | None = None
     kai: KaiConfig | None = None
-    crds: str | None = None
-    """A folder with ray.io_rayjobs.yaml and ray.io_rayclusters.yaml of the cluster's KubeRay to check against."""

@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_fp8rl.commands.launch import local
+from nemo_fp8rl.commands.launch import kubernetes, local
 from nemo_fp8rl.commands.launch.job import plan
-from nemo_fp8rl.commands.launch.kubernetes import manifest
 from nemo_fp8rl.commands.launch.settings import read_settings
 from nemo_fp8rl.commands.launch.slurm import job_script
 
-PLACES = {"local": local.launch, "slurm": job_script.launch, "k8s": manifest.launch}
+PLACES = {"local": local.launch, "slurm": job_script.launch, "k8s": kubernetes.launch}
 
 
 def launch(

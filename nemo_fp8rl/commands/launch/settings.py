@@ -25,7 +25,7 @@ PORTS = re.compile(r"(\d{1,5})-(\d{1,5})", re.ASCII)
 LEAST_PORTS = 10
 LONGEST_NODE_TMP = 23
 """107 - len("/nfr-01234567-99/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")."""
-PATHS = ("runs_dir", "slurm.venv", "slurm.secrets_file", "kubernetes.crds")
+PATHS = ("runs_dir", "slurm.venv", "slurm.secrets_file")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 NODE = re.compile(r"[\w.,\[\]-]+", re.ASCII)
 """A node's name, or a list of them as SLURM writes it. The script puts such names into an expression of sed."""

@@ -6,18 +6,16 @@ When a pod is told to end, the run saves first (`stop_request`): KubeRay does no
 """
 
 import posixpath
+import re
 import shlex
 import subprocess
+from collections import Counter
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nemo_fp8rl.commands.launch.job import CHECKPOINTS, Job
-from nemo_fp8rl.commands.launch.kubernetes.manifest_check import lint, schema_errors
-from nemo_fp8rl.commands.launch.kubernetes.manifest_file import LOADER
-from nemo_fp8rl.commands.launch.kubernetes.manifest_lint import MAX_NAME
 from nemo_fp8rl.commands.launch.kubernetes_settings import KubernetesConfig
 from nemo_fp8rl.commands.launch.merged_recipe import merge
 from nemo_fp8rl.commands.launch.mounts import mount_of
@@ -30,6 +28,10 @@ RECIPE_FOLDER = "/etc/nemo-fp8rl"
 RECIPE = f"{RECIPE_FOLDER}/recipe.yaml"
 RUN_ID_LABEL = "nemo-fp8rl/run-id"
 MAX_CONFIG_MAP = 1 << 20
+MAX_NAME = 47
+"""Characters of a RayJob's name at most, because KubeRay adds to it (validation.go)."""
+QUANTITY = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)([KMGTPE]i|[kMGTPE])?")
+"""A quantity of memory, as the API server reads it."""
 KUBECTL_SECONDS = 120
 SAVE_SECONDS = 600
 """Seconds in which a run that is to end takes a step and saves, where the settings do not say."""
@@ -51,11 +53,11 @@ def launch(job: Job, settings: LaunchConfig, dry_run: bool = False) -> bool:
 def object_name(job: Job) -> str:
     """The RayJob's name: the run id, its beginning shortened to what KubeRay takes."""
     suffix = job.run_id.removeprefix(job.name)
-    return job.name[: MAX_NAME["RayJob"] - len(suffix)].rstrip("-") + suffix
+    return job.name[: MAX_NAME - len(suffix)].rstrip("-") + suffix
 
 
 def render(job: Job, settings: LaunchConfig) -> str:
-    """What `submit` gives to kubectl. Raises UserError for settings that cannot work, also by `lint`."""
+    """What `submit` gives to kubectl. Raises UserError for settings that cannot work."""
     k = settings.kubernetes
     workdir = k.workdir or next((volume.path for volume in k.volumes if not volume.read_only), None)
     _check(k)
@@ -81,7 +83,6 @@ def render(job: Job, settings: LaunchConfig) -> str:
     text = _without_empty_lines(fill(f"kubernetes/{'rayjob' if job.command else 'raycluster'}.yaml.jinja", **values))
     if recipe is not None:
         text = fill("kubernetes/recipe.yaml.jinja", **values, recipe=_block(recipe, 4)) + "---\n" + text
-    _refuse_unsound(text, k)
     return text
 
 
@@ -143,6 +144,34 @@ def _check(k: KubernetesConfig) -> None:
     for volume in k.volumes:
         if not volume.path.startswith("/"):
             raise UserError(f"kubernetes.volumes: the path {volume.path!r} is not absolute; begin it with a slash")
+    paths = Counter(posixpath.normpath(volume.path) for volume in k.volumes)
+    if twice := next((path for path, count in paths.items() if count > 1), None):
+        raise UserError(f"kubernetes.volumes: {twice} is the path of two volumes; give each volume another path")
+    sizes = {"memory": k.memory, "shared_memory": k.shared_memory, "head.memory": k.head.memory}
+    if k.generation:
+        sizes["generation.memory"] = k.generation.memory
+    bytes_of = {key: _bytes(f"kubernetes.{key}", size) for key, size in sizes.items() if size is not None}
+    for key in ("memory", "generation.memory"):
+        if bytes_of.get(key, bytes_of["shared_memory"]) < bytes_of["shared_memory"]:
+            raise UserError(
+                f"kubernetes.shared_memory={k.shared_memory} counts as memory of the pod and is above "
+                f"kubernetes.{key}={sizes[key]}; lower it, or raise {key}"
+            )
+    version = re.match(r"(\d{1,9})\.(\d{1,9})", k.ray_version)
+    if k.token and (not version or (int(version[1]), int(version[2])) < (2, 52)):
+        raise UserError(
+            f"kubernetes.ray_version={k.ray_version} has no tokens; use Ray 2.52 or newer, or set "
+            "kubernetes.token=false"
+        )
+
+
+def _bytes(key: str, size: str) -> Decimal:
+    quantity = QUANTITY.fullmatch(size)
+    if not quantity:
+        raise UserError(f"{key}={size} is not a quantity; write a number of bytes, 512Gi or 512G")
+    unit = quantity[2] or ""
+    power = "KMGTPE".index(unit[0].upper()) + 1 if unit else 0
+    return Decimal(quantity[1]) * (1024 if unit.endswith("i") else 1000) ** power
 
 
 def _recipe(job: Job, k: KubernetesConfig, workdir: str | None) -> tuple[str, Sequence[str], str | None]:
@@ -247,14 +276,3 @@ def _block(text: str, indent: int) -> str:
     if not plain or text[:1].isspace() or not text.endswith("\n") or text.endswith("\n\n"):
         return quoted(text)
     return "|\n" + "".join(" " * indent + line if line.strip() else line for line in text.splitlines(keepends=True))
-
-
-def _refuse_unsound(text: str, k: KubernetesConfig) -> None:
-    """Settings that make a manifest which the API server or KubeRay would refuse, or pods that could not start."""
-    for manifest in yaml.load_all(text, LOADER):
-        if manifest["kind"] == "ConfigMap":
-            continue
-        findings = lint(manifest) or (schema_errors(manifest, Path(k.crds)) if k.crds else [])
-        if findings:
-            more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
-            raise UserError(f"these settings do not make a sound manifest: {findings[0]}{more}")

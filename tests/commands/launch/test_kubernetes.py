@@ -1,5 +1,6 @@
-"""RayJobs and RayClusters from recipes and settings. No API server: their schema, our lint, and what reads them."""
+"""RayJobs and RayClusters from recipes and settings. There is no API server: the tests use KubeRay's schema."""
 
+import copy
 import dataclasses
 import os
 import shlex
@@ -15,16 +16,15 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from nemo_fp8rl.cli import main
+from nemo_fp8rl.commands.launch import kubernetes
 from nemo_fp8rl.commands.launch.job import LONGEST_NAME, NAME, Job, plan
-from nemo_fp8rl.commands.launch.kubernetes import manifest
-from nemo_fp8rl.commands.launch.kubernetes.manifest_check import lint, schema_errors
 from nemo_fp8rl.commands.launch.merged_recipe import merge
 from nemo_fp8rl.commands.launch.settings import LaunchConfig, read_settings
 from nemo_fp8rl.commands.launch.template import quoted
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.workers import ROLE, Role
 from tests.commands.launch.conftest import ON_JSONL
-from tests.commands.launch.kubernetes.kuberay import CRDS, expand, needs_crds
+from tests.commands.launch.kuberay import expand, needs_crds, schema_errors
 from tests.conftest import RECIPES
 from tests.nemo_rl.runs import needs_checkout
 
@@ -85,7 +85,7 @@ def tiny_job(*overrides: str, changes: tuple[str, ...] = (), idle: bool = False)
 
 
 def manifests(job: Job, chosen: LaunchConfig) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(manifest.render(job, chosen)))
+    return list(yaml.safe_load_all(kubernetes.render(job, chosen)))
 
 
 @cache
@@ -103,7 +103,7 @@ def container(group: dict[str, Any]) -> dict[str, Any]:
 
 def refusal(*changes: str, overrides: tuple[str, ...] = ()) -> str:
     with pytest.raises(UserError) as caught:
-        manifest.render(*tiny_job(*overrides, changes=changes))
+        kubernetes.render(*tiny_job(*overrides, changes=changes))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -124,16 +124,15 @@ def of_the_matrix(changes: tuple[str, ...], idle: bool) -> list[dict[str, Any]]:
 
 
 @over_the_matrix
-def test_what_is_rendered_keeps_the_lint(changes, idle):
-    made = of_the_matrix(changes, idle)
-    assert [document["kind"] for document in made] == (["RayCluster"] if idle else ["ConfigMap", "RayJob"])
-    assert lint(made[-1]) == []
+def test_a_job_has_a_config_map_and_a_ray_job(changes, idle):
+    kinds = [document["kind"] for document in of_the_matrix(changes, idle)]
+    assert kinds == (["RayCluster"] if idle else ["ConfigMap", "RayJob"])
 
 
 @needs_crds
 @over_the_matrix
 def test_what_is_rendered_keeps_the_schema(changes, idle):
-    assert schema_errors(of_the_matrix(changes, idle)[-1], CRDS) == []
+    assert schema_errors(of_the_matrix(changes, idle)[-1]) == []
 
 
 @needs_checkout
@@ -147,8 +146,8 @@ def test_every_recipe_for_nemo_rl_makes_a_sound_job_that_reads_the_same(recipe, 
     chosen = read_settings(None, BASE)
     job = plan(recipe, overrides, chosen)
     config_map, ray = manifests(job, chosen)
-    assert schema_errors(ray, CRDS) == [] and lint(ray) == []
-    assert len(manifest.object_name(job)) <= 47
+    assert schema_errors(ray) == []
+    assert len(kubernetes.object_name(job)) <= 47
     carried = tmp_path / "recipe.yaml"
     carried.write_text(config_map["data"]["recipe.yaml"])
     assert load_recipe(carried).values == load_recipe(recipe, overrides).values
@@ -168,13 +167,10 @@ def test_our_own_loop_takes_a_recipe_for_nemo_rl(tmp_path):
 
 
 @needs_crds
-def test_settings_that_the_schema_refuses_are_refused(tmp_path):
-    """By a KubeRay that does not know a key yet, of which the lint says nothing."""
-    crds = tmp_path / "ray.io_rayjobs.yaml"
-    crds.write_text((CRDS / crds.name).read_text().replace("preRunningDeadlineSeconds", "somethingElse"))
-    assert rayjob("kubernetes.start_seconds=900", f"kubernetes.crds={CRDS}")
-    line = refusal("kubernetes.start_seconds=900", f"kubernetes.crds={tmp_path}")
-    assert "spec.preRunningDeadlineSeconds: is unknown to KubeRay's schema" in line
+def test_the_schema_finds_a_key_that_kuberay_does_not_know():
+    job = copy.deepcopy(of_the_matrix((), False)[-1])
+    workers(job)[0]["replica"] = workers(job)[0].pop("replicas")
+    assert any("replica" in error for error in schema_errors(job))
 
 
 # What is in it
@@ -343,7 +339,7 @@ def test_every_name_of_a_job_makes_one_of_an_object(name):
     job = plan(TINY, (), chosen)
     ray = manifests(job, chosen)[1]
     assert ray["metadata"]["labels"]["nemo-fp8rl/run-id"] == job.run_id
-    assert ray["metadata"]["name"] == manifest.object_name(job)
+    assert ray["metadata"]["name"] == kubernetes.object_name(job)
     assert ray["metadata"]["name"].endswith(job.run_id.removeprefix(name))
 
 
@@ -369,13 +365,13 @@ def test_it_has_the_time_that_the_settings_say():
 
 def test_a_job_that_kueue_suspends_goes_on_later_and_saves_though_it_is_not_retried():
     kueue = ("kubernetes.backoff_limit=0", "kubernetes.kueue={queue: rl}")
-    assert "lifecycle" in manifest.render(*tiny_job("checkpointing.checkpoint_dir=/runs/x", changes=kueue))
+    assert "lifecycle" in kubernetes.render(*tiny_job("checkpointing.checkpoint_dir=/runs/x", changes=kueue))
 
 
 @pytest.mark.parametrize("idle", [False, True], ids=["no retries", "idle"])
 def test_where_nothing_would_continue_nobody_is_asked(idle):
     chosen = () if idle else ("kubernetes.backoff_limit=0",)
-    text = manifest.render(*tiny_job(changes=chosen, idle=idle))
+    text = kubernetes.render(*tiny_job(changes=chosen, idle=idle))
     assert not any(word in text for word in ("lifecycle", "STOP_FOLDER", "RAY_JOB_STOP", "terminationGrace"))
 
 
@@ -385,7 +381,7 @@ def test_where_nothing_would_continue_nobody_is_asked(idle):
 def test_a_recipe_for_nemo_rl_saves_then_too_whoever_runs_it(loop):
     chosen = read_settings(None, BASE)
     saves = (*ON_JSONL, "checkpointing.enabled=true", "checkpointing.checkpoint_dir=/runs/x")
-    assert "lifecycle" in manifest.render(
+    assert "lifecycle" in kubernetes.render(
         plan(RECIPES / "nemo_rl/qwen3-8b-fp8-e2e-kv.yaml", saves, chosen, loop=loop), chosen
     )
 
@@ -431,11 +427,19 @@ def test_a_retried_run_must_save():
     [
         ("kubernetes.image=null", "kubernetes.image is required"),
         ("kubernetes.security_context.run_as_user=-1", "kubernetes.security_context.run_as_user=-1 must be at least 0"),
-        ("kubernetes.memory=512GB", "is not a quantity; write a number, 500m, 512Gi or 512G"),
-        ("kubernetes.memory=32Gi", "sizeLimit: 64Gi is above the container's memory limit of 32Gi"),
-        ("kubernetes.ray_version='2.40.0'", "'2.40.0' has no tokens; use Ray 2.52 or newer"),
-        ("kubernetes.labels={team: 'a b'}", "labels.team: 'a b' is no label's value"),
-        ("kubernetes.volumes=[{claim: a, path: /runs}, {claim: b, path: /runs}]", "is another mount's path"),
+        (
+            "kubernetes.memory=512GB",
+            "kubernetes.memory=512GB is not a quantity; write a number of bytes",
+        ),
+        (
+            "kubernetes.memory=32Gi",
+            "kubernetes.shared_memory=64Gi counts as memory of the pod",
+        ),
+        ("kubernetes.ray_version='2.40.0'", "kubernetes.ray_version=2.40.0 has no tokens; use Ray 2.52 or newer"),
+        (
+            "kubernetes.volumes=[{claim: a, path: /runs}, {claim: b, path: /runs}]",
+            "/runs is the path of two volumes",
+        ),
         ("kubernetes.volumes=[{claim: runs, path: runs}]", "the path 'runs' is not absolute; begin it with a slash"),
         ("kubernetes.kueue={queue: a, required_topology: b, preferred_topology: c}", "not both"),
     ],
@@ -491,7 +495,7 @@ def test_a_variable_arrives_as_it_was_given(value):
 def test_bytes_that_are_no_text_are_refused():
     chosen = dataclasses.replace(site(), env={"GIVEN": os.fsdecode(b"a\xff")})
     with pytest.raises(UserError, match="not text"):
-        manifest.render(Job("run", "run-20260819-101112-ab12", (), 1, 0, 8), chosen)
+        kubernetes.render(Job("run", "run-20260819-101112-ab12", (), 1, 0, 8), chosen)
     folder = os.fsdecode(b"/runs/a\xff")
     assert "cannot be read" in refusal(overrides=(f"checkpointing.checkpoint_dir={folder}",))
 
@@ -548,9 +552,9 @@ def fake_kubectl(tmp_path, monkeypatch):
 
 def test_submission_asks_the_server_first_and_creates_exactly_what_was_rendered(fake_kubectl):
     job, chosen = tiny_job(changes=("kubernetes.namespace=rl",))
-    text = manifest.render(job, chosen)
+    text = kubernetes.render(job, chosen)
     folder = fake_kubectl('cat > "$(dirname "$0")/input"')
-    manifest.submit(text, chosen)
+    kubernetes.submit(text, chosen)
     assert (folder / "calls").read_text() == "create -n rl --dry-run=server -f -\ncreate -n rl -f -\n"
     assert (folder / "input").read_text() == text
 
@@ -559,7 +563,7 @@ def test_nothing_is_created_when_the_server_refuses(fake_kubectl):
     job, chosen = tiny_job()
     folder = fake_kubectl('cat > /dev/null; echo "error: no matches for kind RayJob" >&2; echo more >&2; exit 1')
     with pytest.raises(UserError) as caught:
-        manifest.submit(manifest.render(job, chosen), chosen)
+        kubernetes.submit(kubernetes.render(job, chosen), chosen)
     assert str(caught.value) == "kubectl create: error: no matches for kind RayJob"
     assert (folder / "calls").read_text().count("\n") == 1
 
@@ -567,28 +571,28 @@ def test_nothing_is_created_when_the_server_refuses(fake_kubectl):
 def test_without_kubectl_there_is_a_way_out(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="kubectl is not on PATH"):
-        manifest.submit("", site())
+        kubernetes.submit("", site())
 
 
 def test_a_dry_run_prints_what_would_be_submitted_and_nothing_else(capsys, fake_kubectl):
     job, chosen = tiny_job()
     folder = fake_kubectl("exit 1")
-    assert manifest.launch(job, chosen, dry_run=True)
-    assert capsys.readouterr().out == manifest.render(job, chosen)
+    assert kubernetes.launch(job, chosen, dry_run=True)
+    assert capsys.readouterr().out == kubernetes.render(job, chosen)
     assert not (folder / "calls").exists()
 
 
-def test_the_command_line_prints_what_check_manifest_takes(capsys, tmp_path):
+def test_the_command_line_prints_the_manifest(capsys):
     changes = [word for change in (*BASE, "gpus_per_node=8") for word in ("--set", change)]
     assert main(["launch", "k8s", "--config", str(TINY), "grpo.max_num_steps=3", *changes, "--dry-run"]) == 0
-    printed = write(tmp_path / "job.yaml", capsys.readouterr().out)
-    assert main(["check-manifest", str(printed)]) == 0
+    kinds = [document["kind"] for document in yaml.safe_load_all(capsys.readouterr().out)]
+    assert kinds == ["ConfigMap", "RayJob"]
 
 
 def test_a_submission_says_the_run_and_how_to_follow_it(capsys, fake_kubectl):
     job, chosen = tiny_job()
     fake_kubectl("cat > /dev/null")
-    assert manifest.launch(job, chosen)
+    assert kubernetes.launch(job, chosen)
     said = capsys.readouterr().out.splitlines()
     assert said[0] == f"run {job.run_id}" and all(line.startswith("  kubectl ") for line in said[1:])
 
@@ -596,7 +600,7 @@ def test_a_submission_says_the_run_and_how_to_follow_it(capsys, fake_kubectl):
 @pytest.mark.parametrize("changes", [(), ("kubernetes.kai={queue: rl}",)], ids=["job", "KAI"])
 def test_the_next_steps_name_the_run(changes):
     job, chosen = tiny_job(changes=("kubernetes.namespace=rl", *changes))
-    steps = manifest.next_steps(job, chosen)
+    steps = kubernetes.next_steps(job, chosen)
     assert all(step.startswith("kubectl -n rl ") for step in steps)
-    assert any(f"get rayjob {manifest.object_name(job)}" in step for step in steps)
+    assert any(f"get rayjob {kubernetes.object_name(job)}" in step for step in steps)
     assert any("8265" in step for step in steps) and any(job.run_id in step for step in steps)

@@ -1,1 +1,0 @@
-"""A RayJob or RayCluster of KubeRay: its manifest and its settings."""
