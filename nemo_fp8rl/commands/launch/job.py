@@ -1,4 +1,4 @@
-"""What is to run: the driver's command and the nodes it needs, from a recipe and the site's settings."""
+"""A job: the driver's command and the nodes that it needs, from a recipe and the settings of a site."""
 
 import re
 import secrets
@@ -18,25 +18,30 @@ from nemo_fp8rl.nemo_rl.recipe.keys import at
 LONGEST_NAME = 38
 """A label of Kubernetes has at most 63 characters, and the run id, which is one, adds 25."""
 NAME = re.compile(rf"[a-z]([-a-z0-9]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?")
-"""A job's name as both SLURM and Kubernetes take it."""
+"""A job's name that both SLURM and Kubernetes accept."""
 
 CHECKPOINTS, LOGS = "checkpointing.checkpoint_dir", "logger.log_dir"
-SAID_BY = {
+RECIPE_KEYS = {
     "nodes": "cluster.num_nodes",
     "generation_nodes": "policy.generation.colocated.resources.num_nodes",
     "gpus_per_node": "cluster.gpus_per_node",
 }
-"""Setting of a recipe of ours -> the key by which a recipe for NeMo RL says it."""
+"""Setting -> the key of a recipe for NeMo RL that has the same meaning."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """command: of the driver, as arguments, the interpreter left out: ..., --config, recipe, overrides; empty for a
-    cluster that waits for people.
+    """A job to launch.
 
-    run_id: the same in every attempt. generation_nodes: of `nodes`, those for engines alone. values: the resolved
-    recipe where it is NeMo RL's, else None. writes: the folders that it writes, by the key that says so; without
-    checkpoints none for them, and no attempt could go on from another.
+    name:              part of the run id
+    run_id:            the same in every attempt
+    command:           the driver's arguments without the interpreter: loop, --config, recipe, overrides; empty for a
+                       cluster that waits for people
+    nodes:             all nodes
+    generation_nodes:  the part of `nodes` that has engines alone
+    values:            the resolved recipe if it is a recipe for NeMo RL, else None
+    writes:            recipe key -> folder that the run writes; a run without checkpoints has no entry for them, and
+                       no attempt could continue from an earlier attempt
     """
 
     name: str
@@ -53,7 +58,7 @@ class Job:
         return CHECKPOINTS in self.writes
 
     def command_with(self, *defaults: str) -> tuple[str, ...]:
-        """The command with these overrides before the user's own, which so have the last word."""
+        """Return the command with these overrides before the user's overrides, so that the user's win."""
         first = len(self.command) - len(self.overrides)
         return (*self.command[:first], *defaults, *self.overrides)
 
@@ -77,21 +82,24 @@ def plan(
     settings: LaunchConfig,
     loop: str | None = None,
     idle: bool = False,
-    on_any_gpus: bool = False,
+    ignore_gpu_count: bool = False,
 ) -> Job:
-    """The job of a recipe. loop: train, which is ours, or nemo; by default NeMo RL's for a recipe of its dialect, which
-    ours runs, too, if its data are JSONL. on_any_gpus: how many there are is not the recipe's to say. Raises UserError.
+    """Return the job of a recipe.
 
-    The recipe itself is checked where it runs, or by `nemo-fp8rl doctor`; here it says how many nodes there are, and
-    with loop=train what our loop would refuse in it whatever the model and the data are.
+    loop:              "train" (the package's loop) or "nemo" (NeMo RL's). None: nemo for a recipe in NeMo RL's dialect,
+                       else train; train also runs NeMo RL's dialect if the data are JSONL
+    idle:              the job is a cluster that waits for people
+    ignore_gpu_count:  do not take the number of GPUs from the recipe
+    Raises: UserError if recipe and settings contradict each other, and with loop="train" for what that loop refuses
+            whatever model and data are. The rest of the recipe is checked where it runs, or by `nemo-fp8rl doctor`.
     """
     values, colocated, writes = _read(recipe, overrides)
-    of_recipe = None if values is None or on_any_gpus else _sizes(values)
+    of_recipe = None if values is None or ignore_gpu_count else _sizes(values)
     sizes = of_recipe or {"nodes": 1, "generation_nodes": 0, "gpus_per_node": 0}
     for key, size in sizes.items():
         given = getattr(settings, key)
         if of_recipe and given not in (None, size):
-            raise UserError(f"{key}={given}, but {SAID_BY[key]} says {size}: change that instead, as an override")
+            raise UserError(f"{key}={given}, but {RECIPE_KEYS[key]} says {size}: change that instead, as an override")
         sizes[key] = size if given is None else given
     nodes, alone = sizes["nodes"], sizes["generation_nodes"]
     if alone >= nodes:
@@ -110,7 +118,7 @@ def plan(
     loop = loop or ("train" if values is None else "nemo")
     if loop == "nemo" and values is None:
         raise UserError(f"--loop nemo: {recipe} is no recipe for NeMo RL; see conf/nemo_rl/")
-    if loop == "train" and values is not None and not (idle or on_any_gpus):
+    if loop == "train" and values is not None and not (idle or ignore_gpu_count):
         from nemo_fp8rl.nemo_rl.recipe.recipe_for_train import convert_keys_for_train  # loads torch
 
         convert_keys_for_train(recipe, values)
@@ -124,9 +132,7 @@ def plan(
 
 
 def _read(recipe: Path, overrides: Sequence[str]) -> tuple[dict[str, Any] | None, bool, dict[str, str]]:
-    """The values of a recipe of NeMo RL's, None for one of ours; whether engines share the trainer's GPUs; what the run
-    writes (see `Job`). Raises UserError for a wrong one of either.
-    """
+    """Return (values of a recipe for NeMo RL or None, whether engines share the trainer's GPUs, `Job.writes`)."""
     if nemo_rl.is_for_nemo_rl(recipe):
         values = nemo_rl.load_recipe(recipe, overrides).values
         colocated, saves = is_colocated(values["policy"]["generation"]), at(values, "checkpointing.enabled", True)
@@ -139,7 +145,7 @@ def _read(recipe: Path, overrides: Sequence[str]) -> tuple[dict[str, Any] | None
 
 
 def _sizes(values: Mapping[str, Any]) -> dict[str, int]:
-    sizes = {"generation_nodes": 0} | {key: at(values, SAID_BY[key], None) for key in ("nodes", "gpus_per_node")}
-    if not is_colocated(values["policy"]["generation"]) and sizes["nodes"] > 1:  # on one both have a part of it
-        sizes["generation_nodes"] = at(values, SAID_BY["generation_nodes"], None) or 1
+    sizes = {"generation_nodes": 0} | {key: at(values, RECIPE_KEYS[key], None) for key in ("nodes", "gpus_per_node")}
+    if not is_colocated(values["policy"]["generation"]) and sizes["nodes"] > 1:  # one node has both
+        sizes["generation_nodes"] = at(values, RECIPE_KEYS["generation_nodes"], None) or 1
     return sizes

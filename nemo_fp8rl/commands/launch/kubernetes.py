@@ -1,8 +1,9 @@
 """A job as a RayJob of KubeRay, or a RayCluster that waits for people; submitted by kubectl.
 
-The recipe travels in a ConfigMap, merged with its parents and overrides (`merged`): a file on the submitter's disk is
-of no use in a pod, and overrides on the entry point would pass through two shells and Kubernetes' own `$(...)`.
-When a pod is told to end, the run saves first (`stop_request`): KubeRay does not tell the driver.
+The recipe travels in a ConfigMap, merged with its parents and overrides (`merged_recipe`): a pod cannot see a file on
+the submitter's disk, and overrides on the entry point would pass through two shells and Kubernetes' `$(...)`. Before a
+pod ends, the run saves (`run/pod_stop.py`), because KubeRay does not tell the driver. The API server checks a manifest
+before anything is created.
 """
 
 import posixpath
@@ -34,13 +35,13 @@ QUANTITY = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)([KMGTPE]i|[kMGTPE])?")
 """A quantity of memory, as the API server reads it."""
 KUBECTL_SECONDS = 120
 SAVE_SECONDS = 600
-"""Seconds in which a run that is to end takes a step and saves, where the settings do not say."""
+"""Default of the seconds in which a run finishes its step and saves before a pod ends."""
 LINGER_SECONDS = 30
-"""Seconds that the head's pod stays after the driver, so that KubeRay sees what became of it."""
+"""Seconds that the head's pod stays after the driver ended, so that KubeRay sees the result."""
 
 
 def launch(job: Job, settings: LaunchConfig, dry_run: bool = False) -> bool:
-    """Submit and say how to follow, or with dry_run print exactly what would be submitted."""
+    """Submit a job and print how to follow it; with dry_run print exactly what would be submitted."""
     text = render(job, settings)
     if dry_run:
         print(text, end="")
@@ -51,13 +52,13 @@ def launch(job: Job, settings: LaunchConfig, dry_run: bool = False) -> bool:
 
 
 def object_name(job: Job) -> str:
-    """The RayJob's name: the run id, its beginning shortened to what KubeRay takes."""
+    """Return the RayJob's name: the run id, with its beginning cut so that KubeRay accepts the length."""
     suffix = job.run_id.removeprefix(job.name)
     return job.name[: MAX_NAME - len(suffix)].rstrip("-") + suffix
 
 
 def render(job: Job, settings: LaunchConfig) -> str:
-    """What `submit` gives to kubectl. Raises UserError for settings that cannot work."""
+    """Return the YAML that `submit` gives to kubectl. Raises UserError for settings that cannot work."""
     k = settings.kubernetes
     workdir = k.workdir or next((volume.path for volume in k.volumes if not volume.read_only), None)
     _check(k)
@@ -87,7 +88,7 @@ def render(job: Job, settings: LaunchConfig) -> str:
 
 
 def submit(text: str, settings: LaunchConfig) -> None:
-    """Have the API server check all of it, then create it. Raises UserError with kubectl's own first line."""
+    """Have the API server check the manifest, then create it. Raises UserError with the first line of kubectl."""
     namespace = _namespace(settings.kubernetes)
     for arguments in (("--dry-run=server",), ()):
         command = ["kubectl", "create", *namespace, *arguments, "-f", "-"]
@@ -107,7 +108,7 @@ def submit(text: str, settings: LaunchConfig) -> None:
 
 
 def next_steps(job: Job, settings: LaunchConfig) -> list[str]:
-    """How to follow what was submitted, a command a line, each with what it is for."""
+    """Return the commands that follow the job, one per line with its purpose."""
     name, k = object_name(job), settings.kubernetes
     kubectl = shlex.join(["kubectl", *_namespace(k)])
     kind = "rayjob" if job.command else "raycluster"
@@ -175,9 +176,7 @@ def _bytes(key: str, size: str) -> Decimal:
 
 
 def _recipe(job: Job, k: KubernetesConfig, workdir: str | None) -> tuple[str, Sequence[str], str | None]:
-    """The merged recipe, the driver's command on it, and the path of the volume that it saves on when a pod is told to
-    end, if it does.
-    """
+    """Return (merged recipe, driver's command, path of the volume on which the run saves before a pod ends or None)."""
     for_nemo_rl = job.values is not None  # such a recipe always is for Ray
     command = job.command if for_nemo_rl else job.command_with("cluster.backend=ray")
     at = command.index("--config")
@@ -202,7 +201,7 @@ def _recipe(job: Job, k: KubernetesConfig, workdir: str | None) -> tuple[str, Se
 
 
 def _volume(folder: str, k: KubernetesConfig, workdir: str | None) -> str | None:
-    """The path of the volume where the next attempt's pods find the checkpoints, if there is one."""
+    """Return the path of the writable volume that holds the checkpoints for the next attempt; None if there is none."""
     volumes = {posixpath.normpath(volume.path): volume for volume in k.volumes}
     mount = mount_of(posixpath.normpath(posixpath.join(workdir or "", folder)), volumes)
     return volumes[mount].path if mount is not None and not volumes[mount].read_only else None
@@ -219,17 +218,19 @@ def _variables(job: Job, settings: LaunchConfig, saves_on: str | None, grace: in
         run[pod_stop.FOLDER] = posixpath.join(saves_on, ".nemo-fp8rl")
         if grace is not None and grace > LINGER_SECONDS:  # from SIGTERM to SIGKILL, where KubeRay has Ray stop the job
             run["RAY_JOB_STOP_WAIT_TIME_S"] = str(grace - LINGER_SECONDS)
-    given = {variable.name for variable in settings.kubernetes.secret_env}
-    return {name: value for name, value in {**run, **settings.env}.items() if name not in given}
+    secret = {variable.name for variable in settings.kubernetes.secret_env}
+    return {name: value for name, value in {**run, **settings.env}.items() if name not in secret}
 
 
 def _groups(job: Job, k: KubernetesConfig) -> list[dict[str, Any]]:
-    own = k.generation
+    generation = k.generation
     groups = [_group("train", job.train_nodes, job.gpus_per_node, k.cpus, k.memory, k.node_selector, k)]
     if job.generation_nodes:
-        gpus = job.gpus_per_node if own is None or own.gpus_per_node is None else own.gpus_per_node
-        cpus, memory = (own.cpus, own.memory) if own else (None, None)
-        selector = k.node_selector if own is None or own.node_selector is None else own.node_selector
+        gpus = job.gpus_per_node if generation is None or generation.gpus_per_node is None else generation.gpus_per_node
+        cpus, memory = (generation.cpus, generation.memory) if generation else (None, None)
+        selector = k.node_selector
+        if generation is not None and generation.node_selector is not None:
+            selector = generation.node_selector
         groups.append(_group("generation", job.generation_nodes, gpus, cpus or k.cpus, memory or k.memory, selector, k))
     return groups
 
@@ -266,12 +267,12 @@ def _group(
 
 
 def _without_empty_lines(text: str) -> str:
-    """The parts of a template that a job does not need leave some; no value has a line's end in it."""
+    """Remove the empty lines that unused parts of a template leave. No value contains a line break."""
     return "".join(line for line in text.splitlines(keepends=True) if line.strip())
 
 
 def _block(text: str, indent: int) -> str:
-    """The text as a YAML block of lines, for people; quoted where a character would not survive that."""
+    """Return the text as a readable YAML block, or quoted if a block would change a character."""
     plain = all(character == "\n" or character.isprintable() for character in text)
     if not plain or text[:1].isspace() or not text.endswith("\n") or text.endswith("\n\n"):
         return quoted(text)

@@ -1,4 +1,4 @@
-"""What a Kubernetes cluster asks for: `kubernetes:` in a site file."""
+"""The settings of a Kubernetes cluster: the block `kubernetes:` of a site file."""
 
 from dataclasses import dataclass, field
 
@@ -15,30 +15,30 @@ class Toleration:
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The head's pod, for which no GPU is asked: the driver runs there, Ray's actors do not."""
+    """The head's pod. It has no GPU: the driver runs there, Ray's actors do not."""
 
     cpus: int = 4
     memory: str = "32Gi"
     node_selector: dict[str, str] = field(default_factory=dict)
-    """Labels that a node must have for the head's pod and the submitter's; the tolerations, too, are of both."""
+    """Labels that a node must have for the pods of the head and the submitter. The tolerations are for both as well."""
     tolerations: tuple[Toleration, ...] = ()
 
 
 @dataclass(frozen=True)
 class SecurityContext:
-    """The security context of all pods. What is null is the image's, or the cluster's."""
+    """The security context of all pods. null: the image's or the cluster's choice."""
 
     run_as_user: int | None = None
-    """A user other than 0 also makes containers those of the Pod Security Standard `restricted`: without capabilities
-    (but for that of `rdma`), a way to more of them, and system calls outside of the runtime's profile."""
+    """A user other than 0 also makes containers keep the Pod Security Standard `restricted`: no capabilities but
+    the one that `rdma` needs, no privilege escalation, the runtime's profile of system calls."""
     run_as_group: int | None = None
     fs_group: int | None = None
-    """The group that volumes are made to belong to, where their kind allows it."""
+    """The group that owns the volumes, if the kind of the volume allows it."""
 
 
 @dataclass(frozen=True)
 class GenerationGroup:
-    """The pods of the engines, where they are of another kind than the trainer's. What is null is as for those."""
+    """The engines' pods if they are of another kind than the trainer's. null: as for the trainer's pods."""
 
     gpus_per_node: int | None = None
     cpus: int | None = None
@@ -72,7 +72,7 @@ class KueueConfig:
     required_topology: str | None = None
     """A node label; the pods of a group must be on nodes that share its value."""
     preferred_topology: str | None = None
-    """A node label whose value the nodes of a group's pods share where that can be had."""
+    """A node label; the pods of a group are on nodes that share its value if the cluster has such nodes."""
 
 
 @dataclass(frozen=True)
@@ -95,25 +95,25 @@ class KubernetesConfig:
     token: bool = True
     """Whether Ray asks for a token, which KubeRay (1.5.1 or newer) makes and keeps in a secret."""
     cpus: int | None = None
-    """CPUs of a GPU node's pod. null asks for none; Ray then counts all of the node's."""
+    """CPUs of a GPU node's pod. null: no request; Ray then counts all CPUs of the node."""
     memory: str | None = None
-    """Memory of a GPU node's pod, such as 512Gi. null asks for none."""
+    """Memory of a GPU node's pod, such as 512Gi. null: no request."""
     shared_memory: str = "64Gi"
-    """/dev/shm of a GPU node's pod, for NCCL, vLLM and Ray's objects. What is used of it counts as memory."""
+    """/dev/shm of a GPU node's pod, for NCCL, vLLM and Ray's objects. Its used part counts as memory of the pod."""
     head: HeadConfig = field(default_factory=HeadConfig)
     generation: GenerationGroup | None = None
     gpu_resource: str = "nvidia.com/gpu"
     rdma: dict[str, int] = field(default_factory=dict)
     """Resources of RDMA devices for a GPU node's pod, such as rdma/ib: 1; pods that have them may lock memory."""
     host_network: bool = False
-    """GPU nodes' pods use the network of the node. One such pod a node, since Ray's ports are then the node's."""
+    """Pods on GPU nodes use the network of the node. A node can then have one such pod, because Ray takes its ports."""
     secrets: tuple[str, ...] = ()
     """Kubernetes secrets, each key of which becomes an environment variable."""
     secret_env: tuple[SecretVariable, ...] = ()
     """Single variables from secrets."""
     volumes: tuple[Volume, ...] = ()
     workdir: str | None = None
-    """The folder of a recipe's relative paths; null: the path of the first volume that can be written."""
+    """The folder of a recipe's relative paths; null: the path of the first writable volume."""
     node_selector: dict[str, str] = field(default_factory=dict)
     """Labels that a node must have for GPU nodes' pods."""
     tolerations: tuple[Toleration, ...] = (Toleration("nvidia.com/gpu"),)
@@ -125,15 +125,15 @@ class KubernetesConfig:
     priority_class: str | None = None
     security_context: SecurityContext = field(default_factory=SecurityContext)
     termination_grace_seconds: int | None = None
-    """Seconds in which a pod that is told to end must have ended. null: 600 where it waits for the run to save, a step
-    and a checkpoint; else the cluster's 30."""
+    """Seconds from the request to end a pod until it is killed. null: 600 if the pod waits for the run to finish a step
+    and save, else the cluster's 30."""
     backoff_limit: int = 3
     """Attempts after the first, each with a new cluster; a run continues from its latest checkpoint."""
     start_seconds: int | None = None
-    """Seconds for all pods to be ready; null: the job waits. For a KubeRay that knows preRunningDeadlineSeconds."""
+    """Seconds for all pods to be ready; null: the job waits. KubeRay must know preRunningDeadlineSeconds."""
     deadline_seconds: int | None = None
     """Seconds within which the job must be done."""
     ttl_seconds: int = 300
-    """Seconds that the pods of a finished job are kept, to look at."""
+    """Seconds that the pods of a finished job stay for inspection."""
     kueue: KueueConfig | None = None
     kai: KaiConfig | None = None

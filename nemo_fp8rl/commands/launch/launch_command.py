@@ -1,4 +1,4 @@
-"""`nemo-fp8rl launch`: plan, render, and print or submit."""
+"""`nemo-fp8rl launch`: plan a job, render it, and print or submit it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,11 +8,11 @@ from nemo_fp8rl.commands.launch.job import plan
 from nemo_fp8rl.commands.launch.settings import read_settings
 from nemo_fp8rl.commands.launch.slurm import job_script
 
-PLACES = {"local": local.launch, "slurm": job_script.launch, "k8s": kubernetes.launch}
+LAUNCHERS = {"local": local.launch, "slurm": job_script.launch, "k8s": kubernetes.launch}
 
 
 def launch(
-    place: str,
+    target: str,
     recipe: Path,
     overrides: Sequence[str],
     *,
@@ -22,7 +22,7 @@ def launch(
     idle: bool = False,
     dry_run: bool = False,
 ) -> bool:
-    """Submit, or with dry_run print exactly what would be. Raises UserError before anything is submitted."""
+    """Submit a recipe; with dry_run print exactly what would be submitted. Raises UserError before it submits."""
     settings = read_settings(site, changes)
-    job = plan(recipe, overrides, settings, loop, idle, on_any_gpus=place == "local")
-    return PLACES[place](job, settings, dry_run)
+    job = plan(recipe, overrides, settings, loop, idle, ignore_gpu_count=target == "local")
+    return LAUNCHERS[target](job, settings, dry_run)

@@ -1,4 +1,4 @@
-"""What numbers of a site file may be: a wrong one would switch a check off, or end a job only once it has begun."""
+"""The ranges of numbers in a site file. A wrong number would switch a check off, or end a job that already runs."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,9 +8,9 @@ from nemo_fp8rl.common.errors import UserError
 YEAR = 366 * 24 * 3600
 """Seconds in a leap year."""
 LEAST_PREFLIGHT_SECONDS = 90
-"""60 of them are for the all-reduce."""
+"""The all-reduce takes up to 60 of these seconds."""
 MOST = 100_000
-"""The largest number of nodes, CPUs or attempts: more than there are anywhere."""
+"""The largest number of nodes, CPUs or attempts; no cluster has as many."""
 MOST_GPUS = 1024
 SIZES = {"nodes": (1, MOST), "generation_nodes": (0, MOST), "gpus_per_node": (0, MOST_GPUS)}
 OF_SLURM = {
@@ -37,14 +37,14 @@ OF_KUBERNETES_GENERATION = {"gpus_per_node": (0, MOST_GPUS), "cpus": (1, MOST)}
 
 
 def check_limits(block: Any, limits: Mapping[str, tuple[int, int]], prefix: str = "") -> None:
-    """Raise UserError, naming the key, for a number of the block that is not within its limits, which NaN never is."""
+    """Raise UserError, which names the key, for a number outside its range. NaN is outside of every range."""
     for key, (least, most) in limits.items():
         if (number := getattr(block, key)) is not None and not least <= number <= most:
-            raise UserError(f"{prefix}{key}={_shown(number)} must be at least {least} and at most {most}")
+            raise UserError(f"{prefix}{key}={_format(number)} must be at least {least} and at most {most}")
 
 
-def _shown(value: Any) -> str:
-    """The value on one line. Python writes no integer of more than 4300 digits."""
+def _format(value: Any) -> str:
+    """Return the value on one line. Python refuses to write an integer of more than 4300 digits."""
     if isinstance(value, int) and value.bit_length() > 200:
         return "a number of more than 60 digits"
     return repr(value)[:100]

@@ -1,4 +1,4 @@
-"""One machine: the driver in this terminal, on the GPUs that are here."""
+"""Launch on one machine: the driver runs in this terminal, on the GPUs of this machine."""
 
 import math
 import os
@@ -17,16 +17,16 @@ from nemo_fp8rl.config.recipe import load, read
 from nemo_fp8rl.nemo_rl.recipe.keys import at
 
 LAYOUT = ("cluster.backend", "cluster.train_ranks", "cluster.generation_engines")
-"""Keys by which a recipe of ours says itself who has which GPUs."""
+"""Keys by which a recipe states which side has which GPUs."""
 COLOCATED = "policy.generation.colocated.enabled"
 IN_TURNS = {"policy.generation.vllm_cfg.sleep_level": 1, "policy.megatron_cfg.offload_between_phases": "true"}
-"""Settings that sharing GPUs takes; a recipe of NeMo RL's gets the same (`nemo_rl.config`)."""
+"""Settings that two sides which share GPUs need; a recipe for NeMo RL gets the same ones."""
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-SAY_HOW_MANY = "mend the driver, or say how many GPUs to use: --set gpus_per_node=N, 0 for a run on the CPU"
+GPU_COUNT_HINT = "mend the driver, or say how many GPUs to use: --set gpus_per_node=N, 0 for a run on the CPU"
 
 
 def launch(job: Job, settings: LaunchConfig, dry_run: bool = False) -> bool:
-    """Become the driver, so that its exit code is this command's; with dry_run print the script that would."""
+    """Become the driver, whose exit code is then the command's; with dry_run print the script instead."""
     script = render(job, settings)
     if not dry_run:
         os.execvp("bash", ["bash", "-c", script])
@@ -35,24 +35,24 @@ def launch(job: Job, settings: LaunchConfig, dry_run: bool = False) -> bool:
 
 
 def render(job: Job, settings: LaunchConfig) -> str:
-    """The script."""
+    """Return the script that starts the driver."""
     if not job.command:
         raise UserError("--idle is for clusters: here `ray start --head` starts one")
     gpus = visible_gpus() if settings.gpus_per_node is None else settings.gpus_per_node
     if job.values:
         overrides, layout = choose(job.values, gpus)
         if job.command[0] == "train":
-            _check_for_own_loop(job.recipe, (*overrides, *job.overrides))
+            _check_for_train(job.recipe, (*overrides, *job.overrides))
     else:
-        asked = settings.gpus_per_node is not None
-        overrides, layout = choose_for_ours(job.recipe, job.overrides, gpus, asked)
+        is_setting = settings.gpus_per_node is not None
+        overrides, layout = choose_for_train(job.recipe, job.overrides, gpus, is_setting)
     driver = (sys.executable, "-m", "nemo_fp8rl.cli", *job.command_with(*overrides))
     env = settings.env | (NO_GPU if settings.gpus_per_node == 0 else {})
     return fill("local/run.sh.jinja", job=job, layout=layout, env=env, driver=driver)
 
 
-def _check_for_own_loop(recipe: Path, overrides: Sequence[str]) -> None:
-    """Raise UserError for a recipe of NeMo RL's that our loop refuses by its keys, on the GPUs that are here."""
+def _check_for_train(recipe: Path, overrides: Sequence[str]) -> None:
+    """Raise UserError if `nemo-fp8rl train` refuses a key of this recipe for NeMo RL."""
     from nemo_fp8rl.nemo_rl.recipe.read_recipe import load_recipe as load_nemo_rl
     from nemo_fp8rl.nemo_rl.recipe.recipe_for_train import convert_keys_for_train  # loads torch
 
@@ -60,9 +60,9 @@ def _check_for_own_loop(recipe: Path, overrides: Sequence[str]) -> None:
 
 
 def visible_gpus() -> int:
-    """The number of GPUs of this machine, as far as CUDA_VISIBLE_DEVICES shows them; none without nvidia-smi.
+    """Return the number of GPUs that CUDA_VISIBLE_DEVICES leaves visible, 0 on a machine without nvidia-smi.
 
-    Raises UserError where nvidia-smi fails: GPUs that it cannot see are not none.
+    Raises: UserError if nvidia-smi fails, because its failure does not mean that there are no GPUs
     """
     if (shown := shown_gpus()) is not None:
         return len(shown)
@@ -71,25 +71,26 @@ def visible_gpus() -> int:
     except FileNotFoundError:
         return 0
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"nvidia-smi --list-gpus failed ({error}); {SAY_HOW_MANY}") from None
+        raise UserError(f"nvidia-smi --list-gpus failed ({error}); {GPU_COUNT_HINT}") from None
     if done.returncode:
         message = " ".join((done.stderr or done.stdout).split())[:200]
-        raise UserError(f"nvidia-smi --list-gpus failed ({message}); {SAY_HOW_MANY}")
+        raise UserError(f"nvidia-smi --list-gpus failed ({message}); {GPU_COUNT_HINT}")
     return sum(line.startswith("GPU ") for line in done.stdout.splitlines())  # and, indented, parts of them
 
 
 def choose(values: Mapping[str, Any], gpus: int) -> tuple[tuple[str, ...], str]:
-    """Overrides for a recipe of NeMo RL's on one machine, and what they mean.
+    """Return (overrides, the layout in words) for a recipe for NeMo RL on one machine.
 
-    Trainer and engines share the GPUs and take turns, as each would be idle for half of a step otherwise; but an
-    asynchronous loop has them work at once, each on GPUs of its own: half of them, as far as both can use that.
-    Without GPUs they are processes. Raises UserError where the recipe fits in no way.
+    Trainer and engines share the GPUs and take turns, because each would otherwise be idle for half of a step. An
+    asynchronous loop runs both at once: each side has about half of the GPUs. Without GPUs both are processes.
+
+    Raises: UserError if no layout fits the recipe
     """
     ranks = max(gpus, 1)
-    one = ("cluster.num_nodes=1",)
+    single_node = ("cluster.num_nodes=1",)
     colocated = "++policy.generation.colocated.enabled="
     if not at(values, "grpo.async_grpo.enabled", False):
-        return (*one, f"cluster.gpus_per_node={ranks}", f"{colocated}true"), _layout(ranks, 0)
+        return (*single_node, f"cluster.gpus_per_node={ranks}", f"{colocated}true"), _layout(ranks, 0)
     ranks = gpus or 2
     axes = (f"policy.megatron_cfg.{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context"))
     model = math.prod(at(values, key, None) or 1 for key in axes)
@@ -97,21 +98,24 @@ def choose(values: Mapping[str, Any], gpus: int) -> tuple[tuple[str, ...], str]:
     alone = _for_engines(ranks, engine, model, "grpo.async_grpo.enabled=true")
     resources = "++policy.generation.colocated.resources"
     split = (f"{colocated}false", f"{resources}.gpus_per_node={alone}", f"{resources}.num_nodes=null")
-    return (*one, f"cluster.gpus_per_node={ranks}", *split), _layout(ranks, alone)
+    return (*single_node, f"cluster.gpus_per_node={ranks}", *split), _layout(ranks, alone)
 
 
-def choose_for_ours(
-    recipe: Path, overrides: Sequence[str], gpus: int, asked: bool = False
+def choose_for_train(
+    recipe: Path, overrides: Sequence[str], gpus: int, is_setting: bool = False
 ) -> tuple[tuple[str, ...], str]:
-    """The same for a recipe of ours: on several GPUs Ray, all of them shared unless the recipe says that they are not
-    (policy.generation.colocated.enabled=false); on one or none nothing. A recipe that says its layout keeps it.
+    """Return (overrides, the layout in words) for a recipe of `nemo-fp8rl train` on one machine.
 
-    asked: the number is a setting, not what is visible. Raises UserError where the recipe does not fit, or says a
-    layout beside a number that was asked for; but not beside 0, which is of no layout.
+    On several GPUs the run uses Ray, and both sides share all GPUs unless the recipe sets
+    policy.generation.colocated.enabled=false. On one GPU or none nothing is added. A recipe that states its layout
+    keeps it.
+
+    is_setting: the user gave the number of GPUs, instead of the number that is visible
+    Raises:     UserError if the recipe does not fit, or states a layout while the user gave a number other than 0
     """
-    given = read(recipe, overrides)[1] if gpus > 1 or (gpus and asked) else {}
+    given = read(recipe, overrides)[1] if gpus > 1 or (gpus and is_setting) else {}
     named = [f"{key}={value}" for key in LAYOUT if (value := at(given, key, None)) is not None]
-    if named and asked:
+    if named and is_setting:
         raise UserError(f"gpus_per_node={gpus}, but the recipe says {', '.join(named)}: leave one of the two out")
     if named or gpus < 2:
         return (), ""
@@ -140,7 +144,7 @@ def _layout(gpus: int, alone: int) -> str:
 
 
 def _for_engines(gpus: int, engine: int, model: int, why: str) -> int:
-    """How many GPUs are for engines alone: about half. why: these do not share them."""
+    """Return how many GPUs engines get for themselves: about half. why: the key that forbids sharing."""
     fits = [n for n in range(engine, gpus, engine) if (gpus - n) % model == 0]
     if not fits:
         raise UserError(

@@ -1,6 +1,6 @@
-"""A recipe as one text: its parents and its overrides are in it, so that it needs no other file where it runs.
+"""A recipe as one text that contains its parents and overrides, so that it needs no other file where it runs.
 
-Interpolations stay as they are: `${oc.env:NAME}` means the variable there, not here. Comments are lost.
+Interpolations stay: `${oc.env:NAME}` means the variable where the run is, not where it is submitted. Comments are lost.
 """
 
 import tempfile
@@ -13,7 +13,7 @@ from nemo_fp8rl.config.yaml_tree import read_with_parents, register_resolvers, w
 
 
 def merge(recipe: Path, overrides: Sequence[str], for_nemo_rl: bool) -> str:
-    """YAML. Raises UserError for a recipe that would not be read back as it is, and for what its loader refuses."""
+    """Return the recipe as YAML. Raises UserError if its loader refuses it or would read the YAML back otherwise."""
     from omegaconf import OmegaConf
 
     values = _values(recipe, overrides, for_nemo_rl)
@@ -48,7 +48,7 @@ def _tree(recipe: Path, overrides: Sequence[str], for_nemo_rl: bool) -> Any:
 
 
 def _values(recipe: Path, overrides: Sequence[str], for_nemo_rl: bool) -> dict[str, Any]:
-    """The recipe's values by the loader that the run will use, checked and resolved."""
+    """Return the checked and resolved values, by the loader that the run will use."""
     if for_nemo_rl:
         from nemo_fp8rl.nemo_rl.recipe.read_recipe import load_recipe as load_nemo_rl
 

@@ -1,10 +1,10 @@
-"""Which of the mounts of a container holds a folder."""
+"""The mount of a container in which a folder lies."""
 
 import posixpath
 from collections.abc import Iterable
 
 
 def mount_of(folder: str, mounts: Iterable[str]) -> str | None:
-    """The innermost of these paths that `folder` is below, or is; None of one that is not absolute. All normalized."""
+    """Return the innermost mount that is or contains `folder`; None if there is none. All paths are normalized."""
     absolute = [path for path in mounts if path.startswith("/") and folder.startswith("/")]
     return max((path for path in absolute if posixpath.commonpath([folder, path]) == path), key=len, default=None)

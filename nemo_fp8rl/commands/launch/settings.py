@@ -1,4 +1,4 @@
-"""A site file: what a cluster asks for, whatever the recipe. Read with `--site FILE`, changed by `--set key=value`."""
+"""The site file: settings of a cluster for every recipe. `--site FILE` names it, `--set key=value` changes it."""
 
 import re
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ NODE = re.compile(r"[\w.,\[\]-]+", re.ASCII)
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """A heterogeneous SLURM job's second part: the nodes of the engines. What is null is as for the trainer's."""
+    """The engines' nodes, the second part of a heterogeneous SLURM job. null: as for the trainer's nodes."""
 
     partition: str | None = None
     constraint: str | None = None
@@ -61,41 +61,41 @@ class SlurmConfig:
     qos: str | None = None
     constraint: str | None = None
     exclude: tuple[str, ...] = ()
-    """Nodes that are never asked for."""
+    """Nodes that no job may use."""
     exclusive: bool = True
     """Ask for whole nodes. Without it a job shares nodes with others and needs cpus_per_node."""
     cpus_per_node: int | None = None
     memory: str | None = None
     """Memory of a node, in SLURM's form, such as 512G; null leaves it to the cluster."""
     gres: bool = True
-    """Whether SLURM is asked for GPUs (--gpus-per-node). false where it knows of none (GRES) and would refuse: the job
-    has those of its nodes, which it shares with no other."""
+    """Ask SLURM for GPUs (--gpus-per-node). false for a SLURM without GRES, which would refuse: the job then has
+    all GPUs of its nodes and shares no node."""
     time: str = "04:00:00"
     """Time limit of one attempt, HH:MM:SS or D-HH:MM:SS."""
     stop_seconds: int = 300
     """Seconds before the end of `time` to tell the driver to save and stop; the job then goes into the queue again."""
     max_restarts: int = 20
-    """Attempts after the first, whatever ended the one before."""
+    """Attempts after the first, whatever ended the attempt before."""
     ready_seconds: int = 600
     """Seconds within which all nodes must have joined the Ray cluster."""
     preflight_seconds: int = 300
     """Seconds within which the nodes must have passed their checks, the import of a container's image included."""
     min_free_gib: float = 10.0
-    """GiB of free disk that a node must have in node_tmp."""
+    """GiB of disk that must be free in node_tmp of every node."""
     node_tmp: str = "/tmp"
-    """A folder that each node has for itself, with a short path; Ray's sessions are in a folder of the run's in it."""
+    """A folder on each node's own disk, with a short path. Ray's sessions are in a folder of the run in it."""
     ports: str = "20000-29999"
-    """The range of ports of which the Ray cluster's head takes three that are free."""
+    """The range of ports from which the head of the Ray cluster takes three free ports."""
     venv: str | None = None
-    """A virtual environment that all nodes see; null: the one that runs this command."""
+    """A virtual environment that all nodes see; null: the environment that runs this command."""
     container: ContainerConfig = field(default_factory=ContainerConfig)
     secrets_file: str | None = None
-    """A file of NAME=value lines on the shared filesystem that only its owner may read; for tokens and keys."""
+    """A file of NAME=value lines for tokens and keys, on the shared filesystem, readable by its owner alone."""
     setup: str = ""
     """Shell commands that the job's script runs first, outside of any container, such as module loads; the job ends
     when the last of them fails."""
     generation: NodeGroup | None = None
-    """The engines' nodes, where they are of another kind than the trainer's: makes the job heterogeneous."""
+    """The engines' nodes if they are of another kind than the trainer's; the job is then heterogeneous."""
     options: tuple[str, ...] = ()
     """Further options of sbatch, such as --reservation=rl."""
 
@@ -105,21 +105,21 @@ class LaunchConfig:
     name: str | None = None
     """Name of the job; null: the recipe's file name."""
     runs_dir: str = "runs/launch"
-    """Where each run has its folder: script, logs of every attempt, addresses. On SLURM all nodes must see it."""
+    """The parent of each run's folder: script, logs of every attempt, addresses. On SLURM all nodes must see it."""
     nodes: int | None = None
-    """All nodes; null: 1. A recipe for NeMo RL says this and the next two itself."""
+    """Number of all nodes; null: 1. A recipe for NeMo RL states this key and the next two."""
     generation_nodes: int | None = None
-    """Nodes, of all `nodes`, for engines alone; null: 0."""
+    """The part of `nodes` that has engines alone; null: 0."""
     gpus_per_node: int | None = None
-    """GPUs of a node; null: 0; by `launch local`, as many as there are, whatever a recipe for NeMo RL says."""
+    """GPUs of a node; null: 0. `launch local` takes all GPUs of the machine, whatever a recipe for NeMo RL says."""
     env: dict[str, str] = field(default_factory=dict)
-    """Variables of every process. Not for secrets: they would be in the script and in the scheduler's records."""
+    """Variables of every process. Not for secrets, because the script and the scheduler's records show them."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
 
 
 def read_settings(site: Path | None, changes: Sequence[str] = ()) -> LaunchConfig:
-    """The site file with `key=value` changes. Raises UserError, naming the key, for what cannot be."""
+    """Return the settings of a site file with `key=value` changes. Raises UserError, which names the key."""
     from omegaconf import OmegaConf
 
     register_resolvers()

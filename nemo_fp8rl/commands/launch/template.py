@@ -1,4 +1,4 @@
-"""The templates, filled in. Nothing goes into them unquoted."""
+"""Fills in the templates. Every value is quoted for the language of its template."""
 
 import shlex
 from functools import cache
@@ -13,7 +13,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def fill(template: str, **values: Any) -> str:
-    """template: its path in templates/. In it `| sh` quotes for a POSIX shell, `| shs` a list, `| yaml` for YAML."""
+    """Fill in a template, a path in templates/. `| sh` quotes for a POSIX shell, `| shs` a list, `| yaml` for YAML."""
     return _environment().get_template(template).render(values)
 
 

@@ -1,7 +1,7 @@
-"""What the script of a SLURM job tells the programs on its nodes, and the files that they tell each other by.
+"""One attempt of a SLURM job, as the programs on its nodes see it: variables of the script, and shared files.
 
-The script exports RUN_DIR and the variables named here. Files are in the attempt's folder, on the shared filesystem,
-and appear whole: they are renamed into place.
+The script exports the variables that this module reads. The programs exchange files in the attempt's folder on the
+shared filesystem. A file appears whole, because it is renamed into place.
 """
 
 import json
@@ -21,15 +21,20 @@ from nemo_fp8rl.workers.network import address_towards
 
 @dataclass(frozen=True)
 class Attempt:
-    """hosts: SLURM's names of the nodes, the head first and those for engines alone last."""
+    """What the script exported.
+
+    folder:            the attempt's folder on the shared filesystem
+    hosts:             SLURM's names of the nodes: the head first, nodes with engines alone last
+    generation_nodes:  number of nodes with engines alone
+    gpus_per_node:     GPUs of a trainer's node, GPUs of a node with engines alone
+    node_tmp:          the attempt's folder on each node's own disk
+    """
 
     folder: Path
     hosts: tuple[str, ...]
     generation_nodes: int
     gpus_per_node: tuple[int, int]
-    """GPUs of each of the trainer's nodes, and of each of those for engines alone."""
     node_tmp: Path
-    """This attempt's own folder on each node."""
     ports: range
     secrets_file: Path | None
 
@@ -55,38 +60,38 @@ class Attempt:
         return self.gpus_per_node[self.role(index) == "generation"]
 
     @property
-    def ended(self) -> Path:
-        """The file that the script makes when the driver has ended: the nodes then end, too."""
+    def end_file(self) -> Path:
+        """The file that the script writes after the driver ended. The nodes then end as well."""
         return self.folder / "ended"
 
     @property
-    def terminated(self) -> Path:
-        """The file of a node whose step got SIGTERM. Where the script got none, nobody cancelled the job: SLURM
-        preempts it by its steps alone (job_mgr.c, KILL_STEPS_ONLY).
+    def term_file(self) -> Path:
+        """The file that a node writes when its step gets SIGTERM. If the script got no SIGTERM, SLURM preempts the job:
+        it then signals the steps alone (job_mgr.c, KILL_STEPS_ONLY).
         """
         return self.folder / "terminated"
 
     @property
     def cluster(self) -> Path:
-        """{"address": "IP:PORT", "dashboard": "IP:PORT"}, of the Ray cluster."""
+        """The file {"address": "IP:PORT", "dashboard": "IP:PORT"} of the Ray cluster."""
         return self.folder / "cluster.json"
 
 
 def write(path: Path, value: Any) -> None:
-    """Write the value as JSON, whole or not at all."""
+    """Write a value as JSON. The file appears whole."""
     write_atomically(path, json.dumps(value, indent=1) + "\n")
 
 
 def read(path: Path) -> Any:
-    """The value in a file that `write` wrote; None before it is there."""
+    """Return the value in a file that `write` wrote, None before the file exists."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
         return None
 
 
-def own_address(hosts: Sequence[str], index: int) -> str:
-    """The address by which this node, of that index, reaches another of the job's. Raises UserError without one."""
+def node_address(hosts: Sequence[str], index: int) -> str:
+    """Return the address by which node `index` reaches another node of the job. Raises UserError if there is none."""
     if len(hosts) == 1:
         return socket.gethostbyname(socket.gethostname())
     other = hosts[0] if index else hosts[1]
@@ -100,7 +105,7 @@ def own_address(hosts: Sequence[str], index: int) -> str:
 
 
 def free_ports(count: int, ports: range, start: int) -> list[int]:
-    """Ports that nobody listens on here, the range gone through once from `start` on. Raises UserError without any."""
+    """Return ports without a listener on this node, searched once through the range from offset `start`."""
     found: list[int] = []
     for offset in range(len(ports)):
         with socket.socket() as probe:
@@ -115,7 +120,7 @@ def free_ports(count: int, ports: range, start: int) -> list[int]:
 
 
 def secrets(path: Path | None) -> dict[str, str]:
-    """NAME=value of each line, the value as it is. Raises UserError where others may read the file."""
+    """Return NAME -> value of each line. Raises UserError if users other than the owner may read the file."""
     return {} if path is None else dict(_secrets(path))
 
 

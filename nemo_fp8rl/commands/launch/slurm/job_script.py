@@ -1,4 +1,4 @@
-"""A SLURM job: one script, the header of a job over the body that all share, and sbatch."""
+"""A SLURM job: one script, which is a header of the job and a body that all jobs share, and sbatch."""
 
 import os
 import posixpath
@@ -19,14 +19,14 @@ from nemo_fp8rl.commands.launch.template import TEMPLATES, fill
 from nemo_fp8rl.common.errors import INTERRUPTED, UserError
 
 DIRECTIVE = re.compile(r"[\w./:,=+@%\[\]*-]+", re.ASCII)
-"""What an option in a #SBATCH line may hold: sbatch reads quotes there by rules of its own."""
+"""Characters of an option in a #SBATCH line, where sbatch reads quotes by rules of its own."""
 CONSTRAINT = re.compile(r"--constraint=[\w./:,=+@%\[\]*&|()-]+", re.ASCII)
-"""Features of nodes are joined by & and |."""
+"""A constraint joins features of nodes by & and |."""
 ARRAY = re.compile(r"-a.*|--ar(r(ay?)?)?(=.*)?")
-"""sbatch takes the beginning of an option's name for it."""
+"""sbatch accepts a prefix of an option's name."""
 EXCLUDE = re.compile(r"-x.*|--exclude?(=.*)?")
-WAY_TO_SLURM = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS"}
-"""Variables of SLURM's that are no job's; body.sh keeps the same ones."""
+SLURM_CLIENT_VARIABLES = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS"}
+"""SLURM's variables that belong to no job; body.sh keeps the same ones."""
 EXPORTED = (
     *("HOSTS", "GENERATION_NODES", "GPUS_PER_NODE", "GENERATION_GPUS_PER_NODE", "PORTS", "MIN_FREE_GIB"),
     *("ATTEMPT_DIR", "PREFLIGHT_DIR", "SECRETS_FILE", "NEMO_FP8RL_RUN_ID", "WANDB_RUN_ID", "WANDB_RESUME"),
@@ -38,8 +38,10 @@ TIME = re.compile(r"(?:(\d{1,3})-)?(\d{1,4}):(\d\d):(\d\d)", re.ASCII)
 
 
 def launch(job: Job, settings: LaunchConfig, dry_run: bool = False) -> bool:
-    """Submit and say how to follow, or with dry_run print exactly what would be submitted."""
-    secrets(Path(settings.slurm.secrets_file) if settings.slurm.secrets_file else None)  # which refuses a bad file
+    """Submit a job and print how to follow it; with dry_run print exactly what would be submitted."""
+    secrets(
+        Path(settings.slurm.secrets_file) if settings.slurm.secrets_file else None
+    )  # raises UserError for a bad file
     script = render(job, settings)
     if dry_run:
         print(script, end="")
@@ -50,7 +52,7 @@ def launch(job: Job, settings: LaunchConfig, dry_run: bool = False) -> bool:
 
 
 def render(job: Job, settings: LaunchConfig) -> str:
-    """The script. Raises UserError for what SLURM would read otherwise than it is meant."""
+    """Return the script. Raises UserError for a setting that SLURM would misread."""
     slurm = settings.slurm
     if slurm.max_restarts and job.command and not job.saves:
         raise UserError(
@@ -58,7 +60,7 @@ def render(job: Job, settings: LaunchConfig) -> str:
             "checkpointing.enabled=true, or slurm.max_restarts=0"
         )
     folder = run_dir(job, settings)
-    _check_kept(job, settings)
+    _check_written_folders(job, settings)
     alone = slurm.generation or NodeGroup()
     generation_gpus = job.gpus_per_node if alone.gpus_per_node is None else alone.gpus_per_node
     header = fill(
@@ -81,7 +83,7 @@ def render(job: Job, settings: LaunchConfig) -> str:
 
 
 def submit(script: str, job: Job, settings: LaunchConfig) -> str:
-    """Write the run's folder and give its script to sbatch; the job's number. Raises UserError where sbatch does."""
+    """Write the run's folder, give its script to sbatch and return the job's number. Raises UserError."""
     if shutil.which("sbatch") is None:
         raise UserError(
             "there is no sbatch here: run this on a login node of the cluster; or mkdir -p there the RUN_DIR of what "
@@ -94,11 +96,11 @@ def submit(script: str, job: Job, settings: LaunchConfig) -> str:
         (folder / "excluded_nodes").write_text("".join(f"{node}\n" for node in settings.slurm.exclude))
     except OSError as error:
         raise UserError(f"runs_dir={settings.runs_dir} cannot be written ({error}); give another folder") from None
-    # Of the allocation that this runs in, if any: sbatch, and srun in the job, would take them for the job's own.
-    theirs = {name for name in os.environ if name.startswith("SLURM_")} - WAY_TO_SLURM
+    # sbatch, and srun in the job, would take the variables of an allocation around this process for the job's.
+    of_allocation = {name for name in os.environ if name.startswith("SLURM_")} - SLURM_CLIENT_VARIABLES
     done = subprocess.run(
         ["sbatch", "--parsable", str(folder / "job.sbatch")],
-        env={name: value for name, value in os.environ.items() if name not in theirs},
+        env={name: value for name, value in os.environ.items() if name not in of_allocation},
         capture_output=True,
         text=True,
         check=False,
@@ -117,7 +119,7 @@ def run_dir(job: Job, settings: LaunchConfig) -> Path:
 
 
 def _groups(job: Job, settings: LaunchConfig, folder: Path, generation_gpus: int) -> list[list[str]]:
-    """sbatch's options, of the job or of both parts of a heterogeneous one."""
+    """Return sbatch's options of the job, or of both parts of a heterogeneous job."""
     slurm, alone = settings.slurm, settings.slurm.generation
     if _seconds(slurm.time) <= slurm.stop_seconds:
         raise UserError(
@@ -129,7 +131,7 @@ def _groups(job: Job, settings: LaunchConfig, folder: Path, generation_gpus: int
         )
     both = [
         f"--time={slurm.time}",
-        *_given(account=slurm.account, qos=slurm.qos, exclude=",".join(slurm.exclude)),
+        *_options(account=slurm.account, qos=slurm.qos, exclude=",".join(slurm.exclude)),
         *(["--exclusive"] if slurm.exclusive else []),
         *slurm.options,
     ]
@@ -143,9 +145,9 @@ def _groups(job: Job, settings: LaunchConfig, folder: Path, generation_gpus: int
         *both,
     ]
     if alone is None:
-        return _checked([[*first, *_nodes(job.nodes, job.gpus_per_node, slurm, NodeGroup())]])
+        return _check_directives([[*first, *_nodes(job.nodes, job.gpus_per_node, slurm, NodeGroup())]])
     train = _nodes(job.train_nodes, job.gpus_per_node, slurm, NodeGroup())
-    return _checked([[*first, *train], [*both, *_nodes(job.generation_nodes, generation_gpus, slurm, alone)]])
+    return _check_directives([[*first, *train], [*both, *_nodes(job.generation_nodes, generation_gpus, slurm, alone)]])
 
 
 def _nodes(count: int, gpus: int, slurm: SlurmConfig, group: NodeGroup) -> list[str]:
@@ -157,7 +159,7 @@ def _nodes(count: int, gpus: int, slurm: SlurmConfig, group: NodeGroup) -> list[
     return [
         f"--nodes={count}",
         "--ntasks-per-node=1",
-        *_given(
+        *_options(
             partition=group.partition or slurm.partition,
             constraint=group.constraint or slurm.constraint,
             cpus_per_task=cpus,
@@ -167,11 +169,11 @@ def _nodes(count: int, gpus: int, slurm: SlurmConfig, group: NodeGroup) -> list[
     ]
 
 
-def _given(**options: Any) -> list[str]:
+def _options(**options: Any) -> list[str]:
     return [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value not in (None, "")]
 
 
-def _checked(groups: list[list[str]]) -> list[list[str]]:
+def _check_directives(groups: list[list[str]]) -> list[list[str]]:
     for option in (option for group in groups for option in group):
         if not option.startswith("-") or not (DIRECTIVE.fullmatch(option) or CONSTRAINT.fullmatch(option)):
             raise UserError(f"slurm: {option!r} cannot stand in a #SBATCH line: it has characters that SLURM reads")
@@ -191,23 +193,21 @@ def _check_options(options: Iterable[str]) -> None:
             )
 
 
-def _check_kept(job: Job, settings: LaunchConfig) -> None:
-    """Raise UserError for a folder that the run writes in a container's own filesystem, which ends with a step, or in
-    what each node has for itself.
-    """
-    container, here = settings.slurm.container, str(Path.cwd())
+def _check_written_folders(job: Job, settings: LaunchConfig) -> None:
+    """Raise UserError if the run writes to a node's disk or to a container's filesystem, which ends with a step."""
+    container, workdir = settings.slurm.container, str(Path.cwd())
     if container.image is None or not job.command:
         return
-    kept = {here: True, str(run_dir(job, settings)): True, posixpath.normpath(settings.slurm.node_tmp): False}
+    is_kept = {workdir: True, str(run_dir(job, settings)): True, posixpath.normpath(settings.slurm.node_tmp): False}
     for mount in container.mounts:
         source, target, flags, *_ = [*mount.split(":"), "", ""]
-        kept[posixpath.normpath(target or source)] = "ro" not in flags.split("+")
+        is_kept[posixpath.normpath(target or source)] = "ro" not in flags.split("+")
     for key, folder in job.writes.items():
-        where = posixpath.normpath(posixpath.join(here, container.workdir or "", folder))
-        if not kept.get(mount_of(where, kept) or "", False):
+        where = posixpath.normpath(posixpath.join(workdir, container.workdir or "", folder))
+        if not is_kept.get(mount_of(where, is_kept) or "", False):
             raise UserError(
                 f"{key}={folder} is {where} in the container, where nothing outlives it: give a folder below one of "
-                f"slurm.container.mounts that can be written, or below {here}"
+                f"slurm.container.mounts that can be written, or below {workdir}"
             )
 
 
@@ -231,23 +231,23 @@ def _driver(job: Job, slurm: SlurmConfig) -> tuple[str, ...]:
     if not job.command:
         return ("sleep", "infinity")
     driver = (_python(slurm), "-m", "nemo_fp8rl.cli")
-    own = ("cluster.backend=ray",) if job.values is None else ()  # a recipe of NeMo RL's always is for Ray
-    words = job.command_with(*own)
-    place = words.index("--config") + 1
-    return (*driver, *words[:place], str(job.recipe.absolute()), *words[place + 1 :])
+    backend = ("cluster.backend=ray",) if job.values is None else ()  # a recipe for NeMo RL always uses Ray
+    words = job.command_with(*backend)
+    position = words.index("--config") + 1
+    return (*driver, *words[:position], str(job.recipe.absolute()), *words[position + 1 :])
 
 
 def _container(slurm: SlurmConfig, folder: Path, variables: Iterable[str]) -> list[str]:
-    """Options of srun for Pyxis: every step in a container of its own, which share the node's node_tmp.
+    """Return srun's options for Pyxis: every step has its own container, and all containers share node_tmp.
 
-    variables: names of those that are the steps' whatever the image says of them; Pyxis has the image win else.
+    variables: names of variables that win over the image's; Pyxis lets the image win otherwise
     """
     container = slurm.container
     if container.image is None:
         return []
-    here = Path.cwd()
-    own = dict.fromkeys([str(here), str(folder), slurm.node_tmp])
-    mounts = [*container.mounts, *(f"{path}:{path}" for path in own)]
+    workdir = Path.cwd()
+    folders = dict.fromkeys([str(workdir), str(folder), slurm.node_tmp])
+    mounts = [*container.mounts, *(f"{path}:{path}" for path in folders)]
     if slurm.secrets_file:
         secret = Path(slurm.secrets_file).absolute()
         mounts.append(f"{secret}:{secret}:ro")
@@ -257,7 +257,7 @@ def _container(slurm: SlurmConfig, folder: Path, variables: Iterable[str]) -> li
     return [
         f"--container-image={container.image}",
         f"--container-mounts={','.join(mounts)}",
-        f"--container-workdir={container.workdir or here}",
+        f"--container-workdir={container.workdir or workdir}",
         "--no-container-mount-home",
         f"--container-env={','.join(dict.fromkeys(variables))}",
     ]

@@ -2,9 +2,10 @@
 
     python -m nemo_fp8rl.commands.launch.slurm.node INDEX
 
-What it starts is ended with it, and no process of another job, though it may be of the same user on the same node: what
-descends from it, is of a session that it began, or carries its mark in the environment. No sign is enough alone: what
-outlives its parent is nobody's descendant, and a process that Ray gives a title (ray::...) loses its environment.
+The program ends every process that it started, and no process of another job of the same user on the same node. It
+finds its processes by three signs: descendants, sessions that it began, and a mark in the environment. No sign is
+enough alone: a process that outlives its parent is nobody's descendant, and a process to which Ray gives a title
+(ray::...) loses its environment.
 """
 
 import os
@@ -22,31 +23,33 @@ from typing import Any
 
 import psutil
 
-from nemo_fp8rl.commands.launch.slurm.attempt import Attempt, free_ports, own_address, read, secrets, write
+from nemo_fp8rl.commands.launch.slurm.attempt import Attempt, free_ports, node_address, read, secrets, write
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.workers import ROLE
 
 HEAD_TRIES = 5
-"""Tries to start the head: a port that was free may be taken a moment later."""
-STARTED_SECONDS = 60
+"""Tries to start the head, because another program may take a free port a moment later."""
+START_SECONDS = 60
 OPEN_FILES = 65536
-"""Open files of a process of Ray's, as far as it is let: the head has sockets to every worker of the cluster."""
+"""Limit of open files of Ray's processes, if the system allows it: the head has a socket to every worker."""
 MARK = "NEMO_FP8RL_ATTEMPT"
 TERM_SECONDS = 12
-"""Seconds after SLURM's SIGTERM, which Ray gets, too, so that little is left to wait for; SIGKILL comes after 30."""
+"""Seconds to wait after SLURM's SIGTERM, which Ray gets as well. SLURM sends SIGKILL after 30."""
 END_SECONDS = 5
 
 
 def main(index: int) -> int:
     attempt = Attempt.of_environment()
-    told: list[float] = []
+    term_times: list[float] = []
 
     def on_term(*_: Any) -> None:
-        told.append(time.monotonic())  # the driver got it, too, and may save
-        attempt.terminated.touch()
+        term_times.append(time.monotonic())  # the driver got SIGTERM as well and may save
+        attempt.term_file.touch()
 
     signal.signal(signal.SIGTERM, on_term)
-    for older in attempt.node_tmp.parent.glob(f"{attempt.node_tmp.name.rpartition('-')[0]}-*"):  # it was killed
+    for older in attempt.node_tmp.parent.glob(
+        f"{attempt.node_tmp.name.rpartition('-')[0]}-*"
+    ):  # of an attempt that was killed
         shutil.rmtree(older, ignore_errors=True)
     try:
         attempt.node_tmp.mkdir(mode=0o700, parents=True)
@@ -59,22 +62,24 @@ def main(index: int) -> int:
     _raise_open_files()
     try:
         ray = (_worker if index else _head)(attempt, index, environment, sessions)
-        while ray is not None and ray.poll() is None and not attempt.ended.exists():
-            if told and time.monotonic() > told[0] + TERM_SECONDS:
+        while ray is not None and ray.poll() is None and not attempt.end_file.exists():
+            if term_times and time.monotonic() > term_times[0] + TERM_SECONDS:
                 break
             time.sleep(0.5)
-        if attempt.ended.exists():
+        if attempt.end_file.exists():
             return 0
-        print("told to end" if told else f"Ray ended on its own, with exit code {ray and ray.returncode}", flush=True)
+        print(
+            "told to end" if term_times else f"Ray ended by itself, with exit code {ray and ray.returncode}", flush=True
+        )
         return 1
     finally:
-        end_all(attempt.folder, sessions)
+        end_processes(attempt.folder, sessions)
         shutil.rmtree(attempt.node_tmp, ignore_errors=True)
 
 
 def _raise_open_files() -> None:
-    """Raise the limit of open files of this process and what it starts. SLURM hands on the soft limit of the shell that
-    submitted, often 1024, and `ray start`, unlike ray.init, leaves it so.
+    """Raise the limit of open files of this process and its children. SLURM passes on the soft limit of the submitting
+    shell, often 1024, and `ray start`, unlike ray.init, does not raise it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
@@ -85,7 +90,7 @@ def _raise_open_files() -> None:
 def _head(
     attempt: Attempt, index: int, environment: dict[str, str], sessions: set[int]
 ) -> "subprocess.Popen[bytes] | None":
-    address = own_address(attempt.hosts, index)
+    address = node_address(attempt.hosts, index)
     for _ in range(HEAD_TRIES):
         port, dashboard, client = free_ports(3, attempt.ports, random.randrange(len(attempt.ports)))
         ray = _start(
@@ -98,7 +103,7 @@ def _head(
         if _answers(ray, f"{address}:{port}", environment):
             write(attempt.cluster, {"address": f"{address}:{port}", "dashboard": f"{address}:{dashboard}"})
             return ray
-        end_all(attempt.folder, sessions)
+        end_processes(attempt.folder, sessions)
     return None
 
 
@@ -106,11 +111,11 @@ def _worker(
     attempt: Attempt, index: int, environment: dict[str, str], sessions: set[int]
 ) -> "subprocess.Popen[bytes] | None":
     while (cluster := read(attempt.cluster)) is None:
-        if attempt.ended.exists():
+        if attempt.end_file.exists():
             return None
         time.sleep(0.5)
     ray = _start(
-        *(f"--address={cluster['address']}", f"--node-ip-address={own_address(attempt.hosts, index)}"),
+        *(f"--address={cluster['address']}", f"--node-ip-address={node_address(attempt.hosts, index)}"),
         *_resources(attempt, index),
         environment=environment,
     )
@@ -132,9 +137,9 @@ def _start(*options: str, environment: dict[str, str]) -> "subprocess.Popen[byte
 
 
 def _answers(ray: "subprocess.Popen[bytes]", address: str, environment: dict[str, str]) -> bool:
-    """Whether the head's Ray came up."""
+    """Return whether the Ray of the head answers."""
     health = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
-    end = time.monotonic() + STARTED_SECONDS
+    end = time.monotonic() + START_SECONDS
     while ray.poll() is None and time.monotonic() < end:
         if subprocess.run(health, env=environment, capture_output=True, check=False).returncode == 0:
             return True
@@ -142,22 +147,22 @@ def _answers(ray: "subprocess.Popen[bytes]", address: str, environment: dict[str
     return False
 
 
-def end_all(folder: Path, sessions: Set[int]) -> None:
-    """End what was started on this node for the attempt of this folder. sessions: the first process of each."""
+def end_processes(folder: Path, sessions: Set[int]) -> None:
+    """End all processes that this node started for an attempt. sessions: the first process of each session."""
     descendants = set(psutil.Process().children(recursive=True))
     for number in (signal.SIGTERM, signal.SIGKILL):
         end = time.monotonic() + END_SECONDS
-        while (left := _left(folder, sessions, descendants)) and time.monotonic() < end:
-            for process in left:
+        while (processes := _remaining_processes(folder, sessions, descendants)) and time.monotonic() < end:
+            for process in processes:
                 with suppress(psutil.Error):
                     process.send_signal(number)
             time.sleep(0.2)
 
 
-def _left(folder: Path, sessions: Set[int], descendants: Set[psutil.Process]) -> list[psutil.Process]:
+def _remaining_processes(folder: Path, sessions: Set[int], descendants: Set[psutil.Process]) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
-        with suppress(psutil.Error, ProcessLookupError):  # it has ended, or is of another user
+        with suppress(psutil.Error, ProcessLookupError):  # the process ended, or belongs to another user
             if process.status() == psutil.STATUS_ZOMBIE:
                 continue
             if (

@@ -1,13 +1,15 @@
-"""Before a job's Ray starts: `python -m nemo_fp8rl.commands.launch.slurm.preflight INDEX SECONDS`, once on each node.
+"""The check of every node before a job's Ray starts.
 
-Each node checks itself and writes what it found into ATTEMPT_DIR/preflight-N/; then all reduce a number together, and
-node 0 compares their versions and writes `bad_nodes` for the script, one name a line. A node that writes nothing in
-time is bad, and so is one that does not join the others. When more than half are bad, or all joined and the reduction
-failed, nobody knows whose fault that is (the image's, a setting's, the network's): there is no `bad_nodes` then. The
-only node of a job has none to be compared with, and its faults are taken for its own.
+    python -m nemo_fp8rl.commands.launch.slurm.preflight INDEX SECONDS      once on each node
 
-What they meet by is on the network by which the nodes reach each other, and on no other. It authenticates nobody: who
-reaches that network can disturb the check, which then fails, or names a good node as bad.
+Each node checks itself and writes its faults into ATTEMPT_DIR/preflight-N/. Then all nodes reduce a number together,
+and node 0 compares the versions and writes `bad_nodes` for the script, one name per line. A node is bad if it writes
+nothing in time or does not join the reduction. If more than half of the nodes are bad, or all joined and the reduction
+failed, the cause may be the image, a setting or the network: there is then no `bad_nodes`. The only node of a job
+cannot be compared with others, so it is bad whenever it has a fault.
+
+The store of the reduction listens on the network between the nodes and on no other. It authenticates nobody: a program
+that reaches that network can disturb the check, which then fails or names a good node as bad.
 """
 
 import os
@@ -23,7 +25,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.commands.launch.slurm.attempt import Attempt, free_ports, own_address, read, write
+from nemo_fp8rl.commands.launch.slurm.attempt import Attempt, free_ports, node_address, read, write
 from nemo_fp8rl.common.atomic_files import write_atomically
 from nemo_fp8rl.common.errors import UserError, one_line
 from nemo_fp8rl.common.visible_gpus import shown_gpus
@@ -34,7 +36,7 @@ GIB = 2**30
 SMI = ("nvidia-smi", "--query-gpu=index,uuid,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader,nounits")
 REDUCE_SECONDS = 60
 FIRST = "preflight-0"
-"""Before a run; at a later one its processes may still have the GPUs."""
+"""The folder of the check before a run. At a later check the run's processes may still have the GPUs."""
 
 
 def main(index: int, seconds: float) -> int:
@@ -46,10 +48,10 @@ def main(index: int, seconds: float) -> int:
         return 0 if not faults and _all_reduce(attempt, index, folder, end) else 1
     count, found = len(attempt.hosts), _reports(attempt, folder, end)
     faults_of = {host: (found[host]["faults"] if host in found else ["it did not answer"]) for host in attempt.hosts}
-    for host, fault in odd_versions({host: node["versions"] for host, node in found.items()}).items():
+    for host, fault in differing_versions({host: node["versions"] for host, node in found.items()}).items():
         faults_of[host].append(fault)
     if not any(faults_of.values()):
-        store = listen(own_address(attempt.hosts, index), attempt)
+        store = listen(node_address(attempt.hosts, index), attempt)
         write(folder / "store.json", {"address": store.host, "port": store.port})
         if not _all_reduce(attempt, index, folder, end, store):
             absent = [host for i, host in enumerate(attempt.hosts) if not (folder / f"{i}.joined").exists()]
@@ -72,14 +74,14 @@ def main(index: int, seconds: float) -> int:
 
 
 def check_node(attempt: Attempt, index: int, folder: Path) -> list[str]:
-    """What is wrong with this node, a sentence each."""
+    """Return the faults of this node, a sentence each."""
     gpus = attempt.gpus(index)
     faults = [*_gpu_faults(gpus), *_disk_faults(attempt.node_tmp.parent), *_shared_faults(index, folder)]
     return faults or (_cuda_faults() if gpus and folder.name == FIRST else [])
 
 
 def _gpu_faults(wanted: int) -> list[str]:
-    """Faults in the number of GPUs, as far as this job sees them, and errors that ECC could not correct."""
+    """Return faults in the number of GPUs that the job sees, and errors that ECC could not correct."""
     if wanted == 0:
         return []
     try:
@@ -93,12 +95,12 @@ def _gpu_faults(wanted: int) -> list[str]:
     mine = [gpu for gpu in gpus if shown is None or gpu[0] in shown or gpu[1].startswith(tuple(shown))]
     bad = [(index, errors) for index, _, errors in mine if errors.strip("0").isdigit()]
     faults = [f"GPU {index} has {errors} uncorrected ECC errors" for index, errors in bad]
-    found = len(mine) + sum(name.startswith("MIG-") for name in shown or ())  # parts of one are not among them
+    found = len(mine) + sum(name.startswith("MIG-") for name in shown or ())  # nvidia-smi does not list parts of a GPU
     return faults + ([f"it has {found} of {wanted} GPUs"] if found < wanted else [])
 
 
 def _cuda_faults() -> list[str]:
-    """What nvidia-smi does not see: one node without CUDA would have all others wait for it."""
+    """Return faults that nvidia-smi does not see. One node without CUDA would let all others wait."""
     import torch
 
     if torch.version.cuda is None:
@@ -121,7 +123,7 @@ def _disk_faults(node_tmp: Path) -> list[str]:
 
 
 def _shared_faults(index: int, folder: Path) -> list[str]:
-    """The script wrote a word where all nodes should see it."""
+    """Check that this node sees the file that the script wrote for all nodes."""
     try:
         if (folder / "canary").read_text() != os.environ["ATTEMPT_DIR"]:
             return [f"{folder} is not the folder that the script wrote to"]
@@ -141,21 +143,21 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def odd_versions(versions: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Hosts whose versions are not those of most, and how they differ. versions: by host, by package."""
+def differing_versions(versions: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Return host -> how its versions differ from the most common ones. versions: host -> package -> version."""
     if not versions:
         return {}
     usual = dict(Counter(tuple(sorted(of_host.items())) for of_host in versions.values()).most_common(1)[0][0])
     odd = {}
-    for host, own in versions.items():
-        differ = sorted(name for name in own.keys() | usual.keys() if own.get(name) != usual.get(name))
+    for host, of_host in versions.items():
+        differ = sorted(name for name in of_host.keys() | usual.keys() if of_host.get(name) != usual.get(name))
         if differ:
-            odd[host] = ", ".join(f"{name} is {own.get(name)}, elsewhere {usual.get(name)}" for name in differ)
+            odd[host] = ", ".join(f"{name} is {of_host.get(name)}, elsewhere {usual.get(name)}" for name in differ)
     return odd
 
 
 def _reports(attempt: Attempt, folder: Path, end: float) -> dict[str, Any]:
-    """What the nodes wrote before the end, by host."""
+    """Return the reports that nodes wrote before `end`, by host."""
     while time.monotonic() < end - REDUCE_SECONDS:
         if all((folder / f"{i}.json").exists() for i in range(len(attempt.hosts))):
             break
@@ -165,9 +167,8 @@ def _reports(attempt: Attempt, folder: Path, end: float) -> dict[str, Any]:
 
 
 def listen(address: str, attempt: Attempt) -> Any:
-    """The store by which the nodes meet, on this address alone: given no socket, it would be on every interface.
-
-    Raises UserError where this node cannot listen there.
+    """Return the store by which the nodes meet. It listens on this address alone; without a socket of ours it would
+    listen on every interface. Raises UserError if this node cannot listen there.
     """
     from torch import distributed
 
@@ -189,23 +190,28 @@ def listen(address: str, attempt: Attempt) -> Any:
 
 
 def _all_reduce(attempt: Attempt, index: int, folder: Path, end: float, store: Any = None) -> bool:
-    """Reduce over all nodes, by NCCL on one GPU of each where there is one, else by gloo. store: of node 0."""
-    while (place := read(folder / "store.json")) is None:
+    """Reduce over all nodes: NCCL on one GPU of each node, or gloo without GPUs. store: node 0 passes its store."""
+    while (store_address := read(folder / "store.json")) is None:
         if time.monotonic() > end:
             return False
         time.sleep(0.2)
-    if not place:
+    if not store_address:
         return False
     import torch
     from torch import distributed
 
     count, limit = len(attempt.hosts), timedelta(seconds=REDUCE_SECONDS)
     on_gpu = all(attempt.gpus_per_node) and torch.cuda.is_available()
-    set_gloo_interface(own_address(attempt.hosts, index))
+    set_gloo_interface(node_address(attempt.hosts, index))
     try:
         if store is None:
             store = distributed.TCPStore(
-                place["address"], place["port"], count, timeout=limit, wait_for_workers=False, use_libuv=False
+                store_address["address"],
+                store_address["port"],
+                count,
+                timeout=limit,
+                wait_for_workers=False,
+                use_libuv=False,
             )
         (folder / f"{index}.joined").write_text("")
         distributed.init_process_group(

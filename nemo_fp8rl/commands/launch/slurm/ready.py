@@ -2,7 +2,7 @@
 
     python -m nemo_fp8rl.commands.launch.slurm.ready SECONDS COMMAND...
 
-What counts is what Ray sees: nodes that are alive, with the GPUs they should have.
+A node counts when Ray reports it alive, with the GPUs that it should have.
 """
 
 import os
@@ -16,7 +16,7 @@ from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.workers import ROLE
 
 POLL_SECONDS = 1.0
-SAY_SECONDS = 10.0
+PROGRESS_SECONDS = 10.0
 
 
 def main(seconds: float, command: Sequence[str]) -> None:
@@ -27,7 +27,7 @@ def main(seconds: float, command: Sequence[str]) -> None:
 
 
 def wait(attempt: Attempt, seconds: float) -> str:
-    """The cluster's address. Raises UserError, naming the nodes, when some are not there after so many seconds."""
+    """Return the cluster's address. Raises UserError, which names the nodes, if a node is missing after `seconds`."""
     begin = time.monotonic()
     last_printed = begin
     absent: Sequence[str] = attempt.hosts
@@ -41,7 +41,7 @@ def wait(attempt: Attempt, seconds: float) -> str:
         if connected and not (absent := missing(attempt, ray.nodes())):
             ray.shutdown()
             return str(cluster["address"])
-        if time.monotonic() > last_printed + SAY_SECONDS:
+        if time.monotonic() > last_printed + PROGRESS_SECONDS:
             last_printed = time.monotonic()
             print(f"after {last_printed - begin:.0f} s without {', '.join(absent)}", flush=True)
         time.sleep(POLL_SECONDS)
@@ -53,7 +53,7 @@ def wait(attempt: Attempt, seconds: float) -> str:
 
 
 def missing(attempt: Attempt, nodes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Hosts that Ray has not, or with fewer GPUs than they should have. nodes: as ray.nodes() says."""
+    """Return the hosts that Ray does not have or that have too few GPUs. nodes: the answer of ray.nodes()."""
     alive = {node["NodeManagerHostname"].split(".")[0]: node for node in nodes if node["Alive"]}
     absent = []
     for index, host in enumerate(attempt.hosts):

@@ -19,8 +19,8 @@ import pytest
 
 from nemo_fp8rl.commands.launch.slurm import node
 from nemo_fp8rl.commands.launch.slurm import preflight as preflight_module
-from nemo_fp8rl.commands.launch.slurm.attempt import Attempt, free_ports, own_address, write
-from nemo_fp8rl.commands.launch.slurm.preflight import check_node, listen, odd_versions
+from nemo_fp8rl.commands.launch.slurm.attempt import Attempt, free_ports, node_address, write
+from nemo_fp8rl.commands.launch.slurm.preflight import check_node, differing_versions, listen
 from nemo_fp8rl.commands.launch.slurm.ready import missing, wait
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.workers import ROLE
@@ -61,7 +61,7 @@ def preflight(
     """Of a node that this machine plays, with little patience; or one that joins the others, and does nothing more."""
     code = (
         "import sys, time; from torch import distributed; from nemo_fp8rl.commands.launch.slurm import preflight\n"
-        f"preflight.REDUCE_SECONDS = 15; preflight.own_address = lambda *_: '{address}'\n"
+        f"preflight.REDUCE_SECONDS = 15; preflight.node_address = lambda *_: '{address}'\n"
         f"if not {reduces}: distributed.init_process_group = lambda *_, **__: time.sleep(100)\n"
         f"sys.exit(preflight.main({index}, 60))"
     )
@@ -176,14 +176,14 @@ def test_what_is_wrong_with_most_nodes_is_no_nodes_fault(nodes, bad, tmp_path, m
 
 
 def test_an_address_is_that_by_which_another_node_is_reached():
-    assert own_address(["one"], 0) == socket.gethostbyname(socket.gethostname())
+    assert node_address(["one"], 0) == socket.gethostbyname(socket.gethostname())
     with pytest.raises(UserError, match=r"two takes 127.0.0.1 for itself \(127"):
-        own_address(["127.0.0.1", "two"], 1)
+        node_address(["127.0.0.1", "two"], 1)
     with pytest.raises(UserError, match=r"127.0.0.1 finds no way to no\.such\.host\.invalid"):
-        own_address(["127.0.0.1", "no.such.host.invalid"], 0)
+        node_address(["127.0.0.1", "no.such.host.invalid"], 0)
     for address in own_addresses():
         if not address.startswith("127."):
-            assert own_address([address, "two"], 1) == address
+            assert node_address([address, "two"], 1) == address
 
 
 def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
@@ -263,7 +263,7 @@ def test_a_folder_of_a_node_that_is_not_there_is_said(tmp_path, monkeypatch):
 def test_versions_that_are_not_those_of_most_are_said():
     usual = {"torch": "2.11", "ray": "2.60"}
     found = {"a": usual, "b": {"torch": "2.10", "ray": "2.60"}, "c": usual, "d": {"torch": "2.11"}}
-    assert odd_versions(found) == {"b": "torch is 2.10, elsewhere 2.11", "d": "ray is None, elsewhere 2.60"}
+    assert differing_versions(found) == {"b": "torch is 2.10, elsewhere 2.11", "d": "ray is None, elsewhere 2.60"}
 
 
 @pytest.fixture
