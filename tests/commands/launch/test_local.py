@@ -68,7 +68,7 @@ def ours(gpus: int, *overrides: str, asked: bool = False) -> tuple[tuple[int, in
 
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_a_recipe_of_ours_stays_in_one_process_without_several_gpus(gpus):
-    assert choose_for_train(TINY, (), gpus, asked=True) == ((), "")
+    assert choose_for_train(TINY, (), gpus, is_setting=True) == ((), "")
 
 
 @pytest.mark.parametrize(("gpus", "engine", "engines"), [(2, 1, 2), (8, 1, 8), (8, 2, 4)])
@@ -89,12 +89,12 @@ def test_they_divide_them_where_the_recipe_says_so(gpus, engine, sizes):
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_a_number_of_gpus_beside_a_layout_is_refused(gpus):
     with pytest.raises(UserError, match=f"gpus_per_node={gpus}, but the recipe says cluster.backend=ray: leave one"):
-        choose_for_train(TINY, (*SMALL_BATCHES, "cluster.backend=ray"), gpus, asked=True)
+        choose_for_train(TINY, (*SMALL_BATCHES, "cluster.backend=ray"), gpus, is_setting=True)
 
 
 def test_none_leaves_a_layout_and_hides_the_gpus(capsys, monkeypatch):
     layout = ("cluster.backend=ray", "cluster.train_ranks=2")
-    assert choose_for_train(TINY, (*SMALL_BATCHES, *layout), 0, asked=True) == ((), "")
+    assert choose_for_train(TINY, (*SMALL_BATCHES, *layout), 0, is_setting=True) == ((), "")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     words = ["launch", "local", "--config", str(TINY), "--dry-run", *SMALL_BATCHES, *layout]
     hidden = "export CUDA_VISIBLE_DEVICES=''\n"
@@ -129,7 +129,7 @@ def test_what_a_recipe_of_ours_says_itself_is_kept():
 )
 def test_a_recipe_of_ours_that_does_not_fit_is_refused(gpus, overrides, message):
     with pytest.raises(UserError, match=message):
-        choose_for_train(TINY, (*SMALL_BATCHES, *overrides), gpus, asked=True)
+        choose_for_train(TINY, (*SMALL_BATCHES, *overrides), gpus, is_setting=True)
 
 
 def test_gpus_are_those_that_are_shown(monkeypatch):

@@ -78,7 +78,7 @@ def test_good_nodes_pass_and_reduce_together(tmp_path):
     assert "preflight: one: good\npreflight: two: good\n" in said[0]
 
 
-def own_addresses() -> list[str]:
+def local_addresses() -> list[str]:
     every = (one for of_card in psutil.net_if_addrs().values() for one in of_card)
     return [one.address for one in every if one.family == socket.AF_INET]
 
@@ -91,7 +91,7 @@ def listeners(process: int) -> set[tuple[str, int]]:
 
 def test_the_nodes_meet_on_the_address_of_the_first_alone(tmp_path):
     env = variables(tmp_path, "one two")
-    address = next((one for one in own_addresses() if not one.startswith("127.")), "127.0.0.1")
+    address = next((address for address in local_addresses() if not address.startswith("127.")), "127.0.0.1")
     nodes = [preflight(0, env, address=address), preflight(1, env, reduces=False, address=address)]
     try:
         while not (tmp_path / "1.joined").exists():
@@ -181,7 +181,7 @@ def test_an_address_is_that_by_which_another_node_is_reached():
         node_address(["127.0.0.1", "two"], 1)
     with pytest.raises(UserError, match=r"127.0.0.1 finds no way to no\.such\.host\.invalid"):
         node_address(["127.0.0.1", "no.such.host.invalid"], 0)
-    for address in own_addresses():
+    for address in local_addresses():
         if not address.startswith("127."):
             assert node_address([address, "two"], 1) == address
 
