@@ -62,17 +62,17 @@ def optimizer_parts(optimizer: Any) -> list[Any]:
 
 
 def build_scheduler(policy: PolicyConfig, optimizer: Any) -> OptimizerParamScheduler:
-    chosen, schedule = policy.megatron_cfg.optimizer, policy.megatron_cfg.scheduler
+    settings, schedule = policy.megatron_cfg.optimizer, policy.megatron_cfg.scheduler
     return OptimizerParamScheduler(
         optimizer,
         init_lr=schedule.lr_warmup_init,
-        max_lr=chosen.lr,
-        min_lr=chosen.min_lr,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
         lr_warmup_steps=schedule.lr_warmup_iters,
         lr_decay_steps=schedule.lr_decay_iters,
         lr_decay_style=schedule.lr_decay_style,
-        start_wd=chosen.weight_decay,
-        end_wd=chosen.weight_decay,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
     )

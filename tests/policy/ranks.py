@@ -49,11 +49,11 @@ class Ranks:
 
     def run(self, function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> list[Any]:
         futures = [p.submit(function, *args) for p, args in zip(self.processes, arguments, strict=True)]
-        done, others = wait(futures, return_when=FIRST_EXCEPTION)
+        finished, others = wait(futures, return_when=FIRST_EXCEPTION)
         if others:  # they may wait for the one that raised, and would keep the next test waiting
             self.close()
             self._start()
-        for future in done:
+        for future in finished:
             future.result()
         return [future.result() for future in futures]
 
@@ -67,7 +67,9 @@ class Ranks:
 
     def on(self, ranks: list[int], method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
         """Call it on these ranks, each with arguments of its own."""
-        futures = [self.processes[rank].submit(_call, method, *own) for rank, own in zip(ranks, arguments, strict=True)]
+        futures = [
+            self.processes[rank].submit(_call, method, *values) for rank, values in zip(ranks, arguments, strict=True)
+        ]
         return [future.result() for future in futures]
 
     def rest(self) -> None:

@@ -81,9 +81,9 @@ def test_it_goes_on_from_a_checkpoint(train, tmp_path):
 
 def test_weights_held_in_fp8_alone_train_as_others_do(train, tmp_path):
     plain, *_ = train("fp8_e2e", 5, save=tmp_path / "plain")
-    held, *_ = train("fp8_e2e", 5, save=tmp_path / "held", fp8_param=True)
-    assert held[0] == pytest.approx(plain[0], rel=1e-6)  # cuBLAS may sum in another order
-    assert held == pytest.approx(plain, rel=1e-3)
+    fp8_only, *_ = train("fp8_e2e", 5, save=tmp_path / "held", fp8_param=True)
+    assert fp8_only[0] == pytest.approx(plain[0], rel=1e-6)  # cuBLAS may sum in another order
+    assert fp8_only == pytest.approx(plain, rel=1e-3)
     again, *_ = train("fp8_e2e", 1, load=tmp_path / "plain", fp8_param=True)
     further, *_ = train("fp8_e2e", 1, load=tmp_path / "plain")
     assert again == pytest.approx(further, rel=1e-6)
@@ -109,11 +109,11 @@ def test_memory_given_back_is_taken_again_and_changes_nothing(recipe, tmp_path, 
             for _ in range(2):
                 losses.append(worker.train_step(random_batch(), NllLoss(), 4.0, 128.0)["loss"])
                 if offloads:
-                    held = torch.cuda.memory_allocated()
+                    allocated = torch.cuda.memory_allocated()
                     worker.offload_before_refit()
-                    given = worker.offload_after_refit()
-                    assert given >= 18 * parameters  # 2 of the parameters, 4 of gradients, 12 of the optimizer
-                    assert held - torch.cuda.memory_allocated() >= given
+                    freed = worker.offload_after_refit()
+                    assert freed >= 18 * parameters  # 2 of the parameters, 4 of gradients, 12 of the optimizer
+                    assert allocated - torch.cuda.memory_allocated() >= freed
                     worker.prepare_for_training()
             losses.append(worker.logprobs(random_batch()).sum().item())
         finally:
@@ -147,20 +147,20 @@ def test_top_k_and_top_p_take_as_many_rows_as_a_gpu_has_room_for(monkeypatch):
     """Of the whole vocabulary, sorted, whose int64 places are twice as wide as the values."""
     calls: list[int] = []
 
-    def counted(few: torch.Tensor, *others: Any) -> torch.Tensor:
-        calls.append(len(few))
-        return filter_logits(few, *others)
+    def count_rows(logits: torch.Tensor, *others: Any) -> torch.Tensor:
+        calls.append(len(logits))
+        return filter_logits(logits, *others)
 
     random = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 24, generator=random) for n in (100, 101))
     targets = torch.randint(0, 101, (100,), generator=random)
     expected = logprobs.token_logprobs(hidden, weight, targets, 0.7, 64, token_filter=TokenFilter(20, 0.9))
-    monkeypatch.setattr(logprobs, "filter_logits", counted)
+    monkeypatch.setattr(logprobs, "filter_logits", count_rows)
     monkeypatch.setitem(logprobs.VALUES, "cuda", 1 << 13)
     on_gpu = (tensor.cuda() for tensor in (hidden, weight, targets))
-    found = logprobs.token_logprobs(*on_gpu, 0.7, 64, token_filter=TokenFilter(20, 0.9))
+    actual = logprobs.token_logprobs(*on_gpu, 0.7, 64, token_filter=TokenFilter(20, 0.9))
     assert calls == [40, 24, 36]
-    torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_sent_is_what_a_cpu_makes_of_the_same_weights(train, tmp_path):

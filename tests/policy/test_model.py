@@ -76,14 +76,16 @@ def test_fp32_logits_and_gradients_equal_hf(recipe, tmp_path: Path, sizes, align
         worker.ddp.zero_grad_buffer()
         logits = worker.ddp(ids, torch.arange(41).expand_as(ids), None) @ worker.model.head.t()
         (logits.log_softmax(-1) * slopes).mean().backward()
-    theirs = hf(ids).logits
-    (theirs.log_softmax(-1) * slopes).mean().backward()
-    assert (logits - theirs).abs().max() < 1e-5
-    ours = dict(to_hf(worker.layout, {name: p.main_grad for name, p in worker.model.named_parameters()}.__getitem__))
+    expected = hf(ids).logits
+    (expected.log_softmax(-1) * slopes).mean().backward()
+    assert (logits - expected).abs().max() < 1e-5
+    gradients = dict(
+        to_hf(worker.layout, {name: p.main_grad for name, p in worker.model.named_parameters()}.__getitem__)
+    )
     for name, parameter in hf.named_parameters():
-        if name in ours:  # transformers stacks experts
-            torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-6 * _norm([parameter.grad]))
-    assert abs(_norm(ours.values()) / _norm(p.grad for p in hf.parameters()) - 1) < 1e-5
+        if name in gradients:  # transformers stacks experts
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6 * _norm([parameter.grad]))
+    assert abs(_norm(gradients.values()) / _norm(p.grad for p in hf.parameters()) - 1) < 1e-5
 
 
 def _norm(tensors: Iterable[torch.Tensor]) -> float:
@@ -153,11 +155,11 @@ def test_the_checkpoint_sets_every_number_of_every_weight(recipe, tmp_path, monk
 
 @pytest.mark.parametrize(("change", "why"), [("missing", "without a checkpoint tensor"), ("short", "for a parameter")])
 def test_a_weight_that_would_stay_as_memory_was_is_an_error(recipe, monkeypatch, change, why):
-    def some(layout, get):
+    def change_tensors(layout, get):
         first, *rest = hf_names.from_hf(layout, get)
         return iter(rest if change == "missing" else [(first[0], first[1][:1]), *rest])
 
-    monkeypatch.setattr(checkpoint, "from_hf", some)
+    monkeypatch.setattr(checkpoint, "from_hf", change_tensors)
     with pytest.raises(AssertionError, match=why):
         MegatronWorker().setup(recipe(), 0, 1, None)
 

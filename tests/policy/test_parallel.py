@@ -111,8 +111,8 @@ def test_reference_logprobs_of_two_ranks_stay_those_of_the_start(two, recipe, tm
     batch, tokens = random_batch(), 100.0
     infos = two.setup(cfg)
     parts = shards(batch, cfg.data_parallel_size)
-    found = two.run(_reference_and_moved, [(parts[info.shard], tokens) for info in infos])
-    for info, (start, reference, moved) in zip(infos, found, strict=True):
+    results = two.run(_reference_and_moved, [(parts[info.shard], tokens) for info in infos])
+    for info, (start, reference, moved) in zip(infos, results, strict=True):
         if info.is_reporter:
             assert torch.equal(reference, start)
             assert not torch.equal(moved, start)
@@ -131,14 +131,14 @@ def test_the_tokens_left_to_sample_from_are_those_of_one_rank(two, recipe, tmp_p
     write_model(tmp_path / "model", seed=3, vocab_size=97)
     base = (f"policy.model_name={tmp_path}/model", "policy.precision=float32", "nemo_fp8rl.flow=bf16")
     base = (*base, "policy.train_micro_batch_size=8", "policy.train_global_batch_size=8")
-    left = [f"policy.generation.{key}" for key in keys]
-    batch, whole, alone = random_batch(), new_worker(recipe(*base)), new_worker(recipe(*base, *left))
-    expected, metrics = alone.logprobs(batch), train(alone, batch)
+    limits = [f"policy.generation.{key}" for key in keys]
+    batch, whole, single_rank = random_batch(), new_worker(recipe(*base)), new_worker(recipe(*base, *limits))
+    expected, metrics = single_rank.logprobs(batch), train(single_rank, batch)
     assert (expected - whole.logprobs(batch)).abs().max() > 0.1  # the token_filter says something
     split = ("cluster.backend=ray", "cluster.train_ranks=2", *(f"policy.megatron_cfg.{key}" for key in TP))
-    found, norm_of_two = logprobs_and_norm(two, recipe(*base, *left, *split), batch)
+    actual, norm_of_two = logprobs_and_norm(two, recipe(*base, *limits, *split), batch)
     inside = torch.arange(22) < batch["input_lengths"][:, None]
-    torch.testing.assert_close(found[inside], expected[inside], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual[inside], expected[inside], rtol=1e-5, atol=1e-5)
     assert norm_of_two == pytest.approx(metrics["grad_norm"], rel=1e-5)
 
 
@@ -149,11 +149,11 @@ def test_the_softmax_of_an_aligned_rank_is_one_ranks_to_the_bit(two, recipe, tmp
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 64, generator=generator).bfloat16() for n in (100, 998))
     targets = torch.randint(998, (100,), generator=generator)
-    one, gradient = _logprobs_of(hidden, weight, targets)
+    expected, gradient = _logprobs_of(hidden, weight, targets)
     for whole in (True, False):
-        found = two.run(_logprobs_of_part, [(hidden, weight, targets, whole)] * 2)
-        assert all(torch.equal(logprobs, one) for logprobs, _ in found) == whole
-        torch.testing.assert_close(found[0][1] + found[1][1], gradient, rtol=0.02, atol=0.02)
+        results = two.run(_logprobs_of_part, [(hidden, weight, targets, whole)] * 2)
+        assert all(torch.equal(logprobs, expected) for logprobs, _ in results) == whole
+        torch.testing.assert_close(results[0][1] + results[1][1], gradient, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("flow", ["bf16", "fp8_e2e"])
@@ -167,9 +167,9 @@ def test_the_parts_of_a_product_are_added_up_before_they_are_rounded(two, recipe
     two.setup(recipe(*base, *RANKS_OF_TWO, f"policy.megatron_cfg.{TP[0]}"))
     equal = []
     for rounds_parts in (False, True):
-        found = two.run(_logprobs_with, [(batch, rounds_parts)] * 2)[0][inside]
-        equal.append(float((found == expected).float().mean()))
-        error = float((found - expected).abs().exp().mean())
+        actual = two.run(_logprobs_with, [(batch, rounds_parts)] * 2)[0][inside]
+        equal.append(float((actual == expected).float().mean()))
+        error = float((actual - expected).abs().exp().mean())
         print(f"{flow}, parts rounded {'first' if rounds_parts else 'as a sum'}: {equal[-1]:.1%} equal, {error:.6f}")
     assert equal[0] > 0.5 > equal[1]
 
@@ -186,8 +186,8 @@ def test_shared_experts_say_what_those_of_one_rank_do(two, recipe, tmp_path, flo
     inside = torch.arange(22) < batch["input_lengths"][:, None]
     expected = _logprobs_of_dense_mlps(new_worker(recipe(*base)), batch)[inside]
     two.setup(recipe(*base, *RANKS_OF_TWO, *(f"policy.megatron_cfg.{key}" for key in SP)))
-    found = two.run(_ranks_logprobs_of_dense_mlps, [(batch,)] * 2)[0][inside]
-    assert (found == expected).float().mean() > 0.9
+    actual = two.run(_ranks_logprobs_of_dense_mlps, [(batch,)] * 2)[0][inside]
+    assert (actual == expected).float().mean() > 0.9
 
 
 def _ranks_logprobs_of_dense_mlps(batch) -> torch.Tensor:
@@ -200,18 +200,18 @@ def _logprobs_of_dense_mlps(worker, batch) -> torch.Tensor:
 
 
 def _logprobs_with(batch, rounds_parts) -> torch.Tensor:
-    own = SingleRounding.is_part
+    is_part = SingleRounding.is_part
     try:
         if rounds_parts:
             SingleRounding.is_part = False
         return ranks.worker.logprobs(batch)
     finally:
-        SingleRounding.is_part = own
+        SingleRounding.is_part = is_part
 
 
-def _logprobs_of(hidden, weight, targets, *options, **named) -> tuple[torch.Tensor, torch.Tensor]:
+def _logprobs_of(hidden, weight, targets, *options, **keywords) -> tuple[torch.Tensor, torch.Tensor]:
     hidden.requires_grad_()
-    logprobs = token_logprobs(hidden, weight, targets, 0.7, 32, *options, **named)
+    logprobs = token_logprobs(hidden, weight, targets, 0.7, 32, *options, **keywords)
     (gradient,) = torch.autograd.grad(logprobs.sum(), hidden)
     return logprobs.detach(), gradient
 
@@ -245,10 +245,12 @@ def equal_hf(pool: Ranks, recipe, tmp_path, sizes, layout, align) -> None:
     for n, p in hf.named_parameters():
         p.requires_grad = FROZEN not in layout or not n.endswith("mlp.gate.weight")
     trained = {n: p for n, p in hf.named_parameters() if p.requires_grad}
-    theirs = hf(batch["input_ids"][:, :-1]).logits
-    weighted_logprobs(theirs.log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1), batch).backward()
+    hf_logits = hf(batch["input_ids"][:, :-1]).logits
+    weighted_logprobs(
+        hf_logits.log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1), batch
+    ).backward()
     longest = [int(lengths.max()) - 1 for lengths in batch["input_lengths"].split(2)]
-    rows = iter(zip(longest, theirs.split(2), strict=True))  # microbatches
+    rows = iter(zip(longest, hf_logits.split(2), strict=True))  # microbatches
     by_shard: dict[int, dict[int, list]] = {}
     for info, result in zip(infos, results, strict=True):
         if result["logits"]:
@@ -265,14 +267,14 @@ def equal_hf(pool: Ranks, recipe, tmp_path, sizes, layout, align) -> None:
         assert result["grad_norm"] == pytest.approx(expected_norm, rel=1e-5)
     if cfg.data_parallel_size == cfg.policy.megatron_cfg.context_parallel_size == 1:  # else cut among copies
         gradients = {n: p.grad for n, p in trained.items()}
-        seen = set()
+        covered = set()
         for result in results:
             for n, (region, gradient) in result["gradients"].items():
                 if n in gradients:  # transformers stacks experts
-                    own = gradients[n][index(region)]
-                    torch.testing.assert_close(gradient, own, rtol=1e-4, atol=1e-6 * norm([own]))
-                    seen.add(n)
-        assert seen == {n for n in gradients if ".experts." not in n}
+                    expected = gradients[n][index(region)]
+                    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6 * norm([expected]))
+                    covered.add(n)
+        assert covered == {n for n in gradients if ".experts." not in n}
 
 
 def random_batch() -> TrainBatch:

@@ -80,7 +80,7 @@ def model(recipe, tmp_path):
     return lambda sizes: Model(recipe, tmp_path / "model", sizes)
 
 
-def alone(cfg) -> MegatronWorker:
+def single_rank(cfg) -> MegatronWorker:
     worker = MegatronWorker()
     worker.setup(cfg, 0, 1, None)
     return worker
@@ -115,7 +115,7 @@ def weights(folder, shapes) -> dict[str, torch.Tensor]:
         return {n: reader.get(n, whole(s)) for n, s in shapes.items()}
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+def are_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     assert a.keys() == b.keys()
     return all(torch.equal(a[n].view(torch.uint8), b[n].view(torch.uint8)) for n in a)
 
@@ -133,7 +133,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def test_a_checkpoint_moves_between_layouts_to_the_bit(two, model, tmp_path, sizes, layouts):
     """One rank trains and saves; each layout loads what the one before saved, and saves the same bits."""
     model = model(sizes)
-    first = alone(model.cfg((), ranks=1))
+    first = single_rank(model.cfg((), ranks=1))
     for step in range(2):
         batch = random_batch(step)
         first.train_step(batch, NllLoss(), 8.0, float(batch["token_mask"][:, 1:].sum()))
@@ -146,17 +146,17 @@ def test_a_checkpoint_moves_between_layouts_to_the_bit(two, model, tmp_path, siz
         two.call("load", str(folder))
         folder = tmp_path / f"saved_{i}"
         two.call("save", str(folder))
-        assert same(state(folder, model.shapes), expected[0]), layout
-        assert same(weights(folder, model.shapes), expected[1]), layout
+        assert are_equal(state(folder, model.shapes), expected[0]), layout
+        assert are_equal(weights(folder, model.shapes), expected[1]), layout
         several = layout in (PP, EP, TP_EP, CP_EP)
         assert (folder / "weights/model.safetensors.index.json").exists() == several
         assert (folder / "weights/model.safetensors").exists() != several
         hf = AutoModelForCausalLM.from_pretrained(folder / "weights", dtype=torch.bfloat16).state_dict()
-        named = {n: t for n, t in expected[1].items() if ".experts." not in n}  # transformers stacks those
-        assert all(torch.equal(hf[n], t) for n, t in named.items())
+        dense = {n: t for n, t in expected[1].items() if ".experts." not in n}  # transformers stacks those
+        assert all(torch.equal(hf[n], t) for n, t in dense.items())
         metrics = train(two, infos, range(2, 3))
         assert metrics[0]["grad_norm"] > 0
-    last = alone(model.cfg((), ranks=1))
+    last = single_rank(model.cfg((), ranks=1))
     last.load(str(folder))
     batch = random_batch(7)
     assert torch.equal(last.logprobs(batch), first.logprobs(batch))
@@ -178,7 +178,7 @@ def test_resume_on_the_same_layout_is_bitwise(two, model, tmp_path, sizes, layou
     two.call("load", str(tmp_path / "middle"))
     assert train(two, infos, range(3, 6)) == expected
     two.call("save", str(tmp_path / "resumed"))
-    assert same(state(tmp_path / "resumed", model.shapes), state(tmp_path / "end", model.shapes))
+    assert are_equal(state(tmp_path / "resumed", model.shapes), state(tmp_path / "end", model.shapes))
 
 
 @pytest.mark.parametrize(
@@ -195,10 +195,10 @@ def test_resume_on_the_same_layout_is_bitwise(two, model, tmp_path, sizes, layou
 def test_the_parts_of_a_refit_are_the_bytes_of_one_rank(two, model, sizes, layout):
     """Quantized where they live, put together: every byte and every scale as one rank makes them of all weights."""
     model = model(sizes)
-    expected = sent_tensors(alone(model.cfg((), ranks=1)))
+    expected = sent_tensors(single_rank(model.cfg((), ranks=1)))
     two.setup(model.cfg(layout))
-    held, domains = zip(*two.call("open_refit", "nearest", TOKEN), strict=True)
-    sources = Sources(held, domains)
+    holdings, domains = zip(*two.call("open_refit", "nearest", TOKEN), strict=True)
+    sources = Sources(holdings, domains)
     everything = {name: TensorPart.of(name, expected[name].dtype, shape) for name, shape in model.shapes.items()}
     planned, capacities = plan(sources, [list(everything.values())], 1 << 16, domains=[[domain()]])
     offers = [(0, [to_sink], sizes) for (to_sink,), sizes in zip(planned, capacities, strict=True)]
@@ -211,11 +211,11 @@ def test_the_parts_of_a_refit_are_the_bytes_of_one_rank(two, model, sizes, layou
     got = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     for item in receive_pieces(links, 5):
         names = (item.part.name, scale_name(item.part.name))[: 1 + item.part.is_fp8]
-        mine = Content(*(got[name] for name in names)).cut(everything[item.part.name], item.part.region)
-        for tensor, content in zip(mine.tensors, item.content.tensors, strict=True):
+        expected_part = Content(*(got[name] for name in names)).cut(everything[item.part.name], item.part.region)
+        for tensor, content in zip(expected_part.tensors, item.content.tensors, strict=True):
             tensor.copy_(content)
     reports = two.call("finish_push")
-    assert same(got, expected)
+    assert are_equal(got, expected)
     nbytes = sum(tensor.nbytes for tensor in expected.values())
     assert sum(report.nbytes for report in reports) == nbytes
     assert max(report.nbytes for report in reports) < 0.8 * nbytes  # no rank sends all
@@ -286,9 +286,9 @@ def test_an_fp8_step_of_ranks_is_that_of_one_within_rounding(request, model, tmp
     if model.hf.num_experts:
         batch["routed_experts"] = random_routes(0)
     tokens = float(batch["token_mask"][:, 1:].sum())
-    one = alone(model.cfg((), ranks=1))
-    expected = one.train_step(batch, NllLoss(), 8.0, tokens)
-    one.save(str(tmp_path / "one"))
+    reference = single_rank(model.cfg((), ranks=1))
+    expected = reference.train_step(batch, NllLoss(), 8.0, tokens)
+    reference.save(str(tmp_path / "one"))
     infos = pool.setup(model.cfg(layout, count))
     parts = shards(batch, 1 + max(info.shard for info in infos))
     steps = pool.run(_step, [(parts[info.shard], tokens) for info in infos])
@@ -311,10 +311,10 @@ def test_routers_that_are_frozen_are_saved_once(two, model, tmp_path, layout):
     infos = two.setup(model.cfg((*layout, "freeze_moe_router=true")))
     train(two, infos, range(1))
     two.call("save", str(tmp_path / "saved"))
-    held, kept = state(tmp_path / "saved", model.shapes), weights(tmp_path / "saved", model.shapes)
+    masters, saved = state(tmp_path / "saved", model.shapes), weights(tmp_path / "saved", model.shapes)
     for name in (name for name in model.shapes if name.endswith("mlp.gate.weight")):
-        assert torch.equal(held[f"{name}.master"], kept[name].float())
-        assert not held[f"{name}.exp_avg"].any()
+        assert torch.equal(masters[f"{name}.master"], saved[name].float())
+        assert not masters[f"{name}.exp_avg"].any()
 
 
 def test_a_save_leaves_nothing_of_one_before_it_in_its_folder(two, model, tmp_path):
@@ -322,10 +322,10 @@ def test_a_save_leaves_nothing_of_one_before_it_in_its_folder(two, model, tmp_pa
     model = model(DENSE)
     two.setup(model.cfg(TP))
     two.call("save", str(tmp_path / "saved"))
-    one = alone(model.cfg((), ranks=1))
-    one.save(str(tmp_path / "saved"))
+    worker = single_rank(model.cfg((), ranks=1))
+    worker.save(str(tmp_path / "saved"))
     assert {path.name for path in (tmp_path / "saved/optimizer").iterdir()} == {"rank_0.safetensors", "steps.json"}
-    one.load(str(tmp_path / "saved"))
+    worker.load(str(tmp_path / "saved"))
 
 
 def _bytes_read() -> int:
@@ -333,12 +333,12 @@ def _bytes_read() -> int:
     sizes, get = [], CheckpointReader.get
     worker = ranks.worker
 
-    def counted(reader, name, region=None):
+    def count_bytes(reader, name, region=None):
         tensor = get(reader, name, region)
         sizes.append(tensor.nbytes)
         return tensor
 
-    CheckpointReader.get = counted
+    CheckpointReader.get = count_bytes
     try:
         load_hf(worker.sources[0], worker.model, worker.layout)
     finally:
@@ -350,9 +350,9 @@ def _bytes_read() -> int:
 def test_a_rank_asks_a_checkpoint_for_its_own_part_only(two, model, sizes, layout):
     model = model(sizes)
     two.setup(model.cfg(layout))
-    held = sum(2 * torch.Size(shape).numel() for shape in model.shapes.values())
+    total = sum(2 * torch.Size(shape).numel() for shape in model.shapes.values())
     for nbytes in two.run(_bytes_read, [()] * 2):
-        assert 0 < nbytes < 0.8 * held
+        assert 0 < nbytes < 0.8 * total
 
 
 def _save(folder: str, room: int | None) -> str:
@@ -371,9 +371,9 @@ def test_a_disk_that_is_full_for_one_rank_keeps_no_other_waiting(two, model, tmp
     two.setup(model.cfg(TP))
     room = [None, None]
     room[full] = 1 << 16
-    said = two.run(_save, [(str(tmp_path / "saved"), r) for r in room])
-    assert str(tmp_path / "saved") in said[full] and "\n" not in said[full]
-    assert said[1 - full] == ""
+    messages = two.run(_save, [(str(tmp_path / "saved"), r) for r in room])
+    assert str(tmp_path / "saved") in messages[full] and "\n" not in messages[full]
+    assert messages[1 - full] == ""
     two.call("save", str(tmp_path / "saved"))
     assert weights(tmp_path / "saved", model.shapes)
 
@@ -383,8 +383,10 @@ def test_a_folder_that_is_another_on_some_ranks_node_is_refused(two, model, tmp_
     model = model(DENSE)
     two.setup(model.cfg(TP))
     (tmp_path / "a").mkdir()
-    said = two.run(_save, [(str(tmp_path / "a/saved"), None), (str(tmp_path / "b/saved"), None)])
-    assert said[1].startswith(f"{tmp_path}/b/saved: rank 1 does not see it: checkpoints need a folder that all nodes")
+    messages = two.run(_save, [(str(tmp_path / "a/saved"), None), (str(tmp_path / "b/saved"), None)])
+    assert messages[1].startswith(
+        f"{tmp_path}/b/saved: rank 1 does not see it: checkpoints need a folder that all nodes"
+    )
     assert not (tmp_path / "b").exists()
 
 
@@ -394,4 +396,4 @@ def test_a_checkpoint_without_the_part_of_one_rank_is_refused(two, model, tmp_pa
     two.call("save", str(tmp_path / "saved"))
     (tmp_path / "saved/optimizer/rank_1.safetensors").unlink()
     with pytest.raises(UserError, match=r"does not hold all of model\.embed_tokens\.weight\.master"):
-        alone(model.cfg((), ranks=1)).load(str(tmp_path / "saved"))
+        single_rank(model.cfg((), ranks=1)).load(str(tmp_path / "saved"))

@@ -93,8 +93,8 @@ def test_a_clipped_step_is_that_of_the_gradient_scaled_down_and_reports_the_norm
     clipped, free = (new_worker(recipe(f"{key}={clip}")) for clip in clips)
     norm, unclipped = (train(worker, batch)["grad_norm"] for worker in (clipped, free))
     gradients = dict(to_hf(free.layout, {n: p.main_grad for n, p in free.model.named_parameters()}.__getitem__))
-    own = sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5
-    assert norm == unclipped == pytest.approx(own, rel=1e-5)
+    expected = sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5
+    assert norm == unclipped == pytest.approx(expected, rel=1e-5)
     assert norm > 100 * clips[0]
     clipped.save(str(tmp_path / "saved"))
     taken = 1 - clipped.cfg.policy.megatron_cfg.optimizer.adam_beta1
@@ -107,19 +107,19 @@ def test_a_clipped_step_is_that_of_the_gradient_scaled_down_and_reports_the_norm
 @pytest.mark.parametrize(
     ("style", "left"),
     [
-        ("constant", lambda done: 1.0),
-        ("linear", lambda done: 1 - done),
-        ("cosine", lambda done: (1 + math.cos(math.pi * done)) / 2),
+        ("constant", lambda progress: 1.0),
+        ("linear", lambda progress: 1 - progress),
+        ("cosine", lambda progress: (1 + math.cos(math.pi * progress)) / 2),
     ],
     ids=["constant", "linear", "cosine"],
 )
-def test_the_learning_rate_warms_up_and_decays_as_the_recipe_says(recipe, style, left):
+def test_the_learning_rate_warms_up_and_decays_as_the_recipe_says(recipe, style, remainder):
     """Megatron's closed form: linear from lr_warmup_init to lr, then min_lr and what is `left` of lr - min_lr."""
     scheduler = (f"lr_decay_style={style}", "lr_warmup_init=0.0001", "lr_warmup_iters=2", "lr_decay_iters=6")
     keys = ("optimizer.lr=0.001", "optimizer.min_lr=0.0002", *(f"scheduler.{key}" for key in scheduler))
     worker, batch = new_worker(recipe(*(f"policy.megatron_cfg.{key}" for key in keys))), random_batch(3, b=1, t=4)
     rates = [train(worker, batch)["lr"] for _ in range(8)]
-    decay = [2e-4 + left(min(step / 4, 1)) * 8e-4 for step in range(1, 7)]
+    decay = [2e-4 + remainder(min(step / 4, 1)) * 8e-4 for step in range(1, 7)]
     assert rates == pytest.approx([5.5e-4, 1e-3, *decay])
 
 
@@ -232,15 +232,15 @@ def test_the_optimizer_of_a_wider_model_is_refused(recipe, tmp_path):
 
 def test_a_sequence_counts_unless_it_is_masked_as_nemo_rl_counts_it(recipe):
     """Also one without a token of an answer, such as NeMo RL keeps of a generation that failed."""
-    policy, batch, seen = MegatronPolicy(recipe()), random_batch(4), set[tuple[float, float]]()
+    policy, batch, counts = MegatronPolicy(recipe()), random_batch(4), set[tuple[float, float]]()
 
     def loss(logprobs: torch.Tensor, part: TrainBatch, sequences: torch.Tensor, tokens: torch.Tensor):
-        seen.add((float(sequences), float(tokens)))
+        counts.add((float(sequences), float(tokens)))
         return NllLoss()(logprobs, part, sequences, tokens)
 
     batch["token_mask"][0] = batch["sample_mask"][1] = 0
     policy.train_step(batch, loss)
-    assert seen == {(7.0, float(batch["token_mask"][2:].sum()))}
+    assert counts == {(7.0, float(batch["token_mask"][2:].sum()))}
     policy.shutdown()
 
 

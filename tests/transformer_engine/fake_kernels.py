@@ -97,7 +97,9 @@ class FakeKernels(ModuleType):
 
     @classmethod
     def split_quantize(cls, src: Tensor, sizes: Sequence[int], quantizers: Sequence[Any], **_: Any) -> list[Any]:
-        return [cls.quantize(part, one) for part, one in zip(src.split(list(sizes)), quantizers, strict=True)]
+        return [
+            cls.quantize(part, quantizer) for part, quantizer in zip(src.split(list(sizes)), quantizers, strict=True)
+        ]
 
     @staticmethod
     def generic_gemm(
@@ -211,19 +213,19 @@ def _pad_into(place: Tensor, values: Tensor) -> None:
     place[: values.size(0), : values.size(1)] = values
 
 
-def _operand(held: Any, rowwise: bool) -> Tensor:
+def _operand(operand: Any, rowwise: bool) -> Tensor:
     """As a matrix with the tokens, or a weight's rows, first; exact in the dtype that `fp8.linear` multiplies in."""
-    if not hasattr(held, "_is_2D_scaled"):
-        return held.flatten(0, -2)
+    if not hasattr(operand, "_is_2D_scaled"):
+        return operand.flatten(0, -2)
     half = "_rowwise" if rowwise else "_columnwise"
-    data, scales = getattr(held, f"{half}_data"), getattr(held, f"{half}_scale_inv")
+    data, scales = getattr(operand, f"{half}_data"), getattr(operand, f"{half}_scale_inv")
     data = data.flatten(0, -2) if rowwise else data.flatten(1)  # of columns: transposed
     rows, columns = data.shape
-    if held._is_2D_scaled:
+    if operand._is_2D_scaled:
         spread = scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
     else:
         spread = scales[:, :rows].t().repeat_interleave(128, 1)[:, :columns]
-    scale_format = "pow2" if held._quantizer.force_pow_2_scales else "fp32"
+    scale_format = "pow2" if operand._quantizer.force_pow_2_scales else "fp32"
     values = (data.view(E4M3).float() * spread).to(linear.operand_dtype(torch.bfloat16, scale_format))
     return values if rowwise else values.t().contiguous()  # as `fp8.linear` has it, or sums would differ
 

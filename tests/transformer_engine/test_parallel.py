@@ -163,11 +163,11 @@ def test_weights_held_in_fp8_alone_are_the_bytes_of_others_step_by_step(recipe, 
             *(f"policy.megatron_cfg.{key}" for key in layout),
         )
         parts = shards(batch(0), cfg.data_parallel_size)
-        own = [(parts[info.shard],) for info in gpus.setup(cfg)]
+        arguments = [(parts[info.shard],) for info in gpus.setup(cfg)]
         kernels = {"Transformer Engine, weights held in FP8" if fp8_param else "Transformer Engine"}
         assert [rank.kernels for rank in gpus.call("describe")] == [kernels, kernels]
         before = gpus.run(_sent, [()] * 2)
-        steps = [gpus.run(_step, own) for _ in range(2)]
+        steps = [gpus.run(_step, arguments) for _ in range(2)]
         norms = [norm for answers in steps for _, norm in answers]
         losses = [[loss for loss, _ in answers] for answers in steps]
         assert losses[1] != losses[0]
@@ -176,16 +176,20 @@ def test_weights_held_in_fp8_alone_are_the_bytes_of_others_step_by_step(recipe, 
         error = weight_error(gpus.call("weight_squares"))
         return Trained(losses, norms, before, gpus.run(_sent, [()] * 2), saved, error)
 
-    plain, held = trained(False, tmp_path / "plain"), trained(True, tmp_path / "held")
-    assert (held.losses, held.sent_before, held.sent_after) == (plain.losses, plain.sent_before, plain.sent_after)
+    plain, fp8_only = trained(False, tmp_path / "plain"), trained(True, tmp_path / "held")
+    assert (fp8_only.losses, fp8_only.sent_before, fp8_only.sent_after) == (
+        plain.losses,
+        plain.sent_before,
+        plain.sent_after,
+    )
     assert plain.sent_before != plain.sent_after
-    assert held.norms == pytest.approx(plain.norms, rel=1e-6)
-    assert held.weight_error == pytest.approx(plain.weight_error, rel=1e-6)
-    assert {"weight_error/fp8", "weight_error/bf16", "weight_error/layer_1"} <= held.weight_error.keys()
-    assert held.saved.keys() == plain.saved.keys()
+    assert fp8_only.norms == pytest.approx(plain.norms, rel=1e-6)
+    assert fp8_only.weight_error == pytest.approx(plain.weight_error, rel=1e-6)
+    assert {"weight_error/fp8", "weight_error/bf16", "weight_error/layer_1"} <= fp8_only.weight_error.keys()
+    assert fp8_only.saved.keys() == plain.saved.keys()
     for file, tensors in plain.saved.items():
-        assert held.saved[file].keys() == tensors.keys()
-        assert all(torch.equal(tensor, held.saved[file][name]) for name, tensor in tensors.items())
+        assert fp8_only.saved[file].keys() == tensors.keys()
+        assert all(torch.equal(tensor, fp8_only.saved[file][name]) for name, tensor in tensors.items())
 
 
 def _sent() -> dict[str, str]:

@@ -32,17 +32,19 @@ def test_what_experts_say_is_added_up_in_one_order_and_in_float32(kernels, dtype
     random = torch.Generator().manual_seed(0)
     routing = torch.zeros(TOKENS, EXPERTS, dtype=torch.bool)
     routing.scatter_(1, torch.rand(TOKENS, EXPERTS, generator=random).topk(TOP_K).indices, True)
-    tokens, said, grad = (torch.randn(n, HIDDEN, generator=random).to(dtype) for n in (TOKENS, TOKENS * TOP_K, TOKENS))
+    tokens, outputs, grad = (
+        torch.randn(n, HIDDEN, generator=random).to(dtype) for n in (TOKENS, TOKENS * TOP_K, TOKENS)
+    )
     probs = torch.rand(TOKENS, EXPERTS, generator=random) * routing
     grad_of_probs = torch.randn(TOKENS * TOP_K, generator=random)
 
     def there_and_back() -> list[Tensor]:
-        x, p, y = tokens.clone().requires_grad_(), probs.clone().requires_grad_(), said.clone().requires_grad_()
+        x, p, y = tokens.clone().requires_grad_(), probs.clone().requires_grad_(), outputs.clone().requires_grad_()
         permuted, permuted_probs, order = moe_utils.permute(
             x, routing, probs=p, num_out_tokens=TOKENS * TOP_K, fused=True
         )
         combined = moe_utils.unpermute(y, order, restore_shape=x.shape, fused=True)
-        torch.autograd.backward([permuted, permuted_probs, combined], [said, grad_of_probs, grad])
+        torch.autograd.backward([permuted, permuted_probs, combined], [outputs, grad_of_probs, grad])
         without_probs, _, _ = moe_utils.permute(tokens, routing, num_out_tokens=routing.sum(), fused=True)
         sizes, sort = torch.tensor([5, 0, 31]), torch.tensor([2, 0, 1])
         chunks = moe_utils.sort_chunks_by_idxs(permuted, sizes, sort, probs=permuted_probs, fused=True)

@@ -61,17 +61,19 @@ def test_logits_and_gradients_are_those_of_the_emulated_policy(
     ids = torch.randint(1, 64, (3, 41), generator=torch.Generator().manual_seed(0))
     weights = torch.randn(3, 41, worker.hf.vocab_size, generator=torch.Generator().manual_seed(1))
 
-    def gradients(one: PolicyModel) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        logits = one(ids, torch.arange(41).expand_as(ids), None).to(one.head.dtype) @ one.head.t()
+    def gradients(policy_model: PolicyModel) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        logits = (
+            policy_model(ids, torch.arange(41).expand_as(ids), None).to(policy_model.head.dtype) @ policy_model.head.t()
+        )
         (logits.float().log_softmax(-1) * weights).mean().backward()
-        grads = {name: parameter.grad for name, parameter in one.named_parameters()}
-        return logits, dict(to_hf(one.layout, grads.__getitem__))
+        grads = {name: parameter.grad for name, parameter in policy_model.named_parameters()}
+        return logits, dict(to_hf(policy_model.layout, grads.__getitem__))
 
     with megatron_on_cpu():
         expected, expected_gradients = gradients(emulated)
         with fake_hopper():
-            logits, found = gradients(model)
+            logits, actual = gradients(model)
     assert torch.equal(logits, expected)
-    assert found.keys() == expected_gradients.keys()
-    different = [name for name, gradient in found.items() if not torch.equal(gradient, expected_gradients[name])]
+    assert actual.keys() == expected_gradients.keys()
+    different = [name for name, gradient in actual.items() if not torch.equal(gradient, expected_gradients[name])]
     assert not different

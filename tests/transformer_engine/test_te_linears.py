@@ -18,15 +18,15 @@ def test_the_emulated_linear_is_transformer_engines(tokens, scale_format):
 
     torch.manual_seed(0)
     x, dy = torch.randn(tokens, 256, dtype=torch.bfloat16), torch.randn(tokens, 384, dtype=torch.bfloat16)
-    theirs = x.clone().requires_grad_()
+    te_input = x.clone().requires_grad_()
     with fake_hopper():
         layer = te.Linear(256, 384, bias=False, params_dtype=torch.bfloat16, device="cpu")
         with te.autocast(recipe=block_scaling(scale_format)):
-            y = layer(theirs)
+            y = layer(te_input)
         y.backward(dy)
-    ours, weight = x.clone().requires_grad_(), layer.weight.detach().clone().requires_grad_()
-    expected = blockwise_fp8_linear(ours, weight, scale_format)
+    emulated_input, weight = x.clone().requires_grad_(), layer.weight.detach().clone().requires_grad_()
+    expected = blockwise_fp8_linear(emulated_input, weight, scale_format)
     expected.backward(dy)
     assert torch.equal(y, expected)
-    assert torch.equal(theirs.grad, ours.grad)
+    assert torch.equal(te_input.grad, emulated_input.grad)
     assert torch.equal(layer.weight.grad, weight.grad)

@@ -78,13 +78,13 @@ def test_a_step_is_that_of_the_emulation(cfg):
     with rank(cfg, gpu=True) as worker:
         optimizers = getattr(worker.optimizer, "chained_optimizers", [worker.optimizer])
         assert {type(part.optimizer) for part in optimizers} == {FusedAdam}
-        logprobs, found, sent = worker.logprobs(batch(0)), step(worker, 0), sent_tensors(worker)
+        logprobs, metrics, sent = worker.logprobs(batch(0)), step(worker, 0), sent_tensors(worker)
     assert torch.equal(logprobs, expected_logprobs)
-    assert found["loss"] == expected["loss"]
-    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    assert metrics["loss"] == expected["loss"]
+    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
     assert sent.keys() == bytes_.keys()
-    same = sum((sent[name].view(torch.uint8) == bytes_[name].view(torch.uint8)).sum().item() for name in sent)
-    assert same > 0.99 * sum(tensor.nbytes for tensor in sent.values())  # the two Adams round differently
+    equal_bytes = sum((sent[name].view(torch.uint8) == bytes_[name].view(torch.uint8)).sum().item() for name in sent)
+    assert equal_bytes > 0.99 * sum(tensor.nbytes for tensor in sent.values())  # the two Adams round differently
 
 
 def give(worker: MegatronWorker, gpu: bool) -> None:
@@ -102,7 +102,7 @@ def test_recomputed_offloaded_and_with_a_reference_policy(recipe, cfg):
         "policy.megatron_cfg.activation_checkpointing=true",
         "loss_fn.reference_policy_kl_penalty=0.1",
     )
-    found = []
+    losses_of_runs = []
     for gpu, offloads in ((False, True), (True, True), (True, False)):
         with rank(cfg, gpu) as worker:
             start, first = worker.reference_logprobs(batch(0)), step(worker, 0)["loss"]
@@ -114,8 +114,8 @@ def test_recomputed_offloaded_and_with_a_reference_policy(recipe, cfg):
             second = step(worker, 0)["loss"]
             assert torch.equal(worker.reference_logprobs(batch(0)), start)
             assert second < first
-            found.append((start, first, second))
-    (expected_start, *expected), (start, *losses), (_, *undisturbed) = found
+            losses_of_runs.append((start, first, second))
+    (expected_start, *expected), (start, *losses), (_, *undisturbed) = losses_of_runs
     assert losses == undisturbed
     assert torch.equal(start, expected_start)
     assert losses[0] == expected[0]
@@ -126,7 +126,7 @@ def test_recomputed_offloaded_and_with_a_reference_policy(recipe, cfg):
 def test_a_refit_has_no_columns_beside_it(cfg):
     def columns(worker: MegatronWorker) -> int:
         """FP8 weights that have them."""
-        return sum(getattr(one, "_columnwise_data", None) is not None for one in worker.model.parameters())
+        return sum(getattr(parameter, "_columnwise_data", None) is not None for parameter in worker.model.parameters())
 
     with rank(cfg, gpu=True) as worker:
         first, bytes_, all_of_them = step(worker, 0)["loss"], sent_tensors(worker), columns(worker)
@@ -182,14 +182,14 @@ def test_a_checkpoint_in_float32_is_rounded_before_it_is_quantized(recipe, tmp_p
     write_model(tmp_path / "model", seed=3)
     file = tmp_path / "model" / "model.safetensors"
     save_file({name: tensor.float() * 1.001 for name, tensor in load_file(file).items()}, file)
-    said = []
+    logprobs = []
     for fp8_param in ("false", "true"):
         cfg = recipe(
             f"policy.model_name={tmp_path}/model", "nemo_fp8rl.align=none", f"nemo_fp8rl.fp8_param={fp8_param}"
         )
         with rank(cfg, gpu=True) as worker:
-            said.append(worker.logprobs(batch(0)))
-    assert torch.equal(*said)
+            logprobs.append(worker.logprobs(batch(0)))
+    assert torch.equal(*logprobs)
 
 
 def test_alignment_to_the_cpus_kernels_is_refused(recipe, tmp_path: Path):
@@ -241,8 +241,8 @@ def test_the_variable_is_read_where_it_is_looked_for():
 
     program = "import tests.transformer_engine.plugin; from nemo_fp8rl.policy.layers.te_linears import *; "
     variables = os.environ | {"NVTE_BACKWARD_OVERRIDE": "dequantized"}
-    asked = [sys.executable, "-W", "ignore", "-c", program + "print(backward_override())"]
-    answer = subprocess.run(asked, env=variables, capture_output=True, text=True, check=True).stdout.strip()
+    command = [sys.executable, "-W", "ignore", "-c", program + "print(backward_override())"]
+    answer = subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout.strip()
     assert answer == ("None" if transformer_engine.__version__.startswith("2.14") else "dequantized")
 
 

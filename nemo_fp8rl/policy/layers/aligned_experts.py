@@ -43,11 +43,10 @@ class AlignedExperts(SequentialMLP):
         shares = zip(self.local_experts, x.split(tokens_per_expert.tolist()), strict=True)
         out = torch.cat([_run_expert(expert, tokens) for expert, tokens in shares])
         group = self.tp_group
-        if group.size() > 1 and _is_dense_mlp(
-            self.local_experts[0]
-        ):  # Megatron adds up contiguous gradients alone, as those of a gather are
-            summed = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(out, group), group)
-            out = summed.to(x.dtype).float() * (group.rank() == 0)
+        if group.size() > 1 and _is_dense_mlp(self.local_experts[0]):
+            # Megatron sums only contiguous gradients; those of the gather behind this layer are contiguous
+            total = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(out, group), group)
+            out = total.to(x.dtype).float() * (group.rank() == 0)
         return out * permuted_probs.float().unsqueeze(-1), None
 
 

@@ -70,7 +70,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: _Options) -> Tensor:
         temperature, chunk_size, first_token, group, _ = options
-        shared = group is not None and group.size() > 1
+        is_shared = group is not None and group.size() > 1
         targets = targets - first_token
         is_local = (targets >= 0) & (targets < len(weight))
         targets = targets.clamp(0, len(weight) - 1)
@@ -83,10 +83,10 @@ class _TokenLogprobs(torch.autograd.Function):
                 rows = slice(start + row, start + min(row + step, len(logits)))
                 scaled = logits[row : row + step].float() / temperature
                 out[rows] = scaled.log_softmax(-1).gather(-1, targets[rows, None]).squeeze(-1)
-                if shared:
+                if is_shared:
                     log_share[rows] = scaled.logsumexp(-1)
             del logits  # before the next chunk's logits are made
-        if shared:
+        if is_shared:
             log_share -= _log_sum_exp(log_share, group)
             out = torch.where(is_local, out + log_share, 0.0)
             dist.all_reduce(out, group=group)
@@ -157,9 +157,9 @@ def _whole_rows(
     """
     temperature, chunk_size, first_token, group, token_filter = options
     local = slice(first_token, first_token + len(weight))
-    shared = group is not None and group.size() > 1
+    is_shared = group is not None and group.size() > 1
     vocab_size = torch.tensor(local.stop)
-    if shared:
+    if is_shared:
         dist.all_reduce(vocab_size, op=dist.ReduceOp.MAX, group=group)
     step = _rows_at_a_time(hidden.device, int(vocab_size), INDEX_BYTES)
     for start in range(0, len(hidden), chunk_size):
@@ -167,7 +167,7 @@ def _whole_rows(
         for at in range(0, len(logits), step):
             scaled = logits[at : at + step].float() / temperature
             rows = slice(start + at, start + at + len(scaled))
-            if shared:
+            if is_shared:
                 whole = scaled.new_zeros(len(scaled), int(vocab_size))
                 whole[:, local] = scaled
                 dist.all_reduce(whole, group=group)  # exact, because it sums one number and zeros

@@ -63,7 +63,7 @@ def why_no_fp8(scale_format: ScaleFormat) -> str:
     """Return why this GPU and CUDA have no FP8 block scaling; "" if they have it."""
     available, reason = te.is_fp8_block_scaling_available(return_reason=True)
     if available and scale_format == "fp32" and torch.cuda.get_device_capability() >= BLACKWELL:
-        return "it emulates blocks with MXFP8's on Blackwell, whose scales are powers of two"
+        return "on Blackwell it emulates these blocks with MXFP8, whose scales are powers of two"
     return "" if available else reason
 
 

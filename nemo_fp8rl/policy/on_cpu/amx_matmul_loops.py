@@ -24,6 +24,6 @@ def add_up(a, b, smallest, out):
                             added = f32(partial[n] + f32(factor * values[n]))
                             partial[n] = f32(0) if abs(added) < smallest else added
                 for n in range(len(total)):
-                    both = f32(sums[0, n] + sums[1, n])
-                    added = f32(total[n] + (f32(0) if abs(both) < smallest else both))
+                    pair = f32(sums[0, n] + sums[1, n])
+                    added = f32(total[n] + (f32(0) if abs(pair) < smallest else pair))
                     total[n] = f32(0) if abs(added) < smallest else added

@@ -45,7 +45,7 @@ class Layout:
     pipeline:            the ranks that split the layers
     expert:              the ranks that split the experts of a layer
     context:             the ranks that split the tokens of each sequence, with equal weights
-    data:                the ranks with equal weights, except those of experts, and other sequences
+    data:                the ranks that have equal weights, except experts, and other sequences
     expert_data:         the ranks with equal experts
     first_stage_layers:  number of layers of the first stage if it differs from that of other stages
     last_stage_layers:   the same for the last stage
@@ -219,13 +219,13 @@ def _check_stages(hf: HfConfig, parallel: MegatronConfig) -> None:
     if not uneven:
         check_divides(f"{KEY_PREFIX}.pipeline_model_parallel_size", size, Dimension("num_hidden_layers", layers))
         return
-    named = " and ".join(f"{KEY_PREFIX}.{key}={n}" for key, n in uneven.items())
+    settings = " and ".join(f"{KEY_PREFIX}.{key}={n}" for key, n in uneven.items())
     if size == 1:
-        raise UserError(f"{named} needs {KEY_PREFIX}.pipeline_model_parallel_size above 1")
+        raise UserError(f"{settings} needs {KEY_PREFIX}.pipeline_model_parallel_size above 1")
     stage_layers = pipeline_stages(layers, size, *keys.values())
     if stage_layers[-1].stop != layers or not all(stage_layers):
         raise UserError(
-            f"{named} {'leaves' if len(uneven) == 1 else 'leave'} {layers - sum(uneven.values())} of the model's "
+            f"{settings} {'leaves' if len(uneven) == 1 else 'leave'} {layers - sum(uneven.values())} of the model's "
             f"num_hidden_layers={layers} to the other {size - len(uneven)} of "
             f"{KEY_PREFIX}.pipeline_model_parallel_size={size} stages, which must have equal numbers of them"
         )

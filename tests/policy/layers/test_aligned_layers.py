@@ -53,31 +53,31 @@ def bf16(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def rounds_alike(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+def rounds_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     """At most one value in a thousand differs."""
-    return (ours != theirs).double().mean().item() <= 1e-3
+    return (a != b).double().mean().item() <= 1e-3
 
 
 def test_residual_and_norm_equal_vllm_over_a_chain_of_layers(config, vllm_context):
     from vllm.model_executor.layers.layernorm import RMSNorm
 
-    theirs = RMSNorm(WIDTH, eps=1e-6, dtype=torch.bfloat16)
-    ours = AlignedRMSNorm(config, WIDTH, eps=1e-6)
+    vllm_norm = RMSNorm(WIDTH, eps=1e-6, dtype=torch.bfloat16)
+    aligned_norm = AlignedRMSNorm(config, WIDTH, eps=1e-6)
     weight = bf16(WIDTH, seed=0)
-    theirs.weight.data.copy_(weight)
-    ours.weight.data.copy_(weight)
+    vllm_norm.weight.data.copy_(weight)
+    aligned_norm.weight.data.copy_(weight)
     add = aligned_residual_add(True, False)
     with torch.no_grad():
         hidden = residual = bf16(ROWS, WIDTH, seed=1)
         stream = residual.float()
-        expected = theirs(hidden.clone())
-        got = ours(stream)
+        expected = vllm_norm(hidden.clone())
+        got = aligned_norm(stream)
         assert rounds_alike(got, expected)
         for layer in range(4):
             output = bf16(ROWS, WIDTH, seed=10 + layer)
-            expected, residual = theirs(output.clone(), residual.clone())
+            expected, residual = vllm_norm(output.clone(), residual.clone())
             stream = add((output, None), stream, 0.0)
-            assert rounds_alike(ours(stream), expected)
+            assert rounds_alike(aligned_norm(stream), expected)
             assert torch.equal(stream.bfloat16(), residual)
 
 
@@ -87,14 +87,14 @@ def test_rope_equals_vllm(tmp_path, vllm_context, factor):
 
     scaled = {"rope_type": "linear", "factor": factor} if factor else {"rope_type": "default"}
     parameters = scaled | {"rope_theta": 10_000.0}
-    theirs = get_rope(HEAD_DIM, max_position=1000, rope_parameters=parameters, dtype=torch.bfloat16)
+    vllm_rope = get_rope(HEAD_DIM, max_position=1000, rope_parameters=parameters, dtype=torch.bfloat16)
     write_model(tmp_path / "model", family="llama", rope_parameters=parameters)
-    ours = read_rope(tmp_path / "model", read_hf_config(tmp_path / "model"))
-    table = ours.table(len(theirs.cos_sin_cache), torch.bfloat16, torch.device("cpu"))
-    assert torch.equal(torch.cat(table, -1)[:, 0, 0], theirs.cos_sin_cache)
+    rope = read_rope(tmp_path / "model", read_hf_config(tmp_path / "model"))
+    table = rope.table(len(vllm_rope.cos_sin_cache), torch.bfloat16, torch.device("cpu"))
+    assert torch.equal(torch.cat(table, -1)[:, 0, 0], vllm_rope.cos_sin_cache)
     q, k = bf16(ROWS, HEADS * HEAD_DIM, seed=2), bf16(ROWS, HEADS * HEAD_DIM, seed=3)
-    expected_q, expected_k = theirs(torch.arange(ROWS), q.clone(), k.clone())
-    cos, sin = ours.table(ROWS, torch.bfloat16, q.device)
+    expected_q, expected_k = vllm_rope(torch.arange(ROWS), q.clone(), k.clone())
+    cos, sin = rope.table(ROWS, torch.bfloat16, q.device)
     for x, expected in ((q, expected_q), (k, expected_k)):
         got = rotate(x.view(ROWS, 1, HEADS, HEAD_DIM), cos, sin)
         assert rounds_alike(got.reshape(ROWS, -1), expected)
@@ -235,13 +235,13 @@ def test_a_mixture_equals_vllms_router_and_its_kernel_for_experts(recipe, tmp_pa
     with torch.no_grad(), megatron_on_cpu():
         (got, _), experts = layer(x.unsqueeze(1)), layer.experts.local_experts
         logits = torch.nn.functional.linear(x, layer.router.weight)
-        chosen = select_experts(x, logits, layer.config.moe_router_topk, use_grouped_topk=False, renormalize=True)
+        top_k = select_experts(x, logits, layer.config.moe_router_topk, use_grouped_topk=False, renormalize=True)
         w13, w2 = (
             ops.cpu_prepack_moe_weight(torch.stack([getattr(e, name).weight for e in experts]), isa)
             for name in ("linear_fc1", "linear_fc2")
         )
         expected = torch.empty_like(x)
-        ops.cpu_fused_moe(expected, x, w13, w2, None, None, *chosen, "silu", isa)
+        ops.cpu_fused_moe(expected, x, w13, w2, None, None, *top_k, "silu", isa)
     assert rounds_alike(got.squeeze(1), expected)
 
 
@@ -250,18 +250,18 @@ def test_without_a_kernel_for_experts_each_is_a_dense_mlp(recipe, tmp_path, monk
     write_model(tmp_path / "model", family="qwen3_moe")
     worker = new_worker(recipe(f"policy.model_name={tmp_path}/model", "nemo_fp8rl.flow=bf16"))
     layer, linear = worker.model.decoder.layers[0].mlp, torch.nn.functional.linear
-    x, found = bf16(ROWS, layer.config.hidden_size, seed=28), {}
+    x, outputs = bf16(ROWS, layer.config.hidden_size, seed=28), {}
     with torch.no_grad(), megatron_on_cpu():
         for dense in (True, False):
             monkeypatch.setattr(aligned_experts, "experts_are_dense_mlps", lambda dense=dense: dense)
-            found[dense] = layer(x.unsqueeze(1))[0].squeeze(1)
+            outputs[dense] = layer(x.unsqueeze(1))[0].squeeze(1)
         best = linear(x, layer.router.weight).topk(layer.config.moe_router_topk)
         weights, expected = best.values.softmax(-1).float(), torch.zeros(x.shape)
         for number, expert in enumerate(layer.experts.local_experts):
             gate, up = linear(x, expert.linear_fc1.weight).chunk(2, -1)
             out = linear(torch.nn.functional.silu(gate) * up, expert.linear_fc2.weight)
             expected += out * (weights * (best.indices == number)).sum(-1, keepdim=True)
-    assert [rounds_alike(found[dense], expected.bfloat16()) for dense in (True, False)] == [True, False]
+    assert [rounds_alike(outputs[dense], expected.bfloat16()) for dense in (True, False)] == [True, False]
 
 
 def test_what_kernels_cut_off_has_the_gradient_of_what_they_round(config, monkeypatch):

@@ -32,18 +32,18 @@ def test_padding_is_not_calibrated(recipe):
 def test_scales_fit_what_attention_saw(recipe):
     """The largest query, key and value, with the margin, lie in the upper half of E4M3's range."""
     worker, batch = new_worker(recipe(FP8)), random_batch(0)
-    seen: dict[int, list[tuple[float, ...]]] = {}
+    maxima: dict[int, list[tuple[float, ...]]] = {}
     read = worker.kv_cache.read
 
     def spy(layer, query, key, value, rows=None):
-        seen.setdefault(layer, []).append(tuple(float(x.abs().max()) for x in (key, value, query)))
+        maxima.setdefault(layer, []).append(tuple(float(x.abs().max()) for x in (key, value, query)))
         return read(layer, query, key, value, rows)
 
     worker.kv_cache.read = spy
     full = batch | {"input_lengths": torch.full((8,), 10)}
     worker.calibrate_kv(full)
     for layer, scales in enumerate(zip(*_of(worker), strict=True)):
-        for amax, scale in zip(map(max, zip(*seen[layer], strict=True)), scales, strict=True):
+        for amax, scale in zip(map(max, zip(*maxima[layer], strict=True)), scales, strict=True):
             assert 448 / 2 <= amax * 1.05 / scale <= 448
 
 
@@ -119,15 +119,15 @@ def test_a_checkpoint_with_damaged_scales_is_refused(recipe, tmp_path, damage, m
 )
 def test_ranks_that_share_the_model_or_the_batch_find_the_same_scales(two, recipe, layout):
     batch = random_batch(0)
-    alone = new_worker(recipe(FP8))
-    alone.calibrate_kv(batch)
+    single_rank = new_worker(recipe(FP8))
+    single_rank.calibrate_kv(batch)
     keys = (f"policy.megatron_cfg.{key}" for key in layout)
     infos = two.setup(
         recipe(FP8, "cluster.backend=ray", "cluster.train_ranks=2", "policy.train_micro_batch_size=4", *keys)
     )
     parts = shards(batch, 1 if layout else 2)
-    found = two.run(_calibrate, [(parts[info.shard],) for info in infos])
-    assert found == [_of(alone)] * 2
+    scales_of_ranks = two.run(_calibrate, [(parts[info.shard],) for info in infos])
+    assert scales_of_ranks == [_of(single_rank)] * 2
 
 
 def _calibrate(part):
@@ -163,11 +163,11 @@ def test_a_driver_does_not_ask_its_own_machine_for_engines_of_a_cluster(recipe, 
     """As on the head of a KubeRay cluster, which has no GPU."""
     write_model(tmp_path / "model", head_dim=48)
     hf = read_hf_config(tmp_path / "model")
-    here = (FP8, f"policy.model_name={tmp_path}/model", "nemo_fp8rl.flow=bf16")
+    overrides = (FP8, f"policy.model_name={tmp_path}/model", "nemo_fp8rl.flow=bf16")
     monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
-    check_for_driver(hf, recipe(*here, "cluster.backend=ray"))
+    check_for_driver(hf, recipe(*overrides, "cluster.backend=ray"))
     with pytest.raises(UserError, match="head_dim=48"):
-        check_for_driver(hf, recipe(*here))
+        check_for_driver(hf, recipe(*overrides))
 
 
 def test_a_gpu_without_fp8_is_refused_where_fp8_is_asked_for(recipe, tmp_path, monkeypatch):

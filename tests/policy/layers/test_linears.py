@@ -40,6 +40,6 @@ def test_fp8_layers_multiply_alike_in_float32_and_in_bfloat16(monkeypatch):
         monkeypatch.setattr(fp8_linear, "is_bf16_matmul_fast", lambda fast=fast: fast)
         assert fp8_linear.operand_dtype(x.dtype, "pow2") is (torch.bfloat16 if fast else torch.float32)
         results.append(of(lambda a, b: blockwise_fp8_linear(a, b, "pow2"), x, w))
-    for one, other in zip(*results, strict=True):
-        assert one.dtype is other.dtype is torch.bfloat16
-        assert (one != other).double().mean() < 2e-3
+    for a, b in zip(*results, strict=True):
+        assert a.dtype is b.dtype is torch.bfloat16
+        assert (a != b).double().mean() < 2e-3

@@ -63,13 +63,13 @@ def test_bfloat16_equals_the_whole_tensors_operations(monkeypatch, chunk_size, f
         assert multiplied.dtypes == {torch.bfloat16}
         made.backward(grad)
     assert (torch.float32 in multiplied.dtypes) != fast
-    own = [t.detach().clone().requires_grad_() for t in (hidden, weight)]
-    whole = (own[0] @ own[1].t()).float().log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
+    leaves = [t.detach().clone().requires_grad_() for t in (hidden, weight)]
+    whole = (leaves[0] @ leaves[1].t()).float().log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
     whole.backward(grad)
     assert made.dtype == torch.float32
     torch.testing.assert_close(made, whole, rtol=0, atol=0 if chunk_size > N else 2**-6)
-    for ours, theirs in ((hidden.grad, own[0].grad), (weight.grad, own[1].grad)):
-        assert (ours.float() - theirs.float()).norm() < 2**-8 * theirs.float().norm()
+    for gradient, expected in ((hidden.grad, leaves[0].grad), (weight.grad, leaves[1].grad)):
+        assert (gradient.float() - expected.float()).norm() < 2**-8 * expected.float().norm()
 
 
 def test_a_negative_control_tells_temperatures_apart():
@@ -94,14 +94,14 @@ def vllms(logits: torch.Tensor, token_filter: TokenFilter) -> torch.Tensor:
 def test_the_tokens_left_are_those_of_vllms_sampler(token_filter):
     hidden, weight, _, _ = inputs(torch.bfloat16)
     logits = (hidden @ weight.t()).float().detach()  # bfloat16 values: many are equal
-    theirs = vllms(logits, token_filter)
-    targets = theirs.argmax(-1)
-    assert torch.equal(filter_logits(logits, targets, token_filter), theirs)
+    expected = vllms(logits, token_filter)
+    targets = expected.argmax(-1)
+    assert torch.equal(filter_logits(logits, targets, token_filter), expected)
     least = logits.argmin(-1)
-    ours = filter_logits(logits, least, token_filter)
-    assert torch.equal(ours.gather(1, least[:, None]), logits.gather(1, least[:, None]))
-    ours.scatter_(1, least[:, None], theirs.gather(1, least[:, None]))
-    assert torch.equal(ours, theirs)
+    filtered = filter_logits(logits, least, token_filter)
+    assert torch.equal(filtered.gather(1, least[:, None]), logits.gather(1, least[:, None]))
+    filtered.scatter_(1, least[:, None], expected.gather(1, least[:, None]))
+    assert torch.equal(filtered, expected)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 16, 40, 1000])
@@ -110,14 +110,14 @@ def test_restricted_chunks_equal_the_whole_softmax_over_the_tokens_left(chunk_si
     hidden, weight, targets, grad = inputs(torch.float32)
     made = token_logprobs(hidden, weight, targets, 0.7, chunk_size, token_filter=token_filter)
     made.backward(grad)
-    own = [t.detach().clone().requires_grad_() for t in (hidden, weight)]
-    logits = own[0] @ own[1].t() / 0.7
-    left = filter_logits(logits.detach(), targets, token_filter) > -torch.inf
-    whole = logits.masked_fill(~left, -torch.inf).log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
+    leaves = [t.detach().clone().requires_grad_() for t in (hidden, weight)]
+    logits = leaves[0] @ leaves[1].t() / 0.7
+    selected = filter_logits(logits.detach(), targets, token_filter) > -torch.inf
+    whole = logits.masked_fill(~selected, -torch.inf).log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
     whole.backward(grad)
     torch.testing.assert_close(made, whole, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(hidden.grad, own[0].grad, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(weight.grad, own[1].grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(hidden.grad, leaves[0].grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(weight.grad, leaves[1].grad, rtol=1e-5, atol=1e-5)
 
 
 class Products(TorchDispatchMode):
@@ -126,12 +126,12 @@ class Products(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.made: list[weakref.ref[torch.Tensor]] = []
-        self.still_there: list[int] = []
+        self.alive_before: list[int] = []
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         if operation is not torch.ops.aten.mm.default or args[1].size(1) != V:
             return operation(*args, **(kwargs or {}))
-        self.still_there.append(sum(logits() is not None for logits in self.made))
+        self.alive_before.append(sum(logits() is not None for logits in self.made))
         product = operation(*args)
         self.made.append(weakref.ref(product))
         return product
@@ -142,4 +142,4 @@ def test_one_chunks_logits_exist_at_a_time(token_filter):
     hidden, weight, targets, grad = inputs(torch.bfloat16)
     with Products() as products:
         token_logprobs(hidden, weight, targets, 1.0, 16, token_filter=token_filter).backward(grad)
-    assert products.still_there == [0] * 10  # five chunks, forward and backward
+    assert products.alive_before == [0] * 10  # five chunks, forward and backward

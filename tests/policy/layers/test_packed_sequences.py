@@ -47,22 +47,22 @@ def test_packed_sequences_give_what_padded_ones_give(recipe, tmp_path, family, a
     batch = random_batch(1, b=16, t=20)
     if family == "qwen3_moe":
         batch["routed_experts"] = random_routes(2, 16, 20)
-    padded, ours = new_worker(recipe(*base)), new_worker(recipe(*base, *packed()))
-    assert 4 < len(ours.pipeline.microbatches(batch, training=True)) < 10
-    assert len(ours.pipeline.microbatches(batch, training=False)) < len(
-        ours.pipeline.microbatches(batch, training=True)
+    padded, packed_worker = new_worker(recipe(*base)), new_worker(recipe(*base, *packed()))
+    assert 4 < len(packed_worker.pipeline.microbatches(batch, training=True)) < 10
+    assert len(packed_worker.pipeline.microbatches(batch, training=False)) < len(
+        packed_worker.pipeline.microbatches(batch, training=True)
     )
     inside = torch.arange(20) < batch["input_lengths"][:, None]
-    found = ours.logprobs(batch)
-    torch.testing.assert_close(found[inside], padded.logprobs(batch)[inside], rtol=1e-5, atol=1e-5)
-    assert (found[~inside] == 0).all()
-    a, b = train(padded, batch), train(ours, batch)
+    logprobs_packed = packed_worker.logprobs(batch)
+    torch.testing.assert_close(logprobs_packed[inside], padded.logprobs(batch)[inside], rtol=1e-5, atol=1e-5)
+    assert (logprobs_packed[~inside] == 0).all()
+    a, b = train(padded, batch), train(packed_worker, batch)
     assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
     assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
-    theirs = {n: p.main_grad for n, p in padded.model.named_parameters()}
-    for name, parameter in ours.model.named_parameters():
-        scale = float(theirs[name].abs().max())
-        torch.testing.assert_close(parameter.main_grad, theirs[name], rtol=1e-4, atol=1e-5 * scale + 1e-9)
+    expected = {n: p.main_grad for n, p in padded.model.named_parameters()}
+    for name, parameter in packed_worker.model.named_parameters():
+        scale = float(expected[name].abs().max())
+        torch.testing.assert_close(parameter.main_grad, expected[name], rtol=1e-4, atol=1e-5 * scale + 1e-9)
 
 
 @pytest.mark.parametrize(("scale_format", "tolerance"), [("pow2", 0.005), ("fp32", 0.03)])
@@ -74,15 +74,15 @@ def test_packed_sequences_give_nearly_the_gradients_of_padded_ones_in_fp8(recipe
     base = (f"policy.model_name={tmp_path}/model", *FP32[2:], "policy.train_global_batch_size=16")
     base = (*base, "policy.train_micro_batch_size=16", f"nemo_fp8rl.scale_format={scale_format}")
     batch = random_batch(1, b=16, t=20)
-    padded, ours = new_worker(recipe(*base)), new_worker(recipe(*base, *packed()))
+    padded, packed_worker = new_worker(recipe(*base)), new_worker(recipe(*base, *packed()))
     inside = torch.arange(20) < batch["input_lengths"][:, None]
-    torch.testing.assert_close(ours.logprobs(batch)[inside], padded.logprobs(batch)[inside], rtol=0, atol=1e-2)
-    a, b = train(padded, batch), train(ours, batch)
+    torch.testing.assert_close(packed_worker.logprobs(batch)[inside], padded.logprobs(batch)[inside], rtol=0, atol=1e-2)
+    a, b = train(padded, batch), train(packed_worker, batch)
     assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
     assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
-    theirs = torch.cat([parameter.main_grad.flatten() for parameter in padded.model.parameters()])
-    found = torch.cat([parameter.main_grad.flatten() for parameter in ours.model.parameters()])
-    assert (found - theirs).norm() <= tolerance * theirs.norm()
+    expected = torch.cat([parameter.main_grad.flatten() for parameter in padded.model.parameters()])
+    gradients = torch.cat([parameter.main_grad.flatten() for parameter in packed_worker.model.parameters()])
+    assert (gradients - expected).norm() <= tolerance * expected.norm()
 
 
 @pytest.mark.parametrize(
@@ -111,40 +111,42 @@ def test_ranks_that_share_the_model_pack_alike(two, recipe, tmp_path, family, la
     batch = random_batch(1, b=16, t=20)
     batch["input_lengths"][8:] = 4  # expert-parallel ranks: one has long sequences, the other needs fewer microbatches
     batch["token_mask"] *= torch.arange(20) < batch["input_lengths"][:, None]
-    alone = new_worker(recipe(*base, "policy.train_micro_batch_size=16"))
-    expected, metrics = alone.logprobs(batch), train(alone, batch)
+    single_rank = new_worker(recipe(*base, "policy.train_micro_batch_size=16"))
+    expected, metrics = single_rank.logprobs(batch), train(single_rank, batch)
     keys = (f"policy.megatron_cfg.{key}" for key in layout)
     cfg = recipe(*base, *packed(), "cluster.backend=ray", "cluster.train_ranks=2", *keys)
-    found, norm = logprobs_and_norm(two, cfg, batch)
+    actual, norm = logprobs_and_norm(two, cfg, batch)
     inside = torch.arange(20) < batch["input_lengths"][:, None]
-    torch.testing.assert_close(found[inside], expected[inside], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual[inside], expected[inside], rtol=1e-5, atol=1e-5)
     assert norm == pytest.approx(metrics["grad_norm"], rel=1e-5)
 
 
 def test_a_long_sequence_among_short_ones_is_not_padded_to(recipe, tmp_path, monkeypatch):
     """One bin of a sequence of 40 and many of 4: attention sees the 40 and the 4s apart."""
-    seen: list[tuple[int, int]] = []
+    shapes: list[tuple[int, int]] = []
     attend = AlignedAttention.attend
     monkeypatch.setattr(
-        AlignedAttention, "attend", lambda self, q, *rest: (seen.append(tuple(q.shape[:2])), attend(self, q, *rest))[1]
+        AlignedAttention,
+        "attend",
+        lambda self, q, *rest: (shapes.append(tuple(q.shape[:2])), attend(self, q, *rest))[1],
     )
     base = (*overrides(tmp_path, "qwen3"), "policy.max_total_sequence_length=40")
     worker = new_worker(recipe(*base, *packed("train_mb_tokens=200", "logprob_mb_tokens=200")))
     batch = random_batch(1, b=16, t=40)
     batch["input_lengths"] = torch.tensor([40] + [5] * 15)
     worker.logprobs(batch)
-    assert sorted(set(seen)) == [(4, 15), (39, 1)]
+    assert sorted(set(shapes)) == [(4, 15), (39, 1)]
 
 
 @pytest.mark.parametrize("before", [True, False])
 def test_no_shape_waits_for_a_plan_of_cudnn_and_its_flag_stays_the_processs(recipe, tmp_path, monkeypatch, before):
     flags, sdpa = [], F.scaled_dot_product_attention
 
-    def seen(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+    def record_flag(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
         flags.append(torch.backends.cuda.cudnn_sdp_enabled())
         return sdpa(*tensors, **options)
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", seen)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", record_flag)
     worker = new_worker(recipe(*overrides(tmp_path, "qwen3"), "nemo_fp8rl.align=none", *packed()))
     was = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(before)
@@ -158,12 +160,12 @@ def test_no_shape_waits_for_a_plan_of_cudnn_and_its_flag_stays_the_processs(reci
 
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40), tokens=st.integers(1, 60))
 def test_bins_hold_every_row_once_within_the_budget(lengths, tokens):
-    held = bins(torch.tensor(lengths), tokens)
-    assert sorted(row for rows in held for row in rows.tolist()) == list(range(len(lengths)))
-    for rows in held:
+    groups = bins(torch.tensor(lengths), tokens)
+    assert sorted(row for rows in groups for row in rows.tolist()) == list(range(len(lengths)))
+    for rows in groups:
         assert sum(lengths[row] for row in rows) <= tokens or len(rows) == 1
     fits = [length for length in lengths if length <= tokens]
-    assert len(held) <= 2 * (sum(fits) / tokens) + 1 + len(lengths) - len(fits)
+    assert len(groups) <= 2 * (sum(fits) / tokens) + 1 + len(lengths) - len(fits)
 
 
 def test_flat_index_walks_the_tokens_of_each_row():

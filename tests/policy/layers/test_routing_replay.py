@@ -109,9 +109,9 @@ def test_recomputed_layers_take_the_same_experts(moe, size):
         "policy.megatron_cfg.activation_checkpointing=false",
         "policy.megatron_cfg.activation_checkpointing=true",
     )
-    (a, kept), (b, recomputed) = (step(new_worker(moe(*small, key)), batch) for key in (keep, again))
+    (a, plain), (b, recomputed) = (step(new_worker(moe(*small, key)), batch) for key in (keep, again))
     assert a == b
-    assert all(torch.equal(kept[n], recomputed[n]) for n in kept)
+    assert all(torch.equal(plain[n], recomputed[n]) for n in plain)
 
 
 PP_AGAIN = ("pipeline_model_parallel_size=2", "activation_checkpointing=true")
@@ -131,14 +131,14 @@ PP_AGAIN = ("pipeline_model_parallel_size=2", "activation_checkpointing=true")
 def test_ranks_that_share_the_model_replay_alike(two, moe, layout):
     batch = random_batch(0) | {"routed_experts": random_routes(4)}
     small = (*FP32, "policy.train_micro_batch_size=2", "policy.train_global_batch_size=8")
-    alone = new_worker(moe(*small))
-    expected = alone.logprobs(batch)
-    assert not torch.allclose(alone.logprobs({k: v for k, v in batch.items() if k != "routed_experts"}), expected)
-    metrics, _ = step(alone, batch)
+    single_rank = new_worker(moe(*small))
+    expected = single_rank.logprobs(batch)
+    assert not torch.allclose(single_rank.logprobs({k: v for k, v in batch.items() if k != "routed_experts"}), expected)
+    metrics, _ = step(single_rank, batch)
     keys = (f"policy.megatron_cfg.{key}" for key in layout)
-    found, norm = logprobs_and_norm(two, moe(*small, "cluster.backend=ray", "cluster.train_ranks=2", *keys), batch)
+    actual, norm = logprobs_and_norm(two, moe(*small, "cluster.backend=ray", "cluster.train_ranks=2", *keys), batch)
     inside = torch.arange(10) < batch["input_lengths"][:, None]
-    torch.testing.assert_close(found[inside], expected[inside], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual[inside], expected[inside], rtol=1e-5, atol=1e-5)
     assert norm == pytest.approx(metrics["grad_norm"], rel=1e-5)
 
 

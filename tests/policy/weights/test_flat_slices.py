@@ -33,7 +33,7 @@ def test_pieces_cut_anywhere_are_the_ranks_part_of_every_tensor_once(hf, ranks, 
     numbers = torch.arange(1, 1 + sum(sizes)).split(sizes)  # every element has its own
     tensors = {name: part.view(shapes[name]) for name, part in zip(shapes, numbers, strict=True)}
     parameters = dict(from_hf(layout, lambda name: tensors[name][index(layout.region(name, shapes[name]))]))
-    seen = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    counts = {name: torch.zeros(shape) for name, shape in shapes.items()}
     for parameter, where in locate_rows(layout, shapes):
         flat = parameters.pop(parameter).flatten()
         cuts = data.draw(st.lists(st.integers(0, len(flat)), max_size=4))
@@ -43,17 +43,17 @@ def test_pieces_cut_anywhere_are_the_ranks_part_of_every_tensor_once(hf, ranks, 
                 for elements, region in slice_boxes(rows, place):
                     part = piece[elements].view(shape_of(region))
                     assert torch.equal(part, tensors[rows.name][index(region)])
-                    seen[rows.name][index(region)] += parameter != MEGATRON_HEAD or not hf.tie_word_embeddings
+                    counts[rows.name][index(region)] += parameter != MEGATRON_HEAD or not hf.tie_word_embeddings
                     covered += part.numel()
             assert covered == piece.count_nonzero()  # all but padding
     assert not parameters
-    for name, count in seen.items():
-        mine = torch.zeros_like(count)
+    for name, count in counts.items():
+        expected = torch.zeros_like(count)
         if name in {rows.name for parameter, where in locate_rows(layout, shapes) for rows in where}:
-            mine[index(layout.region(name, shapes[name]))] = 1
+            expected[index(layout.region(name, shapes[name]))] = 1
         if hf is TIED and name == "model.embed_tokens.weight" and not layout.is_first_stage:
-            mine.zero_()
-        assert torch.equal(count, mine), name
+            expected.zero_()
+        assert torch.equal(count, expected), name
 
 
 def test_what_is_whole_in_a_piece_is_one_box():

@@ -75,7 +75,7 @@ CASES = [
 def test_every_weight_is_exported_exactly_once_and_comes_back_through_megatrons_names(hf, ranks):
     generator = torch.Generator().manual_seed(0)
     tensors = {n: torch.randn(shape, generator=generator) for n, shape in expected_tensors(hf).items()}
-    seen = {n: torch.zeros(shape) for n, shape in expected_tensors(hf).items()}
+    counts = {n: torch.zeros(shape) for n, shape in expected_tensors(hf).items()}
     for layout in ranks:
 
         def part(name: str, layout: Layout = layout) -> torch.Tensor:
@@ -88,8 +88,8 @@ def test_every_weight_is_exported_exactly_once_and_comes_back_through_megatrons_
             assert tensor.shape == shape_of(region)
             assert torch.equal(tensor, part(name))
             if layout.is_writer(name):
-                seen[name][index(region)] += 1
-    assert all((count == 1).all() for count in seen.values())
+                counts[name][index(region)] += 1
+    assert all((count == 1).all() for count in counts.values())
 
 
 def test_the_last_stage_of_a_tied_model_holds_the_embedding_and_does_not_export_it():
@@ -113,18 +113,18 @@ def test_a_vocabulary_that_does_not_divide_is_padded_with_zeros_and_exported_wit
         return tensors[name][index(region)]
 
     parameters = dict(from_hf(ranks[3], part))
-    for megatron, theirs in (("embedding.word_embeddings", "model.embed_tokens"), ("output_layer", "lm_head")):
-        held = parameters[megatron + ".weight"]
-        assert held.shape == (13, 6)
-        assert (held[:12] == 1).all()
-        assert (held[12] == 0).all()
-        assert dict(to_hf(ranks[3], parameters.__getitem__))[theirs + ".weight"].shape == (12, 6)
+    for megatron, hf_name in (("embedding.word_embeddings", "model.embed_tokens"), ("output_layer", "lm_head")):
+        rows = parameters[megatron + ".weight"]
+        assert rows.shape == (13, 6)
+        assert (rows[:12] == 1).all()
+        assert (rows[12] == 0).all()
+        assert dict(to_hf(ranks[3], parameters.__getitem__))[hf_name + ".weight"].shape == (12, 6)
 
 
 def test_ranks_with_other_rows_share_experts_where_megatron_numbers_them_into_one_group():
     """As with four ranks to a replica and three to an expert: 3, 4 and 5 share experts, with rows of two replicas."""
     sizes = [(tp, cp, ep, etp) for tp in (1, 2, 4) for cp in (1, 2) for ep in (1, 2, 4) for etp in (1, 2, 3, 4)]
-    found = set()
+    combinations = set()
     for tp, cp, ep, etp in sizes:
         ranks = layouts(MOE, tp, 1, ep * etp, ep=ep, etp=etp, cp=cp)
         replicas: dict[int, set[int]] = {}
@@ -132,8 +132,8 @@ def test_ranks_with_other_rows_share_experts_where_megatron_numbers_them_into_on
             replicas.setdefault(layout.expert_data.rank, set()).add(layout.data.rank)
         spans = any(len(of_group) > 1 for of_group in replicas.values())
         assert {layout.experts_span_replicas for layout in ranks} == {spans}
-        found.add((spans, etp > tp, ep > 1))
-    assert found >= {(True, False, False), (False, False, True), (True, True, False), (False, False, False)}
+        combinations.add((spans, etp > tp, ep > 1))
+    assert combinations >= {(True, False, False), (False, False, True), (True, True, False), (False, False, False)}
 
 
 WIDE = dataclasses.replace(DENSE, head_dim=128, intermediate_size=1536)
