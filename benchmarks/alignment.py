@@ -1,10 +1,10 @@
-"""What each piece of rollout alignment is worth: the mismatch with that piece taken out, and with Megatron's own in it.
+"""Measures the effect of each piece of rollout alignment: the mismatch with Megatron's own code in place of the piece.
 
     python benchmarks/alignment.py [--family qwen3] [--samples 256] [--folder runs/alignment]
 
-A warm model answers questions of up to 31 tokens once; then trainers that differ in one rounding point score the very
-same answers under the very same weights. Flows bf16 and fp8_e2e. Prints the table that docs/training.md shows, and
-writes it with machine and versions to benchmarks/results/alignment_FAMILY.json.
+A warm model generates answers of up to 31 tokens once; then trainers that differ in one rounding point score the same
+answers with the same weights, in the flows bf16 and fp8_e2e. Prints the table of docs/training.md, and writes it with
+machine and versions to benchmarks/results/alignment_FAMILY.json.
 """
 
 import argparse
@@ -70,7 +70,7 @@ class NormRoundedOnce(aligned_layers.AlignedRMSNorm):
 
 
 class SdpaWithAlignedRope(aligned_layers.AlignedAttention):
-    """Probabilities in the activations' dtype, as torch's SDPA on a CPU has them."""
+    """Attention with probabilities in the activations' dtype, as in torch's SDPA on a CPU."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | None = None) -> Tensor:
         cos, sin = self.rope.table(query.size(0), query.dtype, query.device)
@@ -151,9 +151,10 @@ def mismatch(worker: MegatronWorker, batch: TrainBatch, without: Piece = nullcon
     return error["token_mult_prob_error"]
 
 
-def prepared(folder: Path, flow: str) -> tuple[str, ...]:
-    """Overrides of conf/tiny_cpu.yaml for this folder's warm model, which is made where it is not there. Its name is
-    the family's.
+def prepare_overrides(folder: Path, flow: str) -> tuple[str, ...]:
+    """Return the overrides of conf/tiny_cpu.yaml for this folder's warm model, which is made if it is missing.
+
+    The folder's name is the family's.
     """
     paths = (f"policy.model_name={folder}/model", f"data.train.data_path={folder}/data.jsonl")
     if not folder.exists():
@@ -163,8 +164,8 @@ def prepared(folder: Path, flow: str) -> tuple[str, ...]:
     return (*paths, f"policy.model_name={folder}/warm", f"nemo_fp8rl.flow={flow}", *TASKS[TASK])
 
 
-def bring(worker: MegatronWorker, engine: VllmEngine) -> None:
-    """The worker's weights to the engine beside it: a refit without the drivers of many."""
+def refit_engine(worker: MegatronWorker, engine: VllmEngine) -> None:
+    """Refit the engine of this process with the worker's weights, without the drivers of several ranks."""
     (parts, _), (stored,) = worker.open_refit("in_process", ""), engine.stored_parts()
     links = plan(Sources([parts]), [stored], 1 << 28)
     addresses = [worker.offer(0, links.routes[0], links.capacities[0])]
@@ -177,13 +178,13 @@ def bring(worker: MegatronWorker, engine: VllmEngine) -> None:
     engine.commit(0)
 
 
-def answers(cfg: Config, engine: VllmEngine, worker: MegatronWorker, samples: int) -> TrainBatch:
-    """What the engine says with the trainer's weights: the batch that every trainer scores."""
+def generate_batch(cfg: Config, engine: VllmEngine, worker: MegatronWorker, samples: int) -> TrainBatch:
+    """Generate the batch that every trainer scores, with the trainer's weights in the engine."""
     engine.setup(cfg)
     prompts = load_prompts(cfg, VOCAB_SIZE).train[: samples // 4]
     if cfg.fp8_kv_cache:
         worker.calibrate_kv(prompt_batch(prompts, 0))
-    bring(worker, engine)
+    refit_engine(worker, engine)
     sampling = Sampling(num_generations=4, max_new_tokens=31, temperature=1.0, stop_token_ids=(1,))
     groups = engine.generate([p.token_ids for p in prompts], list(range(len(prompts))), sampling)
     return collate([p for p in prompts for _ in range(4)], [c for group in groups for c in group], 0)
@@ -199,10 +200,10 @@ def main() -> None:
 
     results: dict[str, dict[str, float]] = {}
     for flow in ("bf16", "fp8_e2e"):
-        overrides = prepared(arguments.folder / family, flow)
+        overrides = prepare_overrides(arguments.folder / family, flow)
         cfg = load(RECIPES / "tiny_cpu.yaml", overrides)
         worker, engine = trainer(cfg), VllmEngine()
-        batch = answers(cfg, engine, worker, arguments.samples)
+        batch = generate_batch(cfg, engine, worker, arguments.samples)
         column = results[flow] = {"all pieces": mismatch(worker, batch)}
         for name, (piece, applies) in PIECES.items():
             if applies(family, flow):

@@ -1,10 +1,10 @@
-"""How long does it take to write a checkpoint and to read it, beside a plain write of as many bytes?
+"""Measures the time to write and read a checkpoint, in comparison with a plain write of the same bytes.
 
     python benchmarks/checkpoint.py [--ranks 2] [--layers 8] [--rounds 3] [--json FILE]
 
-Data-parallel ranks, Ray actors on this machine, hold layers of Qwen3-0.6B's shape with random weights and have taken an
-optimizer step, so that there are moments. In turns: the policy saves, loads what it saved, and this process alone
-writes one safetensors file of as many bytes. Seconds by the clock, medians; reading finds the file in the page cache.
+Data-parallel ranks are Ray actors on this machine. They have layers of Qwen3-0.6B's shape with random weights, and take
+one optimizer step, so that moments exist. In turns the policy saves, the policy loads, and this process alone writes
+one safetensors file of the same size. The results are medians of wall-clock seconds; files are read from the page cache.
 """
 
 import argparse

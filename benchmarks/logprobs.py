@@ -1,12 +1,13 @@
-"""Memory and time of the policy's log-probs beside the logits of the whole batch.
+"""Measures memory and time of the policy's log-probs, in comparison with the logits of the whole batch.
 
     python benchmarks/logprobs.py [--rows 8] [--tokens 2048] [--vocab 151936] [--hidden 128] [--json FILE]
 
-Forward without gradient, and forward and backward, on bfloat16 [rows * tokens, hidden] and a head [vocab, hidden].
-Memory is the growth of the process's peak, beside the float32 logits of one chunk. With backward it holds the head's
-gradient, 6 bytes for each of vocab * hidden values (float32, and its copy in bfloat16), whatever the chunk: at hidden
-128 that is little, at 4096 more than several chunks. Whole logits are made of as many sequences as fit in --limit-gib;
-each case runs in a process of its own. Results go to benchmarks/results/logprobs_cpu.json unless --json says otherwise.
+It runs a forward without gradient, and a forward with backward, on bfloat16 [rows * tokens, hidden] and a head
+[vocab, hidden]. Memory is the growth of the process's peak; the table compares it with the float32 logits of one chunk.
+With backward it includes the head's gradient, 6 bytes for each of vocab * hidden values (float32, and its copy in
+bfloat16), for any chunk: at hidden 128 this is little, at 4096 it is more than several chunks. Whole logits are
+computed for as many sequences as fit into --limit-gib. Each case runs in its own process. Results go to
+benchmarks/results/logprobs_cpu.json, or to the path of --json.
 """
 
 import argparse
@@ -30,16 +31,16 @@ from nemo_fp8rl.policy.layers.logprobs import token_logprobs
 RESULTS = Path(__file__).resolve().parent / "results" / "logprobs_cpu.json"
 CHUNKS = (256, 1024)
 WHOLE_COPIES = 2, 3
-"""Float32 copies of the whole logits at the peak, forward and with backward, as measured with --rows 1."""
+"""Float32 copies of the whole logits at the peak, forward and with backward, measured with --rows 1."""
 
 
 def whole(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """As frameworks have it that materialize the logits."""
+    """Return log-probs as a framework that materializes the logits computes them."""
     return (hidden @ head.t()).float().log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
 
 
 def one_case(chunk: int, backward: bool, tokens: int, vocab: int, hidden_size: int) -> dict[str, float]:
-    """chunk: 0 is the whole batch."""
+    """Measure one case; chunk 0 is the whole batch."""
     torch.set_num_threads(os.cpu_count() or 1)
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, hidden_size, generator=random).bfloat16().requires_grad_(backward)

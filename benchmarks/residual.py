@@ -1,12 +1,12 @@
-"""What is left of the mismatch when trainer and engine are aligned, and where it comes from.
+"""Measures the mismatch that remains when trainer and engine are aligned, and its causes.
 
     python benchmarks/residual.py [--samples 256] [--folder runs/alignment]
 
-One set of answers of the engine, at temperature 1. Their log-probs from the trainer are compared with the engine's;
-beside that stands how far each side agrees with itself when the same tokens come in matrices of another shape: the
-trainer a sequence at a time instead of all, the engine reading an answer as a prompt instead of decoding it. A matmul
-of another shape adds up in another order, and nothing else differs between a side and itself. With an FP8 KV cache also
-the trainer that does not read it; with experts also the trainer that takes the engine's choice.
+The engine generates one set of answers at temperature 1. Their log-probs from the trainer are compared with the
+engine's. In addition each side is compared with itself on the same tokens in matrices of another shape: the trainer
+takes one sequence at a time instead of all, and the engine reads an answer as a prompt instead of decoding it. A matmul
+of another shape sums in another order, and nothing else differs between a side and itself. With an FP8 KV cache a
+trainer without the cache's rounding is also compared; with experts, a trainer that takes the engine's choice.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-from alignment import answers, prepared, trainer
+from alignment import generate_batch, prepare_overrides, trainer
 from mismatch import RECIPES, RESULTS
 from rich.console import Console
 from rich.table import Table
@@ -43,7 +43,7 @@ CASES = [
 
 
 def read_as_prompts(engine: VllmEngine, batch: TrainBatch) -> Tensor:
-    """float32 [B, T]: the engine's log-probs of the same tokens, all of a sequence in one forward."""
+    """Return the engine's log-probs of the same tokens, float32 [B, T], each sequence in one forward."""
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
@@ -63,9 +63,9 @@ def read_as_prompts(engine: VllmEngine, batch: TrainBatch) -> Tensor:
 
 def compare(folder: Path, flow: str, overrides: tuple[str, ...], experts: bool, samples: int) -> dict[str, Any]:
     replay = ("policy.router_replay.enabled=true",) if experts else ()
-    cfg = load(RECIPES / "tiny_cpu.yaml", [*prepared(folder, flow), *overrides, *replay])
+    cfg = load(RECIPES / "tiny_cpu.yaml", [*prepare_overrides(folder, flow), *overrides, *replay])
     worker, engine = trainer(cfg), VllmEngine()
-    batch = answers(cfg, engine, worker, samples)
+    batch = generate_batch(cfg, engine, worker, samples)
     routes = batch.pop("routed_experts", None)
     mask, engines = batch["token_mask"], batch["generation_logprobs"]
     whole = worker.logprobs(batch)

@@ -1,10 +1,11 @@
-"""How fast is a training step in bfloat16, in FP8, and with weights held in FP8 alone? One run, each in a process.
+"""Measures a training step in bfloat16, in FP8, and with parameters only in FP8, each in its own process.
 
     python benchmarks/train_step.py [--layers 8] [--sequences 8] [--length 2048] [--rounds 5] [--json FILE]
 
-On a GPU, layers of Qwen3-8B's shape, of random weights, in Megatron Core with Transformer Engine's linear layers: one
-microbatch a step. Log-probs are a forward pass alone; a step has forward, backward and optimizer. Memory is the peak of
-a step, with what it began with. On a CPU, where FP8 is emulated, a small model shows only that it runs.
+On a GPU the model has layers of Qwen3-8B's shape with random weights, in Megatron Core with Transformer Engine's linear
+layers, and takes one microbatch per step. Log-probs are only a forward pass; a step has forward, backward and
+optimizer. Memory is the peak during a step, including the memory before it. On a CPU, where FP8 is emulated, a small model shows
+only that the script runs.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""Does training in FP8 follow training in bfloat16? Next-byte prediction on Python's own source code, several seeds.
+"""Compares training in FP8 and in bfloat16: next-byte prediction on Python's source code, with several seeds.
 
     python benchmarks/training.py [--steps 500] [--seeds 5] [--family qwen3] [--folder runs/training]
 
-The picture needs matplotlib (3.11.2), which is not in the lock; without it the rest is made all the same.
+The picture needs matplotlib (3.11.2), which is not in the lock; without it only the picture is missing.
 
-The corpus is the standard library's source, more than so small a model can learn by heart. Both flows of a seed start
-from the same weights and read the same batches. Prints the table of docs/training.md, and writes losses by step, with
-machine and versions, to benchmarks/results/training_FAMILY.json and the curves to docs/training_FAMILY.svg.
+The corpus is the standard library's source, which is more than such a small model can memorize. Both flows of a seed
+start from the same weights and read the same batches. Prints the table of docs/training.md, and writes losses by step,
+with machine and versions, to benchmarks/results/training_FAMILY.json and the curves to docs/training_FAMILY.svg.
 """
 
 import argparse
@@ -36,13 +36,13 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOWS = ("bf16", "fp8_e2e")
 LENGTH, ROWS = 128, 16
 HELD_OUT = 20
-"""One window of so many is for validation."""
+"""One window of this many is for validation."""
 STUDENT_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
-"""Two-sided 95 % quantile for so many seeds."""
+"""The two-sided 95 % quantile by the number of seeds."""
 
 
 def corpus() -> tuple[torch.Tensor, torch.Tensor]:
-    """uint8 [windows, LENGTH] to train on, and to validate on."""
+    """Return the training and the validation windows, uint8 [windows, LENGTH]."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
     windows = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: len(text) // LENGTH * LENGTH].view(-1, LENGTH)
@@ -61,7 +61,7 @@ def batch(windows: torch.Tensor) -> TrainBatch:
 
 
 def learn(folder: Path, family: str, flow: str, seed: int, steps: int) -> dict[str, Any]:
-    """Losses of every step, nats a byte, and the held-out loss at the end."""
+    """Train, and return the loss of every step in nats per byte and the final validation loss."""
     with warnings.catch_warnings(action="ignore"):  # of Megatron about itself
         from nemo_fp8rl.policy.worker import MegatronWorker
 
@@ -97,7 +97,7 @@ def learn(folder: Path, family: str, flow: str, seed: int, steps: int) -> dict[s
 
 
 def draw(path: Path, results: list[dict[str, Any]], steps: int) -> None:
-    """Draw the mean over the seeds of a running mean of 20 steps, where matplotlib is there."""
+    """Draw the mean over the seeds of a running mean of 20 steps, if matplotlib is installed."""
     try:
         import matplotlib
         from matplotlib.figure import Figure

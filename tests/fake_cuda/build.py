@@ -1,4 +1,4 @@
-"""Compiles the C++ of this folder for the torch that is installed, once. Needs a C++ compiler and Python's headers."""
+"""Compiles the C++ of this folder once for the installed torch; needs a C++ compiler and Python's headers."""
 
 import hashlib
 import os
@@ -11,7 +11,7 @@ FOLDER = Path(__file__).parent
 
 
 def built(name: str, *flags: str) -> Path:
-    """The library of `name`.cpp. Does not import torch."""
+    """Return the library of `name`.cpp, without importing torch."""
     spec = find_spec("torch")
     assert spec is not None
     torch = Path(next(iter(spec.submodule_search_locations or ())))

@@ -1,4 +1,4 @@
-"""`cuda:nccl` in a process group: gloo, for tensors on fake devices."""
+"""The backend `cuda:nccl` of a process group, as gloo on tensors of fake devices."""
 
 from importlib.util import module_from_spec, spec_from_file_location
 from sysconfig import get_paths

@@ -18,7 +18,7 @@ MEMORY = 64 << 30
 
 
 def install() -> None:
-    """Before torch is imported, which asks once what devices there are."""
+    """Install the device; call it before torch is imported, which queries the devices once."""
     assert "torch" not in sys.modules
     ctypes.CDLL(str(built("device")))
     import torch
@@ -70,7 +70,7 @@ ANSWERS: dict[str, Any] = {
     "set_stream": None,
     "synchronize": None,
 }
-"""What functions of torch.cuda say, whatever they are asked. Every process is on the first device."""
+"""The constant answers of torch.cuda's functions; every process uses the first device."""
 
 
 def _let_storages_resize() -> None:

@@ -1,13 +1,13 @@
-"""A process with a GPU of its own: for `Ranks`, which calls it before anything there imports torch."""
+"""The initializer of a process with its own GPU; `Ranks` calls it before the process imports torch."""
 
 import os
 
 FAKE = "NEMO_FP8RL_TESTS_FAKE_CUDA"
-"""Set where the plugin is, and so in the processes it starts."""
+"""The plugin sets this variable, so the processes that it starts have it."""
 
 
 def own_gpu(rank: int) -> None:
-    """One of this machine's, or a fake one with Transformer Engine's Python on fake kernels."""
+    """Use a GPU of this machine, or a fake GPU with Transformer Engine's Python on fake kernels."""
     if FAKE not in os.environ:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[rank] if visible else str(rank)

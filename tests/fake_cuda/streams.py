@@ -1,4 +1,4 @@
-"""Streams of a device whose work is done when the call that asks for it returns."""
+"""Streams of a device that finishes its work before a call returns."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A whole run whose trainer is on the fake device. Its engine, in a process of its own, is vLLM on this CPU."""
+"""A whole run with the trainer on the fake device; the engine is vLLM on this CPU, in a separate process."""
 
 import json
 import os
@@ -83,8 +83,8 @@ def test_a_run_trains_and_goes_on_from_its_checkpoint(family, tmp_path: Path):
     assert choices["quantizer"].startswith("none" if family == "qwen2" else "triton")
 
 
-def test_an_engine_is_caught_up_with_weights_that_then_go_back_to_the_host(tmp_path: Path):
-    """Where trainer and engine take turns: what a refit left there is there when it begins, and a push borrows it."""
+def test_a_new_engine_borrows_weights_that_return_to_the_host(tmp_path: Path):
+    """Trainer and engine take turns: a refit begins with the parameters, and a push borrows offloaded ones."""
     make_tiny(tmp_path / "tiny", "add", 0, "llama")
     paths = (f"policy.model_name={tmp_path}/tiny/model", f"data.train.data_path={tmp_path}/tiny/data.jsonl")
     cfg = load(RECIPES / "tiny_cpu.yaml", [*TINY, *paths, f"{TRAINER}.offload_between_phases=true"])

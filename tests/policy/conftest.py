@@ -1,4 +1,4 @@
-"""Ranks that the tests of this folder share; each test sets them up anew."""
+"""The rank processes that all tests of this folder share; each test builds its own policy in them."""
 
 from collections.abc import Iterator
 

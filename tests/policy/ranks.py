@@ -1,4 +1,4 @@
-"""Trainer ranks for tests: processes that meet on loopback, one `MegatronWorker` each."""
+"""Trainer ranks for tests: processes that meet on loopback, with one `MegatronWorker` each."""
 
 import gc
 import os
@@ -17,14 +17,14 @@ from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.policy.worker import MegatronWorker
 
 worker = MegatronWorker()
-"""In a rank's process: the rank."""
+"""The rank of this process."""
 
 
 class Ranks:
-    """`run(function, argument of rank 0, argument of rank 1, ...)`; functions find their rank in `ranks.worker`.
+    """Processes of trainer ranks; functions that `run` calls find their rank in `ranks.worker`.
 
-    initializers: of each rank, called first in its process. prepare: called there with its rank and where ranks meet,
-    also in the processes that take the place of others after a failure.
+    initializers:  one function per rank, which its process calls first
+    prepare:       a function that each process calls with (rank, where the ranks meet), also after a restart
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Ranks:
     def run(self, function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> list[Any]:
         futures = [p.submit(function, *args) for p, args in zip(self.processes, arguments, strict=True)]
         finished, others = wait(futures, return_when=FIRST_EXCEPTION)
-        if others:  # they may wait for the one that raised, and would keep the next test waiting
+        if others:  # they may wait for the rank that raised, and would block the next test
             self.close()
             self._start()
         for future in finished:
@@ -62,29 +62,31 @@ class Ranks:
         return self.run(_setup, [(cfg, rank, self.count, self.rendezvous) for rank in range(self.count)])
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """The same call on every rank."""
+        """Call the method on every rank."""
         return self.run(_call, [(method, *arguments)] * self.count)
 
     def on(self, ranks: list[int], method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
-        """Call it on these ranks, each with arguments of its own."""
+        """Call the method on these ranks, each with its own arguments."""
         futures = [
             self.processes[rank].submit(_call, method, *values) for rank, values in zip(ranks, arguments, strict=True)
         ]
         return [future.result() for future in futures]
 
     def rest(self) -> None:
-        """Give up the policy with its process groups: each has a thread that wakes a hundred times a second."""
+        """Drop the policy and its process groups, whose threads wake a hundred times a second."""
         self.run(_rest, [()] * self.count)
 
     def close(self) -> None:
         for process in self.processes:
-            for worker in list(process._processes.values()):  # an orderly end takes seconds, or waits for another rank
+            for worker in list(
+                process._processes.values()
+            ):  # an orderly shutdown takes seconds, or waits for another rank
                 worker.kill()
             process.shutdown()
 
 
 def logprobs_and_norm(pool: Ranks, cfg: Config, batch: TrainBatch) -> tuple[Tensor, float]:
-    """Of the policy on the pool's ranks: log-probs of the batch [B, T], and the gradient norm of a step on its NLL."""
+    """Return the log-probs of the batch, [B, T], and the gradient norm of a step on its NLL, from a pool's policy."""
     infos = pool.setup(cfg)
     parts = shards(batch, cfg.data_parallel_size)
     tokens = float(batch["token_mask"][:, 1:].sum())
@@ -98,7 +100,7 @@ def _logprobs_and_norm(part: TrainBatch, sequences: float, tokens: float) -> tup
 
 
 def _listen() -> tuple[str, int]:
-    gc.freeze()  # what was imported, which no collection then looks through
+    gc.freeze()  # collections then skip the imported objects
     worker.listener = socket.create_server(("127.0.0.1", 0))
     return worker.listener.getsockname()[:2]
 

@@ -1,4 +1,4 @@
-"""What a refit must bring, made of a rank's weights in one go: to hold against what engines have."""
+"""The tensors that a refit must send, computed at once from a rank's weights, for comparison with those of engines."""
 
 from torch import Tensor
 
@@ -7,7 +7,7 @@ from nemo_fp8rl.refit.checkpoint_form import to_checkpoint_form
 
 
 def sent_tensors(worker: MegatronWorker) -> dict[str, Tensor]:
-    """What a refit brings of the weights that this one rank holds now, by HF name."""
+    """Return the tensors that a refit sends for the present weights of a single rank, by HF name."""
     scale_format, layers = worker.cfg.nemo_fp8rl.scale_format, worker.engine_fp8_layers
     sent: dict[str, Tensor] = {}
     for name, weight in worker.weights().for_checkpoint():

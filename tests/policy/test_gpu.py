@@ -1,4 +1,4 @@
-"""The policy on a real GPU, of Transformer Engine's layers; `tests/transformer_engine` has it on fake kernels."""
+"""The policy with Transformer Engine's layers on a real GPU; `tests/transformer_engine` runs it on fake kernels."""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def random_batch() -> TrainBatch:
 
 @pytest.fixture
 def train(recipe, tmp_path: Path, family):
-    """Losses of some steps on one batch, and what the last weights are sent as."""
+    """Return a function that trains on one batch and returns the losses and the last weights as they are sent."""
     write_model(tmp_path / "model", seed=3, family=family)
     batch = random_batch()
 
@@ -72,14 +72,14 @@ def test_fp8_training_follows_bf16(train):
     assert fp8[-1] == pytest.approx(bf16[-1], rel=0.25)
 
 
-def test_it_goes_on_from_a_checkpoint(train, tmp_path):
+def test_training_continues_from_a_checkpoint(train, tmp_path):
     train("fp8_e2e", 3, save=tmp_path / "saved")
     whole, *_ = train("fp8_e2e", 5)
     rest, *_ = train("fp8_e2e", 2, load=tmp_path / "saved")
     assert rest == pytest.approx(whole[3:], rel=1e-3)  # cuBLAS may sum in another order
 
 
-def test_weights_held_in_fp8_alone_train_as_others_do(train, tmp_path):
+def test_fp8_parameters_train_as_quantized_weights_do(train, tmp_path):
     plain, *_ = train("fp8_e2e", 5, save=tmp_path / "plain")
     fp8_only, *_ = train("fp8_e2e", 5, save=tmp_path / "held", fp8_param=True)
     assert fp8_only[0] == pytest.approx(plain[0], rel=1e-6)  # cuBLAS may sum in another order
@@ -90,8 +90,8 @@ def test_weights_held_in_fp8_alone_train_as_others_do(train, tmp_path):
 
 
 @pytest.mark.parametrize("packed", ["false", "true"])
-def test_memory_given_back_is_taken_again_and_changes_nothing(recipe, tmp_path, family, packed):
-    """Gradients, optimizer and parameters go, and come to the same loss; packed and recomputed, too."""
+def test_offloaded_memory_is_restored_and_changes_nothing(recipe, tmp_path, family, packed):
+    """The loss stays the same after gradients, optimizer and parameters were offloaded; also packed and recomputed."""
     write_model(tmp_path / "model", seed=3, family=family)
     cfg = recipe(
         f"policy.model_name={tmp_path}/model",
@@ -143,8 +143,8 @@ def test_the_reference_policy_waits_in_pinned_memory(recipe, tmp_path, fp8_param
         worker.shutdown()
 
 
-def test_top_k_and_top_p_take_as_many_rows_as_a_gpu_has_room_for(monkeypatch):
-    """Of the whole vocabulary, sorted, whose int64 places are twice as wide as the values."""
+def test_the_token_filter_takes_as_many_rows_as_fit_a_gpu(monkeypatch):
+    """The rows are sorted over the whole vocabulary, and the int64 indices are twice as wide as the values."""
     calls: list[int] = []
 
     def count_rows(logits: torch.Tensor, *others: Any) -> torch.Tensor:
@@ -163,7 +163,7 @@ def test_top_k_and_top_p_take_as_many_rows_as_a_gpu_has_room_for(monkeypatch):
     torch.testing.assert_close(actual.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_sent_is_what_a_cpu_makes_of_the_same_weights(train, tmp_path):
+def test_the_sent_bytes_equal_those_of_a_cpu(train, tmp_path):
     _, sent, _ = train("fp8_e2e", 2, save=tmp_path / "saved")
     with CheckpointReader(tmp_path / "saved" / "weights") as reader:
         names = [name for name, tensor in sent.items() if tensor.dtype is torch.float8_e4m3fn]

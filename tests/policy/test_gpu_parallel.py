@@ -1,4 +1,4 @@
-"""Ranks on GPUs that share a model, over NCCL, say what HF's model says. float32 unless said."""
+"""Ranks on GPUs that share a model, over NCCL, equal HF's model. Everything is float32 unless a test says otherwise."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The Megatron model says what the HF model says."""
+"""The Megatron model equals the HF model."""
 
 import json
 from collections.abc import Iterable
@@ -98,7 +98,7 @@ def test_yarn_lengthens_the_context(tmp_path: Path):
 
 
 def test_rope_is_read_from_the_keys_of_released_checkpoints(tmp_path: Path):
-    """Llama 3.1's config.json says rope_theta and rope_scaling, transformers 5 writes rope_parameters."""
+    """Llama 3.1's config.json has rope_theta and rope_scaling; transformers 5 writes rope_parameters."""
     write_model(tmp_path / "new", family="llama", rope_parameters=LLAMA3_ROPE)
     write_model(tmp_path / "old", family="llama")
     path = tmp_path / "old/config.json"
@@ -121,7 +121,7 @@ def test_export_returns_the_checkpoint_bit_for_bit(recipe, tiny):
     assert all(torch.equal(exported[name], hf[name]) for name in hf)
 
 
-def test_no_random_numbers_are_made_for_weights_that_the_checkpoint_sets(recipe):
+def test_weights_from_a_checkpoint_need_no_random_numbers(recipe):
     cfg = recipe()
     config = transformer_config(read_hf_config(cfg.policy.model_name), cfg.policy, cfg.nemo_fp8rl)
     before = torch.get_rng_state()
@@ -154,7 +154,7 @@ def test_the_checkpoint_sets_every_number_of_every_weight(recipe, tmp_path, monk
 
 
 @pytest.mark.parametrize(("change", "why"), [("missing", "without a checkpoint tensor"), ("short", "for a parameter")])
-def test_a_weight_that_would_stay_as_memory_was_is_an_error(recipe, monkeypatch, change, why):
+def test_a_weight_that_the_checkpoint_does_not_set_is_an_error(recipe, monkeypatch, change, why):
     def change_tensors(layout, get):
         first, *rest = hf_names.from_hf(layout, get)
         return iter(rest if change == "missing" else [(first[0], first[1][:1]), *rest])
@@ -166,7 +166,7 @@ def test_a_weight_that_would_stay_as_memory_was_is_an_error(recipe, monkeypatch,
 
 @pytest.mark.parametrize(("head_dim", "heads"), [(128, 4), (64, 8), (192, 4)])
 def test_fp8_trainer_multiplies_exactly_the_bytes_it_exports(recipe, tmp_path, head_dim, heads):
-    """Replacing each weight by the value of its exported bytes changes no log-prob of the FP8 trainer, to the bit."""
+    """No log-prob of the FP8 trainer changes a bit when each weight takes the value of its exported bytes."""
     sizes = {"head_dim": head_dim, "num_attention_heads": heads, "num_key_value_heads": heads // 2}
     write_model(tmp_path / "model", **sizes)
     worker = MegatronWorker()
@@ -205,7 +205,7 @@ def test_a_flow_in_fp8_does_not_start_without_its_fp8_linears(recipe, tmp_path, 
 
 
 @pytest.mark.parametrize(("end", "fp8_layer"), [("first", 1), ("last", 0)])
-def test_a_layer_kept_in_bf16_trains_and_travels_in_bf16(recipe, end, fp8_layer):
+def test_a_bf16_layer_trains_and_travels_in_bf16(recipe, end, fp8_layer):
     from nemo_fp8rl.policy.layers.linears import Fp8Matmul
 
     worker = MegatronWorker()
@@ -219,7 +219,7 @@ def test_a_layer_kept_in_bf16_trains_and_travels_in_bf16(recipe, end, fp8_layer)
     assert len(in_fp8) == 7
 
 
-def test_shims_leave_torch_as_it_was():
+def test_the_shims_restore_torch():
     before = torch.cuda.current_device, torch.cuda.synchronize
     with megatron_on_cpu():
         assert torch.cuda.current_device() == torch.device("cpu")
@@ -230,7 +230,7 @@ def test_shims_leave_torch_as_it_was():
 
 
 def _parameter_view(worker: MegatronWorker, hf_name: str) -> torch.Tensor:
-    """The part of Megatron's parameter that an HF weight is, as a view that can be written to."""
+    """Return a writable view of the part of Megatron's parameter that is this HF weight."""
     hf, (_, _, layer, *_) = worker.hf, hf_name.split(".")
     prefix = f"decoder.layers.{layer}."
     parameters = {name: p.data for name, p in worker.model.named_parameters()}
@@ -249,7 +249,7 @@ def _parameter_view(worker: MegatronWorker, hf_name: str) -> torch.Tensor:
 
 
 class _Reshaped:
-    """Writes [rows, K] through to a [groups, rows / groups, K] view that cannot be flattened without a copy."""
+    """Writes [rows, K] to a view [groups, rows / groups, K], which cannot be flattened without a copy."""
 
     def __init__(self, view: torch.Tensor) -> None:
         self.view = view

@@ -1,4 +1,4 @@
-"""What a resumed run must find in the model's folder as it was."""
+"""The values of a model's folder that a resumed run requires to be unchanged."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ def digests(cfg):
 
 
 @pytest.mark.parametrize("change", ["rope_theta", "rope_factor", "rms_norm_eps", "eos_token_id"])
-def test_two_models_of_one_shape_are_told_apart_and_two_folders_of_one_are_not(recipe, tmp_path, change):
+def test_digests_tell_models_apart_and_not_folders(recipe, tmp_path, change):
     write_model(tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "moved")
     shutil.copytree(tmp_path / "a", tmp_path / "other")
@@ -46,7 +46,7 @@ def test_two_models_of_one_shape_are_told_apart_and_two_folders_of_one_are_not(r
         RunDirectory(cfg, resume=True, data=other)
 
 
-def test_a_step_makes_other_weights_than_the_reference_policys(recipe, tmp_path):
+def test_a_step_changes_the_reference_digest(recipe, tmp_path):
     write_model(tmp_path / "model")
     cfg = recipe(f"policy.model_name={tmp_path}/model", PENALTY)
     assert "reference" not in digests(

@@ -1,4 +1,4 @@
-"""Ranks that share a model say what one rank, and HF's model, says. Processes on gloo, float32 unless said."""
+"""Ranks that share a model equal one rank and HF's model. Processes on gloo; float32 unless a test says otherwise."""
 
 from collections.abc import Iterable
 from unittest import mock
@@ -126,8 +126,8 @@ def _reference_and_moved(part: TrainBatch, tokens: float):
 
 
 @pytest.mark.parametrize("keys", [("top_k=5",), ("top_k=40", "top_p=0.7")], ids=["k", "k-p"])
-def test_the_tokens_left_to_sample_from_are_those_of_one_rank(two, recipe, tmp_path, keys):
-    """Each rank has half of the vocabulary, which does not divide; which tokens are left is decided over all of it."""
+def test_two_ranks_select_the_tokens_that_one_rank_selects(two, recipe, tmp_path, keys):
+    """Each rank has about half of the vocabulary, and the selection of tokens is over all of it."""
     write_model(tmp_path / "model", seed=3, vocab_size=97)
     base = (f"policy.model_name={tmp_path}/model", "policy.precision=float32", "nemo_fp8rl.flow=bf16")
     base = (*base, "policy.train_micro_batch_size=8", "policy.train_global_batch_size=8")
@@ -143,7 +143,7 @@ def test_the_tokens_left_to_sample_from_are_those_of_one_rank(two, recipe, tmp_p
 
 
 def test_the_softmax_of_an_aligned_rank_is_one_ranks_to_the_bit(two, recipe, tmp_path):
-    """Of the same logits; without `whole`, in which a rank adds up its own tokens first, last bits differ."""
+    """The logits are equal. Without `whole` a rank first sums over its own tokens, and last bits differ."""
     write_model(tmp_path / "model", **DENSE[2])
     two.setup(recipe(f"policy.model_name={tmp_path}/model", *RANKS_OF_TWO, f"policy.megatron_cfg.{TP[0]}"))
     generator = torch.Generator().manual_seed(0)
@@ -157,8 +157,8 @@ def test_the_softmax_of_an_aligned_rank_is_one_ranks_to_the_bit(two, recipe, tmp
 
 
 @pytest.mark.parametrize("flow", ["bf16", "fp8_e2e"])
-def test_the_parts_of_a_product_are_added_up_before_they_are_rounded(two, recipe, tmp_path, flow):
-    """As one rank has them, but for the order of sums; rounded first, as Megatron has them, hardly any log-prob is."""
+def test_partial_products_are_summed_before_they_are_rounded(two, recipe, tmp_path, flow):
+    """Log-probs equal one rank's, except for the order of sums; with Megatron's rounding first, hardly any is equal."""
     write_model(tmp_path / "model", seed=3, **DENSE[0])
     base = (f"policy.model_name={tmp_path}/model", f"nemo_fp8rl.flow={flow}", "nemo_fp8rl.align=vllm")
     batch = random_batch()
@@ -176,7 +176,7 @@ def test_the_parts_of_a_product_are_added_up_before_they_are_rounded(two, recipe
 
 @pytest.mark.long
 @pytest.mark.parametrize("flow", ["fp8_e2e", "bf16"])
-def test_shared_experts_say_what_those_of_one_rank_do(two, recipe, tmp_path, flow):
+def test_split_experts_equal_those_of_one_rank(two, recipe, tmp_path, flow):
     """An expert's output is rounded before it is weighed, also where ranks have a part of it each; in bfloat16 as vLLM
     before 0.28 does.
     """
@@ -301,7 +301,7 @@ def norm(tensors: Iterable[torch.Tensor]) -> float:
 
 
 def logits_and_gradients(part: TrainBatch) -> dict:
-    """On a rank: one step; logits of its part of the vocabulary by microbatch, gradients by HF name, their norm."""
+    """Take one step on a rank: logits of its part of the vocabulary by microbatch, gradients by HF name, their norm."""
     worker, layout = ranks.worker, ranks.worker.layout
     logits = []
 

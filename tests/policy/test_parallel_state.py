@@ -1,4 +1,4 @@
-"""What ranks write and send does not depend on how they split the model. bfloat16 and FP8, processes on gloo."""
+"""Checkpoints and refits do not depend on how ranks split the model. bfloat16 and FP8, processes on gloo."""
 
 from contextlib import nullcontext
 
@@ -87,7 +87,7 @@ def single_rank(cfg) -> MegatronWorker:
 
 
 def train(pool: Ranks, infos, steps: range) -> list[dict[str, float]]:
-    """Metrics of the rank that answers for the first part of the batch."""
+    """Return the metrics of the first reporter, one row per step."""
     rows = []
     for step in steps:
         batch = random_batch(step)
@@ -103,14 +103,14 @@ def _step(part, tokens: float) -> dict[str, float]:
 
 
 def state(folder, shapes) -> dict[str, torch.Tensor]:
-    """The optimizer's state as a whole, whoever wrote it."""
+    """Read the whole optimizer state, whichever ranks wrote it."""
     with PartReader(folder / "optimizer") as reader:
         kinds = ("master", "exp_avg", "exp_avg_sq")
         return {f"{n}.{kind}": reader.get(f"{n}.{kind}", whole(s)) for n, s in shapes.items() for kind in kinds}
 
 
 def weights(folder, shapes) -> dict[str, torch.Tensor]:
-    """The HF checkpoint, read whole."""
+    """Read the whole HF checkpoint."""
     with PartReader(folder / "weights") as reader:
         return {n: reader.get(n, whole(s)) for n, s in shapes.items()}
 
@@ -131,7 +131,7 @@ def are_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     ids=["dense", "qwen2", "tied", "moe"],
 )
 def test_a_checkpoint_moves_between_layouts_to_the_bit(two, model, tmp_path, sizes, layouts):
-    """One rank trains and saves; each layout loads what the one before saved, and saves the same bits."""
+    """One rank trains and saves; each layout loads the previous checkpoint and saves the same bits."""
     model = model(sizes)
     first = single_rank(model.cfg((), ranks=1))
     for step in range(2):
@@ -193,7 +193,7 @@ def test_resume_on_the_same_layout_is_bitwise(two, model, tmp_path, sizes, layou
     ],
 )
 def test_the_parts_of_a_refit_are_the_bytes_of_one_rank(two, model, sizes, layout):
-    """Quantized where they live, put together: every byte and every scale as one rank makes them of all weights."""
+    """The parts that ranks quantize, assembled, have every byte and scale that one rank computes from all weights."""
     model = model(sizes)
     expected = sent_tensors(single_rank(model.cfg((), ranks=1)))
     two.setup(model.cfg(layout))
@@ -222,7 +222,7 @@ def test_the_parts_of_a_refit_are_the_bytes_of_one_rank(two, model, sizes, layou
 
 
 def digests() -> dict[tuple[str, Region], str]:
-    """In a rank's process: of each part that it may send."""
+    """Return the digest of each part that the rank of this process may send."""
     layout, shapes = ranks.worker.layout, expected_tensors(ranks.worker.hf)
     parts = ranks.worker.weights().for_refit()
     return {(name, layout.region(name, shapes[name])): digest_of(part) for name, part in parts}
@@ -234,7 +234,7 @@ def digests() -> dict[tuple[str, Region], str]:
     ids=["dp", "moe-dp", "moe-ep", "moe-tp-etp1", "moe-dp-etp2"],
 )
 def test_copies_of_a_part_stay_the_same_to_the_bit(two, model, sizes, layout):
-    """So that an engine may have it of any rank that holds one."""
+    """So an engine may get the part from any of its ranks."""
     infos = two.setup(model(sizes).cfg(layout))
     before = digests_of(two)
     train(two, infos, range(3))
@@ -243,7 +243,7 @@ def test_copies_of_a_part_stay_the_same_to_the_bit(two, model, sizes, layout):
 
 
 def digests_of(two: Ranks) -> dict[tuple[str, Region], str]:
-    """Of what both ranks hold."""
+    """Return the digests of the parts that both ranks have."""
     first, second = two.run(digests, [()] * 2)
     both = first.keys() & second.keys()
     assert both
@@ -275,7 +275,7 @@ FP8_STEPS = [
     ids=case_name,
 )
 def test_an_fp8_step_of_ranks_is_that_of_one_within_rounding(request, model, tmp_path, sizes, count, layout):
-    """The loss, and what Adam has of every gradient after one step: relative to it, and of its norm.
+    """The loss, and Adam's first moment of every gradient after one step, relative to the gradient and to its norm.
 
     Measured: 1e-6 where no sum is split but the norm's, 0.0024 where tokens are (sums of bfloat16 parts), 0.072 where
     features are (FP8 quantizes other sums). Only experts that are split themselves move the loss, by 8e-4, as they are
@@ -318,7 +318,7 @@ def test_routers_that_are_frozen_are_saved_once(two, model, tmp_path, layout):
 
 
 def test_a_save_leaves_nothing_of_one_before_it_in_its_folder(two, model, tmp_path):
-    """One that was killed may have been of more ranks, whose files nobody would write over."""
+    """A killed save may have had more ranks, whose files no rank would overwrite."""
     model = model(DENSE)
     two.setup(model.cfg(TP))
     two.call("save", str(tmp_path / "saved"))
@@ -329,7 +329,7 @@ def test_a_save_leaves_nothing_of_one_before_it_in_its_folder(two, model, tmp_pa
 
 
 def _bytes_read() -> int:
-    """In a rank's process: of tensors that loading its weights asks the checkpoint for."""
+    """Return the bytes that the rank of this process reads from the checkpoint when it loads its weights."""
     sizes, get = [], CheckpointReader.get
     worker = ranks.worker
 
@@ -356,7 +356,7 @@ def test_a_rank_asks_a_checkpoint_for_its_own_part_only(two, model, sizes, layou
 
 
 def _save(folder: str, room: int | None) -> str:
-    """In a rank's process: what `save` refuses with where no file may grow beyond `room` bytes."""
+    """Return the error of `save` on the rank of this process if no file may grow beyond `room` bytes."""
     try:
         with files_end_at(room) if room else nullcontext():
             ranks.worker.save(folder)
@@ -379,7 +379,7 @@ def test_a_disk_that_is_full_for_one_rank_keeps_no_other_waiting(two, model, tmp
 
 
 def test_a_folder_that_is_another_on_some_ranks_node_is_refused(two, model, tmp_path):
-    """Half of a checkpoint would look like one till it is read."""
+    """Half of a checkpoint would look complete until it is read."""
     model = model(DENSE)
     two.setup(model.cfg(TP))
     (tmp_path / "a").mkdir()

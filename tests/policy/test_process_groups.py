@@ -1,4 +1,4 @@
-"""How trainer ranks meet: on the network by which they reach one another, whatever a host's own name resolves to."""
+"""Trainer ranks meet on the network that connects them, whatever a host's name resolves to."""
 
 import os
 import socket
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from nemo_fp8rl.policy.process_groups import start_process_groups
 
 sockets: list[socket.socket] = []
-"""In rank 0's process: where the ranks meet."""
+"""The socket at which the ranks meet, in rank 0's process."""
 
 
 def listen(address: str) -> tuple[str, int]:
@@ -23,7 +23,7 @@ def listen(address: str) -> tuple[str, int]:
 
 
 def join_ranks(rank: int, rendezvous: tuple[str, int]) -> tuple[str | None, set[str], float]:
-    """What chose gloo's interface, the addresses of all connections of this rank, and a sum over the ranks."""
+    """Return the variable of gloo's interface, the addresses of this rank's connections, and a sum over the ranks."""
     start_process_groups(rank, 2, rendezvous, sockets[0] if rank == 0 else None)
     total = torch.tensor(rank + 1.0)
     dist.all_reduce(total)
@@ -33,7 +33,7 @@ def join_ranks(rank: int, rendezvous: tuple[str, int]) -> tuple[str | None, set[
 
 
 def find_address() -> tuple[str, str]:
-    """(interface, address) of this machine on a network."""
+    """Return (interface, address) of this machine on a network."""
     for name, card in psutil.net_if_addrs().items():
         for entry in card:
             if entry.family == socket.AF_INET and not entry.address.startswith("127."):

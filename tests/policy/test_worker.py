@@ -1,4 +1,4 @@
-"""One Megatron rank: log-probs, the optimizer step, and resume to the bit."""
+"""One Megatron rank: log-probs, the optimizer step, and a bitwise resume."""
 
 import gc
 import math
@@ -62,7 +62,7 @@ def test_logprobs_are_a_distribution_and_start_with_zero(recipe):
 
 
 def test_microbatches_accumulate_to_the_whole_batch(recipe):
-    """float32, so that only the order of summation differs."""
+    """The model is float32, so that only the order of summation differs."""
     fp32 = ("policy.precision=float32", "nemo_fp8rl.flow=bf16")
     batch = random_batch(1)
     whole = new_worker(recipe(*fp32, "policy.train_micro_batch_size=8", "policy.train_global_batch_size=8"))
@@ -73,7 +73,7 @@ def test_microbatches_accumulate_to_the_whole_batch(recipe):
 
 
 def test_dynamic_batching_changes_nothing_but_the_order(recipe):
-    """Microbatches by tokens: log-probs of every row where it was, loss and gradient norm of the whole batch."""
+    """With microbatches by tokens, log-probs keep their rows; loss and gradient norm are the whole batch's."""
     fp32 = ("policy.precision=float32", "nemo_fp8rl.flow=bf16", "policy.max_total_sequence_length=64")
     dynamic = ("enabled=true", "train_mb_tokens=64", "logprob_mb_tokens=64", "sequence_length_round=4")
     batch = random_batch(1, b=24, t=20)
@@ -87,8 +87,8 @@ def test_dynamic_batching_changes_nothing_but_the_order(recipe):
     assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
 
 
-def test_a_clipped_step_is_that_of_the_gradient_scaled_down_and_reports_the_norm_before(recipe, tmp_path):
-    """Adam's first moment after one step is (1 - beta1) times the gradient that it was given."""
+def test_a_clipped_step_scales_the_gradient_and_reports_its_norm(recipe, tmp_path):
+    """Adam's first moment after one step is (1 - beta1) times its gradient."""
     clips, key, batch = (0.01, 1e9), "policy.megatron_cfg.optimizer.clip_grad", random_batch(3)
     clipped, free = (new_worker(recipe(f"{key}={clip}")) for clip in clips)
     norm, unclipped = (train(worker, batch)["grad_norm"] for worker in (clipped, free))
@@ -113,8 +113,8 @@ def test_a_clipped_step_is_that_of_the_gradient_scaled_down_and_reports_the_norm
     ],
     ids=["constant", "linear", "cosine"],
 )
-def test_the_learning_rate_warms_up_and_decays_as_the_recipe_says(recipe, style, remainder):
-    """Megatron's closed form: linear from lr_warmup_init to lr, then min_lr and what is `left` of lr - min_lr."""
+def test_the_learning_rate_follows_the_recipes_schedule(recipe, style, remainder):
+    """Megatron's closed form: linear from lr_warmup_init to lr, then min_lr + remainder * (lr - min_lr)."""
     scheduler = (f"lr_decay_style={style}", "lr_warmup_init=0.0001", "lr_warmup_iters=2", "lr_decay_iters=6")
     keys = ("optimizer.lr=0.001", "optimizer.min_lr=0.0002", *(f"scheduler.{key}" for key in scheduler))
     worker, batch = new_worker(recipe(*(f"policy.megatron_cfg.{key}" for key in keys))), random_batch(3, b=1, t=4)
@@ -230,8 +230,8 @@ def test_the_optimizer_of_a_wider_model_is_refused(recipe, tmp_path):
         worker.load(str(tmp_path / "checkpoint"))
 
 
-def test_a_sequence_counts_unless_it_is_masked_as_nemo_rl_counts_it(recipe):
-    """Also one without a token of an answer, such as NeMo RL keeps of a generation that failed."""
+def test_sequences_are_counted_as_in_nemo_rl(recipe):
+    """A sequence without a token of an answer also counts; NeMo RL keeps such sequences of failed generations."""
     policy, batch, counts = MegatronPolicy(recipe()), random_batch(4), set[tuple[float, float]]()
 
     def loss(logprobs: torch.Tensor, part: TrainBatch, sequences: torch.Tensor, tokens: torch.Tensor):
@@ -253,8 +253,8 @@ def test_fully_masked_batch_is_refused(recipe):
 
 
 @pytest.mark.parametrize("method", ["logprobs", "reference_logprobs"])
-def test_another_thread_waits_for_weights_that_are_held_still(recipe, method):
-    """As a refit holds them: the reference policy's take their place while it speaks."""
+def test_another_thread_waits_while_the_weights_are_locked(recipe, method):
+    """A refit locks the weights, because the reference policy's weights replace them during its forward."""
     policy = MegatronPolicy(recipe("loss_fn.reference_policy_kl_penalty=0.1"))
     answers: list[torch.Tensor] = []
     asking = Thread(target=lambda: answers.append(getattr(policy, method)(random_batch(4))))
@@ -267,7 +267,7 @@ def test_another_thread_waits_for_weights_that_are_held_still(recipe, method):
     policy.shutdown()
 
 
-def test_a_step_that_diverged_leaves_weights_and_schedule_as_they_were(recipe):
+def test_a_step_that_diverges_changes_no_weight_and_no_schedule(recipe):
     worker, batch = new_worker(recipe("policy.megatron_cfg.scheduler.lr_warmup_iters=10")), random_batch(5)
     first = train(worker, batch)["lr"]
     before = {name: weight.clone() for name, weight in worker.weights().for_checkpoint()}
@@ -281,9 +281,9 @@ def test_a_step_that_diverged_leaves_weights_and_schedule_as_they_were(recipe):
     assert train(worker, batch)["lr"] == pytest.approx(2 * first)
 
 
-def test_gradients_are_looked_at_together_and_one_bad_number_is_found(recipe):
+def test_gradients_are_checked_in_one_read_and_no_nan_is_missed(recipe):
     class Looks(TorchFunctionMode):
-        """Each waits for a GPU."""
+        """Records reads of tensors; each waits for a GPU."""
 
         def __torch_function__(self, func, types, args=(), kwargs=None):
             made.append(func)
@@ -306,7 +306,7 @@ def test_gradients_are_looked_at_together_and_one_bad_number_is_found(recipe):
     check_finite({}, worker.ddp)
 
 
-def test_reference_logprobs_stay_those_of_the_start_and_change_nothing(recipe):
+def test_reference_logprobs_never_change_and_change_nothing(recipe):
     cfg = recipe("loss_fn.reference_policy_kl_penalty=0.1", "policy.megatron_cfg.optimizer.lr=0.01")
     worker, batch = new_worker(cfg), random_batch(3)
     start = worker.logprobs(batch)
@@ -321,7 +321,7 @@ def test_reference_logprobs_stay_those_of_the_start_and_change_nothing(recipe):
     assert not torch.equal(worker.logprobs(batch), moved)
 
 
-def test_reference_logprobs_follow_neither_the_engines_experts_nor_its_cache(recipe, tmp_path):
+def test_reference_logprobs_ignore_the_engines_experts_and_cache(recipe, tmp_path):
     write_model(tmp_path / "model", family="qwen3_moe")
     cfg = recipe(
         f"policy.model_name={tmp_path}/model",
@@ -338,7 +338,7 @@ def test_reference_logprobs_follow_neither_the_engines_experts_nor_its_cache(rec
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_offload_gives_the_gradients_memory_back_and_changes_no_bit(recipe, tmp_path, family):
+def test_offload_frees_the_gradients_and_changes_no_bit(recipe, tmp_path, family):
     write_model(tmp_path / "model", family=family)
     cfg = recipe(f"policy.model_name={tmp_path}/model")
     plain, worker = new_worker(cfg), new_worker(cfg)
@@ -354,8 +354,8 @@ def test_offload_gives_the_gradients_memory_back_and_changes_no_bit(recipe, tmp_
         assert torch.equal(worker.logprobs(random_batch(9)), plain.logprobs(random_batch(9)))
 
 
-def test_a_worker_that_ends_takes_its_process_groups_along(recipe):
-    """Each has threads; a process that builds one policy after the other would drown in them."""
+def test_shutdown_destroys_the_process_groups(recipe):
+    """Each group has threads, which would accumulate in a process that builds many policies."""
     groups = []
     for _ in range(3):
         new_worker(recipe()).shutdown()
@@ -364,7 +364,7 @@ def test_a_worker_that_ends_takes_its_process_groups_along(recipe):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_a_policy_that_nobody_holds_is_freed_after_it_has_trained(recipe, tmp_path, family):
+def test_an_unreferenced_policy_is_freed_after_training(recipe, tmp_path, family):
     write_model(tmp_path / "model", family=family)
     worker = new_worker(recipe(f"policy.model_name={tmp_path}/model"))
     train(worker, random_batch(0))

@@ -1,4 +1,4 @@
-"""Transformer Engine's Python on a CPU: its compiled half is replaced by the contract's quantizer and torch's matmul.
+"""Transformer Engine's Python on a CPU: the package's quantizer and torch's matmul replace its compiled half.
 
 `install` must run before anything imports Megatron. What is real: modules, autograd functions, recipes, quantizers'
 layouts, and so which operand of which GEMM is quantized how, from what. What is not: every kernel.
@@ -27,7 +27,7 @@ NAME = "transformer_engine_torch"
 
 
 class DType(enum.IntEnum):
-    """transformer_engine/pytorch/csrc/extensions/pybind.cpp; newer Python asks for these and no others."""
+    """The names of transformer_engine/pytorch/csrc/extensions/pybind.cpp that newer Python reads."""
 
     kByte, kInt32, kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2, kFloat4E2M1 = 0, 2, 4, 5, 6, 7, 8, 10
 
@@ -36,7 +36,7 @@ TORCH_DTYPES = {DType.kBFloat16: torch.bfloat16, DType.kFloat32: torch.float32}
 
 
 class FakeKernels(ModuleType):
-    """What is not defined below is a name that can be imported, and fails when it is called."""
+    """Stands for the compiled module; a name without a definition below can be imported and fails at its call."""
 
     DType = DType
     FP8FwdTensors = enum.IntEnum(
@@ -60,7 +60,7 @@ class FakeKernels(ModuleType):
     def create_empty_quantized_tensor(
         quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool
     ) -> Any:
-        """Since 2.20 a part of the compiled half; what there is to allocate Python still says."""
+        """Since 2.20 the compiled half creates tensors; Python still defines their parts."""
         specs, metadata = quantizer.inner_tensor_specs(tuple(shape)), quantizer.storage_metadata(dtype)
         names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
         parts = {
@@ -74,7 +74,7 @@ class FakeKernels(ModuleType):
 
     @staticmethod
     def quantize(src: Tensor, quantizer: Any, dst: Any = None, noop: Tensor | None = None) -> Any:
-        """By the contract, in Transformer Engine's layouts (see fp8/kernels/te.py)."""
+        """Quantize with the package's quantizer, in Transformer Engine's layouts (see fp8/kernels/te.py)."""
         assert noop is None
         assert quantizer.dtype == DType.kFloat8E4M3
         out = quantizer.make_empty(src.shape, dtype=src.dtype, device=src.device) if dst is None else dst
@@ -107,7 +107,7 @@ class FakeKernels(ModuleType):
         bias: Tensor | None, bias_dtype: Any, gelu: bool, gelu_in: Any, grad: bool, workspace: Any, size: int,
         accumulate: bool, split: bool, **_: Any,
     ) -> tuple[Tensor, None, None, None]:  # fmt: skip
-        """Row by row: op(b) @ op(a), from the half of each operand that its GEMM reads."""
+        """Compute op(b) @ op(a) row by row, from the half of each operand that its GEMM reads."""
         assert quantizer is None
         assert not gelu
         assert not (grad and bias is not None)
@@ -214,7 +214,7 @@ def _pad_into(place: Tensor, values: Tensor) -> None:
 
 
 def _operand(operand: Any, rowwise: bool) -> Tensor:
-    """As a matrix with the tokens, or a weight's rows, first; exact in the dtype that `fp8.linear` multiplies in."""
+    """Return a matrix with tokens, or a weight's rows, first; it is exact in the dtype of `fp8.linear`'s products."""
     if not hasattr(operand, "_is_2D_scaled"):
         return operand.flatten(0, -2)
     half = "_rowwise" if rowwise else "_columnwise"
@@ -231,7 +231,7 @@ def _operand(operand: Any, rowwise: bool) -> Tensor:
 
 
 def install() -> bool:
-    """Put the fake in place; False where Transformer Engine's Python is not on the path."""
+    """Install the fake; return False if Transformer Engine's Python is not on the path."""
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its package then neither looks for nor loads its compiled half
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # it would look for the GPU
     sys.modules[NAME] = FakeKernels(NAME)
@@ -248,7 +248,7 @@ def install() -> bool:
 
 
 def permute_by_torch() -> None:
-    """From now on, instead of Transformer Engine's kernels in Triton, whose interpreter takes minutes."""
+    """Replace Transformer Engine's Triton kernels, whose interpreter takes minutes."""
     from megatron.core.transformer.moe import moe_utils
 
     from nemo_fp8rl.policy.layers import te_linears
@@ -277,7 +277,7 @@ def _one_by_one(*groups: Any, **_: Any) -> Iterator[Any]:
 
 @contextmanager
 def fake_hopper() -> Iterator[None]:
-    """The CPU says that it is a GPU of compute capability 9.0."""
+    """Make the CPU report to be a GPU of compute capability 9.0."""
     device = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     answers = {
         "is_available": True,

@@ -32,7 +32,7 @@ class _Combine(torch.autograd.Function):
 
 
 def _sum(permuted: Tensor, rows: Tensor, count: int) -> Tensor:
-    """[count, hidden]: in float32, from the last expert to the first, rounded once."""
+    """Return sums [count, hidden] in float32, from the last expert to the first, rounded once."""
     total = torch.zeros(count, permuted.size(1), dtype=torch.float32, device=permuted.device)
     return total.index_add_(0, rows.flip(0), permuted.flip(0).float()).to(permuted.dtype)
 
@@ -72,4 +72,4 @@ FAKES = {
     "fused_sort_chunks_by_index": sort_chunks,
     "fused_sort_chunks_by_index_with_probs": sort_chunks_with_probs,
 }
-"""What Megatron calls, by its names for it."""
+"""The functions that Megatron calls, by Megatron's names."""

@@ -1,4 +1,4 @@
-"""Two ranks that share a model of Transformer Engine's layers, against two of emulated ones, on gloo's collectives."""
+"""Two ranks with Transformer Engine's layers, in comparison with two with emulated layers, on gloo."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -25,7 +25,7 @@ from tests.transformer_engine.test_worker import batch
 
 pytestmark = pytest.mark.transformer_engine
 fakes = ExitStack()
-"""In a rank's process: never left."""
+"""The patches of a rank's process, which stay until its end."""
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ QWEN3, MOE = {"family": "qwen3"}, {"family": "qwen3_moe"}
 
 @pytest.fixture
 def assert_alike(recipe, tmp_path, emulated, gpus):
-    """Two ranks of each kind, with a model of these sizes and these keys, say the same of a batch."""
+    """Assert that two ranks of each kind compute the same of a batch, with these sizes and keys."""
 
     def check(batch: TrainBatch, sizes: dict[str, Any], layout: tuple[str, ...], packed: str = "false") -> None:
         write_model(tmp_path / "model", seed=3, **sizes)
@@ -108,7 +108,7 @@ def test_two_ranks_say_what_two_emulated_ones_say(assert_alike, sizes, layout, p
 
 @pytest.mark.parametrize("sizes", [QWEN3, QWEN2, MOE], ids=["qwen3", "qwen2", "moe"])
 def test_ranks_with_whole_blocks_of_tokens_gather_them_in_fp8(assert_alike, gpus, sizes):
-    """Where a rank has a multiple of 128 tokens, Transformer Engine quantizes before it gathers, and not after."""
+    """With a multiple of 128 tokens per rank, Transformer Engine quantizes before it gathers, not after."""
     tokens = 129  # of which the model gets 128, two sequences a microbatch
     ids = torch.randint(2, 60, (4, tokens), generator=torch.Generator().manual_seed(5))
     lengths = torch.tensor([tokens, 90, 128, tokens])
@@ -124,7 +124,7 @@ def test_ranks_with_whole_blocks_of_tokens_gather_them_in_fp8(assert_alike, gpus
 
 
 class Trained(NamedTuple):
-    """What two ranks say in two steps, what they send before and after them, and the tensors of the files they save."""
+    """The metrics of two ranks in two steps, their sent digests before and after, and the tensors of their files."""
 
     losses: list[list[float | None]]
     norms: list[float]
@@ -145,7 +145,7 @@ class Trained(NamedTuple):
         *("moe-dp", "moe-sp", "moe-ep", "moe-sp-etp1", "moe-pp"),
     ],
 )
-def test_weights_held_in_fp8_alone_are_the_bytes_of_others_step_by_step(recipe, tmp_path, gpus, sizes, layout):
+def test_fp8_parameters_equal_quantized_weights_at_every_step(recipe, tmp_path, gpus, sizes, layout):
     wide = {"moe_intermediate_size": 256} if sizes is MOE else {}  # whole blocks on each of two ranks
     write_model(tmp_path / "model", seed=3, **sizes, **wide)
 
@@ -193,7 +193,7 @@ def test_weights_held_in_fp8_alone_are_the_bytes_of_others_step_by_step(recipe, 
 
 
 def _sent() -> dict[str, str]:
-    """In a rank's process: a digest of what it sends of each weight, quantized now where it is not held so."""
+    """Return, for the rank of this process, a digest of each weight as it is sent."""
     worker, digests = ranks.worker, {}
     for name, part in worker.weights().for_refit():
         sent = part
@@ -204,7 +204,7 @@ def _sent() -> dict[str, str]:
 
 
 def _step(part: TrainBatch) -> tuple[float | None, float]:
-    """Loss, of the last stage's ranks, and gradient norm."""
+    """Return the loss (None before the last stage) and the gradient norm."""
     metrics = ranks.worker.train_step(part, NllLoss(), 4.0, 90.0)
     return metrics.get("loss"), metrics["grad_norm"]
 

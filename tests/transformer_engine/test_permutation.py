@@ -1,4 +1,4 @@
-"""Transformer Engine's kernels that sort tokens by expert and add up what experts say, interpreted."""
+"""Transformer Engine's kernels that sort tokens by expert and sum the experts' outputs, in Triton's interpreter."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ TOKENS, EXPERTS, TOP_K, HIDDEN = 9, 6, 4, 136
 
 @pytest.fixture
 def kernels(monkeypatch) -> dict[str, Any]:
-    """Those that Megatron calls, by its names for them."""
+    """Return the kernels that Megatron calls, by Megatron's names."""
     from transformer_engine.pytorch.triton import permutation
 
     def empty(*sizes: Any, device: str, **options: Any) -> Tensor:
@@ -28,7 +28,7 @@ def kernels(monkeypatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_experts_say_is_added_up_in_one_order_and_in_float32(kernels, dtype):
+def test_expert_outputs_are_summed_in_order_in_float32(kernels, dtype):
     random = torch.Generator().manual_seed(0)
     routing = torch.zeros(TOKENS, EXPERTS, dtype=torch.bool)
     routing.scatter_(1, torch.rand(TOKENS, EXPERTS, generator=random).topk(TOP_K).indices, True)

@@ -1,4 +1,4 @@
-"""A policy built as on a GPU, of Transformer Engine's layers, against the one of emulated layers, to the bit."""
+"""A policy with Transformer Engine's layers, built as on a GPU, equals one with emulated layers to the bit."""
 
 from pathlib import Path
 

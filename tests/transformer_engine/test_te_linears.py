@@ -1,4 +1,4 @@
-"""Transformer Engine's own layers compute what `fp8.linear` emulates, to the bit, given the contract's kernels."""
+"""Transformer Engine's layers, with the package's kernels, compute what `fp8.linear` emulates, to the bit."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A rank that trains as on a GPU: Transformer Engine's layers and Adam, in the place of emulation and torch's."""
+"""A rank that trains as on a GPU, with Transformer Engine's layers and Adam in the place of emulation and torch's."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ from tests.transformer_engine.fake_kernels import fake_hopper
 
 pytestmark = pytest.mark.transformer_engine
 SIZES = {"llama": HALF_HEADS}
-"""By family, where they are others than `write_model`'s."""
+"""Sizes by family that differ from those of `write_model`."""
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def test_a_step_is_that_of_the_emulation(cfg):
 
 
 def give(worker: MegatronWorker, gpu: bool) -> None:
-    """All memory that can go; on a GPU the parameters', too."""
+    """Offload all memory; on a GPU also the parameters'."""
     worker.offload_before_refit()
     assert (worker.offload_after_refit() > worker.offload.offloaded_bytes["training"]) == gpu
     for buffer in worker.offload.buffers if gpu else ():
@@ -125,7 +125,7 @@ def test_recomputed_offloaded_and_with_a_reference_policy(recipe, cfg):
 @pytest.mark.parametrize("cfg", ["llama-fp8_param", "qwen3_moe-fp8_param"], indirect=True)
 def test_a_refit_has_no_columns_beside_it(cfg):
     def columns(worker: MegatronWorker) -> int:
-        """FP8 weights that have them."""
+        """Count the FP8 weights with columns."""
         return sum(getattr(parameter, "_columnwise_data", None) is not None for parameter in worker.model.parameters())
 
     with rank(cfg, gpu=True) as worker:
@@ -178,7 +178,7 @@ def test_a_checkpoint_of_the_emulation_goes_on_here(cfg, tmp_path: Path):
     assert not tensors
 
 
-def test_a_checkpoint_in_float32_is_rounded_before_it_is_quantized(recipe, tmp_path: Path):
+def test_a_float32_checkpoint_is_rounded_before_quantization(recipe, tmp_path: Path):
     write_model(tmp_path / "model", seed=3)
     file = tmp_path / "model" / "model.safetensors"
     save_file({name: tensor.float() * 1.001 for name, tensor in load_file(file).items()}, file)
@@ -236,7 +236,7 @@ def test_a_backward_outside_of_fp8_is_refused(recipe, tmp_path: Path, monkeypatc
 
 
 def test_the_variable_is_read_where_it_is_looked_for():
-    """Of each version: 2.14 has none."""
+    """The override of each version; 2.14 has none."""
     import transformer_engine
 
     program = "import tests.transformer_engine.plugin; from nemo_fp8rl.policy.layers.te_linears import *; "
@@ -246,7 +246,7 @@ def test_the_variable_is_read_where_it_is_looked_for():
     assert answer == ("None" if transformer_engine.__version__.startswith("2.14") else "dequantized")
 
 
-def test_a_mixture_on_one_rank_needs_a_permutation_that_takes_counts_of_the_host(recipe, tmp_path: Path, monkeypatch):
+def test_experts_on_one_rank_need_a_permutation_with_host_counts(recipe, tmp_path: Path, monkeypatch):
     import transformer_engine
 
     from nemo_fp8rl.policy.layers import te_linears
@@ -263,7 +263,7 @@ def test_a_mixture_on_one_rank_needs_a_permutation_that_takes_counts_of_the_host
 
 
 def test_a_group_without_parameters_counts_no_steps():
-    """A rank of many may hold no piece of one of Megatron's groups; Adam passes over it."""
+    """A rank may have no slice of one of Megatron's groups, and Adam skips it."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     with fake_hopper():

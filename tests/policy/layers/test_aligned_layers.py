@@ -1,4 +1,4 @@
-"""Each aligned module rounds where vLLM's CPU kernel does: held against vLLM's own layers.
+"""Each aligned module rounds where vLLM's CPU kernel does, in comparison with vLLM's own layers.
 
 Bit-equal where it was measured. Another CPU may sum a norm's squares in another order, or fuse a multiply-add, which
 moves a value across a rounding border once in thousands; another rounding point moves a few in a hundred.
@@ -54,7 +54,7 @@ def bf16(*shape: int, seed: int) -> torch.Tensor:
 
 
 def rounds_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """At most one value in a thousand differs."""
+    """True if at most one value in a thousand differs."""
     return (a != b).double().mean().item() <= 1e-3
 
 
@@ -107,7 +107,7 @@ def skip_without(kernel: str) -> None:
 
 @pytest.mark.parametrize(("kernel", "rounds"), [("vec", False), ("amx", True)])
 @pytest.mark.parametrize("tokens", [7, 200])
-def test_attention_equals_vllms_kernel_and_not_its_other_one(config, monkeypatch, kernel, rounds, tokens):
+def test_attention_equals_only_the_kernel_that_vllm_takes(config, monkeypatch, kernel, rounds, tokens):
     skip_without(kernel)
     q, k, v = (
         bf16(tokens, HEADS, HEAD_DIM, seed=11),
@@ -127,10 +127,8 @@ def test_attention_equals_vllms_kernel_and_not_its_other_one(config, monkeypatch
 @needs_vllms_fp8_cache
 @pytest.mark.parametrize(("kernel", "is_amx"), [("vec", False), ("amx", True)])
 @pytest.mark.parametrize("scales", [(2.0**-6, 2.0**-5), (2.0**-5, 2.0**-6)])
-def test_attention_on_an_fp8_cache_equals_vllms_kernel_and_not_its_other_one(
-    config, monkeypatch, kernel, is_amx, scales
-):
-    """Scales as calibration gives them: the largest value is near 448."""
+def test_attention_on_an_fp8_cache_equals_only_vllms_kernel(config, monkeypatch, kernel, is_amx, scales):
+    """The scales are as from calibration: the largest value is near 448."""
     skip_without(kernel)
     q, k, v = bf16(30, HEADS, HEAD_DIM, seed=14), bf16(30, 2, HEAD_DIM, seed=15), bf16(30, 2, HEAD_DIM, seed=16)
     expected = of_vllms_kernel(kernel, q, k, v, scales).view(30, -1)
@@ -158,7 +156,7 @@ def test_a_tile_product_loses_small_sums_where_they_stand_alone():
     torch.testing.assert_close(tile_product(a, b, 0.0), a @ b, rtol=1e-5, atol=1e-5)
 
 
-def test_the_rounding_is_that_of_the_kernel_that_vllm_takes_here():
+def test_the_rounding_is_that_of_vllms_kernel_on_this_machine():
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     for dtype in (torch.bfloat16, torch.float32):
@@ -167,7 +165,7 @@ def test_the_rounding_is_that_of_the_kernel_that_vllm_takes_here():
             assert rounds_probabilities(dtype, head_dim) == (taken == "amx")
 
 
-def test_rounded_probabilities_have_the_gradient_of_those_that_are_not():
+def test_rounded_probabilities_have_unrounded_gradients():
     scores, v = torch.randn(3, 5, 7, requires_grad=True), torch.randn(3, 7, 4, requires_grad=True)
     exact, rounded = (
         torch.autograd.grad(aligned_layers.weigh_values(scores, v, r).square().sum(), (scores, v))
@@ -179,7 +177,7 @@ def test_rounded_probabilities_have_the_gradient_of_those_that_are_not():
 
 
 def test_the_exponential_without_avx512_is_the_c_librarys():
-    """As in the kernel there. The nearest float32 is another number in 1 of 1,600 cases."""
+    """The kernel uses it, too. It differs from the nearest float32 in 1 of 1,600 cases."""
     x = np.random.default_rng(0).uniform(-20, 0, 20_000).astype(np.float32)
     expf = ctypes.CDLL(ctypes.util.find_library("m")).expf
     expf.restype, expf.argtypes = ctypes.c_float, [ctypes.c_float]
@@ -199,10 +197,8 @@ def test_the_exponential_without_avx512_is_the_c_librarys():
 )
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("tokens", [1, 7, 40, 100])
-def test_ordered_attention_equals_vllms_vector_kernels_to_the_bit(
-    monkeypatch, tokens, threads, kernel, head_dim, scales
-):
-    """Of equal values, too: where their mean is cut off, which way it falls is the sums' order."""
+def test_attention_in_kernel_order_equals_vllms_vector_kernel(monkeypatch, tokens, threads, kernel, head_dim, scales):
+    """Also with equal values: the order of sums decides how their truncated mean rounds."""
     config = TransformerConfig(
         num_layers=1, hidden_size=WIDTH, num_attention_heads=HEADS, kv_channels=head_dim, params_dtype=torch.bfloat16
     )
@@ -220,8 +216,8 @@ def test_ordered_attention_equals_vllms_vector_kernels_to_the_bit(
         assert torch.equal(got, of_vllms_kernel(kernel, q, k, v, scales).view(tokens, -1))
 
 
-def test_a_mixture_equals_vllms_router_and_its_kernel_for_experts(recipe, tmp_path):
-    """Which experts, their weights, what each puts out, and the sum over them: a layer of bfloat16 experts."""
+def test_a_mixture_equals_vllms_router_and_expert_kernel(recipe, tmp_path):
+    """A layer of bfloat16 experts has equal choices, weights, outputs and sums."""
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.fused_moe.router.cpu_router import select_experts
     from vllm.platforms import current_platform
@@ -246,7 +242,7 @@ def test_a_mixture_equals_vllms_router_and_its_kernel_for_experts(recipe, tmp_pa
 
 
 def test_without_a_kernel_for_experts_each_is_a_dense_mlp(recipe, tmp_path, monkeypatch):
-    """As with vLLM before 0.28 where there is no AVX-512: torch's linears, whose outputs are weighed in float32."""
+    """vLLM before 0.28 without AVX-512 uses torch's linears and weighs their outputs in float32."""
     write_model(tmp_path / "model", family="qwen3_moe")
     worker = new_worker(recipe(f"policy.model_name={tmp_path}/model", "nemo_fp8rl.flow=bf16"))
     layer, linear = worker.model.decoder.layers[0].mlp, torch.nn.functional.linear
@@ -264,7 +260,7 @@ def test_without_a_kernel_for_experts_each_is_a_dense_mlp(recipe, tmp_path, monk
     assert [rounds_alike(outputs[dense], expected.bfloat16()) for dense in (True, False)] == [True, False]
 
 
-def test_what_kernels_cut_off_has_the_gradient_of_what_they_round(config, monkeypatch):
+def test_truncation_has_the_gradient_of_rounding(config, monkeypatch):
     attention = make_attention_class(AlignedAttention, Rope(FREQUENCIES), None)(config, 1)
     q, k, v = (bf16(21, 2, HEADS, HEAD_DIM, seed=s).requires_grad_() for s in (25, 26, 27))
     gradients = {}
@@ -290,7 +286,7 @@ def test_query_blocks_do_not_change_the_attention(config, monkeypatch):
     torch.testing.assert_close(whole(q, k, v), blocked(q, k, v), rtol=2**-7, atol=2**-8)
 
 
-def test_other_rounding_points_are_told_apart(config, vllm_context):
+def test_other_rounding_points_give_other_values(config, vllm_context):
     """The negative control: the norm of the ROUNDED sum, and RoPE with a rounding after each product."""
     norm = AlignedRMSNorm(config, WIDTH)
     x, residual = bf16(ROWS, WIDTH, seed=7), bf16(ROWS, WIDTH, seed=8)

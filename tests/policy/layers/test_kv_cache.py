@@ -1,4 +1,4 @@
-"""Calibration of an FP8 KV cache's scales on the trainer, and their way into a checkpoint."""
+"""The trainer calibrates an FP8 KV cache's scales and saves them in a checkpoint."""
 
 import json
 
@@ -30,7 +30,7 @@ def test_padding_is_not_calibrated(recipe):
 
 
 def test_scales_fit_what_attention_saw(recipe):
-    """The largest query, key and value, with the margin, lie in the upper half of E4M3's range."""
+    """The largest query, key and value, with the margin, are in the upper half of E4M3's range."""
     worker, batch = new_worker(recipe(FP8)), random_batch(0)
     maxima: dict[int, list[tuple[float, ...]]] = {}
     read = worker.kv_cache.read
@@ -47,7 +47,7 @@ def test_scales_fit_what_attention_saw(recipe):
             assert 448 / 2 <= amax * 1.05 / scale <= 448
 
 
-def test_rounding_is_on_only_after_calibration_and_only_when_unified(recipe):
+def test_rounding_needs_calibration_and_a_unified_cache(recipe):
     batch = random_batch(0)
     plain = new_worker(recipe()).logprobs(batch)
     for kv in ("unified", "rollout"):
@@ -57,7 +57,7 @@ def test_rounding_is_on_only_after_calibration_and_only_when_unified(recipe):
         assert torch.equal(worker.logprobs(batch), plain) == (kv == "rollout")
 
 
-def test_what_amx_loses_is_lost_but_for_its_gradient():
+def test_amx_drops_denormals_and_keeps_their_gradient():
     cache = TrainerKvCache(1, "toward_zero", loses_denormals=True)
     cache.scales = KvScales((0.5,), (2.0,), (1.0,))
     x = torch.tensor([1.0, 2.0**-6, 2.0**-7, 2.0**-8, -(2.0**-4)], requires_grad=True)
@@ -80,7 +80,7 @@ def test_scales_come_back_with_the_checkpoint(recipe, tmp_path):
 
 
 def test_values_that_are_not_finite_are_named(recipe):
-    """Before the first refit, which would name the weight."""
+    """The error comes before the first refit, which would name the weight."""
     worker = new_worker(recipe(FP8))
     with torch.no_grad():
         worker.model.decoder.layers[1].self_attention.linear_qkv.weight[-1, 3] = torch.nan
@@ -117,7 +117,7 @@ def test_a_checkpoint_with_damaged_scales_is_refused(recipe, tmp_path, damage, m
     [("tensor_model_parallel_size=2",), ("pipeline_model_parallel_size=2",), ("context_parallel_size=2",), ()],
     ids=["tp", "pp", "cp", "dp"],
 )
-def test_ranks_that_share_the_model_or_the_batch_find_the_same_scales(two, recipe, layout):
+def test_all_ranks_compute_the_same_scales(two, recipe, layout):
     batch = random_batch(0)
     single_rank = new_worker(recipe(FP8))
     single_rank.calibrate_kv(batch)
@@ -152,15 +152,15 @@ def test_a_head_size_that_vllm_cannot_hold_is_refused(recipe, tmp_path):
         check_for_driver(hf, cfg)
 
 
-def test_on_a_gpu_what_a_cache_holds_is_left_to_vllm(recipe, tmp_path, monkeypatch):
+def test_a_gpu_leaves_the_cache_dtype_to_vllm(recipe, tmp_path, monkeypatch):
     write_model(tmp_path / "model", head_dim=48)
     cfg = recipe(FP8, f"policy.model_name={tmp_path}/model", "nemo_fp8rl.flow=bf16")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     check_machine(read_hf_config(tmp_path / "model"), cfg)
 
 
-def test_a_driver_does_not_ask_its_own_machine_for_engines_of_a_cluster(recipe, tmp_path, monkeypatch):
-    """As on the head of a KubeRay cluster, which has no GPU."""
+def test_a_driver_of_a_cluster_ignores_its_own_machine(recipe, tmp_path, monkeypatch):
+    """The head of a KubeRay cluster, for example, has no GPU."""
     write_model(tmp_path / "model", head_dim=48)
     hf = read_hf_config(tmp_path / "model")
     overrides = (FP8, f"policy.model_name={tmp_path}/model", "nemo_fp8rl.flow=bf16")
@@ -170,7 +170,7 @@ def test_a_driver_does_not_ask_its_own_machine_for_engines_of_a_cluster(recipe, 
         check_for_driver(hf, recipe(*overrides))
 
 
-def test_a_gpu_without_fp8_is_refused_where_fp8_is_asked_for(recipe, tmp_path, monkeypatch):
+def test_an_fp8_recipe_on_a_gpu_without_fp8_is_refused(recipe, tmp_path, monkeypatch):
     write_model(tmp_path / "model")
     hf, model = read_hf_config(tmp_path / "model"), f"policy.model_name={tmp_path}/model"
     fp8, bf16 = (recipe(model, f"nemo_fp8rl.flow={flow}") for flow in ("fp8_e2e", "bf16"))
@@ -188,7 +188,7 @@ def test_a_gpu_without_fp8_is_refused_where_fp8_is_asked_for(recipe, tmp_path, m
         check_for_driver(hf, fp8)  # where the trainer is, too
 
 
-def test_a_choice_about_a_cache_that_is_not_there_is_refused(recipe):
+def test_a_cache_option_without_an_fp8_cache_is_refused(recipe):
     with pytest.raises(UserError, match=r"nemo_fp8rl\.kv=rollout .* set policy\.\S*kv_cache_dtype=fp8"):
         recipe("nemo_fp8rl.kv=rollout")
 

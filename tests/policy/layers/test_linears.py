@@ -1,4 +1,4 @@
-"""What a CPU without AVX-512 multiplies in float32 is what others multiply in bfloat16, but for the order of sums."""
+"""Products in float32, for CPUs without AVX-512, equal products in bfloat16, except for the order of sums."""
 
 import pytest
 import torch
@@ -16,14 +16,14 @@ def bf16(*shape: int, seed: int) -> torch.Tensor:
 
 
 def of(multiply, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """The output and the gradients."""
+    """Return the output and the gradients."""
     inputs = [tensor.clone().requires_grad_() for tensor in tensors]
     out = multiply(*inputs)
     return [out.detach(), *torch.autograd.grad(out, inputs, bf16(*out.shape, seed=9))]
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_gradients_in_float32_are_those_of_the_product_rounded_once(has_bias):
+def test_float32_gradients_equal_the_product_rounded_once(has_bias):
     inputs = [bf16(2, TOKENS, K, seed=1), bf16(N, K, seed=2), *([bf16(N, seed=3)] if has_bias else [])]
     out, *gradients = of(lambda x, w, b=None: Float32Backward.apply(x, w, b), *inputs)
     assert torch.equal(out, F.linear(*inputs))

@@ -1,4 +1,4 @@
-"""Log-probs and their gradients in chunks are those of the whole softmax."""
+"""Log-probs and gradients in chunks equal those of the whole softmax."""
 
 import weakref
 
@@ -14,7 +14,7 @@ N, H, V = 75, 24, 101
 
 
 def inputs(dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """hidden, weight, targets, and a gradient with zeros (masked tokens)."""
+    """Return hidden, weight, targets, and a gradient with zeros (masked tokens)."""
     random = torch.Generator().manual_seed(seed)
     hidden, weight = (torch.randn(n, H, generator=random).to(dtype).requires_grad_() for n in (N, V))
     targets = torch.randint(0, V, (N,), generator=random)
@@ -37,7 +37,7 @@ def test_chunks_equal_double_precision(chunk_size, temperature):
 
 
 class Multiplied(TorchDispatchMode):
-    """Dtypes of what is multiplied."""
+    """Records the dtypes of matrix products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ RESTRICTIONS = [TokenFilter(5, 1.0), TokenFilter(None, 0.7), TokenFilter(20, 0.9
 
 
 def vllms(logits: torch.Tensor, token_filter: TokenFilter) -> torch.Tensor:
-    """What vLLM's own sampler makes of logits [N, V]."""
+    """Return logits [N, V] as vLLM's sampler filters them."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
     n = len(logits)
@@ -91,7 +91,7 @@ def vllms(logits: torch.Tensor, token_filter: TokenFilter) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("token_filter", RESTRICTIONS)
-def test_the_tokens_left_are_those_of_vllms_sampler(token_filter):
+def test_the_selected_tokens_are_those_of_vllms_sampler(token_filter):
     hidden, weight, _, _ = inputs(torch.bfloat16)
     logits = (hidden @ weight.t()).float().detach()  # bfloat16 values: many are equal
     expected = vllms(logits, token_filter)
@@ -106,7 +106,7 @@ def test_the_tokens_left_are_those_of_vllms_sampler(token_filter):
 
 @pytest.mark.parametrize("chunk_size", [1, 16, 40, 1000])
 @pytest.mark.parametrize("token_filter", RESTRICTIONS)
-def test_restricted_chunks_equal_the_whole_softmax_over_the_tokens_left(chunk_size, token_filter):
+def test_filtered_chunks_equal_the_softmax_of_selected_tokens(chunk_size, token_filter):
     hidden, weight, targets, grad = inputs(torch.float32)
     made = token_logprobs(hidden, weight, targets, 0.7, chunk_size, token_filter=token_filter)
     made.backward(grad)
@@ -121,7 +121,7 @@ def test_restricted_chunks_equal_the_whole_softmax_over_the_tokens_left(chunk_si
 
 
 class Products(TorchDispatchMode):
-    """For each product with V columns: how many of those before it were still there when it was made."""
+    """Records, for each product with V columns, how many of the previous ones still existed."""
 
     def __init__(self) -> None:
         super().__init__()

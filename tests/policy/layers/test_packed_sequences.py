@@ -42,7 +42,7 @@ def packed(*keys: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("align", ["vllm", "none"])
 @pytest.mark.parametrize("family", SIZES)
-def test_packed_sequences_give_what_padded_ones_give(recipe, tmp_path, family, align):
+def test_packed_sequences_equal_padded_sequences(recipe, tmp_path, family, align):
     base = (*overrides(tmp_path, family), f"nemo_fp8rl.align={align}", "policy.train_micro_batch_size=16")
     batch = random_batch(1, b=16, t=20)
     if family == "qwen3_moe":
@@ -66,7 +66,7 @@ def test_packed_sequences_give_what_padded_ones_give(recipe, tmp_path, family, a
 
 
 @pytest.mark.parametrize(("scale_format", "tolerance"), [("pow2", 0.005), ("fp32", 0.03)])
-def test_packed_sequences_give_nearly_the_gradients_of_padded_ones_in_fp8(recipe, tmp_path, scale_format, tolerance):
+def test_fp8_gradients_of_packed_sequences_are_close_to_padded(recipe, tmp_path, scale_format, tolerance):
     """Of the gradient's norm, 0.0029 and 0.0183 were measured. The first is bfloat16's rounding (flow bf16: 0.0029); in
     the second a weight's gradient is of activations and gradients whose blocks are 128 other tokens, with other scales.
     """
@@ -121,8 +121,8 @@ def test_ranks_that_share_the_model_pack_alike(two, recipe, tmp_path, family, la
     assert norm == pytest.approx(metrics["grad_norm"], rel=1e-5)
 
 
-def test_a_long_sequence_among_short_ones_is_not_padded_to(recipe, tmp_path, monkeypatch):
-    """One bin of a sequence of 40 and many of 4: attention sees the 40 and the 4s apart."""
+def test_short_sequences_are_not_padded_to_a_long_one(recipe, tmp_path, monkeypatch):
+    """A bin has a sequence of 40 tokens and many of 4; attention gets them in two groups."""
     shapes: list[tuple[int, int]] = []
     attend = AlignedAttention.attend
     monkeypatch.setattr(
@@ -139,7 +139,7 @@ def test_a_long_sequence_among_short_ones_is_not_padded_to(recipe, tmp_path, mon
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_no_shape_waits_for_a_plan_of_cudnn_and_its_flag_stays_the_processs(recipe, tmp_path, monkeypatch, before):
+def test_cudnn_is_off_in_attention_and_its_flag_is_restored(recipe, tmp_path, monkeypatch, before):
     flags, sdpa = [], F.scaled_dot_product_attention
 
     def record_flag(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -174,8 +174,8 @@ def test_flat_index_walks_the_tokens_of_each_row():
     assert position.tolist() == [0, 1, 0, 1, 2]
 
 
-def test_replicas_are_dealt_rows_by_length_and_answers_come_back_in_order():
-    """With ranks that answer with what they were given."""
+def test_rows_are_balanced_by_length_and_return_in_order():
+    """The ranks of this test return their arguments."""
     policy, batch, given = object.__new__(MegatronPolicy), random_batch(1, b=16, t=20), []
     policy.replicas, policy.has_balanced_shards, policy.weights_lock = 2, True, RLock()
     policy.rank_infos = [RankInfo(0, True), RankInfo(1, True)]

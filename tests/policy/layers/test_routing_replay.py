@@ -20,13 +20,13 @@ def moe(recipe, tmp_path):
 
 
 def random_routes(seed: int, b: int = 8, t: int = 10) -> torch.Tensor:
-    """Two different experts for each token in each layer."""
+    """Return two different experts for each token in each layer."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(b, t, LAYERS, EXPERTS, generator=generator).argsort(-1)[..., :TOP].to(torch.int16)
 
 
 def own_routes(worker: MegatronWorker, batch) -> torch.Tensor:
-    """What the routers choose by themselves, as a batch would carry it."""
+    """Return the routers' own choices in the form of a batch."""
     taken: list[list[torch.Tensor]] = [[] for _ in range(LAYERS)]
     hooks = []
     for i, replay in enumerate(worker.pipeline.replay.routers):
@@ -59,7 +59,7 @@ def test_replaying_the_routers_own_choice_changes_no_bit(moe, flow):
     assert torch.equal(worker.logprobs(batch | {"routed_experts": routes}), worker.logprobs(batch))
 
 
-def test_the_experts_of_the_batch_are_taken_whatever_the_router_would_choose(moe):
+def test_the_experts_of_the_batch_override_the_router(moe):
     worker, batch = new_worker(moe(*FP32)), random_batch(0)
     routes = own_routes(worker, batch)
     expected = worker.logprobs(batch)
@@ -71,7 +71,7 @@ def test_the_experts_of_the_batch_are_taken_whatever_the_router_would_choose(moe
     assert torch.equal(worker.logprobs(batch | {"routed_experts": routes}), expected)
 
 
-def test_tokens_without_known_experts_go_where_the_router_sends_them(moe):
+def test_the_router_places_tokens_without_known_experts(moe):
     worker, batch = new_worker(moe(*FP32)), random_batch(0)
     routes, expected = random_routes(1), worker.logprobs(batch)
     assert torch.equal(worker.logprobs(batch | {"routed_experts": torch.full_like(routes, -1)}), expected)
@@ -149,7 +149,7 @@ def test_routes_of_another_model_are_refused(moe):
 
 
 @pytest.mark.parametrize("unknown", [(3, -1), (-1, 3), (0, 0), (7, 7)], ids=str)
-def test_experts_that_are_not_all_known_and_different_are_left_to_the_router(moe, unknown):
+def test_the_router_places_tokens_with_invalid_experts(moe, unknown):
     """Zeros are NeMo RL's padding; Megatron's dispatcher counts `top k` experts of each token."""
     worker, batch = new_worker(moe(*FP32)), random_batch(0)
     routes = random_routes(1)

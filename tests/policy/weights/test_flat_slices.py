@@ -1,4 +1,4 @@
-"""Pieces of flattened parameters, cut anywhere, are every element of the HF tensors once, at its place."""
+"""Slices of flattened parameters, cut anywhere, cover every element of the HF tensors once, at its position."""
 
 import dataclasses
 from itertools import pairwise
@@ -27,7 +27,7 @@ CASES = [
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize(("hf", "ranks"), CASES)
-def test_pieces_cut_anywhere_are_the_ranks_part_of_every_tensor_once(hf, ranks, data):
+def test_slices_cover_the_ranks_part_of_every_tensor_once(hf, ranks, data):
     layout, shapes = data.draw(st.sampled_from(ranks)), expected_tensors(hf)
     sizes = [torch.Size(shape).numel() for shape in shapes.values()]
     numbers = torch.arange(1, 1 + sum(sizes)).split(sizes)  # every element has its own
@@ -56,8 +56,8 @@ def test_pieces_cut_anywhere_are_the_ranks_part_of_every_tensor_once(hf, ranks, 
         assert torch.equal(count, expected), name
 
 
-def test_what_is_whole_in_a_piece_is_one_box():
-    """So that a rank that holds all of a matrix keeps it as one part."""
+def test_a_whole_matrix_in_a_slice_is_one_box():
+    """So a rank that has all of a matrix saves it as one part."""
     (layout,) = layouts(DENSE, 1, 1, 1)
     where = dict(locate_rows(layout, expected_tensors(DENSE)))["decoder.layers.0.self_attention.linear_proj.weight"]
     (rows,) = where

@@ -1,4 +1,4 @@
-"""Ranks hold every weight once, whatever the layout, and a layout that cannot be is refused by key and dimension."""
+"""Ranks have every weight once in any layout; an impossible layout is refused with key and dimension."""
 
 import dataclasses
 import itertools
@@ -36,7 +36,7 @@ TIED = dataclasses.replace(DENSE, tie_word_embeddings=True)
 def layouts(
     hf: HfConfig, tp: int, pp: int, dp: int, ep: int = 1, etp: int | None = None, cp: int = 1, first: int | None = None
 ) -> list[Layout]:
-    """All ranks, numbered as Megatron numbers them: tensor fastest, then context, data, pipeline last."""
+    """Return the layouts of all ranks in Megatron's order: tensor fastest, then context, data, pipeline last."""
     etp = tp if etp is None else etp
     ranks = []
     for stage, rank in itertools.product(range(pp), range(tp * cp * dp)):
@@ -72,7 +72,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("hf", "ranks"), CASES)
-def test_every_weight_is_exported_exactly_once_and_comes_back_through_megatrons_names(hf, ranks):
+def test_every_weight_is_exported_once_and_survives_a_round_trip(hf, ranks):
     generator = torch.Generator().manual_seed(0)
     tensors = {n: torch.randn(shape, generator=generator) for n, shape in expected_tensors(hf).items()}
     counts = {n: torch.zeros(shape) for n, shape in expected_tensors(hf).items()}
@@ -92,7 +92,7 @@ def test_every_weight_is_exported_exactly_once_and_comes_back_through_megatrons_
     assert all((count == 1).all() for count in counts.values())
 
 
-def test_the_last_stage_of_a_tied_model_holds_the_embedding_and_does_not_export_it():
+def test_the_last_stage_of_a_tied_model_exports_no_embedding():
     first, last = layouts(TIED, 1, 2, 1)
     tensors = {n: torch.randn(shape) for n, shape in expected_tensors(TIED).items()}
     head = dict(from_hf(last, tensors.__getitem__))["output_layer.weight"]
@@ -102,7 +102,7 @@ def test_the_last_stage_of_a_tied_model_holds_the_embedding_and_does_not_export_
     assert "output_layer.weight" not in dict(from_hf(first, tensors.__getitem__))
 
 
-def test_a_vocabulary_that_does_not_divide_is_padded_with_zeros_and_exported_without_them():
+def test_vocabulary_padding_is_zero_and_is_not_exported():
     hf = dataclasses.replace(DENSE, vocab_size=51)
     ranks = layouts(hf, 4, 1, 1)
     assert [len(layout.vocabulary) for layout in ranks] == [13, 13, 13, 12]
@@ -121,8 +121,8 @@ def test_a_vocabulary_that_does_not_divide_is_padded_with_zeros_and_exported_wit
         assert dict(to_hf(ranks[3], parameters.__getitem__))[hf_name + ".weight"].shape == (12, 6)
 
 
-def test_ranks_with_other_rows_share_experts_where_megatron_numbers_them_into_one_group():
-    """As with four ranks to a replica and three to an expert: 3, 4 and 5 share experts, with rows of two replicas."""
+def test_experts_span_replicas_where_megatron_groups_them_so():
+    """With four ranks per replica and three per expert, ranks 3, 4 and 5 share experts, with rows of two replicas."""
     sizes = [(tp, cp, ep, etp) for tp in (1, 2, 4) for cp in (1, 2) for ep in (1, 2, 4) for etp in (1, 2, 3, 4)]
     combinations = set()
     for tp, cp, ep, etp in sizes:
@@ -184,7 +184,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("hf", "keys", "message"), REFUSED)
-def test_what_the_model_cannot_be_split_into_is_refused(recipe, hf, keys, message):
+def test_a_split_that_the_model_does_not_allow_is_refused(recipe, hf, keys, message):
     ranks = 1
     for name, size in (key.split("=") for key in keys):
         ranks *= int(size) if name.endswith("parallel_size") else 1
@@ -200,7 +200,7 @@ def test_what_the_model_cannot_be_split_into_is_refused(recipe, hf, keys, messag
         check_layout(hf, cfg)
 
 
-def test_a_model_that_one_rank_cannot_quantize_is_not_blamed_on_the_layout(recipe):
+def test_a_model_that_cannot_be_quantized_is_not_a_layout_error(recipe):
     check_layout(dataclasses.replace(DENSE, intermediate_size=352, head_dim=128), recipe())
 
 
@@ -225,7 +225,7 @@ def test_ranks_that_do_not_factor_are_refused(recipe, keys, ranks, message):
         recipe("cluster.backend=ray", f"cluster.train_ranks={ranks}", *overrides)
 
 
-def test_ranks_that_share_experts_must_be_there(recipe):
+def test_too_few_ranks_for_the_experts_are_refused(recipe):
     two = ("cluster.backend=ray", "cluster.train_ranks=2", "policy.train_micro_batch_size=32")
     cfg = recipe(*two, "policy.megatron_cfg.expert_model_parallel_size=4")
     with pytest.raises(UserError, match=r"train_ranks=2 is not a multiple of .*expert_model_parallel_size=4"):
