@@ -4,7 +4,8 @@
 
 Data-parallel ranks are Ray actors on this machine. They have layers of Qwen3-0.6B's shape with random weights, and take
 one optimizer step, so that moments exist. In turns the policy saves, the policy loads, and this process alone writes
-one safetensors file of the same size. The results are medians of wall-clock seconds; files are read from the page cache.
+one safetensors file of the same size. The results are medians of wall-clock seconds; files are read from the page
+cache.
 """
 
 import argparse

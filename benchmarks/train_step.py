@@ -4,8 +4,8 @@
 
 On a GPU the model has layers of Qwen3-8B's shape with random weights, in Megatron Core with Transformer Engine's linear
 layers, and takes one microbatch per step. Log-probs are only a forward pass; a step has forward, backward and
-optimizer. Memory is the peak during a step, including the memory before it. On a CPU, where FP8 is emulated, a small model shows
-only that the script runs.
+optimizer. Memory is the peak during a step, including the memory before it. On a CPU, where FP8 is emulated, a small
+model shows only that the script runs.
 """
 
 import argparse
