@@ -105,7 +105,7 @@ def test_a_clipped_step_scales_the_gradient_and_reports_its_norm(recipe, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("style", "left"),
+    ("style", "remainder"),
     [
         ("constant", lambda progress: 1.0),
         ("linear", lambda progress: 1 - progress),
