@@ -155,9 +155,8 @@ def build_model(config: TransformerConfig, layout: Layout, cfg: Config, kv_cache
     hf, policy, choice, fp8_layers = layout.hf, cfg.policy, cfg.nemo_fp8rl, trainer_fp8_layers(layout.hf, cfg)
     checkpoint = checkpoint_folder(policy.model_name, weights=True)
     rope = read_rope(checkpoint, hf)
-    logging.getLogger(transformer_layer.__name__).setLevel(
-        logging.ERROR
-    )  # it warns about every class that is not Megatron's
+    # Megatron warns about every layer class that is not its own
+    logging.getLogger(transformer_layer.__name__).setLevel(logging.ERROR)
     model = PolicyModel(
         config,
         block_spec(layout, choice, fp8_layers, rope, kv_cache),

@@ -81,7 +81,7 @@ class MegatronPolicy:
         # as in NeMo RL, a sequence counts even where it has no token to train on
         counts = float(batch["sample_mask"].sum()), float(mask.sum())
         if not counts[1]:
-            raise ValueError("the batch holds no token to train on: every sample is masked out")
+            raise ValueError("the batch has no token to train on: every sample is masked out")
         self.steps_taken += 1
         try:
             results = self._call_on_shards("train_step", batch, self._row_order(batch), loss, *counts, schedules)

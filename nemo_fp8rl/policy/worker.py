@@ -98,9 +98,8 @@ class MegatronWorker:
         start_process_groups(rank, world_size, rendezvous, self.listener if rank == 0 else None)
         self.layout = make_layout(self.hf, cfg.policy.megatron_cfg)
         if on_gpu:
-            model_parallel_cuda_manual_seed(
-                cfg.grpo.seed
-            )  # Megatron requires a seed, although this model has no dropout
+            # Megatron requires a seed, although this model has no dropout
+            model_parallel_cuda_manual_seed(cfg.grpo.seed)
         self.kv_cache = self._build_kv_cache()
         with megatron_on_cpu():
             config = transformer_config(self.hf, cfg.policy, cfg.nemo_fp8rl)

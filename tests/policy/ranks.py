@@ -78,10 +78,8 @@ class Ranks:
 
     def close(self) -> None:
         for process in self.processes:
-            for worker in list(
-                process._processes.values()
-            ):  # an orderly shutdown takes seconds, or waits for another rank
-                worker.kill()
+            for worker in list(process._processes.values()):
+                worker.kill()  # an orderly shutdown takes seconds, or waits for another rank
             process.shutdown()
 
 

@@ -69,9 +69,8 @@ def exponentials(x, largest, fused):
     """Replace x by exp(x - largest)."""
     if not fused:
         for j in range(len(x)):
-            x[j] = math.exp(
-                f32(x[j] - largest)
-            )  # the C library's expf, as in the kernel; 1 in 1,600 results is not the nearest
+            # the C library's expf, as in the kernel; 1 in 1,600 results is not the nearest
+            x[j] = math.exp(f32(x[j] - largest))
         return
     for j in range(len(x)):
         power = f32(x[j] - largest)
@@ -83,9 +82,8 @@ def exponentials(x, largest, fused):
         series = POLYNOMIAL[0]
         for coefficient in POLYNOMIAL[1:]:
             series = multiply_add(rest, series, coefficient)
-        exponent = i32(i32(whole + i32(126)) << i32(23)).view(
-            f32
-        )  # 2 ** (whole - 1); 0 for the smallest, as in the kernel
+        # 2 ** (whole - 1); 0 for the smallest, as in the kernel
+        exponent = i32(i32(whole + i32(126)) << i32(23)).view(f32)
         x[j] = f32(0) if power < SMALLEST else f32(f32(series * exponent) * f32(2))
 
 

@@ -203,7 +203,7 @@ def _check_context(hf: HfConfig, parallel: MegatronConfig) -> None:
     if heads % context or (groups % context and context % groups):
         fits = [n for n in range(1, heads + 1) if not heads % n and not (groups % n and n % groups)]
         raise UserError(
-            f"policy.megatron_cfg.context_parallel_size={context} does not share out the {heads} attention heads and "
+            f"policy.megatron_cfg.context_parallel_size={context} does not divide the {heads} attention heads and "
             f"{groups} key-value heads of self_attn on a tensor-parallel rank; sizes that fit: "
             f"{', '.join(map(str, fits))}"
         )

@@ -125,7 +125,7 @@ def test_nemo_rls_own_take_an_fp8_recipe_on_main_and_bf16_on_every_version(plan)
         (
             "Qwen/Qwen3-8B",
             {"cluster__gpus_per_node": 3, "policy__megatron_cfg__context_parallel_size": 3},
-            "context_parallel_size=3 does not share out the 32 attention heads",
+            "context_parallel_size=3 does not divide the 32 attention heads",
         ),
         ("Qwen/Qwen3-8B", {"policy__generation__val_temperature": 0.5}, "val_temperature"),
         ("Qwen/Qwen3-8B", {"grpo__batch_multiplier": 2}, "grpo.batch_multiplier"),

@@ -114,9 +114,8 @@ def test_attention_equals_only_the_kernel_that_vllm_takes(config, monkeypatch, k
         bf16(tokens, 2, HEAD_DIM, seed=12),
         bf16(tokens, 2, HEAD_DIM, seed=13),
     )
-    attention = make_attention_class(AlignedAttention, Rope(torch.zeros(HEAD_DIM // 2)), None)(
-        config, 1
-    )  # which turns nothing
+    rope = Rope(torch.zeros(HEAD_DIM // 2))  # rotates nothing
+    attention = make_attention_class(AlignedAttention, rope, None)(config, 1)
     expected = of_vllms_kernel(kernel, q, k, v).view(tokens, -1)
     for rounded in (rounds, not rounds):
         monkeypatch.setattr(aligned_layers, "rounds_probabilities", lambda *_, rounded=rounded: rounded)
