@@ -254,7 +254,7 @@ def permute_by_torch() -> None:
     from nemo_fp8rl.policy.layers import te_linears
     from tests.transformer_engine.fake_permutation import FAKES
 
-    te_linears.TAKES_COUNTS_OF_HOST = Version("0")  # as the fake does, whatever the version
+    te_linears.HOST_COUNTS_VERSION = Version("0")  # as the fake does, whatever the version
     for name, fake in FAKES.items():
         setattr(moe_utils, name, fake)
 
@@ -299,7 +299,7 @@ def fake_hopper() -> Iterator[None]:
 
     with ExitStack() as stack:
         # the fake permutation takes a count on the host, whatever the version
-        stack.enter_context(mock.patch.object(te_linears, "TAKES_COUNTS_OF_HOST", Version("0")))
+        stack.enter_context(mock.patch.object(te_linears, "HOST_COUNTS_VERSION", Version("0")))
         # `megatron_on_cpu`, which goes round the rest, replaces these two
         tracker = tensor_parallel.random.get_cuda_rng_tracker
         stack.enter_context(mock.patch.object(tensor_parallel, "get_cuda_rng_tracker", tracker))
