@@ -1,6 +1,9 @@
-"""Parameters of models as vLLM builds them from `choose_workers`'s keys: its own FP8 config decides, on no memory.
+"""Print the parameters of models as vLLM builds them from the keys of `choose_workers`, without allocating memory.
 
-Which kernels there are for FP8 depends on the machine; what our method holds has the same names and dtypes.
+vLLM's own FP8 config decides which layers are FP8. Its kernels depend on the machine, so emulated methods with
+parameters of the same names and dtypes take their place.
+
+Usage: python -m tests.nemo_rl.built_models FOLDER MODEL...
 """
 
 import json
@@ -23,8 +26,8 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_experts import EmulatedFp8MoEMethod
 from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_linear import EmulatedFp8LinearMethod
 from nemo_fp8rl.nemo_rl.stock.worker_choice import choose_workers
+from tests.nemo_rl.stock.fake_trainer import policy
 from tests.nemo_rl.stock.test_layer_agreement import LAYERS, MODELS, WORDS
-from tests.nemo_rl.stock.test_stock import policy
 
 COMMON: dict[str, Any] = {
     "vocab_size": 64,
@@ -44,13 +47,13 @@ COMMON: dict[str, Any] = {
 
 
 def use_emulated_fp8() -> None:
-    """In place of vLLM's own methods, behind its own choice of what is FP8."""
+    """Replace vLLM's FP8 methods by emulated ones; vLLM still chooses the layers."""
     fp8.Fp8LinearMethod = lambda config: EmulatedFp8LinearMethod("pow2")
     fp8.Fp8MoEMethod = lambda config, layer: EmulatedFp8MoEMethod(layer.moe_config, "pow2")
 
 
 def build(name: str, folder: Path) -> dict[str, Any]:
-    """Its parameters (name -> dtype) and packed_modules_mapping."""
+    """Return the model's parameters (name -> dtype) and packed_modules_mapping."""
     family, architecture, sizes = MODELS[name]
     AutoConfig.for_model(family, **COMMON | sizes, architectures=[architecture]).save_pretrained(folder / name)
     cfg = policy(quantization_ignored_layer_kws=WORDS)
@@ -65,7 +68,7 @@ def build(name: str, folder: Path) -> dict[str, Any]:
         ensure_model_parallel_initialized(1, 1)
         with torch.device("meta"):
             model = initialize_model(vllm_config=config)
-        destroy_model_parallel()  # a mixture's has a group more
+        destroy_model_parallel()  # a mixture has one more group, so groups are made anew for each model
     parameters = {name: str(parameter.dtype) for name, parameter in model.named_parameters()}
     return {"parameters": parameters, "fused": config.quant_config.packed_modules_mapping}
 

@@ -1,4 +1,4 @@
-"""A small stand-in for a checkout of NeMo RL, and the real one where NEMO_RL_SRC names it."""
+"""Fixtures: a small stand-in for a checkout of NeMo RL, and the real checkout if NEMO_RL_SRC names one."""
 
 import os
 import signal
@@ -90,7 +90,7 @@ class SFTConfig(BaseModel):
     of_sft: int
 """,
 }
-"""Of another algorithm, in a checkout of which GRPO's recipes and classes know nothing."""
+"""Files of another algorithm in the checkout, which make no key known to GRPO."""
 OF_MAIN = """
 class VllmInternalWorkerExtension:
     def _load_weights(self, weights):
@@ -99,12 +99,12 @@ class VllmInternalWorkerExtension:
     def _weight_update_lifecycle(self, transport):
         pass
 """
-"""What v0.7.0's class for vLLM's workers lacks."""
+"""Methods of main's class for vLLM's workers, which v0.7.0 lacks."""
 
 
 @pytest.fixture(autouse=True)
-def ended_with_its_test() -> Iterator[None]:
-    """A run of a test that failed would go on beside those after it."""
+def kill_unfinished_runs() -> Iterator[None]:
+    """Kill the runs that a failed test left behind."""
     yield
     while runs.STARTED:
         if (run := runs.STARTED.pop()).poll() is None:
@@ -114,7 +114,7 @@ def ended_with_its_test() -> Iterator[None]:
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch) -> Path:
-    """A folder that looks like NeMo RL 0.7.0, named by NEMO_RL_SRC."""
+    """A stand-in for NeMo RL 0.7.0, named by NEMO_RL_SRC."""
     root = tmp_path / "RL"
     write(root / "nemo_rl/package_info.py", "MAJOR = 0\nMINOR = 7\nPATCH = 0\n")
     write(root / "nemo_rl/algorithms/grpo.py", CLASSES)
@@ -127,7 +127,7 @@ def checkout(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def main_checkout(checkout) -> Path:
-    """The same, of its main, which calls itself 0.6.0."""
+    """A stand-in for NeMo RL's main, which calls itself 0.6.0."""
     write(checkout / "nemo_rl/package_info.py", "MAJOR = 0\nMINOR = 6\nPATCH = 0\n")
     write(checkout / "nemo_rl/models/generation/vllm/vllm_backend.py", OF_MAIN)
     return checkout
@@ -139,13 +139,13 @@ def real_checkout(monkeypatch) -> Path:
         pytest.skip(
             "NEMO_RL_SRC names no checkout: git clone https://github.com/NVIDIA-NeMo/RL, and set it to that folder"
         )
-    monkeypatch.setenv("HF_HOME", "/nowhere")  # which some of its recipes read
+    monkeypatch.setenv("HF_HOME", "/nowhere")  # some of NeMo RL's recipes read it
     return Path(os.environ["NEMO_RL_SRC"])
 
 
 @pytest.fixture(scope="session")
 def warm(warm_overrides: tuple[str, ...], tiny: Path) -> Path:
-    """The tiny folder, with warm/ in it: a model that is right now and then."""
+    """The tiny folder with warm/, a model whose answers are sometimes right."""
     return tiny
 
 

@@ -1,4 +1,4 @@
-"""Runs of NeMo RL's own loop by our command, on the tiny model, each in a process of its own; what its logger wrote."""
+"""Start runs of NeMo RL's own loop by `nemo-fp8rl nemo`, on the tiny model, each in its own process, and read logs."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ needs_checkout = pytest.mark.skipif(
     "folder, make test-nemo-rl",
 )
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""The prompt's text and nothing else, as our own loop has it for a tokenizer without a template."""
+"""A template of the prompt's text alone, as `nemo-fp8rl train` uses for a tokenizer without a template."""
 RECIPE = RECIPES / "nemo_rl/llama3.1-8b-instruct-fp8-e2e.yaml"
 STEPS = 4
 SIZES = (
@@ -57,7 +57,7 @@ NO_TRUNCATION = (
     "loss_fn.truncated_importance_sampling_type=null",
     "loss_fn.truncated_importance_sampling_ratio=null",
 )
-"""So that a recipe's own correction may be another's."""
+"""Removes the recipe's correction, so that a test can set another."""
 ASYNC = (
     "grpo.async_grpo.enabled=true",
     "policy.generation.vllm_cfg.async_engine=true",
@@ -68,7 +68,7 @@ ASYNC = (
 
 
 def overrides(tiny: Path, logs: Path, env: str = "exact_match") -> list[str]:
-    """What makes of a recipe for 16 GPUs one for this test."""
+    """Return the overrides that shrink a recipe for 16 GPUs to the tiny model."""
     data = {
         "train": f"{{data_path:{tiny}/data.jsonl,split_validation_size:0.05,seed:42}}",
         "default": "{dataset_name:ResponseDataset,input_key:prompt,output_key:answer,prompt_file:null,"
@@ -88,11 +88,11 @@ def overrides(tiny: Path, logs: Path, env: str = "exact_match") -> list[str]:
 
 
 STARTED: "list[subprocess.Popen[bytes]]" = []
-"""By the test at hand; `conftest` ends what is left of them."""
+"""Processes that the current test started; `conftest` kills those that still run."""
 
 
 def start(arguments: list[str], log: Path) -> "subprocess.Popen[bytes]":
-    """`nemo-fp8rl nemo`, its output in a file, in a process group of its own."""
+    """Start `nemo-fp8rl nemo` in its own process group, with its output in the file `log`."""
     command = [sys.executable, "-m", "nemo_fp8rl.cli", "nemo", "--config", *arguments]
     with log.open("wb") as out:
         run = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, env=environment(log.parent))
@@ -101,12 +101,12 @@ def start(arguments: list[str], log: Path) -> "subprocess.Popen[bytes]":
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Data sets are cached in the test's own folder."""
+    """Return environment variables with which data sets are cached in `folder`."""
     return {**os.environ, "HF_HOME": str(folder / "hf")}
 
 
 def run(logs: Path, *arguments: str, recipe: Path = RECIPE) -> dict[str, list[float]]:
-    """Run to the end; values by step of every metric that NeMo RL's logger wrote of it."""
+    """Run to the end, and return the values of every logged metric, in order of steps."""
     log = logs.parent / "output.txt"
     code = start([str(recipe), *arguments], log).wait(timeout=400)
     assert code == 0, "\n".join(log.read_text(errors="replace").splitlines()[-30:])
@@ -114,7 +114,7 @@ def run(logs: Path, *arguments: str, recipe: Path = RECIPE) -> dict[str, list[fl
 
 
 def logged(logs: Path) -> dict[str, list[float]]:
-    """By metric, the values in order of steps, of the latest attempt in this folder: NeMo RL counts them exp_001..."""
+    """Return the values of every metric in order of steps, of the latest attempt (exp_001, ...) in this folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     latest = max(logs.glob("exp_*"))

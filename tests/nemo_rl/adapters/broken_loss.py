@@ -1,4 +1,4 @@
-"""Our loss with its upper clip removed: what NeMo RL's tests must not let pass."""
+"""A loss without its upper clip, which NeMo RL's tests of the loss must reject."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,6 +1,6 @@
-"""pytest plugin: NeMo RL's own tests of its loss, run on the class that LOSS_UNDER_TEST names (module:class).
+"""pytest plugin that runs NeMo RL's own tests of its loss on the class named by LOSS_UNDER_TEST (module:class).
 
-They ask for a GPU; here `cuda` means the CPU. The class takes the place of ClippedPGLossFn before they are collected.
+The tests need a GPU; here `cuda` means the CPU. The class replaces ClippedPGLossFn before the tests are collected.
 """
 
 import importlib

@@ -1,11 +1,13 @@
-"""Values of overrides, as Hydra reads them: its own parser says the same of each, where it is installed."""
+"""Overrides on the command line and their values, compared with Hydra's own parser where it is installed."""
 
 from contextlib import suppress
 
 import pytest
 
+from nemo_fp8rl.nemo_rl.recipe.keys import at
 from nemo_fp8rl.nemo_rl.recipe.overrides import read_value
 from tests.nemo_rl import runs
+from tests.nemo_rl.recipe.conftest import CHILD
 
 VALUES = {
     "": "",
@@ -82,3 +84,47 @@ def test_hydras_own_parser_says_the_same():
     for text in REFUSED:
         with suppress(HydraException):
             assert parser.parse_override(f"key={text}").is_sweep_override(), text
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("grpo.seed=7", "grpo.seed", 7),
+        ("policy.megatron_cfg.env_vars=null", "policy.megatron_cfg.env_vars", None),
+        (r"+policy.hf_config_overrides.rope=x\=y", "policy.hf_config_overrides.rope", "x=y"),
+        ("+policy.hf_config_overrides.rope={type:yarn,factor: 4.0}", "policy.hf_config_overrides.rope.type", "yarn"),
+        ("+policy.hf_config_overrides.rope={a:'b,c:d'}", "policy.hf_config_overrides.rope.a", "b,c:d"),
+        ("+policy.hf_config_overrides.x=[1,2]", "policy.hf_config_overrides.x", [1, 2]),
+        ("++grpo.seed=1e-6", "grpo.seed", 1e-6),
+        ("+grpo.val_at_end=true", "grpo.val_at_end", True),
+        ("grpo.seed=${grpo.num_prompts_per_step}", "grpo.seed", 32),
+        ("+env.my-env.x=1", "env.my-env.x", 1),
+        ("++checkpointing.checkpoint_dir=10:00:00:00", "checkpointing.checkpoint_dir", "10:00:00:00"),
+    ],
+)
+def test_overrides_in_hydras_grammar(recipe, override, key, value):
+    assert at(recipe(CHILD, override).values, key, "nothing") == value
+
+
+def test_a_key_is_removed(recipe):
+    assert "seed" not in recipe(CHILD, "~grpo.seed").values["grpo"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("grpo.val_at_end=true", "grpo.val_at_end is not in the recipe; add it with +grpo.val_at_end=true"),
+        ("+grpo.seed=3", "grpo.seed is already in the recipe; change it with grpo.seed=3"),
+        ("~grpo.val_at_end", "grpo.val_at_end is not in the recipe"),
+        ("grpo.seed", "is not of the form key=value"),
+        ("=3", "is not of the form key=value"),
+        ("grpo.seed=1,2", "sweep"),
+        ("grpo.seed=[1", "cannot be read: a comma or ] is missing at character 3; quote the value"),
+        ("grpo.seed=x=y", "cannot be read: '=' is not expected at character 2"),
+        ("grpo.seed=int(3)", "functions and casts"),
+        ("grpo.seed=" + "[" * 5000, "too many brackets"),
+        ("grpo.seed=${grpo.nowhere}", "nowhere"),
+    ],
+)
+def test_an_override_that_hydra_would_not_take(refusal, override, message):
+    assert message in refusal(CHILD, override)

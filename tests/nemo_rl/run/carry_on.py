@@ -1,4 +1,7 @@
-"""A run with an environment of the user's own: it asks on, twice, whatever was answered."""
+"""A run with a user-defined environment that answers every completion twice, so that each sample has three turns.
+
+Usage: python carry_on.py RECIPE [overrides]
+"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""`nemo-fp8rl nemo` whose refits fail from one of them on: python failing_refit.py NUMBER RECIPE [overrides]."""
+"""Run `nemo-fp8rl nemo` with refits that fail from the refit NUMBER on, counted from 1.
+
+Usage: python failing_refit.py NUMBER RECIPE [overrides]
+"""
 
 import sys
 from pathlib import Path
@@ -9,13 +12,13 @@ from nemo_fp8rl.refit.bridge import RefitBridge
 
 if __name__ == "__main__":
     number, recipe, *overrides = sys.argv[1:]
-    refit, left = RefitBridge.refit, [int(number)]
+    refit, countdown = RefitBridge.refit, [int(number)]
 
-    def failing(bridge: RefitBridge) -> Any:
-        left[0] -= 1
-        if left[0] <= 0:
+    def fail_later(bridge: RefitBridge) -> Any:
+        countdown[0] -= 1
+        if countdown[0] <= 0:
             raise RuntimeError("this refit fails")
         return refit(bridge)
 
-    RefitBridge.refit = failing  # type: ignore[method-assign]
+    RefitBridge.refit = fail_later  # type: ignore[method-assign]
     run(Path(recipe), overrides)

@@ -1,4 +1,7 @@
-"""A runner of the user's own, as docs/nemo_rl.md has it: NeMo RL's pieces, a Ray cluster that is there, our parts."""
+"""A user's own script, as in docs/nemo_rl.md: NeMo RL's components and this package's workers on a Ray cluster.
+
+Usage: python loop_runner.py RECIPE [overrides]
+"""
 
 import sys
 from pathlib import Path
@@ -32,7 +35,7 @@ def main(recipe: Path, overrides: list[str]) -> None:
     master.logger["log_dir"] = get_next_experiment_dir(master.logger["log_dir"])
     keys = master.model_dump()["grpo"]
     set_seed(keys["seed"])
-    # the hook is for the versions that these tests have; NeMo RL's own environment does without
+    # The hook is needed by the versions in these tests; NeMo RL's own environment does not need it.
     ray.init("local", num_cpus=8, include_dashboard=False, runtime_env={"worker_process_setup_hook": PREPARE_PROCESS})
     environment.register(ours=True)
     data, _, envs, val_envs = setup_response_data(tokenizer, master.data, master.env)

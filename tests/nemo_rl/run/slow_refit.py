@@ -1,4 +1,7 @@
-"""`nemo-fp8rl nemo` whose first refit begins late: python slow_refit.py SECONDS RECIPE [overrides]."""
+"""Run `nemo-fp8rl nemo` with a first refit that starts SECONDS late.
+
+Usage: python slow_refit.py SECONDS RECIPE [overrides]
+"""
 
 import sys
 import time
@@ -10,11 +13,11 @@ from nemo_fp8rl.refit.bridge import RefitBridge
 
 if __name__ == "__main__":
     seconds, recipe, *overrides = sys.argv[1:]
-    refit, left = RefitBridge.refit, [float(seconds)]
+    refit, delays = RefitBridge.refit, [float(seconds)]
 
-    def slow(bridge: RefitBridge) -> Any:
-        time.sleep(left.pop() if left else 0)
+    def refit_slowly(bridge: RefitBridge) -> Any:
+        time.sleep(delays.pop() if delays else 0)
         return refit(bridge)
 
-    RefitBridge.refit = slow  # type: ignore[method-assign]
+    RefitBridge.refit = refit_slowly  # type: ignore[method-assign]
     run(Path(recipe), overrides)

@@ -1,4 +1,7 @@
-"""What an engine answers: fresh from an exported model, and fed by the trainer's stream through NeMo RL's extension."""
+"""Print an engine's answers: built from an exported model, and fed by the trainer's stream through NeMo RL's extension.
+
+Usage: python -m tests.nemo_rl.stock.stock_engine FOLDER KV_CACHE_DTYPE; FOLDER has model_0, model_1, fp8_0 and fp8_1.
+"""
 
 import gc
 import sys
@@ -22,12 +25,12 @@ from nemo_fp8rl.generation.fp8_method.plugin import QUANTIZATION  # noqa: E402
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader  # noqa: E402
 from nemo_fp8rl.nemo_rl.stock.worker_choice import choose_workers, declare_kv_cache  # noqa: E402
 from tests.nemo_rl.built_models import use_emulated_fp8  # noqa: E402
-from tests.nemo_rl.stock.test_stock import KV_SCALES, StreamingWorker, policy  # noqa: E402
+from tests.nemo_rl.stock.fake_trainer import KV_SCALES, StreamingWorker, policy  # noqa: E402
 
 EXTENSION = "nemo_rl.models.generation.vllm.vllm_backend.VllmInternalWorkerExtension"
 if hasattr(VllmInternalWorkerExtension, "synchronize_device"):  # it is written for vLLM 0.25; the newest has its own
     del VllmInternalWorkerExtension.synchronize_device
-BATCH = 3
+BATCH_SIZE = 3
 PROMPTS = [[3, 9, 12, 5], [7, 7, 12, 4, 4]]
 
 
@@ -51,12 +54,12 @@ def answers(llm: Any) -> str:
 
 
 def feed(worker: Any, stream: dict[str, Any], names: list[str] | None = None) -> None:
-    """As NeMo RL's `update_weights_via_ipc_zmq` does with what comes over its socket: all it announced, or `names`."""
+    """Load the stream as NeMo RL's `update_weights_via_ipc_zmq` does. names: all that was announced, or fewer."""
     worker.prepare_refit_info({name: (tensor.shape, tensor.dtype) for name, tensor in stream.items()})
     with worker._weight_update_lifecycle("ipc") as finalize:
         names = names or list(stream)
-        for start in range(0, len(names), BATCH):
-            batch = [(name, stream[name].clone()) for name in names[start : start + BATCH]]
+        for start in range(0, len(names), BATCH_SIZE):
+            batch = [(name, stream[name].clone()) for name in names[start : start + BATCH_SIZE]]
             worker._load_weights(batch)
             for _, tensor in batch:
                 tensor.view(-1)[:].zero_()  # the sender's memory is used again
@@ -64,7 +67,7 @@ def feed(worker: Any, stream: dict[str, Any], names: list[str] | None = None) ->
 
 
 def streamed(folder: Path, kv_cache_dtype: str) -> None:
-    """vLLM's own FP8 config, as `choose_workers` has it, decides what is FP8; the emulated layers multiply."""
+    """Print the answers of an engine after each refit; vLLM chooses the FP8 layers, emulated ones multiply."""
     cfg = policy(kv_cache_dtype=kv_cache_dtype)
     choose_workers(cfg, 2, "0.6.0")
     kwargs = cfg["generation"]["vllm_kwargs"]
@@ -89,10 +92,10 @@ def streamed(folder: Path, kv_cache_dtype: str) -> None:
         print(f"{refit}\t{answers(llm)}", flush=True)
     without = {name: tensor for name, tensor in stream.items() if not name.endswith("o_proj.weight_scale_inv")}
     half = list(stream)[: len(stream) // 2]
-    refused = {"without": (without,), "half": (stream, half), "after_half": (stream,)}
+    refusals = {"without": (without,), "half": (stream, half), "after_half": (stream,)}
     if cache:
-        refused = {"scaleless": ({n: x for n, x in stream.items() if n != KV_SCALES[-1]},)} | refused
-    for refit, arguments in refused.items():
+        refusals = {"scaleless": ({n: x for n, x in stream.items() if n != KV_SCALES[-1]},)} | refusals
+    for refit, arguments in refusals.items():
         try:
             llm.collective_rpc(feed, args=arguments)
         except RuntimeError as error:
@@ -100,16 +103,17 @@ def streamed(folder: Path, kv_cache_dtype: str) -> None:
 
 
 def fresh(folder: Path, seed: int, kv_cache_dtype: str) -> None:
-    own = {name: torch.tensor(scale) for name, scale in kv_scales(seed).items() if "q_scale" not in name}
+    scales = {name: torch.tensor(scale) for name, scale in kv_scales(seed).items() if "q_scale" not in name}
     if kv_cache_dtype != "auto":
-        save_file(own, folder / f"fp8_{seed}/kv_scales.safetensors")
+        save_file(scales, folder / f"fp8_{seed}/kv_scales.safetensors")
     llm = engine(folder / f"fp8_{seed}", quantization=QUANTIZATION, kv_cache_dtype=kv_cache_dtype)
     print(f"fresh_{seed}\t{answers(llm)}", flush=True)
 
 
 def kv_scales(seed: int) -> dict[str, float]:
-    """No powers of two, as NeMo RL calibrates none; vLLM rounds those of a checkpoint to bfloat16. Queries are not FP8
-    on a CPU.
+    """Return scales that are no powers of two, as NeMo RL's calibration gives them, in bfloat16.
+
+    vLLM rounds a checkpoint's scales to bfloat16. Queries are not FP8 on a CPU.
     """
     return {name: torch.tensor(0.003 * (1 + i + seed)).bfloat16().item() for i, name in enumerate(KV_SCALES)}
 

@@ -27,7 +27,7 @@ from nemo_fp8rl.nemo_rl.compat import prepare  # noqa: E402
 from nemo_fp8rl.nemo_rl.stock.fp8_stream import Fp8Stream  # noqa: E402
 from nemo_fp8rl.nemo_rl.stock.worker_choice import choose_workers, declare_kv_cache  # noqa: E402
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu  # noqa: E402
-from tests.nemo_rl.stock.test_stock import KV_SCALES, policy  # noqa: E402
+from tests.nemo_rl.stock.fake_trainer import KV_SCALES, policy  # noqa: E402
 
 WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
 DATA_LOADERS = ("WorkerConfig", "get_savable_loader", "get_train_dataset")

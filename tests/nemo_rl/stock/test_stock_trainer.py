@@ -15,7 +15,7 @@ from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.nemo_rl.compat import engines_survive_fp8_refit
 from nemo_fp8rl.nemo_rl.recipe.checkout import find_checkout
 from tests.nemo_rl.runs import environment, needs_checkout
-from tests.nemo_rl.stock.test_stock import KV_SCALES
+from tests.nemo_rl.stock.fake_trainer import KV_SCALES
 
 pytestmark = [
     pytest.mark.nemo_rl,
