@@ -32,23 +32,23 @@ ROUNDS = 3
 def measured(transport: str, nbytes: int, count: int, device: torch.device) -> tuple[float, float, float]:
     """(GB/s, CPU seconds a GB in the source, in the sink)."""
     processes = multiprocessing.get_context("spawn")
-    here, there = processes.Pipe()
-    post = Listener(transport, HOST, TOKEN, TIMEOUT, device)  # type: ignore[arg-type]
-    sink = processes.Process(target=_receive, args=(there, post.address, count, device))
+    connection, sink_connection = processes.Pipe()
+    listener = Listener(transport, HOST, TOKEN, TIMEOUT, device)  # type: ignore[arg-type]
+    sink = processes.Process(target=_receive, args=(sink_connection, listener.address, count, device))
     sink.start()
-    end = post.accept(SINK, nbytes)
+    end = listener.accept(SINK, nbytes)
     _send(end, nbytes, 2)  # what a first message sets up
     rounds = []
     for _ in range(ROUNDS):
-        here.recv()
+        connection.recv()
         cpu, start = time.process_time(), time.perf_counter()
         _send(end, nbytes, count)
-        theirs = here.recv()
+        sink_cpu = connection.recv()
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
         gigabytes = nbytes * count / 1e9
-        rounds.append((gigabytes / seconds, cpu / gigabytes, theirs / gigabytes))
+        rounds.append((gigabytes / seconds, cpu / gigabytes, sink_cpu / gigabytes))
     end.close()
-    post.close()
+    listener.close()
     sink.join()
     return max(rounds)
 
@@ -59,14 +59,14 @@ def _send(end: SendingEnd, nbytes: int, count: int) -> None:
         end.send(b"", nbytes)
 
 
-def _receive(there: Connection, address: tuple[str, int], count: int, device: torch.device) -> None:
+def _receive(connection: Connection, address: tuple[str, int], count: int, device: torch.device) -> None:
     end = connect(address, TOKEN, SINK, TIMEOUT, device)
     _take(end, 2)
     for _ in range(ROUNDS):
-        there.send(None)
+        connection.send(None)
         cpu = time.process_time()
         _take(end, count)
-        there.send(time.process_time() - cpu)
+        connection.send(time.process_time() - cpu)
 
 
 def _take(end: ReceivingEnd, count: int) -> None:

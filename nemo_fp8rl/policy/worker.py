@@ -296,7 +296,7 @@ class MegatronWorker:
             kv_scales = self.kv_cache.scales.named_tensors()
         # parameters may be offloaded when an engine is brought up to date while other engines generate
         self.has_borrowed_parameters = "parameters" in self.offload.offloaded_bytes
-        self.refit.start(chain(self.weights().for_refit(), kv_scales), version, engines, whole=whole, **how)
+        self.refit.start(chain(self.weights().for_refit(), kv_scales), version, engines, full_only=whole, **how)
 
     def finish_push(self) -> SendReport:
         try:

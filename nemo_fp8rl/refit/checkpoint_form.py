@@ -1,4 +1,4 @@
-"""What stands for a whole weight in a refit, by the names of a checkpoint: for what writes or measures it."""
+"""The tensors that a refit sends for a whole weight, by the names of a checkpoint."""
 
 import torch
 from torch import Tensor
@@ -11,9 +11,9 @@ from nemo_fp8rl.fp8.format import describe_non_finite
 def to_checkpoint_form(
     name: str, weight: Tensor, fp8_layers: Fp8Layers, scale_format: ScaleFormat
 ) -> dict[str, Tensor]:
-    """What stands for one weight: its bytes and its scales where `fp8_layers` quantize it, else a copy of it.
+    """Return the FP8 data and scales of a weight that `fp8_layers` quantize, or a copy of any other weight, by name.
 
-    Raises NonFiniteError on a weight that holds NaN or infinity.
+    Raises: NonFiniteError if the weight has NaN or infinity
     """
     if fp8_layers.quantizes(name):
         quantized = quantize_blockwise(weight, scale_format=scale_format)

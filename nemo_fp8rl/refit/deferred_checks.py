@@ -1,8 +1,8 @@
-"""What a refit has to know of a piece's values: its digest, and whether they are finite.
+"""Digests and finiteness checks of pieces: at once on a CPU, at the end of a message on a GPU.
 
-On a CPU each number is read as soon as it is asked for, while the piece is in the cache. On a GPU to read one is to
-wait until all that was asked of the GPU is done, and a mixture of experts has tens of thousands of pieces: there the
-numbers of a message stay where they are, and one copy brings them before the message goes on or is given back.
+On a CPU each number is read immediately, while the piece is in the cache. To read a number on a GPU is to wait until
+the GPU has done all its work, and a mixture of experts has tens of thousands of pieces. There the numbers of a message
+stay on the GPU, and one copy brings them to the host before the message is sent on or released.
 """
 
 import math
@@ -18,95 +18,97 @@ from nemo_fp8rl.fp8.format import is_finite
 from nemo_fp8rl.refit.digest import WORD_SUM_PREFIX, format_word_sum, sum_words
 from nemo_fp8rl.refit.message import Content
 
-Refusal = Callable[[], Exception]
-"""Makes the exception to raise. Not the exception itself, which would hold the frames that hold it."""
+ErrorFactory = Callable[[], Exception]
+"""Makes the exception to raise. An exception object would keep alive the stack frames that keep it alive."""
 
 
 @dataclass
 class PendingDigest:
-    """The digest of a piece; empty until it is read, and where none is taken."""
+    """The digest of a piece. text: empty until the digest is read, and where no digest is taken."""
 
     text: str = ""
 
 
 class DeferredChecks:
-    """What must be known of one message at a time. seconds: that digests took, and the wait for a GPU's numbers."""
+    """The checks of one message at a time. seconds: spent on digests and on waiting for a GPU's numbers."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[Tensor, Callable[[Any], None]]] = []
+        self._pending: list[tuple[Tensor, Callable[[Any], None]]] = []
         self.seconds = 0.0
 
     def read(self, number: Tensor, use: Callable[[Any], None]) -> None:
-        """number: int64 or float32 []. use: what to do with it, now or when the message ends; what it raises is raised
-        there. It holds no tensors, which would stay in memory until then.
+        """Call `use` with the number: at once if it is on a CPU, in `finish` if it is on a GPU.
+
+        number: int64 or float32 []
+        use:    what it raises is raised by that call; it must not refer to tensors, which would stay in memory
         """
         if on_gpu(number):
-            self.asked.append((number, use))
+            self._pending.append((number, use))
         else:
             use(number.item())
 
-    def check_finite(self, tensor: Tensor, refusal: Refusal) -> None:
-        """Raise `refusal()` where a value is NaN or infinite."""
+    def check_finite(self, tensor: Tensor, make_error: ErrorFactory) -> None:
+        """Raise `make_error()` if a value is NaN or infinite."""
         if not on_gpu(tensor):
             if not is_finite(tensor):
-                raise refusal()
+                raise make_error()
             return
 
-        def check(end: float) -> None:
-            if not math.isfinite(end):
-                raise refusal()
+        def check(extreme: float) -> None:
+            if not math.isfinite(extreme):
+                raise make_error()
 
-        for end in tensor.aminmax() if tensor.numel() else ():
-            self.read(end.float(), check)
+        for extreme in tensor.aminmax() if tensor.numel() else ():
+            self.read(extreme.float(), check)
 
     def take_digest(self, content: Content) -> PendingDigest:
-        """The content's digest, of the kind for where it is."""
+        """Return the content's digest, of the kind for its device."""
         if not any(map(on_gpu, content.tensors)):
             return PendingDigest(content.digest)
-        mark = PendingDigest()
+        digest = PendingDigest()
 
         def set_text(total: int) -> None:
-            mark.text = format_word_sum(total)
+            digest.text = format_word_sum(total)
 
         self.read(sum_words(*content.tensors), set_text)
-        return mark
+        return digest
 
-    def check_digest(self, content: Content, digest: str, refusal: Refusal) -> None:
-        """Raise `refusal()` where the digest, of either kind, is not that of the content."""
+    def check_digest(self, content: Content, digest: str, make_error: ErrorFactory) -> None:
+        """Raise `make_error()` if the digest, of either kind, is not that of the content."""
 
         def check(total: int) -> None:
             if format_word_sum(total) != digest:
-                raise refusal()
+                raise make_error()
 
         start = time.perf_counter()
         if digest.startswith(WORD_SUM_PREFIX):
             self.read(sum_words(*content.tensors), check)
         elif not content.matches(digest):
-            raise refusal()
+            raise make_error()
         self.seconds += time.perf_counter() - start
 
     def finish(self) -> None:
-        """The message ends: use what a GPU still has, in the order in which it was asked for."""
-        if not self.asked:
+        """Read the numbers that are still on a GPU, at the end of a message, and use them in the order of `read`."""
+        if not self._pending:
             return
-        asked, self.asked = self.asked, []
+        pending, self._pending = self._pending, []
         start = time.perf_counter()
-        values = _read([number for number, _ in asked])
+        values = _read_numbers([number for number, _ in pending])
         self.seconds += time.perf_counter() - start
-        for value, (_, use) in zip(values, asked, strict=True):
+        for value, (_, use) in zip(values, pending, strict=True):
             use(value)
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Whether to read a number of it waits."""
+    """Return True if reading a number of the tensor waits for a GPU."""
     return tensor.is_cuda
 
 
-def _read(numbers: list[Tensor]) -> list[Any]:
-    """Read the numbers of one device, by one copy."""
+def _read_numbers(numbers: list[Tensor]) -> list[Any]:
+    """Read the numbers of one device by one copy."""
     kinds = {dtype: [number for number in numbers if number.dtype is dtype] for dtype in (torch.int64, torch.float32)}
-    read = torch.cat([torch.stack(kind).view(torch.uint8) for kind in kinds.values() if kind]).cpu()
-    end = 8 * len(kinds[torch.int64])  # the longer ones first, so that either lies for its type
-    values = {torch.int64: iter(read[:end].view(torch.int64).tolist())}
-    values[torch.float32] = iter(read[end:].view(torch.float32).tolist())
+    data = torch.cat([torch.stack(kind).view(torch.uint8) for kind in kinds.values() if kind]).cpu()
+    end = 8 * len(kinds[torch.int64])  # the int64 come first, so that both kinds are aligned
+    values = {torch.int64: iter(data[:end].view(torch.int64).tolist())}
+    values[torch.float32] = iter(data[end:].view(torch.float32).tolist())
     return [next(values[number.dtype]) for number in numbers]

@@ -1,13 +1,14 @@
-"""Digests of what memory holds, wherever it is: 64 bits that tell damage, not malice.
+"""Digests of tensors on any device: 64 bits that detect damage, but not malice.
 
-On the host xxh3. On a GPU, which has no use for a hash that reads in order, a sum modulo 2**64 over the words w of
-eight little-endian bytes, the last filled up with zeros, i counted from 0 in each tensor, tensor number t:
+There are two kinds. On the host it is xxh3. A GPU has no use for a hash that reads in order: there it is a sum modulo
+2**64 over words w of eight little-endian bytes. The last word is filled up with zeros; word i, counted from 0 in each
+tensor, of tensor number t contributes
 
     mix(w xor (i + t * 2**40) * K)    mix(x): x *= A; x ^= x >> 32; x *= B; x ^= x >> 29
 
-`mix` is one to one, so a single word that differs always shows; the place of a word is part of what is mixed, so words
-that change places do, too. Whoever makes a digest takes the kind of where its bytes are, and whoever checks one takes
-the kind of the digest.
+`mix` is one to one, so a single word that differs always changes the sum. The position of a word is part of the input
+of `mix`, so words that change places change the sum, too. The maker of a digest takes the kind that belongs to the
+device of the bytes; the checker takes the kind of the digest.
 """
 
 import ctypes
@@ -17,37 +18,36 @@ import xxhash
 from torch import Tensor
 
 _signature = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-_memory = _signature(("PyMemoryView_FromMemory", ctypes.pythonapi))
-"""(address, bytes, READ) -> memoryview. Not numpy, which would forbid a sleeping engine to free the memory."""
-READ = 0x100
-"""PyBUF_READ."""
+_memory_view = _signature(("PyMemoryView_FromMemory", ctypes.pythonapi))
+"""(address, bytes, PYBUF_READ) -> memoryview. numpy's view would forbid a sleeping engine to free the memory."""
+PYBUF_READ = 0x100
 WORD_SUM_PREFIX = "words:"
-"""What digests of the second kind begin with."""
+"""The beginning of every digest of the second kind."""
 K, A, B = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F
-"""K: 2**64 over the golden ratio. All odd."""
+"""K is 2**64 over the golden ratio. All three are odd."""
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """uint8 [nbytes]; a view of a contiguous tensor."""
+    """Return uint8 [nbytes]; a view where the tensor is contiguous."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def digest_of(*tensors: Tensor) -> str:
-    """The digest of the tensors' bytes, one tensor after the other; of the kind for where these are."""
+    """Return the digest of the tensors' bytes, one tensor after the other, of the kind for their device."""
     return word_sum_digest(*tensors) if any(tensor.is_cuda for tensor in tensors) else xxh3_digest(*tensors)
 
 
 def has_digest(digest: str, *tensors: Tensor) -> bool:
-    """Whether these tensors, anywhere, hold what the digest is of."""
+    """Return True if this digest, of either kind, is that of the tensors; they may be on any device."""
     return digest == (word_sum_digest(*tensors) if digest.startswith(WORD_SUM_PREFIX) else xxh3_digest(*tensors))
 
 
 def xxh3_digest(*tensors: Tensor) -> str:
     state = xxhash.xxh3_64()
     for tensor in tensors:
-        held = tensor.contiguous().cpu()
-        if nbytes := held.nbytes:
-            state.update(_memory(held.data_ptr(), nbytes, READ))
+        on_host = tensor.contiguous().cpu()
+        if nbytes := on_host.nbytes:
+            state.update(_memory_view(on_host.data_ptr(), nbytes, PYBUF_READ))
     return state.hexdigest()
 
 
@@ -56,35 +56,35 @@ def word_sum_digest(*tensors: Tensor) -> str:
 
 
 def sum_words(*tensors: Tensor) -> Tensor:
-    """int64 [], computed where the tensors are, for `format_word_sum`; takes a few times their memory meanwhile."""
-    return torch.stack([_mixed(tensor, number << 40) for number, tensor in enumerate(tensors)]).sum()
+    """Return the sum for `format_word_sum`, int64 [], on the tensors' device; uses a few times their memory."""
+    return torch.stack([_sum_mixed_words(tensor, number << 40) for number, tensor in enumerate(tensors)]).sum()
 
 
 def format_word_sum(total: int) -> str:
-    """The digest of the second kind, of a sum with whatever sign."""
+    """Return the digest of the second kind for a sum of either sign."""
     return f"{WORD_SUM_PREFIX}{total % 2**64:016x}"
 
 
-def _mixed(tensor: Tensor, first: int) -> Tensor:
-    """int64 []: the sum over a tensor whose first word has the number `first`."""
-    taken = _words(tensor)
-    mixed = torch.arange(first, first + len(taken), device=taken.device).mul_(_signed(K)).bitwise_xor_(taken)
+def _sum_mixed_words(tensor: Tensor, first: int) -> Tensor:
+    """Return the sum, int64 [], over a tensor whose first word has the number `first`."""
+    words = _as_words(tensor)
+    mixed = torch.arange(first, first + len(words), device=words.device).mul_(_to_int64(K)).bitwise_xor_(words)
     for factor, shift in ((A, 32), (B, 29)):
-        mixed.mul_(_signed(factor))
+        mixed.mul_(_to_int64(factor))
         mixed.bitwise_xor_((mixed >> shift).bitwise_and_((1 << 64 - shift) - 1))  # >> repeats the sign
     return mixed.sum()
 
 
-def _words(tensor: Tensor) -> Tensor:
-    """int64 [words]: a view where the bytes lie for it."""
-    taken = bytes_of(tensor)
-    if len(taken) % 8 or taken.storage_offset() % 8:
-        filled = taken.new_zeros(-(-len(taken) // 8) * 8)
-        filled[: len(taken)] = taken
-        taken = filled
-    return taken.view(torch.int64)
+def _as_words(tensor: Tensor) -> Tensor:
+    """Return int64 [words]; a view where the alignment of the bytes allows it."""
+    data = bytes_of(tensor)
+    if len(data) % 8 or data.storage_offset() % 8:
+        padded = data.new_zeros(-(-len(data) // 8) * 8)
+        padded[: len(data)] = data
+        data = padded
+    return data.view(torch.int64)
 
 
-def _signed(number: int) -> int:
-    """The int64 of the same bits."""
+def _to_int64(number: int) -> int:
+    """Return the int64 with the bits of this uint64."""
     return number - (1 << 64) if number >> 63 else number

@@ -1,8 +1,9 @@
-"""What a complete refit is: who holds which part of which tensor, and which pieces travel from whom to whom.
+"""The content of a complete refit: which rank has which part of which tensor, and which pieces travel where.
 
-Sources (trainer ranks) and sinks (engine ranks) say what they hold as `TensorPart`s; `Sources.routes` cuts that into
-pieces, so that each sink receives what it stores and nothing else, once, and refuses, by name, what does not fit
-together. Both sides then speak of a piece by its place in the route's list.
+Sources (trainer ranks) and sinks (engine ranks) describe their parts as `TensorPart`s. `Sources.routes` cuts these
+parts into pieces, so that each sink receives every value that it stores exactly once, and nothing else. It raises
+RefitError, with the tensor's name, where the two sides do not fit together. Both sides then name a piece by its index
+in the route.
 """
 
 import json
@@ -19,19 +20,22 @@ from nemo_fp8rl.fp8 import BLOCK, scale_shape
 
 FP8 = "float8_e4m3fn"
 COPIES = 4
-"""Copies of a part from which one engine takes its share of the tensors, at most: each is more links."""
+"""The largest number of copies of a part among which one engine spreads its tensors; each copy costs more links."""
 
 
 class RefitError(RuntimeError):
-    """A refit that must not be applied: the message names the tensors."""
+    """A refit that must not be applied. The message names the tensors."""
 
 
 @dataclass(frozen=True)
 class TensorPart:
-    """What a rank holds, or what travels, of one tensor: `region` of the `shape` that it has as a whole.
+    """One tensor's part that a rank has, or that travels.
 
-    dtype is torch's name without the prefix. A part in float8_e4m3fn has its scales with it, float32, one for each
-    128x128 block that its region holds.
+    name:   the HF name of the tensor
+    dtype:  torch's name without the prefix; a float8_e4m3fn part includes its scales, float32, one per 128x128 block
+            of the region
+    shape:  the shape of the whole tensor
+    region: (start, end) in each dimension of the whole tensor
     """
 
     name: str
@@ -41,7 +45,7 @@ class TensorPart:
 
     @classmethod
     def of(cls, name: str, dtype: torch.dtype, shape: Sequence[int], region: Region | None = None) -> "TensorPart":
-        """region: None for all of it."""
+        """Make a part; the default region is the whole tensor."""
         return cls(name, str(dtype).removeprefix("torch."), tuple(shape), whole(shape) if region is None else region)
 
     @property
@@ -75,12 +79,12 @@ class TensorPart:
         return TensorPart(self.name, self.dtype, self.shape, region)
 
     def local(self, region: Region) -> tuple[slice, ...]:
-        """How to take the region out of a tensor that holds this part."""
+        """Return the index of the region within a tensor that has the size of this part."""
         return index(region, self.region)
 
 
 def blocks_of(region: Region) -> Region:
-    """The region of the scales that belong to this region of an FP8 matrix."""
+    """Return the region of the scales that belong to this region of an FP8 matrix."""
     return tuple((a // size, -(-b // size)) for (a, b), size in zip(region, BLOCK, strict=True))
 
 
@@ -96,33 +100,35 @@ def from_json(text: str) -> tuple[TensorPart, ...]:
 
 
 Route = tuple[TensorPart, ...]
-"""The pieces that go from one source to one sink."""
+"""The pieces that one source sends to one sink, in order."""
 
 
 class Sources:
-    """What the trainer's ranks hold: copies of the same part are each other's substitutes.
+    """The parts of all trainer ranks. Ranks with the same part can replace each other.
 
-    domains: of each rank; what goes from a rank to another one of its domain stays within the machine. Raises
-    RefitError where ranks do not agree on a tensor, their parts of one overlap, or one in FP8 is not of whole blocks.
+    holdings: the parts of each rank
+    domains:  the domain of each rank, such as its machine: traffic between ranks of one domain stays in the machine
+    Raises:   RefitError if ranks disagree about a tensor, if their parts of a tensor overlap, or if an FP8 part does
+              not consist of whole blocks
     """
 
     def __init__(self, holdings: Sequence[Sequence[TensorPart]], domains: Sequence[str] | None = None) -> None:
         self.holdings, self.domains = holdings, domains or [""] * len(holdings)
-        self._order = [{part.name: place for place, part in enumerate(parts)} for parts in holdings]
-        self._held: dict[str, dict[TensorPart, list[int]]] = {}
+        self._order = [{part.name: position for position, part in enumerate(parts)} for parts in holdings]
+        self._holders: dict[str, dict[TensorPart, list[int]]] = {}
         for source, parts in enumerate(holdings):
             if len(self._order[source]) < len(parts):
                 raise RefitError(f"trainer rank {source} holds a tensor twice")
             for part in parts:
-                self._held.setdefault(part.name, {}).setdefault(part, []).append(source)
-        for name, parts_held in self._held.items():
-            for part in parts_held:
+                self._holders.setdefault(part.name, {}).setdefault(part, []).append(source)
+        for name, holders in self._holders.items():
+            for part in holders:
                 _check_blocks("trainer", part)
-            if len({(part.dtype, part.shape) for part in parts_held}) > 1:
+            if len({(part.dtype, part.shape) for part in holders}) > 1:
                 raise RefitError(f"the trainer's ranks do not agree on the shape and the dtype of {name}")
-            if any(overlap(a.region, b.region) is not None for a, b in combinations(parts_held, 2)):
+            if any(overlap(a.region, b.region) is not None for a, b in combinations(holders, 2)):
                 raise RefitError(f"two trainer ranks hold parts of {name} that overlap")
-        self.names = frozenset(self._held)
+        self.names = frozenset(self._holders)
 
     def routes(
         self,
@@ -132,84 +138,84 @@ class Sources:
         engine: int = 0,
         domains: Sequence[Sequence[str]] | None = None,
     ) -> list[list[Route]]:
-        """[source][sink] -> the pieces, in the source's order, none larger than `piece_bytes` unless a band of rows is.
+        """Return the pieces from each source to each sink of one engine, as [source][sink], in the source's order.
 
-        sinks: what each rank of this engine stores. domains: of each engine, of each of its ranks. Of ranks with the
-        same part those of the sink's domain send it; the engines that could have it of the same ones share them out.
+        Among ranks with the same part, one in the sink's domain sends it. Engines that could use the same ranks share
+        them out.
 
-        Raises RefitError unless the sources hold all that the sinks store, alike in shape and dtype, in whole blocks
-        where it is FP8; and nothing that no sink stores.
+        sinks:       the parts that each rank of this engine stores
+        piece_bytes: upper bound of a piece; only a piece of one band of rows may be larger
+        engine:      the number of this engine
+        domains:     the domain of each rank of each engine
+        Raises:      RefitError unless the sources have all that the sinks store, with the same shapes and dtypes and,
+                     in FP8, in whole blocks, and nothing that no sink stores
         """
         _check_names({part.name for parts in sinks for part in parts}, set(self.names))
-        wanted: dict[tuple[int, int], dict[str, list[TensorPart]]] = {}
+        pieces: dict[tuple[int, int], dict[str, list[TensorPart]]] = {}
         domains = domains or [[""] * len(sinks)]
-        choice = _Choice(self.domains, engine, domains)
+        choice = _SourceChoice(self.domains, engine, domains)
         for sink, parts in enumerate(sinks):
             for part in parts:
                 _check_blocks("engine", part)
                 missing = math.prod(part.size)
-                for held, holders in self._held[part.name].items():
-                    if (held.dtype, held.shape) != (part.dtype, part.shape):
-                        raise RefitError(
-                            f"{part.name} is {held.dtype} {list(held.shape)} in the trainer and {part.dtype} "
-                            f"{list(part.shape)} in the engine"
-                        )
-                    common = overlap(held.region, part.region)
+                for source_part, holders in self._holders[part.name].items():
+                    _check_match(source_part, part)
+                    common = overlap(source_part.region, part.region)
                     if common is not None:
                         missing -= math.prod(shape_of(common))
-                        source = choice.among(holders, held, domains[engine][sink])
-                        pieces = _small_enough(part.cut(common), piece_bytes)
-                        wanted.setdefault((source, sink), {}).setdefault(part.name, []).extend(pieces)
+                        source = choice.choose(holders, source_part, domains[engine][sink])
+                        bands = _split_rows(part.cut(common), piece_bytes)
+                        pieces.setdefault((source, sink), {}).setdefault(part.name, []).extend(bands)
                 if missing:
                     raise RefitError(
                         f"the trainer's ranks hold only a part of {part.name}: {missing} values are missing"
                     )
         routes: list[list[Route]] = [[()] * len(sinks) for _ in self.domains]
-        for (source, sink), by_name in wanted.items():
+        for (source, sink), by_name in pieces.items():
             names = sorted(by_name, key=self._order[source].__getitem__)
             routes[source][sink] = tuple(piece for name in names for piece in by_name[name])
         return routes
 
     def engines_per_source(self, domains: Sequence[Sequence[str]]) -> list[int]:
-        """How many engines each source sends something to, at most. domains: as in `routes`."""
-        copies = {tuple(holders) for held in self._held.values() for holders in held.values()}
-        served = [0] * len(self.domains)
-        for engine, of_ranks in enumerate(domains):
-            choice = _Choice(self.domains, engine, domains)
-            asked = product(copies, set(of_ranks))
-            for source in {source for holders, here in asked for source in choice.candidates(holders, here)}:
-                served[source] += 1
-        return served
+        """Return an upper bound of the number of engines to which each source sends. domains: as in `routes`."""
+        copies = {tuple(ranks) for holders in self._holders.values() for ranks in holders.values()}
+        counts = [0] * len(self.domains)
+        for engine, rank_domains in enumerate(domains):
+            choice = _SourceChoice(self.domains, engine, domains)
+            pairs = product(copies, set(rank_domains))
+            for source in {source for ranks, domain in pairs for source in choice.candidates(ranks, domain)}:
+                counts[source] += 1
+        return counts
 
 
-class _Choice:
-    """Which of the ranks that hold the same part sends it to an engine; domains as `Sources.routes` has them."""
+class _SourceChoice:
+    """Chooses which of the ranks with the same part sends it to an engine. domains: as in `Sources.routes`."""
 
     def __init__(self, sources: Sequence[str], engine: int, domains: Sequence[Sequence[str]]) -> None:
-        self._sources, self._engine, self._everyone = sources, engine, range(len(domains))
-        self._peers = {here: [i for i in self._everyone if here in domains[i]] for here in domains[engine]}
-        self._to_send = [0] * len(sources)
-        self._chosen: dict[tuple[TensorPart, tuple[int, ...]], int] = {}
+        self._sources, self._engine, self._engines = sources, engine, range(len(domains))
+        self._peers = {domain: [i for i in self._engines if domain in domains[i]] for domain in domains[engine]}
+        self._load_bytes = [0] * len(sources)
+        self._choices: dict[tuple[TensorPart, tuple[int, ...]], int] = {}
 
-    def candidates(self, holders: Sequence[int], here: str) -> tuple[int, ...]:
-        """The sources on the machine where there are any; of these the engine's own when its peers share them out."""
-        near = [source for source in holders if self._sources[source] == here]
-        copies, peers = (near, self._peers[here]) if near else (holders, self._everyone)
+    def candidates(self, holders: Sequence[int], domain: str) -> tuple[int, ...]:
+        """Return this engine's share of the sources in the domain, or of all sources where the domain has none."""
+        near = [source for source in holders if self._sources[source] == domain]
+        copies, peers = (near, self._peers[domain]) if near else (holders, self._engines)
         return tuple(copies[peers.index(self._engine) % len(copies) :: len(peers)][:COPIES])
 
-    def among(self, holders: Sequence[int], part: TensorPart, here: str) -> int:
-        """The candidate with the least to send; the same one for all ranks of the engine there."""
-        own = self.candidates(holders, here)
-        if (part, own) not in self._chosen:
-            source = self._chosen[part, own] = min(own, key=self._to_send.__getitem__)
-            self._to_send[source] += part.nbytes
-        return self._chosen[part, own]
+    def choose(self, holders: Sequence[int], part: TensorPart, domain: str) -> int:
+        """Return the candidate with the fewest bytes to send; the same one for all ranks of the engine in a domain."""
+        candidates = self.candidates(holders, domain)
+        if (part, candidates) not in self._choices:
+            source = self._choices[part, candidates] = min(candidates, key=self._load_bytes.__getitem__)
+            self._load_bytes[source] += part.nbytes
+        return self._choices[part, candidates]
 
 
-def cross_domain_share(planned: Sequence[Sequence[Route]], sources: Sequence[str], sinks: Sequence[str]) -> float:
-    """Share, of the bytes of these routes [source][sink], of those that leave the source's domain."""
+def cross_domain_share(routes: Sequence[Sequence[Route]], sources: Sequence[str], sinks: Sequence[str]) -> float:
+    """Return the share of the bytes of routes [source][sink] that leave the domain of their source, 0 to 1."""
     total = leaving = 0
-    for source, row in zip(sources, planned, strict=True):
+    for source, row in zip(sources, routes, strict=True):
         for sink, route in zip(sinks, row, strict=True):
             nbytes = sum(piece.nbytes for piece in route)
             total += nbytes
@@ -217,14 +223,22 @@ def cross_domain_share(planned: Sequence[Sequence[Route]], sources: Sequence[str
     return leaving / total if total else 0.0
 
 
-def _small_enough(piece: TensorPart, limit: int) -> list[TensorPart]:
-    """The piece in bands of rows."""
+def _split_rows(piece: TensorPart, limit: int) -> list[TensorPart]:
+    """Split the piece into bands of at most `limit` bytes; a band has at least one row, or one row of blocks."""
     if piece.nbytes <= limit or not piece.region:
         return [piece]
     (top, bottom), *rest = piece.region
     step = BLOCK[0] if piece.is_fp8 else 1
     rows = max(1, limit * (bottom - top) // piece.nbytes // step) * step
     return [piece.cut(((max(top, a), min(bottom, a + rows)), *rest)) for a in range(top - top % rows, bottom, rows)]
+
+
+def _check_match(source: TensorPart, sink: TensorPart) -> None:
+    if (source.dtype, source.shape) != (sink.dtype, sink.shape):
+        raise RefitError(
+            f"{sink.name} is {source.dtype} {list(source.shape)} in the trainer and {sink.dtype} {list(sink.shape)} "
+            "in the engine"
+        )
 
 
 def _check_blocks(side: str, part: TensorPart) -> None:
@@ -234,13 +248,13 @@ def _check_blocks(side: str, part: TensorPart) -> None:
     borders = zip(part.region, part.shape, BLOCK, strict=False)
     if len(part.shape) != len(BLOCK) or any(a % n or (b % n and b != size) for (a, b), size, n in borders):
         raise RefitError(
-            f"{part.name}: the {side} holds {[list(side) for side in part.region]} of {list(part.shape)}, and FP8 is "
-            f"shared out in blocks of {BLOCK[0]}x{BLOCK[1]}: take a size of tensor parallelism that keeps blocks whole"
+            f"{part.name}: the {side} holds {[list(bounds) for bounds in part.region]} of {list(part.shape)}, and FP8 "
+            f"is split into blocks of {BLOCK[0]}x{BLOCK[1]}: choose a tensor parallel size that keeps blocks whole"
         )
 
 
-def _check_names(wanted: set[str], got: set[str]) -> None:
-    missing, unknown = sorted(wanted - got), sorted(got - wanted)
+def _check_names(needed: set[str], sent: set[str]) -> None:
+    missing, unknown = sorted(needed - sent), sorted(sent - needed)
     if missing:
         raise RefitError(f"the refit lacks {len(missing)} tensors that the engine needs, among them {missing[0]}")
     if unknown:

@@ -1,8 +1,9 @@
-"""What one bucket says of its content, on every transport alike.
+"""The header and payload of one bucket, the same on every transport.
 
-A bucket is a header in JSON and a payload: entries one after the other, each at a multiple of `plan.ALIGNMENT` bytes.
-A full entry is the scales of an FP8 piece and its bytes; a delta entry is the scales and `fp8.delta`'s message. The
-digest is that of the piece as the engine will hold it, so it also proves that a delta met the bytes it was made of.
+A bucket is a header in JSON and a payload. The payload is a sequence of entries, each at a multiple of
+`route_plan.ALIGNMENT` bytes. A full entry is the scales of an FP8 piece and its data; a delta entry is the scales and a
+message of `fp8.delta`. The digest is that of the piece as the engine will store it, so it also proves that a delta was
+applied to the bytes from which it was made.
 """
 
 import json
@@ -21,7 +22,13 @@ Encoding = Literal["full", "delta"]
 
 
 class Entry(NamedTuple):
-    """piece: its place in the route. nbytes: of payload. digest: of the piece's scales and bytes, or empty."""
+    """One piece in a bucket.
+
+    piece:    index of the piece in the route
+    encoding: full or delta
+    nbytes:   bytes of the entry in the payload
+    digest:   digest of the piece's scales and data, or empty
+    """
 
     piece: int
     encoding: Encoding
@@ -31,7 +38,14 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """sequence: 0, 1, ... of the buckets of a refit on a link. abort: why the source gave up; nothing more comes."""
+    """The header of a bucket.
+
+    version:  the version of the weights
+    sequence: number of this bucket in its refit on its link, from 0
+    entries:  the pieces in the payload, in order
+    last:     True for the last bucket of a refit on a link
+    abort:    the reason for which the source gave up, or empty; no bucket follows an abort
+    """
 
     version: int
     sequence: int
@@ -44,7 +58,7 @@ class Header:
 
     @classmethod
     def decode(cls, message: bytes) -> "Header":
-        """Raises RefitError on bytes that are no header."""
+        """Decode a header. Raises RefitError on bytes that are not a header."""
         try:
             version, sequence, raw, last, abort = json.loads(message)
             entries = tuple(Entry(int(p), e, int(n), str(d)) for p, e, n, d in raw)
@@ -57,20 +71,24 @@ class Header:
 
 @dataclass(frozen=True)
 class Content:
-    """A piece in memory: `data` in its dtype and, of an FP8 piece, float32 `scale_inv`."""
+    """The values of a piece in memory.
+
+    data:      the piece in its dtype
+    scale_inv: float32, the scales of an FP8 piece; None for other dtypes
+    """
 
     data: Tensor
     scale_inv: Tensor | None = None
 
     @classmethod
     def of(cls, part: TensorPart, payload: Tensor) -> "Content":
-        """Views of uint8 [part.nbytes], at a multiple of four: scales before data."""
+        """Return views of uint8 [part.nbytes], scales before data. The payload begins at a multiple of four bytes."""
         if not part.is_fp8:
             return cls(payload.view(part.torch_dtype).view(part.size))
         return cls(payload[part.scale_bytes :].view(part.torch_dtype).view(part.size), scales_of(part, payload))
 
     def cut(self, part: TensorPart, region: Region) -> "Content":
-        """Views of the region, where this is the content of `part`."""
+        """Return views of the region, where this is the content of `part`."""
         if region == part.region:
             return self
         if self.scale_inv is None:
@@ -84,20 +102,21 @@ class Content:
 
     @property
     def digest(self) -> str:
-        """The digest of the scales and the data, of the kind for where they are."""
+        """The digest of the scales and the data; its kind depends on the device: see `digest`."""
         return digest_of(*self.tensors)
 
     def matches(self, digest: str) -> bool:
-        """Whether the digest, of either kind, is that of the scales and the data."""
+        """Return True if the digest, of either kind, is that of the scales and the data."""
         return has_digest(digest, *self.tensors)
 
     def equals(self, other: "Content") -> bool:
-        """Whether both are equal to the bit, on any devices."""
+        """Return True if both are equal to the bit; they may be on different devices."""
         pairs = zip(self.tensors, other.tensors, strict=True)
         return all(torch.equal(bytes_of(a), bytes_of(b.to(a.device))) for a, b in pairs)
 
 
 def scales_of(part: TensorPart, payload: Tensor) -> Tensor | None:
+    """Return a view of the scales at the start of a payload, or None for a part that is not FP8."""
     if not part.is_fp8:
         return None
     return payload[: part.scale_bytes].view(torch.float32).view(scale_shape(part.size, BLOCK))

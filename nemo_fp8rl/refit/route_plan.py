@@ -1,6 +1,6 @@
-"""What goes from every trainer rank to every rank of an engine, and in buckets of what size.
+"""The routes from every trainer rank to every rank of an engine, and the size of their buckets.
 
-A link has two buckets; those of all links of a process together are at most `bucket_bytes` large, twice.
+A link has two buckets. The buckets of all links of a process have together at most 2 x `bucket_bytes`.
 """
 
 from collections.abc import Collection, Sequence
@@ -10,11 +10,11 @@ from nemo_fp8rl.refit.manifest import Route, Sources, TensorPart
 from nemo_fp8rl.refit.transport.link import BUFFERS
 
 ALIGNMENT = 64
-"""Bytes to which each entry in a bucket is aligned."""
+"""Bytes; each entry in a bucket begins at a multiple of this."""
 PIECE_BYTES = 1 << 24
-"""Bytes of what is quantized, sent and verified at once, at most."""
+"""The largest piece, in bytes: the unit that is quantized, sent and verified."""
 BUCKETS = 16
-"""Least number of buckets of a version, where pieces are small enough: both sides work at once, in their caches."""
+"""The least number of buckets per version, where pieces are small enough: both sides work at once, in their caches."""
 
 
 class Links(NamedTuple):
@@ -37,33 +37,39 @@ def plan(
     engine: int = 0,
     domains: Sequence[Sequence[str]] | None = None,
 ) -> Links:
-    """stored, engine, domains: see `Sources.routes`. Other engines are taken to store what this one does.
+    """Plan the links of one engine. The plan assumes that all engines store the same parts.
 
-    A piece that cannot be cut smaller, a band of 128 rows, may make a bucket larger than its share.
+    A bucket may be larger than its share where a piece cannot be cut smaller: a band of 128 rows of an FP8 matrix.
+
+    stored:          the parts that each rank of this engine stores
+    bucket_bytes:    bound of the buckets of a process, of which it has two per link
+    engine, domains: as in `Sources.routes`
     """
     piece_bytes = min(PIECE_BYTES, bucket_bytes)
     routes = sources.routes(stored, piece_bytes, engine=engine, domains=domains)
-    shares = _shares(routes, sources.engines_per_source(domains or [[""] * len(stored)]), bucket_bytes)
+    shares = _link_shares(routes, sources.engines_per_source(domains or [[""] * len(stored)]), bucket_bytes)
     if (smallest := min((share for row in shares for share in row if share), default=piece_bytes)) < piece_bytes:
         routes = sources.routes(stored, smallest, engine=engine, domains=domains)
     capacities = [[_capacity(*link) for link in zip(*rows, strict=True)] for rows in zip(routes, shares, strict=True)]
     return Links(routes, capacities)
 
 
-def _shares(routes: Sequence[Sequence[Route]], engines_per_source: Sequence[int], bucket_bytes: int) -> list[list[int]]:
-    """The share of `bucket_bytes` of each link: its source has links to other engines, its sink to other sources."""
-    into = [sum(map(bool, column)) for column in zip(*routes, strict=True)]
-    out = [sum(map(bool, row)) * engines for row, engines in zip(routes, engines_per_source, strict=True)]
+def _link_shares(
+    routes: Sequence[Sequence[Route]], engines_per_source: Sequence[int], bucket_bytes: int
+) -> list[list[int]]:
+    """Return each link's share of `bucket_bytes`: a source has links to all its engines, a sink to all its sources."""
+    links_into = [sum(map(bool, column)) for column in zip(*routes, strict=True)]
+    links_from = [sum(map(bool, row)) * engines for row, engines in zip(routes, engines_per_source, strict=True)]
     return [
-        [bucket_bytes // max(out[source], into[sink]) if route else 0 for sink, route in enumerate(row)]
+        [bucket_bytes // max(links_from[source], links_into[sink]) if route else 0 for sink, route in enumerate(row)]
         for source, row in enumerate(routes)
     ]
 
 
 def _capacity(route: Route, share: int) -> int:
     sizes = [align_up(piece.nbytes) for piece in route]
-    wanted = min(share, sum(sizes) // BUCKETS)
-    return max(*sizes, wanted - wanted % ALIGNMENT) if sizes else 0
+    target = min(share, sum(sizes) // BUCKETS)
+    return max(*sizes, target - target % ALIGNMENT) if sizes else 0
 
 
 def bucket_memory(engines: Collection[list[list[int]]]) -> int:

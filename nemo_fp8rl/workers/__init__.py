@@ -1,7 +1,7 @@
-"""Where a rank or an engine runs: in this process, or as a Ray actor. The class that runs is the same.
+"""The processes of a run: a rank or an engine runs in this process or as a Ray actor, with the same class.
 
-A worker class is built without arguments and then told to `setup`, so that a failure comes back as an ordinary
-exception of a call and not as the death of an actor.
+A worker class is built without arguments, and a call of `setup` follows, so that a failure is an ordinary exception of
+a call and not the death of an actor.
 """
 
 from nemo_fp8rl.config.schema import Config
@@ -42,17 +42,20 @@ def start_workers(
     count: int,
     cfg: Config,
     processes: int = 1,
-    beside: Workers | None = None,
+    colocated_with: Workers | None = None,
     max_concurrency: int = 1,
 ) -> Workers:
-    """`count` workers of the class on the cluster's backend, of so many processes each, with the role's `env_vars` in
-    their environment.
+    """Start workers on the cluster's backend, with the role's `env_vars` in their environment.
 
-    beside: they have the nodes and GPUs of these, the first those of as many as it has processes, and so on.
-    max_concurrency: that a worker with a process of its own takes, each in a thread.
+    worker_class:    the class of each worker
+    count:           the number of workers
+    processes:       processes of each worker
+    colocated_with:  workers whose nodes and GPUs the new ones share: worker 0 those of the first `processes` of them,
+                     and so on
+    max_concurrency: calls that a worker in its own process serves at once, each in a thread
     """
     if cfg.cluster.backend == "in_process":
         assert count == 1  # config_check
         return InProcessWorker(worker_class, role, cfg)
-    places = beside.places if isinstance(beside, RayWorkers) else None
-    return RayWorkers(worker_class, role, count, cfg, processes, places, max_concurrency)
+    locations = colocated_with.locations if isinstance(colocated_with, RayWorkers) else None
+    return RayWorkers(worker_class, role, count, cfg, processes, locations, max_concurrency)

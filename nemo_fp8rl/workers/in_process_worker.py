@@ -1,4 +1,4 @@
-"""The one worker of a run in a single process."""
+"""The single worker of a run in a single process."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,22 +9,22 @@ from nemo_fp8rl.workers.worker_group import Role, WorkerDied, Workers, env_vars
 
 
 class InProcessWorker(Workers):
-    """The one worker of its class, here. Nobody watches the time."""
+    """The single worker of its class, in this process. Timeouts have no effect."""
 
     count = 1
 
     def __init__(self, worker_class: type, role: Role, cfg: Config) -> None:
-        os.environ.update(env_vars(role, cfg))  # too late for what libraries read when they are imported
+        os.environ.update(env_vars(role, cfg))  # too late for variables that libraries read when they are imported
         self.worker_class, self.worker = worker_class, worker_class()
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]], timeout: float | None = None) -> list[Any]:
-        return [self._answer(method, *arguments[0])]
+        return [self._call(method, *arguments[0])]
 
     def outcomes(
         self, method: str, arguments: Mapping[int, tuple[Any, ...]], timeout: float | None = None
     ) -> dict[int, Any]:
         try:
-            return {0: self._answer(method, *arguments[0])}
+            return {0: self._call(method, *arguments[0])}
         except WorkerDied as death:
             return {0: death}
 
@@ -32,26 +32,26 @@ class InProcessWorker(Workers):
         self, method: str, arguments: Mapping[int, tuple[Any, ...]], timeout: float | None = None
     ) -> Iterator[tuple[int, Any]]:
         try:
-            for item in self._answer(method, *arguments[0]):
+            for item in self._call(method, *arguments[0]):
                 yield 0, item
         except WorkerDied as death:
             yield 0, death
 
     def end(self, index: int) -> None:
-        """Nothing: it is this process."""
+        """Do nothing: the worker's process is this one."""
 
     def restart(self, index: int) -> None:
         self.worker.shutdown()
         self.worker = self.worker_class()
 
     def ask(self, index: int, method: str, within: float) -> Any:
-        return self._answer(method)
+        return self._call(method)
 
     def renew(self, index: int) -> None:
-        """Nothing: there are no copies of another process."""
+        """Do nothing: no other process has a copy of this object."""
 
     def shutdown(self) -> None:
         self.worker.shutdown()
 
-    def _answer(self, method: str, *arguments: Any) -> Any:
+    def _call(self, method: str, *arguments: Any) -> Any:
         return getattr(self.worker, method)(*arguments)

@@ -9,20 +9,27 @@ from typing import Any
 from nemo_fp8rl.common.errors import UserError, one_line
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.workers.ray_cluster import connect
-from nemo_fp8rl.workers.ray_placement import Location, colocated_options, exclusive_options, in_order, with_variables
+from nemo_fp8rl.workers.ray_placement import (
+    Location,
+    add_env_vars,
+    colocated_options,
+    exclusive_options,
+    gpu_sort_key,
+)
 from nemo_fp8rl.workers.worker_group import Role, WorkerDied, Workers, env_vars, shutdown_on_error
 
-TO_LEAVE = 10.0
-"""Seconds that engines have for `shutdown`, which removes vLLM's sockets: killed, they would leave them."""
+SHUTDOWN_SECONDS = 10.0
+"""How long engines have for `shutdown`, which removes vLLM's sockets; a killed engine would leave them."""
 
-# what to do about a process that is not there in time
-AT_FIRST = "see what `ray status` says; where nodes are only slow, raise cluster.engine_timeout_seconds"
-LATER = "its node may be gone; bring it up, then continue with --resume"
+# advice for the user if a process does not start in time
+ADVICE_AT_START = "see what `ray status` says; where nodes are only slow, raise cluster.engine_timeout_seconds"
+ADVICE_AT_RESTART = "its node may be gone; bring it up, then continue with --resume"
 
 
 class RayWorkers(Workers):
-    """One Ray actor a worker, numbered node by node at first, so that those that split a matrix share one where it has
-    room.
+    """One Ray actor per worker.
+
+    At first the workers are numbered node by node, so that workers that split a matrix share a node if it has room.
     """
 
     def __init__(
@@ -32,7 +39,7 @@ class RayWorkers(Workers):
         count: int,
         cfg: Config,
         processes: int,
-        shared: Sequence[Location] | None = None,
+        shared_locations: Sequence[Location] | None = None,
         max_concurrency: int = 1,
     ) -> None:
         connect(cfg.num_cpus)
@@ -40,46 +47,48 @@ class RayWorkers(Workers):
 
         self.role, self.count, self.most_lives = role, count, cfg.cluster.max_engine_restarts
         self.timeout = cfg.cluster.engine_timeout_seconds
-        if shared is None:
+        if shared_locations is None:
             options = [exclusive_options(worker_class, role, count, processes)] * count
         else:
-            options = [colocated_options(shared[i * processes : (i + 1) * processes]) for i in range(count)]
-        self.options = [with_variables(one, env_vars(role, cfg)) for one in options]
+            groups = [shared_locations[i * processes : (i + 1) * processes] for i in range(count)]
+            options = [colocated_options(group) for group in groups]
+        self.options = [add_env_vars(actor_options, env_vars(role, cfg)) for actor_options in options]
         self.actor_class = ray.remote(max_concurrency=max_concurrency)(worker_class)
         run = secrets.token_hex(4)
         self.names, self.lives = [f"{role}-{run}-{i}" for i in range(count)], [0] * count
-        self.actors = [self._started(i) for i in range(count)]
+        self.actors = [self._start_actor(i) for i in range(count)]
         with shutdown_on_error(self):
-            places = [self._enter(i, AT_FIRST) for i in range(count)]
-        order = sorted(range(count), key=places.__getitem__)
-        self.places: list[Location] = [places[i] for i in order]
+            locations = [self._enter_folder(i, ADVICE_AT_START) for i in range(count)]
+        order = sorted(range(count), key=locations.__getitem__)
+        self.locations: list[Location] = [locations[i] for i in order]
         self.actors, self.names = [self.actors[i] for i in order], [self.names[i] for i in order]
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]], timeout: float | None = None) -> list[Any]:
         import ray
 
-        batches = {id(one): one for args in arguments for one in args if isinstance(one, dict)}
-        sent = {key: ray.put(batch) for key, batch in batches.items()}  # once, whoever shares it
-        started = [
-            self._start(i, method, *(sent.get(id(one), one) for one in args)) for i, args in enumerate(arguments)
+        batches = {id(value): value for values in arguments for value in values if isinstance(value, dict)}
+        stored = {key: ray.put(batch) for key, batch in batches.items()}  # once, even if several workers share it
+        references = [
+            self._submit(i, method, *(stored.get(id(value), value) for value in values))
+            for i, values in enumerate(arguments)
         ]
         try:
-            return ray.get(started, timeout=timeout)
+            return ray.get(references, timeout=timeout)
         except ray.exceptions.GetTimeoutError:
             raise WorkerDied(f"no answer to {method} in {timeout:g} seconds") from None
         except ray.exceptions.RayError as error:
-            raise _cause(error) from None
+            raise _translate_error(error) from None
 
     def outcomes(
         self, method: str, arguments: Mapping[int, tuple[Any, ...]], timeout: float | None = None
     ) -> dict[int, Any]:
         import ray
 
-        started = {i: self._start(i, method, *args) for i, args in arguments.items()}
-        done, _ = ray.wait(list(started.values()), num_returns=len(started), timeout=timeout)
+        references = {i: self._submit(i, method, *values) for i, values in arguments.items()}
+        done, _ = ray.wait(list(references.values()), num_returns=len(references), timeout=timeout)
         return {
-            i: _item(reference) if reference in done else self._hung(i, method, timeout)
-            for i, reference in started.items()
+            i: _get_item(reference) if reference in done else self._kill_silent(i, method, timeout)
+            for i, reference in references.items()
         }
 
     def stream(
@@ -88,14 +97,14 @@ class RayWorkers(Workers):
         import ray
 
         streams = {
-            getattr(self.actors[i], method).options(num_returns="streaming").remote(*args): i
-            for i, args in arguments.items()
+            getattr(self.actors[i], method).options(num_returns="streaming").remote(*values): i
+            for i, values in arguments.items()
         }
         while streams:
             ready, _ = ray.wait(list(streams), num_returns=1, timeout=timeout)
             for stream in ready:
                 try:
-                    item = _item(next(stream))
+                    item = _get_item(next(stream))
                 except StopIteration:
                     del streams[stream]
                     continue
@@ -103,7 +112,7 @@ class RayWorkers(Workers):
                 yield index, item
             if not ready:
                 for index in streams.values():
-                    yield index, self._hung(index, method, timeout)
+                    yield index, self._kill_silent(index, method, timeout)
                 return
 
     def end(self, index: int) -> None:
@@ -114,22 +123,22 @@ class RayWorkers(Workers):
     def restart(self, index: int) -> None:
         self.end(index)
         self.lives[index] += 1
-        self.actors[index] = self._started(index)
-        self._enter(index, LATER)
+        self.actors[index] = self._start_actor(index)
+        self._enter_folder(index, ADVICE_AT_RESTART)
 
     def ask(self, index: int, method: str, within: float) -> Any:
         import ray
 
-        started = self._start(index, method)
-        done, _ = ray.wait([started], timeout=within)
-        item = _item(started) if done else None
+        reference = self._submit(index, method)
+        done, _ = ray.wait([reference], timeout=within)
+        item = _get_item(reference) if done else None
         return None if isinstance(item, WorkerDied) else item
 
     def renew(self, index: int) -> None:
         import ray
 
         for life in range(self.lives[index] + 1, self.most_lives + 1):
-            with suppress(ValueError):  # not there, or not any more
+            with suppress(ValueError):  # the actor does not exist yet, or any more
                 self.actors[index], self.lives[index] = ray.get_actor(self._name(index, life)), life
 
     def shutdown(self) -> None:
@@ -137,9 +146,9 @@ class RayWorkers(Workers):
 
         try:
             if self.role == "generation":
-                with suppress(Exception):  # of one that is gone
-                    left = [self._start(i, "shutdown") for i in range(self.count)]
-                    ray.wait(left, num_returns=self.count, timeout=TO_LEAVE)
+                with suppress(Exception):  # of an actor that is gone
+                    references = [self._submit(i, "shutdown") for i in range(self.count)]
+                    ray.wait(references, num_returns=self.count, timeout=SHUTDOWN_SECONDS)
         finally:
             for actor in self.actors:
                 ray.kill(actor)
@@ -147,51 +156,52 @@ class RayWorkers(Workers):
     def _name(self, index: int, life: int) -> str:
         return f"{self.names[index]}-{life}"
 
-    def _started(self, index: int) -> Any:
+    def _start_actor(self, index: int) -> Any:
         name = self._name(index, self.lives[index])
         return self.actor_class.options(**self.options[index], name=name).remote()
 
-    def _start(self, index: int, method: str, *arguments: Any) -> Any:
+    def _submit(self, index: int, method: str, *arguments: Any) -> Any:
         return getattr(self.actors[index], method).remote(*arguments)
 
-    def _enter(self, index: int, advice: str) -> Location:
-        """Relative paths of a recipe mean in the actor what they mean to the driver. Raises UserError, with the advice,
-        where its process is not there in time.
+    def _enter_folder(self, index: int, advice: str) -> Location:
+        """Make the driver's folder the actor's, so that relative paths of a recipe mean the same, and return its place.
+
+        Raises: UserError, with the advice, if the actor's process does not start in time
         """
         import ray
 
-        entered = self.actors[index].__ray_call__.remote(_enter_folder, os.getcwd())
-        if not ray.wait([entered], timeout=self.timeout)[0]:
+        reference = self.actors[index].__ray_call__.remote(_change_folder, os.getcwd())
+        if not ray.wait([reference], timeout=self.timeout)[0]:
             ray.kill(self.actors[index])
             raise UserError(f"Ray has started no process for {self.names[index]} for {self.timeout:g} s: {advice}")
         try:
-            place: Location = ray.get(entered)
-            return place
+            location: Location = ray.get(reference)
+            return location
         except ray.exceptions.RayError as error:
-            raise _cause(error) from None
+            raise _translate_error(error) from None
 
-    def _hung(self, index: int, method: str, timeout: float | None) -> WorkerDied:
+    def _kill_silent(self, index: int, method: str, timeout: float | None) -> WorkerDied:
         import ray
 
         ray.kill(self.actors[index])
         return WorkerDied(f"no answer to {method} in {timeout:g} seconds")
 
 
-def _item(reference: Any) -> Any:
-    """What the reference refers to; a WorkerDied when its worker did."""
+def _get_item(reference: Any) -> Any:
+    """Return the reference's value, or a WorkerDied if its worker died."""
     import ray
 
     try:
         return ray.get(reference)
     except ray.exceptions.RayError as error:
-        cause = _cause(error)
+        cause = _translate_error(error)
         if isinstance(cause, WorkerDied):
             return cause
         raise cause from None
 
 
-def _cause(error: Any) -> Exception:
-    """What happened in the actor, as itself where the driver tells such errors apart."""
+def _translate_error(error: Any) -> Exception:
+    """Return the actor's own exception, a WorkerDied or a UserError where the driver distinguishes them, else Ray's."""
     from ray.exceptions import (
         ActorUnschedulableError,
         ObjectLostError,
@@ -206,7 +216,7 @@ def _cause(error: Any) -> Exception:
     if isinstance(error, RayActorError | WorkerCrashedError):
         return WorkerDied("its process ended")
     if isinstance(error, ObjectLostError):
-        return WorkerDied("what it answered was lost with its node")
+        return WorkerDied("its answer was lost with its node")
     if isinstance(error, OutOfMemoryError):  # of Ray's memory monitor
         return WorkerDied(f"Ray ended its process to free memory: {one_line(error)[:300]}")
     if isinstance(error, RayTaskError) and type(error.cause).__module__.startswith("nemo_fp8rl."):
@@ -214,7 +224,7 @@ def _cause(error: Any) -> Exception:
     return error
 
 
-def _enter_folder(worker: object, folder: str) -> Location:
+def _change_folder(worker: object, folder: str) -> Location:
     import ray
 
     try:
@@ -223,4 +233,4 @@ def _enter_folder(worker: object, folder: str) -> Location:
         raise UserError(
             f"a node of the Ray cluster cannot enter {folder} ({error}); start in a shared folder"
         ) from None
-    return Location(ray.get_runtime_context().get_node_id(), sorted(map(str, ray.get_gpu_ids()), key=in_order))
+    return Location(ray.get_runtime_context().get_node_id(), sorted(map(str, ray.get_gpu_ids()), key=gpu_sort_key))

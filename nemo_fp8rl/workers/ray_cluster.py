@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: joined, or started here with a token."""
+"""The Ray cluster of a run: an existing one that the run joins, or one that it starts with a token."""
 
 import atexit
 import os
@@ -16,18 +16,20 @@ from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.secret_variables import looks_secret
 
 FORWARDED = ("HF_", "NCCL_", "VLLM_", "NVTE_", "TORCH", "PYTORCH_", "CUDA_", "TRITON_", "UCX_", "GLOO_", "PYTHONPATH")
-"""Beginnings of the names of variables that workers of a cluster joined take from the run's environment; not secrets
-among them, for Ray writes environments to logs that everybody can read.
+"""Prefixes of the variables that workers of an existing cluster take from the run's environment. Secrets among them are
+left out, because Ray writes environments to logs that everybody can read.
 """
 
 
 def find_cluster() -> bool:
-    """Set RAY_ADDRESS, where it is not, to the cluster that `ray start` began on this machine, if that answers: as NeMo
-    RL's runs join it. Not to one of another user, who could write the file in which Ray says where it is, but root.
+    """Set RAY_ADDRESS, if it is unset, to the cluster that `ray start` began on this machine, if that cluster answers.
+
+    NeMo RL's runs join a cluster in this way. A cluster of another user than root is not joined: that user could write
+    the file in which Ray stores the address. Return True if RAY_ADDRESS was set.
     """
     if joins_cluster():
         return False
-    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # where Ray looks
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # the folders where Ray looks
     current = Path(folder) / "ray/ray_current_cluster"
     with suppress(OSError, ValueError):
         status = current.lstat()
@@ -41,48 +43,52 @@ def find_cluster() -> bool:
 
 
 def joins_cluster() -> bool:
-    """Whether workers go to a Ray cluster that is there already, on machines that need not be like this one."""
+    """Return True if the workers go to an existing Ray cluster, whose machines may differ from this one."""
     return bool(os.environ.get("RAY_ADDRESS"))
 
 
 def is_in_cluster() -> bool:
-    """Whether this process has joined or started one; Ray is not imported to find out."""
+    """Return True if this process has joined or started a cluster. Does not import Ray."""
     return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
 
 
 def check_address() -> None:
-    """Raise UserError where RAY_ADDRESS is a host and port at which nobody answers, for which Ray would wait minutes
-    without a word, or none. Of `auto` and ray://... Ray itself knows better.
+    """Raise UserError if RAY_ADDRESS is not host:port, or if nobody answers there; Ray would wait minutes in silence.
+
+    The values `auto`, `local` and ray://... are left to Ray itself.
     """
     address = os.environ.get("RAY_ADDRESS", "")
     if address in ("", "auto", "local") or "://" in address:
         return
     host, _, port = address.rpartition(":")
     if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise _not_joined("it is no host:port")
+        raise _join_error("it is not host:port")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
     except (OSError, UnicodeError) as error:
-        raise _not_joined(error) from None
+        raise _join_error(error) from None
 
 
-def _not_joined(why: object) -> UserError:
+def _join_error(reason: object) -> UserError:
     return UserError(
-        f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: that Ray cluster cannot be joined ({str(why)[:200]}); start it, or "
-        "unset RAY_ADDRESS, and `ray stop` what runs here, to have one started"
+        f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: that Ray cluster cannot be joined ({str(reason)[:200]}); start it, "
+        "or unset RAY_ADDRESS, and `ray stop` the one that runs on this machine, to have a new one started"
     )
 
 
 def require_token() -> None:
-    """A Ray that is started here asks for a token; it reads that when it is imported, and vLLM imports it too."""
+    """Make a Ray cluster that this process starts require a token.
+
+    Ray reads the setting when it is imported, and vLLM imports Ray. Raises UserError if Ray is imported already.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # as NeMo RL has it, which is imported later
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # NeMo RL, which is imported later, sets the same
     if joins_cluster():
         return
     if "ray" not in sys.modules:
         os.environ["RAY_AUTH_MODE"] = "token"
         if "RAY_AUTH_TOKEN" not in os.environ and "RAY_AUTH_TOKEN_PATH" not in os.environ:
-            os.environ["RAY_AUTH_TOKEN_PATH"] = _token_file()
+            os.environ["RAY_AUTH_TOKEN_PATH"] = _write_token()
     elif os.environ.get("RAY_AUTH_MODE") != "token":
         raise UserError(
             "cluster.backend=ray: Ray was imported before it could be given a token; start the run by the nemo-fp8rl "
@@ -90,8 +96,10 @@ def require_token() -> None:
         )
 
 
-def _token_file() -> str:
-    """A new token, in a file that only this user reads: Ray writes environments to logs that everybody can."""
+def _write_token() -> str:
+    """Write a new token and return its path. It is a file that only this user can read, because Ray writes environments
+    to logs that everybody can read.
+    """
     folder = tempfile.TemporaryDirectory(prefix="nemo_fp8rl_")
     atexit.register(folder.cleanup)
     path = os.path.join(folder.name, "ray_token")
@@ -106,12 +114,15 @@ def connect(
     variables: Mapping[str, str] | None = None,
     log_to_driver: bool = False,
 ) -> None:
-    """Join the Ray cluster of RAY_ADDRESS, or start one here: on loopback, with a token of its own.
+    """Join the Ray cluster of RAY_ADDRESS, or start one on loopback with a token of its own.
 
-    One that this process is in already stays as it is: who joined or started it has decided what it asks of others.
+    A cluster in which this process is already stays as it is: the code that joined or started it chose its settings.
 
-    setup_hook: name of a function that every worker process calls first. variables: of its environment. log_to_driver:
-    what workers write is shown here.
+    num_cpus:      CPUs of a cluster that is started
+    setup_hook:    name of a function that every worker process calls first
+    variables:     of the workers' environment
+    log_to_driver: show the workers' output in this process
+    Raises:        UserError if the cluster cannot be joined
     """
     if is_in_cluster():
         return
@@ -119,17 +130,19 @@ def connect(
     require_token()
     import ray
 
-    environment: dict[str, Any] = {"env_vars": {**(_forwarded() if joins_cluster() else {}), **(variables or {})}}
+    environment: dict[str, Any] = {
+        "env_vars": {**(_forwarded_variables() if joins_cluster() else {}), **(variables or {})}
+    }
     if setup_hook is not None:
         environment["worker_process_setup_hook"] = setup_hook
     if joins_cluster():
         try:
             ray.init(log_to_driver=log_to_driver, runtime_env=environment)
         except (ConnectionError, ValueError, SystemExit) as error:  # SystemExit: nobody answered
-            raise _not_joined(error) from None
+            raise _join_error(error) from None
         return
     ray.init(
-        "local",  # whatever else runs on this machine
+        "local",  # even if another cluster runs on this machine
         num_cpus=num_cpus,
         include_dashboard=False,
         log_to_driver=log_to_driver,
@@ -139,7 +152,7 @@ def connect(
     )
 
 
-def _forwarded() -> dict[str, str]:
+def _forwarded_variables() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()

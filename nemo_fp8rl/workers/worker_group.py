@@ -1,4 +1,4 @@
-"""What workers are to their driver, wherever they run."""
+"""The interface of workers for their driver, on every backend."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,62 +10,70 @@ Role = Literal["train", "generation"]
 
 
 def env_vars(role: Role, cfg: Config) -> dict[str, str]:
-    """What the recipe adds to the environment of the role's processes."""
+    """Return the variables that the recipe adds to the environment of the role's processes."""
     policy = cfg.policy
     return (policy.megatron_cfg if role == "train" else policy.generation.vllm_cfg).env_vars or {}
 
 
 class WorkerDied(RuntimeError):
-    """A worker's process is gone, or did not answer in time; `Workers.restart` puts another in its place."""
+    """A worker's process is gone, or did not answer in time. `Workers.restart` replaces it."""
 
 
 class Workers(Protocol):
-    """A fixed number of workers of one class."""
+    """A fixed number of workers of one class. count: the number."""
 
     count: int
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]], timeout: float | None = None) -> list[Any]:
-        """`method(*arguments[i])` on worker i, all at once; the results in order, or the first exception, at once.
+        """Call `method(*arguments[i])` on worker i, on all at once, and return the results in order.
 
-        Raises WorkerDied where one died, or took longer than `timeout` seconds.
+        timeout: in seconds
+        Raises:  the first exception of a worker, immediately; WorkerDied if a worker died or exceeded the timeout
         """
         ...
 
     def call_all(self, method: str, *arguments: Any) -> list[Any]:
-        """`call`, with the same arguments for each."""
+        """Call the method with the same arguments on every worker; see `call`."""
         return self.call(method, [arguments] * self.count)
 
     def outcomes(
         self, method: str, arguments: Mapping[int, tuple[Any, ...]], timeout: float | None = None
     ) -> dict[int, Any]:
-        """`call` on some workers, by index; a WorkerDied for one that died or took longer than `timeout` seconds."""
+        """Call the method on some workers; see `call`.
+
+        Returns the result of each by its index, or a WorkerDied if the worker died or exceeded `timeout` seconds.
+        """
         ...
 
     def stream(
         self, method: str, arguments: Mapping[int, tuple[Any, ...]], timeout: float | None = None
     ) -> Iterator[tuple[int, Any]]:
-        """(i, item) for whatever the generators `method(*arguments[i])` of these workers yield, as it comes.
+        """Yield (i, item) for every item of the generators `method(*arguments[i])`, as the items arrive.
 
-        The last item of a worker that died is a WorkerDied. When none has yielded anything for `timeout` seconds, all
-        that still ought to have died.
+        The last item of a worker that died is a WorkerDied. If no generator yields for `timeout` seconds, all workers
+        whose generators have not ended count as dead.
         """
         ...
 
     def end(self, index: int) -> None:
-        """End the process of a worker that counts as dead, which may still have memory; it may be gone."""
+        """End the process of a worker that counts as dead; it may still have memory, or be gone already."""
         ...
 
     def restart(self, index: int) -> None:
-        """A new worker, not set up, in the place of one that died."""
+        """Replace a worker that died by a new one, which is not set up."""
         ...
 
     def ask(self, index: int, method: str, within: float) -> Any:
-        """What a worker answers within so many seconds; None where it does not, or died. It goes on undisturbed."""
+        """Return the worker's answer, or None if it does not answer within so many seconds or died.
+
+        The worker is not disturbed.
+        """
         ...
 
     def renew(self, index: int) -> None:
-        """Take, in a copy of another process, the worker that the original has started in the place of this one, if
-        there is one.
+        """Use the worker that the original of this object started in the place of a dead one, if it did so.
+
+        Only a copy of this object in another process needs this.
         """
         ...
 
@@ -74,7 +82,7 @@ class Workers(Protocol):
 
 @contextmanager
 def shutdown_on_error(workers: Workers) -> Iterator[None]:
-    """Workers whose setup fails do not outlive it."""
+    """Shut the workers down if the block, which sets them up, raises."""
     try:
         yield
     except BaseException:

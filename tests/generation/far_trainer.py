@@ -62,9 +62,9 @@ def move_weights(policy: MegatronPolicy) -> None:
 def die_in_the_next_refit(policy: MegatronPolicy) -> None:
     """By SIGKILL, with some of the version's buckets sent."""
     refit = policy.ranks.worker.refit
-    for key, link in refit.ends.items():
-        refit.ends[key] = Future()
-        refit.ends[key].set_result(_Dying(link.result()))
+    for key, link in refit.link_ends.items():
+        refit.link_ends[key] = Future()
+        refit.link_ends[key].set_result(_Dying(link.result()))
 
 
 class _Dying:

@@ -309,10 +309,10 @@ def test_a_core_that_hangs_in_a_refit_is_replaced_after_the_timeout_and_gets_the
     expected, before = async_run.answers(), async_run.generation.engine_restarts
     async_run.generation.engines.worker.core.timeout = 2.0  # cluster.engine_timeout_seconds, once it has started
     sender = async_run.policy.ranks.worker.refit
-    ((key, link),) = sender.ends.items()
+    ((key, link),) = sender.link_ends.items()
     stopping = StopsTheCore(link.result())
-    sender.ends[key] = Future()
-    sender.ends[key].set_result(stopping)
+    sender.link_ends[key] = Future()
+    sender.link_ends[key].set_result(stopping)
     start = time.monotonic()
     report = async_run.bridge.refit()
     assert 2.0 < time.monotonic() - start < 60.0

@@ -8,7 +8,7 @@ from tests.refit.transport import fake_cuda_runtime
 
 @pytest.fixture(autouse=True)
 def cuda_runtime(monkeypatch, request):
-    """What transports find where a test does not ask for a GPU; far processes have the same."""
+    """The CUDA runtime that transports import: a fake, except in tests marked `gpu`. Remote processes have the same."""
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setitem(sys.modules, fake_cuda_runtime.NAME, fake_cuda_runtime)
         monkeypatch.setattr(cuda_memory, "DEVICE_TYPE", "cpu")

@@ -1,4 +1,4 @@
-"""A refit in this machine's memory as on a GPU, whose numbers are waited for."""
+"""A fake of a GPU's slow reads: a refit in host memory defers its checks as on a GPU."""
 
 from typing import Any
 
@@ -7,18 +7,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_fp8rl.refit import deferred_checks, message
 from nemo_fp8rl.refit.digest import word_sum_digest
-from nemo_fp8rl.refit.sender import weight_sender
+from nemo_fp8rl.refit.sender import push, weight_sender
 
 
 def fake_gpu_reads(monkeypatch: Any) -> None:
-    """Digests of words, and numbers that are read when a message ends."""
+    """Use digests of words, and read numbers at the end of a message, for tensors in host memory."""
     monkeypatch.setattr(message, "digest_of", word_sum_digest)
-    for module in (deferred_checks, weight_sender):
+    for module in (deferred_checks, push, weight_sender):
         monkeypatch.setattr(module, "on_gpu", lambda tensor: True)
 
 
 class ScalarReads(TorchDispatchMode):
-    """How often this thread read a number out of a tensor."""
+    """Counts how often this thread reads a number out of a tensor."""
 
     count = 0
 

@@ -463,7 +463,7 @@ class MemoryTrainer:
         self._check()
         self.pushes.append({"version": version, "engines": list(engines), "whole": whole, **how})
         for rank, parts in zip(self.ranks, self.layout, strict=True):
-            rank.start(self._weights(parts), version, engines, whole=whole, **how)
+            rank.start(self._weights(parts), version, engines, full_only=whole, **how)
 
     def finish_push(self) -> list[SendReport]:
         answers: list[SendReport | Exception] = []

@@ -1,4 +1,4 @@
-"""An end of a link in another process, called from the test as if it were here."""
+"""An end of a link in another process, with the methods of an end in this one."""
 
 import multiprocessing
 from multiprocessing.connection import Connection
@@ -15,14 +15,16 @@ _processes.set_forkserver_preload(["tests.refit.remote_end"])  # torch is import
 
 
 class RemoteEnd:
-    """A process that holds one end. Its calls are the link's; payloads cross as bytes."""
+    """A process with one end of a link. Every method is a call of that end; payloads come back as bytes.
+
+    gpu: the process uses the machine's GPU, and no fake
+    """
 
     def __init__(self, gpu: bool = False) -> None:
-        """gpu: it uses the machine's, and no fake."""
-        self._calls, theirs = _processes.Pipe()
-        self.process = _processes.Process(target=_serve, args=(theirs, gpu), daemon=True)
+        self._calls, child_end = _processes.Pipe()
+        self.process = _processes.Process(target=_serve, args=(child_end, gpu), daemon=True)
         self.process.start()
-        theirs.close()
+        child_end.close()
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: self._call(name, *args)
@@ -32,7 +34,7 @@ class RemoteEnd:
         self._calls.send((name, args))
 
     def result(self) -> Any:
-        assert self._calls.poll(30), "the far process does not answer"
+        assert self._calls.poll(30), "the remote process does not answer"
         outcome = self._calls.recv()
         if isinstance(outcome, LinkError):
             raise outcome
@@ -48,44 +50,44 @@ class RemoteEnd:
 
 
 class LocalEnd:
-    """A receiving end, and what it has received; payloads are told as bytes."""
+    """A receiving end in this process that returns payloads as bytes and remembers those not yet released."""
 
     def __init__(self, end: Any) -> None:
-        self.end, self.held = end, []
+        self.end, self.payloads = end, []
 
     def receive(self) -> tuple[bytes, bytes]:
         header, payload = self.end.receive()
-        self.held.append(payload)
+        self.payloads.append(payload)
         return header, payload.cpu().numpy().tobytes()
 
-    def oldest_held(self) -> bytes:
-        return self.held[0].cpu().numpy().tobytes()
+    def oldest_payload(self) -> bytes:
+        return self.payloads[0].cpu().numpy().tobytes()
 
     def release(self) -> None:
         self.end.release()
-        del self.held[0]
+        del self.payloads[0]
 
     def close(self) -> None:
         self.end.close()
 
 
 class _EndCalls(LocalEnd):
-    """What the far process does for each call."""
+    """The calls of a `RemoteEnd`, in its process."""
 
     def __init__(self) -> None:
-        """Its end comes with a call."""
+        """The end is made by a call of `accept` or `connect`."""
 
     def listen(self, transport: Any, token: str, timeout: float) -> tuple[str, int]:
-        self.post = Listener(transport, "127.0.0.1", token, timeout)
-        return self.post.address
+        self.listener = Listener(transport, "127.0.0.1", token, timeout)
+        return self.listener.address
 
     def accept(self, name: str, capacity: int) -> None:
-        self.end = self.post.accept(name, capacity)
+        self.end = self.listener.accept(name, capacity)
 
     def connect(self, *args: Any) -> None:
         super().__init__(connect(*args))
 
-    def wait_at_most(self, timeout: float) -> None:
+    def set_timeout(self, timeout: float) -> None:
         self.end._control.timeout = timeout
 
     def fill_and_send(self, header: bytes, payload: bytes) -> None:
@@ -98,7 +100,7 @@ class _EndCalls(LocalEnd):
 def _serve(calls: Connection, gpu: bool) -> None:
     if not gpu:
         fake_cuda_runtime.install()
-    ends = _EndCalls()
+    calls_of_end = _EndCalls()
     while True:
         try:
             name, args = calls.recv()
@@ -108,7 +110,7 @@ def _serve(calls: Connection, gpu: bool) -> None:
             calls.send(None)
             return
         try:
-            outcome = getattr(ends, name)(*args)
+            outcome = getattr(calls_of_end, name)(*args)
         except LinkError as error:
             outcome = error
         calls.send(outcome)

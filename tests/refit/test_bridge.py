@@ -230,12 +230,14 @@ def test_near_and_far_engines_hold_the_same_bytes(make, monkeypatch):
     retries = []
     for breaks in (False, False, True, False, False):
         if breaks:
-            run.trainer.ranks[1].ends[1, 0].result().close()
+            run.trainer.ranks[1].link_ends[1, 0].result().close()
         report = run.bridge.refit()
         retries.append((report.retries, report.delta))
         assert run.holds()
         assert report.between_machines == 0.5
-        kinds = {engine: {type(rank.ends[engine, 0].result()) for rank in run.trainer.ranks} for engine in range(2)}
+        kinds = {
+            engine: {type(rank.link_ends[engine, 0].result()) for rank in run.trainer.ranks} for engine in range(2)
+        }
         assert kinds[0] == {Sender} != kinds[1]
         run.step()
     assert retries == [(0, False), (0, True), (1, True), (0, False), (0, True)]
@@ -289,7 +291,7 @@ def test_reported_bytes_are_those_that_the_links_carried(make):
     assert full.nbytes == NBYTES + replicated == sum(carried) / 2
     assert full.wire_over_bf16 == sum(p.nbytes for p in QUANTIZED) / sum(2 * p.data_bytes for p in QUANTIZED)
     assert (full.delta, full.retries) == (False, 0)
-    links = [[end.result()._exchange.capacity for end in rank.ends.values()] for rank in run.trainer.ranks]
+    links = [[end.result()._exchange.capacity for end in rank.link_ends.values()] for rank in run.trainer.ranks]
     assert full.metrics()["refit/bucket_bytes"] == full.bucket_nbytes == 2 * max(map(sum, links))  # of four links
     assert full.base_nbytes == max(
         sum(part.nbytes for part in parts if part.data_bytes >= MIN_DELTA_BYTES) for parts in run.trainer.layout
@@ -456,7 +458,7 @@ def test_a_link_that_breaks_is_made_anew_and_the_whole_version_sent(make, mode, 
     run, end = make(mode=mode, transport=transport), []
     run.bridge.refit()
     run.step()
-    end.append(run.trainer.ranks[0].ends[1, 0].result())
+    end.append(run.trainer.ranks[0].link_ends[1, 0].result())
     run.trainer.reading = lambda: end.pop().close() if end else None
     start = time.monotonic()
     report = run.bridge.refit()
@@ -697,10 +699,10 @@ def test_a_link_whose_source_end_fails_is_made_anew_at_once(make):
     run = make(transport="shared_memory")
     run.bridge.refit()
     rank = run.trainer.ranks[0]
-    key = next(iter(rank.ends))
-    rank.ends[key].result().close()
-    rank.ends[key] = Future()
-    rank.ends[key].set_exception(LinkError("no memory for it"))
+    key = next(iter(rank.link_ends))
+    rank.link_ends[key].result().close()
+    rank.link_ends[key] = Future()
+    rank.link_ends[key].set_exception(LinkError("no memory for it"))
     run.step()
     start = time.monotonic()
     assert run.bridge.refit().retries == 1
@@ -713,7 +715,7 @@ def test_a_link_that_ended_needs_no_collector_to_be_let_go_of(make):
     gc.disable()
     try:
         run.bridge.refit()
-        ends = [weakref.ref(end.result()) for rank in run.trainer.ranks for end in rank.ends.values()]
+        ends = [weakref.ref(end.result()) for rank in run.trainer.ranks for end in rank.link_ends.values()]
         assert len(ends) > 1
         for engine in range(2):
             run.bridge._disconnect(engine)

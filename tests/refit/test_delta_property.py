@@ -18,13 +18,13 @@ PARTS = [
     bf16("norm.weight", 64),
 ]
 SHARES = [0.0, 1e-4, 1e-3, 0.02, 0.3, 1.0]
-"""Of the values that a step moves: up to all of them, which makes a delta give way to whole tensors."""
+"""Share of the values that a step changes: up to all of them, where whole tensors replace a delta."""
 FACTORS = [1.001, 0.5, -1.0, 1.0, 3.0]
-"""What they are multiplied by: some of these move scales, some nothing; every now and then all are drawn anew."""
+"""Factors of the changed values: some change scales, some nothing. Now and then all weights are drawn anew."""
 
 
 def pair(weights: dict[str, Tensor], mode: Any, scale_format: Any, dims: tuple[int, int]) -> RefitBridge:
-    """A trainer of two ranks and two engines of two, whose matrices are split along these dimensions."""
+    """Make a trainer of two ranks and two engines of two ranks, with matrices split along these dimensions."""
     trainer = MemoryTrainer(weights, split(PARTS, 2, dims[0], replicate=False), scale_format=scale_format)
     engines = MemoryEngines(split(PARTS, 2, dims[1], replicate=True), 2, max_restarts=100)
     return RefitBridge(trainer, engines, mode=mode, bucket_bytes=40_000)
@@ -55,7 +55,7 @@ def test_deltas_and_whole_versions_end_in_the_same_bytes(scale_format, dims):
             elif disturbed[mode] < 0.15:
                 engines.kill_and_restart(rng.randrange(2))
             elif disturbed[mode] < 0.2:
-                for end in rng.choice(trainer.ranks).ends.values():
+                for end in rng.choice(trainer.ranks).link_ends.values():
                     end.result().close()
             report = bridge.refit()
             assert report.version == step

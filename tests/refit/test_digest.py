@@ -1,4 +1,4 @@
-"""Two kinds of digests: what they say of bytes, wherever these are."""
+"""The two kinds of digests, on bytes of any length, alignment and device."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Weights on a real GPU: buckets there, digests there, and memory of one process mapped by another."""
+"""Weights on a real GPU: its buckets and digests, and memory that one process has and another one maps."""
 
 import time
 
@@ -11,7 +11,7 @@ from nemo_fp8rl.refit.transport.link import GRACE, HOST, finish_gpu_work
 from tests.refit.memory_engine import TRANSPORTS
 from tests.refit.remote_end import RemoteEnd
 from tests.refit.test_bridge import Run
-from tests.refit.transport.test_transport import CAPACITY, LONG, TOKEN
+from tests.refit.transport.links import CAPACITY, LONG, TOKEN
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,15 +29,15 @@ def remote():
 
 
 @pytest.fixture
-def post():
-    post = Listener("cuda_ipc", "127.0.0.1", TOKEN, LONG, GPU)
-    yield post
-    post.close()
+def listener():
+    listener = Listener("cuda_ipc", "127.0.0.1", TOKEN, LONG, GPU)
+    yield listener
+    listener.close()
 
 
-def test_another_process_reads_what_this_one_wrote_in_its_memory(post, remote):
-    remote.start("connect", post.address, TOKEN, "sink", LONG, GPU)
-    sender = post.accept("sink", CAPACITY)
+def test_another_process_reads_what_this_one_wrote(listener, remote):
+    remote.start("connect", listener.address, TOKEN, "sink", LONG, GPU)
+    sender = listener.accept("sink", CAPACITY)
     remote.result()
     for seed, size in enumerate([0, 1, 4097, CAPACITY, CAPACITY, 7]):
         content = torch.randint(
@@ -53,12 +53,12 @@ def test_another_process_reads_what_this_one_wrote_in_its_memory(post, remote):
     sender.close()
 
 
-def test_memory_comes_back_from_a_process_that_was_killed(post, remote):
+def test_memory_comes_back_from_a_process_that_was_killed(listener, remote):
     nbytes = 1 << 28
     torch.zeros(1, device=GPU)
     before = torch.cuda.mem_get_info(GPU)[0]
-    remote.start("connect", post.address, TOKEN, "sink", LONG, GPU)
-    sender = post.accept("sink", nbytes)
+    remote.start("connect", listener.address, TOKEN, "sink", LONG, GPU)
+    sender = listener.accept("sink", nbytes)
     remote.result()
     assert torch.cuda.mem_get_info(GPU)[0] < before - 2 * nbytes
     remote.kill()
@@ -77,8 +77,8 @@ def test_digests_are_those_of_the_host():
     assert has_digest(digest_of(values), values.to(GPU))
 
 
-def test_what_the_trainers_stream_has_yet_to_compute_is_waited_for():
-    """Weights leave by a thread with a stream of its own."""
+def test_the_sender_waits_for_the_trainers_stream():
+    """A thread with a stream of its own sends the weights."""
     run = Run(transport="in_process", device=GPU)
     try:
         for _ in range(2):
@@ -96,7 +96,7 @@ def test_what_the_trainers_stream_has_yet_to_compute_is_waited_for():
 @pytest.mark.parametrize("to", [GPU, HOST], ids=["GPU", "host"])
 @pytest.mark.parametrize("mode", ["full", "delta"])
 @pytest.mark.parametrize("transport", [transport for transport in TRANSPORTS if transport != "cuda_ipc"])
-def test_weights_there_reach_engines_by_every_other_transport(transport, mode, to):
+def test_weights_on_a_gpu_reach_engines_by_every_transport(transport, mode, to):
     run = Run(transport=transport, mode=mode, device=GPU, to=to)
     try:
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""Routes bring each engine rank what it stores, once, whatever the two layouts; a misfit is refused by its name."""
+"""Routes bring each engine rank the values that it stores, once, for any two layouts; a mismatch is refused by name."""
 
 import re
 
@@ -61,7 +61,7 @@ def layouts(draw: st.DrawFn, parts: list[TensorPart], replicate: bool) -> Layout
 
 
 def covered(part: TensorPart, pieces: list[TensorPart]) -> torch.Tensor:
-    """How often each value of the whole tensor is in a piece."""
+    """Count in how many pieces each value of the whole tensor is."""
     count = torch.zeros(part.shape, dtype=torch.int32)
     for piece in pieces:
         count[tuple(slice(a, b) for a, b in piece.region)] += 1
@@ -108,7 +108,7 @@ def test_each_rank_gets_what_it_stores_once_and_nothing_else(data):
 
 @pytest.mark.parametrize("piece_bytes", [1, 40_000, MIB])
 def test_ranks_that_store_the_same_are_sent_the_same_pieces(piece_bytes):
-    """So that a trainer's rank quantizes a piece once for all engines."""
+    """Then a trainer rank quantizes a piece once for all engines."""
     planned = Sources(split(PARTS, 2, 0, replicate=False)).routes([PARTS, PARTS], piece_bytes)
     assert all(first == second for first, second in planned)
 
@@ -117,7 +117,7 @@ MANY = [bf16(f"t{i}", 100) for i in range(12)]
 
 
 def sent(copies: str, engines: str) -> list[list[int]]:
-    """[engine][copy] -> tensors; a letter for each copy's machine, and for each engine's."""
+    """Return tensor names as [engine][copy]; one letter for the machine of each copy, and of each engine."""
     sources, domains = Sources([MANY] * len(copies), list(copies)), [[machine] for machine in engines]
     planned = [sources.routes([MANY], MIB, engine=engine, domains=domains) for engine in range(len(engines))]
     return [[len(route) for (route,) in of_engine] for of_engine in planned]
@@ -234,7 +234,7 @@ def test_parts_round_trip_through_json():
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 500), st.integers(1, 500), st.data())
 def test_the_scales_of_a_region_are_those_of_quantizing_it_alone(rows, columns, data):
-    """blocks_of, and the bytes that a part announces, where the ends are ragged."""
+    """`blocks_of` and a part's byte counts agree with the quantizer where the ends are ragged."""
 
     def side(size: int) -> tuple[int, int]:
         first = data.draw(st.integers(0, (size - 1) // 128))

@@ -1,4 +1,4 @@
-"""Buckets: those of all links of a process are at most `bucket_bytes` together; a small version has small ones."""
+"""The buckets of a process have at most `bucket_bytes` together; a small version has small buckets."""
 
 from collections import Counter
 
@@ -16,7 +16,7 @@ MATRICES = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(12)]
 
 
 def rows(ranks: int) -> list[list[TensorPart]]:
-    """What each of so many ranks holds, all matrices cut into bands of rows."""
+    """Return the parts of so many ranks, with all matrices cut into bands of rows."""
     step = SHAPE[0] // ranks
     return [
         [TensorPart.of(name, E4M3, SHAPE, ((i * step, (i + 1) * step), (0, SHAPE[1]))) for name in MATRICES]
@@ -55,7 +55,7 @@ def test_all_links_of_a_process_have_one_bound(trainer, copies, engine, engines,
     assert all(total <= bucket_bytes for total in of_sources.values())
 
 
-def test_one_link_has_the_whole_bound_and_a_version_at_least_sixteen_buckets():
+def test_one_link_has_the_whole_bound_and_sixteen_buckets():
     large = [TensorPart.of("model.layers.0.mlp.up_proj.weight", E4M3, (1 << 17, 1 << 14))]
     assert plan(Sources([large]), [large], 64 << 20)[1] == [[64 << 20]]
     ((route,),), ((capacity,),) = plan(Sources([large]), [large], 256 << 20)
@@ -65,13 +65,13 @@ def test_one_link_has_the_whole_bound_and_a_version_at_least_sixteen_buckets():
 
 
 def test_bucket_memory_is_that_of_the_process_which_has_most():
-    """Both buckets of each link; [source][sink] of every engine."""
+    """Return the bytes of both buckets of each link, as [source][sink] for every engine."""
     assert bucket_memory([[[8, 16]]]) == 2 * (8 + 16)  # the one source
     assert bucket_memory([[[8, 16], [32, 0]]]) == 2 * (8 + 32)  # the first rank of the engine
     assert bucket_memory([[[8], [16]], [[8], [32]]]) == 2 * (16 + 32)  # the second source, with links to both engines
 
 
-def test_copies_of_a_rank_share_the_engines_out_and_so_have_larger_buckets():
+def test_copies_of_a_rank_share_engines_and_have_larger_buckets():
     large = [TensorPart.of("model.layers.0.mlp.up_proj.weight", E4M3, (1 << 17, 1 << 14))]
     domains = [["here"]] * 4
     alone, shared = (

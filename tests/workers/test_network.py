@@ -1,4 +1,4 @@
-"""Which of this machine's addresses and interfaces others reach it by."""
+"""The address and the interface by which other machines reach this one."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ from nemo_fp8rl.workers.network import address_towards, set_gloo_interface
 
 
 def interfaces() -> list[tuple[str, str]]:
-    """(name, IPv4 address)"""
+    """Return (name, IPv4 address) of the interfaces."""
     cards = psutil.net_if_addrs().items()
     return [(name, one.address) for name, card in cards for one in card if one.family == socket.AF_INET]
 
@@ -27,7 +27,7 @@ def test_where_there_is_no_way_it_is_an_error():
 
 @pytest.fixture(autouse=True)
 def unset(monkeypatch) -> None:
-    """Nobody has chosen, and what a test sets ends with it."""
+    """No interface is set, and what a test sets ends with the test."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
 

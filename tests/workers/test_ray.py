@@ -20,12 +20,12 @@ from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.workers import WorkerDied
-from nemo_fp8rl.workers.ray_actors import _cause
+from nemo_fp8rl.workers.ray_actors import _translate_error
 from tests.conftest import COLOCATED, RECIPES
 
 
 def run(overrides: tuple[str, ...], log_dir: Path, *options: str, steps: int = 3) -> list[dict[str, float]]:
-    """What `nemo-fp8rl train` in a process of its own measured in so many steps."""
+    """Return what `nemo-fp8rl train` in a new process measured in so many steps."""
     command = [sys.executable, "-m", "nemo_fp8rl.cli", *arguments(overrides, log_dir, steps), *options]
     done = subprocess.run(command, capture_output=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr.decode()
@@ -38,7 +38,7 @@ def arguments(overrides: tuple[str, ...], log_dir: Path, steps: int) -> list[str
 
 
 def measured(log_dir: Path) -> list[dict[str, float]]:
-    """Without what depends on the clock or the transport."""
+    """Return the metrics that depend neither on the clock nor on the transport."""
     rows = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
     other = ("timing/", "performance/", "refit/", "memory/")
     return [{name: v for name, v in row.items() if not name.startswith(other)} for row in rows]
@@ -59,7 +59,7 @@ def test_actors_give_the_numbers_of_one_process(warm_overrides, tmp_path, in_pro
 
 
 @pytest.mark.long
-def test_two_ranks_and_two_engines_that_share_their_places_agree_with_one(warm_overrides, tmp_path, in_process):
+def test_two_ranks_and_two_colocated_engines_agree_with_one(warm_overrides, tmp_path, in_process):
     """The first step samples from the same weights; gradients are summed in another order, so later ones may drift."""
     split = ("cluster.backend=ray", "cluster.train_ranks=2", "cluster.generation_engines=2", *COLOCATED)
     rows = run((*warm_overrides, *split, "policy.train_micro_batch_size=32"), tmp_path / "run")
@@ -258,7 +258,7 @@ def on_three_nodes() -> str:
     return done.stdout
 
 
-def test_a_worker_whose_node_is_gone_is_not_waited_for_without_end(on_three_nodes):
+def test_the_wait_for_a_worker_on_a_lost_node_ends(on_three_nodes):
     assert re.search(r"Ray has started no process for generation-\w+-0 for 5 s: .* --resume", on_three_nodes)
 
 
@@ -279,7 +279,7 @@ def test_a_call_of_all_is_not_waited_for_without_end_either(on_three_nodes):
     assert "\nwaited no answer to sleep in 1 seconds\n" in on_three_nodes
 
 
-def test_of_a_process_that_is_not_there_in_time_at_first_the_key_is_named(on_three_nodes):
+def test_a_process_that_does_not_start_in_time_names_the_key(on_three_nodes):
     assert re.search(r"no process for train-\w+-0 for 2 s: see .* raise cluster\.engine_timeout", on_three_nodes)
 
 
@@ -313,14 +313,14 @@ def test_colocated_engines_are_on_the_nodes_of_the_ranks(on_three_nodes):
     ],
 )
 def test_what_happened_in_an_actor(error, kind, said):
-    cause = _cause(error)
+    cause = _translate_error(error)
     assert type(cause) is kind
     assert re.search(said, str(cause))
 
 
 @pytest.mark.long
 def test_an_actors_refusal_is_one_line_too(tiny, warm_overrides, tmp_path):
-    """The checkpoint is read inside an actor; what is wrong with it reaches the user as it does in one process."""
+    """The checkpoint is read inside an actor; an error in it reaches the user as in one process."""
     shutil.copytree(tiny / "model", tmp_path / "model")
     (tmp_path / "model/model.safetensors").write_bytes(b"not a checkpoint")
     arguments = [*warm_overrides, f"policy.model_name={tmp_path}/model", "cluster.backend=ray"]

@@ -1,4 +1,4 @@
-"""Where Ray may put workers, by what it says of its nodes; the environment of one that needs no Ray."""
+"""The nodes where Ray may place workers, and the environment of a worker that needs no Ray."""
 
 import os
 import socket
@@ -53,7 +53,7 @@ def test_gpus_that_are_hidden_decide_nothing(monkeypatch):
     assert not is_single_host(load(RECIPES / "tiny_cpu.yaml", ["cluster.backend=ray"]))
 
 
-def test_a_worker_in_this_process_has_the_environment_of_its_role(monkeypatch):
+def test_a_worker_in_this_process_has_its_roles_environment(monkeypatch):
     for name in ("OF_RANKS", "OF_ENGINES"):
         monkeypatch.setenv(name, "before")
     given = ("policy.megatron_cfg.env_vars.OF_RANKS=r", "policy.generation.vllm_cfg.env_vars.OF_ENGINES=e")
@@ -63,7 +63,7 @@ def test_a_worker_in_this_process_has_the_environment_of_its_role(monkeypatch):
 
 @pytest.fixture
 def started(monkeypatch, tmp_path):
-    """A socket in the place of a cluster that `ray start` has left, and the file in which it says where."""
+    """A socket instead of a cluster that `ray start` began, and the file with its address."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -73,7 +73,7 @@ def started(monkeypatch, tmp_path):
         yield listening, address
 
 
-def test_a_cluster_that_was_started_here_is_found_while_it_answers(monkeypatch, started, tmp_path):
+def test_a_cluster_of_this_machine_is_found_while_it_answers(monkeypatch, started, tmp_path):
     listening, address = started
     assert find_cluster()
     assert os.environ.pop("RAY_ADDRESS") == address
@@ -98,7 +98,7 @@ def test_a_file_of_rays_that_says_nothing_is_passed_over(started, tmp_path, cont
     assert not find_cluster()
 
 
-def test_a_cluster_that_is_joined_hears_the_runs_settings_and_none_of_its_secrets(monkeypatch):
+def test_a_joined_cluster_gets_the_settings_and_no_secrets(monkeypatch):
     settings = {"NCCL_DEBUG": "INFO", "HF_HOME": "/models", "VLLM_MAX_TOKENS_PER_EXPERT_FP4_MOE": "163840"}
     secrets = {"HF_TOKEN": "x", "HF_ENDPOINT": "https://me:password@mirror.test"}
     given = {**settings, **secrets, "CUDA_VISIBLE_DEVICES": "1", "OTHER": "1"}
@@ -109,8 +109,8 @@ def test_a_cluster_that_is_joined_hears_the_runs_settings_and_none_of_its_secret
 
 
 @pytest.mark.parametrize("address", [None, "192.0.2.1:6379"])
-def test_a_cluster_that_this_process_is_in_already_is_its_users_and_stays_as_it_is(monkeypatch, address):
-    """As in a runner of the user's own, which NeMo RL's init_ray has joined to one without RAY_ADDRESS."""
+def test_a_cluster_that_this_process_is_in_stays_as_it_is(monkeypatch, address):
+    """As in a user's own script that NeMo RL's init_ray joined to a cluster without RAY_ADDRESS."""
     for name, value in (("RAY_ADDRESS", address), ("RAY_AUTH_MODE", None)):
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
@@ -119,7 +119,7 @@ def test_a_cluster_that_this_process_is_in_already_is_its_users_and_stays_as_it_
     assert "RAY_AUTH_MODE" not in os.environ
 
 
-def test_where_ray_is_imported_and_no_cluster_joined_one_that_is_started_here_needs_a_token(monkeypatch):
+def test_a_cluster_of_our_own_needs_a_token_before_ray_is_imported(monkeypatch):
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)

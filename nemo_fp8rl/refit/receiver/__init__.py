@@ -1,1 +1,1 @@
-"""The engine's end of a refit: one rank reads every piece of a version exactly once."""
+"""The engine's side of a refit: each rank reads every piece of a version exactly once."""

@@ -1,13 +1,14 @@
-"""Which link an engine rank reads next where a module of it comes from several trainer ranks.
+"""The order in which an engine rank reads its links where a module comes from several trainer ranks.
 
-vLLM's loaders keep the tensors of a module until they have the last, so what a rank that is ahead brings has to wait
-for the others, in memory. A link is held back while a module waits that it has given all of its own to: what it brings
-next then waits in its two buckets, and in the end the trainer's rank waits.
+vLLM's loaders keep the tensors of a module until the last one arrives, so the tensors of a trainer rank that is ahead
+stay in memory until the others arrive. A link is therefore not read while an incomplete module lacks only parts of
+other links. Its next messages stay in its two buckets, and in the end the trainer rank waits.
 
-None waits for ever, as long as trainer ranks send what they share module by module, in one order, and one that waits
-has sent all that it has (`send`). Of those that wait take the one that is least far, at a module m. The sink that holds
-it back lacks a part of a module before m, for what fills its buckets comes after that module. The rank that has the
-part is at m or further, so it has sent it; and if its link is held back as well, then for a module before this one.
+No link stays stalled for ever, if trainer ranks send the modules that they share in one order, module by module, and if
+a rank that waits has sent all that it has (`WeightSender`). Consider the stalled link with the smallest module index m.
+The sink that stalls it lacks a part of a module before m, because the data in the link's buckets come after that
+module. The rank with the missing part is at m or later, so it has sent the part. If that rank's link is stalled as
+well, then it is stalled for a module before this one.
 """
 
 from collections import Counter
@@ -17,25 +18,31 @@ from nemo_fp8rl.refit.manifest import Route, TensorPart
 
 
 class ModuleOrder:
-    """modules: of the names of tensors that a loader keeps until their module is complete."""
+    """Decides which links may be read.
+
+    routes:  the route of each link
+    modules: the module of each tensor that a loader keeps until its module is complete, by the tensor's name
+    """
 
     def __init__(self, routes: Sequence[Route], modules: Mapping[str, Hashable]) -> None:
         self.modules = modules
-        self.owed = [Counter(modules[part.name] for part in route if part.name in modules) for route in routes]
-        self.waiting: list[set[Hashable]] = [set() for _ in routes]
-        """For each link, modules that it has given all of its own to and that lack something of others."""
+        self.missing = [Counter(modules[part.name] for part in route if part.name in modules) for route in routes]
+        """For each link, the number of pieces that are still to arrive, by module."""
+        self.incomplete: list[set[Hashable]] = [set() for _ in routes]
+        """For each link, the modules of which all its pieces have arrived, but not yet those of other links."""
 
-    def arrived(self, link: int, part: TensorPart) -> None:
+    def record(self, link: int, part: TensorPart) -> None:
+        """Note that a piece arrived on a link."""
         if part.name not in self.modules:
             return
         module = self.modules[part.name]
-        self.owed[link][module] -= 1
-        if not self.owed[link][module]:
-            del self.owed[link][module]
-            self.waiting[link].add(module)
-            if not any(module in owed for owed in self.owed):
-                for waiting in self.waiting:
-                    waiting.discard(module)
+        self.missing[link][module] -= 1
+        if not self.missing[link][module]:
+            del self.missing[link][module]
+            self.incomplete[link].add(module)
+            if not any(module in missing for missing in self.missing):
+                for incomplete in self.incomplete:
+                    incomplete.discard(module)
 
     def may_read(self, link: int) -> bool:
-        return not self.waiting[link]
+        return not self.incomplete[link]

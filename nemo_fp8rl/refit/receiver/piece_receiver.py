@@ -1,4 +1,4 @@
-"""The engine's side of a refit: the pieces of one version, each exactly once, in the order that links bring them."""
+"""The receiver of one engine rank: it yields each piece of a version exactly once, in the order of arrival."""
 
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -21,8 +21,13 @@ from nemo_fp8rl.refit.transport.link import ReceivingEnd, finish_gpu_work
 
 
 class ReceivedPiece(NamedTuple):
-    """A piece as it came. content: views that hold until the next piece is asked for; of a delta, None: `delta` and
-    `scale_inv` make it, from the last version's bytes. digest: of the content, empty when none was sent.
+    """A piece as it arrived.
+
+    part:      the piece
+    content:   views that are valid until the next piece is requested; None for a delta
+    delta:     the changes to the last version's data; None for a full piece
+    scale_inv: the scales of an FP8 piece, full or delta
+    digest:    the digest of the content that the trainer sent, or empty
     """
 
     part: TensorPart
@@ -44,113 +49,114 @@ def receive_pieces(
     modules: Mapping[str, Hashable] = MappingProxyType({}),
     checks: DeferredChecks | None = None,
 ) -> Iterator[ReceivedPiece]:
-    """What the links bring of a version. modules: see `ModuleOrder`. checks: what else is to be known of a message
-    before it is given back.
+    """Yield every piece of a version that the links bring.
 
-    Raises RefitError when anything is lost, repeated, out of order, of another version, or not of the route, when a
-    source gave up, and when a link breaks; the links are then closed, as when the caller stops. A thread reads each
-    link, so that none waits for another to be read, unless `ModuleOrder` holds it back.
+    A thread reads each link, so that no link waits for another one to be read, unless `ModuleOrder` stalls it. On an
+    error, and when the caller stops early, all links are closed.
+
+    modules: as in `ModuleOrder`
+    checks:  the caller's checks of a message, which are finished before the message is released
+    Raises:  RefitError if a message is lost, repeated, out of order, of another version, or not on the route, if a
+             source gave up, and if a link breaks
     """
-    arrived: SimpleQueue[tuple[int, Header, Tensor] | RefitError] = SimpleQueue()
-    reading = [
-        link_threads.start(f"refit-link-{i}", partial(_read, i, link.end, arrived), link.end.close)
+    messages: SimpleQueue[tuple[int, Header, Tensor] | RefitError] = SimpleQueue()
+    readers = [
+        link_threads.start(f"refit-link-{i}", partial(_read_link, i, link.end, messages), link.end.close)
         for i, link in enumerate(links)
     ]
     checks = checks or DeferredChecks()
-    progress = [_Progress(link.route, version, checks) for link in links]
-    pace, waiting = (
-        ModuleOrder([link.route for link in links], modules),
-        [deque[tuple[Header, Tensor]]() for _ in links],
-    )
+    progress = [_RouteProgress(link.route, version, checks) for link in links]
+    order = ModuleOrder([link.route for link in links], modules)
+    unread = [deque[tuple[Header, Tensor]]() for _ in links]
     try:
-        while not all(one.ended for one in progress):
-            i = next((i for i, messages in enumerate(waiting) if messages and pace.may_read(i)), None)
+        while not all(route.is_complete for route in progress):
+            i = next((i for i, queue in enumerate(unread) if queue and order.may_read(i)), None)
             if i is None:
-                item = arrived.get()
-                if isinstance(item, RefitError):
-                    raise item
-                waiting[item[0]].append(item[1:])
+                message = messages.get()
+                if isinstance(message, RefitError):
+                    raise message
+                unread[message[0]].append(message[1:])
                 continue
-            header, payload = waiting[i].popleft()
-            for piece in progress[i].entries(header, payload):
-                pace.arrived(i, piece.part)
+            header, payload = unread[i].popleft()
+            for piece in progress[i].read_entries(header, payload):
+                order.record(i, piece.part)
                 yield piece
             checks.finish()
             finish_gpu_work(payload)
             links[i].end.release()
     except BaseException:
-        for link in links:  # or the sources would wait for buffers that nobody gives back, and the threads for messages
+        for link in links:  # else sources would wait for buffers that are never released, and threads for messages
             link.end.close()
         raise
     finally:
-        link_threads.join(reading)
+        link_threads.join(readers)
 
 
-def _read(i: int, end: ReceivingEnd, arrived: "SimpleQueue[tuple[int, Header, Tensor] | RefitError]") -> None:
-    """Hand on what arrives, until the last message of a refit, or one that cannot be read."""
+def _read_link(i: int, end: ReceivingEnd, messages: "SimpleQueue[tuple[int, Header, Tensor] | RefitError]") -> None:
+    """Queue the link's messages, up to the last one of a refit, or the error of one that cannot be read."""
     try:
         while True:
             message, payload = end.receive()
             header = Header.decode(message)
-            arrived.put((i, header, payload))
+            messages.put((i, header, payload))
             if header.last:
                 return
-    except Exception as error:  # whatever it is: the reader of what arrives waits for it
-        arrived.put(error if isinstance(error, RefitError) else RefitError(f"{type(error).__name__}: {error}"))
+    except Exception as error:  # of any kind, because the reader of the queue waits for it
+        messages.put(error if isinstance(error, RefitError) else RefitError(f"{type(error).__name__}: {error}"))
 
 
-class _Progress:
-    """What of a route has arrived."""
+class _RouteProgress:
+    """The pieces of one route that are still to arrive."""
 
     def __init__(self, route: Route, version: int, checks: DeferredChecks) -> None:
         self.route, self.version, self.checks = route, version, checks
         self.missing = set(range(len(route)))
         self.sequence = 0
-        self.ended = False
+        self.is_complete = False
 
-    def entries(self, header: Header, payload: Tensor) -> Iterator[ReceivedPiece]:
-        here = f"refit {self.version}"
+    def read_entries(self, header: Header, payload: Tensor) -> Iterator[ReceivedPiece]:
+        prefix = f"refit {self.version}"
         if header.version != self.version:
-            raise RefitError(f"{here}: a message of version {header.version} arrived")
+            raise RefitError(f"{prefix}: a message of version {header.version} arrived")
         if header.abort:
-            raise RefitError(f"{here}: the trainer gave up: {header.abort}")
+            raise RefitError(f"{prefix}: the trainer gave up: {header.abort}")
         if header.sequence != self.sequence:
-            raise RefitError(f"{here}: message {header.sequence} arrived where {self.sequence} was due")
+            raise RefitError(f"{prefix}: message {header.sequence} arrived where {self.sequence} was due")
         self.sequence += 1
-        at = 0
+        offset = 0
         for entry in header.entries:
             if entry.piece not in self.missing:
-                known = 0 <= entry.piece < len(self.route)
-                raise RefitError(f"{here}: {self.route[entry.piece].name if known else 'a piece'} arrived unexpectedly")
+                name = self.route[entry.piece].name if 0 <= entry.piece < len(self.route) else "a piece"
+                raise RefitError(f"{prefix}: {name} arrived unexpectedly")
             self.missing.remove(entry.piece)
-            at = align_up(at)
-            part, bytes_ = self.route[entry.piece], payload[at : at + entry.nbytes]
-            at += entry.nbytes
-            if bytes_.nbytes != entry.nbytes or entry.nbytes < part.scale_bytes:
-                raise RefitError(f"{here}: {part.name} was cut off")
-            yield self._read(part, entry.encoding == "delta", bytes_, entry.digest)
+            offset = align_up(offset)
+            part, data = self.route[entry.piece], payload[offset : offset + entry.nbytes]
+            offset += entry.nbytes
+            if data.nbytes != entry.nbytes or entry.nbytes < part.scale_bytes:
+                raise RefitError(f"{prefix}: {part.name} was cut off")
+            yield self._read_piece(part, entry.encoding == "delta", data, entry.digest)
         if header.last:
-            self.ended = True
+            self.is_complete = True
             if self.missing:
                 name = self.route[min(self.missing)].name
-                raise RefitError(f"{here}: {len(self.missing)} pieces did not arrive, among them one of {name}")
+                raise RefitError(f"{prefix}: {len(self.missing)} pieces did not arrive, among them one of {name}")
 
-    def _read(self, part: TensorPart, is_delta: bool, bytes_: Tensor, digest: str) -> ReceivedPiece:
+    def _read_piece(self, part: TensorPart, is_delta: bool, data: Tensor, digest: str) -> ReceivedPiece:
         if not is_delta:
-            if (nbytes := bytes_.nbytes) != part.nbytes:
+            if (nbytes := data.nbytes) != part.nbytes:
                 raise RefitError(f"refit {self.version}: {part.name} has {nbytes} bytes, must have {part.nbytes}")
-            content = Content.of(part, bytes_)
-            self._check(part, content.scale_inv)
+            content = Content.of(part, data)
+            self._check_scales(part, content.scale_inv)
             return ReceivedPiece(part, content, None, content.scale_inv, digest)
-        scale_inv = scales_of(part, bytes_)
-        self._check(part, scale_inv)
+        scale_inv = scales_of(part, data)
+        self._check_scales(part, scale_inv)
         try:
-            delta = Delta.decode(bytes_[part.scale_bytes :].cpu().numpy().tobytes(), part.data_bytes)
+            delta = Delta.decode(data[part.scale_bytes :].cpu().numpy().tobytes(), part.data_bytes)
         except DeltaError as error:
             raise RefitError(f"refit {self.version}: {part.name}: {error}") from None
         return ReceivedPiece(part, None, delta, scale_inv, digest)
 
-    def _check(self, part: TensorPart, scale_inv: Tensor | None) -> None:
+    def _check_scales(self, part: TensorPart, scale_inv: Tensor | None) -> None:
         if scale_inv is not None:
             text = f"refit {self.version}: {part.name} has a scale that is not finite"
             self.checks.check_finite(scale_inv, partial(RefitError, text))

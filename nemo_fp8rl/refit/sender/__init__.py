@@ -1,1 +1,1 @@
-"""The trainer's end of a refit: one rank quantizes its shard once and fills the buckets of its links."""
+"""The trainer's side of a refit: each rank quantizes its shard once and fills the buckets of its links."""

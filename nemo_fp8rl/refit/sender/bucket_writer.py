@@ -1,4 +1,4 @@
-"""What a rank has ready for one link: a bucket in the making, and when it goes out."""
+"""The bucket that a rank fills for one link, and the moment at which it is sent."""
 
 from collections.abc import Callable
 
@@ -10,64 +10,72 @@ from nemo_fp8rl.refit.message import Entry, Header
 from nemo_fp8rl.refit.route_plan import align_up
 from nemo_fp8rl.refit.transport.link import SendingEnd, finish_gpu_work
 
-PATIENCE = 0.05
-"""Seconds to wait for a bucket before the others go out as full as they are."""
+FLUSH_SECONDS = 0.05
+"""How long a link waits for a free buffer before the buckets of the other links are sent, even if they are not full."""
 
 
 class BucketWriter:
-    """A link during one refit: the bucket in the making.
+    """Fills and sends the buckets of one link during one refit.
 
-    It is sent when it is full, or when deltas in it stand for as much: the sink is to work meanwhile. And before the
-    rank waits for a bucket of another link. checks: of all that the rank has in buckets, whichever link takes it.
+    A bucket is sent when it is full, and when its deltas stand for as many bytes as it could have: the sink has to work
+    in the meantime. It is also sent before the rank waits for a buffer of another link.
+
+    end:     the link's end
+    version: the version of the weights
+    on_wait: called when the link has no free buffer after FLUSH_SECONDS
+    checks:  the checks of all buckets of the rank, of whichever link
     """
 
-    def __init__(
-        self, end: SendingEnd, version: int, before_waiting: Callable[[], None], checks: DeferredChecks
-    ) -> None:
-        self.end, self.version, self.before_waiting, self.sequence = end, version, before_waiting, 0
+    def __init__(self, end: SendingEnd, version: int, on_wait: Callable[[], None], checks: DeferredChecks) -> None:
+        self.end, self.version, self.on_wait, self.sequence = end, version, on_wait, 0
         self.checks = checks
         self.entries: list[tuple[Entry, PendingDigest]] = []
         self.bucket: Tensor | None = None
-        self.filled = self.stands_for = 0
+        self.nbytes = self.represented_bytes = 0
 
-    def room(self, nbytes: int) -> Tensor:
-        """Memory for the next entry, of up to `nbytes`."""
-        start = align_up(self.filled)
+    def reserve(self, nbytes: int) -> Tensor:
+        """Return memory for the next entry, of at most `nbytes`."""
+        start = align_up(self.nbytes)
         if self.bucket is not None and start + nbytes > self.bucket.numel():
             self.send(last=False)
             start = 0
-        return self._held()[start : start + nbytes]
+        return self._open_bucket()[start : start + nbytes]
 
-    def add(self, entry: Entry, mark: PendingDigest, part: TensorPart) -> None:
-        """Add the entry, of this part, that is in what `room` gave. mark: its digest."""
+    def add(self, entry: Entry, digest: PendingDigest, part: TensorPart) -> None:
+        """Add the entry of this part, which is in the memory that `reserve` returned."""
         assert self.bucket is not None
-        self.filled = align_up(self.filled) + entry.nbytes
-        self.stands_for += part.nbytes
-        self.entries.append((entry, mark))
-        if self.stands_for >= self.bucket.numel():
+        self.nbytes = align_up(self.nbytes) + entry.nbytes
+        self.represented_bytes += part.nbytes
+        self.entries.append((entry, digest))
+        if self.represented_bytes >= self.bucket.numel():
             self.send(last=False)
 
     def drop(self, checks: DeferredChecks) -> None:
-        """Drop what is in the bucket, and go on with these checks."""
-        self.checks, self.entries, self.filled, self.stands_for = checks, [], 0, 0
+        """Drop the entries in the bucket, and use these checks from now on."""
+        self.checks, self.entries, self.nbytes, self.represented_bytes = checks, [], 0, 0
 
     def flush(self) -> None:
+        """Send the bucket if it has entries."""
         if self.entries:
             self.send(last=False)
 
     def send(self, last: bool, abort: str = "") -> None:
-        """Raises NonFiniteError instead, with the tensor's name, where a value that is on its way is not finite."""
-        self.checks.finish()
-        finish_gpu_work(self._held())
-        entries = tuple(entry._replace(digest=mark.text) for entry, mark in self.entries)
-        header = Header(self.version, self.sequence, entries, last, abort)
-        self.end.send(header.encode(), self.filled)
-        self.bucket, self.entries, self.sequence = None, [], self.sequence + 1
-        self.filled = self.stands_for = 0
+        """Send the bucket.
 
-    def _held(self) -> Tensor:
+        last, abort: as in `Header`
+        Raises:      NonFiniteError, with the tensor's name, if a value in the bucket is not finite
+        """
+        self.checks.finish()
+        finish_gpu_work(self._open_bucket())
+        entries = tuple(entry._replace(digest=digest.text) for entry, digest in self.entries)
+        header = Header(self.version, self.sequence, entries, last, abort)
+        self.end.send(header.encode(), self.nbytes)
+        self.bucket, self.entries, self.sequence = None, [], self.sequence + 1
+        self.nbytes = self.represented_bytes = 0
+
+    def _open_bucket(self) -> Tensor:
         if self.bucket is None:
-            if not self.end.has_free_buffer(PATIENCE):
-                self.before_waiting()
+            if not self.end.has_free_buffer(FLUSH_SECONDS):
+                self.on_wait()
             self.bucket = self.end.acquire_buffer()
         return self.bucket

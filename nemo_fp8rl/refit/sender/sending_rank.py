@@ -1,4 +1,4 @@
-"""A trainer rank's end of the refit: its links to the engines, and the thread that sends while they load."""
+"""The refit of one trainer rank: its links to the engines, and the thread that sends while the engines load."""
 
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,21 +12,27 @@ from nemo_fp8rl.fp8 import BlockScaled, ScaleFormat
 from nemo_fp8rl.refit.bridge import Transport
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
 from nemo_fp8rl.refit.reports import LinkId, SendReport
-from nemo_fp8rl.refit.sender.weight_sender import Link, WeightSender
+from nemo_fp8rl.refit.sender.push import Link
+from nemo_fp8rl.refit.sender.weight_sender import WeightSender
 from nemo_fp8rl.refit.transport.handshake import Listener
 from nemo_fp8rl.refit.transport.in_process import in_process_link
 from nemo_fp8rl.refit.transport.link import HOST, LinkError, SendingEnd
 
 ENGINE_RANKS = 1024
-"""Ranks of engines that may be waited for at once."""
+"""The largest number of engine ranks that one trainer rank can wait for at the same time."""
 Address = Any
-"""What an engine rank dials: numbers and texts, or the end itself where both sides share a process."""
+"""What an engine rank connects to: [host, port, name], or the receiving end itself if both sides share a process."""
 
 
 class SendingRank:
-    """`offer` links to an engine, `start` sending it a version, `finish`; `withdraw` the links of one that failed.
+    """The links of one trainer rank: `offer` them to an engine, `start` and `finish` a push, `withdraw` those of a dead
+    engine.
 
-    host: of this rank, on the interface where engines may call. device: of its weights.
+    parts:   the parts of this rank
+    host:    the address of this rank on the network from which engines may connect
+    token:   the run's token, which both ends of a link prove to know
+    timeout: seconds that a wait for an engine may last
+    device:  the device of the weights
     """
 
     def __init__(
@@ -42,21 +48,25 @@ class SendingRank:
     ) -> None:
         self.sender = WeightSender(parts, scale_format)
         self.timeout, self.device = timeout, device
-        self.post = None if transport == "in_process" else Listener(transport, host, token, timeout, device)
-        self.ends: dict[tuple[int, int], Future[SendingEnd]] = {}
-        self.routes: dict[tuple[int, int], Route] = {}
-        self.accepting = ThreadPoolExecutor(ENGINE_RANKS, "refit-accept")  # one that never calls keeps a thread
-        self.thread = ThreadPoolExecutor(1, "refit-send")
-        self.sending: Future[SendReport] | None = None
-        self.offers = 0
+        self.listener = None if transport == "in_process" else Listener(transport, host, token, timeout, device)
+        self.link_ends: dict[LinkId, Future[SendingEnd]] = {}
+        self.routes: dict[LinkId, Route] = {}
+        self.accept_threads = ThreadPoolExecutor(
+            ENGINE_RANKS, "refit-accept"
+        )  # an engine that never connects keeps one
+        self.send_thread = ThreadPoolExecutor(1, "refit-send")
+        self.push: Future[SendReport] | None = None
+        self.offer_count = 0
 
     @property
     def base_version(self) -> int:
         return self.sender.base_version
 
     def offer(self, engine: int, routes: Sequence[Route], capacities: Sequence[int]) -> list[Address | None]:
-        """Addresses where each rank of the engine finds its link; None for one that needs nothing of this rank.
-        capacities: bytes of each of a link's two buckets.
+        """Return the address of each engine rank's link; None for a rank that needs nothing of this one.
+
+        routes:     the route to each rank of the engine
+        capacities: bytes of each of the two buckets of each link
         """
         addresses: list[Address | None] = []
         for rank, (route, capacity) in enumerate(zip(routes, capacities, strict=True)):
@@ -65,22 +75,22 @@ class SendingRank:
                 continue
             key = engine, rank
             self.routes[key] = route
-            if self.post is None:
-                sending, receiving = in_process_link(capacity, self.timeout, self.device)
-                self.ends[key] = Future()
-                self.ends[key].set_result(sending)
-                addresses.append(receiving)
+            if self.listener is None:
+                sending_end, receiving_end = in_process_link(capacity, self.timeout, self.device)
+                self.link_ends[key] = Future()
+                self.link_ends[key].set_result(sending_end)
+                addresses.append(receiving_end)
             else:
-                self.offers += 1
-                name = f"{engine}.{rank}.{self.offers}"
-                self.ends[key] = self.accepting.submit(self.post.accept, name, capacity)
-                addresses.append([*self.post.address, name])
+                self.offer_count += 1
+                name = f"{engine}.{rank}.{self.offer_count}"
+                self.link_ends[key] = self.accept_threads.submit(self.listener.accept, name, capacity)
+                addresses.append([*self.listener.address, name])
         return addresses
 
     def withdraw(self, engine: int) -> None:
         """Close the links to an engine."""
-        for key in [key for key in self.ends if key[0] == engine]:
-            self.ends.pop(key).add_done_callback(_close)
+        for key in [key for key in self.link_ends if key[0] == engine]:
+            self.link_ends.pop(key).add_done_callback(_close)
             del self.routes[key]
 
     def start(
@@ -89,46 +99,50 @@ class SendingRank:
         version: int,
         engines: Collection[int],
         *,
-        whole: frozenset[str] = frozenset(),
-        **how: bool,
+        full_only: frozenset[str] = frozenset(),
+        **options: bool,
     ) -> None:
-        """Send a version to these engines, in a thread. whole, how: see `Link` and `WeightSender.send`."""
-        assert self.sending is None
+        """Start to send a version to these engines, in a thread.
+
+        full_only: as in `Link`
+        options:   delta, keep and digests, as in `WeightSender.send`
+        """
+        assert self.push is None
         if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # the thread's own stream waits for no other
-        ends = {key: (self.ends[key], route) for key, route in self.routes.items() if key[0] in engines}
-        self.sending = self.thread.submit(self._send, weights, version, ends, whole, how)
+            torch.cuda.current_stream(self.device).synchronize()  # the thread has a stream that waits for no other one
+        link_ends = {key: (self.link_ends[key], route) for key, route in self.routes.items() if key[0] in engines}
+        self.push = self.send_thread.submit(self._send, weights, version, link_ends, full_only, options)
 
     def finish(self) -> SendReport:
-        """Wait for the sending. Raises RefitError on weights that must not be sent."""
-        assert self.sending is not None
+        """Wait until everything is sent. Raises RefitError on weights that must not be sent."""
+        assert self.push is not None
         try:
-            return self.sending.result()
+            return self.push.result()
         finally:
-            self.sending = None
+            self.push = None
 
     def _send(
         self,
         weights: Iterable[tuple[str, Tensor | BlockScaled]],
         version: int,
-        ends: dict[LinkId, tuple[Future[SendingEnd], Route]],
-        whole: frozenset[str],
-        how: dict[str, bool],
+        link_ends: dict[LinkId, tuple[Future[SendingEnd], Route]],
+        full_only: frozenset[str],
+        options: dict[str, bool],
     ) -> SendReport:
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # of this thread, for kernels that do not ask where their tensors are
-        links, failed, told = dict[LinkId, Link](), dict[LinkId, str](), False
+            torch.cuda.set_device(self.device)  # of this thread, for kernels that ignore their tensors' device
+        links, failed, has_links = dict[LinkId, Link](), dict[LinkId, str](), False
         try:
-            for key, (end, route) in ends.items():
+            for key, (end, route) in link_ends.items():
                 try:
-                    links[key] = Link(end.result(), route, whole)
-                except LinkError as error:  # the sink's end is closed, too
+                    links[key] = Link(end.result(), route, full_only)
+                except LinkError as error:  # the sink's end is closed as well
                     failed[key] = str(error)
-            told = True
-            report = self.sender.send(weights, version, links, **how)
+            has_links = True
+            report = self.sender.send(weights, version, links, **options)
         except BaseException as error:
-            if not (told and isinstance(error, RefitError)):  # or engines would wait for what does not come
-                for end, _ in ends.values():
+            if not (has_links and isinstance(error, RefitError)):  # the engines have received no abort and would wait
+                for end, _ in link_ends.values():
                     end.add_done_callback(_close)
             if isinstance(error, torch.OutOfMemoryError):
                 raise RefitError(
@@ -143,12 +157,12 @@ class SendingRank:
         return report
 
     def close(self) -> None:
-        for engine in {key[0] for key in self.ends}:
+        for engine in {key[0] for key in self.link_ends}:
             self.withdraw(engine)
-        if self.post is not None:
-            self.post.close()
-        self.accepting.shutdown(wait=False)
-        self.thread.shutdown(wait=False)
+        if self.listener is not None:
+            self.listener.close()
+        self.accept_threads.shutdown(wait=False)
+        self.send_thread.shutdown(wait=False)
 
 
 def _close(end: Future[SendingEnd]) -> None:

@@ -1,1 +1,1 @@
-"""How a bucket travels from a trainer rank to an engine rank: `link` says what all ways have in common."""
+"""The transports that move a bucket from a trainer rank to an engine rank; `link` defines their common interface."""

@@ -1,8 +1,8 @@
 """A link between processes of any hosts: torch.distributed point-to-point in a process group of just the two ends.
 
-The group is built directly, because both processes already have the default group of Megatron or vLLM. gloo, through
-memory of the hosts; from GPU to GPU is `nixl`'s. gloo authenticates nobody: who reaches `host` can disturb a group, so
-`host` is loopback or an address of a network that only the run's machines share.
+The group is built directly, because both processes already have the default group of Megatron or vLLM. It uses gloo,
+through the hosts' memory; `nixl` moves data from GPU to GPU. gloo authenticates nobody: any process that reaches `host`
+can disturb a group, so `host` is loopback or an address of a network that only the run's machines share.
 """
 
 import secrets
@@ -25,13 +25,16 @@ from nemo_fp8rl.refit.transport.link import BUFFERS, LinkError, ReceivingEnd, Se
 
 SOURCE, SINK = 0, 1
 """Ranks in the group."""
-PATIENCE = 0.5
-"""Seconds to wait for the source's store to answer before it is called again: as long as giving up may take."""
+CONNECT_SECONDS = 0.5
+"""Timeout of one attempt to connect to the source's store; also the longest time that it takes to give up."""
 _Gloo: Any = dist.ProcessGroupGloo  # torch's type stubs lack its options, send and recv
 
 
 def listen(host: str, timeout: float) -> dist.TCPStore:
-    """The store where the groups of a source meet. Given no socket, TCPStore would listen on every interface."""
+    """Open the store through which the groups of a source are built, on this host's address alone.
+
+    Without a socket of ours, TCPStore would listen on every interface.
+    """
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = listener.getsockname()[1]
     return dist.TCPStore(
@@ -46,36 +49,40 @@ def listen(host: str, timeout: float) -> dist.TCPStore:
 
 
 def offer(control: Control, capacity: int, store: dist.Store, port: int) -> SendingEnd:
-    """The source's end. store: from `listen`, on this port. Raises LinkError where the group cannot be made."""
-    held, prefix = [_buffers(capacity)], secrets.token_hex(16)
-    control.say(port=port, prefix=prefix)
-    return _CollectiveSender(control, *_group(control, lambda _: store, prefix, SOURCE, held))
+    """Make the source's end.
+
+    store:  from `listen`, on this port
+    Raises: LinkError if the group cannot be built
+    """
+    buffers, prefix = [_allocate_buffers(capacity)], secrets.token_hex(16)
+    control.send_fields(port=port, prefix=prefix)
+    return _CollectiveSender(control, *_build_group(control, lambda _: store, prefix, SOURCE, buffers))
 
 
 def take(control: Control, capacity: int) -> ReceivingEnd:
-    """The sink's end. Raises LinkError where the group cannot be made."""
-    greeting = control.hear(port=int, prefix=str)
-    held = [_buffers(capacity)]
+    """Make the sink's end. Raises LinkError if the group cannot be built."""
+    fields = control.receive_fields(port=int, prefix=str)
+    buffers = [_allocate_buffers(capacity)]
 
-    def store(given_up: threading.Event) -> dist.Store:
-        end, limit = time.monotonic() + control.timeout, timedelta(seconds=min(PATIENCE, control.timeout))
+    def connect_store(cancel: threading.Event) -> dist.Store:
+        deadline, limit = time.monotonic() + control.timeout, timedelta(seconds=min(CONNECT_SECONDS, control.timeout))
         while True:
             try:
-                found = dist.TCPStore(
-                    control.other_host, greeting["port"], timeout=limit, wait_for_workers=False, use_libuv=False
+                store = dist.TCPStore(
+                    control.peer_host, fields["port"], timeout=limit, wait_for_workers=False, use_libuv=False
                 )
             except dist.DistNetworkError:
-                if given_up.is_set() or time.monotonic() >= end:
+                if cancel.is_set() or time.monotonic() >= deadline:
                     raise
                 continue
-            found.set_timeout(timedelta(seconds=control.timeout))
-            return found
+            store.set_timeout(timedelta(seconds=control.timeout))
+            return store
 
-    return _CollectiveReceiver(control, *_group(control, store, greeting["prefix"], SINK, held))
+    return _CollectiveReceiver(control, *_build_group(control, connect_store, fields["prefix"], SINK, buffers))
 
 
-def _buffers(capacity: int) -> list[Tensor]:
-    """A link's buckets, made before either side waits for the group. Raises LinkError without the memory."""
+def _allocate_buffers(capacity: int) -> list[Tensor]:
+    """Allocate a link's buckets, before either side waits for the group. Raises LinkError without the memory."""
     try:
         return [torch.empty(capacity, dtype=torch.uint8) for _ in range(BUFFERS)]
     except (RuntimeError, TypeError, OverflowError):
@@ -84,12 +91,12 @@ def _buffers(capacity: int) -> list[Tensor]:
         ) from None
 
 
-class _Meeting(dist.Store):
-    """Where the two ends of a group find each other: a store whose waits end when one of them has given up."""
+class _CancellableStore(dist.Store):
+    """A store whose waits end when `cancel` is set; the two ends of a group find each other through it."""
 
-    def __init__(self, store: dist.Store, timeout: float, given_up: threading.Event) -> None:
+    def __init__(self, store: dist.Store, timeout: float, cancel: threading.Event) -> None:
         super().__init__()
-        self.store, self.default, self.given_up = store, timedelta(seconds=timeout), given_up
+        self.store, self.default, self.cancel = store, timedelta(seconds=timeout), cancel
 
     def set(self, key: str, value: str) -> None:
         self.store.set(key, value)
@@ -99,55 +106,62 @@ class _Meeting(dist.Store):
         return self.store.get(key)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        end = time.monotonic() + (timeout or self.default).total_seconds()
+        deadline = time.monotonic() + (timeout or self.default).total_seconds()
         while not self.store.check(keys):
-            if self.given_up.wait(0.01) or time.monotonic() >= end:
+            if self.cancel.wait(0.01) or time.monotonic() >= deadline:
                 raise RuntimeError("nobody came")
 
 
-def _group(
+def _build_group(
     control: Control,
-    store: Callable[[threading.Event], dist.Store],
+    get_store: Callable[[threading.Event], dist.Store],
     prefix: str,
     rank: int,
-    held: list[list[Tensor]],
+    buffer_box: list[list[Tensor]],
 ) -> tuple[list[Tensor], Any]:
-    """(the buckets that are in `held`, the group). Made in a thread of its own: gloo would wait the whole timeout for a
-    peer that has died meanwhile. That thread takes the buckets out of `held`: who calls holds nothing of torch's while
-    it waits, for its process may end then (see `threads`).
+    """Build the group and return (buckets, group).
+
+    The group is built in its own thread, because gloo would wait the whole timeout for a peer that has died. That
+    thread takes the buckets out of `buffer_box`, so that the caller refers to no tensor while it waits: its process may
+    end in that time (see `link_threads`).
+
+    get_store:  returns the store; it gives up when the event is set
+    prefix:     of the group's keys in the store
+    rank:       SOURCE or SINK
+    buffer_box: a list whose only item is the buckets
     """
-    made: Future[tuple[list[Tensor], Any]] = Future()
-    given_up = threading.Event()
+    result: Future[tuple[list[Tensor], Any]] = Future()
+    cancel = threading.Event()
 
     def build() -> tuple[list[Tensor], Any]:
-        buffers, options = held.pop(), _Gloo._Options()
+        buffers, options = buffer_box.pop(), _Gloo._Options()
         options._devices = [_Gloo.create_device(hostname=control.local_host)]
         options._threads = 1
         options._timeout = timedelta(seconds=control.timeout)
-        meeting = _Meeting(dist.PrefixStore(prefix, store(given_up)), control.timeout, given_up)
-        return buffers, _Gloo(meeting, rank, 2, options)
+        store = _CancellableStore(dist.PrefixStore(prefix, get_store(cancel)), control.timeout, cancel)
+        return buffers, _Gloo(store, rank, 2, options)
 
     def run() -> None:
         try:
-            made.set_result(build())
+            result.set_result(build())
         except Exception as error:
-            made.set_exception(LinkError(str(error)))  # without the traceback, which keeps what gloo was given
+            result.set_exception(LinkError(str(error)))  # without the traceback, which keeps gloo's arguments alive
 
-    link_threads.start("refit group", run, given_up.set)
-    heard = False
+    link_threads.start("refit group", run, cancel.set)
+    peer_joined = False
     try:
-        while not wait([made], 0.05).done:
-            heard = heard or (control.readable() and bool(control.hear(joined=bool)))
+        while not wait([result], 0.05).done:
+            peer_joined = peer_joined or (control.is_readable() and bool(control.receive_fields(joined=bool)))
     finally:
-        given_up.set()
-    if (error := made.exception()) is not None:
+        cancel.set()
+    if (error := result.exception()) is not None:
         raise LinkError(
-            f"no process group with {control.other} within {timeout_text(control.timeout)} ({error})"
+            f"no process group with {control.peer} within {timeout_text(control.timeout)} ({error})"
         ) from None
-    control.say(joined=True)
-    if not heard:
-        control.hear(joined=bool)
-    return made.result()
+    control.send_fields(joined=True)
+    if not peer_joined:
+        control.receive_fields(joined=bool)
+    return result.result()
 
 
 class _CollectiveSender(Sender):
@@ -156,16 +170,16 @@ class _CollectiveSender(Sender):
         self._group = group
         self._works: dict[int, dist.Work] = {}
 
-    def _reuse(self, slot: int) -> None:
-        if slot in self._works:  # as good as done: the receiver has released it
-            _finish(self._works.pop(slot), self._control)
+    def _reclaim(self, slot: int) -> None:
+        if slot in self._works:  # it is nearly finished: the receiver has released the message
+            _wait_for(self._works.pop(slot), self._control)
 
-    def _give(self, slot: int, payload: Tensor) -> None:
+    def _start_transfer(self, slot: int, payload: Tensor) -> None:
         if len(payload):
             try:
                 self._works[slot] = self._group.send([payload], SINK, slot)
             except RuntimeError as error:
-                raise LinkError(f"{self._control.other} is gone ({error})") from None
+                raise LinkError(f"{self._control.peer} is gone ({error})") from None
 
 
 class _CollectiveReceiver(Receiver):
@@ -173,19 +187,19 @@ class _CollectiveReceiver(Receiver):
         self._group = group
         super().__init__(control, buffers)  # starts to read
 
-    def _take(self, slot: int, payload: Tensor) -> None:
+    def _fetch(self, slot: int, payload: Tensor) -> None:
         if len(payload):
             try:
                 work = self._group.recv([payload], SOURCE, slot)
             except RuntimeError as error:
-                raise LinkError(f"{self._control.other} is gone ({error})") from None
-            _finish(work, self._control)
+                raise LinkError(f"{self._control.peer} is gone ({error})") from None
+            _wait_for(work, self._control)
 
 
-def _finish(work: dist.Work, control: Control) -> None:
+def _wait_for(work: dist.Work, control: Control) -> None:
     try:
         work.wait(timedelta(seconds=control.timeout))
     except RuntimeError as error:
         raise LinkError(
-            f"no payload moved with {control.other} in {timeout_text(control.timeout)}, or it is gone ({error})"
+            f"no payload moved with {control.peer} in {timeout_text(control.timeout)}, or it is gone ({error})"
         ) from None

@@ -1,8 +1,8 @@
-"""Memory of a GPU that belongs to links alone, from CUDA's own allocator.
+"""GPU memory for the buckets of links, from CUDA's own allocator.
 
-Torch's is not for others: it hands out segments that grow where it is told to (`expandable_segments`, as trainers
-often are), which no NIC registers and UCX moves through TCP (ai-dynamo/nixl, issue 1754), and what another process maps
-of it is kept on its terms (CUDA's programming guide, "Interprocess Communication").
+Torch's allocator is not suited. It may use growing segments (`expandable_segments`, a frequent setting of trainers),
+which no NIC registers and UCX moves through TCP (ai-dynamo/nixl, issue 1754). And memory of torch that another process
+maps must be freed by torch's rules (CUDA's programming guide, "Interprocess Communication").
 """
 
 import ctypes
@@ -21,28 +21,29 @@ from torch import Tensor
 from nemo_fp8rl.refit.transport.link import BUFFERS, GRACE
 
 DEVICE_TYPE = "cuda"
-"""Tests on a machine without a GPU say "cpu"."""
+"""Tests on a machine without a GPU set this to "cpu"."""
 ALIGNMENT, GRANULE = 512, 2 << 20
-"""Bytes: a bucket begins at a multiple of the one; an allocation below the other would share its page with others'."""
+"""Bytes. A bucket begins at a multiple of ALIGNMENT. An allocation smaller than GRANULE would share its page with
+others."""
 HANDLE = 64
 """Bytes of a handle, CUDA_IPC_HANDLE_SIZE."""
 
 
 class Buckets(list[Tensor]):
-    """Two buckets at an address of a GPU, whose memory goes with this list: whoever has a view keeps its end."""
+    """Two buckets at an address of a GPU. The memory is freed with this list: the user of a view must keep the list."""
 
     def __init__(self, address: int, capacity: int, device: torch.device) -> None:
         self.address = address
-        # torch is told the device: asked of CUDA it could be one that this process does not see
+        # torch receives the device: if it asked CUDA, the answer could be a device that this process does not see
         storage = torch._C._construct_storage_from_data_pointer(address, device, BUFFERS * _stride(capacity))
         memory = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
         super().__init__(bucket[:capacity] for bucket in memory.chunk(BUFFERS))
 
 
 class CudaMemory:
-    """CUDA's runtime, by a package that torch's builds for CUDA bring. Everything raises RuntimeError in its words.
+    """CUDA's runtime, through a package that comes with torch's builds for CUDA.
 
-    The device becomes the current one of the calling thread.
+    Every method raises RuntimeError with the runtime's message, and makes the device the calling thread's current one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,85 +54,88 @@ class CudaMemory:
             self.runtime: Any = importlib.import_module("cuda.bindings.runtime")
         except ImportError as error:
             raise RuntimeError(f"pip install cuda-bindings: {error}") from None
-        self._enter()
+        self._set_device()
 
-    def allocated(self, capacity: int, freed: "Collector") -> Buckets:
-        """Two buckets, let go of by `freed` when nothing refers to them any more."""
+    def allocate(self, capacity: int, collector: "Collector") -> Buckets:
+        """Allocate two buckets, which `collector` frees when nothing refers to them any more."""
         nbytes = -(-BUFFERS * _stride(capacity) // GRANULE) * GRANULE
         try:
-            address = self._done(self.runtime.cudaMalloc(nbytes))
+            address = self._check(self.runtime.cudaMalloc(nbytes))
         except RuntimeError:
-            torch.cuda.empty_cache()  # of this process, where torch keeps what it no longer uses
-            address = self._done(self.runtime.cudaMalloc(nbytes))
-        return self._held(Buckets(address, capacity, self.device), freed, self.runtime.cudaFree)
+            torch.cuda.empty_cache()  # returns memory that torch caches in this process
+            address = self._check(self.runtime.cudaMalloc(nbytes))
+        return self._free_with(collector, Buckets(address, capacity, self.device), self.runtime.cudaFree)
 
-    def handle(self, buckets: Buckets) -> bytes:
-        """The buckets' handle, for `mapped` in another process."""
-        handle = self._done(self.runtime.cudaIpcGetMemHandle(buckets.address))
+    def export_handle(self, buckets: Buckets) -> bytes:
+        """Return the buckets' handle, for `map_handle` in another process."""
+        handle = self._check(self.runtime.cudaIpcGetMemHandle(buckets.address))
         return ctypes.string_at(handle.getPtr(), HANDLE)
 
-    def mapped(self, handle: bytes, capacity: int) -> Buckets:
-        """The buckets of another process, let go of when nothing refers to them any more."""
-        theirs = self.runtime.cudaIpcMemHandle_t()
-        ctypes.memmove(theirs.getPtr(), handle, HANDLE)
+    def map_handle(self, handle: bytes, capacity: int) -> Buckets:
+        """Map the buckets of another process, until nothing refers to them any more."""
+        cuda_handle = self.runtime.cudaIpcMemHandle_t()
+        ctypes.memmove(cuda_handle.getPtr(), handle, HANDLE)
         flag = self.runtime.cudaIpcMemLazyEnablePeerAccess
-        address = self._done(self.runtime.cudaIpcOpenMemHandle(theirs, flag))
-        return self._held(Buckets(address, capacity, self.device), AT_ONCE, self.runtime.cudaIpcCloseMemHandle)
+        address = self._check(self.runtime.cudaIpcOpenMemHandle(cuda_handle, flag))
+        return self._free_with(
+            FREE_AT_ONCE, Buckets(address, capacity, self.device), self.runtime.cudaIpcCloseMemHandle
+        )
 
-    def _held(self, buckets: Buckets, collector: "Collector", free: Any) -> Buckets:
+    def _free_with(self, collector: "Collector", buckets: Buckets, free: Any) -> Buckets:
         collector.start()
-        weakref.finalize(buckets, collector.add, self._end, free, buckets.address).atexit = False
+        weakref.finalize(buckets, collector.add, self._free, free, buckets.address).atexit = False
         return buckets
 
-    def _end(self, free: Any, address: int) -> None:
-        self._enter()
-        self._done(self.runtime.cudaDeviceSynchronize())  # what was queued may read it yet
-        self._done(free(address))
+    def _free(self, free: Any, address: int) -> None:
+        self._set_device()
+        self._check(self.runtime.cudaDeviceSynchronize())  # work in the GPU's queue may still read it
+        self._check(free(address))
 
-    def _enter(self) -> None:
-        self._done(self.runtime.cudaSetDevice(self.device.index or 0))
+    def _set_device(self) -> None:
+        self._check(self.runtime.cudaSetDevice(self.device.index or 0))
 
-    def _done(self, answer: tuple[Any, ...]) -> Any:
-        """The value of a call, if it has one."""
+    def _check(self, answer: tuple[Any, ...]) -> Any:
+        """Return the value of a call, if it has one. Raises RuntimeError if the call failed."""
         if answer[0] != self.runtime.cudaError_t.cudaSuccess:
             raise RuntimeError(self.runtime.cudaGetErrorString(answer[0])[1].decode())
         return answer[1] if len(answer) > 1 else None
 
 
 class Collector:
-    """A thread that lets go of memory some seconds after it was added, and does nothing else.
+    """A thread that frees memory some seconds after it was added, and does nothing else.
 
-    What Python collects it collects in any thread, at any moment: on another device, while CUDA records a graph.
+    Python's own finalizers run in any thread at any moment: with another current device, while CUDA records a graph.
     """
 
     def __init__(self, name: str, seconds: float) -> None:
         self.name, self.seconds = name, seconds
-        self._added: SimpleQueue[tuple[float, Callable[..., None], tuple[Any, ...]]] = SimpleQueue()
-        self._starting = threading.Lock()
+        self._calls: SimpleQueue[tuple[float, Callable[..., None], tuple[Any, ...]]] = SimpleQueue()
+        self._start_lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        with self._starting:
+        with self._start_lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._collect, name=self.name, daemon=True)
                 self._thread.start()
 
     def add(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Add a call, from a finalizer, too: takes no lock."""
-        self._added.put((time.monotonic(), call, arguments))
+        """Add a call. Finalizers may use this: it takes no lock."""
+        self._calls.put((time.monotonic(), call, arguments))
 
     def _collect(self) -> None:
         while True:
-            added, call, arguments = self._added.get()
-            time.sleep(max(0.0, added + self.seconds - time.monotonic()))
+            start, call, arguments = self._calls.get()
+            time.sleep(max(0.0, start + self.seconds - time.monotonic()))
             try:
                 call(*arguments)
             except RuntimeError as error:
-                logging.getLogger(__name__).warning("a link's memory on a GPU was not let go of: %s", error)
+                logging.getLogger(__name__).warning("a link's memory on a GPU was not freed: %s", error)
 
 
-AT_ONCE, LATER = Collector("refit free", 0.0), Collector("refit free later", GRACE)
-"""LATER: for memory that another process may map."""
+FREE_AT_ONCE = Collector("refit free", 0.0)
+FREE_AFTER_GRACE = Collector("refit free later", GRACE)
+"""For memory that another process may map."""
 
 
 def _stride(capacity: int) -> int:

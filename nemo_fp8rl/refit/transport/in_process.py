@@ -1,4 +1,4 @@
-"""A link between two threads of one process: the receiver reads the very buffers that the sender filled."""
+"""A link between two threads of one process: the receiver reads the same buffers that the sender filled."""
 
 from collections import deque
 from collections.abc import Callable
@@ -19,88 +19,96 @@ from nemo_fp8rl.refit.transport.link import (
 
 
 def in_process_link(capacity: int, timeout: float, device: torch.device = HOST) -> tuple[SendingEnd, ReceivingEnd]:
-    """The two ends. capacity: bytes of each buffer, allocated at first use. timeout: seconds that a wait lasts."""
+    """Make a link and return its two ends.
+
+    capacity: bytes of each buffer, which is allocated at its first use
+    timeout:  seconds that a wait lasts
+    device:   the device of the buffers
+    """
     exchange = _Exchange(capacity, timeout, device)
-    return _Sending(exchange), _Receiving(exchange)
+    return _SendingEnd(exchange), _ReceivingEnd(exchange)
 
 
 class _Exchange:
-    """What both ends share. Every change notifies `changed`."""
+    """The state that both ends share. Every change notifies `changed`."""
 
     def __init__(self, capacity: int, timeout: float, device: torch.device) -> None:
         self.capacity, self.timeout, self.device = capacity, timeout, device
         self.changed = Condition()
-        self.waiting: deque[tuple[bytes, Tensor]] = deque()  # sent, not yet received
-        self.sent = self.released = 0
-        self.closed = False
+        self.unread: deque[tuple[bytes, Tensor]] = deque()
+        self.num_sent = self.num_released = 0
+        self.is_closed = False
 
-    def wait_for(self, ready: Callable[[], bool], what: str) -> None:
-        """Call with `changed` held."""
-        in_time = self.changed.wait_for(lambda: self.closed or ready(), self.timeout)
-        if self.closed:
+    def has_free_buffer(self) -> bool:
+        return self.num_sent - self.num_released < BUFFERS
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait for the condition. The caller has locked `changed`. what: the missing thing, for the error."""
+        in_time = self.changed.wait_for(lambda: self.is_closed or condition(), self.timeout)
+        if self.is_closed:
             raise LinkError("the link is closed")
         if not in_time:
             raise LinkError(f"no {what} within {timeout_text(self.timeout)}")
 
     def close(self) -> None:
         with self.changed:
-            self.closed = True
+            self.is_closed = True
             self.changed.notify_all()
 
 
-class _Sending:
+class _SendingEnd:
     def __init__(self, exchange: _Exchange) -> None:
         self._exchange = exchange
         self._buffers: list[Tensor] = []
-        self._filling: Tensor | None = None
+        self._buffer: Tensor | None = None  # the one that is being filled
 
     def has_free_buffer(self, within: float) -> bool:
         link = self._exchange
         with link.changed:
-            return link.changed.wait_for(lambda: link.closed or link.sent - link.released < BUFFERS, within)
+            return link.changed.wait_for(lambda: link.is_closed or link.has_free_buffer(), within)
 
     def acquire_buffer(self) -> Tensor:
         link = self._exchange
         with link.changed:
-            link.wait_for(lambda: link.sent - link.released < BUFFERS, "free buffer")
-            if len(self._buffers) == link.sent < BUFFERS:
+            link.wait_for(link.has_free_buffer, "free buffer")
+            if len(self._buffers) == link.num_sent < BUFFERS:
                 self._buffers.append(torch.empty(link.capacity, dtype=torch.uint8, device=link.device))
-            self._filling = self._buffers[link.sent % BUFFERS]
-        return self._filling
+            self._buffer = self._buffers[link.num_sent % BUFFERS]
+        return self._buffer
 
     def send(self, header: bytes, nbytes: int) -> None:
         link = self._exchange
         check_message(header, nbytes, link.capacity)
-        assert self._filling is not None, "send() follows buffer()"
+        assert self._buffer is not None, "send() follows acquire_buffer()"
         with link.changed:
-            if link.closed:
+            if link.is_closed:
                 raise LinkError("the link is closed")
-            link.waiting.append((header, self._filling[:nbytes]))
-            link.sent += 1
+            link.unread.append((header, self._buffer[:nbytes]))
+            link.num_sent += 1
             link.changed.notify_all()
-        self._filling = None
+        self._buffer = None
 
     def close(self) -> None:
         self._exchange.close()
 
 
-class _Receiving:
+class _ReceivingEnd:
     def __init__(self, exchange: _Exchange) -> None:
         self._exchange = exchange
-        self._received = 0
+        self._num_received = 0
 
     def receive(self) -> tuple[bytes, Tensor]:
         link = self._exchange
         with link.changed:
-            link.wait_for(lambda: bool(link.waiting), "message")
-            self._received += 1
-            return link.waiting.popleft()
+            link.wait_for(lambda: bool(link.unread), "message")
+            self._num_received += 1
+            return link.unread.popleft()
 
     def release(self) -> None:
         link = self._exchange
         with link.changed:
-            assert link.released < self._received, "release() follows receive()"
-            link.released += 1
+            assert link.num_released < self._num_received, "release() follows receive()"
+            link.num_released += 1
             link.changed.notify_all()
 
     def close(self) -> None:

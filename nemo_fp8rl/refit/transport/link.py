@@ -1,7 +1,8 @@
-"""A link carries messages from one source rank to one sink rank through two buffers, so that both ends work at once.
+"""The interface of a link: it carries messages from one source rank to one sink rank through two buffers.
 
-The sender fills one buffer while the receiver applies the other. Whichever transport is below, message k lies in
-buffer k mod 2, at most two messages are not yet released, and buffer() waits for the release of the one before last.
+Both ends work at once: the sender fills one buffer while the receiver applies the other. On every transport, message k
+is in buffer k mod 2, at most two messages are not yet released, and `acquire_buffer` waits for the release of the
+message before the last one.
 """
 
 from typing import Literal, Protocol
@@ -12,79 +13,79 @@ from torch import Tensor
 from nemo_fp8rl.refit.manifest import RefitError
 
 ProcessTransport = Literal["shared_memory", "cuda_ipc", "nixl", "collective"]
-"""How messages travel between processes."""
+"""A way for messages between processes."""
 TransportChoice = ProcessTransport | Literal["nearest"]
-"""nearest: memory that both ends have, of a GPU where the weights are on one and the sink can map it; collective where
-they have none."""
+"""nearest: memory that both ends can map, on a GPU where the weights are on one and the sink can map its memory;
+collective where the ends have no common memory."""
 BUFFERS = 2
 HOST = torch.device("cpu")
 MAX_HEADER = 16 << 20
-"""Bytes of a header."""
+"""The largest header, in bytes."""
 SENDER_SHARE, RECEIVER_SHARE = 0.25, 0.75
-"""Shares of the seconds after which an engine counts as hung: how long a source waits for one sink, and a sink for its
-source, which may be waiting for other sinks. So one that hangs takes no other with it."""
+"""Shares of the seconds after which an engine counts as hung. A source waits the first share for one sink. A sink waits
+the second for its source, which may be waiting for other sinks. So an engine that hangs takes no other with it."""
 GRACE = 10.0
-"""Seconds that memory is kept after its link has ended: the other side, which uses it, too, may hear of that late."""
+"""Seconds for which memory is kept after the link's end: the other side uses it, too, and may notice the end late."""
 
 
 class LinkError(RefitError):
-    """The other side is gone, silent, or said something that is not a message."""
+    """The other side is gone or silent, or it sent something that is not a message."""
 
 
 def timeout_text(seconds: float) -> str:
-    """The length of a wait, for an error, with the key that says it."""
+    """Return the length of a wait for an error message, with the key that sets it."""
     return f"{seconds:g} s, a share of cluster.engine_timeout_seconds"
 
 
 class SendingEnd(Protocol):
-    """Belongs to one thread, except close()."""
+    """The source's end of a link. It belongs to one thread, except `close`."""
 
     def acquire_buffer(self) -> Tensor:
-        """uint8 [capacity] to fill: the same one until send(). Waits until one of the two is free.
+        """Return the buffer to fill, uint8 [capacity]; the same one until `send`. Waits until one of the two is free.
 
-        Raises LinkError where the other side is gone or silent, or the link closed.
+        Raises: LinkError if the other side is gone or silent, or if the link is closed
         """
 
     def has_free_buffer(self, within: float) -> bool:
-        """Whether buffer() would not wait, or will not any more within so many seconds. Raises LinkError as it does."""
+        """Return True if a buffer is free, or will be within so many seconds. Raises LinkError as `acquire_buffer`."""
 
     def send(self, header: bytes, nbytes: int) -> None:
-        """Hand over the first nbytes of the buffer from the last buffer() call, which are there: see `finish_gpu_work`.
+        """Send the first nbytes of the buffer from `acquire_buffer`; a GPU has written them (`finish_gpu_work`).
 
-        Raises LinkError as buffer() does.
+        Raises: LinkError as `acquire_buffer`
         """
 
     def close(self) -> None:
-        """End the link for both sides, whatever waits on either; what is under way may be lost. May be repeated."""
+        """End the link for both sides, even if one of them waits. Messages in flight may be lost. May be repeated."""
 
 
 class ReceivingEnd(Protocol):
-    """Belongs to one thread, except close()."""
+    """The sink's end of a link. It belongs to one thread, except `close`."""
 
     def receive(self) -> tuple[bytes, Tensor]:
-        """Wait for the next message: its header and uint8 [nbytes], valid until its release().
+        """Wait for the next message. Return its header and its payload, uint8 [nbytes], valid until its `release`.
 
-        Raises LinkError where the other side is gone or silent, or the link closed.
+        Raises: LinkError if the other side is gone or silent, or if the link is closed
         """
 
     def release(self) -> None:
-        """The memory of the oldest message not yet released may be overwritten: see `finish_gpu_work`.
+        """Allow the sender to overwrite the oldest message that is not yet released; a GPU has read it.
 
-        A sender that is gone is no error.
+        A sender that is gone is not an error.
         """
 
     def close(self) -> None:
-        """End the link for both sides, whatever waits on either. May be repeated."""
+        """End the link for both sides, even if one of them waits. May be repeated."""
 
 
 def finish_gpu_work(buffer: Tensor) -> None:
-    """Return when a GPU has done what this thread asked of it with a buffer there: links know nothing of streams."""
+    """Wait until the GPU of a buffer has done the work that this thread queued; links know nothing of streams."""
     if buffer.is_cuda:
         torch.cuda.current_stream(buffer.device).synchronize()
 
 
 def check_message(header: bytes, nbytes: int, capacity: int) -> None:
-    """Raise LinkError unless a link of this capacity (bytes) can carry the message."""
+    """Raise LinkError unless a link of this capacity, in bytes, can carry the message."""
     if len(header) > MAX_HEADER:
         raise LinkError(f"a header of {len(header)} bytes; a message carries at most {MAX_HEADER}")
     if not 0 <= nbytes <= capacity:

@@ -1,7 +1,7 @@
-"""Threads of links. They have buffers, so a process ends them before it ends itself.
+"""The threads of links. They use tensors, so a process must end them before it ends itself.
 
-A tensor that is let go of while Python ends has torch ask for Python's lock, which ends that thread within C++, and
-that aborts the process; so does any return from C++ to Python.
+A tensor that is freed while Python shuts down makes torch request Python's lock. That ends the thread within C++ code,
+which aborts the process; every other return from C++ to Python does the same.
 """
 
 import atexit
@@ -11,49 +11,51 @@ from collections.abc import Callable, Sequence
 
 from nemo_fp8rl.refit.transport.link import LinkError
 
-EXIT = 2.0
-"""Seconds: see `join`."""
+EXIT_SECONDS = 2.0
+"""How long `join` waits."""
 
 
 def start(name: str, run: Callable[[], None], stop: Callable[[], None]) -> threading.Thread:
-    """A thread that runs; `stop` makes it end soon, and is called at the latest when the process is about to end.
+    """Start a thread.
 
-    Raises LinkError where that is so already.
+    run:    the thread's work
+    stop:   makes `run` return soon; called at the latest when the process ends
+    Raises: LinkError if the process is already ending
     """
 
-    def run_and_forget() -> None:
+    def run_and_remove() -> None:
         try:
             run()
         finally:
             with _lock:
-                del _running[thread]
+                del _threads[thread]
 
-    thread = threading.Thread(target=run_and_forget, name=name, daemon=True)
+    thread = threading.Thread(target=run_and_remove, name=name, daemon=True)
     with _lock:
-        if _ending.is_set():
+        if _is_exiting.is_set():
             raise LinkError("this process is about to end")
         thread.start()
-        _running[thread] = stop
+        _threads[thread] = stop
     return thread
 
 
 def join(threads: Sequence[threading.Thread]) -> None:
-    """Wait, for EXIT in all, for the end of threads that are about to end."""
-    end = time.monotonic() + EXIT
+    """Wait, EXIT_SECONDS altogether, for threads that are about to end."""
+    deadline = time.monotonic() + EXIT_SECONDS
     for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 _lock = threading.Lock()
-_running: dict[threading.Thread, Callable[[], None]] = {}
-_ending = threading.Event()
+_threads: dict[threading.Thread, Callable[[], None]] = {}
+_is_exiting = threading.Event()
 
 
 @atexit.register
-def _end() -> None:
+def _stop_all() -> None:
     with _lock:
-        _ending.set()
-        running = dict(_running)
-    for stop in running.values():
+        _is_exiting.set()
+        threads = dict(_threads)
+    for stop in threads.values():
         stop()
-    join(list(running))
+    join(list(threads))

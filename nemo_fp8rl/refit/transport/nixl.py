@@ -1,9 +1,9 @@
 """A link between processes of any hosts by NIXL: the sink reads a bucket out of the source's memory into its own.
 
-On a network that can (InfiniBand, RoCE) that is RDMA, from GPU to GPU where weights are on GPUs; elsewhere UCX, which
-NIXL uses, copies through shared memory or TCP. UCX authenticates nobody, and who reaches it may read and write the
-process' memory: a network of the run's machines alone, as for its RDMA devices anyway. On loopback it listens on that
-alone; otherwise UCX_NET_DEVICES and UCX_TLS say what it uses.
+On a network with RDMA (InfiniBand, RoCE) the data go from GPU to GPU where weights are on GPUs; elsewhere UCX, which
+NIXL uses, copies through shared memory or TCP. UCX authenticates nobody, and any process that reaches it may read and
+write this process's memory: use a network of the run's machines alone, as RDMA devices need anyway. On loopback UCX
+listens on loopback alone; otherwise UCX_NET_DEVICES and UCX_TLS set what it uses.
 """
 
 import importlib
@@ -29,62 +29,66 @@ from nemo_fp8rl.refit.transport.control import Control
 from nemo_fp8rl.refit.transport.double_buffer import Receiver, Sender
 from nemo_fp8rl.refit.transport.link import BUFFERS, GRACE, LinkError, ReceivingEnd, SendingEnd, timeout_text
 
-POLL, IDLE, BUSY = 0.0005, 0.02, 30.0
-"""Seconds: between looks at what others ask of this process, and while they ask for nothing; the latter begins so long
-after the last payload was given.
-"""
+BUSY_POLL_SECONDS, IDLE_POLL_SECONDS, BUSY_SECONDS = 0.0005, 0.02, 30.0
+"""Seconds between polls for requests of other processes: the first while transfers go on, the second from BUSY_SECONDS
+after the last payload on."""
 MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 INSTALL = "pip install 'nemo-fp8rl[nixl]'"
 
 
 def offer(control: Control, capacity: int, device: torch.device) -> SendingEnd:
-    """The source's end; the buckets are on its device. Raises RefitError where NIXL is missing or cannot have them,
-    LinkError where the sink cannot reach them.
+    """Make the source's end, with buckets on its device.
+
+    Raises: RefitError if NIXL is missing or cannot have the buckets, LinkError if the sink cannot reach them
     """
     try:
         _make_current(device)
-        held = _Held(_agent("source", control.local_host), capacity, device)
+        buckets = _RegisteredBuckets(_get_agent("source", control.local_host), capacity, device)
     except Exception as error:
         raise RefitError(
-            f"NIXL has no two buckets of {capacity / 2**20:.1f} MiB on {device} ({_message(error)}): set "
+            f"NIXL has no two buckets of {capacity / 2**20:.1f} MiB on {device} ({_describe(error)}): set "
             "nemo_fp8rl.refit.transport=auto, or a smaller nemo_fp8rl.refit.bucket_bytes where memory is short"
         ) from None
     try:
-        control.say(metadata=b64encode(held.metadata).decode(), addresses=held.addresses, **_place(device))
-        control.hear(joined=bool)
+        metadata = b64encode(buckets.metadata).decode()
+        control.send_fields(metadata=metadata, addresses=buckets.addresses, **_location(device))
+        control.receive_fields(joined=bool)
     except BaseException:
-        held.free()
+        buckets.deregister()
         raise
-    return _NixlSender(control, held)
+    return _NixlSender(control, buckets)
 
 
 def take(control: Control, capacity: int, device: torch.device) -> ReceivingEnd:
-    """The sink's end, with buckets on its device. Raises LinkError where NIXL is missing or cannot reach the source."""
-    greeting = control.hear(metadata=str, addresses=list, memory=str, device=int)
-    addresses = greeting["addresses"]
-    if greeting["memory"] not in MEMORY.values() or [type(a) for a in addresses] != [int] * BUFFERS:
-        raise LinkError(f"{control.other} offers {addresses} in {greeting['memory']}, which are no buckets")
+    """Make the sink's end, with buckets on its device.
+
+    Raises: LinkError if NIXL is missing or cannot reach the source
+    """
+    fields = control.receive_fields(metadata=str, addresses=list, memory=str, device=int)
+    addresses = fields["addresses"]
+    if fields["memory"] not in MEMORY.values() or [type(a) for a in addresses] != [int] * BUFFERS:
+        raise LinkError(f"{control.peer} offers {addresses} in {fields['memory']}, which are not buckets")
     try:
         _make_current(device)
-        held = _Held(_agent("sink", control.local_host), capacity, device)
+        buckets = _RegisteredBuckets(_get_agent("sink", control.local_host), capacity, device)
         try:
-            remote = held.agent.add(b64decode(greeting["metadata"], validate=True))
+            remote = buckets.agent.add_remote(b64decode(fields["metadata"], validate=True))
         except BaseException:
-            held.free()
+            buckets.deregister()
             raise
     except Exception as error:
         raise LinkError(
-            f"NIXL makes no link with {control.other} ({_message(error)}): set nemo_fp8rl.refit.transport=auto"
+            f"NIXL makes no link with {control.peer} ({_describe(error)}): set nemo_fp8rl.refit.transport=auto"
         ) from None
-    end = _NixlReceiver(control, held, remote, [(a, greeting["memory"], greeting["device"]) for a in addresses])
-    control.say(joined=True)
+    end = _NixlReceiver(control, buckets, remote, [(a, fields["memory"], fields["device"]) for a in addresses])
+    control.send_fields(joined=True)
     return end
 
 
 class _Agent:
-    """NIXL's agent, of which a process has one for each role. Calls go through `calls`: it serves one thread at a time.
+    """NIXL's agent, one per role in a process. NIXL serves one thread at a time: calls go through `use_api`.
 
-    Its own thread, which would look after transfers without a rest, is off; so somebody must call it for them.
+    The agent's own thread would look after transfers without a pause, so it is off, and a thread of ours must poll.
     """
 
     def __init__(self, role: str, loopback: bool) -> None:
@@ -99,228 +103,235 @@ class _Agent:
             self._nixl = api.nixl_agent(f"nemo_fp8rl-{role}-{secrets.token_hex(16)}", config)
             self._nixl.create_backend("UCX", {"engine_config": "NET_DEVICES=lo"} if loopback else {})
         self._remotes: Counter[str] = Counter()
-        self._serving: dict[_Held, float] = {}  # the time until which each is kept
+        self._deadlines: dict[_RegisteredBuckets, float] = {}  # the time until which each stays registered
         self._thread: threading.Thread | None = None
-        self._stopped = threading.Event()
+        self._stop = threading.Event()
         self._busy_until = 0.0
-        self.left: SimpleQueue[_Held] = SimpleQueue()
-        """Buckets of links that have ended, put there by finalizers, too, which must take no lock."""
+        self.released_buckets: SimpleQueue[_RegisteredBuckets] = SimpleQueue()
+        """Buckets of links that have ended. Finalizers, which must take no lock, put them there, too."""
 
     @contextmanager
-    def calls(self) -> Iterator[Any]:
+    def use_api(self) -> Iterator[Any]:
         with self._lock:
             yield self._nixl
 
-    def add(self, metadata: bytes) -> str:
-        """The name of another process' agent that is known from now on; each call ends with a `remove`."""
-        with self.calls() as nixl:
+    def add_remote(self, metadata: bytes) -> str:
+        """Make the agent of another process known and return its name; each call needs a `remove_remote`."""
+        with self.use_api() as nixl:
             name = nixl.add_remote_agent(metadata)
             name = name.decode() if isinstance(name, bytes) else name
             self._remotes[name] += 1
             return name
 
-    def remove(self, name: str) -> None:
-        with self.calls() as nixl:
+    def remove_remote(self, name: str) -> None:
+        with self.use_api() as nixl:
             self._remotes[name] -= 1
-            if not self._remotes[name]:  # with what it knows of memory that is gone
+            if not self._remotes[name]:  # the agent's knowledge of memory that is gone goes with it
                 nixl.remove_remote_agent(name)
 
-    def serve(self, held: "_Held") -> None:
-        """Let a sink read it, until some time after it is among `left`. TCP needs this process for that; RDMA only to
-        begin with.
+    def serve(self, buckets: "_RegisteredBuckets") -> None:
+        """Let a sink read the buckets, until GRACE seconds after they are among `released_buckets`.
+
+        For TCP this process must poll all the time; for RDMA only at the beginning.
         """
         with self._lock:
-            self._serving[held] = float("inf")
+            self._deadlines[buckets] = float("inf")
             if self._thread is None:
-                device = held.buckets[0].device
-                self._thread = link_threads.start("refit nixl", lambda: self._serve(device), self._stopped.set)
+                device = buckets.tensors[0].device
+                self._thread = link_threads.start("refit nixl", lambda: self._serve(device), self._stop.set)
 
-    def hurry(self) -> None:
-        """Look more often at what sinks ask for: one is about to read."""
-        self._busy_until = time.monotonic() + BUSY
+    def poll_faster(self) -> None:
+        """Poll more often for a while: a sink is about to read."""
+        self._busy_until = time.monotonic() + BUSY_SECONDS
 
     def _serve(self, device: torch.device) -> None:
         _make_current(device)
-        while self._served() and not self._stopped.is_set():
-            time.sleep(POLL if time.monotonic() < self._busy_until else IDLE)
+        while self._serve_once() and not self._stop.is_set():
+            time.sleep(BUSY_POLL_SECONDS if time.monotonic() < self._busy_until else IDLE_POLL_SECONDS)
 
-    def _served(self) -> bool:
-        """Whether there is anything left to serve."""
-        with self.calls() as nixl, _log_errors("serving what sinks read"):
-            nixl.get_new_notifs()  # which moves whatever can be moved
+    def _serve_once(self) -> bool:
+        """Serve requests and deregister old buckets. Return False if there are no buckets to serve any more."""
+        with self.use_api() as nixl, _log_errors("serving the reads of sinks"):
+            nixl.get_new_notifs()  # moves all data that can be moved now
         with self._lock:
-            while not self.left.empty():
-                self._serving[self.left.get()] = time.monotonic() + GRACE
-            for held in [held for held, end in self._serving.items() if end < time.monotonic()]:
-                del self._serving[held]
-                held.free()
-            if not self._serving:
+            while not self.released_buckets.empty():
+                self._deadlines[self.released_buckets.get()] = time.monotonic() + GRACE
+            for buckets in [b for b, deadline in self._deadlines.items() if deadline < time.monotonic()]:
+                del self._deadlines[buckets]
+                buckets.deregister()
+            if not self._deadlines:
                 self._thread = None
-            return bool(self._serving)
+            return bool(self._deadlines)
 
 
 _agents: dict[tuple[str, bool], _Agent] = {}
-_making = threading.Lock()
+_agents_lock = threading.Lock()
 
 
-def _agent(role: Literal["source", "sink"], host: str) -> _Agent:
-    """This process' own agent for a role."""
+def _get_agent(role: Literal["source", "sink"], host: str) -> _Agent:
+    """Return this process's agent for a role."""
     key = role, ipaddress.ip_address(host).is_loopback
-    with _making:
+    with _agents_lock:
         if key not in _agents:
             _agents[key] = _Agent(*key)
         return _agents[key]
 
 
-class _Held:
-    """The buckets of one end, registered with an agent until `free`."""
+class _RegisteredBuckets:
+    """The two buckets of one end, registered with an agent until `deregister`."""
 
     def __init__(self, agent: _Agent, capacity: int, device: torch.device) -> None:
         self.agent = agent
-        self.buckets = _buckets(capacity, device)
-        with agent.calls() as nixl:
-            self._registered = nixl.register_memory(list(self.buckets))
-            self.metadata: bytes = nixl.get_partial_agent_metadata(self._registered, True, ["UCX"])
+        self.tensors = _allocate_buckets(capacity, device)
+        with agent.use_api() as nixl:
+            self._registration = nixl.register_memory(list(self.tensors))
+            self.metadata: bytes = nixl.get_partial_agent_metadata(self._registration, True, ["UCX"])
 
     @property
     def addresses(self) -> list[int]:
-        return [bucket.data_ptr() for bucket in self.buckets]
+        return [tensor.data_ptr() for tensor in self.tensors]
 
-    def free(self) -> None:
-        with self.agent.calls() as nixl, _log_errors("letting go of a link's buckets"):
-            nixl.deregister_memory(self._registered)
+    def deregister(self) -> None:
+        with self.agent.use_api() as nixl, _log_errors("deregistering a link's buckets"):
+            nixl.deregister_memory(self._registration)
 
 
-def _buckets(capacity: int, device: torch.device) -> Sequence[Tensor]:
+def _allocate_buckets(capacity: int, device: torch.device) -> Sequence[Tensor]:
     if device.type == cuda_memory.DEVICE_TYPE:
-        return cuda_memory.CudaMemory(device).allocated(capacity, cuda_memory.AT_ONCE)
+        return cuda_memory.CudaMemory(device).allocate(capacity, cuda_memory.FREE_AT_ONCE)
     return [torch.empty(capacity, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
 
 
 class _NixlSender(Sender):
-    def __init__(self, control: Control, held: _Held) -> None:
-        super().__init__(control, held.buckets)
-        self._agent = held.agent
-        held.agent.serve(held)
-        self._leave = weakref.finalize(self, held.agent.left.put, held)
-        self._leave.atexit = False
+    def __init__(self, control: Control, buckets: _RegisteredBuckets) -> None:
+        super().__init__(control, buckets.tensors)
+        self._agent = buckets.agent
+        buckets.agent.serve(buckets)
+        self._release_buckets = weakref.finalize(self, buckets.agent.released_buckets.put, buckets)
+        self._release_buckets.atexit = False
 
     def close(self) -> None:
         super().close()
-        self._leave()
+        self._release_buckets()
 
-    def _give(self, slot: int, payload: Tensor) -> None:
-        self._agent.hurry()
+    def _start_transfer(self, slot: int, payload: Tensor) -> None:
+        self._agent.poll_faster()
 
 
 class _NixlReceiver(Receiver):
-    """remote: the source's agent. theirs: address, kind of memory, and number of the device of its buckets."""
+    """remote: the name of the source's agent. remote_buckets: address, kind of memory and device number of each."""
 
-    def __init__(self, control: Control, held: _Held, remote: str, theirs: list[tuple[int, str, int]]) -> None:
-        self._held, self._remote, self._theirs = held, remote, theirs
-        self._moving: Any = None  # a transfer that writes to the buckets, or may
-        super().__init__(control, held.buckets)  # starts to read
+    def __init__(
+        self,
+        control: Control,
+        buckets: _RegisteredBuckets,
+        remote: str,
+        remote_buckets: list[tuple[int, str, int]],
+    ) -> None:
+        self._registered, self._remote, self._remote_buckets = buckets, remote, remote_buckets
+        self._transfer: Any = None  # the one that writes to the buckets, or may do so
+        super().__init__(control, buckets.tensors)  # starts to read
 
-    def _take(self, slot: int, payload: Tensor) -> None:
+    def _fetch(self, slot: int, payload: Tensor) -> None:
         if not len(payload):
             return
         deadline = time.monotonic() + self._control.timeout
         try:
-            self._begin(slot, payload)
-            while self._in_progress():
-                if self._control.closed:
-                    raise LinkError(f"the link with {self._control.other} is closed")
+            self._begin_transfer(slot, payload)
+            while self._is_in_progress():
+                if self._control.is_closed:
+                    raise LinkError(f"the link with {self._control.peer} is closed")
                 if time.monotonic() > deadline:
                     raise LinkError(
-                        f"no payload came from {self._control.other} in {timeout_text(self._control.timeout)}"
+                        f"no payload came from {self._control.peer} in {timeout_text(self._control.timeout)}"
                     )
-                time.sleep(POLL)
+                time.sleep(BUSY_POLL_SECONDS)
         except LinkError:
             raise
-        except Exception as error:  # NIXL's have no class in common
-            raise LinkError(f"{self._control.other} is gone ({_message(error)})") from None
+        except Exception as error:  # NIXL's exceptions have no common class
+            raise LinkError(f"{self._control.peer} is gone ({_describe(error)})") from None
 
-    def _begin(self, slot: int, payload: Tensor) -> None:
-        address, memory, device = self._theirs[slot]
-        own = _place(payload.device)
-        with self._held.agent.calls() as nixl:
-            here = nixl.get_xfer_descs([(payload.data_ptr(), len(payload), own["device"])], own["memory"])
-            there = nixl.get_xfer_descs([(address, len(payload), device)], memory)
-            self._moving = nixl.initialize_xfer("READ", here, there, self._remote)
+    def _begin_transfer(self, slot: int, payload: Tensor) -> None:
+        address, memory, device = self._remote_buckets[slot]
+        local = _location(payload.device)
+        with self._registered.agent.use_api() as nixl:
+            target = nixl.get_xfer_descs([(payload.data_ptr(), len(payload), local["device"])], local["memory"])
+            source = nixl.get_xfer_descs([(address, len(payload), device)], memory)
+            self._transfer = nixl.initialize_xfer("READ", target, source, self._remote)
             try:
-                nixl.transfer(self._moving)
+                nixl.transfer(self._transfer)
             except Exception:
-                self._let_go(nixl)
+                self._release_transfer(nixl)
                 raise
 
-    def _in_progress(self) -> bool:
-        """Whether the transfer goes on; it is forgotten where it has ended, well or with NIXL's error."""
-        with self._held.agent.calls() as nixl:
+    def _is_in_progress(self) -> bool:
+        """Return True while the transfer goes on; release it when it has ended, well or with NIXL's error."""
+        with self._registered.agent.use_api() as nixl:
             try:
-                state = nixl.check_xfer_state(self._moving)
+                state = nixl.check_xfer_state(self._transfer)
             except Exception:
-                self._let_go(nixl)
+                self._release_transfer(nixl)
                 raise
             if state != "PROC":
-                self._let_go(nixl)
+                self._release_transfer(nixl)
             if state not in ("PROC", "DONE"):
-                raise LinkError(f"{self._control.other} is gone: NIXL says {state}")
+                raise LinkError(f"{self._control.peer} is gone: NIXL says {state}")
             return bool(state == "PROC")
 
-    def _let_go(self, nixl: Any) -> None:
-        moving, self._moving = self._moving, None
-        with _log_errors("forgetting a transfer"):
-            nixl.release_xfer_handle(moving)
+    def _release_transfer(self, nixl: Any) -> None:
+        transfer, self._transfer = self._transfer, None
+        with _log_errors("releasing a transfer"):
+            nixl.release_xfer_handle(transfer)
 
     def _read(self) -> None:
         try:
-            _make_current(self._held.buckets[0].device)
+            _make_current(self._registered.tensors[0].device)
             super()._read()
         finally:
-            self._end()
+            self._clean_up()
 
-    def _end(self) -> None:
-        """Wait for a transfer that nobody else waits for. One that does not end keeps its memory."""
+    def _clean_up(self) -> None:
+        """Wait for a transfer for which no other code waits. The memory of one that does not end is kept."""
         deadline = time.monotonic() + GRACE
-        with suppress(Exception):  # of NIXL: then, too, it has ended
-            while self._moving is not None and self._in_progress():
+        with suppress(Exception):  # an exception of NIXL also means that the transfer has ended
+            while self._transfer is not None and self._is_in_progress():
                 if time.monotonic() > deadline:
-                    _stuck.append(self)
+                    _stuck_receivers.append(self)
                     return
-                time.sleep(POLL)
-        self._held.free()
-        with _log_errors("forgetting a source"):
-            self._held.agent.remove(self._remote)
+                time.sleep(BUSY_POLL_SECONDS)
+        self._registered.deregister()
+        with _log_errors("removing a source's agent"):
+            self._registered.agent.remove_remote(self._remote)
 
 
-_stuck: list[_NixlReceiver] = []
-"""Kept for good, so that a transfer that may go on writes to no memory of somebody else."""
+_stuck_receivers: list[_NixlReceiver] = []
+"""Kept for the life of the process, so that a transfer that may go on writes to no memory with another use."""
 
 
 @contextmanager
 def _log_errors(what: str) -> Iterator[None]:
-    """Log NIXL's errors, which have no class in common, once each, where nobody waits for what raised them."""
+    """Log NIXL's errors, each once, where no caller waits for them. NIXL's exceptions have no common class."""
     try:
         yield
     except Exception as error:
-        if (message := f"NIXL, {what}: {_message(error)}") not in _logged:
-            _logged.add(message)
+        if (message := f"NIXL, {what}: {_describe(error)}") not in _logged_messages:
+            _logged_messages.add(message)
             logging.getLogger(__name__).warning(message)
 
 
-_logged: set[str] = set()
+_logged_messages: set[str] = set()
 
 
 def _make_current(device: torch.device) -> None:
-    """NIXL works in the CUDA context of the thread that calls it, and UCX without one does not use NVLink."""
+    """Give this thread the device's CUDA context, in which NIXL works; without one UCX does not use NVLink."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)
 
 
-def _place(device: torch.device) -> dict[str, Any]:
+def _location(device: torch.device) -> dict[str, Any]:
     return {"memory": MEMORY[device.type], "device": device.index or 0}
 
 
-def _message(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

@@ -21,7 +21,8 @@ from nemo_fp8rl.refit.manifest import Sources
 from nemo_fp8rl.refit.message import Header
 from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink
 from nemo_fp8rl.refit.route_plan import align_up
-from nemo_fp8rl.refit.sender.weight_sender import Link, WeightSender
+from nemo_fp8rl.refit.sender.push import Link
+from nemo_fp8rl.refit.sender.weight_sender import WeightSender
 from nemo_fp8rl.refit.transport.in_process import in_process_link
 from tests.conftest import RECIPES
 from tests.generation.pair import Pair

@@ -1,9 +1,9 @@
-"""`cuda.bindings.runtime` for a machine without a GPU: memory is files without names, which processes map.
+"""A fake of `cuda.bindings.runtime` for a machine without a GPU: memory is files without names, which processes map.
 
-It has what `cuda_memory` calls, by the signatures of cuda-bindings 13, and complains of what CUDA leaves undefined:
-memory let go of in another way than it was had, with another device current, or while that may have work to do. An
-allocation of more than `capacity` bytes fails. Unlike CUDA it lets a process map its own memory, so that both ends of a
-link may be in a test.
+It has the functions that `cuda_memory` calls, with the signatures of cuda-bindings 13. It returns an error where CUDA's
+behaviour is undefined: if memory is freed by another function than the one that belongs to it, with another current
+device, or while the device may have work to do. An allocation of more than `capacity` bytes fails. Unlike CUDA it lets
+a process map its own memory, so that both ends of a link may be in one test.
 """
 
 import ctypes
@@ -19,8 +19,8 @@ from nemo_fp8rl.refit.transport import cuda_memory
 NAME = "cuda.bindings.runtime"
 cudaIpcMemLazyEnablePeerAccess = 1
 capacity = 1 << 30
-allocated: dict[int, mmap.mmap] = {}
-opened: dict[int, mmap.mmap] = {}
+allocations: dict[int, mmap.mmap] = {}
+mappings: dict[int, mmap.mmap] = {}
 _files: dict[int, int] = {}
 _thread = threading.local()
 
@@ -60,12 +60,12 @@ def cudaMalloc(size: int) -> tuple[cudaError_t, int | None]:
         return cudaError_t.cudaErrorMemoryAllocation, None
     file = os.memfd_create("fake GPU memory")
     os.ftruncate(file, size)
-    return _on_device(), _map(file, size, allocated)
+    return _on_device(), _map(file, size, allocations)
 
 
 def cudaIpcGetMemHandle(address: int) -> tuple[cudaError_t, cudaIpcMemHandle_t]:
     handle = cudaIpcMemHandle_t()
-    handle.content.value = f"{os.getpid()} {_files[address]} {len(allocated[address])}".encode()
+    handle.content.value = f"{os.getpid()} {_files[address]} {len(allocations[address])}".encode()
     return _on_device(), handle
 
 
@@ -76,15 +76,15 @@ def cudaIpcOpenMemHandle(handle: cudaIpcMemHandle_t, flags: int) -> tuple[cudaEr
         descriptor = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
     except (OSError, ValueError):
         return cudaError_t.cudaErrorMapBufferObjectFailed, None
-    return _on_device(), _map(descriptor, int(size), opened)
+    return _on_device(), _map(descriptor, int(size), mappings)
 
 
 def cudaFree(address: int) -> tuple[cudaError_t]:
-    return (_gone(address, allocated),)
+    return (_release(address, allocations),)
 
 
 def cudaIpcCloseMemHandle(address: int) -> tuple[cudaError_t]:
-    return (_gone(address, opened),)
+    return (_release(address, mappings),)
 
 
 def _on_device() -> cudaError_t:
@@ -98,7 +98,7 @@ def _map(file: int, size: int, kind: dict[int, mmap.mmap]) -> int:
     return address
 
 
-def _gone(address: int, kind: dict[int, mmap.mmap]) -> cudaError_t:
+def _release(address: int, kind: dict[int, mmap.mmap]) -> cudaError_t:
     idle, _thread.idle = getattr(_thread, "idle", False), False
     if address not in kind or not idle:
         return cudaError_t.cudaErrorInvalidValue

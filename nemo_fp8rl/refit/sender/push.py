@@ -1,0 +1,187 @@
+"""One push of a version: the links that still work, the pieces that they need, and the report.
+
+A link that breaks is left out of the rest of the push and reported; the other links go on.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+
+from torch import Tensor
+
+from nemo_fp8rl.common.region import Region
+from nemo_fp8rl.fp8 import BlockScaled, NonFiniteError
+from nemo_fp8rl.fp8.format import count_nans, describe_non_finite, is_finite
+from nemo_fp8rl.refit.deferred_checks import DeferredChecks, PendingDigest, on_gpu
+from nemo_fp8rl.refit.manifest import Route, TensorPart
+from nemo_fp8rl.refit.message import Encoding, Entry
+from nemo_fp8rl.refit.reports import LinkId, SendReport, StageTimer
+from nemo_fp8rl.refit.sender.bucket_writer import BucketWriter
+from nemo_fp8rl.refit.transport.link import LinkError, SendingEnd
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link to one sink.
+
+    end:       the source's end
+    route:     the pieces that the sink needs of this rank
+    full_only: names of tensors for which the sink cannot apply a delta
+    """
+
+    end: SendingEnd
+    route: Route
+    full_only: frozenset[str] = frozenset()
+
+
+@dataclass
+class Piece:
+    """A piece that one or more links need.
+
+    part:      the piece
+    targets:   its index in the route of each link that needs it
+    full_only: True if one of these links cannot apply a delta
+    """
+
+    part: TensorPart
+    targets: dict[LinkId, int] = field(default_factory=dict)
+    full_only: bool = False
+
+
+class Push:
+    """The state of one push. writers: the links that still work; pieces: by tensor name; report: filled as it goes."""
+
+    def __init__(self, version: int, links: Mapping[LinkId, Link]) -> None:
+        self.report, self.checks = SendReport(), DeferredChecks()
+        self.writers = {i: BucketWriter(link.end, version, self._flush, self.checks) for i, link in links.items()}
+        self.pieces: dict[str, list[Piece]] = {}
+        by_region: dict[tuple[str, Region], Piece] = {}
+        for i, link in links.items():
+            for position, part in enumerate(link.route):
+                key = part.name, part.region
+                if key not in by_region:
+                    by_region[key] = Piece(part)
+                    self.pieces.setdefault(part.name, []).append(by_region[key])
+                by_region[key].targets[i] = position
+                by_region[key].full_only |= part.name in link.full_only
+
+    def time_export(
+        self, weights: Iterable[tuple[str, Tensor | BlockScaled]]
+    ) -> Iterator[tuple[str, Tensor | BlockScaled]]:
+        """Yield the weights; the time that the trainer takes to hand them out counts as the export stage."""
+        iterator = iter(weights)
+        while True:
+            with self.report.time_stage("export"):
+                weight = next(iterator, None)
+            if weight is None:
+                return
+            yield weight
+
+    def time_quantization(self, part: TensorPart) -> "_QuantizeTimer":
+        return _QuantizeTimer(self.report.seconds, part.name)
+
+    def check_finite(self, part: TensorPart, tensor: Tensor) -> None:
+        """Raise NonFiniteError, on a GPU later, if the tensor has NaN or infinity."""
+        if on_gpu(tensor):
+            self.checks.check_finite(tensor, lambda: NonFiniteError(f"{_describe(part)} are not finite"))
+        elif not is_finite(tensor):
+            raise NonFiniteError(describe_non_finite(tensor))
+
+    def check_codes(self, part: TensorPart, quantized: BlockScaled) -> None:
+        """Raise NonFiniteError, on a GPU later, if FP8 values or their scales are not finite."""
+        count = count_nans(quantized.data)
+        if on_gpu(count):
+            self.checks.read(count, partial(_raise_for_codes, part))
+            self.check_finite(part, quantized.scale_inv)
+        elif count or not is_finite(quantized.scale_inv):
+            raise NonFiniteError(f"{int(count)} of {quantized.data.numel()} FP8 values, or their scales, are NaN")
+
+    def reserve(self, piece: Piece, nbytes: int) -> Tensor | None:
+        """Return memory for an entry in the bucket of the first working link that needs the piece, or None."""
+        for i in self._working(piece.targets):
+            with self._guard(i), self.report.time_stage("send"):
+                return self.writers[i].reserve(nbytes)
+        return None
+
+    def add(self, piece: Piece, payload: Tensor, encoding: Encoding, digest: PendingDigest) -> None:
+        """Make an entry of the memory that `reserve` returned, and copy it to the other links that need the piece."""
+        first, nbytes = next(self._working(piece.targets)), payload.nbytes
+        for i in self._working(piece.targets):
+            with self._guard(i), self.report.time_stage("send"):
+                if i != first:
+                    self.writers[i].reserve(nbytes).copy_(payload)
+                self.writers[i].add(Entry(piece.targets[i], encoding, nbytes, ""), digest, piece.part)
+                self.report.count(piece.part, nbytes)
+
+    def finish(self, abort: str = "") -> None:
+        """Send the last bucket of every link. abort: the reason why no more pieces come, or empty."""
+        if abort:  # the entries in buckets must not be read any more, nor be sent while another link waits
+            self.checks = DeferredChecks()
+            for writer in self.writers.values():
+                writer.drop(self.checks)
+        for i in self._working(list(self.writers)):
+            with self._guard(i), self.report.time_stage("send"):
+                self.writers[i].send(last=True, abort=abort)
+
+    def _working(self, links: Iterable[LinkId]) -> Iterator[LinkId]:
+        """Yield the links that still work at the moment at which they are reached."""
+        return (i for i in links if i in self.writers)
+
+    def _flush(self) -> None:
+        """Send all buckets, so that no sink waits for data that this rank has while it waits: see `module_order`."""
+        for i in self._working(list(self.writers)):
+            with self._guard(i):
+                self.writers[i].flush()
+
+    def _guard(self, i: LinkId) -> "_LinkGuard":
+        return _LinkGuard(self, i)
+
+
+class _LinkGuard:
+    """A block in which a link may break: the link is then closed, so that its sink does not wait, and reported."""
+
+    __slots__ = ("link", "push")
+
+    def __init__(self, push: Push, link: LinkId) -> None:
+        self.push, self.link = push, link
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, LinkError):
+            return False
+        self.push.report.failed[self.link] = str(error)
+        if writer := self.push.writers.pop(self.link, None):
+            writer.end.close()
+        return True
+
+
+class _QuantizeTimer(StageTimer):
+    """Times the quantize stage, and adds the tensor's name to a NonFiniteError of the block."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, seconds: dict[str, float], tensor: str) -> None:
+        super().__init__(seconds, "quantize")
+        self.tensor = tensor
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        if isinstance(error, NonFiniteError):
+            raise NonFiniteError(f"{self.tensor}: {error}") from None
+
+
+def _raise_for_codes(part: TensorPart, nan_count: int) -> None:
+    if nan_count:
+        raise NonFiniteError(f"{_describe(part)}: {nan_count} FP8 values are NaN")
+
+
+def _describe(part: TensorPart) -> str:
+    """Return the name and region of a piece, for a number that is read when the piece's values are gone."""
+    first, last = [start for start, _ in part.region], [end - 1 for _, end in part.region]
+    return f"{part.name}: values from {first} to {last}"
