@@ -245,10 +245,10 @@ def _check_experts(raw: dict[str, Any], path: Path) -> None:
             f"{path}: decoder_sparse_step and mlp_only_layers mix in dense layers, which is "
             "not supported: every layer must have experts"
         )
-    experts, chosen = size(raw, path, _experts_key(raw)), size(raw, path, "num_experts_per_tok")
-    if chosen > experts:
-        raise UserError(f"{path}: num_experts_per_tok={chosen} is above {_experts_key(raw)}={experts}")
-    if chosen == 1:  # Megatron then takes the softmax over all experts for its weight, here it is 1
+    experts, per_token = size(raw, path, _experts_key(raw)), size(raw, path, "num_experts_per_tok")
+    if per_token > experts:
+        raise UserError(f"{path}: num_experts_per_tok={per_token} is above {_experts_key(raw)}={experts}")
+    if per_token == 1:  # Megatron's weight is then a softmax over all experts; HF's is 1
         raise UserError(f"{path}: num_experts_per_tok=1 is not supported, only 2 and more")
 
 

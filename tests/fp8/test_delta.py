@@ -171,7 +171,7 @@ GAPS = [
     [65534], [65535], [65536], [65537], [131071], [131072], [131073],
     [0, 65535], [0, 65536], [65535, 65535], [65536, 65536], [65536, 0, 131072], [3, 196607], [1, 2, 196608],
 ]  # fmt: skip
-"""How many bytes are skipped before each change."""
+"""Numbers of bytes skipped before each change."""
 
 
 @pytest.mark.parametrize(
@@ -277,12 +277,12 @@ def test_an_rl_step_is_sent_in_less_than_0_7_percent_of_its_bytes():
 
 
 def decode(message: bytes, numel: int) -> Delta:
-    """What is received for a tensor of numel bytes."""
+    """Decode a message for a tensor of numel bytes."""
     return Delta.decode(message, numel)
 
 
 def receive(message: bytes, data: Tensor) -> None:
-    """What the receiving end of a refit does."""
+    """Decode and apply a message, as the receiver of a refit does."""
     decode(message, data.numel()).apply_(data)
 
 

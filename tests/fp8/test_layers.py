@@ -1,4 +1,4 @@
-"""Which weights are FP8, by HF's names and by vLLM's."""
+"""The FP8 weights, by HF's names and by vLLM's."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which matrices a recipe makes FP8, and which models' sizes allow it."""
+"""The FP8 matrices of a recipe, and the sizes of models that allow them."""
 
 import dataclasses
 from contextlib import nullcontext

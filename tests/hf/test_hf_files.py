@@ -1,4 +1,4 @@
-"""What an HF checkpoint folder says: sizes, names, tensors; and what is refused, by name."""
+"""Reading an HF checkpoint folder: sizes, names, tensors; and errors, which name the tensor or key."""
 
 import dataclasses
 import json

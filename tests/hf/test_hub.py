@@ -21,7 +21,7 @@ NAME = "some-org/tiny-qwen3"
 
 @pytest.fixture(scope="module")
 def folder(tiny):
-    """What is on the hub: more than a run reads."""
+    """The folder on the hub; it has more files than a run reads."""
     (tiny / "model" / "README.md").write_text("not needed")
     yield tiny / "model"
     (tiny / "model" / "README.md").unlink()
@@ -118,7 +118,7 @@ def test_a_run_on_a_model_of_the_hub(folder, tmp_path):
 
 
 def test_a_recipe_for_nemo_rl_names_a_commit_in_its_loop_and_leaves_it_to_ours(hub, tiny):
-    """Which knows what the run that goes on began with."""
+    """Our own loop pins the commit itself: it knows the recorded recipe of a resumed run."""
     values = master(tiny, policy__model_name=NAME, policy__tokenizer={"name": NAME})
     assert convert_recipe(values).policy.model_name == f"{NAME}@{COMMIT}"
     policy = complete_for_model(convert_keys(values)).policy

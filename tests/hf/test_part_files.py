@@ -1,4 +1,4 @@
-"""Whatever parts a tensor was written in, any region of it is read back to the bit."""
+"""Any region of a tensor is read back to the bit, however it was divided into parts."""
 
 import os
 from itertools import pairwise

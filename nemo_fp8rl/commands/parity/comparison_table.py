@@ -102,7 +102,7 @@ def report(size: int, seed: int) -> Report:
         raise UserError(f"--size {size} is not a multiple of {STEP} up to {MAX_SIZE}")
     if not 0 <= seed < 2**63:
         raise UserError(f"--seed {seed} is not in 0 ... 2^63 - 1")
-    found, not_run = libraries.load_libraries()
+    installed, not_run = libraries.load_libraries()
     rows = []
     for section, (block, draw) in SECTIONS.items():
         matrices = draw(size, seed)
@@ -111,7 +111,7 @@ def report(size: int, seed: int) -> Report:
             for kind, x in matrices.items()
             for scale_format in FORMATS
         }
-        for implementation in _in_order(found):
+        for implementation in _in_order(installed):
             if block not in implementation.blocks:
                 continue
             for scale_format in FORMATS:
@@ -144,11 +144,11 @@ def show(result: Report) -> None:
         console.print(f"{name}: {reason}", markup=False, soft_wrap=True)
 
 
-def _in_order(found: list[Implementation]) -> Iterator[Implementation]:
+def _in_order(installed: list[Implementation]) -> Iterator[Implementation]:
     """Yield every formula, followed by the libraries that implement it."""
     for formula in FORMULAS:
         yield formula
-        yield from (library for library in found if library.formula == formula.name)
+        yield from (library for library in installed if library.formula == formula.name)
 
 
 def _row(

@@ -152,14 +152,14 @@ def vllm() -> list[Implementation]:
         version = _module("vllm").__version__
         return Implementation(name, source, call, (block,), FORMATS, version, formula or name, _device())
 
-    found = [
+    implementations = [
         library("vLLM per_block_cast_to_fp8", "vLLM vllm/utils/deep_gemm.py", cast, BLOCK, _deepgemm_formula()),
         library("vLLM requantizing ours", formulas.FP8_UTILS, requantize, BLOCK),
         library("vLLM native", formulas.INPUT_QUANT, native, ALONG_LAST),
     ]
     if torch.cuda.is_available():
-        found.append(library("vLLM CUDA", formulas.GROUP_QUANT, group, ALONG_LAST))
-    return found
+        implementations.append(library("vLLM CUDA", formulas.GROUP_QUANT, group, ALONG_LAST))
+    return implementations
 
 
 LOADERS: dict[str, Callable[[], list[Implementation]]] = {
