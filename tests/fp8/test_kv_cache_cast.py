@@ -21,16 +21,15 @@ def every_bfloat16() -> torch.Tensor:
 
 
 def stored(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """float32: what vLLM's cache holds of x, as values: [tokens, HEADS, DIM] -> the same."""
-    import vllm._C  # noqa: F401
-    from vllm import _custom_ops as ops
+    """Return the values that vLLM's cache stores for x, float32; both are [tokens, HEADS, DIM]."""
+    from vllm import _custom_ops as ops  # loads the library for this CPU
 
     tokens = len(x)
     cache = torch.zeros(-(-tokens // BLOCK), HEADS, BLOCK * 2, DIM, dtype=torch.uint8)
     keys, values = cache.chunk(2, 2)
     ops.cpu_attn_reshape_and_cache(x, x, keys, values, torch.arange(tokens), "vec", scale, scale, "fp8")
-    held = values.transpose(1, 2).reshape(-1, HEADS, DIM)[:tokens].contiguous()
-    return held.view(torch.float8_e4m3fn).float() * scale
+    codes = values.transpose(1, 2).reshape(-1, HEADS, DIM)[:tokens].contiguous()
+    return codes.view(torch.float8_e4m3fn).float() * scale
 
 
 @needs_vllms_fp8_cache
