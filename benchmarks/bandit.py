@@ -9,7 +9,7 @@ A sample is a sequence of 8 arms drawn from p = softmax(32 logits); its reward i
 has one optimum, and its gradient is a sum over arms. But the samples come from an engine whose logits are off: rounded
 to a grid, with noise that stays, noise of heavy tails that changes every step, and a few arms that are off by a lot.
 The KL is added exactly; the rest of the gradient is what the real loss (`GrpoLoss`, one update a rollout) with the real
-correction (`corrected_batch`) and RLOO advantages makes of the samples. Measured are
+correction (`correct_batch`) and RLOO advantages makes of the samples. Measured are
 
     the gradient of a rollout of 64 samples at the start, against the exact one: relative bias |E g - exact| / |exact|,
     noise sqrt(trace of the covariance) / |exact|, and the cosine of its mean with the exact one
@@ -37,10 +37,12 @@ from rich.table import Table
 from torch import Tensor
 
 from nemo_fp8rl.algorithms.advantages import group_advantages
-from nemo_fp8rl.algorithms.correction import corrected_batch
-from nemo_fp8rl.algorithms.correction_config import Rule
+from nemo_fp8rl.algorithms.correction import correct_batch
+from nemo_fp8rl.algorithms.correction_config import CorrectionConfig, Rule
 from nemo_fp8rl.algorithms.loss import GrpoLoss
+from nemo_fp8rl.algorithms.loss_config import LossConfig
 from nemo_fp8rl.batch import TrainBatch
+from nemo_fp8rl.config.typed_tree import read_block
 
 RESULTS = Path(__file__).resolve().parent / "results" / "bandit.json"
 ARMS, PULLS, SAMPLES, GROUP = 32, 8, 64, 8
@@ -153,7 +155,7 @@ def estimate(
         generation_logprobs=torch.cat([prompt, engine[arms].float()], 1),
         prev_logprobs=torch.cat([prompt, log_policy[arms].float()], 1),
     )
-    batch, metrics = corrected_batch(batch, loss.correction)
+    batch, metrics = correct_batch(batch, loss.correction)
     curr = log_policy[arms].float().requires_grad_()
     mask = batch["token_mask"] * batch["sample_mask"][:, None]
     loss(curr, batch, (mask.sum(-1) > 0).sum(), mask.sum())[0].backward()
@@ -197,7 +199,10 @@ def measure(seeds: int, steps: int) -> dict[str, Any]:
     bandits = [Bandit.of(seed) for seed in range(seeds)]
     modes: dict[str, Any] = {}
     for name, keys in MODES.items():
-        loss = GrpoLoss({"reference_policy_kl_penalty": 0.0}, keys or {"preset": "none"})
+        loss = GrpoLoss(
+            LossConfig(reference_policy_kl_penalty=0.0),
+            read_block(keys or {"preset": "none"}, CorrectionConfig, "nemo_fp8rl.correction."),
+        )
         runs = [
             quality(bandit, loss, keys is None, 1000 + seed) | training(bandit, loss, keys is None, 2000 + seed, steps)
             for seed, bandit in enumerate(bandits)

@@ -24,9 +24,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from nemo_fp8rl.algorithms.correction import correct, corrected_batch
+from nemo_fp8rl.algorithms.correction import correct, correct_batch
 from nemo_fp8rl.algorithms.correction_config import PRESETS
 from nemo_fp8rl.algorithms.loss import GrpoLoss
+from nemo_fp8rl.algorithms.loss_config import LossConfig
 from nemo_fp8rl.batch import TrainBatch
 from nemo_fp8rl.common.machine import machine
 
@@ -170,8 +171,8 @@ def cases(rows: int, columns: int) -> dict[str, Case]:
     prev, gen, mask = batch["prev_logprobs"], batch["generation_logprobs"], batch["token_mask"]
     plane = prev.numel() * 4  # bytes of one [rows, columns] float32
     counts = (mask.sum(-1) > 0).sum().float(), mask[:, 1:].sum()
-    ours = GrpoLoss(LOSS)
-    weighted, _ = corrected_batch(batch, ours.correction)
+    ours = GrpoLoss(LossConfig(**LOSS))
+    weighted, _ = correct_batch(batch, ours.correction)
 
     def backward(loss: Callable[..., tuple[Tensor, Any]], data: TrainBatch) -> Tensor:
         curr.grad = None
@@ -184,7 +185,7 @@ def cases(rows: int, columns: int) -> dict[str, Case]:
     }
     return {
         **made,
-        "corrected_batch, tis": Case(lambda: corrected_batch(batch, PRESETS["tis"]), 3 * plane, plane),
+        "correct_batch, tis": Case(lambda: correct_batch(batch, PRESETS["tis"]), 3 * plane, plane),
         "whole tensors, tis (NeMo RL)": Case(
             lambda: whole_tensor_tis(prev, gen, mask, 2.0), 3 * plane, plane, ours=False
         ),
@@ -238,8 +239,8 @@ def measure(rows: int, columns: int, rounds: int) -> dict[str, Any]:
 def demo_share() -> dict[str, float]:
     """The correction of a step of the demo, beside its training phase."""
     _, batch = make(int(DEMO["rows"]), int(DEMO["columns"]))
-    corrected_batch(batch, PRESETS["tis"])
-    cost = median(seconds(lambda: corrected_batch(batch, PRESETS["tis"])) for _ in range(20))
+    correct_batch(batch, PRESETS["tis"])
+    cost = median(seconds(lambda: correct_batch(batch, PRESETS["tis"])) for _ in range(20))
     return {"ms": cost * 1e3, "share": cost / DEMO["step_seconds"]}
 
 
@@ -252,7 +253,7 @@ def show(result: dict[str, Any]) -> None:
     console = Console()
     console.print(table)
     demo = result["demo"]
-    console.print(f"a step of the demo: corrected_batch takes {demo['ms']:.2f} ms, {demo['share']:.2%} of its training")
+    console.print(f"a step of the demo: correct_batch takes {demo['ms']:.2f} ms, {demo['share']:.2%} of its training")
 
 
 def main() -> None:

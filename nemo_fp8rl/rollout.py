@@ -12,7 +12,8 @@ from nemo_fp8rl.algorithms.advantages import groups_with_signal, overlong_penalt
 from nemo_fp8rl.batch import Completion, Prompt
 from nemo_fp8rl.common.errors import StepRefused
 from nemo_fp8rl.common.stopwatch import Stopwatch
-from nemo_fp8rl.config.schema import Config, RewardShapingConfig
+from nemo_fp8rl.config.grpo_schema import RewardShapingConfig
+from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.data.rewards import AT_ONCE, VERIFIERS
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.generation.interface import Generation, Sampling, sample_seed

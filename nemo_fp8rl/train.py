@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from nemo_fp8rl.algorithms.advantages import group_advantages, reinforce_plus_plus_advantages
-from nemo_fp8rl.algorithms.correction import corrected_batch
-from nemo_fp8rl.algorithms.gates import enforce
+from nemo_fp8rl.algorithms.correction import correct_batch
+from nemo_fp8rl.algorithms.gates import apply_gates
 from nemo_fp8rl.algorithms.importance_bins import Bin
 from nemo_fp8rl.algorithms.importance_histogram import log_weight_histogram
-from nemo_fp8rl.algorithms.loss import EXTREMA, GrpoLoss, combined, kl_estimate
+from nemo_fp8rl.algorithms.loss import EXTREMA, GrpoLoss, combine_metrics, kl_estimate
 from nemo_fp8rl.algorithms.mismatch import MismatchSums
 from nemo_fp8rl.assemble import backends, build_bridge, refitted
 from nemo_fp8rl.batch import Prompt, TrainBatch, collate, has_tokens, num_rows, prompt_batch, rows
@@ -34,7 +34,7 @@ from nemo_fp8rl.policy.model_digests import model_digests
 from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.rollout import Rollout, collect, further_prompts, score, shaped
 from nemo_fp8rl.run.directory import RunDirectory
-from nemo_fp8rl.run.resume import begun
+from nemo_fp8rl.run.resume import recorded_recipe
 from nemo_fp8rl.run.samples import pick
 from nemo_fp8rl.run.signals import GracefulStop
 from nemo_fp8rl.run.step_log import Sample
@@ -96,7 +96,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, goes_on_
     resume, restartable: see RunDirectory. goes_on_by: what an interrupted run tells people to continue it with.
     """
     loss = GrpoLoss(cfg.loss_fn, cfg.nemo_fp8rl.correction)
-    cfg = pin_commits(cfg, begun(cfg) if resume or restartable else {})
+    cfg = pin_commits(cfg, recorded_recipe(cfg) if resume or restartable else {})
     hf = read_hf_config(cfg.policy.model_name)
     check_context(hf, cfg.policy.max_total_sequence_length)
     check_for_driver(hf, cfg)
@@ -219,10 +219,10 @@ def train_step(parts: Parts, loss: GrpoLoss, step: int, prompts_of_round: Prompt
     seen = MismatchSums()
     seen.observe(batch["prev_logprobs"], batch["generation_logprobs"], batch["token_mask"])
     mismatch = seen.metrics()
-    skip, tripped = enforce(cfg.nemo_fp8rl.gates, mismatch)
+    skip, tripped = apply_gates(cfg.nemo_fp8rl.gates, mismatch)
     log_weights = log_weight_histogram(batch["prev_logprobs"], batch["generation_logprobs"], batch["token_mask"])
     samples = pick(rollout, batch, parts.tokenizer)
-    batch, corrected = corrected_batch(batch, loss.correction)
+    batch, corrected = correct_batch(batch, loss.correction)
 
     trained: dict[str, float] = {}
     notes = [f"step {step}: {sentence}" for sentence in tripped]
@@ -296,7 +296,7 @@ def advantages(cfg: Config, rollout: Rollout, batch: TrainBatch) -> torch.Tensor
         if not reference[mask > 0].isfinite().all():
             raise StepRefused("the reference policy has log-probs that are not finite: look into policy.model_name")
         kl = cfg.loss_fn.reference_policy_kl_penalty * kl_estimate(prev, reference, torch.ones(()), cfg.loss_fn)
-        kl = torch.where(prev.isfinite(), kl, 0.0)  # `corrected_batch` says what becomes of those tokens
+        kl = torch.where(prev.isfinite(), kl, 0.0)  # `correct_batch` says what becomes of those tokens
     return reinforce_plus_plus_advantages(rewards, rollout.group_ids, mask, minus_baseline=choice.minus_baseline, kl=kl)
 
 
@@ -313,7 +313,7 @@ def optimize(policy: Policy, batch: TrainBatch, loss: GrpoLoss, global_batch_siz
         positive = (part["token_mask"] * (part["sample_mask"] * (part["rewards"] > 0))[:, None]).sum()
         part["positive_valid_toks"] = positive.expand(num_rows(part))
         steps.append(policy.train_step(part, loss))
-    summed = combined(steps)
+    summed = combine_metrics(steps)
     return {n: value if n.endswith(tuple(EXTREMA)) else value / len(steps) for n, value in summed.items()}, skipped
 
 

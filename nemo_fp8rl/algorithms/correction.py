@@ -79,7 +79,7 @@ def correct(prev_logprobs: Tensor, generation_logprobs: Tensor, mask: Tensor, cf
     return Correction(weights, kept, nonfinite, clamped)
 
 
-def corrected_batch(batch: TrainBatch, cfg: CorrectionConfig) -> tuple[TrainBatch, dict[str, float]]:
+def correct_batch(batch: TrainBatch, cfg: CorrectionConfig) -> tuple[TrainBatch, dict[str, float]]:
     """Return the batch with `importance_weights` float32 [B, T] and `out_of_bounds` bool [B, T], and metrics.
 
     With denominator=kept, rejected tokens and samples also leave the masks, so that the loss does not count them.

@@ -7,19 +7,19 @@ In a recipe, for instance with what NVIDIA accepts:
         - {metric: token_mult_prob_error, max: 1.05, action: warn}
         - {metric: gen_kl_error, max: 0.015, action: stop}
 
-The metrics are those of mismatch.py, of the whole batch. A metric that is NaN trips every gate on it.
+The metrics are those of mismatch.py over the whole batch. A metric that is NaN trips every gate on it.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Annotated, Literal
 
 from nemo_fp8rl.algorithms.metric_names import METRICS
 from nemo_fp8rl.common.errors import StepRefused, UserError
+from nemo_fp8rl.common.field_rules import AT_LEAST_0, Block, check_fields
 
 Action = Literal["warn", "skip_step", "stop"]
-"""Say it; do not train on this batch; end the run. The later one wins when several gates trip."""
+"""Warn, do not train on this batch, or end the run. The later one wins when several gates trip."""
 
 AGREEMENT = ("exact_logprob_fraction", "ess", "ess_seq", "probs_pearson_corr")
 """Metrics that grow with agreement, for which an upper limit means nothing."""
@@ -27,22 +27,20 @@ GATED = tuple(name for name in METRICS if name not in AGREEMENT)
 
 
 @dataclass(frozen=True)
-class GateConfig:
+class GateConfig(Block):
     """One entry of `nemo_fp8rl.gates`."""
 
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
-
     metric: str
-    """One of GATED: the mismatch metrics but those that grow with agreement."""
-    max: float
-    """The largest value that passes."""
+    """One of GATED: the mismatch metrics, without those that grow with agreement."""
+    max: Annotated[float, AT_LEAST_0]
+    """Largest value that passes."""
     action: Action
     """What happens above it."""
 
     def check(self, key: str) -> None:
         """Raise UserError on an unknown metric or action and on a limit that is not a number of 0 or more.
 
-        key: where it stands, such as nemo_fp8rl.gates[0].
+        key: the entry in the recipe, such as nemo_fp8rl.gates[0]
         """
         if self.metric in AGREEMENT:
             raise UserError(
@@ -51,10 +49,7 @@ class GateConfig:
             )
         if self.metric not in GATED:
             raise UserError(f"{key}.metric={self.metric!r} is none of {', '.join(GATED)}")
-        if not 0 <= self.max < math.inf:
-            raise UserError(f"{key}.max={self.max} must be a finite number, 0 or more")
-        if self.action not in get_args(Action):
-            raise UserError(f"{key}.action={self.action!r} is none of {', '.join(get_args(Action))}")
+        check_fields(self, f"{key}.")
 
 
 class GateStop(StepRefused):
@@ -62,7 +57,7 @@ class GateStop(StepRefused):
 
 
 def check_gates(gates: Sequence[GateConfig]) -> None:
-    """Raise UserError, naming the entry, when one is invalid or repeats an earlier one's metric and action."""
+    """Raise UserError, naming the entry, when an entry is invalid or repeats metric and action of an earlier entry."""
     first: dict[tuple[str, str], int] = {}
     for i, gate in enumerate(gates):
         key = f"nemo_fp8rl.gates[{i}]"
@@ -75,10 +70,11 @@ def check_gates(gates: Sequence[GateConfig]) -> None:
             )
 
 
-def enforce(gates: Sequence[GateConfig], metrics: Mapping[str, float]) -> tuple[bool, list[str]]:
-    """Whether not to train on this batch, and for each gate that trips, in their order, what to tell the user.
+def apply_gates(gates: Sequence[GateConfig], metrics: Mapping[str, float]) -> tuple[bool, list[str]]:
+    """Return whether the batch must be skipped, and a message for each gate that trips, in their order.
 
-    metrics: of `MismatchSums.metrics`. Raises GateStop where one of them ends the run.
+    metrics: of `MismatchSums.metrics`
+    Raises:  GateStop where a gate ends the run
     """
     tripped = [gate for gate in gates if not metrics[gate.metric] <= gate.max]  # so that NaN trips
     actions = {gate.action for gate in tripped}

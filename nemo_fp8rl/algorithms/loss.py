@@ -2,18 +2,18 @@
 
 A loss is called once a microbatch with the log-probs of the current policy and the GLOBAL counts of valid tokens and
 sequences; it returns (loss, metrics), both already divided by a global count, so that summing over microbatches and
-ranks gives the value of the whole batch (extrema apart: `combined`). This is NeMo RL's LossFunction protocol.
+ranks gives the value of the whole batch (extrema apart: `combine_metrics`). This is NeMo RL's LossFunction protocol.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from nemo_fp8rl.algorithms.correction import Correction, check_fields, correct
 from nemo_fp8rl.algorithms.correction_config import LARGEST_LOG, CorrectionConfig
-from nemo_fp8rl.algorithms.loss_config import Aggregation, LossConfig, loss_config, resolved_correction
+from nemo_fp8rl.algorithms.loss_config import Aggregation, LossConfig, resolve_correction
 from nemo_fp8rl.algorithms.mismatch import DISAGREEMENT, disagreement
 from nemo_fp8rl.batch import TrainBatch
 
@@ -46,19 +46,24 @@ class GrpoLoss:
         seq-mean-token-sum-norm    the same / loss_scale_factor
 
     A token whose log-prob is not finite in prev or gen takes part in nothing, and is counted
-    (`correction.corrected_batch` refuses a batch with too many of them).
+    (`correction.correct_batch` refuses a batch with too many of them).
 
     metric_normalizations says what each metric was divided by: "tokens" or "sequences", the global counts, or "none".
     """
 
     def __init__(
         self,
-        cfg: LossConfig | Mapping[str, Any],
-        correction: CorrectionConfig | Mapping[str, Any] | None = None,
+        cfg: LossConfig,
+        correction: CorrectionConfig | None = None,
     ) -> None:
-        """cfg: NeMo RL's `loss_fn` keys. correction: `nemo_fp8rl.correction`; None takes what the keys of cfg mean."""
-        self.cfg = loss_config(cfg)
-        self.correction = resolved_correction(self.cfg, correction)
+        """Check the configuration.
+
+        cfg:         the block `loss_fn`
+        correction:  the block `nemo_fp8rl.correction`; None follows the keys of cfg
+        Raises:      UserError, naming the key
+        """
+        cfg.check()
+        self.cfg, self.correction = cfg, resolve_correction(cfg, correction)
         rules = self.correction.reject
         weight = self.correction.weight
         gspo = self.cfg.sequence_level_importance_ratios
@@ -87,7 +92,7 @@ class GrpoLoss:
             loss, metrics = self._part(next_token_logprobs[part], fields, global_valid_seqs, global_valid_toks)
             losses.append(loss)
             parts.append({name: float(value.detach()) for name, value in metrics.items()})
-        return torch.stack(losses).sum(), combined(parts)
+        return torch.stack(losses).sum(), combine_metrics(parts)
 
     def _part(
         self, next_token_logprobs: Tensor, data: TrainBatch, global_valid_seqs: Tensor, global_valid_toks: Tensor
@@ -173,7 +178,7 @@ class GrpoLoss:
         if key := self.correction.of_whole_batch:
             raise ValueError(
                 f"nemo_fp8rl.correction.{key} needs the weights of the whole batch: set importance_weights by "
-                "algorithms.correction.corrected_batch first"
+                "algorithms.correction.correct_batch first"
             )
         return correct(prev, gen, mask, self.correction)
 
@@ -318,7 +323,7 @@ def bounded_exp(x: Tensor) -> Tensor:
     return x.clamp(-LARGEST_LOG, LARGEST_LOG).exp()
 
 
-def combined(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def combine_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Metrics of microbatches or ranks as those of the whole: sums; for names that end in _min or _max, extrema."""
     whole: dict[str, float] = {}
     for part in parts:

@@ -26,7 +26,7 @@ def is_measured(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
 
 
-def in_order(ends: Iterable[str]) -> list[str]:
+def sort_by_number(ends: Iterable[str]) -> list[str]:
     """Ends of metrics' names by the number that they begin with, such as the 2_3 of gen_kl_error/position_2_3 and the 7
     of weight_error/layer_7. Those that begin with none are left out.
     """

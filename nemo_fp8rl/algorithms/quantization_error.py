@@ -28,17 +28,17 @@ def weight_error(parts: Iterable[SquaresByGroup]) -> dict[str, float]:
     travel as they are, so that theirs is 0; weight_error/layer_0, ... for all weights of a decoder layer. A group
     without weights is left out, and one whose weights are all 0 has no error.
     """
-    whole = summed(parts)
+    whole = sum_squares(parts)
     return {f"weight_error/{group}": math.sqrt(e / w) if w else 0.0 for group, (e, w) in whole.items()}
 
 
-def in_groups(fp8: bool, layer: int | None, error: float, norm: float) -> SquaresByGroup:
+def squares_by_group(fp8: bool, layer: int | None, error: float, norm: float) -> SquaresByGroup:
     """What one weight adds to the groups that it is in."""
     groups = ("fp8" if fp8 else "bf16", *([] if layer is None else [f"layer_{layer}"]))
     return dict.fromkeys(groups, (error, norm))
 
 
-def summed(parts: Iterable[SquaresByGroup]) -> SquaresByGroup:
+def sum_squares(parts: Iterable[SquaresByGroup]) -> SquaresByGroup:
     whole: SquaresByGroup = {}
     for part in parts:
         for group, (error, norm) in part.items():
@@ -62,9 +62,9 @@ def weight_squares(
     def of(name: str, weight: Tensor) -> SquaresByGroup:
         fp8, layer = fp8_layers.quantizes(name), LAYER.search(name)
         error = _squared_error(weight, scale_format) if fp8 else 0.0
-        return in_groups(fp8, int(layer[1]) if layer else None, error, squares(weight))
+        return squares_by_group(fp8, int(layer[1]) if layer else None, error, squares(weight))
 
-    return summed(of(name, weight) for name, weight in weights)
+    return sum_squares(of(name, weight) for name, weight in weights)
 
 
 def _squared_error(weight: Tensor, scale_format: ScaleFormat) -> float:

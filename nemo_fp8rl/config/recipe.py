@@ -1,62 +1,67 @@
-"""Read a recipe of `nemo-fp8rl train`: the YAML tree with overrides, typed by `config` and checked."""
+"""Reader of a recipe of `nemo-fp8rl train`: the YAML tree with overrides, as a checked `Config`."""
 
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_fp8rl.common.field_rules import FilePath, all_fields
 from nemo_fp8rl.config.schema import Config
-from nemo_fp8rl.config.typed_tree import check_keys, defaults, typed
+from nemo_fp8rl.config.typed_tree import check_keys, defaults, to_block
 from nemo_fp8rl.config.validate import check
 from nemo_fp8rl.config.yaml_tree import (
-    PATHS,
     expand_homes,
+    merge_override,
     read_with_parents,
-    refusing,
     register_resolvers,
-    with_override,
+    yaml_errors_as_user_error,
 )
+
+PATHS = (*(field.key for field in all_fields(Config) if field.marker(FilePath)), "data.default.data_path")
+"""Keys of recipes that may name a folder or a file; the last is NeMo RL's alone."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The recipe at `path` with `key=value` overrides, checked. Raises UserError for anything wrong in either."""
-    return completed(str(path), *read(path, overrides))
+    """Return the checked recipe at `path` with `key=value` overrides. Raises UserError for any fault of either."""
+    return complete(str(path), *read(path, overrides))
 
 
 def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Any, Any]:
-    """What recipe, parents and overrides say, without defaults: the tree, and its values with ${...} left as it is.
+    """Return the tree of recipe, parents and overrides without defaults, and its values with ${...} unresolved.
 
-    Raises UserError on what cannot be read and on an unknown key.
+    Raises: UserError for a file that cannot be read and for an unknown key
     """
     from omegaconf import OmegaConf
 
     register_resolvers()
     tree = read_with_parents(Path(path))
     for override in overrides:
-        tree = with_override(tree, override)
-    with refusing(str(path)):
-        given = OmegaConf.to_container(tree)
-    check_keys(given, Config)
-    return tree, given
+        tree = merge_override(tree, override)
+    with yaml_errors_as_user_error(str(path)):
+        values = OmegaConf.to_container(tree)
+    check_keys(values, Config)
+    return tree, values
 
 
-def completed(source: str, tree: Any, given: Any) -> Config:
-    """The tree with every default, typed and checked. source: what a refusal begins with; given: the tree's values, as
-    far as they decide which defaults there are.
+def complete(source: str, tree: Any, values: Any) -> Config:
+    """Return the tree with every default, typed and checked.
+
+    source:  what a message begins with
+    values:  the tree's values, which decide about optional blocks and presets
     """
     from omegaconf import OmegaConf
 
-    with refusing(source):
-        tree = OmegaConf.merge(defaults(Config, given), tree)
-        values: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
-    expand_homes(values, PATHS)
-    cfg = typed(values, Config)
+    with yaml_errors_as_user_error(source):
+        tree = OmegaConf.merge(defaults(Config, values), tree)
+        resolved: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    expand_homes(resolved, PATHS)
+    cfg = to_block(resolved, Config)
     check(cfg)
     return cfg
 
 
 def to_yaml(cfg: Config) -> str:
-    """The resolved recipe, every default written out."""
+    """Return the resolved recipe with every default."""
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(cfg)))

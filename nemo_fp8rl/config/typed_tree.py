@@ -1,24 +1,25 @@
-"""A tree of values against the typed blocks of `config`: unknown keys, defaults, and pydantic for the types.
+"""Make a typed block from a tree of values: unknown keys, defaults, types (by pydantic) and ranges.
 
-Kept apart from `config` so that the blocks themselves need neither OmegaConf nor pydantic.
+The blocks of `schema` need neither OmegaConf nor pydantic; this module imports pydantic when it checks types.
 """
 
 import dataclasses
 import difflib
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar, get_args, get_origin
 
 from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.common.field_rules import Block, all_fields, check_fields, fields_of
 
-Block = TypeVar("Block")
+AnyBlock = TypeVar("AnyBlock")
 LONGEST = 200
 """Characters of a value in a message."""
 BITS = 63
-"""Bits of a whole number in a recipe, at most: what takes more is too large to compute with, perhaps to be written."""
+"""Bits of a whole number in a recipe, at most: a larger one cannot be computed with, perhaps not even be written."""
 
 
-def shown(value: Any) -> str:
-    """It as Python writes it, cut off where it is long: for messages."""
+def short_repr(value: Any) -> str:
+    """Return the value as Python writes it, cut off where it is long; for messages."""
     try:
         text = repr(value)
     except ValueError:  # Python writes no number of more than 4300 digits
@@ -26,130 +27,80 @@ def shown(value: Any) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
-def _block_of(hint: Any) -> Any:
-    """The dataclass behind a type hint, also behind `Block | None`; None when there is none."""
-    if get_origin(hint) is tuple:
-        return None
-    return next((t for t in (hint, *get_args(hint)) if dataclasses.is_dataclass(t)), None)
+def read_block(values: Mapping[str, Any], block: type[AnyBlock], prefix: str) -> AnyBlock:
+    """Return the block with these values and its defaults.
 
-
-def _list_of(hint: Any) -> Any:
-    """The dataclass behind `tuple[Block, ...]`, a list of blocks; None for anything else."""
-    return next((t for t in get_args(hint) if dataclasses.is_dataclass(t)), None) if get_origin(hint) is tuple else None
-
-
-def _hints(block: type) -> dict[str, Any]:
-    """Type hint of every key of a block."""
-    hints = get_type_hints(block)
-    return {f.name: hints[f.name] for f in dataclasses.fields(block)}
-
-
-def check_keys(given: Any, block: type, prefix: str = "", known: Sequence[str] = ()) -> None:
-    """Raise UserError for unknown keys, and for what pydantic would quietly convert. prefix: where the block stands;
-    known: all keys of what it stands in.
+    values:  without references to other keys
+    prefix:  what stands before the keys in a recipe, such as "loss_fn."
+    Raises:  UserError, naming the key, for an unknown key, a type or a value out of range
     """
-    hints, known = _hints(block), known or _all_keys(block, prefix)
-    for key, value in given.items():
-        if reason := getattr(block, "removed_keys", {}).get(key):
-            raise UserError(f"config key {prefix}{key} was removed, as {reason}; remove it from the recipe")
-        if key not in hints:
-            raise UserError(f"unknown config key {prefix}{key}; {_nearest(str(key), hints, prefix, known)}")
-        child, element = _block_of(hints[key]), _list_of(hints[key])
-        if element and value is not None:
-            if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
-                raise UserError(f"{prefix}{key} must be a list of blocks of keys, got {shown(value)}")
-            for i, part in enumerate(value):
-                check_keys(part, element, f"{prefix}{key}[{i}].", known)
-        elif child and not (value is None and type(None) in get_args(hints[key])):
+    check_keys(values, block, prefix)
+    return to_block({**defaults(block, values, prefix), **values}, block, prefix)
+
+
+def check_keys(values: Any, block: type, prefix: str = "", known: Sequence[str] = ()) -> None:
+    """Raise UserError for an unknown key, and for a value that pydantic would convert without a word.
+
+    prefix:  what stands before the keys of the block
+    known:   all keys of the whole recipe, to find the nearest of an unknown key
+    """
+    fields = {field.name: field for field in fields_of(block, prefix)}
+    known = known or [field.key for field in all_fields(block, prefix) if not field.block]
+    for name, value in values.items():
+        if reason := _removed_keys(block).get(name):
+            raise UserError(f"config key {prefix}{name} was removed, as {reason}; remove it from the recipe")
+        if name not in fields:
+            raise UserError(f"unknown config key {prefix}{name}; {_nearest(str(name), list(fields), prefix, known)}")
+        field = fields[name]
+        if field.element and value is not None:
+            if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+                raise UserError(f"{field.key} must be a list of blocks of keys, got {short_repr(value)}")
+            for i, entry in enumerate(value):
+                check_keys(entry, field.element, f"{field.key}[{i}].", known)
+        elif field.block and not (value is None and type(None) in get_args(field.hint)):
             if not isinstance(value, dict):
-                raise UserError(f"{prefix}{key} must be a block of keys, got {shown(value)}")
-            check_keys(value, child, f"{prefix}{key}.", known)
-        elif isinstance(value, dict) and not _takes_mapping(hints[key]):
-            raise UserError(f"{prefix}{key} must be one value, got the mapping {shown(value)}")
+                raise UserError(f"{field.key} must be a block of keys, got {short_repr(value)}")
+            check_keys(value, field.block, f"{field.key}.", known)
+        elif isinstance(value, dict) and not _takes_mapping(field.hint):
+            raise UserError(f"{field.key} must be one value, got the mapping {short_repr(value)}")
         elif value == "???":
-            raise _required(f"{prefix}{key}")
+            raise _required(field.key)
         else:
-            for name, hint, one in _single(f"{prefix}{key}", hints[key], value):
-                if wanted := _no_number(hint, one):
-                    raise UserError(f"{name}={shown(one)}: input should be {wanted}")
+            for key, hint, entry in _entries(field.key, field.hint, value):
+                if expected := _expected_number(hint, entry):
+                    raise UserError(f"{key}={short_repr(entry)}: input should be {expected}")
 
 
-def _single(key: str, hint: Any, value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """(name, type hint, value) of the values in it: itself, or what is in a list."""
-    if get_origin(hint) is tuple and isinstance(value, list):
-        yield from ((f"{key}[{i}]", get_args(hint)[0], part) for i, part in enumerate(value))
-    else:
-        yield key, hint, value
+def defaults(block: Any, values: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the default values as a tree, so that references in them resolve against the recipe.
 
-
-def _required(key: str) -> UserError:
-    """An entry of a list cannot be merged from the command line, only the whole list."""
-    return UserError(f"{key} is required; set it in the recipe{'' if '[' in key else f' or as {key}=...'}")
-
-
-def _no_number(hint: Any, value: Any) -> str:
-    """What the value should be, where the hint is of numbers and it cannot be read as one; else "". What is none must
-    not reach the ${mul:...} of a default; a reference, ${...}, is left to pydantic.
+    values:  the keys that the recipe gives; they decide about optional blocks and presets
+    prefix:  what stands before the keys of the block
+    Raises:  UserError for a key without default that `values` lacks; later a reference to it would be named instead
     """
-    kinds = set(get_args(hint)) or {hint}
-    if not kinds <= {int, float, type(None)} or type(value) in kinds:
-        return ""
-    wanted = "a number" if float in kinds else "a whole number"
-    if isinstance(value, str):
-        if "${" in value:
-            return ""
-        try:
-            value = float(value)
-        except ValueError:
-            return wanted
-    is_one = isinstance(value, int | float) and not isinstance(value, bool)
-    return "" if is_one and (float in kinds or float(value).is_integer()) else wanted
+    tree: dict[str, Any] = {}
+    for field in fields_of(block, prefix):
+        if field.block and field.default is None:
+            is_given = isinstance(values.get(field.name), dict)
+            tree[field.name] = defaults(field.block, values[field.name], f"{field.key}.") if is_given else None
+        elif field.block:
+            tree[field.name] = defaults(field.block, values.get(field.name) or {}, f"{field.key}.")
+        elif field.default is not dataclasses.MISSING:
+            tree[field.name] = field.default
+        elif field.name not in values:
+            raise _required(field.key)
+    return {**tree, **block.preset_values(values)} if issubclass(block, Block) else tree
 
 
-def _takes_mapping(hint: Any) -> bool:
-    return any(get_origin(t) is dict for t in (hint, *get_args(hint)))
-
-
-def _nearest(key: str, hints: dict[str, Any], prefix: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(key, hints, 1)
-    elsewhere = [name for name in known if name.split(".")[-1] == key]
-    hint = f"{prefix}{near[0]}" if near else elsewhere[0] if elsewhere else None
-    return f"did you mean {hint}?" if hint else f"known here: {', '.join(hints)}"
-
-
-def _all_keys(block: type, prefix: str = "") -> list[str]:
-    keys = []
-    for name, hint in _hints(block).items():
-        child = _block_of(hint)
-        keys += _all_keys(child, f"{prefix}{name}.") if child else [prefix + name]
-    return keys
-
-
-def defaults(block: Any, given: Any, prefix: str = "") -> dict[str, Any]:
-    """Default values as a tree, so that interpolations in them resolve against the recipe. Raises UserError for a key
-    that has none and is not given: what refers to it would be named instead. prefix: where the block stands.
+def to_block(values: Any, block: type[AnyBlock], prefix: str = "") -> AnyBlock:
+    """Return the block with these values, or a value of another type hint. Raises UserError, naming the key, for a
+    value of another type or out of range.
     """
-    values: dict[str, Any] = {}
-    hints = _hints(block)
-    for f in dataclasses.fields(block):
-        child, key = _block_of(hints[f.name]), prefix + f.name
-        if f.default is not dataclasses.MISSING:
-            optional_block_given = child and isinstance(given.get(f.name), dict)
-            values[f.name] = defaults(child, given[f.name], f"{key}.") if optional_block_given else f.default
-        elif child:
-            values[f.name] = defaults(child, given.get(f.name) or {}, f"{key}.")
-        elif f.default_factory is dataclasses.MISSING and f.name not in given:
-            raise _required(key)
-    return values
-
-
-def typed(values: Any, block: type[Block], prefix: str = "") -> Block:
-    """The block with these values. Raises UserError, which names the key, for one of another type."""
     from pydantic import TypeAdapter, ValidationError
 
     check_numbers(values, prefix)
     try:
-        return TypeAdapter(block).validate_python(values)
+        made = TypeAdapter(block).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
         key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
@@ -157,13 +108,64 @@ def typed(values: Any, block: type[Block], prefix: str = "") -> Block:
         if first["type"] in ("missing", "missing_argument"):
             raise _required(key) from None
         message = first["msg"][0].lower() + first["msg"][1:]
-        raise UserError(f"{key}={shown(first['input'])}: {message}") from None
+        raise UserError(f"{key}={short_repr(first['input'])}: {message}") from None
+    if dataclasses.is_dataclass(made):
+        check_fields(made, prefix)
+    return made
 
 
 def check_numbers(values: Any, prefix: str = "") -> None:
-    """Raise UserError for a whole number that takes more than BITS bits, anywhere below `prefix`."""
+    """Raise UserError for a whole number of more than BITS bits, anywhere below `prefix`."""
     if isinstance(values, int) and values.bit_length() > BITS:
         raise UserError(f"{prefix.rstrip('.')} is a whole number of more than {BITS} bits; lower it")
-    below = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
-    for key, value in below:
+    entries = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    for key, value in entries:
         check_numbers(value, f"{prefix}{key}.")
+
+
+def _removed_keys(block: type) -> Mapping[str, str]:
+    return block.removed_keys if issubclass(block, Block) else {}
+
+
+def _entries(key: str, hint: Any, value: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(key, type hint, value) of the value itself, or of each entry of a list."""
+    if get_origin(hint) is tuple and isinstance(value, list):
+        yield from ((f"{key}[{i}]", get_args(hint)[0], entry) for i, entry in enumerate(value))
+    else:
+        yield key, hint, value
+
+
+def _required(key: str) -> UserError:
+    """The error of a missing key. The command line can give a whole list, but not a key of one entry."""
+    return UserError(f"{key} is required; set it in the recipe{'' if '[' in key else f' or as {key}=...'}")
+
+
+def _expected_number(hint: Any, value: Any) -> str:
+    """What the value should be, where the hint allows numbers only and the value cannot be read as one; else "".
+
+    Such a value must not reach the ${mul:...} of a default. A reference, ${...}, is left to pydantic.
+    """
+    kinds = set(get_args(hint)) or {hint}
+    if not kinds <= {int, float, type(None)} or type(value) in kinds:
+        return ""
+    expected = "a number" if float in kinds else "a whole number"
+    if isinstance(value, str):
+        if "${" in value:
+            return ""
+        try:
+            value = float(value)
+        except ValueError:
+            return expected
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return "" if is_number and (float in kinds or float(value).is_integer()) else expected
+
+
+def _takes_mapping(hint: Any) -> bool:
+    return any(get_origin(option) is dict for option in (hint, *get_args(hint)))
+
+
+def _nearest(name: str, names: Sequence[str], prefix: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, names, 1)
+    elsewhere = [key for key in known if key.split(".")[-1] == name]
+    hint = f"{prefix}{near[0]}" if near else elsewhere[0] if elsewhere else None
+    return f"did you mean {hint}?" if hint else f"known here: {', '.join(names)}"

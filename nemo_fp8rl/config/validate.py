@@ -1,107 +1,28 @@
-"""Ranges, and values that contradict each other: what the types of a recipe cannot say. Every message names the key."""
+"""Rules between keys of a recipe, which no single field can say. Every message names the key and the fix."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from nemo_fp8rl.algorithms.gates import check_gates
-from nemo_fp8rl.algorithms.loss_config import resolved_correction
+from nemo_fp8rl.algorithms.loss_config import resolve_correction
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.secret_variables import has_password, looks_secret
 from nemo_fp8rl.config.schema import Config
 
-ABOVE_0 = (
-    "grpo.num_prompts_per_step",
-    "grpo.num_generations_per_prompt",
-    "grpo.max_num_steps",
-    "grpo.max_val_samples",
-    "grpo.dynamic_sampling_max_gen_batches",
-    "sft.max_num_steps",
-    "checkpointing.save_period",
-    "checkpointing.keep_top_k",
-    "policy.train_global_batch_size",
-    "policy.train_micro_batch_size",
-    "policy.logprob_batch_size",
-    "policy.logprob_chunk_size",
-    "policy.max_total_sequence_length",
-    "policy.dynamic_batching.train_mb_tokens",
-    "policy.dynamic_batching.logprob_mb_tokens",
-    "policy.dynamic_batching.sequence_length_round",
-    "policy.sequence_packing.train_mb_tokens",
-    "policy.sequence_packing.logprob_mb_tokens",
-    "policy.generation.max_new_tokens",
-    "policy.generation.temperature",
-    "policy.generation.top_p",
-    "policy.generation.top_k",
-    "policy.generation.vllm_cfg.max_model_len",
-    "policy.generation.vllm_cfg.max_num_seqs",
-    "policy.generation.vllm_cfg.max_num_batched_tokens",
-    "policy.generation.vllm_cfg.tensor_parallel_size",
-    "policy.generation.vllm_cfg.kv_cache_memory_gib",
-    "policy.generation.vllm_cfg.gpu_memory_utilization",
-    "policy.megatron_cfg.tensor_model_parallel_size",
-    "policy.megatron_cfg.pipeline_model_parallel_size",
-    "policy.megatron_cfg.num_layers_in_first_pipeline_stage",
-    "policy.megatron_cfg.num_layers_in_last_pipeline_stage",
-    "policy.megatron_cfg.context_parallel_size",
-    "policy.megatron_cfg.expert_model_parallel_size",
-    "policy.megatron_cfg.expert_tensor_parallel_size",
-    "policy.megatron_cfg.optimizer.lr",
-    "policy.megatron_cfg.optimizer.adam_eps",
-    "policy.megatron_cfg.optimizer.clip_grad",
-    "policy.megatron_cfg.scheduler.lr_decay_iters",
-    "cluster.train_ranks",
-    "cluster.generation_engines",
-    "cluster.engine_timeout_seconds",
-    "nemo_fp8rl.refit.bucket_bytes",
-)
-AT_LEAST_0 = (
-    "grpo.val_period",
-    "grpo.seed",
-    "sft.seed",
-    "policy.generation.val_temperature",
-    "cluster.max_engine_restarts",
-    "policy.generation.vllm_cfg.num_first_layers_in_bf16",
-    "policy.generation.vllm_cfg.num_last_layers_in_bf16",
-    "policy.megatron_cfg.optimizer.min_lr",
-    "policy.megatron_cfg.optimizer.weight_decay",
-    "policy.megatron_cfg.optimizer.adam_beta1",
-    "policy.megatron_cfg.optimizer.adam_beta2",
-    "policy.megatron_cfg.scheduler.lr_warmup_iters",
-    "policy.megatron_cfg.scheduler.lr_warmup_init",
-)
-BELOW = {
-    "grpo.seed": 2**32,  # the engine hands it to numpy
-    "policy.megatron_cfg.optimizer.adam_beta1": 1,
-    "policy.megatron_cfg.optimizer.adam_beta2": 1,
-    "cluster.engine_timeout_seconds": 1e6,  # poll(2) counts milliseconds in 32 bits
-}
-AT_MOST = {
-    "policy.generation.vllm_cfg.gpu_memory_utilization": 1,
-    "policy.generation.top_p": 1,
-    "policy.generation.temperature": 2,  # vLLM's limits
-    "policy.generation.val_temperature": 2,
-}
-LOWEST_TEMPERATURE = 0.01
-"""vLLM samples at this one where it is asked for a lower."""
-
 
 def lookup(cfg: Any, key: str) -> Any:
-    """The value of a dotted key."""
+    """Return the value of a dotted key."""
     for part in key.split("."):
         cfg = getattr(cfg, part)
     return cfg
 
 
 def check(cfg: Config) -> None:
-    """Raise UserError when values are out of range or contradict each other: what types alone cannot say."""
-    _check_ranges(cfg)
-    if cfg.grpo.num_generations_per_prompt < 2:
-        raise UserError("grpo.num_generations_per_prompt must be 2 or more: one sample has no group to compare with")
+    """Raise UserError for values that contradict each other."""
     _check_parallel_sizes(cfg)
     _check_batch_sizes(cfg)
     _check_schedule(cfg)
-    _check_sampling(cfg)
     cfg.loss_fn.check()
     _check_algorithm(cfg)
     policy, vllm = cfg.policy, cfg.policy.generation.vllm_cfg
@@ -117,8 +38,8 @@ def check(cfg: Config) -> None:
         )
     if cfg.nemo_fp8rl.fp8_param and not cfg.nemo_fp8rl.trainer_fp8:
         raise UserError(
-            f"nemo_fp8rl.fp8_param=true is of the trainer's FP8 layers, and nemo_fp8rl.flow={cfg.nemo_fp8rl.flow} has "
-            "none: set it to false, or flow=fp8_e2e"
+            f"nemo_fp8rl.fp8_param=true concerns the trainer's FP8 layers, and with nemo_fp8rl.flow="
+            f"{cfg.nemo_fp8rl.flow} it has none: set it to false, or flow=fp8_e2e"
         )
     if policy.precision == "float32" and cfg.fp8_kv_cache:
         raise UserError(
@@ -143,17 +64,6 @@ def check(cfg: Config) -> None:
         _check_colocated(cfg)
     _check_environment(cfg)
     check_tracker(cfg.logger.mlflow.tracking_uri)
-    _check_folders(cfg)
-
-
-def _check_folders(cfg: Config) -> None:
-    """Empty text is the working directory, and below it the root of the disk."""
-    for key, value in (
-        ("logger.log_dir", cfg.logger.log_dir),
-        ("checkpointing.checkpoint_dir", cfg.checkpointing.checkpoint_dir),
-    ):
-        if not value.strip():
-            raise UserError(f"{key}={value!r}: name a folder")
 
 
 def _check_environment(cfg: Config) -> None:
@@ -161,7 +71,7 @@ def _check_environment(cfg: Config) -> None:
     for block, variables in (("megatron_cfg", trainer), ("generation.vllm_cfg", engine)):
         if "CUDA_VISIBLE_DEVICES" in variables:
             raise UserError(
-                f"policy.{block}.env_vars.CUDA_VISIBLE_DEVICES: which GPUs a process has is said by Ray; remove it, or "
+                f"policy.{block}.env_vars.CUDA_VISIBLE_DEVICES: Ray decides which GPUs a process has; remove it, or "
                 "set it in the environment of the whole run"
             )
         check_no_secret(f"policy.{block}.env_vars", variables)
@@ -174,7 +84,7 @@ def _check_environment(cfg: Config) -> None:
 
 
 def check_no_secret(key: str, variables: Mapping[str, Any]) -> None:
-    """Raise UserError for an environment variable that looks like a secret. key: where they stand."""
+    """Raise UserError for an environment variable that looks like a secret; `key` names their block."""
     if secret := next((name for name, value in variables.items() if looks_secret(str(name), str(value))), None):
         raise UserError(
             f"{key}.{secret} looks like a secret, which config.yaml, trackers and a job's script would show: remove "
@@ -192,22 +102,22 @@ def check_tracker(tracking_uri: str | None) -> None:
 
 
 def _check_colocated(cfg: Config) -> None:
-    here, vllm_cfg = "policy.generation.colocated.enabled=true", cfg.policy.generation.vllm_cfg
+    key, vllm_cfg = "policy.generation.colocated.enabled=true", cfg.policy.generation.vllm_cfg
     engines, share, ranks = cfg.cluster.generation_engines, vllm_cfg.tensor_parallel_size, cfg.cluster.train_ranks
     if engines * share != ranks:
         raise UserError(
-            f"{here}: cluster.generation_engines={engines} of policy.generation.vllm_cfg.tensor_parallel_size={share} "
+            f"{key}: cluster.generation_engines={engines} of policy.generation.vllm_cfg.tensor_parallel_size={share} "
             f"have {engines * share} processes, and each shares the GPU of one of cluster.train_ranks={ranks}"
         )
     if not (vllm_cfg.sleep_level and cfg.policy.megatron_cfg.offload_between_phases):
         raise UserError(
-            f"{here}: trainer and engines have one memory in turns: set policy.generation.vllm_cfg.sleep_level to 1 or "
+            f"{key}: trainer and engines use one memory in turns: set policy.generation.vllm_cfg.sleep_level to 1 or "
             "2 and policy.megatron_cfg.offload_between_phases=true"
         )
 
 
 def _check_algorithm(cfg: Config) -> None:
-    resolved_correction(cfg.loss_fn, cfg.nemo_fp8rl.correction)  # what the two say of each other
+    resolve_correction(cfg.loss_fn, cfg.nemo_fp8rl.correction)
     check_gates(cfg.nemo_fp8rl.gates)
     if cfg.loss_fn.force_on_policy_ratio and cfg.policy.train_global_batch_size != cfg.rollout_batch_size:
         raise UserError(
@@ -234,10 +144,7 @@ def _check_algorithm(cfg: Config) -> None:
             "loss_fn.use_kl_in_reward=true takes its KL of all tokens' probabilities, not of those that "
             "policy.generation.top_p and top_k leave: set top_p=1 and top_k=null, or use_kl_in_reward=false"
         )
-    coefficient = shaping.stop_properly_penalty_coef
-    if coefficient is not None and not 0 <= coefficient <= 1:
-        raise UserError(f"grpo.reward_shaping.stop_properly_penalty_coef={coefficient} must lie in 0..1")
-    if shaping.enabled and coefficient is None:
+    if shaping.enabled and shaping.stop_properly_penalty_coef is None:
         for name in ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length"):
             value = getattr(shaping, name)
             if value is None or not 0 < value < math.inf:
@@ -250,62 +157,34 @@ def _check_algorithm(cfg: Config) -> None:
             )
 
 
-def _check_ranges(cfg: Config) -> None:
-    """Comparisons are written so that NaN fails them."""
-    for key in (*ABOVE_0, *AT_LEAST_0):
-        value = lookup(cfg, key)
-        if value is None:
-            continue
-        if key in ABOVE_0 and not 0 < value < math.inf:
-            raise UserError(f"{key} must be a finite number above 0, got {value}")
-        if key in AT_LEAST_0 and not 0 <= value < math.inf:
-            raise UserError(f"{key} must be a finite number, 0 or more, got {value}")
-        if key in BELOW and not value < BELOW[key]:
-            raise UserError(f"{key} must be below {BELOW[key]}, got {value}")
-        if key in AT_MOST and not value <= AT_MOST[key]:
-            raise UserError(f"{key} must be at most {AT_MOST[key]}, got {value}")
-
-
 def _check_schedule(cfg: Config) -> None:
     optimizer, scheduler = cfg.policy.megatron_cfg.optimizer, cfg.policy.megatron_cfg.scheduler
-    here = "policy.megatron_cfg"
+    block = "policy.megatron_cfg"
     if scheduler.lr_warmup_iters >= scheduler.lr_decay_iters:
         raise UserError(
-            f"{here}.scheduler.lr_warmup_iters={scheduler.lr_warmup_iters} must be below "
-            f"{here}.scheduler.lr_decay_iters={scheduler.lr_decay_iters}"
+            f"{block}.scheduler.lr_warmup_iters={scheduler.lr_warmup_iters} must be below "
+            f"{block}.scheduler.lr_decay_iters={scheduler.lr_decay_iters}"
         )
     for key, value in (
         ("optimizer.min_lr", optimizer.min_lr),
         ("scheduler.lr_warmup_init", scheduler.lr_warmup_init),
     ):
         if value > optimizer.lr:
-            raise UserError(f"{here}.{key}={value} must not be above {here}.optimizer.lr={optimizer.lr}")
-
-
-def _check_sampling(cfg: Config) -> None:
-    generation = cfg.policy.generation
-    for key, others in (("temperature", ""), ("val_temperature", ", or 0 for the likeliest tokens")):
-        if 0 < getattr(generation, key) < LOWEST_TEMPERATURE:
-            raise UserError(
-                f"policy.generation.{key}={getattr(generation, key)}: vLLM does not sample below {LOWEST_TEMPERATURE}; "
-                f"set that or more{others}"
-            )
-    if "" in generation.stop_strings:
-        raise UserError("policy.generation.stop_strings has an empty text, which ends every answer at once; remove it")
+            raise UserError(f"{block}.{key}={value} must not be above {block}.optimizer.lr={optimizer.lr}")
 
 
 def _check_parallel_sizes(cfg: Config) -> None:
-    """What the model's sizes do not decide; the rest is `policy.layout`'s."""
-    parallel, ranks, here = cfg.policy.megatron_cfg, cfg.cluster.train_ranks, "policy.megatron_cfg"
+    """Rules that do not need the model's sizes; `policy.weights.layout` has the others."""
+    parallel, ranks, block = cfg.policy.megatron_cfg, cfg.cluster.train_ranks, "policy.megatron_cfg"
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     context = parallel.context_parallel_size
     if ranks % (tensor * pipeline * context):
         raise UserError(
-            f"cluster.train_ranks={ranks} is not a multiple of {here}.tensor_model_parallel_size={tensor} times "
-            f"{here}.pipeline_model_parallel_size={pipeline} times {here}.context_parallel_size={context}"
+            f"cluster.train_ranks={ranks} is not a multiple of {block}.tensor_model_parallel_size={tensor} times "
+            f"{block}.pipeline_model_parallel_size={pipeline} times {block}.context_parallel_size={context}"
         )
     if parallel.sequence_parallel and tensor == 1:
-        raise UserError(f"{here}.sequence_parallel=true needs {here}.tensor_model_parallel_size above 1")
+        raise UserError(f"{block}.sequence_parallel=true needs {block}.tensor_model_parallel_size above 1")
 
 
 def _check_batch_sizes(cfg: Config) -> None:
@@ -339,7 +218,7 @@ def _check_batch_sizes(cfg: Config) -> None:
 
 
 def _replicas(cfg: Config) -> str:
-    """The number of data-parallel ranks, by the keys that make it."""
+    """The number of data-parallel ranks, in words that name its keys."""
     if cfg.data_parallel_size == cfg.cluster.train_ranks:
         return f"cluster.train_ranks={cfg.cluster.train_ranks}"
     return f"the {cfg.data_parallel_size} replicas of the model on cluster.train_ranks={cfg.cluster.train_ranks}"

@@ -1,7 +1,7 @@
-"""A YAML file with its parents, as one OmegaConf tree: the part of NeMo RL's config dialect that needs no schema.
+"""A YAML file with its parents as one OmegaConf tree: the part of NeMo RL's config dialect that needs no schema.
 
-`defaults:` names one file or a list, relative to the file that says so; parents are merged depth first, the file itself
-last. A top-level block that says `_override_: true` replaces its parents' instead of merging with it. Works with
+`defaults:` names one file or a list, relative to its own file; parents are merged depth first, the file itself
+last. A top-level block with `_override_: true` replaces the parents' block instead of merging with it. Works with
 OmegaConf 2.3, which NeMo RL has, and 2.4.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_fp8rl.common.errors import UserError, one_line
-from nemo_fp8rl.config.typed_tree import shown
+from nemo_fp8rl.config.typed_tree import short_repr
 
 RESOLVERS: dict[str, Callable[..., Any]] = {
     "mul": lambda a, b: a * b,
@@ -22,22 +22,15 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
     "div": lambda a, b: a / b,
     "max": lambda *values: max(values),
 }
-"""NeMo RL's."""
+"""NeMo RL's resolvers."""
 OVERRIDE = "_override_"
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 NOT_SET = re.compile(r"Environment variable '(.+?)' not found")
 IS_NULL = "is null, and a number is made of it"
 
 
-PATHS = (
-    *("logger.log_dir", "checkpointing.checkpoint_dir", "policy.model_name", "policy.tokenizer.name"),
-    *("data.train.data_path", "data.validation.data_path", "data.default.data_path"),
-)
-"""Keys of recipes, ours and NeMo RL's, that may name a folder or a file."""
-
-
 def register_resolvers() -> None:
-    """Make RESOLVERS known to OmegaConf; 2.4 gave the function the name of an older one that lacks `replace`."""
+    """Register RESOLVERS with OmegaConf; 2.4 gave the function the name of an older one that lacks `replace`."""
     import omegaconf
 
     is_old = omegaconf.__version__.startswith("2.3.")
@@ -47,7 +40,7 @@ def register_resolvers() -> None:
 
 
 def _of_numbers(resolver: Callable[..., Any]) -> Callable[..., Any]:
-    """The resolver, but that a null is named by its key. OmegaConf knows the last two parameters by their names."""
+    """The resolver with an error that names the key of a null. OmegaConf finds the last two parameters by name."""
     from omegaconf import OmegaConf
 
     def resolve(*values: Any, _node_: Any, _root_: Any) -> Any:
@@ -60,8 +53,8 @@ def _of_numbers(resolver: Callable[..., Any]) -> Callable[..., Any]:
     return resolve
 
 
-def unreadable() -> tuple[type[Exception], ...]:
-    """What reading a damaged file may raise: PyYAML most of it, for a date that is none or too many brackets."""
+def file_errors() -> tuple[type[Exception], ...]:
+    """Return the errors of reading a damaged YAML file; PyYAML raises most of them, for dates or nested brackets."""
     import yaml
 
     python = (OSError, ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError)
@@ -69,23 +62,23 @@ def unreadable() -> tuple[type[Exception], ...]:
 
 
 @contextmanager
-def refusing(what: str) -> Iterator[None]:
-    """Turn what YAML and OmegaConf raise on a user's tree into a UserError that begins with `what`."""
+def yaml_errors_as_user_error(source: str) -> Iterator[None]:
+    """Turn the errors of YAML and OmegaConf about a user's tree into a UserError that begins with `source`."""
     from omegaconf.errors import OmegaConfBaseException
 
-    refused: tuple[type[Exception], ...] = (*unreadable(), OmegaConfBaseException)
+    errors: tuple[type[Exception], ...] = (*file_errors(), OmegaConfBaseException)
     try:
         yield
     except UserError:
         raise
     except RecursionError:
-        raise UserError(f"{what}: blocks are nested too deeply, or in themselves") from None
-    except refused as error:
-        raise UserError(f"{what}: {_message(error)}") from None
+        raise UserError(f"{source}: blocks are nested too deeply, or in themselves") from None
+    except errors as error:
+        raise UserError(f"{source}: {_message(error)}") from None
 
 
 def _message(error: Exception) -> str:
-    """The error without the machinery around what a user mends: a variable, a null."""
+    """The text of the error, without OmegaConf's words around a variable or a null that the user must set."""
     text, key = one_line(error), getattr(error, "full_key", None)
     where = f"{key}: " if key else ""
     if unset := NOT_SET.search(text):
@@ -97,20 +90,20 @@ def _message(error: Exception) -> str:
 
 
 def read_with_parents(path: Path, children: tuple[Path, ...] = ()) -> Any:
-    """The file merged over its parents. Raises UserError for what cannot be read, and for a cycle."""
+    """Return the file merged over its parents. Raises UserError for a file that cannot be read, and for a cycle."""
     from omegaconf import OmegaConf
 
-    own = _read(path)
+    tree = _read(path)
     if path.resolve() in children:
         raise UserError(f"{path}: `defaults:` leads back to the file itself; remove the cycle")
     merged: Any = OmegaConf.create()
-    for parent in _take_parents(path, own):
+    for parent in _take_parents(path, tree):
         merged = _merge(path, merged, read_with_parents(parent, (*children, path.resolve())))
-    return _merge(path, merged, own)
+    return _merge(path, merged, tree)
 
 
-def quoted(value: Any) -> str:
-    """JSON in the part of it that YAML reads alike: ASCII, other characters as \\u or \\U and not in two halves."""
+def quote(value: Any) -> str:
+    """Return JSON that YAML reads alike: ASCII, other characters as \\u or \\U and not as two surrogates."""
     text = json.dumps(value, ensure_ascii=False)
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise UserError(f"{value!r} holds bytes that are not text; give it another name")
@@ -118,55 +111,55 @@ def quoted(value: Any) -> str:
 
 
 def read_override(override: str) -> Any:
-    """`a.b=value` as a tree; a leading + or ++, which Hydra asks for with new keys, is accepted."""
+    """Return `a.b=value` as a tree; a leading + or ++, which Hydra needs for new keys, is accepted."""
     from omegaconf import OmegaConf
 
     key, equals, _ = override.partition("=")
     if not equals or not key.strip("+"):
-        raise UserError(f"override {shown(override)} is not of the form key=value")
-    with refusing(f"override {shown(override)} cannot be read, quote the value"):
+        raise UserError(f"override {short_repr(override)} is not of the form key=value")
+    with yaml_errors_as_user_error(f"override {short_repr(override)} cannot be read, quote the value"):
         return OmegaConf.from_dotlist([override.lstrip("+")])
 
 
-def with_override(tree: Any, override: str) -> Any:
-    """The tree with `a.b=value` merged over it. Raises UserError for one that does not fit."""
+def merge_override(tree: Any, override: str) -> Any:
+    """Return the tree with `a.b=value` merged over it. Raises UserError for an override that does not fit."""
     from omegaconf import OmegaConf
 
-    own = read_override(override)
-    with refusing(f"override {shown(override)} does not fit what the file says"):
-        return OmegaConf.merge(tree, own)
+    change = read_override(override)
+    with yaml_errors_as_user_error(f"override {short_repr(override)} does not fit what the file says"):
+        return OmegaConf.merge(tree, change)
 
 
 def _read(path: Path) -> Any:
     from omegaconf import DictConfig, OmegaConf
 
-    with refusing(f"{path} cannot be read as YAML"):
+    with yaml_errors_as_user_error(f"{path} cannot be read as YAML"):
         try:
-            own = OmegaConf.load(path)
+            tree = OmegaConf.load(path)
         except FileNotFoundError:
             raise UserError(f"there is no file {path}; give the path of a YAML file") from None
-    if not isinstance(own, DictConfig):
+    if not isinstance(tree, DictConfig):
         raise UserError(f"{path} must hold a mapping of blocks (policy:, data:, grpo:, ...)")
-    return own
+    return tree
 
 
-def _take_parents(path: Path, own: Any) -> list[Path]:
-    """Remove `defaults:` and say which files it names."""
+def _take_parents(path: Path, tree: Any) -> list[Path]:
+    """Remove `defaults:` from the tree and return the files that it names."""
     from omegaconf import OmegaConf
 
-    with refusing(f"{path}: `defaults:`"):
-        named = own.pop("defaults", None) or []
+    with yaml_errors_as_user_error(f"{path}: `defaults:`"):
+        named = tree.pop("defaults", None) or []
         named = OmegaConf.to_container(named, resolve=True) if OmegaConf.is_config(named) else named
     parents = [named] if isinstance(named, str) else named
     if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
-        raise UserError(f"{path}: `defaults:` must be the path of a recipe or a list of paths, got {shown(named)}")
+        raise UserError(f"{path}: `defaults:` must be the path of a recipe or a list of paths, got {short_repr(named)}")
     return [path.parent / parent for parent in parents]
 
 
 def _merge(path: Path, parent: Any, child: Any) -> Any:
     from omegaconf import OmegaConf
 
-    with refusing(f"{path} cannot be merged with what it inherits"):
+    with yaml_errors_as_user_error(f"{path} cannot be merged with what it inherits"):
         for key in list(child):
             if OmegaConf.is_missing(child, key) or OmegaConf.is_interpolation(child, key):
                 continue
@@ -177,7 +170,7 @@ def _merge(path: Path, parent: Any, child: Any) -> Any:
 
 
 def expand_homes(values: dict[str, Any], keys: Sequence[str]) -> None:
-    """A leading ~/ of these paths is the home folder, as a shell has it, and no folder of that name."""
+    """Replace a leading ~/ of the paths under these dotted keys by the home folder, as a shell does, in place."""
     for key in keys:
         *blocks, name = key.split(".")
         block: Any = values
@@ -187,9 +180,9 @@ def expand_homes(values: dict[str, Any], keys: Sequence[str]) -> None:
             block[name] = os.path.expanduser(block[name])
 
 
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return values by dotted key: {"a": {"b": 1}} -> {"a.b": 1}."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+        leaves |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
     return leaves

@@ -6,7 +6,7 @@ from typing import Any
 
 from nemo_fp8rl.batch import Completion, Prompt
 from nemo_fp8rl.common.errors import UserError, one_line
-from nemo_fp8rl.config.schema import PolicyConfig
+from nemo_fp8rl.config.policy_schema import PolicyConfig
 from nemo_fp8rl.data.jsonl import Record
 from nemo_fp8rl.hf.hub import checkpoint_folder
 

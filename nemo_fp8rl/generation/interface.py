@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol, Self
 
 from nemo_fp8rl.batch import Completion
-from nemo_fp8rl.config.schema import GenerationConfig
+from nemo_fp8rl.config.generation_schema import GenerationConfig
 from nemo_fp8rl.refit.bridge import WeightSink
 
 SECONDS_A_TOKEN = 0.1

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.config.typed_tree import shown
+from nemo_fp8rl.config.typed_tree import short_repr
 from nemo_fp8rl.hf.hub import checkpoint_folder, local_folder_hint
 
 
@@ -121,23 +121,23 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
     family = FAMILIES.get(str(raw.get("model_type")))
     if family is None:
         raise UserError(
-            f"{path}: model_type {shown(raw.get('model_type'))} is not supported; "
+            f"{path}: model_type {short_repr(raw.get('model_type'))} is not supported; "
             f"supported families: {', '.join(FAMILIES)}"
         )
     if raw.get("quantization_config") is not None:
         raise UserError(f"{folder} is already quantized; give the bfloat16 checkpoint that it was made from")
     for key in ("use_sliding_window", "attention_bias", "mlp_bias"):
         if raw.get(key):
-            raise UserError(f"{path}: {key}={shown(raw[key])} is not supported")
+            raise UserError(f"{path}: {key}={short_repr(raw[key])} is not supported")
     kinds = raw.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)):
-        raise UserError(f"{path}: layer_types {shown(kinds)} is not supported, only full_attention")
+        raise UserError(f"{path}: layer_types {short_repr(kinds)} is not supported, only full_attention")
     if kinds is not None and len(kinds) != (layers := size(raw, path, "num_hidden_layers")):
         raise UserError(
             f"{path}: layer_types has {len(kinds)} entries, give one for each of num_hidden_layers={layers}"
         )
     if raw.get("hidden_act", "silu") != "silu":
-        raise UserError(f"{path}: hidden_act {shown(raw['hidden_act'])} is not supported, only silu")
+        raise UserError(f"{path}: hidden_act {short_repr(raw['hidden_act'])} is not supported, only silu")
     rope = _rope(raw, path)
     if family.experts:
         _check_experts(raw, path)
@@ -199,13 +199,13 @@ def _rope(raw: dict[str, Any], path: Path) -> _Rope:
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"  # transformers' order if both are present
     rope = raw.get(key) or {}
     if not isinstance(rope, dict):
-        raise UserError(f"{path}: {key} must be an object or null, got {shown(rope)}")
+        raise UserError(f"{path}: {key} must be an object or null, got {short_repr(rope)}")
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     if rope_type not in ROPE_TYPES:
-        raise UserError(f"{path}: rope_type {shown(rope_type)} is not supported, only {', '.join(ROPE_TYPES)}")
+        raise UserError(f"{path}: rope_type {short_repr(rope_type)} is not supported, only {', '.join(ROPE_TYPES)}")
     factor = rope.get("factor") if rope_type != "default" else 1.0
     if not _is_number(factor) or factor < 1:
-        raise UserError(f"{path}: rope_type {rope_type!r} needs a factor of 1 or more, got {shown(factor)}")
+        raise UserError(f"{path}: rope_type {rope_type!r} needs a factor of 1 or more, got {short_repr(factor)}")
     if rope_type == "linear" and not isinstance(factor, float):
         raise UserError(f"{path}: vLLM takes the factor of rope_type 'linear' with a point alone; write {factor}.0")
     if (rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0) != 1.0:
@@ -218,7 +218,7 @@ def _rope(raw: dict[str, Any], path: Path) -> _Rope:
             _check_rope_number(numbers, path, rope_type, name)
     theta = _positive(rope if rope.get("rope_theta") else raw, path, "rope_theta", 10000.0)
     if rope_type == "yarn" and theta <= 1:  # YaRN divides by its logarithm
-        raise UserError(f"{path}: rope_theta of rope_type 'yarn' must be above 1, got {shown(theta)}")
+        raise UserError(f"{path}: rope_theta of rope_type 'yarn' must be above 1, got {short_repr(theta)}")
     return _Rope(rope_type, theta, factor, numbers.get(ORIGINAL) if rope_type == "yarn" else None)
 
 
@@ -227,7 +227,7 @@ def _check_rope_number(rope: dict[str, Any], path: Path, rope_type: str, name: s
     if not _is_number(value) or value < 0 or (value == 0 and not zero):
         above = "of 0 or more" if zero else "above 0"
         raise UserError(
-            f"{path}: {name} of rope_type {rope_type!r} must be a finite number {above}, got {shown(value)}"
+            f"{path}: {name} of rope_type {rope_type!r} must be a finite number {above}, got {short_repr(value)}"
         )
 
 
@@ -266,7 +266,7 @@ def size(raw: dict[str, Any], source: str | Path, key: str, default: int | None 
     if value is None:
         raise UserError(f"{source} lacks {key}; give a complete HF config")
     if not isinstance(value, int) or isinstance(value, bool) or not smallest <= value <= largest:
-        raise UserError(f"{source}: {key} must be a whole number in {smallest}..{largest}, got {shown(value)}")
+        raise UserError(f"{source}: {key} must be a whole number in {smallest}..{largest}, got {short_repr(value)}")
     return value
 
 
@@ -277,14 +277,14 @@ def boolean(raw: dict[str, Any], source: str | Path, key: str) -> bool:
     """
     value = raw.get(key, False)
     if not isinstance(value, bool):
-        raise UserError(f"{source}: {key} must be true or false, got {shown(value)}")
+        raise UserError(f"{source}: {key} must be true or false, got {short_repr(value)}")
     return value
 
 
 def _positive(raw: dict[str, Any], path: Path, key: str, default: float) -> float:
     value = raw.get(key, default)
     if not _is_number(value) or value <= 0:
-        raise UserError(f"{path}: {key} must be a finite number above 0, got {shown(value)}")
+        raise UserError(f"{path}: {key} must be a finite number above 0, got {short_repr(value)}")
     return value
 
 
@@ -326,5 +326,5 @@ def _token_ids(raw: dict[str, Any], path: Path, key: str) -> tuple[int, ...]:
     value = raw.get(key)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < LARGEST_SIZE for token in ids):
-        raise UserError(f"{path}: {key} must be a token's number, or a list of them, got {shown(value)}")
+        raise UserError(f"{path}: {key} must be a token's number, or a list of them, got {short_repr(value)}")
     return tuple(ids)

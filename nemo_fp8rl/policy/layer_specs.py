@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.config.schema import Fp8RlConfig
+from nemo_fp8rl.config.fp8rl_schema import Fp8RlConfig
 from nemo_fp8rl.fp8 import Fp8Layers, ScaleFormat
 from nemo_fp8rl.hf.model_config import HfConfig
 from nemo_fp8rl.policy.layers.aligned_experts import AlignedExperts, AlignedMoELayer

@@ -14,7 +14,9 @@ from megatron.core.transformer import transformer_layer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemo_fp8rl.config.schema import Config, Fp8RlConfig, MegatronConfig, PolicyConfig
+from nemo_fp8rl.config.fp8rl_schema import Fp8RlConfig
+from nemo_fp8rl.config.policy_schema import MegatronConfig, PolicyConfig
+from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.hf.fp8_layers import projections, trainer_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.model_config import HfConfig

@@ -15,7 +15,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_fp8rl.algorithms.loss import EXTREMA
-from nemo_fp8rl.config.schema import PolicyConfig
+from nemo_fp8rl.config.policy_schema import PolicyConfig
 from nemo_fp8rl.policy.interface import DivergenceError
 
 

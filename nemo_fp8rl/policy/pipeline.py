@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from nemo_fp8rl.batch import TrainBatch, bins, flat_index, microbatches, num_rows, on_device, rows, split_further
-from nemo_fp8rl.config.schema import PolicyConfig
+from nemo_fp8rl.config.policy_schema import PolicyConfig
 from nemo_fp8rl.policy.layers.context_parallel import gather_tokens
 from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.layers.logprobs import token_logprobs

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from nemo_fp8rl.config.schema import MegatronConfig
+from nemo_fp8rl.config.policy_schema import MegatronConfig
 from nemo_fp8rl.hf.model_config import HfConfig
 from nemo_fp8rl.policy.weights.layout import Axis, Layout, expert_tensor_size
 from nemo_fp8rl.workers.network import address_towards, set_gloo_interface

@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.algorithms.loss import combined
+from nemo_fp8rl.algorithms.loss import combine_metrics
 from nemo_fp8rl.algorithms.quantization_error import weight_error
 from nemo_fp8rl.batch import TrainBatch, balanced_order, num_rows, rows, shards
 from nemo_fp8rl.common.errors import UserError
@@ -31,7 +31,7 @@ from nemo_fp8rl.workers import WorkerDied, shutdown_on_error, start_workers
 P = ParamSpec("P")
 T = TypeVar("T")
 REPLICATED_METRICS = ("grad_norm", "lr")
-"""Metrics that are equal on all ranks; all others are `combined` over the ranks that report."""
+"""Metrics that are equal on all ranks; all others are `combine_metrics` over the ranks that report."""
 
 KV_CALIBRATION_SAMPLES = 64
 """Sequences per replica, from the batch of the step, that calibrate the scales of an FP8 KV cache."""
@@ -88,7 +88,7 @@ class MegatronPolicy:
         except DivergenceError:
             self.steps_taken -= 1
             raise
-        return combined(results) | {name: results[0][name] for name in REPLICATED_METRICS}
+        return combine_metrics(results) | {name: results[0][name] for name in REPLICATED_METRICS}
 
     def describe(self) -> PolicyDescription:
         return PolicyDescription.union(self.ranks.call_all("describe"))

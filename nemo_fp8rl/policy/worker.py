@@ -19,7 +19,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
-from nemo_fp8rl.algorithms.loss import combined
+from nemo_fp8rl.algorithms.loss import combine_metrics
 from nemo_fp8rl.algorithms.quantization_error import SquaresByGroup
 from nemo_fp8rl.batch import TrainBatch
 from nemo_fp8rl.common.errors import UserError
@@ -177,7 +177,7 @@ class MegatronWorker:
         with megatron_on_cpu():
             self.ddp.zero_grad_buffer()
             self.optimizer.zero_grad()
-            metrics = combined(self.pipeline.run(shard, compute_loss, training=True))
+            metrics = combine_metrics(self.pipeline.run(shard, compute_loss, training=True))
             finalize_model_grads([self.ddp])
             check_finite(metrics, self.ddp)
             if schedules:  # before the update, so that the first step of a warm-up already moves weights

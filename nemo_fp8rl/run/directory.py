@@ -34,13 +34,13 @@ import torch
 import yaml
 
 from nemo_fp8rl.algorithms.importance_bins import Bin
-from nemo_fp8rl.algorithms.loss_config import resolved_correction
+from nemo_fp8rl.algorithms.loss_config import resolve_correction
 from nemo_fp8rl.common.atomic_files import locked, sync, write_atomically
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.machine import machine
 from nemo_fp8rl.config.recipe import to_yaml
 from nemo_fp8rl.config.schema import Config
-from nemo_fp8rl.config.yaml_tree import flat
+from nemo_fp8rl.config.yaml_tree import flatten
 from nemo_fp8rl.policy.interface import Policy
 from nemo_fp8rl.run.loggers import Logger, check_loggers, open_loggers
 from nemo_fp8rl.run.resume import check_start
@@ -57,7 +57,7 @@ class RunDirectory:
     """Open with `with`; `done` is the step of the latest checkpoint, 0 before there is one.
 
     resume: continue the run that is there. restartable: the same, from the start where it has no checkpoint. data:
-    digests, of `resume.BEGAN_WITH`. Of a run that `has_all_steps` nothing is written, and nothing can be logged.
+    digests, of `resume.DIGESTS`. Of a run that `has_all_steps` nothing is written, and nothing can be logged.
 
     Raises UserError when the directory holds a run that was not asked to go on, or one that cannot: no checkpoint,
     another recipe, another process at work in it.
@@ -107,7 +107,7 @@ class RunDirectory:
             for log in self._logs:
                 opened.callback(log.close)
             self._loggers: list[Logger] = []
-            for logger in open_loggers(self.cfg.logger, flat(yaml.safe_load(to_yaml(self.cfg))), self.done):
+            for logger in open_loggers(self.cfg.logger, flatten(yaml.safe_load(to_yaml(self.cfg))), self.done):
                 self._loggers.append(logger)
                 opened.push(functools.partial(_close, logger))
             self._opened = opened.pop_all()
@@ -245,7 +245,7 @@ def _choices(cfg: Config) -> dict[str, str]:
         "engine": fp8 if choice.engine_fp8 else cfg.policy.precision,
         "scales": choice.scale_format,
         "kv cache": _kv_cache(cfg),
-        "correction": str(resolved_correction(cfg.loss_fn, choice.correction)),
+        "correction": str(resolve_correction(cfg.loss_fn, choice.correction)),
         "threads": str(torch.get_num_threads()),
         "routes": "the engine's" if cfg.policy.router_replay.enabled else "the trainer's",
         "backend": cfg.cluster.backend,

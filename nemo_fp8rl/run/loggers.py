@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from nemo_fp8rl.common.atomic_files import write_atomically
 from nemo_fp8rl.common.errors import UserError, one_line
-from nemo_fp8rl.config.schema import LoggerConfig, MlflowConfig, WandbConfig
+from nemo_fp8rl.config.run_schema import LoggerConfig, MlflowConfig, WandbConfig
 
 PACKAGES = ("tensorboard", "wandb", "mlflow")
 IDS = "trackers.json"

@@ -1,97 +1,72 @@
-"""Whether a run may go on: what it has saved, its recipe and its data against what it began with."""
+"""Rules by which a run may be resumed: its checkpoint, its recipe and its data must be those that it began with."""
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from nemo_fp8rl.common.errors import UserError, one_line
+from nemo_fp8rl.common.field_rules import EarlierRuns, Field, MayChange, all_fields
 from nemo_fp8rl.config.recipe import to_yaml
 from nemo_fp8rl.config.schema import Config
-from nemo_fp8rl.config.yaml_tree import flat, unreadable
+from nemo_fp8rl.config.yaml_tree import file_errors, flatten
 
-MAY_CHANGE = (
-    "grpo.max_num_steps",
-    "grpo.val_",
-    "grpo.dynamic_sampling_max_gen_batches",  # so that a run that found too little signal can go on
-    "sft.",
-    "checkpointing.",
-    "logger.",
-    "cluster.",
-    "nemo_fp8rl.gates",  # so that a run that a gate stopped can go on
-    "nemo_fp8rl.refit.",  # all ways give the same bytes
-    "nemo_fp8rl.fp8_param",
-    "nemo_fp8rl.workers",
-    "policy.generation.vllm_cfg.enforce_eager",  # so that a run that CUDA graphs stopped can go on
-    "policy.generation.vllm_cfg.gpu_memory_utilization",
-    "policy.generation.vllm_cfg.kv_cache_memory_gib",
-    "policy.generation.vllm_cfg.max_num_",  # so that a run whose memory was full can go on
-    "policy.train_micro_batch_size",  # how a batch is cut up: other replicas need other sizes
-    "policy.logprob_batch_size",
-    "policy.dynamic_batching.",
-    "policy.sequence_packing.",
-    "policy.megatron_cfg.tensor_",  # a checkpoint loads on any layout
-    "policy.megatron_cfg.pipeline_",
-    "policy.megatron_cfg.num_layers_in_",
-    "policy.megatron_cfg.context_",
-    "policy.megatron_cfg.expert_",
-    "policy.megatron_cfg.sequence_parallel",
-    "policy.megatron_cfg.activation_checkpointing",
-    "policy.megatron_cfg.offload_between_phases",
-    "policy.generation.colocated.",
-    "policy.generation.vllm_cfg.sleep_level",
-    "policy.model_name",  # weights come from the checkpoint; the folder may have moved
-    "policy.tokenizer.name",
-    "data.train.data_path",
-    "data.validation.data_path",
-)
-"""Keys that a resumed run may give otherwise."""
-LATER = {"policy.megatron_cfg.freeze_moe_router": False}
-"""Keys that older runs do not have, and what they did."""
-REMOVED = ("nemo_fp8rl.kernel",)
-"""Keys of older runs that changed no number and are no more."""
 FILES = "data.train.data_path and data.validation.data_path the old files"
-BEGAN_WITH = {
+DIGESTS = {
     "training": ("training prompts are", FILES),
     "validation": ("validation prompts are", FILES),
     "tokens": ("tokens of the prompts are", "policy.tokenizer.name the old tokenizer with its chat template"),
     "model": ("RoPE, eps and eos tokens of the model are", "policy.model_name a folder with the old config.json"),
     "reference": ("weights of the reference policy are", "policy.model_name the model that the run began with"),
 }
-"""Name of a digest -> what a resumed run must have as it was, and the key that gives it."""
+"""Name of a digest -> (what must be equal in a resumed run, the key that makes it so)."""
 
 
-def begun(cfg: Config) -> dict[str, Any]:
-    """The recipe of the run in logger.log_dir, by dotted key; empty where there is none. Raises UserError."""
+def may_change(key: str) -> bool:
+    """True if a resumed run may give this dotted key another value."""
+    return any(key == field.key or key.startswith(f"{field.key}.") for field in _fields_with(MayChange))
+
+
+def recorded_recipe(cfg: Config) -> dict[str, Any]:
+    """Return the recipe of the run in logger.log_dir by dotted key; empty where there is none. Raises UserError."""
     path = Path(cfg.logger.log_dir) / "config.yaml"
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
         if not isinstance(tree, dict):
             raise ValueError("it is no block of keys")
-        return flat(tree)
+        return flatten(tree)
     except FileNotFoundError:
         return {}
-    except unreadable() as error:
+    except file_errors() as error:
         raise UserError(f"--resume: {path}, the run's recipe, cannot be read: {one_line(error)}") from None
 
 
-def with_later_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe, by dotted key, and what a run under it did by keys that there were none of then: of those that change
-    no number, what a new one says.
+def add_later_keys(recorded: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recorded recipe, by dotted key, with the keys of today.
+
+    A key that was added later has the value by which earlier runs behaved; of a key that changes no number, it is the
+    value of the new recipe. A key that was removed is left out.
     """
-    present = {key: value for key, value in old.items() if key not in REMOVED}
-    return {key: new[key] for key in new if key.startswith(MAY_CHANGE)} | LATER | present
+    removed = {
+        f"{field.key}.{name}" for field in all_fields(Config) if field.block for name in field.block.removed_keys
+    }
+    unchanged = {key: value for key, value in new.items() if may_change(key)}
+    earlier = {field.key: field.marker(EarlierRuns).value for field in _fields_with(EarlierRuns)}
+    return unchanged | earlier | {key: value for key, value in recorded.items() if key not in removed}
 
 
 def check_start(
     cfg: Config, data: Mapping[str, str], done: int, logged: int | None, *, resume: bool, restartable: bool
 ) -> None:
-    """Raise UserError where a run that is there was not asked to go on, and where one that was asked to cannot.
+    """Raise UserError where a run exists and `resume` is not set, and where a run cannot be resumed.
 
-    data: digests, of `BEGAN_WITH`. done: the step of its latest checkpoint, 0 before there is one. logged: of its last
-    metrics, None before there are any. resume, restartable: see `RunDirectory`.
+    data:    digests by the names in `DIGESTS`
+    done:    step of the latest checkpoint, 0 without one
+    logged:  step of the last metrics, None without any
+    resume, restartable: see `RunDirectory`
     """
     path, checkpoints = Path(cfg.logger.log_dir), Path(cfg.checkpointing.checkpoint_dir)
     if not (resume or restartable):
@@ -119,13 +94,13 @@ def check_start(
 
 
 def _check_same_recipe(cfg: Config, path: Path) -> None:
-    """Refuse to continue under a recipe that would have given other numbers."""
-    old, new = begun(cfg), flat(yaml.safe_load(to_yaml(cfg)))
+    """Refuse a recipe that would have given other numbers."""
+    old, new = recorded_recipe(cfg), flatten(yaml.safe_load(to_yaml(cfg)))
     if not old:
-        raise UserError(f"--resume: {path} has no config.yaml that says the recipe of the run; give it back")
-    old = with_later_keys(old, new)
+        raise UserError(f"--resume: {path} has no config.yaml, which holds the recipe of the run; put it back")
+    old = add_later_keys(old, new)
     for key in sorted(old.keys() | new.keys()):
-        if old.get(key) != new.get(key) and not key.startswith(MAY_CHANGE):
+        if old.get(key) != new.get(key) and not may_change(key):
             raise UserError(
                 f"--resume: {key} was {old.get(key)} and is now {new.get(key)}; give the old value, or set another "
                 "logger.log_dir to start a run of its own"
@@ -133,19 +108,24 @@ def _check_same_recipe(cfg: Config, path: Path) -> None:
 
 
 def _check_same_digests(path: Path, data: Mapping[str, str]) -> None:
-    """Paths may change, not what is in them: which prompts a step asks goes by their number."""
+    """Refuse other files behind the paths, which may change: a step takes its prompts by their number."""
     try:
         known = dict(json.loads(path.read_text(encoding="utf-8")).get("data", {}))  # none of an older run
     except FileNotFoundError:
         return
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise UserError(
-            f"--resume: {path}, which says what prompts the run began with, cannot be read: {one_line(error)}; "
+            f"--resume: {path}, which has the digests of the run's prompts, cannot be read: {one_line(error)}; "
             "remove it to go on without that check"
         ) from None
-    for kind in BEGAN_WITH.keys() & known.keys() & data.keys():
+    for kind in DIGESTS.keys() & known.keys() & data.keys():
         if known[kind] != data[kind]:
-            what, fix = BEGAN_WITH[kind]
+            what, fix = DIGESTS[kind]
             raise UserError(
                 f"--resume: the {what} not those that the run began with: give {fix}, or set another logger.log_dir"
             )
+
+
+@cache
+def _fields_with(marker: type) -> tuple[Field, ...]:
+    return tuple(field for field in all_fields(Config) if field.marker(marker))

@@ -5,7 +5,7 @@ good to 1e-6. Decisions (kept or not, at a bound or not) are equal.
 """
 
 import math
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from types import SimpleNamespace
 from typing import get_args
 
@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_fp8rl.algorithms.correction import RolloutError, correct, corrected_batch, refuse_nonfinite
-from nemo_fp8rl.algorithms.correction_config import PRESETS, CorrectionConfig, Rule, Statistic, from_mapping
-from nemo_fp8rl.algorithms.loss import GrpoLoss
+from nemo_fp8rl.algorithms.correction import RolloutError, correct, correct_batch, refuse_nonfinite
+from nemo_fp8rl.algorithms.correction_config import PRESETS, CorrectionConfig, Rule, Statistic
 from nemo_fp8rl.common.errors import UserError
 from tests.algorithms import reference
+from tests.algorithms.losses import make_loss, read_correction
 from tests.algorithms.reference import GARBAGE, make_batch
 
 SEEDS = range(12)
@@ -74,7 +74,7 @@ def expected(batch, cfg: CorrectionConfig) -> SimpleNamespace:
 
 
 def assert_equals_reference(batch, cfg: CorrectionConfig) -> SimpleNamespace:
-    cfg, wanted = cfg.resolved(), expected(batch, cfg.resolved())
+    cfg, wanted = cfg.resolve(), expected(batch, cfg.resolve())
     made = correct(*arguments(batch), cfg)
     assert made.weights.dtype == made.nonfinite.dtype == torch.float32
     torch.testing.assert_close(made.weights.double(), wanted.weights, rtol=1e-6, atol=0)
@@ -161,14 +161,14 @@ PRESET_TABLE = {
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_what_its_source_says(name):
     weight, low, high, rules = PRESET_TABLE[name]
-    cfg = CorrectionConfig(preset=name).resolved()
+    cfg = read_correction({"preset": name})
     assert (cfg.weight, cfg.weight_min, cfg.weight_max) == (weight, low, high)
     assert tuple((rule.statistic, rule.max, rule.min) for rule in cfg.reject) == rules
     assert (cfg.bypass, cfg.normalize, cfg.denominator) == (name == "bypass", False, "all")
     for seed in range(4):
         _, batch = make_batch(seed)
         if name != "bypass":
-            assert_equals_reference(batch, CorrectionConfig(preset=name))
+            assert_equals_reference(batch, PRESETS[name])
 
 
 BY_TOKEN = {
@@ -184,7 +184,7 @@ BY_TOKEN = {
 
 @pytest.mark.parametrize("name", BY_TOKEN)
 def test_the_gradient_of_a_token_is_that_of_the_presets_source(name):
-    loss = GrpoLoss({"reference_policy_kl_penalty": 0.0}, {"preset": name})
+    loss = make_loss({"reference_policy_kl_penalty": 0.0}, {"preset": name})
     for p, q in ((0.7, 0.3), (0.3, 0.7), (0.35, 0.3), (0.3, 0.35), (0.5, 0.3), (0.3, 0.5), (0.02, 0.05), (0.6, 0.1)):
         for advantage in (1.0, -1.0):
             prev, gen, _ = single(math.log(p), math.log(q), 2)
@@ -192,7 +192,7 @@ def test_the_gradient_of_a_token_is_that_of_the_presets_source(name):
             batch = {"prev_logprobs": prev, "generation_logprobs": gen, "token_mask": mask}
             batch |= {"sample_mask": torch.ones(1), "advantages": advantage * mask}
             curr = prev[:, 1:].clone().requires_grad_()
-            loss(curr, corrected_batch(batch, loss.correction)[0], torch.tensor(1.0), torch.tensor(1.0))[0].backward()
+            loss(curr, correct_batch(batch, loss.correction)[0], torch.tensor(1.0), torch.tensor(1.0))[0].backward()
             assert curr.grad.item() == pytest.approx(-advantage * BY_TOKEN[name](p, q), rel=1e-5)
 
 
@@ -314,7 +314,7 @@ def test_ratios_beyond_float32_are_rejected_by_every_rule(statistic, difference)
 
 def test_a_batch_that_is_rejected_to_the_last_token_says_so():
     _, batch = make_batch(0)
-    corrected, metrics = corrected_batch(batch, CorrectionConfig(reject=(Rule("token_k1", 1e-9),), normalize=True))
+    corrected, metrics = correct_batch(batch, CorrectionConfig(reject=(Rule("token_k1", 1e-9),), normalize=True))
     assert not corrected["importance_weights"].any()
     assert metrics["correction/kept_tokens"] == 0
     assert metrics["correction/rejected_token_ratio"] == metrics["correction/rejected_sequence_ratio"] == 1
@@ -452,7 +452,7 @@ def test_a_corrected_batch_says_what_was_done_to_it(name, denominator):
     for seed in range(6):
         _, batch = make_batch(seed, size=9)
         before = {field: tensor.clone() for field, tensor in batch.items()}
-        corrected, metrics = corrected_batch(batch, replace(PRESETS[name], denominator=denominator))
+        corrected, metrics = correct_batch(batch, replace(PRESETS[name], denominator=denominator))
         assert all(
             torch.equal(batch[f].nan_to_num(7), before[f].nan_to_num(7)) for f in before
         )  # the input is as it was
@@ -489,11 +489,11 @@ def test_too_many_nonfinite_logprobs_are_refused(field, bad):
     for row, position in reference.inside(batch).nonzero()[:3]:
         batch[field][row, position] = bad
     allowed = CorrectionConfig(max_nonfinite_fraction=3 / tokens)
-    assert corrected_batch(batch, allowed)[1]["correction/nonfinite_logprob_ratio"] == pytest.approx(3 / tokens)
+    assert correct_batch(batch, allowed)[1]["correction/nonfinite_logprob_ratio"] == pytest.approx(3 / tokens)
     with pytest.raises(RolloutError, match=rf"3 of {tokens} generated tokens .*max_nonfinite_fraction=0\."):
-        corrected_batch(batch, CorrectionConfig(max_nonfinite_fraction=2.9 / tokens))
+        correct_batch(batch, CorrectionConfig(max_nonfinite_fraction=2.9 / tokens))
     with pytest.raises(RolloutError, match=r"generation_logprobs or prev_logprobs"):
-        corrected_batch(batch, CorrectionConfig())  # 1 % by default
+        correct_batch(batch, CorrectionConfig())  # 1 % by default
 
 
 def test_the_limit_itself_is_allowed_and_no_tokens_are_no_error():
@@ -517,7 +517,7 @@ def test_the_limit_itself_is_allowed_and_no_tokens_are_no_error():
 def test_a_tensor_of_a_wrong_shape_or_dtype_is_named(field, wrong):
     _, batch = make_batch(0, garbage=(0.0,))
     batch[field] = wrong(batch[field])
-    for call in (lambda: correct(*arguments(batch), PRESETS["tis"]), lambda: corrected_batch(batch, PRESETS["tis"])):
+    for call in (lambda: correct(*arguments(batch), PRESETS["tis"]), lambda: correct_batch(batch, PRESETS["tis"])):
         with pytest.raises(ValueError, match=field):
             call()
 
@@ -525,20 +525,20 @@ def test_a_tensor_of_a_wrong_shape_or_dtype_is_named(field, wrong):
 def test_a_batch_without_samples_is_refused():
     _, batch = make_batch(0)
     with pytest.raises(ValueError, match=r"no sample|empty"):
-        corrected_batch({name: field[:0] for name, field in batch.items()}, PRESETS["tis"])
+        correct_batch({name: field[:0] for name, field in batch.items()}, PRESETS["tis"])
 
 
 def test_a_batch_without_tokens_has_nothing_rejected():
     _, batch = make_batch(0)
     batch["sample_mask"] = torch.zeros_like(batch["sample_mask"])
-    corrected, metrics = corrected_batch(batch, PRESETS["tis"])
+    corrected, metrics = correct_batch(batch, PRESETS["tis"])
     assert not any(metrics.values()) and not corrected["importance_weights"].any()
 
 
 def test_bypass_reads_the_engines_logprobs_alone():
     _, batch = make_batch(2)
     batch["prev_logprobs"] = torch.full_like(batch["prev_logprobs"], math.nan)
-    corrected, metrics = corrected_batch(batch, PRESETS["bypass"])
+    corrected, metrics = correct_batch(batch, PRESETS["bypass"])
     assert torch.equal(corrected["importance_weights"], reference.inside(batch).float())
     assert metrics["correction/rejected_token_ratio"] == 0
 
@@ -550,18 +550,19 @@ def test_bypass_reads_the_engines_logprobs_alone():
     ("keys", "named"),
     [
         ({"preset": "tiss"}, ["preset='tiss'", "icepop", "seq-mask-tis"]),
+        ({"preset": "${oc.env:PRESET}"}, ["preset=${oc.env:PRESET} must be a name itself"]),
         ({"preset": "tis", "weight_max": 3.0}, ["weight_max", "preset=tis", "with preset=null"]),
         ({"preset": "tis", "weight": "sequence"}, ["weight ", "preset=tis"]),
         ({"preset": "icepop", "weight_max": 2.0}, ["weight_max ", "preset=icepop"]),  # as without a preset
         ({"preset": "none", "weight": "token"}, ["weight ", "preset=none"]),
         ({"preset": "veto", "reject": []}, ["reject ", "preset=veto"]),
-        ({"preset": "tis", "denominator": "keep"}, ["denominator='keep'", "all, kept"]),
+        ({"preset": "tis", "denominator": "keep"}, ["denominator='keep'", "'all' or 'kept'"]),
         ({"preset": "none", "weight_min": 0.1}, ["weight_min", "preset=none"]),
         ({"preset": "tis", "normalize": True}, ["normalize", "preset=tis"]),
         ({"preset": "tis", "bypass": True}, ["bypass", "preset=tis"]),
         ({"preset": "tis", "reject": [{"statistic": "token_k1", "max": 2.0}]}, ["reject", "preset=tis"]),
-        ({"weights": "token"}, ["weights is not a key", "weight_max"]),
-        ({"weight": "tokens"}, ["weight='tokens'", "none, token, sequence, geometric"]),
+        ({"weights": "token"}, ["unknown config key", "weights", "did you mean nemo_fp8rl.correction.weight?"]),
+        ({"weight": "tokens"}, ["weight='tokens'", "'none', 'token', 'sequence' or 'geometric'"]),
         ({"weight_min": 3.0}, ["weight_min=3.0", "weight_max=2.0", "weight_min <= weight_max"]),
         ({"weight_min": -0.1}, ["weight_min=-0.1", "0 <= weight_min"]),
         ({"weight_max": 0.0}, ["weight_max=0.0", "above 0"]),
@@ -576,7 +577,7 @@ def test_bypass_reads_the_engines_logprobs_alone():
             {"bypass": True, "weight": "none", "reject": [{"statistic": "token_k1", "max": 2.0}]},
             ["bypass=true", "no reject rules"],
         ),
-        ({"denominator": "keep"}, ["denominator='keep'", "all, kept"]),
+        ({"denominator": "keep"}, ["denominator='keep'", "'all' or 'kept'"]),
         ({"reject": [{"statistic": "token_k4", "max": 1.0}]}, ["reject[0].statistic='token_k4'", "token_k3"]),
         ({"reject": [{"statistic": "token_k1"}]}, ["reject[0]", "neither min nor max"]),
         ({"reject": [{"statistic": "token_k1", "max": 0.5, "min": 0.6}]}, ["reject[0]", "min=0.6", "max=0.5"]),
@@ -586,38 +587,42 @@ def test_bypass_reads_the_engines_logprobs_alone():
             {"reject": [{"statistic": "token_k1", "max": 2}, {"statistic": "token_k2", "min": 1}]},
             ["reject[1]", "give max"],
         ),
-        ({"reject": [{"statistic": "token_k1", "maximum": 2.0}]}, ["reject[0]", "maximum", "not a key"]),
+        (
+            {"reject": [{"statistic": "token_k1", "maximum": 2.0}]},
+            ["unknown config key", "reject[0].maximum"],
+        ),
         ({"reject": [{"max": 2.0}]}, ["reject[0]", "statistic"]),
         ({"reject": {"statistic": "token_k1", "max": 2.0}}, ["reject", "list"]),
     ],
 )
 def test_keys_that_contradict_each_other_are_named_with_the_fix(keys, named):
     with pytest.raises(UserError) as error:
-        from_mapping(keys)
+        read_correction(keys)
     message = str(error.value)
-    assert message.startswith("nemo_fp8rl.correction")
+    assert "nemo_fp8rl.correction" in message
     assert [part for part in named if part not in message] == []
 
 
 def test_a_preset_leaves_the_denominator_and_the_limit_to_the_user():
-    cfg = from_mapping({"preset": "icepop", "denominator": "kept", "max_nonfinite_fraction": 0.0})
+    cfg = read_correction({"preset": "icepop", "denominator": "kept", "max_nonfinite_fraction": 0.0})
     assert (cfg.reject, cfg.denominator, cfg.max_nonfinite_fraction) == ((Rule("token_k1", 5.0, 0.5),), "kept", 0.0)
     assert cfg.preset is None  # resolved: resolving it again changes nothing
-    assert cfg.resolved() == cfg
+    assert cfg.resolve() == cfg
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_may_be_spelled_out_beside_its_name(name):
     spelled = {f.name: getattr(PRESETS[name], f.name) for f in fields(CorrectionConfig)} | {"preset": name}
-    assert from_mapping(spelled) == from_mapping({"preset": name}) == CorrectionConfig(name).resolved() == PRESETS[name]
+    spelled["reject"] = [asdict(rule) for rule in spelled["reject"]]
+    assert read_correction(spelled) == read_correction({"preset": name}) == PRESETS[name]
 
 
 def test_a_mapping_is_read_like_its_dataclass():
-    rules = [{"statistic": "token_k1", "max": 2.0}, Rule("seq_max_k1", min=0.1)]
+    rules = [{"statistic": "token_k1", "max": 2.0}, {"statistic": "seq_max_k1", "min": 0.1}]
     wanted = CorrectionConfig(weight="geometric", reject=(Rule("token_k1", 2.0), Rule("seq_max_k1", None, 0.1)))
-    assert from_mapping({"weight": "geometric", "reject": rules}) == wanted == from_mapping(wanted)
-    assert from_mapping({}) == CorrectionConfig() == from_mapping({"reject": None})
-    assert from_mapping({f.name: getattr(wanted, f.name) for f in fields(wanted)}) == wanted
+    assert read_correction({"weight": "geometric", "reject": rules}) == wanted
+    assert read_correction({}) == CorrectionConfig()
+    assert read_correction({**asdict(wanted), "reject": rules}) == wanted
 
 
 @pytest.mark.parametrize(
@@ -631,4 +636,4 @@ def test_a_mapping_is_read_like_its_dataclass():
     ],
 )
 def test_a_correction_is_logged_in_one_line(preset, line):
-    assert str(CorrectionConfig(preset=preset).resolved()) == line
+    assert str(PRESETS[preset].resolve()) == line

@@ -1,14 +1,15 @@
 """The `loss_fn` block: NeMo RL's keys and defaults, what contradicts what, and what its keys mean as a correction."""
 
 import math
-from dataclasses import asdict, fields
+from dataclasses import asdict
 
 import pytest
 
 from nemo_fp8rl.algorithms.correction_config import CorrectionConfig, Rule
-from nemo_fp8rl.algorithms.loss import GrpoLoss
-from nemo_fp8rl.algorithms.loss_config import LossConfig, loss_config
+from nemo_fp8rl.algorithms.loss_config import LossConfig
 from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.typed_tree import read_block
+from tests.algorithms.losses import make_loss
 
 NEMO_RL = {
     "disable_ppo_ratio": False,
@@ -79,14 +80,12 @@ def test_keys_and_defaults_are_nemo_rls_and_three_of_ours():
     ],
 )
 def test_what_nemo_rl_and_the_papers_combine_is_accepted(keys):
-    assert GrpoLoss(keys).cfg == loss_config(keys) == LossConfig(**keys)
+    assert make_loss(keys).cfg == read_block(keys, LossConfig, "loss_fn.") == LossConfig(**keys)
 
 
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"ratio_clip": 0.2}, ["loss_fn.ratio_clip ", "not a key"]),
-        ({"clip_ratio_c": 3.0, "zeta": 1}, ["loss_fn.clip_ratio_c"]),
         ({"ratio_clip_min": -0.1}, ["ratio_clip_min=-0.1", "0..1"]),
         ({"ratio_clip_min": 1.1}, ["ratio_clip_min=1.1"]),
         ({"ratio_clip_min": math.nan}, ["ratio_clip_min=nan"]),
@@ -148,26 +147,39 @@ def test_what_nemo_rl_and_the_papers_combine_is_accepted(keys):
     ],
 )
 def test_keys_that_contradict_each_other_are_named_with_the_fix(keys, named):
-    for make in (loss_config, GrpoLoss, lambda keys: LossConfig(**keys).check()):
-        if make is not loss_config and set(keys) - {f.name for f in fields(LossConfig)}:
-            continue
+    for make in (make_loss, lambda keys: LossConfig(**keys).check()):
         with pytest.raises(UserError) as error:
             make(keys)
         assert str(error.value).startswith("loss_fn.")
         assert [part for part in named if part not in str(error.value)] == []
 
 
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"ratio_clip": 0.2}, r"unknown config key loss_fn\.ratio_clip; did you mean loss_fn\.ratio_clip_c\?"),
+        ({"zeta": 1}, r"unknown config key loss_fn\.zeta; known here: ratio_clip_min, "),
+        ({"ratio_clip_min": -0.1}, r"loss_fn\.ratio_clip_min=-0\.1 must lie in 0\.\.1: 0\.2 is common"),
+        ({"reference_policy_kl_type": "k4"}, r"loss_fn\.reference_policy_kl_type='k4'.*'k1', 'k2' or 'k3'"),
+        ({"ratio_clip_max": "wide"}, r"loss_fn\.ratio_clip_max='wide': input should be a number"),
+    ],
+)
+def test_a_block_is_read_as_in_a_recipe(keys, message):
+    with pytest.raises(UserError, match=message):
+        read_block(keys, LossConfig, "loss_fn.")
+
+
 @pytest.mark.parametrize("correction", [{"preset": "tis"}, CorrectionConfig()])
 def test_two_corrections_contradict_each_other(correction):
     with pytest.raises(UserError, match=r"nemo_fp8rl\.correction .*use_importance_sampling_correction"):
-        GrpoLoss(truncated("tis", 2.0), correction)
+        make_loss(truncated("tis", 2.0), correction)
 
 
 def test_bypass_contradicts_a_forced_ratio():
     with pytest.raises(UserError, match=r"nemo_fp8rl\.correction\.bypass .*force_on_policy_ratio"):
-        GrpoLoss({"force_on_policy_ratio": True}, {"preset": "bypass"})
+        make_loss({"force_on_policy_ratio": True}, {"preset": "bypass"})
     with pytest.raises(UserError, match=r"bypass corrects by the ratio that loss_fn\.disable_ppo_ratio removes"):
-        GrpoLoss({"disable_ppo_ratio": True}, {"preset": "bypass"})
+        make_loss({"disable_ppo_ratio": True}, {"preset": "bypass"})
 
 
 @pytest.mark.parametrize(
@@ -195,5 +207,5 @@ def test_bypass_contradicts_a_forced_ratio():
     ],
 )
 def test_nemo_rls_keys_mean_a_correction(keys, meant):
-    assert GrpoLoss(keys).correction == meant
+    assert make_loss(keys).correction == meant
     assert meant.denominator == "all"  # NeMo RL divides by all tokens, rejected ones too

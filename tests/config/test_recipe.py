@@ -11,8 +11,9 @@ from nemo_fp8rl.algorithms.correction_config import PRESETS, Rule
 from nemo_fp8rl.algorithms.gates import GateConfig
 from nemo_fp8rl.commands.launch.settings import read_settings
 from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.fp8rl_schema import Fp8RlConfig
 from nemo_fp8rl.config.recipe import load, to_yaml
-from nemo_fp8rl.config.schema import Config, Fp8RlConfig
+from nemo_fp8rl.config.schema import Config
 
 CONF = Path(__file__).parents[2] / "conf"
 MINIMAL = "policy: {model_name: some/model}\ndata: {train: {data_path: some/data.jsonl}}\n"

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.config.schema import PolicyConfig, TokenizerConfig
+from nemo_fp8rl.config.policy_schema import PolicyConfig, TokenizerConfig
 from nemo_fp8rl.data.jsonl import Record
 from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.data.tokenizer import PromptTokenizer

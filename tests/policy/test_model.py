@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nemo_fp8rl.commands.tiny_model import write_model
-from nemo_fp8rl.config.schema import Fp8RlConfig
+from nemo_fp8rl.config.fp8rl_schema import Fp8RlConfig
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.policy import layer_specs, model
 from nemo_fp8rl.policy.layers.linears import bf16_linears

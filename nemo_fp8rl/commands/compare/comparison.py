@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.config.typed_tree import check_keys, typed
-from nemo_fp8rl.config.yaml_tree import quoted, read_with_parents, refusing, register_resolvers
+from nemo_fp8rl.config.typed_tree import check_keys, to_block
+from nemo_fp8rl.config.yaml_tree import quote, read_with_parents, register_resolvers, yaml_errors_as_user_error
 
 OURS = ("grpo.seed", "logger.log_dir")
 """Keys that the comparison itself gives to each run."""
@@ -76,11 +76,11 @@ def load_comparison(path: Path) -> Comparison:
 
     register_resolvers()
     tree = read_with_parents(path)
-    with refusing(str(path)):
+    with yaml_errors_as_user_error(str(path)):
         given = OmegaConf.to_container(tree)
         check_keys(given, Comparison)
         values = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
-    comparison = typed(values, Comparison)
+    comparison = to_block(values, Comparison)
     _check(comparison)
     return _with_paths(comparison, path.parent)
 
@@ -125,7 +125,7 @@ def as_words(overrides: Mapping[str, Any]) -> list[str]:
 
 def _literal(value: Any) -> str:
     """The value as YAML and then OmegaConf read it back: `\\${` is `${`, and a backslash before it counts double."""
-    return re.sub(r"((?:\\\\)*)\$\{", r"\1\1\\\\${", quoted(value))
+    return re.sub(r"((?:\\\\)*)\$\{", r"\1\1\\\\${", quote(value))
 
 
 def check_overrides(comparison: Comparison, overrides: Sequence[str]) -> None:

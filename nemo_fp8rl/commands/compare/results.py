@@ -5,7 +5,7 @@ from dataclasses import asdict
 from statistics import fmean, median
 from typing import Any
 
-from nemo_fp8rl.algorithms.metric_names import in_order
+from nemo_fp8rl.algorithms.metric_names import sort_by_number
 from nemo_fp8rl.commands.compare.comparison import Comparison
 from nemo_fp8rl.commands.compare.machine_support import Reasons, sentences
 from nemo_fp8rl.commands.compare.run_files import read_environment
@@ -52,7 +52,7 @@ def by_position(rows: Sequence[Row]) -> Numbers:
     """Mean k3 of the steps by position in the answer: "0", "1", "2_3", ..."""
     names = dict.fromkeys(key for row in rows for key in row if key.startswith(POSITION))
     means = {n.removeprefix(POSITION): fmean(row[n] for row in rows if n in row) for n in names}
-    return {bucket: means[bucket] for bucket in in_order(means)}
+    return {bucket: means[bucket] for bucket in sort_by_number(means)}
 
 
 def record(

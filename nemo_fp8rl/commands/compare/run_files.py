@@ -10,7 +10,7 @@ import yaml
 
 from nemo_fp8rl.algorithms.metric_names import is_measured
 from nemo_fp8rl.common.errors import UserError, one_line
-from nemo_fp8rl.config.yaml_tree import flat, unreadable
+from nemo_fp8rl.config.yaml_tree import file_errors, flatten
 from nemo_fp8rl.run.step_log import Row, read
 
 OF_ENVIRONMENT = {"machine": str, "python": str, "versions": dict, "choices": dict}
@@ -30,7 +30,7 @@ def read_metrics(folder: Path) -> list[Row]:
 def read_recipe(folder: Path) -> dict[str, Any] | None:
     """The run's recipe, flat; None where there is no file."""
     with _of_a_run(folder, "config.yaml") as path:
-        return flat(yaml.safe_load(path.read_text(encoding="utf-8"))) if path.exists() else None
+        return flatten(yaml.safe_load(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def _of_a_run(folder: Path, name: str) -> Iterator[Path]:
         yield path
     except UserError as error:
         raise UserError(f"{error}; or remove {folder}, and compare runs it anew") from None
-    except unreadable() as error:
+    except file_errors() as error:
         raise UserError(
             f"{path} is not as a run leaves it ({one_line(error)}); remove {folder}, and compare runs it anew"
         ) from None

@@ -18,9 +18,9 @@ from nemo_fp8rl.commands.compare.run_files import read_metrics, read_recipe
 from nemo_fp8rl.commands.compare.start_models import MODEL_OF_FLOWS, MODEL_OF_LENGTHS, check_models, model_words
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.recipe import load
-from nemo_fp8rl.config.yaml_tree import flat
+from nemo_fp8rl.config.yaml_tree import flatten
 from nemo_fp8rl.hf.hub import is_commit_of
-from nemo_fp8rl.run.resume import with_later_keys
+from nemo_fp8rl.run.resume import add_later_keys
 from nemo_fp8rl.run.step_log import Row
 
 ON_HUB = ("policy.model_name", "policy.tokenizer.name")
@@ -96,7 +96,7 @@ def _planned(
     own = {"grpo.seed": seed, "logger.log_dir": str(folder)}
     words += [*overrides, *as_words(comparison.flows[flow]), *as_words(own)]
     try:
-        config = flat(json.loads(json.dumps(asdict(load(comparison.recipe, words)))))  # tuples as lists
+        config = flatten(json.loads(json.dumps(asdict(load(comparison.recipe, words)))))  # tuples as lists
     except UserError as error:
         raise UserError(f"flow {flow}: {error}") from None
     return Planned(flow, seed, length, folder, comparison.recipe, tuple(words), config)
@@ -109,7 +109,7 @@ def _check_same(run: Planned, output: Path) -> None:
         return
     was = Path(str(before.get("logger.log_dir", "")))
     old_output = str(Path(*was.parts[: len(was.parts) - len(run.folder.relative_to(output).parts)]))
-    old, new = _without(with_later_keys(before, run.config), old_output), _without(run.config, str(output))
+    old, new = _without(add_later_keys(before, run.config), old_output), _without(run.config, str(output))
     for key in sorted(old.keys() | new.keys()):
         is_pinned = key in ON_HUB and is_commit_of(str(old.get(key)), str(new.get(key)))
         if old.get(key) != new.get(key) and not is_pinned:

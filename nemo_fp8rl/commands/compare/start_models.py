@@ -14,8 +14,8 @@ from nemo_fp8rl.commands.compare.subprocess_run import run
 from nemo_fp8rl.common.atomic_files import write_atomically
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.recipe import load
-from nemo_fp8rl.config.yaml_tree import flat, unreadable
-from nemo_fp8rl.run.resume import with_later_keys
+from nemo_fp8rl.config.yaml_tree import file_errors, flatten
+from nemo_fp8rl.run.resume import add_later_keys
 from nemo_fp8rl.run.signals import GracefulStop
 
 CHAINS_OF_A_LENGTH = 6_000
@@ -94,10 +94,10 @@ def _says(made: Path, record: dict[str, Any]) -> bool:
     """Whether it is this record, of today or of before the recipe had all of today's keys."""
     try:
         was = json.loads(made.read_text(encoding="utf-8"))
-        old, new = flat(was["warm_up"]), flat(record["warm_up"])
-    except unreadable():
+        old, new = flatten(was["warm_up"]), flatten(record["warm_up"])
+    except file_errors():
         return False
-    return bool(was["make"] == record["make"] and with_later_keys(old, new) == new)
+    return bool(was["make"] == record["make"] and add_later_keys(old, new) == new)
 
 
 def _write_chains(chosen: Lengths, folder: Path) -> None:

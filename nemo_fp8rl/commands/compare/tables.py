@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from nemo_fp8rl.algorithms.metric_names import in_order
+from nemo_fp8rl.algorithms.metric_names import sort_by_number
 from nemo_fp8rl.commands.compare.results import values_of
 from nemo_fp8rl.commands.compare.statistics import Interval, interval, paired
 
@@ -156,7 +156,7 @@ def _positions(results: Mapping[str, Any]) -> Section:
     lengths = results["comparison"]["lengths"]
     longest = max(lengths["terms"], key=lambda name: lengths["terms"][name])
     runs = [run for run in results["runs"] if run["length"] == longest]
-    buckets = in_order({b for run in runs for b in run["k3_by_position"]})
+    buckets = sort_by_number({b for run in runs for b in run["k3_by_position"]})
     rows: list[tuple[str, ...]] = []
     for flow in lengths["flows"]:
         by_bucket = [values_of(results, flow, b, longest, "k3_by_position") for b in buckets]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.config.typed_tree import shown
+from nemo_fp8rl.config.typed_tree import short_repr
 from nemo_fp8rl.hf.model_config import FAMILIES, boolean, read_json, size
 from nemo_fp8rl.hf.model_tensors import EMBEDDING, HEAD, NORM
 
@@ -189,7 +189,7 @@ def from_config(raw: dict[str, Any], source: str) -> Shape:
     family = raw.get("model_type")
     if family not in ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"):
         raise UserError(
-            f"{source}: the doctor does not know model_type {shown(family)}; it knows Llama, Qwen and DeepSeek"
+            f"{source}: the doctor does not know model_type {short_repr(family)}; it knows Llama, Qwen and DeepSeek"
         )
     latent, mixture = family == "deepseek_v3", family in ("qwen3_moe", "deepseek_v3")
     if latent and raw.get("q_lora_rank"):

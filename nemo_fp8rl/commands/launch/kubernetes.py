@@ -21,7 +21,7 @@ from nemo_fp8rl.commands.launch.kubernetes_settings import KubernetesConfig
 from nemo_fp8rl.commands.launch.merged_recipe import merge
 from nemo_fp8rl.commands.launch.mounts import mount_of
 from nemo_fp8rl.commands.launch.settings import LaunchConfig
-from nemo_fp8rl.commands.launch.template import fill, quoted
+from nemo_fp8rl.commands.launch.template import fill, quote
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.run import pod_stop
 
@@ -275,5 +275,5 @@ def _block(text: str, indent: int) -> str:
     """Return the text as a readable YAML block, or quoted if a block would change a character."""
     plain = all(character == "\n" or character.isprintable() for character in text)
     if not plain or text[:1].isspace() or not text.endswith("\n") or text.endswith("\n\n"):
-        return quoted(text)
+        return quote(text)
     return "|\n" + "".join(" " * indent + line if line.strip() else line for line in text.splitlines(keepends=True))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.config.yaml_tree import read_with_parents, register_resolvers, with_override
+from nemo_fp8rl.config.yaml_tree import merge_override, read_with_parents, register_resolvers
 
 
 def merge(recipe: Path, overrides: Sequence[str], for_nemo_rl: bool) -> str:
@@ -43,7 +43,7 @@ def _tree(recipe: Path, overrides: Sequence[str], for_nemo_rl: bool) -> Any:
         if for_nemo_rl:
             apply_override(tree, override)
         else:
-            tree = with_override(tree, override)
+            tree = merge_override(tree, override)
     return tree
 
 

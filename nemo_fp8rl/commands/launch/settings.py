@@ -18,8 +18,14 @@ from nemo_fp8rl.commands.launch.limits import (
 )
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.secret_variables import looks_secret
-from nemo_fp8rl.config.typed_tree import check_keys, typed
-from nemo_fp8rl.config.yaml_tree import expand_homes, read_with_parents, refusing, register_resolvers, with_override
+from nemo_fp8rl.config.typed_tree import check_keys, to_block
+from nemo_fp8rl.config.yaml_tree import (
+    expand_homes,
+    merge_override,
+    read_with_parents,
+    register_resolvers,
+    yaml_errors_as_user_error,
+)
 
 PORTS = re.compile(r"(\d{1,5})-(\d{1,5})", re.ASCII)
 LEAST_PORTS = 10
@@ -125,8 +131,8 @@ def read_settings(site: Path | None, changes: Sequence[str] = ()) -> LaunchConfi
     register_resolvers()
     tree: Any = OmegaConf.create() if site is None else read_with_parents(site)
     for change in changes:
-        tree = with_override(tree, change)
-    with refusing(str(site or "--set")):
+        tree = merge_override(tree, change)
+    with yaml_errors_as_user_error(str(site or "--set")):
         values: Any = OmegaConf.to_container(tree, resolve=True)
     expand_homes(values, PATHS)
     check_keys(values, LaunchConfig)
@@ -135,7 +141,7 @@ def read_settings(site: Path | None, changes: Sequence[str] = ()) -> LaunchConfi
             f"slurm.time={number} is what YAML reads: to it HH:MM:SS is a number to the base of 60; quote it, in the "
             "site file as '12:00:00', behind --set as slurm.time=\"'12:00:00'\""
         )
-    settings = typed(values, LaunchConfig)
+    settings = to_block(values, LaunchConfig)
     _check(settings)
     return settings
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jinja2
 
-from nemo_fp8rl.config.yaml_tree import quoted
+from nemo_fp8rl.config.yaml_tree import quote
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -29,7 +29,7 @@ def _environment() -> jinja2.Environment:
     environment.filters |= {
         "sh": _sh,
         "shs": lambda values: " ".join(_sh(value) for value in values),
-        "yaml": quoted,
+        "yaml": quote,
     }
     return environment
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from nemo_fp8rl.algorithms.metric_names import in_order
+from nemo_fp8rl.algorithms.metric_names import sort_by_number
 from nemo_fp8rl.commands.report.charts import Chart, Line, heat_map, line_chart, stack_chart
 from nemo_fp8rl.commands.report.importance_chart import weight_histogram
 from nemo_fp8rl.commands.report.run_data import Run
@@ -185,7 +185,7 @@ def phases(runs: Sequence[Run]) -> tuple[list[Chart], list[str]]:
 def layer_map(runs: Sequence[Run]) -> tuple[list[Chart], list[str]]:
     title, charts = "Quantization error by layer", []
     for i, run in enumerate(runs):
-        layers = in_order(run.names("weight_error/layer_"))
+        layers = sort_by_number(run.names("weight_error/layer_"))
         rows = [row for row in run.metrics if any(f"weight_error/layer_{layer}" in row for layer in layers)]
         if rows:
             cells = {f"layer {layer}": [row.get(f"weight_error/layer_{layer}") for row in rows] for layer in layers}
@@ -232,7 +232,7 @@ def _positions(runs: Sequence[Run], metric: str) -> list[str]:
     """Full names of the metric's buckets, by where they begin."""
     prefix = f"train/{metric}/position_"
     ends = {end for run in runs for end in run.names(prefix)}
-    return [prefix + end for end in in_order(ends)]
+    return [prefix + end for end in sort_by_number(ends)]
 
 
 def _values(run: Run, metric: str) -> list[float]:

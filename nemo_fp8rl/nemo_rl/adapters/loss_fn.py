@@ -10,6 +10,7 @@ from nemo_fp8rl.algorithms.correction_config import CorrectionConfig
 from nemo_fp8rl.algorithms.loss import GrpoLoss
 from nemo_fp8rl.algorithms.loss_config import LossConfig
 from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.typed_tree import to_block
 from nemo_fp8rl.nemo_rl.compat import metric_normalizers
 
 
@@ -28,7 +29,7 @@ class GrpoLossFn(GrpoLoss):
         self,
         cfg: Any,
         use_fused_linear_logprobs: bool = False,
-        correction: CorrectionConfig | Mapping[str, Any] | None = None,
+        correction: CorrectionConfig | None = None,
     ) -> None:
         """Build the loss.
 
@@ -39,8 +40,9 @@ class GrpoLossFn(GrpoLoss):
         """
         keys = cfg if isinstance(cfg, Mapping) else cfg.model_dump()
         known = {field.name for field in fields(LossConfig)}
+        values = {name: value for name, value in keys.items() if name in known}
         try:
-            super().__init__({name: value for name, value in keys.items() if name in known}, correction)
+            super().__init__(to_block(values, LossConfig, "loss_fn."), correction)
         except UserError as error:
             raise LossConfigError(str(error)) from None
         self.use_fused_linear_logprobs = use_fused_linear_logprobs

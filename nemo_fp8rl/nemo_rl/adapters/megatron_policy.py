@@ -13,8 +13,8 @@ from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.models.policy.interfaces import ColocatablePolicyInterface
 from torch import Tensor
 
-from nemo_fp8rl.algorithms.correction import corrected_batch
-from nemo_fp8rl.algorithms.gates import enforce
+from nemo_fp8rl.algorithms.correction import correct_batch
+from nemo_fp8rl.algorithms.gates import apply_gates
 from nemo_fp8rl.algorithms.loss import EXTREMA
 from nemo_fp8rl.algorithms.mismatch import DISAGREEMENT, MismatchSums
 from nemo_fp8rl.batch import TrainBatch, has_tokens, num_rows, rows
@@ -98,11 +98,11 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
                 mismatch = MismatchSums()
                 mismatch.observe(batch["prev_logprobs"], batch["generation_logprobs"], mask)
                 seen = mismatch.metrics()
-                skip, tripped = enforce(self.cfg.nemo_fp8rl.gates, seen)
+                skip, tripped = apply_gates(self.cfg.nemo_fp8rl.gates, seen)
                 for sentence in tripped:
                     print(f"nemo-fp8rl: {sentence}", flush=True)
             if isinstance(loss_fn, GrpoLossFn):
-                batch, corrected = corrected_batch(batch, loss_fn.correction)
+                batch, corrected = correct_batch(batch, loss_fn.correction)
                 seen |= corrected
         size = gbs or self.cfg.policy.train_global_batch_size
         parts = [rows(batch, slice(start, start + size)) for start in range(0, num_rows(batch), size)]

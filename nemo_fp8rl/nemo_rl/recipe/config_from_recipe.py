@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.config.recipe import completed
+from nemo_fp8rl.config.recipe import complete
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.config.yaml_tree import register_resolvers
 from nemo_fp8rl.generation.engine_checks import check_engine
 from nemo_fp8rl.hf.hub import pin_commits
 from nemo_fp8rl.hf.model_config import check_context, read_hf_config
 from nemo_fp8rl.nemo_rl.recipe.gpu_division import divide_gpus, is_colocated
-from nemo_fp8rl.nemo_rl.recipe.keys import COPIED_KEYS, at, check_keys
+from nemo_fp8rl.nemo_rl.recipe.keys import COPIED_KEYS, MOVED_KEYS, at, check_keys
 from nemo_fp8rl.nemo_rl.recipe.precision import read_precision
 from nemo_fp8rl.nemo_rl.recipe.recipe_checks import check_for_package_workers, check_setup, loss_keys
 from nemo_fp8rl.nemo_rl.recipe.value_types import require
@@ -62,7 +62,7 @@ def convert_keys(master: Mapping[str, Any]) -> Config:
         "fp8_param": precision.fp8_param,
     }
     register_resolvers()  # defaults of `Config` refer to other keys
-    return completed("the recipe for NeMo RL", values, values)
+    return complete("the recipe for NeMo RL", values, values)
 
 
 def complete_for_model(cfg: Config) -> Config:
@@ -107,8 +107,9 @@ def _fill_policy(values: dict[str, Any], policy: Mapping[str, Any], kv_fp8: bool
     kwargs = generation.get("vllm_kwargs") or {}
     if num_bytes := kwargs.get("kv_cache_memory_bytes"):
         vllm_cfg["kv_cache_memory_gib"] = num_bytes / 2**30
-    names = ("attention_backend", "max_num_seqs", "max_num_batched_tokens")
-    vllm_cfg |= {name: kwargs[name] for name in names if kwargs.get(name)}
+    for key, nemo_rl_key in MOVED_KEYS.items():
+        if key.startswith("policy.generation.vllm_cfg.") and (value := at({"policy": policy}, nemo_rl_key, None)):
+            vllm_cfg[key.rpartition(".")[2]] = value
 
 
 def _cluster(master: Mapping[str, Any]) -> dict[str, Any]:

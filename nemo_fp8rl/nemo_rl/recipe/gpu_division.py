@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.config.schema import Flow
+from nemo_fp8rl.config.fp8rl_schema import Flow
 from nemo_fp8rl.fp8.gpu_support import ADA, Capability, why_no_fp8
 from nemo_fp8rl.nemo_rl.recipe.keys import at
 from nemo_fp8rl.nemo_rl.recipe.precision import FP8_CFG, VLLM_CFG

@@ -15,36 +15,27 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.config.typed_tree import shown
+from nemo_fp8rl.common.field_rules import NEMO_RL, NemoRl, all_fields
+from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.config.typed_tree import short_repr
 
-COPIED_KEYS = {
-    "policy": (
-        *("model_name", "train_global_batch_size", "train_micro_batch_size", "logprob_batch_size"),
-        *("max_total_sequence_length", "precision"),
-    ),
-    "policy.tokenizer": ("name", "chat_template_kwargs"),
-    "policy.dynamic_batching": ("enabled", "train_mb_tokens", "logprob_mb_tokens", "sequence_length_round"),
-    "policy.sequence_packing": ("enabled", "train_mb_tokens", "logprob_mb_tokens"),
-    "policy.router_replay": ("enabled",),
-    "policy.megatron_cfg": (
-        *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
-        *("expert_tensor_parallel_size", "sequence_parallel", "activation_checkpointing", "freeze_moe_router"),
-        *("context_parallel_size", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
-        "env_vars",
-    ),
-    "policy.megatron_cfg.optimizer": (
-        *("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad"),
-    ),
-    "policy.megatron_cfg.scheduler": ("lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_init"),
-    "policy.generation": ("max_new_tokens", "temperature", "top_p", "top_k"),
-    "policy.generation.vllm_cfg": (
-        *("max_model_len", "enforce_eager", "gpu_memory_utilization", "tensor_parallel_size", "async_engine"),
-        *("quantization_ignored_layer_kws", "num_first_layers_in_bf16", "num_last_layers_in_bf16", "env_vars"),
-        "skip_tokenizer_init",
-    ),
-    "grpo": ("num_prompts_per_step", "num_generations_per_prompt", "max_num_steps", "seed"),
-    "logger": ("log_dir",),
+
+def _keys_of_same_name() -> dict[str, tuple[str, ...]]:
+    names: dict[str, list[str]] = {}
+    for field in all_fields(Config):
+        if field.marker(NemoRl) == NEMO_RL:
+            names.setdefault(field.key.rpartition(".")[0], []).append(field.name)
+    return {block: tuple(keys) for block, keys in names.items()}
+
+
+COPIED_KEYS = _keys_of_same_name()
+"""Block -> its keys that carry `NEMO_RL` at the field."""
+MOVED_KEYS = {
+    field.key: marker.spelling
+    for field in all_fields(Config)
+    if (marker := field.marker(NemoRl)) and marker.spelling.rpartition(".")[2] == field.name
 }
+"""Key of `Config` -> NeMo RL's key of the same name and meaning in another block."""
 REQUIRED_VALUES = {
     "policy.megatron_cfg.enabled": (True, "the trainer is Megatron Core"),
     "policy.dtensor_cfg.enabled": (False, "the trainer is Megatron Core"),
@@ -71,8 +62,7 @@ VALUES_IF_ABSENT = {"policy.megatron_cfg.enabled": False}
 READ_PREFIXES = (
     *("policy.logprob_chunk_size", "policy.generation.colocated.", "policy.generation.stop_"),
     *("policy.generation.vllm_cfg.expert_parallel_size", "policy.generation.vllm_kwargs.kv_cache_memory_bytes"),
-    *("policy.generation.vllm_kwargs.max_num_seqs", "policy.generation.vllm_kwargs.max_num_batched_tokens"),
-    "policy.generation.vllm_kwargs.attention_backend",
+    *MOVED_KEYS.values(),
     *("policy.megatron_cfg.scheduler.start_weight_decay", "policy.megatron_cfg.scheduler.end_weight_decay"),
     "policy.megatron_cfg.fp8_cfg.",
     *("policy.megatron_cfg.env_vars.", "policy.generation.vllm_cfg.env_vars."),
@@ -141,7 +131,8 @@ def check_keys(master: Mapping[str, Any]) -> None:
         is_set = value not in (None, {}) if key.startswith(MODEL_PREFIXES) else bool(value)
         if is_set and key not in known and not key.startswith((*READ_PREFIXES, *UNUSED_PREFIXES)):
             raise UserError(
-                f"{key}={shown(value)} is not a key that this trainer or engine knows: remove it, or set it to null"
+                f"{key}={short_repr(value)} is not a key that this trainer or engine knows: remove it, or set it to "
+                "null"
             )
 
 
@@ -149,7 +140,7 @@ def describe_ignored_values(master: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each key whose value the package's trainer and engines ignore."""
     for key, (followed, instead) in IGNORED_VALUES.items():
         if (value := at(master, key, None)) not in (None, followed):
-            yield f"{key}={shown(value)} has an effect only on NeMo RL's own workers; {instead}"
+            yield f"{key}={short_repr(value)} has an effect only on NeMo RL's own workers; {instead}"
 
 
 def at(tree: Mapping[str, Any], key: str, default: Any) -> Any:

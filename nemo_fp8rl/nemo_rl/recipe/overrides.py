@@ -23,8 +23,8 @@ import re
 from typing import Any, cast
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.config.typed_tree import shown
-from nemo_fp8rl.config.yaml_tree import refusing
+from nemo_fp8rl.config.typed_tree import short_repr
+from nemo_fp8rl.config.yaml_tree import yaml_errors_as_user_error
 
 FORM = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_$][\w$-]*(?:\.[\w$-]+)*)(?P<equals>=(?P<value>.*))?", re.DOTALL)
 INT = re.compile(r"[+-]?(0|[1-9](_?[0-9])*)")
@@ -47,7 +47,9 @@ def parse_key(override: str) -> str:
     """
     form = FORM.fullmatch(override)
     if not form or not (form["equals"] or form["sign"] == "~"):
-        raise UserError(f"override {shown(override)} is not of the form key=value, +key=value, ++key=value or ~key")
+        raise UserError(
+            f"override {short_repr(override)} is not of the form key=value, +key=value, ++key=value or ~key"
+        )
     return form["key"]
 
 
@@ -60,7 +62,7 @@ def apply_override(tree: Any, override: str) -> None:
 
     key, form = parse_key(override), cast(re.Match[str], FORM.fullmatch(override))
     sign = form["sign"]
-    with refusing(f"override {shown(override)}"):
+    with yaml_errors_as_user_error(f"override {short_repr(override)}"):
         exists = _has(tree, key)
         if sign == "~":
             _remove(tree, key, exists)
@@ -105,9 +107,9 @@ def _read_override_value(override: str, text: str) -> Any:
     try:
         return read_value(text)
     except RecursionError:
-        raise UserError(f"override {shown(override)} cannot be read: too many brackets are nested") from None
+        raise UserError(f"override {short_repr(override)} cannot be read: too many brackets are nested") from None
     except ValueError as error:
-        raise UserError(f"override {shown(override)} cannot be read: {error}; quote the value") from None
+        raise UserError(f"override {short_repr(override)} cannot be read: {error}; quote the value") from None
 
 
 def read_value(text: str) -> Any:

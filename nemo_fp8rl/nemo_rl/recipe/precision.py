@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.config.schema import Flow
+from nemo_fp8rl.config.fp8rl_schema import Flow
 from nemo_fp8rl.fp8 import ScaleFormat
 from nemo_fp8rl.fp8.layers import Fp8Layers
 

@@ -11,10 +11,12 @@ from typing import Any
 
 from nemo_fp8rl.algorithms.gates import check_gates
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.config.schema import Fp8RlConfig
-from nemo_fp8rl.config.typed_tree import check_keys, check_numbers, defaults, shown, typed
+from nemo_fp8rl.common.field_rules import NemoRl, fields_of
+from nemo_fp8rl.config.fp8rl_schema import Fp8RlConfig
+from nemo_fp8rl.config.recipe import PATHS
+from nemo_fp8rl.config.typed_tree import check_keys, check_numbers, defaults, short_repr, to_block
 from nemo_fp8rl.config.validate import check_no_secret, check_tracker
-from nemo_fp8rl.config.yaml_tree import PATHS, expand_homes, read_with_parents, refusing, register_resolvers
+from nemo_fp8rl.config.yaml_tree import expand_homes, read_with_parents, register_resolvers, yaml_errors_as_user_error
 from nemo_fp8rl.nemo_rl.recipe.checkout import NEMO_RL_SRC, Checkout, find_checkout, make_absolute
 from nemo_fp8rl.nemo_rl.recipe.keys import at
 from nemo_fp8rl.nemo_rl.recipe.known_keys import check_key_is_read, check_known, read_known_keys
@@ -23,11 +25,7 @@ from nemo_fp8rl.nemo_rl.recipe.precision import Precision, read_precision
 from nemo_fp8rl.nemo_rl.recipe.value_types import check_values
 
 BLOCK = "nemo_fp8rl"
-DERIVED_KEYS = {
-    "flow": "policy.megatron_cfg.fp8_cfg.enabled and policy.generation.vllm_cfg.precision",
-    "scale_format": "policy.megatron_cfg.env_vars and policy.generation.vllm_cfg.pow2_weight_scaling_factors",
-    "fp8_param": "policy.megatron_cfg.fp8_cfg.fp8_param",
-}
+DERIVED_KEYS = {field.name: field.marker(NemoRl).spelling for field in fields_of(Fp8RlConfig) if field.marker(NemoRl)}
 """Keys of the block nemo_fp8rl that are derived from NeMo RL's keys, and those keys."""
 
 
@@ -57,7 +55,7 @@ class NemoRlRecipe:
             "scale_format": precision.scale_format,
             "fp8_param": precision.fp8_param,
         }
-        return typed({**self.values[BLOCK], **derived}, Fp8RlConfig, f"{BLOCK}.")
+        return to_block({**self.values[BLOCK], **derived}, Fp8RlConfig, f"{BLOCK}.")
 
 
 def is_for_nemo_rl(path: Path) -> bool:
@@ -114,21 +112,21 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> NemoRlRecipe
         if adds_key(tree, override):
             check_key_is_read(key, known)
         apply_override(tree, override)
-    with refusing(str(path)):
+    with yaml_errors_as_user_error(str(path)):
         nemo_rl_keys: Any = OmegaConf.to_container(tree)
     package_keys = nemo_rl_keys.pop(BLOCK, None) or {}
     check_known(nemo_rl_keys, known, checkout.version)
     _check_package_keys(package_keys)
-    with refusing(str(path)):
+    with yaml_errors_as_user_error(str(path)):
         tree = OmegaConf.merge({BLOCK: defaults(Fp8RlConfig, package_keys)}, tree)
         values: Any = OmegaConf.to_container(tree, resolve=True)
     expand_homes(values, PATHS)
     check_numbers(values)
     check_values(values)
     _check_no_secrets(values)
-    block = typed(values[BLOCK], Fp8RlConfig, f"{BLOCK}.")
+    block = to_block(values[BLOCK], Fp8RlConfig, f"{BLOCK}.")
     if block.correction is not None:
-        block.correction.resolved()
+        block.correction.resolve()
     check_gates(block.gates)
     return NemoRlRecipe(Path(path), values, checkout)
 
@@ -147,7 +145,7 @@ def _is_for_nemo_rl(path: Path, tree: Any) -> bool:
     # A key that the command line removes or sets to null is left to `check_values`.
     from omegaconf import OmegaConf
 
-    with refusing(f"{path}: cluster"):
+    with yaml_errors_as_user_error(f"{path}: cluster"):
         return OmegaConf.select(tree, "cluster.gpus_per_node") is not None
 
 
@@ -178,7 +176,7 @@ def _nested(key: str) -> dict[str, Any]:
 
 def _check_package_keys(block: Any) -> None:
     if not isinstance(block, dict):
-        raise UserError(f"{BLOCK} must be a block of keys, got {shown(block)}")
+        raise UserError(f"{BLOCK} must be a block of keys, got {short_repr(block)}")
     for key, sources in DERIVED_KEYS.items():
         if key in block:
             raise UserError(f"{BLOCK}.{key} follows from {sources} in a recipe for NeMo RL; remove it")

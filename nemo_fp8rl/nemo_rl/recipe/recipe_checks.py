@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from nemo_fp8rl.algorithms.correction_config import from_mapping
-from nemo_fp8rl.algorithms.loss_config import LossConfig, loss_config, resolved_correction
+from nemo_fp8rl.algorithms.correction_config import CorrectionConfig
+from nemo_fp8rl.algorithms.loss_config import LossConfig, resolve_correction
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.config.typed_tree import typed
+from nemo_fp8rl.config.typed_tree import read_block, to_block
 from nemo_fp8rl.nemo_rl.recipe.gpu_division import check_division, is_asynchronous, is_colocated
 from nemo_fp8rl.nemo_rl.recipe.keys import at
 
@@ -113,10 +113,17 @@ def loss_keys(master: Mapping[str, Any]) -> dict[str, Any]:
     return keys
 
 
+def read_correction(master: Mapping[str, Any]) -> CorrectionConfig | None:
+    """Return the block nemo_fp8rl.correction, None without one. Raises UserError, with the key."""
+    values = at(master, "nemo_fp8rl.correction", None)
+    return None if values is None else read_block(values, CorrectionConfig, "nemo_fp8rl.correction.")
+
+
 def check_loss(master: Mapping[str, Any]) -> None:
     """Raise UserError, with the key, for a loss or correction that `GrpoLoss` does not support; every run uses it."""
-    loss = loss_config(typed(loss_keys(master), LossConfig, "loss_fn."))
-    resolved_correction(loss, at(master, "nemo_fp8rl.correction", None))
+    loss = to_block(loss_keys(master), LossConfig, "loss_fn.")
+    loss.check()
+    resolve_correction(loss, read_correction(master))
 
 
 def check_setup(master: Mapping[str, Any]) -> None:
@@ -150,10 +157,10 @@ def check_for_package_workers(master: Mapping[str, Any]) -> None:
         raise UserError("data.use_multiple_dataloader=true is not supported without NeMo RL's setup; set it to false")
     if not master["loss_fn"].get("force_on_policy_ratio"):
         return
-    correction = at(master, "nemo_fp8rl.correction", None)
+    correction = read_correction(master)
     if at(master, "nemo_fp8rl.gates", None):
         raise UserError(f"nemo_fp8rl.gates need {NO_LOGPROBS}")
-    if correction is not None and (why := from_mapping(correction).of_whole_batch):
+    if correction is not None and (why := correction.resolve().of_whole_batch):
         raise UserError(f"nemo_fp8rl.correction.{why} needs {NO_LOGPROBS}")
 
 

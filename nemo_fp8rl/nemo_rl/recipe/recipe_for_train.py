@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.config.recipe import completed
+from nemo_fp8rl.common.field_rules import NemoRl, fields_of
+from nemo_fp8rl.config.grpo_schema import GrpoConfig
+from nemo_fp8rl.config.recipe import complete
+from nemo_fp8rl.config.run_schema import CheckpointingConfig, LoggerConfig
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.config.yaml_tree import register_resolvers
 from nemo_fp8rl.data.prompts import load_prompts
@@ -21,14 +24,10 @@ from nemo_fp8rl.nemo_rl.recipe.read_recipe import load_recipe
 from nemo_fp8rl.nemo_rl.recipe.recipe_checks import check_launcher
 
 COPIED_KEYS = {
-    "grpo": (
-        *("num_prompts_per_step", "num_generations_per_prompt", "max_num_steps", "seed", "normalize_rewards"),
-        *("use_leave_one_out_baseline", "adv_estimator", "use_dynamic_sampling", "dynamic_sampling_max_gen_batches"),
-        *("overlong_filtering", "reward_shaping", "val_period", "val_at_start", "val_at_end", "max_val_samples"),
-    ),
-    "checkpointing": ("enabled", "checkpoint_dir", "save_period", "keep_top_k"),
-    "logger": ("log_dir", "tensorboard_enabled"),
+    block: tuple(field.name for field in fields_of(kind) if (marker := field.marker(NemoRl)) and not marker.spelling)
+    for block, kind in (("grpo", GrpoConfig), ("checkpointing", CheckpointingConfig), ("logger", LoggerConfig))
 }
+"""Block -> its keys that carry `NEMO_RL` or `NEMO_RL_LOOP` at the field."""
 NULLABLE_KEYS = ("max_val_samples", "keep_top_k")
 """Keys whose null means "no limit"."""
 OTHER_GRPO_KEYS = {
@@ -107,7 +106,7 @@ def convert_keys_for_train(path: Path, recipe: Mapping[str, Any]) -> Config:
         }
     register_resolvers()
     tree |= train_blocks
-    return completed(str(path), tree, tree)
+    return complete(str(path), tree, tree)
 
 
 def _check_length(recipe: Mapping[str, Any]) -> None:

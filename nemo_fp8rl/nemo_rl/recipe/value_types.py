@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.config.typed_tree import typed
+from nemo_fp8rl.config.typed_tree import to_block
 from nemo_fp8rl.nemo_rl.recipe.keys import COPIED_KEYS, at
 
 
@@ -118,7 +118,7 @@ def check_values(values: dict[str, Any]) -> None:
         if not isinstance(block, dict):
             continue
         if block.get(name) is not None:
-            block[name] = typed(block[name], hint, f"{key}.")
+            block[name] = to_block(block[name], hint, f"{key}.")
         elif type(None) not in getattr(hint, "__args__", ()) and block.get("enabled") is not False:
             require(values, key)
 

@@ -10,7 +10,8 @@ from types import ModuleType
 from typing import Any
 
 from nemo_fp8rl.common.errors import UserError, one_line
-from nemo_fp8rl.config.yaml_tree import PATHS, expand_homes
+from nemo_fp8rl.config.recipe import PATHS
+from nemo_fp8rl.config.yaml_tree import expand_homes
 from nemo_fp8rl.nemo_rl.recipe.checkout import find_checkout
 
 PROMPT_KEYS = ("prompt_file", "system_prompt_file")

@@ -13,8 +13,9 @@ from types import ModuleType
 from typing import Any, Literal
 
 from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.common.field_rules import NemoRl, fields_of
 from nemo_fp8rl.common.visible_gpus import shown_gpus
-from nemo_fp8rl.config.schema import Flow, Fp8RlConfig
+from nemo_fp8rl.config.fp8rl_schema import Flow, Fp8RlConfig
 from nemo_fp8rl.fp8.gpu_support import CAPABILITIES, Capability
 from nemo_fp8rl.nemo_rl.compat import completed_steps, initial_save_state, load_dataloader
 from nemo_fp8rl.nemo_rl.recipe.gpu_division import why_gpu_unsupported
@@ -25,7 +26,11 @@ from nemo_fp8rl.workers import connect, is_in_cluster, joins_cluster
 
 RAY_GPU_PREFIX = "accelerator_type:"
 """Prefix of a GPU's name among the resources of a Ray cluster."""
-PACKAGE_WORKER_KEYS = ("align", "kv", "refit", "gates")
+PACKAGE_WORKER_KEYS = tuple(
+    field.name
+    for field in fields_of(Fp8RlConfig)
+    if not field.marker(NemoRl) and field.name not in ("correction", "workers")
+)
 """Keys of `nemo_fp8rl` that only the package's workers use; the others choose loss and precision."""
 
 

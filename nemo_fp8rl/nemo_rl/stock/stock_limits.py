@@ -4,8 +4,9 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from nemo_fp8rl.algorithms.correction_config import from_mapping
+from nemo_fp8rl.algorithms.correction_config import CorrectionConfig
 from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.typed_tree import read_block
 from nemo_fp8rl.nemo_rl.compat import engines_survive_fp8_refit
 from nemo_fp8rl.nemo_rl.recipe.gpu_division import is_asynchronous
 from nemo_fp8rl.nemo_rl.recipe.keys import at
@@ -38,7 +39,9 @@ def check_stock(values: Mapping[str, Any], version: str) -> None:
 def why_correction_unsupported(values: Mapping[str, Any]) -> str:
     """Return why a loss that sees one microbatch at a time cannot apply the recipe's correction; empty if it can."""
     correction = at(values, "nemo_fp8rl.correction", None)
-    if correction is None or not (key := from_mapping(correction).of_whole_batch):
+    if correction is None:
+        return ""
+    if not (key := read_block(correction, CorrectionConfig, "nemo_fp8rl.correction.").resolve().of_whole_batch):
         return ""
     return (
         f"nemo_fp8rl.correction.{key} needs the whole batch, and NeMo RL's workers give a loss one microbatch at a "

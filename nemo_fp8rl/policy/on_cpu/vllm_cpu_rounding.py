@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.common.vllm_version import installed_vllm, vllm_version
-from nemo_fp8rl.config.schema import Fp8RlConfig
+from nemo_fp8rl.config.fp8rl_schema import Fp8RlConfig
 from nemo_fp8rl.fp8 import CacheRounding, can_vllm_read_fp8_cache
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.region import Region, whole
-from nemo_fp8rl.config.schema import Config, MegatronConfig
+from nemo_fp8rl.config.policy_schema import MegatronConfig
+from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.fp8 import BLOCK
 from nemo_fp8rl.hf.divisibility import Dimension, check_divides, pipeline_stages
 from nemo_fp8rl.hf.fp8_layers import attention_dimensions, mlp_dimension, requested_fp8_layers

@@ -6,7 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.algorithms.quantization_error import SquaresByGroup, in_groups, squares, summed, weight_squares
+from nemo_fp8rl.algorithms.quantization_error import (
+    SquaresByGroup,
+    squares,
+    squares_by_group,
+    sum_squares,
+    weight_squares,
+)
 from nemo_fp8rl.fp8 import BlockScaled, Fp8Layers, ScaleFormat
 from nemo_fp8rl.policy.weights.fp8_params import fp8_view, is_fp8, refit_views, storage_tensors
 from nemo_fp8rl.policy.weights.hf_names import to_hf
@@ -49,7 +55,7 @@ class RankWeights:
     def squares(self, fp8_layers: Fp8Layers, scale_format: ScaleFormat) -> SquaresByGroup:
         """Return this rank's part of `quantization_error.weight_error`."""
         weights = ((n, w) for n, w in self.for_refit() if self.layout.is_writer(n) and not isinstance(w, BlockScaled))
-        return summed([weight_squares(weights, fp8_layers, scale_format), self._squares_of_fp8()])
+        return sum_squares([weight_squares(weights, fp8_layers, scale_format), self._squares_of_fp8()])
 
     @torch.no_grad()
     def _squares_of_fp8(self) -> SquaresByGroup:
@@ -60,7 +66,7 @@ class RankWeights:
             master = state.master.to(parameter.device, parameter.dtype)
             error = squares(fp8_view(parameter).dequantize().flatten()[slice(*state.span)] - master)
             layer = self.layout.layers[int(name.split(".")[2])]  # decoder.layers.N, counted on this rank
-            return in_groups(True, layer, error, squares(master))
+            return squares_by_group(True, layer, error, squares(master))
 
         states = state_slices(self.model, self.optimizer).items()
-        return summed(slice_squares(name, state) for name, state in states if is_fp8(self.parameters[name]))
+        return sum_squares(slice_squares(name, state) for name, state in states if is_fp8(self.parameters[name]))

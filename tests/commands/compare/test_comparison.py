@@ -11,7 +11,7 @@ from nemo_fp8rl.commands.compare.comparison import load_comparison
 from nemo_fp8rl.commands.compare.run_list import plan
 from nemo_fp8rl.commands.compare.start_models import make_models
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.config.yaml_tree import flat
+from nemo_fp8rl.config.yaml_tree import flatten
 from nemo_fp8rl.run.signals import GracefulStop
 from tests.commands.compare.conftest import FLOWS
 from tests.conftest import RECIPES
@@ -184,7 +184,7 @@ def test_runs_and_models_of_before_there_was_a_key_stay(write, tmp_path, monkeyp
     assert make_models(comparison, out, GracefulStop(), print, [])
     made = out / "models/flows/made.json"
     record = json.loads(made.read_text())
-    made.write_text(json.dumps(record | {"warm_up": older(flat(record["warm_up"]))}))
+    made.write_text(json.dumps(record | {"warm_up": older(flatten(record["warm_up"]))}))
     first = plan(comparison, [], out)[0]
     first.folder.mkdir(parents=True)
     (first.folder / "config.yaml").write_text(yaml.safe_dump(older(first.config)))

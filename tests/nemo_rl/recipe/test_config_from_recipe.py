@@ -265,7 +265,7 @@ def test_a_kl_in_the_reward_that_is_hardly_a_penalty_is_refused_as_in_our_own_lo
 
 def test_the_asynchronous_loop_takes_a_correction_of_ours(tiny):
     cfg = convert_recipe(master(tiny, **ASYNC, nemo_fp8rl__correction={"preset": "icepop"}))
-    assert cfg.nemo_fp8rl.correction.resolved().reject and not cfg.loss_fn.use_importance_sampling_correction
+    assert cfg.nemo_fp8rl.correction.resolve().reject and not cfg.loss_fn.use_importance_sampling_correction
     assert convert_recipe(master(tiny, **ASYNC)).loss_fn.use_importance_sampling_correction
     with pytest.raises(UserError, match=r"nemo_fp8rl\.correction contradicts"):
         convert_recipe(master(tiny, nemo_fp8rl__correction={"preset": "icepop"}))

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_fp8rl.cli import main
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.config.schema import Fp8RlConfig
+from nemo_fp8rl.config.fp8rl_schema import Fp8RlConfig
 from nemo_fp8rl.nemo_rl.recipe.read_recipe import load_recipe, read_recipe
 from tests.nemo_rl.conftest import write
 from tests.nemo_rl.recipe.conftest import CHILD

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from nemo_fp8rl.config.yaml_tree import flat, read_with_parents
+from nemo_fp8rl.config.yaml_tree import flatten, read_with_parents
 from nemo_fp8rl.nemo_rl.recipe.precision import Precision
 from nemo_fp8rl.nemo_rl.recipe.read_recipe import load_recipe
 from tests.nemo_rl.runs import environment, needs_checkout
@@ -30,8 +30,8 @@ def test_every_fp8_key_of_our_recipes_has_a_comment():
 def test_a_recipe_has_only_keys_that_differ_from_its_parent(real_checkout, path):
     own = yaml.safe_load(path.read_text())
     parent = path.parent / own.pop("defaults").replace("${oc.env:NEMO_RL_SRC}", str(real_checkout))
-    inherited = flat(OmegaConf.to_container(read_with_parents(parent)))
-    assert [key for key, value in flat(own).items() if inherited.get(key, ...) == value] == []
+    inherited = flatten(OmegaConf.to_container(read_with_parents(parent)))
+    assert [key for key, value in flatten(own).items() if inherited.get(key, ...) == value] == []
 
 
 @pytest.mark.nemo_rl

@@ -216,7 +216,7 @@ def test_routing_replay_of_a_dense_model_is_refused(recipe):
         (("pipeline_model_parallel_size=2",), 1, "train_ranks=1 is not a multiple of .*pipeline_model_parallel_size=2"),
         (("context_parallel_size=2",), 3, "train_ranks=3 is not a multiple of .*context_parallel_size=2"),
         (("sequence_parallel=true",), 2, "sequence_parallel=true needs .*tensor_model_parallel_size above 1"),
-        (("tensor_model_parallel_size=0",), 2, "tensor_model_parallel_size must be a finite number above 0"),
+        (("tensor_model_parallel_size=0",), 2, "tensor_model_parallel_size=0 must be a finite number above 0"),
     ],
 )
 def test_ranks_that_do_not_factor_are_refused(recipe, keys, ranks, message):

@@ -22,7 +22,7 @@ Sources:
 from nemo_fp8rl.commands.doctor.memory.byte_widths import BF16, FP32, SCALE
 from nemo_fp8rl.commands.doctor.model_shapes import Weight
 from nemo_fp8rl.commands.doctor.recipe_plan import Plan
-from nemo_fp8rl.config.schema import PolicyConfig
+from nemo_fp8rl.config.policy_schema import PolicyConfig
 
 FP8 = 2 * (1 + SCALE)
 """Bytes of an FP8 weight, by rows and by columns."""

@@ -1,0 +1,72 @@
+"""The block `nemo_fp8rl:` of a recipe: precision on both sides, the refit, rollout correction and gates."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+from nemo_fp8rl.algorithms.correction_config import CorrectionConfig
+from nemo_fp8rl.algorithms.gates import GateConfig
+from nemo_fp8rl.common.field_rules import ABOVE_0, MAY_CHANGE, Block, MayChange, NemoRl
+from nemo_fp8rl.fp8 import ScaleFormat
+
+Flow = Literal["bf16", "fp8_rollout", "fp8_e2e"]
+SAME_BYTES = MayChange("engines end with the same bytes")
+
+
+@dataclass(frozen=True)
+class RefitConfig(Block):
+    """How a version of the weights travels from the trainer's ranks to the engines."""
+
+    mode: Literal["auto", "full", "delta"] = "auto"
+    """Send all bytes or those that changed. auto takes whichever took less time, and full with offload_between_phases,
+    because deltas need a copy that stays. Engines end with the same bytes."""
+    transport: Literal["auto", "in_process", "shared_memory", "cuda_ipc", "nixl", "collective"] = "auto"
+    """What carries the bytes. auto is in_process where trainer and engine share a process; else it is chosen for each
+    link: within a machine cuda_ipc for weights on GPUs and shared_memory for others, between machines collective
+    (gloo). nixl (RDMA) is never chosen by auto."""
+    bucket_bytes: Annotated[int, ABOVE_0] = 256 * 2**20
+    """Bytes that travel at once, at most. Trainer and engine ranks hold two such buckets, shared by all their links."""
+    verify: Literal["off", "digest", "full", False] = "digest"
+    """Compare the engine's memory with the trainer's: by the digest of every tensor, or byte by byte, which sends all
+    twice. YAML reads off as false."""
+
+
+@dataclass(frozen=True)
+class Fp8RlConfig(Block):
+    """Keys that NeMo RL does not have."""
+
+    removed_keys: ClassVar = {"kernel": "the kernel that quantizes follows the device"}
+
+    flow: Annotated[Flow, NemoRl("policy.megatron_cfg.fp8_cfg.enabled and policy.generation.vllm_cfg.precision")] = (
+        "fp8_e2e"
+    )
+    """Precision: bf16 on both sides, FP8 in the engine only, or FP8 on both sides by one contract."""
+    align: Literal["auto", "vllm", "none"] = "auto"
+    """Round the trainer's RoPE, residual, norm and softmax where vLLM's CPU kernels do. none rounds where Megatron
+    does. auto is vllm without a GPU and none on a GPU, which cannot round as vllm."""
+    scale_format: Annotated[
+        ScaleFormat,
+        NemoRl("policy.megatron_cfg.env_vars and policy.generation.vllm_cfg.pow2_weight_scaling_factors"),
+    ] = "pow2"
+    """Scales of the FP8 blocks. Every quantizer agrees on pow2 scales only."""
+    kv: Literal["unified", "rollout"] = "unified"
+    """Whether the trainer's attention reads what an FP8 KV cache (vllm_cfg.kv_cache_dtype) holds. rollout: it keeps its
+    own keys and values."""
+    workers: Annotated[Literal["auto", "ours", "nemo_rl"], MAY_CHANGE] = "auto"
+    """Trainer and engines of `nemo-fp8rl nemo`: ours or NeMo RL's, which need GPUs. auto takes NeMo RL's where there
+    are GPUs."""
+    fp8_param: Annotated[bool, MAY_CHANGE, NemoRl("policy.megatron_cfg.fp8_cfg.fp8_param")] = False
+    """Keep the weights of FP8 layers on a GPU as FP8 bytes only. A refit sends these bytes as they are; the optimizer
+    has the float32 master. The bytes, and so the numbers, are the same; without a GPU it changes nothing."""
+    refit: Annotated[RefitConfig, SAME_BYTES] = field(default_factory=RefitConfig)
+    correction: CorrectionConfig | None = None
+    """Rollout correction beyond loss_fn's keys; null follows these."""
+    gates: Annotated[tuple[GateConfig, ...], MayChange("a run that a gate stopped can go on")] = ()
+    """Limits on the mismatch of trainer and engine."""
+
+    @property
+    def trainer_fp8(self) -> bool:
+        return self.flow == "fp8_e2e"
+
+    @property
+    def engine_fp8(self) -> bool:
+        return self.flow in ("fp8_rollout", "fp8_e2e")

@@ -1,0 +1,90 @@
+"""The blocks `grpo:` and `sft:` of a recipe: how many prompts and steps, and how rewards become advantages."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from nemo_fp8rl.common.field_rules import (
+    ABOVE_0,
+    AT_LEAST_0,
+    MAY_CHANGE,
+    NEMO_RL,
+    NEMO_RL_LOOP,
+    Block,
+    MayChange,
+    Range,
+    reference,
+)
+
+SEED = Range(at_least=0, below=2**32)  # the engine hands it to numpy
+
+
+@dataclass(frozen=True)
+class AdvEstimatorConfig(Block):
+    name: Literal["grpo", "reinforce_plus_plus"] = "grpo"
+    """The estimator. grpo is RLOO with normalize_rewards: false and use_leave_one_out_baseline: true."""
+    normalize_rewards: bool = reference("${grpo.normalize_rewards}")
+    """grpo: divide by the standard deviation of the group."""
+    use_leave_one_out_baseline: bool = reference("${grpo.use_leave_one_out_baseline}")
+    """grpo: compare with the other samples of the group."""
+    minus_baseline: bool = True
+    """reinforce_plus_plus: subtract the mean reward of the prompt."""
+
+
+@dataclass(frozen=True)
+class RewardShapingConfig(Block):
+    enabled: bool = False
+    """Lower the rewards of long or truncated answers (DAPO)."""
+    overlong_buffer_length: int | None = 128
+    """Tokens before max_response_length in which the penalty grows to its maximum."""
+    overlong_buffer_penalty: float | None = 1.0
+    """Maximum of the penalty."""
+    max_response_length: int | None = reference("${policy.max_total_sequence_length}")
+    """Tokens from which the maximum applies."""
+    stop_properly_penalty_coef: Annotated[float | None, Range(at_least=0, at_most=1)] = None
+    """Factor of the rewards of truncated answers, instead of the penalty."""
+
+
+@dataclass(frozen=True)
+class GrpoConfig(Block):
+    num_prompts_per_step: Annotated[int, ABOVE_0, NEMO_RL] = 32
+    """Prompts of a step."""
+    num_generations_per_prompt: Annotated[
+        int, Range(at_least=2, hint="one sample has no group to compare with"), NEMO_RL
+    ] = 16
+    """Answers of a prompt, which are its group."""
+    max_num_steps: Annotated[int, ABOVE_0, MAY_CHANGE, NEMO_RL] = 100
+    """Steps of the run."""
+    normalize_rewards: Annotated[bool, NEMO_RL_LOOP] = True
+    """Default of adv_estimator.normalize_rewards."""
+    use_leave_one_out_baseline: Annotated[bool, NEMO_RL_LOOP] = False
+    """Default of adv_estimator.use_leave_one_out_baseline."""
+    adv_estimator: Annotated[AdvEstimatorConfig, NEMO_RL_LOOP] = field(default_factory=AdvEstimatorConfig)
+    use_dynamic_sampling: Annotated[bool, NEMO_RL_LOOP] = False
+    """Ask further prompts until every group of a step has rewards that differ (DAPO)."""
+    dynamic_sampling_max_gen_batches: Annotated[
+        int, ABOVE_0, MayChange("a run that found too little signal can go on"), NEMO_RL_LOOP
+    ] = 10
+    """Generation rounds after which dynamic sampling fails."""
+    overlong_filtering: Annotated[bool, NEMO_RL_LOOP] = False
+    """Leave truncated answers out of the loss."""
+    reward_shaping: Annotated[RewardShapingConfig, NEMO_RL_LOOP] = field(default_factory=RewardShapingConfig)
+    val_period: Annotated[int, AT_LEAST_0, MAY_CHANGE, NEMO_RL_LOOP] = 10
+    """Steps between validations; 0 never validates."""
+    val_at_start: Annotated[bool, MAY_CHANGE, NEMO_RL_LOOP] = True
+    """Validate before the first step."""
+    val_at_end: Annotated[bool, MAY_CHANGE, NEMO_RL_LOOP] = True
+    """Validate after the last step."""
+    max_val_samples: Annotated[int | None, ABOVE_0, NEMO_RL_LOOP] = 256
+    """Validation prompts; null takes all."""
+    seed: Annotated[int, SEED, NEMO_RL] = 42
+    """Seed of prompts' order and of sampling."""
+
+
+@dataclass(frozen=True)
+class SftConfig(Block):
+    """The supervised warm-up (`nemo-fp8rl sft`)."""
+
+    max_num_steps: Annotated[int, ABOVE_0] = 200
+    """Steps of the warm-up."""
+    seed: Annotated[int, AT_LEAST_0] = 42
+    """Seed of the order of its samples."""

@@ -1,0 +1,158 @@
+"""The block `policy:` of a recipe: the model, its batches and the Megatron trainer."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from nemo_fp8rl.common.field_rules import (
+    ABOVE_0,
+    AT_LEAST_0,
+    FILE_PATH,
+    MAY_CHANGE,
+    NEMO_RL,
+    Block,
+    EarlierRuns,
+    MayChange,
+    Range,
+    reference,
+)
+from nemo_fp8rl.config.generation_schema import GenerationConfig
+
+TRAIN_TOKENS = "${mul:${policy.max_total_sequence_length},${policy.train_micro_batch_size}}"
+LOGPROB_TOKENS = "${mul:${policy.max_total_sequence_length},${policy.logprob_batch_size}}"
+ANY_LAYOUT = MayChange("a checkpoint loads on any layout")
+MICROBATCHES = MayChange("how a batch is cut into microbatches: other replicas need other sizes")
+
+
+@dataclass(frozen=True)
+class TokenizerConfig(Block):
+    name: Annotated[str, MAY_CHANGE, FILE_PATH, NEMO_RL] = "${policy.model_name}"
+    """Folder or hub name of the tokenizer."""
+    chat_template_kwargs: Annotated[dict[str, Any] | None, NEMO_RL] = None
+    """Arguments of its chat template."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig(Block):
+    optimizer: Annotated[Literal["adam"], NEMO_RL] = "adam"
+    """AdamW with a float32 master."""
+    lr: Annotated[float, ABOVE_0, NEMO_RL] = 1e-6
+    """Learning rate after the warm-up."""
+    min_lr: Annotated[float, AT_LEAST_0, NEMO_RL] = 0.0
+    """Learning rate at the end of the decay."""
+    weight_decay: Annotated[float, AT_LEAST_0, NEMO_RL] = 0.0
+    """Decoupled weight decay."""
+    adam_beta1: Annotated[float, Range(at_least=0, below=1), NEMO_RL] = 0.9
+    """Decay of the first moment."""
+    adam_beta2: Annotated[float, Range(at_least=0, below=1), NEMO_RL] = 0.95
+    """Decay of the second moment."""
+    adam_eps: Annotated[float, ABOVE_0, NEMO_RL] = 1e-8
+    """Added to the root of the second moment."""
+    clip_grad: Annotated[float, ABOVE_0, NEMO_RL] = 1.0
+    """Largest norm of the gradient."""
+
+
+@dataclass(frozen=True)
+class SchedulerConfig(Block):
+    lr_decay_style: Annotated[Literal["constant", "linear", "cosine"], NEMO_RL] = "constant"
+    """Shape of the decay."""
+    lr_decay_iters: Annotated[int, ABOVE_0, NEMO_RL] = 1000
+    """Steps to min_lr."""
+    lr_warmup_iters: Annotated[int, AT_LEAST_0, NEMO_RL] = 0
+    """Steps of the warm-up."""
+    lr_warmup_init: Annotated[float, AT_LEAST_0, NEMO_RL] = 0.0
+    """Learning rate at the start of the warm-up."""
+
+
+@dataclass(frozen=True)
+class MegatronConfig(Block):
+    tensor_model_parallel_size: Annotated[int, ABOVE_0, ANY_LAYOUT, NEMO_RL] = 1
+    """Ranks that share each matrix."""
+    pipeline_model_parallel_size: Annotated[int, ABOVE_0, ANY_LAYOUT, NEMO_RL] = 1
+    """Pipeline stages."""
+    num_layers_in_first_pipeline_stage: Annotated[int | None, ABOVE_0, ANY_LAYOUT, NEMO_RL] = None
+    """Layers of the first stage; null: an equal share."""
+    num_layers_in_last_pipeline_stage: Annotated[int | None, ABOVE_0, ANY_LAYOUT, NEMO_RL] = None
+    """Layers of the last stage; null: an equal share of the others."""
+    context_parallel_size: Annotated[int, ABOVE_0, ANY_LAYOUT, NEMO_RL] = 1
+    """Ranks that share the tokens of each sequence, and in attention its heads instead."""
+    expert_model_parallel_size: Annotated[int, ABOVE_0, ANY_LAYOUT, NEMO_RL] = 1
+    """Ranks among which the experts of a layer are spread. The rest of the model is data-parallel over these ranks."""
+    expert_tensor_parallel_size: Annotated[int, ABOVE_0, ANY_LAYOUT, NEMO_RL] = reference(
+        "${policy.megatron_cfg.tensor_model_parallel_size}"
+    )
+    """Ranks that share each expert's matrices; without meaning for a dense model."""
+    freeze_moe_router: Annotated[bool, EarlierRuns(False), NEMO_RL] = False
+    """Routers stay as in the checkpoint, and out of the gradient norm."""
+    sequence_parallel: Annotated[bool, ANY_LAYOUT, NEMO_RL] = False
+    """Each rank keeps its part of the sequence between the linears of a tensor-parallel layer."""
+    activation_checkpointing: Annotated[bool, MAY_CHANGE, NEMO_RL] = False
+    """Keep each layer's input only and compute the layer again in the backward."""
+    offload_between_phases: Annotated[bool, MAY_CHANGE] = False
+    """Free the gradients' memory while engines generate. On a GPU also move the optimizer's state and the parameters to
+    the host."""
+    env_vars: Annotated[dict[str, str] | None, NEMO_RL] = None
+    """Environment variables of the ranks. With cluster.backend=in_process they are the run's, and set after torch has
+    read the environment."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+
+@dataclass(frozen=True)
+class DynamicBatchingConfig(Block):
+    """Microbatches of samples sorted by length, as many as a budget of tokens holds, padding counted."""
+
+    enabled: Annotated[bool, NEMO_RL] = False
+    """Cut batches in this way."""
+    train_mb_tokens: Annotated[int, ABOVE_0, NEMO_RL] = reference(TRAIN_TOKENS)
+    """Tokens of a microbatch in training."""
+    logprob_mb_tokens: Annotated[int, ABOVE_0, NEMO_RL] = reference(LOGPROB_TOKENS)
+    """Tokens of a microbatch for log-probs."""
+    sequence_length_round: Annotated[int, ABOVE_0, NEMO_RL] = 64
+    """Lengths of microbatches are rounded up to a multiple of this, as far as the batch has padding."""
+
+
+@dataclass(frozen=True)
+class SequencePackingConfig(Block):
+    """Microbatches of sequences one after the other, without padding, as many as a budget of tokens holds."""
+
+    enabled: Annotated[bool, NEMO_RL] = False
+    """Cut batches in this way."""
+    train_mb_tokens: Annotated[int, ABOVE_0, NEMO_RL] = reference(TRAIN_TOKENS)
+    """Tokens of a microbatch in training."""
+    logprob_mb_tokens: Annotated[int, ABOVE_0, NEMO_RL] = reference(LOGPROB_TOKENS)
+    """Tokens of a microbatch for log-probs."""
+
+
+@dataclass(frozen=True)
+class RouterReplayConfig(Block):
+    """R3: the trainer's routers take the experts that the engine's routers chose."""
+
+    enabled: Annotated[bool, NEMO_RL] = False
+    """Replay the engine's routes."""
+
+
+@dataclass(frozen=True)
+class PolicyConfig(Block):
+    model_name: Annotated[
+        str, MayChange("weights come from the checkpoint; the folder may have moved"), FILE_PATH, NEMO_RL
+    ]
+    """HF checkpoint folder (config.json and safetensors), or owner/model[@revision] on the Hugging Face hub. Families:
+    Llama 3, Qwen2.5, Qwen3, Qwen3-MoE."""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    train_global_batch_size: Annotated[int, ABOVE_0, NEMO_RL] = 512
+    """Samples of an optimizer step."""
+    train_micro_batch_size: Annotated[int, ABOVE_0, MICROBATCHES, NEMO_RL] = 4
+    """Samples of a forward and backward, on each replica of the model."""
+    logprob_batch_size: Annotated[int, ABOVE_0, MICROBATCHES, NEMO_RL] = reference("${policy.train_micro_batch_size}")
+    """Samples of a forward for log-probs, on each replica."""
+    logprob_chunk_size: Annotated[int, ABOVE_0] = 1024
+    """Tokens whose logits exist at a time."""
+    dynamic_batching: Annotated[DynamicBatchingConfig, MICROBATCHES] = field(default_factory=DynamicBatchingConfig)
+    max_total_sequence_length: Annotated[int, ABOVE_0, NEMO_RL] = 512
+    """Tokens of a prompt with its answer, at most."""
+    sequence_packing: Annotated[SequencePackingConfig, MICROBATCHES] = field(default_factory=SequencePackingConfig)
+    router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
+    precision: Annotated[Literal["bfloat16", "float32"], NEMO_RL] = "bfloat16"
+    """Dtype of parameters and activations outside FP8 layers."""
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    megatron_cfg: MegatronConfig = field(default_factory=MegatronConfig)

@@ -1,0 +1,109 @@
+"""The blocks `checkpointing:`, `data:`, `logger:` and `cluster:` of a recipe: files, trackers and processes."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from nemo_fp8rl.common.field_rules import (
+    ABOVE_0,
+    AT_LEAST_0,
+    FILE_PATH,
+    MAY_CHANGE,
+    NEMO_RL,
+    NEMO_RL_LOOP,
+    Block,
+    NotBlank,
+    Range,
+)
+
+FOLDER = NotBlank("name a folder")  # the empty text is the working directory, and below it the root of the disk
+
+
+@dataclass(frozen=True)
+class CheckpointingConfig(Block):
+    enabled: Annotated[bool, NEMO_RL_LOOP] = True
+    """Save checkpoints."""
+    checkpoint_dir: Annotated[str, FOLDER, FILE_PATH, NEMO_RL_LOOP] = "${logger.log_dir}/checkpoints"
+    """Folder of the checkpoints."""
+    save_period: Annotated[int, ABOVE_0, NEMO_RL_LOOP] = 10
+    """Steps between checkpoints."""
+    keep_top_k: Annotated[int | None, ABOVE_0, NEMO_RL_LOOP] = 2
+    """How many of the latest are kept; null keeps all. This is NeMo RL's meaning under `metric_name: null`."""
+
+
+@dataclass(frozen=True)
+class TrainDataConfig(Block):
+    data_path: Annotated[str, MAY_CHANGE, FILE_PATH]
+    """JSONL file of prompts and answers."""
+    split_validation_size: float = 0.05
+    """Share of the distinct prompts held out for validation where data.validation is null."""
+    seed: int = 42
+    """Seed of the split. It is separate, so that runs with other training seeds validate on the same prompts."""
+
+
+@dataclass(frozen=True)
+class ValidationDataConfig(Block):
+    data_path: Annotated[str, MAY_CHANGE, FILE_PATH]
+    """JSONL file of prompts and answers."""
+
+
+@dataclass(frozen=True)
+class DataDefaultConfig(Block):
+    env_name: str = "exact_match"
+    """The verifier: exact_match or math."""
+
+
+@dataclass(frozen=True)
+class DataConfig(Block):
+    train: TrainDataConfig
+    validation: ValidationDataConfig | None = None
+    default: DataDefaultConfig = field(default_factory=DataDefaultConfig)
+
+
+@dataclass(frozen=True)
+class WandbConfig(Block):
+    project: str = "nemo-fp8rl"
+    """Name of the project."""
+    name: str | None = None
+    """Name of the run; null: the run directory's path."""
+
+
+@dataclass(frozen=True)
+class MlflowConfig(Block):
+    experiment_name: str = "nemo-fp8rl"
+    """Name of the experiment."""
+    run_name: str | None = None
+    """Name of the run; null: the run directory's path."""
+    tracking_uri: str | None = None
+    """Address of the server; null follows MLflow, for instance MLFLOW_TRACKING_URI."""
+
+
+@dataclass(frozen=True)
+class LoggerConfig(Block):
+    """metrics.jsonl is always written; the same metrics go to the trackers that are enabled."""
+
+    log_dir: Annotated[str, FOLDER, FILE_PATH, NEMO_RL] = "runs/default"
+    """The run directory."""
+    tensorboard_enabled: Annotated[bool, NEMO_RL_LOOP] = True
+    """Write metrics for TensorBoard."""
+    wandb_enabled: bool = False
+    """Send metrics to Weights & Biases (pip install wandb)."""
+    mlflow_enabled: bool = False
+    """Send metrics to MLflow (pip install mlflow)."""
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
+
+
+@dataclass(frozen=True)
+class ClusterConfig(Block):
+    backend: Literal["in_process", "ray"] = "in_process"
+    """Trainer and engine in this process, or as Ray actors."""
+    train_ranks: Annotated[int, ABOVE_0] = 1
+    """All trainer ranks (Ray): tensor x pipeline x context x data parallel."""
+    generation_engines: Annotated[int, ABOVE_0] = 1
+    """vLLM engines that share the prompts (Ray)."""
+    engine_timeout_seconds: Annotated[float, Range(above=0, below=1e6)] = 1800.0  # poll(2): milliseconds in 32 bits
+    """Time after which an engine that does not finish its task or a prompt counts as dead. A prompt has 0.1 s more for
+    each token of max_new_tokens. It also holds for training ranks in a refit, and under Ray for the start of a worker's
+    process."""
+    max_engine_restarts: Annotated[int, AT_LEAST_0] = 3
+    """How many dead engines are started again in a run; one more ends it."""
