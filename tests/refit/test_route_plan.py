@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nemo_fp8rl.fp8.format import E4M3
@@ -24,6 +24,7 @@ def rows(ranks: int) -> list[list[TensorPart]]:
     ]
 
 
+@settings(deadline=None)
 @given(
     trainer=st.sampled_from([1, 2, 4, 8]),
     copies=st.integers(1, 4),

@@ -25,8 +25,9 @@ Address = Any
 
 
 class SendingRank:
-    """The links of one trainer rank: `offer` them to an engine, `start` and `finish` a push, `withdraw` those of a dead
-    engine.
+    """The links of one trainer rank to the engines, and the push of a version through them.
+
+    `offer` makes the links to an engine, `start` and `finish` are a push, `withdraw` closes the links to an engine.
 
     parts:   the parts of this rank
     host:    the address of this rank on the network from which engines may connect
@@ -51,9 +52,8 @@ class SendingRank:
         self.listener = None if transport == "in_process" else Listener(transport, host, token, timeout, device)
         self.link_ends: dict[LinkId, Future[SendingEnd]] = {}
         self.routes: dict[LinkId, Route] = {}
-        self.accept_threads = ThreadPoolExecutor(
-            ENGINE_RANKS, "refit-accept"
-        )  # an engine that never connects keeps one
+        # an engine that never connects keeps one of these threads
+        self.accept_threads = ThreadPoolExecutor(ENGINE_RANKS, "refit-accept")
         self.send_thread = ThreadPoolExecutor(1, "refit-send")
         self.push: Future[SendReport] | None = None
         self.offer_count = 0

@@ -38,8 +38,9 @@ does not know the token gets no more of this process."""
 
 
 class Listener:
-    """Accepts connections of sinks on one address. A caller without the token, or a silent one, is dropped; it delays
-    nobody else.
+    """Accepts the connections of sinks on one address.
+
+    A caller without the token, or a silent one, is dropped; it delays nobody else.
 
     transport: the transport of the links
     host:      the address to listen on, and no other

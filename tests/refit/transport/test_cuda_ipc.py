@@ -44,9 +44,8 @@ def test_unmappable_memory_is_a_hint_on_both_sides(check_refused, unmappable_mem
 def test_nearest_is_shared_memory_if_a_gpus_cannot_be_mapped(
     cleanup, unmappable_memory, monkeypatch, caplog, cuda_runtime
 ):
-    monkeypatch.setattr(
-        cuda_ipc, "FREE_AFTER_GRACE", cuda_memory.Collector("test free", 0.0)
-    )  # has no earlier calls to wait for
+    collector = cuda_memory.Collector("test free", 0.0)  # has no earlier calls to wait for
+    monkeypatch.setattr(cuda_ipc, "FREE_AFTER_GRACE", collector)
     listener, before = Listener("nearest", "127.0.0.1", TOKEN, LONG), set(cuda_runtime.allocations)
     monkeypatch.setattr(listener, "_choose_transport", lambda domain: "cuda_ipc")  # as if weights were on a GPU
     cleanup.append(listener)
