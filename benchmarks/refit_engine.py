@@ -53,7 +53,7 @@ class BenchmarkExtension(RefitWorkerExtension):
 
     def bench_direct(self, names: list[str]) -> None:
         """From here on only these are written in place; all else goes through vLLM's layerwise reload."""
-        self.weight_store.direct = frozenset(names)
+        self.weight_store.direct_names = frozenset(names)
 
     def bench_drain(self, version: int) -> float:
         """Receive a version and drop it. Seconds."""

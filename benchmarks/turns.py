@@ -29,7 +29,8 @@ from nemo_fp8rl.assemble import build_bridge
 from nemo_fp8rl.batch import Completion
 from nemo_fp8rl.commands.tiny_model import make_tiny
 from nemo_fp8rl.config.recipe import load
-from nemo_fp8rl.generation.engine_pool import CALLS_AT_ONCE, EnginePool
+from nemo_fp8rl.generation.engine_client import CALLS_AT_ONCE
+from nemo_fp8rl.generation.engine_pool import EnginePool
 from nemo_fp8rl.generation.interface import Sampling
 from nemo_fp8rl.nemo_rl.adapters.coalescer import Coalescer
 from nemo_fp8rl.policy.rank_group import MegatronPolicy

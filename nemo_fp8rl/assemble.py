@@ -1,6 +1,5 @@
 """A policy, its generation backend, and the bridge between them: who they are decides how the bytes travel."""
 
-import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
@@ -41,7 +40,6 @@ def backends(cfg: Config, load: Callable[[MegatronPolicy], None]) -> Iterator[tu
 def build_bridge(cfg: Config, policy: MegatronPolicy, generation: EnginePool, first_version: int = 0) -> RefitBridge:
     """Raises UserError where the transport that the recipe names cannot be had."""
     choice, transport = cfg.nemo_fp8rl.refit, checked_transport(cfg, policy)
-    generation.token = secrets.token_hex(32)
     policy.open_refit(transport, generation.token)
     return RefitBridge(
         policy,

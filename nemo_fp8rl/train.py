@@ -178,15 +178,15 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, goes_on_
 
 def _choices_of_machines(policy: Policy, generation: Generation, bridge: RefitBridge) -> dict[str, str]:
     """Choices that the recipe leaves to the machines."""
-    trainer = policy.describe()
+    trainer, engines = policy.describe(), generation.describe()
     choices = {"refit": bridge.description, "align": ", ".join(sorted(trainer.alignments))}
     choices["quantizer"] = ", ".join(sorted(trainer.quantizers)) or "none"
     if trainer.cache_roundings:
         choices["kv rounding"] = ", ".join(sorted(trainer.cache_roundings))
     return choices | {
         "trainer_kernels": ", ".join(sorted(trainer.kernels)) or "none in FP8",
-        "engine_kernels": ", ".join(generation.kernels()),
-        "processors": processors(trainer.instruction_sets, generation.instructions()),
+        "engine_kernels": ", ".join(sorted(engines.kernels)),
+        "processors": processors(trainer.instruction_sets, engines.instruction_sets),
     }
 
 

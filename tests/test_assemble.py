@@ -55,7 +55,8 @@ def test_a_package_that_is_missing_is_named_before_anything_is_sent(monkeypatch)
 
 
 def mode_of(*overrides: str) -> str:
-    policy, generation = SimpleNamespace(open_refit=lambda *_: None), SimpleNamespace()
+    policy = SimpleNamespace(open_refit=lambda *_: None)
+    generation = SimpleNamespace(token="", report_deaths_to=lambda _: None)
     return assemble.build_bridge(load(RECIPES / "tiny_cpu.yaml", overrides), policy, generation).choice.mode
 
 

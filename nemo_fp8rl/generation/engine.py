@@ -24,7 +24,7 @@ from nemo_fp8rl.generation.answer_readers import AnswerReaders
 from nemo_fp8rl.generation.core import AsyncCore, Core, Request, SteppedCore
 from nemo_fp8rl.generation.engine_arguments import engine_arguments, is_flashinfer
 from nemo_fp8rl.generation.engine_checks import check_engine, check_machine
-from nemo_fp8rl.generation.interface import Sampling
+from nemo_fp8rl.generation.interface import EngineDescription, Sampling
 from nemo_fp8rl.generation.vllm_sockets import make_folder, remove_folder
 from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
@@ -96,7 +96,7 @@ class VllmEngine:
                 f"vLLM cannot start the processes of an engine for this recipe: {one_line(error)[:300]}; what they "
                 "wrote says why (of a Ray actor: in its worker's log)"
             ) from None
-        if cfg.fp8_kv_cache and not arguments["enforce_eager"] and any(map(is_flashinfer, self.kernels())):
+        if cfg.fp8_kv_cache and not arguments["enforce_eager"] and any(map(is_flashinfer, self.describe().kernels)):
             self.shutdown()
             raise UserError(
                 "policy.generation.vllm_cfg.kv_cache_dtype=fp8: vLLM takes FlashInfer's attention here, whose CUDA "
@@ -296,12 +296,9 @@ class VllmEngine:
                 self.core.rpc("nemo_fp8rl_wake", "kv_cache")
             self.cache_sleeps = False
 
-    def kernels(self) -> set[str]:
-        """What multiplies its FP8 layers, vLLM's attention backend and the mode of its CUDA graphs."""
-        return set().union(*self.core.rpc("nemo_fp8rl_kernels"))
-
-    def instructions(self) -> str:
-        return instructions()
+    def describe(self) -> EngineDescription:
+        kernels = frozenset[str]().union(*self.core.rpc("nemo_fp8rl_kernels"))
+        return EngineDescription(kernels, frozenset([instructions()]))
 
     def generating_version(self) -> int:
         """The version that it generates from; -1 while it does not, or once it was found dead."""

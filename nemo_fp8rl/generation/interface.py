@@ -1,7 +1,7 @@
 """What the loop asks of a generation backend."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -50,6 +50,27 @@ def sample_seed(seed: int, step: int | str, position: int | str) -> int:
     return random.Random(f"{seed}/{step}/{position}").getrandbits(31)
 
 
+@dataclass(frozen=True)
+class EngineDescription:
+    """What engines chose for their machines, in words for people. Each field has the engines' distinct values.
+
+    kernels:           what multiplies FP8 layers, vLLM's attention backend and the mode of its CUDA graphs
+    instruction_sets:  `machine.instructions` of the engines' machines
+    """
+
+    kernels: frozenset[str]
+    instruction_sets: frozenset[str]
+
+    @classmethod
+    def union(cls, engines: Iterable[Self]) -> Self:
+        """Return the values of all engines, field by field."""
+        descriptions = list(engines)
+        return cls(
+            frozenset().union(*(description.kernels for description in descriptions)),
+            frozenset().union(*(description.instruction_sets for description in descriptions)),
+        )
+
+
 class Generation(WeightSink, Protocol):
     def generate(
         self,
@@ -76,12 +97,8 @@ class Generation(WeightSink, Protocol):
         """Counts, since the start, of what went wrong and was made good."""
         ...
 
-    def kernels(self) -> list[str]:
-        """What multiplies the FP8 layers of its engines, vLLM's attention backend and the mode of its CUDA graphs."""
-        ...
-
-    def instructions(self) -> set[str]:
-        """The instruction sets of its engines' machines (`machine.instructions`)."""
+    def describe(self) -> EngineDescription:
+        """Return what the engines chose for their machines."""
         ...
 
     def shutdown(self) -> None: ...

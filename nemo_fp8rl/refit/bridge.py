@@ -1,16 +1,35 @@
-"""One refit: routes, links, send and load at once, verify, commit the version.
+"""Moves versions of the weights from the trainer to every engine: link, send and load at once, verify, commit.
 
-A version is *sent* when the trainer's ranks begin, *loaded* in an engine when every byte of it is in its memory, has
-been verified and the prefix cache is gone, and *committed* when every engine has loaded it. An engine generates only
-from a version that was committed, and from the first byte of the next one on it is fenced: it refuses, until a commit.
+A version is *sent* when the trainer's ranks begin. An engine has *loaded* it when every byte is in the engine's memory
+and verified, and the prefix cache is empty. A version is *committed* when every engine has loaded it. An engine
+generates only from a committed version. From the first byte of the next version until its commit, the engine is
+*fenced*: it refuses to generate.
 
-    an engine dies, or does not answer    it is started again and gets the whole version
-    its link breaks                       it is linked again; the same
-    a message lost, damaged, repeated     the same
-    twice in one refit                    RefitError; the engines stay fenced, the version is not committed
-    a weight that is not finite           RefitError that names it; the same
-    the trainer is to take a step         it waits until the weights are sent
-    the trainer dies, or does not answer  its links break, the engines stay fenced
+What fails, and what then happens:
+
+    an engine dies or does not answer             it is started again and gets the whole version
+    a link to an engine breaks                    the link is made again, and the engine gets the whole version
+    a message is lost, damaged or repeated        the same
+    any of these happens twice in one refit       RefitError; engines stay fenced, the version is not committed
+    a weight is not finite                        RefitError that names it; engines stay fenced, not committed
+    the trainer wants to take a step              the step waits until the weights are sent
+    the trainer dies or does not answer           its links break, engines stay fenced
+    an engine is found dead between two refits    `recover`: it is started again and gets the committed version, or
+                                                  stays fenced until the next refit where the weights have moved on
+
+The engine pool only reports a dead engine (`WeightSink.report_deaths_to`); this bridge alone recovers it.
+
+Locks are taken in this order, and never in another:
+
+    1. RefitBridge._refitting    for a whole refit; a second refit is refused, it does not wait
+    2. RefitBridge._recovering   for a whole refit, or for one recovery
+    3. the policy's weights      `WeightSource.hold_weights`, also taken by a training step
+    4. EnginePool.replacing      while an engine is started again, or the lives of the engines are compared
+    5. EnginePool.counting       for counts of prompts; nothing is waited for
+
+Under 1 to 3 a refit also waits, in `fence`, until the threads that read answers have finished. So a thread that reads
+answers must not wait for lock 2: it reports a death with wait=False, and again with wait=True after its answers.
+RemoteEnginePool.first_version is taken alone.
 """
 
 import logging
@@ -32,31 +51,31 @@ Transport = Literal["in_process"] | TransportChoice
 Verify = Literal["off", "digest", "full"]
 Addresses = list[list[Any]]
 """[source][sink]: where a sink finds the source's end of a link; None where there is no link."""
-Revive = Callable[[int, Callable[[], bool], bool], bool]
-"""`RefitBridge.revive`."""
+Recover = Callable[[int, Exception, int, bool], bool]
+"""`RefitBridge.recover`: (engine, death, life, wait) -> whether it is done."""
 
 
 class WeightSource(Protocol):
-    """The trainer's side."""
+    """The trainer's side of a refit."""
 
     def sources(self) -> Sources:
-        """What its ranks hold; the same in every call."""
+        """Return the parts that the trainer's ranks hold; the same in every call."""
         ...
 
     def hold_weights(self) -> AbstractContextManager[Any]:
-        """A block in which weights stay as, and where, they are: another thread that would change that waits."""
+        """Return a block in which weights keep value and place: a thread that would change them waits."""
         ...
 
     def updates(self) -> int:
-        """A number that changes with the weights."""
+        """Return a number that changes whenever the weights do."""
         ...
 
     def base_version(self) -> int:
-        """The version of the bytes that every rank kept for a delta, or -1."""
+        """Return the version whose bytes every rank keeps for a delta, or -1."""
         ...
 
     def make_room(self) -> None:
-        """Give back what a push takes again, for an engine that is started beside the trainer."""
+        """Give memory back for an engine that is started beside the trainer; a push takes it again."""
         ...
 
     def offer(self, engine: int, links: Links) -> Addresses:
@@ -66,27 +85,33 @@ class WeightSource(Protocol):
     def withdraw(self, engine: int) -> None: ...
 
     def start_push(self, version: int, engines: Collection[int], whole: frozenset[str], **how: bool) -> None:
-        """Begin to send; `how` are the keywords of `WeightSender.send`."""
+        """Begin to send a version.
+
+        whole:  names of the tensors of which no delta may be sent
+        how:    the keywords of `WeightSender.send`
+        """
         ...
 
     def finish_push(self) -> list[SendReport]:
-        """The reports, one a rank. Raises RefitError on weights that must not be sent."""
+        """Return one report per rank. Raises RefitError on weights that must not be sent."""
         ...
 
 
 class WeightSink(Protocol):
-    """The engines' side. on_death: for an engine that is found dead between refits."""
+    """The engines' side of a refit."""
 
-    on_death: Revive | None
+    def report_deaths_to(self, recover: Recover) -> None:
+        """Call `recover` for every engine that is found dead between refits."""
+        ...
 
     def engine_count(self) -> int: ...
 
     def stored_parts(self, engine: int) -> list[Sequence[TensorPart]]:
-        """What each rank of an engine stores."""
+        """Return the parts that each rank of an engine stores."""
         ...
 
     def domains(self, engines: Collection[int]) -> dict[int, list[str]]:
-        """The domain of each rank of these engines: see `Sources`. Without those that are dead."""
+        """Return the domain (see `Sources`) of each rank of these engines; dead engines are left out."""
         ...
 
     def connect(self, engine: int, links: Links, addresses: Addresses) -> None:
@@ -96,26 +121,52 @@ class WeightSink(Protocol):
     def disconnect(self, engine: int) -> None: ...
 
     def fence(self, engines: Collection[int]) -> dict[int, int]:
-        """Have them refuse to generate until a commit; the version in each one's memory, -1 where there is none."""
+        """Have engines refuse to generate until a commit. Return the version in the memory of each, -1 without one."""
         ...
 
     def load(
         self, version: int, engines: Collection[int], verify: bool, compare: bool
     ) -> Mapping[int, LoadReport | Exception]:
-        """Load what is sent; what became of it in each engine. compare: hold it against the memory, write nothing."""
+        """Have engines load what is sent. Return the report, or the failure, of each engine.
+
+        verify:   compare the digest of every piece with the trainer's
+        compare:  write nothing, compare what arrives with the engine's memory
+        """
         ...
 
-    def replace(self, engine: int, death: Exception) -> None:
-        """Start an engine that died again, without weights. Raises when that has happened too often."""
+    def replace(self, engine: int, death: Exception, life: int | None = None) -> bool:
+        """Start a dead engine again, without weights. Return False where another thread has done so since that life.
+
+        life:    the life in which the engine was reported dead; prompts then avoid the engine until `readmit`. None:
+                 the life that the last `fence` saw
+        Raises:  UserError where engines have been started again too often
+        """
         ...
 
-    def is_death(self, outcome: Exception) -> bool: ...
+    def readmit(self, engine: int) -> None:
+        """Let a replaced engine have prompts again."""
+        ...
+
+    def is_death(self, outcome: Exception) -> bool:
+        """True for an exception that means that an engine is gone."""
+        ...
 
     def commit(self, version: int, engines: Collection[int]) -> None: ...
 
 
 class RefitBridge:
-    """Counts versions and moves them. `version` is the last one that every engine committed; -1 before the first."""
+    """Counts the versions of the weights and brings them to the engines.
+
+    mode:           whole versions, deltas, or the faster of both
+    verify:         digest: of every piece, as it lies in an engine's memory; full: the same, and then the version is
+                    sent once more and compared byte by byte
+    bucket_bytes:   bytes of all buckets of a process's links, each twice
+    first_version:  the number of the first version
+
+    version:        the last version that every engine committed; first_version - 1 before the first commit
+    direct_names:   by linked engine, names of the tensors that it writes in place, and so can take deltas of
+    wire_shares:    by engine, the share of its bytes that leaves the machine on which they were
+    """
 
     def __init__(
         self,
@@ -132,14 +183,13 @@ class RefitBridge:
         self.transport, self.verify, self.bucket_bytes = transport, verify, bucket_bytes
         self.version = first_version - 1
         self.sent_updates = -1
-        self.connected: dict[int, frozenset[str]] = {}
+        self.direct_names: dict[int, frozenset[str]] = {}
         self.domains: dict[int, list[str]] = {}
-        self.leaving: dict[int, float] = {}
-        """What share of an engine's bytes leaves the machine they come from."""
+        self.wire_shares: dict[int, float] = {}
         self.links: dict[int, Links] = {}
-        self._refitting = threading.Lock()  # a second refit is refused
-        self._links = threading.Lock()  # of a refit or a revival: the other waits, or is told so
-        sink.on_death = self.revive
+        self._refitting = threading.Lock()
+        self._recovering = threading.Lock()
+        sink.report_deaths_to(self.recover)
 
     @property
     def description(self) -> str:
@@ -153,23 +203,24 @@ class RefitBridge:
         return "mapped memory" if machines == 1 else f"mapped memory within a machine, gloo between the {machines}"
 
     def refit(self) -> RefitReport:
-        """Bring every engine to the trainer's present weights. Raises RefitError unless all of them committed."""
-        with self._exclusive(), self._links, self.source.hold_weights():
+        """Bring every engine to the trainer's present weights. Raises RefitError unless all engines committed."""
+        with self._exclusive(), self._recovering, self.source.hold_weights():
             version, start = self.version + 1, time.perf_counter()
             engines = range(self.sink.engine_count())
             self.sent_updates = -1
-            held = set(self.sink.fence(engines).values())
-            waited = time.perf_counter() - start  # for what other threads had asked
-            as_ever = all(self.connected.get(engine) for engine in engines)  # no link to make, no loaders for all of it
+            stored_versions = set(self.sink.fence(engines).values())
+            fence_seconds = time.perf_counter() - start  # other threads' answers, for which the fence waits
+            # no link has to be made, and no engine uses vLLM's loaders for all tensors
+            is_routine = all(self.direct_names.get(engine) for engine in engines)
             for engine in engines:
                 self._connect(engine)
-            delta = self.choice.wants_delta and held == {self.source.base_version()} != {-1}
+            delta = self.choice.wants_delta and stored_versions == {self.source.base_version()} != {-1}
             reports, stages, retries = self._push_and_verify(version, engines, delta=delta, keep=self.choice.wants_base)
             retries += self._commit(version, engines)
             self.version, self.sent_updates = version, self.source.updates()
             seconds = time.perf_counter() - start
-            if as_ever and not retries:
-                self.choice.record(delta, seconds - waited)
+            if is_routine and not retries:
+                self.choice.record(delta, seconds - fence_seconds)
             bf16 = sum(report.quantized_bf16_nbytes for report in reports)
             return RefitReport(
                 version=version,
@@ -178,50 +229,58 @@ class RefitBridge:
                 wire_over_bf16=sum(report.quantized_nbytes for report in reports) / bf16 if bf16 else 1.0,
                 base_nbytes=max(report.base_nbytes for report in reports),
                 bucket_nbytes=bucket_memory([links.capacities for links in self.links.values()]),
-                between_machines=sum(self.leaving.values()) / len(engines),
+                between_machines=sum(self.wire_shares.values()) / len(engines),
                 retries=retries,
                 seconds=seconds,
                 stages=stages,
             )
 
-    def revive(self, engine: int, start: Callable[[], bool], wait: bool) -> bool:
-        """Start an engine again that was found dead, and bring it to the committed version. Where there is none yet, or
-        the trainer's weights have moved on from it, the engine stays fenced until a refit.
+    def recover(self, engine: int, death: Exception, life: int, wait: bool) -> bool:
+        """Start an engine again that was found dead between refits, and bring it to the committed version.
 
-        start: False where somebody has done so before. Answers False, and does nothing, while a refit is under way,
-        which replaces dead engines itself; with `wait` it waits for the refit's end.
+        Where no version is committed yet, or the trainer's weights have moved on from it, the engine stays fenced
+        until a refit. Nothing happens where the engine has been started again since that life.
+
+        life:  the life in which the engine died, as the sink counts them
+        wait:  wait for the end of a refit in progress, which replaces dead engines itself; else return False
         """
-        if not self._links.acquire(blocking=wait):
+        if not self._recovering.acquire(blocking=wait):
             return False
         try:
             self.source.make_room()
-            if start():
-                self._disconnect(engine)
-                with self.source.hold_weights():
-                    if self.version >= 0 and self.source.updates() == self.sent_updates:
-                        self._connect(engine)
-                        self._push_and_verify(self.version, [engine])
-                        self._commit(self.version, [engine])
+            if self.sink.replace(engine, death, life):
+                try:
+                    self._catch_up(engine)
+                finally:
+                    self.sink.readmit(engine)
             return True
         finally:
-            self._links.release()
+            self._recovering.release()
+
+    def _catch_up(self, engine: int) -> None:
+        self._disconnect(engine)
+        with self.source.hold_weights():
+            if self.version >= 0 and self.source.updates() == self.sent_updates:
+                self._connect(engine)
+                self._push_and_verify(self.version, [engine])
+                self._commit(self.version, [engine])
 
     def _connect(self, engine: int) -> None:
-        """Link an engine; one that is found dead is started again."""
-        while engine not in self.connected:
+        """Link an engine. An engine that is found dead is started again."""
+        while engine not in self.direct_names:
             sources = self.source.sources()
             try:
-                with self._asking_engine():
+                with self._telling_deaths_apart():
                     stored = self.sink.stored_parts(engine)
                 domains = self._all_domains(engine)
                 if not domains[engine]:
                     continue
                 links = plan(sources, stored, self.bucket_bytes, engine, domains)
-                self.leaving[engine] = cross_domain_share(links.routes, sources.domains, domains[engine])
+                self.wire_shares[engine] = cross_domain_share(links.routes, sources.domains, domains[engine])
                 self.links[engine] = links
                 addresses = self.source.offer(engine, links)
-                self.connected[engine] = frozenset()
-                with self._asking_engine():
+                self.direct_names[engine] = frozenset()
+                with self._telling_deaths_apart():
                     self.sink.connect(engine, links, addresses)
             except _EngineDied as died:
                 self._disconnect(engine)
@@ -235,49 +294,52 @@ class RefitBridge:
         self.sink.replace(engine, death)
 
     def _all_domains(self, engine: int) -> list[list[str]]:
-        """The domains of all engines. Others, which may be busy, are asked only where they have not answered yet."""
+        """Return the domains of all engines. An engine that may be busy is asked only until it has answered once."""
         engines = range(self.sink.engine_count())
         self.domains.pop(engine, None)
-        self.domains |= self.sink.domains([one for one in engines if one not in self.domains])
-        return [self.domains.get(one, []) for one in engines]
+        self.domains |= self.sink.domains([other for other in engines if other not in self.domains])
+        return [self.domains.get(other, []) for other in engines]
 
     @contextmanager
-    def _asking_engine(self) -> Iterator[None]:
-        """Tell the engine's death from that of a trainer's rank, which `WeightSink.is_death` may not."""
+    def _telling_deaths_apart(self) -> Iterator[None]:
+        """Raise an engine's death as _EngineDied: `is_death` may not tell it from the death of a trainer's rank."""
         try:
             yield
         except Exception as error:
             raise (_EngineDied(error) if self.sink.is_death(error) else error) from None
 
-    def _disconnect(self, engine: int, answers: bool = True) -> None:
-        """answers: whether the engine is there to be told."""
-        if self.connected.pop(engine, None) is not None:
+    def _disconnect(self, engine: int, is_alive: bool = True) -> None:
+        if self.direct_names.pop(engine, None) is not None:
             try:
                 self.source.withdraw(engine)
             finally:
-                if answers:
+                if is_alive:
                     self.sink.disconnect(engine)
 
     def _push_and_verify(
         self, version: int, engines: Collection[int], *, delta: bool = False, keep: bool = False
     ) -> tuple[list[SendReport], dict[str, float], int]:
-        """Send and load, and with `verify: full` compare, whatever was sent again, too: what the trainer's ranks say,
-        seconds by stage, engines retried.
+        """Send and load; with `verify: full` compare as well, also what was sent a second time.
+
+        Return the reports of the trainer's ranks, seconds by stage, and the number of retries.
         """
-        reports, stages, again = self._push(version, engines, delta=delta, keep=keep)
+        reports, stages, retried = self._push(version, engines, delta=delta, keep=keep)
         if self.verify == "full":
-            began = time.perf_counter()
+            start = time.perf_counter()
             wrong = self._push(version, engines, keep=keep, compare=True)[2]
             if wrong and self._push(version, wrong, keep=keep, compare=True)[2]:
                 raise RefitError(f"refit {version}: engines {wrong} do not hold what was sent to them, twice")
-            stages["compare"] = time.perf_counter() - began
-            again += wrong
-        return reports, stages, len(again)
+            stages["compare"] = time.perf_counter() - start
+            retried += wrong
+        return reports, stages, len(retried)
 
     def _push(
         self, version: int, engines: Collection[int], *, delta: bool = False, keep: bool = False, compare: bool = False
     ) -> tuple[list[SendReport], dict[str, float], list[int]]:
-        """Send and load, once more where it failed: what the trainer's ranks say, seconds by stage, engines retried."""
+        """Send and load, a second time where that failed.
+
+        Return the reports of the trainer's ranks, seconds by stage, and the engines that had to be retried.
+        """
         reports, outcomes = self._attempt(version, engines, delta=delta, keep=keep, compare=compare)
         failed = {engine: outcome for engine, outcome in outcomes.items() if isinstance(outcome, Exception)}
         for engine, failure in failed.items():
@@ -286,19 +348,19 @@ class RefitBridge:
         if failed:
             for engine in failed:
                 self._connect(engine)
-            _, again = self._attempt(version, failed.keys())
-            for engine, outcome in again.items():
+            _, second_outcomes = self._attempt(version, failed.keys())
+            for engine, outcome in second_outcomes.items():
                 if isinstance(outcome, Exception):
                     raise RefitError(f"refit {version}: engine {engine} failed twice: {outcome}") from failed[engine]
-            outcomes = {**outcomes, **again}
+            outcomes = {**outcomes, **second_outcomes}
         loaded = {engine: outcome for engine, outcome in outcomes.items() if isinstance(outcome, LoadReport)}
-        self.connected |= {engine: one.direct for engine, one in loaded.items()}
+        self.direct_names |= {engine: report.direct_names for engine, report in loaded.items()}
         behind = [engine for engine in engines if engine not in loaded or loaded[engine].version != version]
         if behind or not loaded:
             raise RefitError(f"refit {version}: engines {behind} did not load it")
         stages = {stage: max(report.seconds[stage] for report in reports) for stage in reports[0].seconds}
-        stages["load"] = max(one.seconds for one in loaded.values())
-        stages["verify"] = max(one.verify_seconds for one in loaded.values())
+        stages["load"] = max(report.seconds for report in loaded.values())
+        stages["verify"] = max(report.verify_seconds for report in loaded.values())
         return reports, stages, list(failed)
 
     def _attempt(
@@ -310,8 +372,8 @@ class RefitBridge:
             self.source.start_push(version, engines, whole, delta=delta, keep=keep, digests=digests)
             outcomes = self.sink.load(version, engines, digests, compare)
             for engine, outcome in outcomes.items():
-                if isinstance(outcome, Exception):  # or the trainer would wait for one that hangs
-                    self._disconnect(engine, answers=not self.sink.is_death(outcome))
+                if isinstance(outcome, Exception):  # or the trainer would wait for an engine that hangs
+                    self._disconnect(engine, is_alive=not self.sink.is_death(outcome))
             finishing = True
             reports = self.source.finish_push()
             broken = {engine: why for report in reports for (engine, _), why in report.failed.items()}
@@ -322,12 +384,15 @@ class RefitBridge:
             for engine in engines:  # their links may hold messages of this version
                 self._disconnect(engine)
             if not finishing:
-                with suppress(Exception):  # of ranks that have begun, whose links are closed now
+                with suppress(Exception):  # some ranks may have begun to send; their links are closed now
                     self.source.finish_push()
             raise
 
     def _commit(self, version: int, engines: Collection[int]) -> int:
-        """Engines that died since they loaded the version get it again; how many. All or none of them generate."""
+        """Commit. An engine that died since it loaded the version gets it again; return how many did.
+
+        Afterwards all of the engines generate, or none.
+        """
         with self._all_or_none(engines):
             try:
                 self.sink.commit(version, engines)
@@ -336,30 +401,30 @@ class RefitBridge:
                 if not self.sink.is_death(failure):
                     raise
                 death = failure
-            lost = [engine for engine, held in self.sink.fence(engines).items() if held != version]
+            lost = [engine for engine, stored in self.sink.fence(engines).items() if stored != version]
             for engine in lost:
                 self._disconnect(engine)
                 self._replace(engine, death)
                 self._connect(engine)
             if lost:
                 self._push_and_verify(version, lost)
-            self.sink.commit(version, engines)  # again: one that holds the version may not have heard of it
+            self.sink.commit(version, engines)  # again: an engine that has the version may not have got the first call
             return len(lost)
 
     @contextmanager
     def _all_or_none(self, engines: Collection[int]) -> Iterator[None]:
-        """Whatever ends the block, engines that have committed in it do not go on alone."""
+        """Fence all engines where the block fails, so that those which have committed do not generate alone."""
         try:
             yield
         except BaseException:
-            with suppress(Exception):  # that they cannot be told either is not what went wrong
+            with suppress(Exception):  # a fence that fails as well would hide the cause
                 self.sink.fence(engines)
             raise
 
     def _whole(self, engines: Collection[int]) -> frozenset[str]:
-        """Names of the tensors of which some engine takes no delta."""
-        taken = frozenset.intersection(*(self.connected[engine] for engine in engines))
-        return self.source.sources().names - taken
+        """Return the names of the tensors of which some engine takes no delta."""
+        deltas = frozenset.intersection(*(self.direct_names[engine] for engine in engines))
+        return self.source.sources().names - deltas
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:

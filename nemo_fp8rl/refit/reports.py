@@ -62,7 +62,7 @@ class LoadReport:
     """
 
     version: int
-    direct: frozenset[str]
+    direct_names: frozenset[str]
     seconds: float
     verify_seconds: float
 

@@ -65,15 +65,15 @@ def test_prompts_are_divided_evenly_and_answered_in_order(engines, prompts, shar
     generation = engines(3)
     assert answers(generation, prompts) == [(i, i, 100 + i) for i in range(prompts)]
     assert [list(asked.values()) for asked in generation.engines.asked] == ([shares] if shares else [])
-    assert generation.asked == [0, 0, 0]
+    assert generation.in_flight == [0, 0, 0]
 
 
 def test_an_engine_that_has_prompts_under_way_gets_fewer(engines):
     generation = engines(3)
-    generation.asked = [4, 0, 1]
+    generation.in_flight = [4, 0, 1]
     answers(generation, 5)
     assert generation.engines.asked == [{1: 3, 2: 2}]
-    assert generation.asked == [4, 0, 1]
+    assert generation.in_flight == [4, 0, 1]
 
 
 def test_what_a_dead_engine_had_not_answered_goes_to_all_anew_and_is_counted(engines):
@@ -81,7 +81,7 @@ def test_what_a_dead_engine_had_not_answered_goes_to_all_anew_and_is_counted(eng
     assert answers(generation, 8) == [(i, i, 100 + i) for i in range(8)]
     assert generation.engines.asked == [{0: 4, 1: 4}, {0: 2, 1: 1}]
     assert (generation.engine_restarts, generation.prompts_retried) == (1, 3)
-    assert generation.asked == [0, 0]
+    assert generation.in_flight == [0, 0]
 
 
 class LookedAtTogether(set):
@@ -101,33 +101,34 @@ def test_of_two_threads_that_lose_the_last_two_engines_one_replaces_its_own(engi
     """Where engines take turns with the trainer, an engine is left to the next refit as long as another one answers."""
     generation = engines(2, e0=0, e1=0)
     monkeypatch.setattr(EnginePool, "takes_turns", True)
-    generation.gone = LookedAtTogether()
-    losing = [Thread(target=generation._revive, args=(engine, WorkerDied("killed"), 0)) for engine in range(2)]
+    generation.missing = LookedAtTogether()
+    losing = [Thread(target=generation._report_death, args=(engine, WorkerDied("killed"), 0)) for engine in range(2)]
     for thread in losing:
         thread.start()
     for thread in losing:
         thread.join(timeout=60)
-    assert generation.engine_restarts == 1 and len(generation.gone) == 1
-    assert generation.engines.ended == [*generation.gone], "its process would keep memory that the trainer needs"
+    assert generation.engine_restarts == 1 and len(generation.missing) == 1
+    assert generation.engines.ended == [*generation.missing], "its process would keep memory that the trainer needs"
 
 
 def test_an_engine_that_fails_while_it_is_caught_up_is_replaced_once_more(engines):
-    """The bridge asks for that in the middle of `on_death`."""
+    """The bridge has that done in the middle of `recover`."""
     generation = engines(2)
 
-    def catch_up(engine, start, wait):
-        assert start()
-        generation.replace(engine, WorkerDied("out of memory in the load"))
+    def recover(engine, death, life, wait):
+        assert generation.replace(engine, death, life)
+        assert generation.replace(engine, WorkerDied("out of memory in the load"))
+        generation.readmit(engine)
         return True
 
-    generation.on_death = catch_up
-    assert generation._revive(0, WorkerDied("killed"), life=0)
-    assert (generation.engine_restarts, generation.lives, generation.gone) == (2, [2, 0], set())
+    generation.report_deaths_to(recover)
+    assert generation._report_death(0, WorkerDied("killed"), life=0)
+    assert (generation.engine_restarts, generation.lives, generation.missing) == (2, [2, 0], set())
 
 
 def test_an_engine_that_was_replaced_meanwhile_is_not_ended(engines, monkeypatch):
     generation = engines(2)
     monkeypatch.setattr(EnginePool, "takes_turns", True)
     generation.lives[0] = 1
-    assert generation._revive(0, WorkerDied("killed"), life=0)
-    assert (generation.engines.ended, generation.gone, generation.engine_restarts) == ([], set(), 0)
+    assert generation._report_death(0, WorkerDied("killed"), life=0)
+    assert (generation.engines.ended, generation.missing, generation.engine_restarts) == ([], set(), 0)

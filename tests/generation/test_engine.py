@@ -19,6 +19,7 @@ from nemo_fp8rl.generation import engine, engine_checks
 from nemo_fp8rl.generation.core import AsyncCore
 from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.generation.engine_arguments import engine_arguments
+from nemo_fp8rl.generation.interface import EngineDescription
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.refit.message import Header
@@ -374,7 +375,8 @@ def test_graphs_that_would_keep_the_first_scales_are_refused(recipe, monkeypatch
     """FlashInfer's attention is on GPUs alone: here an engine that is none says that it has it."""
     ended = []
     monkeypatch.setattr(engine_checks, "_check_cpu", lambda hf, cfg: None)
-    monkeypatch.setattr(VllmEngine, "kernels", lambda self: {f"attention: {backend}"})
+    chosen = EngineDescription(frozenset({f"attention: {backend}"}), frozenset())
+    monkeypatch.setattr(VllmEngine, "describe", lambda self: chosen)
     monkeypatch.setattr(engine, "SteppedCore", lambda *_: SimpleNamespace(shutdown=lambda: ended.append(True)))
     ways = r"set policy\.generation\.vllm_cfg\.enforce_eager=true, or attention_backend=TRITON_ATTN"
     with pytest.raises(UserError, match=rf"kv_cache_dtype=fp8: .*keep the scales .*{ways}"):

@@ -25,6 +25,7 @@ from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.generation import vllm_sockets
 from nemo_fp8rl.generation.engine import VllmEngine
+from nemo_fp8rl.generation.engine_client import EngineClient
 from nemo_fp8rl.generation.engine_pool import EnginePool
 from nemo_fp8rl.generation.interface import Sampling
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
@@ -59,7 +60,7 @@ class Run:
         self.generation.shutdown()
         self.policy.shutdown()
 
-    def answers(self, disturb=None, of: EnginePool | None = None) -> list:
+    def answers(self, disturb=None, of: EngineClient | None = None) -> list:
         """What the engines answer; `disturb()` is called after the first answer."""
         answers = {}
         for i, group in (of or self.generation).stream(self.prompts, range(len(self.prompts)), LONG):
@@ -115,7 +116,7 @@ def test_a_core_found_dead_is_replaced_at_the_next_refit(async_run):
         engine.generate(async_run.prompts[:1], [0], LONG)
     assert engine.generating_version() == -1
     with pytest.raises(UserError, match=r"engine died before the first refit \(the process of its core ended\); what"):
-        async_run.generation.kernels()  # as at a run's start
+        async_run.generation.describe()  # as at a run's start
     async_run.generation.check_health()
     assert async_run.answers() == expected
     assert async_run.generation.engine_restarts == before + 1
@@ -223,11 +224,11 @@ def test_a_call_that_comes_while_an_engine_is_replaced_waits_for_it(async_run):
     core.kill()
     core.wait()
     finds_it_dead = async_run.begin("finds it dead", ended)
-    while not async_run.generation.gone:
+    while not async_run.generation.missing:
         time.sleep(0.001)
     assert async_run.answers() == expected
     finds_it_dead.join()
-    assert ended == ["finds it dead"] and not async_run.generation.gone
+    assert ended == ["finds it dead"] and not async_run.generation.missing
 
 
 def test_a_refit_waits_for_what_other_threads_were_promised(async_run):
@@ -451,7 +452,7 @@ def kill_one_of_two(overrides: list[str]) -> dict[str, object]:
     copy = pickle.loads(ray.cloudpickle.dumps(run.generation))  # as in the process of NeMo RL's collector
     process_of(run.generation.engines.actors[0]).kill()  # whose prompts the other one answers, till it is replaced
     counted = run.generation.metrics()["generation/prompts_retried"]
-    copied = [run.answers(of=copy) == expected and sorted(copy.gone)]
+    copied = [run.answers(of=copy) == expected and sorted(copy.missing)]
     counted_of_copy = run.generation.metrics()["generation/prompts_retried"] - counted
     core_process(process_of(run.generation.engines.actors[1])).kill()  # its actor goes on
     try:
@@ -459,7 +460,7 @@ def kill_one_of_two(overrides: list[str]) -> dict[str, object]:
     except WorkerDied as death:
         copied.append(str(death))
     run.bridge.refit()
-    copied.append(run.answers(of=copy) == expected and sorted(copy.gone))
+    copied.append(run.answers(of=copy) == expected and sorted(copy.missing))
     _, alive = psutil.wait_procs(started, timeout=20)
     left = [process.pid for process in alive if process.status() != psutil.STATUS_ZOMBIE]
     in_the_end = run.generation.metrics()
@@ -522,10 +523,10 @@ def lose_one_in_turns(overrides: list[str], lose: Callable[[Any], Any]) -> dict[
     expected = run.answers()
     actor = run.generation.engines.actors[1]
     seen: dict[str, object] = {"equal": run.answers(lose(actor)) == expected}
-    seen |= {"missing": sorted(run.generation.gone), "restarts": run.generation.engine_restarts}
+    seen |= {"missing": sorted(run.generation.missing), "restarts": run.generation.engine_restarts}
     run.generation.finish_generation()
     run.generation.prepare_for_generation()
-    seen |= {"retries": run.bridge.refit().retries, "missing after": sorted(run.generation.gone)}
+    seen |= {"retries": run.bridge.refit().retries, "missing after": sorted(run.generation.missing)}
     seen |= {"restarts after": run.generation.engine_restarts, "equal after": run.answers() == expected}
     run.close()
     return seen

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from nemo_fp8rl.batch import Completion
-from nemo_fp8rl.generation import engine_pool
+from nemo_fp8rl.generation import engine_client
+from nemo_fp8rl.generation.engine_client import RemoteEnginePool
 from nemo_fp8rl.generation.engine_pool import EnginePool
 from nemo_fp8rl.generation.interface import Sampling
 from nemo_fp8rl.refit.manifest import RefitError
@@ -47,23 +48,22 @@ class FakeEngines:
         self.renewed.add(engine)
 
 
-def copy_of(engines: FakeEngines, seconds: float = 60.0) -> EnginePool:
-    """As in the process of NeMo RL's collector."""
-    generation = object.__new__(EnginePool)
+def copy_of(engines: FakeEngines, seconds: float = 60.0) -> RemoteEnginePool:
+    """Return what the process of NeMo RL's collector gets."""
+    pool = object.__new__(EnginePool)
     cluster = SimpleNamespace(generation_engines=2, engine_timeout_seconds=seconds)
-    generation.cfg, generation.engines = SimpleNamespace(cluster=cluster), engines  # type: ignore[assignment]
-    generation._begin_process()
-    copy: EnginePool = pickle.loads(pickle.dumps(generation))
+    pool.cfg, pool.engines = SimpleNamespace(cluster=cluster), engines  # type: ignore[assignment]
+    copy: RemoteEnginePool = pickle.loads(pickle.dumps(pool))
     return copy
 
 
-def answers(copy: EnginePool) -> int:
+def answers(copy: RemoteEnginePool) -> int:
     return sum(map(len, copy.generate(PROMPTS, range(len(PROMPTS)), Sampling(1, 8, 1.0, ()))))
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch) -> None:
-    monkeypatch.setattr(engine_pool, "SOON", 0.001)
+    monkeypatch.setattr(engine_client, "HEALTH_CHECK_SECONDS", 0.001)
 
 
 def test_a_copy_that_is_asked_before_the_first_refit_waits_for_it():

@@ -44,7 +44,7 @@ def batch(pair):
 def test_its_layers_are_vllms_triton_kernels(pair):
     experts = {"fused_moe_kernel (Triton)"} if pair.worker.hf.family.experts else set()
     linears = {"TritonFp8BlockScaledMMKernel"} if pair.cfg.nemo_fp8rl.engine_fp8 else set()
-    assert set(pair.generation.kernels()) == {"attention: CPU_ATTN", "CUDA graphs: none", *linears, *experts}
+    assert pair.generation.describe().kernels == {"attention: CPU_ATTN", "CUDA graphs: none", *linears, *experts}
 
 
 def test_it_samples_by_the_trainers_log_probs(pair, batch):
@@ -81,7 +81,7 @@ def test_it_is_a_fresh_engine_after_deltas_in_place(pair, batch, tmp_path):
     """To the bit, and every tensor stays where it is, for CUDA graphs hold addresses; vLLM's loaders are not asked."""
     pair.refit()
     store = pair.engine.core.llm.model_executor.driver_worker.worker.weight_store
-    assert store.direct == store.slots.keys()
+    assert store.direct_names == store.slots.keys()
     before, held = outputs(pair.generate(SHORT)), addresses(pair)
     for _ in range(2):
         pair.worker.train_step(batch, NllLoss(), 12.0, float(batch["token_mask"].sum()))

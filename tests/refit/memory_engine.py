@@ -24,7 +24,7 @@ from nemo_fp8rl.common.region import whole
 from nemo_fp8rl.fp8 import BLOCK, ScaleFormat, quantize_blockwise, scale_shape
 from nemo_fp8rl.fp8.delta import DeltaError
 from nemo_fp8rl.fp8.format import E4M3
-from nemo_fp8rl.refit.bridge import Addresses, Revive, Transport
+from nemo_fp8rl.refit.bridge import Addresses, Recover, Transport
 from nemo_fp8rl.refit.deferred_checks import DeferredChecks
 from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.manifest import RefitError, Sources, TensorPart, blocks_of
@@ -152,7 +152,7 @@ class MemoryRank:
     ) -> None:
         self.parts = {part.name: part for part in parts}
         self.held = {part.name: empty(part, device) for part in parts}
-        self.repacked, self.direct, self.version = repacked, frozenset[str](), -1
+        self.repacked, self.direct_names, self.version = repacked, frozenset[str](), -1
         self.links: list[IncomingLink] = []
 
     def load(self, version: int, verify: bool, each: Callable[[], None]) -> None:
@@ -166,7 +166,7 @@ class MemoryRank:
             if verify:
                 text = f"refit {version}: {item.part.name} in the engine is not what the trainer sent"
                 checks.check_digest(self.at(item.part), item.digest, partial(RefitError, text))
-        self.direct = frozenset(self.parts) - self.repacked
+        self.direct_names = frozenset(self.parts) - self.repacked
         self.version = version
 
     def compare(self, version: int) -> None:
@@ -185,7 +185,7 @@ class MemoryRank:
             target.data.copy_(item.content.data)
         else:
             assert item.delta is not None
-            if item.part.name not in self.direct:
+            if item.part.name not in self.direct_names:
                 raise RefitError(f"refit {version}: a delta of {item.part.name}, which is kept in a form of its own")
             contiguous = target.data.contiguous()
             try:
@@ -232,9 +232,9 @@ class MemoryEngine:
         for load in loads:
             load.result()
         self.loaded_version = version
-        direct = frozenset().union(*(rank.direct for rank in self.ranks))
+        direct = frozenset().union(*(rank.direct_names for rank in self.ranks))
         return LoadReport(
-            version, direct.difference(*(rank.parts.keys() - rank.direct for rank in self.ranks)), 0.001, 0.0
+            version, direct.difference(*(rank.parts.keys() - rank.direct_names for rank in self.ranks)), 0.001, 0.0
         )
 
     def commit(self, version: int) -> None:
@@ -270,8 +270,6 @@ Hook = Callable[[str, int, MemoryEngine], None]
 class MemoryEngines:
     """`bridge.WeightSink`. hook, wrap: what a test does at those times, and to the links of (engine, rank)."""
 
-    on_death: Revive | None = None
-
     def __init__(
         self,
         layout: Layout,
@@ -284,6 +282,8 @@ class MemoryEngines:
         self.layout, self.repacked, self.max_restarts, self.device = layout, frozenset(repacked), max_restarts, device
         self.engines = [MemoryEngine(layout, self.repacked, device) for _ in range(count)]
         self.restarts = 0
+        self.lives, self.missing = [0] * count, set[int]()
+        self.replacements: list[tuple[int, int | None]] = []  # (engine, life) of every call of `replace`
         self.loads: list[tuple[int, int, bool]] = []  # (engine, version, compare) of every load
         self.hook: Hook = lambda when, number, engine: None
         self.wrap: Callable[[int, int, ReceivingEnd], ReceivingEnd] = lambda engine, rank, end: end
@@ -334,11 +334,24 @@ class MemoryEngines:
         self.engines[engine].kill()
         return WorkerDied(f"no answer in {self.limit:g} seconds")
 
-    def replace(self, engine: int, death: Exception) -> None:
+    def report_deaths_to(self, recover: Recover) -> None:
+        self.recover = recover
+
+    def replace(self, engine: int, death: Exception, life: int | None = None) -> bool:
+        self.replacements.append((engine, life))
+        if life not in (None, self.lives[engine]):
+            return False
         if self.restarts == self.max_restarts:
             raise RuntimeError(f"engine {engine} died after {self.restarts} restarts") from death
         self.restarts += 1
+        self.lives[engine] += 1
         self.engines[engine] = MemoryEngine(self.layout, self.repacked, self.device)
+        if life is not None:
+            self.missing.add(engine)
+        return True
+
+    def readmit(self, engine: int) -> None:
+        self.missing.remove(engine)
 
     def is_death(self, outcome: Exception) -> bool:
         return isinstance(outcome, WorkerDied)
@@ -351,13 +364,8 @@ class MemoryEngines:
     def kill_and_restart(self, engine: int) -> None:
         """As of an engine that dies while it generates."""
         self.engines[engine].kill()
-
-        def start() -> bool:
-            self.replace(engine, WorkerDied("killed"))
-            return True
-
-        assert self.on_death is not None
-        assert self.on_death(engine, start, False)
+        assert self.recover(engine, WorkerDied("killed"), self.lives[engine], False)
+        assert not self.missing
 
     def _load(self, number: int, version: int, verify: bool, compare: bool) -> LoadReport | Exception:
         engine = self.engines[number]

@@ -728,16 +728,16 @@ def test_a_link_that_ended_needs_no_collector_to_be_let_go_of(make):
 
 
 def test_it_is_left_to_a_refit_under_way_or_waits_for_its_end(make):
-    run, started = make(), []
+    run, earlier_life = make(), -1
     run.bridge.refit()
     with under_way(run) as (refit, go_on), ThreadPoolExecutor(1) as threads:
-        assert run.bridge.revive(1, lambda: bool(started.append(1)), False) is False
-        waiting = threads.submit(run.bridge.revive, 1, lambda: bool(started.append(1)), True)
-        assert started == []
+        assert run.bridge.recover(1, WorkerDied("killed"), earlier_life, False) is False
+        waiting = threads.submit(run.bridge.recover, 1, WorkerDied("killed"), earlier_life, True)
+        assert run.engines.replacements == []
         go_on.set()
         assert refit.result(20).version == 1
         assert waiting.result(20) is True
-    assert started == [1]
+    assert (run.engines.replacements, run.engines.restarts) == ([(1, earlier_life)], 0)
     assert run.holds()
 
 

@@ -48,7 +48,7 @@ class WeightStore:
         config = model_runner.vllm_config
         fp8_layers = config.quant_config.fp8_layers if config.quant_config else Fp8Layers.none()
         self.slots = slots(self.model, read_hf_config(config.model_config.model), config.model_config.dtype, fp8_layers)
-        self.direct: frozenset[str] = frozenset()
+        self.direct_names: frozenset[str] = frozenset()
         self.version = -1
         self.verify_seconds = 0.0
 
@@ -68,7 +68,7 @@ class WeightStore:
             raise RefitError(f"refit {version} is stale: this engine has had version {self.version}")
         self.verify_seconds = 0.0
         loading = _Loading(self, links, version, verify)
-        if len(self.direct) < len(self.slots):
+        if len(self.direct_names) < len(self.slots):
             vllm_compat.forget_packed_experts(self.model)
             with vllm_compat.preserve_nonpersistent_buffers(self.model):
                 self.runner.reload_weights(weights_iterator=loading.for_vllm(), is_checkpoint_format=True)
@@ -77,7 +77,7 @@ class WeightStore:
         if loading.error is not None:
             raise loading.error
         if self.version < 0:
-            self.direct = frozenset(self._kept_as_it_came(loading.arrived))
+            self.direct_names = frozenset(self._kept_as_it_came(loading.arrived))
         self._derive(loading.written)
         loading.set_kv_scales()
         self.verify_seconds = loading.checks.seconds
@@ -88,8 +88,8 @@ class WeightStore:
         kv_scales = stored_kv_scales(fp8_caches(self.model))
         for item in receive_pieces(links, version):
             name = item.part.name
-            if name in self.direct or name in kv_scales:
-                held = [self._held(item.part)] if name in self.direct else kv_scales[name]
+            if name in self.direct_names or name in kv_scales:
+                held = [self._held(item.part)] if name in self.direct_names else kv_scales[name]
                 assert item.content is not None
                 if not all(item.content.equals(one) for one in held):
                     raise RefitError(f"refit {version}: {name} in the engine is not what the trainer holds")
@@ -159,7 +159,8 @@ class _Loading:
 
     def __init__(self, store: WeightStore, links: Sequence[IncomingLink], version: int, verify: bool) -> None:
         self.store, self.links, self.version, self.verify = store, links, version, verify
-        self.targets = {name: store.slots[name].content() for name in store.direct}  # before vLLM takes modules apart
+        # before vLLM takes modules apart
+        self.targets = {name: store.slots[name].content() for name in store.direct_names}
         self.assembling: dict[str, _Assembly] = {}
         self.written: set[str] = set()
         self.arrived: dict[TensorPart, PendingDigest] = {}

@@ -114,8 +114,8 @@ class RefitWorkerExtension:
             self.nemo_fp8rl_disconnect()  # or the trainer would wait for someone to read the rest
             gc.collect()  # errors keep their frames, and so the links, whose memory the source is about to free
         store = self.weight_store
-        others = store.slots.keys() - store.direct
-        return sorted(store.direct), sorted(others), time.perf_counter() - start, store.verify_seconds, refusal
+        others = store.slots.keys() - store.direct_names
+        return sorted(store.direct_names), sorted(others), time.perf_counter() - start, store.verify_seconds, refusal
 
     def nemo_fp8rl_read_kv_scales(self) -> str:
         """Take the scales of an FP8 cache from the checkpoint, as the weights; answers what is missing, or ""."""

@@ -12,7 +12,8 @@ from nemo_rl.models.generation.interfaces import GenerationInterface
 
 from nemo_fp8rl.batch import Completion
 from nemo_fp8rl.config.schema import Config
-from nemo_fp8rl.generation.engine_pool import CALLS_AT_ONCE, EnginePool
+from nemo_fp8rl.generation.engine_client import CALLS_AT_ONCE
+from nemo_fp8rl.generation.engine_pool import EnginePool
 from nemo_fp8rl.generation.interface import Sampling, sample_seed
 from nemo_fp8rl.nemo_rl.adapters.batched_data import merge_repeats, to_generation_output, unpad_prompts
 from nemo_fp8rl.nemo_rl.adapters.coalescer import Coalescer

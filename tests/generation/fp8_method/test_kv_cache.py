@@ -63,7 +63,7 @@ def test_trainer_and_engine_agree_though_the_cache_is_fp8(pair):
     rounding, pair.worker.kv_cache.rounding = pair.worker.kv_cache.rounding, None
     blind = pair.mismatch()
     pair.worker.kv_cache.rounding = rounding
-    assert ("FP8 KV cache: emulated" in pair.engine.kernels()) == (not can_vllm_read_fp8_cache())
+    assert ("FP8 KV cache: emulated" in pair.engine.describe().kernels) == (not can_vllm_read_fp8_cache())
     assert blind > 1.002  # what a trainer that does not read the cache is off by
 
 
