@@ -35,11 +35,10 @@ NO_ANSWERS = (
 class MegatronFp8Policy(ColocatablePolicyInterface):
     """The trainer of a run of NeMo RL's loop.
 
-    refit:                 called when NeMo RL streams weights to an engine; raises if the refit fails
     sharding_annotations:  number of model replicas among which a batch is divided
     """
 
-    refit: Callable[[], Any]
+    _refit: Callable[[], Any]
 
     def __init__(
         self, policy: MegatronPolicy, cfg: Config, tokenizer: Any, is_resumed: bool, asynchronous: bool = False
@@ -55,6 +54,13 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
         self.has_loaded_scales = is_resumed and cfg.fp8_kv_cache and not asynchronous
         self.calibrates = asynchronous and cfg.fp8_kv_cache
         self.sharding_annotations = NamedSharding(np.arange(cfg.data_parallel_size), ["data_parallel"])
+
+    def connect_refit(self, refit: Callable[[], Any]) -> None:
+        """Call `refit` whenever NeMo RL streams weights to an engine; it raises if the refit fails.
+
+        The synchronizer behind it needs this policy, so that no constructor could take it.
+        """
+        self._refit = refit
 
     def get_logprobs(self, data: Mapping[str, Any], timer: Any = None) -> Any:
         """Return {"logprobs": float32 [B, S]}; position 0 is 0."""
@@ -174,7 +180,7 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
 
     def stream_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Do the whole refit over the bridge's links, before NeMo RL calls the engine's half."""
-        self.refit()
+        self._refit()
         return []
 
     def broadcast_weights_for_collective(self, *args: Any, **kwargs: Any) -> list[Any]:

@@ -33,7 +33,7 @@ class VllmFp8Generation(GenerationInterface):
     A copy in another process (NeMo RL's collector of trajectories) generates with the same engines, if the engines are
     processes. The copy replaces no dead engine and treats all its calls as one version.
 
-    bridge:               set before the first generation
+    bridge:               counts the versions of the weights; None before `connect_bridge`, and in a copy
     weight_synchronizer:  NeMo RL refits through it, if the version of NeMo RL looks for one
     """
 
@@ -50,6 +50,10 @@ class VllmFp8Generation(GenerationInterface):
         self.turn, self.conversations = 0, set[tuple[int, ...]]()
         self.counts = generation.metrics()
         self._reset_process_state()
+
+    def connect_bridge(self, bridge: RefitBridge, weight_synchronizer: Any) -> None:
+        """Take the refit's two ends, which exist only after this object; call it before the first generation."""
+        self.bridge, self.weight_synchronizer = bridge, weight_synchronizer
 
     def _reset_process_state(self) -> None:
         self.prompt_counts = OrderedDict[int, int]()  # hash of a prompt -> how often it was asked in counted_step

@@ -56,8 +56,8 @@ def install(
     cfg: Config = policy.cfg
     bridge = assemble.build_bridge(cfg, policy.policy, generation.generation, first_version=completed_steps)
     synchronizer = Fp8WeightSynchronizer(policy, generation, bridge)
-    generation.bridge, generation.weight_synchronizer = bridge, synchronizer
-    policy.refit = synchronizer.sync_weights
+    generation.connect_bridge(bridge, synchronizer)
+    policy.connect_refit(synchronizer.sync_weights)
     print(
         f"nemo-fp8rl: flow {cfg.nemo_fp8rl.flow}, {cfg.nemo_fp8rl.scale_format} scales, {bridge.description}",
         flush=True,

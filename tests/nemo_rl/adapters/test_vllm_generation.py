@@ -35,7 +35,7 @@ def generation(engines: FakeVllmGeneration, version: int) -> Any:
     how = SimpleNamespace(stop_strings=(), max_new_tokens=4, temperature=1.0, stop_token_ids=(), top_p=1.0, top_k=None)
     cfg: Any = SimpleNamespace(grpo=SimpleNamespace(seed=42), policy=SimpleNamespace(generation=how))
     made = VllmFp8Generation(engines, cfg, {}, 0)  # type: ignore[arg-type]
-    made.bridge = SimpleNamespace(version=version)  # type: ignore[assignment]
+    made.connect_bridge(SimpleNamespace(version=version), None)  # type: ignore[arg-type]
     return made
 
 
