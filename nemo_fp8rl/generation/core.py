@@ -28,9 +28,7 @@ class Request(NamedTuple):
 
 
 class Core(Protocol):
-    """remote: whether weights and results cross a process border, which only bytes, numbers and texts do."""
-
-    remote: bool
+    """One vLLM engine. What its workers take and return may cross a process border: bytes, numbers and texts alone."""
 
     def stream(self, requests: Sequence[Request]) -> Iterator[tuple[int, Any]]:
         """(position in `requests`, its RequestOutput) as they end; what is left when the caller stops is aborted."""
@@ -62,7 +60,7 @@ class SteppedCore:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        self.remote, self.timeout = arguments["tensor_parallel_size"] > 1, timeout
+        self.has_rank_processes, self.timeout = arguments["tensor_parallel_size"] > 1, timeout
         with _interrupts_blocked():
             # as vLLM's own LLM: a bare engine's default batches are an eighth as large
             self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
@@ -104,7 +102,7 @@ class SteppedCore:
             self.llm.model_executor.check_health()
 
     def shutdown(self) -> None:
-        if self.remote:
+        if self.has_rank_processes:
             self.llm.engine_core.shutdown()
         else:
             vllm_compat.end_engine(self.llm)
@@ -118,7 +116,8 @@ class SteppedCore:
         except Exception as error:
             if getattr(self.llm.model_executor, "is_failed", False):  # of the executor of several processes
                 raise WorkerDied("a process of its ranks ended") from error
-            if self.remote and isinstance(error, TimeoutError):  # what a rank itself raises is a RuntimeError here
+            # an error of the rank itself arrives as a RuntimeError
+            if self.has_rank_processes and isinstance(error, TimeoutError):
                 raise WorkerDied(f"its ranks hang: {error}") from error
             raise
 
@@ -128,8 +127,6 @@ class AsyncCore:
 
     timeout: seconds that may pass without an answer before the engine counts as dead; longer where answers are long.
     """
-
-    remote = True
 
     def __init__(self, arguments: dict[str, Any], timeout: float) -> None:
         self.timeout, self.is_shut_down = timeout, False

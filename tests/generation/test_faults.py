@@ -387,7 +387,7 @@ def parallel_run(tiny_overrides):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(vllm_version() < (0, 28), reason="vLLM 0.27 waits for a rank that is gone")
+@pytest.mark.skipif(vllm_version() < (0, 28), reason="vLLM 0.25 waits for a rank that is gone")
 def test_a_rank_killed_while_its_engine_generates_is_replaced_with_it(parallel_run):
     expected, before = parallel_run.answers(), parallel_run.generation.engine_restarts
     assert parallel_run.answers(lambda: core_process().kill()) == expected

@@ -58,12 +58,12 @@ def fake_moe_align_block_size(
 
 def pytest_sessionstart() -> None:
     """Into vLLM, which is imported here."""
-    with pytest.MonkeyPatch.context() as patch:  # 0.27 asks for a distribution `vllm`, which the CPU build is not
+    with pytest.MonkeyPatch.context() as patch:  # 0.25 asks for a distribution `vllm`, which the CPU build is not
         version = metadata.version
         patch.setattr(metadata, "version", lambda name: "0+cpu" if name == "vllm" else version(name))
         import vllm.triton_utils
     assert vllm.triton_utils.HAS_TRITON
-    sys.modules["vllm.platforms.rocm"] = SimpleNamespace(on_gfx1250=lambda: False)  # 0.27 asks it wherever it runs
+    sys.modules["vllm.platforms.rocm"] = SimpleNamespace(on_gfx1250=lambda: False)  # 0.25 asks it wherever it runs
     from vllm import _custom_ops
     from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod

@@ -50,7 +50,7 @@ class NativeFp8LinearMethod(Fp8LinearMethod):
         self.kernel_name = type(self.kernel).__name__
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Nothing is made of the weights; vLLM, since 0.30, compiles DeepGEMM's kernels for them at start."""
+        """Nothing is made of the weights; vLLM 0.32 compiles DeepGEMM's kernels for them at start."""
         layer.deep_gemm_warmup_provider = self.kernel
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:

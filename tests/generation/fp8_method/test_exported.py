@@ -62,7 +62,7 @@ class Exported:
         engine.policy_version, engine.records_routes = own.policy_version, False
         engine.max_model_len = own.max_model_len
         engine.core = object.__new__(SteppedCore)
-        engine.core.remote, engine.core._ids = False, count()
+        engine.core.has_rank_processes, engine.core._ids = False, count()
         engine.core.llm = LLM(**arguments).llm_engine
         self.pair.others.append(engine)
         return engine
@@ -150,7 +150,7 @@ def test_an_fp8_cache_has_the_checkpoints_scales_or_vllm_warns_that_there_are_no
 @pytest.mark.usefixtures("vllm_fp8_on_cpu")
 def test_vllms_own_fp8_serves_it_as_a_refitted_engine(exported):
     if exported.pair.worker.hf.family.experts and vllm_compat.is_routing_by_experts():
-        pytest.skip("before 0.30 vLLM's own FP8 experts have no router on a CPU")
+        pytest.skip("vLLM 0.25's own FP8 experts have no router on a CPU")
     engine = exported.engine()
     assert engine.core.llm.vllm_config.model_config.quantization == "fp8"
     assert outputs(exported.pair.generate(GREEDY, engine)) == exported.expected
