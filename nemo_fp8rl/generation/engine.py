@@ -1,4 +1,4 @@
-"""One vLLM engine in this process: generate, and take a refit. The driver's side is `vllm.py`."""
+"""One vLLM engine in this process: it generates, and takes refits. The driver's side is `engine_pool.py`."""
 
 import gc
 import logging
@@ -39,28 +39,39 @@ ENVIRONMENT = {  # read by vLLM at import; what the user has set wins
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would copy this process's threads' locks, Megatron and all
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would copy Megatron, and locks that other threads hold
 }
 CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # leave the process's CPU affinity alone
-    "VLLM_CPU_ATTN_SPLIT_KV": "0",  # else sums of attention depend on threads, and on who else is answered
+    "VLLM_CPU_ATTN_SPLIT_KV": "0",  # else sums of attention depend on threads and on the other sequences
     "TORCH_COMPILE_DISABLE": "1",  # else the first generate compiles a helper for seconds
 }
-OF_ITS_PROCESSES = (RuntimeError, Exception)
-"""What vLLM raises, these and no subclass, where a process that it started ended on an error of any kind."""
+PROCESS_ERRORS = (RuntimeError, Exception)
+"""vLLM raises exactly these types, no subclass, when a process that it started ended with any error."""
 
 
 class VllmEngine:
-    """Construct, then `setup`. Starts with dummy weights: it refuses to generate before its first refit."""
+    """One vLLM engine. Construct it without arguments, then call `setup`.
+
+    It starts with dummy weights and refuses to generate before its first refit.
+
+    policy_version:  the committed version from which it generates; -1 while it is fenced
+    loaded_version:  the version in its memory; -1 for weights of mixed versions
+    has_died:        True once it failed while it worked, until it commits a version again
+    retried_prompts: prompts that a `RemoteEnginePool` asked again
+    """
 
     def __init__(self) -> None:
         self.policy_version = self.loaded_version = -1
-        self.sleep_level, self.cache_sleeps = 0, False
-        self.has_died, self.asked_again = False, 0
+        self.sleep_level, self.is_cache_asleep = 0, False
+        self.has_died, self.retried_prompts = False, 0
         self.readers, self.recording = AnswerReaders(), Lock()
 
     def setup(self, cfg: Config, load_format: str = "dummy") -> None:
-        """`load_format="auto"` reads the weights of policy.model_name from disk instead of waiting for a refit."""
+        """Start vLLM. Raises UserError where this machine or vLLM cannot serve the recipe.
+
+        load_format:  dummy: wait for a refit; auto: read the weights of policy.model_name from disk
+        """
         vllm_version()
         hf = read_hf_config(cfg.policy.model_name)
         check_engine(hf, cfg)
@@ -86,13 +97,13 @@ class VllmEngine:
         try:
             timeout = cfg.cluster.engine_timeout_seconds
             self.core: Core = (AsyncCore if vllm_cfg.async_engine else SteppedCore)(arguments, timeout)
-        except ValueError as error:  # vLLM's word for a recipe that it cannot serve
+        except ValueError as error:  # raised by vLLM for a recipe that it cannot serve
             raise UserError(f"vLLM cannot start an engine for this recipe: {one_line(error)}") from None
         except Exception as error:
             has_processes = vllm_cfg.async_engine or vllm_cfg.tensor_parallel_size > 1
-            if not has_processes or type(error) not in OF_ITS_PROCESSES:
+            if not has_processes or type(error) not in PROCESS_ERRORS:
                 raise
-            raise UserError(  # a refusal like the one above, or a fault
+            raise UserError(  # a refusal as above, or a fault
                 f"vLLM cannot start the processes of an engine for this recipe: {one_line(error)[:300]}; what they "
                 "wrote says why (of a Ray actor: in its worker's log)"
             ) from None
@@ -112,28 +123,28 @@ class VllmEngine:
     def generate(
         self, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int], sampling: Sampling
     ) -> list[list[Completion]]:
-        """Completions of each prompt, in order."""
+        """Return the completions of each prompt, in order."""
         return [group for _, group in sorted(self.stream(prompts, seeds, sampling), key=itemgetter(0))]
 
     def stream(
-        self, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int], sampling: Sampling, again: bool = False
+        self, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int], sampling: Sampling, is_retry: bool = False
     ) -> Iterator[tuple[int, list[Completion]]]:
-        """(position in `prompts`, its completions) as they end; all at the end when experts are recorded. Several
-        threads may ask at once where the core is a process of its own (`async_engine`). again: to be counted, as
-        prompts that a copy had asked of an engine that died.
+        """Yield (position in `prompts`, completions of that prompt) as soon as each is complete.
 
-        A prompt and its answer end where the context does. A prompt that leaves no room for an answer gets empty ones,
-        cut off at their beginning: `finish_reason` "length".
+        Where experts are recorded, all come at the end. Several threads may ask at once where the core is a process of
+        its own (`async_engine`). A prompt and its answer end where the context ends; a prompt that leaves no room for
+        an answer gets empty answers with the finish_reason "length".
 
-        Raises WorkerDied, and `generating_version` then says -1: a copy of the generation would come back otherwise.
+        is_retry:  count the prompts: a `RemoteEnginePool` had asked them of an engine that died
+        Raises:    WorkerDied; `generating_version` is then -1, or a `RemoteEnginePool` would ask this engine again
         """
-        self.asked_again += len(prompts) if again else 0
+        self.retried_prompts += len(prompts) if is_retry else 0
         with self.readers.reading(self._begin) as version, self._at_work():
             yield from self._answers(version, prompts, seeds, sampling)
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
-        """What a GPU or vLLM raises while it works is the engine's death, unless this process is the run's own."""
+        """Raise WorkerDied for what a GPU or vLLM raises in the block, unless the driver runs in this process."""
         try:
             yield
         except (UserError, RefitError):
@@ -145,23 +156,23 @@ class VllmEngine:
             raise UserError(
                 f"vLLM refuses a request: {one_line(error)}; mend the prompt, or the stop strings that it brings"
             ) from None
-        except ValueError:  # vLLM's, or ours, of what was asked for
+        except ValueError:  # about the arguments
             raise
         except Exception as error:
-            what = one_line(error)[:300] or type(error).__name__
-            full = "out of memory" in what  # torch's error, or vLLM's with the text of what a rank raised
-            if self.is_in_driver_process and not full:
+            message = one_line(error)[:300] or type(error).__name__
+            is_out_of_memory = "out of memory" in message  # torch's error, or vLLM's with the text of a rank's error
+            if self.is_in_driver_process and not is_out_of_memory:
                 raise
             self.has_died = True
             if not self.is_in_driver_process:
-                raise WorkerDied(f"it failed: {what}") from None
+                raise WorkerDied(f"it failed: {message}") from None
             raise UserError(
-                f"the engine's memory is full: {what}; lower policy.generation.vllm_cfg.max_num_seqs or "
+                f"the engine's memory is full: {message}; lower policy.generation.vllm_cfg.max_num_seqs or "
                 "gpu_memory_utilization, then continue with --resume"
             ) from None
 
     def _begin(self) -> int:
-        """The version that answers are of."""
+        """Return the version from which answers are generated. Raises where the engine is fenced or asleep."""
         if (version := self.policy_version) < 0:
             raise RefitError("this engine has not received weights that were committed: refit before generating")
         if self.sleep_level:
@@ -172,25 +183,25 @@ class VllmEngine:
     def _answers(
         self, version: int, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int], sampling: Sampling
     ) -> Iterator[tuple[int, list[Completion]]]:
-        if (core := self.__dict__.get("core")) is None:  # another thread found it dead
+        if (core := self.__dict__.get("core")) is None:  # another thread has ended this engine
             raise WorkerDied("the engine was shut down")
         fitting = [i for i, prompt in enumerate(prompts) if len(prompt) < self.max_model_len]
         requests = [Request(prompts[i], self._sampling_params(sampling, len(prompts[i]), seeds[i])) for i in fitting]
         outputs: Iterable[tuple[int, Any]] = ((fitting[at], output) for at, output in core.stream(requests))
-        none = Completion((), (), "length", version)
+        empty = Completion((), (), "length", version)
         for i in sorted({*range(len(prompts))} - {*fitting}):
-            yield i, [none] * sampling.num_generations
+            yield i, [empty] * sampling.num_generations
         routes: dict[str, Tensor] = {}
         if self.records_routes:
-            with self.recording:  # what is taken is of all answers
+            with self.recording:  # `take_routes` returns the routes of all answers
                 outputs = list(outputs)
                 packed, *_ = core.rpc("nemo_fp8rl_take_routes", sampling.logprobs)
                 routes = load(packed)
         for i, output in outputs:
-            known = [_returned(sample, routes.get(_request_id(output, sample))) for sample in output.outputs]
-            pairs = zip(output.outputs, known, strict=True)
-            own = [self._completion(sample, sampling.logprobs, route, version) for sample, route in pairs]
-            yield i, own if sampling.temperature else own * sampling.num_generations
+            of_samples = [_routes_of(sample, routes.get(_request_id(output, sample))) for sample in output.outputs]
+            pairs = zip(output.outputs, of_samples, strict=True)
+            completions = [self._completion(sample, sampling.logprobs, route, version) for sample, route in pairs]
+            yield i, completions if sampling.temperature else completions * sampling.num_generations
 
     def stored_parts(self) -> list[Sequence[TensorPart]]:
         """Return the parts of the model's tensors that each rank stores. Raises RefitError."""
@@ -199,7 +210,7 @@ class VllmEngine:
         return [from_json(parts) for parts, _ in answers]
 
     def domains(self) -> list[str]:
-        """The memory domain of each rank (`refit.transport.shared_memory.domain`)."""
+        """Return the memory domain of each rank (`refit.transport.shared_memory.domain`)."""
         return self.core.rpc("nemo_fp8rl_domain")
 
     def connect(self, links: Links, addresses: Addresses, token: str, timeout: float) -> None:
@@ -217,11 +228,11 @@ class VllmEngine:
         self.core.rpc("nemo_fp8rl_disconnect")
 
     def fence(self) -> int:
-        """Generate no more until a commit, once what is asked is answered. The version in memory, -1 where a delta has
-        nothing to begin from.
+        """Refuse to generate until a commit, after all answers in progress are complete.
 
-        Raises RefitError in an engine that sleeps, and within the caller's own reading of answers, whose rest would be
-        of other weights than it says.
+        Return the version in memory, -1 where there is no version to which a delta could be applied. Raises RefitError
+        in an engine that sleeps, and in a thread that is itself reading answers: the rest of its answers would come
+        from other weights than they say.
         """
         if self.sleep_level:
             raise RefitError("this engine sleeps: prepare_for_generation before a refit")
@@ -232,13 +243,15 @@ class VllmEngine:
         return self.loaded_version
 
     def load(self, version: int, verify: bool, compare: bool = False) -> LoadReport | RefitError:
-        """Receive a version over the links, drop the prefix cache. The engine is fenced until `commit`.
+        """Receive a version over the links and drop the prefix cache. The engine stays fenced until `commit`.
 
-        verify: see `WeightStore.load`. compare: the version is in memory already and held against what arrives. A
-        refusal is answered, not raised, so that the other engines' answers are heard. With anything else that is raised
-        in the load, such as memory that is full, the engine counts as dead.
+        A refusal is returned, not raised, so that the caller gets the results of the other engines. Any other error
+        in the load, such as full memory, counts as the engine's death.
+
+        verify:   see `WeightStore.load`
+        compare:  the version is in memory already, and is compared with what arrives
         """
-        self.policy_version = self.loaded_version = -1  # of mixed weights, whatever fails below
+        self.policy_version = self.loaded_version = -1  # if this fails, memory holds tensors of two versions
         answers, failure = [], ""
         try:
             answers = self.core.rpc("nemo_fp8rl_load", version, verify, compare)
@@ -246,7 +259,7 @@ class VllmEngine:
             raise
         except Exception as error:
             failure = one_line(error)[:300] or type(error).__name__
-        if failure:  # raised out here: the error's frames hold the weights that are to go before others come
+        if failure:  # raised here: in the handler, the error's frames would keep the weights that must go first
             self.has_died = True
             raise WorkerDied(f"refit {version} failed in it: {failure}")
         if refusals := [refusal for *_, refusal in answers if refusal]:
@@ -254,25 +267,28 @@ class VllmEngine:
         if not self.core.reset_prefix_cache():
             return RefitError(f"refit {version}: the engine kept its prefix cache, which holds the old weights' keys")
         self.loaded_version = version
-        in_place, others, seconds, verifying, _ = zip(*answers, strict=True)
-        direct = frozenset().union(*in_place).difference(*others)  # an expert is stored by one rank of several
-        return LoadReport(version, direct, max(seconds), max(verifying))
+        direct, repacked, seconds, verify_seconds, _ = zip(*answers, strict=True)
+        direct_names = frozenset().union(*direct).difference(*repacked)  # an expert is stored by one rank of several
+        return LoadReport(version, direct_names, max(seconds), max(verify_seconds))
 
     def commit(self, version: int) -> None:
-        """Generate from the version that is loaded."""
+        """Generate from the loaded version from now on."""
         if self.loaded_version != version:
             raise RefitError(f"refit {version} cannot be committed: the engine has loaded {self.loaded_version}")
-        self.policy_version, self.has_died = version, False  # what took a version lives, if it was slow before
+        self.policy_version, self.has_died = version, False  # it took a version, so it lives, if slowly
 
     def finish_generation(self, sleep_level: int) -> int:
-        """Give memory back: 1 the KV cache, 2 the weights too, so that a refit must follow. Returns bytes freed."""
+        """Give memory back, and return the bytes.
+
+        sleep_level:  1: the KV cache; 2: the weights as well, so that a refit must follow
+        """
         before = self.sleep_level
-        self.sleep_level = max(before, sleep_level)  # so nobody begins to read any more
+        self.sleep_level = max(before, sleep_level)  # from now on no thread begins to read answers
         try:
             self.readers.wait_for_others()
             if sleep_level and not self.core.reset_prefix_cache():
                 raise RuntimeError("the engine cannot sleep: answers are still being generated")
-            self._wake_cache()  # all falls asleep together
+            self._wake_cache()  # cache and weights fall asleep together
             with self._at_work():
                 freed = sum(self.core.rpc("nemo_fp8rl_sleep", sleep_level))
         except BaseException:
@@ -283,44 +299,45 @@ class VllmEngine:
         return freed
 
     def prepare_for_generation(self) -> None:
-        """Take the weights' memory again; after `finish_generation(2)` its content comes with the next refit. The KV
-        cache's is taken when an answer is asked for, so that a refit has the room.
+        """Take the weights' memory again; after `finish_generation(2)` its content comes with the next refit.
+
+        The KV cache's memory is taken with the next prompt, so that a refit can use it meanwhile.
         """
         with self._at_work():
             self.core.rpc("nemo_fp8rl_wake", "weights")
-        self.cache_sleeps, self.sleep_level = self.cache_sleeps or self.sleep_level > 0, 0
+        self.is_cache_asleep, self.sleep_level = self.is_cache_asleep or self.sleep_level > 0, 0
 
     def _wake_cache(self) -> None:
-        if self.cache_sleeps:
+        if self.is_cache_asleep:
             with self._at_work():
                 self.core.rpc("nemo_fp8rl_wake", "kv_cache")
-            self.cache_sleeps = False
+            self.is_cache_asleep = False
 
     def describe(self) -> EngineDescription:
         kernels = frozenset[str]().union(*self.core.rpc("nemo_fp8rl_kernels"))
         return EngineDescription(kernels, frozenset([instructions()]))
 
     def generating_version(self) -> int:
-        """The version that it generates from; -1 while it does not, or once it was found dead."""
+        """Return the version from which it generates; -1 while it does not generate, or once it has died."""
         return -1 if self.has_died else self.policy_version
 
     def count_retried_prompts(self) -> int:
-        """Prompts that copies of the generation asked again."""
-        return self.asked_again
+        """Return how many prompts copies of the pool asked again."""
+        return self.retried_prompts
 
     def check_health(self) -> None:
-        """Raise WorkerDied when a process of this engine is gone."""
+        """Raise WorkerDied where a process of this engine is gone."""
         self.core.check_health()
 
     def shutdown(self) -> None:
         self.policy_version = -1
         try:
-            if core := self.__dict__.pop("core", None):  # absent when setup failed
+            if core := self.__dict__.pop("core", None):  # absent where setup failed
                 core.shutdown()
                 del core
-                gc.collect()  # its modules refer to one another
+                gc.collect()  # its modules refer to each other
                 if torch.cuda.is_initialized():
-                    torch.cuda.empty_cache()  # another engine may follow in this process
+                    torch.cuda.empty_cache()  # another engine may start in this process
         finally:
             remove_folder()
 
@@ -334,7 +351,7 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         return SamplingParams(
-            n=sampling.num_generations if sampling.temperature else 1,  # greedy answers are alike, and vLLM gives one
+            n=sampling.num_generations if sampling.temperature else 1,  # vLLM refuses n > 1 for greedy answers
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k or 0,  # 0: all
@@ -357,8 +374,8 @@ class VllmEngine:
         return Completion(token_ids, tuple(per_token), sample.finish_reason, version, routes)
 
 
-def _returned(sample: Any, recorded: Tensor | None) -> Tensor | None:
-    """int16 [tokens, layers, top k] of a sample: those that were recorded, or that vLLM returned itself."""
+def _routes_of(sample: Any, recorded: Tensor | None) -> Tensor | None:
+    """Return the experts of a sample, int16 [tokens, layers, top k]: as vLLM returned them, else as recorded."""
     chosen = sample.routed_experts
     return recorded if chosen is None else torch.from_numpy(chosen.astype(np.int16))
 
@@ -370,5 +387,5 @@ def _raise_first(refusals: Iterable[str]) -> None:
 
 
 def _request_id(output: Any, sample: Any) -> str:
-    """vLLM's ID of the request for one of the samples of a prompt (`ParentRequest.get_child_info`)."""
+    """Return vLLM's id of the request for one sample of a prompt (`ParentRequest.get_child_info`)."""
     return f"{sample.index}_{output.request_id}" if len(output.outputs) > 1 else output.request_id

@@ -1,4 +1,4 @@
-"""What the loop asks of a generation backend."""
+"""The interface of a generation backend to the training loop."""
 
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -10,13 +10,23 @@ from nemo_fp8rl.config.generation_schema import GenerationConfig
 from nemo_fp8rl.refit.bridge import WeightSink
 
 SECONDS_A_TOKEN = 0.1
-"""Seconds a token of a full batch, beyond cluster.engine_timeout_seconds, before an engine counts as hung."""
+"""Seconds per token of a full batch. An engine counts as hung after these and cluster.engine_timeout_seconds."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample. temperature 0 is greedy. Log-probs are of the distribution sampled from, at this temperature and
-    of the tokens that top_p and top_k leave. Each sample of a prompt has a seed of its own, from the prompt's.
+    """Parameters of sampling.
+
+    Log-probs belong to the distribution that is sampled from: at this temperature, over the tokens that top_p and top_k
+    leave. Each sample of a prompt has its own seed, derived from the prompt's seed.
+
+    num_generations:  samples per prompt
+    max_new_tokens:   tokens of an answer, at most
+    temperature:      0 is greedy
+    stop_token_ids:   tokens that end an answer
+    stop_strings:     texts that end an answer; they need the engine's tokenizer
+    top_k:            None: all tokens
+    logprobs:         return log-probs with the tokens
     """
 
     num_generations: int
@@ -30,7 +40,7 @@ class Sampling:
 
     @classmethod
     def of_recipe(cls, cfg: GenerationConfig, num_generations: int) -> Self:
-        """The sampling that policy.generation says."""
+        """Return the sampling of the block policy.generation."""
         return cls(
             num_generations=num_generations,
             max_new_tokens=cfg.max_new_tokens,
@@ -43,9 +53,10 @@ class Sampling:
 
 
 def sample_seed(seed: int, step: int | str, position: int | str) -> int:
-    """The engine's seed for a prompt of a step: the same in every process and resumed run.
+    """Return the seed of a prompt, which is the same in every process and in a resumed run.
 
-    By position, not by prompt: a step across an epoch's border may hold a prompt twice, with other samples.
+    It depends on the position, not on the prompt: a step that crosses the border of an epoch may contain a prompt
+    twice, and each occurrence has its own samples.
     """
     return random.Random(f"{seed}/{step}/{position}").getrandbits(31)
 
@@ -79,22 +90,22 @@ class Generation(WeightSink, Protocol):
         sampling: Sampling,
         answered: Callable[[int], None] = ...,
     ) -> list[list[Completion]]:
-        """Each prompt's completions, in order. Equal seeds, prompts and weights give equal completions.
+        """Return the completions of each prompt, in order. Equal seeds, prompts and weights give equal completions.
 
-        answered: told after each prompt how many are answered.
+        answered:  is called after each prompt with the number of prompts answered so far
         """
         ...
 
     def finish_generation(self) -> None:
-        """Give memory back between phases, as policy.generation.vllm_cfg.sleep_level says."""
+        """Give memory back between phases, as much as policy.generation.vllm_cfg.sleep_level says."""
         ...
 
     def prepare_for_generation(self) -> None:
-        """Take that memory again, before a refit or a generation."""
+        """Take the memory again that `finish_generation` gave back; before a refit or a generation."""
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Counts, since the start, of what went wrong and was made good."""
+        """Return how often, since the start, engines were started again and prompts asked again."""
         ...
 
     def describe(self) -> EngineDescription:

@@ -1,7 +1,7 @@
-"""Where the tensors of a checkpoint are in the memory of one rank of vLLM: which part of each, in which parameter.
+"""Maps the tensors of a checkpoint to the memory of one rank of vLLM: which part of each, in which parameter.
 
-vLLM fuses q, k, v and gate, up, stacks experts, and splits over ranks. What its modules say of themselves decides here;
-that it is right is not taken on trust: `weight_store` compares with what vLLM's own loaders made of the same bytes.
+vLLM fuses q, k, v and gate, up, stacks experts, and splits over ranks. The map follows the attributes of vLLM's
+modules, and is not trusted: `weight_store` compares it with the result of vLLM's own loaders for the same bytes.
 """
 
 from collections.abc import Iterator
@@ -21,14 +21,21 @@ from nemo_fp8rl.refit.manifest import RefitError, TensorPart
 from nemo_fp8rl.refit.message import Content
 
 EXPERT_PROJECTIONS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
-"""What vLLM's stacks of experts hold."""
+"""The projections in vLLM's stacks of experts."""
 SPLIT_COLUMNS = ("o_proj", "down_proj")
 SPLIT_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A part and its place: rows from `top` on of the module's parameter, or of that of one expert of it."""
+    """A part of a tensor and its place in memory.
+
+    part:       the part that this rank stores
+    module:     vLLM's module
+    parameter:  the name of the module's parameter
+    top:        the parameter's row at which the part begins
+    expert:     the position in a stack of experts, None without a stack
+    """
 
     part: TensorPart
     module: nn.Module
@@ -37,32 +44,33 @@ class Slot:
     expert: int | None = None
 
     def content(self) -> Content | None:
-        """Views of what the engine holds; None where it keeps the tensor in another form."""
+        """Return views of the part in memory; None where vLLM stores the tensor in another form."""
         data = self._part_of(getattr(self.module, self.parameter).data, self.part.size, self.top)
         if data is None or data.dtype != self.part.torch_dtype:
             return None
         if not self.part.is_fp8:
             return Content(data)
         scale_inv = getattr(self.module, f"{self.parameter}_scale_inv").data
-        held = self._part_of(scale_inv, scale_shape(self.part.size, BLOCK), self.top // BLOCK[0])
-        return Content(data, held) if held is not None else None
+        scales = self._part_of(scale_inv, scale_shape(self.part.size, BLOCK), self.top // BLOCK[0])
+        return Content(data, scales) if scales is not None else None
 
     def _part_of(self, parameter: Tensor, size: tuple[int, ...], top: int) -> Tensor | None:
         if parameter.dim() != len(size) + (self.expert is not None):
             return None
         tensor = parameter if self.expert is None else parameter[self.expert]
-        held = tensor[top : top + size[0]] if size else tensor
-        return held if held.shape == size else None
+        rows = tensor[top : top + size[0]] if size else tensor
+        return rows if rows.shape == size else None
 
 
 def slots(model: nn.Module, hf: HfConfig, dtype: torch.dtype, fp8_layers: Fp8Layers) -> dict[str, Slot]:
-    """The slots, by HF name, of all that this rank stores but KV scales. Raises RefitError for another model than
-    config.json's.
+    """Return the slots, by HF name, of all tensors that this rank stores, KV scales excepted.
 
-    Names are those of the model's own parameters, fused ones taken apart by the model's own table; shapes are what
-    config.json implies. vLLM accepts a load that leaves tensors out, so a refit is held complete by this list.
+    Names come from the model's parameters; fused ones are taken apart by the model's own table. Shapes come from
+    config.json. vLLM accepts a load that leaves tensors out, so this list decides whether a refit is complete.
 
-    dtype: the model's, in which loaders take what is not FP8; what vLLM keeps may be another (a bias on AMX: float32).
+    dtype:   the model's, which loaders expect for tensors that are not FP8; vLLM may store another (a bias on AMX is
+             float32)
+    Raises:  RefitError where the model is not that of config.json
     """
     shapes = expected_tensors(hf)
     found: dict[str, Slot] = {}
@@ -78,8 +86,8 @@ def slots(model: nn.Module, hf: HfConfig, dtype: torch.dtype, fp8_layers: Fp8Lay
                 continue
             region, top = _place(name, shapes[name], module, hf)
             if expert is None or expert >= 0:
-                arrives = E4M3 if fp8_layers.quantizes(name) else dtype
-                part = TensorPart.of(name, arrives, shapes[name], region)
+                wire_dtype = E4M3 if fp8_layers.quantizes(name) else dtype
+                part = TensorPart.of(name, wire_dtype, shapes[name], region)
                 found[name] = Slot(part, module, leaf, top, expert)
     if odd := sorted(known ^ set(shapes)):
         raise RefitError(f"the engine's model and its config.json differ in {len(odd)} tensors, such as {odd[0]}")
@@ -87,24 +95,27 @@ def slots(model: nn.Module, hf: HfConfig, dtype: torch.dtype, fp8_layers: Fp8Lay
 
 
 def _names(model: Any, path: str, module: Any, hf: HfConfig) -> Iterator[tuple[str, int | None]]:
-    """HF's names of what a parameter holds; of an expert, its place in this rank's stack, -1 where another has it."""
-    *above, own, leaf = path.split(".")
-    if own == "routed_experts":
+    """Yield the HF names of the tensors in a parameter, each with the expert's position in this rank's stack.
+
+    The position is -1 for an expert of another rank, None without experts.
+    """
+    *above, module_name, leaf = path.split(".")
+    if module_name == "routed_experts":
         for expert in range(hf.num_experts):
             place = expert if module.expert_map is None else int(module.expert_map[expert])
             for projection in EXPERT_PROJECTIONS[leaf]:
                 yield ".".join([*above, str(expert), projection, "weight"]), place
         return
-    for part in model.packed_modules_mapping.get(own, [own]):
+    for part in model.packed_modules_mapping.get(module_name, [module_name]):
         yield ".".join([*above, part, leaf]), None
 
 
 def _place(name: str, shape: tuple[int, ...], module: Any, hf: HfConfig) -> tuple[Region, int]:
-    """The region of the tensor that this rank has, and the row of the parameter where it begins."""
+    """Return the region of the tensor that this rank stores, and the parameter's row where the region begins."""
     region = list(whole(shape))
     if isinstance(module, VocabParallelEmbedding):
-        held = module.shard_indices
-        region[0] = (held.org_vocab_start_index, held.org_vocab_end_index)
+        shard = module.shard_indices
+        region[0] = (shard.org_vocab_start_index, shard.org_vocab_end_index)
         return tuple(region), 0
     projection = name.rsplit(".", 2)[-2]
     rank, size = _tensor_parallel(module)
@@ -112,7 +123,7 @@ def _place(name: str, shape: tuple[int, ...], module: Any, hf: HfConfig) -> tupl
         region[1] = _share(shape[1], rank, size)
     if projection not in SPLIT_ROWS:
         return tuple(region), 0
-    if projection in ("k_proj", "v_proj"):  # where ranks are more than heads, several have the same head
+    if projection in ("k_proj", "v_proj"):  # with more ranks than heads, several ranks store the same head
         parts = min(size, hf.num_key_value_heads)
         region[0] = _share(shape[0], rank * parts // size, parts)
     else:

@@ -1,8 +1,9 @@
-"""One engine rank's memory of weights: what it stores, how a version gets there, and whether it did.
+"""The weights in the memory of one engine rank: which it stores, how a version is written, and how that is verified.
 
-The first version goes through vLLM's own loaders (layerwise reload). Where these left a tensor's bytes as they came, at
-the place where `placement` looks for them, later versions are written there directly, deltas applied in place; what
-vLLM repacks goes through its loaders at every refit. No layout is assumed: it is compared, once, byte by byte.
+The first version goes through vLLM's own loaders (layerwise reload). Where the loaders left the bytes of a tensor
+unchanged, at the place that `placement` gives, later versions are written there directly, and deltas are applied in
+place. Tensors that vLLM repacks go through its loaders at every refit. No layout is assumed: it is compared once, byte
+by byte.
 """
 
 import math
@@ -32,14 +33,17 @@ from nemo_fp8rl.refit.message import Content
 from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink, ReceivedPiece, receive_pieces
 
 DIRECT: tuple[type, ...] = (Fp8LinearMethod, Fp8MoEMethod, UnquantizedEmbeddingMethod)
-"""Methods that can derive what they need from the parameters anew; a module without a method derives nothing."""
+"""Methods whose derived tensors can be computed again from the parameters; a module without a method derives none."""
 if current_platform.is_cuda():
-    DIRECT += (UnquantizedLinearMethod,)  # which packs its weights on a CPU
+    DIRECT += (UnquantizedLinearMethod,)  # on a CPU this method packs its weights
 
 
 class WeightStore:
-    """version: the last that was loaded, -1 before the first. direct: names of tensors that are written in place, which
-    the first load finds out.
+    """Stores the weights of one engine rank.
+
+    version:         the last version that was loaded, -1 before the first
+    direct_names:    names of the tensors that are written in place; found by the first load
+    verify_seconds:  seconds that the last load spent on digests
     """
 
     def __init__(self, model_runner: Any) -> None:
@@ -54,48 +58,51 @@ class WeightStore:
 
     @property
     def parts(self) -> list[TensorPart]:
-        """All that a refit must bring to this rank."""
+        """The parts of tensors that a refit must bring to this rank."""
         scales = [TensorPart.of(name, torch.float32, ()) for names in fp8_caches(self.model) for name in names]
         return [slot.part for slot in self.slots.values()] + scales
 
     def load(self, links: Sequence[IncomingLink], version: int, verify: bool) -> None:
-        """Take a version into memory. Raises RefitError; memory is then a mixture.
+        """Write a version into memory.
 
-        verify: compare the digest of every piece, as it is in memory, with the trainer's; of a tensor that vLLM
-        repacks, as it arrived. KV scales must be positive numbers with or without it.
+        KV scales must be positive numbers, whatever `verify` is.
+
+        verify:  compare the digest of every piece with the trainer's: as it lies in memory, or, for a tensor that vLLM
+                 repacks, as it arrived
+        Raises:  RefitError; memory then holds tensors of two versions and must be filled again
         """
         if version < self.version:
             raise RefitError(f"refit {version} is stale: this engine has had version {self.version}")
         self.verify_seconds = 0.0
-        loading = _Loading(self, links, version, verify)
+        loading = _VersionLoad(self, links, version, verify)
         if len(self.direct_names) < len(self.slots):
             vllm_compat.forget_packed_experts(self.model)
             with vllm_compat.preserve_nonpersistent_buffers(self.model):
                 self.runner.reload_weights(weights_iterator=loading.for_vllm(), is_checkpoint_format=True)
-        elif left := list(loading.for_vllm()):
-            raise AssertionError(f"{left[0][0]} is written in place, and came for vLLM's loaders")
+        elif unwritten := list(loading.for_vllm()):
+            raise AssertionError(f"{unwritten[0][0]} is written in place, and came for vLLM's loaders")
         if loading.error is not None:
             raise loading.error
         if self.version < 0:
-            self.direct_names = frozenset(self._kept_as_it_came(loading.arrived))
+            self.direct_names = frozenset(self._find_direct_names(loading.arrived))
         self._derive(loading.written)
         loading.set_kv_scales()
         self.verify_seconds = loading.checks.seconds
         self.version = version
 
     def compare(self, links: Sequence[IncomingLink], version: int) -> None:
-        """Raises RefitError, with the name, on a tensor whose bytes in memory are not those that arrive."""
+        """Raise RefitError, with the name, on a tensor whose bytes in memory differ from those that arrive."""
         kv_scales = stored_kv_scales(fp8_caches(self.model))
         for item in receive_pieces(links, version):
             name = item.part.name
             if name in self.direct_names or name in kv_scales:
-                held = [self._held(item.part)] if name in self.direct_names else kv_scales[name]
+                stored = [self._stored(item.part)] if name in self.direct_names else kv_scales[name]
                 assert item.content is not None
-                if not all(item.content.equals(one) for one in held):
+                if not all(item.content.equals(content) for content in stored):
                     raise RefitError(f"refit {version}: {name} in the engine is not what the trainer holds")
 
     def drop_dequantized(self) -> int:
-        """Give up what emulated FP8 layers multiply with, until they do so again; the bytes."""
+        """Free the dequantized weights of emulated FP8 layers until their next multiplication, and return the bytes."""
         nbytes = 0
         for layer in self.model.modules():
             if (copies := getattr(layer, "fp8_dequantized", None)) is not None:
@@ -104,18 +111,20 @@ class WeightStore:
                 layer.quant_method.process_weights_after_loading(layer)
         return nbytes
 
-    def _held(self, part: TensorPart) -> Content:
-        """Views of what is in memory at the place of a piece."""
+    def _stored(self, part: TensorPart) -> Content:
+        """Return views of the memory that holds a piece."""
         slot = self.slots[part.name]
         content = slot.content()
         assert content is not None
         return content.cut(slot.part, part.region)
 
-    def _kept_as_it_came(self, arrived: dict[TensorPart, PendingDigest]) -> Iterator[str]:
-        """Names of tensors that can be written in place: of modules of which vLLM repacks nothing.
+    def _find_direct_names(self, arrived: dict[TensorPart, PendingDigest]) -> Iterator[str]:
+        """Yield the names of tensors that can be written in place: those of modules of which vLLM repacks nothing.
 
-        Raises RefitError when its loaders made of one what did not arrive: `placement` is wrong, and nothing else would
-        show it.
+        Raises RefitError where the bytes in memory are not those that arrived: `placement` is then wrong, and nothing
+        else would show it.
+
+        arrived:  digests of the pieces that vLLM's loaders got
         """
         checks, modules = DeferredChecks(), defaultdict[nn.Module, list[Slot]](list)
         pieces: dict[str, list[TensorPart]] = defaultdict(list)
@@ -123,24 +132,26 @@ class WeightStore:
             modules[slot.module].append(slot)
         for part in arrived:
             pieces[part.name].append(part)
-        for module, held in modules.items():
+        for module, module_slots in modules.items():
             method = getattr(module, "quant_method", None)
             if method is not None and not isinstance(method, DIRECT):
                 continue
-            for slot in held:
+            for slot in module_slots:
                 name = slot.part.name
                 text = f"vLLM's own loaders put something else where {name} is looked for in the engine"
                 refusal = partial(RefitError, text)
                 if slot.content() is None:
                     raise refusal()
                 for piece in pieces[name]:
-                    checks.check_digest(self._held(piece), arrived[piece].text, refusal)
+                    checks.check_digest(self._stored(piece), arrived[piece].text, refusal)
                 yield name
         checks.finish()
 
     def _derive(self, names: set[str]) -> None:
-        """What the modules of these tensors compute with, anew. A head tied to the embedding has a packed copy of it:
-        no weight of its own arrives, so that vLLM's reload leaves it, too, with the copy of the first weights.
+        """Compute the derived tensors of the modules of these tensors again.
+
+        A head that is tied to the embedding has a packed copy of it. No weight arrives for the head, so that vLLM's
+        reload, too, would leave it with a copy of the first weights.
         """
         head = self.model.lm_head
         modules = {self.slots[name].module for name in names}
@@ -152,9 +163,15 @@ class WeightStore:
                 method.process_weights_after_loading(module)
 
 
-class _Loading:
-    """One version on its way in. written: names of tensors that went into memory directly. arrived: digests of the
-    pieces of those for vLLM's loaders, of a first version. kv_scales: by name, each with the trainer's digest.
+class _VersionLoad:
+    """The load of one version.
+
+    targets:    by name, the memory of tensors that are written in place
+    assembling: by name, tensors for vLLM's loaders of which pieces are still missing
+    written:    names of the tensors that were written in place
+    arrived:    digests of the pieces for vLLM's loaders, of a first version
+    kv_scales:  by name, each with the trainer's digest
+    error:      what ended the load
     """
 
     def __init__(self, store: WeightStore, links: Sequence[IncomingLink], version: int, verify: bool) -> None:
@@ -169,8 +186,10 @@ class _Loading:
         self.error: BaseException | None = None
 
     def for_vllm(self) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, tensor) of what vLLM has to load. An error is kept: vLLM then puts its modules together again, of
-        which some, such as the table of RoPE, are those of the next engine in this process, too.
+        """Yield (HF name, tensor) for vLLM's loaders, and write all other tensors.
+
+        An error is stored and not raised: vLLM must complete its reload, because the next engine in this process shares
+        some modules, such as the table of RoPE.
         """
         try:
             modules = {name: slot.module for name, slot in self.store.slots.items() if name not in self.targets}
@@ -179,7 +198,7 @@ class _Loading:
                 if name in self.targets:
                     self._write(item)
                 elif name not in self.store.slots:
-                    self._keep_kv_scale(item)
+                    self._collect_kv_scale(item)
                 else:
                     yield from self._assemble(item)
         except (Exception, KeyboardInterrupt) as error:
@@ -188,36 +207,36 @@ class _Loading:
     def _write(self, item: ReceivedPiece) -> None:
         whole = self.targets[item.part.name]
         assert whole is not None
-        held = whole.cut(self.store.slots[item.part.name].part, item.part.region)
+        target = whole.cut(self.store.slots[item.part.name].part, item.part.region)
         if item.content is not None:
-            held.data.copy_(item.content.data)
+            target.data.copy_(item.content.data)
         else:
             assert item.delta is not None
-            contiguous = held.data.contiguous()
+            contiguous = target.data.contiguous()
             try:
                 item.delta.apply_(bytes_of(contiguous))
             except DeltaError as error:
                 raise RefitError(f"refit {self.version}: {item.part.name}: {error}") from None
-            if not held.data.is_contiguous():
-                held.data.copy_(contiguous)
-        if held.scale_inv is not None and item.scale_inv is not None:
-            held.scale_inv.copy_(item.scale_inv)
+            if not target.data.is_contiguous():
+                target.data.copy_(contiguous)
+        if target.scale_inv is not None and item.scale_inv is not None:
+            target.scale_inv.copy_(item.scale_inv)
         self.written.add(item.part.name)
-        if self.verify:  # now, that it is in the cache
-            self._verify_held(item.part.name, held, item.digest)
+        if self.verify:  # now, while the bytes are in the processor's cache
+            self._verify_stored(item.part.name, target, item.digest)
 
     def _assemble(self, item: ReceivedPiece) -> Iterator[tuple[str, Tensor]]:
-        part, content = item.part, self._arrived_whole(item)
+        part, content = item.part, self._whole_content(item)
         if self.store.version < 0:
             self.arrived[part] = PendingDigest(item.digest) if self.verify else self.checks.take_digest(content)
         if (assembly := self.assembling.get(part.name)) is None:
             assembly = _Assembly(self.store.slots[part.name].part, content.data.device)
             self.assembling[part.name] = assembly
-        if assembly.complete_with(part, content):
+        if assembly.add(part, content):
             del self.assembling[part.name]
             yield from assembly.tensors()
 
-    def _keep_kv_scale(self, item: ReceivedPiece) -> None:
+    def _collect_kv_scale(self, item: ReceivedPiece) -> None:
         name = item.part.name
 
         def keep(scale: float) -> None:
@@ -225,21 +244,21 @@ class _Loading:
                 raise RefitError(f"refit {self.version}: {name} is {scale}; a KV scale is finite and above 0")
             self.kv_scales[name] = torch.tensor(scale, dtype=torch.float32), item.digest
 
-        self.checks.read(self._arrived_whole(item).data, keep)
+        self.checks.read(self._whole_content(item).data, keep)
 
     def set_kv_scales(self) -> None:
-        """Set the FP8 caches' scales, after the weights: vLLM's reload puts its attention layers' own back."""
+        """Set the scales of FP8 caches; after the weights, because vLLM's reload resets these scales."""
         caches = fp8_caches(self.store.model)
         for names, attention in caches.items():
             vllm_compat.set_kv_scales(attention, *(self.kv_scales[name][0] for name in names))
         if self.verify:
-            for name, held in stored_kv_scales(caches).items():
-                for one in held:
-                    self._verify_held(name, one, self.kv_scales[name][1])
+            for name, contents in stored_kv_scales(caches).items():
+                for content in contents:
+                    self._verify_stored(name, content, self.kv_scales[name][1])
         self.checks.finish()
 
-    def _arrived_whole(self, item: ReceivedPiece) -> Content:
-        """The content of a tensor that takes no delta. Raises RefitError where it came as one, or damaged."""
+    def _whole_content(self, item: ReceivedPiece) -> Content:
+        """Return the content of a tensor that takes no delta. Raises RefitError for a delta, or damaged bytes."""
         name = item.part.name
         if item.content is None:
             raise RefitError(f"refit {self.version}: a delta of {name}, which must come whole")
@@ -248,25 +267,26 @@ class _Loading:
             self.checks.check_digest(item.content, item.digest, partial(RefitError, text))
         return item.content
 
-    def _verify_held(self, name: str, held: Content, digest: str) -> None:
+    def _verify_stored(self, name: str, stored: Content, digest: str) -> None:
         text = f"refit {self.version}: {name} in the engine is not what the trainer sent"
-        self.checks.check_digest(held, digest, partial(RefitError, text))
+        self.checks.check_digest(stored, digest, partial(RefitError, text))
 
 
 class _Assembly:
-    """A tensor for vLLM's loaders, which take it whole and keep the rank's part; the rest is not to be seen: NaN."""
+    """A tensor for vLLM's loaders. They take it whole and keep this rank's part; NaN in the rest would show a mistake."""
 
     def __init__(self, part: TensorPart, device: torch.device) -> None:
         self.part, self.missing = part, part.data_bytes
         if part.size != part.shape:
-            device = torch.device("cpu")  # where there is room for what other ranks keep
+            device = torch.device("cpu")  # which has room for the parts of other ranks
         self.data = torch.empty(part.shape, dtype=part.torch_dtype, device=device)
         scales = scale_shape(part.shape, BLOCK) if part.is_fp8 else ()
         self.scale_inv = torch.full(scales, torch.nan, device=device) if part.is_fp8 else None
         if part.size != part.shape and not part.is_fp8:
             self.data.fill_(torch.nan)
 
-    def complete_with(self, piece: TensorPart, content: Content) -> bool:
+    def add(self, piece: TensorPart, content: Content) -> bool:
+        """Add a piece; return True when it was the last."""
         self.data[index(piece.region)] = content.data
         if self.scale_inv is not None and content.scale_inv is not None:
             self.scale_inv[index(blocks_of(piece.region))] = content.scale_inv
@@ -280,10 +300,10 @@ class _Assembly:
 
 
 def stored_kv_scales(caches: Mapping[tuple[str, str, str], Any]) -> dict[str, list[Content]]:
-    """{name: a KV scale as kernels read it}: the buffer of those on GPUs, and the number that those on a CPU take."""
-    held = {}
+    """Return {name: a KV scale as kernels read it}: the buffer for kernels on GPUs, the number for those on CPUs."""
+    scales = {}
     for names, attention in caches.items():
         for name, x in zip(names, "kvq", strict=True):
             number = torch.tensor(getattr(attention, f"_{x}_scale_float"), dtype=torch.float32)
-            held[name] = [Content(getattr(attention, f"_{x}_scale")), Content(number)]
-    return held
+            scales[name] = [Content(getattr(attention, f"_{x}_scale")), Content(number)]
+    return scales

@@ -1,6 +1,6 @@
-"""Inside vLLM's worker (`worker_extension_cls`): the receive side of a refit, memory given back, experts recorded.
+"""The methods that vLLM's worker gets (`worker_extension_cls`): it receives refits, gives memory back, records experts.
 
-What crosses vLLM's process borders is bytes, numbers and texts: errors come back as texts, parts as JSON.
+Only bytes, numbers and texts cross vLLM's process borders: errors are returned as texts, parts as JSON.
 """
 
 import gc
@@ -30,7 +30,7 @@ from nemo_fp8rl.refit.transport.handshake import connect
 from nemo_fp8rl.refit.transport.shared_memory import domain
 
 Tag = Literal["weights", "kv_cache"]
-"""vLLM's names of what sleeps."""
+"""vLLM's names of the two kinds of memory that sleep."""
 
 # vLLM imports this module in every process of our engines, before the model is built.
 if not can_vllm_read_fp8_cache():
@@ -40,7 +40,7 @@ if not can_vllm_read_fp8_cache():
 
 
 class RefitWorkerExtension:
-    """Methods that vLLM mixes into its worker, whose own are declared here: `model_runner` to `wake_up`."""
+    """A mixin of vLLM's worker. The attributes `model_runner` to `wake_up` are the worker's own."""
 
     model_runner: Any
     vllm_config: Any
@@ -49,12 +49,12 @@ class RefitWorkerExtension:
     wake_up: Callable[[list[str]], None]
     routes: RouteRecorder
     refit_links: Sequence[IncomingLink] = ()
-    kv_scales: list[tuple[Any, list[Tensor]]] = []  # noqa: RUF012, replaced and never changed
-    """Attention layers of an engine asleep on a GPU, with the scales (k, v, q) of their FP8 caches, if any."""
+    kv_scales: list[tuple[Any, list[Tensor]]] = []  # noqa: RUF012, replaced and never mutated
+    """Attention layers with the scales (k, v, q) of their FP8 caches, saved while the engine sleeps on a GPU."""
 
     @cached_property
-    def asleep(self) -> dict[Tag, list[tuple[Any, int]]]:
-        """What is asleep: on a CPU storages with their sizes; on a GPU the tags alone, whose memory vLLM knows."""
+    def freed_storages(self) -> dict[Tag, list[tuple[Any, int]]]:
+        """The memory that sleeps: on a CPU storages with their sizes; on a GPU tags alone, vLLM knows the memory."""
         return {}
 
     @cached_property
@@ -62,7 +62,7 @@ class RefitWorkerExtension:
         return WeightStore(self.model_runner)
 
     def nemo_fp8rl_stored_parts(self) -> tuple[str, str]:
-        """(parts that this rank stores, why it cannot say)."""
+        """Return (the parts that this rank stores, "" or the reason why they are unknown)."""
         return _answered(lambda: to_json(self.weight_store.parts), "")
 
     def nemo_fp8rl_domain(self) -> str:
@@ -95,8 +95,10 @@ class RefitWorkerExtension:
     def nemo_fp8rl_load(
         self, version: int, verify: bool, compare: bool
     ) -> tuple[list[str], list[str], float, float, str]:
-        """(names of the tensors stored here that can be written in place, names of those that cannot, seconds, those
-        for digests, "" or what went wrong).
+        """Load or compare a version.
+
+        Return (names of this rank's tensors that can be written in place, names of the others, seconds, seconds for
+        digests, "" or the reason why it failed).
         """
         start = time.perf_counter()
 
@@ -111,14 +113,14 @@ class RefitWorkerExtension:
 
         _, refusal = _answered(load, None)
         if refusal:
-            self.nemo_fp8rl_disconnect()  # or the trainer would wait for someone to read the rest
-            gc.collect()  # errors keep their frames, and so the links, whose memory the source is about to free
+            self.nemo_fp8rl_disconnect()  # or the trainer would wait until the rest is read
+            gc.collect()  # errors keep frames, these keep links, and the source is about to free the links' memory
         store = self.weight_store
-        others = store.slots.keys() - store.direct_names
-        return sorted(store.direct_names), sorted(others), time.perf_counter() - start, store.verify_seconds, refusal
+        repacked = store.slots.keys() - store.direct_names
+        return sorted(store.direct_names), sorted(repacked), time.perf_counter() - start, store.verify_seconds, refusal
 
     def nemo_fp8rl_read_kv_scales(self) -> str:
-        """Take the scales of an FP8 cache from the checkpoint, as the weights; answers what is missing, or ""."""
+        """Take the scales of an FP8 cache from the checkpoint; return "", or a sentence about a missing one."""
         with CheckpointReader(self.model_runner.vllm_config.model_config.model) as checkpoint:
             for names, attention in fp8_caches(self.model_runner.get_model()).items():
                 if missing := [name for name in names if name not in checkpoint.names]:
@@ -127,9 +129,7 @@ class RefitWorkerExtension:
         return ""
 
     def nemo_fp8rl_kernels(self) -> list[str]:
-        """What multiplies the FP8 layers, `attention: ` with the name of vLLM's backend and whether it rounds queries,
-        and its `CUDA graphs: `.
-        """
+        """Return the kernels of FP8 layers, vLLM's attention backend, and the mode of its CUDA graphs, in words."""
         modules = list(self.model_runner.get_model().modules())
         methods = (getattr(module, "quant_method", None) for module in modules)
         fp8 = {m.kernel_name for m in methods if isinstance(m, Fp8LinearMethod | Fp8MoEMethod)}
@@ -142,10 +142,10 @@ class RefitWorkerExtension:
         return sorted(fp8 | attention | {graphs})
 
     def nemo_fp8rl_sleep(self, level: int) -> int:
-        """Free the KV cache, at level 2 the weights too; returns the bytes. Their tensors stay, without memory.
+        """Free the KV cache, at level 2 the weights as well, and return the bytes. Tensors stay, without memory.
 
-        On a GPU vLLM's own sleep mode does it, after which tensors are where they were, as CUDA graphs need it; at
-        level 1 it moves the weights to the host.
+        On a GPU vLLM's own sleep mode does this. It brings tensors back to the same addresses, as CUDA graphs need it;
+        at level 1 it moves the weights to the host.
         """
         if current_platform.is_cuda():
             return self._sleep_on_gpu(level)
@@ -160,32 +160,32 @@ class RefitWorkerExtension:
         freed = [(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
         for storage, _ in freed:
             storage.resize_(0)
-        self.asleep[tag] = self.asleep.get(tag, []) + freed
+        self.freed_storages[tag] = self.freed_storages.get(tag, []) + freed
         return sum(nbytes for _, nbytes in freed)
 
     def nemo_fp8rl_wake(self, tag: Tag) -> None:
-        """Give what `nemo_fp8rl_sleep` freed its memory again, on a CPU filled with zeros; first the weights."""
-        freed = self.asleep.get(tag)
+        """Allocate the memory again that `nemo_fp8rl_sleep` freed, on a CPU filled with zeros. Weights come first."""
+        freed = self.freed_storages.get(tag)
         if freed is not None and current_platform.is_cuda():
             gc.collect()
-            torch.cuda.empty_cache()  # or a trainer in this process would keep what it no longer uses
+            torch.cuda.empty_cache()  # or a trainer in this process would keep memory that it no longer uses
             if tag == "kv_cache":
-                self.kv_scales = self._kv_scales()  # of a refit since
+                self.kv_scales = self._kv_scales()  # a refit may have set others meanwhile
             self.wake_up([tag])
-            for attention, scales in self.kv_scales:  # for which vLLM may have put 1
+            for attention, scales in self.kv_scales:  # vLLM may have reset them to 1
                 vllm_compat.set_kv_scales(attention, *scales)
         for storage, nbytes in freed or ():
             storage.resize_(nbytes)
             storage.fill_(0)
-        self.asleep.pop(tag, None)  # now that it has its memory
+        self.freed_storages.pop(tag, None)  # only now: the memory is there
 
     def _sleep_on_gpu(self, level: int) -> int:
-        if self.asleep:
+        if self.freed_storages:
             return 0
         self.kv_scales = self._kv_scales()
         before = torch.cuda.mem_get_info()[0]
         self.sleep(level)
-        self.asleep["weights"] = self.asleep["kv_cache"] = []
+        self.freed_storages["weights"] = self.freed_storages["kv_cache"] = []
         return max(0, torch.cuda.mem_get_info()[0] - before)
 
     def _kv_scales(self) -> list[tuple[Any, list[Tensor]]]:
@@ -193,25 +193,25 @@ class RefitWorkerExtension:
         return [(c, [scale.cpu().clone() for scale in (c._k_scale, c._v_scale, c._q_scale)]) for c in caches]
 
     def nemo_fp8rl_record_routes(self) -> None:
-        """Keep the experts of every token from here on, until `nemo_fp8rl_take_routes`."""
+        """Record the experts of every token from now on."""
         hf = read_hf_config(self.model_runner.vllm_config.model_config.model)
         self.routes = RouteRecorder(self.model_runner, hf.num_hidden_layers, hf.num_experts_per_tok)
         vllm_compat.record_routes(self.model_runner.get_model(), self.routes)
 
-    def nemo_fp8rl_take_routes(self, wanted: bool) -> bytes:
-        """What was kept since the last call (`RouteRecorder.take`) as safetensors; not wanted: forget it."""
-        return save(self.routes.take() if wanted else self.routes.forget())
+    def nemo_fp8rl_take_routes(self, is_wanted: bool) -> bytes:
+        """Return the records since the last call (`RouteRecorder.take`) as safetensors; empty where not wanted."""
+        return save(self.routes.take() if is_wanted else self.routes.forget())
 
 
 def _end(address: Any, token: str, timeout: float, device: torch.device) -> Any:
     if not isinstance(address, list | tuple):
-        return address  # the end itself, of a trainer in this process
+        return address  # the receiving end itself, of a trainer in this process
     host, port, name = address
     return connect((host, port), token, name, timeout, device)
 
 
 def _answered(method: Callable[[], Any], nothing: Any) -> tuple[Any, str]:
-    """(its result, ""), or (`nothing`, what a RefitError says)."""
+    """Return (the result of the method, ""), or (`nothing`, the text of a RefitError)."""
     try:
         return method(), ""
     except RefitError as error:

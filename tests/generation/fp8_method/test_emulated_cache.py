@@ -87,7 +87,7 @@ def answered(engine: SimpleNamespace, queries: list[Tensor], keys: list[Tensor],
     return output
 
 
-def as_held(engine: SimpleNamespace, x: Tensor, scale: float) -> Tensor:
+def stored_form(engine: SimpleNamespace, x: Tensor, scale: float) -> Tensor:
     return cast_through_cache(x, scale, "nearest") if engine.is_fp8 else x
 
 
@@ -98,8 +98,8 @@ def test_a_prompt_and_what_follows_are_attended_to_as_the_cache_holds_them(engin
             of_vllms_kernel(
                 engine.layer.isa,
                 q,
-                as_held(engine, k, SCALES._k_scale_float),
-                as_held(engine, v, SCALES._v_scale_float),
+                stored_form(engine, k, SCALES._k_scale_float),
+                stored_form(engine, v, SCALES._v_scale_float),
             )
             for q, k, v in zip(queries, keys, values, strict=True)
         ]

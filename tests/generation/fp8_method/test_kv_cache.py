@@ -41,7 +41,7 @@ def pair(request, tmp_path_factory):
     pair.close()
 
 
-def scales_held(pair: Pair) -> list[tuple[float, ...]]:
+def stored_scales(pair: Pair) -> list[tuple[float, ...]]:
     """(k, v, q) of every layer in the engine: the numbers that the CPU's kernel takes, and the buffers."""
 
     def read(model):
@@ -59,7 +59,9 @@ def test_trainer_and_engine_agree_though_the_cache_is_fp8(pair):
     pair.refit()
     assert pair.mismatch() < pair.limit
     scales = pair.worker.kv_cache.scales
-    assert scales_held(pair) == [2 * each for each in zip(scales.k_scale, scales.v_scale, scales.q_scale, strict=True)]
+    assert stored_scales(pair) == [
+        2 * each for each in zip(scales.k_scale, scales.v_scale, scales.q_scale, strict=True)
+    ]
     rounding, pair.worker.kv_cache.rounding = pair.worker.kv_cache.rounding, None
     blind = pair.mismatch()
     pair.worker.kv_cache.rounding = rounding
@@ -85,13 +87,13 @@ def test_a_checkpoint_without_scales_starts_no_engine(pair):
 
 def test_scales_follow_the_weights(pair):
     pair.refit()
-    before = scales_held(pair)
+    before = stored_scales(pair)
     with torch.no_grad():
         for name, parameter in pair.worker.model.named_parameters():
             if "linear_qkv.weight" in name:
                 parameter.mul_(8.0)
     pair.refit()
-    after = scales_held(pair)
+    after = stored_scales(pair)
     assert all(b[1] == 8 * a[1] for a, b in zip(before, after, strict=True))
     with torch.no_grad():
         for name, parameter in pair.worker.model.named_parameters():
