@@ -1,6 +1,6 @@
-"""How one vLLM engine is driven: stepped in this process, or behind AsyncLLM with its core in a process of its own.
+"""Drives one vLLM engine: stepped in this process, or behind AsyncLLM with its core in a process of its own.
 
-Both take `Request`s and hand out vLLM's own RequestOutput of each as soon as it is complete.
+Both take `Request`s and yield vLLM's RequestOutput of each as soon as it is complete.
 """
 
 import asyncio
@@ -21,7 +21,11 @@ from nemo_fp8rl.workers import WorkerDied
 
 
 class Request(NamedTuple):
-    """params: vLLM's SamplingParams, with output_kind FINAL_ONLY."""
+    """A prompt for vLLM.
+
+    token_ids:  the prompt's tokens
+    params:     vLLM's SamplingParams, with output_kind FINAL_ONLY
+    """
 
     token_ids: tuple[int, ...]
     params: Any
@@ -31,17 +35,17 @@ class Core(Protocol):
     """One vLLM engine. What its workers take and return may cross a process border: bytes, numbers and texts alone."""
 
     def stream(self, requests: Sequence[Request]) -> Iterator[tuple[int, Any]]:
-        """(position in `requests`, its RequestOutput) as they end; what is left when the caller stops is aborted."""
+        """Yield (position in `requests`, RequestOutput) as each is complete; abort the rest when the caller stops."""
         ...
 
     def rpc(self, method: str, *arguments: Any) -> list[Any]:
-        """What the method of the worker extension answers, in each of the engine's worker processes."""
+        """Call a method of the worker extension in each worker process of the engine, and return the results."""
         ...
 
     def reset_prefix_cache(self) -> bool: ...
 
     def check_health(self) -> None:
-        """Raise WorkerDied when the engine cannot go on."""
+        """Raise WorkerDied where the engine cannot go on."""
         ...
 
     def shutdown(self) -> None: ...
@@ -50,8 +54,8 @@ class Core(Protocol):
 class SteppedCore:
     """vLLM's LLMEngine in this process; with tensor parallelism its workers are processes of their own.
 
-    timeout: seconds that such a worker may take to answer a call; for a forward vLLM has a limit of its own,
-    VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS. Past either the engine counts as dead.
+    timeout:  seconds within which a worker process must answer a call. A forward has vLLM's own limit,
+              VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS. After either limit the engine counts as dead.
     """
 
     def __init__(self, arguments: dict[str, Any], timeout: float) -> None:
@@ -62,7 +66,7 @@ class SteppedCore:
 
         self.has_rank_processes, self.timeout = arguments["tensor_parallel_size"] > 1, timeout
         with _interrupts_blocked():
-            # as vLLM's own LLM: a bare engine's default batches are an eighth as large
+            # the context of vLLM's own LLM class: by default a bare engine has batches an eighth as large
             self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
         self._ids = count()
 
@@ -83,8 +87,9 @@ class SteppedCore:
             self._drain()
 
     def _drain(self) -> None:
-        """Take in the batch that vLLM's asynchronous scheduling, which it has on GPUs, ran ahead of the last answer's
-        end. Left under way it would be read after what comes next, such as a refit.
+        """Finish the batch that vLLM's asynchronous scheduling, which it uses on GPUs, has started in advance.
+
+        Otherwise its result would be read after the next action, such as a refit.
         """
         while self.llm.engine_core.engine_core.batch_queue:
             with self._ranks_alive():
@@ -110,11 +115,11 @@ class SteppedCore:
 
     @contextmanager
     def _ranks_alive(self) -> Iterator[None]:
-        """Turn what vLLM raises when one of its processes ended, or did not answer in time, into a WorkerDied."""
+        """Raise WorkerDied for what vLLM raises when one of its processes ended, or did not answer in time."""
         try:
             yield
         except Exception as error:
-            if getattr(self.llm.model_executor, "is_failed", False):  # of the executor of several processes
+            if getattr(self.llm.model_executor, "is_failed", False):  # only of an executor with processes
                 raise WorkerDied("a process of its ranks ended") from error
             # an error of the rank itself arrives as a RuntimeError
             if self.has_rank_processes and isinstance(error, TimeoutError):
@@ -125,7 +130,7 @@ class SteppedCore:
 class AsyncCore:
     """vLLM's AsyncLLM on an event loop in a thread of its own.
 
-    timeout: seconds that may pass without an answer before the engine counts as dead; longer where answers are long.
+    timeout:  seconds without an answer after which the engine counts as dead; longer where answers are long
     """
 
     def __init__(self, arguments: dict[str, Any], timeout: float) -> None:
@@ -141,25 +146,25 @@ class AsyncCore:
         self._ids = count()
 
     def stream(self, requests: Sequence[Request]) -> Iterator[tuple[int, Any]]:
-        ended: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        asked = self._submit(self._ask(requests, ended))
+        outputs: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        generating = self._submit(self._generate(requests, outputs))
         longest = max((request.params.max_tokens for request in requests), default=0)
         timeout = self.timeout + SECONDS_A_TOKEN * longest
         try:
             for _ in requests:
-                position, output = self._next(ended, timeout)
+                position, output = self._next(outputs, timeout)
                 if isinstance(output, Exception):
                     raise _death(output)
                 yield position, output
         finally:
-            asked.cancel()
+            generating.cancel()
 
-    def _next(self, ended: queue.SimpleQueue[tuple[int, Any]], timeout: float) -> tuple[int, Any]:
+    def _next(self, outputs: queue.SimpleQueue[tuple[int, Any]], timeout: float) -> tuple[int, Any]:
         deadline = time.monotonic() + timeout
         while True:
             with suppress(queue.Empty):
-                return ended.get(timeout=1.0)
-            if self.is_shut_down:  # by another thread, whose loop may not have begun what this one asked
+                return outputs.get(timeout=1.0)
+            if self.is_shut_down:  # by another thread; the loop may never have started this coroutine
                 raise WorkerDied("the engine was shut down")
             if time.monotonic() > deadline:
                 raise WorkerDied(f"no answer complete in {timeout:g} seconds")
@@ -180,31 +185,31 @@ class AsyncCore:
 
     async def _stop(self) -> None:
         self.llm.shutdown()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
+        other_tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in other_tasks:
             task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.gather(*other_tasks, return_exceptions=True)
 
-    async def _ask(self, requests: Sequence[Request], ended: queue.SimpleQueue[tuple[int, Any]]) -> None:
-        async def one(position: int, request: Request) -> None:
+    async def _generate(self, requests: Sequence[Request], outputs: queue.SimpleQueue[tuple[int, Any]]) -> None:
+        async def generate(position: int, request: Request) -> None:
             try:
                 async for output in self.llm.generate(_prompt(request), request.params, str(next(self._ids))):
-                    ended.put((position, output))
-            except asyncio.CancelledError:  # by `shutdown`, or nobody reads it
-                ended.put((position, WorkerDied("the engine was shut down")))
+                    outputs.put((position, output))
+            except asyncio.CancelledError:  # by `shutdown`, or because the caller stopped reading
+                outputs.put((position, WorkerDied("the engine was shut down")))
                 raise
             except Exception as error:
-                ended.put((position, error))
+                outputs.put((position, error))
 
-        await asyncio.gather(*(one(position, request) for position, request in enumerate(requests)))
+        await asyncio.gather(*(generate(position, request) for position, request in enumerate(requests)))
 
     def _submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """The coroutine's result. A core that has just ended may never answer, so vLLM is asked now and then."""
-        asked, deadline = self._submit(coroutine), time.monotonic() + self.timeout
-        while not wait([asked], timeout=1.0).done:
+        """Return the coroutine's result. A core that has just ended may never answer, so its state is polled."""
+        submitted, deadline = self._submit(coroutine), time.monotonic() + self.timeout
+        while not wait([submitted], timeout=1.0).done:
             if self.llm is not None and self.llm.errored:
                 raise WorkerDied("the process of its core ended")
             if self.is_shut_down:
@@ -212,7 +217,7 @@ class AsyncCore:
             if time.monotonic() > deadline:
                 raise WorkerDied(f"no answer in {self.timeout:g} seconds")
         try:
-            return asked.result()
+            return submitted.result()
         except Exception as error:
             raise _death(error) from None
 
@@ -232,7 +237,7 @@ async def _start_async_llm(arguments: dict[str, Any]) -> Any:
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Processes started here leave Ctrl-C to the process that asked for them (they inherit this thread's mask)."""
+    """Processes started in the block ignore Ctrl-C, which this process handles: they inherit this thread's mask."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -241,7 +246,7 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 def _death(error: Exception) -> Exception:
-    """A WorkerDied when vLLM says that its core is gone, else the error itself."""
+    """Return a WorkerDied where vLLM reports that its core is gone, else the error itself."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     return WorkerDied("the process of its core ended") if isinstance(error, EngineDeadError) else error

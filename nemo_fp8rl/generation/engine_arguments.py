@@ -1,4 +1,4 @@
-"""What vLLM is told of a recipe."""
+"""The arguments of vLLM's engine for a recipe."""
 
 from typing import Any
 
@@ -15,11 +15,11 @@ from nemo_fp8rl.hf.model_config import read_hf_config
 
 WORKER_EXTENSION = "nemo_fp8rl.generation.weights.worker_extension.RefitWorkerExtension"
 CPU_BATCHED_TOKENS = 8192
-"""Tokens of a forward on a CPU, at most: vLLM's own default for offline generation."""
+"""Maximum number of tokens in a forward on a CPU: vLLM's default for offline generation."""
 
 
 def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
-    """vLLM's EngineArgs for this recipe."""
+    """Return the keywords of vLLM's EngineArgs for this recipe."""
     vllm_cfg, hf = cfg.policy.generation.vllm_cfg, read_hf_config(cfg.policy.model_name)
     cache_gib, batched_tokens = vllm_cfg.kv_cache_memory_gib, vllm_cfg.max_num_batched_tokens
     eager, backend = vllm_cfg.enforce_eager, vllm_cfg.attention_backend and vllm_cfg.attention_backend.upper()
@@ -29,12 +29,12 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
     if fp8_layers := engine_fp8_layers(hf, cfg):
         overrides["quantization_config"] = quantization_config(cfg.nemo_fp8rl.scale_format, fp8_layers)
     if torch.cuda.is_available():
-        of_machine: dict[str, Any] = {"enable_sleep_mode": vllm_cfg.sleep_level > 0}
+        device_arguments: dict[str, Any] = {"enable_sleep_mode": vllm_cfg.sleep_level > 0}
     else:
         cache_gib = cache_gib or max(1.0, one_sequence_gib(hf, cfg))
         batched_tokens = batched_tokens or max(CPU_BATCHED_TOKENS, vllm_cfg.max_model_len)
-        # a prompt with a seed cannot be split there (no offset in its generators)
-        of_machine = {"enable_chunked_prefill": False}
+        # a prompt with a seed cannot be split there (generators on a CPU have no offset)
+        device_arguments = {"enable_chunked_prefill": False}
     return {
         "model": str(checkpoint_folder(cfg.policy.model_name, weights=load_format != "dummy")),
         "tokenizer": str(checkpoint_folder(cfg.policy.tokenizer.name, "policy.tokenizer.name")),
@@ -44,7 +44,7 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
         "load_format": load_format,
         "worker_extension_cls": WORKER_EXTENSION,
         "tensor_parallel_size": vllm_cfg.tensor_parallel_size,
-        # else Ray's within a placement group
+        # None would be Ray within a placement group
         "distributed_executor_backend": "mp" if vllm_cfg.tensor_parallel_size > 1 else None,
         "enable_expert_parallel": vllm_cfg.expert_parallel_size > 1,
         "max_model_len": vllm_cfg.max_model_len,
@@ -55,24 +55,26 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
         "enforce_eager": eager,
         "gpu_memory_utilization": vllm_cfg.gpu_memory_utilization,
         "kv_cache_memory_bytes": None if cache_gib is None else int(cache_gib * 2**30),
-        "logprobs_mode": "processed_logprobs",  # of the distribution really sampled from
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
         "generation_config": "vllm",  # not the checkpoint's sampling defaults
         "enable_return_routed_experts": cfg.policy.router_replay.enabled and vllm_compat.has_route_output(),
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "seed": cfg.grpo.seed,
-        **of_machine,
+        **device_arguments,
     }
 
 
 def _graphs_would_keep_scales(backend: str | None) -> bool:
-    """Whether an FP8 cache is FlashInfer's on this GPU. Its choice, where none is asked for, vLLM makes in
-    vllm/platforms/cuda.py: FlashInfer everywhere but on Hopper, where FlashAttention 3 takes an FP8 cache. The others
-    read the scales from memory (triton_attn.py, flash_attn.py: `layer._k_scale`), so that their graphs stay valid.
+    """True where CUDA graphs would keep the scales of an FP8 cache: with FlashInfer's attention.
+
+    Other backends read the scales from memory (triton_attn.py, flash_attn.py: `layer._k_scale`), so that their graphs
+    stay valid. Without a requested backend vLLM chooses (vllm/platforms/cuda.py): FlashInfer, except on Hopper, where
+    FlashAttention 3 takes an FP8 cache.
     """
     return is_flashinfer(backend) if backend else torch.cuda.get_device_capability()[0] != HOPPER[0]
 
 
 def is_flashinfer(kernel: str) -> bool:
-    """Whether an attention backend is FlashInfer's, by vLLM's name of it, alone or as the engine's kernels have it."""
+    """True for FlashInfer's attention backend, by vLLM's name or by the text in `EngineDescription.kernels`."""
     return kernel.endswith("FLASHINFER")  # TRITON_FLASHINFER, too

@@ -1,4 +1,4 @@
-"""What a recipe asks of the engine and what the model and the machine allow, compared before anything is loaded."""
+"""Checks, before anything is loaded, whether model and machine allow what a recipe requires of the engine."""
 
 import psutil
 import torch
@@ -13,19 +13,19 @@ from nemo_fp8rl.workers import joins_cluster
 
 KEY_PREFIX = "policy.generation.vllm_cfg"
 CPU_BACKEND = "CPU_ATTN"
-"""vLLM's name of its attention on a CPU, which it takes there whatever is asked for."""
+"""vLLM's name of its attention on a CPU, the only one there."""
 CACHE_BLOCK = 128
 """Tokens of a block of vLLM's KV cache on CPU; fewer on GPUs."""
 
 
 def check_for_driver(hf: HfConfig, cfg: Config) -> None:
-    """`check_engine`, and what this machine says, too."""
+    """Run `check_engine` and `check_machine_of_driver`."""
     check_engine(hf, cfg)
     check_machine_of_driver(hf, cfg)
 
 
 def check_machine_of_driver(hf: HfConfig, cfg: Config) -> None:
-    """`check_machine`, unless workers will be in a Ray cluster that is there already."""
+    """Run `check_machine`, unless workers will run in a Ray cluster that exists already."""
     if cfg.cluster.backend == "in_process" or not joins_cluster():
         check_machine(hf, cfg, trains=True)
 
@@ -42,9 +42,9 @@ def check_engine(hf: HfConfig, cfg: Config) -> None:
 
 
 def check_machine(hf: HfConfig, cfg: Config, trains: bool = False) -> None:
-    """Raise UserError, naming the key, for what vLLM cannot do on this machine, which is to be the engine's.
+    """Raise UserError, naming the key, for what vLLM cannot do on this machine.
 
-    trains: it is to be the trainer's, too, whose FP8 asks more of a GPU.
+    trains:  the trainer will run on this machine as well; its FP8 requires more of a GPU
     """
     if torch.cuda.is_available():
         _check_gpu(cfg, trains and cfg.nemo_fp8rl.flow == "fp8_e2e")
@@ -80,8 +80,10 @@ def _check_parallel(hf: HfConfig, cfg: Config) -> None:
 
 
 def _check_cpu(hf: HfConfig, cfg: Config) -> None:
-    """An FP8 cache needs vectors of 32 values (vLLM's cpu_attn.py, _get_attn_isa). One that is emulated would not: a
-    recipe is for all CPUs or for none. On a GPU vLLM says itself what it has no kernel for.
+    """Raise UserError for what vLLM cannot do on a CPU; on a GPU vLLM itself refuses what it has no kernel for.
+
+    An FP8 cache needs vectors of 32 values (vLLM's cpu_attn.py, _get_attn_isa). The emulated cache does not, but a
+    recipe shall run on all CPUs or on none.
     """
     expert = cfg.policy.generation.vllm_cfg.expert_parallel_size
     if expert > 1 and not cfg.nemo_fp8rl.engine_fp8:
@@ -104,20 +106,18 @@ def _check_cpu(hf: HfConfig, cfg: Config) -> None:
 
 
 def _check_kv_memory(hf: HfConfig, cfg: Config) -> None:
-    """The cache must hold one sequence of the whole context, and a block that vLLM keeps, else vLLM does not start."""
+    """Raise UserError for a cache without room for one sequence of the whole context and vLLM's reserved block."""
     vllm, wanted = cfg.policy.generation.vllm_cfg, one_sequence_gib(hf, cfg)
     if vllm.kv_cache_memory_gib is not None and wanted > vllm.kv_cache_memory_gib:
         raise UserError(
             f"{KEY_PREFIX}.kv_cache_memory_gib={vllm.kv_cache_memory_gib:g} cannot hold one sequence of "
-            f"{KEY_PREFIX}.max_model_len={vllm.max_model_len} tokens, which takes {wanted:.3g} GiB; raise the one or "
-            "lower the other"
+            f"{KEY_PREFIX}.max_model_len={vllm.max_model_len} tokens, which takes {wanted:.3g} GiB; raise the first or "
+            "lower the second"
         )
 
 
 def _check_free_memory(cfg: Config) -> None:
-    """Raise UserError for a cache larger than free memory. vLLM asks, too, but no one hears what a process of its own
-    says.
-    """
+    """Raise UserError for a cache larger than free memory. vLLM checks it as well, in a process without output."""
     free, wanted = psutil.virtual_memory().available / 2**30, cfg.policy.generation.vllm_cfg.kv_cache_memory_gib or 0
     if wanted > free:
         raise UserError(
@@ -126,7 +126,7 @@ def _check_free_memory(cfg: Config) -> None:
 
 
 def one_sequence_gib(hf: HfConfig, cfg: Config) -> float:
-    """GiB that the cache of a process of an engine must have at least."""
+    """Return the GiB that the cache of each process of an engine needs at least."""
     vllm = cfg.policy.generation.vllm_cfg
     value_bytes = 1 if cfg.fp8_kv_cache else 4 if cfg.policy.precision == "float32" else 2
     heads = hf.num_key_value_heads // vllm.tensor_parallel_size

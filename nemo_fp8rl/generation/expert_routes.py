@@ -1,7 +1,7 @@
-"""The experts that vLLM's routers chose, by request and token: what routing replay on the trainer needs.
+"""Records the experts that vLLM's routers chose, by request and token, for routing replay on the trainer.
 
-vLLM returns them itself (`enable_return_routed_experts`) where it has Triton (`compat.has_route_output`). On CPU this
-recorder takes the place of vLLM's own behind the same hook (`bind_routed_experts_capturer`).
+vLLM returns them itself (`enable_return_routed_experts`) where it has Triton (`compat.has_route_output`). On a CPU this
+recorder replaces vLLM's own behind the same hook (`bind_routed_experts_capturer`).
 """
 
 from dataclasses import dataclass
@@ -13,30 +13,40 @@ from torch import Tensor
 
 @dataclass
 class _Forward:
-    """spans: (request, position of its first token, its rows) of each. chosen: int16 [tokens, top k] by layer."""
+    """One forward of the model.
+
+    spans:   (request, position of its first token, its rows) of each request
+    chosen:  int16 [tokens, top k] by layer
+    """
 
     spans: list[tuple[str, int, slice]]
     chosen: dict[int, Tensor]
 
 
 class RouteRecorder:
-    """`runner`: vLLM's model runner, which knows whose tokens a forward holds."""
+    """Records experts, forward by forward.
+
+    runner:  vLLM's model runner, which knows the requests of a forward
+    """
 
     def __init__(self, runner: Any, num_layers: int, experts_per_token: int) -> None:
         self.runner, self.num_layers, self.experts_per_token = runner, num_layers, experts_per_token
         self._forwards: list[_Forward] = []
 
     def capture(self, layer: int, chosen: Tensor) -> None:
-        """chosen: integer [tokens, top k] of one layer in the forward under way, requests one after the other."""
+        """Record the experts of one layer in the current forward.
+
+        chosen:  integer [tokens, top k], one request after the other
+        """
         if not self._forwards or layer in self._forwards[-1].chosen:
             self._forwards.append(_Forward(self._spans(), {}))
         self._forwards[-1].chosen[layer] = chosen.to(torch.int16, copy=True)
 
     def take(self) -> dict[str, Tensor]:
-        """int16 [tokens, layers, top k] of each request since the last call; -1 where not computed here.
+        """Return int16 [tokens, layers, top k] of each request since the last call, by the client's request id.
 
-        Keys, request ids as the engine's clients know them. A prompt's tokens that were found in the prefix cache were
-        computed for another request.
+        -1 stands for tokens that were not computed: tokens of a prompt found in the prefix cache were computed for
+        another request.
         """
         lengths: dict[str, int] = {}
         for forward in self._forwards:
@@ -49,7 +59,7 @@ class RouteRecorder:
                 for request, first, rows in forward.spans:
                     routes[request][first : first + rows.stop - rows.start, layer] = chosen[rows]
         self._forwards.clear()
-        return {request.rsplit("-", 1)[0]: route for request, route in routes.items()}  # vLLM adds a suffix of its own
+        return {request.rsplit("-", 1)[0]: route for request, route in routes.items()}  # vLLM appends a suffix
 
     def forget(self) -> dict[str, Tensor]:
         self._forwards.clear()

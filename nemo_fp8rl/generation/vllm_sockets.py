@@ -1,7 +1,7 @@
-"""The folder of vLLM's sockets: one of this process's own, which other users cannot enter.
+"""The folder of vLLM's sockets: each process has one, which other users cannot enter.
 
-vLLM binds them in the folder for temporary files and leaves most of their files there, also where an engine ends in
-order, two or more an engine.
+By default vLLM binds its sockets in the folder for temporary files and leaves most of their files there, two or more
+per engine, even after a regular end.
 """
 
 import logging
@@ -14,25 +14,26 @@ from pathlib import Path
 
 VARIABLE = "VLLM_RPC_BASE_PATH"
 PREFIX = "fp8rl_"
-LONGEST = 107 - len("/") - 36
-"""Bytes of a folder in which vLLM, which names sockets by UUIDs, can bind one: Linux has 107 for a socket's path."""
+MAX_FOLDER_BYTES = 107 - len("/") - 36
+"""Maximum bytes of the folder's path: Linux has 107 for a socket's path, and vLLM names sockets by UUIDs."""
 
 
 @cache
 def folder() -> Path:
-    """The same for all engines of this process: vLLM keeps what it has read of the environment."""
+    """Return the folder. It is the same for all engines of this process: vLLM reads the environment once."""
     return Path(tempfile.gettempdir()) / f"{PREFIX}{secrets.token_hex(6)}"
 
 
 def make_folder() -> None:
-    """Create the folder and tell vLLM of it, before that is imported. What the user has set stays; what was inherited
-    of another process is that one's, and may be gone or on another machine. Where the path would be too long, vLLM's
-    own choice stays.
+    """Create the folder and name it to vLLM; call it before vLLM is imported.
+
+    A folder that the user has set stays. A folder inherited from another process is replaced: it may be gone, or on
+    another machine. Where the path would be too long, vLLM's default stays.
     """
-    given = os.environ.get(VARIABLE)
-    if given is not None and not Path(given).name.startswith(PREFIX):
+    current = os.environ.get(VARIABLE)
+    if current is not None and not Path(current).name.startswith(PREFIX):
         return
-    if len(os.fsencode(folder())) > LONGEST:
+    if len(os.fsencode(folder())) > MAX_FOLDER_BYTES:
         os.environ.pop(VARIABLE, None)
         text = "vLLM's sockets are in %s itself, where others may reach them: its path is too long; set another TMPDIR"
         logging.getLogger(__name__).warning(text, folder().parent)
@@ -42,8 +43,9 @@ def make_folder() -> None:
 
 
 def remove_folder() -> None:
-    """Remove the folder with all that is in it, after an engine's end; what is connected stays so. Processes that this
-    one starts later bind no sockets there.
+    """Remove the folder with its files, after an engine's end. Open connections stay open.
+
+    Processes that this process starts later bind no sockets there.
     """
     shutil.rmtree(folder(), ignore_errors=True)
     if os.environ.get(VARIABLE) == str(folder()):

@@ -1,19 +1,24 @@
-"""Whole versions, or only what changed: which of the two a refit takes under `refit.mode: auto`."""
+"""Chooses between whole versions and deltas for the next refit, as `refit.mode` says."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
 Mode = Literal["full", "delta", "auto"]
 RETRY_AFTER = 50
-"""Refits of one kind in a row after which the other is tried again: how much a step changes goes with the learning
-rate, and what each of them takes with what else the machine does."""
+"""Number of refits of one kind in a row after which the other kind is tried again. The number of bytes that a step
+changes depends on the learning rate, and the time of both kinds on the other load of the machine."""
 
 
 @dataclass
 class ModeChoice:
-    """auto tries both and takes the one that took less time over this link with these weights.
+    """Under auto both kinds are tried, and the one is used that took less time over these links with these weights.
 
-    A delta needs the bytes of the last version, which `keep` asks the trainer to hold on to.
+    A delta needs the bytes of the previous version; the trainer stores them where `wants_base` says so.
+
+    mode:      full, delta or auto
+    seconds:   by kind, of the last refit of that kind
+    last:      the kind of the last refit
+    in_a_row:  number of refits of that kind in a row
     """
 
     mode: Mode
@@ -23,28 +28,29 @@ class ModeChoice:
 
     @property
     def wants_delta(self) -> bool:
-        """Whether the next refit is a delta, if it can be."""
+        """True where the next refit should be a delta, if possible."""
         if self.mode != "auto":
             return self.mode == "delta"
         if len(self.seconds) < 2:
             return "full" in self.seconds
         if self.in_a_row >= RETRY_AFTER:
             return self.last == "full"
-        return self._delta_is_faster
+        return self._is_delta_faster
 
     @property
     def wants_base(self) -> bool:
-        """Whether the refit after the next one might be a delta."""
+        """True where the refit after the next one may be a delta: the trainer must store this version's bytes."""
         if self.mode != "auto":
             return self.mode == "delta"
-        return len(self.seconds) < 2 or self._delta_is_faster or self.in_a_row >= RETRY_AFTER - 1
+        return len(self.seconds) < 2 or self._is_delta_faster or self.in_a_row >= RETRY_AFTER - 1
 
     def record(self, delta: bool, seconds: float) -> None:
+        """Record the time of a refit."""
         kind: Literal["full", "delta"] = "delta" if delta else "full"
         self.seconds[kind] = seconds
         self.in_a_row = self.in_a_row + 1 if kind == self.last else 1
         self.last = kind
 
     @property
-    def _delta_is_faster(self) -> bool:
+    def _is_delta_faster(self) -> bool:
         return self.seconds["delta"] < self.seconds["full"]

@@ -1,4 +1,4 @@
-"""What the sides say of a refit: bytes and seconds of a trainer's rank, of an engine, of the whole."""
+"""Reports on a refit: bytes and seconds of a trainer's rank, of an engine, and of the whole refit."""
 
 import time
 from dataclasses import dataclass, field
@@ -7,13 +7,14 @@ from types import TracebackType
 from nemo_fp8rl.refit.manifest import TensorPart
 
 LinkId = tuple[int, int]
-"""Engine, and rank in it."""
+"""(engine, rank in the engine)"""
 STAGES = ("export", "quantize", "encode", "send")
-"""A trainer rank's work: parts of its parameters; bytes and scales; digests, deltas, kept bytes; waiting and copies."""
+"""A trainer rank's work: take parts of parameters; make bytes and scales; make digests and deltas and store bytes; wait
+for buckets and copy."""
 
 
 class StageTimer:
-    """Adds what its block takes to the seconds of a stage. A class, for a refit enters some of them for every piece."""
+    """Adds the time of its block to the seconds of a stage. It is a class because a refit enters it for every piece."""
 
     __slots__ = ("seconds", "stage", "start")
 
@@ -31,8 +32,15 @@ class StageTimer:
 
 @dataclass
 class SendReport:
-    """What one rank sent of a version, over all its links. bf16_nbytes: the same tensors in bf16. quantized_*: of those
-    that are FP8. base_nbytes: kept for the next delta. seconds: by stage. failed: links that broke, and why.
+    """What one trainer rank sent of a version over all its links.
+
+    nbytes:                 bytes on the wire
+    bf16_nbytes:            bytes of the same tensors in bfloat16
+    quantized_nbytes:       bytes on the wire of FP8 tensors
+    quantized_bf16_nbytes:  bytes of FP8 tensors in bfloat16
+    base_nbytes:            bytes stored for the next delta
+    seconds:                by stage (`STAGES`)
+    failed:                 links that broke, each with the reason
     """
 
     nbytes: int = 0
@@ -57,8 +65,11 @@ class SendReport:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """An engine's answer: the version is in its memory. direct: names of the tensors that can be written in place, and
-    so take deltas. seconds: it took, of which `verify_seconds` for digests.
+    """An engine has the version in its memory.
+
+    direct_names:    names of the tensors that can be written in place, and so can take deltas
+    seconds:         time of the load
+    verify_seconds:  the part of `seconds` that digests took
     """
 
     version: int
@@ -69,9 +80,17 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class RefitReport:
-    """nbytes: on the wire to one engine. wire_over_bf16: those of the quantized tensors over what they are in bf16.
-    base_nbytes: kept by a rank for the next delta, at most. bucket_nbytes: of the links of a process, at most.
-    between_machines: share of a whole version that leaves one. seconds: of wall time; stages overlap.
+    """A refit that all engines committed.
+
+    nbytes:            bytes on the wire to one engine
+    delta:             True for a delta, False for a whole version
+    wire_over_bf16:    bytes of FP8 tensors on the wire over their bytes in bfloat16
+    base_nbytes:       bytes that a rank stores for the next delta, of the rank with most
+    bucket_nbytes:     bytes of the buckets of all links of a process, of the process with most
+    between_machines:  share of a whole version that leaves a machine
+    retries:           engines that had to be sent the version again
+    seconds:           wall time
+    stages:            seconds by stage; stages overlap
     """
 
     version: int

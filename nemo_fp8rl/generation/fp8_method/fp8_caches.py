@@ -1,4 +1,4 @@
-"""Which layers of a vLLM model keep their keys and values in FP8."""
+"""The layers of a vLLM model with an FP8 cache of keys and values."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from nemo_fp8rl.fp8.kv_scales import scale_names
 
 
 def fp8_caches(model: nn.Module) -> dict[tuple[str, str, str], Any]:
-    """{names of the scales (k, v, q) that a refit must bring: attention layer} of every layer whose cache is FP8."""
+    """Return {names of the scales (k, v, q) that a refit must bring: attention layer} for every FP8 cache."""
     layers = (
         (name.removesuffix(".attn"), module)
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""FP8 experts of an engine on a GPU: activations quantized by the contract, then vLLM's Triton kernel for experts."""
+"""FP8 experts of an engine on a GPU: `nemo_fp8rl.fp8` quantizes activations, vLLM's Triton kernel multiplies."""
 
 from typing import Any
 
@@ -17,18 +17,18 @@ COMPUTE_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class NativeFp8MoEMethod(Fp8MoEMethod):
-    """Multiplies what it holds, as it came."""
+    """Multiplies the stored weights themselves."""
 
     kernel_name = "fused_moe_kernel (Triton)"
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Nothing is made of the weights."""
+        """Do nothing: the kernel reads the stored weights."""
 
     def multiply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-        """x [tokens, H], topk_* [tokens, k] -> [tokens, H], the rank's part of the sum over experts.
+        """Return this rank's part of the sum over experts, [tokens, H], of x [tokens, H] and topk_* [tokens, k].
 
-        The steps of vLLM's own `fused_experts_impl` (fused_moe.py) with our quantizer in the place of its, and with
-        the experts' outputs weighted in the sum, in float32, as on a CPU; vLLM rounds it to bfloat16 before.
+        The steps are those of vLLM's `fused_experts_impl` (fused_moe.py), with two differences: our quantizer, and the
+        experts' outputs are weighted within the sum, in float32, as on a CPU; vLLM rounds them to bfloat16 before.
         """
         w13, w2 = layer.w13_weight, layer.w2_weight
         tokens, k = topk_ids.shape
@@ -55,9 +55,11 @@ class NativeFp8MoEMethod(Fp8MoEMethod):
         order: tuple[Tensor, Tensor, Tensor],
         config: dict[str, Any],
     ) -> Tensor:
-        """Each row of x [M, K] with the weights [E, N, K] of its k experts: [M, k, N], unwritten for another rank's.
+        """Multiply each row of x [M, K] by the weights [E, N, K] of its k experts; return [M, k, N].
 
-        order: of `moe_align_block_size`.
+        The output of another rank's experts stays unwritten.
+
+        order:  the result of `moe_align_block_size`
         """
         out = x.new_empty((x.size(0), k, weight.size(1)))
         quantized = quantize_activations(x, self.scale_format)

@@ -1,8 +1,8 @@
-"""FP8 linear layers of an engine on a GPU: activations quantized by the contract, then one of vLLM's block kernels.
+"""FP8 linear layers of an engine on a GPU: `nemo_fp8rl.fp8` quantizes activations, vLLM's block kernels multiply.
 
-vLLM chooses among more kernels than are taken here. Left out is what would multiply something else than the trainer's
-numbers: FlashInfer's quantizes small batches by itself, Marlin and Humming leave activations in bfloat16. DeepGEMM is
-for Hopper alone: on Blackwell it needs scales in a byte, for which vLLM quantizes the weights again.
+vLLM chooses among more kernels. Kernels that would multiply other numbers than the trainer's are left out: FlashInfer's
+kernel quantizes small batches by itself, Marlin and Humming leave activations in bfloat16. DeepGEMM is used on Hopper
+alone: on Blackwell it needs scales of one byte, for which vLLM quantizes the weights again.
 """
 
 import importlib
@@ -24,8 +24,11 @@ HOPPER = 90
 
 
 class BlockKernel(NamedTuple):
-    """rows: 0 where it takes the scales of activations [M, K/128] row by row; else column by column, each of a multiple
-    of so many rows.
+    """One of vLLM's kernels for linear layers.
+
+    module, name:  where the class is (model_executor/kernels/linear/scaled_mm/)
+    rows:          0: the kernel takes the scales of activations, [M, K/128], row by row; else column by column, with
+                   columns padded to a multiple of `rows`
     """
 
     module: str
@@ -38,19 +41,19 @@ KERNELS = (
     BlockKernel("cutlass", "CutlassFp8BlockScaledMMKernel", 1),
     BlockKernel("triton", "TritonFp8BlockScaledMMKernel", 0),
 )
-"""vLLM's, the fastest first (model_executor/kernels/linear/scaled_mm/)."""
+"""The fastest first."""
 
 
 @register_weight_loader_v2_supported_method
 class NativeFp8LinearMethod(Fp8LinearMethod):
-    """Multiplies what it holds, as it came."""
+    """Multiplies the stored weights themselves."""
 
     def prepare(self, layer: Any, dtype: torch.dtype) -> None:
         self.kernel, self.rows = _kernel(tuple(layer.weight.shape), dtype)
         self.kernel_name = type(self.kernel).__name__
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Nothing is made of the weights; vLLM 0.32 compiles DeepGEMM's kernels for them at start."""
+        """Derive nothing. vLLM 0.32 compiles DeepGEMM's kernels at start for layers with this attribute."""
         layer.deep_gemm_warmup_provider = self.kernel
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -61,7 +64,7 @@ class NativeFp8LinearMethod(Fp8LinearMethod):
 
 
 def _kernel(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Any, int]:
-    """A kernel for weights [N, K], and the `rows` of its kind. Raises ValueError, with reasons, where there is none."""
+    """Return a kernel for weights [N, K], and its `rows`. Raises ValueError, with reasons, where there is none."""
     config = FP8ScaledMMLinearLayerConfig(
         weight_quant_key=kFp8Static128BlockSym,
         activation_quant_key=kFp8Dynamic128Sym,
@@ -74,7 +77,7 @@ def _kernel(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Any, int]:
         module = importlib.import_module(f"vllm.model_executor.kernels.linear.scaled_mm.{kind.module}")
         kernel_class = getattr(module, kind.name)
         can, reason = is_supported_and_can_implement_kernel(kernel_class, config, None)
-        if can and not (reason := _why_not_here(kind, shape)):
+        if can and not (reason := _why_unsuitable(kind, shape)):
             kernel = kernel_class(config)
             kernel.use_deep_gemm_e8m0 = False  # the scales are float32, whatever their values
             return kernel, kind.rows
@@ -82,18 +85,18 @@ def _kernel(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Any, int]:
     raise ValueError(f"no FP8 kernel for a linear layer {list(shape)}: {' '.join(reasons)}")
 
 
-def _why_not_here(kind: BlockKernel, shape: tuple[int, int]) -> str:
-    """Why the kernel cannot be taken here, where vLLM does not say so; empty where it can."""
+def _why_unsuitable(kind: BlockKernel, shape: tuple[int, int]) -> str:
+    """Return why we cannot use a kernel that vLLM would accept; empty where we can."""
     if kind.module == "deep_gemm" and not current_platform.is_device_capability(HOPPER):
-        return f"{kind.name} is for Hopper here."
-    if kind.module == "cutlass" and any(size % 128 for size in shape):  # refused on some GPUs, when it runs
-        return f"{kind.name} takes whole blocks here."
+        return f"{kind.name} is used on Hopper alone."
+    if kind.module == "cutlass" and any(size % 128 for size in shape):  # some GPUs refuse others at run time
+        return f"{kind.name} is used for whole blocks alone."
     return ""
 
 
 @torch.library.custom_op("nemo_fp8rl::quantize_activations", mutates_args=())
 def _quantize_activations(x: Tensor, pow2: bool, rows: int) -> tuple[Tensor, Tensor]:
-    """x [M, K] -> E4M3 [M, K] and its scales [M, ceil(K/128)]; an operation of its own for torch.compile's sake."""
+    """Quantize x [M, K] to E4M3 [M, K] and scales [M, ceil(K/128)]. torch.compile needs it as one operation."""
     scale_inv = _scales_like(x, rows)
     return quantize_activations(x, "pow2" if pow2 else "fp32", scale_inv).data, scale_inv
 
@@ -104,7 +107,7 @@ def _(x: Tensor, pow2: bool, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _scales_like(x: Tensor, rows: int) -> Tensor:
-    """float32 [M, ceil(K/128)] of x [M, K], to be filled. See `BlockKernel`."""
+    """Return unwritten scales, float32 [M, ceil(K/128)], for x [M, K], in the layout of `BlockKernel.rows`."""
     m, k = x.size(0), -(-x.size(1) // 128)
     if not rows:
         return x.new_empty((m, k), dtype=torch.float32)

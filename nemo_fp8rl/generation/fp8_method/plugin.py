@@ -1,8 +1,8 @@
 """vLLM's `vllm.general_plugins` entry point: registers the quantization method `nemo_fp8rl`, and nothing else.
 
-vLLM calls `register` in every process of an engine, whatever the model. So until a model asks for `nemo_fp8rl` nothing
-is imported here but what vLLM's engine has loaded by then: what is registered is a name with a few answers, and the
-method itself (`quantization.py`) loads when vLLM makes its config.
+vLLM calls `register` in every process of an engine, whatever the model. So nothing is imported that vLLM's engine has
+not loaded by then, until a model uses `nemo_fp8rl`: a small class is registered, and the method itself
+(`quantization.py`) is imported when vLLM makes its config.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ def register() -> None:
 
     @register_quantization_config(QUANTIZATION)
     class NemoFp8Rl(QuantizationConfig):
-        """Stands for `NemoFp8RlConfig`, which `from_config` makes; there are no instances of this class."""
+        """Stands for `NemoFp8RlConfig`, which `from_config` returns; this class has no instances."""
 
         def __new__(cls) -> Any:
             raise ValueError(
@@ -41,9 +41,9 @@ def register() -> None:
         def override_quantization_method(
             cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
         ) -> str | None:
-            """An FP8 checkpoint is ours where the user says so; without that it is vLLM's."""
-            asked = user_quant == QUANTIZATION and hf_quant_cfg.get("quant_method") == "fp8"
-            return QUANTIZATION if asked else None
+            """Take an FP8 checkpoint where the user names our method; otherwise vLLM's own method takes it."""
+            is_ours = user_quant == QUANTIZATION and hf_quant_cfg.get("quant_method") == "fp8"
+            return QUANTIZATION if is_ours else None
 
         @staticmethod
         def get_config_filenames() -> list[str]:

@@ -1,4 +1,4 @@
-"""The quantization method `nemo_fp8rl` of vLLM: which of a model's modules hold FP8, and what multiplies it where."""
+"""The quantization method `nemo_fp8rl` of vLLM: which modules store FP8, and their kernels by device."""
 
 import functools
 from pkgutil import resolve_name
@@ -18,9 +18,10 @@ from nemo_fp8rl.generation.fp8_method.stored_weights import Fp8LinearMethod, Fp8
 
 
 class NemoFp8RlConfig(Fp8Config):
-    """Blockwise FP8 with the contract's scale format, in the layers it names.
+    """Blockwise FP8 with the scale format of `nemo_fp8rl.fp8`, in the layers that the config names.
 
-    Of a `quant_method: nemo_fp8rl`, or of an exported checkpoint. `from_config` raises ValueError on another one's.
+    The config comes from `quant_method: nemo_fp8rl`, or from an exported checkpoint; `from_config` raises ValueError on
+    any other.
     """
 
     scale_format: ScaleFormat = "pow2"
@@ -41,36 +42,37 @@ class NemoFp8RlConfig(Fp8Config):
                 f"quantization {cls.get_name()}: the checkpoint's quantization_config lacks {' and '.join(missing)}, "
                 "so it was not written by `nemo-fp8rl export`; leave its quantization to vLLM"
             )
-        own = cast(NemoFp8RlConfig, super().from_config(config))
-        own.scale_format = config["scale_format"]
+        ours = cast(NemoFp8RlConfig, super().from_config(config))
+        ours.scale_format = config["scale_format"]
         first, end, ignored = config["fp8_layers"]
-        own.fp8_layers = Fp8Layers(first, end, tuple(ignored))
+        ours.fp8_layers = Fp8Layers(first, end, tuple(ignored))
         if current_platform.is_cpu():
-            load_emulation("cpu")  # here, for numba must be there before the next line, not after it
+            load_emulation("cpu")  # it imports numba, which must be imported before the next line
             vllm_compat.survive_scan_of_llvmlite()
-        return own
+        return ours
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         linear, experts = methods_for_device()
         if isinstance(layer, RoutedExperts) and self.fp8_layers.quantizes(prefix):
             return experts(layer.moe_config, self.scale_format)
-        if isinstance(layer, Attention) and not self._is_refitted:
-            return Fp8KVCacheMethod(self)  # takes the checkpoint's scales of an FP8 cache, or warns that it has none
+        if isinstance(layer, Attention) and not self._has_refits:
+            return Fp8KVCacheMethod(self)  # takes the scales of an FP8 cache from the checkpoint, or warns
         if not isinstance(layer, LinearBase):
             return None
         return linear(self.scale_format) if self.fp8_layers.quantizes(prefix) else UnquantizedLinearMethod()
 
     @functools.cached_property
-    def _is_refitted(self) -> bool:
-        """Whether scales of an FP8 cache come with a refit, before which the engine refuses to generate. Found as the
-        model is built: vLLM asks for methods again after a reload, when its config may not be at hand.
+    def _has_refits(self) -> bool:
+        """True where a refit brings the scales of an FP8 cache; the engine refuses to generate before.
+
+        It is read while the model is built: vLLM asks for methods again after a reload, when its config may be missing.
         """
         extension = get_current_vllm_config().parallel_config.worker_extension_cls
         return bool(extension) and hasattr(resolve_name(extension), "nemo_fp8rl_load")
 
 
 def methods_for_device() -> tuple[type[Fp8LinearMethod], type[Fp8MoEMethod]]:
-    """The methods of linear layers and of experts for this machine. Raises ValueError where there are none."""
+    """Return the methods of linear layers and of experts for this device. Raises ValueError where there are none."""
     if current_platform.is_cpu():
         from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_experts import EmulatedFp8MoEMethod
         from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_linear import EmulatedFp8LinearMethod

@@ -1,4 +1,4 @@
-"""What a config.json says of FP8, to our quantization method and to vLLM's own; needs no vLLM."""
+"""The block quantization_config of a config.json, for our quantization method and for vLLM's own; needs no vLLM."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ from nemo_fp8rl.generation.fp8_method.plugin import QUANTIZATION
 
 
 def quantization_config(scale_format: str, fp8_layers: Fp8Layers) -> dict[str, object]:
-    """The `quantization_config` of a model that this method serves, in HF's form."""
+    """Return the block for a model that our method serves, in HF's form."""
     return {
         "quant_method": QUANTIZATION,
         "fmt": "e4m3",
@@ -19,10 +19,13 @@ def quantization_config(scale_format: str, fp8_layers: Fp8Layers) -> dict[str, o
 
 
 def config_for_vllm_fp8(linears: Iterable[str], scale_format: str, fp8_layers: Fp8Layers) -> dict[str, object]:
-    """The same for a model of these linear modules, by vLLM's names, that vLLM's own FP8 serves, too."""
+    """Return the block for a model that vLLM's own FP8 method serves as well.
+
+    linears:  the names of the model's linear modules in vLLM
+    """
     modules = ("lm_head", *(name for name in linears if not fp8_layers.quantizes(name)))
     return {
         **quantization_config(scale_format, fp8_layers),
         "quant_method": "fp8",
-        "modules_to_not_convert": list(dict.fromkeys(modules)),  # each once
+        "modules_to_not_convert": list(dict.fromkeys(modules)),  # without repeats
     }

@@ -1,9 +1,10 @@
-"""vLLM modules that hold FP8 weights as they come over the wire, so that `weight_store` can write them in place.
+"""Methods of vLLM's modules that store FP8 weights as they come over the wire, so that refits write them in place.
 
-Built on what vLLM offers to out-of-tree quantization: a `LinearMethodBase`, a `FusedMoEMethodBase`, its own parameter
+They use what vLLM offers to out-of-tree quantization: a `LinearMethodBase`, a `FusedMoEMethodBase`, vLLM's parameter
 classes (so that its weight loaders fuse q, k, v and gate, up), and layerwise reload, which calls
-`process_weights_after_loading` again after every refit. How they multiply is said by `cpu_linear` and `cpu_experts`, or
-by `gpu_linear` and `gpu_experts`: the same weights by the same contract.
+`process_weights_after_loading` again after every refit. Subclasses multiply: `on_cpu/emulated_linear` and
+`on_cpu/emulated_experts`, or `gpu_linear` and `gpu_experts`, all with the same weights and scales. vLLM's own FP8
+methods have the same two names (layers/quantization/fp8.py) and are other classes.
 """
 
 from typing import Any
@@ -22,9 +23,9 @@ from nemo_fp8rl.fp8.format import E4M3
 
 
 class Fp8LinearMethod(LinearMethodBase):
-    """Holds `weight` [N, K] (E4M3) and `weight_scale_inv` [ceil(N/128), ceil(K/128)] (float32).
+    """Stores `weight` [N, K] (E4M3) and `weight_scale_inv` [ceil(N/128), ceil(K/128)] (float32).
 
-    kernel_name: of what multiplies them.
+    kernel_name:  the name of the kernel that multiplies them
     """
 
     kernel_name: str
@@ -58,12 +59,15 @@ class Fp8LinearMethod(LinearMethodBase):
         self.prepare(layer, params_dtype)
 
     def prepare(self, layer: Any, dtype: torch.dtype) -> None:
-        """What multiplying needs to know of a layer, which has its parameters now. dtype: the activations'."""
+        """Prepare the multiplication for a layer whose parameters exist.
+
+        dtype:  of the activations
+        """
         raise NotImplementedError
 
 
 class Fp8MoEMethod(FusedMoEMethodBase):
-    """Holds `w13_weight` [E, 2 * I, H] and `w2_weight` [E, H, I] (E4M3) with their scales, float32."""
+    """Stores `w13_weight` [E, 2 * I, H] and `w2_weight` [E, H, I] (E4M3) with their scales (float32)."""
 
     kernel_name: str
 
@@ -108,11 +112,11 @@ class Fp8MoEMethod(FusedMoEMethodBase):
         shared_experts: Any,
         shared_experts_input: Tensor | None,
     ) -> Tensor:
-        """vLLM's name for `multiply`; experts that all tokens share are none of a supported family's."""
+        """Call `multiply`, as vLLM names it. No supported family has experts that all tokens share."""
         return self.multiply(layer, x, topk_weights, topk_ids)
 
     def multiply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-        """x [tokens, H], topk_* [tokens, k] -> [tokens, H], to be summed over the ranks by vLLM."""
+        """Return this rank's output [tokens, H] of x [tokens, H], topk_* [tokens, k]; vLLM sums it over the ranks."""
         raise NotImplementedError
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:

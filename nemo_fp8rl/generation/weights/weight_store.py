@@ -273,7 +273,7 @@ class _VersionLoad:
 
 
 class _Assembly:
-    """A tensor for vLLM's loaders. They take it whole and keep this rank's part; NaN in the rest would show a mistake."""
+    """A tensor for vLLM's loaders. They take it whole and keep this rank's part; the rest is NaN."""
 
     def __init__(self, part: TensorPart, device: torch.device) -> None:
         self.part, self.missing = part, part.data_bytes

@@ -59,9 +59,8 @@ def test_trainer_and_engine_agree_though_the_cache_is_fp8(pair):
     pair.refit()
     assert pair.mismatch() < pair.limit
     scales = pair.worker.kv_cache.scales
-    assert stored_scales(pair) == [
-        2 * each for each in zip(scales.k_scale, scales.v_scale, scales.q_scale, strict=True)
-    ]
+    of_layers = zip(scales.k_scale, scales.v_scale, scales.q_scale, strict=True)
+    assert stored_scales(pair) == [2 * of_layer for of_layer in of_layers]
     rounding, pair.worker.kv_cache.rounding = pair.worker.kv_cache.rounding, None
     blind = pair.mismatch()
     pair.worker.kv_cache.rounding = rounding

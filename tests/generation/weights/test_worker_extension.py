@@ -116,7 +116,7 @@ def test_sockets_are_in_a_folder_of_the_processes_own_or_where_the_user_says(mon
 @pytest.mark.parametrize(("longer", "is_used"), [(0, True), (1, False)])
 def test_a_folder_in_which_no_socket_could_be_bound_is_left_to_vllm(monkeypatch, caplog, longer, is_used):
     with tempfile.TemporaryDirectory() as short:  # pytest's own is too long already
-        name = Path(short) / ("x" * (vllm_sockets.LONGEST - len(short) - 1 + longer))
+        name = Path(short) / ("x" * (vllm_sockets.MAX_FOLDER_BYTES - len(short) - 1 + longer))
         monkeypatch.setattr(vllm_sockets, "folder", lambda: name)
         monkeypatch.setenv(vllm_sockets.VARIABLE, "/tmp/fp8rl_of_another")
         vllm_sockets.make_folder()

@@ -1,1 +1,1 @@
-"""The layers of the quantization method on a CPU: FP8 matmuls, experts and caches, emulated."""
+"""The quantization method on a CPU: emulated FP8 matmuls, experts and caches."""

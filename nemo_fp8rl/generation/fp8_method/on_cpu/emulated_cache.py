@@ -1,10 +1,10 @@
-"""Attention on an FP8 KV cache for CPUs where vLLM has no kernel for it, which are those without AVX-512 and AMX.
+"""Attention on an FP8 KV cache for CPUs without AVX-512 and AMX, for which vLLM has no kernel.
 
-The cache holds E4M3 in vLLM's own blocks, rounded to nearest as is expected of GPUs. For every forward the tokens that
-it reads are dequantized, and vLLM's kernel for a cache in the model's dtype attends to them: what is emulated is the
-cache, and attention rounds where that kernel does. A layer whose cache is not FP8 is vLLM's in all.
+The cache stores E4M3 in vLLM's blocks, rounded to nearest, as is expected of GPUs. In every forward the tokens that it
+reads are dequantized, and vLLM's kernel for a cache in the model's dtype attends to them. So the cache is emulated, and
+attention rounds where that kernel rounds. A layer whose cache is not FP8 is left to vLLM.
 
-vLLM lets others replace a backend (`register_backend` in v1/attention/backends/registry.py).
+The backend replaces vLLM's (`register_backend` in v1/attention/backends/registry.py).
 """
 
 from copy import copy
@@ -28,12 +28,12 @@ KEY, VALUE = 0, 1
 
 
 def emulate_fp8_caches() -> None:
-    """Have this process's engines take `EmulatedCacheBackend` for vLLM's attention on a CPU."""
+    """Replace vLLM's attention backend on a CPU by `EmulatedCacheBackend`, in this process."""
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{EmulatedCacheBackend.__qualname__}")
 
 
 class EmulatedCacheMetadataBuilder(CPUAttentionMetadataBuilder):
-    """Plans for the kernel of a cache in the model's dtype; for FP8 vLLM's own would find none."""
+    """Plans for the kernel of a cache in the model's dtype; for FP8 vLLM's builder would find no kernel."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         dequantized = copy(vllm_config)
@@ -43,7 +43,7 @@ class EmulatedCacheMetadataBuilder(CPUAttentionMetadataBuilder):
 
 
 class EmulatedCacheAttention(CPUAttentionBackendImpl):
-    """The cache is uint8 [blocks, groups, tokens of a block, 2 * d], of which each token's first half is the key."""
+    """Attention on a cache that is uint8 [blocks, groups, tokens of a block, 2 * d]: of each token key, then value."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class EmulatedCacheAttention(CPUAttentionBackendImpl):
         block, token = slots // block_size, slots % block_size
         codes = kv_cache.view(torch.uint8).unflatten(-1, (2, -1))
         for half, x, scale in ((KEY, key, layer._k_scale_float), (VALUE, value, layer._v_scale_float)):
-            held = to_cache(x[: len(is_token)][is_token], scale, "nearest")
-            codes[block, :, token, half] = held.view(torch.uint8)
+            rounded = to_cache(x[: len(is_token)][is_token], scale, "nearest")
+            codes[block, :, token, half] = rounded.view(torch.uint8)
 
     def forward(
         self,
@@ -87,7 +87,7 @@ class EmulatedCacheAttention(CPUAttentionBackendImpl):
         **kwargs: Any,
     ) -> Tensor:
         if self.emulates and attn_metadata is not None:
-            key = value = None  # they are in the cache; early versions would put them there once more
+            key = value = None  # they are in the cache; early versions of vLLM would write them again
             kv_cache, block_table = self._dequantized(layer, kv_cache, attn_metadata, query.dtype)
             attn_metadata = replace(attn_metadata, block_table=block_table)
         return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
@@ -95,9 +95,9 @@ class EmulatedCacheAttention(CPUAttentionBackendImpl):
     def _dequantized(
         self, layer: Any, kv_cache: Tensor, metadata: CPUAttentionMetadata, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """(blocks that this forward reads, as vLLM's kernel keeps a cache of `dtype`; the table of where they are).
+        """Return (the blocks that this forward reads, in the layout of vLLM's kernel for `dtype`; their block table).
 
-        Of a block that sequences share, what the longest has filled.
+        Of a block that several sequences share, the tokens of the longest sequence are dequantized.
         """
         block_size = kv_cache.size(2)
         firsts = torch.arange(metadata.block_table.size(1)) * block_size
@@ -118,7 +118,7 @@ class EmulatedCacheAttention(CPUAttentionBackendImpl):
 
 
 class EmulatedCacheBackend(CPUAttentionBackend):
-    """vLLM's, with an FP8 cache by ours. It keeps the name, by which vLLM finds a backend again."""
+    """vLLM's backend with our FP8 cache. It keeps vLLM's name, by which vLLM looks backends up."""
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:

@@ -1,6 +1,6 @@
-"""FP8 experts of an engine on a CPU: emulated, so that they multiply as the trainer's do.
+"""FP8 experts of an engine on a CPU, emulated: they multiply as the trainer's experts do.
 
-vLLM's own router chooses the experts, its own loaders place the received bytes.
+vLLM's router chooses the experts, and vLLM's loaders place the received bytes.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from nemo_fp8rl.generation.fp8_method.stored_weights import Fp8MoEMethod
 
 
 class EmulatedFp8MoEMethod(Fp8MoEMethod):
-    """Multiplies dequantized copies of what it holds."""
+    """Multiplies dequantized copies of the stored weights."""
 
     kernel_name = "fp8.fprop (emulated)"
 
@@ -32,20 +32,20 @@ class EmulatedFp8MoEMethod(Fp8MoEMethod):
         return vllm_compat.is_routing_by_experts()
 
     def apply_monolithic(self, layer: Any, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None) -> Tensor:
-        """`multiply` for vLLM's versions that leave routing to the experts."""
+        """Route and `multiply`, for the version of vLLM in which experts route."""
         topk_weights, topk_ids = vllm_compat.choose_experts(layer, x, router_logits)
         if self.capture:
             self.capture(topk_ids)
         return self.multiply(layer, x, topk_weights, topk_ids)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        layer.fp8_dequantized = None  # made of the new bytes by the first multiplication
+        layer.fp8_dequantized = None  # the first multiplication dequantizes the new bytes
 
     def multiply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-        """x [tokens, H], topk_* [tokens, k] -> [tokens, H]; summed over experts in their order, in float32.
+        """Return [tokens, H] of x [tokens, H] and topk_* [tokens, k]: the sum over experts in their order, in float32.
 
-        A rank that shares experts, or the matrices of each, with others computes its part of each expert's output for
-        each token; the sum over experts is then every rank's.
+        A rank that shares experts, or their matrices, with other ranks computes its part of each expert's output for
+        each token. These parts are added up over the ranks first, and then every rank sums over the experts.
         """
         if layer.fp8_dequantized is None:
             operand = operand_dtype(layer.activations_dtype, self.scale_format)
@@ -57,10 +57,10 @@ class EmulatedFp8MoEMethod(Fp8MoEMethod):
         expert_out = x.new_zeros((*topk_ids.shape, x.size(-1)), dtype=dtype)
         chosen = {expert: (topk_ids == expert).nonzero(as_tuple=True) for expert in topk_ids.unique().tolist()}
         for expert, (rows, choice) in chosen.items():
-            own = expert if layer.expert_map is None else int(layer.expert_map[expert])
-            if own >= 0:
-                gate, up = fprop(x[rows], w13[own], self.scale_format).chunk(2, -1)
-                expert_out[rows, choice] = fprop(F.silu(gate) * up, w2[own], self.scale_format, dtype)
+            place = expert if layer.expert_map is None else int(layer.expert_map[expert])
+            if place >= 0:
+                gate, up = fprop(x[rows], w13[place], self.scale_format).chunk(2, -1)
+                expert_out[rows, choice] = fprop(F.silu(gate) * up, w2[place], self.scale_format, dtype)
         if shared:
             expert_out = sum_over_ranks(expert_out.float(), x.dtype)
         out = torch.zeros(x.shape, dtype=torch.float32)
@@ -70,7 +70,7 @@ class EmulatedFp8MoEMethod(Fp8MoEMethod):
 
 
 def _dequantized(layer: Any, name: str, dtype: torch.dtype) -> list[Tensor]:
-    """The dequantized weight of each expert."""
+    """Return the dequantized weight of each expert."""
     data, scale = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale_inv").data
     pairs = zip(data, scale, strict=True)
     return [BlockScaled(*pair, BLOCK).dequantize(dtype) for pair in pairs]

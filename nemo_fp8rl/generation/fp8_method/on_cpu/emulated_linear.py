@@ -1,4 +1,4 @@
-"""FP8 linear layers of an engine on a CPU: emulated, so that they multiply as the trainer's do."""
+"""FP8 linear layers of an engine on a CPU, emulated: they multiply as the trainer's layers do."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from nemo_fp8rl.generation.fp8_method.stored_weights import Fp8LinearMethod
 
 @register_weight_loader_v2_supported_method
 class EmulatedFp8LinearMethod(Fp8LinearMethod):
-    """Multiplies a dequantized copy of what it holds."""
+    """Multiplies a dequantized copy of the stored weight."""
 
     kernel_name = "fp8.fprop (emulated)"
 
@@ -23,7 +23,7 @@ class EmulatedFp8LinearMethod(Fp8LinearMethod):
         layer.fp8_operand_dtype = torch.float32 if self.sums_parts else operand_dtype(dtype, self.scale_format)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        layer.fp8_dequantized = None  # made of the new bytes by the first multiplication
+        layer.fp8_dequantized = None  # the first multiplication dequantizes the new bytes
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if layer.fp8_dequantized is None:

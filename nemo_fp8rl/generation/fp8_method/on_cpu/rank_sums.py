@@ -1,4 +1,4 @@
-"""Sums over the tensor-parallel ranks of an engine on CPU, rounded once, as one rank would."""
+"""Sums over the tensor-parallel ranks of an engine on a CPU, rounded once, as on a single rank."""
 
 import torch
 from torch import Tensor
@@ -6,10 +6,10 @@ from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parall
 
 
 def sum_over_ranks(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """The ranks' parts, float32, added up and then rounded to `dtype`: each rank's part is not rounded."""
+    """Add up the ranks' parts, float32, and round the sum to `dtype`; the parts themselves are not rounded."""
     return tensor_model_parallel_all_reduce(part).to(dtype)
 
 
 def keep_on_first_rank(whole: Tensor) -> Tensor:
-    """What the ranks, all of which hold `whole`, hand to vLLM, which adds it up over them: the first has it all."""
+    """Return `whole`, which every rank has, on the first rank and zeros on the others: vLLM adds them up."""
     return whole if get_tensor_model_parallel_rank() == 0 else torch.zeros_like(whole)
