@@ -421,7 +421,7 @@ def test_an_engine_that_is_given_up_before_the_trainer_has_begun_to_send_is_left
     run, begin = make(), threading.Event()
     run.bridge.refit()
     for rank in run.trainer.ranks:
-        rank.thread.submit(begin.wait)  # which keeps what it is asked next waiting
+        rank.send_thread.submit(begin.wait)  # which keeps what it is asked next waiting
     run.trainer.start_push(1, [0, 1], frozenset(), delta=False, keep=False, digests=True)
     run.trainer.withdraw(1)
     loads = run.engines.engines[0].ranks
