@@ -19,4 +19,6 @@ def make_loss(
 ) -> GrpoLoss:
     """Return the loss of keys of `loss_fn` and of `nemo_fp8rl.correction`."""
     cfg = keys if isinstance(keys, LossConfig) else LossConfig(**keys)
-    return GrpoLoss(cfg, read_correction(correction) if isinstance(correction, Mapping) else correction)
+    if isinstance(correction, Mapping):
+        correction = read_correction(correction) if "preset" in correction else CorrectionConfig(**correction)
+    return GrpoLoss(cfg, correction)

@@ -20,7 +20,7 @@ from nemo_fp8rl.commands.launch import kubernetes
 from nemo_fp8rl.commands.launch.job import LONGEST_NAME, NAME, Job, plan
 from nemo_fp8rl.commands.launch.merged_recipe import merge
 from nemo_fp8rl.commands.launch.settings import LaunchConfig, read_settings
-from nemo_fp8rl.commands.launch.template import quoted
+from nemo_fp8rl.commands.launch.template import quote
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.workers import ROLE, Role
 from tests.commands.launch.conftest import ON_JSONL
@@ -472,7 +472,7 @@ HOSTILE = (
 
 @pytest.mark.parametrize("value", HOSTILE)
 def test_an_override_arrives_as_it_was_given(value, tmp_path):
-    override = f"checkpointing.checkpoint_dir={quoted('/runs/' + value.replace('${', '{'))}"
+    override = f"checkpointing.checkpoint_dir={quote('/runs/' + value.replace('${', '{'))}"
     config_map, ray = manifests(*tiny_job(override))
     carried = tmp_path / "recipe.yaml"
     carried.write_text(config_map["data"]["recipe.yaml"], encoding="utf-8")
@@ -502,8 +502,8 @@ def test_bytes_that_are_no_text_are_refused():
 
 @given(st.text(max_size=40).filter(lambda text: not any("\ud800" <= c <= "\udfff" for c in text)))
 def test_quoted_is_what_yaml_reads_back(text):
-    assert yaml.safe_load(quoted(text)) == text
-    assert yaml.safe_load(quoted({"a": [text]})) == {"a": [text]}
+    assert yaml.safe_load(quote(text)) == text
+    assert yaml.safe_load(quote({"a": [text]})) == {"a": [text]}
 
 
 # The merged recipe
