@@ -101,11 +101,11 @@ def test_a_file_of_rays_that_says_nothing_is_passed_over(started, tmp_path, cont
 def test_a_joined_cluster_gets_the_settings_and_no_secrets(monkeypatch):
     settings = {"NCCL_DEBUG": "INFO", "HF_HOME": "/models", "VLLM_MAX_TOKENS_PER_EXPERT_FP4_MOE": "163840"}
     secrets = {"HF_TOKEN": "x", "HF_ENDPOINT": "https://me:password@mirror.test"}
-    given = {**settings, **secrets, "CUDA_VISIBLE_DEVICES": "1", "OTHER": "1"}
-    for name, value in given.items():
+    environment = {**settings, **secrets, "CUDA_VISIBLE_DEVICES": "1", "OTHER": "1"}
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    seen = {name: value for name, value in ray_cluster._forwarded().items() if name in given}
-    assert seen == settings
+    forwarded = {name: value for name, value in ray_cluster._forwarded_variables().items() if name in environment}
+    assert forwarded == settings
 
 
 @pytest.mark.parametrize("address", [None, "192.0.2.1:6379"])
