@@ -70,7 +70,7 @@ def die_in_the_next_refit(policy: MegatronPolicy) -> None:
 class _Dying:
     def __init__(self, end: Any) -> None:
         self.end, self.sent = end, 0
-        self.free, self.buffer, self.close = end.free, end.buffer, end.close
+        self.has_free_buffer, self.acquire_buffer, self.close = end.has_free_buffer, end.acquire_buffer, end.close
 
     def send(self, header: bytes, nbytes: int) -> None:
         if self.sent == 5:

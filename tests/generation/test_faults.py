@@ -295,7 +295,7 @@ class StopsTheCore:
 
     def __init__(self, end) -> None:
         self.end = end
-        self.free, self.buffer, self.close = end.free, end.buffer, end.close
+        self.has_free_buffer, self.acquire_buffer, self.close = end.has_free_buffer, end.acquire_buffer, end.close
         self.stopped: psutil.Process | None = None
 
     def send(self, header: bytes, nbytes: int) -> None:
