@@ -40,7 +40,7 @@ SMALL = (
 )
 """Overrides that make a step take a fraction of a second."""
 BATCH_INVARIANT = not torch.cpu._is_amx_tile_supported()
-"""With AMX a log-prob's last bits depend, once in thousands of tokens, on what is answered beside (docs/generation.md);
+"""With AMX a log-prob's last bits depend, once in thousands of tokens, on what is answered beside (docs/cpu.md);
 and what that is depends on the clock where the engine's core has a process of its own.
 """
 ALIGNED = 1.001

@@ -43,7 +43,7 @@ CASES = {
 }
 os.environ.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")  # kernels are compiled when they are first used
 AGREED, AGREED_WITH_FP8_CACHE = 1.05, 1.2
-"""token_mult_prob_error of a random model; on an H200 1.003 to 1.018, and 1.152 with the cache (docs/generation.md)."""
+"""token_mult_prob_error of a random model; on an H200 1.003 to 1.018, and 1.152 with the cache (docs/gpu.md)."""
 
 
 PLAIN = """
