@@ -1,9 +1,9 @@
-"""`nemo-fp8rl compare`: runs what is missing, one after the other, and shows what is known.
+"""`nemo-fp8rl compare`: runs the missing runs of a comparison one after another, and shows the results so far.
 
-    OUTPUT/results.json, results.md       of all finished runs, rewritten after each
-    OUTPUT/models, OUTPUT/FLOW, ...       see `models` and `plan`
+    OUTPUT/results.json, results.md       results of all finished runs, rewritten after each run
+    OUTPUT/models, OUTPUT/FLOW, ...       see `start_models` and `run_list`
 
-Left out: several runs at once, which would spoil the seconds.
+Runs never overlap, because concurrent runs would distort the measured seconds.
 """
 
 import json
@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from nemo_fp8rl.commands.compare.comparison import Comparison, load_comparison
-from nemo_fp8rl.commands.compare.machine_support import Reasons, sentences, why_not_here
+from nemo_fp8rl.commands.compare.machine_support import Reasons, find_unsupported, sentences
 from nemo_fp8rl.commands.compare.results import measure, record
-from nemo_fp8rl.commands.compare.run_list import Planned, plan
+from nemo_fp8rl.commands.compare.run_list import PlannedRun, plan
 from nemo_fp8rl.commands.compare.start_models import make_models
 from nemo_fp8rl.commands.compare.subprocess_run import run as run_process
 from nemo_fp8rl.commands.compare.tables import as_markdown, as_rich, sections
@@ -31,13 +31,15 @@ from nemo_fp8rl.run.signals import GracefulStop
 
 SPEED_OVER_SECONDS = 3600
 WIDTH_OF_FILES = 200
-"""Columns where the output is no terminal: the widest table fits."""
+"""Columns if the output is not a terminal; the widest table fits."""
 
 
 def compare(path: Path, overrides: Sequence[str], output: Path, table_only: bool = False) -> bool:
-    """Returns False when it was interrupted; called again, it goes on. table_only: run nothing.
+    """Run a comparison and show its tables. Return False if it was interrupted; a second call continues it.
 
-    Raises UserError for a comparison that is wrong, when a run fails, and where this machine can have none of the runs.
+    overrides:   key=value for every run
+    table_only:  run nothing, show the finished runs
+    Raises:      UserError for a wrong comparison, for a run that fails, and if this machine supports none of the runs
     """
     comparison = load_comparison(path)
     if output.exists() and not output.is_dir():
@@ -46,16 +48,16 @@ def compare(path: Path, overrides: Sequence[str], output: Path, table_only: bool
     console = Screen(highlight=False)
     if not console.is_terminal:
         console.width = WIDTH_OF_FILES
-    left_out: Reasons = {}
+    unsupported: Reasons = {}
     if table_only:
-        finished, left_out = True, why_not_here(_unfinished(runs))
+        finished, unsupported = True, find_unsupported(_unfinished(runs))
     else:
-        finished = _run_all(comparison, overrides, runs, left_out, path, output, console)
-    results = record(comparison, overrides, runs, left_out)
+        finished = _run_all(comparison, overrides, runs, unsupported, path, output, console)
+    results = record(comparison, overrides, runs, unsupported)
     if not results["runs"]:
         console.print(f"no run in {output} has finished", markup=False, soft_wrap=True)
         return finished
-    if not (table_only and is_locked(output)):  # else the comparison that runs there writes it
+    if not (table_only and is_locked(output)):  # a comparison that runs in this folder writes the files
         _write(results, path, overrides, output)
     _show(results, output, console)
     return finished
@@ -64,19 +66,19 @@ def compare(path: Path, overrides: Sequence[str], output: Path, table_only: bool
 def _run_all(
     comparison: Comparison,
     overrides: Sequence[str],
-    runs: Sequence[Planned],
-    left_out: Reasons,
+    runs: Sequence[PlannedRun],
+    unsupported: Reasons,
     path: Path,
     output: Path,
     console: Console,
 ) -> bool:
-    """left_out: filled with what this machine cannot have."""
-    left = _unfinished(runs)
+    """Run the unfinished runs. unsupported: receives the flows that this machine does not support."""
+    todo = _unfinished(runs)
 
     def say(text: str) -> None:
         console.print(text, markup=False, soft_wrap=True)
 
-    say(f"{len(runs) - len(left)} of {len(runs)} runs have finished, {len(left)} to go, in {output}")
+    say(f"{len(runs) - len(todo)} of {len(runs)} runs have finished, {len(todo)} to go, in {output}")
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -87,55 +89,57 @@ def _run_all(
         disable=not console.is_terminal,
     )
     with _exclusive(output) as guard, GracefulStop() as stop, progress:
-        if not left:
+        if not todo:
             return True
         if not make_models(comparison, output, stop, say, [guard]):
             say("stopped before the first run; the same command goes on")
             return False
-        left_out |= why_not_here(left)
-        for sentence in sentences(left_out):
+        unsupported |= find_unsupported(todo)
+        for sentence in sentences(unsupported):
             say(sentence)
-        left = [run for run in left if (run.flow, run.length) not in left_out]
-        done = len(runs) - len(_unfinished(runs))
-        count = done + len(left)
+        todo = [run for run in todo if (run.flow, run.length) not in unsupported]
+        finished = len(runs) - len(_unfinished(runs))
+        count = finished + len(todo)
         if not count:
-            raise UserError(f"{path}: this machine can have none of its flows: {next(iter(left_out.values()))}")
-        task = progress.add_task("steps", total=sum(run.steps - run.done() for run in left))
+            raise UserError(f"{path}: this machine supports none of its flows: {next(iter(unsupported.values()))}")
+        task = progress.add_task("steps", total=sum(run.steps - run.completed_steps() for run in todo))
         before = 0
-        for i, run in enumerate(left, done + 1):
-            begin, already = time.monotonic(), run.done()
+        for i, run in enumerate(todo, finished + 1):
+            begin, already = time.monotonic(), run.completed_steps()
             progress.update(task, description=f"run {i} of {count}: {run.name}")
 
-            def look(run: Planned = run, offset: int = before - already) -> None:
-                progress.update(task, completed=max(0, run.done() + offset))
+            def show_progress(run: PlannedRun = run, offset: int = before - already) -> None:
+                progress.update(task, completed=max(0, run.completed_steps() + offset))
 
             words = ["train", "--config", run.recipe, "--restartable", *run.words]
-            if stop.requested or not run_process(words, run.folder / "train.log", stop, look, [guard]):
-                say(f"stopped in {run.name} after step {run.done()} of {run.steps}; the same command goes on")
+            if stop.requested or not run_process(words, run.folder / "train.log", stop, show_progress, [guard]):
+                say(
+                    f"stopped in {run.name} after step {run.completed_steps()} of {run.steps}; the same command goes on"
+                )
                 return False
             before += run.steps - already
             progress.update(task, completed=before)
             took = timedelta(seconds=round(time.monotonic() - begin))
-            _write(record(comparison, overrides, runs, left_out), path, overrides, output)
+            _write(record(comparison, overrides, runs, unsupported), path, overrides, output)
             say(f"{i}/{count}  {run.name}  {_figures(measure(run.rows()))}  {took}")
     return True
 
 
-def _unfinished(runs: Sequence[Planned]) -> list[Planned]:
-    return [run for run in runs if not run.finished]
+def _unfinished(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
+    return [run for run in runs if not run.is_finished]
 
 
 @contextmanager
 def _exclusive(output: Path) -> Iterator[int]:
-    """The folder's lock, which the commands that we run inherit: it lasts as long as they do, if we are killed, too."""
-    taken = (
-        f"another compare works in {output}, or what one that was killed had started; wait for it or give another "
-        "--output"
+    """Lock the output folder. Commands inherit the lock, so that it lasts until they end, even if compare is killed."""
+    refusal = (
+        f"another compare works in {output}, or a command that a killed compare started; wait for it or give "
+        "another --output"
     )
     with ExitStack() as opened:
         try:
             output.mkdir(parents=True, exist_ok=True)
-            guard = opened.enter_context(locked(output, taken))
+            guard = opened.enter_context(locked(output, refusal))
         except OSError as error:
             raise UserError(f"--output {output} cannot be written: {error}") from None
         yield guard

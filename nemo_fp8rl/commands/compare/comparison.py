@@ -1,7 +1,7 @@
-"""What a comparison consists of, typed: conf/compare/*.yaml.
+"""The typed blocks of a comparison file, conf/compare/*.yaml.
 
-Overrides stand as `dotted.key: value` and end in the runs' own recipes, where their keys and types are checked. They
-count in this order, the later one wins: the recipe, `overrides`, those of `lengths`, the command line, the flow's.
+Overrides have the form `dotted.key: value`. The recipes of the runs check their keys and types. A later override wins:
+the recipe, `overrides`, `lengths.overrides`, the command line, the flow's overrides.
 """
 
 import dataclasses
@@ -15,10 +15,10 @@ from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.typed_tree import check_keys, to_block
 from nemo_fp8rl.config.yaml_tree import quote, read_with_parents, register_resolvers, yaml_errors_as_user_error
 
-OURS = ("grpo.seed", "logger.log_dir")
-"""Keys that the comparison itself gives to each run."""
-TAKEN = ("models", "lengths", "results.json", "results.md")
-"""Names in the output folder that no flow may have."""
+KEYS_OF_COMPARISON = ("grpo.seed", "logger.log_dir")
+"""Keys that the comparison sets for each run."""
+RESERVED_NAMES = ("models", "lengths", "results.json", "results.md")
+"""Names in the output folder that no flow may use."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class TinyModel:
 
 @dataclass(frozen=True)
 class Lengths:
-    """The second part: one model, warmed up on running sums of all lengths, rolled out on those of one length."""
+    """The second part: one model, warmed up on running sums of all lengths, and runs on sums of one length each."""
 
     terms: dict[str, int]
-    """Name of a length -> digits to add up; the first is what the others are compared with."""
+    """Name of a length -> number of digits to add. The first length is the reference."""
     flows: tuple[str, ...]
     """Names of the comparison's flows that this part runs."""
     warm_up: str
@@ -58,20 +58,20 @@ class Comparison:
     recipe: str
     """The recipe of every run, relative to the comparison's file."""
     seeds: tuple[int, ...]
-    """grpo.seed of the runs: the order of prompts, and sampling. Which prompts are held out is data.train.seed's."""
+    """grpo.seed of the runs: order of prompts and sampling. data.train.seed chooses the held-out prompts."""
     flows: dict[str, dict[str, Any]]
     """Name of a flow -> its overrides."""
     reference: str
-    """The flow that the others are compared with, seed by seed."""
+    """The reference flow: every other flow is compared with it, seed by seed."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Overrides of every run."""
     model: TinyModel | None = None
-    """null: policy.model_name and data.train.data_path are the recipe's."""
+    """null: policy.model_name and data.train.data_path of the recipe."""
     lengths: Lengths | None = None
 
 
 def load_comparison(path: Path) -> Comparison:
-    """Raises UserError for anything wrong in the file; recipes are read and checked when runs are planned."""
+    """Read a comparison. Raises UserError for a wrong file; `plan` reads and checks the recipes."""
     from omegaconf import OmegaConf
 
     register_resolvers()
@@ -92,8 +92,8 @@ def _check(comparison: Comparison) -> None:
     if comparison.reference not in flows:
         raise UserError(f"reference={comparison.reference} is none of the flows {', '.join(flows)}")
     for name in (*flows, *(lengths.terms if lengths else ())):
-        if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name) or name in TAKEN:
-            raise UserError(f"{name!r} cannot be a folder of runs: take letters, digits, _ . + -, not {TAKEN}")
+        if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name) or name in RESERVED_NAMES:
+            raise UserError(f"{name!r} cannot be a folder of runs: take letters, digits, _ . + -, not {RESERVED_NAMES}")
     if lengths:
         if "data" in lengths.terms:
             raise UserError("lengths.terms: data is the mix of all lengths; give that one another name")
@@ -105,12 +105,12 @@ def _check(comparison: Comparison) -> None:
     blocks |= {f"flows.{name}": overrides for name, overrides in flows.items()}
     blocks |= {"lengths.overrides": lengths.overrides} if lengths else {}
     for where, overrides in blocks.items():
-        if taken := [key for key in overrides if key in OURS]:
+        if taken := [key for key in overrides if key in KEYS_OF_COMPARISON]:
             raise UserError(f"{where}: {taken[0]} is set for each run by the comparison; leave it out")
 
 
 def _with_paths(comparison: Comparison, folder: Path) -> Comparison:
-    """Recipes as paths from here."""
+    """Return the comparison with recipes as paths from the working directory."""
     changes: dict[str, Any] = {"recipe": str(folder / comparison.recipe)}
     for part in ("model", "lengths"):
         if block := getattr(comparison, part):
@@ -119,21 +119,21 @@ def _with_paths(comparison: Comparison, folder: Path) -> Comparison:
 
 
 def as_words(overrides: Mapping[str, Any]) -> list[str]:
-    """key=value, as the command line takes them."""
-    return [f"{key}={_literal(value)}" for key, value in overrides.items()]
+    """Return overrides as key=value words of the command line."""
+    return [f"{key}={_quote_value(value)}" for key, value in overrides.items()]
 
 
-def _literal(value: Any) -> str:
-    """The value as YAML and then OmegaConf read it back: `\\${` is `${`, and a backslash before it counts double."""
+def _quote_value(value: Any) -> str:
+    """Return a text that YAML and then OmegaConf read back: `\\${` is `${`, and a backslash before it counts double."""
     return re.sub(r"((?:\\\\)*)\$\{", r"\1\1\\\\${", quote(value))
 
 
 def check_overrides(comparison: Comparison, overrides: Sequence[str]) -> None:
-    """Raise UserError for a key of the command line that would change what a flow is, or a run's place."""
+    """Raise UserError for an override that would change the meaning of a flow or the folder of a run."""
     for word in overrides:
         key = word.partition("=")[0].lstrip("+")
-        if key in OURS:
+        if key in KEYS_OF_COMPARISON:
             raise UserError(f"{word}: {key} is set for each run by the comparison; see seeds and --output")
-        for name, own in comparison.flows.items():
-            if any(key == k or k.startswith(f"{key}.") or key.startswith(f"{k}.") for k in own):
+        for name, of_flow in comparison.flows.items():
+            if any(key == k or k.startswith(f"{key}.") or key.startswith(f"{k}.") for k in of_flow):
                 raise UserError(f"{word}: {key} is what makes the flow {name}; change it in the comparison's file")

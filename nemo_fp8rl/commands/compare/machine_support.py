@@ -1,20 +1,24 @@
-"""Which runs this machine cannot have, asked before the first of them: FP8 on an old GPU, a GPU's attention on a CPU.
-A comparison goes on without them, and says so.
+"""Runs that this machine does not support, such as FP8 on an old GPU: found before the first run.
+
+A comparison continues without these runs and says so.
 """
 
 from collections.abc import Sequence
 
-from nemo_fp8rl.commands.compare.run_list import Planned
+from nemo_fp8rl.commands.compare.run_list import PlannedRun
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.hf.model_config import read_hf_config
 
 Reasons = dict[tuple[str, str | None], str]
-"""(flow, length) -> what this machine lacks for these runs."""
+"""(flow, length) -> the reason why this machine does not support these runs."""
 
 
-def why_not_here(runs: Sequence[Planned]) -> Reasons:
-    """Raises UserError for a flow that its model can have nowhere. A model that cannot be read is the run's to name."""
+def find_unsupported(runs: Sequence[PlannedRun]) -> Reasons:
+    """Return the unsupported runs. Raises UserError for a flow that no machine supports with its model.
+
+    A model that cannot be read is no reason: the run names it.
+    """
     from nemo_fp8rl.generation.engine_checks import check_engine, check_machine_of_driver  # loads torch
 
     reasons: Reasons = {}
@@ -36,5 +40,5 @@ def why_not_here(runs: Sequence[Planned]) -> Reasons:
 
 
 def sentences(reasons: Reasons) -> list[str]:
-    """One sentence for each flow, and length, that is left out."""
+    """Return one sentence for each unsupported (flow, length)."""
     return [f"{' '.join(filter(None, (length, flow)))} is left out: {why}" for (flow, length), why in reasons.items()]

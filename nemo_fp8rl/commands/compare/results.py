@@ -1,4 +1,4 @@
-"""What the runs measured, as one record: results.json, from which every table is made."""
+"""results.json: the measured numbers of all runs, from which every table is made."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -9,7 +9,7 @@ from nemo_fp8rl.algorithms.metric_names import sort_by_number
 from nemo_fp8rl.commands.compare.comparison import Comparison
 from nemo_fp8rl.commands.compare.machine_support import Reasons, sentences
 from nemo_fp8rl.commands.compare.run_files import read_environment
-from nemo_fp8rl.commands.compare.run_list import Planned
+from nemo_fp8rl.commands.compare.run_list import PlannedRun
 from nemo_fp8rl.commands.compare.same_inputs import check_same_inputs
 from nemo_fp8rl.run.step_log import Row
 
@@ -21,21 +21,21 @@ MEANS = {
     "tokens_per_answer": "train/mean_gen_tokens_per_sample",
     "refit_bytes": "refit/bytes",
 }
-"""Means over a run's steps."""
+"""Numbers that are means over the steps of a run."""
 MEDIANS = {
     "generate_seconds": ("timing/generate",),
     "train_seconds": ("timing/logprob", "timing/train"),
     "refit_seconds": ("timing/refit",),
     "step_seconds": ("timing/total_step_time",),
 }
-"""Medians over a run's steps, of sums: the first steps take longer, and so do those that other work slows down."""
+"""Numbers that are medians over the steps of a run, of sums of phases: first steps and disturbed steps take longer."""
 POSITION = "train/gen_kl_error/position_"
 
 Numbers = dict[str, float]
 
 
 def measure(rows: Sequence[Row]) -> Numbers:
-    """The numbers of one run, from its metrics.jsonl. What no row has is left out."""
+    """Return the numbers of one run from the rows of metrics.jsonl, without numbers that no row has."""
     trained = [row for row in rows if row["step"] > 0]
     accuracy = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
     numbers: Numbers = {"accuracy_end": accuracy[-1]} if accuracy else {}
@@ -49,34 +49,36 @@ def measure(rows: Sequence[Row]) -> Numbers:
 
 
 def by_position(rows: Sequence[Row]) -> Numbers:
-    """Mean k3 of the steps by position in the answer: "0", "1", "2_3", ..."""
+    """Return the mean k3 of the steps by position in the answer: "0", "1", "2_3", ..."""
     names = dict.fromkeys(key for row in rows for key in row if key.startswith(POSITION))
     means = {n.removeprefix(POSITION): fmean(row[n] for row in rows if n in row) for n in names}
     return {bucket: means[bucket] for bucket in sort_by_number(means)}
 
 
 def record(
-    comparison: Comparison, overrides: Sequence[str], runs: Sequence[Planned], left_out: Reasons
+    comparison: Comparison, overrides: Sequence[str], runs: Sequence[PlannedRun], unsupported: Reasons
 ) -> dict[str, Any]:
-    """Finished runs only: one that is under way would be compared at another step. Those that this machine cannot have
-    are not planned, but for what has finished elsewhere. Raises UserError where their inputs differ.
+    """Return the record of all finished runs; an unfinished run would be compared at another step.
+
+    unsupported:  runs that this machine does not support; "planned" counts them only if they finished elsewhere
+    Raises:       UserError if the inputs of the runs differ
     """
-    finished = [run for run in runs if run.finished]
+    finished = [run for run in runs if run.is_finished]
     environments = [read_environment(run.folder) for run in finished]
     check_same_inputs(finished, environments)
-    shown = {key: value for key, value in environments[0].items() if key != "choices"} if environments else {}
+    common = {key: value for key, value in environments[0].items() if key != "choices"} if environments else {}
     return {
-        **shown,
+        **common,
         "comparison": asdict(comparison),
         "overrides": list(overrides),
-        "planned": sum(run.finished or (run.flow, run.length) not in left_out for run in runs),
-        "left_out": sentences(left_out),
+        "planned": sum(run.is_finished or (run.flow, run.length) not in unsupported for run in runs),
+        "left_out": sentences(unsupported),
         "runs": [
             {
                 "flow": run.flow,
                 "seed": run.seed,
                 "length": run.length,
-                "steps": run.done(),
+                "steps": run.completed_steps(),
                 "choices": environment["choices"],
                 "numbers": measure(run.rows()),
                 "k3_by_position": by_position(run.rows()),
@@ -95,7 +97,7 @@ def _machine(environment: Mapping[str, Any]) -> str:
 def values_of(
     results: Mapping[str, Any], flow: str, number: str, length: str | None = None, part: str = "numbers"
 ) -> dict[int, float]:
-    """Values of a number by seed, of the runs of a flow that have it."""
+    """Return seed -> value of a number, for the runs of a flow that have the number."""
     return {
         run["seed"]: run[part][number]
         for run in results["runs"]

@@ -1,4 +1,4 @@
-"""What is read of a run's directory: each file as a run leaves it, or UserError that says which to remove."""
+"""Reads the files of a run's directory. A damaged file raises UserError, which names the folder to remove."""
 
 import json
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ from nemo_fp8rl.common.errors import UserError, one_line
 from nemo_fp8rl.config.yaml_tree import file_errors, flatten
 from nemo_fp8rl.run.step_log import Row, read
 
-OF_ENVIRONMENT = {"machine": str, "python": str, "versions": dict, "choices": dict}
-"""Keys of environment.json that a comparison shows."""
+ENVIRONMENT_TYPES = {"machine": str, "python": str, "versions": dict, "choices": dict}
+"""Keys of environment.json that a comparison shows, with their types."""
 
 
 def read_metrics(folder: Path) -> list[Row]:
-    """The rows of metrics.jsonl so far; [] where there is no file."""
-    with _of_a_run(folder, "metrics.jsonl") as path:
+    """Return the rows of metrics.jsonl so far, [] without a file."""
+    with _run_file(folder, "metrics.jsonl") as path:
         rows = read(path)
         for row in rows:
             if wrong := [name for name, value in row.items() if not is_measured(value)]:
@@ -28,22 +28,22 @@ def read_metrics(folder: Path) -> list[Row]:
 
 
 def read_recipe(folder: Path) -> dict[str, Any] | None:
-    """The run's recipe, flat; None where there is no file."""
-    with _of_a_run(folder, "config.yaml") as path:
+    """Return the run's recipe by dotted key, None without a file."""
+    with _run_file(folder, "config.yaml") as path:
         return flatten(yaml.safe_load(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
-    with _of_a_run(folder, "environment.json") as path:
+    with _run_file(folder, "environment.json") as path:
         tree = json.loads(path.read_text())
-        for key, kind in OF_ENVIRONMENT.items():
+        for key, kind in ENVIRONMENT_TYPES.items():
             if not (isinstance(tree, dict) and isinstance(tree.get(key), kind)):
                 raise ValueError(f"it has no {key}")
         return dict(tree)
 
 
 @contextmanager
-def _of_a_run(folder: Path, name: str) -> Iterator[Path]:
+def _run_file(folder: Path, name: str) -> Iterator[Path]:
     path = folder / name
     try:
         yield path

@@ -1,10 +1,10 @@
-"""The runs of a comparison: which there are, in which order, and how far each has come.
+"""The runs of a comparison: their order, their folders and their progress.
 
     OUTPUT/FLOW/seed_N                    a flow
     OUTPUT/lengths/LENGTH/FLOW/seed_N     a flow on answers of one length
 
-Each is an ordinary run directory. All flows of a seed come before the next seed, so that an interrupted comparison has
-whole seeds, whose flows can be compared.
+Each folder is an ordinary run directory. All flows of a seed come before the next seed, so that an interrupted
+comparison has complete seeds, whose flows can be compared.
 """
 
 import json
@@ -24,13 +24,16 @@ from nemo_fp8rl.run.resume import add_later_keys
 from nemo_fp8rl.run.step_log import Row
 
 ON_HUB = ("policy.model_name", "policy.tokenizer.name")
-"""Keys that a run has with the commit that it began with."""
+"""Keys to whose values a run adds the commit with which it started."""
 
 
 @dataclass(frozen=True)
-class Planned:
-    """length: name of one, None for the runs of the first part. words: what `train` is told after the recipe. config:
-    the resolved recipe, flat.
+class PlannedRun:
+    """A run of the comparison.
+
+    length:  the name of a length, None for the runs of the first part
+    words:   the overrides of `train`
+    config:  the resolved recipe by dotted key
     """
 
     flow: str
@@ -50,41 +53,41 @@ class Planned:
         return int(self.config["grpo.max_num_steps"])
 
     def rows(self) -> list[Row]:
-        """The rows of its metrics.jsonl so far."""
+        """Return the rows of metrics.jsonl so far."""
         return read_metrics(self.folder)
 
-    def done(self) -> int:
+    def completed_steps(self) -> int:
         return max((int(row["step"]) for row in self.rows()), default=0)
 
     @property
     def finished(self) -> bool:
-        return self.done() >= self.steps
+        return self.completed_steps() >= self.steps
 
 
-def plan(comparison: Comparison, overrides: Sequence[str], output: Path) -> list[Planned]:
-    """Every run, in order. Raises UserError for a wrong recipe, and where the output holds other runs or models."""
+def plan(comparison: Comparison, overrides: Sequence[str], output: Path) -> list[PlannedRun]:
+    """Return every run in order. Raises UserError for a wrong recipe, and if the output holds other runs or models."""
     check_overrides(comparison, overrides)
     check_models(comparison, output)
     runs = [
-        _planned(comparison, overrides, output, flow, seed, length)
+        _plan_run(comparison, overrides, output, flow, seed, length)
         for seed in comparison.seeds
-        for flow, length in _of_a_seed(comparison)
+        for flow, length in _runs_of_seed(comparison)
     ]
     for run in runs:
         _check_same(run, output)
     return runs
 
 
-def _of_a_seed(comparison: Comparison) -> list[tuple[str, str | None]]:
-    """(flow, length)."""
+def _runs_of_seed(comparison: Comparison) -> list[tuple[str, str | None]]:
+    """Return (flow, length) of every run of a seed."""
     first: list[tuple[str, str | None]] = [(flow, None) for flow in comparison.flows]
     lengths = comparison.lengths
     return first + [(flow, length) for length in lengths.terms for flow in lengths.flows] if lengths else first
 
 
-def _planned(
+def _plan_run(
     comparison: Comparison, overrides: Sequence[str], output: Path, flow: str, seed: int, length: str | None
-) -> Planned:
+) -> PlannedRun:
     folder = output / "lengths" / length if length else output
     folder = folder / flow / f"seed_{seed}"
     words = as_words(comparison.overrides)
@@ -93,23 +96,23 @@ def _planned(
         words += model_words(output / "models" / MODEL_OF_LENGTHS, f"{length}.jsonl")
     elif comparison.model:
         words += model_words(output / "models" / MODEL_OF_FLOWS)
-    own = {"grpo.seed": seed, "logger.log_dir": str(folder)}
-    words += [*overrides, *as_words(comparison.flows[flow]), *as_words(own)]
+    of_run = {"grpo.seed": seed, "logger.log_dir": str(folder)}
+    words += [*overrides, *as_words(comparison.flows[flow]), *as_words(of_run)]
     try:
         config = flatten(json.loads(json.dumps(asdict(load(comparison.recipe, words)))))  # tuples as lists
     except UserError as error:
         raise UserError(f"flow {flow}: {error}") from None
-    return Planned(flow, seed, length, folder, comparison.recipe, tuple(words), config)
+    return PlannedRun(flow, seed, length, folder, comparison.recipe, tuple(words), config)
 
 
-def _check_same(run: Planned, output: Path) -> None:
-    """What is in its folder, finished or begun, must be a run of the same recipe. The output may have moved."""
+def _check_same(run: PlannedRun, output: Path) -> None:
+    """Raise UserError if the folder holds a run with another recipe. The output folder may have moved."""
     before = read_recipe(run.folder)
     if before is None:
         return
     was = Path(str(before.get("logger.log_dir", "")))
     old_output = str(Path(*was.parts[: len(was.parts) - len(run.folder.relative_to(output).parts)]))
-    old, new = _without(add_later_keys(before, run.config), old_output), _without(run.config, str(output))
+    old, new = _relative_to(add_later_keys(before, run.config), old_output), _relative_to(run.config, str(output))
     for key in sorted(old.keys() | new.keys()):
         is_pinned = key in ON_HUB and is_commit_of(str(old.get(key)), str(new.get(key)))
         if old.get(key) != new.get(key) and not is_pinned:
@@ -119,6 +122,6 @@ def _check_same(run: Planned, output: Path) -> None:
             )
 
 
-def _without(config: dict[str, Any], output: str) -> dict[str, Any]:
-    """The same with paths below the output as seen from there."""
+def _relative_to(config: dict[str, Any], output: str) -> dict[str, Any]:
+    """Return the config with paths below `output` made relative to it."""
     return {key: value.removeprefix(f"{output}/") if isinstance(value, str) else value for key, value in config.items()}

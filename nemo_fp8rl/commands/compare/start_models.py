@@ -1,4 +1,4 @@
-"""The models that runs begin from, made once in OUTPUT/models: weights, data, warm-up. Whole or not there."""
+"""The models from which runs start, made once in OUTPUT/models: weights, data, warm-up. A folder appears whole."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from nemo_fp8rl.run.resume import add_later_keys
 from nemo_fp8rl.run.signals import GracefulStop
 
 CHAINS_OF_A_LENGTH = 6_000
-"""Prompts of each length, fewer where there are not so many."""
+"""Number of prompts of each length, or fewer if there are fewer different ones."""
 MODEL_OF_FLOWS, MODEL_OF_LENGTHS = "flows", "lengths"
 
 
@@ -28,17 +28,17 @@ def model_words(folder: Path, data: str = "data.jsonl") -> list[str]:
 
 
 def check_models(comparison: Comparison, output: Path) -> None:
-    """Raise UserError for a wrong recipe, and when models of another comparison are there: its runs began from them."""
+    """Raise UserError for a wrong recipe, and if the folder holds models of another comparison."""
     for chosen, folder in _parts(comparison, output):
         made = folder / "made.json"
-        if made.exists() and not _says(made, json.loads(_record(chosen))):
+        if made.exists() and not _is_record(made, json.loads(_record(chosen))):
             raise UserError(f"{folder} was made by another comparison; give another --output")
 
 
 def make_models(
     comparison: Comparison, output: Path, stop: GracefulStop, say: Callable[[str], None], keep: Sequence[int]
 ) -> bool:
-    """Make the models that are not there. False when it was interrupted. keep: see `process.run`."""
+    """Make the missing models. Return False if it was interrupted. keep: see `subprocess_run.run`."""
     return all(
         _make(chosen, folder, stop, say, keep)
         for chosen, folder in _parts(comparison, output)
@@ -47,7 +47,7 @@ def make_models(
 
 
 def _parts(comparison: Comparison, output: Path) -> list[tuple[TinyModel | Lengths, Path]]:
-    """What is made, and where."""
+    """Return each block with its folder."""
     parts = ((comparison.model, MODEL_OF_FLOWS), (comparison.lengths, MODEL_OF_LENGTHS))
     return [(chosen, output / "models" / name) for chosen, name in parts if chosen]
 
@@ -81,17 +81,17 @@ def _warm_up_words(chosen: TinyModel | Lengths, folder: Path) -> list[str]:
 
 
 def _record(chosen: TinyModel | Lengths) -> str:
-    """What weights and data depend on, as made.json has it."""
+    """Return the content of made.json: everything that weights and data depend on."""
     of_the_make = ("task", "family", "seed", "terms")
     tree = {
         "make": {key: value for key, value in asdict(chosen).items() if key in of_the_make},
-        "warm_up": asdict(load(chosen.warm_up, _warm_up_words(chosen, Path("here")))),
+        "warm_up": asdict(load(chosen.warm_up, _warm_up_words(chosen, Path("model")))),
     }
     return json.dumps(tree, indent=1) + "\n"
 
 
-def _says(made: Path, record: dict[str, Any]) -> bool:
-    """Whether it is this record, of today or of before the recipe had all of today's keys."""
+def _is_record(made: Path, record: dict[str, Any]) -> bool:
+    """Return whether made.json has this record; keys that the recipe got later may be missing."""
     try:
         was = json.loads(made.read_text(encoding="utf-8"))
         old, new = flatten(was["warm_up"]), flatten(record["warm_up"])
@@ -101,7 +101,7 @@ def _says(made: Path, record: dict[str, Any]) -> bool:
 
 
 def _write_chains(chosen: Lengths, folder: Path) -> None:
-    """NAME.jsonl of each length, and all of them mixed as data.jsonl."""
+    """Write NAME.jsonl for each length, and all lengths mixed as data.jsonl."""
     from nemo_fp8rl.commands.tiny_model import chains
 
     rng = random.Random(chosen.seed)

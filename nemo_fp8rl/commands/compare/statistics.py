@@ -1,9 +1,10 @@
-"""Mean and 95 % interval of a handful of runs.
+"""Mean and 95 % interval of a few runs.
 
     mean +- t(n - 1) s / sqrt(n)
 
 t is Student's 97.5 % quantile, s the standard deviation with n - 1. Two flows are compared by the differences of runs
-of the same seed: what a seed does to both cancels. Intervals hold one at a time; nothing is corrected for their number.
+of the same seed, in which the common effect of a seed cancels. Each interval holds by itself, without a correction for
+their number.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,10 @@ T_975 = (
 
 @dataclass(frozen=True)
 class Interval:
-    """The 95 % confidence interval of the mean of n values; half: half its width, None where n is 1."""
+    """The 95 % confidence interval of the mean of n values.
+
+    half: half of the width, None for n = 1
+    """
 
     mean: float
     half: float | None
@@ -36,12 +40,12 @@ class Interval:
 
     @property
     def contains_zero(self) -> bool | None:
-        """Whether 0 lies in the interval; None where there is none."""
+        """True if 0 lies in the interval; None without an interval."""
         return None if self.half is None else abs(self.mean) <= self.half
 
 
 def interval(values: Sequence[float]) -> Interval | None:
-    """The interval of the mean; None without values. Above 31 values the quantile of 31 is taken, a little too wide."""
+    """Return the interval of the mean, None without values. Above 31 values it is slightly too wide (31's quantile)."""
     n = len(values)
     if n < 2:
         return Interval(values[0], None, 1) if values else None
@@ -49,6 +53,6 @@ def interval(values: Sequence[float]) -> Interval | None:
     return Interval(fmean(values), half, n)
 
 
-def paired(values: Mapping[int, float], reference: Mapping[int, float]) -> Interval | None:
-    """The interval of value - reference over the seeds that both have; None where they share none."""
+def paired_interval(values: Mapping[int, float], reference: Mapping[int, float]) -> Interval | None:
+    """Return the interval of value - reference over the common seeds, None without a common seed."""
     return interval([values[seed] - reference[seed] for seed in sorted(values.keys() & reference.keys())])

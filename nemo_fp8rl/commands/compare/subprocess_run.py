@@ -1,4 +1,4 @@
-"""One command of ours in a process of its own. Signals reach it through us, once each: it ends at a step border."""
+"""Runs one `nemo-fp8rl` command in a process, which gets each signal once, from here, and ends at a step border."""
 
 import os
 import signal
@@ -10,16 +10,24 @@ from pathlib import Path
 from nemo_fp8rl.common.errors import INTERRUPTED, UserError
 from nemo_fp8rl.run.signals import GracefulStop
 
-SECONDS_BETWEEN_LOOKS = 0.5
-SECONDS_TO_END = 20
+POLL_SECONDS = 0.5
+END_SECONDS = 20
 LAST_LINES = 5
 
 
-def run(arguments: Sequence[str], log: Path, stop: GracefulStop, look: Callable[[], None], keep: Sequence[int]) -> bool:
-    """`nemo-fp8rl ARGUMENTS`, output appended to `log`; `look` is called while it works. False: it was interrupted.
-    keep: descriptors that it has open, too, such as a lock's.
+def run(
+    arguments: Sequence[str],
+    log: Path,
+    stop: GracefulStop,
+    show_progress: Callable[[], None],
+    keep: Sequence[int],
+) -> bool:
+    """Run `nemo-fp8rl ARGUMENTS`. Return False if it was interrupted.
 
-    Raises UserError, with its last lines, when it failed.
+    log:            the file to which its output is appended
+    show_progress:  called while it works
+    keep:           file descriptors that the command inherits, such as a lock's
+    Raises:         UserError with the last lines of the log if the command failed
     """
     if stop.requested:
         return False
@@ -30,40 +38,40 @@ def run(arguments: Sequence[str], log: Path, stop: GracefulStop, look: Callable[
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={"OMP_NUM_THREADS": "1", **os.environ},  # so small a model loses by more threads
-            process_group=0,  # a terminal's Ctrl-C would reach it twice
+            env={"OMP_NUM_THREADS": "1", **os.environ},  # more threads slow down so small a model
+            process_group=0,  # otherwise a terminal's Ctrl-C would reach it twice
             pass_fds=keep,
         )
     try:
-        code = _wait(process, stop, look)
+        code = _wait(process, stop, show_progress)
     finally:
         _end(process)
     if code in (0, INTERRUPTED):
         return code == 0
-    if stop.requested and code == -signal.SIGINT:  # before Python could hear it
+    if stop.requested and code == -signal.SIGINT:  # the signal came before Python handled signals
         return False
     raise UserError(f"{arguments[0]} ended with code {code}, see {log}: {_last_lines(log)}")
 
 
-def _wait(process: "subprocess.Popen[bytes]", stop: GracefulStop, look: Callable[[], None]) -> int:
-    told = False
+def _wait(process: "subprocess.Popen[bytes]", stop: GracefulStop, show_progress: Callable[[], None]) -> int:
+    was_signalled = False
     while True:
-        if stop.requested and not told:
+        if stop.requested and not was_signalled:
             process.send_signal(signal.SIGINT)
-            told = True
+            was_signalled = True
         try:
-            return process.wait(SECONDS_BETWEEN_LOOKS)
+            return process.wait(POLL_SECONDS)
         except subprocess.TimeoutExpired:
-            look()
+            show_progress()
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End a process that a second Ctrl-C leaves: a SIGINT and SECONDS_TO_END, then SIGKILL; a third ends it at once."""
+    """End a process that a second Ctrl-C leaves: SIGINT, END_SECONDS, then SIGKILL. A third Ctrl-C ends it at once."""
     if process.poll() is not None:
         return
     process.send_signal(signal.SIGINT)
     try:
-        process.wait(SECONDS_TO_END)
+        process.wait(END_SECONDS)
     except subprocess.TimeoutExpired:
         pass
     finally:
@@ -74,4 +82,4 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 def _last_lines(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return " / ".join(lines[-LAST_LINES:]) or "it said nothing"
+    return " / ".join(lines[-LAST_LINES:]) or "it printed nothing"

@@ -1,4 +1,4 @@
-"""results.json as tables: on the terminal, and as Markdown. What is said of a flow is what its interval says."""
+"""results.json as tables for the terminal and as Markdown. A sentence on a flow states only what its interval shows."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from rich.table import Table
 
 from nemo_fp8rl.algorithms.metric_names import sort_by_number
 from nemo_fp8rl.commands.compare.results import values_of
-from nemo_fp8rl.commands.compare.statistics import Interval, interval, paired
+from nemo_fp8rl.commands.compare.statistics import Interval, interval, paired_interval
 
 NOTHING = "-"
 
@@ -28,11 +28,11 @@ class Section:
 
 
 def sections(results: Mapping[str, Any]) -> list[Section]:
-    """The tables of all runs that have finished; parts of which there is none are left out."""
-    made = [_flows(results)]
+    """Return the tables of all finished runs, without parts that have no finished run."""
+    tables = [_flows(results)]
     if results["comparison"]["lengths"]:
-        made += [_lengths(results), _positions(results)]
-    return [section for section in made if section.rows]
+        tables += [_lengths(results), _positions(results)]
+    return [section for section in tables if section.rows]
 
 
 def as_rich(section: Section) -> Table:
@@ -45,7 +45,7 @@ def as_rich(section: Section) -> Table:
 
 
 def as_markdown(results: Mapping[str, Any], command: str) -> str:
-    """A page: where it was measured, tables, sentences."""
+    """Return a page with the machines, the tables and their sentences."""
     lines = [
         "# Flows compared",
         "",
@@ -75,18 +75,18 @@ def _flows(results: Mapping[str, Any]) -> Section:
         if not steps:
             continue
         accuracy = values_of(results, flow, "accuracy_end")
-        difference = None if flow == reference else paired(accuracy, at_reference)
+        difference = None if flow == reference else paired_interval(accuracy, at_reference)
         rows.append(
             (
                 flow,
                 str(len(steps)),
-                _of_seeds(accuracy, THREE),
+                _mean_of_seeds(accuracy, THREE),
                 _plus_minus(difference, SIGNED),
                 *_mismatch(results, flow, None),
-                _of_seeds(values_of(results, flow, "generate_seconds"), THREE),
-                _of_seeds(values_of(results, flow, "train_seconds"), THREE),
-                _of_seeds(steps, THREE),
-                _of_seeds(values_of(results, flow, "refit_bytes"), _megabytes),
+                _mean_of_seeds(values_of(results, flow, "generate_seconds"), THREE),
+                _mean_of_seeds(values_of(results, flow, "train_seconds"), THREE),
+                _mean_of_seeds(steps, THREE),
+                _mean_of_seeds(values_of(results, flow, "refit_bytes"), _megabytes),
             )
         )
         if flow != reference:
@@ -121,14 +121,14 @@ def _lengths(results: Mapping[str, Any]) -> Section:
             errors = values_of(results, flow, "token_mult_prob_error", length)
             if not errors:
                 continue
-            difference = None if length == first else paired(errors, at_first)
+            difference = None if length == first else paired_interval(errors, at_first)
             rows.append(
                 (
                     flow,
                     length,
                     str(len(errors)),
-                    _of_seeds(values_of(results, flow, "tokens_per_answer", length), ONE),
-                    _of_seeds(values_of(results, flow, "reward", length), TWO),
+                    _mean_of_seeds(values_of(results, flow, "tokens_per_answer", length), ONE),
+                    _mean_of_seeds(values_of(results, flow, "reward", length), TWO),
                     *_mismatch(results, flow, length),
                     _plus_minus(difference, SIGNED_POWER),
                 )
@@ -152,7 +152,7 @@ def _lengths(results: Mapping[str, Any]) -> Section:
 
 
 def _positions(results: Mapping[str, Any]) -> Section:
-    """k3 by position, in the longest answers: the same task at every column."""
+    """Return k3 by position in the longest answers, so that every column has the same task."""
     lengths = results["comparison"]["lengths"]
     longest = max(lengths["terms"], key=lambda name: lengths["terms"][name])
     runs = [run for run in results["runs"] if run["length"] == longest]
@@ -161,7 +161,7 @@ def _positions(results: Mapping[str, Any]) -> Section:
     for flow in lengths["flows"]:
         by_bucket = [values_of(results, flow, b, longest, "k3_by_position") for b in buckets]
         if any(by_bucket):
-            rows.append((flow, *(_of_seeds(values, POWER) for values in by_bucket)))
+            rows.append((flow, *(_mean_of_seeds(values, POWER) for values in by_bucket)))
     return Section(
         title=f"k3 KL by position in {longest} answers",
         headers=("flow", *(b.replace("_", " to ") for b in buckets)),
@@ -172,21 +172,21 @@ def _positions(results: Mapping[str, Any]) -> Section:
 
 def _mismatch(results: Mapping[str, Any], flow: str, length: str | None) -> tuple[str, str]:
     error = values_of(results, flow, "token_mult_prob_error", length)
-    return _of_seeds(error, SIX), _of_seeds(values_of(results, flow, "k3_kl", length), POWER)
+    return _mean_of_seeds(error, SIX), _mean_of_seeds(values_of(results, flow, "k3_kl", length), POWER)
 
 
 def _megabytes(value: float) -> str:
     return f"{value / 1e6:.3f}"
 
 
-def _of_seeds(values: Mapping[int, float], form: Format) -> str:
+def _mean_of_seeds(values: Mapping[int, float], form: Format) -> str:
     return _plus_minus(interval(list(values.values())), form)
 
 
-def _plus_minus(found: Interval | None, form: Format) -> str:
-    if found is None:
+def _plus_minus(interval: Interval | None, form: Format) -> str:
+    if interval is None:
         return NOTHING
-    return form(found.mean) + ("" if found.half is None else f" ± {form(found.half).lstrip('+')}")
+    return form(interval.mean) + ("" if interval.half is None else f" ± {form(interval.half).lstrip('+')}")
 
 
 def _sentence(what: str, difference: Interval | None) -> str:

@@ -206,7 +206,7 @@ def test_what_a_killed_comparison_had_started_is_left_alone(tmp_path, capsys):
     process.wait()
     try:
         assert main(arguments(path, SMALL, out)) == 2
-        assert f"another compare works in {out}, or what one that was killed had started" in capsys.readouterr().err
+        assert f"another compare works in {out}, or a command that a killed compare started" in capsys.readouterr().err
         assert (out / "models/.flows.partial/model").exists()
     finally:
         os.kill(int(started[0]), signal.SIGKILL)

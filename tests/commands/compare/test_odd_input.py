@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from nemo_fp8rl.cli import main
 from nemo_fp8rl.commands.compare.comparison import as_words, load_comparison
-from nemo_fp8rl.commands.compare.run_list import Planned, plan
+from nemo_fp8rl.commands.compare.run_list import PlannedRun, plan
 from nemo_fp8rl.commands.compare.same_inputs import check_same_inputs
 from nemo_fp8rl.commands.compare.start_models import make_models
 from nemo_fp8rl.common.atomic_files import locked
@@ -77,7 +77,7 @@ def finished(write, tmp_path) -> tuple[Path, Path]:
     return path, run.folder
 
 
-def leave(run: Planned, environment: dict[str, object]) -> None:
+def leave(run: PlannedRun, environment: dict[str, object]) -> None:
     """What a run of two steps leaves."""
     run.folder.mkdir(parents=True)
     (run.folder / "config.yaml").write_text(yaml.safe_dump(run.config))

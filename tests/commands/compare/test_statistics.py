@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_fp8rl.commands.compare.statistics import T_975, interval, paired
+from nemo_fp8rl.commands.compare.statistics import T_975, interval, paired_interval
 
 FINITE = st.floats(-1e3, 1e3, allow_nan=False).map(lambda value: round(value, 3))
 SAMPLES = st.lists(FINITE, min_size=2, max_size=8)
@@ -36,7 +36,7 @@ def test_the_interval_of_gossets_sleep_data():
     """Student 1908, additional hours of sleep, paired differences: t.test(paired=TRUE) in R gives 0.7001 to 2.4599."""
     first = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
     second = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
-    found = paired(dict(enumerate(second)), dict(enumerate(first)))
+    found = paired_interval(dict(enumerate(second)), dict(enumerate(first)))
     assert found.n == 10
     assert found.mean == pytest.approx(1.58)
     assert found.low == pytest.approx(0.7001142, abs=2e-4)  # the table's quantile has three decimals
@@ -61,11 +61,11 @@ def test_one_value_has_no_interval_and_none_has_no_mean():
     alone = interval([0.4])
     assert (alone.mean, alone.half, alone.low, alone.high, alone.contains_zero) == (0.4, None, None, None, None)
     assert interval([]) is None
-    assert paired({1: 0.5}, {2: 0.5}) is None
+    assert paired_interval({1: 0.5}, {2: 0.5}) is None
 
 
 def test_only_seeds_that_both_have_are_compared():
-    assert paired({1: 1.0, 2: 3.0, 9: 100.0}, {2: 1.0, 1: 0.0, 5: -100.0}) == interval([1.0, 2.0])
+    assert paired_interval({1: 1.0, 2: 3.0, 9: 100.0}, {2: 1.0, 1: 0.0, 5: -100.0}) == interval([1.0, 2.0])
 
 
 def test_many_values_are_not_given_too_narrow_an_interval():
@@ -101,10 +101,10 @@ def test_the_order_of_values_does_not_matter(values, rng):
 def test_what_a_seed_does_to_both_cancels(pairs, of_seeds):
     """And exchanging the two turns the sign alone."""
     ones, others = ({i: pair[side] for i, pair in enumerate(pairs)} for side in (0, 1))
-    before = paired(ones, others)
+    before = paired_interval(ones, others)
     both = [{i: value + of_seeds[i] for i, value in values.items()} for values in (ones, others)]
-    assert paired(*both).mean == pytest.approx(before.mean, abs=1e-6)
-    assert paired(*both).half == pytest.approx(before.half, abs=1e-6)
-    turned = paired(others, ones)
+    assert paired_interval(*both).mean == pytest.approx(before.mean, abs=1e-6)
+    assert paired_interval(*both).half == pytest.approx(before.half, abs=1e-6)
+    turned = paired_interval(others, ones)
     assert turned.mean == pytest.approx(-before.mean, abs=1e-9)
     assert turned.half == pytest.approx(before.half, abs=1e-9)
