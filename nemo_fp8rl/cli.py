@@ -286,7 +286,7 @@ def _doctor(arguments: argparse.Namespace) -> bool:
         print(as_json(report))
     else:
         show(report)
-    return report.sound
+    return report.is_sound
 
 
 def _parity(arguments: argparse.Namespace) -> bool:

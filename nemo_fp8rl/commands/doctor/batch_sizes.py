@@ -1,8 +1,8 @@
-"""Whether ranks, batches and lengths go into one another.
+"""Checks that ranks, batches and lengths divide one another.
 
 Sources: NeMo RL shards a step by data-parallel rank and global batch (`shard_by_batch_size` in
-https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/distributed/batched_data_dict.py) and says what sequences must be
-multiples of (`_get_pack_sequence_parameters_for_megatron` in
+https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/distributed/batched_data_dict.py) and states the multiples of
+sequence lengths (`_get_pack_sequence_parameters_for_megatron` in
 https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/models/megatron/data.py; packs are padded to 128 tokens for
 blockwise FP8). Transformer Engine's FP8 matmuls need multiples of 16 tokens, 8 in the forward alone
 (`assert_dim_for_fp8_exec` in
@@ -20,10 +20,12 @@ TOPIC = "batches"
 
 
 def check_batches(plan: Plan) -> Iterator[Finding]:
-    theirs = (
-        [] if plan.ours else [*_multiples(plan), *(_error(refusal) for refusal in why_layout_unsupported(plan.values))]
+    of_nemo_rl = (
+        []
+        if plan.uses_package_workers
+        else [*_multiples(plan), *(_error(refusal) for refusal in why_layout_unsupported(plan.values))]
     )
-    found = [*_ranks(plan), *_samples(plan), *theirs, *_lengths(plan)]
+    found = [*_ranks(plan), *_samples(plan), *of_nemo_rl, *_lengths(plan)]
     yield from found
     if not any(finding.level == "error" for finding in found):
         steps = plan.rollouts // plan.policy["train_global_batch_size"]
@@ -78,12 +80,12 @@ def _ranks(plan: Plan) -> Iterator[Finding]:
             f"{ENGINE}.expert_parallel_size={plan.engine_expert} must be a multiple of tensor_parallel_size="
             f"{plan.engine_tensor}"
         )
-    if not plan.ours:
+    if not plan.uses_package_workers:
         yield from _engines_of_nemo_rl(plan)
 
 
 def _engines_of_nemo_rl(plan: Plan) -> Iterator[Finding]:
-    """Findings on what NeMo RL's VllmGeneration asserts, and what it takes for granted."""
+    """Yield findings on the assertions and assumptions of NeMo RL's VllmGeneration."""
     asynchronous = plan.vllm.get("async_engine")
     if plan.engine_pipeline > 1 and not asynchronous:
         yield _error(f"{ENGINE}.pipeline_parallel_size={plan.engine_pipeline} needs {ENGINE}.async_engine=true")
@@ -105,14 +107,14 @@ def _engines_of_nemo_rl(plan: Plan) -> Iterator[Finding]:
 def _samples(plan: Plan) -> Iterator[Finding]:
     micro = None if plan.packing or plan.dynamic else plan.policy["train_micro_batch_size"]
     batch = plan.policy["train_global_batch_size"]
-    logprob = None if micro is None or plan.ours else plan.policy.get("logprob_batch_size")
+    logprob = None if micro is None or plan.uses_package_workers else plan.policy.get("logprob_batch_size")
     yield from map(_error, why_sizes_indivisible(plan.rollouts, batch, plan.data, micro, logprob))
 
 
 def _multiples(plan: Plan) -> Iterator[Finding]:
-    """Findings on the multiples of tokens that NeMo RL's trainer pads sequences to; ours pads to what it needs."""
+    """Yield findings on the multiples of tokens to which NeMo RL's trainer pads; the package's pads as it needs."""
     multiples = {"make_sequence_length_divisible_by": plan.policy.get("make_sequence_length_divisible_by") or 1}
-    if plan.dynamic:  # a microbatch is rounded up to it, but to no more than the batch has, which the other one says
+    if plan.dynamic:  # a microbatch is rounded up to it, at most to the length of the batch, which the other key rounds
         multiples["dynamic_batching.sequence_length_round"] = plan.dynamic["sequence_length_round"]
     parts = plan.tensor if plan.sequence_parallel else 1
     needed, tokens = (2 * plan.context if plan.context > 1 else 1) * parts, FP8_TOKENS * plan.context * parts

@@ -1,15 +1,14 @@
-"""Whether every FP8 weight is split at borders of its 128 x 128 blocks, in the trainer's layout and in the engine's.
+"""Checks that the trainer's and the engine's layouts split every FP8 weight at borders of its 128 x 128 blocks.
 
-What ranks cannot have equal parts of is said instead, in FP8 or not (`division.py`).
-
-A rank quantizes what it holds. Where its part begins inside a block of the whole, its blocks are other blocks than
-those of a rank elsewhere, and so are the bytes (docs/numerics.md).
+A rank quantizes its part of a weight. If the part begins inside a block of the whole weight, its blocks and its bytes
+differ from those of another layout (docs/numerics.md). A size that ranks cannot share equally is reported first, in
+FP8 or not (`head_division.py`).
 """
 
 from collections.abc import Iterator
 
 from nemo_fp8rl.commands.doctor.finding import Finding
-from nemo_fp8rl.commands.doctor.head_division import why_not_divided
+from nemo_fp8rl.commands.doctor.head_division import reasons_indivisible
 from nemo_fp8rl.commands.doctor.model_shapes import Weight
 from nemo_fp8rl.commands.doctor.recipe_plan import ENGINE, TRAINER, Plan
 from nemo_fp8rl.common.errors import UserError
@@ -20,7 +19,7 @@ TOPIC = "alignment"
 
 
 def check_alignment(plan: Plan) -> Iterator[Finding]:
-    uneven = [Finding("error", TOPIC, refusal) for refusal in why_not_divided(plan)]
+    uneven = [Finding("error", TOPIC, refusal) for refusal in reasons_indivisible(plan)]
     yield from uneven
     if uneven or not plan.engine_fp8:
         return
@@ -32,11 +31,11 @@ def check_alignment(plan: Plan) -> Iterator[Finding]:
 
 
 def _heads(plan: Plan) -> Iterator[Finding]:
-    """Megatron's QKV has a key-value group's queries, key and value below one another, then the next group's."""
+    """Yield a finding on NeMo RL's linear_qkv, which holds queries, key and value of a group, then the next group."""
     shape = plan.shape
     queries = [w for i in range(shape.layers) for w in shape.layer(i) if w.name.endswith("self_attn.q_proj.weight")]
     whole_blocks = shape.head_dim % BLOCK[0] == 0
-    if plan.ours or shape.kv_lora_rank or whole_blocks or not any(map(plan.is_fp8_in_trainer, queries)):
+    if plan.uses_package_workers or shape.kv_lora_rank or whole_blocks or not any(map(plan.is_fp8_in_trainer, queries)):
         return
     yield Finding(
         "warn",
@@ -62,9 +61,11 @@ def _weight(plan: Plan, side: str, weight: Weight, kind: str) -> Iterator[Findin
     size = weight.rows if weight.split == "rows" else weight.columns
     dimension = {"rows": "rows", "columns": "columns"}.get(weight.split, "")
     if parts > plan.shape.kv_heads and not plan.shape.kv_lora_rank:
-        whole = side == "trainer" and not plan.ours  # Megatron's attention.py divides linear_qkv as one matrix then
+        whole = (
+            side == "trainer" and not plan.uses_package_workers
+        )  # Megatron's attention.py then divides linear_qkv as one matrix
         if kind.endswith(("k_proj", "v_proj")) and (whole or side == "engine"):
-            parts = 1 if whole else plan.shape.kv_heads  # heads are repeated, not split
+            parts = 1 if whole else plan.shape.kv_heads  # heads are repeated and not split
         elif kind.endswith("q_proj") and whole:
             kind, size = "self_attn.linear_qkv", (plan.shape.heads + 2 * plan.shape.kv_heads) * plan.shape.head_dim
     if weight.split != "none" and (parts > 1 or _is_fused(kind)):
@@ -73,7 +74,7 @@ def _weight(plan: Plan, side: str, weight: Weight, kind: str) -> Iterator[Findin
         except UserError as error:
             yield Finding("error", TOPIC, f"{side}: {error} ({size} / {parts} = {size / parts:g})")
             return
-        if size % BLOCK[0]:  # of a fused matrix on one rank
+        if size % BLOCK[0]:  # a fused matrix on one rank
             yield Finding(
                 "error",
                 TOPIC,
@@ -95,7 +96,7 @@ def _is_fused(kind: str) -> bool:
 
 
 def _parts(plan: Plan, side: str, weight: Weight) -> tuple[str, int]:
-    """The key that says how many ranks share a weight, and its value."""
+    """Return (key, value) of the number of ranks that share a weight."""
     if side == "engine":
         parts = plan.engine_expert_tensor if weight.of_expert else plan.engine_tensor
         return f"{ENGINE}.tensor_parallel_size", parts

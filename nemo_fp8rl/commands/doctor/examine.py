@@ -1,4 +1,4 @@
-"""All findings on one recipe, as a table or as JSON."""
+"""Examines one recipe: all findings, as a table or as JSON."""
 
 import json
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from pathlib import Path
 from nemo_fp8rl.commands.doctor.batch_sizes import check_batches
 from nemo_fp8rl.commands.doctor.block_alignment import check_alignment
 from nemo_fp8rl.commands.doctor.finding import Finding
-from nemo_fp8rl.commands.doctor.hardware import Gpu, check_hardware, gpu_named
+from nemo_fp8rl.commands.doctor.hardware import Gpu, check_hardware, gpu_by_name
 from nemo_fp8rl.commands.doctor.memory.phases import GIB, Memory, check_memory, memory_of
 from nemo_fp8rl.commands.doctor.model_shapes import shape_of
 from nemo_fp8rl.commands.doctor.precision_agreement import check_agreement, check_format
@@ -33,13 +33,13 @@ class Report:
     findings: list[Finding]
 
     @property
-    def sound(self) -> bool:
+    def is_sound(self) -> bool:
         return not any(finding.level == "error" for finding in self.findings)
 
 
 def examine(path: Path, overrides: Sequence[str], gpu_name: str) -> Report:
-    """Raises UserError for a recipe that cannot be read, an unknown model, and an unknown GPU."""
-    gpu = gpu_named(gpu_name)
+    """Return the findings on a recipe. Raises UserError for an unreadable recipe, an unknown model or GPU."""
+    gpu = gpu_by_name(gpu_name)
     recipe = read_recipe(path, overrides)
     policy = recipe.values["policy"]
     model = str(policy["model_name"])
@@ -51,14 +51,14 @@ def examine(path: Path, overrides: Sequence[str], gpu_name: str) -> Report:
         )
     require(recipe.values, "policy.generation.vllm_cfg")
     plan = Plan(recipe.values, shape)
-    other = check_format(plan)
-    memory = Memory() if other else memory_of(plan, gpu)
+    other_format = check_format(plan)
+    memory = Memory() if other_format else memory_of(plan, gpu)
     findings = [
-        *(other or check_agreement(plan)),
+        *(other_format or check_agreement(plan)),
         *check_alignment(plan),
         *check_batches(plan),
-        *([] if other else check_memory(plan, gpu, memory)),
-        *([] if other else check_hardware(plan, gpu)),
+        *([] if other_format else check_memory(plan, gpu, memory)),
+        *([] if other_format else check_hardware(plan, gpu)),
         *check_workers(plan, recipe.checkout.version),
     ]
     return Report(str(path), model, plan.shape.parameters, recipe.checkout.version, gpu, memory, findings)

@@ -1,4 +1,4 @@
-"""What the doctor says: one sentence, and how bad it is."""
+"""A finding of the doctor: one sentence and its level."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +8,7 @@ Level = Literal["ok", "warn", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """error: the run fails or computes something else than it says. warn: it may, or wastes something."""
+    """error: the run fails, or computes something else than the recipe states. warn: it may, or wastes resources."""
 
     level: Level
     topic: str

@@ -1,9 +1,9 @@
-"""GPUs: how much memory they have, and what of FP8 they and the libraries on them can do.
+"""GPUs: their memory, and the FP8 features of their hardware and libraries.
 
 Sources:
-- Memory is what nvidia-smi shows as total.
-- What a compute capability is needed for, and which GPU has which: `fp8/gpu_support.py`.
-- Transformer Engine's blockwise recipe needs CUDA 12.9, too; on Blackwell it is emulated by MXFP8, which has
+- Memory: the total that nvidia-smi shows.
+- Compute capabilities, and the FP8 features that need them: `fp8/gpu_support.py`.
+- Transformer Engine's blockwise recipe also needs CUDA 12.9; on Blackwell it is emulated by MXFP8, which has
   power-of-two scales alone: `check_fp8_block_scaling_support`, and the recipe's use, in
   https://github.com/NVIDIA/TransformerEngine/blob/main/transformer_engine/pytorch/quantization.py;
   NeMo RL says the same: https://github.com/NVIDIA-NeMo/RL/blob/main/docs/fp8.md
@@ -61,7 +61,7 @@ GPUS = {
 }
 
 
-def gpu_named(name: str) -> Gpu:
+def gpu_by_name(name: str) -> Gpu:
     if name.lower() not in GPUS:
         raise UserError(f"--gpu {name} is not known; known are {', '.join(GPUS)}")
     return GPUS[name.lower()]
@@ -77,7 +77,7 @@ def check_hardware(plan: Plan, gpu: Gpu) -> Iterator[Finding]:
             return
     elif plan.trainer_fp8:
         yield _trainer(plan, gpu)
-    yield _own_engine(gpu) if plan.ours else _engine(plan, gpu)
+    yield _package_engine(gpu) if plan.uses_package_workers else _engine(plan, gpu)
     if plan.kv_fp8:
         yield _cache(plan, gpu)
 
@@ -103,7 +103,7 @@ def _trainer(plan: Plan, gpu: Gpu) -> Finding:
 def _engine(plan: Plan, gpu: Gpu) -> Finding:
     on_wire = plan.values["nemo_fp8rl"]["workers"] == "nemo_rl"
     deep_gemm = plan.vllm.get("use_deep_gemm")
-    if on_wire:  # the key is for NeMo RL's own FP8, whose place vLLM's takes there
+    if on_wire:  # vLLM's FP8 replaces NeMo RL's there, so NeMo RL's key does not apply
         deep_gemm = (plan.vllm.get("env_vars") or {}).get("VLLM_USE_DEEP_GEMM", "1") != "0"
     if gpu.capability < HOPPER:
         return Finding(
@@ -134,18 +134,18 @@ def _engine(plan: Plan, gpu: Gpu) -> Finding:
             "nearly all weights get other values than the trainer's; set pow2_*_scaling_factors=true on both sides",
         )
     kernels, experts = "DeepGEMM" if deep_gemm else "CUTLASS or Triton", at(plan.values, MOE_BACKEND, None)
-    theirs = f" (experts: {MOE_BACKEND}={experts})" if experts else ""
-    return Finding("ok", TOPIC, f"{kernels} on {gpu.name}{theirs} multiplies the values that the refit sends")
+    of_experts = f" (experts: {MOE_BACKEND}={experts})" if experts else ""
+    return Finding("ok", TOPIC, f"{kernels} on {gpu.name}{of_experts} multiplies the values that the refit sends")
 
 
-def _own_engine(gpu: Gpu) -> Finding:
-    hopper = HOPPER <= gpu.capability < BLACKWELL  # elsewhere generation/fp8_method/gpu_linear.py passes DeepGEMM over
+def _package_engine(gpu: Gpu) -> Finding:
+    hopper = HOPPER <= gpu.capability < BLACKWELL  # elsewhere generation/fp8_method/gpu_linear.py skips DeepGEMM
     kernels = "DeepGEMM, CUTLASS or Triton" if hopper else "CUTLASS or Triton"
     return Finding("ok", TOPIC, f"our engines on {gpu.name} multiply what the refit sends, by {kernels}")
 
 
 def _cache(plan: Plan, gpu: Gpu) -> Finding:
-    if plan.shape.kv_lora_rank and not plan.ours:
+    if plan.shape.kv_lora_rank and not plan.uses_package_workers:
         return Finding("error", TOPIC, LATENT_CACHE_UNSUPPORTED)
     backend = plan.vllm_kwargs.get("attention_backend")
     if backend is None and not HOPPER <= gpu.capability < BLACKWELL:
@@ -153,7 +153,7 @@ def _cache(plan: Plan, gpu: Gpu) -> Finding:
     graphs = str(at(plan.vllm_kwargs, "compilation_config.cudagraph_mode", "FULL")).upper() != "PIECEWISE"
     if str(backend).upper() == "FLASHINFER" and plan.vllm.get("enforce_eager") is False and graphs:
         return Finding(
-            "warn" if plan.ours else "error",
+            "warn" if plan.uses_package_workers else "error",
             TOPIC,
             f"an FP8 KV cache on {gpu.name}: where vLLM takes FlashInfer for it, {ENGINE}.enforce_eager must not be "
             "false, as a CUDA graph would keep the scales of the first version; set it to true, or "

@@ -1,4 +1,6 @@
-"""Whether ranks can have equal parts of a model's heads and MLPs, in any precision; ours are asked by `workers`.
+"""Checks that ranks get equal parts of a model's heads and MLPs, in any precision, with NeMo RL's workers.
+
+`worker_limits.py` checks the package's workers.
 
 Sources: Megatron Core (`TransformerConfig.__post_init__` in
 https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/transformer/transformer_config.py) and vLLM (a model's
@@ -14,19 +16,19 @@ from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.hf.divisibility import Dimension, check_divides
 
 
-def why_not_divided(plan: Plan) -> Iterator[str]:
-    """Why ranks cannot have equal parts, a sentence each."""
-    if plan.ours:
+def reasons_indivisible(plan: Plan) -> Iterator[str]:
+    """Yield the reasons why ranks cannot have equal parts, a sentence each."""
+    if plan.uses_package_workers:
         return
     shape, experts = plan.shape, Dimension("moe_intermediate_size", plan.shape.expert_intermediate)
-    yield from _why_not("trainer", f"{TRAINER}.tensor_model_parallel_size", plan.tensor, shape)
+    yield from _reasons_of_side("trainer", f"{TRAINER}.tensor_model_parallel_size", plan.tensor, shape)
     yield from _uneven("trainer", f"{TRAINER}.expert_tensor_parallel_size", plan.expert_tensor, experts)
     key = f"{ENGINE}.tensor_parallel_size"
-    yield from _why_not("engine", key, plan.engine_tensor, shape)
+    yield from _reasons_of_side("engine", key, plan.engine_tensor, shape)
     yield from _uneven("engine", key, plan.engine_expert_tensor, experts)
 
 
-def _why_not(side: str, key: str, parts: int, shape: Shape) -> Iterator[str]:
+def _reasons_of_side(side: str, key: str, parts: int, shape: Shape) -> Iterator[str]:
     dimensions = [Dimension("num_attention_heads", shape.heads)]
     if not shape.experts or shape.dense_layers:
         dimensions.append(Dimension("intermediate_size", shape.intermediate))

@@ -1,4 +1,4 @@
-"""Sizes of a model and its weights, from config.json: of a local folder, or as published for our recipes' models."""
+"""Sizes of a model and its weights, from the config.json of a folder or of a model that the package's recipes use."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ QWEN25_1_5B = {
     "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True,
     "max_position_embeddings": 131072,
 }  # fmt: skip
-PUBLISHED: dict[str, dict[str, Any]] = {
+KNOWN_MODELS: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.1-8B": LLAMA31_8B,
     "meta-llama/Llama-3.1-8B-Instruct": LLAMA31_8B,
     "Qwen/Qwen3-8B": QWEN3_8B,
@@ -45,7 +45,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "moonshotai/Moonlight-16B-A3B-Instruct": MOONLIGHT_16B_A3B,
     "Qwen/Qwen2.5-1.5B": QWEN25_1_5B,
 }
-"""What huggingface.co/<name>/blob/main/config.json says, as far as it matters here."""
+"""Model name -> the part of huggingface.co/<name>/blob/main/config.json that the doctor reads."""
 
 Split = Literal["rows", "columns", "none"]
 
@@ -54,8 +54,9 @@ Split = Literal["rows", "columns", "none"]
 class Weight:
     """A tensor [rows, columns] of one layer; columns is 1 for a vector.
 
-    split: which of the two tensor parallelism shares. copies: how many of it the layer has, one for each expert.
-    linear: whether it is one of the projections that FP8 is for.
+    split:   the dimension that tensor parallelism splits
+    copies:  number of such tensors in the layer, one for each expert
+    linear:  True for a projection, which FP8 applies to
     """
 
     name: str
@@ -76,7 +77,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder. kv_lora_rank, rope_dim: of latent attention (MLA), else 0. head_dim: of a query and key."""
+    """Sizes of a decoder. head_dim: of a query and a key. kv_lora_rank, rope_dim: of latent attention (MLA), else 0."""
 
     vocab: int
     hidden: int
@@ -111,7 +112,7 @@ class Shape:
         return Weight(EMBEDDING, self.vocab, self.hidden, "rows")
 
     def head(self) -> list[Weight]:
-        """Final norm and output head; a tied one is the embedding."""
+        """Return the final norm and the output head. A tied head is the embedding."""
         norm = Weight(NORM, self.hidden, 1)
         return [norm] if self.tied else [norm, Weight(HEAD, self.vocab, self.hidden, "rows")]
 
@@ -162,30 +163,30 @@ def _gated_mlp(prefix: str, hidden: int, intermediate: int, copies: int = 1) -> 
 
 
 def shape_of(model_name: str) -> Shape:
-    """The shape of a folder with config.json, or of a model in PUBLISHED. Raises UserError for any other."""
+    """Return the shape of a folder with config.json or of one of KNOWN_MODELS. Raises UserError for other names."""
     return from_config(config_of(model_name), model_name)
 
 
 def config_of(model_name: str) -> dict[str, Any]:
-    """What config.json of a folder says, or PUBLISHED of a model, of whatever revision (`owner/model@revision`).
+    """Return the config.json of a folder, or of one of KNOWN_MODELS at any revision (`owner/model@revision`).
 
-    Raises UserError for any other.
+    Raises: UserError for other names
     """
     folder = Path(model_name)
     raw = read_json(folder / "config.json") if folder.is_dir() else None
     if raw is not None:
         return raw
     repository = model_name.partition("@")[0]
-    if repository not in PUBLISHED:
+    if repository not in KNOWN_MODELS:
         raise UserError(
             f"policy.model_name={model_name} is no folder with a config.json and none of the models that the doctor "
-            f"knows ({', '.join(PUBLISHED)}); give it as policy.model_name=<folder>"
+            f"knows ({', '.join(KNOWN_MODELS)}); give it as policy.model_name=<folder>"
         )
-    return PUBLISHED[repository]
+    return KNOWN_MODELS[repository]
 
 
 def from_config(raw: dict[str, Any], source: str) -> Shape:
-    """The sizes that config.json says under HF's names. Raises UserError for another family, or a key that lacks."""
+    """Return the sizes in config.json. Raises UserError for an unknown family or a missing key."""
     family = raw.get("model_type")
     if family not in ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"):
         raise UserError(

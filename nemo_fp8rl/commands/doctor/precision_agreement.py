@@ -1,6 +1,6 @@
-"""Whether trainer and engine compute in the same precision, layer by layer, and what catches it where they do not.
+"""Checks that trainer and engine compute in the same precision, layer by layer, and that a correction covers the rest.
 
-Sources: docs/numerics.md for what a disagreement costs; NeMo RL's own conditions on FP8 generation and on an FP8 KV
+Sources: docs/numerics.md for the cost of a disagreement; NeMo RL's own conditions on FP8 generation and on an FP8 KV
 cache stand in `setup` of https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/algorithms/grpo.py.
 """
 
@@ -19,15 +19,17 @@ TOPIC = "precision"
 
 
 def check_format(plan: Plan) -> list[Finding]:
-    """What is said in place of precision, memory and hardware where NeMo RL quantizes by ModelOpt, most often to NVFP4:
-    `quant_cfg` takes other workers and engines (nemo_rl/modelopt/), whatever the keys of FP8 say.
+    """Return a finding if NeMo RL quantizes by ModelOpt, most often to NVFP4; else [].
+
+    `quant_cfg` takes other workers and engines (nemo_rl/modelopt/), whatever the FP8 keys state, so this finding
+    replaces those on precision, memory and hardware.
     """
     sides = {"policy": plan.policy, "policy.generation": plan.generation}
-    given = [f"{side}.quant_cfg={block['quant_cfg']}" for side, block in sides.items() if block.get("quant_cfg")]
-    if not given:
+    keys = [f"{side}.quant_cfg={block['quant_cfg']}" for side, block in sides.items() if block.get("quant_cfg")]
+    if not keys:
         return []
     text = "one of ModelOpt's formats, none that the doctor knows: it says nothing of precision, memory and hardware"
-    return [Finding("warn", TOPIC, f"{' and '.join(given)}: {text}")]
+    return [Finding("warn", TOPIC, f"{' and '.join(keys)}: {text}")]
 
 
 def check_agreement(plan: Plan) -> Iterator[Finding]:
@@ -52,11 +54,11 @@ def check_agreement(plan: Plan) -> Iterator[Finding]:
 
 
 def _layers(plan: Plan) -> Iterator[Finding]:
-    """Linears that are FP8 on one side alone, in an FP8 run."""
+    """Yield a finding on linears that are FP8 in the trainer alone."""
     if not (plan.trainer_fp8 and plan.engine_fp8):
         return
     weights = [weight for i in range(plan.shape.layers) for weight in plan.shape.layer(i)]
-    differ = [one.name for one in weights if plan.is_fp8_in_trainer(one) and not plan.is_fp8_in_engine(one)]
+    differ = [w.name for w in weights if plan.is_fp8_in_trainer(w) and not plan.is_fp8_in_engine(w)]
     if differ:
         kinds = list(dict.fromkeys(re.sub(r".*?\.\d+\.", "", name).removesuffix(".weight") for name in differ))
         layers = sorted({int(name.split(".")[2]) for name in differ})
@@ -73,9 +75,9 @@ def _layers(plan: Plan) -> Iterator[Finding]:
 def _correction(plan: Plan) -> Iterator[Finding]:
     if not plan.engine_fp8:
         return
-    loss, ours = plan.values["loss_fn"], plan.values["nemo_fp8rl"]["correction"]
-    if ours is not None:
-        if is_asynchronous(plan.values):  # whose loop asks for the key: `nemo_rl.checks.loss_keys`
+    loss, correction = plan.values["loss_fn"], plan.values["nemo_fp8rl"]["correction"]
+    if correction is not None:
+        if is_asynchronous(plan.values):  # the asynchronous loop needs the key: `recipe_checks.loss_keys`
             if refusal := why_corrections_conflict(plan.values):
                 yield Finding("error", TOPIC, refusal)
         elif loss.get("use_importance_sampling_correction"):
@@ -86,7 +88,7 @@ def _correction(plan: Plan) -> Iterator[Finding]:
                 "loss_fn.truncated_importance_sampling_type to null",
             )
     elif not loss.get("use_importance_sampling_correction"):
-        yield _uncorrected(plan)
+        yield _missing_correction(plan)
     elif not loss.get("truncated_importance_sampling_type"):
         yield Finding(
             "warn",
@@ -96,11 +98,11 @@ def _correction(plan: Plan) -> Iterator[Finding]:
         )
 
 
-def _uncorrected(plan: Plan) -> Finding:
-    """NeMo RL's `setup` asks for a correction by the engine's precision, which `stock/choose.py` says in other keys."""
+def _missing_correction(plan: Plan) -> Finding:
+    """Return the finding on a run without correction, which NeMo RL's `setup` requires for an FP8 engine."""
     key = "loss_fn.use_importance_sampling_correction=false"
     asynchronous = is_asynchronous(plan.values)
-    if plan.ours or (plan.values["nemo_fp8rl"]["workers"] == "nemo_rl" and not asynchronous):
+    if plan.uses_package_workers or (plan.values["nemo_fp8rl"]["workers"] == "nemo_rl" and not asynchronous):
         return Finding(
             "warn",
             TOPIC,
@@ -115,7 +117,7 @@ def _uncorrected(plan: Plan) -> Finding:
 
 
 def _cache(plan: Plan) -> Iterator[Finding]:
-    if not plan.ours:
+    if not plan.uses_package_workers:
         yield from (Finding("error", TOPIC, refusal) for refusal in why_kv_scales_unsupported(plan.values))
     kv = plan.values["nemo_fp8rl"]["kv"]
     if not plan.trainer_fp8 or kv == "rollout":

@@ -1,4 +1,4 @@
-"""A recipe's numbers by name: parallel layout, batches, precision. What is derived from keys is derived here, once."""
+"""The numbers of a recipe by name: parallel layout, batches, precision. Derived numbers are defined here alone."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ ENGINE = "policy.generation.vllm_cfg"
 
 @dataclass(frozen=True)
 class Plan:
-    """values: the resolved recipe. shape: its model's."""
+    """A resolved recipe for NeMo RL and the shape of its model."""
 
     values: Mapping[str, Any]
     shape: Shape
@@ -45,7 +45,7 @@ class Plan:
     # GPUs
 
     @property
-    def colocated(self) -> bool:
+    def is_colocated(self) -> bool:
         return is_colocated(self.generation)
 
     @property
@@ -84,19 +84,19 @@ class Plan:
 
     @property
     def data(self) -> int:
-        """Replicas of the dense part."""
+        """Number of replicas of the dense part."""
         return max(1, self.trainer_gpus // (self.tensor * self.pipeline * self.context))
 
     @property
     def expert_data(self) -> int:
-        """Replicas of the experts."""
+        """Number of replicas of the experts."""
         return max(1, self.trainer_gpus // (self.expert_tensor * self.expert * self.pipeline))
 
     @cached_property
     def stages(self) -> list[range]:
-        """Layers of each pipeline stage."""
-        ends = (self.megatron.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
-        return pipeline_stages(self.shape.layers, self.pipeline, *ends)
+        """The layers of each pipeline stage."""
+        sizes = (self.megatron.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
+        return pipeline_stages(self.shape.layers, self.pipeline, *sizes)
 
     # The engine's layout
 
@@ -114,21 +114,21 @@ class Plan:
 
     @property
     def engine_expert_tensor(self) -> int:
-        """Ranks that share an expert's matrices: none when experts are spread."""
+        """Number of ranks that share the matrices of an expert; 1 if experts are spread over ranks."""
         return 1 if self.engine_expert > 1 else self.engine_tensor
 
     @property
-    def ours(self) -> bool:
-        """Whether trainer and engines are ours; auto takes NeMo RL's where there are GPUs."""
+    def uses_package_workers(self) -> bool:
+        """True for the package's trainer and engines. `auto` takes NeMo RL's workers on GPUs."""
         return bool(self.values["nemo_fp8rl"]["workers"] == "ours")
 
     @property
     def takes_deltas(self) -> bool:
-        """Whether our refit may (`weights.py`): auto does not where the trainer's memory is given back."""
+        """True if the package's refit may send deltas. `auto` does not if the trainer frees its memory between phases."""
         mode = self.values["nemo_fp8rl"]["refit"]["mode"]
-        return mode == "delta" or (mode == "auto" and not self.colocated)
+        return mode == "delta" or (mode == "auto" and not self.is_colocated)
 
-    # Precision, as written; `precision` says whether it is sound
+    # Precision as the recipe states it; `nemo_rl/recipe/precision.py` checks it
 
     @property
     def trainer_fp8(self) -> bool:
@@ -136,7 +136,7 @@ class Plan:
 
     @property
     def fp8_param(self) -> bool:
-        """Whether FP8 weights are the trainer's only ones."""
+        """True if the trainer keeps no weights but the FP8 ones."""
         return self.trainer_fp8 and bool(self.megatron["fp8_cfg"].get("fp8_param"))
 
     @property
@@ -156,14 +156,17 @@ class Plan:
         return engine_fp8_layers(self.vllm, self.shape.layers)
 
     def is_fp8_in_engine(self, weight: Weight) -> bool:
-        """vLLM's blockwise method takes the projections; kv_a_proj_with_mqa, whose name ends otherwise, is one."""
+        """Return whether vLLM's blockwise method quantizes a weight: projections, with kv_a_proj_with_mqa."""
         name = weight.name.replace("kv_a_proj_with_mqa", "kv_a_proj")
         ignored = any(word in weight.name for word in self.engine_layers.ignored_words)
         return weight.linear and not ignored and self.engine_layers.quantizes(name)
 
     def is_fp8_in_trainer(self, weight: Weight) -> bool:
-        """Our trainer has those of the engine, NeMo RL's every linear of a decoder layer that is not bfloat16."""
-        if self.ours:
+        """Return whether the trainer holds a weight in FP8.
+
+        The package's trainer has the engine's FP8 weights, NeMo RL's every linear of its FP8 decoder layers.
+        """
+        if self.uses_package_workers:
             return self.trainer_fp8 and self.is_fp8_in_engine(weight)
         layer = LAYER.search(weight.name)
         return self.trainer_fp8 and weight.linear and layer is not None and int(layer[1]) in self.engine_layers
@@ -191,6 +194,6 @@ class Plan:
 
     @property
     def microbatch_tokens(self) -> int:
-        """The most tokens of a forward and backward."""
+        """The largest number of tokens of a forward and backward."""
         by_tokens = self.packing or self.dynamic
         return by_tokens["train_mb_tokens"] if by_tokens else self.longest * self.policy["train_micro_batch_size"]

@@ -1,4 +1,4 @@
-"""Whether the workers that a recipe asks for, our own or NeMo RL's (nemo_fp8rl.workers), take it."""
+"""Checks that the workers which `nemo_fp8rl.workers` names, the package's or NeMo RL's, accept a recipe."""
 
 import json
 from collections.abc import Iterator
@@ -19,15 +19,15 @@ TOPIC = "workers"
 
 
 def check_workers(plan: Plan, version: str) -> Iterator[Finding]:
-    """Check the workers by the functions that they are made by, of which ours need torch. version: NeMo RL's.
+    """Yield findings by the functions that also build the workers; those of the package's workers load torch.
 
-    Under auto a recipe may be for NeMo RL without this package, too.
+    version: NeMo RL's version. Under `auto` a recipe may also be for NeMo RL without this package.
     """
     workers = plan.values["nemo_fp8rl"]["workers"]
     if refusal := _loop(plan):
         yield Finding("warn" if workers == "auto" else "error", TOPIC, f"`nemo-fp8rl nemo` refuses it: {refusal}")
     if workers == "ours":
-        yield from _ours(plan, refusal)
+        yield from _package_workers(plan, refusal)
     elif refusal := _stock(plan, version):
         if workers == "auto":
             yield Finding("warn", TOPIC, f"nemo_fp8rl.workers=auto takes NeMo RL's own on GPUs and ends: {refusal}")
@@ -50,7 +50,7 @@ def _stock(plan: Plan, version: str) -> str:
         refusal = why_policy_unsupported(plan.policy, version)
         flow = read_precision(plan.policy).flow
     except UserError:
-        return ""  # said of the precision
+        return ""  # `check_agreement` reports it
     if refusal or flow != "fp8_e2e":
         return refusal
     try:
@@ -60,7 +60,7 @@ def _stock(plan: Plan, version: str) -> str:
     return ""
 
 
-def _ours(plan: Plan, loop_refusal: str) -> Iterator[Finding]:
+def _package_workers(plan: Plan, loop_refusal: str) -> Iterator[Finding]:
     for sentence in describe_ignored_values(plan.values):
         yield Finding("warn", TOPIC, sentence)
     refusal = _refusal(plan)
@@ -74,7 +74,7 @@ def _ours(plan: Plan, loop_refusal: str) -> Iterator[Finding]:
 
 
 def _refusal(plan: Plan) -> str:
-    """Why our own workers refuse the recipe, the first reason; empty without one."""
+    """Return the first reason why the package's workers refuse the recipe, or an empty text."""
     from nemo_fp8rl.nemo_rl.recipe.config_from_recipe import convert_recipe
 
     name = plan.policy["model_name"]

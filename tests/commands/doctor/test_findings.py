@@ -7,7 +7,7 @@ import pytest
 
 from nemo_fp8rl.commands.doctor.batch_sizes import check_batches
 from nemo_fp8rl.commands.doctor.block_alignment import check_alignment
-from nemo_fp8rl.commands.doctor.hardware import GPUS, check_hardware, gpu_named
+from nemo_fp8rl.commands.doctor.hardware import GPUS, check_hardware, gpu_by_name
 from nemo_fp8rl.commands.doctor.model_shapes import LLAMA31_8B
 from nemo_fp8rl.commands.doctor.precision_agreement import check_agreement
 from nemo_fp8rl.common.errors import UserError
@@ -389,7 +389,7 @@ def test_a_bfloat16_recipe_runs_anywhere(plan):
 
 def test_an_unknown_gpu_is_named():
     with pytest.raises(UserError, match="--gpu tpu is not known; known are a100"):
-        gpu_named("tpu")
+        gpu_by_name("tpu")
 
 
 # Our own trainer and engines
@@ -433,7 +433,7 @@ def test_ours_multiply_by_what_the_engine_takes_there(plan, gpu, kernels):
 @pytest.mark.parametrize("workers", ["auto", "nemo_rl"])
 def test_an_fp8_kv_cache_of_latent_attention_has_no_scales_from_nemo_rls_own_trainer(plan, workers):
     cache = {ENGINE + "kv_cache_dtype": "fp8", "nemo_fp8rl.workers": workers}
-    text = one(check_hardware(plan(LATENT, cache), gpu_named("h100")), "error")
+    text = one(check_hardware(plan(LATENT, cache), gpu_by_name("h100")), "error")
     assert "no scales for latent attention" in text and text.endswith("kv_cache_dtype=auto")
 
 

@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 
-from nemo_fp8rl.commands.doctor.model_shapes import PUBLISHED, from_config, shape_of
+from nemo_fp8rl.commands.doctor.model_shapes import KNOWN_MODELS, from_config, shape_of
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.hf.model_config import read_hf_config
@@ -84,7 +84,7 @@ MAY_BE_0 = ("n_routed_experts", "num_experts", "n_shared_experts", "first_k_dens
 @pytest.mark.parametrize("value", ["12", None, [1], 0, -1, 1.5, True, 10**30], ids=str)
 @pytest.mark.parametrize("model", ["meta-llama/Llama-3.1-8B", "moonshotai/Moonlight-16B-A3B", "Qwen/Qwen3-30B-A3B"])
 def test_a_size_that_is_no_number_of_its_range_is_named(model, value):
-    config = PUBLISHED[model]
+    config = KNOWN_MODELS[model]
     sizes = [key for key, size in config.items() if type(size) is int]
     if value is None:
         sizes = [key for key in sizes if key not in (*MAY_LACK, "first_k_dense_replace", "intermediate_size")]

@@ -1,4 +1,4 @@
-"""Bytes a value takes."""
+"""Bytes of one value, by format."""
 
 from nemo_fp8rl.fp8 import BLOCK
 

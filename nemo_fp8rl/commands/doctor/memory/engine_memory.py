@@ -1,4 +1,4 @@
-"""Memory of a GPU of an engine, to the byte, but for what a forward needs.
+"""Memory of an engine's GPU, to the byte except for the workspace of a forward.
 
 Cache: keys and values of each layer; with latent attention its latent and rotary part on every rank (DeepSeek-V2,
 https://arxiv.org/abs/2405.04434, section 2.1).
@@ -9,16 +9,16 @@ from nemo_fp8rl.commands.doctor.model_shapes import Weight
 from nemo_fp8rl.commands.doctor.recipe_plan import Plan
 
 WORKSPACE = 2 * GIB
-"""An assumption: what vLLM's profiling run leaves for a forward of its longest batch, CUDA graphs included."""
+"""An assumption: the memory that vLLM reserves for a forward of its longest batch, with CUDA graphs."""
 
 
 def engine_weights(plan: Plan) -> float:
-    """Bytes of weights on the fullest GPU of an engine, FP8 with their scales, all else bfloat16."""
+    """Return the bytes of weights on the fullest GPU of an engine: FP8 with scales, the others in bfloat16."""
     shape = plan.shape
     layers = -(-shape.layers // plan.engine_pipeline)
     each = sum(_engine_bytes(plan, weight) for i in range(shape.layers) for weight in shape.layer(i)) / shape.layers
-    ends = sum(_engine_bytes(plan, weight) for weight in (shape.embedding(), *shape.head()))
-    return each * layers + ends
+    embedding_and_head = sum(_engine_bytes(plan, weight) for weight in (shape.embedding(), *shape.head()))
+    return each * layers + embedding_and_head
 
 
 def _engine_bytes(plan: Plan, weight: Weight) -> float:
@@ -32,7 +32,7 @@ def _engine_bytes(plan: Plan, weight: Weight) -> float:
 
 
 def kv_bytes_per_token(plan: Plan) -> float:
-    """Bytes a token takes on each GPU of an engine."""
+    """Return the bytes of cache for one token on each GPU of an engine."""
     shape, size = plan.shape, 1 if plan.kv_fp8 else BF16
     layers = -(-shape.layers // plan.engine_pipeline)
     if shape.kv_lora_rank:
@@ -42,7 +42,7 @@ def kv_bytes_per_token(plan: Plan) -> float:
 
 
 def cache_bytes(plan: Plan, gpu_memory: float, weights: float) -> float:
-    """What is pinned by vllm_kwargs, or what gpu_memory_utilization leaves beside weights and workspace."""
+    """Return the cache size of vllm_kwargs, or what gpu_memory_utilization leaves beside weights and workspace."""
     if pinned := plan.vllm_kwargs.get("kv_cache_memory_bytes"):
         return pinned
     return gpu_memory * plan.vllm["gpu_memory_utilization"] - weights - WORKSPACE

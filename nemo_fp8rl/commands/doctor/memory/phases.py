@@ -1,8 +1,9 @@
 """Memory of a GPU in each phase, from sizes alone (`trainer_memory.py`, `engine_memory.py`).
 
-Colocated, NeMo RL moves the trainer's memory to the host while engines generate, and all but its parameters during a
-refit (`refit_policy_generation` in https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/algorithms/grpo.py); so do our
-workers (`policy/offload.py`). What neither moves is `trainer_memory.resident_bytes`.
+With colocated engines NeMo RL moves the trainer's memory to the host while engines generate, and everything except the
+parameters during a refit (`refit_policy_generation` in
+https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/algorithms/grpo.py). The package's workers do the same
+(`policy/offload.py`). `trainer_memory.resident_bytes` counts the rest.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,7 +23,7 @@ OUTSIDE = 3 * GIB
 
 @dataclass(frozen=True)
 class Phase:
-    """What one GPU holds at a time, in bytes by name."""
+    """The memory of one GPU in a phase, bytes by name."""
 
     name: str
     parts: dict[str, float]
@@ -34,7 +35,11 @@ class Phase:
 
 @dataclass(frozen=True)
 class Memory:
-    """phases: of the fullest GPU. cache_tokens: how many the KV cache of one engine holds, of kv_bytes a GPU each."""
+    """The memory of the fullest GPU in each phase.
+
+    kv_bytes:      bytes of cache for one token on each GPU of an engine
+    cache_tokens:  tokens that the KV cache of one engine holds
+    """
 
     phases: list[Phase] = field(default_factory=list)
     kv_bytes: float = 0
@@ -47,7 +52,7 @@ def memory_of(plan: Plan, gpu: Gpu) -> Memory:
     engine, kv = engine_weights(plan), kv_bytes_per_token(plan)
     cache = cache_bytes(plan, gpu.memory, engine)
     generate = {"engine weights": engine, "KV cache": max(cache, 0), "engine workspace": WORKSPACE}
-    if not plan.colocated:
+    if not plan.is_colocated:
         return Memory([fullest, Phase("generate", generate)], kv, max(0, int(cache // kv)))
     beside = {"engine weights": engine, "buckets": 2 * plan.values["nemo_fp8rl"]["refit"]["bucket_bytes"]}
     resident = [resident_bytes(plan, stage) for stage in stages]

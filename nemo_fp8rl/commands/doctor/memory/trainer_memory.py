@@ -1,4 +1,4 @@
-"""Memory of a GPU that trains: weights, gradients and optimizer to the byte, activations and logits as an estimate for
+"""Memory of a GPU that trains: weights, gradients and optimizer to the byte; activations and logits are an estimate for
 the longest microbatch.
 
 Sources:
@@ -14,9 +14,9 @@ Sources:
 - Activations: what each operation keeps for its backward, counted as in section 4.1 of
   https://arxiv.org/abs/2205.05198, for grouped queries, a gated MLP and attention that does not keep its scores;
   bfloat16 throughout, experts balanced.
-- Our workers keep gradients and optimizer in one way whatever the recipe says (`policy/optimizer.py`), recompute whole
-  layers and the logits by chunks (`benchmarks/logprobs.py`), keep FP8 weights for one pass, and for deltas what they
-  sent (`refit/sender/weight_sender.py`), which is not offloaded.
+- The package's workers keep gradients and optimizer in one way whatever the recipe says (`policy/optimizer.py`), recompute whole
+  layers and the logits by chunks (`benchmarks/logprobs.py`), keep FP8 weights for one pass, and keep the bytes
+  that they sent as the base of deltas (`refit/sender/weight_sender.py`) on the GPU.
 """
 
 from nemo_fp8rl.commands.doctor.memory.byte_widths import BF16, FP32, SCALE
@@ -26,22 +26,22 @@ from nemo_fp8rl.config.policy_schema import PolicyConfig
 
 FP8 = 2 * (1 + SCALE)
 """Bytes of an FP8 weight, by rows and by columns."""
-FP8_WEIGHTS, KEPT = "FP8 weights", "kept for deltas"
+FP8_WEIGHTS, DELTA_BASE = "FP8 weights", "kept for deltas"
 
 
 def stage_parameters(plan: Plan, stage: int) -> tuple[float, float]:
-    """Parameters on a GPU of a pipeline stage: (of what data-parallel replicas share, of experts)."""
+    """Return the parameters on a GPU of a pipeline stage: (dense part, experts)."""
     weights = _stage_weights(plan, stage)
     dense = sum(_on_rank(plan, weight) for weight in weights if not weight.of_expert)
     return dense, sum(_on_rank(plan, weight) for weight in weights if weight.of_expert)
 
 
 def _stage_weights(plan: Plan, stage: int) -> list[Weight]:
-    """The weights of a pipeline stage. With more than one, a tied head is a copy of the embedding on the last."""
+    """Return the weights of a pipeline stage. A tied head of the last of several stages is a copy of the embedding."""
     shape, weights = plan.shape, [weight for i in plan.stages[stage] for weight in plan.shape.layer(i)]
     first, last = stage == 0, stage == plan.pipeline - 1
-    ends = [shape.embedding()] if first or (last and shape.tied) else []
-    return [*weights, *ends, *(shape.head() if last else [])]
+    embedding = [shape.embedding()] if first or (last and shape.tied) else []
+    return [*weights, *embedding, *(shape.head() if last else [])]
 
 
 def _on_rank(plan: Plan, weight: Weight) -> float:
@@ -51,7 +51,7 @@ def _on_rank(plan: Plan, weight: Weight) -> float:
 
 
 def training_bytes(plan: Plan, stage: int) -> dict[str, float]:
-    """Bytes on a GPU of a pipeline stage, by name."""
+    """Return the bytes on a GPU of a pipeline stage, by name."""
     dense, expert = stage_parameters(plan, stage)
     gradient, state, shared = _optimizer(plan)
     replicas, expert_replicas = (plan.data * plan.context, plan.expert_data) if shared else (1, 1)
@@ -63,52 +63,56 @@ def training_bytes(plan: Plan, stage: int) -> dict[str, float]:
         FP8_WEIGHTS: fp8 or quantized_bytes(plan, stage),
         "activations": activations(plan, stage),
         "logits": logits(plan) if stage == plan.pipeline - 1 else 0.0,
-        KEPT: delta_base_bytes(plan, stage),
+        DELTA_BASE: delta_base_bytes(plan, stage),
     }
     return {name: size for name, size in parts.items() if size}
 
 
 def resident_bytes(plan: Plan, stage: int) -> dict[str, float]:
-    """Bytes of what a trainer leaves on the GPU while others use it, by name."""
-    cleared = plan.ours or plan.fp8_param or (plan.megatron.get("fp8_cfg") or {}).get("force_clear_fp8_caches")
-    parts = {FP8_WEIGHTS: 0.0 if cleared else quantized_bytes(plan, stage), KEPT: delta_base_bytes(plan, stage)}
+    """Return the bytes that a trainer leaves on the GPU while engines use it, by name."""
+    cleared = (
+        plan.uses_package_workers
+        or plan.fp8_param
+        or (plan.megatron.get("fp8_cfg") or {}).get("force_clear_fp8_caches")
+    )
+    parts = {FP8_WEIGHTS: 0.0 if cleared else quantized_bytes(plan, stage), DELTA_BASE: delta_base_bytes(plan, stage)}
     return {name: size for name, size in parts.items() if size}
 
 
 def quantized_bytes(plan: Plan, stage: int) -> float:
-    """Bytes of FP8 weights beside the parameters; where our trainer recomputes, its backward quantizes again."""
+    """Return the bytes of FP8 weights beside the parameters. The package's trainer quantizes again if it recomputes."""
     layers = [plan.shape.layer(i) for i in plan.stages[stage]]
-    sizes = [sum(_on_rank(plan, one) for one in layer if plan.is_fp8_in_trainer(one)) for layer in layers]
-    one_by_one = plan.ours and plan.megatron.get("activation_checkpointing")
-    return FP8 * (max(sizes, default=0) if one_by_one else sum(sizes))
+    sizes = [sum(_on_rank(plan, weight) for weight in layer if plan.is_fp8_in_trainer(weight)) for layer in layers]
+    layer_by_layer = plan.uses_package_workers and plan.megatron.get("activation_checkpointing")
+    return FP8 * (max(sizes, default=0) if layer_by_layer else sum(sizes))
 
 
 def weight_bytes(plan: Plan, stage: int) -> tuple[float, float]:
-    """Bytes of weights that stay from step to step: in bfloat16, in FP8."""
+    """Return the bytes of weights that stay from step to step: (bfloat16, FP8)."""
     values = sum(stage_parameters(plan, stage))
     if not plan.fp8_param:
         return BF16 * values, 0.0
-    linears = sum(_on_rank(plan, one) for one in _stage_weights(plan, stage) if plan.is_fp8_in_trainer(one))
+    linears = sum(_on_rank(plan, w) for w in _stage_weights(plan, stage) if plan.is_fp8_in_trainer(w))
     return BF16 * (values - linears), FP8 * linears
 
 
 def refit_bytes(plan: Plan, stage: int) -> float:
-    """Bytes of weights that a refit needs: of FP8 ones our trainer gives the columns back meanwhile."""
+    """Return the bytes of weights during a refit; the package's trainer then frees the columns of FP8 weights."""
     parameters, fp8 = weight_bytes(plan, stage)
-    return parameters + (fp8 / 2 if plan.ours else fp8)
+    return parameters + (fp8 / 2 if plan.uses_package_workers else fp8)
 
 
 def delta_base_bytes(plan: Plan, stage: int) -> float:
-    """Bytes of what our rank sent last, for the next delta: at most all that it holds, as engines hold it."""
-    if not (plan.ours and plan.takes_deltas):
+    """Return the bytes of the base of the next delta: at most all weights of the rank in the engine's form."""
+    if not (plan.uses_package_workers and plan.takes_deltas):
         return 0.0
     weights = _stage_weights(plan, stage)
-    return sum((1 + SCALE if plan.is_fp8_in_engine(one) else BF16) * _on_rank(plan, one) for one in weights)
+    return sum((1 + SCALE if plan.is_fp8_in_engine(w) else BF16) * _on_rank(plan, w) for w in weights)
 
 
 def _optimizer(plan: Plan) -> tuple[int, float, bool]:
-    """Bytes of a parameter's gradient, of its optimizer's state on the GPU, and whether replicas share the latter."""
-    if plan.ours:
+    """Return (bytes of a gradient, bytes of optimizer state on the GPU, whether replicas share the state)."""
+    if plan.uses_package_workers:
         return FP32, 3 * FP32, True
     ddp, optimizer = plan.megatron.get("distributed_data_parallel_config") or {}, plan.megatron["optimizer"]
     gradient = FP32 if ddp.get("grad_reduce_in_fp32") else BF16
@@ -118,11 +122,11 @@ def _optimizer(plan: Plan) -> tuple[int, float, bool]:
 
 
 def activations(plan: Plan, stage: int) -> float:
-    """Bytes kept for the backward, of all microbatches in flight: as many as stages that are still to come."""
+    """Return the bytes kept for the backward of all microbatches in flight; their number is that of later stages."""
     tokens = plan.microbatch_tokens / plan.context
     layers = [_layer_activations(plan, i) for i in plan.stages[stage]]
     in_flight = plan.pipeline - stage
-    full = plan.ours or plan.megatron.get("recompute_granularity") in (None, "full")
+    full = plan.uses_package_workers or plan.megatron.get("recompute_granularity") in (None, "full")
     if plan.megatron.get("activation_checkpointing") and full:
         inputs = BF16 * plan.shape.hidden / (plan.tensor if plan.sequence_parallel else 1)
         return tokens * (in_flight * inputs * len(layers) + max(layers, default=0))
@@ -130,10 +134,10 @@ def activations(plan: Plan, stage: int) -> float:
 
 
 def _layer_activations(plan: Plan, layer: int) -> float:
-    """Bytes a token that one layer keeps on one GPU.
+    """Return the bytes per token that one layer keeps on one GPU.
 
-    Both norms and what follows them keep their inputs (4 x hidden); queries, keys, values and the attention's output; a
-    gated MLP its gate, up and product (3 x intermediate). A token's experts keep their inputs and outputs, too.
+    Both norms and the linears after them keep their inputs (4 x hidden). Attention keeps queries, keys, values and its
+    output. A gated MLP keeps gate, up and product (3 x intermediate). Experts also keep their inputs and outputs.
     """
     shape, tensor = plan.shape, plan.tensor
     hidden = shape.hidden / (tensor if plan.sequence_parallel else 1)
@@ -142,19 +146,20 @@ def _layer_activations(plan: Plan, layer: int) -> float:
     values = 4 * hidden + attention
     if not shape.is_mixture(layer):
         return BF16 * (values + 3 * shape.intermediate / tensor)
-    tokens = shape.experts_per_token / (tensor if plan.sequence_parallel else 1)  # of the rank's, sent to experts
+    tokens = shape.experts_per_token / (tensor if plan.sequence_parallel else 1)  # of the rank, sent to experts
     experts = tokens * (2 * shape.hidden + 3 * shape.expert_intermediate / plan.expert_tensor)
     shared = 3 * shape.shared_experts * shape.expert_intermediate / tensor
     return BF16 * (values + experts + shared)
 
 
 def logits(plan: Plan) -> float:
-    """Bytes of the last stage's logits: in bfloat16, in float32, and float32 gradients.
+    """Return the bytes of the last stage's logits: in bfloat16, in float32, and float32 gradients.
 
-    The latter two a chunk at a time with logprob_chunk_size (nemo_rl/distributed/model_utils.py); ours are never whole.
+    With logprob_chunk_size the latter two exist for one chunk at a time (nemo_rl/distributed/model_utils.py). The
+    package's trainer never has whole logits.
     """
     tokens, vocabulary = plan.microbatch_tokens / plan.context, plan.shape.vocab / plan.tensor
-    if plan.ours:
+    if plan.uses_package_workers:
         chunk = plan.policy.get("logprob_chunk_size") or PolicyConfig.logprob_chunk_size
         return vocabulary * 2 * FP32 * min(chunk, tokens)
     chunk = plan.policy.get("logprob_chunk_size") or tokens
