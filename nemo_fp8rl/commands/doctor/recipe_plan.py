@@ -124,7 +124,7 @@ class Plan:
 
     @property
     def takes_deltas(self) -> bool:
-        """True if the package's refit may send deltas. `auto` does not if the trainer frees its memory between phases."""
+        """True if the package's refit may send deltas; `auto` does not if the trainer frees memory between phases."""
         mode = self.values["nemo_fp8rl"]["refit"]["mode"]
         return mode == "delta" or (mode == "auto" and not self.is_colocated)
 
