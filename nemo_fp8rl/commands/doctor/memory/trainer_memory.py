@@ -15,8 +15,8 @@ Sources:
   https://arxiv.org/abs/2205.05198, for grouped queries, a gated MLP and attention that does not keep its scores;
   bfloat16 throughout, experts balanced.
 - The package's workers keep gradients and optimizer in one way whatever the recipe says (`policy/optimizer.py`),
-  recompute whole layers and the logits by chunks (`benchmarks/logprobs.py`), keep FP8 weights for one pass, and keep the
-  bytes that they sent as the base of deltas (`refit/sender/weight_sender.py`) on the GPU.
+  recompute whole layers and the logits by chunks (`benchmarks/logprobs.py`), keep FP8 weights for one pass, and keep
+  the bytes that they sent as the base of deltas (`refit/sender/weight_sender.py`) on the GPU.
 """
 
 from nemo_fp8rl.commands.doctor.memory.byte_widths import BF16, FP32, SCALE
