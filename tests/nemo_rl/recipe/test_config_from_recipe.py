@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nemo_fp8rl.commands.doctor.model_shapes import PUBLISHED
+from nemo_fp8rl.commands.doctor.model_shapes import KNOWN_MODELS
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.generation.engine_arguments import engine_arguments
 from nemo_fp8rl.nemo_rl.recipe.config_from_recipe import convert_recipe
@@ -282,7 +282,7 @@ OURS = (path for path in sorted((RECIPES / "nemo_rl").glob("*.yaml")) if not pat
 @pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
 def test_our_own_trainer_and_engine_take_our_recipes(real_checkout, tmp_path, path):
     values = load_recipe(path).values
-    config = PUBLISHED[values["policy"]["model_name"]]
+    config = KNOWN_MODELS[values["policy"]["model_name"]]
     (tmp_path / "config.json").write_text(json.dumps(config))
     values["policy"] |= {"model_name": str(tmp_path)}
     values["policy"]["tokenizer"]["name"] = str(tmp_path)
