@@ -60,7 +60,7 @@ class PlannedRun:
         return max((int(row["step"]) for row in self.rows()), default=0)
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         return self.completed_steps() >= self.steps
 
 
