@@ -167,7 +167,7 @@ def test_a_flow_that_this_machine_cannot_have_is_left_out(tiny_overrides, tmp_pa
 
     path = comparison(tmp_path, reference="triton", flows={"triton": triton})
     assert main(arguments(path, tiny_overrides, tmp_path / "other")) == 2
-    assert "this machine can have none of its flows: policy.generation" in capsys.readouterr().err
+    assert "this machine supports none of its flows: policy.generation" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("asked", [0, 1])
