@@ -1,14 +1,14 @@
-"""From rewards to advantages, and what DAPO does to rewards before. Names and formulas are NeMo RL's.
+"""Advantages from rewards, and the changes that DAPO makes to rewards. Names and formulas are NeMo RL's.
 
     GRPO         A = (r - mean) / (std + 1e-6) within the group of a prompt          arXiv 2402.03300, eq. 3
     RLOO         A = r - mean of the OTHER samples of the group                      arXiv 2402.14740:
                  group_advantages(normalize_rewards=False, use_leave_one_out_baseline=True)
     REINFORCE++  A = (r - group mean - KL penalty of the token), whitened over all   arXiv 2501.03262
                  tokens of the batch
-    DAPO         groups whose rewards are all equal are asked again, answers close   arXiv 2503.14476, eq. 11 and 13
-                 to the length limit lose reward
+    DAPO         groups whose rewards are all equal are replaced by further prompts,  arXiv 2503.14476, eq. 11 and 13
+                 answers close to the length limit lose reward
 
-All arithmetic is float64: whether rewards of a group are equal is decided exactly, never by a rounded deviation.
+All arithmetic is float64. Equality of the rewards of a group is exact and not decided by a rounded deviation.
 Left out: critics (GAE), several rewards at once (GDPO).
 """
 
@@ -26,22 +26,22 @@ VARIANCE_FLOOR = 1e-8
 def group_advantages(
     rewards: Tensor, group_ids: Tensor, *, normalize_rewards: bool = True, use_leave_one_out_baseline: bool = False
 ) -> Tensor:
-    """Advantage of each sample, float32 [B].
+    """Return the advantage of each sample, float32 [B].
 
-    rewards:    float32 [B]
-    group_ids:  int64 [B], samples of one prompt share a value, in any order
-    normalize_rewards divides by the group's standard deviation; use_leave_one_out_baseline compares with the mean of
-    the OTHER samples and their deviation, as NeMo RL does under the same names (GRPOAdvantageEstimator). RLOO is the
-    second without the first. A group whose rewards are all equal gives 0. A group of one sample carries no signal and
-    gives 0.
+    rewards:                     float32 [B]
+    group_ids:                   int64 [B], samples of one prompt share a value, in any order
+    normalize_rewards:           divide by the standard deviation of the group
+    use_leave_one_out_baseline:  compare with the mean (and deviation) of the OTHER samples; RLOO is this alone
+    Raises:  ValueError on shapes or dtypes that do not fit and on rewards that are not finite
+    Source:  NeMo RL, GRPOAdvantageEstimator
 
-    Raises ValueError on shapes or dtypes that do not fit and on rewards that are not finite.
+    A group whose rewards are all equal, or of one sample, gives 0.
     """
     _check(rewards, group_ids)
     advantages = torch.zeros_like(rewards, dtype=torch.float64)
     _, group, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
     by_group = group.argsort(stable=True)
-    for size in sizes.unique().tolist():  # groups of one size at once; there is but one, unless samples were dropped
+    for size in sizes.unique().tolist():  # all groups of one size at once; sizes differ only if samples were dropped
         members = by_group[(sizes == size)[group[by_group]]].view(-1, size)
         if size > 1:
             advantages[members] = _relative(rewards[members].double(), normalize_rewards, use_leave_one_out_baseline)
@@ -51,18 +51,19 @@ def group_advantages(
 def reinforce_plus_plus_advantages(
     rewards: Tensor, group_ids: Tensor, mask: Tensor, *, minus_baseline: bool = True, kl: Tensor | None = None
 ) -> Tensor:
-    """Advantage of each token, float32 [B, T], 0 outside the mask (NeMo RL's ReinforcePlusPlusAdvantageEstimator).
+    """Return the advantage of each token, float32 [B, T], 0 outside the mask.
 
-    rewards:    float32 [B]
-    group_ids:  int64 [B], as in `group_advantages`
-    mask:       float32 or bool [B, T], nonzero where a token takes part
-    minus_baseline subtracts the group's mean reward, the sample's own included and dropped samples too.
-    kl:         float32 [B, T], the penalty of each token times its coefficient, or None; not read outside the mask
+    rewards:         float32 [B]
+    group_ids:       int64 [B], as in `group_advantages`
+    mask:            float32 or bool [B, T], nonzero where a token takes part
+    minus_baseline:  subtract the mean reward of the group, of all its samples, also dropped ones
+    kl:              float32 [B, T], the penalty of each token times its coefficient; not read outside the mask
+    Source:          NeMo RL, ReinforcePlusPlusAdvantageEstimator
 
         a = r - baseline - kl;  A = (a - mean a) / sqrt(max(var a, 1e-8)), over all tokens of the mask
 
-    so the batch must be whole: a microbatch would be whitened by itself. The variance divides by the count. An empty
-    mask, as of a step whose answers were all cut off and filtered, gives zeros. Raises ValueError on shapes or dtypes
+    The batch must be whole, because a microbatch would be whitened by its own mean. The variance divides by the count.
+    An empty mask, for example after the filter of truncated answers, gives zeros. Raises ValueError on shapes or dtypes
     that do not fit, a KL that is not finite, and, with minus_baseline, on a group of one sample.
     """
     _check(rewards, group_ids)
@@ -84,56 +85,63 @@ def reinforce_plus_plus_advantages(
 
 
 def groups_with_signal(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Samples of groups whose rewards are not all equal, bool [B]: what dynamic sampling keeps (DAPO, eq. 11).
+    """Return which samples are in groups whose rewards differ, bool [B]; dynamic sampling keeps these (DAPO, eq. 11).
 
-    rewards: float32 [B], as the verifier gave them, not shaped: a penalty on length would make every group differ.
-    group_ids: int64 [B]. Equality is exact; NeMo RL asks for a deviation that is not 0, and in float32 that of ten
-    rewards of 0.1 is 5e-5. Raises ValueError as `group_advantages`, and on a group of one sample.
+    rewards:    float32 [B], before shaping: a penalty on length would make every group differ
+    group_ids:  int64 [B]
+    Raises:     ValueError as `group_advantages`, and on a group of one sample
+
+    Equality is exact. NeMo RL requires a deviation that is not 0, but in float32 that of ten rewards of 0.1 is 5e-5.
     """
     _check(rewards, group_ids)
     group, sizes = _groups_of_two(group_ids, "rewards to differ")
-    ends = rewards.new_zeros(2, len(sizes))
-    for end, how in zip(ends, ("amin", "amax"), strict=True):
-        end.scatter_reduce_(0, group, rewards, how, include_self=False)
-    return (ends[0] != ends[1])[group]
+    extrema = rewards.new_zeros(2, len(sizes))
+    for values, reduction in zip(extrema, ("amin", "amax"), strict=True):
+        values.scatter_reduce_(0, group, rewards, reduction, include_self=False)
+    return (extrema[0] != extrema[1])[group]
 
 
 def overlong_penalty(
     lengths: Tensor, *, max_response_length: int, overlong_buffer_length: int, overlong_buffer_penalty: float
 ) -> Tensor:
-    """What DAPO's soft overlong punishment adds to a reward (eq. 13), float32 [B], 0 or less.
+    """Return what DAPO's soft overlong punishment adds to a reward (eq. 13), float32 [B], 0 or less.
 
-    lengths: int64 [B], generated tokens. With start = max_response_length - overlong_buffer_length:
+    lengths:  int64 [B], generated tokens
+    Raises:   UserError on values out of range
+
+    With start = max_response_length - overlong_buffer_length it is
 
         0                                                                    up to start
         -overlong_buffer_penalty (length - start) / overlong_buffer_length   up to max_response_length
         -overlong_buffer_penalty                                             beyond
 
     NeMo RL (grpo.reward_shaping, same names) gives the same up to max_response_length and lets the penalty grow beyond
-    it, against the paper and its own comment. Here it stays bounded, so that one runaway answer does not set the
-    deviation by which its whole group is divided. The two differ only where the engine may generate more than
-    max_response_length tokens. Raises UserError on values out of range.
+    it, against the paper and the comment in its code. This function bounds it, so that one very long answer does not
+    set the deviation of its whole group. The two differ only where the engine may generate more than
+    max_response_length tokens.
     """
-    here = "grpo.reward_shaping"
+    block = "grpo.reward_shaping"
     if lengths.dim() != 1:
         raise ValueError(f"lengths {list(lengths.shape)} must be [B]")
     if not 0 < overlong_buffer_length <= max_response_length:
         raise UserError(
-            f"{here}.overlong_buffer_length={overlong_buffer_length} must be in 1..{here}.max_response_length="
+            f"{block}.overlong_buffer_length={overlong_buffer_length} must be in 1..{block}.max_response_length="
             f"{max_response_length}"
         )
     if not 0 <= overlong_buffer_penalty < math.inf:
-        raise UserError(f"{here}.overlong_buffer_penalty={overlong_buffer_penalty} must be a finite number, 0 or more")
+        raise UserError(f"{block}.overlong_buffer_penalty={overlong_buffer_penalty} must be a finite number, 0 or more")
     start = max_response_length - overlong_buffer_length
     share = ((start - lengths).double() / overlong_buffer_length).clamp(-1, 0)
     return (overlong_buffer_penalty * share).float()
 
 
 def stop_properly_penalty(rewards: Tensor, truncated: Tensor, coefficient: float) -> Tensor:
-    """Rewards, those of truncated answers times `coefficient`, float32 [B] (NeMo RL's stop_properly_penalty_coef).
+    """Return the rewards with those of truncated answers times `coefficient`, float32 [B].
 
-    rewards: float32 [B]. truncated: bool [B], answers that ran into the length limit. coefficient: 0 takes all of their
-    reward, 1 nothing. It scales, so a negative reward gets less negative: meant for rewards of 0 and more.
+    rewards:      float32 [B], 0 or more: a negative reward would become less negative
+    truncated:    bool [B], answers that ran into the length limit
+    coefficient:  0..1; 0 removes the reward
+    Source:       NeMo RL, stop_properly_penalty_coef
     """
     if rewards.dim() != 1 or truncated.shape != rewards.shape or truncated.dtype is not torch.bool:
         raise ValueError(
@@ -148,7 +156,7 @@ def stop_properly_penalty(rewards: Tensor, truncated: Tensor, coefficient: float
 def _relative(rewards: Tensor, normalize: bool, leave_one_out: bool) -> Tensor:
     """Advantages within groups of two or more; rewards and result float64 [groups, G]."""
     n, g = rewards.shape
-    compared = rewards[:, None].expand(n, g, g)  # [group, i]: what sample i is compared with
+    compared = rewards[:, None].expand(n, g, g)  # [group, i]: the samples with which sample i is compared
     if leave_one_out:
         others = ~torch.eye(g, dtype=torch.bool, device=rewards.device)
         compared = compared[:, others].view(n, g, g - 1)

@@ -1,7 +1,7 @@
-"""The bins of a histogram of log importance weights l = log rho: what writes them and what draws them agree on these.
+"""Bins of a histogram of log importance weights l = log rho, for its writer and for its chart, which needs no torch.
 
-Evenly spaced in log |l| on both sides of 0, four a decade from 1e-4 to 10: sides that agree differ by 1e-4 and sides
-that do not by 1, and one histogram has to show both. The bin in the middle holds what agrees better.
+The bins are evenly spaced in log |l| on both sides of 0, four a decade from 1e-4 to 10: policies that agree differ by
+1e-4, others by 1, and one histogram has to show both. The bin in the middle holds all smaller differences.
 """
 
 from typing import Any, TypeGuard
@@ -12,19 +12,19 @@ POSITIVE = tuple(10 ** (SMALLEST + k / BINS_A_DECADE) for k in range(DECADES * B
 EDGES = (*(-edge for edge in reversed(POSITIVE)), *POSITIVE)
 
 Bin = tuple[float | None, float | None, int]
-"""l above the first, up to the second, None without end; tokens."""
+"""(lower edge, upper edge, tokens); an edge is None where the bin has no end. The upper edge belongs to the bin."""
 LARGEST, MOST_TOKENS = 10 * EDGES[-1], 2**53
 """exp(LARGEST) is finite."""
 
 
-def is_bin(given: Any) -> TypeGuard[Bin]:
-    """Whether it can be drawn: numbers in their order, and no edge at 0, whose logarithm has no place on the axis."""
-    if not (isinstance(given, tuple) and len(given) == 3):
+def is_bin(value: Any) -> TypeGuard[Bin]:
+    """True for a bin that a chart can draw: its numbers are in order, and no edge is 0, which has no logarithm."""
+    if not (isinstance(value, tuple) and len(value) == 3):
         return False
-    edges = [edge for edge in given[:2] if edge is not None]
+    edges = [edge for edge in value[:2] if edge is not None]
     return (
-        type(given[2]) is int
-        and 0 <= given[2] < MOST_TOKENS
+        type(value[2]) is int
+        and 0 <= value[2] < MOST_TOKENS
         and len(edges) > 0
         and all(isinstance(edge, int | float) and 0 < abs(edge) <= LARGEST for edge in edges)
         and (len(edges) == 1 or edges[0] < edges[1])

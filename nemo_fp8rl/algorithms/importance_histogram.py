@@ -1,4 +1,4 @@
-"""How the importance weights rho = e^l of a step's tokens are distributed, l = prev_logprobs - generation_logprobs."""
+"""Histogram of the importance weights rho = e^l of a step's tokens, l = prev_logprobs - generation_logprobs."""
 
 import torch
 from torch import Tensor
@@ -8,8 +8,9 @@ from nemo_fp8rl.algorithms.importance_bins import EDGES, Bin
 
 @torch.no_grad()
 def log_weight_histogram(prev_logprobs: Tensor, generation_logprobs: Tensor, mask: Tensor) -> list[Bin]:
-    """The bins that hold tokens, in order. All arguments [B, T]; nothing is read outside the mask, and tokens without a
-    finite l are in no bin.
+    """Return the bins that hold tokens, in order; a token without a finite l is in no bin.
+
+    prev_logprobs, generation_logprobs, mask:  [B, T]; nothing is read outside the mask
     """
     inside = mask > 0
     log_ratio = prev_logprobs[inside] - generation_logprobs[inside]

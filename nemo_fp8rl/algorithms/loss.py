@@ -1,8 +1,8 @@
-"""The losses that a policy minimizes: the GRPO family with rollout correction, and supervised NLL for the warm-up.
+"""Losses that a policy minimizes: the GRPO family with rollout correction, and supervised NLL for the warm-up.
 
 A loss is called once a microbatch with the log-probs of the current policy and the GLOBAL counts of valid tokens and
-sequences; it returns (loss, metrics), both already divided by a global count, so that summing over microbatches and
-ranks gives the value of the whole batch (extrema apart: `combine_metrics`). This is NeMo RL's LossFunction protocol.
+sequences. It returns (loss, metrics), both divided by a global count, so that their sum over microbatches and ranks is
+the value of the whole batch; `combine_metrics` also knows the extrema. This is NeMo RL's LossFunction protocol.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,14 +14,14 @@ from torch import Tensor
 from nemo_fp8rl.algorithms.correction import Correction, check_fields, correct
 from nemo_fp8rl.algorithms.correction_config import LARGEST_LOG, CorrectionConfig
 from nemo_fp8rl.algorithms.loss_config import Aggregation, LossConfig, resolve_correction
-from nemo_fp8rl.algorithms.mismatch import DISAGREEMENT, disagreement
+from nemo_fp8rl.algorithms.mismatch import DISAGREEMENT, sum_disagreement
 from nemo_fp8rl.batch import TrainBatch
 
 CHUNK_VALUES = {"cpu": 1 << 17, "cuda": 1 << 26}
 """Values handled at a time: the temporaries stay in a CPU's cache, and are bounded beside a GPU's memory."""
 FIELDS = tuple(TrainBatch.__annotations__)
 EXTREMA = {"_min": min, "_max": max}
-"""Ends of the names of metrics that are not sums, and how those of parts make that of the whole."""
+"""End of the name of a metric that is no sum -> the function that combines its values."""
 
 
 class GrpoLoss:
@@ -36,7 +36,7 @@ class GrpoLoss:
             CISPO: -A sg(clip r) curr;  dual clip: at most -A ratio_clip_c where A < 0
         loss = agg(w L) + beta agg(KL) - entropy_coefficient H + mu NLL(positive samples)
         KL = clamp(v k(clamp(ref - curr))),  v = exp(curr - sg(curr)), or exp(curr - gen)
-        H = -mean(w exp(curr - prev) curr),  exp(curr - gen) where the correction does not weigh
+        H = -mean(w exp(curr - prev) curr),  exp(curr - gen) where the correction has no weight
 
     agg is named by `LossConfig.aggregation`:
 
@@ -45,10 +45,10 @@ class GrpoLoss:
         seq-mean-token-sum         sum over tokens / global_valid_seqs
         seq-mean-token-sum-norm    the same / loss_scale_factor
 
-    A token whose log-prob is not finite in prev or gen takes part in nothing, and is counted
+    A token whose log-prob is not finite in prev or gen takes no part and is counted
     (`correction.correct_batch` refuses a batch with too many of them).
 
-    metric_normalizations says what each metric was divided by: "tokens" or "sequences", the global counts, or "none".
+    metric_normalizations: metric -> what it was divided by, "tokens" or "sequences" (the global counts) or "none".
     """
 
     def __init__(
@@ -75,16 +75,17 @@ class GrpoLoss:
     def __call__(
         self, next_token_logprobs: Tensor, data: TrainBatch, global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
-        """next_token_logprobs: [B, T-1], of input_ids[:, 1:] under the current policy, with gradient.
+        """Return (loss, metrics) of a microbatch.
 
-        Weights are data["importance_weights"] where the batch brings them (they need the whole batch when they are
-        normalized), else those of this microbatch alone. Rows are taken a few at a time, so that temporaries stay in
-        the cache.
+        next_token_logprobs:  [B, T-1], of input_ids[:, 1:] under the current policy, with gradient
+        data:                 with `importance_weights` where they need the whole batch (normalized weights); else the
+                              weights follow from this microbatch
+        Rows are taken a few at a time, so that temporaries stay in the cache.
         """
         self._check_shapes(next_token_logprobs, data)
         size = max(1, CHUNK_VALUES[next_token_logprobs.device.type] // max(1, next_token_logprobs.size(1)))
         if self.cfg.positive_example_nll_weight and "positive_valid_toks" not in data:
-            size = len(next_token_logprobs)  # divides by a count of its own
+            size = len(next_token_logprobs)  # this term divides by a count of the microbatch
         losses, parts = [], []
         for start in range(0, len(next_token_logprobs), size):
             part = slice(start, start + size)
@@ -129,7 +130,7 @@ class GrpoLoss:
                 **_ratio_metrics("probs_ratio", ratio, live, counts),
                 **_ratio_metrics("probs_ratio_clamped", clipped, live, counts),
                 **self._correction_metrics(correction, prev - gen, counts),
-                **{name: total / counts.tokens for name, total in disagreement(prev, gen, live).items()},
+                **{name: total / counts.tokens for name, total in sum_disagreement(prev, gen, live).items()},
             }
         return loss, metrics
 
@@ -183,7 +184,7 @@ class GrpoLoss:
         return correct(prev, gen, mask, self.correction)
 
     def _ratio(self, curr: Tensor, prev: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """The update's own ratio and the clipped one, [B, T-1]."""
+        """The ratio of the update and the clipped ratio, [B, T-1]."""
         cfg = self.cfg
         if cfg.force_on_policy_ratio:
             ratio = (curr - curr.detach()).exp()
@@ -218,7 +219,7 @@ class GrpoLoss:
                 f"loss_fn.reference_policy_kl_penalty={cfg.reference_policy_kl_penalty} needs "
                 "reference_policy_logprobs in the batch; set it to 0 to train without a reference policy"
             )
-        if "curr_logprobs_unfiltered" in data:  # NeMo RL's, where sampling was restricted to top-k or top-p
+        if "curr_logprobs_unfiltered" in data:  # from NeMo RL, where sampling is restricted to top-k or top-p
             curr = torch.where(live, data["curr_logprobs_unfiltered"], 0.0)
         reference = torch.where(live, data["reference_policy_logprobs"][:, 1:], 0.0)
         # Samples come from the policy that is optimized, so the KL's gradient has a score-function part, which the
@@ -239,7 +240,7 @@ class GrpoLoss:
         return -(torch.where(correction.kept, estimate, 0.0) * counts.mask).sum() / counts.tokens
 
     def _positive_nll(self, curr: Tensor, mask: Tensor, data: TrainBatch) -> Tensor:
-        """Mean NLL over the tokens of samples with a positive reward: of the batch where it says how many there are."""
+        """Mean NLL over tokens of samples with a positive reward; over the batch where their number is known."""
         if self.cfg.positive_example_nll_weight == 0 or "rewards" not in data:
             return curr.new_zeros(())
         positive = mask * (data["rewards"] > 0).float().unsqueeze(-1)
@@ -247,10 +248,10 @@ class GrpoLoss:
         return -(curr * positive).sum() / tokens.clamp(min=1)
 
     def _correction_metrics(self, correction: Correction, log_ratio: Tensor, counts: "Counts") -> dict[str, Tensor]:
-        """sampling_importance_ratio is the mean weight; is_oob_ratio the share of tokens whose weight was changed.
+        """sampling_importance_ratio is the mean weight, is_oob_ratio the share of tokens whose weight was changed.
 
-        As in NeMo RL both are of sequences where sequences are weighted, or rejected, as a whole, and the first is of
-        the bare ratio where nothing is weighted.
+        As in NeMo RL both count sequences where whole sequences are weighted or rejected. The first is the mean of the
+        ratio itself where nothing is weighted.
         """
         weights = correction.weights
         if self.correction.weight == "none":
@@ -266,7 +267,8 @@ class GrpoLoss:
 class Counts:
     """The masks and the global denominators of a microbatch.
 
-    mask: float32 [B, T-1], 1 for tokens that take part. token_mask: the same before samples and tokens were dropped.
+    mask:        float32 [B, T-1], 1 for tokens that take part
+    token_mask:  the same before samples and tokens were dropped
     """
 
     def __init__(self, mask: Tensor, token_mask: Tensor, sequences: Tensor, tokens: Tensor) -> None:
@@ -283,7 +285,7 @@ class Counts:
         return values.sum() / self.sequences / scale_factor
 
     def mean(self, values: Tensor, over_sequences: bool) -> Tensor:
-        """Mean of values [B, T-1] over tokens; or over sequences, if all tokens of a sequence have the same."""
+        """Return the mean of values [B, T-1] over tokens, or over sequences whose tokens all have one value."""
         if over_sequences:
             return (values * self.mask).amax(-1).sum() / self.sequences
         return (values * self.mask).sum() / self.tokens
@@ -301,10 +303,10 @@ class NllLoss:
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, weights: Tensor, cfg: LossConfig) -> Tensor:
-    """Per-token estimate of KL(policy || reference), [B, T-1] (Schulman; NeMo RL `calculate_kl`).
+    """Return the estimate of KL(policy || reference) of each token, [B, T-1] (Schulman; NeMo RL `calculate_kl`).
 
     x = clamp(reference - logprobs);  k1 = -x, k2 = x^2 / 2, k3 = e^x - 1 - x;  then clamp(weights * k).
-    Where x was clamped the weight has no gradient either, so that the clamp stops all of it.
+    Where x was clamped, the weight has no gradient either, so that the clamp stops the whole gradient.
     """
     x = reference - logprobs
     if cfg.kl_input_clamp_value is not None:
@@ -319,12 +321,12 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, weights: Tensor, cfg: LossC
 
 
 def bounded_exp(x: Tensor) -> Tensor:
-    """e^x, x clamped to +-40: neither it nor a gradient through it overflows, and beyond the clamp there is none."""
+    """Return e^x with x clamped to +-40, so that value and gradient do not overflow; beyond it the gradient is 0."""
     return x.clamp(-LARGEST_LOG, LARGEST_LOG).exp()
 
 
 def combine_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of microbatches or ranks as those of the whole: sums; for names that end in _min or _max, extrema."""
+    """Return the metrics of all microbatches or ranks: sums, and extrema of names that end in _min or _max."""
     whole: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():

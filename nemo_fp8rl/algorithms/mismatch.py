@@ -1,4 +1,4 @@
-"""How far the trainer and the engine disagree on the tokens that the engine sampled, under the names users know.
+"""Metrics of the mismatch of trainer and engine on the tokens that the engine sampled, under names that users know.
 
 With l = prev_logprobs - generation_logprobs (trainer minus engine), rho = e^l, and means over generated tokens:
 
@@ -21,17 +21,18 @@ With l = prev_logprobs - generation_logprobs (trainer minus engine), rho = e^l, 
     ess_seq                  the same of sequences, with exp(sum l)                       verl, here not truncated
     probs_pearson_corr       correlation of e^prev and e^gen; left out where either has no variance   verl
 
-verl's stand there under rollout_corr/; ess is its rollout_is_eff_sample_size, probs_pearson_corr its
-training/rollout_actor_probs_pearson_corr. NeMo RL's two KLs follow loss_fn.reference_policy_kl_type there, k3 unless
-set; here they are always k3. Its sampling_importance_ratio, is_oob_ratio and approx_entropy belong to the loss.
+verl reports its metrics under rollout_corr/; ess is rollout_is_eff_sample_size there, and probs_pearson_corr is
+training/rollout_actor_probs_pearson_corr. In NeMo RL the two KLs follow loss_fn.reference_policy_kl_type (k3 by
+default); in this module they are always k3. NeMo RL's sampling_importance_ratio, is_oob_ratio and approx_entropy belong
+to the loss.
 
-Exponents are clamped so that nothing overflows: those of weights rho and exp(sum l) to +-20, as verl does, all others
-to +-60. A row without tokens is no sequence.
+Exponents are clamped so that nothing overflows: of the weights rho and exp(sum l) to +-20, as verl does, all others to
++-60. A row without tokens is no sequence.
 
 All numbers come from sums (`MismatchSums`; the correlation from those of `pairs`), so microbatches add up to the whole.
 Arithmetic is float64, a few rows at a time so that intermediate values stay in the cache. float32 would take
-two thirds of the time, and where l is 0.001 it gets a token's k3 wrong by 4e-5 and the chi2_seq of answers of 3000
-tokens by 4e-3.
+two thirds of the time, but where l is 0.001 the error of a token's k3 is 4e-5, and of the chi2_seq of answers of 3000
+tokens 4e-3.
 """
 
 import math
@@ -44,9 +45,9 @@ from nemo_fp8rl.algorithms import correlation
 from nemo_fp8rl.algorithms.metric_names import DISAGREEMENT
 
 LARGEST_LOG = 60.0
-"""Exponents are clamped to +- this,"""
+"""Exponents are clamped to +- this."""
 LARGEST_LOG_WEIGHT = 20.0
-"""and those of importance weights to +- this, verl's SAFETY_BOUND."""
+"""Exponents of importance weights are clamped to +- this, verl's SAFETY_BOUND."""
 
 LAST_BUCKET = 2**20
 EDGES = (0, *(2**i for i in range(21)))
@@ -64,18 +65,18 @@ SUMS = (
 
 
 def mismatch_metrics(prev_logprobs: Tensor, generation_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
-    """The METRICS of one batch; arguments as of `MismatchSums.observe`. Raises ValueError when there is no token."""
+    """Return the METRICS of one batch; for arguments see `MismatchSums.observe`. Raises ValueError without a token."""
     sums = MismatchSums()
     sums.observe(prev_logprobs, generation_logprobs, mask)
     return sums.metrics()
 
 
 @torch.no_grad()
-def disagreement(prev_logprobs: Tensor, generation_logprobs: Tensor, inside: Tensor) -> dict[str, Tensor]:
-    """NeMo RL's four errors, SUMMED over the tokens of `inside`, float64 []: divide by the global number of tokens.
+def sum_disagreement(prev_logprobs: Tensor, generation_logprobs: Tensor, inside: Tensor) -> dict[str, Tensor]:
+    """Return the sums of NeMo RL's four errors over tokens, float64 []; divide them by the global number of tokens.
 
-    prev_logprobs, generation_logprobs: float32 [B, T]. inside: bool [B, T]; nothing is read outside it, and tokens
-    without a finite log-prob add nothing.
+    prev_logprobs, generation_logprobs:  float32 [B, T]
+    inside:                              bool [B, T], the tokens; one without a finite log-prob adds nothing
     """
     _check_shapes(prev_logprobs, generation_logprobs, inside)
     totals = prev_logprobs.new_zeros(4, dtype=torch.float64)
@@ -96,7 +97,7 @@ class MismatchSums:
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        """device: where the state lives; observed tensors may be elsewhere."""
+        """Start without tokens. device: of the sums; observed tensors may be on another."""
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
         self.largest = torch.zeros(1, dtype=torch.float64, device=device)
         self.positions = torch.zeros(3, len(EDGES), dtype=torch.float64, device=device)
@@ -104,11 +105,11 @@ class MismatchSums:
 
     @torch.no_grad()
     def observe(self, prev_logprobs: Tensor, generation_logprobs: Tensor, mask: Tensor) -> None:
-        """Add a microbatch.
+        """Add a microbatch. A row is one sequence, so it must not be split between calls.
 
-        prev_logprobs, generation_logprobs: floating point [B, T], the trainer's and the engine's
-        mask: float32 or bool [B, T], nonzero where a token was generated; nothing is read outside it
-        A row is one sequence, so it must not be split between calls. Raises ValueError on shapes that do not fit.
+        prev_logprobs, generation_logprobs:  floating point [B, T], of the trainer and of the engine
+        mask:    float32 or bool [B, T], nonzero where a token was generated; nothing is read outside it
+        Raises:  ValueError on shapes that do not fit
         """
         _check_shapes(prev_logprobs, generation_logprobs, mask)
         if not mask.size(1):
@@ -117,10 +118,10 @@ class MismatchSums:
             self._observe(prev_logprobs[rows], generation_logprobs[rows], mask[rows] > 0)
 
     def metrics(self) -> dict[str, float]:
-        """The METRICS, without probs_pearson_corr where it is undefined.
+        """Return the METRICS, without probs_pearson_corr where it is undefined.
 
-        When no token has a finite log-prob, every number but nonfinite_logprob_ratio, then 1, is NaN. Raises ValueError
-        when there were no tokens at all.
+        When no token has a finite log-prob, nonfinite_logprob_ratio is 1 and all other metrics are NaN.
+        Raises: ValueError when there were no tokens at all
         """
         s = dict(zip(SUMS, self.sums.tolist(), strict=True))
         n, sequences = s["tokens"], s["sequences"]
@@ -153,10 +154,10 @@ class MismatchSums:
         return metrics if pearson is None else metrics | {"probs_pearson_corr": pearson}
 
     def by_position(self) -> dict[str, float]:
-        """Mean k3 and mean |l| by position in the answer, 0 being the row's first generated token.
+        """Return mean k3 and mean |l| by position in the answer; position 0 is the first generated token of the row.
 
         Names: gen_kl_error/position_0, .../position_1, .../position_2_3, .../position_4_7 and so on, mean_logprob_error
-        likewise; buckets without tokens are left out. What was not generated between generated tokens counts as well.
+        likewise. Buckets without tokens are left out. Tokens between generated tokens count as positions as well.
         """
         means = {}
         for start, tokens, k3, distance in zip(EDGES, *self.positions.tolist(), strict=True):
@@ -193,8 +194,8 @@ class MismatchSums:
         self.sums += torch.stack([sums[name].double() for name in SUMS]).to(self.sums.device)
         self.largest = torch.maximum(self.largest, distance.max().to(self.largest.device))
         self.positions += positions.to(self.positions.device)
-        probabilities = correlation.part(prev.exp().mul_(live), gen.exp().mul_(live), live)
-        self.pairs = correlation.joined(self.pairs, probabilities.to(self.pairs.device))
+        probabilities = correlation.make_part(prev.exp().mul_(live), gen.exp().mul_(live), live)
+        self.pairs = correlation.merge_parts(self.pairs, probabilities.to(self.pairs.device))
 
 
 def _finite(prev: Tensor, gen: Tensor, inside: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""How far the weights that the engine holds are from the trainer's, by the precision they have in the engine.
+"""Distance of the engine's weights from the trainer's, by the precision of the weights in the engine.
 
 FP8 blocks are off by 2.7 % where weights are normally distributed, whatever their scale. With the flow fp8_rollout that
 is what the engine computes with and the trainer does not; with fp8_e2e both compute with the same bytes.
@@ -18,27 +18,29 @@ ROWS_AT_ONCE = 8 * BLOCK[0]
 
 
 SquaresByGroup = dict[str, tuple[float, float]]
-"""Name of a group of weights w -> (sum of (w' - w)^2, sum of w^2), where w' is what the engine has for w."""
+"""Name of a group of weights w -> (sum of (w' - w)^2, sum of w^2), where w' is the engine's value of w."""
 
 
 def weight_error(parts: Iterable[SquaresByGroup]) -> dict[str, float]:
-    """Relative error sqrt(sum (w' - w)^2 / sum w^2) of groups of weights, from what each rank says of its own.
+    """Return the relative error sqrt(sum (w' - w)^2 / sum w^2) of groups of weights.
 
-    Names: weight_error/fp8 and weight_error/bf16, for the weights that are FP8 in the engine and all others, which
-    travel as they are, so that theirs is 0; weight_error/layer_0, ... for all weights of a decoder layer. A group
-    without weights is left out, and one whose weights are all 0 has no error.
+    parts:  `weight_squares` of each rank
+    Names:  weight_error/fp8 for the weights that are FP8 in the engine, weight_error/bf16 for all others, which travel
+            unchanged and have the error 0; weight_error/layer_0, ... for all weights of a decoder layer. A group
+            without weights is left out, and a group whose weights are all 0 has the error 0.
     """
     whole = sum_squares(parts)
     return {f"weight_error/{group}": math.sqrt(e / w) if w else 0.0 for group, (e, w) in whole.items()}
 
 
 def squares_by_group(fp8: bool, layer: int | None, error: float, norm: float) -> SquaresByGroup:
-    """What one weight adds to the groups that it is in."""
+    """Return the squares of one weight under the names of its groups."""
     groups = ("fp8" if fp8 else "bf16", *([] if layer is None else [f"layer_{layer}"]))
     return dict.fromkeys(groups, (error, norm))
 
 
 def sum_squares(parts: Iterable[SquaresByGroup]) -> SquaresByGroup:
+    """Return the sums of all parts by group."""
     whole: SquaresByGroup = {}
     for part in parts:
         for group, (error, norm) in part.items():
@@ -53,10 +55,10 @@ def weight_squares(
     fp8_layers: Fp8Layers,
     scale_format: ScaleFormat = "pow2",
 ) -> SquaresByGroup:
-    """One rank's part of `weight_error`; w' is what the engine's bytes stand for.
+    """Return one rank's part of `weight_error`; w' is the dequantized value of the engine's bytes.
 
-    weights: (HF name, tensor in the dtype that the trainer's forward reads), as `refit.quantize` takes.
-    Raises NonFiniteError on a weight that is to be quantized and not finite.
+    weights:  (HF name, tensor in the dtype that the trainer's forward reads)
+    Raises:   NonFiniteError on a weight that must be quantized and is not finite
     """
 
     def of(name: str, weight: Tensor) -> SquaresByGroup:
@@ -68,7 +70,7 @@ def weight_squares(
 
 
 def _squared_error(weight: Tensor, scale_format: ScaleFormat) -> float:
-    """weight: [N, K], or [E, N, K] whose experts have blocks of their own."""
+    """weight: [N, K], or [E, N, K], where each expert has its own blocks."""
     matrices = weight if weight.dim() == 3 else weight[None]
     return sum(
         squares(quantize_blockwise(rows, scale_format=scale_format).dequantize() - rows)

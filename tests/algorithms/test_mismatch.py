@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nemo_fp8rl.algorithms import mismatch
 from nemo_fp8rl.algorithms.metric_names import METRICS
-from nemo_fp8rl.algorithms.mismatch import MismatchSums, disagreement, mismatch_metrics
+from nemo_fp8rl.algorithms.mismatch import MismatchSums, mismatch_metrics, sum_disagreement
 
 NEMO_RL = ("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error")
 GARBAGE = [math.nan, math.inf, -math.inf, 5.0]
@@ -172,7 +172,7 @@ def test_rows_taken_at_once_do_not_matter(tokens_at_once, monkeypatch):
     monkeypatch.setitem(mismatch.TOKENS_AT_ONCE, "cpu", tokens_at_once)
     metrics = mismatch_metrics(*batch)
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-9)
-    sums = disagreement(*batch[:2], batch[2] > 0)
+    sums = sum_disagreement(*batch[:2], batch[2] > 0)
     assert {n: float(s / batch[2].sum()) for n, s in sums.items()} == pytest.approx({n: metrics[n] for n in NEMO_RL})
 
 
@@ -180,7 +180,7 @@ def test_rows_taken_at_once_do_not_matter(tokens_at_once, monkeypatch):
 @given(batches())
 def test_disagreement_is_the_sum_of_the_errors_and_reads_nothing_outside(batch):
     prev, gen, mask = batch
-    sums = disagreement(prev, gen, mask > 0)
+    sums = sum_disagreement(prev, gen, mask > 0)
     rows, _ = rows_of(*batch)
     pairs = [pair for row in rows for pair in zip(*row, strict=True)]
     expected = {name: formula(pairs)[name] * len(pairs) for name in NEMO_RL}
@@ -354,7 +354,7 @@ def test_a_mask_that_selects_nothing_is_refused(shape):
         (torch.zeros(2, 3).long(), torch.zeros(2, 3), torch.ones(2, 3), "floating point, got torch.int64"),
     ],
 )
-@pytest.mark.parametrize("function", [mismatch_metrics, disagreement])
+@pytest.mark.parametrize("function", [mismatch_metrics, sum_disagreement])
 def test_shapes_and_dtypes_that_do_not_fit_are_refused(function, prev, gen, mask, why):
     with pytest.raises(ValueError, match=why):
         function(prev, gen, mask)
