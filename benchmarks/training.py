@@ -5,7 +5,7 @@
 The picture needs matplotlib (3.11.2), which is not in the lock; without it only the picture is missing.
 
 The corpus is the standard library's source, which is more than such a small model can memorize. Both flows of a seed
-start from the same weights and read the same batches. Prints the table of docs/training.md, and writes losses by step,
+start from the same weights and read the same batches. Prints the table of docs/results.md, and writes losses by step,
 with machine and versions, to benchmarks/results/training_FAMILY.json and the curves to docs/training_FAMILY.svg.
 """
 
