@@ -1,8 +1,9 @@
-"""The page docs/config.md, made from the blocks of a recipe: type, default, range, resume and meaning of every key.
+"""The pages docs/config.md and docs/config_policy.md, made from the blocks of a recipe: all keys with type, default,
+range and meaning, and whether a run may change them when it resumes.
 
-    python -m nemo_fp8rl.config.reference docs/config.md
+    python -m nemo_fp8rl.config.reference docs
 
-A key's meaning is the first sentence of the text below its field.
+The meaning of a key is the first sentence of the text below its field.
 """
 
 import ast
@@ -19,20 +20,31 @@ from typing import Any, Literal, get_args, get_origin
 from nemo_fp8rl.common.field_rules import Field, MayChange, Range, fields_of
 from nemo_fp8rl.config.schema import Config
 
-COMMAND = "python -m nemo_fp8rl.config.reference docs/config.md"
-HEAD = f"""# Keys of a recipe
-
-Keys of `nemo-fp8rl train`, a table a block. Most are NeMo RL's, with its meanings; recipes for NeMo RL itself are in
-[nemo_rl.md](nemo_rl.md). `*`: a run may change the key when it resumes. This page is made by
-`{COMMAND}` from the classes in `nemo_fp8rl/config/*schema.py` and
-`nemo_fp8rl/algorithms/*config.py`, which say more of some keys.
+COMMAND = "python -m nemo_fp8rl.config.reference docs"
+RULES = f"""`*`: a run may change the key when it resumes. `{COMMAND}`
+makes this page from the classes in `nemo_fp8rl/config/*schema.py` and `nemo_fp8rl/algorithms/*config.py`, which say
+more.
 """
+POLICY = f"""# Keys of the block policy
+
+Model, trainer and engines; the other blocks are in [config.md](config.md).
+
+{RULES}"""
+OTHERS = f"""# Keys of a recipe
+
+Keys of `nemo-fp8rl train`, a table a block; the block `policy` is in [config_policy.md](config_policy.md). Most are
+NeMo RL's, with its meanings; for recipes of NeMo RL itself see [nemo_rl.md](nemo_rl.md).
+
+{RULES}"""
 SENTENCE = re.compile(r"(.+?)[.:](?=\s|$)")
 
 
-def page() -> str:
-    """Return the text of docs/config.md."""
-    return "\n".join([HEAD, *_tables(Config, "", may_change=False)])
+def pages() -> dict[str, str]:
+    """Return the text of each page by its file name."""
+    tables = list(_tables(Config, "", may_change=False))
+    policy = [table for table in tables if table.startswith("## `policy")]
+    others = [table for table in tables if table not in policy]
+    return {"config.md": "\n".join([OTHERS, *others]), "config_policy.md": "\n".join([POLICY, *policy])}
 
 
 def meanings(block: type) -> dict[str, str]:
@@ -60,11 +72,9 @@ def _tables(block: type, prefix: str, *, may_change: bool) -> Iterator[str]:
     texts, fields = meanings(block), fields_of(block, prefix)
     rows = [_row(field, texts[field.name], may_change) for field in fields if not field.block]
     if rows:
-        heading = [f"## `{prefix.rstrip('.')}`\n"]
-        heading += (
-            [f"{block.__doc__}\n"] if block.__doc__ and not block.__doc__.startswith(f"{block.__name__}(") else []
+        yield "\n".join(
+            [f"## `{prefix.rstrip('.')}`\n", "| key | type, default | meaning |", "|---|---|---|", *rows, ""]
         )
-        yield "\n".join([*heading, "| key | type, default | meaning |", "|---|---|---|", *rows, ""])
     for field in fields:
         inner = field.block or field.element
         if inner:
@@ -105,4 +115,5 @@ def _yaml(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(page(), encoding="utf-8")
+    for name, text in pages().items():
+        Path(sys.argv[1], name).write_text(text, encoding="utf-8")

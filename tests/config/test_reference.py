@@ -1,17 +1,20 @@
-"""docs/config.md against the blocks of a recipe."""
+"""docs/config.md and docs/config_policy.md against the blocks of a recipe."""
 
 from pathlib import Path
 
+import pytest
+
 from nemo_fp8rl.common.field_rules import MayChange, all_fields
-from nemo_fp8rl.config.reference import COMMAND, first_sentence, meanings, page
+from nemo_fp8rl.config.reference import COMMAND, first_sentence, meanings, pages
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.run.resume import may_change
 
-PAGE = Path(__file__).parents[2] / "docs/config.md"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_page_of_keys_is_up_to_date():
-    assert PAGE.read_text() == page(), f"renew it: {COMMAND}"
+@pytest.mark.parametrize("name", pages())
+def test_the_pages_of_keys_are_up_to_date(name):
+    assert (DOCS / name).read_text() == pages()[name], f"renew it: {COMMAND}"
 
 
 def test_every_key_has_a_meaning_of_one_line():

@@ -191,7 +191,9 @@ def test_a_resume_that_fails_while_it_loads_keeps_the_record_of_the_run(recipe):
 def test_a_record_of_the_data_of_another_form_is_named(recipe):
     leave_run(recipe(), steps=3, checkpoint=3)
     (Path(recipe().logger.log_dir) / "environment.json").write_text('{"data": 3}')
-    with pytest.raises(UserError, match=r"environment\.json, which says what prompts .* remove it to go on"):
+    with pytest.raises(
+        UserError, match=r"environment\.json, which has the digests of the run.s prompts, .* remove it to go on"
+    ):
         RunDirectory(recipe(), resume=True)
 
 
@@ -206,7 +208,9 @@ def test_resume_under_other_data_is_refused(recipe):
         RunDirectory(recipe(), resume=True, data=data | {"validation": "3"})
     environment = Path(recipe().logger.log_dir) / "environment.json"
     environment.write_text("{")
-    with pytest.raises(UserError, match=r"environment\.json, which says what prompts .* cannot be read: .*remove it"):
+    with pytest.raises(
+        UserError, match=r"environment\.json, which has the digests of the run.s prompts, cannot be read: .*remove it"
+    ):
         RunDirectory(recipe(), resume=True, data=data)
 
 
