@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import Tensor
 
 from nemo_fp8rl.algorithms.mismatch import mismatch_metrics
-from nemo_fp8rl.batch import TrainBatch, collate, prompt_batch
+from nemo_fp8rl.batch import RolloutBatch, collate, collate_prompts
 from nemo_fp8rl.commands.tiny_model import VOCAB_SIZE, make_tiny
 from nemo_fp8rl.common.machine import machine
 from nemo_fp8rl.config.recipe import load
@@ -144,10 +144,10 @@ def trainer(cfg: Config, without: Piece = nullcontext) -> MegatronWorker:
     return worker
 
 
-def mismatch(worker: MegatronWorker, batch: TrainBatch, without: Piece = nullcontext) -> float:
+def mismatch(worker: MegatronWorker, batch: RolloutBatch, without: Piece = nullcontext) -> float:
     with without():
         logprobs = worker.logprobs(batch)
-    error = mismatch_metrics(logprobs, batch["generation_logprobs"], batch["token_mask"])
+    error = mismatch_metrics(logprobs, batch.generation_logprobs, batch.token_mask)
     return error["token_mult_prob_error"]
 
 
@@ -178,12 +178,12 @@ def refit_engine(worker: MegatronWorker, engine: VllmEngine) -> None:
     engine.commit(0)
 
 
-def generate_batch(cfg: Config, engine: VllmEngine, worker: MegatronWorker, samples: int) -> TrainBatch:
+def generate_batch(cfg: Config, engine: VllmEngine, worker: MegatronWorker, samples: int) -> RolloutBatch:
     """Generate the batch that every trainer scores, with the trainer's weights in the engine."""
     engine.setup(cfg)
     prompts = load_prompts(cfg, VOCAB_SIZE).train[: samples // 4]
     if cfg.fp8_kv_cache:
-        worker.calibrate_kv(prompt_batch(prompts, 0))
+        worker.calibrate_kv(collate_prompts(prompts, 0))
     refit_engine(worker, engine)
     sampling = Sampling(num_generations=4, max_new_tokens=31, temperature=1.0, stop_token_ids=(1,))
     groups = engine.generate([p.token_ids for p in prompts], list(range(len(prompts))), sampling)

@@ -41,7 +41,7 @@ from nemo_fp8rl.algorithms.correction import correct_batch
 from nemo_fp8rl.algorithms.correction_config import CorrectionConfig, Rule
 from nemo_fp8rl.algorithms.loss import GrpoLoss
 from nemo_fp8rl.algorithms.loss_config import LossConfig
-from nemo_fp8rl.batch import TrainBatch
+from nemo_fp8rl.batch import LossTotals, ScoredBatch
 from nemo_fp8rl.config.typed_tree import read_block
 
 RESULTS = Path(__file__).resolve().parent / "results" / "bandit.json"
@@ -145,7 +145,7 @@ def estimate(
         rewards, torch.arange(samples) // GROUP, normalize_rewards=False, use_leave_one_out_baseline=True
     )
     prompt = torch.zeros(samples, 1)  # one token that was not generated
-    batch = TrainBatch(
+    batch = ScoredBatch(
         input_ids=torch.cat([prompt.long(), arms], 1),
         input_lengths=torch.full((samples,), PULLS + 1),
         token_mask=torch.cat([prompt, torch.ones(samples, PULLS)], 1),
@@ -155,10 +155,10 @@ def estimate(
         generation_logprobs=torch.cat([prompt, engine[arms].float()], 1),
         prev_logprobs=torch.cat([prompt, log_policy[arms].float()], 1),
     )
-    batch, metrics = correct_batch(batch, loss.correction)
+    corrected, metrics = correct_batch(batch, loss.correction)
     curr = log_policy[arms].float().requires_grad_()
-    mask = batch["token_mask"] * batch["sample_mask"][:, None]
-    loss(curr, batch, (mask.sum(-1) > 0).sum(), mask.sum())[0].backward()
+    mask = corrected.loss_mask
+    loss(curr, corrected, LossTotals((mask.sum(-1) > 0).sum(), mask.sum()))[0].backward()
     assert curr.grad is not None
     # The loss is a mean over tokens of which each sees the sample's mean reward: d J / d logits is PULLS times it.
     by_token = -PULLS * samples / SAMPLES * curr.grad.double().view(-1, SAMPLES * PULLS)

@@ -27,7 +27,7 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 from nemo_fp8rl.algorithms.loss import NllLoss
-from nemo_fp8rl.batch import TrainBatch
+from nemo_fp8rl.batch import RolloutBatch
 from nemo_fp8rl.commands.tiny_model import make_tiny, write_model
 from nemo_fp8rl.common.machine import machine
 from nemo_fp8rl.config.recipe import load
@@ -50,11 +50,12 @@ def policy(folder: Path, ranks: int, layers: int) -> MegatronPolicy:
     ]
     built = MegatronPolicy(load(RECIPE, [*options, "cluster.backend=ray", f"cluster.train_ranks={ranks}"]))
     rows = 2 * ranks
-    batch = TrainBatch(
+    batch = RolloutBatch(
         input_ids=torch.randint(2, 16, (rows, 8)),
         input_lengths=torch.full((rows,), 8),
         token_mask=torch.ones(rows, 8),
         sample_mask=torch.ones(rows),
+        generation_logprobs=torch.zeros(rows, 8),
     )
     built.train_step(batch, NllLoss())
     return built

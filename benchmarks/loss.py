@@ -28,7 +28,7 @@ from nemo_fp8rl.algorithms.correction import correct, correct_batch
 from nemo_fp8rl.algorithms.correction_config import PRESETS
 from nemo_fp8rl.algorithms.loss import GrpoLoss
 from nemo_fp8rl.algorithms.loss_config import LossConfig
-from nemo_fp8rl.batch import TrainBatch
+from nemo_fp8rl.batch import LossTotals, ScoredBatch
 from nemo_fp8rl.common.machine import machine
 
 RESULTS = Path(__file__).resolve().parent / "results" / "loss_cpu.json"
@@ -100,11 +100,11 @@ def whole_tensor_with_metrics(prev: Tensor, gen: Tensor, mask: Tensor, cap: floa
     return weights.clamp(max=cap) * kept, metrics
 
 
-def whole_tensor_loss(curr: Tensor, data: TrainBatch, sequences: Tensor, tokens: Tensor) -> tuple[Tensor, dict]:
+def whole_tensor_loss(curr: Tensor, batch: ScoredBatch, totals: LossTotals) -> tuple[Tensor, dict]:
     """As NeMo RL's ClippedPGLossFn with tis and a k3 KL, operation by operation."""
-    advantages, prev = data["advantages"][:, 1:], data["prev_logprobs"][:, 1:]
-    gen, reference = data["generation_logprobs"][:, 1:], data["reference_policy_logprobs"][:, 1:]
-    mask = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)
+    advantages, prev, gen = batch.advantages[:, 1:], batch.prev_logprobs[:, 1:], batch.generation_logprobs[:, 1:]
+    reference = batch.reference_policy_logprobs[:, 1:]
+    mask, tokens = batch.token_mask[:, 1:] * batch.sample_mask.unsqueeze(-1), totals.valid_toks
 
     def mean(values: Tensor) -> Tensor:
         return masked_mean(values, mask, tokens)
@@ -145,7 +145,7 @@ def whole_tensor_loss(curr: Tensor, data: TrainBatch, sequences: Tensor, tokens:
     return loss, metrics
 
 
-def make(rows: int, columns: int) -> tuple[Tensor, TrainBatch]:
+def make(rows: int, columns: int) -> tuple[Tensor, ScoredBatch]:
     """(current log-probs, batch): prompts of a sixteenth, answers of any length, policies a few per cent apart."""
     gen = -torch.rand(rows, columns) * 3
     prev = gen + torch.randn(rows, columns) * 0.03
@@ -153,11 +153,12 @@ def make(rows: int, columns: int) -> tuple[Tensor, TrainBatch]:
     start = max(1, columns // 16)
     lengths = torch.randint(start + 1, columns + 1, (rows,))
     position = torch.arange(columns)
-    batch = TrainBatch(
+    batch = ScoredBatch(
         input_ids=torch.zeros(rows, columns, dtype=torch.int64),
         input_lengths=lengths,
         token_mask=((position >= start) & (position < lengths[:, None])).float(),
         sample_mask=torch.ones(rows),
+        rewards=torch.zeros(rows),
         advantages=torch.randn(rows, 1).expand(rows, columns).contiguous(),
         generation_logprobs=gen,
         prev_logprobs=prev,
@@ -168,15 +169,15 @@ def make(rows: int, columns: int) -> tuple[Tensor, TrainBatch]:
 
 def cases(rows: int, columns: int) -> dict[str, Case]:
     curr, batch = make(rows, columns)
-    prev, gen, mask = batch["prev_logprobs"], batch["generation_logprobs"], batch["token_mask"]
+    prev, gen, mask = batch.prev_logprobs, batch.generation_logprobs, batch.token_mask
     plane = prev.numel() * 4  # bytes of one [rows, columns] float32
-    counts = (mask.sum(-1) > 0).sum().float(), mask[:, 1:].sum()
+    totals = LossTotals((mask.sum(-1) > 0).sum().float(), mask[:, 1:].sum())
     ours = GrpoLoss(LossConfig(**LOSS))
     weighted, _ = correct_batch(batch, ours.correction)
 
-    def backward(loss: Callable[..., tuple[Tensor, Any]], data: TrainBatch) -> Tensor:
+    def backward(loss: Callable[..., tuple[Tensor, Any]], data: ScoredBatch) -> Tensor:
         curr.grad = None
-        loss(curr, data, *counts)[0].backward()
+        loss(curr, data, totals)[0].backward()
         return curr.grad
 
     made = {
@@ -195,12 +196,10 @@ def cases(rows: int, columns: int) -> dict[str, Case]:
         "whole tensors, tis + k3 + metrics (verl)": Case(
             lambda: whole_tensor_with_metrics(prev, gen, mask, 2.0), 3 * plane, plane, ours=False
         ),
-        "GrpoLoss, weights of the batch": Case(lambda: ours(curr, weighted, *counts), 7 * plane, 0),
-        "GrpoLoss": Case(lambda: ours(curr, batch, *counts), 6 * plane, 0),
+        "GrpoLoss, weights of the batch": Case(lambda: ours(curr, weighted, totals), 7 * plane, 0),
+        "GrpoLoss": Case(lambda: ours(curr, batch, totals), 6 * plane, 0),
         "GrpoLoss + backward": Case(lambda: backward(ours, batch), 6 * plane, plane),
-        "whole tensors, loss (NeMo RL)": Case(
-            lambda: whole_tensor_loss(curr, batch, *counts), 6 * plane, 0, ours=False
-        ),
+        "whole tensors, loss (NeMo RL)": Case(lambda: whole_tensor_loss(curr, batch, totals), 6 * plane, 0, ours=False),
         "whole tensors, loss + backward (NeMo RL)": Case(
             lambda: backward(whole_tensor_loss, batch), 6 * plane, plane, ours=False
         ),

@@ -46,7 +46,7 @@ from rich.table import Table
 
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.assemble import build_bridge
-from nemo_fp8rl.batch import TrainBatch
+from nemo_fp8rl.batch import RolloutBatch
 from nemo_fp8rl.commands.tiny_model import make_tiny, write_model
 from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.generation import engine_arguments
@@ -99,11 +99,12 @@ class Bench:
         self.worker, self.core = self.policy.ranks.worker, self.generation.engines.worker.core
         self.bridge.refit()  # connects, and finds out what can be written in place
         self.bf16 = self._bf16_source()
-        self.batch = TrainBatch(
+        self.batch = RolloutBatch(
             input_ids=torch.randint(2, 16, (1, 8)),  # few: every weight moves all the same
             input_lengths=torch.full((1,), 8),
             token_mask=torch.ones(1, 8),
             sample_mask=torch.ones(1),
+            generation_logprobs=torch.zeros(1, 8),
         )
 
     def _bf16_source(self) -> SendingRank:

@@ -26,7 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 from nemo_fp8rl.algorithms.mismatch import mismatch_metrics
-from nemo_fp8rl.batch import TrainBatch
+from nemo_fp8rl.batch import RolloutBatch
 from nemo_fp8rl.common.machine import machine
 from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.generation.engine import VllmEngine
@@ -42,14 +42,14 @@ CASES = [
 ]
 
 
-def read_as_prompts(engine: VllmEngine, batch: TrainBatch) -> Tensor:
+def read_as_prompts(engine: VllmEngine, batch: RolloutBatch) -> Tensor:
     """Return the engine's log-probs of the same tokens, float32 [B, T], each sequence in one forward."""
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-    read = batch["generation_logprobs"].new_zeros(batch["input_ids"].shape)
-    for row, length in enumerate(batch["input_lengths"].tolist()):
-        ids = batch["input_ids"][row, :length].tolist()
+    read = batch.generation_logprobs.new_zeros(batch.input_ids.shape)
+    for row, length in enumerate(batch.input_lengths.tolist()):
+        ids = batch.input_ids[row, :length].tolist()
         engine.core.llm.add_request(str(row), {"prompt_token_ids": ids}, params)
     while engine.core.llm.has_unfinished_requests():
         for output in engine.core.llm.step():
@@ -66,17 +66,18 @@ def compare(folder: Path, flow: str, overrides: tuple[str, ...], experts: bool, 
     cfg = load(RECIPES / "tiny_cpu.yaml", [*prepare_overrides(folder, flow), *overrides, *replay])
     worker, engine = trainer(cfg), VllmEngine()
     batch = generate_batch(cfg, engine, worker, samples)
-    routes = batch.pop("routed_experts", None)
-    mask, engines = batch["token_mask"], batch["generation_logprobs"]
+    routed = batch
+    batch = replace(batch, routed_experts=None)
+    mask, engines = batch.token_mask, batch.generation_logprobs
     whole = worker.logprobs(batch)
     pairs = {
         "trainer and engine": (whole, engines),
         "trainer, a sequence at a time": (whole, one_by_one(worker, batch)),
         "engine, answers read as prompts": (engines, read_as_prompts(engine, batch)),
     }
-    if routes is not None:
+    if routed.routed_experts is not None:
         pairs["trainer with the engine's experts, and engine"] = (
-            worker.logprobs(TrainBatch(**batch, routed_experts=routes)),
+            worker.logprobs(routed),
             engines,
         )
     if worker.kv_cache is not None:
@@ -89,7 +90,7 @@ def compare(folder: Path, flow: str, overrides: tuple[str, ...], experts: bool, 
     return {name: {key: metrics[key] for key in wanted} for name, metrics in found.items()}
 
 
-def one_by_one(worker: Any, batch: TrainBatch) -> Tensor:
+def one_by_one(worker: Any, batch: RolloutBatch) -> Tensor:
     policy = worker.pipeline.policy
     worker.pipeline.policy = replace(policy, logprob_batch_size=1)
     logprobs = worker.logprobs(batch)

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nemo_fp8rl.algorithms.loss import NllLoss
-from nemo_fp8rl.batch import TrainBatch
+from nemo_fp8rl.batch import LossTotals, RolloutBatch
 from nemo_fp8rl.commands.tiny_model import make_tiny, write_model
 from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.policy.worker import MegatronWorker
@@ -51,8 +51,9 @@ def timed(call: Callable[[], Any]) -> float:
     return seconds(waited)
 
 
-def measure(folder: Path, flow: str, fp8_param: bool, batch: TrainBatch, rounds: int) -> dict[str, Any]:
-    tokens = batch["input_ids"].numel()
+def measure(folder: Path, flow: str, fp8_param: bool, batch: RolloutBatch, rounds: int) -> dict[str, Any]:
+    tokens = batch.input_ids.numel()
+    totals = LossTotals(torch.tensor(float(batch.num_rows)), torch.tensor(float(tokens)))
     cfg = load(
         RECIPE,
         [
@@ -61,10 +62,10 @@ def measure(folder: Path, flow: str, fp8_param: bool, batch: TrainBatch, rounds:
             f"nemo_fp8rl.flow={flow}",
             f"nemo_fp8rl.fp8_param={fp8_param}",
             "nemo_fp8rl.align=none",
-            f"policy.max_total_sequence_length={batch['input_ids'].size(1)}",
-            f"policy.train_global_batch_size={len(batch['input_ids'])}",
-            f"policy.train_micro_batch_size={len(batch['input_ids'])}",
-            f"grpo.num_prompts_per_step={len(batch['input_ids']) // 2}",
+            f"policy.max_total_sequence_length={batch.input_ids.size(1)}",
+            f"policy.train_global_batch_size={batch.num_rows}",
+            f"policy.train_micro_batch_size={batch.num_rows}",
+            f"grpo.num_prompts_per_step={batch.num_rows // 2}",
             "grpo.num_generations_per_prompt=2",
             "policy.megatron_cfg.optimizer.lr=1.0e-6",
             "policy.megatron_cfg.optimizer.min_lr=1.0e-6",
@@ -75,7 +76,7 @@ def measure(folder: Path, flow: str, fp8_param: bool, batch: TrainBatch, rounds:
     try:
 
         def step() -> None:
-            worker.train_step(batch, NllLoss(), float(len(batch["input_ids"])), float(tokens))
+            worker.train_step(batch, NllLoss(), totals)
 
         step()
         worker.logprobs(batch)
@@ -108,11 +109,12 @@ def main() -> None:
         parser.error("--sequences must be even: each prompt has two answers")
 
     shape = (arguments.sequences, arguments.length)
-    batch = TrainBatch(
+    batch = RolloutBatch(
         input_ids=torch.randint(2, SIZES["vocab_size"], shape, generator=torch.Generator().manual_seed(0)),
         input_lengths=torch.full(shape[:1], arguments.length),
         token_mask=torch.ones(shape),
         sample_mask=torch.ones(shape[0]),
+        generation_logprobs=torch.zeros(shape),
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "tiny"
@@ -122,7 +124,7 @@ def main() -> None:
         found = {}
         for flow, how in FLOWS.items():  # of its own, so that what another leaves behind is not in its peak
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-                found[flow] = process.submit(measure, folder, *how, dict(batch), arguments.rounds).result()
+                found[flow] = process.submit(measure, folder, *how, batch, arguments.rounds).result()
 
     device = torch.cuda.get_device_name() if ON_GPU else "CPU, FP8 emulated"
     table = Table("", "step, s", "bf16 / it", "log-probs, s", "bf16 / it", "tokens/s", "peak GB")

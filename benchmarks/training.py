@@ -26,7 +26,7 @@ from rich.progress import track
 from rich.table import Table
 
 from nemo_fp8rl.algorithms.loss import NllLoss
-from nemo_fp8rl.batch import TrainBatch
+from nemo_fp8rl.batch import LossTotals, RolloutBatch
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.common.machine import machine
 from nemo_fp8rl.config.recipe import load
@@ -50,13 +50,14 @@ def corpus() -> tuple[torch.Tensor, torch.Tensor]:
     return windows[~held_out], windows[held_out]
 
 
-def batch(windows: torch.Tensor) -> TrainBatch:
+def batch(windows: torch.Tensor) -> RolloutBatch:
     ids = windows.long()
-    return TrainBatch(
+    return RolloutBatch(
         input_ids=ids,
         input_lengths=torch.full((len(ids),), LENGTH),
         token_mask=torch.ones(ids.shape),
         sample_mask=torch.ones(len(ids)),
+        generation_logprobs=torch.zeros(ids.shape),
     )
 
 
@@ -87,10 +88,11 @@ def learn(folder: Path, family: str, flow: str, seed: int, steps: int) -> dict[s
     train, held_out = corpus()
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
     tokens = float(ROWS * (LENGTH - 1))
+    totals = LossTotals(torch.tensor(float(ROWS)), torch.tensor(tokens))
     losses = []
     for step in track(range(steps), f"{family} {flow}, seed {seed}"):
         part = train[order[torch.arange(step * ROWS, (step + 1) * ROWS) % len(order)]]
-        losses.append(worker.train_step(batch(part), NllLoss(), float(ROWS), tokens)["loss"])
+        losses.append(worker.train_step(batch(part), NllLoss(), totals)["loss"])
     validation = -float(worker.logprobs(batch(held_out[:256]))[:, 1:].mean())
     worker.shutdown()
     return {"flow": flow, "seed": seed, "losses": [round(loss, 5) for loss in losses], "validation": validation}

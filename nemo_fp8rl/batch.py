@@ -1,13 +1,15 @@
-"""What flows through the loop: prompts, completions, and the batch that the policy trains on.
+"""The data of the loop: prompts, completions, and the batch in the stages that it passes through.
 
-    Prompt --generation--> Completion --rewards, advantages--> TrainBatch --policy--> optimizer step
+    Prompt --generation--> Completion --collate--> RolloutBatch --rewards, log-probs, advantages--> ScoredBatch
+    --rollout correction--> TrainBatch --policy--> optimizer step
 
-Field names are NeMo RL's, so that its loss functions and ours read the same batch.
+Each stage has the fields of the stage before it and adds its own. A batch is never changed: a stage makes a new one.
+Field names are NeMo RL's, so that its loss functions can read the same columns (`nemo_rl.adapters.batched_data`).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal, TypedDict, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,9 +20,9 @@ class Prompt:
     """One question.
 
     index:      position in the dataset, stable over a run
-    text:       as the dataset has it
-    answer:     what the verifier compares with
-    token_ids:  after the chat template, ready for the engine
+    text:       the question as the dataset has it
+    answer:     the reference answer that the verifier compares with
+    token_ids:  the question after the chat template, ready for the engine
     """
 
     index: int
@@ -34,10 +36,11 @@ class Completion:
     """One sampled answer.
 
     token_ids:      generated tokens; the end-of-sequence token is the last one when finish_reason is "stop"
-    logprobs:       log-probability of each token under the distribution it was sampled from; [] when not asked for
+    logprobs:       log-probability of each token under the distribution that it was sampled from; empty when the
+                    request did not ask for log-probs
     policy_version: the refit whose weights produced every one of these tokens
-    routed_experts: int16 [tokens of prompt and answer that were computed, layers, top k], -1 where not known; None when
-                    not asked for (`policy.router_replay`)
+    routed_experts: int16 [computed tokens of prompt and answer, layers, top k], -1 where an expert is unknown; None
+                    without `policy.router_replay`
     """
 
     token_ids: tuple[int, ...]
@@ -47,43 +50,112 @@ class Completion:
     routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
 
 
-class TrainBatch(TypedDict, total=False):
-    """B sequences (prompt + completion), right-padded to T. Log-probs at position t are of token t; position 0 is 0.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SequenceBatch:
+    """B sequences (prompt + completion), right-padded to T: what a model reads.
 
-    input_ids:            int64 [B, T]
-    input_lengths:        int64 [B], prompt + completion, without padding
-    token_mask:           float32 [B, T], 1 where the token was generated
-    sample_mask:          float32 [B], 0 drops the whole sample
-    rewards:              float32 [B]
-    advantages:           float32 [B, T], the sample's advantage on every token
-    generation_logprobs:  float32 [B, T], the engine's
-    prev_logprobs:        float32 [B, T], the trainer's own, before the update
-    reference_policy_logprobs:  float32 [B, T], the reference policy's, where the loss has a KL term
-    importance_weights:   float32 [B, T], the rollout correction's, where it was decided for the whole batch
-    out_of_bounds:        bool [B, T], where the correction changed or rejected the weight
-    curr_logprobs_unfiltered:   float32 [B, T-1], the current policy without top-k and top-p, for the KL (NeMo RL)
-    routed_experts:       int [B, T, layers, top k], the experts the engine chose for each token, -1 where not known
-    positive_valid_toks:  float32 [B], tokens of the optimizer step's samples with a positive reward, on every row
+    A log-prob at position t, in any stage, is of token t; position 0 is 0.
     """
 
-    input_ids: Tensor
-    input_lengths: Tensor
-    token_mask: Tensor
-    sample_mask: Tensor
-    rewards: Tensor
-    advantages: Tensor
-    generation_logprobs: Tensor
-    prev_logprobs: Tensor
-    reference_policy_logprobs: Tensor
-    importance_weights: Tensor
-    out_of_bounds: Tensor
-    curr_logprobs_unfiltered: Tensor
-    routed_experts: Tensor
-    positive_valid_toks: Tensor
+    input_ids: Tensor  # int64 [B, T]
+    input_lengths: Tensor  # int64 [B], without padding
+    routed_experts: Tensor | None = None  # int [B, T, layers, top k], the engine's choice; -1 where it is unknown
+
+    @property
+    def num_rows(self) -> int:
+        return self.input_ids.size(0)
+
+    def take_rows(self, rows: slice | Tensor) -> Self:
+        """Return these rows of every field, with their padding; rows: a slice, or int64 [rows]."""
+        return self._map(lambda column: column[rows])
+
+    def take_trimmed_rows(self, rows: slice | Tensor, multiple: int = 1) -> Self:
+        """Return these rows, cut to the longest of them, so that no padding is computed.
+
+        rows:      a slice, or int64 [rows]
+        multiple:  the length is rounded up to a multiple of it, as far as there is padding
+        """
+        part = self.take_rows(rows)
+        longest = -(-int(part.input_lengths.max()) // multiple) * multiple
+        return part._map(lambda column: column[:, :longest] if column.dim() >= 2 else column)
+
+    def to(self, device: torch.device) -> Self:
+        return self._map(lambda column: column.to(device))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        columns = {column.name: getattr(self, column.name) for column in fields(self)}
+        return replace(self, **{name: change(column) for name, column in columns.items() if column is not None})
 
 
-def collate(prompts: Sequence[Prompt], completions: Sequence[Completion], pad_token_id: int) -> TrainBatch:
-    """Row i is prompts[i] followed by completions[i]. All fields but advantages and prev_logprobs are filled."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RolloutBatch(SequenceBatch):
+    """Stage 1: what the engine sampled."""
+
+    token_mask: Tensor  # float32 [B, T], 1 where the token was generated
+    sample_mask: Tensor  # float32 [B], 0 drops the whole sample
+    generation_logprobs: Tensor  # float32 [B, T], the engine's; 0 where no engine sampled
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """float32 [B, T], 1 for generated tokens of samples that are not dropped."""
+        return self.token_mask * self.sample_mask[:, None]
+
+    def has_tokens(self) -> bool:
+        """Return whether the batch has a token to train on.
+
+        A batch without one is to be skipped: Adam would move on a gradient of 0.
+        """
+        return bool(self.loss_mask.any())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScoredBatch(RolloutBatch):
+    """Stage 2: what the verifier and the trainer say of the rollout."""
+
+    rewards: Tensor  # float32 [B], the verifier's
+    prev_logprobs: Tensor  # float32 [B, T], the trainer's before the update
+    advantages: Tensor  # float32 [B, T], 0 where nothing was generated
+    reference_policy_logprobs: Tensor | None = None  # float32 [B, T], where the recipe has a KL term
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainBatch(ScoredBatch):
+    """Stage 3: the batch with its rollout correction, ready for the loss."""
+
+    importance_weights: Tensor  # float32 [B, T], 0 where a token is rejected
+    out_of_bounds: Tensor  # bool [B, T], where the correction changed the weight or rejected the token
+
+    def has_tokens(self) -> bool:
+        return bool((self.loss_mask * self.importance_weights).any())
+
+
+@dataclass(frozen=True)
+class LossTotals:
+    """Counts of a whole optimizer step, by which a loss divides.
+
+    valid_seqs:     float32 [], samples that are not dropped, with a token or not (as NeMo RL counts)
+    valid_toks:     float32 [], tokens with mask 1, without position 0
+    positive_toks:  float32 [], tokens of samples with a positive reward; None where the batch has no rewards
+    """
+
+    valid_seqs: Tensor
+    valid_toks: Tensor
+    positive_toks: Tensor | None = None
+
+    @classmethod
+    def of_batch(cls, batch: RolloutBatch) -> Self:
+        positive_toks = None
+        if isinstance(batch, ScoredBatch):
+            positive_toks = (batch.token_mask * (batch.sample_mask * (batch.rewards > 0))[:, None]).sum()
+        mask = batch.token_mask[:, 1:] * batch.sample_mask[:, None]
+        return cls(batch.sample_mask.sum(), mask.sum(), positive_toks)
+
+
+BatchT = TypeVar("BatchT", bound=SequenceBatch)
+
+
+def collate(prompts: Sequence[Prompt], completions: Sequence[Completion], pad_token_id: int) -> RolloutBatch:
+    """Return the batch whose row i is prompts[i] followed by completions[i]; every sample_mask is 1."""
     rows = [(*p.token_ids, *c.token_ids) for p, c in zip(prompts, completions, strict=True)]
     b, t = len(rows), max(len(row) for row in rows)
     input_ids = torch.full((b, t), pad_token_id, dtype=torch.int64)
@@ -94,21 +166,20 @@ def collate(prompts: Sequence[Prompt], completions: Sequence[Completion], pad_to
         token_mask[i, start:end] = 1.0
         if completion.logprobs:
             generation_logprobs[i, start:end] = torch.tensor(completion.logprobs)
-    batch = TrainBatch(
+    return RolloutBatch(
         input_ids=input_ids,
         input_lengths=torch.tensor([len(row) for row in rows]),
+        routed_experts=pad_routes([completion.routed_experts for completion in completions], t),
         token_mask=token_mask,
         sample_mask=torch.ones(b),
         generation_logprobs=generation_logprobs,
     )
-    if (routes := padded_routes([completion.routed_experts for completion in completions], t)) is not None:
-        batch["routed_experts"] = routes
-    return batch
 
 
-def padded_routes(routes: Sequence[Tensor | None], length: int) -> Tensor | None:
-    """int16 [B, length, layers, top k] of each sample's [tokens, layers, top k], -1 where none is known; None when all
-    are unknown.
+def pad_routes(routes: Sequence[Tensor | None], length: int) -> Tensor | None:
+    """Return int16 [B, length, layers, top k] from each sample's [tokens, layers, top k].
+
+    Unknown experts are -1. The result is None when no sample has routes.
     """
     known = [(i, route) for i, route in enumerate(routes) if route is not None]
     if not known:
@@ -119,25 +190,18 @@ def padded_routes(routes: Sequence[Tensor | None], length: int) -> Tensor | None
     return padded
 
 
-def prompt_batch(prompts: Sequence[Prompt], pad_token_id: int) -> TrainBatch:
-    """The prompts alone, nothing of which is to be trained on."""
+def collate_prompts(prompts: Sequence[Prompt], pad_token_id: int) -> RolloutBatch:
+    """Return a batch of the prompts alone, without a token to train on."""
     return collate(prompts, [Completion((), (), "length", 0)] * len(prompts), pad_token_id)
 
 
-def rows(batch: TrainBatch, which: slice | Tensor, multiple: int = 1) -> TrainBatch:
-    """These rows of every field, cut to the longest of them so that padding is not computed on.
+def split_by_tokens(lengths: Tensor, tokens: int, multiple: int = 1) -> list[Tensor]:
+    """Return the rows of each microbatch, int64 [rows], so that rows * longest <= tokens.
 
-    which: a slice, or int64 [rows]. multiple: the length is rounded up to one, as far as there is padding.
-    """
-    part = {name: cast(Tensor, field)[which] for name, field in batch.items()}
-    longest = -(-int(part["input_lengths"].max()) // multiple) * multiple
-    return cast(TrainBatch, {name: f[:, :longest] if f.dim() >= 2 else f for name, f in part.items()})
+    Rows are ordered from the shortest to the longest; equal lengths keep their order. A row that is longer than
+    `tokens` has a microbatch to itself.
 
-
-def microbatches(lengths: Tensor, tokens: int, multiple: int = 1) -> list[Tensor]:
-    """Rows of microbatches, int64 [rows] each, so that rows * longest <= tokens; shortest first, ties in their order.
-
-    lengths: int64 [B], each rounded up to `multiple`. A row that is longer than `tokens` has a microbatch of its own.
+        lengths:   int64 [B], each rounded up to a multiple of `multiple`
     """
     order = torch.argsort(lengths, stable=True)
     ends: list[int] = []
@@ -147,33 +211,35 @@ def microbatches(lengths: Tensor, tokens: int, multiple: int = 1) -> list[Tensor
     return list(order.tensor_split(ends))
 
 
-def bins(lengths: Tensor, tokens: int) -> list[Tensor]:
-    """Rows of packed microbatches, int64 [rows] each, whose lengths add up to at most `tokens`.
+def pack_by_tokens(lengths: Tensor, tokens: int) -> list[Tensor]:
+    """Return the rows of each packed microbatch, int64 [rows], whose lengths add up to at most `tokens`.
 
-    lengths: int64 [B]. First fit, longest first; a row that is longer than `tokens` has a microbatch of its own.
+    First fit, longest first. A row that is longer than `tokens` has a microbatch to itself.
+
+        lengths:  int64 [B]
     """
-    held: list[list[int]] = []
+    bins: list[list[int]] = []
     free: list[int] = []
     for row in torch.argsort(lengths, descending=True, stable=True).tolist():
         length = int(lengths[row])
-        place = next((i for i, room in enumerate(free) if room >= length), len(held))
-        if place == len(held):
-            held.append([])
+        index = next((i for i, room in enumerate(free) if room >= length), len(bins))
+        if index == len(bins):
+            bins.append([])
             free.append(tokens)
-        held[place].append(row)
-        free[place] -= length
-    return [torch.tensor(sorted(rows)) for rows in held]
+        bins[index].append(row)
+        free[index] -= length
+    return [torch.tensor(sorted(rows)) for rows in bins]
 
 
-def flat_index(lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """(row, position), int64 [tokens] each, of every token of sequences of these lengths, int64 [rows]."""
+def token_coordinates(lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (row, position), int64 [tokens] each, of every token of sequences of these lengths, int64 [rows]."""
     starts = lengths.cumsum(0) - lengths
     row = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
     return row, torch.arange(len(row), device=lengths.device) - starts[row]
 
 
 def split_further(parts: list[Tensor], count: int) -> list[Tensor]:
-    """The microbatches as `count` of them, the largest cut in two until there are as many; order is kept."""
+    """Cut the largest microbatch in two until there are `count` of them; their order is kept."""
     parts = list(parts)
     while len(parts) < count:
         largest = max(range(len(parts)), key=lambda i: len(parts[i]))
@@ -181,41 +247,26 @@ def split_further(parts: list[Tensor], count: int) -> list[Tensor]:
     return parts
 
 
-def on_device(batch: TrainBatch, device: torch.device) -> TrainBatch:
-    return cast(TrainBatch, {name: cast(Tensor, field).to(device) for name, field in batch.items()})
+def split_shards(batch: BatchT, count: int, order: Tensor | None = None) -> list[BatchT]:
+    """Return `count` contiguous parts of the rows, as even as possible, with their padding.
 
+    Parts are copies: a view that goes to another process takes the whole storage along.
 
-def num_rows(batch: TrainBatch) -> int:
-    return batch["input_ids"].size(0)
-
-
-def has_tokens(batch: TrainBatch) -> bool:
-    """Whether any token is to be trained on: none masked out, filtered, or rejected by the correction is.
-
-    A batch without one is to be skipped: Adam would move on a gradient of 0.
+        order:  int64 [rows], the order of the rows before they are cut; None leaves it
     """
-    mask = batch["token_mask"] * batch["sample_mask"][:, None]
-    return bool((mask * batch["importance_weights"] if "importance_weights" in batch else mask).any())
-
-
-def shards(batch: TrainBatch, count: int, order: Tensor | None = None) -> list[TrainBatch]:
-    """`count` contiguous parts of the rows, as even as they go, padding kept. order: int64 [rows], theirs without one.
-
-    Copies: a view that goes to another process takes along all of what it is a view of.
-    """
-    order = torch.arange(num_rows(batch)) if order is None else order
-    parts = order.tensor_split(count)
-    return [cast(TrainBatch, {name: cast(Tensor, field)[part] for name, field in batch.items()}) for part in parts]
+    order = torch.arange(batch.num_rows) if order is None else order
+    return [batch.take_rows(part) for part in order.tensor_split(count)]
 
 
 def balanced_order(lengths: Tensor, count: int) -> Tensor:
-    """int64 [rows]: the order in which each of so many `shards` has about as many tokens, and its rows in their order.
+    """Return the order of rows, int64 [rows], in which each of `count` shards has about as many tokens.
 
-    The longest go to one part each, the next longest the other way round, and so on.
+    The longest rows go to one shard each, the next longest in the opposite direction, and so on. Rows keep their order
+    within a shard.
     """
-    place = torch.arange(len(lengths))
-    turn, part = place // count, place % count
+    rank = torch.arange(len(lengths))
+    turn, shard = rank // count, rank % count
     back = (turn % 2 == 1) & (turn < len(lengths) // count)
-    of_row = torch.empty_like(place)
-    of_row[lengths.argsort(descending=True, stable=True)] = torch.where(back, count - 1 - part, part)
-    return of_row.argsort(stable=True)
+    shard_of_row = torch.empty_like(rank)
+    shard_of_row[lengths.argsort(descending=True, stable=True)] = torch.where(back, count - 1 - shard, shard)
+    return shard_of_row.argsort(stable=True)

@@ -7,16 +7,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from nemo_fp8rl.algorithms.advantages import group_advantages, reinforce_plus_plus_advantages
-from nemo_fp8rl.algorithms.correction import correct_batch
-from nemo_fp8rl.algorithms.gates import apply_gates
 from nemo_fp8rl.algorithms.importance_bins import Bin
 from nemo_fp8rl.algorithms.importance_histogram import log_weight_histogram
-from nemo_fp8rl.algorithms.loss import EXTREMA, GrpoLoss, combine_metrics, kl_estimate
-from nemo_fp8rl.algorithms.mismatch import MismatchSums
+from nemo_fp8rl.algorithms.loss import GrpoLoss, kl_estimate
+from nemo_fp8rl.algorithms.policy_update import Judgement, average_steps, judge_and_correct, train_on_batch
 from nemo_fp8rl.assemble import backends, build_bridge, refitted
-from nemo_fp8rl.batch import Prompt, TrainBatch, collate, has_tokens, num_rows, prompt_batch, rows
+from nemo_fp8rl.batch import Prompt, RolloutBatch, ScoredBatch, SequenceBatch, collate, collate_prompts
 from nemo_fp8rl.common.display import Display
 from nemo_fp8rl.common.errors import StepRefused
 from nemo_fp8rl.common.machine import processors
@@ -130,7 +129,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, goes_on_
         faults = FaultCounts(generation, display.say)
         display.doing("first refit")
         if cfg.fp8_kv_cache and not run.done:
-            policy.calibrate_kv(prompt_batch(prompts_of(1)(0), tokenizer.pad_token_id))
+            policy.calibrate_kv(collate_prompts(prompts_of(1)(0), tokenizer.pad_token_id))
         generation.prepare_for_generation()
         first_refit = refitted(bridge)
         display.say(f"{len(train_prompts)} prompts, {len(val_prompts)} held out, run in {run.path}")
@@ -207,114 +206,125 @@ def train_step(parts: Parts, loss: GrpoLoss, step: int, prompts_of_round: Prompt
     stale = {c.policy_version for c in completions} - {parts.bridge.version}
     assert not stale, f"completions of versions {stale}, the trainer is at {parts.bridge.version}"
 
-    batch = collate(rollout.prompts, completions, parts.tokenizer.pad_token_id)
-    if cfg.grpo.overlong_filtering:
-        batch["sample_mask"] = torch.tensor([float(c.finish_reason == "stop") for c in completions])
-    with clock("logprob"):
-        batch["prev_logprobs"] = parts.policy.logprobs(batch)
-        if cfg.loss_fn.reference_policy_kl_penalty:
-            batch["reference_policy_logprobs"] = parts.policy.reference_logprobs(batch)
-    batch["rewards"] = rollout.rewards
-    batch["advantages"] = advantages(cfg, rollout, batch)
-    seen = MismatchSums()
-    seen.observe(batch["prev_logprobs"], batch["generation_logprobs"], batch["token_mask"])
-    mismatch = seen.metrics()
-    skip, tripped = apply_gates(cfg.nemo_fp8rl.gates, mismatch)
-    log_weights = log_weight_histogram(batch["prev_logprobs"], batch["generation_logprobs"], batch["token_mask"])
+    batch = score_batch(parts, rollout, clock)
     samples = pick(rollout, batch, parts.tokenizer)
-    batch, corrected = correct_batch(batch, loss.correction)
-
-    trained: dict[str, float] = {}
-    notes = [f"step {step}: {sentence}" for sentence in tripped]
+    log_weights = log_weight_histogram(batch.prev_logprobs, batch.generation_logprobs, batch.token_mask)
+    # the mismatch is of all tokens that were generated, also of those that the loss leaves out
+    judgement = judge_and_correct(batch, batch.token_mask, cfg.nemo_fp8rl.gates, loss.correction)
+    notes = [f"step {step}: {sentence}" for sentence in judgement.warnings]
     with clock("train"):
         if offload:
             parts.policy.prepare_for_training()
-        if skip:
-            skipped = 1
-        else:
-            trained, skipped = optimize(parts.policy, batch, loss, cfg.policy.train_global_batch_size)
-            if skipped:
-                notes.append(f"step {step}: {skipped} optimizer steps skipped, no token of theirs was left to train on")
+        steps, skipped = train_on_batch(
+            judgement.batch,
+            lambda part: parts.policy.train_step(part, loss),
+            cfg.policy.train_global_batch_size,
+            judgement.skip_update,
+        )
+    if judgement.skip_update:
+        skipped = 1  # a gate skips the whole step
+    elif skipped:
+        notes.append(f"step {step}: {skipped} optimizer steps skipped, no token of theirs was left to train on")
     if cfg.fp8_kv_cache:
         with clock("kv_calibration"):
-            parts.policy.calibrate_kv(batch)
+            parts.policy.calibrate_kv(judgement.batch)
     if offload:
         parts.policy.offload_before_refit()
     parts.doing("refit")
     parts.generation.prepare_for_generation()
     refit = refitted(parts.bridge)
 
-    measured = trained | mismatch | seen.by_position() | corrected | routes_known(batch)
-    metrics = _step_metrics(cfg, rollout, batch, measured, skipped)
+    metrics = _step_metrics(cfg, rollout, judgement, average_steps(steps), skipped)
     metrics |= clock.metrics() | refit.metrics() | memory
     metrics["performance/generation_tokens_per_sec"] = rollout.generated / clock.seconds["generate"]
     metrics["timing/total_step_time"] = time.perf_counter() - begin
     return StepOutcome(metrics, notes, log_weights, samples)
 
 
+def score_batch(parts: Parts, rollout: Rollout, clock: Stopwatch) -> ScoredBatch:
+    """Return the rollout as a batch, with the trainer's log-probs, rewards and advantages."""
+    cfg = parts.cfg
+    batch = collate(rollout.prompts, rollout.completions, parts.tokenizer.pad_token_id)
+    if cfg.grpo.overlong_filtering:
+        answered = [float(completion.finish_reason == "stop") for completion in rollout.completions]
+        batch = replace(batch, sample_mask=torch.tensor(answered))
+    reference_logprobs = None
+    with clock("logprob"):
+        prev_logprobs = parts.policy.logprobs(batch)
+        if cfg.loss_fn.reference_policy_kl_penalty:
+            reference_logprobs = parts.policy.reference_logprobs(batch)
+    return ScoredBatch(
+        **vars(batch),
+        rewards=rollout.rewards,
+        prev_logprobs=prev_logprobs,
+        advantages=compute_advantages(cfg, rollout, batch, prev_logprobs, reference_logprobs),
+        reference_policy_logprobs=reference_logprobs,
+    )
+
+
 def _step_metrics(
-    cfg: Config, rollout: Rollout, batch: TrainBatch, measured: dict[str, float], skipped: int
+    cfg: Config, rollout: Rollout, judgement: Judgement, trained: dict[str, float], skipped: int
 ) -> dict[str, float]:
-    """All under train/: what training measured, and what its rollout and batch say. skipped: optimizer steps."""
-    metrics = measured | {
+    """Return the metrics under train/.
+
+    trained:  metrics of the optimizer steps; skipped: how many steps did not take place
+    """
+    batch = judgement.batch
+    metrics = trained | judgement.mismatch | judgement.mismatch_by_position | judgement.correction
+    metrics |= known_route_share(batch)
+    metrics |= {
         "reward": float(rollout.all_rewards.mean()),
         "mean_gen_tokens_per_sample": rollout.generated / len(rollout.all_rewards),
         "truncation_rate": rollout.truncated / len(rollout.all_rewards),
-        "global_valid_toks": float((batch["token_mask"] * batch["sample_mask"][:, None]).sum()),
+        "global_valid_toks": float(batch.loss_mask.sum()),
         "generation_rounds": rollout.rounds,
         "optimizer_steps_skipped": skipped,
     }
     if cfg.grpo.use_dynamic_sampling:
         metrics["filtered_reward"] = float(rollout.rewards.mean())
-    # what no token has (all rejected, none finite) is left out: JSON has no NaN
+    # a metric of no token (all rejected, none finite) is left out: JSON has no NaN
     return {f"train/{name}": value for name, value in metrics.items() if math.isfinite(value)}
 
 
-def routes_known(batch: TrainBatch) -> dict[str, float]:
-    """Share of the tokens read by the engine whose experts it named; for the rest the trainer's routers decide."""
-    if "routed_experts" not in batch:
+def known_route_share(batch: SequenceBatch) -> dict[str, float]:
+    """Return routes_known: the share of the tokens that the engine read whose experts it named.
+
+    The trainer's own routers choose the experts of the other tokens. The result is empty without routes.
+    """
+    if batch.routed_experts is None:
         return {}
-    read = torch.arange(batch["input_ids"].size(1)) < batch["input_lengths"][:, None] - 1  # all but the last token
-    return {"routes_known": float((batch["routed_experts"][..., 0, 0] >= 0)[read].float().mean())}
+    read = torch.arange(batch.input_ids.size(1)) < batch.input_lengths[:, None] - 1  # all but the last token
+    return {"routes_known": float((batch.routed_experts[..., 0, 0] >= 0)[read].float().mean())}
 
 
-def advantages(cfg: Config, rollout: Rollout, batch: TrainBatch) -> torch.Tensor:
-    """float32 [B, T], 0 where nothing was generated."""
+def compute_advantages(
+    cfg: Config, rollout: Rollout, batch: RolloutBatch, prev_logprobs: Tensor, reference_logprobs: Tensor | None
+) -> Tensor:
+    """Return float32 [B, T], 0 where nothing was generated.
+
+    prev_logprobs, reference_logprobs:  float32 [B, T], for a KL in the reward
+    """
     choice = cfg.grpo.adv_estimator
     rewards = shaped(rollout.rewards, rollout.completions, cfg.grpo.reward_shaping)
     if choice.name == "grpo":
-        own = group_advantages(
+        grpo_advantages = group_advantages(
             rewards,
             rollout.group_ids,
             normalize_rewards=choice.normalize_rewards,
             use_leave_one_out_baseline=choice.use_leave_one_out_baseline,
         )
-        return own[:, None] * batch["token_mask"]
-    mask, kl = batch["token_mask"] * batch["sample_mask"][:, None], None
+        return grpo_advantages[:, None] * batch.token_mask
+    kl = None
     if cfg.loss_fn.use_kl_in_reward:
-        prev, reference = batch["prev_logprobs"], batch["reference_policy_logprobs"]
-        if not reference[mask > 0].isfinite().all():
+        assert reference_logprobs is not None
+        if not reference_logprobs[batch.loss_mask > 0].isfinite().all():
             raise StepRefused("the reference policy has log-probs that are not finite: look into policy.model_name")
-        kl = cfg.loss_fn.reference_policy_kl_penalty * kl_estimate(prev, reference, torch.ones(()), cfg.loss_fn)
-        kl = torch.where(prev.isfinite(), kl, 0.0)  # `correct_batch` says what becomes of those tokens
-    return reinforce_plus_plus_advantages(rewards, rollout.group_ids, mask, minus_baseline=choice.minus_baseline, kl=kl)
-
-
-def optimize(policy: Policy, batch: TrainBatch, loss: GrpoLoss, global_batch_size: int) -> tuple[dict[str, float], int]:
-    """One optimizer step for every `global_batch_size` samples that `has_tokens`: metrics, means over the steps, and
-    steps skipped.
-    """
-    steps, skipped = [], 0
-    for start in range(0, num_rows(batch), global_batch_size):
-        part = rows(batch, slice(start, start + global_batch_size))
-        if not has_tokens(part):
-            skipped += 1
-            continue
-        positive = (part["token_mask"] * (part["sample_mask"] * (part["rewards"] > 0))[:, None]).sum()
-        part["positive_valid_toks"] = positive.expand(num_rows(part))
-        steps.append(policy.train_step(part, loss))
-    summed = combine_metrics(steps)
-    return {n: value if n.endswith(tuple(EXTREMA)) else value / len(steps) for n, value in summed.items()}, skipped
+        estimate = kl_estimate(prev_logprobs, reference_logprobs, torch.ones(()), cfg.loss_fn)
+        kl = cfg.loss_fn.reference_policy_kl_penalty * estimate
+        kl = torch.where(prev_logprobs.isfinite(), kl, 0.0)  # `correct_batch` rejects those tokens
+    return reinforce_plus_plus_advantages(
+        rewards, rollout.group_ids, batch.loss_mask, minus_baseline=choice.minus_baseline, kl=kl
+    )
 
 
 def validate(parts: Parts) -> dict[str, float]:

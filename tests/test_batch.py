@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_fp8rl.batch import Completion, Prompt, balanced_order, collate, microbatches, num_rows, rows, shards
+from nemo_fp8rl.batch import Completion, Prompt, RolloutBatch, balanced_order, collate, split_by_tokens, split_shards
 
 PAD = 63
 token_lists = st.lists(st.integers(0, 62), min_size=1, max_size=6).map(tuple)
@@ -22,42 +22,46 @@ def completion(tokens: tuple[int, ...], logprobs: tuple[float, ...] | None = Non
     return Completion(tokens, tuple(-0.5 * t for t in tokens) if logprobs is None else logprobs, "stop", 0)
 
 
+def columns(batch: RolloutBatch) -> dict[str, torch.Tensor]:
+    return {name: column for name, column in vars(batch).items() if column is not None}
+
+
 def batch_of(pairs):
     return collate([prompt(p) for p, _ in pairs], [completion(c) for _, c in pairs], PAD)
 
 
 def test_collate_puts_prompt_completion_and_padding_in_a_row():
     batch = collate([prompt((5, 6)), prompt((7,))], [completion((8,)), completion((1, 2, 3), (-1.0, -2.0, -3.0))], PAD)
-    assert batch["input_ids"].tolist() == [[5, 6, 8, PAD], [7, 1, 2, 3]]
-    assert batch["input_lengths"].tolist() == [3, 4]
-    assert batch["token_mask"].tolist() == [[0, 0, 1, 0], [0, 1, 1, 1]]
-    assert batch["generation_logprobs"].tolist() == [[0, 0, -4, 0], [0, -1, -2, -3]]
-    assert batch["sample_mask"].tolist() == [1, 1]
-    assert set(batch) == {"input_ids", "input_lengths", "token_mask", "generation_logprobs", "sample_mask"}
-    assert batch["input_ids"].dtype == batch["input_lengths"].dtype == torch.int64
-    assert {batch[name].dtype for name in ("token_mask", "generation_logprobs", "sample_mask")} == {torch.float32}
+    assert batch.input_ids.tolist() == [[5, 6, 8, PAD], [7, 1, 2, 3]]
+    assert batch.input_lengths.tolist() == [3, 4]
+    assert batch.token_mask.tolist() == [[0, 0, 1, 0], [0, 1, 1, 1]]
+    assert batch.generation_logprobs.tolist() == [[0, 0, -4, 0], [0, -1, -2, -3]]
+    assert batch.sample_mask.tolist() == [1, 1]
+    assert batch.routed_experts is None
+    assert batch.input_ids.dtype == batch.input_lengths.dtype == torch.int64
+    assert {c.dtype for c in (batch.token_mask, batch.generation_logprobs, batch.sample_mask)} == {torch.float32}
 
 
 @settings(deadline=None, max_examples=50)
 @given(samples)
 def test_collated_rows_hold_exactly_their_tokens(pairs):
     batch = batch_of(pairs)
-    assert num_rows(batch) == len(pairs)
+    assert batch.num_rows == len(pairs)
     for i, (p, c) in enumerate(pairs):
         length = len(p) + len(c)
-        assert batch["input_lengths"][i] == length
-        assert tuple(batch["input_ids"][i, :length].tolist()) == p + c
-        assert (batch["input_ids"][i, length:] == PAD).all()
-        generated = batch["token_mask"][i].nonzero().flatten().tolist()
+        assert batch.input_lengths[i] == length
+        assert tuple(batch.input_ids[i, :length].tolist()) == p + c
+        assert (batch.input_ids[i, length:] == PAD).all()
+        generated = batch.token_mask[i].nonzero().flatten().tolist()
         assert generated == list(range(len(p), length))
-        assert batch["generation_logprobs"][i, generated].tolist() == [-0.5 * t for t in c]
-        assert not batch["generation_logprobs"][i][batch["token_mask"][i] == 0].any()
+        assert batch.generation_logprobs[i, generated].tolist() == [-0.5 * t for t in c]
+        assert not batch.generation_logprobs[i][batch.token_mask[i] == 0].any()
 
 
 def test_logprobs_that_were_not_asked_for_are_zero():
     batch = collate([prompt((1,))], [completion((2, 3), ())], PAD)
-    assert batch["generation_logprobs"].tolist() == [[0, 0, 0]]
-    assert batch["token_mask"].tolist() == [[0, 1, 1]]
+    assert batch.generation_logprobs.tolist() == [[0, 0, 0]]
+    assert batch.token_mask.tolist() == [[0, 1, 1]]
 
 
 @pytest.mark.parametrize("counts", [(1, 2), (2, 1)])
@@ -72,20 +76,19 @@ def test_rows_are_cut_to_the_longest_of_them(pairs, data):
     batch = batch_of(pairs)
     start = data.draw(st.integers(0, len(pairs) - 1))
     stop = data.draw(st.integers(start + 1, len(pairs) + 2))
-    part, alone = rows(batch, slice(start, stop)), batch_of(pairs[start:stop])
-    assert set(part) == set(alone)
-    assert all(torch.equal(part[name], alone[name]) for name in part)
+    part, alone = columns(batch.take_trimmed_rows(slice(start, stop))), columns(batch_of(pairs[start:stop]))
+    assert all(torch.equal(part[name], alone[name]) for name in part | alone)
 
 
 @settings(deadline=None, max_examples=50)
 @given(samples, st.integers(1, 5))
 def test_shards_are_the_rows_in_order_and_as_even_as_they_go(pairs, count):
     batch = batch_of(pairs)
-    parts = shards(batch, count)
+    parts = split_shards(batch, count)
     assert len(parts) == count
-    for name, field in batch.items():
-        assert torch.equal(torch.cat([part[name] for part in parts]), field)
-    sizes = [num_rows(part) for part in parts]
+    for name, column in columns(batch).items():
+        assert torch.equal(torch.cat([columns(part)[name] for part in parts]), column)
+    sizes = [part.num_rows for part in parts]
     assert max(sizes) - min(sizes) <= 1
 
 
@@ -103,7 +106,7 @@ def test_shards_of_dealt_rows_have_about_as_many_tokens(lengths, count):
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 400), st.sampled_from([1, 8, 64]))
 def test_microbatches_hold_every_row_once_within_their_tokens(lengths, tokens, multiple):
-    parts = microbatches(torch.tensor(lengths), tokens, multiple)
+    parts = split_by_tokens(torch.tensor(lengths), tokens, multiple)
     assert sorted(torch.cat(parts).tolist()) == list(range(len(lengths)))
     rounded = [-(-length // multiple) * multiple for length in lengths]
     for part in parts:

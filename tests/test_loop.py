@@ -264,7 +264,7 @@ def test_a_token_without_a_log_prob_gives_no_kl_in_its_reward(run, monkeypatch):
 
     def with_a_nan(policy, batch):
         logprobs = real(policy, batch)
-        logprobs[batch["token_mask"] > 0] = logprobs[batch["token_mask"] > 0].index_fill(0, torch.tensor([0]), math.nan)
+        logprobs[batch.token_mask > 0] = logprobs[batch.token_mask > 0].index_fill(0, torch.tensor([0]), math.nan)
         return logprobs
 
     monkeypatch.setattr(MegatronPolicy, "logprobs", with_a_nan)

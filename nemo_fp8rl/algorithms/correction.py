@@ -21,13 +21,12 @@ trainer's top-k) is rejected and counted. More than `max_nonfinite_fraction` of 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from nemo_fp8rl.algorithms.correction_config import LARGEST_LOG, CorrectionConfig, Rule, Weight
-from nemo_fp8rl.batch import TrainBatch
+from nemo_fp8rl.batch import ScoredBatch, TrainBatch
 from nemo_fp8rl.common.errors import StepRefused
 
 VALUES_AT_ONCE = {"cpu": 1 << 17}
@@ -79,30 +78,27 @@ def correct(prev_logprobs: Tensor, generation_logprobs: Tensor, mask: Tensor, cf
     return Correction(weights, kept, nonfinite, clamped)
 
 
-def correct_batch(batch: TrainBatch, cfg: CorrectionConfig) -> tuple[TrainBatch, dict[str, float]]:
-    """Return the batch with `importance_weights` float32 [B, T] and `out_of_bounds` bool [B, T], and metrics.
+def correct_batch(batch: ScoredBatch, cfg: CorrectionConfig) -> tuple[TrainBatch, dict[str, float]]:
+    """Return the batch with its importance weights, and metrics of the correction.
 
     With denominator=kept, rejected tokens and samples also leave the masks, so that the loss does not count them.
     Metrics: the shares of tokens and of sequences (with a token in the mask) that are rejected, the mean and the
     largest weight of the others, the number of kept tokens, and the share of tokens without a finite log-probability.
     Raises: RolloutError when the last share is above cfg.max_nonfinite_fraction
     """
-    if not len(batch["token_mask"]):
+    if not batch.num_rows:
         raise ValueError("there is no sample in this batch to correct")
-    mask = batch["token_mask"] * batch["sample_mask"].unsqueeze(-1)
-    gen = batch["generation_logprobs"]
-    decision = correct(gen if cfg.bypass else batch["prev_logprobs"], gen, mask, cfg)
+    mask, gen = batch.loss_mask, batch.generation_logprobs
+    decision = correct(gen if cfg.bypass else batch.prev_logprobs, gen, mask, cfg)
     lengths, kept_lengths = mask.sum(-1), decision.kept.sum(-1)  # tokens of each sequence
     tokens, kept = float(lengths.sum()), float(kept_lengths.sum())
     refuse_nonfinite(float(decision.nonfinite), tokens, cfg.max_nonfinite_fraction)
     sequences, kept_sequences = lengths > 0, kept_lengths > 0
-    columns = {"importance_weights": decision.weights, "out_of_bounds": decision.clamped}
-    batch = cast(TrainBatch, {**batch, **columns})
+    columns = vars(batch) | {"importance_weights": decision.weights, "out_of_bounds": decision.clamped}
     if cfg.denominator == "kept":
-        batch["token_mask"] = batch["token_mask"] * decision.kept
-        batch["sample_mask"] = batch["sample_mask"] * kept_sequences
+        columns |= {"token_mask": batch.token_mask * decision.kept, "sample_mask": batch.sample_mask * kept_sequences}
     rejected_sequences = float((sequences & ~kept_sequences).sum())
-    return batch, {
+    return TrainBatch(**columns), {
         "correction/rejected_token_ratio": (tokens - kept) / max(tokens, 1.0),
         "correction/rejected_sequence_ratio": rejected_sequences / max(float(sequences.sum()), 1.0),
         "correction/weight_mean": float(decision.weights.sum()) / max(kept, 1.0),

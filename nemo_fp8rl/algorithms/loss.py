@@ -1,12 +1,12 @@
 """Losses that a policy minimizes: the GRPO family with rollout correction, and supervised NLL for the warm-up.
 
-A loss is called once a microbatch with the log-probs of the current policy and the GLOBAL counts of valid tokens and
-sequences. It returns (loss, metrics), both divided by a global count, so that their sum over microbatches and ranks is
-the value of the whole batch; `combine_metrics` also knows the extrema. This is NeMo RL's LossFunction protocol.
+A loss is called once per microbatch with the log-probs of the current policy, the microbatch, and the counts of the
+whole optimizer step (`LossTotals`). It returns (loss, metrics), both already divided by a global count, so that the sum
+over microbatches and ranks is the value of the whole batch (extrema apart: `combine_metrics`). NeMo RL's LossFunction
+protocol is the same with a mapping for the batch: `nemo_rl.adapters.loss_fn` converts it.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,11 +15,10 @@ from nemo_fp8rl.algorithms.correction import Correction, check_fields, correct
 from nemo_fp8rl.algorithms.correction_config import LARGEST_LOG, CorrectionConfig
 from nemo_fp8rl.algorithms.loss_config import Aggregation, LossConfig, resolve_correction
 from nemo_fp8rl.algorithms.mismatch import DISAGREEMENT, sum_disagreement
-from nemo_fp8rl.batch import TrainBatch
+from nemo_fp8rl.batch import LossTotals, RolloutBatch, ScoredBatch, TrainBatch
 
 CHUNK_VALUES = {"cpu": 1 << 17, "cuda": 1 << 26}
 """Values handled at a time: the temporaries stay in a CPU's cache, and are bounded beside a GPU's memory."""
-FIELDS = tuple(TrainBatch.__annotations__)
 EXTREMA = {"_min": min, "_max": max}
 """End of the name of a metric that is no sum -> the function that combines its values."""
 
@@ -73,46 +72,53 @@ class GrpoLoss:
         self.metric_normalizations = self._normalizations()
 
     def __call__(
-        self, next_token_logprobs: Tensor, data: TrainBatch, global_valid_seqs: Tensor, global_valid_toks: Tensor
+        self,
+        next_token_logprobs: Tensor,
+        batch: ScoredBatch,
+        totals: LossTotals,
+        unfiltered_logprobs: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
         """Return (loss, metrics) of a microbatch.
 
-        next_token_logprobs:  [B, T-1], of input_ids[:, 1:] under the current policy, with gradient
-        data:                 with `importance_weights` where they need the whole batch (normalized weights); else the
-                              weights follow from this microbatch
-        Rows are taken a few at a time, so that temporaries stay in the cache.
+        A TrainBatch brings its importance weights (they need the whole batch when they are normalized); those of a
+        ScoredBatch are computed from this microbatch alone. Rows are taken a few at a time, so that temporaries stay
+        in the cache.
+
+            next_token_logprobs:  [B, T-1], of input_ids[:, 1:] under the current policy, with gradient
+            totals:               the counts of the whole optimizer step
+            unfiltered_logprobs:  [B, T-1], the same without top-k and top-p, for the KL; None without them
         """
-        self._check_shapes(next_token_logprobs, data)
+        self._check_shapes(next_token_logprobs, batch)
         size = max(1, CHUNK_VALUES[next_token_logprobs.device.type] // max(1, next_token_logprobs.size(1)))
-        if self.cfg.positive_example_nll_weight and "positive_valid_toks" not in data:
-            size = len(next_token_logprobs)  # this term divides by a count of the microbatch
+        if self.cfg.positive_example_nll_weight and totals.positive_toks is None:
+            size = len(next_token_logprobs)  # the positive tokens of the microbatch are counted
         losses, parts = [], []
         for start in range(0, len(next_token_logprobs), size):
             part = slice(start, start + size)
-            fields = cast(TrainBatch, {name: data[name][part] for name in FIELDS if name in data})  # type: ignore[literal-required]
-            loss, metrics = self._part(next_token_logprobs[part], fields, global_valid_seqs, global_valid_toks)
+            unfiltered = None if unfiltered_logprobs is None else unfiltered_logprobs[part]
+            loss, metrics = self._part(next_token_logprobs[part], batch.take_rows(part), totals, unfiltered)
             losses.append(loss)
             parts.append({name: float(value.detach()) for name, value in metrics.items()})
         return torch.stack(losses).sum(), combine_metrics(parts)
 
     def _part(
-        self, next_token_logprobs: Tensor, data: TrainBatch, global_valid_seqs: Tensor, global_valid_toks: Tensor
+        self, next_token_logprobs: Tensor, batch: ScoredBatch, totals: LossTotals, unfiltered: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         cfg = self.cfg
-        mask = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)
-        prev, gen = self._old_logprobs(next_token_logprobs, data)
-        correction = self._correct(prev, gen, mask, data)
+        mask = batch.token_mask[:, 1:] * batch.sample_mask.unsqueeze(-1)
+        prev, gen = self._old_logprobs(next_token_logprobs, batch)
+        correction = self._correct(prev, gen, mask, batch)
         live = (mask > 0) & prev.isfinite() & gen.isfinite()
         curr, prev, gen, advantages = (
-            torch.where(live, t, 0.0) for t in (next_token_logprobs, prev, gen, data["advantages"][:, 1:])
+            torch.where(live, t, 0.0) for t in (next_token_logprobs, prev, gen, batch.advantages[:, 1:])
         )
-        counts = Counts(mask * live, data["token_mask"][:, 1:], global_valid_seqs, global_valid_toks)
+        counts = Counts(mask * live, batch.token_mask[:, 1:], totals)
 
         ratio, clipped = self._ratio(curr, prev, counts.mask)
         surrogate = self._surrogate(advantages, curr, ratio, clipped)
         loss = self._aggregate(torch.where(correction.kept, correction.weights * surrogate, 0.0), counts)
-        kl = self._kl(curr, gen, live, data, counts)
-        nll = self._positive_nll(curr, counts.mask, data)
+        kl = self._kl(curr if unfiltered is None else torch.where(live, unfiltered, 0.0), gen, live, batch, counts)
+        nll = self._positive_nll(curr, counts.mask, batch, totals)
         if cfg.reference_policy_kl_penalty:
             loss = loss + cfg.reference_policy_kl_penalty * kl
         if cfg.entropy_coefficient:
@@ -126,7 +132,7 @@ class GrpoLoss:
                 "kl_penalty": kl,
                 "positive_nll_loss": nll,
                 "approx_entropy": entropy,
-                "num_valid_samples": data["sample_mask"].sum(),
+                "num_valid_samples": batch.sample_mask.sum(),
                 **_ratio_metrics("probs_ratio", ratio, live, counts),
                 **_ratio_metrics("probs_ratio_clamped", clipped, live, counts),
                 **self._correction_metrics(correction, prev - gen, counts),
@@ -146,40 +152,42 @@ class GrpoLoss:
             **dict.fromkeys(("num_valid_samples", "positive_nll_loss"), "none"),
         }
 
-    def _check_shapes(self, curr: Tensor, data: TrainBatch) -> None:
+    def _check_shapes(self, curr: Tensor, batch: ScoredBatch) -> None:
         """Raise ValueError, naming the tensor; most wrong shapes would broadcast."""
-        b, t = data["token_mask"].shape
+        b, t = batch.token_mask.shape
         if not b:
             raise ValueError("there is no sample in this batch")
         names = ["advantages", "generation_logprobs"]
         names += [] if self.cfg.force_on_policy_ratio else ["prev_logprobs"]
-        names += [name for name in ("importance_weights", "reference_policy_logprobs") if name in data]
-        check_fields(torch.Size([b, t]), {name: data[name] for name in names})  # type: ignore[literal-required]
+        names += [] if batch.reference_policy_logprobs is None else ["reference_policy_logprobs"]
+        names += ["importance_weights"] if isinstance(batch, TrainBatch) else []
+        check_fields(torch.Size([b, t]), {name: getattr(batch, name) for name in names})
         check_fields(torch.Size([b, t - 1]), {"next_token_logprobs": curr})
-        changed = data.get("out_of_bounds")
-        if changed is not None and (changed.dtype is not torch.bool or changed.shape != (b, t)):
-            raise ValueError(f"out_of_bounds must be bool {[b, t]}, got {changed.dtype} {list(changed.shape)}")
-        if data["sample_mask"].shape != (b,):
-            raise ValueError(f"sample_mask must be [{b}], got {list(data['sample_mask'].shape)}")
+        if isinstance(batch, TrainBatch):
+            changed = batch.out_of_bounds
+            if changed.dtype is not torch.bool or changed.shape != (b, t):
+                raise ValueError(f"out_of_bounds must be bool {[b, t]}, got {changed.dtype} {list(changed.shape)}")
+        if batch.sample_mask.shape != (b,):
+            raise ValueError(f"sample_mask must be [{b}], got {list(batch.sample_mask.shape)}")
 
-    def _old_logprobs(self, curr: Tensor, data: TrainBatch) -> tuple[Tensor, Tensor]:
+    def _old_logprobs(self, curr: Tensor, batch: ScoredBatch) -> tuple[Tensor, Tensor]:
         """(prev, gen), [B, T-1]."""
-        gen = data["generation_logprobs"][:, 1:]
+        gen = batch.generation_logprobs[:, 1:]
         if self.cfg.force_on_policy_ratio:
             return curr.detach(), gen
-        return (gen if self.correction.bypass else data["prev_logprobs"][:, 1:]), gen
+        return (gen if self.correction.bypass else batch.prev_logprobs[:, 1:]), gen
 
-    def _correct(self, prev: Tensor, gen: Tensor, mask: Tensor, data: TrainBatch) -> Correction:
-        if "importance_weights" in data:
-            weights = data["importance_weights"][:, 1:]
+    def _correct(self, prev: Tensor, gen: Tensor, mask: Tensor, batch: ScoredBatch) -> Correction:
+        if isinstance(batch, TrainBatch):
+            weights = batch.importance_weights[:, 1:]
             inside = mask > 0
             lost = inside & ~(prev.isfinite() & gen.isfinite())
-            changed = inside & data["out_of_bounds"][:, 1:] if "out_of_bounds" in data else torch.zeros_like(lost)
+            changed = inside & batch.out_of_bounds[:, 1:]
             return Correction(torch.where(inside, weights, 0.0), inside & (weights > 0), lost.sum().float(), changed)
         if key := self.correction.of_whole_batch:
             raise ValueError(
-                f"nemo_fp8rl.correction.{key} needs the weights of the whole batch: set importance_weights by "
-                "algorithms.correction.correct_batch first"
+                f"nemo_fp8rl.correction.{key} needs the weights of the whole batch: "
+                "correct it by algorithms.correction.correct_batch first"
             )
         return correct(prev, gen, mask, self.correction)
 
@@ -210,18 +218,16 @@ class GrpoLoss:
     def _aggregate(self, values: Tensor, counts: "Counts") -> Tensor:
         return counts.aggregate(values, self.cfg.aggregation, self.cfg.loss_scale_factor or 1.0)
 
-    def _kl(self, curr: Tensor, gen: Tensor, live: Tensor, data: TrainBatch, counts: "Counts") -> Tensor:
+    def _kl(self, curr: Tensor, gen: Tensor, live: Tensor, batch: ScoredBatch, counts: "Counts") -> Tensor:
         cfg = self.cfg
         if not cfg.kl_in_loss:
             return curr.new_zeros(())
-        if "reference_policy_logprobs" not in data:
+        if batch.reference_policy_logprobs is None:
             raise ValueError(
                 f"loss_fn.reference_policy_kl_penalty={cfg.reference_policy_kl_penalty} needs "
                 "reference_policy_logprobs in the batch; set it to 0 to train without a reference policy"
             )
-        if "curr_logprobs_unfiltered" in data:  # from NeMo RL, where sampling is restricted to top-k or top-p
-            curr = torch.where(live, data["curr_logprobs_unfiltered"], 0.0)
-        reference = torch.where(live, data["reference_policy_logprobs"][:, 1:], 0.0)
+        reference = torch.where(live, batch.reference_policy_logprobs[:, 1:], 0.0)
         # Samples come from the policy that is optimized, so the KL's gradient has a score-function part, which the
         # weight of value 1 brings (arXiv 2506.09477).
         weights = bounded_exp(curr - (gen if cfg.use_on_policy_kl_approximation else curr.detach()))
@@ -239,12 +245,14 @@ class GrpoLoss:
         estimate = correction.weights * bounded_exp(curr - old) * curr
         return -(torch.where(correction.kept, estimate, 0.0) * counts.mask).sum() / counts.tokens
 
-    def _positive_nll(self, curr: Tensor, mask: Tensor, data: TrainBatch) -> Tensor:
-        """Mean NLL over tokens of samples with a positive reward; over the batch where their number is known."""
-        if self.cfg.positive_example_nll_weight == 0 or "rewards" not in data:
+    def _positive_nll(self, curr: Tensor, mask: Tensor, batch: ScoredBatch, totals: LossTotals) -> Tensor:
+        """Mean NLL over the tokens of samples with a positive reward: of the optimizer step where `totals` counts them,
+        else of the microbatch.
+        """
+        if self.cfg.positive_example_nll_weight == 0:
             return curr.new_zeros(())
-        positive = mask * (data["rewards"] > 0).float().unsqueeze(-1)
-        tokens = data["positive_valid_toks"][0] if "positive_valid_toks" in data else positive.sum()
+        positive = mask * (batch.rewards > 0).float().unsqueeze(-1)
+        tokens = positive.sum() if totals.positive_toks is None else totals.positive_toks.to(curr.device)
         return -(curr * positive).sum() / tokens.clamp(min=1)
 
     def _correction_metrics(self, correction: Correction, log_ratio: Tensor, counts: "Counts") -> dict[str, Tensor]:
@@ -265,15 +273,15 @@ class GrpoLoss:
 
 
 class Counts:
-    """The masks and the global denominators of a microbatch.
+    """The masks of a microbatch and the global denominators.
 
     mask:        float32 [B, T-1], 1 for tokens that take part
     token_mask:  the same before samples and tokens were dropped
     """
 
-    def __init__(self, mask: Tensor, token_mask: Tensor, sequences: Tensor, tokens: Tensor) -> None:
+    def __init__(self, mask: Tensor, token_mask: Tensor, totals: LossTotals) -> None:
         self.mask, self.lengths = mask, token_mask.sum(-1).clamp(min=1)
-        self.sequences, self.tokens = sequences.clamp(min=1), tokens.clamp(min=1)
+        self.sequences, self.tokens = totals.valid_seqs.clamp(min=1), totals.valid_toks.clamp(min=1)
 
     def aggregate(self, values: Tensor, mode: Aggregation, scale_factor: float) -> Tensor:
         """values: [B, T-1]."""
@@ -292,13 +300,17 @@ class Counts:
 
 
 class NllLoss:
-    """Supervised negative log-likelihood per generated token: L = -sum(mask * curr) / global_valid_toks."""
+    """Supervised negative log-likelihood per generated token: L = -sum(mask * curr) / valid_toks."""
 
     def __call__(
-        self, next_token_logprobs: Tensor, data: TrainBatch, global_valid_seqs: Tensor, global_valid_toks: Tensor
+        self,
+        next_token_logprobs: Tensor,
+        batch: RolloutBatch,
+        totals: LossTotals,
+        unfiltered_logprobs: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        mask = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)
-        loss = -torch.where(mask > 0, next_token_logprobs, 0.0).sum() / global_valid_toks
+        mask = batch.token_mask[:, 1:] * batch.sample_mask.unsqueeze(-1)
+        loss = -torch.where(mask > 0, next_token_logprobs, 0.0).sum() / totals.valid_toks
         return loss, {"loss": float(loss.detach())}
 
 

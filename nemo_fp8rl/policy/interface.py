@@ -3,16 +3,18 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
-from nemo_fp8rl.batch import TrainBatch
+from nemo_fp8rl.batch import LossTotals, RolloutBatch, SequenceBatch
 from nemo_fp8rl.common.errors import StepRefused
 from nemo_fp8rl.refit.bridge import WeightSource
 
-Loss = Callable[[Tensor, TrainBatch, Tensor, Tensor], tuple[Tensor, dict[str, float]]]
-"""(next_token_logprobs float32 [B, T-1], batch, global_valid_seqs, global_valid_toks) -> (loss, metrics)."""
+Loss = Callable[[Tensor, Any, LossTotals, Tensor | None], tuple[Tensor, dict[str, float]]]
+"""(next_token_logprobs float32 [B, T-1], microbatch, totals of the optimizer step, the log-probs without top-k and
+top-p or None) -> (loss, metrics). The microbatch is of the stage that `Policy.train_step` was given.
+"""
 
 SHARED_FOLDER_HINT = "checkpoints need a folder that all nodes share (checkpointing.checkpoint_dir)"
 
@@ -47,18 +49,18 @@ class PolicyDescription:
 
 
 class Policy(WeightSource, Protocol):
-    def logprobs(self, batch: TrainBatch) -> Tensor:
+    def logprobs(self, batch: SequenceBatch) -> Tensor:
         """Return float32 [B, T]: the log-probability of input_ids[:, t] given the tokens before it; 0 at position 0."""
         ...
 
-    def reference_logprobs(self, batch: TrainBatch) -> Tensor:
+    def reference_logprobs(self, batch: SequenceBatch) -> Tensor:
         """Return `logprobs` under the weights of policy.model_name.
 
         Available only where loss_fn.reference_policy_kl_penalty is above 0.
         """
         ...
 
-    def train_step(self, batch: TrainBatch, loss: Loss, schedules: bool = True) -> dict[str, float]:
+    def train_step(self, batch: RolloutBatch, loss: Loss, schedules: bool = True) -> dict[str, float]:
         """Take one optimizer step on the whole batch and return the loss's metrics, grad_norm and lr.
 
         schedules:  True advances the learning-rate schedule before the step, so that step n (from 1) has rate n;
@@ -86,7 +88,7 @@ class Policy(WeightSource, Protocol):
         """
         ...
 
-    def calibrate_kv(self, batch: TrainBatch) -> None:
+    def calibrate_kv(self, batch: SequenceBatch) -> None:
         """Compute the FP8 KV cache's scales for the next refit, from the present weights on these sequences."""
         ...
 

@@ -16,7 +16,14 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from nemo_fp8rl.batch import TrainBatch, bins, flat_index, microbatches, num_rows, on_device, rows, split_further
+from nemo_fp8rl.batch import (
+    ScoredBatch,
+    SequenceBatch,
+    pack_by_tokens,
+    split_by_tokens,
+    split_further,
+    token_coordinates,
+)
 from nemo_fp8rl.config.policy_schema import PolicyConfig
 from nemo_fp8rl.policy.layers.context_parallel import gather_tokens
 from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
@@ -26,8 +33,10 @@ from nemo_fp8rl.policy.layers.routing_replay import RoutingReplay
 from nemo_fp8rl.policy.layers.top_k_top_p import TokenFilter
 from nemo_fp8rl.policy.model import PolicyModel
 
-FinishMicrobatch = Callable[[Tensor, Tensor, TrainBatch], tuple[Tensor, Any]]
-"""(next-token log-probs [B, T-1], row numbers, rows) of a microbatch -> (value to differentiate, result to return)."""
+FinishMicrobatch = Callable[[Tensor, Tensor | None, Tensor, Any], tuple[Tensor, Any]]
+"""(next-token log-probs [B, T-1], the same without top-k and top-p or None, row numbers, rows) of a microbatch ->
+(value to differentiate, result to return).
+"""
 
 
 @dataclass
@@ -49,34 +58,35 @@ class Pipeline:
     is_aligned: bool
 
     def run(
-        self, batch: TrainBatch, finish: FinishMicrobatch, *, training: bool, filter_tokens: bool = True
+        self, batch: SequenceBatch, finish: FinishMicrobatch, *, training: bool, filter_tokens: bool = True
     ) -> list[Any]:
         """Run the forward pass, in training also the backward pass, over the batch.
 
         Returns the results of `finish`, one per microbatch, on the last stage.
-        filter_tokens:  take log-probs over the tokens that the engine's top-k and top-p select, if these are set; the
-                        rows then also hold the unfiltered log-probs, which a KL term in the loss needs
+        filter_tokens:  take log-probs over the tokens that the engine's top-k and top-p select, if these are set;
+                        `finish` then also gets the unfiltered log-probs where the rows have a reference policy, whose
+                        KL needs them
         """
         generation = self.policy.generation
         token_filter = TokenFilter(generation.top_k, generation.top_p) if filter_tokens else None
         row_groups = self.microbatches(batch, training)
         dynamic = self.policy.dynamic_batching
         multiple = dynamic.sequence_length_round if dynamic.enabled else 1
-        parts = ((index, on_device(rows(batch, index, multiple), self.device)) for index in row_groups)
+        parts = ((index, batch.take_trimmed_rows(index, multiple).to(self.device)) for index in row_groups)
 
-        def forward_step(parts: Iterator[tuple[Tensor, TrainBatch]], model: torch.nn.Module) -> tuple[Tensor, Any]:
+        def forward_step(parts: Iterator[tuple[Tensor, SequenceBatch]], model: torch.nn.Module) -> tuple[Tensor, Any]:
             index, part = next(parts)
-            lengths, tokens = batch["input_lengths"][index] - 1, None  # lengths stay on the host
+            lengths, tokens = batch.input_lengths[index] - 1, None  # lengths stay on the host
             if self.policy.sequence_packing.enabled:
-                row, position = flat_index(lengths)
+                row, position = token_coordinates(lengths)
                 tokens = row.to(self.device), position.to(self.device)
 
             def finish_stage(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
-                logprobs = self._next_token_logprobs(hidden, part["input_ids"], tokens, token_filter)
-                if training and token_filter and "reference_policy_logprobs" in part:
-                    unfiltered = self._next_token_logprobs(hidden, part["input_ids"], tokens, None)
-                    part["curr_logprobs_unfiltered"] = unfiltered
-                value, result = finish(logprobs, index, part)
+                logprobs, unfiltered = self._next_token_logprobs(hidden, part.input_ids, tokens, token_filter), None
+                has_reference = isinstance(part, ScoredBatch) and part.reference_policy_logprobs is not None
+                if training and token_filter and has_reference:
+                    unfiltered = self._next_token_logprobs(hidden, part.input_ids, tokens, None)
+                value, result = finish(logprobs, unfiltered, index, part)
                 return value, torch.tensor(0), result  # 0 tokens, because the loss itself divides by their number
 
             return self._run_stage(model, part, lengths, tokens), finish_stage
@@ -93,21 +103,21 @@ class Pipeline:
         _drop_dispatcher_graphs(self.model)
         return results
 
-    def microbatches(self, batch: TrainBatch, training: bool) -> list[Tensor]:
+    def microbatches(self, batch: SequenceBatch, training: bool) -> list[Tensor]:
         """Return the row numbers of each microbatch: a fixed number of rows, or rows that fit a budget of tokens.
 
         Ranks that share experts run every microbatch together, so all ranks then get the same number of microbatches.
         """
-        policy, lengths = self.policy, batch["input_lengths"]
+        policy, lengths = self.policy, batch.input_lengths
         packing, dynamic = policy.sequence_packing, policy.dynamic_batching
         if packing.enabled:
-            groups = bins(lengths, packing.train_mb_tokens if training else packing.logprob_mb_tokens)
+            groups = pack_by_tokens(lengths, packing.train_mb_tokens if training else packing.logprob_mb_tokens)
         elif dynamic.enabled:
             tokens = dynamic.train_mb_tokens if training else dynamic.logprob_mb_tokens
-            groups = microbatches(lengths, tokens, dynamic.sequence_length_round)
+            groups = split_by_tokens(lengths, tokens, dynamic.sequence_length_round)
         else:
             size = policy.train_micro_batch_size if training else policy.logprob_batch_size
-            return list(torch.arange(num_rows(batch)).split(size))
+            return list(torch.arange(batch.num_rows).split(size))
         if self.model.layout.experts_span_replicas:
             count = torch.tensor(len(groups))
             dist.all_reduce(count, op=dist.ReduceOp.MAX)
@@ -115,14 +125,14 @@ class Pipeline:
         return groups
 
     def _run_stage(
-        self, model: torch.nn.Module, part: TrainBatch, lengths: Tensor, tokens: tuple[Tensor, Tensor] | None
+        self, model: torch.nn.Module, part: SequenceBatch, lengths: Tensor, tokens: tuple[Tensor, Tensor] | None
     ) -> Tensor:
         """Return the stage's output for a microbatch: [B, T, H] on the last stage, else [T, B, H]; packed, B is 1.
 
         lengths:  int64 [B] on the host, the input tokens of each row
         tokens:   (row, position) of each input token if sequences are packed, else None
         """
-        ids, routes = part["input_ids"], part.get("routed_experts")
+        ids, routes = part.input_ids, part.routed_experts
         packed: dict[str, Any] = {}
         if tokens is None:
             inputs = F.pad(ids[:, :-1], (0, -(ids.size(1) - 1) % self.token_multiple))

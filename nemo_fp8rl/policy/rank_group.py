@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nemo_fp8rl.algorithms.loss import combine_metrics
 from nemo_fp8rl.algorithms.quantization_error import weight_error
-from nemo_fp8rl.batch import TrainBatch, balanced_order, num_rows, rows, shards
+from nemo_fp8rl.batch import LossTotals, RolloutBatch, SequenceBatch, balanced_order, split_shards
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.hf.model_config import read_hf_config
@@ -68,23 +68,21 @@ class MegatronPolicy:
             )
 
     @_lock_weights
-    def logprobs(self, batch: TrainBatch) -> Tensor:
+    def logprobs(self, batch: SequenceBatch) -> Tensor:
         return self._call_by_row("logprobs", batch)
 
     @_lock_weights
-    def reference_logprobs(self, batch: TrainBatch) -> Tensor:
+    def reference_logprobs(self, batch: SequenceBatch) -> Tensor:
         return self._call_by_row("reference_logprobs", batch)
 
     @_lock_weights
-    def train_step(self, batch: TrainBatch, loss: Loss, schedules: bool = True) -> dict[str, float]:
-        mask = batch["token_mask"][:, 1:] * batch["sample_mask"].unsqueeze(-1)
-        # as in NeMo RL, a sequence counts even where it has no token to train on
-        counts = float(batch["sample_mask"].sum()), float(mask.sum())
-        if not counts[1]:
+    def train_step(self, batch: RolloutBatch, loss: Loss, schedules: bool = True) -> dict[str, float]:
+        totals = LossTotals.of_batch(batch)
+        if not totals.valid_toks:
             raise ValueError("the batch has no token to train on: every sample is masked out")
         self.steps_taken += 1
         try:
-            results = self._call_on_shards("train_step", batch, self._row_order(batch), loss, *counts, schedules)
+            results = self._call_on_shards("train_step", batch, self._row_order(batch), loss, totals, schedules)
         except DivergenceError:
             self.steps_taken -= 1
             raise
@@ -113,15 +111,15 @@ class MegatronPolicy:
         return max(self.ranks.call_all("offload_after_refit"))
 
     @_lock_weights
-    def calibrate_kv(self, batch: TrainBatch) -> None:
+    def calibrate_kv(self, batch: SequenceBatch) -> None:
         # the model does not read the last token of a sequence, so a sequence of one token calibrates nothing
-        long_enough = (batch["input_lengths"] > 1).nonzero().flatten()
+        long_enough = (batch.input_lengths > 1).nonzero().flatten()
         if not len(long_enough):
             raise UserError("the FP8 KV cache cannot be calibrated: every prompt has one token; use longer prompts")
         share = min(len(long_enough) // self.replicas, KV_CALIBRATION_SAMPLES)
-        samples = rows(batch, long_enough[: max(1, share * self.replicas)])
+        samples = batch.take_trimmed_rows(long_enough[: max(1, share * self.replicas)])
         # equal numbers, because replicas that share experts run their microbatches together
-        parts = shards(samples, self.replicas) if share else [samples] * self.replicas
+        parts = split_shards(samples, self.replicas) if share else [samples] * self.replicas
         self.ranks.call("calibrate_kv", [(parts[info.shard],) for info in self.rank_infos])
 
     @_lock_weights
@@ -201,22 +199,22 @@ class MegatronPolicy:
             raise death
         return [answers[rank] for rank in arguments]
 
-    def _row_order(self, batch: TrainBatch) -> Tensor:
-        """Return the order of the rows for `shards`, int64 [B], which gives replicas about equal work."""
+    def _row_order(self, batch: SequenceBatch) -> Tensor:
+        """Return the order of the rows for `split_shards`, int64 [B], which gives replicas about equal work."""
         return (
-            balanced_order(batch["input_lengths"], self.replicas)
+            balanced_order(batch.input_lengths, self.replicas)
             if self.has_balanced_shards
-            else torch.arange(num_rows(batch))
+            else torch.arange(batch.num_rows)
         )
 
-    def _call_by_row(self, method: str, batch: TrainBatch) -> Tensor:
+    def _call_by_row(self, method: str, batch: SequenceBatch) -> Tensor:
         """Call the method on every shard and return its value of each row, in the batch's order."""
         order = self._row_order(batch)
         return torch.cat(self._call_on_shards(method, batch, order))[order.argsort()]
 
-    def _call_on_shards(self, method: str, batch: TrainBatch, order: Tensor, *arguments: Any) -> list[Any]:
+    def _call_on_shards(self, method: str, batch: SequenceBatch, order: Tensor, *arguments: Any) -> list[Any]:
         """Call the method on every rank with its shard; return one answer per shard, that of its reporter."""
-        parts = shards(batch, self.replicas, order)
+        parts = split_shards(batch, self.replicas, order)
         results = self.ranks.call(method, [(parts[info.shard], *arguments) for info in self.rank_infos])
         answers = {info.shard: r for info, r in zip(self.rank_infos, results, strict=True) if info.is_reporter}
         return [answers[shard] for shard in range(self.replicas)]

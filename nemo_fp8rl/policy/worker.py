@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nemo_fp8rl.algorithms.loss import combine_metrics
 from nemo_fp8rl.algorithms.quantization_error import SquaresByGroup
-from nemo_fp8rl.batch import TrainBatch
+from nemo_fp8rl.batch import LossTotals, RolloutBatch, SequenceBatch
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.machine import instructions
 from nemo_fp8rl.config.schema import Config
@@ -125,7 +125,7 @@ class MegatronWorker:
         is_first = layout.tensor.rank == layout.context.rank == 0
         return RankInfo(shard=layout.data.rank, is_reporter=layout.is_last_stage and is_first)
 
-    def reference_logprobs(self, batch: TrainBatch) -> Tensor:
+    def reference_logprobs(self, batch: SequenceBatch) -> Tensor:
         """Return `logprobs` under the weights of policy.model_name, which replace the trainer's during the call.
 
         They use neither the engine's choice of experts nor its FP8 cache, because both follow the policy.
@@ -135,7 +135,7 @@ class MegatronWorker:
         # where gradients and optimizer state are not offloaded, a GPU may have no room for a second copy
         backup_device = None if self.cfg.policy.megatron_cfg.offload_between_phases else "cpu"
         backup = [tensor.to(backup_device, copy=True) for tensor in present]
-        tokens = TrainBatch(input_ids=batch["input_ids"], input_lengths=batch["input_lengths"])
+        tokens = SequenceBatch(input_ids=batch.input_ids, input_lengths=batch.input_lengths)
         with self.kv_cache.without_rounding() if self.kv_cache is not None else nullcontext():
             try:
                 torch._foreach_copy_(present, self.reference)  # in place, because they are views of Megatron's buffers
@@ -143,17 +143,19 @@ class MegatronWorker:
             finally:
                 torch._foreach_copy_(present, backup)
 
-    def logprobs(self, batch: TrainBatch, filter_tokens: bool = True) -> Tensor:
+    def logprobs(self, batch: SequenceBatch, filter_tokens: bool = True) -> Tensor:
         """Return the log-probs of the tokens, float32 [B, T]: 0 at position 0, arbitrary at padding.
 
         A stage before the last one returns zeros.
         filter_tokens:  True takes the softmax only over the tokens that policy.generation's top_k and top_p select
         """
-        out = torch.zeros(batch["input_ids"].shape)
+        out = torch.zeros(batch.input_ids.shape)
         self.offload.restore_parameters()
 
-        def copy_out(logprobs: Tensor, row_numbers: Tensor, part: TrainBatch) -> tuple[Tensor, None]:
-            out[row_numbers, 1 : part["input_ids"].size(1)] = logprobs.cpu()
+        def copy_out(
+            logprobs: Tensor, _unfiltered: Tensor | None, row_numbers: Tensor, part: SequenceBatch
+        ) -> tuple[Tensor, None]:
+            out[row_numbers, 1 : part.input_ids.size(1)] = logprobs.cpu()
             return logprobs, None
 
         with torch.no_grad(), megatron_on_cpu():
@@ -161,18 +163,20 @@ class MegatronWorker:
         return out
 
     def train_step(
-        self, shard: TrainBatch, loss: Loss, valid_seqs: float, valid_toks: float, schedules: bool = True
+        self, shard: RolloutBatch, loss: Loss, totals: LossTotals, schedules: bool = True
     ) -> dict[str, float]:
         """Take one optimizer step and return its metrics; see `policy.interface.Policy.train_step`.
 
         Gradients and metrics are sums over microbatches and ranks, because the loss divides by the global counts. Only
         ranks of the last stage return the loss's metrics.
-        shard:                   the rows of this rank
-        valid_seqs, valid_toks:  counts of the whole batch
+        shard:   the rows of this rank
+        totals:  counts of the whole batch
         """
 
-        def compute_loss(logprobs: Tensor, row_numbers: Tensor, part: TrainBatch) -> tuple[Tensor, dict[str, float]]:
-            return loss(logprobs, part, torch.tensor(valid_seqs), torch.tensor(valid_toks))
+        def compute_loss(
+            logprobs: Tensor, unfiltered: Tensor | None, _row_numbers: Tensor, part: RolloutBatch
+        ) -> tuple[Tensor, dict[str, float]]:
+            return loss(logprobs, part, totals, unfiltered)
 
         with megatron_on_cpu():
             self.ddp.zero_grad_buffer()
@@ -235,7 +239,7 @@ class MegatronWorker:
         self.offload.offload_parameters()
         return self.offload.nbytes
 
-    def calibrate_kv(self, batch: TrainBatch) -> None:
+    def calibrate_kv(self, batch: SequenceBatch) -> None:
         """Compute the KV cache's scales from the present weights on these sequences, together with all ranks."""
         assert self.kv_cache is not None
         self.kv_cache.begin_calibration()

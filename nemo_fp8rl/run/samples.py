@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.batch import TrainBatch
+from nemo_fp8rl.batch import ScoredBatch
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.rollout import Rollout
 from nemo_fp8rl.run.step_log import Sample
@@ -14,10 +14,10 @@ LONGEST = 512
 """Tokens of an answer, and letters of a prompt, that are kept."""
 
 
-def pick(rollout: Rollout, batch: TrainBatch, tokenizer: PromptTokenizer) -> list[Sample]:
+def pick(rollout: Rollout, batch: ScoredBatch, tokenizer: PromptTokenizer) -> list[Sample]:
     """The first best and the first worst answer by reward, and the one with the token that the sides differ most on."""
-    distance = (batch["prev_logprobs"] - batch["generation_logprobs"]).abs().nan_to_num(nan=math.inf)
-    largest = torch.where(batch["token_mask"] > 0, distance, 0.0).amax(-1)
+    distance = (batch.prev_logprobs - batch.generation_logprobs).abs().nan_to_num(nan=math.inf)
+    largest = torch.where(batch.token_mask > 0, distance, 0.0).amax(-1)
     chosen: dict[int, str] = {}
     for row, why in (
         (rollout.rewards.argmax(), "highest reward"),
@@ -28,7 +28,7 @@ def pick(rollout: Rollout, batch: TrainBatch, tokenizer: PromptTokenizer) -> lis
     return [_sample(rollout, batch, tokenizer, row, why) for row, why in chosen.items()]
 
 
-def _sample(rollout: Rollout, batch: TrainBatch, tokenizer: PromptTokenizer, row: int, why: str) -> Sample:
+def _sample(rollout: Rollout, batch: ScoredBatch, tokenizer: PromptTokenizer, row: int, why: str) -> Sample:
     prompt, completion = rollout.prompts[row], rollout.completions[row]
     start, shown = len(prompt.token_ids), completion.token_ids[:LONGEST]
     part = slice(start, start + len(shown))
@@ -39,8 +39,8 @@ def _sample(rollout: Rollout, batch: TrainBatch, tokenizer: PromptTokenizer, row
         policy_version=completion.policy_version,
         num_tokens=len(completion.token_ids),
         tokens=tokenizer.pieces(shown),
-        prev_logprobs=_rounded(batch["prev_logprobs"][row, part]),
-        generation_logprobs=_rounded(batch["generation_logprobs"][row, part]),
+        prev_logprobs=_rounded(batch.prev_logprobs[row, part]),
+        generation_logprobs=_rounded(batch.generation_logprobs[row, part]),
     )
 
 

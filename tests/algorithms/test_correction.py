@@ -14,12 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_fp8rl.algorithms.correction import RolloutError, correct, correct_batch, refuse_nonfinite
+from nemo_fp8rl.algorithms.correction import RolloutError, correct, refuse_nonfinite
 from nemo_fp8rl.algorithms.correction_config import PRESETS, CorrectionConfig, Rule, Statistic
 from nemo_fp8rl.common.errors import UserError
 from tests.algorithms import reference
 from tests.algorithms.losses import make_loss, read_correction
 from tests.algorithms.reference import GARBAGE, make_batch
+from tests.batches import correct_columns, loss_of_columns
 
 SEEDS = range(12)
 BOUNDS = {
@@ -192,7 +193,8 @@ def test_the_gradient_of_a_token_is_that_of_the_presets_source(name):
             batch = {"prev_logprobs": prev, "generation_logprobs": gen, "token_mask": mask}
             batch |= {"sample_mask": torch.ones(1), "advantages": advantage * mask}
             curr = prev[:, 1:].clone().requires_grad_()
-            loss(curr, correct_batch(batch, loss.correction)[0], torch.tensor(1.0), torch.tensor(1.0))[0].backward()
+            corrected, _ = correct_columns(batch, loss.correction)
+            loss_of_columns(loss, curr, corrected, torch.tensor(1.0), torch.tensor(1.0))[0].backward()
             assert curr.grad.item() == pytest.approx(-advantage * BY_TOKEN[name](p, q), rel=1e-5)
 
 
@@ -314,7 +316,7 @@ def test_ratios_beyond_float32_are_rejected_by_every_rule(statistic, difference)
 
 def test_a_batch_that_is_rejected_to_the_last_token_says_so():
     _, batch = make_batch(0)
-    corrected, metrics = correct_batch(batch, CorrectionConfig(reject=(Rule("token_k1", 1e-9),), normalize=True))
+    corrected, metrics = correct_columns(batch, CorrectionConfig(reject=(Rule("token_k1", 1e-9),), normalize=True))
     assert not corrected["importance_weights"].any()
     assert metrics["correction/kept_tokens"] == 0
     assert metrics["correction/rejected_token_ratio"] == metrics["correction/rejected_sequence_ratio"] == 1
@@ -452,7 +454,7 @@ def test_a_corrected_batch_says_what_was_done_to_it(name, denominator):
     for seed in range(6):
         _, batch = make_batch(seed, size=9)
         before = {field: tensor.clone() for field, tensor in batch.items()}
-        corrected, metrics = correct_batch(batch, replace(PRESETS[name], denominator=denominator))
+        corrected, metrics = correct_columns(batch, replace(PRESETS[name], denominator=denominator))
         assert all(
             torch.equal(batch[f].nan_to_num(7), before[f].nan_to_num(7)) for f in before
         )  # the input is as it was
@@ -489,11 +491,11 @@ def test_too_many_nonfinite_logprobs_are_refused(field, bad):
     for row, position in reference.inside(batch).nonzero()[:3]:
         batch[field][row, position] = bad
     allowed = CorrectionConfig(max_nonfinite_fraction=3 / tokens)
-    assert correct_batch(batch, allowed)[1]["correction/nonfinite_logprob_ratio"] == pytest.approx(3 / tokens)
+    assert correct_columns(batch, allowed)[1]["correction/nonfinite_logprob_ratio"] == pytest.approx(3 / tokens)
     with pytest.raises(RolloutError, match=rf"3 of {tokens} generated tokens .*max_nonfinite_fraction=0\."):
-        correct_batch(batch, CorrectionConfig(max_nonfinite_fraction=2.9 / tokens))
+        correct_columns(batch, CorrectionConfig(max_nonfinite_fraction=2.9 / tokens))
     with pytest.raises(RolloutError, match=r"generation_logprobs or prev_logprobs"):
-        correct_batch(batch, CorrectionConfig())  # 1 % by default
+        correct_columns(batch, CorrectionConfig())  # 1 % by default
 
 
 def test_the_limit_itself_is_allowed_and_no_tokens_are_no_error():
@@ -517,7 +519,7 @@ def test_the_limit_itself_is_allowed_and_no_tokens_are_no_error():
 def test_a_tensor_of_a_wrong_shape_or_dtype_is_named(field, wrong):
     _, batch = make_batch(0, garbage=(0.0,))
     batch[field] = wrong(batch[field])
-    for call in (lambda: correct(*arguments(batch), PRESETS["tis"]), lambda: correct_batch(batch, PRESETS["tis"])):
+    for call in (lambda: correct(*arguments(batch), PRESETS["tis"]), lambda: correct_columns(batch, PRESETS["tis"])):
         with pytest.raises(ValueError, match=field):
             call()
 
@@ -525,20 +527,20 @@ def test_a_tensor_of_a_wrong_shape_or_dtype_is_named(field, wrong):
 def test_a_batch_without_samples_is_refused():
     _, batch = make_batch(0)
     with pytest.raises(ValueError, match=r"no sample|empty"):
-        correct_batch({name: field[:0] for name, field in batch.items()}, PRESETS["tis"])
+        correct_columns({name: field[:0] for name, field in batch.items()}, PRESETS["tis"])
 
 
 def test_a_batch_without_tokens_has_nothing_rejected():
     _, batch = make_batch(0)
     batch["sample_mask"] = torch.zeros_like(batch["sample_mask"])
-    corrected, metrics = correct_batch(batch, PRESETS["tis"])
+    corrected, metrics = correct_columns(batch, PRESETS["tis"])
     assert not any(metrics.values()) and not corrected["importance_weights"].any()
 
 
 def test_bypass_reads_the_engines_logprobs_alone():
     _, batch = make_batch(2)
     batch["prev_logprobs"] = torch.full_like(batch["prev_logprobs"], math.nan)
-    corrected, metrics = correct_batch(batch, PRESETS["bypass"])
+    corrected, metrics = correct_columns(batch, PRESETS["bypass"])
     assert torch.equal(corrected["importance_weights"], reference.inside(batch).float())
     assert metrics["correction/rejected_token_ratio"] == 0
 

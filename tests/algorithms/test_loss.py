@@ -8,6 +8,7 @@ import ast
 import math
 import os
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,15 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_fp8rl.algorithms import loss as loss_module
-from nemo_fp8rl.algorithms.correction import correct_batch
 from nemo_fp8rl.algorithms.correction_config import CorrectionConfig, Rule
 from nemo_fp8rl.algorithms.loss import GrpoLoss, NllLoss, combine_metrics, kl_estimate
 from nemo_fp8rl.algorithms.loss_config import LossConfig
-from nemo_fp8rl.batch import rows, shards
+from nemo_fp8rl.batch import split_shards
 from nemo_fp8rl.common.errors import UserError
 from tests.algorithms import reference
 from tests.algorithms.losses import make_loss
 from tests.algorithms.reference import GARBAGE, Totals, inside, make_batch, totals
+from tests.batches import columns_of, correct_columns, loss_of_columns, stage_of
 
 PLAIN = {"reference_policy_kl_penalty": 0.0}
 GSPO = PLAIN | {"sequence_level_importance_ratios": True, "token_level_loss": False}
@@ -127,7 +128,8 @@ CORRECTIONS = {
 def evaluate(loss, curr: torch.Tensor, batch, counts=None) -> tuple[float, dict[str, float], torch.Tensor]:
     """(loss, metrics, dL/dcurr)."""
     curr = curr.clone().requires_grad_()
-    value, metrics = loss(curr, batch, *(counts or totals(batch)))
+    call = partial(loss_of_columns, loss) if isinstance(loss, GrpoLoss | NllLoss) else loss
+    value, metrics = call(curr, batch, *(counts or totals(batch)))
     value.backward()
     assert curr.grad is not None
     return value.item(), metrics, curr.grad
@@ -191,7 +193,7 @@ def test_a_corrected_batch_gives_the_formula_with_its_denominator(correction, mo
     for seed in range(4):
         curr, batch = make_batch(seed)
         samples = samples_of(curr, batch, loss)
-        batch, _ = correct_batch(batch, loss.correction)
+        batch, _ = correct_columns(batch, loss.correction)
         counts = Totals.of(samples)
         assert totals(batch) == (counts.sequences, counts.tokens)
         assert_equals_reference(loss, curr, batch, samples)
@@ -204,7 +206,7 @@ def test_weights_that_the_batch_brings_are_those_that_the_loss_makes(name, keys)
     for seed in range(4):
         curr, batch = make_batch(seed)
         batch["generation_logprobs"][tuple(inside(batch).nonzero()[seed])] = -math.inf
-        own, brought = evaluate(loss, curr, batch), evaluate(loss, curr, correct_batch(batch, loss.correction)[0])
+        own, brought = evaluate(loss, curr, batch), evaluate(loss, curr, correct_columns(batch, loss.correction)[0])
         assert brought[:2] == own[:2]
         assert torch.equal(brought[2], own[2])
 
@@ -352,7 +354,7 @@ def test_metrics_of_the_correction_are_nemo_rls(keys):
         samples = samples_of(curr, batch, loss)
         if not loss.cfg.use_importance_sampling_correction:
             reference.correct(samples, "sequence" if by_sequence else "token")
-        metrics = loss(curr, batch, *totals(batch))[1]
+        metrics = loss_of_columns(loss, curr, batch, *totals(batch))[1]
 
         def mean(values, over_sequences: bool, samples=samples) -> float:
             if over_sequences:
@@ -370,8 +372,8 @@ def test_every_metric_says_what_it_was_divided_by(keys):
     loss = make_loss(keys)
     curr, batch = make_batch(3)
     sequences, tokens = totals(batch)
-    metrics = loss(curr, batch, sequences, tokens)[1]
-    bare = loss(curr, batch, torch.ones(()), torch.ones(()))[1]
+    metrics = loss_of_columns(loss, curr, batch, sequences, tokens)[1]
+    bare = loss_of_columns(loss, curr, batch, torch.ones(()), torch.ones(()))[1]
     assert set(metrics) == set(loss.metric_normalizations)
     divisor = {"tokens": tokens, "sequences": sequences, "none": 1.0}
     compound = {"loss"} if loss.cfg.entropy_coefficient or loss.cfg.positive_example_nll_weight else set()
@@ -397,9 +399,9 @@ def split_metrics(loss, curr, batch, parts) -> tuple[dict[str, float], torch.Ten
 def ready(loss, batch):
     """The batch as a trainer gives it out: with the count of positive tokens, corrected where the loss is."""
     positive = (inside(batch)[:, 1:] & (batch["rewards"] > 0)[:, None]).sum()
-    batch["positive_valid_toks"] = positive.expand(len(batch["rewards"]))
+    batch["positive_toks"] = positive
     if isinstance(loss, GrpoLoss) and loss.correction.weight != "none":
-        batch, _ = correct_batch(batch, loss.correction)
+        batch, _ = correct_columns(batch, loss.correction)
     return batch
 
 
@@ -412,11 +414,10 @@ quick = settings(deadline=None, max_examples=100)
 @given(seeds, losses, st.lists(st.integers(1, 7), unique=True, max_size=4), st.booleans())
 def test_microbatches_add_up_to_the_whole(seed, loss, cuts, corrected):
     curr, batch = make_batch(seed)
-    batch = (
-        ready(loss, batch) if corrected else {**batch, "positive_valid_toks": ready(None, batch)["positive_valid_toks"]}
-    )
+    batch = ready(loss if corrected else None, batch)
     edges = [0, *sorted(cuts), 8]
-    parts = [(a, rows(batch, slice(a, b))) for a, b in pairwise(edges)]
+    whole, count = stage_of(batch), {"positive_toks": batch["positive_toks"]}
+    parts = [(a, columns_of(whole.take_trimmed_rows(slice(a, b))) | count) for a, b in pairwise(edges)]
     value, metrics, gradient = evaluate(loss, curr, batch)
     made, gradients = split_metrics(loss, curr, batch, parts)
     assert made == pytest.approx(metrics, rel=1e-6, abs=1e-7)
@@ -430,10 +431,10 @@ def test_ranks_add_up_to_the_whole(seed, loss, ranks):
     curr, batch = make_batch(seed)
     batch = ready(loss, batch)
     whole, parts, start = evaluate(loss, curr, batch), [], 0
-    for part in shards(batch, ranks):
-        if len(part["sample_mask"]):
-            parts.append((start, part))
-        start += len(part["sample_mask"])
+    for part in split_shards(stage_of(batch), ranks):
+        if part.num_rows:
+            parts.append((start, columns_of(part) | {"positive_toks": batch["positive_toks"]}))
+        start += part.num_rows
     made, gradients = split_metrics(loss, curr, batch, parts)
     assert made == pytest.approx(whole[1], rel=1e-6, abs=1e-7)
     torch.testing.assert_close(gradients, whole[2], rtol=1e-6, atol=1e-12)
@@ -509,7 +510,7 @@ def test_a_batch_whose_tokens_are_all_rejected_gives_no_gradient_of_the_policy(k
     curr, batch = make_batch(6)
     for denominator in ("all", "kept"):
         loss = make_loss(keys, CorrectionConfig(reject=(Rule("token_k1", 1e-9),), denominator=denominator))
-        rejected, metrics = correct_batch(batch, loss.correction)
+        rejected, metrics = correct_columns(batch, loss.correction)
         assert metrics["correction/kept_tokens"] == 0
         value, metrics, gradient = evaluate(loss, curr, rejected)
         nll = loss.cfg.positive_example_nll_weight * metrics["positive_nll_loss"]
@@ -530,7 +531,7 @@ def test_policies_that_agree_need_no_correction(seed, keys, correction):
         correction = CorrectionConfig(weight="none", weight_max=None)
     plain = evaluate(make_loss(keys), curr, batch)
     loss = make_loss(keys, correction)
-    corrected = evaluate(loss, curr, correct_batch(batch, loss.correction)[0])
+    corrected = evaluate(loss, curr, correct_columns(batch, loss.correction)[0])
     assert corrected[0] == plain[0] and torch.equal(corrected[2], plain[2])
 
 
@@ -585,7 +586,7 @@ def test_a_ratio_beyond_float32_is_clipped_without_a_nan():
 
 def entropy_alone(curr, batch, correction) -> torch.Tensor:
     """dL/dcurr of the bonus, of coefficient 1: by what the gradient differs from that without it."""
-    batch, _ = correct_batch(batch, make_loss(PLAIN, correction).correction)
+    batch, _ = correct_columns(batch, make_loss(PLAIN, correction).correction)
     keys = (PLAIN | {"entropy_coefficient": coefficient} for coefficient in (1.0, 0.0))
     with_it, without = (evaluate(make_loss(each, correction), curr, batch)[2] for each in keys)
     return with_it - without
@@ -653,7 +654,7 @@ def test_a_kl_without_a_reference_policy_is_refused():
     curr, batch = make_batch(0)
     del batch["reference_policy_logprobs"]
     with pytest.raises(ValueError, match=r"reference_policy_kl_penalty=0\.01 needs reference_policy_logprobs .* 0 "):
-        make_loss({})(curr, batch, *totals(batch))
+        loss_of_columns(make_loss({}), curr, batch, *totals(batch))
     for keys in (PLAIN, {"use_kl_in_reward": True}):
         assert math.isfinite(evaluate(make_loss(keys), curr, batch)[0])
 
@@ -684,13 +685,13 @@ def test_in_a_reward_only_k1_has_the_gradient_of_the_kl(kind):
 def test_a_correction_that_needs_the_whole_batch_is_not_made_of_a_part(keys, key):
     curr, batch = make_batch(0)
     with pytest.raises(ValueError, match=rf"{key} needs .*\.correct_batch"):
-        make_loss(PLAIN, keys)(curr, batch, *totals(batch))
+        loss_of_columns(make_loss(PLAIN, keys), curr, batch, *totals(batch))
 
 
 def test_without_rewards_there_are_no_positive_examples():
     curr, batch = make_batch(0)
     del batch["rewards"]
-    assert make_loss(TERMS["nll"])(curr, batch, *totals(batch))[1]["positive_nll_loss"] == 0
+    assert loss_of_columns(make_loss(TERMS["nll"]), curr, batch, *totals(batch))[1]["positive_nll_loss"] == 0
 
 
 @pytest.mark.parametrize(
@@ -727,7 +728,7 @@ def test_a_tensor_of_a_wrong_shape_or_dtype_is_named(field, wrong):
         batch[field] = wrong(batch[field])
     counts = torch.tensor(3.0), torch.tensor(20.0)
     with pytest.raises(ValueError, match=field):
-        make_loss({})(curr, batch, *counts)
+        loss_of_columns(make_loss({}), curr, batch, *counts)
 
 
 def test_importance_sampling_keys_and_a_correction_are_not_given_twice():
@@ -819,7 +820,7 @@ def compare(loss: GrpoLoss, other: Any, name: str) -> None:
 def test_a_batch_without_samples_is_refused():
     curr, batch = make_batch(0)
     with pytest.raises(ValueError, match="no sample"):
-        make_loss({})(curr[:0], {name: field[:0] for name, field in batch.items()}, *totals(batch))
+        loss_of_columns(make_loss({}), curr[:0], {name: field[:0] for name, field in batch.items()}, *totals(batch))
 
 
 def test_rows_taken_a_few_at_a_time_give_the_whole(monkeypatch):

@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
-from nemo_fp8rl.algorithms.correction import correct_batch
 from nemo_fp8rl.algorithms.mismatch import MismatchSums
 from tests.algorithms.losses import make_loss
 from tests.algorithms.reference import make_batch
+from tests.batches import correct_columns, loss_of_columns
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "correction.md"
 
@@ -27,7 +27,7 @@ def test_every_metric_of_training_is_described_and_no_other():
     seen = MismatchSums()
     seen.observe(batch["prev_logprobs"], batch["generation_logprobs"], batch["token_mask"])
     loss = make_loss({"reference_policy_kl_penalty": 0.0}, {"preset": "tis"})
-    batch, corrected = correct_batch(batch, loss.correction)
-    _, trained = loss(curr, batch, batch["sample_mask"].sum(), batch["token_mask"].sum())
+    batch, corrected = correct_columns(batch, loss.correction)
+    _, trained = loss_of_columns(loss, curr, batch, batch["sample_mask"].sum(), batch["token_mask"].sum())
     emitted = {*seen.metrics(), *seen.by_position(), *corrected, *trained}
     assert described() == {without_numbers(name) for name in emitted}

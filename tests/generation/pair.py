@@ -14,7 +14,7 @@ from torch import Tensor
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.algorithms.mismatch import mismatch_metrics
 from nemo_fp8rl.assemble import build_bridge
-from nemo_fp8rl.batch import Prompt, TrainBatch, collate, prompt_batch
+from nemo_fp8rl.batch import Prompt, RolloutBatch, collate, collate_prompts
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.generation.engine import VllmEngine
@@ -24,6 +24,7 @@ from nemo_fp8rl.policy.rank_group import MegatronPolicy
 from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.refit.manifest import RefitError, Sources
 from nemo_fp8rl.refit.reports import RefitReport
+from tests.batches import loss_totals
 from tests.conftest import ALIGNED, BATCH_INVARIANT
 from tests.policy.sent import sent_tensors
 
@@ -83,7 +84,7 @@ class Pair:
 
     def refit(self) -> RefitReport:
         if self.cfg.fp8_kv_cache:
-            self.policy.calibrate_kv(prompt_batch(self.prompts, 0))
+            self.policy.calibrate_kv(collate_prompts(self.prompts, 0))
         return self.bridge.refit()
 
     def refit_without(self, name: str) -> None:
@@ -103,7 +104,7 @@ class Pair:
         ids = [p.token_ids for p in prompts]
         return (engine or self.engine).generate(ids, [100 + p.index for p in prompts], sampling)
 
-    def samples(self, sampling: Sampling = FREE, engine: VllmEngine | None = None) -> TrainBatch:
+    def samples(self, sampling: Sampling = FREE, engine: VllmEngine | None = None) -> RolloutBatch:
         """Four answers to each prompt, as the loop would train on them."""
         groups = self.generate(sampling, engine)
         return collate([p for p in self.prompts for _ in range(4)], [c for group in groups for c in group], 0)
@@ -111,14 +112,14 @@ class Pair:
     def mismatch(self, sampling: Sampling = FREE, engine: VllmEngine | None = None) -> float:
         """token_mult_prob_error on the engine's own samples."""
         batch = self.samples(sampling, engine)
-        error = mismatch_metrics(self.worker.logprobs(batch), batch["generation_logprobs"], batch["token_mask"])
+        error = mismatch_metrics(self.worker.logprobs(batch), batch.generation_logprobs, batch.token_mask)
         return error["token_mult_prob_error"]
 
     def train(self, steps: int) -> None:
         """Move the weights, on the engine's own samples."""
         batch = self.samples()
         for _ in range(steps):
-            self.worker.train_step(batch, NllLoss(), 64.0, float(batch["token_mask"].sum()))
+            self.worker.train_step(batch, NllLoss(), loss_totals(64.0, batch.token_mask.sum()))
 
     def is_fresh_after_refits(self, folder: Path) -> None:
         """Assert that after one and after ten refits the engine answers as one started from disk does. That one runs in

@@ -8,7 +8,7 @@ import torch
 from nemo_fp8rl.batch import Prompt
 from nemo_fp8rl.commands.tiny_model import make_tiny
 from nemo_fp8rl.config.recipe import load
-from nemo_fp8rl.train import routes_known
+from nemo_fp8rl.train import known_route_share
 from tests.conftest import BATCH_INVARIANT, RECIPES, SMALL
 from tests.generation.pair import FREE, GREEDY, Pair, outputs
 from tests.policy.sent import sent_tensors
@@ -44,10 +44,10 @@ def trainers_choice(pair: Pair, batch) -> torch.Tensor:
             return scores, experts
 
         replay.get_replay_topk = spy
-    pair.worker.logprobs({name: field for name, field in batch.items() if name != "routed_experts"})
+    pair.worker.logprobs(replace(batch, routed_experts=None))
     for replay in pair.worker.pipeline.replay.routers:
         del replay.get_replay_topk
-    b, t = batch["input_ids"].shape
+    b, t = batch.input_ids.shape
     return torch.stack([torch.cat(parts).view(t - 1, b, 2).transpose(0, 1) for parts in taken], 2).sort(-1).values
 
 
@@ -68,13 +68,13 @@ def test_a_single_answer_to_a_prompt_has_them_too(pair):
 
 def test_the_batch_carries_them_and_the_trainer_agrees_with_almost_all(pair):
     batch = pair.samples()
-    routes = batch["routed_experts"][:, :-1].long().sort(-1).values
-    known = (torch.arange(routes.size(1)) < batch["input_lengths"][:, None] - 1)[..., None, None].expand_as(routes)
+    routes = batch.routed_experts[:, :-1].long().sort(-1).values
+    known = (torch.arange(routes.size(1)) < batch.input_lengths[:, None] - 1)[..., None, None].expand_as(routes)
     assert (routes[known] >= 0).all()
     assert (routes[~known] == -1).all()
-    assert routes_known(batch) == {"routes_known": 1.0}
-    batch["routed_experts"][:, 0] = -1
-    assert routes_known(batch)["routes_known"] == pytest.approx(1 - 64 / float((batch["input_lengths"] - 1).sum()))
+    assert known_route_share(batch) == {"routes_known": 1.0}
+    batch.routed_experts[:, 0] = -1
+    assert known_route_share(batch)["routes_known"] == pytest.approx(1 - 64 / float((batch.input_lengths - 1).sum()))
     batch = pair.samples()
     differ = (trainers_choice(pair, batch) != routes)[known].float().mean()
     assert differ < (0.001 if pair.cfg.nemo_fp8rl.align == "vllm" else 0.05)
@@ -82,9 +82,9 @@ def test_the_batch_carries_them_and_the_trainer_agrees_with_almost_all(pair):
 
 def test_replay_does_not_raise_the_mismatch(pair):
     batch = pair.samples()
-    inside = batch["token_mask"] > 0
-    own = {name: field for name, field in batch.items() if name != "routed_experts"}
-    errors = [(pair.worker.logprobs(part) - batch["generation_logprobs"])[inside].abs().mean() for part in (batch, own)]
+    inside = batch.token_mask > 0
+    own = replace(batch, routed_experts=None)
+    errors = [(pair.worker.logprobs(part) - batch.generation_logprobs)[inside].abs().mean() for part in (batch, own)]
     assert errors[0] <= errors[1] * 1.01
 
 

@@ -88,7 +88,7 @@ def test_both_sides_take_the_tokens_that_were_left_to_sample_from(pair, restrict
     blind = pair.mismatch(sampling)
     pair.worker.pipeline.policy = replace(pair.cfg.policy, generation=replace(generation, **restriction))
     batch = pair.samples(sampling)
-    seen, both = pair.worker.logprobs(batch), batch["token_mask"] > 0
+    seen, both = pair.worker.logprobs(batch), batch.token_mask > 0
     aligned = pair.mismatch(sampling)
     pair.worker.pipeline.policy = pair.cfg.policy
     assert aligned < 1.001

@@ -13,6 +13,7 @@ from nemo_fp8rl.algorithms.mismatch import mismatch_metrics
 from nemo_fp8rl.commands.tiny_model import make_tiny
 from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.policy.worker import MegatronWorker
+from tests.batches import loss_totals
 from tests.conftest import RECIPES, SMALL
 from tests.generation.pair import Pair, outputs
 from tests.gpu_engine.test_engine import SHORT, addresses
@@ -44,10 +45,10 @@ def test_a_refit_of_a_traced_engine_gives_a_fresh_one(pair, tmp_path):
     unaligned = MegatronWorker()
     unaligned.setup(replace(pair.cfg, nemo_fp8rl=replace(pair.cfg.nemo_fp8rl, align="none")), 0, 1, None)
     logprobs = unaligned.logprobs(batch)
-    error = mismatch_metrics(logprobs, batch["generation_logprobs"], batch["token_mask"])["token_mult_prob_error"]
+    error = mismatch_metrics(logprobs, batch.generation_logprobs, batch.token_mask)["token_mult_prob_error"]
     print(f"traced, without alignment: token_mult_prob_error {error:.4f}")
     assert 1.001 < error < 1.05
-    pair.worker.train_step(batch, NllLoss(), 12.0, float(batch["token_mask"].sum()))
+    pair.worker.train_step(batch, NllLoss(), loss_totals(12.0, batch.token_mask.sum()))
     pair.refit()
     assert addresses(pair) == held
     after = outputs(pair.generate(SHORT))

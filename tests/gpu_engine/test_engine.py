@@ -10,7 +10,8 @@ from nemo_fp8rl.algorithms.mismatch import mismatch_metrics
 from nemo_fp8rl.commands.tiny_model import make_tiny
 from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.policy.worker import MegatronWorker
-from nemo_fp8rl.train import routes_known
+from nemo_fp8rl.train import known_route_share
+from tests.batches import loss_totals
 from tests.conftest import RECIPES, SMALL
 from tests.generation.pair import GREEDY, Pair, outputs
 from tests.policy.sent import sent_tensors
@@ -49,7 +50,7 @@ def test_its_layers_are_vllms_triton_kernels(pair):
 
 def test_it_samples_by_the_trainers_log_probs(pair, batch):
     logprobs = pair.worker.logprobs(batch)
-    error = mismatch_metrics(logprobs, batch["generation_logprobs"], batch["token_mask"])["token_mult_prob_error"]
+    error = mismatch_metrics(logprobs, batch.generation_logprobs, batch.token_mask)["token_mult_prob_error"]
     print(f"token_mult_prob_error {error:.6f}")
     # products with fp32 scales are not exact, so their order counts; in a prompt's first tokens for all that follow
     exact = pair.cfg.nemo_fp8rl.scale_format == "pow2" and pair.cfg.nemo_fp8rl.engine_fp8
@@ -62,7 +63,7 @@ def test_a_trainer_as_on_a_gpu_is_further_from_its_log_probs(pair, batch):
     worker = MegatronWorker()
     worker.setup(cfg, 0, 1, None)
     logprobs = worker.logprobs(batch)
-    error = mismatch_metrics(logprobs, batch["generation_logprobs"], batch["token_mask"])["token_mult_prob_error"]
+    error = mismatch_metrics(logprobs, batch.generation_logprobs, batch.token_mask)["token_mult_prob_error"]
     print(f"without alignment: token_mult_prob_error {error:.4f}")
     assert 1.001 < error < 1.05
 
@@ -70,9 +71,9 @@ def test_a_trainer_as_on_a_gpu_is_further_from_its_log_probs(pair, batch):
 def test_its_experts_come_along_as_vllm_returns_them(pair, batch):
     if not pair.worker.hf.family.experts:
         pytest.skip("no experts")
-    assert routes_known(batch) == {"routes_known": 1.0}
-    routes = batch["routed_experts"]
-    assert routes.shape == (*batch["input_ids"].shape, 2, 2)
+    assert known_route_share(batch) == {"routes_known": 1.0}
+    routes = batch.routed_experts
+    assert routes.shape == (*batch.input_ids.shape, 2, 2)
     assert routes.dtype == torch.int16
     assert (routes[..., 0] != routes[..., 1])[routes[..., 0] >= 0].all()
 
@@ -84,7 +85,7 @@ def test_it_is_a_fresh_engine_after_deltas_in_place(pair, batch, tmp_path):
     assert store.direct_names == store.slots.keys()
     before, held = outputs(pair.generate(SHORT)), addresses(pair)
     for _ in range(2):
-        pair.worker.train_step(batch, NllLoss(), 12.0, float(batch["token_mask"].sum()))
+        pair.worker.train_step(batch, NllLoss(), loss_totals(12.0, batch.token_mask.sum()))
         report = pair.refit()
     assert report.delta
     assert addresses(pair) == held

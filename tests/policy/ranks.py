@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.algorithms.loss import NllLoss
-from nemo_fp8rl.batch import TrainBatch, num_rows, shards
+from nemo_fp8rl.batch import RolloutBatch, split_shards
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.policy.worker import MegatronWorker
+from tests.batches import loss_totals
 
 worker = MegatronWorker()
 """The rank of this process."""
@@ -83,18 +84,18 @@ class Ranks:
             process.shutdown()
 
 
-def logprobs_and_norm(pool: Ranks, cfg: Config, batch: TrainBatch) -> tuple[Tensor, float]:
+def logprobs_and_norm(pool: Ranks, cfg: Config, batch: RolloutBatch) -> tuple[Tensor, float]:
     """Return the log-probs of the batch, [B, T], and the gradient norm of a step on its NLL, from a pool's policy."""
     infos = pool.setup(cfg)
-    parts = shards(batch, cfg.data_parallel_size)
-    tokens = float(batch["token_mask"][:, 1:].sum())
-    results = pool.run(_logprobs_and_norm, [(parts[info.shard], float(num_rows(batch)), tokens) for info in infos])
+    parts = split_shards(batch, cfg.data_parallel_size)
+    tokens = float(batch.token_mask[:, 1:].sum())
+    results = pool.run(_logprobs_and_norm, [(parts[info.shard], float(batch.num_rows), tokens) for info in infos])
     answers = {info.shard: logprobs for info, (logprobs, _) in zip(infos, results, strict=True) if info.is_reporter}
     return torch.cat([answers[shard] for shard in sorted(answers)]), results[0][1]
 
 
-def _logprobs_and_norm(part: TrainBatch, sequences: float, tokens: float) -> tuple[Tensor, float]:
-    return worker.logprobs(part), worker.train_step(part, NllLoss(), sequences, tokens)["grad_norm"]
+def _logprobs_and_norm(part: RolloutBatch, sequences: float, tokens: float) -> tuple[Tensor, float]:
+    return worker.logprobs(part), worker.train_step(part, NllLoss(), loss_totals(sequences, tokens))["grad_norm"]
 
 
 def _listen() -> tuple[str, int]:

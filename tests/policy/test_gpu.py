@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nemo_fp8rl.algorithms.loss import NllLoss
-from nemo_fp8rl.batch import TrainBatch
+from nemo_fp8rl.batch import RolloutBatch
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.fp8 import quantize_blockwise, scale_name
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
@@ -15,6 +15,7 @@ from nemo_fp8rl.policy.layers import logprobs
 from nemo_fp8rl.policy.layers.linears import Fp8MatmulLayer
 from nemo_fp8rl.policy.layers.top_k_top_p import TokenFilter, filter_logits
 from nemo_fp8rl.policy.worker import MegatronWorker
+from tests.batches import loss_totals, rollout_batch
 from tests.policy.sent import sent_tensors
 
 pytestmark = [
@@ -28,12 +29,11 @@ def family(request) -> str:
     return request.param
 
 
-def random_batch() -> TrainBatch:
-    return TrainBatch(
+def random_batch() -> RolloutBatch:
+    return rollout_batch(
         input_ids=torch.randint(2, 60, (4, 33), generator=torch.Generator().manual_seed(0)),
         input_lengths=torch.full((4,), 33),
         token_mask=torch.ones(4, 33),
-        sample_mask=torch.ones(4),
     )
 
 
@@ -56,7 +56,7 @@ def train(recipe, tmp_path: Path, family):
             assert any(isinstance(m, Fp8MatmulLayer) for m in worker.model.modules()) == (flow == "fp8_e2e")
             if load is not None:
                 worker.load(str(load))
-            losses = [worker.train_step(batch, NllLoss(), 4.0, 128.0)["loss"] for _ in range(steps)]
+            losses = [worker.train_step(batch, NllLoss(), loss_totals(4.0, 128.0))["loss"] for _ in range(steps)]
             if save is not None:
                 worker.save(str(save))
             return losses, sent_tensors(worker), worker.logprobs(batch)
@@ -107,7 +107,7 @@ def test_offloaded_memory_is_restored_and_changes_nothing(recipe, tmp_path, fami
         try:
             parameters = sum(p.numel() for p in worker.model.parameters())
             for _ in range(2):
-                losses.append(worker.train_step(random_batch(), NllLoss(), 4.0, 128.0)["loss"])
+                losses.append(worker.train_step(random_batch(), NllLoss(), loss_totals(4.0, 128.0))["loss"])
                 if offloads:
                     allocated = torch.cuda.memory_allocated()
                     worker.offload_before_refit()
@@ -136,7 +136,7 @@ def test_the_reference_policy_waits_in_pinned_memory(recipe, tmp_path, fp8_param
         assert not torch.empty(1).is_pinned()
         assert all(tensor.is_pinned() for tensor in worker.reference)
         before = worker.logprobs(random_batch())
-        worker.train_step(random_batch(), NllLoss(), 4.0, 128.0)
+        worker.train_step(random_batch(), NllLoss(), loss_totals(4.0, 128.0))
         assert not torch.equal(worker.logprobs(random_batch()), before)
         torch.testing.assert_close(worker.reference_logprobs(random_batch()), before, rtol=1e-6, atol=1e-6)
     finally:

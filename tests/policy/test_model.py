@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from nemo_fp8rl.batch import SequenceBatch
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.config.fp8rl_schema import Fp8RlConfig
 from nemo_fp8rl.hf.model_config import read_hf_config
@@ -172,7 +173,7 @@ def test_fp8_trainer_multiplies_exactly_the_bytes_it_exports(recipe, tmp_path, h
     worker = MegatronWorker()
     worker.setup(recipe("nemo_fp8rl.flow=fp8_e2e", f"policy.model_name={tmp_path}/model"), 0, 1, None)
     ids = torch.randint(0, 16, (4, 12), generator=torch.Generator().manual_seed(1))
-    batch = {"input_ids": ids, "input_lengths": torch.full((4,), 12)}
+    batch = SequenceBatch(input_ids=ids, input_lengths=torch.full((4,), 12))
     before = worker.logprobs(batch)
     sent = sent_tensors(worker)
     changed = 0

@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from transformers import AutoModelForCausalLM
 
 from nemo_fp8rl.algorithms.loss import NllLoss
-from nemo_fp8rl.batch import TrainBatch, shards
+from nemo_fp8rl.batch import RolloutBatch, split_shards
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.common.region import index
 from nemo_fp8rl.hf.model_tensors import expected_tensors
@@ -17,6 +17,7 @@ from nemo_fp8rl.policy.layers import aligned_experts
 from nemo_fp8rl.policy.layers.linears import SingleRounding
 from nemo_fp8rl.policy.layers.logprobs import token_logprobs
 from nemo_fp8rl.policy.weights.hf_names import to_hf
+from tests.batches import loss_totals, rollout_batch
 from tests.conftest import HALF_HEADS
 from tests.policy import ranks
 from tests.policy.ranks import Ranks, logprobs_and_norm
@@ -110,7 +111,7 @@ def test_reference_logprobs_of_two_ranks_stay_those_of_the_start(two, recipe, tm
     cfg = recipe(f"policy.model_name={tmp_path}/model", *RANKS_OF_TWO, "nemo_fp8rl.flow=bf16", *choices, *keys)
     batch, tokens = random_batch(), 100.0
     infos = two.setup(cfg)
-    parts = shards(batch, cfg.data_parallel_size)
+    parts = split_shards(batch, cfg.data_parallel_size)
     results = two.run(_reference_and_moved, [(parts[info.shard], tokens) for info in infos])
     for info, (start, reference, moved) in zip(infos, results, strict=True):
         if info.is_reporter:
@@ -118,10 +119,10 @@ def test_reference_logprobs_of_two_ranks_stay_those_of_the_start(two, recipe, tm
             assert not torch.equal(moved, start)
 
 
-def _reference_and_moved(part: TrainBatch, tokens: float):
+def _reference_and_moved(part: RolloutBatch, tokens: float):
     start = ranks.worker.logprobs(part)
     for _ in range(2):
-        ranks.worker.train_step(part, NllLoss(), float(len(part["input_ids"])), tokens)
+        ranks.worker.train_step(part, NllLoss(), loss_totals(len(part.input_ids), tokens))
     return start, ranks.worker.reference_logprobs(part), ranks.worker.logprobs(part)
 
 
@@ -137,7 +138,7 @@ def test_two_ranks_select_the_tokens_that_one_rank_selects(two, recipe, tmp_path
     assert (expected - whole.logprobs(batch)).abs().max() > 0.1  # the token_filter says something
     split = ("cluster.backend=ray", "cluster.train_ranks=2", *(f"policy.megatron_cfg.{key}" for key in TP))
     actual, norm_of_two = logprobs_and_norm(two, recipe(*base, *limits, *split), batch)
-    inside = torch.arange(22) < batch["input_lengths"][:, None]
+    inside = torch.arange(22) < batch.input_lengths[:, None]
     torch.testing.assert_close(actual[inside], expected[inside], rtol=1e-5, atol=1e-5)
     assert norm_of_two == pytest.approx(metrics["grad_norm"], rel=1e-5)
 
@@ -162,7 +163,7 @@ def test_partial_products_are_summed_before_they_are_rounded(two, recipe, tmp_pa
     write_model(tmp_path / "model", seed=3, **DENSE[0])
     base = (f"policy.model_name={tmp_path}/model", f"nemo_fp8rl.flow={flow}", "nemo_fp8rl.align=vllm")
     batch = random_batch()
-    inside = torch.arange(22) < batch["input_lengths"][:, None]
+    inside = torch.arange(22) < batch.input_lengths[:, None]
     expected = new_worker(recipe(*base)).logprobs(batch)[inside]
     two.setup(recipe(*base, *RANKS_OF_TWO, f"policy.megatron_cfg.{TP[0]}"))
     equal = []
@@ -183,7 +184,7 @@ def test_split_experts_equal_those_of_one_rank(two, recipe, tmp_path, flow):
     write_model(tmp_path / "model", seed=3, family="qwen3_moe", moe_intermediate_size=256)  # whole blocks on each rank
     base = (f"policy.model_name={tmp_path}/model", f"nemo_fp8rl.flow={flow}", "nemo_fp8rl.align=vllm")
     batch = random_batch()
-    inside = torch.arange(22) < batch["input_lengths"][:, None]
+    inside = torch.arange(22) < batch.input_lengths[:, None]
     expected = _logprobs_of_dense_mlps(new_worker(recipe(*base)), batch)[inside]
     two.setup(recipe(*base, *RANKS_OF_TWO, *(f"policy.megatron_cfg.{key}" for key in SP)))
     actual = two.run(_ranks_logprobs_of_dense_mlps, [(batch,)] * 2)[0][inside]
@@ -238,18 +239,16 @@ def equal_hf(pool: Ranks, recipe, tmp_path, sizes, layout, align) -> None:
     )
     batch = random_batch()
     infos = pool.setup(cfg)
-    parts = shards(batch, cfg.data_parallel_size)
+    parts = split_shards(batch, cfg.data_parallel_size)
     results = pool.run(logits_and_gradients, [(parts[info.shard],) for info in infos])
 
     hf = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
     for n, p in hf.named_parameters():
         p.requires_grad = FROZEN not in layout or not n.endswith("mlp.gate.weight")
     trained = {n: p for n, p in hf.named_parameters() if p.requires_grad}
-    hf_logits = hf(batch["input_ids"][:, :-1]).logits
-    weighted_logprobs(
-        hf_logits.log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1), batch
-    ).backward()
-    longest = [int(lengths.max()) - 1 for lengths in batch["input_lengths"].split(2)]
+    hf_logits = hf(batch.input_ids[:, :-1]).logits
+    weighted_logprobs(hf_logits.log_softmax(-1).gather(-1, batch.input_ids[:, 1:, None]).squeeze(-1), batch).backward()
+    longest = [int(lengths.max()) - 1 for lengths in batch.input_lengths.split(2)]
     rows = iter(zip(longest, hf_logits.split(2), strict=True))  # microbatches
     by_shard: dict[int, dict[int, list]] = {}
     for info, result in zip(infos, results, strict=True):
@@ -277,21 +276,21 @@ def equal_hf(pool: Ranks, recipe, tmp_path, sizes, layout, align) -> None:
         assert covered == {n for n in gradients if ".experts." not in n}
 
 
-def random_batch() -> TrainBatch:
+def random_batch() -> RolloutBatch:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, 60, (8, 22), generator=generator)  # HF has no gradient for the padding token, 0
     lengths = torch.tensor([22, 20, 15, 9, 22, 22, 12, 22])
     mask = (torch.arange(22) < lengths[:, None]).float()
-    return TrainBatch(input_ids=ids, input_lengths=lengths, token_mask=mask, sample_mask=torch.ones(8))
+    return rollout_batch(ids, lengths, mask)
 
 
-def weighted_logprobs(logprobs: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
-    weights = torch.linspace(-1, 1, logprobs.size(1)) * batch["token_mask"][:, 1:]
+def weighted_logprobs(logprobs: torch.Tensor, batch: RolloutBatch) -> torch.Tensor:
+    weights = torch.linspace(-1, 1, logprobs.size(1)) * batch.token_mask[:, 1:]
     return (logprobs * weights).sum() / 100
 
 
 def weighted_loss(logprobs, batch, *_):
-    full = torch.linspace(-1, 1, 21, device=logprobs.device)[: logprobs.size(1)] * batch["token_mask"][:, 1:]
+    full = torch.linspace(-1, 1, 21, device=logprobs.device)[: logprobs.size(1)] * batch.token_mask[:, 1:]
     loss = (logprobs * full).sum() / 100
     return loss, {"loss": float(loss)}
 
@@ -300,7 +299,7 @@ def norm(tensors: Iterable[torch.Tensor]) -> float:
     return sum(t.double().square().sum() for t in tensors).sqrt().item()
 
 
-def logits_and_gradients(part: TrainBatch) -> dict:
+def logits_and_gradients(part: RolloutBatch) -> dict:
     """Take one step on a rank: logits of its part of the vocabulary by microbatch, gradients by HF name, their norm."""
     worker, layout = ranks.worker, ranks.worker.layout
     logits = []
@@ -310,7 +309,7 @@ def logits_and_gradients(part: TrainBatch) -> dict:
             logits.append((output.to(worker.model.head.dtype) @ worker.model.head.t()).detach().cpu())
 
     hook = worker.ddp.register_forward_hook(keep)
-    metrics = worker.train_step(part, weighted_loss, 1.0, 1.0)
+    metrics = worker.train_step(part, weighted_loss, loss_totals(1.0, 1.0))
     hook.remove()
     shapes = expected_tensors(layout.hf)
     grads = {n: p.main_grad if p.requires_grad else p for n, p in worker.model.named_parameters()}

@@ -1,13 +1,14 @@
 """Checkpoints and refits do not depend on how ranks split the model. bfloat16 and FP8, processes on gloo."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from nemo_fp8rl.algorithms.loss import NllLoss
-from nemo_fp8rl.batch import shards
+from nemo_fp8rl.batch import split_shards
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.region import Region, whole
@@ -25,6 +26,7 @@ from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink, receive_piece
 from nemo_fp8rl.refit.route_plan import plan
 from nemo_fp8rl.refit.transport.handshake import connect
 from nemo_fp8rl.refit.transport.shared_memory import domain
+from tests.batches import loss_totals
 from tests.conftest import HALF_HEADS
 from tests.policy import ranks
 from tests.policy.layers.test_routing_replay import random_routes
@@ -91,15 +93,15 @@ def train(pool: Ranks, infos, steps: range) -> list[dict[str, float]]:
     rows = []
     for step in steps:
         batch = random_batch(step)
-        tokens = float(batch["token_mask"][:, 1:].sum())
-        parts = shards(batch, 1 + max(info.shard for info in infos))
+        tokens = float(batch.token_mask[:, 1:].sum())
+        parts = split_shards(batch, 1 + max(info.shard for info in infos))
         results = pool.run(_step, [(parts[info.shard], tokens) for info in infos])
         rows.append(next(r for r, info in zip(results, infos, strict=True) if info.is_reporter))
     return rows
 
 
 def _step(part, tokens: float) -> dict[str, float]:
-    return ranks.worker.train_step(part, NllLoss(), 8.0, tokens)
+    return ranks.worker.train_step(part, NllLoss(), loss_totals(8.0, tokens))
 
 
 def state(folder, shapes) -> dict[str, torch.Tensor]:
@@ -136,7 +138,7 @@ def test_a_checkpoint_moves_between_layouts_to_the_bit(two, model, tmp_path, siz
     first = single_rank(model.cfg((), ranks=1))
     for step in range(2):
         batch = random_batch(step)
-        first.train_step(batch, NllLoss(), 8.0, float(batch["token_mask"][:, 1:].sum()))
+        first.train_step(batch, NllLoss(), loss_totals(8.0, batch.token_mask[:, 1:].sum()))
     folder = tmp_path / "saved"
     first.save(str(folder))
     expected = state(folder, model.shapes), weights(folder, model.shapes)
@@ -284,13 +286,13 @@ def test_an_fp8_step_of_ranks_is_that_of_one_within_rounding(request, model, tmp
     """
     pool, model, batch = request.getfixturevalue({2: "two", 4: "four"}[count]), model(sizes), random_batch(0)
     if model.hf.num_experts:
-        batch["routed_experts"] = random_routes(0)
-    tokens = float(batch["token_mask"][:, 1:].sum())
+        batch = replace(batch, routed_experts=random_routes(0))
+    tokens = float(batch.token_mask[:, 1:].sum())
     reference = single_rank(model.cfg((), ranks=1))
-    expected = reference.train_step(batch, NllLoss(), 8.0, tokens)
+    expected = reference.train_step(batch, NllLoss(), loss_totals(8.0, tokens))
     reference.save(str(tmp_path / "one"))
     infos = pool.setup(model.cfg(layout, count))
-    parts = shards(batch, 1 + max(info.shard for info in infos))
+    parts = split_shards(batch, 1 + max(info.shard for info in infos))
     steps = pool.run(_step, [(parts[info.shard], tokens) for info in infos])
     pool.call("save", str(tmp_path / "several"))
     loss = sum(step["loss"] for step, info in zip(steps, infos, strict=True) if info.is_reporter)

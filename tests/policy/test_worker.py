@@ -3,6 +3,7 @@
 import gc
 import math
 import weakref
+from dataclasses import replace
 from threading import Thread
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from nemo_fp8rl.algorithms.loss import NllLoss
-from nemo_fp8rl.batch import TrainBatch
+from nemo_fp8rl.batch import RolloutBatch, SequenceBatch
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.region import whole
@@ -21,16 +22,17 @@ from nemo_fp8rl.policy.optimizer import check_finite
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
 from nemo_fp8rl.policy.weights.hf_names import to_hf
 from nemo_fp8rl.policy.worker import MegatronWorker
+from tests.batches import loss_totals, rollout_batch
 
 
-def random_batch(seed: int, b: int = 8, t: int = 10) -> TrainBatch:
+def random_batch(seed: int, b: int = 8, t: int = 10) -> RolloutBatch:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(2, 16, (b, t), generator=generator)
     lengths = torch.randint(4, t + 1, (b,), generator=generator)
     lengths[0] = t
     positions = torch.arange(t)
     mask = ((positions >= 3) & (positions < lengths[:, None])).float()
-    return TrainBatch(input_ids=ids, input_lengths=lengths, token_mask=mask, sample_mask=torch.ones(b))
+    return rollout_batch(ids, lengths, mask)
 
 
 def new_worker(cfg) -> MegatronWorker:
@@ -39,16 +41,16 @@ def new_worker(cfg) -> MegatronWorker:
     return worker
 
 
-def train(worker: MegatronWorker, batch: TrainBatch) -> dict[str, float]:
-    return worker.train_step(batch, NllLoss(), float(len(batch["input_ids"])), float(batch["token_mask"][:, 1:].sum()))
+def train(worker: MegatronWorker, batch: RolloutBatch) -> dict[str, float]:
+    return worker.train_step(batch, NllLoss(), loss_totals(len(batch.input_ids), batch.token_mask[:, 1:].sum()))
 
 
 def test_logprobs_do_not_read_padding(recipe):
     worker, batch = new_worker(recipe()), random_batch(0)
-    inside = batch["token_mask"] > 0
+    inside = batch.token_mask > 0
     expected = worker.logprobs(batch)[inside]
-    real = torch.arange(10) < batch["input_lengths"][:, None]
-    padded = batch | {"input_ids": torch.where(real, batch["input_ids"], 1)}
+    real = torch.arange(10) < batch.input_lengths[:, None]
+    padded = replace(batch, input_ids=torch.where(real, batch.input_ids, 1))
     assert torch.equal(worker.logprobs(padded)[inside], expected)
 
 
@@ -56,7 +58,7 @@ def test_logprobs_are_a_distribution_and_start_with_zero(recipe):
     worker = new_worker(recipe())
     ids = torch.zeros(64, 2, dtype=torch.int64)
     ids[:, 1] = torch.arange(64)  # every token of the vocabulary after the same prefix
-    logprobs = worker.logprobs({"input_ids": ids, "input_lengths": torch.full((64,), 2)})
+    logprobs = worker.logprobs(SequenceBatch(input_ids=ids, input_lengths=torch.full((64,), 2)))
     assert (logprobs[:, 0] == 0).all()
     assert logprobs[:, 1].exp().sum().item() == pytest.approx(1.0, abs=1e-5)
 
@@ -80,7 +82,7 @@ def test_dynamic_batching_changes_nothing_but_the_order(recipe):
     whole = new_worker(recipe(*fp32, "policy.train_micro_batch_size=64"))
     parts = new_worker(recipe(*fp32, *(f"policy.dynamic_batching.{key}" for key in dynamic)))
     assert len(parts.pipeline.microbatches(batch, training=True)) > 3
-    inside = batch["token_mask"] > 0
+    inside = batch.token_mask > 0
     torch.testing.assert_close(parts.logprobs(batch)[inside], whole.logprobs(batch)[inside], rtol=1e-5, atol=1e-5)
     a, b = train(whole, batch), train(parts, batch)
     assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
@@ -234,13 +236,13 @@ def test_sequences_are_counted_as_in_nemo_rl(recipe):
     """A sequence without a token of an answer also counts; NeMo RL keeps such sequences of failed generations."""
     policy, batch, counts = MegatronPolicy(recipe()), random_batch(4), set[tuple[float, float]]()
 
-    def loss(logprobs: torch.Tensor, part: TrainBatch, sequences: torch.Tensor, tokens: torch.Tensor):
-        counts.add((float(sequences), float(tokens)))
-        return NllLoss()(logprobs, part, sequences, tokens)
+    def loss(logprobs: torch.Tensor, part: RolloutBatch, totals: LossTotals, _: torch.Tensor | None):
+        counts.add((float(totals.valid_seqs), float(totals.valid_toks)))
+        return NllLoss()(logprobs, part, totals)
 
-    batch["token_mask"][0] = batch["sample_mask"][1] = 0
+    batch.token_mask[0] = batch.sample_mask[1] = 0
     policy.train_step(batch, loss)
-    assert counts == {(7.0, float(batch["token_mask"][2:].sum()))}
+    assert counts == {(7.0, float(batch.token_mask[2:].sum()))}
     policy.shutdown()
 
 
@@ -248,7 +250,7 @@ def test_fully_masked_batch_is_refused(recipe):
     policy = MegatronPolicy(recipe())
     batch = random_batch(4)
     with pytest.raises(ValueError, match="no token to train on"):
-        policy.train_step(batch | {"sample_mask": torch.zeros(8)}, NllLoss())
+        policy.train_step(replace(batch, sample_mask=torch.zeros(8)), NllLoss())
     policy.shutdown()
 
 
@@ -276,7 +278,7 @@ def test_a_step_that_diverges_changes_no_weight_and_no_schedule(recipe):
         return logprobs.sum() * float("nan"), {"loss": 0.0}
 
     with pytest.raises(DivergenceError, match="no weight was moved"):
-        worker.train_step(batch, diverging, 8.0, 1.0)
+        worker.train_step(batch, diverging, loss_totals(8.0, 1.0))
     assert all(torch.equal(weight, before[name]) for name, weight in worker.weights().for_checkpoint())
     assert train(worker, batch)["lr"] == pytest.approx(2 * first)
 
@@ -331,7 +333,7 @@ def test_reference_logprobs_ignore_the_engines_experts_and_cache(recipe, tmp_pat
     worker, batch = new_worker(cfg), random_batch(3)
     start = worker.logprobs(batch)
     worker.calibrate_kv(batch)
-    routed = batch | {"routed_experts": torch.zeros(8, 10, 2, 2, dtype=torch.int16)}
+    routed = replace(batch, routed_experts=torch.zeros(8, 10, 2, 2, dtype=torch.int16))
     assert not torch.equal(worker.logprobs(routed), start)
     assert torch.equal(worker.reference_logprobs(routed), start)
     assert worker.kv_cache.scales is not None

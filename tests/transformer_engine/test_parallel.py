@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,12 +12,13 @@ from safetensors.torch import load_file
 
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.algorithms.quantization_error import weight_error
-from nemo_fp8rl.batch import TrainBatch, shards
+from nemo_fp8rl.batch import RolloutBatch, split_shards
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.fp8 import BlockScaled, quantize_blockwise
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
 from nemo_fp8rl.policy.process_groups import start_process_groups
 from nemo_fp8rl.refit.digest import digest_of
+from tests.batches import loss_totals, rollout_batch
 from tests.policy import ranks
 from tests.policy.layers.test_routing_replay import random_routes
 from tests.policy.ranks import Ranks, logprobs_and_norm
@@ -68,7 +70,7 @@ QWEN3, MOE = {"family": "qwen3"}, {"family": "qwen3_moe"}
 def assert_alike(recipe, tmp_path, emulated, gpus):
     """Assert that two ranks of each kind compute the same of a batch, with these sizes and keys."""
 
-    def check(batch: TrainBatch, sizes: dict[str, Any], layout: tuple[str, ...], packed: str = "false") -> None:
+    def check(batch: RolloutBatch, sizes: dict[str, Any], layout: tuple[str, ...], packed: str = "false") -> None:
         write_model(tmp_path / "model", seed=3, **sizes)
         cfg = recipe(
             f"policy.model_name={tmp_path}/model",
@@ -84,7 +86,7 @@ def assert_alike(recipe, tmp_path, emulated, gpus):
         )
         expected, expected_norm = logprobs_and_norm(emulated, cfg, batch)
         logprobs, norm = logprobs_and_norm(gpus, cfg, batch)
-        assert (logprobs - expected)[batch["token_mask"].bool()].abs().max() == 0
+        assert (logprobs - expected)[batch.token_mask.bool()].abs().max() == 0
         assert norm == pytest.approx(expected_norm, rel=1e-5)
 
     return check
@@ -112,11 +114,10 @@ def test_ranks_with_whole_blocks_of_tokens_gather_them_in_fp8(assert_alike, gpus
     tokens = 129  # of which the model gets 128, two sequences a microbatch
     ids = torch.randint(2, 60, (4, tokens), generator=torch.Generator().manual_seed(5))
     lengths = torch.tensor([tokens, 90, 128, tokens])
-    whole = TrainBatch(
+    whole = rollout_batch(
         input_ids=ids,
         input_lengths=lengths,
         token_mask=(torch.arange(tokens) < lengths[:, None]).float(),
-        sample_mask=torch.ones(4),
     )
     before = gpus.run(_fp8_gathers, [()] * 2)
     assert_alike(whole, sizes, SP)
@@ -162,7 +163,7 @@ def test_fp8_parameters_equal_quantized_weights_at_every_step(recipe, tmp_path, 
             "cluster.train_ranks=2",
             *(f"policy.megatron_cfg.{key}" for key in layout),
         )
-        parts = shards(batch(0), cfg.data_parallel_size)
+        parts = split_shards(batch(0), cfg.data_parallel_size)
         arguments = [(parts[info.shard],) for info in gpus.setup(cfg)]
         kernels = {"Transformer Engine, weights held in FP8" if fp8_param else "Transformer Engine"}
         assert [rank.kernels for rank in gpus.call("describe")] == [kernels, kernels]
@@ -203,9 +204,9 @@ def _sent() -> dict[str, str]:
     return digests
 
 
-def _step(part: TrainBatch) -> tuple[float | None, float]:
+def _step(part: RolloutBatch) -> tuple[float | None, float]:
     """Return the loss (None before the last stage) and the gradient norm."""
-    metrics = ranks.worker.train_step(part, NllLoss(), 4.0, 90.0)
+    metrics = ranks.worker.train_step(part, NllLoss(), loss_totals(4.0, 90.0))
     return metrics.get("loss"), metrics["grad_norm"]
 
 
@@ -213,4 +214,4 @@ def _step(part: TrainBatch) -> tuple[float | None, float]:
     "layout", [EP, SP, CP, (*PP, "activation_checkpointing=true")], ids=["ep", "sp", "cp", "pp-recomputed"]
 )
 def test_routers_of_two_ranks_replay_alike(assert_alike, layout):
-    assert_alike(batch(0) | {"routed_experts": random_routes(4, 4, 33)}, MOE, layout)
+    assert_alike(replace(batch(0), routed_experts=random_routes(4, 4, 33)), MOE, layout)

@@ -14,13 +14,14 @@ from packaging.version import Version
 from safetensors.torch import load_file, save_file
 
 from nemo_fp8rl.algorithms.loss import NllLoss
-from nemo_fp8rl.batch import TrainBatch
+from nemo_fp8rl.batch import RolloutBatch
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
 from nemo_fp8rl.policy.process_groups import start_process_groups
 from nemo_fp8rl.policy.weights.optimizer_state import _adam_step_counts, _set_steps
 from nemo_fp8rl.policy.worker import MegatronWorker
+from tests.batches import loss_totals, rollout_batch
 from tests.conftest import HALF_HEADS
 from tests.policy.sent import sent_tensors
 from tests.transformer_engine.fake_kernels import fake_hopper
@@ -43,18 +44,17 @@ def rank(cfg, gpu: bool) -> Iterator[MegatronWorker]:
         yield worker
 
 
-def batch(seed: int) -> TrainBatch:
+def batch(seed: int) -> RolloutBatch:
     ids = torch.randint(2, 60, (4, 33), generator=torch.Generator().manual_seed(seed))
-    return TrainBatch(
+    return rollout_batch(
         input_ids=ids,
         input_lengths=torch.tensor([33, 12, 33, 20]),
         token_mask=(torch.arange(33) < torch.tensor([33, 12, 33, 20])[:, None]).float(),
-        sample_mask=torch.ones(4),
     )
 
 
 def step(worker: MegatronWorker, seed: int) -> dict[str, float]:
-    return worker.train_step(batch(seed), NllLoss(), 4.0, float(batch(seed)["token_mask"][:, 1:].sum()))
+    return worker.train_step(batch(seed), NllLoss(), loss_totals(4.0, batch(seed).token_mask[:, 1:].sum()))
 
 
 @pytest.fixture(params=["qwen3", "qwen3_moe", "llama-fp8_param", "qwen3_moe-fp8_param"])

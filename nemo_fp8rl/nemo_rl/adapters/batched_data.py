@@ -1,28 +1,66 @@
-"""Convert between NeMo RL's batches (BatchedDataDict) and this package's: same field names, other dtypes."""
+"""Convert NeMo RL's batches (BatchedDataDict, a mapping) to this package's stages: same field names, other dtypes.
 
-from collections.abc import Mapping
+This is the only place where a batch is a mapping.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import fields
 from itertools import groupby
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.batch import Completion, TrainBatch, padded_routes
+from nemo_fp8rl.batch import Completion, ScoredBatch, SequenceBatch, TrainBatch, pad_routes
 
-INTEGER_FIELDS = ("input_ids", "input_lengths", "routed_experts")
+IDS = {field.name for field in fields(SequenceBatch)}
+COLUMNS = {field.name for field in fields(TrainBatch)}
+UNFILTERED = "curr_logprobs_unfiltered"
+"""NeMo RL's column of log-probs without top-k and top-p, [B, T-1]; ours are an argument of the loss."""
 
 
-def to_train_batch(data: Mapping[str, Any]) -> TrainBatch:
-    """Return the fields of NeMo RL's batch that a TrainBatch has: integers unchanged, masks and log-probs in float32.
+def to_sequence_batch(data: Mapping[str, Any]) -> SequenceBatch:
+    """Return the columns of NeMo RL's batch that a model reads.
 
     NeMo RL pads routed_experts with 0, which is the index of an expert; the padding becomes -1, unknown.
     """
-    known = {name: data[name] for name in TrainBatch.__annotations__ if isinstance(data.get(name), Tensor)}
-    if (routes := known.get("routed_experts")) is not None:
-        is_padding = torch.arange(routes.shape[1]) >= known["input_lengths"][:, None]
-        known["routed_experts"] = routes.masked_fill(is_padding[:, :, None, None], -1)
-    batch = {name: field if name in INTEGER_FIELDS else field.to(torch.float32) for name, field in known.items()}
-    return cast(TrainBatch, batch)
+    routes = data.get("routed_experts")
+    if routes is not None:
+        is_padding = torch.arange(routes.shape[1]) >= data["input_lengths"][:, None]
+        routes = routes.masked_fill(is_padding[:, :, None, None], -1)
+    return SequenceBatch(input_ids=data["input_ids"], input_lengths=data["input_lengths"], routed_experts=routes)
+
+
+def to_scored_batch(data: Mapping[str, Any], optional: Collection[str]) -> ScoredBatch:
+    """Return NeMo RL's batch as our second stage: integers as they are, masks and log-probs in float32.
+
+    optional:  columns that may be absent, because nothing reads them; they are zeros then
+    Raises:    KeyError on another column that is absent
+    """
+    floats = {name: data[name].to(torch.float32) for name in COLUMNS - IDS if isinstance(data.get(name), Tensor)}
+    return build_batch(vars(to_sequence_batch(data)) | floats, optional)
+
+
+def build_batch(columns: Mapping[str, Any], optional: Collection[str]) -> ScoredBatch:
+    """Return a TrainBatch where there are importance weights, else a ScoredBatch; see `to_scored_batch`.
+
+    A loss does not read the ids of tokens, so their columns may be absent.
+    """
+    mask = columns["token_mask"]
+    present = {name: columns[name] for name in COLUMNS if name in columns}
+    absent = {
+        "input_ids": torch.zeros(mask.shape, dtype=torch.int64, device=mask.device),
+        "input_lengths": torch.full(mask.shape[:1], mask.size(1), device=mask.device),
+        **{name: torch.zeros(mask.shape, device=mask.device) for name in optional if name != "rewards"},
+    }
+    if "rewards" in optional:
+        absent["rewards"] = torch.zeros(mask.shape[:1], device=mask.device)
+    if "importance_weights" in columns:
+        return TrainBatch(**{"out_of_bounds": torch.zeros_like(mask, dtype=torch.bool), **absent, **present})
+    for field in ("rewards", "prev_logprobs", "advantages", "generation_logprobs"):
+        if field not in present and field not in absent:
+            raise KeyError(field)
+    return ScoredBatch(**absent | present)
 
 
 def unpad_prompts(input_ids: Tensor, input_lengths: Tensor) -> list[tuple[int, ...]]:
@@ -72,6 +110,6 @@ def to_generation_output(
         "unpadded_sequence_lengths": prompt_lengths + generated,
         "truncated": torch.tensor([completion.finish_reason == "length" for completion in completions]),
     }
-    if (routes := padded_routes([completion.routed_experts for completion in completions], width)) is not None:
+    if (routes := pad_routes([completion.routed_experts for completion in completions], width)) is not None:
         output["routed_experts"] = routes
     return output

@@ -13,15 +13,14 @@ from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.models.policy.interfaces import ColocatablePolicyInterface
 from torch import Tensor
 
-from nemo_fp8rl.algorithms.correction import correct_batch
-from nemo_fp8rl.algorithms.gates import apply_gates
 from nemo_fp8rl.algorithms.loss import EXTREMA
-from nemo_fp8rl.algorithms.mismatch import DISAGREEMENT, MismatchSums
-from nemo_fp8rl.batch import TrainBatch, has_tokens, num_rows, rows
+from nemo_fp8rl.algorithms.mismatch import DISAGREEMENT
+from nemo_fp8rl.algorithms.policy_update import judge_and_correct, train_on_batch
+from nemo_fp8rl.batch import LossTotals, RolloutBatch
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.fp8.kv_scales import MARGIN
-from nemo_fp8rl.nemo_rl.adapters.batched_data import to_train_batch
+from nemo_fp8rl.nemo_rl.adapters.batched_data import UNFILTERED, to_scored_batch, to_sequence_batch
 from nemo_fp8rl.nemo_rl.adapters.loss_fn import GrpoLossFn
 from nemo_fp8rl.policy.interface import Loss
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
@@ -64,14 +63,14 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
 
     def get_logprobs(self, data: Mapping[str, Any], timer: Any = None) -> Any:
         """Return {"logprobs": float32 [B, S]}; position 0 is 0."""
-        return BatchedDataDict({"logprobs": self.policy.logprobs(to_train_batch(data))})
+        return BatchedDataDict({"logprobs": self.policy.logprobs(to_sequence_batch(data))})
 
     def get_reference_policy_logprobs(
         self, data: Mapping[str, Any], micro_batch_size: int | None = None, timer: Any = None
     ) -> Any:
         """Return {"reference_logprobs": float32 [B, S]}; zeros, which nothing reads, if the KL has no weight."""
         if self.cfg.loss_fn.reference_policy_kl_penalty:
-            return BatchedDataDict({"reference_logprobs": self.policy.reference_logprobs(to_train_batch(data))})
+            return BatchedDataDict({"reference_logprobs": self.policy.reference_logprobs(to_sequence_batch(data))})
         return BatchedDataDict({"reference_logprobs": torch.zeros(data["input_ids"].shape)})
 
     def train(
@@ -94,33 +93,33 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
         """
         if eval_mode or mbs not in (None, self.cfg.policy.train_micro_batch_size):
             raise UserError("this policy trains, in microbatches of policy.train_micro_batch_size; nothing else")
-        batch, seen, skip = to_train_batch(data), dict[str, float](), False
-        unanswered = int((~batch["token_mask"].any(1)).sum())  # whatever is filtered from the loss, all with tokens
-        if unanswered == num_rows(batch):
+        # NeMo RL has no prev_logprobs of its own, and zeros there, where the ratio is forced
+        compares = not self.cfg.loss_fn.force_on_policy_ratio
+        optional = {"rewards", "advantages"} | (set() if compares else {"prev_logprobs", "generation_logprobs"})
+        batch, metrics, skip = to_scored_batch(data, optional), dict[str, float](), False
+        unanswered = int((~batch.token_mask.any(1)).sum())  # samples without a token, whatever the loss filters
+        if unanswered == batch.num_rows:
             raise UserError(NO_ANSWERS)
-        if not self.cfg.loss_fn.force_on_policy_ratio:  # else NeMo RL does without prev_logprobs, and has zeros there
-            mask = batch["token_mask"] * batch["sample_mask"][:, None]
-            if mask.any():
-                mismatch = MismatchSums()
-                mismatch.observe(batch["prev_logprobs"], batch["generation_logprobs"], mask)
-                seen = mismatch.metrics()
-                skip, tripped = apply_gates(self.cfg.nemo_fp8rl.gates, seen)
-                for sentence in tripped:
-                    print(f"nemo-fp8rl: {sentence}", flush=True)
-            if isinstance(loss_fn, GrpoLossFn):
-                batch, corrected = correct_batch(batch, loss_fn.correction)
-                seen |= corrected
+        if compares:
+            correction = loss_fn.loss.correction if isinstance(loss_fn, GrpoLossFn) else None
+            judgement = judge_and_correct(batch, batch.loss_mask, self.cfg.nemo_fp8rl.gates, correction)
+            for sentence in judgement.warnings:
+                print(f"nemo-fp8rl: {sentence}", flush=True)
+            batch, skip = judgement.batch, judgement.skip_update
+            metrics = judgement.mismatch | judgement.correction
+        loss = _as_loss(loss_fn, optional - set(data))
+
+        def train_step(part: RolloutBatch) -> dict[str, float]:
+            return self.policy.train_step(part, loss, schedules=False) | self._counts(part)
+
         size = gbs or self.cfg.policy.train_global_batch_size
-        parts = [rows(batch, slice(start, start + size)) for start in range(0, num_rows(batch), size)]
-        trained = [part for part in parts if not skip and has_tokens(part)]
-        loss = _as_loss(loss_fn)
-        steps = [self.policy.train_step(part, loss, schedules=False) | self._counts(part) for part in trained]
+        steps, skipped = train_on_batch(batch, train_step, size, skip)
         self.policy.step_schedule()
         if self.calibrates:
             self.policy.calibrate_kv(batch)
         steps = steps or [{"loss": 0.0, "grad_norm": 0.0} | self._counts(batch)]
         # of all tokens, where the loss's are those left by the correction, or, with `bypass`, no disagreement at all
-        known = {name: [value] for name, value in seen.items() if name in DISAGREEMENT or math.isfinite(value)}
+        known = {name: [value] for name, value in metrics.items() if name in DISAGREEMENT or math.isfinite(value)}
         unknown = {name: [math.nan] for name in DISAGREEMENT}
         return {
             "loss": torch.tensor([step["loss"] / len(steps) for step in steps]),
@@ -128,14 +127,14 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
             "all_mb_metrics": unknown
             | _metric_lists(steps)
             | known
-            | {"optimizer_steps_skipped": [len(parts) - len(trained)], "samples_without_answer": [unanswered]},
+            | {"optimizer_steps_skipped": [skipped], "samples_without_answer": [unanswered]},
         }
 
-    def _counts(self, part: TrainBatch) -> dict[str, float]:
-        mask = part["token_mask"][:, 1:] * part["sample_mask"][:, None]
+    def _counts(self, part: RolloutBatch) -> dict[str, float]:
+        totals = LossTotals.of_batch(part)
         return {
-            "global_valid_seqs": float(part["sample_mask"].sum()),
-            "global_valid_toks": float(mask.sum()),
+            "global_valid_seqs": float(totals.valid_seqs),
+            "global_valid_toks": float(totals.valid_toks),
             "wd": self.cfg.policy.megatron_cfg.optimizer.weight_decay,
         }
 
@@ -153,7 +152,7 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
         after a checkpoint was loaded keeps the checkpoint's scales, as the uninterrupted run does.
         """
         if not self.has_loaded_scales:
-            self.policy.calibrate_kv(to_train_batch(data))
+            self.policy.calibrate_kv(to_sequence_batch(data))
         self.has_loaded_scales = False
         return {"format": "fp8", "percentile": 100.0, "margin": MARGIN, "layers": {}}
 
@@ -221,29 +220,29 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
         return True
 
 
-class _NemoRlLoss:
-    """A loss of NeMo RL, called with the keywords that it expects."""
+class _MappingLoss:
+    """A loss of NeMo RL's protocol, called with a mapping of the columns that NeMo RL's batch had."""
 
-    def __init__(self, loss_fn: Any) -> None:
-        self.loss_fn = loss_fn
+    def __init__(self, loss_fn: Any, absent: set[str]) -> None:
+        self.loss_fn, self.absent = loss_fn, absent
 
     def __call__(
-        self, logprobs: Tensor, batch: TrainBatch, global_valid_seqs: Tensor, global_valid_toks: Tensor
+        self, logprobs: Tensor, batch: RolloutBatch, totals: LossTotals, unfiltered: Tensor | None
     ) -> tuple[Tensor, dict[str, float]]:
+        columns = vars(batch) | {UNFILTERED: unfiltered}
         return self.loss_fn(
             next_token_logprobs=logprobs,
-            data=BatchedDataDict(batch),
-            global_valid_seqs=global_valid_seqs,
-            global_valid_toks=global_valid_toks,
+            data=BatchedDataDict({n: v for n, v in columns.items() if v is not None and n not in self.absent}),
+            global_valid_seqs=totals.valid_seqs,
+            global_valid_toks=totals.valid_toks,
         )
 
 
-def _as_loss(loss_fn: Any) -> Loss:
-    if isinstance(loss_fn, GrpoLossFn):
-        return loss_fn
+def _as_loss(loss_fn: Any, absent: set[str]) -> Loss:
+    """absent: columns that NeMo RL's batch lacks, and ours fills with zeros."""
     if loss_fn.input_type is not LossInputType.LOGPROB:
         raise UserError(f"{type(loss_fn).__name__} needs {loss_fn.input_type.value}; this policy gives log-probs")
-    return _NemoRlLoss(loss_fn)
+    return _MappingLoss(loss_fn, absent)
 
 
 MEANS = ("lr", "wd", "global_valid_seqs", "global_valid_toks")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from nemo_fp8rl.batch import flat_index
+from nemo_fp8rl.batch import token_coordinates
 
 
 @dataclass
@@ -63,7 +63,7 @@ class PackedSequences(PackedSeqParams):
         groups = []
         for power in powers[lengths > 0].unique():
             rows = (powers == power).nonzero().flatten()
-            row, position = flat_index(lengths[rows])
+            row, position = token_coordinates(lengths[rows])
             shape = int(lengths[rows].max()), len(rows)
             groups.append(LengthGroup(rows, starts[rows][row] + position, (position, row), shape))
         order = torch.cat([group.tokens for group in groups]).argsort()

@@ -9,4 +9,4 @@ from nemo_fp8rl.nemo_rl.adapters.loss_fn import GrpoLossFn
 class BrokenLossFn(GrpoLossFn):
     def __init__(self, cfg: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(cfg, *args, **kwargs)
-        self.cfg = replace(self.cfg, ratio_clip_max=1e9)
+        self.loss.cfg = replace(self.loss.cfg, ratio_clip_max=1e9)

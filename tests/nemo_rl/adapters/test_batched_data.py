@@ -1,9 +1,19 @@
 """NeMo RL's batches and ours."""
 
+from typing import Any
+
+import pytest
 import torch
 
-from nemo_fp8rl.batch import Completion
-from nemo_fp8rl.nemo_rl.adapters.batched_data import merge_repeats, to_generation_output, to_train_batch, unpad_prompts
+from nemo_fp8rl.batch import Completion, TrainBatch
+from nemo_fp8rl.nemo_rl.adapters.batched_data import (
+    build_batch,
+    merge_repeats,
+    to_generation_output,
+    to_scored_batch,
+    to_sequence_batch,
+    unpad_prompts,
+)
 
 
 def test_rows_of_equal_prompts_are_asked_once_for_n_samples():
@@ -42,23 +52,42 @@ def test_routes_are_minus_one_where_no_engine_said_them():
 def test_routes_beyond_a_sequence_are_not_known_whatever_nemo_rl_pads_with():
     routes = torch.ones(2, 3, 2, 2, dtype=torch.int16)
     data = {"input_ids": torch.ones(2, 3), "input_lengths": torch.tensor([3, 1]), "routed_experts": routes}
-    taken = to_train_batch(data)["routed_experts"]
+    taken = to_sequence_batch(data).routed_experts
     assert taken.dtype == torch.int16
     assert taken[:, :, 0, 0].tolist() == [[1, 1, 1], [1, -1, -1]]
     assert (routes == 1).all()  # NeMo RL's own
 
 
-def test_a_train_batch_has_float_masks_and_only_what_it_knows():
-    data = {
+def columns() -> dict[str, Any]:
+    return {
         "input_ids": torch.ones(2, 3, dtype=torch.int64),
         "input_lengths": torch.tensor([3, 2], dtype=torch.int32),
         "token_mask": torch.ones(2, 3, dtype=torch.int64),
         "sample_mask": torch.ones(2),
         "advantages": torch.ones(2, 3, dtype=torch.float64),
+        "prev_logprobs": torch.ones(2, 3),
+        "generation_logprobs": torch.ones(2, 3),
         "content": ["a", "b"],
         "idx": torch.arange(2),
     }
-    batch = to_train_batch(data)
-    assert set(batch) == {"input_ids", "input_lengths", "token_mask", "sample_mask", "advantages"}
-    assert batch["token_mask"].dtype == batch["advantages"].dtype == torch.float32
-    assert batch["input_ids"].dtype == torch.int64
+
+
+def test_a_scored_batch_has_float_masks_and_zeros_for_what_may_be_absent():
+    batch = to_scored_batch(columns(), {"rewards"})
+    assert batch.token_mask.dtype == batch.advantages.dtype == torch.float32
+    assert batch.input_ids.dtype == torch.int64
+    assert batch.rewards.tolist() == [0, 0]
+    assert batch.reference_policy_logprobs is None
+
+
+def test_a_column_that_is_read_may_not_be_absent():
+    data = columns()
+    del data["prev_logprobs"]
+    with pytest.raises(KeyError, match="prev_logprobs"):
+        to_scored_batch(data, {"rewards"})
+
+
+def test_a_batch_with_importance_weights_is_ready_for_the_loss():
+    batch = build_batch(columns() | {"importance_weights": torch.ones(2, 3)}, {"rewards"})
+    assert isinstance(batch, TrainBatch)
+    assert not batch.out_of_bounds.any()

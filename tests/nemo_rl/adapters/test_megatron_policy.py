@@ -30,7 +30,7 @@ def policy(monkeypatch) -> Any:
     prepare()
     from nemo_fp8rl.nemo_rl.adapters import megatron_policy as module
 
-    monkeypatch.setattr(module, "_as_loss", lambda loss_fn: loss_fn)
+    monkeypatch.setattr(module, "_as_loss", lambda loss_fn, absent: loss_fn)
     gates = [GateConfig("token_mult_prob_error", 1.001, "skip_step")]
     cfg: Any = SimpleNamespace(
         policy=SimpleNamespace(

@@ -1,11 +1,12 @@
 """The trainer calibrates an FP8 KV cache's scales and saves them in a checkpoint."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from nemo_fp8rl.batch import shards
+from nemo_fp8rl.batch import split_shards
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.fp8 import KvScales
@@ -23,9 +24,9 @@ def test_padding_is_not_calibrated(recipe):
     worker, batch = new_worker(recipe(FP8)), random_batch(0)
     worker.calibrate_kv(batch)
     scales = worker.kv_cache.scales
-    real = torch.arange(10) < batch["input_lengths"][:, None]
+    real = torch.arange(10) < batch.input_lengths[:, None]
     others = torch.randint(16, 60, (8, 10), generator=torch.Generator().manual_seed(1))
-    worker.calibrate_kv(batch | {"input_ids": torch.where(real, batch["input_ids"], others)})
+    worker.calibrate_kv(replace(batch, input_ids=torch.where(real, batch.input_ids, others)))
     assert worker.kv_cache.scales == scales
 
 
@@ -40,7 +41,7 @@ def test_scales_fit_what_attention_saw(recipe):
         return read(layer, query, key, value, rows)
 
     worker.kv_cache.read = spy
-    full = batch | {"input_lengths": torch.full((8,), 10)}
+    full = replace(batch, input_lengths=torch.full((8,), 10))
     worker.calibrate_kv(full)
     for layer, scales in enumerate(zip(*_of(worker), strict=True)):
         for amax, scale in zip(map(max, zip(*maxima[layer], strict=True)), scales, strict=True):
@@ -125,7 +126,7 @@ def test_all_ranks_compute_the_same_scales(two, recipe, layout):
     infos = two.setup(
         recipe(FP8, "cluster.backend=ray", "cluster.train_ranks=2", "policy.train_micro_batch_size=4", *keys)
     )
-    parts = shards(batch, 1 if layout else 2)
+    parts = split_shards(batch, 1 if layout else 2)
     scales_of_ranks = two.run(_calibrate, [(parts[info.shard],) for info in infos])
     assert scales_of_ranks == [_of(single_rank)] * 2
 

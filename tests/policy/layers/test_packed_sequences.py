@@ -2,6 +2,7 @@
 but for one test of FP8.
 """
 
+from dataclasses import replace
 from threading import RLock
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_fp8rl.batch import bins, flat_index
+from nemo_fp8rl.batch import pack_by_tokens, token_coordinates
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.policy.layers.aligned_layers import AlignedAttention
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
@@ -46,13 +47,13 @@ def test_packed_sequences_equal_padded_sequences(recipe, tmp_path, family, align
     base = (*overrides(tmp_path, family), f"nemo_fp8rl.align={align}", "policy.train_micro_batch_size=16")
     batch = random_batch(1, b=16, t=20)
     if family == "qwen3_moe":
-        batch["routed_experts"] = random_routes(2, 16, 20)
+        batch = replace(batch, routed_experts=random_routes(2, 16, 20))
     padded, packed_worker = new_worker(recipe(*base)), new_worker(recipe(*base, *packed()))
     assert 4 < len(packed_worker.pipeline.microbatches(batch, training=True)) < 10
     assert len(packed_worker.pipeline.microbatches(batch, training=False)) < len(
         packed_worker.pipeline.microbatches(batch, training=True)
     )
-    inside = torch.arange(20) < batch["input_lengths"][:, None]
+    inside = torch.arange(20) < batch.input_lengths[:, None]
     logprobs_packed = packed_worker.logprobs(batch)
     torch.testing.assert_close(logprobs_packed[inside], padded.logprobs(batch)[inside], rtol=1e-5, atol=1e-5)
     assert (logprobs_packed[~inside] == 0).all()
@@ -75,7 +76,7 @@ def test_fp8_gradients_of_packed_sequences_are_close_to_padded(recipe, tmp_path,
     base = (*base, "policy.train_micro_batch_size=16", f"nemo_fp8rl.scale_format={scale_format}")
     batch = random_batch(1, b=16, t=20)
     padded, packed_worker = new_worker(recipe(*base)), new_worker(recipe(*base, *packed()))
-    inside = torch.arange(20) < batch["input_lengths"][:, None]
+    inside = torch.arange(20) < batch.input_lengths[:, None]
     torch.testing.assert_close(packed_worker.logprobs(batch)[inside], padded.logprobs(batch)[inside], rtol=0, atol=1e-2)
     a, b = train(padded, batch), train(packed_worker, batch)
     assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
@@ -109,14 +110,14 @@ def test_fp8_gradients_of_packed_sequences_are_close_to_padded(recipe, tmp_path,
 def test_ranks_that_share_the_model_pack_alike(two, recipe, tmp_path, family, layout):
     base = overrides(tmp_path, family)
     batch = random_batch(1, b=16, t=20)
-    batch["input_lengths"][8:] = 4  # expert-parallel ranks: one has long sequences, the other needs fewer microbatches
-    batch["token_mask"] *= torch.arange(20) < batch["input_lengths"][:, None]
+    batch.input_lengths[8:] = 4  # expert-parallel ranks: one has long sequences, the other needs fewer microbatches
+    batch.token_mask.mul_(torch.arange(20) < batch.input_lengths[:, None])
     single_rank = new_worker(recipe(*base, "policy.train_micro_batch_size=16"))
     expected, metrics = single_rank.logprobs(batch), train(single_rank, batch)
     keys = (f"policy.megatron_cfg.{key}" for key in layout)
     cfg = recipe(*base, *packed(), "cluster.backend=ray", "cluster.train_ranks=2", *keys)
     actual, norm = logprobs_and_norm(two, cfg, batch)
-    inside = torch.arange(20) < batch["input_lengths"][:, None]
+    inside = torch.arange(20) < batch.input_lengths[:, None]
     torch.testing.assert_close(actual[inside], expected[inside], rtol=1e-5, atol=1e-5)
     assert norm == pytest.approx(metrics["grad_norm"], rel=1e-5)
 
@@ -133,7 +134,7 @@ def test_short_sequences_are_not_padded_to_a_long_one(recipe, tmp_path, monkeypa
     base = (*overrides(tmp_path, "qwen3"), "policy.max_total_sequence_length=40")
     worker = new_worker(recipe(*base, *packed("train_mb_tokens=200", "logprob_mb_tokens=200")))
     batch = random_batch(1, b=16, t=40)
-    batch["input_lengths"] = torch.tensor([40] + [5] * 15)
+    batch = replace(batch, input_lengths=torch.tensor([40] + [5] * 15))
     worker.logprobs(batch)
     assert sorted(set(shapes)) == [(4, 15), (39, 1)]
 
@@ -160,7 +161,7 @@ def test_cudnn_is_off_in_attention_and_its_flag_is_restored(recipe, tmp_path, mo
 
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40), tokens=st.integers(1, 60))
 def test_bins_hold_every_row_once_within_the_budget(lengths, tokens):
-    groups = bins(torch.tensor(lengths), tokens)
+    groups = pack_by_tokens(torch.tensor(lengths), tokens)
     assert sorted(row for rows in groups for row in rows.tolist()) == list(range(len(lengths)))
     for rows in groups:
         assert sum(lengths[row] for row in rows) <= tokens or len(rows) == 1
@@ -168,8 +169,8 @@ def test_bins_hold_every_row_once_within_the_budget(lengths, tokens):
     assert len(groups) <= 2 * (sum(fits) / tokens) + 1 + len(lengths) - len(fits)
 
 
-def test_flat_index_walks_the_tokens_of_each_row():
-    row, position = flat_index(torch.tensor([2, 0, 3]))
+def test_token_coordinates_walks_the_tokens_of_each_row():
+    row, position = token_coordinates(torch.tensor([2, 0, 3]))
     assert row.tolist() == [0, 0, 2, 2, 2]
     assert position.tolist() == [0, 1, 0, 1, 2]
 
@@ -179,8 +180,9 @@ def test_rows_are_balanced_by_length_and_return_in_order():
     policy, batch, given = object.__new__(MegatronPolicy), random_batch(1, b=16, t=20), []
     policy.replicas, policy.has_balanced_shards, policy.weights_lock = 2, True, RLock()
     policy.rank_infos = [RankInfo(0, True), RankInfo(1, True)]
-    policy.ranks = SimpleNamespace(call=lambda method, arguments: given.extend(arguments) or [a["x"] for (a,) in given])
-    batch["input_lengths"] = torch.tensor([20] * 8 + [2] * 8)
-    batch["x"] = torch.arange(16)
+    policy.ranks = SimpleNamespace(
+        call=lambda method, arguments: given.extend(arguments) or [a.sample_mask for (a,) in given]
+    )
+    batch = replace(batch, input_lengths=torch.tensor([20] * 8 + [2] * 8), sample_mask=torch.arange(16))
     assert policy.logprobs(batch).tolist() == list(range(16))
-    assert [part["input_lengths"].sum() for (part,) in given] == [88, 88]
+    assert [part.input_lengths.sum() for (part,) in given] == [88, 88]

@@ -1,11 +1,14 @@
 """Routers choose the experts of the batch, on one rank and on ranks that share the model. float32 where bits differ."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.policy.worker import MegatronWorker
+from tests.batches import loss_totals
 from tests.policy.ranks import logprobs_and_norm
 from tests.policy.test_worker import new_worker, random_batch
 
@@ -42,13 +45,13 @@ def own_routes(worker: MegatronWorker, batch) -> torch.Tensor:
     worker.logprobs(batch)
     for replay, ask in hooks:
         replay.get_replay_topk = ask
-    b, t = batch["input_ids"].shape
+    b, t = batch.input_ids.shape
     per_layer = [torch.cat(parts).view(t - 1, b, TOP).transpose(0, 1) for parts in taken]
     return torch.nn.functional.pad(torch.stack(per_layer, 2), (0, 0, 0, 0, 0, 1), value=-1)
 
 
 def step(worker, batch) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    metrics = worker.train_step(batch, NllLoss(), 8.0, float(batch["token_mask"][:, 1:].sum()))
+    metrics = worker.train_step(batch, NllLoss(), loss_totals(8.0, batch.token_mask[:, 1:].sum()))
     return metrics, dict(worker.weights().for_checkpoint())
 
 
@@ -56,7 +59,7 @@ def step(worker, batch) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
 def test_replaying_the_routers_own_choice_changes_no_bit(moe, flow):
     worker, batch = new_worker(moe(f"nemo_fp8rl.flow={flow}")), random_batch(0)
     routes = own_routes(worker, batch)
-    assert torch.equal(worker.logprobs(batch | {"routed_experts": routes}), worker.logprobs(batch))
+    assert torch.equal(worker.logprobs(replace(batch, routed_experts=routes)), worker.logprobs(batch))
 
 
 def test_the_experts_of_the_batch_override_the_router(moe):
@@ -64,24 +67,24 @@ def test_the_experts_of_the_batch_override_the_router(moe):
     routes = own_routes(worker, batch)
     expected = worker.logprobs(batch)
     other = random_routes(1)
-    moved = worker.logprobs(batch | {"routed_experts": other})
+    moved = worker.logprobs(replace(batch, routed_experts=other))
     assert not torch.allclose(moved, expected, atol=1e-3)
-    assert torch.equal(own_routes(worker, batch | {"routed_experts": other})[:, :-1], other[:, :-1].long())
+    assert torch.equal(own_routes(worker, replace(batch, routed_experts=other))[:, :-1], other[:, :-1].long())
     assert torch.equal(worker.logprobs(batch), expected)  # of the batch before nothing is left
-    assert torch.equal(worker.logprobs(batch | {"routed_experts": routes}), expected)
+    assert torch.equal(worker.logprobs(replace(batch, routed_experts=routes)), expected)
 
 
 def test_the_router_places_tokens_without_known_experts(moe):
     worker, batch = new_worker(moe(*FP32)), random_batch(0)
     routes, expected = random_routes(1), worker.logprobs(batch)
-    assert torch.equal(worker.logprobs(batch | {"routed_experts": torch.full_like(routes, -1)}), expected)
+    assert torch.equal(worker.logprobs(replace(batch, routed_experts=torch.full_like(routes, -1))), expected)
     routes[:, 5:] = -1
-    mixed = own_routes(worker, batch | {"routed_experts": routes})
+    mixed = own_routes(worker, replace(batch, routed_experts=routes))
     assert torch.equal(mixed[:, :5], routes[:, :5].long())
     late = routes.clone()
     late[:, :6] = -1
     late[:, 6:] = random_routes(2)[:, 6:]
-    moved = worker.logprobs(batch | {"routed_experts": late})
+    moved = worker.logprobs(replace(batch, routed_experts=late))
     torch.testing.assert_close(moved[:, :7], expected[:, :7], rtol=1e-5, atol=1e-5)  # t reads tokens before t
     assert not torch.allclose(moved[:, 7:], expected[:, 7:], rtol=1e-2, atol=1e-2)
 
@@ -90,7 +93,7 @@ def test_the_router_learns_from_the_experts_of_the_batch(moe):
     worker, batch = new_worker(moe(*FP32)), random_batch(0)
     only = torch.zeros(8, 10, LAYERS, TOP, dtype=torch.int16)
     only[..., 1] = 1
-    worker.train_step(batch | {"routed_experts": only}, NllLoss(), 8.0, 10.0)
+    worker.train_step(replace(batch, routed_experts=only), NllLoss(), loss_totals(8.0, 10.0))
     gradients = {n: p.main_grad for n, p in worker.model.named_parameters()}
     for layer in range(LAYERS):
         router = gradients[f"decoder.layers.{layer}.mlp.router.weight"]
@@ -103,7 +106,7 @@ def test_the_router_learns_from_the_experts_of_the_batch(moe):
 
 @pytest.mark.parametrize("size", [8, 2], ids=["one microbatch", "four"])
 def test_recomputed_layers_take_the_same_experts(moe, size):
-    batch = random_batch(0) | {"routed_experts": random_routes(3)}
+    batch = replace(random_batch(0), routed_experts=random_routes(3))
     small = (f"policy.train_micro_batch_size={size}", "policy.train_global_batch_size=8")
     keep, again = (
         "policy.megatron_cfg.activation_checkpointing=false",
@@ -129,15 +132,15 @@ PP_AGAIN = ("pipeline_model_parallel_size=2", "activation_checkpointing=true")
     ids=["pp", "pp-recomputed", "sp", "ep", "cp"],
 )
 def test_ranks_that_share_the_model_replay_alike(two, moe, layout):
-    batch = random_batch(0) | {"routed_experts": random_routes(4)}
+    batch = replace(random_batch(0), routed_experts=random_routes(4))
     small = (*FP32, "policy.train_micro_batch_size=2", "policy.train_global_batch_size=8")
     single_rank = new_worker(moe(*small))
     expected = single_rank.logprobs(batch)
-    assert not torch.allclose(single_rank.logprobs({k: v for k, v in batch.items() if k != "routed_experts"}), expected)
+    assert not torch.allclose(single_rank.logprobs(replace(batch, routed_experts=None)), expected)
     metrics, _ = step(single_rank, batch)
     keys = (f"policy.megatron_cfg.{key}" for key in layout)
     actual, norm = logprobs_and_norm(two, moe(*small, "cluster.backend=ray", "cluster.train_ranks=2", *keys), batch)
-    inside = torch.arange(10) < batch["input_lengths"][:, None]
+    inside = torch.arange(10) < batch.input_lengths[:, None]
     torch.testing.assert_close(actual[inside], expected[inside], rtol=1e-5, atol=1e-5)
     assert norm == pytest.approx(metrics["grad_norm"], rel=1e-5)
 
@@ -145,7 +148,7 @@ def test_ranks_that_share_the_model_replay_alike(two, moe, layout):
 def test_routes_of_another_model_are_refused(moe):
     worker = new_worker(moe())
     with pytest.raises(ValueError, match=r"routed_experts must be \[B, T, 2 layers, 2 experts\], got \[8, 10, 3, 2\]"):
-        worker.logprobs(random_batch(0) | {"routed_experts": torch.zeros(8, 10, 3, 2, dtype=torch.int16)})
+        worker.logprobs(replace(random_batch(0), routed_experts=torch.zeros(8, 10, 3, 2, dtype=torch.int16)))
 
 
 @pytest.mark.parametrize("unknown", [(3, -1), (-1, 3), (0, 0), (7, 7)], ids=str)
@@ -154,9 +157,9 @@ def test_the_router_places_tokens_with_invalid_experts(moe, unknown):
     worker, batch = new_worker(moe(*FP32)), random_batch(0)
     routes = random_routes(1)
     routes[:, 5:] = -1
-    expected = own_routes(worker, batch | {"routed_experts": routes})
+    expected = own_routes(worker, replace(batch, routed_experts=routes))
     routes[:, 5:] = torch.tensor(unknown)
-    assert torch.equal(own_routes(worker, batch | {"routed_experts": routes}), expected)
+    assert torch.equal(own_routes(worker, replace(batch, routed_experts=routes)), expected)
 
 
 @pytest.mark.parametrize("expert", [8, 300])
@@ -164,4 +167,4 @@ def test_experts_that_the_model_does_not_have_are_refused(moe, expert):
     routes = random_routes(1)
     routes[3, 4, 1, 1] = expert
     with pytest.raises(ValueError, match=rf"names expert {expert}, and the model has 8, 0 to 7"):
-        new_worker(moe()).logprobs(random_batch(0) | {"routed_experts": routes})
+        new_worker(moe()).logprobs(replace(random_batch(0), routed_experts=routes))
