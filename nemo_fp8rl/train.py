@@ -33,10 +33,12 @@ from nemo_fp8rl.policy.model_digests import model_digests
 from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.rollout import Rollout, collect, further_prompts, score, shaped
 from nemo_fp8rl.run.directory import RunDirectory
+from nemo_fp8rl.run.pod_stop import stop_on_pod_request
 from nemo_fp8rl.run.resume import recorded_recipe
 from nemo_fp8rl.run.samples import pick
-from nemo_fp8rl.run.signals import GracefulStop
+from nemo_fp8rl.run.signals import stop_on_signals
 from nemo_fp8rl.run.step_log import Sample
+from nemo_fp8rl.run.stop_flag import StopFlag
 
 PromptsOfRound = Callable[[int], Sequence[Prompt]]
 """Prompts of generation round 0, 1, ... of a step; more than one only with dynamic sampling."""
@@ -122,7 +124,8 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, goes_on_
         if run.begins_anew:
             display.say(run.begins_anew)
         policy, generation = stack.enter_context(backends(cfg, run.load_checkpoint))
-        stop = stack.enter_context(GracefulStop(of_pods=True))  # after Ray, which sets signal handlers of its own
+        stop = stack.enter_context(stop_on_pod_request(StopFlag()))
+        stack.enter_context(stop_on_signals(stop))  # after Ray has started, which sets signal handlers of its own
         bridge = build_bridge(cfg, policy, generation, first_version=run.done)
         run.add_choices(_choices_of_machines(policy, generation, bridge))
         parts = Parts(cfg, tokenizer, val_prompts, policy, generation, bridge, sampling, display.doing)
@@ -162,7 +165,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, goes_on_
             metrics |= faults.row()
             run.log(step, metrics, outcome.log_weights, outcome.samples if validates or step == 1 else None)
             latest |= metrics
-            stops = stop.requested
+            stops = stop.is_set
             ends = step == last or stops
             if cfg.checkpointing.enabled and (ends or step % cfg.checkpointing.save_period == 0):
                 display.doing("checkpoint")

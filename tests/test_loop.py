@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -65,8 +64,7 @@ def test_an_interrupted_run_goes_on_by_what_it_says(warm_overrides, tmp_path, mo
     own = tmp_path / "run/config.yaml"
     given = [*warm_overrides, *SHORT, f"logger.log_dir={tmp_path}/run"]
     with monkeypatch.context() as interrupted:
-        stop = SimpleNamespace(requested=True)
-        interrupted.setattr("nemo_fp8rl.train.GracefulStop", lambda **_: nullcontext(stop))
+        interrupted.setattr("nemo_fp8rl.train.StopFlag.is_set", True)
         assert not train(load(RECIPES / "tiny_cpu.yaml", given), goes_on_by=f"train --config {own} --resume")
     said = capsys.readouterr().out
     assert f"stopped after step 1, checkpoint of step 1: train --config {own} --resume continues it" in said

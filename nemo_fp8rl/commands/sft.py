@@ -15,7 +15,8 @@ from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.hf.hub import pin_commits
 from nemo_fp8rl.hf.model_config import check_context, read_hf_config
 from nemo_fp8rl.policy.rank_group import MegatronPolicy, deaths_as_user_errors
-from nemo_fp8rl.run.signals import GracefulStop
+from nemo_fp8rl.run.signals import stop_on_signals
+from nemo_fp8rl.run.stop_flag import StopFlag
 
 
 def sft(cfg: Config, output: Path) -> bool:
@@ -40,14 +41,14 @@ def sft(cfg: Config, output: Path) -> bool:
     with deaths_as_user_errors(), ExitStack() as stack:
         policy = MegatronPolicy(cfg)
         stack.callback(policy.shutdown)
-        with Display("warm-up", cfg.sft.max_num_steps) as display, GracefulStop() as stop:
+        with Display("warm-up", cfg.sft.max_num_steps) as display, stop_on_signals(StopFlag()) as stop:
             for step in range(1, cfg.sft.max_num_steps + 1):
                 chosen = order.indices(step)
                 batch = collate([prompts[i] for i in chosen], [answers[i] for i in chosen], tokenizer.pad_token_id)
                 metrics = policy.train_step(batch, NllLoss())
                 if step % 10 == 0 or step == cfg.sft.max_num_steps:
                     display.step(step, {"loss": f"{metrics['loss']:.3f}", "grad_norm": f"{metrics['grad_norm']:.2f}"})
-                if stop.requested:
+                if stop.is_set:
                     display.say(f"stopped after step {step}; nothing was written")
                     return False
         with new_folder(output) as folder:

@@ -1,112 +1,129 @@
-"""How a pod that is told to end has the run save first, wherever in the cluster its driver is.
+"""A pod that is about to end makes the run save first, wherever in the cluster the run's driver is.
 
-Two files on a volume that all pods mount, named after the Ray cluster, which KubeRay makes anew for every attempt:
+Driver and pods share two files on a volume that all pods mount. The files are named after the Ray cluster, which
+KubeRay creates anew for every attempt:
 
-    NAME.running    the driver's, from its first step to its last checkpoint; its content changes every second
-    NAME.stop       of a pod, by its preStop hook, `nemo-fp8rl request-stop`: its host's name. The hook then waits until
-                    NAME.running is gone, or says nothing new for a minute, and Kubernetes ends the pod after that
+    NAME.running    written by the driver from its first step to its last checkpoint; its content changes every second
+    NAME.stop       written by a pod's preStop hook, `nemo-fp8rl request-stop`: the name of its host. The hook then
+                    waits until NAME.running is gone or has not changed for a minute; after that Kubernetes ends the pod
 
-KubeRay leaves this to hooks where it suspends a job (rayjob_controller.go); a job that is deleted it has Ray stop, by
-SIGTERM to the driver.
+KubeRay leaves this to hooks where it suspends a job (rayjob_controller.go). Where a job is deleted, KubeRay has Ray
+stop the driver by SIGTERM.
 """
 
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.run.stop_flag import StopFlag
 
 FOLDER, NAME = "NEMO_FP8RL_STOP_FOLDER", "RAY_CLUSTER_NAME"
-"""Variables of every pod: where the files are; the cluster of the attempt, which KubeRay says."""
+"""Variables of every pod: the folder of the files; the cluster of the attempt, which KubeRay sets."""
 BEAT, SILENCE = 1.0, 60.0
-"""Seconds between signs of the driver's life, and after which it counts as dead."""
+"""Seconds between signs of life of the driver, and seconds without one after which it counts as dead."""
 
 
-class StopRequest:
-    """The driver's side; asked: called once a pod has. Open with `with`; says so where it cannot work."""
+@dataclass(frozen=True)
+class StopFiles:
+    """The two files of an attempt.
 
-    def __init__(self, folder: Path, name: str, asked: Callable[[], None] = lambda: None) -> None:
-        self.running, self.stop = folder / f"{name}.running", folder / f"{name}.stop"
-        self._asked = asked
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="stop request", daemon=True)
+    running:  the driver's sign of life
+    stop:     a pod's request
+    """
+
+    running: Path
+    stop: Path
 
     @classmethod
-    def of_environment(cls, asked: Callable[[], None] = lambda: None) -> "StopRequest | None":
-        """None where no pod can ask."""
+    def from_environment(cls) -> "StopFiles | None":
+        """Return None outside a pod, where nobody can ask."""
         folder, name = os.environ.get(FOLDER), os.environ.get(NAME)
-        return cls(Path(folder), name, asked) if folder and name else None
+        return cls(Path(folder, f"{name}.running"), Path(folder, f"{name}.stop")) if folder and name else None
 
-    def __enter__(self) -> Self:
-        try:
-            self.running.parent.mkdir(parents=True, exist_ok=True)
-            self.stop.unlink(missing_ok=True)  # of a driver that was killed in the same cluster
-            self.running.write_text("0")
-            self._thread.start()
-        except OSError as error:
-            print(
-                f"nemo-fp8rl: cannot write {self.running} ({error.strerror}), so a pod that is told to end will not "
-                f"have this run save: let {FOLDER} name a folder that can be written",
-                flush=True,
-            )
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._ended.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-            for file in (self.running, self.stop):
+@contextmanager
+def stop_on_pod_request(stop: StopFlag) -> Iterator[StopFlag]:
+    """Set the flag when a pod asks within the block: the driver's side. Outside a pod it does nothing.
+
+    Where the folder cannot be written, it prints that and the run goes on.
+    """
+    files = StopFiles.from_environment()
+    if files is None:
+        yield stop
+        return
+    is_over = threading.Event()
+    thread = threading.Thread(target=_watch, args=(files, stop, is_over), name="stop request", daemon=True)
+    try:
+        files.running.parent.mkdir(parents=True, exist_ok=True)
+        files.stop.unlink(missing_ok=True)  # left by a driver that was killed in the same cluster
+        files.running.write_text("0")
+        thread.start()
+    except OSError as error:
+        print(
+            f"nemo-fp8rl: cannot write {files.running} ({error.strerror}), so a pod that is told to end will not "
+            f"have this run save: let {FOLDER} name a folder that can be written",
+            flush=True,
+        )
+    try:
+        yield stop
+    finally:
+        is_over.set()
+        if thread.ident is not None:
+            thread.join()
+            for file in (files.running, files.stop):
                 with suppress(OSError):
                     file.unlink(missing_ok=True)
 
-    def _beat(self) -> None:
-        count, heard = 0, False
-        while not self._ended.wait(BEAT):
-            count += 1
-            with suppress(OSError):  # of a volume that does not answer for a while, or is full
-                self.running.write_text(str(count))
-            if not heard and (who := _read(self.stop)):
-                heard = True
-                self._asked()
-                with suppress(OSError):  # of a terminal that is gone
-                    print(f"pod {who.strip()} is to end: stopping after this step", flush=True)
+
+def _watch(files: StopFiles, stop: StopFlag, is_over: threading.Event) -> None:
+    """Write the driver's sign of life, and set the flag at the first request."""
+    count, has_request = 0, False
+    while not is_over.wait(BEAT):
+        count += 1
+        with suppress(OSError):  # the volume may not answer for a while, or be full
+            files.running.write_text(str(count))
+        if not has_request and (host := _read(files.stop)):
+            has_request = True
+            stop.set()
+            with suppress(OSError):  # the terminal may be gone
+                print(f"pod {host.strip()} is to end: stopping after this step", flush=True)
 
 
 def request_stop(linger: float = 0.0) -> None:
-    """The hook's side: ask the driver, and return when it has saved, is dead, or was never there.
+    """Ask the driver to stop, and return when it has saved, is dead, or was never there: the hook's side.
 
-    linger: seconds to wait once more, in the pod that the driver runs in: its end is to be seen. Raises UserError where
-    it cannot ask.
+    linger:  seconds to wait afterwards, in the driver's own pod, so that its end is seen
+    Raises:  UserError where the request cannot be written
     """
-    request = StopRequest.of_environment()
-    if request is None or not request.running.exists():
+    files = StopFiles.from_environment()
+    if files is None or not files.running.exists():
         return
     try:
-        request.stop.write_text(socket.gethostname())
+        files.stop.write_text(socket.gethostname())
     except OSError as error:
         raise UserError(
-            f"cannot write {request.stop} ({error.strerror}), so the run does not save before this pod ends: let "
+            f"cannot write {files.stop} ({error.strerror}), so the run does not save before this pod ends: let "
             f"{FOLDER} name a folder that its pods can write"
         ) from None
     last, since = None, time.monotonic()
-    while (now := _read(request.running)) is not None and time.monotonic() - since < SILENCE:
-        if now != last:
-            last, since = now, time.monotonic()
+    while (content := _read(files.running)) is not None and time.monotonic() - since < SILENCE:
+        if content != last:
+            last, since = content, time.monotonic()
         time.sleep(BEAT)
     time.sleep(linger)
 
 
 def _read(path: Path) -> str | None:
-    """None where it is not."""
+    """Return the content, None without a file, "" where the volume does not answer."""
     try:
         return path.read_text(errors="replace")
     except FileNotFoundError:
         return None
-    except OSError:  # of a volume that does not answer for a while
+    except OSError:
         return ""

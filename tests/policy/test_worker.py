@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from nemo_fp8rl.algorithms.loss import NllLoss
-from nemo_fp8rl.batch import RolloutBatch, SequenceBatch
+from nemo_fp8rl.batch import LossTotals, RolloutBatch, SequenceBatch
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.region import whole

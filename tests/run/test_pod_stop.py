@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from nemo_fp8rl.run import pod_stop
-from nemo_fp8rl.run.pod_stop import StopRequest, request_stop
-from nemo_fp8rl.run.signals import GracefulStop
+from nemo_fp8rl.run.pod_stop import StopFiles, request_stop, stop_on_pod_request
+from nemo_fp8rl.run.signals import stop_on_signals
+from nemo_fp8rl.run.stop_flag import StopFlag
 
 AT_ONCE = 3.0
 
@@ -45,13 +46,13 @@ def wait_for(what):
 
 
 def test_a_pod_waits_until_the_driver_is_done(asking, pod, capsys):
-    told: list[str] = []
-    with GracefulStop(of_pods=True, then=lambda: told.append("now")) as stop:
-        assert not stop.requested
+    calls: list[str] = []
+    with stop_on_pod_request(StopFlag(on_set=lambda: calls.append("now"))) as stop:
+        assert not stop.is_set
         hook = asking()
-        wait_for(lambda: stop.requested)
+        wait_for(lambda: stop.is_set)
         time.sleep(0.2)
-        assert told == ["now"]
+        assert calls == ["now"]
         assert hook.is_alive()
     hook.join(AT_ONCE)
     assert not hook.is_alive()
@@ -79,7 +80,7 @@ def test_a_driver_that_is_dead_is_not_waited_for(asking, pod, monkeypatch):
 
 def test_a_driver_that_lives_is_waited_for_longer_than_a_silence(asking, monkeypatch):
     monkeypatch.setattr(pod_stop, "SILENCE", 1.0)
-    with GracefulStop(of_pods=True):
+    with stop_on_pod_request(StopFlag()):
         hook = asking()
         time.sleep(2.0)
         assert hook.is_alive()
@@ -88,40 +89,40 @@ def test_a_driver_that_lives_is_waited_for_longer_than_a_silence(asking, monkeyp
 
 
 def test_another_attempts_word_counts_for_nothing(pod, monkeypatch):
-    with GracefulStop(of_pods=True) as stop:
+    with stop_on_pod_request(StopFlag()) as stop:
         monkeypatch.setenv(pod_stop.NAME, "another")
         request_stop()
         time.sleep(0.2)
-        assert not stop.requested
+        assert not stop.is_set
 
 
 @pytest.mark.parametrize("variable", [pod_stop.FOLDER, pod_stop.NAME])
 def test_outside_a_pod_nobody_can_ask(monkeypatch, variable):
     monkeypatch.delenv(variable)
-    assert StopRequest.of_environment() is None
+    assert StopFiles.from_environment() is None
     request_stop()
 
 
 def test_a_folder_that_cannot_be_written_is_named_and_the_run_goes_on(pod, capsys):
     pod.write_text("a file")
-    with GracefulStop(of_pods=True) as stop:
-        assert not stop.requested
+    with stop_on_pod_request(StopFlag()) as stop:
+        assert not stop.is_set
     assert re.search(rf"cannot write .*attempt\.running .*let {pod_stop.FOLDER} name a folder", capsys.readouterr().out)
 
 
 def test_the_word_for_a_driver_that_was_killed_in_the_same_cluster_is_not_for_the_next(pod):
     pod.mkdir()
     (pod / "attempt.stop").write_text("a pod")
-    with GracefulStop(of_pods=True) as stop:
+    with stop_on_pod_request(StopFlag()) as stop:
         time.sleep(0.2)
-        assert not stop.requested
+        assert not stop.is_set
 
 
 def test_a_request_is_heard_whatever_is_written_in_it(pod, monkeypatch):
     monkeypatch.setattr("builtins.print", raising_oserror)
-    with GracefulStop(of_pods=True) as stop:
+    with stop_on_pod_request(StopFlag()) as stop:
         (pod / "attempt.stop").write_bytes(b"\xff\xfe")
-        wait_for(lambda: stop.requested)
+        wait_for(lambda: stop.is_set)
 
 
 def raising_oserror(*args, **kwargs):
@@ -132,7 +133,7 @@ def test_the_heads_pod_stays_for_a_while_where_there_was_a_driver(pod, asking):
     start = time.monotonic()
     request_stop(linger=5.0)
     assert time.monotonic() - start < AT_ONCE
-    with GracefulStop(of_pods=True):
+    with stop_on_pod_request(StopFlag()):
         hook = threading.Thread(target=request_stop, args=(0.5,), daemon=True)
         hook.start()
         time.sleep(0.2)
@@ -143,9 +144,9 @@ def test_the_heads_pod_stays_for_a_while_where_there_was_a_driver(pod, asking):
 
 
 def test_a_signal_after_a_pods_request_does_not_interrupt_and_a_second_one_does(pod):
-    with GracefulStop(of_pods=True) as stop:
+    with stop_on_pod_request(StopFlag()) as stop, stop_on_signals(stop):
         (pod / "attempt.stop").write_text("a pod")
-        wait_for(lambda: stop.requested)
+        wait_for(lambda: stop.is_set)
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
@@ -160,6 +161,6 @@ def test_a_volume_that_does_not_answer_is_no_request(pod, monkeypatch):
         return real(path, *arguments, **options)
 
     monkeypatch.setattr(Path, "read_text", read_text)
-    with GracefulStop(of_pods=True) as stop:
+    with stop_on_pod_request(StopFlag()) as stop:
         time.sleep(0.2)
-        assert not stop.requested
+        assert not stop.is_set

@@ -27,7 +27,8 @@ from nemo_fp8rl.commands.compare.tables import as_markdown, as_rich, sections
 from nemo_fp8rl.common.atomic_files import is_locked, locked, write_atomically
 from nemo_fp8rl.common.display import Screen
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.run.signals import GracefulStop
+from nemo_fp8rl.run.signals import stop_on_signals
+from nemo_fp8rl.run.stop_flag import StopFlag
 
 SPEED_OVER_SECONDS = 3600
 WIDTH_OF_FILES = 200
@@ -88,7 +89,7 @@ def _run_all(
         speed_estimate_period=SPEED_OVER_SECONDS,
         disable=not console.is_terminal,
     )
-    with _exclusive(output) as guard, GracefulStop() as stop, progress:
+    with _exclusive(output) as guard, stop_on_signals(StopFlag()) as stop, progress:
         if not todo:
             return True
         if not make_models(comparison, output, stop, say, [guard]):
@@ -112,7 +113,7 @@ def _run_all(
                 progress.update(task, completed=max(0, run.completed_steps() + offset))
 
             words = ["train", "--config", run.recipe, "--restartable", *run.words]
-            if stop.requested or not run_process(words, run.folder / "train.log", stop, show_progress, [guard]):
+            if stop.is_set or not run_process(words, run.folder / "train.log", stop, show_progress, [guard]):
                 say(
                     f"stopped in {run.name} after step {run.completed_steps()} of {run.steps}; the same command goes on"
                 )

@@ -16,7 +16,7 @@ from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.config.yaml_tree import file_errors, flatten
 from nemo_fp8rl.run.resume import add_later_keys
-from nemo_fp8rl.run.signals import GracefulStop
+from nemo_fp8rl.run.stop_flag import StopFlag
 
 CHAINS_OF_A_LENGTH = 6_000
 """Number of prompts of each length, or fewer if there are fewer different ones."""
@@ -36,7 +36,7 @@ def check_models(comparison: Comparison, output: Path) -> None:
 
 
 def make_models(
-    comparison: Comparison, output: Path, stop: GracefulStop, say: Callable[[str], None], keep: Sequence[int]
+    comparison: Comparison, output: Path, stop: StopFlag, say: Callable[[str], None], keep: Sequence[int]
 ) -> bool:
     """Make the missing models. Return False if it was interrupted. keep: see `subprocess_run.run`."""
     return all(
@@ -53,7 +53,7 @@ def _parts(comparison: Comparison, output: Path) -> list[tuple[TinyModel | Lengt
 
 
 def _make(
-    chosen: TinyModel | Lengths, folder: Path, stop: GracefulStop, say: Callable[[str], None], keep: Sequence[int]
+    chosen: TinyModel | Lengths, folder: Path, stop: StopFlag, say: Callable[[str], None], keep: Sequence[int]
 ) -> bool:
     say(f"making the model in {folder}")
     record = _record(chosen)

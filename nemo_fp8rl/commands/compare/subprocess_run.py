@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nemo_fp8rl.common.errors import INTERRUPTED, UserError
-from nemo_fp8rl.run.signals import GracefulStop
+from nemo_fp8rl.run.stop_flag import StopFlag
 
 POLL_SECONDS = 0.5
 END_SECONDS = 20
@@ -18,7 +18,7 @@ LAST_LINES = 5
 def run(
     arguments: Sequence[str],
     log: Path,
-    stop: GracefulStop,
+    stop: StopFlag,
     show_progress: Callable[[], None],
     keep: Sequence[int],
 ) -> bool:
@@ -29,7 +29,7 @@ def run(
     keep:           file descriptors that the command inherits, such as a lock's
     Raises:         UserError with the last lines of the log if the command failed
     """
-    if stop.requested:
+    if stop.is_set:
         return False
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as output:
@@ -48,15 +48,15 @@ def run(
         _end(process)
     if code in (0, INTERRUPTED):
         return code == 0
-    if stop.requested and code == -signal.SIGINT:  # the signal came before Python handled signals
+    if stop.is_set and code == -signal.SIGINT:  # the signal came before Python handled signals
         return False
     raise UserError(f"{arguments[0]} ended with code {code}, see {log}: {_last_lines(log)}")
 
 
-def _wait(process: "subprocess.Popen[bytes]", stop: GracefulStop, show_progress: Callable[[], None]) -> int:
+def _wait(process: "subprocess.Popen[bytes]", stop: StopFlag, show_progress: Callable[[], None]) -> int:
     was_signalled = False
     while True:
-        if stop.requested and not was_signalled:
+        if stop.is_set and not was_signalled:
             process.send_signal(signal.SIGINT)
             was_signalled = True
         try:

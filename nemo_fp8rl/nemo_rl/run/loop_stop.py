@@ -1,7 +1,8 @@
-"""NeMo RL's loops, told to stop: they save the step under way and end, though they listen to nobody.
+"""The stop flag for NeMo RL's loops: they save the current step and end, though they read no flag.
 
-What they read anew at every step is their config, so from that moment on it says to save. The asynchronous loop reads
-there, too, when to end; the other one asks for its next prompts, and gets none. Either ends once a step has been saved.
+The loops read their config anew at every step, so once the flag is set, their config says to save. The asynchronous
+loop also reads there when to end; the synchronous one asks for its next prompts, and gets none. Either ends once a step
+has been saved.
 """
 
 import threading
@@ -11,74 +12,82 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from nemo_fp8rl.nemo_rl.compat import end_asynchronous_loop, save_at_every_step
-from nemo_fp8rl.run.signals import GracefulStop
+from nemo_fp8rl.run.pod_stop import stop_on_pod_request
+from nemo_fp8rl.run.signals import stop_on_signals
+from nemo_fp8rl.run.stop_flag import StopFlag
 
 POLL = 0.05
 
 
-class Stopped(Exception):
-    """The loop's next step would be one too many."""
+class LoopEnd(Exception):
+    """Ends the synchronous loop, which would begin another step."""
 
 
 class LoopStop:
-    """master: NeMo RL's config of the loop. steps: of the last saved state, by `compat.completed_steps`. finish: waits
-    for what is written in the background.
+    """The stop flag of a loop of NeMo RL, and how the loop obeys it.
+
+    flag:       set by signals and pods within `listen`
+    cut_short:  True once the loop was ended before its last step
     """
 
     def __init__(self, master: Any, steps: Callable[[], int], finish: Callable[[], None], asynchronous: bool) -> None:
+        """master:  NeMo RL's config of the loop
+        steps:   returns the steps that the loop saved last (`compat.completed_steps` of its state)
+        finish:  waits for checkpoints that are written in the background
+        """
         self.master, self.steps, self.finish, self.asynchronous = master, steps, finish, asynchronous
-        self.told = self.cut_short = False
+        self.flag, self.cut_short = StopFlag(on_set=self._make_loop_save), False
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Within, signals and pods are heard, also after a loop that raised Stopped, until all is written. What a loop
-        that fails has saved is written, too: main's synchronous one leaves that to whoever calls it.
+    def listen(self) -> Iterator[None]:
+        """Obey signals and pods within the block, also after LoopEnd, until everything is written.
+
+        What a loop that fails has saved is written, too: main's synchronous loop leaves that to its caller.
         """
-        with GracefulStop(of_pods=True, then=self._tell):
+        with stop_on_pod_request(self.flag), stop_on_signals(self.flag):
             try:
-                with suppress(Stopped):
+                with suppress(LoopEnd):
                     yield
             except Exception:
-                with suppress(Exception):  # the loop's error is what is to be seen
+                with suppress(Exception):  # the user must see the loop's error
                     self.finish()
                 raise
-            if self.told:
+            if self.flag.is_set:
                 self.finish()
 
-    def saved_since(self, steps: int) -> bool:
-        """Whether a step was saved since there were so many, or nothing ever is."""
+    def has_saved_since(self, steps: int) -> bool:
+        """Return True when the loop has saved more steps than these, or saves nothing at all."""
         return not self.master.checkpointing["enabled"] or self.steps() > steps
 
-    def _tell(self) -> None:
+    def _make_loop_save(self) -> None:
         save_at_every_step(self.master)
-        self.told = True
         if self.asynchronous:
             threading.Thread(target=self._end_asynchronous, name="stop", daemon=True).start()
 
     def _end_asynchronous(self) -> None:
         before = self.steps()
-        while not self.saved_since(before):
+        while not self.has_saved_since(before):
             time.sleep(POLL)
         self.cut_short = True
         end_asynchronous_loop(self.master, max(self.steps(), 1))
 
 
-class Prompts:
-    """A dataloader that raises Stopped where the loop would begin another step."""
+class StoppableDataloader:
+    """A dataloader that raises LoopEnd where the loop would begin another step."""
 
     def __init__(self, dataloader: Any, stop: LoopStop) -> None:
         self._dataloader, self._stop = dataloader, stop
 
     def __iter__(self) -> Iterator[Any]:
         batches, before = iter(self._dataloader), self._stop.steps()
-        while not (self._stop.told and self._stop.saved_since(before)):
-            before = self._stop.steps()  # it may ask more than once a step
+        while not (self._stop.flag.is_set and self._stop.has_saved_since(before)):
+            before = self._stop.steps()  # the loop may ask more than once in a step
             try:
                 yield next(batches)
             except StopIteration:
                 return
         self._stop.cut_short = True
-        raise Stopped
+        raise LoopEnd
 
     def __len__(self) -> int:
         return len(self._dataloader)

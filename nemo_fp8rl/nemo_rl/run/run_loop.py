@@ -20,7 +20,7 @@ from nemo_fp8rl.nemo_rl.recipe.keys import at
 from nemo_fp8rl.nemo_rl.recipe.read_recipe import NemoRlRecipe, load_recipe
 from nemo_fp8rl.nemo_rl.recipe.recipe_checks import check_loop
 from nemo_fp8rl.nemo_rl.run.async_loop_watch import Watch
-from nemo_fp8rl.nemo_rl.run.loop_stop import LoopStop, Prompts
+from nemo_fp8rl.nemo_rl.run.loop_stop import LoopStop, StoppableDataloader
 from nemo_fp8rl.nemo_rl.run.master_config import load_master_config
 from nemo_fp8rl.nemo_rl.run.setup import (
     LoopArguments,
@@ -105,14 +105,14 @@ def _run_loop(
         finish=lambda: finish_checkpoints(loop.checkpointer),
         asynchronous=off_policy,
     )
-    prompts = loop.prompts if off_policy else Prompts(loop.prompts, stop)
+    prompts = loop.prompts if off_policy else StoppableDataloader(loop.prompts, stop)
     arguments = (
         *(loop.policy, loop.generation, prompts, loop.val_prompts, tokenizer, loop.loss, envs, val_envs),
         *(loop.logger, loop.checkpointer, loop.state, loop.master),
     )
     limit_time(loop.master.checkpointing)
     begin, done = time.monotonic(), completed_steps(loop.state)
-    with stop.listening():
+    with stop.listen():
         if off_policy:
             watch = Watch(loop.policy, getattr(loop.generation, "weight_synchronizer", None))
             grpo.async_grpo_train(*arguments, at(loop.master.model_dump(), MAX_AGE, 1))

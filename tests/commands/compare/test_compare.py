@@ -177,7 +177,7 @@ def test_ctrl_c_before_a_command_has_begun_is_an_interruption(tmp_path, asked):
 
     class Stop:
         @property
-        def requested(self):
+        def is_set(self):
             return next(answers)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what ignores it hands that on

@@ -12,7 +12,7 @@ from nemo_fp8rl.commands.compare.run_list import plan
 from nemo_fp8rl.commands.compare.start_models import make_models
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.yaml_tree import flatten
-from nemo_fp8rl.run.signals import GracefulStop
+from nemo_fp8rl.run.stop_flag import StopFlag
 from tests.commands.compare.conftest import FLOWS
 from tests.conftest import RECIPES
 
@@ -181,7 +181,7 @@ def older(recipe: dict) -> dict:
 def test_runs_and_models_of_before_there_was_a_key_stay(write, tmp_path, monkeypatch):
     monkeypatch.setattr("nemo_fp8rl.commands.compare.start_models.run", lambda *_: True)
     comparison, out = load_comparison(write(model={"warm_up": str(RECIPES / "tiny_sft.yaml")})), tmp_path / "out"
-    assert make_models(comparison, out, GracefulStop(), print, [])
+    assert make_models(comparison, out, StopFlag(), print, [])
     made = out / "models/flows/made.json"
     record = json.loads(made.read_text())
     made.write_text(json.dumps(record | {"warm_up": older(flatten(record["warm_up"]))}))
@@ -210,7 +210,7 @@ def test_models_of_another_comparison_are_refused_at_every_call(write, tmp_path,
     """Also where nothing is left to run: numbers would stand below a model that they are not of."""
     model, out = {"warm_up": str(RECIPES / "tiny_sft.yaml")}, tmp_path / "out"
     monkeypatch.setattr("nemo_fp8rl.commands.compare.start_models.run", lambda *_: True)
-    assert make_models(load_comparison(write(model=model)), out, GracefulStop(), print, [])
+    assert make_models(load_comparison(write(model=model)), out, StopFlag(), print, [])
     assert plan(load_comparison(write(model=model)), [], out)
     assert main(["compare", str(write(model=model | change)), "--output", str(out), "--table-only"]) == 2
     assert "models/flows was made by another comparison; give another --output" in capsys.readouterr().err

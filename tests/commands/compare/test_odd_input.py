@@ -19,7 +19,7 @@ from nemo_fp8rl.commands.compare.start_models import make_models
 from nemo_fp8rl.common.atomic_files import locked
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.yaml_tree import read_override
-from nemo_fp8rl.run.signals import GracefulStop
+from nemo_fp8rl.run.stop_flag import StopFlag
 from tests.conftest import RECIPES
 
 ODD = (
@@ -48,7 +48,7 @@ def test_runs_and_their_model_are_in_the_folder_that_was_given(write, tmp_path, 
         assert run.config["data.train.data_path"] == f"{out}/models/flows/data.jsonl"
     monkeypatch.setattr("nemo_fp8rl.commands.compare.start_models.run", lambda words, *_: asked.append(words) or True)
     monkeypatch.setattr("nemo_fp8rl.commands.tiny_model.write_model", lambda folder, *_: folder.mkdir())
-    assert make_models(comparison, out, GracefulStop(), print, [])
+    assert make_models(comparison, out, StopFlag(), print, [])
     given = [read_override(word) for word in asked[0] if word.startswith("policy.model_name=")]
     assert [tree.policy.model_name for tree in given] == [f"{out}/models/.flows.partial/model"]
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_fp8rl.nemo_rl.run.loop_stop import LoopStop, Stopped
+from nemo_fp8rl.nemo_rl.run.loop_stop import LoopEnd, LoopStop
 from nemo_fp8rl.nemo_rl.run.run_loop import STOP_AT, limit_time, parse_seconds, shorten_limit
 
 
@@ -49,7 +49,7 @@ def test_where_nothing_is_saved_there_is_no_limit(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("raised", "finished"), [(ValueError("it fails"), True), (Stopped(), False), (KeyboardInterrupt(), False)]
+    ("raised", "finished"), [(ValueError("it fails"), True), (LoopEnd(), False), (KeyboardInterrupt(), False)]
 )
 def test_what_a_loop_that_fails_has_saved_is_written_and_its_error_is_the_one_that_is_seen(raised, finished):
     """One that fails while it is written, too. A second Ctrl-C waits for nothing."""
@@ -60,6 +60,6 @@ def test_what_a_loop_that_fails_has_saved_is_written_and_its_error_is_the_one_th
         raise OSError("no room")
 
     stop = LoopStop(SimpleNamespace(), steps=lambda: 0, finish=finish, asynchronous=False)
-    with nullcontext() if isinstance(raised, Stopped) else pytest.raises(type(raised)), stop.listening():
+    with nullcontext() if isinstance(raised, LoopEnd) else pytest.raises(type(raised)), stop.listen():
         raise raised
     assert bool(calls) == finished
