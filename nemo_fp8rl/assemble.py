@@ -1,10 +1,10 @@
-"""A policy, its generation backend, and the bridge between them: who they are decides how the bytes travel."""
+"""Build a policy, its engines, and the bridge between them, from a recipe; choose how the weights travel."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 
-from nemo_fp8rl.common.errors import UserError, one_line
+from nemo_fp8rl.common.errors import UserError, single_line
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.generation.engine_pool import EnginePool
 from nemo_fp8rl.policy.rank_group import MegatronPolicy, deaths_as_user_errors
@@ -18,12 +18,13 @@ from nemo_fp8rl.workers import WorkerDied, is_single_host
 
 @contextmanager
 def backends(cfg: Config, load: Callable[[MegatronPolicy], None]) -> Iterator[tuple[MegatronPolicy, EnginePool]]:
-    """The policy, at the checkpoint that `load` gives it, and the engines; both end with the block.
+    """Yield the policy and the engines, and shut both down at the end of the block.
 
-    What gives memory back between phases (offload_between_phases, sleep_level) has done so: a policy needs
-    `prepare_for_training` first, engines `prepare_for_generation`.
+    Both have already released the memory that they release between phases (offload_between_phases, sleep_level), so
+    call `prepare_for_training` or `prepare_for_generation` first.
 
-    Raises UserError where a rank dies; an engine that does is started again.
+        load:    brings the policy to its checkpoint, before engines start
+        Raises:  UserError where a rank dies; an engine that dies is started again
     """
     with deaths_as_user_errors(), ExitStack() as stack:
         policy = MegatronPolicy(cfg)
@@ -38,8 +39,8 @@ def backends(cfg: Config, load: Callable[[MegatronPolicy], None]) -> Iterator[tu
 
 
 def build_bridge(cfg: Config, policy: MegatronPolicy, generation: EnginePool, first_version: int = 0) -> RefitBridge:
-    """Raises UserError where the transport that the recipe names cannot be had."""
-    choice, transport = cfg.nemo_fp8rl.refit, checked_transport(cfg, policy)
+    """Connect trainer and engines. Raises UserError where the recipe's transport is not available."""
+    choice, transport = cfg.nemo_fp8rl.refit, choose_transport(cfg, policy)
     policy.open_refit(transport, generation.token)
     return RefitBridge(
         policy,
@@ -52,41 +53,43 @@ def build_bridge(cfg: Config, policy: MegatronPolicy, generation: EnginePool, fi
     )
 
 
-def refitted(bridge: RefitBridge, then: str = "continue with --resume") -> RefitReport:
-    """`bridge.refit()`. Raises UserError where it fails; then: how the run goes on once that is mended."""
+def refit_or_stop(bridge: RefitBridge, resume_hint: str = "continue with --resume") -> RefitReport:
+    """Refit the engines. Raises UserError where that fails; resume_hint: how the user continues after mending it."""
     try:
         return bridge.refit()
-    except (RefitError, WorkerDied) as error:  # of a rank, or of an engine a second time as it commits
-        raise UserError(f"{one_line(error)}; mend that, then {then}") from error
+    except (RefitError, WorkerDied) as error:  # a rank failed, or an engine failed twice at the commit
+        raise UserError(f"{single_line(error)}; mend that, then {resume_hint}") from error
 
 
 def _mode(cfg: Config) -> Mode:
-    """Whole versions where engines drop their weights. Under auto also where the trainer's memory is given back between
-    phases: the bytes kept for a delta would stay beside engines that generate, as large as their weights.
+    """Return the refit mode: full versions where engines drop their weights.
+
+    Under auto, versions are also full where the trainer releases memory between phases: the bytes that a delta needs
+    would stay beside the generating engines, as large as their weights.
     """
     mode = cfg.nemo_fp8rl.refit.mode
-    gives_back = mode == "auto" and cfg.policy.megatron_cfg.offload_between_phases
-    return "full" if gives_back or cfg.policy.generation.vllm_cfg.sleep_level == 2 else mode
+    releases_memory = mode == "auto" and cfg.policy.megatron_cfg.offload_between_phases
+    return "full" if releases_memory or cfg.policy.generation.vllm_cfg.sleep_level == 2 else mode
 
 
-def checked_transport(cfg: Config, policy: MegatronPolicy) -> Transport:
-    """What the recipe asks for, where that can be had; for auto what suits it."""
-    asked, vllm_cfg = cfg.nemo_fp8rl.refit.transport, cfg.policy.generation.vllm_cfg
-    here = "nemo_fp8rl.refit.transport"
-    together = cfg.cluster.backend == "in_process"
-    together = together and not vllm_cfg.async_engine and vllm_cfg.tensor_parallel_size == 1
-    if asked == "auto":
-        return "in_process" if together else "nearest"
-    if asked == "in_process" and not together:
-        raise UserError(f"{here}=in_process: trainer and engine run in processes of their own; set it to auto")
-    if asked in ("shared_memory", "cuda_ipc") and not is_single_host(cfg):
+def choose_transport(cfg: Config, policy: MegatronPolicy) -> Transport:
+    """Return the recipe's transport, or a suitable one for auto. Raises UserError where it is not available."""
+    requested, vllm_cfg = cfg.nemo_fp8rl.refit.transport, cfg.policy.generation.vllm_cfg
+    key = "nemo_fp8rl.refit.transport"
+    in_one_process = cfg.cluster.backend == "in_process"
+    in_one_process = in_one_process and not vllm_cfg.async_engine and vllm_cfg.tensor_parallel_size == 1
+    if requested == "auto":
+        return "in_process" if in_one_process else "nearest"
+    if requested == "in_process" and not in_one_process:
+        raise UserError(f"{key}=in_process: trainer and engine run in processes of their own; set it to auto")
+    if requested in ("shared_memory", "cuda_ipc") and not is_single_host(cfg):
         raise UserError(
-            f"{here}={asked}: the Ray cluster has several hosts for ranks and engines; set it to auto or collective"
+            f"{key}={requested}: the Ray cluster has several hosts for ranks and engines; set it to auto or collective"
         )
-    if asked == "cuda_ipc" and not policy.on_gpu():
-        raise UserError(f"{here}=cuda_ipc: the trainer's weights are not on GPUs; set it to auto or shared_memory")
-    if asked == "cuda_ipc" and together:
-        raise UserError(f"{here}=cuda_ipc: trainer and engine share a process; set it to auto")
-    if asked == "nixl" and find_spec("nixl") is None:
-        raise UserError(f"{here}=nixl: {INSTALL}, or set it to auto")
-    return asked
+    if requested == "cuda_ipc" and not policy.on_gpu():
+        raise UserError(f"{key}=cuda_ipc: the trainer's weights are not on GPUs; set it to auto or shared_memory")
+    if requested == "cuda_ipc" and in_one_process:
+        raise UserError(f"{key}=cuda_ipc: trainer and engine share a process; set it to auto")
+    if requested == "nixl" and find_spec("nixl") is None:
+        raise UserError(f"{key}=nixl: {INSTALL}, or set it to auto")
+    return requested

@@ -53,13 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _reader_left() -> bool:
     """Whether nobody reads any more what is printed, as with `| head`; the rest is dropped then."""
-    from nemo_fp8rl.common.display import to_nowhere
+    from nemo_fp8rl.common.display import discard_output
 
     asked = select.poll()
     asked.register(sys.stdout, select.POLLOUT)
     left = any(event & select.POLLERR for _, event in asked.poll(0))
     if left:
-        to_nowhere(sys.stdout)
+        discard_output(sys.stdout)
     return left
 
 

@@ -1,4 +1,4 @@
-"""The first half of a step: answers to prompts, judged, and with dynamic sampling asked for until they differ."""
+"""The first half of a step: generate answers to prompts and score them; with dynamic sampling, until they differ."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -14,22 +14,22 @@ from nemo_fp8rl.common.errors import StepRefused
 from nemo_fp8rl.common.stopwatch import Stopwatch
 from nemo_fp8rl.config.grpo_schema import RewardShapingConfig
 from nemo_fp8rl.config.schema import Config
-from nemo_fp8rl.data.rewards import AT_ONCE, VERIFIERS
+from nemo_fp8rl.data.rewards import MAX_PROCESSES, VERIFIERS
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.generation.interface import Generation, Sampling, sample_seed
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Samples of one step, those of a prompt side by side.
+    """The samples of one step; those of a prompt are neighbours.
 
-    prompts:      the prompt of each completion
-    rewards:      float32 [B], the verifier's
-    group_ids:    int64 [B], one value a prompt
-    rounds:       how often the engine was asked; more than once only with dynamic sampling
-    all_rewards:  float32, the verifier's of the answers of all rounds, also of those that were dropped
-    generated:    tokens of these answers
-    truncated:    how many of them were cut off at their longest
+    prompts:            the prompt of each completion
+    rewards:            float32 [B], the verifier's
+    group_ids:          int64 [B], one value per prompt
+    rounds:             generation rounds; more than one only with dynamic sampling
+    all_rewards:        float32 [answers], the verifier's, of all rounds, also of the answers that were dropped
+    generated_tokens:   tokens of all these answers
+    truncated_answers:  how many of all these answers reached the maximum length
     """
 
     prompts: list[Prompt]
@@ -38,11 +38,11 @@ class Rollout:
     group_ids: Tensor
     rounds: int
     all_rewards: Tensor
-    generated: int
-    truncated: int
+    generated_tokens: int
+    truncated_answers: int
 
 
-def collect(
+def collect_rollout(
     cfg: Config,
     generation: Generation,
     tokenizer: PromptTokenizer,
@@ -51,13 +51,15 @@ def collect(
     step: int,
     prompts_of_round: Callable[[int], Sequence[Prompt]],
 ) -> Rollout:
-    """Completions of a step's prompts. With grpo.use_dynamic_sampling, groups whose rewards are all equal are dropped
-    and other prompts asked in further rounds (DAPO, arXiv 2503.14476). Raises StepRefused when these do not suffice.
+    """Generate and score completions of a step's prompts.
+
+    With grpo.use_dynamic_sampling, groups whose rewards are all equal are dropped, and further rounds sample other
+    prompts (DAPO, arXiv 2503.14476). Raises StepRefused when the rounds do not suffice.
     """
     dynamic = cfg.grpo.use_dynamic_sampling
     wanted = cfg.grpo.num_prompts_per_step
     size = sampling.num_generations
-    asked: list[Prompt] = []
+    sampled_prompts: list[Prompt] = []
     completions: list[Completion] = []
     scores: list[Tensor] = []
     all_scores: list[Tensor] = []
@@ -66,14 +68,14 @@ def collect(
         prompts = prompts_of_round(round_)
         if not prompts:
             break
-        with clock("generate", len(prompts)) as answered:
+        with clock("generate", len(prompts)) as on_progress:
             seeds = [sample_seed(cfg.grpo.seed, step, round_ * wanted + i) for i in range(len(prompts))]
-            groups = generation.generate([p.token_ids for p in prompts], seeds, sampling, answered)
+            groups = generation.generate([p.token_ids for p in prompts], seeds, sampling, on_progress)
         flat = [completion for group in groups for completion in group]
         generated += sum(len(completion.token_ids) for completion in flat)
         truncated += sum(completion.finish_reason == "length" for completion in flat)
         with clock("reward"):
-            rewards = score(cfg, tokenizer, [p for p in prompts for _ in range(size)], flat)
+            rewards = score_answers(cfg, tokenizer, [p for p in prompts for _ in range(size)], flat)
         all_scores.append(rewards)
         signal = torch.ones(len(flat), dtype=torch.bool)
         if dynamic:
@@ -81,13 +83,15 @@ def collect(
         for i, prompt in enumerate(prompts):
             rows = slice(i * size, (i + 1) * size)
             if signal[i * size] and len(scores) < wanted:
-                asked += [prompt] * size
+                sampled_prompts += [prompt] * size
                 completions += flat[rows]
                 scores.append(rewards[rows])
         if len(scores) == wanted:
             group_ids = torch.arange(wanted).repeat_interleave(size)
-            kept, judged = torch.cat(scores), torch.cat(all_scores)
-            return Rollout(asked, completions, kept, group_ids, round_ + 1, judged, generated, truncated)
+            rewards, all_rewards = torch.cat(scores), torch.cat(all_scores)
+            return Rollout(
+                sampled_prompts, completions, rewards, group_ids, round_ + 1, all_rewards, generated, truncated
+            )
     raise StepRefused(
         f"dynamic sampling found {len(scores)} of {wanted} prompts whose answers are not all alike in "
         f"grpo.dynamic_sampling_max_gen_batches={cfg.grpo.dynamic_sampling_max_gen_batches} rounds; raise it, or give "
@@ -95,34 +99,34 @@ def collect(
     )
 
 
-def further_prompts(
+def pick_further_prompts(
     prompts: Sequence[Prompt], first: Sequence[Prompt], seed: int, step: int, round_: int
 ) -> list[Prompt]:
-    """What dynamic sampling asks in round 1, 2, ... of a step: as many as in its first, none twice; [] at the end.
+    """Return the prompts of round 1, 2, ... of a step: as many as in its first round, none twice; [] when none is left.
 
-    A function of its arguments, so a resumed run asks the same.
+    The result depends on the arguments alone, so a resumed run samples the same prompts.
     """
-    asked = {prompt.index for prompt in first}
-    rest = [prompt for prompt in prompts if prompt.index not in asked]
+    first_indices = {prompt.index for prompt in first}
+    rest = [prompt for prompt in prompts if prompt.index not in first_indices]
     random.Random(f"{seed}/{step}/further prompts").shuffle(rest)
     return rest[(round_ - 1) * len(first) : round_ * len(first)]
 
 
-def score(
+def score_answers(
     cfg: Config, tokenizer: PromptTokenizer, prompts: Sequence[Prompt], completions: Sequence[Completion]
 ) -> Tensor:
-    """float32 [B] rewards in 0..1."""
+    """Return the verifier's rewards, float32 [B], in 0..1; equal answers to a prompt are verified once."""
     verifier = VERIFIERS[cfg.data.default.env_name]
     texts = [tokenizer.decode(completion.token_ids) for completion in completions]
-    asked = [(text, prompt.answer) for text, prompt in zip(texts, prompts, strict=True)]
-    unique = list(dict.fromkeys(asked))
-    with ThreadPoolExecutor(AT_ONCE, "verify") as pool:
-        found = dict(zip(unique, pool.map(lambda pair: verifier(*pair), unique), strict=True))
-    return torch.tensor([found[pair] for pair in asked])
+    pairs = [(text, prompt.answer) for text, prompt in zip(texts, prompts, strict=True)]
+    unique_pairs = list(dict.fromkeys(pairs))
+    with ThreadPoolExecutor(MAX_PROCESSES, "verify") as pool:
+        scores = dict(zip(unique_pairs, pool.map(lambda pair: verifier(*pair), unique_pairs), strict=True))
+    return torch.tensor([scores[pair] for pair in pairs])
 
 
-def shaped(rewards: Tensor, completions: Sequence[Completion], cfg: RewardShapingConfig) -> Tensor:
-    """Rewards after grpo.reward_shaping, float32 [B]."""
+def shape_rewards(rewards: Tensor, completions: Sequence[Completion], cfg: RewardShapingConfig) -> Tensor:
+    """Return the rewards after grpo.reward_shaping, float32 [B]."""
     if not cfg.enabled:
         return rewards
     if cfg.stop_properly_penalty_coef is not None:

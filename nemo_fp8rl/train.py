@@ -1,4 +1,4 @@
-"""The loop: prompts -> generation -> rewards -> advantages -> loss -> optimizer step -> refit, one call a stage."""
+"""The loop: prompts -> generation -> rewards -> advantages -> loss -> optimizer step -> refit, one call per stage."""
 
 import math
 import time
@@ -14,11 +14,11 @@ from nemo_fp8rl.algorithms.importance_bins import Bin
 from nemo_fp8rl.algorithms.importance_histogram import log_weight_histogram
 from nemo_fp8rl.algorithms.loss import GrpoLoss, kl_estimate
 from nemo_fp8rl.algorithms.policy_update import Judgement, average_steps, judge_and_correct, train_on_batch
-from nemo_fp8rl.assemble import backends, build_bridge, refitted
+from nemo_fp8rl.assemble import backends, build_bridge, refit_or_stop
 from nemo_fp8rl.batch import Prompt, RolloutBatch, ScoredBatch, SequenceBatch, collate, collate_prompts
 from nemo_fp8rl.common.display import Display
 from nemo_fp8rl.common.errors import StepRefused
-from nemo_fp8rl.common.machine import processors
+from nemo_fp8rl.common.machine import describe_processors
 from nemo_fp8rl.common.stopwatch import Stopwatch
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.data import PromptOrder
@@ -31,11 +31,11 @@ from nemo_fp8rl.hf.model_config import check_context, read_hf_config
 from nemo_fp8rl.policy.interface import Policy
 from nemo_fp8rl.policy.model_digests import model_digests
 from nemo_fp8rl.refit.bridge import RefitBridge
-from nemo_fp8rl.rollout import Rollout, collect, further_prompts, score, shaped
+from nemo_fp8rl.rollout import Rollout, collect_rollout, pick_further_prompts, score_answers, shape_rewards
 from nemo_fp8rl.run.directory import RunDirectory
 from nemo_fp8rl.run.pod_stop import stop_on_pod_request
 from nemo_fp8rl.run.resume import recorded_recipe
-from nemo_fp8rl.run.samples import pick
+from nemo_fp8rl.run.samples import pick_samples
 from nemo_fp8rl.run.signals import stop_on_signals
 from nemo_fp8rl.run.step_log import Sample
 from nemo_fp8rl.run.stop_flag import StopFlag
@@ -45,8 +45,11 @@ PromptsOfRound = Callable[[int], Sequence[Prompt]]
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What a run consists of, built once."""
+class LoopParts:
+    """The objects that every step uses, built once per run.
+
+    on_phase:  called with the name of each phase that begins, for the display
+    """
 
     cfg: Config
     tokenizer: PromptTokenizer
@@ -55,14 +58,17 @@ class Parts:
     generation: Generation
     bridge: RefitBridge
     sampling: Sampling
-    doing: Callable[[str], None]
-    """Told what a step is at."""
+    on_phase: Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """metrics: under NeMo RL's names. notes: what is to be said about the step. log_weights: the histogram of its
-    importance weights. samples: some of its answers, from every step.
+    """The results of a step.
+
+    metrics:      under NeMo RL's names
+    notes:        sentences for the user
+    log_weights:  histogram of the importance weights
+    samples:      a few answers
     """
 
     metrics: dict[str, float]
@@ -72,29 +78,30 @@ class StepOutcome:
 
 
 class FaultCounts:
-    """Engines started and prompts asked again, wherever in the loop that was."""
+    """Counts of engine restarts and of retried prompts, in whatever phase of the loop they happen."""
 
     def __init__(self, generation: Generation, say: Callable[[str], None]) -> None:
         self.generation, self.say = generation, say
-        self.said = self.of_last_row = generation.metrics()
+        self.reported = self.in_last_row = generation.metrics()
 
-    def look(self, when: str) -> None:
-        """Say what is new."""
-        before, self.said = self.said, self.generation.metrics()
-        for name, count in self.said.items():
+    def report_new(self, when: str) -> None:
+        """Log the counts that grew since the last call."""
+        before, self.reported = self.reported, self.generation.metrics()
+        for name, count in self.reported.items():
             if count > before[name]:
                 self.say(f"{when}: {name} {count - before[name]:g}")
 
-    def row(self) -> dict[str, float]:
-        """What was said since the last row."""
-        before, self.of_last_row = self.of_last_row, self.said
-        return {name: count - before[name] for name, count in self.said.items()}
+    def take_row(self) -> dict[str, float]:
+        """Return by how much the reported counts grew since the last row."""
+        before, self.in_last_row = self.in_last_row, self.reported
+        return {name: count - before[name] for name, count in self.reported.items()}
 
 
-def train(cfg: Config, resume: bool = False, restartable: bool = False, goes_on_by: str = "--resume") -> bool:
-    """Run GRPO to grpo.max_num_steps. Returns False when it was interrupted (and can be resumed).
+def train(cfg: Config, resume: bool = False, restartable: bool = False, resume_hint: str = "--resume") -> bool:
+    """Run GRPO to grpo.max_num_steps; return False when the run was interrupted (and can be resumed).
 
-    resume, restartable: see RunDirectory. goes_on_by: what an interrupted run tells people to continue it with.
+    resume, restartable:  see RunDirectory
+    resume_hint:          the option or command that an interrupted run names for its continuation
     """
     loss = GrpoLoss(cfg.loss_fn, cfg.nemo_fp8rl.correction)
     cfg = pin_commits(cfg, recorded_recipe(cfg) if resume or restartable else {})
@@ -109,77 +116,81 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, goes_on_
     sampling = replace(sampling, stop_token_ids=tuple(sorted(eos)))
     last = cfg.grpo.max_num_steps
 
-    def prompts_of(step: int) -> PromptsOfRound:
+    def prompts_of_step(step: int) -> PromptsOfRound:
         first = [train_prompts[i] for i in order.indices(step)]
-        return lambda round_: further_prompts(train_prompts, first, cfg.grpo.seed, step, round_) if round_ else first
+        return lambda round_: (
+            pick_further_prompts(train_prompts, first, cfg.grpo.seed, step, round_) if round_ else first
+        )
 
     with (
         RunDirectory(cfg, resume, restartable, prompts.digests() | model_digests(cfg, hf)) as run,
-        Display(cfg.nemo_fp8rl.flow, max(last, run.done), run.done) as display,
+        Display(cfg.nemo_fp8rl.flow, max(last, run.completed_steps), run.completed_steps) as display,
         ExitStack() as stack,
     ):
         if run.has_all_steps:
-            display.say(f"{run.path} has its {run.done} steps; raise grpo.max_num_steps above {run.done} for more")
+            steps = run.completed_steps
+            display.say(f"{run.path} has its {steps} steps; raise grpo.max_num_steps above {steps} for more")
             return True
-        if run.begins_anew:
-            display.say(run.begins_anew)
+        if run.restart_notice:
+            display.say(run.restart_notice)
         policy, generation = stack.enter_context(backends(cfg, run.load_checkpoint))
         stop = stack.enter_context(stop_on_pod_request(StopFlag()))
         stack.enter_context(stop_on_signals(stop))  # after Ray has started, which sets signal handlers of its own
-        bridge = build_bridge(cfg, policy, generation, first_version=run.done)
-        run.add_choices(_choices_of_machines(policy, generation, bridge))
-        parts = Parts(cfg, tokenizer, val_prompts, policy, generation, bridge, sampling, display.doing)
+        bridge = build_bridge(cfg, policy, generation, first_version=run.completed_steps)
+        run.add_choices(_machine_choices(policy, generation, bridge))
+        parts = LoopParts(cfg, tokenizer, val_prompts, policy, generation, bridge, sampling, display.show_phase)
         faults = FaultCounts(generation, display.say)
-        display.doing("first refit")
-        if cfg.fp8_kv_cache and not run.done:
-            policy.calibrate_kv(collate_prompts(prompts_of(1)(0), tokenizer.pad_token_id))
+        display.show_phase("first refit")
+        if cfg.fp8_kv_cache and not run.completed_steps:
+            policy.calibrate_kv(collate_prompts(prompts_of_step(1)(0), tokenizer.pad_token_id))
         generation.prepare_for_generation()
-        first_refit = refitted(bridge)
+        first_refit = refit_or_stop(bridge)
         display.say(f"{len(train_prompts)} prompts, {len(val_prompts)} held out, run in {run.path}")
         if too_long:
             display.say(f"{too_long} prompts dropped: no room for an answer in vllm_cfg.max_model_len")
         display.say(", ".join(f"{name} {value}" for name, value in run.choices.items()))
-        if run.done == 0 and cfg.grpo.val_at_start:
+        if run.completed_steps == 0 and cfg.grpo.val_at_start:
             start = first_refit.metrics() | validate(parts)
-            faults.look("start")
-            start |= faults.row()
+            faults.report_new("start")
+            start |= faults.take_row()
             run.log(0, start)
             display.say(f"validation accuracy at start {start['validation/accuracy']:.3f}")
-        latest: dict[str, float] = {}
+        latest_metrics: dict[str, float] = {}
         for row in run.read_metrics():
-            latest |= row
-        for step in range(run.done + 1, last + 1):
+            latest_metrics |= row
+        for step in range(run.completed_steps + 1, last + 1):
             updates = policy.updates()
             try:
-                outcome = train_step(parts, loss, step, prompts_of(step))
+                outcome = train_step(parts, loss, step, prompts_of_step(step))
             except StepRefused as refused:
-                if cfg.checkpointing.enabled and run.done < step - 1 and policy.updates() == updates:
+                if cfg.checkpointing.enabled and run.completed_steps < step - 1 and policy.updates() == updates:
                     run.save_checkpoint(step - 1, policy)
                 raise type(refused)(f"step {step}: {refused}") from None
             for note in outcome.notes:
                 display.say(note)
-            faults.look(f"step {step}")
-            validates = _validates(cfg, step)
-            metrics = outcome.metrics | (validate(parts) if validates else {})
-            faults.look(f"step {step}")
-            metrics |= faults.row()
-            run.log(step, metrics, outcome.log_weights, outcome.samples if validates or step == 1 else None)
-            latest |= metrics
-            stops = stop.is_set
-            ends = step == last or stops
-            if cfg.checkpointing.enabled and (ends or step % cfg.checkpointing.save_period == 0):
-                display.doing("checkpoint")
+            faults.report_new(f"step {step}")
+            with_validation = _is_validation_step(cfg, step)
+            metrics = outcome.metrics | (validate(parts) if with_validation else {})
+            faults.report_new(f"step {step}")
+            metrics |= faults.take_row()
+            run.log(step, metrics, outcome.log_weights, outcome.samples if with_validation or step == 1 else None)
+            latest_metrics |= metrics
+            must_stop = stop.is_set
+            is_final = step == last or must_stop
+            if cfg.checkpointing.enabled and (is_final or step % cfg.checkpointing.save_period == 0):
+                display.show_phase("checkpoint")
                 run.save_checkpoint(step, policy)
-            display.step(step, _shown(latest))
-            if stops and step < last:
-                saved = f"checkpoint of step {run.done}: {goes_on_by} continues it" if run.done else "no checkpoint"
-                display.say(f"stopped after step {step}, {saved}")
+            display.show_step(step, format_figures(latest_metrics))
+            if must_stop and step < last:
+                saved = run.completed_steps
+                hint = f"checkpoint of step {saved}: {resume_hint} continues it" if saved else "no checkpoint"
+                display.say(f"stopped after step {step}, {hint}")
                 return False
     return True
 
 
-def _choices_of_machines(policy: Policy, generation: Generation, bridge: RefitBridge) -> dict[str, str]:
-    """Choices that the recipe leaves to the machines."""
+def _machine_choices(policy: Policy, generation: Generation, bridge: RefitBridge) -> dict[str, str]:
+    """Return the choices that the recipe leaves to the machines."""
     trainer, engines = policy.describe(), generation.describe()
     choices = {"refit": bridge.description, "align": ", ".join(sorted(trainer.alignments))}
     choices["quantizer"] = ", ".join(sorted(trainer.quantizers)) or "none"
@@ -188,19 +199,19 @@ def _choices_of_machines(policy: Policy, generation: Generation, bridge: RefitBr
     return choices | {
         "trainer_kernels": ", ".join(sorted(trainer.kernels)) or "none in FP8",
         "engine_kernels": ", ".join(sorted(engines.kernels)),
-        "processors": processors(trainer.instruction_sets, engines.instruction_sets),
+        "processors": describe_processors(trainer.instruction_sets, engines.instruction_sets),
     }
 
 
-def train_step(parts: Parts, loss: GrpoLoss, step: int, prompts_of_round: PromptsOfRound) -> StepOutcome:
-    """One round of the loop. Raises StepRefused, at any of its optimizer steps."""
-    cfg, clock = parts.cfg, Stopwatch(parts.doing)
-    begin = time.perf_counter()
+def train_step(parts: LoopParts, loss: GrpoLoss, step: int, prompts_of_round: PromptsOfRound) -> StepOutcome:
+    """Take one step of the loop. Raises StepRefused, at any of its optimizer steps."""
+    cfg, clock = parts.cfg, Stopwatch(parts.on_phase)
+    start_time = time.perf_counter()
     offload = cfg.policy.megatron_cfg.offload_between_phases
     memory = {"memory/offloaded_bytes": parts.policy.offload_after_refit()} if offload else {}
     try:
-        rollout = collect(cfg, parts.generation, parts.tokenizer, parts.sampling, clock, step, prompts_of_round)
-    except StepRefused:  # what is trained is saved then, in the memory that engines give back
+        rollout = collect_rollout(cfg, parts.generation, parts.tokenizer, parts.sampling, clock, step, prompts_of_round)
+    except StepRefused:  # the caller saves what is trained, in the memory that the engines give back
         parts.generation.finish_generation()
         raise
     parts.generation.finish_generation()
@@ -210,7 +221,7 @@ def train_step(parts: Parts, loss: GrpoLoss, step: int, prompts_of_round: Prompt
     assert not stale, f"completions of versions {stale}, the trainer is at {parts.bridge.version}"
 
     batch = score_batch(parts, rollout, clock)
-    samples = pick(rollout, batch, parts.tokenizer)
+    samples = pick_samples(rollout, batch, parts.tokenizer)
     log_weights = log_weight_histogram(batch.prev_logprobs, batch.generation_logprobs, batch.token_mask)
     # the mismatch is of all tokens that were generated, also of those that the loss leaves out
     judgement = judge_and_correct(batch, batch.token_mask, cfg.nemo_fp8rl.gates, loss.correction)
@@ -233,18 +244,18 @@ def train_step(parts: Parts, loss: GrpoLoss, step: int, prompts_of_round: Prompt
             parts.policy.calibrate_kv(judgement.batch)
     if offload:
         parts.policy.offload_before_refit()
-    parts.doing("refit")
+    parts.on_phase("refit")
     parts.generation.prepare_for_generation()
-    refit = refitted(parts.bridge)
+    refit = refit_or_stop(parts.bridge)
 
     metrics = _step_metrics(cfg, rollout, judgement, average_steps(steps), skipped)
     metrics |= clock.metrics() | refit.metrics() | memory
-    metrics["performance/generation_tokens_per_sec"] = rollout.generated / clock.seconds["generate"]
-    metrics["timing/total_step_time"] = time.perf_counter() - begin
+    metrics["performance/generation_tokens_per_sec"] = rollout.generated_tokens / clock.seconds["generate"]
+    metrics["timing/total_step_time"] = time.perf_counter() - start_time
     return StepOutcome(metrics, notes, log_weights, samples)
 
 
-def score_batch(parts: Parts, rollout: Rollout, clock: Stopwatch) -> ScoredBatch:
+def score_batch(parts: LoopParts, rollout: Rollout, clock: Stopwatch) -> ScoredBatch:
     """Return the rollout as a batch, with the trainer's log-probs, rewards and advantages."""
     cfg = parts.cfg
     batch = collate(rollout.prompts, rollout.completions, parts.tokenizer.pad_token_id)
@@ -277,8 +288,8 @@ def _step_metrics(
     metrics |= known_route_share(batch)
     metrics |= {
         "reward": float(rollout.all_rewards.mean()),
-        "mean_gen_tokens_per_sample": rollout.generated / len(rollout.all_rewards),
-        "truncation_rate": rollout.truncated / len(rollout.all_rewards),
+        "mean_gen_tokens_per_sample": rollout.generated_tokens / len(rollout.all_rewards),
+        "truncation_rate": rollout.truncated_answers / len(rollout.all_rewards),
         "global_valid_toks": float(batch.loss_mask.sum()),
         "generation_rounds": rollout.rounds,
         "optimizer_steps_skipped": skipped,
@@ -308,7 +319,7 @@ def compute_advantages(
     prev_logprobs, reference_logprobs:  float32 [B, T], for a KL in the reward
     """
     choice = cfg.grpo.adv_estimator
-    rewards = shaped(rollout.rewards, rollout.completions, cfg.grpo.reward_shaping)
+    rewards = shape_rewards(rollout.rewards, rollout.completions, cfg.grpo.reward_shaping)
     if choice.name == "grpo":
         grpo_advantages = group_advantages(
             rewards,
@@ -330,36 +341,36 @@ def compute_advantages(
     )
 
 
-def validate(parts: Parts) -> dict[str, float]:
-    """Accuracy on the held-out prompts, one answer each at policy.generation.val_temperature."""
-    clock, prompts = Stopwatch(parts.doing), parts.val_prompts
+def validate(parts: LoopParts) -> dict[str, float]:
+    """Return the accuracy on the held-out prompts, one answer each at policy.generation.val_temperature."""
+    clock, prompts = Stopwatch(parts.on_phase), parts.val_prompts
     sampling = replace(
         parts.sampling, num_generations=1, temperature=parts.cfg.policy.generation.val_temperature, logprobs=False
     )
     error = parts.policy.weight_error() if parts.cfg.nemo_fp8rl.engine_fp8 else {}
     if parts.cfg.policy.megatron_cfg.offload_between_phases:
         parts.policy.offload_after_refit()
-    with clock("validation", len(prompts)) as answered:
+    with clock("validation", len(prompts)) as on_progress:
         seeds = [sample_seed(parts.cfg.grpo.seed, 0, position) for position in range(len(prompts))]
-        groups = parts.generation.generate([p.token_ids for p in prompts], seeds, sampling, answered)
-        rewards = score(parts.cfg, parts.tokenizer, prompts, [group[0] for group in groups])
+        groups = parts.generation.generate([p.token_ids for p in prompts], seeds, sampling, on_progress)
+        rewards = score_answers(parts.cfg, parts.tokenizer, prompts, [group[0] for group in groups])
     return {"validation/accuracy": float(rewards.mean())} | error | clock.metrics()
 
 
-def _validates(cfg: Config, step: int) -> bool:
+def _is_validation_step(cfg: Config, step: int) -> bool:
     periodic = cfg.grpo.val_period > 0 and step % cfg.grpo.val_period == 0
     return periodic or (cfg.grpo.val_at_end and step == cfg.grpo.max_num_steps)
 
 
-def _shown(latest: dict[str, float]) -> dict[str, str]:
-    """Figures for the display, from the last value of every metric."""
-    shown = {"reward": f"{latest['train/reward']:.3f}"}
-    if "validation/accuracy" in latest:
-        shown["accuracy"] = f"{latest['validation/accuracy']:.3f}"
-    if "train/token_mult_prob_error" in latest:
-        shown["mismatch"] = f"{latest['train/token_mult_prob_error']:.5f}"
-    return shown | {
-        "tokens/s": f"{latest['performance/generation_tokens_per_sec']:,.0f}",
-        "refit": f"{latest['timing/refit']:.3g} s {latest['refit/bytes'] / 1e6:.3g} MB",
-        "step": f"{latest['timing/total_step_time']:.2f} s",
+def format_figures(metrics: dict[str, float]) -> dict[str, str]:
+    """Return the figures for the display, from the latest value of every metric."""
+    figures = {"reward": f"{metrics['train/reward']:.3f}"}
+    if "validation/accuracy" in metrics:
+        figures["accuracy"] = f"{metrics['validation/accuracy']:.3f}"
+    if "train/token_mult_prob_error" in metrics:
+        figures["mismatch"] = f"{metrics['train/token_mult_prob_error']:.5f}"
+    return figures | {
+        "tokens/s": f"{metrics['performance/generation_tokens_per_sec']:,.0f}",
+        "refit": f"{metrics['timing/refit']:.3g} s {metrics['refit/bytes'] / 1e6:.3g} MB",
+        "step": f"{metrics['timing/total_step_time']:.2f} s",
     }

@@ -16,7 +16,7 @@ ASYNC = "policy.generation.vllm_cfg.async_engine=true"
 def chosen(monkeypatch, overrides=(), hosts=1, on_gpu=False, asked="auto"):
     monkeypatch.setattr(assemble, "is_single_host", lambda cfg: hosts == 1)
     cfg = load(RECIPES / "tiny_cpu.yaml", [*overrides, f"nemo_fp8rl.refit.transport={asked}"])
-    return assemble.checked_transport(cfg, SimpleNamespace(on_gpu=lambda: on_gpu))
+    return assemble.choose_transport(cfg, SimpleNamespace(on_gpu=lambda: on_gpu))
 
 
 @pytest.mark.parametrize(("overrides", "expected"), [([], "in_process"), ([ASYNC], "nearest"), ([RAY], "nearest")])

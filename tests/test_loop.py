@@ -21,8 +21,8 @@ from nemo_fp8rl.generation.interface import Sampling
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
 from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.refit.manifest import RefitError
-from nemo_fp8rl.rollout import collect, further_prompts
-from nemo_fp8rl.train import _shown, train, validate
+from nemo_fp8rl.rollout import collect_rollout, pick_further_prompts
+from nemo_fp8rl.train import format_figures, train, validate
 from tests.conftest import RECIPES
 
 SHORT = ("grpo.max_num_steps=2", "grpo.val_at_start=false", "grpo.val_at_end=false", "checkpointing.save_period=100")
@@ -65,7 +65,7 @@ def test_an_interrupted_run_goes_on_by_what_it_says(warm_overrides, tmp_path, mo
     given = [*warm_overrides, *SHORT, f"logger.log_dir={tmp_path}/run"]
     with monkeypatch.context() as interrupted:
         interrupted.setattr("nemo_fp8rl.train.StopFlag.is_set", True)
-        assert not train(load(RECIPES / "tiny_cpu.yaml", given), goes_on_by=f"train --config {own} --resume")
+        assert not train(load(RECIPES / "tiny_cpu.yaml", given), resume_hint=f"train --config {own} --resume")
     said = capsys.readouterr().out
     assert f"stopped after step 1, checkpoint of step 1: train --config {own} --resume continues it" in said
     assert main(["train", "--config", str(own), "--resume"]) == 0
@@ -214,10 +214,10 @@ def test_what_dynamic_sampling_drops_is_in_the_counts(dynamic):
     generation = SimpleNamespace(generate=lambda *_: next(asked))
     tokenizer = SimpleNamespace(decode=lambda ids: "7" if ids == (7,) else "8")
     prompts = [Prompt(i, "", "7", (1,)) for i in range(2)]
-    got = collect(cfg, generation, tokenizer, sampling, Stopwatch(print), 1, lambda round_: prompts)
+    got = collect_rollout(cfg, generation, tokenizer, sampling, Stopwatch(print), 1, lambda round_: prompts)
     assert got.rewards.tolist() == ([1, 0, 0, 1] if dynamic else [0, 0, 1, 0])
     assert got.all_rewards.tolist() == ([0] * 4 + [0, 0, 1, 0] + [0, 1, 1, 0] if dynamic else [0, 0, 1, 0])
-    assert (got.generated, got.truncated) == ((9 * 3 + 3, 9) if dynamic else (3 * 3 + 1, 3))
+    assert (got.generated_tokens, got.truncated_answers) == ((9 * 3 + 3, 9) if dynamic else (3 * 3 + 1, 3))
     assert len(got.completions) == 4
 
 
@@ -281,8 +281,8 @@ def test_a_step_without_a_mismatch_is_shown():
         "train/reward": 0.5, "performance/generation_tokens_per_sec": 1.0, "timing/refit": 1.0, "refit/bytes": 1.0,
         "timing/total_step_time": 1.0,
     }  # fmt: skip
-    assert "mismatch" not in _shown(latest)
-    assert _shown(latest | {"train/token_mult_prob_error": 1.0})["mismatch"] == "1.00000"
+    assert "mismatch" not in format_figures(latest)
+    assert format_figures(latest | {"train/token_mult_prob_error": 1.0})["mismatch"] == "1.00000"
 
 
 def test_other_estimators_and_shapings_train(run):
@@ -308,8 +308,8 @@ def test_other_estimators_and_shapings_train(run):
 def test_further_rounds_ask_every_other_prompt_once():
     prompts = [Prompt(i, str(i), "", (i,)) for i in range(10)]
     first = prompts[2:5]
-    rounds = [further_prompts(prompts, first, 7, 1, round_) for round_ in range(1, 5)]
+    rounds = [pick_further_prompts(prompts, first, 7, 1, round_) for round_ in range(1, 5)]
     assert [len(asked) for asked in rounds] == [3, 3, 1, 0]
     assert sorted(p.index for asked in (first, *rounds) for p in asked) == list(range(10))
-    assert rounds[0] == further_prompts(prompts, first, 7, 1, 1)
-    assert rounds[0] != further_prompts(prompts, first, 7, 2, 1)
+    assert rounds[0] == pick_further_prompts(prompts, first, 7, 1, 1)
+    assert rounds[0] != pick_further_prompts(prompts, first, 7, 2, 1)

@@ -34,7 +34,7 @@ def demo(runs: Path) -> bool:
         return False
     made |= {"policy.model_name": f"{folder}/warm", "logger.log_dir": f"{folder}/grpo"}
     cfg = load(RECIPES / "tiny_cpu.yaml", as_words(made))
-    if not train(cfg, goes_on_by=f"nemo-fp8rl train --config {quote(f'{folder}/grpo/config.yaml')} --resume"):
+    if not train(cfg, resume_hint=f"nemo-fp8rl train --config {quote(f'{folder}/grpo/config.yaml')} --resume"):
         return False
     Screen().print(summary(cfg))
     return True

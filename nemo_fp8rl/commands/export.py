@@ -155,7 +155,7 @@ def _quantize(
                 written += tensor.nbytes
             before, layer = layer, LAYER.search(name)
             if number == len(names) or (before and layer and before[1] != layer[1]):
-                display.step(number, {"written": decimal(written)})
+                display.show_step(number, {"written": decimal(written)})
 
 
 def _content(path: Path) -> bytes:

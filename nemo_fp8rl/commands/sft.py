@@ -29,14 +29,14 @@ def sft(cfg: Config, output: Path) -> bool:
     hf = read_hf_config(cfg.policy.model_name)
     check_context(hf, cfg.policy.max_total_sequence_length)
     tokenizer, prompts, *_ = load_prompts(cfg, hf.vocab_size)
-    answers = [Completion(tuple(tokenizer.answer_tokens(p.answer)), (), "stop", 0) for p in prompts]
+    answers = [Completion(tuple(tokenizer.tokenize_answer(p.answer)), (), "stop", 0) for p in prompts]
     longest = max(len(p.token_ids) + len(a.token_ids) for p, a in zip(prompts, answers, strict=True))
     if longest > cfg.policy.max_total_sequence_length:
         raise UserError(
             f"data.train.data_path: a prompt with its answer has {longest} tokens, above "
             f"policy.max_total_sequence_length={cfg.policy.max_total_sequence_length}; raise it"
         )
-    tokenizer.check_known(answers, hf.vocab_size)
+    tokenizer.check_vocabulary(answers, hf.vocab_size)
     order = PromptOrder(len(prompts), cfg.policy.train_global_batch_size, cfg.sft.seed)
     with deaths_as_user_errors(), ExitStack() as stack:
         policy = MegatronPolicy(cfg)
@@ -47,7 +47,9 @@ def sft(cfg: Config, output: Path) -> bool:
                 batch = collate([prompts[i] for i in chosen], [answers[i] for i in chosen], tokenizer.pad_token_id)
                 metrics = policy.train_step(batch, NllLoss())
                 if step % 10 == 0 or step == cfg.sft.max_num_steps:
-                    display.step(step, {"loss": f"{metrics['loss']:.3f}", "grad_norm": f"{metrics['grad_norm']:.2f}"})
+                    display.show_step(
+                        step, {"loss": f"{metrics['loss']:.3f}", "grad_norm": f"{metrics['grad_norm']:.2f}"}
+                    )
                 if stop.is_set:
                     display.say(f"stopped after step {step}; nothing was written")
                     return False

@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all, whatever kills their writer."""
+"""Files and folders that are either complete or absent, whatever kills their writer; locks on folders."""
 
 import fcntl
 import os
@@ -11,13 +11,13 @@ from pathlib import Path
 from nemo_fp8rl.common.errors import UserError
 
 LOCK = ".lock"
-"""The file in a folder by which it is locked. NFS tells other nodes of locks on files, and of none on folders."""
-A_LOOK = 0.5
-"""Seconds that a look at a lock (`is_locked`) may hold it."""
+"""The file by which a folder is locked. NFS shares locks on files between nodes, but not locks on folders."""
+PROBE_SECONDS = 0.5
+"""`is_locked` may have the lock for so long, so `lock_folder` retries for so long."""
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Raises OSError; what was there before stays then, and what was begun is removed."""
+    """Write the file through a temporary one. On OSError the old file stays and the temporary one is removed."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
@@ -38,47 +38,50 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def locked(folder: Path, otherwise: str) -> Iterator[int]:
-    """One process a folder. A descriptor; the lock lasts until every process that has it has closed it, or has ended.
+def lock_folder(folder: Path, message: str) -> Iterator[int]:
+    """Lock the folder for this process; yield the descriptor of the lock.
 
-    Raises UserError(otherwise) where it is taken, for longer than `is_locked` takes to see whether it is, and OSError.
+    The lock lasts until every process that inherited the descriptor has closed it or has ended.
+
+        message:  the text of the UserError where another process has the lock
+        Raises:   UserError, OSError
     """
-    guard, last = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644), time.monotonic() + A_LOOK
+    descriptor, deadline = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644), time.monotonic() + PROBE_SECONDS
     try:
         while True:
             try:
-                fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError as error:
-                if time.monotonic() > last:
+                if time.monotonic() > deadline:
                     if isinstance(error, BlockingIOError):
-                        raise UserError(otherwise) from None
+                        raise UserError(message) from None
                     raise
-                time.sleep(A_LOOK / 10)
-        yield guard
+                time.sleep(PROBE_SECONDS / 10)
+        yield descriptor
     finally:
-        os.close(guard)
+        os.close(descriptor)
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process holds the folder's lock."""
+    """Return True while a process has the folder's lock."""
     try:
-        guard = os.open(folder / LOCK, os.O_RDONLY)
+        descriptor = os.open(folder / LOCK, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(guard, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # a filesystem without locks
+    except OSError:  # the filesystem has no locks
         return False
     finally:
-        os.close(guard)
+        os.close(descriptor)
     return False
 
 
 def check_output(output: Path) -> None:
-    """Make the folder that `output` is to be in. Raises UserError where `output` holds something, or cannot be made."""
+    """Make the parent folder of `output`. Raises UserError where `output` is not empty or cannot be made."""
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise UserError(f"--output {output} exists already; give a new folder, nothing is overwritten")
     try:
@@ -91,21 +94,21 @@ def check_output(output: Path) -> None:
 
 @contextmanager
 def new_folder(output: Path, errors: tuple[type[Exception], ...] = (OSError,)) -> Iterator[Path]:
-    """A folder beside `output` that takes its name when all in it is on disk, and goes when that fails.
+    """Yield a temporary folder beside `output`; rename it to `output` when its files are on disk, else remove it.
 
-    errors: what a disk that does not take it raises. Raises UserError for one of these, and while another process works
-    on the same `output`.
+    errors:  exceptions that a full or broken disk raises
+    Raises:  UserError for one of these errors, and while another process works on the same `output`
     """
     partial = output.with_name(f".{output.name}.partial")
     with ExitStack() as opened:
         try:
             partial.mkdir(parents=True, exist_ok=True)
-            taken = f"another process works in {partial}; wait for it or give another folder"
-            opened.enter_context(locked(partial, taken))
+            message = f"another process works in {partial}; wait for it or give another folder"
+            opened.enter_context(lock_folder(partial, message))
         except OSError as error:
             raise UserError(f"{output} cannot be written ({error}); give another folder") from None
         try:
-            for leftover in (path for path in partial.iterdir() if path.name != LOCK):  # of one that was killed
+            for leftover in (path for path in partial.iterdir() if path.name != LOCK):  # left by a killed writer
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
             yield partial
             (partial / LOCK).unlink()

@@ -1,4 +1,4 @@
-"""What a person sees while it works: a bar and a line of figures on a terminal, plain lines elsewhere."""
+"""Progress for a person: a bar and a line of figures on a terminal, plain lines elsewhere."""
 
 import os
 import sys
@@ -14,39 +14,41 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 SILENCE = 60.0
-"""Seconds without a line after which one says what is going on, where there is no terminal."""
+"""Without a terminal, a line names the current phase after so many seconds without another line."""
 SPEED_OVER_SECONDS = 3600
-"""The time left follows the speed of the last hour: over rich's 30 seconds there is none where a step takes longer."""
+"""The remaining time follows the speed of the last hour. Over rich's default of 30 seconds there is no speed where a
+step takes longer than that.
+"""
 
 
 class Screen(Console):
-    """One whose reader may go away, as of `| head`: the run goes on without it."""
+    """A console whose reader may go away, as with `| head`: the run goes on without it."""
 
     def on_broken_pipe(self) -> None:
-        """rich would end the process here."""
+        """Go on without output; rich would end the process here."""
         self.quiet = True
-        to_nowhere(sys.stdout)
+        discard_output(sys.stdout)
 
-    def print(self, *objects: Any, **how: Any) -> None:
-        with suppress(OSError):  # a disk that is full, a terminal that is gone
-            super().print(*objects, **how)
+    def print(self, *objects: Any, **options: Any) -> None:
+        with suppress(OSError):  # the disk is full or the terminal is gone
+            super().print(*objects, **options)
 
 
-def to_nowhere(stream: TextIO) -> None:
-    """What is written to the stream from now on, and what it still holds, is dropped."""
+def discard_output(stream: TextIO) -> None:
+    """Drop what is written to the stream from now on, and what is in its buffer."""
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, stream.fileno())
     os.close(devnull)
 
 
 class Display:
-    """Open with `with`; one `step` call a step, `doing` at any time before it.
+    """The progress of a run, a context manager: `show_phase` at any time, `show_step` once at the end of each step.
 
-    Without a terminal a thread says every minute, if nothing else was said, what is being done and for how long the
-    step has gone on: of a job that hangs the log shows where.
+    Without a terminal, a thread prints the current phase and how long the step has taken, every minute in which nothing
+    else was printed: the log of a job that hangs then shows where.
     """
 
-    def __init__(self, title: str, total: int, done: int = 0) -> None:
+    def __init__(self, title: str, total: int, completed: int = 0) -> None:
         self.console = Screen(highlight=False)
         self.total = total
         self.progress = Progress(
@@ -54,13 +56,13 @@ class Display:
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[doing]}", style="dim"),
+            TextColumn("{task.fields[phase]}", style="dim"),
             speed_estimate_period=SPEED_OVER_SECONDS,
         )
-        self.task = self.progress.add_task(title, total=total, completed=done, doing="start")
+        self.task = self.progress.add_task(title, total=total, completed=completed, phase="start")
         self.figures = Text()
         self.live = Live(Group(self.progress, self.figures), console=self.console)
-        self.began = self.last_line = self.progress.get_time()
+        self.step_start = self.last_line = self.progress.get_time()
         self.closed = threading.Event()
         self.reminder = threading.Thread(target=self._remind, name="display", daemon=True)
 
@@ -82,19 +84,19 @@ class Display:
         self.console.print(text, markup=False, soft_wrap=True)
         self.last_line = self.progress.get_time()
 
-    def doing(self, what: str) -> None:
-        """What the step after the last is at."""
-        self.progress.update(self.task, doing=what)
+    def show_phase(self, phase: str) -> None:
+        """Show the phase of the current step."""
+        self.progress.update(self.task, phase=phase)
 
-    def step(self, step: int, shown: dict[str, str]) -> None:
-        """`shown`: a few named figures of this step, already formatted."""
-        self.progress.update(self.task, completed=step, doing="")
-        self.began = self.progress.get_time()
-        text = "  ".join(f"{name} {value}" for name, value in shown.items())
+    def show_step(self, step: int, figures: dict[str, str]) -> None:
+        """Show that a step is complete; figures: a few values by name, formatted."""
+        self.progress.update(self.task, completed=step, phase="")
+        self.step_start = self.progress.get_time()
+        text = "  ".join(f"{name} {value}" for name, value in figures.items())
         self.figures.plain = text
         if not self.console.is_terminal:
-            left = self.progress.tasks[0].time_remaining
-            eta = "" if left is None else f"  eta {timedelta(seconds=int(left))}"
+            seconds = self.progress.tasks[0].time_remaining
+            eta = "" if seconds is None else f"  eta {timedelta(seconds=int(seconds))}"
             self.say(f"step {step}/{self.total}  {text}{eta}")
 
     def _remind(self) -> None:
@@ -102,5 +104,7 @@ class Display:
             now, (task,) = self.progress.get_time(), self.progress.tasks
             if now - self.last_line >= SILENCE:
                 step = min(task.completed + 1, self.total)
-                took = timedelta(seconds=int(now - self.began))
-                self.say("  ".join(filter(None, (f"step {step:.0f}/{self.total}", task.fields["doing"], str(took)))))
+                duration = timedelta(seconds=int(now - self.step_start))
+                self.say(
+                    "  ".join(filter(None, (f"step {step:.0f}/{self.total}", task.fields["phase"], str(duration))))
+                )

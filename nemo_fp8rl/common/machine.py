@@ -1,4 +1,4 @@
-"""The machine in a line: what seconds, and the roundings of kernels, depend on."""
+"""A description of the machine, on which run times and the roundings of kernels depend."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def machine() -> str:
-    """A description such as `x86_64, 2 CPUs, Intel(R) Xeon(R) Processor, AMX`, without what is not known."""
+    """Return a description such as `x86_64, 2 CPUs, Intel(R) Xeon(R) Processor, AMX`, without unknown parts."""
     return ", ".join(filter(None, (platform.machine(), f"{os.cpu_count()} CPUs", _model(), instructions())))
 
 
@@ -22,7 +22,7 @@ def _model() -> str:
 
 
 def instructions() -> str:
-    """The GPU; without one, the first there is of the sets by which libraries choose how to add up a matmul."""
+    """Return the name of the GPU; without one, the best instruction set by which libraries choose their matmul."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     if torch.cpu._is_amx_tile_supported():
@@ -32,14 +32,15 @@ def instructions() -> str:
     return "AVX-512" if torch.cpu._is_avx512_supported() else ""
 
 
-def processors(trainer: Collection[str], engines: Collection[str]) -> str:
-    """The instructions of both sides' machines in a line: with AMX vLLM's kernels round otherwise than without, and the
-    trainer's rounding points are those of its own machine.
+def describe_processors(trainer: Collection[str], engines: Collection[str]) -> str:
+    """Return the instruction sets of both sides' machines in one line.
+
+    With AMX, vLLM's kernels round differently than without it; the trainer rounds as its own machine does.
     """
     if len({*trainer, *engines}) == 1:
         return next(iter(trainer)) or "no AVX-512"
     sides = {"trainer": trainer, "engines": engines}
     described = (
-        f"{side} {' or '.join(sorted(name or 'no AVX-512' for name in set(own)))}" for side, own in sides.items()
+        f"{side} {' or '.join(sorted(name or 'no AVX-512' for name in set(names)))}" for side, names in sides.items()
     )
     return ", ".join(described) + ", whose kernels may round differently"

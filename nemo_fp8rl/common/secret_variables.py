@@ -1,7 +1,7 @@
-"""Which environment variables look like secrets. Scripts, manifests and a scheduler's records would show their values.
+"""Environment variables that look like secrets: scripts, manifests and a scheduler's records would show their values.
 
-By name: a word for a secret in it. By value, whatever the name: a URL with a password. Left out: long random values of
-names that say nothing, which ids and digests are, too.
+A variable looks secret by its name, if that contains a word for a secret, or by its value, if that is a URL with a
+password. Long random values under other names are not detected: ids and digests look the same.
 """
 
 import re
@@ -9,18 +9,22 @@ import re
 SECRET = re.compile(
     r"TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|API_?KEY|_PWD$|(^|_)(KEY|PASS|AUTH)($|_)", re.IGNORECASE
 )
-"""Names of secrets. A tokenizer is none, nor are keyboards, authors and what passes by."""
+"""Names of secrets. Words such as tokenizer, keyboard, author and bypass do not match."""
 SWITCH = re.compile(r"|[01]|true|false|yes|no|on|off", re.IGNORECASE)
 NUMBER = re.compile(r"[0-9]+")
 COUNT = re.compile(r"(^|_)(TOKENS|NUM|MAX|MIN|LEN|LENGTH|SIZE|LIMIT|TIMEOUT|SECONDS|PORT)($|_)", re.IGNORECASE)
-"""Names for which a number is no secret: MAX_TOKENS, NUM_KEY_BLOCKS, AUTH_PORT. A password can be of digits, too."""
+"""Names whose numbers are no secrets: MAX_TOKENS, NUM_KEY_BLOCKS, AUTH_PORT. Under other names a number may be a
+password.
+"""
 PATH = re.compile(r"/.*")
 NAME_OF_PATH = re.compile(r"_(PATH|FILE|DIR|SOCK)$|^RAY_TLS_|^GOOGLE_APPLICATION_CREDENTIALS$", re.IGNORECASE)
-"""Names for which a path is no secret: keys in base64 begin with a slash, too, one in 64."""
+"""Names whose paths are no secrets. Under other names a value with a slash may be a key: of the keys in base64, one in
+64 begins with a slash.
+"""
 NO_SECRET = re.compile(r"_(MODE|TYPE)$|(KEY|TOKEN)_ID$", re.IGNORECASE)
-"""Names of what is no secret: RAY_AUTH_MODE, EOS_TOKEN_ID, AWS_ACCESS_KEY_ID, which says whose key it is."""
+"""Names that are never secrets: RAY_AUTH_MODE, EOS_TOKEN_ID, AWS_ACCESS_KEY_ID, which names the owner of a key."""
 URL_WITH_PASSWORD = re.compile(r"://[^/?#@\s]*:(?!\$\()[^/?#@\s]+@(?!sha256:)")
-"""A password in a URL; not a variable of Kubernetes, $(NAME), in its place, nor an image's tag before its digest."""
+"""A password in a URL. A variable of Kubernetes, $(NAME), is no password, nor is an image's tag before its digest."""
 
 
 def has_password(url: str) -> bool:
@@ -28,7 +32,7 @@ def has_password(url: str) -> bool:
 
 
 def looks_secret(name: str, value: str) -> bool:
-    """Whether the environment variable looks like a secret."""
+    """Return True when the environment variable looks like a secret."""
     if has_password(value):
         return True
     if not SECRET.search(name) or NO_SECRET.search(name) or SWITCH.fullmatch(value):

@@ -1,12 +1,13 @@
-"""Which GPUs the user shows to this process."""
+"""The GPUs that the user makes visible to this process."""
 
 import os
 from itertools import takewhile
 
 
-def shown_gpus() -> list[str] | None:
-    """The names in CUDA_VISIBLE_DEVICES, as CUDA reads it: up to one that is -1. None where it is not set, and all are
-    shown.
+def visible_gpu_names() -> list[str] | None:
+    """Return the names in CUDA_VISIBLE_DEVICES, as CUDA reads it: up to the first -1.
+
+    The result is None where the variable is not set, and all GPUs are visible.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:

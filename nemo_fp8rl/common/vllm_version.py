@@ -1,4 +1,4 @@
-"""The version of vLLM that is installed, for `generation/vllm_compat.py` and `policy/on_cpu/vllm_cpu_rounding.py`."""
+"""The version of the installed vLLM, for `generation/vllm_compat.py` and `policy/on_cpu/vllm_cpu_rounding.py`."""
 
 import re
 from contextlib import suppress

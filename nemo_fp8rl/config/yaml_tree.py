@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.common.errors import UserError, one_line
+from nemo_fp8rl.common.errors import UserError, single_line
 from nemo_fp8rl.config.typed_tree import short_repr
 
 RESOLVERS: dict[str, Callable[..., Any]] = {
@@ -79,7 +79,7 @@ def yaml_errors_as_user_error(source: str) -> Iterator[None]:
 
 def _message(error: Exception) -> str:
     """The text of the error, without OmegaConf's words around a variable or a null that the user must set."""
-    text, key = one_line(error), getattr(error, "full_key", None)
+    text, key = single_line(error), getattr(error, "full_key", None)
     where = f"{key}: " if key else ""
     if unset := NOT_SET.search(text):
         return f"{where}the environment variable {unset[1]} is not set; set it"

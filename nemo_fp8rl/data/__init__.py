@@ -1,4 +1,4 @@
-"""Prompt streams: JSONL in, train and validation prompts out, a reproducible order over them."""
+"""Prompts: read from JSONL, split into training and validation, in a reproducible order."""
 
 from nemo_fp8rl.data.jsonl import Record, read_jsonl
 from nemo_fp8rl.data.order import PromptOrder

@@ -1,4 +1,4 @@
-"""Read `{"prompt": ..., "answer": ...}` lines, and say which line is wrong when one is."""
+"""Read files of `{"prompt": ..., "answer": ...}` lines; an error names the line."""
 
 import json
 from dataclasses import dataclass
@@ -16,9 +16,10 @@ class Record:
 
 
 def read_jsonl(path: str | Path, key: str = "data.train.data_path") -> list[Record]:
-    """All records of the file, in order. `key` is the config key that named it, for the messages.
+    """Return all records of the file, in order.
 
-    Raises UserError for a missing or empty file, a line that is not a JSON object, or a field that is not text.
+    key:     the config key of the path, for messages
+    Raises:  UserError for a missing or empty file, a line that is not a JSON object, or a field that is not text
     """
     path = Path(path)
     try:
@@ -27,13 +28,13 @@ def read_jsonl(path: str | Path, key: str = "data.train.data_path") -> list[Reco
         raise UserError(f"{key}: there is no file {path}; give the path of a JSONL dataset") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{key}: {path} cannot be read as UTF-8 text ({error}); give a JSONL dataset") from None
-    records = [_record(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
+    records = [_parse_record(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
     if not records:
         raise UserError(f'{key}: {path} holds no record; write one {{"prompt": ..., "answer": ...}} object a line')
     return records
 
 
-def _record(line: str, path: Path, number: int) -> Record:
+def _parse_record(line: str, path: Path, number: int) -> Record:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Which prompts a step sees: a function of (seed, step) alone, so that a resumed run goes on where it stopped."""
+"""The order of prompts: a function of (seed, step) alone, so that a resumed run continues where it stopped."""
 
 import random
 
@@ -6,14 +6,17 @@ import torch
 
 
 class PromptOrder:
-    """Epochs of random permutations; step s takes the next `per_step` positions. A short tail joins the next epoch."""
+    """Epochs of random permutations; each step takes the next `per_step` positions.
+
+    The short tail of an epoch joins the next epoch.
+    """
 
     def __init__(self, num_prompts: int, per_step: int, seed: int) -> None:
         self.num_prompts, self.per_step, self.seed = num_prompts, per_step, seed
         self._epoch: tuple[int, list[int]] = (-1, [])
 
     def indices(self, step: int) -> list[int]:
-        """Dataset positions of step 1, 2, ...; no position twice within an epoch."""
+        """Return the dataset positions of step 1, 2, ...; no position occurs twice within an epoch."""
         first = (step - 1) * self.per_step
         return [
             self._permutation(i // self.num_prompts)[i % self.num_prompts] for i in range(first, first + self.per_step)

@@ -1,4 +1,4 @@
-"""From a recipe to prompts: files, split, verifier's name and tokens, checked before a model loads."""
+"""Load a recipe's prompts: files, split, tokens and the verifier's name are checked before a model loads."""
 
 import hashlib
 from typing import NamedTuple
@@ -12,26 +12,32 @@ from nemo_fp8rl.data.split import split_records
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 
 
-class Prompts(NamedTuple):
-    """too_long: how many of either kind were dropped, as no token of an answer would fit behind them."""
+class PromptSets(NamedTuple):
+    """The prompts of a run and their tokenizer.
+
+    num_too_long:  how many prompts were dropped because no token of an answer would fit behind them
+    """
 
     tokenizer: PromptTokenizer
     train: list[Prompt]
     validation: list[Prompt]
-    too_long: int
+    num_too_long: int
 
     def digests(self) -> dict[str, str]:
-        """Digests, 16 hex digits, of what is asked and compared with, in order: a resumed run must have the same."""
-        of = {
+        """Return digests, 16 hex digits each, of questions, answers and tokens, in order.
+
+        A resumed run must have the same digests.
+        """
+        contents = {
             "training": [(p.text, p.answer) for p in self.train],
             "validation": [(p.text, p.answer) for p in self.validation],
             "tokens": [p.token_ids for p in (*self.train, *self.validation)],
         }
-        return {kind: hashlib.sha256(repr(what).encode()).hexdigest()[:16] for kind, what in of.items()}
+        return {kind: hashlib.sha256(repr(content).encode()).hexdigest()[:16] for kind, content in contents.items()}
 
 
-def load_prompts(cfg: Config, vocab_size: int) -> Prompts:
-    """The recipe's prompts. Raises UserError for anything wrong with them, and when too few are left."""
+def load_prompts(cfg: Config, vocab_size: int) -> PromptSets:
+    """Load the recipe's prompts. Raises UserError for invalid prompts, and when too few remain."""
     check_verifier(cfg.data.default.env_name)
     validation = cfg.data.validation
     train_records, val_records = split_records(
@@ -42,16 +48,16 @@ def load_prompts(cfg: Config, vocab_size: int) -> Prompts:
     )
     tokenizer = PromptTokenizer(cfg.policy)
     if tokenizer.pad_token_id >= vocab_size:
-        tokenizer.pad_token_id = 0  # padding is embedded, too, though nothing reads it
+        tokenizer.pad_token_id = 0  # the model embeds padding, too, though nothing reads the result
     held_out = val_records[: cfg.grpo.max_val_samples]
-    train, val = tokenizer.prompts(train_records, vocab_size), tokenizer.prompts(held_out, vocab_size)
-    too_long = len(train_records) + len(held_out) - len(train) - len(val)
-    dropped = f" after {too_long} were dropped that policy.generation.vllm_cfg.max_model_len has no room for"
+    train, val = tokenizer.tokenize(train_records, vocab_size), tokenizer.tokenize(held_out, vocab_size)
+    num_too_long = len(train_records) + len(held_out) - len(train) - len(val)
+    dropped = f" after {num_too_long} were dropped that policy.generation.vllm_cfg.max_model_len has no room for"
     if len(train) < cfg.grpo.num_prompts_per_step:
         raise UserError(
-            f"data.train.data_path: {len(train)} training prompts{dropped * (too_long > 0)} are fewer than "
+            f"data.train.data_path: {len(train)} training prompts{dropped * (num_too_long > 0)} are fewer than "
             f"grpo.num_prompts_per_step={cfg.grpo.num_prompts_per_step}; lower it or add prompts"
         )
     if not val:
         raise UserError(f"no validation prompt is left{dropped}; raise it or add shorter prompts")
-    return Prompts(tokenizer, train, val, too_long)
+    return PromptSets(tokenizer, train, val, num_too_long)

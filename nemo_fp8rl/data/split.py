@@ -1,4 +1,4 @@
-"""Train and validation records that share no prompt."""
+"""Split records into training and validation records that share no prompt."""
 
 import random
 from collections.abc import Sequence
@@ -10,9 +10,12 @@ from nemo_fp8rl.data.jsonl import Record
 def split_records(
     train: Sequence[Record], validation: Sequence[Record] | None, split_validation_size: float, seed: int
 ) -> tuple[list[Record], list[Record]]:
-    """(train, validation). Without a validation set, `split_validation_size` of the distinct prompts become one.
+    """Return (train, validation); without a validation set, a random share of the distinct prompts becomes one.
 
-    Records that repeat a prompt stay on one side. Raises UserError when given sets share a prompt or a side is empty.
+    Records that repeat a prompt stay on one side.
+
+        split_validation_size:  the share, between 0 and 1
+        Raises:                 UserError when the two sets share a prompt or one of them is empty
     """
     if validation is not None:
         shared = {r.prompt for r in train} & {r.prompt for r in validation}

@@ -15,7 +15,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from nemo_fp8rl.batch import Completion
-from nemo_fp8rl.common.errors import UserError, one_line
+from nemo_fp8rl.common.errors import UserError, single_line
 from nemo_fp8rl.common.machine import instructions
 from nemo_fp8rl.common.vllm_version import vllm_version
 from nemo_fp8rl.config.schema import Config
@@ -98,13 +98,13 @@ class VllmEngine:
             timeout = cfg.cluster.engine_timeout_seconds
             self.core: Core = (AsyncCore if vllm_cfg.async_engine else SteppedCore)(arguments, timeout)
         except ValueError as error:  # raised by vLLM for a recipe that it cannot serve
-            raise UserError(f"vLLM cannot start an engine for this recipe: {one_line(error)}") from None
+            raise UserError(f"vLLM cannot start an engine for this recipe: {single_line(error)}") from None
         except Exception as error:
             has_processes = vllm_cfg.async_engine or vllm_cfg.tensor_parallel_size > 1
             if not has_processes or type(error) not in PROCESS_ERRORS:
                 raise
             raise UserError(  # a refusal as above, or a fault
-                f"vLLM cannot start the processes of an engine for this recipe: {one_line(error)[:300]}; what they "
+                f"vLLM cannot start the processes of an engine for this recipe: {single_line(error)[:300]}; what they "
                 "wrote says why (of a Ray actor: in its worker's log)"
             ) from None
         if cfg.fp8_kv_cache and not arguments["enforce_eager"] and any(map(is_flashinfer, self.describe().kernels)):
@@ -154,12 +154,12 @@ class VllmEngine:
             raise
         except vllm_compat.request_refusal_type() as error:
             raise UserError(
-                f"vLLM refuses a request: {one_line(error)}; mend the prompt, or the stop strings that it brings"
+                f"vLLM refuses a request: {single_line(error)}; mend the prompt, or the stop strings that it brings"
             ) from None
         except ValueError:  # about the arguments
             raise
         except Exception as error:
-            message = one_line(error)[:300] or type(error).__name__
+            message = single_line(error)[:300] or type(error).__name__
             is_out_of_memory = "out of memory" in message  # torch's error, or vLLM's with the text of a rank's error
             if self.is_in_driver_process and not is_out_of_memory:
                 raise
@@ -258,7 +258,7 @@ class VllmEngine:
         except WorkerDied:
             raise
         except Exception as error:
-            failure = one_line(error)[:300] or type(error).__name__
+            failure = single_line(error)[:300] or type(error).__name__
         if failure:  # raised here: in the handler, the error's frames would keep the weights that must go first
             self.has_died = True
             raise WorkerDied(f"refit {version} failed in it: {failure}")

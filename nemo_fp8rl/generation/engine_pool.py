@@ -12,7 +12,7 @@ from contextlib import suppress
 from threading import Lock
 from typing import Any
 
-from nemo_fp8rl.common.errors import UserError, one_line
+from nemo_fp8rl.common.errors import UserError, single_line
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.generation import engine_client
 from nemo_fp8rl.generation.engine import VllmEngine
@@ -205,8 +205,8 @@ class EnginePool(EngineClient):
             return self.recover(engine, death, life, wait)
         except (RefitError, WorkerDied) as error:
             raise UserError(
-                f"engine {engine} died ({death}) and was started again, without the weights: {one_line(error)}; mend "
-                "that, then continue with --resume"
+                f"engine {engine} died ({death}) and was started again, without the weights: {single_line(error)}; "
+                "mend that, then continue with --resume"
             ) from error
 
     def _leave_to_next_refit(self, engine: int, life: int) -> bool:

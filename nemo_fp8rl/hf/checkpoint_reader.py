@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.common.region import Region, index, whole
+from nemo_fp8rl.common.region import Region, full_region, region_slices
 from nemo_fp8rl.hf.hub import WEIGHTS
 from nemo_fp8rl.hf.model_tensors import EMBEDDING, HEAD
 
@@ -85,7 +85,7 @@ class CheckpointReader:
     def _are_equal(self, first: str, second: str, shape: tuple[int, ...]) -> bool:
         """Return whether two tensors have the same values; reads a few rows at a time, because every rank calls it."""
         for start in range(0, shape[0], ROWS):
-            region = ((start, min(start + ROWS, shape[0])), *whole(shape[1:]))
+            region = ((start, min(start + ROWS, shape[0])), *full_region(shape[1:]))
             if not torch.equal(self.get(first, region).float(), self.get(second, region).float()):
                 return False
         return True
@@ -98,7 +98,7 @@ class CheckpointReader:
         """Read the tensor, or only this region of it."""
         if region is None:
             return self._file_of[name].get_tensor(name)
-        return self._file_of[name].get_slice(name)[index(region)]
+        return self._file_of[name].get_slice(name)[region_slices(region)]
 
 
 def _list_names(names: list[str]) -> str:

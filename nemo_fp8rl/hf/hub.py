@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.common.errors import UserError, one_line
+from nemo_fp8rl.common.errors import UserError, single_line
 from nemo_fp8rl.config.schema import Config
 
 MODEL_FILES = ("config.json", "generation_config.json")
@@ -38,7 +38,7 @@ def checkpoint_folder(name: str | Path, key: str = "policy.model_name", weights:
     try:
         return Path(snapshot_download(match["repository"], revision=match["revision"], allow_patterns=files))
     except Exception as error:  # the errors of the client have no common class
-        reason = f"{type(error).__name__}: {one_line(error)[:300]}"
+        reason = f"{type(error).__name__}: {single_line(error)[:300]}"
         raise UserError(
             f"{key}: there is no folder {name} here, and the Hugging Face hub gives no model of that name ({reason}); "
             "give a checkpoint folder, or what the hub asks for: HF_TOKEN, network (and HF_HUB_OFFLINE not set), or an "

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.common.region import Region, index, overlap, placed, shape_of
+from nemo_fp8rl.common.region import Region, overlap, region_at, region_slices, shape_of
 from nemo_fp8rl.hf.safetensors_file import write_safetensors
 
 FILE_BYTES = 4 << 30
@@ -75,7 +75,7 @@ class PartReader:
                 for key in opened.keys():  # noqa: SIM118 (not a dict)
                     shape = opened.get_slice(key).get_shape()
                     name, _, start = key.partition(START_MARK)
-                    region = placed([int(n) for n in start.split(",")] if start else [0] * len(shape), shape)
+                    region = region_at([int(n) for n in start.split(",")] if start else [0] * len(shape), shape)
                     self._parts.setdefault(name, []).append((opened, key, region))
             except (SafetensorError, OSError, ValueError) as error:
                 self._stack.close()
@@ -105,10 +105,10 @@ class PartReader:
         out: Tensor | None = None
         missing = torch.Size(shape_of(region)).numel()
         for opened, key, part, common in sources:
-            values = opened.get_slice(key)[index(common, part)]
+            values = opened.get_slice(key)[region_slices(common, part)]
             if out is None:
                 out = values.new_empty(shape_of(region))
-            out[index(common, region)] = values
+            out[region_slices(common, region)] = values
             missing -= values.numel()
         if out is None or missing:
             raise UserError(f"{self.folder} does not hold all of {name}; the checkpoint is not complete")

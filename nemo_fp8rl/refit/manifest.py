@@ -15,7 +15,7 @@ from itertools import combinations, product
 
 import torch
 
-from nemo_fp8rl.common.region import Region, index, overlap, shape_of, whole
+from nemo_fp8rl.common.region import Region, full_region, overlap, region_slices, shape_of
 from nemo_fp8rl.fp8 import BLOCK, scale_shape
 
 FP8 = "float8_e4m3fn"
@@ -46,7 +46,9 @@ class TensorPart:
     @classmethod
     def of(cls, name: str, dtype: torch.dtype, shape: Sequence[int], region: Region | None = None) -> "TensorPart":
         """Make a part; the default region is the whole tensor."""
-        return cls(name, str(dtype).removeprefix("torch."), tuple(shape), whole(shape) if region is None else region)
+        return cls(
+            name, str(dtype).removeprefix("torch."), tuple(shape), full_region(shape) if region is None else region
+        )
 
     @property
     def is_fp8(self) -> bool:
@@ -80,7 +82,7 @@ class TensorPart:
 
     def local(self, region: Region) -> tuple[slice, ...]:
         """Return the index of the region within a tensor that has the size of this part."""
-        return index(region, self.region)
+        return region_slices(region, self.region)
 
 
 def blocks_of(region: Region) -> Region:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.common.region import Region, index
+from nemo_fp8rl.common.region import Region, region_slices
 from nemo_fp8rl.fp8 import BLOCK, scale_shape
 from nemo_fp8rl.refit.digest import bytes_of, digest_of, has_digest
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart, blocks_of
@@ -93,7 +93,7 @@ class Content:
             return self
         if self.scale_inv is None:
             return Content(self.data[part.local(region)])
-        blocks = index(blocks_of(region), blocks_of(part.region))
+        blocks = region_slices(blocks_of(region), blocks_of(part.region))
         return Content(self.data[part.local(region)], self.scale_inv[blocks])
 
     @property

@@ -1,18 +1,18 @@
-"""The run directory: what was asked, what ran, what it measured, and where to continue.
+"""The run directory: the recipe of a run, its environment, its metrics, and its checkpoints.
 
     config.yaml        the resolved recipe
     environment.json   versions, every choice that was resolved at start, and digests of the prompts
-    metrics.jsonl      one object a step
-    histograms.jsonl   one a step: how many tokens have which importance weight (algorithms/importance_histogram.py)
-    samples.jsonl      at the first step and where it validates: answers, with both sides' log-probs (samples.py)
+    metrics.jsonl      one object per step
+    histograms.jsonl   one object per step: how many tokens have which importance weight (importance_histogram.py)
+    samples.jsonl      at the first step and at validation steps: answers, with both sides' log-probs (samples.py)
     tensorboard/       the same metrics as events
     trackers.json      ids of the runs at Weights & Biases and MLflow, whose own files are in wandb/
     checkpoints/       step_N/{policy/weights, policy/optimizer, policy/kv_scales.json, training_info.json}
-    .lock              by which one process works here
-    *.jsonl.before-N   of steps whose checkpoints were gone when the run was begun anew for the Nth time
+    .lock              the lock that keeps a second process out
+    *.jsonl.before-N   logs of steps whose checkpoints were gone when the run started again for the Nth time
 
-A checkpoint is written under a temporary name and renamed, so the latest one is always whole. The three .jsonl are
-appended to, and cut back to the checkpoint that a resumed run begins from.
+A checkpoint is written under a temporary name and renamed, so the latest one is always complete. The three .jsonl files
+are appended to; a resumed run cuts them back to the checkpoint from which it continues.
 """
 
 import functools
@@ -35,7 +35,7 @@ import yaml
 
 from nemo_fp8rl.algorithms.importance_bins import Bin
 from nemo_fp8rl.algorithms.loss_config import resolve_correction
-from nemo_fp8rl.common.atomic_files import locked, sync, write_atomically
+from nemo_fp8rl.common.atomic_files import lock_folder, sync, write_atomically
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.machine import machine
 from nemo_fp8rl.config.recipe import to_yaml
@@ -54,18 +54,24 @@ PACKAGES = (
 
 
 class RunDirectory:
-    """Open with `with`; `done` is the step of the latest checkpoint, 0 before there is one.
+    """The directory of one run, a context manager.
 
-    resume: continue the run that is there. restartable: the same, from the start where it has no checkpoint. data:
-    digests, of `resume.DIGESTS`. Of a run that `has_all_steps` nothing is written, and nothing can be logged.
+    completed_steps:  the step of the latest checkpoint, 0 without one
+    logged_steps:     the last step in metrics.jsonl; None without one
+    restart_notice:   a sentence for the user about logged steps that have no checkpoint; "" without such steps
 
-    Raises UserError when the directory holds a run that was not asked to go on, or one that cannot: no checkpoint,
-    another recipe, another process at work in it.
+    Nothing is written for a run that `has_all_steps`, and nothing can be logged.
     """
 
     def __init__(
         self, cfg: Config, resume: bool, restartable: bool = False, data: Mapping[str, str] | None = None
     ) -> None:
+        """resume:       continue the run in the directory
+        restartable:  the same, but start again where the run has no checkpoint
+        data:         digests of the data, by `resume.DIGESTS`
+        Raises:       UserError where the directory has a run that is not to be resumed, or that cannot be: without a
+                      checkpoint, with another recipe, or with another process at work in it
+        """
         self.cfg, self.resume, self.restartable = cfg, resume, restartable
         self.path = Path(cfg.logger.log_dir)
         self.checkpoints = Path(cfg.checkpointing.checkpoint_dir)
@@ -75,29 +81,28 @@ class RunDirectory:
                 raise UserError(f"logger.log_dir={self.path}: {folder} is a file; give a folder")
         check_loggers(cfg.logger)
         self.choices, self.data = _choices(cfg), dict(data or {})
-        self.begins_anew = ""
-        """What is to be said of steps that are there without a checkpoint."""
+        self.restart_notice = ""
         self._check_start()
 
     def __enter__(self) -> Self:
         with ExitStack() as opened:
             try:
-                folders = {}  # one, by whatever names
+                folders = {}  # one entry where both keys name the same folder
                 for key, folder in (("checkpointing.checkpoint_dir", self.checkpoints), ("logger.log_dir", self.path)):
                     folder.mkdir(parents=True, exist_ok=True)
                     folders[folder.resolve()] = key
                 for folder, key in folders.items():
-                    taken = f"another process works in {folder}; wait for it or set another {key}"
-                    opened.enter_context(locked(folder, taken))
-                self._check_start()  # again: another run may have worked here till now
+                    message = f"another process works in {folder}; wait for it or set another {key}"
+                    opened.enter_context(lock_folder(folder, message))
+                self._check_start()  # again: another run may have worked here until now
                 if self.has_all_steps:
                     self._opened = opened.pop_all()
                     return self
-                if self.logged and not self.done:
-                    self._set_aside()
-                elif not self.done:  # what a resumed run began with stays until it has loaded
+                if self.logged_steps and not self.completed_steps:
+                    self._rename_logs()
+                elif not self.completed_steps:  # a resumed run keeps the old record until it has loaded
                     self._write_record()
-                self._logs = [StepLog(self.path / name, self.done) for name in LOGS]
+                self._logs = [StepLog(self.path / name, self.completed_steps) for name in LOGS]
                 self._metrics, self._histograms, self._samples = self._logs
             except OSError as error:
                 raise UserError(
@@ -107,7 +112,9 @@ class RunDirectory:
             for log in self._logs:
                 opened.callback(log.close)
             self._loggers: list[Logger] = []
-            for logger in open_loggers(self.cfg.logger, flatten(yaml.safe_load(to_yaml(self.cfg))), self.done):
+            for logger in open_loggers(
+                self.cfg.logger, flatten(yaml.safe_load(to_yaml(self.cfg))), self.completed_steps
+            ):
                 self._loggers.append(logger)
                 opened.push(functools.partial(_close, logger))
             self._opened = opened.pop_all()
@@ -118,23 +125,30 @@ class RunDirectory:
 
     @property
     def has_all_steps(self) -> bool:
-        return self.done >= self.cfg.grpo.max_num_steps
+        return self.completed_steps >= self.cfg.grpo.max_num_steps
 
     def _check_start(self) -> None:
-        self.done = max(self._steps(), default=0)
-        self.logged = max((int(row["step"]) for row in self.read_metrics()), default=None)
-        check_start(self.cfg, self.data, self.done, self.logged, resume=self.resume, restartable=self.restartable)
+        self.completed_steps = max(self._checkpoint_steps(), default=0)
+        self.logged_steps = max((int(row["step"]) for row in self.read_metrics()), default=None)
+        check_start(
+            self.cfg,
+            self.data,
+            self.completed_steps,
+            self.logged_steps,
+            resume=self.resume,
+            restartable=self.restartable,
+        )
 
-    def _set_aside(self) -> None:
-        """What was logged gets other names, metrics last: while they are there, an attempt that was killed is seen."""
+    def _rename_logs(self) -> None:
+        """Rename the logs, metrics last: as long as these exist, the next attempt sees the steps of a killed one."""
         names = (f"before-{number}" for number in count(1))
         suffix = next(name for name in names if not list(self.path.glob(f"*.jsonl.{name}")))
         for name in reversed(LOGS):
             with suppress(FileNotFoundError):
                 os.rename(self.path / name, self.path / f"{name}.{suffix}")
-        self.begins_anew = (
-            f"{self.path} held {self.logged} steps but {self.checkpoints} no checkpoint: begun anew, what was logged "
-            f"is kept in *.jsonl.{suffix}"
+        self.restart_notice = (
+            f"{self.path} has {self.logged_steps} logged steps but {self.checkpoints} no checkpoint: the run starts "
+            f"again, and the old logs are kept in *.jsonl.{suffix}"
         )
 
     def log(
@@ -144,9 +158,9 @@ class RunDirectory:
         log_weights: list[Bin] | None = None,
         samples: list[Sample] | None = None,
     ) -> None:
-        """Append one step's rows. They survive a kill at once, a power cut from the next checkpoint on.
+        """Append the rows of one step. They survive a kill at once, and a power cut from the next checkpoint on.
 
-        Raises UserError on a full disk.
+        Raises: UserError on a full disk
         """
         try:
             self._metrics.append(step, metrics)
@@ -162,13 +176,13 @@ class RunDirectory:
             logger.log(step, metrics)
 
     def read_metrics(self) -> list[dict[str, float]]:
-        """Every whole line of metrics.jsonl; a line that a kill cut short is left out."""
+        """Return every complete line of metrics.jsonl; a line that a kill cut short is left out."""
         return read(self.metrics_path)
 
     def load_checkpoint(self, policy: Policy) -> None:
-        """Bring the policy to the state after step `done`. Raises UserError where the checkpoint does not give it."""
-        if self.done:
-            folder = self.checkpoints / f"step_{self.done}"
+        """Bring the policy to the state after `completed_steps`. Raises UserError for a damaged checkpoint."""
+        if self.completed_steps:
+            folder = self.checkpoints / f"step_{self.completed_steps}"
             try:
                 policy.load(folder / "policy")
             except UserError as error:
@@ -177,9 +191,9 @@ class RunDirectory:
                 ) from None
 
     def save_checkpoint(self, step: int, policy: Policy) -> None:
-        """Write step_N whole or not at all, then drop the oldest beyond checkpointing.keep_top_k.
+        """Write step_N completely or not at all, then remove the oldest checkpoints beyond checkpointing.keep_top_k.
 
-        Raises UserError when it cannot be written; what was there before stays, and what was begun is removed.
+        Raises: UserError when it cannot be written; older checkpoints stay, and the incomplete one is removed
         """
         for log in self._logs:
             log.sync()
@@ -200,16 +214,21 @@ class RunDirectory:
                 f"the checkpoint of step {step} could not be written: {error}; make room in {self.checkpoints}, "
                 f"{self._resume_hint()}"
             ) from None
-        self.done = step
-        kept = self.cfg.checkpointing.keep_top_k
-        for old in sorted(self._steps())[:-kept] if kept else ():
-            leaving = self.checkpoints / f".partial_step_{old}"  # no half of one stays under a checkpoint's name
+        self.completed_steps = step
+        keep_top_k = self.cfg.checkpointing.keep_top_k
+        for old in sorted(self._checkpoint_steps())[:-keep_top_k] if keep_top_k else ():
+            # renamed first, so that no incomplete folder has the name of a checkpoint
+            obsolete = self.checkpoints / f".partial_step_{old}"
             with suppress(OSError):
-                os.rename(self.checkpoints / f"step_{old}", leaving)
-                shutil.rmtree(leaving, ignore_errors=True)
+                os.rename(self.checkpoints / f"step_{old}", obsolete)
+                shutil.rmtree(obsolete, ignore_errors=True)
 
     def _resume_hint(self) -> str:
-        return f"--resume continues from step {self.done}" if self.done else "there is no checkpoint yet"
+        return (
+            f"--resume continues from step {self.completed_steps}"
+            if self.completed_steps
+            else "there is no checkpoint yet"
+        )
 
     def _environment(self) -> dict[str, Any]:
         return {
@@ -221,7 +240,7 @@ class RunDirectory:
         }
 
     def add_choices(self, choices: Mapping[str, str]) -> None:
-        """Add choices that could be resolved only now. The record is then whole, and replaces an older one."""
+        """Add choices that could be resolved only now. The record is then complete, and replaces an older one."""
         self.choices |= choices
         self._write_record()
 
@@ -229,16 +248,16 @@ class RunDirectory:
         write_atomically(self.path / "environment.json", json.dumps(self._environment(), indent=1) + "\n")
         write_atomically(self.path / "config.yaml", to_yaml(self.cfg))
 
-    def _steps(self) -> list[int]:
+    def _checkpoint_steps(self) -> list[int]:
         if not self.checkpoints.is_dir():
             return []
         return [int(m[1]) for p in self.checkpoints.iterdir() if (m := re.fullmatch(r"step_(\d+)", p.name))]
 
 
 def _choices(cfg: Config) -> dict[str, str]:
-    """Every choice that decides the numbers, as resolved."""
+    """Return every choice that decides the numbers, as resolved."""
     choice = cfg.nemo_fp8rl
-    fp8 = "blockwise FP8"  # the workers say what multiplies it: trainer_kernels, engine_kernels
+    fp8 = "blockwise FP8"  # trainer_kernels and engine_kernels, from the workers, name the matmul
     return {
         "flow": choice.flow,
         "trainer": fp8 if choice.trainer_fp8 else cfg.policy.precision,

@@ -1,6 +1,6 @@
-"""Where metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow, under the names they have there.
+"""Loggers beside metrics.jsonl, with the same names of metrics: TensorBoard, Weights & Biases, MLflow.
 
-The last two are optional packages. Their runs go on when ours is resumed: trackers.json in the run directory holds
+The last two are optional packages. When a run is resumed, their runs continue: trackers.json in the run directory has
 their ids.
 """
 
@@ -15,39 +15,42 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from nemo_fp8rl.common.atomic_files import write_atomically
-from nemo_fp8rl.common.errors import UserError, one_line
+from nemo_fp8rl.common.errors import UserError, single_line
 from nemo_fp8rl.config.run_schema import LoggerConfig, MlflowConfig, WandbConfig
 
 PACKAGES = ("tensorboard", "wandb", "mlflow")
 IDS = "trackers.json"
-PARAMS_AT_ONCE = 100
-"""Parameters that MLflow's servers take at once, at most."""
+MAX_PARAMS = 100
+"""MLflow's servers accept at most so many parameters per request."""
 
 
 class Logger(Protocol):
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
 
     def close(self, failed: bool) -> None:
-        """failed: the run ends by an exception."""
+        """failed: the run ended by an exception"""
         ...
 
 
 def check_loggers(cfg: LoggerConfig) -> None:
-    """Raise UserError for a logger whose package is not there."""
+    """Raise UserError for a logger whose package is not installed."""
     for package in PACKAGES:
         key = f"{package}_enabled"
-        if getattr(cfg, key) and not _installed(package):
+        if getattr(cfg, key) and not _is_installed(package):
             raise UserError(f"logger.{key}=true needs the package {package}: pip install {package}, or set it to false")
 
 
-def open_loggers(cfg: LoggerConfig, recipe: dict[str, Any], done: int) -> Iterator[Logger]:
-    """The loggers that `cfg` enables, each opened when it is asked for. recipe: flat, for the trackers' own tables.
-    done: the step that a resumed run begins after. Raises UserError where a tracker cannot be reached.
+def open_loggers(cfg: LoggerConfig, recipe: dict[str, Any], completed_steps: int) -> Iterator[Logger]:
+    """Open and yield the loggers that `cfg` enables, one by one.
+
+    recipe:           flat, for the trackers' tables
+    completed_steps:  the step after which a resumed run continues; 0 for a new run
+    Raises:           UserError where a tracker cannot be reached
     """
     folder = Path(cfg.log_dir)
-    ids = _ids(folder / IDS) if done else {}
+    ids = _read_ids(folder / IDS) if completed_steps else {}
     if cfg.tensorboard_enabled:
-        yield TensorBoardLogger(folder, done)
+        yield TensorBoardLogger(folder, completed_steps)
     if cfg.wandb_enabled:
         ids.setdefault("wandb", secrets.token_hex(4))
         yield WandbLogger(cfg.wandb, folder, recipe, ids["wandb"])
@@ -59,24 +62,26 @@ def open_loggers(cfg: LoggerConfig, recipe: dict[str, Any], done: int) -> Iterat
         write_atomically(folder / IDS, json.dumps(ids) + "\n")
 
 
-def _ids(path: Path) -> dict[str, str]:
-    """The run's IDs at the trackers, by which it goes on there; {} without the file. Raises UserError."""
+def _read_ids(path: Path) -> dict[str, str]:
+    """Return the ids of the run at the trackers, {} without the file. Raises UserError."""
     try:
         ids = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({_short(error)}); remove it, and the trackers begin anew") from None
+        raise UserError(f"{path} cannot be read ({_shorten(error)}); remove it, and the trackers begin anew") from None
     if not isinstance(ids, dict) or not all(isinstance(number, str) for number in ids.values()):
         raise UserError(f"{path} holds no names of runs; remove it, and the trackers begin anew")
     return ids
 
 
 class TensorBoardLogger:
-    def __init__(self, folder: Path, done: int) -> None:
+    def __init__(self, folder: Path, completed_steps: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1 if done else 0)
+        self.writer = SummaryWriter(
+            str(folder / "tensorboard"), purge_step=completed_steps + 1 if completed_steps else 0
+        )
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
@@ -87,25 +92,25 @@ class TensorBoardLogger:
 
 
 class _Tracker:
-    """What fails in the midst of a run costs the tracker's own metrics alone: that is said once."""
+    """A tracker whose failure during a run loses only the tracker's own metrics, with one warning."""
 
     name: str
-    broken = False
+    is_broken = False
 
     def _try(self, what: str, call: Callable[[], object]) -> None:
-        if self.broken:
+        if self.is_broken:
             return
         try:
             call()
-        except Exception as error:  # whatever it raises: a run must not end for its tracker
-            self.broken = True
+        except Exception as error:  # any error: a run must not end because of its tracker
+            self.is_broken = True
             warnings.warn(
-                f"{self.name} took nothing from {what} on ({_short(error)}); metrics.jsonl has all", stacklevel=3
+                f"{self.name} took nothing from {what} on ({_shorten(error)}); metrics.jsonl has all", stacklevel=3
             )
 
 
 class WandbLogger(_Tracker):
-    """Its own files go to wandb/ in the run directory; WANDB_MODE=offline needs no network."""
+    """Weights & Biases. Its files are in wandb/ in the run directory; WANDB_MODE=offline needs no network."""
 
     name = "Weights & Biases"
 
@@ -124,10 +129,10 @@ class WandbLogger(_Tracker):
             )
         except wandb.errors.Error as error:
             raise UserError(
-                f"logger.wandb_enabled: Weights & Biases cannot be reached ({_short(error)}); log in with "
+                f"logger.wandb_enabled: Weights & Biases cannot be reached ({_shorten(error)}); log in with "
                 "`wandb login`, or set WANDB_MODE=offline"
             ) from None
-        self.run.define_metric("*", step_metric="step")  # a resumed run logs steps again that a kill took back
+        self.run.define_metric("*", step_metric="step")  # a resumed run logs the steps after its checkpoint again
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._try(f"step {step}", lambda: self.run.log({**metrics, "step": step}))
@@ -148,18 +153,20 @@ class MlflowLogger(_Tracker):
             _refuse_folders(self.client.tracking_uri)
             if run_id is None:
                 experiment = self.client.get_experiment_by_name(cfg.experiment_name)
-                place = experiment.experiment_id if experiment else self.client.create_experiment(cfg.experiment_name)
-                run_id = self.client.create_run(place, run_name=cfg.run_name or str(folder)).info.run_id
+                experiment_id = (
+                    experiment.experiment_id if experiment else self.client.create_experiment(cfg.experiment_name)
+                )
+                run_id = self.client.create_run(experiment_id, run_name=cfg.run_name or str(folder)).info.run_id
                 params = [Param(key, str(value)) for key, value in recipe.items()]
-                for start in range(0, len(params), PARAMS_AT_ONCE):
-                    self.client.log_batch(run_id, params=params[start : start + PARAMS_AT_ONCE])
+                for start in range(0, len(params), MAX_PARAMS):
+                    self.client.log_batch(run_id, params=params[start : start + MAX_PARAMS])
             else:
                 self.client.set_terminated(run_id, "RUNNING")
         except UserError:
             raise
-        except Exception as error:  # its own, SQLAlchemy's, of a driver that is not installed, of a file
+        except Exception as error:  # of MLflow, SQLAlchemy, a missing driver or a file
             raise UserError(
-                f"logger.mlflow.tracking_uri={cfg.tracking_uri}: MLflow cannot be reached ({_short(error)}); "
+                f"logger.mlflow.tracking_uri={cfg.tracking_uri}: MLflow cannot be reached ({_shorten(error)}); "
                 "mend it, or set logger.mlflow_enabled=false"
             ) from None
         self.run_id = run_id
@@ -176,7 +183,7 @@ class MlflowLogger(_Tracker):
 
 
 def _refuse_folders(tracking_uri: str) -> None:
-    """Raise UserError for MLflow's old store, which has a file for each metric."""
+    """Raise UserError for MLflow's old store, which has one file per metric."""
     if urlsplit(tracking_uri).scheme in ("", "file"):
         raise UserError(
             f"logger.mlflow.tracking_uri={tracking_uri}: a folder cannot hold train/gen_kl_error beside "
@@ -184,11 +191,11 @@ def _refuse_folders(tracking_uri: str) -> None:
         )
 
 
-def _installed(package: str) -> bool:
-    """A folder of that name in the working directory, as W&B leaves one, is no package."""
+def _is_installed(package: str) -> bool:
+    """Return True for an installed package; a folder of that name in the working directory, such as W&B's, is none."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 
 
-def _short(error: Exception) -> str:
-    return one_line(error)[:200]
+def _shorten(error: Exception) -> str:
+    return single_line(error)[:200]

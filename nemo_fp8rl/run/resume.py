@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from nemo_fp8rl.common.errors import UserError, one_line
+from nemo_fp8rl.common.errors import UserError, single_line
 from nemo_fp8rl.common.field_rules import EarlierRuns, Field, MayChange, all_fields
 from nemo_fp8rl.config.recipe import to_yaml
 from nemo_fp8rl.config.schema import Config
@@ -41,7 +41,7 @@ def recorded_recipe(cfg: Config) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except file_errors() as error:
-        raise UserError(f"--resume: {path}, the run's recipe, cannot be read: {one_line(error)}") from None
+        raise UserError(f"--resume: {path}, the run's recipe, cannot be read: {single_line(error)}") from None
 
 
 def add_later_keys(recorded: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def _check_same_digests(path: Path, data: Mapping[str, str]) -> None:
         return
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise UserError(
-            f"--resume: {path}, which has the digests of the run's prompts, cannot be read: {one_line(error)}; "
+            f"--resume: {path}, which has the digests of the run's prompts, cannot be read: {single_line(error)}; "
             "remove it to go on without that check"
         ) from None
     for kind in DIGESTS.keys() & known.keys() & data.keys():

@@ -1,4 +1,4 @@
-"""A few answers of a step, to be read by people: each token with the log-probs that both sides gave it."""
+"""A few answers of a step for people to read: each token with the log-probs of both sides."""
 
 import math
 
@@ -10,35 +10,35 @@ from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.rollout import Rollout
 from nemo_fp8rl.run.step_log import Sample
 
-LONGEST = 512
-"""Tokens of an answer, and letters of a prompt, that are kept."""
+MAX_LENGTH = 512
+"""Tokens of an answer, and characters of a prompt, that are recorded."""
 
 
-def pick(rollout: Rollout, batch: ScoredBatch, tokenizer: PromptTokenizer) -> list[Sample]:
-    """The first best and the first worst answer by reward, and the one with the token that the sides differ most on."""
+def pick_samples(rollout: Rollout, batch: ScoredBatch, tokenizer: PromptTokenizer) -> list[Sample]:
+    """Return the first answers with the highest and the lowest reward, and the answer with the largest mismatch."""
     distance = (batch.prev_logprobs - batch.generation_logprobs).abs().nan_to_num(nan=math.inf)
     largest = torch.where(batch.token_mask > 0, distance, 0.0).amax(-1)
     chosen: dict[int, str] = {}
-    for row, why in (
+    for row, reason in (
         (rollout.rewards.argmax(), "highest reward"),
         (rollout.rewards.argmin(), "lowest reward"),
         (largest.argmax(), "largest difference"),
     ):
-        chosen.setdefault(int(row), why)
-    return [_sample(rollout, batch, tokenizer, row, why) for row, why in chosen.items()]
+        chosen.setdefault(int(row), reason)
+    return [_sample(rollout, batch, tokenizer, row, reason) for row, reason in chosen.items()]
 
 
-def _sample(rollout: Rollout, batch: ScoredBatch, tokenizer: PromptTokenizer, row: int, why: str) -> Sample:
+def _sample(rollout: Rollout, batch: ScoredBatch, tokenizer: PromptTokenizer, row: int, reason: str) -> Sample:
     prompt, completion = rollout.prompts[row], rollout.completions[row]
-    start, shown = len(prompt.token_ids), completion.token_ids[:LONGEST]
-    part = slice(start, start + len(shown))
+    start, token_ids = len(prompt.token_ids), completion.token_ids[:MAX_LENGTH]
+    part = slice(start, start + len(token_ids))
     return Sample(
-        chosen=why,
-        prompt=prompt.text[:LONGEST],
+        chosen=reason,
+        prompt=prompt.text[:MAX_LENGTH],
         reward=float(rollout.rewards[row]),
         policy_version=completion.policy_version,
         num_tokens=len(completion.token_ids),
-        tokens=tokenizer.pieces(shown),
+        tokens=tokenizer.decode_each(token_ids),
         prev_logprobs=_rounded(batch.prev_logprobs[row, part]),
         generation_logprobs=_rounded(batch.generation_logprobs[row, part]),
     )

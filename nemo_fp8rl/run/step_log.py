@@ -1,4 +1,4 @@
-"""A file of one JSON object a step, appended and flushed, so that it survives a kill; a resumed run cuts it back."""
+"""A file of one JSON object per step. It is flushed, so it survives a kill; a resumed run cuts it back."""
 
 import errno
 import json
@@ -8,16 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from nemo_fp8rl.common.atomic_files import write_atomically
-from nemo_fp8rl.common.errors import UserError, one_line
+from nemo_fp8rl.common.errors import UserError, single_line
 
 Row = dict[str, Any]
-"""`step`, and what else belongs to it."""
+"""One line: `step`, and the values of that step."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """An answer. chosen: why this one. tokens: their texts, the first ones; num_tokens: all. prev_logprobs: the
-    trainer's, generation_logprobs: the engine's, null where not finite. ValueError for lists of different lengths.
+    """One answer of a step.
+
+    chosen:               the reason why this answer was chosen
+    num_tokens:           all tokens of the answer
+    tokens:               the texts of the first tokens
+    prev_logprobs:        the trainer's log-probs of these tokens, None where not finite
+    generation_logprobs:  the engine's, likewise
+
+    Raises: ValueError for lists of different lengths
     """
 
     chosen: str
@@ -35,16 +42,18 @@ class Sample:
 
 
 class StepLog:
-    """Open for appending, without what is later than step `done`; 0 is no step done, of which nothing is kept."""
+    """A log file, open for appending."""
 
-    def __init__(self, path: Path, done: int) -> None:
-        kept = [row for row in read(path) if row["step"] <= done] if done else []
-        write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self._file = path.open("ab", buffering=0)  # a buffer would try again at the end what a full disk refused
+    def __init__(self, path: Path, completed_steps: int) -> None:
+        """Open the file and remove the rows after `completed_steps`; with 0, all rows."""
+        rows = [row for row in read(path) if row["step"] <= completed_steps] if completed_steps else []
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+        self._file = path.open("ab", buffering=0)  # a buffer would retry at the end what a full disk refused
 
     def append(self, step: int, row: Row) -> None:
-        """Append a row, which survives a kill at once, a power cut after `sync`. Raises ValueError on NaN, infinity;
-        OSError.
+        """Append a row. It survives a kill at once, and a power cut after `sync`.
+
+        Raises: ValueError on NaN or infinity, OSError
         """
         line = (json.dumps({"step": step, **row}, allow_nan=False) + "\n").encode()
         if self._file.write(line) < len(line):
@@ -58,16 +67,16 @@ class StepLog:
 
 
 def read(path: Path) -> list[Row]:
-    """Every whole line, [] where there is no file; a last line that a kill cut short is left out.
+    """Return every complete line, [] without a file; a last line that a kill cut short is left out.
 
-    Raises UserError, naming the line, on one that is no step's.
+    Raises: UserError, with the number of the line, on a line that is not a step
     """
     try:
         lines = path.read_text().split("\n")[:-1]
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {one_line(error)}") from None
+        raise UserError(f"{path} cannot be read: {single_line(error)}") from None
     rows = []
     for number, line in enumerate(lines, 1):
         try:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from nemo_fp8rl.common.errors import UserError, one_line
+from nemo_fp8rl.common.errors import UserError, single_line
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.workers.ray_cluster import connect
 from nemo_fp8rl.workers.ray_placement import (
@@ -212,13 +212,13 @@ def _translate_error(error: Any) -> Exception:
     )
 
     if isinstance(error, ActorUnschedulableError):
-        return UserError(f"Ray has no place for an actor ({one_line(error)}); continue with --resume when it has")
+        return UserError(f"Ray has no place for an actor ({single_line(error)}); continue with --resume when it has")
     if isinstance(error, RayActorError | WorkerCrashedError):
         return WorkerDied("its process ended")
     if isinstance(error, ObjectLostError):
         return WorkerDied("its answer was lost with its node")
     if isinstance(error, OutOfMemoryError):  # of Ray's memory monitor
-        return WorkerDied(f"Ray ended its process to free memory: {one_line(error)[:300]}")
+        return WorkerDied(f"Ray ended its process to free memory: {single_line(error)[:300]}")
     if isinstance(error, RayTaskError) and type(error.cause).__module__.startswith("nemo_fp8rl."):
         return error.cause
     return error

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple, get_args
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.common.visible_gpus import shown_gpus
+from nemo_fp8rl.common.visible_gpus import visible_gpu_names
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.workers.worker_group import Role
 
@@ -30,7 +30,9 @@ def exclusive_options(worker_class: type, role: Role, count: int, processes: int
     nodes, has_label = _nodes_for(role)
     options: dict[str, Any] = {"label_selector": {ROLE: role}} if has_label else {}
     gpus = processes if _workers_use_gpus() else 0
-    if not gpus and (shown_gpus() == [] or torch.cuda.is_available()):  # Ray hides no GPU from an actor without any
+    if not gpus and (
+        visible_gpu_names() == [] or torch.cuda.is_available()
+    ):  # Ray hides no GPU from an actor without any
         options |= _visible_gpus("")
     resources = {"CPU": processes, "GPU": gpus}
     free = _free_resources({node["NodeID"] for node in nodes})
@@ -109,7 +111,7 @@ def _workers_use_gpus() -> bool:
     """Return True if each process of a worker has a GPU. GPUs that are hidden from this process are hidden from all."""
     import ray
 
-    return bool(ray.cluster_resources().get("GPU")) and shown_gpus() != []
+    return bool(ray.cluster_resources().get("GPU")) and visible_gpu_names() != []
 
 
 def _free_resources(nodes: Set[str]) -> list[dict[str, float]]:

@@ -76,11 +76,11 @@ def test_the_demo_looks_where_it_writes(tmp_path, monkeypatch, name):
     seen = []
     monkeypatch.setattr(demo, "make_tiny", lambda folder, task: folder.mkdir(parents=True))
     monkeypatch.setattr(demo, "sft", lambda cfg, output: seen.append((cfg, output)) or True)
-    monkeypatch.setattr(demo, "train", lambda cfg, goes_on_by: seen.append((cfg, goes_on_by)))
+    monkeypatch.setattr(demo, "train", lambda cfg, resume_hint: seen.append((cfg, resume_hint)))
     assert not demo.demo(tmp_path / name)
     folder = tmp_path / name / "demo-1"
-    (warm_up, output), (run, goes_on_by) = seen
-    assert shlex.split(goes_on_by) == ["nemo-fp8rl", "train", "--config", f"{folder}/grpo/config.yaml", "--resume"]
+    (warm_up, output), (run, resume_hint) = seen
+    assert shlex.split(resume_hint) == ["nemo-fp8rl", "train", "--config", f"{folder}/grpo/config.yaml", "--resume"]
     assert output == folder / "warm"
     assert warm_up.policy.model_name == f"{folder}/model"
     assert run.policy.model_name == f"{folder}/warm"

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from nemo_fp8rl.common.display import Display
-from nemo_fp8rl.train import _shown
+from nemo_fp8rl.train import format_figures
 
 LATEST = {
     "train/reward": 0.3125, "validation/accuracy": 0.4, "train/token_mult_prob_error": 1.0000312,
@@ -46,7 +46,7 @@ def test_plain_lines_have_the_figures_and_the_time_left_of_slow_steps(display, c
     with shown:
         for step in (5, 6, 7):
             clock[0] += 61.0
-            shown.step(step, _shown(LATEST))
+            shown.show_step(step, format_figures(LATEST))
     lines = out.getvalue().splitlines()
     assert lines[0] == f"step 5/10  {FIGURES}"
     assert lines[2] == f"step 7/10  {FIGURES}  eta 0:03:03"
@@ -69,11 +69,11 @@ def test_a_log_says_what_is_going_on_though_no_step_ends(display, monkeypatch):
 
     with shown:
         assert next_lines() == {"step 5/10  start  0:00:00"}
-        shown.doing("generate 12/64")
+        shown.show_phase("generate 12/64")
         assert next_lines() == {"step 5/10  generate 12/64  0:00:00"}
         shown.began -= 75
         assert next_lines() == {"step 5/10  generate 12/64  0:01:15"}
-        shown.step(5, _shown(LATEST))
+        shown.show_step(5, format_figures(LATEST))
         assert next_lines() == {"step 6/10  0:00:00"}
     assert not shown.reminder.is_alive()
 
@@ -81,10 +81,10 @@ def test_a_log_says_what_is_going_on_though_no_step_ends(display, monkeypatch):
 def test_a_terminal_shows_what_a_step_is_at(display):
     shown, out = display(True)
     with shown:
-        shown.doing("generate 12/64")
+        shown.show_phase("generate 12/64")
         shown.live.refresh()
         assert "generate 12/64" in out.getvalue()
-        shown.step(5, {})
+        shown.show_step(5, {})
         out.truncate(0)
         shown.live.refresh()
         assert "generate" not in out.getvalue()
@@ -95,7 +95,7 @@ def test_a_terminal_has_a_bar_and_the_figures(display, clock):
     with shown:
         for step in (5, 6):
             clock[0] += 61.0
-            shown.step(step, _shown(LATEST))
+            shown.show_step(step, format_figures(LATEST))
         shown.say("a note")
     text = out.getvalue()
     assert "6/10" in text
@@ -106,7 +106,7 @@ def test_a_terminal_has_a_bar_and_the_figures(display, clock):
 
 def test_there_is_no_accuracy_before_the_first_validation():
     latest = {name: value for name, value in LATEST.items() if name != "validation/accuracy"}
-    assert "accuracy" not in _shown(latest)
+    assert "accuracy" not in format_figures(latest)
 
 
 READER_LEAVES = """
@@ -114,7 +114,7 @@ import sys
 from nemo_fp8rl.common.display import Display
 with Display("fp8_e2e", 3) as display:
     for step in range(1, 4):
-        display.step(step, {"reward": "1"})
+        display.show_step(step, {"reward": "1"})
         sys.stderr.write(f"{step}\\n")
 """
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_fp8rl.common.machine import processors
+from nemo_fp8rl.common.machine import describe_processors
 
 
 @pytest.mark.parametrize(
@@ -20,4 +20,4 @@ from nemo_fp8rl.common.machine import processors
     ],
 )
 def test_processors_that_round_differently_are_named(trainer, engines, said):
-    assert processors(trainer, engines) == said
+    assert describe_processors(trainer, engines) == said

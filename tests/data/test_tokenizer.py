@@ -30,7 +30,7 @@ def folder(tiny, tmp_path) -> Path:
 
 def test_without_template_the_text_itself_is_the_prompt(recipe, folder):
     tokenizer = tokenizer_of(recipe, folder)
-    (prompt,) = tokenizer.prompts([Record("12+34=", "46")], 64)
+    (prompt,) = tokenizer.tokenize([Record("12+34=", "46")], 64)
     assert tokenizer.decode(prompt.token_ids) == "12+34="
     assert (prompt.index, prompt.text, prompt.answer) == (0, "12+34=", "46")
 
@@ -40,13 +40,13 @@ def test_chat_template_wraps_the_prompt_and_takes_the_recipes_arguments(recipe, 
     saved.chat_template = TEMPLATE
     saved.save_pretrained(folder)
     tokenizer = tokenizer_of(recipe, folder, mark=";")
-    (prompt,) = tokenizer.prompts([Record("1+2", "3")], 64)
+    (prompt,) = tokenizer.tokenize([Record("1+2", "3")], 64)
     assert tokenizer.decode(prompt.token_ids) == ">1+2=;"
 
 
 def test_answers_end_with_the_end_token(recipe, folder):
     tokenizer = tokenizer_of(recipe, folder)
-    tokens = tokenizer.answer_tokens("95")
+    tokens = tokenizer.tokenize_answer("95")
     assert tokens[-1] == tokenizer.eos_token_id
     assert tokenizer.decode(tokens) == "95"
 
@@ -54,13 +54,13 @@ def test_answers_end_with_the_end_token(recipe, folder):
 def test_prompts_that_fill_the_context_are_dropped_and_counted(recipe, folder):
     tokenizer = tokenizer_of(recipe, folder)
     lengths = (3, 64, 63, 200)
-    kept = tokenizer.prompts([Record("1" * n, "1") for n in lengths], 64)
+    kept = tokenizer.tokenize([Record("1" * n, "1") for n in lengths], 64)
     assert [(p.index, len(p.token_ids)) for p in kept] == [(0, 3), (2, 63)]
     lines = [json.dumps({"prompt": f"{i:0{64 if i % 10 == 0 else 5}}", "answer": str(i)}) for i in range(300)]
     (folder / "data.jsonl").write_text("\n".join(lines))
     overrides = (f"policy.tokenizer.name={folder}", f"data.train.data_path={folder}/data.jsonl")
     loaded = load_prompts(recipe(*overrides), 64)
-    assert loaded.too_long == 30
+    assert loaded.num_too_long == 30
     assert len(loaded.train) + len(loaded.validation) == 270
     with pytest.raises(UserError, match=r"30 were dropped .*max_model_len .*grpo\.num_prompts_per_step=288"):
         load_prompts(recipe(*overrides, "grpo.num_prompts_per_step=288", "policy.train_global_batch_size=64"), 64)
@@ -118,7 +118,7 @@ def test_a_chat_template_that_fails_is_named(recipe, folder, template):
     (folder / "chat_template.jinja").write_text(template)
     tokenizer = tokenizer_of(recipe, folder)
     with pytest.raises(UserError, match=r"policy\.tokenizer\.name: the chat template of") as caught:
-        tokenizer.prompts([Record("1+2", "3")], 64)
+        tokenizer.tokenize([Record("1+2", "3")], 64)
     assert "\n" not in str(caught.value)
 
 
@@ -127,4 +127,4 @@ def test_arguments_of_the_template_that_make_no_tokens_are_refused(recipe, folde
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     tokenizer = tokenizer_of(recipe, folder, **arguments)
     with pytest.raises(UserError, match=r"chat_template_kwargs are for .* a prompt is no list of tokens"):
-        tokenizer.prompts([Record("1+2", "3")], 64)
+        tokenizer.tokenize([Record("1+2", "3")], 64)

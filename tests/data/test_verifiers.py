@@ -124,8 +124,8 @@ def test_a_verifier_that_was_killed_is_started_again_and_asked_again():
 
 def test_answers_that_take_their_time_take_it_beside_each_other(monkeypatch):
     """Two callers, two children."""
-    math_process._end_all()
-    monkeypatch.setattr(math_process, "_places", threading.BoundedSemaphore(2))
+    math_process._kill_all()
+    monkeypatch.setattr(math_process, "_slots", threading.BoundedSemaphore(2))
     slow = "\\boxed{2^{3^{4^{5}}}}"
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(math, [slow, slow, "\\boxed{7}"], ["3", "3", "7"])) == [0.0, 0.0, 1.0]

@@ -31,7 +31,7 @@ from nemo_fp8rl.generation.interface import Sampling
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
 from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.refit.manifest import RefitError
-from nemo_fp8rl.train import refitted
+from nemo_fp8rl.train import refit_or_stop
 from nemo_fp8rl.workers import WorkerDied
 from tests.conftest import RECIPES
 from tests.generation.far_trainer import FarTrainer, die_in_the_next_refit, move_weights
@@ -368,7 +368,7 @@ def test_a_trainer_killed_in_a_refit_leaves_the_engine_fenced_until_a_whole_vers
     assert trainer.process.exitcode == -signal.SIGKILL
     assert [torch.equal(*pair) for pair in zip(weights(), (first, last), strict=True)] == [False, True]
     with pytest.raises(UserError, match=r"the trainer's process ended; .*continue with --resume"):
-        refitted(bridge)
+        refit_or_stop(bridge)
     with pytest.raises(RefitError, match="has not received weights that were committed: refit before generating"):
         answers()
     another = FarTrainer(cfg)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.common.region import index, overlap, placed, shape_of, start_of, whole
+from nemo_fp8rl.common.region import full_region, overlap, region_at, region_slices, shape_of, start_of
 from nemo_fp8rl.hf.part_files import PartReader, PartWriter
 from nemo_fp8rl.hf.safetensors_file import write_safetensors
 
@@ -35,7 +35,7 @@ def test_any_region_of_any_partition(tmp_path_factory, data, rows, columns, dtyp
     boxes = [(r, c) for r in cuts(data, rows) for c in cuts(data, columns)]
     writers = [PartWriter(folder, f"rank_{i}") for i in range(2)]
     for box in boxes:
-        data.draw(st.sampled_from(writers)).add("w", tensor[index(box)], start_of(box))
+        data.draw(st.sampled_from(writers)).add("w", tensor[region_slices(box)], start_of(box))
     for writer in writers:
         writer.close()
     first, last = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
@@ -43,7 +43,7 @@ def test_any_region_of_any_partition(tmp_path_factory, data, rows, columns, dtyp
     with PartReader(folder) as reader:
         read = reader.get("w", region)
     assert read.dtype == dtype
-    assert torch.equal(read.view(torch.uint8), tensor[index(region)].contiguous().view(torch.uint8))
+    assert torch.equal(read.view(torch.uint8), tensor[region_slices(region)].contiguous().view(torch.uint8))
 
 
 def test_a_part_that_nobody_wrote_is_refused(tmp_path):
@@ -52,7 +52,7 @@ def test_a_part_that_nobody_wrote_is_refused(tmp_path):
     writer.close()
     with PartReader(tmp_path) as reader:
         assert torch.equal(reader.get("w", ((2, 4), (0, 3))), torch.ones(2, 3))
-        for name, region in (("w", whole((4, 3))), ("other", whole((4, 3)))):
+        for name, region in (("w", full_region((4, 3))), ("other", full_region((4, 3)))):
             with pytest.raises(UserError, match=f"does not hold all of {name}; the checkpoint is not complete"):
                 reader.get(name, region)
 
@@ -92,7 +92,7 @@ def test_files_are_of_bounded_size(tmp_path):
     assert [path.name for path in files] == ["model-2.safetensors", "model-3.safetensors", "model.safetensors"]
     assert {n: t for path in files for n, t in load_file(path).items()}.keys() == tensors.keys()
     with PartReader(tmp_path) as reader:
-        assert all(torch.equal(reader.get(n, whole(t.shape)), t) for n, t in tensors.items())
+        assert all(torch.equal(reader.get(n, full_region(t.shape)), t) for n, t in tensors.items())
 
 
 def test_a_writer_on_a_full_disk_goes_on_and_says_so_at_the_end(tmp_path):
@@ -131,7 +131,7 @@ def test_parts_that_overlap_are_refused(tmp_path):
     with PartReader(tmp_path) as reader:
         assert torch.equal(reader.get("w", ((0, 1), (0, 3))), torch.ones(1, 3))
         with pytest.raises(UserError, match="holds some of w twice"):
-            reader.get("w", whole((4, 3)))
+            reader.get("w", full_region((4, 3)))
 
 
 @pytest.mark.parametrize("key", ["w@1", "w@a,b"])
@@ -142,7 +142,7 @@ def test_a_part_at_no_place_is_refused(tmp_path, key):
 
 
 def test_regions():
-    assert placed((1, 2), (3, 4)) == ((1, 4), (2, 6))
+    assert region_at((1, 2), (3, 4)) == ((1, 4), (2, 6))
     assert shape_of(((1, 4), (2, 6))) == (3, 4)
     assert overlap(((0, 4),), ((2, 9),)) == ((2, 4),)
     assert overlap(((0, 4), (0, 2)), ((2, 9), (2, 3))) is None

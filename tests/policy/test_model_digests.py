@@ -41,7 +41,7 @@ def test_digests_tell_models_apart_and_not_folders(recipe, tmp_path, change):
     with RunDirectory(cfg, resume=False, data=first) as run:
         run.log(1, {"train/reward": 0.5})
         run.save_checkpoint(1, FakePolicy())
-    assert RunDirectory(cfg, resume=True, data=moved).done == 1
+    assert RunDirectory(cfg, resume=True, data=moved).completed_steps == 1
     with pytest.raises(UserError, match=r"--resume: the RoPE, .* model are not those .*policy\.model_name"):
         RunDirectory(cfg, resume=True, data=other)
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import RolloutBatch, split_shards
 from nemo_fp8rl.commands.tiny_model import write_model
-from nemo_fp8rl.common.region import index
+from nemo_fp8rl.common.region import region_slices
 from nemo_fp8rl.hf.model_tensors import expected_tensors
 from nemo_fp8rl.policy.layers import aligned_experts
 from nemo_fp8rl.policy.layers.linears import SingleRounding
@@ -270,7 +270,7 @@ def equal_hf(pool: Ranks, recipe, tmp_path, sizes, layout, align) -> None:
         for result in results:
             for n, (region, gradient) in result["gradients"].items():
                 if n in gradients:  # transformers stacks experts
-                    expected = gradients[n][index(region)]
+                    expected = gradients[n][region_slices(region)]
                     torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6 * norm([expected]))
                     covered.add(n)
         assert covered == {n for n in gradients if ".experts." not in n}

@@ -11,7 +11,7 @@ from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import split_shards
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.common.region import Region, whole
+from nemo_fp8rl.common.region import Region, full_region
 from nemo_fp8rl.fp8 import scale_name
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.hf.model_config import read_hf_config
@@ -108,13 +108,13 @@ def state(folder, shapes) -> dict[str, torch.Tensor]:
     """Read the whole optimizer state, whichever ranks wrote it."""
     with PartReader(folder / "optimizer") as reader:
         kinds = ("master", "exp_avg", "exp_avg_sq")
-        return {f"{n}.{kind}": reader.get(f"{n}.{kind}", whole(s)) for n, s in shapes.items() for kind in kinds}
+        return {f"{n}.{kind}": reader.get(f"{n}.{kind}", full_region(s)) for n, s in shapes.items() for kind in kinds}
 
 
 def weights(folder, shapes) -> dict[str, torch.Tensor]:
     """Read the whole HF checkpoint."""
     with PartReader(folder / "weights") as reader:
-        return {n: reader.get(n, whole(s)) for n, s in shapes.items()}
+        return {n: reader.get(n, full_region(s)) for n, s in shapes.items()}
 
 
 def are_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

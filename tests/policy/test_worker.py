@@ -14,7 +14,7 @@ from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import LossTotals, RolloutBatch, SequenceBatch
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.common.region import whole
+from nemo_fp8rl.common.region import full_region
 from nemo_fp8rl.hf.model_tensors import expected_tensors
 from nemo_fp8rl.hf.part_files import PartReader, PartWriter
 from nemo_fp8rl.policy.interface import DivergenceError
@@ -102,7 +102,10 @@ def test_a_clipped_step_scales_the_gradient_and_reports_its_norm(recipe, tmp_pat
     taken = 1 - clipped.cfg.policy.megatron_cfg.optimizer.adam_beta1
     with PartReader(tmp_path / "saved/optimizer") as reader:
         for name, gradient in gradients.items():
-            expected, moment = taken * clips[0] / norm * gradient, reader.get(f"{name}.exp_avg", whole(gradient.shape))
+            expected, moment = (
+                taken * clips[0] / norm * gradient,
+                reader.get(f"{name}.exp_avg", full_region(gradient.shape)),
+            )
             torch.testing.assert_close(moment, expected, rtol=1e-4, atol=1e-6 * float(expected.norm()))
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.common.region import whole
+from nemo_fp8rl.common.region import full_region
 from nemo_fp8rl.fp8 import BLOCK, ScaleFormat, quantize_blockwise, scale_shape
 from nemo_fp8rl.fp8.delta import DeltaError
 from nemo_fp8rl.fp8.format import E4M3
@@ -255,7 +255,7 @@ class MemoryEngine:
         wholes: dict[str, Content] = {}
         for rank in self.ranks:
             for name, part in rank.parts.items():
-                joined = wholes.setdefault(name, empty(part.cut(whole(part.shape))))
+                joined = wholes.setdefault(name, empty(part.cut(full_region(part.shape))))
                 joined.data[tuple(slice(a, b) for a, b in part.region)] = rank.held[name].data
                 if joined.scale_inv is not None:
                     blocks = tuple(slice(a, b) for a, b in blocks_of(part.region))

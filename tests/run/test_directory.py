@@ -48,7 +48,7 @@ def contents(cfg) -> dict[str, bytes]:
 def test_resume_keeps_what_came_before_the_checkpoint(recipe):
     leave_run(recipe(), steps=7, checkpoint=5)
     with RunDirectory(recipe(), resume=True) as run:
-        assert run.done == 5
+        assert run.completed_steps == 5
     assert [row["step"] for row in rows(recipe())] == [0, 1, 2, 3, 4, 5]
 
 
@@ -107,7 +107,7 @@ def test_steps_without_a_checkpoint_are_set_aside_when_a_run_begins_anew(recipe,
     monkeypatch.setattr("nemo_fp8rl.train.backends", None)
     with pytest.raises(TypeError):
         train(recipe(), restartable=True)
-    said = r"/run held 2 steps but .*/checkpoints no checkpoint: begun anew, .* is kept in \*\.jsonl\.before-3"
+    said = r"/run has 2 logged steps but .*/checkpoints no checkpoint: .* the old logs are kept in \*\.jsonl\.before-3"
     assert re.search(said, capsys.readouterr().out)
 
 
@@ -129,7 +129,7 @@ def test_resume_under_another_recipe_names_the_key(recipe, change):
 
 def test_resume_may_go_on_for_longer(recipe):
     leave_run(recipe(), steps=3, checkpoint=3)
-    assert RunDirectory(recipe("grpo.max_num_steps=500", "grpo.val_period=3"), resume=True).done == 3
+    assert RunDirectory(recipe("grpo.max_num_steps=500", "grpo.val_period=3"), resume=True).completed_steps == 3
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_resume_may_go_on_for_longer(recipe):
 )
 def test_resume_takes_what_our_own_messages_ask_for(recipe, change):
     leave_run(recipe(), steps=3, checkpoint=3)
-    assert RunDirectory(recipe(change), resume=True).done == 3
+    assert RunDirectory(recipe(change), resume=True).completed_steps == 3
 
 
 def test_a_recipe_of_no_run_is_not_overwritten(recipe):
@@ -202,8 +202,8 @@ def test_resume_under_other_data_is_refused(recipe):
     with RunDirectory(recipe(), resume=False, data=data) as run:
         run.log(1, {"train/reward": 0.5})
         run.save_checkpoint(1, FakePolicy())
-    assert RunDirectory(recipe(), resume=True, data=data).done == 1
-    assert RunDirectory(recipe(), resume=True).done == 1
+    assert RunDirectory(recipe(), resume=True, data=data).completed_steps == 1
+    assert RunDirectory(recipe(), resume=True).completed_steps == 1
     with pytest.raises(UserError, match=r"--resume: the validation prompts are not those .*data\.train\.data_path"):
         RunDirectory(recipe(), resume=True, data=data | {"validation": "3"})
     environment = Path(recipe().logger.log_dir) / "environment.json"
@@ -219,7 +219,7 @@ def test_one_folder_by_two_names_is_locked_once(recipe, tmp_path):
     (tmp_path / "link").symlink_to(Path(cfg.logger.log_dir).absolute())
     Path(cfg.logger.log_dir).mkdir(parents=True)
     with RunDirectory(recipe(f"checkpointing.checkpoint_dir={tmp_path}/link"), resume=False) as run:
-        assert run.done == 0
+        assert run.completed_steps == 0
 
 
 def test_a_run_of_before_there_was_a_key_goes_on_as_it_was(recipe):
@@ -229,7 +229,7 @@ def test_a_run_of_before_there_was_a_key_goes_on_as_it_was(recipe):
     older = [line for line in lines if line.split(":")[0].strip() not in ("freeze_moe_router", "workers")]
     assert len(older) == len(lines) - 2
     stored.write_text("".join(older))
-    assert RunDirectory(recipe(), resume=True).done == 3
+    assert RunDirectory(recipe(), resume=True).completed_steps == 3
     with pytest.raises(UserError, match="freeze_moe_router was False and is now True"):
         RunDirectory(recipe("policy.megatron_cfg.freeze_moe_router=true"), resume=True)
 
@@ -239,7 +239,7 @@ def test_a_run_resumes_although_its_recipe_has_a_key_that_was_removed(recipe):
     stored = Path(recipe().logger.log_dir) / "config.yaml"
     stored.write_text(stored.read_text() + "  kernel: cpu\n")  # nemo_fp8rl is the last block
     assert list(yaml.safe_load(stored.read_text()))[-1] == "nemo_fp8rl"
-    assert RunDirectory(recipe(), resume=True).done == 3
+    assert RunDirectory(recipe(), resume=True).completed_steps == 3
 
 
 def test_two_processes_do_not_share_a_run_directory(recipe):
@@ -334,7 +334,7 @@ def test_a_checkpoint_that_does_not_fit_loses_nothing(recipe, room):
     assert [path.name for path in checkpoints.glob("*step_*")] == ["step_2"]
     with RunDirectory(recipe(), resume=True) as run:
         run.load_checkpoint(policy)
-        assert run.done == 2
+        assert run.completed_steps == 2
         for steps in (
             '{"adam": 1, "schedule": Infinity}',
             '{"adam": NaN, "schedule": 2}',
@@ -399,7 +399,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_costs_nothing(recipe, monkeypa
         monkeypatch.setattr("nemo_fp8rl.run.directory.shutil.rmtree", lambda *_, **__: None)
         run.save_checkpoint(2, FakePolicy())
         assert run._steps() == [2]
-    assert run.done == 2
+    assert run.completed_steps == 2
 
 
 @pytest.mark.parametrize(

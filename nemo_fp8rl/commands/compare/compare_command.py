@@ -24,7 +24,7 @@ from nemo_fp8rl.commands.compare.run_list import PlannedRun, plan
 from nemo_fp8rl.commands.compare.start_models import make_models
 from nemo_fp8rl.commands.compare.subprocess_run import run as run_process
 from nemo_fp8rl.commands.compare.tables import as_markdown, as_rich, sections
-from nemo_fp8rl.common.atomic_files import is_locked, locked, write_atomically
+from nemo_fp8rl.common.atomic_files import is_locked, lock_folder, write_atomically
 from nemo_fp8rl.common.display import Screen
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.run.signals import stop_on_signals
@@ -140,7 +140,7 @@ def _exclusive(output: Path) -> Iterator[int]:
     with ExitStack() as opened:
         try:
             output.mkdir(parents=True, exist_ok=True)
-            guard = opened.enter_context(locked(output, refusal))
+            guard = opened.enter_context(lock_folder(output, refusal))
         except OSError as error:
             raise UserError(f"--output {output} cannot be written: {error}") from None
         yield guard

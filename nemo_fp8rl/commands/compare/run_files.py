@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from nemo_fp8rl.algorithms.metric_names import is_measured
-from nemo_fp8rl.common.errors import UserError, one_line
+from nemo_fp8rl.common.errors import UserError, single_line
 from nemo_fp8rl.config.yaml_tree import file_errors, flatten
 from nemo_fp8rl.run.step_log import Row, read
 
@@ -51,5 +51,5 @@ def _run_file(folder: Path, name: str) -> Iterator[Path]:
         raise UserError(f"{error}; or remove {folder}, and compare runs it anew") from None
     except file_errors() as error:
         raise UserError(
-            f"{path} is not as a run leaves it ({one_line(error)}); remove {folder}, and compare runs it anew"
+            f"{path} is not as a run leaves it ({single_line(error)}); remove {folder}, and compare runs it anew"
         ) from None

@@ -12,7 +12,7 @@ from nemo_fp8rl.commands.launch.job import Job
 from nemo_fp8rl.commands.launch.settings import LaunchConfig
 from nemo_fp8rl.commands.launch.template import fill
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.common.visible_gpus import shown_gpus
+from nemo_fp8rl.common.visible_gpus import visible_gpu_names
 from nemo_fp8rl.config.recipe import load, read
 from nemo_fp8rl.nemo_rl.recipe.keys import at
 
@@ -64,7 +64,7 @@ def visible_gpus() -> int:
 
     Raises: UserError if nvidia-smi fails, because its failure does not mean that there are no GPUs
     """
-    if (shown := shown_gpus()) is not None:
+    if (shown := visible_gpu_names()) is not None:
         return len(shown)
     try:
         done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False)

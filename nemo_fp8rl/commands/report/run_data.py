@@ -12,7 +12,7 @@ import yaml
 from nemo_fp8rl.algorithms.importance_bins import Bin, is_bin
 from nemo_fp8rl.algorithms.metric_names import is_measured
 from nemo_fp8rl.common.atomic_files import is_locked
-from nemo_fp8rl.common.errors import UserError, one_line
+from nemo_fp8rl.common.errors import UserError, single_line
 from nemo_fp8rl.config.yaml_tree import file_errors, flatten
 from nemo_fp8rl.run.step_log import Row, Sample, read
 
@@ -106,7 +106,7 @@ def _parsed(path: Path, parse: Any) -> dict[str, Any]:
         leaves = flatten(tree) if isinstance(tree, dict) else None
         str(leaves)  # what is nested too deeply ends here, and not in the page
     except file_errors() as error:
-        raise UserError(f"{path} cannot be read: {one_line(error)}") from None
+        raise UserError(f"{path} cannot be read: {single_line(error)}") from None
     if leaves is None:
         raise UserError(f"{path} holds no keys with values; is it a run's?")
     return leaves

@@ -1,7 +1,8 @@
-"""math-verify in processes of its own, which can be ended when an answer would keep one busy for ever.
+"""Processes that run math-verify, and that can be killed when an answer would keep one busy for ever.
 
-Its own time limits are alarms: they need a main thread, which a caller's thread may not be, and cannot interrupt the
-arithmetic of a huge integer. So they run in the child's main thread, and the child itself is killed when they fail.
+math-verify's own time limits are alarms. Alarms need a main thread, which the caller's thread may not be, and they
+cannot interrupt the arithmetic of a huge integer. So the alarms run in the main thread of a child process, and the
+child is killed when they fail.
 """
 
 import atexit
@@ -13,123 +14,129 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
-from nemo_fp8rl.common.errors import UserError, one_line
+from nemo_fp8rl.common.errors import UserError, single_line
 
 SECONDS = 5
-"""Time for reading an answer, and again for comparing it; the child is ended after three times as long."""
+"""Time for reading an answer, and again for comparing it; the child is killed after three times as long."""
 SECONDS_TO_START = 300
-"""Seconds for the start: sympy takes some to load, on a busy machine more: not on an answer's time."""
+"""Time for the start, which does not count as an answer's time: sympy loads slowly, above all on a busy machine."""
 ATTEMPTS = 2
-"""Attempts to start the child, and with an answer where it is killed meanwhile, which may not be the answer's fault."""
-OF_A_GROUP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that a terminal or a batch system sends to all processes of a run: to stop is the parent's to decide."""
+"""Attempts to start a child, and to verify an answer when its child is killed, which may not be the answer's fault."""
+GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Signals that a terminal or a batch system sends to all processes of a run; the parent decides when to stop."""
 
-AT_ONCE = min(8, len(os.sched_getaffinity(0)))
-"""Children at once, of as many callers: a policy that collapses writes answers that each take all their time. No more
-than there are processors for, or their alarms would ring for answers that had none.
+MAX_PROCESSES = min(8, len(os.sched_getaffinity(0)))
+"""Children that run at the same time, one per caller: the answers of a collapsed policy may each take all their time.
+With more children than processors, alarms would ring for answers that had no processor.
 """
 
 logger = logging.getLogger(__name__)
-_places = threading.BoundedSemaphore(AT_ONCE)
+_slots = threading.BoundedSemaphore(MAX_PROCESSES)
 _children: "set[_Child]" = set()
 _idle: "list[_Child]" = []
 
 
-def agree(gold: str, completion: str) -> bool:
-    """Whether the two texts hold the same value; False when that takes too long. Starts a child where none is idle.
+def is_equal(gold: str, completion: str) -> bool:
+    """Return True when the two texts have the same value, False when the comparison takes too long.
 
-    Raises UserError where math-verify does not start.
+    A child is started when none is idle. Raises UserError where math-verify does not start.
     """
-    with _places:
+    with _slots:
         for _ in range(ATTEMPTS):
-            child = _taken()
+            child = _take_child()
             try:
-                return child.agree(gold, completion)
+                return child.is_equal(gold, completion)
             except TimeoutError:
-                why = f"within {3 * SECONDS} s"
+                reason = f"within {3 * SECONDS} s"
                 break
             except (EOFError, OSError):
-                why = "its process was killed"
+                reason = "its process was killed"
             finally:
-                if child.answered:
+                if child.is_idle:
                     _idle.append(child)
                 else:
-                    child.end()
-        logger.warning("math-verify did not decide (%s), scored 0: %.80r", why, completion)
+                    child.kill()
+        logger.warning("math-verify did not decide (%s), scored 0: %.80r", reason, completion)
         return False
 
 
-def _taken() -> "_Child":
+def _take_child() -> "_Child":
     try:
         return _idle.pop()
     except IndexError:
-        return _started()
+        return _start_child()
 
 
-def _started() -> "_Child":
+def _start_child() -> "_Child":
     for _ in range(ATTEMPTS):
         child = _Child()
         try:
-            refusal = child.answer(SECONDS_TO_START)
+            refusal = child.receive(SECONDS_TO_START)
         except (TimeoutError, EOFError, OSError) as error:
             refusal = str(error) or "its process was killed"
         else:
             if not refusal:
-                atexit.unregister(_end_all)
-                atexit.register(_end_all)  # before what multiprocessing does at exit: it asks, and a child ignores that
+                atexit.unregister(_kill_all)
+                atexit.register(_kill_all)  # runs before multiprocessing's own exit, whose SIGTERM a child ignores
                 return child
-        child.end()
+        child.kill()
     raise UserError(f"data.default.env_name=math: math-verify does not start ({refusal}); mend `import math_verify`")
 
 
 class _Child:
-    """answered: the last thing that it was asked."""
+    """A process that compares pairs of texts.
+
+    is_idle:  True when the child has answered its last request
+    """
 
     def __init__(self) -> None:
         spawn = multiprocessing.get_context("spawn")
-        self.pipe, theirs = spawn.Pipe()
-        self.process = spawn.Process(target=_serve, args=(theirs,), name="math-verify", daemon=True)
+        self.pipe, child_pipe = spawn.Pipe()
+        self.process = spawn.Process(target=_serve, args=(child_pipe,), name="math-verify", daemon=True)
         self.process.start()
-        theirs.close()
-        self.answered = False
+        child_pipe.close()
+        self.is_idle = False
         _children.add(self)
 
-    def agree(self, gold: str, completion: str) -> bool:
-        self.answered = False
+    def is_equal(self, gold: str, completion: str) -> bool:
+        self.is_idle = False
         self.pipe.send((gold, completion))
-        same: bool = self.answer(3 * SECONDS)
-        return same
+        result: bool = self.receive(3 * SECONDS)
+        return result
 
-    def answer(self, seconds: float) -> Any:
-        """What it says next. Raises TimeoutError, and EOFError or OSError where it is gone."""
+    def receive(self, seconds: float) -> Any:
+        """Return the child's next message. Raises TimeoutError; EOFError or OSError where the child is gone."""
         if not self.pipe.poll(seconds):
             raise TimeoutError(f"it says nothing for {seconds} s")
         reply = self.pipe.recv()
-        self.answered = True
+        self.is_idle = True
         return reply
 
-    def end(self) -> None:
+    def kill(self) -> None:
         _children.discard(self)
         self.process.kill()
         self.process.join()
         self.pipe.close()
 
 
-def _end_all() -> None:
+def _kill_all() -> None:
     _idle.clear()
     for child in list(_children):
-        child.end()
+        child.kill()
 
 
 def _serve(pipe: "Connection[Any, Any]") -> None:
-    """Work in the child: "" or why it cannot, then an answer for each pair of texts until the parent is gone."""
-    for number in OF_A_GROUP:
+    """Run in the child: send "" or the reason why it cannot start, then a result for each pair of texts.
+
+    It ends when the parent is gone.
+    """
+    for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it would show whole answers, as they are
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # its warnings would print whole answers
     try:
         from math_verify import parse, verify
     except ImportError as error:
-        pipe.send(one_line(error))
+        pipe.send(single_line(error))
         return
     pipe.send("")
     while True:
@@ -137,5 +144,5 @@ def _serve(pipe: "Connection[Any, Any]") -> None:
             gold, completion = pipe.recv()
         except EOFError:
             return
-        read = [parse(text, parsing_timeout=SECONDS) for text in (gold, completion)]
-        pipe.send(bool(verify(*read, timeout_seconds=SECONDS)))
+        parsed = [parse(text, parsing_timeout=SECONDS) for text in (gold, completion)]
+        pipe.send(bool(verify(*parsed, timeout_seconds=SECONDS)))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from nemo_fp8rl.common.region import Region, whole
+from nemo_fp8rl.common.region import Region, full_region
 from nemo_fp8rl.fp8 import BLOCK, Fp8Layers, scale_shape
 from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.hf.model_config import HfConfig
@@ -112,7 +112,7 @@ def _names(model: Any, path: str, module: Any, hf: HfConfig) -> Iterator[tuple[s
 
 def _place(name: str, shape: tuple[int, ...], module: Any, hf: HfConfig) -> tuple[Region, int]:
     """Return the region of the tensor that this rank stores, and the parameter's row where the region begins."""
-    region = list(whole(shape))
+    region = list(full_region(shape))
     if isinstance(module, VocabParallelEmbedding):
         shard = module.shard_indices
         region[0] = (shard.org_vocab_start_index, shard.org_vocab_end_index)

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 
-from nemo_fp8rl.common.region import index
+from nemo_fp8rl.common.region import region_slices
 from nemo_fp8rl.fp8 import BLOCK, Fp8Layers, scale_name, scale_shape
 from nemo_fp8rl.fp8.delta import DeltaError
 from nemo_fp8rl.generation import vllm_compat
@@ -287,9 +287,9 @@ class _Assembly:
 
     def add(self, piece: TensorPart, content: Content) -> bool:
         """Add a piece; return True when it was the last."""
-        self.data[index(piece.region)] = content.data
+        self.data[region_slices(piece.region)] = content.data
         if self.scale_inv is not None and content.scale_inv is not None:
-            self.scale_inv[index(blocks_of(piece.region))] = content.scale_inv
+            self.scale_inv[region_slices(blocks_of(piece.region))] = content.scale_inv
         self.missing -= piece.data_bytes
         return self.missing == 0
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from nemo_rl.weight_sync.interfaces import WeightSynchronizer
 
-from nemo_fp8rl.assemble import refitted
+from nemo_fp8rl.assemble import refit_or_stop
 from nemo_fp8rl.nemo_rl.adapters.megatron_policy import MegatronFp8Policy
 from nemo_fp8rl.nemo_rl.adapters.vllm_generation import VllmFp8Generation
 from nemo_fp8rl.refit.bridge import RefitBridge
@@ -28,7 +28,7 @@ class Fp8WeightSynchronizer(WeightSynchronizer):
         self.generation.prepare_for_generation()
         timed = timer.time("prepare_for_generation/transfer_and_update_weights") if timer else nullcontext()
         with timed:
-            report = refitted(self.bridge, "start the run again, which goes on from its last checkpoint")
+            report = refit_or_stop(self.bridge, "start the run again, which goes on from its last checkpoint")
         self.policy.offload_after_refit()
         self.stale = False
         return {name.removeprefix("refit/"): value for name, value in report.metrics().items()}

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from nemo_fp8rl.common.errors import UserError, one_line
+from nemo_fp8rl.common.errors import UserError, single_line
 from nemo_fp8rl.config.recipe import PATHS
 from nemo_fp8rl.config.yaml_tree import expand_homes
 from nemo_fp8rl.nemo_rl.recipe.checkout import find_checkout
@@ -43,7 +43,7 @@ def load_master_config(grpo: ModuleType, path: Path, overrides: Sequence[str]) -
         _find_prompt_files(values["data"], find_checkout().root.absolute())
         return grpo.MasterConfig(**values)
     except (OverridesError, OmegaConfBaseException) as error:
-        raise UserError(f"{path}: {one_line(error)}") from None
+        raise UserError(f"{path}: {single_line(error)}") from None
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])

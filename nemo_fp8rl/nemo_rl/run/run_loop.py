@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from nemo_fp8rl.data.tokenizer import reading_tokenizer
+from nemo_fp8rl.data.tokenizer import tokenizer_errors
 from nemo_fp8rl.generation.engine_checks import check_for_driver
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.model_config import read_hf_config
@@ -68,7 +68,7 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
     from nemo_fp8rl.nemo_rl.adapters import environment
 
     tokenizer_cfg = _with_local_folder(master.policy["tokenizer"]) if ours else master.policy["tokenizer"]
-    with reading_tokenizer(tokenizer_cfg["name"]):
+    with tokenizer_errors(tokenizer_cfg["name"]):
         tokenizer = get_tokenizer(tokenizer_cfg)
     master.policy["generation"] = configure_generation_config(
         master.policy["generation"],

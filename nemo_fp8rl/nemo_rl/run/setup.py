@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.field_rules import NemoRl, fields_of
-from nemo_fp8rl.common.visible_gpus import shown_gpus
+from nemo_fp8rl.common.visible_gpus import visible_gpu_names
 from nemo_fp8rl.config.fp8rl_schema import Flow, Fp8RlConfig
 from nemo_fp8rl.fp8.gpu_support import CAPABILITIES, Capability
 from nemo_fp8rl.nemo_rl.compat import completed_steps, initial_save_state, load_dataloader
@@ -78,7 +78,7 @@ def check_cluster(flow: Flow) -> None:
     """
     import ray
 
-    if shown_gpus() == []:
+    if visible_gpu_names() == []:
         return
     resources = [name for name in ray.cluster_resources() if name.startswith(RAY_GPU_PREFIX)]
     names = [name.removeprefix(RAY_GPU_PREFIX) for name in resources]
@@ -100,7 +100,7 @@ def _has_gpus() -> bool:
     """
     import torch
 
-    if shown_gpus() == [] or torch.cuda.is_available() or not joins_cluster():
+    if visible_gpu_names() == [] or torch.cuda.is_available() or not joins_cluster():
         return torch.cuda.is_available()
     joins = not is_in_cluster()
     connect(0)

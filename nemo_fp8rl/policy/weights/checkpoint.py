@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nemo_fp8rl.common.region import Region, index
+from nemo_fp8rl.common.region import Region, region_slices
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.hf.hub import MODEL_FILES, TOKENIZER_FILES
 from nemo_fp8rl.hf.model_tensors import expected_tensors
@@ -93,7 +93,7 @@ def assemble_on_first(part: Tensor | None, region: Region, shape: Sequence[int],
         return part.view(tuple(shape))
     out = torch.zeros(tuple(shape), dtype=torch.float32 if part is None else part.dtype)
     if part is not None:
-        out[index(region)] = part
+        out[region_slices(region)] = part
     dist.reduce(out.view(torch.uint8), group_dst=0, group=group)
     return out
 

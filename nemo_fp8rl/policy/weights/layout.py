@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.common.region import Region, whole
+from nemo_fp8rl.common.region import Region, full_region
 from nemo_fp8rl.config.policy_schema import MegatronConfig
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.fp8 import BLOCK
@@ -122,7 +122,7 @@ class Layout:
 
     def region(self, name: str, shape: tuple[int, ...]) -> Region:
         """Return the rank's part of the HF tensor `name`, whose whole has this shape."""
-        region, kind = list(whole(shape)), SPLIT.search(name)
+        region, kind = list(full_region(shape)), SPLIT.search(name)
         if kind is not None:
             dim = 0 if kind["rows"] else 1
             region[dim] = self.sharing_axis(name).span(shape[dim])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.common.errors import one_line
+from nemo_fp8rl.common.errors import single_line
 from nemo_fp8rl.fp8 import BlockScaled, ScaleFormat
 from nemo_fp8rl.refit.bridge import Transport
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
@@ -146,7 +146,7 @@ class SendingRank:
                     end.add_done_callback(_close)
             if isinstance(error, torch.OutOfMemoryError):
                 raise RefitError(
-                    f"refit {version}: the trainer's memory is full ({one_line(error)[:300]}); lower "
+                    f"refit {version}: the trainer's memory is full ({single_line(error)[:300]}); lower "
                     "nemo_fp8rl.refit.bucket_bytes, or set nemo_fp8rl.refit.mode=full, which keeps no copy of what "
                     "was sent"
                 ) from None

@@ -16,7 +16,7 @@ from nemo_fp8rl.commands.compare.comparison import as_words, load_comparison
 from nemo_fp8rl.commands.compare.run_list import PlannedRun, plan
 from nemo_fp8rl.commands.compare.same_inputs import check_same_inputs
 from nemo_fp8rl.commands.compare.start_models import make_models
-from nemo_fp8rl.common.atomic_files import locked
+from nemo_fp8rl.common.atomic_files import lock_folder
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.yaml_tree import read_override
 from nemo_fp8rl.run.stop_flag import StopFlag
@@ -139,7 +139,7 @@ def test_the_table_beside_a_comparison_that_runs_leaves_the_files_to_it(finished
     path, run = finished
     results = run.parent.parent / "results.json"
     results.write_text("the comparison's")
-    with locked(results.parent, "taken"):
+    with lock_folder(results.parent, "taken"):
         assert table(path, run) == 0
         assert results.read_text() == "the comparison's"
     assert table(path, run) == 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.common.region import index
+from nemo_fp8rl.common.region import region_slices
 from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.weights.weight_store import WeightStore
@@ -194,7 +194,7 @@ def test_a_trainer_rank_that_is_ahead_waits_for_the_others(pair):
             at_rest(lambda: len(read))
             early.append(sum(read))
         for part in sources[rank]:
-            yield part.name, weights[part.name][index(part.region)]
+            yield part.name, weights[part.name][region_slices(part.region)]
 
     links: list[Link] = []
     incoming = []

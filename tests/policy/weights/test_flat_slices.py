@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_fp8rl.common.region import index, shape_of
+from nemo_fp8rl.common.region import region_slices, shape_of
 from nemo_fp8rl.hf.model_tensors import expected_tensors
 from nemo_fp8rl.policy.weights.flat_slices import locate_rows, slice_boxes
 from nemo_fp8rl.policy.weights.hf_names import MEGATRON_HEAD, from_hf
@@ -32,7 +32,7 @@ def test_slices_cover_the_ranks_part_of_every_tensor_once(hf, ranks, data):
     sizes = [torch.Size(shape).numel() for shape in shapes.values()]
     numbers = torch.arange(1, 1 + sum(sizes)).split(sizes)  # every element has its own
     tensors = {name: part.view(shapes[name]) for name, part in zip(shapes, numbers, strict=True)}
-    parameters = dict(from_hf(layout, lambda name: tensors[name][index(layout.region(name, shapes[name]))]))
+    parameters = dict(from_hf(layout, lambda name: tensors[name][region_slices(layout.region(name, shapes[name]))]))
     counts = {name: torch.zeros(shape) for name, shape in shapes.items()}
     for parameter, where in locate_rows(layout, shapes):
         flat = parameters.pop(parameter).flatten()
@@ -42,15 +42,15 @@ def test_slices_cover_the_ranks_part_of_every_tensor_once(hf, ranks, data):
             for rows in where:
                 for elements, region in slice_boxes(rows, place):
                     part = piece[elements].view(shape_of(region))
-                    assert torch.equal(part, tensors[rows.name][index(region)])
-                    counts[rows.name][index(region)] += parameter != MEGATRON_HEAD or not hf.tie_word_embeddings
+                    assert torch.equal(part, tensors[rows.name][region_slices(region)])
+                    counts[rows.name][region_slices(region)] += parameter != MEGATRON_HEAD or not hf.tie_word_embeddings
                     covered += part.numel()
             assert covered == piece.count_nonzero()  # all but padding
     assert not parameters
     for name, count in counts.items():
         expected = torch.zeros_like(count)
         if name in {rows.name for parameter, where in locate_rows(layout, shapes) for rows in where}:
-            expected[index(layout.region(name, shapes[name]))] = 1
+            expected[region_slices(layout.region(name, shapes[name]))] = 1
         if hf is TIED and name == "model.embed_tokens.weight" and not layout.is_first_stage:
             expected.zero_()
         assert torch.equal(count, expected), name

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.common.region import index, shape_of
+from nemo_fp8rl.common.region import region_slices, shape_of
 from nemo_fp8rl.hf.model_config import FAMILIES, HfConfig
 from nemo_fp8rl.hf.model_tensors import expected_tensors
 from nemo_fp8rl.policy.weights.hf_names import from_hf, to_hf
@@ -80,7 +80,7 @@ def test_every_weight_is_exported_once_and_survives_a_round_trip(hf, ranks):
 
         def part(name: str, layout: Layout = layout) -> torch.Tensor:
             region = layout.region(name, tensors[name].shape)
-            return tensors[name][index(region)]
+            return tensors[name][region_slices(region)]
 
         parameters = dict(from_hf(layout, part))
         for name, tensor in to_hf(layout, parameters.__getitem__):
@@ -88,7 +88,7 @@ def test_every_weight_is_exported_once_and_survives_a_round_trip(hf, ranks):
             assert tensor.shape == shape_of(region)
             assert torch.equal(tensor, part(name))
             if layout.is_writer(name):
-                counts[name][index(region)] += 1
+                counts[name][region_slices(region)] += 1
     assert all((count == 1).all() for count in counts.values())
 
 
@@ -110,7 +110,7 @@ def test_vocabulary_padding_is_zero_and_is_not_exported():
 
     def part(name: str) -> torch.Tensor:
         region = ranks[3].region(name, tensors[name].shape)
-        return tensors[name][index(region)]
+        return tensors[name][region_slices(region)]
 
     parameters = dict(from_hf(ranks[3], part))
     for megatron, hf_name in (("embedding.word_embeddings", "model.embed_tokens"), ("output_layer", "lm_head")):

