@@ -57,7 +57,7 @@ def test_a_log_says_what_is_going_on_though_no_step_ends(display, monkeypatch):
     monkeypatch.setattr("nemo_fp8rl.common.display.SILENCE", 0.05)
     shown, out = display(False)
     shown.progress.get_time = time.monotonic
-    shown.began = shown.last_line = time.monotonic()
+    shown.step_start = shown.last_line = time.monotonic()
 
     def next_lines() -> set[str]:
         """Of what is said from now on; the first may have been under way."""
@@ -71,7 +71,7 @@ def test_a_log_says_what_is_going_on_though_no_step_ends(display, monkeypatch):
         assert next_lines() == {"step 5/10  start  0:00:00"}
         shown.show_phase("generate 12/64")
         assert next_lines() == {"step 5/10  generate 12/64  0:00:00"}
-        shown.began -= 75
+        shown.step_start -= 75
         assert next_lines() == {"step 5/10  generate 12/64  0:01:15"}
         shown.show_step(5, format_figures(LATEST))
         assert next_lines() == {"step 6/10  0:00:00"}
