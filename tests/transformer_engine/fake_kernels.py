@@ -278,7 +278,7 @@ def _one_by_one(*groups: Any, **_: Any) -> Iterator[Any]:
 @contextmanager
 def fake_hopper() -> Iterator[None]:
     """Make the CPU report to be a GPU of compute capability 9.0."""
-    device = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    device = SimpleNamespace(name="fake Hopper", major=9, minor=0, multi_processor_count=132)
     answers = {
         "is_available": True,
         "current_device": torch.device("cpu"),
