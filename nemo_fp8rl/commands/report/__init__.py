@@ -1,1 +1,1 @@
-"""Run directories as one HTML page that needs no network: `nemo-fp8rl report`. Reads files; imports no torch."""
+"""`nemo-fp8rl report`: one HTML page about run directories, which needs no network. The package imports no torch."""

@@ -4,17 +4,22 @@ import math
 from dataclasses import dataclass
 
 from nemo_fp8rl.commands.report.run_data import Run, Sample
-from nemo_fp8rl.commands.report.scale import number
+from nemo_fp8rl.commands.report.scale import format_number
 
-MOST_STEPS = 4
-"""Recorded steps of a run that are shown: the first, the last, and between them."""
-PALEST = -4.0
-"""log10 of the difference of probabilities from which on a token has colour; 1 has all of it."""
+MAX_STEPS = 4
+"""The page shows at most so many recorded steps of a run: the first, the last, and some between them."""
+PALEST_LOG10 = -4.0
+"""log10 of the difference of probabilities above which a token is coloured; a difference of 1 gets the full colour."""
 
 
 @dataclass(frozen=True)
 class Token:
-    """side: "up" where the trainer likes it more, "down" where the engine does. depth: 0..1. title: the figures."""
+    """A token of an answer and its colour.
+
+    side:   "up" if the trainer finds the token likelier, "down" if the engine does, "unknown" without log-probs
+    depth:  0 to 1, the depth of the colour
+    title:  the figures of both sides
+    """
 
     text: str
     side: str
@@ -24,39 +29,42 @@ class Token:
 
 @dataclass(frozen=True)
 class Answer:
-    chosen: str
+    """A sample answer; reason: why the run recorded it."""
+
+    reason: str
     prompt: str
     reward: str
-    left_out: int
+    omitted_tokens: int
     tokens: list[Token]
 
 
 @dataclass(frozen=True)
-class AnswersOfStep:
+class StepAnswers:
     step: int
     answers: list[Answer]
 
 
-def answers(run: Run) -> list[AnswersOfStep]:
+def collect_answers(run: Run) -> list[StepAnswers]:
+    """Return the sample answers of at most MAX_STEPS recorded steps."""
     steps = list(run.samples)
-    if len(steps) > MOST_STEPS:
-        steps = [steps[round(i * (len(steps) - 1) / (MOST_STEPS - 1))] for i in range(MOST_STEPS)]
-    return [AnswersOfStep(step, [_answer(sample) for sample in run.samples[step]]) for step in steps]
+    if len(steps) > MAX_STEPS:
+        steps = [steps[round(i * (len(steps) - 1) / (MAX_STEPS - 1))] for i in range(MAX_STEPS)]
+    return [StepAnswers(step, [_make_answer(sample) for sample in run.samples[step]]) for step in steps]
 
 
-def _answer(sample: Sample) -> Answer:
+def _make_answer(sample: Sample) -> Answer:
     logprobs = zip(sample.tokens, sample.prev_logprobs, sample.generation_logprobs, strict=True)
-    tokens = [_token(*token) for token in logprobs]
-    left_out = sample.num_tokens - len(tokens)
-    return Answer(sample.chosen, sample.prompt, number(sample.reward), left_out, tokens)
+    tokens = [_make_token(*token) for token in logprobs]
+    omitted_tokens = sample.num_tokens - len(tokens)
+    return Answer(sample.chosen, sample.prompt, format_number(sample.reward), omitted_tokens, tokens)
 
 
-def _token(text: str, trainer: float | None, engine: float | None) -> Token:
-    shown = text.replace("\n", "\u23ce\n").replace("\t", "\u21e5")
+def _make_token(text: str, trainer: float | None, engine: float | None) -> Token:
+    visible_text = text.replace("\n", "\u23ce\n").replace("\t", "\u21e5")
     if trainer is None or engine is None:
-        return Token(shown, "lost", 1.0, "no log-prob on one of the sides")
+        return Token(visible_text, "unknown", 1.0, "no log-prob on one of the sides")
     difference = math.exp(trainer) - math.exp(engine)
-    depth = 1 - math.log10(abs(difference)) / PALEST if difference else 0.0
+    depth = 1 - math.log10(abs(difference)) / PALEST_LOG10 if difference else 0.0
     side = "" if depth <= 0 else "up" if difference > 0 else "down"
     figures = f"trainer {math.exp(trainer):.5f}, engine {math.exp(engine):.5f}, difference {difference:+.2g}"
-    return Token(shown, side, round(min(max(depth, 0.0), 1.0), 2), figures)
+    return Token(visible_text, side, round(min(max(depth, 0.0), 1.0), 2), figures)

@@ -1,4 +1,4 @@
-"""Charts as shapes for chart.jinja: places are computed here, and colours are the stylesheet's."""
+"""Charts as shapes for chart.jinja: this module computes the positions, the stylesheet holds the colours."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,24 +6,26 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from nemo_fp8rl.commands.report.scale import Scale, linear, logarithmic, number
-from nemo_fp8rl.commands.report.thinning import Point, extremes, running_mean, stretches
+from nemo_fp8rl.commands.report.scale import Scale, fit_linear_scale, fit_log_scale, format_number
+from nemo_fp8rl.commands.report.thinning import Point, compute_running_mean, keep_extremes, split_evenly
 
 WIDTH, HEIGHT = 440, 230
 LEFT, RIGHT, TOP, BOTTOM = 62, 10, 8, 24
-MOST_POINTS, MOST_COLUMNS = 1000, 100
-"""Points of a line, and columns of a stack or a heat map, at most. Lines of many runs share 4 times as many points."""
+MAX_POINTS, MAX_COLUMNS = 1000, 100
+"""Limits of the points of a line and of the columns of a stack or a heat map. The lines of many runs share 4 times as
+many points.
+"""
 COLOURS = 8
-DOTS_UP_TO, MEAN_FROM = 60, 50
-"""A line of so few points shows each; one of so many its running mean."""
+MAX_DOTS, MIN_POINTS_FOR_MEAN = 60, 50
+"""A line of at most MAX_DOTS points shows every point; from MIN_POINTS_FOR_MEAN on it also shows its running mean."""
 
 Series = tuple[str, int, int | None, Sequence[Point]]
-"""Name, colour, the run that it is hidden with, points."""
+"""Name, colour, number of the run (a check box of the page hides both), points."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One run's."""
+    """The line of one run; run: its number."""
 
     name: str
     run: int
@@ -32,7 +34,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Shape:
-    """d: an SVG path. run: that it belongs to, to be hidden with it."""
+    """An SVG path `d`; run: the number of the run that is hidden together with it."""
 
     kind: str
     d: str
@@ -44,8 +46,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class Chart:
-    """x_ticks, y_ticks: (place in the drawing, label). hover: what the page's script shows at the pointer. run: where
-    the whole chart is one run's.
+    """A chart of the page.
+
+    x_ticks, y_ticks:  (position in the drawing, label)
+    hover:             the data that the page's script shows at the pointer
+    run:               the number of the run if the whole chart belongs to one run
     """
 
     title: str
@@ -59,15 +64,15 @@ class Chart:
     height: int = HEIGHT
 
 
-def across(place: float) -> float:
-    return LEFT + place * (WIDTH - LEFT - RIGHT)
+def to_svg_x(position: float) -> float:
+    return LEFT + position * (WIDTH - LEFT - RIGHT)
 
 
-def up(place: float) -> float:
-    return HEIGHT - BOTTOM - place * (HEIGHT - TOP - BOTTOM)
+def to_svg_y(position: float) -> float:
+    return HEIGHT - BOTTOM - position * (HEIGHT - TOP - BOTTOM)
 
 
-def line_chart(
+def make_line_chart(
     title: str,
     about: str,
     lines: Sequence[Line],
@@ -79,78 +84,92 @@ def line_chart(
     means: bool = True,
     run: int | None = None,
 ) -> Chart:
-    """One line a run, in the run's colour. log: of value - offset. labels: names of the places 0, 1, ... on the x axis,
-    else it is steps. run: all lines are this run's, in colours of their own, which a legend names.
+    """Return a chart with one line per run, in the colour of the run.
+
+    log:        the y axis is logarithmic in value - offset
+    from_zero:  a linear y axis includes 0
+    labels:     names of x = 0, 1, ...; without labels x is the step
+    means:      long lines also get a running mean
+    run:        all lines belong to this run; each has a colour, and a legend names them
     """
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]
-    scale = (logarithmic(ys, offset) if log else None) or linear(ys, from_zero)
+    scale = (fit_log_scale(ys, offset) if log else None) or fit_linear_scale(ys, from_zero)
     notes = [about] if about else []
     if scale.log and min(ys) < offset + 10**scale.low:
-        notes.append("what is lower is drawn at the bottom")
+        notes.append("lower values are drawn at the bottom")
     x_scale = Scale(min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1)
     if labels:
         x_scale = Scale(-0.5, len(labels) - 0.5)
-    most = max(50, min(MOST_POINTS, 4 * MOST_POINTS // len(lines)))
+    limit = max(50, min(MAX_POINTS, 4 * MAX_POINTS // len(lines)))
     shapes, series = [], []
     for i, line in enumerate(lines):
-        shown = extremes(line.points, most)
-        over = len(line.points) // 25
-        mean = extremes(running_mean(line.points, over), most // 2) if means and len(line.points) >= MEAN_FROM else []
+        points = keep_extremes(line.points, limit)
+        window = len(line.points) // 25
+        mean: list[Point] = []
+        if means and len(line.points) >= MIN_POINTS_FOR_MEAN:
+            mean = keep_extremes(compute_running_mean(line.points, window), limit // 2)
         colour = (line.run if run is None else i) % COLOURS
-        shapes.append(Shape("raw" if mean else "line", svg_path(shown, x_scale, scale), colour, line.run))
+        shapes.append(Shape("raw" if mean else "line", draw_path(points, x_scale, scale), colour, line.run))
         if mean:
-            shapes.append(Shape("line", svg_path(mean, x_scale, scale), colour, line.run))
-        if len(shown) <= DOTS_UP_TO:
-            shapes.append(Shape("dots", _dots(shown, x_scale, scale), colour, line.run))
-        series.append((line.name, colour, line.run, shown))
+            shapes.append(Shape("line", draw_path(mean, x_scale, scale), colour, line.run))
+        if len(points) <= MAX_DOTS:
+            shapes.append(Shape("dots", _draw_dots(points, x_scale, scale), colour, line.run))
+        series.append((line.name, colour, line.run, points))
     longest = max(len(line.points) for line in lines)
-    if longest > most:
-        notes.append(f"lowest and highest of every {-(-2 * longest // most)} steps")
-    x_ticks = [(across(x_scale.place(i)), label) for i, label in enumerate(labels)] if labels else x_ticks_of(x_scale)
+    if longest > limit:
+        notes.append(f"lowest and highest of every {-(-2 * longest // limit)} steps")
+    x_ticks = [(to_svg_x(x_scale.position_of(i)), label) for i, label in enumerate(labels)] or make_x_ticks(x_scale)
     return Chart(
         title,
         "; ".join(notes),
-        without_overlap(x_ticks),
-        y_ticks(scale),
+        drop_overlaps(x_ticks),
+        make_y_ticks(scale),
         shapes,
         [] if run is None else [(colour, name) for name, colour, *_ in series],
-        hover_data(x_scale, series, dict(enumerate(labels))),
+        make_hover_data(x_scale, series, dict(enumerate(labels))),
         run,
     )
 
 
-def stack_chart(
+def make_stack_chart(
     title: str, about: str, run: int, steps: Sequence[float], layers: Mapping[str, Sequence[float]], unit: str
 ) -> Chart:
-    """layers: a value a step each, drawn one upon the other, the first lowest; means where there are many steps."""
-    parts = stretches(range(len(steps)), MOST_COLUMNS)
+    """Return a chart of stacked layers, the first at the bottom, one value per step; means if there are many steps."""
+    parts = split_evenly(range(len(steps)), MAX_COLUMNS)
     xs = [fmean(steps[i] for i in part) for part in parts]
     columns = {name: [fmean(values[i] for i in part) for part in parts] for name, values in layers.items()}
     tops = [sum(column[i] for column in columns.values()) for i in range(len(parts))]
-    scale = linear(_without_outliers(tops), from_zero=True)
+    scale = fit_linear_scale(_drop_outliers(tops), from_zero=True)
     x_scale = Scale(min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1)
-    edges = xs if len(xs) > 1 else [xs[0], xs[0] + 1]  # one step is drawn all across
+    edges = xs if len(xs) > 1 else [xs[0], xs[0] + 1]  # a single step fills the width
     below = [0.0] * len(edges)
     shapes, series = [], []
     for colour, (name, column) in enumerate(columns.items()):
         above = [low + value for low, value in zip(below, column if len(xs) > 1 else column * 2, strict=True)]
         outline = [*zip(edges, above, strict=True), *reversed([*zip(edges, below, strict=True)])]
-        shapes.append(Shape("area", svg_path(outline, x_scale, scale) + "Z", colour % COLOURS, run))
+        shapes.append(Shape("area", draw_path(outline, x_scale, scale) + "Z", colour % COLOURS, run))
         series.append((name, colour % COLOURS, None, [*zip(xs, column, strict=True)]))
         below = above
     notes = [about]
-    if len(steps) > MOST_COLUMNS:
-        notes.append(f"means over {-(-len(steps) // MOST_COLUMNS)} steps")
+    if len(steps) > MAX_COLUMNS:
+        notes.append(f"means over {-(-len(steps) // MAX_COLUMNS)} steps")
     if max(tops) > scale.high:
-        notes.append(f"cut off above; the highest is {number(max(tops))} {unit}")
+        notes.append(f"the top is cut off; the highest is {format_number(max(tops))} {unit}")
     legend = [(colour % COLOURS, name) for colour, name in enumerate(columns)]
     return Chart(
-        title, "; ".join(notes), x_ticks_of(x_scale), y_ticks(scale), shapes, legend, hover_data(x_scale, series), run
+        title,
+        "; ".join(notes),
+        make_x_ticks(x_scale),
+        make_y_ticks(scale),
+        shapes,
+        legend,
+        make_hover_data(x_scale, series),
+        run,
     )
 
 
-def heat_map(
+def make_heat_map(
     title: str,
     about: str,
     run: int,
@@ -158,13 +177,13 @@ def heat_map(
     steps: Sequence[float],
     log: bool = False,
 ) -> Chart:
-    """A cell for each row and step: the more opaque the larger. Every n-th step where there are many."""
-    every = -(-len(steps) // MOST_COLUMNS)
+    """Return a chart with a cell per row and step, more opaque for larger values; every n-th step if there are many."""
+    every = -(-len(steps) // MAX_COLUMNS)
     steps = steps[::every]
     rows = {name: values[::every] for name, values in rows.items()}
     values = [value for row in rows.values() for value in row if value is not None]
-    highest = max(values) if len(set(values)) > 1 else math.inf  # alike, all are pale
-    shade = (logarithmic(values) if log else None) or Scale(min(values), highest)
+    highest = max(values) if len(set(values)) > 1 else math.inf  # all cells are pale if all values are equal
+    shade = (fit_log_scale(values) if log else None) or Scale(min(values), highest)
     height = TOP + BOTTOM + max(14 * len(rows), 60)
     tall, wide = (height - TOP - BOTTOM) / len(rows), (WIDTH - LEFT - RIGHT) / len(steps)
     shapes, y_ticks = [], []
@@ -174,63 +193,71 @@ def heat_map(
         for j, value in enumerate(row):
             if value is not None:
                 d = f"M{LEFT + j * wide:.1f} {top:.1f}h{wide + 0.3:.1f}v{tall - 0.5:.1f}h-{wide + 0.3:.1f}Z"
-                shown = f"{name}, step {steps[j]:g}: {number(value)}"
-                shapes.append(Shape("cell", d, 0, run, round(0.08 + 0.92 * shade.place(value), 2), shown))
-    marks = stretches([*enumerate(steps)], 5)
+                cell_title = f"{name}, step {steps[j]:g}: {format_number(value)}"
+                shapes.append(Shape("cell", d, 0, run, round(0.08 + 0.92 * shade.position_of(value), 2), cell_title))
+    marks = split_evenly([*enumerate(steps)], 5)
     x_ticks = [(LEFT + (part[0][0] + 0.5) * wide, f"{part[0][1]:g}") for part in marks]
-    notes = [about, f"pale {number(min(values))}, full {number(max(values))}"]
+    notes = [about, f"pale {format_number(min(values))}, full {format_number(max(values))}"]
     if every > 1:
         notes.append(f"one of {every} recorded steps")
     every_row = -(-len(y_ticks) // 32)
     return Chart(title, "; ".join(notes), x_ticks, y_ticks[::every_row], shapes, run=run, height=height)
 
 
-def svg_path(points: Sequence[Point], x: Scale, y: Scale) -> str:
-    places = [f"{across(x.place(a)):.1f} {up(y.place(b)):.1f}" for a, b in points]
-    return "M" + "L".join(places)
+def draw_path(points: Sequence[Point], x: Scale, y: Scale) -> str:
+    positions = [f"{to_svg_x(x.position_of(a)):.1f} {to_svg_y(y.position_of(b)):.1f}" for a, b in points]
+    return "M" + "L".join(positions)
 
 
-def _dots(points: Sequence[Point], x: Scale, y: Scale) -> str:
-    """Lines of length 0, whose round ends are seen."""
-    return "".join(f"M{across(x.place(a)):.1f} {up(y.place(b)):.1f}h0" for a, b in points)
+def _draw_dots(points: Sequence[Point], x: Scale, y: Scale) -> str:
+    """Return a path of lines of length 0; their round caps are the dots."""
+    return "".join(f"M{to_svg_x(x.position_of(a)):.1f} {to_svg_y(y.position_of(b)):.1f}h0" for a, b in points)
 
 
-def x_ticks_of(scale: Scale) -> list[tuple[float, str]]:
-    return [(across(place), label) for place, label in scale.ticks() if "." not in label]
+def make_x_ticks(scale: Scale) -> list[tuple[float, str]]:
+    return [(to_svg_x(position), label) for position, label in scale.make_ticks() if "." not in label]
 
 
-def y_ticks(scale: Scale) -> list[tuple[float, str]]:
-    return [(up(place), label) for place, label in scale.ticks()]
+def make_y_ticks(scale: Scale) -> list[tuple[float, str]]:
+    return [(to_svg_y(position), label) for position, label in scale.make_ticks()]
 
 
-def without_overlap(ticks: list[tuple[float, str]]) -> list[tuple[float, str]]:
-    kept: list[tuple[float, str]] = []
+def drop_overlaps(ticks: list[tuple[float, str]]) -> list[tuple[float, str]]:
+    result: list[tuple[float, str]] = []
     for x, label in ticks:
-        if label and (not kept or x - kept[-1][0] > 3.2 * (len(label) + len(kept[-1][1])) + 4):
-            kept.append((x, label))
-    return kept
+        if label and (not result or x - result[-1][0] > 3.2 * (len(label) + len(result[-1][1])) + 4):
+            result.append((x, label))
+    return result
 
 
-def hover_data(scale: Scale, series: Sequence[Series], labels: Mapping[float, str] | None = None) -> dict[str, Any]:
-    """What the page's script needs. labels: what to say instead of `step x`."""
+def make_hover_data(
+    scale: Scale, series: Sequence[Series], labels: Mapping[float, str] | None = None
+) -> dict[str, Any]:
+    """Return the data for the page's script; labels: text to show instead of `step x`."""
     return {
         "left": LEFT,
         "right": WIDTH - RIGHT,
         "low": scale.low,
         "high": scale.high,
-        "labels": {_short([x])[0]: label for x, label in labels.items()} if labels else {},
+        "labels": {_round_values([x])[0]: label for x, label in labels.items()} if labels else {},
         "series": [
-            {"name": name, "colour": colour, "run": run, "x": _short(x for x, _ in p), "y": _short(y for _, y in p)}
+            {
+                "name": name,
+                "colour": colour,
+                "run": run,
+                "x": _round_values(x for x, _ in p),
+                "y": _round_values(y for _, y in p),
+            }
             for name, colour, run, p in series
         ],
     }
 
 
-def _short(values: Iterable[float]) -> list[float]:
+def _round_values(values: Iterable[float]) -> list[float]:
     return [int(value) if value == int(value) else float(f"{value:.7g}") for value in values]
 
 
-def _without_outliers(values: Sequence[float]) -> list[float]:
-    """The values up to four times the median: a first step compiles, and would flatten the rest."""
+def _drop_outliers(values: Sequence[float]) -> list[float]:
+    """Return the values up to four times the median: the first step compiles, and would flatten the others."""
     middle = sorted(values)[len(values) // 2]
     return [value for value in values if value <= 4 * middle] or list(values)

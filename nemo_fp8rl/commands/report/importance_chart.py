@@ -9,76 +9,76 @@ from nemo_fp8rl.commands.report.charts import (
     COLOURS,
     Chart,
     Shape,
-    across,
-    hover_data,
-    svg_path,
-    without_overlap,
-    y_ticks,
+    draw_path,
+    drop_overlaps,
+    make_hover_data,
+    make_y_ticks,
+    to_svg_x,
 )
 from nemo_fp8rl.commands.report.run_data import Run
-from nemo_fp8rl.commands.report.scale import Scale, logarithmic, number
+from nemo_fp8rl.commands.report.scale import Scale, fit_log_scale, format_number
 
 Span = tuple[float, float]
-"""Places of a bin's edges on the axis, see `_distance`."""
+"""Positions of the edges of a bin on the axis, see `_distance_from_centre`."""
 
 
-def weight_histogram(runs: Sequence[Run]) -> Chart | None:
-    """Share of each run's tokens in every bin, over all its steps; None where none has recorded any."""
-    counts = {i: count for i, run in enumerate(runs) if (count := _counts(run))}
+def make_weight_histogram(runs: Sequence[Run]) -> Chart | None:
+    """Return the share of each run's tokens in every bin, over all steps; None if no run recorded weights."""
+    counts = {i: count for i, run in enumerate(runs) if (count := _count_tokens(run))}
     if not counts:
         return None
-    ends = [abs(edge) for count in counts.values() for span in count for edge in span]
-    x_scale = Scale(-max(ends), max(ends))
+    edges = [abs(edge) for count in counts.values() for span in count for edge in span]
+    x_scale = Scale(-max(edges), max(edges))
     shares = {i: {span: n / sum(count.values()) for span, n in sorted(count.items())} for i, count in counts.items()}
-    y_scale = logarithmic(share for count in shares.values() for share in count.values())
+    y_scale = fit_log_scale(share for count in shares.values() for share in count.values())
     assert y_scale is not None, "a share is above 0"
     bottom = 10**y_scale.low
     shapes, series = [], []
     labels: dict[float, str] = {}
     for i, bins in shares.items():
         bars = "".join(
-            svg_path([(low, bottom), (low, share), (high, share), (high, bottom)], x_scale, y_scale) + "Z"
+            draw_path([(low, bottom), (low, share), (high, share), (high, bottom)], x_scale, y_scale) + "Z"
             for (low, high), share in bins.items()
         )
         shapes.append(Shape("bars", bars, i % COLOURS, i))
         middles = [((low + high) / 2, share) for (low, high), share in bins.items()]
         series.append((runs[i].name, i % COLOURS, i, middles))
-        labels |= {x: f"weight about {number(_weight(x))}" for x, _ in middles}
+        labels |= {x: f"weight about {format_number(_weight_at(x))}" for x, _ in middles}
     powers = range(SMALLEST + 1, 2)
-    marks = [(sign * _distance(10.0**power), sign * 10.0**power) for power in powers for sign in (-1, 1)]
-    inside = [(0.0, "1"), *((x, f"{math.exp(mark):.4g}") for x, mark in marks if abs(x) <= max(ends))]
+    marks = [(sign * _distance_from_centre(10.0**power), sign * 10.0**power) for power in powers for sign in (-1, 1)]
+    ticks = [(0.0, "1"), *((x, f"{math.exp(mark):.4g}") for x, mark in marks if abs(x) <= max(edges))]
     return Chart(
         "Importance weights",
         "exp(trainer's minus engine's log-prob) of a token; share of all tokens, logarithmic",
-        without_overlap([(across(x_scale.place(x)), label) for x, label in sorted(inside)]),
-        y_ticks(y_scale),
+        drop_overlaps([(to_svg_x(x_scale.position_of(x)), label) for x, label in sorted(ticks)]),
+        make_y_ticks(y_scale),
         shapes,
-        hover=hover_data(x_scale, series, labels),
+        hover=make_hover_data(x_scale, series, labels),
     )
 
 
-def _counts(run: Run) -> Counter[Span]:
+def _count_tokens(run: Run) -> Counter[Span]:
     counts: Counter[Span] = Counter()
     for bins in run.log_weights.values():
         for low, high, tokens in bins:
-            counts[_span(low, high)] += tokens
+            counts[_find_span(low, high)] += tokens
     return counts
 
 
-def _span(low: float | None, high: float | None) -> Span:
-    """Places of a bin's edges; a bin without end is as wide as the others."""
+def _find_span(low: float | None, high: float | None) -> Span:
+    """Return the positions of the edges of a bin; an open bin (None) is drawn as wide as the others."""
     width = 1 / BINS_A_DECADE
-    left = -math.inf if low is None else math.copysign(_distance(low), low)
-    right = left + width if high is None else math.copysign(_distance(high), high)
-    return (right - width if low is None else left), right
+    start = -math.inf if low is None else math.copysign(_distance_from_centre(low), low)
+    end = start + width if high is None else math.copysign(_distance_from_centre(high), high)
+    return (end - width if low is None else start), end
 
 
-def _distance(log_weight: float) -> float:
-    """Decades from the middle of the axis to a log weight; the bin in the middle is twice as wide as the others."""
+def _distance_from_centre(log_weight: float) -> float:
+    """Return the decades from the centre of the axis to a log weight; the bin at the centre has double width."""
     return max(math.log10(abs(log_weight)) - SMALLEST, 0.0) + 1 / BINS_A_DECADE
 
 
-def _weight(place: float) -> float:
-    """The inverse of `_distance`: the weight at a place of the axis."""
-    decades = abs(place) - 1 / BINS_A_DECADE
-    return math.exp(math.copysign(10 ** (decades + SMALLEST), place)) if decades > 0 else 1.0
+def _weight_at(position: float) -> float:
+    """Return the weight at a position of the axis, the inverse of `_distance_from_centre`."""
+    decades = abs(position) - 1 / BINS_A_DECADE
+    return math.exp(math.copysign(10 ** (decades + SMALLEST), position)) if decades > 0 else 1.0

@@ -1,4 +1,4 @@
-"""The page: one HTML file with its own style and script, which asks the network for nothing."""
+"""The HTML file of a report: style, script and data are inside, so the page loads nothing from the network."""
 
 import base64
 import hashlib
@@ -11,21 +11,23 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from nemo_fp8rl import __version__
-from nemo_fp8rl.commands.report.answer_tokens import answers
+from nemo_fp8rl.commands.report.answer_tokens import collect_answers
 from nemo_fp8rl.commands.report.charts import COLOURS, WIDTH
 from nemo_fp8rl.commands.report.run_data import Run, read_runs
-from nemo_fp8rl.commands.report.sections import differing, sections, summary
+from nemo_fp8rl.commands.report.sections import find_differences, make_sections, make_summary
 from nemo_fp8rl.common.atomic_files import write_atomically
 from nemo_fp8rl.common.errors import UserError
 
 GENERATOR = '<meta name="generator" content="nemo-fp8rl report">'
-BEGINNING = 2000
-"""Characters of a report in which GENERATOR stands."""
+HEAD_CHARACTERS = 2000
+"""GENERATOR is within the first so many characters of a report."""
 
 
 def report(folders: Sequence[Path], output: Path | None = None) -> Path:
-    """Write the report of these run directories; returns where it is: by default report.html, of one run in its
-    directory, of several in the present one. An earlier report is replaced, another file is not: UserError.
+    """Write the report of these run directories and return its path.
+
+    output:  the file; by default report.html, for one run in its directory, for several in the working directory
+    Raises:  UserError if `output` exists and is no report (an earlier report is replaced), or cannot be written
     """
     runs = read_runs(folders)
     path = output or (folders[0] if len(folders) == 1 else Path()) / "report.html"
@@ -34,7 +36,7 @@ def report(folders: Sequence[Path], output: Path | None = None) -> Path:
     try:
         if path.exists() and not _is_report(path):
             raise UserError(f"--output {path} exists and is no report; give another name, nothing else is overwritten")
-        text = page(runs).encode(errors="backslashreplace").decode()  # half a surrogate pair cannot be written
+        text = render_page(runs).encode(errors="backslashreplace").decode()  # UTF-8 has no half surrogate pairs
         write_atomically(path, text)
     except OSError as error:
         raise UserError(f"--output {path} cannot be written ({error}); give another file") from None
@@ -42,15 +44,15 @@ def report(folders: Sequence[Path], output: Path | None = None) -> Path:
 
 
 def _is_report(path: Path) -> bool:
-    """Whether the file is a report, by its beginning; a device or a pipe is none, and could be without end."""
+    """Return True if the file begins like a report. A device or a pipe is not read: it may never end."""
     if not path.is_file():
         return False
     with path.open(encoding="utf-8", errors="replace") as file:
-        return GENERATOR in file.read(BEGINNING)
+        return GENERATOR in file.read(HEAD_CHARACTERS)
 
 
-def page(runs: Sequence[Run]) -> str:
-    """Everything that comes from a run is escaped: by Jinja in text and attributes, by `_data` in a script's data."""
+def render_page(runs: Sequence[Run]) -> str:
+    """Return the HTML. All text of a run is escaped: by Jinja in text and attributes, by `_escape_json` in scripts."""
     environment = Environment(
         loader=PackageLoader("nemo_fp8rl", "commands/report/templates"),
         autoescape=True,
@@ -58,7 +60,7 @@ def page(runs: Sequence[Run]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["data"] = _data
+    environment.filters["script_json"] = _escape_json
     script = environment.get_template("script.js.jinja").render()
     return environment.get_template("page.html.jinja").render(
         generator=Markup(GENERATOR),
@@ -69,15 +71,15 @@ def page(runs: Sequence[Run]) -> str:
         width=WIDTH,
         colours=COLOURS,
         runs=runs,
-        summary=summary(runs),
-        sections=sections(runs),
-        answers=[answers(run) for run in runs],
-        config=differing(runs, lambda run: run.config),
-        environment=differing(runs, lambda run: run.environment),
+        summary=make_summary(runs),
+        sections=make_sections(runs),
+        answers=[collect_answers(run) for run in runs],
+        config=find_differences(runs, lambda run: run.config),
+        environment=find_differences(runs, lambda run: run.environment),
     )
 
 
-def _data(value: Any) -> Markup:
-    """JSON that ends no <script>, whatever strings it holds."""
+def _escape_json(value: Any) -> Markup:
+    """Return JSON without "<", so that no string in it can close the <script> element."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c"))

@@ -1,4 +1,4 @@
-"""A run directory's files as one `Run`. Any of them may be missing, or end in the midst of a line: a kill does that."""
+"""The files of a run directory as one `Run`. After a kill a file may be missing, or end within a line."""
 
 import json
 import math
@@ -23,18 +23,23 @@ FILES = {
     "histograms.jsonl": "importance weights",
     "samples.jsonl": "answers",
 }
-MOST = 2**53
-"""Steps or tokens: a float holds as many exactly."""
-HIGHEST_LOGPROB = 0.1
-"""Rounding brings a log-prob above 0, but not above this."""
+MAX_COUNT = 2**53
+"""Limit of a number of steps or tokens: a float is exact up to it."""
+MAX_LOGPROB = 0.1
+"""Rounding may raise a log-prob above 0, but not above this value."""
 
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class Run:
-    """config, environment: flat, {"a.b": value}. metrics: rows of numbers by step, the last one of each step.
-    log_weights, samples: by step. missing: sentences about files that are not there, and values that are no numbers.
+    """The data of one run.
+
+    config, environment:   flat, {"a.b": value}
+    metrics:               one row of numbers per step, sorted by step
+    log_weights, samples:  by step
+    missing_data:          sentences about absent files, and about values that are no numbers
+    state:                 a sentence: finished, running or stopped, and at which step
     """
 
     name: str
@@ -43,68 +48,75 @@ class Run:
     metrics: list[dict[str, float]]
     log_weights: dict[int, list[Bin]]
     samples: dict[int, list[Sample]]
-    missing: list[str]
+    missing_data: list[str]
     state: str
 
-    def series(self, metric: str) -> list[tuple[float, float]]:
-        """(step, value) wherever the metric was logged."""
+    def points_of(self, metric: str) -> list[tuple[float, float]]:
+        """Return (step, value) for every step that logged the metric."""
         return [(row["step"], row[metric]) for row in self.metrics if metric in row]
 
-    def names(self, prefix: str) -> list[str]:
-        """The metrics that begin so, without the prefix, in the order of their first appearance."""
+    def find_metrics(self, prefix: str) -> list[str]:
+        """Return the names of the metrics with this prefix, without it, in the order of their first appearance."""
         return list(
             dict.fromkeys(key.removeprefix(prefix) for r in self.metrics for key in r if key.startswith(prefix))
         )
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Raises UserError for a folder that is no run, one given twice, and a file that cannot be read."""
-    whole = [_resolved(folder) for folder in folders]
-    for i, folder in enumerate(whole):
-        if folder in whole[:i]:
+    """Return the runs in these folders.
+
+    Raises: UserError if a folder is no run or is given twice, or if a file cannot be read
+    """
+    resolved_folders = [_resolve(folder) for folder in folders]
+    for i, folder in enumerate(resolved_folders):
+        if folder in resolved_folders[:i]:
             raise UserError(f"{folders[i]} is given twice; give each run once")
-    return [_read(folder, name) for folder, name in zip(folders, _names(whole), strict=True)]
+    return [_read(folder, name) for folder, name in zip(folders, _choose_names(resolved_folders), strict=True)]
 
 
-def _resolved(folder: Path) -> Path:
+def _resolve(folder: Path) -> Path:
     try:
         return folder.resolve()
-    except RuntimeError:  # until Python 3.12
+    except RuntimeError:  # Python 3.12 and older raise it
         raise UserError(f"{folder} is a link that leads to itself; give a run directory") from None
 
 
 def _read(folder: Path, name: str) -> Run:
     if not folder.is_dir():
         raise UserError(f"{folder} is {'no folder' if folder.exists() else 'not there'}; give a run directory")
-    there = [file for file in FILES if (folder / file).exists()]
-    if not {"config.yaml", "metrics.jsonl"} & set(there):
+    present = [file for file in FILES if (folder / file).exists()]
+    if not {"config.yaml", "metrics.jsonl"} & set(present):
         raise UserError(f"{folder} holds no run: neither config.yaml nor metrics.jsonl is in it; give logger.log_dir")
-    config = _parsed(folder / "config.yaml", yaml.safe_load)
-    rows = _rows(folder / "metrics.jsonl")
-    metrics = _numbers(rows)
-    missing = [f"{name} has no {file} ({what})" for file, what in FILES.items() if file not in there]
-    if left_out := sum(map(len, rows)) - sum(map(len, metrics)):
-        missing.append(f"{name}: values in metrics.jsonl that are no finite numbers are left out, {left_out} of them")
+    config = _read_tree(folder / "config.yaml", yaml.safe_load)
+    rows = _read_rows(folder / "metrics.jsonl")
+    metrics = _drop_non_numbers(rows)
+    missing_data = [f"{name} has no {file} ({content})" for file, content in FILES.items() if file not in present]
+    if omitted := sum(map(len, rows)) - sum(map(len, metrics)):
+        missing_data.append(
+            f"{name}: values in metrics.jsonl that are no finite numbers are left out, {omitted} of them"
+        )
     return Run(
         name=name,
         config=config,
-        environment=_parsed(folder / "environment.json", json.loads),
+        environment=_read_tree(folder / "environment.json", json.loads),
         metrics=metrics,
-        log_weights=_typed(folder / "histograms.jsonl", _bins),
-        samples=_typed(folder / "samples.jsonl", lambda row: [_sample(given) for given in row["samples"]]),
-        missing=missing,
-        state=_state(folder, metrics, config.get("grpo.max_num_steps")),
+        log_weights=_read_by_step(folder / "histograms.jsonl", _parse_bins),
+        samples=_read_by_step(
+            folder / "samples.jsonl", lambda row: [_parse_sample(fields) for fields in row["samples"]]
+        ),
+        missing_data=missing_data,
+        state=_describe_state(folder, metrics, config.get("grpo.max_num_steps")),
     )
 
 
-def _parsed(path: Path, parse: Any) -> dict[str, Any]:
-    """Flat; {} where there is no file."""
+def _read_tree(path: Path, parse: Any) -> dict[str, Any]:
+    """Return the tree in the file, flat; {} if there is no file."""
     if not path.exists():
         return {}
     try:
         tree = parse(path.read_text(encoding="utf-8"))
         leaves = flatten(tree) if isinstance(tree, dict) else None
-        str(leaves)  # what is nested too deeply ends here, and not in the page
+        str(leaves)  # too deep a nesting raises an error now, and not while the page is made
     except file_errors() as error:
         raise UserError(f"{path} cannot be read: {single_line(error)}") from None
     if leaves is None:
@@ -112,45 +124,45 @@ def _parsed(path: Path, parse: Any) -> dict[str, Any]:
     return leaves
 
 
-def _rows(path: Path) -> list[Row]:
-    """The file's rows by step; of a step that was logged twice the later one."""
+def _read_rows(path: Path) -> list[Row]:
+    """Return the rows of the file, sorted by step; of two rows for the same step the later one."""
     rows = read(path)
-    if wrong := [str(row["step"]) for row in rows if not _is_count(row["step"])]:
-        raise UserError(f"{path} has a line of step {wrong[0][:20]}; is it a run's?")
+    if bad_steps := [str(row["step"]) for row in rows if not _is_count(row["step"])]:
+        raise UserError(f"{path} has a line of step {bad_steps[0][:20]}; is it a run's?")
     by_step = {row["step"]: row for row in rows}
     return [by_step[step] for step in sorted(by_step)]
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < MOST
+    return type(value) is int and 0 <= value < MAX_COUNT
 
 
-def _typed(path: Path, convert: Callable[[Row], Value]) -> dict[int, Value]:
+def _read_by_step(path: Path, convert: Callable[[Row], Value]) -> dict[int, Value]:
     try:
-        return {row["step"]: convert(row) for row in _rows(path)}
+        return {row["step"]: convert(row) for row in _read_rows(path)}
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path} is not as this version writes it ({error}); leave it out of the folder") from None
 
 
-def _numbers(rows: list[Row]) -> list[dict[str, float]]:
+def _drop_non_numbers(rows: list[Row]) -> list[dict[str, float]]:
     return [{key: value for key, value in row.items() if is_measured(value)} for row in rows]
 
 
-def _bins(row: Row) -> list[Bin]:
-    """The bins that hold a token."""
+def _parse_bins(row: Row) -> list[Bin]:
+    """Return the bins that hold at least one token."""
     bins: list[Bin] = []
-    for given in map(tuple, row["log_weights"]):
-        if not is_bin(given):
+    for edges_and_count in map(tuple, row["log_weights"]):
+        if not is_bin(edges_and_count):
             raise ValueError("a bin is not [from, to, tokens]")
-        bins += [given] if given[2] else []
+        bins += [edges_and_count] if edges_and_count[2] else []
     return bins
 
 
-def _sample(given: Any) -> Sample:
-    """A log-prob that cannot be one is null, a reward NaN."""
-    sample = Sample(**given)
+def _parse_sample(fields: Any) -> Sample:
+    """Return the sample; an invalid log-prob becomes None, an invalid reward NaN."""
+    sample = Sample(**fields)
     if not all(isinstance(text, str) for text in (sample.chosen, sample.prompt, *sample.tokens)):
         raise TypeError("chosen, prompt and tokens are not all text")
     if not _is_count(sample.num_tokens):
@@ -158,27 +170,27 @@ def _sample(given: Any) -> Sample:
     return replace(
         sample,
         reward=sample.reward if is_measured(sample.reward) else math.nan,
-        prev_logprobs=[_logprob(value) for value in sample.prev_logprobs],
-        generation_logprobs=[_logprob(value) for value in sample.generation_logprobs],
+        prev_logprobs=[_valid_logprob(value) for value in sample.prev_logprobs],
+        generation_logprobs=[_valid_logprob(value) for value in sample.generation_logprobs],
     )
 
 
-def _logprob(value: Any) -> float | None:
-    return value if is_measured(value) and value <= HIGHEST_LOGPROB else None
+def _valid_logprob(value: Any) -> float | None:
+    return value if is_measured(value) and value <= MAX_LOGPROB else None
 
 
-def _state(folder: Path, metrics: list[dict[str, float]], last: Any) -> str:
+def _describe_state(folder: Path, metrics: list[dict[str, float]], last_step: Any) -> str:
     step = int(metrics[-1]["step"]) if metrics else 0
-    of = f" of {last}" if isinstance(last, int) else ""
-    if isinstance(last, int) and step >= last:
+    of_all = f" of {last_step}" if isinstance(last_step, int) else ""
+    if isinstance(last_step, int) and step >= last_step:
         return f"finished, {step} steps"
     if is_locked(folder):
-        return f"running, after step {step}{of}"
-    return f"stopped after step {step}{of}" if step else f"stopped before its first step{of}"
+        return f"running, after step {step}{of_all}"
+    return f"stopped after step {step}{of_all}" if step else f"stopped before its first step{of_all}"
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
-    """The ends of the paths, as long as it takes to tell them apart."""
+def _choose_names(folders: Sequence[Path]) -> list[str]:
+    """Return the last parts of each path, as many as the names need to differ."""
     for length in range(1, max(len(folder.parts) for folder in folders) + 1):
         names = ["/".join(folder.parts[-length:]) for folder in folders]
         if len(set(names)) == len(names):

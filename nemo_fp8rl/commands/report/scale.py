@@ -1,40 +1,44 @@
-"""From values to places on an axis, and the ticks along it."""
+"""Axes: the position of a value on an axis, and the ticks along the axis."""
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-MOST_DECADES = 6
-"""Decades of a logarithmic axis, at most: two sides that agree but for one token's last bit have a KL of 1e-18."""
+MAX_DECADES = 6
+"""A logarithmic axis has at most so many decades: the KL is 1e-18 if the sides differ in the last bit of one token."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """low, high: of the axis, places of its ends. log: places follow log10(value - offset)."""
+    """An axis from `low` to `high`. If `log`, positions follow log10(value - offset), as do `low` and `high`."""
 
     low: float
     high: float
     log: bool = False
     offset: float = 0.0
 
-    def place(self, value: float) -> float:
-        """0 at the low end, 1 at the high end; what a logarithm cannot show lies at the low end."""
+    def position_of(self, value: float) -> float:
+        """Return the position of a value, 0 at the low end to 1 at the high end; 0 if its logarithm is undefined."""
         if self.log:
             above = value - self.offset
             value = math.log10(above) if above > 0 else self.low
         return min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
 
-    def ticks(self) -> list[tuple[float, str]]:
-        """(place, label)."""
+    def make_ticks(self) -> list[tuple[float, str]]:
+        """Return (position, label) of each tick."""
         if not self.log:
-            return [(self.place(mark), label) for mark, label in distinct(linear_ticks(self.low, self.high))]
+            return [
+                (self.position_of(mark), label)
+                for mark, label in label_distinctly(choose_linear_ticks(self.low, self.high))
+            ]
         first, last = math.ceil(self.low), math.floor(self.high)
         every = max(1, -(-(last - first + 1) // 6))
         marks = [self.offset + 10.0**power for power in range(first, last + 1, every)]
-        return [(self.place(mark), label) for mark, label in distinct([self.offset, *marks])[1:]]
+        return [(self.position_of(mark), label) for mark, label in label_distinctly([self.offset, *marks])[1:]]
 
 
-def linear(values: Iterable[float], from_zero: bool = False) -> Scale:
+def fit_linear_scale(values: Iterable[float], from_zero: bool = False) -> Scale:
+    """Return an axis around the values with a margin of 5 %; with `from_zero` it includes 0."""
     values = list(values)
     low, high = min(values), max(values)
     low = min(low, 0.0) if from_zero else low
@@ -42,34 +46,34 @@ def linear(values: Iterable[float], from_zero: bool = False) -> Scale:
     return Scale(low if from_zero and low == 0 else low - margin, high + margin)
 
 
-def logarithmic(values: Iterable[float], offset: float = 0.0) -> Scale | None:
-    """Whole decades around the values above `offset`, the highest MOST_DECADES; None where there are none."""
+def fit_log_scale(values: Iterable[float], offset: float = 0.0) -> Scale | None:
+    """Return an axis of the highest MAX_DECADES whole decades of the values above `offset`; None if none is above."""
     above = [value - offset for value in values if value > offset]
     if not above:
         return None
     low, high = math.floor(math.log10(min(above))), math.ceil(math.log10(max(above)))
-    return Scale(max(low, high - MOST_DECADES), max(high, low + 1), log=True, offset=offset)
+    return Scale(max(low, high - MAX_DECADES), max(high, low + 1), log=True, offset=offset)
 
 
-def linear_ticks(low: float, high: float) -> list[float]:
-    """About five multiples of 1, 2 or 5 times a power of ten within the limits."""
+def choose_linear_ticks(low: float, high: float) -> list[float]:
+    """Return about five values within the limits: multiples of 1, 2 or 5 times a power of ten."""
     raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(step for m in (1, 2, 5, 10) if (step := m * power) >= 0.9 * raw)
     return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
-def distinct(values: list[float]) -> list[tuple[float, str]]:
-    """Each with a label, of as many digits as it takes to tell them apart."""
+def label_distinctly(values: list[float]) -> list[tuple[float, str]]:
+    """Return (value, label) with as many digits as the labels need to differ."""
     for digits in range(5, 16):
-        labels = [number(value, digits) for value in values]
+        labels = [format_number(value, digits) for value in values]
         if len(set(labels)) == len(labels):
             break
     return [*zip(values, labels, strict=True)]
 
 
-def number(value: float, digits: int = 5) -> str:
-    """Short: 0.00012, 3.1e-07, 12,500, 3.2M."""
+def format_number(value: float, digits: int = 5) -> str:
+    """Return a short text, such as 0.00012, 3.1e-07, 12,500 or 3.2M."""
     if value == 0:
         return "0"
     for size, unit in ((1e9, "G"), (1e6, "M")):

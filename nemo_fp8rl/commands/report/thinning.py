@@ -1,4 +1,4 @@
-"""Fewer points than were measured, without losing what stands out."""
+"""Reduction of the points of a line that keeps the outliers."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -8,29 +8,29 @@ Point = tuple[float, float]
 Value = TypeVar("Value")
 
 
-def extremes(points: Sequence[Point], most: int) -> list[Point]:
-    """The lowest and the highest point of each of most / 2 stretches; all where there are no more than `most`."""
-    if len(points) <= most:
+def keep_extremes(points: Sequence[Point], limit: int) -> list[Point]:
+    """Return the lowest and the highest point of each of limit / 2 stretches; all points if `limit` allows it."""
+    if len(points) <= limit:
         return list(points)
-    kept: list[Point] = []
-    for stretch in stretches(points, most // 2):
+    extremes: list[Point] = []
+    for stretch in split_evenly(points, limit // 2):
         low, high = (pick(stretch, key=lambda point: point[1]) for pick in (min, max))
-        kept += sorted({low, high})
-    return kept
+        extremes += sorted({low, high})
+    return extremes
 
 
-def running_mean(points: Sequence[Point], over: int) -> list[Point]:
-    """Mean over the last `over` values at each of them, once there are as many."""
+def compute_running_mean(points: Sequence[Point], window: int) -> list[Point]:
+    """Return the mean of the last `window` values at each point, from the point number `window` on."""
     total, means = 0.0, []
     for i, (x, y) in enumerate(points):
-        total += y - (points[i - over][1] if i >= over else 0.0)
-        if i >= over - 1:
-            means.append((x, total / over))
+        total += y - (points[i - window][1] if i >= window else 0.0)
+        if i >= window - 1:
+            means.append((x, total / window))
     return means
 
 
-def stretches(values: Sequence[Value], count: int) -> list[Sequence[Value]]:
-    """`count` parts, one after the other and as even as they go; fewer where there are fewer values."""
+def split_evenly(values: Sequence[Value], count: int) -> list[Sequence[Value]]:
+    """Return `count` consecutive parts of nearly equal length; fewer parts if there are fewer values."""
     count = min(count, len(values))
     ends = [round(i * len(values) / count) for i in range(count + 1)]
     return [values[start:end] for start, end in pairwise(ends)]

@@ -1,4 +1,4 @@
-"""A headless Chromium over its DevTools pipe: the standard library alone, nothing to install but the browser."""
+"""A headless Chromium, driven over its DevTools pipe with the standard library; only the browser is installed."""
 
 import base64
 import fcntl
@@ -22,27 +22,31 @@ FLAGS = (
 SECONDS = 60
 
 
-def executable() -> str | None:
-    """BROWSER_PATH, or the first of NAMES that is installed."""
+def find_browser() -> str | None:
+    """Return BROWSER_PATH, or the first of NAMES that is installed."""
     return os.environ.get("BROWSER_PATH") or next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Browser:
-    """Open with `with`. complaints, requests: what the page has said on the console, and asked for, since `open`."""
+    """A browser process, as a context manager.
+
+    complaints:  console messages and exceptions of the page since `open`
+    requests:    URLs that the page requested since `open`
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.numbers = itertools.count(1)
-        self.received = b""
+        self.buffer = b""
         self.complaints: list[str] = []
         self.requests: list[str] = []
         self.loaded = False
 
     def __enter__(self) -> Self:
         self.profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        commands, self.to = os.pipe()
-        self.back, answers = os.pipe()
-        ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (commands, answers)]  # clear of 3 and 4
+        commands, self.command_pipe = os.pipe()
+        self.answer_pipe, answers = os.pipe()
+        ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (commands, answers)]  # keeps 3 and 4 free
         start = f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}'
         self.process = subprocess.Popen(
             ["bash", "-c", start, "browser", self.path, *FLAGS, f"--user-data-dir={self.profile.name}"],
@@ -62,12 +66,12 @@ class Browser:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.process.kill()
         self.process.wait()
-        os.close(self.to)
-        os.close(self.back)
+        os.close(self.command_pipe)
+        os.close(self.answer_pipe)
         self.profile.cleanup()
 
     def open(self, page: Path, width: int = 1280, height: int = 900, dark: bool = False) -> float:
-        """Seconds until it is loaded and has been painted."""
+        """Open the page; return the seconds until it is loaded and painted."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
@@ -77,21 +81,21 @@ class Browser:
         self.call("Page.navigate", url=page.resolve().as_uri())
         while not self.loaded:
             self._receive()
-        self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        self.evaluate("new Promise(resolve => requestAnimationFrame(() => requestAnimationFrame(resolve)))")
         return time.perf_counter() - begin
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression in the page."""
+        """Return the value of a JavaScript expression in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def move(self, x: float, y: float) -> None:
-        """The pointer, in CSS pixels of the window."""
+        """Move the pointer; x, y: CSS pixels of the window."""
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def tap(self, x: float, y: float) -> None:
-        """A finger put down and lifted."""
+        """Put a finger down and lift it."""
         self.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
         self.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
 
@@ -103,7 +107,7 @@ class Browser:
         message = {"id": number, "method": method, "params": params}
         if self.session:
             message["sessionId"] = self.session
-        os.write(self.to, json.dumps(message).encode() + b"\0")
+        os.write(self.command_pipe, json.dumps(message).encode() + b"\0")
         while True:
             answer = self._receive()
             if answer.get("id") == number:
@@ -111,13 +115,13 @@ class Browser:
                 return answer["result"]
 
     def _receive(self) -> dict[str, Any]:
-        """The next message; events are noted on the way."""
-        while b"\0" not in self.received:
-            assert select.select([self.back], [], [], SECONDS)[0], "the browser has not answered for a minute"
-            part = os.read(self.back, 1 << 20)
+        """Return the next message; an event also updates the fields of the browser."""
+        while b"\0" not in self.buffer:
+            assert select.select([self.answer_pipe], [], [], SECONDS)[0], "the browser has not answered for a minute"
+            part = os.read(self.answer_pipe, 1 << 20)
             assert part, "the browser has ended"
-            self.received += part
-        line, _, self.received = self.received.partition(b"\0")
+            self.buffer += part
+        line, _, self.buffer = self.buffer.partition(b"\0")
         message = json.loads(line)
         method, params = message.get("method"), message.get("params", {})
         if method == "Page.loadEventFired":

@@ -1,4 +1,4 @@
-"""Run directories for the report, written by the classes that write a real run's; real runs are in test_train.py."""
+"""Run directories for the report, written with the run's StepLog. test_train.py makes reports of real runs."""
 
 import json
 import random
@@ -18,7 +18,7 @@ STAGES = ("export", "quantize", "encode", "send", "load", "verify")
 def write_run(
     folder: Path, steps: int, last: int = 0, *, layers: int = 2, tokens: int = 4, positions: int = 4, every: int = 10
 ) -> Path:
-    """`steps` of `last` steps as a run leaves them; a validation and answers every so many."""
+    """Write the files of a run after `steps` of `last` steps, with a validation and answers every `every` steps."""
     folder.mkdir(parents=True)
     config = {"grpo": {"max_num_steps": last or steps}, "nemo_fp8rl": {"flow": "fp8_e2e"}, "logger": {"log_dir": "x"}}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
@@ -28,18 +28,18 @@ def write_run(
     logs = {name: StepLog(folder / f"{name}.jsonl", 0) for name in ("metrics", "histograms", "samples")}
     for step in range(steps + 1):
         validates = step % every == 0
-        logs["metrics"].append(step, metrics(noise, step, layers if validates else 0, positions))
+        logs["metrics"].append(step, make_metrics(noise, step, layers if validates else 0, positions))
         if step:
             bins = [[-0.01, -0.005, noise.randint(1, 9)], [-0.0001, 0.0001, 900], [1.0, 1.77828, noise.randint(1, 9)]]
             logs["histograms"].append(step, {"log_weights": bins})
         if step and validates:
-            logs["samples"].append(step, {"samples": [sample(noise, tokens) for _ in range(3)]})
+            logs["samples"].append(step, {"samples": [make_sample(noise, tokens) for _ in range(3)]})
     for log in logs.values():
         log.close()
     return folder
 
 
-def metrics(noise: random.Random, step: int, layers: int, positions: int) -> dict[str, float]:
+def make_metrics(noise: random.Random, step: int, layers: int, positions: int) -> dict[str, float]:
     row = {"refit/bytes": noise.randint(80_000, 90_000), "timing/refit": 0.02 + noise.random() / 100}
     row |= {f"timing/refit_{stage}": noise.random() / 100 for stage in STAGES}
     if layers:
@@ -63,7 +63,7 @@ def metrics(noise: random.Random, step: int, layers: int, positions: int) -> dic
     return row
 
 
-def sample(noise: random.Random, tokens: int, text: str = " 7") -> dict[str, Any]:
+def make_sample(noise: random.Random, tokens: int, text: str = " 7") -> dict[str, Any]:
     engine = [-noise.random() for _ in range(tokens)]
     trainer = [value + noise.gauss(0, 1e-3) for value in engine]
     return {
@@ -74,7 +74,7 @@ def sample(noise: random.Random, tokens: int, text: str = " 7") -> dict[str, Any
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., Path]:
-    """make_run(name, steps, ...) -> a run directory; see `write_run`."""
+    """make_run(name, steps, ...) returns a run directory, see `write_run`."""
     return lambda name="run", *args, **kwargs: write_run(tmp_path / name, *args, **kwargs)
 
 

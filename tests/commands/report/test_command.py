@@ -1,4 +1,4 @@
-"""`nemo-fp8rl report` on the command line: one sentence and exit code 2 for what is no run."""
+"""`nemo-fp8rl report` on the command line: one sentence and exit code 2 if a folder is no run."""
 
 import json
 from pathlib import Path
@@ -9,8 +9,8 @@ from nemo_fp8rl.cli import main
 
 
 @pytest.fixture
-def refused(capsys):
-    """refused(*arguments) -> the one line on stderr."""
+def refused_message(capsys):
+    """refused_message(*arguments) returns the only line on stderr of a command that fails with code 2."""
 
     def run(*arguments: str | Path) -> str:
         assert main(["report", *map(str, arguments)]) == 2
@@ -23,7 +23,7 @@ def refused(capsys):
     return run
 
 
-def test_it_says_where_the_report_is(make_run, capsys):
+def test_the_path_of_the_report_is_printed(make_run, capsys):
     run = make_run(steps=3)
     assert main(["report", str(run)]) == 0
     out = capsys.readouterr().out
@@ -31,15 +31,15 @@ def test_it_says_where_the_report_is(make_run, capsys):
     assert (run / "report.html").read_text().startswith("<!doctype html>")
 
 
-def test_what_is_no_run(refused, make_run, tmp_path):
+def test_a_folder_that_is_no_run(refused_message, make_run, tmp_path):
     run = make_run(steps=3)
     (tmp_path / "empty").mkdir()
-    assert f"{tmp_path}/none is not there" in refused(tmp_path / "none")
-    assert "metrics.jsonl is no folder" in refused(run / "metrics.jsonl")
-    assert "empty holds no run: neither config.yaml nor metrics.jsonl" in refused(tmp_path / "empty")
-    assert "is given twice" in refused(run, run.parent / "run")
+    assert f"{tmp_path}/none is not there" in refused_message(tmp_path / "none")
+    assert "metrics.jsonl is no folder" in refused_message(run / "metrics.jsonl")
+    assert "empty holds no run: neither config.yaml nor metrics.jsonl" in refused_message(tmp_path / "empty")
+    assert "is given twice" in refused_message(run, run.parent / "run")
     (tmp_path / "link").symlink_to(tmp_path / "link")
-    assert "give a run directory" in refused(tmp_path / "link")
+    assert "give a run directory" in refused_message(tmp_path / "link")
 
 
 @pytest.mark.parametrize(
@@ -60,22 +60,22 @@ def test_what_is_no_run(refused, make_run, tmp_path):
         ("histograms.jsonl", '{"step": 1, "log_weights": [3]}\n', "histograms.jsonl is not as this version writes it"),
     ],
 )
-def test_a_file_that_is_not_a_runs(refused, make_run, file, text, message):
+def test_a_file_that_no_run_wrote(refused_message, make_run, file, text, message):
     run = make_run(steps=3)
     (run / file).write_text(text)
-    assert message in refused(run)
+    assert message in refused_message(run)
 
 
-def test_a_file_of_bytes(refused, make_run):
+def test_a_file_of_bytes(refused_message, make_run):
     run = make_run(steps=3)
     (run / "metrics.jsonl").write_bytes(b"\xff\xfe\n")
-    assert "metrics.jsonl" in refused(run)
+    assert "metrics.jsonl" in refused_message(run)
 
 
-def test_where_the_report_cannot_go(refused, make_run, tmp_path):
+def test_an_output_that_cannot_be_written(refused_message, make_run, tmp_path):
     run = make_run(steps=3)
-    assert "is a folder; give a file" in refused(run, "--output", tmp_path)
-    assert "cannot be written" in refused(run, "--output", tmp_path / "none/report.html")
+    assert "is a folder; give a file" in refused_message(run, "--output", tmp_path)
+    assert "cannot be written" in refused_message(run, "--output", tmp_path / "none/report.html")
     assert not list(tmp_path.rglob("*report*"))
 
 

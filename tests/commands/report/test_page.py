@@ -1,4 +1,4 @@
-"""The report as a file: what it shows, what it says is not there, and that nothing in a run breaks out of it."""
+"""The report as a file: its contents, its sentences about missing data, and the escaping of all text of a run."""
 
 import base64
 import hashlib
@@ -14,7 +14,7 @@ import yaml
 from nemo_fp8rl.commands.report.page import report
 from nemo_fp8rl.commands.report.run_data import FILES
 from nemo_fp8rl.common.errors import UserError
-from tests.commands.report.conftest import STAGES, sample
+from tests.commands.report.conftest import STAGES, make_sample
 
 HOSTILE = (
     "</script x></script></pre></style><script>document.title='owned'</script><img src=x onerror=alert(1)>\"'&<!--"
@@ -22,7 +22,12 @@ HOSTILE = (
 
 
 class Page(HTMLParser):
-    """scripts: (type, text) of each. tags: how often each is opened. text: of everything but style and script."""
+    """A parsed page.
+
+    scripts:  (type, text) of each script
+    tags:     the number of elements by tag
+    text:     all text outside styles and scripts
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(convert_charrefs=True)
@@ -30,25 +35,25 @@ class Page(HTMLParser):
         self.tags: dict[str, int] = {}
         self.attributes: list[str] = []
         self.text = ""
-        self.within = ""
+        self.open_tag = ""
         self.source = path.read_text()
         self.feed(self.source)
         self.close()
 
     def handle_starttag(self, tag, attrs):
-        self.within = tag
+        self.open_tag = tag
         self.tags[tag] = self.tags.get(tag, 0) + 1
         self.attributes += [name for name, _ in attrs]
         if tag == "script":
             self.scripts.append((dict(attrs).get("type", ""), ""))
 
     def handle_endtag(self, tag):
-        self.within = ""
+        self.open_tag = ""
 
     def handle_data(self, data):
-        if self.within == "script":
+        if self.open_tag == "script":
             self.scripts[-1] = (self.scripts[-1][0], self.scripts[-1][1] + data)
-        elif self.within != "style":
+        elif self.open_tag != "style":
             self.text += data
 
     @property
@@ -56,17 +61,17 @@ class Page(HTMLParser):
         return [json.loads(text) for kind, text in self.scripts if kind == "application/json"]
 
 
-def page(*runs: Path) -> Page:
+def make_page(*runs: Path) -> Page:
     return Page(report(runs, runs[0].parent / "out.html"))
 
 
-def titles(shown: Page) -> list[str]:
-    return re.findall(r'<svg [^>]*aria-label="([^"]*)"', shown.source)
+def chart_titles(page: Page) -> list[str]:
+    return re.findall(r'<svg [^>]*aria-label="([^"]*)"', page.source)
 
 
 def test_every_chart_of_one_run(make_run):
-    shown = page(make_run(steps=20))
-    assert titles(shown) == [
+    page = make_page(make_run(steps=20))
+    assert chart_titles(page) == [
         *("Reward", "Validation accuracy", "Loss", "Gradient norm", "Entropy", "Tokens an answer"),
         *("token_mult_prob_error", "k3 KL (engine against trainer)", "Tokens bit-equal in trainer and engine"),
         *("Largest difference of a token&#39;s log-prob", "k3 KL by position", "Mean |log-ratio| by position"),
@@ -75,14 +80,14 @@ def test_every_chart_of_one_run(make_run):
         *("Seconds a step", "Generated tokens a second", "Time by phase", "Quantization error, FP8 weights"),
         "Quantization error by layer",
     ]
-    assert "no run has" not in shown.text
-    assert "finished, 20 steps" in shown.text
+    assert "no run has" not in page.text
+    assert "finished, 20 steps" in page.text
 
 
 def test_a_chart_holds_what_was_logged(make_run):
     run = make_run(steps=5)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    (line,) = page(run).charts[0]["series"]
+    (line,) = make_page(run).charts[0]["series"]
     assert line["x"] == [1, 2, 3, 4, 5]
     assert line["y"] == pytest.approx([row["train/reward"] for row in rows[1:]], rel=1e-6)
 
@@ -93,40 +98,40 @@ def test_the_histogram_adds_up_the_steps(make_run):
         '{"step": 1, "log_weights": [[null, -10, 1], [-0.0001, 0.0001, 5]]}\n'
         '{"step": 2, "log_weights": [[-0.0001, 0.0001, 3], [0.001, 0.00177828, 1]]}\n'
     )
-    chart = next(chart for chart in page(run).charts if "weight about 1" in chart["labels"].values())
+    chart = next(chart for chart in make_page(run).charts if "weight about 1" in chart["labels"].values())
     (line,) = chart["series"]
     assert line["y"] == [0.1, 0.8, 0.1]
     assert list(chart["labels"].values())[1:] == ["weight about 1", "weight about 1.0013"]
     assert line["x"] == sorted(line["x"])
 
 
-def test_several_runs_in_one_chart_and_the_keys_that_differ(make_run):
-    one, two = make_run("one", steps=5), make_run("two", steps=7)
-    config = yaml.safe_load((two / "config.yaml").read_text())
+def test_runs_share_charts_and_differing_keys_are_listed(make_run):
+    first, second = make_run("one", steps=5), make_run("two", steps=7)
+    config = yaml.safe_load((second / "config.yaml").read_text())
     config["nemo_fp8rl"]["flow"] = "fp8_rollout"
-    (two / "config.yaml").write_text(yaml.safe_dump(config))
-    shown = page(one, two)
-    assert [line["name"] for line in shown.charts[0]["series"]] == ["one", "two"]
-    assert [len(line["x"]) for line in shown.charts[0]["series"]] == [5, 7]
-    differing = shown.source.split("Keys of the recipe that differ")[1].split("</table>")[0]
-    assert re.findall(r"<td>([^<]*)</td>", differing) == [
+    (second / "config.yaml").write_text(yaml.safe_dump(config))
+    page = make_page(first, second)
+    assert [line["name"] for line in page.charts[0]["series"]] == ["one", "two"]
+    assert [len(line["x"]) for line in page.charts[0]["series"]] == [5, 7]
+    table = page.source.split("Keys of the recipe that differ")[1].split("</table>")[0]
+    assert re.findall(r"<td>([^<]*)</td>", table) == [
         *("grpo.max_num_steps", "5", "7"),
         *("nemo_fp8rl.flow", "fp8_e2e", "fp8_rollout"),
     ]
-    assert "Environment that differs</h3>\n<p>None.</p>" in shown.source
-    assert "Time by phase, one" in titles(shown)
+    assert "Environment that differs</h3>\n<p>None.</p>" in page.source
+    assert "Time by phase, one" in chart_titles(page)
 
 
 def test_runs_of_one_name_are_told_apart(make_run):
-    shown = page(make_run("a/grpo", steps=2), make_run("b/grpo", steps=2))
-    assert [line["name"] for line in shown.charts[0]["series"]] == ["a/grpo", "b/grpo"]
+    page = make_page(make_run("a/grpo", steps=2), make_run("b/grpo", steps=2))
+    assert [line["name"] for line in page.charts[0]["series"]] == ["a/grpo", "b/grpo"]
 
 
-def test_a_run_that_was_killed_says_how_far_it_came(make_run):
+def test_a_killed_run_shows_its_last_step(make_run):
     run = make_run(steps=7, last=50)
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 8, "train/rew')
-    assert "stopped after step 7 of 50" in page(run).text
+    assert "stopped after step 7 of 50" in make_page(run).text
 
 
 def test_a_run_at_work_is_not_called_stopped(recipe, tmp_path):
@@ -134,25 +139,25 @@ def test_a_run_at_work_is_not_called_stopped(recipe, tmp_path):
 
     with RunDirectory(recipe(), resume=False) as run:
         run.log(3, {"train/reward": 0.5})
-        assert "running, after step 3 of 100" in page(run.path).text
-    assert "stopped after step 3 of 100" in page(run.path).text
+        assert "running, after step 3 of 100" in make_page(run.path).text
+    assert "stopped after step 3 of 100" in make_page(run.path).text
 
 
 def test_before_the_first_step_there_is_a_page(make_run):
     run = make_run(steps=2)
     for name in ("metrics", "histograms", "samples"):
         (run / f"{name}.jsonl").write_text("")
-    shown = page(run)
-    assert "stopped before its first step of 2" in shown.text
-    assert "Reward: no run has train/reward." in shown.text
-    assert titles(shown) == []
+    page = make_page(run)
+    assert "stopped before its first step of 2" in page.text
+    assert "Reward: no run has train/reward." in page.text
+    assert chart_titles(page) == []
 
 
 @pytest.mark.parametrize("missing", FILES)
 def test_a_file_that_is_missing_is_named(make_run, missing):
     run = make_run(steps=3)
     (run / missing).unlink()
-    assert f"run has no {missing}" in page(run).text
+    assert f"run has no {missing}" in make_page(run).text
 
 
 @pytest.mark.parametrize(
@@ -167,26 +172,26 @@ def test_a_file_that_is_missing_is_named(make_run, missing):
     ],
 )
 def test_a_metric_that_one_run_lacks_is_named(make_run, metric, title):
-    one, two = make_run("one", steps=3), make_run("two", steps=3)
-    rows = [json.loads(line) for line in (two / "metrics.jsonl").read_text().splitlines()]
+    first, second = make_run("one", steps=3), make_run("two", steps=3)
+    rows = [json.loads(line) for line in (second / "metrics.jsonl").read_text().splitlines()]
     lines = (json.dumps({key: v for key, v in row.items() if not key.startswith(metric)}) for row in rows)
-    (two / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    assert f"{title}: not in two." in page(one, two).text
+    (second / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert f"{title}: not in two." in make_page(first, second).text
 
 
 def test_a_run_without_histograms_is_named(make_run):
-    one, two = make_run("one", steps=3), make_run("two", steps=3)
-    (two / "histograms.jsonl").unlink()
-    assert "Importance weights: not in two." in page(one, two).text
+    first, second = make_run("one", steps=3), make_run("two", steps=3)
+    (second / "histograms.jsonl").unlink()
+    assert "Importance weights: not in two." in make_page(first, second).text
 
 
 def test_the_stages_of_a_refit_are_lines(make_run):
-    """They overlap, so nothing is added up."""
+    """The stages overlap, so the chart does not stack them."""
     run = make_run(steps=3)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    shown = page(run)
-    assert 'class="area' not in shown.source.split('aria-label="Refit by stage"')[1].split("</figure>")[0]
-    (chart,) = [chart for chart in shown.charts if [line["name"] for line in chart["series"]] == [*STAGES]]
+    page = make_page(run)
+    assert 'class="area' not in page.source.split('aria-label="Refit by stage"')[1].split("</figure>")[0]
+    (chart,) = [chart for chart in page.charts if [line["name"] for line in chart["series"]] == [*STAGES]]
     load = next(line for line in chart["series"] if line["name"] == "load")
     assert load["y"] == pytest.approx([row["timing/refit_load"] for row in rows[1:]], rel=1e-6)
     assert len({line["colour"] for line in chart["series"]}) == len(STAGES)
@@ -194,14 +199,18 @@ def test_the_stages_of_a_refit_are_lines(make_run):
 
 def test_a_run_of_one_step_has_no_second(make_run):
     steps = {
-        x for chart in page(make_run(steps=1)).charts if not chart["labels"] for s in chart["series"] for x in s["x"]
+        x
+        for chart in make_page(make_run(steps=1)).charts
+        if not chart["labels"]
+        for s in chart["series"]
+        for x in s["x"]
     }
     assert steps == {0, 1}
 
 
 def test_nothing_in_a_run_breaks_out_of_the_page(make_run, tmp_path):
     run = make_run(f"{HOSTILE.replace('/', '')}", steps=3)
-    plain = page(make_run("plain", steps=3))
+    plain = make_page(make_run("plain", steps=3))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
         row[f"timing/refit_{HOSTILE}"] = 0.1
@@ -212,33 +221,33 @@ def test_nothing_in_a_run_breaks_out_of_the_page(make_run, tmp_path):
     logprobs = {"prev_logprobs": [-1.0, None], "generation_logprobs": [-1.1, -1.0]}
     samples = [{**answer, "tokens": [HOSTILE, "ok"], **logprobs}]
     (run / "samples.jsonl").write_text(json.dumps({"step": 1, "samples": samples}) + "\n")
-    shown = page(run)
-    assert len(shown.scripts) == len(plain.scripts)
-    assert "img" not in shown.tags
-    assert not {name for name in shown.attributes if name.startswith("on")}
-    assert shown.text.count(HOSTILE) >= 8  # prompt, token, reason, keys and values: read back as they were
-    assert any(line["name"] == HOSTILE for chart in shown.charts for line in chart["series"])
+    page = make_page(run)
+    assert len(page.scripts) == len(plain.scripts)
+    assert "img" not in page.tags
+    assert not {name for name in page.attributes if name.startswith("on")}
+    assert page.text.count(HOSTILE) >= 8  # prompt, token, reason, keys and values, unchanged
+    assert any(line["name"] == HOSTILE for chart in page.charts for line in chart["series"])
 
 
 def test_the_page_runs_no_script_but_its_own(make_run):
-    shown = page(make_run(steps=3))
-    (script,) = [text for kind, text in shown.scripts if not kind]
-    allowed = re.search(r"script-src 'sha256-([^']*)'", shown.source)[1]
+    page = make_page(make_run(steps=3))
+    (script,) = [text for kind, text in page.scripts if not kind]
+    allowed = re.search(r"script-src 'sha256-([^']*)'", page.source)[1]
     assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() == allowed
     for directive in ("default-src", "base-uri", "form-action"):
-        assert f"{directive} 'none'" in shown.source
-    assert not re.search(r"https?://", shown.source)
+        assert f"{directive} 'none'" in page.source
+    assert not re.search(r"https?://", page.source)
 
 
 def test_tokens_are_coloured_by_how_their_probability_differs(make_run):
     run = make_run(steps=3)
-    made = sample(random.Random(0), 4)
-    made |= {"tokens": ["a", "b", "c", "d"], "prev_logprobs": [-1.0, -0.5, -2.0, None]}
-    made |= {"generation_logprobs": [-1.0, -0.6, -1.0, -1.0]}
-    (run / "samples.jsonl").write_text(json.dumps({"step": 1, "samples": [made]}) + "\n")
+    answer = make_sample(random.Random(0), 4)
+    answer |= {"tokens": ["a", "b", "c", "d"], "prev_logprobs": [-1.0, -0.5, -2.0, None]}
+    answer |= {"generation_logprobs": [-1.0, -0.6, -1.0, -1.0]}
+    (run / "samples.jsonl").write_text(json.dumps({"step": 1, "samples": [answer]}) + "\n")
     token = r'<span class="token (\w*)" style="--depth:([\d.]*)" title="([^"]*)">([a-d])</span>'
-    spans = re.findall(token, page(run).source)
-    assert [(side, text) for side, _, _, text in spans] == [("", "a"), ("up", "b"), ("down", "c"), ("lost", "d")]
+    spans = re.findall(token, make_page(run).source)
+    assert [(side, text) for side, _, _, text in spans] == [("", "a"), ("up", "b"), ("down", "c"), ("unknown", "d")]
     assert 0 < float(spans[1][1]) < float(spans[2][1]) < 1
     assert spans[1][2] == "trainer 0.60653, engine 0.54881, difference +0.058"
 
