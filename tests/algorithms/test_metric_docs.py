@@ -1,4 +1,4 @@
-"""docs/correction.md says what every metric of training means, and names none that there is not."""
+"""docs/metrics.md says what every metric of training means, and names none that there is not."""
 
 import re
 from pathlib import Path
@@ -8,12 +8,12 @@ from tests.algorithms.losses import make_loss
 from tests.algorithms.reference import make_batch
 from tests.batches import correct_columns, loss_of_columns
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "correction.md"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "metrics.md"
 
 
 def described() -> set[str]:
-    """The names in the first cells of the tables of its section on metrics; positions without their numbers."""
-    section = PAGE.read_text().partition("\n## Metrics\n")[2].partition("\n## ")[0]
+    """The names in the first cells of the tables of its section on training; positions without their numbers."""
+    section = PAGE.read_text().partition("\n## Training\n")[2].partition("\n## ")[0]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| ")]
     return {without_numbers(name) for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
 
