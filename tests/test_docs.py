@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 MOST_BYTES = 12 << 10
-TOO_LONG = {"nemo_rl.md"}
+TOO_LONG: set[str] = set()
 """Pages that are still to be shortened."""
 FROM_NEMO_RL = ("nemo_rl/algorithms/", "examples/")
 """Paths in NeMo RL's checkout, not in ours."""
