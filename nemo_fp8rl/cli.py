@@ -18,19 +18,19 @@ from nemo_fp8rl.common.errors import BAD_INPUT, INTERRUPTED, UserError
 if TYPE_CHECKING:
     from nemo_fp8rl.config.schema import Config
 
-OF_THE_DISK = {
+DISK_ERRORS = {
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENAMETOOLONG),
     *(errno.ENOTDIR, errno.EISDIR, errno.ELOOP),
 }
-"""What a user mends whatever we were doing: rights, room, names."""
-A_DAY = 86_400.0
+"""Error numbers that the user can mend: permissions, disk space, file names."""
+MAX_SECONDS = 86_400.0  # a day
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     _quiet_libraries()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding has no letters for
+        sys.stdout.reconfigure(errors="backslashreplace")  # for names that the terminal's encoding cannot show
     try:
         finished = arguments.run(arguments)
         if sys.stdout is not None:
@@ -39,9 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"nemo-fp8rl: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return BAD_INPUT
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and sys.stdout is not None and _reader_left():
+        if isinstance(error, BrokenPipeError) and sys.stdout is not None and _is_stdout_abandoned():
             return 0
-        if error.errno not in OF_THE_DISK:
+        if error.errno not in DISK_ERRORS:
             raise
         print(f"nemo-fp8rl: {error.filename or 'the output'}: {error.strerror}; give another path", file=sys.stderr)
         return BAD_INPUT
@@ -51,37 +51,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if finished else arguments.unfinished
 
 
-def _reader_left() -> bool:
-    """Whether nobody reads any more what is printed, as with `| head`; the rest is dropped then."""
+def _is_stdout_abandoned() -> bool:
+    """Return True if the reader of stdout has gone, as after `| head`; further output is then dropped."""
     from nemo_fp8rl.common.display import discard_output
 
-    asked = select.poll()
-    asked.register(sys.stdout, select.POLLOUT)
-    left = any(event & select.POLLERR for _, event in asked.poll(0))
-    if left:
+    poll = select.poll()
+    poll.register(sys.stdout, select.POLLOUT)
+    is_abandoned = any(event & select.POLLERR for _, event in poll.poll(0))
+    if is_abandoned:
         discard_output(sys.stdout)
-    return left
+    return is_abandoned
 
 
 def _quiet_libraries() -> None:
-    """Keep warnings of torch, Megatron and vLLM about themselves off the screen; ours stay."""
+    """Hide the internal warnings of torch, Megatron, vLLM and transformers; the warnings of this package stay."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", module=r"(torch|megatron|vllm|transformers)(\.|$)")
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # of a CUDA build where no GPU is
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns if a CUDA build finds no GPU
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """argparse takes the key=value of a command in one place only; here they may stand between options, too."""
-    parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
-    if unknown := [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]:
+    """Parse the words; unlike with plain argparse, key=value may also stand between and after options."""
+    parser = _make_parser()
+    arguments, unparsed = parser.parse_known_args(argv)
+    if unknown := [word for word in unparsed if word.startswith("-") or not hasattr(arguments, "overrides")]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    if rest:
-        arguments.overrides += rest
+    if unparsed:
+        arguments.overrides += unparsed
     return arguments
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nemo-fp8rl", description="GRPO with FP8 end to end.")
     parser.add_argument("--version", action="version", version=__version__)
     parser.set_defaults(unfinished=INTERRUPTED)
@@ -90,33 +90,43 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="run GRPO from a recipe")
     _add_recipe(train)
     train.add_argument("--resume", action="store_true", help="continue the run in logger.log_dir")
-    train.add_argument("--restartable", action="store_true", help="like --resume; begins where none was saved")
+    train.add_argument("--restartable", action="store_true", help="like --resume, but start a new run if there is none")
     train.set_defaults(run=_train)
 
-    nemo = commands.add_parser("nemo", help="run NeMo RL's own GRPO loop, with our trainer and engines or with its own")
-    nemo.add_argument("--config", type=path, required=True, metavar="RECIPE", help="NeMo RL's, see conf/nemo_rl/")
-    nemo.add_argument("overrides", nargs="*", metavar="key=value", help="in Hydra's grammar: +key=value adds a key")
+    nemo = commands.add_parser(
+        "nemo", help="run NeMo RL's GRPO loop, with the trainer and engines of this package or of NeMo RL"
+    )
+    nemo.add_argument(
+        "--config", type=path, required=True, metavar="RECIPE", help="a NeMo RL recipe, see conf/nemo_rl/"
+    )
+    nemo.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="overrides in Hydra's grammar; +key=value adds a key"
+    )
     nemo.set_defaults(run=_nemo)
 
     launch = commands.add_parser("launch", help="run a recipe on this machine, on SLURM or on Kubernetes")
     launch.add_argument("place", choices=("local", "slurm", "k8s"), metavar="local|slurm|k8s")
     _add_recipe(launch)
-    launch.add_argument("--loop", choices=("train", "nemo"), help="ours or NeMo RL's; by default the recipe's own")
-    launch.add_argument("--site", type=path, metavar="FILE", help="what the cluster asks for, a YAML file")
-    launch.add_argument("--set", action="append", default=[], metavar="key=value", help="a key of the site file")
-    launch.add_argument("--idle", action="store_true", help="a cluster that waits for people instead of a run")
-    launch.add_argument("--dry-run", action="store_true", help="print exactly what would be submitted")
+    launch.add_argument(
+        "--loop", choices=("train", "nemo"), help="the loop to run; by default the loop that the recipe is written for"
+    )
+    launch.add_argument("--site", type=path, metavar="FILE", help="a YAML file with the settings of the cluster")
+    launch.add_argument(
+        "--set", action="append", default=[], metavar="key=value", help="override a key of the site file"
+    )
+    launch.add_argument("--idle", action="store_true", help="start a cluster for interactive use, without a run")
+    launch.add_argument("--dry-run", action="store_true", help="print what would be submitted, and submit nothing")
     launch.set_defaults(run=_launch)
 
-    sft = commands.add_parser("sft", help="warm a model up on the answers of its data")
+    sft = commands.add_parser("sft", help="train a model on the answers of its data, as a warm-up for GRPO")
     _add_recipe(sft)
-    sft.add_argument("--output", type=path, required=True, metavar="DIR", help="where the HF checkpoint goes")
+    sft.add_argument("--output", type=path, required=True, metavar="DIR", help="folder for the HF checkpoint")
     sft.set_defaults(run=_sft)
 
     export = commands.add_parser("export", help="write an FP8 checkpoint that plain vLLM serves")
     export.add_argument("--checkpoint", type=path, required=True, metavar="DIR", help="a bfloat16 HF checkpoint")
-    export.add_argument("--output", type=path, required=True, metavar="DIR", help="where the FP8 checkpoint goes")
-    export.add_argument("--scale-format", default="pow2", help="pow2 (the default) or fp32, as the run had it")
+    export.add_argument("--output", type=path, required=True, metavar="DIR", help="folder for the FP8 checkpoint")
+    export.add_argument("--scale-format", default="pow2", help="pow2 (the default) or fp32; give the format of the run")
     export.add_argument("--num-first-layers-in-bf16", type=int, default=0, metavar="N", help="default 0")
     export.add_argument("--num-last-layers-in-bf16", type=int, default=0, metavar="N", help="default 0")
     export.add_argument("--quantization-ignored-layer-kws", nargs="*", default=[], metavar="WORD", help="default none")
@@ -129,71 +139,81 @@ def _parser() -> argparse.ArgumentParser:
     tiny.add_argument("--seed", type=int, default=0)
     tiny.set_defaults(run=_make_tiny)
 
-    demo = commands.add_parser("demo", help="make-tiny, sft and train in one go, and a table of what came out")
+    demo = commands.add_parser("demo", help="run make-tiny, sft and train, and print a table of the results")
     demo.add_argument("--runs", type=path, default=Path("runs"), metavar="DIR", help="parent of the demo's folder")
     demo.set_defaults(run=_demo)
 
-    report = commands.add_parser("report", help="one HTML page about a run, or about several side by side")
+    report = commands.add_parser("report", help="write one HTML page about one or several runs")
     report.add_argument("runs", type=path, nargs="+", metavar="RUN", help="a run directory (logger.log_dir)")
-    report.add_argument("--output", type=path, metavar="FILE", help="default report.html, of one run in its directory")
+    report.add_argument("--output", type=path, metavar="FILE", help="default report.html, for one run in its directory")
     report.set_defaults(run=_report)
 
-    compare = commands.add_parser("compare", help="run flows side by side over several seeds, and their table")
+    compare = commands.add_parser("compare", help="run several flows with several seeds, and print a table")
     compare.add_argument("comparison", type=path, metavar="COMPARISON", help="a YAML file, see conf/compare/")
-    compare.add_argument("overrides", nargs="*", metavar="key=value", help="of every run")
+    compare.add_argument("overrides", nargs="*", metavar="key=value", help="overrides for every run")
     compare.add_argument(
         "--output", type=path, default=Path("runs/compare"), metavar="DIR", help="default runs/compare"
     )
-    compare.add_argument("--table-only", action="store_true", help="run nothing, show what has finished")
+    compare.add_argument(
+        "--table-only", action="store_true", help="run nothing, and print the table of the finished runs"
+    )
     compare.set_defaults(run=_compare)
 
-    doctor = commands.add_parser("doctor", help="check a recipe for NeMo RL against its GPUs and its model")
+    doctor = commands.add_parser("doctor", help="check a NeMo RL recipe against its GPUs and its model")
     doctor.add_argument("recipe", type=path, metavar="RECIPE", help="a YAML file, see conf/nemo_rl/")
     doctor.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="key=value, +key=value, ++key=value, ~key")
     doctor.add_argument("--gpu", default="h100", metavar="NAME", help="h100 (the default), h200, b200, ...")
-    doctor.add_argument("--json", action="store_true", help="print JSON, and nothing else, on stdout")
+    doctor.add_argument("--json", action="store_true", help="print only JSON on stdout")
     doctor.set_defaults(run=_doctor, unfinished=BAD_INPUT)
 
-    parity = commands.add_parser("parity", help="compare the FP8 contract with what others publish and install")
-    parity.add_argument("--size", type=int, default=2048, metavar="N", help="side of the matrices; default 2048")
+    parity = commands.add_parser(
+        "parity", help="compare this package's FP8 format with published and installed libraries"
+    )
+    parity.add_argument(
+        "--size", type=int, default=2048, metavar="N", help="rows and columns of the matrices; default 2048"
+    )
     parity.add_argument("--seed", type=int, default=0)
-    parity.add_argument("--json", action="store_true", help="print JSON, and nothing else, on stdout")
+    parity.add_argument("--json", action="store_true", help="print only JSON on stdout")
     parity.set_defaults(run=_parity)
 
-    stop = commands.add_parser("request-stop", help="a pod's preStop hook: have the run save before the pod ends")
+    stop = commands.add_parser("request-stop", help="for a pod's preStop hook: let the run save before the pod ends")
     stop.add_argument(
-        "--linger", type=seconds, default=0.0, metavar="SECONDS", help="then the driver's own pod stays for so long"
+        "--linger",
+        type=seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="keep the pod of the driver alive for so long afterwards",
     )
     stop.set_defaults(run=_request_stop)
     return parser
 
 
 def seconds(text: str) -> float:
-    """Seconds, a day at most; argparse makes a sentence of the ValueError and of this function's name."""
-    if not 0 <= (value := float(text)) <= A_DAY:
+    """Parse 0 to MAX_SECONDS seconds. argparse uses this function's name in its message about a ValueError."""
+    if not 0 <= (value := float(text)) <= MAX_SECONDS:
         raise ValueError
     return value
 
 
 def path(text: str) -> Path:
-    """A leading ~ that the shell left, as in quotes and after =, is the home folder."""
+    """Return the path; a leading ~, which the shell does not expand in quotes or after =, is the home folder."""
     return Path(os.path.expanduser(text))
 
 
 def _add_recipe(command: argparse.ArgumentParser) -> None:
     command.add_argument("--config", type=path, required=True, metavar="RECIPE", help="a YAML file, see conf/")
-    command.add_argument("overrides", nargs="*", metavar="key=value", help="such as grpo.max_num_steps=20")
+    command.add_argument("overrides", nargs="*", metavar="key=value", help="overrides, such as grpo.max_num_steps=20")
 
 
 def _train(arguments: argparse.Namespace) -> bool:
-    cfg = _config(arguments)
-    from nemo_fp8rl.train import train  # loads vllm and megatron: after the recipe is known to be good
+    cfg = _load_config(arguments)
+    from nemo_fp8rl.train import train  # loads vLLM and Megatron, so only after the recipe is checked
 
     return train(cfg, arguments.resume, arguments.restartable)
 
 
-def _config(arguments: argparse.Namespace) -> "Config":
-    """The config of our own loop, from a recipe of its own or of NeMo RL's."""
+def _load_config(arguments: argparse.Namespace) -> "Config":
+    """Return the config for `train`, from a recipe of this package or of NeMo RL."""
     from nemo_fp8rl.config.recipe import load
     from nemo_fp8rl.nemo_rl.recipe.read_recipe import is_for_nemo_rl
 
@@ -258,7 +278,7 @@ def _make_tiny(arguments: argparse.Namespace) -> bool:
 
 
 def _demo(arguments: argparse.Namespace) -> bool:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch loads; so small a model loses by more threads
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it at import; more threads slow down so small a model
     from nemo_fp8rl.commands.demo import demo
 
     return demo(arguments.runs)

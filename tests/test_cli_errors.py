@@ -1,4 +1,4 @@
-"""Bad input ends in one line on stderr that names what to mend, and in exit code 2, before any model loads."""
+"""Bad input fails with exit code 2 and one line on stderr that names the fix, before any model loads."""
 
 import json
 import shutil
@@ -20,8 +20,8 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCH_CPP_LOG_LEV
 
 @pytest.fixture(scope="session")
 def project(tmp_path_factory) -> Path:
-    """A folder with model/ and data.jsonl, read by every test here and changed by none."""
-    with warnings.catch_warnings(action="ignore"):  # of Megatron about itself
+    """A folder with model/ and data.jsonl; no test changes it."""
+    with warnings.catch_warnings(action="ignore"):  # internal warnings of Megatron
         import nemo_fp8rl.commands.sft  # noqa: F401
 
     folder = tmp_path_factory.mktemp("x") / "add"
@@ -31,20 +31,20 @@ def project(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path_factory) -> Path:
-    """Its path holds no word of a test's name, which a message could be taken for."""
+    """A folder whose path has no word of a test's name, so that an assertion cannot match the path."""
     return tmp_path_factory.mktemp("x")
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    """What `main` would set for the rest of the process."""
+    """Set what `main` would otherwise set for the rest of the process."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
 
 
 @pytest.fixture
-def refused(capsys) -> Callable[..., str]:
-    """refused(*arguments) -> the one line on stderr of a command that must end with exit code 2."""
+def refused_message(capsys) -> Callable[..., str]:
+    """refused_message(*arguments) returns the only line on stderr of a command that must fail with exit code 2."""
 
     def run(*arguments: str | Path) -> str:
         capsys.readouterr()
@@ -61,11 +61,11 @@ def refused(capsys) -> Callable[..., str]:
 
 
 @pytest.fixture
-def train(refused, project, folder) -> Callable[..., str]:
-    """train(*arguments) -> the refusal of a run of the project whose directory is the test's own."""
+def train(refused_message, project, folder) -> Callable[..., str]:
+    """train(*arguments) returns the message that refuses a run of the project; every test has a new run directory."""
 
     def run(*arguments: str) -> str:
-        return refused(*train_arguments(project, folder), *arguments)
+        return refused_message(*train_arguments(project, folder), *arguments)
 
     return run
 
@@ -144,27 +144,29 @@ def test_a_wrong_key_or_value_is_named(train, override, named):
     assert named in train(override)
 
 
-def test_a_missing_or_malformed_recipe_is_named(refused, folder):
-    assert f"{folder}/nowhere.yaml" in refused("train", "--config", folder / "nowhere.yaml")
-    assert f"{folder}/bad.yaml" in refused("train", "--config", write(folder / "bad.yaml", "policy: [1"))
-    assert f"{folder}/nowhere.yaml" in refused("sft", "--config", folder / "nowhere.yaml", "--output", folder / "out")
+def test_a_missing_or_malformed_recipe_is_named(refused_message, folder):
+    assert f"{folder}/nowhere.yaml" in refused_message("train", "--config", folder / "nowhere.yaml")
+    assert f"{folder}/bad.yaml" in refused_message("train", "--config", write(folder / "bad.yaml", "policy: [1"))
+    assert f"{folder}/nowhere.yaml" in refused_message(
+        "sft", "--config", folder / "nowhere.yaml", "--output", folder / "out"
+    )
 
 
 # The data
 
 
-def test_a_recipe_without_a_model_says_which_key_it_lacks(refused, folder):
+def test_a_recipe_without_a_model_says_which_key_it_lacks(refused_message, folder):
     (folder / "r.yaml").write_text("data: {train: {data_path: x.jsonl}}\n")
-    assert "policy.model_name is required; set it in the recipe or as policy." in refused(
+    assert "policy.model_name is required; set it in the recipe or as policy." in refused_message(
         "train", "--config", folder / "r.yaml"
     )
 
 
 def test_a_missing_dataset_is_named(train, folder):
-    said = train(f"data.train.data_path={folder}/nowhere.jsonl")
-    assert f"data.train.data_path: there is no file {folder}/nowhere.jsonl" in said
-    said = train(f"data.validation.data_path={folder}/nowhere.jsonl")
-    assert f"data.validation.data_path: there is no file {folder}/nowhere.jsonl" in said
+    message = train(f"data.train.data_path={folder}/nowhere.jsonl")
+    assert f"data.train.data_path: there is no file {folder}/nowhere.jsonl" in message
+    message = train(f"data.validation.data_path={folder}/nowhere.jsonl")
+    assert f"data.validation.data_path: there is no file {folder}/nowhere.jsonl" in message
 
 
 @pytest.mark.parametrize("line", ['{"prompt": "1+1="', '{"prompt": "1+1="}', '{"prompt": 1, "answer": "2"}', "[]"])
@@ -180,9 +182,9 @@ def test_an_empty_dataset_is_named(train, folder):
 
 
 def test_too_few_prompts_that_fit_the_context_are_an_error(train):
-    said = train("policy.max_total_sequence_length=6")
-    assert "0 training prompts after 8100 were dropped" in said
-    assert "policy.generation.vllm_cfg.max_model_len" in said
+    message = train("policy.max_total_sequence_length=6")
+    assert "0 training prompts after 8100 were dropped" in message
+    assert "policy.generation.vllm_cfg.max_model_len" in message
 
 
 ENGINE = "policy.generation.vllm_cfg."
@@ -204,22 +206,22 @@ ENGINE = "policy.generation.vllm_cfg."
     ],
     ids=["heads", "experts", "memory", "cache", "sleep", "no layer", "all layers"],
 )
-def test_an_engine_that_cannot_be_had(train, overrides, message):
+def test_an_impossible_engine_is_refused(train, overrides, message):
     assert message in train(*(ENGINE + override for override in overrides))
 
 
 @pytest.mark.parametrize("token", [-1, 64])
 def test_a_stop_token_that_the_model_does_not_have_is_refused(train, token):
-    said = train(f"policy.generation.stop_token_ids=[{token}]")
-    assert f"policy.generation.stop_token_ids: {token} is no token of a model of 64; remove it" in said
+    message = train(f"policy.generation.stop_token_ids=[{token}]")
+    assert f"policy.generation.stop_token_ids: {token} is no token of a model of 64; remove it" in message
 
 
 def test_validation_prompts_that_are_also_trained_on_are_shown(train, project, folder):
     shared = json.loads((project / "data.jsonl").read_text().splitlines()[0])
     path = write(folder / "validation.jsonl", {"prompt": "1+1=", "answer": "2"}, shared)
-    said = train(f"data.validation.data_path={path}")
-    assert "data.validation.data_path: 1 prompts" in said
-    assert repr(shared["prompt"]) in said
+    message = train(f"data.validation.data_path={path}")
+    assert "data.validation.data_path: 1 prompts" in message
+    assert repr(shared["prompt"]) in message
 
 
 def test_a_text_that_no_tokenizer_takes_is_refused_by_its_line(train, folder):
@@ -273,7 +275,7 @@ def test_a_checkpoint_without_tokenizer_is_named(train, project, folder):
     assert f"policy.tokenizer.name: {model}" in train(f"policy.model_name={model}")
 
 
-def test_a_model_whose_projections_end_within_a_block_is_refused_in_fp8(train, project, folder):
+def test_projections_that_end_within_a_block_are_refused(train, project, folder):
     write_model(folder / "model", head_dim=96)
     assert "num_key_value_heads * head_dim=192" in train(f"policy.model_name={folder}/model")
 
@@ -286,9 +288,9 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(train, project, 
     tokenizer.save_pretrained(folder / "tokenizer")
     records = [{"prompt": f"{i}r=", "answer": str(i + 1)} for i in range(100)]
     path = write(folder / "data.jsonl", *records)
-    said = train(f"data.train.data_path={path}", f"policy.tokenizer.name={folder}/tokenizer")
-    assert "policy.tokenizer.name" in said
-    assert "64" in said
+    message = train(f"data.train.data_path={path}", f"policy.tokenizer.name={folder}/tokenizer")
+    assert "policy.tokenizer.name" in message
+    assert "64" in message
 
 
 # The run directory
@@ -302,9 +304,9 @@ def test_resume_of_no_run_is_refused(train, folder):
 def test_a_run_directory_that_holds_a_run_needs_resume(train, folder):
     (folder / "run").mkdir()
     (folder / "run/metrics.jsonl").write_text('{"step": 1}\n')
-    said = train()
-    assert f"{folder}/run holds a run" in said
-    assert "--resume" in said
+    message = train()
+    assert f"{folder}/run holds a run" in message
+    assert "--resume" in message
     assert (folder / "run/metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
@@ -322,36 +324,38 @@ def test_a_start_that_was_refused_leaves_the_run_directory_free(train, project, 
 # make-tiny and sft
 
 
-def test_make_tiny_overwrites_nothing(refused, folder):
+def test_make_tiny_overwrites_nothing(refused_message, folder):
     (folder / "precious").write_text("text")
-    assert f"{folder} is not empty" in refused("make-tiny", folder)
+    assert f"{folder} is not empty" in refused_message("make-tiny", folder)
     assert [path.name for path in folder.iterdir()] == ["precious"]
-    assert f"{folder}/precious" in refused("make-tiny", folder / "precious")
+    assert f"{folder}/precious" in refused_message("make-tiny", folder / "precious")
     assert (folder / "precious").read_text() == "text"
 
 
-def test_make_tiny_knows_its_families_and_tasks(refused, folder):
-    assert "choose one of llama, qwen2, qwen3, qwen3_moe" in refused("make-tiny", folder / "new", "--family", "gpt")
-    said = refused("make-tiny", folder / "new", "--task", "divide")
-    assert "divide" in said
-    assert "add, chain" in said
+def test_make_tiny_knows_its_families_and_tasks(refused_message, folder):
+    assert "choose one of llama, qwen2, qwen3, qwen3_moe" in refused_message(
+        "make-tiny", folder / "new", "--family", "gpt"
+    )
+    message = refused_message("make-tiny", folder / "new", "--task", "divide")
+    assert "divide" in message
+    assert "add, chain" in message
     assert not (folder / "new").exists()
 
 
-def test_sft_overwrites_nothing(refused, project, folder):
+def test_sft_overwrites_nothing(refused_message, project, folder):
     (folder / "out").mkdir()
     (folder / "out/precious").touch()
     recipe = ["--config", CONF, f"policy.model_name={project}/model", f"data.train.data_path={project}/data.jsonl"]
-    assert f"--output {folder}/out exists already" in refused("sft", *recipe, "--output", folder / "out")
-    inside_a_file = folder / "out/precious/new"  # said before the training
-    assert f"--output {inside_a_file} cannot be made" in refused("sft", *recipe, "--output", inside_a_file)
+    assert f"--output {folder}/out exists already" in refused_message("sft", *recipe, "--output", folder / "out")
+    inside_a_file = folder / "out/precious/new"  # refused before the training
+    assert f"--output {inside_a_file} cannot be made" in refused_message("sft", *recipe, "--output", inside_a_file)
 
 
-def test_sft_names_a_sequence_longer_than_the_trainer_takes(refused, project, folder):
+def test_sft_names_a_sequence_longer_than_the_trainer_takes(refused_message, project, folder):
     recipe = ["--config", CONF, f"policy.model_name={project}/model", f"data.train.data_path={project}/data.jsonl"]
     limit = ["policy.max_total_sequence_length=8", "policy.generation.vllm_cfg.max_model_len=8"]
-    said = refused("sft", *recipe, *limit, "--output", folder / "out")
-    assert "policy.max_total_sequence_length=8" in said
+    message = refused_message("sft", *recipe, *limit, "--output", folder / "out")
+    assert "policy.max_total_sequence_length=8" in message
     assert not (folder / "out").exists()
 
 
@@ -360,7 +364,7 @@ def test_sft_names_a_sequence_longer_than_the_trainer_takes(refused, project, fo
 
 def test_a_process_says_one_line_and_exits_with_2(project, folder):
     command = [sys.executable, "-m", "nemo_fp8rl.cli", *train_arguments(project, folder)]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, f"data.train.data_path={folder}/nowhere.jsonl"],
         check=False,
         capture_output=True,
@@ -368,20 +372,20 @@ def test_a_process_says_one_line_and_exits_with_2(project, folder):
         cwd=CONF.parent.parent,
         timeout=120,
     )
-    assert done.returncode == 2
-    assert done.stderr == f"nemo-fp8rl: data.train.data_path: there is no file {folder}/nowhere.jsonl; " + (
+    assert process.returncode == 2
+    assert process.stderr == f"nemo-fp8rl: data.train.data_path: there is no file {folder}/nowhere.jsonl; " + (
         "give the path of a JSONL dataset\n"
     )
-    assert done.stdout == ""
+    assert process.stdout == ""
 
 
-def test_who_reads_no_further_ends_what_is_printed_without_a_word():
+def test_a_closed_pipe_ends_the_output_silently():
     command = [sys.executable, "-m", "nemo_fp8rl.cli", "launch", "slurm", "--config", str(CONF), "--dry-run"]
     assert subprocess.run(command, check=True, capture_output=True).stdout
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         running.stdout.close()
-        said = running.stderr.read()
-    assert (running.returncode, said) == (0, "")
+        message = running.stderr.read()
+    assert (running.returncode, message) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -393,19 +397,23 @@ def test_who_reads_no_further_ends_what_is_printed_without_a_word():
         (["request-stop", "--linger", "1e300"], "--linger"),
     ],
 )
-def test_what_a_disk_or_a_clock_cannot_is_one_sentence(folder, words, named):
+def test_impossible_paths_and_times_are_one_sentence(folder, words, named):
     command = [sys.executable, "-m", "nemo_fp8rl.cli", *(word.format(folder=folder) for word in words)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=CONF.parent.parent, timeout=120)
-    assert done.returncode == 2
-    assert named in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
+    process = subprocess.run(command, check=False, capture_output=True, text=True, cwd=CONF.parent.parent, timeout=120)
+    assert process.returncode == 2
+    assert named in process.stderr.splitlines()[-1]
+    assert "Traceback" not in process.stderr
 
 
 def test_an_output_that_is_full_is_one_sentence(project):
     command = [sys.executable, "-m", "nemo_fp8rl.cli", "launch", "slurm", "--config", str(CONF), "--dry-run"]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, check=False, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
-    assert (done.returncode, "No space left on device" in done.stderr, "Traceback" in done.stderr) == (2, True, False)
+        process = subprocess.run(command, check=False, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (process.returncode, "No space left on device" in process.stderr, "Traceback" in process.stderr) == (
+        2,
+        True,
+        False,
+    )
 
 
 @pytest.mark.parametrize("address", ["bogus", "auto", "127.0.0.1:1"])
@@ -413,5 +421,5 @@ def test_a_ray_cluster_that_is_not_there_is_named(address, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", address)
     code = "from nemo_fp8rl.common.errors import UserError\nfrom nemo_fp8rl.workers import connect\ntry: connect(1)\n"
     code += "except UserError as error: print(error)"
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
-    assert f"RAY_ADDRESS={address}: that Ray cluster cannot be joined" in done.stdout, done.stderr[-2000:]
+    process = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
+    assert f"RAY_ADDRESS={address}: that Ray cluster cannot be joined" in process.stdout, process.stderr[-2000:]

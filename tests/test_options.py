@@ -1,4 +1,4 @@
-"""Options drawn at random: whatever is combined runs, and resumes to the same numbers."""
+"""Random combinations of options: each run works, and resumes to the same numbers."""
 
 import random
 import subprocess
@@ -11,9 +11,9 @@ from nemo_fp8rl.commands.tiny_model import make_tiny
 from tests.conftest import BATCH_INVARIANT, RECIPES
 from tests.test_train import results
 
-TRAINER, ENGINE, OURS = "policy.megatron_cfg.", "policy.generation.vllm_cfg.", "nemo_fp8rl."
+TRAINER, ENGINE, PACKAGE = "policy.megatron_cfg.", "policy.generation.vllm_cfg.", "nemo_fp8rl."
 RAY, TWO_RANKS = "cluster.backend=ray", "cluster.train_ranks=2"
-PLACES = {
+LAYOUTS = {
     "in process": (),
     "actors": (RAY,),
     "data": (RAY, TWO_RANKS),
@@ -21,19 +21,19 @@ PLACES = {
     "pipeline": (RAY, TWO_RANKS, f"{TRAINER}pipeline_model_parallel_size=2"),
     "context": (RAY, TWO_RANKS, f"{TRAINER}context_parallel_size=2"),
     "expert": (RAY, TWO_RANKS, f"{TRAINER}expert_model_parallel_size=2"),
-    "engines": (RAY, "cluster.generation_engines=2", f"{OURS}refit.transport=collective"),
-    "tensor engine": (RAY, f"{ENGINE}tensor_parallel_size=2", f"{OURS}refit.transport=shared_memory"),
+    "engines": (RAY, "cluster.generation_engines=2", f"{PACKAGE}refit.transport=collective"),
+    "tensor engine": (RAY, f"{ENGINE}tensor_parallel_size=2", f"{PACKAGE}refit.transport=shared_memory"),
 }
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-FITTING = {"expert": ("qwen3_moe",), "tensor": ("llama", "qwen3"), "tensor engine": ("llama", "qwen3")}
-"""Tiny models whose sizes the places divide, where not all are such."""
+FITTING_FAMILIES = {"expert": ("qwen3_moe",), "tensor": ("llama", "qwen3"), "tensor engine": ("llama", "qwen3")}
+"""The tiny models that fit a layout, if not all of them fit."""
 NONE: tuple[str, ...] = ()
 OPTIONS: tuple[tuple[tuple[str, ...], ...], ...] = (
-    ((f"{OURS}flow=fp8_e2e",), (f"{OURS}flow=fp8_rollout",), (f"{OURS}flow=bf16",)),
-    ((f"{OURS}align=vllm",), (f"{OURS}align=none",)),
-    (NONE, (f"{OURS}scale_format=fp32",)),
+    ((f"{PACKAGE}flow=fp8_e2e",), (f"{PACKAGE}flow=fp8_rollout",), (f"{PACKAGE}flow=bf16",)),
+    ((f"{PACKAGE}align=vllm",), (f"{PACKAGE}align=none",)),
+    (NONE, (f"{PACKAGE}scale_format=fp32",)),
     (NONE, (f"{ENGINE}async_engine=true",)) if BATCH_INVARIANT else (NONE,),
-    (NONE, (f"{ENGINE}kv_cache_dtype=fp8",), (f"{ENGINE}kv_cache_dtype=fp8", f"{OURS}kv=rollout")),
+    (NONE, (f"{ENGINE}kv_cache_dtype=fp8",), (f"{ENGINE}kv_cache_dtype=fp8", f"{PACKAGE}kv=rollout")),
     (NONE, (f"{ENGINE}sleep_level=1",), (f"{ENGINE}sleep_level=2", f"{TRAINER}offload_between_phases=true")),
     (NONE, (f"{TRAINER}activation_checkpointing=true",)),
     (
@@ -45,9 +45,9 @@ OPTIONS: tuple[tuple[tuple[str, ...], ...], ...] = (
     (("policy.train_global_batch_size=32",), ("policy.train_global_batch_size=16",)),
     (NONE, ("policy.generation.top_p=0.9",), ("policy.generation.top_k=5", "policy.generation.temperature=0.7")),
     (NONE, (f"{ENGINE}num_first_layers_in_bf16=1",), (f"{ENGINE}quantization_ignored_layer_kws=[o_proj]",)),
-    ((f"{OURS}refit.mode=full",), (f"{OURS}refit.mode=delta",), (f"{OURS}refit.mode=auto",)),
-    ((f"{OURS}refit.verify=digest",), (f"{OURS}refit.verify=full",), (f"{OURS}refit.verify=off",)),
-    (NONE, (f"{OURS}refit.bucket_bytes=70000",)),
+    ((f"{PACKAGE}refit.mode=full",), (f"{PACKAGE}refit.mode=delta",), (f"{PACKAGE}refit.mode=auto",)),
+    ((f"{PACKAGE}refit.verify=digest",), (f"{PACKAGE}refit.verify=full",), (f"{PACKAGE}refit.verify=off",)),
+    (NONE, (f"{PACKAGE}refit.bucket_bytes=70000",)),
     (NONE, ("policy.router_replay.enabled=true",), (f"{TRAINER}freeze_moe_router=true",)),
     (NONE, ("loss_fn.reference_policy_kl_penalty=0.01",)),
     (
@@ -56,10 +56,10 @@ OPTIONS: tuple[tuple[tuple[str, ...], ...], ...] = (
         ("loss_fn.sequence_level_importance_ratios=true", "loss_fn.token_level_loss=false"),
         ("grpo.overlong_filtering=true", "grpo.adv_estimator.name=reinforce_plus_plus"),
     ),
-    ((f"{OURS}correction.preset=tis",), (f"{OURS}correction.preset=icepop",)),
+    ((f"{PACKAGE}correction.preset=tis",), (f"{PACKAGE}correction.preset=icepop",)),
 )
-"""Of each one is drawn."""
-OF_EXPERTS = "router"
+"""The draw takes one alternative of each option."""
+EXPERT_KEY = "router"
 SMALL = (
     "grpo.num_prompts_per_step=4",
     "grpo.num_generations_per_prompt=8",
@@ -71,14 +71,14 @@ SMALL = (
 )
 
 
-def drawn(places: str) -> tuple[str, list[str]]:
-    """(family, overrides), always the same for these places."""
-    draw = random.Random(places)
-    family = draw.choice(FITTING.get(places, FAMILIES))
-    options = [key for alternatives in OPTIONS for key in draw.choice(alternatives)]
+def draw_options(layout: str) -> tuple[str, list[str]]:
+    """Return (family, overrides), always the same for a layout."""
+    generator = random.Random(layout)
+    family = generator.choice(FITTING_FAMILIES.get(layout, FAMILIES))
+    options = [key for alternatives in OPTIONS for key in generator.choice(alternatives)]
     if family != "qwen3_moe":
-        options = [key for key in options if OF_EXPERTS not in key]
-    return family, [*PLACES[places], *options]
+        options = [key for key in options if EXPERT_KEY not in key]
+    return family, [*LAYOUTS[layout], *options]
 
 
 def train(tiny: Path, overrides: list[str], run: Path, *more: str) -> "subprocess.CompletedProcess[str]":
@@ -90,14 +90,14 @@ def train(tiny: Path, overrides: list[str], run: Path, *more: str) -> "subproces
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("places", PLACES)
-def test_a_recipe_at_random_runs_and_resumes_to_the_same_numbers(tmp_path, places):
-    family, overrides = drawn(places)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_random_recipe_resumes_to_the_same_numbers(tmp_path, layout):
+    family, overrides = draw_options(layout)
     make_tiny(tmp_path / "tiny", "add", family=family)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     three = "grpo.max_num_steps=3"
     for run, *more in ((whole, three), (parts, "grpo.max_num_steps=2"), (parts, three, "--resume")):
-        done = train(tmp_path / "tiny", overrides, run, *more)
-        assert done.returncode == 0, f"{family} {overrides} {more}\n{done.stderr}"
-    of_whole, of_parts = ([row for row in results(run) if row["step"] == 3] for run in (whole, parts))
-    assert of_parts == of_whole
+        process = train(tmp_path / "tiny", overrides, run, *more)
+        assert process.returncode == 0, f"{family} {overrides} {more}\n{process.stderr}"
+    expected, resumed = ([row for row in results(run) if row["step"] == 3] for run in (whole, parts))
+    assert resumed == expected

@@ -1,4 +1,4 @@
-"""The main job on the embedded default: make a tiny model, warm it up, run GRPO in FP8 end to end, show the outcome."""
+"""`nemo-fp8rl demo`: make a tiny model, warm it up, run GRPO in FP8 end to end, and print the results."""
 
 from itertools import count
 from pathlib import Path
@@ -23,35 +23,35 @@ PHASES = ("generate", "logprob", "train", "refit")
 
 
 def demo(runs: Path) -> bool:
-    """Each demo has a folder of its own under `runs`. Returns False when it was interrupted."""
+    """Run the demo in a new folder under `runs`. Returns False if it was interrupted."""
     if not RECIPES.is_dir():
         raise UserError("the demo's recipes are in conf/ of a clone of the repository; run it from there")
     folder = next(path for i in count(1) if not (path := runs / f"demo-{i}").exists())
     make_tiny(folder, "add")
-    made = {"data.train.data_path": f"{folder}/data.jsonl", "policy.model_name": f"{folder}/model"}
-    warm_up = load(RECIPES / "tiny_sft.yaml", as_words(made))
+    paths = {"data.train.data_path": f"{folder}/data.jsonl", "policy.model_name": f"{folder}/model"}
+    warm_up = load(RECIPES / "tiny_sft.yaml", as_words(paths))
     if not sft(warm_up, folder / "warm"):
         return False
-    made |= {"policy.model_name": f"{folder}/warm", "logger.log_dir": f"{folder}/grpo"}
-    cfg = load(RECIPES / "tiny_cpu.yaml", as_words(made))
+    paths |= {"policy.model_name": f"{folder}/warm", "logger.log_dir": f"{folder}/grpo"}
+    cfg = load(RECIPES / "tiny_cpu.yaml", as_words(paths))
     if not train(cfg, resume_hint=f"nemo-fp8rl train --config {quote(f'{folder}/grpo/config.yaml')} --resume"):
         return False
-    Screen().print(summary(cfg))
+    Screen().print(make_summary(cfg))
     return True
 
 
-def summary(cfg: Config) -> Table:
-    """What a finished run shows: accuracy before and after, mismatch, refit, seconds by phase."""
+def make_summary(cfg: Config) -> Table:
+    """Return a table of a finished run: accuracy before and after, mismatch, refit, seconds by phase."""
     rows = RunDirectory(cfg, resume=True).read_metrics()
-    validated = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
+    accuracies = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
     steps = [row for row in rows if row["step"] > 0]
 
     def mean(name: str) -> float:
         return fmean(row[name] for row in steps)
 
     table = Table(title=f"{cfg.nemo_fp8rl.flow}, {len(steps)} GRPO steps", show_header=False)
-    table.add_row("validation accuracy, start", f"{validated[0]:.3f}")
-    table.add_row("validation accuracy, end", f"{validated[-1]:.3f}")
+    table.add_row("validation accuracy, start", f"{accuracies[0]:.3f}")
+    table.add_row("validation accuracy, end", f"{accuracies[-1]:.3f}")
     table.add_row("token_mult_prob_error, mean", f"{mean('train/token_mult_prob_error'):.6f}")
     table.add_row("tokens bit-equal in trainer and engine", f"{mean('train/exact_logprob_fraction'):.1%}")
     table.add_row("refit", f"{mean('refit/bytes') / 1e6:.2f} MB in {mean('timing/refit') * 1e3:.0f} ms")

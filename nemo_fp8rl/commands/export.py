@@ -1,24 +1,24 @@
-"""`nemo-fp8rl export`: a bfloat16 HF checkpoint as an HF FP8 checkpoint that plain vLLM serves, without this package.
+"""`nemo-fp8rl export`: convert a bfloat16 HF checkpoint to an HF FP8 checkpoint that vLLM serves without this package.
 
-The bytes are those that a refit sends of the same weights (`refit.checkpoint_form`). What the form relies on, read in
-vLLM 0.32.0:
+The bytes equal those of a refit of the same weights (`refit.checkpoint_form`). The format relies on these facts, read
+in the source of vLLM 0.32.0:
 
 - `Fp8Config.from_config` (model_executor/layers/quantization/fp8.py) reads `quant_method: fp8`, `activation_scheme`,
-  `weight_block_size` and, where there is no `ignored_layers`, `modules_to_not_convert`; other keys it ignores. E4M3 is
-  its only format; `fmt` is there as in DeepSeek's and Qwen's checkpoints.
-- With a block size, `Fp8LinearMethod.create_weights` and `Fp8MoEMethod.create_weights` (same file) hold the scales as
-  float32 `weight_scale_inv` of ceil(N / 128) x ceil(K / 128) that multiply; the loaders of fused layers place `q_proj`,
-  `gate_proj`, `experts.3.up_proj` and so on, and their scales, by the names of a bfloat16 checkpoint.
-- Every linear that is not to be FP8 must be listed, or it becomes FP8: also the router `mlp.gate`, whose scale no
-  checkpoint holds. `is_layer_skipped` (layers/quantization/utils/quant_utils.py) compares whole module names; for a
-  fused module (`qkv_proj`, `gate_up_proj`) it wants each part listed or none; the experts of a layer are asked for as
-  one module, `mlp.experts`. Embedding, norms and `lm_head` are no `LinearBase`, so they stay as they are; the head is
-  listed for transformers, which would convert it.
-- Parts of a fused module start at a multiple of 128 rows, and so do an expert's (`validate_fp8_block_shape` and
-  `validate_fp8_block_shape_moe`, layers/quantization/utils/fp8_utils.py).
+  `weight_block_size` and, without `ignored_layers`, `modules_to_not_convert`; it ignores other keys. E4M3 is its only
+  format; `fmt` is written because the checkpoints of DeepSeek and Qwen have it.
+- With a block size, `Fp8LinearMethod.create_weights` and `Fp8MoEMethod.create_weights` (same file) store the scales as
+  float32 `weight_scale_inv` of ceil(N / 128) x ceil(K / 128), which multiply the weight; the loaders of fused layers
+  place `q_proj`, `gate_proj`, `experts.3.up_proj` and so on, and their scales, by the names of a bfloat16 checkpoint.
+- Every linear layer that is not listed becomes FP8. The router `mlp.gate` is therefore listed too: no checkpoint has
+  its scale. `is_layer_skipped` (layers/quantization/utils/quant_utils.py) compares whole module names; for a fused
+  module (`qkv_proj`, `gate_up_proj`) all parts or none must be listed; the experts of a layer count as one module,
+  `mlp.experts`. Embedding, norms and `lm_head` are no `LinearBase`, so vLLM does not quantize them; the head is listed
+  for transformers, which would convert it.
+- The parts of a fused module start at a multiple of 128 rows, and so do the parts of an expert
+  (`validate_fp8_block_shape` and `validate_fp8_block_shape_moe`, layers/quantization/utils/fp8_utils.py).
 
-`scale_format` and `fp8_layers` are for our own method on a CPU: `LLM(folder, quantization="nemo_fp8rl")`. Scales of an
-FP8 KV cache are left out: they belong to a rollout's prompts.
+`scale_format` and `fp8_layers` serve this package's method on a CPU: `LLM(folder, quantization="nemo_fp8rl")`. The
+scales of an FP8 KV cache are not exported: they depend on the prompts of a rollout.
 """
 
 import json
@@ -48,7 +48,7 @@ from nemo_fp8rl.hf.model_tensors import EMBEDDING, expected_tensors
 from nemo_fp8rl.hf.shard_writer import ShardWriter, TensorSpec
 from nemo_fp8rl.refit.checkpoint_form import to_checkpoint_form
 
-COPIED = ("generation_config.json", *TOKENIZER_FILES)
+COPIED_FILES = ("generation_config.json", *TOKENIZER_FILES)
 EXPERT = re.compile(r"(\.mlp\.experts)\.\d+\..*")
 
 
@@ -60,13 +60,14 @@ def export(
     num_last_layers_in_bf16: int = 0,
     ignored_layer_kws: Sequence[str] = (),
 ) -> bool:
-    """Quantize `checkpoint`, a bfloat16 HF folder of a supported family, into the new folder `output`; returns True.
+    """Quantize a bfloat16 checkpoint into the new folder `output`; returns True.
 
-    One file of tensors (`hf.shard_writer.FILE_BYTES`) is in memory at a time. `output` appears whole, or not at all:
-    what was begun under another name beside it is removed, at once or, after a kill, by the next export. Raises
-    UserError on a checkpoint that cannot be exported (see `read_hf_config`, `CheckpointReader`), on one that is not
-    bfloat16 or not finite, on sizes that do not fit vLLM's blocks, and when `output` holds something or cannot be
-    written.
+    One file of tensors (`hf.shard_writer.FILE_BYTES`) is in memory at a time. `output` appears complete or not at all:
+    the export writes to a folder next to it, which is removed after an error, or after a kill by the next export.
+
+    checkpoint:  an HF folder of a supported family
+    Raises:      UserError if the checkpoint cannot be read (see `read_hf_config`, `CheckpointReader`), is not bfloat16
+                 or not finite, or has sizes that do not fit vLLM's blocks; if `output` is not empty or not writable
     """
     output = Path(os.path.abspath(output))
     check_output(output)
@@ -75,7 +76,7 @@ def export(
     if not (checkpoint / "config.json").is_file():
         raise UserError(f"--checkpoint {checkpoint} has no config.json; give an HF checkpoint folder")
     hf = read_hf_config(checkpoint)
-    fp8_layers = _fp8_layers(hf, num_first_layers_in_bf16, num_last_layers_in_bf16, tuple(ignored_layer_kws))
+    fp8_layers = _choose_fp8_layers(hf, num_first_layers_in_bf16, num_last_layers_in_bf16, tuple(ignored_layer_kws))
     shapes = expected_tensors(hf)
     config = json.loads((checkpoint / "config.json").read_text())
     config["quantization_config"] = config_for_vllm_fp8(served_modules(shapes), scale_format, fp8_layers)
@@ -87,12 +88,12 @@ def export(
                     f"{checkpoint}: {name} is {reader.dtype(name)}, only bfloat16 is exported; convert the checkpoint"
                 )
         with new_folder(output, (OSError, SafetensorError)) as partial:
-            with ShardWriter(partial, _specs(shapes, fp8_layers)) as writer:
+            with ShardWriter(partial, _make_specs(shapes, fp8_layers)) as writer:
                 _check_space(output, writer.nbytes)
                 _quantize(reader, shapes, writer, scale_format, fp8_layers)
             (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-            for path in (path for pattern in COPIED for path in checkpoint.glob(pattern)):
-                (partial / path.name).write_bytes(_content(path))
+            for path in (path for pattern in COPIED_FILES for path in checkpoint.glob(pattern)):
+                (partial / path.name).write_bytes(_read_bytes(path))
     files = f"{len(writer.files)} files" if len(writer.files) > 1 else "1 file"
     layers = f"{fp8_layers.count} of {hf.num_hidden_layers} layers in FP8"
     print(f"wrote {output}: {layers}, {decimal(writer.nbytes)} in {files}")
@@ -100,14 +101,14 @@ def export(
 
 
 def served_modules(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    """vLLM's linear modules of these tensors (name -> shape), repeated for experts, which are one module a layer."""
+    """Yield vLLM's linear module of each tensor (name -> shape); all experts of a layer give the same module."""
     for name, shape in shapes.items():
         if len(shape) == len(BLOCK) and name != EMBEDDING:
             yield EXPERT.sub(r"\1", name.removesuffix(".weight"))
 
 
-def _fp8_layers(hf: HfConfig, first: int, last: int, ignored: tuple[str, ...]) -> Fp8Layers:
-    """The layers to quantize. Raises UserError where there are none, or where vLLM's blocks do not fit them."""
+def _choose_fp8_layers(hf: HfConfig, first: int, last: int, ignored: tuple[str, ...]) -> Fp8Layers:
+    """Return the layers to quantize. Raises UserError if there are none, or if vLLM's blocks do not fit them."""
     if min(first, last) < 0 or first + last >= hf.num_hidden_layers:
         raise UserError(
             f"--num-first-layers-in-bf16 {first} and --num-last-layers-in-bf16 {last} must leave an FP8 layer of the "
@@ -126,7 +127,7 @@ def _fp8_layers(hf: HfConfig, first: int, last: int, ignored: tuple[str, ...]) -
     return layers
 
 
-def _specs(shapes: Mapping[str, tuple[int, ...]], fp8_layers: Fp8Layers) -> dict[str, TensorSpec]:
+def _make_specs(shapes: Mapping[str, tuple[int, ...]], fp8_layers: Fp8Layers) -> dict[str, TensorSpec]:
     specs = {}
     for name, shape in shapes.items():
         quantized = fp8_layers.quantizes(name)
@@ -139,18 +140,18 @@ def _specs(shapes: Mapping[str, tuple[int, ...]], fp8_layers: Fp8Layers) -> dict
 def _quantize(
     reader: CheckpointReader, names: Collection[str], writer: ShardWriter, scale_format: Any, fp8_layers: Fp8Layers
 ) -> None:
-    """Tensor by tensor from one folder to the other."""
+    """Quantize tensor by tensor from `reader` to `writer`."""
     written, layer = 0, None
     with Display("export", len(names)) as display:
         for number, name in enumerate(names, 1):
             try:
-                sent = to_checkpoint_form(name, reader.get(name), fp8_layers, scale_format)
+                tensors = to_checkpoint_form(name, reader.get(name), fp8_layers, scale_format)
             except NonFiniteError as error:
                 raise UserError(
                     f"{reader.folder}: {name}: {error}; give a checkpoint from before training diverged, or copy this "
                     "one again if it is damaged"
                 ) from None
-            for key, tensor in sent.items():
+            for key, tensor in tensors.items():
                 writer.write(key, tensor)
                 written += tensor.nbytes
             before, layer = layer, LAYER.search(name)
@@ -158,7 +159,7 @@ def _quantize(
                 display.show_step(number, {"written": decimal(written)})
 
 
-def _content(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
@@ -166,7 +167,7 @@ def _content(path: Path) -> bytes:
 
 
 def _check_space(output: Path, nbytes: int) -> None:
-    """Better now than after an hour."""
+    """Raise UserError if the disk is too small, before an hour of work."""
     free = shutil.disk_usage(output.parent).free
     if free < nbytes:
         raise UserError(

@@ -1,4 +1,4 @@
-"""The supervised warm-up: a policy that already answers sometimes, so that GRPO has something to tell apart."""
+"""The supervised warm-up: GRPO needs a policy that answers some prompts correctly, or all advantages are 0."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,12 +20,14 @@ from nemo_fp8rl.run.stop_flag import StopFlag
 
 
 def sft(cfg: Config, output: Path) -> bool:
-    """Train on the data's own answers, policy.train_global_batch_size a step; write an HF checkpoint to `output`.
+    """Train on the answers of the data and write an HF checkpoint; a step takes policy.train_global_batch_size prompts.
 
-    Returns False, and writes nothing, when it was interrupted. Raises UserError when `output` exists.
+    output:   the folder of the checkpoint
+    Returns:  False if the training was interrupted; nothing is written then
+    Raises:   UserError if `output` exists, or if a prompt with its answer does not fit the model
     """
     check_output(output)
-    cfg = _of_all_tokens(pin_commits(cfg))
+    cfg = _plain_sampling(pin_commits(cfg))
     hf = read_hf_config(cfg.policy.model_name)
     check_context(hf, cfg.policy.max_total_sequence_length)
     tokenizer, prompts, *_ = load_prompts(cfg, hf.vocab_size)
@@ -61,9 +63,10 @@ def sft(cfg: Config, output: Path) -> bool:
     return True
 
 
-def _of_all_tokens(cfg: Config) -> Config:
-    """The recipe without what sharpens and restricts sampling, as the loss is of the model's own distribution, and
-    without a reference policy.
+def _plain_sampling(cfg: Config) -> Config:
+    """Return the recipe without a reference policy and with plain sampling.
+
+    The loss is that of the model's unchanged distribution, without temperature, top_p and top_k.
     """
     generation = replace(cfg.policy.generation, temperature=1.0, top_p=1.0, top_k=None)
     loss_fn = replace(cfg.loss_fn, reference_policy_kl_penalty=0.0)

@@ -1,4 +1,4 @@
-"""A tiny model, tokenizer and dataset: everything the loop needs, made from nothing in a second.
+"""A tiny model, tokenizer and dataset: all that the training loop needs, generated in a second.
 
 add     two numbers of two digits         "37+58="         -> "95"
 chain   running sums, every step written  "3+8+4="         -> "3+8=11;+4=15"
@@ -25,7 +25,11 @@ VOCAB_SIZE = 64
 INITIAL_STD = 0.05
 FAMILY_SIZES: dict[str, dict[str, int | bool]] = {
     "llama": {},
-    "qwen2": {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1},  # head_dim is their quotient
+    "qwen2": {
+        "hidden_size": 256,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },  # head_dim is hidden_size / num_attention_heads
     "qwen3": {},
     "qwen3_moe": {
         "num_experts": 8,
@@ -35,31 +39,32 @@ FAMILY_SIZES: dict[str, dict[str, int | bool]] = {
         "hidden_size": 128,
     },
 }
-"""What a tiny model of a family has otherwise than the rest."""
+"""Keys of config.json in which the tiny model of a family differs from the common ones."""
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-MOST_SEED = 2**63 - 1
+MAX_SEED = 2**63 - 1
 CHAIN_PROMPTS, CHAIN_TERMS = 20_000, 6
 
 
 def make_tiny(folder: Path, task: str, seed: int = 0, family: str = "qwen3", **sizes: Any) -> None:
-    """Write folder/model (random, 0.8M parameters or a little more, with tokenizer) and folder/data.jsonl.
+    """Write folder/model (random, at least 0.8M parameters, with a tokenizer) and folder/data.jsonl, both or neither.
 
-    sizes: keys of config.json that are to differ.
-
-    The folder appears whole, or not at all. Raises UserError when it already holds something, or cannot be written.
+    task:    a key of TASKS
+    family:  a key of FAMILY_SIZES
+    sizes:   keys of config.json to override
+    Raises:  UserError if the folder is not empty or cannot be written, or if an argument is unknown or out of range
     """
     if family not in FAMILY_SIZES:
         raise UserError(f"--family {family}: unknown family; choose one of {', '.join(FAMILY_SIZES)}")
     if task not in TASKS:
         raise UserError(f"--task {task}: unknown task; choose one of {', '.join(TASKS)}")
-    if not 0 <= seed <= MOST_SEED:
-        raise UserError(f"seed {seed} is out of range; give one from 0 to {MOST_SEED}")
-    output = _new_place(folder)
+    if not 0 <= seed <= MAX_SEED:
+        raise UserError(f"seed {seed} is out of range; give one from 0 to {MAX_SEED}")
+    output = _resolve_new_folder(folder)
     from safetensors import SafetensorError
 
     with new_folder(output, (OSError, SafetensorError)) as partial:
@@ -69,8 +74,8 @@ def make_tiny(folder: Path, task: str, seed: int = 0, family: str = "qwen3", **s
                 file.write(json.dumps({"prompt": prompt, "answer": answer}) + "\n")
 
 
-def _new_place(folder: Path) -> Path:
-    """The place where the folder really is. Raises UserError where nothing new can be."""
+def _resolve_new_folder(folder: Path) -> Path:
+    """Return the folder with its links resolved. Raises UserError if no new folder can be made there."""
     try:
         str(folder).encode()
     except UnicodeEncodeError:
@@ -79,16 +84,17 @@ def _new_place(folder: Path) -> Path:
         raise UserError(f"{folder} is a file; give a new folder")
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty; give a new folder, nothing is overwritten")
-    place = Path(os.path.realpath(folder))
-    if place == Path(os.path.realpath(".")):
-        raise UserError(f"{folder} is the folder that you are in; give a new one")
-    return place
+    resolved_folder = Path(os.path.realpath(folder))
+    if resolved_folder == Path(os.path.realpath(".")):
+        raise UserError(f"{folder} is the working directory; give a new folder")
+    return resolved_folder
 
 
 def write_model(folder: Path, seed: int = 0, family: str = "qwen3", device: str = "cpu", **sizes: Any) -> None:
-    """A randomly initialized checkpoint in bfloat16, with tokenizer; `sizes` overrides keys of its config.json.
+    """Write a randomly initialized bfloat16 checkpoint with a tokenizer.
 
-    device: where the numbers are drawn; others on a GPU, and billions of them in no time.
+    device:  the device that draws the random numbers; a GPU draws other numbers than a CPU, and billions quickly
+    sizes:   keys of config.json to override
     """
     from transformers import AutoConfig
 
@@ -127,7 +133,7 @@ def write_model(folder: Path, seed: int = 0, family: str = "qwen3", device: str 
 
 
 def _save_tokenizer(folder: Path) -> None:
-    """One token a character."""
+    """Write a tokenizer with one token per character."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -138,20 +144,20 @@ def _save_tokenizer(folder: Path) -> None:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=SPECIAL[0], eos_token=SPECIAL[1])
     try:
         fast.save_pretrained(folder)
-    except Exception as error:  # tokenizers raises no other kind when a disk does not take it
+    except Exception as error:  # tokenizers raises a plain Exception if a file cannot be written
         if type(error) is not Exception:
             raise
         raise OSError(str(error)) from None
 
 
-def _additions(rng: random.Random) -> Iterator[tuple[str, str]]:
+def _make_additions(rng: random.Random) -> Iterator[tuple[str, str]]:
     problems = [(f"{a}+{b}=", str(a + b)) for a in range(10, 100) for b in range(10, 100)]
     rng.shuffle(problems)
     yield from problems
 
 
-def chains(rng: random.Random, terms: int = CHAIN_TERMS, count: int = CHAIN_PROMPTS) -> Iterator[tuple[str, str]]:
-    """Running sums of so many digits, `count` distinct ones: about 6 (terms - 1) characters of answer."""
+def make_chains(rng: random.Random, terms: int = CHAIN_TERMS, count: int = CHAIN_PROMPTS) -> Iterator[tuple[str, str]]:
+    """Yield `count` distinct running sums of `terms` digits; an answer has about 6 (terms - 1) characters."""
     seen: set[tuple[int, ...]] = set()
     while len(seen) < count:
         digits = tuple(rng.randrange(10) for _ in range(terms))
@@ -165,4 +171,4 @@ def chains(rng: random.Random, terms: int = CHAIN_TERMS, count: int = CHAIN_PROM
         yield "+".join(map(str, digits)) + "=", str(digits[0]) + ";".join(steps)
 
 
-TASKS: dict[str, Callable[[random.Random], Iterator[tuple[str, str]]]] = {"add": _additions, "chain": chains}
+TASKS: dict[str, Callable[[random.Random], Iterator[tuple[str, str]]]] = {"add": _make_additions, "chain": make_chains}

@@ -1,4 +1,4 @@
-"""`nemo-fp8rl export`: the folder it writes, and what it refuses. In vLLM: fp8_method/test_exported.py."""
+"""`nemo-fp8rl export`: its output folder and its refusals. fp8_method/test_exported.py loads the output in vLLM."""
 
 import errno
 import fcntl
@@ -43,24 +43,24 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def changed(checkpoint, tmp_path_factory) -> Callable[..., Path]:
-    """changed(tensors, **keys) -> a copy of the checkpoint with these tensors (None: none) and keys of config.json."""
+def modified_copy(checkpoint, tmp_path_factory) -> Callable[..., Path]:
+    """modified_copy(tensors, **keys) returns a copy of the checkpoint with these tensors (None removes) and keys."""
 
     def make(tensors: dict[str, torch.Tensor | None] | None = None, **keys: object) -> Path:
         folder = tmp_path_factory.mktemp("x") / "model"
         shutil.copytree(checkpoint, folder)
         config = json.loads((folder / "config.json").read_text()) | keys
         (folder / "config.json").write_text(json.dumps(config))
-        held = load_file(folder / "model.safetensors") | (tensors or {})
-        save_file({n: t for n, t in held.items() if t is not None}, folder / "model.safetensors")
+        all_tensors = load_file(folder / "model.safetensors") | (tensors or {})
+        save_file({n: t for n, t in all_tensors.items() if t is not None}, folder / "model.safetensors")
         return folder
 
     return make
 
 
 @pytest.fixture
-def refused(capsys, tmp_path) -> Callable[..., str]:
-    """refused(checkpoint, *options) -> the one line of a command that ends with exit code 2 and leaves nothing."""
+def refused_message(capsys, tmp_path) -> Callable[..., str]:
+    """refused_message(checkpoint, *options) returns the only line on stderr of an export that must fail."""
 
     def run(checkpoint: Path, *options: str) -> str:
         parent = tmp_path / "refused"
@@ -76,11 +76,11 @@ def refused(capsys, tmp_path) -> Callable[..., str]:
     return run
 
 
-def stored(folder: Path) -> dict[str, torch.Tensor]:
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+def are_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(
         a[name].dtype == b[name].dtype and torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8))
         for name in a
@@ -92,11 +92,11 @@ def test_the_folder_is_an_hf_checkpoint_with_a_refits_tensors(checkpoint, tmp_pa
     output = tmp_path / "new" / "fp8"
     command = ["export", "--checkpoint", str(checkpoint), "--output", str(output), "--scale-format", scale_format]
     assert main([*command, "--num-first-layers-in-bf16", "1"]) == 0
-    held = load_file(checkpoint / "model.safetensors")
-    sent: dict[str, torch.Tensor] = {}
-    for name, tensor in held.items():
-        sent |= to_checkpoint_form(name, tensor, Fp8Layers(1, 2), scale_format)
-    assert same(stored(output), sent)
+    source = load_file(checkpoint / "model.safetensors")
+    expected: dict[str, torch.Tensor] = {}
+    for name, tensor in source.items():
+        expected |= to_checkpoint_form(name, tensor, Fp8Layers(1, 2), scale_format)
+    assert are_same(read_tensors(output), expected)
     before = {path.name for path in checkpoint.iterdir()}
     assert {path.name for path in output.iterdir()} == before
     for name in before - {"config.json", "model.safetensors"}:
@@ -119,7 +119,7 @@ def test_the_folder_is_an_hf_checkpoint_with_a_refits_tensors(checkpoint, tmp_pa
     assert [path.name for path in output.parent.iterdir()] == ["fp8"]
 
 
-def test_files_that_are_not_of_a_tokenizer_stay_behind(checkpoint, tmp_path):
+def test_files_outside_the_tokenizer_are_not_copied(checkpoint, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(checkpoint, copy)
     (copy / "my_access_token.json").write_text("secret")
@@ -143,7 +143,7 @@ def test_transformers_reads_the_config(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 def test_vllms_own_config_finds_exactly_our_fp8_layers(family, tmp_path):
-    """Twelve layers: 1 is the beginning of 10 and 11."""
+    """With twelve layers, the name of layer 1 is a prefix of those of layers 10 and 11."""
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
     from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
@@ -165,7 +165,7 @@ def test_a_mixture_of_many_files_holds_the_same_tensors(tmp_path, monkeypatch):
     export(tmp_path / "tiny" / "model", tmp_path / "one")
     monkeypatch.setattr(nemo_fp8rl.commands.export, "ShardWriter", partial(ShardWriter, file_bytes=300_000))
     export(tmp_path / "tiny" / "model", tmp_path / "many")
-    assert same(stored(tmp_path / "many"), stored(tmp_path / "one"))
+    assert are_same(read_tensors(tmp_path / "many"), read_tensors(tmp_path / "one"))
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
     assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
@@ -173,16 +173,16 @@ def test_a_mixture_of_many_files_holds_the_same_tensors(tmp_path, monkeypatch):
     sizes = 0
     for name in files:
         with safe_open(tmp_path / "many" / name, framework="pt") as opened:
-            held = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
-        assert {key for key, file in index["weight_map"].items() if file == name} == held.keys()
-        sizes += sum(tensor.nbytes for tensor in held.values())
-        assert sum(tensor.nbytes for tensor in held.values()) <= 300_000
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
+        assert {key for key, file in index["weight_map"].items() if file == name} == tensors.keys()
+        sizes += sum(tensor.nbytes for tensor in tensors.values())
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= 300_000
     assert index["metadata"]["total_size"] == sizes
-    with CheckpointReader(tmp_path / "many") as reader:  # no name twice
+    with CheckpointReader(tmp_path / "many") as reader:  # it refuses a name that occurs twice
         assert reader.dtype("model.norm.weight") == "BF16"
 
 
-def test_an_empty_output_folder_is_taken_and_a_full_one_is_not(checkpoint, tmp_path, refused, capsys):
+def test_an_empty_output_folder_is_taken_and_a_full_one_is_not(checkpoint, tmp_path, refused_message, capsys):
     (tmp_path / "fp8").mkdir()
     assert export(checkpoint, tmp_path / "fp8")
     bytes_before = (tmp_path / "fp8" / "model.safetensors").read_bytes()
@@ -209,8 +209,8 @@ def test_an_empty_output_folder_is_taken_and_a_full_one_is_not(checkpoint, tmp_p
         ({"model.norm.weight": torch.full((128,), torch.inf).bfloat16()}, "model.norm.weight: 128 of 128 values"),
     ],
 )
-def test_tensors_that_cannot_be_exported_are_named(changed, refused, tensors, message):
-    assert message in refused(changed(tensors))
+def test_tensors_that_cannot_be_exported_are_named(modified_copy, refused_message, tensors, message):
+    assert message in refused_message(modified_copy(tensors))
 
 
 @pytest.mark.parametrize(
@@ -225,38 +225,38 @@ def test_tensors_that_cannot_be_exported_are_named(changed, refused, tensors, me
         ({"hidden_size": "x"}, "hidden_size must be a whole number"),
     ],
 )
-def test_models_that_cannot_be_exported_are_refused_by_key(changed, refused, keys, message):
-    assert message in refused(changed(**keys))
+def test_models_that_cannot_be_exported_are_refused_by_key(modified_copy, refused_message, keys, message):
+    assert message in refused_message(modified_copy(**keys))
 
 
-def test_options_and_folders_that_cannot_be_are_refused(checkpoint, changed, refused, tmp_path):
-    assert "--scale-format e8m0: choose one of pow2, fp32" in refused(checkpoint, "--scale-format", "e8m0")
+def test_options_and_folders_that_cannot_be_are_refused(checkpoint, modified_copy, refused_message, tmp_path):
+    assert "--scale-format e8m0: choose one of pow2, fp32" in refused_message(checkpoint, "--scale-format", "e8m0")
     for options in (["--num-first-layers-in-bf16", "2"], ["--num-last-layers-in-bf16", "-1"]):
-        assert "must leave an FP8 layer of the model's 2" in refused(checkpoint, *options)
-    assert f"--checkpoint {tmp_path} has no config.json" in refused(tmp_path)
-    damaged = changed()
+        assert "must leave an FP8 layer of the model's 2" in refused_message(checkpoint, *options)
+    assert f"--checkpoint {tmp_path} has no config.json" in refused_message(tmp_path)
+    damaged = modified_copy()
     (damaged / "tokenizer.json").unlink()
     (damaged / "tokenizer.json").mkdir()
-    assert "tokenizer.json cannot be read (Is a directory); mend it" in refused(damaged)
+    assert "tokenizer.json cannot be read (Is a directory); mend it" in refused_message(damaged)
     (damaged / "model.safetensors").write_bytes(b"x" * 100)
-    assert "is not a whole safetensors file" in refused(damaged)
+    assert "is not a whole safetensors file" in refused_message(damaged)
     (damaged / "model.safetensors").unlink()
-    assert "has no .safetensors file" in refused(damaged)
+    assert "has no .safetensors file" in refused_message(damaged)
     (damaged / "config.json").write_text("{")
-    assert "cannot be read as JSON" in refused(damaged)
+    assert "cannot be read as JSON" in refused_message(damaged)
 
 
-def test_a_full_disk_is_one_sentence_and_leaves_nothing(checkpoint, refused, monkeypatch):
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(checkpoint, refused_message, monkeypatch):
     usage = shutil.disk_usage("/")
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-        assert "1.0 kB are free there, the export takes" in refused(checkpoint)
+        assert "1.0 kB are free there, the export takes" in refused_message(checkpoint)
 
     def full(self, name, tensor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(ShardWriter, "write", full)
-    assert "No space left on device); make room" in refused(checkpoint)
+    assert "No space left on device); make room" in refused_message(checkpoint)
 
 
 def test_another_export_at_work_is_left_alone(checkpoint, tmp_path, capsys):
@@ -274,43 +274,47 @@ def test_another_export_at_work_is_left_alone(checkpoint, tmp_path, capsys):
 
 
 def test_ctrl_c_leaves_nothing(checkpoint, tmp_path, monkeypatch, capsys):
-    def interrupted(*args):
+    def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(nemo_fp8rl.commands.export, "to_checkpoint_form", interrupted)
+    monkeypatch.setattr(nemo_fp8rl.commands.export, "to_checkpoint_form", interrupt)
     assert main(["export", "--checkpoint", str(checkpoint), "--output", str(tmp_path / "fp8")]) == 130
     assert "interrupted" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-KILLED = """
+KILLED_EXPORT = """
 import os, signal, sys
 import nemo_fp8rl.commands.export as export
-calls, to_checkpoint_form = [], export.to_checkpoint_form
-def killed(name, *args):
+to_checkpoint_form = export.to_checkpoint_form
+def kill_at_layer_1(name, *args):
     if name.startswith("model.layers.1"):
         os.kill(os.getpid(), signal.SIGKILL)
     return to_checkpoint_form(name, *args)
-export.to_checkpoint_form = killed
+export.to_checkpoint_form = kill_at_layer_1
 from nemo_fp8rl.cli import main
 main(sys.argv[1:])
 """
 
 
-def test_a_kill_leaves_no_folder_of_that_name_and_the_next_export_clears_up(checkpoint, tmp_path):
+def test_the_next_export_cleans_up_after_a_kill(checkpoint, tmp_path):
     command = ["export", "--checkpoint", str(checkpoint), "--output", str(tmp_path / "fp8")]
-    assert subprocess.run([sys.executable, "-c", KILLED, *command], check=False).returncode == -signal.SIGKILL
+    assert subprocess.run([sys.executable, "-c", KILLED_EXPORT, *command], check=False).returncode == -signal.SIGKILL
     assert [path.name for path in tmp_path.iterdir()] == [".fp8.partial"]
     assert main(command) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["fp8"]
-    assert len(stored(tmp_path / "fp8")) == len(expected_tensors(read_hf_config(checkpoint))) + 14
+    assert len(read_tensors(tmp_path / "fp8")) == len(expected_tensors(read_hf_config(checkpoint))) + 14
 
 
-def test_words_keep_layers_in_bfloat16(checkpoint, tmp_path, refused):
+def test_words_keep_layers_in_bfloat16(checkpoint, tmp_path, refused_message):
     assert export(checkpoint, tmp_path / "fp8", ignored_layer_kws=["o_proj"])
-    held = stored(tmp_path / "fp8")
-    assert held["model.layers.0.self_attn.o_proj.weight"].dtype == torch.bfloat16
-    assert held["model.layers.0.mlp.down_proj.weight"].dtype == torch.float8_e4m3fn
-    listed = json.loads((tmp_path / "fp8/config.json").read_text())["quantization_config"]["modules_to_not_convert"]
-    assert listed == ["lm_head", "model.layers.0.self_attn.o_proj", "model.layers.1.self_attn.o_proj"]
-    assert "'o_prj' is in the name of no FP8 layer" in refused(checkpoint, "--quantization-ignored-layer-kws", "o_prj")
+    tensors = read_tensors(tmp_path / "fp8")
+    assert tensors["model.layers.0.self_attn.o_proj.weight"].dtype == torch.bfloat16
+    assert tensors["model.layers.0.mlp.down_proj.weight"].dtype == torch.float8_e4m3fn
+    bf16_modules = json.loads((tmp_path / "fp8/config.json").read_text())["quantization_config"][
+        "modules_to_not_convert"
+    ]
+    assert bf16_modules == ["lm_head", "model.layers.0.self_attn.o_proj", "model.layers.1.self_attn.o_proj"]
+    assert "'o_prj' is in the name of no FP8 layer" in refused_message(
+        checkpoint, "--quantization-ignored-layer-kws", "o_prj"
+    )

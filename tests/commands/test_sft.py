@@ -1,4 +1,4 @@
-"""The warm-up trains on the model's own distribution, whatever the engine of its recipe samples from."""
+"""The warm-up trains on the unchanged distribution of the model; the sampling keys of the recipe have no effect."""
 
 import shutil
 
@@ -15,22 +15,22 @@ from tests.conftest import RECIPES
 
 @pytest.mark.parametrize("sampling", ["policy.generation.top_k=1", "policy.generation.temperature=0.5"])
 def test_how_an_engine_samples_changes_nothing(tiny, tmp_path, sampling):
-    given = [f"policy.model_name={tiny}/model", f"data.train.data_path={tiny}/data.jsonl", "sft.max_num_steps=2"]
+    recipe = [f"policy.model_name={tiny}/model", f"data.train.data_path={tiny}/data.jsonl", "sft.max_num_steps=2"]
     weights = []
     for name, overrides in (("plain", []), ("sampled", [sampling])):
-        assert sft(load(RECIPES / "tiny_sft.yaml", [*given, *overrides]), tmp_path / name)
+        assert sft(load(RECIPES / "tiny_sft.yaml", [*recipe, *overrides]), tmp_path / name)
         weights.append((tmp_path / name / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]
 
 
 @pytest.fixture
 def tiny_sft(tiny):
-    given = [f"policy.model_name={tiny}/model", f"data.train.data_path={tiny}/data.jsonl", "sft.max_num_steps=1"]
-    return lambda *overrides: load(RECIPES / "tiny_sft.yaml", [*given, *overrides])
+    recipe = [f"policy.model_name={tiny}/model", f"data.train.data_path={tiny}/data.jsonl", "sft.max_num_steps=1"]
+    return lambda *overrides: load(RECIPES / "tiny_sft.yaml", [*recipe, *overrides])
 
 
-def test_padding_that_the_model_does_not_know_is_not_embedded(tiny, tiny_sft, tmp_path):
-    """As `add_special_tokens` without a resize leaves it."""
+def test_unknown_padding_is_not_embedded(tiny, tiny_sft, tmp_path):
+    """`add_special_tokens` without a resize of the embedding leaves such a padding token."""
     shutil.copytree(tiny / "model", tmp_path / "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     tokenizer.add_tokens([f"<{i}>" for i in range(70)])
@@ -43,7 +43,7 @@ def test_padding_that_the_model_does_not_know_is_not_embedded(tiny, tiny_sft, tm
     assert padded.read_bytes() == plain.read_bytes()
 
 
-def test_an_answer_with_a_token_that_the_model_does_not_know_is_refused(tiny, tiny_sft, tmp_path):
+def test_an_answer_with_an_unknown_token_is_refused(tiny, tiny_sft, tmp_path):
     shutil.copytree(tiny / "model", tmp_path / "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     tokenizer.add_tokens([f"<{i}>" for i in range(70)])
@@ -56,11 +56,11 @@ def test_an_answer_with_a_token_that_the_model_does_not_know_is_refused(tiny, ti
         sft(tiny_sft(*keys, "data.train.split_validation_size=0.01"), tmp_path / "out")
 
 
-def test_a_rank_that_dies_is_told_in_a_sentence(tiny_sft, tmp_path, monkeypatch):
-    def dies(*_):
+def test_a_dead_rank_is_reported_in_one_sentence(tiny_sft, tmp_path, monkeypatch):
+    def die(*_):
         raise WorkerDied("its process ended")
 
-    monkeypatch.setattr(module.MegatronPolicy, "train_step", dies)
+    monkeypatch.setattr(module.MegatronPolicy, "train_step", die)
     with pytest.raises(UserError, match=r"^a training rank died \(its process ended\); .*start again"):
         sft(tiny_sft(), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""make-tiny and demo where a folder has an odd name or cannot be written; whole ones are in nearly every other test."""
+"""make-tiny and demo with folders that have odd names or cannot be written. Most other tests use a tiny model."""
 
 import os
 import shlex
@@ -16,17 +16,17 @@ from nemo_fp8rl.commands.tiny_model import make_tiny
 from nemo_fp8rl.common.errors import UserError
 from tests.run.test_directory import files_end_at
 
-ODD = ("x #1", "a: b", "[x]", "{a", "${y}", "mm[/b]")
+ODD_NAMES = ("x #1", "a: b", "[x]", "{a", "${y}", "mm[/b]")
 
 
 @pytest.mark.parametrize("size", [10, 1_000, 2_000, 100_000])  # config.json, tokenizer, weights
-def test_a_disk_that_does_not_take_it_leaves_nothing(tmp_path, size):
+def test_a_failed_write_leaves_nothing(tmp_path, size):
     with files_end_at(size), pytest.raises(UserError, match=rf"{tmp_path}/new cannot be written \("):
         make_tiny(tmp_path / "new", "add")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be(tmp_path, capsys):
+def test_a_folder_that_cannot_be_made(tmp_path, capsys):
     for folder in ("/dev/null/x", "/dev/null/x/y"):
         assert main(["make-tiny", folder]) == 2
         assert capsys.readouterr().err.startswith(f"nemo-fp8rl: {folder} cannot be written (")
@@ -34,10 +34,10 @@ def test_a_folder_that_cannot_be(tmp_path, capsys):
         make_tiny(Path(os.fsdecode(b"new\xff")), "add")
 
 
-def test_the_folder_that_one_is_in(tmp_path, monkeypatch):
+def test_the_working_directory_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in (".", str(tmp_path)):
-        with pytest.raises(UserError, match="is the folder that you are in; give a new one"):
+        with pytest.raises(UserError, match="is the working directory; give a new folder"):
             make_tiny(Path(folder), "add")
 
 
@@ -48,11 +48,11 @@ def test_a_seed_out_of_range(tmp_path, seed, capsys):
     make_tiny(tmp_path / "new", "add", 2**63 - 1)
 
 
-def test_what_was_killed_midway_is_made_by_the_next_call(tmp_path):
+def test_the_next_call_repairs_a_killed_one(tmp_path):
     code = f"""
 import os, signal
 from pathlib import Path
-from nemo_fp8rl import tiny
+from nemo_fp8rl.commands import tiny_model as tiny
 tiny._save_tokenizer = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
 tiny.make_tiny(Path({str(tmp_path / "new")!r}), "add")
 """
@@ -71,15 +71,15 @@ def test_an_empty_folder_is_taken_and_a_link_to_one_followed(tmp_path):
     assert (tmp_path / "link").is_symlink()
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", ODD_NAMES)
 def test_the_demo_looks_where_it_writes(tmp_path, monkeypatch, name):
-    seen = []
+    calls = []
     monkeypatch.setattr(demo, "make_tiny", lambda folder, task: folder.mkdir(parents=True))
-    monkeypatch.setattr(demo, "sft", lambda cfg, output: seen.append((cfg, output)) or True)
-    monkeypatch.setattr(demo, "train", lambda cfg, resume_hint: seen.append((cfg, resume_hint)))
+    monkeypatch.setattr(demo, "sft", lambda cfg, output: calls.append((cfg, output)) or True)
+    monkeypatch.setattr(demo, "train", lambda cfg, resume_hint: calls.append((cfg, resume_hint)))
     assert not demo.demo(tmp_path / name)
     folder = tmp_path / name / "demo-1"
-    (warm_up, output), (run, resume_hint) = seen
+    (warm_up, output), (run, resume_hint) = calls
     assert shlex.split(resume_hint) == ["nemo-fp8rl", "train", "--config", f"{folder}/grpo/config.yaml", "--resume"]
     assert output == folder / "warm"
     assert warm_up.policy.model_name == f"{folder}/model"
@@ -93,5 +93,5 @@ def test_the_demos_table_shows_a_path_as_it_is(monkeypatch, capsys):
     row = {"step": 1, **dict.fromkeys((*names, "timing/refit", *(f"timing/{name}" for name in demo.PHASES)), 0.5)}
     monkeypatch.setattr(demo, "RunDirectory", lambda *_, **__: SimpleNamespace(read_metrics=lambda: [row]))
     cfg = SimpleNamespace(nemo_fp8rl=SimpleNamespace(flow="fp8_e2e"), logger=SimpleNamespace(log_dir="mm[/b]/[x]/grpo"))
-    Console().print(demo.summary(cfg))
+    Console().print(demo.make_summary(cfg))
     assert "mm[/b]/[x]/grpo" in capsys.readouterr().out

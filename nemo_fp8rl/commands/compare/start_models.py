@@ -102,13 +102,13 @@ def _is_record(made: Path, record: dict[str, Any]) -> bool:
 
 def _write_chains(chosen: Lengths, folder: Path) -> None:
     """Write NAME.jsonl for each length, and all lengths mixed as data.jsonl."""
-    from nemo_fp8rl.commands.tiny_model import chains
+    from nemo_fp8rl.commands.tiny_model import make_chains
 
     rng = random.Random(chosen.seed)
     mixed: list[str] = []
     for name, terms in chosen.terms.items():
         count = min(CHAINS_OF_A_LENGTH, 10**terms)
-        rows = [json.dumps({"prompt": p, "answer": a}) + "\n" for p, a in chains(rng, terms, count)]
+        rows = [json.dumps({"prompt": p, "answer": a}) + "\n" for p, a in make_chains(rng, terms, count)]
         (folder / f"{name}.jsonl").write_text("".join(rows))
         mixed += rows
     rng.shuffle(mixed)
