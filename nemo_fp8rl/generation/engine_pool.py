@@ -32,7 +32,7 @@ class EnginePool(EngineClient):
     token:   the secret with which the links of a refit are opened; a random one where None
     beside:  the ranks whose GPUs the engines share
 
-    patience:      seconds after which an engine counts as dead that has to finish its answers first
+    patience:      seconds to wait for an engine that must finish its answers first; after them it counts as dead
     fenced_lives:  the lives of the engines when the last refit fenced them
     """
 
@@ -188,14 +188,13 @@ class EnginePool(EngineClient):
             self._start_again(engine, next_death)
 
     def _report_death(self, engine: int, death: WorkerDied, life: int, wait: bool = True) -> bool:
-        """Have the bridge recover the engine; nothing where another thread has done so since that life.
+        """Have the bridge recover the engine; do nothing if another thread has recovered it since that life.
 
-        Where trainer and engines take turns in a GPU's memory the engine is left to the next refit as long as others
-        answer: these fill the memory from which the trainer's weights would have to be sent. The process of the engine
-        is ended: the engine may have reported its own failure, and would keep memory that the trainer needs, and take
-        that refit.
+        If trainer and engines share a GPU's memory in turns and another engine still answers, end this engine's process
+        and leave it to the next refit. The trainer has no memory now to send weights, and an engine that only reported
+        a failure would keep memory that the trainer needs.
 
-        Raises UserError where the new engine does not take the weights.
+        Raises: UserError if the new engine does not take the weights
         """
         if self.is_closed:
             raise death

@@ -166,8 +166,8 @@ class MegatronPolicy:
     def withdraw(self, engine: int) -> None:
         self._call_senders("withdraw", engine)
 
-    def start_push(self, version: int, engines: Collection[int], whole: frozenset[str], **how: bool) -> None:
-        self._call_senders("start_push", version, tuple(engines), whole, how)
+    def start_push(self, version: int, engines: Collection[int], full_only: frozenset[str], **how: bool) -> None:
+        self._call_senders("start_push", version, tuple(engines), full_only, how)
 
     def finish_push(self) -> list[SendReport]:
         return self._call_senders("finish_push")

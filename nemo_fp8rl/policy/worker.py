@@ -286,7 +286,9 @@ class MegatronWorker:
     def base_version(self) -> int:
         return self.refit.base_version
 
-    def start_push(self, version: int, engines: Collection[int], whole: frozenset[str], how: dict[str, bool]) -> None:
+    def start_push(
+        self, version: int, engines: Collection[int], full_only: frozenset[str], how: dict[str, bool]
+    ) -> None:
         """Start a thread that sends these engines their parts of this rank's weights.
 
         The thread quantizes the weights, except those that exist only in FP8.
@@ -300,7 +302,7 @@ class MegatronWorker:
             kv_scales = self.kv_cache.scales.named_tensors()
         # parameters may be offloaded when an engine is brought up to date while other engines generate
         self.has_borrowed_parameters = "parameters" in self.offload.offloaded_bytes
-        self.refit.start(chain(self.weights().for_refit(), kv_scales), version, engines, full_only=whole, **how)
+        self.refit.start(chain(self.weights().for_refit(), kv_scales), version, engines, full_only=full_only, **how)
 
     def finish_push(self) -> SendReport:
         try:

@@ -84,10 +84,10 @@ class WeightSource(Protocol):
 
     def withdraw(self, engine: int) -> None: ...
 
-    def start_push(self, version: int, engines: Collection[int], whole: frozenset[str], **how: bool) -> None:
+    def start_push(self, version: int, engines: Collection[int], full_only: frozenset[str], **how: bool) -> None:
         """Begin to send a version.
 
-        whole:  names of the tensors of which no delta may be sent
+        full_only:  names of the tensors of which no delta may be sent
         how:    the keywords of `WeightSender.send`
         """
         ...
@@ -155,7 +155,7 @@ class WeightSink(Protocol):
 
 
 class RefitBridge:
-    """Counts the versions of the weights and brings them to the engines.
+    """Sends each version of the trainer's weights to every engine, and commits a version once all engines verified it.
 
     mode:           whole versions, deltas, or the faster of both
     verify:         digest: of every piece, as it lies in an engine's memory; full: the same, and then the version is
@@ -270,7 +270,7 @@ class RefitBridge:
         while engine not in self.direct_names:
             sources = self.source.sources()
             try:
-                with self._telling_deaths_apart():
+                with self._deaths_as_engine_died():
                     stored = self.sink.stored_parts(engine)
                 domains = self._all_domains(engine)
                 if not domains[engine]:
@@ -280,7 +280,7 @@ class RefitBridge:
                 self.links[engine] = links
                 addresses = self.source.offer(engine, links)
                 self.direct_names[engine] = frozenset()
-                with self._telling_deaths_apart():
+                with self._deaths_as_engine_died():
                     self.sink.connect(engine, links, addresses)
             except _EngineDied as died:
                 self._disconnect(engine)
@@ -301,7 +301,7 @@ class RefitBridge:
         return [self.domains.get(other, []) for other in engines]
 
     @contextmanager
-    def _telling_deaths_apart(self) -> Iterator[None]:
+    def _deaths_as_engine_died(self) -> Iterator[None]:
         """Raise an engine's death as _EngineDied: `is_death` may not tell it from the death of a trainer's rank."""
         try:
             yield
@@ -366,10 +366,10 @@ class RefitBridge:
     def _attempt(
         self, version: int, engines: Collection[int], *, delta: bool = False, keep: bool = False, compare: bool = False
     ) -> tuple[list[SendReport], Mapping[int, LoadReport | Exception]]:
-        whole = self._whole(engines) if delta else frozenset()
+        full_only = self._names_without_delta(engines) if delta else frozenset()
         digests, finishing = self.verify != "off", False
         try:
-            self.source.start_push(version, engines, whole, delta=delta, keep=keep, digests=digests)
+            self.source.start_push(version, engines, full_only, delta=delta, keep=keep, digests=digests)
             outcomes = self.sink.load(version, engines, digests, compare)
             for engine, outcome in outcomes.items():
                 if isinstance(outcome, Exception):  # or the trainer would wait for an engine that hangs
@@ -421,7 +421,7 @@ class RefitBridge:
                 self.sink.fence(engines)
             raise
 
-    def _whole(self, engines: Collection[int]) -> frozenset[str]:
+    def _names_without_delta(self, engines: Collection[int]) -> frozenset[str]:
         """Return the names of the tensors of which some engine takes no delta."""
         deltas = frozenset.intersection(*(self.direct_names[engine] for engine in engines))
         return self.source.sources().names - deltas

@@ -467,11 +467,11 @@ class MemoryTrainer:
         for rank in self.ranks:
             rank.withdraw(engine)
 
-    def start_push(self, version: int, engines: Collection[int], whole: frozenset[str], **how: bool) -> None:
+    def start_push(self, version: int, engines: Collection[int], full_only: frozenset[str], **how: bool) -> None:
         self._check()
-        self.pushes.append({"version": version, "engines": list(engines), "whole": whole, **how})
+        self.pushes.append({"version": version, "engines": list(engines), "full_only": full_only, **how})
         for rank, parts in zip(self.ranks, self.layout, strict=True):
-            rank.start(self._weights(parts), version, engines, full_only=whole, **how)
+            rank.start(self._weights(parts), version, engines, full_only=full_only, **how)
 
     def finish_push(self) -> list[SendReport]:
         answers: list[SendReport | Exception] = []

@@ -359,10 +359,10 @@ def test_an_engine_killed_in_a_refit_is_replaced_and_gets_the_whole_version(make
     run.engines.hook = once(when, 1, MemoryEngine.kill)
     report = run.bridge.refit()
     assert (report.retries, run.engines.restarts) == (1, 1)
-    assert run.trainer.pushes[-1] | {"digests": None, "whole": None} == {
+    assert run.trainer.pushes[-1] | {"digests": None, "full_only": None} == {
         "version": report.version,
         "engines": [1],
-        "whole": None,
+        "full_only": None,
         "delta": False,
         "keep": False,
         "digests": None,
@@ -805,7 +805,7 @@ def test_experts_of_which_each_rank_stores_its_own_are_sent_as_deltas():
     engines = MemoryEngines([[experts[0], parts[2]], [experts[1], parts[2]]])
     bridge = RefitBridge(trainer, engines, mode="delta")
     assert [bridge.refit().delta for _ in range(2)] == [False, True]
-    assert trainer.pushes[-1]["whole"] == set()
+    assert trainer.pushes[-1]["full_only"] == set()
     trainer.close()
 
 
@@ -956,7 +956,7 @@ def test_a_trainer_that_lost_its_base_sends_all_bytes(make):
 def test_a_tensor_that_an_engine_repacks_goes_whole_beside_deltas(make):
     run, whole = make(mode="delta", repacked=UP), PARTS[0]
     assert deltas(run, 2) == [False, True]
-    assert run.trainer.pushes[-1]["whole"] == {UP}
+    assert run.trainer.pushes[-1]["full_only"] == {UP}
     run.step()
     assert whole.nbytes < run.bridge.refit().nbytes < whole.nbytes * 1.2
 

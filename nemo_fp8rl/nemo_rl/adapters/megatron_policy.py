@@ -57,7 +57,7 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
     def connect_refit(self, refit: Callable[[], Any]) -> None:
         """Call `refit` whenever NeMo RL streams weights to an engine; it raises if the refit fails.
 
-        The synchronizer behind it needs this policy, so that no constructor could take it.
+        It is set after construction because the synchronizer behind it needs this policy.
         """
         self._refit = refit
 
@@ -83,13 +83,15 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
         mbs: int | None = None,
         timer: Any = None,
     ) -> dict[str, Any]:
-        """One optimizer step for each global batch, then one of the learning rate's schedule.
+        """Train one optimizer step per global batch, then advance the learning-rate schedule once.
 
-        loss: float32 [steps], grad_norm: float32 [1], the last. all_mb_metrics: lists of one value a step. NeMo RL adds
-        lists and losses up, but for extrema, lr and the like; so they are divided by the number of steps, and their sum
-        is the mean. A global batch with no token left to train on is skipped, and counted; so are all of a batch on
-        which a gate says so. Samples without a token of an answer are counted: NeMo RL's asynchronous rollouts pass
-        over an error of one and keep it, with reward 0. Raises StepRefused, and UserError where no sample has any.
+        Returns: loss float32 [steps], grad_norm float32 [1] of the last step, all_mb_metrics: lists of one value per
+                 step. NeMo RL sums losses and lists (except extrema, lr and the like), so each value is divided by the
+                 number of steps, and the sum is the mean.
+        Skips:   a global batch without a token to train on, and all global batches if a gate forbids the update; the
+                 metrics count skipped steps. They also count samples without an answer token: NeMo RL's asynchronous
+                 rollouts ignore an error of a sample and keep the sample with reward 0.
+        Raises:  StepRefused; UserError if no sample has an answer token
         """
         if eval_mode or mbs not in (None, self.cfg.policy.train_micro_batch_size):
             raise UserError("this policy trains, in microbatches of policy.train_micro_batch_size; nothing else")
