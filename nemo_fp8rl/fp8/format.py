@@ -76,8 +76,11 @@ def is_finite(x: Tensor) -> bool:
 def describe_non_finite(x: Tensor) -> str:
     """Return how many values of x are not finite, and the index of the first, as the text of an error."""
     bad = ~x.isfinite()
-    first = torch.unravel_index(bad.reshape(-1).byte().argmax(), x.shape)
-    return f"{int(bad.sum())} of {x.numel()} values are not finite, the first at {[int(index) for index in first]}"
+    rest, first = int(bad.reshape(-1).byte().argmax()), list[int]()
+    for size in reversed(x.shape):  # torch.unravel_index loads much of torch, in seconds, when it is first called
+        rest, index = divmod(rest, size)
+        first.insert(0, index)
+    return f"{int(bad.sum())} of {x.numel()} values are not finite, the first at {first}"
 
 
 def count_nans(data: Tensor) -> Tensor:
