@@ -10,7 +10,7 @@ TEST_PROCESSES ?= 2
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-long test-megatron-0.19 test-vllm-matrix test-nemo-rl test-slurm
+.PHONY: help setup setup-dev demo quick test test-long test-megatron-0.19 test-vllm-matrix test-nemo-rl test-slurm
 .PHONY: test-nemo-rl-trainer test-browser test-fake-gpu test-gpu test-gpu-engine test-loggers test-nixl
 .PHONY: test-transformer-engine
 .PHONY: lint format types clean
@@ -32,6 +32,19 @@ demo: setup  ## run the CPU demo
 test: setup-dev  ## run the tests
 	@$(BIN)/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --dist=loadfile $(ARGS)
 	@$(if $(ARGS),,$(MAKE) --no-print-directory test-gpu-engine)
+
+# Units of every room that need neither an engine nor a trainer, and one tiny run.
+QUICK := tests/test_imports.py tests/test_docs.py tests/test_batch.py tests/common/test_secret_variables.py \
+  tests/config tests/algorithms/test_advantages.py tests/algorithms/test_gates.py tests/algorithms/test_loss_config.py \
+  tests/fp8/test_layers.py tests/fp8/test_linear.py tests/fp8/test_quantize.py tests/hf/test_fp8_layers.py \
+  tests/data/test_jsonl.py tests/data/test_order.py tests/data/test_split.py tests/run/test_directory.py \
+  tests/refit/test_manifest.py tests/refit/test_route_plan.py tests/refit/receiver tests/policy/weights/test_layout.py \
+  tests/nemo_rl/recipe/test_precision.py tests/commands/doctor/test_memory.py tests/commands/report/test_scale.py \
+  tests/commands/launch/test_settings.py tests/test_train.py::test_every_step_of_fp8_e2e_trains_and_is_aligned
+
+quick: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
+quick: setup-dev  ## units of every room and one tiny run, in under two minutes
+	@$(BIN)/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --dist=loadfile $(QUICK) $(ARGS)
 
 test-gpu-engine: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 test-gpu-engine: setup-dev  ## the engine's methods for GPUs, on Triton's interpreter; `make test` runs it, too
