@@ -8,8 +8,9 @@ from nemo_fp8rl.common.errors import UserError, single_line
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.generation.engine_pool import EnginePool
 from nemo_fp8rl.policy.rank_group import MegatronPolicy, deaths_as_user_errors
-from nemo_fp8rl.refit.bridge import RefitBridge, Transport
+from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.refit.full_or_delta import Mode
+from nemo_fp8rl.refit.interface import Transport
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.refit.reports import RefitReport
 from nemo_fp8rl.refit.transport.nixl import INSTALL

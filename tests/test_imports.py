@@ -50,6 +50,7 @@ LIGHT = (
     "refit.manifest",
     "refit.checkpoint_form",
     "refit.bridge",
+    "refit.interface",
     "refit.full_or_delta",
     "refit.route_plan",
     "refit.reports",

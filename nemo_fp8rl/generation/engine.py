@@ -29,7 +29,7 @@ from nemo_fp8rl.generation.vllm_sockets import make_folder, remove_folder
 from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.model_config import read_hf_config
-from nemo_fp8rl.refit.bridge import Addresses
+from nemo_fp8rl.refit.interface import Addresses
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart, from_json, to_json
 from nemo_fp8rl.refit.reports import LoadReport
 from nemo_fp8rl.refit.route_plan import Links

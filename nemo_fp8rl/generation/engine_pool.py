@@ -18,7 +18,7 @@ from nemo_fp8rl.generation import engine_client
 from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.generation.engine_client import CALLS_AT_ONCE, EngineClient, RemoteEnginePool
 from nemo_fp8rl.generation.interface import SECONDS_A_TOKEN, EngineDescription
-from nemo_fp8rl.refit.bridge import Addresses, Recover
+from nemo_fp8rl.refit.interface import Addresses, Recover
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart
 from nemo_fp8rl.refit.reports import LoadReport
 from nemo_fp8rl.refit.route_plan import Links
@@ -101,7 +101,7 @@ class EnginePool(EngineClient):
         self.is_closed = True  # threads that still wait for answers start no engine again
         self.engines.shutdown()
 
-    # refit.bridge.WeightSink
+    # refit.interface.WeightSink
 
     def report_deaths_to(self, recover: Recover) -> None:
         self.recover = recover

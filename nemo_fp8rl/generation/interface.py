@@ -7,7 +7,7 @@ from typing import Protocol, Self
 
 from nemo_fp8rl.batch import Completion
 from nemo_fp8rl.config.generation_schema import GenerationConfig
-from nemo_fp8rl.refit.bridge import WeightSink
+from nemo_fp8rl.refit.interface import WeightSink
 
 SECONDS_A_TOKEN = 0.1
 """Seconds per token of a full batch. An engine counts as hung after these and cluster.engine_timeout_seconds."""

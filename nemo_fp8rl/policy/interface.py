@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nemo_fp8rl.batch import LossTotals, RolloutBatch, SequenceBatch
 from nemo_fp8rl.common.errors import StepRefused
-from nemo_fp8rl.refit.bridge import WeightSource
+from nemo_fp8rl.refit.interface import WeightSource
 
 Loss = Callable[[Tensor, Any, LossTotals, Tensor | None], tuple[Tensor, dict[str, float]]]
 """(next_token_logprobs float32 [B, T-1], microbatch, totals of the optimizer step, the log-probs without top-k and

@@ -22,7 +22,7 @@ from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.policy.interface import SHARED_FOLDER_HINT, DivergenceError, Loss, PolicyDescription
 from nemo_fp8rl.policy.weights.layout import check_layout
 from nemo_fp8rl.policy.worker import MegatronWorker, RankInfo
-from nemo_fp8rl.refit.bridge import Addresses, Transport
+from nemo_fp8rl.refit.interface import Addresses, Transport
 from nemo_fp8rl.refit.manifest import Sources
 from nemo_fp8rl.refit.reports import SendReport
 from nemo_fp8rl.refit.route_plan import Links
@@ -127,7 +127,7 @@ class MegatronPolicy:
         return weight_error(self.ranks.call_all("weight_squares"))
 
     def open_refit(self, transport: Transport, token: str) -> None:
-        """Prepare the ranks for links. Call it before any other method of `refit.bridge.WeightSource`.
+        """Prepare the ranks for links. Call it before any other method of `refit.interface.WeightSource`.
 
         token:  the secret that an engine must know to link
         """

@@ -47,7 +47,7 @@ from nemo_fp8rl.policy.process_groups import destroy_process_groups, make_layout
 from nemo_fp8rl.policy.weights.checkpoint import load_hf, save_hf
 from nemo_fp8rl.policy.weights.optimizer_state import load_optimizer, save_optimizer
 from nemo_fp8rl.policy.weights.rank_weights import RankWeights
-from nemo_fp8rl.refit.bridge import Transport
+from nemo_fp8rl.refit.interface import Transport
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
 from nemo_fp8rl.refit.reports import SendReport
 from nemo_fp8rl.refit.sender.sending_rank import SendingRank

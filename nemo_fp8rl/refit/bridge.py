@@ -35,123 +35,19 @@ RemoteEnginePool.first_version is taken alone.
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, Literal, Protocol
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Literal
 
 from nemo_fp8rl.refit.full_or_delta import Mode, ModeChoice
-from nemo_fp8rl.refit.manifest import RefitError, Sources, TensorPart, cross_domain_share
+from nemo_fp8rl.refit.interface import Transport, WeightSink, WeightSource
+from nemo_fp8rl.refit.manifest import RefitError, cross_domain_share
 from nemo_fp8rl.refit.reports import LoadReport, RefitReport, SendReport
 from nemo_fp8rl.refit.route_plan import Links, bucket_memory, plan
-from nemo_fp8rl.refit.transport.link import TransportChoice
 
 logger = logging.getLogger(__name__)
 
-Transport = Literal["in_process"] | TransportChoice
 Verify = Literal["off", "digest", "full"]
-Addresses = list[list[Any]]
-"""[source][sink]: where a sink finds the source's end of a link; None where there is no link."""
-Recover = Callable[[int, Exception, int, bool], bool]
-"""`RefitBridge.recover`: (engine, death, life, wait) -> whether it is done."""
-
-
-class WeightSource(Protocol):
-    """The trainer's side of a refit."""
-
-    def sources(self) -> Sources:
-        """Return the parts that the trainer's ranks hold; the same in every call."""
-        ...
-
-    def hold_weights(self) -> AbstractContextManager[Any]:
-        """Return a block in which weights keep value and place: a thread that would change them waits."""
-        ...
-
-    def updates(self) -> int:
-        """Return a number that changes whenever the weights do."""
-        ...
-
-    def base_version(self) -> int:
-        """Return the version whose bytes every rank keeps for a delta, or -1."""
-        ...
-
-    def make_room(self) -> None:
-        """Give memory back for an engine that is started beside the trainer; a push takes it again."""
-        ...
-
-    def offer(self, engine: int, links: Links) -> Addresses:
-        """Get ready for these links to an engine, and return their addresses."""
-        ...
-
-    def withdraw(self, engine: int) -> None: ...
-
-    def start_push(self, version: int, engines: Collection[int], full_only: frozenset[str], **how: bool) -> None:
-        """Begin to send a version.
-
-        full_only:  names of the tensors of which no delta may be sent
-        how:    the keywords of `WeightSender.send`
-        """
-        ...
-
-    def finish_push(self) -> list[SendReport]:
-        """Return one report per rank. Raises RefitError on weights that must not be sent."""
-        ...
-
-
-class WeightSink(Protocol):
-    """The engines' side of a refit."""
-
-    def report_deaths_to(self, recover: Recover) -> None:
-        """Call `recover` for every engine that is found dead between refits."""
-        ...
-
-    def engine_count(self) -> int: ...
-
-    def stored_parts(self, engine: int) -> list[Sequence[TensorPart]]:
-        """Return the parts that each rank of an engine stores."""
-        ...
-
-    def domains(self, engines: Collection[int]) -> dict[int, list[str]]:
-        """Return the domain (see `Sources`) of each rank of these engines; dead engines are left out."""
-        ...
-
-    def connect(self, engine: int, links: Links, addresses: Addresses) -> None:
-        """Have an engine's ranks take these links."""
-        ...
-
-    def disconnect(self, engine: int) -> None: ...
-
-    def fence(self, engines: Collection[int]) -> dict[int, int]:
-        """Have engines refuse to generate until a commit. Return the version in the memory of each, -1 without one."""
-        ...
-
-    def load(
-        self, version: int, engines: Collection[int], verify: bool, compare: bool
-    ) -> Mapping[int, LoadReport | Exception]:
-        """Have engines load what is sent. Return the report, or the failure, of each engine.
-
-        verify:   compare the digest of every piece with the trainer's
-        compare:  write nothing, compare what arrives with the engine's memory
-        """
-        ...
-
-    def replace(self, engine: int, death: Exception, life: int | None = None) -> bool:
-        """Start a dead engine again, without weights. Return False where another thread has done so since that life.
-
-        life:    the life in which the engine was reported dead; prompts then avoid the engine until `readmit`. None:
-                 the life that the last `fence` saw
-        Raises:  UserError where engines have been started again too often
-        """
-        ...
-
-    def readmit(self, engine: int) -> None:
-        """Let a replaced engine have prompts again."""
-        ...
-
-    def is_death(self, outcome: Exception) -> bool:
-        """True for an exception that means that an engine is gone."""
-        ...
-
-    def commit(self, version: int, engines: Collection[int]) -> None: ...
 
 
 class RefitBridge:

@@ -20,7 +20,7 @@ _processes.set_forkserver_preload(["tests.generation.far_trainer"])  # Megatron 
 
 
 class FarTrainer:
-    """A MegatronPolicy there: a `refit.bridge.WeightSource`. Raises WorkerDied once its process is gone."""
+    """A MegatronPolicy there: a `refit.interface.WeightSource`. Raises WorkerDied once its process is gone."""
 
     def __init__(self, cfg: Config) -> None:
         self._calls, theirs = _processes.Pipe()

@@ -24,9 +24,9 @@ from nemo_fp8rl.common.region import full_region
 from nemo_fp8rl.fp8 import BLOCK, ScaleFormat, quantize_blockwise, scale_shape
 from nemo_fp8rl.fp8.delta import DeltaError
 from nemo_fp8rl.fp8.format import E4M3
-from nemo_fp8rl.refit.bridge import Addresses, Recover, Transport
 from nemo_fp8rl.refit.deferred_checks import DeferredChecks
 from nemo_fp8rl.refit.digest import bytes_of
+from nemo_fp8rl.refit.interface import Addresses, Recover, Transport
 from nemo_fp8rl.refit.manifest import RefitError, Sources, TensorPart, blocks_of
 from nemo_fp8rl.refit.message import Content
 from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink, ReceivedPiece, receive_pieces
@@ -268,7 +268,7 @@ Hook = Callable[[str, int, MemoryEngine], None]
 
 
 class MemoryEngines:
-    """`bridge.WeightSink`. hook, wrap: what a test does at those times, and to the links of (engine, rank)."""
+    """`interface.WeightSink`. hook, wrap: what a test does at those times, and to the links of (engine, rank)."""
 
     def __init__(
         self,
@@ -394,7 +394,7 @@ def _column(rows: Sequence[Sequence[Any]], sink: int) -> list[Any]:
 
 
 class MemoryTrainer:
-    """`bridge.WeightSource` of real SendingRanks. reading(): called before each weight that a rank hands out."""
+    """`interface.WeightSource` of real SendingRanks. reading(): called before each weight that a rank hands out."""
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nemo_fp8rl.common.errors import single_line
 from nemo_fp8rl.fp8 import BlockScaled, ScaleFormat
-from nemo_fp8rl.refit.bridge import Transport
+from nemo_fp8rl.refit.interface import Transport
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
 from nemo_fp8rl.refit.reports import LinkId, SendReport
 from nemo_fp8rl.refit.sender.push import Link
