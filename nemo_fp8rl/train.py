@@ -58,6 +58,7 @@ class LoopParts:
     generation: Generation
     bridge: RefitBridge
     sampling: Sampling
+    loss: GrpoLoss
     on_phase: Callable[[str], None]
 
 
@@ -109,12 +110,11 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, resume_h
     check_context(hf, cfg.policy.max_total_sequence_length)
     check_for_driver(hf, cfg)
     prompts = load_prompts(cfg, hf.vocab_size)
-    tokenizer, train_prompts, val_prompts, too_long = prompts
+    tokenizer, train_prompts, val_prompts, num_too_long = prompts
     order = PromptOrder(len(train_prompts), cfg.grpo.num_prompts_per_step, cfg.grpo.seed)
     sampling = Sampling.of_recipe(cfg.policy.generation, cfg.grpo.num_generations_per_prompt)
     eos = {tokenizer.eos_token_id, *hf.eos_token_ids, *sampling.stop_token_ids}
     sampling = replace(sampling, stop_token_ids=tuple(sorted(eos)))
-    last = cfg.grpo.max_num_steps
 
     def prompts_of_step(step: int) -> PromptsOfRound:
         first = [train_prompts[i] for i in order.indices(step)]
@@ -124,7 +124,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, resume_h
 
     with (
         RunDirectory(cfg, resume, restartable, prompts.digests() | model_digests(cfg, hf)) as run,
-        Display(cfg.nemo_fp8rl.flow, max(last, run.completed_steps), run.completed_steps) as display,
+        Display(cfg.nemo_fp8rl.flow, max(cfg.grpo.max_num_steps, run.completed_steps), run.completed_steps) as display,
         ExitStack() as stack,
     ):
         if run.has_all_steps:
@@ -138,7 +138,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, resume_h
         stack.enter_context(stop_on_signals(stop))  # after Ray has started, which sets signal handlers of its own
         bridge = build_bridge(cfg, policy, generation, first_version=run.completed_steps)
         run.add_choices(_machine_choices(policy, generation, bridge))
-        parts = LoopParts(cfg, tokenizer, val_prompts, policy, generation, bridge, sampling, display.show_phase)
+        parts = LoopParts(cfg, tokenizer, val_prompts, policy, generation, bridge, sampling, loss, display.show_phase)
         faults = FaultCounts(generation, display.say)
         display.show_phase("first refit")
         if cfg.fp8_kv_cache and not run.completed_steps:
@@ -146,8 +146,8 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, resume_h
         generation.prepare_for_generation()
         first_refit = refit_or_stop(bridge)
         display.say(f"{len(train_prompts)} prompts, {len(val_prompts)} held out, run in {run.path}")
-        if too_long:
-            display.say(f"{too_long} prompts dropped: no room for an answer in vllm_cfg.max_model_len")
+        if num_too_long:
+            display.say(f"{num_too_long} prompts dropped: no room for an answer in vllm_cfg.max_model_len")
         display.say(", ".join(f"{name} {value}" for name, value in run.choices.items()))
         if run.completed_steps == 0 and cfg.grpo.val_at_start:
             start = first_refit.metrics() | validate(parts)
@@ -155,37 +155,52 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, resume_h
             start |= faults.take_row()
             run.log(0, start)
             display.say(f"validation accuracy at start {start['validation/accuracy']:.3f}")
-        latest_metrics: dict[str, float] = {}
-        for row in run.read_metrics():
-            latest_metrics |= row
-        for step in range(run.completed_steps + 1, last + 1):
-            updates = policy.updates()
-            try:
-                outcome = train_step(parts, loss, step, prompts_of_step(step))
-            except StepRefused as refused:
-                if cfg.checkpointing.enabled and run.completed_steps < step - 1 and policy.updates() == updates:
-                    run.save_checkpoint(step - 1, policy)
-                raise type(refused)(f"step {step}: {refused}") from None
-            for note in outcome.notes:
-                display.say(note)
-            faults.report_new(f"step {step}")
-            with_validation = _is_validation_step(cfg, step)
-            metrics = outcome.metrics | (validate(parts) if with_validation else {})
-            faults.report_new(f"step {step}")
-            metrics |= faults.take_row()
-            run.log(step, metrics, outcome.log_weights, outcome.samples if with_validation or step == 1 else None)
-            latest_metrics |= metrics
-            must_stop = stop.is_set
-            is_final = step == last or must_stop
-            if cfg.checkpointing.enabled and (is_final or step % cfg.checkpointing.save_period == 0):
-                display.show_phase("checkpoint")
-                run.save_checkpoint(step, policy)
-            display.show_step(step, format_figures(latest_metrics))
-            if must_stop and step < last:
-                saved = run.completed_steps
-                hint = f"checkpoint of step {saved}: {resume_hint} continues it" if saved else "no checkpoint"
-                display.say(f"stopped after step {step}, {hint}")
-                return False
+        return run_steps(parts, prompts_of_step, run, display, faults, stop, resume_hint)
+
+
+def run_steps(
+    parts: LoopParts,
+    prompts_of_step: Callable[[int], PromptsOfRound],
+    run: RunDirectory,
+    display: Display,
+    faults: FaultCounts,
+    stop: StopFlag,
+    resume_hint: str,
+) -> bool:
+    """Take the remaining steps, with their validations, logs and checkpoints; return False when the run was stopped."""
+    cfg, policy = parts.cfg, parts.policy
+    last = cfg.grpo.max_num_steps
+    latest_metrics: dict[str, float] = {}
+    for row in run.read_metrics():
+        latest_metrics |= row
+    for step in range(run.completed_steps + 1, last + 1):
+        updates = policy.updates()
+        try:
+            outcome = train_step(parts, step, prompts_of_step(step))
+        except StepRefused as refused:
+            if cfg.checkpointing.enabled and run.completed_steps < step - 1 and policy.updates() == updates:
+                run.save_checkpoint(step - 1, policy)
+            raise type(refused)(f"step {step}: {refused}") from None
+        for note in outcome.notes:
+            display.say(note)
+        faults.report_new(f"step {step}")
+        with_validation = _is_validation_step(cfg, step)
+        metrics = outcome.metrics | (validate(parts) if with_validation else {})
+        faults.report_new(f"step {step}")
+        metrics |= faults.take_row()
+        run.log(step, metrics, outcome.log_weights, outcome.samples if with_validation or step == 1 else None)
+        latest_metrics |= metrics
+        must_stop = stop.is_set
+        is_final = step == last or must_stop
+        if cfg.checkpointing.enabled and (is_final or step % cfg.checkpointing.save_period == 0):
+            display.show_phase("checkpoint")
+            run.save_checkpoint(step, policy)
+        display.show_step(step, format_figures(latest_metrics))
+        if must_stop and step < last:
+            saved = run.completed_steps
+            hint = f"checkpoint of step {saved}: {resume_hint} continues it" if saved else "no checkpoint"
+            display.say(f"stopped after step {step}, {hint}")
+            return False
     return True
 
 
@@ -203,7 +218,7 @@ def _machine_choices(policy: Policy, generation: Generation, bridge: RefitBridge
     }
 
 
-def train_step(parts: LoopParts, loss: GrpoLoss, step: int, prompts_of_round: PromptsOfRound) -> StepOutcome:
+def train_step(parts: LoopParts, step: int, prompts_of_round: PromptsOfRound) -> StepOutcome:
     """Take one step of the loop. Raises StepRefused, at any of its optimizer steps."""
     cfg, clock = parts.cfg, Stopwatch(parts.on_phase)
     start_time = time.perf_counter()
@@ -224,14 +239,14 @@ def train_step(parts: LoopParts, loss: GrpoLoss, step: int, prompts_of_round: Pr
     samples = pick_samples(rollout, batch, parts.tokenizer)
     log_weights = log_weight_histogram(batch.prev_logprobs, batch.generation_logprobs, batch.token_mask)
     # the mismatch is of all tokens that were generated, also of those that the loss leaves out
-    judgement = judge_and_correct(batch, batch.token_mask, cfg.nemo_fp8rl.gates, loss.correction)
+    judgement = judge_and_correct(batch, batch.token_mask, cfg.nemo_fp8rl.gates, parts.loss.correction)
     notes = [f"step {step}: {sentence}" for sentence in judgement.warnings]
     with clock("train"):
         if offload:
             parts.policy.prepare_for_training()
         steps, skipped = train_on_batch(
             judgement.batch,
-            lambda part: parts.policy.train_step(part, loss),
+            lambda part: parts.policy.train_step(part, parts.loss),
             cfg.policy.train_global_batch_size,
             judgement.skip_update,
         )
