@@ -398,7 +398,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_costs_nothing(recipe, monkeypa
         run.save_checkpoint(1, FakePolicy())
         monkeypatch.setattr("nemo_fp8rl.run.directory.shutil.rmtree", lambda *_, **__: None)
         run.save_checkpoint(2, FakePolicy())
-        assert run._steps() == [2]
+        assert run._checkpoint_steps() == [2]
     assert run.completed_steps == 2
 
 
