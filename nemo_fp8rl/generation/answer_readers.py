@@ -16,7 +16,7 @@ class AnswerReaders:
         self._counts, self._changed = Counter[int](), Condition()
 
     @contextmanager
-    def reading(self, begin: Callable[[], T]) -> Iterator[T]:
+    def count_reader(self, begin: Callable[[], T]) -> Iterator[T]:
         """Count this thread as a reader within the block. The block gets the result of `begin`.
 
         begin:  is called under the lock, so that a thread which waits sees this reader or comes before `begin`

@@ -65,7 +65,7 @@ class SteppedCore:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self.has_rank_processes, self.timeout = arguments["tensor_parallel_size"] > 1, timeout
-        with _interrupts_blocked():
+        with _block_interrupts():
             # the context of vLLM's own LLM class: by default a bare engine has batches an eighth as large
             self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
         self._ids = count()
@@ -231,12 +231,12 @@ async def _start_async_llm(arguments: dict[str, Any]) -> Any:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    with _interrupts_blocked():
+    with _block_interrupts():
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
 
 
 @contextmanager
-def _interrupts_blocked() -> Iterator[None]:
+def _block_interrupts() -> Iterator[None]:
     """Processes started in the block ignore Ctrl-C, which this process handles: they inherit this thread's mask."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -139,11 +139,11 @@ class VllmEngine:
         Raises:    WorkerDied; `generating_version` is then -1, or a `RemoteEnginePool` would ask this engine again
         """
         self.retried_prompts += len(prompts) if is_retry else 0
-        with self.readers.reading(self._begin) as version, self._at_work():
+        with self.readers.count_reader(self._begin) as version, self._errors_as_death():
             yield from self._answers(version, prompts, seeds, sampling)
 
     @contextmanager
-    def _at_work(self) -> Iterator[None]:
+    def _errors_as_death(self) -> Iterator[None]:
         """Raise WorkerDied for what a GPU or vLLM raises in the block, unless the driver runs in this process."""
         try:
             yield
@@ -289,7 +289,7 @@ class VllmEngine:
             if sleep_level and not self.core.reset_prefix_cache():
                 raise RuntimeError("the engine cannot sleep: answers are still being generated")
             self._wake_cache()  # cache and weights fall asleep together
-            with self._at_work():
+            with self._errors_as_death():
                 freed = sum(self.core.rpc("nemo_fp8rl_sleep", sleep_level))
         except BaseException:
             self.sleep_level = before
@@ -303,13 +303,13 @@ class VllmEngine:
 
         The KV cache's memory is taken with the next prompt, so that a refit can use it meanwhile.
         """
-        with self._at_work():
+        with self._errors_as_death():
             self.core.rpc("nemo_fp8rl_wake", "weights")
         self.is_cache_asleep, self.sleep_level = self.is_cache_asleep or self.sleep_level > 0, 0
 
     def _wake_cache(self) -> None:
         if self.is_cache_asleep:
-            with self._at_work():
+            with self._errors_as_death():
                 self.core.rpc("nemo_fp8rl_wake", "kv_cache")
             self.is_cache_asleep = False
 

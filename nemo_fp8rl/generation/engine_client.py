@@ -26,7 +26,9 @@ HEALTH_CHECK_SECONDS = 0.2
 
 
 class EngineClient(ABC):
-    """Several threads may ask at once where engines have `async_engine`.
+    """Divides prompts among engines and returns their completions; the prompts of a dead engine are asked again.
+
+    Several threads may call it at once if engines have `async_engine`.
 
     timeout:    seconds without any answer after which engines count as dead, beyond those for long answers; None: never
     in_flight:  prompts in flight at each engine

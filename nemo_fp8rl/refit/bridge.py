@@ -19,13 +19,13 @@ What fails, and what then happens:
 
 The engine pool only reports a dead engine (`WeightSink.report_deaths_to`); this bridge alone recovers it.
 
-Locks are taken in this order, and never in another:
+The driver takes its locks in this order, and never in another:
 
     1. RefitBridge._refitting    for a whole refit; a second refit is refused, it does not wait
     2. RefitBridge._recovering   for a whole refit, or for one recovery
-    3. the policy's weights      `WeightSource.hold_weights`, also taken by a training step
+    3. MegatronPolicy.weights_lock   `WeightSource.hold_weights`; a training step takes it as well
     4. EnginePool.replacing      while an engine is started again, or the lives of the engines are compared
-    5. EnginePool.counting       for counts of prompts; nothing is waited for
+    5. EngineClient.counting     for counts of prompts; nothing is waited for
 
 Under 1 to 3 a refit also waits, in `fence`, until the threads that read answers have finished. So a thread that reads
 answers must not wait for lock 2: it reports a death with wait=False, and again with wait=True after its answers.

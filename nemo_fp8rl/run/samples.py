@@ -39,10 +39,10 @@ def _sample(rollout: Rollout, batch: ScoredBatch, tokenizer: PromptTokenizer, ro
         policy_version=completion.policy_version,
         num_tokens=len(completion.token_ids),
         tokens=tokenizer.decode_each(token_ids),
-        prev_logprobs=_rounded(batch.prev_logprobs[row, part]),
-        generation_logprobs=_rounded(batch.generation_logprobs[row, part]),
+        prev_logprobs=_round_logprobs(batch.prev_logprobs[row, part]),
+        generation_logprobs=_round_logprobs(batch.generation_logprobs[row, part]),
     )
 
 
-def _rounded(logprobs: Tensor) -> list[float | None]:
+def _round_logprobs(logprobs: Tensor) -> list[float | None]:
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in logprobs.tolist()]

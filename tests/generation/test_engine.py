@@ -176,7 +176,7 @@ def test_who_asks_an_engine_that_another_thread_has_shut_down_hears_of_its_death
     engine = VllmEngine()
     engine.policy_version = 1
     asked = engine.stream([(1, 2)], [0], GREEDY)
-    with engine.readers.reading(engine._begin):
+    with engine.readers.count_reader(engine._begin):
         engine.shutdown()
     assert engine.generating_version() == -1
     engine.policy_version = 1  # as it was when the other thread looked

@@ -39,7 +39,7 @@ if current_platform.is_cuda():
 
 
 class WeightStore:
-    """Stores the weights of one engine rank.
+    """Writes versions of the weights into the memory of one engine rank, and verifies them there.
 
     version:         the last version that was loaded, -1 before the first
     direct_names:    names of the tensors that are written in place; found by the first load

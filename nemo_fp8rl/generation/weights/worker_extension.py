@@ -63,7 +63,7 @@ class RefitWorkerExtension:
 
     def nemo_fp8rl_stored_parts(self) -> tuple[str, str]:
         """Return (the parts that this rank stores, "" or the reason why they are unknown)."""
-        return _answered(lambda: to_json(self.weight_store.parts), "")
+        return _call_or_refuse(lambda: to_json(self.weight_store.parts), "")
 
     def nemo_fp8rl_domain(self) -> str:
         return domain()
@@ -85,7 +85,7 @@ class RefitWorkerExtension:
             ]
             return ""
 
-        return _answered(connect, "")[1]
+        return _call_or_refuse(connect, "")[1]
 
     def nemo_fp8rl_disconnect(self) -> None:
         for link in self.refit_links:
@@ -111,7 +111,7 @@ class RefitWorkerExtension:
             with set_current_vllm_config(self.vllm_config):  # as vLLM's own worker reloads
                 self.weight_store.load(self.refit_links, version, verify)
 
-        _, refusal = _answered(load, None)
+        _, refusal = _call_or_refuse(load, None)
         if refusal:
             self.nemo_fp8rl_disconnect()  # or the trainer would wait until the rest is read
             gc.collect()  # errors keep frames, these keep links, and the source is about to free the links' memory
@@ -210,7 +210,7 @@ def _end(address: Any, token: str, timeout: float, device: torch.device) -> Any:
     return connect((host, port), token, name, timeout, device)
 
 
-def _answered(method: Callable[[], Any], nothing: Any) -> tuple[Any, str]:
+def _call_or_refuse(method: Callable[[], Any], nothing: Any) -> tuple[Any, str]:
     """Return (the result of the method, ""), or (`nothing`, the text of a RefitError)."""
     try:
         return method(), ""

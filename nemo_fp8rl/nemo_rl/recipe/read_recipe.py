@@ -108,7 +108,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> NemoRlRecipe
     for override in overrides:
         key = parse_key(override)
         if not key.startswith(f"{BLOCK}."):
-            check_known(_nested(key), known, checkout.version)
+            check_known(_nest(key), known, checkout.version)
         if adds_key(tree, override):
             check_key_is_read(key, known)
         apply_override(tree, override)
@@ -168,10 +168,10 @@ def _variables(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
                 yield from _variables(value, f"{key}.")
 
 
-def _nested(key: str) -> dict[str, Any]:
+def _nest(key: str) -> dict[str, Any]:
     """Return {a: {b: None}} for a.b."""
     first, _, rest = key.partition(".")
-    return {first: _nested(rest) if rest else None}
+    return {first: _nest(rest) if rest else None}
 
 
 def _check_package_keys(block: Any) -> None:

@@ -15,8 +15,8 @@ from nemo_fp8rl.refit.manifest import RefitError
 ProcessTransport = Literal["shared_memory", "cuda_ipc", "nixl", "collective"]
 """A way for messages between processes."""
 TransportChoice = ProcessTransport | Literal["nearest"]
-"""nearest: memory that both ends can map, on a GPU where the weights are on one and the sink can map its memory;
-collective where the ends have no common memory."""
+"""nearest: chosen for each link. Between machines it is collective. Within one machine it is cuda_ipc if the weights
+are on a GPU whose memory the sink can map, else shared_memory."""
 BUFFERS = 2
 HOST = torch.device("cpu")
 MAX_HEADER = 16 << 20

@@ -86,7 +86,7 @@ def test_nobody_begins_an_answer_while_an_engine_waits_to_sleep():
             refused.append(str(error))
 
     sleeper = threading.Thread(target=sleep, daemon=True)
-    with engine.readers.reading(engine._begin):
+    with engine.readers.count_reader(engine._begin):
         sleeper.start()
         deadline = time.monotonic() + 10
         while not engine.sleep_level and time.monotonic() < deadline:

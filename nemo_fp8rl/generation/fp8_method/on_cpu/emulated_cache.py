@@ -88,11 +88,11 @@ class EmulatedCacheAttention(CPUAttentionBackendImpl):
     ) -> Tensor:
         if self.emulates and attn_metadata is not None:
             key = value = None  # they are in the cache; early versions of vLLM would write them again
-            kv_cache, block_table = self._dequantized(layer, kv_cache, attn_metadata, query.dtype)
+            kv_cache, block_table = self._dequantize(layer, kv_cache, attn_metadata, query.dtype)
             attn_metadata = replace(attn_metadata, block_table=block_table)
         return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
 
-    def _dequantized(
+    def _dequantize(
         self, layer: Any, kv_cache: Tensor, metadata: CPUAttentionMetadata, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """Return (the blocks that this forward reads, in the layout of vLLM's kernel for `dtype`; their block table).

@@ -49,7 +49,7 @@ class EmulatedFp8MoEMethod(Fp8MoEMethod):
         """
         if layer.fp8_dequantized is None:
             operand = operand_dtype(layer.activations_dtype, self.scale_format)
-            layer.fp8_dequantized = [_dequantized(layer, name, operand) for name in ("w13", "w2")]
+            layer.fp8_dequantized = [_dequantize(layer, name, operand) for name in ("w13", "w2")]
         w13, w2 = layer.fp8_dequantized
         parallel = layer.moe_config.moe_parallel_config
         shared = parallel.tp_size * parallel.ep_size > 1
@@ -69,7 +69,7 @@ class EmulatedFp8MoEMethod(Fp8MoEMethod):
         return keep_on_first_rank(out.to(x.dtype)) if shared else out.to(x.dtype)
 
 
-def _dequantized(layer: Any, name: str, dtype: torch.dtype) -> list[Tensor]:
+def _dequantize(layer: Any, name: str, dtype: torch.dtype) -> list[Tensor]:
     """Return the dequantized weight of each expert."""
     data, scale = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale_inv").data
     pairs = zip(data, scale, strict=True)
