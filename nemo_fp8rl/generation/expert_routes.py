@@ -1,6 +1,6 @@
 """Records the experts that vLLM's routers chose, by request and token, for routing replay on the trainer.
 
-vLLM returns the experts itself (`enable_return_routed_experts`) where it has Triton (`vllm_compat.has_route_output`). On
+vLLM returns experts itself (`enable_return_routed_experts`) where it has Triton (`vllm_compat.has_route_output`). On
 a CPU this recorder replaces vLLM's own behind the same hook (`bind_routed_experts_capturer`).
 """
 
