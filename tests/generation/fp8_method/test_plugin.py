@@ -22,7 +22,7 @@ from pathlib import Path
 import vllm.plugins
 from vllm import LLM, SamplingParams
 seconds, load = [], vllm.plugins.load_general_plugins
-def time_stage():
+def timed():
     start = time.perf_counter()
     load()
     seconds.append(time.perf_counter() - start)
