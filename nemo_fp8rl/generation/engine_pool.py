@@ -25,6 +25,8 @@ from nemo_fp8rl.refit.route_plan import Links
 from nemo_fp8rl.refit.transport.link import RECEIVER_SHARE
 from nemo_fp8rl.workers import WorkerDied, Workers, shutdown_on_error, start_workers
 
+NOT_FENCED = -1
+
 
 class EnginePool(EngineClient):
     """`generation.interface.Generation` over cluster.generation_engines engines.
@@ -33,7 +35,7 @@ class EnginePool(EngineClient):
     beside:  the ranks whose GPUs the engines share
 
     patience:      seconds to wait for an engine that must finish its answers first; after them it counts as dead
-    fenced_lives:  the lives of the engines when the last refit fenced them
+    fenced_lives:  the lives of the engines when the last refit fenced them; NOT_FENCED after a recovery since
     """
 
     retries_are_counted_by_engines = False
@@ -166,6 +168,7 @@ class EnginePool(EngineClient):
             return is_due
 
     def readmit(self, engine: int) -> None:
+        self.fenced_lives[engine] = NOT_FENCED  # a death that a refit found before the recovery is made good
         self.missing.discard(engine)
 
     def _start_again(self, engine: int, death: Exception) -> None:

@@ -132,3 +132,13 @@ def test_an_engine_that_was_replaced_meanwhile_is_not_ended(engines, monkeypatch
     generation.lives[0] = 1
     assert generation._report_death(0, WorkerDied("killed"), life=0)
     assert (generation.engines.ended, generation.missing, generation.engine_restarts) == ([], set(), 0)
+
+
+def test_a_death_that_a_recovery_has_made_good_replaces_nothing_in_a_refit(engines):
+    generation = engines(2)
+    generation.fence([0, 1])
+    assert generation._report_death(0, WorkerDied("killed"), life=0)
+    assert not generation.replace(0, WorkerDied("killed"))
+    assert generation.engine_restarts == 1
+    generation.fence([0, 1])
+    assert generation.replace(0, WorkerDied("killed again"))

@@ -100,7 +100,8 @@ def comparable(lines: list[str]) -> list[str]:
 def test_the_plugin_imports_its_own_module_and_nothing_else(runs):
     (without, _), (with_plugin, _) = runs
     added = {*with_plugin["modules"]} - {*without["modules"]}
-    assert added == {"nemo_fp8rl", "nemo_fp8rl.generation", "nemo_fp8rl.generation.fp8_method.plugin"}
+    plugin = "nemo_fp8rl.generation.fp8_method.plugin"
+    assert added == {"nemo_fp8rl", "nemo_fp8rl.generation", "nemo_fp8rl.generation.fp8_method", plugin}
     assert not {*without["modules"]} - {*with_plugin["modules"]}
 
 
