@@ -53,7 +53,7 @@ def check_keys(values: Any, block: type, prefix: str = "", known: Sequence[str] 
             raise UserError(f"unknown config key {prefix}{name}; {_nearest(str(name), list(fields), prefix, known)}")
         field = fields[name]
         if field.element and value is not None:
-            if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+            if not isinstance(value, list | tuple) or not all(isinstance(entry, dict) for entry in value):
                 raise UserError(f"{field.key} must be a list of blocks of keys, got {short_repr(value)}")
             for i, entry in enumerate(value):
                 check_keys(entry, field.element, f"{field.key}[{i}].", known)
@@ -118,7 +118,7 @@ def check_numbers(values: Any, prefix: str = "") -> None:
     """Raise UserError for a whole number of more than BITS bits, anywhere below `prefix`."""
     if isinstance(values, int) and values.bit_length() > BITS:
         raise UserError(f"{prefix.rstrip('.')} is a whole number of more than {BITS} bits; lower it")
-    entries = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    entries = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list | tuple) else ()
     for key, value in entries:
         check_numbers(value, f"{prefix}{key}.")
 
@@ -129,7 +129,7 @@ def _removed_keys(block: type) -> Mapping[str, str]:
 
 def _entries(key: str, hint: Any, value: Any) -> Iterator[tuple[str, Any, Any]]:
     """(key, type hint, value) of the value itself, or of each entry of a list."""
-    if get_origin(hint) is tuple and isinstance(value, list):
+    if get_origin(hint) is tuple and isinstance(value, list | tuple):
         yield from ((f"{key}[{i}]", get_args(hint)[0], entry) for i, entry in enumerate(value))
     else:
         yield key, hint, value
