@@ -118,7 +118,9 @@ def check_numbers(values: Any, prefix: str = "") -> None:
     """Raise UserError for a whole number of more than BITS bits, anywhere below `prefix`."""
     if isinstance(values, int) and values.bit_length() > BITS:
         raise UserError(f"{prefix.rstrip('.')} is a whole number of more than {BITS} bits; lower it")
-    entries = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list | tuple) else ()
+    entries = (
+        values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list | tuple) else ()
+    )
     for key, value in entries:
         check_numbers(value, f"{prefix}{key}.")
 
