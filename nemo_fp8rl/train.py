@@ -21,7 +21,7 @@ from nemo_fp8rl.common.errors import StepRefused
 from nemo_fp8rl.common.machine import describe_processors
 from nemo_fp8rl.common.stopwatch import Stopwatch
 from nemo_fp8rl.config.schema import Config
-from nemo_fp8rl.data import PromptOrder
+from nemo_fp8rl.data.order import PromptOrder
 from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.generation.engine_checks import check_for_driver

@@ -78,6 +78,7 @@ WITHOUT_TORCH = (
     "hf.model_tensors",
     "nemo_rl.recipe.precision",
     "nemo_rl.stock.stock_limits",
+    "data.rewards",
 )
 """What reads a recipe; these answer before torch would be loaded."""
 HEAVY = "nemo_fp8rl.policy.worker"

@@ -10,7 +10,7 @@ from nemo_fp8rl.common.atomic_files import check_output, new_folder
 from nemo_fp8rl.common.display import Display
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.schema import Config
-from nemo_fp8rl.data import PromptOrder
+from nemo_fp8rl.data.order import PromptOrder
 from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.hf.hub import pin_commits
 from nemo_fp8rl.hf.model_config import check_context, read_hf_config

@@ -1,7 +1,4 @@
-"""Prompts: read from JSONL, split into training and validation, in a reproducible order."""
+"""Prompts: read from JSONL, split into training and validation, in a reproducible order; and the verifiers of answers.
 
-from nemo_fp8rl.data.jsonl import Record, read_jsonl
-from nemo_fp8rl.data.order import PromptOrder
-from nemo_fp8rl.data.split import split_records
-
-__all__ = ["PromptOrder", "Record", "read_jsonl", "split_records"]
+It imports nothing: a verifier's child process would otherwise load torch.
+"""

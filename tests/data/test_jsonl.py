@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.data import Record, read_jsonl
+from nemo_fp8rl.data.jsonl import Record, read_jsonl
 
 GOOD = '{"prompt": "1+1=", "answer": "2"}\n'
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_fp8rl.data import PromptOrder
+from nemo_fp8rl.data.order import PromptOrder
 from nemo_fp8rl.generation.interface import sample_seed
 
 sizes = {"num_prompts": st.integers(1, 12), "per_step": st.integers(1, 30), "seed": st.integers(0, 2**31)}

@@ -8,7 +8,7 @@ import pytest
 from nemo_fp8rl.cli import main
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.run_schema import LoggerConfig
-from nemo_fp8rl.data import PromptOrder
+from nemo_fp8rl.data.order import PromptOrder
 from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.nemo_rl.recipe.checkout import find_checkout
