@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from nemo_fp8rl import __version__
 from nemo_fp8rl.common.errors import BAD_INPUT, INTERRUPTED, UserError
@@ -81,12 +81,22 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nemo-fp8rl", description="GRPO with FP8 end to end.")
     parser.add_argument("--version", action="version", version=__version__)
     parser.set_defaults(unfinished=INTERRUPTED)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
+    for add in (_add_runs, _add_models, _add_studies):
+        add(commands)
+    return parser
+
+
+def _add_runs(commands: Commands) -> None:
+    """Add the commands that run a recipe."""
     train = commands.add_parser("train", help="run GRPO from a recipe")
     _add_recipe(train)
     train.add_argument("--resume", action="store_true", help="continue the run in logger.log_dir")
@@ -123,6 +133,26 @@ def _make_parser() -> argparse.ArgumentParser:
     sft.add_argument("--output", type=path, required=True, metavar="DIR", help="folder for the HF checkpoint")
     sft.set_defaults(run=_sft)
 
+    stop = commands.add_parser("request-stop", help="for a pod's preStop hook: let the run save before the pod ends")
+    stop.add_argument(
+        "--linger",
+        type=seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="keep the pod of the driver alive for so long afterwards",
+    )
+    stop.set_defaults(run=_request_stop)
+
+
+def _add_models(commands: Commands) -> None:
+    """Add the commands that write a checkpoint, and the demo."""
+    tiny = commands.add_parser("make-tiny", help="write a tiny checkpoint, tokenizer and dataset")
+    tiny.add_argument("folder", type=path, metavar="DIR")
+    tiny.add_argument("--task", default="add", help="add (two numbers) or chain (running sums); default add")
+    tiny.add_argument("--family", default="qwen3", help="llama, qwen2, qwen3 (the default) or qwen3_moe")
+    tiny.add_argument("--seed", type=int, default=0)
+    tiny.set_defaults(run=_make_tiny)
+
     export = commands.add_parser("export", help="write an FP8 checkpoint that plain vLLM serves")
     export.add_argument("--checkpoint", type=path, required=True, metavar="DIR", help="a bfloat16 HF checkpoint")
     export.add_argument("--output", type=path, required=True, metavar="DIR", help="folder for the FP8 checkpoint")
@@ -132,16 +162,19 @@ def _make_parser() -> argparse.ArgumentParser:
     export.add_argument("--quantization-ignored-layer-kws", nargs="*", default=[], metavar="WORD", help="default none")
     export.set_defaults(run=_export)
 
-    tiny = commands.add_parser("make-tiny", help="write a tiny checkpoint, tokenizer and dataset")
-    tiny.add_argument("folder", type=path, metavar="DIR")
-    tiny.add_argument("--task", default="add", help="add (two numbers) or chain (running sums); default add")
-    tiny.add_argument("--family", default="qwen3", help="llama, qwen2, qwen3 (the default) or qwen3_moe")
-    tiny.add_argument("--seed", type=int, default=0)
-    tiny.set_defaults(run=_make_tiny)
-
     demo = commands.add_parser("demo", help="run make-tiny, sft and train, and print a table of the results")
     demo.add_argument("--runs", type=path, default=Path("runs"), metavar="DIR", help="parent of the demo's folder")
     demo.set_defaults(run=_demo)
+
+
+def _add_studies(commands: Commands) -> None:
+    """Add the commands that examine recipes, runs and formats."""
+    doctor = commands.add_parser("doctor", help="check a NeMo RL recipe against its GPUs and its model")
+    doctor.add_argument("recipe", type=path, metavar="RECIPE", help="a YAML file, see conf/nemo_rl/")
+    doctor.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="key=value, +key=value, ++key=value, ~key")
+    doctor.add_argument("--gpu", default="h100", metavar="NAME", help="h100 (the default), h200, b200, ...")
+    doctor.add_argument("--json", action="store_true", help="print only JSON on stdout")
+    doctor.set_defaults(run=_doctor, unfinished=BAD_INPUT)
 
     report = commands.add_parser("report", help="write one HTML page about one or several runs")
     report.add_argument("runs", type=path, nargs="+", metavar="RUN", help="a run directory (logger.log_dir)")
@@ -159,13 +192,6 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     compare.set_defaults(run=_compare)
 
-    doctor = commands.add_parser("doctor", help="check a NeMo RL recipe against its GPUs and its model")
-    doctor.add_argument("recipe", type=path, metavar="RECIPE", help="a YAML file, see conf/nemo_rl/")
-    doctor.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="key=value, +key=value, ++key=value, ~key")
-    doctor.add_argument("--gpu", default="h100", metavar="NAME", help="h100 (the default), h200, b200, ...")
-    doctor.add_argument("--json", action="store_true", help="print only JSON on stdout")
-    doctor.set_defaults(run=_doctor, unfinished=BAD_INPUT)
-
     parity = commands.add_parser(
         "parity", help="compare this package's FP8 format with published and installed libraries"
     )
@@ -175,17 +201,6 @@ def _make_parser() -> argparse.ArgumentParser:
     parity.add_argument("--seed", type=int, default=0)
     parity.add_argument("--json", action="store_true", help="print only JSON on stdout")
     parity.set_defaults(run=_parity)
-
-    stop = commands.add_parser("request-stop", help="for a pod's preStop hook: let the run save before the pod ends")
-    stop.add_argument(
-        "--linger",
-        type=seconds,
-        default=0.0,
-        metavar="SECONDS",
-        help="keep the pod of the driver alive for so long afterwards",
-    )
-    stop.set_defaults(run=_request_stop)
-    return parser
 
 
 def seconds(text: str) -> float:

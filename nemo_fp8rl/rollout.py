@@ -57,7 +57,7 @@ def collect_rollout(
     prompts (DAPO, arXiv 2503.14476). Raises StepRefused when the rounds do not suffice.
     """
     dynamic = cfg.grpo.use_dynamic_sampling
-    wanted = cfg.grpo.num_prompts_per_step
+    num_prompts = cfg.grpo.num_prompts_per_step
     size = sampling.num_generations
     sampled_prompts: list[Prompt] = []
     completions: list[Completion] = []
@@ -69,7 +69,7 @@ def collect_rollout(
         if not prompts:
             break
         with clock("generate", len(prompts)) as on_progress:
-            seeds = [sample_seed(cfg.grpo.seed, step, round_ * wanted + i) for i in range(len(prompts))]
+            seeds = [sample_seed(cfg.grpo.seed, step, round_ * num_prompts + i) for i in range(len(prompts))]
             groups = generation.generate([p.token_ids for p in prompts], seeds, sampling, on_progress)
         flat = [completion for group in groups for completion in group]
         generated += sum(len(completion.token_ids) for completion in flat)
@@ -82,18 +82,18 @@ def collect_rollout(
             signal = groups_with_signal(rewards, torch.arange(len(prompts)).repeat_interleave(size))
         for i, prompt in enumerate(prompts):
             rows = slice(i * size, (i + 1) * size)
-            if signal[i * size] and len(scores) < wanted:
+            if signal[i * size] and len(scores) < num_prompts:
                 sampled_prompts += [prompt] * size
                 completions += flat[rows]
                 scores.append(rewards[rows])
-        if len(scores) == wanted:
-            group_ids = torch.arange(wanted).repeat_interleave(size)
+        if len(scores) == num_prompts:
+            group_ids = torch.arange(num_prompts).repeat_interleave(size)
             rewards, all_rewards = torch.cat(scores), torch.cat(all_scores)
             return Rollout(
                 sampled_prompts, completions, rewards, group_ids, round_ + 1, all_rewards, generated, truncated
             )
     raise StepRefused(
-        f"dynamic sampling found {len(scores)} of {wanted} prompts whose answers are not all alike in "
+        f"dynamic sampling found {len(scores)} of {num_prompts} prompts whose answers are not all alike in "
         f"grpo.dynamic_sampling_max_gen_batches={cfg.grpo.dynamic_sampling_max_gen_batches} rounds; raise it, or give "
         "more prompts that are neither too easy nor too hard"
     )

@@ -51,7 +51,7 @@ LARGEST_LOG_WEIGHT = 20.0
 
 LAST_BUCKET = 2**20
 EDGES = (0, *(2**i for i in range(21)))
-"""Where buckets of positions begin: 0, 1, 2, 4, ..., 2^20; the last has no end."""
+"""The first position of each bucket: 0, 1, 2, 4, ..., 2^20. The last bucket has no end."""
 
 TOKENS_AT_ONCE = {"cpu": 2**16}
 """Values of a chunk: float64 intermediates of that many stay in a core's cache. Elsewhere 2^22, to bound memory."""

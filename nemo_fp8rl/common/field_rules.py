@@ -114,7 +114,7 @@ class EarlierRuns:
 
 @dataclasses.dataclass(frozen=True)
 class NemoRl:
-    """How NeMo RL spells the key.
+    """NeMo RL's spelling of the key.
 
     spelling:      its keys where they differ; empty: the same key with the same meaning
     for_our_loop:  only `nemo-fp8rl train` reads it from a recipe for NeMo RL; else NeMo RL's own loop does

@@ -143,7 +143,7 @@ def _required(key: str) -> UserError:
 
 
 def _expected_number(hint: Any, value: Any) -> str:
-    """What the value should be, where the hint allows numbers only and the value cannot be read as one; else "".
+    """Return the expected kind of number if the hint allows numbers alone and the value is none; else an empty text.
 
     Such a value must not reach the ${mul:...} of a default. A reference, ${...}, is left to pydantic.
     """

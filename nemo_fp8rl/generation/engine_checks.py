@@ -107,21 +107,21 @@ def _check_cpu(hf: HfConfig, cfg: Config) -> None:
 
 def _check_kv_memory(hf: HfConfig, cfg: Config) -> None:
     """Raise UserError for a cache without room for one sequence of the whole context and vLLM's reserved block."""
-    vllm, wanted = cfg.policy.generation.vllm_cfg, one_sequence_gib(hf, cfg)
-    if vllm.kv_cache_memory_gib is not None and wanted > vllm.kv_cache_memory_gib:
+    vllm, gib = cfg.policy.generation.vllm_cfg, one_sequence_gib(hf, cfg)
+    if vllm.kv_cache_memory_gib is not None and gib > vllm.kv_cache_memory_gib:
         raise UserError(
             f"{KEY_PREFIX}.kv_cache_memory_gib={vllm.kv_cache_memory_gib:g} cannot hold one sequence of "
-            f"{KEY_PREFIX}.max_model_len={vllm.max_model_len} tokens, which takes {wanted:.3g} GiB; raise the first or "
+            f"{KEY_PREFIX}.max_model_len={vllm.max_model_len} tokens, which takes {gib:.3g} GiB; raise the first or "
             "lower the second"
         )
 
 
 def _check_free_memory(cfg: Config) -> None:
     """Raise UserError for a cache larger than free memory. vLLM checks it as well, in a process without output."""
-    free, wanted = psutil.virtual_memory().available / 2**30, cfg.policy.generation.vllm_cfg.kv_cache_memory_gib or 0
-    if wanted > free:
+    free, gib = psutil.virtual_memory().available / 2**30, cfg.policy.generation.vllm_cfg.kv_cache_memory_gib or 0
+    if gib > free:
         raise UserError(
-            f"{KEY_PREFIX}.kv_cache_memory_gib={wanted:g} is more than this machine has free ({free:.1f} GiB); lower it"
+            f"{KEY_PREFIX}.kv_cache_memory_gib={gib:g} is more than this machine has free ({free:.1f} GiB); lower it"
         )
 
 

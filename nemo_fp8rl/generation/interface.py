@@ -63,7 +63,7 @@ def sample_seed(seed: int, step: int | str, position: int | str) -> int:
 
 @dataclass(frozen=True)
 class EngineDescription:
-    """What engines chose for their machines, in words for people. Each field has the engines' distinct values.
+    """The choices of the engines for their machines, in words for people. Each field has the engines' distinct values.
 
     kernels:           what multiplies FP8 layers, vLLM's attention backend and the mode of its CUDA graphs
     instruction_sets:  `machine.instructions` of the engines' machines

@@ -25,7 +25,7 @@ class DivergenceError(StepRefused):
 
 @dataclass(frozen=True)
 class PolicyDescription:
-    """What the training ranks chose for their machines, in words for people. Each field has the ranks' distinct values.
+    """The ranks' choices for their machines, in words for people. Each field has the ranks' distinct values.
 
     kernels:           the kernels that multiply FP8 layers; empty without FP8 layers
     quantizers:        what quantizes weights for a refit; empty without FP8 engines

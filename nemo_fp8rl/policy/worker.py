@@ -53,11 +53,12 @@ from nemo_fp8rl.refit.reports import SendReport
 from nemo_fp8rl.refit.sender.sending_rank import SendingRank
 from nemo_fp8rl.refit.transport.link import SENDER_SHARE
 from nemo_fp8rl.refit.transport.shared_memory import domain
+from nemo_fp8rl.workers.network import node_address
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What the driver must know about a rank.
+    """The facts about a rank that the driver needs.
 
     shard:        the number of the batch shard that this rank gets
     is_reporter:  True on the one rank per shard that returns the shard's log-probs and metrics
@@ -270,7 +271,7 @@ class MegatronWorker:
             parts,
             choice.scale_format,
             transport=transport,
-            host=_node_address(self.cfg),
+            host=node_address(self.cfg.cluster),
             token=token,
             timeout=SENDER_SHARE * self.cfg.cluster.engine_timeout_seconds,
             device=next(self.model.parameters()).device,  # a device with an index
@@ -392,12 +393,3 @@ def _check_gpu_policy(cfg: Config, hf: HfConfig) -> None:
 def _copy_to_host(tensor: Tensor) -> Tensor:
     """Copy a tensor to the host; pinned if it came from a GPU, as the way back from pageable memory copies twice."""
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
-
-
-def _node_address(cfg: Config) -> str:
-    """Return the address of this node on the cluster's interface; loopback without a cluster."""
-    if cfg.cluster.backend == "in_process":
-        return "127.0.0.1"
-    import ray
-
-    return ray.util.get_node_ip_address()

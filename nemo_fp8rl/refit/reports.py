@@ -32,7 +32,7 @@ class StageTimer:
 
 @dataclass
 class SendReport:
-    """What one trainer rank sent of a version over all its links.
+    """The report of one trainer rank on a version that it sent over all its links.
 
     nbytes:                 bytes on the wire
     bf16_nbytes:            bytes of the same tensors in bfloat16

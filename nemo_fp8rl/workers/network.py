@@ -5,6 +5,8 @@ import socket
 
 import psutil
 
+from nemo_fp8rl.config.run_schema import ClusterConfig
+
 
 def address_towards(host: str) -> str:
     """Return this node's address on the route to another node, or to itself. Raises OSError if there is no route."""
@@ -23,3 +25,12 @@ def set_gloo_interface(address: str) -> None:
     addresses = ((name, entry.address) for name, entries in psutil.net_if_addrs().items() for entry in entries)
     if interface := next((name for name, known in addresses if known == address), None):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def node_address(cluster: ClusterConfig) -> str:
+    """Return the address of this node on the cluster's interface; loopback without a Ray cluster."""
+    if cluster.backend == "in_process":
+        return "127.0.0.1"
+    import ray
+
+    return ray.util.get_node_ip_address()

@@ -19,7 +19,7 @@ from nemo_fp8rl.workers.ray_placement import (
 from nemo_fp8rl.workers.worker_group import Role, WorkerDied, Workers, env_vars, shutdown_on_error
 
 SHUTDOWN_SECONDS = 10.0
-"""How long engines have for `shutdown`, which removes vLLM's sockets; a killed engine would leave them."""
+"""Seconds that engines have for `shutdown`, which removes vLLM's sockets; a killed engine would leave them."""
 
 # advice for the user if a process does not start in time
 ADVICE_AT_START = "see what `ray status` says; where nodes are only slow, raise cluster.engine_timeout_seconds"

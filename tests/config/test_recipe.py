@@ -14,6 +14,7 @@ from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.fp8rl_schema import Fp8RlConfig
 from nemo_fp8rl.config.recipe import load, to_yaml
 from nemo_fp8rl.config.schema import Config
+from tests.refusals import refusal_of
 
 CONF = Path(__file__).parents[2] / "conf"
 MINIMAL = "policy: {model_name: some/model}\ndata: {train: {data_path: some/data.jsonl}}\n"
@@ -41,10 +42,7 @@ def refusal(recipe):
     """refusal(text, *overrides) -> what the user is told; one line."""
 
     def make(text: str = MINIMAL, *overrides: str) -> str:
-        with pytest.raises(UserError) as caught:
-            recipe(text, *overrides)
-        assert "\n" not in str(caught.value)
-        return str(caught.value)
+        return refusal_of(recipe, text, *overrides)
 
     return make
 

@@ -77,8 +77,8 @@ def load_comparison(path: Path) -> Comparison:
     register_resolvers()
     tree = read_with_parents(path)
     with yaml_errors_as_user_error(str(path)):
-        given = OmegaConf.to_container(tree)
-        check_keys(given, Comparison)
+        tree_values = OmegaConf.to_container(tree)
+        check_keys(tree_values, Comparison)
         values = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     comparison = to_block(values, Comparison)
     _check(comparison)
@@ -105,8 +105,8 @@ def _check(comparison: Comparison) -> None:
     blocks |= {f"flows.{name}": overrides for name, overrides in flows.items()}
     blocks |= {"lengths.overrides": lengths.overrides} if lengths else {}
     for where, overrides in blocks.items():
-        if taken := [key for key in overrides if key in KEYS_OF_COMPARISON]:
-            raise UserError(f"{where}: {taken[0]} is set for each run by the comparison; leave it out")
+        if reserved := [key for key in overrides if key in KEYS_OF_COMPARISON]:
+            raise UserError(f"{where}: {reserved[0]} is set for each run by the comparison; leave it out")
 
 
 def _with_paths(comparison: Comparison, folder: Path) -> Comparison:

@@ -97,10 +97,10 @@ def plan(
     of_recipe = None if values is None or ignore_gpu_count else _sizes(values)
     sizes = of_recipe or {"nodes": 1, "generation_nodes": 0, "gpus_per_node": 0}
     for key, size in sizes.items():
-        given = getattr(settings, key)
-        if of_recipe and given not in (None, size):
-            raise UserError(f"{key}={given}, but {RECIPE_KEYS[key]} says {size}: change that instead, as an override")
-        sizes[key] = size if given is None else given
+        setting = getattr(settings, key)
+        if of_recipe and setting not in (None, size):
+            raise UserError(f"{key}={setting}, but {RECIPE_KEYS[key]} says {size}: change that instead, as an override")
+        sizes[key] = size if setting is None else setting
     nodes, alone = sizes["nodes"], sizes["generation_nodes"]
     if alone >= nodes:
         raise UserError(f"generation_nodes={alone} of nodes={nodes} leaves none to train on: raise nodes")

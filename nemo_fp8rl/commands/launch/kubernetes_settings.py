@@ -93,7 +93,7 @@ class KubernetesConfig:
     ray_version: str = "2.60.0"
     """The version of the Ray in the image."""
     token: bool = True
-    """Whether Ray asks for a token, which KubeRay (1.5.1 or newer) makes and keeps in a secret."""
+    """Protect Ray by a token, which KubeRay (1.5.1 or newer) makes and keeps in a secret."""
     cpus: int | None = None
     """CPUs of a GPU node's pod. null: no request; Ray then counts all CPUs of the node."""
     memory: str | None = None

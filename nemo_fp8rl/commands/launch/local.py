@@ -64,8 +64,8 @@ def visible_gpus() -> int:
 
     Raises: UserError if nvidia-smi fails, because its failure does not mean that there are no GPUs
     """
-    if (shown := visible_gpu_names()) is not None:
-        return len(shown)
+    if (names := visible_gpu_names()) is not None:
+        return len(names)
     try:
         done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False)
     except FileNotFoundError:
@@ -113,15 +113,15 @@ def choose_for_train(
     is_setting: the user gave the number of GPUs, instead of the number that is visible
     Raises:     UserError if the recipe does not fit, or states a layout while the user gave a number other than 0
     """
-    given = read(recipe, overrides)[1] if gpus > 1 or (gpus and is_setting) else {}
-    named = [f"{key}={value}" for key in LAYOUT if (value := at(given, key, None)) is not None]
+    values = read(recipe, overrides)[1] if gpus > 1 or (gpus and is_setting) else {}
+    named = [f"{key}={value}" for key in LAYOUT if (value := at(values, key, None)) is not None]
     if named and is_setting:
         raise UserError(f"gpus_per_node={gpus}, but the recipe says {', '.join(named)}: leave one of the two out")
     if named or gpus < 2:
         return (), ""
     generation = load(recipe, overrides).policy.generation
     engine, alone, turns = generation.vllm_cfg.tensor_parallel_size, 0, []
-    if at(given, COLOCATED, None) is not None and not generation.colocated.enabled:
+    if at(values, COLOCATED, None) is not None and not generation.colocated.enabled:
         alone = _for_engines(gpus, engine, 1, f"{COLOCATED}=false")  # a model on several ranks says train_ranks
     elif gpus % engine:
         raise UserError(
@@ -129,7 +129,7 @@ def choose_for_train(
             f"share with the trainer: use others, --set gpus_per_node=N, or set {COLOCATED}=false"
         )
     else:
-        turns = [f"{key}={value}" for key, value in IN_TURNS.items() if at(given, key, None) is None]
+        turns = [f"{key}={value}" for key, value in IN_TURNS.items() if at(values, key, None) is None]
     sizes = (f"cluster.train_ranks={gpus - alone}", f"cluster.generation_engines={(alone or gpus) // engine}")
     chosen = ("cluster.backend=ray", *sizes, f"{COLOCATED}={'false' if alone else 'true'}", *turns)
     try:

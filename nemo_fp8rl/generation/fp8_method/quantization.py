@@ -42,14 +42,14 @@ class NemoFp8RlConfig(Fp8Config):
                 f"quantization {cls.get_name()}: the checkpoint's quantization_config lacks {' and '.join(missing)}, "
                 "so it was not written by `nemo-fp8rl export`; leave its quantization to vLLM"
             )
-        ours = cast(NemoFp8RlConfig, super().from_config(config))
-        ours.scale_format = config["scale_format"]
+        method = cast(NemoFp8RlConfig, super().from_config(config))
+        method.scale_format = config["scale_format"]
         first, end, ignored = config["fp8_layers"]
-        ours.fp8_layers = Fp8Layers(first, end, tuple(ignored))
+        method.fp8_layers = Fp8Layers(first, end, tuple(ignored))
         if current_platform.is_cpu():
             load_emulation("cpu")  # it imports numba, which must be imported before the next line
             vllm_compat.survive_scan_of_llvmlite()
-        return ours
+        return method
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         linear, experts = methods_for_device()

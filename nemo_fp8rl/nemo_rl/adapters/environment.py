@@ -48,13 +48,14 @@ class ExactMatchEnvironment(EnvironmentInterface):
 ExactMatchActor = ray.remote(ExactMatchEnvironment)
 
 
-def register(ours: bool) -> None:
+def register(uses_package: bool) -> None:
     """Register the environment with NeMo RL; a second call does nothing.
 
-    ours: whether the package's workers run; these have only the driver's environment, so the collectors run there, too
+    uses_package: True with the package's workers, which have the driver's environment alone; NeMo RL's collectors then
+                  run in it as well
     """
     actor_name = f"{__name__}.ExactMatchActor"
-    for actor in (actor_name, *(COLLECTORS if ours else ())):
+    for actor in (actor_name, *(COLLECTORS if uses_package else ())):
         ACTOR_ENVIRONMENT_REGISTRY[actor] = PY_EXECUTABLES.SYSTEM
     if NAME not in ENV_REGISTRY:
         register_env(NAME, actor_name)

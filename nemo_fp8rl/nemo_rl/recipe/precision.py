@@ -86,9 +86,11 @@ def _trainer_fp8(megatron: Mapping[str, Any]) -> bool:
         return False
     if not megatron.get("enabled"):
         raise UserError(f"{FP8_CFG}.enabled=true needs the Megatron trainer; set policy.megatron_cfg.enabled=true")
-    for key, wanted in (("fp8", "e4m3"), ("fp8_recipe", "blockwise")):
-        if fp8.get(key, wanted) != wanted:
-            raise UserError(f"{FP8_CFG}.{key}={fp8[key]} is not the format of the engine's weights; set it to {wanted}")
+    for key, expected in (("fp8", "e4m3"), ("fp8_recipe", "blockwise")):
+        if fp8.get(key, expected) != expected:
+            raise UserError(
+                f"{FP8_CFG}.{key}={fp8[key]} is not the format of the engine's weights; set it to {expected}"
+            )
     return True
 
 

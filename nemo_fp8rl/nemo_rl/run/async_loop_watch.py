@@ -1,6 +1,6 @@
-"""Whether NeMo RL's asynchronous loop ended since it was done.
+"""Detects an error that NeMo RL's asynchronous loop ended on.
 
-It prints an error of its first refit, on v0.7.0 of any step, and returns as it does after the last one.
+The loop prints an error of its first refit (on v0.7.0 of any step) and returns as it does after its last step.
 """
 
 from collections.abc import Callable
@@ -10,39 +10,39 @@ CALLS = (
     *("train", "get_logprobs", "get_reference_policy_logprobs", "save_checkpoint"),
     *("stream_weights_via_ipc_zmq", "broadcast_weights_for_collective"),  # how v0.7.0 refits
 )
-"""A policy's calls that are watched; the loop goes on after no error of theirs."""
+"""The watched calls of a policy. The loop does not continue after an error of one of them."""
 
 
 class Watch:
-    """Watches a policy and, where the engine has one, its weight synchronizer: these objects alone, not their classes.
+    """Watches a policy and the engine's weight synchronizer, if there is one: the objects and not their classes.
 
-    steps: that the policy trained. error: the first that a call raised.
+    steps:  number of steps that the policy trained
+    error:  the first error that a call raised
     """
 
     def __init__(self, policy: Any, synchronizer: Any) -> None:
         self.steps = 0
         self.error: Exception | None = None
         for name in CALLS:
-            setattr(policy, name, self._watched(getattr(policy, name), is_step=name == "train"))
+            setattr(policy, name, self._watch(getattr(policy, name), is_step=name == "train"))
         if synchronizer is not None:
-            synchronizer.sync_weights = self._watched(synchronizer.sync_weights)
+            synchronizer.sync_weights = self._watch(synchronizer.sync_weights)
 
-    def check(self, asked: int) -> None:
-        """Call after the loop, where nothing else ended it. Raises what it passed over, or RuntimeError if that is
-        unknown.
+    def check(self, expected_steps: int) -> None:
+        """Raise the error that the loop ended on, or RuntimeError if the error is unknown. Call it after the loop.
 
-        asked: how many steps it had to take.
+        expected_steps: number of steps that the loop had to take
         """
         if self.error is not None:
             raise self.error
-        if self.steps < asked:
+        if self.steps < expected_steps:
             raise RuntimeError(
-                f"NeMo RL's asynchronous loop ended after {self.steps} of {asked} steps: the error that it passed over "
-                "is printed above"
+                f"NeMo RL's asynchronous loop ended after {self.steps} of {expected_steps} steps; its error is "
+                "printed above"
             )
 
-    def _watched(self, call: Callable[..., Any], is_step: bool = False) -> Callable[..., Any]:
-        def watched(*args: Any, **kwargs: Any) -> Any:
+    def _watch(self, call: Callable[..., Any], is_step: bool = False) -> Callable[..., Any]:
+        def call_and_record(*args: Any, **kwargs: Any) -> Any:
             try:
                 result = call(*args, **kwargs)
             except Exception as error:
@@ -51,4 +51,4 @@ class Watch:
             self.steps += is_step
             return result
 
-        return watched
+        return call_and_record

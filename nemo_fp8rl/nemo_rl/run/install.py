@@ -29,7 +29,7 @@ def backends(
     master_config:  NeMo RL's MasterConfig after configure_generation_config
     weights_path:   weights of the checkpoint to continue, None for a new run
     """
-    environment.register(ours=True)
+    environment.register(uses_package=True)
     values = master_config.model_dump()
     cfg = convert_recipe(values)
     generation_cfg = master_config.policy["generation"]

@@ -48,12 +48,13 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
     check_loop(recipe.values)
     if find_cluster():
         print(f"nemo-fp8rl: joining this machine's Ray cluster, RAY_ADDRESS={os.environ['RAY_ADDRESS']}", flush=True)
-    ours = uses_package_workers(recipe.fp8rl.workers)
+    uses_package = uses_package_workers(recipe.fp8rl.workers)
     print(
-        f"nemo-fp8rl: nemo_fp8rl.workers={recipe.fp8rl.workers}, {'ours' if ours else 'those of NeMo RL'}", flush=True
+        f"nemo-fp8rl: nemo_fp8rl.workers={recipe.fp8rl.workers}, {'ours' if uses_package else 'those of NeMo RL'}",
+        flush=True,
     )
     check_local_gpu(recipe.precision.flow)
-    if ours:
+    if uses_package:
         require_token()
     else:
         check_stock(recipe.values, recipe.checkout.version)
@@ -67,7 +68,7 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
 
     from nemo_fp8rl.nemo_rl.adapters import environment
 
-    tokenizer_cfg = _with_local_folder(master.policy["tokenizer"]) if ours else master.policy["tokenizer"]
+    tokenizer_cfg = _with_local_folder(master.policy["tokenizer"]) if uses_package else master.policy["tokenizer"]
     with tokenizer_errors(tokenizer_cfg["name"]):
         tokenizer = get_tokenizer(tokenizer_cfg)
     master.policy["generation"] = configure_generation_config(
@@ -77,7 +78,7 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
         trains_mtp=bool(at(master.policy, "megatron_cfg.mtp_num_layers", None)),
     )
     processes = 0
-    if ours:
+    if uses_package:
         cfg = convert_recipe(master.model_dump())
         check_for_driver(read_hf_config(cfg.policy.model_name), cfg)
         processes = cfg.num_cpus
@@ -85,11 +86,11 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
     set_seed(recipe.values["grpo"]["seed"])
     with ExitStack() as stack:
         # Two more CPUs for environments. The log shows the errors of a collector, which goes on after them.
-        stack.enter_context(_ray(processes + 2, ours, log_to_driver=is_asynchronous(recipe.values)))
+        stack.enter_context(_ray(processes + 2, uses_package, log_to_driver=is_asynchronous(recipe.values)))
         check_cluster(recipe.precision.flow)
-        environment.register(ours)
+        environment.register(uses_package)
         data, val_data, envs, val_envs = setup_response_data(tokenizer, master.data, master.env)
-        set_up = set_up_package_workers if ours else set_up_nemo_rl_workers
+        set_up = set_up_package_workers if uses_package else set_up_nemo_rl_workers
         loop = stack.enter_context(set_up(grpo, master, recipe, tokenizer, data, val_data))
         return _run_loop(grpo, loop, recipe, tokenizer, envs, val_envs)
 
@@ -171,12 +172,12 @@ def parse_seconds(limit: str) -> int:
 
 
 @contextmanager
-def _ray(num_cpus: int, ours: bool, log_to_driver: bool = False) -> Iterator[None]:
+def _ray(num_cpus: int, uses_package: bool, log_to_driver: bool = False) -> Iterator[None]:
     """Start or join a Ray cluster: by NeMo RL's own function for its workers, else by the package's.
 
     In the second case RAY_ADDRESS names the cluster, so that NeMo RL finds it even if other clusters run here.
     """
-    if not ours:
+    if not uses_package:
         from nemo_rl.distributed.virtual_cluster import init_ray
 
         check_address()

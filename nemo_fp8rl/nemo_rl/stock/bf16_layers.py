@@ -19,11 +19,11 @@ def add_bf16_layers(megatron: Mapping[str, Any], layers: Fp8Layers, num_hidden_l
     Raises: UserError if the recipe's own model_overrides name other layers, or if Megatron Core cannot keep so many
     """
     first, last = layers.first, num_hidden_layers - layers.end
-    wanted: dict[str, Any] = {BF16_LAYERS: False}
+    layer_keys: dict[str, Any] = {BF16_LAYERS: False}
     if first or last:
-        wanted = {BF16_LAYERS: True, "num_layers_at_start_in_bf16": first, "num_layers_at_end_in_bf16": last}
+        layer_keys = {BF16_LAYERS: True, "num_layers_at_start_in_bf16": first, "num_layers_at_end_in_bf16": last}
     overrides = megatron.get(MODEL_OVERRIDES) or {}
-    for key, value in wanted.items():
+    for key, value in layer_keys.items():
         if overrides.get(key, value) != value:
             raise UserError(
                 f"policy.megatron_cfg.{MODEL_OVERRIDES}.{key}={overrides[key]} gives the trainer other bfloat16 layers "
@@ -36,4 +36,4 @@ def add_bf16_layers(megatron: Mapping[str, Any], layers: Fp8Layers, num_hidden_l
             f"most as many layers in bfloat16 as a pipeline stage has, {stage}; lower them, or policy.megatron_cfg."
             "pipeline_model_parallel_size"
         )
-    return {**megatron, MODEL_OVERRIDES: {**overrides, **wanted}} if wanted[BF16_LAYERS] else dict(megatron)
+    return {**megatron, MODEL_OVERRIDES: {**overrides, **layer_keys}} if layer_keys[BF16_LAYERS] else dict(megatron)

@@ -11,7 +11,7 @@ from nemo_fp8rl.refit.route_plan import align_up
 from nemo_fp8rl.refit.transport.link import SendingEnd, finish_gpu_work
 
 FLUSH_SECONDS = 0.05
-"""How long a link waits for a free buffer before the buckets of the other links are sent, even if they are not full."""
+"""Seconds that a link waits for a free buffer before the other links send their buckets, even if not full."""
 
 
 class BucketWriter:

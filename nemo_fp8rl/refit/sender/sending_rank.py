@@ -21,7 +21,8 @@ from nemo_fp8rl.refit.transport.link import HOST, LinkError, SendingEnd
 ENGINE_RANKS = 1024
 """The largest number of engine ranks that one trainer rank can wait for at the same time."""
 Address = Any
-"""What an engine rank connects to: [host, port, name], or the receiving end itself if both sides share a process."""
+"""The address of a link for an engine rank: [host, port, name], or the receiving end itself where
+both sides share a process."""
 
 
 class SendingRank:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from nemo_fp8rl.refit.transport.link import LinkError
 
 EXIT_SECONDS = 2.0
-"""How long `join` waits."""
+"""Seconds that `join` waits."""
 
 
 def start(name: str, run: Callable[[], None], stop: Callable[[], None]) -> threading.Thread:

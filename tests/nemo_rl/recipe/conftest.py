@@ -2,9 +2,9 @@
 
 import pytest
 
-from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.nemo_rl.recipe.read_recipe import NemoRlRecipe, load_recipe
 from tests.nemo_rl.conftest import write
+from tests.refusals import refusal_of
 
 CHILD = "defaults: ${oc.env:NEMO_RL_SRC}/examples/configs/grpo.yaml\n"
 
@@ -24,9 +24,6 @@ def refusal(recipe):
     """refusal(text, *overrides) -> the one-line message for the user."""
 
     def make(text: str = CHILD, *overrides: str) -> str:
-        with pytest.raises(UserError) as caught:
-            recipe(text, *overrides)
-        assert "\n" not in str(caught.value)
-        return str(caught.value)
+        return refusal_of(recipe, text, *overrides)
 
     return make

@@ -37,7 +37,7 @@ def main(recipe: Path, overrides: list[str]) -> None:
     set_seed(keys["seed"])
     # The hook is needed by the versions in these tests; NeMo RL's own environment does not need it.
     ray.init("local", num_cpus=8, include_dashboard=False, runtime_env={"worker_process_setup_hook": PREPARE_PROCESS})
-    environment.register(ours=True)
+    environment.register(uses_package=True)
     data, _, envs, val_envs = setup_response_data(tokenizer, master.data, master.env)
     prompts = StatefulDataLoader(
         data, keys["num_prompts_per_step"], shuffle=True, collate_fn=rl_collate_fn, drop_last=True

@@ -5,7 +5,9 @@ import socket
 import struct
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -246,26 +248,29 @@ def test_closing_the_listener_wakes_waits_and_keeps_links(cleanup):
     assert receiver.receive()[0] == b"still"
 
 
-@pytest.mark.parametrize("transport", PROCESS_TRANSPORTS)
-def test_a_sink_that_dies_while_the_link_is_made_ends_the_accept(cleanup, transport):
+@contextmanager
+def offered_link(transport: str, cleanup: list) -> Iterator[tuple[Control, Future]]:
+    """Yield the sink's control connection, which has read the offer of a link, and the source's pending accept."""
     listener = Listener(transport, "127.0.0.1", TOKEN, LONG)
     cleanup.append(listener)
     with authenticated_caller(listener, name="sink") as control:
         accepting = in_thread(listener.accept, "sink", CAPACITY)
         control.receive_fields(transport=str)
         control.receive_fields()
+        yield control, accepting
+
+
+@pytest.mark.parametrize("transport", PROCESS_TRANSPORTS)
+def test_a_sink_that_dies_while_the_link_is_made_ends_the_accept(cleanup, transport):
+    with offered_link(transport, cleanup) as (_, accepting):
+        pass
     with raises_link_error("gone"):
         accepting.result(LONG)
 
 
 @pytest.mark.parametrize("transport", PROCESS_TRANSPORTS)
 def test_a_sink_that_refuses_sends_the_reason(cleanup, transport):
-    listener = Listener(transport, "127.0.0.1", TOKEN, LONG)
-    cleanup.append(listener)
-    with authenticated_caller(listener, name="sink") as control:
-        accepting = in_thread(listener.accept, "sink", CAPACITY)
-        control.receive_fields(transport=str)
-        control.receive_fields()
+    with offered_link(transport, cleanup) as (control, accepting):
         control.refuse(LinkError("no room here \U0001f4a9" * 1000))
         with raises_link_error("sink: no room here"):
             accepting.result(LONG)

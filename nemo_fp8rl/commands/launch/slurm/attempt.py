@@ -21,7 +21,7 @@ from nemo_fp8rl.workers.network import address_towards
 
 @dataclass(frozen=True)
 class Attempt:
-    """What the script exported.
+    """The variables that the script exported.
 
     folder:            the attempt's folder on the shared filesystem
     hosts:             SLURM's names of the nodes: the head first, nodes with engines alone last

@@ -80,9 +80,9 @@ def check_node(attempt: Attempt, index: int, folder: Path) -> list[str]:
     return faults or (_cuda_faults() if gpus and folder.name == FIRST else [])
 
 
-def _gpu_faults(wanted: int) -> list[str]:
+def _gpu_faults(expected: int) -> list[str]:
     """Return faults in the number of GPUs that the job sees, and errors that ECC could not correct."""
-    if wanted == 0:
+    if expected == 0:
         return []
     try:
         done = subprocess.run(SMI, capture_output=True, text=True, timeout=60, check=False)
@@ -91,12 +91,13 @@ def _gpu_faults(wanted: int) -> list[str]:
     if done.returncode != 0:
         return [f"nvidia-smi failed ({(done.stderr or done.stdout).strip()[:200]})"]
     gpus = [line.split(", ") for line in done.stdout.strip().splitlines()]
-    shown = visible_gpu_names()
-    mine = [gpu for gpu in gpus if shown is None or gpu[0] in shown or gpu[1].startswith(tuple(shown))]
-    bad = [(index, errors) for index, _, errors in mine if errors.strip("0").isdigit()]
+    names = visible_gpu_names()
+    visible = [gpu for gpu in gpus if names is None or gpu[0] in names or gpu[1].startswith(tuple(names))]
+    bad = [(index, errors) for index, _, errors in visible if errors.strip("0").isdigit()]
     faults = [f"GPU {index} has {errors} uncorrected ECC errors" for index, errors in bad]
-    found = len(mine) + sum(name.startswith("MIG-") for name in shown or ())  # nvidia-smi does not list parts of a GPU
-    return faults + ([f"it has {found} of {wanted} GPUs"] if found < wanted else [])
+    parts = sum(name.startswith("MIG-") for name in names or ())  # nvidia-smi does not list parts of a GPU
+    found = len(visible) + parts
+    return faults + ([f"it has {found} of {expected} GPUs"] if found < expected else [])
 
 
 def _cuda_faults() -> list[str]:
