@@ -450,6 +450,7 @@ def kill_one_of_two(overrides: list[str]) -> dict[str, object]:
     equal = run.answers(actor.kill) == expected
     refit = run.bridge.refit()
     copy = pickle.loads(ray.cloudpickle.dumps(run.generation))  # as in the process of NeMo RL's collector
+    run.answers(of=copy)  # the copy then knows that both engines have weights, and divides its prompts among both
     process_of(run.generation.engines.actors[0]).kill()  # whose prompts the other one answers, till it is replaced
     counted = run.generation.metrics()["generation/prompts_retried"]
     copied = [run.answers(of=copy) == expected and sorted(copy.missing)]
