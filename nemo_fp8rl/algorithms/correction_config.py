@@ -73,7 +73,7 @@ class CorrectionConfig(Block):
     """Rollout correction; `preset` sets PRESET_KEYS by a name that users know. In Python, take PRESETS[name]."""
 
     preset: str | None = None
-    """Name of a preset (docs/correction.md) that sets all keys below up to bypass."""
+    """A preset of docs/correction.md. It sets all keys below up to bypass."""
     weight: Weight = "token"
     """The ratio that weights a token."""
     weight_max: float | None = 2.0
@@ -89,7 +89,7 @@ class CorrectionConfig(Block):
     denominator: Literal["all", "kept"] = "all"
     """Tokens by whose number the loss divides: all generated ones, or those that are kept."""
     max_nonfinite_fraction: Annotated[float, Range(at_least=0, at_most=1)] = 0.01
-    """Share of tokens without a finite log-probability above which a step is refused."""
+    """Largest share of tokens without a finite log-prob. A step with more of them is refused."""
 
     @classmethod
     def preset_values(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -31,11 +31,11 @@ class GateConfig(Block):
     """One entry of `nemo_fp8rl.gates`."""
 
     metric: str
-    """One of GATED: the mismatch metrics, without those that grow with agreement."""
+    """A metric of the mismatch. One of GATED: the mismatch metrics, without those that grow with agreement."""
     max: Annotated[float, AT_LEAST_0]
     """Largest value that passes."""
     action: Action
-    """What happens above it."""
+    """Reaction to a larger value."""
 
     def check(self, key: str) -> None:
         """Raise UserError on an unknown metric or action and on a limit that is not a number of 0 or more.

@@ -18,48 +18,48 @@ class LossConfig(Block):
     """NeMo RL's `loss_fn` (algorithms/loss/loss_functions.py, ClippedPGLossConfig); the last three keys are ours."""
 
     ratio_clip_min: Annotated[float, Range(at_least=0, at_most=1, hint="0.2 is common")] = 0.2
-    """The ratio is clipped below at 1 - ratio_clip_min."""
+    """Lower clip of the ratio, at 1 - this."""
     ratio_clip_max: Annotated[float, AT_LEAST_0] = 0.2
-    """The ratio is clipped above at 1 + ratio_clip_max. DAPO's clip-higher is 0.28 (arXiv 2503.14476)."""
+    """Upper clip of the ratio, at 1 + this. DAPO's clip-higher is 0.28 (arXiv 2503.14476)."""
     ratio_clip_c: Annotated[float | None, Range(above=1, hint="3 is common, null disables it")] = None
     """Dual clip (arXiv 1912.09729): where the advantage A is negative, the loss is at most -A c."""
     disable_ppo_ratio: bool = False
     """REINFORCE, RLOO: the log-prob itself instead of the ratio, no clipping."""
     force_on_policy_ratio: bool = False
-    """The ratio is 1 and keeps its gradient, for one update a rollout. prev_logprobs are not read."""
+    """Set the ratio to 1 with its gradient. It is for one update a rollout. prev_logprobs are not read."""
     use_cispo: bool = False
     """CISPO (arXiv 2506.13585): the clipped ratio, without gradient, weights the log-prob."""
     sequence_level_importance_ratios: bool = False
     """GSPO (arXiv 2507.18071): one ratio a sequence, the geometric mean; needs token_level_loss: false."""
     token_level_loss: bool = True
-    """Mean over all tokens (DAPO); false: mean over sequences of their means (GRPO)."""
+    """Mean over tokens (DAPO), not over sequences (GRPO). false: mean over sequences of their means."""
     use_importance_sampling_correction: bool = False
     """Weight by pi_train / pi_rollout of a token. sequence_level_importance_ratios makes it the sequence's product."""
     truncated_importance_sampling_type: TruncationType | None = None
-    """tis clamps weights, icepop zeroes those outside the bounds. seq-mask-tis zeroes sequences by their geometric
-    mean."""
+    """Use of the two bounds below. tis clamps weights, icepop zeroes those outside. seq-mask-tis zeroes sequences by their
+    geometric mean."""
     truncated_importance_sampling_ratio: float | None = None
     """Upper bound of the type above."""
     truncated_importance_sampling_ratio_min: float | None = None
     """Lower bound of the type above; null is 0 for tis."""
     reference_policy_kl_penalty: Annotated[float, AT_LEAST_0] = 0.01
-    """Weight of the KL to the reference policy; 0 trains without one."""
+    """Weight of the KL to the reference. 0 trains without a reference policy."""
     reference_policy_kl_type: KlType = "k3"
-    """Schulman's estimators (joschu.net/blog/kl-approx.html)."""
+    """Estimator of the KL. They are Schulman's (joschu.net/blog/kl-approx.html)."""
     kl_input_clamp_value: Annotated[float | None, CLAMP] = 20.0
-    """The log ratio to the reference is clamped to +- this."""
+    """Clamp of the log ratio to the reference. It is clamped to +- this."""
     kl_output_clamp_value: Annotated[float | None, CLAMP] = 10.0
-    """A token's KL is clamped to +- this."""
+    """Clamp of a token's KL. It is clamped to +- this."""
     use_kl_in_reward: bool = False
-    """The KL goes into the advantages (REINFORCE++), not into the loss. It needs reference_policy_kl_type: k1."""
+    """Put the KL into advantages, not the loss. REINFORCE++ does so. It needs reference_policy_kl_type: k1."""
     use_on_policy_kl_approximation: bool = False
     """Weight a token's KL by pi_train / pi_rollout."""
     positive_example_nll_weight: Annotated[float, AT_LEAST_0] = 0.0
-    """Weight of the NLL of samples with a positive reward (VAPO, arXiv 2504.05118, equation 10)."""
+    """Weight of the NLL of rewarded samples (VAPO). Their reward is positive (arXiv 2504.05118, equation 10)."""
     loss_agg_mode: Aggregation | None = None
     """verl's names; null follows token_level_loss. The two sums divide by sequences, -norm by loss_scale_factor too."""
     loss_scale_factor: Annotated[float | None, ABOVE_0] = None
-    """The constant of seq-mean-token-sum-norm, such as the longest answer (arXiv 2503.20783). It is Dr. GRPO's."""
+    """The constant of seq-mean-token-sum-norm. It may be the longest answer (arXiv 2503.20783). It is Dr. GRPO's."""
     entropy_coefficient: Annotated[float, Range()] = 0.0
     """Weight of the entropy bonus. The estimate is `approx_entropy` with the correction's weights."""
 

@@ -20,7 +20,7 @@ class RefitConfig(Block):
     """Send all bytes or those that changed. auto takes whichever took less time, and full with offload_between_phases,
     because deltas need a copy that stays. Engines end with the same bytes."""
     transport: Literal["auto", "in_process", "shared_memory", "cuda_ipc", "nixl", "collective"] = "auto"
-    """What carries the bytes. auto is in_process where trainer and engine share a process; else it is chosen for each
+    """Carrier of the bytes. auto is in_process where trainer and engine share a process; else it is chosen for each
     link: within a machine cuda_ipc for weights on GPUs and shared_memory for others, between machines collective
     (gloo). nixl (RDMA) is never chosen by auto."""
     bucket_bytes: Annotated[int, ABOVE_0] = 256 * 2**20
@@ -41,21 +41,21 @@ class Fp8RlConfig(Block):
     )
     """Precision: bf16 on both sides, FP8 in the engine only, or FP8 on both sides by one contract."""
     align: Literal["auto", "vllm", "none"] = "auto"
-    """Round the trainer's RoPE, residual, norm and softmax where vLLM's CPU kernels do. none rounds where Megatron
-    does. auto is vllm without a GPU and none on a GPU, which cannot round as vllm."""
+    """Rounding of the trainer's layers. vllm rounds RoPE, residual, norm and softmax where vLLM's CPU kernels do, none where
+    Megatron does. auto is vllm without a GPU and none on a GPU, which cannot round as vllm."""
     scale_format: Annotated[
         ScaleFormat,
         NemoRl("policy.megatron_cfg.env_vars and policy.generation.vllm_cfg.pow2_weight_scaling_factors"),
     ] = "pow2"
     """Scales of the FP8 blocks. Every quantizer agrees on pow2 scales only."""
     kv: Literal["unified", "rollout"] = "unified"
-    """Whether the trainer's attention reads what an FP8 KV cache (vllm_cfg.kv_cache_dtype) holds. rollout: it keeps its
-    own keys and values."""
+    """Attention of the trainer under an FP8 KV cache. unified: it reads what the cache (vllm_cfg.kv_cache_dtype) holds.
+    rollout: it keeps its own keys and values."""
     workers: Annotated[Literal["auto", "ours", "nemo_rl"], MAY_CHANGE] = "auto"
     """Trainer and engines of `nemo-fp8rl nemo`: ours or NeMo RL's, which need GPUs. auto takes NeMo RL's where there
     are GPUs."""
     fp8_param: Annotated[bool, MAY_CHANGE, NemoRl("policy.megatron_cfg.fp8_cfg.fp8_param")] = False
-    """Keep the weights of FP8 layers on a GPU as FP8 bytes only. A refit sends these bytes as they are; the optimizer
+    """Hold weights of FP8 layers in FP8 alone (GPU). A refit sends these bytes as they are; the optimizer
     has the float32 master. The bytes, and so the numbers, are the same; without a GPU it changes nothing."""
     refit: Annotated[RefitConfig, SAME_BYTES] = field(default_factory=RefitConfig)
     correction: CorrectionConfig | None = None

@@ -29,7 +29,7 @@ class VllmConfig(Block):
     """Run without torch.compile and CUDA graphs. null: true on a CPU and, on every GPU but Hopper, with an FP8 KV cache
     in FlashInfer's attention (vLLM's choice there), which would keep the scales in the graph; else false."""
     skip_tokenizer_init: Annotated[bool, NEMO_RL] = True
-    """Engines have no tokenizer where policy.generation has no stop_strings. Set false where prompts bring some."""
+    """Leave engines without a tokenizer. stop_strings of policy.generation need one. Set false where prompts bring some."""
     gpu_memory_utilization: Annotated[float, Range(above=0, at_most=1), MAY_CHANGE, NEMO_RL] = 0.6
     """Share of a GPU's memory that an engine takes."""
     kv_cache_memory_gib: Annotated[
@@ -41,7 +41,7 @@ class VllmConfig(Block):
     """Format of the KV cache; auto follows policy.precision. fp8: E4M3 with one scale a layer for keys and one for
     values, calibrated at every refit."""
     attention_backend: Annotated[str | None, NemoRl("policy.generation.vllm_kwargs.attention_backend")] = None
-    """vLLM's name of the backend (ours), such as TRITON_ATTN; null is vLLM's choice. A CPU has CPU_ATTN only."""
+    """vLLM's attention backend (ours); null is its choice. An example is TRITON_ATTN; a CPU has CPU_ATTN only."""
     max_num_seqs: Annotated[
         int | None,
         ABOVE_0,
@@ -59,21 +59,21 @@ class VllmConfig(Block):
     tensor_parallel_size: Annotated[int, ABOVE_0, NEMO_RL] = 1
     """Processes that share one engine's model."""
     expert_parallel_size: int = 1
-    """Processes of an engine among which experts are spread: 1 or tensor_parallel_size. With 1 they share the matrices
+    """Processes over which experts are spread. 1 or tensor_parallel_size of an engine; with 1 they share the matrices
     of each expert instead."""
     async_engine: Annotated[bool, NEMO_RL] = False
-    """Run the engine's core in a process of its own (vLLM's AsyncLLM)."""
+    """Run the engine's core in its own process. It is behind vLLM's AsyncLLM."""
     sleep_level: Annotated[Literal[0, 1, 2], MAY_CHANGE] = 0
-    """What an engine frees while the trainer works (ours): nothing, its KV cache, or also its weights. On a GPU 1 moves
+    """Memory that engines free for the trainer (ours). 0: nothing; 1: the KV cache; 2: also the weights. On a GPU 1 moves
     the weights to the host."""
     quantization_ignored_layer_kws: Annotated[tuple[str, ...], NEMO_RL] = ()
-    """Layers whose names contain one of these words are not FP8, on both sides. Examples: o_proj, layers.3.mlp."""
+    """Words in names of layers that are not FP8. They hold for both sides. Examples: o_proj, layers.3.mlp."""
     num_first_layers_in_bf16: Annotated[int, AT_LEAST_0, NEMO_RL] = 0
-    """Decoder layers at the start that are not FP8, in the engine and (fp8_e2e) in the trainer."""
+    """Decoder layers at the start without FP8. This holds for the engine and (fp8_e2e) for the trainer."""
     num_last_layers_in_bf16: Annotated[int, AT_LEAST_0, NEMO_RL] = 0
-    """Decoder layers at the end that are not FP8, on the same sides."""
+    """Decoder layers at the end without FP8. This holds for the same sides."""
     env_vars: Annotated[dict[str, str] | None, NEMO_RL] = None
-    """Environment variables of the engines, as policy.megatron_cfg.env_vars of the ranks."""
+    """Environment variables of the engines. Those of the ranks are in policy.megatron_cfg.env_vars."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class GenerationConfig(Block):
     temperature: Annotated[float, Range(at_least=LOWEST_TEMPERATURE, at_most=2, hint=VLLM_LIMITS), NEMO_RL] = 1.0
     """Temperature of training samples."""
     top_p: Annotated[float, Range(above=0, at_most=1), NEMO_RL] = 1.0
-    """Sample from the likeliest tokens that together have this probability; the trainer's log-probs follow."""
+    """Sample from the likeliest tokens up to this probability. The trainer's log-probs follow."""
     top_k: Annotated[int | None, ABOVE_0, NEMO_RL] = None
     """Sample from so many likeliest tokens; null takes all."""
     val_temperature: Annotated[

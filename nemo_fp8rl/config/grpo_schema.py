@@ -23,11 +23,11 @@ class AdvEstimatorConfig(Block):
     name: Literal["grpo", "reinforce_plus_plus"] = "grpo"
     """The estimator. grpo is RLOO with normalize_rewards: false and use_leave_one_out_baseline: true."""
     normalize_rewards: bool = reference("${grpo.normalize_rewards}")
-    """grpo: divide by the standard deviation of the group."""
+    """Divide by the deviation of the group (grpo)."""
     use_leave_one_out_baseline: bool = reference("${grpo.use_leave_one_out_baseline}")
-    """grpo: compare with the other samples of the group."""
+    """Compare with the others of the group (grpo)."""
     minus_baseline: bool = True
-    """reinforce_plus_plus: subtract the mean reward of the prompt."""
+    """Subtract the prompt's mean reward (reinforce_plus_plus)."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RewardShapingConfig(Block):
     enabled: bool = False
     """Lower the rewards of long or truncated answers (DAPO)."""
     overlong_buffer_length: int | None = 128
-    """Tokens before max_response_length in which the penalty grows to its maximum."""
+    """Tokens in which the penalty grows. It has its maximum at max_response_length."""
     overlong_buffer_penalty: float | None = 1.0
     """Maximum of the penalty."""
     max_response_length: int | None = reference("${policy.max_total_sequence_length}")
@@ -60,7 +60,7 @@ class GrpoConfig(Block):
     """Default of adv_estimator.use_leave_one_out_baseline."""
     adv_estimator: Annotated[AdvEstimatorConfig, NEMO_RL_LOOP] = field(default_factory=AdvEstimatorConfig)
     use_dynamic_sampling: Annotated[bool, NEMO_RL_LOOP] = False
-    """Ask further prompts until every group of a step has rewards that differ (DAPO)."""
+    """Ask on until rewards differ in each group (DAPO). Further prompts replace groups with equal rewards."""
     dynamic_sampling_max_gen_batches: Annotated[
         int, ABOVE_0, MayChange("a run that found too little signal can go on"), NEMO_RL_LOOP
     ] = 10

@@ -70,23 +70,23 @@ class MegatronConfig(Block):
     pipeline_model_parallel_size: Annotated[int, ABOVE_0, ANY_LAYOUT, NEMO_RL] = 1
     """Pipeline stages."""
     num_layers_in_first_pipeline_stage: Annotated[int | None, ABOVE_0, ANY_LAYOUT, NEMO_RL] = None
-    """Layers of the first stage; null: an equal share."""
+    """Layers of the first stage; null is an equal share."""
     num_layers_in_last_pipeline_stage: Annotated[int | None, ABOVE_0, ANY_LAYOUT, NEMO_RL] = None
-    """Layers of the last stage; null: an equal share of the others."""
+    """Layers of the last stage; null is an equal share. It shares what the first stage leaves."""
     context_parallel_size: Annotated[int, ABOVE_0, ANY_LAYOUT, NEMO_RL] = 1
-    """Ranks that share the tokens of each sequence, and in attention its heads instead."""
+    """Ranks that share each sequence. They share its tokens, in attention its heads instead."""
     expert_model_parallel_size: Annotated[int, ABOVE_0, ANY_LAYOUT, NEMO_RL] = 1
-    """Ranks among which the experts of a layer are spread. The rest of the model is data-parallel over these ranks."""
+    """Ranks over which experts are spread. The rest of the model is data-parallel over these ranks."""
     expert_tensor_parallel_size: Annotated[int, ABOVE_0, ANY_LAYOUT, NEMO_RL] = reference(
         "${policy.megatron_cfg.tensor_model_parallel_size}"
     )
-    """Ranks that share each expert's matrices; without meaning for a dense model."""
+    """Ranks that share each expert's matrices. It has no meaning for a dense model."""
     freeze_moe_router: Annotated[bool, EarlierRuns(False), NEMO_RL] = False
-    """Routers stay as in the checkpoint, and out of the gradient norm."""
+    """Leave routers untrained. They are as in the checkpoint, and out of the gradient norm."""
     sequence_parallel: Annotated[bool, ANY_LAYOUT, NEMO_RL] = False
-    """Each rank keeps its part of the sequence between the linears of a tensor-parallel layer."""
+    """Split sequences over tensor-parallel ranks. Each rank keeps its part between the linears of a layer."""
     activation_checkpointing: Annotated[bool, MAY_CHANGE, NEMO_RL] = False
-    """Keep each layer's input only and compute the layer again in the backward."""
+    """Compute layers again in the backward. Only the input of each layer is kept."""
     offload_between_phases: Annotated[bool, MAY_CHANGE] = False
     """Free the gradients' memory while engines generate. On a GPU also move the optimizer's state and the parameters to
     the host."""
@@ -108,7 +108,7 @@ class DynamicBatchingConfig(Block):
     logprob_mb_tokens: Annotated[int, ABOVE_0, NEMO_RL] = reference(LOGPROB_TOKENS)
     """Tokens of a microbatch for log-probs."""
     sequence_length_round: Annotated[int, ABOVE_0, NEMO_RL] = 64
-    """Lengths of microbatches are rounded up to a multiple of this, as far as the batch has padding."""
+    """Round lengths up to a multiple of this. They are those of microbatches, as far as the batch has padding."""
 
 
 @dataclass(frozen=True)
@@ -136,15 +136,15 @@ class PolicyConfig(Block):
     model_name: Annotated[
         str, MayChange("weights come from the checkpoint; the folder may have moved"), FILE_PATH, NEMO_RL
     ]
-    """HF checkpoint folder (config.json and safetensors), or owner/model[@revision] on the Hugging Face hub. Families:
+    """HF checkpoint folder, or owner/model[@revision] on the hub. A folder has config.json and safetensors. Families:
     Llama 3, Qwen2.5, Qwen3, Qwen3-MoE."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     train_global_batch_size: Annotated[int, ABOVE_0, NEMO_RL] = 512
     """Samples of an optimizer step."""
     train_micro_batch_size: Annotated[int, ABOVE_0, MICROBATCHES, NEMO_RL] = 4
-    """Samples of a forward and backward, on each replica of the model."""
+    """Samples of a microbatch in training. Each replica of the model has its own."""
     logprob_batch_size: Annotated[int, ABOVE_0, MICROBATCHES, NEMO_RL] = reference("${policy.train_micro_batch_size}")
-    """Samples of a forward for log-probs, on each replica."""
+    """Samples of a microbatch for log-probs. Each replica has its own."""
     logprob_chunk_size: Annotated[int, ABOVE_0] = 1024
     """Tokens whose logits exist at a time."""
     dynamic_batching: Annotated[DynamicBatchingConfig, MICROBATCHES] = field(default_factory=DynamicBatchingConfig)

@@ -27,7 +27,7 @@ class CheckpointingConfig(Block):
     save_period: Annotated[int, ABOVE_0, NEMO_RL_LOOP] = 10
     """Steps between checkpoints."""
     keep_top_k: Annotated[int | None, ABOVE_0, NEMO_RL_LOOP] = 2
-    """How many of the latest are kept; null keeps all. This is NeMo RL's meaning under `metric_name: null`."""
+    """Latest checkpoints to keep; null keeps all. This is NeMo RL's meaning under `metric_name: null`."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class TrainDataConfig(Block):
     data_path: Annotated[str, MAY_CHANGE, FILE_PATH]
     """JSONL file of prompts and answers."""
     split_validation_size: float = 0.05
-    """Share of the distinct prompts held out for validation where data.validation is null."""
+    """Share of prompts held out for validation. Equal prompts count once; it applies where data.validation is null."""
     seed: int = 42
     """Seed of the split. It is separate, so that runs with other training seeds validate on the same prompts."""
 
@@ -64,7 +64,7 @@ class WandbConfig(Block):
     project: str = "nemo-fp8rl"
     """Name of the project."""
     name: str | None = None
-    """Name of the run; null: the run directory's path."""
+    """Name of the run; null is the run directory."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class MlflowConfig(Block):
     experiment_name: str = "nemo-fp8rl"
     """Name of the experiment."""
     run_name: str | None = None
-    """Name of the run; null: the run directory's path."""
+    """Name of the run; null is the run directory."""
     tracking_uri: str | None = None
-    """Address of the server; null follows MLflow, for instance MLFLOW_TRACKING_URI."""
+    """Address of the server; null follows MLflow. It reads MLFLOW_TRACKING_URI, for instance."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class LoggerConfig(Block):
     tensorboard_enabled: Annotated[bool, NEMO_RL_LOOP] = True
     """Write metrics for TensorBoard."""
     wandb_enabled: bool = False
-    """Send metrics to Weights & Biases (pip install wandb)."""
+    """Send metrics to W&B (pip install wandb)."""
     mlflow_enabled: bool = False
     """Send metrics to MLflow (pip install mlflow)."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
@@ -102,8 +102,8 @@ class ClusterConfig(Block):
     generation_engines: Annotated[int, ABOVE_0] = 1
     """vLLM engines that share the prompts (Ray)."""
     engine_timeout_seconds: Annotated[float, Range(above=0, below=1e6)] = 1800.0  # poll(2): milliseconds in 32 bits
-    """Time after which an engine that does not finish its task or a prompt counts as dead. A prompt has 0.1 s more for
+    """Time after which a silent engine counts as dead. It is for one task or prompt; a prompt has 0.1 s more for
     each token of max_new_tokens. It also holds for training ranks in a refit, and under Ray for the start of a worker's
     process."""
     max_engine_restarts: Annotated[int, AT_LEAST_0] = 3
-    """How many dead engines are started again in a run; one more ends it."""
+    """Dead engines that a run replaces. One more ends it."""
