@@ -36,7 +36,7 @@ class LossConfig(Block):
     use_importance_sampling_correction: bool = False
     """Weight by pi_train / pi_rollout of a token. sequence_level_importance_ratios makes it the sequence's product."""
     truncated_importance_sampling_type: TruncationType | None = None
-    """Use of the two bounds below. tis clamps weights, icepop zeroes those outside. seq-mask-tis zeroes sequences by their
+    """Use of the bounds below. tis clamps weights, icepop zeroes those outside. seq-mask-tis zeroes sequences by their
     geometric mean."""
     truncated_importance_sampling_ratio: float | None = None
     """Upper bound of the type above."""

@@ -29,7 +29,7 @@ class VllmConfig(Block):
     """Run without torch.compile and CUDA graphs. null: true on a CPU and, on every GPU but Hopper, with an FP8 KV cache
     in FlashInfer's attention (vLLM's choice there), which would keep the scales in the graph; else false."""
     skip_tokenizer_init: Annotated[bool, NEMO_RL] = True
-    """Leave engines without a tokenizer. stop_strings of policy.generation need one. Set false where prompts bring some."""
+    """Leave engines without a tokenizer. stop_strings of policy.generation need one. Set false if prompts have some."""
     gpu_memory_utilization: Annotated[float, Range(above=0, at_most=1), MAY_CHANGE, NEMO_RL] = 0.6
     """Share of a GPU's memory that an engine takes."""
     kv_cache_memory_gib: Annotated[
@@ -64,8 +64,8 @@ class VllmConfig(Block):
     async_engine: Annotated[bool, NEMO_RL] = False
     """Run the engine's core in its own process. It is behind vLLM's AsyncLLM."""
     sleep_level: Annotated[Literal[0, 1, 2], MAY_CHANGE] = 0
-    """Memory that engines free for the trainer (ours). 0: nothing; 1: the KV cache; 2: also the weights. On a GPU 1 moves
-    the weights to the host."""
+    """Memory that engines free for the trainer (ours). 0: nothing; 1: the KV cache; 2: also the weights. On a GPU 1
+    moves the weights to the host."""
     quantization_ignored_layer_kws: Annotated[tuple[str, ...], NEMO_RL] = ()
     """Words in names of layers that are not FP8. They hold for both sides. Examples: o_proj, layers.3.mlp."""
     num_first_layers_in_bf16: Annotated[int, AT_LEAST_0, NEMO_RL] = 0
