@@ -95,10 +95,10 @@ def test_the_fastest_kernel_that_can_is_taken(monkeypatch):
     assert asked == [kind.name for kind in KERNELS]
     able = "Cutlass"
     assert gpu_linear._kernel((384, 256), torch.bfloat16)[1] == 1
-    with pytest.raises(ValueError, match=r"no FP8 kernel for .* \[384, 200\].*takes whole blocks.*Triton.*cannot"):
+    with pytest.raises(ValueError, match=r"no FP8 kernel for .* \[384, 200\].*for whole blocks alone.*Triton.*cannot"):
         gpu_linear._kernel((384, 200), torch.bfloat16)
     able = "DeepGemm"  # whose scales are float32 only on Hopper
-    with pytest.raises(ValueError, match=r"no FP8 kernel for .* \[384, 256\].*is for Hopper.*Triton.*cannot"):
+    with pytest.raises(ValueError, match=r"no FP8 kernel for .* \[384, 256\].*used on Hopper alone.*Triton.*cannot"):
         gpu_linear._kernel((384, 256), torch.bfloat16)
 
 
