@@ -44,10 +44,9 @@ BATCH_INVARIANT = not torch.cpu._is_amx_tile_supported()
 and what that is depends on the clock where the engine's core has a process of its own.
 """
 ALIGNED = 1.001
-AVX2_ALONE = not torch.cpu._is_avx512_supported()
-if (torch.cpu._is_avx512_bf16_supported() or AVX2_ALONE) and BATCH_INVARIANT and not torch.cuda.is_available():
-    ALIGNED = 1.000_001 if vllm_version() == (0, 32) else ALIGNED
-"""token_mult_prob_error of an aligned flow: last bits of a log-prob at most where that was measured."""
+if BATCH_INVARIANT and vllm_version() == (0, 32) and not torch.cuda.is_available():
+    ALIGNED = 1.000_001
+"""token_mult_prob_error of an aligned flow: last bits of a log-prob at most where the trainer follows each sum."""
 HALF_HEADS = {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
 """Of an FP8 block, as Llama-3.2-1B's."""
 LLAMA3_ROPE = {

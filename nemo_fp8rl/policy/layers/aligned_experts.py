@@ -11,6 +11,7 @@ A bfloat16 expert that is not a dense MLP has two roundings, of its activation a
 `vllm_cpu_rounding.truncates`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from nemo_fp8rl.policy.layers.linears import Fp8Matmul
-from nemo_fp8rl.policy.on_cpu.vllm_cpu_rounding import experts_are_dense_mlps, round_as_kernel
+from nemo_fp8rl.policy.on_cpu.avx_experts import linear_in_kernel_order, silu_product_in_kernel_order
+from nemo_fp8rl.policy.on_cpu.vllm_cpu_rounding import experts_are_dense_mlps, experts_sum_in_order, round_as_kernel
 
 
 class AlignedExperts(SequentialMLP):
@@ -62,9 +64,17 @@ def _run_expert(expert: MLP, x: Tensor) -> Tensor:
     """[tokens, hidden] -> float32 [tokens, hidden]."""
     if _is_dense_mlp(expert):
         return expert(x)[0].float()
-    gate, up = F.linear(x.float(), expert.linear_fc1.weight.float()).chunk(2, -1)
-    activated = round_as_kernel(F.silu(gate) * up, x.dtype)
-    return F.linear(activated.float(), expert.linear_fc2.weight.float())
+    linear, silu_product = _expert_operations(x.dtype)
+    gate, up = linear(x.float(), expert.linear_fc1.weight.float()).chunk(2, -1)
+    activated = round_as_kernel(silu_product(gate, up), x.dtype)
+    return linear(activated.float(), expert.linear_fc2.weight.float())
+
+
+def _expert_operations(dtype: torch.dtype) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Return the linear layer and the product of silu(gate) and up of a bfloat16 expert."""
+    if experts_sum_in_order(dtype):
+        return linear_in_kernel_order, silu_product_in_kernel_order
+    return F.linear, lambda gate, up: F.silu(gate) * up
 
 
 class AlignedMoELayer(MoELayer):

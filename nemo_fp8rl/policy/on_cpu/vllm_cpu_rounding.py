@@ -1,8 +1,8 @@
 """The rounding of vLLM's kernels on this machine; trainer and engine must run on the same kind of device.
 
 The facts come from vLLM 0.32 unless a docstring says otherwise (v1/attention/backends/cpu_attn.py, `_get_attn_isa`;
-csrc/cpu/cpu_attn_impl.hpp, cpu_types_x86.hpp). They were measured, except on AVX-512 without its BF16 extension; the
-facts about GPUs are expected and not measured.
+csrc/cpu/cpu_attn_impl.hpp, cpu_types_x86.hpp). They were measured on AVX2, on AVX-512 with and without its BF16
+extension, and on AMX; the facts about GPUs are expected and not measured.
 """
 
 import torch
@@ -63,6 +63,11 @@ def experts_are_dense_mlps() -> bool:
 def sums_in_order(dtype: torch.dtype) -> bool:
     """True if attention without rounded probabilities must sum in the kernel's order (`avx_attention`): on a CPU."""
     return dtype is torch.bfloat16 and not torch.cuda.is_available()
+
+
+def experts_sum_in_order(dtype: torch.dtype) -> bool:
+    """True if bfloat16 experts must sum in the order of vLLM's vector kernel (`avx_experts`): on a CPU without AMX."""
+    return sums_in_order(dtype) and not torch.cpu._is_amx_tile_supported()
 
 
 def round_as_kernel(x: Tensor, dtype: torch.dtype) -> Tensor:
