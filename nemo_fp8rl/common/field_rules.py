@@ -194,15 +194,22 @@ def check_fields(values: Any, prefix: str) -> None:
     present = [(field, value) for field, value in pairs if value is not None]
     for field, value in present:
         if field.choices and value not in field.choices:
-            raise UserError(f"{field.key}={value!r} is none of {', '.join(map(str, field.choices))}")
+            raise UserError(f"{field.key}={_on_one_line(value)} is none of {', '.join(map(str, field.choices))}")
         for marker in field.markers:
             if isinstance(marker, Range | NotBlank) and (violation := marker.violation(value)):
-                raise UserError(f"{field.key}={value!r}{violation}")
+                raise UserError(f"{field.key}={_on_one_line(value)}{violation}")
     for field, value in present:
         if field.block:
             check_fields(value, f"{field.key}.")
         for i, entry in enumerate(value if field.element else ()):
             check_fields(entry, f"{field.key}[{i}].")
+
+
+def _on_one_line(value: Any) -> str:
+    """Return the value for a message. Python refuses to write an integer of more than 4300 digits."""
+    if isinstance(value, int) and value.bit_length() > 200:
+        return "a number of more than 60 digits"
+    return repr(value)[:100]
 
 
 def _field(f: "dataclasses.Field[Any]", hint: Any, prefix: str) -> Field:

@@ -1,6 +1,9 @@
 """The settings of a Kubernetes cluster: the block `kubernetes:` of a site file."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from nemo_fp8rl.commands.launch.limits import COUNT, COUNT_OR_0, GPUS, ID, SECONDS, SECONDS_OR_0
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,11 @@ class HeadConfig:
 class SecurityContext:
     """The security context of all pods. null: the image's or the cluster's choice."""
 
-    run_as_user: int | None = None
+    run_as_user: Annotated[int | None, ID] = None
     """A user other than 0 also makes containers keep the Pod Security Standard `restricted`: no capabilities but
     the one that `rdma` needs, no privilege escalation, the runtime's profile of system calls."""
-    run_as_group: int | None = None
-    fs_group: int | None = None
+    run_as_group: Annotated[int | None, ID] = None
+    fs_group: Annotated[int | None, ID] = None
     """The group that owns the volumes, if the kind of the volume allows it."""
 
 
@@ -40,8 +43,8 @@ class SecurityContext:
 class GenerationGroup:
     """The engines' pods if they are of another kind than the trainer's. null: as for the trainer's pods."""
 
-    gpus_per_node: int | None = None
-    cpus: int | None = None
+    gpus_per_node: Annotated[int | None, GPUS] = None
+    cpus: Annotated[int | None, COUNT] = None
     memory: str | None = None
     node_selector: dict[str, str] | None = None
 
@@ -94,7 +97,7 @@ class KubernetesConfig:
     """The version of the Ray in the image."""
     token: bool = True
     """Protect Ray by a token, which KubeRay (1.5.1 or newer) makes and keeps in a secret."""
-    cpus: int | None = None
+    cpus: Annotated[int | None, COUNT] = None
     """CPUs of a GPU node's pod. null: no request; Ray then counts all CPUs of the node."""
     memory: str | None = None
     """Memory of a GPU node's pod, such as 512Gi. null: no request."""
@@ -124,16 +127,16 @@ class KubernetesConfig:
     """Annotations of GPU nodes' pods, such as k8s.v1.cni.cncf.io/networks."""
     priority_class: str | None = None
     security_context: SecurityContext = field(default_factory=SecurityContext)
-    termination_grace_seconds: int | None = None
+    termination_grace_seconds: Annotated[int | None, SECONDS_OR_0] = None
     """Seconds from the request to end a pod until it is killed. null: 600 if the pod waits for the run to finish a step
     and save, else the cluster's 30."""
-    backoff_limit: int = 3
+    backoff_limit: Annotated[int, COUNT_OR_0] = 3
     """Attempts after the first, each with a new cluster; a run continues from its latest checkpoint."""
-    start_seconds: int | None = None
+    start_seconds: Annotated[int | None, SECONDS] = None
     """Seconds for all pods to be ready; null: the job waits. KubeRay must know preRunningDeadlineSeconds."""
-    deadline_seconds: int | None = None
+    deadline_seconds: Annotated[int | None, SECONDS] = None
     """Seconds within which the job must be done."""
-    ttl_seconds: int = 300
+    ttl_seconds: Annotated[int, SECONDS_OR_0] = 300
     """Seconds that the pods of a finished job stay for inspection."""
     kueue: KueueConfig | None = None
     kai: KaiConfig | None = None

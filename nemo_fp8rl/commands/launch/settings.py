@@ -4,19 +4,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from nemo_fp8rl.commands.launch.kubernetes_settings import KubernetesConfig
-from nemo_fp8rl.commands.launch.limits import (
-    OF_KUBERNETES,
-    OF_KUBERNETES_GENERATION,
-    OF_SECURITY_CONTEXT,
-    OF_SLURM,
-    OF_SLURM_GENERATION,
-    SIZES,
-    check_limits,
-)
+from nemo_fp8rl.commands.launch.limits import COUNT, COUNT_OR_0, GPUS, SECONDS, YEAR
 from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.common.field_rules import Range, check_fields
 from nemo_fp8rl.common.secret_variables import looks_secret
 from nemo_fp8rl.config.typed_tree import check_keys, to_block
 from nemo_fp8rl.config.yaml_tree import (
@@ -31,6 +24,8 @@ PORTS = re.compile(r"(\d{1,5})-(\d{1,5})", re.ASCII)
 LEAST_PORTS = 10
 LONGEST_NODE_TMP = 23
 """107 - len("/nfr-01234567-99/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")."""
+LEAST_PREFLIGHT_SECONDS = 90
+"""The all-reduce takes up to 60 of these seconds."""
 PATHS = ("runs_dir", "slurm.venv", "slurm.secrets_file")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 NODE = re.compile(r"[\w.,\[\]-]+", re.ASCII)
@@ -43,8 +38,8 @@ class NodeGroup:
 
     partition: str | None = None
     constraint: str | None = None
-    gpus_per_node: int | None = None
-    cpus_per_node: int | None = None
+    gpus_per_node: Annotated[int | None, GPUS] = None
+    cpus_per_node: Annotated[int | None, COUNT] = None
     memory: str | None = None
 
 
@@ -70,7 +65,7 @@ class SlurmConfig:
     """Nodes that no job may use."""
     exclusive: bool = True
     """Ask for whole nodes. Without it a job shares nodes with others and needs cpus_per_node."""
-    cpus_per_node: int | None = None
+    cpus_per_node: Annotated[int | None, COUNT] = None
     memory: str | None = None
     """Memory of a node, in SLURM's form, such as 512G; null leaves it to the cluster."""
     gres: bool = True
@@ -78,15 +73,15 @@ class SlurmConfig:
     all GPUs of its nodes and shares no node."""
     time: str = "04:00:00"
     """Time limit of one attempt, HH:MM:SS or D-HH:MM:SS."""
-    stop_seconds: int = 300
+    stop_seconds: Annotated[int, SECONDS] = 300
     """Seconds before the end of `time` to tell the driver to save and stop; the job then goes into the queue again."""
-    max_restarts: int = 20
+    max_restarts: Annotated[int, COUNT_OR_0] = 20
     """Attempts after the first, whatever ended the attempt before."""
-    ready_seconds: int = 600
+    ready_seconds: Annotated[int, SECONDS] = 600
     """Seconds within which all nodes must have joined the Ray cluster."""
-    preflight_seconds: int = 300
+    preflight_seconds: Annotated[int, Range(at_least=LEAST_PREFLIGHT_SECONDS, at_most=YEAR)] = 300
     """Seconds within which the nodes must have passed their checks, the import of a container's image included."""
-    min_free_gib: float = 10.0
+    min_free_gib: Annotated[float, Range(at_least=0, at_most=2**30)] = 10.0
     """GiB of disk that must be free in node_tmp of every node."""
     node_tmp: str = "/tmp"
     """A folder on each node's own disk, with a short path. Ray's sessions are in a folder of the run in it."""
@@ -112,11 +107,11 @@ class LaunchConfig:
     """Name of the job; null: the recipe's file name."""
     runs_dir: str = "runs/launch"
     """The parent of each run's folder: script, logs of every attempt, addresses. On SLURM all nodes must see it."""
-    nodes: int | None = None
+    nodes: Annotated[int | None, COUNT] = None
     """Number of all nodes; null: 1. A recipe for NeMo RL states this key and the next two."""
-    generation_nodes: int | None = None
+    generation_nodes: Annotated[int | None, COUNT_OR_0] = None
     """The part of `nodes` that has engines alone; null: 0."""
-    gpus_per_node: int | None = None
+    gpus_per_node: Annotated[int | None, GPUS] = None
     """GPUs of a node; null: 0. `launch local` takes all GPUs of the machine, whatever a recipe for NeMo RL says."""
     env: dict[str, str] = field(default_factory=dict)
     """Variables of every process. Not for secrets, because the script and the scheduler's records show them."""
@@ -157,18 +152,11 @@ def _check(settings: LaunchConfig) -> None:
             )
         if "\0" in value:
             raise UserError(f"env.{name} holds a null character")
-    check_limits(settings, SIZES)
+    check_fields(settings, "")
     _check_slurm(settings.slurm)
-    check_limits(settings.kubernetes, OF_KUBERNETES, "kubernetes.")
-    check_limits(settings.kubernetes.security_context, OF_SECURITY_CONTEXT, "kubernetes.security_context.")
-    if settings.kubernetes.generation is not None:
-        check_limits(settings.kubernetes.generation, OF_KUBERNETES_GENERATION, "kubernetes.generation.")
 
 
 def _check_slurm(slurm: SlurmConfig) -> None:
-    check_limits(slurm, OF_SLURM, "slurm.")
-    if slurm.generation is not None:
-        check_limits(slurm.generation, OF_SLURM_GENERATION, "slurm.generation.")
     for name in slurm.exclude:
         if not NODE.fullmatch(name):
             raise UserError(f"slurm.exclude: {name!r} is not the name of a node, such as n1 or n[1-4]")

@@ -426,7 +426,7 @@ def test_a_retried_run_must_save():
     ("change", "says"),
     [
         ("kubernetes.image=null", "kubernetes.image is required"),
-        ("kubernetes.security_context.run_as_user=-1", "kubernetes.security_context.run_as_user=-1 must be at least 0"),
+        ("kubernetes.security_context.run_as_user=-1", "kubernetes.security_context.run_as_user=-1 must lie in 0.."),
         (
             "kubernetes.memory=512GB",
             "kubernetes.memory=512GB is not a quantity; write a number of bytes",
