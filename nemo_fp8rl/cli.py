@@ -8,12 +8,12 @@ import os
 import select
 import sys
 import warnings
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from nemo_fp8rl import __version__
+from nemo_fp8rl.commands.arguments import parse
 from nemo_fp8rl.common.errors import BAD_INPUT, INTERRUPTED, UserError
+from nemo_fp8rl.common.missing_packages import as_user_error, check_torch_libraries
 
 if TYPE_CHECKING:
     from nemo_fp8rl.config.schema import Config
@@ -23,21 +23,29 @@ DISK_ERRORS = {
     *(errno.ENOTDIR, errno.EISDIR, errno.ELOOP),
 }
 """Error numbers that the user can mend: permissions, disk space, file names."""
-MAX_SECONDS = 86_400.0  # a day
+WITH_TORCH_LIBRARIES = ("train", "nemo", "sft", "make-tiny", "demo")
+"""Commands that import transformers or vLLM, which import torchvision where it is installed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parse(argv)
     _quiet_libraries()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for names that the terminal's encoding cannot show
+    command = "nemo-fp8rl"
     try:
-        finished = arguments.run(arguments)
+        arguments = parse(argv)
+        command = f"nemo-fp8rl {arguments.command}"
+        if arguments.command in WITH_TORCH_LIBRARIES:
+            check_torch_libraries()
+        finished = HANDLERS[arguments.command](arguments)
         if sys.stdout is not None:
             sys.stdout.flush()
     except UserError as error:
-        print(f"nemo-fp8rl: {' '.join(str(error).splitlines())}", file=sys.stderr)
-        return BAD_INPUT
+        return _refuse(error)
+    except ModuleNotFoundError as error:
+        if (refusal := as_user_error(error, command)) is None:
+            raise
+        return _refuse(refusal)
     except OSError as error:
         if isinstance(error, BrokenPipeError) and sys.stdout is not None and _is_stdout_abandoned():
             return 0
@@ -49,6 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("nemo-fp8rl: interrupted", file=sys.stderr)
         return INTERRUPTED
     return 0 if finished else arguments.unfinished
+
+
+def _refuse(error: UserError) -> int:
+    print(f"nemo-fp8rl: {' '.join(str(error).splitlines())}", file=sys.stderr)
+    return BAD_INPUT
 
 
 def _is_stdout_abandoned() -> bool:
@@ -70,156 +83,6 @@ def _quiet_libraries() -> None:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns if a CUDA build finds no GPU
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the words; unlike with plain argparse, key=value may also stand between and after options."""
-    parser = _make_parser()
-    arguments, unparsed = parser.parse_known_args(argv)
-    if unknown := [word for word in unparsed if word.startswith("-") or not hasattr(arguments, "overrides")]:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    if unparsed:
-        arguments.overrides += unparsed
-    return arguments
-
-
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-
-
-def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nemo-fp8rl", description="GRPO with FP8 end to end.")
-    parser.add_argument("--version", action="version", version=__version__)
-    parser.set_defaults(unfinished=INTERRUPTED)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    for add in (_add_runs, _add_models, _add_studies):
-        add(commands)
-    return parser
-
-
-def _add_runs(commands: Commands) -> None:
-    """Add the commands that run a recipe."""
-    train = commands.add_parser("train", help="run GRPO from a recipe")
-    _add_recipe(train)
-    train.add_argument("--resume", action="store_true", help="continue the run in logger.log_dir")
-    train.add_argument("--restartable", action="store_true", help="like --resume, but start a new run if there is none")
-    train.set_defaults(run=_train)
-
-    nemo = commands.add_parser(
-        "nemo", help="run NeMo RL's GRPO loop, with the trainer and engines of this package or of NeMo RL"
-    )
-    nemo.add_argument(
-        "--config", type=path, required=True, metavar="RECIPE", help="a NeMo RL recipe, see conf/nemo_rl/"
-    )
-    nemo.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="overrides in Hydra's grammar; +key=value adds a key"
-    )
-    nemo.set_defaults(run=_nemo)
-
-    launch = commands.add_parser("launch", help="run a recipe on this machine, on SLURM or on Kubernetes")
-    launch.add_argument("place", choices=("local", "slurm", "k8s"), metavar="local|slurm|k8s")
-    _add_recipe(launch)
-    launch.add_argument(
-        "--loop", choices=("train", "nemo"), help="the loop to run; by default the loop that the recipe is written for"
-    )
-    launch.add_argument("--site", type=path, metavar="FILE", help="a YAML file with the settings of the cluster")
-    launch.add_argument(
-        "--set", action="append", default=[], metavar="key=value", help="override a key of the site file"
-    )
-    launch.add_argument("--idle", action="store_true", help="start a cluster for interactive use, without a run")
-    launch.add_argument("--dry-run", action="store_true", help="print what would be submitted, and submit nothing")
-    launch.set_defaults(run=_launch)
-
-    sft = commands.add_parser("sft", help="train a model on the answers of its data, as a warm-up for GRPO")
-    _add_recipe(sft)
-    sft.add_argument("--output", type=path, required=True, metavar="DIR", help="folder for the HF checkpoint")
-    sft.set_defaults(run=_sft)
-
-    stop = commands.add_parser("request-stop", help="for a pod's preStop hook: let the run save before the pod ends")
-    stop.add_argument(
-        "--linger",
-        type=seconds,
-        default=0.0,
-        metavar="SECONDS",
-        help="keep the pod of the driver alive for so long afterwards",
-    )
-    stop.set_defaults(run=_request_stop)
-
-
-def _add_models(commands: Commands) -> None:
-    """Add the commands that write a checkpoint, and the demo."""
-    tiny = commands.add_parser("make-tiny", help="write a tiny checkpoint, tokenizer and dataset")
-    tiny.add_argument("folder", type=path, metavar="DIR")
-    tiny.add_argument("--task", default="add", help="add (two numbers) or chain (running sums); default add")
-    tiny.add_argument("--family", default="qwen3", help="llama, qwen2, qwen3 (the default) or qwen3_moe")
-    tiny.add_argument("--seed", type=int, default=0)
-    tiny.set_defaults(run=_make_tiny)
-
-    export = commands.add_parser("export", help="write an FP8 checkpoint that plain vLLM serves")
-    export.add_argument("--checkpoint", type=path, required=True, metavar="DIR", help="a bfloat16 HF checkpoint")
-    export.add_argument("--output", type=path, required=True, metavar="DIR", help="folder for the FP8 checkpoint")
-    export.add_argument("--scale-format", default="pow2", help="pow2 (the default) or fp32; give the format of the run")
-    export.add_argument("--num-first-layers-in-bf16", type=int, default=0, metavar="N", help="default 0")
-    export.add_argument("--num-last-layers-in-bf16", type=int, default=0, metavar="N", help="default 0")
-    export.add_argument("--quantization-ignored-layer-kws", nargs="*", default=[], metavar="WORD", help="default none")
-    export.set_defaults(run=_export)
-
-    demo = commands.add_parser("demo", help="run make-tiny, sft and train, and print a table of the results")
-    demo.add_argument("--runs", type=path, default=Path("runs"), metavar="DIR", help="parent of the demo's folder")
-    demo.set_defaults(run=_demo)
-
-
-def _add_studies(commands: Commands) -> None:
-    """Add the commands that examine recipes, runs and formats."""
-    doctor = commands.add_parser("doctor", help="check a NeMo RL recipe against its GPUs and its model")
-    doctor.add_argument("recipe", type=path, metavar="RECIPE", help="a YAML file, see conf/nemo_rl/")
-    doctor.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="key=value, +key=value, ++key=value, ~key")
-    doctor.add_argument("--gpu", default="h100", metavar="NAME", help="h100 (the default), h200, b200, ...")
-    doctor.add_argument("--json", action="store_true", help="print only JSON on stdout")
-    doctor.set_defaults(run=_doctor, unfinished=BAD_INPUT)
-
-    report = commands.add_parser("report", help="write one HTML page about one or several runs")
-    report.add_argument("runs", type=path, nargs="+", metavar="RUN", help="a run directory (logger.log_dir)")
-    report.add_argument("--output", type=path, metavar="FILE", help="default report.html, for one run in its directory")
-    report.set_defaults(run=_report)
-
-    compare = commands.add_parser("compare", help="run several flows with several seeds, and print a table")
-    compare.add_argument("comparison", type=path, metavar="COMPARISON", help="a YAML file, see conf/compare/")
-    compare.add_argument("overrides", nargs="*", metavar="key=value", help="overrides for every run")
-    compare.add_argument(
-        "--output", type=path, default=Path("runs/compare"), metavar="DIR", help="default runs/compare"
-    )
-    compare.add_argument(
-        "--table-only", action="store_true", help="run nothing, and print the table of the finished runs"
-    )
-    compare.set_defaults(run=_compare)
-
-    parity = commands.add_parser(
-        "parity", help="compare this package's FP8 format with published and installed libraries"
-    )
-    parity.add_argument(
-        "--size", type=int, default=2048, metavar="N", help="rows and columns of the matrices; default 2048"
-    )
-    parity.add_argument("--seed", type=int, default=0)
-    parity.add_argument("--json", action="store_true", help="print only JSON on stdout")
-    parity.set_defaults(run=_parity)
-
-
-def seconds(text: str) -> float:
-    """Parse 0 to MAX_SECONDS seconds. argparse uses this function's name in its message about a ValueError."""
-    if not 0 <= (value := float(text)) <= MAX_SECONDS:
-        raise ValueError
-    return value
-
-
-def path(text: str) -> Path:
-    """Return the path; a leading ~, which the shell does not expand in quotes or after =, is the home folder."""
-    return Path(os.path.expanduser(text))
-
-
-def _add_recipe(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--config", type=path, required=True, metavar="RECIPE", help="a YAML file, see conf/")
-    command.add_argument("overrides", nargs="*", metavar="key=value", help="overrides, such as grpo.max_num_steps=20")
-
-
 def _train(arguments: argparse.Namespace) -> bool:
     cfg = _load_config(arguments)
     from nemo_fp8rl.train import train  # loads vLLM and Megatron, so only after the recipe is checked
@@ -230,27 +93,35 @@ def _train(arguments: argparse.Namespace) -> bool:
 def _load_config(arguments: argparse.Namespace) -> "Config":
     """Return the config for `train`, from a recipe of this package or of NeMo RL."""
     from nemo_fp8rl.config.recipe import load
+    from nemo_fp8rl.config.recipe_names import find_recipe
     from nemo_fp8rl.nemo_rl.recipe.read_recipe import is_for_nemo_rl
 
-    if is_for_nemo_rl(arguments.config):
+    recipe = find_recipe(arguments.config)
+    if is_for_nemo_rl(recipe):
         from nemo_fp8rl.nemo_rl.recipe.recipe_for_train import load_for_train
 
-        return load_for_train(arguments.config, arguments.overrides)
-    return load(arguments.config, arguments.overrides)
+        return load_for_train(recipe, arguments.overrides)
+    return load(recipe, arguments.overrides)
 
 
 def _nemo(arguments: argparse.Namespace) -> bool:
+    from nemo_fp8rl.config.recipe_names import find_recipe
+    from nemo_fp8rl.nemo_rl.recipe.read_recipe import FOLDER
+
+    recipe = find_recipe(arguments.config, FOLDER)
     from nemo_fp8rl.nemo_rl.run.run_loop import run
 
-    return run(arguments.config, arguments.overrides)
+    return run(recipe, arguments.overrides)
 
 
 def _launch(arguments: argparse.Namespace) -> bool:
     from nemo_fp8rl.commands.launch.launch_command import launch
+    from nemo_fp8rl.config.recipe_names import find_recipe
+    from nemo_fp8rl.nemo_rl.recipe.read_recipe import FOLDER
 
     return launch(
         arguments.place,
-        arguments.config,
+        find_recipe(arguments.config, FOLDER if arguments.loop == "nemo" else ""),
         arguments.overrides,
         loop=arguments.loop,
         site=arguments.site,
@@ -296,7 +167,14 @@ def _demo(arguments: argparse.Namespace) -> bool:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it at import; more threads slow down so small a model
     from nemo_fp8rl.commands.demo import demo
 
-    return demo(arguments.runs)
+    return demo(arguments.runs, arguments.steps, arguments.warm_up_steps)
+
+
+def _recipes(arguments: argparse.Namespace) -> bool:
+    from nemo_fp8rl.commands.recipe_list import show
+
+    show()
+    return True
 
 
 def _report(arguments: argparse.Namespace) -> bool:
@@ -308,15 +186,21 @@ def _report(arguments: argparse.Namespace) -> bool:
 
 
 def _compare(arguments: argparse.Namespace) -> bool:
-    from nemo_fp8rl.commands.compare.compare_command import compare
+    from nemo_fp8rl.commands.compare.compare_command import Choice, compare
 
-    return compare(arguments.comparison, arguments.overrides, arguments.output, arguments.table_only)
+    return compare(
+        arguments.config,
+        arguments.overrides,
+        arguments.output,
+        Choice(arguments.flows, arguments.seeds, arguments.part),
+        "table" if arguments.table_only else "plan" if arguments.dry_run else "run",
+    )
 
 
 def _doctor(arguments: argparse.Namespace) -> bool:
     from nemo_fp8rl.commands.doctor.examine import as_json, examine, show
 
-    report = examine(arguments.recipe, arguments.overrides, arguments.gpu)
+    report = examine(arguments.config, arguments.overrides, arguments.gpu)
     if arguments.json:
         print(as_json(report))
     else:
@@ -340,6 +224,24 @@ def _request_stop(arguments: argparse.Namespace) -> bool:
 
     request_stop(arguments.linger)
     return True
+
+
+HANDLERS: dict[str, Callable[[argparse.Namespace], bool]] = {
+    "train": _train,
+    "nemo": _nemo,
+    "launch": _launch,
+    "sft": _sft,
+    "request-stop": _request_stop,
+    "make-tiny": _make_tiny,
+    "export": _export,
+    "demo": _demo,
+    "recipes": _recipes,
+    "doctor": _doctor,
+    "report": _report,
+    "compare": _compare,
+    "parity": _parity,
+}
+"""A handler returns False for what `arguments.unfinished` says."""
 
 
 if __name__ == "__main__":

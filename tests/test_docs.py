@@ -58,7 +58,7 @@ def test_mentioned_targets_and_commands_exist(page):
     patterns = [re.escape(target).replace("%", ".+") for line in targets for target in line.split()]
     for target in re.findall(r"`make (?:\w+=\S+ )*([a-z][\w.-]*)", text):
         assert any(re.fullmatch(pattern, target) for pattern in patterns), target
-    commands = re.findall(r'add_parser\(\s*"([\w-]+)"', (ROOT / "nemo_fp8rl/cli.py").read_text())
+    commands = re.findall(r'_add\(\s*commands,\s*"([\w-]+)"', (ROOT / "nemo_fp8rl/commands/arguments.py").read_text())
     for command in re.findall(r"(?:nemo-fp8rl|nemo_fp8rl\.cli) ([a-z][\w-]*)", text):
         assert command in commands, command
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_fp8rl.common.field_rules import FilePath, all_fields
+from nemo_fp8rl.config.recipe_names import find_recipe
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.config.typed_tree import check_keys, defaults, to_block
 from nemo_fp8rl.config.validate import check
@@ -22,7 +23,11 @@ PATHS = (*(field.key for field in all_fields(Config) if field.marker(FilePath)),
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the checked recipe at `path` with `key=value` overrides. Raises UserError for any fault of either."""
+    """Return the checked recipe, of this path or name, with `key=value` overrides.
+
+    Raises: UserError for any fault of either
+    """
+    path = find_recipe(path)
     return complete(str(path), *read(path, overrides))
 
 
@@ -34,7 +39,8 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Any, Any]:
     from omegaconf import OmegaConf
 
     register_resolvers()
-    tree = read_with_parents(Path(path))
+    path = find_recipe(path)
+    tree = read_with_parents(path)
     for override in overrides:
         tree = merge_override(tree, override)
     with yaml_errors_as_user_error(str(path)):

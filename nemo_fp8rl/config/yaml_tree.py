@@ -1,8 +1,8 @@
 """A YAML file with its parents as one OmegaConf tree: the part of NeMo RL's config dialect that needs no schema.
 
-`defaults:` names one file or a list, relative to its own file; parents are merged depth first, the file itself
-last. A top-level block with `_override_: true` replaces the parents' block instead of merging with it. Works with
-OmegaConf 2.3, which NeMo RL has, and 2.4.
+`defaults:` names one file or a list, relative to its own file, or shipped recipes by their names; parents are merged
+depth first, the file itself last. A top-level block with `_override_: true` replaces the parents' block instead of
+merging with it. Works with OmegaConf 2.3, which NeMo RL has, and 2.4.
 """
 
 import json
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_fp8rl.common.errors import UserError, single_line
+from nemo_fp8rl.config.recipe_names import shipped_recipe
 from nemo_fp8rl.config.typed_tree import short_repr
 
 RESOLVERS: dict[str, Callable[..., Any]] = {
@@ -153,7 +154,11 @@ def _take_parents(path: Path, tree: Any) -> list[Path]:
     parents = [named] if isinstance(named, str) else named
     if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
         raise UserError(f"{path}: `defaults:` must be the path of a recipe or a list of paths, got {short_repr(named)}")
-    return [path.parent / parent for parent in parents]
+    return [_find_parent(path.parent / parent, parent) for parent in parents]
+
+
+def _find_parent(path: Path, name: str) -> Path:
+    return path if path.exists() else shipped_recipe(name) or path
 
 
 def _merge(path: Path, parent: Any, child: Any) -> Any:

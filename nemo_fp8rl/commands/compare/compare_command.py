@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from nemo_fp8rl.commands.compare.comparison import Comparison, load_comparison
 from nemo_fp8rl.commands.compare.machine_support import Reasons, find_unsupported, sentences
 from nemo_fp8rl.commands.compare.results import measure, record
+from nemo_fp8rl.commands.compare.run_choice import Choice, describe_plan, describe_time
 from nemo_fp8rl.commands.compare.run_list import PlannedRun, plan
 from nemo_fp8rl.commands.compare.start_models import make_models
 from nemo_fp8rl.commands.compare.subprocess_run import run as run_process
@@ -35,30 +36,41 @@ WIDTH_OF_FILES = 200
 """Columns if the output is not a terminal; the widest table fits."""
 
 
-def compare(path: Path, overrides: Sequence[str], output: Path, table_only: bool = False) -> bool:
+def compare(
+    path: Path,
+    overrides: Sequence[str],
+    output: Path,
+    choice: Choice = Choice(),  # noqa: B008  # frozen
+    mode: Literal["run", "plan", "table"] = "run",
+) -> bool:
     """Run a comparison and show its tables. Return False if it was interrupted; a second call continues it.
 
-    overrides:   key=value for every run
-    table_only:  run nothing, show the finished runs
-    Raises:      UserError for a wrong comparison, for a run that fails, and if this machine supports none of the runs
+    overrides:  key=value for every run
+    choice:     the runs to take; the tables are of all finished runs
+    mode:       "plan": list the runs with an estimate of their time; "table": show the finished runs
+    Raises:     UserError for a wrong comparison, for a run that fails, and if this machine supports none of the runs
     """
     comparison = load_comparison(path)
     if output.exists() and not output.is_dir():
         raise UserError(f"--output {output} is no folder; give another")
     runs = plan(comparison, overrides, output)
+    chosen = choice.of(runs)
     console = Screen(highlight=False)
     if not console.is_terminal:
         console.width = WIDTH_OF_FILES
     unsupported: Reasons = {}
-    if table_only:
+    if mode == "plan":
+        console.print("\n".join(describe_plan(comparison, runs, chosen)), markup=False, soft_wrap=True)
+        return True
+    if mode == "table":
         finished, unsupported = True, find_unsupported(_unfinished(runs))
     else:
-        finished = _run_all(comparison, overrides, runs, unsupported, path, output, console)
+        finished = _run_all(comparison, overrides, runs, chosen, unsupported, path, output, console)
     results = record(comparison, overrides, runs, unsupported)
     if not results["runs"]:
         console.print(f"no run in {output} has finished", markup=False, soft_wrap=True)
         return finished
-    if not (table_only and is_locked(output)):  # a comparison that runs in this folder writes the files
+    if not (mode == "table" and is_locked(output)):  # a comparison that runs in this folder writes the files
         _write(results, path, overrides, output)
     _show(results, output, console)
     return finished
@@ -68,18 +80,21 @@ def _run_all(
     comparison: Comparison,
     overrides: Sequence[str],
     runs: Sequence[PlannedRun],
+    chosen: Sequence[PlannedRun],
     unsupported: Reasons,
     path: Path,
     output: Path,
     console: Console,
 ) -> bool:
-    """Run the unfinished runs. unsupported: receives the flows that this machine does not support."""
-    todo = _unfinished(runs)
+    """Run the unfinished of the chosen runs. unsupported: receives the flows that this machine does not support."""
+    todo = _unfinished(chosen)
 
     def say(text: str) -> None:
         console.print(text, markup=False, soft_wrap=True)
 
-    say(f"{len(runs) - len(todo)} of {len(runs)} runs have finished, {len(todo)} to go, in {output}")
+    say(f"{len(chosen) - len(todo)} of {len(chosen)} runs have finished, {len(todo)} to go, in {output}")
+    if todo:
+        say(describe_time(comparison, runs, todo))
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -99,7 +114,7 @@ def _run_all(
         for sentence in sentences(unsupported):
             say(sentence)
         todo = [run for run in todo if (run.flow, run.length) not in unsupported]
-        finished = len(runs) - len(_unfinished(runs))
+        finished = len(chosen) - len(_unfinished(chosen))
         count = finished + len(todo)
         if not count:
             raise UserError(f"{path}: this machine supports none of its flows: {next(iter(unsupported.values()))}")
@@ -122,7 +137,8 @@ def _run_all(
             progress.update(task, completed=before)
             took = timedelta(seconds=round(time.monotonic() - begin))
             _write(record(comparison, overrides, runs, unsupported), path, overrides, output)
-            say(f"{i}/{count}  {run.name}  {_figures(measure(run.rows()))}  {took}")
+            left = describe_time(comparison, runs, rest) if (rest := todo[i - finished :]) else ""
+            say(f"{i}/{count}  {run.name}  {_figures(measure(run.rows()))}  {took}  {left}".rstrip())
     return True
 
 

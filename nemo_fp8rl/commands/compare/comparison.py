@@ -1,4 +1,4 @@
-"""The typed blocks of a comparison file, conf/compare/*.yaml.
+"""The typed blocks of a comparison file, as config/recipes/compare/tiny.yaml.
 
 Overrides have the form `dotted.key: value`. The recipes of the runs check their keys and types. A later override wins:
 the recipe, `overrides`, `lengths.overrides`, the command line, the flow's overrides.
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.recipe_names import find_recipe, shipped_recipe
 from nemo_fp8rl.config.typed_tree import check_keys, to_block
 from nemo_fp8rl.config.yaml_tree import quote, read_with_parents, register_resolvers, yaml_errors_as_user_error
 
@@ -52,11 +53,20 @@ class Lengths:
 
 
 @dataclass(frozen=True)
+class Seconds:
+    """Figures for the estimate of time before this machine has taken a step."""
+
+    start: float = 30.0
+    """Of a run without its steps: imports, model, validations, checkpoints."""
+    step: float | None = None
+
+
+@dataclass(frozen=True)
 class Comparison:
     """A whole comparison."""
 
     recipe: str
-    """The recipe of every run, relative to the comparison's file."""
+    """The recipe of every run: relative to the comparison's file, or the name of a shipped one."""
     seeds: tuple[int, ...]
     """grpo.seed of the runs: order of prompts and sampling. data.train.seed chooses the held-out prompts."""
     flows: dict[str, dict[str, Any]]
@@ -68,6 +78,7 @@ class Comparison:
     model: TinyModel | None = None
     """null: policy.model_name and data.train.data_path of the recipe."""
     lengths: Lengths | None = None
+    seconds: Seconds = field(default_factory=Seconds)
 
 
 def load_comparison(path: Path) -> Comparison:
@@ -75,6 +86,7 @@ def load_comparison(path: Path) -> Comparison:
     from omegaconf import OmegaConf
 
     register_resolvers()
+    path = find_recipe(path, "compare")
     tree = read_with_parents(path)
     with yaml_errors_as_user_error(str(path)):
         tree_values = OmegaConf.to_container(tree)
@@ -111,10 +123,15 @@ def _check(comparison: Comparison) -> None:
 
 def _with_paths(comparison: Comparison, folder: Path) -> Comparison:
     """Return the comparison with recipes as paths from the working directory."""
-    changes: dict[str, Any] = {"recipe": str(folder / comparison.recipe)}
+
+    def find(name: str) -> str:
+        path = folder / name
+        return str(path if path.exists() else shipped_recipe(name) or path)
+
+    changes: dict[str, Any] = {"recipe": find(comparison.recipe)}
     for part in ("model", "lengths"):
         if block := getattr(comparison, part):
-            changes[part] = dataclasses.replace(block, warm_up=str(folder / block.warm_up))
+            changes[part] = dataclasses.replace(block, warm_up=find(block.warm_up))
     return dataclasses.replace(comparison, **changes)
 
 

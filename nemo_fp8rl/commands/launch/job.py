@@ -117,7 +117,7 @@ def plan(
         )
     loop = loop or ("train" if values is None else "nemo")
     if loop == "nemo" and values is None:
-        raise UserError(f"--loop nemo: {recipe} is no recipe for NeMo RL; see conf/nemo_rl/")
+        raise UserError(f"--loop nemo: {recipe} is no recipe for NeMo RL; `nemo-fp8rl recipes` lists some")
     if loop == "train" and values is not None and not (idle or ignore_gpu_count):
         from nemo_fp8rl.nemo_rl.recipe.recipe_for_train import convert_keys_for_train  # loads torch
 

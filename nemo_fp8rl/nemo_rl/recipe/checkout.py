@@ -1,7 +1,7 @@
 """The checkout of NeMo RL named by NEMO_RL_SRC, which has NeMo RL's recipes and config classes.
 
-NeMo RL is on no package index, so its users have a clone of its repository. The recipes in conf/nemo_rl inherit from
-recipes in that clone.
+NeMo RL is on no package index, so its users have a clone of its repository. This package's recipes
+for NeMo RL inherit from recipes in that clone.
 """
 
 import os

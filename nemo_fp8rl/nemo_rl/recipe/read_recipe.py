@@ -14,6 +14,7 @@ from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.field_rules import NemoRl, fields_of
 from nemo_fp8rl.config.fp8rl_schema import Fp8RlConfig
 from nemo_fp8rl.config.recipe import PATHS
+from nemo_fp8rl.config.recipe_names import find_recipe
 from nemo_fp8rl.config.typed_tree import check_keys, check_numbers, defaults, short_repr, to_block
 from nemo_fp8rl.config.validate import check_no_secret, check_tracker
 from nemo_fp8rl.config.yaml_tree import expand_homes, read_with_parents, register_resolvers, yaml_errors_as_user_error
@@ -25,6 +26,8 @@ from nemo_fp8rl.nemo_rl.recipe.precision import Precision, read_precision
 from nemo_fp8rl.nemo_rl.recipe.value_types import check_values
 
 BLOCK = "nemo_fp8rl"
+FOLDER = "nemo_rl"
+"""The folder of the shipped recipes for NeMo RL."""
 DERIVED_KEYS = {field.name: field.marker(NemoRl).spelling for field in fields_of(Fp8RlConfig) if field.marker(NemoRl)}
 """Keys of the block nemo_fp8rl that are derived from NeMo RL's keys, and those keys."""
 
@@ -64,6 +67,7 @@ def is_for_nemo_rl(path: Path) -> bool:
     Raises: UserError if there is no recipe
     """
     register_resolvers()
+    path = find_recipe(path)
     return _is_for_nemo_rl(path, _read_tree(path))
 
 
@@ -79,7 +83,10 @@ def refuse_for_nemo_rl(path: Path, command: str) -> None:
             raise
         for_nemo_rl = True
     if for_nemo_rl:
-        raise UserError(f"{path} is a recipe for NeMo RL, and {command} takes those of `nemo-fp8rl train`; see conf/")
+        raise UserError(
+            f"{path} is a recipe for NeMo RL, and {command} takes those of `nemo-fp8rl train`, which "
+            "`nemo-fp8rl recipes` lists"
+        )
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> NemoRlRecipe:
@@ -97,8 +104,9 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> NemoRlRecipe
     from omegaconf import OmegaConf
 
     register_resolvers()
-    tree = _read_tree(Path(path))
-    if not _is_for_nemo_rl(Path(path), tree):
+    path = find_recipe(path, FOLDER)
+    tree = _read_tree(path)
+    if not _is_for_nemo_rl(path, tree):
         raise UserError(
             f"{path} is no recipe for NeMo RL (it has no cluster.gpus_per_node, nor a parent that has); recipes of "
             "`nemo-fp8rl train` are checked when they run"
@@ -128,7 +136,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> NemoRlRecipe
     if block.correction is not None:
         block.correction.resolve()
     check_gates(block.gates)
-    return NemoRlRecipe(Path(path), values, checkout)
+    return NemoRlRecipe(path, values, checkout)
 
 
 def _read_tree(path: Path) -> Any:

@@ -14,6 +14,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled, ScaleFormat, fprop
 from nemo_fp8rl.fp8.linear import operand_dtype
 from nemo_fp8rl.generation import vllm_compat
+from nemo_fp8rl.generation.fp8_method.on_cpu.compiled_calls import emulated_experts, register
 from nemo_fp8rl.generation.fp8_method.on_cpu.rank_sums import keep_on_first_rank, sum_over_ranks
 from nemo_fp8rl.generation.fp8_method.stored_weights import Fp8MoEMethod
 
@@ -27,6 +28,10 @@ class EmulatedFp8MoEMethod(Fp8MoEMethod):
         super().__init__(moe, scale_format)
         self.capture: Callable[[Tensor], None] | None = None
 
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        super().create_weights(layer, *args, **kwargs)
+        register(layer)
+
     @property
     def is_monolithic(self) -> bool:
         return vllm_compat.is_routing_by_experts()
@@ -36,6 +41,19 @@ class EmulatedFp8MoEMethod(Fp8MoEMethod):
         topk_weights, topk_ids = vllm_compat.choose_experts(layer, x, router_logits)
         if self.capture:
             self.capture(topk_ids)
+        return self.apply(layer, x, topk_weights, topk_ids, None, None)
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any,
+        shared_experts_input: Tensor | None,
+    ) -> Tensor:
+        if torch.compiler.is_compiling():
+            return emulated_experts(x, topk_weights, topk_ids, layer.w13_weight)
         return self.multiply(layer, x, topk_weights, topk_ids)
 
     def process_weights_after_loading(self, layer: Any) -> None:

@@ -8,6 +8,7 @@ from vllm.model_executor.layers.linear import RowParallelLinear, register_weight
 
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled, fprop
 from nemo_fp8rl.fp8.linear import operand_dtype
+from nemo_fp8rl.generation.fp8_method.on_cpu.compiled_calls import emulated_linear, register
 from nemo_fp8rl.generation.fp8_method.on_cpu.rank_sums import keep_on_first_rank, sum_over_ranks
 from nemo_fp8rl.generation.fp8_method.stored_weights import Fp8LinearMethod
 
@@ -20,18 +21,22 @@ class EmulatedFp8LinearMethod(Fp8LinearMethod):
 
     def prepare(self, layer: Any, dtype: torch.dtype) -> None:
         self.sums_parts = isinstance(layer, RowParallelLinear) and layer.tp_size > 1 and layer.reduce_results
+        register(layer)
         layer.fp8_operand_dtype = torch.float32 if self.sums_parts else operand_dtype(dtype, self.scale_format)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         layer.fp8_dequantized = None  # the first multiplication dequantizes the new bytes
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = emulated_linear(x, layer.weight) if torch.compiler.is_compiling() else self.multiply(layer, x)
+        return y if bias is None else y + bias
+
+    def multiply(self, layer: Any, x: Tensor) -> Tensor:
+        """Return the product without the bias."""
         if layer.fp8_dequantized is None:
             stored = BlockScaled(layer.weight.data, layer.weight_scale_inv.data, BLOCK)
             layer.fp8_dequantized = stored.dequantize(layer.fp8_operand_dtype)
         if self.sums_parts:
             y = sum_over_ranks(fprop(x, layer.fp8_dequantized, self.scale_format, torch.float32), x.dtype)
-            y = keep_on_first_rank(y)
-        else:
-            y = fprop(x, layer.fp8_dequantized, self.scale_format)
-        return y if bias is None else y + bias
+            return keep_on_first_rank(y)
+        return fprop(x, layer.fp8_dequantized, self.scale_format)
