@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_fp8rl import cli
+from nemo_fp8rl.commands import arguments
 from nemo_fp8rl.algorithms.correction_config import PRESETS, Rule
 from nemo_fp8rl.algorithms.gates import GateConfig
 from nemo_fp8rl.commands.launch.settings import read_settings
@@ -56,7 +56,7 @@ def test_a_leading_tilde_is_the_home_folder(recipe, monkeypatch):
     assert (cfg.logger.log_dir, cfg.policy.model_name) == ("/home/me/runs", "/home/me/model")
     assert cfg.data.train.data_path == "/home/me/x~.jsonl"
     assert cfg.checkpointing.checkpoint_dir.startswith("/home/me/runs/")
-    assert cli.path("~/foo") == Path("/home/me/foo")
+    assert arguments.path("~/foo") == Path("/home/me/foo")
     assert read_settings(None, ["runs_dir=~/launched"]).runs_dir == "/home/me/launched"
 
 

@@ -130,7 +130,7 @@ def as_json(result: Report) -> str:
 
 
 def show(result: Report) -> None:
-    """Print the report on stdout."""
+    """Print the report on stdout: first what it shows, then the tables."""
     from nemo_fp8rl.common.display import Screen
 
     console = Screen(highlight=False)
@@ -138,10 +138,49 @@ def show(result: Report) -> None:
         console.width = WIDTH
     settings = f"size {result.size}, seed {result.seed}; ours: kernel {result.kernel}, torch {result.torch}"
     console.print(settings, markup=False)
+    console.print("Each beside ours, at the input where it differs most (docs/numerics.md says why):", soft_wrap=True)
+    for sentence in verdicts(result):
+        console.print(sentence, markup=False, soft_wrap=True)
+    console.print()
     for section in SECTIONS:
         console.print(_table(section, [row for row in result.rows if row.section == section]))
     for name, reason in result.not_run.items():
         console.print(f"{name}: {reason}", markup=False, soft_wrap=True)
+
+
+def verdicts(result: Report) -> list[str]:
+    """Return one sentence per implementation: in which scale formats it has our bytes, and else how far it is off."""
+    by_name: dict[str, list[Row]] = {}
+    for row in result.rows:
+        name = f"{row.implementation} {row.installed}" if row.installed else f"{row.implementation} (formula)"
+        by_name.setdefault(name, []).append(row)
+    return [f"{name}: {'; '.join(_verdicts_of_formats(rows))}" for name, rows in by_name.items()]
+
+
+def _verdicts_of_formats(rows: list[Row]) -> Iterator[str]:
+    """Yield what is true of each scale format; equal sentences become one."""
+    texts: dict[str, list[str]] = {}
+    for scale_format in FORMATS:
+        differences = {
+            (row.section, kind): difference
+            for row in rows
+            if row.scale_format == scale_format
+            for kind, difference in row.inputs.items()
+            if difference is not None
+        }
+        texts.setdefault(_verdict(differences), []).append(scale_format)
+    for text, formats in texts.items():
+        yield f"{' and '.join(formats)} {text}"
+
+
+def _verdict(differences: dict[tuple[str, str], Difference]) -> str:
+    if not differences:
+        return "not offered"
+    off = [difference for difference in differences.values() if not difference.is_zero]
+    if not off:
+        return f"identical in all {len(differences)} inputs"
+    most = max(off, key=lambda difference: difference.values)
+    return f"{_percent(most, 'values')} % of values differ" if most.values else "the same values in other bytes"
 
 
 def _in_order(installed: list[Implementation]) -> Iterator[Implementation]:

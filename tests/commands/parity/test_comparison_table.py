@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 import torch
@@ -122,6 +123,19 @@ def test_the_table_prints_every_implementation_and_what_was_not_run(small, capsy
         assert section in out
     assert "…" not in out, "a column is cut off"
     assert max(map(len, out.splitlines())) <= comparison_table.WIDTH
+
+
+def test_a_sentence_for_each_implementation_comes_before_the_tables(small, capsys):
+    show(small)
+    lines = capsys.readouterr().out.splitlines()
+    sentences = comparison_table.verdicts(small)
+    assert lines[2 : 2 + len(FORMULAS)] == sentences
+    assert sentences[0] == "Transformer Engine (formula): pow2 and fp32 identical in all 12 inputs"
+    assert any(
+        re.search(r"^NeMo RL .formula.: pow2 0\.\d+ % of values differ; fp32 \d+ % ", text) for text in sentences
+    )
+    assert any("pow2 not offered; fp32 identical" in text for text in sentences)
+    assert any("pow2 the same values in other bytes" in text for text in sentences)
 
 
 # Libraries

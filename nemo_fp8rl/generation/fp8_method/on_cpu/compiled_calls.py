@@ -1,8 +1,9 @@
 """Emulated layers as operations that torch.compile does not look into.
 
 vLLM compiles a model unless `enforce_eager` is set, and the emulation calls kernels that are compiled by numba and
-dequantizes lazily, neither of which can be traced. An operation gets the layer's stored weight, by whose memory it finds
-the layer: a number or name of a layer would be written into vLLM's cache of compiled graphs, which other processes read.
+dequantizes lazily, neither of which can be traced. An operation gets the layer's stored weight and finds the layer by
+the weight's memory: a number or name of a layer would be written into vLLM's cache of compiled graphs, which other
+processes read.
 """
 
 from typing import Any
