@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_fp8rl.commands import arguments
 from nemo_fp8rl.algorithms.correction_config import PRESETS, Rule
 from nemo_fp8rl.algorithms.gates import GateConfig
+from nemo_fp8rl.commands import arguments
 from nemo_fp8rl.commands.launch.settings import read_settings
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.fp8rl_schema import Fp8RlConfig
