@@ -30,7 +30,7 @@ demo: setup  ## run the CPU demo
 	@$(BIN)/nemo-fp8rl demo $(ARGS)
 
 test: setup-dev  ## run the tests
-	@$(BIN)/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --dist=loadfile $(ARGS)
+	@$(BIN)/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --dist=loadfile --no-loadscope-reorder $(ARGS)
 	@$(if $(ARGS),,$(MAKE) --no-print-directory test-gpu-engine)
 
 # Units of every room that need neither an engine nor a trainer, and one tiny run.
@@ -44,11 +44,11 @@ QUICK := tests/test_imports.py tests/test_docs.py tests/test_batch.py tests/comm
 
 quick: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 quick: setup-dev  ## units of every room and one tiny run, in under two minutes
-	@$(BIN)/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --dist=loadfile $(QUICK) $(ARGS)
+	@$(BIN)/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --dist=loadfile --no-loadscope-reorder $(QUICK) $(ARGS)
 
 test-gpu-engine: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 test-gpu-engine: setup-dev  ## the engine's methods for GPUs, on Triton's interpreter; `make test` runs it, too
-	@$(BIN)/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --dist=loadfile -p tests.gpu_engine.plugin \
+	@$(BIN)/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --dist=loadfile --no-loadscope-reorder -p tests.gpu_engine.plugin \
 	  tests/gpu_engine $(ARGS)
 
 test-gpu:  ## the tests that need a GPU, in the environment of PYTHON, which has the packages for one
@@ -58,7 +58,7 @@ test-gpu:  ## the tests that need a GPU, in the environment of PYTHON, which has
 test-fake-gpu: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 test-fake-gpu: .venv/transformer-engine-2.20/installed  ## policy and refit of `make test-gpu`, and runs, on a fake device
 	@PYTHONPATH=$(CURDIR)/.venv/transformer-engine-2.20 $(BIN)/python -m pytest -q -rs --numprocesses=$(TEST_PROCESSES) \
-	  --dist=loadfile -p tests.fake_cuda.plugin -m gpu tests/policy tests/refit tests/fake_cuda $(ARGS)
+	  --dist=loadfile --no-loadscope-reorder -p tests.fake_cuda.plugin -m gpu tests/policy tests/refit tests/fake_cuda $(ARGS)
 
 test-long: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 test-long: setup-dev  ## the tests that `make test` leaves out for their length

@@ -63,6 +63,25 @@ YARN = {"rope_type": "yarn", "rope_theta": 1.0e6, "factor": 4.0, "original_max_p
 """Qwen's kind."""
 
 
+LONGEST_FILES = (
+    "generation/test_faults.py",
+    "workers/test_ray.py",
+    "generation/test_processes.py",
+    "policy/test_parallel_state.py",
+    "test_train.py",
+    "test_loop.py",
+    "policy/test_parallel.py",
+    "generation/test_engine.py",
+    "generation/test_families.py",
+)
+"""They come first, so that no process of `make test` ends with one of them while the other has nothing left."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    longest = [str(Path(__file__).parent / file) for file in LONGEST_FILES]
+    items.sort(key=lambda item: longest.index(str(item.path)) if str(item.path) in longest else len(longest))
+
+
 _freeze, _modules_frozen = gc.freeze, [0]
 gc.freeze = gc.unfreeze = lambda: None
 """vLLM's, of an engine's start and end; what `imports_are_not_collected` froze stays frozen."""

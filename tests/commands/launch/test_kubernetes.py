@@ -333,7 +333,7 @@ def test_a_users_variable_stands_once_and_wins():
 
 @given(st.from_regex(NAME, fullmatch=True))
 @example("a" * LONGEST_NAME)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_every_name_of_a_job_makes_one_of_an_object(name):
     chosen = dataclasses.replace(site(), name=name)
     job = plan(TINY, (), chosen)

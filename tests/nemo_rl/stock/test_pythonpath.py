@@ -25,7 +25,7 @@ def test_pythonpath_of_ray_has_this_package_alone(installed, tmp_path, monkeypat
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules[name].init_ray = lambda: started.append(os.environ["PYTHONPATH"])
     monkeypatch.setenv("PYTHONPATH", "/theirs")
-    with _ray(2, ours=False):
+    with _ray(2, uses_package=False):
         theirs, folder = started.pop().split(os.pathsep)
         found = subprocess.run(
             [sys.executable, "-c", "import nemo_fp8rl; print(nemo_fp8rl.__file__)"],

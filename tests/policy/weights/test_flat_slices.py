@@ -24,7 +24,7 @@ CASES = [
 ]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize(("hf", "ranks"), CASES)
 def test_slices_cover_the_ranks_part_of_every_tensor_once(hf, ranks, data):
