@@ -15,7 +15,7 @@ import torch
 
 from nemo_fp8rl.common.atomic_files import new_folder
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.hf.model_config import read_hf_config
+from nemo_fp8rl.hf.model_config import FAMILIES, read_hf_config
 from nemo_fp8rl.hf.model_tensors import expected_tensors
 from nemo_fp8rl.hf.safetensors_file import write_safetensors
 
@@ -40,12 +40,6 @@ FAMILY_SIZES: dict[str, dict[str, int | bool]] = {
     },
 }
 """Keys of config.json in which the tiny model of a family differs from the common ones."""
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
 MAX_SEED = 2**63 - 1
 CHAIN_PROMPTS, CHAIN_TERMS = 20_000, 6
 
@@ -119,7 +113,7 @@ def write_model(folder: Path, seed: int = 0, family: str = "qwen3", device: str 
         eos_token_id=1,
         pad_token_id=0,
         dtype="bfloat16",
-        architectures=[ARCHITECTURES[family]],
+        architectures=[FAMILIES[family].architecture],
     ).save_pretrained(folder)
     _save_tokenizer(folder)
     generator = torch.Generator(device).manual_seed(seed)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.typed_tree import short_repr
+from nemo_fp8rl.hf.config_keys import check_config_keys
 from nemo_fp8rl.hf.hub import checkpoint_folder, local_folder_hint
 
 
@@ -15,12 +16,14 @@ from nemo_fp8rl.hf.hub import checkpoint_folder, local_folder_hint
 class Family:
     """The differences between families; all are pre-norm decoders with grouped queries and a gated MLP.
 
+    architecture: the class of the family in transformers and vLLM
     qkv_bias: q, k and v have a bias
     qk_norm:  q and k have a norm
     experts:  the MLP is a mixture of experts
     head_dim: the default where config.json has no head_dim; None stands for hidden_size / heads
     """
 
+    architecture: str
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: bool = False
@@ -33,10 +36,10 @@ class Family:
 
 
 FAMILIES = {  # by model_type; Llama 3, Qwen2.5, Qwen3 and Qwen3-MoE
-    "llama": Family(),
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm=True, head_dim=128),
-    "qwen3_moe": Family(qk_norm=True, experts=True),
+    "llama": Family("LlamaForCausalLM"),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, head_dim=128),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm=True, experts=True),
 }
 LARGEST_SIZE = 10**8
 LARGEST_COUNT = 10_000
@@ -51,6 +54,9 @@ ROPE_REQUIRED = {"llama3": ("low_freq_factor", "high_freq_factor", ORIGINAL)}
 """rope_type -> numbers above 0 that it requires beside its factor."""
 ROPE_OPTIONAL = {"yarn": ("beta_fast", "beta_slow", ORIGINAL, "attention_factor", "mscale", "mscale_all_dim")}
 """rope_type -> optional numbers."""
+ROPE_KEYS = ("rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", ORIGINAL)
+"""Keys of every rope_type; `default` has no use for the last two."""
+ROPE_FLAGS = {"yarn": ("truncate",)}
 NULLABLE = ("attention_factor", "mscale", "mscale_all_dim")
 ZERO_ALLOWED = ("mscale", "mscale_all_dim")  # 0 means the same as an absent number
 
@@ -126,6 +132,11 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
         )
     if raw.get("quantization_config") is not None:
         raise UserError(f"{folder} is already quantized; give the bfloat16 checkpoint that it was made from")
+    if (folder / "hf_quant_config.json").exists():
+        raise UserError(
+            f"{folder} has hf_quant_config.json, by which vLLM takes it for quantized; give the bfloat16 checkpoint"
+        )
+    check_config_keys(raw, path, family.architecture, family.experts)
     for key in ("use_sliding_window", "attention_bias", "mlp_bias"):
         if raw.get(key):
             raise UserError(f"{path}: {key}={short_repr(raw[key])} is not supported")
@@ -182,6 +193,11 @@ def _head_dim(raw: dict[str, Any], path: Path, family: Family) -> int:
                 "head_dim"
             )
         head_dim = size(raw, path, "head_dim", hidden_size // heads)
+        if family.qkv_bias and head_dim * heads != hidden_size:  # vLLM's qwen2.py does not read head_dim
+            raise UserError(
+                f"{path}: head_dim={head_dim} is not hidden_size={hidden_size} over num_attention_heads={heads}, which "
+                "vLLM takes for this family"
+            )
     if head_dim % 2:
         raise UserError(f"{path}: head_dim={head_dim} is odd, rotary embedding needs two halves")
     return head_dim
@@ -203,6 +219,16 @@ def _rope(raw: dict[str, Any], path: Path) -> _Rope:
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     if rope_type not in ROPE_TYPES:
         raise UserError(f"{path}: rope_type {short_repr(rope_type)} is not supported, only {', '.join(ROPE_TYPES)}")
+    if (rope.get("type") or rope_type) != rope_type:
+        raise UserError(f"{path}: {key} has rope_type {rope_type!r} and type {short_repr(rope['type'])}; remove one")
+    own = (*ROPE_REQUIRED.get(rope_type, ()), *ROPE_OPTIONAL.get(rope_type, ()), *ROPE_FLAGS.get(rope_type, ()))
+    if others := [name for name in rope if name not in (*ROPE_KEYS, *own)]:
+        raise UserError(
+            f"{path}: {key}.{others[0]}={short_repr(rope[others[0]])} is not supported with rope_type {rope_type!r}: "
+            "vLLM may go by it where the trainer does not; remove it if the weights are of a model without it"
+        )
+    if not isinstance(rope.get("truncate", True), bool):
+        raise UserError(f"{path}: {key}.truncate must be true or false, got {short_repr(rope['truncate'])}")
     factor = rope.get("factor") if rope_type != "default" else 1.0
     if not _is_number(factor) or factor < 1:
         raise UserError(f"{path}: rope_type {rope_type!r} needs a factor of 1 or more, got {short_repr(factor)}")
@@ -244,6 +270,11 @@ def _check_experts(raw: dict[str, Any], path: Path) -> None:
         raise UserError(
             f"{path}: decoder_sparse_step and mlp_only_layers mix in dense layers, which is "
             "not supported: every layer must have experts"
+        )
+    if "num_experts" in raw and raw["num_experts"] != raw.get(_experts_key(raw)):
+        raise UserError(
+            f"{path}: num_experts={short_repr(raw['num_experts'])} and num_local_experts="
+            f"{short_repr(raw['num_local_experts'])} differ; remove one"
         )
     experts, per_token = size(raw, path, _experts_key(raw)), size(raw, path, "num_experts_per_tok")
     if per_token > experts:

@@ -295,8 +295,10 @@ def test_a_mixtures_sizes_are_read_under_both_names_of_its_experts(folder):
     write_config(folder, **MIXTURE)
     hf = read_hf_config(folder)
     assert (hf.num_experts, hf.num_experts_per_tok, hf.intermediate_size) == (8, 2, 32)
-    write_config(folder, **{**MIXTURE, "num_experts": 7, "num_local_experts": 8})
+    write_config(folder, **{**MIXTURE, "num_local_experts": 8})
     assert read_hf_config(folder) == hf
+    differing = {**MIXTURE, "num_experts": 7, "num_local_experts": 8}
+    assert "num_experts=7 and num_local_experts=8 differ; remove one" in refused_config(folder, **differing)
 
 
 @pytest.mark.parametrize(
