@@ -1,9 +1,11 @@
 """Build a policy, its engines, and the bridge between them, from a recipe; choose how the weights travel."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 
+from nemo_fp8rl.algorithms.gates import explained_mismatch
 from nemo_fp8rl.common.errors import UserError, single_line
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.generation.engine_pool import EnginePool
@@ -60,6 +62,26 @@ def refit_or_stop(bridge: RefitBridge, resume_hint: str = "continue with --resum
         return bridge.refit()
     except (RefitError, WorkerDied) as error:  # a rank failed, or an engine failed twice at the commit
         raise UserError(f"{single_line(error)}; mend that, then {resume_hint}") from error
+
+
+def explained_by(cfg: Config, experts: bool, aligned: bool, asynchronous: bool = False) -> float:
+    """Return the mismatch above which a step is alarming, infinite where the recipe wants no alarm.
+
+    experts:       the model is a mixture of experts
+    aligned:       the trainer rounds as vLLM does
+    asynchronous:  engines generate from older weights
+    """
+    choice = cfg.nemo_fp8rl
+    if choice.mismatch_alarm == "none":
+        return math.inf
+    return explained_mismatch(
+        choice.flow,
+        aligned=aligned and not (cfg.fp8_kv_cache and choice.kv == "rollout"),
+        fp8_cache=cfg.fp8_kv_cache,
+        experts=experts,
+        temperature=cfg.policy.generation.temperature,
+        asynchronous=asynchronous,
+    )
 
 
 def _mode(cfg: Config) -> Mode:

@@ -14,7 +14,7 @@ from nemo_fp8rl.algorithms.importance_bins import Bin
 from nemo_fp8rl.algorithms.importance_histogram import log_weight_histogram
 from nemo_fp8rl.algorithms.loss import GrpoLoss, kl_estimate
 from nemo_fp8rl.algorithms.policy_update import Judgement, average_steps, judge_and_correct, train_on_batch
-from nemo_fp8rl.assemble import backends, build_bridge, refit_or_stop
+from nemo_fp8rl.assemble import backends, build_bridge, explained_by, refit_or_stop
 from nemo_fp8rl.batch import Prompt, RolloutBatch, ScoredBatch, SequenceBatch, collate, collate_prompts
 from nemo_fp8rl.common.display import Display
 from nemo_fp8rl.common.errors import StepRefused
@@ -48,6 +48,7 @@ PromptsOfRound = Callable[[int], Sequence[Prompt]]
 class LoopParts:
     """The objects that every step uses, built once per run.
 
+    explained: the mismatch above which a step is alarming
     on_phase:  called with the name of each phase that begins, for the display
     """
 
@@ -59,6 +60,7 @@ class LoopParts:
     bridge: RefitBridge
     sampling: Sampling
     loss: GrpoLoss
+    explained: float
     on_phase: Callable[[str], None]
 
 
@@ -68,12 +70,14 @@ class StepOutcome:
 
     metrics:      under NeMo RL's names
     notes:        sentences for the user
+    alarm:        a sentence that must not be missed, or ""
     log_weights:  histogram of the importance weights
     samples:      a few answers
     """
 
     metrics: dict[str, float]
     notes: list[str]
+    alarm: str
     log_weights: list[Bin]
     samples: list[Sample]
 
@@ -138,7 +142,9 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, resume_h
         stack.enter_context(stop_on_signals(stop))  # after Ray has started, which sets signal handlers of its own
         bridge = build_bridge(cfg, policy, generation, first_version=run.completed_steps)
         run.add_choices(_machine_choices(policy, generation, bridge))
-        parts = LoopParts(cfg, tokenizer, val_prompts, policy, generation, bridge, sampling, loss, display.show_phase)
+        explained = explained_by(cfg, hf.family.experts, policy.describe().alignments == {"vllm"})
+        built = policy, generation, bridge, sampling, loss, explained
+        parts = LoopParts(cfg, tokenizer, val_prompts, *built, display.show_phase)
         faults = FaultCounts(generation, display.say)
         display.show_phase("first refit")
         if cfg.fp8_kv_cache and not run.completed_steps:
@@ -183,6 +189,8 @@ def run_steps(
             raise type(refused)(f"step {step}: {refused}") from None
         for note in outcome.notes:
             display.say(note)
+        if outcome.alarm:
+            display.warn(f"step {step}: {outcome.alarm}")
         faults.report_new(f"step {step}")
         with_validation = _is_validation_step(cfg, step)
         metrics = outcome.metrics | (validate(parts) if with_validation else {})
@@ -239,7 +247,8 @@ def train_step(parts: LoopParts, step: int, prompts_of_round: PromptsOfRound) ->
     samples = pick_samples(rollout, batch, parts.tokenizer)
     log_weights = log_weight_histogram(batch.prev_logprobs, batch.generation_logprobs, batch.token_mask)
     # the mismatch is of all tokens that were generated, also of those that the loss leaves out
-    judgement = judge_and_correct(batch, batch.token_mask, cfg.nemo_fp8rl.gates, parts.loss.correction)
+    limits = parts.explained, cfg.nemo_fp8rl.mismatch_alarm == "stop"
+    judgement = judge_and_correct(batch, batch.token_mask, cfg.nemo_fp8rl.gates, parts.loss.correction, *limits)
     notes = [f"step {step}: {sentence}" for sentence in judgement.warnings]
     with clock("train"):
         if offload:
@@ -267,7 +276,7 @@ def train_step(parts: LoopParts, step: int, prompts_of_round: PromptsOfRound) ->
     metrics |= clock.metrics() | refit.metrics() | memory
     metrics["performance/generation_tokens_per_sec"] = rollout.generated_tokens / clock.seconds["generate"]
     metrics["timing/total_step_time"] = time.perf_counter() - start_time
-    return StepOutcome(metrics, notes, log_weights, samples)
+    return StepOutcome(metrics, notes, judgement.alarm, log_weights, samples)
 
 
 def score_batch(parts: LoopParts, rollout: Rollout, clock: Stopwatch) -> ScoredBatch:

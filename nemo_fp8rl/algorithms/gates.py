@@ -8,6 +8,9 @@ In a recipe, for instance with what NVIDIA accepts:
         - {metric: gen_kl_error, max: 0.015, action: stop}
 
 The metrics are those of mismatch.py over the whole batch. A metric that is NaN trips every gate on it.
+
+Without any gate there is an alarm (`alarm`): a mismatch that the run's precision does not explain is never silent. It
+warns and does not stop, because a limit for all models can only be a rough one; `mismatch_alarm: stop` makes it stop.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,6 +53,60 @@ class GateConfig(Block):
         if self.metric not in GATED:
             raise UserError(f"{key}.metric={self.metric!r} is none of {', '.join(GATED)}")
         check_fields(self, f"{key}.")
+
+
+ALARM_METRIC = "token_mult_prob_error"
+ROUNDING = 0.02
+"""What bfloat16 kernels explain of the metric's excess over 1 that round differently: four times the largest step of
+docs/results.md, as the other numbers here."""
+ALIGNED = 0.01
+"""The same where the trainer rounds as the engine does."""
+FP8_KERNELS, FP8_ENGINE, FP8_CACHE = 0.06, 0.14, 0.06
+"""More than that, with FP8 kernels that round differently, with FP8 on one side, and with an FP8 KV cache."""
+EXPERTS = 10
+"""Factor for a mixture of experts: a token whose router decides otherwise in the engine gets other experts."""
+STALENESS = 1.0
+"""More than that where engines generate from older weights."""
+
+
+def explained_mismatch(
+    flow: str,
+    *,
+    aligned: bool = False,
+    fp8_cache: bool = False,
+    experts: bool = False,
+    temperature: float = 1.0,
+    asynchronous: bool = False,
+) -> float:
+    """Return the largest ALARM_METRIC of a step that a run's precision explains.
+
+    flow:         nemo_fp8rl.flow
+    aligned:      the trainer rounds where the engine does, and reads what an FP8 cache holds
+    fp8_cache:    the engine has an FP8 KV cache
+    experts:      the model is a mixture of experts
+    temperature:  of sampling; both sides divide logits by it
+    asynchronous: engines generate from older weights
+    """
+    same = aligned and flow != "fp8_rollout"
+    excess = ALIGNED if same else ROUNDING + {"fp8_e2e": FP8_KERNELS, "fp8_rollout": FP8_ENGINE}.get(flow, 0.0)
+    excess += FP8_CACHE if fp8_cache and not same else 0.0
+    excess *= EXPERTS if experts else 1
+    return 1 + excess / min(temperature or 1.0, 1.0) + (STALENESS if asynchronous else 0.0)
+
+
+def alarm(metrics: Mapping[str, float], explained: float) -> str:
+    """Return a sentence about a mismatch above `explained_mismatch`, "" without one.
+
+    metrics:  without ALARM_METRIC nothing was compared
+    """
+    value = metrics.get(ALARM_METRIC, 1.0)
+    if value <= explained:
+        return ""
+    return (
+        f"MISMATCH: {ALARM_METRIC} is {value:.4g}, and the precision of this run explains at most {explained:.3g}: "
+        "trainer and engine do not compute the same model, or the weights have diverged; compare the model's "
+        "config.json with its weights, set nemo_fp8rl.refit.verify=full, and see docs/troubleshooting.md"
+    )
 
 
 class GateStop(StepRefused):

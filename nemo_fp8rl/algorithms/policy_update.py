@@ -3,6 +3,7 @@
 ScoredBatch --mismatch--> gates --rollout correction--> TrainBatch --split--> one optimizer step per global batch
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from nemo_fp8rl.algorithms.correction import correct_batch
 from nemo_fp8rl.algorithms.correction_config import CorrectionConfig
-from nemo_fp8rl.algorithms.gates import GateConfig, apply_gates
+from nemo_fp8rl.algorithms.gates import GateConfig, GateStop, alarm, apply_gates
 from nemo_fp8rl.algorithms.loss import EXTREMA, combine_metrics
 from nemo_fp8rl.algorithms.mismatch import MismatchSums
 from nemo_fp8rl.batch import RolloutBatch, ScoredBatch
@@ -24,6 +25,7 @@ class Judgement:
     batch:         the batch to train on; a TrainBatch if it was corrected
     skip_update:   True when a gate forbids an update from this batch
     warnings:      one sentence for each gate that tripped
+    alarm:         a sentence about a mismatch that the run's precision does not explain, or ""
     mismatch:      the metrics of trainer against engine (`MismatchSums.metrics`); empty when no token was compared
     mismatch_by_position, correction:  further metrics
     """
@@ -31,19 +33,27 @@ class Judgement:
     batch: ScoredBatch
     skip_update: bool
     warnings: list[str]
+    alarm: str
     mismatch: dict[str, float]
     mismatch_by_position: dict[str, float]
     correction: dict[str, float]
 
 
 def judge_and_correct(
-    batch: ScoredBatch, mask: Tensor, gates: Sequence[GateConfig], correction: CorrectionConfig | None
+    batch: ScoredBatch,
+    mask: Tensor,
+    gates: Sequence[GateConfig],
+    correction: CorrectionConfig | None,
+    explained: float = math.inf,
+    stops: bool = False,
 ) -> Judgement:
     """Measure the mismatch, apply the gates to it, and correct the batch.
 
     mask:        float32 [B, T], the tokens whose mismatch is measured
     correction:  None leaves the batch as it is
-    Raises:      GateStop where a gate ends the run, RolloutError (see `correct_batch`)
+    explained:   the largest mismatch without an alarm, see `explained_mismatch`
+    stops:       the alarm ends the run
+    Raises:      GateStop where a gate or the alarm ends the run, RolloutError (see `correct_batch`)
     """
     seen = MismatchSums()
     mismatch, skip_update, warnings = dict[str, float](), False, list[str]()
@@ -51,10 +61,13 @@ def judge_and_correct(
         seen.observe(batch.prev_logprobs, batch.generation_logprobs, mask)
         mismatch = seen.metrics()
         skip_update, warnings = apply_gates(gates, mismatch)
+    sentence = alarm(mismatch, explained)
+    if sentence and stops:
+        raise GateStop(sentence)
     metrics: dict[str, float] = {}
     if correction is not None:
         batch, metrics = correct_batch(batch, correction)
-    return Judgement(batch, skip_update, warnings, mismatch, seen.by_position(), metrics)
+    return Judgement(batch, skip_update, warnings, sentence, mismatch, seen.by_position(), metrics)
 
 
 def train_on_batch(

@@ -84,6 +84,13 @@ class Display:
         self.console.print(text, markup=False, soft_wrap=True)
         self.last_line = self.progress.get_time()
 
+    def warn(self, text: str) -> None:
+        """Say what must not be missed: in the log, and on stderr where that is another file or terminal."""
+        self.say(text)
+        if not (self.console.is_terminal and sys.stderr.isatty()):
+            with suppress(OSError):
+                print(f"nemo-fp8rl: {text}", file=sys.stderr, flush=True)
+
     def show_phase(self, phase: str) -> None:
         """Show the phase of the current step."""
         self.progress.update(self.task, phase=phase)

@@ -62,6 +62,9 @@ class Fp8RlConfig(Block):
     """Rollout correction beyond loss_fn's keys; null follows these."""
     gates: Annotated[tuple[GateConfig, ...], MayChange("a run that a gate stopped can go on")] = ()
     """Limits on the mismatch of trainer and engine."""
+    mismatch_alarm: Annotated[Literal["warn", "stop", "none"], MAY_CHANGE] = "warn"
+    """What to do about a step whose mismatch is larger than its precision explains: one line on stderr and in the log,
+    or end the run, or nothing."""
 
     @property
     def trainer_fp8(self) -> bool:

@@ -1,13 +1,26 @@
 """Gates: what trips, what wins, and which entry of the recipe is named when it is wrong."""
 
 import itertools
+import json
 import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from nemo_fp8rl.algorithms.gates import AGREEMENT, GATED, GateConfig, GateStop, apply_gates, check_gates
+from nemo_fp8rl.algorithms.gates import (
+    AGREEMENT,
+    GATED,
+    GateConfig,
+    GateStop,
+    alarm,
+    apply_gates,
+    check_gates,
+    explained_mismatch,
+)
 from nemo_fp8rl.algorithms.metric_names import METRICS
 from nemo_fp8rl.algorithms.mismatch import mismatch_metrics
 from nemo_fp8rl.common.errors import UserError
@@ -97,3 +110,50 @@ def test_a_recipe_may_not_give_other_keys():
     assert read({"metric": "gen_kl_error", "max": 0.015, "action": "stop"}) == KL
     with pytest.raises(ValidationError, match="min"):
         read({"metric": "gen_kl_error", "max": 0.015, "action": "stop", "min": 0.0})
+
+
+# The alarm
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+
+
+def measured() -> Iterator[tuple[dict[str, Any], float]]:
+    """Yield (arguments of `explained_mismatch`, largest mismatch of a step) for every run of docs/results.md."""
+    for path in RESULTS.glob("mismatch_*.json"):
+        content = json.loads(path.read_text())
+        for row in content["results"]:
+            kv = row.get("kv") or "none"
+            aligned = row["align"] == "vllm" and kv != "rollout"
+            facts = {"aligned": aligned, "fp8_cache": kv != "none", "experts": content["family"] == "qwen3_moe"}
+            yield {"flow": row["flow"], **facts}, row["worst_step"]
+    for name, row in json.loads((RESULTS / "loop_h200.json").read_text())["runs"].items():
+        yield {"flow": name.partition(",")[0], "fp8_cache": "KV" in name}, row["worst_step"]
+
+
+def test_no_run_of_the_results_is_alarming():
+    runs = list(measured())
+    assert {run["flow"] for run, _ in runs} == {"bf16", "fp8_e2e", "fp8_rollout"}
+    assert {run.get("aligned", False) for run, _ in runs} == {run["fp8_cache"] for run, _ in runs} == {True, False}
+    for run, worst in runs:
+        assert alarm({"token_mult_prob_error": worst}, explained_mismatch(**run)) == "", run
+
+
+@pytest.mark.parametrize("flow", ["bf16", "fp8_e2e", "fp8_rollout"])
+@pytest.mark.parametrize("value", [1.2, 46.0, math.inf, math.nan])
+def test_a_mismatch_that_no_rounding_explains_is_alarming(flow, value):
+    said = alarm({"token_mult_prob_error": value}, explained_mismatch(flow))
+    assert f"MISMATCH: token_mult_prob_error is {value:.4g}" in said
+
+
+def test_what_lets_both_sides_differ_more_raises_the_limit():
+    plain = explained_mismatch("fp8_e2e")
+    assert explained_mismatch("fp8_e2e", aligned=True) < explained_mismatch("bf16") < plain
+    assert plain < explained_mismatch("fp8_e2e", fp8_cache=True) < explained_mismatch("fp8_rollout")
+    for more in ({"experts": True}, {"temperature": 0.5}, {"asynchronous": True}):
+        assert explained_mismatch("fp8_e2e", **more) > plain
+    assert explained_mismatch("fp8_e2e", temperature=0.0) == explained_mismatch("fp8_e2e", temperature=2.0) == plain
+    assert explained_mismatch("fp8_rollout", aligned=True) == explained_mismatch("fp8_rollout")
+
+
+def test_without_a_comparison_there_is_no_alarm():
+    assert alarm({}, 1.0) == ""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ from torch import Tensor
 from nemo_fp8rl.algorithms.loss import EXTREMA
 from nemo_fp8rl.algorithms.mismatch import DISAGREEMENT
 from nemo_fp8rl.algorithms.policy_update import judge_and_correct, train_on_batch
+from nemo_fp8rl.assemble import explained_by
 from nemo_fp8rl.batch import LossTotals, RolloutBatch
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.fp8.kv_scales import MARGIN
+from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.nemo_rl.adapters.batched_data import UNFILTERED, to_scored_batch, to_sequence_batch
 from nemo_fp8rl.nemo_rl.adapters.loss_fn import GrpoLossFn
+from nemo_fp8rl.nemo_rl.adapters.mismatch_watch import print_alarm
 from nemo_fp8rl.policy.interface import Loss
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
 
@@ -52,6 +56,7 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
         self.offloads = cfg.policy.megatron_cfg.offload_between_phases
         self.has_loaded_scales = is_resumed and cfg.fp8_kv_cache and not asynchronous
         self.calibrates = asynchronous and cfg.fp8_kv_cache
+        self.is_asynchronous = asynchronous
         self.sharding_annotations = NamedSharding(np.arange(cfg.data_parallel_size), ["data_parallel"])
 
     def connect_refit(self, refit: Callable[[], Any]) -> None:
@@ -104,9 +109,12 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
             raise UserError(NO_ANSWERS)
         if compares:
             correction = loss_fn.loss.correction if isinstance(loss_fn, GrpoLossFn) else None
-            judgement = judge_and_correct(batch, batch.loss_mask, self.cfg.nemo_fp8rl.gates, correction)
+            choice = self.cfg.nemo_fp8rl
+            limits = self._explained, choice.mismatch_alarm == "stop"
+            judgement = judge_and_correct(batch, batch.loss_mask, choice.gates, correction, *limits)
             for sentence in judgement.warnings:
                 print(f"nemo-fp8rl: {sentence}", flush=True)
+            print_alarm(judgement.alarm)
             batch, skip = judgement.batch, judgement.skip_update
             metrics = judgement.mismatch | judgement.correction
         loss = _as_loss(loss_fn, optional - set(data))
@@ -131,6 +139,12 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
             | known
             | {"optimizer_steps_skipped": [skipped], "samples_without_answer": [unanswered]},
         }
+
+    @cached_property
+    def _explained(self) -> float:
+        """The mismatch above which a step is alarming."""
+        experts = read_hf_config(self.cfg.policy.model_name).family.experts
+        return explained_by(self.cfg, experts, self.policy.describe().alignments == {"vllm"}, self.is_asynchronous)
 
     def _counts(self, part: RolloutBatch) -> dict[str, float]:
         totals = LossTotals.of_batch(part)

@@ -18,18 +18,20 @@ from nemo_fp8rl.common.visible_gpus import visible_gpu_names
 from nemo_fp8rl.config.fp8rl_schema import Flow, Fp8RlConfig
 from nemo_fp8rl.fp8.gpu_support import CAPABILITIES, Capability
 from nemo_fp8rl.nemo_rl.compat import completed_steps, initial_save_state, load_dataloader
-from nemo_fp8rl.nemo_rl.recipe.gpu_division import why_gpu_unsupported
+from nemo_fp8rl.nemo_rl.recipe.gpu_division import is_asynchronous, why_gpu_unsupported
 from nemo_fp8rl.nemo_rl.recipe.keys import describe_ignored_values
 from nemo_fp8rl.nemo_rl.recipe.read_recipe import NemoRlRecipe
 from nemo_fp8rl.nemo_rl.recipe.recipe_checks import loss_keys
 from nemo_fp8rl.workers import connect, is_in_cluster, joins_cluster
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of config.json for the number of experts."""
 RAY_GPU_PREFIX = "accelerator_type:"
 """Prefix of a GPU's name among the resources of a Ray cluster."""
 PACKAGE_WORKER_KEYS = tuple(
     field.name
     for field in fields_of(Fp8RlConfig)
-    if not field.marker(NemoRl) and field.name not in ("correction", "workers")
+    if not field.marker(NemoRl) and field.name not in ("correction", "mismatch_alarm", "workers")
 )
 """Keys of `nemo_fp8rl` that only the package's workers use; the others choose loss and precision."""
 
@@ -156,6 +158,7 @@ def set_up_nemo_rl_workers(
     from transformers import AutoConfig
 
     from nemo_fp8rl.nemo_rl.adapters.loss_fn import GrpoLossFn
+    from nemo_fp8rl.nemo_rl.adapters.mismatch_watch import watch_logger
     from nemo_fp8rl.nemo_rl.stock.worker_choice import choose_workers, declare_kv_cache, policy_factory
 
     for name in PACKAGE_WORKER_KEYS:
@@ -164,14 +167,17 @@ def set_up_nemo_rl_workers(
     trainer = master.policy.get("megatron_cfg") or {}
     fused = bool(trainer.get("enabled") and trainer.get("use_fused_linear_logprobs"))
     loss = GrpoLossFn(loss_keys(master.model_dump()), fused, recipe.fp8rl.correction)
+    experts = True
     if recipe.precision.flow != "bf16":  # in bfloat16 NeMo RL also runs models whose config cannot be read this way
         model = AutoConfig.from_pretrained(master.policy["model_name"]).get_text_config()
         latent = getattr(model, "kv_lora_rank", None) is not None
+        experts = any(getattr(model, name, None) for name in EXPERTS)
         choose_workers(master.policy, model.num_hidden_layers, recipe.checkout.version, latent)
     policy, generation, _, _, prompts, val_prompts, _, logger, checkpointer, state, master, *_ = grpo.setup(
         master, tokenizer, data, val_data, policy_factory=policy_factory
     )
     declare_kv_cache(generation, master.policy)
+    watch_logger(*(logger, recipe.values, recipe.fp8rl, recipe.precision.flow, is_asynchronous(recipe.values), experts))
     try:
         yield LoopArguments(
             *(policy, generation, prompts, val_prompts, loss, logger, checkpointer, state, master),
