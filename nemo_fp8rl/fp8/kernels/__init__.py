@@ -106,8 +106,6 @@ def why_unavailable(kernel: str, device: str) -> str:
         importlib.import_module(f"{__name__}.{_MODULE[kernel]}")
     except (ImportError, OSError) as error:
         return f"{_LIBRARY[kernel]} cannot be imported ({error})"
-    except RuntimeError as error:  # numba, where neither the package nor the user's cache folder can be written
-        return f"{_LIBRARY[kernel]} cannot be used ({error})"
     return ""
 
 

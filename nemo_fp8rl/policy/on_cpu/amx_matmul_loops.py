@@ -1,14 +1,15 @@
-"""The compiled inner loop of `amx_matmul`; fp8/kernels/on_cpu/loops.py explains the use of numba."""
+"""The compiled inner loop of `amx_matmul`; fp8/kernels/on_cpu/compiled.py explains the use of numba."""
 
-import numba as nb
 import numpy as np
+
+from nemo_fp8rl.fp8.kernels.on_cpu.compiled import jit
 
 DEPTH = 32
 """Products that one instruction sums."""
 f32 = np.float32
 
 
-@nb.njit(nogil=True, cache=True, error_model="numpy")
+@jit
 def add_up(a, b, smallest, out):
     """Add a [batch, M, K] @ b [batch, K, N] to out [batch, M, N], which must be zeros; all float32."""
     sums = np.empty((2, out.shape[2]), f32)  # sums of even and of odd products

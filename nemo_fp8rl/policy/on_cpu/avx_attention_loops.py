@@ -1,4 +1,4 @@
-"""The compiled inner loops of `avx_attention`; fp8/kernels/on_cpu/loops.py explains the use of numba.
+"""The compiled inner loops of `avx_attention`; fp8/kernels/on_cpu/compiled.py explains the use of numba.
 
 `fused` selects the arithmetic of the AVX-512 kernel: multiply-adds round once, and the exponential is a polynomial.
 """
@@ -9,6 +9,8 @@ import numba as nb
 import numpy as np
 from numba.extending import intrinsic
 
+from nemo_fp8rl.fp8.kernels.on_cpu.compiled import jit
+
 f32, i32 = np.float32, np.int32
 LANES = 16
 """Number of partial sums of the weights."""
@@ -16,7 +18,6 @@ LOG2_E, LN_2, SMALLEST = f32(1.44269502), f32(0.693147182), f32(-87.3365479)
 """SMALLEST: the exponential of a lower number is 0."""
 POLYNOMIAL = tuple(map(f32, (0.00828929059, 0.0418978221, 0.166676521, 0.499991506, 0.999999701, 1)))
 """Coefficients of exp(x) for |x| <= ln(2) / 2, the highest power first (vLLM 0.32, csrc/cpu/cpu_arch_macros.h)."""
-jit = nb.njit(nogil=True, cache=True, error_model="numpy")
 
 
 @intrinsic

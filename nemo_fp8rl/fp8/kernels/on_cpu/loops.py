@@ -5,7 +5,7 @@ and once to convert it. The scales are repeated to one per column, so that a row
 vector code of such loops only if every operation is on a type of fixed width, hence the many casts. Rounding is integer
 arithmetic on the float32 bits. Fused and reordered floating-point operations stay off, so every bit equals `reference`.
 
-The first call on a machine compiles (seconds); numba then stores the code beside this file, or in NUMBA_CACHE_DIR.
+The first call on a machine compiles (seconds); `compiled` says where numba then stores the code.
 Values are passed as their bits: int16 for bfloat16, int32 for float32.
 """
 
@@ -16,6 +16,8 @@ from numba.core.cgutils import get_or_insert_function
 from numba.cpython.unsafe.numbers import trailing_zeros
 from numba.extending import intrinsic, overload
 
+from nemo_fp8rl.fp8.kernels.on_cpu.compiled import jit
+
 u8, u16, u32, u64, i16, i32, f32 = np.uint8, np.uint16, np.uint32, np.uint64, np.int16, np.int32, np.float32
 LANES = 32
 """Values of 16 bits that one operation converts."""
@@ -25,7 +27,6 @@ AHEAD = 4096
 """Distance in bytes of the prefetch of bytes to compare: the processor's own prefetching is late for them."""
 NARROW = 2048
 """Largest row in bytes for which the next strip is prefetched; with longer rows that gains nothing."""
-jit = nb.njit(nogil=True, cache=True, error_model="numpy")  # fastmath stays off: it changes bits
 
 
 def magnitude(h):
