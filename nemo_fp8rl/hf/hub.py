@@ -1,9 +1,12 @@
 """The files of a model, in a folder or under a name on the Hugging Face hub."""
 
+import json
 import logging
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,9 @@ TOKENIZER_FILES = (
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
 WEIGHTS = "*.safetensors"
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+PROBE_SECONDS = 5.0
+"""Time in which a hub that can be reached answers; its client would retry for half a minute at every question."""
 COMMIT = re.compile("[0-9a-f]{40}")
 HUB_NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*?)(?:@(?P<revision>[\w.-]+))?")
 
@@ -32,18 +38,65 @@ def checkpoint_folder(name: str | Path, key: str = "policy.model_name", weights:
     match = _match_hub_name(name)
     if match is None:
         return Path(name)
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
+    repository, revision = match["repository"], match["revision"] or "main"
+    stored = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
     files = [*MODEL_FILES, *TOKENIZER_FILES, *([WEIGHTS] if weights else [])]
+
+    def download(local_files_only: bool) -> Path:
+        return Path(
+            snapshot_download(repository, revision=revision, allow_patterns=files, local_files_only=local_files_only)
+        )
+
+    if COMMIT.fullmatch(revision):
+        if _is_whole(stored / "snapshots" / revision):
+            return stored / "snapshots" / revision
+        if (stored / "trees" / f"{revision}.json").is_file():  # the client's list of the commit's files
+            with suppress(LocalEntryNotFoundError):
+                return download(local_files_only=True)
+    silence = _why_silent(constants.ENDPOINT, constants.HF_HUB_OFFLINE)
     try:
-        return Path(snapshot_download(match["repository"], revision=match["revision"], allow_patterns=files))
+        return download(local_files_only=bool(silence))
     except Exception as error:  # the errors of the client have no common class
-        reason = f"{type(error).__name__}: {single_line(error)[:300]}"
+        reason = silence or f"{type(error).__name__}: {single_line(error)[:300]}"
         raise UserError(
             f"{key}: there is no folder {name} here, and the Hugging Face hub gives no model of that name ({reason}); "
             "give a checkpoint folder, or what the hub asks for: HF_TOKEN, network (and HF_HUB_OFFLINE not set), or an "
             "HF_HOME that has it"
         ) from None
+
+
+def _is_whole(snapshot: Path) -> bool:
+    """Return whether a commit's folder in the hub's cache has all files that a run reads.
+
+    Whoever downloads weights downloads the small files with them, so that a folder with all weights has what the model
+    has of these; one without weights may lack a file that only the hub knows of.
+    """
+    if not (snapshot / "config.json").is_file() or not any((snapshot / name).is_file() for name in VOCABULARIES):
+        return False
+    try:
+        weight_map = json.loads((snapshot / "model.safetensors.index.json").read_text())["weight_map"]
+    except FileNotFoundError:
+        return (snapshot / "model.safetensors").is_file()
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+    return bool(weight_map) and all((snapshot / str(file)).is_file() for file in set(weight_map.values()))
+
+
+@cache
+def _why_silent(endpoint: str, offline: bool) -> str:
+    """Return why the hub is not to be asked, "" where it answers. A process finds out once."""
+    from huggingface_hub import get_session
+
+    if offline:
+        return "HF_HUB_OFFLINE is set, and it is not in the hub's cache"
+    try:
+        get_session().head(endpoint, timeout=PROBE_SECONDS)
+    except Exception as error:  # of the HTTP client, which is another one in other versions
+        return f"{endpoint} does not answer, and it is not in the hub's cache: {single_line(error)[:200]}"
+    return ""
 
 
 def pin_commits(cfg: Config, recorded_recipe: Mapping[str, Any] | None = None) -> Config:

@@ -1,8 +1,12 @@
 """Models by their names on the Hugging Face hub; its own client, and a hub on loopback."""
 
 import os
+import shutil
+import socket
 import subprocess
 import sys
+import time
+from unittest import mock
 
 import huggingface_hub
 import pytest
@@ -56,6 +60,48 @@ def test_what_others_have_put_into_the_cache_is_not_taken_for_the_model(hub, fol
     huggingface_hub.hf_hub_download(NAME, "config.json")
     there = checkpoint_folder(NAME, weights=True)
     assert (there / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+@pytest.fixture
+def unreachable(hub, monkeypatch) -> str:
+    """An endpoint where nobody answers, of a run that is not told to stay offline."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+        yield address
+
+
+def test_a_hub_that_cannot_be_reached_costs_a_cached_model_no_retries(hub, monkeypatch, request):
+    there = checkpoint_folder(NAME, weights=True)
+    request.getfixturevalue("unreachable")
+    begin = time.monotonic()
+    assert checkpoint_folder(NAME, weights=True) == checkpoint_folder(f"{NAME}@{COMMIT}") == there
+    with pytest.raises(UserError, match=r"does not answer, and it is not in the hub's cache.*HF_TOKEN"):
+        checkpoint_folder("some-org/other")
+    assert time.monotonic() - begin < 5  # the client retries for half a minute
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["listed by the client", "weights are whole"])
+def test_a_pinned_commit_on_disk_asks_for_nothing(hub, monkeypatch, listed):
+    there = checkpoint_folder(NAME, weights=True)
+    if not listed:
+        shutil.rmtree(there.parents[1] / "trees")
+
+    def refuse(*_, **__):
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr(huggingface_hub, "get_session", refuse)
+    monkeypatch.setattr("huggingface_hub._snapshot_download.HfApi", refuse if not listed else mock.Mock())
+    assert checkpoint_folder(f"{NAME}@{COMMIT}", weights=True) == checkpoint_folder(f"{NAME}@{COMMIT}") == there
+
+
+def test_a_commit_without_all_weights_is_completed(hub):
+    there = checkpoint_folder(NAME)
+    shutil.rmtree(there.parents[1] / "trees")
+    hub.clear()
+    assert (checkpoint_folder(f"{NAME}@{COMMIT}", weights=True) / "model.safetensors").is_file()
+    assert hub == ["model.safetensors"]
 
 
 def test_a_whole_cache_needs_no_hub(hub, monkeypatch):
