@@ -1,7 +1,10 @@
 """Files and folders that are either complete or absent, whatever kills their writer; locks on folders."""
 
+import errno
 import fcntl
+import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -12,6 +15,13 @@ from nemo_fp8rl.common.errors import UserError
 
 LOCK = ".lock"
 """The file by which a folder is locked. NFS shares locks on files between nodes, but not locks on folders."""
+LOCKED = (errno.EAGAIN, errno.EACCES)
+"""Error numbers by which another process has the lock; any other says that the filesystem has no locks."""
+NOT_SYNCED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.ENOTTY, errno.EPERM, errno.EACCES, errno.EBADF)
+"""Error numbers of filesystems that cannot sync a file or a folder. A full or broken disk has others."""
+FULL, FORBIDDEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), (errno.EACCES, errno.EPERM)
+OS_ERROR = re.compile(r"(?:os error|Errno) (\d+)")
+ANOTHER = "give another folder"
 PROBE_SECONDS = 0.5
 """`is_locked` may have the lock for so long, so `lock_folder` retries for so long."""
 
@@ -30,18 +40,65 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    """Write a file, or the names in a folder, to the disk, as far as the filesystem can."""
     try:
-        os.fsync(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        if path.is_dir():  # a folder that cannot be opened cannot be synced
+            return
+        raise
+    try:
+        sync_descriptor(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_descriptor(descriptor: int) -> None:
+    """Write what is open under this number to the disk, as far as the filesystem can."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in NOT_SYNCED:
+            raise
+
+
+def advice(error: Exception, alternative: str = "") -> str:
+    """Return what the user can do about an error of a disk.
+
+    error:        an OSError, or one that has the text of it, as safetensors raises
+    alternative:  what helps in any case, such as "give another folder"
+    """
+    quoted = OS_ERROR.search(str(error))
+    number = error.errno if isinstance(error, OSError) else int(quoted[1]) if quoted else None
+    first = "make room" if number in FULL else "allow writing there" if number in FORBIDDEN else ""
+    return ", or ".join(filter(None, (first, alternative))) or "mend that"
+
+
+def check_checkpoint_folder(folder: Path) -> None:
+    """Do in small what writing a checkpoint does: make a folder with a file, sync it, rename it, remove it.
+
+    Raises: OSError where the filesystem cannot do that
+    """
+    probe, renamed = folder / f".partial_probe-{os.getpid()}", folder / f".partial_probed-{os.getpid()}"
+    try:
+        probe.mkdir()
+        (probe / "file").write_text("{}\n")
+        for path in (probe / "file", probe):
+            sync(path)
+        os.rename(probe / "file", probe / "renamed")
+        os.rename(probe, renamed)
+        sync(folder)
+    finally:
+        for path in (probe, renamed):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
 def lock_folder(folder: Path, message: str) -> Iterator[int]:
     """Lock the folder for this process; yield the descriptor of the lock.
 
-    The lock lasts until every process that inherited the descriptor has closed it or has ended.
+    The lock lasts until every process that inherited the descriptor has closed it or has ended. A filesystem without
+    locks (Lustre mounted without them, NFS without its lock daemon, some FUSE filesystems) is said, and not refused.
 
         message:  the text of the UserError where another process has the lock
         Raises:   UserError, OSError
@@ -53,10 +110,12 @@ def lock_folder(folder: Path, message: str) -> Iterator[int]:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError as error:
+                if error.errno not in LOCKED:
+                    text = "%s is on a filesystem without locks (%s): nothing keeps a second process out of it"
+                    logging.getLogger(__name__).warning(text, folder, error.strerror)
+                    break
                 if time.monotonic() > deadline:
-                    if isinstance(error, BlockingIOError):
-                        raise UserError(message) from None
-                    raise
+                    raise UserError(message) from None
                 time.sleep(PROBE_SECONDS / 10)
         yield descriptor
     finally:
@@ -71,10 +130,8 @@ def is_locked(folder: Path) -> bool:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # the filesystem has no locks
-        return False
+    except OSError as error:
+        return error.errno in LOCKED
     finally:
         os.close(descriptor)
     return False
@@ -106,7 +163,7 @@ def new_folder(output: Path, errors: tuple[type[Exception], ...] = (OSError,)) -
             message = f"another process works in {partial}; wait for it or give another folder"
             opened.enter_context(lock_folder(partial, message))
         except OSError as error:
-            raise UserError(f"{output} cannot be written ({error}); give another folder") from None
+            raise UserError(f"{output} cannot be written ({error}); {advice(error, ANOTHER)}") from None
         try:
             for leftover in (path for path in partial.iterdir() if path.name != LOCK):  # left by a killed writer
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
@@ -119,5 +176,5 @@ def new_folder(output: Path, errors: tuple[type[Exception], ...] = (OSError,)) -
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, errors):
-                raise UserError(f"{output} cannot be written ({error}); make room or give another folder") from None
+                raise UserError(f"{output} cannot be written ({error}); {advice(error, ANOTHER)}") from None
             raise

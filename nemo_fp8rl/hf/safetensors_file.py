@@ -1,6 +1,7 @@
 """Writing a safetensors file with the permissions of the umask; safetensors makes it readable for its owner alone."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor
@@ -13,4 +14,5 @@ def write_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     path.touch()
     mode = path.stat().st_mode
     save_file(dict(tensors), path, metadata={"format": "pt"})
-    path.chmod(mode)
+    with suppress(OSError):  # a filesystem without modes
+        path.chmod(mode)

@@ -35,7 +35,13 @@ import yaml
 
 from nemo_fp8rl.algorithms.importance_bins import Bin
 from nemo_fp8rl.algorithms.loss_config import resolve_correction
-from nemo_fp8rl.common.atomic_files import lock_folder, sync, write_atomically
+from nemo_fp8rl.common.atomic_files import (
+    advice,
+    check_checkpoint_folder,
+    lock_folder,
+    sync,
+    write_atomically,
+)
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.machine import machine
 from nemo_fp8rl.config.recipe import to_yaml
@@ -94,6 +100,8 @@ class RunDirectory:
                 for folder, key in folders.items():
                     message = f"another process works in {folder}; wait for it or set another {key}"
                     opened.enter_context(lock_folder(folder, message))
+                if self.cfg.checkpointing.enabled:
+                    check_checkpoint_folder(self.checkpoints)  # now, and not after hours
                 self._check_start()  # again: another run may have worked here until now
                 if self.has_all_steps:
                     self._opened = opened.pop_all()
@@ -105,10 +113,8 @@ class RunDirectory:
                 self._logs = [StepLog(self.path / name, self.completed_steps) for name in LOGS]
                 self._metrics, self._histograms, self._samples = self._logs
             except OSError as error:
-                raise UserError(
-                    f"{error.filename or self.path} cannot be written ({error.strerror}): make room, or set another "
-                    "logger.log_dir and checkpointing.checkpoint_dir"
-                ) from None
+                mend = advice(error, "set another logger.log_dir and checkpointing.checkpoint_dir")
+                raise UserError(f"{error.filename or self.path} cannot be written ({error.strerror}): {mend}") from None
             for log in self._logs:
                 opened.callback(log.close)
             self._loggers: list[Logger] = []
@@ -170,7 +176,8 @@ class RunDirectory:
                 self._samples.append(step, {"samples": [asdict(sample) for sample in samples]})
         except OSError as error:
             raise UserError(
-                f"step {step} could not be written to {self.path} ({error.strerror}); make room, {self._resume_hint()}"
+                f"step {step} could not be written to {self.path} ({error.strerror}); {advice(error)}, "
+                f"{self._resume_hint()}"
             ) from None
         for logger in self._loggers:
             logger.log(step, metrics)
@@ -211,8 +218,8 @@ class RunDirectory:
         except (OSError, UserError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise UserError(
-                f"the checkpoint of step {step} could not be written: {error}; make room in {self.checkpoints}, "
-                f"{self._resume_hint()}"
+                f"the checkpoint of step {step} could not be written in {self.checkpoints}: {error}; "
+                f"{advice(error)}, {self._resume_hint()}"
             ) from None
         self.completed_steps = step
         keep_top_k = self.cfg.checkpointing.keep_top_k

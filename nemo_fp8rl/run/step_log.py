@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.common.atomic_files import write_atomically
+from nemo_fp8rl.common.atomic_files import sync_descriptor, write_atomically
 from nemo_fp8rl.common.errors import UserError, single_line
 
 Row = dict[str, Any]
@@ -60,7 +60,7 @@ class StepLog:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def sync(self) -> None:
-        os.fsync(self._file.fileno())
+        sync_descriptor(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()

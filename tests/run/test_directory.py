@@ -1,5 +1,6 @@
 """What a run directory refuses, so that nothing in it is lost or mixed."""
 
+import errno
 import json
 import re
 import resource
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
@@ -391,6 +393,18 @@ def test_a_full_disk_ends_a_run_in_a_sentence_with_whole_lines(recipe):
             run.log(1, {"train/reward": 1.0})
         whole.close()
     assert [row["step"] for row in rows(recipe())] == [0]
+
+
+def test_a_folder_for_checkpoints_that_cannot_be_written_ends_a_run_at_its_start(recipe, monkeypatch):
+    refuse = OSError(errno.EPERM, "Operation not permitted")
+    monkeypatch.setattr("nemo_fp8rl.common.atomic_files.os.rename", mock.Mock(side_effect=refuse))
+    with (
+        pytest.raises(UserError, match=r"cannot be written \(Operation not permitted\): allow writing there, or set"),
+        RunDirectory(recipe(), resume=False),
+    ):
+        pass
+    with RunDirectory(recipe("checkpointing.enabled=false"), resume=False):
+        pass
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_costs_nothing(recipe, monkeypatch):
