@@ -41,6 +41,7 @@ from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.fp8.layers import LAYER
 from nemo_fp8rl.generation.fp8_method.quantization_config import config_for_vllm_fp8
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
+from nemo_fp8rl.hf.config_dtype import with_dtype
 from nemo_fp8rl.hf.fp8_layers import QUERIES, check_ignored, fused_sizes, unaligned_projections
 from nemo_fp8rl.hf.hub import TOKENIZER_FILES
 from nemo_fp8rl.hf.model_config import HfConfig, read_hf_config
@@ -78,7 +79,7 @@ def export(
     hf = read_hf_config(checkpoint)
     fp8_layers = _choose_fp8_layers(hf, num_first_layers_in_bf16, num_last_layers_in_bf16, tuple(ignored_layer_kws))
     shapes = expected_tensors(hf)
-    config = json.loads((checkpoint / "config.json").read_text())
+    config = with_dtype(json.loads((checkpoint / "config.json").read_text()), "bfloat16")
     config["quantization_config"] = config_for_vllm_fp8(served_modules(shapes), scale_format, fp8_layers)
     with CheckpointReader(checkpoint) as reader:
         reader.check(shapes)

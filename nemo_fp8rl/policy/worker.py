@@ -338,9 +338,9 @@ class MegatronWorker:
         dist.barrier()
         if self.rank and not path.is_dir():
             errors.append(UserError(f"rank {self.rank} does not see it: {SHARED_FOLDER_HINT}"))
-        errors.append(
-            save_hf(path / "weights", self.weights().for_checkpoint(), self.layout, self.rank, *self.source_folders)
-        )
+        weights = self.weights().for_checkpoint()
+        sources = self.layout, self.rank, *self.source_folders
+        errors.append(save_hf(path / "weights", weights, self.cfg.policy.precision, *sources))
         if optimizer:
             parts = self.layout, self.model, self.optimizer, self.scheduler
             errors.append(save_optimizer(path / "optimizer", self.rank, *parts))

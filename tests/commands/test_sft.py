@@ -1,8 +1,11 @@
 """The warm-up trains on the unchanged distribution of the model; the sampling keys of the recipe have no effect."""
 
+import json
 import shutil
 
 import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from nemo_fp8rl.commands import sft as module
@@ -41,6 +44,21 @@ def test_unknown_padding_is_not_embedded(tiny, tiny_sft, tmp_path):
     assert sft(tiny_sft(), tmp_path / "plain")
     padded, plain = (tmp_path / name / "model.safetensors" for name in ("padded", "plain"))
     assert padded.read_bytes() == plain.read_bytes()
+
+
+@pytest.mark.parametrize(("precision", "tensors"), [("bfloat16", "BF16"), ("float32", "F32")])
+def test_config_json_says_what_the_tensors_are(tiny, tiny_sft, tmp_path, precision, tensors):
+    """A float16 checkpoint is trained in another dtype; vLLM and transformers serve the one in config.json."""
+    shutil.copytree(tiny / "model", tmp_path / "half")
+    config = json.loads((tmp_path / "half/config.json").read_text()) | {"dtype": "float16"}
+    (tmp_path / "half/config.json").write_text(json.dumps(config))
+    halves = {name: tensor.half() for name, tensor in load_file(tmp_path / "half/model.safetensors").items()}
+    save_file(halves, tmp_path / "half/model.safetensors")
+    cfg = tiny_sft(f"policy.model_name={tmp_path}/half", f"policy.precision={precision}", "nemo_fp8rl.flow=bf16")
+    assert sft(cfg, tmp_path / "out")
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == precision
+    with safe_open(tmp_path / "out/model.safetensors", "pt") as opened:
+        assert {opened.get_slice(name).get_dtype() for name in opened.keys()} == {tensors}  # noqa: SIM118
 
 
 def test_an_answer_with_an_unknown_token_is_refused(tiny, tiny_sft, tmp_path):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nemo_fp8rl.common.region import Region, region_slices
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
+from nemo_fp8rl.hf.config_dtype import write_dtype
 from nemo_fp8rl.hf.hub import MODEL_FILES, TOKENIZER_FILES
 from nemo_fp8rl.hf.model_tensors import expected_tensors
 from nemo_fp8rl.hf.part_files import PartWriter
@@ -37,7 +38,13 @@ def load_hf(folder: Path, model: torch.nn.Module, layout: Layout) -> None:
 
 
 def save_hf(
-    folder: Path, weights: Iterator[tuple[str, Tensor]], layout: Layout, rank: int, model: Path, tokenizer: Path
+    folder: Path,
+    weights: Iterator[tuple[str, Tensor]],
+    dtype: str,
+    layout: Layout,
+    rank: int,
+    model: Path,
+    tokenizer: Path,
 ) -> Exception | None:
     """Write the weights, and copies of the model's config and the tokenizer's files. All ranks call it together.
 
@@ -45,6 +52,7 @@ def save_hf(
     that kept this rank from writing and does not raise it, because the other ranks need this rank's parts.
 
     weights:    (HF name, this rank's part)
+    dtype:      the name of their dtype, for config.json
     model:      the folder of the model's config
     tokenizer:  the folder of the tokenizer
     """
@@ -53,7 +61,9 @@ def save_hf(
         folder.mkdir(exist_ok=True)  # another rank may have made it; a parent must exist
         for source, patterns in ((model, MODEL_FILES), (tokenizer, TOKENIZER_FILES)) if rank == 0 else ():
             for path in (path for pattern in patterns for path in source.glob(pattern)):
-                shutil.copy2(path, folder / path.name)
+                shutil.copyfile(path, folder / path.name)  # some filesystems refuse to set modes and times
+        if rank == 0:
+            write_dtype(folder / "config.json", dtype)
     except OSError as error:
         writer.error = error
     shapes = expected_tensors(layout.hf)
