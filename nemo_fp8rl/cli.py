@@ -1,6 +1,7 @@
 """`nemo-fp8rl`: the command line. Bad input ends in one sentence and exit code 2, Ctrl-C in 130."""
 
 import argparse
+import atexit
 import errno
 import io
 import logging
@@ -9,7 +10,8 @@ import select
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, NoReturn
 
 from nemo_fp8rl.commands.arguments import parse
 from nemo_fp8rl.common.errors import BAD_INPUT, INTERRUPTED, UserError
@@ -55,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     except KeyboardInterrupt:
         print("nemo-fp8rl: interrupted", file=sys.stderr)
+        if argv is None:
+            _exit_at_once(INTERRUPTED)
         return INTERRUPTED
     return 0 if finished else arguments.unfinished
 
@@ -62,6 +66,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _refuse(error: UserError) -> int:
     print(f"nemo-fp8rl: {' '.join(str(error).splitlines())}", file=sys.stderr)
     return BAD_INPUT
+
+
+def _exit_at_once(code: int) -> NoReturn:
+    """End the process after what was registered for its end, but not as Python does.
+
+    Where an interrupt left Ray in the middle of a call, Ray's own end and that of its threads crash now and then, and
+    the process would end by a segmentation fault. Ray's processes end with this one.
+    """
+    if worker := sys.modules.get("ray._private.worker"):
+        atexit.unregister(worker.shutdown)
+    atexit._run_exitfuncs()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def _is_stdout_abandoned() -> bool:
@@ -85,6 +104,9 @@ def _quiet_libraries() -> None:
 
 def _train(arguments: argparse.Namespace) -> bool:
     cfg = _load_config(arguments)
+    from nemo_fp8rl.workers import prepare_process
+
+    prepare_process(cfg)
     from nemo_fp8rl.train import train  # loads vLLM and Megatron, so only after the recipe is checked
 
     return train(cfg, arguments.resume, arguments.restartable)
@@ -137,6 +159,9 @@ def _sft(arguments: argparse.Namespace) -> bool:
 
     refuse_for_nemo_rl(arguments.config, "sft")
     cfg = load(arguments.config, arguments.overrides)
+    from nemo_fp8rl.workers import prepare_process
+
+    prepare_process(cfg)
     from nemo_fp8rl.commands.sft import sft
 
     return sft(cfg, arguments.output)
@@ -165,6 +190,11 @@ def _make_tiny(arguments: argparse.Namespace) -> bool:
 
 def _demo(arguments: argparse.Namespace) -> bool:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it at import; more threads slow down so small a model
+    import torch
+
+    from nemo_fp8rl.workers.library_environment import set_for_engine
+
+    set_for_engine(torch.cuda.is_available())
     from nemo_fp8rl.commands.demo import demo
 
     return demo(arguments.runs, arguments.steps, arguments.warm_up_steps)

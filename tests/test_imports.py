@@ -178,7 +178,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # room -> the rooms it may import besides i
     "workers": {"common", "config"},
     "policy": {"algorithms", "batch", "common", "config", "fp8", "hf", "refit", "workers"},
     "generation": {"batch", "common", "config", "fp8", "hf", "refit", "workers"},
-    "assemble": {"common", "config", "generation", "policy", "refit", "workers"},
+    "assemble": {"algorithms", "common", "config", "generation", "policy", "refit", "workers"},
     "rollout": {"algorithms", "batch", "common", "config", "data", "generation"},
     "run": {"algorithms", "batch", "common", "config", "data", "policy", "rollout"},
     "train": {
@@ -193,7 +193,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # room -> the rooms it may import besides i
         *("algorithms", "batch", "common", "config", "data", "fp8", "generation", "hf", "nemo_rl", "policy", "refit"),
         *("run", "train", "workers"),
     },
-    "cli": {"commands", "common", "config", "nemo_rl", "run", "train"},
+    "cli": {"commands", "common", "config", "nemo_rl", "run", "train", "workers"},
     "__main__": {"cli"},
 }
 

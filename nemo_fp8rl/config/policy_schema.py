@@ -91,8 +91,7 @@ class MegatronConfig(Block):
     """Free the gradients' memory while engines generate. On a GPU also move the optimizer's state and the parameters to
     the host."""
     env_vars: Annotated[dict[str, str] | None, NEMO_RL] = None
-    """Environment variables of the ranks. With cluster.backend=in_process they are the run's, and set after torch has
-    read the environment."""
+    """Environment variables of the ranks. With cluster.backend=in_process they are the run's."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 

@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
@@ -34,18 +33,9 @@ from nemo_fp8rl.refit.manifest import RefitError, TensorPart, from_json, to_json
 from nemo_fp8rl.refit.reports import LoadReport
 from nemo_fp8rl.refit.route_plan import Links
 from nemo_fp8rl.workers import WorkerDied
+from nemo_fp8rl.workers.library_environment import set_for_engine, stay_offline
+from nemo_fp8rl.workers.network import check_interfaces
 
-ENVIRONMENT = {  # read by vLLM at import; what the user has set wins
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would copy Megatron, and locks that other threads hold
-}
-CPU_ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # leave the process's CPU affinity alone
-    "VLLM_CPU_ATTN_SPLIT_KV": "0",  # else sums of attention depend on threads and on the other sequences
-    "TORCH_COMPILE_DISABLE": "1",  # else the first generate compiles a helper for seconds
-}
 PROCESS_ERRORS = (RuntimeError, Exception)
 """vLLM raises exactly these types, no subclass, when a process that it started ended with any error."""
 
@@ -76,9 +66,11 @@ class VllmEngine:
         hf = read_hf_config(cfg.policy.model_name)
         check_engine(hf, cfg)
         check_machine(hf, cfg)
-        checkpoint_folder(cfg.policy.tokenizer.name, "policy.tokenizer.name")  # before vLLM is told to stay offline
-        for name, value in (ENVIRONMENT if torch.cuda.is_available() else ENVIRONMENT | CPU_ENVIRONMENT).items():
-            os.environ.setdefault(name, value)
+        checkpoint_folder(cfg.policy.model_name, weights=load_format != "dummy")
+        checkpoint_folder(cfg.policy.tokenizer.name, "policy.tokenizer.name")
+        check_interfaces()
+        set_for_engine(torch.cuda.is_available())
+        stay_offline()
         make_folder()
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # "Triton not available", on every CPU
         import vllm  # noqa: F401

@@ -4,42 +4,44 @@ By default vLLM binds its sockets in the folder for temporary files and leaves m
 per engine, even after a regular end.
 """
 
-import logging
 import os
 import secrets
 import shutil
-import tempfile
 from functools import cache
 from pathlib import Path
 
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.workers.socket_folder import LONGEST_PATH, short_folder
+
 VARIABLE = "VLLM_RPC_BASE_PATH"
 PREFIX = "fp8rl_"
-MAX_FOLDER_BYTES = 107 - len("/") - 36
-"""Maximum bytes of the folder's path: Linux has 107 for a socket's path, and vLLM names sockets by UUIDs."""
+MAX_FOLDER_BYTES = LONGEST_PATH - len("/") - 36
+"""Maximum bytes of the folder's path: vLLM names sockets by UUIDs."""
 
 
 @cache
 def folder() -> Path:
     """Return the folder. It is the same for all engines of this process: vLLM reads the environment once."""
-    return Path(tempfile.gettempdir()) / f"{PREFIX}{secrets.token_hex(6)}"
+    name = f"{PREFIX}{secrets.token_hex(6)}"
+    return short_folder(MAX_FOLDER_BYTES - len("/") - len(name)) / name
 
 
 def make_folder() -> None:
     """Create the folder and name it to vLLM; call it before vLLM is imported.
 
     A folder that the user has set stays. A folder inherited from another process is replaced: it may be gone, or on
-    another machine. Where the path would be too long, vLLM's default stays.
+    another machine.
+    Raises: UserError if the user's folder has a longer path than a socket may have
     """
     current = os.environ.get(VARIABLE)
-    if current is not None and not Path(current).name.startswith(PREFIX):
-        return
-    if len(os.fsencode(folder())) > MAX_FOLDER_BYTES:
-        os.environ.pop(VARIABLE, None)
-        text = "vLLM's sockets are in %s itself, where others may reach them: its path is too long; set another TMPDIR"
-        logging.getLogger(__name__).warning(text, folder().parent)
-        return
-    os.environ[VARIABLE] = str(folder())
-    folder().mkdir(mode=0o700, exist_ok=True)
+    if current is None or Path(current).name.startswith(PREFIX):
+        os.environ[VARIABLE] = str(folder())
+        folder().mkdir(mode=0o700, exist_ok=True)
+    elif len(os.fsencode(current)) > MAX_FOLDER_BYTES:
+        raise UserError(
+            f"{VARIABLE}={current}: vLLM's sockets are below it, and its path has more than {MAX_FOLDER_BYTES} bytes; "
+            "unset it, or give a shorter folder"
+        )
 
 
 def remove_folder() -> None:

@@ -1,5 +1,6 @@
 """The process groups of a trainer: torch's (gloo, on GPUs with NCCL), Megatron's, and this rank's place in them."""
 
+import os
 import socket
 from contextlib import suppress
 from datetime import timedelta
@@ -8,10 +9,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from nemo_fp8rl.common.errors import UserError, single_line
 from nemo_fp8rl.config.policy_schema import MegatronConfig
 from nemo_fp8rl.hf.model_config import HfConfig
 from nemo_fp8rl.policy.weights.layout import Axis, Layout, expert_tensor_size
-from nemo_fp8rl.workers.network import address_towards, set_gloo_interface
+from nemo_fp8rl.workers.network import GLOO, address_towards, check_interfaces, set_gloo_interface
 
 GROUP_TIMEOUT = timedelta(minutes=30)
 """Timeout for the slowest rank to start, and for the first collective of each group.
@@ -27,7 +29,9 @@ def start_process_groups(
 
     rendezvous:  (host, port) at which the ranks meet; None for a single rank
     listener:    the listening socket of rank 0
+    Raises:      UserError if the machine's network cannot be used
     """
+    check_interfaces()
     if not dist.is_initialized():
         store: dist.Store = dist.HashStore()
         if rendezvous is not None:
@@ -43,7 +47,18 @@ def start_process_groups(
                 timeout=GROUP_TIMEOUT,
             )
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, rank=rank, world_size=world_size, store=store)
+        try:
+            dist.init_process_group(backend, rank=rank, world_size=world_size, store=store)
+        except RuntimeError as error:
+            if "gloo" not in str(error):
+                raise
+            interface = os.environ.get(GLOO)
+            chosen = f"{GLOO}={interface}" if interface else f"{GLOO} is not set"
+            raise UserError(
+                f"gloo, by which ranks talk, cannot use this machine's network ({chosen}): "
+                f"{single_line(error)[:200]}; bring the interface up (loopback: ip link set lo up), or set {GLOO} to "
+                "one that is up"
+            ) from None
 
 
 def make_layout(hf: HfConfig, parallel: MegatronConfig) -> Layout:

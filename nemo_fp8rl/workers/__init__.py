@@ -5,7 +5,7 @@ a call and not the death of an actor.
 """
 
 from nemo_fp8rl.config.schema import Config
-from nemo_fp8rl.workers.in_process_worker import InProcessWorker
+from nemo_fp8rl.workers.in_process_worker import InProcessWorker, prepare_process
 from nemo_fp8rl.workers.ray_actors import RayWorkers
 from nemo_fp8rl.workers.ray_cluster import (
     check_address,
@@ -14,6 +14,7 @@ from nemo_fp8rl.workers.ray_cluster import (
     is_in_cluster,
     joins_cluster,
     require_token,
+    shorten_folder,
 )
 from nemo_fp8rl.workers.ray_placement import ROLE, is_single_host
 from nemo_fp8rl.workers.worker_group import Role, WorkerDied, Workers, shutdown_on_error
@@ -30,7 +31,9 @@ __all__ = [
     "is_in_cluster",
     "is_single_host",
     "joins_cluster",
+    "prepare_process",
     "require_token",
+    "shorten_folder",
     "shutdown_on_error",
     "start_workers",
 ]
@@ -56,6 +59,6 @@ def start_workers(
     """
     if cfg.cluster.backend == "in_process":
         assert count == 1  # config/validate.py
-        return InProcessWorker(worker_class, role, cfg)
+        return InProcessWorker(worker_class, cfg)
     locations = colocated_with.locations if isinstance(colocated_with, RayWorkers) else None
     return RayWorkers(worker_class, role, count, cfg, processes, locations, max_concurrency)

@@ -5,7 +5,10 @@ import socket
 
 import psutil
 
+from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.run_schema import ClusterConfig
+
+GLOO, NCCL, VLLM_HOST = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP"
 
 
 def address_towards(host: str) -> str:
@@ -24,7 +27,7 @@ def set_gloo_interface(address: str) -> None:
     """
     addresses = ((name, entry.address) for name, entries in psutil.net_if_addrs().items() for entry in entries)
     if interface := next((name for name, known in addresses if known == address), None):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault(GLOO, interface)
 
 
 def node_address(cluster: ClusterConfig) -> str:
@@ -34,3 +37,33 @@ def node_address(cluster: ClusterConfig) -> str:
     import ray
 
     return ray.util.get_node_ip_address()
+
+
+def check_interfaces() -> None:
+    """Raise UserError for a variable that names a network interface, or an address, that this machine has not.
+
+    gloo takes names of interfaces, separated by commas. NCCL takes the beginnings of names, after = whole names, after
+    ^ those to leave out. Their own errors name neither the variable nor the interface.
+    """
+    interfaces = psutil.net_if_addrs()
+    there = f"this machine has {', '.join(sorted(interfaces))}"
+    if (value := os.environ.get(GLOO)) and (missing := [name for name in value.split(",") if name not in interfaces]):
+        raise UserError(
+            f"{GLOO}={value}: there is no network interface {missing[0]!r} ({there}); unset it, or name one"
+        )
+    value = os.environ.get(NCCL) or ""
+    names = value.lstrip("^=").split(",")
+    if (
+        value
+        and not value.startswith("^")
+        and not any(
+            name == wanted.partition(":")[0]
+            or (not value.startswith("=") and name.startswith(wanted.partition(":")[0]))
+            for name in interfaces
+            for wanted in names
+        )
+    ):
+        raise UserError(f"{NCCL}={value}: there is no such network interface ({there}); unset it, or name one")
+    addresses = {entry.address for entries in interfaces.values() for entry in entries}
+    if (value := os.environ.get(VLLM_HOST)) and value not in addresses:
+        raise UserError(f"{VLLM_HOST}={value} is no address of this machine; unset it, or set it to one of its own")

@@ -3,6 +3,7 @@
 import atexit
 import os
 import secrets
+import shutil
 import socket
 import stat
 import sys
@@ -14,11 +15,15 @@ from typing import Any
 
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.secret_variables import looks_secret
+from nemo_fp8rl.workers.socket_folder import LONGEST_PATH, short_folder
 
 FORWARDED = ("HF_", "NCCL_", "VLLM_", "NVTE_", "TORCH", "PYTORCH_", "CUDA_", "TRITON_", "UCX_", "GLOO_", "PYTHONPATH")
 """Prefixes of the variables that workers of an existing cluster take from the run's environment. Secrets among them are
 left out, because Ray writes environments to logs that everybody can read.
 """
+
+LONGEST_FOLDER = LONGEST_PATH - len("/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
+"""Bytes that the folder for temporary files may have in which Ray has its sockets."""
 
 
 def find_cluster() -> bool:
@@ -108,6 +113,25 @@ def _write_token() -> str:
     return path
 
 
+def shorten_folder() -> None:
+    """Give the Ray cluster that this process starts a shorter folder than TMPDIR, if that is too long for its sockets.
+
+    The folder is removed at the end of the process.
+    Raises: UserError if RAY_TMPDIR is too long
+    """
+    given = os.environ.get("RAY_TMPDIR")
+    if given is not None and len(os.fsencode(given)) > LONGEST_FOLDER:
+        raise UserError(
+            f"RAY_TMPDIR={given}: Ray's sockets are below it, and its path has more than {LONGEST_FOLDER} bytes; unset "
+            "it, or give a shorter folder"
+        )
+    if given is None and len(os.fsencode(os.environ.get("TMPDIR", ""))) > LONGEST_FOLDER:
+        name = "fp8rl_12345678"
+        folder = tempfile.mkdtemp(prefix=name[:6], dir=short_folder(LONGEST_FOLDER - len("/") - len(name)))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        os.environ["RAY_TMPDIR"] = folder
+
+
 def connect(
     num_cpus: int,
     setup_hook: str | None = None,
@@ -141,6 +165,7 @@ def connect(
         except (ConnectionError, ValueError, SystemExit) as error:  # SystemExit: nobody answered
             raise _join_error(error) from None
         return
+    shorten_folder()
     ray.init(
         "local",  # even if another cluster runs on this machine
         num_cpus=num_cpus,

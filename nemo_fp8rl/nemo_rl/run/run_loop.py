@@ -32,7 +32,14 @@ from nemo_fp8rl.nemo_rl.run.setup import (
 )
 from nemo_fp8rl.nemo_rl.stock.pythonpath import package_on_pythonpath
 from nemo_fp8rl.nemo_rl.stock.stock_limits import check_stock
-from nemo_fp8rl.workers import check_address, connect, find_cluster, require_token
+from nemo_fp8rl.workers import (
+    check_address,
+    connect,
+    find_cluster,
+    joins_cluster,
+    require_token,
+    shorten_folder,
+)
 
 STOP_AT = "NEMO_FP8RL_STOP_AT"
 """Variable: the time by which a run must have saved, in seconds since 1970. `launch slurm` sets it per attempt."""
@@ -181,6 +188,8 @@ def _ray(num_cpus: int, uses_package: bool, log_to_driver: bool = False) -> Iter
         from nemo_rl.distributed.virtual_cluster import init_ray
 
         check_address()
+        if not joins_cluster():
+            shorten_folder()
         with package_on_pythonpath():
             init_ray()
             yield

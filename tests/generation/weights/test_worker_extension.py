@@ -113,18 +113,28 @@ def test_sockets_are_in_a_folder_of_the_processes_own_or_where_the_user_says(mon
     assert os.environ.get(vllm_sockets.VARIABLE) == (given if kept else None)  # for what this process starts later
 
 
-@pytest.mark.parametrize(("longer", "is_used"), [(0, True), (1, False)])
-def test_a_folder_in_which_no_socket_could_be_bound_is_left_to_vllm(monkeypatch, caplog, longer, is_used):
-    with tempfile.TemporaryDirectory() as short:  # pytest's own is too long already
-        name = Path(short) / ("x" * (vllm_sockets.MAX_FOLDER_BYTES - len(short) - 1 + longer))
-        monkeypatch.setattr(vllm_sockets, "folder", lambda: name)
+@pytest.mark.parametrize("length", [10, 70, 200])
+def test_a_socket_fits_whatever_the_folder_for_temporary_files(monkeypatch, length):
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        long = Path(short) / ("x" * length)
+        long.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(long))
         monkeypatch.setenv(vllm_sockets.VARIABLE, "/tmp/fp8rl_of_another")
+        vllm_sockets.folder.cache_clear()
         vllm_sockets.make_folder()
-        assert os.environ.get(vllm_sockets.VARIABLE) == (str(name) if is_used else None)
-        assert name.exists() == is_used != (f"sockets are in {short} itself" in caplog.text)
-        if is_used:
-            with socket.socket(socket.AF_UNIX) as bound:
-                bound.bind(f"{name}/{uuid.uuid4()}")
+        folder = vllm_sockets.folder()
+        assert (folder.parent == long) == (length < 50)
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(f"{os.environ[vllm_sockets.VARIABLE]}/{uuid.uuid4()}")
+        vllm_sockets.remove_folder()
+        assert not folder.exists()
+        vllm_sockets.folder.cache_clear()
+
+
+def test_a_folder_of_the_users_that_is_too_long_is_refused(monkeypatch):
+    monkeypatch.setenv(vllm_sockets.VARIABLE, "/tmp/" + "x" * 66)
+    with pytest.raises(UserError, match=f"{vllm_sockets.VARIABLE}=/tmp/xxx"):
+        vllm_sockets.make_folder()
 
 
 @pytest.fixture
