@@ -10,7 +10,7 @@ TEST_PROCESSES ?= 2
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo quick test test-long test-megatron-0.19 test-vllm-matrix test-nemo-rl test-slurm
+.PHONY: help setup setup-dev demo demo-nemo-rl quick test test-long test-megatron-0.19 test-vllm-matrix test-nemo-rl test-slurm
 .PHONY: test-nemo-rl-trainer test-browser test-fake-gpu test-gpu test-gpu-engine test-loggers test-nixl
 .PHONY: test-transformer-engine
 .PHONY: lint format types clean
@@ -28,6 +28,16 @@ demo test: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 
 demo: setup  ## run the CPU demo
 	@$(BIN)/nemo-fp8rl demo $(ARGS)
+
+demo-nemo-rl: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
+demo-nemo-rl: nemo-rl-checkout .venv/nemo-rl/installed  ## NeMo RL's own loop, in FP8, on the CPU; NEMO_RL_SRC names its checkout
+	@PYTHONPATH=$(CURDIR)/.venv/nemo-rl $(BIN)/nemo-fp8rl demo --loop nemo $(ARGS)
+
+.PHONY: nemo-rl-checkout
+nemo-rl-checkout:
+	@test -n "$(NEMO_RL_SRC)" || { echo "NEMO_RL_SRC is not set; these two lines get NeMo RL and run the demo:"; \
+	  echo "  git clone --depth 1 --branch v0.7.0 https://github.com/NVIDIA-NeMo/RL ../nemo-rl"; \
+	  echo "  make demo-nemo-rl NEMO_RL_SRC=../nemo-rl"; exit 2; }
 
 test: setup-dev  ## run the tests
 	@$(BIN)/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --dist=loadfile --no-loadscope-reorder $(ARGS)

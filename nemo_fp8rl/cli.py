@@ -195,6 +195,10 @@ def _demo(arguments: argparse.Namespace) -> bool:
     from nemo_fp8rl.workers.library_environment import set_for_engine
 
     set_for_engine(torch.cuda.is_available())
+    if arguments.loop == "nemo":
+        from nemo_fp8rl.commands.demo_nemo_rl import demo_nemo_rl
+
+        return demo_nemo_rl(arguments.runs, arguments.steps, arguments.warm_up_steps)
     from nemo_fp8rl.commands.demo import demo
 
     return demo(arguments.runs, arguments.steps, arguments.warm_up_steps)
@@ -230,7 +234,7 @@ def _compare(arguments: argparse.Namespace) -> bool:
 def _doctor(arguments: argparse.Namespace) -> bool:
     from nemo_fp8rl.commands.doctor.examine import as_json, examine, show
 
-    report = examine(arguments.config, arguments.overrides, arguments.gpu)
+    report = examine(arguments.config, arguments.overrides, arguments.gpu, arguments.model_config)
     if arguments.json:
         print(as_json(report))
     else:

@@ -168,9 +168,13 @@ def _add_models(commands: Commands) -> None:
         "run make-tiny, sft and train, and print a table of the results",
         "# into runs/demo-1, from any folder",
         "--steps 5 --warm-up-steps 20 --runs /tmp/runs # a quick one, which learns nothing",
+        "--loop nemo # NeMo RL's own loop; NEMO_RL_SRC names its checkout, PYTHONPATH what it imports",
     )
     demo.add_argument("--runs", type=path, default=Path("runs"), metavar="DIR", help="parent of the demo's folder")
-    demo.add_argument("--steps", type=count, metavar="N", help="GRPO steps; default 100")
+    demo.add_argument(
+        "--loop", choices=("train", "nemo"), default="train", help="this package's loop (the default) or NeMo RL's"
+    )
+    demo.add_argument("--steps", type=count, metavar="N", help="GRPO steps; default 100, with NeMo RL's loop 20")
     demo.add_argument("--warm-up-steps", type=count, metavar="N", help="supervised steps before; default 130")
 
     tiny = _add(
@@ -209,9 +213,11 @@ def _add_studies(commands: Commands) -> None:
         "check a NeMo RL recipe against its GPUs and its model",
         "qwen3-8b-fp8-e2e-kv # on H100s, which need not be here; NEMO_RL_SRC names NeMo RL's checkout",
         "my.yaml --gpu b200 cluster.num_nodes=1 # other GPUs, fewer nodes",
+        "my.yaml --model-config path/to/config.json # a model whose sizes doctor does not know",
     )
     _add_recipe(doctor, "overrides: key=value, +key=value, ++key=value, ~key")
     doctor.add_argument("--gpu", default="h100", metavar="NAME", help="h100 (the default), h200, b200, ...")
+    doctor.add_argument("--model-config", type=path, metavar="FILE", help="the model's config.json, or its folder")
     doctor.add_argument("--json", action="store_true", help="print only JSON on stdout")
     doctor.set_defaults(unfinished=BAD_INPUT)
 

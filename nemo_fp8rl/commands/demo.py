@@ -32,18 +32,9 @@ CONTRAST = {
 def demo(runs: Path, steps: int | None = None, warm_up_steps: int | None = None) -> bool:
     """Run the demo in a new folder under `runs`. Returns False if it was interrupted."""
     screen = Screen(highlight=False)
-
-    def say(text: str) -> None:
-        screen.print(text, markup=False, soft_wrap=True)
-
-    folder = next(path for i in count(1) if not (path := runs / f"demo-{i}").exists())
-    say(f"1/3 a tiny model (Qwen3, 2 layers) and 8,100 additions, in {folder}; its warm-up on right answers")
-    make_tiny(folder, "add")
-    paths: dict[str, Any] = {"data.train.data_path": f"{folder}/data.jsonl", "policy.model_name": f"{folder}/model"}
-    length = {} if warm_up_steps is None else {"sft.max_num_steps": warm_up_steps}
-    if not sft(load("tiny_sft", as_words(paths | length)), folder / "warm"):
+    if (folder := make_warm_model(runs, warm_up_steps, parts=3)) is None:
         return False
-    paths["policy.model_name"] = f"{folder}/warm"
+    paths: dict[str, Any] = {"data.train.data_path": f"{folder}/data.jsonl", "policy.model_name": f"{folder}/warm"}
     length = {} if steps is None else {"grpo.max_num_steps": steps}
     cfg = load("tiny_cpu", as_words(paths | length | {"logger.log_dir": f"{folder}/grpo"}))
     say(f"2/3 GRPO in FP8 end to end, {cfg.grpo.max_num_steps} steps")
@@ -57,6 +48,23 @@ def demo(runs: Path, steps: int | None = None, warm_up_steps: int | None = None)
     screen.print(make_summary([cfg, contrast]))
     say("\n".join(next_steps(folder, cfg.grpo.max_num_steps)))
     return True
+
+
+def make_warm_model(runs: Path, warm_up_steps: int | None, parts: int) -> Path | None:
+    """Make a new folder under `runs` with data.jsonl and a model in warm/. Returns None if it was interrupted.
+
+    parts: number of parts of the demo, of which this is the first
+    """
+    folder = next(path for i in count(1) if not (path := runs / f"demo-{i}").exists())
+    say(f"1/{parts} a tiny model (Qwen3, 2 layers) and 8,100 additions, in {folder}; its warm-up on right answers")
+    make_tiny(folder, "add")
+    paths: dict[str, Any] = {"data.train.data_path": f"{folder}/data.jsonl", "policy.model_name": f"{folder}/model"}
+    length = {} if warm_up_steps is None else {"sft.max_num_steps": warm_up_steps}
+    return folder if sft(load("tiny_sft", as_words(paths | length)), folder / "warm") else None
+
+
+def say(text: str) -> None:
+    Screen(highlight=False).print(text, markup=False, soft_wrap=True)
 
 
 def make_summary(runs: list[Config]) -> Table:

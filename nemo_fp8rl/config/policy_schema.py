@@ -47,8 +47,8 @@ class OptimizerConfig(Block):
     """Decay of the second moment."""
     adam_eps: Annotated[float, ABOVE_0, NEMO_RL] = 1e-8
     """Added to the root of the second moment."""
-    clip_grad: Annotated[float, ABOVE_0, NEMO_RL] = 1.0
-    """Largest norm of the gradient."""
+    clip_grad: Annotated[float, AT_LEAST_0, NEMO_RL] = 1.0
+    """Largest norm of the gradient; 0 does not clip."""
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,20 @@ def _why_silent(endpoint: str, offline: bool) -> str:
     return ""
 
 
+def cached_file(name: str, file: str) -> Path | None:
+    """Return a file of a model without using the network.
+
+    name: a folder, or `owner/model` or `owner/model@revision`, whose file is taken from the hub's cache (HF_HOME)
+    """
+    match = _match_hub_name(name)
+    if match is None:
+        return Path(name) / file
+    from huggingface_hub import try_to_load_from_cache
+
+    path = try_to_load_from_cache(match["repository"], file, revision=match["revision"])
+    return Path(path) if isinstance(path, str) else None
+
+
 def pin_commits(cfg: Config, recorded_recipe: Mapping[str, Any] | None = None) -> Config:
     """Return the recipe with the present commits of its models on the hub, so that all nodes use the same files.
 

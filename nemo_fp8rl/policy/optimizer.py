@@ -46,7 +46,7 @@ def build_optimizer(policy: PolicyConfig, ddp: DistributedDataParallel, dtype: t
             adam_beta1=optimizer.adam_beta1,
             adam_beta2=optimizer.adam_beta2,
             adam_eps=optimizer.adam_eps,
-            clip_grad=optimizer.clip_grad,
+            clip_grad=optimizer.clip_grad or math.inf,  # with Megatron's own 0 there would be no norm to log
             bf16=policy.precision == "bfloat16",
             params_dtype=dtype,
             use_distributed_optimizer=True,

@@ -37,20 +37,23 @@ class Report:
         return not any(finding.level == "error" for finding in self.findings)
 
 
-def examine(path: Path, overrides: Sequence[str], gpu_name: str) -> Report:
-    """Return the findings on a recipe. Raises UserError for an unreadable recipe, an unknown model or GPU."""
+def examine(path: Path, overrides: Sequence[str], gpu_name: str, model_config: Path | None = None) -> Report:
+    """Return the findings on a recipe.
+
+    model_config: the model's config.json, for a model that the doctor does not know
+    Raises: UserError for an unreadable recipe, an unknown model or GPU
+    """
     gpu = gpu_by_name(gpu_name)
     recipe = read_recipe(path, overrides)
     policy = recipe.values["policy"]
     model = str(policy["model_name"])
-    shape = shape_of(model)
     if not at(policy, "megatron_cfg.enabled", False) or policy["generation"].get("backend") != "vllm":
         raise UserError(
             f"{path}: the doctor knows Megatron trainers (policy.megatron_cfg.enabled=true) with vLLM engines "
             "(policy.generation.backend=vllm) alone"
         )
     require(recipe.values, "policy.generation.vllm_cfg")
-    plan = Plan(recipe.values, shape)
+    plan = Plan(recipe.values, shape_of(model, model_config))
     other_format = check_format(plan)
     memory = Memory() if other_format else memory_of(plan, gpu)
     findings = [

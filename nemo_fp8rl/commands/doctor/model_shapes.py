@@ -1,51 +1,17 @@
-"""Sizes of a model and its weights, from the config.json of a folder or of a model that the package's recipes use."""
+"""Sizes of a model and its weights, from its config.json or from the table of known models."""
 
+import difflib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from nemo_fp8rl.commands.doctor.known_models import KNOWN_MODELS
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.typed_tree import short_repr
+from nemo_fp8rl.hf.hub import cached_file
 from nemo_fp8rl.hf.model_config import FAMILIES, boolean, read_json, size
 from nemo_fp8rl.hf.model_tensors import EMBEDDING, HEAD, NORM
-
-LLAMA31_8B = {
-    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
-}  # fmt: skip
-QWEN3_8B = {
-    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128,
-    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 40960,
-}  # fmt: skip
-QWEN3_30B_A3B = {
-    "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "moe_intermediate_size": 768,
-    "num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128, "num_hidden_layers": 48, "num_attention_heads": 32,
-    "num_key_value_heads": 4, "max_position_embeddings": 40960, "norm_topk_prob": True,
-}  # fmt: skip
-MOONLIGHT_16B_A3B = {
-    "model_type": "deepseek_v3", "vocab_size": 163840, "hidden_size": 2048, "intermediate_size": 11264,
-    "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
-    "first_k_dense_replace": 1, "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64, "v_head_dim": 128, "num_hidden_layers": 27, "num_attention_heads": 16,
-    "num_key_value_heads": 16, "max_position_embeddings": 8192,
-}  # fmt: skip
-QWEN25_1_5B = {
-    "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960,
-    "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True,
-    "max_position_embeddings": 131072,
-}  # fmt: skip
-KNOWN_MODELS: dict[str, dict[str, Any]] = {
-    "meta-llama/Llama-3.1-8B": LLAMA31_8B,
-    "meta-llama/Llama-3.1-8B-Instruct": LLAMA31_8B,
-    "Qwen/Qwen3-8B": QWEN3_8B,
-    "Qwen/Qwen3-8B-Base": QWEN3_8B | {"max_position_embeddings": 32768},
-    "Qwen/Qwen3-30B-A3B": QWEN3_30B_A3B,
-    "moonshotai/Moonlight-16B-A3B": MOONLIGHT_16B_A3B,
-    "moonshotai/Moonlight-16B-A3B-Instruct": MOONLIGHT_16B_A3B,
-    "Qwen/Qwen2.5-1.5B": QWEN25_1_5B,
-}
-"""Model name -> the part of huggingface.co/<name>/blob/main/config.json that the doctor reads."""
 
 Split = Literal["rows", "columns", "none"]
 
@@ -77,7 +43,12 @@ class Weight:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder. head_dim: of a query and a key. kv_lora_rank, rope_dim: of latent attention (MLA), else 0."""
+    """Sizes of a decoder.
+
+    head_dim:                of a query and a key
+    kv_lora_rank, rope_dim:  of latent attention (MLA), else 0
+    config:                  the config.json that the sizes were read from
+    """
 
     vocab: int
     hidden: int
@@ -99,6 +70,7 @@ class Shape:
     router_bias: bool = False
     kv_lora_rank: int = 0
     rope_dim: int = 0
+    config: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def is_mixture(self, layer: int) -> bool:
         return self.experts > 0 and layer >= self.dense_layers
@@ -162,27 +134,42 @@ def _gated_mlp(prefix: str, hidden: int, intermediate: int, copies: int = 1) -> 
     ]
 
 
-def shape_of(model_name: str) -> Shape:
-    """Return the shape of a folder with config.json or of one of KNOWN_MODELS. Raises UserError for other names."""
-    return from_config(config_of(model_name), model_name)
+def shape_of(model_name: str, config_file: Path | None = None) -> Shape:
+    """Return the shape of a model. Raises UserError as `config_of` and `from_config` do."""
+    return from_config(config_of(model_name, config_file), str(config_file or model_name))
 
 
-def config_of(model_name: str) -> dict[str, Any]:
-    """Return the config.json of a folder, or of one of KNOWN_MODELS at any revision (`owner/model@revision`).
+def config_of(model_name: str, config_file: Path | None = None) -> dict[str, Any]:
+    """Return the config.json of a model; the network is not used.
 
-    Raises: UserError for other names
+    model_name:   a folder, or `owner/model` or `owner/model@revision`, whose config.json is taken from the hub's cache,
+        else from KNOWN_MODELS
+    config_file:  the config.json to take instead, or its folder
+    Raises: UserError if there is no such file, or if the model is neither in the cache nor known
     """
-    folder = Path(model_name)
-    raw = read_json(folder / "config.json") if folder.is_dir() else None
-    if raw is not None:
+    if config_file is not None:
+        path = config_file / "config.json" if config_file.is_dir() else config_file
+        if (raw := read_json(path)) is None:
+            raise UserError(f"--model-config: there is no file {path}; give the config.json of {model_name}")
+        return raw
+    cached = cached_file(model_name, "config.json")
+    if cached is not None and cached.is_file() and (raw := read_json(cached)) is not None:
         return raw
     repository = model_name.partition("@")[0]
-    if repository not in KNOWN_MODELS:
-        raise UserError(
-            f"policy.model_name={model_name} is no folder with a config.json and none of the models that the doctor "
-            f"knows ({', '.join(KNOWN_MODELS)}); give it as policy.model_name=<folder>"
-        )
-    return KNOWN_MODELS[repository]
+    if repository in KNOWN_MODELS:
+        return KNOWN_MODELS[repository]
+    similar = _most_similar(repository)
+    raise UserError(
+        f"policy.model_name={model_name} is no folder with a config.json, nor a model whose sizes the doctor knows"
+        f"{f' (did you mean {similar}?)' if similar else ''}; give its config.json: --model-config FILE"
+    )
+
+
+def _most_similar(repository: str) -> str | None:
+    """Return a known model whose name without the owner is nearly the same."""
+    by_name = {known.rpartition("/")[2].lower(): known for known in KNOWN_MODELS}
+    names = difflib.get_close_matches(repository.rpartition("/")[2].lower(), by_name, 1, cutoff=0.9)
+    return by_name[names[0]] if names else None
 
 
 def from_config(raw: dict[str, Any], source: str) -> Shape:
@@ -228,4 +215,5 @@ def from_config(raw: dict[str, Any], source: str) -> Shape:
         router_bias=latent,
         kv_lora_rank=of("kv_lora_rank") if latent else 0,
         rope_dim=of("qk_rope_head_dim") if latent else 0,
+        config=raw,
     )

@@ -6,7 +6,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from nemo_fp8rl.commands.doctor.finding import Finding
-from nemo_fp8rl.commands.doctor.model_shapes import config_of
 from nemo_fp8rl.commands.doctor.recipe_plan import Plan
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.nemo_rl.recipe.keys import describe_ignored_values
@@ -79,7 +78,7 @@ def _refusal(plan: Plan) -> str:
 
     name = plan.policy["model_name"]
     with TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config_of(name)))
+        (Path(folder) / "config.json").write_text(json.dumps(plan.shape.config))
         tokenizer = {**plan.policy["tokenizer"], "name": folder}
         policy = {**plan.policy, "model_name": folder, "tokenizer": tokenizer}
         try:

@@ -19,6 +19,7 @@ from nemo_fp8rl.nemo_rl.recipe.gpu_division import divide_gpus, is_colocated
 from nemo_fp8rl.nemo_rl.recipe.keys import COPIED_KEYS, MOVED_KEYS, at, check_keys
 from nemo_fp8rl.nemo_rl.recipe.precision import read_precision
 from nemo_fp8rl.nemo_rl.recipe.recipe_checks import check_for_package_workers, check_setup, loss_keys
+from nemo_fp8rl.nemo_rl.recipe.spellings import normalize
 from nemo_fp8rl.nemo_rl.recipe.value_types import require
 from nemo_fp8rl.policy.weights.layout import check_layout
 
@@ -33,6 +34,7 @@ def convert_recipe(master: Mapping[str, Any]) -> Config:
 
 def convert_keys(master: Mapping[str, Any]) -> Config:
     """Convert the keys without reading the model's files."""
+    master = normalize(master)
     check_keys(master)
     require(master, "policy.model_name")
     check_for_package_workers(master)

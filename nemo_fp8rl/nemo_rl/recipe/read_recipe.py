@@ -23,6 +23,7 @@ from nemo_fp8rl.nemo_rl.recipe.keys import at
 from nemo_fp8rl.nemo_rl.recipe.known_keys import check_key_is_read, check_known, read_known_keys
 from nemo_fp8rl.nemo_rl.recipe.overrides import adds_key, apply_override, parse_key
 from nemo_fp8rl.nemo_rl.recipe.precision import Precision, read_precision
+from nemo_fp8rl.nemo_rl.recipe.spellings import normalize
 from nemo_fp8rl.nemo_rl.recipe.value_types import check_values
 
 BLOCK = "nemo_fp8rl"
@@ -131,6 +132,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> NemoRlRecipe
     expand_homes(values, PATHS)
     check_numbers(values)
     check_values(values)
+    values = normalize(values)
     _check_no_secrets(values)
     block = to_block(values[BLOCK], Fp8RlConfig, f"{BLOCK}.")
     if block.correction is not None:

@@ -11,7 +11,8 @@ from nemo_fp8rl.cli import main
 from tests.nemo_rl.conftest import checkout, real_checkout, write  # noqa: F401
 
 CONF = Path(__file__).parents[3] / "conf"
-SHIPPED = sorted((CONF / "nemo_rl").glob("*.yaml"))
+SHIPPED = sorted(path for path in (CONF / "nemo_rl").glob("*.yaml") if path.stem != "tiny_cpu")
+ONE_NODE = [path for path in SHIPPED if path.stem.endswith("-1n8g")]
 
 
 def doctor(capsys, *arguments: object) -> tuple[int, str, str]:
@@ -69,6 +70,26 @@ def test_our_recipes_are_sound_on_hopper(capsys, real_checkout, path):  # noqa: 
     report = json.loads(out)
     assert code == 0, [finding["text"] for finding in report["findings"] if finding["level"] == "error"]
     assert report["memory"]["phases"][0]["name"] == "train"
+
+
+@pytest.mark.nemo_rl
+@pytest.mark.parametrize("path", ONE_NODE, ids=lambda path: path.stem)
+def test_recipes_for_one_node_fit_on_eight_h100s_without_a_warning(capsys, real_checkout, path):  # noqa: F811
+    code, out, _ = doctor(capsys, path, "--gpu", "h100", "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert {finding["level"] for finding in report["findings"]} == {"ok"}
+    assert any(finding["text"].startswith("8 trainer GPUs = ") for finding in report["findings"])
+
+
+@pytest.mark.nemo_rl
+def test_without_the_hosts_memory_the_mixture_does_not_fit_on_one_node(capsys, real_checkout):  # noqa: F811
+    path, key = CONF / "nemo_rl/qwen3-30b-a3b-fp8-e2e-1n8g.yaml", "policy.megatron_cfg.optimizer"
+    on_gpus = (f"{key}.optimizer_cpu_offload=false", f"{key}.use_precision_aware_optimizer=false")
+    code, out, _ = doctor(capsys, path, *on_gpus, "--json")
+    errors = [finding["text"] for finding in json.loads(out)["findings"] if finding["level"] == "error"]
+    assert code == 2
+    assert [error.partition(":")[0] for error in errors] == ["train"]
 
 
 @pytest.mark.nemo_rl

@@ -14,6 +14,7 @@ LLAMA_PARAMETERS = 8_030_261_248
 LLAMA_LINEARS = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)
 EXPERTS = 48 * 128 * 3 * 2048 * 768
 FP8 = 1 + 4 / 128**2
+ON_HOST = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
 
 
 def train(plan) -> dict[str, float]:
@@ -33,13 +34,24 @@ def test_a_dense_model_on_eight_replicas(plan):
         ({"optimizer": {"use_precision_aware_optimizer": True}}, 2, 12 / 8),
         ({"distributed_data_parallel_config": {"grad_reduce_in_fp32": True}}, 4, 12 / 8),
         ({"optimizer": {"use_distributed_optimizer": False}}, 2, 16),
-        ({"optimizer": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}}, 2, None),
+        ({"optimizer": ON_HOST}, 2, 8 / 8),
+        ({"optimizer": ON_HOST | {"optimizer_offload_fraction": 0.5}}, 2, (16 + 8) / 2 / 8),
+        ({"optimizer": ON_HOST | {"use_precision_aware_optimizer": True}}, 2, None),
+        ({"optimizer": ON_HOST, "distributed_data_parallel_config": {"grad_reduce_in_fp32": True}}, 4, 4 / 8),
     ],
 )
 def test_bytes_a_parameter(plan, changes, gradient, optimizer):
     parts = train(plan(LLAMA, {TRAINER + key: value for key, value in changes.items()}))
     assert parts["gradients"] == gradient * LLAMA_PARAMETERS
     assert parts.get("optimizer") == (optimizer and optimizer * LLAMA_PARAMETERS)
+
+
+def test_what_an_optimizer_on_the_host_leaves_on_the_gpu_stays_there_through_refit_and_generation(plan):
+    """NeMo RL moves no optimizer that is on the host, and its main parameters are on the GPU."""
+    phases = memory_of(plan(LLAMA, {TRAINER + "optimizer": ON_HOST}), H100).phases
+    assert [phase.parts["optimizer"] for phase in phases] == [LLAMA_PARAMETERS, *[LLAMA_PARAMETERS / 2] * 2]
+    aware = memory_of(plan(LLAMA, {TRAINER + "optimizer": ON_HOST | {"use_precision_aware_optimizer": True}}), H100)
+    assert not any("optimizer" in phase.parts for phase in aware.phases)
 
 
 OURS = {"nemo_fp8rl.workers": "ours"}

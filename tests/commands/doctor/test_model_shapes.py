@@ -5,24 +5,57 @@ from math import prod
 
 import pytest
 
-from nemo_fp8rl.commands.doctor.model_shapes import KNOWN_MODELS, from_config, shape_of
+from nemo_fp8rl.commands.doctor.known_models import KNOWN_MODELS
+from nemo_fp8rl.commands.doctor.model_shapes import from_config, shape_of
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.hf.model_tensors import expected_tensors
 
+PUBLISHED = {  # as huggingface.co shows them; without a tied head
+    "meta-llama/Llama-2-7b-hf": 6_738_415_616,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "meta-llama/Llama-3.1-405B": 405_853_388_800,
+    "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
+    "allenai/Llama-3.1-Tulu-3-8B-SFT": 8_030_326_784,
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1_100_048_384,
+    "HuggingFaceTB/SmolLM2-135M": 134_515_008,
+    "HuggingFaceTB/SmolLM2-360M": 361_821_120,
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct": 1_711_376_384,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-70B": 70_553_706_496,
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-Coder-3B": 3_085_938_688,
+    "Qwen/Qwen2.5-Math-7B": 7_615_616_512,
+    "Qwen/Qwen2.5-14B-Instruct": 14_770_033_664,
+    "Qwen/QwQ-32B": 32_763_876_352,
+    "Qwen/Qwen2-72B": 72_706_203_648,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B-Base": 1_720_574_976,
+    "Qwen/Qwen3-4B-Instruct-2507": 4_022_468_096,
+    "Qwen/Qwen3-8B-Base": 8_190_735_360,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "Qwen/Qwen3-30B-A3B-Thinking-2507": 30_532_122_624,
+    "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+    "Qwen/Qwen3-Coder-480B-A35B-Instruct": 480_154_875_392,
+}
 
-@pytest.mark.parametrize(
-    ("model", "parameters"),
-    [  # as huggingface.co shows them
-        ("meta-llama/Llama-3.1-8B-Instruct", 8_030_261_248),
-        ("Qwen/Qwen3-8B-Base", 8_190_735_360),
-        ("Qwen/Qwen3-30B-A3B", 30_532_122_624),
-        ("Qwen/Qwen2.5-1.5B", 1_543_714_304),
-    ],
-)
+
+@pytest.mark.parametrize(("model", "parameters"), PUBLISHED.items())
 def test_published_parameter_counts(model, parameters):
     assert shape_of(model).parameters == parameters
+
+
+def test_every_known_model_has_a_published_count_and_layers_that_its_ranks_can_share():
+    counts = {*PUBLISHED.values(), 13_015_864_320, 68_976_648_192, 70_553_837_568, 15_960_110_208}
+    for name in KNOWN_MODELS:
+        shape = shape_of(name)
+        assert shape.parameters in counts, name
+        assert shape.heads % shape.kv_heads == 0, name
 
 
 def test_a_revision_of_a_published_model_has_its_sizes():
@@ -50,9 +83,40 @@ def test_a_checkpoint_of_ours_has_these_tensors(tmp_path, family):
     assert len({weight.name for weight in weights}) == len(weights)
 
 
-def test_an_unknown_model_is_to_be_given_as_a_folder():
-    with pytest.raises(UserError, match=r"policy.model_name=some/model is no folder .* give it as policy.model_name="):
-        shape_of("some/model")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("some/model", r"policy.model_name=some/model is no folder .* knows; give its config.json: --model-c"),
+        ("mirror/Llama-3.2-1B-Instruct", r"knows \(did you mean meta-llama/Llama-3.2-1B-Instruct\?\); give"),
+        ("Qwen/qwen3-8b-base", r"did you mean Qwen/Qwen3-8B-Base\?"),
+        ("/no/such/folder", "is no folder with a config.json"),
+    ],
+)
+def test_an_unknown_model_ends_in_what_to_give(name, message):
+    with pytest.raises(UserError, match=message):
+        shape_of(name)
+
+
+def test_a_file_or_its_folder_says_what_the_name_does_not(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN_MODELS["Qwen/Qwen3-4B"]))
+    expected = shape_of("Qwen/Qwen3-4B")
+    assert shape_of("some/model", tmp_path / "config.json") == shape_of("some/model", tmp_path) == expected
+    with pytest.raises(UserError, match=r"--model-config: there is no file .*/none\.json; give the "):
+        shape_of("some/model", tmp_path / "none.json")
+
+
+def test_the_hubs_cache_is_read_without_a_network_and_before_the_table(tmp_path, monkeypatch):
+    commit = "0123456789abcdef" * 2 + "01234567"
+    cached = {**KNOWN_MODELS["Qwen/Qwen3-4B"], "num_hidden_layers": 7}
+    for name in ("Qwen--Qwen3-4B", "some--model"):
+        folder = tmp_path / f"hub/models--{name}"
+        (folder / f"snapshots/{commit}").mkdir(parents=True)
+        (folder / "refs").mkdir()
+        (folder / "refs/main").write_text(commit)
+        (folder / f"snapshots/{commit}/config.json").write_text(json.dumps(cached))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert [shape_of(name).layers for name in ("Qwen/Qwen3-4B", "some/model", f"some/model@{commit}")] == [7, 7, 7]
+    assert shape_of("Qwen/Qwen3-8B").layers == 36
 
 
 @pytest.mark.parametrize(

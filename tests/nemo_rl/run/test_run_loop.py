@@ -263,7 +263,7 @@ def test_our_parts_train_in_a_runner_of_the_users_own(warm, tmp_path):
     logs = tmp_path / "logs"
     apart = ("policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=1")
     keys = [*runs.overrides(warm, logs), *apart, "cluster.gpus_per_node=2", "grpo.max_num_steps=2"]
-    command = [sys.executable, str(Path(__file__).with_name("own_runner.py")), str(runs.RECIPE), *keys]
+    command = [sys.executable, str(Path(__file__).with_name("loop_runner.py")), str(runs.RECIPE), *keys]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=400, env=runs.environment(tmp_path), check=False
     )

@@ -6,6 +6,10 @@ Sources:
   https://docs.nvidia.com/megatron-core/developer-guide/latest/api-guide/dist_optimizer.html: bfloat16 parameters (2)
   and gradients (2, or 4 with grad_reduce_in_fp32) whole on each replica; main parameters and two moments (12) shared by
   replicas, and with bfloat16 gradients a float32 copy of them (4), which the precision-aware optimizer does without.
+  With optimizer_cpu_offload the moments are on the host; main parameters and that copy stay on the GPU, unless the
+  optimizer is precision-aware (`_build_model_and_main_param_groups` in
+  https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/optimizer/distrib_optimizer.py), and NeMo RL does not
+  move them between phases.
 - Transformer Engine keeps FP8 weights row-wise and column-wise beside the parameter between microbatches
   (`_fp8_workspaces` in https://github.com/NVIDIA/TransformerEngine/blob/main/transformer_engine/pytorch/module/base.py),
   with fp8_param instead of it. NeMo RL moves parameters, gradients and optimizer alone: the others stay on the GPU
@@ -26,7 +30,7 @@ from nemo_fp8rl.config.policy_schema import PolicyConfig
 
 FP8 = 2 * (1 + SCALE)
 """Bytes of an FP8 weight, by rows and by columns."""
-FP8_WEIGHTS, DELTA_BASE = "FP8 weights", "kept for deltas"
+FP8_WEIGHTS, OPTIMIZER, DELTA_BASE = "FP8 weights", "optimizer", "kept for deltas"
 
 
 def stage_parameters(plan: Plan, stage: int) -> tuple[float, float]:
@@ -52,14 +56,11 @@ def _on_rank(plan: Plan, weight: Weight) -> float:
 
 def training_bytes(plan: Plan, stage: int) -> dict[str, float]:
     """Return the bytes on a GPU of a pipeline stage, by name."""
-    dense, expert = stage_parameters(plan, stage)
-    gradient, state, shared = _optimizer(plan)
-    replicas, expert_replicas = (plan.data * plan.context, plan.expert_data) if shared else (1, 1)
     parameters, fp8 = weight_bytes(plan, stage)
     parts = {
         "parameters": parameters,
-        "gradients": gradient * (dense + expert),
-        "optimizer": state * (dense / replicas + expert / expert_replicas),
+        "gradients": _gradient_width(plan) * sum(stage_parameters(plan, stage)),
+        OPTIMIZER: (_state_width(plan) + _gradient_copy_width(plan)) * _shared_parameters(plan, stage),
         FP8_WEIGHTS: fp8 or quantized_bytes(plan, stage),
         "activations": activations(plan, stage),
         "logits": logits(plan) if stage == plan.pipeline - 1 else 0.0,
@@ -75,7 +76,11 @@ def resident_bytes(plan: Plan, stage: int) -> dict[str, float]:
         or plan.fp8_param
         or (plan.megatron.get("fp8_cfg") or {}).get("force_clear_fp8_caches")
     )
-    parts = {FP8_WEIGHTS: 0.0 if cleared else quantized_bytes(plan, stage), DELTA_BASE: delta_base_bytes(plan, stage)}
+    parts = {
+        FP8_WEIGHTS: 0.0 if cleared else quantized_bytes(plan, stage),
+        OPTIMIZER: _state_width(plan) * _shared_parameters(plan, stage) if _offloaded_fraction(plan) else 0.0,
+        DELTA_BASE: delta_base_bytes(plan, stage),
+    }
     return {name: size for name, size in parts.items() if size}
 
 
@@ -110,15 +115,40 @@ def delta_base_bytes(plan: Plan, stage: int) -> float:
     return sum((1 + SCALE if plan.is_fp8_in_engine(w) else BF16) * _on_rank(plan, w) for w in weights)
 
 
-def _optimizer(plan: Plan) -> tuple[int, float, bool]:
-    """Return (bytes of a gradient, bytes of optimizer state on the GPU, whether replicas share the state)."""
-    if plan.uses_package_workers:
-        return FP32, 3 * FP32, True
-    ddp, optimizer = plan.megatron.get("distributed_data_parallel_config") or {}, plan.megatron["optimizer"]
-    gradient = FP32 if ddp.get("grad_reduce_in_fp32") else BF16
-    state = 3 * FP32 + (FP32 if gradient == BF16 and not optimizer.get("use_precision_aware_optimizer") else 0)
-    on_gpu = 1 - (optimizer.get("optimizer_offload_fraction") or 0) * bool(optimizer.get("optimizer_cpu_offload"))
-    return gradient, state * on_gpu, optimizer.get("use_distributed_optimizer", True)
+def _shared_parameters(plan: Plan, stage: int) -> float:
+    """Return the parameters whose optimizer state a GPU of a pipeline stage has."""
+    dense, expert = stage_parameters(plan, stage)
+    if not plan.uses_package_workers and not plan.megatron["optimizer"].get("use_distributed_optimizer", True):
+        return dense + expert
+    return dense / (plan.data * plan.context) + expert / plan.expert_data
+
+
+def _gradient_width(plan: Plan) -> int:
+    ddp = plan.megatron.get("distributed_data_parallel_config") or {}
+    return FP32 if plan.uses_package_workers or ddp.get("grad_reduce_in_fp32") else BF16
+
+
+def _gradient_copy_width(plan: Plan) -> int:
+    """Return the bytes, per parameter, of the float32 copy of bfloat16 gradients that an optimizer step makes."""
+    return FP32 if _gradient_width(plan) == BF16 and not _is_precision_aware(plan) else 0
+
+
+def _state_width(plan: Plan) -> float:
+    """Return the bytes, per parameter, of the optimizer's main parameters and moments on the GPU."""
+    on_host = _offloaded_fraction(plan)
+    return (1 - on_host) * 3 * FP32 + on_host * (0 if _is_precision_aware(plan) else FP32)
+
+
+def _is_precision_aware(plan: Plan) -> bool:
+    return bool(plan.megatron["optimizer"].get("use_precision_aware_optimizer"))
+
+
+def _offloaded_fraction(plan: Plan) -> float:
+    """Return the fraction of parameters whose optimizer runs on the host; the package's trainer has no such thing."""
+    optimizer = plan.megatron["optimizer"]
+    if plan.uses_package_workers or not optimizer.get("optimizer_cpu_offload"):
+        return 0.0
+    return float(optimizer.get("optimizer_offload_fraction") or 0)
 
 
 def activations(plan: Plan, stage: int) -> float:
