@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from nemo_fp8rl import __version__
 from nemo_fp8rl.common.errors import BAD_INPUT, INTERRUPTED, UserError
+from nemo_fp8rl.common.missing_packages import REQUIREMENTS
 
 MAX_SECONDS = 86_400.0  # a day
 OVERRIDE = re.compile(r"\+{0,2}[\w.@]+=|~[\w.@]+")
@@ -55,9 +56,23 @@ def _is_recipe(word: str) -> bool:
     return not OVERRIDE.match(word) or path(word).is_file()
 
 
+class _PrintRequirements(argparse.Action):
+    """Print the path and end, as argparse's action "version" does, which would break a long line."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(REQUIREMENTS)
+        parser.exit()
+
+
 def _make_parser() -> tuple[argparse.ArgumentParser, Commands]:
     parser = argparse.ArgumentParser(prog="nemo-fp8rl", description="GRPO with FP8 end to end.")
     parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument(
+        "--requirements",
+        action=_PrintRequirements,
+        nargs=0,
+        help="print the file with the tested versions of all that a CPU needs, for pip install --no-deps -r",
+    )
     parser.set_defaults(unfinished=INTERRUPTED)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for add in (_add_runs, _add_launch, _add_models, _add_studies):

@@ -6,6 +6,7 @@ from functools import cache
 from importlib import metadata
 
 from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.common.missing_packages import pip_line
 
 OLDER, NEWER = (0, 25), (0, 32)
 """The supported versions: that of NeMo RL, and that of the lock. What only versions between them need is left out."""
@@ -33,5 +34,5 @@ def _supported(found: str) -> tuple[int, int]:
     version = (int(match[1]), int(match[2])) if match else (-1, -1)
     if version not in (OLDER, NEWER):
         there = f"{found} is installed, but" if found else "is not installed, and"
-        raise UserError(f"vLLM {there} {SUPPORTED} are supported: install one of these")
+        raise UserError(f"vLLM {there} {SUPPORTED} are supported: install one of these, as by {pip_line()}")
     return version

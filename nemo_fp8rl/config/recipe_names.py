@@ -42,7 +42,7 @@ def find_recipe(word: str | Path, folder: str = "") -> Path:
     if path.exists():
         return path  # a folder or a device: its reader says what is wrong
     names = list(list_recipes())
-    if not path.suffix:
+    if path.suffix not in (".yaml", ".yml"):
         raise UserError(
             f"there is no file {word}, and no recipe of that name{_nearest(str(word), names)}; "
             "`nemo-fp8rl recipes` lists the names"
