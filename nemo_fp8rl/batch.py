@@ -7,9 +7,9 @@ Each stage has the fields of the stage before it and adds its own. A batch is ne
 Field names are NeMo RL's, so that its loss functions can read the same columns (`nemo_rl.adapters.batched_data`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,16 +19,24 @@ from torch import Tensor
 class Prompt:
     """One question.
 
-    index:      position in the dataset, stable over a run
-    text:       the question as the dataset has it
-    answer:     the reference answer that the verifier compares with
-    token_ids:  the question after the chat template, ready for the engine
+    index:          position in the dataset, stable over a run
+    text:           the question as the dataset has it
+    answer:         the reference answer that the verifier compares with, the first of several
+    token_ids:      the question after the chat template, ready for the engine
+    other_answers:  further answers that count as right
+    rendered:       the text of token_ids: what the model sees
+    fields:         the fields of its line, for a reward of the user's own
+    place:          file and line
     """
 
     index: int
     text: str
     answer: str
     token_ids: tuple[int, ...]
+    other_answers: tuple[str, ...] = ()
+    rendered: str = field(default="", repr=False)
+    fields: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    place: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

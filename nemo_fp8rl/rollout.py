@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +13,7 @@ from nemo_fp8rl.common.errors import StepRefused
 from nemo_fp8rl.common.stopwatch import Stopwatch
 from nemo_fp8rl.config.grpo_schema import RewardShapingConfig
 from nemo_fp8rl.config.schema import Config
-from nemo_fp8rl.data.rewards import MAX_PROCESSES, VERIFIERS
+from nemo_fp8rl.data.rewards import Answered, load_scorer
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.generation.interface import Generation, Sampling, sample_seed
 
@@ -115,14 +114,20 @@ def pick_further_prompts(
 def score_answers(
     cfg: Config, tokenizer: PromptTokenizer, prompts: Sequence[Prompt], completions: Sequence[Completion]
 ) -> Tensor:
-    """Return the verifier's rewards, float32 [B], in 0..1; equal answers to a prompt are verified once."""
-    verifier = VERIFIERS[cfg.data.default.env_name]
-    texts = [tokenizer.decode(completion.token_ids) for completion in completions]
-    pairs = [(text, prompt.answer) for text, prompt in zip(texts, prompts, strict=True)]
-    unique_pairs = list(dict.fromkeys(pairs))
-    with ThreadPoolExecutor(MAX_PROCESSES, "verify") as pool:
-        scores = dict(zip(unique_pairs, pool.map(lambda pair: verifier(*pair), unique_pairs), strict=True))
-    return torch.tensor([scores[pair] for pair in pairs])
+    """Return the rewards, float32 [B], of the verifier or function that data.default.env_name names.
+
+    Raises: StepRefused, with the sample, where a function of the user's own gives none
+    """
+    samples = [
+        Answered(
+            tokenizer.decode(completion.token_ids),
+            (prompt.answer, *prompt.other_answers),
+            prompt.fields,
+            f"{prompt.place or 'a sample'}, prompt number {prompt.index}",
+        )
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+    return torch.tensor(load_scorer(cfg.data.default.env_name).score(samples), dtype=torch.float32)
 
 
 def shape_rewards(rewards: Tensor, completions: Sequence[Completion], cfg: RewardShapingConfig) -> Tensor:

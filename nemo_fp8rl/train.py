@@ -21,7 +21,7 @@ from nemo_fp8rl.common.errors import StepRefused
 from nemo_fp8rl.common.machine import describe_processors
 from nemo_fp8rl.common.stopwatch import Stopwatch
 from nemo_fp8rl.config.schema import Config
-from nemo_fp8rl.data.order import PromptOrder
+from nemo_fp8rl.data.order import PromptOrder, count_steps
 from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.generation.engine_checks import check_for_driver
@@ -34,7 +34,7 @@ from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.rollout import Rollout, collect_rollout, pick_further_prompts, score_answers, shape_rewards
 from nemo_fp8rl.run.directory import RunDirectory
 from nemo_fp8rl.run.pod_stop import stop_on_pod_request
-from nemo_fp8rl.run.resume import recorded_recipe
+from nemo_fp8rl.run.resume import recorded_date, recorded_recipe
 from nemo_fp8rl.run.samples import pick_samples
 from nemo_fp8rl.run.signals import stop_on_signals
 from nemo_fp8rl.run.step_log import Sample
@@ -113,8 +113,11 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, resume_h
     hf = read_hf_config(cfg.policy.model_name)
     check_context(hf, cfg.policy.max_total_sequence_length)
     check_for_driver(hf, cfg)
-    prompts = load_prompts(cfg, hf.vocab_size)
-    tokenizer, train_prompts, val_prompts, num_too_long = prompts
+    prompts = load_prompts(cfg, hf.vocab_size, recorded_date(cfg) if resume or restartable else None)
+    tokenizer, train_prompts, val_prompts, num_too_long = prompts[:4]
+    grpo = cfg.grpo
+    steps = count_steps(grpo.max_num_steps, grpo.max_num_epochs, len(train_prompts), grpo.num_prompts_per_step)
+    cfg = replace(cfg, grpo=replace(grpo, max_num_steps=steps))
     order = PromptOrder(len(train_prompts), cfg.grpo.num_prompts_per_step, cfg.grpo.seed)
     sampling = Sampling.of_recipe(cfg.policy.generation, cfg.grpo.num_generations_per_prompt)
     eos = {tokenizer.eos_token_id, *hf.eos_token_ids, *sampling.stop_token_ids}
@@ -127,13 +130,13 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, resume_h
         )
 
     with (
-        RunDirectory(cfg, resume, restartable, prompts.digests() | model_digests(cfg, hf)) as run,
+        RunDirectory(cfg, resume, restartable, prompts.digests() | model_digests(cfg, hf), prompts.date) as run,
         Display(cfg.nemo_fp8rl.flow, max(cfg.grpo.max_num_steps, run.completed_steps), run.completed_steps) as display,
         ExitStack() as stack,
     ):
         if run.has_all_steps:
-            steps = run.completed_steps
-            display.say(f"{run.path} has its {steps} steps; raise grpo.max_num_steps above {steps} for more")
+            key = "max_num_epochs" if steps < grpo.max_num_steps else f"max_num_steps above {run.completed_steps}"
+            display.say(f"{run.path} has its {run.completed_steps} steps; raise grpo.{key} for more")
             return True
         if run.restart_notice:
             display.say(run.restart_notice)
@@ -152,6 +155,10 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, resume_h
         generation.prepare_for_generation()
         first_refit = refit_or_stop(bridge)
         display.say(f"{len(train_prompts)} prompts, {len(val_prompts)} held out, run in {run.path}")
+        for note in prompts.notes:
+            display.say(note)
+        if steps < grpo.max_num_steps:
+            display.say(f"grpo.max_num_epochs={grpo.max_num_epochs} ends the run after {steps} steps")
         if num_too_long:
             display.say(f"{num_too_long} prompts dropped: no room for an answer in vllm_cfg.max_model_len")
         display.say(", ".join(f"{name} {value}" for name, value in run.choices.items()))

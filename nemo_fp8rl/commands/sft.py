@@ -31,6 +31,8 @@ def sft(cfg: Config, output: Path) -> bool:
     hf = read_hf_config(cfg.policy.model_name)
     check_context(hf, cfg.policy.max_total_sequence_length)
     tokenizer, prompts, *_ = load_prompts(cfg, hf.vocab_size)
+    if missing := [prompt for prompt in prompts if not prompt.answer]:
+        raise UserError(f"{missing[0].place}: there is no answer of text, and sft trains on answers; write one")
     answers = [Completion(tuple(tokenizer.tokenize_answer(p.answer)), (), "stop", 0) for p in prompts]
     longest = max(len(p.token_ids) + len(a.token_ids) for p, a in zip(prompts, answers, strict=True))
     if longest > cfg.policy.max_total_sequence_length:

@@ -125,6 +125,13 @@ class NemoRl:
 
 
 @dataclasses.dataclass(frozen=True)
+class NullAs:
+    """Another spelling of null, which other libraries have; it becomes null when a recipe is read."""
+
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True)
 class FilePath:
     """The value may be a path: a leading ~/ is the home folder."""
 

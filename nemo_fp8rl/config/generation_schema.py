@@ -12,6 +12,7 @@ from nemo_fp8rl.common.field_rules import (
     MayChange,
     NemoRl,
     NotBlank,
+    NullAs,
     Range,
     reference,
 )
@@ -94,8 +95,8 @@ class GenerationConfig(Block):
     """Temperature of training samples."""
     top_p: Annotated[float, Range(above=0, at_most=1), NEMO_RL] = 1.0
     """Sample from the likeliest tokens up to this probability. The trainer's log-probs follow."""
-    top_k: Annotated[int | None, ABOVE_0, NEMO_RL] = None
-    """Sample from so many likeliest tokens; null takes all."""
+    top_k: Annotated[int | None, Range(above=0, hint="null or -1 takes all tokens"), NullAs(-1), NEMO_RL] = None
+    """Sample from so many likeliest tokens; null takes all, and so does -1."""
     val_temperature: Annotated[
         float, Range(at_least=LOWEST_TEMPERATURE, at_most=2, or_value=0, hint=f"{VLLM_LIMITS}; 0 is greedy")
     ] = 0.0

@@ -54,6 +54,9 @@ class GrpoConfig(Block):
     """Answers of a prompt, which are its group."""
     max_num_steps: Annotated[int, ABOVE_0, MAY_CHANGE, NEMO_RL] = 100
     """Steps of the run."""
+    max_num_epochs: Annotated[int | None, ABOVE_0, MAY_CHANGE, NEMO_RL_LOOP] = None
+    """Epochs after which a run ends that has not ended before; null sets no limit. An epoch has as many whole steps as
+    the prompts fill."""
     normalize_rewards: Annotated[bool, NEMO_RL_LOOP] = True
     """Default of adv_estimator.normalize_rewards."""
     use_leave_one_out_baseline: Annotated[bool, NEMO_RL_LOOP] = False

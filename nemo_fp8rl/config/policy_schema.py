@@ -9,6 +9,7 @@ from nemo_fp8rl.common.field_rules import (
     FILE_PATH,
     MAY_CHANGE,
     NEMO_RL,
+    NEMO_RL_LOOP,
     Block,
     EarlierRuns,
     MayChange,
@@ -20,6 +21,7 @@ from nemo_fp8rl.config.generation_schema import GenerationConfig
 TRAIN_TOKENS = "${mul:${policy.max_total_sequence_length},${policy.train_micro_batch_size}}"
 LOGPROB_TOKENS = "${mul:${policy.max_total_sequence_length},${policy.logprob_batch_size}}"
 ANY_LAYOUT = MayChange("a checkpoint loads on any layout")
+SAME_TOKENS = MayChange("the digest of the prompts' tokens must stay the same")
 MICROBATCHES = MayChange("how a batch is cut into microbatches: other replicas need other sizes")
 
 
@@ -27,8 +29,10 @@ MICROBATCHES = MayChange("how a batch is cut into microbatches: other replicas n
 class TokenizerConfig(Block):
     name: Annotated[str, MAY_CHANGE, FILE_PATH, NEMO_RL] = "${policy.model_name}"
     """Folder or hub name of the tokenizer."""
-    chat_template_kwargs: Annotated[dict[str, Any] | None, NEMO_RL] = None
-    """Arguments of its chat template."""
+    chat_template: Annotated[str | None, EarlierRuns("default"), SAME_TOKENS, FILE_PATH, NEMO_RL_LOOP] = "default"
+    """Chat template: default is the tokenizer's own, null none. Else a file that ends in .jinja, or the template."""
+    chat_template_kwargs: Annotated[dict[str, Any] | None, SAME_TOKENS, NEMO_RL] = None
+    """Variables of the chat template."""
 
 
 @dataclass(frozen=True)

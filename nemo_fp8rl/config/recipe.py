@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_fp8rl.common.field_rules import FilePath, all_fields
+from nemo_fp8rl.common.field_rules import FilePath, NullAs, all_fields
 from nemo_fp8rl.config.recipe_names import find_recipe
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.config.typed_tree import check_keys, defaults, to_block
@@ -61,9 +61,21 @@ def complete(source: str, tree: Any, values: Any) -> Config:
         tree = OmegaConf.merge(defaults(Config, values), tree)
         resolved: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     expand_homes(resolved, PATHS)
+    _spell_nulls(resolved)
     cfg = to_block(resolved, Config)
     check(cfg)
     return cfg
+
+
+def _spell_nulls(values: dict[str, Any]) -> None:
+    """Replace other spellings of null, -1 of top_k, in place."""
+    for field in all_fields(Config):
+        *blocks, name = field.key.split(".")
+        block: Any = values
+        for part in blocks:
+            block = block.get(part) if isinstance(block, dict) else None
+        if (other := field.marker(NullAs)) and isinstance(block, dict) and block.get(name) == other.value:
+            block[name] = None
 
 
 def to_yaml(cfg: Config) -> str:

@@ -11,11 +11,14 @@ from nemo_fp8rl.common.field_rules import (
     NEMO_RL,
     NEMO_RL_LOOP,
     Block,
+    EarlierRuns,
+    MayChange,
     NotBlank,
     Range,
 )
 
 FOLDER = NotBlank("name a folder")  # the empty text is the working directory, and below it the root of the disk
+SAME_PROMPTS = MayChange("the digests of prompts, answers and tokens must stay the same")
 
 
 @dataclass(frozen=True)
@@ -32,24 +35,36 @@ class CheckpointingConfig(Block):
 
 @dataclass(frozen=True)
 class TrainDataConfig(Block):
-    data_path: Annotated[str, MAY_CHANGE, FILE_PATH]
-    """JSONL file of prompts and answers."""
-    split_validation_size: float = 0.05
+    data_path: Annotated[str, MAY_CHANGE, FILE_PATH, NEMO_RL_LOOP]
+    """File of prompts and answers, or folder of a dataset. JSONL, a JSON array, either compressed; parquet or arrow."""
+    input_key: Annotated[str | None, EarlierRuns(None), SAME_PROMPTS, NEMO_RL_LOOP, NotBlank("name a field")] = None
+    """Field of the prompt; null is prompt, messages or conversations."""
+    output_key: Annotated[str | None, EarlierRuns(None), SAME_PROMPTS, NEMO_RL_LOOP, NotBlank("name a field")] = None
+    """Field of the answer; null is answer, or the last message of a conversation."""
+    split: Annotated[str | None, EarlierRuns(None), SAME_PROMPTS, NEMO_RL_LOOP] = None
+    """Part of a folder that has several; null is train."""
+    split_validation_size: Annotated[float, NEMO_RL_LOOP] = 0.05
     """Share of prompts held out for validation. Equal prompts count once; it applies where data.validation is null."""
-    seed: int = 42
+    seed: Annotated[int, NEMO_RL_LOOP] = 42
     """Seed of the split. It is separate, so that runs with other training seeds validate on the same prompts."""
 
 
 @dataclass(frozen=True)
 class ValidationDataConfig(Block):
-    data_path: Annotated[str, MAY_CHANGE, FILE_PATH]
-    """JSONL file of prompts and answers."""
+    data_path: Annotated[str, MAY_CHANGE, FILE_PATH, NEMO_RL_LOOP]
+    """File of prompts and answers, or folder of a dataset."""
+    input_key: Annotated[str | None, EarlierRuns(None), SAME_PROMPTS, NEMO_RL_LOOP, NotBlank("name a field")] = None
+    """Field of the prompt; null as in data.train."""
+    output_key: Annotated[str | None, EarlierRuns(None), SAME_PROMPTS, NEMO_RL_LOOP, NotBlank("name a field")] = None
+    """Field of the answer; null as in data.train."""
+    split: Annotated[str | None, EarlierRuns(None), SAME_PROMPTS, NEMO_RL_LOOP] = None
+    """Part of a folder that has several; null is train."""
 
 
 @dataclass(frozen=True)
 class DataDefaultConfig(Block):
-    env_name: str = "exact_match"
-    """The verifier: exact_match or math."""
+    env_name: Annotated[str, NEMO_RL_LOOP] = "exact_match"
+    """The reward: exact_match, math, or package.module:function of your own."""
 
 
 @dataclass(frozen=True)

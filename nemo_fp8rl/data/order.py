@@ -5,6 +5,13 @@ import random
 import torch
 
 
+def count_steps(max_num_steps: int, max_num_epochs: int | None, num_prompts: int, per_step: int) -> int:
+    """Return the steps of a run: those of max_num_epochs, if these are fewer. An epoch counts its whole steps alone."""
+    if max_num_epochs is None:
+        return max_num_steps
+    return min(max_num_steps, max_num_epochs * (num_prompts // per_step))
+
+
 class PromptOrder:
     """Epochs of random permutations; each step takes the next `per_step` positions.
 

@@ -1,27 +1,37 @@
 """Load a recipe's prompts: files, split, tokens and the verifier's name are checked before a model loads."""
 
 import hashlib
+from datetime import datetime
 from typing import NamedTuple
 
 from nemo_fp8rl.batch import Prompt
 from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.run_schema import TrainDataConfig, ValidationDataConfig
 from nemo_fp8rl.config.schema import Config
-from nemo_fp8rl.data.jsonl import read_jsonl
-from nemo_fp8rl.data.rewards import check_verifier
+from nemo_fp8rl.data.dataset import read_dataset
+from nemo_fp8rl.data.records import FieldNames, Record
+from nemo_fp8rl.data.rewards import VERIFIERS, load_scorer
 from nemo_fp8rl.data.split import split_records
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
+
+LONGEST = 300
+"""Characters of a prompt that are shown at the start of a run."""
 
 
 class PromptSets(NamedTuple):
     """The prompts of a run and their tokenizer.
 
     num_too_long:  how many prompts were dropped because no token of an answer would fit behind them
+    notes:         sentences for the user about what the model will see
+    date:          the date that the chat template prints; None if it prints none
     """
 
     tokenizer: PromptTokenizer
     train: list[Prompt]
     validation: list[Prompt]
     num_too_long: int
+    notes: tuple[str, ...] = ()
+    date: datetime | None = None
 
     def digests(self) -> dict[str, str]:
         """Return digests, 16 hex digits each, of questions, answers and tokens, in order.
@@ -29,24 +39,28 @@ class PromptSets(NamedTuple):
         A resumed run must have the same digests.
         """
         contents = {
-            "training": [(p.text, p.answer) for p in self.train],
-            "validation": [(p.text, p.answer) for p in self.validation],
+            "training": [_content(p) for p in self.train],
+            "validation": [_content(p) for p in self.validation],
             "tokens": [p.token_ids for p in (*self.train, *self.validation)],
         }
         return {kind: hashlib.sha256(repr(content).encode()).hexdigest()[:16] for kind, content in contents.items()}
 
 
-def load_prompts(cfg: Config, vocab_size: int) -> PromptSets:
-    """Load the recipe's prompts. Raises UserError for invalid prompts, and when too few remain."""
-    check_verifier(cfg.data.default.env_name)
+def load_prompts(cfg: Config, vocab_size: int, date: datetime | None = None) -> PromptSets:
+    """Load the recipe's prompts. Raises UserError for invalid prompts, and when too few remain.
+
+    date: what a chat template prints that asks for the date: that of a run's start, None for now
+    """
+    scorer = load_scorer(cfg.data.default.env_name)
     validation = cfg.data.validation
     train_records, val_records = split_records(
-        read_jsonl(cfg.data.train.data_path),
-        read_jsonl(validation.data_path, "data.validation.data_path") if validation else None,
+        _read(cfg.data.train, "data.train", cfg),
+        _read(validation, "data.validation", cfg) if validation else None,
         cfg.data.train.split_validation_size,
         cfg.data.train.seed,
     )
-    tokenizer = PromptTokenizer(cfg.policy)
+    scorer.check_fields([(record.place, record.fields) for record in (*train_records, *val_records)])
+    tokenizer = PromptTokenizer(cfg.policy, date)
     if tokenizer.pad_token_id >= vocab_size:
         tokenizer.pad_token_id = 0  # the model embeds padding, too, though nothing reads the result
     held_out = val_records[: cfg.grpo.max_val_samples]
@@ -60,4 +74,38 @@ def load_prompts(cfg: Config, vocab_size: int) -> PromptSets:
         )
     if not val:
         raise UserError(f"no validation prompt is left{dropped}; raise it or add shorter prompts")
-    return PromptSets(tokenizer, train, val, num_too_long)
+    printed = date or (tokenizer.renderer.date if tokenizer.renderer.date_is_printed else None)
+    notes = _notes(tokenizer, train, cfg.data.default.env_name)
+    return PromptSets(tokenizer, train, val, num_too_long, notes, printed)
+
+
+def _read(data: TrainDataConfig | ValidationDataConfig, block: str, cfg: Config) -> list[Record]:
+    names = FieldNames(block, data.input_key, data.output_key, any_answer=cfg.data.default.env_name not in VERIFIERS)
+    return read_dataset(data.data_path, names, data.split)
+
+
+def _notes(tokenizer: PromptTokenizer, train: list[Prompt], env_name: str) -> tuple[str, ...]:
+    renderer, first = tokenizer.renderer, train[0].rendered
+    shown = repr(first[:LONGEST]) + ("..." if len(first) > LONGEST else "")
+    notes = [f"{renderer.description}; the model sees, for instance, {shown}"]
+    if renderer.date_is_printed:
+        notes.append(f"the chat template prints the date: {renderer.date:%Y-%m-%d}, in all of this run")
+    answers: dict[tuple[int, ...], set[str]] = {}
+    for prompt in train:
+        answers.setdefault(prompt.token_ids, set()).add(prompt.answer)
+    if several := [ids for ids, different in answers.items() if len(different) > 1]:
+        text = next(prompt.text for prompt in train if prompt.token_ids == several[0])
+        notes.append(f"{len(several)} prompts occur with different answers, {text[:60]!r} is one")
+    if env_name == "exact_match" and sum("####" in prompt.answer for prompt in train) > len(train) / 2:
+        notes.append(
+            "answers hold a derivation and, behind ####, a result, and env_name=exact_match compares all of it; "
+            "data.default.env_name=math compares the results"
+        )
+    return tuple(notes)
+
+
+def _content(prompt: Prompt) -> tuple[object, ...]:
+    """What an answer's reward depends on. Earlier versions had prompts and answers of text alone."""
+    if prompt.other_answers or not prompt.answer:
+        return prompt.text, prompt.answer, prompt.other_answers, repr(prompt.fields.get("answer"))
+    return prompt.text, prompt.answer

@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.data.jsonl import Record
+from nemo_fp8rl.data.records import Record
 
 
 def split_records(
@@ -18,16 +18,16 @@ def split_records(
         Raises:                 UserError when the two sets share a prompt or one of them is empty
     """
     if validation is not None:
-        shared = {r.prompt for r in train} & {r.prompt for r in validation}
+        shared = {r.question for r in train} & {r.question for r in validation}
         if shared:
             raise UserError(
                 f"data.validation.data_path: {len(shared)} prompts are also in data.train.data_path "
-                f"(one is {min(shared)!r}); remove them from one of the two"
+                f"(one is {min(shared)[0]!r}); remove them from one of the two"
             )
         return list(train), list(validation)
     if not 0 < split_validation_size < 1:
         raise UserError(f"data.train.split_validation_size={split_validation_size} must lie between 0 and 1")
-    prompts = sorted({r.prompt for r in train})
+    prompts = sorted({r.question for r in train})
     random.Random(seed).shuffle(prompts)
     held_out = set(prompts[: round(len(prompts) * split_validation_size)])
     if not held_out or len(held_out) == len(prompts):
@@ -35,4 +35,4 @@ def split_records(
             f"data.train.split_validation_size={split_validation_size} of {len(prompts)} prompts leaves a side empty; "
             "give data.validation.data_path or another size"
         )
-    return [r for r in train if r.prompt not in held_out], [r for r in train if r.prompt in held_out]
+    return [r for r in train if r.question not in held_out], [r for r in train if r.question in held_out]

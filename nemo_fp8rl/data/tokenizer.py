@@ -1,20 +1,22 @@
-"""Convert text to tokens and back, by the checkpoint's tokenizer and chat template."""
+"""Convert text to tokens and back, by the checkpoint's tokenizer and a chat template."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from datetime import datetime
 
 from nemo_fp8rl.batch import Completion, Prompt
 from nemo_fp8rl.common.errors import UserError, single_line
 from nemo_fp8rl.config.policy_schema import PolicyConfig
-from nemo_fp8rl.data.jsonl import Record
+from nemo_fp8rl.data.chat_template import PromptRenderer
+from nemo_fp8rl.data.records import Record
 from nemo_fp8rl.hf.hub import checkpoint_folder
 
 
 class PromptTokenizer:
     """The tokenizer of an HF checkpoint in a folder or on the hub. Code in the folder is never run."""
 
-    def __init__(self, policy: PolicyConfig) -> None:
+    def __init__(self, policy: PolicyConfig, date: datetime | None = None) -> None:
+        """date: what a chat template prints that asks for the date; None is now"""
         from transformers import AutoTokenizer
 
         self.name = name = policy.tokenizer.name
@@ -26,7 +28,7 @@ class PromptTokenizer:
             raise UserError(f"policy.tokenizer.name: {name} has no eos_token; set it in tokenizer_config.json")
         pad = self.tokenizer.pad_token_id
         self.pad_token_id: int = eos_token_id if pad is None else pad
-        self.template_kwargs = policy.tokenizer.chat_template_kwargs or {}
+        self.renderer = PromptRenderer(self.tokenizer, policy.tokenizer, date or datetime.now().replace(microsecond=0))
         self.max_prompt_tokens = policy.generation.vllm_cfg.max_model_len - 1
 
     @property
@@ -38,7 +40,7 @@ class PromptTokenizer:
 
         Prompt.index is the record's position. Raises UserError for an empty prompt, or a token that the model lacks.
         """
-        prompts = [Prompt(i, r.prompt, r.answer, tuple(self._encode(r.prompt))) for i, r in enumerate(records)]
+        prompts = [self._prompt(index, record) for index, record in enumerate(records)]
         prompts = [prompt for prompt in prompts if len(prompt.token_ids) <= self.max_prompt_tokens]
         for prompt in prompts:
             if not prompt.token_ids:
@@ -69,26 +71,14 @@ class PromptTokenizer:
         """Return the text of each token, special tokens included; an incomplete character becomes U+FFFD."""
         return [self.tokenizer.decode([token_id]) for token_id in token_ids]
 
-    def _encode(self, text: str) -> list[int]:
-        if not self.tokenizer.chat_template:
-            return self.tokenizer(text).input_ids
-        message: list[dict[str, Any]] = [{"role": "user", "content": text}]
-        try:
-            tokens = self.tokenizer.apply_chat_template(
-                message, add_generation_prompt=True, return_dict=False, **self.template_kwargs
-            )
-        except Exception as error:  # the template's code may raise anything
-            raise UserError(
-                f"policy.tokenizer.name: the chat template of {self.name} (chat_template.jinja, or in "
-                f"tokenizer_config.json) fails on a prompt ({_describe(error)}); mend it, or "
-                "policy.tokenizer.chat_template_kwargs"
-            ) from None
-        if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
-            raise UserError(
-                "policy.tokenizer.chat_template_kwargs are for the template's own variables: with "
-                f"{sorted(self.template_kwargs)} a prompt is no list of tokens"
-            )
-        return tokens
+    def _prompt(self, index: int, record: Record) -> Prompt:
+        rendered, tokens = self.renderer.render(record)
+        fields = {**record.fields, "rendered_prompt": rendered}
+        return Prompt(
+            *(index, record.prompt, record.answer, tuple(tokens), record.other_answers, rendered),
+            fields=fields,
+            place=record.place,
+        )
 
 
 @contextmanager
@@ -98,10 +88,7 @@ def tokenizer_errors(name: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise UserError(
-            f"policy.tokenizer.name: {name} holds no tokenizer that can be read ({_describe(error)}); give a folder "
-            "with sound tokenizer.json, tokenizer_config.json and config.json, or a name on the hub"
+            f"policy.tokenizer.name: {name} holds no tokenizer that can be read ({type(error).__name__}: "
+            f"{single_line(error)[:200]}); give a folder with sound tokenizer.json, tokenizer_config.json and "
+            "config.json, or a name on the hub"
         ) from None
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {single_line(error)[:200]}"

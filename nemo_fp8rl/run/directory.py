@@ -24,6 +24,7 @@ import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from datetime import datetime
 from importlib import metadata
 from itertools import count
 from pathlib import Path
@@ -70,11 +71,17 @@ class RunDirectory:
     """
 
     def __init__(
-        self, cfg: Config, resume: bool, restartable: bool = False, data: Mapping[str, str] | None = None
+        self,
+        cfg: Config,
+        resume: bool,
+        restartable: bool = False,
+        data: Mapping[str, str] | None = None,
+        template_date: datetime | None = None,
     ) -> None:
         """resume:       continue the run in the directory
         restartable:  the same, but start again where the run has no checkpoint
         data:         digests of the data, by `resume.DIGESTS`
+        template_date: the date that the chat template prints, for a resumed run
         Raises:       UserError where the directory has a run that is not to be resumed, or that cannot be: without a
                       checkpoint, with another recipe, or with another process at work in it
         """
@@ -86,7 +93,7 @@ class RunDirectory:
             if folder.exists() and not folder.is_dir():
                 raise UserError(f"logger.log_dir={self.path}: {folder} is a file; give a folder")
         check_loggers(cfg.logger)
-        self.choices, self.data = _choices(cfg), dict(data or {})
+        self.choices, self.data, self.template_date = _choices(cfg), dict(data or {}), template_date
         self.restart_notice = ""
         self._check_start()
 
@@ -244,6 +251,7 @@ class RunDirectory:
             "versions": {name: version for name in PACKAGES if (version := _version(name))},
             "choices": self.choices,
             "data": self.data,
+            **({"chat_template_date": self.template_date.isoformat()} if self.template_date else {}),
         }
 
     def add_choices(self, choices: Mapping[str, str]) -> None:

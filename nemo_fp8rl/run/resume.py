@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,15 @@ def recorded_recipe(cfg: Config) -> dict[str, Any]:
         return {}
     except file_errors() as error:
         raise UserError(f"--resume: {path}, the run's recipe, cannot be read: {single_line(error)}") from None
+
+
+def recorded_date(cfg: Config) -> datetime | None:
+    """Return the date that the chat template of the run in logger.log_dir prints; None without one."""
+    try:
+        record = json.loads((Path(cfg.logger.log_dir) / "environment.json").read_text(encoding="utf-8"))
+        return datetime.fromisoformat(record["chat_template_date"])
+    except (OSError, ValueError, LookupError, TypeError):  # `_check_same_digests` says what is wrong with the file
+        return None
 
 
 def add_later_keys(recorded: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ def _sample(rollout: Rollout, batch: ScoredBatch, tokenizer: PromptTokenizer, ro
     return Sample(
         chosen=reason,
         prompt=prompt.text[:MAX_LENGTH],
+        rendered_prompt=shorten_prompt(prompt.rendered),
         reward=float(rollout.rewards[row]),
         policy_version=completion.policy_version,
         num_tokens=len(completion.token_ids),
@@ -42,6 +43,12 @@ def _sample(rollout: Rollout, batch: ScoredBatch, tokenizer: PromptTokenizer, ro
         prev_logprobs=_round_logprobs(batch.prev_logprobs[row, part]),
         generation_logprobs=_round_logprobs(batch.generation_logprobs[row, part]),
     )
+
+
+def shorten_prompt(text: str) -> str:
+    """Return the beginning and the end of a long prompt: the end shows how the template opens the answer."""
+    half = MAX_LENGTH // 2
+    return text if len(text) <= MAX_LENGTH else f"{text[:half]} ... {text[-half:]}"
 
 
 def _round_logprobs(logprobs: Tensor) -> list[float | None]:

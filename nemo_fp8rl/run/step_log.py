@@ -19,6 +19,8 @@ class Sample:
     """One answer of a step.
 
     chosen:               the reason why this answer was chosen
+    prompt:               the beginning of the question as the dataset has it
+    rendered_prompt:      what the model saw, after the chat template; "" in runs of earlier versions
     num_tokens:           all tokens of the answer
     tokens:               the texts of the first tokens
     prev_logprobs:        the trainer's log-probs of these tokens, None where not finite
@@ -35,6 +37,7 @@ class Sample:
     tokens: list[str]
     prev_logprobs: list[float | None]
     generation_logprobs: list[float | None]
+    rendered_prompt: str = ""
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.prev_logprobs) == len(self.generation_logprobs):

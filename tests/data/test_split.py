@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.data.jsonl import Record
+from nemo_fp8rl.data.records import Record
 from nemo_fp8rl.data.split import split_records
 
 NUMBERED = [Record(f"{i}?", str(i)) for i in range(100)]

@@ -1,6 +1,8 @@
 """Prompts become tokens by the checkpoint's own tokenizer, with its chat template when it has one."""
 
 import json
+import re
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -8,17 +10,29 @@ from transformers import AutoTokenizer
 
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.policy_schema import PolicyConfig, TokenizerConfig
-from nemo_fp8rl.data.jsonl import Record
 from nemo_fp8rl.data.prompts import load_prompts
+from nemo_fp8rl.data.records import Record
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 
+DATED = (
+    "{% if date is not defined %}{% set date = strftime_now('%d%m') %}{% endif %}{{ date }}+{{ messages[0].content }}"
+)
 TEMPLATE = "{% for m in messages %}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}{{ mark }}"
 
 
-def tokenizer_of(recipe, folder: Path, **kwargs) -> PromptTokenizer:
+def tokenizer_of(recipe, folder: Path, template: str | None = "default", date=None, **kwargs) -> PromptTokenizer:
     policy: PolicyConfig = recipe(f"policy.tokenizer.name={folder}").policy
-    object.__setattr__(policy, "tokenizer", TokenizerConfig(str(folder), kwargs or None))
-    return PromptTokenizer(policy)
+    object.__setattr__(policy, "tokenizer", TokenizerConfig(str(folder), template, kwargs or None))
+    return PromptTokenizer(policy, date)
+
+
+def seen(tokenizer: PromptTokenizer, record: Record) -> str:
+    """What the model sees, from the tokens; the recorded text must be the same."""
+    (prompt,) = tokenizer.tokenize([record], 64)
+    text = tokenizer.tokenizer.decode(prompt.token_ids)
+    assert prompt.rendered == text
+    assert prompt.fields["rendered_prompt"] == text
+    return text
 
 
 @pytest.fixture
@@ -122,9 +136,76 @@ def test_a_chat_template_that_fails_is_named(recipe, folder, template):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("arguments", [{"tokenize": False}, {"return_tensors": "pt"}])
-def test_arguments_of_the_template_that_make_no_tokens_are_refused(recipe, folder, arguments):
+@pytest.mark.parametrize("arguments", [{"tokenize": False}, {"return_tensors": "pt"}, {"add_generation_prompt": False}])
+def test_arguments_of_the_tokenizer_are_no_variables_of_the_template(recipe, folder, arguments):
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    tokenizer = tokenizer_of(recipe, folder, **arguments)
-    with pytest.raises(UserError, match=r"chat_template_kwargs are for .* a prompt is no list of tokens"):
-        tokenizer.tokenize([Record("1+2", "3")], 64)
+    with pytest.raises(UserError, match=r"chat_template_kwargs are for .* is an argument of the tokenizer; remove it"):
+        tokenizer_of(recipe, folder, **arguments)
+
+
+@pytest.mark.parametrize("has_template", [False, True])
+def test_null_default_a_file_and_a_text_choose_the_template(recipe, folder, has_template, tmp_path):
+    if has_template:
+        (folder / "chat_template.jinja").write_text(TEMPLATE)
+    record = Record("1+2", "3")
+    own = ">1+2=" if has_template else "1+2"
+    assert seen(tokenizer_of(recipe, folder), record) == own
+    assert seen(tokenizer_of(recipe, folder, "Default"), record) == own
+    assert seen(tokenizer_of(recipe, folder, None), record) == "1+2"
+    assert seen(tokenizer_of(recipe, folder, "{{ messages[0].content }};"), record) == "1+2;"
+    (tmp_path / "mine.jinja").write_text("+{{ messages[0].content }}")
+    assert seen(tokenizer_of(recipe, folder, str(tmp_path / "mine.jinja")), record) == "+1+2"
+
+
+@pytest.mark.parametrize(("template", "message"), [("chatml", "is no template"), ("no/such.jinja", "cannot be read")])
+def test_what_is_no_template_is_refused(recipe, folder, template, message):
+    with pytest.raises(UserError, match=f"policy.tokenizer.chat_template=.*{message}"):
+        tokenizer_of(recipe, folder, template)
+
+
+def test_a_conversation_reaches_the_template_whole(recipe, folder):
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ {'system': '+', 'user': '>'}[m.role] }}{{ m.content }}{% endfor %}"
+        "{% if tools %}{{ tools[0].function.name }}{% endif %}"
+    )
+    chat = {"messages": [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}]}
+    chat["tools"] = [{"type": "function", "function": {"name": "34"}}]
+    assert seen(tokenizer_of(recipe, folder), Record("12", "3", chat=json.dumps(chat))) == "+1>234"
+
+
+def test_a_conversation_without_template_is_refused_with_its_line(recipe, folder):
+    chat = json.dumps(
+        {"messages": [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}], "tools": None}
+    )
+    record = Record("12", "3", chat=chat, place="data.jsonl, line 7")
+    with pytest.raises(UserError, match=r"^data.jsonl, line 7: .* has no chat template; set policy.tokenizer.chat_t"):
+        tokenizer_of(recipe, folder).tokenize([record], 64)
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('System role not supported') }}")
+    with pytest.raises(UserError, match=r"fails on data.jsonl, line 7 .*System role not supported"):
+        tokenizer_of(recipe, folder).tokenize([record], 64)
+
+
+def test_the_date_is_that_of_the_runs_start_unless_the_recipe_says_it(recipe, folder):
+    (folder / "chat_template.jinja").write_text(DATED)
+    date = datetime(2024, 12, 31, 23, 59)
+    tokenizer = tokenizer_of(recipe, folder, date=date)
+    assert seen(tokenizer, Record("1+2", "3")) == "3112+1+2"
+    assert tokenizer.renderer.date_is_printed
+    policy = recipe(f"policy.tokenizer.name={folder}", "policy.tokenizer.chat_template_kwargs={date: '01'}").policy
+    tokenizer = PromptTokenizer(policy, date)
+    assert seen(tokenizer, Record("1+2", "3")) == "01+1+2"
+    assert not tokenizer.renderer.date_is_printed
+
+
+def test_a_run_says_what_the_model_sees_and_what_is_odd_about_its_data(recipe, folder):
+    (folder / "chat_template.jinja").write_text(DATED.replace("%m", ""))
+    rows = [{"prompt": f"{i}+1", "answer": f"= #### {i}"} for i in range(100)] + [{"prompt": "7+1", "answer": "9"}]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    cfg = recipe(f"policy.tokenizer.name={folder}", f"data.train.data_path={folder}/data.jsonl")
+    loaded = load_prompts(cfg, 64, datetime(2024, 12, 31))
+    template, date, different, marked = loaded.notes
+    assert re.search(rf"through the chat template of {folder}; the model sees, for instance, '31\+\d+\+1'", template)
+    assert "prints the date: 2024-12-31" in date
+    assert loaded.date == datetime(2024, 12, 31)
+    assert "1 prompts occur with different answers, '7+1' is one" in different
+    assert "env_name=math compares the results" in marked

@@ -102,7 +102,7 @@ import os, signal, sys
 from nemo_fp8rl.data.rewards.verifiers import math
 number = signal.Signals[sys.argv[1]]
 signal.signal(number, lambda *_: None)
-assert math("1", "1") == 1.0  # the child runs
+assert math("2/2", "1") == 1.0  # the child runs
 os.killpg(os.getpgrp(), number)
 print(math("\\\\boxed{2/6}", "1/3"))
 """
@@ -113,7 +113,7 @@ print(math("\\\\boxed{2/6}", "1/3"))
 
 
 def test_a_verifier_that_was_killed_is_started_again_and_asked_again():
-    assert math("1", "1") == 1.0
+    assert math("2/2", "1") == 1.0
     for _ in range(2):
         (child,) = math_process._idle
         child.process.kill()
@@ -143,7 +143,7 @@ def test_a_verifier_that_is_not_there_is_named_before_a_run(monkeypatch):
 
 def test_without_math_verify_the_run_ends_in_a_sentence(tmp_path):
     (tmp_path / "math_verify.py").write_text("raise ImportError('no such library')")
-    code = "from nemo_fp8rl.data.rewards.verifiers import math; math('1', '1')"
+    code = "from nemo_fp8rl.data.rewards.verifiers import math; math('1', '2')"
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env, timeout=60

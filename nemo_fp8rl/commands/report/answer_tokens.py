@@ -56,7 +56,8 @@ def _make_answer(sample: Sample) -> Answer:
     logprobs = zip(sample.tokens, sample.prev_logprobs, sample.generation_logprobs, strict=True)
     tokens = [_make_token(*token) for token in logprobs]
     omitted_tokens = sample.num_tokens - len(tokens)
-    return Answer(sample.chosen, sample.prompt, format_number(sample.reward), omitted_tokens, tokens)
+    prompt = sample.rendered_prompt or sample.prompt  # what the model saw
+    return Answer(sample.chosen, prompt, format_number(sample.reward), omitted_tokens, tokens)
 
 
 def _make_token(text: str, trainer: float | None, engine: float | None) -> Token:

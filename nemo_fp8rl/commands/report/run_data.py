@@ -163,7 +163,9 @@ def _parse_bins(row: Row) -> list[Bin]:
 def _parse_sample(fields: Any) -> Sample:
     """Return the sample; an invalid log-prob becomes None, an invalid reward NaN."""
     sample = Sample(**fields)
-    if not all(isinstance(text, str) for text in (sample.chosen, sample.prompt, *sample.tokens)):
+    if not all(
+        isinstance(text, str) for text in (sample.chosen, sample.prompt, sample.rendered_prompt, *sample.tokens)
+    ):
         raise TypeError("chosen, prompt and tokens are not all text")
     if not _is_count(sample.num_tokens):
         raise TypeError("num_tokens is no count")

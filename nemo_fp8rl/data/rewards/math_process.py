@@ -36,8 +36,10 @@ _children: "set[_Child]" = set()
 _idle: "list[_Child]" = []
 
 
-def is_equal(gold: str, completion: str) -> bool:
+def is_equal(gold: str, completion: str, as_nemo_rl: bool = False) -> bool:
     """Return True when the two texts have the same value, False when the comparison takes too long.
+
+    as_nemo_rl: extract values as NeMo RL's environment `math` does: of the gold LaTeX alone
 
     A child is started when none is idle. Raises UserError where math-verify does not start.
     """
@@ -45,7 +47,7 @@ def is_equal(gold: str, completion: str) -> bool:
         for _ in range(ATTEMPTS):
             child = _take_child()
             try:
-                return child.is_equal(gold, completion)
+                return child.is_equal(gold, completion, as_nemo_rl)
             except TimeoutError:
                 reason = f"within {3 * SECONDS} s"
                 break
@@ -98,9 +100,9 @@ class _Child:
         self.is_idle = False
         _children.add(self)
 
-    def is_equal(self, gold: str, completion: str) -> bool:
+    def is_equal(self, gold: str, completion: str, as_nemo_rl: bool) -> bool:
         self.is_idle = False
-        self.pipe.send((gold, completion))
+        self.pipe.send((gold, completion, as_nemo_rl))
         result: bool = self.receive(3 * SECONDS)
         return result
 
@@ -134,15 +136,16 @@ def _serve(pipe: "Connection[Any, Any]") -> None:
         signal.signal(number, signal.SIG_IGN)
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # its warnings would print whole answers
     try:
-        from math_verify import parse, verify
+        from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
     except ImportError as error:
         pipe.send(single_line(error))
         return
     pipe.send("")
+    latex, both = (LatexExtractionConfig(),), (LatexExtractionConfig(), ExprExtractionConfig())
     while True:
         try:
-            gold, completion = pipe.recv()
+            gold, completion, as_nemo_rl = pipe.recv()
         except EOFError:
             return
-        parsed = [parse(text, parsing_timeout=SECONDS) for text in (gold, completion)]
-        pipe.send(bool(verify(*parsed, timeout_seconds=SECONDS)))
+        expected = parse(gold, latex if as_nemo_rl else both, parsing_timeout=SECONDS)
+        pipe.send(bool(verify(expected, parse(completion, both, parsing_timeout=SECONDS), timeout_seconds=SECONDS)))

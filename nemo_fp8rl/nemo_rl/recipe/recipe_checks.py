@@ -12,6 +12,7 @@ from nemo_fp8rl.algorithms.correction_config import CorrectionConfig
 from nemo_fp8rl.algorithms.loss_config import LossConfig, resolve_correction
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.typed_tree import read_block, to_block
+from nemo_fp8rl.data.chat_template import why_no_template
 from nemo_fp8rl.nemo_rl.recipe.gpu_division import check_division, is_asynchronous, is_colocated
 from nemo_fp8rl.nemo_rl.recipe.keys import at
 
@@ -67,6 +68,9 @@ def check_loop(master: Mapping[str, Any]) -> None:
             f"checkpointing.metric_name={best_by} needs the prefix train: or val:, which NeMo RL asserts at the first "
             f"checkpoint: set it to val:{best_by} or train:{best_by}"
         )
+    template = at(master, "policy.tokenizer.chat_template", None)
+    if isinstance(template, str) and (reason := why_no_template(template)):
+        raise UserError(reason)
     check_loss(master)
     check_setup(master)
 
@@ -107,6 +111,9 @@ def loss_keys(master: Mapping[str, Any]) -> dict[str, Any]:
     if refusal := why_corrections_conflict(master):
         raise UserError(refusal)
     known = {field.name for field in fields(LossConfig)}
+    for name, value in master["loss_fn"].items():
+        if value and name not in known:
+            raise UserError(f"loss_fn.{name}={value!r}: the loss of this package has no such key; remove it")
     keys = {name: value for name, value in master["loss_fn"].items() if name in known}
     if is_asynchronous(master) and at(master, "nemo_fp8rl.correction", None) is not None:
         keys["use_importance_sampling_correction"] = False
@@ -144,7 +151,8 @@ def check_setup(master: Mapping[str, Any]) -> None:
             "grpo.skip_reference_policy_logprobs_calculation=true needs loss_fn.reference_policy_kl_penalty=0"
         )
     for name in ("temperature", "top_p", "top_k"):  # v0.7.0 does not know the val_ keys
-        if generation.get(f"val_{name}") not in (None, generation.get(name)):
+        same = (None, generation.get(name), *((-1,) if name == "top_k" and generation.get(name) is None else ()))
+        if generation.get(f"val_{name}") not in same:
             raise UserError(
                 f"policy.generation.val_{name} differs from {name}, with which NeMo RL's loop validates; set them alike"
             )

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.data.tokenizer import tokenizer_errors
 from nemo_fp8rl.generation.engine_checks import check_for_driver
 from nemo_fp8rl.hf.hub import checkpoint_folder
@@ -19,6 +20,7 @@ from nemo_fp8rl.nemo_rl.recipe.gpu_division import is_asynchronous
 from nemo_fp8rl.nemo_rl.recipe.keys import at
 from nemo_fp8rl.nemo_rl.recipe.read_recipe import NemoRlRecipe, load_recipe
 from nemo_fp8rl.nemo_rl.recipe.recipe_checks import check_loop
+from nemo_fp8rl.nemo_rl.recipe.rewards import check_rewards
 from nemo_fp8rl.nemo_rl.run.async_loop_watch import Watch
 from nemo_fp8rl.nemo_rl.run.loop_stop import LoopStop, StoppableDataloader
 from nemo_fp8rl.nemo_rl.run.master_config import load_master_config
@@ -53,6 +55,7 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
     """
     recipe = load_recipe(path, overrides)  # before anything is loaded
     check_loop(recipe.values)
+    check_rewards(recipe.values["data"])
     if find_cluster():
         print(f"nemo-fp8rl: joining this machine's Ray cluster, RAY_ADDRESS={os.environ['RAY_ADDRESS']}", flush=True)
     uses_package = uses_package_workers(recipe.fp8rl.workers)
@@ -95,8 +98,9 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
         # Two more CPUs for environments. The log shows the errors of a collector, which goes on after them.
         stack.enter_context(_ray(processes + 2, uses_package, log_to_driver=is_asynchronous(recipe.values)))
         check_cluster(recipe.precision.flow)
-        environment.register(uses_package)
+        environment.register(uses_package, master)
         data, val_data, envs, val_envs = setup_response_data(tokenizer, master.data, master.env)
+        environment.check_data(master.data, data, val_data)
         set_up = set_up_package_workers if uses_package else set_up_nemo_rl_workers
         loop = stack.enter_context(set_up(grpo, master, recipe, tokenizer, data, val_data))
         return _run_loop(grpo, loop, recipe, tokenizer, envs, val_envs)
@@ -120,7 +124,7 @@ def _run_loop(
     )
     limit_time(loop.master.checkpointing)
     begin, done = time.monotonic(), completed_steps(loop.state)
-    with stop.listen():
+    with stop.listen(), reward_errors():
         if off_policy:
             watch = Watch(loop.policy, getattr(loop.generation, "weight_synchronizer", None))
             grpo.async_grpo_train(*arguments, at(loop.master.model_dump(), MAX_AGE, 1))
@@ -133,6 +137,19 @@ def _run_loop(
         by_validation = recipe.values["grpo"].get("stop_at_validation_threshold") is not None
         watch.check(0 if out_of_time or by_validation else loop.steps - done)
     return not out_of_time
+
+
+@contextmanager
+def reward_errors() -> Iterator[None]:
+    """Raise a UserError of an environment's actor without the traceback that Ray puts around it."""
+    from ray.exceptions import RayTaskError
+
+    try:
+        yield
+    except RayTaskError as error:
+        if isinstance(error.cause, UserError):
+            raise UserError(str(error.cause)) from None
+        raise
 
 
 def _ran_out_of_time(loop: LoopArguments, seconds: float, steps_before: int) -> bool:

@@ -63,7 +63,7 @@ def master(tiny: Any, **changes: Any) -> dict[str, Any]:
             },
         },
         "grpo": {"num_prompts_per_step": 16, "num_generations_per_prompt": 4, "max_num_steps": 70, "seed": 3},
-        "loss_fn": {"ratio_clip_max": 0.28, "use_importance_sampling_correction": True, "of_a_later_version": 1},
+        "loss_fn": {"ratio_clip_max": 0.28, "use_importance_sampling_correction": True},
         "cluster": {"num_nodes": 1, "gpus_per_node": 1},
         "logger": {"log_dir": "logs"},
         "checkpointing": {"save_optimizer": True},
@@ -92,7 +92,8 @@ def test_what_it_says_is_what_we_do(tiny):
 
 def test_what_it_says_is_what_our_own_loop_does(tiny):
     data = {"train": {"data_path": f"{tiny}/data.jsonl", "input_key": "prompt", "output_key": "answer"}}
-    cfg = convert_keys_for_train(Path("a recipe"), master(tiny, data=data, grpo__normalize_rewards=False))
+    data["train"] |= {"env_name": "exact_match", "split_validation_size": 0.05}
+    cfg = convert_keys_for_train(Path("a recipe"), master(tiny, data=data, grpo__normalize_rewards=False, grpo__adv_estimator={}))
     assert (cfg.grpo.max_num_steps, cfg.grpo.seed, cfg.grpo.normalize_rewards) == (70, 3, False)
     assert (cfg.policy.model_name, cfg.data.train.data_path) == (f"{tiny}/model", f"{tiny}/data.jsonl")
     assert (cfg.logger.log_dir, cfg.nemo_fp8rl.flow, cfg.data.default.env_name) == ("logs", "fp8_e2e", "exact_match")
@@ -297,3 +298,9 @@ def test_our_own_trainer_and_engine_take_our_recipes(real_checkout, tmp_path, pa
 def test_keys_of_speed_and_of_other_backends_have_no_say(tiny):
     changed = master(tiny, policy__megatron_cfg__apply_rope_fusion=False, policy__dtensor_cfg__tensor_parallel_size=1)
     assert convert_recipe(changed) == convert_recipe(master(tiny))
+
+
+def test_a_key_of_the_loss_that_ours_lacks_is_refused_and_not_ignored(tiny):
+    with pytest.raises(UserError, match=r"loss_fn\.of_a_later_version=1: the loss of this package has no such key"):
+        convert_recipe(master(tiny, loss_fn__of_a_later_version=1))
+    assert convert_recipe(master(tiny, loss_fn__of_a_later_version=None))
