@@ -15,6 +15,7 @@ from nemo_fp8rl.common.field_rules import (
     MayChange,
     NotBlank,
     Range,
+    reference,
 )
 
 FOLDER = NotBlank("name a folder")  # the empty text is the working directory, and below it the root of the disk
@@ -53,10 +54,14 @@ class TrainDataConfig(Block):
 class ValidationDataConfig(Block):
     data_path: Annotated[str, MAY_CHANGE, FILE_PATH, NEMO_RL_LOOP]
     """File of prompts and answers, or folder of a dataset."""
-    input_key: Annotated[str | None, EarlierRuns(None), SAME_PROMPTS, NEMO_RL_LOOP, NotBlank("name a field")] = None
-    """Field of the prompt; null as in data.train."""
-    output_key: Annotated[str | None, EarlierRuns(None), SAME_PROMPTS, NEMO_RL_LOOP, NotBlank("name a field")] = None
-    """Field of the answer; null as in data.train."""
+    input_key: Annotated[str | None, EarlierRuns(None), SAME_PROMPTS, NEMO_RL_LOOP, NotBlank("name a field")] = (
+        reference("${data.train.input_key}")
+    )
+    """Field of the prompt."""
+    output_key: Annotated[str | None, EarlierRuns(None), SAME_PROMPTS, NEMO_RL_LOOP, NotBlank("name a field")] = (
+        reference("${data.train.output_key}")
+    )
+    """Field of the answer."""
     split: Annotated[str | None, EarlierRuns(None), SAME_PROMPTS, NEMO_RL_LOOP] = None
     """Part of a folder that has several; null is train."""
 

@@ -93,7 +93,9 @@ def test_what_it_says_is_what_we_do(tiny):
 def test_what_it_says_is_what_our_own_loop_does(tiny):
     data = {"train": {"data_path": f"{tiny}/data.jsonl", "input_key": "prompt", "output_key": "answer"}}
     data["train"] |= {"env_name": "exact_match", "split_validation_size": 0.05}
-    cfg = convert_keys_for_train(Path("a recipe"), master(tiny, data=data, grpo__normalize_rewards=False, grpo__adv_estimator={}))
+    cfg = convert_keys_for_train(
+        Path("a recipe"), master(tiny, data=data, grpo__normalize_rewards=False, grpo__adv_estimator={})
+    )
     assert (cfg.grpo.max_num_steps, cfg.grpo.seed, cfg.grpo.normalize_rewards) == (70, 3, False)
     assert (cfg.policy.model_name, cfg.data.train.data_path) == (f"{tiny}/model", f"{tiny}/data.jsonl")
     assert (cfg.logger.log_dir, cfg.nemo_fp8rl.flow, cfg.data.default.env_name) == ("logs", "fp8_e2e", "exact_match")
