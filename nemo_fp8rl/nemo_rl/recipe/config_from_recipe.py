@@ -23,6 +23,12 @@ from nemo_fp8rl.nemo_rl.recipe.spellings import normalize
 from nemo_fp8rl.nemo_rl.recipe.value_types import require
 from nemo_fp8rl.policy.weights.layout import check_layout
 
+MEGATRON_DEFAULTS: dict[str, dict[str, Any]] = {
+    "policy.megatron_cfg.optimizer": {"weight_decay": 0.01, "adam_beta2": 0.999},
+    "policy.megatron_cfg.scheduler": {"lr_decay_style": "linear"},
+}
+"""What Megatron takes for keys that NeMo RL hands on to it and that a recipe leaves out, where our defaults differ."""
+
 
 def convert_recipe(master: Mapping[str, Any]) -> Config:
     """Convert NeMo RL's MasterConfig, given as a mapping with resolved interpolations.
@@ -47,6 +53,7 @@ def convert_keys(master: Mapping[str, Any]) -> Config:
         target = values
         for part in path.split("."):
             target = target.setdefault(part, {})
+        target.update(MEGATRON_DEFAULTS.get(path, {}))
         target.update({name: block[name] for name in names if block.get(name) is not None})
     _fill_policy(values, policy, precision.kv_fp8)
     # The estimator's name is needed by the checks of the keys that go with reinforce_plus_plus.

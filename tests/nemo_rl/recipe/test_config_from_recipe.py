@@ -306,3 +306,13 @@ def test_a_key_of_the_loss_that_ours_lacks_is_refused_and_not_ignored(tiny):
     with pytest.raises(UserError, match=r"loss_fn\.of_a_later_version=1: the loss of this package has no such key"):
         convert_recipe(master(tiny, loss_fn__of_a_later_version=1))
     assert convert_recipe(master(tiny, loss_fn__of_a_later_version=None))
+
+
+def test_a_key_of_the_optimizer_that_is_left_out_has_megatrons_value(tiny):
+    from megatron.core.optimizer import OptimizerConfig as MegatronsConfig
+
+    values = master(tiny)
+    values["policy"]["megatron_cfg"]["optimizer"] = {"lr": 1e-4}
+    ours = vars(convert_recipe(values).policy.megatron_cfg.optimizer)
+    theirs = vars(MegatronsConfig(lr=1e-4))
+    assert ours == {name: theirs[name] or 0.0 for name in ours}
