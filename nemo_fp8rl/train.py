@@ -21,7 +21,7 @@ from nemo_fp8rl.common.errors import StepRefused
 from nemo_fp8rl.common.machine import describe_processors
 from nemo_fp8rl.common.stopwatch import Stopwatch
 from nemo_fp8rl.config.schema import Config
-from nemo_fp8rl.data.order import PromptOrder, count_steps
+from nemo_fp8rl.data.order import PromptOrder
 from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.generation.engine_checks import check_for_driver
@@ -115,9 +115,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, resume_h
     check_for_driver(hf, cfg)
     prompts = load_prompts(cfg, hf.vocab_size, recorded_date(cfg) if resume or restartable else None)
     tokenizer, train_prompts, val_prompts, num_too_long = prompts[:4]
-    grpo = cfg.grpo
-    steps = count_steps(grpo.max_num_steps, grpo.max_num_epochs, len(train_prompts), grpo.num_prompts_per_step)
-    cfg = replace(cfg, grpo=replace(grpo, max_num_steps=steps))
+    cfg, limit = prompts.limit_steps(cfg)
     order = PromptOrder(len(train_prompts), cfg.grpo.num_prompts_per_step, cfg.grpo.seed)
     sampling = Sampling.of_recipe(cfg.policy.generation, cfg.grpo.num_generations_per_prompt)
     eos = {tokenizer.eos_token_id, *hf.eos_token_ids, *sampling.stop_token_ids}
@@ -135,8 +133,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, resume_h
         ExitStack() as stack,
     ):
         if run.has_all_steps:
-            key = "max_num_epochs" if steps < grpo.max_num_steps else f"max_num_steps above {run.completed_steps}"
-            display.say(f"{run.path} has its {run.completed_steps} steps; raise grpo.{key} for more")
+            display.say(f"{run.path} has its {run.completed_steps} steps; raise {limit} for more")
             return True
         if run.restart_notice:
             display.say(run.restart_notice)
@@ -157,8 +154,6 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, resume_h
         display.say(f"{len(train_prompts)} prompts, {len(val_prompts)} held out, run in {run.path}")
         for note in prompts.notes:
             display.say(note)
-        if steps < grpo.max_num_steps:
-            display.say(f"grpo.max_num_epochs={grpo.max_num_epochs} ends the run after {steps} steps")
         if num_too_long:
             display.say(f"{num_too_long} prompts dropped: no room for an answer in vllm_cfg.max_model_len")
         display.say(", ".join(f"{name} {value}" for name, value in run.choices.items()))
@@ -257,15 +252,18 @@ def train_step(parts: LoopParts, step: int, prompts_of_round: PromptsOfRound) ->
     limits = parts.explained, cfg.nemo_fp8rl.mismatch_alarm == "stop"
     judgement = judge_and_correct(batch, batch.token_mask, cfg.nemo_fp8rl.gates, parts.loss.correction, *limits)
     notes = [f"step {step}: {sentence}" for sentence in judgement.warnings]
+    per_rollout = cfg.policy.megatron_cfg.scheduler.per_rollout
     with clock("train"):
         if offload:
             parts.policy.prepare_for_training()
         steps, skipped = train_on_batch(
             judgement.batch,
-            lambda part: parts.policy.train_step(part, parts.loss),
+            lambda part: parts.policy.train_step(part, parts.loss, schedules=not per_rollout),
             cfg.policy.train_global_batch_size,
             judgement.skip_update,
         )
+        if per_rollout:
+            parts.policy.step_schedule()
     if judgement.skip_update:
         skipped = 1  # a gate skips the whole step
     elif skipped:

@@ -142,7 +142,7 @@ def test_an_optimizer_step_that_diverges_ends_the_run_in_a_sentence(
     def diverging(logprobs, *_):
         return logprobs.sum() * math.inf, {"loss": 0.0}
 
-    def train_step(policy, batch, loss):
+    def train_step(policy, batch, loss, schedules=True):
         taken.append(batch)
         return step(policy, batch, diverging if len(taken) == nth else loss)
 

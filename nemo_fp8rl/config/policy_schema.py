@@ -65,6 +65,8 @@ class SchedulerConfig(Block):
     """Steps of the warm-up."""
     lr_warmup_init: Annotated[float, AT_LEAST_0, NEMO_RL] = 0.0
     """Learning rate at the start of the warm-up."""
+    per_rollout: Annotated[bool, EarlierRuns(False)] = False
+    """Advance once a rollout, after its optimizer steps (ours). NeMo RL does so. false: before every optimizer step."""
 
 
 @dataclass(frozen=True)

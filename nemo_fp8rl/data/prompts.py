@@ -1,6 +1,7 @@
 """Load a recipe's prompts: files, split, tokens and the verifier's name are checked before a model loads."""
 
 import hashlib
+from dataclasses import replace
 from datetime import datetime
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.run_schema import TrainDataConfig, ValidationDataConfig
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.data.dataset import read_dataset
+from nemo_fp8rl.data.order import count_steps
 from nemo_fp8rl.data.records import FieldNames, Record
 from nemo_fp8rl.data.rewards import VERIFIERS, load_scorer
 from nemo_fp8rl.data.split import split_records
@@ -32,6 +34,13 @@ class PromptSets(NamedTuple):
     num_too_long: int
     notes: tuple[str, ...] = ()
     date: datetime | None = None
+
+    def limit_steps(self, cfg: Config) -> tuple[Config, str]:
+        """Return the recipe with the steps that grpo.max_num_epochs leaves, and what to raise for more of them."""
+        grpo = cfg.grpo
+        steps = count_steps(grpo.max_num_steps, grpo.max_num_epochs, len(self.train), grpo.num_prompts_per_step)
+        limit = "grpo.max_num_epochs" if steps < grpo.max_num_steps else f"grpo.max_num_steps above {steps}"
+        return replace(cfg, grpo=replace(grpo, max_num_steps=steps)), limit
 
     def digests(self) -> dict[str, str]:
         """Return digests, 16 hex digits each, of questions, answers and tokens, in order.
@@ -75,8 +84,12 @@ def load_prompts(cfg: Config, vocab_size: int, date: datetime | None = None) -> 
     if not val:
         raise UserError(f"no validation prompt is left{dropped}; raise it or add shorter prompts")
     printed = date or (tokenizer.renderer.date if tokenizer.renderer.date_is_printed else None)
-    notes = _notes(tokenizer, train, cfg.data.default.env_name)
-    return PromptSets(tokenizer, train, val, num_too_long, notes, printed)
+    prompts = PromptSets(tokenizer, train, val, num_too_long, _notes(tokenizer, train, cfg), printed)
+    steps = prompts.limit_steps(cfg)[0].grpo.max_num_steps
+    if steps < cfg.grpo.max_num_steps:
+        note = f"grpo.max_num_epochs={cfg.grpo.max_num_epochs} ends the run after {steps} steps"
+        return prompts._replace(notes=(*prompts.notes, note))
+    return prompts
 
 
 def _read(data: TrainDataConfig | ValidationDataConfig, block: str, cfg: Config) -> list[Record]:
@@ -84,7 +97,7 @@ def _read(data: TrainDataConfig | ValidationDataConfig, block: str, cfg: Config)
     return read_dataset(data.data_path, names, data.split)
 
 
-def _notes(tokenizer: PromptTokenizer, train: list[Prompt], env_name: str) -> tuple[str, ...]:
+def _notes(tokenizer: PromptTokenizer, train: list[Prompt], cfg: Config) -> tuple[str, ...]:
     renderer, first = tokenizer.renderer, train[0].rendered
     shown = repr(first[:LONGEST]) + ("..." if len(first) > LONGEST else "")
     notes = [f"{renderer.description}; the model sees, for instance, {shown}"]
@@ -96,7 +109,7 @@ def _notes(tokenizer: PromptTokenizer, train: list[Prompt], env_name: str) -> tu
     if several := [ids for ids, different in answers.items() if len(different) > 1]:
         text = next(prompt.text for prompt in train if prompt.token_ids == several[0])
         notes.append(f"{len(several)} prompts occur with different answers, {text[:60]!r} is one")
-    if env_name == "exact_match" and sum("####" in prompt.answer for prompt in train) > len(train) / 2:
+    if cfg.data.default.env_name == "exact_match" and sum("####" in prompt.answer for prompt in train) > len(train) / 2:
         notes.append(
             "answers hold a derivation and, behind ####, a result, and env_name=exact_match compares all of it; "
             "data.default.env_name=math compares the results"

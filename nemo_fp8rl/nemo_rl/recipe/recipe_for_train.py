@@ -17,7 +17,6 @@ from nemo_fp8rl.config.recipe import complete
 from nemo_fp8rl.config.run_schema import CheckpointingConfig, LoggerConfig
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.config.yaml_tree import register_resolvers
-from nemo_fp8rl.data.order import count_steps
 from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.nemo_rl.recipe.checkout import find_checkout
@@ -97,8 +96,7 @@ def load_for_train(path: Path, overrides: Sequence[str] = ()) -> Config:
     prompts = load_prompts(cfg, read_hf_config(cfg.policy.model_name).vocab_size)
     for prompt in (*prompts.train, *prompts.validation):
         _check_prompt(prompt)
-    grpo = cfg.grpo
-    steps = count_steps(grpo.max_num_steps, grpo.max_num_epochs, len(prompts.train), grpo.num_prompts_per_step)
+    steps = prompts.limit_steps(cfg)[0].grpo.max_num_steps
     recipe["grpo"]["max_num_steps"] = recipe["policy"]["megatron_cfg"]["train_iters"] = steps  # as NeMo RL's setup does
     return complete_for_model(convert_keys_for_train(path, recipe))
 
@@ -126,6 +124,7 @@ def convert_keys_for_train(path: Path, recipe: Mapping[str, Any]) -> Config:
     generation, tree = recipe["policy"]["generation"], asdict(cfg)
     if generation.get("temperature") is not None:  # NeMo RL validates at this temperature, too
         tree["policy"]["generation"]["val_temperature"] = generation["temperature"]
+    tree["policy"]["megatron_cfg"]["scheduler"]["per_rollout"] = True
     tokenizer = recipe["policy"].get("tokenizer") or {}
     if "chat_template" in tokenizer:  # NeMo RL's null is no template, and an absent key is the tokenizer's own
         tree["policy"]["tokenizer"]["chat_template"] = tokenizer["chat_template"]
@@ -221,13 +220,19 @@ def _convert_data(data: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"data.{name} is a list: `nemo-fp8rl train` reads one file; use `nemo-fp8rl nemo`")
         block = {**default, **keys_of_set}
         _check_dataset(name, block)
-        rewards[name] = _reward_name(name, block)
+        rewards[name] = str(block.get("env_name"))
+        reward = _reward_name(name, block)
         values[name] = {
             "data_path": block["data_path"],
             "input_key": block.get("input_key", "input"),
             "output_key": block.get("output_key", "output"),
             "split": block.get("split"),
         }
+    if len(set(rewards.values())) > 1:
+        raise UserError(
+            f"data.train has env_name={rewards['train']} and data.validation {rewards['validation']}: `nemo-fp8rl "
+            "train` has one verifier; use `nemo-fp8rl nemo`, or set them alike"
+        )
     if "train" not in values:
         raise UserError("data.train is missing; give the file of the prompts")
     train = {**default, **data["train"]}
@@ -249,12 +254,7 @@ def _convert_data(data: Mapping[str, Any]) -> dict[str, Any]:
             f"data.train.split_validation_size={share} beside data.validation: NeMo RL validates on both, `nemo-fp8rl "
             "train` on data.validation alone; set it to 0"
         )
-    if len(set(rewards.values())) > 1:
-        raise UserError(
-            f"data.train has env_name={rewards['train']} and data.validation {rewards['validation']}: `nemo-fp8rl "
-            "train` has one verifier; use `nemo-fp8rl nemo`, or set them alike"
-        )
-    return values | {"default": {"env_name": rewards["train"]}}
+    return values | {"default": {"env_name": reward}}
 
 
 def _check_dataset(name: str, block: Mapping[str, Any]) -> None:

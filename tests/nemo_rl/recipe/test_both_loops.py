@@ -121,7 +121,10 @@ def test_trainer_and_engines_are_those_of_nemo_rls_loop(keys):
     values = load_recipe(runs.RECIPE, keys).values
     theirs, ours = convert_keys(values).policy, convert_keys_for_train(runs.RECIPE, values).policy
     generation = replace(ours.generation, val_temperature=theirs.generation.val_temperature)
-    assert replace(ours, generation=generation, tokenizer=theirs.tokenizer) == theirs
+    scheduler = replace(ours.megatron_cfg.scheduler, per_rollout=False)  # NeMo RL's loop itself advances it so
+    megatron_cfg = replace(ours.megatron_cfg, scheduler=scheduler)
+    assert ours.megatron_cfg.scheduler.per_rollout
+    assert replace(ours, generation=generation, tokenizer=theirs.tokenizer, megatron_cfg=megatron_cfg) == theirs
 
 
 FORMS = {

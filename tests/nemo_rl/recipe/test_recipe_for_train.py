@@ -19,15 +19,17 @@ from tests.test_train import read
 
 pytestmark = [pytest.mark.nemo_rl, runs.needs_checkout]
 
-
-def without_template(keys: list[str]) -> list[str]:
-    """Our loop takes the tokenizer's own template, and the tiny one has none: prompts are as they are."""
-    return [key for key in keys if "chat_template" not in key]
+WARM_UP = (
+    "policy.megatron_cfg.scheduler.lr_warmup_iters=3",
+    "policy.megatron_cfg.scheduler.lr_warmup_init=1e-4",
+    *(f"policy.{name}=32" for name in ("train_global_batch_size", "train_micro_batch_size", "logprob_batch_size")),
+)
+"""A warm-up, and two optimizer steps a rollout."""
 
 
 def test_both_loops_give_the_same_rewards_and_losses(warm, tmp_path):
-    keys = runs.overrides(warm, tmp_path / "logs")
-    cfg = load_for_train(runs.RECIPE, without_template(keys))
+    keys = [*runs.overrides(warm, tmp_path / "logs"), *WARM_UP]
+    cfg = load_for_train(runs.RECIPE, keys)
     cfg = replace(cfg, logger=LoggerConfig(str(tmp_path / "own"), tensorboard_enabled=False))
     prompts = load_prompts(cfg, read_hf_config(cfg.policy.model_name).vocab_size).train
     order = PromptOrder(len(prompts), cfg.grpo.num_prompts_per_step, cfg.grpo.seed)
@@ -46,7 +48,7 @@ def test_both_loops_give_the_same_rewards_and_losses(warm, tmp_path):
 
 
 def test_a_schedule_without_a_length_has_that_of_the_run(warm, tmp_path):
-    keys = without_template(runs.overrides(warm, tmp_path))
+    keys = runs.overrides(warm, tmp_path)
     keys += ["grpo.max_num_steps=1000000", "grpo.max_num_epochs=2", "policy.megatron_cfg.scheduler.lr_decay_iters=null"]
     cfg = load_for_train(runs.RECIPE, keys)
     assert cfg.policy.megatron_cfg.scheduler.lr_decay_iters == cfg.grpo.max_num_steps < 1000
@@ -54,7 +56,7 @@ def test_a_schedule_without_a_length_has_that_of_the_run(warm, tmp_path):
 
 def test_train_runs_nemo_rls_recipe_and_launch_leaves_the_choice(warm, tmp_path, capsys):
     logs = tmp_path / "logs"
-    keys = [*without_template(runs.overrides(warm, logs)), "grpo.max_num_steps=1"]
+    keys = [*runs.overrides(warm, logs), "grpo.max_num_steps=1"]
     assert main(["train", "--config", str(runs.RECIPE), *keys]) == 0
     assert [row["step"] for row in read(logs)] == [1]
     capsys.readouterr()
@@ -69,7 +71,6 @@ def test_train_runs_nemo_rls_recipe_and_launch_leaves_the_choice(warm, tmp_path,
         ("grpo.max_rollout_turns=3", "grpo.max_rollout_turns=3"),
         ("grpo.advantage_clip_low=-1", "grpo.advantage_clip_low=-1"),
         ("grpo.async_grpo.enabled=true", "grpo.async_grpo.enabled=True"),
-        ("data.default.input_key=question", "input_key=prompt"),
         ("grpo.advantage_clip_low=0", "grpo.advantage_clip_low=0"),
         ("++grpo.advantage_clip_high=0.0", "grpo.advantage_clip_high=0"),
         ("data.default.prompt_file=x.txt", "data.train: prompt_file=x.txt"),
@@ -82,13 +83,13 @@ def test_train_runs_nemo_rls_recipe_and_launch_leaves_the_choice(warm, tmp_path,
     ],
 )
 def test_what_our_loop_would_do_otherwise_is_refused(key, message, warm, tmp_path):
-    keys = without_template(runs.overrides(warm, tmp_path))
+    keys = runs.overrides(warm, tmp_path)
     with pytest.raises(UserError, match=message):
         load_for_train(runs.RECIPE, [*keys, key])
 
 
 def test_all_checkpoints_and_all_prompts_are_all(warm, tmp_path, capsys):
-    keys = without_template(runs.overrides(warm, tmp_path))
+    keys = runs.overrides(warm, tmp_path)
     nulls = ["checkpointing.keep_top_k=null", "grpo.max_val_samples=null", "logger.mlflow_enabled=true"]
     cfg = load_for_train(runs.RECIPE, [*keys, *nulls])
     assert (cfg.checkpointing.keep_top_k, cfg.grpo.max_val_samples) == (None, None)
@@ -98,12 +99,12 @@ def test_all_checkpoints_and_all_prompts_are_all(warm, tmp_path, capsys):
 
 
 def test_a_sets_own_words_are_before_the_defaults_and_it_validates_as_it_samples(warm, tmp_path, capsys):
-    keys = without_template(runs.overrides(warm, tmp_path))
+    keys = runs.overrides(warm, tmp_path)
     keys += ["++data.train.env_name=math", "policy.generation.temperature=0.7"]
     on_main = find_checkout().version != "0.7.0"
     of_main = ("++grpo.val_start_at=2", "++grpo.stop_at_validation_threshold=0.5")
     cfg = load_for_train(runs.RECIPE, [*keys, *of_main * on_main])
-    assert cfg.data.default.env_name == "math"
+    assert cfg.data.default.env_name == "hf_math_verify"  # NeMo RL's rule
     assert cfg.policy.generation.temperature == cfg.policy.generation.val_temperature == 0.7
     said = capsys.readouterr().out
     assert ("grpo.val_start_at=2 has no effect in `nemo-fp8rl train`: validation starts at" in said) == on_main

@@ -1,5 +1,6 @@
 """NeMo RL's real grpo_train with our policy, engine, refit and loss: `make test-nemo-rl`, on a checkout of it."""
 
+import json
 import os
 import signal
 import subprocess
@@ -272,6 +273,34 @@ def test_our_parts_train_in_a_runner_of_the_users_own(warm, tmp_path):
     assert len(values["train/reward"]) == 2 and max(values["train/token_mult_prob_error"]) < 1.001
 
 
+def test_a_reward_of_the_users_own_and_answers_that_are_numbers(warm, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my_rewards.py").write_text(
+        "def score(completion, answer, rendered_prompt):\n"
+        "    assert rendered_prompt == '12+34=' or answer != 46, rendered_prompt\n"
+        "    return 2.0 if int(completion or 0) == answer else -1.0\n"
+        "def broken(completions): return [None for _ in completions]\n"
+    )
+    rows = [{"prompt": f"{a}+{b}=", "answer": a + b} for a in range(12, 42) for b in range(34, 38)]
+    Path("numbers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = "++data.train={data_path:numbers.jsonl,split_validation_size:0.05,seed:42}"
+    given = [key for key in runs.overrides(warm, tmp_path / "logs") if not key.startswith("++env=")]
+    for name, rewards in {"my_rewards:score": (-1, 2), "exact_match": (0, 1)}.items():
+        env = f"++data.default.env_name='{name}'"
+        values = runs.run(tmp_path / "logs", *given, data, env, "grpo.max_num_steps=1")
+        (reward,) = values["train/reward"]
+        assert rewards[0] <= reward < rewards[1]
+        share = (reward - rewards[0]) / (rewards[1] - rewards[0]) * 64  # of right answers
+        assert share == pytest.approx(round(share), abs=1e-3)
+    command = [sys.executable, "-m", "nemo_fp8rl.cli", "nemo", "--config", str(runs.RECIPE), *given, data]
+    command += ["++data.default.env_name='my_rewards:broken'"]
+    env_vars = runs.environment(tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=env_vars, check=False)
+    assert done.returncode == 2, done.stderr[-3000:]
+    (message,) = [line for line in done.stderr.splitlines() if line.startswith("nemo-fp8rl: ")]
+    assert "my_rewards:broken returned None for the sample with the answer" in message
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -279,6 +308,8 @@ def test_our_parts_train_in_a_runner_of_the_users_own(warm, tmp_path):
         (["+grpo.max_num_stepz=2"], "did you mean"),
         (["policy.generation.vllm_cfg.precision=bfloat16"], "set policy.generation.vllm_cfg.precision=fp8"),
         (["policy.model_name=nowhere"], "policy.model_name"),
+        (["++data.default.env_name='no_module:score'"], "there is no module no_module"),
+        (["++policy.tokenizer.chat_template=chatml"], "is no template"),
         (["++policy.hf_config_overrides={rope_theta:1}"], "hf_config_overrides"),
     ],
 )
