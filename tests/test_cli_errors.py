@@ -233,7 +233,8 @@ def test_a_text_that_no_tokenizer_takes_is_refused_by_its_line(train, folder):
 def test_a_prompt_without_tokens_is_refused(train, folder):
     records = [{"prompt": f"{i}+1=" if i else "", "answer": str(i + 1)} for i in range(100)]
     path = write(folder / "data.jsonl", *records)
-    assert "tokens" in train(f"data.train.data_path={path}")
+    assert f'{path}, line 1: "prompt" is blank' in train(f"data.train.data_path={path}")
+    assert "gives no tokens for prompt 0" in train("policy.tokenizer.chat_template='{{ bos }}'")
 
 
 # The checkpoint
