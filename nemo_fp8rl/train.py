@@ -156,7 +156,10 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, resume_h
             display.say(note)
         if num_too_long:
             display.say(f"{num_too_long} prompts dropped: no room for an answer in vllm_cfg.max_model_len")
-        display.say(", ".join(f"{name} {value}" for name, value in run.choices.items()))
+        if notice := _length_notice(cfg):
+            display.say(notice)
+        width = max(map(len, run.choices))
+        display.say("\n".join(f"  {name:{width}}  {value}" for name, value in run.choices.items()))
         if run.completed_steps == 0 and cfg.grpo.val_at_start:
             start = first_refit.metrics() | validate(parts)
             faults.report_new("start")
@@ -214,6 +217,18 @@ def run_steps(
     return True
 
 
+def _length_notice(cfg: Config) -> str:
+    """Return a sentence about answers that the context ends before max_new_tokens; "" where there are none."""
+    generation = cfg.policy.generation
+    length, asked = generation.vllm_cfg.max_model_len, generation.max_new_tokens
+    if asked < length:
+        return ""
+    return (
+        f"policy.generation.max_new_tokens={asked}, but a prompt and its answer have {length} tokens at most "
+        "(policy.max_total_sequence_length, vllm_cfg.max_model_len): longer answers are cut off there"
+    )
+
+
 def _machine_choices(policy: Policy, generation: Generation, bridge: RefitBridge) -> dict[str, str]:
     """Return the choices that the recipe leaves to the machines."""
     trainer, engines = policy.describe(), generation.describe()
@@ -267,7 +282,10 @@ def train_step(parts: LoopParts, step: int, prompts_of_round: PromptsOfRound) ->
     if judgement.skip_update:
         skipped = 1  # a gate skips the whole step
     elif skipped:
-        notes.append(f"step {step}: {skipped} optimizer steps skipped, no token of theirs was left to train on")
+        count = "1 optimizer step was" if skipped == 1 else f"{skipped} optimizer steps were"
+        notes.append(
+            f"step {step}: {count} skipped, because nothing was left to train on: all its tokens were rejected"
+        )
     if cfg.fp8_kv_cache:
         with clock("kv_calibration"):
             parts.policy.calibrate_kv(judgement.batch)

@@ -1,6 +1,8 @@
 """Bad input fails with exit code 2 and one line on stderr that names the fix, before any model loads."""
 
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from nemo_fp8rl.cli import main
+from nemo_fp8rl.commands.arguments import _make_parser, parse
 from nemo_fp8rl.commands.tiny_model import make_tiny, write_model
 
 CONF = Path(__file__).parent.parent / "conf" / "tiny_cpu.yaml"
@@ -118,6 +121,7 @@ def test_a_layout_that_the_model_or_the_ranks_do_not_fit(train, keys, message):
         ("grpo.max_num_steps=[1", "grpo.max_num_steps"),
         ("grpo.num_prompts_per_step=0", "grpo.num_prompts_per_step"),
         ("policy.train_global_batch_size=500", "policy.train_global_batch_size=500 does not divide"),
+        ("cluster.train_ranks=2", "divide policy.train_global_batch_size=512; policy.train_micro_batch_size=256 does"),
         ("policy.train_micro_batch_size=500", "policy.train_micro_batch_size=500"),
         ("policy.precision=float32", "policy.precision"),
         ("nemo_fp8rl.kernel=te", "nemo_fp8rl.kernel was removed, as the kernel that quantizes follows the device"),
@@ -136,7 +140,7 @@ def test_a_layout_that_the_model_or_the_ranks_do_not_fit(train, keys, message):
             "policy.max_total_sequence_length=.nan",
             "policy.max_total_sequence_length=nan: input should be a whole number",
         ),
-        ("policy=null", "policy must be a block of keys, got None"),
+        ("policy=null", "policy must be a block of keys, got null; leave it out, or set what it holds: policy."),
         ("logger.log_dir=''", "logger.log_dir='': name a folder"),
     ],
 )
@@ -242,6 +246,67 @@ def test_a_prompt_without_tokens_is_refused(train, folder):
 
 def test_a_missing_checkpoint_is_named(train, folder):
     assert f"policy.model_name: {folder}/nowhere has no config.json" in train(f"policy.model_name={folder}/nowhere")
+
+
+def test_a_run_in_the_place_of_a_checkpoint_is_answered_with_its_latest_checkpoint(train, folder):
+    for step in (9, 10):
+        (folder / f"a/checkpoints/step_{step}/policy/weights").mkdir(parents=True)
+    message = train(f"policy.model_name={folder}/a")
+    assert f"of this run it would be {folder}/a/checkpoints/step_10/policy/weights" in message
+
+
+def test_the_warm_model_that_is_still_to_be_made_is_answered_with_how(folder, refused_message, monkeypatch):
+    monkeypatch.chdir(folder)
+    message = refused_message("train", "tiny_cpu")
+    assert "runs/tiny/warm has no config.json" in message
+    assert "`nemo-fp8rl make-tiny` and then `nemo-fp8rl sft` with the recipe tiny_sft make this one" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("trian", "tiny_cpu"), "there is no command trian; did you mean train?"),
+        (("frobnicate",), "there is no command frobnicate; `nemo-fp8rl --help` lists them"),
+        (("train", "tiny_cqu"), "there is no file tiny_cqu, and no recipe of that name; did you mean tiny_cpu?"),
+        (("train", "conf/tiny_cp.yaml"), "there is no file conf/tiny_cp.yaml; did you mean tiny_cpu?"),
+        (("compare", "tiny", "--flows", "bf61"), "--flows bf61: the comparison has no such; did you mean bf16?"),
+        (("compare", "tiny", "--seeds", "9"), "--seeds 9: the comparison has no such; it has 1, 2, 3, 4, 5"),
+    ],
+)
+def test_a_misspelled_name_is_answered_with_the_nearest(refused_message, folder, monkeypatch, words, message):
+    monkeypatch.chdir(folder)
+    assert message in refused_message(*words)
+
+
+@pytest.mark.parametrize("words", [("train", "--resum_e", "tiny_cpu"), ("doctor", "tiny_cpu", "--jsom")])
+def test_a_misspelled_option_is_answered_with_the_nearest(capsys, words):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert re.search(r"did you mean --(resume|json)\?$", capsys.readouterr().err)
+
+
+def test_every_command_has_examples_that_it_takes():
+    for name, command in _make_parser()[1].choices.items():
+        _, _, examples = command.format_help().partition("examples:\n")
+        assert examples, name
+        for line in examples.splitlines():
+            words = shlex.split(line, comments=True)
+            assert words[:2] == ["nemo-fp8rl", name]
+            parse(words[1:])
+
+
+def test_a_recipe_may_stand_between_options_and_overrides():
+    for words in (
+        "train my.yaml --resume a.b=1",
+        "train --resume my.yaml a.b=1",
+        "train a.b=1 --resume my.yaml",
+        "train --config my.yaml --resume a.b=1",
+        "train a.b=1 --config my.yaml --resume",
+    ):
+        parsed = parse(words.split())
+        assert (str(parsed.config), parsed.overrides, parsed.resume) == ("my.yaml", ["a.b=1"], True), words
+    assert parse(["nemo", "~a.b", "~/x.yaml"]).overrides == ["~a.b"]
 
 
 def test_an_unsupported_family_is_named(train, project, folder):

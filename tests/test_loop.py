@@ -51,7 +51,7 @@ def checkpoint_weights(folder: Path, step: int) -> bytes:
 def test_a_batch_whose_tokens_are_all_rejected_moves_no_weight_and_is_announced(run, tmp_path, capsys):
     reject_all = "nemo_fp8rl.correction={preset: null, reject: [{statistic: token_k1, min: 1000}]}"
     one, two = run(reject_all, "checkpointing.save_period=1", "checkpointing.keep_top_k=2")
-    assert "step 1: 1 optimizer steps skipped, no token of theirs was left to train on" in capsys.readouterr().out
+    assert "step 1: 1 optimizer step was skipped, because nothing was left to train on" in capsys.readouterr().out
     for row in (one, two):
         assert row["train/optimizer_steps_skipped"] == 1
         assert row["train/correction/rejected_token_ratio"] == 1

@@ -165,7 +165,11 @@ def main():
     if dev:
         steps["the development tools"] = lambda: install("dev.txt")
     size = 0.6 * (not runtime_there) + 0.3 * dev
-    print(f"setting up .venv (first time: about {size:.1f} GB to download; progress in {log})", flush=True)
+    on_disk = 2.6 * (not runtime_there) + 0.7 * dev
+    print(
+        f"setting up .venv (first time: about {size:.1f} GB to download, {on_disk:.1f} GB on disk; progress in {log})",
+        flush=True,
+    )
     for name, step in steps.items():
         start = time.monotonic()
         print(f"  installing {name} ...", end="", flush=True)

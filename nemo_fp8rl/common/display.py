@@ -41,6 +41,11 @@ def discard_output(stream: TextIO) -> None:
     os.close(devnull)
 
 
+def bar() -> BarColumn:
+    """Return a bar without red, which elsewhere means a fault."""
+    return BarColumn(complete_style="cyan", finished_style="green", pulse_style="cyan")
+
+
 class Display:
     """The progress of a run, a context manager: `show_phase` at any time, `show_step` once at the end of each step.
 
@@ -53,7 +58,7 @@ class Display:
         self.total = total
         self.progress = Progress(
             TextColumn(title),
-            BarColumn(),
+            bar(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[phase]}", style="dim"),

@@ -59,7 +59,10 @@ def check_keys(values: Any, block: type, prefix: str = "", known: Sequence[str] 
                 check_keys(entry, field.element, f"{field.key}[{i}].", known)
         elif field.block and not (value is None and type(None) in get_args(field.hint)):
             if not isinstance(value, dict):
-                raise UserError(f"{field.key} must be a block of keys, got {short_repr(value)}")
+                names = ", ".join(f"{field.key}.{inner.name}" for inner in fields_of(field.block)[:3])
+                empty = f"; leave it out, or set what it holds: {names}, ..." if value is None else ""
+                shown = "null" if value is None else short_repr(value)
+                raise UserError(f"{field.key} must be a block of keys, got {shown}{empty}")
             check_keys(value, field.block, f"{field.key}.", known)
         elif isinstance(value, dict) and not _takes_mapping(field.hint):
             raise UserError(f"{field.key} must be one value, got the mapping {short_repr(value)}")

@@ -211,9 +211,11 @@ def _check_batch_sizes(cfg: Config) -> None:
             f"{_replicas(cfg)} does not divide policy.train_global_batch_size={policy.train_global_batch_size}"
         )
     if not by_tokens and policy.train_global_batch_size % (policy.train_micro_batch_size * ranks):
+        largest = math.gcd(policy.train_global_batch_size // ranks, policy.train_micro_batch_size)
+        fitting = "" if policy.train_global_batch_size % ranks else f"; policy.train_micro_batch_size={largest} does"
         raise UserError(
             f"policy.train_micro_batch_size={policy.train_micro_batch_size} times {_replicas(cfg)} does not "
-            f"divide policy.train_global_batch_size={policy.train_global_batch_size}"
+            f"divide policy.train_global_batch_size={policy.train_global_batch_size}{fitting}"
         )
 
 

@@ -96,7 +96,7 @@ def check_start(
     elif logged and not done and not restartable:
         raise UserError(
             f"--resume: {path} holds {logged} steps but {checkpoints} no checkpoint to continue from; "
-            "set another logger.log_dir to start anew"
+            "--restartable begins anew and keeps the old log aside, as does another logger.log_dir"
         )
     elif done or logged:  # without a checkpoint, too: it may be on a volume that is away
         _check_same_recipe(cfg, path)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from nemo_fp8rl.commands.compare.comparison import Comparison, load_comparison
 from nemo_fp8rl.commands.compare.machine_support import Reasons, find_unsupported, sentences
@@ -26,7 +26,7 @@ from nemo_fp8rl.commands.compare.start_models import make_models
 from nemo_fp8rl.commands.compare.subprocess_run import run as run_process
 from nemo_fp8rl.commands.compare.tables import as_markdown, as_rich, sections
 from nemo_fp8rl.common.atomic_files import is_locked, lock_folder, write_atomically
-from nemo_fp8rl.common.display import Screen
+from nemo_fp8rl.common.display import Screen, bar
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.run.signals import stop_on_signals
 from nemo_fp8rl.run.stop_flag import StopFlag
@@ -97,7 +97,7 @@ def _run_all(
         say(describe_time(comparison, runs, todo))
     progress = Progress(
         TextColumn("{task.description}"),
-        BarColumn(),
+        bar(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
         console=console,

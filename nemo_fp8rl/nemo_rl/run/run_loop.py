@@ -60,7 +60,8 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
         print(f"nemo-fp8rl: joining this machine's Ray cluster, RAY_ADDRESS={os.environ['RAY_ADDRESS']}", flush=True)
     uses_package = uses_package_workers(recipe.fp8rl.workers)
     print(
-        f"nemo-fp8rl: nemo_fp8rl.workers={recipe.fp8rl.workers}, {'ours' if uses_package else 'those of NeMo RL'}",
+        f"nemo-fp8rl: trainer and engines are {'this package' if uses_package else 'NeMo RL'}'s "
+        f"(nemo_fp8rl.workers={recipe.fp8rl.workers})",
         flush=True,
     )
     check_local_gpu(recipe.precision.flow)
