@@ -12,8 +12,7 @@ EXAMPLES = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 
 @pytest.fixture
 def names(tmp_path, monkeypatch) -> dict[str, object]:
-    """The names that examples share; the working directory has the recipes of the repository."""
-    (tmp_path / "conf").symlink_to(ROOT / "conf")
+    """The names that examples share."""
     monkeypatch.chdir(tmp_path)
     return {}
 
