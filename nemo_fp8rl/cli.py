@@ -107,9 +107,13 @@ def _train(arguments: argparse.Namespace) -> bool:
     from nemo_fp8rl.workers import prepare_process
 
     prepare_process(cfg)
+    from nemo_fp8rl.run.summary import show_end
     from nemo_fp8rl.train import train  # loads vLLM and Megatron, so only after the recipe is checked
 
-    return train(cfg, arguments.resume, arguments.restartable)
+    if not train(cfg, arguments.resume, arguments.restartable):
+        return False
+    show_end(cfg)
+    return True
 
 
 def _load_config(arguments: argparse.Namespace) -> "Config":

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.algorithms.advantages import groups_with_signal, overlong_penalty, stop_properly_penalty
+from nemo_fp8rl.algorithms.advantages import group_metrics, groups_with_signal, overlong_penalty, stop_properly_penalty
 from nemo_fp8rl.batch import Completion, Prompt
 from nemo_fp8rl.common.errors import StepRefused
 from nemo_fp8rl.common.stopwatch import Stopwatch
 from nemo_fp8rl.config.grpo_schema import RewardShapingConfig
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.data.rewards import Answered, load_scorer
+from nemo_fp8rl.data.rewards.answer_form import has_answer, may_lack_answer
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.generation.interface import Generation, Sampling, sample_seed
 
@@ -128,6 +129,21 @@ def score_answers(
         for prompt, completion in zip(prompts, completions, strict=True)
     ]
     return torch.tensor(load_scorer(cfg.data.default.env_name).score(samples), dtype=torch.float32)
+
+
+def signal_metrics(cfg: Config, tokenizer: PromptTokenizer, rollout: Rollout) -> dict[str, float]:
+    """Return metrics of what the loss can learn from the rewards; see `run.learning_signal`."""
+    rewards = shape_rewards(rollout.rewards, rollout.completions, cfg.grpo.reward_shaping)
+    metrics = group_metrics(rewards, rollout.group_ids)
+    answers: dict[int, set[tuple[int, ...]]] = {}
+    for group, completion in zip(rollout.group_ids.tolist(), rollout.completions, strict=True):
+        answers.setdefault(group, set()).add(tuple(completion.token_ids))
+    metrics["frac_identical_answers"] = sum(len(texts) == 1 for texts in answers.values()) / len(answers)
+    env_name = cfg.data.default.env_name
+    if may_lack_answer(env_name) and not rollout.rewards.any():
+        texts = [tokenizer.decode(completion.token_ids) for completion in rollout.completions]
+        metrics["frac_answer_not_found"] = sum(not has_answer(env_name, text) for text in texts) / len(texts)
+    return metrics
 
 
 def shape_rewards(rewards: Tensor, completions: Sequence[Completion], cfg: RewardShapingConfig) -> Tensor:

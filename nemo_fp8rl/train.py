@@ -31,14 +31,23 @@ from nemo_fp8rl.hf.model_config import check_context, read_hf_config
 from nemo_fp8rl.policy.interface import Policy
 from nemo_fp8rl.policy.model_digests import model_digests
 from nemo_fp8rl.refit.bridge import RefitBridge
-from nemo_fp8rl.rollout import Rollout, collect_rollout, pick_further_prompts, score_answers, shape_rewards
+from nemo_fp8rl.rollout import (
+    Rollout,
+    collect_rollout,
+    pick_further_prompts,
+    score_answers,
+    shape_rewards,
+    signal_metrics,
+)
 from nemo_fp8rl.run.directory import RunDirectory
+from nemo_fp8rl.run.learning_signal import LearningWatch
 from nemo_fp8rl.run.pod_stop import stop_on_pod_request
 from nemo_fp8rl.run.resume import recorded_date, recorded_recipe
 from nemo_fp8rl.run.samples import pick_samples
 from nemo_fp8rl.run.signals import stop_on_signals
 from nemo_fp8rl.run.step_log import Sample
 from nemo_fp8rl.run.stop_flag import StopFlag
+from nemo_fp8rl.run.summary import format_figures
 
 PromptsOfRound = Callable[[int], Sequence[Prompt]]
 """Prompts of generation round 0, 1, ... of a step; more than one only with dynamic sampling."""
@@ -182,8 +191,10 @@ def run_steps(
     cfg, policy = parts.cfg, parts.policy
     last = cfg.grpo.max_num_steps
     latest_metrics: dict[str, float] = {}
-    for row in run.read_metrics():
+    earlier_rows = run.read_metrics()
+    for row in earlier_rows:
         latest_metrics |= row
+    watch = LearningWatch(earlier_rows, run.recipe)
     for step in range(run.completed_steps + 1, last + 1):
         updates = policy.updates()
         try:
@@ -196,6 +207,8 @@ def run_steps(
             display.say(note)
         if outcome.alarm:
             display.warn(f"step {step}: {outcome.alarm}")
+        if sentence := watch.look(step, outcome.metrics):
+            display.say(sentence)
         faults.report_new(f"step {step}")
         with_validation = _is_validation_step(cfg, step)
         metrics = outcome.metrics | (validate(parts) if with_validation else {})
@@ -295,7 +308,8 @@ def train_step(parts: LoopParts, step: int, prompts_of_round: PromptsOfRound) ->
     parts.generation.prepare_for_generation()
     refit = refit_or_stop(parts.bridge)
 
-    metrics = _step_metrics(cfg, rollout, judgement, average_steps(steps), skipped)
+    signal = signal_metrics(cfg, parts.tokenizer, rollout)
+    metrics = _step_metrics(cfg, rollout, judgement, average_steps(steps) | signal, skipped)
     metrics |= clock.metrics() | refit.metrics() | memory
     metrics["performance/generation_tokens_per_sec"] = rollout.generated_tokens / clock.seconds["generate"]
     metrics["timing/total_step_time"] = time.perf_counter() - start_time
@@ -407,17 +421,3 @@ def validate(parts: LoopParts) -> dict[str, float]:
 def _is_validation_step(cfg: Config, step: int) -> bool:
     periodic = cfg.grpo.val_period > 0 and step % cfg.grpo.val_period == 0
     return periodic or (cfg.grpo.val_at_end and step == cfg.grpo.max_num_steps)
-
-
-def format_figures(metrics: dict[str, float]) -> dict[str, str]:
-    """Return the figures for the display, from the latest value of every metric."""
-    figures = {"reward": f"{metrics['train/reward']:.3f}"}
-    if "validation/accuracy" in metrics:
-        figures["accuracy"] = f"{metrics['validation/accuracy']:.3f}"
-    if "train/token_mult_prob_error" in metrics:
-        figures["mismatch"] = f"{metrics['train/token_mult_prob_error']:.5f}"
-    return figures | {
-        "tokens/s": f"{metrics['performance/generation_tokens_per_sec']:,.0f}",
-        "refit": f"{metrics['timing/refit']:.3g} s {metrics['refit/bytes'] / 1e6:.3g} MB",
-        "step": f"{metrics['timing/total_step_time']:.2f} s",
-    }

@@ -22,6 +22,7 @@ from nemo_fp8rl.policy.rank_group import MegatronPolicy
 from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.rollout import collect_rollout, pick_further_prompts
+from nemo_fp8rl.run.end_record import read_end
 from nemo_fp8rl.train import format_figures, train, validate
 from tests.conftest import RECIPES
 
@@ -70,6 +71,32 @@ def test_an_interrupted_run_goes_on_by_what_it_says(warm_overrides, tmp_path, mo
     assert f"stopped after step 1, checkpoint of step 1: train --config {own} --resume continues it" in said
     assert main(["train", "--config", str(own), "--resume"]) == 0
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
+    weights = f"{tmp_path}/run/checkpoints/step_2/policy/weights"
+    lines = capsys.readouterr().out.splitlines()
+    end = lines.index(f"run directory {tmp_path}/run")  # after the table
+    assert lines[end + 1 :] == [
+        f"  nemo-fp8rl report {tmp_path}/run",
+        f"  nemo-fp8rl train --config {own} --resume grpo.max_num_steps=4",
+        f"  nemo-fp8rl export --checkpoint {weights} --output {tmp_path}/run/fp8",
+    ]
+    first, last = (row["train/reward"] for row in rows(tmp_path / "run"))
+    shown = "\n".join(lines[:end])
+    assert f"{first:.3f}, {last:.3f}" in shown
+    assert "fp8_e2e, 2 steps" in shown and "timing/generate, mean" in shown
+
+
+def test_a_run_without_a_gradient_says_why(run, tiny, capsys):
+    """Greedy answers of an untrained model: alike but for ties, and wrong. The reason is given once."""
+    for row in run(f"policy.model_name={tiny}/model", "policy.generation.top_k=1", "grpo.max_num_steps=4"):
+        assert row["train/frac_reward_zero_std"] == 1
+        assert row["train/frac_identical_answers"] > 0.5
+        assert row["train/baseline_reward/pct_0"] == 100
+        assert row["train/baseline_reward/pct_mixed"] == row["train/grad_norm"] == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "gives no gradient" in line]
+    assert said == [
+        "step 3: in the last 3 steps the answers to a prompt were all the same, which gives no gradient: sample more "
+        "freely (policy.generation.temperature=1.0, policy.generation.top_k=1, policy.generation.top_p=1.0)"
+    ]
 
 
 def test_an_engine_that_dies_in_a_validation_is_counted_in_that_steps_row(run, monkeypatch, capsys):
@@ -118,6 +145,8 @@ def test_a_gate_stops_the_run_and_keeps_what_was_trained(run, warm_overrides, tm
         run(f"nemo_fp8rl.gates=[{{metric: {metric}, max: {limit}, action: stop}}]", *far)
     assert [row["step"] for row in rows(tmp_path / "run")] == [1]
     assert checkpoint_weights(tmp_path / "run", 1)
+    assert read_end(tmp_path / "run").startswith(f"step 2: {metric} is ")
+    assert read_end(tmp_path / "probe") == ""
 
 
 @pytest.mark.long
@@ -282,7 +311,8 @@ def test_a_step_without_a_mismatch_is_shown():
         "timing/total_step_time": 1.0,
     }  # fmt: skip
     assert "mismatch" not in format_figures(latest)
-    assert format_figures(latest | {"train/token_mult_prob_error": 1.0})["mismatch"] == "1.00000"
+    assert format_figures(latest | {"train/token_mult_prob_error": 1.0})["mismatch"] == "1"
+    assert format_figures(latest | {"train/token_mult_prob_error": 1 + 1e-9})["mismatch"] == "1.000000001"
 
 
 def test_other_estimators_and_shapings_train(run):

@@ -101,6 +101,26 @@ def groups_with_signal(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return (extrema[0] != extrema[1])[group]
 
 
+def group_metrics(rewards: Tensor, group_ids: Tensor) -> dict[str, float]:
+    """Return how many groups give a gradient, under TRL's and NeMo RL's names; arguments as `groups_with_signal`.
+
+    frac_reward_zero_std:   share of the groups whose rewards are all equal
+    baseline_reward/pct_*:  per cent of the groups whose mean reward is 0, or 1, or another value (NeMo RL counts
+                            samples, and with a leave-one-out baseline the mean of the others)
+    """
+    group, sizes = _groups_of_two(group_ids, "rewards to differ")
+    means = rewards.double().new_zeros(len(sizes)).index_add_(0, group, rewards.double()) / sizes
+    of_0, of_1 = (100 * float((means == value).double().mean()) for value in (0, 1))
+    with_signal = torch.zeros(len(sizes), dtype=torch.bool)
+    with_signal[group] = groups_with_signal(rewards, group_ids)
+    return {
+        "frac_reward_zero_std": 1 - float(with_signal.double().mean()),
+        "baseline_reward/pct_0": of_0,
+        "baseline_reward/pct_1": of_1,
+        "baseline_reward/pct_mixed": 100 - of_0 - of_1,
+    }
+
+
 def overlong_penalty(
     lengths: Tensor, *, max_response_length: int, overlong_buffer_length: int, overlong_buffer_penalty: float
 ) -> Tensor:

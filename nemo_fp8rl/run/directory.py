@@ -6,6 +6,7 @@
     histograms.jsonl   one object per step: how many tokens have which importance weight (importance_histogram.py)
     samples.jsonl      at the first step and at validation steps: answers, with both sides' log-probs (samples.py)
     tensorboard/       the same metrics as events
+    ended.json         the error that ended the run, until the next start
     trackers.json      ids of the runs at Weights & Biases and MLflow, whose own files are in wandb/
     checkpoints/       step_N/{policy/weights, policy/optimizer, policy/kv_scales.json, training_info.json}
     .lock              the lock that keeps a second process out
@@ -49,6 +50,7 @@ from nemo_fp8rl.config.recipe import to_yaml
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.config.yaml_tree import flatten
 from nemo_fp8rl.policy.interface import Policy
+from nemo_fp8rl.run.end_record import forget_end, record_end
 from nemo_fp8rl.run.loggers import Logger, check_loggers, open_loggers
 from nemo_fp8rl.run.resume import check_start
 from nemo_fp8rl.run.step_log import Sample, StepLog, read
@@ -113,6 +115,7 @@ class RunDirectory:
                 if self.has_all_steps:
                     self._opened = opened.pop_all()
                     return self
+                forget_end(self.path)
                 if self.logged_steps and not self.completed_steps:
                     self._rename_logs()
                 elif not self.completed_steps:  # a resumed run keeps the old record until it has loaded
@@ -125,16 +128,21 @@ class RunDirectory:
             for log in self._logs:
                 opened.callback(log.close)
             self._loggers: list[Logger] = []
-            for logger in open_loggers(
-                self.cfg.logger, flatten(yaml.safe_load(to_yaml(self.cfg))), self.completed_steps
-            ):
+            for logger in open_loggers(self.cfg.logger, self.recipe, self.completed_steps):
                 self._loggers.append(logger)
                 opened.push(functools.partial(_close, logger))
             self._opened = opened.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is not None:
+            record_end(self.path, error)
         self._opened.__exit__(kind, error, tb)
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The resolved recipe, flat: {"grpo.seed": 42}."""
+        return flatten(yaml.safe_load(to_yaml(self.cfg)))
 
     @property
     def has_all_steps(self) -> bool:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from nemo_fp8rl.algorithms.advantages import (
     group_advantages,
+    group_metrics,
     groups_with_signal,
     overlong_penalty,
     reinforce_plus_plus_advantages,
@@ -299,3 +300,16 @@ def test_truncated_of_the_wrong_kind_is_refused(truncated):
 def test_a_batch_without_a_token_has_no_advantage():
     found = reinforce_plus_plus_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.zeros(2, 4))
     assert torch.equal(found, torch.zeros(2, 4))
+
+
+def test_groups_are_counted_by_what_they_teach():
+    """Groups of 0, 0 and 1, 1 and 0.1, 0.1 and 0, 1; in any order. Ten rewards of 0.1 have a deviation in float32."""
+    rewards = torch.tensor([0.0, 1.0, 0.1, 0.0, 0.0, 1.0, 0.1, 1.0])
+    groups = torch.tensor([3, 1, 7, 0, 3, 1, 7, 0])
+    assert group_metrics(rewards, groups) == {
+        "frac_reward_zero_std": 0.75,
+        "baseline_reward/pct_0": 25,
+        "baseline_reward/pct_1": 25,
+        "baseline_reward/pct_mixed": 50,
+    }
+    assert group_metrics(torch.full((10,), 0.1), torch.zeros(10, dtype=torch.int64))["frac_reward_zero_std"] == 1

@@ -28,10 +28,16 @@ from nemo_fp8rl.nemo_rl.adapters.loss_fn import GrpoLossFn
 from nemo_fp8rl.nemo_rl.adapters.mismatch_watch import print_alarm
 from nemo_fp8rl.policy.interface import Loss
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
+from nemo_fp8rl.run.learning_signal import PATIENCE
 
 NO_ANSWERS = (
     "no sample of this batch has an answer: NeMo RL printed above why (Error generating response ...) and went on, or "
     "every prompt fills policy.generation.vllm_cfg.max_model_len; mend that, then start the run again"
+)
+NO_SIGNAL = (
+    f"in the last {PATIENCE} steps all advantages were 0, as where the rewards of every group are equal: nothing is "
+    "learned from them; train_data_step*.jsonl has the answers, train/baseline_reward/pct_0 and pct_1 say whether all "
+    "were wrong or all right"
 )
 
 
@@ -57,6 +63,7 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
         self.has_loaded_scales = is_resumed and cfg.fp8_kv_cache and not asynchronous
         self.calibrates = asynchronous and cfg.fp8_kv_cache
         self.is_asynchronous = asynchronous
+        self.steps_without_signal = 0
         self.sharding_annotations = NamedSharding(np.arange(cfg.data_parallel_size), ["data_parallel"])
 
     def connect_refit(self, refit: Callable[[], Any]) -> None:
@@ -117,6 +124,8 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
             print_alarm(judgement.alarm)
             batch, skip = judgement.batch, judgement.skip_update
             metrics = judgement.mismatch | judgement.correction
+        if "advantages" in data:
+            self._watch_signal(bool((batch.advantages * batch.loss_mask).any()))
         loss = _as_loss(loss_fn, optional - set(data))
 
         def train_step(part: RolloutBatch) -> dict[str, float]:
@@ -145,6 +154,12 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
         """The mismatch above which a step is alarming."""
         experts = read_hf_config(self.cfg.policy.model_name).family.experts
         return explained_by(self.cfg, experts, self.policy.describe().alignments == {"vllm"}, self.is_asynchronous)
+
+    def _watch_signal(self, has_signal: bool) -> None:
+        """Say once in a row of steps that they teach nothing."""
+        self.steps_without_signal = 0 if has_signal else self.steps_without_signal + 1
+        if self.steps_without_signal == PATIENCE:
+            print(f"nemo-fp8rl: {NO_SIGNAL}", flush=True)
 
     def _counts(self, part: RolloutBatch) -> dict[str, float]:
         totals = LossTotals.of_batch(part)

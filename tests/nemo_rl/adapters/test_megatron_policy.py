@@ -111,3 +111,14 @@ def test_samples_without_an_answer_are_counted_and_a_batch_of_them_alone_is_refu
     assert policy.train(batch([0, 0, 1]), None)["all_mb_metrics"]["optimizer_steps_skipped"] == [1]
     with pytest.raises(UserError, match=r"^no sample of this batch has an answer: NeMo RL printed above why"):
         policy.train(given | {"token_mask": torch.zeros(3, 3)}, None)
+
+
+def test_three_steps_whose_advantages_are_all_0_are_said_once(policy, capsys):
+    equal = batch([0.0, 1.0, 1.0]) | {"advantages": torch.zeros(3, 3)}
+    differing = batch([0.0, 1.0, 1.0])
+    for data, count in [(equal, 2), (differing, 1), (equal, 5)]:
+        for _ in range(count):
+            policy.train(dict(data), None)
+    said = [line for line in capsys.readouterr().out.splitlines() if "advantages were 0" in line]
+    assert said == [line for line in said if line.startswith("nemo-fp8rl: in the last 3 steps")]
+    assert len(said) == 1

@@ -1,0 +1,85 @@
+"""What a run says of itself: the figures of a step for the display, and the table at its end."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from shlex import quote
+from statistics import fmean
+
+from rich.table import Table
+from rich.text import Text
+
+from nemo_fp8rl.common.display import Screen
+from nemo_fp8rl.common.format_numbers import format_exactly, format_share
+from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.run.learning_signal import count_without_signal
+from nemo_fp8rl.run.step_log import read
+
+PHASES = ("generate", "reward", "logprob", "train", "kv_calibration", "refit")
+Row = Mapping[str, float]
+
+
+def format_figures(metrics: Row) -> dict[str, str]:
+    """Return the figures for the display, from the latest value of every metric."""
+    figures = {"reward": f"{metrics['train/reward']:.3f}"}
+    if "validation/accuracy" in metrics:
+        figures["accuracy"] = f"{metrics['validation/accuracy']:.3f}"
+    if "train/token_mult_prob_error" in metrics:
+        figures["mismatch"] = format_exactly(metrics["train/token_mult_prob_error"], 6)
+    return figures | {
+        "tokens/s": f"{metrics['performance/generation_tokens_per_sec']:,.0f}",
+        "refit": f"{metrics['timing/refit']:.3g} s {metrics['refit/bytes'] / 1e6:.3g} MB",
+        "step": f"{metrics['timing/total_step_time']:.2f} s",
+    }
+
+
+def make_summary(rows: Sequence[Row], title: str) -> Table:
+    """Return the table at the end of a run; rows: those of metrics.jsonl, of which it leaves out what is absent."""
+    steps = [row for row in rows if row["step"] > 0]
+    table = Table("metric", "value", title=f"{title}, {len(steps)} steps", title_justify="left")
+    for name, about in (("train/reward", "first and last step"), ("validation/accuracy", "first and last")):
+        values = [row[name] for row in rows if name in row]
+        if values:
+            table.add_row(f"{name}, {about}", f"{values[0]:.3f}, {values[-1]:.3f}")
+    if (mean := _mean(steps, "train/token_mult_prob_error")) is not None:
+        table.add_row("train/token_mult_prob_error, mean (1: agreement)", format_exactly(mean))
+    if (mean := _mean(steps, "train/exact_logprob_fraction")) is not None:
+        table.add_row("train/exact_logprob_fraction, mean", format_share(mean))
+    if (mean := _mean(steps, "refit/bytes")) is not None:
+        table.add_row("refit/bytes, mean", f"{mean / 1e6:.3g} MB")
+    total = _mean(steps, "timing/total_step_time")
+    for name in ("total_step_time", *PHASES):
+        if (mean := _mean(steps, f"timing/{name}")) is not None:
+            share = f" ({mean / total:.0%})" if total and name in PHASES else ""
+            table.add_row(f"timing/{name}, mean", f"{mean:.3f} s{share}")
+    if count := count_without_signal(steps):
+        table.add_row("steps whose groups all had equal rewards", str(count))
+    return table
+
+
+def show_end(cfg: Config) -> None:
+    """Print the table of a finished run, and what one may do next."""
+    screen = Screen(highlight=False)
+    screen.print(make_summary(read(Path(cfg.logger.log_dir) / "metrics.jsonl"), cfg.nemo_fp8rl.flow))
+    screen.print(next_commands(cfg), soft_wrap=True)
+
+
+def next_commands(cfg: Config) -> Text:
+    """Return the run's folder, and commands for what one may do next."""
+    folder = Path(cfg.logger.log_dir)
+    lines = [f"run directory {folder}", f"  nemo-fp8rl report {quote(str(folder))}"]
+    checkpoints = sorted(
+        (path for path in Path(cfg.checkpointing.checkpoint_dir).glob("step_*")),
+        key=lambda path: int(path.name.removeprefix("step_")),
+    )
+    if checkpoints:
+        recipe, more = quote(str(folder / "config.yaml")), 2 * cfg.grpo.max_num_steps
+        lines.append(f"  nemo-fp8rl train --config {recipe} --resume grpo.max_num_steps={more}")
+        if cfg.nemo_fp8rl.engine_fp8:
+            weights = quote(str(checkpoints[-1] / "policy/weights"))
+            lines.append(f"  nemo-fp8rl export --checkpoint {weights} --output {quote(str(folder / 'fp8'))}")
+    return Text("\n".join(lines))
+
+
+def _mean(rows: Sequence[Row], name: str) -> float | None:
+    values = [row[name] for row in rows if name in row]
+    return fmean(values) if values else None
