@@ -127,7 +127,8 @@ def test_the_report_of_a_real_run_lacks_nothing(uninterrupted, tmp_path):
     shown = report([uninterrupted], tmp_path / "report.html").read_text()
     assert "finished, 6 steps" in shown
     assert 'class="missing' not in shown
-    assert shown.count('aria-label="') == 25
+    assert "Not in" not in shown
+    assert "Finished, 6 steps." in shown
 
 
 def test_checkpoint_weights_open_in_hf(uninterrupted):

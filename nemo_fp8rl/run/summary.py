@@ -52,7 +52,7 @@ def make_summary(rows: Sequence[Row], title: str) -> Table:
             share = f" ({mean / total:.0%})" if total and name in PHASES else ""
             table.add_row(f"timing/{name}, mean", f"{mean:.3f} s{share}")
     if count := count_without_signal(steps):
-        table.add_row("steps whose groups all had equal rewards", str(count))
+        table.add_row("steps whose groups all had equal rewards", f"{count} of {len(steps)}")
     return table
 
 

@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from nemo_fp8rl.commands.report.charts.scale import format_number
 from nemo_fp8rl.commands.report.run_data import Run, Sample
-from nemo_fp8rl.commands.report.scale import format_number
 
 MAX_STEPS = 4
 """The page shows at most so many recorded steps of a run: the first, the last, and some between them."""

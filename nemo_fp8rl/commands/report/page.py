@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,17 @@ from markupsafe import Markup
 
 from nemo_fp8rl import __version__
 from nemo_fp8rl.commands.report.answer_tokens import collect_answers
-from nemo_fp8rl.commands.report.charts import COLOURS, WIDTH
-from nemo_fp8rl.commands.report.run_data import Run, read_runs
-from nemo_fp8rl.commands.report.sections import find_differences, make_sections, make_summary
+from nemo_fp8rl.commands.report.charts.drawing import COLOURS, RIGHT, WIDTH
+from nemo_fp8rl.commands.report.headline import find_differences, make_figures, make_headline
+from nemo_fp8rl.commands.report.run_data import Run
+from nemo_fp8rl.commands.report.run_folders import read_runs
+from nemo_fp8rl.commands.report.sections import make_sections
 from nemo_fp8rl.common.atomic_files import write_atomically
 from nemo_fp8rl.common.errors import UserError
 
 GENERATOR = '<meta name="generator" content="nemo-fp8rl report">'
+BREAKS = re.compile(r"(?<=[/_=])(?=\w)|(?<=[a-zA-Z][.,:-])(?=\w)")
+DIGESTS = re.compile(r"(?<=[0-9a-f]{16})(?=[0-9a-f]{16})")
 HEAD_CHARACTERS = 2000
 """GENERATOR is within the first so many characters of a report."""
 
@@ -61,6 +66,7 @@ def render_page(runs: Sequence[Run]) -> str:
         lstrip_blocks=True,
     )
     environment.filters["script_json"] = _escape_json
+    environment.filters["breakable"] = _make_breakable
     script = environment.get_template("script.js.jinja").render()
     return environment.get_template("page.html.jinja").render(
         generator=Markup(GENERATOR),
@@ -69,14 +75,21 @@ def render_page(runs: Sequence[Run]) -> str:
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         version=__version__,
         width=WIDTH,
+        right=WIDTH - RIGHT,
         colours=COLOURS,
         runs=runs,
-        summary=make_summary(runs),
+        headlines=[make_headline(run) for run in runs],
+        figures=make_figures(runs),
         sections=make_sections(runs),
         answers=[collect_answers(run) for run in runs],
         config=find_differences(runs, lambda run: run.config),
         environment=find_differences(runs, lambda run: run.environment),
     )
+
+
+def _make_breakable(text: object) -> Markup:
+    """Return the text, escaped, with places for line breaks in keys and paths, and in what is as long as a digest."""
+    return Markup("<wbr>").join(piece for part in BREAKS.split(str(text)) for piece in DIGESTS.split(part))
 
 
 def _escape_json(value: Any) -> Markup:

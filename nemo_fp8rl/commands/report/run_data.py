@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from nemo_fp8rl.algorithms.metric_names import is_measured
 from nemo_fp8rl.common.atomic_files import is_locked
 from nemo_fp8rl.common.errors import UserError, single_line
 from nemo_fp8rl.config.yaml_tree import file_errors, flatten
+from nemo_fp8rl.run.end_record import read_end
 from nemo_fp8rl.run.step_log import Row, Sample, read
 
 FILES = {
@@ -40,6 +41,7 @@ class Run:
     log_weights, samples:  by step
     missing_data:          sentences about absent files, and about values that are no numbers
     state:                 a sentence: finished, running or stopped, and at which step
+    end_reason:            the error that ended the run; "" without one
     """
 
     name: str
@@ -50,6 +52,12 @@ class Run:
     samples: dict[int, list[Sample]]
     missing_data: list[str]
     state: str
+    end_reason: str = ""
+
+    @property
+    def has_steps(self) -> bool:
+        """True if a step is complete."""
+        return any(row["step"] > 0 for row in self.metrics)
 
     def points_of(self, metric: str) -> list[tuple[float, float]]:
         """Return (step, value) for every step that logged the metric."""
@@ -62,31 +70,13 @@ class Run:
         )
 
 
-def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Return the runs in these folders.
-
-    Raises: UserError if a folder is no run or is given twice, or if a file cannot be read
-    """
-    resolved_folders = [_resolve(folder) for folder in folders]
-    for i, folder in enumerate(resolved_folders):
-        if folder in resolved_folders[:i]:
-            raise UserError(f"{folders[i]} is given twice; give each run once")
-    return [_read(folder, name) for folder, name in zip(folders, _choose_names(resolved_folders), strict=True)]
+def is_run(folder: Path) -> bool:
+    return any((folder / file).exists() for file in ("config.yaml", "metrics.jsonl"))
 
 
-def _resolve(folder: Path) -> Path:
-    try:
-        return folder.resolve()
-    except RuntimeError:  # Python 3.12 and older raise it
-        raise UserError(f"{folder} is a link that leads to itself; give a run directory") from None
-
-
-def _read(folder: Path, name: str) -> Run:
-    if not folder.is_dir():
-        raise UserError(f"{folder} is {'no folder' if folder.exists() else 'not there'}; give a run directory")
+def read_run(folder: Path, name: str) -> Run:
+    """Return the run in this directory. Raises UserError if a file cannot be read."""
     present = [file for file in FILES if (folder / file).exists()]
-    if not {"config.yaml", "metrics.jsonl"} & set(present):
-        raise UserError(f"{folder} holds no run: neither config.yaml nor metrics.jsonl is in it; give logger.log_dir")
     config = _read_tree(folder / "config.yaml", yaml.safe_load)
     rows = _read_rows(folder / "metrics.jsonl")
     metrics = _drop_non_numbers(rows)
@@ -95,6 +85,7 @@ def _read(folder: Path, name: str) -> Run:
         missing_data.append(
             f"{name}: values in metrics.jsonl that are no finite numbers are left out, {omitted} of them"
         )
+    end_reason = read_end(folder)
     return Run(
         name=name,
         config=config,
@@ -105,7 +96,8 @@ def _read(folder: Path, name: str) -> Run:
             folder / "samples.jsonl", lambda row: [_parse_sample(fields) for fields in row["samples"]]
         ),
         missing_data=missing_data,
-        state=_describe_state(folder, metrics, config.get("grpo.max_num_steps")),
+        state=_describe_state(folder, metrics, config.get("grpo.max_num_steps"), bool(end_reason)),
+        end_reason=end_reason,
     )
 
 
@@ -181,20 +173,15 @@ def _valid_logprob(value: Any) -> float | None:
     return value if is_measured(value) and value <= MAX_LOGPROB else None
 
 
-def _describe_state(folder: Path, metrics: list[dict[str, float]], last_step: Any) -> str:
+def _describe_state(folder: Path, metrics: list[dict[str, float]], last_step: Any, ended: bool) -> str:
+    is_running = not ended and is_locked(folder)
+    return describe_progress(metrics, last_step, "running," if is_running else "stopped")
+
+
+def describe_progress(metrics: list[dict[str, float]], last_step: Any, unfinished: str) -> str:
+    """Return a sentence without its end: how far the run came; unfinished: what a run is that lacks steps."""
     step = int(metrics[-1]["step"]) if metrics else 0
-    of_all = f" of {last_step}" if isinstance(last_step, int) else ""
     if isinstance(last_step, int) and step >= last_step:
         return f"finished, {step} steps"
-    if is_locked(folder):
-        return f"running, after step {step}{of_all}"
-    return f"stopped after step {step}{of_all}" if step else f"stopped before its first step{of_all}"
-
-
-def _choose_names(folders: Sequence[Path]) -> list[str]:
-    """Return the last parts of each path, as many as the names need to differ."""
-    for length in range(1, max(len(folder.parts) for folder in folders) + 1):
-        names = ["/".join(folder.parts[-length:]) for folder in folders]
-        if len(set(names)) == len(names):
-            break
-    return names
+    of_all = f" of {last_step}" if isinstance(last_step, int) else ""
+    return f"{unfinished} after step {step}{of_all}" if step else f"{unfinished} before its first step{of_all}"

@@ -55,7 +55,10 @@ def make_metrics(noise: random.Random, step: int, layers: int, positions: int) -
     for name in ("reward", "loss", "grad_norm", "approx_entropy", "mean_gen_tokens_per_sample"):
         row[f"train/{name}"] = noise.random()
     row |= {"train/token_mult_prob_error": 1 + noise.random() / 1e4, "train/gen_kl_error": noise.random() * 1e-6}
-    for name in ("exact_logprob_fraction", "max_logprob_error", "ess", "ess_seq", "correction/rejected_token_ratio"):
+    for name in (
+        *("exact_logprob_fraction", "max_logprob_error", "ess", "ess_seq", "correction/rejected_token_ratio"),
+        *("frac_reward_zero_std", "truncation_rate"),
+    ):
         row[f"train/{name}"] = noise.random()
     row |= {f"timing/{name}": seconds * (1 + noise.random()) for name, seconds in PHASES.items()}
     row["timing/total_step_time"] = sum(row[f"timing/{name}"] for name in PHASES) + 0.01

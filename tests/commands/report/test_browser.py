@@ -18,7 +18,7 @@ pytestmark = [
 ]
 DRAWN = (
     "[...document.querySelectorAll('.chart svg')]"
-    ".filter(svg => svg.querySelector('path:not(.grid)').getBBox().width > 1)"
+    ".filter(svg => svg.querySelector('path:not(.grid):not(.band)').getBBox().width > 1)"
 )
 
 
@@ -33,6 +33,23 @@ def page_of_two_runs(tmp_path_factory) -> Path:
     """The report of a run of 60 steps and of a run of 20 steps."""
     folder = tmp_path_factory.mktemp("two")
     return report([write_run(folder / "one", 60), write_run(folder / "two", 20)], folder / "out.html")
+
+
+@pytest.fixture(scope="module")
+def page_of_odd_runs(tmp_path_factory) -> Path:
+    """The report of five runs of 1,000 and more steps with long labels: exact values, tiny ones, large ones."""
+    folder = tmp_path_factory.mktemp("odd")
+    runs = [write_run(folder / f"run_with_a_long_name_{i}", 12, layers=40, positions=9) for i in range(5)]
+    for i, run in enumerate(runs):
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for row in rows:
+            row["step"] *= 10**i
+            row["refit/bytes"] *= 10**i
+            row["train/token_mult_prob_error"] = 1 if i < 3 else 1 + 10.0**-i / row["step"] if row["step"] else 1
+            row["train/gen_kl_error"] = 0 if i < 3 else 1e-15
+            row["train/exact_logprob_fraction"] = 1 - 1e-8 * i
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return report(runs, folder / "out.html")
 
 
 def assert_quiet(browser: Browser, page: Path) -> None:
@@ -59,6 +76,64 @@ def test_letters_are_large_enough_on_a_phone(browser, page_of_two_runs):
         "svg.querySelector('text')).fontSize) * svg.clientWidth / svg.viewBox.baseVal.width)"
     )
     assert browser.evaluate(f"Math.min(...{sizes})") >= 9
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_no_label_is_cut(browser, page_of_odd_runs, width):
+    browser.open(page_of_odd_runs, width)
+    cut = (
+        "[...document.querySelectorAll('.chart svg text')].filter(text => { const box = text.getBBox(),"
+        " view = text.ownerSVGElement.viewBox.baseVal; return box.x < 0 || box.y < 0 ||"
+        " box.x + box.width > view.width || box.y + box.height > view.height }).map(text => text.textContent)"
+    )
+    assert browser.evaluate(cut) == []
+    assert browser.evaluate("document.querySelectorAll('.chart svg text').length") > 100
+
+
+def test_keys_break_between_words_and_wide_tables_say_that_they_scroll(browser, page_of_odd_runs):
+    browser.open(page_of_odd_runs, 390)
+    browser.evaluate("document.querySelectorAll('details').forEach(part => part.open = true)")
+    broken = (
+        "[...document.querySelectorAll('td:first-child, tbody th')].flatMap(cell => [...cell.childNodes])"
+        ".filter(node => node.nodeType === 3 && node.data.trim()).filter(node => { const range ="
+        " document.createRange(); range.selectNodeContents(node); return range.getClientRects().length > 1 &&"
+        " !node.data.includes(' ') }).map(node => node.data)"
+    )
+    assert browser.evaluate(broken) == []
+    browser.evaluate("new Promise(resolve => requestAnimationFrame(() => requestAnimationFrame(resolve)))")
+    wide = "[...document.querySelectorAll('.wide')].filter(part => part.scrollWidth > part.clientWidth + 1)"
+    hint = "getComputedStyle(part, '::before').content.includes('scroll')"
+    assert browser.evaluate(f"{wide}.length") > 0
+    assert browser.evaluate(f"{wide}.every(part => {hint})")
+    assert browser.evaluate("document.documentElement.scrollWidth") == 390
+
+
+@pytest.mark.parametrize("width", [1400, 1000])
+def test_charts_leave_no_hole_in_the_grid(browser, page_of_two_runs, width):
+    """In every section the cards of each row reach the right edge."""
+    browser.open(page_of_two_runs, width)
+    holes = (
+        "[...document.querySelectorAll('.charts')].filter(grid => { const rows = {};"
+        " for (const card of grid.children) { const box = card.getBoundingClientRect();"
+        " rows[box.top] = Math.max(rows[box.top] || 0, box.right); }"
+        " return Object.values(rows).some(right => right < grid.getBoundingClientRect().right - 1) }).length"
+    )
+    assert browser.evaluate(holes) == 0
+
+
+def test_the_contents_lead_to_the_sections(browser, page_of_two_runs):
+    browser.open(page_of_two_runs)
+    links = browser.evaluate("[...document.querySelectorAll('nav a')].map(link => link.getAttribute('href'))")
+    assert len(links) == 9
+    assert browser.evaluate("[...document.querySelectorAll('nav a')].every(link => document.querySelector(link.hash))")
+
+
+def test_runs_parts_and_tokens_have_colours_of_their_own(browser, page_of_two_runs):
+    for dark in (False, True):
+        browser.open(page_of_two_runs, dark=dark)
+        style = "getComputedStyle(document.documentElement).getPropertyValue('--{}')"
+        runs, parts = ({browser.evaluate(style.format(f"{kind}{i}")) for i in range(8)} for kind in "cp")
+        assert len(runs | parts) == 16
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -102,8 +177,10 @@ def test_the_pointer_shows_values(browser, page_of_two_runs):
         "(() => { const box = document.querySelector('.chart svg').getBoundingClientRect();"
         " return [box.left, box.top, box.width, box.height] })()"
     )
-    x = 62 + (10 - 1) / (60 - 1) * (440 - 62 - 10)  # of step 10 in a drawing of 440
-    browser.move(box[0] + x / 440 * box[2], box[1] + box[3] / 2)
+    data = json.loads(browser.evaluate("document.querySelector('.chart script').textContent"))
+    x = data["left"] + (10 - 1) / (60 - 1) * (data["right"] - data["left"])  # of step 10
+    width = browser.evaluate("document.querySelector('.chart svg').viewBox.baseVal.width")
+    browser.move(box[0] + x / width * box[2], box[1] + box[3] / 2)
     lines = browser.evaluate("[...document.querySelector('.chart output').childNodes].map(n => n.textContent)")
     assert lines[0] == "step 10"
     for text, run in zip(lines[1:], ("one", "two"), strict=True):

@@ -55,13 +55,13 @@ def test_the_largest_accepted_values_are_drawn(make_run):
     for step, value in ((4, 1e100), (5, -1e100), (6, 5e-324), (7, 1e9)):
         names = ("train/reward", "train/gen_kl_error", "train/gen_kl_error/position_0", "timing/total_step_time")
         append(run, **dict.fromkeys((*names, "timing/refit"), value), step=step)
-    assert "Reward" in chart_titles(make_page(run))
+    assert "train/reward" in chart_titles(make_page(run))
 
 
 def test_a_heat_map_of_one_value(make_run):
     run = make_run(steps=3)
     (run / "metrics.jsonl").write_text('{"step": 1, "weight_error/layer_0": 1e9, "weight_error/layer_1": 1e9}\n')
-    assert "Quantization error by layer" in chart_titles(make_page(run))
+    assert "weight_error/layer_*" in chart_titles(make_page(run))
 
 
 def test_names_of_buckets_and_layers_without_a_number(make_run):
@@ -73,7 +73,7 @@ def test_names_of_buckets_and_layers_without_a_number(make_run):
     )
     append(run, **dict.fromkeys((*odd, *(f"weight_error/layer_{suffix}" for suffix in BUCKET_SUFFIXES)), 0.5))
     page = make_page(run)
-    assert {"k3 KL by position", "Quantization error by layer"} <= set(chart_titles(page))
+    assert {"train/gen_kl_error/position_*", "weight_error/layer_*"} <= set(chart_titles(page))
     assert "layer x" not in page.text
 
 
@@ -124,7 +124,7 @@ def test_samples_of_other_types_are_refused(make_run, changes):
 def test_bins_without_a_token_are_none(make_run):
     run = make_run(steps=3)
     (run / "histograms.jsonl").write_text('{"step": 1, "log_weights": [[-0.1, 0.1, 0], [0.1, null, 0]]}\n')
-    assert "Importance weights" not in chart_titles(make_page(run))
+    assert "importance weights" not in chart_titles(make_page(run))
 
 
 @pytest.mark.parametrize(

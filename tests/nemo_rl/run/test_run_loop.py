@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_fp8rl.commands.report.page import report
 from nemo_fp8rl.commands.sft import sft
 from nemo_fp8rl.commands.tiny_model import make_tiny
 from nemo_fp8rl.config.recipe import load
@@ -127,6 +128,12 @@ def test_validation_a_reference_policy_and_nemo_rls_own_math_environment(warm, t
     values = runs.run(logs, *keys, "grpo.max_num_steps=2", "grpo.val_at_start=true", "grpo.val_period=1")
     assert len(values["validation/accuracy"]) == 3
     assert values["train/kl_penalty"][0] < 1e-5 < values["train/kl_penalty"][1]  # it has moved from the reference
+    page = report([logs], tmp_path / "report.html").read_text()
+    for name in ("validation/accuracy", "train/loss", "timing/train/*", "timing/train/total_step_time"):
+        assert f'aria-label="{name}"' in page
+    assert "Finished, 2 steps." in page
+    assert "<td>policy.<wbr>model_<wbr>name</td>" in page
+    assert page.count("highest reward") == 2
 
 
 def test_the_asynchronous_loop_one_step_off(warm, tmp_path):

@@ -20,12 +20,18 @@ def keep_extremes(points: Sequence[Point], limit: int) -> list[Point]:
 
 
 def compute_running_mean(points: Sequence[Point], window: int) -> list[Point]:
-    """Return the mean of the last `window` values at each point, from the point number `window` on."""
-    total, means = 0.0, []
+    """Return the mean of the last `window` values at each point, from the point number `window` on.
+
+    The mean of equal values is that value, and not one that the rounding of earlier values has moved.
+    """
+    total, equal, means = 0.0, 0, []
     for i, (x, y) in enumerate(points):
         total += y - (points[i - window][1] if i >= window else 0.0)
+        equal = equal + 1 if i and points[i - 1][1] == y else 1
+        if equal >= window:
+            total = y * window
         if i >= window - 1:
-            means.append((x, total / window))
+            means.append((x, y if equal >= window else total / window))
     return means
 
 
