@@ -1,4 +1,7 @@
-"""The first half of a step: generate answers to prompts and score them; with dynamic sampling, until they differ."""
+"""The first half of a step: generate answers to prompts, score them, and compute their advantages.
+
+With dynamic sampling answers are generated until the rewards of a group differ.
+"""
 
 import random
 from collections.abc import Callable, Sequence
@@ -7,8 +10,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.algorithms.advantages import group_metrics, groups_with_signal, overlong_penalty, stop_properly_penalty
-from nemo_fp8rl.batch import Completion, Prompt
+from nemo_fp8rl.algorithms.advantages import (
+    group_advantages,
+    group_metrics,
+    groups_with_signal,
+    overlong_penalty,
+    reinforce_plus_plus_advantages,
+    stop_properly_penalty,
+)
+from nemo_fp8rl.algorithms.loss import kl_estimate
+from nemo_fp8rl.batch import Completion, Prompt, RolloutBatch
 from nemo_fp8rl.common.errors import StepRefused
 from nemo_fp8rl.common.stopwatch import Stopwatch
 from nemo_fp8rl.config.grpo_schema import RewardShapingConfig
@@ -139,10 +150,12 @@ def signal_metrics(cfg: Config, tokenizer: PromptTokenizer, rollout: Rollout) ->
     for group, completion in zip(rollout.group_ids.tolist(), rollout.completions, strict=True):
         answers.setdefault(group, set()).add(tuple(completion.token_ids))
     metrics["frac_identical_answers"] = sum(len(texts) == 1 for texts in answers.values()) / len(answers)
-    env_name = cfg.data.default.env_name
-    if may_lack_answer(env_name) and not rollout.rewards.any():
-        texts = [tokenizer.decode(completion.token_ids) for completion in rollout.completions]
-        metrics["frac_answer_not_found"] = sum(not has_answer(env_name, text) for text in texts) / len(texts)
+    if may_lack_answer(cfg.data.default.env_name) and not rollout.rewards.any():
+        found = [
+            has_answer(tokenizer.decode(completion.token_ids), (prompt.answer, *prompt.other_answers))
+            for prompt, completion in zip(rollout.prompts, rollout.completions, strict=True)
+        ]
+        metrics["frac_answer_not_found"] = 1 - sum(found) / len(found)
     return metrics
 
 
@@ -160,4 +173,34 @@ def shape_rewards(rewards: Tensor, completions: Sequence[Completion], cfg: Rewar
         max_response_length=cfg.max_response_length,
         overlong_buffer_length=cfg.overlong_buffer_length,
         overlong_buffer_penalty=cfg.overlong_buffer_penalty,
+    )
+
+
+def compute_advantages(
+    cfg: Config, rollout: Rollout, batch: RolloutBatch, prev_logprobs: Tensor, reference_logprobs: Tensor | None
+) -> Tensor:
+    """Return float32 [B, T], 0 where nothing was generated.
+
+    prev_logprobs, reference_logprobs:  float32 [B, T], for a KL in the reward
+    """
+    choice = cfg.grpo.adv_estimator
+    rewards = shape_rewards(rollout.rewards, rollout.completions, cfg.grpo.reward_shaping)
+    if choice.name == "grpo":
+        grpo_advantages = group_advantages(
+            rewards,
+            rollout.group_ids,
+            normalize_rewards=choice.normalize_rewards,
+            use_leave_one_out_baseline=choice.use_leave_one_out_baseline,
+        )
+        return grpo_advantages[:, None] * batch.token_mask
+    kl = None
+    if cfg.loss_fn.use_kl_in_reward:
+        assert reference_logprobs is not None
+        if not reference_logprobs[batch.loss_mask > 0].isfinite().all():
+            raise StepRefused("the reference policy has log-probs that are not finite: look into policy.model_name")
+        estimate = kl_estimate(prev_logprobs, reference_logprobs, torch.ones(()), cfg.loss_fn)
+        kl = cfg.loss_fn.reference_policy_kl_penalty * estimate
+        kl = torch.where(prev_logprobs.isfinite(), kl, 0.0)  # `correct_batch` rejects those tokens
+    return reinforce_plus_plus_advantages(
+        rewards, rollout.group_ids, batch.loss_mask, minus_baseline=choice.minus_baseline, kl=kl
     )

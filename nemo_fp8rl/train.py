@@ -7,15 +7,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from nemo_fp8rl.algorithms.advantages import group_advantages, reinforce_plus_plus_advantages
 from nemo_fp8rl.algorithms.importance_bins import Bin
 from nemo_fp8rl.algorithms.importance_histogram import log_weight_histogram
-from nemo_fp8rl.algorithms.loss import GrpoLoss, kl_estimate
+from nemo_fp8rl.algorithms.loss import GrpoLoss
 from nemo_fp8rl.algorithms.policy_update import Judgement, average_steps, judge_and_correct, train_on_batch
 from nemo_fp8rl.assemble import backends, build_bridge, explained_by, refit_or_stop
-from nemo_fp8rl.batch import Prompt, RolloutBatch, ScoredBatch, SequenceBatch, collate, collate_prompts
+from nemo_fp8rl.batch import Prompt, ScoredBatch, SequenceBatch, collate, collate_prompts
 from nemo_fp8rl.common.display import Display
 from nemo_fp8rl.common.errors import StepRefused
 from nemo_fp8rl.common.machine import describe_processors
@@ -34,9 +32,9 @@ from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.rollout import (
     Rollout,
     collect_rollout,
+    compute_advantages,
     pick_further_prompts,
     score_answers,
-    shape_rewards,
     signal_metrics,
 )
 from nemo_fp8rl.run.directory import RunDirectory
@@ -370,36 +368,6 @@ def known_route_share(batch: SequenceBatch) -> dict[str, float]:
         return {}
     read = torch.arange(batch.input_ids.size(1)) < batch.input_lengths[:, None] - 1  # all but the last token
     return {"routes_known": float((batch.routed_experts[..., 0, 0] >= 0)[read].float().mean())}
-
-
-def compute_advantages(
-    cfg: Config, rollout: Rollout, batch: RolloutBatch, prev_logprobs: Tensor, reference_logprobs: Tensor | None
-) -> Tensor:
-    """Return float32 [B, T], 0 where nothing was generated.
-
-    prev_logprobs, reference_logprobs:  float32 [B, T], for a KL in the reward
-    """
-    choice = cfg.grpo.adv_estimator
-    rewards = shape_rewards(rollout.rewards, rollout.completions, cfg.grpo.reward_shaping)
-    if choice.name == "grpo":
-        grpo_advantages = group_advantages(
-            rewards,
-            rollout.group_ids,
-            normalize_rewards=choice.normalize_rewards,
-            use_leave_one_out_baseline=choice.use_leave_one_out_baseline,
-        )
-        return grpo_advantages[:, None] * batch.token_mask
-    kl = None
-    if cfg.loss_fn.use_kl_in_reward:
-        assert reference_logprobs is not None
-        if not reference_logprobs[batch.loss_mask > 0].isfinite().all():
-            raise StepRefused("the reference policy has log-probs that are not finite: look into policy.model_name")
-        estimate = kl_estimate(prev_logprobs, reference_logprobs, torch.ones(()), cfg.loss_fn)
-        kl = cfg.loss_fn.reference_policy_kl_penalty * estimate
-        kl = torch.where(prev_logprobs.isfinite(), kl, 0.0)  # `correct_batch` rejects those tokens
-    return reinforce_plus_plus_advantages(
-        rewards, rollout.group_ids, batch.loss_mask, minus_baseline=choice.minus_baseline, kl=kl
-    )
 
 
 def validate(parts: LoopParts) -> dict[str, float]:

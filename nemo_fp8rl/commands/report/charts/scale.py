@@ -69,12 +69,12 @@ class Scale:
         first, last = math.ceil(self.low), math.floor(self.high)
         every = max(1, -(-(last - first + 1) // 6))
         factors = (1, 2, 5) if last - first < 2 else (1,)
-        marks = [
+        pairs = [
             (m, p) for p in range(first, last + 1, every) for m in factors if math.log10(m) + p <= self.high + 1e-9
         ]
         places = [Tick(PLACE / 2, self.exact, True)] if self.exact else []
         places += [Tick(self.first_decade - PLACE / 2, "lower", True)] if self.has_lower else []
-        return places + [Tick(self.position_of(self.offset + m * 10.0**p), self._label_of(m, p)) for m, p in marks]
+        return places + [Tick(self.position_of(self.offset + m * 10.0**p), self._label_of(m, p)) for m, p in pairs]
 
     def _share(self, value: float) -> float:
         return min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
