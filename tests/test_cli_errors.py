@@ -489,3 +489,23 @@ def test_a_ray_cluster_that_is_not_there_is_named(address, monkeypatch):
     code += "except UserError as error: print(error)"
     process = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
     assert f"RAY_ADDRESS={address}: that Ray cluster cannot be joined" in process.stdout, process.stderr[-2000:]
+
+
+INTERRUPTED_RUN = """
+import atexit, sys, threading, time
+from nemo_fp8rl import cli
+def interrupt(arguments):
+    atexit.register(print, "cleaned up")
+    threading.Thread(target=time.sleep, args=(100,)).start()  # Python's own end would wait for it
+    raise KeyboardInterrupt
+cli.HANDLERS["recipes"] = interrupt
+sys.argv[1:] = ["recipes"]
+sys.exit(cli.main())
+"""
+
+
+def test_an_interrupt_ends_the_process_at_once_after_what_is_registered_for_its_end():
+    """As Python ends, Ray's threads crash now and then where an interrupt came in the middle of a call."""
+    words = [sys.executable, "-c", INTERRUPTED_RUN]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "cleaned up\n", "nemo-fp8rl: interrupted\n")

@@ -7,6 +7,7 @@ per engine, even after a regular end.
 import os
 import secrets
 import shutil
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -42,6 +43,15 @@ def make_folder() -> None:
             f"{VARIABLE}={current}: vLLM's sockets are below it, and its path has more than {MAX_FOLDER_BYTES} bytes; "
             "unset it, or give a shorter folder"
         )
+
+
+def shorten_default() -> None:
+    """Name vLLM a shorter folder where its default, the folder for temporary files, is too long for sockets.
+
+    For engines whose process this package does not set up; their nodes have the folder, too.
+    """
+    if VARIABLE not in os.environ and len(os.fsencode(tempfile.gettempdir())) > MAX_FOLDER_BYTES:
+        os.environ[VARIABLE] = str(short_folder(MAX_FOLDER_BYTES))
 
 
 def remove_folder() -> None:

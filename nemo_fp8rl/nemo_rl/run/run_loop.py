@@ -11,6 +11,7 @@ from typing import Any
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.data.tokenizer import tokenizer_errors
 from nemo_fp8rl.generation.engine_checks import check_for_driver
+from nemo_fp8rl.generation.vllm_sockets import shorten_default
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.nemo_rl.compat import PREPARE_PROCESS, completed_steps, finish_checkpoints, prepare
@@ -206,6 +207,7 @@ def _ray(num_cpus: int, uses_package: bool, log_to_driver: bool = False) -> Iter
         from nemo_rl.distributed.virtual_cluster import init_ray
 
         check_address()
+        shorten_default()
         if not joins_cluster():
             shorten_folder()
         with package_on_pythonpath():

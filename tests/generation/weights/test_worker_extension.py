@@ -131,6 +131,15 @@ def test_a_socket_fits_whatever_the_folder_for_temporary_files(monkeypatch, leng
         vllm_sockets.folder.cache_clear()
 
 
+def test_engines_that_others_set_up_get_a_short_folder_too(monkeypatch):
+    monkeypatch.setenv(vllm_sockets.VARIABLE, "")
+    monkeypatch.delenv(vllm_sockets.VARIABLE)
+    for folder, chosen in (("/tmp/" + "x" * 65, None), ("/tmp/" + "x" * 66, "/tmp")):
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        vllm_sockets.shorten_default()
+        assert os.environ.get(vllm_sockets.VARIABLE) == chosen
+
+
 def test_a_folder_of_the_users_that_is_too_long_is_refused(monkeypatch):
     monkeypatch.setenv(vllm_sockets.VARIABLE, "/tmp/" + "x" * 66)
     with pytest.raises(UserError, match=f"{vllm_sockets.VARIABLE}=/tmp/xxx"):
