@@ -16,6 +16,7 @@ from nemo_fp8rl.cli import main
 from nemo_fp8rl.common.errors import BAD_INPUT, UserError
 from nemo_fp8rl.common.stopwatch import Stopwatch
 from nemo_fp8rl.config.recipe import load
+from nemo_fp8rl.generation.engine_arguments import engine_arguments
 from nemo_fp8rl.generation.engine_pool import EnginePool
 from nemo_fp8rl.generation.interface import Sampling
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
@@ -123,11 +124,32 @@ def test_a_gate_warns_and_the_step_goes_on(run, capsys):
     assert first["train/grad_norm"] > 0
 
 
-def test_a_gate_skips_the_step(run):
+def test_a_gate_skips_the_step_and_an_engine_of_another_model_is_alarming(run, monkeypatch, capsys):
+    """The engine rotates half of each head, as with a key of config.json that the trainer does not read."""
+
+    def other_model(*arguments):
+        changed = engine_arguments(*arguments)
+        changed["hf_overrides"]["rope_parameters"] = {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+        return changed
+
+    monkeypatch.setattr("nemo_fp8rl.generation.engine.engine_arguments", other_model)
     gates = "nemo_fp8rl.gates=[{metric: k3_kl, max: 0, action: skip_step}]"
-    for row in run("nemo_fp8rl.flow=fp8_rollout", gates):
+    rows = run("nemo_fp8rl.flow=fp8_rollout", gates)
+    for row in rows:
         assert row["train/optimizer_steps_skipped"] == 1
         assert "train/loss" not in row
+        assert row["train/token_mult_prob_error"] > 1.2
+    out, err = capsys.readouterr()
+    said = f"step 1: MISMATCH: token_mult_prob_error is {rows[0]['train/token_mult_prob_error']:.4g}, and the precision"
+    assert said in " ".join(out.split())
+    assert f"nemo-fp8rl: {said}" in err
+
+
+def test_an_alarm_may_stop_the_run(run):
+    """At lr 0.1 the weights of step 2 are far off, and so are both sides."""
+    far = ("policy.megatron_cfg.optimizer.lr=0.1", "policy.megatron_cfg.scheduler.lr_warmup_iters=0")
+    with pytest.raises(UserError, match=r"step 2: MISMATCH: token_mult_prob_error is"):
+        run("nemo_fp8rl.flow=fp8_rollout", "nemo_fp8rl.mismatch_alarm=stop", *far)
 
 
 def test_a_gate_stops_the_run_and_keeps_what_was_trained(run, warm_overrides, tmp_path):

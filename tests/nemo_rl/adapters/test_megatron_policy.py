@@ -41,9 +41,11 @@ def policy(monkeypatch) -> Any:
         fp8_kv_cache=False,
         data_parallel_size=1,
         loss_fn=SimpleNamespace(force_on_policy_ratio=False),
-        nemo_fp8rl=SimpleNamespace(gates=gates),
+        nemo_fp8rl=SimpleNamespace(gates=gates, mismatch_alarm="warn"),
     )
-    return module.MegatronFp8Policy(FakeMegatronPolicy(), cfg, None, is_resumed=False)  # type: ignore[arg-type]
+    made = module.MegatronFp8Policy(FakeMegatronPolicy(), cfg, None, is_resumed=False)  # type: ignore[arg-type]
+    made._explained = 1.05
+    return made
 
 
 @pytest.mark.parametrize("failure", [RefitError("no room in /dev/shm"), WorkerDied("no room in /dev/shm")])
@@ -86,6 +88,16 @@ def test_a_gate_judges_samples_that_are_trained_on_alone(policy):
     metrics = policy.train(batch([0, 1, 1]), None)["all_mb_metrics"]
     assert metrics["optimizer_steps_skipped"] == [0]
     assert metrics["token_mult_prob_error"] == [1]
+
+
+def test_a_mismatch_that_nothing_explains_is_said_where_nobody_misses_it(policy, capsys):
+    policy.train(batch([1, 1, 1]), None)
+    assert all("nemo-fp8rl: MISMATCH: token_mult_prob_error is 4.195" in text for text in capsys.readouterr())
+    policy.train(batch([0, 1, 1]), None)
+    assert not any("MISMATCH" in text for text in capsys.readouterr())
+    policy.cfg.nemo_fp8rl.mismatch_alarm = "stop"
+    with pytest.raises(UserError, match="MISMATCH"):
+        policy.train(batch([1, 1, 1]), None)
 
 
 def test_the_mismatch_is_of_all_tokens_whatever_the_loss_makes_of_it(policy):
