@@ -1,5 +1,7 @@
 """Checks, before anything is loaded, whether model and machine allow what a recipe requires of the engine."""
 
+import shutil
+
 import psutil
 import torch
 
@@ -95,6 +97,8 @@ def _check_cpu(hf: HfConfig, cfg: Config) -> None:
         raise UserError(
             f"{KEY_PREFIX}.attention_backend={backend}: on a CPU vLLM has the backend {CPU_BACKEND} alone; leave it out"
         )
+    if shutil.which("lscpu") is None:
+        raise UserError("on a CPU vLLM asks the program lscpu for the cores, and it is not here: install util-linux")
     _check_free_memory(cfg)
     if not cfg.fp8_kv_cache:
         return
