@@ -2,10 +2,13 @@
 
 import ast
 import re
+import tomllib
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+import nemo_fp8rl
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -91,3 +94,10 @@ def test_messages_are_those_of_the_package():
     assert len(cells) > 40
     parts = [part.strip() for cell in cells for text in re.findall("`([^`]+)`", cell) for part in text.split("...")]
     assert [part for part in parts if part and part not in sentences()] == []
+
+
+def test_the_version_is_the_same_everywhere():
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert nemo_fp8rl.__version__ == pyproject
+    assert f"\nversion: {pyproject}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {pyproject}" in (ROOT / "CHANGELOG.md").read_text()

@@ -32,7 +32,7 @@ def commands(page: str) -> list[list[str]]:
 
 def test_every_command_is_one_of_the_parser_and_every_recipe_is_shipped():
     words = [*commands(README), *commands(PAGE)]
-    assert len(words) > 10
+    assert len(words) >= 10
     for line in words:
         parsed = parse(line)
         if hasattr(parsed, "config"):
