@@ -14,7 +14,7 @@ from nemo_fp8rl.commands.tiny_model import make_tiny
 from nemo_fp8rl.common.display import Screen
 from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.config.schema import Config
-from nemo_fp8rl.run.directory import RunDirectory
+from nemo_fp8rl.run.step_log import read
 from nemo_fp8rl.train import train
 
 PHASES = ("generate", "logprob", "train", "refit")
@@ -70,7 +70,7 @@ def say(text: str) -> None:
 def make_summary(runs: list[Config]) -> Table:
     """Return a table of finished runs, a column each: accuracy before and after, mismatch, refit, seconds by phase."""
     table = Table("", *(cfg.nemo_fp8rl.flow for cfg in runs))
-    columns = [_figures(RunDirectory(cfg, resume=True).read_metrics()) for cfg in runs]
+    columns = [_figures(read(Path(cfg.logger.log_dir) / "metrics.jsonl")) for cfg in runs]
     for name in columns[0]:
         table.add_row(name, *(column.get(name, "") for column in columns))
     return table

@@ -5,10 +5,8 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from nemo_fp8rl.cli import main
 from nemo_fp8rl.commands import demo
@@ -80,7 +78,7 @@ def test_the_demo_looks_where_it_writes(tmp_path, monkeypatch, name):
     assert not demo.demo(tmp_path / name)
     folder = tmp_path / name / "demo-1"
     (warm_up, output), (run, resume_hint) = calls
-    assert shlex.split(resume_hint) == ["nemo-fp8rl", "train", "--config", f"{folder}/grpo/config.yaml", "--resume"]
+    assert shlex.split(resume_hint) == ["nemo-fp8rl", "train", f"{folder}/grpo/config.yaml", "--resume"]
     assert output == folder / "warm"
     assert warm_up.policy.model_name == f"{folder}/model"
     assert run.policy.model_name == f"{folder}/warm"
@@ -88,10 +86,11 @@ def test_the_demo_looks_where_it_writes(tmp_path, monkeypatch, name):
     assert {cfg.data.train.data_path for cfg in (warm_up, run)} == {f"{folder}/data.jsonl"}
 
 
-def test_the_demos_table_shows_a_path_as_it_is(monkeypatch, capsys):
-    names = ("validation/accuracy", "train/token_mult_prob_error", "train/exact_logprob_fraction", "refit/bytes")
-    row = {"step": 1, **dict.fromkeys((*names, "timing/refit", *(f"timing/{name}" for name in demo.PHASES)), 0.5)}
-    monkeypatch.setattr(demo, "RunDirectory", lambda *_, **__: SimpleNamespace(read_metrics=lambda: [row]))
-    cfg = SimpleNamespace(nemo_fp8rl=SimpleNamespace(flow="fp8_e2e"), logger=SimpleNamespace(log_dir="mm[/b]/[x]/grpo"))
-    Console().print(demo.make_summary(cfg))
-    assert "mm[/b]/[x]/grpo" in capsys.readouterr().out
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_the_demos_last_lines_can_be_pasted(name):
+    first, *lines = demo.next_steps(Path(name) / "demo-1", 7)
+    assert first == f"everything is in {name}/demo-1; next:"
+    words = [shlex.split(line, comments=True) for line in lines]
+    assert [command[:2] for command in words] == [["nemo-fp8rl", name] for name in ("report", "train", "export")]
+    assert words[0][2:4] == [f"{name}/demo-1/grpo", f"{name}/demo-1/fp8_rollout"]
+    assert words[2][3] == f"{name}/demo-1/grpo/checkpoints/step_7/policy/weights"
