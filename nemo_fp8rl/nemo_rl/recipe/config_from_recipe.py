@@ -19,8 +19,7 @@ from nemo_fp8rl.nemo_rl.recipe.gpu_division import divide_gpus, is_colocated
 from nemo_fp8rl.nemo_rl.recipe.keys import COPIED_KEYS, MOVED_KEYS, at, check_keys
 from nemo_fp8rl.nemo_rl.recipe.precision import read_precision
 from nemo_fp8rl.nemo_rl.recipe.recipe_checks import check_for_package_workers, check_setup, loss_keys
-from nemo_fp8rl.nemo_rl.recipe.spellings import normalize
-from nemo_fp8rl.nemo_rl.recipe.value_types import require
+from nemo_fp8rl.nemo_rl.recipe.value_types import normalize, require
 from nemo_fp8rl.policy.weights.layout import check_layout
 
 MEGATRON_DEFAULTS: dict[str, dict[str, Any]] = {

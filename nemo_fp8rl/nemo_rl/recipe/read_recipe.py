@@ -23,10 +23,11 @@ from nemo_fp8rl.nemo_rl.recipe.keys import at
 from nemo_fp8rl.nemo_rl.recipe.known_keys import check_key_is_read, check_known, read_known_keys
 from nemo_fp8rl.nemo_rl.recipe.overrides import adds_key, apply_override, parse_key
 from nemo_fp8rl.nemo_rl.recipe.precision import Precision, read_precision
-from nemo_fp8rl.nemo_rl.recipe.spellings import normalize
-from nemo_fp8rl.nemo_rl.recipe.value_types import check_values
+from nemo_fp8rl.nemo_rl.recipe.value_types import check_values, normalize
 
 BLOCK = "nemo_fp8rl"
+OTHER_ALGORITHMS = ("sft", "dpo", "rm", "ppo", "distillation")
+"""Blocks of NeMo RL's recipes for other algorithms, which have no block grpo."""
 FOLDER = "nemo_rl"
 """The folder of the shipped recipes for NeMo RL."""
 DERIVED_KEYS = {field.name: field.marker(NemoRl).spelling for field in fields_of(Fp8RlConfig) if field.marker(NemoRl)}
@@ -112,6 +113,8 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> NemoRlRecipe
             f"{path} is no recipe for NeMo RL (it has no cluster.gpus_per_node, nor a parent that has); recipes of "
             "`nemo-fp8rl train` are checked when they run"
         )
+    if other := next((name for name in OTHER_ALGORITHMS if name in tree and "grpo" not in tree), None):
+        raise UserError(f"{path} is a recipe for NeMo RL's {other.upper()}, and this package runs its GRPO")
     checkout = find_checkout()
     known = read_known_keys(checkout)
     for override in overrides:

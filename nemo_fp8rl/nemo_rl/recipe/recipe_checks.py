@@ -15,6 +15,7 @@ from nemo_fp8rl.config.typed_tree import read_block, to_block
 from nemo_fp8rl.data.chat_template import why_no_template
 from nemo_fp8rl.nemo_rl.recipe.gpu_division import check_division, is_asynchronous, is_colocated
 from nemo_fp8rl.nemo_rl.recipe.keys import at
+from nemo_fp8rl.nemo_rl.recipe.rewards import dataset_blocks, reward_names
 
 OTHER_LAUNCHERS = {
     "async_rl": "is for NeMo RL's single controller (examples/run_grpo_single_controller.py), which runs other workers",
@@ -71,8 +72,52 @@ def check_loop(master: Mapping[str, Any]) -> None:
     template = at(master, "policy.tokenizer.chat_template", None)
     if isinstance(template, str) and (reason := why_no_template(template)):
         raise UserError(reason)
+    _check_validation(master)
+    _check_reward_shaping(master)
+    _check_environments(master)
     check_loss(master)
     check_setup(master)
+
+
+def _check_validation(master: Mapping[str, Any]) -> None:
+    """Require numbers that NeMo RL divides by, at its first validation, and at least one batch to validate."""
+    starts_or_ends = any(at(master, f"grpo.{name}", False) for name in ("val_at_start", "val_at_end"))
+    if not starts_or_ends and (at(master, "grpo.val_period", 10) or 0) <= 0:
+        return
+    samples, batch = (at(master, f"grpo.{name}", 256) for name in ("max_val_samples", "val_batch_size"))
+    for name, value in (("max_val_samples", samples), ("val_batch_size", batch)):
+        if value is None:
+            raise UserError(f"grpo.{name}=null is for NeMo Gym, and NeMo RL's validation divides by it: set a number")
+    if samples < batch:
+        raise UserError(
+            f"grpo.max_val_samples={samples} is below grpo.val_batch_size={batch}: NeMo RL validates whole batches "
+            f"alone, none here, and would log an accuracy of 0; set grpo.val_batch_size={samples}"
+        )
+
+
+def _check_reward_shaping(master: Mapping[str, Any]) -> None:
+    shaping = at(master, "grpo.reward_shaping", None) or {}
+    if not shaping.get("enabled") or shaping.get("stop_properly_penalty_coef") is not None:
+        return
+    for name in ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length"):
+        if shaping.get(name) is None:
+            raise UserError(
+                f"grpo.reward_shaping.{name} is missing or null, and grpo.reward_shaping.enabled=true: set a number, "
+                "or stop_properly_penalty_coef"
+            )
+
+
+def _check_environments(master: Mapping[str, Any]) -> None:
+    """Require the block `env.NAME` of each environment that data names, except those that this package fills in."""
+    data = master.get("data") or {}
+    for entry in dataset_blocks(data):
+        name = entry.get("env_name")
+        if isinstance(name, str) and name not in reward_names(data):
+            block = (master.get("env") or {}).get(name)
+            if not isinstance(block, Mapping):
+                raise UserError(f"data has env_name={name}, and there is no block env.{name}: add its keys")
+            if name == "math" and block.get("num_workers") is None:
+                raise UserError("env.math.num_workers is missing or null: set how many processes verify answers")
 
 
 def check_launcher(master: Mapping[str, Any]) -> None:

@@ -1,4 +1,5 @@
 """Types and ranges of the keys that this package reads from a NeMo RL recipe; NeMo RL checks its other keys itself.
+`normalize` then gives keys with several spellings of one value the spelling that the code reads.
 
 A key without `| None` must have a value if its block is present, unless the block says `enabled: false`.
 """
@@ -21,6 +22,7 @@ def _no_bool(value: Any) -> Any:
 
 
 Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=1, lt=2**31)]
+Integer = Annotated[int, BeforeValidator(_no_bool)]
 Ranks = Annotated[int, BeforeValidator(_no_bool), Field(ge=1, le=10_000)]
 Layers = Annotated[int, BeforeValidator(_no_bool), Field(ge=0, le=10_000)]
 Share = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, le=1)]
@@ -38,6 +40,9 @@ TYPES: dict[str, Any] = {
     "grpo.max_num_steps": Count,
     "grpo.max_num_epochs": Count,
     "grpo.val_num_generations_per_prompt": Count | None,
+    "grpo.val_period": Integer | None,
+    "grpo.val_batch_size": Count | None,
+    "grpo.max_val_samples": Count | None,
     "grpo.async_grpo": dict | None,
     "grpo.async_grpo.enabled": bool | None,
     "loss_fn": dict,
@@ -45,6 +50,8 @@ TYPES: dict[str, Any] = {
     "data.default": dict | None,
     "logger": dict,
     "checkpointing": dict,
+    "checkpointing.save_period": Count | None,
+    "checkpointing.ft_save_period": Count | None,
     "checkpointing.checkpoint_must_save_by": Duration | None,
     "policy": dict,
     **{block: dict | None for block in COPIED_KEYS if "." in block},
@@ -107,6 +114,10 @@ TYPES: dict[str, Any] = {
 }
 
 
+TOP_K_KEYS = ("policy.generation.top_k", "policy.generation.val_top_k")
+"""-1 stands for all tokens, as in vLLM."""
+
+
 def check_values(values: dict[str, Any]) -> None:
     """Convert the values in place; a number in quotes becomes a number.
 
@@ -121,6 +132,32 @@ def check_values(values: dict[str, Any]) -> None:
             block[name] = to_block(block[name], hint, f"{key}.")
         elif type(None) not in getattr(hint, "__args__", ()) and block.get("enabled") is not False:
             require(values, key)
+
+
+def normalize(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's values with one spelling of what NeMo RL takes for the same.
+
+    data.max_input_seq_length may be null by NeMo RL's config classes, but its data sets compare with it; the engine's
+    longest sequence then limits prompts.
+    """
+    changed = dict(values)
+    for key in TOP_K_KEYS:
+        if at(values, key, None) == -1:
+            changed = _replace(changed, key, None)
+    period = at(values, "grpo.val_period", None)
+    if isinstance(period, int) and period < 0:  # NeMo RL validates where it is above 0
+        changed = _replace(changed, "grpo.val_period", 0)
+    if at(values, "data.max_input_seq_length", 0) is None:
+        longest = at(values, "policy.generation.vllm_cfg.max_model_len", None)
+        longest = longest or at(values, "policy.max_total_sequence_length", None)
+        changed = _replace(changed, "data.max_input_seq_length", longest)
+    return changed
+
+
+def _replace(values: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """Return a copy of the tree with this value at a dotted key; blocks on the way to it are copied, too."""
+    name, _, rest = key.partition(".")
+    return {**values, name: _replace(values[name], rest, value) if rest else value}
 
 
 def require(values: Mapping[str, Any], key: str) -> None:

@@ -13,6 +13,7 @@ from nemo_fp8rl.common.errors import UserError, single_line
 from nemo_fp8rl.config.recipe import PATHS
 from nemo_fp8rl.config.yaml_tree import expand_homes
 from nemo_fp8rl.nemo_rl.recipe.checkout import find_checkout
+from nemo_fp8rl.nemo_rl.recipe.value_types import normalize
 
 PROMPT_KEYS = ("prompt_file", "system_prompt_file")
 
@@ -41,7 +42,7 @@ def load_master_config(grpo: ModuleType, path: Path, overrides: Sequence[str]) -
         values: Any = OmegaConf.to_container(config, resolve=True)
         expand_homes(values, PATHS)  # as `read_recipe` does
         _find_prompt_files(values["data"], find_checkout().root.absolute())
-        return grpo.MasterConfig(**values)
+        return grpo.MasterConfig(**normalize(values))
     except (OverridesError, OmegaConfBaseException) as error:
         raise UserError(f"{path}: {single_line(error)}") from None
     except ValidationError as error:

@@ -1,13 +1,17 @@
 """`nemo-fp8rl doctor` as a user sees it: exit codes, JSON, and one sentence where there is nothing to examine."""
 
 import json
+import re
 import subprocess
 import sys
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 
 from nemo_fp8rl.cli import main
+from nemo_fp8rl.commands.doctor.examine import examine
+from nemo_fp8rl.common.errors import UserError
 from tests.nemo_rl.conftest import checkout, real_checkout, write  # noqa: F401
 
 CONF = Path(__file__).parents[3] / "conf"
@@ -106,3 +110,26 @@ def test_what_nemo_rl_runs_on_hopper_fits(capsys, real_checkout, monkeypatch, na
     monkeypatch.setenv("NRL_IGNORE_TP_ACCURACY_CHECK", "1")  # as its script for the latter
     code, out, _ = doctor(capsys, real_checkout / f"examples/configs/recipes/llm/grpo-{name}.yaml", "--json")
     assert code == 0, out
+
+
+SUPPORTED = re.compile(r"meta-llama/|allenai/|deepseek-ai/.*-Distill|moonshotai/|Qwen/Qwen(2|2\.5|3)-(?!VL|Omni)")
+
+
+@pytest.mark.nemo_rl
+def test_every_recipe_of_nemo_rl_gets_an_answer_and_a_model_of_ours_a_report(real_checkout, monkeypatch):  # noqa: F811
+    """Those whose nodes have 4 GPUs are for GB200s. What has errors then is MXFP8, which the contract does not have."""
+    monkeypatch.setenv("NRL_IGNORE_TP_ACCURACY_CHECK", "1")  # as NeMo RL's scripts
+    reports, refusals = {}, {}
+    for path in sorted((real_checkout / "examples/configs/recipes/llm").rglob("grpo-*.yaml")):
+        try:
+            reports[path.stem] = examine(path, [], "gb200" if "n4g" in path.stem else "h100")
+        except UserError as error:
+            refusals[path.stem] = str(error)
+    trainer, model = "the doctor knows Megatron trainers", "is no folder with a config.json"
+    assert all(trainer in refusal or model in refusal for refusal in refusals.values()), refusals
+    unknown = [refusal.partition("=")[2] for refusal in refusals.values() if model in refusal]
+    assert not [name for name in unknown if SUPPORTED.match(name)]
+    assert len(reports) >= 60
+    errors = {name: text for name, report in reports.items() for level, _, text in map(astuple, report.findings)
+              if level == "error" and "is_mx" not in text}  # fmt: skip
+    assert errors == {}

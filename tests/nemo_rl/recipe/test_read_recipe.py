@@ -129,3 +129,10 @@ def test_reading_needs_neither_torch_nor_nemo_rl():
     code = "import sys, nemo_fp8rl.nemo_rl.recipe.read_recipe; print(sorted({'torch', 'nemo_rl'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", "rm", "ppo", "distillation"])
+def test_a_recipe_for_another_algorithm_is_called_that(checkout, tmp_path, algorithm):
+    text = f"cluster: {{gpus_per_node: 8, num_nodes: 1}}\n{algorithm}: {{max_num_epochs: 1}}\n"
+    with pytest.raises(UserError, match=f"r.yaml is a recipe for NeMo RL's {algorithm.upper()}, and this package runs"):
+        read_recipe(write(tmp_path / "r.yaml", text))

@@ -18,11 +18,15 @@ grpo:
   batch_multiplier: 1
   skip_reference_policy_logprobs_calculation: false
   use_dynamic_sampling: false
-  reward_shaping: {enabled: false}
+  reward_shaping: {enabled: false, overlong_buffer_length: null, overlong_buffer_penalty: null}
   reward_scaling: {enabled: false}
   stop_at_validation_metric: null
   stop_at_validation_threshold: null
   val_num_generations_per_prompt: 1
+  val_period: 0
+  val_at_end: false
+  val_batch_size: 256
+  max_val_samples: 256
 loss_fn:
   {positive_example_nll_weight: 0.0, force_on_policy_ratio: false, use_kl_in_reward: false, use_cispo: false,
   reference_policy_kl_penalty: 0.0, truncated_importance_sampling_type: null, truncated_importance_sampling_ratio: null}
@@ -50,6 +54,7 @@ TRUNCATED = "++loss_fn.truncated_importance_sampling_"
 FORCED = "++loss_fn.force_on_policy_ratio=true"
 FUSED = "++policy.megatron_cfg.use_fused_linear_logprobs=true"
 SAVES = "checkpointing.enabled=true"
+OF_MATH = "++data.train={env_name: math}"
 
 
 class Goes(Exception):
@@ -86,6 +91,18 @@ def path(checkout: Path, tmp_path: Path, monkeypatch) -> Path:
         (["++loss_fn.positive_example_nll_weight=0.1"], r"positive_example_nll_weight=0\.1: .*no rewards.*set it to 0"),
         (["++reward_penalties={penalize_empty_final_answer: true}"], r"reward_penalties\.penalize_empty_final_answer"),
         ([SAVES, "++checkpointing.metric_name=accuracy"], r"metric_name=accuracy .* set it to val:accuracy or "),
+        (
+            ["++grpo={val_period: 5, val_batch_size: null}"],
+            r"grpo\.val_batch_size=null is for NeMo Gym",
+        ),
+        (["++grpo={val_at_start: true, max_val_samples: null}"], r"grpo\.max_val_samples=null is for NeMo Gym"),
+        (["++grpo={val_at_end: true, max_val_samples: 16}"], r"=16 is below .*=256: .*set grpo\.val_batch_size=16"),
+        (
+            ["++grpo.reward_shaping={enabled: true, overlong_buffer_length: 4, overlong_buffer_penalty: null}"],
+            r"grpo\.reward_shaping\.overlong_buffer_penalty is missing or null",
+        ),
+        ([OF_MATH, "++env.math=null"], r"data has env_name=math, and there is no block env\.math: add its keys"),
+        ([OF_MATH, "++env.math={num_workers: null}"], r"env\.math\.num_workers is missing or null"),
         (["++grpo.stop_at_validation_metric=accuracy"], r"needs grpo\.stop_at_validation_threshold"),
         (
             ["++grpo.stop_at_validation_metric=pass_k", "++grpo.stop_at_validation_threshold=0.5"],

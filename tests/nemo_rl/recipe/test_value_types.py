@@ -7,7 +7,7 @@ import pytest
 from nemo_fp8rl.cli import main
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.nemo_rl.recipe.read_recipe import load_recipe
-from nemo_fp8rl.nemo_rl.recipe.value_types import TYPES
+from nemo_fp8rl.nemo_rl.recipe.value_types import TYPES, normalize
 from tests.nemo_rl.conftest import write
 
 CHILD = "defaults: ${oc.env:NEMO_RL_SRC}/examples/configs/grpo.yaml\n"
@@ -106,3 +106,41 @@ def test_a_block_stands_before_its_keys():
     for key in keys:
         block = key.rpartition(".")[0]
         assert not block or keys.index(block) < keys.index(key)
+
+
+@pytest.mark.parametrize(
+    ("key", "spelling", "value"),
+    [
+        ("policy.generation.top_k", -1, None),
+        ("policy.generation.val_top_k", -1, None),
+        ("policy.generation.top_k", 50, 50),
+        ("grpo.val_period", -1, 0),
+        ("grpo.val_period", 10, 10),
+        ("data.max_input_seq_length", None, 96),
+        ("data.max_input_seq_length", 64, 64),
+    ],
+)
+def test_a_value_has_one_spelling(key, spelling, value):
+    generation = {"top_k": None, "val_top_k": None, "vllm_cfg": {"max_model_len": 96}}
+    policy = {"max_total_sequence_length": 128, "generation": generation}
+    values = {"policy": policy, "grpo": {"val_period": 5}, "data": {"max_input_seq_length": 32}}
+    with_spelling, expected = (nested_set(values, key, given) for given in (spelling, value))
+    before = repr(with_spelling)
+    assert normalize(with_spelling) == expected
+    assert repr(with_spelling) == before
+
+
+def nested_set(values: dict, key: str, value: object) -> dict:
+    name, _, rest = key.partition(".")
+    return {**values, name: nested_set(values[name], rest, value) if rest else value}
+
+
+def test_without_a_limit_prompts_may_fill_the_trainers_sequence():
+    values = {"policy": {"max_total_sequence_length": 128}, "data": {"max_input_seq_length": None}}
+    assert normalize(values)["data"] == {"max_input_seq_length": 128}
+
+
+def test_minus_one_is_all_tokens_in_every_command_that_reads_the_recipe(checkout, tmp_path):
+    write(checkout / "examples/configs/known.yaml", "grpo: {}\npolicy: {generation: {top_k: null}}\n")
+    path = write(tmp_path / "recipe.yaml", CHILD)
+    assert load_recipe(path, ["++policy.generation.top_k=-1"]).values["policy"]["generation"]["top_k"] is None
