@@ -30,14 +30,13 @@ demo: setup  ## run the CPU demo
 	@$(BIN)/nemo-fp8rl demo $(ARGS)
 
 demo-nemo-rl: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
-demo-nemo-rl: nemo-rl-checkout .venv/nemo-rl/installed  ## NeMo RL's own loop, in FP8, on the CPU; NEMO_RL_SRC names its checkout
+demo-nemo-rl: nemo-rl-checkout .venv/nemo-rl/installed  ## run NeMo RL's own loop on the tiny model; NEMO_RL_SRC names its checkout
 	@PYTHONPATH=$(CURDIR)/.venv/nemo-rl $(BIN)/nemo-fp8rl demo --loop nemo $(ARGS)
 
 .PHONY: nemo-rl-checkout
 nemo-rl-checkout:
-	@test -n "$(NEMO_RL_SRC)" || { echo "NEMO_RL_SRC is not set; these two lines get NeMo RL and run the demo:"; \
-	  echo "  git clone --depth 1 --branch v0.7.0 https://github.com/NVIDIA-NeMo/RL ../nemo-rl"; \
-	  echo "  make demo-nemo-rl NEMO_RL_SRC=../nemo-rl"; exit 2; }
+	@test -n "$(NEMO_RL_SRC)" || { echo "NEMO_RL_SRC is not set, so this gets NeMo RL and runs the demo: git clone --depth 1" \
+	  "--branch v0.7.0 https://github.com/NVIDIA-NeMo/RL ../nemo-rl && make demo-nemo-rl NEMO_RL_SRC=../nemo-rl" >&2; exit 2; }
 
 test: setup-dev  ## run the tests
 	@$(BIN)/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --dist=loadfile --no-loadscope-reorder $(ARGS)

@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_fp8rl.commands.compare.comparison import as_words
-from nemo_fp8rl.commands.demo import make_warm_model, say
 from nemo_fp8rl.common.display import Screen
 from nemo_fp8rl.config.recipe_names import find_recipe
 from nemo_fp8rl.nemo_rl.compat import prepare
@@ -29,6 +28,7 @@ def demo_nemo_rl(runs: Path, steps: int | None = None, warm_up_steps: int | None
     version = find_checkout().version
     require_token()
     prepare()  # what is missing is said before the warm-up
+    from nemo_fp8rl.commands.demo import make_warm_model, say
     from nemo_fp8rl.nemo_rl.run.run_loop import run
 
     if (folder := make_warm_model(runs, warm_up_steps, parts=2)) is None:
