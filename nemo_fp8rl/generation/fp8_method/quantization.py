@@ -12,7 +12,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8KVCacheMet
 from vllm.platforms import current_platform
 
 from nemo_fp8rl.fp8 import Fp8Layers, ScaleFormat
-from nemo_fp8rl.fp8.kernels import load_emulation
+from nemo_fp8rl.fp8.kernels import load, load_emulation
 from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.fp8_method.stored_weights import Fp8LinearMethod, Fp8MoEMethod
 
@@ -72,14 +72,19 @@ class NemoFp8RlConfig(Fp8Config):
 
 
 def methods_for_device() -> tuple[type[Fp8LinearMethod], type[Fp8MoEMethod]]:
-    """Return the methods of linear layers and of experts for this device. Raises ValueError where there are none."""
+    """Return the methods of linear layers and of experts for this device. Raises ValueError where there are none.
+
+    The quantizer is chosen and imported here, where vLLM builds the model, not when it traces or captures a forward.
+    """
     if current_platform.is_cpu():
+        load_emulation("cpu")
         from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_experts import EmulatedFp8MoEMethod
         from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_linear import EmulatedFp8LinearMethod
 
         return EmulatedFp8LinearMethod, EmulatedFp8MoEMethod
     if not current_platform.is_cuda():
         raise ValueError(f"quantization {NemoFp8RlConfig.get_name()} runs on CPUs and on NVIDIA's GPUs")
+    load("auto", "cuda")
     from nemo_fp8rl.generation.fp8_method.gpu_experts import NativeFp8MoEMethod
     from nemo_fp8rl.generation.fp8_method.gpu_linear import NativeFp8LinearMethod
 
