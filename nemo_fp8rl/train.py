@@ -140,7 +140,9 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, resume_h
         ExitStack() as stack,
     ):
         if run.has_all_steps:
-            display.say(f"{run.path} has its {run.completed_steps} steps; raise {limit} for more")
+            steps = run.completed_steps
+            above = f" above {steps}" if limit == "grpo.max_num_steps" else ""
+            display.say(f"{run.path} has its {steps} steps; raise {limit}{above} for more")
             return True
         if run.restart_notice:
             display.say(run.restart_notice)

@@ -36,10 +36,10 @@ class PromptSets(NamedTuple):
     date: datetime | None = None
 
     def limit_steps(self, cfg: Config) -> tuple[Config, str]:
-        """Return the recipe with the steps that grpo.max_num_epochs leaves, and what to raise for more of them."""
+        """Return the recipe with the steps that grpo.max_num_epochs leaves, and the key to raise for more."""
         grpo = cfg.grpo
         steps = count_steps(grpo.max_num_steps, grpo.max_num_epochs, len(self.train), grpo.num_prompts_per_step)
-        limit = "grpo.max_num_epochs" if steps < grpo.max_num_steps else f"grpo.max_num_steps above {steps}"
+        limit = "grpo.max_num_epochs" if steps < grpo.max_num_steps else "grpo.max_num_steps"
         return replace(cfg, grpo=replace(grpo, max_num_steps=steps)), limit
 
     def digests(self) -> dict[str, str]:

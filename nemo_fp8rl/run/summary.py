@@ -59,12 +59,13 @@ def make_summary(rows: Sequence[Row], title: str) -> Table:
 def show_end(cfg: Config) -> None:
     """Print the table of a finished run, and what one may do next."""
     screen = Screen(highlight=False)
-    screen.print(make_summary(read(Path(cfg.logger.log_dir) / "metrics.jsonl"), cfg.nemo_fp8rl.flow))
-    screen.print(next_commands(cfg), soft_wrap=True)
+    rows = read(Path(cfg.logger.log_dir) / "metrics.jsonl")
+    screen.print(make_summary(rows, cfg.nemo_fp8rl.flow))
+    screen.print(next_commands(cfg, max((int(row["step"]) for row in rows), default=0)), soft_wrap=True)
 
 
-def next_commands(cfg: Config) -> Text:
-    """Return the run's folder, and commands for what one may do next."""
+def next_commands(cfg: Config, steps: int) -> Text:
+    """Return the folder of a run of so many steps, and commands for what one may do next."""
     folder = Path(cfg.logger.log_dir)
     lines = [f"run directory {folder}", f"  nemo-fp8rl report {quote(str(folder))}"]
     checkpoints = sorted(
@@ -72,8 +73,13 @@ def next_commands(cfg: Config) -> Text:
         key=lambda path: int(path.name.removeprefix("step_")),
     )
     if checkpoints:
-        recipe, more = quote(str(folder / "config.yaml")), 2 * cfg.grpo.max_num_steps
-        lines.append(f"  nemo-fp8rl train --config {recipe} --resume grpo.max_num_steps={more}")
+        recipe = quote(str(folder / "config.yaml"))
+        more = f"grpo.max_num_steps={2 * steps}"
+        if steps < cfg.grpo.max_num_steps:
+            more = (
+                f"grpo.max_num_epochs={2 * (cfg.grpo.max_num_epochs or 1)} grpo.max_num_steps={cfg.grpo.max_num_steps}"
+            )
+        lines.append(f"  nemo-fp8rl train --config {recipe} --resume {more}")
         if cfg.nemo_fp8rl.engine_fp8:
             weights = quote(str(checkpoints[-1] / "policy/weights"))
             lines.append(f"  nemo-fp8rl export --checkpoint {weights} --output {quote(str(folder / 'fp8'))}")

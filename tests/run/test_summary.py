@@ -41,14 +41,18 @@ def test_commands_quote_paths_and_name_the_latest_checkpoint(tmp_path):
     cfg = SimpleNamespace(
         logger=SimpleNamespace(log_dir=str(folder)),
         checkpointing=SimpleNamespace(checkpoint_dir=str(folder / "checkpoints")),
-        grpo=SimpleNamespace(max_num_steps=10),
+        grpo=SimpleNamespace(max_num_steps=10, max_num_epochs=3),
         nemo_fp8rl=SimpleNamespace(engine_fp8=True),
     )
-    text = next_commands(cfg).plain
+    text = next_commands(cfg, 10).plain
     assert f"nemo-fp8rl report '{folder}'" in text
     assert f"--checkpoint '{Path(folder)}/checkpoints/step_10/policy/weights'" in text
+    assert "--resume grpo.max_num_steps=20" in text
+    assert (
+        "--resume grpo.max_num_epochs=6 grpo.max_num_steps=10" in next_commands(cfg, 9).plain
+    )  # the epochs have ended it
     cfg.nemo_fp8rl.engine_fp8 = False
-    assert "export" not in next_commands(cfg).plain
+    assert "export" not in next_commands(cfg, 10).plain
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,8 @@ def read_nemo_rl_log(folder: Path, name: str) -> Run:
         missing.append(f"{name}: no train_data_step*.jsonl is small enough to be read (answers and importance weights)")
     elif len(steps) < len(batches):
         missing.append(f"{name}: answers and importance weights are those of steps {', '.join(map(str, steps))}")
+    if steps:
+        missing.append(f"{name}: its log has no texts of tokens, so that an answer is coloured as a whole")
     missing.append(f"{name}: TensorBoard keeps seven digits, so that a value within 6e-8 of 1 counts as 1")
     return Run(
         name=name,
