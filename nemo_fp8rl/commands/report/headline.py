@@ -100,7 +100,9 @@ def _figure(
     """
     names = [next((metric for metric in metrics if _values(run, metric)), metrics[0]) for run in runs]
     means = [_mean(run, name, last) for run, name in zip(runs, names, strict=True)]
-    return Figure(" or ".join(dict.fromkeys(names)), about, [_format_mean(mean, unit, digits) for mean in means])
+    divisor, unit = choose_unit(unit, max((mean for mean in means if mean is not None), default=0.0))
+    values = ["-" if mean is None else f"{format_exactly(mean / divisor, digits)} {unit}".strip() for mean in means]
+    return Figure(" or ".join(dict.fromkeys(names)), about, values)
 
 
 def _values(run: Run, metric: str) -> list[float]:
@@ -111,13 +113,6 @@ def _mean(run: Run, metric: str, last: float) -> float | None:
     values = _values(run, metric)
     values = values[-max(1, round(len(values) * last)) :]
     return fmean(values) if values else None
-
-
-def _format_mean(mean: float | None, unit: str, digits: int) -> str:
-    if mean is None:
-        return "-"
-    divisor, unit = choose_unit(unit, mean)
-    return f"{format_exactly(mean / divisor, digits)} {unit}".strip()
 
 
 def _format_share(run: Run, metric: str) -> str:

@@ -89,7 +89,8 @@ def render_page(runs: Sequence[Run]) -> str:
 
 def _make_breakable(text: object) -> Markup:
     """Return the text, escaped, with places for line breaks in keys and paths, and in what is as long as a digest."""
-    return Markup("<wbr>").join(piece for part in BREAKS.split(str(text)) for piece in DIGESTS.split(part))
+    parts = BREAKS.split(str(text).replace(" %", "\u00a0%"))
+    return Markup("<wbr>").join(piece for part in parts for piece in DIGESTS.split(part))
 
 
 def _escape_json(value: Any) -> Markup:

@@ -36,7 +36,7 @@ def make_exact(run: Path) -> Path:
 
 
 def headline(page: Page) -> str:
-    return page.source.split('class="headline"')[1].split("</section>")[0].replace("<wbr>", "")
+    return page.source.split('class="headline"')[1].split("</section>")[0].replace("<wbr>", "").replace("\u00a0", " ")
 
 
 def test_what_never_changes_is_one_sentence_a_section(make_run):
@@ -120,6 +120,11 @@ def test_runs_of_one_axis_share_it(make_run):
         for chart in re.findall(r'aria-label="timing/\*, (?:fast|slow)".*?</svg>', page.source, re.DOTALL)
     }
     assert len(axes) == 1
+
+
+def test_a_row_of_figures_has_one_unit(make_run):
+    small, large = (change(make_run(name, steps=5), **{"refit/bytes": size}) for name, size in (("a", 9e5), ("b", 2e6)))
+    assert "<td>0.9 MB</td><td>2 MB</td>" in make_page(small, large).source
 
 
 def test_axes_name_what_they_count(make_run):
