@@ -24,7 +24,7 @@ from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.rollout import collect_rollout, pick_further_prompts
 from nemo_fp8rl.run.end_record import read_end
-from nemo_fp8rl.train import format_figures, train, validate
+from nemo_fp8rl.train import _length_notice, format_figures, train, validate
 from tests.conftest import RECIPES
 
 SHORT = ("grpo.max_num_steps=2", "grpo.val_at_start=false", "grpo.val_at_end=false", "checkpointing.save_period=100")
@@ -365,3 +365,9 @@ def test_further_rounds_ask_every_other_prompt_once():
     assert sorted(p.index for asked in (first, *rounds) for p in asked) == list(range(10))
     assert rounds[0] == pick_further_prompts(prompts, first, 7, 1, 1)
     assert rounds[0] != pick_further_prompts(prompts, first, 7, 2, 1)
+
+
+def test_answers_longer_than_the_context_are_announced(recipe):
+    notice = _length_notice(recipe("policy.generation.max_new_tokens=200", "policy.max_total_sequence_length=96"))
+    assert notice.startswith("policy.generation.max_new_tokens=200, but a prompt and its answer have 96 tokens at most")
+    assert _length_notice(recipe()) == ""
