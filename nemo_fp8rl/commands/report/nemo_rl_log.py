@@ -201,17 +201,23 @@ def _pick_samples(rows: list[Columns], step: int) -> list[Sample]:
 
 
 def _make_sample(row: Columns, reward: float, reason: str, step: int) -> Sample:
-    """Return the sample with its answer as one token: the log has no texts of tokens."""
+    """Return the sample with its answer as one token: the log has no texts of tokens.
+
+    The messages are those of the prompt, the last answer, and what the environment said to it, which may be "".
+    """
     content = row.get("content")
-    texts = [str(text)[:MAX_CHARACTERS] for text in content] if isinstance(content, list) else [str(content)]
+    texts = (
+        [str(text)[:MAX_CHARACTERS] for text in content] if isinstance(content, list) and content else [str(content)]
+    )
+    last = len(texts) - (2 if len(texts) > 2 else 1)
     pairs = _pairs(row)
     return Sample(
         chosen=reason,
-        prompt="\n".join(texts[:-1]),
+        prompt="\n".join(texts[:last]),
         reward=reward,
         policy_version=step - 1,
         num_tokens=1,
-        tokens=texts[-1:] or [""],
+        tokens=[texts[last]],
         prev_logprobs=[math.fsum(a for a, _ in pairs)],
         generation_logprobs=[math.fsum(b for _, b in pairs)],
     )

@@ -46,7 +46,7 @@ def write_batch(experiment: Path, step: int) -> None:
     with (experiment / f"train_data_step{step}.jsonl").open("w") as file:
         for i, (prompt, answer, reward, mask, trainer, engine) in enumerate(rows):
             row = {
-                "content": [[prompt, answer]],
+                "content": [[prompt, answer, ""]],
                 "rewards": [reward],
                 "token_loss_mask": mask,
                 "sample_loss_mask": [1.0],
@@ -81,6 +81,7 @@ def test_batches_have_answers_and_importance_weights(experiment):
     assert page.text.count("highest reward, largest difference, reward 1") == 4  # steps 1, 3, 4 and 6
     assert "answers and importance weights are those of steps 1, 3, 4, 6" in page.text
     assert "<img src=x>" in page.text and "img" not in page.tags
+    assert '<span class="prompt">1+1=</span><span class="token up"' in page.source
     (weights,) = [chart for chart in page.charts if any("weight about" in label for label in chart["labels"].values())]
     assert sorted(weights["series"][0]["y"]) == [0.5, 0.5]
     trainer, engine = math.exp(-3), math.exp(-3.5)
