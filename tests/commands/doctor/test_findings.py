@@ -8,7 +8,7 @@ import pytest
 from nemo_fp8rl.commands.doctor.batch_sizes import check_batches
 from nemo_fp8rl.commands.doctor.block_alignment import check_alignment
 from nemo_fp8rl.commands.doctor.hardware import GPUS, check_hardware, gpu_by_name
-from nemo_fp8rl.commands.doctor.model_shapes import LLAMA31_8B
+from nemo_fp8rl.commands.doctor.known_models import KNOWN_MODELS
 from nemo_fp8rl.commands.doctor.precision_agreement import check_agreement
 from nemo_fp8rl.common.errors import UserError
 from tests.commands.doctor.conftest import ENGINE, TRAINER
@@ -95,7 +95,7 @@ def test_what_is_bfloat16_need_not_be_aligned(plan):
 )
 def test_what_ranks_cannot_share_is_named_in_any_precision(plan, tmp_path, precision, model, changes, message):
     if model is SPREAD_HEADS:
-        (tmp_path / "config.json").write_text(json.dumps(LLAMA31_8B | SPREAD_HEADS))
+        (tmp_path / "config.json").write_text(json.dumps(KNOWN_MODELS["meta-llama/Llama-3.1-8B"] | SPREAD_HEADS))
         model = str(tmp_path)
     made = plan(model, changes | {ENGINE + "precision": precision})
     assert message in said(check_alignment(made), "error")[0]
@@ -113,7 +113,11 @@ def test_key_heads_are_repeated_where_ranks_are_a_multiple_of_them(plan, precisi
 
 def test_heads_smaller_than_a_block_are_other_blocks_in_nemo_rls_trainer(plan, tmp_path):
     """As Llama-3.2-1B's. It takes every linear layer to FP8, whatever stays in bfloat16 in the engine."""
-    sizes = LLAMA31_8B | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+    sizes = KNOWN_MODELS["meta-llama/Llama-3.1-8B"] | {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+    }
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     theirs, ours = ({"nemo_fp8rl.workers": workers} for workers in ("nemo_rl", "ours"))
     for words in ({}, {ENGINE + "quantization_ignored_layer_kws": ["q_proj"]}):
