@@ -76,13 +76,15 @@ def load_prompts(cfg: Config, vocab_size: int, date: datetime | None = None) -> 
     train, val = tokenizer.tokenize(train_records, vocab_size), tokenizer.tokenize(held_out, vocab_size)
     num_too_long = len(train_records) + len(held_out) - len(train) - len(val)
     dropped = f" after {num_too_long} were dropped that policy.generation.vllm_cfg.max_model_len has no room for"
+    longer = "raise it (by default it is policy.max_total_sequence_length)"
     if len(train) < cfg.grpo.num_prompts_per_step:
         raise UserError(
             f"data.train.data_path: {len(train)} training prompts{dropped * (num_too_long > 0)} are fewer than "
-            f"grpo.num_prompts_per_step={cfg.grpo.num_prompts_per_step}; lower it or add prompts"
+            f"grpo.num_prompts_per_step={cfg.grpo.num_prompts_per_step}; "
+            + (f"{longer} or shorten prompts" if num_too_long else "lower it or add prompts")
         )
     if not val:
-        raise UserError(f"no validation prompt is left{dropped}; raise it or add shorter prompts")
+        raise UserError(f"no validation prompt is left{dropped}; {longer} or add shorter prompts")
     printed = date or (tokenizer.renderer.date if tokenizer.renderer.date_is_printed else None)
     prompts = PromptSets(tokenizer, train, val, num_too_long, _notes(tokenizer, train, cfg), printed)
     steps = prompts.limit_steps(cfg)[0].grpo.max_num_steps

@@ -32,7 +32,7 @@ def split_records(
     held_out = set(prompts[: round(len(prompts) * split_validation_size)])
     if not held_out or len(held_out) == len(prompts):
         raise UserError(
-            f"data.train.split_validation_size={split_validation_size} of {len(prompts)} prompts leaves a side empty; "
-            "give data.validation.data_path or another size"
+            f"data.train.split_validation_size={split_validation_size} of {len(prompts)} distinct prompts leaves a "
+            "side empty; give data.validation.data_path or another size"
         )
     return [r for r in train if r.question not in held_out], [r for r in train if r.question in held_out]

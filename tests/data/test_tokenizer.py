@@ -76,7 +76,7 @@ def test_prompts_that_fill_the_context_are_dropped_and_counted(recipe, folder):
     loaded = load_prompts(recipe(*overrides), 64)
     assert loaded.num_too_long == 30
     assert len(loaded.train) + len(loaded.validation) == 270
-    with pytest.raises(UserError, match=r"30 were dropped .*max_model_len .*grpo\.num_prompts_per_step=288"):
+    with pytest.raises(UserError, match=r"30 were dropped .*max_model_len .*num_prompts_per_step=288; raise it .by"):
         load_prompts(recipe(*overrides, "grpo.num_prompts_per_step=288", "policy.train_global_batch_size=64"), 64)
 
 
