@@ -50,7 +50,9 @@ def explain_no_signal(rows: Sequence[Row], recipe: Mapping[str, Any]) -> str:
     def always(name: str, value: float) -> bool:
         return all(row.get(f"train/{name}") == value for row in rows)
 
-    has_no_signal = all(_has_equal_rewards(row) for row in rows)
+    by_batch = recipe.get("grpo.adv_estimator.minus_baseline") is False  # rewards are not compared within groups
+    by_batch &= recipe.get("grpo.adv_estimator.name") == "reinforce_plus_plus"
+    has_no_signal = all(_is_all_0_or_1(row) if by_batch else _has_equal_rewards(row) for row in rows)
     if has_no_signal and all(row.get(f"train/{EQUAL_ANSWERS}", 0) > MOSTLY for row in rows):
         keys = _keys(recipe, *(f"policy.generation.{name}" for name in ("temperature", "top_k", "top_p")))
         reason = f"the answers to a prompt were all the same, which gives no gradient: sample more freely ({keys})"
@@ -88,9 +90,11 @@ def count_without_signal(rows: Sequence[Row]) -> int:
 
 
 def _has_equal_rewards(row: Row) -> bool:
-    """In NeMo RL's logs only two cases are certain: all rewards 0, or all 1."""
-    if f"train/{EQUAL_REWARDS}" in row:
-        return row[f"train/{EQUAL_REWARDS}"] == 1
+    """Return whether no group gives a gradient. NeMo RL's logs tell it only where all rewards are 0, or all 1."""
+    return row[f"train/{EQUAL_REWARDS}"] == 1 if f"train/{EQUAL_REWARDS}" in row else _is_all_0_or_1(row)
+
+
+def _is_all_0_or_1(row: Row) -> bool:
     shares = (row.get("train/baseline_reward/pct_0"), row.get("train/baseline_reward/pct_1"))
     return row.get("train/reward") in (0, 1) and 100 in shares
 

@@ -44,6 +44,15 @@ def test_a_run_that_may_learn_is_not_warned_about(metrics):
     assert explain_no_signal([step(**metrics)] * 9, RECIPE) == ""
 
 
+def test_reinforce_without_a_baseline_compares_over_the_batch():
+    recipe = {"grpo.adv_estimator.name": "reinforce_plus_plus", "grpo.adv_estimator.minus_baseline": False}
+    mixed = step(**EQUAL, **{"baseline_reward/pct_0": 50.0, "baseline_reward/pct_1": 50.0})
+    assert explain_no_signal([mixed] * 3, recipe) == ""
+    assert explain_no_signal([mixed] * 3, recipe | {"grpo.adv_estimator.minus_baseline": True}) != ""
+    wrong = step(reward=0.0, **EQUAL, **{"baseline_reward/pct_0": 100.0, "baseline_reward/pct_1": 0.0})
+    assert "every reward was 0" in explain_no_signal([wrong] * 3, recipe)
+
+
 def test_a_log_of_nemo_rl_is_judged_by_its_own_names():
     zero = {"step": 1, "train/reward": 0.0, "train/baseline_reward/pct_0": 100.0, "train/baseline_reward/pct_1": 0.0}
     assert "every reward was 0" in explain_no_signal([zero] * 3, {})
