@@ -124,15 +124,21 @@ def test_a_gate_warns_and_the_step_goes_on(run, capsys):
     assert first["train/grad_norm"] > 0
 
 
-def test_a_gate_skips_the_step_and_an_engine_of_another_model_is_alarming(run, monkeypatch, capsys):
+@pytest.fixture
+def engine_of_another_model(monkeypatch) -> None:
     """The engine rotates half of each head, as with a key of config.json that the trainer does not read."""
 
     def other_model(*arguments):
         changed = engine_arguments(*arguments)
-        changed["hf_overrides"]["rope_parameters"] = {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+        changed["hf_overrides"]["rope_parameters"] = rope
         return changed
 
     monkeypatch.setattr("nemo_fp8rl.generation.engine.engine_arguments", other_model)
+
+
+@pytest.mark.usefixtures("engine_of_another_model")
+def test_a_gate_skips_the_step_and_an_engine_of_another_model_is_alarming(run, capsys):
     gates = "nemo_fp8rl.gates=[{metric: k3_kl, max: 0, action: skip_step}]"
     rows = run("nemo_fp8rl.flow=fp8_rollout", gates)
     for row in rows:
@@ -145,11 +151,10 @@ def test_a_gate_skips_the_step_and_an_engine_of_another_model_is_alarming(run, m
     assert f"nemo-fp8rl: {said}" in err
 
 
-def test_an_alarm_may_stop_the_run(run):
-    """At lr 0.1 the weights of step 2 are far off, and so are both sides."""
-    far = ("policy.megatron_cfg.optimizer.lr=0.1", "policy.megatron_cfg.scheduler.lr_warmup_iters=0")
-    with pytest.raises(UserError, match=r"step 2: MISMATCH: token_mult_prob_error is"):
-        run("nemo_fp8rl.flow=fp8_rollout", "nemo_fp8rl.mismatch_alarm=stop", *far)
+@pytest.mark.usefixtures("engine_of_another_model")
+def test_the_alarm_stops_a_run_where_the_recipe_says_so(run):
+    with pytest.raises(UserError, match=r"step 1: MISMATCH: token_mult_prob_error is"):
+        run("nemo_fp8rl.mismatch_alarm=stop")
 
 
 def test_a_gate_stops_the_run_and_keeps_what_was_trained(run, warm_overrides, tmp_path):
