@@ -30,7 +30,8 @@ def sft(cfg: Config, output: Path) -> bool:
     cfg = _plain_sampling(pin_commits(cfg))
     hf = read_hf_config(cfg.policy.model_name)
     check_context(hf, cfg.policy.max_total_sequence_length)
-    tokenizer, prompts, *_ = load_prompts(cfg, hf.vocab_size)
+    loaded = load_prompts(cfg, hf.vocab_size)
+    tokenizer, prompts = loaded.tokenizer, loaded.train
     if missing := [prompt for prompt in prompts if not prompt.answer]:
         raise UserError(f"{missing[0].place}: there is no answer of text, and sft trains on answers; write one")
     answers = [Completion(tuple(tokenizer.tokenize_answer(p.answer)), (), "stop", 0) for p in prompts]
@@ -46,6 +47,7 @@ def sft(cfg: Config, output: Path) -> bool:
         policy = MegatronPolicy(cfg)
         stack.callback(policy.shutdown)
         with Display("warm-up", cfg.sft.max_num_steps) as display, stop_on_signals(StopFlag()) as stop:
+            display.say(loaded.notes[0])
             for step in range(1, cfg.sft.max_num_steps + 1):
                 chosen = order.indices(step)
                 batch = collate([prompts[i] for i in chosen], [answers[i] for i in chosen], tokenizer.pad_token_id)

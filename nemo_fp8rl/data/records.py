@@ -31,7 +31,7 @@ class FieldNames:
     """Where a dataset has prompt and answer.
 
     block:       the recipe's block of the dataset, for messages
-    input_key:   field of the prompt; None looks for PROMPT_FIELDS
+    input_key:   field of the prompt, a.b for one within an object; None looks for PROMPT_FIELDS
     output_key:  field of the answer; None is ANSWER_FIELD, or the last message of a conversation
     any_answer:  an answer may have any JSON type or be missing: a reward of the user's own decides
     """
@@ -87,10 +87,9 @@ def parse_record(row: Any, place: str, names: FieldNames) -> Record:
         raise UserError(f'{place}: not an object; write {{"prompt": ..., "answer": ...}}')
     key = _prompt_field(row, place, names)
     chat, answer_of_chat = "", None
-    value = row[key]
+    value, tools = _lookup(row, key), _parse_tools(row.get("tools"), place)
     if isinstance(value, list):
         messages = parse_messages(value, f'{place}: "{key}"')
-        tools = _parse_tools(row.get("tools"), place)
         if messages[-1]["role"] == "assistant":
             *messages, last = messages
             answer_of_chat = last.get("content")
@@ -103,6 +102,8 @@ def parse_record(row: Any, place: str, names: FieldNames) -> Record:
         prompt = text = value
         if not text.strip():
             raise UserError(f'{place}: "{key}" is blank; remove the line or write the question')
+        if tools:
+            chat = json.dumps({"messages": [{"role": "user", "content": text}], "tools": tools}, ensure_ascii=False)
     else:
         raise UserError(
             f'{place}: "{key}" is {short_json(value)}, which is no text; give it as a string, or as a list of messages '
@@ -156,7 +157,7 @@ def short_json(value: Any) -> str:
 def _prompt_field(row: Mapping[str, Any], place: str, names: FieldNames) -> str:
     """Return the name of the field that holds the prompt. Raises UserError where it is not clear."""
     if (key := names.input_key) is not None:
-        if row.get(key) is None:
+        if _lookup(row, key) is None:
             raise UserError(f'{place}: "{key}" ({names.block}.input_key) is missing; {_known(row)}')
         return key
     present = [name for name in PROMPT_FIELDS if row.get(name) is not None]
@@ -172,10 +173,20 @@ def _prompt_field(row: Mapping[str, Any], place: str, names: FieldNames) -> str:
     )
 
 
+def _lookup(row: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a field, or of a field within objects (reward_model.ground_truth); None without one."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
 def _find_answer(row: Mapping[str, Any], place: str, names: FieldNames, answer_of_chat: Any) -> Any:
     """Return the answer as the dataset has it, None without one. Raises UserError where there are two."""
     key = names.output_key or ANSWER_FIELD
-    answer = row.get(key)
+    answer = _lookup(row, key)
     if answer is not None and answer_of_chat is not None:
         raise UserError(
             f'{place}: the conversation ends with an assistant\'s message and "{key}" gives an answer as well; remove '

@@ -191,9 +191,11 @@ def test_forms_of_a_conversation(path, row):
 @pytest.mark.parametrize("form", ["list", "text"])
 def test_tools_are_kept_for_the_template(path, form):
     tools = [{"type": "function", "function": {"name": "add"}}]
-    record = read_row(path, {"prompt": [USER], "answer": "2", "tools": tools if form == "list" else json.dumps(tools)})
-    assert record.tools == tools
-    assert record.question != Record("1+1=", "2").question
+    row = {"answer": "2", "tools": tools if form == "list" else json.dumps(tools)}
+    for prompt in ([USER], "1+1="):
+        record = read_row(path, {"prompt": prompt, **row})
+        assert (record.messages, record.tools) == ([USER], tools)
+        assert record.question != Record("1+1=", "2").question
 
 
 @pytest.mark.parametrize(
@@ -221,6 +223,8 @@ def test_keys_name_the_fields_and_a_missing_one_is_named_with_its_key(path):
     row = {"question": "1+1=", "solution": "#### 2", "answer": "other"}
     record = read_row(path, row, FieldNames("data.train", "question", "solution"))
     assert record == Record("1+1=", "#### 2")
+    nested = {"prompt": [USER], "reward_model": {"ground_truth": "2"}, "data_source": "verl"}
+    assert read_row(path, nested, FieldNames("data.train", None, "reward_model.ground_truth")).answer == "2"
     message = refusal(path, json.dumps(row), FieldNames("data.validation", "q", "solution"))
     assert '"q" (data.validation.input_key) is missing; the line has question, solution, answer' in message
     message = refusal(path, json.dumps(row), FieldNames("data.train", "question", "a"))
