@@ -9,6 +9,7 @@ FOLDER/dataset_dict.json, train/, test/          what `DatasetDict.save_to_disk`
 import json
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +32,29 @@ def read_dataset(path: str | Path, names: FieldNames | None = None, split: str |
     split:   the part of a folder that has several; None is train, or the only one
     Raises:  UserError for a dataset that is missing, empty or cannot be read, with the line of a bad record
     """
-    path, names = Path(path), names or FieldNames()
-    key = f"{names.block}.data_path"
-    if path.is_dir():
-        rows = _folder_rows(path, key, split, names.block)
-    else:
-        if split not in (None, "train"):
-            raise UserError(f"{names.block}.split={split}: {path} is one file, whose only split is train; remove it")
-        rows = read_rows(path, key)
-    records = parse_records(rows, names)
+    names = names or FieldNames()
+    records = parse_records(_read(Path(path), split, names.block), names)
     if not records:
-        raise UserError(f'{key}: {path} holds no record; write one {{"prompt": ..., "answer": ...}} object a line')
+        raise UserError(
+            f'{names.block}.data_path: {path} holds no record; write one {{"prompt": ..., "answer": ...}} object a line'
+        )
     return records
+
+
+def read_first_row(path: str | Path, names: FieldNames, split: str | None = None) -> Mapping[str, Any]:
+    """Return the first row as it is; empty where there is none, or no object. Raises UserError as `read_dataset`."""
+    _, row = next(_read(Path(path), split, names.block), ("", {}))
+    return row if isinstance(row, Mapping) else {}
+
+
+def _read(path: Path, split: str | None, block: str) -> Rows:
+    key = f"{block}.data_path"
+    if path.is_dir():
+        yield from _folder_rows(path, key, split, block)
+        return
+    if split not in (None, "train"):
+        raise UserError(f"{block}.split={split}: {path} is one file, whose only split is train; remove it")
+    yield from read_rows(path, key)
 
 
 def _folder_rows(folder: Path, key: str, split: str | None, block: str) -> Rows:

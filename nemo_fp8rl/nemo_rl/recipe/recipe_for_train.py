@@ -17,7 +17,9 @@ from nemo_fp8rl.config.recipe import complete
 from nemo_fp8rl.config.run_schema import CheckpointingConfig, LoggerConfig
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.config.yaml_tree import register_resolvers
+from nemo_fp8rl.data.dataset import read_first_row
 from nemo_fp8rl.data.prompts import load_prompts
+from nemo_fp8rl.data.records import FieldNames
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.nemo_rl.recipe.checkout import find_checkout
 from nemo_fp8rl.nemo_rl.recipe.config_from_recipe import complete_for_model, convert_keys
@@ -92,6 +94,7 @@ def load_for_train(path: Path, overrides: Sequence[str] = ()) -> Config:
     for key, instead in IGNORED_KEYS.items():
         if value := at(recipe, key, None):
             print(f"nemo-fp8rl: {key}={value} has no effect in `nemo-fp8rl train`: {instead}", flush=True)
+    _prefer_messages(recipe["data"])
     cfg = complete_for_model(convert_keys_for_train(path, recipe))
     prompts = load_prompts(cfg, read_hf_config(cfg.policy.model_name).vocab_size)
     for prompt in (*prompts.train, *prompts.validation):
@@ -195,6 +198,16 @@ def _check_prompt(prompt: Prompt) -> None:
             f"{prompt.place}: NeMo RL reads a user's message and an assistant's from `messages`, without tools, and "
             "this is another conversation; use a recipe of `nemo-fp8rl train`"
         )
+
+
+def _prefer_messages(data: dict[str, Any]) -> None:
+    """Make `messages` the input where a dataset has that field: NeMo RL then reads neither input_key nor output_key."""
+    for name in ("train", "validation"):
+        block = {**(data.get("default") or {}), **data[name]} if isinstance(data.get(name), Mapping) else {}
+        if path := block.get("data_path"):
+            names = FieldNames(f"data.{name}")
+            if "messages" in read_first_row(path, names, block.get("split")):
+                data[name] |= {"input_key": "messages", "output_key": None}
 
 
 def _check_length(recipe: Mapping[str, Any]) -> None:

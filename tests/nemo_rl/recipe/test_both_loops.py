@@ -283,7 +283,7 @@ def test_both_loops_shape_rewards_alike(coefficient, nemo_rl, keys):
     assert (cfg.grpo.reward_shaping.overlong_buffer_length, cfg.grpo.overlong_filtering) == (2, True)
     shorter = shaping.replace("max_response_length:5", "max_response_length:3")
     assert "NeMo RL's penalty grows beyond it" in refusal_of(load_for_train, runs.RECIPE, [*keys, shorter])
-    assert "grpo.reward_shaping.max_response_length must be a finite" in refusal_of(
+    assert "grpo.reward_shaping.overlong_buffer_length must be a finite" in refusal_of(
         load_for_train, runs.RECIPE, [*keys, "~grpo.reward_shaping", "++grpo.reward_shaping={enabled:true}"]
     )
 
