@@ -94,9 +94,9 @@ def parse_record(row: Any, place: str, names: FieldNames) -> Record:
             *messages, last = messages
             answer_of_chat = last.get("content")
         text = describe_messages(messages)
-        if not messages or not any(str(message.get("content") or "").strip() for message in messages):
+        if not messages or not str(messages[-1].get("content") or "").strip():
             raise UserError(f'{place}: "{key}" has no text before the answer; remove the line or write the question')
-        chat = json.dumps({"messages": messages, "tools": tools}, ensure_ascii=False)
+        chat = json.dumps({"messages": messages, "tools": tools}, ensure_ascii=False, default=str)
         prompt: Any = messages
     elif isinstance(value, str):
         prompt = text = value

@@ -204,7 +204,7 @@ def test_tools_are_kept_for_the_template(path, form):
         ({"messages": [USER, ASSISTANT], "answer": "2"}, "ends with an assistant's message and"),
         ({"messages": [ASSISTANT]}, "no text before the answer"),
         ({"messages": [USER]}, '"answer" is missing'),
-        ({"messages": [{"role": "user", "content": " "}], "answer": "2"}, "no text before the answer"),
+        ({"messages": [SYSTEM, {"role": "user", "content": " "}], "answer": "2"}, "no text before the answer"),
         ({"messages": [{"role": 3, "content": "x"}], "answer": "2"}, 'message 1: "role" is missing or not text'),
         ({"messages": [USER, {"role": "tool", "content": 3}], "answer": "2"}, 'message 2: "content" is 3'),
         ({"messages": ["1+1="], "answer": "2"}, 'message 1 is "1+1="'),
