@@ -94,6 +94,7 @@ def load_for_train(path: Path, overrides: Sequence[str] = ()) -> Config:
     for key, instead in IGNORED_KEYS.items():
         if value := at(recipe, key, None):
             print(f"nemo-fp8rl: {key}={value} has no effect in `nemo-fp8rl train`: {instead}", flush=True)
+    convert_keys_for_train(path, recipe)  # a key is refused before a file is read
     _prefer_messages(recipe["data"])
     cfg = complete_for_model(convert_keys_for_train(path, recipe))
     prompts = load_prompts(cfg, read_hf_config(cfg.policy.model_name).vocab_size)

@@ -42,7 +42,8 @@ def test_both_loops_give_the_same_rewards_and_losses(warm, tmp_path):
     )
     assert train(cfg)
     own = [row for row in read(tmp_path / "own") if row["step"] > 0]
-    for name in ("reward", "loss", "grad_norm", "lr", "token_mult_prob_error", "sampling_importance_ratio"):
+    # of two optimizer steps NeMo RL logs the last one's grad_norm, our loop their mean
+    for name in ("reward", "loss", "lr", "token_mult_prob_error", "sampling_importance_ratio"):
         ours = [row[f"train/{name}"] for row in own]
         assert theirs[f"train/{name}"] == pytest.approx(ours, rel=1e-4, abs=1e-6), name
 
