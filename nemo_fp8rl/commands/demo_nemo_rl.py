@@ -5,9 +5,9 @@ The loop is that of the checkout in NEMO_RL_SRC; trainer, engine, refit and loss
 
 import time
 from pathlib import Path
+from shlex import quote
 
 from rich.table import Table
-from rich.text import Text
 
 from nemo_fp8rl.commands.compare.comparison import as_words
 from nemo_fp8rl.common.display import Screen
@@ -44,12 +44,14 @@ def demo_nemo_rl(runs: Path, steps: int | None = None, warm_up_steps: int | None
     begin = time.monotonic()
     if not run(find_recipe("nemo_rl/tiny_cpu"), as_words(changes)):
         return False
-    Screen().print(make_summary(max(logs.glob("exp_*")), time.monotonic() - begin))
+    log = max(logs.glob("exp_*"))
+    Screen().print(make_summary(log, time.monotonic() - begin))
+    say(f"log folder: {log}; next:\n  nemo-fp8rl report {quote(str(log))}   # as a page")
     return True
 
 
 def make_summary(folder: Path, seconds: float) -> Table:
-    """Return a table of a finished run: reward of the first and last step, mismatch, time, log folder.
+    """Return a table of a finished run: reward of the first and last step, mismatch, time.
 
     folder: NeMo RL's log folder of the run, with its TensorBoard events
     """
@@ -60,7 +62,6 @@ def make_summary(folder: Path, seconds: float) -> Table:
     table.add_row("reward, last step", f"{rewards[-1]:.3f}")
     table.add_row("token_mult_prob_error, largest", f"{max(mismatch):.6f}")
     table.add_row("seconds, start and end included", f"{seconds:.0f}")
-    table.add_row("log folder", Text(str(folder)))
     return table
 
 
