@@ -3,6 +3,7 @@
 Usage: python loop_runner.py RECIPE [overrides]
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def main(recipe: Path, overrides: list[str]) -> None:
     set_seed(keys["seed"])
     # The hook is needed by the versions in these tests; NeMo RL's own environment does not need it.
     ray.init("local", num_cpus=8, include_dashboard=False, runtime_env={"worker_process_setup_hook": PREPARE_PROCESS})
+    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # other clusters may run on this machine
     environment.register(uses_package=True)
     data, _, envs, val_envs = setup_response_data(tokenizer, master.data, master.env)
     prompts = StatefulDataLoader(
