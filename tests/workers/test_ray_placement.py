@@ -53,12 +53,13 @@ def test_gpus_that_are_hidden_decide_nothing(monkeypatch):
     assert not is_single_host(load(RECIPES / "tiny_cpu.yaml", ["cluster.backend=ray"]))
 
 
-def test_a_worker_in_this_process_has_its_roles_environment(monkeypatch):
+def test_a_process_of_both_roles_has_the_environment_of_both_and_says_if_it_is_late(monkeypatch, caplog):
     for name in ("OF_RANKS", "OF_ENGINES"):
         monkeypatch.setenv(name, "before")
     given = ("policy.megatron_cfg.env_vars.OF_RANKS=r", "policy.generation.vllm_cfg.env_vars.OF_ENGINES=e")
     start_workers(object, "train", 1, load(RECIPES / "tiny_cpu.yaml", given))
-    assert (os.environ["OF_RANKS"], os.environ["OF_ENGINES"]) == ("r", "before")
+    assert (os.environ["OF_RANKS"], os.environ["OF_ENGINES"]) == ("r", "e")
+    assert "OF_RANKS, OF_ENGINES changes after libraries were imported" in caplog.text
 
 
 @pytest.fixture
