@@ -220,7 +220,12 @@ def _add_models(commands: Commands) -> None:
 
 def _add_studies(commands: Commands) -> None:
     """Add the commands that examine recipes, runs and formats."""
-    _add(commands, "recipes", "list the recipes that the package ships, by the names that stand for them", "#")
+    _add(
+        commands,
+        "recipes",
+        "list the recipes that the package ships, by the names that stand for them",
+        "# names and purposes",
+    )
 
     doctor = _add(
         commands,

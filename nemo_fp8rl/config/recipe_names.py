@@ -44,8 +44,8 @@ def find_recipe(word: str | Path, folder: str = "") -> Path:
     names = list(list_recipes())
     if path.suffix not in (".yaml", ".yml"):
         raise UserError(
-            f"there is no file {word}, and no recipe of that name{_nearest(str(word), names)}; "
-            "`nemo-fp8rl recipes` lists the names"
+            f"there is no file {word}, and no recipe of that name{_nearest(str(word), names)} "
+            "(`nemo-fp8rl recipes` lists the names)"
         )
     hint = _nearest(str(word), names) or "; give the path of a YAML file, or a name that `nemo-fp8rl recipes` lists"
     raise UserError(f"there is no file {word}{hint}")

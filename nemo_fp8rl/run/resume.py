@@ -64,7 +64,8 @@ def add_later_keys(recorded: Mapping[str, Any], new: Mapping[str, Any]) -> dict[
         f"{field.key}.{name}" for field in all_fields(Config) if field.block for name in field.block.removed_keys
     }
     unchanged = {key: value for key, value in new.items() if may_change(key)}
-    earlier = {field.key: field.marker(EarlierRuns).value for field in _fields_with(EarlierRuns)}
+    later = (field for field in _fields_with(EarlierRuns) if field.key in new)  # a block that is null has no keys
+    earlier = {field.key: field.marker(EarlierRuns).value for field in later}
     return unchanged | earlier | {key: value for key, value in recorded.items() if key not in removed}
 
 

@@ -45,7 +45,7 @@ def make_headline(run: Run) -> Headline:
     elif count := count_without_signal(steps):
         warnings.append(f"In {count} of {len(steps)} steps all groups had equal rewards, which give no gradient.")
     if skipped := round(sum(value for _, value in run.points_of("train/optimizer_steps_skipped"))):
-        warnings.append(f"{skipped} optimizer steps were skipped.")
+        warnings.append(f"{skipped} optimizer step{'s were' if skipped > 1 else ' was'} skipped.")
     if restarts := round(sum(value for _, value in run.points_of("generation/engine_restarts"))):
         warnings.append(f"Engines were started again {restarts} times.")
     return Headline(facts, warnings)

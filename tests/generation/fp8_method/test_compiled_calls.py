@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 
 from nemo_fp8rl.fp8 import BLOCK, quantize_blockwise
@@ -68,7 +69,8 @@ class Experts(nn.Module):
 
 @pytest.fixture(params=[Linear, Experts])
 def layer(request: Any) -> Any:
-    return request.param()
+    with torch._dynamo.config.patch(disable=False):  # an engine in this process switches it off
+        yield request.param()
 
 
 def test_a_compiled_layer_is_traced_whole_and_equals_the_eager_one(layer):
