@@ -73,9 +73,6 @@ LONGEST_FILES = (
     "policy/test_parallel.py",
     "generation/test_engine.py",
     "generation/test_families.py",
-    "test_wheel.py",
-    "test_cli_errors.py",
-    "test_quickstart.py",
 )
 """They come first, so that no process of `make test` ends with one of them while the other has nothing left."""
 

@@ -27,6 +27,9 @@ EXTRAS = (
 )
 """What the extra `cpu` installs beside the package's own requirements."""
 
+VARIABLES = ("PATH", "HOME", "LANG", "TMPDIR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+"""Of this process, in which other tests have had engines, which set more."""
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -54,7 +57,7 @@ def environment(folder: Path, wheel: Path, borrowed: Iterable[Path]) -> Run:
             (site_packages / path.name).symlink_to(path)
     working = folder / "elsewhere"
     working.mkdir()
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
     def run(*words: str, module: str = "") -> subprocess.CompletedProcess[str]:
         command = [python, "-m", module] if module else [folder / "env/bin/nemo-fp8rl"]
