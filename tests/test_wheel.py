@@ -28,9 +28,13 @@ EXTRAS = (
 """What the extra `cpu` installs beside the package's own requirements."""
 
 VARIABLES = ("PATH", "HOME", "LANG", "TMPDIR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
-"""Of this process, in which other tests have had engines, which set more."""
+"""Of this process. Other tests set more, such as a PYTHONPATH, for which pip takes the package for installed."""
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def variables() -> dict[str, str]:
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +45,7 @@ def wheel(tmp_path_factory) -> Path:
         shutil.copy(ROOT / name, copy / name)
     shutil.copytree(ROOT / "nemo_fp8rl", copy / "nemo_fp8rl", ignore=shutil.ignore_patterns("__pycache__"))
     build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", build, str(copy)], cwd=copy, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", build, str(copy)], cwd=copy, check=True, capture_output=True, env=variables())
     return next(copy.glob("*.whl"))
 
 
@@ -50,19 +54,18 @@ def environment(folder: Path, wheel: Path, borrowed: Iterable[Path]) -> Run:
     venv.create(folder / "env", with_pip=False)
     python = folder / "env/bin/python"
     pip = (sys.executable, "-m", "pip", "--python", str(python), "install", "--no-index", "--no-deps", str(wheel))
-    subprocess.run(pip, check=True, capture_output=True)
+    subprocess.run(pip, check=True, capture_output=True, env=variables())
     site_packages = next((folder / "env/lib").glob("python*/site-packages"))
     for path in borrowed:
         if not (site_packages / path.name).exists():
             (site_packages / path.name).symlink_to(path)
     working = folder / "elsewhere"
     working.mkdir()
-    variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
     def run(*words: str, module: str = "") -> subprocess.CompletedProcess[str]:
         command = [python, "-m", module] if module else [folder / "env/bin/nemo-fp8rl"]
         return subprocess.run(
-            [*map(str, command), *words], cwd=working, env=variables, capture_output=True, text=True, check=False
+            [*map(str, command), *words], cwd=working, env=variables(), capture_output=True, text=True, check=False
         )
 
     return run
